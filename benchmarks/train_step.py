@@ -1,0 +1,239 @@
+"""Times whole training steps, several variants in one run, each beside what the card can do.
+
+    python -m benchmarks.train_step --preset llama3.2-1b --variants scanned:minimal unrolled:minimal
+
+All variants work on one state, so they take turns: round after round, each runs a few steps. Wall
+time, median over the rounds. `--kernels` adds the time by kind of kernel, from a profiler trace.
+"""
+
+import argparse
+import collections
+import dataclasses
+import importlib.metadata
+import re
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import ceilings
+from models.sharding import batch_sharding, make_mesh
+from pallas_kernels import hardware
+from train import metrics
+from train.config import PRESET_NAMES, TrainConfig, preset
+from train.data import SyntheticDataset
+from train.step import init_state, make_train_step
+
+# In this order, by what the name of a kernel contains; XLA names its fusions after their
+# operations.
+_KINDS = {
+    "attention (cuDNN)": r"cudnn|flash|sdpa|fmha",
+    "GEMM (XLA's Triton)": r"gemm_fusion",
+    "GEMM (cuBLAS)": r"nvjet|gemm|cutlass|xmma",
+    "copy, cast, transpose": r"copy|convert|transpose|memcpy|memset|Memcpy|Memset",
+    "concatenate, slice, broadcast": r"concatenate|slice|broadcast",
+    "scatter, gather": r"scatter|gather",
+    "reduction": r"reduce",
+}
+
+
+@dataclasses.dataclass
+class Variant:
+    """One way to run the step, and what was measured of it."""
+
+    name: str
+    compiled: Any
+    compile_s: float
+    times_s: list[float] = dataclasses.field(default_factory=list)
+    kernels: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+
+    @property
+    def step_s(self) -> float:
+        """Median time of a step."""
+        return statistics.median(self.times_s)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Device memory of the compiled step."""
+        sizes = self.compiled.memory_analysis()
+        return (
+            sizes.argument_size_in_bytes
+            + sizes.output_size_in_bytes
+            - sizes.alias_size_in_bytes
+            + sizes.temp_size_in_bytes
+        )
+
+
+def variant_config(base: TrainConfig, name: str) -> TrainConfig:
+    """`base` with `layers:remat` applied, such as `unrolled:minimal`."""
+    layers, remat = name.split(":")
+    if layers not in ("scanned", "unrolled"):
+        raise ValueError(f"variant {name!r} must start with 'scanned:' or 'unrolled:'")
+    model = dataclasses.replace(base.model, scan_layers=layers == "scanned", remat=remat)
+    return dataclasses.replace(base, model=model)
+
+
+def kernel_table(kernels: list[tuple[str, float]]) -> list[tuple[str, int, float]]:
+    """`(kind, launches, milliseconds)`, the longest first."""
+    totals: dict[str, list[float]] = collections.defaultdict(list)
+    for name, milliseconds in kernels:
+        kind = next(
+            (kind for kind, pattern in _KINDS.items() if re.search(pattern, name)), "elementwise"
+        )
+        totals[kind].append(milliseconds)
+    rows = [(kind, len(times), sum(times)) for kind, times in totals.items()]
+    return sorted(rows, key=lambda row: -row[2])
+
+
+def main() -> None:
+    """Parses the command line, measures, prints and writes the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--preset", choices=PRESET_NAMES, default="llama3.2-1b")
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--sequence-length", type=int, default=4096)
+    parser.add_argument("--variants", nargs="+", default=["scanned:minimal", "unrolled:minimal"])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=3, help="steps of a variant in a round")
+    parser.add_argument("--kernels", action="store_true", help="add a table of the kernels")
+    parser.add_argument("--output", type=Path, help="file to write the tables to")
+    arguments = parser.parse_args()
+
+    base = preset(arguments.preset)
+    data = dataclasses.replace(
+        base.data,
+        source="synthetic",
+        sequence_length=arguments.sequence_length,
+        batch_size=arguments.batch_size,
+    )
+    base = dataclasses.replace(base, data=data)
+    mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
+    dataset = SyntheticDataset(base.model.vocab_size, data.sequence_length)
+    rows = dataset.batch(0, batch_size=data.batch_size, seed=0)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(
+            {name: array[None] for name, array in rows.items()}, batch_sharding(mesh, batch_axis=1)
+        )
+        state = init_state(base, mesh)
+        variants = []
+        for name in arguments.variants:
+            config = variant_config(base, name)
+            start = time.perf_counter()
+            step = jax.jit(make_train_step(config), donate_argnums=0)
+            compiled = step.lower(state, batch).compile()
+            variants.append(Variant(name, compiled, time.perf_counter() - start))
+            state, values = compiled(state, batch)
+            print(
+                f"{name}: compiled in {variants[-1].compile_s:.1f} s, loss {values['loss']:.3f}",
+                flush=True,
+            )
+        limits = []
+        for _ in range(arguments.rounds):
+            limits.append(ceilings.measure())
+            for variant in variants:
+                jax.block_until_ready(state)
+                start = time.perf_counter()
+                for _ in range(arguments.steps):
+                    state, values = variant.compiled(state, batch)
+                jax.block_until_ready((state, values))
+                variant.times_s.append((time.perf_counter() - start) / arguments.steps)
+        if arguments.kernels:
+            for variant in variants:
+                state, variant.kernels = device_times(variant.compiled, state, batch)
+    text = report(base, variants, limits)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text)
+
+
+def device_times(compiled: Any, state: Any, batch: Any) -> tuple[Any, list[tuple[str, float]]]:
+    """The state after one more step, and `(name, milliseconds)` of all that ran on the device.
+
+    From a trace of the profiler, which unlike a count of kernels has the copies as well.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            state, _ = jax.block_until_ready(compiled(state, batch))
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(file))
+        streams = [
+            line
+            for plane in profile.planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+            if line.name.startswith("Stream")
+        ]
+        return state, [
+            (event.name, event.duration_ns / 1e6) for line in streams for event in line.events
+        ]
+
+
+def report(config: TrainConfig, variants: list[Variant], limits: list[ceilings.Ceilings]) -> str:
+    """The tables, in Markdown."""
+    device = jax.devices()[0]
+    peak = hardware.lookup(device.device_kind)
+    flops = metrics.flops_per_token(config.model, config.data.sequence_length)
+    tokens = config.data.tokens_per_step
+    gemm = statistics.median(limit.gemm for limit in limits)
+    copy = statistics.median(limit.copy for limit in limits)
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "optax")
+    )
+    limit = ceilings.Ceilings(gemm, copy)
+    lines = [
+        f"# Training step of {config.name}, "
+        f"{config.data.batch_size} x {config.data.sequence_length} tokens",
+        "",
+        f"{time.strftime('%Y-%m-%d')}, {device.device_kind}, {versions}. Parameters and AdamW "
+        f"moments {config.model.param_dtype}, compute {config.model.dtype}. Wall time, median of "
+        f"{len(limits)} interleaved rounds. In the same run: {limit}.",
+        "",
+        "MFU counts causal attention at half and no recomputation, against the card's dense "
+        "bfloat16 peak. Memory is arguments plus temporaries of the compiled step.",
+        "",
+        "| layers:remat | ms/step | min - max | tokens/s | MFU | of the GEMM | memory | compile |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for variant in variants:
+        speed = tokens / variant.step_s
+        used = metrics.mfu(speed, flops, peak, 1)
+        cells = [
+            variant.name,
+            f"{variant.step_s * 1e3:.1f}",
+            f"{min(variant.times_s) * 1e3:.1f} - {max(variant.times_s) * 1e3:.1f}",
+            f"{speed:,.0f}",
+            "-" if used is None else f"{used:.1%}",
+            f"{speed * flops / gemm:.1%}",
+            f"{variant.peak_bytes / 2**30:.1f} GiB",
+            f"{variant.compile_s:.0f} s",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    for variant in variants:
+        if not variant.kernels:
+            continue
+        total = sum(milliseconds for _, milliseconds in variant.kernels)
+        lines += [
+            "",
+            f"{variant.name}: {total:.1f} ms on the device in {len(variant.kernels)} launches",
+            "",
+            "| kind | launches | ms |",
+            "|---|---|---|",
+        ]
+        lines += [
+            f"| {kind} | {count} | {ms:.1f} |" for kind, count, ms in kernel_table(variant.kernels)
+        ]
+        lines += ["", "| longest kernels | launches | ms |", "|---|---|---|"]
+        by_name: dict[str, list[float]] = collections.defaultdict(list)
+        for name, milliseconds in variant.kernels:
+            by_name[re.sub(r"[_.]?\d+$", "", name)[:70]].append(milliseconds)
+        longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:16]
+        lines += [f"| `{name}` | {len(times)} | {sum(times):.1f} |" for name, times in longest]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

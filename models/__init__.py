@@ -1,0 +1,1 @@
+"""Llama in Flax NNX: model, Hugging Face checkpoints, remat policies, sharding, sampling."""

@@ -1,0 +1,495 @@
+"""Llama in Flax NNX, with the residual stream and its norm carried from half-layer to half-layer.
+
+The textbook layer is `h += attention(norm(h)); h += mlp(norm(h))`. Here the first norm stands alone
+and every half-layer ends in `add_rms_norm` with the weight of the norm that comes next, so the
+carry is the pair `(normed, residual)` and no norm is ever run without the addition before it.
+(LMDeploy's arrangement; values and gradients are the textbook's.)
+
+Parameter names are Hugging Face's. The layers' parameters are stacked on axis 0, scanned or
+unrolled alike.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from models.remat import remat_policy
+from models.rope import RopeParameters, apply_rotary, rotary_cos_sin
+from models.sharding import split_batch
+from pallas_kernels import add_rms_norm, rms_norm
+from pallas_kernels.layers import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGLU
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_pytorch_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """A Llama. The fields down to `rope_parameters` are those of Hugging Face's `LlamaConfig`.
+
+    Attributes:
+      vocab_size: V.
+      hidden_size: D.
+      intermediate_size: F, of the MLP.
+      num_hidden_layers: L.
+      num_attention_heads: N, heads of the queries.
+      num_key_value_heads: K, heads of keys and values; each serves N/K query heads.
+      head_dim: H; 0 means D/N.
+      hidden_act: activation of the MLP's gate, one of `ACTIVATIONS`.
+      max_position_embeddings: longest sequence; longer ones are refused, except by the rope type
+        "dynamic".
+      initializer_range: standard deviation of the initial embeddings and kernels.
+      rms_norm_eps: eps of all norms.
+      tie_word_embeddings: whether the output embedding is the input embedding.
+      attention_bias: whether the four projections of the attention have biases.
+      mlp_bias: whether the three projections of the MLP have biases.
+      attention_dropout: must be 0.0; kept to refuse checkpoints that were trained otherwise.
+      bos_token_id: the token a text starts with.
+      eos_token_id: the token, or tokens, a text ends with.
+      pad_token_id: a token whose embedding is not trained.
+      rope_parameters: the rotary position embedding.
+      dtype: of the activations and of the operands of the GEMMs.
+      param_dtype: of the parameters.
+      scan_layers: whether the layers run in one `lax.scan` (compiles faster) or are unrolled (runs
+        faster).
+      remat: what the layers keep for the backward; see `models.remat`.
+      attention_implementation: of `jax.nn.dot_product_attention`; `None` takes cuDNN where it runs.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int = 0
+    hidden_act: str = "silu"
+    max_position_embeddings: int
+    initializer_range: float = 0.02
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attention_dropout: float = 0.0
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+    rope_parameters: RopeParameters
+
+    dtype: str = "bfloat16"
+    param_dtype: str = "float32"
+    scan_layers: bool = True
+    remat: str = "minimal"
+    attention_implementation: Literal["xla", "cudnn"] | None = None
+
+    def __post_init__(self):
+        for name in ("dtype", "param_dtype"):
+            object.__setattr__(self, name, jnp.dtype(getattr(self, name)).name)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"{self.num_attention_heads=} must be a multiple of {self.num_key_value_heads=}"
+            )
+        if not self.head_dim:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"{self.hidden_size=} is not a multiple of {self.num_attention_heads=}; "
+                    "set head_dim"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        if self.head_dim % 2:
+            raise ValueError(
+                f"{self.head_dim=} must be even: rotary embedding turns pairs of channels"
+            )
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"{self.hidden_act=} must be one of {sorted(ACTIVATIONS)}")
+        if self.attention_dropout:
+            raise NotImplementedError(
+                f"{self.attention_dropout=} is not implemented; set it to 0.0, as Llama has it"
+            )
+        remat_policy(self.remat)
+
+
+def _llama(**fields: Any) -> LlamaConfig:
+    return LlamaConfig(
+        **{"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "bos_token_id": 128000} | fields
+    )
+
+
+def _llama3_rope(factor: float) -> RopeParameters:
+    return RopeParameters(
+        rope_type="llama3",
+        rope_theta=500_000.0,
+        factor=factor,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+
+
+# Values of the published checkpoints' config.json. `demo` is a byte-level model for two CPU cores:
+# 258 tokens (bytes, begin, end) rounded up to a multiple of 64.
+PRESETS = {
+    "demo": _llama(
+        vocab_size=320,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=256,
+        eos_token_id=257,
+        rope_parameters=RopeParameters(rope_type="default", rope_theta=10_000.0),
+        remat="none",
+    ),
+    "llama3.2-1b": _llama(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+        eos_token_id=128001,
+        rope_parameters=_llama3_rope(32.0),
+    ),
+    "llama3.2-3b": _llama(
+        vocab_size=128256,
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=28,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+        eos_token_id=128001,
+        rope_parameters=_llama3_rope(32.0),
+    ),
+    "llama3.1-8b": _llama(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        eos_token_id=128001,
+        rope_parameters=_llama3_rope(8.0),
+    ),
+    "llama3.1-70b": _llama(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        eos_token_id=128001,
+        rope_parameters=_llama3_rope(8.0),
+    ),
+    "llama2-7b": _llama(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=2,
+        rope_parameters=RopeParameters(rope_type="default", rope_theta=10_000.0),
+    ),
+}
+
+
+class Attention(nnx.Module):
+    """The four projections of grouped-query attention, without what is between them."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        def linear(size_in: int, size_out: int) -> nnx.Linear:
+            return nnx.Linear(
+                size_in,
+                size_out,
+                use_bias=config.attention_bias,
+                dtype=config.dtype,
+                param_dtype=config.param_dtype,
+                kernel_init=nnx.initializers.normal(config.initializer_range),
+                rngs=rngs,
+            )
+
+        num_channels = config.num_attention_heads * config.head_dim
+        num_kv_channels = config.num_key_value_heads * config.head_dim
+        self.q_proj = linear(config.hidden_size, num_channels)
+        self.k_proj = linear(config.hidden_size, num_kv_channels)
+        self.v_proj = linear(config.hidden_size, num_kv_channels)
+        self.o_proj = linear(num_channels, config.hidden_size)
+        self.head_dim = config.head_dim
+
+    def project(
+        self, x: Float[Array, "B S D"], cos: Float[Array, "#B S h"], sin: Float[Array, "#B S h"]
+    ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+        """Queries and keys with their positions, and values."""
+        heads = lambda a: a.reshape(*a.shape[:-1], -1, self.head_dim)
+        q = apply_rotary(heads(self.q_proj(x)), cos, sin)
+        k = apply_rotary(heads(self.k_proj(x)), cos, sin)
+        v = heads(self.v_proj(x))
+        return checkpoint_name(q, "q"), checkpoint_name(k, "k"), checkpoint_name(v, "v")
+
+    def output(self, attn_out: Float[Array, "B S N H"]) -> Float[Array, "B S D"]:
+        """The output projection of the heads."""
+        attn_out = checkpoint_name(attn_out, "attn_out")
+        out = self.o_proj(attn_out.reshape(*attn_out.shape[:-2], -1))
+        return checkpoint_name(out, "attn_proj")
+
+
+class MLP(SwiGLU):
+    """The gated MLP with the configured activation; `silu` makes it SwiGLU."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        super().__init__(
+            config.hidden_size,
+            config.intermediate_size,
+            use_bias=config.mlp_bias,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            kernel_init=nnx.initializers.normal(config.initializer_range),
+            rngs=rngs,
+        )
+        self.hidden_act = config.hidden_act
+
+    def activation(
+        self, gate: Float[Array, "*T F"], up: Float[Array, "*T F"]
+    ) -> Float[Array, "*T F"]:
+        """`hidden_act(gate) · up`."""
+        if self.hidden_act == "silu":
+            return super().activation(gate, up)
+        return ACTIVATIONS[self.hidden_act](gate) * up
+
+
+class Block(nnx.Module):
+    """One layer, cut in two at the attention."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        norm_options = _norm_options(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, **norm_options)
+        self.self_attn = Attention(config, rngs=rngs)
+        self.post_attention_layernorm = AddRMSNorm(config.hidden_size, **norm_options)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def finish(
+        self,
+        attn_out: Float[Array, "B S N H"],
+        residual: Float[Array, "B S D"],
+        next_weight: Float[Array, " D"],
+    ) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"]]:
+        """From the attention's output to the carry of the next layer, `(normed, residual)`."""
+        normed, residual = self.post_attention_layernorm(self.self_attn.output(attn_out), residual)
+        residual = checkpoint_name(residual, "residual")
+        mlp_out = checkpoint_name(self.mlp(normed), "mlp_out")
+        normed, residual = add_rms_norm(
+            mlp_out, residual, next_weight, **self.input_layernorm.options
+        )
+        return split_batch(normed), split_batch(checkpoint_name(residual, "residual"))
+
+
+class Llama(nnx.Module):
+    """The model, from tokens to normalized hidden states; logits and loss are made from those.
+
+    Args:
+      config: the architecture.
+      rngs: source of the initial parameters.
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(config.initializer_range)
+        self.config = config
+        self.embed_tokens = nnx.Embed(
+            config.vocab_size,
+            config.hidden_size,
+            param_dtype=config.param_dtype,
+            embedding_init=init,
+            rngs=rngs,
+        )
+        # One layer after the other, so that only one layer's random bits are in memory.
+        keys = jax.random.split(rngs.params(), config.num_hidden_layers)
+        graphdef = nnx.graphdef(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
+        state = jax.lax.map(lambda key: nnx.state(Block(config, rngs=nnx.Rngs(key))), keys)
+        self.layers = nnx.merge(graphdef, state)
+        self.norm = RMSNorm(config.hidden_size, **_norm_options(config))
+        if not config.tie_word_embeddings:
+            self.lm_head = LinearCrossEntropy(
+                config.hidden_size,
+                config.vocab_size,
+                param_dtype=config.param_dtype,
+                kernel_init=init,
+                rngs=rngs,
+            )
+
+    @property
+    def output_weight(self) -> Float[Array, "V D"]:
+        """The output embedding, for `pallas_kernels.linear_cross_entropy`; the input's if tied."""
+        if self.config.tie_word_embeddings:
+            return self.embed_tokens.embedding[...]
+        return self.lm_head.weight[...]
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B S"],
+        *,
+        positions: Int[Array, "B S"] | None = None,
+        segment_ids: Int[Array, "B S"] | None = None,
+    ) -> Float[Array, "B S D"]:
+        """Normalized hidden states of the last layer, in the compute dtype.
+
+        Args:
+          tokens: a token outside of `[0, V)` makes its row's states NaN.
+          positions: of each token in its document; `None` counts from 0 in every row.
+          segment_ids: documents packed into a row; a token attends to earlier ones of its own
+            segment. `None` takes a row for one document.
+
+        Raises:
+          ValueError: the sequence is longer than `max_position_embeddings`.
+        """
+        sequence_length = tokens.shape[1]
+        limit = self.config.max_position_embeddings
+        if sequence_length > limit and self.config.rope_parameters.rope_type != "dynamic":
+            raise ValueError(
+                f"{sequence_length=} exceeds max_position_embeddings={limit}; raise it, with "
+                "rope_parameters that scale the positions"
+            )
+        mask = None
+        if segment_ids is not None:
+            mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+
+        def attend(q, k, v, _):
+            implementation = self.config.attention_implementation
+            if implementation is None:
+                implementation = "cudnn" if _cudnn_attention_runs(q) else "xla"
+            return jax.nn.dot_product_attention(
+                q, k, v, mask=mask, is_causal=True, implementation=implementation
+            ), None
+
+        if positions is None:
+            positions = jnp.arange(sequence_length, dtype=jnp.int32)[None]
+        return self.run_layers(tokens, positions, attend)[0]
+
+    def run_layers(
+        self,
+        tokens: Int[Array, "B S"],
+        positions: Int[Array, "#B S"],
+        attend: Callable[[Any, Any, Any, Any], tuple[Any, Any]],
+        layer_inputs: Any = None,
+    ) -> tuple[Float[Array, "B S D"], Any]:
+        """The model with the attention as an argument.
+
+        Args:
+          tokens: as in `__call__`.
+          positions: of the tokens, for the rotary embedding.
+          attend: `(q, k, v, layer_input) -> (attn_out, layer_output)`, called in every layer.
+          layer_inputs: a pytree with axis 0 the layers, such as a key/value cache; each layer gets
+            its slice.
+
+        Returns:
+          The hidden states and the layers' outputs, stacked.
+        """
+        config = self.config
+        dtype = jnp.dtype(config.dtype)
+        graphdef, state = nnx.split(self.layers)
+        # Rounded once for all layers and for the backward: inside of the layers it would be done
+        # twice.
+        for name in ("self_attn", "mlp"):
+            state[name] = jax.tree.map(lambda a: a.astype(dtype), state[name])
+        norm_weights = jnp.concatenate(
+            [self.layers.input_layernorm.weight[...], self.norm.weight[...][None]]
+        )
+        cos, sin = rotary_cos_sin(
+            config.rope_parameters,
+            positions,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+        )
+
+        def project(state, normed, cos, sin):
+            return nnx.merge(graphdef, state).self_attn.project(normed, cos, sin)
+
+        def finish(state, attn_out, residual, next_weight):
+            return nnx.merge(graphdef, state).finish(attn_out, residual, next_weight)
+
+        def layer(carry, inputs):
+            normed, residual = carry
+            state, next_weight, layer_input = inputs
+            q, k, v = project(state, normed, cos, sin)
+            attn_out, layer_output = attend(q, k, v, layer_input)
+            return finish(state, attn_out, residual, next_weight), layer_output
+
+        policy = remat_policy(config.remat)
+        if policy.attention:
+            project = policy.checkpoint(project, in_scan=config.scan_layers)
+            finish = policy.checkpoint(finish, in_scan=config.scan_layers)
+        else:
+            layer = policy.checkpoint(layer, in_scan=config.scan_layers)
+
+        residual = self._embed(tokens)
+        normed = rms_norm(residual, norm_weights[0], **self.norm.options)
+        inputs = (state, norm_weights[1:], layer_inputs)
+        if config.scan_layers:
+            (normed, _), outputs = jax.lax.scan(layer, (normed, residual), inputs)
+            return normed, outputs
+        outputs = []
+        for layer_slice in _unstack(inputs, config.num_hidden_layers):
+            (normed, residual), output = layer((normed, residual), layer_slice)
+            outputs.append(output)
+        return normed, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+
+    def _embed(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+        # Gathered before it is rounded, so that the gradient is scattered and summed in
+        # param_dtype.
+        embedded = self.embed_tokens(tokens)
+        if self.config.pad_token_id is not None:
+            is_pad = (tokens == self.config.pad_token_id)[..., None]
+            embedded = jnp.where(is_pad, jax.lax.stop_gradient(embedded), embedded)
+        return split_batch(embedded.astype(self.config.dtype))
+
+    def logits(self, hidden: Float[Array, "*T D"]) -> Float[Array, "*T V"]:
+        """Logits of hidden states, float32; a loss needs only `output_weight`."""
+        return jnp.einsum(
+            "...d,vd->...v",
+            hidden,
+            self.output_weight.astype(hidden.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+
+def _norm_options(config: LlamaConfig) -> dict[str, Any]:
+    return {"eps": config.rms_norm_eps, "casting": "llama", "param_dtype": config.param_dtype}
+
+
+def _unstack(tree: Any, num_slices: int) -> list[Any]:
+    """Slices along axis 0; unlike those of `a[i]`, their gradients meet in one concatenation."""
+    leaves, structure = jax.tree.flatten(tree)
+    split = [jax.lax.split(a, (1,) * num_slices) for a in leaves]
+    return [structure.unflatten([parts[i][0] for parts in split]) for i in range(num_slices)]
+
+
+def _cudnn_attention_runs(q: Float[Array, "B S N H"]) -> bool:
+    """cuDNN's attention takes 16-bit floats and head sizes up to 128 that are a multiple of 8."""
+    return (
+        jax.default_backend() == "gpu"
+        and q.dtype in (jnp.bfloat16, jnp.float16)
+        and q.shape[-1] % 8 == 0
+        and q.shape[-1] <= 128
+    )

@@ -1,0 +1,11 @@
+"""Operations for training a Llama on NVIDIA GPUs, each with an exact gradient.
+
+Shape letters used everywhere: B batch, S sequence, T tokens (B·S, or any leading axes), D hidden
+size, F intermediate size, V vocabulary, N query heads, K key/value heads, H head size, L layers.
+"""
+
+from pallas_kernels.linear_cross_entropy import LossMetrics as LossMetrics
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from pallas_kernels.rms_norm import add_rms_norm as add_rms_norm
+from pallas_kernels.rms_norm import rms_norm as rms_norm
+from pallas_kernels.swiglu import swiglu as swiglu

@@ -1,0 +1,199 @@
+"""Flax NNX layers over the operations, for use in any NNX model.
+
+They need no mesh, hold plain `nnx.Param`s without sharding annotations, create no parameters after
+construction and work in NNX's graph mode and tree mode alike.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import initializers
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.linear_cross_entropy import LossMetrics, linear_cross_entropy
+from pallas_kernels.rms_norm import Casting, add_rms_norm, rms_norm
+from pallas_kernels.swiglu import swiglu
+
+_LECUN_NORMAL = initializers.lecun_normal()
+_NORMAL = initializers.normal(0.02)
+
+
+class _Norm(nnx.Module):
+    """The weight and the options that both norms share."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        eps: float = 1e-6,
+        weight_offset: float = 0.0,
+        casting: Casting = "float32",
+        param_dtype: DTypeLike = jnp.float32,
+        implementation: Any = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        del rngs  # The weight starts as a constant; accepted because NNX layers are built with it.
+        self.weight = nnx.Param(jnp.full((hidden_size,), 1.0 - weight_offset, param_dtype))
+        self.eps = eps
+        self.weight_offset = weight_offset
+        self.casting: Casting = casting
+        self.implementation = implementation
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the operation."""
+        return {
+            "eps": self.eps,
+            "weight_offset": self.weight_offset,
+            "casting": self.casting,
+            "implementation": self.implementation,
+        }
+
+
+class RMSNorm(_Norm):
+    """`pallas_kernels.rms_norm` with its weight, which starts so that the scale is 1.
+
+    Args:
+      hidden_size: D, the size of the normalized last axis.
+      eps: see `pallas_kernels.rms_norm`, like `weight_offset`, `casting` and `implementation`.
+      param_dtype: dtype of the weight.
+      rngs: not used.
+    """
+
+    def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
+        """The norm of `x`, in the dtype of `x`."""
+        return rms_norm(x, self.weight[...], **self.options)
+
+
+class AddRMSNorm(_Norm):
+    """`pallas_kernels.add_rms_norm` with its weight; takes the arguments of `RMSNorm`."""
+
+    def __call__(
+        self, x: Float[Array, "*T D"], residual: Float[Array, "*T D"]
+    ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
+        """`(norm(x + residual), x + residual)`."""
+        return add_rms_norm(x, residual, self.weight[...], **self.options)
+
+
+class SwiGLU(nnx.Module):
+    """Llama's MLP: `down_proj(silu(gate_proj(x)) · up_proj(x))`.
+
+    The two projections are tagged `gate` and `up` for `jax.checkpoint` policies by name.
+
+    Args:
+      hidden_size: D, of input and output.
+      intermediate_size: F, of the two projections between.
+      use_bias: whether the three linear layers have biases.
+      dtype: of the computation; `None` takes it from input and parameters.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the three kernels.
+      implementation: of `pallas_kernels.swiglu`.
+      rngs: source of the kernels' random numbers.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        use_bias: bool = False,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: initializers.Initializer = _LECUN_NORMAL,
+        implementation: Any = None,
+        rngs: nnx.Rngs,
+    ):
+        def linear(size_in: int, size_out: int) -> nnx.Linear:
+            return nnx.Linear(
+                size_in,
+                size_out,
+                use_bias=use_bias,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                kernel_init=kernel_init,
+                rngs=rngs,
+            )
+
+        self.gate_proj = linear(hidden_size, intermediate_size)
+        self.up_proj = linear(hidden_size, intermediate_size)
+        self.down_proj = linear(intermediate_size, hidden_size)
+        self.implementation = implementation
+
+    def activation(
+        self, gate: Float[Array, "*T F"], up: Float[Array, "*T F"]
+    ) -> Float[Array, "*T F"]:
+        """What is done with the two projections; a subclass may replace it."""
+        return swiglu(gate, up, implementation=self.implementation)
+
+    def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
+        """The MLP of every token."""
+        gate = checkpoint_name(self.gate_proj(x), "gate")
+        up = checkpoint_name(self.up_proj(x), "up")
+        return self.down_proj(self.activation(gate, up))
+
+
+class LinearCrossEntropy(nnx.Module):
+    """An output head that returns its loss: `pallas_kernels.linear_cross_entropy` with its weight.
+
+    Args:
+      hidden_size: D, of the hidden states.
+      vocab_size: V.
+      use_bias: whether the logits have a bias.
+      dtype: of the operands of the GEMMs; `None` takes that of the hidden states.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the weight `[V, D]`.
+      rngs: source of the weight's random numbers.
+      **loss_options: the keyword arguments of `pallas_kernels.linear_cross_entropy` to use in every
+        call.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        use_bias: bool = False,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: initializers.Initializer = _NORMAL,
+        rngs: nnx.Rngs,
+        **loss_options: Any,
+    ):
+        self.weight = nnx.Param(kernel_init(rngs.params(), (vocab_size, hidden_size), param_dtype))
+        self.bias = nnx.Param(jnp.zeros((vocab_size,), param_dtype)) if use_bias else nnx.data(None)
+        self.dtype = dtype
+        # A tuple, because what is static in a module must be hashable.
+        self.loss_options = nnx.static(tuple(sorted(loss_options.items())))
+
+    def __call__(
+        self,
+        x: Float[Array, "*T D"],
+        labels: Int[Array, "*T"],
+        token_weights: Float[Array, "*T"] | None = None,
+    ) -> Float[Array, "*T"] | tuple[Float[Array, "*T"], LossMetrics]:
+        """The loss of predicting `labels` from `x`, as the loss options say."""
+        return linear_cross_entropy(
+            x if self.dtype is None else x.astype(self.dtype),
+            self.weight[...],
+            labels,
+            bias=None if self.bias is None else self.bias[...],
+            token_weights=token_weights,
+            **dict(self.loss_options),
+        )
+
+    def logits(self, x: Float[Array, "*T D"]) -> Float[Array, "*T V"]:
+        """The logits themselves, float32, for sampling; the softcap of the loss options applies."""
+        dtype = self.dtype or x.dtype
+        logits = jnp.einsum(
+            "...d,vd->...v",
+            x.astype(dtype),
+            self.weight[...].astype(dtype),
+            preferred_element_type=jnp.float32,
+        )
+        if self.bias is not None:
+            logits += self.bias[...].astype(jnp.float32)
+        softcap = dict(self.loss_options).get("logit_softcap")
+        return logits if softcap is None else softcap * jnp.tanh(logits / softcap)

@@ -1,0 +1,51 @@
+"""RMSNorm in plain JAX, differentiated by JAX: the oracle for tests and the form XLA fuses."""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+
+def rms_norm(
+    x: Float[Array, "*T D"],
+    weight: Float[Array, " D"],
+    *,
+    eps: float,
+    weight_offset: float,
+    casting: str,
+) -> Float[Array, "*T D"]:
+    """`x / sqrt(mean(x²) + eps) * (weight + weight_offset)`; see `pallas_kernels.rms_norm`."""
+    x_f32 = x.astype(jnp.float32)
+    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + eps)
+    # 4 bytes a token: a remat policy that keeps it saves the backward one reduction over x.
+    x_hat = x_f32 * checkpoint_name(rstd, "rstd")
+    if casting == "llama":
+        # The product of two 16-bit numbers is exact in float32, so rounding it once below gives
+        # the bits of a 16-bit multiplication, whatever the dtype of the weight.
+        x_hat = _rounded(x_hat, x.dtype).astype(jnp.float32)
+    return (x_hat * (weight.astype(jnp.float32) + weight_offset)).astype(x.dtype)
+
+
+def add_rms_norm(
+    x: Float[Array, "*T D"],
+    residual: Float[Array, "*T D"],
+    weight: Float[Array, " D"],
+    *,
+    eps: float,
+    weight_offset: float,
+    casting: str,
+) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
+    """`rms_norm` of the rounded sum `x + residual`, and that sum."""
+    total = x.astype(jnp.float32) + residual.astype(jnp.float32)
+    residual_out = _rounded(total, x.dtype)
+    y = rms_norm(residual_out, weight, eps=eps, weight_offset=weight_offset, casting=casting)
+    return y, residual_out
+
+
+def _rounded(x_f32: Float[Array, "*T D"], dtype: jnp.dtype) -> Float[Array, "*T D"]:
+    """`x_f32` in `dtype`, so that what reads it in float32 again sees the rounded values."""
+    if dtype == jnp.bfloat16:
+        # In a compiled program XLA for GPUs drops the rounding of a cast to bfloat16 and back
+        # (https://github.com/openxla/xla/issues/41605). It keeps this one.
+        x_f32 = jax.lax.reduce_precision(x_f32, exponent_bits=8, mantissa_bits=7)
+    return x_f32.astype(dtype)

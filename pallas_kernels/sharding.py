@@ -1,0 +1,47 @@
+"""Token-parallel operations on a mesh.
+
+Every operation here treats tokens independently, so on a mesh each device can run it on its own
+tokens, with the weights whole. XLA cannot see that in a kernel or in a scan over chunks of tokens:
+left to itself it gathers the tokens onto every device. `jax.shard_map` says it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+
+def sum_over_token_shards(fn: Callable[..., Any], mesh_axes: tuple[str, ...]) -> Callable[..., Any]:
+    """`fn` run on each device's tokens, and its results added up over the devices.
+
+    Differentiable: the gradient of `weights` is summed over the devices once, by the transpose of
+    `jax.shard_map`, so `fn` and its gradient rules must not sum over mesh axes themselves.
+
+    Args:
+      fn: `(weights, tokens) -> sums`, where both arguments are pytrees and the results are sums
+        over tokens.
+      mesh_axes: axes of the mesh in context (`jax.set_mesh`) over which axis 0 of every array in
+        `tokens` is split. A weight that is split over the mesh is gathered, once per call.
+
+    Returns:
+      A function of the same arguments that takes and returns global arrays.
+    """
+
+    def local(weights: Any, tokens: Any) -> Any:
+        return jax.tree.map(lambda a: a[None], fn(weights, tokens))
+
+    def sharded(weights: Any, tokens: Any) -> Any:
+        # check_vma=False: gradient rules inside a Mosaic kernel's custom_vjp do not carry the mesh
+        # axes that an array varies over. Returning one value a device leaves the sum to code
+        # outside, where its gradient cannot be counted twice.
+        parts = jax.shard_map(
+            local,
+            in_specs=(PartitionSpec(), PartitionSpec(mesh_axes)),
+            out_specs=PartitionSpec(mesh_axes),
+            check_vma=False,
+        )(weights, tokens)
+        return jax.tree.map(lambda a: jnp.sum(a, axis=0), parts)
+
+    return sharded

@@ -1,0 +1,3 @@
+"""SwiGLU."""
+
+from pallas_kernels.swiglu.api import swiglu as swiglu

@@ -1,0 +1,940 @@
+"""Linear cross-entropy against the formula written here, in float64 numpy, and its program.
+
+Shapes are small and shared between tests wherever the values alone decide what is tested, because
+compiling is what takes time here: `compiled` keeps one program for each set of options.
+"""
+
+import functools
+import math
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+from numerics import assert_as_accurate, rounded
+from pallas_kernels import LossMetrics, linear_cross_entropy
+from pallas_kernels.linear_cross_entropy import xla
+
+IMPLEMENTATIONS = ["reference", "xla"]
+REDUCTIONS = ["mean", "sum", "none"]
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+EPS32 = float(np.finfo(np.float32).eps)
+IGNORED = -100
+T, D, V, CHUNK = 32, 24, 53, 16
+
+each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
+
+
+def formula(
+    arrays,
+    labels,
+    cotangent,
+    *,
+    ignore_index=IGNORED,
+    reduction="mean",
+    label_smoothing=0.0,
+    z_loss=0.0,
+    logit_softcap=None,
+    compute=np.float64,
+    round_dlogits=None,
+):
+    """The loss and the gradient of every array, by name, with the derivative worked out by hand."""
+    given = {name: np.asarray(a).astype(compute) for name, a in arrays.items()}
+    weight = given["weight"]
+    x = given["x"].reshape(-1, weight.shape[1])
+    labels = np.asarray(labels).astype(np.int64)
+    shape, labels = labels.shape, labels.reshape(-1)
+    valid = labels != ignore_index
+    weights = given.get("token_weights", np.ones(shape, compute)).reshape(-1) * valid
+    cotangent = np.asarray(cotangent, compute)
+
+    with np.errstate(all="ignore"):
+        z = x @ weight.T + given.get("bias", compute(0))
+        if logit_softcap is not None:
+            z = logit_softcap * np.tanh(z / logit_softcap)
+        largest = np.max(z, -1, keepdims=True)
+        lse = largest + np.log(np.sum(np.exp(z - largest), -1, keepdims=True))
+        p = np.exp(z - lse)
+        right = (np.arange(len(weight)) == labels[:, None]).astype(compute)
+        target = right * (1 - label_smoothing) + label_smoothing / len(weight)
+        nll = (lse - np.sum(np.where(right == 1, z, 0), -1, keepdims=True))[:, 0]
+        losses = (1 - label_smoothing) * nll
+        if label_smoothing:
+            losses = losses + label_smoothing * (lse[:, 0] - np.mean(z, -1))
+        losses = np.where(valid, losses + z_loss * lse[:, 0] ** 2, 0)
+        dz = p * (1 + 2 * z_loss * lse) - target
+        if logit_softcap is not None:
+            dz = dz * (1 - (z / logit_softcap) ** 2)
+
+    total = np.sum(weights)
+    factor = compute(1)
+    if reduction == "mean":
+        factor = 1 / total if total else compute(0)
+    dlosses = weights * (cotangent.reshape(-1) if reduction == "none" else 1)
+    dz = np.where(dlosses[:, None] == 0, 0, dlosses[:, None] * dz)
+    if round_dlogits is not None:
+        dz = dz.astype(round_dlogits).astype(compute)
+    if reduction != "none":
+        factor = factor * cotangent
+    if reduction == "none":
+        loss = (weights * losses).reshape(shape)
+        dweights = cotangent.reshape(-1) * losses
+    else:
+        loss = np.sum(weights * losses) * (factor / cotangent if reduction == "mean" else 1)
+        dweights = factor * valid * (losses - (loss if reduction == "mean" else 0))
+    out = {
+        "loss": loss,
+        "x": (dz @ weight * factor).reshape(arrays["x"].shape),
+        "weight": dz.T @ x * factor,
+        "bias": np.sum(dz, 0) * factor,
+        "token_weights": dweights.reshape(shape),
+    }
+    return {name: value for name, value in out.items() if name == "loss" or name in arrays}
+
+
+def make_arrays(shape=(T,), hidden=D, vocab=V, dtype=F32, *, seed=0, only=None):
+    """Arrays by name, and labels of which every fifth is ignored."""
+    rng = np.random.default_rng(seed)
+    arrays = {
+        "x": jnp.asarray(rng.normal(size=(*shape, hidden)), dtype),
+        "weight": jnp.asarray(rng.normal(size=(vocab, hidden)) / math.sqrt(hidden), dtype),
+        "bias": jnp.asarray(rng.normal(size=vocab), dtype),
+        "token_weights": jnp.asarray(rng.uniform(0.5, 2, size=shape), F32),
+    }
+    labels = rng.integers(vocab, size=shape)
+    labels = np.where(np.arange(labels.size).reshape(shape) % 5 == 3, IGNORED, labels)
+    if only is not None:
+        arrays = {name: arrays[name] for name in only}
+    return arrays, jnp.asarray(labels, jnp.int32)
+
+
+def make_cotangent(reduction, shape=(T,), seed=1):
+    if reduction != "none":
+        return jnp.float32(1)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), F32)
+
+
+@functools.cache
+def compiled(**options):
+    """Loss and gradients by name, of `(arrays, labels, cotangent)`."""
+
+    def run(arrays, labels, cotangent):
+        fn = lambda arrays: linear_cross_entropy(labels=labels, **arrays, **options)
+        loss, vjp = jax.vjp(fn, arrays)
+        return {"loss": loss} | vjp(cotangent)[0]
+
+    return jax.jit(run)
+
+
+def run(arrays, labels, cotangent=None, *, reduction="mean", chunk_size=CHUNK, **options):
+    if cotangent is None:
+        cotangent = make_cotangent(reduction, labels.shape)
+    fn = compiled(reduction=reduction, chunk_size=chunk_size, **options)
+    return fn(arrays, labels, cotangent)
+
+
+def check_against_formula(got, arrays, labels, cotangent=None, *, slack=1.2, **options):
+    """Compares to float64, by the error of float32 with dlogits rounded to the dtype of `x`."""
+    reduction = options.get("reduction", "mean")
+    if cotangent is None:
+        cotangent = make_cotangent(reduction, labels.shape)
+    exact = formula(arrays, labels, cotangent, **options)
+    low = formula(
+        arrays, labels, cotangent, compute=np.float32, round_dlogits=arrays["x"].dtype, **options
+    )
+    assert set(got) == set(exact)
+    chex.assert_type(got["loss"], F32)
+    names = list(exact)
+    for name in names[1:]:
+        chex.assert_type(got[name], arrays[name].dtype)
+    pick = lambda values: [values[name] for name in names]
+    low_precision = rounded(pick(low), pick(got))
+    assert_as_accurate(pick(got), low_precision, pick(exact), names=names, slack=slack)
+
+
+def check(arrays, labels, cotangent=None, *, implementation, chunk_size=CHUNK, **options):
+    got = run(
+        arrays,
+        labels,
+        cotangent,
+        implementation=implementation,
+        chunk_size=chunk_size,
+        **options,
+    )
+    check_against_formula(got, arrays, labels, cotangent, **options)
+    return got
+
+
+# Shapes and dtypes.
+
+# (leading axes, hidden, vocabulary, chunk): tokens, hidden sizes and vocabularies around and off a
+# tile; chunks that do and do not divide the tokens.
+SHAPES = [
+    ((), 64, 5, 4),
+    ((2, 0), 8, 5, None),
+    ((1,), 128, 2, 1),
+    ((7,), 1, 127, 3),
+    ((127,), 64, 128, 64),
+    ((129,), 96, 129, 128),
+    ((3, 43), 130, 101, 43),
+    ((2, 3, 2, 3), 8, 1, 9),
+]
+
+
+@pytest.mark.parametrize("shape, hidden, vocab, chunk_size", SHAPES, ids=str)
+def test_every_shape_in_bfloat16(shape, hidden, vocab, chunk_size):
+    arrays, labels = make_arrays(shape, hidden, vocab, BF16, only=["x", "weight"])
+    reduction = "sum" if len(shape) % 2 else "mean"
+    check(arrays, labels, implementation="xla", reduction=reduction, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("shape, hidden, vocab, chunk_size", SHAPES[-3:], ids=str)
+@pytest.mark.parametrize(
+    "implementation, dtype, reduction",
+    [("xla", F32, "none"), ("reference", BF16, "none"), ("reference", F32, "mean")],
+)
+def test_other_dtypes(implementation, dtype, reduction, shape, hidden, vocab, chunk_size):
+    arrays, labels = make_arrays(shape, hidden, vocab, dtype, only=["x", "weight"])
+    check(arrays, labels, implementation=implementation, reduction=reduction, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("x_dtype, weight_dtype", [(BF16, F32), (F32, BF16), (F16, F32)])
+def test_mixed_dtypes(x_dtype, weight_dtype):
+    arrays, labels = make_arrays()
+    arrays |= {"x": arrays["x"].astype(x_dtype), "weight": arrays["weight"].astype(weight_dtype)}
+    got = run(arrays, labels, implementation="xla")
+    chex.assert_type([got["x"], got["weight"]], [x_dtype, weight_dtype])
+    # The GEMMs take the weight rounded to the dtype of x; its gradient keeps the digits of its own.
+    used = arrays | {"weight": arrays["weight"].astype(x_dtype).astype(weight_dtype)}
+    check_against_formula(got, used, labels)
+    if weight_dtype == F32:
+        coarse = np.asarray(got["weight"].astype(x_dtype).astype(F32))
+        assert np.mean(np.asarray(got["weight"]) == coarse) < 0.1
+
+
+def test_small_weights_of_tokens_do_not_underflow_in_float16():
+    # A caller that normalizes by a million tokens itself: 1e-6 is a subnormal of float16 with 4 bits.
+    arrays, labels = make_arrays()
+    arrays["x"] = arrays["x"].astype(F16)
+    ones = jnp.ones(T)
+    for token_weights in (ones, 1e-6 * ones):
+        arrays["token_weights"] = token_weights
+        check(arrays, labels, implementation="xla", reduction="sum")
+    arrays["token_weights"] = ones
+    check(arrays, labels, 1e-6 * ones, implementation="xla", reduction="none")
+
+
+# Options.
+
+OPTIONS = [
+    {"label_smoothing": 0.1},
+    {"label_smoothing": 1.0},
+    {"z_loss": 1e-2},
+    {"logit_softcap": 1.5},
+    {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 1.5},
+]
+
+
+@each_implementation
+@pytest.mark.parametrize("index", range(len(OPTIONS)), ids=[str(o) for o in OPTIONS])
+def test_options(implementation, index):
+    arrays, labels = make_arrays()
+    reduction = REDUCTIONS[index % 3]
+    check(arrays, labels, implementation=implementation, reduction=reduction, **OPTIONS[index])
+
+
+@each_implementation
+@pytest.mark.parametrize(
+    "label_smoothing, reduction, logit_softcap", [(0.1, "mean", None), (0.1, "sum", 1.5)]
+)
+def test_options_and_logits_of_minus_infinity(
+    implementation, label_smoothing, reduction, logit_softcap
+):
+    # Smoothing takes the mean of the logits: the loss is infinite (as in torch), its gradient is
+    # not. A softcap makes -inf finite.
+    arrays, labels = make_arrays()
+    arrays["bias"] = arrays["bias"].at[5].set(-jnp.inf)
+    labels = jnp.where(labels == 5, 6, labels)
+    options = {"label_smoothing": label_smoothing, "reduction": reduction}
+    if logit_softcap is not None:
+        options |= {"logit_softcap": logit_softcap, "z_loss": 1e-2}
+    got = run(arrays, labels, implementation=implementation, **options)
+    exact = formula(arrays, labels, 1.0, **options)
+    assert np.isinf(got["loss"]) == (logit_softcap is None)
+    for name in ("x", "weight", "bias"):
+        assert np.all(np.isfinite(got[name])), name
+        chex.assert_trees_all_close(np.asarray(got[name], np.float64), exact[name], atol=1e-5)
+
+
+@each_implementation
+@each_reduction
+def test_cotangents(implementation, reduction):
+    arrays, labels = make_arrays()
+    if reduction == "none":
+        varied = make_cotangent("none")
+        cotangents = [varied, varied.at[::3].set(0), -varied, jnp.zeros(T), jnp.ones(T)]
+    else:
+        cotangents = [jnp.float32(c) for c in (1, 0, 2, -1, 1e-8)]
+    for cotangent in cotangents:
+        # The formula divides by the cotangent; 0 is looked at below.
+        if np.any(cotangent):
+            check(arrays, labels, cotangent, implementation=implementation, reduction=reduction)
+        else:
+            got = run(arrays, labels, cotangent, implementation=implementation, reduction=reduction)
+            del got["loss"]
+            assert all(np.all(np.asarray(g) == 0) for g in got.values())
+
+
+@each_implementation
+@each_reduction
+def test_token_weights(implementation, reduction):
+    arrays, labels = make_arrays()
+    weights = arrays["token_weights"]
+    for changed in (weights.at[::4].set(0), jnp.ones(T), -weights, 1e-4 * weights):
+        check(
+            arrays | {"token_weights": changed},
+            labels,
+            implementation=implementation,
+            reduction=reduction,
+        )
+    got = run(
+        arrays | {"token_weights": jnp.zeros(T)},
+        labels,
+        implementation=implementation,
+        reduction=reduction,
+    )
+    for name in ("loss", "x", "weight", "bias"):
+        assert np.all(np.asarray(got[name]) == 0), name
+
+
+# Labels.
+
+
+@each_implementation
+@each_reduction
+def test_no_label_counts(implementation, reduction):
+    arrays, labels = make_arrays()
+    got = run(
+        arrays,
+        jnp.full_like(labels, IGNORED),
+        implementation=implementation,
+        reduction=reduction,
+    )
+    for name, value in got.items():
+        assert np.all(np.asarray(value) == 0), name
+
+
+@each_implementation
+@each_reduction
+def test_few_labels_count(implementation, reduction):
+    arrays, labels = make_arrays()
+    token = jnp.arange(T)
+    cases = [token == 0, token == T - 1, token >= CHUNK, token < CHUNK, token != 7, token >= 0]
+    for counts in cases:
+        kept = jnp.where(counts, jnp.abs(labels) % V, IGNORED)
+        got = check(arrays, kept, implementation=implementation, reduction=reduction)
+        assert np.all(np.asarray(got["x"])[~counts] == 0)
+        assert np.all(np.asarray(got["token_weights"])[~counts] == 0)
+
+
+@pytest.mark.parametrize("ignore_index", [0, V - 1, -1])
+def test_ignore_index(ignore_index):
+    arrays, labels = make_arrays()
+    labels = jnp.where(labels == IGNORED, ignore_index, labels).at[5].set(ignore_index)
+    # What is ignored elsewhere, -100, is out of range here.
+    check(arrays, labels, implementation="xla", ignore_index=ignore_index)
+    got = run(arrays, labels.at[0].set(IGNORED), implementation="xla", ignore_index=ignore_index)
+    assert np.isnan(got["loss"])
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.uint32], ids=jnp.dtype)
+def test_label_dtypes(dtype):
+    arrays, labels = make_arrays()
+    ignore_index = -100 if dtype == jnp.int8 else 52
+    options = {"implementation": "xla", "ignore_index": ignore_index}
+    labels = jnp.where(labels == IGNORED, ignore_index, labels)
+    got = run(arrays, labels.astype(dtype), **options)
+    chex.assert_trees_all_equal(got, run(arrays, labels, **options))
+    # 255 as uint8 and -1 as int8 are out of range, whatever they are in the other.
+    outside = 255 if dtype == jnp.uint8 else -1 if dtype == jnp.int8 else 2**32 - 1
+    wrong = np.array(labels.astype(dtype))
+    wrong[3] = outside
+    assert np.isnan(run(arrays, jnp.asarray(wrong), **options)["loss"])
+
+
+def test_labels_of_64_bits():
+    arrays, labels = make_arrays()
+    want = run(arrays, labels, implementation="xla")
+    with jax.enable_x64(True):
+        long = jnp.asarray(np.asarray(labels, np.int64))
+        assert long.dtype == jnp.int64
+        got = run(arrays, long, jnp.float32(1), implementation="xla")
+        for label in (2**32, -(2**32) + 1, 2**62):
+            wrong = run(arrays, long.at[3].set(label), jnp.float32(1), implementation="xla")
+            assert np.isnan(wrong["loss"]), label
+        unsigned = jnp.asarray(np.where(labels == IGNORED, 2**32 + 1, labels).astype(np.uint64))
+        wrong = run(arrays, unsigned, jnp.float32(1), implementation="xla")
+    chex.assert_trees_all_close(got, want, rtol=1e-6)
+    assert np.isnan(wrong["loss"])
+
+
+@each_implementation
+@each_reduction
+@pytest.mark.parametrize("label", [V, V + 75, -1, -101, 2**31 - 1, -(2**31)])
+def test_a_label_out_of_range_is_nan(implementation, reduction, label):
+    arrays, labels = make_arrays()
+    options = {"implementation": implementation, "reduction": reduction}
+    good = run(arrays, labels, **options)
+    bad = run(arrays, labels.at[9].set(label), **options)
+    assert np.isnan(np.asarray(bad["x"])[9]).all()
+    assert np.isnan(np.asarray(bad["weight"])).all()
+    assert np.isnan(np.asarray(bad["bias"])).all()
+    if reduction == "none":
+        assert np.isnan(bad["loss"][9])
+        for name in ("loss", "x", "token_weights"):
+            others = lambda values, name=name: np.delete(np.asarray(values[name]), 9, axis=0)
+            np.testing.assert_array_equal(others(bad), others(good), err_msg=name)
+    else:
+        assert np.isnan(bad["loss"])
+
+
+def test_check_labels_raises_at_once():
+    arrays, labels = make_arrays((2, 4))
+    loss = lambda labels: linear_cross_entropy(labels=labels, check_labels=True, **arrays)
+    want = linear_cross_entropy(labels=labels, **arrays)
+    chex.assert_trees_all_equal(loss(labels), want)
+    with pytest.raises(
+        checkify.JaxRuntimeError, match=r"label 57 at token 6 is neither in \[0, 53\)"
+    ):
+        loss(labels.at[1, 2].set(57))
+    with pytest.raises(checkify.JaxRuntimeError, match=r"label -7 at token 0 .* ignore_index=-100"):
+        loss(labels.at[0, 0].set(-7))
+
+
+def test_check_labels_raises_through_checkify_under_jit():
+    arrays, labels = make_arrays()
+    loss = functools.partial(linear_cross_entropy, check_labels=True, chunk_size=CHUNK)
+    fn = jax.jit(
+        checkify.checkify(jax.value_and_grad(lambda arrays, labels: loss(labels=labels, **arrays)))
+    )
+    error, (value, gradients) = fn(arrays, labels)
+    error.throw()
+    want = run(arrays, labels, implementation="xla")
+    chex.assert_trees_all_close({"loss": value} | gradients, want, rtol=1e-5, atol=1e-8)
+    error, _ = fn(arrays, labels.at[11].set(-3).at[12].set(99))
+    with pytest.raises(checkify.JaxRuntimeError, match="label -3 at token 11"):
+        error.throw()
+
+
+# Values at the ends of the number range.
+
+
+@each_implementation
+@each_reduction
+def test_logits_of_minus_infinity(implementation, reduction):
+    # A whole leading block of them: the maximum of a block that a kernel sees first is -inf.
+    arrays, labels = make_arrays()
+    arrays["bias"] = arrays["bias"].at[:20].set(-jnp.inf).at[40].set(-jnp.inf)
+    labels = jnp.where(labels == IGNORED, IGNORED, 20 + labels % 20)
+    got = check(arrays, labels, implementation=implementation, reduction=reduction)
+    assert np.all(np.asarray(got["weight"])[:20] == 0)
+    assert np.all(np.asarray(got["bias"])[:20] == 0)
+
+
+@each_implementation
+def test_very_negative_logits(implementation):
+    # Were the vocabulary padded with zeros, these would carry all of the probability.
+    arrays, labels = make_arrays()
+    arrays["bias"] -= 200
+    check(arrays, labels, implementation=implementation)
+
+
+@each_implementation
+@each_reduction
+def test_huge_logits(implementation, reduction):
+    # Integers, so that every logit, up to 1e4, is the same number in float32 and in float64.
+    rng = np.random.default_rng(0)
+    arrays, labels = make_arrays()
+    arrays |= {
+        "x": jnp.asarray(rng.integers(-9, 10, size=(T, D)), F32),
+        "weight": jnp.asarray(rng.integers(-99, 100, size=(V, D)), F32),
+        "bias": jnp.zeros(V),
+    }
+    assert 5e3 < jnp.max(jnp.abs(arrays["x"] @ arrays["weight"].T)) < 2e4
+    check(arrays, labels, implementation=implementation, reduction=reduction)
+
+
+@each_implementation
+def test_equal_logits(implementation):
+    arrays, labels = make_arrays()
+    arrays |= {"x": jnp.zeros((T, D)), "bias": jnp.full(V, 3.0)}
+    got = check(arrays, labels, implementation=implementation)
+    assert abs(got["loss"] - math.log(V)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=jnp.dtype)
+def test_a_confident_token_keeps_the_digits_of_its_gradient(dtype):
+    # p = 0.999 at the label: rounded to bfloat16 before the 1 is taken away, p - 1 would be 0.
+    arrays, _ = make_arrays(dtype=dtype)
+    labels = jnp.arange(T, dtype=jnp.int32) % D
+    arrays |= {
+        "x": 10.875 * jax.nn.one_hot(labels, D, dtype=dtype),
+        "weight": jnp.eye(V, D, dtype=dtype),
+        "bias": jnp.zeros(V, dtype),
+        "token_weights": jnp.ones(T),
+    }
+    got = run(arrays, labels, implementation="xla", reduction="sum")
+    exact = formula(arrays, labels, 1.0, reduction="sum")
+    assert -1e-3 < exact["x"].min() < -9e-4
+    for name in ("x", "weight"):
+        # Two roundings to dtype, on top of the few ulp that p has in float32.
+        np.testing.assert_allclose(
+            np.asarray(got[name], np.float64),
+            exact[name],
+            rtol=float(jnp.finfo(dtype).eps),
+            atol=4 * EPS32 * (10.875 if name == "weight" else 1),
+            err_msg=name,
+        )
+    # The likelihood is never above 1.
+    losses = run(arrays, labels, implementation="xla", reduction="none")["loss"]
+    assert np.all(np.asarray(losses) >= 0)
+
+
+@each_implementation
+@each_reduction
+def test_nan_stays_in_its_token(implementation, reduction):
+    arrays, labels = make_arrays()
+    options = {"implementation": implementation, "reduction": reduction}
+    good = run(arrays, labels, **options)
+    bad = run(arrays | {"x": arrays["x"].at[9, 3].set(jnp.nan)}, labels, **options)
+    others = lambda a: np.delete(np.asarray(a), 9, axis=0)
+    assert np.isnan(np.asarray(bad["x"])[9]).all()
+    np.testing.assert_array_equal(others(bad["x"]), others(good["x"]))
+    assert np.isnan(np.asarray(bad["weight"])).all()
+    if reduction == "none":
+        assert np.isnan(bad["loss"][9])
+        np.testing.assert_array_equal(others(bad["loss"]), others(good["loss"]))
+    else:
+        assert np.isnan(bad["loss"])
+
+
+# Chunks.
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 36, 37, 38, 128, None])
+def test_chunk_sizes_agree(chunk_size):
+    arrays, labels = make_arrays((37,), dtype=BF16)
+    arrays["weight"] = arrays["weight"].astype(F32)
+    # The GEMMs see the weight in bfloat16: make it one, and keep the digits of its gradient.
+    arrays["weight"] = arrays["weight"].astype(BF16).astype(F32)
+    got = check(arrays, labels, implementation="xla", chunk_size=chunk_size)
+    # The same dlogits, so the same sums but for their order.
+    want = run(arrays, labels, implementation="xla", chunk_size=7)
+    chex.assert_trees_all_close(got["weight"], want["weight"], atol=1e-6)
+    # Tokens that count only in the last, short chunk of 7, or of 36.
+    last = jnp.where(jnp.arange(37) == 36, 4, IGNORED).astype(jnp.int32)
+    check(arrays, last, implementation="xla", chunk_size=chunk_size)
+
+
+def test_default_chunk_size():
+    assert xla.default_chunk_size(8192, 128256) == 2048  # 1 GiB is 2093 tokens
+    assert xla.default_chunk_size(8193, 128256) == 2176  # 4 chunks, none of them tiny
+    assert xla.default_chunk_size(8192, 32000) == 8192
+    assert xla.default_chunk_size(8192, 2**21) == 1024
+    assert xla.default_chunk_size(0, 32000) == xla.default_chunk_size(1, 32000) == 128
+    for tokens in (1, 1000, 4097, 100_000):
+        chunk = xla.default_chunk_size(tokens, 151_936)
+        assert chunk % 128 == 0 and chunk * 151_936 * 4 <= 2**30 + 128 * 151_936 * 4
+
+
+def dweight_error(num_chunks, accum_dtype):
+    """Relative error of dweight, for all its 512 tokens in chunks."""
+    arrays, labels = make_arrays((512,), 16, 33, BF16, only=["x", "weight"])
+    arrays["weight"] = arrays["weight"].astype(F32)
+    got = run(
+        arrays,
+        labels,
+        implementation="xla",
+        reduction="sum",
+        chunk_size=512 // num_chunks,
+        accum_dtype=accum_dtype,
+    )["weight"]
+    exact = formula(arrays, labels, 1.0, reduction="sum")["weight"]
+    return np.linalg.norm(np.asarray(got) - exact) / np.linalg.norm(exact)
+
+
+def test_the_error_of_dweight_is_flat_in_the_number_of_chunks():
+    # What remains is the rounding of the weight and of the dlogits to bfloat16.
+    one = dweight_error(1, "float32")
+    for num_chunks in (8, 64, 256):
+        assert dweight_error(num_chunks, "float32") < 1.01 * one, num_chunks
+    # The same measure sees an accumulator that is too coarse.
+    assert dweight_error(256, "bfloat16") > 3 * one
+
+
+# Transformations.
+
+
+def test_gradients_of_some_arrays_only():
+    arrays, labels = make_arrays()
+    want = run(arrays, labels, implementation="xla")
+    for name in arrays:
+        rest = {k: v for k, v in arrays.items() if k != name}
+        fn = lambda a, name=name, rest=rest: linear_cross_entropy(
+            labels=labels, chunk_size=CHUNK, implementation="xla", **{name: a}, **rest
+        )
+        got = jax.jit(jax.grad(fn))(arrays[name])
+        chex.assert_trees_all_close(got, want[name], rtol=1e-5, atol=1e-7)
+
+
+@each_reduction
+def test_a_vjp_can_be_called_again(reduction):
+    arrays, labels = make_arrays()
+    fn = lambda arrays: linear_cross_entropy(
+        labels=labels, implementation="xla", reduction=reduction, chunk_size=CHUNK, **arrays
+    )
+    _, vjp = jax.jit(lambda arrays: jax.vjp(fn, arrays))(arrays)
+    cotangent = make_cotangent(reduction)
+    first, second, twice = (jax.jit(vjp)(c)[0] for c in (cotangent, cotangent, 2 * cotangent))
+    chex.assert_trees_all_equal(first, second)
+    chex.assert_trees_all_close(twice, jax.tree.map(lambda g: 2 * g, first), rtol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_checkpoint(reduction):
+    arrays, labels = make_arrays()
+    cotangent = make_cotangent(reduction)
+    fn = jax.checkpoint(
+        lambda arrays: linear_cross_entropy(
+            labels=labels, implementation="xla", reduction=reduction, chunk_size=CHUNK, **arrays
+        )
+    )
+    got = jax.jit(jax.grad(lambda arrays: jnp.vdot(fn(arrays), cotangent)))(arrays)
+    want = run(arrays, labels, cotangent, implementation="xla", reduction=reduction)
+    chex.assert_trees_all_close({"loss": want["loss"]} | got, want, rtol=1e-5, atol=1e-7)
+
+
+def test_scan_and_donation():
+    arrays, labels = make_arrays(only=["x", "weight"])
+
+    def step(arrays, labels):
+        fn = lambda arrays: linear_cross_entropy(
+            labels=labels, implementation="xla", chunk_size=CHUNK, **arrays
+        )
+        loss, gradients = jax.value_and_grad(fn)(arrays)
+        return jax.tree.map(lambda a, g: a - 0.5 * g, arrays, gradients), loss
+
+    batches = jnp.stack([labels, labels[::-1], labels])
+    scanned, losses = jax.jit(lambda a, b: jax.lax.scan(step, a, b))(arrays, batches)
+    donating = jax.jit(step, donate_argnums=0)
+    state = jax.tree.map(jnp.copy, arrays)
+    for batch, want in zip(batches, losses, strict=True):
+        previous = state
+        state, loss = donating(state, batch)
+        chex.assert_trees_all_close(loss, want, rtol=1e-5)
+        assert all(a.is_deleted() for a in jax.tree.leaves(previous))
+    chex.assert_trees_all_close(state, scanned, rtol=1e-5, atol=1e-6)
+    assert losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_vmap_is_the_loop(reduction):
+    arrays, labels = make_arrays((3, T))
+    cotangents = make_cotangent("none", (3, T))
+    if reduction == "mean":
+        cotangents = cotangents[:, 0]
+    axes = {"x": 0, "weight": None, "bias": None, "token_weights": 0}
+    fn = compiled(implementation="xla", reduction=reduction, chunk_size=CHUNK)
+    got = jax.jit(jax.vmap(fn, in_axes=(axes, 0, 0)))(arrays, labels, cotangents)
+    for i in range(3):
+        one = arrays | {name: arrays[name][i] for name in ("x", "token_weights")}
+        want = fn(one, labels[i], cotangents[i])
+        chex.assert_trees_all_close({k: v[i] for k, v in got.items()}, want, rtol=1e-4, atol=1e-6)
+
+
+def test_without_jit_and_without_names():
+    arrays, labels = make_arrays((9,), 8, 11)
+    loss = functools.partial(linear_cross_entropy, labels=labels)
+    got = jax.grad(lambda arrays: loss(**arrays))(arrays)
+    want = run(arrays, labels, implementation="xla", chunk_size=None)
+    chex.assert_trees_all_close({"loss": loss(**arrays)} | got, want, rtol=1e-5, atol=1e-7)
+
+
+@each_implementation
+def test_repeated_runs_have_the_same_bits(implementation):
+    arrays, labels = make_arrays()
+    one, two = (run(arrays, labels, implementation=implementation) for _ in range(2))
+    chex.assert_trees_all_equal(one, two)
+
+
+@each_reduction
+def test_forward_mode_is_refused(reduction):
+    arrays, labels = make_arrays(only=["x", "weight"])
+    fn = lambda arrays: linear_cross_entropy(
+        labels=labels, implementation="xla", reduction=reduction, **arrays
+    )
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(fn, (arrays,), (arrays,))
+
+
+# Metrics.
+
+
+@each_implementation
+@each_reduction
+def test_metrics(implementation, reduction):
+    arrays, labels = make_arrays()
+    # Entries 7 and 30 are the first and the second largest of every token, and equal.
+    arrays["weight"] = arrays["weight"].at[30].set(arrays["weight"][7])
+    arrays["bias"] = arrays["bias"].at[jnp.array([7, 30])].set(9)
+    labels = jnp.where(jnp.arange(T) % 4 == 0, 7, labels)
+    labels = jnp.where(jnp.arange(T) % 4 == 1, 30, labels).at[4].set(IGNORED)
+    options = {"z_loss": 1e-2, "label_smoothing": 0.1, "reduction": reduction}
+
+    @jax.jit
+    def both(arrays, cotangent):
+        fn = functools.partial(
+            linear_cross_entropy,
+            labels=labels,
+            return_metrics=True,
+            implementation=implementation,
+            chunk_size=CHUNK,
+            **options,
+        )
+        (loss, metrics), vjp = jax.vjp(lambda arrays: fn(**arrays), arrays)
+        # Were the metrics differentiated through, their cotangents would change the gradients.
+        ones = LossMetrics(np.zeros((), jax.dtypes.float0), *[jnp.float32(1)] * 4)
+        return {"loss": loss} | vjp((cotangent, ones))[0], metrics
+
+    cotangent = make_cotangent(reduction)
+    got, metrics = both(arrays, cotangent)
+    want = run(arrays, labels, cotangent, implementation=implementation, **options)
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-7)
+
+    valid = np.asarray(labels) != IGNORED
+    weights = np.asarray(arrays["token_weights"], np.float64) * valid
+    mean = lambda values: np.sum(weights * values) / np.sum(weights)
+    plain = {name: arrays[name] for name in ("x", "weight", "bias")}
+    nll = formula(plain, labels, make_cotangent("none"), reduction="none")["loss"]
+    x, weight, bias = (np.asarray(a, np.float64) for a in plain.values())
+    logits = x @ weight.T + bias
+    lse = np.log(np.sum(np.exp(logits), -1))
+    expected = LossMetrics(
+        num_tokens=valid.sum(),
+        nll=mean(nll),
+        z_loss=mean(1e-2 * lse**2),
+        accuracy=mean(np.asarray(labels) == 7),
+        lse=mean(lse),
+    )
+    assert np.all(np.argmax(logits, -1) == 7)
+    chex.assert_type(list(metrics), [jnp.int32, F32, F32, F32, F32])
+    for name in LossMetrics._fields:
+        np.testing.assert_allclose(
+            np.asarray(getattr(metrics, name), np.float64),
+            np.asarray(getattr(expected, name), np.float64),
+            rtol=1e-6,
+            err_msg=name,
+        )
+
+
+@each_implementation
+def test_metrics_without_a_token(implementation):
+    arrays, labels = make_arrays((4,), 8, 11, only=["x", "weight"])
+    _, metrics = linear_cross_entropy(
+        labels=jnp.full_like(labels, IGNORED),
+        return_metrics=True,
+        z_loss=0.1,
+        implementation=implementation,
+        **arrays,
+    )
+    assert [float(m) for m in metrics] == [0] * 5
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (
+            {"reduction": "avg"},
+            ValueError,
+            r"reduction='avg' must be one of \('mean', 'sum', 'none'\)",
+        ),
+        ({"label_smoothing": -0.1}, ValueError, r"label_smoothing=-0.1 must lie in \[0, 1\]"),
+        ({"label_smoothing": 1.5}, ValueError, r"label_smoothing=1.5 must lie in \[0, 1\]"),
+        ({"label_smoothing": math.nan}, ValueError, "label_smoothing=nan must lie in"),
+        ({"logit_softcap": 0.0}, ValueError, "logit_softcap=0.0 must be above 0; None turns"),
+        ({"logit_softcap": -30.0}, ValueError, "logit_softcap=-30.0 must be above 0"),
+        ({"logit_softcap": math.nan}, ValueError, "logit_softcap=nan must be above 0"),
+        ({"chunk_size": 0}, ValueError, "chunk_size=0 must be at least 1"),
+        ({"chunk_size": -8}, ValueError, "chunk_size=-8 must be at least 1"),
+        (
+            {"implementation": "triton"},
+            ValueError,
+            "implementation='triton' must be None or one of",
+        ),
+        ({"config": 1}, ValueError, "config=1: .* no launch parameters"),
+        ({"weight": np.ones(4, np.float32)}, ValueError, r"weight must be \[V, D\].* got \(4,\)"),
+        ({"weight": np.ones((0, 4), np.float32)}, ValueError, r"V >= 1, got \(0, 4\)"),
+        ({"weight": np.ones((5, 3), np.float32)}, ValueError, r"x \(6, 4\) and weight \(5, 3\)"),
+        ({"x": np.float32(1)}, ValueError, r"x \(\) and weight \(5, 4\) must agree"),
+        ({"x": np.ones((7, 4), np.float32)}, ValueError, r"labels must have shape \(7,\).*\(6,\)"),
+        ({"labels": np.ones((2, 3), np.int32)}, ValueError, r"labels must have shape \(6,\)"),
+        ({"labels": np.ones(6, np.float32)}, TypeError, "labels must be integers, got float32"),
+        ({"labels": np.ones(6, bool)}, TypeError, "labels must be integers, got bool"),
+        ({"bias": np.ones(4, np.float32)}, ValueError, r"bias must have shape \(5,\), got \(4,\)"),
+        (
+            {"token_weights": np.ones(5, np.float32)},
+            ValueError,
+            r"token_weights .*\(6,\), got \(5,\)",
+        ),
+    ],
+)
+def test_wrong_arguments(unchecked_shapes, change, error, message):
+    arguments = {
+        "x": np.ones((6, 4), np.float32),
+        "weight": np.ones((5, 4), np.float32),
+        "labels": np.ones(6, np.int32),
+    }
+    with pytest.raises(error, match=message):
+        linear_cross_entropy(**(arguments | change))
+
+
+# The program. Sizes for which tokens x vocabulary, chunk x vocabulary, tokens x hidden and
+# vocabulary x hidden are different numbers, the first by far the largest.
+
+BIG_T, BIG_D, BIG_V, BIG_CHUNK = 4096, 32, 1009, 256
+LOGITS, DX, DWEIGHT = (BIG_CHUNK, BIG_V), (BIG_D, BIG_CHUNK), (BIG_D, BIG_V)
+
+
+@functools.cache
+def program(implementation="xla", reduction="sum", argnums=(0, 1), return_metrics=False):
+    """The compiled loss (argnums None), or loss and gradients."""
+
+    def loss(x, weight, labels):
+        out = linear_cross_entropy(
+            x,
+            weight,
+            labels,
+            reduction=reduction,
+            chunk_size=BIG_CHUNK,
+            implementation=implementation,
+            return_metrics=return_metrics,
+        )
+        out, metrics = out if return_metrics else (out, None)
+        # Unequal cotangents, which the gradients cannot be scaled with afterwards.
+        return jnp.vdot(out, jnp.arange(1.0, 1 + out.size).reshape(out.shape)), metrics
+
+    fn = loss if argnums is None else jax.value_and_grad(loss, argnums=argnums, has_aux=True)
+    x = jax.ShapeDtypeStruct((BIG_T, BIG_D), F32)
+    weight = jax.ShapeDtypeStruct((BIG_V, BIG_D), F32)
+    labels = jax.ShapeDtypeStruct((BIG_T,), jnp.int32)
+    return jax.jit(fn).lower(x, weight, labels).compile()
+
+
+def shape_of(dims):
+    return tuple(int(d) for d in dims.split(",") if d)
+
+
+def largest_buffer(compiled):
+    """Elements of the largest array that any instruction of the optimized program has, fused or not."""
+    shapes = re.findall(r"\b(?:pred|[a-z]+\d+\w*)\[([\d,]*)\]", compiled.as_text())
+    return max(math.prod(shape_of(dims)) for dims in shapes)
+
+
+def gemms(compiled):
+    """Shapes of the results of the dots in the optimized program, axes sorted; a loop body once."""
+    results = re.findall(r"= \w+\[([\d,]*)\]\S* dot\(", compiled.as_text())
+    return sorted(tuple(sorted(shape_of(dims))) for dims in results)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_no_buffer_has_the_size_of_all_logits(reduction):
+    assert largest_buffer(program("xla", reduction)) == BIG_CHUNK * BIG_V
+    assert largest_buffer(program("reference")) == BIG_T * BIG_V
+
+
+def test_peak_memory_is_that_of_a_chunk():
+    temporary = lambda compiled: compiled.memory_analysis().temp_size_in_bytes
+    # Logits and dlogits of a chunk, dx and dweight in float32, dweight once more around the loop, a
+    # dozen numbers for each token.
+    bound = 4 * (2 * BIG_CHUNK * BIG_V + BIG_T * BIG_D + 2 * BIG_V * BIG_D + 12 * BIG_T)
+    for reduction in ("sum", "none"):
+        assert temporary(program("xla", reduction)) <= bound
+    assert temporary(program("reference")) > 4 * BIG_T * BIG_V > 4 * bound
+
+
+def test_gemms_of_the_compiled_program():
+    assert gemms(program(argnums=None)) == [LOGITS]
+    assert gemms(program()) == sorted([LOGITS, DX, DWEIGHT])
+    assert gemms(program(reduction="none")) == sorted([LOGITS, LOGITS, DX, DWEIGHT])
+
+
+def test_a_gradient_that_nobody_asks_for_takes_no_gemm():
+    assert gemms(program(argnums=(0,))) == sorted([LOGITS, DX])
+    assert gemms(program(argnums=(1,))) == sorted([LOGITS, DWEIGHT])
+    assert gemms(program(argnums=(0,), reduction="none")) == sorted([LOGITS, LOGITS, DX])
+
+
+def test_a_loss_alone_makes_nothing_of_the_size_of_dweight():
+    # What is computed: neither an argument nor its way through the loop.
+    made = rf"= f32\[(?:{BIG_V},{BIG_D}|{BIG_D},{BIG_V})\]\S* (?!parameter|get-tuple-element)(\w+)"
+    moves = {"copy", "bitcast", "transpose"}
+    assert set(re.findall(made, program(argnums=None).as_text())) <= moves
+    assert set(re.findall(made, program().as_text())) - moves
+
+
+def test_accuracy_costs_nothing_unless_asked_for():
+    # XLA reduces values and indices together: an instruction with two results.
+    argmax = re.compile(r"= \(f32\[[\d,]*\]\S*,[^=]*s32\[[\d,]*\]\S*\) reduce\(")
+    for argnums in (None, (0, 1)):
+        assert not argmax.search(program(argnums=argnums).as_text())
+        assert argmax.search(program(argnums=argnums, return_metrics=True).as_text())
+
+
+def executed_flops(jaxpr):
+    """FLOPs of the matrix products of a jaxpr, loops multiplied out."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            lhs, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+            total += 2 * math.prod(out) * math.prod(lhs[axis] for axis in contracted)
+            continue
+        assert eqn.primitive.name not in ("while", "cond"), "of unknown count"
+        count = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for parameter in eqn.params.values():
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                total += count * executed_flops(inner)
+    return total
+
+
+@pytest.mark.parametrize(
+    "reduction, differentiated, num_gemms",
+    [
+        ("mean", False, 1),
+        ("none", False, 1),
+        ("mean", True, 3),
+        ("sum", True, 3),
+        ("none", True, 4),
+    ],
+)
+@pytest.mark.parametrize("chunk_size", [16, 7, 64, None])
+def test_executed_gemms(reduction, differentiated, num_gemms, chunk_size):
+    # 37 tokens divide into none of the chunks: no token is computed twice, nor as padding.
+    arrays, labels = make_arrays((37,), only=["x", "weight"])
+    loss = lambda x, weight: jnp.sum(
+        linear_cross_entropy(
+            x, weight, labels, reduction=reduction, chunk_size=chunk_size, implementation="xla"
+        )
+    )
+    fn = jax.value_and_grad(loss, argnums=(0, 1)) if differentiated else loss
+    jaxpr = jax.make_jaxpr(fn)(arrays["x"], arrays["weight"])
+    assert executed_flops(jaxpr.jaxpr) == num_gemms * 2 * 37 * D * V

@@ -1,0 +1,414 @@
+"""Batches: pure in (seed, step), complete in an epoch, and right token by token.
+
+The reconstruction in `expected_rows` walks the stream one token at a time with Python lists and
+shares nothing with the vectorized code.
+"""
+
+import itertools
+import sysconfig
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import chex
+import numpy as np
+import pytest
+
+from train.data import (
+    BOS,
+    BYTE_VOCAB_SIZE,
+    EOS,
+    IGNORED,
+    Corpus,
+    PackedDataset,
+    SyntheticDataset,
+    decode,
+    encode,
+    predicted_bytes,
+    prefetch,
+    read_corpus,
+    stdlib_corpus,
+)
+
+
+@pytest.fixture(scope="module")
+def stdlib():
+    return stdlib_corpus()
+
+
+def make_documents(num_documents=17, max_bytes=60, seed=0):
+    rng = np.random.default_rng(seed)
+    documents = []
+    for _ in range(num_documents):
+        text = rng.integers(256, size=rng.integers(0, max_bytes + 1))
+        documents.append(np.array([BOS, *text, EOS], np.uint16))
+    return documents
+
+
+def expected_rows(documents, sequence_length):
+    stream = [(d, token) for d, document in enumerate(documents) for token in document.tolist()]
+    rows = []
+    start = 0
+    while start + sequence_length + 1 <= len(stream):
+        window = stream[start : start + sequence_length + 1]
+        row = {"tokens": [], "labels": [], "segment_ids": [], "positions": []}
+        segment, position, previous = 0, 0, None
+        for (d, token), (next_d, next_token) in itertools.pairwise(window):
+            if d != previous:
+                segment, position, previous = segment + 1, 0, d
+            row["tokens"].append(token)
+            row["labels"].append(next_token if next_d == d else -100)
+            row["segment_ids"].append(segment)
+            row["positions"].append(position)
+            position += 1
+        rows.append(row)
+        start += sequence_length
+    return rows
+
+
+def as_rows(batch):
+    size = len(batch["tokens"])
+    return [{name: array[i].tolist() for name, array in batch.items()} for i in range(size)]
+
+
+def as_keys(batch):
+    return [tuple(row["tokens"]) for row in as_rows(batch)]
+
+
+# A row of one token, a prime, a power of two, and rows longer than every document.
+@pytest.mark.parametrize("sequence_length", [1, 2, 7, 16, 61, 97])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_rows_agree_with_a_token_by_token_reconstruction(sequence_length, batch_size):
+    documents = make_documents()
+    dataset = PackedDataset.from_documents(documents, sequence_length=sequence_length)
+    expected = expected_rows(documents, sequence_length)
+    assert dataset.num_rows == len(expected)
+
+    batches = list(dataset.eval_batches(batch_size))
+    rows = [row for batch in batches for row in as_rows(batch)]
+    assert rows[: len(expected)] == expected
+    for padding in rows[len(expected) :]:
+        assert set(padding["labels"]) == {IGNORED}
+        assert set(padding["segment_ids"]) == {0}
+    for batch in batches:
+        for array in batch.values():
+            assert array.dtype == np.int32
+            chex.assert_shape(array, (batch_size, sequence_length))
+
+
+def test_every_token_but_bos_is_predicted_once():
+    documents = make_documents()
+    length = sum(map(len, documents))
+    # 5 divides length - 1, so no token is in a dropped partial row.
+    assert (length - 1) % 5 == 0
+    dataset = PackedDataset.from_documents(documents, sequence_length=5)
+    labels = np.concatenate([batch["labels"].ravel() for batch in dataset.eval_batches(4)])
+    predicted = labels[labels != IGNORED].tolist()
+    assert predicted == [t for d in documents for t in d.tolist() if t != BOS]
+
+
+def test_held_out_limit_counts_batches():
+    dataset = PackedDataset.from_documents(make_documents(), sequence_length=16)
+    everything = list(dataset.eval_batches(3))
+    chex.assert_trees_all_equal(list(dataset.eval_batches(3, 2)), everything[:2])
+    assert list(dataset.eval_batches(3, 0)) == []
+    assert len(list(dataset.eval_batches(3, 10**6))) == len(everything)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 13])
+def test_an_epoch_visits_every_row_once_and_batches_cross_epochs(batch_size):
+    dataset = PackedDataset.from_documents(make_documents(), sequence_length=13)
+    rows = as_keys(next(dataset.eval_batches(dataset.num_rows)))
+    assert len(set(rows)) == dataset.num_rows
+    assert dataset.num_rows % batch_size or batch_size == 1  # so that batches do cross
+    num_steps = 3 * dataset.num_rows // batch_size + 1
+    walk = [
+        row
+        for step in range(num_steps)
+        for row in as_keys(dataset.batch(step, batch_size=batch_size, seed=3))
+    ]
+    epochs = [walk[i * len(rows) : (i + 1) * len(rows)] for i in range(3)]
+    assert all(sorted(epoch) == sorted(rows) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert epochs[0] != rows
+
+
+def test_a_batch_depends_on_seed_and_step_alone():
+    documents = make_documents(40)
+    kwargs = {"batch_size": 4, "seed": 7}
+    dataset = PackedDataset.from_documents(documents, sequence_length=11)
+    forward = {step: dataset.batch(step, **kwargs) for step in range(30)}
+    again = PackedDataset.from_documents(documents, sequence_length=11)
+    for step in np.random.default_rng(0).permutation(30).tolist():
+        chex.assert_trees_all_equal(again.batch(step, **kwargs), forward[step])
+    # Far ahead, without walking there.
+    chex.assert_trees_all_equal(dataset.batch(10**9, **kwargs), again.batch(10**9, **kwargs))
+    assert as_keys(forward[0]) != as_keys(forward[1])
+    assert as_keys(forward[0]) != as_keys(dataset.batch(0, batch_size=4, seed=8))
+
+
+def test_the_walk_does_not_depend_on_the_batch_size():
+    dataset = PackedDataset.from_documents(make_documents(), sequence_length=9)
+    ones = [as_keys(dataset.batch(step, batch_size=1, seed=0))[0] for step in range(24)]
+    eights = [
+        row for step in range(3) for row in as_keys(dataset.batch(step, batch_size=8, seed=0))
+    ]
+    assert ones == eights
+
+
+def test_the_epoch_order_is_pinned():
+    # A change here silently changes what a resumed run trains on.
+    tokens = np.concatenate([np.arange(9), np.arange(9)]).astype(np.uint16)
+    dataset = PackedDataset(tokens, np.array([0]), 2)
+    batch = dataset.batch(0, batch_size=8, seed=0)
+    assert batch["tokens"][:, 0].tolist() == [0, 4, 2, 1, 8, 6, 3, 5]
+
+
+def test_a_caller_cannot_disturb_later_batches():
+    dataset = PackedDataset.from_documents(make_documents(), sequence_length=8)
+    first = dataset.batch(2, batch_size=4, seed=0)
+    kept = {name: array.copy() for name, array in first.items()}
+    for array in first.values():
+        array[:] = -1
+    chex.assert_trees_all_equal(dataset.batch(2, batch_size=4, seed=0), kept)
+
+
+def test_batches_from_many_threads():
+    dataset = PackedDataset.from_documents(make_documents(), sequence_length=5)
+    build = lambda step: dataset.batch(step, batch_size=7, seed=1)
+    alone = [build(step) for step in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(build, range(200)))
+    chex.assert_trees_all_equal(together, alone)
+
+
+def test_the_largest_batch_is_an_epoch():
+    dataset = PackedDataset.from_documents(make_documents(), sequence_length=10)
+    batch = dataset.batch(0, batch_size=dataset.num_rows, seed=0)
+    assert len(set(as_keys(batch))) == dataset.num_rows
+    with pytest.raises(ValueError, match=r"batch_size=66 .* the 65 rows .*sequence_length=10"):
+        dataset.batch(0, batch_size=66, seed=0)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        dataset.batch(0, batch_size=0, seed=0)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        next(dataset.eval_batches(0))
+    with pytest.raises(ValueError, match="step=-1 and seed=0"):
+        dataset.batch(-1, batch_size=1, seed=0)
+
+
+def test_the_smallest_corpus():
+    document = np.array([BOS, 65, EOS], np.uint16)
+    one_row = PackedDataset.from_documents([document], sequence_length=2)
+    assert as_rows(one_row.batch(0, batch_size=1, seed=0)) == [
+        {"tokens": [BOS, 65], "labels": [65, EOS], "segment_ids": [1, 1], "positions": [0, 1]}
+    ]
+    with pytest.raises(ValueError, match=r"3 tokens in 1 documents .*sequence_length=3.* takes 4"):
+        PackedDataset.from_documents([document], sequence_length=3)
+    with pytest.raises(ValueError, match="0 tokens in 0 documents"):
+        PackedDataset.from_documents([], sequence_length=2)
+    with pytest.raises(ValueError, match="sequence_length=0"):
+        PackedDataset.from_documents([document], sequence_length=0)
+    with pytest.raises(ValueError, match="no empty documents"):
+        PackedDataset.from_documents([document, document[:0], document], sequence_length=2)
+    with pytest.raises(ValueError, match="start at 0 and stay below 3"):
+        PackedDataset(document, np.array([1]), 2)
+
+
+def test_any_vocabulary_fits_the_stream():
+    documents = [np.array([128_000, 17, 128_001], np.uint32)] * 2
+    dataset = PackedDataset.from_documents(documents, sequence_length=5)
+    batch = dataset.batch(0, batch_size=1, seed=0)
+    assert batch["tokens"].tolist() == [[128_000, 17, 128_001, 128_000, 17]]
+    assert batch["labels"].tolist() == [[17, 128_001, IGNORED, 17, 128_001]]
+
+
+def test_predicted_bytes_counts_neither_eos_nor_ignored_labels():
+    labels = np.array([[0, 255, BOS, EOS], [IGNORED, IGNORED, 65, EOS]], np.int32)
+    assert predicted_bytes({"labels": labels}) == 3
+
+
+def test_predicted_bytes_of_a_corpus_are_its_bytes():
+    documents = make_documents()
+    num_bytes = sum(len(document) - 2 for document in documents)
+    dataset = PackedDataset.from_documents(documents, sequence_length=5)
+    assert sum(map(predicted_bytes, dataset.eval_batches(5))) == num_bytes
+
+
+def test_encode_and_decode():
+    text = "x = 'ö€'\n"
+    tokens = encode(text)
+    assert tokens.dtype == np.uint16
+    assert tokens.tolist() == [BOS, *text.encode()]
+    assert decode(tokens) == text
+    assert decode([BOS, 0xC3, EOS]) == "\ufffd"
+    assert encode("").tolist() == [BOS]
+    assert decode([]) == ""
+    assert BYTE_VOCAB_SIZE == EOS + 1
+
+
+def test_stdlib_corpus(stdlib):
+    fingerprint = stdlib.fingerprint()
+    assert fingerprint == stdlib_corpus().fingerprint()
+    assert fingerprint["num_files"] == len(stdlib.files) > 400
+    assert fingerprint["num_bytes"] > 5_000_000
+    assert list(stdlib.files) == sorted(stdlib.files)
+    assert {"json/decoder.py", "asyncio/tasks.py", "argparse.py"} <= stdlib.files.keys()
+    root = Path(sysconfig.get_path("stdlib"))
+    assert stdlib.files["argparse.py"] == (root / "argparse.py").read_bytes()
+    for path in stdlib.files:
+        assert path.endswith(".py")
+        assert not {"test", "tests", "idlelib", "lib2to3", "site-packages"} & set(path.split("/"))
+        assert "_sysconfigdata" not in path
+
+
+def test_documents_are_files_between_bos_and_eos(stdlib):
+    assert sorted(decode(d) for d in stdlib.train + stdlib.held_out) == sorted(
+        content.decode(errors="replace") for content in stdlib.files.values()
+    )
+    for document in stdlib.train + stdlib.held_out:
+        assert document.dtype == np.uint16
+        assert (document[0], document[-1]) == (BOS, EOS)
+        assert document[1:-1].max() < 256
+
+
+def test_no_training_document_is_held_out(stdlib):
+    train = {document.tobytes() for document in stdlib.train}
+    held_out = {document.tobytes() for document in stdlib.held_out}
+    assert not train & held_out
+    assert len(train) + len(held_out) == len(stdlib.files)
+    assert 0.02 < len(held_out) / len(stdlib.files) < 0.10
+
+
+def test_the_split_of_a_file_does_not_depend_on_the_others(stdlib):
+    some = Corpus(dict(list(stdlib.files.items())[::3]))
+    kept = {document.tobytes() for document in stdlib.held_out}
+    assert {document.tobytes() for document in some.held_out} <= kept
+    assert not {document.tobytes() for document in some.train} & kept
+
+
+def test_neighbours_in_the_stream_come_from_different_packages(stdlib):
+    order = {document.tobytes(): i for i, document in enumerate(stdlib.train)}
+    encodings = [
+        order[np.array([BOS, *content, EOS], np.uint16).tobytes()]
+        for path, content in stdlib.files.items()
+        if path.startswith("encodings/")
+        and np.array([BOS, *content, EOS], np.uint16).tobytes() in order
+    ]
+    # 100 of 480 documents: alphabetical order would put them all side by side.
+    side_by_side = np.count_nonzero(np.diff(sorted(encodings)) == 1)
+    assert side_by_side < len(encodings) / 2
+
+
+def test_read_corpus_keeps_one_of_equal_files_and_no_empty_one(tmp_path):
+    (tmp_path / "pkg" / "tests").mkdir(parents=True)
+    (tmp_path / "a.py").write_text("same")
+    (tmp_path / "b.py").write_text("same")
+    (tmp_path / "empty.py").write_text("")
+    (tmp_path / "notes.txt").write_text("text")
+    (tmp_path / "pkg" / "c.py").write_text("other")
+    (tmp_path / "pkg" / "tests" / "d.py").write_text("a test")
+    assert read_corpus(tmp_path).files == {"a.py": b"same", "pkg/c.py": b"other"}
+    assert read_corpus(tmp_path, "*.txt").files == {"notes.txt": b"text"}
+    with pytest.raises(ValueError, match=r"matches '\*\.md'; give another directory"):
+        read_corpus(tmp_path, "*.md")
+
+
+def test_the_fingerprint_sees_names_and_contents_apart():
+    corpora = [
+        Corpus({"a.py": b"xy"}),
+        Corpus({"a.py": b"x"}),
+        Corpus({"b.py": b"xy"}),
+        Corpus({"a.pyx": b"y"}),
+        Corpus({"a.py": b"x", "y": b"z"}),
+    ]
+    assert len({corpus.fingerprint()["sha256"] for corpus in corpora}) == len(corpora)
+    assert Corpus({"b": b"2", "a": b"1"}).fingerprint() == (
+        Corpus({"a": b"1", "b": b"2"}).fingerprint()
+    )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("sequence_length", [1, 31])
+def test_synthetic_batches(packed, sequence_length):
+    dataset = SyntheticDataset(1009, sequence_length, packed=packed)
+    batch = dataset.batch(5, batch_size=3, seed=2)
+    chex.assert_trees_all_equal(dataset.batch(5, batch_size=3, seed=2), batch)
+    assert not np.array_equal(dataset.batch(6, batch_size=3, seed=2)["tokens"], batch["tokens"])
+    assert not np.array_equal(dataset.batch(5, batch_size=3, seed=3)["tokens"], batch["tokens"])
+    for array in batch.values():
+        assert array.dtype == np.int32
+        chex.assert_shape(array, (3, sequence_length))
+    np.testing.assert_array_equal(batch["labels"][:, :-1], batch["tokens"][:, 1:])
+    assert 0 <= batch["labels"].min() and batch["labels"].max() < 1009
+    if packed:
+        assert (batch["segment_ids"] == 1).all()
+        assert (batch["positions"] == np.arange(sequence_length)).all()
+    else:
+        assert batch.keys() == {"tokens", "labels"}
+
+
+def test_synthetic_tokens_cover_the_vocabulary():
+    batch = SyntheticDataset(11, 1000).batch(0, batch_size=4, seed=0)
+    assert set(batch["labels"].ravel().tolist()) == set(range(11))
+
+
+def num_prefetch_threads():
+    return sum(thread.name == "prefetch" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("size", [1, 2, 50])
+def test_prefetch_gives_every_item_in_order(size):
+    with prefetch(lambda: range(20), size) as items:
+        assert list(items) == list(range(20))
+        assert list(items) == []
+    assert num_prefetch_threads() == 0
+
+
+def test_prefetch_builds_ahead_of_the_consumer_but_not_further():
+    built = []
+    with prefetch(lambda: (built.append(i) or i for i in itertools.count()), 3) as items:
+        assert next(items) == 0
+        deadline = time.monotonic() + 10
+        while len(built) < 5 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        # One taken, three in the queue, one waiting for room.
+        assert built == [0, 1, 2, 3, 4]
+    assert num_prefetch_threads() == 0
+    assert list(items) == []
+
+
+def test_prefetch_raises_in_the_consumer():
+    def fails():
+        yield 1
+        raise RuntimeError("disk full")
+
+    with prefetch(fails) as items:
+        assert next(items) == 1
+        with pytest.raises(RuntimeError, match="disk full"):
+            next(items)
+    with pytest.raises(ValueError, match="size=0"), prefetch(fails, 0):
+        pass
+    assert num_prefetch_threads() == 0
+
+
+@pytest.mark.parametrize("num_taken", [0, 1, 4])
+@pytest.mark.parametrize("ending", ["endless", "error", "end"])
+def test_prefetch_stops_when_the_consumer_leaves_early(num_taken, ending):
+    def numbers():
+        yield from range(5) if ending != "endless" else itertools.count()
+        if ending == "error":
+            raise RuntimeError("never asked for")
+
+    for _ in range(20):  # races between the two threads
+        with prefetch(numbers, 1) as items:
+            assert [next(items) for _ in range(num_taken)] == list(range(num_taken))
+    assert num_prefetch_threads() == 0
+
+
+def test_prefetch_stops_when_the_consumer_fails():
+    with pytest.raises(KeyError), prefetch(itertools.count) as items:
+        next(items)
+        raise KeyError
+    assert num_prefetch_threads() == 0

@@ -1,0 +1,1 @@
+"""Training of a Llama: configuration, data, step, loop, metrics and report."""
