@@ -298,12 +298,11 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"]]:
         """From the attention's output to the carry of the next layer, `(normed, residual)`."""
         normed, residual = self.post_attention_layernorm(self.self_attn.output(attn_out), residual)
-        residual = checkpoint_name(residual, "residual")
         mlp_out = checkpoint_name(self.mlp(normed), "mlp_out")
         normed, residual = add_rms_norm(
             mlp_out, residual, next_weight, **self.input_layernorm.options
         )
-        return split_batch(normed), split_batch(checkpoint_name(residual, "residual"))
+        return split_batch(normed), split_batch(residual)
 
 
 class Llama(nnx.Module):
@@ -379,7 +378,7 @@ class Llama(nnx.Module):
             implementation = self.config.attention_implementation
             if implementation is None:
                 implementation = "cudnn" if _cudnn_attention_runs(q) else "xla"
-            return jax.nn.dot_product_attention(
+            return dot_product_attention(
                 q, k, v, mask=mask, is_causal=True, implementation=implementation
             ), None
 
@@ -472,6 +471,12 @@ class Llama(nnx.Module):
             self.output_weight.astype(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
+
+
+def dot_product_attention(*arrays: jax.Array, **options: Any) -> jax.Array:
+    """`jax.nn.dot_product_attention`, which in 16 bits does not heed strict dtype promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(*arrays, **options)
 
 
 def _norm_options(config: LlamaConfig) -> dict[str, Any]:

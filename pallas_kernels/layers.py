@@ -173,7 +173,7 @@ class LinearCrossEntropy(nnx.Module):
         x: Float[Array, "*T D"],
         labels: Int[Array, "*T"],
         token_weights: Float[Array, "*T"] | None = None,
-    ) -> Float[Array, "*T"] | tuple[Float[Array, "*T"], LossMetrics]:
+    ) -> Float[Array, "..."] | tuple[Float[Array, "..."], LossMetrics]:
         """The loss of predicting `labels` from `x`, as the loss options say."""
         return linear_cross_entropy(
             x if self.dtype is None else x.astype(self.dtype),

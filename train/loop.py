@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -227,7 +228,7 @@ def _finish(config: TrainConfig, run_dir: Path, state: TrainState) -> None:
     model: Llama = nnx.merge(model_graph(config.model), state.params)
     samples = []
     if config.sample_tokens:
-        prompt = data.encode(config.sample_prompt).astype(np.int32)[None]
+        prompt = jnp.asarray(data.encode(config.sample_prompt), jnp.int32)[None]
         for temperature in (0.0, 0.8):
             tokens = generate(
                 model,

@@ -24,15 +24,15 @@ type Metrics = dict[str, Float[Array, ""]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that a step changes.
+    """All that a step changes, or the shapes or shardings of it.
 
     Attributes:
-      step: how many steps were taken.
+      step: how many steps were taken, an int32.
       params: of the model.
       opt_state: of the optimizer.
     """
 
-    step: Int[Array, ""]
+    step: Any
     params: nnx.State
     opt_state: optax.OptState
 
@@ -165,11 +165,14 @@ def make_train_step(
             total, _ = jax.lax.scan(accumulate, total, rest)
         loss, gradients = total
 
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        # optax mixes an int32 count with Python floats, which strict promotion forbids.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+            learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
         metrics = {
             "loss": loss,
-            "grad_norm": optax.global_norm(gradients),
-            "lr": jnp.asarray(schedule(state.step), jnp.float32),
+            "grad_norm": optax.tree.norm(gradients),
+            "lr": learning_rate,
             "num_tokens": num_tokens,
         }
         params = optax.apply_updates(state.params, updates)

@@ -38,11 +38,11 @@ class LossMetrics(NamedTuple):
 @overload
 def linear_cross_entropy(
     x, weight, labels, *, return_metrics: Literal[False] = False, **options
-) -> Float[Array, "*T"]: ...
+) -> Float[Array, "..."]: ...
 @overload
 def linear_cross_entropy(
     x, weight, labels, *, return_metrics: Literal[True], **options
-) -> tuple[Float[Array, "*T"], LossMetrics]: ...
+) -> tuple[Float[Array, "..."], LossMetrics]: ...
 def linear_cross_entropy(
     x: Float[Array, "*T D"],
     weight: Float[Array, "V D"],

@@ -37,7 +37,8 @@ def add_rms_norm(
 ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
     """`rms_norm` of the rounded sum `x + residual`, and that sum."""
     total = x.astype(jnp.float32) + residual.astype(jnp.float32)
-    residual_out = _rounded(total, x.dtype)
+    # Tagged here and not by the caller, because the backward of the norm reads it.
+    residual_out = checkpoint_name(_rounded(total, x.dtype), "residual")
     y = rms_norm(residual_out, weight, eps=eps, weight_offset=weight_offset, casting=casting)
     return y, residual_out
 

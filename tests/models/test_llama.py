@@ -1,0 +1,649 @@
+"""The model against a textbook Llama written here, and every promise of its configuration."""
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.llama import ACTIVATIONS, PRESETS, Llama, LlamaConfig
+from models.llama_hf import config_to_hf
+from models.rope import OPTIONAL_FIELDS, REQUIRED_FIELDS, RopeParameters, rotary_cos_sin
+from models.sampling import generate
+from numerics import assert_as_accurate
+
+CONFIG = LlamaConfig(
+    vocab_size=48,
+    hidden_size=32,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+    rope_parameters=RopeParameters(rope_theta=100.0),
+    dtype="float32",
+    remat="none",
+)
+B, S = 2, 20
+
+
+def changed(config: LlamaConfig = CONFIG, **changes: Any) -> LlamaConfig:
+    return dataclasses.replace(config, **changes)
+
+
+@functools.cache
+def make_model(config: LlamaConfig) -> Llama:
+    """A model with parameters far from their initial values: no norm is the identity, no bias 0."""
+    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(0)
+
+    def random(path, shape):
+        center = 1.0 if "norm" in jax.tree_util.keystr(path) else 0.0
+        return jnp.asarray(center + 0.25 * rng.normal(size=shape.shape), shape.dtype)
+
+    return nnx.merge(graphdef, jax.tree.map_with_path(random, shapes))
+
+
+def random_tokens(config: LlamaConfig, shape=(B, S), seed=0) -> jax.Array:
+    # 0 is left out: it is the padding token where there is one.
+    return jax.random.randint(jax.random.key(seed), shape, 1, config.vocab_size, jnp.int32)
+
+
+def hidden_of(config: LlamaConfig, *args, **kwargs) -> jax.Array:
+    graphdef, state = nnx.split(make_model(config))
+    run = jax.jit(lambda state, args, kwargs: nnx.merge(graphdef, state)(*args, **kwargs))
+    return run(state, args, kwargs)
+
+
+def value_and_gradients(config: LlamaConfig, cotangent, tokens, **kwargs):
+    """Hidden states and the gradients of `sum(hidden * cotangent)`."""
+    graphdef, state = nnx.split(make_model(config))
+
+    @jax.jit
+    def run(state, cotangent, tokens, kwargs):
+        forward = lambda state: nnx.merge(graphdef, state)(tokens, **kwargs)
+        hidden, vjp = jax.vjp(forward, state)
+        return hidden, nnx.to_pure_dict(vjp(cotangent)[0])
+
+    return run(state, cotangent, tokens, kwargs)
+
+
+# The textbook
+
+
+def textbook_logits(params, config: LlamaConfig, tokens, positions, segment_ids, dtype):
+    """Llama as Hugging Face writes it, in `dtype`; norms, angles and softmax at least in float32."""
+    at_least_float32 = jnp.promote_types(dtype, jnp.float32)
+    params = jax.tree.map(lambda a: jnp.asarray(a, dtype), params)
+    H = config.head_dim
+
+    def norm(x, weight):
+        x_wide = x.astype(at_least_float32)
+        mean_square = jnp.mean(x_wide**2, axis=-1, keepdims=True)
+        return weight * (x_wide / jnp.sqrt(mean_square + config.rms_norm_eps)).astype(dtype)
+
+    def linear(x, layer):
+        return x @ layer["kernel"] + layer.get("bias", jnp.zeros((), dtype))
+
+    i = jnp.arange(0, H, 2, dtype=at_least_float32)
+    angles = positions[..., None].astype(at_least_float32) / config.rope_parameters.rope_theta ** (
+        i / H
+    )
+    angles = jnp.concatenate([angles, angles], axis=-1)[:, :, None, :]
+    cos, sin = jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+
+    def rotate(x):
+        return x * cos + jnp.concatenate([-x[..., H // 2 :], x[..., : H // 2]], axis=-1) * sin
+
+    def attention(x, layer):
+        heads = lambda name: linear(x, layer[name]).reshape(*x.shape[:2], -1, H)
+        groups = config.num_attention_heads // config.num_key_value_heads
+        q, k = rotate(heads("q_proj")), rotate(heads("k_proj"))
+        k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(heads("v_proj"), groups, axis=2)
+        scores = jnp.einsum("bqnh,bknh->bnqk", q, k).astype(at_least_float32) / H**0.5
+        order = jnp.arange(x.shape[1])
+        visible = (order[:, None] >= order) & (segment_ids[:, :, None] == segment_ids[:, None])
+        weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), axis=-1)
+        out = jnp.einsum("bnqk,bknh->bqnh", weights.astype(dtype), v)
+        return linear(out.reshape(*x.shape[:2], -1), layer["o_proj"])
+
+    def mlp(x, layer):
+        gate = ACTIVATIONS[config.hidden_act](linear(x, layer["gate_proj"]))
+        return linear(gate * linear(x, layer["up_proj"]), layer["down_proj"])
+
+    embedding = params["embed_tokens"]["embedding"]
+    h = embedding[tokens]
+    for index in range(config.num_hidden_layers):
+        layer = jax.tree.map(lambda a, index=index: a[index], params["layers"])
+        h = h + attention(norm(h, layer["input_layernorm"]["weight"]), layer["self_attn"])
+        h = h + mlp(norm(h, layer["post_attention_layernorm"]["weight"]), layer["mlp"])
+    output = embedding if config.tie_word_embeddings else params["lm_head"]["weight"]
+    return (norm(h, params["norm"]["weight"]) @ output.T).astype(at_least_float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True, "num_key_value_heads": 4, "num_hidden_layers": 3},
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 12, "num_key_value_heads": 1},
+        {"hidden_act": "gelu_pytorch_tanh", "num_hidden_layers": 1, "rms_norm_eps": 1e-2},
+    ],
+    ids=["gqa", "mha_tied_3_layers", "mqa_biases_head_dim", "gelu_1_layer"],
+)
+def test_equals_the_textbook_in_values_and_gradients(changes, dtype):
+    config = changed(**changes, dtype=dtype)
+    graphdef, state = nnx.split(make_model(config))
+    params = jax.tree.map(np.asarray, nnx.to_pure_dict(state))
+    tokens = np.asarray(random_tokens(config))
+    segment_ids = np.where(np.arange(S) < 13, 1, 2) * np.ones((B, 1), np.int32)
+    positions = np.where(np.arange(S) < 13, np.arange(S), np.arange(S) - 13)
+    positions = positions * np.ones((B, 1), np.int32)
+    cotangent = np.random.default_rng(1).normal(size=(B, S, config.vocab_size))
+
+    def carried(params, arrays):
+        nnx.replace_by_pure_dict(state, params)
+        model = nnx.merge(graphdef, state)
+        tokens, positions, segment_ids = arrays
+        return model.logits(model(tokens, positions=positions, segment_ids=segment_ids))
+
+    def textbook(dtype):
+        return lambda params, arrays: textbook_logits(params, config, *arrays, dtype=dtype)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(fn, params, arrays, cotangent):
+        logits, vjp = jax.vjp(lambda params: fn(params, arrays), params)
+        return logits, vjp(cotangent.astype(logits.dtype))[0]
+
+    arrays = tokens, positions, segment_ids
+    got = run(carried, params, arrays, cotangent.astype(np.float32))
+    plain = run(textbook(jnp.dtype(dtype)), params, arrays, cotangent.astype(np.float32))
+    with jax.enable_x64(True):
+        exact = run(
+            textbook(jnp.float64),
+            jax.tree.map(lambda a: a.astype(np.float64), params),
+            arrays,
+            cotangent.astype(np.float32).astype(np.float64),
+        )
+    chex.assert_trees_all_equal_structs(got, plain, exact)
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(got)]
+    assert len(names) == 1 + len(jax.tree.leaves(state))
+    assert_as_accurate(*map(jax.tree.leaves, (got, plain, exact)), names=names)
+
+
+# Every field of the configuration
+
+
+def structure(config):
+    model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
+    return jax.tree.map(lambda a: (a.shape, a.dtype.name), nnx.to_pure_dict(nnx.state(model)))
+
+
+def initial_parameters(config):
+    return nnx.to_pure_dict(nnx.state(Llama(config, rngs=nnx.Rngs(0))))
+
+
+def hidden_states(config):
+    return hidden_of(config, random_tokens(config))
+
+
+def program(config):
+    graphdef, state = nnx.split(make_model(config))
+    loss = lambda state: jnp.sum(nnx.merge(graphdef, state)(random_tokens(config)))
+    return str(jax.make_jaxpr(jax.grad(loss))(state))
+
+
+def embedding_gradients(config):
+    tokens = random_tokens(config)
+    hidden, gradients = value_and_gradients(config, jnp.ones((B, S, 32), config.dtype), tokens)
+    return hidden, gradients["embed_tokens"]["embedding"]
+
+
+def generated(config):
+    return generate(make_model(config), random_tokens(config, (4, 5)), max_new_tokens=12)
+
+
+def exported(config):
+    return config_to_hf(config)
+
+
+# For every field another value, and where the change must show.
+PERTURBATIONS = {
+    "vocab_size": (49, structure),
+    "hidden_size": (36, structure),
+    "intermediate_size": (81, structure),
+    "num_hidden_layers": (3, structure),
+    "num_attention_heads": (2, structure),
+    "num_key_value_heads": (4, structure),
+    "head_dim": (16, structure),
+    "hidden_act": ("relu", hidden_states),
+    "max_position_embeddings": (S - 1, hidden_states),
+    "initializer_range": (0.03, initial_parameters),
+    "rms_norm_eps": (1e-4, hidden_states),
+    "tie_word_embeddings": (True, structure),
+    "attention_bias": (True, structure),
+    "mlp_bias": (True, structure),
+    "attention_dropout": (0.1, hidden_states),
+    # Nothing computed here starts a text; a tokenizer does, from the exported configuration.
+    "bos_token_id": (1, exported),
+    "eos_token_id": (tuple(range(24)), generated),
+    "pad_token_id": (7, embedding_gradients),
+    "rope_parameters": (RopeParameters(rope_theta=101.0), hidden_states),
+    "dtype": ("bfloat16", hidden_states),
+    "param_dtype": ("bfloat16", structure),
+    "scan_layers": (False, program),
+    "remat": ("full", program),
+    "attention_implementation": ("cudnn", hidden_states),
+}
+
+
+def observed(observe, config: LlamaConfig, **changes) -> Any:
+    """What `observe` returns, or the error that the changed configuration raises on the way."""
+    try:
+        return observe(changed(config, **changes))
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        return type(error).__name__
+
+
+def differ(a, b) -> bool:
+    leaves, others = jax.tree.leaves_with_path(a), jax.tree.leaves_with_path(b)
+    same = len(leaves) == len(others) and all(
+        path == other_path and np.array_equal(leaf, other)
+        for (path, leaf), (other_path, other) in zip(leaves, others, strict=True)
+    )
+    return not same
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(LlamaConfig)])
+def test_every_field_is_read(field):
+    assert field in PERTURBATIONS, f"say in PERTURBATIONS what a change of {field} changes"
+    value, observe = PERTURBATIONS[field]
+    assert value != getattr(CONFIG, field)
+    before = observed(observe, CONFIG)
+    assert not isinstance(before, str) or observe is program
+    assert not differ(before, observed(observe, CONFIG))
+    assert differ(before, observed(observe, CONFIG, **{field: value}))
+
+
+def test_the_context_length_reaches_the_rotary_embedding():
+    dynamic = RopeParameters(rope_type="dynamic", rope_theta=100.0, factor=4.0)
+    config = changed(rope_parameters=dynamic, max_position_embeddings=S // 2)
+    before = observed(hidden_states, config)
+    assert np.all(np.isfinite(before))
+    assert differ(before, observed(hidden_states, config, max_position_embeddings=S // 2 + 1))
+
+
+ROPE: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {
+        "original_max_position_embeddings": 128,
+        "factor": 4.0,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.5,
+        "truncate": False,
+    },
+    "longrope": {
+        "original_max_position_embeddings": 128,
+        "short_factor": (1.0, 1.5) * 8,
+        "long_factor": (2.0, 3.0) * 8,
+        "factor": 4.0,
+    },
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+}
+ROPE_PERTURBATIONS = {
+    "rope_theta": 11_000.0,
+    "factor": 5.0,
+    "low_freq_factor": 1.5,
+    "high_freq_factor": 5.0,
+    "original_max_position_embeddings": 150,
+    "attention_factor": 1.7,
+    "beta_fast": 20.0,
+    "beta_slow": 3.0,
+    "mscale": 0.8,
+    "mscale_all_dim": 0.6,
+    "truncate": True,
+    "short_factor": (1.0, 1.6) * 8,
+    "long_factor": (2.0, 3.1) * 8,
+}
+
+
+def rotary_tables(rope_type: str, **changes: Any) -> np.ndarray:
+    """cos and sin of a short sequence and of one past the context length."""
+    rope = RopeParameters(
+        **{"rope_type": rope_type, "rope_theta": 10_000.0} | ROPE[rope_type] | changes
+    )
+    tables = [
+        rotary_cos_sin(
+            rope,
+            jnp.arange(length, dtype=jnp.int32)[None],
+            head_dim=32,
+            max_position_embeddings=512,
+        )
+        for length in (100, 600)
+    ]
+    return np.concatenate(jax.tree.leaves(tables), axis=1)
+
+
+@pytest.mark.parametrize("rope_type", REQUIRED_FIELDS)
+def test_every_rotary_field_is_read_by_the_types_that_accept_it(rope_type):
+    before = rotary_tables(rope_type)
+    for field in ("rope_theta", *REQUIRED_FIELDS[rope_type], *OPTIONAL_FIELDS[rope_type]):
+        after = rotary_tables(rope_type, **{field: ROPE_PERTURBATIONS[field]})
+        assert differ(before, after), field
+    for other in set(REQUIRED_FIELDS) - {rope_type}:
+        assert differ(before, rotary_tables(other)), other
+
+
+def test_every_rotary_field_belongs_to_a_type():
+    read = {
+        name for fields in (REQUIRED_FIELDS, OPTIONAL_FIELDS) for t in fields for name in fields[t]
+    }
+    fields = {field.name for field in dataclasses.fields(RopeParameters)}
+    assert fields == read | {"rope_type", "rope_theta"}
+    assert fields == {"rope_type", *ROPE_PERTURBATIONS}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"num_key_value_heads": 3},
+            r"num_attention_heads=4 must be a multiple of .*num_key_value_heads=3",
+        ),
+        (
+            {"hidden_size": 30, "head_dim": 0},
+            r"hidden_size=30 is not a multiple of .*=4; set head_dim",
+        ),
+        ({"head_dim": 7}, r"head_dim=7 must be even"),
+        ({"hidden_act": "swish"}, r"hidden_act='swish' must be one of \['gelu'"),
+        ({"remat": "everything"}, r"remat='everything': \['everything'\] unknown"),
+    ],
+)
+def test_wrong_configurations_raise(changes, message):
+    with pytest.raises(ValueError, match=message):
+        changed(**changes)
+
+
+def test_attention_dropout_raises():
+    with pytest.raises(NotImplementedError, match=r"attention_dropout=0\.1.* set it to 0\.0"):
+        changed(attention_dropout=0.1)
+
+
+def test_a_missing_head_size_is_computed():
+    assert CONFIG.head_dim == 8
+    assert changed(head_dim=0, num_attention_heads=2).head_dim == 16
+
+
+def test_a_too_long_sequence_raises():
+    config = changed(max_position_embeddings=S)
+    assert np.all(np.isfinite(hidden_of(config, random_tokens(config))))
+    with pytest.raises(
+        ValueError, match=f"sequence_length={S + 1} exceeds max_position_embeddings={S}"
+    ):
+        make_model(config)(random_tokens(config, (B, S + 1)))
+
+
+@pytest.mark.parametrize(
+    "preset, num_parameters",
+    [
+        ("llama3.2-1b", 1_235_814_400),
+        ("llama3.2-3b", 3_212_749_824),
+        ("llama3.1-8b", 8_030_261_248),
+        ("llama3.1-70b", 70_553_706_496),
+        ("llama2-7b", 6_738_415_616),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(preset, num_parameters):
+    model = nnx.eval_shape(lambda: Llama(PRESETS[preset], rngs=nnx.Rngs(0)))
+    assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model))) == num_parameters
+
+
+def test_initial_parameters():
+    config = changed(initializer_range=0.03, attention_bias=True, mlp_bias=True, hidden_size=64)
+    params = initial_parameters(config)
+    matrices = []
+    for path, leaf in jax.tree.leaves_with_path(params):
+        name = jax.tree_util.keystr(path)
+        if "norm" in name:
+            assert np.all(leaf == 1), name
+        elif "bias" in name:
+            assert np.all(leaf == 0), name
+        else:
+            # The standard error of the deviation of the smallest matrix, 4096 numbers, is 1.1 %.
+            np.testing.assert_allclose(np.std(leaf), 0.03, rtol=0.06, err_msg=name)
+            assert np.abs(np.mean(leaf)) < 0.002, name
+            matrices.extend(leaf if leaf.ndim == 3 else [leaf])
+    assert len(matrices) == 2 + 7 * config.num_hidden_layers
+    first_numbers = [float(matrix[0, 0]) for matrix in matrices]
+    assert len(set(first_numbers)) == len(first_numbers), "two matrices start with one key"
+    assert differ(params, nnx.to_pure_dict(nnx.state(Llama(config, rngs=nnx.Rngs(1)))))
+
+
+# Packed documents
+
+FIRST, SECOND, PADDING = 7, 9, 4
+PACKED_SEGMENTS = np.repeat(np.array([1, 2, 0], np.int32), (FIRST, SECOND, PADDING))[None]
+PACKED_POSITIONS = np.concatenate([np.arange(n) for n in (FIRST, SECOND, PADDING)], dtype=np.int32)
+PACKING = {"segment_ids": PACKED_SEGMENTS, "positions": PACKED_POSITIONS[None]}
+DOCUMENTS = slice(0, FIRST), slice(FIRST, FIRST + SECOND)
+
+
+def test_packed_documents_equal_the_documents_alone():
+    tokens = random_tokens(CONFIG, (1, S))
+    cotangent = jax.random.normal(jax.random.key(1), (1, S, 32))
+    cotangent = cotangent * (PACKED_SEGMENTS > 0)[..., None]
+    hidden, gradients = value_and_gradients(CONFIG, cotangent, tokens, **PACKING)
+    alone = [
+        value_and_gradients(CONFIG, cotangent[:, document], tokens[:, document])
+        for document in DOCUMENTS
+    ]
+    for document, (hidden_alone, _) in zip(DOCUMENTS, alone, strict=True):
+        chex.assert_trees_all_close(hidden[:, document], hidden_alone, rtol=0, atol=1e-5)
+    summed = jax.tree.map(jnp.add, alone[0][1], alone[1][1])
+    scaled = lambda tree: jax.tree.map(lambda a, e: a / jnp.max(jnp.abs(e)), tree, summed)
+    chex.assert_trees_all_close(scaled(gradients), scaled(summed), rtol=0, atol=3e-6)
+    # The comparison would see a document that saw the other, or positions that went on.
+    for wrong in ({"positions": PACKING["positions"]}, {"segment_ids": PACKING["segment_ids"]}):
+        leaky = hidden_of(CONFIG, tokens, **wrong)[:, DOCUMENTS[1]]
+        assert np.abs(leaky - alone[1][0]).max() > 0.01
+
+
+@pytest.mark.parametrize("kept, replaced", [(0, 1), (1, 0)])
+def test_nothing_leaks_between_documents(kept, replaced):
+    tokens = random_tokens(CONFIG, (1, S))
+    others = tokens.at[:, DOCUMENTS[replaced]].set(
+        random_tokens(CONFIG, (1, S), seed=5)[:, DOCUMENTS[replaced]]
+    )
+    cotangent = jnp.zeros((1, S, 32)).at[:, DOCUMENTS[kept]].set(1.0)
+    before, after = (
+        value_and_gradients(CONFIG, cotangent, tokens, **PACKING) for tokens in (tokens, others)
+    )
+    select = lambda hidden, document: np.asarray(hidden)[:, DOCUMENTS[document]]
+    assert differ(select(before[0], replaced), select(after[0], replaced))
+    chex.assert_trees_all_equal(select(before[0], kept), select(after[0], kept))
+    only_replaced = np.setdiff1d(others[:, DOCUMENTS[replaced]], others[:, DOCUMENTS[kept]])
+    assert len(only_replaced) and not np.any(
+        np.asarray(after[1]["embed_tokens"]["embedding"])[only_replaced]
+    )
+
+
+def test_padding_is_finite_and_changes_nothing():
+    tokens = random_tokens(CONFIG, (2, S))
+    # A row of padding alone beside a packed one.
+    packing = {name: np.concatenate([a, np.zeros_like(a)]) for name, a in PACKING.items()}
+    cotangent = jnp.ones((2, S, 32))
+    hidden, gradients = value_and_gradients(CONFIG, cotangent, tokens, **packing)
+    chex.assert_tree_all_finite((hidden, gradients))
+    other = tokens.at[:, FIRST + SECOND :].set(3).at[1].set(3)
+    hidden_other = hidden_of(CONFIG, other, **packing)
+    documents = slice(0, FIRST + SECOND)
+    chex.assert_trees_all_equal(hidden[0, documents], hidden_other[0, documents])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_token_sees_a_later_one(packed):
+    kwargs = {name: np.repeat(a, B, 0) for name, a in PACKING.items()} if packed else {}
+    tokens = random_tokens(CONFIG)
+    before = np.asarray(hidden_of(CONFIG, tokens, **kwargs))
+    for t in (1, 6, S - 1):
+        token = (tokens[:, t] + 1) % CONFIG.vocab_size
+        after = np.asarray(hidden_of(CONFIG, tokens.at[:, t].set(token), **kwargs))
+        np.testing.assert_array_equal(before[:, :t], after[:, :t])
+        assert np.all(np.any(before[:, t] != after[:, t], axis=-1))
+
+
+def test_positions_count_from_0_and_one_segment_is_the_whole_row():
+    tokens = random_tokens(CONFIG)
+    expected = hidden_of(CONFIG, tokens)
+    positions = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
+    got = hidden_of(CONFIG, tokens, positions=positions, segment_ids=jnp.full((B, S), 3, jnp.int32))
+    chex.assert_trees_all_close(got, expected, rtol=0, atol=1e-5)
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("token", [CONFIG.vocab_size, -1, -100, 2**31 - 1])
+def test_a_token_out_of_range_makes_its_row_nan(token):
+    tokens = random_tokens(CONFIG)
+    good = hidden_of(CONFIG, tokens)
+    hidden = hidden_of(CONFIG, tokens.at[0, 3].set(token))
+    assert np.all(np.isnan(hidden[0, 3:]))
+    chex.assert_trees_all_equal(hidden[1], good[1])
+
+
+@pytest.mark.parametrize("tie_word_embeddings", [False, True])
+def test_the_padding_token_is_read_but_not_trained(tie_word_embeddings):
+    pad, other = 7, 8
+    tokens = random_tokens(CONFIG).at[:, 2].set(pad).at[:, 5].set(other)
+    cotangent = jax.random.normal(jax.random.key(1), (B, S, 32))
+    config = changed(tie_word_embeddings=tie_word_embeddings)
+    expected_hidden, expected = value_and_gradients(config, cotangent, tokens)
+    hidden, got = value_and_gradients(changed(config, pad_token_id=pad), cotangent, tokens)
+    chex.assert_trees_all_close(hidden, expected_hidden, rtol=0, atol=1e-5)
+    embedding = expected["embed_tokens"]["embedding"]
+    assert np.any(embedding[pad]) and np.any(embedding[other])
+    assert not np.any(got["embed_tokens"]["embedding"][pad])
+    expected["embed_tokens"]["embedding"] = embedding.at[pad].set(0)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_embedding_gradients_are_summed_in_float32():
+    config = changed(num_hidden_layers=1, dtype="bfloat16")
+
+    def gradient(num_rows):
+        # Equal rows contribute equally.
+        tokens = jnp.full((num_rows, 64), 5, jnp.int32)
+        cotangent = jnp.broadcast_to(
+            jax.random.normal(jax.random.key(0), (1, 64, 32), jnp.bfloat16), (num_rows, 64, 32)
+        )
+        gradients = value_and_gradients(config, cotangent, tokens)[1]
+        return np.asarray(gradients["embed_tokens"]["embedding"][5])
+
+    one, many = gradient(1), gradient(64)
+    # 4096 terms: in bfloat16 a sum stops growing at 256 times a term.
+    np.testing.assert_allclose(many, 64 * one, rtol=1e-4, atol=1e-4 * np.abs(64 * one).max())
+
+
+# Dtypes and Flax
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes(dtype, param_dtype):
+    config = changed(dtype=dtype, param_dtype=param_dtype, attention_bias=True, mlp_bias=True)
+    graphdef, state = nnx.split(make_model(config))
+
+    def loss(state):
+        model = nnx.merge(graphdef, state)
+        hidden = model(random_tokens(config))
+        logits = model.logits(hidden)
+        return jnp.sum(logits), (hidden, logits)
+
+    (_, (hidden, logits)), gradients = jax.eval_shape(jax.value_and_grad(loss, has_aux=True), state)
+    assert hidden.dtype == dtype and logits.dtype == jnp.float32
+    assert logits.shape == (B, S, config.vocab_size)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves((state, gradients))} == {param_dtype}
+
+
+def test_split_and_merge_give_the_model_back():
+    model, tokens = make_model(CONFIG), random_tokens(CONFIG)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    assert not jax.tree.leaves(rest)
+    merged = nnx.merge(graphdef, params, rest)
+    assert merged.config == CONFIG
+    chex.assert_trees_all_equal(nnx.state(merged), nnx.state(model))
+    expected = model(tokens)
+    chex.assert_trees_all_equal(merged(tokens), expected)
+    chex.assert_trees_all_close(hidden_of(CONFIG, tokens), expected, rtol=0, atol=1e-5)
+    assert hash(graphdef) == hash(nnx.graphdef(merged)) and graphdef == nnx.graphdef(merged)
+
+
+SCRIPT = """
+import dataclasses, sys
+sys.path[:0] = sys.argv[1:]
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+import jax.numpy as jnp
+from flax import nnx
+import test_llama as t
+from models.llama import Llama
+from models.sampling import generate
+
+real = Llama(t.CONFIG, rngs=nnx.Rngs(0))
+assert jax.tree.structure(nnx.state(real)) == jax.tree.structure(nnx.state(t.make_model(t.CONFIG)))
+hidden, gradients = t.value_and_gradients(
+    t.CONFIG, jnp.ones((t.B, t.S, 32)), t.random_tokens(t.CONFIG)
+)
+print(float(jnp.sum(jnp.abs(hidden))).hex())
+print(float(sum(jnp.sum(jnp.abs(g)) for g in jax.tree.leaves(gradients))).hex())
+print(t.generated(t.CONFIG).tolist())
+"""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"NNX_GRAPH_MODE": "false", "NNX_GRAPH_UPDATES": "false"},
+        {"FLAX_HIJAX_VARIABLE": "true"},
+    ],
+    ids=lambda flags: "+".join(flags),
+)
+def test_flax_modes_change_nothing(flags):
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(here.parents[1]), str(here.parent), str(here)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | flags,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    hidden, gradients = value_and_gradients(CONFIG, jnp.ones((B, S, 32)), random_tokens(CONFIG))
+    expected = [
+        float(jnp.sum(jnp.abs(hidden))).hex(),
+        float(sum(jnp.sum(jnp.abs(g)) for g in jax.tree.leaves(gradients))).hex(),
+        str(generated(CONFIG).tolist()),
+    ]
+    assert done.stdout.splitlines() == expected

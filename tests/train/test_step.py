@@ -1,0 +1,509 @@
+"""The training step against jax.grad of plain code, on one device and on meshes of eight."""
+
+import dataclasses
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.sharding import batch_sharding, make_mesh, parameter_path
+from train.config import DataConfig, OptimizerConfig, TrainConfig, preset
+from train.data import IGNORED, PackedDataset
+from train.step import (
+    init_state,
+    learning_rate_schedule,
+    loss_sum,
+    make_eval_step,
+    make_optimizer,
+    make_train_step,
+    model_graph,
+)
+
+# Every kind of parameter: an output embedding of its own and biases everywhere.
+MODEL = dataclasses.replace(
+    preset("demo").model,
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=32,
+    tie_word_embeddings=False,
+    attention_bias=True,
+    mlp_bias=True,
+    initializer_range=0.2,  # so that attention is far from uniform
+    dtype="float32",
+)
+ROWS, LENGTH = 8, 16
+# The learning rate is at its peak from the first step on, and Adam's eps is so large that the
+# update is proportional to the gradient: one that normalizes would blow up the rounding of
+# gradients near 0, and would hide a wrong scale.
+LINEAR = OptimizerConfig(
+    schedule="wsd", warmup_steps=0, learning_rate=1.0, eps=10.0, weight_decay=0.1, clip_norm=1e3
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_compilation():
+    """These programs run for milliseconds and compile for seconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def config_of(model=MODEL, optimizer=LINEAR, **changes):
+    fields = {
+        "name": "test",
+        "model": model,
+        "data": DataConfig(source="synthetic", sequence_length=LENGTH, batch_size=ROWS),
+        "optimizer": optimizer,
+        "steps": 100,
+        "eval_every": 0,
+        "sample_tokens": 0,
+        "save": False,
+    }
+    return TrainConfig(**(fields | changes))
+
+
+@functools.cache
+def one_device():
+    return make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
+
+
+@functools.cache
+def initial_state():
+    return init_state(config_of(), one_device())
+
+
+@functools.cache
+def state_0():
+    """The initial state, with norms and biases moved off 1 and 0 so that decay would show."""
+    shift = lambda path, p: p + 0.1 if parameter_path(path)[-1] in ("weight", "bias") else p
+    params = jax.tree_util.tree_map_with_path(shift, initial_state().params)
+    return dataclasses.replace(initial_state(), params=params)
+
+
+def batch_of(seed=0, accumulation_steps=1):
+    """A batch [A, B, S] in which row r has about a share r/8 of its labels: 0 of 16 up to 14."""
+    rng = np.random.default_rng(seed)
+    tokens, labels = rng.integers(MODEL.vocab_size, size=(2, ROWS, LENGTH), dtype=np.int32)
+    has_label = rng.random((ROWS, LENGTH)) < np.arange(ROWS)[:, None] / ROWS
+    assert 0 < has_label.sum() < has_label.size
+    batch = {"tokens": tokens, "labels": np.where(has_label, labels, np.int32(IGNORED))}
+    split = lambda a: jnp.asarray(a.reshape(accumulation_steps, -1, LENGTH))
+    return jax.tree.map(split, batch)
+
+
+@functools.cache
+def step_of(config):
+    return jax.jit(make_train_step(config))
+
+
+def plain_loss(params, batch, *, z_loss=0.0, model=MODEL):
+    """The mean loss over all labels of a batch [A, B, S], from all logits at once."""
+    tokens, labels = (batch[name].reshape(-1, LENGTH) for name in ("tokens", "labels"))
+    llama = nnx.merge(model_graph(model), params)
+    logits = llama.logits(llama(tokens))
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    counts = labels != IGNORED
+    label_logits = jnp.take_along_axis(logits, jnp.where(counts, labels, 0)[..., None], -1)[..., 0]
+    losses = lse - label_logits + z_loss * lse**2
+    return jnp.sum(losses, where=counts) / jnp.sum(counts).astype(jnp.float32)
+
+
+def named(params):
+    """Arrays by dotted path."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {".".join(parameter_path(path)): np.asarray(leaf, np.float64) for path, leaf in leaves}
+
+
+def moments(state):
+    """The two moments of Adam."""
+    (adam,) = [
+        part
+        for part in jax.tree.leaves(state.opt_state, is_leaf=lambda part: hasattr(part, "mu"))
+        if hasattr(part, "mu")
+    ]
+    return adam.mu, adam.nu
+
+
+def assert_close(got, want, *, ulps=32):
+    """Equal up to `ulps` float32 roundings of the largest element of each array.
+
+    Sums of 128 tokens in another order differ by sqrt(128) roundings or so, 11; the backward
+    through two layers adds a few.
+    """
+    chex.assert_trees_all_equal_structs(got, want)
+    got, want = named(got), named(want)
+    for name, expected in want.items():
+        allowed = ulps * np.finfo(np.float32).eps * max(np.max(np.abs(expected)), 1e-6)
+        np.testing.assert_allclose(got[name], expected, rtol=0, atol=allowed, err_msg=name)
+
+
+def global_norm(grads):
+    return float(np.sqrt(sum(np.sum(g**2) for g in named(grads).values())))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Loss and gradients of the test batch in the test state, and the state."""
+    loss, grads = jax.jit(jax.value_and_grad(plain_loss))(state_0().params, batch_of())
+    return float(loss), grads, state_0()
+
+
+# The loss and its gradient
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2, 4])
+def test_loss_and_gradients_do_not_depend_on_the_split(plain, accumulation_steps):
+    loss, grads, state = plain
+    config = config_of()
+    batch = batch_of(accumulation_steps=accumulation_steps)
+    new_state, metrics = step_of(config)(state, batch)
+
+    counts = np.sum(np.asarray(batch["labels"]) != IGNORED, axis=(1, 2))
+    assert len(set(counts)) == accumulation_steps, "the parts must differ in their labels"
+    assert int(metrics["num_tokens"]) == counts.sum()
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], global_norm(grads), rtol=1e-6)
+    b1 = config.optimizer.b1
+    assert_close(moments(new_state)[0], jax.tree.map(lambda g: (1 - b1) * g, grads))
+
+    params = named(state.params)
+    for name, grad in named(grads).items():
+        decay = 0.1 * params[name] if decays(name) else 0.0
+        want = params[name] - (grad / (np.abs(grad) + LINEAR.eps) + decay)
+        np.testing.assert_allclose(named(new_state.params)[name], want, atol=1e-6, err_msg=name)
+
+
+def test_positions_without_a_label_do_not_matter(plain):
+    _, _, state = plain
+    step = step_of(config_of())
+    batch = batch_of()
+    half = LENGTH // 2
+    batch["labels"] = batch["labels"].at[..., half:].set(IGNORED)
+    want_state, want = step(state, batch)
+    other = batch | {"tokens": batch["tokens"].at[..., half:].set(1)}
+    got_state, got = step(state, other)
+    chex.assert_trees_all_equal(got, want)
+    chex.assert_trees_all_equal(got_state, want_state)
+
+    # A part without labels neither adds to the sum nor to the count it is divided by.
+    empty = {"tokens": batch["tokens"], "labels": jnp.full_like(batch["labels"], IGNORED)}
+    for parts in ([batch, empty], [empty, batch]):
+        both = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+        got_state, got = step(state, both)
+        np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-6)
+        assert_close(got_state.params, want_state.params)
+
+
+def test_a_packed_row_is_its_documents():
+    total = jax.jit(lambda batch: loss_sum(model_graph(MODEL), state_0().params, batch))
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(MODEL.vocab_size, size=n, dtype=np.int32) for n in (5, 7, 5)]
+    dataset = PackedDataset.from_documents(documents, sequence_length=LENGTH)
+    packed = next(dataset.eval_batches(1))
+    apart = 0.0
+    for document in documents:
+        # The row ends one token before the last document does.
+        text, labels = document[:-1], document[1:]
+        apart += float(total({"tokens": text[None], "labels": labels[None]}))
+    assert np.sum(packed["labels"] != IGNORED) == sum(map(len, documents)) - len(documents)
+    np.testing.assert_allclose(total(packed), apart, rtol=1e-6)
+    # Rotations are relative: positions may start anywhere, but not run twice as fast.
+    without = {name: array for name, array in packed.items() if name != "segment_ids"}
+    faster = packed | {"positions": 2 * packed["positions"]}
+    for wrong in (without, faster):
+        assert abs(float(total(wrong)) / apart - 1) > 1e-3
+
+
+def test_z_loss_is_in_the_loss_and_the_gradient(plain):
+    loss, plain_grads, state = plain
+    config = config_of(z_loss=0.1)
+    new_state, metrics = step_of(config)(state, batch_of(accumulation_steps=2))
+    want, grads = jax.jit(jax.value_and_grad(functools.partial(plain_loss, z_loss=0.1)))(
+        state.params, batch_of()
+    )
+    assert want > loss + 1  # 0.1 · log(64)² is 1.7
+    assert abs(global_norm(grads) / global_norm(plain_grads) - 1) > 0.1
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-6)
+    b1 = config.optimizer.b1
+    assert_close(moments(new_state)[0], jax.tree.map(lambda g: (1 - b1) * g, grads))
+
+
+def test_eval_step_sums_the_negative_log_likelihood(plain):
+    loss, _, state = plain
+    config = config_of(z_loss=0.1)  # which is no part of the likelihood
+    batch = batch_of()
+    flat = jax.tree.map(lambda a: a[0], batch)
+    compiled = jax.jit(make_eval_step(config)).lower(state.params, flat).compile()
+    result = compiled(state.params, flat)
+    count = np.sum(np.asarray(flat["labels"]) != IGNORED)
+    assert int(result["num_tokens"]) == count
+    np.testing.assert_allclose(result["nll_sum"], loss * count, rtol=1e-6)
+
+    # A third of the step's FLOPs if no gradient is formed, two thirds if the loss formed its own.
+    step = step_of(config).lower(state, batch).compile()
+    assert compiled.cost_analysis()["flops"] < 0.4 * step.cost_analysis()["flops"]
+
+
+# The optimizer
+
+
+def decays(name):
+    return name.endswith(("kernel", "embedding")) or name == "lm_head.weight"
+
+
+def test_a_batch_without_labels_only_decays(plain):
+    _, _, state = plain
+    batch = batch_of()
+    batch["labels"] = jnp.full_like(batch["labels"], IGNORED)
+    optimizer = dataclasses.replace(LINEAR, learning_rate=0.5, clip_norm=1.0)
+    new_state, metrics = step_of(config_of(optimizer=optimizer))(state, batch)
+    assert float(metrics["loss"]) == 0 and float(metrics["grad_norm"]) == 0
+    assert int(metrics["num_tokens"]) == 0
+    before, after = named(state.params), named(new_state.params)
+    kinds = {False: 0, True: 0}
+    for name, old in before.items():
+        kinds[decays(name)] += 1
+        assert np.all(old == 0) or np.any(old), name
+        if decays(name):
+            np.testing.assert_allclose(after[name], old * (1 - 0.5 * 0.1), rtol=1e-6, err_msg=name)
+        else:
+            assert np.all(old != 0), f"{name} would show no decay"
+            np.testing.assert_array_equal(after[name], old, err_msg=name)
+    # 7 kernels and 2 embeddings; 7 biases and 3 norms.
+    assert kinds == {True: 9, False: 10}
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.05])
+def test_three_steps_are_adamw_of_the_clipped_gradient(clip_norm):
+    """Against the formulas of https://arxiv.org/abs/1711.05101 in float64."""
+    optimizer = OptimizerConfig(
+        learning_rate=0.01, warmup_steps=2, eps=0.01, weight_decay=0.3, clip_norm=clip_norm
+    )
+    config = config_of(optimizer=optimizer, steps=10)
+    step = step_of(config)
+    gradient = jax.jit(jax.grad(plain_loss))
+    state = state_0()
+    params = named(state.params)
+    mu, nu = ({name: np.zeros_like(p) for name, p in params.items()} for _ in range(2))
+    for count in range(3):
+        batch = batch_of(seed=count)
+        grads = gradient(state.params, batch)
+        state, metrics = step(state, batch)
+        norm = global_norm(grads)
+        assert norm > 2 * 0.05
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+        lr = [0.0, 0.005, 0.01][count]
+        np.testing.assert_allclose(metrics["lr"], lr, rtol=1e-6)
+        for name, g in named(grads).items():
+            g *= min(1.0, clip_norm / norm) if clip_norm else 1.0
+            mu[name] = 0.9 * mu[name] + 0.1 * g
+            nu[name] = 0.95 * nu[name] + 0.05 * g**2
+            m, n = mu[name] / (1 - 0.9 ** (count + 1)), nu[name] / (1 - 0.95 ** (count + 1))
+            decay = 0.3 * params[name] if decays(name) else 0.0
+            params[name] = params[name] - lr * (m / (np.sqrt(n) + 0.01) + decay)
+            np.testing.assert_allclose(
+                named(state.params)[name], params[name], atol=2e-6, err_msg=f"{name} {count=}"
+            )
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 10])
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_schedule_is_its_formula(schedule, warmup):
+    steps, peak, last, decay = 50, 0.3, 0.03, 15
+    config = OptimizerConfig(
+        learning_rate=peak,
+        schedule=schedule,
+        warmup_steps=warmup,
+        decay_fraction=0.3,
+        final_fraction=0.1,
+    )
+    lr = learning_rate_schedule(config, steps)
+
+    def formula(t):
+        if t < warmup:
+            return peak * t / warmup
+        if schedule == "cosine":
+            share = (t - warmup) / (steps - warmup)
+            return last + (peak - last) * (1 + np.cos(np.pi * share)) / 2
+        return peak + (last - peak) * max(0.0, (t - (steps - decay)) / decay)
+
+    at = lambda t: float(lr(jnp.asarray(t, jnp.int32)))
+    with jax.numpy_dtype_promotion("standard"):
+        got = [at(t) for t in range(steps + 5)]
+    want = [formula(min(t, steps)) for t in range(steps + 5)]
+    np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-8)
+    assert got[warmup] == pytest.approx(peak) and got[0] == (0.0 if warmup else got[warmup])
+    assert got[steps] == got[steps + 4] == pytest.approx(last)
+    if schedule == "wsd":
+        assert got[warmup : steps - decay + 1] == [got[warmup]] * (steps - decay + 1 - warmup)
+        assert got[steps - decay + 1] < got[warmup]
+
+
+def test_decay_longer_than_the_run_starts_after_the_warmup():
+    config = OptimizerConfig(schedule="wsd", warmup_steps=4, decay_fraction=1.0, learning_rate=1.0)
+    lr = learning_rate_schedule(config, 10)
+    with jax.numpy_dtype_promotion("standard"):
+        got = [float(lr(jnp.asarray(t, jnp.int32))) for t in (2, 4, 7, 10)]
+    np.testing.assert_allclose(got, [0.5, 1.0, 0.55, 0.1], rtol=1e-6)
+
+
+# What the step is as a program
+
+
+def test_step_is_a_pure_function(plain):
+    _, _, state = plain
+    step = step_of(config_of())
+    before = jax.tree.map(lambda a: np.array(a), state)
+    first = step(state, batch_of())
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, state), before)
+    chex.assert_trees_all_equal(step(state, batch_of()), first)
+    assert int(first[0].step) == 1 and first[0].step.dtype == jnp.int32
+    chex.assert_trees_all_equal_shapes_and_dtypes(first[0], state)
+
+
+def test_compiled_step_updates_the_state_in_place_and_stays_on_the_device():
+    """As the loop compiles it: donated, ahead of time, its state fed back."""
+    config = config_of()
+    state = jax.tree.map(jnp.copy, state_0())
+    batch = jax.device_put(batch_of(accumulation_steps=2), batch_sharding(one_device()))
+    jitted = jax.jit(make_train_step(config), donate_argnums=0)
+    compiled = jitted.lower(state, batch).compile()
+
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    program = compiled.as_text()
+    assert "dot" in program
+    assert not re.findall(r"\b(?:infeed|outfeed|send|recv)(?:-done)?\(|callback", program)
+
+    inputs = jax.tree.leaves(state)
+    batches = [batch, jax.tree.map(jnp.array, batch), jax.tree.map(jnp.array, batch)]
+    with jax.transfer_guard("disallow"):
+        for part in batches:
+            state, metrics = compiled(state, part)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device"):
+            compiled(state, jax.tree.map(np.asarray, batch))
+    assert all(leaf.is_deleted() for leaf in inputs)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves([batches, state, metrics]))
+    assert int(state.step) == 3
+
+
+def test_step_is_traced_once():
+    """Its outputs are inputs that it was compiled for: placement, dtypes and weak types."""
+    traces = []
+
+    def step(state, batch):
+        traces.append(1)
+        return make_train_step(config_of())(state, batch)
+
+    state = initial_state()
+    jitted = jax.jit(step, out_shardings=(jax.tree.map(lambda a: a.sharding, state), None))
+    batch = jax.device_put(batch_of(), batch_sharding(one_device()))
+    for _ in range(3):
+        state, _ = jitted(state, batch)
+    assert len(traces) == 1
+    assert jitted._cache_size() == 1
+
+
+def test_bfloat16_compute_keeps_float32_state(plain):
+    loss, _, state = plain
+    config = config_of(dataclasses.replace(MODEL, dtype="bfloat16"))
+    step = make_train_step(config)
+    with jax.numpy_dtype_promotion("standard"):  # for jax.nn.dot_product_attention
+        new_state, metrics = jax.jit(step)(state, batch_of())
+    chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
+    floats = [state.params, new_state.params, *moments(new_state)]
+    assert {leaf.dtype for leaf in jax.tree.leaves(floats)} == {np.dtype("float32")}
+    assert metrics["loss"].dtype == metrics["grad_norm"].dtype == jnp.float32
+    # bfloat16 has 8 bits: the loss moves, but less than a percent.
+    assert 0 < abs(float(metrics["loss"]) / loss - 1) < 0.01
+    # Parameters change by less than bfloat16 could hold: they were not rounded on the way.
+    rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(p.dtype), new_state.params)
+    for name, value in named(new_state.params).items():
+        assert np.mean(named(rounded)[name] == value) < 0.5, name
+
+
+# Meshes
+
+
+def run_on(mesh, num_steps=5):
+    """Losses of a few steps on packed text, with the states before and after, as the loop runs."""
+    # Adam as it is used: also its normalization must not depend on the mesh.
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=1, eps=1e-4, clip_norm=0.5)
+    config = config_of(optimizer=optimizer, z_loss=1e-3)
+    rng = np.random.default_rng(1)
+    documents = [rng.integers(MODEL.vocab_size, size=11, dtype=np.int32) for _ in range(40)]
+    dataset = PackedDataset.from_documents(documents, sequence_length=LENGTH)
+    batches = [
+        jax.device_put(
+            {k: v.reshape(2, 8, LENGTH) for k, v in rows.items()},
+            batch_sharding(mesh, batch_axis=1),
+        )
+        for rows in (dataset.batch(i, batch_size=16, seed=0) for i in range(num_steps))
+    ]
+    with jax.set_mesh(mesh):
+        first = init_state(config, mesh)
+        shardings = jax.tree.map(lambda a: a.sharding, first)
+        step = jax.jit(make_train_step(config), out_shardings=(shardings, None))
+        compiled = step.lower(first, batches[0]).compile()
+        state, losses, norms = first, [], []
+        for batch in batches:
+            state, metrics = compiled(state, batch)
+            losses.append(float(metrics["loss"]))
+            norms.append(float(metrics["grad_norm"]))
+    return losses, norms, first, state, compiled.as_text()
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return run_on(one_device())
+
+
+@pytest.mark.parametrize(("data", "fsdp"), [(8, 1), (2, 4), (1, 8)])
+def test_a_mesh_changes_nothing_but_the_placement(on_one_device, data, fsdp):
+    losses, norms, first, last, program = run_on(make_mesh(data=data, fsdp=fsdp))
+    want_losses, want_norms, want_first, want_last, _ = on_one_device
+    chex.assert_trees_all_equal(
+        jax.tree.map(np.asarray, first.params), jax.tree.map(np.asarray, want_first.params)
+    )
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-6)
+    np.testing.assert_allclose(norms, want_norms, rtol=1e-5)
+    assert_close(last.params, want_last.params, ulps=1000)
+
+    for state in (first, last):
+        for moment in moments(state):
+            same = jax.tree.map(
+                lambda m, p: m.sharding.is_equivalent_to(p.sharding, p.ndim), moment, state.params
+            )
+            assert all(jax.tree.leaves(same))
+    for name, leaf in zip(named(last.params), jax.tree.leaves(last.params), strict=True):
+        share = leaf.addressable_shards[0].data.size * fsdp
+        assert share == (leaf.size if decays(name) else leaf.size * fsdp), name
+    # With whole copies of the model on every device, only gradients and sums of losses move.
+    assert "all-reduce" in program
+    assert ("all-gather" in program) == (fsdp > 1)
+
+
+# The initial state
+
+
+def test_initial_state():
+    config = config_of()
+    first = initial_state()
+    other = init_state(dataclasses.replace(config, seed=1), one_device())
+    kernels = {name for name in named(first.params) if decays(name)}
+    for name in kernels:
+        assert not np.any(named(first.params)[name] == named(other.params)[name]), name
+    assert int(first.step) == 0
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(moments(first)))
+    structure = jax.eval_shape(make_optimizer(config.optimizer, config.steps).init, first.params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(first.opt_state, structure)
