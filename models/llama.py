@@ -378,7 +378,7 @@ class Llama(nnx.Module):
             implementation = self.config.attention_implementation
             if implementation is None:
                 implementation = "cudnn" if _cudnn_attention_runs(q) else "xla"
-            return dot_product_attention(
+            return jax.nn.dot_product_attention(
                 q, k, v, mask=mask, is_causal=True, implementation=implementation
             ), None
 
@@ -471,12 +471,6 @@ class Llama(nnx.Module):
             self.output_weight.astype(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
-
-
-def dot_product_attention(*arrays: jax.Array, **options: Any) -> jax.Array:
-    """`jax.nn.dot_product_attention`, which in 16 bits does not heed strict dtype promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(*arrays, **options)
 
 
 def _norm_options(config: LlamaConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from models.llama import Llama, dot_product_attention
+from models.llama import Llama
 
 type Cache = tuple[Float[Array, "L B C K H"], Float[Array, "L B C K H"]]
 
@@ -45,7 +45,7 @@ def extend(
         values = values.at[rows, positions].set(v)
         visible = jnp.arange(keys.shape[1]) <= positions[:, None, :, None]
         # cuDNN's attention needs static lengths; a query of one token gains nothing from it.
-        out = dot_product_attention(q, keys, values, mask=visible, implementation="xla")
+        out = jax.nn.dot_product_attention(q, keys, values, mask=visible, implementation="xla")
         return out, (keys, values)
 
     return model.run_layers(tokens, positions, attend, cache)
