@@ -457,7 +457,12 @@ class Llama(nnx.Module):
     def _embed(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         # Gathered before it is rounded, so that the gradient is scattered and summed in
         # param_dtype.
-        embedded = self.embed_tokens(tokens)
+        # Negative tokens are out of range too, and do not count from the end.
+        embedded = (
+            self.embed_tokens.embedding[...]
+            .at[tokens]
+            .get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        )
         if self.config.pad_token_id is not None:
             is_pad = (tokens == self.config.pad_token_id)[..., None]
             embedded = jnp.where(is_pad, jax.lax.stop_gradient(embedded), embedded)

@@ -19,7 +19,7 @@ BATCH_AXES = ("data", "fsdp")
 # By the last two names of a parameter's path. Layers are stacked on axis 0, which stays whole
 # because each step of the scan needs one layer from everywhere. What is not listed (norms, biases)
 # is replicated.
-_PARAMETER_SPECS = {
+_PARAMETER_SPECS: dict[tuple[str, ...], PartitionSpec] = {
     ("embed_tokens", "embedding"): PartitionSpec(None, "fsdp"),
     ("lm_head", "weight"): PartitionSpec(None, "fsdp"),
     ("q_proj", "kernel"): PartitionSpec(None, "fsdp", None),
@@ -32,7 +32,7 @@ _PARAMETER_SPECS = {
 }
 
 
-def make_mesh(*, data: int, fsdp: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(*, data: int, fsdp: int, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of `data` copies of the model, each split over `fsdp` devices.
 
     Raises:

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn import initializers
 from jax.ad_checkpoint import checkpoint_name
+from jax.nn import initializers
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 

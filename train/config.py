@@ -4,13 +4,19 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import tyro
 
 from models.llama import PRESETS as MODELS
 from models.llama import LlamaConfig
+
+
+def _check_at_least(least: int, config: Any, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < least:
+            raise ValueError(f"{name}={getattr(config, name)} must be at least {least}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,9 +37,7 @@ class DataConfig:
     accumulation_steps: int = 1
 
     def __post_init__(self):
-        for name in ("sequence_length", "batch_size", "accumulation_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        _check_at_least(1, self, "sequence_length", "batch_size", "accumulation_steps")
 
     @property
     def rows_per_step(self) -> int:
@@ -76,6 +80,12 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
 
+    def __post_init__(self):
+        _check_at_least(0, self, "warmup_steps", "clip_norm")
+        for name in ("decay_fraction", "final_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1]")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
@@ -88,6 +98,11 @@ class MeshConfig:
 
     data: int = -1
     fsdp: int = 1
+
+    def __post_init__(self):
+        _check_at_least(1, self, "fsdp")
+        if self.data != -1:
+            _check_at_least(1, self, "data")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,11 +144,18 @@ class TrainConfig:
     save: bool
 
     def __post_init__(self):
-        if self.steps < 1:
-            raise ValueError(f"{self.steps=} must be at least 1")
+        _check_at_least(1, self, "steps", "eval_batches", "log_every")
+        _check_at_least(0, self, "eval_every", "sample_tokens")
         if self.optimizer.warmup_steps >= self.steps:
             raise ValueError(
                 f"{self.optimizer.warmup_steps=} must be below {self.steps=}; shorten the warm-up"
+            )
+        # Found out here and not after the last step.
+        sample_size = 1 + len(self.sample_prompt.encode()) + self.sample_tokens
+        if self.sample_tokens and sample_size > self.model.max_position_embeddings:
+            raise ValueError(
+                f"a sample of {sample_size} tokens (prompt and {self.sample_tokens=}) exceeds "
+                f"{self.model.max_position_embeddings=}"
             )
 
 
@@ -176,7 +198,8 @@ def preset(name: str) -> TrainConfig:
 
 def parse_command_line(arguments: Sequence[str]) -> TrainConfig:
     """`--preset NAME` and a flag for every field of its `TrainConfig`."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    prog = "python -m train"
+    parser = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", choices=PRESET_NAMES, default="demo")
     chosen, rest = parser.parse_known_args(arguments)
     description = (
@@ -185,7 +208,7 @@ def parse_command_line(arguments: Sequence[str]) -> TrainConfig:
     )
     return tyro.cli(
         TrainConfig,
-        prog="python -m train",
+        prog=prog,
         description=description,
         default=preset(chosen.preset),
         args=rest,

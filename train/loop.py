@@ -127,7 +127,7 @@ def _held_out_loss(
 def _train_batches(config: TrainConfig, mesh: Mesh, dataset: Any) -> Iterator[Batch]:
     """Batches `[A, B, S]` on the devices, in the order of the steps."""
     for step in range(config.steps):
-        yield _to_devices(config, mesh, _step_batch(config, dataset, step))
+        yield _to_devices(mesh, _step_batch(config, dataset, step))
 
 
 def _step_batch(config: TrainConfig, dataset: Any, step: int) -> dict[str, np.ndarray]:
@@ -136,8 +136,7 @@ def _step_batch(config: TrainConfig, dataset: Any, step: int) -> dict[str, np.nd
     return {name: split(array) for name, array in rows.items()}
 
 
-def _to_devices(config: TrainConfig, mesh: Mesh, batch: dict[str, np.ndarray]) -> Batch:
-    del config
+def _to_devices(mesh: Mesh, batch: dict[str, np.ndarray]) -> Batch:
     return jax.device_put(batch, batch_sharding(mesh, batch_axis=1))
 
 
@@ -184,7 +183,7 @@ def _new_run_dir(runs_dir: Path, name: str) -> Path:
 
 def _compile(config: TrainConfig, mesh: Mesh, state: TrainState, train_data, held_out):
     """Both steps, compiled ahead of time, and a report of the memory they need."""
-    batch = _to_devices(config, mesh, _step_batch(config, train_data, 0))
+    batch = _to_devices(mesh, _step_batch(config, train_data, 0))
     start = time.perf_counter()
     shardings = jax.tree.map(lambda a: a.sharding, state)
     jitted = jax.jit(make_train_step(config), donate_argnums=0, out_shardings=(shardings, None))
@@ -224,8 +223,10 @@ def memory_report(compiled: Any) -> str:
 
 
 def _finish(config: TrainConfig, run_dir: Path, state: TrainState) -> None:
-    """The plot, the report, the text sample and the saved model."""
+    """The saved model, the text sample, the plot and the report."""
     model: Llama = nnx.merge(model_graph(config.model), state.params)
+    if config.save:
+        save_pretrained(model, run_dir / "model")
     samples = []
     if config.sample_tokens:
         prompt = jnp.asarray(data.encode(config.sample_prompt), jnp.int32)[None]
@@ -240,8 +241,6 @@ def _finish(config: TrainConfig, run_dir: Path, state: TrainState) -> None:
             text = config.sample_prompt + data.decode(jax.device_get(tokens)[0])
             samples.append((f"temperature {temperature}", text))
             print(f"\n--- sample at temperature {temperature} ---\n{text}")
-    if config.save:
-        save_pretrained(model, run_dir / "model")
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     page = report.write_report(run_dir, samples=samples, summary={"Parameters": parameters})
     print(f"\nreport: {page}")

@@ -175,7 +175,7 @@ def make_train_step(
             "lr": learning_rate,
             "num_tokens": num_tokens,
         }
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return train_step

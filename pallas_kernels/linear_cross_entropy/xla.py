@@ -119,7 +119,7 @@ def _scaled(gradients: _Gradients, scale) -> _Gradients:
 
 
 def _cast(gradients: _Gradients, x, weight, bias):
-    dbias = None if bias is None else gradients.dbias.astype(bias.dtype)
+    dbias = None if gradients.dbias is None else gradients.dbias.astype(bias.dtype)
     return gradients.dx.astype(x.dtype), gradients.dweight.astype(weight.dtype), dbias
 
 

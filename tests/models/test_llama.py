@@ -37,6 +37,14 @@ CONFIG = LlamaConfig(
 )
 B, S = 2, 20
 
+# Every row: two documents and padding.
+FIRST, SECOND, PADDING = LENGTHS = 7, 9, 4
+PACKING = {
+    "segment_ids": jnp.asarray([np.repeat([1, 2, 0], LENGTHS)] * B, jnp.int32),
+    "positions": jnp.asarray([np.concatenate([np.arange(n) for n in LENGTHS])] * B, jnp.int32),
+}
+DOCUMENTS = slice(0, FIRST), slice(FIRST, FIRST + SECOND)
+
 
 def changed(config: LlamaConfig = CONFIG, **changes: Any) -> LlamaConfig:
     return dataclasses.replace(config, **changes)
@@ -60,31 +68,37 @@ def random_tokens(config: LlamaConfig, shape=(B, S), seed=0) -> jax.Array:
     return jax.random.randint(jax.random.key(seed), shape, 1, config.vocab_size, jnp.int32)
 
 
+def call(graphdef, state, args, kwargs) -> jax.Array:
+    return nnx.merge(graphdef, state)(*args, **kwargs)
+
+
+_call = jax.jit(call, static_argnums=0)
+
+
 def hidden_of(config: LlamaConfig, *args, **kwargs) -> jax.Array:
-    graphdef, state = nnx.split(make_model(config))
-    run = jax.jit(lambda state, args, kwargs: nnx.merge(graphdef, state)(*args, **kwargs))
-    return run(state, args, kwargs)
+    # jax.nn.dot_product_attention does not lower in 16 bits under strict promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        return _call(*nnx.split(make_model(config)), args, kwargs)
 
 
-def value_and_gradients(config: LlamaConfig, cotangent, tokens, **kwargs):
+@functools.partial(jax.jit, static_argnums=0)
+def _value_and_gradients(graphdef, state, cotangent, args, kwargs):
+    hidden, vjp = jax.vjp(lambda state: call(graphdef, state, args, kwargs), state)
+    return hidden, nnx.to_pure_dict(vjp(cotangent)[0])
+
+
+def value_and_gradients(config: LlamaConfig, cotangent, *args, **kwargs):
     """Hidden states and the gradients of `sum(hidden * cotangent)`."""
-    graphdef, state = nnx.split(make_model(config))
-
-    @jax.jit
-    def run(state, cotangent, tokens, kwargs):
-        forward = lambda state: nnx.merge(graphdef, state)(tokens, **kwargs)
-        hidden, vjp = jax.vjp(forward, state)
-        return hidden, nnx.to_pure_dict(vjp(cotangent)[0])
-
-    return run(state, cotangent, tokens, kwargs)
+    with jax.numpy_dtype_promotion("standard"):
+        return _value_and_gradients(*nnx.split(make_model(config)), cotangent, args, kwargs)
 
 
 # The textbook
 
 
-def textbook_logits(params, config: LlamaConfig, tokens, positions, segment_ids, dtype):
-    """Llama as Hugging Face writes it, in `dtype`; norms, angles and softmax at least in float32."""
-    at_least_float32 = jnp.promote_types(dtype, jnp.float32)
+def textbook_logits(params, *, config: LlamaConfig, tokens, positions, segment_ids, dtype):
+    """Llama as Hugging Face writes it, in `dtype`; norms, angles and softmax in float32 or more."""
+    at_least_float32 = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
     params = jax.tree.map(lambda a: jnp.asarray(a, dtype), params)
     H = config.head_dim
 
@@ -132,6 +146,31 @@ def textbook_logits(params, config: LlamaConfig, tokens, positions, segment_ids,
     return (norm(h, params["norm"]["weight"]) @ output.T).astype(at_least_float32)
 
 
+def with_gradients(fn, params):
+    """The logits `fn(params)` and the gradients of their sum with fixed random weights."""
+
+    def compute(params):
+        logits, vjp = jax.vjp(fn, params)
+        cotangent = np.random.default_rng(1).normal(size=logits.shape).astype(np.float32)
+        return logits, vjp(jnp.asarray(cotangent, logits.dtype))[0]
+
+    return jax.jit(compute)(params)
+
+
+@functools.cache
+def in_float64(config: LlamaConfig):
+    params = nnx.to_pure_dict(nnx.state(make_model(config)))
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+        return with_gradients(textbook(config, jnp.float64), params)
+
+
+def textbook(config: LlamaConfig, dtype):
+    return functools.partial(
+        textbook_logits, config=config, tokens=random_tokens(config), dtype=dtype, **PACKING
+    )
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "changes",
@@ -144,41 +183,20 @@ def textbook_logits(params, config: LlamaConfig, tokens, positions, segment_ids,
     ids=["gqa", "mha_tied_3_layers", "mqa_biases_head_dim", "gelu_1_layer"],
 )
 def test_equals_the_textbook_in_values_and_gradients(changes, dtype):
-    config = changed(**changes, dtype=dtype)
-    graphdef, state = nnx.split(make_model(config))
-    params = jax.tree.map(np.asarray, nnx.to_pure_dict(state))
-    tokens = np.asarray(random_tokens(config))
-    segment_ids = np.where(np.arange(S) < 13, 1, 2) * np.ones((B, 1), np.int32)
-    positions = np.where(np.arange(S) < 13, np.arange(S), np.arange(S) - 13)
-    positions = positions * np.ones((B, 1), np.int32)
-    cotangent = np.random.default_rng(1).normal(size=(B, S, config.vocab_size))
+    config = changed(**changes)
+    graphdef, state = nnx.split(make_model(changed(config, dtype=dtype)))
 
-    def carried(params, arrays):
-        nnx.replace_by_pure_dict(state, params)
+    def carried(state):
         model = nnx.merge(graphdef, state)
-        tokens, positions, segment_ids = arrays
-        return model.logits(model(tokens, positions=positions, segment_ids=segment_ids))
+        return model.logits(model(random_tokens(config), **PACKING))
 
-    def textbook(dtype):
-        return lambda params, arrays: textbook_logits(params, config, *arrays, dtype=dtype)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(fn, params, arrays, cotangent):
-        logits, vjp = jax.vjp(lambda params: fn(params, arrays), params)
-        return logits, vjp(cotangent.astype(logits.dtype))[0]
-
-    arrays = tokens, positions, segment_ids
-    got = run(carried, params, arrays, cotangent.astype(np.float32))
-    plain = run(textbook(jnp.dtype(dtype)), params, arrays, cotangent.astype(np.float32))
-    with jax.enable_x64(True):
-        exact = run(
-            textbook(jnp.float64),
-            jax.tree.map(lambda a: a.astype(np.float64), params),
-            arrays,
-            cotangent.astype(np.float32).astype(np.float64),
-        )
-    chex.assert_trees_all_equal_structs(got, plain, exact)
+    with jax.numpy_dtype_promotion("standard"):
+        logits, gradients = with_gradients(carried, state)
+    got = logits, nnx.to_pure_dict(gradients)
+    plain = with_gradients(textbook(config, jnp.dtype(dtype)), nnx.to_pure_dict(state))
+    exact = in_float64(config)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(got)]
+    assert names == [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(exact)]
     assert len(names) == 1 + len(jax.tree.leaves(state))
     assert_as_accurate(*map(jax.tree.leaves, (got, plain, exact)), names=names)
 
@@ -191,6 +209,7 @@ def structure(config):
     return jax.tree.map(lambda a: (a.shape, a.dtype.name), nnx.to_pure_dict(nnx.state(model)))
 
 
+@functools.cache
 def initial_parameters(config):
     return nnx.to_pure_dict(nnx.state(Llama(config, rngs=nnx.Rngs(0))))
 
@@ -219,6 +238,8 @@ def exported(config):
     return config_to_hf(config)
 
 
+# A token that occurs, so that its gradient is not 0 anyway.
+PAD = int(random_tokens(CONFIG)[0, 2])
 # For every field another value, and where the change must show.
 PERTURBATIONS = {
     "vocab_size": (49, structure),
@@ -239,7 +260,7 @@ PERTURBATIONS = {
     # Nothing computed here starts a text; a tokenizer does, from the exported configuration.
     "bos_token_id": (1, exported),
     "eos_token_id": (tuple(range(24)), generated),
-    "pad_token_id": (7, embedding_gradients),
+    "pad_token_id": (PAD, embedding_gradients),
     "rope_parameters": (RopeParameters(rope_theta=101.0), hidden_states),
     "dtype": ("bfloat16", hidden_states),
     "param_dtype": ("bfloat16", structure),
@@ -442,17 +463,11 @@ def test_initial_parameters():
 
 # Packed documents
 
-FIRST, SECOND, PADDING = 7, 9, 4
-PACKED_SEGMENTS = np.repeat(np.array([1, 2, 0], np.int32), (FIRST, SECOND, PADDING))[None]
-PACKED_POSITIONS = np.concatenate([np.arange(n) for n in (FIRST, SECOND, PADDING)], dtype=np.int32)
-PACKING = {"segment_ids": PACKED_SEGMENTS, "positions": PACKED_POSITIONS[None]}
-DOCUMENTS = slice(0, FIRST), slice(FIRST, FIRST + SECOND)
-
 
 def test_packed_documents_equal_the_documents_alone():
-    tokens = random_tokens(CONFIG, (1, S))
-    cotangent = jax.random.normal(jax.random.key(1), (1, S, 32))
-    cotangent = cotangent * (PACKED_SEGMENTS > 0)[..., None]
+    tokens = random_tokens(CONFIG)
+    cotangent = jax.random.normal(jax.random.key(1), (B, S, 32))
+    cotangent = jnp.where(PACKING["segment_ids"][..., None] > 0, cotangent, 0.0)
     hidden, gradients = value_and_gradients(CONFIG, cotangent, tokens, **PACKING)
     alone = [
         value_and_gradients(CONFIG, cotangent[:, document], tokens[:, document])
@@ -463,19 +478,19 @@ def test_packed_documents_equal_the_documents_alone():
     summed = jax.tree.map(jnp.add, alone[0][1], alone[1][1])
     scaled = lambda tree: jax.tree.map(lambda a, e: a / jnp.max(jnp.abs(e)), tree, summed)
     chex.assert_trees_all_close(scaled(gradients), scaled(summed), rtol=0, atol=3e-6)
-    # The comparison would see a document that saw the other, or positions that went on.
-    for wrong in ({"positions": PACKING["positions"]}, {"segment_ids": PACKING["segment_ids"]}):
-        leaky = hidden_of(CONFIG, tokens, **wrong)[:, DOCUMENTS[1]]
-        assert np.abs(leaky - alone[1][0]).max() > 0.01
+    # The comparison does see it when one document attends to the other.
+    unseparated = {"positions": PACKING["positions"]}
+    leaky = hidden_of(CONFIG, tokens, **unseparated)[:, DOCUMENTS[1]]
+    assert np.abs(leaky - alone[1][0]).max() > 0.1
 
 
 @pytest.mark.parametrize("kept, replaced", [(0, 1), (1, 0)])
 def test_nothing_leaks_between_documents(kept, replaced):
-    tokens = random_tokens(CONFIG, (1, S))
+    tokens = random_tokens(CONFIG)
     others = tokens.at[:, DOCUMENTS[replaced]].set(
-        random_tokens(CONFIG, (1, S), seed=5)[:, DOCUMENTS[replaced]]
+        random_tokens(CONFIG, seed=5)[:, DOCUMENTS[replaced]]
     )
-    cotangent = jnp.zeros((1, S, 32)).at[:, DOCUMENTS[kept]].set(1.0)
+    cotangent = jnp.zeros((B, S, 32)).at[:, DOCUMENTS[kept]].set(1.0)
     before, after = (
         value_and_gradients(CONFIG, cotangent, tokens, **PACKING) for tokens in (tokens, others)
     )
@@ -483,32 +498,31 @@ def test_nothing_leaks_between_documents(kept, replaced):
     assert differ(select(before[0], replaced), select(after[0], replaced))
     chex.assert_trees_all_equal(select(before[0], kept), select(after[0], kept))
     only_replaced = np.setdiff1d(others[:, DOCUMENTS[replaced]], others[:, DOCUMENTS[kept]])
-    assert len(only_replaced) and not np.any(
-        np.asarray(after[1]["embed_tokens"]["embedding"])[only_replaced]
-    )
+    gradient = np.asarray(after[1]["embed_tokens"]["embedding"])
+    assert len(only_replaced) and not np.any(gradient[only_replaced])
+    assert np.all(np.any(gradient[others[:, DOCUMENTS[kept]]], axis=-1))
 
 
 def test_padding_is_finite_and_changes_nothing():
-    tokens = random_tokens(CONFIG, (2, S))
-    # A row of padding alone beside a packed one.
-    packing = {name: np.concatenate([a, np.zeros_like(a)]) for name, a in PACKING.items()}
-    cotangent = jnp.ones((2, S, 32))
-    hidden, gradients = value_and_gradients(CONFIG, cotangent, tokens, **packing)
-    chex.assert_tree_all_finite((hidden, gradients))
-    other = tokens.at[:, FIRST + SECOND :].set(3).at[1].set(3)
-    hidden_other = hidden_of(CONFIG, other, **packing)
-    documents = slice(0, FIRST + SECOND)
-    chex.assert_trees_all_equal(hidden[0, documents], hidden_other[0, documents])
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_no_token_sees_a_later_one(packed):
-    kwargs = {name: np.repeat(a, B, 0) for name, a in PACKING.items()} if packed else {}
     tokens = random_tokens(CONFIG)
-    before = np.asarray(hidden_of(CONFIG, tokens, **kwargs))
+    # A row of padding alone beside a packed one.
+    packing = {name: a * jnp.array([[1], [0]], jnp.int32) for name, a in PACKING.items()}
+    before = value_and_gradients(CONFIG, jnp.ones((B, S, 32)), tokens, **packing)
+    chex.assert_tree_all_finite(before)
+    other = tokens.at[:, FIRST + SECOND :].set(3).at[1].set(3)
+    after = value_and_gradients(CONFIG, jnp.ones((B, S, 32)), other, **packing)
+    documents = slice(0, FIRST + SECOND)
+    assert differ(np.asarray(before[0])[1], np.asarray(after[0])[1])
+    chex.assert_trees_all_equal(before[0][0, documents], after[0][0, documents])
+
+
+@pytest.mark.parametrize("packing", [{}, PACKING], ids=["whole", "packed"])
+def test_no_token_sees_a_later_one(packing):
+    tokens = random_tokens(CONFIG)
+    before = np.asarray(hidden_of(CONFIG, tokens, **packing))
     for t in (1, 6, S - 1):
         token = (tokens[:, t] + 1) % CONFIG.vocab_size
-        after = np.asarray(hidden_of(CONFIG, tokens.at[:, t].set(token), **kwargs))
+        after = np.asarray(hidden_of(CONFIG, tokens.at[:, t].set(token), **packing))
         np.testing.assert_array_equal(before[:, :t], after[:, :t])
         assert np.all(np.any(before[:, t] != after[:, t], axis=-1))
 
@@ -517,7 +531,8 @@ def test_positions_count_from_0_and_one_segment_is_the_whole_row():
     tokens = random_tokens(CONFIG)
     expected = hidden_of(CONFIG, tokens)
     positions = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
-    got = hidden_of(CONFIG, tokens, positions=positions, segment_ids=jnp.full((B, S), 3, jnp.int32))
+    segment_ids = jnp.full((B, S), 3, jnp.int32)
+    got = hidden_of(CONFIG, tokens, positions=positions, segment_ids=segment_ids)
     chex.assert_trees_all_close(got, expected, rtol=0, atol=1e-5)
 
 
@@ -533,20 +548,16 @@ def test_a_token_out_of_range_makes_its_row_nan(token):
     chex.assert_trees_all_equal(hidden[1], good[1])
 
 
-@pytest.mark.parametrize("tie_word_embeddings", [False, True])
-def test_the_padding_token_is_read_but_not_trained(tie_word_embeddings):
-    pad, other = 7, 8
-    tokens = random_tokens(CONFIG).at[:, 2].set(pad).at[:, 5].set(other)
+def test_the_padding_token_is_read_but_not_trained():
+    tokens = random_tokens(CONFIG)
     cotangent = jax.random.normal(jax.random.key(1), (B, S, 32))
-    config = changed(tie_word_embeddings=tie_word_embeddings)
-    expected_hidden, expected = value_and_gradients(config, cotangent, tokens)
-    hidden, got = value_and_gradients(changed(config, pad_token_id=pad), cotangent, tokens)
+    hidden, gradients = value_and_gradients(changed(pad_token_id=PAD), cotangent, tokens)
+    expected_hidden, expected = value_and_gradients(CONFIG, cotangent, tokens)
     chex.assert_trees_all_close(hidden, expected_hidden, rtol=0, atol=1e-5)
     embedding = expected["embed_tokens"]["embedding"]
-    assert np.any(embedding[pad]) and np.any(embedding[other])
-    assert not np.any(got["embed_tokens"]["embedding"][pad])
-    expected["embed_tokens"]["embedding"] = embedding.at[pad].set(0)
-    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-4)
+    assert np.any(embedding[PAD]) and not np.any(gradients["embed_tokens"]["embedding"][PAD])
+    expected["embed_tokens"]["embedding"] = embedding.at[PAD].set(0)
+    chex.assert_trees_all_close(gradients, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_embedding_gradients_are_summed_in_float32():
@@ -562,8 +573,9 @@ def test_embedding_gradients_are_summed_in_float32():
         return np.asarray(gradients["embed_tokens"]["embedding"][5])
 
     one, many = gradient(1), gradient(64)
-    # 4096 terms: in bfloat16 a sum stops growing at 256 times a term.
-    np.testing.assert_allclose(many, 64 * one, rtol=1e-4, atol=1e-4 * np.abs(64 * one).max())
+    # 4096 terms: in bfloat16 a sum stops growing at 256 times a term. The terms themselves are not
+    # quite equal, because a GEMM of another size rounds differently: 0.3 % measured.
+    np.testing.assert_allclose(many, 64 * one, rtol=0, atol=0.01 * np.abs(64 * one).max())
 
 
 # Dtypes and Flax
@@ -581,7 +593,10 @@ def test_dtypes(dtype, param_dtype):
         logits = model.logits(hidden)
         return jnp.sum(logits), (hidden, logits)
 
-    (_, (hidden, logits)), gradients = jax.eval_shape(jax.value_and_grad(loss, has_aux=True), state)
+    with jax.numpy_dtype_promotion("standard"):
+        (_, (hidden, logits)), gradients = jax.eval_shape(
+            jax.value_and_grad(loss, has_aux=True), state
+        )
     assert hidden.dtype == dtype and logits.dtype == jnp.float32
     assert logits.shape == (B, S, config.vocab_size)
     assert {leaf.dtype.name for leaf in jax.tree.leaves((state, gradients))} == {param_dtype}
@@ -601,49 +616,31 @@ def test_split_and_merge_give_the_model_back():
 
 
 SCRIPT = """
-import dataclasses, sys
+import sys
 sys.path[:0] = sys.argv[1:]
-import jax
-jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-import jax.numpy as jnp
+import conftest
 from flax import nnx
-import test_llama as t
-from models.llama import Llama
-from models.sampling import generate
+import test_llama
 
-real = Llama(t.CONFIG, rngs=nnx.Rngs(0))
-assert jax.tree.structure(nnx.state(real)) == jax.tree.structure(nnx.state(t.make_model(t.CONFIG)))
-hidden, gradients = t.value_and_gradients(
-    t.CONFIG, jnp.ones((t.B, t.S, 32)), t.random_tokens(t.CONFIG)
-)
-print(float(jnp.sum(jnp.abs(hidden))).hex())
-print(float(sum(jnp.sum(jnp.abs(g)) for g in jax.tree.leaves(gradients))).hex())
-print(t.generated(t.CONFIG).tolist())
+model = test_llama.Llama(test_llama.CONFIG, rngs=nnx.Rngs(0))
+print(list(nnx.to_flat_state(nnx.state(model)).paths))
+print(test_llama.checksums())
 """
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"NNX_GRAPH_MODE": "false", "NNX_GRAPH_UPDATES": "false"},
-        {"FLAX_HIJAX_VARIABLE": "true"},
-    ],
-    ids=lambda flags: "+".join(flags),
-)
-def test_flax_modes_change_nothing(flags):
+def checksums() -> list[str]:
+    results = value_and_gradients(CONFIG, jnp.ones((B, S, 32)), random_tokens(CONFIG))
+    return [float(jnp.sum(jnp.abs(leaf))).hex() for leaf in jax.tree.leaves(results)]
+
+
+def test_flax_tree_mode_changes_nothing():
     here = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(here.parents[1]), str(here.parent), str(here)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"} | flags,
+        env=os.environ | {"NNX_GRAPH_MODE": "false", "NNX_GRAPH_UPDATES": "false"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    hidden, gradients = value_and_gradients(CONFIG, jnp.ones((B, S, 32)), random_tokens(CONFIG))
-    expected = [
-        float(jnp.sum(jnp.abs(hidden))).hex(),
-        float(sum(jnp.sum(jnp.abs(g)) for g in jax.tree.leaves(gradients))).hex(),
-        str(generated(CONFIG).tolist()),
-    ]
-    assert done.stdout.splitlines() == expected
+    paths = list(nnx.to_flat_state(nnx.state(make_model(CONFIG))).paths)
+    assert done.stdout.splitlines() == [str(paths), str(checksums())]

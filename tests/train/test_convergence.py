@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 from models.sharding import make_mesh, parameter_path
 from train.config import DataConfig, OptimizerConfig, TrainConfig, preset
@@ -31,7 +30,10 @@ CONFIG = TrainConfig(
     data=DataConfig(
         source="stdlib", sequence_length=LENGTH, batch_size=ROWS // 2, accumulation_steps=2
     ),
-    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=20, weight_decay=0.1, clip_norm=0.7),
+    # Of the usual 1e-8, eps would turn gradients of pure rounding into whole steps.
+    optimizer=OptimizerConfig(
+        learning_rate=3e-3, warmup_steps=20, eps=1e-5, weight_decay=0.1, clip_norm=0.7
+    ),
     steps=STEPS,
     eval_every=0,
     sample_tokens=0,
@@ -59,12 +61,12 @@ def rotate(x, positions):
 def plain_loss(params, batch):
     rows, length = batch["tokens"].shape
     heads, groups, size = 4, 2, 8
-    p = lambda name: params["layers." + name][layer]
     same_document = batch["segment_ids"][:, :, None] == batch["segment_ids"][:, None, :]
     visible = (same_document & jnp.tril(jnp.ones((length, length), bool)))[:, None]
 
     h = params["embed_tokens.embedding"][batch["tokens"]]
     for layer in range(2):
+        p = lambda name, layer=layer: params["layers." + name][layer]
         x = norm(h, p("input_layernorm.weight"))
         q = (x @ p("self_attn.q_proj.kernel")).reshape(rows, length, heads, size)
         k = (x @ p("self_attn.k_proj.kernel")).reshape(rows, length, groups, size)
@@ -88,9 +90,9 @@ def plain_loss(params, batch):
 
 
 def plain_schedule(count):
-    warmup = 1e-2 * count / 20
+    warmup = 3e-3 * count / 20
     share = (count - 20) / (200 - 20)
-    cosine = 1e-3 + (1e-2 - 1e-3) * 0.5 * (1 + jnp.cos(jnp.pi * share))
+    cosine = 3e-4 + (3e-3 - 3e-4) * 0.5 * (1 + jnp.cos(jnp.pi * share))
     return jnp.where(count < 20, warmup, cosine)
 
 
@@ -104,7 +106,7 @@ def plain_run(params, batches, dtype):
                 plain_schedule,
                 b1=0.9,
                 b2=0.95,
-                eps=1e-8,
+                eps=1e-5,
                 weight_decay=0.1,
                 mask={name: "norm" not in name for name in params},
             ),
@@ -144,12 +146,19 @@ def test_losses_are_those_of_a_plain_implementation():
 
     exact = plain_run(params, batches, "float64")
     rounding = np.abs(plain_run(params, batches, "float32") - exact)
-    ours = our_run(state, batches)
-    error = np.abs(ours - exact)
-    import os
-    if os.environ.get("DUMP"):
-        np.save(os.environ["DUMP"], np.stack([exact, rounding, error]))
-    print("loss", exact[:2], exact[-3:])
-    for t in [0, 1, 2, 5, 10, 20, 50, 100, 150, 199]:
-        print(t, exact[t], rounding[: t + 1].max(), error[: t + 1].max())
-    assert 0
+    error = np.abs(our_run(state, batches) - exact)
+
+    # Adam amplifies the rounding of small gradients and training the difference between two runs,
+    # so the yardstick is how far the plain run itself strays from float64 up to each step. Two
+    # float32 runs stray by different random amounts: ours by 0.8 to 3.1 times the plain one's at
+    # four settings of learning rate and eps; here by 1.1 times, to 3e-6. The second term is four
+    # units in the last place of the first losses.
+    allowed = 4 * np.maximum.accumulate(rounding) + 4 * np.spacing(np.float32(exact[0]))
+    worst = np.argmax(error / allowed)
+    assert np.all(error <= allowed), (
+        f"step {worst}: {error[worst]:.1e} from float64, {allowed[worst]:.1e} allowed"
+    )
+    # A yardstick of 1e-3 would let a wrong optimizer pass.
+    assert rounding.max() < 1e-4
+    assert exact[0] > 5.7
+    assert exact[-10:].mean() < 2.7

@@ -1,0 +1,443 @@
+"""Presets, flags and their errors; and every field of a configuration changes something."""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import re
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import train.loop
+from models.llama import Llama, LlamaConfig
+from models.llama_hf import config_to_hf
+from models.rope import RopeParameters, rotary_cos_sin
+from models.sharding import make_mesh
+from train.config import (
+    PRESET_NAMES,
+    DataConfig,
+    MeshConfig,
+    OptimizerConfig,
+    TrainConfig,
+    parse_command_line,
+    preset,
+)
+from train.data import Corpus
+from train.step import init_state, loss_sum, make_optimizer, model_graph
+
+MODEL = dataclasses.replace(
+    preset("demo").model,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    max_position_embeddings=32,
+    dtype="float32",
+)
+CONFIG = TrainConfig(
+    name="test",
+    model=MODEL,
+    data=DataConfig(source="stdlib", sequence_length=8, batch_size=8),
+    optimizer=OptimizerConfig(warmup_steps=2),
+    steps=4,
+    eval_every=2,
+    eval_batches=2,
+    sample_tokens=4,
+    log_every=2,
+    save=True,
+)
+
+
+# Presets and the command line
+
+
+@pytest.mark.parametrize("name", PRESET_NAMES)
+def test_presets_are_what_the_command_line_makes_of_them(name):
+    config = preset(name)
+    assert config.name == name
+    assert config.data.sequence_length <= config.model.max_position_embeddings
+    assert parse_command_line(["--preset", name]) == config
+    assert hash(config) == hash(preset(name))
+
+
+def test_the_preset_is_demo_unless_said():
+    assert parse_command_line([]) == preset("demo")
+
+
+def test_flags_override_the_preset():
+    got = parse_command_line(
+        """--optimizer.learning-rate 0.5 --optimizer.schedule wsd --data.batch-size 16
+        --model.remat attention,up --model.eos-token-id 3 4 --model.rope-parameters.rope-theta 5e5
+        --mesh.fsdp 2 --runs-dir elsewhere --no-save --preset llama2-7b""".split()
+    )
+    base = preset("llama2-7b")
+    replace = dataclasses.replace
+    rope = replace(base.model.rope_parameters, rope_theta=5e5)
+    want = replace(
+        base,
+        optimizer=replace(base.optimizer, learning_rate=0.5, schedule="wsd"),
+        data=replace(base.data, batch_size=16),
+        model=replace(base.model, remat="attention,up", eos_token_id=(3, 4), rope_parameters=rope),
+        mesh=replace(base.mesh, fsdp=2),
+        runs_dir=Path("elsewhere"),
+    )
+    assert got == want
+    assert parse_command_line(["--no-save"]) == replace(preset("demo"), save=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--preset llama9", "'llama9'.*llama3.2-1b"),
+        ("--optimizer.learning-rat 1", "--optimizer.learning-rat"),
+        ("--pre demo", "--pre"),
+        ("--steps many", "--steps.*'many'"),
+        ("--optimizer.schedule linear", "linear.*cosine.*wsd"),
+        ("--model.remat most", "'most'.*minimal"),
+        ("--model.num-attention-heads 5 --model.num-key-value-heads 2", "=5 .*=2"),
+        ("--data.batch-size 0", "batch_size=0"),
+        ("--steps 5", "warmup_steps=20.*steps=5"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_named(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse_command_line(arguments.split())
+    assert exit_info.value.code == 2
+    output = "".join(capsys.readouterr())
+    # Without the frame that tyro draws around a message.
+    assert re.search(message, re.sub(r"[\s│]+", " ", output)), output
+
+
+def test_help_names_presets_and_flags(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse_command_line(["--help"])
+    assert exit_info.value.code == 0
+    output = capsys.readouterr().out
+    assert "usage: python -m train" in output
+    for name in ("--preset", *PRESET_NAMES, "--optimizer.learning-rate", "--no-save", "--steps"):
+        assert name in output
+
+
+def test_unknown_preset():
+    with pytest.raises(ValueError, match=r"'llama9'; there are demo, llama3\.2-1b"):
+        preset("llama9")
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        ("data", {"sequence_length": 0}, "sequence_length=0"),
+        ("data", {"batch_size": -1}, "batch_size=-1"),
+        ("data", {"accumulation_steps": 0}, "accumulation_steps=0"),
+        ("optimizer", {"warmup_steps": -1}, "warmup_steps=-1"),
+        ("optimizer", {"warmup_steps": 4}, "warmup_steps=4.*steps=4"),
+        ("optimizer", {"clip_norm": -1.0}, r"clip_norm=-1\.0"),
+        ("optimizer", {"decay_fraction": 1.5}, r"decay_fraction=1\.5"),
+        ("optimizer", {"final_fraction": -0.5}, r"final_fraction=-0\.5"),
+        ("mesh", {"data": 0}, "data=0"),
+        ("mesh", {"fsdp": 0}, "fsdp=0"),
+        ("", {"steps": 0}, "steps=0"),
+        ("", {"eval_every": -1}, "eval_every=-1"),
+        ("", {"eval_batches": 0}, "eval_batches=0"),
+        ("", {"log_every": 0}, "log_every=0"),
+        ("", {"sample_tokens": -1}, "sample_tokens=-1"),
+        # 1 + 4 + 28 tokens.
+        ("", {"sample_tokens": 28}, "33 tokens.*max_position_embeddings=32"),
+    ],
+)
+def test_values_out_of_range_are_printed(part, changes, message):
+    with pytest.raises(ValueError, match=message):
+        changed(CONFIG, part, changes)
+
+
+def test_derived_sizes():
+    data = DataConfig(source="stdlib", sequence_length=8, batch_size=4, accumulation_steps=3)
+    assert data.rows_per_step == 12
+    assert data.tokens_per_step == 96
+
+
+# Every field is read. An observer makes something of a configuration that anybody can see; a field
+# is read if a change of its value changes that.
+
+
+def changed(config, part, changes):
+    """`config` with `changes` to its part of that name, or to itself."""
+    if not part:
+        return dataclasses.replace(config, **changes)
+    name, _, rest = part.partition(".")
+    return dataclasses.replace(config, **{name: changed(getattr(config, name), rest, changes)})
+
+
+def program(fn, *args):
+    """What JAX makes of a function, without addresses of Python objects."""
+    return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(fn)(*args)))
+
+
+def update(config):
+    def steps(params):
+        optimizer = make_optimizer(config.optimizer, config.steps)
+        return optimizer.update(params, optimizer.init(params), params)
+
+    with jax.numpy_dtype_promotion("standard"):
+        return program(steps, {"kernel": jnp.zeros(3), "weight": jnp.zeros(3)})
+
+
+def model(config):
+    def forward(tokens):
+        llama = Llama(config.model, rngs=nnx.Rngs(0))
+        return llama.logits(llama(tokens))
+
+    with jax.numpy_dtype_promotion("standard"):
+        return program(forward, jnp.zeros((1, 8), jnp.int32))
+
+
+def checkpoint(config):
+    return config_to_hf(config.model)
+
+
+def rotation(config):
+    options = {"head_dim": 16, "max_position_embeddings": config.model.max_position_embeddings}
+    positions = jnp.arange(0, 64, 8, dtype=jnp.int32)[None]
+    cos, sin = rotary_cos_sin(config.model.rope_parameters, positions, **options)
+    return [cos.tolist(), sin.tolist()]
+
+
+def loss(config):
+    state = abstract_state(config.model)
+    batch = {name: jnp.zeros((1, 8), jnp.int32) for name in ("tokens", "labels")}
+    graphdef = model_graph(config.model)
+    return program(lambda p: loss_sum(graphdef, p, batch, z_loss=config.z_loss), state.params)
+
+
+@functools.cache
+def abstract_state(model):
+    mesh = make_mesh(data=8, fsdp=1)
+    config = dataclasses.replace(CONFIG, model=model)
+    return jax.eval_shape(lambda: init_state(config, mesh))
+
+
+def initial_parameters(config):
+    return program(lambda: init_state(config, make_mesh(data=8, fsdp=1)).params)
+
+
+def run(config):
+    """All that the loop does and writes, except for times, with steps that compute nothing."""
+    seen = []
+
+    def compile_nothing(config, mesh, state, train_data, held_out):
+        def train_step(state, batch):
+            seen.append((dict(mesh.shape), np.asarray(batch["tokens"]).tolist()))
+            return state, {name: np.float32(1) for name in ("loss", "lr", "grad_norm")}
+
+        def eval_step(params, batch):
+            seen.append(np.asarray(batch["tokens"]).tolist())
+            return {"nll_sum": np.float32(1), "num_tokens": np.int32(1)}
+
+        return train_step, eval_step
+
+    def generate(model, prompts, **options):
+        seen.append((prompts.tolist(), str(options)))
+        return prompts
+
+    def write_report(run_dir, *, samples, summary):
+        seen.append((samples, summary))
+        return "report.html"
+
+    zeros = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), abstract_state(config.model))
+    corpus = Corpus({f"{i}.py": bytes([i]) * 50 for i in range(200)})
+    printed = io.StringIO()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(printed),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(train.loop, "init_state", lambda config, mesh: zeros)
+        patch.setattr(train.loop, "_compile", compile_nothing)
+        patch.setattr(train.loop, "generate", generate)
+        patch.setattr(train.loop, "save_pretrained", lambda model, path: seen.append(path.name))
+        patch.setattr(train.loop.report, "write_report", write_report)
+        patch.setattr(train.loop.data, "stdlib_corpus", lambda: corpus)
+        run_dir = train.loop.run(config)
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    rows = [
+        {key: value for key, value in json.loads(line).items() if not key.endswith("_s")}
+        for line in lines
+    ]
+    return [str(run_dir), seen, rows, re.sub(r"eta \S+|\S+ tok/s", "", printed.getvalue())]
+
+
+ROPE = {
+    "yarn": RopeParameters(
+        rope_type="yarn", rope_theta=1e4, original_max_position_embeddings=256, factor=4.0
+    ),
+    "llama3": RopeParameters(
+        rope_type="llama3",
+        rope_theta=1e4,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=16,
+    ),
+    "longrope": RopeParameters(
+        rope_type="longrope",
+        rope_theta=1e4,
+        original_max_position_embeddings=16,
+        short_factor=(1.0,) * 8,
+        long_factor=(3.0,) * 8,
+    ),
+}
+ROPE["short"] = dataclasses.replace(ROPE["longrope"], original_max_position_embeddings=1024)
+ROPE["mscale"] = dataclasses.replace(ROPE["yarn"], mscale=1.0, mscale_all_dim=0.5)
+
+PARTS = {
+    TrainConfig: "",
+    DataConfig: "data",
+    OptimizerConfig: "optimizer",
+    MeshConfig: "mesh",
+    LlamaConfig: "model",
+    RopeParameters: "model.rope_parameters",
+}
+# Another value for every field, and who sees it: an observer, or the error that refuses it. The
+# third entry, where there is one, is set in both configurations.
+FIELDS = {
+    TrainConfig: {
+        "name": ("other", run),
+        "runs_dir": (Path("elsewhere"), run),
+        "steps": (6, run),
+        "seed": (1, initial_parameters),
+        "z_loss": (0.1, loss),
+        "eval_every": (3, run),
+        "eval_batches": (1, run),
+        "log_every": (1, run),
+        "sample_prompt": ("class", run),
+        "sample_tokens": (5, run),
+        "save": (False, run),
+    },
+    DataConfig: {
+        "source": ("synthetic", run),
+        "sequence_length": (4, run),
+        "batch_size": (16, run),
+        "accumulation_steps": (2, run),
+    },
+    OptimizerConfig: {
+        "learning_rate": (0.1, update),
+        "schedule": ("wsd", update),
+        "warmup_steps": (1, update),
+        "decay_fraction": (0.5, update, {"schedule": "wsd"}),
+        "final_fraction": (0.2, update),
+        "b1": (0.8, update),
+        "b2": (0.8, update),
+        "eps": (0.1, update),
+        "weight_decay": (0.2, update),
+        "clip_norm": (0.5, update),
+    },
+    MeshConfig: {"data": (2, ValueError), "fsdp": (2, run)},
+    LlamaConfig: {
+        "vocab_size": (384, model),
+        "hidden_size": (32, model),
+        "intermediate_size": (64, model),
+        "num_hidden_layers": (3, model),
+        "num_attention_heads": (8, model),
+        "num_key_value_heads": (1, model),
+        "head_dim": (8, model),
+        "hidden_act": ("relu", model),
+        "max_position_embeddings": (4, ValueError),
+        "initializer_range": (0.1, model),
+        "rms_norm_eps": (0.1, model),
+        "tie_word_embeddings": (False, model),
+        "attention_bias": (True, model),
+        "mlp_bias": (True, model),
+        "attention_dropout": (0.1, NotImplementedError),
+        "bos_token_id": (1, checkpoint),
+        "eos_token_id": ((2, 3), checkpoint),
+        "pad_token_id": (0, model),
+        "dtype": ("bfloat16", model),
+        "param_dtype": ("bfloat16", model),
+        "scan_layers": (False, model),
+        "remat": ("full", model),
+        "attention_implementation": ("cudnn", RuntimeError),
+    },
+    RopeParameters: {
+        "rope_type": ("linear", rotation, {"factor": 2.0, "rope_type": "dynamic"}),
+        "rope_theta": (5e5, rotation),
+        "factor": (2.0, rotation, ROPE["yarn"]),
+        "low_freq_factor": (2.0, rotation, ROPE["llama3"]),
+        "high_freq_factor": (8.0, rotation, ROPE["llama3"]),
+        "original_max_position_embeddings": (32, rotation, ROPE["llama3"]),
+        "attention_factor": (2.0, rotation, ROPE["yarn"]),
+        "beta_fast": (2.0, rotation, ROPE["yarn"]),
+        "beta_slow": (0.1, rotation, ROPE["yarn"]),
+        "mscale": (2.0, rotation, ROPE["mscale"]),
+        "mscale_all_dim": (2.0, rotation, ROPE["mscale"]),
+        "truncate": (False, rotation, ROPE["yarn"]),
+        "short_factor": ((5.0,) * 8, rotation, ROPE["short"]),
+        "long_factor": ((5.0,) * 8, rotation, ROPE["longrope"]),
+    },
+}
+
+
+def test_every_field_is_listed():
+    """A field that is added must be added to `FIELDS`, too."""
+    for cls, part in PARTS.items():
+        parts = {p.rpartition(".")[2] for p in PARTS.values() if p.rpartition(".")[0] == part}
+        names = {field.name for field in dataclasses.fields(cls)}
+        assert set(FIELDS[cls]) == names - (parts if part in ("", "model") else set()), cls
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), [(cls, name) for cls, fields in FIELDS.items() for name in fields]
+)
+def test_every_field_is_read(cls, name):
+    other, observer, *rest = FIELDS[cls][name]
+    before = rest[0] if rest else {}
+    if dataclasses.is_dataclass(before):
+        before = {field.name: getattr(before, field.name) for field in dataclasses.fields(before)}
+    base = changed(CONFIG, PARTS[cls], before)
+    assert (
+        getattr(functools.reduce(getattr, filter(None, PARTS[cls].split(".")), base), name) != other
+    )
+    if isinstance(observer, type):
+        observe = run if cls is MeshConfig else model
+        observe(base)
+        with pytest.raises(observer, match=f"(?i){other}"):
+            observe(changed(base, PARTS[cls], {name: other}))
+        return
+    assert observed(observer, base) != observer(changed(base, PARTS[cls], {name: other}))
+
+
+@functools.cache
+def observed(observer, config):
+    """An observation that several fields are compared with; it is the same when made again."""
+    seen = observer(config)
+    assert observer(config) == seen
+    return seen
+
+
+def test_the_seed_orders_the_data_and_draws_the_sample():
+    """Besides the initial parameters, above."""
+    _, seen, _, _ = observed(run, CONFIG)
+    _, other, _, _ = run(dataclasses.replace(CONFIG, seed=1))
+    assert len(seen) == len(other)
+    differ = [a != b for a, b in zip(seen, other, strict=True)]
+    # Three evaluations of two batches around four steps, the model, two samples, the report.
+    held_out, step = [False, False], [True]
+    assert differ == [
+        *held_out,
+        *step * 2,
+        *held_out,
+        *step * 2,
+        *held_out,
+        False,
+        *step * 2,
+        False,
+    ]

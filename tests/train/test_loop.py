@@ -1,0 +1,379 @@
+"""Whole runs of a tiny model, from the configuration to the files they leave."""
+
+import dataclasses
+import html
+import json
+import math
+import subprocess
+import sys
+import threading
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import train.loop
+from models.llama_hf import load_pretrained
+from models.sampling import generate
+from models.sharding import make_mesh
+from train import data
+from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, preset
+from train.loop import memory_report, run
+from train.report import load_metrics
+from train.step import init_state, make_train_step, model_graph
+
+# On the eight devices of the tests, so that the loop's placements are in every one of them.
+CONFIG = TrainConfig(
+    name="tiny",
+    model=dataclasses.replace(
+        preset("demo").model,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=64,
+        dtype="float32",
+    ),
+    data=DataConfig(source="stdlib", sequence_length=32, batch_size=8, accumulation_steps=2),
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
+    mesh=MeshConfig(fsdp=2),
+    steps=5,
+    eval_every=2,
+    eval_batches=3,
+    log_every=1,
+    sample_prompt="if ",
+    sample_tokens=6,
+    save=True,
+)
+# For runs in which the model does not matter.
+SMALL = dataclasses.replace(CONFIG, sample_tokens=0, save=False, eval_every=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_compilation():
+    """These programs run for milliseconds and compile for seconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@dataclasses.dataclass
+class Finished:
+    folder: str
+    printed: str
+    metrics: object
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run with everything on, and what it printed."""
+    config = dataclasses.replace(CONFIG, runs_dir=tmp_path_factory.mktemp("runs"))
+    with pytest.MonkeyPatch.context() as patch:
+        printed = []
+        patch.setattr("builtins.print", lambda *args: printed.append(" ".join(map(str, args))))
+        patch.setattr(train.loop.metrics.Progress, "print", lambda self, text: printed.append(text))
+        folder = run(config)
+    return folder, "\n".join(printed)
+
+
+@pytest.fixture(scope="module")
+def by_hand():
+    """Losses, gradient norms and parameters of the same run in a dozen lines: at 0, 2, 4, 5 steps."""
+    mesh = make_mesh(data=4, fsdp=2)
+    dataset = data.PackedDataset.from_documents(data.stdlib_corpus().train, sequence_length=32)
+    rows, params = [], {}
+    with jax.set_mesh(mesh):
+        state = init_state(CONFIG, mesh)
+        shardings = jax.tree.map(lambda a: a.sharding, state)
+        step = jax.jit(make_train_step(CONFIG), out_shardings=(shardings, None))
+        for index in range(5):
+            params[index] = state.params
+            batch = dataset.batch(index, batch_size=16, seed=0)
+            batch = {name: array.reshape(2, 8, 32) for name, array in batch.items()}
+            batch = jax.device_put(batch, train.loop.batch_sharding(mesh, batch_axis=1))
+            state, values = step(state, batch)
+            rows.append({name: value.item() for name, value in values.items()})
+        params[5] = state.params
+    return rows, params
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_files_of_a_run(finished):
+    folder, _ = finished
+    assert folder.name == "tiny"
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert names == {
+        "config.json",
+        "metrics.jsonl",
+        "loss.png",
+        "report.html",
+        "model/config.json",
+        "model/model.safetensors",
+    }
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["config"]["model"]["hidden_size"] == 16
+    assert config["config"]["data"]["accumulation_steps"] == 2
+    assert config["data"] == data.stdlib_corpus().fingerprint()
+    assert config["environment"]["num_devices"] == 8
+
+
+def test_one_row_a_step_and_the_held_out_rows_between(finished):
+    rows = rows_of(finished[0])
+    kinds = [(row["step"], "val_loss" in row) for row in rows]
+    assert kinds == [
+        *[(0, True), (1, False), (2, False), (2, True)],
+        *[(3, False), (4, False), (4, True), (5, False), (5, True)],
+    ]
+    for row in rows:
+        want = {"step", "elapsed_s"}
+        if "val_loss" in row:
+            want |= {"val_loss", "val_bpb"}
+        else:
+            want |= {"loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_time_s"}
+            assert row["tokens"] == row["step"] * 2 * 8 * 32
+            assert row["mfu"] is None  # of a CPU, whose peak is not known
+            assert (row["tokens_per_s"] is None) == (row["step"] == 1)
+        assert set(row) - {"memory_gib", "peak_memory_gib"} == want
+    elapsed = [row["elapsed_s"] for row in rows]
+    assert elapsed == sorted(elapsed)
+    loaded = load_metrics(finished[0])
+    assert len(loaded.train) == 5 and len(loaded.held_out) == 4
+
+
+def test_losses_are_those_of_stepping_by_hand(finished, by_hand):
+    trained = [row for row in rows_of(finished[0]) if "loss" in row]
+    for row, want in zip(trained, by_hand[0], strict=True):
+        assert {name: row[name] for name in ("loss", "lr", "grad_norm")} == {
+            name: want[name] for name in ("loss", "lr", "grad_norm")
+        }
+    assert trained[-1]["loss"] < trained[0]["loss"]
+
+
+def test_held_out_loss_and_bits_per_byte(finished, by_hand):
+    """From all logits, for the parameters at the step of the row."""
+    dataset = data.PackedDataset.from_documents(data.stdlib_corpus().held_out, sequence_length=32)
+    batches = list(dataset.eval_batches(8, 3))
+    llama = lambda params: nnx.merge(model_graph(CONFIG.model), params)
+
+    @jax.jit
+    def log_probs(params, batch):
+        options = {name: batch[name] for name in ("segment_ids", "positions")}
+        return jax.nn.log_softmax(llama(params).logits(llama(params)(batch["tokens"], **options)))
+
+    held_out = [row for row in rows_of(finished[0]) if "val_loss" in row]
+    for row in held_out:
+        params = jax.device_get(by_hand[1][row["step"]])
+        nll = num_tokens = num_bytes = 0
+        for batch in batches:
+            labels = batch["labels"]
+            scores = np.asarray(log_probs(params, batch), np.float64)
+            chosen = np.take_along_axis(scores, np.maximum(labels, 0)[..., None], -1)[..., 0]
+            nll -= chosen[labels != -100].sum()
+            num_tokens += np.sum(labels != -100)
+            num_bytes += np.sum((labels >= 0) & (labels < 256))
+        assert 0 < num_tokens - num_bytes < num_tokens / 10  # the ends of documents
+        np.testing.assert_allclose(row["val_loss"], nll / num_tokens, rtol=1e-6)
+        bpb = row["val_loss"] * num_tokens / num_bytes / math.log(2)
+        np.testing.assert_allclose(row["val_bpb"], bpb, rtol=1e-12)
+    assert held_out[-1]["val_loss"] < held_out[0]["val_loss"]
+
+
+def test_saved_model_has_the_final_parameters(finished, by_hand):
+    model = load_pretrained(finished[0] / "model", dtype="float32", remat="none")
+    assert model.config == CONFIG.model
+    got = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
+    chex.assert_trees_all_equal(got, jax.tree.map(np.asarray, by_hand[1][5]))
+
+
+def test_report_shows_the_samples(finished, by_hand):
+    """As printed, and the greedy one as the final parameters generate it."""
+    folder, printed = finished
+    page = html.unescape((folder / "report.html").read_text())
+    model = nnx.merge(model_graph(CONFIG.model), jax.device_get(by_hand[1][5]))
+    prompt = jnp.asarray(data.encode("if "), jnp.int32)[None]
+    greedy = "if " + data.decode(jax.device_get(generate(model, prompt, max_new_tokens=6))[0])
+    assert f"<pre>{greedy}</pre>" in page
+    blocks = printed.split("--- sample at temperature ")[1:]
+    assert len(blocks) == 2
+    for block in blocks:
+        temperature, _, text = block.partition(" ---\n")
+        assert text.startswith("if ")
+        assert f"temperature {temperature}" in page
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(by_hand[1][5]))
+    assert f"{parameters:,}" in page
+
+
+def test_memory_is_told_before_the_first_step(finished):
+    _, printed = finished
+    compiled, memory, first = (
+        printed.index(text) for text in ("compiled the step in", "memory of the step:", "step 0/5")
+    )
+    assert compiled < memory < first < printed.index("step 1/5") < printed.index("report:")
+
+
+def test_memory_report_counts_donated_arguments_once():
+    big = jnp.zeros((2**27,), jnp.float32)  # half a GiB
+
+    def report(**options):
+        lowered = jax.jit(lambda a: a + 1, **options).lower(big)
+        return memory_report(lowered.compile())
+
+    assert "arguments 0.50 GiB" in report() and "in all 1.00 GiB" in report()
+    assert "outputs that are not arguments 0.00 GiB" in report(donate_argnums=0)
+    assert "in all 0.50 GiB" in report(donate_argnums=0)
+
+
+def test_a_second_run_repeats_the_first_in_a_folder_of_its_own(finished):
+    folder, _ = finished
+    config = dataclasses.replace(CONFIG, runs_dir=folder.parent, sample_tokens=0, save=False)
+    again = run(config)
+    assert again == folder.parent / "tiny-2"
+    assert not (again / "model").exists()
+    assert "<h2>Samples" not in (again / "report.html").read_text()
+    timeless = lambda rows: [{k: v for k, v in row.items() if k[-2:] != "_s"} for row in rows]
+    assert timeless(rows_of(again)) == timeless(rows_of(folder))
+
+
+def test_synthetic_tokens(tmp_path):
+    """Random tokens of any vocabulary, without positions and without anything held out."""
+    config = dataclasses.replace(
+        SMALL,
+        runs_dir=tmp_path,
+        model=dataclasses.replace(CONFIG.model, vocab_size=100, num_hidden_layers=1),
+        data=DataConfig(source="synthetic", sequence_length=16, batch_size=8),
+        steps=2,
+        eval_every=1,
+    )
+    rows = rows_of(run(config))
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert "val_loss" not in row
+        assert row["loss"] == pytest.approx(math.log(100), rel=0.05)
+
+
+# What goes wrong
+
+
+@pytest.fixture
+def no_compilation(monkeypatch):
+    def fail(*args):
+        raise AssertionError("the error must come before anything is made or compiled")
+
+    monkeypatch.setattr(train.loop, "init_state", fail)
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        ("model", {"vocab_size": 257}, "vocab_size=257 .* 258"),
+        ("data", {"batch_size": 12}, "batch_size=12 .* 8 devices"),
+        ("mesh", {"fsdp": 3}, "data=2 times fsdp=3 .* 8"),
+        ("mesh", {"fsdp": 16}, "fsdp=16"),
+        ("data", {"sequence_length": 5000}, "5000"),
+    ],
+)
+def test_impossible_runs_are_refused_and_leave_nothing(
+    part, changes, message, tmp_path, monkeypatch, no_compilation
+):
+    # 200 documents, some 10 of them held out.
+    corpus = data.Corpus({f"{i}.py": bytes([i]) * 100 for i in range(200)})
+    monkeypatch.setattr(data, "stdlib_corpus", lambda: corpus)
+    changed = dataclasses.replace(getattr(SMALL, part), **changes)
+    config = dataclasses.replace(SMALL, runs_dir=tmp_path, **{part: changed})
+    with pytest.raises(ValueError, match=message):
+        run(config)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture
+def fake_steps(monkeypatch):
+    """Replaces model and steps by `train_step(step number) -> loss`."""
+
+    def install(train_step):
+        steps = iter(range(1, 10**6))
+        values = lambda loss: {name: np.float32(loss) for name in ("loss", "lr", "grad_norm")}
+
+        def compile_nothing(*args):
+            return lambda state, batch: (state, values(train_step(next(steps)))), None
+
+        monkeypatch.setattr(train.loop, "init_state", lambda *args: None)
+        monkeypatch.setattr(train.loop, "_compile", compile_nothing)
+        monkeypatch.setattr(train.loop, "_finish", lambda *args: None)
+
+    return install
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_run_leaves_its_rows_and_no_thread(error, tmp_path, fake_steps):
+    def train_step(step):
+        if step == 4:
+            raise error
+        return step
+
+    fake_steps(train_step)
+    config = dataclasses.replace(SMALL, runs_dir=tmp_path, steps=100)
+    raised = []
+
+    def interrupted():
+        try:
+            run(config)
+        except BaseException as caught:
+            raised.append(type(caught))
+
+    # On a thread, so that a run that waits for ever for its prefetcher fails the test.
+    thread = threading.Thread(target=interrupted, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert raised == [error]
+    assert not [t for t in threading.enumerate() if t.name == "prefetch"]
+    # The third step's values were asked for when the fourth would have run.
+    assert [row["step"] for row in load_metrics(tmp_path / "tiny").train] == [1, 2]
+
+
+def test_a_loss_that_is_not_finite_is_recorded(tmp_path, fake_steps):
+    fake_steps(lambda step: math.nan if step == 2 else 1.0)
+    folder = run(dataclasses.replace(SMALL, runs_dir=tmp_path))
+    losses = [row["loss"] for row in load_metrics(folder).train]
+    np.testing.assert_array_equal(losses, [1, math.nan, 1, 1, 1])
+
+
+def test_a_step_is_logged_after_the_next_is_dispatched(tmp_path, fake_steps, monkeypatch):
+    """So that the device has work while the host waits for the numbers of the last step."""
+    events = []
+    fake_steps(lambda step: events.append(f"step {step}") or 1.0)
+    write = train.loop.metrics.MetricsWriter.write
+
+    def spy(self, row):
+        events.append(f"log {row['step']}")
+        write(self, row)
+
+    monkeypatch.setattr(train.loop.metrics.MetricsWriter, "write", spy)
+    run(dataclasses.replace(SMALL, runs_dir=tmp_path, steps=3))
+    assert events == ["step 1", "step 2", "log 1", "step 3", "log 2", "log 3"]
+
+
+def test_folders_are_numbered(tmp_path, fake_steps):
+    fake_steps(float)
+    (tmp_path / "runs" / "tiny-3").mkdir(parents=True)
+    config = dataclasses.replace(SMALL, runs_dir=tmp_path / "runs")
+    assert [run(config).name for _ in range(3)] == ["tiny", "tiny-2", "tiny-4"]
+    assert not any((tmp_path / "runs" / "tiny-3").iterdir())
+
+
+def test_help_of_the_module():
+    result = subprocess.run(
+        [sys.executable, "-m", "train", "--help"], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert "usage: python -m train" in result.stdout
+    assert "--preset" in result.stdout
