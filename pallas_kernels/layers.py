@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.nn import initializers
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from pallas_kernels.linear_cross_entropy import LossMetrics, linear_cross_entropy
 from pallas_kernels.rms_norm import Casting, add_rms_norm, rms_norm
@@ -171,7 +171,7 @@ class LinearCrossEntropy(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "*T D"],
-        labels: Int[Array, "*T"],
+        labels: Integer[Array, "*T"],
         token_weights: Float[Array, "*T"] | None = None,
     ) -> Float[Array, "..."] | tuple[Float[Array, "..."], LossMetrics]:
         """The loss of predicting `labels` from `x`, as the loss options say."""

@@ -5,6 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def quick_jit(fn, **options):
+    """`jax.jit` for small arrays, without the half of compiling that is LLVM's optimizations."""
+    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0}, **options)
+
+
 def value_and_grads(fn, args, cotangent):
     """`fn(*args)` and the gradient in every argument, flattened, in their own dtypes."""
     out, vjp = jax.vjp(fn, *args)
@@ -19,7 +24,7 @@ def in_float64(fn, args, cotangent):
 
 
 def rounded(exact, like):
-    """Float64 arrays rounded once to the dtypes of others: the least error an implementation can make."""
+    """Float64 arrays rounded once to the dtypes of others: the least error that can be made."""
     return [np.asarray(e).astype(g.dtype) for e, g in zip(exact, like, strict=True)]
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from pallas_kernels.linear_cross_entropy import reference, xla
 from pallas_kernels.linear_cross_entropy.token_loss import LossOptions, TokenLosses
@@ -38,7 +38,7 @@ class LossMetrics(NamedTuple):
 def linear_cross_entropy(
     x: Float[Array, "*T D"],
     weight: Float[Array, "V D"],
-    labels: Int[Array, "*T"],
+    labels: Integer[Array, "*T"],
     *,
     bias: Float[Array, " V"] | None = None,
     token_weights: Float[Array, "*T"] | None = None,
@@ -69,8 +69,7 @@ def linear_cross_entropy(
     Differentiable in `x`, `weight`, `bias` and `token_weights`. `"sum"` and `"mean"` form the
     gradients during the forward (three GEMMs, the backward only scales them), `"none"` takes four
     GEMMs and any cotangent; a call that is not differentiated does no gradient work. `accum_dtype`,
-    dtypes and
-    rounding: see `pallas_kernels/linear_cross_entropy/xla.py`.
+    dtypes and rounding: see `pallas_kernels/linear_cross_entropy/xla.py`.
 
     A label that is neither `ignore_index` nor in `[0, V)` makes its token's loss NaN, and so the
     reduced loss and the gradients; it never reads or writes out of bounds. `check_labels` turns it
@@ -127,7 +126,8 @@ def linear_cross_entropy(
     x = x.reshape(-1, hidden_size)
     labels = labels.reshape(-1)
     if labels.dtype not in (jnp.int32, jnp.int64):
-        labels = labels.astype(jnp.int32)
+        # 64 bits stay 64: no label out of range may wrap into [0, V).
+        labels = labels.astype(jnp.int32 if labels.dtype.itemsize <= 4 else jnp.int64)
     if check_labels:
         _check_labels(labels, vocab_size, ignore_index)
     counts = labels != ignore_index

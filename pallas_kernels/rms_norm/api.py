@@ -28,8 +28,7 @@ def rms_norm(
     float32.
 
     The sum of squares is float32: a row whose Euclidean norm exceeds 1.8e19 overflows to `y = 0`
-      with
-    zero gradients (bfloat16 and float32 inputs; float16 cannot get there).
+    with zero gradients (bfloat16 and float32 inputs; float16 cannot get there).
 
     Args:
       x: activations; the leading axes are tokens.

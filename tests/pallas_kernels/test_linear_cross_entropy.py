@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from numerics import assert_as_accurate, rounded
+from numerics import assert_as_accurate, quick_jit, rounded
 from pallas_kernels import LossMetrics, linear_cross_entropy
 from pallas_kernels.linear_cross_entropy import xla
 
@@ -30,6 +30,7 @@ each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 
 
+@np.errstate(all="ignore")  # -inf and NaN are among the inputs
 def formula(
     arrays,
     labels,
@@ -53,23 +54,22 @@ def formula(
     weights = given.get("token_weights", np.ones(shape, compute)).reshape(-1) * valid
     cotangent = np.asarray(cotangent, compute)
 
-    with np.errstate(all="ignore"):
-        z = x @ weight.T + given.get("bias", compute(0))
-        if logit_softcap is not None:
-            z = logit_softcap * np.tanh(z / logit_softcap)
-        largest = np.max(z, -1, keepdims=True)
-        lse = largest + np.log(np.sum(np.exp(z - largest), -1, keepdims=True))
-        p = np.exp(z - lse)
-        right = (np.arange(len(weight)) == labels[:, None]).astype(compute)
-        target = right * (1 - label_smoothing) + label_smoothing / len(weight)
-        nll = (lse - np.sum(np.where(right == 1, z, 0), -1, keepdims=True))[:, 0]
-        losses = (1 - label_smoothing) * nll
-        if label_smoothing:
-            losses = losses + label_smoothing * (lse[:, 0] - np.mean(z, -1))
-        losses = np.where(valid, losses + z_loss * lse[:, 0] ** 2, 0)
-        dz = p * (1 + 2 * z_loss * lse) - target
-        if logit_softcap is not None:
-            dz = dz * (1 - (z / logit_softcap) ** 2)
+    z = x @ weight.T + given.get("bias", compute(0))
+    if logit_softcap is not None:
+        z = logit_softcap * np.tanh(z / logit_softcap)
+    largest = np.max(z, -1, keepdims=True)
+    lse = largest + np.log(np.sum(np.exp(z - largest), -1, keepdims=True))
+    p = np.exp(z - lse)
+    right = (np.arange(len(weight)) == labels[:, None]).astype(compute)
+    target = right * (1 - label_smoothing) + label_smoothing / len(weight)
+    nll = (lse - np.sum(np.where(right == 1, z, 0), -1, keepdims=True))[:, 0]
+    losses = (1 - label_smoothing) * nll
+    if label_smoothing:
+        losses = losses + label_smoothing * (lse[:, 0] - np.mean(z, -1))
+    losses = np.where(valid, losses + z_loss * lse[:, 0] ** 2, 0)
+    dz = p * (1 + 2 * z_loss * lse) - target
+    if logit_softcap is not None:
+        dz = dz * (1 - (z / logit_softcap) ** 2)
 
     total = np.sum(weights)
     factor = compute(1)
@@ -97,26 +97,33 @@ def formula(
     return {name: value for name, value in out.items() if name == "loss" or name in arrays}
 
 
+def put(array, index, value):
+    """A copy of a numpy array with some elements replaced."""
+    array = array.copy()
+    array[index] = value
+    return array
+
+
 def make_arrays(shape=(T,), hidden=D, vocab=V, dtype=F32, *, seed=0, only=None):
-    """Arrays by name, and labels of which every fifth is ignored."""
+    """Numpy arrays by name, and labels of which every fifth is ignored."""
     rng = np.random.default_rng(seed)
     arrays = {
-        "x": jnp.asarray(rng.normal(size=(*shape, hidden)), dtype),
-        "weight": jnp.asarray(rng.normal(size=(vocab, hidden)) / math.sqrt(hidden), dtype),
-        "bias": jnp.asarray(rng.normal(size=vocab), dtype),
-        "token_weights": jnp.asarray(rng.uniform(0.5, 2, size=shape), F32),
+        "x": rng.normal(size=(*shape, hidden)).astype(dtype),
+        "weight": (rng.normal(size=(vocab, hidden)) / math.sqrt(hidden)).astype(dtype),
+        "bias": rng.normal(size=vocab).astype(dtype),
+        "token_weights": np.asarray(rng.uniform(0.5, 2, size=shape), np.float32),
     }
     labels = rng.integers(vocab, size=shape)
     labels = np.where(np.arange(labels.size).reshape(shape) % 5 == 3, IGNORED, labels)
     if only is not None:
         arrays = {name: arrays[name] for name in only}
-    return arrays, jnp.asarray(labels, jnp.int32)
+    return arrays, labels.astype(np.int32)
 
 
 def make_cotangent(reduction, shape=(T,), seed=1):
     if reduction != "none":
-        return jnp.float32(1)
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), F32)
+        return np.float32(1)
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 @functools.cache
@@ -128,7 +135,7 @@ def compiled(**options):
         loss, vjp = jax.vjp(fn, arrays)
         return {"loss": loss} | vjp(cotangent)[0]
 
-    return jax.jit(run)
+    return quick_jit(run)
 
 
 def run(arrays, labels, cotangent=None, *, reduction="mean", chunk_size=CHUNK, **options):
@@ -138,7 +145,7 @@ def run(arrays, labels, cotangent=None, *, reduction="mean", chunk_size=CHUNK, *
     return fn(arrays, labels, cotangent)
 
 
-def check_against_formula(got, arrays, labels, cotangent=None, *, slack=1.2, **options):
+def check_against_formula(got, arrays, labels, cotangent=None, *, but=(), **options):
     """Compares to float64, by the error of float32 with dlogits rounded to the dtype of `x`."""
     reduction = options.get("reduction", "mean")
     if cotangent is None:
@@ -149,15 +156,15 @@ def check_against_formula(got, arrays, labels, cotangent=None, *, slack=1.2, **o
     )
     assert set(got) == set(exact)
     chex.assert_type(got["loss"], F32)
-    names = list(exact)
-    for name in names[1:]:
+    for name in arrays:
         chex.assert_type(got[name], arrays[name].dtype)
+    names = [name for name in exact if name not in but]
     pick = lambda values: [values[name] for name in names]
     low_precision = rounded(pick(low), pick(got))
-    assert_as_accurate(pick(got), low_precision, pick(exact), names=names, slack=slack)
+    assert_as_accurate(pick(got), low_precision, pick(exact), names=names)
 
 
-def check(arrays, labels, cotangent=None, *, implementation, chunk_size=CHUNK, **options):
+def check(arrays, labels, cotangent=None, *, implementation, chunk_size=CHUNK, but=(), **options):
     got = run(
         arrays,
         labels,
@@ -166,7 +173,7 @@ def check(arrays, labels, cotangent=None, *, implementation, chunk_size=CHUNK, *
         chunk_size=chunk_size,
         **options,
     )
-    check_against_formula(got, arrays, labels, cotangent, **options)
+    check_against_formula(got, arrays, labels, cotangent, but=but, **options)
     return got
 
 
@@ -193,7 +200,7 @@ def test_every_shape_in_bfloat16(shape, hidden, vocab, chunk_size):
     check(arrays, labels, implementation="xla", reduction=reduction, chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize("shape, hidden, vocab, chunk_size", SHAPES[-3:], ids=str)
+@pytest.mark.parametrize("shape, hidden, vocab, chunk_size", SHAPES[-3:-1], ids=str)
 @pytest.mark.parametrize(
     "implementation, dtype, reduction",
     [("xla", F32, "none"), ("reference", BF16, "none"), ("reference", F32, "mean")],
@@ -218,10 +225,11 @@ def test_mixed_dtypes(x_dtype, weight_dtype):
 
 
 def test_small_weights_of_tokens_do_not_underflow_in_float16():
-    # A caller that normalizes by a million tokens itself: 1e-6 is a subnormal of float16 with 4 bits.
+    # A caller that normalizes by a million tokens itself: as a float16, 1e-6 has 4 bits.
     arrays, labels = make_arrays()
     arrays["x"] = arrays["x"].astype(F16)
-    ones = jnp.ones(T)
+    arrays["weight"] = arrays["weight"].astype(F16).astype(F32)
+    ones = np.ones(T, np.float32)
     for token_weights in (ones, 1e-6 * ones):
         arrays["token_weights"] = token_weights
         check(arrays, labels, implementation="xla", reduction="sum")
@@ -258,8 +266,8 @@ def test_options_and_logits_of_minus_infinity(
     # Smoothing takes the mean of the logits: the loss is infinite (as in torch), its gradient is
     # not. A softcap makes -inf finite.
     arrays, labels = make_arrays()
-    arrays["bias"] = arrays["bias"].at[5].set(-jnp.inf)
-    labels = jnp.where(labels == 5, 6, labels)
+    arrays["bias"] = put(arrays["bias"], 5, -np.inf)
+    labels = np.where(labels == 5, np.int32(6), labels)
     options = {"label_smoothing": label_smoothing, "reduction": reduction}
     if logit_softcap is not None:
         options |= {"logit_softcap": logit_softcap, "z_loss": 1e-2}
@@ -277,9 +285,9 @@ def test_cotangents(implementation, reduction):
     arrays, labels = make_arrays()
     if reduction == "none":
         varied = make_cotangent("none")
-        cotangents = [varied, varied.at[::3].set(0), -varied, jnp.zeros(T), jnp.ones(T)]
+        cotangents = [varied, put(varied, slice(0, None, 3), 0), -varied, 0 * varied]
     else:
-        cotangents = [jnp.float32(c) for c in (1, 0, 2, -1, 1e-8)]
+        cotangents = [np.float32(c) for c in (1, 0, 2, -1, 1e-8)]
     for cotangent in cotangents:
         # The formula divides by the cotangent; 0 is looked at below.
         if np.any(cotangent):
@@ -295,7 +303,7 @@ def test_cotangents(implementation, reduction):
 def test_token_weights(implementation, reduction):
     arrays, labels = make_arrays()
     weights = arrays["token_weights"]
-    for changed in (weights.at[::4].set(0), jnp.ones(T), -weights, 1e-4 * weights):
+    for changed in (put(weights, slice(0, None, 4), 0), 0 * weights + 1, -weights, 1e-4 * weights):
         check(
             arrays | {"token_weights": changed},
             labels,
@@ -303,7 +311,7 @@ def test_token_weights(implementation, reduction):
             reduction=reduction,
         )
     got = run(
-        arrays | {"token_weights": jnp.zeros(T)},
+        arrays | {"token_weights": 0 * weights},
         labels,
         implementation=implementation,
         reduction=reduction,
@@ -321,7 +329,7 @@ def test_no_label_counts(implementation, reduction):
     arrays, labels = make_arrays()
     got = run(
         arrays,
-        jnp.full_like(labels, IGNORED),
+        np.full_like(labels, IGNORED),
         implementation=implementation,
         reduction=reduction,
     )
@@ -333,11 +341,18 @@ def test_no_label_counts(implementation, reduction):
 @each_reduction
 def test_few_labels_count(implementation, reduction):
     arrays, labels = make_arrays()
-    token = jnp.arange(T)
+    token = np.arange(T)
     cases = [token == 0, token == T - 1, token >= CHUNK, token < CHUNK, token != 7, token >= 0]
     for counts in cases:
-        kept = jnp.where(counts, jnp.abs(labels) % V, IGNORED)
-        got = check(arrays, kept, implementation=implementation, reduction=reduction)
+        kept = np.where(counts, np.abs(labels) % V, np.int32(IGNORED))
+        # In a mean the gradients of the weights are differences of losses, none for a single token.
+        got = check(
+            arrays,
+            kept,
+            implementation=implementation,
+            reduction=reduction,
+            but=["token_weights"] if reduction == "mean" else [],
+        )
         assert np.all(np.asarray(got["x"])[~counts] == 0)
         assert np.all(np.asarray(got["token_weights"])[~counts] == 0)
 
@@ -345,10 +360,10 @@ def test_few_labels_count(implementation, reduction):
 @pytest.mark.parametrize("ignore_index", [0, V - 1, -1])
 def test_ignore_index(ignore_index):
     arrays, labels = make_arrays()
-    labels = jnp.where(labels == IGNORED, ignore_index, labels).at[5].set(ignore_index)
+    labels = put(put(labels, labels == IGNORED, ignore_index), 5, ignore_index)
     # What is ignored elsewhere, -100, is out of range here.
     check(arrays, labels, implementation="xla", ignore_index=ignore_index)
-    got = run(arrays, labels.at[0].set(IGNORED), implementation="xla", ignore_index=ignore_index)
+    got = run(arrays, put(labels, 0, IGNORED), implementation="xla", ignore_index=ignore_index)
     assert np.isnan(got["loss"])
 
 
@@ -357,28 +372,26 @@ def test_label_dtypes(dtype):
     arrays, labels = make_arrays()
     ignore_index = -100 if dtype == jnp.int8 else 52
     options = {"implementation": "xla", "ignore_index": ignore_index}
-    labels = jnp.where(labels == IGNORED, ignore_index, labels)
+    labels = put(labels, labels == IGNORED, ignore_index)
     got = run(arrays, labels.astype(dtype), **options)
     chex.assert_trees_all_equal(got, run(arrays, labels, **options))
     # 255 as uint8 and -1 as int8 are out of range, whatever they are in the other.
     outside = 255 if dtype == jnp.uint8 else -1 if dtype == jnp.int8 else 2**32 - 1
-    wrong = np.array(labels.astype(dtype))
-    wrong[3] = outside
-    assert np.isnan(run(arrays, jnp.asarray(wrong), **options)["loss"])
+    wrong = put(labels.astype(dtype), 3, outside)
+    assert np.isnan(run(arrays, wrong, **options)["loss"])
 
 
 def test_labels_of_64_bits():
     arrays, labels = make_arrays()
     want = run(arrays, labels, implementation="xla")
     with jax.enable_x64(True):
-        long = jnp.asarray(np.asarray(labels, np.int64))
-        assert long.dtype == jnp.int64
-        got = run(arrays, long, jnp.float32(1), implementation="xla")
+        long = labels.astype(np.int64)
+        got = run(arrays, long, np.float32(1), implementation="xla")
         for label in (2**32, -(2**32) + 1, 2**62):
-            wrong = run(arrays, long.at[3].set(label), jnp.float32(1), implementation="xla")
+            wrong = run(arrays, put(long, 3, label), np.float32(1), implementation="xla")
             assert np.isnan(wrong["loss"]), label
-        unsigned = jnp.asarray(np.where(labels == IGNORED, 2**32 + 1, labels).astype(np.uint64))
-        wrong = run(arrays, unsigned, jnp.float32(1), implementation="xla")
+        unsigned = put(long, long == IGNORED, 2**32 + 1).astype(np.uint64)
+        wrong = run(arrays, unsigned, np.float32(1), implementation="xla")
     chex.assert_trees_all_close(got, want, rtol=1e-6)
     assert np.isnan(wrong["loss"])
 
@@ -390,7 +403,7 @@ def test_a_label_out_of_range_is_nan(implementation, reduction, label):
     arrays, labels = make_arrays()
     options = {"implementation": implementation, "reduction": reduction}
     good = run(arrays, labels, **options)
-    bad = run(arrays, labels.at[9].set(label), **options)
+    bad = run(arrays, put(labels, 9, label), **options)
     assert np.isnan(np.asarray(bad["x"])[9]).all()
     assert np.isnan(np.asarray(bad["weight"])).all()
     assert np.isnan(np.asarray(bad["bias"])).all()
@@ -404,7 +417,7 @@ def test_a_label_out_of_range_is_nan(implementation, reduction, label):
 
 
 def test_check_labels_raises_at_once():
-    arrays, labels = make_arrays((2, 4))
+    arrays, labels = jax.tree.map(jnp.asarray, make_arrays((2, 4)))
     loss = lambda labels: linear_cross_entropy(labels=labels, check_labels=True, **arrays)
     want = linear_cross_entropy(labels=labels, **arrays)
     chex.assert_trees_all_equal(loss(labels), want)
@@ -426,7 +439,7 @@ def test_check_labels_raises_through_checkify_under_jit():
     error.throw()
     want = run(arrays, labels, implementation="xla")
     chex.assert_trees_all_close({"loss": value} | gradients, want, rtol=1e-5, atol=1e-8)
-    error, _ = fn(arrays, labels.at[11].set(-3).at[12].set(99))
+    error, _ = fn(arrays, put(labels, [11, 12], [-3, 99]))
     with pytest.raises(checkify.JaxRuntimeError, match="label -3 at token 11"):
         error.throw()
 
@@ -439,8 +452,8 @@ def test_check_labels_raises_through_checkify_under_jit():
 def test_logits_of_minus_infinity(implementation, reduction):
     # A whole leading block of them: the maximum of a block that a kernel sees first is -inf.
     arrays, labels = make_arrays()
-    arrays["bias"] = arrays["bias"].at[:20].set(-jnp.inf).at[40].set(-jnp.inf)
-    labels = jnp.where(labels == IGNORED, IGNORED, 20 + labels % 20)
+    arrays["bias"] = put(arrays["bias"], [*range(20), 40], -np.inf)
+    labels = np.where(labels == IGNORED, labels, 20 + labels % 20)
     got = check(arrays, labels, implementation=implementation, reduction=reduction)
     assert np.all(np.asarray(got["weight"])[:20] == 0)
     assert np.all(np.asarray(got["bias"])[:20] == 0)
@@ -461,43 +474,47 @@ def test_huge_logits(implementation, reduction):
     rng = np.random.default_rng(0)
     arrays, labels = make_arrays()
     arrays |= {
-        "x": jnp.asarray(rng.integers(-9, 10, size=(T, D)), F32),
-        "weight": jnp.asarray(rng.integers(-99, 100, size=(V, D)), F32),
-        "bias": jnp.zeros(V),
+        "x": rng.integers(-9, 10, size=(T, D)).astype(np.float32),
+        "weight": rng.integers(-99, 100, size=(V, D)).astype(np.float32),
+        "bias": 0 * arrays["bias"],
     }
-    assert 5e3 < jnp.max(jnp.abs(arrays["x"] @ arrays["weight"].T)) < 2e4
+    assert 5e3 < np.max(np.abs(arrays["x"] @ arrays["weight"].T)) < 2e4
     check(arrays, labels, implementation=implementation, reduction=reduction)
 
 
 @each_implementation
 def test_equal_logits(implementation):
     arrays, labels = make_arrays()
-    arrays |= {"x": jnp.zeros((T, D)), "bias": jnp.full(V, 3.0)}
-    got = check(arrays, labels, implementation=implementation)
-    assert abs(got["loss"] - math.log(V)) < 1e-5
+    arrays |= {"x": 0 * arrays["x"], "bias": 0 * arrays["bias"] + 3}
+    # The mean of equal losses does not depend on the weights: nothing but rounding is left.
+    got = check(arrays, labels, implementation=implementation, but=["token_weights"])
+    assert abs(got["loss"] - math.log(V)) < 4 * EPS32 * math.log(V)
+    assert np.max(np.abs(got["token_weights"])) < 4 * EPS32
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=jnp.dtype)
 def test_a_confident_token_keeps_the_digits_of_its_gradient(dtype):
     # p = 0.999 at the label: rounded to bfloat16 before the 1 is taken away, p - 1 would be 0.
     arrays, _ = make_arrays(dtype=dtype)
-    labels = jnp.arange(T, dtype=jnp.int32) % D
+    labels = np.arange(T, dtype=np.int32) % D
     arrays |= {
-        "x": 10.875 * jax.nn.one_hot(labels, D, dtype=dtype),
-        "weight": jnp.eye(V, D, dtype=dtype),
-        "bias": jnp.zeros(V, dtype),
-        "token_weights": jnp.ones(T),
+        "x": (10.875 * np.eye(D)[labels]).astype(dtype),
+        "weight": np.eye(V, D, dtype=dtype),
+        "bias": np.zeros(V, dtype),
+        "token_weights": np.ones(T, np.float32),
     }
     got = run(arrays, labels, implementation="xla", reduction="sum")
     exact = formula(arrays, labels, 1.0, reduction="sum")
     assert -1e-3 < exact["x"].min() < -9e-4
     for name in ("x", "weight"):
-        # Two roundings to dtype, on top of the few ulp that p has in float32.
+        # Two roundings to dtype, and in p = exp(z - lse) an ulp of the lse, which is 10.9. Each row
+        # of dweight adds up two tokens.
+        ulps = 8 if name == "x" else 8 * 2 * 10.875
         np.testing.assert_allclose(
             np.asarray(got[name], np.float64),
             exact[name],
             rtol=float(jnp.finfo(dtype).eps),
-            atol=4 * EPS32 * (10.875 if name == "weight" else 1),
+            atol=ulps * EPS32,
             err_msg=name,
         )
     # The likelihood is never above 1.
@@ -511,7 +528,7 @@ def test_nan_stays_in_its_token(implementation, reduction):
     arrays, labels = make_arrays()
     options = {"implementation": implementation, "reduction": reduction}
     good = run(arrays, labels, **options)
-    bad = run(arrays | {"x": arrays["x"].at[9, 3].set(jnp.nan)}, labels, **options)
+    bad = run(arrays | {"x": put(arrays["x"], (9, 3), np.nan)}, labels, **options)
     others = lambda a: np.delete(np.asarray(a), 9, axis=0)
     assert np.isnan(np.asarray(bad["x"])[9]).all()
     np.testing.assert_array_equal(others(bad["x"]), others(good["x"]))
@@ -529,15 +546,14 @@ def test_nan_stays_in_its_token(implementation, reduction):
 @pytest.mark.parametrize("chunk_size", [1, 7, 36, 37, 38, 128, None])
 def test_chunk_sizes_agree(chunk_size):
     arrays, labels = make_arrays((37,), dtype=BF16)
+    # Rounded to bfloat16, as the GEMMs see it, but float32, so that its gradient keeps its digits.
     arrays["weight"] = arrays["weight"].astype(F32)
-    # The GEMMs see the weight in bfloat16: make it one, and keep the digits of its gradient.
-    arrays["weight"] = arrays["weight"].astype(BF16).astype(F32)
     got = check(arrays, labels, implementation="xla", chunk_size=chunk_size)
     # The same dlogits, so the same sums but for their order.
     want = run(arrays, labels, implementation="xla", chunk_size=7)
     chex.assert_trees_all_close(got["weight"], want["weight"], atol=1e-6)
     # Tokens that count only in the last, short chunk of 7, or of 36.
-    last = jnp.where(jnp.arange(37) == 36, 4, IGNORED).astype(jnp.int32)
+    last = np.where(np.arange(37) == 36, 4, IGNORED).astype(np.int32)
     check(arrays, last, implementation="xla", chunk_size=chunk_size)
 
 
@@ -588,7 +604,7 @@ def test_gradients_of_some_arrays_only():
         fn = lambda a, name=name, rest=rest: linear_cross_entropy(
             labels=labels, chunk_size=CHUNK, implementation="xla", **{name: a}, **rest
         )
-        got = jax.jit(jax.grad(fn))(arrays[name])
+        got = quick_jit(jax.grad(fn))(arrays[name])
         chex.assert_trees_all_close(got, want[name], rtol=1e-5, atol=1e-7)
 
 
@@ -598,9 +614,9 @@ def test_a_vjp_can_be_called_again(reduction):
     fn = lambda arrays: linear_cross_entropy(
         labels=labels, implementation="xla", reduction=reduction, chunk_size=CHUNK, **arrays
     )
-    _, vjp = jax.jit(lambda arrays: jax.vjp(fn, arrays))(arrays)
+    _, vjp = quick_jit(lambda arrays: jax.vjp(fn, arrays))(arrays)
     cotangent = make_cotangent(reduction)
-    first, second, twice = (jax.jit(vjp)(c)[0] for c in (cotangent, cotangent, 2 * cotangent))
+    first, second, twice = (quick_jit(vjp)(c)[0] for c in (cotangent, cotangent, 2 * cotangent))
     chex.assert_trees_all_equal(first, second)
     chex.assert_trees_all_close(twice, jax.tree.map(lambda g: 2 * g, first), rtol=1e-6)
 
@@ -614,7 +630,7 @@ def test_checkpoint(reduction):
             labels=labels, implementation="xla", reduction=reduction, chunk_size=CHUNK, **arrays
         )
     )
-    got = jax.jit(jax.grad(lambda arrays: jnp.vdot(fn(arrays), cotangent)))(arrays)
+    got = quick_jit(jax.grad(lambda arrays: jnp.vdot(fn(arrays), cotangent)))(arrays)
     want = run(arrays, labels, cotangent, implementation="xla", reduction=reduction)
     chex.assert_trees_all_close({"loss": want["loss"]} | got, want, rtol=1e-5, atol=1e-7)
 
@@ -629,10 +645,10 @@ def test_scan_and_donation():
         loss, gradients = jax.value_and_grad(fn)(arrays)
         return jax.tree.map(lambda a, g: a - 0.5 * g, arrays, gradients), loss
 
-    batches = jnp.stack([labels, labels[::-1], labels])
-    scanned, losses = jax.jit(lambda a, b: jax.lax.scan(step, a, b))(arrays, batches)
-    donating = jax.jit(step, donate_argnums=0)
-    state = jax.tree.map(jnp.copy, arrays)
+    batches = np.stack([labels, labels[::-1], labels])
+    scanned, losses = quick_jit(lambda a, b: jax.lax.scan(step, a, b))(arrays, batches)
+    donating = quick_jit(step, donate_argnums=0)
+    state = jax.tree.map(jnp.asarray, arrays)
     for batch, want in zip(batches, losses, strict=True):
         previous = state
         state, loss = donating(state, batch)
@@ -650,7 +666,7 @@ def test_vmap_is_the_loop(reduction):
         cotangents = cotangents[:, 0]
     axes = {"x": 0, "weight": None, "bias": None, "token_weights": 0}
     fn = compiled(implementation="xla", reduction=reduction, chunk_size=CHUNK)
-    got = jax.jit(jax.vmap(fn, in_axes=(axes, 0, 0)))(arrays, labels, cotangents)
+    got = jax.vmap(fn, in_axes=(axes, 0, 0))(arrays, labels, cotangents)
     for i in range(3):
         one = arrays | {name: arrays[name][i] for name in ("x", "token_weights")}
         want = fn(one, labels[i], cotangents[i])
@@ -658,7 +674,7 @@ def test_vmap_is_the_loop(reduction):
 
 
 def test_without_jit_and_without_names():
-    arrays, labels = make_arrays((9,), 8, 11)
+    arrays, labels = jax.tree.map(jnp.asarray, make_arrays((9,), 8, 11))
     loss = functools.partial(linear_cross_entropy, labels=labels)
     got = jax.grad(lambda arrays: loss(**arrays))(arrays)
     want = run(arrays, labels, implementation="xla", chunk_size=None)
@@ -672,11 +688,13 @@ def test_repeated_runs_have_the_same_bits(implementation):
     chex.assert_trees_all_equal(one, two)
 
 
-@each_reduction
+@pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_forward_mode_is_refused(reduction):
     arrays, labels = make_arrays(only=["x", "weight"])
-    fn = lambda arrays: linear_cross_entropy(
-        labels=labels, implementation="xla", reduction=reduction, **arrays
+    fn = jax.jit(
+        lambda arrays: linear_cross_entropy(
+            labels=labels, implementation="xla", reduction=reduction, **arrays
+        )
     )
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(fn, (arrays,), (arrays,))
@@ -685,18 +703,20 @@ def test_forward_mode_is_refused(reduction):
 # Metrics.
 
 
-@each_implementation
-@each_reduction
+@pytest.mark.parametrize(
+    "implementation, reduction",
+    [("reference", "mean"), ("xla", "mean"), ("xla", "sum"), ("xla", "none")],
+)
 def test_metrics(implementation, reduction):
     arrays, labels = make_arrays()
     # Entries 7 and 30 are the first and the second largest of every token, and equal.
-    arrays["weight"] = arrays["weight"].at[30].set(arrays["weight"][7])
-    arrays["bias"] = arrays["bias"].at[jnp.array([7, 30])].set(9)
-    labels = jnp.where(jnp.arange(T) % 4 == 0, 7, labels)
-    labels = jnp.where(jnp.arange(T) % 4 == 1, 30, labels).at[4].set(IGNORED)
+    arrays["weight"] = put(arrays["weight"], 30, arrays["weight"][7])
+    arrays["bias"] = put(arrays["bias"], [7, 30], 9)
+    labels = put(put(labels, slice(0, None, 4), 7), slice(1, None, 4), 30)
+    labels = put(labels, 4, IGNORED)
     options = {"z_loss": 1e-2, "label_smoothing": 0.1, "reduction": reduction}
 
-    @jax.jit
+    @quick_jit
     def both(arrays, cotangent):
         fn = functools.partial(
             linear_cross_entropy,
@@ -708,7 +728,7 @@ def test_metrics(implementation, reduction):
         )
         (loss, metrics), vjp = jax.vjp(lambda arrays: fn(**arrays), arrays)
         # Were the metrics differentiated through, their cotangents would change the gradients.
-        ones = LossMetrics(np.zeros((), jax.dtypes.float0), *[jnp.float32(1)] * 4)
+        ones = LossMetrics(np.zeros((), jax.dtypes.float0), *[np.float32(1)] * 4)
         return {"loss": loss} | vjp((cotangent, ones))[0], metrics
 
     cotangent = make_cotangent(reduction)
@@ -745,13 +765,10 @@ def test_metrics(implementation, reduction):
 @each_implementation
 def test_metrics_without_a_token(implementation):
     arrays, labels = make_arrays((4,), 8, 11, only=["x", "weight"])
-    _, metrics = linear_cross_entropy(
-        labels=jnp.full_like(labels, IGNORED),
-        return_metrics=True,
-        z_loss=0.1,
-        implementation=implementation,
-        **arrays,
+    fn = functools.partial(
+        linear_cross_entropy, return_metrics=True, z_loss=0.1, implementation=implementation
     )
+    _, metrics = jax.jit(fn)(labels=np.full_like(labels, IGNORED), **arrays)
     assert [float(m) for m in metrics] == [0] * 5
 
 
@@ -843,7 +860,7 @@ def shape_of(dims):
 
 
 def largest_buffer(compiled):
-    """Elements of the largest array that any instruction of the optimized program has, fused or not."""
+    """Elements of the largest array in the optimized program, inside of fusions as well."""
     shapes = re.findall(r"\b(?:pred|[a-z]+\d+\w*)\[([\d,]*)\]", compiled.as_text())
     return max(math.prod(shape_of(dims)) for dims in shapes)
 

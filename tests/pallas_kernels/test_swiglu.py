@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numerics import assert_as_accurate, rounded, value_and_grads
+from numerics import assert_as_accurate, quick_jit, rounded, value_and_grads
 from pallas_kernels import swiglu
 
 IMPLEMENTATIONS = ["reference"]
@@ -36,7 +36,7 @@ def make_args(shape, dtype, seed=0):
 
 def compiled(implementation):
     fn = functools.partial(swiglu, implementation=implementation)
-    return jax.jit(lambda gate, up, dy: value_and_grads(fn, (gate, up), dy))
+    return quick_jit(lambda gate, up, dy: value_and_grads(fn, (gate, up), dy))
 
 
 def check(gate, up, dy, implementation):
@@ -126,7 +126,7 @@ def test_repeated_calls_have_the_same_bits(implementation):
 def test_gate_and_up_may_be_one_array(implementation):
     z, _, dy = make_args((16, 64), F32)
     fn = lambda z: swiglu(z, z, implementation=implementation)
-    got = jax.jit(lambda z, dy: value_and_grads(fn, (z,), dy))(z, dy)
+    got = quick_jit(lambda z, dy: value_and_grads(fn, (z,), dy))(z, dy)
     y, dgate, dup = formula(z, z, dy)
     exact = [y, dgate + dup]
     assert_as_accurate(got, rounded(exact, got), exact, names=("y", "dz"))

@@ -123,7 +123,7 @@ def plain_run(params, batches, dtype):
         for batch in batches:
             params, opt_state, loss = step(params, opt_state, batch)
             losses.append(loss)
-        assert loss.dtype == dtype
+        assert losses[-1].dtype == dtype
         return np.array(losses, np.float64)
 
 

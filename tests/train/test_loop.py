@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import chex
 import jax
@@ -23,7 +24,7 @@ from train import data
 from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, preset
 from train.loop import memory_report, run
 from train.report import load_metrics
-from train.step import init_state, make_train_step, model_graph
+from train.step import TrainState, init_state, make_train_step, model_graph
 
 # On the eight devices of the tests, so that the loop's placements are in every one of them.
 CONFIG = TrainConfig(
@@ -50,6 +51,10 @@ CONFIG = TrainConfig(
     sample_tokens=6,
     save=True,
 )
+# In place of the standard library: the same everywhere, and with a document's end in every row.
+CORPUS = data.Corpus(
+    {f"{i}.py": f"def f{i}(x):\n    return x + {i}\n".encode() for i in range(400)}
+)
 # For runs in which the model does not matter.
 SMALL = dataclasses.replace(CONFIG, sample_tokens=0, save=False, eval_every=0)
 
@@ -62,11 +67,11 @@ def fast_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-@dataclasses.dataclass
-class Finished:
-    folder: str
-    printed: str
-    metrics: object
+@pytest.fixture(scope="module", autouse=True)
+def corpus():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "stdlib_corpus", lambda: CORPUS)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +88,9 @@ def finished(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_hand():
-    """Losses, gradient norms and parameters of the same run in a dozen lines: at 0, 2, 4, 5 steps."""
+    """Metrics of the same run's steps, and the parameters before and after each, in a few lines."""
     mesh = make_mesh(data=4, fsdp=2)
-    dataset = data.PackedDataset.from_documents(data.stdlib_corpus().train, sequence_length=32)
+    dataset = data.PackedDataset.from_documents(CORPUS.train, sequence_length=32)
     rows, params = [], {}
     with jax.set_mesh(mesh):
         state = init_state(CONFIG, mesh)
@@ -122,7 +127,7 @@ def test_files_of_a_run(finished):
     config = json.loads((folder / "config.json").read_text())
     assert config["config"]["model"]["hidden_size"] == 16
     assert config["config"]["data"]["accumulation_steps"] == 2
-    assert config["data"] == data.stdlib_corpus().fingerprint()
+    assert config["data"] == CORPUS.fingerprint()
     assert config["environment"]["num_devices"] == 8
 
 
@@ -160,7 +165,7 @@ def test_losses_are_those_of_stepping_by_hand(finished, by_hand):
 
 def test_held_out_loss_and_bits_per_byte(finished, by_hand):
     """From all logits, for the parameters at the step of the row."""
-    dataset = data.PackedDataset.from_documents(data.stdlib_corpus().held_out, sequence_length=32)
+    dataset = data.PackedDataset.from_documents(CORPUS.held_out, sequence_length=32)
     batches = list(dataset.eval_batches(8, 3))
     llama = lambda params: nnx.merge(model_graph(CONFIG.model), params)
 
@@ -180,7 +185,7 @@ def test_held_out_loss_and_bits_per_byte(finished, by_hand):
             nll -= chosen[labels != -100].sum()
             num_tokens += np.sum(labels != -100)
             num_bytes += np.sum((labels >= 0) & (labels < 256))
-        assert 0 < num_tokens - num_bytes < num_tokens / 10  # the ends of documents
+        assert 0 < num_tokens - num_bytes < num_tokens / 20  # the ends of documents
         np.testing.assert_allclose(row["val_loss"], nll / num_tokens, rtol=1e-6)
         bpb = row["val_loss"] * num_tokens / num_bytes / math.log(2)
         np.testing.assert_allclose(row["val_bpb"], bpb, rtol=1e-12)
@@ -278,15 +283,12 @@ def no_compilation(monkeypatch):
         ("data", {"batch_size": 12}, "batch_size=12 .* 8 devices"),
         ("mesh", {"fsdp": 3}, "data=2 times fsdp=3 .* 8"),
         ("mesh", {"fsdp": 16}, "fsdp=16"),
-        ("data", {"sequence_length": 5000}, "5000"),
+        ("data", {"sequence_length": 5000}, "do not fill one row of .*5000"),
     ],
 )
 def test_impossible_runs_are_refused_and_leave_nothing(
-    part, changes, message, tmp_path, monkeypatch, no_compilation
+    part, changes, message, tmp_path, no_compilation
 ):
-    # 200 documents, some 10 of them held out.
-    corpus = data.Corpus({f"{i}.py": bytes([i]) * 100 for i in range(200)})
-    monkeypatch.setattr(data, "stdlib_corpus", lambda: corpus)
     changed = dataclasses.replace(getattr(SMALL, part), **changes)
     config = dataclasses.replace(SMALL, runs_dir=tmp_path, **{part: changed})
     with pytest.raises(ValueError, match=message):
@@ -300,12 +302,17 @@ def fake_steps(monkeypatch):
 
     def install(train_step):
         steps = iter(range(1, 10**6))
-        values = lambda loss: {name: np.float32(loss) for name in ("loss", "lr", "grad_norm")}
+        values = lambda loss: {
+            "loss": np.float32(loss),
+            "lr": np.float32(1),
+            "grad_norm": np.float32(loss),
+        }
 
         def compile_nothing(*args):
             return lambda state, batch: (state, values(train_step(next(steps)))), None
 
-        monkeypatch.setattr(train.loop, "init_state", lambda *args: None)
+        state = TrainState(0, nnx.State({}), ())
+        monkeypatch.setattr(train.loop, "init_state", lambda *args: state)
         monkeypatch.setattr(train.loop, "_compile", compile_nothing)
         monkeypatch.setattr(train.loop, "_finish", lambda *args: None)
 
@@ -372,7 +379,11 @@ def test_folders_are_numbered(tmp_path, fake_steps):
 
 def test_help_of_the_module():
     result = subprocess.run(
-        [sys.executable, "-m", "train", "--help"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "train", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(train.loop.__file__).parents[1],
     )
     assert result.returncode == 0, result.stderr
     assert "usage: python -m train" in result.stdout

@@ -1,0 +1,199 @@
+"""Generation with a cache against a loop without one, and draws against their probabilities."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.llama import Llama, LlamaConfig
+from models.rope import RopeParameters
+from models.sampling import extend, generate, init_cache
+
+CONFIG = LlamaConfig(
+    vocab_size=24,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+    # Large enough for the likeliest token to change from place to place.
+    initializer_range=0.3,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+    rope_parameters=RopeParameters(rope_theta=100.0),
+    dtype="float32",
+    remat="none",
+)
+LENGTHS = jnp.array([6, 1, 4], jnp.int32)
+B, P, NEW = 3, 6, 10
+PROMPTS = jax.random.randint(jax.random.key(1), (B, P), 0, CONFIG.vocab_size, jnp.int32)
+
+
+@functools.cache
+def parameters(num_key_value_heads: int):
+    config = dataclasses.replace(CONFIG, num_key_value_heads=num_key_value_heads)
+    return nnx.split(Llama(config, rngs=nnx.Rngs(0)))
+
+
+def make_model(**changes: Any) -> Llama:
+    """A model whose parameters depend on the number of heads only."""
+    config = dataclasses.replace(CONFIG, **changes)
+    model = nnx.merge(*parameters(config.num_key_value_heads))
+    model.config = config
+    return model
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def next_logits(graphdef, state, tokens, lengths):
+    """Logits of what follows the first `lengths` tokens; those after them are not seen."""
+    model = nnx.merge(graphdef, state)
+    hidden = model(tokens)[jnp.arange(len(tokens)), lengths - 1]
+    return model.logits(hidden)
+
+
+def continued(model: Llama, prompts, lengths, num_new: int) -> np.ndarray:
+    """Greedy continuations, the whole sequence run again for every token."""
+    rows = jnp.arange(len(prompts))
+    tokens = jnp.pad(prompts, ((0, 0), (0, num_new)))
+    new = []
+    for _ in range(num_new):
+        new.append(jnp.argmax(next_logits(*nnx.split(model), tokens, lengths), axis=-1))
+        tokens = tokens.at[rows, lengths].set(new[-1].astype(tokens.dtype))
+        lengths = lengths + 1
+    return np.stack(new, axis=1)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("num_key_value_heads", [1, 2, 4])
+def test_greedy_equals_the_loop_without_a_cache(num_key_value_heads, scan_layers):
+    model = make_model(num_key_value_heads=num_key_value_heads, scan_layers=scan_layers)
+    expected = continued(make_model(num_key_value_heads=num_key_value_heads), PROMPTS, LENGTHS, NEW)
+    assert all(len(set(row)) > 2 for row in expected.tolist()), "the test needs varied tokens"
+    got = generate(model, PROMPTS, max_new_tokens=NEW, prompt_lengths=LENGTHS)
+    assert got.dtype == PROMPTS.dtype
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_what_fills_up_a_prompt_is_not_read():
+    other = jnp.where(jnp.arange(P) < LENGTHS[:, None], PROMPTS, (PROMPTS + 5) % CONFIG.vocab_size)
+    assert np.any(other != PROMPTS)
+    got, expected = (
+        generate(make_model(), prompts, max_new_tokens=NEW, prompt_lengths=LENGTHS)
+        for prompts in (other, PROMPTS)
+    )
+    chex.assert_trees_all_equal(got, expected)
+
+
+def test_prompts_are_whole_without_lengths():
+    got = generate(make_model(), PROMPTS, max_new_tokens=NEW)
+    np.testing.assert_array_equal(
+        got, continued(make_model(), PROMPTS, jnp.full((B,), P, jnp.int32), NEW)
+    )
+
+
+def test_a_cache_gives_the_hidden_states_of_the_whole():
+    model = make_model()
+    expected = model(PROMPTS)
+    positions = jnp.broadcast_to(jnp.arange(P, dtype=jnp.int32), (B, P))
+    cache = init_cache(model, B, P + 3)
+    chunks = []
+    for chunk in (slice(0, 3), slice(3, 5), slice(5, 6)):
+        hidden, cache = extend(model, PROMPTS[:, chunk], positions[:, chunk], cache)
+        chunks.append(hidden)
+    chex.assert_trees_all_close(jnp.concatenate(chunks, axis=1), expected, rtol=0, atol=1e-5)
+    # Keys and values of layers, rows, places: all but the 3 places left are filled.
+    for array in cache:
+        assert array.shape == (2, B, P + 3, CONFIG.num_key_value_heads, CONFIG.head_dim)
+        filled = np.any(np.asarray(array), axis=(3, 4))
+        np.testing.assert_array_equal(filled, np.broadcast_to(np.arange(P + 3) < P, filled.shape))
+
+
+@pytest.mark.parametrize("pad_token_id", [None, 23])
+@pytest.mark.parametrize("num_ends", [1, 3])
+def test_an_end_stops_its_row_and_fills_it(num_ends, pad_token_id):
+    free = np.asarray(generate(make_model(), PROMPTS, max_new_tokens=NEW, prompt_lengths=LENGTHS))
+    # Ends that come at different places of the rows: at the very first, in the middle.
+    ends = (int(free[0, 0]), int(free[1, 4]), int(free[2, 7]))[:num_ends]
+    expected = free.copy()
+    fill = ends[0] if pad_token_id is None else pad_token_id
+    for row in expected:
+        at = np.flatnonzero(np.isin(row, ends))
+        if len(at):
+            row[at[0] + 1 :] = fill
+    assert np.any(expected != free) and np.any(expected == free)
+    eos_token_id = ends[0] if num_ends == 1 else ends
+    model = make_model(eos_token_id=eos_token_id, pad_token_id=pad_token_id)
+    got = generate(model, PROMPTS, max_new_tokens=NEW, prompt_lengths=LENGTHS)
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_draws_have_the_probabilities_of_the_softmax(temperature):
+    num_draws, num_tokens = 20_000, 6
+    config = dataclasses.replace(CONFIG, vocab_size=num_tokens, num_hidden_layers=1)
+    model = Llama(config, rngs=nnx.Rngs(0))
+    prompt = jnp.array([[1, 3]], jnp.int32)
+    draw = functools.partial(
+        generate, model, jnp.repeat(prompt, num_draws, 0), max_new_tokens=2, temperature=temperature
+    )
+    tokens = np.asarray(draw(key=jax.random.key(0)))
+    chex.assert_trees_all_equal(tokens, draw(key=jax.random.key(0)))
+    assert np.any(tokens != np.asarray(draw(key=jax.random.key(1))))
+
+    # The probability of a pair is that of its first token, times that of the second after it.
+    lengths = jnp.full((num_tokens,), 2, jnp.int32)
+    pairs = jnp.concatenate(
+        [jnp.repeat(prompt, num_tokens, 0), jnp.arange(num_tokens, dtype=jnp.int32)[:, None]],
+        axis=1,
+    )
+    first = next_logits(*nnx.split(model), pairs, lengths)[0]
+    second = next_logits(*nnx.split(model), pairs, lengths + 1)
+    probabilities = jax.nn.softmax(first / temperature)[:, None] * jax.nn.softmax(
+        second / temperature
+    )
+    expected = num_draws * np.asarray(probabilities, np.float64)
+    counts = np.zeros_like(expected)
+    np.add.at(counts, (tokens[:, 0], tokens[:, 1]), 1)
+    # Pearson's statistic over 36 cells: mean 35, standard deviation 8.4 (more with rare cells, so
+    # those are left to the sum of the others).
+    common = expected > 5
+    assert common.sum() > 10 and expected[common].sum() > 0.95 * num_draws
+    statistic = np.sum((counts - expected)[common] ** 2 / expected[common])
+    assert statistic < common.sum() + 5 * np.sqrt(2 * common.sum())
+
+
+def test_low_temperatures_approach_the_greedy_tokens():
+    model = make_model()
+    cold = generate(model, PROMPTS, max_new_tokens=NEW, temperature=1e-4, key=jax.random.key(0))
+    chex.assert_trees_all_equal(cold, generate(model, PROMPTS, max_new_tokens=NEW))
+
+
+@pytest.mark.parametrize(
+    "shape, kwargs, message",
+    [
+        ((1, 0), {}, r"prompts\.shape=\(1, 0\) .* must be at least 1"),
+        ((1, 4), {"max_new_tokens": 0}, r"max_new_tokens=0 must be at least 1"),
+        ((1, 4), {"temperature": -0.5}, r"temperature=-0\.5 must be 0, or positive with a key"),
+        ((1, 4), {"temperature": 0.5}, r"temperature=0\.5 .* got key=None"),
+        (
+            (1, 4),
+            {"max_new_tokens": 29},
+            r"prompt_size=4 \+ max_new_tokens=29 exceeds max_position_embeddings=32",
+        ),
+    ],
+)
+def test_wrong_arguments_raise(shape, kwargs, message):
+    prompts = jnp.ones(shape, jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        generate(make_model(), prompts, **{"max_new_tokens": 2} | kwargs)
+
+
+def test_the_context_can_be_filled():
+    assert generate(make_model(), jnp.ones((1, 4), jnp.int32), max_new_tokens=28).shape == (1, 28)
