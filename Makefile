@@ -9,13 +9,16 @@ SETUP := $(VENV)/.done-dev$(GPU_EXTRA)
 # Flags of `make train`, such as ARGS="--preset llama3.2-1b --steps 20".
 ARGS ?=
 
-.PHONY: train test lint setup clean
+.PHONY: train test test-gpu lint setup clean
 
 train: setup
 	@$(PYTHON) -m train $(ARGS)
 
 test: setup
 	@$(PYTHON) -m pytest $(ARGS)
+
+test-gpu: setup
+	@$(PYTHON) -m pytest -m gpu $(ARGS)
 
 lint: setup
 	$(VENV)/bin/ruff format --check .

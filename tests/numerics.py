@@ -1,7 +1,6 @@
 """Comparisons that know how much error the number format itself makes."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 
@@ -14,13 +13,6 @@ def value_and_grads(fn, args, cotangent):
     """`fn(*args)` and the gradient in every argument, flattened, in their own dtypes."""
     out, vjp = jax.vjp(fn, *args)
     return [*jax.tree.leaves(out), *jax.tree.leaves(vjp(cotangent))]
-
-
-def in_float64(fn, args, cotangent):
-    """`value_and_grads` with every array in float64: the exact result for rounded inputs."""
-    with jax.enable_x64(True):
-        to_f64 = lambda tree: jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), tree)
-        return value_and_grads(fn, to_f64(args), to_f64(cotangent))
 
 
 def rounded(exact, like):

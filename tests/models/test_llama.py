@@ -21,6 +21,9 @@ from models.rope import OPTIONAL_FIELDS, REQUIRED_FIELDS, RopeParameters, rotary
 from models.sampling import generate
 from numerics import assert_as_accurate
 
+# Compiles in half the time; LLVM has nothing to win at these sizes.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
 CONFIG = LlamaConfig(
     vocab_size=48,
     hidden_size=32,
@@ -72,7 +75,7 @@ def call(graphdef, state, args, kwargs) -> jax.Array:
     return nnx.merge(graphdef, state)(*args, **kwargs)
 
 
-_call = jax.jit(call, static_argnums=0)
+_call = jit(call, static_argnums=0)
 
 
 def hidden_of(config: LlamaConfig, *args, **kwargs) -> jax.Array:
@@ -81,7 +84,7 @@ def hidden_of(config: LlamaConfig, *args, **kwargs) -> jax.Array:
         return _call(*nnx.split(make_model(config)), args, kwargs)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jit, static_argnums=0)
 def _value_and_gradients(graphdef, state, cotangent, args, kwargs):
     hidden, vjp = jax.vjp(lambda state: call(graphdef, state, args, kwargs), state)
     return hidden, nnx.to_pure_dict(vjp(cotangent)[0])
@@ -154,7 +157,7 @@ def with_gradients(fn, params):
         cotangent = np.random.default_rng(1).normal(size=logits.shape).astype(np.float32)
         return logits, vjp(jnp.asarray(cotangent, logits.dtype))[0]
 
-    return jax.jit(compute)(params)
+    return jit(compute)(params)
 
 
 @functools.cache
@@ -216,9 +219,9 @@ def structure(config):
     return jax.tree.map(lambda a: (a.shape, a.dtype.name), nnx.to_pure_dict(nnx.state(model)))
 
 
-@functools.cache
-def initial_parameters(config):
-    return nnx.to_pure_dict(nnx.state(Llama(config, rngs=nnx.Rngs(0))))
+@functools.partial(jit, static_argnums=0)
+def initial_parameters(config, seed=0):
+    return nnx.to_pure_dict(nnx.state(Llama(config, rngs=nnx.Rngs(jax.random.key(seed)))))
 
 
 def hidden_states(config):
@@ -465,7 +468,7 @@ def test_initial_parameters():
     assert len(matrices) == 2 + 7 * config.num_hidden_layers
     first_numbers = [float(matrix[0, 0]) for matrix in matrices]
     assert len(set(first_numbers)) == len(first_numbers), "two matrices start with one key"
-    assert differ(params, nnx.to_pure_dict(nnx.state(Llama(config, rngs=nnx.Rngs(1)))))
+    assert differ(params, initial_parameters(config, 1))
 
 
 # Packed documents
@@ -569,20 +572,18 @@ def test_the_padding_token_is_read_but_not_trained():
 
 def test_embedding_gradients_are_summed_in_float32():
     config = changed(num_hidden_layers=1, dtype="bfloat16")
+    num_rows, length = 128, 32
+    tokens = jnp.full((num_rows, length), 5, jnp.int32)
+    one_row = jax.random.normal(jax.random.key(0), (1, length, 32), jnp.bfloat16)
 
-    def gradient(num_rows):
-        # Equal rows contribute equally.
-        tokens = jnp.full((num_rows, 64), 5, jnp.int32)
-        cotangent = jnp.broadcast_to(
-            jax.random.normal(jax.random.key(0), (1, 64, 32), jnp.bfloat16), (num_rows, 64, 32)
-        )
-        gradients = value_and_gradients(config, cotangent, tokens)[1]
+    def gradient(rows):
+        cotangent = jnp.where(jnp.arange(num_rows)[:, None, None] < rows, one_row, 0.0)
+        gradients = value_and_gradients(config, cotangent.astype(jnp.bfloat16), tokens)[1]
         return np.asarray(gradients["embed_tokens"]["embedding"][5])
 
-    one, many = gradient(1), gradient(64)
-    # 4096 terms: in bfloat16 a sum stops growing at 256 times a term. The terms themselves are not
-    # quite equal, because a GEMM of another size rounds differently: 0.3 % measured.
-    np.testing.assert_allclose(many, 64 * one, rtol=0, atol=0.01 * np.abs(64 * one).max())
+    # Every row contributes the same. In bfloat16 a sum of 4096 terms stops growing at 256 of them.
+    many = num_rows * gradient(1)
+    np.testing.assert_allclose(gradient(num_rows), many, rtol=0, atol=1e-4 * np.abs(many).max())
 
 
 # Dtypes and Flax
@@ -610,33 +611,31 @@ def test_dtypes(dtype, param_dtype):
 
 
 def test_split_and_merge_give_the_model_back():
-    model, tokens = make_model(CONFIG), random_tokens(CONFIG)
+    model = make_model(CONFIG)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     assert not jax.tree.leaves(rest)
     merged = nnx.merge(graphdef, params, rest)
     assert merged.config == CONFIG
     chex.assert_trees_all_equal(nnx.state(merged), nnx.state(model))
-    expected = model(tokens)
-    chex.assert_trees_all_equal(merged(tokens), expected)
-    chex.assert_trees_all_close(hidden_of(CONFIG, tokens), expected, rtol=0, atol=1e-5)
-    assert hash(graphdef) == hash(nnx.graphdef(merged)) and graphdef == nnx.graphdef(merged)
+    # What decides whether `jax.jit` compiles again.
+    assert graphdef == nnx.graphdef(merged) and hash(graphdef) == hash(nnx.graphdef(merged))
 
 
 SCRIPT = """
 import sys
 sys.path[:0] = sys.argv[1:]
 import conftest
-from flax import nnx
 import test_llama
 
-model = test_llama.Llama(test_llama.CONFIG, rngs=nnx.Rngs(0))
-print(list(nnx.to_flat_state(nnx.state(model)).paths))
 print(test_llama.checksums())
 """
 
 
 def checksums() -> list[str]:
-    results = value_and_gradients(CONFIG, jnp.ones((B, S, 32)), random_tokens(CONFIG))
+    results = (
+        initial_parameters(CONFIG),
+        value_and_gradients(CONFIG, jnp.ones((B, S, 32)), random_tokens(CONFIG)),
+    )
     return [float(jnp.sum(jnp.abs(leaf))).hex() for leaf in jax.tree.leaves(results)]
 
 
@@ -649,5 +648,4 @@ def test_flax_tree_mode_changes_nothing():
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    paths = list(nnx.to_flat_state(nnx.state(make_model(CONFIG))).paths)
-    assert done.stdout.splitlines() == [str(paths), str(checksums())]
+    assert done.stdout == f"{checksums()}\n"

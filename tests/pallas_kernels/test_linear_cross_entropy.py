@@ -7,6 +7,7 @@ compiling is what takes time here: `compiled` keeps one program for each set of 
 import functools
 import math
 import re
+from typing import Any
 
 import chex
 import jax
@@ -41,7 +42,7 @@ def formula(
     label_smoothing=0.0,
     z_loss=0.0,
     logit_softcap=None,
-    compute=np.float64,
+    compute: Any = np.float64,
     round_dlogits=None,
 ):
     """The loss and the gradient of every array, by name, with the derivative worked out by hand."""
@@ -120,7 +121,11 @@ def make_arrays(shape=(T,), hidden=D, vocab=V, dtype=F32, *, seed=0, only=None):
     return arrays, labels.astype(np.int32)
 
 
-def make_cotangent(reduction, shape=(T,), seed=1):
+def as_jax(tree):
+    return jax.tree.map(jnp.asarray, tree)
+
+
+def make_cotangent(reduction, shape=(T,), seed=1) -> Any:
     if reduction != "none":
         return np.float32(1)
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
@@ -138,7 +143,15 @@ def compiled(**options):
     return quick_jit(run)
 
 
-def run(arrays, labels, cotangent=None, *, reduction="mean", chunk_size=CHUNK, **options):
+def run(
+    arrays,
+    labels,
+    cotangent=None,
+    *,
+    reduction="mean",
+    chunk_size: int | None = CHUNK,
+    **options,
+):
     if cotangent is None:
         cotangent = make_cotangent(reduction, labels.shape)
     fn = compiled(reduction=reduction, chunk_size=chunk_size, **options)
@@ -417,7 +430,7 @@ def test_a_label_out_of_range_is_nan(implementation, reduction, label):
 
 
 def test_check_labels_raises_at_once():
-    arrays, labels = jax.tree.map(jnp.asarray, make_arrays((2, 4)))
+    arrays, labels = as_jax(make_arrays((2, 4)))
     loss = lambda labels: linear_cross_entropy(labels=labels, check_labels=True, **arrays)
     want = linear_cross_entropy(labels=labels, **arrays)
     chex.assert_trees_all_equal(loss(labels), want)
@@ -597,7 +610,7 @@ def test_the_error_of_dweight_is_flat_in_the_number_of_chunks():
 
 
 def test_gradients_of_some_arrays_only():
-    arrays, labels = make_arrays()
+    arrays, labels = as_jax(make_arrays())
     want = run(arrays, labels, implementation="xla")
     for name in arrays:
         rest = {k: v for k, v in arrays.items() if k != name}
@@ -610,7 +623,7 @@ def test_gradients_of_some_arrays_only():
 
 @each_reduction
 def test_a_vjp_can_be_called_again(reduction):
-    arrays, labels = make_arrays()
+    arrays, labels = as_jax(make_arrays())
     fn = lambda arrays: linear_cross_entropy(
         labels=labels, implementation="xla", reduction=reduction, chunk_size=CHUNK, **arrays
     )
@@ -623,7 +636,7 @@ def test_a_vjp_can_be_called_again(reduction):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_checkpoint(reduction):
-    arrays, labels = make_arrays()
+    arrays, labels = as_jax(make_arrays())
     cotangent = make_cotangent(reduction)
     fn = jax.checkpoint(
         lambda arrays: linear_cross_entropy(
@@ -648,7 +661,7 @@ def test_scan_and_donation():
     batches = np.stack([labels, labels[::-1], labels])
     scanned, losses = quick_jit(lambda a, b: jax.lax.scan(step, a, b))(arrays, batches)
     donating = quick_jit(step, donate_argnums=0)
-    state = jax.tree.map(jnp.asarray, arrays)
+    state = as_jax(arrays)
     for batch, want in zip(batches, losses, strict=True):
         previous = state
         state, loss = donating(state, batch)
@@ -674,7 +687,7 @@ def test_vmap_is_the_loop(reduction):
 
 
 def test_without_jit_and_without_names():
-    arrays, labels = jax.tree.map(jnp.asarray, make_arrays((9,), 8, 11))
+    arrays, labels = as_jax(make_arrays((9,), 8, 11))
     loss = functools.partial(linear_cross_entropy, labels=labels)
     got = jax.grad(lambda arrays: loss(**arrays))(arrays)
     want = run(arrays, labels, implementation="xla", chunk_size=None)
@@ -690,7 +703,7 @@ def test_repeated_runs_have_the_same_bits(implementation):
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_forward_mode_is_refused(reduction):
-    arrays, labels = make_arrays(only=["x", "weight"])
+    arrays, labels = as_jax(make_arrays(only=["x", "weight"]))
     fn = jax.jit(
         lambda arrays: linear_cross_entropy(
             labels=labels, implementation="xla", reduction=reduction, **arrays
@@ -720,7 +733,7 @@ def test_metrics(implementation, reduction):
     def both(arrays, cotangent):
         fn = functools.partial(
             linear_cross_entropy,
-            labels=labels,
+            labels=jnp.asarray(labels),
             return_metrics=True,
             implementation=implementation,
             chunk_size=CHUNK,
@@ -728,8 +741,8 @@ def test_metrics(implementation, reduction):
         )
         (loss, metrics), vjp = jax.vjp(lambda arrays: fn(**arrays), arrays)
         # Were the metrics differentiated through, their cotangents would change the gradients.
-        ones = LossMetrics(np.zeros((), jax.dtypes.float0), *[np.float32(1)] * 4)
-        return {"loss": loss} | vjp((cotangent, ones))[0], metrics
+        ones: Any = [np.zeros((), jax.dtypes.float0), *[np.float32(1)] * 4]
+        return {"loss": loss} | vjp((cotangent, LossMetrics(*ones)))[0], metrics
 
     cotangent = make_cotangent(reduction)
     got, metrics = both(arrays, cotangent)
@@ -831,7 +844,9 @@ LOGITS, DX, DWEIGHT = (BIG_CHUNK, BIG_V), (BIG_D, BIG_CHUNK), (BIG_D, BIG_V)
 
 
 @functools.cache
-def program(implementation="xla", reduction="sum", argnums=(0, 1), return_metrics=False):
+def program(
+    implementation: Any = "xla", reduction: Any = "sum", argnums=(0, 1), return_metrics=False
+) -> Any:
     """The compiled loss (argnums None), or loss and gradients."""
 
     def loss(x, weight, labels):
@@ -946,7 +961,7 @@ def executed_flops(jaxpr):
 @pytest.mark.parametrize("chunk_size", [16, 7, 64, None])
 def test_executed_gemms(reduction, differentiated, num_gemms, chunk_size):
     # 37 tokens divide into none of the chunks: no token is computed twice, nor as padding.
-    arrays, labels = make_arrays((37,), only=["x", "weight"])
+    arrays, labels = as_jax(make_arrays((37,), only=["x", "weight"]))
     loss = lambda x, weight: jnp.sum(
         linear_cross_entropy(
             x, weight, labels, reduction=reduction, chunk_size=chunk_size, implementation="xla"

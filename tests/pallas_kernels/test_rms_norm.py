@@ -1,6 +1,7 @@
 """RMSNorm and residual-add RMSNorm against formulas written here, in float64 numpy."""
 
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -18,7 +19,7 @@ EPS32 = float(np.finfo(np.float32).eps)
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
-def formula(x, weight, dy, *, eps=1e-6, weight_offset=0.0, compute=np.float64):
+def formula(x, weight, dy, *, eps=1e-6, weight_offset=0.0, compute: Any = np.float64):
     """`(y, dx, dweight)`, with the derivative worked out by hand."""
     x, weight, dy = (np.asarray(a).astype(compute) for a in (x, weight, dy))
     scale = weight + compute(weight_offset)

@@ -31,7 +31,8 @@ def formula(gate, up, dy):
 
 def make_args(shape, dtype, seed=0):
     rng = np.random.default_rng(seed)
-    return tuple(jnp.asarray(2 * rng.normal(size=shape), dtype) for _ in range(3))
+    gate, up, dy = (jnp.asarray(2 * rng.normal(size=shape), dtype) for _ in range(3))
+    return gate, up, dy
 
 
 def compiled(implementation):

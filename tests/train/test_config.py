@@ -200,6 +200,20 @@ def model(config):
         return program(forward, jnp.zeros((1, 8), jnp.int32))
 
 
+def attention(config):
+    """The implementations that are asked for."""
+    seen = []
+
+    def attend(q, k, v, *, implementation, **options):
+        seen.append(implementation)
+        return q
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.nn, "dot_product_attention", attend)
+        model(config)
+    return seen
+
+
 def checkpoint(config):
     return config_to_hf(config.model)
 
@@ -365,7 +379,7 @@ FIELDS = {
         "param_dtype": ("bfloat16", model),
         "scan_layers": (False, model),
         "remat": ("full", model),
-        "attention_implementation": ("cudnn", RuntimeError),
+        "attention_implementation": ("cudnn", attention),
     },
     RopeParameters: {
         "rope_type": ("linear", rotation, {"factor": 2.0, "rope_type": "dynamic"}),
@@ -409,7 +423,7 @@ def test_every_field_is_read(cls, name):
     if isinstance(observer, type):
         observe = run if cls is MeshConfig else model
         observe(base)
-        with pytest.raises(observer, match=f"(?i){other}"):
+        with pytest.raises(observer, match=str(other)):
             observe(changed(base, PARTS[cls], {name: other}))
         return
     assert observed(observer, base) != observer(changed(base, PARTS[cls], {name: other}))

@@ -224,7 +224,7 @@ def test_a_packed_row_is_its_documents():
 def test_z_loss_is_in_the_loss_and_the_gradient(plain):
     loss, plain_grads, state = plain
     config = config_of(z_loss=0.1)
-    new_state, metrics = step_of(config)(state, batch_of(accumulation_steps=2))
+    new_state, metrics = step_of(config)(state, batch_of())
     want, grads = jax.jit(jax.value_and_grad(functools.partial(plain_loss, z_loss=0.1)))(
         state.params, batch_of()
     )
@@ -240,15 +240,14 @@ def test_eval_step_sums_the_negative_log_likelihood(plain):
     config = config_of(z_loss=0.1)  # which is no part of the likelihood
     batch = batch_of()
     flat = jax.tree.map(lambda a: a[0], batch)
-    compiled: Any = jax.jit(make_eval_step(config)).lower(state.params, flat).compile()
-    result = compiled(state.params, flat)
+    result = jax.jit(make_eval_step(config))(state.params, flat)
     count = np.sum(np.asarray(flat["labels"]) != IGNORED)
     assert int(result["num_tokens"]) == count
     np.testing.assert_allclose(result["nll_sum"], loss * count, rtol=1e-6)
 
-    # A third of the step's FLOPs if no gradient is formed, two thirds if the loss formed its own.
-    step = step_of(config).lower(state, batch).compile()
-    assert compiled.cost_analysis()["flops"] < 0.4 * step.cost_analysis()["flops"]
+    # As many matrix products as a forward over all logits has: none for gradients.
+    products = lambda fn, batch: str(jax.make_jaxpr(fn)(state.params, batch)).count("dot_general[")
+    assert products(make_eval_step(config), flat) == products(plain_loss, batch) > 0
 
 
 # The optimizer

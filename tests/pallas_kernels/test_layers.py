@@ -1,0 +1,372 @@
+"""The NNX layers: against the operations, and inside a model that somebody else wrote.
+
+Part of this file runs a second time, in a process with NNX's tree mode (`test_tree_mode`).
+"""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import print_saved_residuals
+
+from numerics import quick_jit
+from pallas_kernels import add_rms_norm, linear_cross_entropy, rms_norm, swiglu
+from pallas_kernels.layers import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGLU
+
+B, S, D, F, V = 2, 8, 16, 24, 37
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def make_inputs(dtype=F32):
+    rng = np.random.default_rng(0)
+    x, residual = (jnp.asarray(rng.normal(size=(B, S, D)), dtype) for _ in range(2))
+    labels = rng.integers(V, size=(B, S)).astype(np.int32)
+    labels[0, 3:5] = -100
+    return x, residual, jnp.asarray(labels)
+
+
+def params(module):
+    """Parameters by path, as plain arrays."""
+    flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return {".".join(map(str, path)): variable[...] for path, variable in flat}
+
+
+def shuffled(module, seed=1):
+    """The module with other numbers than it starts from: a constant hides mistakes."""
+    rng = np.random.default_rng(seed)
+    change = lambda a: (a + jnp.asarray(rng.normal(size=a.shape) / 8, F32)).astype(a.dtype)
+    nnx.update(module, jax.tree.map(change, nnx.state(module)))
+    return module
+
+
+def rms_norm_layer(**options):
+    return RMSNorm(D, eps=1e-3, weight_offset=0.5, rngs=nnx.Rngs(0), **options)
+
+
+def add_rms_norm_layer(**options):
+    return AddRMSNorm(D, eps=1e-3, casting="llama", rngs=nnx.Rngs(0), **options)
+
+
+def swiglu_layer(**options):
+    return SwiGLU(D, F, use_bias=True, rngs=nnx.Rngs(0), **options)
+
+
+def loss_layer(**options: Any):
+    options = {"use_bias": True, "z_loss": 1e-3, "logit_softcap": 5.0} | options
+    return LinearCrossEntropy(D, V, rngs=nnx.Rngs(0), **options)
+
+
+def linear(x, p, name):
+    return x @ p[f"{name}.kernel"] + p[f"{name}.bias"]
+
+
+# Each layer: how it is made, its inputs, and what it computes from its parameters by name.
+LAYERS = {
+    "RMSNorm": (
+        rms_norm_layer,
+        lambda x, residual, labels: (x,),
+        lambda p, x: rms_norm(x, p["weight"], eps=1e-3, weight_offset=0.5),
+        {"weight": (D,)},
+    ),
+    "AddRMSNorm": (
+        add_rms_norm_layer,
+        lambda x, residual, labels: (x, residual),
+        lambda p, x, r: add_rms_norm(x, r, p["weight"], eps=1e-3, casting="llama"),
+        {"weight": (D,)},
+    ),
+    "SwiGLU": (
+        swiglu_layer,
+        lambda x, residual, labels: (x,),
+        lambda p, x: linear(
+            swiglu(linear(x, p, "gate_proj"), linear(x, p, "up_proj")), p, "down_proj"
+        ),
+        {"gate_proj.kernel": (D, F), "up_proj.kernel": (D, F), "down_proj.kernel": (F, D)}
+        | {"gate_proj.bias": (F,), "up_proj.bias": (F,), "down_proj.bias": (D,)},
+    ),
+    "LinearCrossEntropy": (
+        loss_layer,
+        lambda x, residual, labels: (x, labels, jnp.abs(x[..., 0])),
+        lambda p, x, labels, token_weights: linear_cross_entropy(
+            x,
+            p["weight"],
+            labels,
+            bias=p["bias"],
+            token_weights=token_weights,
+            z_loss=1e-3,
+            logit_softcap=5.0,
+        ),
+        {"weight": (V, D), "bias": (V,)},
+    ),
+}
+each_layer = pytest.mark.parametrize("make, choose, operation, shapes", LAYERS.values(), ids=LAYERS)
+
+
+def total(outputs):
+    """A scalar to which every output contributes differently."""
+    return sum((i + 1) * jnp.sum(jnp.sin(a)) for i, a in enumerate(jax.tree.leaves(outputs)))
+
+
+@each_layer
+def test_equals_the_operation_in_value_and_gradient(make, choose, operation, shapes):
+    layer = shuffled(make())
+    inputs = choose(*make_inputs())
+    graphdef, state = nnx.split(layer)
+    apply = lambda state, x: nnx.merge(graphdef, state)(x, *inputs[1:])
+    plain = lambda p, x: operation(p, x, *inputs[1:])
+
+    def value_and_gradients(fn):
+        gradients = jax.grad(lambda *args: total(fn(*args)), argnums=(0, 1))
+        return quick_jit(lambda p, x: (fn(p, x), gradients(p, x)))
+
+    out, (dstate, dx) = value_and_gradients(apply)(state, inputs[0])
+    want_out, (dparams, want_dx) = value_and_gradients(plain)(params(layer), inputs[0])
+    chex.assert_trees_all_close(out, want_out, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(dx, want_dx, rtol=1e-5, atol=1e-6)
+    got = {".".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(dstate)}
+    chex.assert_trees_all_close(got, dparams, rtol=1e-5, atol=1e-6)
+    assert all(np.any(np.asarray(g)) for g in jax.tree.leaves(got))
+    # The module itself, through nnx.jit.
+    chex.assert_trees_all_close(
+        nnx.jit(lambda layer, *inputs: layer(*inputs))(layer, *inputs), out, rtol=1e-5, atol=1e-6
+    )
+
+
+@each_layer
+def test_parameters(make, choose, operation, shapes):
+    assert {name: a.shape for name, a in params(make()).items()} == shapes
+    for dtype in (F32, BF16):
+        layer = make(param_dtype=dtype)
+        assert {a.dtype for a in params(layer).values()} == {jnp.dtype(dtype)}
+        # No state of other kinds, and none that appears with the first call.
+        before = jax.tree.structure(nnx.state(layer))
+        layer(*choose(*make_inputs(dtype)))
+        assert jax.tree.structure(nnx.state(layer)) == before
+        assert jax.tree.structure(nnx.state(layer, nnx.Param)) == before
+
+
+@each_layer
+def test_construction_without_arrays(make, choose, operation, shapes):
+    abstract = nnx.eval_shape(make)
+    assert all(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(nnx.state(abstract)))
+    plain = jax.eval_shape(lambda: nnx.split(make())[1])
+    assert jax.tree.map(jnp.shape, jax.tree.leaves(plain)) == [
+        a.shape for a in jax.tree.leaves(nnx.state(abstract))
+    ]
+    # The structure does not change from one construction to the next: jit compiles once.
+    one, two = nnx.split(make())[0], nnx.split(make())[0]
+    assert one == two and hash(one) == hash(two)
+
+
+@each_layer
+def test_bfloat16_inputs_with_float32_parameters(make, choose, operation, shapes):
+    layer = make(dtype=BF16) if make in (swiglu_layer, loss_layer) else make()
+    out = layer(*choose(*make_inputs(BF16)))
+    want = F32 if make is loss_layer else BF16
+    assert all(a.dtype == want for a in jax.tree.leaves(out))
+
+
+def test_norms_start_at_a_scale_of_one():
+    x, residual, _ = make_inputs()
+    for offset in (0.0, 1.0):
+        options = {"weight_offset": offset, "rngs": nnx.Rngs(0)}
+        scaled = lambda a: a / np.sqrt(np.mean(np.square(a), -1, keepdims=True) + 1e-6)
+        np.testing.assert_allclose(RMSNorm(D, **options)(x), scaled(np.asarray(x)), rtol=1e-5)
+        y, residual_out = AddRMSNorm(D, **options)(x, residual)
+        np.testing.assert_allclose(y, scaled(np.asarray(x + residual)), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(residual_out, x + residual)
+
+
+def test_the_norms_need_no_random_numbers():
+    chex.assert_trees_all_equal(params(RMSNorm(D)), params(RMSNorm(D, rngs=nnx.Rngs(1))))
+
+
+def test_linear_layers_start_from_their_initializer_and_seed():
+    make = lambda seed, **options: params(SwiGLU(D, F, rngs=nnx.Rngs(seed), **options))
+    chex.assert_trees_all_equal(make(0), make(0))
+    assert not np.array_equal(make(0)["gate_proj.kernel"], make(1)["gate_proj.kernel"])
+    assert not np.array_equal(make(0)["gate_proj.kernel"], make(0)["up_proj.kernel"])
+    zeros = nnx.initializers.zeros
+    assert not any(np.any(np.asarray(a)) for a in make(0, kernel_init=zeros).values())
+    head = LinearCrossEntropy(D, V, kernel_init=zeros, rngs=nnx.Rngs(0))
+    assert set(params(head)) == {"weight"}  # no bias unless asked for
+    x, _, labels = make_inputs()
+    np.testing.assert_allclose(head(x, labels), np.log(V), rtol=1e-6)
+
+
+def test_loss_options_reach_the_loss():
+    x, _, labels = make_inputs()
+    layer = shuffled(loss_layer(reduction="none", label_smoothing=0.1, return_metrics=True))
+    p = params(layer)
+    want = linear_cross_entropy(
+        x,
+        p["weight"],
+        labels,
+        bias=p["bias"],
+        reduction="none",
+        label_smoothing=0.1,
+        z_loss=1e-3,
+        logit_softcap=5.0,
+        return_metrics=True,
+    )
+    chex.assert_trees_all_close(layer(x, labels), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_logits_are_those_of_the_loss(dtype):
+    x, _, labels = make_inputs()
+    layer = shuffled(loss_layer(z_loss=0.0, dtype=dtype))
+    logits = layer.logits(x)
+    chex.assert_shape(logits, (B, S, V))
+    chex.assert_type(logits, F32)
+    counts = np.asarray(labels) != -100
+    labels_or_zero = jnp.where(counts, labels, 0)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels_or_zero)
+    np.testing.assert_allclose(layer(x, labels), np.mean(losses[counts]), rtol=1e-6)
+    assert np.max(np.abs(logits)) < 5  # the softcap
+
+
+def test_only_the_two_projections_need_be_kept(capsys):
+    x, *_ = make_inputs()
+    layer = SwiGLU(D, F, rngs=nnx.Rngs(0))
+    policy = jax.checkpoint_policies.save_only_these_names("gate", "up")
+    print_saved_residuals(jax.checkpoint(layer, policy=policy), x)
+    shapes = {line.split(" ")[0] for line in capsys.readouterr().out.splitlines()}
+    kernels = {f"f32[{D},{F}]", f"f32[{F},{D}]"}
+    assert shapes - kernels <= {f"f32[{B},{S},{D}]", f"f32[{B},{S},{F}]"}
+    assert f"f32[{B},{S},{F}]" in shapes
+
+
+# Somebody else's model, with nothing of ours in it, and how our layers get into it.
+
+
+class TheirBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.norm1 = nnx.RMSNorm(D, epsilon=1e-5, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, D, decode=False, rngs=rngs)
+        self.norm2 = nnx.RMSNorm(D, epsilon=1e-5, rngs=rngs)
+        self.gate = nnx.Linear(D, F, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(D, F, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(F, D, use_bias=False, rngs=rngs)
+
+    def __call__(self, x, mask):
+        x = x + self.attention(self.norm1(x), mask=mask)
+        y = self.norm2(x)
+        return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
+
+
+class TheirModel(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(V, D, rngs=rngs)
+        self.blocks = nnx.List([TheirBlock(rngs) for _ in range(2)])
+        self.norm = nnx.RMSNorm(D, epsilon=1e-5, rngs=rngs)
+        self.head = nnx.Linear(D, V, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, nnx.make_causal_mask(tokens))
+        return self.head(self.norm(x))
+
+    def loss(self, tokens, labels):
+        losses = optax.softmax_cross_entropy_with_integer_labels(self(tokens), labels)
+        return jnp.mean(losses)
+
+
+class BlockWithOurs(nnx.Module):
+    def __init__(self, rngs):
+        self.norm1 = RMSNorm(D, eps=1e-5)
+        self.attention = nnx.MultiHeadAttention(2, D, decode=False, rngs=rngs)
+        self.norm2 = AddRMSNorm(D, eps=1e-5)
+        self.mlp = SwiGLU(D, F, rngs=rngs)
+
+    def __call__(self, x, mask):
+        y, x = self.norm2(self.attention(self.norm1(x), mask=mask), x)
+        return x + self.mlp(y)
+
+
+class ModelWithOurs(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(V, D, rngs=rngs)
+        self.blocks = nnx.List([BlockWithOurs(rngs) for _ in range(2)])
+        self.norm = RMSNorm(D, eps=1e-5)
+        self.head = LinearCrossEntropy(D, V, rngs=rngs)
+
+    def loss(self, tokens, labels):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, nnx.make_causal_mask(tokens))
+        return self.head(self.norm(x), labels)
+
+
+def to_ours(path, array):
+    """The name and value of one of their parameters in the model with our layers."""
+    for theirs, ours in (
+        (".gate.", ".mlp.gate_proj."),
+        (".up.", ".mlp.up_proj."),
+        (".down.", ".mlp.down_proj."),
+        ("norm1.scale", "norm1.weight"),
+        ("norm2.scale", "norm2.weight"),
+        ("norm.scale", "norm.weight"),
+    ):
+        path = path.replace(theirs, ours)
+    return ("head.weight", array.T) if path == "head.kernel" else (path, array)
+
+
+def test_inside_somebody_elses_model():
+    theirs = shuffled(TheirModel(nnx.Rngs(0)))
+    ours = ModelWithOurs(nnx.Rngs(1))
+    converted = dict(to_ours(path, a) for path, a in params(theirs).items())
+    assert set(converted) == set(params(ours))
+    state = nnx.state(ours, nnx.Param)
+    flat = [
+        (path, variable.replace(converted[".".join(map(str, path))]))
+        for path, variable in nnx.to_flat_state(state)
+    ]
+    nnx.update(ours, nnx.from_flat_state(flat))
+
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(V, size=(B, S + 1)), jnp.int32)
+
+    by_path = lambda state: {
+        ".".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(state)
+    }
+
+    def with_jax_jit(model):
+        graphdef, state, rest = nnx.split(model, nnx.Param, ...)
+        fn = lambda state, x, y: nnx.merge(graphdef, state, rest).loss(x, y)
+        loss, gradients = quick_jit(jax.value_and_grad(fn))(state, tokens[:, :-1], tokens[:, 1:])
+        return loss, by_path(gradients)
+
+    def with_nnx_jit(model):
+        step = nnx.jit(nnx.value_and_grad(lambda model, x, y: model.loss(x, y)))
+        loss, gradients = step(model, tokens[:, :-1], tokens[:, 1:])
+        return loss, by_path(nnx.state(gradients))
+
+    want, their_gradients = with_jax_jit(theirs)
+    their_gradients = dict(to_ours(path, g) for path, g in their_gradients.items())
+    for got, gradients in (with_jax_jit(ours), with_nnx_jit(ours)):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+        chex.assert_trees_all_close(gradients, their_gradients, rtol=1e-4, atol=1e-6)
+
+
+TREE_MODE = {"NNX_GRAPH_MODE": "false", "NNX_GRAPH_UPDATES": "false"}
+
+
+@pytest.mark.skipif(TREE_MODE.items() <= os.environ.items(), reason="this is that process")
+def test_tree_mode():
+    check = "import flax; assert not (flax.config.nnx_graph_mode or flax.config.nnx_graph_updates)"
+    environment = os.environ | TREE_MODE
+    subprocess.run([sys.executable, "-c", check], env=environment, check=True)
+    tests = "equals_the_operation or construction or somebody_elses"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", tests]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+    assert "9 passed" in result.stdout
