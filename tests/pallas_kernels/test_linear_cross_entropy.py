@@ -76,8 +76,10 @@ def formula(
     factor = compute(1)
     if reduction == "mean":
         factor = 1 / total if total else compute(0)
+    divisor = factor
     dlosses = weights * (cotangent.reshape(-1) if reduction == "none" else 1)
     dz = np.where(dlosses[:, None] == 0, 0, dlosses[:, None] * dz)
+    dbias = np.sum(dz, 0)
     if round_dlogits is not None:
         dz = dz.astype(round_dlogits).astype(compute)
     if reduction != "none":
@@ -86,13 +88,13 @@ def formula(
         loss = (weights * losses).reshape(shape)
         dweights = cotangent.reshape(-1) * losses
     else:
-        loss = np.sum(weights * losses) * (factor / cotangent if reduction == "mean" else 1)
+        loss = np.sum(weights * losses) * divisor
         dweights = factor * valid * (losses - (loss if reduction == "mean" else 0))
     out = {
         "loss": loss,
         "x": (dz @ weight * factor).reshape(arrays["x"].shape),
         "weight": dz.T @ x * factor,
-        "bias": np.sum(dz, 0) * factor,
+        "bias": dbias * factor,
         "token_weights": dweights.reshape(shape),
     }
     return {name: value for name, value in out.items() if name == "loss" or name in arrays}
@@ -243,11 +245,16 @@ def test_small_weights_of_tokens_do_not_underflow_in_float16():
     arrays["x"] = arrays["x"].astype(F16)
     arrays["weight"] = arrays["weight"].astype(F16).astype(F32)
     ones = np.ones(T, np.float32)
-    for token_weights in (ones, 1e-6 * ones):
-        arrays["token_weights"] = token_weights
-        check(arrays, labels, implementation="xla", reduction="sum")
     arrays["token_weights"] = ones
-    check(arrays, labels, 1e-6 * ones, implementation="xla", reduction="none")
+    want = check(arrays, labels, implementation="xla", reduction="sum")
+    weighted = arrays | {"token_weights": 1e-6 * ones}
+    for got in (
+        run(weighted, labels, implementation="xla", reduction="sum"),
+        run(arrays, labels, 1e-6 * ones, implementation="xla", reduction="none"),
+    ):
+        for name in ("weight", "bias"):
+            error = np.asarray(got[name]) - 1e-6 * np.asarray(want[name])
+            assert np.max(np.abs(error)) < 1e-3 * 1e-6 * np.max(np.abs(want[name])), name
 
 
 # Options.
@@ -302,11 +309,8 @@ def test_cotangents(implementation, reduction):
     else:
         cotangents = [np.float32(c) for c in (1, 0, 2, -1, 1e-8)]
     for cotangent in cotangents:
-        # The formula divides by the cotangent; 0 is looked at below.
-        if np.any(cotangent):
-            check(arrays, labels, cotangent, implementation=implementation, reduction=reduction)
-        else:
-            got = run(arrays, labels, cotangent, implementation=implementation, reduction=reduction)
+        got = check(arrays, labels, cotangent, implementation=implementation, reduction=reduction)
+        if not np.any(cotangent):
             del got["loss"]
             assert all(np.all(np.asarray(g) == 0) for g in got.values())
 

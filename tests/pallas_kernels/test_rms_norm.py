@@ -49,12 +49,6 @@ def compiled(fn, **options):
     return quick_jit(lambda args, dy: value_and_grads(functools.partial(fn, **options), args, dy))
 
 
-def plain(fn):
-    """`compiled`, with every rounding that is written: XLA may drop a cast down and up again."""
-    options = {"xla_allow_excess_precision": False}
-    return jax.jit(lambda *args: value_and_grads(fn, *args), compiler_options=options)
-
-
 def check(x, weight, dy, *, implementation, eps=1e-6, weight_offset=0.0, **options):
     """Compares `rms_norm`, its value and both gradients, to the formula; returns them."""
     names = ("y", "dx", "dweight")
@@ -131,7 +125,7 @@ def test_llama_casting_has_the_bits_of_hugging_face(implementation, dtype, jit):
 def test_llama_casting_has_gradients_as_accurate_as_hugging_face(implementation):
     x, weight, dy = make_args((64, 256), BF16)
     got = compiled(rms_norm, casting="llama", implementation=implementation)((x, weight), dy)
-    low_precision = plain(hugging_face)((x, weight), dy)
+    low_precision = compiled(hugging_face)((x, weight), dy)
     exact = formula(x, weight, dy)
     assert_as_accurate(got, low_precision, exact, names=("y", "dx", "dweight"))
 
@@ -208,7 +202,7 @@ def test_add_rms_norm(implementation, shape, dtypes):
     np.testing.assert_array_equal(residual_out, total.astype(x_dtype))
     assert_as_accurate(
         got,
-        plain(plain_add)(args, cotangents),
+        compiled(plain_add)(args, cotangents),
         add_formula(args, cotangents, residual_out),
         names=("y", "residual_out", "dx", "dresidual", "dweight"),
     )

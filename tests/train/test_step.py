@@ -202,7 +202,8 @@ def test_positions_without_a_label_do_not_matter(plain):
 
 
 def test_a_packed_row_is_its_documents():
-    total = jax.jit(lambda batch: loss_sum(model_graph(MODEL), state_0().params, batch))
+    params = state_0().params
+    total = jax.jit(lambda batch: loss_sum(model_graph(MODEL), params, batch))
     rng = np.random.default_rng(0)
     documents = [rng.integers(MODEL.vocab_size, size=n, dtype=np.int32) for n in (5, 7, 5)]
     dataset = PackedDataset.from_documents(documents, sequence_length=LENGTH)

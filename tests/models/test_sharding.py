@@ -1,0 +1,362 @@
+"""Eight devices: the same numbers as on one, parameters split, the batch never gathered."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections import Counter
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from models.llama import Llama, LlamaConfig
+from models.rope import RopeParameters
+from models.sharding import (
+    batch_sharding,
+    make_mesh,
+    parameter_path,
+    parameter_shardings,
+    replicated,
+    split_batch,
+    sum_over_batch,
+)
+from pallas_kernels import linear_cross_entropy
+from pallas_kernels.sharding import sum_over_token_shards
+from train.config import preset
+from train.step import init_state
+
+# Every size is another number, so that a shape in a compiled program says what it is. There are
+# more vocabulary entries than tokens, as in use: else XLA gathers the table to look tokens up.
+CONFIG = LlamaConfig(
+    vocab_size=1008,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=20,
+    max_position_embeddings=64,
+    initializer_range=0.15,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+    attention_bias=True,
+    rope_parameters=RopeParameters(rope_theta=100.0),
+    dtype="float32",
+    remat="minimal",
+)
+B, S = 24, 28
+L, D, F, V, Q, KV = 3, 64, 96, 1008, 80, 40
+
+MESHES = [(1, 1), (8, 1), (1, 8), (2, 4)]
+
+# Compiles in half the time; LLVM has nothing to win at these sizes.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def mesh_of(data: int, fsdp: int) -> jax.sharding.Mesh:
+    return make_mesh(data=data, fsdp=fsdp, devices=jax.devices()[: data * fsdp])
+
+
+@functools.cache
+def parameters(config: LlamaConfig = CONFIG):
+    """A model's structure and, as numpy arrays, random parameters."""
+    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(0)
+
+    def random(path, shape):
+        center = 1.0 if "norm" in parameter_path(path)[-2] else 0.0
+        return np.asarray(center + 0.15 * rng.normal(size=shape.shape), shape.dtype)
+
+    return graphdef, jax.tree.map_with_path(random, shapes)
+
+
+def packed_batch() -> dict[str, np.ndarray]:
+    """Rows of two documents of lengths that differ by row, some with padding at the end."""
+    rng = np.random.default_rng(1)
+    column, row = np.arange(S), np.arange(B)[:, None]
+    boundary, end = 3 + row % 20, S - row % 3
+    segment_ids = np.where(column < boundary, 1, 2) * (column < end)
+    positions = np.where(column < boundary, column, column - boundary) * (column < end)
+    labels = rng.integers(V, size=(B, S))
+    labels[(column == boundary - 1) | (column >= end - 1)] = -100
+    batch = {
+        "tokens": rng.integers(V, size=(B, S)),
+        "labels": labels,
+        "segment_ids": segment_ids,
+        "positions": positions,
+    }
+    return {name: np.asarray(array, np.int32) for name, array in batch.items()}
+
+
+def loss_and_gradients(graphdef, params, batch):
+    def loss(params):
+        model = nnx.merge(graphdef, params)
+        hidden = model(
+            batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"]
+        )
+        of_shard = lambda weight, tokens: linear_cross_entropy(
+            weight=weight, reduction="sum", **tokens
+        )
+        return sum_over_batch(of_shard)(
+            model.output_weight, {"x": hidden, "labels": batch["labels"]}
+        )
+
+    return jax.value_and_grad(loss)(params)
+
+
+def placed(mesh, config: LlamaConfig = CONFIG):
+    graphdef, params = parameters(config)
+    params = jax.device_put(params, parameter_shardings(params, mesh))
+    return graphdef, params, jax.device_put(packed_batch(), batch_sharding(mesh))
+
+
+@functools.cache
+def compiled(data: int, fsdp: int):
+    """The compiled loss and gradients, and its arguments on the mesh."""
+    mesh = mesh_of(data, fsdp)
+    graphdef, params, batch = placed(mesh)
+    shardings = replicated(mesh), parameter_shardings(params, mesh)
+    compute = jit(loss_and_gradients, static_argnums=0, out_shardings=shardings)
+    with jax.set_mesh(mesh):
+        return compute.lower(graphdef, params, batch).compile(), params, batch
+
+
+@functools.cache
+def without_a_mesh():
+    graphdef, params = parameters()
+    return jit(loss_and_gradients, static_argnums=0)(graphdef, params, packed_batch())
+
+
+@pytest.mark.parametrize("data, fsdp", MESHES)
+def test_loss_and_gradients_are_those_of_one_device(data, fsdp):
+    program, params, batch = compiled(data, fsdp)
+    loss, gradients = program(params, batch)
+    expected_loss, expected = without_a_mesh()
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(expected))
+    # Sums over tokens in another order: some float32 epsilons of the largest gradient.
+    scaled = lambda tree: jax.tree.map(lambda a, e: np.asarray(a) / np.abs(e).max(), tree, expected)
+    chex.assert_trees_all_close(scaled(gradients), scaled(expected), rtol=0, atol=3e-6)
+    for gradient, param in zip(*map(jax.tree.leaves, (gradients, params)), strict=True):
+        assert gradient.sharding.is_equivalent_to(param.sharding, param.ndim)
+
+
+# Where parameters lie
+
+
+def expected_shard(names: tuple[str, ...], shape: tuple[int, ...], fsdp: int) -> tuple[int, ...]:
+    """What the documentation promises: matrices split along D, norms and biases whole."""
+    if "norm" in names[-2] or names[-1] == "bias":
+        return shape
+    axis = len(shape) - 1 if names[-2] in ("embed_tokens", "lm_head", "o_proj", "down_proj") else 1
+    assert shape[axis] == D
+    return *shape[:axis], D // fsdp, *shape[axis + 1 :]
+
+
+def assert_split(tree, fsdp: int, num_devices: int) -> int:
+    leaves = jax.tree.leaves_with_path(tree)
+    for path, leaf in leaves:
+        names = parameter_path(path)
+        shards = [shard.data.shape for shard in leaf.addressable_shards]
+        assert shards == [expected_shard(names, leaf.shape, fsdp)] * num_devices, names
+    return len(leaves)
+
+
+@pytest.mark.parametrize("data, fsdp", [(8, 1), (1, 8), (2, 4)])
+def test_parameters_are_split(data, fsdp):
+    _, params, batch = placed(mesh_of(data, fsdp))
+    assert assert_split(params, fsdp, data * fsdp) == 16
+    for array in batch.values():
+        assert {shard.data.shape for shard in array.addressable_shards} == {(B // 8, S)}
+        assert len({shard.index[0].start for shard in array.addressable_shards}) == 8
+
+
+def test_initial_parameters_and_moments_are_split():
+    mesh = mesh_of(2, 4)
+    config = dataclasses.replace(preset("demo"), model=CONFIG, sample_tokens=0)
+    with jax.set_mesh(mesh):
+        state = init_state(config, mesh)
+    num_params = assert_split(state.params, 4, 8)
+    moments = [
+        (path, leaf) for path, leaf in jax.tree.leaves_with_path(state.opt_state) if leaf.ndim
+    ]
+    assert len(moments) == 2 * num_params
+    by_shape = lambda leaves: Counter((leaf.shape, leaf.sharding.spec) for leaf in leaves)
+    doubled = by_shape(jax.tree.leaves(state.params)) + by_shape(jax.tree.leaves(state.params))
+    assert by_shape([leaf for _, leaf in moments]) == doubled
+
+
+@pytest.mark.parametrize("tie_word_embeddings", [False, True])
+def test_every_matrix_is_split(tie_word_embeddings):
+    """A parameter that the table of shardings does not know would be whole on every device."""
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=tie_word_embeddings, mlp_bias=True)
+    params = parameters(config)[1]
+    shardings = parameter_shardings(params, mesh_of(2, 4))
+    for (path, param), sharding in zip(
+        jax.tree.leaves_with_path(params), jax.tree.leaves(shardings), strict=True
+    ):
+        per_layer = param.shape[1:] if parameter_path(path)[0] == "layers" else param.shape
+        split = Counter(sharding.spec)["fsdp"]
+        assert split == (len(per_layer) == 2), parameter_path(path)
+        assert param.shape[0] != L or not sharding.spec or sharding.spec[0] is None
+
+
+@pytest.mark.parametrize("fsdp", [1, 2, 4, 8])
+def test_sizes_that_do_not_divide_raise(fsdp):
+    config = dataclasses.replace(CONFIG, hidden_size=60)
+    params = parameters(config)[1]
+    mesh = make_mesh(data=8 // fsdp, fsdp=fsdp)
+    if 60 % fsdp == 0:
+        parameter_shardings(params, mesh)
+        return
+    message = r"embed_tokens\.embedding \(1008, 60\): fsdp=8 does not divide 60; use fewer devices"
+    with pytest.raises(ValueError, match=message):
+        parameter_shardings(params, mesh)
+
+
+def test_a_mesh_takes_all_devices():
+    mesh = make_mesh(data=2, fsdp=4)
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 4} and mesh.size == 8
+    with pytest.raises(ValueError, match=r"data=2 times fsdp=3 must be .* number of devices, 8"):
+        make_mesh(data=2, fsdp=3)
+
+
+def test_batches_are_split_along_the_axis_named():
+    sharding = batch_sharding(mesh_of(2, 4), batch_axis=1)
+    assert sharding.shard_shape((5, 16, 28)) == (5, 2, 28)
+
+
+# What the compiled program moves
+
+COLLECTIVE = re.compile(
+    r"= (.*?) (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
+    r"|collective-broadcast|ragged-all-to-all)(?:-start)?\("
+)
+
+
+class Moved(NamedTuple):
+    """A result of a collective operation."""
+
+    operation: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def collectives(program: str) -> list[Moved]:
+    """All results of all collective operations in a compiled program."""
+    return [
+        Moved(operation, dtype, tuple(map(int, shape.split(","))) if shape else ())
+        for results, operation in COLLECTIVE.findall(program)
+        for dtype, shape in re.findall(r"([a-z0-9]+)\[([\d,]*)\]", results)
+    ]
+
+
+def program_of(data: int, fsdp: int) -> str:
+    return compiled(data, fsdp)[0].as_text() or ""
+
+
+@pytest.mark.parametrize("data, fsdp", [(8, 1), (1, 8), (2, 4)])
+def test_no_activation_is_gathered(data, fsdp):
+    moved = collectives(program_of(data, fsdp))
+    assert moved
+    # Sizes that only arrays of tokens have: rows and tokens of all devices, of a copy of the model.
+    rows = {B, B // data}
+    of_tokens = [m for m in moved if {S, *rows, *(n * S for n in (B // 8, *rows))} & set(m.shape)]
+    if fsdp == 1:
+        assert not of_tokens
+        return
+    # Each device looks up its channels of its copy's tokens, 4 bytes each, and they change places
+    # for whole channels of its own tokens: that moves B*S*D/8 numbers, where gathering the table
+    # would move V*D. The same in the backward.
+    by_operation = Counter()
+    for m in of_tokens:
+        by_operation[m.operation, m.dtype] += math.prod(m.shape)
+    assert by_operation == {
+        ("all-gather", "s32"): B * S // data,
+        ("all-to-all", "f32"): 2 * B * S * D // 8,
+    }
+
+
+@pytest.mark.parametrize("data, fsdp", [(1, 8), (2, 4)])
+def test_weights_are_gathered_one_layer_at_a_time(data, fsdp):
+    gathered = [
+        tuple(sorted(size for size in m.shape if size > 1))
+        for m in collectives(program_of(data, fsdp))
+        if m.operation == "all-gather" and m.dtype == "f32"
+    ]
+    # Whole matrices of a layer (q and o, k and v, the three of the MLP; forward and backward) and
+    # once the output embedding.
+    assert Counter(gathered) == {(D, Q): 4, (KV, D): 4, (D, F): 6, (D, V): 1}
+
+
+def test_copies_of_the_model_gather_nothing():
+    assert {m.operation for m in collectives(program_of(8, 1))} == {"all-reduce"}
+
+
+def test_the_collectives_are_found():
+    """That the two tests above would see a batch that is gathered."""
+    mesh = mesh_of(2, 4)
+    x = jax.device_put(jnp.ones((B, S, D)), batch_sharding(mesh))
+    gather = jax.jit(lambda x: x * 2, out_shardings=replicated(mesh))
+    moved = collectives(gather.lower(x).compile().as_text() or "")
+    assert moved == [Moved("all-gather", "f32", (B, S, D))]
+
+
+# Activations and sums
+
+
+def test_activations_are_split_on_a_mesh_and_untouched_without():
+    x = jnp.ones((B, S, D))
+    assert split_batch(x) is x
+    mesh = mesh_of(2, 4)
+    with jax.set_mesh(mesh):
+        y = jit(lambda x: split_batch(x) * 2)(jax.device_put(x, replicated(mesh)))
+    assert y.sharding.is_equivalent_to(batch_sharding(mesh), 3)
+
+
+def test_a_sum_over_the_batch_without_a_mesh_is_the_function():
+    fn = lambda weights, tokens: jnp.sum(tokens * weights)
+    assert sum_over_batch(fn) is fn
+
+
+@pytest.mark.parametrize("data, fsdp", [(2, 4), (8, 1), (1, 8)])
+def test_token_sums_and_their_gradients(data, fsdp):
+    mesh = mesh_of(data, fsdp)
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.normal(size=(D,)), "b": rng.normal(size=())}
+    x = rng.normal(size=(B, 3, D))
+
+    def sums(weights, x):
+        z = jnp.tanh(x * weights["w"] + weights["b"])
+        return {"sum": jnp.sum(z), "by_channel": jnp.sum(z**2, axis=(0, 1))}
+
+    def total(sums_of, weights, x):
+        sums = sums_of(weights, x)
+        return 3 * sums["sum"] + jnp.sum(jnp.arange(D) * sums["by_channel"]), sums
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        compute = lambda sums_of: jit(
+            jax.value_and_grad(functools.partial(total, sums_of), argnums=(0, 1), has_aux=True)
+        )
+        expected = compute(sums)(weights, x)
+        with jax.set_mesh(mesh):
+            placed = (
+                # One that enters split, as parameters do, and one whole.
+                jax.device_put(
+                    weights,
+                    {
+                        "w": jax.sharding.NamedSharding(mesh, PartitionSpec("fsdp")),
+                        "b": replicated(mesh),
+                    },
+                ),
+                jax.device_put(x, batch_sharding(mesh)),
+            )
+            got = compute(sum_over_token_shards(sums, ("data", "fsdp")))(*placed)
+        chex.assert_trees_all_close(got, expected, rtol=1e-12)
+    assert got[1][1].sharding.is_equivalent_to(batch_sharding(mesh), 3)
