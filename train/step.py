@@ -159,11 +159,12 @@ def make_train_step(
                 jnp.add, total, jax.value_and_grad(loss_of)(state.params, part)
             ), None
 
-        total = jax.value_and_grad(loss_of)(state.params, jax.tree.map(lambda a: a[0], batch))
-        if len(batch["labels"]) > 1:
-            rest = jax.tree.map(lambda a: a[1:], batch)
-            total, _ = jax.lax.scan(accumulate, total, rest)
-        loss, gradients = total
+        if len(batch["labels"]) == 1:
+            part = jax.tree.map(lambda a: a[0], batch)
+            loss, gradients = jax.value_and_grad(loss_of)(state.params, part)
+        else:
+            zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params)
+            (loss, gradients), _ = jax.lax.scan(accumulate, zeros, batch)
 
         # optax mixes an int32 count with Python floats, which strict promotion forbids.
         with jax.numpy_dtype_promotion("standard"):
