@@ -100,9 +100,9 @@ def loss_and_gradients(graphdef, params, batch):
         hidden = model(
             batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"]
         )
-        of_shard = lambda weight, tokens: linear_cross_entropy(
-            weight=weight, reduction="sum", **tokens
-        )
+        # Three chunks of tokens on a device: a scan over them is what XLA cannot split by itself.
+        options = {"reduction": "sum", "chunk_size": B // 8 * S // 3}
+        of_shard = lambda weight, tokens: linear_cross_entropy(weight=weight, **tokens, **options)
         return sum_over_batch(of_shard)(
             model.output_weight, {"x": hidden, "labels": batch["labels"]}
         )
