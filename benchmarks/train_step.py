@@ -25,6 +25,7 @@ from pallas_kernels import hardware
 from train import metrics
 from train.config import PRESET_NAMES, TrainConfig, preset
 from train.data import SyntheticDataset
+from train.loop import memory_in_bytes
 from train.step import init_state, make_train_step
 
 # In this order, by what the name of a kernel contains; XLA names its fusions after their
@@ -54,17 +55,6 @@ class Variant:
     def step_s(self) -> float:
         """Median time of a step."""
         return statistics.median(self.times_s)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Device memory of the compiled step."""
-        sizes = self.compiled.memory_analysis()
-        return (
-            sizes.argument_size_in_bytes
-            + sizes.output_size_in_bytes
-            - sizes.alias_size_in_bytes
-            + sizes.temp_size_in_bytes
-        )
 
 
 def variant_config(base: TrainConfig, name: str) -> TrainConfig:
@@ -208,7 +198,7 @@ def report(config: TrainConfig, variants: list[Variant], limits: list[ceilings.C
             f"{speed:,.0f}",
             "-" if used is None else f"{used:.1%}",
             f"{speed * flops / gemm:.1%}",
-            f"{variant.peak_bytes / 2**30:.1f} GiB",
+            f"{memory_in_bytes(variant.compiled) / 2**30:.1f} GiB",
             f"{variant.compile_s:.0f} s",
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -198,16 +198,18 @@ def _compile(config: TrainConfig, mesh: Mesh, state: TrainState, train_data, hel
     return train_step, eval_step
 
 
+def memory_in_bytes(compiled: Any) -> int:
+    """What a compiled step takes on each device: arguments, temporaries, and outputs of its own."""
+    sizes = compiled.memory_analysis()
+    own_outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + own_outputs
+
+
 def memory_report(compiled: Any) -> str:
     """What a compiled step needs on each device, against what the device has."""
     sizes = compiled.memory_analysis()
     gib = lambda size: f"{size / 2**30:.2f} GiB"
-    peak = (
-        sizes.argument_size_in_bytes
-        + sizes.output_size_in_bytes
-        - sizes.alias_size_in_bytes
-        + sizes.temp_size_in_bytes
-    )
+    peak = memory_in_bytes(compiled)
     parts = [
         f"memory of the step: arguments {gib(sizes.argument_size_in_bytes)}",
         f"temporaries {gib(sizes.temp_size_in_bytes)}",
