@@ -9,7 +9,29 @@ SETUP := $(VENV)/.done-dev$(GPU_EXTRA)
 # Flags of `make train`, such as ARGS="--preset llama3.2-1b --steps 20".
 ARGS ?=
 
-.PHONY: train test test-gpu lint setup clean
+# The versions of JAX that the kernels must compile on, each in an environment of its own.
+AOT_JAX := 0.11.2 latest
+AOT_SPEC_0.11.2 := jax==0.11.2
+AOT_SPEC_latest := jax>=0.12,<0.13
+
+# Sets `found` to the first interpreter of version 3.12 or later that can make environments: .python-version as
+# pyenv reads it, the usual names, then pyenv's own folder.
+define FIND_PYTHON
+for candidate in python3.12 python3.13 python3.14 python3 python \
+    $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1[2-9]*/bin/python; do \
+  if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; \
+    then found="$$candidate"; break; fi; \
+done; \
+if [ -z "$$found" ]; then \
+  echo "No Python 3.12 or later with the venv module was found. Install one and run this again:"; \
+  echo "  Debian or Ubuntu: apt install python3.12 python3.12-venv"; \
+  echo "  pyenv:            pyenv install 3.12"; \
+  echo "  uv:               uv python install 3.12, then put it on PATH"; \
+  exit 1; \
+fi
+endef
+
+.PHONY: train test test-gpu test-aot lint setup clean
 
 train: setup
 	@$(PYTHON) -m train $(ARGS)
@@ -20,6 +42,27 @@ test: setup
 test-gpu: setup
 	@$(PYTHON) -m pytest -m gpu $(ARGS)
 
+# Compiles the kernels for GPUs that are not here. Where the compilers cannot be installed (no network, not
+# Linux) nothing can be checked, and that is said, not an error.
+test-aot: $(AOT_JAX:%=test-aot-%)
+
+test-aot-%:
+	@if $(MAKE) --silent --no-print-directory .venv-aot/$*/.done; then \
+	  AOT_REQUIRED=1 .venv-aot/$*/bin/python -m pytest tests/aot $(ARGS) $(AOT_THEN_$*); \
+	else \
+	  echo "test-aot: NOT CHECKED on JAX $*: its CUDA compilers cannot be installed here, for the reason above"; \
+	fi
+
+# The kernels' numbers, interpreted on the CPU; `make test` checks them on the newest JAX.
+AOT_THEN_0.11.2 = && .venv-aot/0.11.2/bin/python -m pytest tests/pallas_kernels/test_rms_norm.py -k mosaic_gpu
+
+.venv-aot/%/.done: pyproject.toml
+	@$(FIND_PYTHON); \
+	echo "setting up $(@D) with $$("$$found" --version) and $(AOT_SPEC_$*)"; \
+	"$$found" -m venv --clear $(@D) && \
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[aot]' '$(AOT_SPEC_$*)'
+	@touch $@
+
 lint: setup
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
@@ -27,21 +70,8 @@ lint: setup
 
 setup: $(SETUP)
 
-# The first interpreter of version 3.12 or later that can make environments: .python-version as pyenv reads it,
-# the usual names, then pyenv's own folder.
 $(SETUP): pyproject.toml
-	@for candidate in python3.12 python3.13 python3.14 python3 python \
-	    $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1[2-9]*/bin/python; do \
-	  if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; \
-	    then found="$$candidate"; break; fi; \
-	done; \
-	if [ -z "$$found" ]; then \
-	  echo "No Python 3.12 or later with the venv module was found. Install one and run this again:"; \
-	  echo "  Debian or Ubuntu: apt install python3.12 python3.12-venv"; \
-	  echo "  pyenv:            pyenv install 3.12"; \
-	  echo "  uv:               uv python install 3.12, then put it on PATH"; \
-	  exit 1; \
-	fi; \
+	@$(FIND_PYTHON); \
 	echo "setting up $(VENV) with $$("$$found" --version)$(if $(GPU_EXTRA), and JAX for CUDA 13,)"; \
 	rm -f $(VENV)/.done-*; \
 	"$$found" -m venv $(VENV) && \
@@ -49,4 +79,4 @@ $(SETUP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .venv-aot build *.egg-info

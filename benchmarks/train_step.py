@@ -2,6 +2,7 @@
 
     python -m benchmarks.train_step --preset llama3.2-1b --variants scanned:minimal unrolled:minimal
 
+A variant is `layers:remat`, with `:xla` after it for one that runs no kernels of ours.
 All variants work on one state, so they take turns: round after round, each runs a few steps. Wall
 time, median over the rounds. `--kernels` adds the time by kind of kernel, from a profiler trace.
 """
@@ -31,6 +32,7 @@ from train.step import init_state, make_train_step
 # In this order, by what the name of a kernel contains; XLA names its fusions after their
 # operations.
 _KINDS = {
+    "norm (ours)": r"rms_norm",
     "attention (cuDNN)": r"cudnn|flash|sdpa|fmha",
     "GEMM (XLA's Triton)": r"gemm_fusion",
     "GEMM (cuBLAS)": r"nvjet|gemm|cutlass|xmma",
@@ -58,11 +60,13 @@ class Variant:
 
 
 def variant_config(base: TrainConfig, name: str) -> TrainConfig:
-    """`base` with `layers:remat` applied, such as `unrolled:minimal`."""
-    layers, remat = name.split(":")
-    if layers not in ("scanned", "unrolled"):
-        raise ValueError(f"variant {name!r} must start with 'scanned:' or 'unrolled:'")
-    model = dataclasses.replace(base.model, scan_layers=layers == "scanned", remat=remat)
+    """`base` with `layers:remat` or `layers:remat:xla` applied, such as `unrolled:minimal`."""
+    layers, remat, *rest = name.split(":")
+    if layers not in ("scanned", "unrolled") or rest not in ([], ["xla"]):
+        raise ValueError(f"variant {name!r} must be (scanned|unrolled):REMAT or end in ':xla'")
+    model = dataclasses.replace(
+        base.model, scan_layers=layers == "scanned", remat=remat, kernels=not rest
+    )
     return dataclasses.replace(base, model=model)
 
 
@@ -185,7 +189,7 @@ def report(config: TrainConfig, variants: list[Variant], limits: list[ceilings.C
         "MFU counts causal attention at half and no recomputation, against the card's dense "
         "bfloat16 peak. Memory is arguments plus temporaries of the compiled step.",
         "",
-        "| layers:remat | ms/step | min - max | tokens/s | MFU | of the GEMM | memory | compile |",
+        "| variant | ms/step | min - max | tokens/s | MFU | of the GEMM | memory | compile |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for variant in variants:

@@ -10,6 +10,7 @@ unrolled alike.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from models.remat import remat_policy
 from models.rope import RopeParameters, apply_rotary, rotary_cos_sin
-from models.sharding import split_batch
+from models.sharding import map_over_batch, split_batch
 from pallas_kernels import add_rms_norm, rms_norm
 from pallas_kernels.layers import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGLU
 
@@ -63,6 +64,8 @@ class LlamaConfig:
       scan_layers: whether the layers run in one `lax.scan` (compiles faster) or are unrolled (runs
         faster).
       remat: what the layers keep for the backward; see `models.remat`.
+      kernels: whether the operations may run as Mosaic GPU kernels; False leaves all to XLA, for
+        comparison.
       attention_implementation: of `jax.nn.dot_product_attention`; `None` takes cuDNN where it runs.
     """
 
@@ -90,6 +93,7 @@ class LlamaConfig:
     param_dtype: str = "float32"
     scan_layers: bool = True
     remat: str = "minimal"
+    kernels: bool = True
     attention_implementation: Literal["xla", "cudnn"] | None = None
 
     def __post_init__(self):
@@ -297,11 +301,11 @@ class Block(nnx.Module):
         next_weight: Float[Array, " D"],
     ) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"]]:
         """From the attention's output to the carry of the next layer, `(normed, residual)`."""
-        normed, residual = self.post_attention_layernorm(self.self_attn.output(attn_out), residual)
+        add_norm = functools.partial(_add_norm, self.input_layernorm.options)
+        weight = self.post_attention_layernorm.weight[...]
+        normed, residual = add_norm(weight, self.self_attn.output(attn_out), residual)
         mlp_out = checkpoint_name(self.mlp(normed), "mlp_out")
-        normed, residual = add_rms_norm(
-            mlp_out, residual, next_weight, **self.input_layernorm.options
-        )
+        normed, residual = add_norm(next_weight, mlp_out, residual)
         return split_batch(normed), split_batch(residual)
 
 
@@ -443,7 +447,7 @@ class Llama(nnx.Module):
             layer = policy.checkpoint(layer, in_scan=config.scan_layers)
 
         residual = self._embed(tokens)
-        normed = rms_norm(residual, norm_weights[0], **self.norm.options)
+        normed = _norm(self.norm.options, norm_weights[0], residual)
         inputs = (state, norm_weights[1:], layer_inputs)
         if config.scan_layers:
             (normed, _), outputs = jax.lax.scan(layer, (normed, residual), inputs)
@@ -479,7 +483,32 @@ class Llama(nnx.Module):
 
 
 def _norm_options(config: LlamaConfig) -> dict[str, Any]:
-    return {"eps": config.rms_norm_eps, "casting": "llama", "param_dtype": config.param_dtype}
+    return {
+        "eps": config.rms_norm_eps,
+        "casting": "llama",
+        "param_dtype": config.param_dtype,
+        "implementation": None if config.kernels else "reference",
+    }
+
+
+# On a mesh the norms run on each device's part of the batch, because XLA cannot split a kernel.
+
+
+def _norm(
+    options: dict[str, Any], weight: Float[Array, " D"], x: Float[Array, "B S D"]
+) -> Float[Array, "B S D"]:
+    return map_over_batch(lambda weight, x: rms_norm(x, weight, **options))(weight, x)
+
+
+def _add_norm(
+    options: dict[str, Any],
+    weight: Float[Array, " D"],
+    x: Float[Array, "B S D"],
+    residual: Float[Array, "B S D"],
+) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"]]:
+    return map_over_batch(lambda weight, tokens: add_rms_norm(*tokens, weight, **options))(
+        weight, (x, residual)
+    )
 
 
 def _unstack(tree: Any, num_slices: int) -> list[Any]:

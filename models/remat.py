@@ -12,7 +12,19 @@ from typing import Any
 
 import jax
 
-TENSOR_NAMES = ("q", "k", "v", "attn_out", "attn_proj", "gate", "up", "mlp_out", "residual", "rstd")
+TENSOR_NAMES = (
+    "q",
+    "k",
+    "v",
+    "attn_out",
+    "attn_proj",
+    "residual",
+    "rstd",
+    "normed",
+    "gate",
+    "up",
+    "mlp_out",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +60,10 @@ POLICIES = {
     "full": RematPolicy(tensors=(), attention=False),
     # The attention is kept; output projection and MLP run again.
     "attention": RematPolicy(tensors=(), attention=True),
-    # No GEMM and no attention runs again, only norms, rotations and the gated activation.
-    "minimal": RematPolicy(tensors=("residual", "rstd", "gate", "up"), attention=True),
+    # No GEMM, no attention and no norm runs again, only rotations and the gated activation.
+    # `normed` is there because a kernel makes it in one call with `residual`: without it that call
+    # would run again, and before it the GEMM that makes its input.
+    "minimal": RematPolicy(tensors=("residual", "rstd", "normed", "gate", "up"), attention=True),
 }
 
 

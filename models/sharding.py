@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from pallas_kernels.sharding import sum_over_token_shards
+from pallas_kernels.sharding import map_over_token_shards, sum_over_token_shards
 
 BATCH_AXES = ("data", "fsdp")
 
@@ -89,6 +89,23 @@ def split_batch(x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES))
+
+
+def map_over_batch(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn(weights, tokens) -> tokens` on each device's tokens; see `map_over_token_shards`.
+
+    Where the devices do not divide the batch, as that of a few prompts, XLA splits `fn` itself.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return fn
+
+    def mapped(weights: Any, tokens: Any) -> Any:
+        if any(a.shape[0] % mesh.size for a in jax.tree.leaves(tokens)):
+            return fn(weights, tokens)
+        return map_over_token_shards(fn, BATCH_AXES)(weights, tokens)
+
+    return mapped
 
 
 def sum_over_batch(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,25 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 
+def map_over_token_shards(fn: Callable[..., Any], mesh_axes: tuple[str, ...]) -> Callable[..., Any]:
+    """`fn` run on each device's tokens.
+
+    Differentiable, as `sum_over_token_shards` is.
+
+    Args:
+      fn: `(weights, tokens) -> tokens`, where arguments and results are pytrees.
+      mesh_axes: axes of the mesh in context (`jax.set_mesh`) over which axis 0 of every array in
+        `tokens`, and of every result, is split. A weight that is split over the mesh is gathered,
+        once per call.
+
+    Returns:
+      A function of the same arguments that takes and returns global arrays.
+    """
+    tokens = PartitionSpec(mesh_axes)
+    # check_vma=False: see below.
+    return jax.shard_map(fn, in_specs=(PartitionSpec(), tokens), out_specs=tokens, check_vma=False)
+
+
 def sum_over_token_shards(fn: Callable[..., Any], mesh_axes: tuple[str, ...]) -> Callable[..., Any]:
     """`fn` run on each device's tokens, and its results added up over the devices.
 

@@ -1,8 +1,11 @@
-"""Set-up of all tests: eight CPU devices and strict dtypes; `-m gpu` runs those that need a GPU."""
+"""Set-up of all tests: eight CPU devices and strict dtypes; `-m gpu` runs those for a GPU."""
 
 import jax
 import jaxtyping
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -14,11 +17,17 @@ def pytest_configure(config):
         jax.config.update("jax_platforms", "cpu")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items):
-    if jax.default_backend() != "gpu":
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU and `pytest -m gpu`"))
+    on_gpu = jax.default_backend() == "gpu"
+    for item in items:
+        if not on_gpu and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU and `pytest -m gpu`"))
+        # What is interpreted elsewhere is compiled there.
+        options = item.callspec.params if hasattr(item, "callspec") else {}
+        kernel = options.get("implementation") == "mosaic_gpu"
+        if on_gpu and (kernel or "interpreted" in getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture
@@ -27,3 +36,31 @@ def unchecked_shapes():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Mosaic GPU kernels run in JAX's interpreter, where a race between threads fails the test.
+
+    The interpreter checks the algorithm and its synchronization, not that it lowers. On a GPU
+    (`-m gpu`) they run compiled.
+    """
+    if jax.default_backend() == "gpu":
+        yield
+        return
+    # JAX 0.11 only prints a race, and each kernel starts with a new record.
+    records = []
+
+    def new_record(**options):
+        records.append(GPURaceDetectionState(**options))
+        return records[-1]
+
+    monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", new_record)
+    try:
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+            yield
+        jax.effects_barrier()
+    finally:
+        # After an exception in a kernel the interpreter would refuse the kernels of later tests.
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+    assert not any(r.races_found for r in records), "data race; see the captured output"

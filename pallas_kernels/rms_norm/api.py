@@ -4,10 +4,13 @@ from typing import Literal, get_args
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.rms_norm import reference
+from pallas_kernels.mosaic_gpu import runs_here, sharded_over_devices
+from pallas_kernels.rms_norm import mosaic_gpu, reference
+from pallas_kernels.rms_norm.config import Config
 
 type Casting = Literal["float32", "llama", "gemma"]
-type Implementation = Literal["reference"]
+# Not "Implementation": beartype takes aliases of one name for one type, whatever their module.
+type NormImplementation = Literal["reference", "mosaic_gpu"]
 
 
 def rms_norm(
@@ -17,8 +20,8 @@ def rms_norm(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     casting: Casting = "float32",
-    implementation: Implementation | None = None,
-    config: None = None,
+    implementation: NormImplementation | None = None,
+    config: Config | None = None,
 ) -> Float[Array, "*T D"]:
     """Root mean square normalization over the last axis (https://arxiv.org/abs/1910.07467).
 
@@ -39,20 +42,25 @@ def rms_norm(
         rounded once at the end (`"gemma"` is the name other libraries give it; it implies no
         offset). `"llama"`: `x · rstd` is rounded to `x.dtype` before the scale, as Hugging Face
         does.
-      implementation: `None` picks the fastest one that runs here. `"reference"` is plain JAX.
-      config: launch parameters of a kernel; the implementations here have none.
+      implementation: `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere, `"reference"` plain
+        JAX for XLA to fuse. `None` picks the kernel if JAX's default device is such a GPU, the
+        kernel takes the arguments, and they are whole on one device: XLA cannot split a kernel, so
+        on a mesh call it inside of `jax.shard_map`. (Arguments that only `jax.jit(in_shardings=)`
+        splits cannot be told from whole ones; XLA gathers these.) A name is binding.
+      config: launch parameters of the kernel; `None` takes measured ones, or a guess from the
+        device and the sizes.
 
     Raises:
-      ValueError: the shapes disagree, or a name is unknown.
+      ValueError: the shapes disagree, a name is unknown, or `config` does not fit.
+      NotImplementedError: the kernel was asked for by name and does not take the arguments; also on
+        differentiating it twice.
     """
-    _check(x, weight, casting, config)
-    match implementation:
-        case None | "reference":
-            return reference.rms_norm(
-                x, weight, eps=eps, weight_offset=weight_offset, casting=casting
-            )
-        case _:
-            raise ValueError(_unknown_implementation(implementation))
+    implementation = _check_and_choose(x, None, weight, casting, implementation, config)
+    if implementation == "reference":
+        return reference.rms_norm(x, weight, eps=eps, weight_offset=weight_offset, casting=casting)
+    return mosaic_gpu.norm(
+        x, None, weight, eps=eps, weight_offset=weight_offset, casting=casting, config=config
+    )[0]
 
 
 def add_rms_norm(
@@ -63,13 +71,14 @@ def add_rms_norm(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     casting: Casting = "float32",
-    implementation: Implementation | None = None,
-    config: None = None,
+    implementation: NormImplementation | None = None,
+    config: Config | None = None,
 ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
     """Residual addition, then RMSNorm: `residual_out = x + residual`, `y = rms_norm(residual_out)`.
 
     The sum is taken in float32 and rounded to `x.dtype`; the norm is that of `residual_out` as
-    stored, so that the pair equals the addition and the norm done one after the other.
+    stored, so that the pair equals the addition and the norm done one after the other (up to the
+    last bit of `rstd`, which the order of the sum decides).
     Differentiable in all three arrays; the gradients of `x` and `residual` are equal up to their
     dtypes.
 
@@ -87,30 +96,48 @@ def add_rms_norm(
       `(y, residual_out)`, both of the shape and dtype of `x`.
 
     Raises:
-      ValueError: the shapes disagree, or a name is unknown.
+      ValueError: see `rms_norm`, like `NotImplementedError`.
+      NotImplementedError: see `rms_norm`.
     """
-    _check(x, weight, casting, config)
-    if residual.shape != x.shape:
-        raise ValueError(f"residual must have the shape of x, {x.shape}, got {residual.shape}")
-    match implementation:
-        case None | "reference":
-            return reference.add_rms_norm(
-                x, residual, weight, eps=eps, weight_offset=weight_offset, casting=casting
-            )
-        case _:
-            raise ValueError(_unknown_implementation(implementation))
+    implementation = _check_and_choose(x, residual, weight, casting, implementation, config)
+    if implementation == "reference":
+        return reference.add_rms_norm(
+            x, residual, weight, eps=eps, weight_offset=weight_offset, casting=casting
+        )
+    y, residual_out = mosaic_gpu.norm(
+        x, residual, weight, eps=eps, weight_offset=weight_offset, casting=casting, config=config
+    )
+    assert residual_out is not None
+    return y, residual_out
 
 
-def _check(x, weight, casting, config) -> None:
+def _check_and_choose(
+    x: Array,
+    residual: Array | None,
+    weight: Array,
+    casting: Casting,
+    implementation: NormImplementation | None,
+    config: Config | None,
+) -> NormImplementation:
+    """The implementation to run."""
     if x.ndim == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(
             f"weight must have shape {x.shape[-1:]} (x is {x.shape}), got {weight.shape}"
         )
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual must have the shape of x, {x.shape}, got {residual.shape}")
     if casting not in get_args(Casting.__value__):
         raise ValueError(f"{casting=} must be one of {get_args(Casting.__value__)}")
-    if config is not None:
-        raise ValueError(f"{config=}: the plain-JAX implementation has no launch parameters")
-
-
-def _unknown_implementation(implementation) -> str:
-    return f"{implementation=} must be None or one of {get_args(Implementation.__value__)}"
+    names = get_args(NormImplementation.__value__)
+    if implementation is not None and implementation not in names:
+        raise ValueError(f"{implementation=} must be None or one of {names}")
+    if implementation is None:
+        fallback = (
+            runs_here() is not None
+            or sharded_over_devices(x)
+            or mosaic_gpu.unsupported_reason(x, weight, residual) is not None
+        )
+        implementation = "reference" if fallback else "mosaic_gpu"
+    if implementation == "reference" and config is not None:
+        raise ValueError(f"{config=}: {implementation=} has no launch parameters")
+    return implementation

@@ -23,7 +23,8 @@ def rms_norm(
         # The product of two 16-bit numbers is exact in float32, so rounding it once below gives
         # the bits of a 16-bit multiplication, whatever the dtype of the weight.
         x_hat = _rounded(x_hat, x.dtype).astype(jnp.float32)
-    return (x_hat * (weight.astype(jnp.float32) + weight_offset)).astype(x.dtype)
+    y = (x_hat * (weight.astype(jnp.float32) + weight_offset)).astype(x.dtype)
+    return checkpoint_name(y, "normed")
 
 
 def add_rms_norm(
@@ -45,8 +46,10 @@ def add_rms_norm(
 
 def _rounded(x_f32: Float[Array, "*T D"], dtype: jnp.dtype) -> Float[Array, "*T D"]:
     """`x_f32` in `dtype`, so that what reads it in float32 again sees the rounded values."""
-    if dtype == jnp.bfloat16:
-        # In a compiled program XLA for GPUs drops the rounding of a cast to bfloat16 and back
-        # (https://github.com/openxla/xla/issues/41605). It keeps this one.
-        x_f32 = jax.lax.reduce_precision(x_f32, exponent_bits=8, mantissa_bits=7)
+    if dtype in (jnp.bfloat16, jnp.float16):
+        # In a compiled program XLA for GPUs drops the rounding of a cast to 16 bits and back
+        # (https://github.com/openxla/xla/issues/41605). It keeps this one. Exponents are left to
+        # the cast: reduce_precision has no subnormal numbers.
+        mantissa_bits = jnp.finfo(dtype).nmant
+        x_f32 = jax.lax.reduce_precision(x_f32, exponent_bits=8, mantissa_bits=mantissa_bits)
     return x_f32.astype(dtype)

@@ -267,6 +267,10 @@ def generated(config):
     return generate(make_model(config), random_tokens(config, (4, 5)), max_new_tokens=12)
 
 
+def norm_options(config):
+    return make_model(config).norm.options
+
+
 def exported(config):
     return config_to_hf(config)
 
@@ -299,6 +303,8 @@ PERTURBATIONS = {
     "param_dtype": ("bfloat16", structure),
     "scan_layers": (False, program),
     "remat": ("full", program),
+    # Off the GPU no kernel runs: what is seen is that the norms are told.
+    "kernels": (False, norm_options),
     "attention_implementation": ("cudnn", hidden_states),
 }
 

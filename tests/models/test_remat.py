@@ -206,8 +206,8 @@ def test_the_residual_is_kept_once(scan_layers):
 
 @each_layout
 def test_minimal_adds_to_the_attention_what_spares_gemms(scan_layers):
-    # gate and up; the residual; a number per token for each norm.
-    shapes = [(B, S, F)] * 2 + [(B, S, 1)] * 2
+    # gate and up; the residual; the normed input of the MLP; a number per token for each norm.
+    shapes = [(B, S, F)] * 2 + [(B, S, D)] + [(B, S, 1)] * 2
     expected = Counter([(L, *shape) for shape in shapes] if scan_layers else shapes * L)
     expected += residuals(scan_layers)
     assert kept("minimal", scan_layers) == kept("attention", scan_layers) + expected

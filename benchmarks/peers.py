@@ -1,0 +1,319 @@
+"""The PyTorch libraries that people use for the same operations, beside ours in one run.
+
+    python -m benchmarks.peers --ops rms_norm --shapes 16384x4096
+
+says which of them are installed, in which versions, and which are not, then is
+`python -m benchmarks.bench --peers` with the same flags. They are not requirements of this project:
+
+    pip install torch liger-kernel quack-kernels cut-cross-entropy
+"""
+
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.ops import (
+    ADD_RMS_NORM,
+    EPS,
+    LAYER_NORM,
+    LINEAR_CROSS_ENTROPY,
+    RMS_NORM,
+    SWIGLU,
+    Arrays,
+    Direction,
+    Formula,
+    Prepared,
+)
+
+PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "cut-cross-entropy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """A peer's implementation of one operation.
+
+    Attributes:
+      op: the table it belongs to.
+      name: of the column.
+      package: which must be installed.
+      formula: what it computes.
+      load: imports the package and returns the function of the formula's inputs.
+    """
+
+    op: str
+    name: str
+    package: str
+    formula: Formula
+    load: Callable[[], Callable[..., Any]]
+
+
+def versions() -> dict[str, str | None]:
+    """The installed version of every package, None where there is none."""
+    found: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def missing() -> list[str]:
+    """The packages that are not installed."""
+    return [package for package, version in versions().items() if version is None]
+
+
+def peers_of(op: str) -> list[Peer]:
+    """The installed peers of an operation."""
+    absent = missing()
+    # All of them run under PyTorch.
+    return [p for p in _PEERS if p.op == op and p.package not in absent and "torch" not in absent]
+
+
+def reset() -> None:
+    """Forgets what `torch.compile` has compiled and gives PyTorch's unused memory back.
+
+    To be called before each shape: after eight of them it would silently stop compiling.
+    """
+    torch = _torch()
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+
+
+def prepare(peer: Peer, sets: list[Arrays], direction: Direction) -> Prepared:
+    """Copies the inputs to PyTorch, for the backward also runs the forward once per set."""
+    torch = _torch()
+    # The compiled backward would reuse the memory of what it saved, and then run only once.
+    functorch: Any = importlib.import_module("torch._functorch.config")
+    functorch.donated_buffer = False
+    fn, formula = peer.load(), peer.formula
+    calls = []
+    for arrays in sets:
+        inputs = {name: _to_torch(arrays[name]) for name in formula.inputs}
+        variables = {
+            name: t.requires_grad_() for name, t in inputs.items() if t.is_floating_point()
+        }
+        match direction:
+            case "forward":
+                call = functools.partial(_forward, fn, formula, inputs)
+            case "backward":
+                outputs = list(_forward(fn, formula, inputs).values())
+                cotangents = [_to_torch(arrays[f"d{name}"]) for name in formula.outputs]
+                call = functools.partial(_backward, outputs, variables, cotangents)
+            case "forward+backward":
+                call = functools.partial(_both, fn, formula, inputs, variables)
+        calls.append(call)
+
+    def num_bytes() -> int:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        calls[0]()
+        return torch.cuda.max_memory_allocated() - before
+
+    return Prepared(calls, num_bytes)
+
+
+def to_jax(tensors: dict[str, Any]) -> Arrays:
+    """PyTorch's results as JAX arrays."""
+    return {k: jnp.asarray(jax.dlpack.from_dlpack(t.detach())) for k, t in tensors.items()}
+
+
+def _to_torch(array: jax.Array) -> Any:
+    # A copy: kernels that work in place must not change the arrays of the others.
+    tensor = _torch().from_dlpack(jax.block_until_ready(array)).clone()
+    return tensor if tensor.is_floating_point() else tensor.long()  # labels must be int64
+
+
+def _forward(fn, formula, inputs) -> dict[str, Any]:
+    outputs = fn(*inputs.values())
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    _synchronize()
+    return dict(zip(formula.outputs, outputs, strict=True))
+
+
+def _backward(outputs, variables, cotangents) -> dict[str, Any]:
+    autograd = _torch().autograd
+    gradients = autograd.grad(outputs, list(variables.values()), cotangents, retain_graph=True)
+    _synchronize()
+    return {f"d{name}": gradient for name, gradient in zip(variables, gradients, strict=True)}
+
+
+def _both(fn, formula, inputs, variables) -> dict[str, Any]:
+    loss = fn(*inputs.values())
+    gradients = _torch().autograd.grad(loss, list(variables.values()))
+    _synchronize()
+    named = {f"d{name}": gradient for name, gradient in zip(variables, gradients, strict=True)}
+    return {formula.outputs[0]: loss} | named
+
+
+def _torch() -> Any:
+    return importlib.import_module("torch")
+
+
+def _synchronize() -> None:
+    torch = _torch()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+# How each is called. Looked up in torch 2.13, liger-kernel 0.8.5, quack-kernels 0.6.5 and
+# cut-cross-entropy 25.1.1.
+
+
+def _functional() -> Any:
+    return importlib.import_module("torch.nn.functional")
+
+
+def _eager_rms_norm() -> Callable[..., Any]:
+    rms_norm = _functional().rms_norm
+    return lambda x, weight: rms_norm(x, weight.shape, weight, EPS)
+
+
+def _eager_add_rms_norm() -> Callable[..., Any]:
+    rms_norm = _eager_rms_norm()
+
+    def add_rms_norm(x, residual, weight):
+        residual_out = x + residual
+        return rms_norm(residual_out, weight), residual_out
+
+    return add_rms_norm
+
+
+def _eager_layer_norm() -> Callable[..., Any]:
+    layer_norm = _functional().layer_norm
+    return lambda x, weight, bias: layer_norm(x, weight.shape, weight, bias, EPS)
+
+
+def _eager_swiglu() -> Callable[..., Any]:
+    silu = _functional().silu
+    return lambda gate, up: silu(gate) * up
+
+
+def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return _torch().compile(fn, dynamic=False)
+
+
+def _rms_norm_formula(x, weight):
+    x_f32 = x.float()
+    rstd = _torch().rsqrt(x_f32.square().mean(-1, keepdim=True) + EPS)
+    return (x_f32 * rstd * weight.float()).to(x.dtype)
+
+
+def _add_rms_norm_formula(x, residual, weight):
+    residual_out = x + residual
+    return _rms_norm_formula(residual_out, weight), residual_out
+
+
+def _swiglu_formula(gate, up):
+    return (_functional().silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+def _linear_cross_entropy_formula(x, weight, labels):
+    return _functional().cross_entropy((x @ weight.T).float(), labels)
+
+
+def _liger(name: str) -> Any:
+    return getattr(importlib.import_module("liger_kernel.ops"), name)
+
+
+def _liger_rms_norm() -> Callable[..., Any]:
+    function = _liger("LigerRMSNormFunction")
+    # No offset; everything in float32. Not in place: that moves as many bytes, but overwrites the
+    # cotangent, so that the second call would see other numbers.
+    return lambda x, weight: function.apply(x, weight, EPS, 0.0, "gemma", False)
+
+
+def _liger_add_rms_norm() -> Callable[..., Any]:
+    function = _liger("LigerFusedAddRMSNormFunction")
+    return lambda x, residual, weight: function.apply(x, residual, weight, EPS, 0.0, "gemma", False)
+
+
+def _liger_layer_norm() -> Callable[..., Any]:
+    function = _liger("LigerLayerNormFunction")
+    return lambda x, weight, bias: function.apply(x, weight, bias, EPS)
+
+
+def _liger_linear_cross_entropy() -> Callable[..., Any]:
+    function = _liger("LigerFusedLinearCrossEntropyFunction")
+    return lambda x, weight, labels: function.apply(x, weight, labels)[0]
+
+
+def _quack_rms_norm() -> Callable[..., Any]:
+    rmsnorm = importlib.import_module("quack").rmsnorm
+    return lambda x, weight: rmsnorm(x, weight, eps=EPS)
+
+
+def _quack_add_rms_norm() -> Callable[..., Any]:
+    rmsnorm = importlib.import_module("quack").rmsnorm
+    return lambda x, residual, weight: rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=True)
+
+
+def _cce() -> Callable[..., Any]:
+    return importlib.import_module("cut_cross_entropy").linear_cross_entropy
+
+
+_PEERS = (
+    Peer("rms_norm", "torch", "torch", RMS_NORM, _eager_rms_norm),
+    Peer("rms_norm", "torch.compile", "torch", RMS_NORM, lambda: _compiled(_rms_norm_formula)),
+    Peer("rms_norm", "Liger", "liger-kernel", RMS_NORM, _liger_rms_norm),
+    Peer("rms_norm", "QuACK", "quack-kernels", RMS_NORM, _quack_rms_norm),
+    Peer("rms_norm", "LayerNorm (torch)", "torch", LAYER_NORM, _eager_layer_norm),
+    Peer(
+        "rms_norm",
+        "LayerNorm (torch.compile)",
+        "torch",
+        LAYER_NORM,
+        lambda: _compiled(_eager_layer_norm()),
+    ),
+    Peer("rms_norm", "LayerNorm (Liger)", "liger-kernel", LAYER_NORM, _liger_layer_norm),
+    Peer("add_rms_norm", "torch", "torch", ADD_RMS_NORM, _eager_add_rms_norm),
+    Peer(
+        "add_rms_norm",
+        "torch.compile",
+        "torch",
+        ADD_RMS_NORM,
+        lambda: _compiled(_add_rms_norm_formula),
+    ),
+    Peer("add_rms_norm", "Liger", "liger-kernel", ADD_RMS_NORM, _liger_add_rms_norm),
+    Peer("add_rms_norm", "QuACK", "quack-kernels", ADD_RMS_NORM, _quack_add_rms_norm),
+    Peer("swiglu", "torch", "torch", SWIGLU, _eager_swiglu),
+    Peer("swiglu", "torch.compile", "torch", SWIGLU, lambda: _compiled(_swiglu_formula)),
+    Peer(
+        "linear_cross_entropy",
+        "torch.compile",
+        "torch",
+        LINEAR_CROSS_ENTROPY,
+        lambda: _compiled(_linear_cross_entropy_formula),
+    ),
+    Peer(
+        "linear_cross_entropy",
+        "Liger",
+        "liger-kernel",
+        LINEAR_CROSS_ENTROPY,
+        _liger_linear_cross_entropy,
+    ),
+    Peer("linear_cross_entropy", "CCE", "cut-cross-entropy", LINEAR_CROSS_ENTROPY, _cce),
+)
+
+
+def main() -> None:
+    """Says what is installed and runs the benchmark with it."""
+    # Here and not above, because `bench` imports this module.
+    from benchmarks import bench
+
+    for package, version in versions().items():
+        print(f"{package}: {version or 'not installed'}")
+    if "torch" in missing():
+        sys.exit("the peers run under PyTorch, which is not installed")
+    bench.main(["--peers", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The shapes that are measured."""
+
+type Shape = tuple[int, ...]
+
+# Tokens x hidden size: the widths of Llama (2048 to 16384) and a narrow one, gpt-oss's 2880, which
+# is no multiple of 128, and two that are too small to fill a card.
+NORM: tuple[Shape, ...] = (
+    (32768, 2048),
+    (16384, 4096),
+    (8192, 8192),
+    (65536, 1024),
+    (4096, 16384),
+    (16384, 2880),
+    (16384, 5120),
+    (256, 4096),
+    (1024, 2048),
+)
+
+# Tokens x intermediate size of Llama 1B, 8B and 70B.
+SWIGLU: tuple[Shape, ...] = ((16384, 8192), (8192, 14336), (4096, 28672))
+
+# Tokens x hidden size x vocabulary of Llama 3.1 8B and 3.2 1B.
+LOSS: tuple[Shape, ...] = ((8192, 4096, 128256), (16384, 2048, 128256))
+
+
+def label(shape: Shape) -> str:
+    """The shape as tables have it: `16384x4096`."""
+    return "x".join(map(str, shape))
+
+
+def parse(text: str) -> Shape:
+    """The inverse of `label`."""
+    return tuple(int(size) for size in text.split("x"))

@@ -1,0 +1,128 @@
+"""What the Mosaic GPU kernels share: the device they are for, a register layout, and loads and
+stores in it.
+
+Mosaic GPU is the Pallas backend for NVIDIA GPUs
+(https://docs.jax.dev/en/latest/pallas/gpu/index.html). A thread block has one or more warpgroups
+of four warps; a Pallas thread is a warpgroup.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+WARPS_PER_WARPGROUP = 4
+LANES = 32
+MAX_WARPS = 32  # 1024 threads, the limit of a block
+BYTES_PER_ACCESS = 16  # the widest load or store of a lane
+
+# Of a multiprocessor, on every architecture since Volta.
+REGISTERS_PER_SM = 65536
+MAX_REGISTERS_PER_LANE = 255
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Device:
+    """What launch parameters depend on.
+
+    Attributes:
+      kind: `jax.Device.device_kind`.
+      capability: compute capability, such as `(9, 0)`; None if it is no NVIDIA GPU.
+      num_sms: streaming multiprocessors; 1 where kernels are interpreted.
+    """
+
+    kind: str
+    capability: tuple[int, int] | None
+    num_sms: int
+
+    @property
+    def has_tma(self) -> bool:
+        """Whether it has a tensor memory accelerator: since Hopper, or where it is interpreted."""
+        return self.capability is None or self.capability >= (9, 0)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory that one thread block may ask for.
+
+        https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
+        """
+        match self.capability:
+            case None | (9 | 10 | 11, _):
+                return 227 * 1024
+            case (8, 0 | 7):
+                return 163 * 1024
+            case _:
+                return 99 * 1024
+
+
+def target_device() -> Device:
+    """The device that Pallas compiles for: JAX's default device.
+
+    On a machine without a GPU the kernels can still be interpreted, or exported; their launch
+    parameters are then those of a GPU with one multiprocessor: right anywhere, fast nowhere.
+    """
+    device: Any = jax.config.jax_default_device
+    if device is None or isinstance(device, str):
+        device = jax.devices(device)[0]
+    if device.platform == "cpu":
+        return Device(device.device_kind, None, 1)
+    capability = getattr(device, "compute_capability", None)
+    if capability is not None and "." in str(capability):
+        major, minor = str(capability).split(".")
+        return Device(device.device_kind, (int(major), int(minor)), device.core_count)
+    return Device(device.device_kind, None, 1)
+
+
+def runs_here() -> str | None:
+    """Why no kernel can be compiled for the default device, or None if it can."""
+    device = target_device()
+    if device.capability is None:
+        return f"the device is {device.kind!r}, not an NVIDIA GPU"
+    if device.capability < (8, 0):
+        return f"compute capability {device.capability} is below (8, 0), that of the A100"
+    return None
+
+
+def sharded_over_devices(x: jax.Array) -> bool:
+    """Whether XLA may have split `x` over several devices.
+
+    It would gather the operands of a kernel, which it cannot split. Inside of `jax.shard_map` an
+    array is the part of one device.
+    """
+    # The first is that of the context (`jax.set_mesh`), the second that of sharded arguments.
+    meshes = (jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh)
+    return any(
+        size > 1 and kind != jax.sharding.AxisType.Manual
+        for mesh in meshes
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    )
+
+
+def rows_of_warps(vector: int) -> Any:
+    """Layout of a `[4, n·32·vector]` value: row i is warp i's, a lane has `vector` in a row.
+
+    A sum over axis 1 stays within a warp, so it needs no shared memory. (`jnp.sum` of a layout
+    that spans warps goes through one scratch buffer a block, where several warpgroups race.)
+    """
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((WARPS_PER_WARPGROUP, LANES * vector), (vector,))),
+        warp_dims=(-3,),
+        lane_dims=(-2,),
+        vector_dim=-1,
+    )
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+    """The values of a reference in a tiled layout."""
+    # "optimized" asks for whole 32-byte sectors a warp; JAX 0.11 has no other way for tiled
+    # layouts from global memory, 0.12 refuses some that are fine.
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Stores a value that is in a tiled layout."""
+    if hasattr(plgpu, "store"):  # since JAX 0.12, where `ref[...] =` implies `optimized=True`
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

@@ -1,0 +1,335 @@
+"""Compiles functions for real GPUs on a machine without one, and reads what the compilers report.
+
+JAX lowers, XLA compiles and NVIDIA's `ptxas` assembles exactly as they do on the GPU; what they are
+told about the chip is the description written here. So these reports hold on hardware: that the
+kernels compile, their registers and spills, their memory instructions, what XLA puts around them.
+They say nothing about speed, races, deadlocks or numbers.
+
+Compilation runs in `aot.worker`, a process of its own for every chip: a kernel that LLVM cannot
+select instructions for aborts the whole process.
+"""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pallas_kernels import hardware
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """What the compilers need to know of a GPU beside `pallas_kernels.hardware`.
+
+    Attributes:
+      device_kind: `jax.Device.device_kind`.
+      compute_capability: major and minor.
+      arch: what its kernels must be assembled for.
+      smem_per_sm: bytes of shared memory of a multiprocessor; a block may have 1 KiB less.
+      l2_bytes: of the second-level cache.
+    """
+
+    device_kind: str
+    compute_capability: tuple[int, int]
+    arch: str
+    smem_per_sm: int
+    l2_bytes: int
+
+    @property
+    def limits(self) -> hardware.Hardware:
+        """Its row in the table of devices."""
+        limits = hardware.lookup(self.device_kind)
+        assert limits is not None, f"{self.device_kind} is not in pallas_kernels/hardware.py"
+        return limits
+
+    def target_config(self) -> str:
+        """XLA's description of the device, a `GpuTargetConfigProto` as text."""
+        major, minor = self.compute_capability
+        limits = self.limits
+        return f"""
+            gpu_device_info {{
+              threads_per_block_limit: 1024
+              threads_per_warp: 32
+              shared_memory_per_block: 49152
+              shared_memory_per_block_optin: {limits.smem_bytes}
+              shared_memory_per_core: {self.smem_per_sm}
+              threads_per_core_limit: 2048
+              core_count: {limits.num_sms}
+              fpus_per_core: 128
+              block_dim_limit_x: 2147483647
+              block_dim_limit_y: 65535
+              block_dim_limit_z: 65535
+              memory_bandwidth: {int(limits.hbm_bandwidth)}
+              l2_cache_size: {self.l2_bytes}
+              clock_rate_ghz: 1.5
+              device_memory_size: {limits.hbm_bytes}
+              cuda_compute_capability {{ major: {major} minor: {minor} }}
+              registers_per_core_limit: 65536
+              registers_per_block_limit: 65536
+            }}
+            platform_name: "CUDA"
+            dnn_version_info {{ major: 9 minor: 10 }}
+            device_description_str: "{self.device_kind}"
+        """
+
+
+_MIB = 2**20
+
+CHIPS = {
+    "h100": Chip(
+        device_kind="NVIDIA H100 80GB HBM3",
+        compute_capability=(9, 0),
+        arch="sm_90a",
+        smem_per_sm=228 * 1024,
+        l2_bytes=50 * _MIB,
+    ),
+    "a100": Chip(
+        device_kind="NVIDIA A100-SXM4-40GB",
+        compute_capability=(8, 0),
+        arch="sm_80",
+        smem_per_sm=164 * 1024,
+        l2_bytes=40 * _MIB,
+    ),
+    "l4": Chip(
+        device_kind="NVIDIA L4",
+        compute_capability=(8, 9),
+        arch="sm_89",
+        smem_per_sm=100 * 1024,
+        l2_bytes=48 * _MIB,
+    ),
+    "b200": Chip(
+        device_kind="NVIDIA B200",
+        compute_capability=(10, 0),
+        arch="sm_100a",
+        smem_per_sm=228 * 1024,
+        l2_bytes=126 * _MIB,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A function and the shapes, `jax.ShapeDtypeStruct`, that it is compiled for."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What `ptxas` and the PTX say about one Mosaic GPU kernel.
+
+    Attributes:
+      name: of its entry function.
+      arch: that it was assembled for.
+      registers: per thread.
+      stack_bytes: per thread; arrays that do not fit in registers, and spills.
+      spill_bytes: per thread, stored and loaded.
+      smem_bytes: shared memory per block that the kernel asks for.
+      warnings: of `ptxas`.
+      loads: number of instructions that load from global memory, by bytes a thread.
+      stores: likewise.
+    """
+
+    name: str
+    arch: str
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    smem_bytes: int
+    warnings: tuple[str, ...]
+    loads: Counter[int]
+    stores: Counter[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """An instruction of an optimized program.
+
+    Attributes:
+      opcode: such as "copy", "fusion" or "custom-call".
+      outputs: dtype and dimensions of its result, or of each part of it.
+      operands: names of the instructions it reads.
+      is_kernel: whether it calls a Mosaic GPU kernel.
+    """
+
+    opcode: str
+    outputs: tuple[tuple[str, tuple[int, ...]], ...]
+    operands: tuple[str, ...]
+    is_kernel: bool
+
+    @property
+    def largest_size(self) -> int:
+        """Elements of the largest array in its result."""
+        return max((math.prod(dims) for _, dims in self.outputs), default=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A compiled case.
+
+    Attributes:
+      kernels: the distinct Mosaic GPU kernels in it.
+      instructions: by name, without those inside of fusions.
+      temp_bytes: device memory beside arguments and results.
+      seconds: from tracing to the executable.
+    """
+
+    kernels: tuple[Kernel, ...]
+    instructions: dict[str, Instruction]
+    temp_bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A case that did not compile, and why."""
+
+    message: str
+
+
+def missing_toolchain() -> str | None:
+    """Why nothing can be compiled for a GPU here, or None."""
+    install = "`make test-aot` installs it"
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        return f"no CUDA 13 plugin of JAX here; {install}"
+    toolkit = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cu13")
+    folders = (toolkit and toolkit.submodule_search_locations) or ()
+    if not any(pathlib.Path(folder, "bin", "ptxas").exists() for folder in folders):
+        return f"no ptxas of nvidia-cuda-nvcc here; {install}"
+    return None
+
+
+def compile_cases(chip: str, module: str, names: Sequence[str]) -> dict[str, Program | Failure]:
+    """Compiles `CASES[name]` of a module for a chip, each of the names.
+
+    A case that kills its process fails; those after it run in a new one.
+    """
+    results: dict[str, Program | Failure] = {}
+    while remaining := [name for name in names if name not in results]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "results")
+            path.touch()
+            process = subprocess.run(
+                [sys.executable, "-m", "aot.worker", chip, module, path, *remaining],
+                env=_worker_environment(folder),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            results |= zip(remaining, _read_results(path), strict=False)
+        # Python's own errors are the worker's, not of a case: cases that raise are results.
+        if process.returncode > 0:
+            raise RuntimeError(f"aot.worker failed for {chip}:\n{process.stdout[-4000:]}")
+        if process.returncode < 0:
+            killer = next(name for name in remaining if name not in results)
+            results[killer] = Failure(
+                f"the process died of signal {-process.returncode}:\n{process.stdout[-4000:]}"
+            )
+    return results
+
+
+def _worker_environment(folder: str) -> dict[str, str]:
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "MOSAIC_GPU_DUMP_TO": folder,
+        "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "tests")]),
+    }
+
+
+def _read_results(path: pathlib.Path) -> list[Program | Failure]:
+    results = []
+    with path.open("rb") as file:
+        while True:
+            try:
+                results.append(pickle.load(file))
+            except EOFError:
+                return results
+
+
+def parse_kernel(ptx: str, ptxas: str, resources: str) -> Kernel:
+    """Reads the three files that Mosaic GPU dumps of a kernel: its code, ptxas' log, its memory."""
+    name, arch = _find(r"Compiling entry function '(\S+)' for '(\S+)'", ptxas)
+    stack, stored, loaded = _find(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", ptxas
+    )
+    (registers,) = _find(r"Used (\d+) registers", ptxas)
+    (smem,) = _find(r"smem_scratch_bytes=(\d+)", resources)
+    return Kernel(
+        name=name,
+        arch=arch,
+        registers=int(registers),
+        stack_bytes=int(stack),
+        spill_bytes=int(stored) + int(loaded),
+        smem_bytes=int(smem),
+        warnings=tuple(line for line in ptxas.splitlines() if "warning" in line.lower()),
+        loads=_access_widths("ld", ptx),
+        stores=_access_widths("st", ptx),
+    )
+
+
+def _find(pattern: str, text: str) -> tuple[str, ...]:
+    match = re.search(pattern, text)
+    if match is None:
+        raise ValueError(f"no {pattern!r} in:\n{text}")
+    return match.groups()
+
+
+def _access_widths(opcode: str, ptx: str) -> Counter[int]:
+    """How many loads or stores of global memory there are of each width, in bytes a thread.
+
+    An instruction that names no memory, as the tiled layouts of Mosaic GPU give, counts as one of
+    global memory, where they are used here.
+    """
+    widths: Counter[int] = Counter()
+    for modifiers in re.findall(rf"^\s*(?:@!?%\w+\s+)?{opcode}\.([\w.:]+)\s", ptx, re.MULTILINE):
+        parts = modifiers.split(".")
+        if any(part.split("::")[0] in ("shared", "local", "param", "const") for part in parts):
+            continue
+        lanes = [int(part[1:]) for part in parts if re.fullmatch(r"v\d", part)]
+        bits = int(parts[-1].lstrip("bfus"))
+        widths[math.prod(lanes) * bits // 8] += 1
+    return widths
+
+
+def parse_instructions(hlo: str) -> dict[str, Instruction]:
+    """The instructions of an HLO module that read and write memory, by name.
+
+    Those are the instructions of the entry and of what it calls. What is inside of a fusion stays
+    in registers; the fusion is the instruction.
+    """
+    inside = set(re.findall(r" (?!call\()[\w-]+\(%.*(?:calls|to_apply)=%([\w.-]+)", hlo))
+    instructions = {}
+    computations = re.findall(r"^(?:ENTRY )?%(\S+) \(.*\{\n((?:  .*\n)*)\}", hlo, re.MULTILINE)
+    for computation, body in computations:
+        if computation in inside:
+            continue
+        for line in body.splitlines():
+            line = line.split(", backend_config=", 1)[0]  # a kernel's is its binary
+            name, outputs, opcode, rest = _find(r"%(\S+) = (.*?)([\w-]+)\((.*)", line)
+            instructions[name] = Instruction(
+                opcode,
+                tuple(
+                    (dtype, tuple(int(size) for size in dims.split(",") if size))
+                    for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", outputs)
+                ),
+                tuple(re.findall(r"%([\w.-]+)", rest.split(")", 1)[0])),
+                'custom_call_target="mosaic_gpu' in rest,
+            )
+    return instructions
+
+
+def kernel_hashes(hlo: str) -> list[str]:
+    """Mosaic GPU's names for the distinct kernels of a program, in the order of its calls."""
+    return list(dict.fromkeys(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', hlo)))

@@ -1,0 +1,123 @@
+"""The kernels of `rms_norm` and `add_rms_norm` compile for real GPUs, and how well."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from aot.harness import CHIPS, Case, Program
+from pallas_kernels import add_rms_norm, rms_norm
+
+NUM_TOKENS = 8192
+# Of the activations and of the weight.
+DTYPES = {
+    "bf16": (jnp.bfloat16, jnp.bfloat16),
+    "bf16_f32": (jnp.bfloat16, jnp.float32),
+    "f16": (jnp.float16, jnp.float16),
+    "f32": (jnp.float32, jnp.float32),
+}
+# What to compile for each chip: hidden sizes in bfloat16, and dtypes at 4096. All on the H100; on
+# the others what splits rows differently. The L4 differs from the A100 in its number of
+# multiprocessors and its shared memory. A case takes one to two seconds of a core.
+HIDDEN_SIZES = {
+    "h100": (1024, 2048, 2880, 4096, 5120, 8192, 16384),
+    "a100": (2048, 2880, 4096, 8192, 16384),
+    "l4": (2880, 8192),
+    "b200": (2048, 2880, 4096, 8192, 16384),
+}
+OTHER_DTYPES = {"h100": ("bf16_f32", "f16", "f32"), "a100": (), "l4": (), "b200": ("f32",)}
+
+
+def rms_norm_forward(x: Any, weight: Any) -> Any:
+    return rms_norm(x, weight, implementation="mosaic_gpu")
+
+
+def rms_norm_backward(x: Any, weight: Any, dy: Any) -> Any:
+    _, vjp = jax.vjp(rms_norm_forward, x, weight)
+    return vjp(dy)
+
+
+def add_rms_norm_forward(x: Any, residual: Any, weight: Any) -> Any:
+    return add_rms_norm(x, residual, weight, implementation="mosaic_gpu")
+
+
+def add_rms_norm_backward(x: Any, residual: Any, weight: Any, dy: Any, dresidual: Any) -> Any:
+    (_, residual_out), vjp = jax.vjp(add_rms_norm_forward, x, residual, weight)
+    # The gradient of the residual is that of x. A program that returns one array twice copies it.
+    dx, _, dweight = vjp((dy, dresidual))
+    return residual_out, dx, dweight
+
+
+FUNCTIONS = {
+    rms_norm_forward: lambda x, weight: (x, weight),
+    rms_norm_backward: lambda x, weight: (x, weight, x),
+    add_rms_norm_forward: lambda x, weight: (x, x, weight),
+    add_rms_norm_backward: lambda x, weight: (x, x, weight, x, x),
+}
+
+
+def _cases_and_pairs() -> tuple[dict[str, Case], list[tuple[str, str]]]:
+    cases, pairs = {}, []
+    for chip in CHIPS:
+        sizes = [(size, "bf16") for size in HIDDEN_SIZES[chip]]
+        for hidden_size, dtypes in [*sizes, *((4096, name) for name in OTHER_DTYPES[chip])]:
+            x_dtype, weight_dtype = DTYPES[dtypes]
+            x = jax.ShapeDtypeStruct((NUM_TOKENS, hidden_size), x_dtype)
+            weight = jax.ShapeDtypeStruct((hidden_size,), weight_dtype)
+            for function, args in FUNCTIONS.items():
+                name = f"{function.__name__}-{hidden_size}-{dtypes}"
+                cases[name] = Case(function, args(x, weight))
+                pairs.append((chip, name))
+    return cases, pairs
+
+
+CASES, PAIRS = _cases_and_pairs()
+
+# A row's `rstd` is one 4-byte scalar, stored by the forward and loaded by the backward. Everything
+# else that a kernel moves is activations, weight and partial sums of dweight, 16 bytes a thread.
+MAX_SCALAR_ACCESSES = 1
+
+MOVES_NOTHING = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "call")
+ITEMSIZES = {"bf16": 2, "f16": 2, "f32": 4}
+
+
+@pytest.mark.parametrize(("chip", "case"), PAIRS)
+def test_compiles(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    print(f"{program.seconds:.1f} s", *program.kernels, sep="\n")
+    num_elements = NUM_TOKENS * CASES[case].args[0].shape[1]
+    assert len(program.kernels) == (2 if "backward" in case else 1)
+    for kernel in program.kernels:
+        assert kernel.arch == CHIPS[chip].arch
+        assert (kernel.spill_bytes, kernel.stack_bytes, kernel.warnings) == (0, 0, ()), kernel
+        assert kernel.smem_bytes <= CHIPS[chip].limits.smem_bytes
+        for widths in (kernel.loads, kernel.stores):
+            assert widths[16] + widths[32] > 0, kernel
+            assert set(widths) <= {4, 16, 32} and widths[4] <= MAX_SCALAR_ACCESSES, kernel
+    _assert_only_kernels_touch_activations(program, num_elements)
+    _assert_little_memory(program, num_elements)
+
+
+def _assert_only_kernels_touch_activations(program: Program, num_elements: int) -> None:
+    """XLA copies, transposes, pads or converts nothing of the size of an activation."""
+    for name, instruction in program.instructions.items():
+        if not instruction.is_kernel and instruction.opcode not in MOVES_NOTHING:
+            read = [program.instructions[operand] for operand in instruction.operands]
+            largest = max(part.largest_size for part in [instruction, *read])
+            assert largest < num_elements, f"{name}: {instruction}"
+
+
+def _assert_little_memory(program: Program, num_elements: int) -> None:
+    """Beside results, memory holds the statistics of rows and the partial sums of dweight."""
+    small = [
+        math.prod(dims) * ITEMSIZES[dtype]
+        for instruction in program.instructions.values()
+        if instruction.is_kernel
+        for dtype, dims in instruction.outputs
+        if math.prod(dims) < num_elements
+    ]
+    assert program.temp_bytes <= sum(small) + 64 * 1024
+    # A few partial sums a multiprocessor against 8192 rows of activations in 16 bits.
+    assert sum(small) <= num_elements * 2 / 4

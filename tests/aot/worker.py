@@ -1,0 +1,90 @@
+"""Compiles cases for one chip: `python -m aot.worker CHIP MODULE RESULTS NAME...`.
+
+Appends a pickled `Program` or `Failure` to RESULTS for each named case of `MODULE.CASES`, in order,
+so that the reader knows which case killed the process. Expects the environment that
+`aot.harness.compile_cases` gives it.
+"""
+
+import importlib
+import os
+import pathlib
+import pickle
+import sys
+import time
+import traceback
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from aot.harness import (
+    CHIPS,
+    Case,
+    Failure,
+    Kernel,
+    Program,
+    kernel_hashes,
+    parse_instructions,
+    parse_kernel,
+)
+
+
+def main(chip: str, module: str, results: str, *names: str) -> None:
+    """Compiles the named cases and appends their results to a file."""
+    cases: dict[str, Case] = importlib.import_module(module).CASES
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=CHIPS[chip].target_config(), topology="1x1x1"
+    )
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    kernels: dict[str, Kernel] = {}
+    for name in names:
+        try:
+            result = _compile(cases[name], mesh, kernels)
+        except Exception:
+            result = Failure(traceback.format_exc())
+        with open(results, "ab") as file:
+            pickle.dump(result, file)
+
+
+def _compile(case: Case, mesh: Mesh, kernels: dict[str, Kernel]) -> Program:
+    """Compiles a case and adds its new kernels to those by hash."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+    args = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), case.args
+    )
+    dumps = pathlib.Path(os.environ["MOSAIC_GPU_DUMP_TO"])
+    known = set(dumps.glob("*.ptxas"))
+    start = time.perf_counter()
+    # Mosaic GPU takes the architecture from the default device, and silently sm_90 if it has none.
+    with jax.default_device(mesh.devices.flat[0]):
+        compiled = jax.jit(case.function).trace(*args).lower().compile()
+    seconds = time.perf_counter() - start
+    hlo = compiled.as_text()
+    memory = compiled.memory_analysis()
+    assert hlo is not None and memory is not None
+    # A kernel that this process has compiled before comes from a cache and is not dumped again.
+    # The others are compiled, and so dumped, in the order of their calls.
+    new_hashes = [name for name in kernel_hashes(hlo) if name not in kernels]
+    new_dumps = sorted(set(dumps.glob("*.ptxas")) - known, key=lambda path: path.stat().st_mtime_ns)
+    kernels |= zip(new_hashes, map(_read_kernel, new_dumps), strict=True)
+    return Program(
+        kernels=tuple(kernels[name] for name in kernel_hashes(hlo)),
+        instructions=parse_instructions(hlo),
+        temp_bytes=memory.temp_size_in_bytes,
+        seconds=seconds,
+    )
+
+
+def _read_kernel(ptxas: pathlib.Path) -> Kernel:
+    # JAX 0.12 numbers the resources apart from the code, once for each time it is lowered.
+    name, _, _ = ptxas.stem.rpartition("_")
+    resources = ptxas.parent.glob(f"{name}_*.resources.txt")
+    return parse_kernel(
+        ptxas.with_suffix(".ptx").read_text(),
+        ptxas.read_text(),
+        max(resources, key=lambda path: path.stat().st_mtime_ns).read_text(),
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
