@@ -506,9 +506,11 @@ def _add_norm(
     x: Float[Array, "B S D"],
     residual: Float[Array, "B S D"],
 ) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"]]:
-    return map_over_batch(lambda weight, tokens: add_rms_norm(*tokens, weight, **options))(
-        weight, (x, residual)
-    )
+    def add_norm(weight, tokens):
+        x, residual = tokens
+        return add_rms_norm(x, residual, weight, **options)
+
+    return map_over_batch(add_norm)(weight, (x, residual))
 
 
 def _unstack(tree: Any, num_slices: int) -> list[Any]:

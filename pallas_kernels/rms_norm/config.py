@@ -62,6 +62,7 @@ def _config(*values: Any) -> Config:
 
 
 _H100 = "NVIDIA H100 80GB HBM3"
+_H200 = "NVIDIA H200"
 
 # Best of `python -m benchmarks.tune` on 2**26 elements, by device kind, dtype, hidden size and
 # whether a residual is added; the speeds are fractions of that of a copy of as many bytes.
@@ -81,6 +82,18 @@ _TUNED: dict[tuple[str, str, int, bool], Config] = {
     (_H100, "bfloat16", 5120, True): _config(8, False, 20, 1, 3, True),  # fwd 0.99, bwd 0.97
     (_H100, "bfloat16", 8192, True): _config(16, False, 16, 1, 2, False),  # fwd 1.00, bwd 0.99
     (_H100, "bfloat16", 16384, True): _config(16, False, 32, 1, 0, True),  # fwd 0.99, bwd 0.92
+    (_H200, "bfloat16", 1024, False): _config(1, False, 4, 7, 2, False),  # fwd 0.96, bwd 0.95
+    (_H200, "bfloat16", 2048, False): _config(4, False, 4, 5, 2, True),  # fwd 0.97, bwd 0.96
+    (_H200, "bfloat16", 4096, False): _config(4, False, 4, 3, 2, True),  # fwd 0.97, bwd 0.95
+    (_H200, "bfloat16", 5120, False): _config(4, False, 8, 2, 3, True),  # fwd 0.99, bwd 0.84
+    (_H200, "bfloat16", 8192, False): _config(8, False, 16, 1, 3, True),  # fwd 0.95, bwd 0.84
+    (_H200, "bfloat16", 16384, False): _config(4, False, 16, 1, 2, True),  # fwd 0.95, bwd 0.83
+    (_H200, "bfloat16", 1024, True): _config(4, False, 4, 7, 3, True),  # fwd 0.99, bwd 1.00
+    (_H200, "bfloat16", 2048, True): _config(4, False, 4, 3, 2, False),  # fwd 0.99, bwd 0.99
+    (_H200, "bfloat16", 4096, True): _config(16, False, 8, 2, 2, False),  # fwd 0.97, bwd 0.99
+    (_H200, "bfloat16", 5120, True): _config(4, False, 20, 1, 3, True),  # fwd 0.97, bwd 0.85
+    (_H200, "bfloat16", 8192, True): _config(16, False, 16, 1, 2, True),  # fwd 0.97, bwd 0.96
+    (_H200, "bfloat16", 16384, True): _config(4, False, 32, 1, 0, True),  # fwd 0.96, bwd 0.83
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import pallas_kernels
 from benchmarks import bench, ops, peers, shapes, timing, tune
+from pallas_kernels.rms_norm import config as norm_config
 from pallas_kernels.rms_norm.config import Config
 
 
@@ -376,7 +377,7 @@ def test_tuning_sweeps_the_backward_with_the_best_forward(monkeypatch, capsys):
     assert found == (best, "fwd 1.00, bwd 0.25 of a copy")
     assert "add_rms_norm backward, 16x64 bfloat16" in capsys.readouterr().out
     row = tune.paste("NVIDIA L4", "bfloat16", 64, True, best, "measured")
-    assert eval("{" + row + "\n}", {"Config": Config}) == {
+    assert eval("{" + row + "\n}", {"_config": norm_config._config}) == {
         ("NVIDIA L4", "bfloat16", 64, True): best
     }
     broken = tune.Sweep({best: timing.Timing(error="no")}, timing.Timing([1.0]))

@@ -28,7 +28,7 @@ from norm_formulas import (
 from numerics import assert_as_accurate, quick_jit, rounded
 from pallas_kernels import add_rms_norm, rms_norm
 from pallas_kernels.mosaic_gpu import Device, target_device
-from pallas_kernels.rms_norm import Config, api, mosaic_gpu
+from pallas_kernels.rms_norm import Config, mosaic_gpu
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 EPS32 = float(np.finfo(np.float32).eps)
@@ -244,7 +244,7 @@ def kernels(fn, *args):
 def on_h100(monkeypatch):
     import pallas_kernels.mosaic_gpu
 
-    for module in (pallas_kernels.mosaic_gpu, mosaic_gpu, api):
+    for module in (pallas_kernels.mosaic_gpu, mosaic_gpu):
         monkeypatch.setattr(module, "target_device", lambda: H100)
 
 
