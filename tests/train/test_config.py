@@ -200,6 +200,11 @@ def model(config):
         return program(forward, jnp.zeros((1, 8), jnp.int32))
 
 
+def norm_options(config):
+    """What the norms are told; off the GPU it changes nothing else."""
+    return nnx.eval_shape(lambda: Llama(config.model, rngs=nnx.Rngs(0))).norm.options
+
+
 def attention(config):
     """The implementations that are asked for."""
     seen = []
@@ -379,6 +384,7 @@ FIELDS = {
         "param_dtype": ("bfloat16", model),
         "scan_layers": (False, model),
         "remat": ("full", model),
+        "kernels": (False, norm_options),
         "attention_implementation": ("cudnn", attention),
     },
     RopeParameters: {
