@@ -475,6 +475,7 @@ def test_every_field_of_the_configuration_is_read_and_written():
     rest = {field.name for field in dataclasses.fields(LlamaConfig)} - changed.keys()
     assert rest == {
         "attention_dropout",
+        "kernels",
         "attention_implementation",
         "dtype",
         "param_dtype",
