@@ -12,9 +12,9 @@ import warnings
 
 # Shared memory one thread block may ask for, by compute capability:
 # https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
-_SMEM_SM80 = 163 * 1024
-_SMEM_SM86 = 99 * 1024  # also sm_89 and sm_120
-_SMEM_SM90 = 227 * 1024  # also sm_100
+SMEM_SM80 = 163 * 1024
+SMEM_SM86 = 99 * 1024  # also sm_89 and sm_120
+SMEM_SM90 = 227 * 1024  # also sm_100
 
 _GIB = 2**30
 
@@ -82,33 +82,33 @@ class Hardware:
 _TABLE: tuple[tuple[str, Hardware], ...] = tuple(
     (device_kind, Hardware(name, flops, bandwidth, size * _GIB, num_sms, smem, source))
     for device_kind, name, flops, bandwidth, size, num_sms, smem, source in (
-        ("A100-SXM4-40GB", "A100 SXM 40GB", 312e12, 1555e9, 40, 108, _SMEM_SM80, _AMPERE),
-        ("A100-PCIE-40GB", "A100 PCIe 40GB", 312e12, 1555e9, 40, 108, _SMEM_SM80, _AMPERE),
-        ("A100-SXM4-80GB", "A100 SXM 80GB", 312e12, 2039e9, 80, 108, _SMEM_SM80, _A100_80GB),
-        ("A100 80GB PCIe", "A100 PCIe 80GB", 312e12, 1935e9, 80, 108, _SMEM_SM80, _A100_80GB),
-        ("H100 80GB HBM3", "H100 SXM", 989.4e12, 3352e9, 80, 132, _SMEM_SM90, _H100),
-        ("H100 PCIe", "H100 PCIe", 756e12, 2039e9, 80, 114, _SMEM_SM90, _HOPPER),
-        ("H100 NVL", "H100 NVL", 835.5e12, 3.9e12, 94, 132, _SMEM_SM90, _H100),
-        ("H200", "H200 SXM", 989.4e12, 4.8e12, 141, 132, _SMEM_SM90, _H200),
-        ("H200 141GB HBM3e", "H200 SXM", 989.4e12, 4.8e12, 141, 132, _SMEM_SM90, _H200),
-        ("H200 NVL", "H200 NVL", 835.5e12, 4.8e12, 141, 132, _SMEM_SM90, _H200),
+        ("A100-SXM4-40GB", "A100 SXM 40GB", 312e12, 1555e9, 40, 108, SMEM_SM80, _AMPERE),
+        ("A100-PCIE-40GB", "A100 PCIe 40GB", 312e12, 1555e9, 40, 108, SMEM_SM80, _AMPERE),
+        ("A100-SXM4-80GB", "A100 SXM 80GB", 312e12, 2039e9, 80, 108, SMEM_SM80, _A100_80GB),
+        ("A100 80GB PCIe", "A100 PCIe 80GB", 312e12, 1935e9, 80, 108, SMEM_SM80, _A100_80GB),
+        ("H100 80GB HBM3", "H100 SXM", 989.4e12, 3352e9, 80, 132, SMEM_SM90, _H100),
+        ("H100 PCIe", "H100 PCIe", 756e12, 2039e9, 80, 114, SMEM_SM90, _HOPPER),
+        ("H100 NVL", "H100 NVL", 835.5e12, 3.9e12, 94, 132, SMEM_SM90, _H100),
+        ("H200", "H200 SXM", 989.4e12, 4.8e12, 141, 132, SMEM_SM90, _H200),
+        ("H200 141GB HBM3e", "H200 SXM", 989.4e12, 4.8e12, 141, 132, SMEM_SM90, _H200),
+        ("H200 NVL", "H200 NVL", 835.5e12, 4.8e12, 141, 132, SMEM_SM90, _H200),
         # 120GB and 480GB are the processor's memory; the GPU beside it has 96 GB in both.
-        ("GH200 120GB", "GH200 96GB", 989.4e12, 4.0e12, 96, 132, _SMEM_SM90, _GH200),
-        ("GH200 480GB", "GH200 96GB", 989.4e12, 4.0e12, 96, 132, _SMEM_SM90, _GH200),
-        ("GH200 144G HBM3e", "GH200 144GB", 989.4e12, 4.9e12, 144, 132, _SMEM_SM90, _GH200),
-        ("B200", "B200", 2250e12, 8.0e12, 180, 148, _SMEM_SM90, _B200),
-        ("GB200", "GB200", 2500e12, 8.0e12, 186, 152, _SMEM_SM90, _GB200),
-        ("L4", "L4", 121e12, 300e9, 24, 58, _SMEM_SM86, _L4),
-        ("L40", "L40", 181e12, 864e9, 48, 142, _SMEM_SM86, _L40),
-        ("L40S", "L40S", 362e12, 864e9, 48, 142, _SMEM_SM86, _L40S),
-        ("A10", "A10", 125e12, 600e9, 24, 72, _SMEM_SM86, _A10),
-        ("A10G", "A10G", 70e12, 600e9, 24, 80, _SMEM_SM86, _A10G),
-        ("A40", "A40", 149.7e12, 696e9, 48, 84, _SMEM_SM86, _A40),
-        ("RTX A6000", "RTX A6000", 154.8e12, 768e9, 48, 84, _SMEM_SM86, _GA102),
-        ("RTX 3090", "RTX 3090", 71e12, 936e9, 24, 82, _SMEM_SM86, _GA102),
-        ("RTX 4090", "RTX 4090", 165.2e12, 1008e9, 24, 128, _SMEM_SM86, _ADA),
-        ("RTX 6000 Ada Generation", "RTX 6000 Ada", 364.2e12, 960e9, 48, 142, _SMEM_SM86, _ADA),
-        ("RTX 5090", "RTX 5090", 209.5e12, 1792e9, 32, 170, _SMEM_SM86, _BLACKWELL),
+        ("GH200 120GB", "GH200 96GB", 989.4e12, 4.0e12, 96, 132, SMEM_SM90, _GH200),
+        ("GH200 480GB", "GH200 96GB", 989.4e12, 4.0e12, 96, 132, SMEM_SM90, _GH200),
+        ("GH200 144G HBM3e", "GH200 144GB", 989.4e12, 4.9e12, 144, 132, SMEM_SM90, _GH200),
+        ("B200", "B200", 2250e12, 8.0e12, 180, 148, SMEM_SM90, _B200),
+        ("GB200", "GB200", 2500e12, 8.0e12, 186, 152, SMEM_SM90, _GB200),
+        ("L4", "L4", 121e12, 300e9, 24, 58, SMEM_SM86, _L4),
+        ("L40", "L40", 181e12, 864e9, 48, 142, SMEM_SM86, _L40),
+        ("L40S", "L40S", 362e12, 864e9, 48, 142, SMEM_SM86, _L40S),
+        ("A10", "A10", 125e12, 600e9, 24, 72, SMEM_SM86, _A10),
+        ("A10G", "A10G", 70e12, 600e9, 24, 80, SMEM_SM86, _A10G),
+        ("A40", "A40", 149.7e12, 696e9, 48, 84, SMEM_SM86, _A40),
+        ("RTX A6000", "RTX A6000", 154.8e12, 768e9, 48, 84, SMEM_SM86, _GA102),
+        ("RTX 3090", "RTX 3090", 71e12, 936e9, 24, 82, SMEM_SM86, _GA102),
+        ("RTX 4090", "RTX 4090", 165.2e12, 1008e9, 24, 128, SMEM_SM86, _ADA),
+        ("RTX 6000 Ada Generation", "RTX 6000 Ada", 364.2e12, 960e9, 48, 142, SMEM_SM86, _ADA),
+        ("RTX 5090", "RTX 5090", 209.5e12, 1792e9, 32, 170, SMEM_SM86, _BLACKWELL),
     )
 )
 

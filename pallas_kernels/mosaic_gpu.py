@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import hardware
+
 WARPS_PER_WARPGROUP = 4
 LANES = 32
 MAX_WARPS = 32  # 1024 threads, the limit of a block
@@ -43,17 +45,14 @@ class Device:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory that one thread block may ask for.
-
-        https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
-        """
+        """Shared memory that one thread block may ask for."""
         match self.capability:
             case None | (9 | 10 | 11, _):
-                return 227 * 1024
+                return hardware.SMEM_SM90
             case (8, 0 | 7):
-                return 163 * 1024
+                return hardware.SMEM_SM80
             case _:
-                return 99 * 1024
+                return hardware.SMEM_SM86
 
 
 def target_device() -> Device:
@@ -65,13 +64,11 @@ def target_device() -> Device:
     device: Any = jax.config.jax_default_device
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
-    if device.platform == "cpu":
+    # A CPU has none, and that of other GPUs is no pair of numbers.
+    major, dot, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    if not dot:
         return Device(device.device_kind, None, 1)
-    capability = getattr(device, "compute_capability", None)
-    if capability is not None and "." in str(capability):
-        major, minor = str(capability).split(".")
-        return Device(device.device_kind, (int(major), int(minor)), device.core_count)
-    return Device(device.device_kind, None, 1)
+    return Device(device.device_kind, (int(major), int(minor)), device.core_count)
 
 
 def runs_here() -> str | None:

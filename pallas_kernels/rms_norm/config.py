@@ -1,6 +1,7 @@
 """Launch parameters of the RMSNorm kernels: what can be chosen, what was measured best, a guess."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from pallas_kernels.mosaic_gpu import (
     WARPS_PER_WARPGROUP,
     Device,
 )
-from pallas_kernels.rms_norm.rows import RowSplit, column_parts, splits
+from pallas_kernels.rms_norm.rows import RowSplit, column_parts, ring_shape, splits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,8 +179,8 @@ def _most_blocks(
         registers = split.registers if reread else MAX_REGISTERS_PER_LANE + 1
     blocks = _blocks_per_sm(split, registers)
     if stages:
-        row = num_operands * split.warpgroups * len(split.starts) * split.chunk * itemsize
-        blocks = min(blocks, device.smem_bytes // (stages * WARPS_PER_WARPGROUP * row))
+        ring_bytes = math.prod(ring_shape(split, stages, num_operands)) * itemsize
+        blocks = min(blocks, device.smem_bytes // ring_bytes)
     return min(8, blocks)
 
 

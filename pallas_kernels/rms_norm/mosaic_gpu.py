@@ -41,7 +41,7 @@ from pallas_kernels.mosaic_gpu import (
     target_device,
 )
 from pallas_kernels.rms_norm.config import Config, default_config
-from pallas_kernels.rms_norm.rows import Rows, RowSplit, column_parts, split_row, splits
+from pallas_kernels.rms_norm.rows import Rows, column_parts, ring_shape, split_row, splits
 
 _MIN_HIDDEN_SIZE = 64
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -218,7 +218,7 @@ def _forward(
                         weight = load_weight(start)
                     else:
                         value, weight = values[i], weights[i]
-                    x_hat = _x_hat(value, rstd, options.casting)
+                    x_hat = _as_scaled(value.astype(jnp.float32) * rstd, options.casting, x.dtype)
                     y = (x_hat * rows.scale(weight, options.weight_offset)).astype(x.dtype)
                     store(rows.at(y_gmem, row, warpgroup, start), y)
 
@@ -370,8 +370,7 @@ def _backward(
                 if dresidual_out is not None:
                     dx += get_own(dresidual_index, k) if reread else added[k]
                 store(rows.at(dx_gmem, row, warpgroup, start), dx.astype(source.dtype))
-                if options.casting == "llama":  # what the forward multiplied the weight with
-                    x_hat = x_hat.astype(source.dtype).astype(jnp.float32)
+                x_hat = _as_scaled(x_hat, options.casting, source.dtype)
                 sums.append(dweight[k] + rows.unseen(dy_chunk * x_hat, row, tile))
             if stages and reread:
                 refill(step + stages)
@@ -404,7 +403,7 @@ def _backward(
     if stages:
         num_copies = num_operands * len(split.starts)
         scratch += [
-            plgpu.SMEM(_ring_shape(split, stages, num_operands), source.dtype),
+            plgpu.SMEM(ring_shape(split, stages, num_operands), source.dtype),
             plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages * split.warpgroups),
         ]
     # With one warp a row, each of the four warps of a block has a partial row of its own.
@@ -434,12 +433,9 @@ def _no_second_derivative(options, primals, tangents):
     )
 
 
-def _x_hat(chunk: jax.Array, rstd: jax.Array, casting: str) -> jax.Array:
-    """What the weight is multiplied with, in float32."""
-    x_hat = chunk.astype(jnp.float32) * rstd
-    if casting == "llama":
-        x_hat = x_hat.astype(chunk.dtype).astype(jnp.float32)
-    return x_hat
+def _as_scaled(x_hat: jax.Array, casting: str, dtype: jnp.dtype) -> jax.Array:
+    """`x · rstd` as it is multiplied with the weight, in float32."""
+    return x_hat.astype(dtype).astype(jnp.float32) if casting == "llama" else x_hat
 
 
 def _check_config(config: Config, x: jax.Array, residual: jax.Array | None) -> None:
@@ -467,18 +463,12 @@ def _check_config(config: Config, x: jax.Array, residual: jax.Array | None) -> N
             f"got {bwd.segment} elements of {x.dtype}; use bwd_stages=0"
         )
     num_operands = 2 if residual is None else 3
-    num_bytes = math.prod(_ring_shape(bwd, config.bwd_stages, num_operands)) * x.dtype.itemsize
+    num_bytes = math.prod(ring_shape(bwd, config.bwd_stages, num_operands)) * x.dtype.itemsize
     if num_bytes > device.smem_bytes:
         raise ValueError(
             f"{config.bwd_stages=} rows of {hidden_size=} take {num_bytes} bytes of shared memory, "
             f"a block of {device.kind} can have {device.smem_bytes}; use less stages"
         )
-
-
-def _ring_shape(split: RowSplit, stages: int, num_operands: int) -> tuple[int, ...]:
-    """Rows in shared memory: each warpgroup has slots of its own."""
-    chunk = (WARPS_PER_WARPGROUP, split.chunk)
-    return (stages, split.warpgroups, num_operands, len(split.starts), *chunk)
 
 
 def _itemsize(x: jax.Array, residual: jax.Array | None) -> int:

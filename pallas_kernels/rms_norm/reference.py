@@ -1,5 +1,7 @@
 """RMSNorm in plain JAX, differentiated by JAX: the oracle for tests and the form XLA fuses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -44,6 +46,7 @@ def add_rms_norm(
     return y, residual_out
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _rounded(x_f32: Float[Array, "*T D"], dtype: jnp.dtype) -> Float[Array, "*T D"]:
     """`x_f32` in `dtype`, so that what reads it in float32 again sees the rounded values."""
     if dtype in (jnp.bfloat16, jnp.float16):
@@ -54,3 +57,10 @@ def _rounded(x_f32: Float[Array, "*T D"], dtype: jnp.dtype) -> Float[Array, "*T 
         reduced = jax.lax.reduce_precision(x_f32, exponent_bits=8, mantissa_bits=info.nmant)
         x_f32 = jnp.where(jnp.abs(x_f32) < float(info.tiny), x_f32, reduced)
     return x_f32.astype(dtype)
+
+
+@_rounded.defjvp
+def _rounded_jvp(dtype, primals, tangents):
+    # That of the cast. Through the selection, the backward would read its operand once more, which
+    # took 40 % longer on an H100.
+    return _rounded(*primals, dtype), tangents[0].astype(dtype)

@@ -125,6 +125,12 @@ def column_parts(split: RowSplit) -> int | None:
     return None
 
 
+def ring_shape(split: RowSplit, stages: int, num_operands: int) -> tuple[int, ...]:
+    """Of the rows that the backward has in shared memory: each warpgroup has slots of its own."""
+    chunk = (WARPS_PER_WARPGROUP, split.chunk)
+    return (stages, split.warpgroups, num_operands, len(split.starts), *chunk)
+
+
 class Rows:
     """The rows of arrays as a kernel sees them.
 
