@@ -19,8 +19,16 @@ NORM: tuple[Shape, ...] = (
 # Tokens x intermediate size of Llama 1B, 8B and 70B.
 SWIGLU: tuple[Shape, ...] = ((16384, 8192), (8192, 14336), (4096, 28672))
 
-# Tokens x hidden size x vocabulary of Llama 3.1 8B and 3.2 1B.
-LOSS: tuple[Shape, ...] = ((8192, 4096, 128256), (16384, 2048, 128256))
+# Tokens x hidden size x vocabulary of Llama 3.1 8B, 3.2 1B and 3.3 70B, Llama 2, Qwen 2.5, Gemma 2.
+LOSS: tuple[Shape, ...] = (
+    (8192, 4096, 128256),
+    (16384, 2048, 128256),
+    (32768, 4096, 128256),
+    (8192, 4096, 32000),
+    (8192, 3584, 152064),
+    (8192, 2304, 256000),
+    (4096, 8192, 128256),
+)
 
 
 def label(shape: Shape) -> str:

@@ -65,6 +65,8 @@ def _train(
         row = {
             "step": step,
             "loss": values["loss"],
+            "nll": values["nll"],
+            "accuracy": values["accuracy"],
             "lr": values["lr"],
             "grad_norm": values["grad_norm"],
             "tokens": step * config.data.tokens_per_step,
@@ -113,15 +115,20 @@ def _train(
 def _held_out_loss(
     config, mesh, eval_step, params, held_out: data.PackedDataset
 ) -> dict[str, float]:
-    """Nats per token and bits per byte of the held-out text."""
+    """Nats per token, share of tokens predicted, and bits per byte of the held-out text."""
     sums, num_bytes = [], 0
     for batch in held_out.eval_batches(config.data.batch_size, config.eval_batches):
         num_bytes += data.predicted_bytes(batch)
         sums.append(eval_step(params, jax.device_put(batch, batch_sharding(mesh))))
     sums = jax.device_get(sums)
     nll = float(sum(values["nll_sum"] for values in sums))
+    correct = float(sum(values["correct_sum"] for values in sums))
     num_tokens = int(sum(values["num_tokens"] for values in sums))
-    return {"val_loss": nll / num_tokens, "val_bpb": nll / num_bytes / math.log(2)}
+    return {
+        "val_loss": nll / num_tokens,
+        "val_accuracy": correct / num_tokens,
+        "val_bpb": nll / num_bytes / math.log(2),
+    }
 
 
 def _train_batches(config: TrainConfig, mesh: Mesh, dataset: Any) -> Iterator[Batch]:

@@ -114,10 +114,22 @@ def state_shardings(
     return TrainState(replicated(mesh), params, opt_state)
 
 
-def loss_sum(
-    graphdef: nnx.GraphDef, params: nnx.State, batch: Batch, *, z_loss: float = 0.0
-) -> Float[Array, ""]:
-    """The summed loss of a batch `[B, S]`, in nats; divide by the number of its labels."""
+def loss_and_sums(
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    batch: Batch,
+    *,
+    z_loss: float = 0.0,
+    scale: Float[Array, ""] | float = 1.0,
+) -> tuple[Float[Array, ""], Metrics]:
+    """`scale` times the summed loss of a batch `[B, S]`, in nats, and sums for metrics.
+
+    The factor goes into the loss, because outside it would be multiplied with every gradient.
+
+    Returns:
+      The loss, and "nll_sum" and "correct_sum": negative log-likelihood without z-loss, and number
+      of tokens whose label has the largest logit. Only the loss has gradients.
+    """
     model = nnx.merge(graphdef, params)
     hidden = model(
         batch["tokens"],
@@ -126,12 +138,31 @@ def loss_sum(
     )
 
     def of_shard(weight, tokens):
-        hidden, labels = tokens
-        return linear_cross_entropy(
-            hidden, weight, labels, ignore_index=IGNORED, reduction="sum", z_loss=z_loss
+        hidden, labels, weights = tokens
+        loss, metrics = linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            token_weights=weights,
+            ignore_index=IGNORED,
+            reduction="sum",
+            z_loss=z_loss,
+            return_metrics=True,
+            implementation=None if model.config.kernels else "xla",
         )
+        count = metrics.num_tokens.astype(jnp.float32)
+        return loss, {"nll_sum": metrics.nll * count, "correct_sum": metrics.accuracy * count}
 
-    return sum_over_batch(of_shard)(model.output_weight, (hidden, batch["labels"]))
+    weights = jnp.full(batch["labels"].shape, scale, jnp.float32)
+    tokens = hidden, batch["labels"], weights
+    return sum_over_batch(of_shard)(model.output_weight, tokens)
+
+
+def loss_sum(
+    graphdef: nnx.GraphDef, params: nnx.State, batch: Batch, *, z_loss: float = 0.0
+) -> Float[Array, ""]:
+    """The summed loss of a batch `[B, S]`, in nats; divide by the number of its labels."""
+    return loss_and_sums(graphdef, params, batch, z_loss=z_loss)[0]
 
 
 def make_train_step(
@@ -151,20 +182,22 @@ def make_train_step(
         num_tokens = jnp.sum(batch["labels"] != IGNORED)
         scale = 1 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
 
-        def loss_of(params: nnx.State, part: Batch) -> Float[Array, ""]:
-            return loss_sum(graphdef, params, part, z_loss=config.z_loss) * scale
+        def loss_of(params: nnx.State, part: Batch) -> tuple[Float[Array, ""], Metrics]:
+            return loss_and_sums(graphdef, params, part, z_loss=config.z_loss, scale=scale)
+
+        value_and_gradients = jax.value_and_grad(loss_of, has_aux=True)
 
         def accumulate(total, part):
-            return jax.tree.map(
-                jnp.add, total, jax.value_and_grad(loss_of)(state.params, part)
-            ), None
+            return jax.tree.map(jnp.add, total, value_and_gradients(state.params, part)), None
 
         if len(batch["labels"]) == 1:
             part = jax.tree.map(lambda a: a[0], batch)
-            loss, gradients = jax.value_and_grad(loss_of)(state.params, part)
+            (loss, sums), gradients = value_and_gradients(state.params, part)
         else:
-            zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params)
-            (loss, gradients), _ = jax.lax.scan(accumulate, zeros, batch)
+            zero = jnp.zeros(())
+            zeros = (zero, {"nll_sum": zero, "correct_sum": zero})
+            zeros = zeros, jax.tree.map(jnp.zeros_like, state.params)
+            ((loss, sums), gradients), _ = jax.lax.scan(accumulate, zeros, batch)
 
         # optax mixes an int32 count with Python floats, which strict promotion forbids.
         with jax.numpy_dtype_promotion("standard"):
@@ -172,6 +205,8 @@ def make_train_step(
             learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
         metrics = {
             "loss": loss,
+            "nll": sums["nll_sum"] * scale,
+            "accuracy": sums["correct_sum"] * scale,
             "grad_norm": optax.tree.norm(gradients),
             "lr": learning_rate,
             "num_tokens": num_tokens,
@@ -183,12 +218,12 @@ def make_train_step(
 
 
 def make_eval_step(config: TrainConfig) -> Callable[[nnx.State, Batch], Metrics]:
-    """Summed negative log-likelihood and number of tokens of a batch `[B, S]`; no gradient work."""
+    """Sums over the tokens of a batch `[B, S]`, for metrics, and their number; no gradient work."""
     graphdef = model_graph(config.model)
 
     def eval_step(params: nnx.State, batch: Batch) -> Metrics:
         return {
-            "nll_sum": loss_sum(graphdef, params, batch),
+            **loss_and_sums(graphdef, params, batch)[1],
             "num_tokens": jnp.sum(batch["labels"] != IGNORED),
         }
 

@@ -8,10 +8,13 @@ from jax.experimental import checkify
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
-from pallas_kernels.linear_cross_entropy import reference, xla
+from pallas_kernels.linear_cross_entropy import chunks, logits_kernel, reference
+from pallas_kernels.linear_cross_entropy.config import Config, chunk_sizes
 from pallas_kernels.linear_cross_entropy.token_loss import LossOptions, TokenLosses
+from pallas_kernels.mosaic_gpu import runs_here, sharded_over_devices
 
-type Implementation = Literal["reference", "xla"]
+# Not "Implementation": beartype takes aliases of one name for one type, whatever their module.
+type LossImplementation = Literal["reference", "xla", "mosaic_gpu"]
 type Reduction = Literal["mean", "sum", "none"]
 
 
@@ -48,11 +51,14 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_softcap: float | None = None,
     chunk_size: int | None = None,
+    vocab_chunk_size: int | None = None,
+    max_logits_bytes: int | None = None,
+    vocab_axis: str | None = None,
     accum_dtype: DTypeLike = jnp.float32,
     check_labels: bool = False,
     return_metrics: bool = False,
-    implementation: Implementation | None = None,
-    config: None = None,
+    implementation: LossImplementation | None = None,
+    config: Config | None = None,
 ) -> Any:
     """Cross-entropy of `x @ weight.T + bias` against `labels`, without the logits in memory.
 
@@ -67,9 +73,21 @@ def linear_cross_entropy(
     and gradients are 0, never NaN. Losses are float32.
 
     Differentiable in `x`, `weight`, `bias` and `token_weights`. `"sum"` and `"mean"` form the
-    gradients during the forward (three GEMMs, the backward only scales them), `"none"` takes four
-    GEMMs and any cotangent; a call that is not differentiated does no gradient work. `accum_dtype`,
-    dtypes and rounding: see `pallas_kernels/linear_cross_entropy/xla.py`.
+    gradients during the forward, a chunk of tokens at a time (three GEMMs, the backward only scales
+    them); `"none"`, and `vocab_chunk_size` with any reduction, take four GEMMs. A call that is not
+    differentiated takes one and does no gradient work. Algorithms, dtypes and rounding:
+    `pallas_kernels/linear_cross_entropy/chunks.py`. Twice it can be differentiated with
+    `"reference"` only.
+
+    `dweight` has the dtype of `weight`, so a bfloat16 weight gets a rounded gradient. For a float32
+    gradient of a bfloat16 weight, differentiate with respect to `weight.astype(jnp.float32)` inside
+    of the compiled function: XLA drops the cast and its inverse, and makes no copy. (Not with
+    `vocab_chunk_size`, which casts a chunk at a time, as suits weights that are stored in float32.)
+
+    On a mesh, call it inside of `jax.shard_map(check_vma=False)` with each device's tokens
+    (`pallas_kernels.sharding`), and with `vocab_axis` where the weight is split. Each device of
+    that axis gets the same loss, and the part of `dx` that its columns make: the transpose of
+    `shard_map` adds these up.
 
     A label that is neither `ignore_index` nor in `[0, V)` makes its token's loss NaN, and so the
     reduced loss and the gradients; it never reads or writes out of bounds. `check_labels` turns it
@@ -87,16 +105,25 @@ def linear_cross_entropy(
         (https://arxiv.org/abs/1512.00567), in [0, 1].
       z_loss: weight of `lse²`, which keeps the logits from drifting (PaLM, https://arxiv.org/abs/2204.02311).
       logit_softcap: bound `c` of the logits (Gemma 2, https://arxiv.org/abs/2408.00118), above 0.
-      chunk_size: tokens whose logits exist at a time. `None`: float32 logits of at most 1 GiB, but
-        at least 1024 tokens.
+      chunk_size: tokens whose logits exist at a time. `None` takes what `max_logits_bytes` allows.
+      vocab_chunk_size: columns whose logits exist at a time, for all tokens: the way to the
+        smallest memory, and without an accumulator of the size of `dweight`. `None`: all columns,
+        in chunks of tokens.
+      max_logits_bytes: what the logits of a chunk may take. The largest token chunks that fit are
+        chosen; if that is less than 512 tokens, vocabulary chunks. `None`: 512 MiB (`"mosaic_gpu"`)
+        or 1 GiB (`"xla"`, whose logits are float32), and token chunks. It depends on sizes alone,
+        not on what is free on the device, so that all processes of a run compile the same program.
+      vocab_axis: name of the mesh axis over which `weight` and `bias` are split by vocabulary, in
+        equal parts; `labels` are numbers in the whole vocabulary.
       accum_dtype: dtype in which the chunks' contributions to `dweight` are added up.
       check_labels: raise on a label out of range, with its value: at once outside of `jax.jit`,
         through `jax.experimental.checkify.checkify` inside.
       return_metrics: also return `LossMetrics`.
-      implementation: `None` picks the fastest one that runs here. `"xla"` is the chunked program
-        described above, `"reference"` keeps all logits, in float32, and ignores `chunk_size` and
-        `accum_dtype`.
-      config: launch parameters of a kernel; the implementations here have none.
+      implementation: `"mosaic_gpu"` uses kernels for Hopper and later and 16-bit `x`, `"xla"` the
+        same algorithms with float32 logits, `"reference"` keeps all logits, in float32, and ignores
+        chunks and `accum_dtype`. `None` picks the kernels where they run, unless the arguments may
+        be split over devices, which XLA cannot do with a kernel. A name is binding.
+      config: launch parameters of the kernels; `None` takes measured ones.
 
     Returns:
       The loss, a scalar or of the shape of `labels`; with `return_metrics`, `(loss, LossMetrics)`.
@@ -104,17 +131,32 @@ def linear_cross_entropy(
     Raises:
       ValueError: shapes disagree, an option is out of its range, or a name is unknown.
       TypeError: labels are not integers.
+      NotImplementedError: the kernels were asked for by name and do not take the arguments; or a
+        second derivative was.
       jax.experimental.checkify.JaxRuntimeError: `check_labels` found a label out of range.
     """
-    _check_arguments(x, weight, labels, bias, token_weights, config)
+    _check_arguments(x, weight, labels, bias, token_weights)
+    implementation = _check_and_choose(x, implementation, config)
     if reduction not in get_args(Reduction.__value__):
         raise ValueError(f"{reduction=} must be one of {get_args(Reduction.__value__)}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"{label_smoothing=} must lie in [0, 1]")
     if logit_softcap is not None and not logit_softcap > 0:
         raise ValueError(f"{logit_softcap=} must be above 0; None turns the cap off")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{chunk_size=} must be at least 1")
+    for name, size in (
+        ("chunk_size", chunk_size),
+        ("vocab_chunk_size", vocab_chunk_size),
+        ("max_logits_bytes", max_logits_bytes),
+    ):
+        if size is not None and size < 1:
+            raise ValueError(f"{name}={size} must be at least 1")
+    if sum(a is not None for a in (chunk_size, vocab_chunk_size, max_logits_bytes)) > 1:
+        raise ValueError(
+            f"{chunk_size=}, {vocab_chunk_size=} and {max_logits_bytes=} each say how much is done "
+            "at a time; give one of them"
+        )
+    if vocab_axis is not None and implementation == "reference":
+        raise ValueError(f"{vocab_axis=}: implementation='reference' has the whole vocabulary")
     options = LossOptions(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
@@ -129,36 +171,45 @@ def linear_cross_entropy(
         # 64 bits stay 64: no label out of range may wrap into [0, V).
         labels = labels.astype(jnp.int32 if labels.dtype.itemsize <= 4 else jnp.int64)
     if check_labels:
-        _check_labels(labels, vocab_size, ignore_index)
+        num_parts = 1 if vocab_axis is None else jax.lax.axis_size(vocab_axis)
+        _check_labels(labels, num_parts * vocab_size, ignore_index)
     counts = labels != ignore_index
     weights = counts.astype(jnp.float32)
     if token_weights is not None:
         weights *= token_weights.reshape(-1).astype(jnp.float32)
 
-    match implementation:
-        case "reference":
-            losses = reference.linear_token_losses(x, weight, bias, labels, options)
-            loss = weights * losses.loss
-            if reduction != "none":
-                loss = jnp.sum(loss)
-        case None | "xla":
-            chunk_size = chunk_size or xla.default_chunk_size(len(labels), vocab_size)
-            static = options, chunk_size, jnp.dtype(accum_dtype)
-            if reduction == "none":
-                losses = xla.linear_token_losses(x, weight, bias, labels, *static)
-                loss = weights * losses.loss
-            else:
-                loss, losses = xla.weighted_loss_sum(x, weight, bias, weights, labels, *static)
-        case _:
-            raise ValueError(
-                f"{implementation=} must be None or one of {get_args(Implementation.__value__)}"
-            )
-
     total = jnp.sum(weights)
     per_weight = jnp.where(total == 0, 0.0, 1 / jnp.where(total == 0, 1.0, total))
-    if reduction == "mean":
-        loss *= per_weight
-    elif reduction == "none":
+    # A mean's factor goes in here and not around the loss, or it would have to be multiplied with
+    # the finished gradients, `dweight` among them.
+    coefficients = weights * per_weight if reduction == "mean" else weights
+
+    if implementation == "reference":
+        losses = reference.linear_token_losses(x, weight, bias, labels, options)
+        loss = coefficients * losses.loss
+        if reduction != "none":
+            loss = jnp.sum(loss)
+    else:
+        logits_dtype = x.dtype if implementation == "mosaic_gpu" else jnp.dtype("float32")
+        if chunk_size is None and vocab_chunk_size is None:
+            chunk_size, vocab_chunk_size = chunk_sizes(
+                len(labels), vocab_size, logits_dtype, max_logits_bytes
+            )
+        plan = chunks.Plan(
+            options=options,
+            implementation=implementation,
+            chunk_size=chunk_size or max(1, len(labels)),
+            vocab_chunk_size=vocab_chunk_size,
+            accum_dtype=jnp.dtype(accum_dtype),
+            vocab_axis=vocab_axis,
+            config=config or Config(),
+        )
+        if reduction == "none":
+            losses = chunks.token_losses(plan, x, weight, bias, labels)
+            loss = coefficients * losses.loss
+        else:
+            loss, losses = chunks.weighted_loss_sum(plan, x, weight, bias, coefficients, labels)
+    if reduction == "none":
         loss = loss.reshape(shape)
     if not return_metrics:
         return loss
@@ -176,7 +227,7 @@ def _metrics(losses: TokenLosses, weights, counts, per_weight) -> LossMetrics:
     )
 
 
-def _check_arguments(x, weight, labels, bias, token_weights, config) -> None:
+def _check_arguments(x, weight, labels, bias, token_weights) -> None:
     if weight.ndim != 2 or weight.shape[0] < 1:
         raise ValueError(f"weight must be [V, D] with V >= 1, got {weight.shape}")
     if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
@@ -194,8 +245,24 @@ def _check_arguments(x, weight, labels, bias, token_weights, config) -> None:
             f"token_weights must have the shape of labels, {labels.shape}, got "
             f"{token_weights.shape}"
         )
-    if config is not None:
-        raise ValueError(f"{config=}: the plain-XLA implementations have no launch parameters")
+
+
+def _check_and_choose(
+    x: Array, implementation: LossImplementation | None, config: Config | None
+) -> LossImplementation:
+    """The implementation to run."""
+    names = get_args(LossImplementation.__value__)
+    if implementation is not None and implementation not in names:
+        raise ValueError(f"{implementation=} must be None or one of {names}")
+    reason = logits_kernel.unsupported_reason(x.dtype)
+    if implementation == "mosaic_gpu" and reason is not None:
+        raise NotImplementedError(f"{implementation=}: {reason}")
+    if implementation is None:
+        fallback = runs_here() is not None or sharded_over_devices(x) or reason is not None
+        implementation = "xla" if fallback else "mosaic_gpu"
+    if config is not None and implementation != "mosaic_gpu":
+        raise ValueError(f"{config=}: {implementation=} has no launch parameters")
+    return implementation
 
 
 def _check_labels(labels: Int[Array, " T"], vocab_size: int, ignore_index: int) -> None:

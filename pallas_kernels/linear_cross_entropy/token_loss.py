@@ -31,6 +31,27 @@ class TokenLosses(NamedTuple):
     lse: Float[Array, " T"]
 
 
+class LogitStatistics(NamedTuple):
+    """What the loss of a token needs of its logits, after bias and softcap; float32.
+
+    Statistics of parts of the vocabulary combine: `lse` by logsumexp, the next three by maximum,
+    `total` by sum.
+
+    Attributes:
+      lse: logsumexp.
+      label_logit: that of the label; -inf if the label is not in this part.
+      largest: the maximum.
+      largest_before: the maximum over the columns before the label's; -inf if there is none.
+      total: the sum; of use to label smoothing only, and may be 0 without it.
+    """
+
+    lse: Float[Array, " T"]
+    label_logit: Float[Array, " T"]
+    largest: Float[Array, " T"]
+    largest_before: Float[Array, " T"]
+    total: Float[Array, " T"]
+
+
 def is_valid(labels: Int[Array, " T"], options: LossOptions) -> Bool[Array, " T"]:
     """Which tokens count: those whose label is not `ignore_index`."""
     return labels != options.ignore_index
@@ -69,19 +90,77 @@ def token_losses(
     return TokenLosses(*map(zero_if_ignored, (loss + z_loss, nll, z_loss, correct, lse)))
 
 
+def statistics(
+    logits: Float[Array, "T V"], labels: Int[Array, " T"], options: LossOptions
+) -> LogitStatistics:
+    """Statistics of float32 logits, before the softcap, that may be a part of the vocabulary.
+
+    A label outside of `[0, V)` is none of these columns.
+    """
+    vocab_size = logits.shape[-1]
+    capped = softcap(logits, options)
+    in_range = (labels >= 0) & (labels < vocab_size)
+    column = jnp.where(in_range, labels, 0)[:, None]
+    label_logit = jnp.take_along_axis(capped, column, axis=-1)[:, 0]
+    columns = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 1)
+    before = jnp.where(columns < labels[:, None], capped, -jnp.inf)
+    return LogitStatistics(
+        lse=jax.nn.logsumexp(capped, axis=-1),
+        label_logit=jnp.where(in_range, label_logit, -jnp.inf),
+        largest=jnp.max(capped, axis=-1),
+        largest_before=jnp.max(before, axis=-1),
+        total=jnp.sum(capped, axis=-1),
+    )
+
+
+def combine(parts: LogitStatistics) -> LogitStatistics:
+    """Statistics of the whole vocabulary from those of its parts, which are along axis 0."""
+    return LogitStatistics(
+        lse=jax.nn.logsumexp(parts.lse, axis=0),
+        label_logit=jnp.max(parts.label_logit, axis=0),
+        largest=jnp.max(parts.largest, axis=0),
+        largest_before=jnp.max(parts.largest_before, axis=0),
+        total=jnp.sum(parts.total, axis=0),
+    )
+
+
+def losses_of(
+    statistics: LogitStatistics, labels: Int[Array, " T"], options: LossOptions, vocab_size: int
+) -> TokenLosses:
+    """`token_losses` from the statistics of the whole vocabulary."""
+    lse, label_logit = statistics.lse, statistics.label_logit
+    valid = is_valid(labels, options)
+    in_range = (labels >= 0) & (labels < vocab_size)
+    nll = jnp.where(in_range, lse - label_logit, jnp.nan)
+    loss = nll
+    if options.label_smoothing:
+        uniform = lse - statistics.total / vocab_size
+        loss = (1 - options.label_smoothing) * nll + options.label_smoothing * uniform
+    z_loss = options.z_loss * jnp.square(lse)
+    is_first_largest = (label_logit >= statistics.largest) & (
+        label_logit > statistics.largest_before
+    )
+    # A label of -inf logit in the first column, where all are -inf, is the first largest too.
+    correct = is_first_largest | ((labels == 0) & (label_logit >= statistics.largest))
+    zero_if_ignored = lambda a: jnp.where(valid, a, 0.0)
+    correct = correct.astype(jnp.float32)
+    return TokenLosses(*map(zero_if_ignored, (loss + z_loss, nll, z_loss, correct, lse)))
+
+
 def dlogits(
     logits: Float[Array, "T V"],
     lse: Float[Array, " T"],
     labels: Int[Array, " T"],
     coefficients: Float[Array, " T"],
     options: LossOptions,
+    vocab_size: int,
 ) -> Float[Array, "T V"]:
     """`coefficients[t] · d loss[t] / d logits[t, v]`, float32; 0 where the coefficient is 0.
 
     The label's own entry is formed as `p - 1` in float32 before anything is rounded, which keeps
-    its digits when p is close to 1. A label out of range gives a row of NaN.
+    its digits when p is close to 1. A label that is no column changes none; `vocab_size` counts
+    all columns, if these are a part of them.
     """
-    vocab_size = logits.shape[-1]
     capped = softcap(logits, options)
     probabilities = jnp.exp(capped - lse[:, None])
     smoothing = options.label_smoothing
@@ -92,7 +171,5 @@ def dlogits(
         gradient += 2 * options.z_loss * lse[:, None] * probabilities
     if options.logit_softcap is not None:
         gradient *= 1 - jnp.square(capped / options.logit_softcap)
-    in_range = (labels >= 0) & (labels < vocab_size)
-    wrong = is_valid(labels, options) & ~in_range
-    row = jnp.where(wrong, jnp.nan, coefficients)[:, None]
+    row = coefficients[:, None]
     return jnp.where(row == 0, 0.0, row * gradient)

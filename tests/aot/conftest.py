@@ -1,4 +1,4 @@
-"""Compiles the cases of a module's selected tests before the first of them, chips side by side."""
+"""Compiles the cases of a module's selected tests before the first of them, on all cores."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -23,14 +23,17 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
             chip, case = (str(item.callspec.params[name]) for name in ("chip", "case"))
             selected.setdefault(chip, []).append(case)
     module = f"aot.{request.path.stem}"
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        programs: dict[str, Future[dict[str, Program | Failure]]] = {
-            chip: pool.submit(compile_cases, chip, module, cases)
-            for chip, cases in selected.items()
-        }
+    num_cores = os.cpu_count() or 1
+    shares = max(1, num_cores // max(1, len(selected)))  # of the cases of a chip
+    programs: dict[tuple[str, str], Future[dict[str, Program | Failure]]] = {}
+    with ThreadPoolExecutor(max_workers=num_cores) as pool:
+        for chip, cases in selected.items():
+            for share in filter(None, (cases[i::shares] for i in range(shares))):
+                future = pool.submit(compile_cases, chip, module, share)
+                programs |= {(chip, case): future for case in share}
 
         def get(chip: str, case: str) -> Program:
-            program = programs[chip].result()[case]
+            program = programs[chip, case].result()[case]
             if isinstance(program, Failure):
                 pytest.fail(program.message, pytrace=False)
             return program

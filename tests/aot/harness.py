@@ -120,10 +120,19 @@ CHIPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A function and the shapes, `jax.ShapeDtypeStruct`, that it is compiled for."""
+    """A function and the shapes that it is compiled for.
+
+    Attributes:
+      function: traced and compiled.
+      args: `jax.ShapeDtypeStruct`.
+      donated: number of the argument whose memory the results may take.
+      compiler_options: of XLA.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
+    donated: int | None = None
+    compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +146,9 @@ class Kernel:
       stack_bytes: per thread; arrays that do not fit in registers, and spills.
       spill_bytes: per thread, stored and loaded.
       smem_bytes: shared memory per block that the kernel asks for.
-      warnings: of `ptxas`.
+      warnings: of `ptxas`, and what it calls a loss of performance, as wgmmas one by one.
+      tma_loads: number of bulk copies from global to shared memory.
+      tma_stores: likewise, to global memory.
       loads: number of instructions that load from global memory, by bytes a thread.
       stores: likewise.
     """
@@ -149,6 +160,8 @@ class Kernel:
     spill_bytes: int
     smem_bytes: int
     warnings: tuple[str, ...]
+    tma_loads: int
+    tma_stores: int
     loads: Counter[int]
     stores: Counter[int]
 
@@ -182,12 +195,14 @@ class Program:
     Attributes:
       kernels: the distinct Mosaic GPU kernels in it.
       instructions: by name, without those inside of fusions.
+      hlo: the optimized program, without the binaries of kernels.
       temp_bytes: device memory beside arguments and results.
       seconds: from tracing to the executable.
     """
 
     kernels: tuple[Kernel, ...]
     instructions: dict[str, Instruction]
+    hlo: str
     temp_bytes: int
     seconds: float
 
@@ -273,7 +288,13 @@ def parse_kernel(ptx: str, ptxas: str, resources: str) -> Kernel:
         stack_bytes=int(stack),
         spill_bytes=int(stored) + int(loaded),
         smem_bytes=int(smem),
-        warnings=tuple(line for line in ptxas.splitlines() if "warning" in line.lower()),
+        warnings=tuple(re.findall("^.*(?:warning|performance loss).*$", ptxas, re.I | re.M)),
+        tma_loads=len(
+            re.findall(r"\bcp\.async\.bulk\.(?:tensor\.\dd\.)?shared::cluster\.global", ptx)
+        ),
+        tma_stores=len(
+            re.findall(r"\bcp\.async\.bulk\.(?:tensor\.\dd\.)?global\.shared::cta", ptx)
+        ),
         loads=_access_widths("ld", ptx),
         stores=_access_widths("st", ptx),
     )
@@ -328,6 +349,11 @@ def parse_instructions(hlo: str) -> dict[str, Instruction]:
                 'custom_call_target="mosaic_gpu' in rest,
             )
     return instructions
+
+
+def without_binaries(hlo: str) -> str:
+    """The program without what Mosaic GPU kernels are called with, megabytes of code."""
+    return re.sub(r'(custom_call_target="mosaic_gpu\w*").*', r"\1", hlo)
 
 
 def kernel_hashes(hlo: str) -> list[str]:

@@ -26,6 +26,7 @@ from aot.harness import (
     kernel_hashes,
     parse_instructions,
     parse_kernel,
+    without_binaries,
 )
 
 
@@ -57,7 +58,8 @@ def _compile(case: Case, mesh: Mesh, kernels: dict[str, Kernel]) -> Program:
     start = time.perf_counter()
     # Mosaic GPU takes the architecture from the default device, and silently sm_90 if it has none.
     with jax.default_device(mesh.devices.flat[0]):
-        compiled = jax.jit(case.function).trace(*args).lower().compile()
+        function = jax.jit(case.function, donate_argnums=case.donated)
+        compiled = function.trace(*args).lower().compile(case.compiler_options)
     seconds = time.perf_counter() - start
     hlo = compiled.as_text()
     memory = compiled.memory_analysis()
@@ -70,6 +72,7 @@ def _compile(case: Case, mesh: Mesh, kernels: dict[str, Kernel]) -> Program:
     return Program(
         kernels=tuple(kernels[name] for name in kernel_hashes(hlo)),
         instructions=parse_instructions(hlo),
+        hlo=without_binaries(hlo),
         temp_bytes=memory.temp_size_in_bytes,
         seconds=seconds,
     )

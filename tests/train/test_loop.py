@@ -141,9 +141,10 @@ def test_one_row_a_step_and_the_held_out_rows_between(finished):
     for row in rows:
         want = {"step", "elapsed_s"}
         if "val_loss" in row:
-            want |= {"val_loss", "val_bpb"}
+            want |= {"val_loss", "val_accuracy", "val_bpb"}
         else:
-            want |= {"loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_time_s"}
+            want |= {"loss", "nll", "accuracy", "lr", "grad_norm", "tokens", "tokens_per_s"}
+            want |= {"mfu", "step_time_s"}
             assert row["tokens"] == row["step"] * 2 * 8 * 32
             assert row["mfu"] is None  # of a CPU, whose peak is not known
             assert (row["tokens_per_s"] is None) == (row["step"] == 1)
@@ -157,9 +158,9 @@ def test_one_row_a_step_and_the_held_out_rows_between(finished):
 def test_losses_are_those_of_stepping_by_hand(finished, by_hand):
     trained = [row for row in rows_of(finished[0]) if "loss" in row]
     for row, want in zip(trained, by_hand[0], strict=True):
-        assert {name: row[name] for name in ("loss", "lr", "grad_norm")} == {
-            name: want[name] for name in ("loss", "lr", "grad_norm")
-        }
+        names = "loss", "nll", "accuracy", "lr", "grad_norm"
+        assert {name: row[name] for name in names} == {name: want[name] for name in names}
+        assert 0 <= row["accuracy"] <= 1
     assert trained[-1]["loss"] < trained[0]["loss"]
 
 
@@ -177,16 +178,18 @@ def test_held_out_loss_and_bits_per_byte(finished, by_hand):
     held_out = [row for row in rows_of(finished[0]) if "val_loss" in row]
     for row in held_out:
         params = jax.device_get(by_hand[1][row["step"]])
-        nll = num_tokens = num_bytes = 0
+        nll = num_tokens = num_bytes = correct = 0
         for batch in batches:
             labels = batch["labels"]
             scores = np.asarray(log_probs(params, batch), np.float64)
             chosen = np.take_along_axis(scores, np.maximum(labels, 0)[..., None], -1)[..., 0]
             nll -= chosen[labels != -100].sum()
             num_tokens += np.sum(labels != -100)
+            correct += np.sum(scores.argmax(-1) == labels)
             num_bytes += np.sum((labels >= 0) & (labels < 256))
         assert 0 < num_tokens - num_bytes < num_tokens / 20  # the ends of documents
         np.testing.assert_allclose(row["val_loss"], nll / num_tokens, rtol=1e-6)
+        np.testing.assert_allclose(row["val_accuracy"], correct / num_tokens, rtol=1e-6)
         bpb = row["val_loss"] * num_tokens / num_bytes / math.log(2)
         np.testing.assert_allclose(row["val_bpb"], bpb, rtol=1e-12)
     assert held_out[-1]["val_loss"] < held_out[0]["val_loss"]
@@ -305,6 +308,8 @@ def fake_steps(monkeypatch):
         values = lambda loss: {
             "loss": np.float32(loss),
             "lr": np.float32(1),
+            "nll": np.float32(loss),
+            "accuracy": np.float32(0.5),
             "grad_norm": np.float32(loss),
         }
 

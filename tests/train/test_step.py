@@ -232,6 +232,7 @@ def test_z_loss_is_in_the_loss_and_the_gradient(plain):
     assert want > loss + 1  # 0.1 · log(64)² is 1.7
     assert abs(global_norm(grads) / global_norm(plain_grads) - 1) > 0.1
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-6)
+    np.testing.assert_allclose(metrics["nll"], loss, rtol=1e-6)
     b1 = config.optimizer.b1
     assert_close(moments(new_state)[0], jax.tree.map(lambda g: (1 - b1) * g, grads))
 

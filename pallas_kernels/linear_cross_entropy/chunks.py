@@ -1,0 +1,439 @@
+"""Linear cross-entropy with a part of the logits in memory at a time, and its gradients.
+
+Why this exists. `x @ weight.T` for a 128k vocabulary is the largest buffer of a training step: 8192
+tokens need 2.1 GB in bfloat16, 4.2 GB in float32, again for its gradient, and automatic
+differentiation computes it a second time or keeps it.
+
+*Token chunks.* A `lax.scan` walks over chunks of tokens; while a chunk's logits exist, its loss,
+its `dx` and its share of `dweight` are formed from them. A loss with its gradients takes three
+GEMMs, and the backward multiplies by the cotangent, which is 1 for a loss. (Liger-Kernel's fused
+linear cross-entropy, https://arxiv.org/abs/2410.10989, introduced gradients in the forward.) The
+first chunk's product starts the sum of `dweight`, the others are added in place by their GEMM:
+each reads and writes `dweight` once, which is why chunks should be large.
+
+*Vocabulary chunks.* The forward keeps the logsumexp of each token; the backward computes the logits
+of a slice of the vocabulary again, for all tokens. Four GEMMs, any cotangent, and each row of
+`dweight` is written once, as it is stored.
+
+*Loss alone.* One GEMM; with `mosaic_gpu` on Hopper no logits in memory at all
+(`linear_statistics.py`).
+
+Numerics. The GEMMs take operands of `x.dtype` (a weight of another dtype is rounded to it once) and
+accumulate in float32. Logits are float32 with `xla`. With `mosaic_gpu` those in memory are rounded
+to `x.dtype`, as in PyTorch, and those of a loss alone are float32 that are never stored. Softmax
+and losses are float32. Coefficients, with them a mean's 1/N, are multiplied in float32 before
+dlogits are rounded once, to `x.dtype`, as the operand of two GEMMs; with `mosaic_gpu`, `dbias` sums
+what was rounded. `dweight` accumulates in `accum_dtype` and is rounded once, and `dx` is rounded
+once. A cotangent other than 1 multiplies them in float32, and they are rounded again.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.linear_cross_entropy import linear_statistics, logits_kernel, xla
+from pallas_kernels.linear_cross_entropy.config import Config
+from pallas_kernels.linear_cross_entropy.token_loss import (
+    LogitStatistics,
+    LossOptions,
+    TokenLosses,
+    combine,
+    losses_of,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """All that is static.
+
+    Attributes:
+      options: of the loss.
+      implementation: what makes losses and gradients of logits.
+      chunk_size: tokens whose logits exist at a time.
+      vocab_chunk_size: columns whose logits exist at a time; None: token chunks.
+      accum_dtype: dtype in which token chunks add up `dweight`.
+      vocab_axis: axis of the mesh, inside of `jax.shard_map`, over which the vocabulary is split.
+      config: launch parameters.
+    """
+
+    options: LossOptions
+    implementation: Literal["xla", "mosaic_gpu"]
+    chunk_size: int
+    vocab_chunk_size: int | None
+    accum_dtype: jnp.dtype
+    vocab_axis: str | None
+    config: Config
+
+
+class Gradients(NamedTuple):
+    """Of the coefficient-weighted sum of the losses; `dbias` is None without a bias."""
+
+    dx: Float[Array, "T D"]
+    dweight: Float[Array, "V D"]
+    dbias: Float[Array, " V"] | None
+
+
+# Two differentiable functions. Only the losses carry a gradient; the other fields of `TokenLosses`
+# are metrics, which the caller must not differentiate.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def weighted_loss_sum(
+    plan: Plan,
+    x: Float[Array, "T D"],
+    weight: Float[Array, "V D"],
+    bias: Float[Array, " V"] | None,
+    coefficients: Float[Array, " T"],
+    labels: Int[Array, " T"],
+) -> tuple[Float[Array, ""], TokenLosses]:
+    """`sum(coefficients · loss)`, float32, and the losses; those of ignored tokens must be 0."""
+    losses = token_losses(plan, x, weight, bias, labels)
+    return jnp.sum(coefficients * losses.loss), losses
+
+
+def _weighted_loss_sum_fwd(plan, x, weight, bias, coefficients, labels):
+    if plan.vocab_chunk_size is None:
+        losses, gradients = _by_token_chunks(plan, x, weight, bias, coefficients, labels)
+        # Empty arrays carry the dtypes of the gradients.
+        like = jax.tree.map(lambda a: a[:0], (x, weight, bias))
+        saved = gradients, losses.loss, like
+    else:
+        losses = _losses(plan, x, weight, bias, labels)
+        saved = (x, weight, bias, coefficients, labels), losses.loss, losses.lse
+    return (jnp.sum(coefficients * losses.loss), losses), saved
+
+
+def _weighted_loss_sum_bwd(plan, saved, cotangents):
+    cotangent = _whole_cotangent(plan, cotangents[0])
+    if plan.vocab_chunk_size is None:
+        gradients, loss, (x, weight, bias) = saved
+        gradients = jax.tree.map(lambda g: g.astype(jnp.float32) * cotangent, gradients)
+        gradients = _cast(gradients, x, weight, bias)
+    else:
+        (x, weight, bias, coefficients, labels), loss, lse = saved
+        coefficients *= cotangent
+        gradients = _by_vocab_chunks(plan, x, weight, bias, coefficients, labels, lse)
+    # Unlike the others this is no sum over parts of the vocabulary: the share is what is wanted.
+    return *gradients, cotangents[0] * loss, None
+
+
+weighted_loss_sum.defvjp(_weighted_loss_sum_fwd, _weighted_loss_sum_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def token_losses(
+    plan: Plan,
+    x: Float[Array, "T D"],
+    weight: Float[Array, "V D"],
+    bias: Float[Array, " V"] | None,
+    labels: Int[Array, " T"],
+) -> TokenLosses:
+    """The loss of every token, for any cotangent; the backward computes the logits again."""
+    return _losses(plan, x, weight, bias, labels)
+
+
+def _token_losses_fwd(plan, x, weight, bias, labels):
+    losses = _losses(plan, x, weight, bias, labels)
+    return losses, (x, weight, bias, labels, losses.lse)
+
+
+def _token_losses_bwd(plan, saved, cotangents):
+    x, weight, bias, labels, lse = saved
+    coefficients = _whole_cotangent(plan, cotangents.loss)
+    coefficients = jnp.where(labels == plan.options.ignore_index, 0.0, coefficients)
+    if plan.vocab_chunk_size is None:
+        _, gradients = _by_token_chunks(plan, x, weight, bias, coefficients, labels)
+        gradients = _cast(gradients, x, weight, bias)
+    else:
+        gradients = _by_vocab_chunks(plan, x, weight, bias, coefficients, labels, lse)
+    return *gradients, None
+
+
+token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
+
+
+def _whole_cotangent(plan: Plan, cotangent: jax.Array) -> jax.Array:
+    """Each device of the axis has a loss that is the same, and a share of its cotangent."""
+    return cotangent if plan.vocab_axis is None else jax.lax.psum(cotangent, plan.vocab_axis)
+
+
+def _cast(gradients: Gradients, x, weight, bias) -> Gradients:
+    dbias = None if gradients.dbias is None else gradients.dbias.astype(bias.dtype)
+    return Gradients(gradients.dx.astype(x.dtype), gradients.dweight.astype(weight.dtype), dbias)
+
+
+def _losses(
+    plan: Plan,
+    x: Float[Array, "T D"],
+    weight: Float[Array, "V D"],
+    bias: Float[Array, " V"] | None,
+    labels: Int[Array, " T"],
+) -> TokenLosses:
+    """One GEMM."""
+    x, weight, bias = _once(plan, (x, weight, bias))
+    first_column, vocab_size = _place_in_vocabulary(plan, weight)
+    local_labels = labels - first_column
+
+    def statistics(part, start):
+        weight, bias = part
+        return None, _statistics(plan, x, weight.astype(x.dtype), bias, local_labels - start)
+
+    if plan.vocab_chunk_size is None:
+        found = statistics((weight, bias), 0)[1]
+    else:
+        parts = _fold_chunks(statistics, (weight, bias), plan.vocab_chunk_size, stack=True)[1]
+        found = combine(parts)
+    return losses_of(_over_axis(plan, found), labels, plan.options, vocab_size)
+
+
+def _statistics(plan: Plan, x, weight, bias, labels) -> LogitStatistics:
+    """Of these columns, without a gradient."""
+    if (
+        plan.implementation == "mosaic_gpu"
+        and linear_statistics.unsupported_reason(x, weight) is None
+    ):
+        return linear_statistics.linear_statistics(
+            x,
+            weight,
+            bias,
+            labels,
+            softcap=plan.options.logit_softcap,
+            with_total=plan.options.label_smoothing != 0,
+            config=plan.config.linear,
+        )
+
+    columns = _Columns.make(plan, weight, bias)
+
+    def one_chunk(chunk, _):
+        x, labels = chunk
+        return None, _loss_of_logits(plan, columns, columns.logits(x), labels)[0]
+
+    return _fold_chunks(one_chunk, (x, labels), plan.chunk_size)[1]
+
+
+def _by_token_chunks(
+    plan: Plan,
+    x: Float[Array, "T D"],
+    weight: Float[Array, "V D"],
+    bias: Float[Array, " V"] | None,
+    coefficients: Float[Array, " T"],
+    labels: Int[Array, " T"],
+) -> tuple[TokenLosses, Gradients]:
+    """Losses and gradients of `sum(coefficients · loss)`: three GEMMs."""
+    x, weight, bias, coefficients = _once(plan, (x, weight, bias, coefficients))
+    first_column, vocab_size = _place_in_vocabulary(plan, weight)
+    columns = _Columns.make(plan, weight.astype(x.dtype), bias)
+    coefficients, scale = _kernel_coefficients(plan, x, coefficients, labels, vocab_size)
+
+    def one_chunk(chunk, _):
+        x, labels, coefficients = chunk
+        logits = columns.logits(x)
+        local = labels - first_column
+        if plan.vocab_axis is None:
+            found, dlogits = _loss_of_logits(plan, columns, logits, local, coefficients)
+        else:
+            found, _ = _loss_of_logits(plan, columns, logits, local)
+            found = _over_axis(plan, found)
+            _, dlogits = _loss_of_logits(
+                plan, columns, logits, local, coefficients, found.lse, vocab_size
+            )
+        losses = losses_of(found, labels, plan.options, vocab_size)
+        dbias = None if bias is None else jnp.sum(dlogits.astype(jnp.float32), axis=0)
+        dz = dlogits.astype(x.dtype)
+        dx = jnp.einsum("tv,vd->td", dz, columns.weight, preferred_element_type=dx_dtype)
+        dweight = jnp.einsum("tv,td->vd", dz, x, preferred_element_type=plan.accum_dtype)
+        return (dweight, dbias), (losses, dx)
+
+    dx_dtype = x.dtype if scale is None else jnp.float32
+    arrays = x, labels, coefficients
+    (dweight, dbias), (losses, dx) = _fold_chunks(one_chunk, arrays, plan.chunk_size)
+    num_columns = columns.num_columns
+    gradients = Gradients(dx, dweight[:num_columns], None if dbias is None else dbias[:num_columns])
+    if scale is not None:
+        gradients = jax.tree.map(
+            lambda g: (g.astype(jnp.float32) * scale).astype(g.dtype), gradients
+        )
+    return losses, gradients
+
+
+def _by_vocab_chunks(
+    plan: Plan,
+    x: Float[Array, "T D"],
+    weight: Float[Array, "V D"],
+    bias: Float[Array, " V"] | None,
+    coefficients: Float[Array, " T"],
+    labels: Int[Array, " T"],
+    lse: Float[Array, " T"],
+) -> Gradients:
+    """Gradients of `sum(coefficients · loss)`, in the dtypes of the arguments: three GEMMs."""
+    x, weight, bias, coefficients = _once(plan, (x, weight, bias, coefficients))
+    first_column, vocab_size = _place_in_vocabulary(plan, weight)
+    coefficients, scale = _kernel_coefficients(plan, x, coefficients, labels, vocab_size)
+    rescaled = lambda g: g if scale is None else g * scale
+    local_labels = labels - first_column
+
+    def one_chunk(part, start):
+        weight, bias = part
+        columns = _Columns.make(plan, weight.astype(x.dtype), bias)
+        _, dlogits = _loss_of_logits(
+            plan, columns, columns.logits(x), local_labels - start, coefficients, lse, vocab_size
+        )
+        dbias = None
+        if bias is not None:
+            dbias = rescaled(jnp.sum(dlogits.astype(jnp.float32), axis=0))
+            dbias = dbias[: columns.num_columns].astype(bias.dtype)
+        dz = dlogits.astype(x.dtype)
+        dx = jnp.einsum("tv,vd->td", dz, columns.weight, preferred_element_type=jnp.float32)
+        dweight = jnp.einsum("tv,td->vd", dz, x, preferred_element_type=jnp.float32)
+        dweight = rescaled(dweight)[: columns.num_columns].astype(weight.dtype)
+        return dx, (dweight, dbias)
+
+    assert plan.vocab_chunk_size is not None
+    dx, (dweight, dbias) = _fold_chunks(one_chunk, (weight, bias), plan.vocab_chunk_size)
+    return Gradients(rescaled(dx).astype(x.dtype), dweight, dbias)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _once(plan: Plan, arrays: Any) -> Any:
+    """The arrays; differentiating what is made of them raises."""
+    return arrays
+
+
+@_once.defjvp
+def _no_second_derivative(plan, primals, tangents):
+    raise NotImplementedError(
+        f"implementation={plan.implementation!r} of linear_cross_entropy has no forward-mode and "
+        "no second derivative; use implementation='reference'"
+    )
+
+
+class _Columns(NamedTuple):
+    """Columns of logits: all of this device's, or a chunk.
+
+    Attributes:
+      weight: in the dtype of x, with rows of zeros where the kernel wants whole lines.
+      bias: of the columns.
+      num_columns: without the padding.
+      logits_dtype: of the logits in memory.
+    """
+
+    weight: Float[Array, "Vp D"]
+    bias: Float[Array, " V"] | None
+    num_columns: int
+    logits_dtype: Any
+
+    @classmethod
+    def make(cls, plan: Plan, weight, bias) -> "_Columns":
+        num_columns = len(weight)
+        if plan.implementation == "xla":
+            return cls(weight, bias, num_columns, jnp.float32)
+        # A copy, if the vocabulary is not a multiple of 128.
+        padding = -num_columns % logits_kernel.LINE
+        weight = jnp.pad(weight, ((0, padding), (0, 0))) if padding else weight
+        return cls(weight, bias, num_columns, weight.dtype)
+
+    def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T Vp"]:
+        """Without the bias."""
+        return jnp.einsum("td,vd->tv", x, self.weight, preferred_element_type=self.logits_dtype)
+
+
+def _loss_of_logits(
+    plan: Plan, columns, logits, labels, coefficients=None, lse=None, vocab_size=None
+) -> tuple[Any, Any]:
+    """`(statistics, dlogits)`, either None if it was not asked for."""
+    of_columns: dict[str, Any] = {
+        "num_columns": columns.num_columns,
+        "coefficients": coefficients,
+        "lse": lse,
+        "vocab_size": vocab_size,
+        "bias": columns.bias,
+    }
+    if plan.implementation == "xla":
+        return xla.loss_of_logits(logits, labels, plan.options, **of_columns)
+    return logits_kernel.loss_of_logits(
+        logits, labels, plan.options, config=plan.config.logits, **of_columns
+    )
+
+
+def _kernel_coefficients(plan: Plan, x, coefficients, labels, vocab_size):
+    """`(coefficients / scale, scale)`; `scale` is None where it would be 1.
+
+    NaN for a label that is neither ignored nor a column of the vocabulary. Coefficients are powers
+    of ten apart from 1 in a mean; divided by their maximum, the dlogits of a float16 model stay
+    clear of its smallest number. The exponents of the other dtypes reach far enough.
+    """
+    wrong = (labels != plan.options.ignore_index) & ((labels < 0) | (labels >= vocab_size))
+    with_nan = jnp.where(wrong, jnp.nan, coefficients)
+    if x.dtype != jnp.float16:
+        return with_nan, None
+    finite = jnp.where(jnp.isfinite(coefficients), jnp.abs(coefficients), 0.0)
+    largest = jnp.max(finite, initial=0.0)
+    scale = jnp.where(largest > 0, largest, 1.0)
+    return with_nan / scale, scale
+
+
+def _place_in_vocabulary(plan: Plan, weight) -> tuple[Any, int]:
+    """`(first column, size of the whole vocabulary)` of this device's weight."""
+    if plan.vocab_axis is None:
+        return 0, len(weight)
+    return jax.lax.axis_index(plan.vocab_axis) * len(weight), len(weight) * jax.lax.axis_size(
+        plan.vocab_axis
+    )
+
+
+def _over_axis(plan: Plan, found: LogitStatistics) -> LogitStatistics:
+    """Statistics of the whole vocabulary from those of each device's part: 20 bytes a token."""
+    if plan.vocab_axis is None:
+        return found
+    parts = jax.lax.all_gather(jnp.stack(found), plan.vocab_axis, axis=1)
+    return combine(LogitStatistics(*parts))
+
+
+def _fold_chunks(body, arrays, chunk_size: int, *, stack: bool = False) -> tuple[Any, Any]:
+    """Runs `body` on chunks of the leading axis, one after the other.
+
+    The first chunk is as short as it has to be for the others to be full; what it returns starts
+    the sums, which saves writing zeros.
+
+    Args:
+      body: `(chunk, start) -> (summands, parts)`.
+      arrays: a pytree; None is no array.
+      chunk_size: of the leading axis.
+      stack: whether parts are stacked, or written where their chunk was.
+
+    Returns:
+      The sums of the summands, and the parts.
+    """
+    size = jax.tree.leaves(arrays)[0].shape[0]
+    num_chunks = max(1, math.ceil(size / chunk_size))
+    first = size - (num_chunks - 1) * chunk_size
+    sums, part = body(jax.tree.map(lambda a: a[:first], arrays), 0)
+    if num_chunks == 1:
+        return sums, jax.tree.map(lambda a: a[None], part) if stack else part
+    length = num_chunks if stack else size
+
+    def put(buffer, part, start):
+        part = part[None] if stack else part
+        return jax.lax.dynamic_update_slice_in_dim(buffer, part, start, 0)
+
+    def buffer_of(part):
+        shape = part.shape if stack else part.shape[1:]
+        return put(jnp.zeros((length, *shape), part.dtype), part, 0)
+
+    def step(carry, i):
+        sums, parts = carry
+        start = first + i * chunk_size
+        slice_of = lambda a: jax.lax.dynamic_slice_in_dim(a, start, chunk_size)
+        summands, part = body(jax.tree.map(slice_of, arrays), start)
+        sums = jax.tree.map(jnp.add, sums, summands)
+        place = i + 1 if stack else start
+        parts = jax.tree.map(lambda buffer, p: put(buffer, p, place), parts, part)
+        return (sums, parts), None
+
+    carry = sums, jax.tree.map(buffer_of, part)
+    return jax.lax.scan(step, carry, jnp.arange(num_chunks - 1))[0]

@@ -1,0 +1,61 @@
+"""Launch parameters of the linear cross-entropy's kernels, and how much is done at a time."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from pallas_kernels.linear_cross_entropy import linear_statistics, logits_kernel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Launch parameters of `implementation="mosaic_gpu"`; None is a guess from device and sizes.
+
+    Attributes:
+      logits: of the kernel over logits in memory.
+      linear: of the GEMM that keeps its logits to itself.
+    """
+
+    logits: logits_kernel.Config | None = None
+    linear: linear_statistics.Config | None = None
+
+
+# What the logits of a chunk may take unless the caller says otherwise. On an H100 at D = 2048 and
+# V = 128256 (NOTES.md, 2026-11-21), against chunks of 2048 tokens, 512 take 38 % longer, 1024 take
+# 6 %, 4096 save 2 %; in 16 bits these are 501 MiB.
+_LOGITS_BYTES = 512 * 2**20
+# Fewer tokens than this in a chunk, and the GEMMs slow down and `dweight` goes through memory so
+# often that a fourth GEMM is the cheaper way to save memory.
+_MIN_CHUNK = 512
+_TILE = 128  # of the GEMMs, in tokens and columns
+
+
+def chunk_sizes(
+    num_tokens: int, vocab_size: int, logits_dtype: jnp.dtype, max_bytes: int | None
+) -> tuple[int, int | None]:
+    """`(chunk_size, vocab_chunk_size)` whose logits take at most `max_bytes`, where that can be.
+
+    Token chunks, spread evenly, as long as 512 tokens fit. Else, and only if the caller set the
+    limit, vocabulary chunks, `(num_tokens, columns)`. Sizes are multiples of 128. Without a limit
+    it is 512 MiB, 1 GiB of float32 logits, but at least 512 tokens.
+    """
+    itemsize = jnp.dtype(logits_dtype).itemsize
+    limit = _LOGITS_BYTES * itemsize // 2 if max_bytes is None else max_bytes
+    most = limit // (itemsize * vocab_size) // _TILE * _TILE
+    if most < min(_MIN_CHUNK, num_tokens):
+        if max_bytes is not None:
+            columns = limit // (itemsize * max(1, num_tokens)) // _TILE * _TILE
+            return num_tokens, _spread(vocab_size, max(_TILE, columns))
+        most = _MIN_CHUNK
+    return _spread(num_tokens, max(_TILE, most)), None
+
+
+def _spread(total: int, most: int) -> int:
+    """The size of chunks of at most `most`, as few as can be and none of them tiny."""
+    num_chunks = max(1, math.ceil(total / most))
+    if num_chunks == 2:
+        # After the first chunk a loop of one step is left, which XLA unrolls; it would then have
+        # the logits of both at a time.
+        num_chunks = 3
+    return _TILE * max(1, math.ceil(total / num_chunks / _TILE))

@@ -1,0 +1,280 @@
+"""The linear cross-entropy compiles for an H100: its kernels, and what XLA makes of the whole."""
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from aot.harness import CHIPS, Case, Kernel, Program
+from pallas_kernels import linear_cross_entropy
+from pallas_kernels.linear_cross_entropy.linear_statistics import linear_statistics
+from pallas_kernels.linear_cross_entropy.logits_kernel import LINE, loss_of_logits
+from pallas_kernels.linear_cross_entropy.token_loss import LossOptions
+
+BF16 = jnp.bfloat16
+MIB = 2**20
+OPTIONS = LossOptions(ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_softcap=None)
+# On the GPU XLA measures which GEMM is the fastest. Without one it takes Triton's, unless told to
+# take cuBLAS', whose calls say what they add and where they write.
+CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+
+each_chip = pytest.mark.parametrize("chip", ["h100"])
+
+
+def floats(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def labels_of(num_tokens: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+
+
+def assert_runs_well(kernel: Kernel) -> None:
+    assert kernel.arch == CHIPS["h100"].arch
+    assert (kernel.spill_bytes, kernel.stack_bytes, kernel.warnings) == (0, 0, ()), kernel
+    assert kernel.smem_bytes <= CHIPS["h100"].limits.smem_bytes
+
+
+# The kernel over logits in memory.
+
+LOGITS_TOKENS = 2048
+
+
+def loss_and_gradient(logits, labels, coefficients, *, num_columns):
+    return loss_of_logits(
+        logits, labels, OPTIONS, num_columns=num_columns, coefficients=coefficients
+    )
+
+
+def loss_only(logits, labels, *, num_columns):
+    return loss_of_logits(logits, labels, OPTIONS, num_columns=num_columns)[0]
+
+
+def gradient_only(logits, labels, coefficients, lse, *, num_columns):
+    return loss_of_logits(
+        logits, labels, OPTIONS, num_columns=num_columns, coefficients=coefficients, lse=lse
+    )[1]
+
+
+def logits_cases() -> dict[str, Case]:
+    """What the whole losses, below, do not have: a padded vocabulary, and each half by itself."""
+    cases = {}
+    t, row = LOGITS_TOKENS, floats(LOGITS_TOKENS)
+    for function, rows, vocabularies in (
+        (loss_and_gradient, (row,), (32001, 151936)),
+        (loss_only, (), (32001, 256000)),
+        (gradient_only, (row, row), (32000, 32001, 128256, 151936, 256000)),
+    ):
+        for vocab in vocabularies:
+            logits = floats(t, vocab + -vocab % LINE, dtype=BF16)
+            donated = None if function is loss_only else 0
+            of_columns = functools.partial(function, num_columns=vocab)
+            args = (logits, labels_of(t), *rows)
+            cases[f"{function.__name__}-{vocab}"] = Case(of_columns, args, donated=donated)
+    return cases
+
+
+LOGITS_CASES = logits_cases()
+
+
+@each_chip
+@pytest.mark.parametrize("case", LOGITS_CASES)
+def test_kernel_over_logits(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    print(f"{program.seconds:.1f} s", *program.kernels, sep="\n")
+    (kernel,) = program.kernels
+    assert_runs_well(kernel)
+    # All logits go through TMA; what lanes load and store are single numbers of a row.
+    assert kernel.tma_loads > 0 and (kernel.tma_stores > 0) == ("gradient" in case)
+    assert set(kernel.loads) | set(kernel.stores) <= {2, 4}, kernel
+    # XLA copies nothing: the gradient is where the logits were.
+    moves = {"parameter", "bitcast", "get-tuple-element", "tuple", "custom-call"}
+    assert {part.opcode for part in program.instructions.values()} <= moves
+    assert program.temp_bytes < MIB
+
+
+# The GEMM that keeps its logits to itself.
+
+STATISTICS_SHAPES = [(8192, 4096, 128256), (16384, 2048, 128256)]
+# A bias, a softcap and the sum of the logits, which smoothing takes.
+STATISTICS_CASES = {
+    f"statistics-{t}x{d}x{v}{'-options' * options}": Case(
+        lambda x, weight, bias, labels, options=options: linear_statistics(
+            x,
+            weight,
+            bias if options else None,
+            labels,
+            softcap=30.0 if options else None,
+            with_total=options,
+        ),
+        (floats(t, d, dtype=BF16), floats(v, d, dtype=BF16), floats(v), labels_of(t)),
+    )
+    for t, d, v in STATISTICS_SHAPES
+    for options in (False, True)
+}
+
+
+@each_chip
+@pytest.mark.parametrize("case", STATISTICS_CASES)
+def test_linear_statistics(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB", *program.kernels)
+    (kernel,) = program.kernels
+    assert_runs_well(kernel)
+    assert kernel.tma_loads > 0
+    assert program.temp_bytes <= 32 * MIB
+
+
+# Whole losses.
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A float32 gradient of a bfloat16 weight, as `linear_cross_entropy` documents it."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens}x{self.hidden}x{self.vocab}"
+
+    def arguments(self, weight_dtype: Any = BF16) -> tuple[Any, ...]:
+        x = floats(self.tokens, self.hidden, dtype=BF16)
+        return x, floats(self.vocab, self.hidden, dtype=weight_dtype), labels_of(self.tokens)
+
+    def alone(self) -> Case:
+        loss = functools.partial(linear_cross_entropy, implementation="mosaic_gpu")
+        return Case(loss, self.arguments())
+
+    def with_gradients(self, weight_dtype: Any = BF16, **options) -> Case:
+        def run(x, weight, labels):
+            loss = lambda x, weight: linear_cross_entropy(
+                x, weight, labels, implementation="mosaic_gpu", **options
+            )
+            return jax.value_and_grad(loss, argnums=(0, 1))(x, weight.astype(jnp.float32))
+
+        return Case(run, self.arguments(weight_dtype), compiler_options=CUBLAS)
+
+
+# And how many chunks of tokens 512 MiB of logits make.
+LOSSES = {
+    Loss(8192, 4096, 128256): 4,
+    Loss(16384, 2048, 128256): 8,
+    Loss(32768, 4096, 128256): 16,
+    Loss(8192, 4096, 32000): 1,
+    Loss(8192, 3584, 152064): 5,
+    Loss(8192, 2304, 256000): 8,
+    Loss(4096, 8192, 128256): 2,
+}
+SMALLEST = Loss(8192, 4096, 128256)
+
+CASES = {
+    **LOGITS_CASES,
+    **STATISTICS_CASES,
+    **{f"loss-{loss}": loss.alone() for loss in LOSSES},
+    **{f"gradients-{loss}": loss.with_gradients() for loss in LOSSES},
+    "smallest": SMALLEST.with_gradients(jnp.float32, vocab_chunk_size=2048),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """A matrix product in a program.
+
+    Attributes:
+      shape: of its result.
+      adds: whether it adds what is there, in place.
+    """
+
+    shape: tuple[int, ...]
+    adds: bool
+
+
+def sizes(dims: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in dims.split(",") if size)
+
+
+def gemms(program: Program) -> list[Gemm]:
+    found = []
+    for line in program.hlo.splitlines():
+        if "__cublas" in line:
+            beta = re.search(r'"beta":(\d)', line)
+            dims = re.search(r" = \(?\w+\[([\d,]*)\]", line)
+            assert beta and dims, line
+            adds = beta[1] == "1"
+            in_place = "output_to_operand_aliasing={{0}: (2, {})}" in line
+            assert adds == in_place, line
+            found.append(Gemm(sizes(dims[1]), adds))
+    return found
+
+
+def makers(program: Program, shape: tuple[int, ...]) -> set[str]:
+    """Opcodes of the instructions, also inside of fusions, whose result is of this shape."""
+    dims = ",".join(map(str, shape))
+    return set(re.findall(rf"^  (?:ROOT )?%\S+ = \w+\[{dims}\]\S* ([\w-]+)\(", program.hlo, re.M))
+
+
+# What makes no new array. A fusion is what its instructions are.
+MAKES_NOTHING = {"parameter", "get-tuple-element", "bitcast", "fusion"}
+
+
+@each_chip
+@pytest.mark.parametrize("case", [f"gradients-{loss}" for loss in LOSSES])
+def test_loss_with_gradients(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
+    loss, num_chunks = next((k, n) for k, n in LOSSES.items() if case == f"gradients-{k}")
+    assert program.temp_bytes <= 640 * MIB
+    for kernel in program.kernels:
+        assert_runs_well(kernel)
+        assert kernel.tma_loads > 0 and kernel.tma_stores > 0
+    assert {kernel.name for kernel in program.kernels} == {"loss_of_logits_mosaic_gpu_kernel"}
+
+    # Three for the first chunk, and three for the others, which a loop goes through.
+    weight_shape = (loss.vocab, loss.hidden)
+    found = gemms(program)
+    assert len(found) == (3 if num_chunks == 1 else 6)
+    of_weight = [gemm for gemm in found if gemm.shape == weight_shape]
+    assert [gemm.adds for gemm in sorted(of_weight, key=lambda gemm: gemm.adds)] == (
+        [False] if num_chunks == 1 else [False, True]
+    )
+    loops = re.findall(r'"known_trip_count":\{"n":"(\d+)"', program.hlo)
+    assert loops == ([str(num_chunks - 1)] if num_chunks > 2 else [])  # of one, XLA unrolls it
+
+    # Nothing else makes an array of the size of the weight: no cast of it, no copy or sum of its
+    # gradient.
+    assert makers(program, weight_shape) <= MAKES_NOTHING
+    # All other arrays fit the logits of a chunk.
+    shapes = {sizes(dims) for dims in re.findall(r"\w\[([\d,]+)\]", program.hlo)}
+    assert all(math.prod(s) <= 512 * MIB // 2 for s in shapes - {weight_shape})
+
+
+@each_chip
+@pytest.mark.parametrize("case", [f"loss-{loss}" for loss in LOSSES])
+def test_loss_alone(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
+    loss = next(k for k in LOSSES if case == f"loss-{k}")
+    # 4 statistics of each of 66 clusters: 9 MiB for 8192 tokens.
+    assert program.temp_bytes <= loss.tokens * (4 * 4 * 66 + 96)
+    assert {kernel.name for kernel in program.kernels} == {"linear_statistics_mosaic_gpu_kernel"}
+    assert not makers(program, (loss.vocab, loss.hidden)) - MAKES_NOTHING
+
+
+@each_chip
+@pytest.mark.parametrize("case", ["smallest"])
+def test_smallest_memory(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
+    # dx in float32, logits and dweight of 2048 columns, and 20 MiB of workspace and statistics.
+    t, d = SMALLEST.tokens, SMALLEST.hidden
+    assert program.temp_bytes <= 4 * t * d + 2 * t * 2048 + 4 * 2048 * d + 20 * MIB
+    # Slices of dweight are written into zeros, in place.
+    makes = makers(program, (SMALLEST.vocab, d)) - MAKES_NOTHING
+    assert makes <= {"pad", "broadcast", "dynamic-update-slice"}

@@ -1,0 +1,268 @@
+"""Statistics of logits by the Mosaic GPU kernel, interpreted, against float64."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numerics import quick_jit
+from pallas_kernels.linear_cross_entropy import linear_statistics as module
+from pallas_kernels.linear_cross_entropy.linear_statistics import (
+    Config,
+    LogitStatistics,
+    default_config,
+    linear_statistics,
+    unsupported_reason,
+)
+from pallas_kernels.mosaic_gpu import Device
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
+BASE = Config(tile_n=128, stages=3, in_flight=1, lead=0, cluster=1, band=2, blocks=2)
+interpreted = pytest.mark.usefixtures("interpreted")
+
+
+def make_args(num_tokens, hidden_size, vocab_size, dtype=BF16, *, bias=False, scale=1.0, seed=0):
+    """Logits of a standard deviation of `scale`; labels in all places, in and out of range."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((num_tokens, hidden_size)) * scale / np.sqrt(hidden_size)
+    weight = rng.standard_normal((vocab_size, hidden_size))
+    labels = rng.integers(0, vocab_size, num_tokens)
+    special = (0, vocab_size - 1, vocab_size, -100, 2**30, -1)[:num_tokens]
+    labels[-len(special) :] = special
+    return (
+        jnp.asarray(x, dtype),
+        jnp.asarray(weight, dtype),
+        jnp.asarray(rng.standard_normal(vocab_size), F32) if bias else None,
+        jnp.asarray(labels, jnp.int32),
+    )
+
+
+def formula(x, weight, bias, labels, *, softcap=None, first_column=0):
+    """The same in float64, in the order of `LogitStatistics`."""
+    z = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    if bias is not None:
+        z = z + np.asarray(bias, np.float64)
+    if softcap is not None:
+        z = softcap * np.tanh(z / softcap)
+    columns = first_column + np.arange(z.shape[1])
+    labels = np.asarray(labels, np.int64)[:, None]
+    largest = np.max(z, axis=1)
+    top = np.where(np.isfinite(largest), largest, 0)
+    with np.errstate(divide="ignore"):
+        lse = top + np.log(np.sum(np.exp(z - top[:, None]), axis=1))
+    part = lambda mask: np.max(np.where(mask, z, -np.inf), axis=1)
+    return lse, part(columns == labels), largest, part(columns < labels), np.sum(z, axis=1)
+
+
+def check(args, *, config=None, with_total=True, **options):
+    got = quick_jit(
+        lambda *args: linear_statistics(*args, config=config, with_total=with_total, **options)
+    )(*args)
+    options = {"softcap": None} | options
+    exact = formula(*args, **options)
+    compare(got, exact, with_total=with_total)
+    return got, exact
+
+
+def compare(got, exact, *, with_total=True):
+    """Errors of a few float32 roundings of the largest number that was added up."""
+    largest = exact[2]
+    for name, g, e in zip(LogitStatistics._fields, got, exact, strict=True):
+        g = np.asarray(g, np.float64)
+        assert g.dtype == np.float64 and g.shape == e.shape
+        if name == "total":
+            if not with_total:
+                np.testing.assert_array_equal(g, 0)
+                continue
+            slack = 1e-4
+        else:
+            slack = 4e-6
+        np.testing.assert_array_equal(g[~np.isfinite(e)], e[~np.isfinite(e)], err_msg=name)
+        finite = np.isfinite(e)
+        # With the row's largest number: where terms cancel, it says what was rounded.
+        size = 1 + np.abs(e) + np.where(np.isfinite(largest), np.abs(largest), 0)
+        error = np.abs(g[finite] - e[finite])
+        np.testing.assert_array_less(error, slack * size[finite], err_msg=name)
+
+
+# Shapes.
+
+
+# Rows around the 128 of a block, columns around tiles of 128 and 256, depths around steps of 64.
+@interpreted
+@pytest.mark.parametrize(
+    "num_tokens, hidden_size, vocab_size, dtype, bias, softcap",
+    [
+        (1, 8, 1, BF16, False, None),
+        (1, 64, 1000, BF16, True, None),
+        (127, 72, 100, BF16, False, None),
+        (128, 128, 256, BF16, False, None),
+        (129, 64, 257, F16, True, 2.0),
+        (200, 72, 300, BF16, False, 30.0),
+        (7, 8, 129, F16, False, None),
+    ],
+)
+def test_shapes_that_divide_nothing(num_tokens, hidden_size, vocab_size, dtype, bias, softcap):
+    args = make_args(num_tokens, hidden_size, vocab_size, dtype, bias=bias, scale=3.0)
+    check(args, softcap=softcap)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(),
+        dict(in_flight=0),
+        dict(stages=2, lead=1),
+        dict(lead=2, in_flight=0),
+        dict(tile_n=64, band=1),
+        dict(tile_n=192, blocks=7),
+        dict(tile_n=256, blocks=1, band=9),
+        dict(cluster=2, blocks=4),
+        dict(cluster=2, lead=1, band=1, blocks=6),
+    ],
+    ids=str,
+)
+def test_all_configurations_agree(changes):
+    # Three blocks of rows, so that a cluster has one too many; 3 steps in D, or a tile's lead.
+    args = make_args(300, 192, 450, bias=True)
+    check(args, softcap=None, config=dataclasses.replace(BASE, **changes))
+
+
+@interpreted
+def test_more_stages_than_steps():
+    check(make_args(130, 64, 300), softcap=None, config=dataclasses.replace(BASE, stages=4, lead=2))
+
+
+@interpreted
+def test_more_blocks_than_tiles():
+    config = dataclasses.replace(BASE, cluster=2, blocks=6)
+    check(make_args(5, 64, 100), softcap=None, config=config)
+
+
+# Values.
+
+
+@interpreted
+def test_parts_of_a_vocabulary_combine():
+    args = make_args(64, 64, 500, bias=True, scale=4.0)
+    x, weight, bias, labels = args
+    assert bias is not None
+    parts = []
+    for start, stop in ((0, 200), (200, 333), (333, 500)):
+        part = (x, weight[start:stop], bias[start:stop], labels)
+        # Traced, as the shard of a device is.
+        first = jnp.asarray(start, jnp.int32)
+        got = quick_jit(
+            lambda first, *part: linear_statistics(
+                *part, softcap=None, first_column=first, with_total=True
+            )
+        )(first, *part)
+        compare(got, formula(*part, first_column=start))
+        parts.append(got)
+    lse, label_logit, largest, largest_before, total = (
+        np.stack(field) for field in zip(*parts, strict=True)
+    )
+    combined = (
+        np.logaddexp.reduce(lse, axis=0),
+        np.max(label_logit, axis=0),
+        np.max(largest, axis=0),
+        np.max(largest_before, axis=0),
+        np.sum(total, axis=0),
+    )
+    compare(combined, formula(*args))
+
+
+@interpreted
+@pytest.mark.parametrize("columns", [(0, 1), (5, 133), (127, 128), (3, 200, 131)], ids=str)
+def test_ties_with_the_label(columns):
+    # Equal logits: whether one comes before the label decides if the label is the first largest.
+    x = jnp.ones((len(columns), 64), BF16)
+    weight = jnp.zeros((257, 64), BF16).at[jnp.asarray(columns)].set(0.5)
+    labels = jnp.asarray(columns, jnp.int32)
+    got, _ = check((x, weight, None, labels), softcap=None, config=BASE)
+    first = labels == min(columns)
+    np.testing.assert_array_equal(got.largest, got.label_logit)
+    np.testing.assert_array_equal(got.largest_before < got.label_logit, first)
+
+
+@interpreted
+@pytest.mark.parametrize("scale", [1e3, 1e-3])
+def test_huge_and_tiny_logits(scale):
+    got, _ = check(make_args(40, 64, 300, scale=scale), softcap=None, with_total=False)
+    assert np.all(np.isfinite(got.lse))
+
+
+@interpreted
+@pytest.mark.parametrize("allowed", [slice(0, 0), slice(299, 300), slice(0, 1), slice(128, 130)])
+def test_logits_of_minus_infinity(allowed):
+    x, weight, _, labels = make_args(20, 64, 300)
+    bias = jnp.full(300, -jnp.inf, F32).at[allowed].set(0.0)
+    check((x, weight, bias, labels), softcap=None, config=BASE)
+
+
+@interpreted
+def test_a_nan_stays_in_its_row():
+    x, weight, _, labels = make_args(140, 64, 300)
+    run = quick_jit(lambda x: linear_statistics(x, weight, None, labels, softcap=None))
+    got, clean = run(x.at[3, 7].set(jnp.nan)), run(x)
+    assert np.isnan(got.lse[3])
+    others = np.arange(140) != 3
+    for g, c in zip(got, clean, strict=True):
+        np.testing.assert_array_equal(g[others], c[others])
+
+
+# What can run.
+
+
+def test_unsupported_arguments(monkeypatch):
+    x, weight, *_ = make_args(8, 64, 16)
+    assert unsupported_reason(x, weight) is None
+    for name, arguments in {
+        "float32": (x.astype(F32), weight),
+        "float16": (x.astype(F16), weight),
+        "no logits": (x, weight[:0]),
+    }.items():
+        assert name in str(unsupported_reason(*arguments))
+    for capability in ((8, 0), (10, 0)):
+        device = Device("another", capability, 100)
+        monkeypatch.setattr(module, "target_device", lambda device=device: device)
+        assert "(9, x)" in str(unsupported_reason(x, weight))
+        with pytest.raises(NotImplementedError, match="wgmma"):
+            linear_statistics(x, weight, None, jnp.zeros(8, jnp.int32), softcap=None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(tile_n=512),
+        dict(tile_n=100),
+        dict(stages=1),
+        dict(in_flight=2),
+        dict(lead=3),
+        dict(cluster=3),
+        dict(band=0),
+        dict(cluster=2, blocks=3),
+    ],
+    ids=str,
+)
+def test_wrong_configurations(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        dataclasses.replace(BASE, **changes)
+
+
+def test_more_stages_than_shared_memory_has(monkeypatch):
+    monkeypatch.setattr(module, "target_device", lambda: H100)
+    x, weight, bias, labels = make_args(8, 64, 16)
+    config = dataclasses.replace(BASE, tile_n=256, stages=5)
+    with pytest.raises(ValueError, match="245760 bytes of shared memory"):
+        linear_statistics(x, weight, bias, labels, softcap=None, config=config)
+
+
+def test_default_configurations():
+    config = default_config(8192, 128256, 4096, H100)
+    assert (config.tile_n, config.cluster, config.blocks, config.band) == (256, 2, 132, 8)
+    small = default_config(1, 1, 8, H100)
+    assert (small.tile_n, small.cluster, small.blocks) == (128, 1, 1)

@@ -1,0 +1,397 @@
+"""Loss statistics and gradients of logits by the Mosaic GPU kernel, interpreted."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numerics import assert_as_accurate, quick_jit, rounded
+from pallas_kernels.linear_cross_entropy import logits_kernel, token_loss
+from pallas_kernels.linear_cross_entropy.logits_kernel import (
+    LINE,
+    Config,
+    default_config,
+    loss_of_logits,
+    unsupported_reason,
+)
+from pallas_kernels.linear_cross_entropy.token_loss import LogitStatistics, LossOptions
+from pallas_kernels.mosaic_gpu import Device
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+EPS32 = float(np.finfo(np.float32).eps)
+H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
+# 13 lines are 4 slots of 4 lines, the last with 1, of which the ring holds 2.
+BASE = Config(warpgroups=1, slots=2, max_lines=4)
+NUM_COLUMNS = 1600
+STATISTICS = LogitStatistics._fields
+PLAIN = LossOptions(ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_softcap=None)
+ALL = LossOptions(ignore_index=-100, label_smoothing=0.1, z_loss=1e-2, logit_softcap=10.0)
+interpreted = pytest.mark.usefixtures("interpreted")
+
+
+def make_args(num_tokens, num_columns, dtype=BF16, *, bias=False, seed=0):
+    """Logits with NaN in the padding; labels in all places, in and out of range."""
+    rng = np.random.default_rng(seed)
+    logits = np.full((num_tokens, num_columns + -num_columns % LINE), np.nan)
+    logits[:, :num_columns] = 3 * rng.standard_normal((num_tokens, num_columns))
+    labels = rng.integers(0, num_columns, num_tokens)
+    special = (0, num_columns - 1, 2**30, -100, 2**31 - 1, num_columns // 2)[:num_tokens]
+    labels[: len(special)] = special
+    return {
+        "logits": jnp.asarray(logits, dtype),
+        "labels": jnp.asarray(labels, jnp.int32),
+        "coefficients": jnp.asarray(rng.uniform(0.5, 2, num_tokens), F32),
+        "bias": jnp.asarray(rng.standard_normal(num_columns), F32) if bias else None,
+    }
+
+
+@functools.cache
+def compiled(mode, num_columns, options, config, vocab_size):
+    """`(statistics, dlogits)`: of the logits, of logits and given lse, or both."""
+
+    def run(logits, labels, coefficients, bias, lse):
+        return loss_of_logits(
+            logits,
+            labels,
+            options,
+            num_columns=num_columns,
+            coefficients=None if mode == "statistics" else coefficients,
+            lse=lse if mode == "gradient" else None,
+            vocab_size=vocab_size,
+            bias=bias,
+            config=config,
+        )
+
+    return quick_jit(run)
+
+
+def run(
+    args, mode="both", *, num_columns=NUM_COLUMNS, options=PLAIN, config=BASE, lse=None, vocab=None
+):
+    return compiled(mode, num_columns, options, config, vocab)(**args, lse=lse)
+
+
+def formulas(args, dtype, *, num_columns=NUM_COLUMNS, options=PLAIN, lse=None, vocab=None):
+    """The same by `token_loss`, in this dtype."""
+    with jax.enable_x64(True):
+        cast = lambda a: jnp.asarray(np.asarray(a).astype(dtype))
+        logits = cast(args["logits"])[:, :num_columns]
+        if args["bias"] is not None:
+            logits += cast(args["bias"])
+        found = token_loss.statistics(logits, args["labels"], options)
+        dlogits = token_loss.dlogits(
+            logits,
+            found.lse if lse is None else cast(lse),
+            args["labels"],
+            cast(args["coefficients"]),
+            options,
+            vocab or num_columns,
+        )
+        return [np.asarray(a) for a in found], np.asarray(dlogits)
+
+
+def check_statistics(got, args, *, num_columns=NUM_COLUMNS, **options):
+    options["num_columns"] = num_columns
+    low, exact = (formulas(args, dtype, **options)[0] for dtype in (np.float32, np.float64))
+    chosen = options.get("options", PLAIN)
+    if chosen.logit_softcap is None:
+        assert_as_accurate(got[:-1], low[:-1], exact[:-1], names=STATISTICS[:-1])
+    else:
+        # The kernel's tanh is right to a rounding of 1, not of its own value.
+        for name, g, e in zip(STATISTICS[:-1], got, exact, strict=False):
+            atol = 4 * EPS32 * chosen.logit_softcap
+            np.testing.assert_allclose(g, e, rtol=4 * EPS32, atol=atol, err_msg=name)
+    if chosen.label_smoothing:
+        # Terms cancel: what was rounded is of the size of the sum without their signs, and a capped
+        # logit errs by the rounding of the cap.
+        logits = np.asarray(args["logits"], np.float64)[:, :num_columns]
+        if args["bias"] is not None:
+            logits = logits + np.asarray(args["bias"], np.float64)
+        size = np.sum(np.abs(logits) + (chosen.logit_softcap or 0), axis=1)
+        np.testing.assert_array_less(np.abs(got.total - exact[-1]), 4 * EPS32 * size)
+
+
+def check_gradient(got, args, *, num_columns=NUM_COLUMNS, **options):
+    assert got.dtype == args["logits"].dtype and got.shape == args["logits"].shape
+    np.testing.assert_array_equal(np.asarray(got[:, num_columns:], np.float32), 0)
+    _, low = formulas(args, np.float32, num_columns=num_columns, **options)
+    _, exact = formulas(args, np.float64, num_columns=num_columns, **options)
+    got = [got[:, :num_columns]]
+    assert_as_accurate(got, rounded([low], got), [exact], names=["dlogits"])
+
+
+def check(args, **options):
+    """All three modes, against the formulas and each other; the statistics and the gradient."""
+    config = options.pop("config", BASE)
+    found, nothing = run(args, "statistics", config=config, **options)
+    assert nothing is None
+    check_statistics(found, args, **options)
+    both = run(args, "both", config=config, **options)
+    for name, alone, together in zip(STATISTICS, found, both[0], strict=True):
+        np.testing.assert_array_equal(alone, together, name)
+    check_gradient(both[1], args, **options)
+    nothing, gradient = run(args, "gradient", config=config, lse=found.lse, **options)
+    assert nothing is None
+    np.testing.assert_array_equal(np.asarray(gradient, F32), np.asarray(both[1], F32))
+    return found, gradient
+
+
+# Values.
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=jnp.dtype)
+@pytest.mark.parametrize("options, bias", [(PLAIN, False), (ALL, True)], ids=["plain", "all"])
+def test_dtypes_and_options(dtype, options, bias):
+    check(make_args(6, NUM_COLUMNS, dtype, bias=bias), options=options)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"label_smoothing": 0.2},
+        {"label_smoothing": 1.0},
+        {"z_loss": 0.1},
+        {"logit_softcap": 4.0},
+    ],
+    ids=str,
+)
+def test_options_alone(changes):
+    check(make_args(6, 300), num_columns=300, options=dataclasses.replace(PLAIN, **changes))
+
+
+@interpreted
+@pytest.mark.parametrize("num_columns", [1, 100, 127, 128, 129, 512, 513])
+def test_columns_around_a_line_and_a_slot(num_columns):
+    check(make_args(6, num_columns, bias=True), num_columns=num_columns, options=ALL)
+
+
+@interpreted
+def test_a_part_of_the_vocabulary():
+    # The lse over all of it is given, and smoothing spreads over all of it.
+    args = make_args(6, NUM_COLUMNS)
+    lse = run(args, "statistics")[0].lse + 1
+    options = {"options": ALL, "vocab": 3 * NUM_COLUMNS, "lse": lse}
+    _, gradient = run(args, "gradient", **options)
+    check_gradient(gradient, args, **options)
+
+
+@interpreted
+@pytest.mark.parametrize("label", [300, 383])
+def test_a_label_in_the_padding_is_no_column(label):
+    args = make_args(2, 300)
+    check(args | {"labels": jnp.full(2, label, jnp.int32)}, num_columns=300)
+
+
+# Launch parameters.
+
+# (columns, warpgroups, slots, max_lines), and what the row of so many lines is dealt into: slots
+# a warpgroup (more than the ring has: some are read twice), lines in each, lines of the last slot,
+# warpgroups without a slot in the last round.
+DEALS = [
+    ((500, 1, 2, 4), (1, 4, 4, 0)),
+    ((1600, 1, 2, 4), (4, 4, 1, 0)),
+    ((2500, 1, 3, 8), (3, 8, 4, 0)),
+    ((1100, 2, 2, 4), (2, 4, 1, 1)),
+    ((4200, 2, 3, 4), (5, 4, 1, 1)),
+    ((600, 4, 2, 4), (1, 4, 1, 2)),
+    ((4400, 4, 2, 4), (3, 4, 3, 3)),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("deal, expected", DEALS, ids=str)
+def test_deals_of_a_row_to_slots(deal, expected):
+    num_columns, warpgroups, slots, max_lines = deal
+    config = Config(warpgroups=warpgroups, slots=slots, max_lines=max_lines)
+    num_lines = -(-num_columns // LINE)
+    split = logits_kernel._Split.make(num_lines, config)
+    used = -(-num_lines // split.lines)
+    assert expected == (
+        split.rounds,
+        split.lines,
+        num_lines - (used - 1) * split.lines,
+        warpgroups * split.rounds - used,
+    )
+    args = make_args(4, num_columns, bias=True, seed=1)
+    check(args, num_columns=num_columns, options=ALL, config=config)
+
+
+@interpreted
+def test_all_configurations_agree():
+    args = make_args(6, NUM_COLUMNS, F32, bias=True)
+    # Compilers fuse the softcap's operations in more than one way.
+    options = dataclasses.replace(ALL, logit_softcap=None)
+    expected, _ = run(args, "statistics", options=options)
+    _, gradient = run(args, "gradient", options=options, lse=expected.lse)
+    for warpgroups, slots, max_lines in ((1, 3, 8), (2, 2, 4), (2, 8, 8), (4, 2, 4)):
+        config = Config(warpgroups=warpgroups, slots=slots, max_lines=max_lines)
+        found, _ = run(args, "statistics", options=options, config=config)
+        for name in ("label_logit", "largest", "largest_before"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
+        # The order in which a row is added up differs.
+        np.testing.assert_allclose(found.lse, expected.lse, rtol=4 * EPS32)
+        np.testing.assert_allclose(found.total, expected.total, rtol=0, atol=1e-3)
+        _, other = run(args, "gradient", options=options, config=config, lse=expected.lse)
+        # As are those of the gradient: a rounding of what smoothing takes from each column.
+        np.testing.assert_allclose(other, gradient, rtol=8 * EPS32, atol=8 * EPS32 * 0.2 / 1600)
+
+
+@interpreted
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3])
+def test_few_rows(num_tokens):
+    # Two of a block's places for partial statistics are used in turn.
+    args = make_args(num_tokens, 700)
+    check(args, num_columns=700, config=dataclasses.replace(BASE, warpgroups=2))
+
+
+@interpreted
+def test_the_default_configuration():
+    check(make_args(2, 1000), num_columns=1000, config=None)
+
+
+# Values at the ends of the number range.
+
+
+@interpreted
+def test_a_coefficient_of_zero_gives_zeros():
+    args = make_args(6, NUM_COLUMNS)
+    expected, gradient = run(args, options=ALL)
+    zero = args | {"coefficients": args["coefficients"].at[jnp.array([1, 4])].set(0.0)}
+    for value in (0.0, np.nan, np.inf, -np.inf):
+        changed = zero | {"logits": zero["logits"].at[1].multiply(0).at[1].add(value)}
+        found, got = run(changed, options=ALL)
+        np.testing.assert_array_equal(np.asarray(got[jnp.array([1, 4])], F32), 0)
+        others = jnp.array([0, 2, 3, 5])
+        np.testing.assert_array_equal(
+            np.asarray(got[others], F32), np.asarray(gradient[others], F32)
+        )
+        np.testing.assert_array_equal(found.lse[others], expected.lse[others])
+
+
+@interpreted
+def test_nan_stays_in_its_row():
+    args = make_args(6, NUM_COLUMNS)
+    expected, gradient = run(args)
+    for column in (0, 5, 700, NUM_COLUMNS - 1):
+        found, got = run(args | {"logits": args["logits"].at[2, column].set(np.nan)})
+        assert np.isnan(found.lse[2]) and np.isnan(np.asarray(got, F32)[2, :NUM_COLUMNS]).all()
+        others = np.arange(6) != 2
+        np.testing.assert_array_equal(
+            np.asarray(got, F32)[others], np.asarray(gradient, F32)[others]
+        )
+        np.testing.assert_array_equal(found.lse[others], expected.lse[others])
+
+
+@interpreted
+def test_a_coefficient_of_nan_is_a_gradient_of_nan():
+    args = make_args(6, NUM_COLUMNS)
+    _, expected = run(args)
+    _, got = run(args | {"coefficients": args["coefficients"].at[2].set(np.nan)})
+    got, expected = np.asarray(got, F32), np.asarray(expected, F32)
+    assert np.isnan(got[2, :NUM_COLUMNS]).all()
+    np.testing.assert_array_equal(np.delete(got, 2, 0), np.delete(expected, 2, 0))
+
+
+@interpreted
+@pytest.mark.parametrize("scale", [1e4, 1e-4])
+def test_huge_and_tiny_logits(scale):
+    args = make_args(6, NUM_COLUMNS, F32)
+    check(args | {"logits": args["logits"] * scale})
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=jnp.dtype)
+@pytest.mark.parametrize(
+    "allowed", [slice(0, 1), slice(299, 300), slice(127, 129), slice(0, 0)], ids=str
+)
+def test_logits_of_minus_infinity(dtype, allowed):
+    # By the logits of all but a few columns, or of all.
+    args = make_args(6, 300, dtype)
+    kept = np.zeros(args["logits"].shape, bool)
+    kept[:, allowed] = True
+    args["logits"] = jnp.where(kept, args["logits"], -jnp.inf)
+    found, _ = run(args, "statistics", num_columns=300)
+    check_statistics(found, args, num_columns=300)
+    if allowed != slice(0, 0):
+        check(args, num_columns=300)
+
+
+@interpreted
+def test_very_negative_logits():
+    # Were the padding looked at as zeros, it would carry all of the probability.
+    args = make_args(6, 300)
+    args["logits"] = jnp.nan_to_num(args["logits"] - BF16(200))
+    check(args, num_columns=300)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "columns", [(0, 1), (5, 133), (127, 128), (3, 1500, 600), (511, 512)], ids=str
+)
+def test_ties_with_the_label(columns):
+    # Equal logits: whether one comes before the label decides if the label is the first largest.
+    logits = np.zeros((len(columns), NUM_COLUMNS + -NUM_COLUMNS % LINE))
+    logits[:, columns] = 0.5
+    labels = jnp.asarray(columns, jnp.int32)
+    args = make_args(len(columns), NUM_COLUMNS) | {
+        "logits": jnp.asarray(logits, BF16),
+        "labels": labels,
+    }
+    found, _ = check(args)
+    np.testing.assert_array_equal(found.largest, found.label_logit)
+    first = np.asarray(columns) == min(columns)
+    np.testing.assert_array_equal(found.largest_before < found.label_logit, first)
+
+
+# What can run.
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"warpgroups": 0}, "self.warpgroups=0 must be from 1 to 8"),
+        ({"warpgroups": 9}, "self.warpgroups=9 must be from 1 to 8"),
+        ({"slots": 1}, "self.slots=1 must be at least 2"),
+        ({"warpgroups": 8, "slots": 5}, "self.warpgroups=8 times it at most 32"),
+        ({"max_lines": 0}, "self.max_lines=0 must be a multiple of 4"),
+        ({"max_lines": 6}, "self.max_lines=6 must be a multiple of 4"),
+    ],
+    ids=str,
+)
+def test_wrong_configurations(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(BASE, **changes)
+
+
+def test_more_slots_than_shared_memory_has(monkeypatch):
+    monkeypatch.setattr(logits_kernel, "target_device", lambda: H100)
+    config = Config(warpgroups=4, slots=8, max_lines=32)
+    args = make_args(1, 128)
+    with pytest.raises(ValueError, match=r"264192 bytes of shared memory .*use less slots"):
+        run(args, "statistics", num_columns=128, config=config)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=jnp.dtype)
+def test_the_default_configuration_fits_and_is_large(dtype):
+    config = default_config(H100, jnp.dtype(dtype))
+    lines = config.warpgroups * config.slots * config.max_lines
+    num_bytes = lines * LINE * jnp.dtype(dtype).itemsize
+    assert 0.8 * H100.smem_bytes < num_bytes <= H100.smem_bytes
+    # What the description says of 16 bits: a row of this size stays in shared memory.
+    if dtype == BF16:
+        assert lines * LINE == 114688
+        assert logits_kernel._Split.make(lines, config).rounds == config.slots
+
+
+def test_unsupported_dtypes_and_devices(monkeypatch):
+    for dtype in (BF16, F16):
+        assert unsupported_reason(jnp.dtype(dtype)) is None
+    assert "float32" in str(unsupported_reason(jnp.dtype(F32)))
+    device = Device("NVIDIA A100-SXM4-80GB", (8, 0), 108)
+    monkeypatch.setattr(logits_kernel, "target_device", lambda: device)
+    assert "tensor memory accelerator" in str(unsupported_reason(jnp.dtype(BF16)))
