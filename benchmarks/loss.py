@@ -179,6 +179,7 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Time against memory of the settings with gradients at the first shape."""
     # Here, because the benchmark runs where matplotlib may be missing.
     from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
 
     first = records[0]["shape"]
     points = [
@@ -193,16 +194,23 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
         color = "#c1440e" if is_ours else "#33418a"
         megabytes = max(1.0, r["temporary_bytes"] / 2**20)
         axes.scatter(megabytes, r["median_ms"], color=color)
+        place = (
+            {"xytext": (-4, -12), "ha": "right"} if is_ours else {"xytext": (4, 5), "ha": "left"}
+        )
         axes.annotate(
             r["setting"],
             (megabytes, r["median_ms"]),
-            (5, 4),
             textcoords="offset points",
-            fontsize=8,
+            fontsize=7,
+            color=color,
+            **place,
         )
     axes.axhline(points[0]["gemms_ms"], color="#777777", linestyle=":", label="three bare GEMMs")
     axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.margins(0.12)
     axes.set_xlabel("MiB beside arguments and results")
     axes.set_ylabel("ms, loss and gradients")
     axes.set_title(f"Linear cross-entropy, {shapes.label(tuple(first))} bfloat16", fontsize=10)
