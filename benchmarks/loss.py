@@ -190,20 +190,17 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for r in points:
-        is_ours = r["setting"].startswith("ours")
-        color = "#c1440e" if is_ours else "#33418a"
+        color = "#c1440e" if r["setting"].startswith("ours") else "#33418a"
         megabytes = max(1.0, r["temporary_bytes"] / 2**20)
         axes.scatter(megabytes, r["median_ms"], color=color)
-        place = (
-            {"xytext": (-4, -12), "ha": "right"} if is_ours else {"xytext": (4, 5), "ha": "left"}
-        )
         axes.annotate(
             r["setting"],
             (megabytes, r["median_ms"]),
+            xytext=(5, 0),
             textcoords="offset points",
+            va="center",
             fontsize=7,
             color=color,
-            **place,
         )
     axes.axhline(points[0]["gemms_ms"], color="#777777", linestyle=":", label="three bare GEMMs")
     axes.set_xscale("log", base=2)
