@@ -37,7 +37,7 @@ train: setup
 	@$(PYTHON) -m train $(ARGS)
 
 test: setup
-	@$(PYTHON) -m pytest $(ARGS)
+	@$(PYTHON) -m pytest -n auto --dist worksteal $(ARGS)
 
 test-gpu: setup
 	@$(PYTHON) -m pytest -m gpu $(ARGS)

@@ -30,6 +30,17 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.gpu)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def clear_caches():
+    """Frees the compiled programs of a module.
+
+    Each takes several of the 65530 memory maps that Linux gives a process by default; all tests
+    together would need more, and XLA ends with a segmentation fault.
+    """
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def unchecked_shapes():
     """Without jaxtyping's checks, as users run the library, so that its own errors are reached."""
