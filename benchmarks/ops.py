@@ -391,7 +391,7 @@ def _contenders(
     return tuple(columns)
 
 
-_NORMS = ("mosaic_gpu", "reference")
+_KERNEL_AND_XLA = ("mosaic_gpu", "reference")
 
 # How often an operation must pass over an array of the size of its input; weights and statistics of
 # the rows are neglected. A norm reads x and writes y, and backward reads x and dy and writes dx.
@@ -412,7 +412,7 @@ OPS: dict[str, Op] = {
             inputs=_norm_inputs,
             limit=copy_of_passes("rms_norm"),
             contenders=(
-                *_contenders(RMS_NORM, pallas_kernels.rms_norm, _NORMS, eps=EPS),
+                *_contenders(RMS_NORM, pallas_kernels.rms_norm, _KERNEL_AND_XLA, eps=EPS),
                 Contender("LayerNorm (XLA)", LAYER_NORM, _keeping_inputs(_layer_norm_xla)),
             ),
             directions=("forward", "backward"),
@@ -422,7 +422,9 @@ OPS: dict[str, Op] = {
             shapes=shapes.NORM,
             inputs=functools.partial(_norm_inputs, add=True),
             limit=copy_of_passes("add_rms_norm"),
-            contenders=_contenders(ADD_RMS_NORM, pallas_kernels.add_rms_norm, _NORMS, eps=EPS),
+            contenders=_contenders(
+                ADD_RMS_NORM, pallas_kernels.add_rms_norm, _KERNEL_AND_XLA, eps=EPS
+            ),
             directions=("forward", "backward"),
         ),
         Op(
@@ -430,7 +432,7 @@ OPS: dict[str, Op] = {
             shapes=shapes.SWIGLU,
             inputs=_swiglu_inputs,
             limit=copy_of_passes("swiglu"),
-            contenders=_contenders(SWIGLU, pallas_kernels.swiglu, ("reference",)),
+            contenders=_contenders(SWIGLU, pallas_kernels.swiglu, _KERNEL_AND_XLA),
             directions=("forward", "backward"),
         ),
         Op(

@@ -240,6 +240,13 @@ def _liger_layer_norm() -> Callable[..., Any]:
     return lambda x, weight, bias: function.apply(x, weight, bias, EPS)
 
 
+def _liger_swiglu() -> Callable[..., Any]:
+    function = _liger("LigerSiLUMulFunction")
+    # Its backward overwrites gate and up with their gradients: only the first call on a set of
+    # inputs, which is the one that is checked, sees random numbers. It moves as many bytes as ours.
+    return lambda gate, up: function.apply(gate, up)
+
+
 def _liger_linear_cross_entropy() -> Callable[..., Any]:
     function = _liger("LigerFusedLinearCrossEntropyFunction")
     return lambda x, weight, labels: function.apply(x, weight, labels)[0]
@@ -285,6 +292,7 @@ _PEERS = (
     Peer("add_rms_norm", "QuACK", "quack-kernels", ADD_RMS_NORM, _quack_add_rms_norm),
     Peer("swiglu", "torch", "torch", SWIGLU, _eager_swiglu),
     Peer("swiglu", "torch.compile", "torch", SWIGLU, lambda: _compiled(_swiglu_formula)),
+    Peer("swiglu", "Liger", "liger-kernel", SWIGLU, _liger_swiglu),
     Peer(
         "linear_cross_entropy",
         "torch.compile",

@@ -17,7 +17,7 @@ NORM: tuple[Shape, ...] = (
 )
 
 # Tokens x intermediate size of Llama 1B, 8B and 70B.
-SWIGLU: tuple[Shape, ...] = ((16384, 8192), (8192, 14336), (4096, 28672))
+SWIGLU: tuple[Shape, ...] = ((16384, 8192), (16384, 14336), (4096, 28672))
 
 # Tokens x hidden size x vocabulary of Llama 3.1 8B, 3.2 1B and 3.3 70B, Llama 2, Qwen 2.5, Gemma 2.
 LOSS: tuple[Shape, ...] = (

@@ -1,10 +1,10 @@
-"""Finds the launch parameters of the norms' kernels for this card, by hidden size.
+"""Finds the launch parameters of the norms' and SwiGLU's kernels for this card, by width.
 
     python -m benchmarks.tune rms_norm add_rms_norm --hidden-sizes 4096 --output tuned.json
     PALLAS_KERNELS_TUNED=tuned.json python -m train ...
 
-Sweeps the candidates of `pallas_kernels/rms_norm/config.py`, forward, then backward. One that does
-not compile, spills registers, or errs more against float32 than plain JAX does, is listed and not
+Sweeps the candidates of the operation's `config.py`, forward, then backward. One that does not
+compile, spills registers, or errs more against float32 than plain JAX does, is listed and not
 timed. The others take turns beside a copy of as many bytes. Prints the tables and the rows to paste
 into `config.py`; `--output` puts the rows into a JSON file that the kernels read instead.
 """
@@ -30,7 +30,8 @@ import numpy as np
 import pallas_kernels
 from benchmarks import ops, shapes, timing
 from benchmarks.ops import Arrays, Contender, Direction
-from pallas_kernels.rms_norm.config import Config, backward_candidates, forward_candidates
+from pallas_kernels.rms_norm import config as norm_config
+from pallas_kernels.swiglu import config as swiglu_config
 
 _CHECKED_ROWS = 2000
 # There can be hundreds of candidates: all of them run a few rounds, the fastest run all of them.
@@ -39,9 +40,44 @@ _FINALISTS = 8
 
 _KEYS = ("op", "device_kind", "dtype", "hidden_size")  # of an entry in the JSON file
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "rms_norm": pallas_kernels.rms_norm,
-    "add_rms_norm": pallas_kernels.add_rms_norm,
+# A frozen dataclass, whose fields begin with "fwd_" or "bwd_".
+type Config = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Tunable:
+    """An operation whose kernels have launch parameters.
+
+    Attributes:
+      fn: the public function.
+      forward_candidates: from the last axis of the input, and its dtype.
+      backward_candidates: likewise.
+      variant: what follows device, dtype and last axis in the keys of its table of tuned rows.
+    """
+
+    fn: Callable[..., Any]
+    forward_candidates: Callable[[int, str], list[Config]]
+    backward_candidates: Callable[[int, str], list[Config]]
+    variant: tuple[bool, ...] = ()
+
+
+def _norm(fn: Callable[..., Any], *, add: bool) -> Tunable:
+    return Tunable(
+        functools.partial(fn, eps=ops.EPS),
+        functools.partial(norm_config.forward_candidates, add=add),
+        functools.partial(norm_config.backward_candidates, add=add),
+        variant=(add,),
+    )
+
+
+_TUNABLES: dict[str, Tunable] = {
+    "rms_norm": _norm(pallas_kernels.rms_norm, add=False),
+    "add_rms_norm": _norm(pallas_kernels.add_rms_norm, add=True),
+    "swiglu": Tunable(
+        pallas_kernels.swiglu,
+        lambda _, dtype: swiglu_config.forward_candidates(dtype),
+        lambda _, dtype: swiglu_config.backward_candidates(dtype),
+    ),
 }
 
 
@@ -69,8 +105,7 @@ class Sweep:
 def contender(op: str, config: Config | None) -> Contender:
     """The kernel with launch parameters, or plain JAX without any."""
     fn = functools.partial(
-        _FUNCTIONS[op],
-        eps=ops.EPS,
+        _TUNABLES[op].fn,
         implementation="reference" if config is None else "mosaic_gpu",
         config=config,
     )
@@ -170,7 +205,7 @@ def fastest(timings: dict[Config, timing.Timing]) -> list[Config]:
 
 def merged(forward: Config, backward: Config) -> Config:
     """The forward's parameters of one and the backward's of the other."""
-    names = [field.name for field in dataclasses.fields(Config) if field.name.startswith("bwd_")]
+    names = [field.name for field in dataclasses.fields(forward) if field.name.startswith("bwd_")]
     return dataclasses.replace(forward, **{name: getattr(backward, name) for name in names})
 
 
@@ -198,12 +233,12 @@ def tune(
 
     Prints the tables of both sweeps.
     """
-    title, add = f"{shapes.label(shape)} {dtype}", op == "add_rms_norm"
-    forward = run("forward", forward_candidates(shape[1], dtype, add=add))
+    title, tunable = f"{shapes.label(shape)} {dtype}", _TUNABLES[op]
+    forward = run("forward", tunable.forward_candidates(shape[1], dtype))
     print(f"\n{op} forward, {title}\n\n{table(forward)}", flush=True)
     if (with_forward := forward.best()) is None:
         return None
-    candidates = backward_candidates(shape[1], dtype, add=add)
+    candidates = tunable.backward_candidates(shape[1], dtype)
     backward = run("backward", [merged(with_forward, config) for config in candidates])
     print(f"\n{op} backward, {title}\n\n{table(backward)}", flush=True)
     if (best := backward.best()) is None:
@@ -213,11 +248,14 @@ def tune(
 
 
 def paste(
-    device_kind: str, dtype: str, hidden_size: int, add: bool, config: Config, measured: str
+    op: str, device_kind: str, dtype: str, hidden_size: int, config: Config, measured: str
 ) -> str:
-    """A row of the table in `config.py`."""
+    """A row of the table in the operation's `config.py`."""
+    key = ", ".join(map(str, (f'"{device_kind}", "{dtype}"', hidden_size, *_TUNABLES[op].variant)))
+    if op == "swiglu":
+        return f"({key}): {config!r},  # {measured}"
     fields = ", ".join(str(value) for value in dataclasses.astuple(config))
-    return f'("{device_kind}", "{dtype}", {hidden_size}, {add}): _config({fields}),  # {measured}'
+    return f"({key}): _config({fields}),  # {measured}"
 
 
 def merge_entries(
@@ -251,10 +289,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("ops", nargs="+", choices=_FUNCTIONS)
-    parser.add_argument("--hidden-sizes", type=int, nargs="+", required=True)
+    parser.add_argument("ops", nargs="+", choices=_TUNABLES)
+    parser.add_argument(
+        "--hidden-sizes", type=int, nargs="+", required=True, help="of swiglu: intermediate sizes"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--num-elements", type=int, default=2**26, help="of x; rows follow")
+    parser.add_argument("--num-elements", type=int, default=2**26, help="of an input; rows follow")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--output", type=Path, help="JSON file, made or added to")
     args = parser.parse_args(argv)
@@ -283,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"{time.strftime('%Y-%m-%d')} jax {importlib.metadata.version('jax')}: {speed}"
             )
             key = (device_kind, args.dtype, hidden_size)
-            rows.append(paste(*key, op == "add_rms_norm", config, measured))
+            rows.append(paste(op, *key, config, measured))
             entry = dict(zip(_KEYS, (op, *key), strict=True))
             entry |= {"config": dataclasses.asdict(config), "measured": measured}
             if args.output is not None:  # after each, for a sweep can take minutes

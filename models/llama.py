@@ -25,6 +25,9 @@ from models.rope import RopeParameters, apply_rotary, rotary_cos_sin
 from models.sharding import map_over_batch, split_batch
 from pallas_kernels import add_rms_norm, rms_norm
 from pallas_kernels.layers import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGLU
+from pallas_kernels.mosaic_gpu import runs_here
+
+AUTO_REMAT = "auto"
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -63,7 +66,10 @@ class LlamaConfig:
       param_dtype: of the parameters.
       scan_layers: whether the layers run in one `lax.scan` (compiles faster) or are unrolled (runs
         faster).
-      remat: what the layers keep for the backward; see `models.remat`.
+      remat: what the layers keep for the backward: the name of a policy, or names of tensors such
+        as "attention,residual,gate@host,up@host"; see `models.remat`. Host memory needs
+        `scan_layers`. "auto" leaves it to `python -m train`, which takes the fastest policy that
+        fits the device.
       kernels: whether the operations may run as Mosaic GPU kernels; False leaves all to XLA, for
         comparison.
       attention_implementation: of `jax.nn.dot_product_attention`; `None` takes cuDNN where it runs.
@@ -120,7 +126,13 @@ class LlamaConfig:
             raise NotImplementedError(
                 f"{self.attention_dropout=} is not implemented; set it to 0.0, as Llama has it"
             )
-        remat_policy(self.remat)
+        policy = None if self.remat == AUTO_REMAT else remat_policy(self.remat)
+        if policy is not None and policy.offloaded and not self.scan_layers:
+            raise ValueError(
+                f"{self.remat=} keeps tensors in host memory, which needs scan_layers=True: of "
+                "unrolled layers XLA sends tensors late and fetches them early, and saves hardly "
+                "any memory"
+            )
 
 
 def _llama(**fields: Any) -> LlamaConfig:
@@ -410,6 +422,11 @@ class Llama(nnx.Module):
           The hidden states and the layers' outputs, stacked.
         """
         config = self.config
+        if config.remat == AUTO_REMAT:
+            raise ValueError(
+                f"remat={config.remat!r} is not a policy: `python -m train` replaces it with one "
+                "that fits the device (train.plan); set one of those in models.remat"
+            )
         dtype = jnp.dtype(config.dtype)
         graphdef, state = nnx.split(self.layers)
         # Rounded once for all layers and for the backward: inside of the layers it would be done
@@ -426,10 +443,13 @@ class Llama(nnx.Module):
             max_position_embeddings=config.max_position_embeddings,
         )
 
+        # What enters a checkpoint stays on the device, unless the checkpoint reads it by a name.
         def project(state, normed, cos, sin):
+            normed = checkpoint_name(normed, "layer_input")
             return nnx.merge(graphdef, state).self_attn.project(normed, cos, sin)
 
         def finish(state, attn_out, residual, next_weight):
+            residual = checkpoint_name(residual, "layer_input")
             return nnx.merge(graphdef, state).finish(attn_out, residual, next_weight)
 
         def layer(carry, inputs):
@@ -521,9 +541,12 @@ def _unstack(tree: Any, num_slices: int) -> list[Any]:
 
 
 def _cudnn_attention_runs(q: Float[Array, "B S N H"]) -> bool:
-    """cuDNN's attention takes 16-bit floats and head sizes up to 128 that are a multiple of 8."""
+    """cuDNN's attention takes 16-bit floats and head sizes up to 128 that are a multiple of 8.
+
+    As the kernels it runs on the default device, which may be one that is only compiled for.
+    """
     return (
-        jax.default_backend() == "gpu"
+        runs_here() is None
         and q.dtype in (jnp.bfloat16, jnp.float16)
         and q.shape[-1] % 8 == 0
         and q.shape[-1] <= 128

@@ -20,8 +20,10 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
     selected: dict[str, list[str]] = {}
     for item in request.session.items:
         if isinstance(item, pytest.Function) and item.module is request.module:
-            chip, case = (str(item.callspec.params[name]) for name in ("chip", "case"))
-            selected.setdefault(chip, []).append(case)
+            params = item.callspec.params
+            # A test that compares two cases has a `baseline`.
+            cases = [str(params[name]) for name in ("case", "baseline") if name in params]
+            selected.setdefault(str(params["chip"]), []).extend(cases)
     module = f"aot.{request.path.stem}"
     num_cores = os.cpu_count() or 1
     shares = max(1, num_cores // max(1, len(selected)))  # of the cases of a chip

@@ -197,6 +197,7 @@ class Program:
       instructions: by name, without those inside of fusions.
       hlo: the optimized program, without the binaries of kernels.
       temp_bytes: device memory beside arguments and results.
+      host_temp_bytes: likewise, of the host.
       seconds: from tracing to the executable.
     """
 
@@ -204,6 +205,7 @@ class Program:
     instructions: dict[str, Instruction]
     hlo: str
     temp_bytes: int
+    host_temp_bytes: int
     seconds: float
 
 

@@ -1,6 +1,7 @@
 """A Llama's loss and gradients, with kernels, compile for a real GPU as one program."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from flax import nnx
 
 from aot.harness import Case, Program
-from models.llama import PRESETS, Llama
+from models.llama import PRESETS, Llama, LlamaConfig
 from pallas_kernels import linear_cross_entropy
 
 # Two layers are the first, which stands alone, and one that repeats. A small vocabulary compiles
@@ -23,33 +24,42 @@ CONFIG = dataclasses.replace(
 )
 
 
-def loss_and_gradients(params: Any, tokens: jax.Array) -> Any:
+TOKENS = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+
+
+def loss_and_gradients(config: LlamaConfig, params: Any, tokens: jax.Array) -> Any:
     def loss(params):
-        model = nnx.merge(nnx.graphdef(_abstract_model()), params)
+        model = nnx.merge(nnx.graphdef(_abstract_model(config)), params)
         return linear_cross_entropy(model(tokens), model.output_weight, tokens)
 
     return jax.value_and_grad(loss)(params)
 
 
-def _abstract_model() -> Llama:
-    return nnx.eval_shape(lambda: Llama(CONFIG, rngs=nnx.Rngs(0)))
+def _abstract_model(config: LlamaConfig) -> Llama:
+    return nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
 
 
+def _case(config: LlamaConfig) -> Case:
+    params = nnx.state(_abstract_model(config), nnx.Param)
+    return Case(functools.partial(loss_and_gradients, config), (params, TOKENS))
+
+
+SCANNED = dataclasses.replace(CONFIG, scan_layers=True, num_hidden_layers=4)
 CASES = {
-    "llama3.2-1b": Case(
-        loss_and_gradients,
-        (nnx.state(_abstract_model(), nnx.Param), jax.ShapeDtypeStruct((1, 4096), jnp.int32)),
-    )
+    "llama3.2-1b": _case(CONFIG),
+    "minimal": _case(dataclasses.replace(SCANNED, remat="minimal")),
+    "offload": _case(dataclasses.replace(SCANNED, remat="offload")),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["llama3.2-1b"])
 @pytest.mark.parametrize("chip", ["h100"])
 def test_compiles(compiled, chip, case):
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s", *program.kernels, sep="\n")
     names = {kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in program.kernels}
-    assert names == {"rms_norm_fwd", "rms_norm_bwd", "add_rms_norm_fwd", "add_rms_norm_bwd"}
+    norms = {"rms_norm_fwd", "rms_norm_bwd", "add_rms_norm_fwd", "add_rms_norm_bwd"}
+    assert names == {*norms, "loss_of_logits"}
     for kernel in program.kernels:
         assert (kernel.spill_bytes, kernel.stack_bytes, kernel.warnings) == (0, 0, ()), kernel
     # 4096 tokens in bfloat16 that a kernel could not read, or the next operation not take, in the
@@ -61,3 +71,16 @@ def test_compiles(compiled, chip, case):
         if instruction.is_kernel:
             read = [program.instructions[operand] for operand in instruction.operands]
             assert not any(part.opcode in ("copy", "transpose") for part in read), name
+
+
+@pytest.mark.parametrize("chip, case, baseline", [("h100", "offload", "minimal")])
+def test_offloading_moves_memory_to_the_host(compiled, chip, case, baseline):
+    program: Program = compiled(chip, case)
+    minimal: Program = compiled(chip, baseline)
+    # Each layer's two projections, the inputs of both halves and the residuals they end in.
+    width = 2 * SCANNED.intermediate_size + 4 * SCANNED.hidden_size
+    num_bytes = 2 * SCANNED.num_hidden_layers * TOKENS.size * width
+    assert (minimal.host_temp_bytes, program.host_temp_bytes) == (0, num_bytes)
+    # On the device remain the tensors of the layer that runs and of the one whose tensors travel.
+    in_use = num_bytes * 2 / SCANNED.num_hidden_layers
+    assert minimal.temp_bytes - program.temp_bytes >= num_bytes - in_use

@@ -74,6 +74,7 @@ def _compile(case: Case, mesh: Mesh, kernels: dict[str, Kernel]) -> Program:
         instructions=parse_instructions(hlo),
         hlo=without_binaries(hlo),
         temp_bytes=memory.temp_size_in_bytes,
+        host_temp_bytes=memory.host_temp_size_in_bytes,
         seconds=seconds,
     )
 

@@ -1,5 +1,6 @@
 """The parts of the benchmarks that decide what a figure means, without a GPU."""
 
+import dataclasses
 import functools
 import json
 
@@ -12,6 +13,7 @@ import pallas_kernels
 from benchmarks import bench, ops, peers, shapes, timing, tune
 from pallas_kernels.rms_norm import config as norm_config
 from pallas_kernels.rms_norm.config import Config
+from pallas_kernels.swiglu import config as swiglu_config
 
 
 def _config(**values):
@@ -116,6 +118,7 @@ def test_the_copy_moves_what_the_operation_must(op, direction, arrays, monkeypat
     [
         ("rms_norm", (32, 64)),
         ("add_rms_norm", (32, 64)),
+        ("swiglu", (32, 64)),
         ("linear_cross_entropy", (16, 8, 50)),
     ],
 )
@@ -137,6 +140,11 @@ def test_plain_contenders_agree_with_their_formulas(op, shape, monkeypatch):
                 names |= {f"d{name}" for name in contender.formula.gradients}
             assert set(got) == names
             assert ops.wrong_result(got, expected) is None
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "swiglu"])
+def test_the_kernel_is_measured_beside_xla_and_the_default(op):
+    assert [c.name for c in ops.OPS[op].contenders[:3]] == ["mosaic_gpu", "reference", "default"]
 
 
 def test_the_backward_runs_on_what_another_forward_kept(monkeypatch):
@@ -218,7 +226,7 @@ def test_short_names(kind, short):
 
 
 def test_shapes_are_read_as_they_are_written():
-    for shape in (*shapes.NORM, *shapes.LOSS):
+    for shape in (*shapes.NORM, *shapes.SWIGLU, *shapes.LOSS):
         assert shapes.parse(shapes.label(shape)) == shape
 
 
@@ -301,6 +309,8 @@ def test_the_best_of_a_sweep_is_the_fastest_that_works():
 def test_the_directions_are_merged_by_the_names_of_the_fields():
     merged = tune.merged(_config(fwd_warps=8, bwd_warps=4), _config(fwd_warps=16, bwd_warps=12))
     assert merged == _config(fwd_warps=8, bwd_warps=12)
+    of_swiglu = lambda fwd, bwd: swiglu_config.Config(fwd_accesses=fwd, bwd_accesses=bwd)
+    assert tune.merged(of_swiglu(8, 1), of_swiglu(2, 4)) == of_swiglu(8, 4)
 
 
 def test_a_sweep_refuses_and_times(monkeypatch, tmp_path):
@@ -308,8 +318,8 @@ def test_a_sweep_refuses_and_times(monkeypatch, tmp_path):
     speeds = {4: 2.0, 8: 1.0, 12: 0.5, 16: 0.5, 20: 0.5}
     seen = []
 
-    def fake(x, weight, *, eps, implementation, config):
-        y = pallas_kernels.rms_norm(x, weight, eps=eps, implementation="reference")
+    def fake(x, weight, *, implementation, config):
+        y = pallas_kernels.rms_norm(x, weight, eps=ops.EPS, implementation="reference")
         if config is None:
             return y
         assert implementation == "mosaic_gpu"
@@ -330,7 +340,8 @@ def test_a_sweep_refuses_and_times(monkeypatch, tmp_path):
             for case in cases
         }
 
-    monkeypatch.setitem(tune._FUNCTIONS, "rms_norm", fake)
+    tunable = dataclasses.replace(tune._TUNABLES["rms_norm"], fn=fake)
+    monkeypatch.setitem(tune._TUNABLES, "rms_norm", tunable)
     monkeypatch.setattr(timing, "compare", compare)
     monkeypatch.setattr(tune, "_FINALISTS", 1)
     candidates = [_config(fwd_warps=warps) for warps in speeds]
@@ -358,8 +369,12 @@ def test_a_sweep_refuses_and_times(monkeypatch, tmp_path):
 def test_tuning_sweeps_the_backward_with_the_best_forward(monkeypatch, capsys):
     forwards = [_config(fwd_warps=warps) for warps in (4, 8)]
     backwards = [_config(bwd_warps=warps) for warps in (4, 12)]
-    monkeypatch.setattr(tune, "forward_candidates", lambda *args, add: forwards)
-    monkeypatch.setattr(tune, "backward_candidates", lambda *args, add: backwards)
+    tunable = dataclasses.replace(
+        tune._TUNABLES["add_rms_norm"],
+        forward_candidates=lambda *args: forwards,
+        backward_candidates=lambda *args: backwards,
+    )
+    monkeypatch.setitem(tune._TUNABLES, "add_rms_norm", tunable)
     times = {"forward": {8: 1.0, 4: 2.0}, "backward": {12: 4.0, 4: 5.0}}
 
     def run(direction, candidates):
@@ -376,12 +391,28 @@ def test_tuning_sweeps_the_backward_with_the_best_forward(monkeypatch, capsys):
     best = _config(fwd_warps=8, bwd_warps=12)
     assert found == (best, "fwd 1.00, bwd 0.25 of a copy")
     assert "add_rms_norm backward, 16x64 bfloat16" in capsys.readouterr().out
-    row = tune.paste("NVIDIA L4", "bfloat16", 64, True, best, "measured")
+    row = tune.paste("add_rms_norm", "NVIDIA L4", "bfloat16", 64, best, "measured")
     assert eval("{" + row + "\n}", {"_config": norm_config._config}) == {
         ("NVIDIA L4", "bfloat16", 64, True): best
     }
     broken = tune.Sweep({best: timing.Timing(error="no")}, timing.Timing([1.0]))
     assert tune.tune("rms_norm", (16, 64), "bfloat16", lambda *args: broken) is None
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "swiglu"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_is_swept(op, dtype):
+    tunable = tune._TUNABLES[op]
+    for candidates in (tunable.forward_candidates, tunable.backward_candidates):
+        found = candidates(4096, dtype)
+        assert len(set(found)) == len(found) >= 3
+
+
+def test_a_pasted_row_of_swiglu_is_a_row_of_its_table():
+    config = swiglu_config.Config(fwd_accesses=8, bwd_accesses=1)
+    row = tune.paste("swiglu", "NVIDIA L4", "bfloat16", 14336, config, "measured")
+    table = eval("{" + row + "\n}", {"Config": swiglu_config.Config})
+    assert table == {("NVIDIA L4", "bfloat16", 14336): config}
 
 
 def test_new_entries_replace_those_of_the_same_case():

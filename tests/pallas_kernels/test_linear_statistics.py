@@ -223,7 +223,7 @@ def test_unsupported_arguments(monkeypatch):
     for name, arguments in {
         "float32": (x.astype(F32), weight),
         "float16": (x.astype(F16), weight),
-        "no logits": (x, weight[:0]),
+        "are empty": (x, weight[:0]),
     }.items():
         assert name in str(unsupported_reason(*arguments))
     for capability in ((8, 0), (10, 0)):

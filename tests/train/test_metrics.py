@@ -133,12 +133,13 @@ def test_config(tmp_path):
     assert environment.keys() == run_environment().keys()
 
 
-def test_run_environment():
+def test_run_environment(monkeypatch):
+    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "train", "--name", "my run"])
     environment = run_environment()
     assert re.fullmatch(r"3\.\d+\.\d+.*", environment["python"])
     assert environment["jax"] == __import__("jax").__version__
     assert environment["num_devices"] >= 1
-    assert "pytest" in environment["command"]
+    assert environment["command"] == "python -m train --name 'my run'"
 
 
 def test_device_memory_has_both_figures_or_none():

@@ -120,7 +120,8 @@ def test_plot_is_an_image_that_can_be_read(tmp_path):
     assert 1000 < width < 2000 and 700 < height < 1500
 
 
-def test_report_of_a_whole_run(tmp_path):
+def test_report_of_a_whole_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "train", "--steps", "100"])
     rows = [train_row(s) for s in range(1, 101)] + [held_out_row(s) for s in (1, 50, 100)]
     config = {
         "model": {"hidden_size": 512, "rope_parameters": {"rope_theta": 1e4, "factor": None}},
@@ -149,7 +150,7 @@ def test_report_of_a_whole_run(tmp_path):
     assert "script" not in page.text
     assert page.text["h3"] == ["if a < b:", "run", "model", "model.rope_parameters"]
     assert "\n    return '&amp;'</pre><script>" in page.text["pre"]
-    assert "pytest" in page.text["pre"][-1]
+    assert page.text["pre"][-1] == "python -m train --steps 100"
     assert {"512", "10000.0", "null", "17"} <= set(page.text["td"])
     names = "|".join(page.text["th"])
     for name in ("hidden_size", "rope_theta", "python", "jax", "jaxlib", "flax"):

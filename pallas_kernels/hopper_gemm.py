@@ -1,0 +1,356 @@
+"""The main loop of the kernels that multiply matrices on Hopper, for epilogues of their own.
+
+`a @ b` with `a` `[M, K]` and one or several `b` of one shape, by wgmma; what becomes of the float32
+accumulators of a tile is up to the kernel.
+
+- A persistent block has 128 rows by `tile_n` columns of each product: two warpgroups of
+  `64 x tile_n` that share the tiles of `b`, and a third that brings operands by TMA, `stages` steps
+  of 64 in K ahead. Its steps run on through the tiles, so that the operands of the next are there
+  when the epilogue of this one is done.
+- A warpgroup issues the wgmma of a step before it waits for the one before (`in_flight=1`): the
+  tensor cores do not wait for the wait. With `lead`, the second warpgroup starts each tile that
+  many steps after the first, so that one multiplies while the other is in its epilogue.
+- `cluster=2` blocks with different rows share the tiles of `b`: each loads half and multicasts it,
+  which takes a step's reads of the L2 from 48 to 32 KiB a block (256 columns).
+- The tiles are dealt to the blocks one by one, so that no block has more than one more than
+  another. Tiles that run together must share operands in the L2: they are numbered rows first in
+  bands of `band` clusters' rows, and every other band goes through the columns backwards.
+
+Products so small that no block has a second tile are slower than they could be: LLVM then unrolls
+the steps, and ptxas runs the wgmmas of unrolled steps one by one.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.mosaic_gpu import Device
+
+TILE_M = 64  # of a warpgroup, what wgmma has
+WARPGROUPS = 2  # that compute
+BLOCK_M = WARPGROUPS * TILE_M
+TILE_K = 64  # 128 bytes, the widest swizzle
+DTYPES = (jnp.bfloat16, jnp.float16)
+
+# Of 65536 registers the memory warpgroup keeps 40 a lane; the others can have 240.
+_MEMORY_REGISTERS = 40
+_COMPUTE_REGISTERS = 232
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """How the products are dealt to blocks and what a block keeps in shared memory.
+
+    Attributes:
+      tile_n: columns of a tile, a multiple of 64 up to 256.
+      stages: steps of 64 in K whose operands shared memory holds.
+      in_flight: wgmma steps that may run while the next is issued, 0 or 1.
+      lead: steps that the first warpgroup is ahead of the second, below `stages`; 0 leaves it to
+        chance.
+      cluster: blocks that share tiles of `b`, 1 or 2.
+      band: row groups (of `128 · cluster` rows) that go through the columns together.
+      blocks: thread blocks, a multiple of `cluster`.
+    """
+
+    tile_n: int
+    stages: int
+    in_flight: int
+    lead: int
+    cluster: int
+    band: int
+    blocks: int
+
+    def __post_init__(self):
+        if self.tile_n % 64 or not 64 <= self.tile_n <= 256:
+            raise ValueError(f"{self.tile_n=} must be a multiple of 64 from 64 to 256")
+        if self.in_flight not in (0, 1):
+            raise ValueError(f"{self.in_flight=} must be 0 or 1")
+        if self.stages < 2:
+            raise ValueError(f"{self.stages=} must be at least 2")
+        if not 0 <= self.lead < self.stages:
+            raise ValueError(f"{self.lead=} must be from 0 to {self.stages - 1}")
+        if self.cluster not in (1, 2):
+            raise ValueError(f"{self.cluster=} must be 1 or 2")
+        if self.band < 1:
+            raise ValueError(f"{self.band=} must be at least 1")
+        if self.blocks < 1 or self.blocks % self.cluster:
+            raise ValueError(f"{self.blocks=} must be a positive multiple of {self.cluster=}")
+
+
+def default_config(
+    num_rows: int, num_columns: int, depth: int, device: Device, *, tile_n: int, stages: int
+) -> Config:
+    """The launch parameters to use: derived, not measured."""
+    cluster = 2 if num_rows > BLOCK_M and device.num_sms % 2 == 0 else 1
+    groups = pl.cdiv(num_rows, cluster * BLOCK_M)
+    tiles = groups * pl.cdiv(num_columns, tile_n)
+    # 16 MiB of `a`, a third of the L2 of an H100. Bands of equal size, because tiles of a narrow
+    # last one would share less.
+    group_bytes = 2 * cluster * BLOCK_M * depth
+    bands = pl.cdiv(groups, max(1, 2**24 // group_bytes))
+    return Config(
+        tile_n=tile_n,
+        stages=stages,
+        in_flight=1,
+        lead=0,
+        cluster=cluster,
+        band=pl.cdiv(groups, bands),
+        blocks=cluster * min(device.num_sms // cluster, tiles),
+    )
+
+
+def unsupported_reason(device: Device, *operands: jax.Array) -> str | None:
+    """Why no kernel with this loop can multiply the operands, or None if it can."""
+    if device.capability is not None and device.capability[0] != 9:
+        return f"wgmma needs compute capability (9, x), {device.kind} has {device.capability}"
+    dtypes = [a.dtype for a in operands]
+    if dtypes[0] not in DTYPES or any(dtype != dtypes[0] for dtype in dtypes):
+        return f"the operands are {', '.join(map(str, dtypes))}, not all bfloat16 or float16"
+    if any(0 in a.shape for a in operands):
+        return f"operands of shapes {', '.join(str(a.shape) for a in operands)} are empty"
+    return None
+
+
+def whole_tiles(a: Float[Array, "N D"]) -> Float[Array, "padded_N padded_D"]:
+    """Padded with zeros to the 8 rows by 64 that TMA swizzles together.
+
+    Mosaic has no copies of parts of these. It is no copy for the sizes of the usual models.
+    """
+    return jnp.pad(a, ((0, -a.shape[0] % 8), (0, -a.shape[1] % TILE_K)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MainLoop:
+    """`a @ b` for each `b`, tile by tile.
+
+    Attributes:
+      config: launch parameters.
+      num_rows: M, those of `a`; TMA fills in zeros for rows that are not there.
+      num_columns: N, those of each `b`; likewise.
+      depth: K, a multiple of 64.
+      dtype: of all operands.
+      num_b: how many `b` there are.
+      b_layout: `"NK"` or `"KN"`. `"KN"` needs columns that are a multiple of `tile_n`: TMA does not
+        cut a tile in the second dimension.
+    """
+
+    config: Config
+    num_rows: int
+    num_columns: int
+    depth: int
+    dtype: DTypeLike
+    num_b: int = 1
+    b_layout: Literal["NK", "KN"] = "NK"
+
+    @property
+    def groups(self) -> int:
+        """Groups of rows, of a cluster each."""
+        return pl.cdiv(self.num_rows, self.config.cluster * BLOCK_M)
+
+    @property
+    def column_tiles(self) -> int:
+        """Tiles from the first to the last column."""
+        return pl.cdiv(self.num_columns, self.config.tile_n)
+
+    @property
+    def num_clusters(self) -> int:
+        """Clusters of blocks."""
+        return self.config.blocks // self.config.cluster
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a block for the operands."""
+        step = (BLOCK_M + self.num_b * self.config.tile_n) * TILE_K
+        return jnp.dtype(self.dtype).itemsize * self.config.stages * step
+
+    @property
+    def _lead(self) -> int:
+        # In shorter tiles the first warpgroup could be more than a tile ahead.
+        steps = self.depth // TILE_K
+        return min(self.config.lead, steps) if steps >= self.config.stages else 0
+
+    @property
+    def scratch_types(self) -> list[Any]:
+        """What `run` takes as `scratch`."""
+        c = self.config
+        tile = (c.tile_n, TILE_K) if self.b_layout == "NK" else (TILE_K, c.tile_n)
+        freed = (
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=c.stages)
+            if c.cluster == 1
+            else plgpu.ClusterBarrier(
+                collective_axes=("member",), num_arrivals=WARPGROUPS, num_barriers=c.stages
+            )
+        )
+        return [
+            plgpu.SMEM((c.stages, BLOCK_M, TILE_K), self.dtype),
+            *(plgpu.SMEM((c.stages, *tile), self.dtype) for _ in range(self.num_b)),
+            plgpu.Barrier(num_arrivals=1 + self.num_b, num_barriers=c.stages),
+            freed,
+            *([plgpu.Barrier()] if self._lead else []),
+        ]
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        """Keyword arguments of `plgpu.kernel`."""
+        return {
+            "grid": (self.num_clusters,),
+            "grid_names": ("group",),
+            "cluster": (self.config.cluster,),
+            "cluster_names": ("member",),
+            "num_threads": WARPGROUPS + 1,
+            "thread_name": "warpgroup",
+        }
+
+    def run(
+        self,
+        a_gmem: Any,
+        b_gmems: Sequence[Any],
+        scratch: Sequence[Any],
+        *,
+        tile: Callable[[Any, Any, Callable[[], tuple[jax.Array, ...]]], None],
+        start: Callable[[], None] | None = None,
+        end: Callable[[], None] | None = None,
+    ) -> None:
+        """The body of a kernel, run by all warpgroups of a block.
+
+        Args:
+          a_gmem: `[M, K]`.
+          b_gmems: each `[N, K]` or `[K, N]`.
+          scratch: of `scratch_types`.
+          tile: called by each warpgroup that computes, once a tile, with the first row of its 64
+            and the first column, and with a function that returns its accumulators.
+          start: called by each of these before its first tile.
+          end: called after its last.
+        """
+        tile_n, stages, cluster = self.config.tile_n, self.config.stages, self.config.cluster
+        in_flight = self.config.in_flight
+        num_clusters = self.num_clusters
+        num_tiles = self.groups * self.column_tiles
+        k_steps = self.depth // TILE_K
+        lead = self._lead
+        a_smem, *rest = scratch
+        b_smems, (filled, freed, *ahead) = rest[: self.num_b], rest[self.num_b :]
+        group_of_blocks, member = jax.lax.axis_index("group"), jax.lax.axis_index("member")
+        warpgroup = jax.lax.axis_index("warpgroup")
+        tiles_here = jax.lax.div(num_tiles + num_clusters - 1 - group_of_blocks, num_clusters)
+        slot_of = lambda step: jax.lax.rem(step, stages)
+
+        def place(i):
+            """First row and column of the i-th tile of this block."""
+            group, column_tile = plgpu.planar_snake(
+                group_of_blocks + i * num_clusters,
+                (self.groups, self.column_tiles),
+                0,
+                self.config.band,
+            )
+            return (group * cluster + member) * BLOCK_M, column_tile * tile_n
+
+        @pl.when(warpgroup == WARPGROUPS)
+        def _bring_operands():
+            plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+
+            def bring_tile(i, step):
+                row, column = place(i)
+                rows, columns = pl.ds(row, BLOCK_M), pl.ds(column, tile_n)
+
+                def bring(k, step):
+                    slot = slot_of(step)
+
+                    @pl.when(step >= stages)
+                    def _wait():
+                        plgpu.barrier_wait(freed.at[slot])
+
+                    depth = pl.ds(k * TILE_K, TILE_K)
+                    plgpu.copy_gmem_to_smem(
+                        a_gmem.at[rows, depth], a_smem.at[slot], filled.at[slot]
+                    )
+                    for b_gmem, b_smem in zip(b_gmems, b_smems, strict=True):
+                        part = (columns, depth) if self.b_layout == "NK" else (depth, columns)
+                        plgpu.copy_gmem_to_smem(
+                            b_gmem.at[part],
+                            b_smem.at[slot],
+                            filled.at[slot],
+                            collective_axes="member" if cluster > 1 else None,
+                        )
+                    return step + 1
+
+                return jax.lax.fori_loop(0, k_steps, bring, step)
+
+            steps = jax.lax.fori_loop(0, tiles_here, bring_tile, 0)
+            # The other block of the cluster must not free a slot of one that is gone.
+            jax.lax.fori_loop(
+                jnp.maximum(steps - stages, 0),
+                steps,
+                lambda step, _: plgpu.barrier_wait(freed.at[slot_of(step)]),
+                None,
+            )
+
+        @pl.when(warpgroup < WARPGROUPS)
+        def _compute():
+            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            own_rows = pl.ds(warpgroup * TILE_M, TILE_M)
+            if start is not None:
+                start()
+
+            def multiply(accs, step):
+                slot = slot_of(step)
+                plgpu.barrier_wait(filled.at[slot])
+                for acc, b_smem in zip(accs, b_smems, strict=True):
+                    b = b_smem.at[slot]
+                    plgpu.wgmma(
+                        acc,
+                        a_smem.at[slot, own_rows],
+                        b.transpose((1, 0)) if self.b_layout == "NK" else b,
+                    )
+
+            def compute_tile(i, first_step):
+                row, column = place(i)
+
+                def multiply_all(*accs):
+                    def next_step(step, _):
+                        multiply(accs, step)
+                        plgpu.wgmma_wait(in_flight * self.num_b)
+                        plgpu.barrier_arrive(freed.at[slot_of(step - in_flight)])
+
+                    if lead:
+                        # The second waits until the first has issued `lead` steps of this tile.
+                        @pl.when(warpgroup == 1)
+                        def _wait():
+                            plgpu.barrier_wait(ahead[0])
+
+                    begin = first_step
+                    if in_flight:
+                        multiply(accs, begin)
+                        begin += 1
+                    if lead:
+                        jax.lax.fori_loop(begin, first_step + lead, next_step, None)
+                        begin = first_step + lead
+
+                        @pl.when(warpgroup == 0)
+                        def _arrive():
+                            plgpu.barrier_arrive(ahead[0])
+
+                    jax.lax.fori_loop(begin, first_step + k_steps, next_step, None)
+                    values = tuple(acc[...] for acc in accs)
+                    if in_flight:
+                        plgpu.barrier_arrive(freed.at[slot_of(first_step + k_steps - 1)])
+                    return values
+
+                accumulator = plgpu.WGMMAAccumulatorRef((TILE_M, tile_n), jnp.float32)
+                tile(
+                    row + warpgroup * TILE_M,
+                    column,
+                    lambda: pl.run_scoped(multiply_all, *[accumulator] * self.num_b),
+                )
+                return first_step + k_steps
+
+            jax.lax.fori_loop(0, tiles_here, compute_tile, 0)
+            if end is not None:
+                end()

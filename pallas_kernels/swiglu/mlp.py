@@ -1,0 +1,236 @@
+"""The gated MLP of Llama as one differentiable function that chooses what it keeps.
+
+`y = (silu(gate) · up) @ w_down` with `gate = x @ w_gate` and `up = x @ w_up`. Its intermediates are
+the largest of a layer, three arrays `[T, F]`: at T=16384 and F=8192 in 16 bits 268 MB each, in 16
+layers 12.9 GB. What the backward needs of them can be made again:
+
+| `save` | kept beside `x` and the weights | made again | GEMMs, forward and backward |
+|---|---|---|---|
+| `"all"` | gate, up, product | | 3 + 6 |
+| `"gate_up"` | gate, up | the product, where gate and up are read anyway | 3 + 6 |
+| `"x"` | | gate, up, product | 3 + 8 |
+
+Backward: `dproduct = dy @ w_down.T`, then dgate, dup and the product from it and gate and up in one
+pass, then `dw_down = product.T @ dy`, `dw_gate = x.T @ dgate`, `dw_up = x.T @ dup` and
+`dx = dgate @ w_gate.T + dup @ w_up.T`.
+
+The backward's operands go through an `optimization_barrier`. XLA would else find that the forward
+has computed the same, be it the projections or a sigmoid, and keep it.
+
+The weights of gate and up are two arrays, as in checkpoints. In one, `[D, 2, F]`, `dx` would be one
+GEMM; but stacking dgate and dup keeps XLA from making them with the product in one pass (it wrote
+the sigmoid to memory instead), and the parameters would have to be stacked in every step.
+
+Rounding: the operands of all GEMMs have the dtype of `x`, weights of another are rounded to it;
+sums are float32. Rounded once, to the dtype of `x`: gate, up, the product (of the rounded gate and
+up), y, dgate, dup; in `"xla"` also dproduct. The two products that make up `dx` are rounded, and
+their sum. Weight gradients are rounded once, to the dtype of their weight. With `"xla"` the bits do
+not depend on `save`.
+"""
+
+import dataclasses
+import functools
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from pallas_kernels import hopper_gemm
+from pallas_kernels.swiglu import formula, gated_matmul
+
+type MLPImplementation = Literal["reference", "xla", "mosaic_gpu"]
+type Save = Literal["all", "gate_up", "x"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MLPConfig:
+    """Launch parameters of `implementation="mosaic_gpu"`; None is a guess from device and sizes.
+
+    Attributes:
+      forward: of the GEMM of gate and up.
+      backward: of the GEMM of `dproduct`.
+    """
+
+    forward: hopper_gemm.Config | None = None
+    backward: hopper_gemm.Config | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """All that is static."""
+
+    save: Save
+    implementation: MLPImplementation
+    config: MLPConfig
+
+
+def swiglu_mlp(
+    x: Float[Array, "*T D"],
+    w_gate: Float[Array, "D F"],
+    w_up: Float[Array, "D F"],
+    w_down: Float[Array, "F D"],
+    *,
+    save: Save = "gate_up",
+    implementation: MLPImplementation | None = None,
+    config: MLPConfig | None = None,
+) -> Float[Array, "*T D"]:
+    """The gated MLP (https://arxiv.org/abs/2002.05202), `(silu(gate) · up) @ w_down`.
+
+    `gate = x @ w_gate` and `up = x @ w_up`. Differentiable in all four arrays. Algorithm and
+    rounding: `pallas_kernels/swiglu/mlp.py`.
+
+    `save` is what the backward finds: `"gate_up"` these two (and `x`); `"x"` only the input, so
+    that two of nine GEMMs run again; `"all"` the product as well. Under `jax.checkpoint` its policy
+    decides, by the names `gate`, `up` and `mlp_product`; `save` should then be `"gate_up"` or
+    `"all"`.
+
+    Args:
+      x: the input; the leading axes are tokens.
+      w_gate: in the layout of Flax's kernels, like all weights.
+      w_up: the second projection.
+      w_down: the projection of the product.
+      save: see above.
+      implementation: `"mosaic_gpu"` runs the elementwise work in the epilogues of GEMMs, on Hopper
+        and in 16 bits, for D and F that are multiples of 128; `"xla"` is the same algorithm,
+        `"reference"` the formula, differentiated by JAX, which keeps everything. `None` is `"xla"`:
+        the kernels have not been measured against it. A name is binding.
+      config: launch parameters of the kernels.
+
+    Raises:
+      ValueError: shapes disagree, or a name is unknown.
+      NotImplementedError: the kernels were asked for and do not take the arguments; or a second
+        derivative was, except of `"reference"`.
+    """
+    weights = w_gate, w_up, w_down
+    implementation = _check_and_choose(x, weights, save, implementation, config)
+    tokens = x.reshape(-1, x.shape[-1])
+    if implementation == "reference":
+        y = _reference(tokens, *weights)
+    else:
+        plan = _Plan(save=save, implementation=implementation, config=config or MLPConfig())
+        y = _mlp(plan, tokens, *weights)
+    return y.reshape(x.shape)
+
+
+def _check_and_choose(
+    x: jax.Array,
+    weights: tuple[jax.Array, jax.Array, jax.Array],
+    save: Save,
+    implementation: MLPImplementation | None,
+    config: MLPConfig | None,
+) -> MLPImplementation:
+    """The implementation to run."""
+    w_gate, w_up, w_down = weights
+    if x.ndim == 0 or w_gate.ndim != 2 or w_gate.shape[0] != x.shape[-1]:
+        raise ValueError(f"w_gate must be [D, F], got {w_gate.shape} for x {x.shape}")
+    if w_up.shape != w_gate.shape or w_down.shape != w_gate.shape[::-1]:
+        raise ValueError(
+            f"w_up must be {w_gate.shape}, like w_gate, and w_down {w_gate.shape[::-1]}, got "
+            f"{w_up.shape} and {w_down.shape}"
+        )
+    if save not in get_args(Save.__value__):
+        raise ValueError(f"{save=} must be one of {get_args(Save.__value__)}")
+    names = get_args(MLPImplementation.__value__)
+    if implementation is not None and implementation not in names:
+        raise ValueError(f"{implementation=} must be None or one of {names}")
+    if implementation != "mosaic_gpu":
+        if config is not None:
+            raise ValueError(f"{config=}: {implementation=} has no launch parameters")
+        return implementation or "xla"
+    if x.size == 0:
+        return "xla"  # nothing to compute
+    reason = gated_matmul.unsupported_reason(
+        [x.reshape(-1, x.shape[-1])], [w.astype(x.dtype) for w in weights]
+    )
+    if reason is not None:
+        raise NotImplementedError(f"{implementation=}: {reason}")
+    return implementation
+
+
+def _reference(x, w_gate, w_up, w_down):
+    gate, up = _matmul(x, w_gate), _matmul(x, w_up)
+    return _matmul(_product(gate, up), w_down)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp(
+    plan: _Plan,
+    x: Float[Array, "T D"],
+    w_gate: Float[Array, "D F"],
+    w_up: Float[Array, "D F"],
+    w_down: Float[Array, "F D"],
+) -> Float[Array, "T D"]:
+    product, *_ = _project(plan, x, w_gate, w_up, keep=False)
+    return _matmul(product, w_down)
+
+
+def _mlp_fwd(plan, x, w_gate, w_up, w_down):
+    product, *kept = _project(plan, x, w_gate, w_up, keep=plan.save != "x")
+    if kept:
+        kept = [checkpoint_name(a, name) for a, name in zip(kept, ("gate", "up"), strict=True)]
+    if plan.save == "all":
+        product = checkpoint_name(product, "mlp_product")
+        kept.append(product)
+    return _matmul(product, w_down), (x, w_gate, w_up, w_down, kept)
+
+
+def _mlp_bwd(plan, saved, dy):
+    x, w_gate, w_up, w_down, kept = saved
+    x, kept, dy = jax.lax.optimization_barrier((x, kept, dy))
+    gate, up, *product = kept or (_matmul(x, w_gate), _matmul(x, w_up))
+    dgate, dup, made_again = _differentiate(plan, dy, w_down, gate, up)
+    product = product[0] if product else made_again
+    weight_gradient = lambda a, b, w: jnp.einsum("ti,tj->ij", a, b, preferred_element_type=w.dtype)
+    return (
+        _matmul(dgate, w_gate.T) + _matmul(dup, w_up.T),
+        weight_gradient(x, dgate, w_gate),
+        weight_gradient(x, dup, w_up),
+        weight_gradient(product, dy, w_down),
+    )
+
+
+_mlp.defvjp(_mlp_fwd, _mlp_bwd)
+
+
+def _project(plan: _Plan, x, w_gate, w_up, *, keep: bool) -> tuple[jax.Array, ...]:
+    """`(product, gate, up)`, or the product alone."""
+    if plan.implementation == "mosaic_gpu":
+        operands = _once((x, w_gate.astype(x.dtype), w_up.astype(x.dtype)))
+        return gated_matmul.gated_matmul(*operands, keep=keep, config=plan.config.forward)
+    gate, up = _matmul(x, w_gate), _matmul(x, w_up)
+    return (_product(gate, up), gate, up)[: 3 if keep else 1]
+
+
+def _differentiate(plan: _Plan, dy, w_down, gate, up) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`(dgate, dup, product)`."""
+    if plan.implementation == "mosaic_gpu":
+        operands = _once((dy, w_down.astype(dy.dtype), gate, up))
+        return gated_matmul.gated_matmul_backward(*operands, config=plan.config.backward)
+    dproduct = _matmul(dy, w_down.T)
+    dgate, dup, product = formula.gradients(*(a.astype(jnp.float32) for a in (gate, up, dproduct)))
+    return dgate.astype(dy.dtype), dup.astype(dy.dtype), product.astype(dy.dtype)
+
+
+@jax.custom_jvp
+def _once(arrays):
+    """The arguments, which are refused a derivative: they go into a kernel that has none."""
+    return arrays
+
+
+@_once.defjvp
+def _no_second_derivative(*_):
+    raise NotImplementedError(
+        "implementation='mosaic_gpu' of the gated MLP has no second derivative; differentiate "
+        "implementation='reference' twice"
+    )
+
+
+def _product(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return formula.product(gate.astype(jnp.float32), up.astype(jnp.float32)).astype(gate.dtype)
+
+
+def _matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`x @ weight`, accumulated in float32 and rounded once, to the dtype of `x`."""
+    return jnp.matmul(x, weight.astype(x.dtype), preferred_element_type=x.dtype)

@@ -1,0 +1,131 @@
+"""The gated MLP compiles for an H100: its kernels, what XLA puts around them, and its memory."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from aot.harness import Case, Program
+from pallas_kernels import swiglu_mlp
+
+BF16 = jnp.bfloat16
+MIB = 2**20
+# Tokens, D, F: of an 8B and of a 1B Llama, and one where nothing is even.
+SHAPES = {
+    "8b": (8192, 4096, 14336),
+    "1b": (16384, 2048, 8192),
+    "odd": (1009, 2048, 8320),
+}
+
+
+def forward(*args: Any, **options: Any) -> Any:
+    return swiglu_mlp(*args, **options)
+
+
+def gradients(*args: Any, **options: Any) -> Any:
+    y, vjp = jax.vjp(functools.partial(swiglu_mlp, **options), *args[:-1])
+    return y, vjp(args[-1])
+
+
+def _cases() -> dict[str, Case]:
+    # Products are then custom calls, and fusions are what is elementwise.
+    compiler_options = {"xla_gpu_enable_triton_gemm": False}
+    cases = {}
+    for name, (t, d, f) in SHAPES.items():
+        array = lambda *shape: jax.ShapeDtypeStruct(shape, BF16)
+        args = (array(t, d), array(d, f), array(d, f), array(f, d))
+        for implementation in ("mosaic_gpu", "xla", "reference"):
+            options = {"implementation": implementation}
+            cases[f"forward-{name}-{implementation}"] = Case(
+                functools.partial(forward, **options), args, compiler_options=compiler_options
+            )
+            for save in ("gate_up", "x"):
+                cases[f"gradients-{name}-{implementation}-{save}"] = Case(
+                    functools.partial(gradients, save=save, **options),
+                    (*args, array(t, d)),
+                    compiler_options=compiler_options,
+                )
+    return cases
+
+
+CASES = _cases()
+on_h100 = pytest.mark.parametrize("chip", ["h100"])
+
+
+def kernels_of(program: Program) -> dict[str, Any]:
+    print(f"{program.seconds:.1f} s", *program.kernels, sep="\n")
+    return {kernel.name.removesuffix("_mosaic_gpu_kernel"): kernel for kernel in program.kernels}
+
+
+def fusions_of(program: Program) -> int:
+    return sum(part.opcode == "fusion" for part in program.instructions.values())
+
+
+def assert_runs_well(kernel: Any) -> None:
+    assert kernel.arch == "sm_90a"
+    # A few registers that say where a tile is, stored before its steps and loaded after.
+    assert kernel.spill_bytes <= 128 and not any("serialized" in w for w in kernel.warnings)
+    # Activations go through TMA alone.
+    assert kernel.tma_loads > 0 and kernel.tma_stores > 0
+    assert not kernel.loads and not kernel.stores, kernel
+
+
+@on_h100
+@pytest.mark.parametrize("case", ["forward-8b-mosaic_gpu", "forward-odd-mosaic_gpu"])
+def test_forward(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    kernels = kernels_of(program)
+    assert kernels.keys() == {"gated_matmul"}
+    assert_runs_well(kernels["gated_matmul"])
+    assert kernels["gated_matmul"].spill_bytes == 0
+    if "odd" not in case:  # where XLA cuts the rows that fill up 8
+        t, _, f = SHAPES[case.split("-")[1]]
+        # The product; gate and up are nowhere.
+        assert program.temp_bytes <= 2 * t * f + 8 * MIB
+
+
+@on_h100
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gradients-1b-mosaic_gpu-gate_up",
+        "gradients-odd-mosaic_gpu-gate_up",
+        "gradients-8b-mosaic_gpu-x",
+    ],
+)
+def test_gradients(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    kernels = kernels_of(program)
+    assert kernels.keys() == {"gated_matmul", "gated_matmul_backward"}
+    for kernel in kernels.values():
+        assert_runs_well(kernel)
+    if "odd" not in case:
+        # Nothing goes through a pass of its own beside GEMMs and kernels.
+        opcodes = {part.opcode for part in program.instructions.values()}
+        assert not opcodes & {"fusion", "copy", "transpose", "convert", "pad", "concatenate"}
+
+
+@on_h100
+@pytest.mark.parametrize(
+    "case, baseline",
+    [
+        # Beside arguments and results gate, up, dgate, dup and the product.
+        ("gradients-1b-mosaic_gpu-gate_up", "gradients-1b-xla-gate_up"),
+        # And dproduct.
+        ("gradients-1b-xla-gate_up", "gradients-1b-reference-gate_up"),
+    ],
+)
+def test_memory(compiled, chip, case, baseline):
+    t, _, f = SHAPES["1b"]
+    temp, baseline_temp = compiled(chip, case).temp_bytes, compiled(chip, baseline).temp_bytes
+    print(temp / MIB, baseline_temp / MIB)
+    assert temp <= (5 if "mosaic_gpu" in case else 6) * 2 * t * f + 8 * MIB
+    assert temp <= baseline_temp + MIB
+
+
+@on_h100
+@pytest.mark.parametrize("case", ["gradients-1b-xla-gate_up"])
+def test_xla_makes_gradients_and_product_in_one_pass(compiled, chip, case):
+    assert fusions_of(compiled(chip, case)) == 2  # and the forward's product
