@@ -31,10 +31,15 @@ if [ -z "$$found" ]; then \
 fi
 endef
 
-.PHONY: train test test-gpu test-aot lint setup clean
+.PHONY: train plan test test-gpu test-aot lint setup clean
 
 train: setup
 	@$(PYTHON) -m train $(ARGS)
+
+# What fits on a GPU that need not be here, such as ARGS="--preset llama3.1-8b --device h100 --num-devices 8".
+plan:
+	@$(MAKE) --silent --no-print-directory .venv-aot/latest/.done
+	@.venv-aot/latest/bin/python -m train plan $(ARGS)
 
 test: setup
 	@$(PYTHON) -m pytest -n auto --dist worksteal $(ARGS)

@@ -287,13 +287,13 @@ class MLP(SwiGLU):
         )
         self.hidden_act = config.hidden_act
 
-    def activation(
-        self, gate: Float[Array, "*T F"], up: Float[Array, "*T F"]
-    ) -> Float[Array, "*T F"]:
-        """`hidden_act(gate) · up`."""
+    def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
+        """The MLP of every token."""
         if self.hidden_act == "silu":
-            return super().activation(gate, up)
-        return ACTIVATIONS[self.hidden_act](gate) * up
+            return super().__call__(x)
+        gate = checkpoint_name(self.gate_proj(x), "gate")
+        up = checkpoint_name(self.up_proj(x), "up")
+        return self.down_proj(ACTIVATIONS[self.hidden_act](gate) * up)
 
 
 class Block(nnx.Module):

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels.linear_cross_entropy import LossMetrics, linear_cross_entropy
 from pallas_kernels.rms_norm import Casting, add_rms_norm, rms_norm
-from pallas_kernels.swiglu import swiglu
+from pallas_kernels.swiglu import Save, swiglu, swiglu_mlp
 
 _LECUN_NORMAL = initializers.lecun_normal()
 _NORMAL = initializers.normal(0.02)
@@ -79,9 +79,10 @@ class AddRMSNorm(_Norm):
 
 
 class SwiGLU(nnx.Module):
-    """Llama's MLP: `down_proj(silu(gate_proj(x)) · up_proj(x))`.
+    """Llama's MLP: `down_proj(silu(gate_proj(x)) · up_proj(x))`, by `pallas_kernels.swiglu_mlp`.
 
-    The two projections are tagged `gate` and `up` for `jax.checkpoint` policies by name.
+    The two projections are tagged `gate` and `up` for `jax.checkpoint` policies by name. With
+    biases, which that function has not, it is three linear layers and `pallas_kernels.swiglu`.
 
     Args:
       hidden_size: D, of input and output.
@@ -90,7 +91,8 @@ class SwiGLU(nnx.Module):
       dtype: of the computation; `None` takes it from input and parameters.
       param_dtype: dtype of the parameters.
       kernel_init: initializer of the three kernels.
-      implementation: of `pallas_kernels.swiglu`.
+      save: what the backward finds, see `pallas_kernels.swiglu_mlp`; without biases only.
+      implementation: of that function, or of `pallas_kernels.swiglu` with biases.
       rngs: source of the kernels' random numbers.
     """
 
@@ -103,9 +105,13 @@ class SwiGLU(nnx.Module):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: initializers.Initializer = _LECUN_NORMAL,
+        save: Save = "gate_up",
         implementation: Any = None,
         rngs: nnx.Rngs,
     ):
+        if use_bias and save != "gate_up":
+            raise ValueError(f"{save=} is for layers without biases; leave it at 'gate_up'")
+
         def linear(size_in: int, size_out: int) -> nnx.Linear:
             return nnx.Linear(
                 size_in,
@@ -120,19 +126,21 @@ class SwiGLU(nnx.Module):
         self.gate_proj = linear(hidden_size, intermediate_size)
         self.up_proj = linear(hidden_size, intermediate_size)
         self.down_proj = linear(intermediate_size, hidden_size)
+        self.dtype = dtype
+        self.save: Save = save
         self.implementation = implementation
-
-    def activation(
-        self, gate: Float[Array, "*T F"], up: Float[Array, "*T F"]
-    ) -> Float[Array, "*T F"]:
-        """What is done with the two projections; a subclass may replace it."""
-        return swiglu(gate, up, implementation=self.implementation)
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The MLP of every token."""
-        gate = checkpoint_name(self.gate_proj(x), "gate")
-        up = checkpoint_name(self.up_proj(x), "up")
-        return self.down_proj(self.activation(gate, up))
+        if self.gate_proj.bias is not None:
+            gate = checkpoint_name(self.gate_proj(x), "gate")
+            up = checkpoint_name(self.up_proj(x), "up")
+            return self.down_proj(swiglu(gate, up, implementation=self.implementation))
+        weights = [layer.kernel[...] for layer in (self.gate_proj, self.up_proj, self.down_proj)]
+        dtype = self.dtype or jnp.result_type(x, *weights)
+        return swiglu_mlp(
+            x.astype(dtype), *weights, save=self.save, implementation=self.implementation
+        )
 
 
 class LinearCrossEntropy(nnx.Module):

@@ -2,15 +2,16 @@
 
 import argparse
 import dataclasses
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import tyro
 
 from models.llama import PRESETS as MODELS
 from models.llama import LlamaConfig
+from pallas_kernels.mosaic_gpu import target_device
 
 
 def _check_at_least(least: int, config: Any, *names: str) -> None:
@@ -166,14 +167,16 @@ def preset(name: str) -> TrainConfig:
     """The run called `name`: `demo` trains on text, the others run a Llama on random tokens.
 
     Raises:
-      ValueError: there is no such preset.
+      ValueError: there is no such preset; says which is close.
     """
     if name not in MODELS:
-        raise ValueError(f"no preset {name!r}; there are {', '.join(PRESET_NAMES)}")
+        close = difflib.get_close_matches(name, PRESET_NAMES, n=1)
+        hint = f"did you mean {close[0]}? There" if close else "there"
+        raise ValueError(f"no preset {name!r}; {hint} are {', '.join(PRESET_NAMES)}")
     model = MODELS[name]
     if name == "demo":
         # XLA emulates bfloat16 on a CPU, at half the speed of float32.
-        dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+        dtype = "float32" if target_device().capability is None else "bfloat16"
         return TrainConfig(
             name=name,
             model=dataclasses.replace(model, dtype=dtype),
@@ -200,16 +203,21 @@ def parse_command_line(arguments: Sequence[str]) -> TrainConfig:
     """`--preset NAME` and a flag for every field of its `TrainConfig`."""
     prog = "python -m train"
     parser = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
-    parser.add_argument("--preset", choices=PRESET_NAMES, default="demo")
+    parser.add_argument("--preset", default="demo")
     chosen, rest = parser.parse_known_args(arguments)
+    try:
+        default = preset(chosen.preset)
+    except ValueError as error:
+        parser.error(str(error))
     description = (
         f"Trains a Llama. --preset {{{','.join(PRESET_NAMES)}}} (default demo) sets the defaults "
-        f"of all other flags; these are those of {chosen.preset}."
+        f"of all other flags; these are those of {chosen.preset}. `{prog} plan --help`: what fits "
+        "on a device, here or not."
     )
     return tyro.cli(
         TrainConfig,
         prog=prog,
         description=description,
-        default=preset(chosen.preset),
+        default=default,
         args=rest,
     )

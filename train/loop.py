@@ -13,14 +13,25 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from models.llama import Llama
+from models.llama import AUTO_REMAT, Llama
 from models.llama_hf import save_pretrained
 from models.sampling import generate
 from models.sharding import batch_sharding, make_mesh
 from pallas_kernels import hardware
 from train import data, metrics, report
 from train.config import TrainConfig
-from train.step import Batch, TrainState, init_state, make_eval_step, make_train_step, model_graph
+from train.plan import Programs, plan, table, with_policies, with_remat
+from train.plan_cache import cached
+from train.plan_target import target_here
+from train.step import (
+    Batch,
+    TrainState,
+    init_state,
+    jit_train_step,
+    make_eval_step,
+    memory_in_bytes,
+    model_graph,
+)
 
 
 def run(config: TrainConfig) -> Path:
@@ -31,14 +42,27 @@ def run(config: TrainConfig) -> Path:
     """
     mesh = _mesh(config)
     train_data, held_out, fingerprint = _datasets(config)
+    written: dict[str, Any] = {"config": config, "data": fingerprint}
+    if config.model.remat == AUTO_REMAT:
+        config, written["plan"] = _with_planned_remat(config, mesh)
     run_dir = _new_run_dir(config.runs_dir, config.name)
     with jax.set_mesh(mesh), metrics.MetricsWriter(run_dir) as writer:
-        writer.write_config({"config": config, "data": fingerprint})
+        writer.write_config(written)
         state = init_state(config, mesh)
         train_step, eval_step = _compile(config, mesh, state, train_data, held_out)
         state = _train(config, mesh, state, train_step, eval_step, train_data, held_out, writer)
         _finish(config, run_dir, state)
     return run_dir
+
+
+def _with_planned_remat(config: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, dict[str, Any]]:
+    """The configuration with the fastest policy that fits, and the choice for the run's files."""
+    target = target_here(mesh)
+    chosen = plan(with_policies(config), target, cached(Programs(target), target))
+    print(table(chosen))
+    remat = chosen.best.remat
+    summary = {"remat": remat, "memory_bytes": chosen.best.bytes, "limit_bytes": target.limit_bytes}
+    return with_remat(config, remat), summary
 
 
 def _train(
@@ -192,9 +216,7 @@ def _compile(config: TrainConfig, mesh: Mesh, state: TrainState, train_data, hel
     """Both steps, compiled ahead of time, and a report of the memory they need."""
     batch = _to_devices(mesh, _step_batch(config, train_data, 0))
     start = time.perf_counter()
-    shardings = jax.tree.map(lambda a: a.sharding, state)
-    jitted = jax.jit(make_train_step(config), donate_argnums=0, out_shardings=(shardings, None))
-    train_step = jitted.lower(state, batch).compile()
+    train_step = jit_train_step(config, state).lower(state, batch).compile()
     print(f"compiled the step in {time.perf_counter() - start:.1f} s")
     print(memory_report(train_step))
     eval_step = None
@@ -203,13 +225,6 @@ def _compile(config: TrainConfig, mesh: Mesh, state: TrainState, train_data, hel
         eval_batch = jax.device_put(eval_batch, batch_sharding(mesh))
         eval_step = jax.jit(make_eval_step(config)).lower(state.params, eval_batch).compile()
     return train_step, eval_step
-
-
-def memory_in_bytes(compiled: Any) -> int:
-    """What a compiled step takes on each device: arguments, temporaries, and outputs of its own."""
-    sizes = compiled.memory_analysis()
-    own_outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + own_outputs
 
 
 def memory_report(compiled: Any) -> str:

@@ -88,15 +88,28 @@ def model_graph(config: LlamaConfig) -> nnx.GraphDef:
 
 def init_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     """The state before the first step, each array made where it lies on the mesh."""
+    init = _initializer(config)
+    shardings = jax.tree.map(lambda a: a.sharding, abstract_state(config, mesh))
+    return jax.jit(init, out_shardings=shardings)(jax.random.key(config.seed))
+
+
+def abstract_state(config: TrainConfig, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of the state; the devices of the mesh need not be here."""
+    init = _initializer(config)
+    shapes = jax.eval_shape(lambda: init(jax.random.key(config.seed)))
+    shardings = state_shardings(shapes, make_optimizer(config.optimizer, config.steps), mesh)
+    place = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+    return jax.tree.map(place, shapes, shardings)
+
+
+def _initializer(config: TrainConfig) -> Callable[[Key[Array, ""]], TrainState]:
     optimizer = make_optimizer(config.optimizer, config.steps)
 
     def init(key: Key[Array, ""]) -> TrainState:
         params = nnx.state(Llama(config.model, rngs=nnx.Rngs(key)), nnx.Param)
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
-    key = jax.random.key(config.seed)
-    shardings = state_shardings(jax.eval_shape(init, key), optimizer, mesh)
-    return jax.jit(init, out_shardings=shardings)(key)
+    return init
 
 
 def state_shardings(
@@ -215,6 +228,19 @@ def make_train_step(
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return train_step
+
+
+def jit_train_step(config: TrainConfig, state: TrainState) -> Any:
+    """The jitted step for a state, or for its shapes and shardings, whose memory it takes over."""
+    shardings = jax.tree.map(lambda a: a.sharding, state)
+    return jax.jit(make_train_step(config), donate_argnums=0, out_shardings=(shardings, None))
+
+
+def memory_in_bytes(compiled: Any) -> int:
+    """What a compiled step takes on each device: arguments, temporaries, and outputs of its own."""
+    sizes = compiled.memory_analysis()
+    own_outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + own_outputs
 
 
 def make_eval_step(config: TrainConfig) -> Callable[[nnx.State, Batch], Metrics]:

@@ -105,13 +105,10 @@ def swiglu_mlp(
     """
     weights = w_gate, w_up, w_down
     implementation = _check_and_choose(x, weights, save, implementation, config)
-    tokens = x.reshape(-1, x.shape[-1])
     if implementation == "reference":
-        y = _reference(tokens, *weights)
-    else:
-        plan = _Plan(save=save, implementation=implementation, config=config or MLPConfig())
-        y = _mlp(plan, tokens, *weights)
-    return y.reshape(x.shape)
+        return _reference(x, *weights)
+    plan = _Plan(save=save, implementation=implementation, config=config or MLPConfig())
+    return _mlp(plan, x, *weights)
 
 
 def _check_and_choose(
@@ -141,9 +138,7 @@ def _check_and_choose(
         return implementation or "xla"
     if x.size == 0:
         return "xla"  # nothing to compute
-    reason = gated_matmul.unsupported_reason(
-        [x.reshape(-1, x.shape[-1])], [w.astype(x.dtype) for w in weights]
-    )
+    reason = gated_matmul.unsupported_reason([x], [w.astype(x.dtype) for w in weights])
     if reason is not None:
         raise NotImplementedError(f"{implementation=}: {reason}")
     return implementation
@@ -157,19 +152,17 @@ def _reference(x, w_gate, w_up, w_down):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(
     plan: _Plan,
-    x: Float[Array, "T D"],
+    x: Float[Array, "*T D"],
     w_gate: Float[Array, "D F"],
     w_up: Float[Array, "D F"],
     w_down: Float[Array, "F D"],
-) -> Float[Array, "T D"]:
+) -> Float[Array, "*T D"]:
     product, *_ = _project(plan, x, w_gate, w_up, keep=False)
     return _matmul(product, w_down)
 
 
 def _mlp_fwd(plan, x, w_gate, w_up, w_down):
     product, *kept = _project(plan, x, w_gate, w_up, keep=plan.save != "x")
-    if kept:
-        kept = [checkpoint_name(a, name) for a, name in zip(kept, ("gate", "up"), strict=True)]
     if plan.save == "all":
         product = checkpoint_name(product, "mlp_product")
         kept.append(product)
@@ -182,7 +175,9 @@ def _mlp_bwd(plan, saved, dy):
     gate, up, *product = kept or (_matmul(x, w_gate), _matmul(x, w_up))
     dgate, dup, made_again = _differentiate(plan, dy, w_down, gate, up)
     product = product[0] if product else made_again
-    weight_gradient = lambda a, b, w: jnp.einsum("ti,tj->ij", a, b, preferred_element_type=w.dtype)
+    weight_gradient = lambda a, b, w: jnp.einsum(
+        "...i,...j->ij", a, b, preferred_element_type=w.dtype
+    )
     return (
         _matmul(dgate, w_gate.T) + _matmul(dup, w_up.T),
         weight_gradient(x, dgate, w_gate),
@@ -197,17 +192,29 @@ _mlp.defvjp(_mlp_fwd, _mlp_bwd)
 def _project(plan: _Plan, x, w_gate, w_up, *, keep: bool) -> tuple[jax.Array, ...]:
     """`(product, gate, up)`, or the product alone."""
     if plan.implementation == "mosaic_gpu":
-        operands = _once((x, w_gate.astype(x.dtype), w_up.astype(x.dtype)))
-        return gated_matmul.gated_matmul(*operands, keep=keep, config=plan.config.forward)
-    gate, up = _matmul(x, w_gate), _matmul(x, w_up)
+        x, *weights = _once((x, w_gate.astype(x.dtype), w_up.astype(x.dtype)))
+        found = gated_matmul.gated_matmul(_rows(x), *weights, keep=keep, config=plan.config.forward)
+        product, *gate_and_up = (a.reshape(*x.shape[:-1], -1) for a in found)
+        return product, *_tagged(*gate_and_up)
+    # The product of the tagged, so that a policy that keeps these can make it again from them.
+    gate, up = _tagged(_matmul(x, w_gate), _matmul(x, w_up))
     return (_product(gate, up), gate, up)[: 3 if keep else 1]
+
+
+def _tagged(*gate_and_up: jax.Array) -> list[jax.Array]:
+    """With their names for the policies of `jax.checkpoint`."""
+    return [checkpoint_name(a, name) for a, name in zip(gate_and_up, ("gate", "up"), strict=False)]
 
 
 def _differentiate(plan: _Plan, dy, w_down, gate, up) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`(dgate, dup, product)`."""
     if plan.implementation == "mosaic_gpu":
-        operands = _once((dy, w_down.astype(dy.dtype), gate, up))
-        return gated_matmul.gated_matmul_backward(*operands, config=plan.config.backward)
+        dy, w_down, gate, up = _once((dy, w_down.astype(dy.dtype), gate, up))
+        found = gated_matmul.gated_matmul_backward(
+            _rows(dy), w_down, _rows(gate), _rows(up), config=plan.config.backward
+        )
+        dgate, dup, product = (a.reshape(gate.shape) for a in found)
+        return dgate, dup, product
     dproduct = _matmul(dy, w_down.T)
     dgate, dup, product = formula.gradients(*(a.astype(jnp.float32) for a in (gate, up, dproduct)))
     return dgate.astype(dy.dtype), dup.astype(dy.dtype), product.astype(dy.dtype)
@@ -225,6 +232,11 @@ def _no_second_derivative(*_):
         "implementation='mosaic_gpu' of the gated MLP has no second derivative; differentiate "
         "implementation='reference' twice"
     )
+
+
+def _rows(a: jax.Array) -> jax.Array:
+    # Not outside of the kernels: XLA would have to gather arrays that are split in a later axis.
+    return a.reshape(-1, a.shape[-1])
 
 
 def _product(gate: jax.Array, up: jax.Array) -> jax.Array:

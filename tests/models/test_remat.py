@@ -182,9 +182,9 @@ def test_memory_falls_from_none_to_full(scan_layers):
         return analysis.temp_size_in_bytes
 
     none, minimal, full = map(temporary_bytes, ("none", "minimal", "full"))
-    assert full < minimal < none
+    assert full < minimal
     # Of what `none` keeps in a layer, `full` drops all but the two arrays that enter it.
-    assert none - full > (L - 1) * 4 * B * S * (3 * F + 2 * N * S)
+    assert none - full > (L - 1) * 4 * B * S * (2 * F + 2 * N * S)
 
 
 # q in groups, k and v, and two halves of the softmax's gradient; the last two are its statistics.
@@ -206,8 +206,8 @@ KEPT = {
         MASKS,
     ),
     TO_HOST: (ATTENTION + [(B, S, D)] * 3 + [("host", B, S, F)] * 2, MASKS),
-    # Without a checkpoint, all that some derivative multiplies with.
-    "none": (SOFTMAX + [(B, S, D)] * 9 + [(B, S, 1)] * 4 + [(B, S, F)] * 6, MASKS + POSITIONS),
+    # Without a checkpoint, all that some derivative multiplies with; of the MLP gate and up.
+    "none": (SOFTMAX + [(B, S, D)] * 9 + [(B, S, 1)] * 4 + [(B, S, F)] * 2, MASKS + POSITIONS),
 }
 assert set(POLICIES) < set(KEPT)
 
@@ -347,14 +347,19 @@ def remat3():
     jax.config.update("jax_remat3", before)
 
 
-@in_each_layout([*POLICIES, TO_HOST])
+names_in_rules_are_not_seen = pytest.mark.xfail(
+    strict=True, reason="jax_remat3 does not see the names in the rule of a jax.custom_vjp"
+)
+
+
+@in_each_layout(["none", "full", "attention", "mlp_inputs"])
 def test_remat3_keeps_the_same(remat3, remat, scan_layers):
     of_layer = Counter(kept.__wrapped__(remat, scan_layers))
     jax.config.update("jax_remat3", False)
     assert of_layer == kept(remat, scan_layers)
 
 
-@in_each_layout(["minimal", "offload"])
+@in_each_layout(["full", "mlp_inputs"])
 def test_remat3_computes_the_same(remat3, remat, scan_layers):
     program = traced.__wrapped__(remat, scan_layers)
     primitives = Counter(equation.primitive.name for equation in equations(program.jaxpr.jaxpr))
@@ -364,9 +369,15 @@ def test_remat3_computes_the_same(remat3, remat, scan_layers):
     assert_close(program.lower().compile()(STATE), compiled("none", True)(STATE))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="jax_remat3 does not see the names in the rule of a jax.custom_vjp"
-)
+@names_in_rules_are_not_seen
+@in_each_layout(["minimal", "offload", TO_HOST])
+def test_remat3_keeps_what_the_mlp_names(remat3, remat, scan_layers):
+    of_layer = Counter(kept.__wrapped__(remat, scan_layers))
+    jax.config.update("jax_remat3", False)
+    assert of_layer == kept(remat, scan_layers)
+
+
+@names_in_rules_are_not_seen
 def test_remat3_keeps_what_a_kernel_names(remat3):
     x, weight = jnp.ones((64, 256), jnp.bfloat16), jnp.ones((256,))
     norm = lambda x: add_rms_norm(x, x, weight, implementation="mosaic_gpu")

@@ -128,7 +128,9 @@ def test_help_names_presets_and_flags(capsys):
 
 
 def test_unknown_preset():
-    with pytest.raises(ValueError, match=r"'llama9'; there are demo, llama3\.2-1b"):
+    with pytest.raises(ValueError, match=r"'llama3-8b'; did you mean llama3\.1-8b\?"):
+        preset("llama3-8b")
+    with pytest.raises(ValueError, match=r"'llama9'; .*[Tt]here are demo, llama3\.2-1b"):
         preset("llama9")
 
 

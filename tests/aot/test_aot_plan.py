@@ -1,0 +1,108 @@
+"""The planner compiles for GPUs that are not here the program that they would run."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from aot.harness import missing_toolchain
+from train import aot
+
+ROOT = pathlib.Path(__file__).parents[2]
+# Two layers are the first, which stands alone, and one that repeats.
+SMALL = (
+    "--preset llama3.2-1b --model.num-hidden-layers 2 --model.vocab-size 32000 "
+    "--sequence-length 1024 --model.remat minimal"
+)
+# ms, benchmarks/results/train_step_kernels_llama3.2-1b_h100_202611.md
+MEASURED = {
+    "scan-layers minimal": 293.2,
+    "no-scan-layers minimal": 269.4,
+    "no-scan-layers full": 339.5,
+}
+# One process of its own, because JAX must not look for a GPU. The command for one device, the
+# programs of two, and what a step of the measured model is estimated to take.
+SCRIPT = f"""
+import json, re
+from models.sharding import make_mesh
+from train import aot, plan_command
+from train.config import parse_command_line
+from train.plan import Programs
+from train.plan_target import target_elsewhere
+from train.step import memory_in_bytes
+
+small = {SMALL!r}.split()
+plan_command.run([*small, "--device", "h100", "--batch-size", "1", "--no-cache"])
+
+def programs(number):
+    devices = aot.devices(aot.CHIPS["h100"], number)
+    mesh = make_mesh(data=1, fsdp=number, devices=devices)
+    return Programs(target_elsewhere(aot.CHIPS["h100"], mesh))
+
+flags = [flag.replace("--sequence", "--data.sequence") for flag in small]
+two, config = programs(2), parse_command_line([*flags, "--data.batch-size", "2"])
+estimated = two.estimate(config)[1]
+compiled = two.compile(config)
+hlo = compiled.as_text()
+found = {{
+    "estimated": estimated,
+    "memory": memory_in_bytes(compiled),
+    "mosaic_gpu": hlo.count('custom_call_target="mosaic_gpu'),
+    "cudnn": len(re.findall(r'custom_call_target="__cudnn', hlo)),
+    "gathers": len(re.findall(r" all-gather(?:-start)?\\(", hlo)),
+}}
+one = programs(1)
+for name in {MEASURED!r}:
+    layers, remat = name.split()
+    flags = f"--preset llama3.2-1b --model.{{layers}} --model.remat {{remat}}"
+    found[name] = one.estimate(parse_command_line(flags.split()))[0] * 1e3
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def output():
+    if reason := missing_toolchain() or aot.missing_toolchain():
+        # `make test-aot` has installed it; to skip there would hide that nothing is checked.
+        (pytest.fail if "AOT_REQUIRED" in os.environ else pytest.skip)(str(reason))
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    print(process.stdout)
+    table, _, last = process.stdout.rstrip().rpartition("\n")
+    return table, json.loads(last)
+
+
+def test_command_for_one_device(output):
+    table, _ = output
+    (chosen,) = (line.split() for line in table.splitlines() if line.startswith("*"))
+    assert chosen[:3] == ["*", "minimal", "1"] and chosen[4] == "yes"
+    # 188M parameters with their moments are 2.1 GiB.
+    assert 2.1 < float(chosen[3]) < 4
+    assert "1 x NVIDIA H100 80GB HBM3" in table
+    assert "python -m train --preset llama3.2-1b" in table
+
+
+def test_two_devices_share_parameters_and_run_kernels(output):
+    table, found = output
+    (chosen,) = (line.split() for line in table.splitlines() if line.startswith("*"))
+    # As many rows a device, half of the parameters and moments.
+    assert found["memory"] / 2**30 < float(chosen[3]) - 0.8
+    assert found["estimated"] == pytest.approx(found["memory"], rel=0.25)
+    assert found["mosaic_gpu"] >= 4 and found["cudnn"] >= 2 and found["gathers"] >= 2
+
+
+def test_estimates_agree_with_what_was_measured(output):
+    _, found = output
+    for name, milliseconds in MEASURED.items():
+        assert found[name] == pytest.approx(milliseconds, rel=0.05), name

@@ -1,0 +1,470 @@
+"""The planner: what it chooses, from what, what it keeps on disk and what it says."""
+
+import dataclasses
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import train.loop
+import train.plan_command
+from models.llama import Llama
+from models.remat import POLICIES
+from models.sharding import make_mesh
+from train import aot, cost, data
+from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, preset
+from train.plan import (
+    PlanError,
+    Programs,
+    abstract_batch,
+    plan,
+    table,
+    with_policies,
+    with_remat,
+)
+from train.plan_cache import cached
+from train.plan_target import target_elsewhere, target_here
+from train.step import abstract_state, init_state
+
+GIB = 2**30
+H100 = aot.CHIPS["h100"]
+# ms of a step measured on an H100, Llama 3.2 1B, 4 x 4096, kernels left to XLA
+# (benchmarks/results/train_step_llama3.2-1b_h100_202611.md).
+MEASURED = {
+    (False, "minimal"): 273.8,
+    (True, "minimal"): 294.0,
+    (False, "attention"): 326.1,
+    (True, "attention"): 336.2,
+    (False, "full"): 344.4,
+    (True, "full"): 350.9,
+}
+BASE = with_remat(preset("llama3.2-1b"), "auto")
+TINY = TrainConfig(
+    name="tiny",
+    model=dataclasses.replace(
+        preset("demo").model,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        dtype="float32",
+        remat="auto",
+    ),
+    data=DataConfig(source="synthetic", sequence_length=32, batch_size=8),
+    optimizer=OptimizerConfig(warmup_steps=1),
+    mesh=MeshConfig(fsdp=2),
+    steps=2,
+    eval_every=0,
+    sample_tokens=0,
+    save=False,
+)
+# Seconds, GiB as estimated, GiB as compiled.
+MEASURES = {
+    "none": (0.20, 90, 90),
+    "minimal": (0.27, 60, 58),
+    "mlp_inputs": (0.30, 40, 41),
+    "attention": (0.33, 30, 30),
+    "full": (0.35, 25, 20),
+    "offload": (0.80, 22, 22),
+}
+
+
+class Measures:
+    """Answers from a table, in proportion to the batch, and counts what it is asked."""
+
+    def __init__(self, rows=MEASURES, failing=()):
+        self.rows, self.failing = rows, failing
+        self.estimated, self.compiled = [], []
+
+    def estimate(self, config):
+        self.estimated.append(config.model.remat)
+        seconds, estimated, _ = self.rows[config.model.remat]
+        scale = config.data.batch_size / 4
+        return seconds * scale, int(estimated * scale * GIB)
+
+    def memory(self, config):
+        self.compiled.append(config.model.remat)
+        if config.model.remat in self.failing:
+            raise RuntimeError("no such kernel\nand a long trace")
+        return int(self.rows[config.model.remat][2] * config.data.batch_size / 4 * GIB)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_compilation():
+    """These programs run for milliseconds and compile for seconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch, tmp_path):
+    """XLA's defaults, and a cache that the test owns."""
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRAIN_PLAN_CACHE", str(tmp_path / "cache"))
+
+
+def target(memory_gib=80.0, num_devices=1):
+    mesh = make_mesh(data=1, fsdp=num_devices, devices=jax.devices()[:num_devices])
+    return target_elsewhere(H100, mesh, int(memory_gib * GIB))
+
+
+def planned(memory_gib=80.0, measures=None, config=BASE):
+    measures = measures or Measures()
+    return plan(with_policies(config), target(memory_gib), measures, report=lambda line: None)
+
+
+def test_the_limit_is_what_xla_takes_less_a_margin(monkeypatch):
+    assert target().limit_bytes == int(80 * GIB * 0.75 * 0.95)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    assert target().limit_bytes == int(80 * GIB * 0.5 * 0.95)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.9")
+    assert target().limit_bytes == int(int(80 * GIB * 0.9) * 0.95)
+    assert "90% of 80.0 GiB" in target().pool
+    own = target_elsewhere(H100, target().mesh)
+    assert own.pool_bytes == int(H100.limits.hbm_bytes * 0.9)
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "remat", "compiled"),
+    [
+        (200, "none", ["none"]),
+        # 58 GiB of 57, then the next; "none" is hopeless and not compiled.
+        (80, "mlp_inputs", ["minimal", "mlp_inputs"]),
+        (81.5, "minimal", ["minimal"]),
+        (45, "attention", ["attention"]),
+        # 25 estimated, 20 compiled: worth a try.
+        (30, "full", ["full"]),
+    ],
+)
+def test_the_fastest_that_fits_is_chosen_and_no_more_is_compiled(memory_gib, remat, compiled):
+    measures = Measures()
+    assert planned(memory_gib, measures).best.remat == remat
+    assert measures.compiled == compiled
+
+
+def test_a_policy_that_does_not_compile_is_passed_over():
+    measures = Measures(failing=("minimal",))
+    chosen = planned(81.5, measures)
+    assert chosen.best.remat == "mlp_inputs"
+    assert re.search(r"minimal .* fails", table(chosen))
+
+
+def test_a_fixed_policy_is_not_changed():
+    chosen = planned(config=with_remat(BASE, "attention"))
+    assert [candidate.remat for candidate in chosen.candidates] == ["attention"]
+    unrolled = dataclasses.replace(BASE.model, scan_layers=False)
+    configs = with_policies(dataclasses.replace(BASE, model=unrolled))
+    assert not any(config.model.scan_layers for config in configs)
+    assert {config.model.remat for config in configs} == {*POLICIES} - {"offload"}
+
+
+def test_nothing_fits():
+    measures = Measures()
+    with pytest.raises(PlanError) as error:
+        planned(20, measures)
+    message = str(error.value)
+    assert "14.2 GiB of each NVIDIA H100" in message and "75% of 20.0 GiB, less 5%" in message
+    # 22 GiB estimated is the least, so that is compiled and told.
+    assert "remat offload, 4 x 4096 tokens, needs 22.0 GiB, 7.8 too many" in message
+    for advice in (
+        "--data.batch-size 2",
+        "--mesh.fsdp",
+        "--model.param-dtype bfloat16",
+        "MEM_FRACTION=0.92",
+        "--data.sequence-length",
+    ):
+        assert advice in message
+    with pytest.raises(PlanError, match=r"--model\.remat auto"):
+        planned(20, config=with_remat(BASE, "attention"))
+    with pytest.raises(PlanError, match=r"no candidate compiles.*no such kernel"):
+        planned(80, Measures(failing=MEASURES))
+
+
+def test_table():
+    lines = table(planned()).splitlines()
+    assert "llama3.2-1b on 1 x NVIDIA H100" in lines[0] and "scanned" in lines[0]
+    assert "limit 57.0 GiB a device: XLA's 75% of 80.0 GiB, less 5%" in lines[1]
+    rows = {line[2:].split()[0]: line for line in lines[3:-1]}
+    assert set(rows) == set(MEASURES)
+    assert rows["none"].split()[:6] == ["none", "4", "~90.0", "~no", "200", "81.9k"]
+    assert rows["minimal"].split()[:5] == ["minimal", "4", "58.0", "no", "270"]
+    assert rows["mlp_inputs"].split()[:5] == ["*", "mlp_inputs", "4", "41.0", "yes"]
+    assert rows["full"].split()[:4] == ["full", "4", "~25.0", "~yes"]
+    assert POLICIES["full"].description in rows["full"]
+    assert "estimated" in lines[-1]
+    # 50 GiB estimated may turn out to be more than 58.
+    unsure = table(planned(81.5, Measures(MEASURES | {"full": (0.35, 50, 20)}))).splitlines()
+    assert next(line for line in unsure if line.startswith("  full")).split()[2:4] == ["~50.0", "?"]
+
+
+def test_cache(tmp_path):
+    folder = tmp_path / "cache"
+
+    def measures_of_a_plan(memory_gib=80.0, config=BASE):
+        measures, where = Measures(), target(memory_gib)
+        configs = with_policies(config)
+        chosen = plan(configs, where, cached(measures, where), report=lambda line: None)
+        return chosen.best.remat, measures
+
+    _, first = measures_of_a_plan()
+    assert sorted(first.estimated) == sorted(MEASURES) and len(first.compiled) == 2
+    files = sorted(folder.iterdir())
+    assert len(files) == len(MEASURES) and {path.suffix for path in files} == {".json"}
+    remat, second = measures_of_a_plan()
+    assert (remat, second.estimated, second.compiled) == ("mlp_inputs", [], [])
+
+    # Another limit needs what was not compiled before, and nothing else.
+    remat, third = measures_of_a_plan(58.0)
+    assert (remat, third.estimated) == ("mlp_inputs", [])
+    remat, third = measures_of_a_plan(45.0)
+    assert (remat, third.estimated, third.compiled) == ("attention", [], ["attention"])
+
+    # Names of runs change nothing, the model does.
+    assert not measures_of_a_plan(config=dataclasses.replace(BASE, name="x", seed=3))[1].compiled
+    other = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, scan_layers=False))
+    assert measures_of_a_plan(config=other)[1].compiled
+
+    for content in ("", "{", "[1]", '{"seconds": "fast"}', '{"seconds": -1, "memory_bytes": NaN}'):
+        for path in files:
+            path.write_text(content)
+        remat, damaged = measures_of_a_plan()
+        assert (remat, len(damaged.compiled)) == ("mlp_inputs", 2), content
+        assert json.loads(files[0].read_text())["seconds"] > 0
+
+
+def test_cache_off_and_not_writable(tmp_path, monkeypatch):
+    measures = Measures()
+    monkeypatch.setenv("TRAIN_PLAN_CACHE", "")
+    assert cached(measures, target()) is measures
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRAIN_PLAN_CACHE", str(tmp_path / "file" / "below"))
+    assert planned(measures=cached(measures, target())).best.remat == "mlp_inputs"
+
+
+def test_cost_of_products_and_loops():
+    rates = cost.Rates(flops=1e12, bandwidth=1e12, host_bandwidth=1e9)
+
+    def cost_of(fn, *shapes):
+        traced = jax.jit(fn).trace(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+        return cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
+
+    square = (256, 256)
+    one = cost_of(lambda a, b: a @ b, square, square)
+    assert one.flops == 2 * 256**3
+    assert one.seconds == pytest.approx(one.flops / (1e12 * cost.GEMM_EFFICIENCY))
+    loop = cost_of(lambda a, b: jax.lax.fori_loop(0, 7, lambda _, c: c @ b, a), square, square)
+    assert loop.flops == 7 * one.flops
+
+    # Elementwise: one pass, however many operations, jitted or not, live ones only.
+    def gelu_twice(x):
+        jnp.sin(x)
+        return jax.nn.gelu(jax.nn.gelu(x) * 2)
+
+    size = 4 * 10**6
+    assert cost_of(gelu_twice, (10**6,)).seconds == pytest.approx(
+        2 * size / (1e12 * cost.COPY_EFFICIENCY)
+    )
+    # A sum over rows must be there before it is divided by: two passes, one written.
+    assert cost_of(lambda x: x / jnp.sum(x), (10**6,)).seconds == pytest.approx(
+        3 * size / (1e12 * cost.COPY_EFFICIENCY), rel=1e-3
+    )
+
+    # Rematerialization runs the product again.
+    def remade(a, b):
+        def f(a):
+            return jnp.sin(jnp.sin(a @ b) @ b).sum()
+
+        return jax.grad(jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable))(a)
+
+    assert cost_of(remade, square, square).flops == 4 * one.flops
+
+
+@pytest.fixture(scope="module")
+def estimates():
+    """Of the measured steps, as they are traced for a GPU with cuDNN's attention."""
+    where, found = target(), {}
+    with pytest.MonkeyPatch.context() as patch:
+        cudnn = "jax._src.cudnn.fused_attention_stablehlo"
+        patch.setattr(f"{cudnn}.check_cudnn_version", lambda: 91000)  # it need not be here
+        for scan_layers, remat in MEASURED:
+            model = dataclasses.replace(
+                BASE.model,
+                scan_layers=scan_layers,
+                remat=remat,
+                kernels=False,
+                attention_implementation="cudnn",
+            )
+            config = dataclasses.replace(BASE, model=model)
+            found[scan_layers, remat] = Programs(where).estimate(config)
+    return found
+
+
+def test_estimates_agree_with_what_was_measured(estimates):
+    predicted = {key: seconds * 1e3 for key, (seconds, _) in estimates.items()}
+    print(*(f"{key}: {predicted[key]:.0f} ms, measured {MEASURED[key]}" for key in MEASURED))
+    for scan_layers in (False, True):
+        same = [key for key in MEASURED if key[0] == scan_layers]
+        assert sorted(same, key=predicted.__getitem__) == sorted(same, key=MEASURED.__getitem__)
+    for remat in ("minimal", "attention", "full"):
+        assert predicted[True, remat] > predicted[False, remat]
+    for key, milliseconds in MEASURED.items():
+        assert predicted[key] == pytest.approx(milliseconds, rel=0.1), key
+
+
+def test_estimated_memory_agrees_with_the_compiler_s(estimates):
+    # GiB, from the same table.
+    measured = {"minimal": 33.3, "attention": 24.9, "full": 22.4}
+    for remat, gib in measured.items():
+        assert estimates[True, remat][1] / GIB == pytest.approx(gib, rel=0.1), remat
+
+
+def test_unknown_devices_get_an_order_and_no_figures():
+    mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
+    here = target_here(mesh)
+    assert not here.rates.known and here.pool_bytes > GIB
+    chosen = plan(
+        with_policies(BASE), here, Measures({k: (*v[:1], 0.1, 0.1) for k, v in MEASURES.items()})
+    )
+    assert "times only rank" in table(chosen)
+
+
+@pytest.mark.parametrize("source", ["synthetic", "stdlib"])
+def test_what_is_compiled_is_what_training_runs(source, monkeypatch):
+    """Shapes, dtypes and shardings of the state and of the batch."""
+    config = with_remat(TINY, "full")
+    config = dataclasses.replace(config, data=dataclasses.replace(TINY.data, source=source))
+    mesh = make_mesh(data=4, fsdp=2)
+    corpus = data.Corpus({f"{i}.py": b"def f(x):\n    return x\n" * 9 for i in range(40)})
+    monkeypatch.setattr(data, "stdlib_corpus", lambda: corpus)
+    dataset = train.loop._datasets(config)[0]
+    batch = train.loop._to_devices(mesh, train.loop._step_batch(config, dataset, 0))
+    describe = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), tree)
+    assert describe(abstract_batch(config, mesh)) == describe(batch)
+    with jax.set_mesh(mesh):
+        state = init_state(config, mesh)
+    expected, got = jax.tree.leaves(state), jax.tree.leaves(abstract_state(config, mesh))
+    for real, abstract in zip(expected, got, strict=True):
+        assert (real.shape, real.dtype) == (abstract.shape, abstract.dtype)
+        assert real.sharding.is_equivalent_to(abstract.sharding, real.ndim)
+
+
+def test_a_run_with_auto_trains_and_says_with_what(tmp_path, capsys):
+    folder = train.loop.run(dataclasses.replace(TINY, runs_dir=tmp_path))
+    written = json.loads((folder / "config.json").read_text())
+    assert written["config"]["model"]["remat"] == "auto"
+    assert written["plan"]["remat"] in POLICIES
+    assert 0 < written["plan"]["memory_bytes"] < written["plan"]["limit_bytes"]
+    output = capsys.readouterr()
+    assert f"* {written['plan']['remat']}" in output.out
+    assert "compiling remat" in output.err
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_model_with_auto_does_not_run():
+    model = Llama(TINY.model, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"'auto' is not a policy.*python -m train"):
+        model(jnp.zeros((1, 8), jnp.int32))
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """`python -m train plan` with the table's measures and CPUs for GPUs."""
+    monkeypatch.setattr(aot, "devices", lambda chip, number: jax.devices()[:number])
+    monkeypatch.setattr(jax.config, "update", lambda *args: None)
+    monkeypatch.setattr(train.plan_command, "Programs", lambda target: Measures())
+
+    def call(arguments):
+        status = 0
+        try:
+            train.plan_command.run(arguments.split())
+        except SystemExit as error:
+            status = error.code
+        output = capsys.readouterr()
+        return status, output.out, output.err
+
+    return call
+
+
+def test_command_plans_batch_and_policy(command):
+    status, out, _ = command("--preset llama3.1-8b --device h100 --num-devices 8 --memory-gib 300")
+    assert status == 0
+    # 22 GiB at 4 rows, in proportion: minimal fits 8, and 16 would need 232 of 213.
+    assert "data=1, fsdp=8" in out
+    assert re.search(r"^\* none +8 ", out, re.MULTILINE)
+    assert re.search(r"^  full +32 ", out, re.MULTILINE)
+    assert (
+        "python -m train --preset llama3.1-8b --model.remat none --data.batch-size 8 --mesh.fsdp 8"
+    ) in out
+
+
+def test_command_keeps_what_the_user_fixed(command):
+    status, out, _ = command(
+        "--preset llama3.2-1b --device h100 --batch-size 4 --sequence-length 2048 "
+        "--model.remat attention --model.no-scan-layers --num-devices 2 --mesh.fsdp 1"
+    )
+    assert status == 0 and "unrolled" in out and "data=2, fsdp=1" in out and "2048 tokens" in out
+    assert [line.split()[:3] for line in out.splitlines() if line.startswith("*")] == [
+        ["*", "attention", "4"]
+    ]
+    assert (
+        "python -m train --preset llama3.2-1b --model.remat attention --model.no-scan-layers "
+        "--mesh.fsdp 1 --data.batch-size 4 --data.sequence-length 2048"
+    ) in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ("--device h10", 2, "no device 'h10'; did you mean h100"),
+        ("--device h100 --preset llama3-8b", 2, "no preset 'llama3-8b'; did you mean llama3.1-8b"),
+        ("--preset demo", 2, "--device h100"),
+        ("--device h100 --num-devices 0", 2, "--num-devices 0"),
+        ("--device h100 --memory-gib -1", 2, "--memory-gib -1"),
+        ("--device h100 --num-devices 8 --batch-size 4", 2, "multiple of the 8 devices"),
+        ("--device h100 --steps many", 2, "--steps"),
+        ("--device h100 --memory-gib 1", 1, "nothing fits"),
+    ],
+)
+def test_mistakes_in_the_command(command, arguments, status, message):
+    got, _, error = command(arguments)
+    assert got == status and message in re.sub(r"[\s│]+", " ", error), error
+
+
+def test_help_documents_every_flag(command):
+    status, out, _ = command("--help")
+    assert status == 0
+    for action in train.plan_command._parser()._actions:
+        assert action.help and action.option_strings[-1] in out
+    assert "75 %" in out and "--mesh.fsdp" in out
+
+
+def test_command_line():
+    """What `python -m train` makes of its first word."""
+    command = [sys.executable, "-m", "train", "plan", "--device", "h10"]
+    root = pathlib.Path(train.loop.__file__).parents[1]
+    process = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert process.returncode == 2 and "did you mean h100" in process.stderr, process.stderr
+
+
+def test_chips_are_in_the_table_of_devices():
+    for name, chip in aot.CHIPS.items():
+        assert aot.chip(name) is aot.chip(chip.device_kind) is chip
+        assert aot.chip_of_kind(chip.device_kind) is chip
+        assert str(chip.limits.hbm_bytes) in chip.target_config()
+    assert aot.chip("H100 SXM") is H100
+
+
+def test_missing_compilers_are_named(monkeypatch):
+    monkeypatch.setattr(aot, "missing_toolchain", lambda: "cuDNN (nvidia-cudnn-cu13)")
+    with pytest.raises(RuntimeError, match=r"needs cuDNN.*make plan.*\[aot\]"):
+        aot.devices(H100, 1)

@@ -1,0 +1,186 @@
+"""`python -m train plan`: what fits on a device, which batch, which policy. No device is needed."""
+
+import argparse
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from models.llama import AUTO_REMAT
+from models.sharding import make_mesh
+from train import aot
+from train.config import PRESET_NAMES, TrainConfig, parse_command_line
+from train.plan import (
+    HOPELESS,
+    Measures,
+    Plan,
+    PlanError,
+    Programs,
+    plan,
+    table,
+    with_policies,
+    with_remat,
+)
+from train.plan_cache import VARIABLE, cached
+from train.plan_target import (
+    DEFAULT_FRACTION,
+    Target,
+    memory_fraction,
+    target_elsewhere,
+    target_here,
+)
+
+# A larger batch is hardly faster: at 64 rows of 4096 tokens a 1B model computes for seconds.
+_MOST_ROWS = 64
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Prints the table and the command line that trains as planned.
+
+    Exits with 2 for a mistake in the arguments and with 1 if nothing fits.
+    """
+    parser = _parser()
+    flags, rest = parser.parse_known_args(arguments)
+    if flags.no_cache:
+        os.environ[VARIABLE] = ""
+    try:
+        config, target = _config_and_target(flags, rest)
+        measures = cached(Programs(target), target)
+        configs = list(_configs(config, target, measures, fixed_batch=_fixes_batch(flags, rest)))
+        chosen = plan(configs, target, measures)
+    except PlanError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        sys.exit(1)
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        parser.error(str(error))
+    print(table(chosen))
+    print(f"\n{_command(flags, rest, chosen)}")
+    if flags.device and target.mesh.size > 1:
+        print("exchange between devices is taken to hide behind computation; not measured")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m train plan",
+        allow_abbrev=False,
+        description="Says which batch and which rematerialization policy fit on a device and are "
+        "fastest, from the training step compiled ahead of time for it.",
+        epilog="All flags of `python -m train` are taken too (`python -m train --help`), such as "
+        "--model.no-scan-layers, --model.param-dtype bfloat16, --data.accumulation-steps 4, "
+        "--mesh.fsdp 4 (over how many devices parameters and moments are split; here the default "
+        "is all) and --model.remat NAME (plans that policy alone). Of a GPU's memory XLA takes "
+        "75 %%, or the share in XLA_CLIENT_MEM_FRACTION. Results are kept in a cache; "
+        f"{VARIABLE} names its folder and turns it off if empty.",
+    )
+    add = parser.add_argument
+    add("--preset", default="demo", help=f"one of {', '.join(PRESET_NAMES)} (default demo)")
+    add(
+        "--device",
+        help=f"GPU to plan for: {', '.join(aot.CHIPS)}, or the name that JAX gives it. It need "
+        "not be here. Default: the GPU of this machine",
+    )
+    add("--num-devices", type=int, help="how many of them (default 1; those here without --device)")
+    add("--sequence-length", type=int, help="tokens in a row (default: that of the preset)")
+    add(
+        "--batch-size",
+        type=int,
+        help="rows in a forward and backward over all devices; without it, powers of two up to "
+        "what fits",
+    )
+    add("--memory-gib", type=float, help="memory of a device in place of what it has, GiB")
+    add("--no-cache", action="store_true", help="compile again what the cache knows")
+    return parser
+
+
+def _config_and_target(flags: argparse.Namespace, rest: list[str]) -> tuple[TrainConfig, Target]:
+    """What the flags ask for; the policy is "auto" unless they name one."""
+    chip = aot.chip(flags.device) if flags.device else None
+    if flags.num_devices is not None and flags.num_devices < 1:
+        raise ValueError(f"--num-devices {flags.num_devices} must be at least 1")
+    if flags.memory_gib is not None and flags.memory_gib <= 0:
+        raise ValueError(f"--memory-gib {flags.memory_gib} must be positive")
+    if chip:
+        jax.config.update("jax_platforms", "cpu")  # aot.devices stand for the GPUs
+        devices = aot.devices(chip, flags.num_devices or 1)
+        with jax.default_device(devices[0]):  # the defaults of a preset depend on it
+            config = parse_command_line(_train_arguments(flags, rest))
+    else:
+        if jax.default_backend() != "gpu":
+            raise ValueError("no GPU here; name one with --device, such as --device h100")
+        config = parse_command_line(_train_arguments(flags, rest))
+        devices = jax.devices()[: flags.num_devices]
+        if flags.num_devices and len(devices) < flags.num_devices:
+            raise ValueError(f"only {len(devices)} devices here; name them with --device")
+    fsdp = config.mesh.fsdp if _given(rest, "--mesh.fsdp") else len(devices)
+    data = max(1, len(devices) // fsdp) if config.mesh.data == -1 else config.mesh.data
+    mesh = make_mesh(data=data, fsdp=fsdp, devices=devices)
+    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp=fsdp))
+    if not _given(rest, "--model.remat"):
+        config = with_remat(config, AUTO_REMAT)
+    memory_bytes = int(flags.memory_gib * 2**30) if flags.memory_gib else None
+    if chip:
+        return config, target_elsewhere(chip, mesh, memory_bytes)
+    return config, target_here(mesh, memory_bytes)
+
+
+def _train_arguments(flags: argparse.Namespace, rest: list[str]) -> list[str]:
+    """The command line of training, without policy and batch where they are to be planned."""
+    arguments = ["--preset", flags.preset, *rest]
+    if flags.sequence_length is not None:
+        arguments += ["--data.sequence-length", str(flags.sequence_length)]
+    if flags.batch_size is not None:
+        arguments += ["--data.batch-size", str(flags.batch_size)]
+    return arguments
+
+
+def _given(rest: list[str], flag: str) -> bool:
+    return any(part == flag or part.startswith(f"{flag}=") for part in rest)
+
+
+def _fixes_batch(flags: argparse.Namespace, rest: list[str]) -> bool:
+    return flags.batch_size is not None or _given(rest, "--data.batch-size")
+
+
+def _configs(
+    config: TrainConfig, target: Target, measures: Measures, *, fixed_batch: bool
+) -> Iterator[TrainConfig]:
+    """Each policy with the batch, or with powers of two up to the first that cannot fit."""
+    num_devices = target.mesh.size
+    if fixed_batch:
+        if config.data.batch_size % num_devices:
+            raise ValueError(
+                f"a batch of {config.data.batch_size} must be a multiple of the {num_devices} "
+                "devices"
+            )
+        yield from with_policies(config)
+        return
+    for with_policy in with_policies(config):
+        rows = 1
+        while rows <= _MOST_ROWS:
+            data = dataclasses.replace(config.data, batch_size=rows * num_devices)
+            candidate = dataclasses.replace(with_policy, data=data)
+            yield candidate
+            if measures.estimate(candidate)[1] > HOPELESS * target.limit_bytes:
+                break
+            rows *= 2
+
+
+def _command(flags: argparse.Namespace, rest: list[str], chosen: Plan) -> str:
+    """The command line that trains as planned."""
+    config = chosen.best.config
+    arguments = ["--preset", flags.preset, *rest]
+    if not _given(rest, "--model.remat"):
+        arguments += ["--model.remat", config.model.remat]
+    if not _given(rest, "--data.batch-size"):
+        arguments += ["--data.batch-size", str(config.data.batch_size)]
+    if flags.sequence_length is not None:
+        arguments += ["--data.sequence-length", str(config.data.sequence_length)]
+    if config.mesh.fsdp > 1 and not _given(rest, "--mesh.fsdp"):
+        arguments += ["--mesh.fsdp", str(config.mesh.fsdp)]
+    command = f"python -m train {shlex.join(arguments)}"
+    if memory_fraction() != DEFAULT_FRACTION:
+        command = f"XLA_CLIENT_MEM_FRACTION={memory_fraction():g} {command}"
+    return command
