@@ -8,5 +8,6 @@ from pallas_kernels.linear_cross_entropy import LossMetrics as LossMetrics
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from pallas_kernels.rms_norm import add_rms_norm as add_rms_norm
 from pallas_kernels.rms_norm import rms_norm as rms_norm
+from pallas_kernels.sharded_add_rms_norm import sharded_add_rms_norm as sharded_add_rms_norm
 from pallas_kernels.swiglu import swiglu as swiglu
 from pallas_kernels.swiglu import swiglu_mlp as swiglu_mlp

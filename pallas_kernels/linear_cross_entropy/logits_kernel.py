@@ -128,6 +128,9 @@ class _Split:
         return self.warpgroups * self.rounds * self.lines * LINE
 
 
+# A program calls it twice, for the first chunk and for the others. A jitted function is lowered
+# once, which takes 6 s.
+@functools.partial(jax.jit, static_argnames=("options", "num_columns", "vocab_size", "config"))
 def loss_of_logits(
     logits: Float[Array, "T Vp"],
     labels: Int[Array, " T"],
