@@ -100,8 +100,8 @@ def swiglu_mlp(
 
     Raises:
       ValueError: shapes disagree, or a name is unknown.
-      NotImplementedError: the kernels were asked for and do not take the arguments; or a second
-        derivative was, except of `"reference"`.
+      NotImplementedError: the kernels were asked for and do not take the arguments, or they are
+        differentiated twice.
     """
     weights = w_gate, w_up, w_down
     implementation = _check_and_choose(x, weights, save, implementation, config)
