@@ -291,9 +291,7 @@ def parse_kernel(ptx: str, ptxas: str, resources: str) -> Kernel:
         spill_bytes=int(stored) + int(loaded),
         smem_bytes=int(smem),
         warnings=tuple(re.findall("^.*(?:warning|performance loss).*$", ptxas, re.I | re.M)),
-        tma_loads=len(
-            re.findall(r"\bcp\.async\.bulk\.(?:tensor\.\dd\.)?shared::cluster\.global", ptx)
-        ),
+        tma_loads=len(re.findall(r"\bcp\.async\.bulk\.(?:tensor\.\dd\.)?shared::\w+\.global", ptx)),
         tma_stores=len(
             re.findall(r"\bcp\.async\.bulk\.(?:tensor\.\dd\.)?global\.shared::cta", ptx)
         ),
