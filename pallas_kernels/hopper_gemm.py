@@ -170,6 +170,15 @@ class MainLoop:
         step = (BLOCK_M + self.num_b * self.config.tile_n) * TILE_K
         return jnp.dtype(self.dtype).itemsize * self.config.stages * step
 
+    def check_fits(self, device: Device, *, extra_bytes: int = 0) -> None:
+        """Raises ValueError if a block cannot have the operands' memory and `extra_bytes`."""
+        num_bytes = self.smem_bytes + extra_bytes
+        if num_bytes > device.smem_bytes:
+            raise ValueError(
+                f"{self.config} takes {num_bytes} bytes of shared memory, a block of {device.kind} "
+                f"can have {device.smem_bytes}; use less stages or narrower tiles"
+            )
+
     @property
     def _lead(self) -> int:
         # In shorter tiles the first warpgroup could be more than a tile ahead.

@@ -7,6 +7,7 @@ of four warps; a Pallas thread is a warpgroup.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -94,6 +95,17 @@ def sharded_over_devices(x: jax.Array) -> bool:
         for mesh in meshes
         for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def not_differentiable(message: str, arrays: Any) -> Any:
+    """The arrays; differentiating what is made of them raises NotImplementedError(message)."""
+    return arrays
+
+
+@not_differentiable.defjvp
+def _refuse(message, primals, tangents):
+    raise NotImplementedError(message)
 
 
 def rows_of_warps(vector: int) -> Any:

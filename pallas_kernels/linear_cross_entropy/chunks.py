@@ -45,6 +45,7 @@ from pallas_kernels.linear_cross_entropy.token_loss import (
     combine,
     losses_of,
 )
+from pallas_kernels.mosaic_gpu import not_differentiable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,17 +299,11 @@ def _by_vocab_chunks(
     return Gradients(rescaled(dx).astype(x.dtype), dweight, dbias)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _once(plan: Plan, arrays: Any) -> Any:
-    """The arrays; differentiating what is made of them raises."""
-    return arrays
-
-
-@_once.defjvp
-def _no_second_derivative(plan, primals, tangents):
-    raise NotImplementedError(
+    return not_differentiable(
         f"implementation={plan.implementation!r} of linear_cross_entropy has no forward-mode and "
-        "no second derivative; use implementation='reference'"
+        "no second derivative; use implementation='reference'",
+        arrays,
     )
 
 

@@ -105,11 +105,7 @@ def linear_statistics(
         depth=x.shape[1],
         dtype=x.dtype,
     )
-    if loop.smem_bytes > device.smem_bytes:
-        raise ValueError(
-            f"{config} takes {loop.smem_bytes} bytes of shared memory, a block of {device.kind} "
-            f"can have {device.smem_bytes}; use less stages"
-        )
+    loop.check_fits(device)
     padding = loop.groups * config.cluster * BLOCK_M - num_tokens
     labels = jnp.pad(labels - jnp.asarray(first_column, labels.dtype), (0, padding))
     label_tile = jnp.where(labels < 0, -1, labels // config.tile_n).reshape(-1, TILE_M)

@@ -116,7 +116,7 @@ def gated_matmul(
     num_stores = num_pieces * num_outputs
     # Two pieces: one is filled while the other is on its way.
     pieces = (WARPGROUPS, 2, TILE_M, _PIECE)
-    _check_size(loop, pieces, x.dtype, device)
+    loop.check_fits(device, extra_bytes=x.dtype.itemsize * math.prod(pieces))
     x = whole_tiles(x)
 
     def kernel(x_gmem, w_gate_gmem, w_up_gmem, *refs):
@@ -198,7 +198,7 @@ def gated_matmul_backward(
     )
     # Of gate and up, where dgate and dup take their place, and of the product.
     pieces = (WARPGROUPS, _SLOTS, 3, TILE_M, _BACKWARD_PIECE)
-    _check_size(loop, pieces, dy.dtype, device)
+    loop.check_fits(device, extra_bytes=dy.dtype.itemsize * math.prod(pieces))
     num_pieces = config.tile_n // _BACKWARD_PIECE
     dy, gate, up = whole_tiles(dy), whole_tiles(gate), whole_tiles(up)
 
@@ -274,12 +274,3 @@ def gated_matmul_backward(
         kernel_name="gated_matmul_backward",
     )(dy, w_down, gate, up)
     return dgate[:num_tokens], dup[:num_tokens], product[:num_tokens]
-
-
-def _check_size(loop: MainLoop, pieces: tuple[int, ...], dtype, device: Device) -> None:
-    num_bytes = loop.smem_bytes + jnp.dtype(dtype).itemsize * math.prod(pieces)
-    if num_bytes > device.smem_bytes:
-        raise ValueError(
-            f"{loop.config} takes {num_bytes} bytes of shared memory, a block of {device.kind} "
-            f"can have {device.smem_bytes}; use less stages or narrower tiles"
-        )

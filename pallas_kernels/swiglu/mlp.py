@@ -38,6 +38,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from pallas_kernels import hopper_gemm
+from pallas_kernels.mosaic_gpu import not_differentiable
 from pallas_kernels.swiglu import formula, gated_matmul
 
 type MLPImplementation = Literal["reference", "xla", "mosaic_gpu"]
@@ -220,17 +221,11 @@ def _differentiate(plan: _Plan, dy, w_down, gate, up) -> tuple[jax.Array, jax.Ar
     return dgate.astype(dy.dtype), dup.astype(dy.dtype), product.astype(dy.dtype)
 
 
-@jax.custom_jvp
 def _once(arrays):
-    """The arguments, which are refused a derivative: they go into a kernel that has none."""
-    return arrays
-
-
-@_once.defjvp
-def _no_second_derivative(*_):
-    raise NotImplementedError(
+    return not_differentiable(
         "implementation='mosaic_gpu' of the gated MLP has no second derivative; differentiate "
-        "implementation='reference' twice"
+        "implementation='reference' twice",
+        arrays,
     )
 
 

@@ -610,22 +610,26 @@ def test_a_confident_token_keeps_the_digits_of_its_gradient(strategy, dtype):
     assert np.all(np.asarray(losses) >= 0)
 
 
-@each_strategy
-@each_reduction
-def test_nan_stays_in_its_token(strategy, reduction):
-    arrays, labels = make_arrays()
-    options = strategy | {"reduction": reduction}
+def check_nan_stays(arrays, labels, token, *, reduction, **options):
+    """NaN in a token makes its own gradient NaN and that of the weight, and no other token's."""
+    options["reduction"] = reduction
     good = run(arrays, labels, **options)
-    bad = run(arrays | {"x": put(arrays["x"], (9, 3), np.nan)}, labels, **options)
-    others = lambda a: np.delete(np.asarray(a), 9, axis=0)
-    assert np.isnan(np.asarray(bad["x"])[9]).all()
+    bad = run(arrays | {"x": put(arrays["x"], (token, 3), np.nan)}, labels, **options)
+    others = lambda a: np.delete(np.asarray(a), token, axis=0)
+    assert np.isnan(np.asarray(bad["x"])[token]).all()
     np.testing.assert_array_equal(others(bad["x"]), others(good["x"]))
     assert np.isnan(np.asarray(bad["weight"])).all()
     if reduction == "none":
-        assert np.isnan(bad["loss"][9])
+        assert np.isnan(bad["loss"][token])
         np.testing.assert_array_equal(others(bad["loss"]), others(good["loss"]))
     else:
         assert np.isnan(bad["loss"])
+
+
+@each_strategy
+@each_reduction
+def test_nan_stays_in_its_token(strategy, reduction):
+    check_nan_stays(*make_arrays(), 9, reduction=reduction, **strategy)
 
 
 # Chunks.
@@ -1095,19 +1099,7 @@ def test_the_kernels_refuse_64_bit_mode():
 @each_kernel_strategy
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_nan_stays_in_its_token_in_the_kernels(strategy, reduction):
-    arrays, labels = kernel_arrays()
-    options = strategy | {"reduction": reduction}
-    good = run(arrays, labels, **options)
-    bad = run(arrays | {"x": put(arrays["x"], (4, 3), np.nan)}, labels, **options)
-    others = lambda a: np.delete(np.asarray(a), 4, axis=0)
-    assert np.isnan(np.asarray(bad["x"])[4]).all()
-    np.testing.assert_array_equal(others(bad["x"]), others(good["x"]))
-    assert np.isnan(np.asarray(bad["weight"])).all()
-    if reduction == "none":
-        assert np.isnan(bad["loss"][4])
-        np.testing.assert_array_equal(others(bad["loss"]), others(good["loss"]))
-    else:
-        assert np.isnan(bad["loss"])
+    check_nan_stays(*kernel_arrays(), 4, reduction=reduction, **strategy)
 
 
 @interpreted
