@@ -1,16 +1,15 @@
 """Compiles functions for real GPUs on a machine without one, and reads what the compilers report.
 
 JAX lowers, XLA compiles and NVIDIA's `ptxas` assembles exactly as they do on the GPU; what they are
-told about the chip is the description written here. So these reports hold on hardware: that the
-kernels compile, their registers and spills, their memory instructions, what XLA puts around them.
-They say nothing about speed, races, deadlocks or numbers.
+told about the chip is the description in `train/aot.py`. So these reports hold on hardware: that
+the kernels compile, their registers and spills, their memory instructions, what XLA puts around
+them. They say nothing about speed, races, deadlocks or numbers.
 
 Compilation runs in `aot.worker`, a process of its own for every chip: a kernel that LLVM cannot
 select instructions for aborts the whole process.
 """
 
 import dataclasses
-import importlib.util
 import math
 import os
 import pathlib
@@ -23,99 +22,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pallas_kernels import hardware
+from train import aot
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chip:
-    """What the compilers need to know of a GPU beside `pallas_kernels.hardware`.
-
-    Attributes:
-      device_kind: `jax.Device.device_kind`.
-      compute_capability: major and minor.
-      arch: what its kernels must be assembled for.
-      smem_per_sm: bytes of shared memory of a multiprocessor; a block may have 1 KiB less.
-      l2_bytes: of the second-level cache.
-    """
-
-    device_kind: str
-    compute_capability: tuple[int, int]
-    arch: str
-    smem_per_sm: int
-    l2_bytes: int
-
-    @property
-    def limits(self) -> hardware.Hardware:
-        """Its row in the table of devices."""
-        limits = hardware.lookup(self.device_kind)
-        assert limits is not None, f"{self.device_kind} is not in pallas_kernels/hardware.py"
-        return limits
-
-    def target_config(self) -> str:
-        """XLA's description of the device, a `GpuTargetConfigProto` as text."""
-        major, minor = self.compute_capability
-        limits = self.limits
-        return f"""
-            gpu_device_info {{
-              threads_per_block_limit: 1024
-              threads_per_warp: 32
-              shared_memory_per_block: 49152
-              shared_memory_per_block_optin: {limits.smem_bytes}
-              shared_memory_per_core: {self.smem_per_sm}
-              threads_per_core_limit: 2048
-              core_count: {limits.num_sms}
-              fpus_per_core: 128
-              block_dim_limit_x: 2147483647
-              block_dim_limit_y: 65535
-              block_dim_limit_z: 65535
-              memory_bandwidth: {int(limits.hbm_bandwidth)}
-              l2_cache_size: {self.l2_bytes}
-              clock_rate_ghz: 1.5
-              device_memory_size: {limits.hbm_bytes}
-              cuda_compute_capability {{ major: {major} minor: {minor} }}
-              registers_per_core_limit: 65536
-              registers_per_block_limit: 65536
-            }}
-            platform_name: "CUDA"
-            dnn_version_info {{ major: 9 minor: 10 }}
-            device_description_str: "{self.device_kind}"
-        """
-
-
-_MIB = 2**20
-
 CHIPS = {
-    "h100": Chip(
-        device_kind="NVIDIA H100 80GB HBM3",
-        compute_capability=(9, 0),
-        arch="sm_90a",
-        smem_per_sm=228 * 1024,
-        l2_bytes=50 * _MIB,
-    ),
-    "a100": Chip(
-        device_kind="NVIDIA A100-SXM4-40GB",
-        compute_capability=(8, 0),
-        arch="sm_80",
-        smem_per_sm=164 * 1024,
-        l2_bytes=40 * _MIB,
-    ),
-    "l4": Chip(
-        device_kind="NVIDIA L4",
-        compute_capability=(8, 9),
-        arch="sm_89",
-        smem_per_sm=100 * 1024,
-        l2_bytes=48 * _MIB,
-    ),
-    "b200": Chip(
-        device_kind="NVIDIA B200",
-        compute_capability=(10, 0),
-        arch="sm_100a",
-        smem_per_sm=228 * 1024,
-        l2_bytes=126 * _MIB,
-    ),
+    "h100": aot.CHIPS["h100"],
+    "a100": aot.CHIPS["a100-40gb"],
+    "l4": aot.CHIPS["l4"],
+    "b200": aot.CHIPS["b200"],
 }
+# What their kernels must be assembled for.
+ARCHS = {"h100": "sm_90a", "a100": "sm_80", "l4": "sm_89", "b200": "sm_100a"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,14 +137,8 @@ class Failure:
 
 def missing_toolchain() -> str | None:
     """Why nothing can be compiled for a GPU here, or None."""
-    install = "`make test-aot` installs it"
-    if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        return f"no CUDA 13 plugin of JAX here; {install}"
-    toolkit = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cu13")
-    folders = (toolkit and toolkit.submodule_search_locations) or ()
-    if not any(pathlib.Path(folder, "bin", "ptxas").exists() for folder in folders):
-        return f"no ptxas of nvidia-cuda-nvcc here; {install}"
-    return None
+    missing = aot.missing_toolchain()
+    return missing and f"no {missing} here; `make test-aot` installs it"
 
 
 def compile_cases(chip: str, module: str, names: Sequence[str]) -> dict[str, Program | Failure]:

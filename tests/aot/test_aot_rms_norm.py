@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from aot.harness import CHIPS, Case, Program
+from aot.harness import ARCHS, CHIPS, Case, Program
 from pallas_kernels import add_rms_norm, rms_norm
 
 NUM_TOKENS = 8192
@@ -90,7 +90,7 @@ def test_compiles(compiled, chip, case):
     num_elements = NUM_TOKENS * CASES[case].args[0].shape[1]
     assert len(program.kernels) == (2 if "backward" in case else 1)
     for kernel in program.kernels:
-        assert kernel.arch == CHIPS[chip].arch
+        assert kernel.arch == ARCHS[chip]
         assert (kernel.spill_bytes, kernel.stack_bytes, kernel.warnings) == (0, 0, ()), kernel
         assert kernel.smem_bytes <= CHIPS[chip].limits.smem_bytes
         for widths in (kernel.loads, kernel.stores):

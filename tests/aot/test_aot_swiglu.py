@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from aot.harness import CHIPS, Case, Program
+from aot.harness import ARCHS, CHIPS, Case, Program
 from pallas_kernels import swiglu
 from pallas_kernels.mosaic_gpu import Device
 from pallas_kernels.swiglu import Config, mosaic_gpu
@@ -91,7 +91,7 @@ def test_compiles(compiled, chip, case):
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s", *program.kernels, sep="\n")
     (kernel,) = program.kernels
-    assert kernel.arch == CHIPS[chip].arch
+    assert kernel.arch == ARCHS[chip]
     assert (kernel.spill_bytes, kernel.stack_bytes, kernel.warnings) == (0, 0, ()), kernel
     function, name, *most = case.split("-")
     num_read, num_written = NUM_ARRAYS[function]

@@ -14,7 +14,6 @@ import time
 import traceback
 
 import jax
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from aot.harness import (
@@ -28,15 +27,13 @@ from aot.harness import (
     parse_kernel,
     without_binaries,
 )
+from train import aot
 
 
 def main(chip: str, module: str, results: str, *names: str) -> None:
     """Compiles the named cases and appends their results to a file."""
     cases: dict[str, Case] = importlib.import_module(module).CASES
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=CHIPS[chip].target_config(), topology="1x1x1"
-    )
-    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    mesh = Mesh(aot.devices(CHIPS[chip], 1), ("x",))
     kernels: dict[str, Kernel] = {}
     for name in names:
         try:
