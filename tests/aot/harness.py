@@ -138,7 +138,7 @@ class Failure:
 def missing_toolchain() -> str | None:
     """Why nothing can be compiled for a GPU here, or None."""
     missing = aot.missing_toolchain()
-    return missing and f"no {missing} here; `make test-aot` installs it"
+    return missing and f"not installed here: {missing}; `make test-aot` installs it"
 
 
 def compile_cases(chip: str, module: str, names: Sequence[str]) -> dict[str, Program | Failure]:
