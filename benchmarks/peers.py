@@ -32,7 +32,14 @@ from benchmarks.ops import (
     Prepared,
 )
 
-PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "cut-cross-entropy")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "liger-kernel",
+    "quack-kernels",
+    "cut-cross-entropy",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,6 +52,7 @@ class Variant:
     compile_s: float
     times_s: list[float] = dataclasses.field(default_factory=list)
     kernels: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    traced_ms: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -137,15 +138,20 @@ def main() -> None:
                 variant.times_s.append((time.perf_counter() - start) / arguments.steps)
         if arguments.kernels:
             for variant in variants:
-                state, variant.kernels = device_times(variant.compiled, state, batch)
+                state, variant.kernels, variant.traced_ms = device_times(
+                    variant.compiled, state, batch
+                )
     text = report(base, variants, limits)
     print(text)
     if arguments.output:
         arguments.output.write_text(text)
 
 
-def device_times(compiled: Any, state: Any, batch: Any) -> tuple[Any, list[tuple[str, float]]]:
-    """The state after one more step, and `(name, milliseconds)` of all that ran on the device.
+def device_times(
+    compiled: Any, state: Any, batch: Any
+) -> tuple[Any, list[tuple[str, float]], float]:
+    """The state after one more step, `(name, milliseconds)` of all that ran on the device, and the
+    milliseconds from the first start to the last end.
 
     From a trace of the profiler, which unlike a count of kernels has the copies as well.
     """
@@ -161,9 +167,11 @@ def device_times(compiled: Any, state: Any, batch: Any) -> tuple[Any, list[tuple
             for line in plane.lines
             if line.name.startswith("Stream")
         ]
-        return state, [
-            (event.name, event.duration_ns / 1e6) for line in streams for event in line.events
-        ]
+        events = [event for line in streams for event in line.events]
+        kernels = [(event.name, event.duration_ns / 1e6) for event in events]
+        first = min(event.start_ns for event in events)
+        last = max(event.start_ns + event.duration_ns for event in events)
+        return state, kernels, (last - first) / 1e6
 
 
 def report(config: TrainConfig, variants: list[Variant], limits: list[ceilings.Ceilings]) -> str:
@@ -212,7 +220,8 @@ def report(config: TrainConfig, variants: list[Variant], limits: list[ceilings.C
         total = sum(milliseconds for _, milliseconds in variant.kernels)
         lines += [
             "",
-            f"{variant.name}: {total:.1f} ms on the device in {len(variant.kernels)} launches",
+            f"{variant.name}: {total:.1f} ms of kernels in {len(variant.kernels)} launches, "
+            f"{variant.traced_ms:.1f} ms from the first to the last",
             "",
             "| kind | launches | ms |",
             "|---|---|---|",

@@ -283,6 +283,8 @@ class MLP(SwiGLU):
             dtype=config.dtype,
             param_dtype=config.param_dtype,
             kernel_init=nnx.initializers.normal(config.initializer_range),
+            save=_kept_by_mlp(config),
+            implementation=_mlp_implementation(config),
             rngs=rngs,
         )
         self.hidden_act = config.hidden_act
@@ -500,6 +502,27 @@ class Llama(nnx.Module):
             self.output_weight.astype(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
+
+
+def _kept_by_mlp(config: LlamaConfig) -> Literal["gate_up", "x"]:
+    """Its input alone, if the policy keeps what follows it and so runs its forward only once.
+
+    Then gate and up are never written in the forward, which is faster, and are made again in the
+    backward as they would be anyway.
+    """
+    if config.remat == AUTO_REMAT or config.mlp_bias:
+        return "gate_up"
+    policy = remat_policy(config.remat)
+    if policy.tensors is None:
+        return "gate_up"
+    kept = {*policy.tensors, *policy.offloaded}
+    return "x" if {"residual", "rstd"} <= kept and not {"gate", "up"} & kept else "gate_up"
+
+
+def _mlp_implementation(config: LlamaConfig) -> Literal["reference", "xla"] | None:
+    if config.kernels:
+        return None
+    return "reference" if config.mlp_bias else "xla"  # the former is that of the activation alone
 
 
 def _norm_options(config: LlamaConfig) -> dict[str, Any]:

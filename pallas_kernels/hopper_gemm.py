@@ -7,17 +7,14 @@ accumulators of a tile is up to the kernel.
   `64 x tile_n` that share the tiles of `b`, and a third that brings operands by TMA, `stages` steps
   of 64 in K ahead. Its steps run on through the tiles, so that the operands of the next are there
   when the epilogue of this one is done.
-- A warpgroup issues the wgmma of a step before it waits for the one before (`in_flight=1`): the
-  tensor cores do not wait for the wait. With `lead`, the second warpgroup starts each tile that
-  many steps after the first, so that one multiplies while the other is in its epilogue.
+- While one warpgroup waits for its wgmma, or is in an epilogue, the other's runs: issuing the next
+  wgmma before waiting, and starting the second warpgroup some steps after the first, were both
+  tried and are slower (`NOTES.md`).
 - `cluster=2` blocks with different rows share the tiles of `b`: each loads half and multicasts it,
   which takes a step's reads of the L2 from 48 to 32 KiB a block (256 columns).
 - The tiles are dealt to the blocks one by one, so that no block has more than one more than
   another. Tiles that run together must share operands in the L2: they are numbered rows first in
   bands of `band` clusters' rows, and every other band goes through the columns backwards.
-
-Products so small that no block has a second tile are slower than they could be: LLVM then unrolls
-the steps, and ptxas runs the wgmmas of unrolled steps one by one.
 """
 
 import dataclasses
@@ -51,9 +48,6 @@ class Config:
     Attributes:
       tile_n: columns of a tile, a multiple of 64 up to 256.
       stages: steps of 64 in K whose operands shared memory holds.
-      in_flight: wgmma steps that may run while the next is issued, 0 or 1.
-      lead: steps that the first warpgroup is ahead of the second, below `stages`; 0 leaves it to
-        chance.
       cluster: blocks that share tiles of `b`, 1 or 2.
       band: row groups (of `128 · cluster` rows) that go through the columns together.
       blocks: thread blocks, a multiple of `cluster`.
@@ -61,8 +55,6 @@ class Config:
 
     tile_n: int
     stages: int
-    in_flight: int
-    lead: int
     cluster: int
     band: int
     blocks: int
@@ -70,12 +62,8 @@ class Config:
     def __post_init__(self):
         if self.tile_n % 64 or not 64 <= self.tile_n <= 256:
             raise ValueError(f"{self.tile_n=} must be a multiple of 64 from 64 to 256")
-        if self.in_flight not in (0, 1):
-            raise ValueError(f"{self.in_flight=} must be 0 or 1")
         if self.stages < 2:
             raise ValueError(f"{self.stages=} must be at least 2")
-        if not 0 <= self.lead < self.stages:
-            raise ValueError(f"{self.lead=} must be from 0 to {self.stages - 1}")
         if self.cluster not in (1, 2):
             raise ValueError(f"{self.cluster=} must be 1 or 2")
         if self.band < 1:
@@ -87,19 +75,17 @@ class Config:
 def default_config(
     num_rows: int, num_columns: int, depth: int, device: Device, *, tile_n: int, stages: int
 ) -> Config:
-    """The launch parameters to use: derived, not measured."""
+    """Launch parameters with these two; the others are derived."""
     cluster = 2 if num_rows > BLOCK_M and device.num_sms % 2 == 0 else 1
     groups = pl.cdiv(num_rows, cluster * BLOCK_M)
     tiles = groups * pl.cdiv(num_columns, tile_n)
-    # 16 MiB of `a`, a third of the L2 of an H100. Bands of equal size, because tiles of a narrow
-    # last one would share less.
-    group_bytes = 2 * cluster * BLOCK_M * depth
-    bands = pl.cdiv(groups, max(1, 2**24 // group_bytes))
+    # 2048 rows were best with depths of 2048 and 4096; of deeper ones 16 MiB, a third of the L2 of
+    # an H100. Bands of equal size, because tiles of a narrow last one would share less.
+    rows = min(2048, max(1, 2**24 // (2 * depth)))
+    bands = pl.cdiv(groups, max(1, rows // (cluster * BLOCK_M)))
     return Config(
         tile_n=tile_n,
         stages=stages,
-        in_flight=1,
-        lead=0,
         cluster=cluster,
         band=pl.cdiv(groups, bands),
         blocks=cluster * min(device.num_sms // cluster, tiles),
@@ -180,12 +166,6 @@ class MainLoop:
             )
 
     @property
-    def _lead(self) -> int:
-        # In shorter tiles the first warpgroup could be more than a tile ahead.
-        steps = self.depth // TILE_K
-        return min(self.config.lead, steps) if steps >= self.config.stages else 0
-
-    @property
     def scratch_types(self) -> list[Any]:
         """What `run` takes as `scratch`."""
         c = self.config
@@ -202,7 +182,6 @@ class MainLoop:
             *(plgpu.SMEM((c.stages, *tile), self.dtype) for _ in range(self.num_b)),
             plgpu.Barrier(num_arrivals=1 + self.num_b, num_barriers=c.stages),
             freed,
-            *([plgpu.Barrier()] if self._lead else []),
         ]
 
     @property
@@ -239,13 +218,11 @@ class MainLoop:
           end: called after its last.
         """
         tile_n, stages, cluster = self.config.tile_n, self.config.stages, self.config.cluster
-        in_flight = self.config.in_flight
         num_clusters = self.num_clusters
         num_tiles = self.groups * self.column_tiles
         k_steps = self.depth // TILE_K
-        lead = self._lead
         a_smem, *rest = scratch
-        b_smems, (filled, freed, *ahead) = rest[: self.num_b], rest[self.num_b :]
+        b_smems, (filled, freed) = rest[: self.num_b], rest[self.num_b :]
         group_of_blocks, member = jax.lax.axis_index("group"), jax.lax.axis_index("member")
         warpgroup = jax.lax.axis_index("warpgroup")
         tiles_here = jax.lax.div(num_tiles + num_clusters - 1 - group_of_blocks, num_clusters)
@@ -308,55 +285,33 @@ class MainLoop:
             if start is not None:
                 start()
 
-            def multiply(accs, step):
-                slot = slot_of(step)
-                plgpu.barrier_wait(filled.at[slot])
-                for acc, b_smem in zip(accs, b_smems, strict=True):
-                    b = b_smem.at[slot]
-                    plgpu.wgmma(
-                        acc,
-                        a_smem.at[slot, own_rows],
-                        b.transpose((1, 0)) if self.b_layout == "NK" else b,
-                    )
-
             def compute_tile(i, first_step):
                 row, column = place(i)
 
-                def multiply_all(*accs):
-                    def next_step(step, _):
-                        multiply(accs, step)
-                        plgpu.wgmma_wait(in_flight * self.num_b)
-                        plgpu.barrier_arrive(freed.at[slot_of(step - in_flight)])
+                def multiply(*accs):
+                    def multiply_step(step, _):
+                        slot = slot_of(step)
+                        plgpu.barrier_wait(filled.at[slot])
+                        for acc, b_smem in zip(accs, b_smems, strict=True):
+                            b = b_smem.at[slot]
+                            plgpu.wgmma(
+                                acc,
+                                a_smem.at[slot, own_rows],
+                                b.transpose((1, 0)) if self.b_layout == "NK" else b,
+                            )
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(freed.at[slot])
 
-                    if lead:
-                        # The second waits until the first has issued `lead` steps of this tile.
-                        @pl.when(warpgroup == 1)
-                        def _wait():
-                            plgpu.barrier_wait(ahead[0])
-
-                    begin = first_step
-                    if in_flight:
-                        multiply(accs, begin)
-                        begin += 1
-                    if lead:
-                        jax.lax.fori_loop(begin, first_step + lead, next_step, None)
-                        begin = first_step + lead
-
-                        @pl.when(warpgroup == 0)
-                        def _arrive():
-                            plgpu.barrier_arrive(ahead[0])
-
-                    jax.lax.fori_loop(begin, first_step + k_steps, next_step, None)
-                    values = tuple(acc[...] for acc in accs)
-                    if in_flight:
-                        plgpu.barrier_arrive(freed.at[slot_of(first_step + k_steps - 1)])
-                    return values
+                    jax.lax.fori_loop(first_step, first_step + k_steps, multiply_step, None)
+                    # For LLVM the sums are there when a wgmma is issued. Without the barrier it may
+                    # compute with them before the wait, and with a wgmma in flight it did.
+                    return jax.lax.optimization_barrier(tuple(acc[...] for acc in accs))
 
                 accumulator = plgpu.WGMMAAccumulatorRef((TILE_M, tile_n), jnp.float32)
                 tile(
                     row + warpgroup * TILE_M,
                     column,
-                    lambda: pl.run_scoped(multiply_all, *[accumulator] * self.num_b),
+                    lambda: pl.run_scoped(multiply, *[accumulator] * self.num_b),
                 )
                 return first_step + k_steps
 

@@ -45,6 +45,10 @@ ATTENTION_EFFICIENCY = 0.39
 ATTENTION_BACKWARD_EFFICIENCY = 0.33
 
 
+# GEMMs in a kernel, by its name.
+_PRODUCTS = {"gated_matmul": 2, "gated_matmul_backward": 1, "linear_statistics": 1}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
     """What a device does in a second.
@@ -158,6 +162,9 @@ class _Program:
         sizes = sum(self.size(value.aval) for value in (*op.inputs, *op.outputs))
         if op.name == "dot_general":
             flops = _dot_flops(op) / self.num_devices
+            rate = self.rates.flops * GEMM_EFFICIENCY
+            return Cost(seconds=max(flops / rate, self._copy(sizes)), flops=flops)
+        if flops := _kernel_flops(op) / self.num_devices:
             rate = self.rates.flops * GEMM_EFFICIENCY
             return Cost(seconds=max(flops / rate, self._copy(sizes)), flops=flops)
         if "dot_product_attention" in op.name:
@@ -290,6 +297,12 @@ def _dot_flops(op: Op) -> float:
     left = op.shapes[0]
     terms = math.prod(left[axis] for axis in contracted)
     return 2.0 * terms * math.prod(op.outputs[0].aval.shape)
+
+
+def _kernel_flops(op: Op) -> float:
+    """Of our kernels with GEMMs: every token of the first operand by every weight of the second."""
+    products = _PRODUCTS.get(op.params.get("name", ""), 0)
+    return 2.0 * products * op.shapes[0][0] * math.prod(op.shapes[1]) if products else 0.0
 
 
 def _attention_flops(op: Op) -> float:

@@ -29,8 +29,7 @@ def swiglu(
       implementation: `"reference"` is plain JAX for XLA to fuse. `"mosaic_gpu"` is a kernel for
         NVIDIA GPUs since Ampere that keeps `gate` and `up` and nothing else, and takes them in one
         dtype; XLA cannot split it, so on a mesh call it inside of `jax.shard_map`. `None` picks
-        `"reference"` everywhere, until the kernel has been measured to be faster. A name is
-        binding.
+        `"reference"`, which is as fast alone and can be fused. A name is binding.
       config: launch parameters of the kernel; `None` takes measured ones, or a guess from the
         device and the dtype.
 
@@ -46,8 +45,8 @@ def swiglu(
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
     if implementation is None:
-        # XLA's own fusion is at 0.97 to 1.0 of a copy, and inside of a model it can be fused with
-        # what is around it, which a kernel cannot. The kernel has not been measured yet.
+        # On an H100 XLA's fusion is as fast, 1.02 of a copy forward and 1.00 backward against 1.01
+        # and 1.00, and inside of a model it takes in what is around it, which a kernel cannot.
         implementation = "reference"
     if implementation == "mosaic_gpu":
         return mosaic_gpu.swiglu(gate, up, config=config)

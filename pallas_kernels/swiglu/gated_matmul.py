@@ -41,7 +41,7 @@ _SLOTS = 3  # of shared memory for pieces: one at work, one arriving, one leavin
 def default_config(
     num_tokens: int, intermediate_size: int, hidden_size: int, device: Device
 ) -> Config:
-    """Launch parameters of the forward: derived, not measured."""
+    """Launch parameters of the forward: the best of a sweep at two sizes on an H100."""
     return hopper_gemm.default_config(
         num_tokens, intermediate_size, hidden_size, device, tile_n=128, stages=4
     )
@@ -50,7 +50,7 @@ def default_config(
 def default_backward_config(
     num_tokens: int, intermediate_size: int, hidden_size: int, device: Device
 ) -> Config:
-    """Launch parameters of the backward: derived, not measured."""
+    """Launch parameters of the backward: the best of a sweep at two sizes on an H100."""
     return hopper_gemm.default_config(
         num_tokens, intermediate_size, hidden_size, device, tile_n=256, stages=3
     )

@@ -38,8 +38,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from pallas_kernels import hopper_gemm
-from pallas_kernels.mosaic_gpu import not_differentiable
+from pallas_kernels.mosaic_gpu import not_differentiable, runs_here, sharded_over_devices
 from pallas_kernels.swiglu import formula, gated_matmul
+
+# On an H100, times over XLA's by tokens, D and F:
+#                     64x4096x14336  512x2048x8192  2048x2048x8192  16384x2048x8192  8192x4096x14336
+#   forward           0.89           0.47           0.73            0.91             0.95
+#   ... and gate, up  0.91           0.54           0.80            0.98             0.99
+#   backward          1.18           1.03           0.96            0.94             0.94
+_MIN_TOKENS_OF_BACKWARD = 2048
 
 type MLPImplementation = Literal["reference", "xla", "mosaic_gpu"]
 type Save = Literal["all", "gate_up", "x"]
@@ -60,10 +67,11 @@ class MLPConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """All that is static."""
+    """All that is static: what to keep, and which of the two GEMMs are our kernels."""
 
     save: Save
-    implementation: MLPImplementation
+    forward_kernel: bool
+    backward_kernel: bool
     config: MLPConfig
 
 
@@ -94,10 +102,11 @@ def swiglu_mlp(
       w_down: the projection of the product.
       save: see above.
       implementation: `"mosaic_gpu"` runs the elementwise work in the epilogues of GEMMs, on Hopper
-        and in 16 bits, for D and F that are multiples of 128; `"xla"` is the same algorithm,
-        `"reference"` the formula, differentiated by JAX, which keeps everything. `None` is `"xla"`:
-        the kernels have not been measured against it. A name is binding.
-      config: launch parameters of the kernels.
+        and in 16 bits, for D and F that are multiples of 128; XLA cannot split the kernels, so on a
+        mesh call it inside of `jax.shard_map`. `"xla"` is the same algorithm, `"reference"` the
+        formula, differentiated by JAX, which keeps everything. `None` takes the kernels where they
+        run, that of the backward from 2048 tokens on, and else is `"xla"`. A name is binding.
+      config: launch parameters of the kernels, for `"mosaic_gpu"`.
 
     Raises:
       ValueError: shapes disagree, or a name is unknown.
@@ -105,21 +114,20 @@ def swiglu_mlp(
         differentiated twice.
     """
     weights = w_gate, w_up, w_down
-    implementation = _check_and_choose(x, weights, save, implementation, config)
+    _check(x, weights, save, implementation, config)
     if implementation == "reference":
         return _reference(x, *weights)
-    plan = _Plan(save=save, implementation=implementation, config=config or MLPConfig())
-    return _mlp(plan, x, *weights)
+    return _mlp(_plan(x, weights, save, implementation, config), x, *weights)
 
 
-def _check_and_choose(
+def _check(
     x: jax.Array,
     weights: tuple[jax.Array, jax.Array, jax.Array],
     save: Save,
     implementation: MLPImplementation | None,
     config: MLPConfig | None,
-) -> MLPImplementation:
-    """The implementation to run."""
+) -> None:
+    """Refuses what no implementation takes."""
     w_gate, w_up, w_down = weights
     if x.ndim == 0 or w_gate.ndim != 2 or w_gate.shape[0] != x.shape[-1]:
         raise ValueError(f"w_gate must be [D, F], got {w_gate.shape} for x {x.shape}")
@@ -133,16 +141,30 @@ def _check_and_choose(
     names = get_args(MLPImplementation.__value__)
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
-    if implementation != "mosaic_gpu":
-        if config is not None:
-            raise ValueError(f"{config=}: {implementation=} has no launch parameters")
-        return implementation or "xla"
-    if x.size == 0:
-        return "xla"  # nothing to compute
+    if config is not None and implementation != "mosaic_gpu":
+        raise ValueError(f"{config=}: {implementation=} has no launch parameters")
+
+
+def _plan(
+    x: jax.Array,
+    weights: tuple[jax.Array, jax.Array, jax.Array],
+    save: Save,
+    implementation: MLPImplementation | None,
+    config: MLPConfig | None,
+) -> _Plan:
+    """What to run."""
+    plan = functools.partial(_Plan, save=save, config=config or MLPConfig())
+    if implementation == "xla" or x.size == 0:
+        return plan(forward_kernel=False, backward_kernel=False)
     reason = gated_matmul.unsupported_reason([x], [w.astype(x.dtype) for w in weights])
-    if reason is not None:
-        raise NotImplementedError(f"{implementation=}: {reason}")
-    return implementation
+    if implementation == "mosaic_gpu":
+        if reason is not None:
+            raise NotImplementedError(f"{implementation=}: {reason}")
+        return plan(forward_kernel=True, backward_kernel=True)
+    if reason is not None or runs_here() is not None or sharded_over_devices(x):
+        return plan(forward_kernel=False, backward_kernel=False)
+    num_tokens = x.size // x.shape[-1]
+    return plan(forward_kernel=True, backward_kernel=num_tokens >= _MIN_TOKENS_OF_BACKWARD)
 
 
 def _reference(x, w_gate, w_up, w_down):
@@ -192,7 +214,7 @@ _mlp.defvjp(_mlp_fwd, _mlp_bwd)
 
 def _project(plan: _Plan, x, w_gate, w_up, *, keep: bool) -> tuple[jax.Array, ...]:
     """`(product, gate, up)`, or the product alone."""
-    if plan.implementation == "mosaic_gpu":
+    if plan.forward_kernel:
         x, *weights = _once((x, w_gate.astype(x.dtype), w_up.astype(x.dtype)))
         found = gated_matmul.gated_matmul(_rows(x), *weights, keep=keep, config=plan.config.forward)
         product, *gate_and_up = (a.reshape(*x.shape[:-1], -1) for a in found)
@@ -209,7 +231,7 @@ def _tagged(*gate_and_up: jax.Array) -> list[jax.Array]:
 
 def _differentiate(plan: _Plan, dy, w_down, gate, up) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`(dgate, dup, product)`."""
-    if plan.implementation == "mosaic_gpu":
+    if plan.backward_kernel:
         dy, w_down, gate, up = _once((dy, w_down.astype(dy.dtype), gate, up))
         found = gated_matmul.gated_matmul_backward(
             _rows(dy), w_down, _rows(gate), _rows(up), config=plan.config.backward

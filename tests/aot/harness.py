@@ -70,6 +70,7 @@ class Kernel:
       tma_stores: likewise, to global memory.
       loads: number of instructions that load from global memory, by bytes a thread.
       stores: likewise.
+      early_conversions: roundings to 16 bits that stand between a wgmma and the wait for it.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Kernel:
     tma_stores: int
     loads: Counter[int]
     stores: Counter[int]
+    early_conversions: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +212,10 @@ def parse_kernel(ptx: str, ptxas: str, resources: str) -> Kernel:
         ),
         loads=_access_widths("ld", ptx),
         stores=_access_widths("st", ptx),
+        early_conversions=sum(
+            part.count("cvt.rn.")
+            for part in re.findall(r"wgmma\.commit_group.*?wgmma\.wait_group\S* 0;", ptx, re.DOTALL)
+        ),
     )
 
 

@@ -12,11 +12,13 @@ from pallas_kernels import swiglu_mlp
 
 BF16 = jnp.bfloat16
 MIB = 2**20
-# Tokens, D, F: of an 8B and of a 1B Llama, and one where nothing is even.
+# Tokens, D, F: of an 8B and of a 1B Llama, one where nothing is even, and one of a single tile,
+# whose steps LLVM unrolls.
 SHAPES = {
     "8b": (8192, 4096, 14336),
     "1b": (16384, 2048, 8192),
     "odd": (1009, 2048, 8320),
+    "small": (8, 128, 128),
 }
 
 
@@ -66,21 +68,25 @@ def fusions_of(program: Program) -> int:
 def assert_runs_well(kernel: Any) -> None:
     assert kernel.arch == "sm_90a"
     # A few registers that say where a tile is, stored before its steps and loaded after.
-    assert kernel.spill_bytes <= 128 and not any("serialized" in w for w in kernel.warnings)
+    assert kernel.spill_bytes <= 16 and not any("serialized" in w for w in kernel.warnings)
+    # LLVM has computed with sums that a wgmma still added to.
+    assert kernel.early_conversions == 0
     # Activations go through TMA alone.
     assert kernel.tma_loads > 0 and kernel.tma_stores > 0
     assert not kernel.loads and not kernel.stores, kernel
 
 
 @on_h100
-@pytest.mark.parametrize("case", ["forward-8b-mosaic_gpu", "forward-odd-mosaic_gpu"])
+@pytest.mark.parametrize(
+    "case", ["forward-8b-mosaic_gpu", "forward-odd-mosaic_gpu", "forward-small-mosaic_gpu"]
+)
 def test_forward(compiled, chip, case):
     program: Program = compiled(chip, case)
     kernels = kernels_of(program)
     assert kernels.keys() == {"gated_matmul"}
     assert_runs_well(kernels["gated_matmul"])
     assert kernels["gated_matmul"].spill_bytes == 0
-    if "odd" not in case:  # where XLA cuts the rows that fill up 8
+    if "8b" in case:  # elsewhere XLA cuts the rows that fill up 8
         t, _, f = SHAPES[case.split("-")[1]]
         # The product; gate and up are nowhere.
         assert program.temp_bytes <= 2 * t * f + 8 * MIB
@@ -92,6 +98,7 @@ def test_forward(compiled, chip, case):
     [
         "gradients-1b-mosaic_gpu-gate_up",
         "gradients-odd-mosaic_gpu-gate_up",
+        "gradients-small-mosaic_gpu-gate_up",
         "gradients-8b-mosaic_gpu-x",
     ],
 )
@@ -101,7 +108,7 @@ def test_gradients(compiled, chip, case):
     assert kernels.keys() == {"gated_matmul", "gated_matmul_backward"}
     for kernel in kernels.values():
         assert_runs_well(kernel)
-    if "odd" not in case:
+    if "1b" in case or "8b" in case:
         # Nothing goes through a pass of its own beside GEMMs and kernels.
         opcodes = {part.opcode for part in program.instructions.values()}
         assert not opcodes & {"fusion", "copy", "transpose", "convert", "pad", "concatenate"}

@@ -166,6 +166,17 @@ def test_what_runs_again(remat, scan_layers):
     assert primitives["exp"] == layers * (1 + (remat in RUNS_ATTENTION_AGAIN))
 
 
+def test_the_mlp_writes_gate_and_up_where_a_policy_keeps_them_or_runs_it_again():
+    saves = {
+        remat: Llama(dataclasses.replace(CONFIG, remat=remat), rngs=nnx.Rngs(0)).layers.mlp.save
+        for remat in (*POLICIES, "residual,rstd", "residual,rstd,up", "residual,rstd,gate@host")
+    }
+    assert {remat for remat, save in saves.items() if save == "x"} == {
+        "mlp_inputs",
+        "residual,rstd",
+    }
+
+
 @in_each_layout(["none", "minimal", "mlp_inputs", "offload", CUSTOM, "full"])
 def test_xla_keeps_the_recomputation(remat, scan_layers):
     # XLA would merge it with the first computation where nothing prevents that.

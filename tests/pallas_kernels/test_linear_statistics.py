@@ -19,7 +19,7 @@ from pallas_kernels.mosaic_gpu import Device
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
-BASE = Config(tile_n=128, stages=3, in_flight=1, lead=0, cluster=1, band=2, blocks=2)
+BASE = Config(tile_n=128, stages=3, cluster=1, band=2, blocks=2)
 interpreted = pytest.mark.usefixtures("interpreted")
 
 
@@ -114,26 +114,24 @@ def test_shapes_that_divide_nothing(num_tokens, hidden_size, vocab_size, dtype, 
     "changes",
     [
         dict(),
-        dict(in_flight=0),
-        dict(stages=2, lead=1),
-        dict(lead=2, in_flight=0),
+        dict(stages=2),
         dict(tile_n=64, band=1),
         dict(tile_n=192, blocks=7),
         dict(tile_n=256, blocks=1, band=9),
         dict(cluster=2, blocks=4),
-        dict(cluster=2, lead=1, band=1, blocks=6),
+        dict(cluster=2, band=1, blocks=6),
     ],
     ids=str,
 )
 def test_all_configurations_agree(changes):
-    # Three blocks of rows, so that a cluster has one too many; 3 steps in D, or a tile's lead.
+    # Three blocks of rows, so that a cluster has one too many; 3 steps in D.
     args = make_args(300, 192, 450, bias=True)
     check(args, softcap=None, config=dataclasses.replace(BASE, **changes))
 
 
 @interpreted
 def test_more_stages_than_steps():
-    check(make_args(130, 64, 300), softcap=None, config=dataclasses.replace(BASE, stages=4, lead=2))
+    check(make_args(130, 64, 300), softcap=None, config=dataclasses.replace(BASE, stages=4))
 
 
 @interpreted
@@ -240,8 +238,6 @@ def test_unsupported_arguments(monkeypatch):
         dict(tile_n=512),
         dict(tile_n=100),
         dict(stages=1),
-        dict(in_flight=2),
-        dict(lead=3),
         dict(cluster=3),
         dict(band=0),
         dict(cluster=2, blocks=3),

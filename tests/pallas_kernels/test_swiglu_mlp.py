@@ -16,13 +16,13 @@ from numerics import assert_as_accurate, quick_jit, value_and_grads
 from pallas_kernels import hopper_gemm, swiglu_mlp
 from pallas_kernels.hopper_gemm import Config
 from pallas_kernels.mosaic_gpu import Device
-from pallas_kernels.swiglu import MLPConfig, gated_matmul
+from pallas_kernels.swiglu import MLPConfig, gated_matmul, mlp
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 NAMES = ("y", "dx", "dw_gate", "dw_up", "dw_down")
 SAVES = ("all", "gate_up", "x")
 H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
-FORWARD = Config(tile_n=128, stages=3, in_flight=1, lead=0, cluster=1, band=2, blocks=2)
+FORWARD = Config(tile_n=128, stages=3, cluster=1, band=2, blocks=2)
 BACKWARD = dataclasses.replace(FORWARD, tile_n=256, stages=2)
 
 interpreted = pytest.mark.usefixtures("interpreted")
@@ -207,6 +207,53 @@ def test_checkpoint_policies_know_the_names(names, expected):
     assert gemms(lambda *args: value_and_grads(fn, args[:-1], args[-1]), *args) == expected
 
 
+# Which implementation runs.
+
+
+def kernels_run(monkeypatch, x, weights, *, device=H100):
+    """Whether the forward's and the backward's GEMM are kernels if nothing is asked for."""
+    monkeypatch.setattr(hopper_gemm, "target_device", lambda: device, raising=False)
+    for module in (gated_matmul, mlp):
+        monkeypatch.setattr(module, "target_device", lambda: device, raising=False)
+    monkeypatch.setattr(mlp, "runs_here", lambda: None)
+    plan = mlp._plan(x, weights, "gate_up", None, None)
+    return plan.forward_kernel, plan.backward_kernel
+
+
+def abstract_args(num_tokens, *, hidden_size=128, dtype=BF16):
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+    across, down = (array(*s) for s in ((hidden_size, 256), (256, hidden_size)))
+    return array(num_tokens, hidden_size), (across, across, down)
+
+
+def test_the_kernels_run_where_they_are_faster(monkeypatch):
+    run = functools.partial(kernels_run, monkeypatch)
+
+    def choice(*args, **options):
+        x, weights = abstract_args(*args, **options)
+        return jax.eval_shape(lambda *a: choices.append(run(a[0], a[1:])), x, *weights)
+
+    choices = []
+    choice(2048)
+    choice(2047)
+    choice(2048, dtype=F32)
+    choice(2048, hidden_size=192)
+    assert choices == [(True, True), (True, False), (False, False), (False, False)]
+
+
+def test_xla_runs_on_a_mesh_and_on_other_devices(monkeypatch):
+    x, weights = abstract_args(4096)
+    a100 = Device("NVIDIA A100-SXM4-80GB", (8, 0), 108)
+    found = []
+    trace = lambda **options: jax.eval_shape(
+        lambda *a: found.append(kernels_run(monkeypatch, a[0], a[1:], **options)), x, *weights
+    )
+    trace(device=a100)
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+        trace()
+    assert found == [(False, False), (False, False)]
+
+
 # The kernels themselves.
 
 
@@ -214,10 +261,9 @@ def test_checkpoint_policies_know_the_names(names, expected):
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(in_flight=0),
-        dict(stages=2, lead=1),
+        dict(stages=2),
         dict(cluster=2, blocks=4, band=1),
-        dict(tile_n=64, lead=2),
+        dict(tile_n=64),
     ],
     ids=str,
 )
@@ -408,9 +454,7 @@ def test_configurations_that_do_not_fit(forward, message):
     [
         (dict(tile_n=100), "tile_n=100 must be a multiple of 64"),
         (dict(tile_n=320), "from 64 to 256"),
-        (dict(in_flight=2), "in_flight=2 must be 0 or 1"),
         (dict(stages=1), "stages=1 must be at least 2"),
-        (dict(lead=3), "lead=3 must be from 0 to 2"),
         (dict(cluster=4), "cluster=4 must be 1 or 2"),
         (dict(band=0), "band=0 must be at least 1"),
         (dict(blocks=3, cluster=2), "blocks=3 must be a positive multiple"),

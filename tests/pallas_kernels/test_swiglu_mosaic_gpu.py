@@ -185,7 +185,12 @@ def test_all_launch_parameters_give_the_same_bits(size, dtype):
 )
 def test_the_guess(device, dtype, fwd, bwd):
     assert guess_config(device, dtype) == Config(fwd_accesses=fwd, bwd_accesses=bwd)
-    assert default_config(device, 14336, dtype) == guess_config(device, dtype)
+    assert default_config(device, 5632, dtype) == guess_config(device, dtype)
+
+
+def test_measured_rows_go_before_the_guess():
+    assert default_config(H100, 14336, F16) == default_config(H100, 14336, BF16) == ONE
+    assert default_config(H100, 14336, F32) == guess_config(H100, F32)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=jnp.dtype)
@@ -214,7 +219,7 @@ def test_the_users_table_goes_first(monkeypatch, tmp_path):
     monkeypatch.setenv(tuning.VARIABLE, str(path))
     try:
         assert default_config(H100, 14336, F16) == ONE
-        assert default_config(H100, 8192, BF16) == guess_config(H100, BF16)
+        assert default_config(H100, 5632, BF16) == guess_config(H100, BF16)
     finally:
         tuning._read.cache_clear()
 

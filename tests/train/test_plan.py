@@ -1,6 +1,7 @@
 """The planner: what it chooses, from what, what it keeps on disk and what it says."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -17,6 +18,9 @@ import train.plan_command
 from models.llama import Llama
 from models.remat import POLICIES
 from models.sharding import make_mesh
+from pallas_kernels.linear_cross_entropy import linear_statistics
+from pallas_kernels.mosaic_gpu import Device
+from pallas_kernels.swiglu import gated_matmul
 from train import aot, cost, data
 from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, preset
 from train.plan import (
@@ -287,6 +291,29 @@ def test_cost_of_products_and_loops():
         return jax.grad(jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable))(a)
 
     assert cost_of(remade, square, square).flops == 4 * one.flops
+
+
+def test_cost_of_kernels_with_products(monkeypatch):
+    device = Device(H100.device_kind, (9, 0), 132)
+    monkeypatch.setattr(gated_matmul, "target_device", lambda: device)
+    monkeypatch.setattr(linear_statistics, "target_device", lambda: device)
+    rates = cost.Rates(flops=1e12, bandwidth=1e12, host_bandwidth=1e9)
+    tokens, hidden_size, width = 2048, 256, 1024
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    x, activation = array(tokens, hidden_size), array(tokens, width)
+    down, across = array(width, hidden_size), array(hidden_size, width)
+    labels = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    forward = functools.partial(gated_matmul.gated_matmul, keep=True)
+    loss = functools.partial(linear_statistics.linear_statistics, softcap=None)
+    for products, fn, args in (
+        (2, forward, (x, across, across)),
+        (1, gated_matmul.gated_matmul_backward, (x, down, activation, activation)),
+        (1, loss, (x, down, None, labels)),
+    ):
+        traced = jax.jit(fn).trace(*args)
+        found = cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
+        assert found.flops == products * 2 * tokens * hidden_size * width
+        assert found.seconds >= found.flops / (1e12 * cost.GEMM_EFFICIENCY)
 
 
 @pytest.fixture(scope="module")
