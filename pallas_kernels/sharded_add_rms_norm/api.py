@@ -7,10 +7,10 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.rms_norm import Casting, Config
-from pallas_kernels.sharded_add_rms_norm import reference, xla
+from pallas_kernels.sharded_add_rms_norm import mosaic_gpu, reference, xla
 
 # Not "Implementation": beartype takes aliases of one name for one type, whatever their module.
-type ShardedNormImplementation = Literal["reference", "xla"]
+type ShardedNormImplementation = Literal["reference", "xla", "mosaic_gpu"]
 
 
 def sharded_add_rms_norm(
@@ -61,7 +61,8 @@ def sharded_add_rms_norm(
     gradient of the device's own tokens and has to `psum` it.)
 
     For the policies of `jax.checkpoint`, `add_rms_norm` names the token shards `residual`, `rstd`
-    and `normed`. A policy that keeps them does so in 1/n of the memory, and gathers `y` again.
+    and `normed`. A policy that keeps them does so in 1/n of the memory, and gathers `y` again;
+    except that `"mosaic_gpu"` names `y` as it is returned.
 
     Args:
       partial: `[..., T, D]`, this device's summand of a sublayer's output for all tokens, such as
@@ -76,8 +77,11 @@ def sharded_add_rms_norm(
         in its GEMM.
       implementation: `"xla"` uses XLA's collectives and between them `add_rms_norm` with its
         default, which is a Mosaic GPU kernel where that runs; `"reference"` sums and normalizes all
-        tokens on every device and slices. `None` is `"xla"`. A name is binding.
-      config: launch parameters of `add_rms_norm`.
+        tokens on every device and slices. `"mosaic_gpu"` is one kernel over NVLink peer memory, for
+        the devices of one host in one process, with sums in float32 that are not rounded before the
+        residual is added; it is compiled in the tests and has not yet run on GPUs, so `None` is
+        `"xla"`. A name is binding.
+      config: launch parameters of `add_rms_norm`, for `"xla"`.
 
     Returns:
       `(y, residual_out)`: `[..., T, D]`, the same on all devices of the axis, or `[..., T/n, D]`
@@ -86,13 +90,14 @@ def sharded_add_rms_norm(
     Raises:
       ValueError: the shapes disagree, the devices do not divide T, `axis_name` is not bound, a name
         is unknown, or there is no kernel for `config`.
-      NotImplementedError: see `rms_norm`.
+      NotImplementedError: see `rms_norm`; the kernel was asked for and does not take the arguments
+        or the devices.
     """
     _check(partial, residual, weight, axis_name)
     names = get_args(ShardedNormImplementation.__value__)
     if implementation not in (None, *names):
         raise ValueError(f"{implementation=} must be None or one of {names}")
-    if implementation == "reference" and config is not None:
+    if implementation in ("reference", "mosaic_gpu") and config is not None:
         raise ValueError(f"{config=}: {implementation=} has no launch parameters")
     if partial.shape[-2] == 0:
         # XLA has no collectives over an axis of size 0. Nothing to compute: all gradients are 0.
@@ -106,6 +111,8 @@ def sharded_add_rms_norm(
     }
     if implementation == "reference":
         return reference.sharded_add_rms_norm(partial, residual, weight, **options)
+    if implementation == "mosaic_gpu":
+        return mosaic_gpu.sharded_add_rms_norm(partial, residual, weight, **options)
     return xla.sharded_add_rms_norm(partial, residual, weight, config=config, **options)
 
 

@@ -22,6 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from train import aot
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -46,12 +48,16 @@ class Case:
       args: `jax.ShapeDtypeStruct`.
       donated: number of the argument whose memory the results may take.
       compiler_options: of XLA.
+      mesh: names and sizes of the axes of a mesh that is in context, of one device if it is empty.
+      specs: how the arguments lie on it; all whole if there are none.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     donated: int | None = None
     compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    mesh: dict[str, int] = dataclasses.field(default_factory=dict)
+    specs: tuple[PartitionSpec, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +68,7 @@ class Kernel:
       name: of its entry function.
       arch: that it was assembled for.
       registers: per thread.
+      threads: of a block.
       stack_bytes: per thread; arrays that do not fit in registers, and spills.
       spill_bytes: per thread, stored and loaded.
       smem_bytes: shared memory per block that the kernel asks for.
@@ -71,11 +78,14 @@ class Kernel:
       loads: number of instructions that load from global memory, by bytes a thread.
       stores: likewise.
       early_conversions: roundings to 16 bits that stand between a wgmma and the wait for it.
+      peer_signals: number of atomic additions that other devices see.
+      multicasts: number of instructions for NVLink multicast.
     """
 
     name: str
     arch: str
     registers: int
+    threads: int
     stack_bytes: int
     spill_bytes: int
     smem_bytes: int
@@ -85,6 +95,8 @@ class Kernel:
     loads: Counter[int]
     stores: Counter[int]
     early_conversions: int
+    peer_signals: int
+    multicasts: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,11 +209,13 @@ def parse_kernel(ptx: str, ptxas: str, resources: str) -> Kernel:
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", ptxas
     )
     (registers,) = _find(r"Used (\d+) registers", ptxas)
+    (threads,) = _find(r"\.maxntid (\d+)", ptx)
     (smem,) = _find(r"smem_scratch_bytes=(\d+)", resources)
     return Kernel(
         name=name,
         arch=arch,
         registers=int(registers),
+        threads=int(threads),
         stack_bytes=int(stack),
         spill_bytes=int(stored) + int(loaded),
         smem_bytes=int(smem),
@@ -216,6 +230,8 @@ def parse_kernel(ptx: str, ptxas: str, resources: str) -> Kernel:
             part.count("cvt.rn.")
             for part in re.findall(r"wgmma\.commit_group.*?wgmma\.wait_group\S* 0;", ptx, re.DOTALL)
         ),
+        peer_signals=ptx.count("red.release.sys"),
+        multicasts=ptx.count("multimem"),
     )
 
 

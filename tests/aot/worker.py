@@ -5,7 +5,9 @@ so that the reader knows which case killed the process. Expects the environment 
 `aot.harness.compile_cases` gives it.
 """
 
+import contextlib
 import importlib
+import math
 import os
 import pathlib
 import pickle
@@ -14,6 +16,7 @@ import time
 import traceback
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from aot.harness import (
@@ -33,28 +36,37 @@ from train import aot
 def main(chip: str, module: str, results: str, *names: str) -> None:
     """Compiles the named cases and appends their results to a file."""
     cases: dict[str, Case] = importlib.import_module(module).CASES
-    mesh = Mesh(aot.devices(CHIPS[chip], 1), ("x",))
     kernels: dict[str, Kernel] = {}
     for name in names:
         try:
-            result = _compile(cases[name], mesh, kernels)
+            result = _compile(cases[name], chip, kernels)
         except Exception:
             result = Failure(traceback.format_exc())
         with open(results, "ab") as file:
             pickle.dump(result, file)
 
 
-def _compile(case: Case, mesh: Mesh, kernels: dict[str, Kernel]) -> Program:
+def _compile(case: Case, chip: str, kernels: dict[str, Kernel]) -> Program:
     """Compiles a case and adds its new kernels to those by hash."""
-    sharding = NamedSharding(mesh, PartitionSpec())
-    args = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), case.args
+    sizes = case.mesh or {"x": 1}
+    devices = np.array(aot.devices(CHIPS[chip], math.prod(sizes.values())))
+    mesh = Mesh(devices.reshape(*sizes.values()), tuple(sizes))
+
+    specs = case.specs or (PartitionSpec(),) * len(case.args)
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    args = tuple(
+        jax.tree.map(
+            lambda a, sharding=sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+            arg,
+        )
+        for arg, sharding in zip(case.args, shardings, strict=True)
     )
     dumps = pathlib.Path(os.environ["MOSAIC_GPU_DUMP_TO"])
     known = set(dumps.glob("*.ptxas"))
     start = time.perf_counter()
     # Mosaic GPU takes the architecture from the default device, and silently sm_90 if it has none.
-    with jax.default_device(mesh.devices.flat[0]):
+    in_context = jax.set_mesh(mesh) if case.mesh else contextlib.nullcontext()
+    with jax.default_device(mesh.devices.flat[0]), in_context:
         function = jax.jit(case.function, donate_argnums=case.donated)
         compiled = function.trace(*args).lower().compile(case.compiler_options)
     seconds = time.perf_counter() - start
