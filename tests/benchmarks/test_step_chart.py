@@ -1,0 +1,43 @@
+"""The chart of training steps, from the tables of the two benchmarks."""
+
+import pytest
+
+from benchmarks import step_chart
+
+TABLE = """# Training step of a model
+
+2026-11-21, NVIDIA H100, jax 0.11.2. Wall time.
+
+| variant | ms/step | min - max | memory | compile |
+|---|---|---|---|---|
+| scanned:minimal | 280.6 | 280.0 - 282.0 | 34.7 GiB | 14 s |
+| liger:full | 400.0 | 399.5 - 400.9 | 20.3 GiB | - |
+
+| kind | launches | ms |
+|---|---|---|
+| GEMM | 1 | 2.0 |
+"""
+
+
+def test_rows_are_those_of_the_first_table():
+    assert step_chart.rows_of(TABLE) == [
+        ("scanned:minimal", 280.6, 34.7),
+        ("liger:full", 400, 20.3),
+    ]
+
+
+def test_other_files_are_refused():
+    with pytest.raises(ValueError, match="no table with variant"):
+        step_chart.rows_of("| variant | ms |\n|---|---|\n")
+
+
+def test_chart(tmp_path):
+    path = tmp_path / "steps.md"
+    path.write_text(TABLE)
+    step_chart.main([str(path), str(path), str(tmp_path / "steps.png")])
+    assert (tmp_path / "steps.png").stat().st_size > 1000
+    figure = step_chart.draw([TABLE])
+    assert figure.get_suptitle() == "Training step of a model, 2026-11-21, NVIDIA H100"
+    left, right = figure.axes
+    assert left.get_yticklabels()[0].get_text() == "scanned, minimal"
+    assert [bar.get_width() for bar in right.patches] == [34.7, 20.3]
