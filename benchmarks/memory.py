@@ -63,8 +63,8 @@ def run(preset: str, variant: str, batch_size: int, sequence_length: int) -> tup
         ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if re.search(r"\w", line)]
-            raise RuntimeError((lines or [f"exit status {done.returncode}"])[-1].strip("│ ")[:200])
+            lines = [text for line in done.stderr.splitlines() if (text := line.strip("│╭╮╰╯─ "))]
+            raise RuntimeError(" ".join(lines[-4:]) or f"exit status {done.returncode}")
         return announced_gib(done.stdout), peak_gib(Path(folder, "memory", "metrics.jsonl"))
 
 
