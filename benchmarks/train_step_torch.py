@@ -70,7 +70,7 @@ def measure(config: TrainConfig, name: str, rounds: int, steps: int) -> Measured
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=adamw.learning_rate,
-        betas=(adamw.b1, adamw.b2),
+        betas=adamw.decays,
         eps=adamw.eps,
         weight_decay=adamw.weight_decay,
         fused=device == "cuda",

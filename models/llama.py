@@ -7,6 +7,11 @@ carry is the pair `(normed, residual)` and no norm is ever run without the addit
 
 Parameter names are Hugging Face's. The layers' parameters are stacked on axis 0, scanned or
 unrolled alike.
+
+Where several devices share sequences (`models.sharding.sum_over_devices`), the carry is a device's
+share of the tokens, `[t, D]`: a half-layer gathers the normed tokens of its sequences, works on the
+device's heads or columns, and ends in `sharded_add_rms_norm`, which sums over the devices. The
+gather is not that function's, so that the carry, which every policy keeps, is the share.
 """
 
 import dataclasses
@@ -22,8 +27,18 @@ from jaxtyping import Array, Float, Int
 
 from models.remat import remat_policy
 from models.rope import RopeParameters, apply_rotary, rotary_cos_sin
-from models.sharding import map_over_batch, split_batch
-from pallas_kernels import add_rms_norm, rms_norm
+from models.sharding import (
+    check_tensor_parallel,
+    embed_over_devices,
+    keep_all_but_weights,
+    map_over_batch,
+    split_batch,
+    tensor_axis,
+    tokens_of_sequences,
+    whole_weight,
+    whole_weights,
+)
+from pallas_kernels import add_rms_norm, rms_norm, sharded_add_rms_norm
 from pallas_kernels.layers import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGLU
 from pallas_kernels.mosaic_gpu import runs_here
 
@@ -71,7 +86,7 @@ class LlamaConfig:
         `scan_layers`. "auto" leaves it to `python -m train`, which takes the fastest policy that
         fits the device.
       kernels: whether the operations may run as Mosaic GPU kernels; False leaves all to XLA, for
-        comparison.
+        comparison. (Devices that share sequences then all norm all tokens.)
       attention_implementation: of `jax.nn.dot_product_attention`; `None` takes cuDNN where it runs.
     """
 
@@ -311,13 +326,14 @@ class Block(nnx.Module):
     def finish(
         self,
         attn_out: Float[Array, "B S N H"],
-        residual: Float[Array, "B S D"],
+        residual: Float[Array, "*T D"],
         next_weight: Float[Array, " D"],
-    ) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"]]:
+    ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
         """From the attention's output to the carry of the next layer, `(normed, residual)`."""
         add_norm = functools.partial(_add_norm, self.input_layernorm.options)
         weight = self.post_attention_layernorm.weight[...]
         normed, residual = add_norm(weight, self.self_attn.output(attn_out), residual)
+        normed = tokens_of_sequences(normed, attn_out.shape[:2])
         mlp_out = checkpoint_name(self.mlp(normed), "mlp_out")
         normed, residual = add_norm(next_weight, mlp_out, residual)
         return split_batch(normed), split_batch(residual)
@@ -358,10 +374,13 @@ class Llama(nnx.Module):
 
     @property
     def output_weight(self) -> Float[Array, "V D"]:
-        """The output embedding, for `pallas_kernels.linear_cross_entropy`; the input's if tied."""
+        """The output embedding, for `pallas_kernels.linear_cross_entropy`; the input's if tied.
+
+        Inside of `models.sharding.sum_over_devices` its `vocab_axis` must be `tensor_axis()`.
+        """
         if self.config.tie_word_embeddings:
-            return self.embed_tokens.embedding[...]
-        return self.lm_head.weight[...]
+            return whole_weight(self.embed_tokens.embedding[...], 1)
+        return whole_weight(self.lm_head.weight[...], 1)
 
     def __call__(
         self,
@@ -429,6 +448,12 @@ class Llama(nnx.Module):
                 f"remat={config.remat!r} is not a policy: `python -m train` replaces it with one "
                 "that fits the device (train.plan); set one of those in models.remat"
             )
+        if axis := tensor_axis():
+            check_tensor_parallel(
+                jax.lax.axis_size(axis),
+                num_key_value_heads=config.num_key_value_heads,
+                num_tokens=tokens.size,
+            )
         dtype = jnp.dtype(config.dtype)
         graphdef, state = nnx.split(self.layers)
         # Rounded once for all layers and for the backward: inside of the layers it would be done
@@ -445,14 +470,18 @@ class Llama(nnx.Module):
             max_position_embeddings=config.max_position_embeddings,
         )
 
+        # Each half asks for all weights of the layer; those that it does not read are not gathered.
+        block_of = lambda state: nnx.merge(graphdef, whole_weights(state))
+
         # What enters a checkpoint stays on the device, unless the checkpoint reads it by a name.
         def project(state, normed, cos, sin):
             normed = checkpoint_name(normed, "layer_input")
-            return nnx.merge(graphdef, state).self_attn.project(normed, cos, sin)
+            normed = tokens_of_sequences(normed, tokens.shape)
+            return block_of(state).self_attn.project(normed, cos, sin)
 
         def finish(state, attn_out, residual, next_weight):
             residual = checkpoint_name(residual, "layer_input")
-            return nnx.merge(graphdef, state).finish(attn_out, residual, next_weight)
+            return block_of(state).finish(attn_out, residual, next_weight)
 
         def layer(carry, inputs):
             normed, residual = carry
@@ -462,7 +491,12 @@ class Llama(nnx.Module):
             return finish(state, attn_out, residual, next_weight), layer_output
 
         policy = remat_policy(config.remat)
-        if policy.attention:
+        if policy.tensors is None and tensor_axis():
+            keep = functools.partial(
+                jax.checkpoint, policy=keep_all_but_weights, prevent_cse=not config.scan_layers
+            )
+            project, finish = keep(project), keep(finish)
+        elif policy.attention:
             project = policy.checkpoint(project, in_scan=config.scan_layers)
             finish = policy.checkpoint(finish, in_scan=config.scan_layers)
         else:
@@ -473,26 +507,32 @@ class Llama(nnx.Module):
         inputs = (state, norm_weights[1:], layer_inputs)
         if config.scan_layers:
             (normed, _), outputs = jax.lax.scan(layer, (normed, residual), inputs)
-            return normed, outputs
+            return tokens_of_sequences(normed, tokens.shape), outputs
         outputs = []
         for layer_slice in _unstack(inputs, config.num_hidden_layers):
             (normed, residual), output = layer((normed, residual), layer_slice)
             outputs.append(output)
-        return normed, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+        outputs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+        return tokens_of_sequences(normed, tokens.shape), outputs
 
-    def _embed(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
-        # Gathered before it is rounded, so that the gradient is scattered and summed in
-        # param_dtype.
-        # Negative tokens are out of range too, and do not count from the end.
-        embedded = (
-            self.embed_tokens.embedding[...]
-            .at[tokens]
-            .get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-        )
-        if self.config.pad_token_id is not None:
-            is_pad = (tokens == self.config.pad_token_id)[..., None]
-            embedded = jnp.where(is_pad, jax.lax.stop_gradient(embedded), embedded)
-        return split_batch(embedded.astype(self.config.dtype))
+    def _embed(self, tokens: Int[Array, "B S"]) -> Float[Array, "*T D"]:
+        table = self.embed_tokens.embedding[...]
+
+        def look_up(tokens: Any, first_row: Any = 0) -> Any:
+            # Gathered before it is rounded, so that the gradient is scattered and summed in
+            # param_dtype.
+            # Negative tokens are out of range too, and do not count from the end.
+            embedded = table.at[tokens].get(
+                mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
+            )
+            if self.config.pad_token_id is not None:
+                is_pad = (tokens == self.config.pad_token_id - first_row)[..., None]
+                embedded = jnp.where(is_pad, jax.lax.stop_gradient(embedded), embedded)
+            return embedded.astype(self.config.dtype)
+
+        if tensor_axis():
+            return embed_over_devices(look_up, tokens, len(table))
+        return split_batch(look_up(tokens))
 
     def logits(self, hidden: Float[Array, "*T D"]) -> Float[Array, "*T V"]:
         """Logits of hidden states, float32; a loss needs only `output_weight`."""
@@ -538,8 +578,8 @@ def _norm_options(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _norm(
-    options: dict[str, Any], weight: Float[Array, " D"], x: Float[Array, "B S D"]
-) -> Float[Array, "B S D"]:
+    options: dict[str, Any], weight: Float[Array, " D"], x: Float[Array, "*T D"]
+) -> Float[Array, "*T D"]:
     return map_over_batch(lambda weight, x: rms_norm(x, weight, **options))(weight, x)
 
 
@@ -547,8 +587,14 @@ def _add_norm(
     options: dict[str, Any],
     weight: Float[Array, " D"],
     x: Float[Array, "B S D"],
-    residual: Float[Array, "B S D"],
-) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"]]:
+    residual: Float[Array, "*T D"],
+) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
+    if axis := tensor_axis():
+        partial = x.reshape(-1, x.shape[-1])
+        return sharded_add_rms_norm(
+            partial, residual, weight, axis_name=axis, gather=False, **options
+        )
+
     def add_norm(weight, tokens):
         x, residual = tokens
         return add_rms_norm(x, residual, weight, **options)

@@ -58,6 +58,7 @@ def generate(
     max_new_tokens: int,
     prompt_lengths: Int[Array, " B"] | None = None,
     temperature: float = 0.0,
+    top_k: int | None = None,
     key: Key[Array, ""] | None = None,
 ) -> Int[Array, "B _"]:
     """Continues every prompt by `max_new_tokens` tokens.
@@ -72,6 +73,7 @@ def generate(
       prompt_lengths: tokens of each prompt; `None` means all P.
       temperature: 0 takes the likeliest token; else tokens are drawn from `softmax(logits /
         temperature)`.
+      top_k: draw from so many of the likeliest tokens; `None` from all.
       key: random key of the draws.
 
     Raises:
@@ -83,6 +85,8 @@ def generate(
         raise ValueError(f"{prompts.shape=} and {max_new_tokens=} must be at least 1")
     if temperature < 0 or (temperature > 0 and key is None):
         raise ValueError(f"{temperature=} must be 0, or positive with a key, got {key=}")
+    if top_k is not None and not 1 <= top_k <= model.config.vocab_size:
+        raise ValueError(f"{top_k=} must be between 1 and vocab_size={model.config.vocab_size}")
     limit = model.config.max_position_embeddings
     if prompt_size + max_new_tokens > limit:
         raise ValueError(
@@ -92,13 +96,12 @@ def generate(
         prompt_lengths = jnp.full((batch_size,), prompt_size, jnp.int32)
     graphdef, state = nnx.split(model)
     key = jax.random.key(0) if key is None else key
-    return _generate(
-        graphdef, state, prompts, prompt_lengths, temperature, key, max_new_tokens, temperature == 0
-    )
+    sizes = max_new_tokens, top_k, temperature == 0
+    return _generate(graphdef, state, prompts, prompt_lengths, temperature, key, *sizes)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6, 7))
-def _generate(graphdef, state, prompts, lengths, temperature, key, max_new_tokens, greedy):
+@functools.partial(jax.jit, static_argnums=(0, 6, 7, 8))
+def _generate(graphdef, state, prompts, lengths, temperature, key, max_new_tokens, top_k, greedy):
     model: Llama = nnx.merge(graphdef, state)
     batch_size, prompt_size = prompts.shape
     eos = model.config.eos_token_id
@@ -109,6 +112,9 @@ def _generate(graphdef, state, prompts, lengths, temperature, key, max_new_token
 
     def choose(hidden, key):
         logits = model.logits(hidden)
+        if top_k is not None:
+            least = jax.lax.top_k(logits, top_k)[0][..., -1:]
+            logits = jnp.where(logits < least, -jnp.inf, logits)
         chosen = (
             jnp.argmax(logits, axis=-1)
             if greedy

@@ -2,46 +2,75 @@
 
 `data` holds copies of the model, `fsdp` splits parameters and optimizer state (https://arxiv.org/abs/2304.11277,
 as XLA derives it: a layer's parameters are gathered when it runs). The batch is split over both.
+
+`tensor` splits the work on a sequence (https://arxiv.org/abs/1909.08053): the heads of the
+attention, the columns of the MLP and the vocabulary. Between the half-layers, where a device would
+otherwise do what the others do, it splits the tokens (https://arxiv.org/abs/2205.05198), so that
+
+    normed tokens of a device --all-gather--> half-layer --reduce-scatter--> tokens of a device
+
+XLA is not left to find that. With more than one device on this axis model and loss run inside of
+one `jax.shard_map` (`sum_over_devices`), where every array is the part of one device: the stream is
+`[T/tensor, D]` for the T tokens of a device's sequences (flat, because a collective over an axis
+that is not the first costs XLA copies), a layer's weights are gathered over `fsdp` by
+`whole_weights`, and what sums gradients is the transpose of these collectives and of the
+`shard_map`. The functions on activations do nothing, or what they did, outside of it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.sharding import map_over_token_shards, sum_over_token_shards
 
 BATCH_AXES = ("data", "fsdp")
 
 # By the last two names of a parameter's path. Layers are stacked on axis 0, which stays whole
-# because each step of the scan needs one layer from everywhere. What is not listed (norms, biases)
-# is replicated.
+# because each step of the scan needs one layer from everywhere. What is not listed (norms, biases
+# of sums over `tensor`) is replicated.
 _PARAMETER_SPECS: dict[tuple[str, ...], PartitionSpec] = {
-    ("embed_tokens", "embedding"): PartitionSpec(None, "fsdp"),
-    ("lm_head", "weight"): PartitionSpec(None, "fsdp"),
-    ("q_proj", "kernel"): PartitionSpec(None, "fsdp", None),
-    ("k_proj", "kernel"): PartitionSpec(None, "fsdp", None),
-    ("v_proj", "kernel"): PartitionSpec(None, "fsdp", None),
-    ("o_proj", "kernel"): PartitionSpec(None, None, "fsdp"),
-    ("gate_proj", "kernel"): PartitionSpec(None, "fsdp", None),
-    ("up_proj", "kernel"): PartitionSpec(None, "fsdp", None),
-    ("down_proj", "kernel"): PartitionSpec(None, None, "fsdp"),
+    ("embed_tokens", "embedding"): PartitionSpec("tensor", "fsdp"),
+    ("lm_head", "weight"): PartitionSpec("tensor", "fsdp"),
+    ("q_proj", "kernel"): PartitionSpec(None, "fsdp", "tensor"),
+    ("k_proj", "kernel"): PartitionSpec(None, "fsdp", "tensor"),
+    ("v_proj", "kernel"): PartitionSpec(None, "fsdp", "tensor"),
+    ("o_proj", "kernel"): PartitionSpec(None, "tensor", "fsdp"),
+    ("gate_proj", "kernel"): PartitionSpec(None, "fsdp", "tensor"),
+    ("up_proj", "kernel"): PartitionSpec(None, "fsdp", "tensor"),
+    ("down_proj", "kernel"): PartitionSpec(None, "tensor", "fsdp"),
+    ("q_proj", "bias"): PartitionSpec(None, "tensor"),
+    ("k_proj", "bias"): PartitionSpec(None, "tensor"),
+    ("v_proj", "bias"): PartitionSpec(None, "tensor"),
+    ("gate_proj", "bias"): PartitionSpec(None, "tensor"),
+    ("up_proj", "bias"): PartitionSpec(None, "tensor"),
 }
+_BIASES_OF_SUMS = (("o_proj", "bias"), ("down_proj", "bias"))
 
 
-def make_mesh(*, data: int, fsdp: int, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of `data` copies of the model, each split over `fsdp` devices.
+def make_mesh(
+    *, data: int, fsdp: int, tensor: int = 1, devices: Sequence[Any] | None = None
+) -> Mesh:
+    """A mesh of `data` copies of the model, each split over `fsdp` times `tensor` devices.
+
+    Neighbours are on one `tensor` axis, which exchanges the most. It is there only if it has more
+    than one device: XLA keeps sums over an axis of size 1.
 
     Raises:
       ValueError: the product is not the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    if data * fsdp != len(devices):
-        raise ValueError(f"{data=} times {fsdp=} must be the number of devices, {len(devices)}")
-    return jax.make_mesh((data, fsdp), BATCH_AXES, axis_types=(AxisType.Auto,) * 2, devices=devices)
+    if data * fsdp * tensor != len(devices):
+        product = f"{data=} times {fsdp=}" + (f" times {tensor=}" if tensor > 1 else "")
+        raise ValueError(f"{product} must be the number of devices, {len(devices)}")
+    sizes = {"data": data, "fsdp": fsdp} | ({"tensor": tensor} if tensor > 1 else {})
+    auto = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=devices)
 
 
 def batch_sharding(mesh: Mesh, *, batch_axis: int = 0) -> NamedSharding:
@@ -58,21 +87,25 @@ def parameter_shardings(params: nnx.State, mesh: Mesh) -> nnx.State:
     """The sharding of each parameter of a Llama, in the structure of `params` (or of their shapes).
 
     Raises:
-      ValueError: `fsdp` does not divide the axis it splits.
+      ValueError: `fsdp` or `tensor` does not divide the axis it splits.
     """
 
     def sharding(path: tuple[Any, ...], param: Any) -> NamedSharding:
-        names = parameter_path(path)
-        spec = _PARAMETER_SPECS.get(names[-2:], PartitionSpec())
+        axes = (axis if axis in mesh.shape else None for axis in _parameter_spec(path))
+        spec = PartitionSpec(*axes)
         for size, axis in zip(param.shape, spec, strict=False):
             if axis is not None and size % mesh.shape[axis]:
                 raise ValueError(
-                    f"{'.'.join(names)} {param.shape}: {axis}={mesh.shape[axis]} does not divide "
-                    f"{size}; use fewer devices on that axis"
+                    f"{'.'.join(parameter_path(path))} {param.shape}: {axis}={mesh.shape[axis]} "
+                    f"does not divide {size}; use fewer devices on that axis"
                 )
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(sharding, params)
+
+
+def _parameter_spec(path: tuple[Any, ...]) -> PartitionSpec:
+    return _PARAMETER_SPECS.get(parameter_path(path)[-2:], PartitionSpec())
 
 
 def parameter_path(path: tuple[Any, ...]) -> tuple[str, ...]:
@@ -80,13 +113,13 @@ def parameter_path(path: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
-def split_batch(x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+def split_batch(x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
     """Says to XLA that activations are split by sequence, on the mesh in context if there is one.
 
     Without it the partitioner is free to split hidden channels as the parameters are, and to sum
     partial products over the mesh instead of gathering parameters.
     """
-    if jax.sharding.get_abstract_mesh().empty:
+    if not _xla_partitions():
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES))
 
@@ -97,11 +130,12 @@ def map_over_batch(fn: Callable[..., Any]) -> Callable[..., Any]:
     Where the devices do not divide the batch, as that of a few prompts, XLA splits `fn` itself.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if not _xla_partitions() or mesh.size == 1:
         return fn
+    num_parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
     def mapped(weights: Any, tokens: Any) -> Any:
-        if any(a.shape[0] % mesh.size for a in jax.tree.leaves(tokens)):
+        if any(a.shape[0] % num_parts for a in jax.tree.leaves(tokens)):
             return fn(weights, tokens)
         return map_over_token_shards(fn, BATCH_AXES)(weights, tokens)
 
@@ -110,6 +144,153 @@ def map_over_batch(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def sum_over_batch(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn(weights, tokens) -> sums` on each device's tokens; see `sum_over_token_shards`."""
-    if jax.sharding.get_abstract_mesh().empty:
+    if not _xla_partitions():
         return fn
     return sum_over_token_shards(fn, BATCH_AXES)
+
+
+def _xla_partitions() -> bool:
+    """Whether there is a mesh in context, and arrays are the global ones."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and not mesh.are_all_axes_manual
+
+
+# With more than one device on the axis `tensor`.
+
+
+def sum_over_devices(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn(params, batch, *scalars) -> sums` of a whole Llama, on a mesh with `tensor` above 1.
+
+    Every device runs `fn` with its part of the parameters and its sequences, and returns the sums
+    of those, which are the same on all devices of `tensor`. Differentiable in `params`: the
+    gradient of what several devices hold is summed over them once, by the transpose of
+    `jax.shard_map`. On any other mesh, and without one, it is `fn`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not _xla_partitions() or "tensor" not in mesh.shape:
+        return fn
+    # What is not in the spec is summed over, and XLA keeps sums over one device.
+    fsdp = BATCH_AXES if mesh.shape["data"] == 1 else "fsdp"
+
+    def spec_of(path: tuple[Any, ...], _: Any) -> PartitionSpec:
+        return PartitionSpec(*(fsdp if axis == "fsdp" else axis for axis in _parameter_spec(path)))
+
+    def local(*args: Any) -> Any:
+        return jax.tree.map(lambda a: a[None], fn(*args))
+
+    def summed(params: nnx.State, batch: Any, *scalars: Any) -> Any:
+        specs = jax.tree_util.tree_map_with_path(spec_of, params)
+        batch_spec = PartitionSpec(BATCH_AXES)
+        # check_vma=False, and one value a device: as in `sum_over_token_shards`.
+        parts = jax.shard_map(
+            local,
+            in_specs=(specs, batch_spec, *(PartitionSpec() for _ in scalars)),
+            out_specs=batch_spec,
+            check_vma=False,
+        )(params, batch, *scalars)
+        return jax.tree.map(lambda a: jnp.sum(a, axis=0), parts)
+
+    return summed
+
+
+def tensor_axis() -> str | None:
+    """The axis over which this device shares its tokens; None outside of `sum_over_devices`."""
+    return "tensor" if "tensor" in jax.sharding.get_abstract_mesh().manual_axes else None
+
+
+def check_tensor_parallel(tensor: int, *, num_key_value_heads: int, num_tokens: int) -> None:
+    """Refuses what cannot be split over `tensor` devices.
+
+    Args:
+      tensor: how many.
+      num_key_value_heads: K, of which each device has its own.
+      num_tokens: of the sequences that these devices share, B/(data·fsdp)·S.
+
+    Raises:
+      ValueError: a number is not divisible; with what to change.
+    """
+    if num_key_value_heads % tensor:
+        most = math.gcd(num_key_value_heads, tensor)
+        raise ValueError(
+            f"{tensor=} does not divide {num_key_value_heads=}, and heads are not copied; use "
+            f"tensor={most}, and fsdp for the other devices"
+        )
+    if num_tokens % tensor:
+        raise ValueError(
+            f"{tensor=} does not divide the {num_tokens} tokens that its devices share (rows / "
+            "(data * fsdp) * sequence_length); use a sequence_length that is a multiple of it"
+        )
+
+
+def tokens_of_sequences(
+    x: Float[Array, "*T D"], batch_shape: tuple[int, ...]
+) -> Float[Array, "B S D"]:
+    """All tokens of this device's sequences, gathered from the devices that share them."""
+    if (axis := tensor_axis()) is None:
+        return x
+    return jax.lax.all_gather(x, axis, tiled=True).reshape(*batch_shape, -1)
+
+
+def whole_weights(state: nnx.State) -> nnx.State:
+    """A layer's weights for one use of them: gathered over `fsdp`.
+
+    To be called where they are used, in the layer and inside of its `jax.checkpoint`, so that one
+    layer's are whole at a time, and the backward gathers them again. (The transpose adds the
+    gradients up and splits them in one collective.) The bias of a product that is a sum over
+    `tensor` stays with the first of the devices and is 0 on the others.
+    """
+    if (axis := tensor_axis()) is None:
+        return state
+
+    def whole(path: tuple[Any, ...], param: jax.Array) -> jax.Array:
+        if parameter_path(path)[-2:] in _BIASES_OF_SUMS:
+            return jnp.where(jax.lax.axis_index(axis) == 0, param, jnp.zeros_like(param))
+        spec = _parameter_spec(path)[1:]  # without the axis of the layers
+        return whole_weight(param, spec.index("fsdp")) if "fsdp" in spec else param
+
+    return jax.tree_util.tree_map_with_path(whole, state)
+
+
+def whole_weight(weight: Float[Array, "..."], fsdp_axis: int) -> Float[Array, "..."]:
+    """A weight gathered over `fsdp`, which splits its axis `fsdp_axis`."""
+    if tensor_axis() is None or jax.lax.axis_size("fsdp") == 1:
+        return weight
+    return jax.lax.all_gather(weight, "fsdp", axis=fsdp_axis, tiled=True)
+
+
+def keep_all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A policy of `jax.checkpoint` that keeps everything except for gathered weights.
+
+    By the primitive and not by a name, because what goes into a name would be kept.
+    """
+    return not (primitive.name == "all_gather" and "fsdp" in params["axis_name"])
+
+
+def embed_over_devices(
+    look_up: Callable[[Int[Array, "F T"], Int[Array, ""]], Float[Array, "F T d"]],
+    tokens: Int[Array, "B S"],
+    num_rows: int,
+) -> Float[Array, "t D"]:
+    """The embeddings of this device's share of its tokens.
+
+    The table is split by rows over `tensor` and by channels over `fsdp`. Each device looks up its
+    channels of the tokens of all devices of `fsdp`; these are exchanged and not the table, which is
+    larger than the embeddings of a batch unless that is very large.
+
+    Args:
+      look_up: `(rows, first_row) -> channels` of rows in this device's part of the table, which
+        starts at `first_row` of the whole; NaN for those outside of `[0, num_rows)`.
+      tokens: of this device's sequences.
+      num_rows: rows of the table on this device.
+    """
+    tokens = jax.lax.all_gather(tokens.reshape(-1), "fsdp")
+    first_row = jax.lax.axis_index("tensor") * num_rows
+    rows = tokens - first_row
+    found = look_up(rows, first_row)
+    # A token that is on no device is NaN on all of them, and so is the sum.
+    is_token = (tokens >= 0) & (tokens < jax.lax.axis_size("tensor") * num_rows)
+    elsewhere = is_token & ((rows < 0) | (rows >= num_rows))
+    found = jnp.where(elsewhere[..., None], 0.0, found)
+    found = jax.lax.psum_scatter(found, "tensor", scatter_dimension=1, tiled=True)
+    found = jax.lax.all_to_all(found, "fsdp", split_axis=0, concat_axis=2, tiled=True)
+    return found[0]

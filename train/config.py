@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import tyro
 from models.llama import PRESETS as MODELS
 from models.llama import LlamaConfig
 from pallas_kernels.mosaic_gpu import target_device
+from train.hf_folder import FolderError, has_tokenizer, read_model_config
 
 
 def _check_at_least(least: int, config: Any, *names: str) -> None:
@@ -25,20 +27,63 @@ class DataConfig:
     """Where the tokens come from.
 
     Attributes:
-      source: `stdlib`: the source of the running Python's standard library, as bytes. `synthetic`:
-        random tokens, for measuring speed.
+      source: what to train on without a `path`. `stdlib`: the source of the running Python's
+        standard library, as bytes. `synthetic`: random tokens, for measuring speed.
+      path: files and folders to train on: text, `.jsonl`, `.parquet`, token ids in `.bin` or
+        `.npy`; see `train.data.files`.
+      weights: of the rows from each path; without them, a path counts by its size.
+      tokenizer: a tokenizer.json of Hugging Face's tokenizers, or its folder; None: bytes. Of files
+        with token ids, the one that made them.
+      bos_token: begins a document; None: what tokenizer_config.json beside the tokenizer says or,
+        without that file, one of the usual names. "" for nothing.
+      eos_token: ends a document; None: likewise. Separates documents in files with token ids.
+      text_field: the field of the text in `.jsonl` and `.parquet`. Records without it have "prompt"
+        and "completion", of which only the completion is learned.
+      token_dtype: of the token ids in `.bin`.
+      held_out_fraction: share of the documents that are held out, by a hash of their content.
+      held_out_path: files and folders to hold out in place of a share of `path`.
+      cache_dir: where tokens are kept, 2 or 4 bytes each; None: `pallas-kernels/tokens` in
+        `$XDG_CACHE_HOME` or `~/.cache`.
       sequence_length: S, tokens in a row.
       batch_size: B, rows in a forward and backward, over all devices.
       accumulation_steps: batches whose gradients are added up into one step.
     """
 
     source: Literal["stdlib", "synthetic"]
+    path: tuple[Path, ...] = ()
+    weights: tuple[float, ...] = ()
+    tokenizer: Path | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    text_field: str = "text"
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    held_out_fraction: float = 0.05
+    held_out_path: tuple[Path, ...] = ()
+    cache_dir: Path | None = None
     sequence_length: int
     batch_size: int
     accumulation_steps: int = 1
 
     def __post_init__(self):
         _check_at_least(1, self, "sequence_length", "batch_size", "accumulation_steps")
+        if not 0 <= self.held_out_fraction < 1:
+            raise ValueError(f"held_out_fraction={self.held_out_fraction} must lie in [0, 1)")
+        if self.weights and len(self.weights) != len(self.path):
+            raise ValueError(
+                f"{len(self.weights)} weights for {len(self.path)} paths; give each path one"
+            )
+        if not all(0 < weight < float("inf") for weight in self.weights):
+            raise ValueError(f"weights={self.weights} must be positive")
+        if len(set(self.path)) < len(self.path):
+            raise ValueError("path names the same file twice; raise its weight instead")
+        for name in ("tokenizer", "held_out_path"):
+            if getattr(self, name) and not self.path:
+                raise ValueError(f"{name} is for text of your own; name it with path")
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows hold documents, and not random tokens."""
+        return bool(self.path) or self.source == "stdlib"
 
     @property
     def rows_per_step(self) -> int:
@@ -51,11 +96,33 @@ class DataConfig:
         return self.rows_per_step * self.sequence_length
 
 
+# By optimizer: b1 and b2, None where it reads none.
+_DECAYS: dict[str, tuple[float | None, float | None]] = {
+    "adamw": (0.9, 0.95),
+    "lion": (0.9, 0.99),
+    "adafactor": (None, None),
+    "muon": (0.95, 0.95),
+    "sgd": (0.9, None),
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with decoupled weight decay (https://arxiv.org/abs/1711.05101) and its learning rate.
+    """The optimizer, its decoupled weight decay and its learning rate.
+
+    Besides parameters and gradients each takes memory for its state, in bytes a parameter:
+
+    | name | state | learning rate, beside AdamW's |
+    |---|---|---|
+    | `adamw` (https://arxiv.org/abs/1711.05101) | 8 | |
+    | `lion` (https://arxiv.org/abs/2302.06675) | 4 | a fifth, and five times the weight decay |
+    | `adafactor` (https://arxiv.org/abs/1804.04235), without momentum | about 0 | the same |
+    | `muon` (https://kellerjordan.github.io/posts/muon), for the matrices of the layers, and AdamW
+      for the rest | 4 and 8 | the same |
+    | `sgd` with momentum | 4 | a hundred times, or more |
 
     Attributes:
+      name: which.
       learning_rate: its highest value.
       schedule: after the warm-up, `cosine` falls to the end along half a cosine; `wsd` (warm-up,
         stable, decay; https://arxiv.org/abs/2404.06395) stays up and falls linearly over the last
@@ -63,29 +130,48 @@ class OptimizerConfig:
       warmup_steps: steps of the linear rise from 0.
       decay_fraction: share of the steps in which `wsd` falls.
       final_fraction: the last learning rate, as a share of the highest.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added to the root of the second moment.
+      b1: decay of the first moment, or momentum; None: 0.9, and for the matrices of `muon` 0.95.
+        (Its AdamW has 0.9 in any case.) `adafactor` has none.
+      b2: decay of the second moment, and of what `lion` keeps; None: 0.95, and 0.99 for `lion`.
+        `adafactor` and `sgd` have none.
+      eps: added to the root of the second moment by `adamw` and `muon`.
       weight_decay: of embeddings and kernels; norms and biases do not decay.
       clip_norm: longest gradient; longer ones are scaled down. 0 turns it off.
+      momentum_dtype: of the first moment; None: that of the parameters. bfloat16 saves 2 bytes a
+        parameter. `adafactor` has none.
     """
 
+    name: Literal["adamw", "lion", "adafactor", "muon", "sgd"] = "adamw"
     learning_rate: float = 3e-4
     schedule: Literal["cosine", "wsd"] = "cosine"
     warmup_steps: int = 100
     decay_fraction: float = 0.2
     final_fraction: float = 0.1
-    b1: float = 0.9
-    b2: float = 0.95
+    b1: float | None = None
+    b2: float | None = None
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    momentum_dtype: Literal["float32", "bfloat16"] | None = None
 
     def __post_init__(self):
         _check_at_least(0, self, "warmup_steps", "clip_norm")
         for name in ("decay_fraction", "final_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1]")
+        b1, b2 = _DECAYS[self.name]
+        for name, usual in (("b1", b1), ("b2", b2), ("momentum_dtype", b1)):
+            if usual is None and getattr(self, name) is not None:
+                raise ValueError(f"{name}={getattr(self, name)} is not read by {self.name}")
+
+    @property
+    def decays(self) -> tuple[float, float]:
+        """`b1` and `b2`, or what is usual; 0 for one that the optimizer does not read."""
+        b1, b2 = _DECAYS[self.name]
+        return (
+            (b1 or 0.0) if self.b1 is None else self.b1,
+            (b2 or 0.0) if self.b2 is None else self.b2,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,17 +179,38 @@ class MeshConfig:
     """Devices along each axis of the mesh.
 
     Attributes:
-      data: copies of the model; -1 takes all devices that `fsdp` leaves.
+      data: copies of the model; -1 takes all devices that the others leave.
       fsdp: devices over which parameters and optimizer state are split.
+      tensor: devices that share each sequence: its attention by heads, its MLP and vocabulary by
+        columns, its residual stream by tokens.
     """
 
     data: int = -1
     fsdp: int = 1
+    tensor: int = 1
 
     def __post_init__(self):
-        _check_at_least(1, self, "fsdp")
+        _check_at_least(1, self, "fsdp", "tensor")
         if self.data != -1:
             _check_at_least(1, self, "data")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints, in the run's folder.
+
+    Attributes:
+      every: steps between them; the last step has one, too. With checkpoints, the same command goes
+        on with the run in the folder `name`. 0 makes none.
+      keep: how many of the newest are kept, besides the one with the lowest held-out loss.
+    """
+
+    every: int = 0
+    keep: int = 2
+
+    def __post_init__(self):
+        _check_at_least(0, self, "every")
+        _check_at_least(1, self, "keep")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,42 +218,62 @@ class TrainConfig:
     """A training run.
 
     Attributes:
-      name: of the folder in `runs_dir`; a number is appended if it exists.
+      name: of the folder in `runs_dir`; without checkpoints a number is appended if it exists.
       runs_dir: where runs are written.
+      init_from: a Hugging Face folder whose parameters the run starts with. Its model, and its
+        tokenizer if it has one, are the defaults of the flags; None draws parameters at random.
       model: the architecture.
       data: the tokens.
       optimizer: the optimizer.
       mesh: the devices.
+      checkpoint: when the state is saved.
       steps: of the optimizer.
       seed: of the parameters and of the order of the data.
       z_loss: weight of the squared logsumexp in the loss.
+      max_skipped_steps: steps skipped in a row that end the run. Skipped is a step whose loss or
+        gradient is not finite.
+      skip_loss_spikes: skip steps whose loss is so many standard deviations above the running mean
+        (6 is usual); the formula is in `train.guard.judge`. 0 skips none.
       eval_every: steps between measurements of the held-out loss; 0 never measures it.
-      eval_batches: batches in a measurement, from the start of the held-out text.
+      eval_batches: batches in a measurement, from all over the held-out text.
       log_every: steps between lines of output where there is no terminal.
-      sample_prompt: beginning of the text that is generated at the end.
+      sample_prompt: beginning of the text that is generated at every evaluation and at the end.
       sample_tokens: its length; 0 generates none.
       save: whether the trained model is written to the run's folder, in Hugging Face's format.
+      tensorboard: write the metrics for TensorBoard, too, to `tensorboard` in the run's folder.
+      wandb: the project of Weights & Biases to send the metrics to; None sends nothing.
+      profile_steps: `A:B` writes a trace of the steps A to B, counted from 1, to `profile` in the
+        run's folder.
+      dump_hlo: write the compiled step and what memory it takes to `hlo` in the run's folder.
     """
 
     name: str
     runs_dir: Path = Path("runs")
+    init_from: Path | None = None
     model: LlamaConfig
     data: DataConfig
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     steps: int
     seed: int = 0
     z_loss: float = 0.0
+    max_skipped_steps: int = 10
+    skip_loss_spikes: float = 0.0
     eval_every: int
     eval_batches: int = 8
     log_every: int = 10
     sample_prompt: str = "def "
     sample_tokens: int
     save: bool
+    tensorboard: bool = False
+    wandb: str | None = None
+    profile_steps: str | None = None
+    dump_hlo: bool = False
 
     def __post_init__(self):
-        _check_at_least(1, self, "steps", "eval_batches", "log_every")
-        _check_at_least(0, self, "eval_every", "sample_tokens")
+        _check_at_least(1, self, "steps", "eval_batches", "log_every", "max_skipped_steps")
+        _check_at_least(0, self, "eval_every", "sample_tokens", "skip_loss_spikes")
         if self.optimizer.warmup_steps >= self.steps:
             raise ValueError(
                 f"{self.optimizer.warmup_steps=} must be below {self.steps=}; shorten the warm-up"
@@ -158,6 +285,20 @@ class TrainConfig:
                 f"a sample of {sample_size} tokens (prompt and {self.sample_tokens=}) exceeds "
                 f"{self.model.max_position_embeddings=}"
             )
+        first, last = self.profiled or (1, 1)
+        if not 1 <= first <= last <= self.steps:
+            raise ValueError(
+                f"profile_steps={self.profile_steps!r} must name steps A:B with 1 <= A <= B <= "
+                f"{self.steps}"
+            )
+
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """The first and the last step of which a trace is written; (0, 0) if they are misspelt."""
+        if self.profile_steps is None:
+            return None
+        found = re.fullmatch(r"(\d+):(\d+)", self.profile_steps)
+        return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 PRESET_NAMES = tuple(MODELS)
@@ -175,8 +316,7 @@ def preset(name: str) -> TrainConfig:
         raise ValueError(f"no preset {name!r}; {hint} are {', '.join(PRESET_NAMES)}")
     model = MODELS[name]
     if name == "demo":
-        # XLA emulates bfloat16 on a CPU, at half the speed of float32.
-        dtype = "float32" if target_device().capability is None else "bfloat16"
+        dtype = fast_dtype()
         return TrainConfig(
             name=name,
             model=dataclasses.replace(model, dtype=dtype),
@@ -199,14 +339,31 @@ def preset(name: str) -> TrainConfig:
     )
 
 
+def fast_dtype() -> str:
+    """Of the computation: XLA emulates bfloat16 on a CPU, at half the speed of float32."""
+    return "float32" if target_device().capability is None else "bfloat16"
+
+
 def parse_command_line(arguments: Sequence[str]) -> TrainConfig:
-    """`--preset NAME` and a flag for every field of its `TrainConfig`."""
+    """`--preset NAME` and a flag for every field of its `TrainConfig`.
+
+    With `--init-from FOLDER` the model and the tokenizer in the folder are the defaults.
+    """
     prog = "python -m train"
     parser = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", default="demo")
+    parser.add_argument("--init-from", type=Path)
     chosen, rest = parser.parse_known_args(arguments)
     try:
         default = preset(chosen.preset)
+        if chosen.init_from:
+            model = read_model_config(chosen.init_from, default.model)
+            default = dataclasses.replace(
+                default,
+                init_from=chosen.init_from,
+                model=model,
+                sample_tokens=min(default.sample_tokens, model.max_position_embeddings // 2),
+            )
     except ValueError as error:
         parser.error(str(error))
     description = (
@@ -214,10 +371,32 @@ def parse_command_line(arguments: Sequence[str]) -> TrainConfig:
         f"of all other flags; these are those of {chosen.preset}. `{prog} plan --help`: what fits "
         "on a device, here or not."
     )
-    return tyro.cli(
+    config = tyro.cli(
         TrainConfig,
         prog=prog,
         description=description,
         default=default,
         args=rest,
     )
+    try:
+        return _with_tokenizer(config)
+    except FolderError as error:
+        parser.error(str(error))
+
+
+def _with_tokenizer(config: TrainConfig) -> TrainConfig:
+    """With the tokenizer of the model that the run starts from, unless it has another."""
+    folder, data = config.init_from, config.data
+    if folder is None or data.tokenizer:
+        return config
+    if not has_tokenizer(folder):
+        print(f"{folder} has no tokenizer.json: a token is a byte; --data.tokenizer names another")
+        return config
+    if data.path:
+        return dataclasses.replace(config, data=dataclasses.replace(data, tokenizer=folder))
+    if data.source == "stdlib":
+        raise FolderError(
+            f"the model in {folder} has a tokenizer, but the standard library is read as bytes; "
+            "name text with --data.path"
+        )
+    return config

@@ -1,7 +1,6 @@
 """The training loop."""
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,21 +15,28 @@ from jax.sharding import Mesh
 from models.llama import AUTO_REMAT, Llama
 from models.llama_hf import save_pretrained
 from models.sampling import generate
-from models.sharding import batch_sharding, make_mesh
+from models.sharding import batch_sharding, check_tensor_parallel, make_mesh
 from pallas_kernels import hardware
-from train import data, metrics, report
+from train import data, metrics, report, tracking
+from train.checkpoint import Checkpoints, check_config
 from train.config import TrainConfig
+from train.evaluate import measure
+from train.faults import RunError, save_failed_step, stop_signals
+from train.hf_folder import check_model, copy_tokenizer, load_params
 from train.plan import Programs, plan, table, with_policies, with_remat
 from train.plan_cache import cached
 from train.plan_target import target_here
+from train.profiling import Profile, write_hlo
 from train.step import (
     Batch,
     TrainState,
+    abstract_state,
     init_state,
     jit_train_step,
     make_eval_step,
     memory_in_bytes,
     model_graph,
+    state_with,
 )
 
 
@@ -38,21 +44,73 @@ def run(config: TrainConfig) -> Path:
     """Trains, and returns the run's folder.
 
     It holds `config.json`, `metrics.jsonl` (a JSON object a line), `loss.png`, `report.html` and,
-    if asked for, the model in Hugging Face's format.
+    if asked for, checkpoints, samples, the compiled step, a trace, and the model in Hugging Face's
+    format.
+
+    With checkpoints the folder is `runs_dir/name` and a run that is in it already is gone on with,
+    with the bits it would have had; one that has all of its steps gets its model and its report
+    again. Without, the folder is always a new one.
+
+    Raises:
+      RunError: the run in the folder cannot be gone on with, a checkpoint cannot be written, too
+        many steps in a row were skipped, or a package is missing.
+      FolderError: the model to start from cannot be read, or is not the one of the configuration.
     """
-    mesh = _mesh(config)
+    mesh = mesh_of(config)
+    tracking.check_installed(config)
+    if config.init_from:
+        check_model(config.init_from, config.model)
     train_data, held_out, fingerprint = _datasets(config)
     written: dict[str, Any] = {"config": config, "data": fingerprint}
     if config.model.remat == AUTO_REMAT:
         config, written["plan"] = _with_planned_remat(config, mesh)
-    run_dir = _new_run_dir(config.runs_dir, config.name)
-    with jax.set_mesh(mesh), metrics.MetricsWriter(run_dir) as writer:
-        writer.write_config(written)
-        state = init_state(config, mesh)
-        train_step, eval_step = _compile(config, mesh, state, train_data, held_out)
-        state = _train(config, mesh, state, train_step, eval_step, train_data, held_out, writer)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(mesh))
+        if not config.checkpoint.every:
+            run_dir = _new_run_dir(config.runs_dir, config.name)
+            checkpoints = restored = None
+        else:
+            run_dir = config.runs_dir / config.name
+            check_config(run_dir, written["config"], fingerprint)
+            checkpoints = Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep)
+            stack.enter_context(checkpoints)
+            restored = checkpoints.restore(abstract_state(config, mesh))
+        first_step, state = restored or (0, _first_state(config, mesh))
+        run_dir.mkdir(parents=True, exist_ok=True)
+        trackers = stack.enter_context(tracking.trackers(config, run_dir, last_step=first_step))
+        writer = metrics.MetricsWriter(run_dir, last_step=first_step, trackers=trackers)
+        stack.enter_context(writer)
+        if not (run_dir / "config.json").exists():
+            _keep_tokenizer(config, run_dir / "tokenizer")
+            writer.write_config(written)
+        if first_step:
+            print(f"{run_dir}: going on after step {first_step} of {config.steps}")
+        if first_step < config.steps:
+            steps = _compile(config, mesh, state, train_data, held_out)
+            if config.dump_hlo:
+                write_hlo(run_dir / "hlo", steps[0], memory_report(steps[0]))
+            state, step = _train(
+                config, mesh, first_step, state, *steps, train_data, held_out, writer, checkpoints
+            )
+            if step < config.steps:
+                print(f"stopped after step {step}; the same command goes on from there")
+                return run_dir
         _finish(config, run_dir, state)
     return run_dir
+
+
+def _first_state(config: TrainConfig, mesh: Mesh) -> TrainState:
+    if config.init_from is None:
+        return init_state(config, mesh)
+    return state_with(config, mesh, load_params(config.init_from, config.model, mesh))
+
+
+def _keep_tokenizer(config: TrainConfig, folder: Path) -> None:
+    """Copies the tokenizer of a run, if it has one, for what reads its models."""
+    if config.data.tokenizer:
+        folder.mkdir(exist_ok=True)
+        bos_token, eos_token = config.data.bos_token, config.data.eos_token
+        copy_tokenizer(config.data.tokenizer, folder, bos_token=bos_token, eos_token=eos_token)
 
 
 def _with_planned_remat(config: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, dict[str, Any]]:
@@ -68,21 +126,27 @@ def _with_planned_remat(config: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, d
 def _train(
     config: TrainConfig,
     mesh: Mesh,
+    first_step: int,
     state: TrainState,
     train_step: Callable[..., Any],
     eval_step: Callable[..., Any] | None,
     train_data: Any,
-    held_out: data.PackedDataset | None,
+    held_out: data.Dataset | None,
     writer: metrics.MetricsWriter,
-) -> TrainState:
-    """Evaluates, steps, and reports the step before, whose numbers have arrived by then."""
-    start = time.perf_counter()
+    checkpoints: Checkpoints | None,
+) -> tuple[TrainState, int]:
+    """Evaluates, steps, and reports the step before, whose numbers have arrived by then.
+
+    Returns:
+      The last state, and its step: the last of the run, or the one at which a signal asked to stop.
+    """
+    start = time.perf_counter() - writer.elapsed_s
     throughput = metrics.Throughput()
     flops = metrics.flops_per_token(config.model, config.data.sequence_length)
     device = hardware.lookup(jax.devices()[0].device_kind)
     elapsed = lambda: time.perf_counter() - start
 
-    def log(step: int, values: dict[str, Any]) -> None:
+    def log(step: int, values: dict[str, Any], wait_s: float) -> None:
         values = {name: value.item() for name, value in jax.device_get(values).items()}
         throughput.update(config.data.tokens_per_step)
         speed = throughput.tokens_per_s
@@ -93,71 +157,106 @@ def _train(
             "accuracy": values["accuracy"],
             "lr": values["lr"],
             "grad_norm": values["grad_norm"],
+            "skipped_steps": values["skipped_steps"],
             "tokens": step * config.data.tokens_per_step,
             "tokens_per_s": speed,
             "mfu": metrics.mfu(speed, flops, device, mesh.size),
             "step_time_s": throughput.step_time_s,
+            "data_wait_s": wait_s,
             **metrics.device_memory(),
             "elapsed_s": elapsed(),
         }
         writer.write(row)
         progress.update(step, row)
+        if values["skipped_in_a_row"]:
+            found = f"loss {values['loss']}, gradient norm {values['grad_norm']}"
+            progress.print(f"step {step} was skipped: {found}")
+        if values["skipped_in_a_row"] >= config.max_skipped_steps:
+            batch = _step_batch(config, train_data, step - 1)
+            folder = save_failed_step(writer.run_dir, config, step, state.params, batch)
+            raise RunError(
+                f"{config.max_skipped_steps} steps in a row were skipped; to see what is wrong "
+                f"with the last: python -m train replay {folder}"
+            )
 
-    def evaluate(step: int) -> None:
+    def evaluate(step: int) -> float | None:
         if held_out is None or eval_step is None:
-            return
+            return None
         with throughput.pause():
             row = {
                 "step": step,
                 **_held_out_loss(config, mesh, eval_step, state.params, held_out),
-                "elapsed_s": elapsed(),
             }
+            if config.sample_tokens:
+                text = _sample(config, state.params, _TEMPERATURE)
+                writer.write_sample(step, f"temperature {_TEMPERATURE}", text)
+            row["elapsed_s"] = elapsed()
         writer.write(row)
         progress.update(step, row)
+        return row["val_loss"]
 
     with (
+        stop_signals() if checkpoints else contextlib.nullcontext() as stop,
         metrics.Progress(config.steps, every=config.log_every) as progress,
-        data.prefetch(lambda: _train_batches(config, mesh, train_data)) as batches,
+        Profile(writer.run_dir / "profile", config.profiled) as profile,
+        data.prefetch(lambda: _train_batches(config, mesh, train_data, first_step)) as batches,
     ):
-        evaluate(0)
+        if first_step == 0:
+            evaluate(0)
         pending = None
-        for step, batch in enumerate(batches, start=1):
+        step = first_step
+        for step, (wait_s, batch) in enumerate(data.timed(batches), start=first_step + 1):
+            profile.begin(step)
             state, values = train_step(state, batch)
+            with throughput.pause():
+                profile.end(step, values)
             if pending is not None:
                 log(*pending)
-            pending = step, values
+            pending = step, values, wait_s
             last = step == config.steps
-            if config.eval_every and (last or step % config.eval_every == 0):
+            stopping = stop is not None and stop.is_set()
+            evaluates = config.eval_every and (last or step % config.eval_every == 0)
+            saves = checkpoints and (last or stopping or step % config.checkpoint.every == 0)
+            # What a checkpoint is resumed from is in metrics.jsonl before it is in the checkpoint.
+            if evaluates or saves:
                 log(*pending)
                 pending = None
-                evaluate(step)
+            val_loss = evaluate(step) if evaluates else None
+            if checkpoints:
+                checkpoints.check()
+                if saves:
+                    with throughput.pause():
+                        checkpoints.save(step, state, val_loss=val_loss)
+            if stopping:
+                break
         if pending is not None:
             log(*pending)
-    return state
+        if checkpoints:
+            checkpoints.wait()
+    return state, step
 
 
-def _held_out_loss(
-    config, mesh, eval_step, params, held_out: data.PackedDataset
-) -> dict[str, float]:
+def _held_out_loss(config, mesh, eval_step, params, held_out: data.Dataset) -> dict[str, float]:
     """Nats per token, share of tokens predicted, and bits per byte of the held-out text."""
-    sums, num_bytes = [], 0
-    for batch in held_out.eval_batches(config.data.batch_size, config.eval_batches):
-        num_bytes += data.predicted_bytes(batch)
-        sums.append(eval_step(params, jax.device_put(batch, batch_sharding(mesh))))
-    sums = jax.device_get(sums)
-    nll = float(sum(values["nll_sum"] for values in sums))
-    correct = float(sum(values["correct_sum"] for values in sums))
-    num_tokens = int(sum(values["num_tokens"] for values in sums))
+    batches = held_out.eval_batches(config.data.batch_size, config.eval_batches)
+    sums = measure(eval_step, params, batches, held_out.token_bytes, mesh)
+    if not sums.bytes:
+        raise data.DataError(
+            f"the {config.eval_batches} held-out batches hold prompts alone; use a longer "
+            "--data.sequence-length or more --eval-batches"
+        )
     return {
-        "val_loss": nll / num_tokens,
-        "val_accuracy": correct / num_tokens,
-        "val_bpb": nll / num_bytes / math.log(2),
+        "val_loss": sums.loss,
+        "val_accuracy": sums.accuracy,
+        "val_bpb": sums.bits_per_byte,
     }
 
 
-def _train_batches(config: TrainConfig, mesh: Mesh, dataset: Any) -> Iterator[Batch]:
+def _train_batches(
+    config: TrainConfig, mesh: Mesh, dataset: Any, first_step: int
+) -> Iterator[Batch]:
     """Batches `[A, B, S]` on the devices, in the order of the steps."""
-    for step in range(config.steps):
+    for step in range(first_step, config.steps):
         yield _to_devices(mesh, _step_batch(config, dataset, step))
 
 
@@ -171,26 +270,41 @@ def _to_devices(mesh: Mesh, batch: dict[str, np.ndarray]) -> Batch:
     return jax.device_put(batch, batch_sharding(mesh, batch_axis=1))
 
 
-def _mesh(config: TrainConfig) -> Mesh:
-    num_devices = jax.device_count()
-    data_axis, fsdp = config.mesh.data, config.mesh.fsdp
+def mesh_of(config: TrainConfig) -> Mesh:
+    """The mesh of all devices.
+
+    Raises:
+      ValueError: the devices cannot be split so, or they cannot share the batch.
+    """
+    data_axis, fsdp, tensor = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
     if data_axis == -1:
-        data_axis = max(1, num_devices // fsdp)
-    mesh = make_mesh(data=data_axis, fsdp=fsdp)
-    if config.data.batch_size % mesh.size:
+        data_axis = max(1, jax.device_count() // (fsdp * tensor))
+    mesh = make_mesh(data=data_axis, fsdp=fsdp, tensor=tensor)
+    rows, num_parts = config.data.batch_size, data_axis * fsdp
+    if rows % num_parts:
         raise ValueError(
-            f"batch_size={config.data.batch_size} must be a multiple of the {mesh.size} devices"
+            f"batch_size={rows} must be a multiple of data * fsdp, the {num_parts} devices it is "
+            "split over"
         )
+    check_tensor_parallel(
+        tensor,
+        num_key_value_heads=config.model.num_key_value_heads,
+        num_tokens=rows // num_parts * config.data.sequence_length,
+    )
     return mesh
 
 
 def _datasets(config: TrainConfig):
     """Training data, held-out data and what identifies them."""
     length = config.data.sequence_length
+    if config.data.path:
+        return data.open_files(
+            config.data, vocab_size=config.model.vocab_size, evaluates=config.eval_every > 0
+        )
     if config.data.source == "synthetic":
         return data.SyntheticDataset(config.model.vocab_size, length), None, {}
     if config.model.vocab_size < data.BYTE_VOCAB_SIZE:
-        raise ValueError(
+        raise data.DataError(
             f"vocab_size={config.model.vocab_size} is too small for bytes, which take "
             f"{data.BYTE_VOCAB_SIZE}"
         )
@@ -247,24 +361,34 @@ def memory_report(compiled: Any) -> str:
 
 
 def _finish(config: TrainConfig, run_dir: Path, state: TrainState) -> None:
-    """The saved model, the text sample, the plot and the report."""
-    model: Llama = nnx.merge(model_graph(config.model), state.params)
+    """The saved model, the text samples, the plot and the report."""
     if config.save:
+        model: Llama = nnx.merge(model_graph(config.model), state.params)
         save_pretrained(model, run_dir / "model")
+        _keep_tokenizer(config, run_dir / "model")
     samples = []
     if config.sample_tokens:
-        prompt = jnp.asarray(data.encode(config.sample_prompt), jnp.int32)[None]
-        for temperature in (0.0, 0.8):
-            tokens = generate(
-                model,
-                prompt,
-                max_new_tokens=config.sample_tokens,
-                temperature=temperature,
-                key=jax.random.key(config.seed),
-            )
-            text = config.sample_prompt + data.decode(jax.device_get(tokens)[0])
+        for temperature in (0.0, _TEMPERATURE):
+            text = _sample(config, state.params, temperature)
             samples.append((f"temperature {temperature}", text))
             print(f"\n--- sample at temperature {temperature} ---\n{text}")
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     page = report.write_report(run_dir, samples=samples, summary={"Parameters": parameters})
     print(f"\nreport: {page}")
+
+
+# Of the samples during a run: what is likeliest repeats itself.
+_TEMPERATURE = 0.8
+
+
+def _sample(config: TrainConfig, params: nnx.State, temperature: float) -> str:
+    """The prompt of a configuration and what the model makes of it."""
+    tokenizer = data.load_tokenizer(config.data)
+    tokens = generate(
+        nnx.merge(model_graph(config.model), params),
+        jnp.asarray(data.start_of_document(config.sample_prompt, tokenizer), jnp.int32)[None],
+        max_new_tokens=config.sample_tokens,
+        temperature=temperature,
+        key=jax.random.key(config.seed),
+    )
+    return config.sample_prompt + tokenizer.decode(jax.device_get(tokens)[0])

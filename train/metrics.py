@@ -19,7 +19,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +91,13 @@ def device_memory() -> dict[str, float]:
 
 def run_environment() -> dict[str, Any]:
     """What is needed to take a number again: command line, versions and devices."""
-    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tokenizers", "numpy")
     return {
         "command": shlex.join(sys.orig_argv),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "python": platform.python_version(),
         **{package: importlib.metadata.version(package) for package in packages},
+        "platform": jax.devices()[0].client.platform_version,
         "device_kind": jax.devices()[0].device_kind,
         "num_devices": jax.device_count(),
         "num_processes": jax.process_count(),
@@ -106,20 +107,33 @@ def run_environment() -> dict[str, Any]:
 class MetricsWriter:
     """Writes `config.json` and appends to `metrics.jsonl` in a run's directory.
 
-    A directory that already has a metrics.jsonl is gone on with: rows are appended, after a last
-    line that a killed run left incomplete is cut off.
+    Generated text goes to `samples.jsonl`, a row for each. A directory that already has these is
+    gone on with: rows are appended, after a last line that a killed run left incomplete, and rows
+    of steps after `last_step`, are cut off. Rows of metrics go to each of `trackers`, too.
+
+    Attributes:
+      run_dir: the directory.
+      elapsed_s: of the last row that was there before, 0 where there is none.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str]):
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        last_step: int | None = None,
+        trackers: Sequence[Any] = (),
+    ):
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._trackers = trackers
+        self._samples = self.run_dir / "samples.jsonl"
+        if self._samples.exists():
+            _cut(self._samples, last_step)
         path = self.run_dir / "metrics.jsonl"
+        path.touch()
+        last_row = _cut(path, last_step)
+        self.elapsed_s = last_row.get("elapsed_s", 0.0)
         self._file = path.open("ab")
-        if size := self._file.tell():
-            content = path.read_bytes()
-            complete = content.rfind(b"\n") + 1
-            if complete < size:
-                self._file.truncate(complete)
 
     def write(self, row: Metrics) -> None:
         """Appends one row. Arrays of one element, as a jitted step returns, become numbers."""
@@ -133,6 +147,14 @@ class MetricsWriter:
             values |= {key: None for key in nonfinite} | {"nonfinite": nonfinite}
         self._file.write(json.dumps(values, allow_nan=False).encode() + b"\n")
         self._file.flush()
+        for tracker in self._trackers:
+            tracker.write(row)
+
+    def write_sample(self, step: int, heading: str, text: str) -> None:
+        """Appends text that the model generated after a step."""
+        row = {"step": step, "heading": heading, "text": text}
+        with self._samples.open("ab") as file:
+            file.write(json.dumps(row).encode() + b"\n")
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes `config` to config.json, with `run_environment()` under "environment".
@@ -140,9 +162,12 @@ class MetricsWriter:
         Dataclasses become objects; dtypes, classes and functions become their names; anything
         else that JSON does not have becomes a string.
         """
-        content = _jsonable({**config, "environment": run_environment()})
+        content = jsonable({**config, "environment": run_environment()})
         text = json.dumps(content, indent=2, allow_nan=False)
-        (self.run_dir / "config.json").write_text(text + "\n")
+        # In one piece: a killed run that has a config.json can be gone on with.
+        path = self.run_dir / "config.json"
+        path.with_suffix(".tmp").write_text(text + "\n")
+        path.with_suffix(".tmp").replace(path)
 
     def close(self) -> None:
         """Closes metrics.jsonl."""
@@ -155,11 +180,27 @@ class MetricsWriter:
         self.close()
 
 
+def _cut(path: Path, last_step: int | None) -> dict[str, Any]:
+    """Cuts off an incomplete line and the rows after `last_step`; gives the last row that stays."""
+    size, last_row = 0, {}
+    for line in path.read_bytes().splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            break
+        row = json.loads(line)
+        if last_step is not None and row["step"] > last_step:
+            break
+        size += len(line)
+        last_row = row
+    os.truncate(path, size)
+    return last_row
+
+
 def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
+    """As `MetricsWriter.write_config` writes it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     match value:
@@ -168,9 +209,9 @@ def _jsonable(value: Any) -> Any:
         case float():
             return value if math.isfinite(value) else str(value)
         case Mapping():
-            return {str(key): _jsonable(entry) for key, entry in value.items()}
+            return {str(key): jsonable(entry) for key, entry in value.items()}
         case list() | tuple():
-            return [_jsonable(entry) for entry in value]
+            return [jsonable(entry) for entry in value]
         case _:
             return getattr(value, "__name__", None) or str(value)
 

@@ -116,7 +116,7 @@ class Programs:
 def abstract_batch(config: TrainConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and shardings of what a step takes, as the loop's data has them."""
     names = ["tokens", "labels"]
-    if config.data.source == "stdlib":  # packed documents
+    if config.data.is_packed:
         names += ["segment_ids", "positions"]
     data = config.data
     shape = (data.accumulation_steps, data.batch_size, data.sequence_length)
@@ -133,7 +133,15 @@ def with_policies(config: TrainConfig) -> list[TrainConfig]:
     """The configuration with its policy; if "auto", with each of `models.remat.POLICIES` it allows.
 
     Offloading, for one, is refused where the layers are unrolled.
+
+    Raises:
+      ValueError: sequences are shared by devices, whose exchange the planner has no figures for.
     """
+    if config.mesh.tensor > 1:
+        raise ValueError(
+            f"mesh.tensor={config.mesh.tensor}: plans are for mesh.tensor=1; to train, name a "
+            "policy with --model.remat, such as minimal"
+        )
     if config.model.remat != AUTO_REMAT:
         return [config]
     configs = []

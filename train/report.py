@@ -66,7 +66,7 @@ def load_metrics(run_dir: RunDir) -> RunMetrics:
 def plot(run_dir: RunDir) -> Path:
     """Draws loss and speed over the steps of a run to `loss.png` in its directory."""
     path = Path(run_dir) / "loss.png"
-    path.write_bytes(_png(load_metrics(run_dir), _title(run_dir), _LIGHT))
+    path.write_bytes(_png(load_metrics(run_dir), _title(run_dir), LIGHT))
     return path
 
 
@@ -88,31 +88,50 @@ def write_report(
     metrics = load_metrics(run_dir)
     title = _title(run_dir)
     plot(run_dir)
-    light, dark = (_png(metrics, "", theme) for theme in (_LIGHT, _DARK))
+    light, dark = (_png(metrics, "", theme) for theme in (LIGHT, DARK))
+    details = _details_png(metrics, LIGHT), _details_png(metrics, DARK)
     config_path = run_dir / "config.json"
     config = json.loads(config_path.read_text()) if config_path.exists() else {}
     environment = config.pop("environment", {})
     command = environment.pop("command", None)
 
     body = [
-        f"<header><h1>{_escape(title)}</h1>{_subtitle(metrics, environment)}</header>",
-        _headline(_headline_numbers(metrics) | dict(summary)),
-        _figure_html(light, dark, metrics),
+        f"<header><h1>{escape(title)}</h1>{_subtitle(metrics, environment)}</header>",
+        _headline(headline_numbers(metrics) | dict(summary)),
+        figure_html(light, dark, "Loss and speed over steps")
+        if metrics.train or metrics.held_out
+        else "<p>The run ended before its first row of metrics.</p>",
+        section("Details", figure_html(*details, "Gradient norm, learning rate and others"))
+        if metrics.train
+        else "",
         _samples_html(samples),
+        _earlier_samples_html(_load_samples(run_dir)),
         _config_html(config),
-        _section("Environment", _table(environment)) if environment else "",
-        _section("Command", f"<pre>{_escape(command)}</pre>") if command else "",
+        section("Environment", _table(environment)) if environment else "",
+        section("Command", f"<pre>{escape(command)}</pre>") if command else "",
     ]
     path = run_dir / "report.html"
-    path.write_text(
+    path.write_text(page_html(title, body))
+    return path
+
+
+def _load_samples(run_dir: Path) -> list[Row]:
+    """The rows of samples.jsonl, less a last one that the run died in."""
+    path = run_dir / "samples.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
+def page_html(title: str, body: Iterable[str]) -> str:
+    """A page of the parts that are not empty."""
+    return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{_escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         + "\n".join(part for part in body if part)
         + "\n</body>\n</html>\n"
     )
-    return path
 
 
 def _title(run_dir: RunDir) -> str:
@@ -122,40 +141,42 @@ def _title(run_dir: RunDir) -> str:
 # The numbers ---------------------------------------------------------------------------------
 
 
-def _series(rows: Iterable[Row], key: str) -> tuple[list[float], list[float]]:
+def series(rows: Iterable[Row], key: str) -> tuple[list[float], list[float]]:
+    """Steps and values of the rows that have a key."""
     points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     return [float(step) for step, _ in points], [float(value) for _, value in points]
 
 
-def _headline_numbers(metrics: RunMetrics) -> dict[str, Any]:
+def headline_numbers(metrics: RunMetrics) -> dict[str, Any]:
+    """What a run comes to, by label."""
     numbers: dict[str, Any] = {}
-    _, loss = _series(metrics.train, "loss")
+    _, loss = series(metrics.train, "loss")
     if loss:
         numbers["Training loss"] = f"{loss[-1]:.4f}"
-    _, val_loss = _series(metrics.held_out, "val_loss")
+    _, val_loss = series(metrics.held_out, "val_loss")
     if val_loss:
         numbers["Held-out loss"] = f"{val_loss[-1]:.4f}"
-    _, bpb = _series(metrics.held_out, "val_bpb")
+    _, bpb = series(metrics.held_out, "val_bpb")
     if bpb:
         first = f"{bpb[0]:.3f} → " if len(bpb) > 1 else ""
         numbers["Held-out bits per byte"] = f"{first}{bpb[-1]:.3f}"
-    _, speed = _series(metrics.train, "tokens_per_s")
+    _, speed = series(metrics.train, "tokens_per_s")
     if speed:
         numbers["Tokens per second"] = format_count(statistics.median(speed))
-    _, mfu = _series(metrics.train, "mfu")
+    _, mfu = series(metrics.train, "mfu")
     if mfu:
         numbers["MFU"] = f"{statistics.median(mfu):.1%}"
     memory = [
         value
         for key in ("memory_gib", "peak_memory_gib")
-        for value in _series(metrics.train, key)[1]
+        for value in series(metrics.train, key)[1]
     ]
     if memory:
         numbers["Peak memory"] = f"{max(memory):.2f} GiB"
-    _, tokens = _series(metrics.train, "tokens")
+    _, tokens = series(metrics.train, "tokens")
     if tokens:
         numbers["Tokens"] = format_count(tokens[-1])
-    _, elapsed = _series([*metrics.train, *metrics.held_out], "elapsed_s")
+    _, elapsed = series([*metrics.train, *metrics.held_out], "elapsed_s")
     if elapsed:
         numbers["Wall time"] = format_duration(max(elapsed))
     return numbers
@@ -165,7 +186,9 @@ def _headline_numbers(metrics: RunMetrics) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Theme:
+class Theme:
+    """Colours of a figure on a light or a dark page."""
+
     background: str
     text: str
     muted: str
@@ -176,7 +199,7 @@ class _Theme:
 
 
 # Okabe and Ito's palette, told apart with any colour vision.
-_LIGHT = _Theme(
+LIGHT = Theme(
     background="#ffffff",
     text="#1f2328",
     muted="#59636e",
@@ -185,7 +208,7 @@ _LIGHT = _Theme(
     held_out="#d55e00",
     speed="#007a5a",
 )
-_DARK = _Theme(
+DARK = Theme(
     background="#161b22",
     text="#e6edf3",
     muted="#9198a1",
@@ -196,7 +219,7 @@ _DARK = _Theme(
 )
 
 
-def _smooth(values: list[float]) -> Float[np.ndarray, " N"]:
+def smooth(values: list[float]) -> Float[np.ndarray, " N"]:
     """Mean over a centred window of about 4 % of the run; NaNs do not spread.
 
     Centred, so that the curve does not lag behind a falling loss; at the ends the window shrinks
@@ -213,7 +236,7 @@ def _smooth(values: list[float]) -> Float[np.ndarray, " N"]:
     return np.where(count > 0, (sums[high] - sums[low]) / np.maximum(count, 1), np.nan)
 
 
-def _png(metrics: RunMetrics, title: str, theme: _Theme) -> bytes:
+def _png(metrics: RunMetrics, title: str, theme: Theme) -> bytes:
     # Imported here: it takes half a second, which a training run need not wait for.
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -231,6 +254,11 @@ def _png(metrics: RunMetrics, title: str, theme: _Theme) -> bytes:
         MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
     )
 
+    return finished_png(figure, all_axes, theme)
+
+
+def finished_png(figure: Any, all_axes: Sequence[Any], theme: Theme) -> bytes:
+    """A figure in the style of the page."""
     for axes in all_axes:
         axes.set_facecolor(theme.background)
         axes.margins(x=0.01)
@@ -238,23 +266,64 @@ def _png(metrics: RunMetrics, title: str, theme: _Theme) -> bytes:
         axes.yaxis.label.set_color(theme.muted)
         axes.xaxis.label.set_color(theme.muted)
         axes.spines[:].set_visible(False)
-    for axes in (loss_axes, speed_axes):
-        axes.grid(color=theme.grid, linewidth=0.8)
-        axes.set_axisbelow(True)
+        if axes.get_gid() != "twin":
+            axes.grid(color=theme.grid, linewidth=0.8)
+            axes.set_axisbelow(True)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", facecolor=theme.background)
     return buffer.getvalue()
 
 
-def _draw_loss(axes: Any, metrics: RunMetrics, theme: _Theme) -> None:
-    steps, loss = _series(metrics.train, "loss")
-    val_steps, val_loss = _series(metrics.held_out, "val_loss")
+# What is drawn besides loss and speed: key of the rows, title, factor.
+_DETAILS = (
+    ("grad_norm", "gradient norm", 1),
+    ("lr", "learning rate", 1),
+    ("data_wait_s", "wait for data (ms)", 1000),
+    ("skipped_steps", "skipped steps", 1),
+    ("memory_gib", "memory in use (GiB)", 1),
+    ("val_accuracy", "held-out accuracy", 1),
+)
+
+
+def _details_png(metrics: RunMetrics, theme: Theme) -> bytes:
+    """A small plot of each of `_DETAILS` that the run has, two in a row."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    found = [
+        (title, steps, [factor * value for value in values])
+        for key, title, factor in _DETAILS
+        for steps, values in [series([*metrics.train, *metrics.held_out], key)]
+        if steps
+    ]
+    num_rows = -(-len(found) // 2)
+    size = (9, 1.9 * max(num_rows, 1))
+    figure = Figure(figsize=size, dpi=160, layout="constrained", facecolor=theme.background)
+    all_axes = [figure.add_subplot(num_rows, 2, i + 1) for i in range(len(found))]
+    for axes, (title, steps, values) in zip(all_axes, found, strict=True):
+        marker = "o" if len(steps) == 1 else None
+        axes.plot(steps, values, color=theme.train, linewidth=1.2, marker=marker)
+        axes.set_title(title, loc="left", fontsize=9.5, color=theme.text)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+        if title == "skipped steps":
+            axes.set_ylim(0, 1.05 * max(1, *values))
+            axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+        elif min(values) >= 0:
+            axes.set_ylim(bottom=0)
+    for axes in all_axes[-2:]:
+        axes.set_xlabel("step")
+    return finished_png(figure, all_axes, theme)
+
+
+def _draw_loss(axes: Any, metrics: RunMetrics, theme: Theme) -> None:
+    steps, loss = series(metrics.train, "loss")
+    val_steps, val_loss = series(metrics.held_out, "val_loss")
     axes.set_ylabel("loss (nats per token)")
     if steps:
         # A single point draws no line.
         line = {"color": theme.train, "marker": "o" if len(steps) == 1 else None}
         axes.plot(steps, loss, alpha=0.3, linewidth=0.8, **line)
-        axes.plot(steps, _smooth(loss), linewidth=1.9, label="training", **line)
+        axes.plot(steps, smooth(loss), linewidth=1.9, label="training", **line)
     if val_steps:
         marked = {"marker": "o", "markersize": 4.5}
         axes.plot(
@@ -266,14 +335,14 @@ def _draw_loss(axes: Any, metrics: RunMetrics, theme: _Theme) -> None:
         axes.axvline(diverged[0], color=theme.muted, linestyle=":", label=label)
     if steps or val_steps:
         axes.legend(frameon=False, labelcolor=theme.text, fontsize=9, ncols=3)
-    _limit(axes, loss, val_loss)
+    limit_loss(axes, loss, val_loss)
 
 
-def _draw_speed(axes: Any, metrics: RunMetrics, theme: _Theme) -> list[Any]:
+def _draw_speed(axes: Any, metrics: RunMetrics, theme: Theme) -> list[Any]:
     """Draws tokens/s; gives the axes of MFU, if there is one, that reads the same curve."""
     from matplotlib.ticker import FuncFormatter
 
-    steps, speed = _series(metrics.train, "tokens_per_s")
+    steps, speed = series(metrics.train, "tokens_per_s")
     top = 1.15 * max(speed, default=1.0)
     marker = "o" if len(steps) == 1 else None
     axes.plot(steps, speed, color=theme.speed, linewidth=1.4, marker=marker)
@@ -288,13 +357,14 @@ def _draw_speed(axes: Any, metrics: RunMetrics, theme: _Theme) -> list[Any]:
     if not ratios:
         return []
     mfu_axes = axes.twinx()
+    mfu_axes.set_gid("twin")  # reads the same grid
     mfu_axes.set_ylabel("MFU")
     mfu_axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
     mfu_axes.set_ylim(0, top * statistics.median(ratios))
     return [mfu_axes]
 
 
-def _limit(axes: Any, loss: list[float], val_loss: list[float]) -> None:
+def limit_loss(axes: Any, loss: list[float], val_loss: list[float]) -> None:
     """Leaves the first, steep part of a long run out of sight, where it would flatten the rest."""
     finite = [value for value in loss if math.isfinite(value)]
     if len(finite) < 50:
@@ -309,12 +379,14 @@ def _limit(axes: Any, loss: list[float], val_loss: list[float]) -> None:
 # The page ------------------------------------------------------------------------------------
 
 
-def _escape(value: Any) -> str:
+def escape(value: Any) -> str:
+    """As text of a page."""
     return html.escape(str(value))
 
 
-def _section(heading: str, content: str) -> str:
-    return f"<section><h2>{_escape(heading)}</h2>{content}</section>"
+def section(heading: str, content: str) -> str:
+    """A part of a page."""
+    return f"<section><h2>{escape(heading)}</h2>{content}</section>"
 
 
 def _subtitle(metrics: RunMetrics, environment: Mapping[str, Any]) -> str:
@@ -326,12 +398,12 @@ def _subtitle(metrics: RunMetrics, environment: Mapping[str, Any]) -> str:
         parts.append(f"JAX {jax_version}")
     if started := environment.get("started"):
         parts.append(str(started))
-    return f"<p>{_escape(' · '.join(parts))}</p>"
+    return f"<p>{escape(' · '.join(parts))}</p>"
 
 
 def _headline(numbers: Mapping[str, Any]) -> str:
     tiles = (
-        f"<div><dt>{_escape(label)}</dt><dd>{_escape(_number(value))}</dd></div>"
+        f"<div><dt>{escape(label)}</dt><dd>{escape(_number(value))}</dd></div>"
         for label, value in numbers.items()
     )
     return f'<dl class="tiles">{"".join(tiles)}</dl>' if numbers else ""
@@ -343,22 +415,31 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _figure_html(light: bytes, dark: bytes, metrics: RunMetrics) -> str:
-    if not metrics.train and not metrics.held_out:
-        return "<p>The run ended before its first row of metrics.</p>"
+def figure_html(light: bytes, dark: bytes, text: str) -> str:
+    """A picture in the colours of the page, with a text for those who do not see it."""
     sources = [base64.b64encode(png).decode() for png in (light, dark)]
     return (
         '<figure><picture><source media="(prefers-color-scheme: dark)" '
         f'srcset="data:image/png;base64,{sources[1]}">'
-        f'<img alt="Loss and speed over steps" src="data:image/png;base64,{sources[0]}">'
+        f'<img alt="{text}" src="data:image/png;base64,{sources[0]}">'
         "</picture></figure>"
     )
 
 
 def _samples_html(samples: Sequence[tuple[str, str]]) -> str:
-    blocks = (f"<h3>{_escape(heading)}</h3><pre>{_escape(text)}</pre>" for heading, text in samples)
+    blocks = (f"<h3>{escape(heading)}</h3><pre>{escape(text)}</pre>" for heading, text in samples)
     cards = "".join(f'<div class="card">{block}</div>' for block in blocks)
-    return _section("Samples", cards) if samples else ""
+    return section("Samples", cards) if samples else ""
+
+
+def _earlier_samples_html(rows: Sequence[Row]) -> str:
+    """The samples of each evaluation, folded up."""
+    blocks = (
+        f'<details class="card"><summary>step {row["step"]:,}, {escape(row["heading"])}</summary>'
+        f"<pre>{escape(row['text'])}</pre></details>"
+        for row in rows
+    )
+    return section("Samples over time", "".join(blocks)) if rows else ""
 
 
 def _config_html(config: Mapping[str, Any]) -> str:
@@ -375,16 +456,16 @@ def _config_html(config: Mapping[str, Any]) -> str:
 
     collect("", config)
     cards = (
-        f'<div class="card"><h3>{_escape(path)}</h3>{_table(entries)}</div>'
+        f'<div class="card"><h3>{escape(path)}</h3>{_table(entries)}</div>'
         for path, entries in groups.items()
     )
     content = f'<div class="columns">{"".join(cards)}</div>'
-    return _section("Configuration", content) if groups else ""
+    return section("Configuration", content) if groups else ""
 
 
 def _table(entries: Mapping[str, Any]) -> str:
     rows = (
-        f"<tr><th>{_escape(key)}</th><td>{_escape(_config_value(value))}</td></tr>"
+        f"<tr><th>{escape(key)}</th><td>{escape(_config_value(value))}</td></tr>"
         for key, value in entries.items()
     )
     return f"<table>{''.join(rows)}</table>"
@@ -421,11 +502,15 @@ img { display: block; width: 100%; height: auto; }
 pre { margin: 0; padding: 0.85rem 1rem; overflow-x: auto; white-space: pre-wrap;
   overflow-wrap: anywhere; font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; }
 .columns { columns: 2 24rem; column-gap: 0.75rem; }
+summary { padding: 0.55rem 0.85rem; font-size: 0.85rem; color: var(--muted); cursor: pointer; }
+details[open] summary { border-bottom: 1px solid var(--line); }
 .card { break-inside: avoid; margin-bottom: 0.75rem; overflow: hidden; }
 table { width: 100%; border-collapse: separate; border-spacing: 0; font-size: 0.85rem; }
 th, td { padding: 0.3rem 0.85rem; text-align: left; vertical-align: top; font-weight: 400;
   overflow-wrap: anywhere; }
 tr + tr > * { border-top: 1px solid var(--line); }
 th { width: 45%; color: var(--muted); }
+table.runs { table-layout: fixed; }
+table.runs th { width: auto; }
 td { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 0.8rem; }
 """

@@ -12,10 +12,19 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key
 
 from models.llama import Llama, LlamaConfig
-from models.sharding import parameter_path, parameter_shardings, replicated, sum_over_batch
+from models.sharding import (
+    parameter_path,
+    parameter_shardings,
+    replicated,
+    sum_over_batch,
+    sum_over_devices,
+    tensor_axis,
+)
 from pallas_kernels import linear_cross_entropy
-from train.config import OptimizerConfig, TrainConfig
+from train.config import TrainConfig
 from train.data import IGNORED
+from train.guard import Guard, initial_guard, judge
+from train.optimizers import learning_rate_schedule, make_optimizer
 
 type Batch = dict[str, Int[Array, "..."]]
 type Metrics = dict[str, Float[Array, ""]]
@@ -27,58 +36,16 @@ class TrainState:
     """All that a step changes, or the shapes or shardings of it.
 
     Attributes:
-      step: how many steps were taken, an int32.
+      step: how many steps were taken or skipped, an int32.
       params: of the model.
       opt_state: of the optimizer.
+      guard: decides which steps are skipped.
     """
 
     step: Any
     params: nnx.State
     opt_state: optax.OptState
-
-
-def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by step: a linear warm-up, then half a cosine, or a plateau and a fall."""
-    peak, last = config.learning_rate, config.learning_rate * config.final_fraction
-    warmup = optax.linear_schedule(0.0, peak, config.warmup_steps)
-    rest = steps - config.warmup_steps
-    if config.schedule == "cosine":
-        return optax.join_schedules(
-            [warmup, optax.cosine_decay_schedule(peak, rest, config.final_fraction)],
-            [config.warmup_steps],
-        )
-    decay_steps = min(rest, max(1, round(config.decay_fraction * steps)))
-    return optax.join_schedules(
-        [
-            warmup,
-            optax.constant_schedule(peak),
-            optax.linear_schedule(peak, last, decay_steps),
-        ],
-        [config.warmup_steps, steps - decay_steps],
-    )
-
-
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW over clipped gradients, with the learning rate of `learning_rate_schedule`."""
-
-    def decays(params: Any) -> Any:
-        matrices = ("kernel", "embedding")
-        is_matrix = lambda path, _: (
-            parameter_path(path)[-1] in matrices or parameter_path(path)[0] == "lm_head"
-        )
-        return jax.tree_util.tree_map_with_path(is_matrix, params)
-
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
-        optax.adamw(
-            learning_rate_schedule(config, steps),
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            mask=decays,
-        ),
-    )
+    guard: Guard
 
 
 def model_graph(config: LlamaConfig) -> nnx.GraphDef:
@@ -93,38 +60,48 @@ def init_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     return jax.jit(init, out_shardings=shardings)(jax.random.key(config.seed))
 
 
+def state_with(config: TrainConfig, mesh: Mesh, params: nnx.State) -> TrainState:
+    """The state before the first step with parameters on the mesh, whose memory it takes over."""
+    begin = lambda params: _state_of(config, params)
+    shardings = jax.tree.map(lambda a: a.sharding, abstract_state(config, mesh))
+    return jax.jit(begin, donate_argnums=0, out_shardings=shardings)(params)
+
+
 def abstract_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state; the devices of the mesh need not be here."""
     init = _initializer(config)
     shapes = jax.eval_shape(lambda: init(jax.random.key(config.seed)))
-    shardings = state_shardings(shapes, make_optimizer(config.optimizer, config.steps), mesh)
+    shardings = state_shardings(shapes, mesh)
     place = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
     return jax.tree.map(place, shapes, shardings)
 
 
 def _initializer(config: TrainConfig) -> Callable[[Key[Array, ""]], TrainState]:
-    optimizer = make_optimizer(config.optimizer, config.steps)
-
     def init(key: Key[Array, ""]) -> TrainState:
-        params = nnx.state(Llama(config.model, rngs=nnx.Rngs(key)), nnx.Param)
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+        return _state_of(config, nnx.state(Llama(config.model, rngs=nnx.Rngs(key)), nnx.Param))
 
     return init
 
 
-def state_shardings(
-    state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> TrainState:
-    """Where each array of a state lies: the optimizer's moments beside their parameters."""
+def _state_of(config: TrainConfig, params: nnx.State) -> TrainState:
+    opt_state = make_optimizer(config.optimizer, config.steps).init(params)
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, initial_guard())
+
+
+def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
+    """Where each array of a state lies: what has a parameter's path and shape beside it."""
     params = parameter_shardings(state.params, mesh)
-    opt_state = optax.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        state.opt_state,
-        params,
-        transform_non_params=lambda _: replicated(mesh),
-    )
-    return TrainState(replicated(mesh), params, opt_state)
+    leaves = zip(jax.tree.leaves_with_path(state.params), jax.tree.leaves(params), strict=True)
+    beside = {(parameter_path(path), leaf.shape): sharding for (path, leaf), sharding in leaves}
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> Any:
+        names = parameter_path(path)
+        ends = ((names[start:], leaf.shape) for start in range(len(names)))
+        return next((beside[end] for end in ends if end in beside), replicated(mesh))
+
+    opt_state = jax.tree_util.tree_map_with_path(sharding, state.opt_state)
+    guard = jax.tree.map(lambda _: replicated(mesh), state.guard)
+    return TrainState(replicated(mesh), params, opt_state, guard)
 
 
 def loss_and_sums(
@@ -143,32 +120,37 @@ def loss_and_sums(
       The loss, and "nll_sum" and "correct_sum": negative log-likelihood without z-loss, and number
       of tokens whose label has the largest logit. Only the loss has gradients.
     """
-    model = nnx.merge(graphdef, params)
-    hidden = model(
-        batch["tokens"],
-        positions=batch.get("positions"),
-        segment_ids=batch.get("segment_ids"),
-    )
 
-    def of_shard(weight, tokens):
-        hidden, labels, weights = tokens
-        loss, metrics = linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            token_weights=weights,
-            ignore_index=IGNORED,
-            reduction="sum",
-            z_loss=z_loss,
-            return_metrics=True,
-            implementation=None if model.config.kernels else "xla",
+    def of_batch(params, batch, scale):
+        model = nnx.merge(graphdef, params)
+        hidden = model(
+            batch["tokens"],
+            positions=batch.get("positions"),
+            segment_ids=batch.get("segment_ids"),
         )
-        count = metrics.num_tokens.astype(jnp.float32)
-        return loss, {"nll_sum": metrics.nll * count, "correct_sum": metrics.accuracy * count}
 
-    weights = jnp.full(batch["labels"].shape, scale, jnp.float32)
-    tokens = hidden, batch["labels"], weights
-    return sum_over_batch(of_shard)(model.output_weight, tokens)
+        def of_tokens(weight, tokens):
+            hidden, labels, weights = tokens
+            loss, metrics = linear_cross_entropy(
+                hidden,
+                weight,
+                labels,
+                token_weights=weights,
+                ignore_index=IGNORED,
+                reduction="sum",
+                z_loss=z_loss,
+                vocab_axis=tensor_axis(),
+                return_metrics=True,
+                implementation=None if model.config.kernels else "xla",
+            )
+            count = metrics.num_tokens.astype(jnp.float32)
+            return loss, {"nll_sum": metrics.nll * count, "correct_sum": metrics.accuracy * count}
+
+        weights = jnp.full(batch["labels"].shape, scale, jnp.float32)
+        tokens = hidden, batch["labels"], weights
+        return sum_over_batch(of_tokens)(model.output_weight, tokens)
+
+    return sum_over_devices(of_batch)(params, batch, scale)
 
 
 def loss_sum(
@@ -178,20 +160,18 @@ def loss_sum(
     return loss_and_sums(graphdef, params, batch, z_loss=z_loss)[0]
 
 
-def make_train_step(
+def make_gradients(
     config: TrainConfig,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The step for batches `[A, B, S]`, A the number of accumulation steps.
+) -> Callable[[nnx.State, Batch], tuple[Metrics, nnx.State]]:
+    """Metrics and gradients of batches `[A, B, S]`, A the number of accumulation steps.
 
     The loss is the sum over all tokens of the step divided by their number, so that neither the
     split into A batches nor that over devices changes it. Gradients are added up in the parameters'
     dtype.
     """
     graphdef = model_graph(config.model)
-    optimizer = make_optimizer(config.optimizer, config.steps)
-    schedule = learning_rate_schedule(config.optimizer, config.steps)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def gradients_of(params: nnx.State, batch: Batch) -> tuple[Metrics, nnx.State]:
         num_tokens = jnp.sum(batch["labels"] != IGNORED)
         scale = 1 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
 
@@ -201,31 +181,66 @@ def make_train_step(
         value_and_gradients = jax.value_and_grad(loss_of, has_aux=True)
 
         def accumulate(total, part):
-            return jax.tree.map(jnp.add, total, value_and_gradients(state.params, part)), None
+            return jax.tree.map(jnp.add, total, value_and_gradients(params, part)), None
 
         if len(batch["labels"]) == 1:
             part = jax.tree.map(lambda a: a[0], batch)
-            (loss, sums), gradients = value_and_gradients(state.params, part)
+            (loss, sums), gradients = value_and_gradients(params, part)
         else:
             zero = jnp.zeros(())
             zeros = (zero, {"nll_sum": zero, "correct_sum": zero})
-            zeros = zeros, jax.tree.map(jnp.zeros_like, state.params)
+            zeros = zeros, jax.tree.map(jnp.zeros_like, params)
             ((loss, sums), gradients), _ = jax.lax.scan(accumulate, zeros, batch)
 
-        # optax mixes an int32 count with Python floats, which strict promotion forbids.
-        with jax.numpy_dtype_promotion("standard"):
-            updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-            learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
         metrics = {
             "loss": loss,
             "nll": sums["nll_sum"] * scale,
             "accuracy": sums["correct_sum"] * scale,
             "grad_norm": optax.tree.norm(gradients),
-            "lr": learning_rate,
             "num_tokens": num_tokens,
         }
-        params: Any = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return metrics, gradients
+
+    return gradients_of
+
+
+def make_train_step(
+    config: TrainConfig,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The step for batches `[A, B, S]`; see `make_gradients` for its loss, `train.guard` for skips.
+
+    The optimizer does not count skipped steps: they do not move the learning rate.
+    """
+    gradients_of = make_gradients(config)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    schedule = learning_rate_schedule(config.optimizer, config.steps)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        metrics, gradients = gradients_of(state.params, batch)
+        taken, guard = judge(
+            state.guard,
+            state.step,
+            metrics["loss"],
+            metrics["grad_norm"],
+            max_skipped_steps=config.max_skipped_steps,
+            spike_factor=config.skip_loss_spikes,
+        )
+        # optax mixes an int32 count with Python floats, which strict promotion forbids.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(
+                gradients, state.opt_state, state.params, taken=taken
+            )
+            learning_rate = jnp.asarray(schedule(state.step - state.guard.skipped), jnp.float32)
+        # A choice between the old value and the new one in the loop that writes one over the other
+        # costs no memory and no pass. The update waits for the norm, but so it does for clipping.
+        new: Any = optax.apply_updates(state.params, updates)
+        params = jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, state.params)
+        metrics |= {
+            "lr": learning_rate,
+            "skipped_steps": guard.skipped,
+            "skipped_in_a_row": guard.in_a_row,
+        }
+        return TrainState(state.step + 1, params, opt_state, guard), metrics
 
     return train_step
 

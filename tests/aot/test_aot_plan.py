@@ -17,7 +17,7 @@ SMALL = (
     "--preset llama3.2-1b --model.num-hidden-layers 2 --model.vocab-size 32000 "
     "--sequence-length 1024 --model.remat minimal"
 )
-# ms, benchmarks/results/train_step_kernels_llama3.2-1b_h100_202611.md
+# ms, benchmarks/results/train_step_mlp_kernels_llama3.2-1b_h100_202611.md
 MEASURED = {
     "scan-layers minimal": 280.6,
     "no-scan-layers minimal": 259.7,

@@ -177,9 +177,23 @@ def test_low_temperatures_approach_the_greedy_tokens():
     chex.assert_trees_all_equal(cold, generate(model, PROMPTS, max_new_tokens=NEW))
 
 
+def test_top_k_draws_from_the_likeliest():
+    model = make_model(vocab_size=16, num_hidden_layers=1)
+    prompts = jnp.full((500, 2), 3, jnp.int32)
+    options = {"max_new_tokens": 1, "temperature": 9.0, "key": jax.random.key(0)}
+    lengths = jnp.full((1,), 2, jnp.int32)
+    (logits,) = next_logits(*nnx.split(model), prompts[:1], lengths)
+    likeliest = set(np.argsort(logits)[-3:].tolist())
+    assert set(np.asarray(generate(model, prompts, top_k=3, **options)).flat) == likeliest
+    assert len(set(np.asarray(generate(model, prompts, **options)).flat)) > 10
+    every = generate(model, prompts, top_k=16, **options)
+    chex.assert_trees_all_equal(every, generate(model, prompts, **options))
+
+
 @pytest.mark.parametrize(
     "shape, kwargs, message",
     [
+        ((1, 4), {"top_k": 0}, r"top_k=0 must be between 1 and vocab_size=\d+"),
         ((1, 0), {}, r"prompts\.shape=\(1, 0\) .* must be at least 1"),
         ((1, 4), {"max_new_tokens": 0}, r"max_new_tokens=0 must be at least 1"),
         ((1, 4), {"temperature": -0.5}, r"temperature=-0\.5 must be 0, or positive with a key"),

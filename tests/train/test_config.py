@@ -5,8 +5,12 @@ import dataclasses
 import functools
 import io
 import json
+import os
 import re
+import shutil
+import sys
 import tempfile
+import types
 from pathlib import Path
 
 import jax
@@ -20,8 +24,10 @@ from models.llama import Llama, LlamaConfig
 from models.llama_hf import config_to_hf
 from models.rope import RopeParameters, rotary_cos_sin
 from models.sharding import make_mesh
+from tokenizer_files import write_byte_level
 from train.config import (
     PRESET_NAMES,
+    CheckpointConfig,
     DataConfig,
     MeshConfig,
     OptimizerConfig,
@@ -30,7 +36,8 @@ from train.config import (
     preset,
 )
 from train.data import Corpus
-from train.step import init_state, loss_sum, make_optimizer, model_graph
+from train.optimizers import make_optimizer
+from train.step import init_state, loss_sum, make_train_step, model_graph
 
 MODEL = dataclasses.replace(
     preset("demo").model,
@@ -71,6 +78,16 @@ def test_presets_are_what_the_command_line_makes_of_them(name):
 
 def test_the_preset_is_demo_unless_said():
     assert parse_command_line([]) == preset("demo")
+
+
+def test_text_of_ones_own():
+    flags = "--data.path a.txt b/ --data.weights 0.7 0.3 --data.tokenizer t --data.held-out-path c"
+    data = parse_command_line(flags.split()).data
+    assert data.path == (Path("a.txt"), Path("b"))
+    assert data.weights == (0.7, 0.3)
+    assert (data.tokenizer, data.held_out_path) == (Path("t"), (Path("c"),))
+    assert data.is_packed and preset("demo").data.is_packed
+    assert not preset("llama2-7b").data.is_packed
 
 
 def test_flags_override_the_preset():
@@ -140,18 +157,34 @@ def test_unknown_preset():
         ("data", {"sequence_length": 0}, "sequence_length=0"),
         ("data", {"batch_size": -1}, "batch_size=-1"),
         ("data", {"accumulation_steps": 0}, "accumulation_steps=0"),
+        ("data", {"held_out_fraction": 1.0}, r"held_out_fraction=1\.0 .*\[0, 1\)"),
+        ("data", {"path": (Path("a"),), "weights": (1.0, 2.0)}, "2 weights for 1 paths"),
+        ("data", {"path": (Path("a"),), "weights": (0.0,)}, r"weights=\(0\.0,\) .*positive"),
+        ("data", {"path": (Path("a"), Path("a"))}, "same file twice"),
+        ("data", {"tokenizer": Path("a")}, "tokenizer is for text of your own"),
+        ("data", {"held_out_path": (Path("a"),)}, "held_out_path is for text of your own"),
         ("optimizer", {"warmup_steps": -1}, "warmup_steps=-1"),
         ("optimizer", {"warmup_steps": 4}, "warmup_steps=4.*steps=4"),
         ("optimizer", {"clip_norm": -1.0}, r"clip_norm=-1\.0"),
         ("optimizer", {"decay_fraction": 1.5}, r"decay_fraction=1\.5"),
         ("optimizer", {"final_fraction": -0.5}, r"final_fraction=-0\.5"),
+        ("optimizer", {"name": "sgd", "b2": 0.9}, r"b2=0\.9 is not read by sgd"),
+        ("optimizer", {"name": "adafactor", "momentum_dtype": "float32"}, "not read by adafactor"),
+        ("checkpoint", {"every": -1}, "every=-1"),
+        ("checkpoint", {"keep": 0}, "keep=0"),
         ("mesh", {"data": 0}, "data=0"),
         ("mesh", {"fsdp": 0}, "fsdp=0"),
+        ("mesh", {"tensor": 0}, "tensor=0"),
         ("", {"steps": 0}, "steps=0"),
+        ("", {"max_skipped_steps": 0}, "max_skipped_steps=0"),
+        ("", {"skip_loss_spikes": -1.0}, r"skip_loss_spikes=-1\.0"),
         ("", {"eval_every": -1}, "eval_every=-1"),
         ("", {"eval_batches": 0}, "eval_batches=0"),
         ("", {"log_every": 0}, "log_every=0"),
         ("", {"sample_tokens": -1}, "sample_tokens=-1"),
+        ("", {"profile_steps": "2"}, "profile_steps='2' must name steps A:B"),
+        ("", {"profile_steps": "3:2"}, "1 <= A <= B <= 4"),
+        ("", {"profile_steps": "1:5"}, "profile_steps='1:5'"),
         # 1 + 4 + 28 tokens.
         ("", {"sample_tokens": 28}, "33 tokens.*max_position_embeddings=32"),
     ],
@@ -246,6 +279,12 @@ def abstract_state(model):
     return jax.eval_shape(lambda: init_state(config, mesh))
 
 
+def train_step(config):
+    batch = {name: jnp.zeros((1, 8, 8), jnp.int32) for name in ("tokens", "labels")}
+    with jax.numpy_dtype_promotion("standard"):
+        return program(make_train_step(config), abstract_state(config.model), batch)
+
+
 def initial_parameters(config):
     return program(lambda: init_state(config, make_mesh(data=8, fsdp=1)).params)
 
@@ -259,7 +298,9 @@ def run(config):
     def compile_nothing(config, mesh, state, train_data, held_out):
         def train_step(state, batch):
             seen.append((dict(mesh.shape), np.asarray(batch["tokens"]).tolist()))
-            return state, {name: np.float32(1) for name in metrics_of_a_step}
+            values = {name: np.float32(1) for name in metrics_of_a_step}
+            none = {name: np.int32(0) for name in ("skipped_steps", "skipped_in_a_row")}
+            return state, values | none
 
         def eval_step(params, batch):
             seen.append(np.asarray(batch["tokens"]).tolist())
@@ -277,6 +318,17 @@ def run(config):
         return "report.html"
 
     zeros = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), abstract_state(config.model))
+
+    def first_state(config, mesh):
+        seen.append(config.init_from)
+        return zeros
+
+    def start_tracker(*args, **options):
+        seen.append(f"{sorted(options)} {options.get('project')}")
+        ignore = lambda *args, **options: None
+        return types.SimpleNamespace(add_scalar=ignore, close=ignore, log=ignore, finish=ignore)
+
+    tracker = types.SimpleNamespace(SummaryWriter=start_tracker, init=start_tracker)
     corpus = Corpus({f"{i}.py": bytes([i]) * 50 for i in range(200)})
     printed = io.StringIO()
     with (
@@ -285,19 +337,48 @@ def run(config):
         contextlib.redirect_stdout(printed),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(train.loop, "init_state", lambda config, mesh: zeros)
         patch.setattr(train.loop, "_compile", compile_nothing)
         patch.setattr(train.loop, "generate", generate)
+        patch.setattr(train.loop, "_first_state", first_state)
+        patch.setattr(train.loop, "write_hlo", lambda folder, *_: seen.append(folder.name))
+        patch.setattr(train.loop, "memory_report", lambda compiled: "")
+        patch.setattr(jax.profiler, "start_trace", lambda folder: seen.append("trace"))
+        patch.setattr(jax.profiler, "stop_trace", lambda: seen.append("end of trace"))
+        for name in ("tensorboardX", "wandb"):
+            patch.setitem(sys.modules, name, tracker)
         patch.setattr(train.loop, "save_pretrained", lambda model, path: seen.append(path.name))
         patch.setattr(train.loop.report, "write_report", write_report)
         patch.setattr(train.loop.data, "stdlib_corpus", lambda: corpus)
         run_dir = train.loop.run(config)
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        seen.append(sorted(path.name for path in run_dir.glob("checkpoints/*")))
     rows = [
         {key: value for key, value in json.loads(line).items() if not key.endswith("_s")}
         for line in lines
     ]
     return [str(run_dir), seen, rows, re.sub(r"eta \S+|\S+ tok/s", "", printed.getvalue())]
+
+
+# Text for the fields of `DataConfig`.
+FILES = Path(tempfile.gettempdir()) / f"test_config_{os.getpid()}"
+FROM_FILE = {"path": (FILES / "a.jsonl",), "cache_dir": Path("cache")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def files():
+    FILES.mkdir()
+    for name in ("a", "b"):
+        records = [{"text": f"{name} the fox {i}", "other": f"{i} {name}"} for i in range(200)]
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (FILES / f"{name}.jsonl").write_text(lines)
+    # As uint32 these are the same without the zeros.
+    documents = [np.array([first, *range(40), 257], "<u4") for first in range(100)]
+    np.concatenate(documents).tofile(FILES / "tokens.bin")
+    write_byte_level(FILES / "tokenizer.json")
+    (FILES / "model").mkdir()
+    (FILES / "model" / "config.json").write_text(json.dumps(config_to_hf(MODEL)))
+    yield
+    shutil.rmtree(FILES)
 
 
 ROPE = {
@@ -328,6 +409,7 @@ PARTS = {
     DataConfig: "data",
     OptimizerConfig: "optimizer",
     MeshConfig: "mesh",
+    CheckpointConfig: "checkpoint",
     LlamaConfig: "model",
     RopeParameters: "model.rope_parameters",
 }
@@ -337,23 +419,41 @@ FIELDS = {
     TrainConfig: {
         "name": ("other", run),
         "runs_dir": (Path("elsewhere"), run),
+        "init_from": (FILES / "model", run),
         "steps": (6, run),
         "seed": (1, initial_parameters),
         "z_loss": (0.1, loss),
+        "max_skipped_steps": (5, train_step),
+        "skip_loss_spikes": (6.0, train_step),
         "eval_every": (3, run),
         "eval_batches": (1, run),
         "log_every": (1, run),
         "sample_prompt": ("class", run),
         "sample_tokens": (5, run),
         "save": (False, run),
+        "tensorboard": (True, run),
+        "wandb": ("project", run),
+        "profile_steps": ("2:3", run),
+        "dump_hlo": (True, run),
     },
     DataConfig: {
         "source": ("synthetic", run),
+        "path": ((FILES / "b.jsonl",), run, FROM_FILE),
+        "weights": ((9.0, 1.0), run, FROM_FILE | {"path": (FILES / "a.jsonl", FILES / "b.jsonl")}),
+        "tokenizer": (FILES / "tokenizer.json", run, FROM_FILE),
+        "bos_token": ("", run, FROM_FILE | {"tokenizer": FILES / "tokenizer.json"}),
+        "eos_token": ("t", run, FROM_FILE | {"tokenizer": FILES / "tokenizer.json"}),
+        "text_field": ("other", run, FROM_FILE),
+        "token_dtype": ("uint32", run, FROM_FILE | {"path": (FILES / "tokens.bin",)}),
+        "held_out_fraction": (0.5, run, FROM_FILE),
+        "held_out_path": ((FILES / "b.jsonl",), run, FROM_FILE),
+        "cache_dir": (Path("elsewhere"), run, FROM_FILE),
         "sequence_length": (4, run),
         "batch_size": (16, run),
         "accumulation_steps": (2, run),
     },
     OptimizerConfig: {
+        "name": ("sgd", update),
         "learning_rate": (0.1, update),
         "schedule": ("wsd", update),
         "warmup_steps": (1, update),
@@ -364,8 +464,10 @@ FIELDS = {
         "eps": (0.1, update),
         "weight_decay": (0.2, update),
         "clip_norm": (0.5, update),
+        "momentum_dtype": ("bfloat16", update),
     },
-    MeshConfig: {"data": (2, ValueError), "fsdp": (2, run)},
+    MeshConfig: {"data": (2, ValueError), "fsdp": (2, run), "tensor": (2, run)},
+    CheckpointConfig: {"every": (2, run), "keep": (1, run, CheckpointConfig(every=1))},
     LlamaConfig: {
         "vocab_size": (384, model),
         "hidden_size": (32, model),
@@ -454,9 +556,11 @@ def test_the_seed_orders_the_data_and_draws_the_sample():
     _, other, _, _ = run(dataclasses.replace(CONFIG, seed=1))
     assert len(seen) == len(other)
     differ = [a != b for a, b in zip(seen, other, strict=True)]
-    # Three evaluations of two batches around four steps, the model, two samples, the report.
-    held_out, step = [False, False], [True]
+    # The first state, three evaluations of two batches and a sample around four steps, the model,
+    # two samples, the report, the checkpoints.
+    held_out, step = [False, False, True], [True]
     assert differ == [
+        False,
         *held_out,
         *step * 2,
         *held_out,
@@ -464,5 +568,6 @@ def test_the_seed_orders_the_data_and_draws_the_sample():
         *held_out,
         False,
         *step * 2,
+        False,
         False,
     ]

@@ -142,7 +142,7 @@ def test_losses_are_those_of_a_plain_implementation():
     leaves, _ = jax.tree_util.tree_flatten_with_path(state.params)
     params = {".".join(parameter_path(path)): np.asarray(leaf) for path, leaf in leaves}
     dataset = PackedDataset.from_documents(stdlib_corpus().train, sequence_length=LENGTH)
-    batches = [dataset.batch(step, batch_size=ROWS, seed=0) for step in range(STEPS)]
+    batches = [dataset.batch(step, batch_size=ROWS, seed=3) for step in range(STEPS)]
 
     exact = plain_run(params, batches, "float64")
     rounding = np.abs(plain_run(params, batches, "float32") - exact)
@@ -151,7 +151,7 @@ def test_losses_are_those_of_a_plain_implementation():
     # Adam amplifies the rounding of small gradients and training the difference between two runs,
     # so the yardstick is how far the plain run itself strays from float64 up to each step. Two
     # float32 runs stray by different random amounts: ours by 0.8 to 3.1 times the plain one's at
-    # four settings of learning rate and eps; here by 1.1 times, to 3e-6. The second term is four
+    # four settings of learning rate and eps; here by 1.2 times, to 1e-6. The second term is four
     # units in the last place of the first losses.
     allowed = 4 * np.maximum.accumulate(rounding) + 4 * np.spacing(np.float32(exact[0]))
     worst = np.argmax(error / allowed)

@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import chex
 import numpy as np
@@ -18,6 +19,7 @@ import pytest
 from train.data import (
     BOS,
     BYTE_VOCAB_SIZE,
+    BYTES,
     EOS,
     IGNORED,
     Corpus,
@@ -29,6 +31,7 @@ from train.data import (
     prefetch,
     read_corpus,
     stdlib_corpus,
+    timed,
 )
 
 
@@ -111,9 +114,12 @@ def test_every_token_but_bos_is_predicted_once():
 def test_held_out_limit_counts_batches():
     dataset = PackedDataset.from_documents(make_documents(), sequence_length=16)
     everything = list(dataset.eval_batches(3))
-    chex.assert_trees_all_equal(list(dataset.eval_batches(3, 2)), everything[:2])
     assert list(dataset.eval_batches(3, 0)) == []
-    assert len(list(dataset.eval_batches(3, 10**6))) == len(everything)
+    chex.assert_trees_all_equal(list(dataset.eval_batches(3, 10**6)), everything)
+    # Six rows of 40, at equal distances.
+    assert dataset.num_rows == 40
+    spread = [dataset.expand(np.array(rows)) for rows in ([0, 6, 13], [20, 26, 33])]
+    chex.assert_trees_all_equal(list(dataset.eval_batches(3, 2)), spread)
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 13])
@@ -136,7 +142,7 @@ def test_an_epoch_visits_every_row_once_and_batches_cross_epochs(batch_size):
 
 def test_a_batch_depends_on_seed_and_step_alone():
     documents = make_documents(40)
-    kwargs = {"batch_size": 4, "seed": 7}
+    kwargs: Any = {"batch_size": 4, "seed": 7}
     dataset = PackedDataset.from_documents(documents, sequence_length=11)
     forward = {step: dataset.batch(step, **kwargs) for step in range(30)}
     again = PackedDataset.from_documents(documents, sequence_length=11)
@@ -162,7 +168,7 @@ def test_the_epoch_order_is_pinned():
     tokens = np.concatenate([np.arange(9), np.arange(9)]).astype(np.uint16)
     dataset = PackedDataset(tokens, np.array([0]), 2)
     batch = dataset.batch(0, batch_size=8, seed=0)
-    assert batch["tokens"][:, 0].tolist() == [0, 4, 2, 1, 8, 6, 3, 5]
+    assert batch["tokens"][:, 0].tolist() == [2, 0, 5, 4, 3, 6, 8, 1]
 
 
 def test_a_caller_cannot_disturb_later_batches():
@@ -225,14 +231,15 @@ def test_any_vocabulary_fits_the_stream():
 
 def test_predicted_bytes_counts_neither_eos_nor_ignored_labels():
     labels = np.array([[0, 255, BOS, EOS], [IGNORED, IGNORED, 65, EOS]], np.int32)
-    assert predicted_bytes({"labels": labels}) == 3
+    assert predicted_bytes({"labels": labels}, BYTES.token_bytes) == 3
 
 
 def test_predicted_bytes_of_a_corpus_are_its_bytes():
     documents = make_documents()
     num_bytes = sum(len(document) - 2 for document in documents)
     dataset = PackedDataset.from_documents(documents, sequence_length=5)
-    assert sum(map(predicted_bytes, dataset.eval_batches(5))) == num_bytes
+    batches = dataset.eval_batches(5)
+    assert sum(predicted_bytes(batch, dataset.token_bytes) for batch in batches) == num_bytes
 
 
 def test_encode_and_decode():
@@ -405,6 +412,20 @@ def test_prefetch_stops_when_the_consumer_leaves_early(num_taken, ending):
         with prefetch(numbers, 1) as items:
             assert [next(items) for _ in range(num_taken)] == list(range(num_taken))
     assert num_prefetch_threads() == 0
+
+
+def test_what_was_waited_for():
+    def slow():
+        yield 1
+        time.sleep(0.1)
+        yield 2
+
+    (first, one), (second, two) = timed(slow())
+    assert (one, two) == (1, 2)
+    assert 0 <= first < 0.1 <= second < 5
+    assert list(timed([])) == []
+    with prefetch(lambda: range(3)) as items:
+        assert [item for _, item in timed(items)] == [0, 1, 2]
 
 
 def test_prefetch_stops_when_the_consumer_fails():

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import chex
@@ -20,8 +21,10 @@ import train.loop
 from models.llama_hf import load_pretrained
 from models.sampling import generate
 from models.sharding import make_mesh
+from tokenizer_files import write_byte_level
 from train import data
 from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, preset
+from train.guard import initial_guard
 from train.loop import memory_report, run
 from train.report import load_metrics
 from train.step import TrainState, init_state, make_train_step, model_graph
@@ -118,6 +121,7 @@ def test_files_of_a_run(finished):
     assert names == {
         "config.json",
         "metrics.jsonl",
+        "samples.jsonl",
         "loss.png",
         "report.html",
         "model/config.json",
@@ -144,10 +148,11 @@ def test_one_row_a_step_and_the_held_out_rows_between(finished):
             want |= {"val_loss", "val_accuracy", "val_bpb"}
         else:
             want |= {"loss", "nll", "accuracy", "lr", "grad_norm", "tokens", "tokens_per_s"}
-            want |= {"mfu", "step_time_s"}
+            want |= {"mfu", "step_time_s", "skipped_steps", "data_wait_s"}
             assert row["tokens"] == row["step"] * 2 * 8 * 32
             assert row["mfu"] is None  # of a CPU, whose peak is not known
             assert (row["tokens_per_s"] is None) == (row["step"] == 1)
+            assert 0 <= row["data_wait_s"] < 10
         assert set(row) - {"memory_gib", "peak_memory_gib"} == want
     elapsed = [row["elapsed_s"] for row in rows]
     assert elapsed == sorted(elapsed)
@@ -268,6 +273,46 @@ def test_synthetic_tokens(tmp_path):
         assert row["loss"] == pytest.approx(math.log(100), rel=0.05)
 
 
+def test_text_of_ones_own(tmp_path, capsys):
+    """Its tokenizer makes the prompt, reads the sample and counts the bytes."""
+    text = tmp_path / "text.jsonl"
+    pairs = [{"prompt": f"{i} = ", "completion": f"the fox {i}"} for i in range(300)]
+    lines = [{"text": f"the quick brown fox jumps over {i}\n"} for i in range(300)]
+    text.write_text("".join(json.dumps(record) + "\n" for record in pairs + lines))
+    config = dataclasses.replace(
+        SMALL,
+        runs_dir=tmp_path,
+        model=dataclasses.replace(CONFIG.model, num_hidden_layers=1),
+        data=DataConfig(
+            source="stdlib",
+            path=(text,),
+            tokenizer=write_byte_level(tmp_path / "tokenizer.json"),
+            cache_dir=tmp_path / "cache",
+            sequence_length=16,
+            batch_size=8,
+        ),
+        steps=2,
+        eval_every=1,
+        sample_prompt="the fox",
+        sample_tokens=3,
+    )
+    folder = run(config)
+    rows = rows_of(folder)
+    tokenizer = data.load_tokenizer(config.data)
+    _, held_out, fingerprint = data.open_files(config.data, vocab_size=320, evaluates=True)
+    assert json.loads((folder / "config.json").read_text())["data"] == fingerprint
+    assert held_out is not None
+    labels = np.stack([batch["labels"] for batch in held_out.eval_batches(8, 3)])
+    predicted = labels[labels != -100]
+    num_bytes = sum(len(tokenizer.decode([token]).encode()) for token in predicted)
+    assert num_bytes > 1.5 * len(predicted)
+    for row in rows:
+        if "val_loss" in row:
+            bpb = row["val_loss"] * len(predicted) / num_bytes / math.log(2)
+            assert row["val_bpb"] == pytest.approx(bpb, rel=1e-6)
+    assert "\nthe fox" in capsys.readouterr().out
+
+
 # What goes wrong
 
 
@@ -286,6 +331,8 @@ def no_compilation(monkeypatch):
         ("data", {"batch_size": 12}, "batch_size=12 .* 8 devices"),
         ("mesh", {"fsdp": 3}, "data=2 times fsdp=3 .* 8"),
         ("mesh", {"fsdp": 16}, "fsdp=16"),
+        ("mesh", {"tensor": 2}, "tensor=2 does not divide num_key_value_heads=1"),
+        ("mesh", {"tensor": 3}, "fsdp=2 times tensor=3 must be .* 8"),
         ("data", {"sequence_length": 5000}, "do not fill one row of .*5000"),
     ],
 )
@@ -311,12 +358,14 @@ def fake_steps(monkeypatch):
             "nll": np.float32(loss),
             "accuracy": np.float32(0.5),
             "grad_norm": np.float32(loss),
+            "skipped_steps": np.int32(0),
+            "skipped_in_a_row": np.int32(0),
         }
 
         def compile_nothing(*args):
             return lambda state, batch: (state, values(train_step(next(steps)))), None
 
-        state = TrainState(0, nnx.State({}), ())
+        state = TrainState(0, nnx.State({}), (), initial_guard())
         monkeypatch.setattr(train.loop, "init_state", lambda *args: state)
         monkeypatch.setattr(train.loop, "_compile", compile_nothing)
         monkeypatch.setattr(train.loop, "_finish", lambda *args: None)
@@ -352,11 +401,41 @@ def test_an_interrupted_run_leaves_its_rows_and_no_thread(error, tmp_path, fake_
     assert [row["step"] for row in load_metrics(tmp_path / "tiny").train] == [1, 2]
 
 
+def test_held_out_rows_of_prompts_alone_are_an_error(tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"prompt": "long " * 500, "completion": "x"}) + "\n")
+    options = {"source": "stdlib", "path": (text,), "cache_dir": tmp_path / "cache"}
+    config = DataConfig(**options, held_out_path=(text,), sequence_length=32, batch_size=8)
+    _, held_out, _ = data.open_files(config, vocab_size=320, evaluates=True)
+    assert held_out is not None
+    config = dataclasses.replace(SMALL, data=config, eval_batches=1)
+    with pytest.raises(data.DataError, match="the 1 held-out batches hold prompts alone; use"):
+        train.loop._held_out_loss(
+            config, make_mesh(data=4, fsdp=2), lambda *args: {}, nnx.State({}), held_out
+        )
+
+
 def test_a_loss_that_is_not_finite_is_recorded(tmp_path, fake_steps):
     fake_steps(lambda step: math.nan if step == 2 else 1.0)
     folder = run(dataclasses.replace(SMALL, runs_dir=tmp_path))
     losses = [row["loss"] for row in load_metrics(folder).train]
     np.testing.assert_array_equal(losses, [1, math.nan, 1, 1, 1])
+
+
+def test_waiting_for_a_batch_is_told(tmp_path, fake_steps, monkeypatch):
+    fake_steps(float)
+    batch = data.PackedDataset.batch
+
+    def slow(self, step, **options):
+        time.sleep(0.3 if step == 3 else 0)
+        return batch(self, step, **options)
+
+    monkeypatch.setattr(data.PackedDataset, "batch", slow)
+    waits = [
+        row["data_wait_s"] for row in rows_of(run(dataclasses.replace(SMALL, runs_dir=tmp_path)))
+    ]
+    assert len(waits) == 5
+    assert max(waits[:3] + waits[4:]) < 0.2 < waits[3] < 5
 
 
 def test_a_step_is_logged_after_the_next_is_dispatched(tmp_path, fake_steps, monkeypatch):

@@ -458,6 +458,7 @@ def test_command_keeps_what_the_user_fixed(command):
         ("--device h100 --num-devices 0", 2, "--num-devices 0"),
         ("--device h100 --memory-gib -1", 2, "--memory-gib -1"),
         ("--device h100 --num-devices 8 --batch-size 4", 2, "multiple of the 8 devices"),
+        ("--device h100 --num-devices 8 --mesh.tensor 2", 2, "plans are for mesh.tensor=1"),
         ("--device h100 --steps many", 2, "--steps"),
         ("--device h100 --memory-gib 1", 1, "nothing fits"),
     ],

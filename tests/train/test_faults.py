@@ -1,0 +1,48 @@
+"""A run that is killed again and again ends as one that is not; see `benchmarks.faults`."""
+
+import json
+
+import jax
+import pytest
+
+import train.loop
+from benchmarks import faults
+from train.checkpoint import Checkpoints
+from train.config import parse_command_line
+from train.step import init_state
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_compilation():
+    """These programs run for milliseconds and compile for seconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_killed_runs_end_as_whole_ones(tmp_path, monkeypatch):
+    """Programs are compiled as in the other tests of the loop: fast and not optimized."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    *kills, end = faults.kill_and_compare(tmp_path, 4, seed=0)
+    assert len(kills) == 4
+    assert "2 SIGTERM, 2 SIGKILL" in end
+
+
+@pytest.mark.parametrize(
+    ("seed", "loss", "message"),
+    [(1, 1.0, "Arrays are not equal"), (0, 2.0, r"'loss': 2\.0} in place of .*'loss': 1\.0")],
+)
+def test_runs_that_end_differently_are_told_apart(seed, loss, message, tmp_path):
+    arguments = {}
+    for name, seed_of, loss_of in (("whole", 0, 1.0), ("killed", seed, loss)):
+        flags = [f"--name={name}", f"--runs-dir={tmp_path}", f"--seed={seed_of}", "--steps=3"]
+        arguments[name] = [*faults.SETTINGS, *flags]
+        config = parse_command_line(arguments[name])
+        mesh = train.loop.mesh_of(config)
+        with Checkpoints(tmp_path / name / "checkpoints", keep=1) as checkpoints:
+            checkpoints.save(3, init_state(config, mesh), val_loss=None)
+        row = {"step": 3, "loss": loss_of, "elapsed_s": len(name)}
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(AssertionError, match=message):
+        faults.compare(tmp_path, arguments)

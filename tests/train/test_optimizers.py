@@ -1,0 +1,266 @@
+"""Every optimizer trains, skips steps to the bit, and lies beside the parameters."""
+
+import dataclasses
+import math
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from models.sharding import make_mesh, parameter_path
+from train.config import DataConfig, OptimizerConfig, TrainConfig, preset
+from train.optimizers import make_optimizer
+from train.step import abstract_state, init_state, make_train_step
+
+CONFIG = TrainConfig(
+    name="tiny",
+    model=dataclasses.replace(
+        preset("demo").model,
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=64,
+        dtype="float32",
+    ),
+    data=DataConfig(source="synthetic", sequence_length=16, batch_size=8),
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="wsd"),
+    steps=100,
+    eval_every=0,
+    sample_tokens=0,
+    save=False,
+)
+RATES = {"adamw": 1e-2, "lion": 2e-3, "adafactor": 1e-2, "muon": 1e-2, "sgd": 1.0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_compilation():
+    """These programs run for milliseconds and compile for seconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def config_of(name, **changes):
+    optimizer = dataclasses.replace(
+        CONFIG.optimizer, name=name, learning_rate=RATES[name], **changes
+    )
+    return dataclasses.replace(CONFIG, optimizer=optimizer)
+
+
+def one_device():
+    return make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
+
+
+def batch_of(seed=0):
+    tokens = np.random.default_rng(seed).integers(64, size=(1, 8, 16), dtype=np.int32)
+    return {"tokens": jnp.asarray(tokens), "labels": jnp.asarray(tokens)}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_it_trains_and_skips_what_is_not_finite(name):
+    config = config_of(name)
+    step = jax.jit(make_train_step(config))
+    state = init_state(config, one_device())
+    losses = []
+    for _ in range(20):
+        state, metrics = step(state, batch_of())
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.9 * losses[0]
+
+    in_norm = lambda path: parameter_path(path) == ("norm", "weight")
+    poison = lambda path, a: a.at[3].set(jnp.nan) if in_norm(path) else a
+    params = jax.tree_util.tree_map_with_path(poison, state.params)
+    before = dataclasses.replace(state, params=params)
+    after, metrics = step(before, batch_of())
+    assert not math.isfinite(metrics["grad_norm"])
+    chex.assert_trees_all_equal(after.params, before.params)
+    chex.assert_trees_all_equal(after.opt_state, before.opt_state)
+    assert int(metrics["skipped_steps"]) == 1
+
+    # Then all goes on as if the step had not been.
+    after, metrics = step(dataclasses.replace(after, params=state.params), batch_of(1))
+    other, expected = step(state, batch_of(1))
+    chex.assert_trees_all_equal(after.params, other.params)
+    chex.assert_trees_all_equal(after.opt_state, other.opt_state)
+    assert metrics["lr"] == expected["lr"]
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_a_skip_takes_at_most_the_state_once_more(name):
+    """In temporaries of the compiled update; nothing for AdamW."""
+    optimizer = make_optimizer(OptimizerConfig(name=name), steps=1000)
+    params = {"layers": {"kernel": jnp.zeros((2, 512, 256))}, "weight": jnp.zeros(4096)}
+    state = optimizer.init(params)
+
+    def update(params, state, gradients, taken):
+        updates, state = optimizer.update(gradients, state, params, taken=taken)
+        new = optax.apply_updates(params, updates)
+        return jax.tree.map(lambda n, o: jnp.where(taken, n, o), new, params), state
+
+    def temporaries(taken):
+        step = lambda params, state, gradients, skips: update(
+            params, state, gradients, taken or ~skips
+        )
+        args = params, state, params, jnp.zeros((), bool)
+        with jax.numpy_dtype_promotion("standard"):
+            compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
+
+    jax.config.update("jax_disable_most_optimizations", False)
+    extra = temporaries(None) - temporaries(True)
+    jax.config.update("jax_disable_most_optimizations", True)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert extra <= (0 if name == "adamw" else size) + 1024
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_the_state_lies_beside_the_parameters(name):
+    """Of those whose state is more than moments of the shapes of the parameters."""
+    mesh = make_mesh(data=2, fsdp=4)
+    state = abstract_state(config_of(name), mesh)
+    shards = {
+        parameter_path(path)[-4:]: (leaf.shape, leaf.sharding.shard_shape(leaf.shape))
+        for path, leaf in jax.tree.leaves_with_path(state.opt_state)
+        if leaf.ndim
+    }
+    if name == "muon":
+        assert shards["layers", "mlp", "up_proj", "kernel"] == ((2, 16, 32), (2, 4, 32))
+        assert shards["adam", "embed_tokens", "embedding"] == ((64, 16), (64, 4))
+    else:
+        assert shards["embed_tokens", "embedding"] == ((64, 16), (64, 4))
+        assert all(whole == part for whole, part in shards.values() if len(whole) < 2)
+
+
+# The formulas
+
+PARAMS = {
+    "layers": {"kernel": np.random.default_rng(0).normal(size=(2, 6, 4))},
+    "weight": np.ones(3),
+}
+GRADIENTS = [
+    jax.tree.map(lambda p, seed=seed: np.random.default_rng(seed).normal(size=p.shape), PARAMS)
+    for seed in (1, 2)
+]
+
+
+def updates_of(config, gradients=GRADIENTS):
+    """Of float32 parameters, at each of the gradients; the parameters stay."""
+    single = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), tree)
+    optimizer = make_optimizer(config, steps=10)
+    state = optimizer.init(single(PARAMS))
+    found = []
+    with jax.numpy_dtype_promotion("standard"):
+        for gradient in gradients:
+            updates, state = optimizer.update(single(gradient), state, single(PARAMS))
+            found.append(updates)
+    return found
+
+
+def formula(name, **changes):
+    fixed: dict[str, Any] = {"learning_rate": 0.5, "warmup_steps": 0, "schedule": "wsd"}
+    return OptimizerConfig(**{"name": name, "clip_norm": 0.0, **fixed, **changes})
+
+
+def test_lion_is_its_formula():
+    """https://arxiv.org/abs/2302.06675, algorithm 2."""
+    first, second = GRADIENTS
+    _, got = updates_of(formula("lion", weight_decay=0.2))
+    direction = lambda g0, g1: np.sign(0.9 * 0.01 * g0 + 0.1 * g1)
+    want = jax.tree.map(direction, first, second)
+    kernel = -0.5 * (want["layers"]["kernel"] + 0.2 * PARAMS["layers"]["kernel"])
+    np.testing.assert_allclose(got["layers"]["kernel"], kernel, rtol=1e-5)
+    np.testing.assert_allclose(got["weight"], -0.5 * want["weight"], rtol=1e-6)
+
+
+def test_sgd_is_its_formula():
+    first, second = GRADIENTS
+    _, got = updates_of(formula("sgd", b1=0.8, weight_decay=0.2))
+    want = jax.tree.map(lambda g0, g1: -0.5 * (0.8 * g0 + g1), first, second)
+    kernel = want["layers"]["kernel"] - 0.1 * PARAMS["layers"]["kernel"]
+    np.testing.assert_allclose(got["layers"]["kernel"], kernel, rtol=1e-5)
+    np.testing.assert_allclose(got["weight"], want["weight"], rtol=1e-6)
+
+
+def test_adafactor_normalizes_and_keeps_hardly_anything():
+    got, _ = updates_of(formula("adafactor", weight_decay=0.0))
+    want = jax.tree.map(lambda g: -0.5 * np.sign(g), GRADIENTS[0])
+    chex.assert_trees_all_close(got, want, atol=1e-4)
+    big = {"kernel": jnp.zeros((2, 256, 512))}
+    state = make_optimizer(formula("adafactor"), steps=10).init(big)
+    assert sum(leaf.size for leaf in jax.tree.leaves(state)) < 2 * (256 + 512) + 10
+
+
+def test_muon_makes_matrices_of_layers_orthogonal_and_leaves_the_rest_to_adam():
+    got, _ = updates_of(formula("muon", weight_decay=0.0))
+    scale = 0.5 * 0.2 * math.sqrt(6)
+    for layer in range(2):
+        values = np.linalg.svd(got["layers"]["kernel"][layer], compute_uv=False) / scale
+        assert np.all((values > 0.5) & (values < 1.5)), values
+        along = np.asarray(got["layers"]["kernel"]) * GRADIENTS[0]["layers"]["kernel"]
+        assert np.sum(along[layer]) < 0
+    # With Nesterov's momentum, at the first step.
+    size = 0.5 * (0.9 * 0.1 / (1 - 0.9**2) + 1)
+    np.testing.assert_allclose(got["weight"], -size * np.sign(GRADIENTS[0]["weight"]), rtol=1e-4)
+    decayed, _ = updates_of(formula("muon", weight_decay=0.3))
+    chex.assert_trees_all_equal(decayed["weight"], got["weight"])
+    decay = decayed["layers"]["kernel"] - got["layers"]["kernel"]
+    np.testing.assert_allclose(decay, -0.15 * PARAMS["layers"]["kernel"], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "sgd"])
+def test_momentum_in_bfloat16(name):
+    """It is stored rounded; the updates are nearly the same."""
+    config = formula(name, momentum_dtype="bfloat16")
+    params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), PARAMS)
+    dtypes = lambda config: {
+        leaf.dtype.name
+        for leaf in jax.tree.leaves(make_optimizer(config, steps=10).init(params))
+        if leaf.ndim > 1
+    }
+    assert "bfloat16" in dtypes(config) and dtypes(formula(name)) == {"float32"}
+    if name != "lion":  # whose sign turns where the momentum is near 0
+        chex.assert_trees_all_close(updates_of(config), updates_of(formula(name)), atol=0.05)
+
+
+def test_bfloat16_parameters_lose_updates_below_half_an_ulp():
+    """Between 0.5 and 1 an ulp of bfloat16 is 2**-8, which swallows each of a thousand 1e-3."""
+    optimizer = optax.sgd(1e-3)
+
+    def after_a_thousand(dtype):
+        param: Any = jnp.ones((), dtype)
+        state = optimizer.init(param)
+        for _ in range(1000):
+            updates, state = optimizer.update(jnp.ones((), dtype), state)
+            param = optax.apply_updates(param, updates)
+        return float(param)
+
+    assert after_a_thousand(jnp.bfloat16) == 1.0
+    assert after_a_thousand(jnp.float32) == pytest.approx(0.0, abs=1e-4)
+
+
+def test_norms_with_bfloat16_parameters_do_not_move():
+    """Their weights begin at 1, and AdamW moves them by about the learning rate."""
+    optimizer: Any = make_optimizer(formula("adamw", learning_rate=1e-3), steps=10)
+    moved = {}
+    for dtype in ("float32", "bfloat16"):
+        params: Any = {"norm": {"weight": jnp.ones(8, dtype)}}
+        state = optimizer.init(params)
+        for seed in range(5):
+            gradient = np.random.default_rng(seed).normal(1, 0.1, size=8)
+            gradients = {"norm": {"weight": jnp.asarray(gradient, dtype)}}
+            with jax.numpy_dtype_promotion("standard"):
+                updates, state = optimizer.update(gradients, state, params)
+            assert np.all(np.asarray(updates["norm"]["weight"], np.float32) < -5e-4)
+            params = jax.tree.map(jnp.add, params, updates)
+        moved[dtype] = bool(jnp.any(params["norm"]["weight"] != 1))
+    assert moved == {"float32": True, "bfloat16": False}

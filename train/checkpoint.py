@@ -1,0 +1,321 @@
+"""Checkpoints of a run: written by Orbax while training goes on, checked when they are read.
+
+A checkpoint is a folder named by its step. Orbax copies the arrays to the host, writes them from
+there under another name, and renames the folder when all is written: one killed while it saves
+leaves no half checkpoint. That says nothing about what the disk does to the files later, so each
+array is stored with a checksum of its values, taken on the devices before the copy and compared
+after reading. Values have no layout: a checkpoint can be read on another mesh.
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import absl.logging
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from flax import nnx
+from jaxtyping import Array, Shaped, UInt32
+from orbax.checkpoint import checkpoint_managers
+
+from train.config import TrainConfig
+from train.faults import RunError
+from train.metrics import jsonable
+from train.step import TrainState
+
+# What a run may be gone on with: it changes what is shown or kept, or where it runs, but not what
+# is trained. Another mesh or policy changes the rounding of the steps that follow.
+MAY_CHANGE = (
+    "name",
+    "runs_dir",
+    "mesh",
+    "checkpoint",
+    "model.remat",
+    "data.cache_dir",
+    "max_skipped_steps",
+    "log_every",
+    "sample_prompt",
+    "sample_tokens",
+    "save",
+    "tensorboard",
+    "wandb",
+    "profile_steps",
+    "dump_hlo",
+)
+
+
+def check_config(run_dir: Path, config: TrainConfig, data: Mapping[str, Any]) -> None:
+    """Whether `config` and `data` may go on with the run in `run_dir`; one without config.json may.
+
+    Args:
+      run_dir: of the run; need not exist.
+      config: of the run to be started.
+      data: what identifies its corpus.
+
+    Raises:
+      RunError: the run there has no checkpoints, or differs in more than `MAY_CHANGE`.
+    """
+    path = run_dir / "config.json"
+    if not path.exists():
+        return
+    content = json.loads(path.read_text())
+    if not content["config"].get("checkpoint", {}).get("every"):
+        raise RunError(f"{run_dir} is a run without checkpoints; choose another --name")
+    old = _flat(content["config"] | {"corpus": content["data"]})
+    new = _flat(jsonable(config) | {"corpus": jsonable(data)})
+    differences = [
+        f"{name} {old.get(name)!r}, now {new.get(name)!r}"
+        for name in sorted(old | new)
+        if old.get(name) != new.get(name)
+        and not any(f"{name}.".startswith(f"{exempt}.") for exempt in MAY_CHANGE)
+    ]
+    if differences:
+        raise RunError(
+            f"{run_dir} was started with {'; '.join(differences)}. Go on with the old values, "
+            f"choose another --name, or, to go on with the new ones, write them into {path}"
+        )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in tree.items():
+        flat |= (
+            _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        )
+    return flat
+
+
+class Checkpoints:
+    """The checkpoints in a folder; a context manager, which waits for the save under way.
+
+    Raises:
+      RunError: another process has the folder open.
+    """
+
+    def __init__(self, folder: Path, *, keep: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        # Released by the system however the process ends.
+        self._lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"another process is training in {folder.parent}") from None
+        # Orbax logs the traceback of a save that failed, besides raising it.
+        absl.logging.set_verbosity(absl.logging.FATAL)
+        val_loss = lambda metrics: (metrics or {}).get("val_loss", math.inf)
+        policies = [
+            checkpoint_managers.LatestN(keep),
+            checkpoint_managers.BestN(
+                get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False
+            ),
+        ]
+        self._manager = ocp.CheckpointManager(
+            folder.absolute(),
+            options=ocp.CheckpointManagerOptions(
+                cleanup_tmp_directories=True,  # left by a run that was killed while it saved
+                best_fn=val_loss,  # without it metrics are not written; the policy decides
+                preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+            ),
+        )
+        self._failed = False
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            if not self._failed:
+                self.wait()
+                self._manager.close()
+        finally:
+            os.close(self._lock)
+
+    def restore(self, like: TrainState) -> tuple[int, TrainState] | None:
+        """The newest checkpoint that is whole, and its step; None where there is none at all.
+
+        Newer ones, which are damaged, are deleted with a warning.
+
+        Args:
+          like: shapes, dtypes and shardings to read it with.
+
+        Raises:
+          RunError: there are checkpoints and none can be read.
+        """
+        damaged: dict[int, Exception] = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                state = self._read(step, like)
+            except Exception as error:  # damage comes as errors of many kinds
+                damaged[step] = error
+                continue
+            for bad, error in damaged.items():
+                warnings.warn(
+                    f"{self._manager.directory / str(bad)} is damaged and was deleted; going on "
+                    f"from step {step} ({_one_line(error)})",
+                    stacklevel=2,
+                )
+                self._manager.delete(bad)
+            return step, state
+        if damaged:
+            step, error = next(iter(damaged.items()))
+            raise RunError(
+                f"no checkpoint in {self._manager.directory} can be read; of step {step}: "
+                f"{_one_line(error)}. To start anew, delete that folder"
+            )
+        return None
+
+    def _read(self, step: int, like: TrainState) -> TrainState:
+        read = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(_by_name(like)), checksums=ocp.args.JsonRestore()
+            ),
+        )
+        _compare(read["state"], read["checksums"])
+        names = list(_by_name(like))
+        return jax.tree.unflatten(jax.tree.structure(like), [read["state"][n] for n in names])
+
+    def save(self, step: int, state: TrainState, *, val_loss: float | None) -> None:
+        """Starts to save a state; returns when its memory may be overwritten.
+
+        Args:
+          step: of the state.
+          state: what to save.
+          val_loss: the held-out loss at this step, where it was measured.
+
+        Raises:
+          RunError: this save or the one before failed.
+        """
+        arrays = _by_name(state)
+        checksums = {name: int(a) for name, a in jax.device_get(_checksums(arrays)).items()}
+        measured = val_loss is not None and math.isfinite(val_loss)
+        with self._saving():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(arrays), checksums=ocp.args.JsonSave(checksums)
+                ),
+                metrics={"val_loss": val_loss} if measured else None,
+                force=True,
+            )
+
+    def check(self) -> None:
+        """Raises RunError if the save in the background has failed; does not wait for it."""
+        if not self._manager.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for the save in the background. Raises RunError if it failed."""
+        with self._saving():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._failed = True
+            good = max(self._manager.all_steps(read=True), default=None)
+            left = (
+                "there is no earlier one" if good is None else f"the last good one is step {good}"
+            )
+            raise RunError(f"a checkpoint was not saved, {left}: {_one_line(error)}") from error
+
+
+def saved_steps(folder: Path) -> dict[int, float | None]:
+    """The checkpoints in a folder by step, with the held-out losses of those that have one."""
+    if not folder.is_dir():
+        return {}
+    with _reader(folder) as manager:
+        return {
+            step: (manager.metrics(step) or {}).get("val_loss")
+            for step in sorted(manager.all_steps())
+        }
+
+
+def read_params(folder: Path, step: int, like: nnx.State) -> nnx.State:
+    """The parameters of a checkpoint, and nothing else of it; a run may be writing others.
+
+    Args:
+      folder: of the checkpoints.
+      step: which.
+      like: shapes, dtypes and shardings to read it with.
+
+    Raises:
+      RunError: it is damaged, or has other parameters.
+    """
+    arrays = {f"params.{name}": leaf for name, leaf in _by_name(like).items()}
+    try:
+        with _reader(folder) as manager:
+            state = ocp.args.PyTreeRestore(
+                arrays,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(arrays),
+                partial_restore=True,
+            )
+            read = manager.restore(
+                step, args=ocp.args.Composite(state=state, checksums=ocp.args.JsonRestore())
+            )
+        _compare(read["state"], read["checksums"])
+    except Exception as error:  # damage comes as errors of many kinds
+        raise RunError(f"{folder / str(step)} cannot be read: {_one_line(error)}") from error
+    return jax.tree.unflatten(jax.tree.structure(like), [read["state"][name] for name in arrays])
+
+
+@contextlib.contextmanager
+def _reader(folder: Path) -> Iterator[ocp.CheckpointManager]:
+    # Orbax warns that a folder to be read is read only, and of what is not read.
+    absl.logging.set_verbosity(absl.logging.FATAL)
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with contextlib.closing(ocp.CheckpointManager(folder.absolute(), options=options)) as manager:
+        yield manager
+
+
+def _compare(arrays: dict[str, Any], checksums: Mapping[str, int]) -> None:
+    got = jax.device_get(_checksums(arrays))
+    wrong = [name for name, value in got.items() if checksums[name] != value]
+    if wrong:
+        raise ValueError(f"{len(wrong)} arrays differ from their checksums, first {wrong[0]}")
+
+
+def _one_line(error: Exception) -> str:
+    # TensorStore names the file first, at length, then what happened, and last its own settings.
+    text = re.sub(r" \[\w+='.*", "", " ".join(str(error).split()))
+    text = text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
+    return f"{type(error).__name__}: {text}"
+
+
+def _by_name(tree: Any) -> dict[str, Any]:
+    """Leaves by path, so that a checkpoint does not depend on the classes that hold them."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+@jax.jit
+def _checksums(arrays: dict[str, Shaped[Array, "..."]]) -> dict[str, UInt32[Array, ""]]:
+    return {name: checksum(array) for name, array in arrays.items()}
+
+
+def checksum(array: Shaped[Array, "..."]) -> UInt32[Array, ""]:
+    """Sum of the bits of each value times an odd number that depends on its index, modulo 2**32.
+
+    Integers can be summed in any order, so the sum is the same on every mesh. Multiplying by an odd
+    number loses no bit, hence a single wrong value always shows, and several do with a probability
+    of 1 - 2**-32, also if they are exchanged.
+    """
+    bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
+    index = jnp.zeros(array.shape, jnp.uint32)
+    for axis, size in enumerate(array.shape):
+        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+    # The finalizer of MurmurHash3 (public domain), which spreads each bit of the index over all.
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        index = (index ^ (index >> jnp.uint32(shift))) * jnp.uint32(factor)
+    index = index ^ (index >> jnp.uint32(16))
+    return jnp.sum(bits.astype(jnp.uint32) * (index | jnp.uint32(1)), dtype=jnp.uint32)

@@ -1,0 +1,58 @@
+"""Training batches, addressed by step number.
+
+A batch is a pure function of (seed, step): a restarted run needs the step number alone to go on
+with the batches it would have seen, and any process can build any batch, or any rows of it.
+
+- `corpus`, `synthetic`: data that is on every machine.
+- `files`, `tokenizer`, `cache`, `sources`: text of one's own, tokenized once into a cache.
+- `packing`, `mixture`: rows and batches of the tokens.
+- `prefetch`: batches made ahead of the step.
+"""
+
+from train.data.corpus import Corpus, read_corpus, stdlib_corpus
+from train.data.errors import DataError
+from train.data.mixture import MixtureDataset
+from train.data.packing import IGNORED, Batch, PackedDataset, predicted_bytes
+from train.data.prefetch import prefetch, timed
+from train.data.sources import Dataset, load_tokenizer, open_files
+from train.data.synthetic import SyntheticDataset
+from train.data.tokenizer import (
+    BOS,
+    BYTE_VOCAB_SIZE,
+    BYTES,
+    EOS,
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    decode,
+    encode,
+    start_of_document,
+)
+
+__all__ = [
+    "BOS",
+    "BYTES",
+    "BYTE_VOCAB_SIZE",
+    "EOS",
+    "IGNORED",
+    "Batch",
+    "ByteTokenizer",
+    "Corpus",
+    "DataError",
+    "Dataset",
+    "HuggingFaceTokenizer",
+    "MixtureDataset",
+    "PackedDataset",
+    "SyntheticDataset",
+    "Tokenizer",
+    "decode",
+    "encode",
+    "load_tokenizer",
+    "open_files",
+    "predicted_bytes",
+    "prefetch",
+    "read_corpus",
+    "start_of_document",
+    "stdlib_corpus",
+    "timed",
+]

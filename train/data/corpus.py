@@ -1,0 +1,113 @@
+"""Text without a download: the source of the Python standard library that runs this, as bytes.
+
+Some 10 MB that every machine has.
+"""
+
+import dataclasses
+import hashlib
+import sysconfig
+import zlib
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import UInt16
+
+from train.data.tokenizer import BOS, EOS
+
+# Not the same on every machine: Linux distributions package tests, Tk and pip's bootstrap apart,
+# and `config-*` and `_sysconfigdata*` name the paths Python was built in.
+_EXCLUDED_DIRECTORIES = frozenset(
+    {
+        "__pycache__",
+        "dist-packages",
+        "ensurepip",
+        "idlelib",
+        "lib2to3",
+        "site-packages",
+        "test",
+        "tests",
+        "tkinter",
+        "turtledemo",
+    }
+)
+_EXCLUDED_PREFIXES = ("config-", "_sysconfigdata", "sitecustomize")
+_HELD_OUT_EVERY = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Documents by relative path, split by a hash of the path.
+
+    The split does not depend on the other files, so a corpus that gains a file keeps every
+    document on its side.
+    """
+
+    files: dict[str, bytes]
+
+    @property
+    def train(self) -> list[UInt16[np.ndarray, " _"]]:
+        """Token arrays of the training documents, in hash order."""
+        return [_document(self.files[path]) for path in self._paths(held_out=False)]
+
+    @property
+    def held_out(self) -> list[UInt16[np.ndarray, " _"]]:
+        """Token arrays of about one document in twenty, never trained on, in hash order."""
+        return [_document(self.files[path]) for path in self._paths(held_out=True)]
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """SHA-256 over the sorted paths and contents, with the number of files and bytes."""
+        digest = hashlib.sha256()
+        for path, content in sorted(self.files.items()):
+            # The lengths keep two corpora apart whose concatenations are the same.
+            digest.update(f"{len(path.encode())} {len(content)} {path}".encode())
+            digest.update(content)
+        return {
+            "sha256": digest.hexdigest(),
+            "num_files": len(self.files),
+            "num_bytes": sum(map(len, self.files.values())),
+        }
+
+    def _paths(self, *, held_out: bool) -> list[str]:
+        # Hash order: neighbours in the stream, which share a row, come from different packages.
+        hashes = {path: zlib.crc32(path.encode()) for path in self.files}
+        split = [path for path in hashes if (hashes[path] % _HELD_OUT_EVERY == 0) == held_out]
+        return sorted(split, key=lambda path: (hashes[path], path))
+
+
+def _document(content: bytes) -> UInt16[np.ndarray, " _"]:
+    return np.concatenate([[BOS], np.frombuffer(content, np.uint8), [EOS]]).astype(np.uint16)
+
+
+def read_corpus(root: Path, pattern: str = "*.py") -> Corpus:
+    """All files under `root` whose name matches `pattern`.
+
+    Empty files are left out, and of files with equal contents the first by path is kept, so that
+    no held-out document is also a training document under another name.
+
+    Raises:
+      ValueError: no file matches.
+    """
+    files: dict[str, bytes] = {}
+    seen: set[bytes] = set()
+    for path in sorted(root.rglob(pattern), key=lambda path: path.relative_to(root).as_posix()):
+        relative = path.relative_to(root)
+        excluded = not _EXCLUDED_DIRECTORIES.isdisjoint(relative.parts[:-1]) or any(
+            part.startswith(_EXCLUDED_PREFIXES) for part in relative.parts
+        )
+        if excluded or not path.is_file():
+            continue
+        content = path.read_bytes()
+        if content and content not in seen:
+            seen.add(content)
+            files[relative.as_posix()] = content
+    if not files:
+        raise ValueError(f"no file under {root} matches {pattern!r}; give another directory")
+    return Corpus(files)
+
+
+def stdlib_corpus() -> Corpus:
+    """The source of the running Python's standard library.
+
+    It differs between Python versions; `Corpus.fingerprint` tells them apart.
+    """
+    return read_corpus(Path(sysconfig.get_path("stdlib")))

@@ -1,0 +1,369 @@
+"""Documents from files, one at a time, from any place on.
+
+| suffix | documents |
+|---|---|
+| text (`TEXT_SUFFIXES`) | the file; one of more than 64 KiB makes several, cut at line ends |
+| `.jsonl` | an object a line with a text, or with "prompt" and "completion" |
+| `.parquet` | a row with the same columns |
+| `.bin` | token ids, little-endian, no header; one ends after each end-of-text token |
+| `.npy` | likewise, one axis of any integer dtype |
+
+A reader holds a line, a batch of rows or a piece of a file at a time, never a file.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Integer
+
+from train.data.errors import DataError
+
+TEXT_SUFFIXES = frozenset(
+    ".c .cc .cpp .cs .css .cu .go .h .hpp .html .java .js .kt .lua .md .php .pl .py .r .rb .rs "
+    ".rst .scala .sh .sql .swift .tex .ts .txt .yaml".split()
+)
+TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
+SUFFIXES = TEXT_SUFFIXES | TOKEN_SUFFIXES | {".jsonl", ".parquet"}
+
+_PIECE_BYTES = 1 << 16  # of a text file
+_PIECE_TOKENS = 1 << 20  # of a document in a token file
+_ROWS_AT_ONCE = 256  # of a parquet file
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Position:
+    """A place between two documents.
+
+    Attributes:
+      file: index of the file.
+      offset: in it: bytes of text, rows of a parquet file or tokens.
+      line: lines, or rows, before it.
+      num_bytes: of the file before it, for a progress bar.
+    """
+
+    file: int = 0
+    offset: int = 0
+    line: int = 0
+    num_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Document:
+    """A document, or a piece of a long one.
+
+    Attributes:
+      path: its file.
+      after: where the next one begins.
+      line: its line or row, from 1; 0 where a file has none.
+      text: in UTF-8; after the prompt, if there is one.
+      prompt: text that is not to be predicted.
+      tokens: of a token file, in place of text.
+      begins: whether it is the first piece.
+      ends: whether it is the last piece.
+    """
+
+    path: Path
+    after: Position
+    line: int = 0
+    text: bytes = b""
+    prompt: bytes | None = None
+    tokens: Integer[np.ndarray, " _"] | None = None
+    begins: bool = True
+    ends: bool = True
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"{self.path}:{self.line}" if self.line else str(self.path)
+
+    @property
+    def content(self) -> bytes:
+        """What tells it from other documents."""
+        if self.tokens is not None:
+            return self.tokens.astype("<u4").tobytes()
+        return (self.prompt or b"") + self.text
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what it holds."""
+        return (
+            len(self.text)
+            + len(self.prompt or b"")
+            + (0 if self.tokens is None else self.tokens.nbytes)
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to predict."""
+        return not len(self.text if self.tokens is None else self.tokens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reader:
+    """All documents of some files, in the order of the files.
+
+    Attributes:
+      files: what `find_files` found.
+      text_field: the field, or column, of the text.
+      token_dtype: of `.bin` files.
+      vocab_size: ids in token files are below it.
+      end_of_text: the id after which a token file has a new document.
+    """
+
+    files: tuple[Path, ...]
+    text_field: str
+    token_dtype: Literal["uint16", "uint32"]
+    vocab_size: int
+    end_of_text: int
+
+    def documents(self, start: Position = Position()) -> Iterator[Document]:
+        """The documents from `start` on.
+
+        Raises:
+          DataError: a file cannot be read or holds something else; says which, where, and what to
+            do.
+        """
+        for index in range(start.file, len(self.files)):
+            begin = start if index == start.file else Position(file=index)
+            path = self.files[index]
+            try:
+                yield from self._read(path, begin)
+            except OSError as error:
+                raise DataError(
+                    f"{path} cannot be read ({error.strerror or error}); check the file and its "
+                    "permissions"
+                ) from error
+
+    def _read(self, path: Path, begin: Position) -> Iterator[Document]:
+        match path.suffix.lower():
+            case ".jsonl":
+                return self._json_lines(path, begin)
+            case ".parquet":
+                return self._parquet(path, begin)
+            case suffix if suffix in TOKEN_SUFFIXES:
+                return self._tokens(path, begin)
+            case _:
+                return _text(path, begin)
+
+    def _json_lines(self, path: Path, begin: Position) -> Iterator[Document]:
+        with path.open("rb") as file:
+            file.seek(begin.offset)
+            offset, number = begin.offset, begin.line
+            for line in file:
+                offset, number = offset + len(line), number + 1
+                after = Position(begin.file, offset, number, offset)
+                if number == 1:
+                    line = line.removeprefix(_BYTE_ORDER_MARK)
+                if not line.strip():
+                    continue
+                where = f"{path}:{number}"
+                try:
+                    record = json.loads(line)
+                except UnicodeDecodeError as error:
+                    raise DataError(
+                        f"{where}: not UTF-8 at byte {error.start} of the line; convert the file"
+                    ) from error
+                except ValueError as error:
+                    raise DataError(
+                        f"{where}: not JSON ({error}); repair or remove the line"
+                    ) from error
+                except RecursionError as error:
+                    raise DataError(f"{where}: nested too deeply; remove the line") from error
+                if not isinstance(record, dict):
+                    raise DataError(
+                        f"{where}: a JSON object is expected, not {_shortened(record)}; repair or "
+                        "remove the line"
+                    )
+                prompt, text = self._fields(record, where)
+                yield Document(path, after, number, text, prompt)
+
+    def _fields(self, record: dict[str, Any], where: str) -> tuple[bytes | None, bytes]:
+        """The prompt, if there is one, and the text of a record."""
+        if self.text_field in record:
+            return None, _utf8(record, self.text_field, where)
+        if {"prompt", "completion"} <= record.keys():
+            return _utf8(record, "prompt", where), _utf8(record, "completion", where)
+        raise self._no_text(list(record), where)
+
+    def _no_text(self, names: list[str], where: str) -> DataError:
+        return DataError(
+            f"{where}: no field {self.text_field!r}, and not both of 'prompt' and 'completion'; "
+            f"it has {_shortened(names)}; name one with --data.text-field"
+        )
+
+    def _parquet(self, path: Path, begin: Position) -> Iterator[Document]:
+        pyarrow, parquet = _pyarrow(path)
+        size = path.stat().st_size
+        try:
+            with parquet.ParquetFile(path) as file:
+                names = file.schema_arrow.names
+                if self.text_field in names:
+                    columns = [self.text_field]
+                elif {"prompt", "completion"} <= set(names):
+                    columns = ["prompt", "completion"]
+                else:
+                    raise self._no_text(names, str(path))
+                for number, record in _parquet_rows(file, columns, begin.offset):
+                    read = size * number // max(file.metadata.num_rows, 1)
+                    after = Position(begin.file, number, number, read)
+                    prompt, text = self._fields(record, f"{path}:{number}")
+                    yield Document(path, after, number, text, prompt)
+        except pyarrow.ArrowException as error:
+            raise DataError(f"{path} is not a parquet file: {error}; write it again") from error
+
+    def _tokens(self, path: Path, begin: Position) -> Iterator[Document]:
+        tokens = _open_tokens(path, self.token_dtype)
+        start = begin.offset
+        while start < len(tokens):
+            piece = np.asarray(tokens[start : start + _PIECE_TOKENS])
+            bad = np.flatnonzero((piece < 0) | (piece >= self.vocab_size))
+            if len(bad):
+                raise DataError(
+                    f"{path}: token {piece[bad[0]]} at index {start + bad[0]} is not one of the "
+                    f"tokenizer's {self.vocab_size}; name the tokenizer that made the file with "
+                    "--data.tokenizer, or its dtype with --data.token-dtype"
+                )
+            ends = (np.flatnonzero(piece == self.end_of_text) + 1).tolist()
+            if start + len(piece) == len(tokens) or not ends:
+                ends = sorted({*ends, len(piece)})
+            first = 0
+            for end in ends:
+                num_bytes = (start + end) * tokens.itemsize
+                after = Position(begin.file, start + end, num_bytes=num_bytes)
+                yield Document(path, after, tokens=piece[first:end])
+                first = end
+            start += first
+
+
+def find_files(path: Path) -> tuple[Path, ...]:
+    """`path`, or the files in it and in its folders that have a known suffix, sorted.
+
+    Hidden files and folders are left out.
+
+    Raises:
+      DataError: there are none.
+    """
+    if path.is_dir():
+        parts = lambda file: file.relative_to(path).parts
+        files = [
+            file
+            for file in path.rglob("*")
+            if file.suffix.lower() in SUFFIXES
+            and not any(part.startswith(".") for part in parts(file))
+            and file.is_file()
+        ]
+        if not files:
+            raise DataError(f"{path} has no file with text or tokens ({_known_suffixes()})")
+        return tuple(sorted(files, key=parts))
+    if not path.exists():
+        raise DataError(f"{path} does not exist; give another --data.path or --data.held-out-path")
+    if path.suffix.lower() not in SUFFIXES:
+        raise DataError(
+            f"{path}: what is in a {path.suffix or 'nameless'} file is not known; rename it to one "
+            f"of {_known_suffixes()}"
+        )
+    return (path,)
+
+
+def _known_suffixes() -> str:
+    return " ".join(sorted(SUFFIXES))
+
+
+def _text(path: Path, begin: Position) -> Iterator[Document]:
+    with path.open("rb") as file:
+        marked = file.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK
+        first = len(_BYTE_ORDER_MARK) if marked else 0
+        offset = max(begin.offset, first)
+        while True:
+            file.seek(offset)
+            piece = file.read(_PIECE_BYTES + 1)  # the byte more tells whether it is the last
+            if not piece:
+                return
+            last = len(piece) <= _PIECE_BYTES
+            size = len(piece) if last else _cut(piece)
+            after = Position(begin.file, offset + size, num_bytes=offset + size)
+            yield Document(path, after, text=piece[:size], begins=offset == first, ends=last)
+            if last:
+                return
+            offset += size
+
+
+def _cut(piece: bytes) -> int:
+    """Where in a piece, before its last byte, a line, a word or at least a character ends."""
+    for separator in (b"\n", b" "):
+        if size := piece.rfind(separator, 0, -1) + 1:
+            return size
+    size = len(piece) - 1
+    while size > 1 and piece[size] & 0xC0 == 0x80:  # inside of a UTF-8 sequence
+        size -= 1
+    return size
+
+
+def _utf8(record: dict[str, Any], name: str, where: str) -> bytes:
+    value = record[name]
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where}: {name!r} is {_shortened(value)}, not a text; repair or remove the record"
+        )
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: {name!r} has half of a surrogate pair at character {error.start}; repair or "
+            "remove the record"
+        ) from error
+
+
+def _shortened(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _pyarrow(path: Path) -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"{path}: parquet needs pyarrow; run `pip install pyarrow`") from error
+    return pyarrow, pyarrow.parquet
+
+
+def _parquet_rows(file: Any, columns: list[str], skip: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows after the first `skip`, each with its number, from 1."""
+    number = 0
+    for group in range(file.num_row_groups):
+        size = file.metadata.row_group(group).num_rows
+        if number + size <= skip:
+            number += size
+            continue
+        for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=columns):
+            for record in batch.to_pylist():
+                number += 1
+                if number > skip:
+                    yield number, record
+
+
+def _open_tokens(path: Path, dtype: str) -> np.ndarray:
+    if path.suffix.lower() == ".npy":
+        try:
+            tokens = np.lib.format.open_memmap(path, mode="r")
+        except (ValueError, EOFError) as error:
+            raise DataError(f"{path} is not an .npy file of numbers: {error}") from error
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise DataError(
+                f"{path} has shape {tokens.shape} and dtype {tokens.dtype}; write one axis of "
+                "integers"
+            )
+        return tokens
+    size, width = path.stat().st_size, np.dtype(dtype).itemsize
+    if size % width:
+        raise DataError(
+            f"{path}: {size} bytes are no whole number of {dtype}; name its dtype with "
+            "--data.token-dtype"
+        )
+    return np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r") if size else np.zeros(0, dtype)

@@ -1,0 +1,118 @@
+"""Several sources by weight."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from jaxtyping import Int, Int32, Int64
+
+from train.data.packing import Batch, PackedDataset, filled_up, walk
+
+_PERIOD = 10_000
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MixtureDataset:
+    """Rows of several sources, in shares that hold in every stretch of the run.
+
+    Of every 10,000 consecutive rows of the walk each source gives its weight's share, rounded to
+    one row and at least one, spread evenly: among the first n rows it is less than the number of
+    sources away from n times its share. Each source goes through its own epochs.
+
+    Attributes:
+      sources: of one sequence length and one tokenizer.
+      weights: of the rows of each source; they need not add up to 1.
+    """
+
+    sources: tuple[PackedDataset, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def token_bytes(self) -> Int32[np.ndarray, " V"]:
+        """Bytes of text that each token stands for."""
+        return self.sources[0].token_bytes
+
+    def batch(
+        self, step: int, *, batch_size: int, seed: int, rows: Int[np.ndarray, " R"] | None = None
+    ) -> Batch:
+        """The batch of a step, as `PackedDataset.batch`; a pure function of (seed, step).
+
+        A source with fewer rows than its share of a batch has rows in it twice.
+        """
+        numbers = walk(step, batch_size, seed, rows)
+        periods, places = np.divmod(numbers, _PERIOD)
+        pattern, ranks = self._period
+        chosen = pattern[places]
+        # How many rows of its own source come before each row.
+        before = periods * self._shares[chosen] + ranks[places]
+        row_in_source = np.empty_like(before)
+        for index, source in enumerate(self.sources):
+            mine = chosen == index
+            # Sources of equal length must not walk in step.
+            row_in_source[mine] = source.shuffled(before[mine], seed + index)
+        return self._expand(chosen, row_in_source)
+
+    def eval_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
+        """Rows of all sources by weight; see `PackedDataset.eval_batches`.
+
+        A source that has no more rows drops out, so no row comes twice.
+        """
+        if batch_size < 1:
+            raise ValueError(f"{batch_size=} must be at least 1")
+        num_rows = sum(source.num_rows for source in self.sources)
+        most = num_rows if limit is None else min(limit * batch_size, num_rows)
+        counts = [min(source.num_rows, most) for source in self.sources]
+        chosen = _interleaved(counts, self.weights)[0][:most]
+        row_in_source = np.empty_like(chosen)
+        for index, source in enumerate(self.sources):
+            mine = chosen == index
+            row_in_source[mine] = source.spread_rows(int(np.count_nonzero(mine)))
+        for first in range(0, most, batch_size):
+            part = slice(first, first + batch_size)
+            yield filled_up(self._expand(chosen[part], row_in_source[part]), batch_size)
+
+    def _expand(
+        self, chosen: Int64[np.ndarray, " R"], row_in_source: Int64[np.ndarray, " R"]
+    ) -> Batch:
+        shape = len(chosen), self.sources[0].sequence_length
+        batch = {
+            name: np.empty(shape, np.int32)
+            for name in ("tokens", "labels", "segment_ids", "positions")
+        }
+        for index, source in enumerate(self.sources):
+            mine = chosen == index
+            for name, array in source.expand(row_in_source[mine]).items():
+                batch[name][mine] = array
+        return batch
+
+    @functools.cached_property
+    def _shares(self) -> Int64[np.ndarray, " N"]:
+        """Rows of each source in a period, by largest remainders."""
+        exact = np.array(self.weights) / sum(self.weights) * _PERIOD
+        # A product such as 0.7 * 10000 may end just below the whole number that is meant.
+        shares = np.maximum(np.floor(exact + 1e-6), 1).astype(np.int64)
+        for _ in range(_PERIOD - shares.sum()):
+            shares[np.argmax(exact - shares)] += 1
+        for _ in range(shares.sum() - _PERIOD):
+            shares[np.argmax(shares)] -= 1
+        return shares
+
+    @functools.cached_property
+    def _period(self) -> tuple[Int64[np.ndarray, " P"], Int64[np.ndarray, " P"]]:
+        """The source of each row of a period, and how many rows of it come before in the period."""
+        shares = self._shares.tolist()
+        return _interleaved(shares, shares)
+
+
+def _interleaved(
+    counts: Sequence[int], weights: Sequence[float | int]
+) -> tuple[Int64[np.ndarray, " R"], Int64[np.ndarray, " R"]]:
+    """Source and number of each of `counts` rows, the rows of a source spread evenly by weight.
+
+    Row j of a source with weight w stands at (j + 1/2) / w on a common axis.
+    """
+    sources = np.repeat(np.arange(len(counts)), counts)
+    numbers = np.concatenate([np.arange(count) for count in counts])
+    order = np.argsort((numbers + 0.5) / np.array(weights, float)[sources], kind="stable")
+    return sources[order], numbers[order]

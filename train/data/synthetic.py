@@ -1,0 +1,43 @@
+"""Random tokens."""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Int
+
+from train.data.packing import Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class SyntheticDataset:
+    """Uniformly random tokens, to measure speed at any vocabulary and sequence length.
+
+    Attributes:
+      vocab_size: tokens are drawn from [0, vocab_size).
+      sequence_length: S.
+      packed: False leaves `segment_ids` and `positions` out of the batch, so that attention is
+        plain causal; True gives them, with one segment a row.
+    """
+
+    vocab_size: int
+    sequence_length: int
+    packed: bool = False
+
+    def batch(
+        self, step: int, *, batch_size: int, seed: int, rows: Int[np.ndarray, " R"] | None = None
+    ) -> Batch:
+        """The batch of a step, a pure function of (seed, step). Every label is a token.
+
+        With `rows`, those rows of the batch alone.
+        """
+        shape = (batch_size, self.sequence_length + 1)
+        generator = np.random.Generator(np.random.Philox(key=[seed, step]))
+        stream = generator.integers(self.vocab_size, size=shape, dtype=np.int32)
+        if rows is not None:
+            stream = stream[rows]
+        batch = {"tokens": stream[:, :-1].copy(), "labels": stream[:, 1:].copy()}
+        if self.packed:
+            positions = np.arange(self.sequence_length, dtype=np.int32)
+            batch["segment_ids"] = np.ones_like(batch["tokens"])
+            batch["positions"] = np.tile(positions, (len(stream), 1))
+        return batch

@@ -1,0 +1,227 @@
+"""From text to tokens: bytes, or a tokenizer.json of Hugging Face's tokenizers."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import tokenizers
+from jaxtyping import Int32, Integer, UInt16
+
+from train.data.errors import DataError
+
+BOS = 256
+EOS = 257
+BYTE_VOCAB_SIZE = 258
+
+# Where no tokenizer_config.json beside it says what begins and ends a text, in this order.
+_BOS_TOKENS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
+_EOS_TOKENS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What the data needs of a tokenizer.
+
+    Attributes:
+      vocab_size: one more than the largest token.
+      bos: the token before a document, or None.
+      eos: the token after a document.
+      fingerprint: tells tokenizers apart that make different tokens.
+      token_bytes: how many bytes of text each token stands for.
+    """
+
+    vocab_size: int
+    bos: int | None
+    eos: int
+    fingerprint: str
+    token_bytes: Int32[np.ndarray, " V"]
+
+    def encode(self, texts: Sequence[bytes]) -> list[Integer[np.ndarray, " _"]]:
+        """The tokens of each text, without BOS and EOS.
+
+        Raises:
+          UnicodeDecodeError: a text is not UTF-8 and has to be.
+        """
+        ...
+
+    def decode(self, tokens: Iterable[Any]) -> str:
+        """The text of tokens; special tokens are dropped, broken UTF-8 is replaced."""
+        ...
+
+
+class ByteTokenizer:
+    """A token for each byte, which takes text in any encoding, and two for begin and end."""
+
+    vocab_size = BYTE_VOCAB_SIZE
+    bos: int | None = BOS
+    eos = EOS
+    fingerprint = "bytes"
+
+    def __init__(self):
+        self.token_bytes = (np.arange(BYTE_VOCAB_SIZE) < BOS).astype(np.int32)
+
+    def encode(self, texts: Sequence[bytes]) -> list[Integer[np.ndarray, " _"]]:
+        """See `Tokenizer`."""
+        return [np.frombuffer(text, np.uint8) for text in texts]
+
+    def decode(self, tokens: Iterable[Any]) -> str:
+        """See `Tokenizer`."""
+        return bytes(t for t in map(int, tokens) if t < BOS).decode(errors="replace")
+
+
+BYTES = ByteTokenizer()
+
+
+def encode(text: str) -> UInt16[np.ndarray, " S"]:
+    """BOS and the UTF-8 bytes of `text`: the start of a document, as a prompt."""
+    return start_of_document(text, BYTES).astype(np.uint16)
+
+
+def decode(tokens: Iterable[Any]) -> str:
+    """The text of a sequence of bytes; BOS and EOS are dropped, broken UTF-8 is replaced."""
+    return BYTES.decode(tokens)
+
+
+def start_of_document(text: str, tokenizer: Tokenizer) -> Integer[np.ndarray, " S"]:
+    """BOS, where the tokenizer has one, and the tokens of `text`."""
+    bos = [] if tokenizer.bos is None else [tokenizer.bos]
+    return np.concatenate([np.array(bos, np.int64), tokenizer.encode([text.encode()])[0]])
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, without the special tokens, truncation and padding that it may add.
+
+    A special token that is spelled out in a text becomes that token, as everywhere in Hugging
+    Face's libraries. A tokenizer of bytes (that of Llama 3, GPT-2, Qwen) counts the bytes of text
+    exactly, after its normalizer if it has one. Others do not keep the text as it is (a space is
+    put in front, Unicode is normalized); then a token stands for as many bytes as its own text has
+    in UTF-8, and an unknown or special one for none.
+
+    Attributes:
+      tokens_of_bytes: whether the bytes are counted exactly.
+    """
+
+    def __init__(self, path: Path, *, bos_token: str | None = None, eos_token: str | None = None):
+        """Reads `path`, or tokenizer.json in the folder `path`.
+
+        Args:
+          path: of the file or of its folder.
+          bos_token: what begins a document; "" for nothing, None for what tokenizer_config.json
+            beside it says or, without that file, one of the usual names.
+          eos_token: likewise, what ends one.
+
+        Raises:
+          DataError: it cannot be read, or has no such token.
+        """
+        if path.is_dir():
+            path = path / "tokenizer.json"
+        content = _read_tokenizer(path)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the bindings raise `Exception` itself
+            raise DataError(
+                f"{path} is not a tokenizer.json of Hugging Face's tokenizers: {error}"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        self.bos = self._special(path, "bos_token", bos_token, _BOS_TOKENS)
+        eos = self._special(path, "eos_token", eos_token, _EOS_TOKENS)
+        if eos is None:
+            raise DataError(
+                f"{path} does not say which token ends a text; name it with --data.eos-token"
+            )
+        self.eos = eos
+        digest = hashlib.sha256(content + f"{self.bos} {self.eos}".encode())
+        self.fingerprint = digest.hexdigest()
+        description = json.loads(content)
+        self.tokens_of_bytes = "ByteLevel" in _types(description.get("decoder"))
+        self.token_bytes = self._token_bytes()
+
+    def encode(self, texts: Sequence[bytes]) -> list[Integer[np.ndarray, " _"]]:
+        """See `Tokenizer`; on all cores."""
+        decoded = [text.decode() for text in texts]
+        encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def decode(self, tokens: Iterable[Any]) -> str:
+        """See `Tokenizer`."""
+        known = [t for t in map(int, tokens) if t < self.vocab_size]  # a model may have more
+        return self._tokenizer.decode(known, skip_special_tokens=True)
+
+    def _token_bytes(self) -> Int32[np.ndarray, " V"]:
+        sizes = np.zeros(self.vocab_size, np.int32)
+        added = self._tokenizer.get_added_tokens_decoder()
+        unknown = getattr(self._tokenizer.model, "unk_token", None)
+        for token, index in self._tokenizer.get_vocab().items():
+            if index in added:
+                sizes[index] = 0 if added[index].special else len(added[index].content.encode())
+            elif token == unknown:
+                continue
+            elif self.tokens_of_bytes:
+                sizes[index] = len(token)  # one character stands for each byte
+            elif re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+                sizes[index] = 1
+            else:
+                sizes[index] = len(token.replace("▁", " ").encode())
+        return sizes
+
+    def _special(
+        self, path: Path, name: str, given: str | None, usual: Sequence[str]
+    ) -> int | None:
+        if given == "":
+            return None
+        flag = f"--data.{name.replace('_', '-')}"
+        if given is None:
+            found = _from_config(path.with_name("tokenizer_config.json"), name, usual)
+            candidates = [
+                token for token in found if self._tokenizer.token_to_id(token) is not None
+            ]
+            if not candidates:
+                return None
+            given = candidates[0]
+        index = self._tokenizer.token_to_id(given)
+        if index is None:
+            raise DataError(f"{path} has no token {given!r}; name one of its tokens with {flag}")
+        return index
+
+
+def _read_tokenizer(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}); --data.tokenizer names a tokenizer.json or "
+            "its folder"
+        ) from error
+
+
+def _from_config(path: Path, name: str, usual: Sequence[str]) -> Sequence[str]:
+    """What tokenizer_config.json says of a special token; the usual names without that file."""
+    if not path.is_file():
+        return usual
+    try:
+        value = json.loads(path.read_text())[name]
+    except KeyError:
+        return usual
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path} cannot be read: {error}; repair or remove it") from error
+    match value:
+        case str():
+            return [value]
+        case {"content": str(content)}:
+            return [content]
+        case _:
+            return []
+
+
+def _types(decoder: Any) -> set[str]:
+    """The types of a component of a tokenizer.json and of those that it consists of."""
+    if not isinstance(decoder, dict):
+        return set()
+    parts = [_types(part) for part in decoder.get("decoders", [])]
+    return {str(decoder.get("type"))}.union(*parts)

@@ -1,0 +1,74 @@
+"""How well a model predicts text: nats per token, accuracy and bits per byte."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Int32
+
+from models.sharding import batch_sharding
+from train import data
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Over the predicted tokens of a text; they add up.
+
+    Attributes:
+      nll: negative log-likelihood in nats.
+      correct: tokens that the model thought likeliest.
+      tokens: their number.
+      bytes: of text that they stand for.
+    """
+
+    nll: float = 0.0
+    correct: float = 0.0
+    tokens: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "Sums") -> "Sums":
+        mine, others = dataclasses.astuple(self), dataclasses.astuple(other)
+        return Sums(*(a + b for a, b in zip(mine, others, strict=True)))
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nll / self.tokens
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the tokens predicted."""
+        return self.correct / self.tokens
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Of text, which does not depend on the tokenizer."""
+        return self.nll / self.bytes / math.log(2)
+
+
+def measure(
+    eval_step: Callable[..., Any],
+    params: nnx.State,
+    batches: Iterable[data.Batch],
+    token_bytes: Int32[np.ndarray, " V"],
+    mesh: Mesh,
+) -> Sums:
+    """The sums over batches `[B, S]`; the host waits for the device once, at the end."""
+    sums, num_bytes = [], 0
+    for batch in batches:
+        num_bytes += data.predicted_bytes(batch, token_bytes)
+        sums.append(eval_step(params, jax.device_put(batch, batch_sharding(mesh))))
+    if not num_bytes:
+        return Sums()  # nothing is predicted
+    sums = jax.device_get(sums)
+    return Sums(
+        nll=float(sum(values["nll_sum"] for values in sums)),
+        correct=float(sum(values["correct_sum"] for values in sums)),
+        tokens=int(sum(values["num_tokens"] for values in sums)),
+        bytes=num_bytes,
+    )

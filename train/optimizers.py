@@ -1,0 +1,158 @@
+"""The optimizers and the learning rate.
+
+All of them can skip a step: their `update` takes `taken`, a bool, and False leaves the state as it
+is, to the bit; the updates are then for nobody to use.
+
+AdamW is written so that this costs no memory. The others are optax's, with a choice between the old
+state and the new one behind them (`_skippable`). Their updates come from the new state, so where
+XLA does not fuse the choice with what reads both it holds the state twice for a moment, at worst
+all of it at once: 4 bytes a parameter for Lion, SGD and the matrices of Muon, 8 for what Muon
+leaves to AdamW, and next to nothing for Adafactor. On a CPU that is so for SGD and not for Lion.
+
+Parameters are float32 unless `param_dtype` says otherwise: an update below half an ulp of its
+parameter vanishes, and AdamW's, which are about as large as the learning rate, are below that of a
+bfloat16 near 1 up to a rate of 2e-3. With bfloat16 parameters norms stay as they are, and kernels
+lose most of the small steps at the end of a run.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from models.sharding import parameter_path
+from train.config import OptimizerConfig
+
+# Of Muon's updates, with which they are as long as AdamW's and take its learning rate and weight
+# decay (https://arxiv.org/abs/2502.16982).
+_MUON_RMS = 0.2
+
+
+def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Learning rate by step: a linear warm-up, then half a cosine, or a plateau and a fall."""
+    peak, last = config.learning_rate, config.learning_rate * config.final_fraction
+    warmup = optax.linear_schedule(0.0, peak, config.warmup_steps)
+    rest = steps - config.warmup_steps
+    if config.schedule == "cosine":
+        return optax.join_schedules(
+            [warmup, optax.cosine_decay_schedule(peak, rest, config.final_fraction)],
+            [config.warmup_steps],
+        )
+    decay_steps = min(rest, max(1, round(config.decay_fraction * steps)))
+    return optax.join_schedules(
+        [
+            warmup,
+            optax.constant_schedule(peak),
+            optax.linear_schedule(peak, last, decay_steps),
+        ],
+        [config.warmup_steps, steps - decay_steps],
+    )
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
+    """The optimizer over clipped gradients, with the learning rate of `learning_rate_schedule`."""
+    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
+    schedule = learning_rate_schedule(config, steps)
+    b1, b2 = config.decays
+    match config.name:
+        case "adamw":
+            return optax.chain(clip, _adamw(config, schedule))
+        case "muon":
+            # Of rate -1, so that it gives directions as the others do.
+            direction = optax.contrib.muon(
+                -1.0,
+                beta=b1,
+                eps=config.eps,
+                mu_dtype=config.momentum_dtype,
+                adam_b1=0.9,
+                adam_b2=b2,
+                muon_weight_dimension_numbers=_matrices_of_layers,
+                consistent_rms=_MUON_RMS,
+            )
+        case "lion":
+            direction = optax.scale_by_lion(b1, b2, config.momentum_dtype)
+        case "adafactor":
+            direction = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+        case "sgd":
+            direction = optax.trace(b1, accumulator_dtype=config.momentum_dtype)
+    decayed = optax.add_decayed_weights(config.weight_decay, _decays)
+    rate = optax.scale_by_learning_rate(schedule)
+    return optax.chain(clip, _skippable(optax.chain(direction, decayed, rate)))
+
+
+def _skippable(
+    optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Any optimizer, for steps that may be skipped; see the module for what it costs."""
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, taken: Any = True, **_: Any
+    ) -> tuple[Any, Any]:
+        updates, new = optimizer.update(updates, state, params)
+        return updates, jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, state)
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def _adamw(
+    config: OptimizerConfig, schedule: optax.Schedule
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.adamw` for steps that may be skipped.
+
+    The updates come from the moments that are stored, old or new. With optax's they come from the
+    new ones, so a step that can be skipped needs both, and XLA, which writes the moments in place,
+    copies old ones first, those of gate and up for example.
+    """
+    b1, b2 = config.decays
+    adam = optax.scale_by_adam(b1, b2, config.eps, mu_dtype=config.momentum_dtype)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, taken: Any = True, **_: Any
+    ) -> tuple[Any, Any]:
+        keep = lambda new, old: jnp.where(taken, new, old)
+        mu = optax.tree.cast(
+            optax.tree.update_moment(updates, state.mu, b1, 1), config.momentum_dtype
+        )
+        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, b2, 2)
+        mu, nu = jax.tree.map(keep, (mu, nu), (state.mu, state.nu))
+        count = keep(state.count + 1, state.count)
+        rate = jnp.asarray(schedule(state.count))
+
+        def step_of(m, v, param, decay):
+            direction = m / (jnp.sqrt(v) + config.eps)
+            direction = direction + config.weight_decay * param if decay else direction
+            return -rate.astype(direction.dtype) * direction
+
+        wide = jax.tree.map(lambda m, v: m.astype(v.dtype), mu, nu)
+        updates = jax.tree.map(
+            step_of,
+            optax.tree.bias_correction(wide, b1, count),
+            optax.tree.bias_correction(nu, b2, count),
+            params,
+            _decays(params),
+        )
+        return updates, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+
+    return optax.GradientTransformationExtraArgs(adam.init, update)
+
+
+def _decays(params: Any) -> Any:
+    """Which parameters weight decay is for: embeddings and kernels."""
+
+    def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
+        names = parameter_path(path)
+        return names[-1] in ("kernel", "embedding") or names[0] == "lm_head"
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+
+def _matrices_of_layers(params: Any) -> Any:
+    """The parameters that Muon is for, which are stacked on axis 0; None for the others."""
+
+    def axes(path: tuple[Any, ...], _: Any) -> optax.contrib.MuonDimensionNumbers | None:
+        names = parameter_path(path)
+        in_layers = names[0] == "layers" and names[-1] == "kernel"
+        return optax.contrib.MuonDimensionNumbers(1, 2) if in_layers else None
+
+    return jax.tree_util.tree_map_with_path(axes, params)

@@ -1,0 +1,160 @@
+"""Models on the disk: checkpoints and models of runs, and Hugging Face folders."""
+
+import dataclasses
+import json
+import typing
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from models.llama import PRESETS, Llama, LlamaConfig
+from models.sharding import parameter_shardings
+from train.checkpoint import read_params, saved_steps
+from train.config import TrainConfig, fast_dtype
+from train.hf_folder import (
+    FolderError,
+    has_tokenizer,
+    is_hf_folder,
+    load_params,
+    read_model_config,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A model on the disk, not yet read.
+
+    Attributes:
+      name: of it, for people.
+      model: its configuration, without rematerialization.
+      folder: that of the checkpoints, or Hugging Face's.
+      step: of the checkpoint; None: `folder` is Hugging Face's.
+      tokenizer: as in `DataConfig`.
+      bos_token: likewise.
+      eos_token: likewise.
+      sequence_length: of the rows that it was trained on, where that is known.
+    """
+
+    name: str
+    model: LlamaConfig
+    folder: Path
+    step: int | None = None
+    tokenizer: Path | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    sequence_length: int | None = None
+
+    def load(self, mesh: Mesh) -> nnx.State:
+        """The parameters, split over the mesh.
+
+        Raises:
+          FolderError: files are missing, damaged or of another model.
+          RunError: likewise, of a checkpoint.
+        """
+        if self.step is None:
+            return load_params(self.folder, self.model, mesh)
+        shapes = nnx.eval_shape(lambda: nnx.state(Llama(self.model, rngs=nnx.Rngs(0)), nnx.Param))
+        place = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+        like = jax.tree.map(place, shapes, parameter_shardings(shapes, mesh))
+        return read_params(self.folder, self.step, like)
+
+
+def find_model(source: Path, *, step: int | None = None, best: bool = False) -> Saved:
+    """The model that `source` names.
+
+    Args:
+      source: a run, one of its checkpoints (`run/checkpoints/120`), or a Hugging Face folder.
+      step: of the run's checkpoint; None takes the newest.
+      best: takes the checkpoint with the lowest held-out loss.
+
+    Raises:
+      FolderError: there is no such model; with those that there are.
+    """
+    chooses = best or step is not None
+    if is_hf_folder(source):
+        if chooses:
+            raise FolderError(f"{source} is a Hugging Face folder, which has one model alone")
+        return _in_hf_folder(source)
+    if source.parent.name == "checkpoints" and source.name.isdigit():
+        if chooses:
+            raise FolderError(f"{source} is a checkpoint; to choose another, name its run")
+        source, step = source.parent.parent, int(source.name)
+    config = read_run_config(source)
+    folder = source / "checkpoints"
+    steps = saved_steps(folder)
+    if steps:
+        step = _chosen(folder, steps, step, best)
+        copy = source / "tokenizer"
+        return Saved(
+            name=f"{source}, step {step}",
+            model=dataclasses.replace(config.model, remat="none"),
+            folder=folder,
+            step=step,
+            tokenizer=copy if has_tokenizer(copy) else config.data.tokenizer,
+            bos_token=config.data.bos_token,
+            eos_token=config.data.eos_token,
+            sequence_length=config.data.sequence_length,
+        )
+    if chooses or step is not None:
+        raise FolderError(f"{source} has no checkpoints")
+    if not is_hf_folder(source / "model"):
+        raise FolderError(f"{source} has neither checkpoints nor a model; it did not finish")
+    like = dataclasses.replace(config.model, remat="none")
+    return dataclasses.replace(
+        _in_hf_folder(source / "model", like), sequence_length=config.data.sequence_length
+    )
+
+
+def _in_hf_folder(folder: Path, like: LlamaConfig | None = None) -> Saved:
+    like = like or dataclasses.replace(PRESETS["demo"], dtype=fast_dtype(), remat="none")
+    return Saved(
+        name=str(folder),
+        model=read_model_config(folder, like),
+        folder=folder,
+        tokenizer=folder if has_tokenizer(folder) else None,
+    )
+
+
+def _chosen(folder: Path, steps: dict[int, float | None], step: int | None, best: bool) -> int:
+    measured = {step: loss for step, loss in steps.items() if loss is not None}
+    if best and step is not None:
+        raise FolderError("--best and --step exclude each other")
+    if best and not measured:
+        raise FolderError(f"{folder}: no checkpoint has a held-out loss")
+    if best:
+        return min(measured, key=lambda step: measured[step])
+    if step is not None and step not in steps:
+        raise FolderError(f"{folder} has no step {step}; it has {', '.join(map(str, steps))}")
+    return max(steps) if step is None else step
+
+
+def read_run_config(run_dir: Path) -> TrainConfig:
+    """The configuration in a run's config.json; fields that it lacks have their defaults.
+
+    Raises:
+      FolderError: it is missing, or not that of a run.
+    """
+    file = run_dir / "config.json"
+    if not file.is_file():
+        raise FolderError(
+            f"{run_dir} is neither a run, nor a checkpoint of one, nor a Hugging Face folder: it "
+            "has no config.json"
+        )
+    try:
+        return _typed(TrainConfig, json.loads(file.read_text())["config"])
+    except (KeyError, TypeError, ValueError, NotImplementedError) as error:
+        raise FolderError(f"{file} is not that of a run of this version: {error!r}") from error
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    """What `train.metrics.jsonable` made `value` of, as far as a configuration has it."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        hints = typing.get_type_hints(hint)
+        return hint(**{name: _typed(hints[name], entry) for name, entry in value.items()})
+    kinds = (hint, *typing.get_args(hint))
+    if isinstance(value, list):
+        return tuple(_typed(kinds[1], entry) for entry in value)
+    return Path(value) if isinstance(value, str) and Path in kinds else value
