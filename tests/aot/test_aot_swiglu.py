@@ -11,7 +11,7 @@ from aot.harness import ARCHS, CHIPS, Case, Program
 from pallas_kernels import swiglu
 from pallas_kernels.mosaic_gpu import Device
 from pallas_kernels.swiglu import Config, mosaic_gpu
-from pallas_kernels.swiglu.config import guess_config
+from pallas_kernels.swiglu.config import default_config
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
@@ -95,7 +95,8 @@ def test_compiles(compiled, chip, case):
     assert (kernel.spill_bytes, kernel.stack_bytes, kernel.warnings) == (0, 0, ()), kernel
     function, name, *most = case.split("-")
     num_read, num_written = NUM_ARRAYS[function]
-    config = MOST if most else guess_config(DEVICES[chip], SHAPES[name][1])
+    (*_, columns), dtype = SHAPES[name]
+    config = MOST if most else default_config(DEVICES[chip], columns, dtype)
     num_parts = config.fwd_accesses if function == "forward" else config.bwd_accesses
     if name == "huge":
         num_parts = min(num_parts, 2)
