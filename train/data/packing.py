@@ -52,8 +52,8 @@ class PackedDataset:
         if self.num_rows < 1:
             raise DataError(
                 f"{len(self.tokens)} tokens in {len(offsets)} documents do not fill one row of "
-                f"{self.sequence_length=} (which takes {self.sequence_length + 1}); use more text "
-                "or a shorter sequence"
+                f"sequence_length={self.sequence_length} (which takes {self.sequence_length + 1}); "
+                "use more text or a shorter sequence"
             )
         if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] >= len(self.tokens):
             raise ValueError(
@@ -102,8 +102,8 @@ class PackedDataset:
         if not 1 <= batch_size <= self.num_rows:
             raise DataError(
                 f"{batch_size=} must be between 1 and the {self.num_rows} rows that "
-                f"{len(self.tokens)} tokens make at {self.sequence_length=}; use more text, a "
-                "smaller batch or a shorter sequence"
+                f"{len(self.tokens)} tokens make at sequence_length={self.sequence_length}; use "
+                "more text, a smaller batch or a shorter sequence"
             )
         return self.expand(self.shuffled(walk(step, batch_size, seed, rows), seed))
 
