@@ -105,20 +105,25 @@ def measure(shape: Shape, mesh: Mesh, rounds: int, *, backward: bool) -> dict[st
                 results[name] = {"error": f"wrong result: relative error {error:.1e}"}
                 continue
         runs[name] = functools.partial(compiled, *args)
-        results[name] = {"times_ms": []}
-    for _, (name, run) in itertools.product(range(rounds), runs.items()):
-        start = time.perf_counter()
-        for _ in range(_CALLS - 1):
-            run()
-        jax.block_until_ready(run())
-        elapsed = (time.perf_counter() - start) / _CALLS / _LENGTH
-        results[name]["times_ms"].append(elapsed * 1e3)
-    for result in results.values():
-        if "times_ms" in result:
-            result["median_ms"] = statistics.median(result["times_ms"])
-            moved = 2 * (2 if backward else 1) * (mesh.size - 1) / mesh.size * whole.nbytes
-            result["bytes_per_s"] = moved / result["median_ms"] * 1e3
+    cases = [timing.Case(name, [run]) for name, run in runs.items()]
+    timings = timing.compare(cases, rounds=rounds, calls_per_round=_CALLS, measure=_wall_ms)
+    for name, timed in timings.items():
+        if timed.error is not None:
+            results[name] = {"error": timed.error}
+            continue
+        result: dict[str, Any] = {"times_ms": [ms / _LENGTH for ms in timed.times_ms]}
+        result["median_ms"] = statistics.median(result["times_ms"])
+        moved = 2 * (2 if backward else 1) * (mesh.size - 1) / mesh.size * whole.nbytes
+        result["bytes_per_s"] = moved / result["median_ms"] * 1e3
+        results[name] = result
     return results
+
+
+def _wall_ms(calls: Sequence[Callable[[], Any]]) -> float:
+    """Milliseconds of all `calls`: CUPTI would add up the kernels of all devices."""
+    start = time.perf_counter()
+    jax.block_until_ready([call() for call in calls])
+    return (time.perf_counter() - start) * 1e3
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:

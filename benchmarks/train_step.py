@@ -83,21 +83,15 @@ def kernel_table(kernels: list[tuple[str, float]]) -> list[tuple[str, int, float
     return sorted(rows, key=lambda row: -row[2])
 
 
-def main() -> None:
-    """Parses the command line, measures, prints and writes the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """The flags that say what a step trains."""
     parser.add_argument("--preset", choices=PRESET_NAMES, default="llama3.2-1b")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=4096)
-    parser.add_argument("--variants", nargs="+", default=["scanned:minimal", "unrolled:minimal"])
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=3, help="steps of a variant in a round")
-    parser.add_argument("--kernels", action="store_true", help="add a table of the kernels")
-    parser.add_argument("--output", type=Path, help="file to write the tables to")
-    arguments = parser.parse_args()
 
+
+def workload(arguments: argparse.Namespace) -> TrainConfig:
+    """The run that these flags describe, on random tokens."""
     base = preset(arguments.preset)
     data = dataclasses.replace(
         base.data,
@@ -105,7 +99,38 @@ def main() -> None:
         sequence_length=arguments.sequence_length,
         batch_size=arguments.batch_size,
     )
-    base = dataclasses.replace(base, data=data)
+    return dataclasses.replace(base, data=data)
+
+
+def speed_cells(config: TrainConfig, times_s: list[float]) -> list[str]:
+    """Of a table: milliseconds a step, their range, tokens/s and MFU."""
+    flops = metrics.flops_per_token(config.model, config.data.sequence_length)
+    step_s = statistics.median(times_s)
+    speed = config.data.tokens_per_step / step_s
+    used = metrics.mfu(speed, flops, hardware.lookup(jax.devices()[0].device_kind), 1)
+    return [
+        f"{step_s * 1e3:.1f}",
+        f"{min(times_s) * 1e3:.1f} - {max(times_s) * 1e3:.1f}",
+        f"{speed:,.0f}",
+        "-" if used is None else f"{used:.1%}",
+    ]
+
+
+def main() -> None:
+    """Parses the command line, measures, prints and writes the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add_workload(parser)
+    parser.add_argument("--variants", nargs="+", default=["scanned:minimal", "unrolled:minimal"])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=3, help="steps of a variant in a round")
+    parser.add_argument("--kernels", action="store_true", help="add a table of the kernels")
+    parser.add_argument("--output", type=Path, help="file to write the tables to")
+    arguments = parser.parse_args()
+
+    base = workload(arguments)
+    data = base.data
     mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
     dataset = SyntheticDataset(base.model.vocab_size, data.sequence_length)
     rows = dataset.batch(0, batch_size=data.batch_size, seed=0)
@@ -177,9 +202,7 @@ def device_times(
 def report(config: TrainConfig, variants: list[Variant], limits: list[ceilings.Ceilings]) -> str:
     """The tables, in Markdown."""
     device = jax.devices()[0]
-    peak = hardware.lookup(device.device_kind)
     flops = metrics.flops_per_token(config.model, config.data.sequence_length)
-    tokens = config.data.tokens_per_step
     gemm = statistics.median(limit.gemm for limit in limits)
     copy = statistics.median(limit.copy for limit in limits)
     versions = ", ".join(
@@ -201,14 +224,10 @@ def report(config: TrainConfig, variants: list[Variant], limits: list[ceilings.C
         "|---|---|---|---|---|---|---|---|",
     ]
     for variant in variants:
-        speed = tokens / variant.step_s
-        used = metrics.mfu(speed, flops, peak, 1)
+        speed = config.data.tokens_per_step / variant.step_s
         cells = [
             variant.name,
-            f"{variant.step_s * 1e3:.1f}",
-            f"{min(variant.times_s) * 1e3:.1f} - {max(variant.times_s) * 1e3:.1f}",
-            f"{speed:,.0f}",
-            "-" if used is None else f"{used:.1%}",
+            *speed_cells(config, variant.times_s),
             f"{speed * flops / gemm:.1%}",
             f"{memory_in_bytes(variant.compiled) / 2**30:.1f} GiB",
             f"{variant.compile_s:.0f} s",

@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import gc
 import importlib
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,10 @@ from typing import Any
 import jax
 
 from benchmarks import peers
+from benchmarks.train_step import add_workload, speed_cells, workload
 from models.llama import LlamaConfig
 from models.llama_hf import config_to_hf
-from pallas_kernels import hardware
-from train import metrics
-from train.config import PRESET_NAMES, TrainConfig, preset
+from train.config import TrainConfig
 
 _OPTIONS = ("full", "compile")
 
@@ -105,8 +103,6 @@ def measure(config: TrainConfig, name: str, rounds: int, steps: int) -> Measured
 def report(config: TrainConfig, results: list[Measured]) -> str:
     """The table, in Markdown; the columns of `benchmarks.train_step`."""
     device = jax.devices()[0]
-    peak = hardware.lookup(device.device_kind)
-    flops = metrics.flops_per_token(config.model, config.data.sequence_length)
     installed = {name: version for name, version in peers.versions().items() if version}
     versions = ", ".join(f"{name} {version}" for name, version in installed.items())
     lines = [
@@ -120,15 +116,9 @@ def report(config: TrainConfig, results: list[Measured]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for result in results:
-        step_s = statistics.median(result.times_s)
-        speed = config.data.tokens_per_step / step_s
-        used = metrics.mfu(speed, flops, peak, 1)
         cells = [
             result.name,
-            f"{step_s * 1e3:.1f}",
-            f"{min(result.times_s) * 1e3:.1f} - {max(result.times_s) * 1e3:.1f}",
-            f"{speed:,.0f}",
-            "-" if used is None else f"{used:.1%}",
+            *speed_cells(config, result.times_s),
             f"{result.bytes / 2**30:.1f} GiB",
             f"{result.loss:.3f}",
         ]
@@ -141,22 +131,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--preset", choices=PRESET_NAMES, default="llama3.2-1b")
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--sequence-length", type=int, default=4096)
+    add_workload(parser)
     parser.add_argument("--variants", nargs="+", default=["liger", "liger:full"])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=2, help="steps in a round")
     parser.add_argument("--output", type=Path, help="file to write the table to")
     arguments = parser.parse_args()
-    base = preset(arguments.preset)
-    data = dataclasses.replace(
-        base.data,
-        source="synthetic",
-        sequence_length=arguments.sequence_length,
-        batch_size=arguments.batch_size,
-    )
-    config = dataclasses.replace(base, data=data)
+    config = workload(arguments)
     torch = importlib.import_module("torch")
     results = []
     for name in arguments.variants:

@@ -41,7 +41,14 @@ from pallas_kernels.mosaic_gpu import (
     target_device,
 )
 from pallas_kernels.rms_norm.config import Config, default_config
-from pallas_kernels.rms_norm.rows import Rows, column_parts, ring_shape, split_row, splits
+from pallas_kernels.rms_norm.rows import (
+    Rows,
+    as_scaled,
+    column_parts,
+    ring_shape,
+    split_row,
+    splits,
+)
 
 _MIN_HIDDEN_SIZE = 64
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -218,7 +225,7 @@ def _forward(
                         weight = load_weight(start)
                     else:
                         value, weight = values[i], weights[i]
-                    x_hat = _as_scaled(value.astype(jnp.float32) * rstd, options.casting, x.dtype)
+                    x_hat = as_scaled(value.astype(jnp.float32) * rstd, options.casting, x.dtype)
                     y = (x_hat * rows.scale(weight, options.weight_offset)).astype(x.dtype)
                     store(rows.at(y_gmem, row, warpgroup, start), y)
 
@@ -370,7 +377,7 @@ def _backward(
                 if dresidual_out is not None:
                     dx += get_own(dresidual_index, k) if reread else added[k]
                 store(rows.at(dx_gmem, row, warpgroup, start), dx.astype(source.dtype))
-                x_hat = _as_scaled(x_hat, options.casting, source.dtype)
+                x_hat = as_scaled(x_hat, options.casting, source.dtype)
                 sums.append(dweight[k] + rows.unseen(dy_chunk * x_hat, row, tile))
             if stages and reread:
                 refill(step + stages)
@@ -431,11 +438,6 @@ def _no_second_derivative(options, primals, tangents):
         "implementation='mosaic_gpu' of RMSNorm has no second derivative; differentiate "
         "implementation='reference' twice"
     )
-
-
-def _as_scaled(x_hat: jax.Array, casting: str, dtype: jnp.dtype) -> jax.Array:
-    """`x · rstd` as it is multiplied with the weight, in float32."""
-    return x_hat.astype(dtype).astype(jnp.float32) if casting == "llama" else x_hat
 
 
 def _check_config(config: Config, x: jax.Array, residual: jax.Array | None) -> None:

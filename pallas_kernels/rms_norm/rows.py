@@ -284,3 +284,8 @@ class Rows:
         first_unseen = WARPS_PER_WARPGROUP * jnp.minimum(tile, self.num_full_tiles)
         rows = row + plgpu.broadcasted_iota(jnp.int32, chunk.shape, 0, layout=self.layout)
         return jnp.where(rows >= first_unseen, chunk, 0.0)
+
+
+def as_scaled(x_hat: jax.Array, casting: str, dtype: jnp.dtype) -> jax.Array:
+    """`x · rstd` as it is multiplied with the weight, in float32."""
+    return x_hat.astype(dtype).astype(jnp.float32) if casting == "llama" else x_hat

@@ -50,7 +50,7 @@ from pallas_kernels.mosaic_gpu import (
     store,
     target_device,
 )
-from pallas_kernels.rms_norm.rows import Rows, RowSplit, splits
+from pallas_kernels.rms_norm.rows import Rows, RowSplit, as_scaled, splits
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _MAX_DEVICES = 8  # of one host
@@ -317,7 +317,7 @@ def _forward(
             own.store_scalar(rstd_gmem, row, warpgroup, rstd)
             for value, weight, start in zip(values, weights, split.starts, strict=True):
                 store(own.at(residual_out_gmem, row, warpgroup, start), value)
-                x_hat = _as_scaled(value.astype(jnp.float32) * rstd, options.casting, dtype)
+                x_hat = as_scaled(value.astype(jnp.float32) * rstd, options.casting, dtype)
                 y = (x_hat * own.scale(weight, options.weight_offset)).astype(dtype)
                 y_row = token if options.gather else row
                 store(y_rows.at(y_gmem, y_row, warpgroup, start), y)
@@ -414,7 +414,7 @@ def _backward(
                 dx = dx.astype(dtype)
                 store(own.at(dresidual_gmem, row, warpgroup, start), dx)
                 store(whole.at(dpartial_gmem, token, warpgroup, start), dx)
-                x_hat = _as_scaled(x_hats[k], options.casting, dtype)
+                x_hat = as_scaled(x_hats[k], options.casting, dtype)
                 sums.append(dweight[k] + dys[k] * x_hat)
             return tuple(sums)
 
@@ -448,8 +448,3 @@ def _backward(
         dresidual.reshape(source.shape),
         jnp.sum(dweight.reshape(-1, hidden_size), axis=0),
     )
-
-
-def _as_scaled(x_hat: jax.Array, casting: str, dtype: jnp.dtype) -> jax.Array:
-    """`x · rstd` as it is multiplied with the weight, in float32."""
-    return x_hat.astype(dtype).astype(jnp.float32) if casting == "llama" else x_hat

@@ -21,6 +21,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
+import tiny_run
 import train.checkpoint
 import train.loop
 from benchmarks.faults import timeless
@@ -28,10 +29,7 @@ from models.sharding import make_mesh
 from train.checkpoint import Checkpoints, check_config, checksum
 from train.config import (
     CheckpointConfig,
-    DataConfig,
     MeshConfig,
-    OptimizerConfig,
-    TrainConfig,
     preset,
 )
 from train.faults import RunError
@@ -40,28 +38,8 @@ from train.metrics import MetricsWriter
 from train.step import abstract_state, init_state
 
 ROOT = Path(train.loop.__file__).parents[1]
-CONFIG = TrainConfig(
-    name="tiny",
-    model=dataclasses.replace(
-        preset("demo").model,
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=64,
-        dtype="float32",
-    ),
-    data=DataConfig(source="synthetic", sequence_length=16, batch_size=8),
-    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
-    mesh=MeshConfig(fsdp=2),
-    checkpoint=CheckpointConfig(every=3),
-    steps=8,
-    eval_every=0,
-    sample_tokens=0,
-    save=False,
+CONFIG = dataclasses.replace(
+    tiny_run.CONFIG, mesh=MeshConfig(fsdp=2), checkpoint=CheckpointConfig(every=3)
 )
 
 

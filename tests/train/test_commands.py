@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import tiny_run
 import train.loop
 from models.llama_hf import load_pretrained
 from models.sharding import make_mesh
@@ -26,7 +27,6 @@ from train.config import (
     OptimizerConfig,
     TrainConfig,
     parse_command_line,
-    preset,
 )
 from train.faults import RunError
 from train.hf_folder import FolderError, check_model, copy_tokenizer, load_params
@@ -36,26 +36,10 @@ from train.report import load_metrics
 from train.saved import find_model, read_run_config
 from train.step import init_state
 
-MODEL = dataclasses.replace(
-    preset("demo").model,
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    max_position_embeddings=64,
-    dtype="float32",
-    eos_token_id=(1, 257),
-)
+MODEL = dataclasses.replace(tiny_run.MODEL, eos_token_id=(1, 257))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compilation():
-    """These programs run for milliseconds and compile for seconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import pytest
 
 import train.loop
@@ -11,13 +10,7 @@ from train.checkpoint import Checkpoints
 from train.config import parse_command_line
 from train.step import init_state
 
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_compilation():
-    """These programs run for milliseconds and compile for seconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 def test_killed_runs_end_as_whole_ones(tmp_path, monkeypatch):

@@ -12,43 +12,15 @@ import pytest
 import train.loop
 import train.step
 from models.sharding import make_mesh, parameter_path
+from tiny_run import CONFIG
 from train import replay
-from train.config import DataConfig, OptimizerConfig, TrainConfig, preset
 from train.faults import RunError
 from train.guard import WINDOW, initial_guard, judge
 from train.loop import run
 from train.report import load_metrics
 from train.step import init_state, jit_train_step, make_train_step
 
-CONFIG = TrainConfig(
-    name="tiny",
-    model=dataclasses.replace(
-        preset("demo").model,
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=64,
-        dtype="float32",
-    ),
-    data=DataConfig(source="synthetic", sequence_length=16, batch_size=8),
-    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
-    steps=8,
-    eval_every=0,
-    sample_tokens=0,
-    save=False,
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_compilation():
-    """These programs run for milliseconds and compile for seconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -21,9 +21,10 @@ import train.loop
 from models.llama_hf import load_pretrained
 from models.sampling import generate
 from models.sharding import make_mesh
+from tiny_run import MODEL
 from tokenizer_files import write_byte_level
 from train import data
-from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, preset
+from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 from train.guard import initial_guard
 from train.loop import memory_report, run
 from train.report import load_metrics
@@ -32,17 +33,7 @@ from train.step import TrainState, init_state, make_train_step, model_graph
 # On the eight devices of the tests, so that the loop's placements are in every one of them.
 CONFIG = TrainConfig(
     name="tiny",
-    model=dataclasses.replace(
-        preset("demo").model,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=64,
-        dtype="float32",
-    ),
+    model=MODEL,
     data=DataConfig(source="stdlib", sequence_length=32, batch_size=8, accumulation_steps=2),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
     mesh=MeshConfig(fsdp=2),
@@ -62,12 +53,7 @@ CORPUS = data.Corpus(
 SMALL = dataclasses.replace(CONFIG, sample_tokens=0, save=False, eval_every=0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compilation():
-    """These programs run for milliseconds and compile for seconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 @pytest.fixture(scope="module", autouse=True)

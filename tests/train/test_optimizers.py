@@ -11,41 +11,21 @@ import numpy as np
 import optax
 import pytest
 
+import tiny_run
 from models.sharding import make_mesh, parameter_path
-from train.config import DataConfig, OptimizerConfig, TrainConfig, preset
+from train.config import OptimizerConfig
 from train.optimizers import make_optimizer
 from train.step import abstract_state, init_state, make_train_step
 
-CONFIG = TrainConfig(
-    name="tiny",
-    model=dataclasses.replace(
-        preset("demo").model,
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=64,
-        dtype="float32",
-    ),
-    data=DataConfig(source="synthetic", sequence_length=16, batch_size=8),
+CONFIG = dataclasses.replace(
+    tiny_run.CONFIG,
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="wsd"),
     steps=100,
-    eval_every=0,
-    sample_tokens=0,
-    save=False,
 )
 RATES = {"adamw": 1e-2, "lion": 2e-3, "adafactor": 1e-2, "muon": 1e-2, "sgd": 1.0}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compilation():
-    """These programs run for milliseconds and compile for seconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 def config_of(name, **changes):

@@ -101,12 +101,7 @@ class Measures:
         return int(self.rows[config.model.remat][2] * config.data.batch_size / 4 * GIB)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compilation():
-    """These programs run for milliseconds and compile for seconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 @pytest.fixture(autouse=True)
