@@ -4,6 +4,11 @@
 SIGKILL, at a random moment or while a checkpoint is being written, and starts it again each time.
 At last it lets the run finish, and compares the state to the bit, and the rows of metrics.jsonl but
 for times, with those of a run of the same settings that nobody killed.
+
+With `--processes 2` a run is two processes of one device each, which share the parameters. The
+signals go to each of them in turn, SIGTERM ends both with exit status 0, and after a SIGKILL of one
+the other has to end by itself with a line that says why. (The death of process 0 JAX tells first,
+in more than a line.)
 """
 
 import argparse
@@ -12,12 +17,14 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +49,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--processes", type=int, default=1, help="that make up the run")
     arguments = parser.parse_args()
+    options = {"seed": arguments.seed, "num_processes": arguments.processes}
     with tempfile.TemporaryDirectory() as folder:
-        for line in kill_and_compare(Path(folder), arguments.kills, seed=arguments.seed):
+        for line in kill_and_compare(Path(folder), arguments.kills, **options):
             print(line, flush=True)
 
 
-def kill_and_compare(folder: Path, kills: int, *, seed: int) -> Iterator[str]:
+def kill_and_compare(
+    folder: Path, kills: int, *, seed: int, num_processes: int = 1
+) -> Iterator[str]:
     """Gives a line for each kill, and one for the comparison.
+
+    Args:
+      folder: for the runs.
+      kills: how many.
+      seed: of the moments.
+      num_processes: of a run; each has one device.
 
     Raises:
       AssertionError: the runs differ, or one did not end as it should.
@@ -57,9 +74,10 @@ def kill_and_compare(folder: Path, kills: int, *, seed: int) -> Iterator[str]:
     rng = random.Random(seed)
     steps = STEPS_PER_KILL * (kills + 1)
 
-    def finish(process: subprocess.Popen[str]) -> None:
-        output, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, output
+    def finish(processes: Sequence[subprocess.Popen[str]]) -> None:
+        for process in processes:
+            output, _ = process.communicate(timeout=600)
+            assert process.returncode == 0, output
 
     arguments = {
         name: [*SETTINGS, f"--steps={steps}", f"--runs-dir={folder}", f"--name={name}"]
@@ -70,27 +88,39 @@ def kill_and_compare(folder: Path, kills: int, *, seed: int) -> Iterator[str]:
         "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    start = lambda name: subprocess.Popen(
-        [sys.executable, "-m", "train", *arguments[name]],
-        cwd=ROOT,
-        env=os.environ | cache,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    start = lambda name: [
+        subprocess.Popen(
+            [sys.executable, "-m", "train", *arguments[name], *flags],
+            cwd=ROOT,
+            # A CPU program for several devices can hang when it comes from the cache.
+            env=os.environ | (cache if num_processes == 1 else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for flags in process_flags(num_processes)
+    ]
     finish(start("whole"))
     counts = collections.Counter()
     for kill, number in zip(
         range(kills), itertools.cycle((signal.SIGTERM, signal.SIGKILL)), strict=False
     ):
-        process = start("killed")
+        processes = start("killed")
+        # Each of them with both signals, in turn.
+        hit = kill // 2 % num_processes
+        process = processes[hit]
         moment = _wait(process, folder / "killed", STEPS_PER_KILL * (kill + 1), rng)
         process.send_signal(number)
-        output, _ = process.communicate(timeout=300)
+        others = [other for other in processes if other is not process]
+        outputs = {other: other.communicate(timeout=300)[0] for other in [process, *others]}
+        output = outputs[process]
         saving = "step" in moment and any((folder / "killed" / "checkpoints").glob("*tmp*"))
         # Before the first step there is nothing to save, and SIGTERM ends the process as usual.
         expected = {-number} if number == signal.SIGKILL else {0} if "step" in moment else {0, -15}
         assert process.returncode in expected, f"{process.returncode}\n{output}"
+        for other in others:
+            why = _check_end(process, other, outputs[other])
+            moment += f", of process {hit}; the other: {why}"
         counts[number] += 1
         counts["left a part of a checkpoint"] += saving
         yield (
@@ -104,6 +134,41 @@ def kill_and_compare(folder: Path, kills: int, *, seed: int) -> Iterator[str]:
         f"{counts[signal.SIGTERM]} SIGTERM, {counts[signal.SIGKILL]} SIGKILL, "
         f"{counts['left a part of a checkpoint']} of them with a checkpoint half written"
     )
+
+
+def process_flags(num_processes: int) -> list[list[str]]:
+    """The flags that make so many processes, here, one run."""
+    if num_processes == 1:
+        return [[]]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    return [
+        [
+            f"--distributed.coordinator-address={address}",
+            f"--distributed.num-processes={num_processes}",
+            f"--distributed.process-id={index}",
+            "--distributed.heartbeat-timeout-s=5",
+            "--distributed.initialization-timeout-s=60",
+            f"--mesh.fsdp={num_processes}",
+        ]
+        for index in range(num_processes)
+    ]
+
+
+def _check_end(killed: subprocess.Popen[str], other: subprocess.Popen[str], output: str) -> str:
+    """How a process ended because of another; raises AssertionError if not as it should."""
+    if killed.returncode == 0:
+        assert other.returncode == 0, f"{other.returncode}\n{output}"
+        return "exit status 0"
+    ours = re.search(
+        r"^error: (process \d+ (was not heard|cannot be reached)[^:.(]*|not all processes met)",
+        output,
+        re.M,
+    )
+    of_jax = "Terminating process because the JAX distributed service" in output
+    assert other.returncode in (1, -6) and (ours or of_jax), f"{other.returncode}\n{output}"
+    return f"exit status {other.returncode}, {ours[1] if ours else 'told by JAX'}"
 
 
 def _wait(process: subprocess.Popen[str], run_dir: Path, step: int, rng: random.Random) -> str:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
@@ -246,6 +247,9 @@ def save_pretrained(
     Tensors have the dtype of the parameters. Files are written under temporary names and renamed at
     the end, config.json last. The weights of an earlier checkpoint in `path` are removed.
 
+    Of several processes all must call this: they gather one tensor after the other, and process 0
+    writes.
+
     Args:
       model: the model to write.
       path: the folder; it is made if there is none, and other files in it stay.
@@ -253,7 +257,9 @@ def save_pretrained(
         gets a file of its own.
     """
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
+    writes = jax.process_index() == 0
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
     arrays, _ = jax.tree_util.tree_flatten_with_path(nnx.state(model, nnx.Param))
     parameters = [_Parameter(parameter_path(path), array) for path, array in arrays]
     tensors = [tensor for parameter in parameters for tensor in parameter.tensors()]
@@ -265,12 +271,20 @@ def save_pretrained(
         name = WEIGHTS_FILE
         if len(shards) > 1:
             name = f"model-{i:05}-of-{len(shards):05}.safetensors"
+        data = {}
+        for tensor in shard:
+            array = tensor.fetch()
+            if writes:
+                data[tensor.name] = array
+        if not writes:
+            continue
         # transformers refuses a file whose metadata lacks the format.
-        data = {tensor.name: tensor.fetch() for tensor in shard}
         save_file(data, _temporary(folder / name), metadata={"format": "pt"})
         written.append(name)
         weight_map |= dict.fromkeys(data, name)
         del data
+    if not writes:
+        return
     if len(shards) > 1:
         total_size = sum(tensor.num_bytes for tensor in tensors)
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
@@ -329,6 +343,9 @@ class _Parameter:
         for layer, name in enumerate(self.tensor_names):
             tensor = checkpoint.read(name)
             host[layer if self.stacked else ...] = tensor.T if self.transposed else tensor
+        if sharding is not None and not sharding.is_fully_addressable:
+            # `device_put` would gather what all processes have, to compare it.
+            return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
         return jax.device_put(host, sharding).block_until_ready()
 
     def tensors(self) -> "Iterator[_Tensor]":
@@ -354,6 +371,8 @@ class _Tensor:
         if self.parameter.stacked:
             # The layer is an argument of this, so that all layers share one compilation.
             array = jax.lax.dynamic_index_in_dim(array, self.layer, keepdims=False)
+        if not array.is_fully_addressable:
+            array = multihost_utils.process_allgather(array, tiled=True)
         return np.ascontiguousarray(array.T if self.parameter.transposed else array)
 
 

@@ -31,6 +31,7 @@ if __name__ == "__main__":
 
         commands.COMMANDS[sys.argv[1]](sys.argv[2:])
     else:
+        from train import distributed
         from train.config import parse_command_line
         from train.data import DataError
         from train.faults import RunError, hide_given_up_transfers
@@ -38,14 +39,21 @@ if __name__ == "__main__":
         from train.loop import run
 
         hide_given_up_transfers()
+        arguments = sys.argv[1:]
         try:
-            run(parse_command_line(sys.argv[1:]))
-        except (DataError, FolderError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)  # as for a mistake on the command line
+            # Before the other flags, whose defaults depend on the devices.
+            with distributed.started(distributed.flags(arguments)):
+                try:
+                    run(parse_command_line(arguments))
+                except (DataError, FolderError) as error:
+                    print(f"error: {error}", file=sys.stderr)
+                    sys.exit(2)  # as for a mistake on the command line
+                except RunError as error:
+                    sys.exit(f"error: {error}")
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                        raise
+                    # Of metrics, the report or the model on a full disk.
+                    sys.exit(f"error: {error}")
         except RunError as error:
             sys.exit(f"error: {error}")
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            sys.exit(f"error: {error}")  # metrics, the report or the model on a full disk

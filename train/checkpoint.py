@@ -27,6 +27,7 @@ from jaxtyping import Array, Shaped, UInt32
 from orbax.checkpoint import checkpoint_managers
 
 from train.config import TrainConfig
+from train.distributed import all_say, is_first
 from train.faults import RunError
 from train.metrics import jsonable
 from train.step import TrainState
@@ -38,6 +39,7 @@ MAY_CHANGE = (
     "runs_dir",
     "mesh",
     "checkpoint",
+    "distributed",
     "model.remat",
     "data.cache_dir",
     "max_skipped_steps",
@@ -49,11 +51,12 @@ MAY_CHANGE = (
     "wandb",
     "profile_steps",
     "dump_hlo",
+    "xla_options",
 )
 
 
 def check_config(run_dir: Path, config: TrainConfig, data: Mapping[str, Any]) -> None:
-    """Whether `config` and `data` may go on with the run in `run_dir`; one without config.json may.
+    """Whether `config` and `data` may go on with the run in `run_dir`; an empty folder may.
 
     Args:
       run_dir: of the run; need not exist.
@@ -61,15 +64,28 @@ def check_config(run_dir: Path, config: TrainConfig, data: Mapping[str, Any]) ->
       data: what identifies its corpus.
 
     Raises:
-      RunError: the run there has no checkpoints, or differs in more than `MAY_CHANGE`.
+      RunError: the run there has no checkpoints, has them but no config.json that can be read, or
+        differs in more than `MAY_CHANGE`.
     """
     path = run_dir / "config.json"
     if not path.exists():
+        if any(run_dir.glob("checkpoints/[0-9]*")):
+            raise RunError(
+                f"{run_dir} has checkpoints but no config.json; put it back, or choose another "
+                "--name"
+            )
         return
-    content = json.loads(path.read_text())
-    if not content["config"].get("checkpoint", {}).get("every"):
+    try:
+        content = json.loads(path.read_text())
+        every, corpus = content["config"]["checkpoint"]["every"], content["data"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{path} is not the configuration of a run ({_one_line(error)}); put it back, or "
+            "choose another --name"
+        ) from error
+    if not every:
         raise RunError(f"{run_dir} is a run without checkpoints; choose another --name")
-    old = _flat(content["config"] | {"corpus": content["data"]})
+    old = _flat(content["config"] | {"corpus": corpus})
     new = _flat(jsonable(config) | {"corpus": jsonable(data)})
     differences = [
         f"{name} {old.get(name)!r}, now {new.get(name)!r}"
@@ -96,18 +112,19 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 class Checkpoints:
     """The checkpoints in a folder; a context manager, which waits for the save under way.
 
+    Of several processes each saves and reads what is on its devices, in a folder that all share:
+    they make the same calls in the same order.
+
     Raises:
       RunError: another process has the folder open.
     """
 
     def __init__(self, folder: Path, *, keep: int):
-        folder.mkdir(parents=True, exist_ok=True)
-        # Released by the system however the process ends.
-        self._lock = os.open(folder, os.O_RDONLY)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(f"another process is training in {folder.parent}") from None
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise RunError(f"{folder} cannot be made: a file is in its place") from error
+        self._lock = _locked(folder) if is_first() else None
         # Orbax logs the traceback of a save that failed, besides raising it.
         absl.logging.set_verbosity(absl.logging.FATAL)
         val_loss = lambda metrics: (metrics or {}).get("val_loss", math.inf)
@@ -136,7 +153,8 @@ class Checkpoints:
                 self.wait()
                 self._manager.close()
         finally:
-            os.close(self._lock)
+            if self._lock is not None:
+                os.close(self._lock)
 
     def restore(self, like: TrainState) -> tuple[int, TrainState] | None:
         """The newest checkpoint that is whole, and its step; None where there is none at all.
@@ -151,17 +169,17 @@ class Checkpoints:
         """
         damaged: dict[int, Exception] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
-            try:
-                state = self._read(step, like)
-            except Exception as error:  # damage comes as errors of many kinds
+            state, error = self._read(step, like)
+            if error is not None:
                 damaged[step] = error
                 continue
             for bad, error in damaged.items():
-                warnings.warn(
-                    f"{self._manager.directory / str(bad)} is damaged and was deleted; going on "
-                    f"from step {step} ({_one_line(error)})",
-                    stacklevel=2,
-                )
+                if is_first():
+                    warnings.warn(
+                        f"{self._manager.directory / str(bad)} is damaged and was deleted; going "
+                        f"on from step {step} ({_one_line(error)})",
+                        stacklevel=2,
+                    )
                 self._manager.delete(bad)
             return step, state
         if damaged:
@@ -172,16 +190,29 @@ class Checkpoints:
             )
         return None
 
-    def _read(self, step: int, like: TrainState) -> TrainState:
-        read = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(_by_name(like)), checksums=ocp.args.JsonRestore()
-            ),
-        )
-        _compare(read["state"], read["checksums"])
-        names = list(_by_name(like))
-        return jax.tree.unflatten(jax.tree.structure(like), [read["state"][n] for n in names])
+    def _read(self, step: int, like: TrainState) -> tuple[Any, Exception | None]:
+        """The state, or what is wrong with it: for all processes, if something is for one."""
+        read: Any = None
+        error: Exception | None = None
+        try:
+            read = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardRestore(_by_name(like)), checksums=ocp.args.JsonRestore()
+                ),
+            )
+        except Exception as found:  # damage comes as errors of many kinds
+            error = found
+        # The checksums are of all processes' parts, so none may be missing.
+        if not all_say(error is None):
+            return None, error or RunError("another process cannot read its part")
+        try:
+            _compare(read["state"], read["checksums"])
+            names = list(_by_name(like))
+            leaves = [read["state"][name] for name in names]
+        except Exception as found:
+            return None, found
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), None
 
     def save(self, step: int, state: TrainState, *, val_loss: float | None) -> None:
         """Starts to save a state; returns when its memory may be overwritten.
@@ -228,6 +259,18 @@ class Checkpoints:
                 "there is no earlier one" if good is None else f"the last good one is step {good}"
             )
             raise RunError(f"a checkpoint was not saved, {left}: {_one_line(error)}") from error
+
+
+def _locked(folder: Path) -> int:
+    """A lock that the system releases however the process ends, until it is closed."""
+    # Not the folder itself: NFS locks only what is open for writing.
+    lock = os.open(folder.with_name(f"{folder.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise RunError(f"another process is training in {folder.parent}") from None
+    return lock
 
 
 def saved_steps(folder: Path) -> dict[int, float | None]:

@@ -13,12 +13,13 @@ import tyro
 from models.llama import PRESETS as MODELS
 from models.llama import LlamaConfig
 from pallas_kernels.mosaic_gpu import target_device
+from train import xla_flags
 from train.hf_folder import FolderError, has_tokenizer, read_model_config
 
 
 def _check_at_least(least: int, config: Any, *names: str) -> None:
     for name in names:
-        if getattr(config, name) < least:
+        if not getattr(config, name) >= least:  # NaN is not
             raise ValueError(f"{name}={getattr(config, name)} must be at least {least}")
 
 
@@ -155,7 +156,7 @@ class OptimizerConfig:
     momentum_dtype: Literal["float32", "bfloat16"] | None = None
 
     def __post_init__(self):
-        _check_at_least(0, self, "warmup_steps", "clip_norm")
+        _check_at_least(0, self, "learning_rate", "warmup_steps", "clip_norm")
         for name in ("decay_fraction", "final_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1]")
@@ -214,6 +215,52 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """The processes that train together; see `train.distributed`.
+
+    Attributes:
+      cluster: who says which processes there are: `slurm` (`srun`) or `ompi` (Open MPI's `mpirun`),
+        with a process for each GPU. None: the next three.
+      coordinator_address: `host:port` of process 0, with a port that is free there.
+      num_processes: in all; 1 needs no others. Each has the GPUs that it can see.
+      process_id: of this process, from 0.
+      initialization_timeout_s: seconds within which all processes must have started.
+      heartbeat_timeout_s: seconds after which a process that is not heard of is taken for dead,
+        which ends the others.
+      step_timeout_s: seconds after which a step, or the wait for its batch, ends the process with
+        the stacks of its threads. Compilation, evaluation, checkpoints and the files at the end may
+        take ten times as long. 0: no limit.
+    """
+
+    cluster: Literal["slurm", "ompi"] | None = None
+    coordinator_address: str | None = None
+    num_processes: int = 1
+    process_id: int = 0
+    initialization_timeout_s: int = 300
+    heartbeat_timeout_s: int = 60
+    step_timeout_s: float = 1800.0
+
+    def __post_init__(self):
+        _check_at_least(1, self, "num_processes", "initialization_timeout_s", "heartbeat_timeout_s")
+        _check_at_least(0, self, "process_id", "step_timeout_s")
+        if self.process_id >= self.num_processes:
+            raise ValueError(
+                f"process_id={self.process_id} must be below num_processes={self.num_processes}"
+            )
+        address = self.coordinator_address
+        if self.num_processes > 1 and not re.fullmatch(r".+:\d+", address or ""):
+            raise ValueError(
+                f"coordinator_address={address!r} must be host:port of process 0, for "
+                f"num_processes={self.num_processes}"
+            )
+        if self.cluster and (address or self.num_processes > 1):
+            raise ValueError(
+                f"cluster={self.cluster!r} says what coordinator_address, num_processes and "
+                "process_id are; leave them out"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run.
 
@@ -227,6 +274,7 @@ class TrainConfig:
       optimizer: the optimizer.
       mesh: the devices.
       checkpoint: when the state is saved.
+      distributed: the processes.
       steps: of the optimizer.
       seed: of the parameters and of the order of the data.
       z_loss: weight of the squared logsumexp in the loss.
@@ -245,6 +293,8 @@ class TrainConfig:
       profile_steps: `A:B` writes a trace of the steps A to B, counted from 1, to `profile` in the
         run's folder.
       dump_hlo: write the compiled step and what memory it takes to `hlo` in the run's folder.
+      xla_options: options of XLA for the step on several GPUs, as `name=value`, besides those of
+        `train.xla_flags`, or in place of one; `none` leaves those out.
     """
 
     name: str
@@ -255,6 +305,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    distributed: DistributedConfig = DistributedConfig()
     steps: int
     seed: int = 0
     z_loss: float = 0.0
@@ -270,8 +321,10 @@ class TrainConfig:
     wandb: str | None = None
     profile_steps: str | None = None
     dump_hlo: bool = False
+    xla_options: tuple[str, ...] = ()
 
     def __post_init__(self):
+        xla_flags.parse(self.xla_options)
         _check_at_least(1, self, "steps", "eval_batches", "log_every", "max_skipped_steps")
         _check_at_least(0, self, "eval_every", "sample_tokens", "skip_loss_spikes")
         if self.optimizer.warmup_steps >= self.steps:

@@ -13,6 +13,7 @@ from jaxtyping import Int32
 
 from models.sharding import batch_sharding
 from train import data
+from train.distributed import to_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ def measure(
     sums, num_bytes = [], 0
     for batch in batches:
         num_bytes += data.predicted_bytes(batch, token_bytes)
-        sums.append(eval_step(params, jax.device_put(batch, batch_sharding(mesh))))
+        sums.append(eval_step(params, to_devices(batch, batch_sharding(mesh))))
     if not num_bytes:
         return Sums()  # nothing is predicted
     sums = jax.device_get(sums)

@@ -67,14 +67,17 @@ def save_failed_step(
 ) -> Path:
     """Writes what `train.replay` needs to run a step's forward and backward again.
 
+    Of several processes each writes its parameters, so all have to call this.
+
     Returns:
       The folder: `config.pickle`, `batch.npz` with arrays `[A, B, S]`, and `params`.
     """
     folder = run_dir / f"failed-step-{step}"
-    folder.mkdir(exist_ok=True)
-    # A pickle, because JSON has neither the types nor the classes of the configuration.
-    (folder / "config.pickle").write_bytes(pickle.dumps(config))
-    np.savez(folder / "batch.npz", allow_pickle=False, **batch)
+    if jax.process_index() == 0:
+        folder.mkdir(exist_ok=True)
+        # A pickle, because JSON has neither the types nor the classes of the configuration.
+        (folder / "config.pickle").write_bytes(pickle.dumps(config))
+        np.savez(folder / "batch.npz", allow_pickle=False, **batch)
     with ocp.StandardCheckpointer() as checkpointer:
         leaves = jax.tree.leaves(params)
         checkpointer.save((folder / "params").absolute(), leaves, force=True)

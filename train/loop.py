@@ -20,6 +20,15 @@ from pallas_kernels import hardware
 from train import data, metrics, report, tracking
 from train.checkpoint import Checkpoints, check_config
 from train.config import TrainConfig
+from train.distributed import (
+    StopVote,
+    Watchdog,
+    gathered,
+    is_first,
+    of_first,
+    rows_to_devices,
+    to_devices,
+)
 from train.evaluate import measure
 from train.faults import RunError, save_failed_step, stop_signals
 from train.hf_folder import check_model, copy_tokenizer, load_params
@@ -51,6 +60,9 @@ def run(config: TrainConfig) -> Path:
     with the bits it would have had; one that has all of its steps gets its model and its report
     again. Without, the folder is always a new one.
 
+    Of several processes (`train.distributed`) all must call this; the folder is one that all share,
+    in which process 0 writes, and all of them their part of a checkpoint.
+
     Raises:
       RunError: the run in the folder cannot be gone on with, a checkpoint cannot be written, too
         many steps in a row were skipped, or a package is missing.
@@ -65,38 +77,67 @@ def run(config: TrainConfig) -> Path:
     if config.model.remat == AUTO_REMAT:
         config, written["plan"] = _with_planned_remat(config, mesh)
     with contextlib.ExitStack() as stack:
+        watchdog = stack.enter_context(Watchdog(config.distributed.step_timeout_s))
         stack.enter_context(jax.set_mesh(mesh))
         if not config.checkpoint.every:
-            run_dir = _new_run_dir(config.runs_dir, config.name)
+            run_dir = Path(of_first(lambda: str(_new_run_dir(config.runs_dir, config.name))))
             checkpoints = restored = None
         else:
             run_dir = config.runs_dir / config.name
             check_config(run_dir, written["config"], fingerprint)
             checkpoints = Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep)
             stack.enter_context(checkpoints)
+            watchdog.begin_other("the restore of a checkpoint")
             restored = checkpoints.restore(abstract_state(config, mesh))
+        watchdog.begin_other("the first state")
         first_step, state = restored or (0, _first_state(config, mesh))
-        run_dir.mkdir(parents=True, exist_ok=True)
-        trackers = stack.enter_context(tracking.trackers(config, run_dir, last_step=first_step))
-        writer = metrics.MetricsWriter(run_dir, last_step=first_step, trackers=trackers)
-        stack.enter_context(writer)
-        if not (run_dir / "config.json").exists():
-            _keep_tokenizer(config, run_dir / "tokenizer")
-            writer.write_config(written)
+        writer = stack.enter_context(_writer(config, run_dir, first_step, written))
         if first_step:
             print(f"{run_dir}: going on after step {first_step} of {config.steps}")
         if first_step < config.steps:
+            watchdog.begin_other("the compilation")
             steps = _compile(config, mesh, state, train_data, held_out)
-            if config.dump_hlo:
+            if config.dump_hlo and is_first():
                 write_hlo(run_dir / "hlo", steps[0], memory_report(steps[0]))
             state, step = _train(
-                config, mesh, first_step, state, *steps, train_data, held_out, writer, checkpoints
+                config,
+                mesh,
+                first_step,
+                state,
+                *steps,
+                train_data,
+                held_out,
+                writer,
+                checkpoints,
+                watchdog,
             )
             if step < config.steps:
                 print(f"stopped after step {step}; the same command goes on from there")
                 return run_dir
+        watchdog.begin_other("the model and the report")
         _finish(config, run_dir, state)
     return run_dir
+
+
+@contextlib.contextmanager
+def _writer(
+    config: TrainConfig, run_dir: Path, first_step: int, written: dict[str, Any]
+) -> Iterator[metrics.MetricsWriter | metrics.SilentWriter]:
+    """Of what a run tells about itself, and of its configuration where it is not yet written."""
+    if not is_first():
+        yield metrics.SilentWriter(run_dir)
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # A run that died before its first checkpoint measures its first parameters again.
+    last_step = first_step or -1
+    with (
+        tracking.trackers(config, run_dir, last_step=last_step) as trackers,
+        metrics.MetricsWriter(run_dir, last_step=last_step, trackers=trackers) as writer,
+    ):
+        if not (run_dir / "config.json").exists():
+            _keep_tokenizer(config, run_dir / "tokenizer")
+            writer.write_config(written)
+        yield writer
 
 
 def _first_state(config: TrainConfig, mesh: Mesh) -> TrainState:
@@ -118,7 +159,8 @@ def _with_planned_remat(config: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, d
     target = target_here(mesh)
     chosen = plan(with_policies(config), target, cached(Programs(target), target))
     print(table(chosen))
-    remat = chosen.best.remat
+    # On another machine the memory may be a little larger, and with it the choice another.
+    remat = of_first(lambda: chosen.best.remat)
     summary = {"remat": remat, "memory_bytes": chosen.best.bytes, "limit_bytes": target.limit_bytes}
     return with_remat(config, remat), summary
 
@@ -132,8 +174,9 @@ def _train(
     eval_step: Callable[..., Any] | None,
     train_data: Any,
     held_out: data.Dataset | None,
-    writer: metrics.MetricsWriter,
+    writer: metrics.MetricsWriter | metrics.SilentWriter,
     checkpoints: Checkpoints | None,
+    watchdog: Watchdog,
 ) -> tuple[TrainState, int]:
     """Evaluates, steps, and reports the step before, whose numbers have arrived by then.
 
@@ -147,6 +190,7 @@ def _train(
     elapsed = lambda: time.perf_counter() - start
 
     def log(step: int, values: dict[str, Any], wait_s: float) -> None:
+        watchdog.begin(f"step {step}")
         values = {name: value.item() for name, value in jax.device_get(values).items()}
         throughput.update(config.data.tokens_per_step)
         speed = throughput.tokens_per_s
@@ -182,6 +226,7 @@ def _train(
     def evaluate(step: int) -> float | None:
         if held_out is None or eval_step is None:
             return None
+        watchdog.begin_other(f"the evaluation after step {step}")
         with throughput.pause():
             row = {
                 "step": step,
@@ -198,13 +243,15 @@ def _train(
     with (
         stop_signals() if checkpoints else contextlib.nullcontext() as stop,
         metrics.Progress(config.steps, every=config.log_every) as progress,
-        Profile(writer.run_dir / "profile", config.profiled) as profile,
+        Profile(writer.run_dir / "profile", config.profiled if is_first() else None) as profile,
         data.prefetch(lambda: _train_batches(config, mesh, train_data, first_step)) as batches,
     ):
         if first_step == 0:
             evaluate(0)
         pending = None
         step = first_step
+        vote = StopVote(mesh)
+        watchdog.begin(f"the batch of step {first_step + 1}")
         for step, (wait_s, batch) in enumerate(data.timed(batches), start=first_step + 1):
             profile.begin(step)
             state, values = train_step(state, batch)
@@ -214,7 +261,7 @@ def _train(
                 log(*pending)
             pending = step, values, wait_s
             last = step == config.steps
-            stopping = stop is not None and stop.is_set()
+            stopping = stop is not None and vote.stops(stop.is_set())
             evaluates = config.eval_every and (last or step % config.eval_every == 0)
             saves = checkpoints and (last or stopping or step % config.checkpoint.every == 0)
             # What a checkpoint is resumed from is in metrics.jsonl before it is in the checkpoint.
@@ -225,13 +272,16 @@ def _train(
             if checkpoints:
                 checkpoints.check()
                 if saves:
+                    watchdog.begin_other(f"the checkpoint of step {step}")
                     with throughput.pause():
                         checkpoints.save(step, state, val_loss=val_loss)
             if stopping:
                 break
+            watchdog.begin(f"the batch of step {step + 1}")
         if pending is not None:
             log(*pending)
         if checkpoints:
+            watchdog.begin_other(f"the checkpoint of step {step}")
             checkpoints.wait()
     return state, step
 
@@ -257,7 +307,7 @@ def _train_batches(
 ) -> Iterator[Batch]:
     """Batches `[A, B, S]` on the devices, in the order of the steps."""
     for step in range(first_step, config.steps):
-        yield _to_devices(mesh, _step_batch(config, dataset, step))
+        yield _batch_on_devices(config, mesh, dataset, step)
 
 
 def _step_batch(config: TrainConfig, dataset: Any, step: int) -> dict[str, np.ndarray]:
@@ -267,7 +317,18 @@ def _step_batch(config: TrainConfig, dataset: Any, step: int) -> dict[str, np.nd
 
 
 def _to_devices(mesh: Mesh, batch: dict[str, np.ndarray]) -> Batch:
-    return jax.device_put(batch, batch_sharding(mesh, batch_axis=1))
+    return to_devices(batch, batch_sharding(mesh, batch_axis=1))
+
+
+def _batch_on_devices(config: TrainConfig, mesh: Mesh, dataset: Any, step: int) -> Batch:
+    sharding = batch_sharding(mesh, batch_axis=1)
+    if sharding.is_fully_addressable:
+        return _to_devices(mesh, _step_batch(config, dataset, step))
+    rows_of = lambda rows: dataset.batch(
+        step, batch_size=config.data.rows_per_step, seed=config.seed, rows=rows
+    )
+    shape = config.data.accumulation_steps, config.data.batch_size
+    return rows_to_devices(rows_of, shape, sharding)
 
 
 def mesh_of(config: TrainConfig) -> Mesh:
@@ -328,7 +389,7 @@ def _new_run_dir(runs_dir: Path, name: str) -> Path:
 
 def _compile(config: TrainConfig, mesh: Mesh, state: TrainState, train_data, held_out):
     """Both steps, compiled ahead of time, and a report of the memory they need."""
-    batch = _to_devices(mesh, _step_batch(config, train_data, 0))
+    batch = _batch_on_devices(config, mesh, train_data, 0)
     start = time.perf_counter()
     train_step = jit_train_step(config, state).lower(state, batch).compile()
     print(f"compiled the step in {time.perf_counter() - start:.1f} s")
@@ -336,7 +397,7 @@ def _compile(config: TrainConfig, mesh: Mesh, state: TrainState, train_data, hel
     eval_step = None
     if held_out is not None and config.eval_every:
         eval_batch = next(held_out.eval_batches(config.data.batch_size, 1))
-        eval_batch = jax.device_put(eval_batch, batch_sharding(mesh))
+        eval_batch = to_devices(eval_batch, batch_sharding(mesh))
         eval_step = jax.jit(make_eval_step(config)).lower(state.params, eval_batch).compile()
     return train_step, eval_step
 
@@ -365,13 +426,16 @@ def _finish(config: TrainConfig, run_dir: Path, state: TrainState) -> None:
     if config.save:
         model: Llama = nnx.merge(model_graph(config.model), state.params)
         save_pretrained(model, run_dir / "model")
-        _keep_tokenizer(config, run_dir / "model")
+        if is_first():
+            _keep_tokenizer(config, run_dir / "model")
     samples = []
     if config.sample_tokens:
         for temperature in (0.0, _TEMPERATURE):
             text = _sample(config, state.params, temperature)
             samples.append((f"temperature {temperature}", text))
             print(f"\n--- sample at temperature {temperature} ---\n{text}")
+    if not is_first():
+        return
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     page = report.write_report(run_dir, samples=samples, summary={"Parameters": parameters})
     print(f"\nreport: {page}")
@@ -391,4 +455,4 @@ def _sample(config: TrainConfig, params: nnx.State, temperature: float) -> str:
         temperature=temperature,
         key=jax.random.key(config.seed),
     )
-    return config.sample_prompt + tokenizer.decode(jax.device_get(tokens)[0])
+    return config.sample_prompt + tokenizer.decode(gathered(tokens)[0])

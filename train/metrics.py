@@ -180,6 +180,21 @@ class MetricsWriter:
         self.close()
 
 
+class SilentWriter:
+    """A `MetricsWriter` that writes nothing, for the processes that leave that to the first."""
+
+    elapsed_s = 0.0
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
+
+    def write(self, row: Metrics) -> None:
+        """Does nothing."""
+
+    def write_sample(self, step: int, heading: str, text: str) -> None:
+        """Does nothing."""
+
+
 def _cut(path: Path, last_step: int | None) -> dict[str, Any]:
     """Cuts off an incomplete line and the rows after `last_step`; gives the last row that stays."""
     size, last_row = 0, {}

@@ -26,7 +26,7 @@ VARIABLE = "TRAIN_PLAN_CACHE"
 _ROOT = pathlib.Path(__file__).parents[1]
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "flax", "optax")
 # What of a configuration changes the step.
-_FIELDS = ("model", "data", "optimizer", "steps", "z_loss")
+_FIELDS = ("model", "data", "optimizer", "steps", "z_loss", "xla_options")
 _ENVIRONMENT = ("XLA_FLAGS", "PALLAS_KERNELS_TUNED", "NVIDIA_TF32_OVERRIDE")
 
 

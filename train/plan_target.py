@@ -61,7 +61,7 @@ def memory_fraction() -> float:
 
 def target_here(mesh: Mesh, memory_bytes: int | None = None) -> Target:
     """The devices of a mesh that are here; `memory_bytes` in place of the memory they have."""
-    device = mesh.devices.flat[0]
+    device = mesh.local_mesh.devices.flat[0]  # of another process it cannot be asked
     chip = aot.chip_of_kind(device.device_kind)
     reported = (device.memory_stats() or {}).get("bytes_limit")
     if memory_bytes is not None:

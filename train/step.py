@@ -25,6 +25,7 @@ from train.config import TrainConfig
 from train.data import IGNORED
 from train.guard import Guard, initial_guard, judge
 from train.optimizers import learning_rate_schedule, make_optimizer
+from train.xla_flags import compiler_options
 
 type Batch = dict[str, Int[Array, "..."]]
 type Metrics = dict[str, Float[Array, ""]]
@@ -248,7 +249,13 @@ def make_train_step(
 def jit_train_step(config: TrainConfig, state: TrainState) -> Any:
     """The jitted step for a state, or for its shapes and shardings, whose memory it takes over."""
     shardings = jax.tree.map(lambda a: a.sharding, state)
-    return jax.jit(make_train_step(config), donate_argnums=0, out_shardings=(shardings, None))
+    devices = jax.tree.leaves(shardings)[0].device_set
+    return jax.jit(
+        make_train_step(config),
+        donate_argnums=0,
+        out_shardings=(shardings, None),
+        compiler_options=compiler_options(devices, config.xla_options),
+    )
 
 
 def memory_in_bytes(compiled: Any) -> int:

@@ -29,6 +29,7 @@ from models.sharding import make_mesh
 from train.checkpoint import Checkpoints, check_config, checksum
 from train.config import (
     CheckpointConfig,
+    DistributedConfig,
     MeshConfig,
     preset,
 )
@@ -396,11 +397,13 @@ def test_settings_that_may_change(whole):
             mesh=MeshConfig(fsdp=4),
             model=dataclasses.replace(CONFIG.model, remat="full"),
             checkpoint=CheckpointConfig(every=1, keep=5),
+            distributed=DistributedConfig(num_processes=2, coordinator_address="host:1"),
             max_skipped_steps=3,
             log_every=3,
             sample_prompt="x",
             sample_tokens=3,
             save=True,
+            xla_options=("none",),
         ),
         {},
     )

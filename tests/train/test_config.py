@@ -20,15 +20,18 @@ import pytest
 from flax import nnx
 
 import train.loop
+import train.step
 from models.llama import Llama, LlamaConfig
 from models.llama_hf import config_to_hf
 from models.rope import RopeParameters, rotary_cos_sin
 from models.sharding import make_mesh
 from tokenizer_files import write_byte_level
+from train import distributed
 from train.config import (
     PRESET_NAMES,
     CheckpointConfig,
     DataConfig,
+    DistributedConfig,
     MeshConfig,
     OptimizerConfig,
     TrainConfig,
@@ -37,7 +40,7 @@ from train.config import (
 )
 from train.data import Corpus
 from train.optimizers import make_optimizer
-from train.step import init_state, loss_sum, make_train_step, model_graph
+from train.step import init_state, jit_train_step, loss_sum, make_train_step, model_graph
 
 MODEL = dataclasses.replace(
     preset("demo").model,
@@ -62,6 +65,7 @@ CONFIG = TrainConfig(
     log_every=2,
     save=True,
 )
+TOGETHER = {"num_processes": 2, "coordinator_address": "host:1"}
 
 
 # Presets and the command line
@@ -175,8 +179,18 @@ def test_unknown_preset():
         ("mesh", {"data": 0}, "data=0"),
         ("mesh", {"fsdp": 0}, "fsdp=0"),
         ("mesh", {"tensor": 0}, "tensor=0"),
+        ("distributed", {"num_processes": 0}, "num_processes=0"),
+        ("distributed", {"process_id": -1}, "process_id=-1"),
+        ("distributed", {"process_id": 1}, "process_id=1 must be below num_processes=1"),
+        ("distributed", {"num_processes": 2}, "coordinator_address=None must be host:port"),
+        ("distributed", TOGETHER | {"coordinator_address": "host"}, "'host' must be host:port"),
+        ("distributed", TOGETHER | {"cluster": "slurm"}, "'slurm' says .* leave them out"),
+        ("distributed", {"initialization_timeout_s": 0}, "initialization_timeout_s=0"),
+        ("distributed", {"heartbeat_timeout_s": 0}, "heartbeat_timeout_s=0"),
+        ("distributed", {"step_timeout_s": -1.0}, r"step_timeout_s=-1\.0"),
         ("", {"steps": 0}, "steps=0"),
         ("", {"max_skipped_steps": 0}, "max_skipped_steps=0"),
+        ("", {"xla_options": ("fast",)}, "'fast' must be name=value"),
         ("", {"skip_loss_spikes": -1.0}, r"skip_loss_spikes=-1\.0"),
         ("", {"eval_every": -1}, "eval_every=-1"),
         ("", {"eval_batches": 0}, "eval_batches=0"),
@@ -285,6 +299,16 @@ def train_step(config):
         return program(make_train_step(config), abstract_state(config.model), batch)
 
 
+def compiler_options(config):
+    """What of the configuration decides XLA's options for the step."""
+    seen = []
+    mesh = make_mesh(data=8, fsdp=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.step, "compiler_options", lambda _, chosen: seen.append(chosen))
+        jit_train_step(config, train.step.abstract_state(config, mesh))
+    return seen
+
+
 def initial_parameters(config):
     return program(lambda: init_state(config, make_mesh(data=8, fsdp=1)).params)
 
@@ -359,6 +383,39 @@ def run(config):
     return [str(run_dir), seen, rows, re.sub(r"eta \S+|\S+ tok/s", "", printed.getvalue())]
 
 
+def start(config):
+    """What JAX is told about the processes."""
+    seen = []
+    peers = types.SimpleNamespace(start=lambda: None, leave=lambda: None)
+
+    def make_peers(client, index, timeout_s):
+        seen.append(timeout_s)
+        return peers
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.distributed, "initialize", lambda **options: seen.append(options))
+        patch.setattr(jax.distributed, "shutdown", lambda: None)
+        patch.setattr(jax.config, "update", lambda *_: None)
+        patch.setattr(distributed, "_Peers", make_peers)
+        with distributed.started(config.distributed):
+            pass
+    return seen
+
+
+def watch(config):
+    """For how long a step may take."""
+    with pytest.MonkeyPatch.context() as patch:
+        seen = []
+        real = distributed.Watchdog.__init__
+        patch.setattr(
+            distributed.Watchdog,
+            "__init__",
+            lambda self, limit: seen.append(limit) or real(self, limit),
+        )
+        run(config)
+    return seen
+
+
 # Text for the fields of `DataConfig`.
 FILES = Path(tempfile.gettempdir()) / f"test_config_{os.getpid()}"
 FROM_FILE = {"path": (FILES / "a.jsonl",), "cache_dir": Path("cache")}
@@ -410,6 +467,7 @@ PARTS = {
     OptimizerConfig: "optimizer",
     MeshConfig: "mesh",
     CheckpointConfig: "checkpoint",
+    DistributedConfig: "distributed",
     LlamaConfig: "model",
     RopeParameters: "model.rope_parameters",
 }
@@ -435,6 +493,7 @@ FIELDS = {
         "wandb": ("project", run),
         "profile_steps": ("2:3", run),
         "dump_hlo": (True, run),
+        "xla_options": (("none",), compiler_options),
     },
     DataConfig: {
         "source": ("synthetic", run),
@@ -468,6 +527,15 @@ FIELDS = {
     },
     MeshConfig: {"data": (2, ValueError), "fsdp": (2, run), "tensor": (2, run)},
     CheckpointConfig: {"every": (2, run), "keep": (1, run, CheckpointConfig(every=1))},
+    DistributedConfig: {
+        "cluster": ("slurm", start),
+        "coordinator_address": ("other:1", start, TOGETHER),
+        "num_processes": (3, start, TOGETHER),
+        "process_id": (1, start, TOGETHER),
+        "initialization_timeout_s": (5, start, TOGETHER),
+        "heartbeat_timeout_s": (5, start, TOGETHER),
+        "step_timeout_s": (5.0, watch),
+    },
     LlamaConfig: {
         "vocab_size": (384, model),
         "hidden_size": (32, model),

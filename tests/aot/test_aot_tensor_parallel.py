@@ -1,0 +1,148 @@
+"""Training steps of devices that share sequences, compiled for four H100s: what they exchange."""
+
+import functools
+import json
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from aot.harness import missing_toolchain
+from benchmarks.schedule import Collective, Schedule
+from train import aot
+
+ROOT = pathlib.Path(__file__).parents[2]
+L, D, F, S, V = 3, 2048, 8192, 2048, 128256
+ROWS = 8  # of each share of the batch
+T = ROWS * S
+# fsdp, tensor, and flags. Logits of so many tokens are made in chunks.
+CASES = {
+    "unrolled": (1, 4, "--model.no-scan-layers"),
+    "scanned": (2, 2, "--model.scan-layers"),
+}
+# Each a process of its own, because JAX must not look for a GPU.
+SCRIPT = """
+import json, sys
+from models.sharding import make_mesh
+from tests.aot.harness import without_binaries
+from train import aot
+from train.config import parse_command_line
+from train.plan import Programs
+from train.plan_target import target_elsewhere
+
+config = parse_command_line(sys.argv[1:])
+fsdp, tensor, chip = config.mesh.fsdp, config.mesh.tensor, aot.CHIPS["h100"]
+mesh = make_mesh(data=1, fsdp=fsdp, tensor=tensor, devices=aot.devices(chip, fsdp * tensor))
+compiled = Programs(target_elsewhere(chip, mesh)).compile(config)
+print(json.dumps(without_binaries(compiled.as_text())))
+"""
+
+
+def compile_case(name: str) -> str:
+    """The optimized program, in the order in which it runs."""
+    fsdp, tensor, flags = CASES[name]
+    flags = [
+        *("--preset", "llama3.2-1b", "--model.no-tie-word-embeddings", *flags.split()),
+        *(f"--model.num-hidden-layers={L}", f"--model.vocab-size={V}", "--model.remat=minimal"),
+        *(f"--mesh.fsdp={fsdp}", f"--mesh.tensor={tensor}"),
+        *(f"--data.batch-size={ROWS * fsdp}", f"--data.sequence-length={S}"),
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *flags],
+        cwd=ROOT,
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def programs():
+    if reason := missing_toolchain() or aot.missing_toolchain():
+        # `make test-aot` has installed it; to skip there would hide that nothing is checked.
+        (pytest.fail if "AOT_REQUIRED" in os.environ else pytest.skip)(str(reason))
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        return dict(zip(CASES, pool.map(compile_case, CASES), strict=True))
+
+
+@functools.cache
+def collectives(hlo: str) -> list[Collective]:
+    return Schedule(hlo).collectives()
+
+
+def of_tokens(hlo: str, tensor: int) -> Counter[str]:
+    """How often a step gathers all tokens, and splits sums over them."""
+    wanted = {("all-gather", (T, D)), ("reduce-scatter", (T // tensor, D))}
+    found: Counter[str] = Counter()
+    for collective in collectives(hlo):
+        for shape in collective.results:
+            if (collective.kind, tuple(size for size in shape if size > 1)) in wanted:
+                found[collective.kind] += collective.times
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_half_layer_gathers_tokens_once_and_scatters_their_sums_once(programs, case):
+    fsdp, tensor, _ = CASES[case]
+    forward = backward = Counter({"all-gather": 2 * L, "reduce-scatter": 2 * L})
+    again = Counter({"all-gather": 2 * L})  # of what is kept in parts
+    loss = Counter({"all-gather": 1, "reduce-scatter": 1})  # forward and backward
+    # Backward and forward; with `fsdp` they have the tokens of all of its devices, by channels.
+    embeddings = Counter({} if fsdp > 1 else {"all-gather": 1, "reduce-scatter": 1})
+    found = of_tokens(programs[case], tensor)
+    assert found == forward + backward + again + loss + embeddings
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_activations_are_summed_on_all_devices(programs, case):
+    """What is so summed are gradients of norms, and scalars."""
+    sizes = [
+        collective.times * sum(map(math.prod, collective.results))
+        for collective in collectives(programs[case])
+        if collective.kind == "all-reduce"
+    ]
+    assert (2 * L + 1) * D <= sum(sizes) < (2 * L + 1) * D + 64
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_gathers_statistics_in_its_loop_and_no_weight(programs, case):
+    fsdp, tensor, _ = CASES[case]
+    found = collectives(programs[case])
+    loops = {
+        collective.computation
+        for collective in found
+        for shape in collective.results
+        if shape[:2] == (5, tensor) and collective.times > 1
+    }
+    (loop,) = loops
+    (inside,) = (collective for collective in found if collective.computation == loop)
+    assert inside.kind == "all-gather" and len(inside.results) == 1
+    of_weight = [  # as it is or with its axes exchanged
+        collective.times
+        for collective in found
+        if collective.kind == "all-gather" and V // tensor * D in map(math.prod, collective.results)
+    ]
+    assert of_weight == ([1] if fsdp > 1 else [])
+
+
+@pytest.mark.parametrize("case", ["scanned"])
+def test_the_residual_stream_is_kept_in_parts(programs, case):
+    """By the first loop, that over layers forward: the inputs of both halves, normed and not."""
+    _, tensor, _ = CASES[case]
+    (carried, *_) = re.findall(r"= \((.*)\) while\(", programs[case].partition("\nENTRY")[2])
+    kept = Counter(
+        tuple(map(int, dims.split(","))) for dims in re.findall(r"bf16\[([\d,]+)\]", carried)
+    )
+    assert kept[L, T // tensor, D] == 4
+    assert kept[L, ROWS, S, F // tensor] == 2  # as large as the whole stream would be
+    assert not {(L, T, D), (L, ROWS, S, D)} & kept.keys()

@@ -1,0 +1,445 @@
+"""Two processes of two devices each are one run: the same numbers, one end.
+
+The tests look at few runs, because every process takes seconds to start. A run of two processes is
+killed, hangs, and ends; beside it go the same run to which nothing happens, that run in this
+process, on four devices, and one of two processes that go on with the latter and are asked to stop.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import train.loop
+from benchmarks.faults import process_flags, timeless
+from models.llama_hf import load_pretrained
+from models.sharding import make_mesh
+from train import distributed
+from train.checkpoint import Checkpoints
+from train.config import DistributedConfig, parse_command_line
+from train.faults import RunError
+from train.loop import run
+from train.step import abstract_state
+
+ROOT = Path(train.loop.__file__).parents[1]
+HEARTBEAT_S = 5
+STEP_TIMEOUT_S = 6
+FLAGS = """--model.hidden-size 16 --model.intermediate-size 32 --model.num-hidden-layers 1
+    --model.num-attention-heads 2 --model.num-key-value-heads 2 --model.head-dim 8
+    --data.sequence-length 16 --data.batch-size 4 --data.accumulation-steps 2
+    --optimizer.warmup-steps 1 --steps 12 --eval-every 6 --eval-batches 1 --log-every 1
+    --checkpoint.every 3 --checkpoint.keep 9 --mesh.fsdp 2 --mesh.tensor 2""".split()
+QUIET = ["--sample-tokens", "0", "--no-save"]
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
+@pytest.fixture(scope="module")
+def data_flags(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    lines = [json.dumps({"text": f"the quick brown fox jumps over {i}\n"}) for i in range(300)]
+    (folder / "text.jsonl").write_text("\n".join(lines))
+    return [f"--data.path={folder / 'text.jsonl'}", f"--data.cache-dir={folder / 'cache'}"]
+
+
+def mesh_of_four():
+    return make_mesh(data=1, fsdp=2, tensor=2, devices=jax.devices()[:4])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, data_flags, fast_compilation):
+    """Configuration and folder of the run in one process."""
+    flags = [*FLAGS, *QUIET, *data_flags, f"--runs-dir={tmp_path_factory.mktemp('alone')}"]
+    config = parse_command_line(flags)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.loop, "mesh_of", lambda config: mesh_of_four())
+        return config, run(config)
+
+
+def start(faults, config_flags, runs_dir, *, environments=({}, {}), process_options=None):
+    """Two processes with a fault and its step each; it waits for the checkpoint before the step."""
+    usual = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)}
+    usual["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    script = str(Path(__file__).with_name("run_with_fault.py"))
+    flags = [*FLAGS, *config_flags, f"--runs-dir={runs_dir}"]
+    processes = []
+    each = zip(faults, process_options or process_flags(2), environments, strict=True)
+    for (fault, step), options, environment in each:
+        saved = runs_dir / "demo" / "checkpoints" / str((step - 1) // 3 * 3)
+        process = subprocess.Popen(
+            [sys.executable, script, fault, str(step), str(saved), *options, *flags],
+            cwd=ROOT,
+            env=os.environ | usual | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+    return processes
+
+
+@dataclasses.dataclass
+class End:
+    status: int
+    printed: str
+    errors: str
+    at_s: float = 0.0
+
+    def lines(self):
+        """What went wrong, without what libraries log."""
+        return [line for line in self.errors.splitlines() if line.startswith(("error", "Trace"))]
+
+
+def ends(processes):
+    """How all processes ended, and when."""
+    found = {}
+
+    def wait(process):
+        printed, errors = process.communicate(timeout=180)
+        found[process] = End(process.returncode, printed, errors, time.monotonic())
+
+    threads = [threading.Thread(target=wait, args=[process]) for process in processes]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        for process in processes:
+            process.kill()
+    assert len(found) == len(processes), "a process did not end"
+    return [found[process] for process in processes]
+
+
+def slurm():
+    """The variables that srun sets for each process; JAX makes the port from the job's number."""
+
+    def is_free(job):
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", job % 2**12 + 65535 - 2**12 + 1)) != 0
+
+    job = next(job for job in range(os.getpid(), os.getpid() + 100) if is_free(job))
+    shared = {"SLURM_JOB_ID": f"{job}", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"}
+    return [shared | {"SLURM_PROCID": i, "SLURM_LOCALID": i} for i in ("0", "1")]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory, data_flags, alone):
+    """The folder of the run of two processes, and how they ended each time."""
+    runs_dir = tmp_path_factory.mktemp("together")
+    flags = [*QUIET, *data_flags]
+    calm = ("none", 0)
+    options = [["--distributed.cluster=slurm", f"--distributed.heartbeat-timeout-s={HEARTBEAT_S}"]]
+    slurm_options = {"environments": slurm(), "process_options": options * 2}
+    found = {"killed": ends(start([calm, ("kill", 6)], flags, runs_dir, **slurm_options))}
+    limit = f"--distributed.step-timeout-s={STEP_TIMEOUT_S}"
+    found["stuck"] = ends(start([calm, ("hang", 8)], [*flags, limit], runs_dir))
+    flags = [*data_flags, "--save", "--sample-tokens", "4"]
+    found["finished"] = ends(start([calm, calm], flags, runs_dir))
+    return runs_dir / "demo", found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, data_flags):
+    """The folder of the run of two processes to which nothing happens."""
+    runs_dir = tmp_path_factory.mktemp("whole")
+    first, second = ends(start([("none", 0)] * 2, [*QUIET, *data_flags], runs_dir))
+    assert first.status == second.status == 0, first.errors + second.errors
+    return runs_dir / "demo"
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, data_flags, alone):
+    """Two processes go on with what one saved at step 6, until the second is told to stop."""
+    runs_dir = tmp_path_factory.mktemp("stopped")
+    copy_with(alone[1], runs_dir / "demo", 6)
+    faults = [("none", 0), ("terminate", 9)]
+    return runs_dir / "demo", ends(start(faults, [*QUIET, *data_flags], runs_dir))
+
+
+def copy_with(folder, to, step):
+    """A copy of a run with one of its checkpoints."""
+    shutil.copytree(folder, to)
+    for path in (to / "checkpoints").iterdir():
+        if path.name != str(step):
+            shutil.rmtree(path)
+
+
+def rows_of(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [timeless(json.loads(line)) for line in lines]
+
+
+def state_of(config, folder, mesh):
+    with Checkpoints(folder / "checkpoints", keep=9) as checkpoints:
+        restored = checkpoints.restore(abstract_state(config, mesh))
+    assert restored is not None
+    return restored
+
+
+def losses_of(folder):
+    return [row["loss" if "loss" in row else "val_loss"] for row in rows_of(folder)]
+
+
+def test_losses_are_those_of_one_process(whole, alone):
+    """Within the rounding of sums that are added up in another order."""
+    losses = losses_of(whole)
+    assert len(losses) == len(set(losses)) == 12 + 3
+    np.testing.assert_allclose(losses, losses_of(alone[1]), rtol=1e-6)
+
+
+def test_a_run_with_faults_ends_as_the_whole_one_to_the_bit(story, whole, alone):
+    config, _ = alone
+    assert rows_of(story[0]) == rows_of(whole)
+    step, state = state_of(config, whole, mesh_of_four())
+    got_step, got = state_of(config, story[0], mesh_of_four())
+    assert step == got_step == 12
+    chex.assert_trees_all_equal(jax.device_get(got), jax.device_get(state))
+
+
+def test_model_and_sample(story, alone):
+    """Parameters that no process has whole are written, and generate text."""
+    mesh = mesh_of_four()
+    config = dataclasses.replace(alone[0], sample_tokens=4)
+    with jax.set_mesh(mesh):
+        params = state_of(config, story[0], mesh)[1].params
+        sample = train.loop._sample(config, params, 0.0)
+    model = load_pretrained(story[0] / "model")
+    saved = jax.device_get(nnx.state(model, nnx.Param))
+    chex.assert_trees_all_equal(saved, jax.device_get(params))
+    first, second = story[1]["finished"]
+    assert first.status == second.status == 0
+    assert f"--- sample at temperature 0.0 ---\n{sample}\n" in first.printed
+    assert (story[0] / "report.html").exists()
+
+
+def test_one_process_writes_and_prints(story):
+    for first, second in story[1].values():
+        assert "compiled the step in" in first.printed and "step " in first.printed
+        # Gloo prints by itself, in both.
+        assert "compiled" not in second.printed and "step " not in second.printed
+    config = json.loads((story[0] / "config.json").read_text())
+    assert config["environment"]["num_processes"] == 2
+    assert config["environment"]["num_devices"] == 4
+
+
+def test_text_is_tokenized_once_by_processes_that_start_at_once(story, data_flags):
+    cache = Path(data_flags[1].partition("=")[2])
+    assert len(list(cache.iterdir())) == 1
+    assert "tokens in 2" in story[1]["killed"][0].printed
+
+
+def test_the_death_of_a_process_ends_the_other_with_one_line(story):
+    first, killed = story[1]["killed"]
+    assert killed.status == -signal.SIGKILL
+    assert first.status == 1
+    assert first.lines() == [
+        "error: process 1 was not heard of for 5 s: it was killed, or stopped, or its machine "
+        "cannot be reached. The same commands go on from the last checkpoint, if there is one"
+    ]
+    # Some seconds for the linger of process 0, and for a busy machine.
+    assert HEARTBEAT_S - 2 < first.at_s - killed.at_s < HEARTBEAT_S + 20
+
+
+def test_a_hang_names_the_step_and_shows_where(story):
+    first, stuck = story[1]["stuck"]
+    assert "going on after step 3 of 12" in first.printed
+    assert first.status == stuck.status == 1
+    for end, what in ((first, "process 0: step 8"), (stuck, "process 1: the batch of step 8")):
+        (line,) = end.lines()
+        assert line.startswith(f"error: {what} was not finished within {STEP_TIMEOUT_S} s (--dis")
+    assert re.search(r'loop\.py", line \d+ in log\n', first.errors)
+    assert re.search(r'run_with_fault\.py", line \d+ in batch\n', stuck.errors)
+
+
+def stopped_after(end):
+    (step,) = re.findall(r"stopped after step (\d+);", end.printed)
+    return int(step)
+
+
+def test_a_signal_to_one_process_stops_both_after_the_same_step(stopped):
+    folder, (first, second) = stopped
+    assert first.status == second.status == 0, first.errors + second.errors
+    assert not first.lines() + second.lines()
+    assert "going on after step 6 of 12" in first.printed
+    assert 8 <= stopped_after(first) < 12
+    assert (folder / "checkpoints" / str(stopped_after(first))).is_dir()
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_from_four_devices_to_two_processes_to_other_devices(
+    num_devices, stopped, alone, tmp_path, monkeypatch, capsys
+):
+    step = stopped_after(stopped[1][0])
+    copy_with(stopped[0], tmp_path / "demo", step)
+    mesh = make_mesh(data=num_devices, fsdp=1, devices=jax.devices()[:num_devices])
+    monkeypatch.setattr(train.loop, "mesh_of", lambda config: mesh)
+    folder = run(dataclasses.replace(alone[0], runs_dir=tmp_path))
+    assert f"going on after step {step} of 12" in capsys.readouterr().out
+    losses = losses_of(folder)
+    assert len(losses) == 12 + 3
+    np.testing.assert_allclose(losses, losses_of(alone[1]), rtol=1e-5)
+
+
+# Without a run
+
+
+PROGRAM = """
+import sys
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from pathlib import Path
+from models.sharding import make_mesh
+from train import distributed
+from train.loop import _new_run_dir
+
+jax.config.update("jax_num_cpu_devices", 2)
+with distributed.started(distributed.flags(sys.argv[2:])):
+    me = jax.process_index()
+    folder = distributed.of_first(lambda: str(_new_run_dir(Path(sys.argv[1]), "run")))
+    mesh = make_mesh(data=1, fsdp=4)
+    split = NamedSharding(mesh, PartitionSpec("fsdp"))
+    whole = np.arange(8)
+    votes = distributed.StopVote(mesh)
+    stops = [votes.stops(me == 1 and step == 2) for step in range(5)]
+    array = distributed.to_devices({"a": whole}, split)["a"]
+    print(folder, distributed.all_say(True), distributed.all_say(me == 0), stops, file=sys.stderr)
+    print("gathered", distributed.gathered(array).tolist(), file=sys.stderr)
+    if me == 1:
+        sys.exit("error: no room")
+    distributed.all_say(True)
+"""
+
+
+def test_what_processes_agree_on(tmp_path):
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(tmp_path), *flags],
+            cwd=ROOT,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for flags in process_flags(2)
+    ]
+    first, second = ends(processes)
+    stops = [False, False, False, True, False]
+    for end in (first, second):
+        assert f"{tmp_path / 'run'} True False {stops}\n" in end.errors
+        assert "gathered [0, 1, 2, 3, 4, 5, 6, 7]\n" in end.errors
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert (first.status, second.status) == (1, 1)
+    assert second.lines() == ["error: no room"]
+    (line,) = first.lines()
+    assert line.startswith("error: process 1 ended: no room. The same commands go on")
+
+
+def test_a_process_that_does_not_come(tmp_path):
+    flags = [*process_flags(2)[0], "--distributed.initialization-timeout-s=1"]
+    result = subprocess.run(
+        [sys.executable, "-m", "train", *flags],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 1
+    line = result.stderr.strip().splitlines()[-1]
+    assert line.startswith("error: not all processes met at 127.0.0.1:")
+    assert "within 1 s" in line
+
+
+def test_one_process_starts_nothing(monkeypatch):
+    def initialize(**options):
+        raise AssertionError
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with distributed.started(DistributedConfig()):
+        pass
+
+
+def test_a_launcher_that_did_not_launch_is_named(monkeypatch):
+    def initialize(**options):
+        raise KeyError("SLURM_JOB_ID")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    with (
+        pytest.raises(RunError, match=r"^slurm does not say .*SLURM_JOB_ID.*--distributed\.coord"),
+        distributed.started(DistributedConfig(cluster="slurm")),
+    ):
+        pass
+
+
+def test_other_flags_and_help_are_left_alone():
+    flags = "--help --steps 3 --distributed.process-id 1 --distributed.num-processes 2 -h --no-save"
+    address = ["--distributed.coordinator-address=host:1"]
+    assert distributed.flags([*flags.split(), *address]) == DistributedConfig(
+        process_id=1, num_processes=2, coordinator_address="host:1"
+    )
+
+
+def test_rows_are_made_for_the_devices_that_are_here():
+    mesh = make_mesh(data=4, fsdp=2)
+    sharding = NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp")))
+    whole = np.arange(3 * 16 * 5).reshape(48, 5)
+    asked = []
+
+    def rows_of(rows):
+        asked.extend(rows)
+        return {"tokens": whole[rows]}
+
+    batch = distributed.rows_to_devices(rows_of, (3, 16), sharding)["tokens"]
+    assert batch.sharding == sharding
+    np.testing.assert_array_equal(batch, whole.reshape(3, 16, 5))
+    assert sorted(asked) == list(range(48))
+
+
+@pytest.fixture
+def barks(monkeypatch):
+    found = []
+
+    def bark(self, what, limit_s):
+        found.append((what, limit_s))
+        self._ended.set()
+
+    monkeypatch.setattr(distributed.Watchdog, "_bark", bark)
+    return found
+
+
+def test_the_watchdog_counts_from_what_was_begun_last(barks):
+    with distributed.Watchdog(0.5) as watchdog:
+        for step in range(8):
+            watchdog.begin(f"step {step}")
+            time.sleep(0.1)
+        watchdog.begin_other("the compilation")
+        time.sleep(1)
+        assert not barks
+        watchdog.begin("step 9")
+        time.sleep(1.5)
+    assert barks == [("step 9", 0.5)]
+
+
+def test_without_a_limit_nothing_is_watched(barks):
+    with distributed.Watchdog(0.0) as watchdog:
+        watchdog.begin("step 1")
+        time.sleep(0.3)
+    assert not barks

@@ -1,0 +1,410 @@
+"""Training over more than one process: how they find each other, agree, and end together.
+
+Every process runs the same program on the same settings. What they must not find out each for
+itself is asked of process 0 (`of_first`) or decided by all (`all_say`, `StopVote`). A process that
+ends while others go on would leave them waiting in a collective that it never joins, so each tells
+process 0 every second that it is alive, or why it is not, and process 0 tells all (`started`).
+
+JAX has heartbeats of its own, whose end is an abort with a page of stack traces; they are given
+twice the time, for what this module does not see. The death of process 0, which has the store for
+all this, JAX finds out at once: then its page comes first.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, Int
+
+from train.config import DistributedConfig
+from train.faults import RunError
+
+_POLL_S = 1.0
+_AGAIN = "The same commands go on from the last checkpoint, if there is one"
+_PEERS = "train/process/"
+_VERDICT = "train/verdict"
+
+
+_SINGLE = DistributedConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flags:
+    distributed: DistributedConfig = _SINGLE
+
+
+def flags(arguments: Sequence[str]) -> DistributedConfig:
+    """The `--distributed` flags of a command line, whose others need a device to be understood."""
+    known = [text for text in arguments if text not in ("-h", "--help")]
+    return tyro.cli(_Flags, args=known, return_unknown_args=True)[0].distributed
+
+
+@contextlib.contextmanager
+def started(config: DistributedConfig) -> Iterator[None]:
+    """Runs a block as one of several processes; does nothing for a single one.
+
+    To be entered before anything asks JAX for its devices. Only process 0 prints to standard
+    output. The block's end waits for that of the others. An exception in it ends this process at
+    once with status 1, or that of the SystemExit, and the others within seconds, each with a line
+    that says why; so does the death of a process, within `heartbeat_timeout_s`.
+
+    Raises:
+      RunError: the cluster does not say which processes there are.
+    """
+    if config.num_processes == 1 and config.cluster is None:
+        yield
+        return
+    _connect(config)
+    peers = _Peers(_client(), jax.process_index(), config.heartbeat_timeout_s)
+    peers.start()
+    try:
+        with contextlib.ExitStack() as stack:
+            if jax.process_index():
+                silence = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(contextlib.redirect_stdout(silence))
+            yield
+    except BaseException as error:
+        peers.fail(error)
+    peers.leave()
+    jax.distributed.shutdown()
+
+
+def _connect(config: DistributedConfig) -> None:
+    # Its handler of SIGTERM would keep the process from ending before the first step.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    given: dict[str, Any] = {"cluster_detection_method": config.cluster}
+    if config.cluster is None:
+        given = {
+            "coordinator_address": config.coordinator_address,
+            "num_processes": config.num_processes,
+            "process_id": config.process_id,
+            "cluster_detection_method": "deactivate",
+        }
+    # JAX's own timeout is an abort.
+    timeout_s = config.initialization_timeout_s
+    timer = threading.Timer(timeout_s, _nobody_came, (config,))
+    timer.daemon = True
+    timer.start()
+    try:
+        jax.distributed.initialize(
+            **given,
+            initialization_timeout=timeout_s + 10,
+            heartbeat_timeout_seconds=2 * config.heartbeat_timeout_s + 10,
+        )
+    except (ValueError, KeyError) as error:  # a variable of the launcher is missing
+        raise RunError(
+            f"{config.cluster} does not say which processes there are ({_one_line(error)}); start "
+            "them with its launcher, or name them with --distributed.coordinator-address, "
+            "--distributed.num-processes and --distributed.process-id"
+        ) from error
+    finally:
+        timer.cancel()
+
+
+def _nobody_came(config: DistributedConfig) -> NoReturn:
+    where = config.coordinator_address or f"the address that {config.cluster} gives"
+    sys.stderr.write(
+        f"error: not all processes met at {where} within {config.initialization_timeout_s} s "
+        "(--distributed.initialization-timeout-s); check that all were started, with the same "
+        "address, and that its port is free and can be reached\n"
+    )
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _client() -> Any:
+    """The store of keys and values at process 0, which JAX has no public name for."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+class _Peers(threading.Thread):
+    """Says that this process is alive, and ends it when another is not."""
+
+    def __init__(self, client: Any, index: int, timeout_s: int):
+        super().__init__(name="peers", daemon=True)
+        self._client, self._index, self._timeout_s = client, index, timeout_s
+        self._poll_s = min(_POLL_S, timeout_s / 4)
+        self._left = threading.Event()
+        self._ending = threading.Lock()
+        self._heard: dict[str, tuple[str, float]] = {}
+        self._beats = itertools.count()
+
+    def run(self) -> None:
+        """Until `leave`."""
+        while not self._left.wait(self._poll_s):
+            try:
+                self._tell(next(self._beats), "")
+                reason = self._judge_all() if self._index == 0 else self._hear_first()
+            except jax.errors.JaxRuntimeError as error:
+                reason = f"process 0 cannot be reached ({_one_line(error)})"
+            if reason and not self._left.is_set():
+                self._end(f"error: {reason}. {_AGAIN}\n", 1, reason)
+
+    def leave(self) -> None:
+        """At the end of the block."""
+        self._left.set()
+        self.join()
+        self._tell("left", "")
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Ends this process for an exception, and tells the others."""
+        if _is_of_jax(error):
+            # What a collective says when another process is gone does not say which; this does.
+            self.join(self._timeout_s + 3 * self._poll_s)
+        self._left.set()
+        if not isinstance(error, SystemExit):
+            text, code, why = "".join(traceback.format_exception(error)), 1, _one_line(error)
+        elif isinstance(error.code, str):
+            text, code, why = f"{error.code}\n", 1, error.code.removeprefix("error: ")
+        else:  # it has said why
+            text, code, why = "", error.code or 0, f"exit status {error.code or 0}"
+        self._end(text, code, f"process {self._index} ended: {why}")
+
+    def _end(self, text: str, code: int, reason: str) -> NoReturn:
+        self._ending.acquire()  # never released: one reason is enough
+        sys.stdout.flush()
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._tell("failed", reason)
+            if self._index == 0:
+                self._client.key_value_set(_VERDICT, json.dumps(["", reason]), allow_overwrite=True)
+                time.sleep(3 * self._poll_s)  # the store ends with this process
+        # Without JAX's shutdown, which waits for minutes for those that do not come.
+        os._exit(code)
+
+    def _tell(self, beat: Any, reason: str) -> None:
+        value = json.dumps([beat, reason])
+        self._client.key_value_set(f"{_PEERS}{self._index}", value, allow_overwrite=True)
+
+    def _judge_all(self) -> str | None:
+        for key, value in self._client.key_value_dir_get(_PEERS):
+            name = f"process {key.rpartition('/')[2]}"
+            beat, reason = json.loads(value)
+            if reason and key != f"{_PEERS}0":
+                return reason
+            if beat != "left" and self._is_silent(name, value):
+                return self._silence_of(name)
+        beat = json.dumps([next(self._beats), ""])
+        self._client.key_value_set(_VERDICT, beat, allow_overwrite=True)
+        return None
+
+    def _hear_first(self) -> str | None:
+        found = dict(self._client.key_value_dir_get(_VERDICT.rpartition("/")[0] + "/"))
+        value = found.get(_VERDICT, "")
+        reason = json.loads(value)[1] if value else ""
+        if reason:
+            return reason
+        left = json.loads(found.get(f"{_PEERS}0", '["", ""]'))[0] == "left"
+        if not left and self._is_silent("process 0", value):
+            return self._silence_of("process 0")
+        return None
+
+    def _is_silent(self, name: str, value: str) -> bool:
+        now = time.monotonic()
+        last, since = self._heard.get(name, (None, now))
+        if value != last:
+            self._heard[name] = value, now
+        return value == last and now - since > self._timeout_s
+
+    def _silence_of(self, name: str) -> str:
+        return (
+            f"{name} was not heard of for {self._timeout_s} s: it was killed, or stopped, or its "
+            "machine cannot be reached"
+        )
+
+
+def _is_of_jax(error: BaseException | None) -> bool:
+    """Whether a collective may have failed, here or in what Orbax does."""
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            return "RESOURCE_EXHAUSTED" not in str(error)
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+class Watchdog:
+    """Ends the process when what it does takes too long; a context manager.
+
+    The stacks of all threads and a line that names what was begun last go to standard error. The
+    limit holds for each thing that is begun.
+
+    Args:
+      step_timeout_s: seconds for a step or its batch; 0 for no limit.
+    """
+
+    def __init__(self, step_timeout_s: float):
+        self._limit_s = step_timeout_s
+        self.begin_other("the first state")
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def begin(self, what: str, *, times: int = 1) -> None:
+        """What is done from now on; it may take so many times the limit."""
+        self._doing = what, self._limit_s * times, time.monotonic()
+
+    def begin_other(self, what: str) -> None:
+        """What takes longer than a step, from now on."""
+        self.begin(what, times=10)
+
+    def __enter__(self) -> "Watchdog":
+        if self._limit_s:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        if self._limit_s:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        poll_s = min(_POLL_S, self._limit_s / 10)
+        before = time.monotonic()
+        while not self._ended.wait(poll_s):
+            now = time.monotonic()
+            what, limit_s, since = self._doing
+            if now - before > poll_s + self._limit_s / 2:
+                self._doing = what, limit_s, now  # the process was stopped, not stuck
+            elif now - since > limit_s:
+                self._bark(what, limit_s)
+            before = now
+
+    def _bark(self, what: str, limit_s: float) -> NoReturn:
+        faulthandler.dump_traceback(all_threads=True)
+        who = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
+        sys.stderr.write(
+            f"error: {who}{what} was not finished within {limit_s:g} s "
+            f"(--distributed.step-timeout-s); the stacks of all threads are above. {_AGAIN}\n"
+        )
+        sys.stderr.flush()
+        if jax.process_count() > 1:
+            # The others are stuck in the same step, and shall show where before this one is missed.
+            time.sleep((6 if is_first() else 3) * _POLL_S)
+        os._exit(1)
+
+
+def is_first() -> bool:
+    """Whether this is process 0, which writes the files of a run."""
+    return jax.process_index() == 0
+
+
+_questions = itertools.count()
+
+
+def of_first(make: Callable[[], str]) -> str:
+    """`make()` of process 0, in all processes. They must come here in the same order."""
+    if jax.process_count() == 1:
+        return make()
+    key = f"train/answer/{next(_questions)}"
+    if is_first():
+        _client().key_value_set(key, make())
+    # For ever, or until `started` ends this process.
+    return _client().blocking_key_value_get(key, 2**31 - 1)
+
+
+def all_say(yes: bool) -> bool:
+    """Whether all processes say yes."""
+    return bool(np.all(multihost_utils.process_allgather(np.array(yes))))
+
+
+class StopVote:
+    """Whether a process was asked to stop, which all find out after the same step.
+
+    A signal reaches one process, at some moment between its steps; if that one stopped by itself
+    the others would wait for it. So every step is followed by the largest of one integer of each
+    device, which is asked for a step later, when it has long been there: the host waits for nothing
+    that it would not wait for anyway, and the devices exchange a few bytes a step.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self._alone = jax.process_count() == 1
+        if self._alone:
+            return
+        split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        flag = lambda value: jax.make_array_from_callback(
+            (mesh.size,), split, lambda _: np.full(1, value, np.int32)
+        )
+        self._flags = flag(0), flag(1)
+        self._largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._pending: Int[Array, ""] | None = None
+
+    def stops(self, asked: bool) -> bool:
+        """Whether to stop after this step; to be called once after each was begun.
+
+        Args:
+          asked: whether this process was asked to.
+        """
+        if self._alone:
+            return asked
+        before, self._pending = self._pending, self._largest(self._flags[asked])
+        return before is not None and bool(before)
+
+
+def to_devices(arrays: Mapping[str, np.ndarray], sharding: Sharding) -> dict[str, Array]:
+    """Arrays that every process has whole, on its devices."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(dict(arrays), sharding)
+    return {
+        name: jax.make_array_from_callback(a.shape, sharding, lambda index, a=a: a[index])
+        for name, a in arrays.items()
+    }
+
+
+def rows_to_devices(
+    rows_of: Callable[[Int[np.ndarray, " R"]], Mapping[str, np.ndarray]],
+    shape: tuple[int, int],
+    sharding: Sharding,
+) -> dict[str, Array]:
+    """A batch `[A, B, S]`, of which each process makes the rows of its devices alone.
+
+    Args:
+      rows_of: arrays `[R, S]` with these of the A * B rows.
+      shape: (A, B).
+      sharding: of the batch; splits B.
+    """
+    accumulation_steps, batch_size = shape
+    indices = sharding.addressable_devices_indices_map((accumulation_steps, batch_size, 1))
+    columns = {i for index in indices.values() if index for i in range(batch_size)[index[1]]}
+    mine = np.array(sorted(columns))
+    rows = rows_of((np.arange(accumulation_steps)[:, None] * batch_size + mine).reshape(-1))
+
+    def place(array: np.ndarray) -> Array:
+        array = array.reshape(accumulation_steps, len(mine), -1)
+
+        def part(index: Any) -> np.ndarray:
+            return array[:, np.searchsorted(mine, np.arange(batch_size)[index[1]])]
+
+        shape = accumulation_steps, batch_size, array.shape[2]
+        return jax.make_array_from_callback(shape, sharding, part)
+
+    return {name: place(array) for name, array in rows.items()}
+
+
+def gathered(array: Array) -> np.ndarray:
+    """All of an array on the host of every process; all must call this."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True)
