@@ -52,6 +52,17 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
     """A Llama. The fields down to `rope_parameters` are those of Hugging Face's `LlamaConfig`.
@@ -119,7 +130,15 @@ class LlamaConfig:
 
     def __post_init__(self):
         for name in ("dtype", "param_dtype"):
-            object.__setattr__(self, name, jnp.dtype(getattr(self, name)).name)
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, jnp.dtype(value).name)
+            except TypeError as error:
+                raise ValueError(f"{name}={value!r} is no dtype, such as bfloat16") from error
+        for name in _SIZES:
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}={size!r} must be a whole number from 1 up")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"{self.num_attention_heads=} must be a multiple of {self.num_key_value_heads=}"
@@ -419,6 +438,10 @@ class Llama(nnx.Module):
                 q, k, v, mask=mask, is_causal=True, implementation=implementation
             ), None
 
+        if tensor_axis():
+            # Made again, and not kept: cuDNN's rule keeps an empty array, and the compiler of JAX
+            # 0.11.2 ends with a segmentation fault where one leaves a scan inside of shard_map.
+            attend = jax.checkpoint(attend, policy=_keep_all_but_fills, prevent_cse=False)
         if positions is None:
             positions = jnp.arange(sequence_length, dtype=jnp.int32)[None]
         return self.run_layers(tokens, positions, attend)[0]
@@ -600,6 +623,11 @@ def _add_norm(
         return add_rms_norm(x, residual, weight, **options)
 
     return map_over_batch(add_norm)(weight, (x, residual))
+
+
+def _keep_all_but_fills(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy of `jax.checkpoint`."""
+    return primitive.name != "broadcast_in_dim"
 
 
 def _unstack(tree: Any, num_slices: int) -> list[Any]:

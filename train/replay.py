@@ -21,8 +21,10 @@ from train.step import abstract_state, make_gradients
 
 def run(arguments: Sequence[str]) -> None:
     """Prints loss and gradient norm, and the parameters and gradients that are not finite."""
-    if len(arguments) != 1 or not (Path(arguments[0]) / "config.pickle").exists():
+    if len(arguments) != 1:
         sys.exit("usage: python -m train replay FOLDER, where FOLDER is failed-step-N of a run")
+    if not (Path(arguments[0]) / "config.pickle").exists():
+        sys.exit(f"error: {arguments[0]} is no failed-step-N of a run: it has no config.pickle")
     folder = Path(arguments[0]).absolute()
     config = pickle.loads((folder / "config.pickle").read_bytes())
     mesh = mesh_of(config)

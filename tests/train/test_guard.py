@@ -174,7 +174,7 @@ def test_a_run_that_only_skips_ends_and_its_step_can_be_replayed(tmp_path, poiso
 
 
 def test_replay_of_something_else():
-    with pytest.raises(SystemExit, match="usage: python -m train replay"):
+    with pytest.raises(SystemExit, match="nowhere is no failed-step-N of a run"):
         replay.run(["nowhere"])
 
 
