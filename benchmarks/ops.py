@@ -440,12 +440,13 @@ OPS: dict[str, Op] = {
             shapes=shapes.LOSS,
             inputs=_loss_inputs,
             limit=_three_gemms,
-            contenders=(
+            contenders=tuple(
                 Contender(
-                    "xla",
+                    name,
                     LINEAR_CROSS_ENTROPY,
-                    functools.partial(pallas_kernels.linear_cross_entropy, implementation="xla"),
-                ),
+                    functools.partial(pallas_kernels.linear_cross_entropy, implementation=name),
+                )
+                for name in ("mosaic_gpu", "xla")
             ),
             directions=("forward+backward",),
         ),

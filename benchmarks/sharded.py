@@ -56,6 +56,7 @@ CONTENDERS: dict[str, tuple[Callable[..., Any], bool]] = {
 def program(name: str, mesh: Mesh, *, backward: bool) -> Any:
     """The chain of a contender on the mesh, or its forward and backward."""
     fn, is_split = CONTENDERS[name]
+    fn = jax.jit(fn)  # lowered once, not for every operation of the chain
 
     def chain(partial, residual, weight):
         for _ in range(_LENGTH):
@@ -106,7 +107,7 @@ def measure(shape: Shape, mesh: Mesh, rounds: int, *, backward: bool) -> dict[st
                 continue
         runs[name] = functools.partial(compiled, *args)
     cases = [timing.Case(name, [run]) for name, run in runs.items()]
-    timings = timing.compare(cases, rounds=rounds, calls_per_round=_CALLS, measure=_wall_ms)
+    timings = timing.compare(cases, rounds=rounds, calls_per_round=_CALLS, measure=wall_ms)
     for name, timed in timings.items():
         if timed.error is not None:
             results[name] = {"error": timed.error}
@@ -119,7 +120,7 @@ def measure(shape: Shape, mesh: Mesh, rounds: int, *, backward: bool) -> dict[st
     return results
 
 
-def _wall_ms(calls: Sequence[Callable[[], Any]]) -> float:
+def wall_ms(calls: Sequence[Callable[[], Any]]) -> float:
     """Milliseconds of all `calls`: CUPTI would add up the kernels of all devices."""
     start = time.perf_counter()
     jax.block_until_ready([call() for call in calls])

@@ -222,16 +222,17 @@ DARK = Theme(
 def smooth(values: list[float]) -> Float[np.ndarray, " N"]:
     """Mean over a centred window of about 4 % of the run; NaNs do not spread.
 
-    Centred, so that the curve does not lag behind a falling loss; at the ends the window shrinks
-    on both sides, so that the curve does not bend there.
+    Centred, so that the curve does not lag behind a falling loss. At the start, where that is
+    steep, the window shrinks on both sides; at the end only on the side that is missing, for else
+    the last point would be the last step's loss with all of its noise.
     """
     array = np.array(values)
     finite = np.isfinite(array)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, array, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
     index = np.arange(len(array))
-    radius = np.minimum(len(array) // 50, np.minimum(index, index[::-1]))
-    low, high = index - radius, index + radius + 1
+    radius = np.minimum(len(array) // 50, index)
+    low, high = index - radius, np.minimum(index + radius + 1, len(array))
     count = counts[high] - counts[low]
     return np.where(count > 0, (sums[high] - sums[low]) / np.maximum(count, 1), np.nan)
 

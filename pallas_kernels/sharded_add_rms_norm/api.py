@@ -79,7 +79,9 @@ def sharded_add_rms_norm(
         default, which is a Mosaic GPU kernel where that runs; `"reference"` sums and normalizes all
         tokens on every device and slices. `"mosaic_gpu"` is one kernel over NVLink peer memory, for
         the devices of one host in one process, with sums in float32 that are not rounded before the
-        residual is added; it is compiled in the tests and has not yet run on GPUs, so `None` is
+        residual is added. On four H200s it takes 0.88 to 0.94 of the time of `"xla"`, but all of
+        its blocks must run at once on all devices. XLA knows nothing of that: where it runs
+        another collective beside the kernel they could wait for each other for ever. So `None` is
         `"xla"`. A name is binding.
       config: launch parameters of `add_rms_norm`, for `"xla"`.
 

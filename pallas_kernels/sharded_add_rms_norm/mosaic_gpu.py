@@ -16,7 +16,10 @@ through the first wait is no longer read for partial sums, one that is through t
 all: XLA may use its buffers again as soon as its kernel ends.
 
 All blocks of a device must run at the same time, because those of the others wait for them; there
-are no more than fit.
+are no more than fit. That holds while nothing else runs on the devices. A collective of NCCL that
+XLA runs beside the kernel could take the place of blocks on one device and wait there for another
+device, whose blocks leave NCCL no place and wait for those. XLA does that with collectives that it
+has made asynchronous (`xla_gpu_enable_latency_hiding_scheduler`); it was not seen to happen.
 
 Backward, the mirror: the sum of `dy` over the devices, the norm's backward at the tokens of the
 shard, and the gradient of `partial`, which is the same for all devices, read from those who made

@@ -643,7 +643,7 @@ class TestOnGpus:
         (partials, residual, weight), _ = make_args(n, (64 * n, 4096), (F32, F32, F32))
 
         def layers(implementation, partials, residual, weight):
-            busy = jnp.ones((1024, 1024), F32)
+            busy, columns = jnp.ones((1024, 1024), F32), jnp.arange(4096, dtype=F32)
 
             def layer(carry, number):
                 partials, residual, busy = carry
@@ -663,7 +663,9 @@ class TestOnGpus:
                     out_specs=P(),
                     check_vma=False,
                 )
-                return (jnp.sin(y + number), residual * 0.5, late(busy, number)), None
+                # Every layer has sums of its own, and forgets how the last ones were rounded.
+                sums = jnp.sin(columns + number.astype(F32)) + y / 8
+                return (sums, residual * 0.5, late(busy, number)), None
 
             carry, _ = jax.lax.scan(layer, (partials, residual, busy), jnp.arange(200))
             return carry[:2]
@@ -672,6 +674,5 @@ class TestOnGpus:
             quick_jit(functools.partial(layers, implementation))(partials, residual, weight)
             for implementation in ("mosaic_gpu", "xla")
         )
-        # A stale or early row is wrong by its size; the order of additions by a few epsilons a
-        # layer, which the norm does not let grow.
-        chex.assert_trees_all_close(got, want, rtol=0, atol=2e-3)
+        # A stale or early row is wrong by its size, the order of additions by a few epsilons.
+        chex.assert_trees_all_close(got, want, rtol=0, atol=1e-4)
