@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.sharding import map_over_token_shards, sum_over_token_shards
@@ -143,16 +143,36 @@ def map_over_batch(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sum_over_batch(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn(weights, tokens) -> sums` on each device's tokens; see `sum_over_token_shards`."""
+    """`fn(output_weight, tokens) -> sums` on each device's tokens; see `sum_over_token_shards`.
+
+    The weight `[V, D]` is gathered over `fsdp` once, and its gradient summed and split at once.
+    """
     if not _xla_partitions():
         return fn
-    return sum_over_token_shards(fn, BATCH_AXES)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.shape["fsdp"] == 1:
+        return sum_over_token_shards(fn, BATCH_AXES)
+
+    def gathered(weight: Any, tokens: Any) -> Any:
+        return fn(jax.lax.all_gather(weight, "fsdp", axis=1, tiled=True), tokens)
+
+    spec = PartitionSpec(None, _fsdp_axes(mesh))
+    return sum_over_token_shards(gathered, BATCH_AXES, weights_spec=spec)
 
 
 def _xla_partitions() -> bool:
     """Whether there is a mesh in context, and arrays are the global ones."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and not mesh.are_all_axes_manual
+
+
+def _fsdp_axes(mesh: AbstractMesh) -> str | tuple[str, ...]:
+    """What `fsdp` splits, in a spec of `jax.shard_map`.
+
+    The gradient is summed over the axes that are not in the spec, and XLA keeps sums over one
+    device: with `data=1` both are named.
+    """
+    return BATCH_AXES if mesh.shape["data"] == 1 else "fsdp"
 
 
 # With more than one device on the axis `tensor`.
@@ -169,8 +189,7 @@ def sum_over_devices(fn: Callable[..., Any]) -> Callable[..., Any]:
     mesh = jax.sharding.get_abstract_mesh()
     if not _xla_partitions() or "tensor" not in mesh.shape:
         return fn
-    # What is not in the spec is summed over, and XLA keeps sums over one device.
-    fsdp = BATCH_AXES if mesh.shape["data"] == 1 else "fsdp"
+    fsdp = _fsdp_axes(mesh)
 
     def spec_of(path: tuple[Any, ...], _: Any) -> PartitionSpec:
         return PartitionSpec(*(fsdp if axis == "fsdp" else axis for axis in _parameter_spec(path)))

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+_WHOLE = PartitionSpec()
+
 
 def map_over_token_shards(fn: Callable[..., Any], mesh_axes: tuple[str, ...]) -> Callable[..., Any]:
     """`fn` run on each device's tokens.
@@ -32,7 +34,12 @@ def map_over_token_shards(fn: Callable[..., Any], mesh_axes: tuple[str, ...]) ->
     return jax.shard_map(fn, in_specs=(PartitionSpec(), tokens), out_specs=tokens, check_vma=False)
 
 
-def sum_over_token_shards(fn: Callable[..., Any], mesh_axes: tuple[str, ...]) -> Callable[..., Any]:
+def sum_over_token_shards(
+    fn: Callable[..., Any],
+    mesh_axes: tuple[str, ...],
+    *,
+    weights_spec: PartitionSpec = _WHOLE,
+) -> Callable[..., Any]:
     """`fn` run on each device's tokens, and its results added up over the devices.
 
     Differentiable: the gradient of `weights` is summed over the devices once, by the transpose of
@@ -42,7 +49,11 @@ def sum_over_token_shards(fn: Callable[..., Any], mesh_axes: tuple[str, ...]) ->
       fn: `(weights, tokens) -> sums`, where both arguments are pytrees and the results are sums
         over tokens.
       mesh_axes: axes of the mesh in context (`jax.set_mesh`) over which axis 0 of every array in
-        `tokens` is split. A weight that is split over the mesh is gathered, once per call.
+        `tokens` is split.
+      weights_spec: how each weight is split when `fn` gets it. Whole by default: one that is split
+        over the mesh is gathered, once per call, and its gradient, which is as large on every
+        device, is summed by an all-reduce. An `fn` that gets its part and gathers it by
+        `jax.lax.all_gather` has a reduce-scatter instead.
 
     Returns:
       A function of the same arguments that takes and returns global arrays.
@@ -57,7 +68,7 @@ def sum_over_token_shards(fn: Callable[..., Any], mesh_axes: tuple[str, ...]) ->
         # outside, where its gradient cannot be counted twice.
         parts = jax.shard_map(
             local,
-            in_specs=(PartitionSpec(), PartitionSpec(mesh_axes)),
+            in_specs=(weights_spec, PartitionSpec(mesh_axes)),
             out_specs=PartitionSpec(mesh_axes),
             check_vma=False,
         )(weights, tokens)

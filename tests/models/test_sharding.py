@@ -295,6 +295,20 @@ def test_weights_are_gathered_one_layer_at_a_time(data, fsdp):
     assert Counter(gathered) == {(D, Q): 4, (KV, D): 4, (D, F): 6, (D, V): 1}
 
 
+@pytest.mark.parametrize("data, fsdp", [(1, 8), (2, 4)])
+def test_the_output_embedding_s_gradient_is_summed_and_split_at_once(data, fsdp):
+    """What XLA does with the others is its own; for GPUs it makes reduce-scatters of them, too."""
+    summed = Counter(
+        m.operation
+        for m in collectives(program_of(data, fsdp))
+        if m.operation in ("all-reduce", "reduce-scatter") and set(m.shape) & {V, V // fsdp}
+    )
+    # Twice over the copies of the model: the input embedding's, too.
+    assert summed == {"reduce-scatter": 1} | ({"all-reduce": 2} if data > 1 else {})
+    for m in collectives(program_of(data, fsdp)):
+        assert m.operation != "all-reduce" or math.prod(m.shape) <= V * D // fsdp
+
+
 def test_copies_of_the_model_gather_nothing():
     assert {m.operation for m in collectives(program_of(8, 1))} == {"all-reduce"}
 
