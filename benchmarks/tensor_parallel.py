@@ -1,14 +1,14 @@
 """Times the layers of a tensor-parallel Llama, forward and backward, against what XLA derives.
 
-    python -m benchmarks.tensor_parallel --preset llama3.1-8b --sequence-length 8192
+    python -m benchmarks.tensor_parallel --preset llama3.1-8b
 
-All GPUs of this host share one sequence. Contenders: `all-reduce`, the same Llama partitioned by
+All GPUs of this host share the sequences. Contenders: `all-reduce`, the same Llama partitioned by
 XLA from the shardings of its parameters alone, without kernels (it cannot partition those), which
 sums after each half-layer and does the norms of all tokens on every device; ours, whose residual
-stream is split by tokens; and that with the peer-memory kernel of `sharded_add_rms_norm` between
-the half-layers. A few layers with a small vocabulary, bfloat16 parameters, random tokens; wall time
-of loss and gradients over the number of layers, median over interleaved rounds. Memory is XLA's
-analysis of the program, beside its arguments and results.
+stream is split by tokens; that with two `row_groups`; and with the peer-memory kernel of
+`sharded_add_rms_norm` between the half-layers. A few layers with a small vocabulary, bfloat16
+parameters, random tokens; wall time of loss and gradients over the number of layers, median over
+interleaved rounds. Memory is XLA's analysis of the program, beside its arguments and results.
 """
 
 import argparse
@@ -54,6 +54,8 @@ def contender(name: str, config: TrainConfig) -> Iterator[TrainConfig]:
             mock.patch.object(train.step, "tensor_axis", lambda: None),
         ):
             yield dataclasses.replace(config, model=model)
+    elif name == "two groups":
+        yield dataclasses.replace(config, model=dataclasses.replace(config.model, row_groups=2))
     elif name == "peer kernel":
         with mock.patch.object(models.llama, "sharded_add_rms_norm", with_peer_kernel):
             yield config
@@ -61,7 +63,7 @@ def contender(name: str, config: TrainConfig) -> Iterator[TrainConfig]:
         yield config
 
 
-CONTENDERS = ("all-reduce", "ours", "peer kernel")
+CONTENDERS = ("all-reduce", "ours", "two groups", "peer kernel")
 
 
 def config_of(arguments: argparse.Namespace) -> TrainConfig:
@@ -78,14 +80,16 @@ def config_of(arguments: argparse.Namespace) -> TrainConfig:
             scan_layers=arguments.scan,
         ),
         data=dataclasses.replace(
-            base.data, sequence_length=arguments.sequence_length, batch_size=1
+            base.data,
+            sequence_length=arguments.sequence_length,
+            batch_size=arguments.batch_size,
         ),
     )
 
 
 def batch_of(config: TrainConfig, mesh: Mesh) -> dict[str, jax.Array]:
-    """Random tokens `[1, 1, S]`."""
-    shape = 1, 1, config.data.sequence_length
+    """Random tokens `[1, B, S]`."""
+    shape = 1, config.data.batch_size, config.data.sequence_length
     rng = np.random.default_rng(0)
     draw = lambda: rng.integers(config.model.vocab_size, size=shape, dtype=np.int32)
     sharding = batch_sharding(mesh, batch_axis=1)
@@ -105,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--scan", action="store_true", help="scanned layers")
     parser.add_argument("--remat", default="minimal")
     parser.add_argument("--vocab-size", type=int, default=1024)
-    parser.add_argument("--sequence-length", type=int, default=8192)
+    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--sequence-length", type=int, default=4096)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--rounds", type=int, default=10)
     arguments = parser.parse_args(argv)
@@ -122,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             start = time.perf_counter()
             with contender(name, config) as traced:
                 gradients = jax.jit(make_gradients(traced), out_shardings=(None, shardings))
-                programs[name] = gradients.lower(params, batch).compile(compiler_options(devices))
+                options = compiler_options(devices, row_groups=traced.model.row_groups)
+                programs[name] = gradients.lower(params, batch).compile(options)
             metrics, _ = programs[name](params, batch)
             losses[name] = metrics["loss"].item(), metrics["grad_norm"].item()
             seconds = time.perf_counter() - start

@@ -16,8 +16,9 @@ gather is not that function's, so that the carry, which every policy keeps, is t
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,7 @@ _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "max_position_embeddings",
+    "row_groups",
 )
 
 
@@ -96,6 +98,10 @@ class LlamaConfig:
         as "attention,residual,gate@host,up@host"; see `models.remat`. Host memory needs
         `scan_layers`. "auto" leaves it to `python -m train`, which takes the fastest policy that
         fits the device.
+      row_groups: on devices that share sequences (`tensor` above 1), groups that the sequences of
+        these devices are dealt to. A layer does one after the other, and what one exchanges XLA can
+        hide behind what another computes. Must divide their number. With `fsdp` above 1, too, each
+        group gathers a layer's weights.
       kernels: whether the operations may run as Mosaic GPU kernels; False leaves all to XLA, for
         comparison. (Devices that share sequences then all norm all tokens.)
       attention_implementation: of `jax.nn.dot_product_attention`; `None` takes cuDNN where it runs.
@@ -125,6 +131,7 @@ class LlamaConfig:
     param_dtype: str = "float32"
     scan_layers: bool = True
     remat: str = "minimal"
+    row_groups: int = 1
     kernels: bool = True
     attention_implementation: Literal["xla", "cudnn"] | None = None
 
@@ -358,6 +365,14 @@ class Block(nnx.Module):
         return split_batch(normed), split_batch(residual)
 
 
+class _RowGroup(NamedTuple):
+    """Some sequences, and their attention."""
+
+    tokens: Int[Array, "B S"]
+    positions: Int[Array, "#B S"]
+    attend: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+
+
 class Llama(nnx.Module):
     """The model, from tokens to normalized hidden states; logits and loss are made from those.
 
@@ -426,6 +441,31 @@ class Llama(nnx.Module):
                 f"{sequence_length=} exceeds max_position_embeddings={limit}; raise it, with "
                 "rope_parameters that scale the positions"
             )
+        if positions is None:
+            positions = jnp.arange(sequence_length, dtype=jnp.int32)[None]
+        rows = len(tokens)
+        num_groups = self.config.row_groups if tensor_axis() else 1
+        if rows % num_groups:
+            raise ValueError(
+                f"row_groups={num_groups} must divide the {rows} sequences that devices share; use "
+                "fewer groups, or a larger batch"
+            )
+        shared = [positions] * num_groups if len(positions) == 1 else None
+        split = lambda a: jnp.split(a, num_groups)
+        groups = [
+            _RowGroup(tokens, positions, self._attention(segment_ids))
+            for tokens, positions, segment_ids in zip(
+                split(tokens),
+                shared or split(positions),
+                [None] * num_groups if segment_ids is None else split(segment_ids),
+                strict=True,
+            )
+        ]
+        hidden = self._run(groups, None)[0]
+        return hidden[0] if num_groups == 1 else jnp.concatenate(hidden)
+
+    def _attention(self, segment_ids: Int[Array, "B S"] | None) -> Callable[..., Any]:
+        """What `run_layers` takes."""
         mask = None
         if segment_ids is not None:
             mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
@@ -442,9 +482,7 @@ class Llama(nnx.Module):
             # Made again, and not kept: cuDNN's rule keeps an empty array, and the compiler of JAX
             # 0.11.2 ends with a segmentation fault where one leaves a scan inside of shard_map.
             attend = jax.checkpoint(attend, policy=_keep_all_but_fills, prevent_cse=False)
-        if positions is None:
-            positions = jnp.arange(sequence_length, dtype=jnp.int32)[None]
-        return self.run_layers(tokens, positions, attend)[0]
+        return attend
 
     def run_layers(
         self,
@@ -465,7 +503,15 @@ class Llama(nnx.Module):
         Returns:
           The hidden states and the layers' outputs, stacked.
         """
+        (hidden,), (outputs,) = self._run([_RowGroup(tokens, positions, attend)], layer_inputs)
+        return hidden, outputs
+
+    def _run(
+        self, groups: Sequence[_RowGroup], layer_inputs: Any
+    ) -> tuple[list[Float[Array, "B S D"]], list[Any]]:
+        """`run_layers` for several groups of as many sequences."""
         config = self.config
+        shape = groups[0].tokens.shape
         if config.remat == AUTO_REMAT:
             raise ValueError(
                 f"remat={config.remat!r} is not a policy: `python -m train` replaces it with one "
@@ -475,7 +521,7 @@ class Llama(nnx.Module):
             check_tensor_parallel(
                 jax.lax.axis_size(axis),
                 num_key_value_heads=config.num_key_value_heads,
-                num_tokens=tokens.size,
+                num_tokens=math.prod(shape),
             )
         dtype = jnp.dtype(config.dtype)
         graphdef, state = nnx.split(self.layers)
@@ -486,12 +532,15 @@ class Llama(nnx.Module):
         norm_weights = jnp.concatenate(
             [self.layers.input_layernorm.weight[...], self.norm.weight[...][None]]
         )
-        cos, sin = rotary_cos_sin(
-            config.rope_parameters,
-            positions,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-        )
+        angles = [
+            rotary_cos_sin(
+                config.rope_parameters,
+                group.positions,
+                head_dim=config.head_dim,
+                max_position_embeddings=config.max_position_embeddings,
+            )
+            for group in groups
+        ]
 
         # Each half asks for all weights of the layer; those that it does not read are not gathered.
         block_of = lambda state: nnx.merge(graphdef, whole_weights(state))
@@ -499,19 +548,22 @@ class Llama(nnx.Module):
         # What enters a checkpoint stays on the device, unless the checkpoint reads it by a name.
         def project(state, normed, cos, sin):
             normed = checkpoint_name(normed, "layer_input")
-            normed = tokens_of_sequences(normed, tokens.shape)
+            normed = tokens_of_sequences(normed, shape)
             return block_of(state).self_attn.project(normed, cos, sin)
 
         def finish(state, attn_out, residual, next_weight):
             residual = checkpoint_name(residual, "layer_input")
             return block_of(state).finish(attn_out, residual, next_weight)
 
-        def layer(carry, inputs):
-            normed, residual = carry
+        def layer(carries, inputs):
             state, next_weight, layer_input = inputs
-            q, k, v = project(state, normed, cos, sin)
-            attn_out, layer_output = attend(q, k, v, layer_input)
-            return finish(state, attn_out, residual, next_weight), layer_output
+            next_carries, outputs = [], []
+            for (normed, residual), (cos, sin), group in zip(carries, angles, groups, strict=True):
+                q, k, v = project(state, normed, cos, sin)
+                attn_out, output = group.attend(q, k, v, layer_input)
+                next_carries.append(finish(state, attn_out, residual, next_weight))
+                outputs.append(output)
+            return next_carries, outputs
 
         policy = remat_policy(config.remat)
         if policy.tensors is None and tensor_axis():
@@ -525,18 +577,20 @@ class Llama(nnx.Module):
         else:
             layer = policy.checkpoint(layer, in_scan=config.scan_layers)
 
-        residual = self._embed(tokens)
-        normed = _norm(self.norm.options, norm_weights[0], residual)
+        carries = []
+        for group in groups:
+            residual = self._embed(group.tokens)
+            carries.append((_norm(self.norm.options, norm_weights[0], residual), residual))
         inputs = (state, norm_weights[1:], layer_inputs)
         if config.scan_layers:
-            (normed, _), outputs = jax.lax.scan(layer, (normed, residual), inputs)
-            return tokens_of_sequences(normed, tokens.shape), outputs
-        outputs = []
-        for layer_slice in _unstack(inputs, config.num_hidden_layers):
-            (normed, residual), output = layer((normed, residual), layer_slice)
-            outputs.append(output)
-        outputs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
-        return tokens_of_sequences(normed, tokens.shape), outputs
+            carries, outputs = jax.lax.scan(layer, carries, inputs)
+        else:
+            of_layers = []
+            for layer_slice in _unstack(inputs, config.num_hidden_layers):
+                carries, output = layer(carries, layer_slice)
+                of_layers.append(output)
+            outputs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_layers)
+        return [tokens_of_sequences(normed, shape) for normed, _ in carries], outputs
 
     def _embed(self, tokens: Int[Array, "B S"]) -> Float[Array, "*T D"]:
         table = self.embed_tokens.embedding[...]

@@ -41,6 +41,7 @@ MAY_CHANGE = (
     "checkpoint",
     "distributed",
     "model.remat",
+    "model.row_groups",
     "data.cache_dir",
     "max_skipped_steps",
     "log_every",

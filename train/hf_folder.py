@@ -20,6 +20,7 @@ _OWN_FIELDS = (
     "param_dtype",
     "scan_layers",
     "remat",
+    "row_groups",
     "kernels",
     "attention_implementation",
 )

@@ -92,7 +92,14 @@ def test_what_is_computed_hides_an_exchange():
 
 def test_steps_are_timed_in_turns():
     arguments = argparse.Namespace(
-        preset="demo", layers=1, vocab_size=64, remat="none", scan=False, rows=1, sequence_length=8
+        preset="demo",
+        layers=1,
+        vocab_size=64,
+        remat="none",
+        scan=False,
+        rows=1,
+        row_groups=1,
+        sequence_length=8,
     )
     config = overlap.config_of(arguments, 2, 1)
     mesh = make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])

@@ -395,7 +395,7 @@ def test_settings_that_may_change(whole):
             runs_dir=whole.parent,
             name="other",
             mesh=MeshConfig(fsdp=4),
-            model=dataclasses.replace(CONFIG.model, remat="full"),
+            model=dataclasses.replace(CONFIG.model, remat="full", row_groups=2),
             checkpoint=CheckpointConfig(every=1, keep=5),
             distributed=DistributedConfig(num_processes=2, coordinator_address="host:1"),
             max_skipped_steps=3,
