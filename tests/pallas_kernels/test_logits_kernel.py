@@ -123,19 +123,23 @@ def check_gradient(got, args, *, num_columns=NUM_COLUMNS, **options):
     assert_as_accurate(got, rounded([low], got), [exact], names=["dlogits"])
 
 
-def check(args, **options):
-    """All three modes, against the formulas and each other; the statistics and the gradient."""
+def check(args, *, alone=True, **options):
+    """Against the formulas, and all three modes against each other; the statistics and gradient.
+
+    A program takes seconds to interpret: without `alone` it is only that of both.
+    """
     config = options.pop("config", BASE)
-    found, nothing = run(args, "statistics", config=config, **options)
-    assert nothing is None
+    found, gradient = run(args, "both", config=config, **options)
     check_statistics(found, args, **options)
-    both = run(args, "both", config=config, **options)
-    for name, alone, together in zip(STATISTICS, found, both[0], strict=True):
-        np.testing.assert_array_equal(alone, together, name)
-    check_gradient(both[1], args, **options)
-    nothing, gradient = run(args, "gradient", config=config, lse=found.lse, **options)
-    assert nothing is None
-    np.testing.assert_array_equal(np.asarray(gradient, F32), np.asarray(both[1], F32))
+    check_gradient(gradient, args, **options)
+    if alone:
+        statistics, nothing = run(args, "statistics", config=config, **options)
+        assert nothing is None
+        for name, one, other in zip(STATISTICS, statistics, found, strict=True):
+            np.testing.assert_array_equal(one, other, name)
+        nothing, other = run(args, "gradient", config=config, lse=found.lse, **options)
+        assert nothing is None
+        np.testing.assert_array_equal(np.asarray(other, F32), np.asarray(gradient, F32))
     return found, gradient
 
 
@@ -167,7 +171,8 @@ def test_options_alone(changes):
 @interpreted
 @pytest.mark.parametrize("num_columns", [1, 100, 127, 128, 129, 512, 513])
 def test_columns_around_a_line_and_a_slot(num_columns):
-    check(make_args(6, num_columns, bias=True), num_columns=num_columns, options=ALL)
+    args = make_args(6, num_columns, bias=True)
+    check(args, num_columns=num_columns, options=ALL, alone=num_columns == 513)
 
 
 @interpreted
@@ -184,7 +189,7 @@ def test_a_part_of_the_vocabulary():
 @pytest.mark.parametrize("label", [300, 383])
 def test_a_label_in_the_padding_is_no_column(label):
     args = make_args(2, 300)
-    check(args | {"labels": jnp.full(2, label, jnp.int32)}, num_columns=300)
+    check(args | {"labels": jnp.full(2, label, jnp.int32)}, num_columns=300, alone=False)
 
 
 # Launch parameters.
@@ -218,7 +223,9 @@ def test_deals_of_a_row_to_slots(deal, expected):
         warpgroups * split.rounds - used,
     )
     args = make_args(4, num_columns, bias=True, seed=1)
-    check(args, num_columns=num_columns, options=ALL, config=config)
+    # Slots of a row that is larger than the ring are used again.
+    alone = split.rounds > slots
+    check(args, num_columns=num_columns, options=ALL, config=config, alone=alone)
 
 
 @interpreted
@@ -226,19 +233,17 @@ def test_all_configurations_agree():
     args = make_args(6, NUM_COLUMNS, F32, bias=True)
     # Compilers fuse the softcap's operations in more than one way.
     options = dataclasses.replace(ALL, logit_softcap=None)
-    expected, _ = run(args, "statistics", options=options)
-    _, gradient = run(args, "gradient", options=options, lse=expected.lse)
+    expected, gradient = run(args, "both", options=options)
     for warpgroups, slots, max_lines in ((1, 3, 8), (2, 2, 4), (2, 8, 8), (4, 2, 4)):
         config = Config(warpgroups=warpgroups, slots=slots, max_lines=max_lines)
-        found, _ = run(args, "statistics", options=options, config=config)
+        found, other = run(args, "both", options=options, config=config)
         for name in ("label_logit", "largest", "largest_before"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
         # The order in which a row is added up differs.
         np.testing.assert_allclose(found.lse, expected.lse, rtol=4 * EPS32)
         np.testing.assert_allclose(found.total, expected.total, rtol=0, atol=1e-3)
-        _, other = run(args, "gradient", options=options, config=config, lse=expected.lse)
-        # As are those of the gradient: a rounding of what smoothing takes from each column.
-        np.testing.assert_allclose(other, gradient, rtol=8 * EPS32, atol=8 * EPS32 * 0.2 / 1600)
+        # So do those of the gradient: lse of about 10 by 4 roundings, and probabilities with it.
+        np.testing.assert_allclose(other, gradient, rtol=64 * EPS32, atol=64 * EPS32 / 1600)
 
 
 @interpreted
@@ -246,7 +251,8 @@ def test_all_configurations_agree():
 def test_few_rows(num_tokens):
     # Two of a block's places for partial statistics are used in turn.
     args = make_args(num_tokens, 700)
-    check(args, num_columns=700, config=dataclasses.replace(BASE, warpgroups=2))
+    config = dataclasses.replace(BASE, warpgroups=2)
+    check(args, num_columns=700, config=config, alone=num_tokens == 3)
 
 
 @interpreted
@@ -301,7 +307,7 @@ def test_a_coefficient_of_nan_is_a_gradient_of_nan():
 @pytest.mark.parametrize("scale", [1e4, 1e-4])
 def test_huge_and_tiny_logits(scale):
     args = make_args(6, NUM_COLUMNS, F32)
-    check(args | {"logits": args["logits"] * scale})
+    check(args | {"logits": args["logits"] * scale}, alone=False)
 
 
 @interpreted
@@ -318,7 +324,7 @@ def test_logits_of_minus_infinity(dtype, allowed):
     found, _ = run(args, "statistics", num_columns=300)
     check_statistics(found, args, num_columns=300)
     if allowed != slice(0, 0):
-        check(args, num_columns=300)
+        check(args, num_columns=300, alone=False)
 
 
 @interpreted
@@ -326,7 +332,7 @@ def test_very_negative_logits():
     # Were the padding looked at as zeros, it would carry all of the probability.
     args = make_args(6, 300)
     args["logits"] = jnp.nan_to_num(args["logits"] - BF16(200))
-    check(args, num_columns=300)
+    check(args, num_columns=300, alone=False)
 
 
 @interpreted
@@ -342,7 +348,7 @@ def test_ties_with_the_label(columns):
         "logits": jnp.asarray(logits, BF16),
         "labels": labels,
     }
-    found, _ = check(args)
+    found, _ = check(args, alone=False)
     np.testing.assert_array_equal(found.largest, found.label_logit)
     first = np.asarray(columns) == min(columns)
     np.testing.assert_array_equal(found.largest_before < found.label_logit, first)
