@@ -62,6 +62,10 @@ _ELEMENTS_PER_LANE = 16
 # so many blocks are on a multiprocessor at a time for certain.
 _FORWARD_REGISTERS, _BACKWARD_REGISTERS = 128, 168
 _MAX_BLOCKS_PER_SM = 2
+# Rows of a shard for each multiprocessor from which one block there is faster than two: fewer reads
+# at a time keep the links busy. On four H200s, 8192 x 4096 tokens (15.5 rows) take 0.359 ms with
+# one and 0.373 with two, 1024 x 8192 (1.9 rows) 0.142 and 0.130.
+_MANY_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,7 +187,10 @@ class _Shards:
         self.num_rows = num_sequences * self._shard
         lanes = split.warpgroups * WARPS_PER_WARPGROUP * LANES
         blocks_per_sm = max(1, min(_MAX_BLOCKS_PER_SM, REGISTERS_PER_SM // (registers * lanes)))
-        self.num_blocks = min(self.num_rows, blocks_per_sm * target_device().num_sms)
+        num_sms = target_device().num_sms
+        if self.num_rows >= _MANY_ROWS * num_sms:
+            blocks_per_sm = 1
+        self.num_blocks = min(self.num_rows, blocks_per_sm * num_sms)
         self.whole = Rows(split, num_sequences * num_tokens)
         self.own = Rows(split, self.num_rows)
 

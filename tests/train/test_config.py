@@ -305,7 +305,8 @@ def compiler_options(config):
     seen = []
     mesh = make_mesh(data=8, fsdp=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.step, "compiler_options", lambda _, chosen: seen.append(chosen))
+        options = lambda _, chosen, **of_model: seen.append((chosen, of_model))
+        patch.setattr(train.step, "compiler_options", options)
         jit_train_step(config, train.step.abstract_state(config, mesh))
     return seen
 
