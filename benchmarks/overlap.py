@@ -94,6 +94,16 @@ def table(collectives: Sequence[Collective]) -> str:
     return "\n".join(lines)
 
 
+def add_model(parser: argparse.ArgumentParser, *, layers: int, vocab_size: int) -> None:
+    """The flags for a few layers of a preset, with these defaults."""
+    parser.add_argument("--preset", default="llama3.1-8b")
+    parser.add_argument("--layers", type=int, default=layers)
+    parser.add_argument("--scan", action="store_true", help="scanned layers")
+    parser.add_argument("--remat", default="minimal")
+    parser.add_argument("--vocab-size", type=int, default=vocab_size)
+    parser.add_argument("--sequence-length", type=int, default=4096)
+
+
 def config_of(arguments: argparse.Namespace, fsdp: int, tensor: int) -> TrainConfig:
     """A few layers on a mesh; each share of the batch has the same number of rows."""
     flags = [
@@ -116,18 +126,23 @@ def compile_step(config: TrainConfig, mesh: Mesh, options: dict[str, xla_flags.O
     return jit_train_step(config, state).lower(state, abstract_batch(config, mesh)).compile()
 
 
-def times_ms(
-    config: TrainConfig, mesh: Mesh, steps: dict[str, Any], rounds: int, calls: int
-) -> dict[str, list[float]]:
-    """Wall time of a step by name, a figure a round; the first round is not counted."""
-    state = init_state(config, mesh)
+def random_batch(config: TrainConfig, mesh: Mesh) -> dict[str, jax.Array]:
+    """What a step takes, of random tokens."""
     rng = np.random.default_rng(0)
-    batch = {
+    return {
         name: jax.device_put(
             rng.integers(config.model.vocab_size, size=a.shape, dtype=a.dtype), a.sharding
         )
         for name, a in abstract_batch(config, mesh).items()
     }
+
+
+def times_ms(
+    config: TrainConfig, mesh: Mesh, steps: dict[str, Any], rounds: int, calls: int
+) -> dict[str, list[float]]:
+    """Wall time of a step by name, a figure a round; the first round is not counted."""
+    state = init_state(config, mesh)
+    batch = random_batch(config, mesh)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for measured in [False] + [True] * rounds:
         for name, step in steps.items():
@@ -149,16 +164,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--preset", default="llama3.1-8b")
+    add_model(parser, layers=2, vocab_size=32768)
     parser.add_argument("--meshes", nargs="+", default=["1x4", "4x1", "2x2"], metavar="FSDPxTENSOR")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--scan", action="store_true", help="scanned layers")
-    parser.add_argument("--remat", default="minimal")
-    parser.add_argument("--vocab-size", type=int, default=32768)
     parser.add_argument("--rows", type=int, default=2, help="of each share of the batch")
     parser.add_argument("--row-groups", type=int, default=1, help="see LlamaConfig")
-    parser.add_argument("--sequence-length", type=int, default=4096)
     parser.add_argument("--device", default="h100", help="without --run")
     parser.add_argument("--run", action="store_true")
     parser.add_argument("--rounds", type=int, default=10)

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,14 +24,13 @@ from typing import Any
 from unittest import mock
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 
 import models.llama
 import train.step
 from benchmarks import timing
+from benchmarks.overlap import add_model, random_batch
 from benchmarks.sharded import wall_ms
-from models.sharding import batch_sharding, make_mesh
+from models.sharding import make_mesh
 from pallas_kernels import sharded_add_rms_norm
 from train.config import TrainConfig, preset
 from train.step import abstract_state, init_state, make_gradients
@@ -87,15 +87,6 @@ def config_of(arguments: argparse.Namespace) -> TrainConfig:
     )
 
 
-def batch_of(config: TrainConfig, mesh: Mesh) -> dict[str, jax.Array]:
-    """Random tokens `[1, B, S]`."""
-    shape = 1, config.data.batch_size, config.data.sequence_length
-    rng = np.random.default_rng(0)
-    draw = lambda: rng.integers(config.model.vocab_size, size=shape, dtype=np.int32)
-    sharding = batch_sharding(mesh, batch_axis=1)
-    return {name: jax.device_put(draw(), sharding) for name in ("tokens", "labels")}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, compiles, times and prints."""
     argv = sys.argv[1:] if argv is None else argv
@@ -104,13 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--preset", default="llama3.1-8b")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--scan", action="store_true", help="scanned layers")
-    parser.add_argument("--remat", default="minimal")
-    parser.add_argument("--vocab-size", type=int, default=1024)
+    add_model(parser, layers=4, vocab_size=1024)
     parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--sequence-length", type=int, default=4096)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--rounds", type=int, default=10)
     arguments = parser.parse_args(argv)
@@ -121,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     programs, losses = {}, {}
     with jax.set_mesh(mesh):
         params = init_state(config, mesh).params
-        batch = batch_of(config, mesh)
+        batch = random_batch(config, mesh)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state(config, mesh).params)
         for name in arguments.contenders:
             start = time.perf_counter()
@@ -149,9 +135,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, timed in timings.items():
         loss, norm = losses[name]
         gib = programs[name].memory_analysis().temp_size_in_bytes / 2**30
+        if timed.error is not None:
+            print(f"| {name} | {timed.error} | | {gib:.2f} | |")
+            continue
         ms = [time_ms / arguments.layers for time_ms in timed.times_ms]
-        spread = timed.error or f"{timed.median_ms / arguments.layers:.3f} | {min(ms):.3f} - "
-        spread += f"{max(ms):.3f}" if ms else " |"
+        spread = f"{statistics.median(ms):.3f} | {min(ms):.3f} - {max(ms):.3f}"
         print(f"| {name} | {spread} | {gib:.2f} | {loss:.4f}, {norm:.4f} |")
 
 

@@ -39,16 +39,7 @@ from train.step import init_state
 MODEL = dataclasses.replace(tiny_run.MODEL, eos_token_id=(1, 257))
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_device():
-    mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.loop, "mesh_of", lambda config: mesh)
-        patch.setattr(commands, "_mesh", lambda flags: mesh)
-        yield mesh
+pytestmark = pytest.mark.usefixtures("fast_compilation", "one_device")
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 import tiny_run
 import train.loop
 from models.llama_hf import load_pretrained
-from models.sharding import make_mesh
-from train import commands
 from train.config import CheckpointConfig
 from train.loop import run
 
@@ -55,16 +52,7 @@ FLAGS = {
     "model.dtype": "float32",
 }
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_device():
-    mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.loop, "mesh_of", lambda config: mesh)
-        patch.setattr(commands, "_mesh", lambda flags: mesh)
-        yield mesh
+pytestmark = pytest.mark.usefixtures("fast_compilation", "one_device")
 
 
 @pytest.fixture(scope="module")

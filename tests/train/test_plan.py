@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+import tiny_run
 import train.loop
 import train.plan_command
 from models.llama import Llama
@@ -51,17 +52,7 @@ MEASURED = {
 BASE = with_remat(preset("llama3.2-1b"), "auto")
 TINY = TrainConfig(
     name="tiny",
-    model=dataclasses.replace(
-        preset("demo").model,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        dtype="float32",
-        remat="auto",
-    ),
+    model=dataclasses.replace(tiny_run.MODEL, remat="auto"),
     data=DataConfig(source="synthetic", sequence_length=32, batch_size=8),
     optimizer=OptimizerConfig(warmup_steps=1),
     mesh=MeshConfig(fsdp=2),
