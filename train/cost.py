@@ -10,20 +10,23 @@ those that run again included:
   them are taken for one fusion, which reads its inputs and writes its outputs once;
 - a `lax.scan` copies what a GEMM or a kernel reads of its stacked inputs and makes of its stacked
   outputs, because those take whole buffers and not slices;
-- what goes to host memory or comes back takes its bytes over the bus, with nothing beside it.
+- what goes to host memory or comes back takes its bytes over the bus, with nothing beside it;
+- a collective in a `jax.shard_map` takes what a device gets from the others over the link, with
+  nothing beside it, unless its axis is one whose exchange is taken to hide (`train.plan`).
 
-These add up: one stream, no launch gaps, no communication (see `train.plan`). Memory is followed
-through the program in the order of the jaxpr. Both are for choosing what to compile; the memory
-that decides is the compiler's.
+These add up: one stream, no launch gaps, and nothing of what XLA's partitioner exchanges. Memory is
+followed through the program in the order of the jaxpr. Both are for choosing what to compile; the
+memory that decides is the compiler's.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from pallas_kernels.hardware import Hardware
 from train.dataflow import (
+    COLLECTIVES,
     SLICES,
     UPDATES,
     Op,
@@ -43,6 +46,10 @@ GEMM_EFFICIENCY = 0.69
 COPY_EFFICIENCY = 0.84
 ATTENTION_EFFICIENCY = 0.39
 ATTENTION_BACKWARD_EFFICIENCY = 0.33
+# Measured on four H200s: by NCCL's all-gathers and reduce-scatters of 64 MiB each device gets 270
+# GB/s from the others, of NVLink's 450. Smaller ones are slower, because each has a fixed cost,
+# which is not counted. Taken for all links.
+LINK_EFFICIENCY = 0.60
 
 
 # GEMMs in a kernel, by its name.
@@ -57,25 +64,44 @@ class Rates:
       flops: of dense 16-bit matrix products at best, FLOP/s.
       bandwidth: of its memory at best, bytes/s.
       host_bandwidth: between it and its host, bytes/s in one direction.
+      link_bandwidth: between it and the other devices, bytes/s in one direction; 0 if not known,
+        and then no exchange is counted.
       known: False if the figures only serve to put programs in order.
     """
 
     flops: float
     bandwidth: float
     host_bandwidth: float
+    link_bandwidth: float = 0.0
     known: bool = True
 
     @classmethod
-    def of(cls, hardware: Hardware | None, host_bandwidth: float | None = None) -> "Rates":
+    def of(
+        cls,
+        hardware: Hardware | None,
+        host_bandwidth: float | None = None,
+        link_bandwidth: float = 0.0,
+    ) -> "Rates":
         """Of a device in the table; of one that is not, those of an A100, for the order alone."""
         host_bandwidth = host_bandwidth or 25e9  # PCIe 4.0 x16, 80 % of 31.5 GB/s
         if hardware is None:
-            return cls(flops=312e12, bandwidth=2e12, host_bandwidth=host_bandwidth, known=False)
+            return cls(
+                flops=312e12,
+                bandwidth=2e12,
+                host_bandwidth=host_bandwidth,
+                link_bandwidth=link_bandwidth,
+                known=False,
+            )
         return cls(
             flops=hardware.bf16_flops,
             bandwidth=hardware.hbm_bandwidth,
             host_bandwidth=host_bandwidth,
+            link_bandwidth=link_bandwidth,
         )
+
+    def link_seconds(self, size: float) -> float:
+        """To receive as many bytes from other devices."""
+        return size / (self.link_bandwidth * LINK_EFFICIENCY) if self.link_bandwidth else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,12 +112,14 @@ class Cost:
       seconds: that it takes.
       flops: in GEMMs and attention.
       host_bytes: that cross the bus to the host, both ways.
+      link_bytes: that come from other devices, in collectives with nothing beside them.
       temp_bytes: memory at the fullest moment, beside the arguments and results that replace them.
     """
 
     seconds: float = 0.0
     flops: float = 0.0
     host_bytes: float = 0.0
+    link_bytes: float = 0.0
     temp_bytes: float = 0.0
 
     def __add__(self, other: "Cost") -> "Cost":
@@ -99,6 +127,7 @@ class Cost:
             seconds=self.seconds + other.seconds,
             flops=self.flops + other.flops,
             host_bytes=self.host_bytes + other.host_bytes,
+            link_bytes=self.link_bytes + other.link_bytes,
             temp_bytes=max(self.temp_bytes, other.temp_bytes),
         )
 
@@ -108,6 +137,7 @@ class Cost:
             seconds=self.seconds * number,
             flops=self.flops * number,
             host_bytes=self.host_bytes * number,
+            link_bytes=self.link_bytes * number,
             temp_bytes=self.temp_bytes,
         )
 
@@ -119,6 +149,7 @@ def estimate(
     bytes_per_device: Callable[[Any], float],
     num_devices: int,
     num_aliased: int = 0,
+    hidden_axes: Collection[str] = (),
 ) -> Cost:
     """The cost of a traced program on each of its devices.
 
@@ -128,18 +159,28 @@ def estimate(
       bytes_per_device: what a device holds of an array, given its abstract value.
       num_devices: over which GEMMs and attention are split.
       num_aliased: how many results, from the first, take the place of arguments.
+      hidden_axes: of the mesh, over which a collective takes no time.
     """
-    program = _Program(rates, bytes_per_device, num_devices)
+    program = _Program(rates, bytes_per_device, num_devices, hidden_axes)
     return program.cost(jaxpr.jaxpr, num_aliased=num_aliased)
 
 
 class _Program:
-    """Reads jaxprs; the arguments are those of `estimate`."""
+    """Reads jaxprs; the arguments are those of `estimate`, and the mesh inside of a `shard_map`."""
 
-    def __init__(self, rates: Rates, size: Callable[[Any], float], num_devices: int):
+    def __init__(
+        self,
+        rates: Rates,
+        size: Callable[[Any], float],
+        num_devices: int,
+        hidden_axes: Collection[str],
+        axis_sizes: Mapping[str, int] | None = None,
+    ):
         self.rates = rates
         self.size = size
         self.num_devices = num_devices
+        self.hidden_axes = hidden_axes
+        self.axis_sizes = axis_sizes or {}
 
     def cost(self, jaxpr: Any, *, num_aliased: int | None = None) -> Cost:
         """Of a jaxpr whose arguments somebody else holds, and its first results, or all."""
@@ -189,8 +230,25 @@ class _Program:
             branches = [self.cost(branch.jaxpr) for branch in op.params["branches"]]
             return max(branches, key=lambda cost: cost.seconds)
         if op.name == "shard_map":
-            return _Program(self.rates, nbytes, 1).cost(op.params["jaxpr"])
+            axis_sizes = op.params["mesh"].shape
+            local = _Program(self.rates, nbytes, 1, self.hidden_axes, axis_sizes)
+            inside = local.cost(op.params["jaxpr"], num_aliased=0)
+            # Its results, which it makes one after the other, are counted by whoever holds them.
+            results = sum(self.size(value.aval) for value in op.outputs)
+            return dataclasses.replace(inside, temp_bytes=max(inside.temp_bytes - results, 0.0))
+        if op.name in COLLECTIVES:
+            received = self._received(op)
+            return Cost(seconds=self.rates.link_seconds(received), link_bytes=received)
         return Cost(seconds=self._copy(sizes))
+
+    def _received(self, op: Op) -> float:
+        """Bytes of a collective that a device gets from the others, as a ring sends them."""
+        axes = op.params["axes" if op.name == "psum" else "axis_name"]
+        axes = (axes,) if isinstance(axes, str) else axes
+        number = math.prod(self.axis_sizes[axis] for axis in axes if axis not in self.hidden_axes)
+        whole = max(sum(self.size(v.aval) for v in side) for side in (op.inputs, op.outputs))
+        rounds = 2 if op.name == "psum" else 1  # a sum is split over the devices, and then gathered
+        return rounds * whole * (1 - 1 / number)
 
     def _scan_copies(self, op: Op) -> float:
         """Bytes read and written to hand slices to a scan's operations and to stack their results.

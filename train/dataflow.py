@@ -27,6 +27,8 @@ UPDATES = frozenset("dynamic_update_slice scatter scatter-add scatter_add".split
 # A call of these is what is in its body.
 _BODIES = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
 _CONTROL = frozenset(("scan", "while", "cond", "shard_map"))
+# Between the devices of an axis, in a `jax.shard_map`.
+COLLECTIVES = frozenset(("all_gather", "reduce_scatter", "all_to_all", "psum"))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -75,6 +77,7 @@ def _is_opaque(name: str) -> bool:
     return (
         name in ("dot_general", "device_put", "sort", "conv_general_dilated")
         or name in _CONTROL
+        or name in COLLECTIVES
         or "dot_product_attention" in name
         or _is_kernel(name)
     )

@@ -5,8 +5,10 @@ fastest on, the step is compiled ahead of time as training compiles it, and the 
 fits is chosen; no device needs to be there (`train.aot`). Programs whose estimated memory is far
 above the limit are not compiled.
 
-*On several devices* the exchange of parameters and gradients is taken to hide behind the
-computation as far as it is shorter. That has not been measured.
+*On several devices* the exchange over `data` and `fsdp`, of parameters and gradients, is taken to
+hide behind the computation as far as it is shorter. That has not been measured. The exchange over
+`tensor`, of tokens, is what the next operation waits for, so its time is added: so it was in a
+profile of layers of Llama 8B on four H200s. What several `row_groups` hide of it is not counted.
 """
 
 import contextlib
@@ -23,15 +25,17 @@ from jax.sharding import Mesh
 
 from models.llama import AUTO_REMAT
 from models.remat import POLICIES, remat_policy
-from models.sharding import batch_sharding
+from models.sharding import BATCH_AXES, batch_sharding
 from pallas_kernels import hardware
 from train import cost, metrics
-from train.config import TrainConfig
+from train.config import MeshConfig, TrainConfig
 from train.plan_target import MARGIN, Target, memory_fraction
 from train.step import abstract_state, jit_train_step, memory_in_bytes
 
 # Estimates of memory were within 9 % of the compiler's for Llamas of 1B and 8B, but for "full" with
-# 16 rows of 4096 tokens a device, where XLA holds more of the MLP at a time: 16 % below.
+# 16 rows of 4096 tokens a device, where XLA holds more of the MLP at a time: 16 % below; and within
+# 8 % for scanned layers with `tensor`. Of unrolled ones, on several devices, XLA's latency hiding
+# scheduler runs the forward again too early: "full" was 40 % below at 1x1x4. Compiling tells.
 HOPELESS = 1.2
 _GIB = 2**30
 
@@ -65,9 +69,9 @@ class Programs:
         mesh, rates = self.target.mesh, self.target.rates
         state = abstract_state(config, mesh)
         leaves = jax.tree.leaves(state)
-        fsdp = mesh.shape["fsdp"]
-        split = {a.shape for a in leaves if a.ndim > 1}  # the others lie whole on every device
-        nbytes = lambda a: cost.nbytes(a) / (fsdp if a.shape in split else mesh.size)
+        # Gradients and updates lie as the parameters of their shape, all else as the batch.
+        parts = {a.shape: a.size / math.prod(a.sharding.shard_shape(a.shape)) for a in leaves}
+        nbytes = lambda a: cost.nbytes(a) / parts.get(a.shape, mesh.size)
         self._traced[config] = self._in_context(
             lambda: jit_train_step(config, state).trace(state, abstract_batch(config, mesh))
         )
@@ -77,8 +81,10 @@ class Programs:
             bytes_per_device=nbytes,
             num_devices=mesh.size,
             num_aliased=len(leaves),
+            hidden_axes=BATCH_AXES,
         )
-        seconds = max(found.seconds, self._exchange_seconds(config, state))
+        received = found.link_bytes + self._hidden_link_bytes(config, state)
+        seconds = max(found.seconds, rates.link_seconds(received))
         return seconds, int(sum(map(nbytes, leaves)) + found.temp_bytes)
 
     def memory(self, config: TrainConfig) -> int:
@@ -101,16 +107,14 @@ class Programs:
                 stack.enter_context(jax.default_device(device))
             return fn()
 
-    def _exchange_seconds(self, config: TrainConfig, state: Any) -> float:
-        """Gathering the parameters twice and summing the gradients, over the link."""
-        if not self.target.link_bandwidth:
-            return 0.0
+    def _hidden_link_bytes(self, config: TrainConfig, state: Any) -> float:
+        """To gather the parameters twice and to sum the gradients, over `fsdp` and `data`."""
         shape = self.target.mesh.shape
-        number = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        number = sum(leaf.size for leaf in jax.tree.leaves(state.params)) / shape.get("tensor", 1)
         gathered = 3 * number * jnp.dtype(config.model.dtype).itemsize * (1 - 1 / shape["fsdp"])
         itemsize = jnp.dtype(config.model.param_dtype).itemsize
         summed = 2 * number * itemsize / shape["fsdp"] * (1 - 1 / shape["data"])
-        return (gathered + summed) / (self.target.link_bandwidth * cost.COPY_EFFICIENCY)
+        return gathered + summed
 
 
 def abstract_batch(config: TrainConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
@@ -133,15 +137,7 @@ def with_policies(config: TrainConfig) -> list[TrainConfig]:
     """The configuration with its policy; if "auto", with each of `models.remat.POLICIES` it allows.
 
     Offloading, for one, is refused where the layers are unrolled.
-
-    Raises:
-      ValueError: sequences are shared by devices, whose exchange the planner has no figures for.
     """
-    if config.mesh.tensor > 1:
-        raise ValueError(
-            f"mesh.tensor={config.mesh.tensor}: plans are for mesh.tensor=1; to train, name a "
-            "policy with --model.remat, such as minimal"
-        )
     if config.model.remat != AUTO_REMAT:
         return [config]
     configs = []
@@ -205,7 +201,7 @@ def plan(
 
     Args:
       configs: with concrete policies.
-      target: what to plan for.
+      target: what to plan for; where the configurations have several meshes, with one of them.
       measures: `Programs`, or something that answers in their place.
       report: called with a line on what is being done.
 
@@ -221,7 +217,10 @@ def plan(
 
     def fits(candidate: Candidate) -> bool:
         data = candidate.config.data
-        report(f"compiling remat {candidate.remat}, {data.batch_size} x {data.sequence_length}")
+        report(
+            f"compiling remat {candidate.remat}, {data.batch_size} x {data.sequence_length}, mesh "
+            f"{_mesh_name(candidate.config.mesh, target.mesh.size)}"
+        )
         try:
             candidate.memory_bytes = measures.memory(candidate.config)
         except Exception as error:
@@ -249,18 +248,24 @@ def _nothing_fits(candidates: list[Candidate], target: Target) -> str:
         return f"no candidate compiles: {reason}"
     closest = min(compiled, key=lambda candidate: candidate.bytes)
     config, limit = closest.config, target.limit_bytes
-    data, shape = config.data, target.mesh.shape
+    data, tensor, num_devices = config.data, config.mesh.tensor, target.mesh.size
+    num_shares = num_devices // tensor
     advice = []
-    if data.batch_size > target.mesh.size:
-        smaller = max(target.mesh.size, data.batch_size // 2)
+    if data.batch_size > num_shares:
+        smaller = max(num_shares, data.batch_size // 2)
         advice.append(
             f"--data.batch-size {smaller} (--data.accumulation-steps keeps the tokens of a step)"
         )
-    if shape["data"] > 1:
-        advice.append(f"--mesh.fsdp {target.mesh.size}, which splits parameters and moments")
-    enough = target.mesh.size * closest.bytes / limit
-    enough = 2 ** math.ceil(math.log2(max(enough, target.mesh.size + 1)))
-    advice.append(f"more devices, {enough} or so, with --mesh.fsdp {enough}")
+    elif not (num_shares % 2 or config.model.num_key_value_heads % (2 * tensor)):
+        advice.append(
+            f"--mesh.tensor {2 * tensor} --mesh.fsdp {num_shares // 2} --data.batch-size "
+            f"{data.batch_size // 2}, fewer sequences, which devices share"
+        )
+    if config.mesh.fsdp < num_shares:
+        advice.append(f"--mesh.fsdp {num_shares}, which splits parameters and moments")
+    enough = num_devices * closest.bytes / limit
+    enough = 2 ** math.ceil(math.log2(max(enough, num_devices + 1)))
+    advice.append(f"more devices, {enough} or so, with --mesh.fsdp {enough // tensor}")
     if config.model.param_dtype == "float32":
         advice.append("--model.param-dtype bfloat16, half of parameters, gradients and moments")
     if len({c.remat for c in candidates}) == 1 and config.model.remat != "full":
@@ -276,25 +281,29 @@ def _nothing_fits(candidates: list[Candidate], target: Target) -> str:
     )
 
 
+def _mesh_name(mesh: MeshConfig, num_devices: int) -> str:
+    return f"{num_devices // (mesh.fsdp * mesh.tensor)}x{mesh.fsdp}x{mesh.tensor}"
+
+
 def table(chosen: Plan) -> str:
     """What was chosen from: a line each, with `*` before the choice."""
     target = chosen.target
     config = chosen.best.config
-    shape = target.mesh.shape
     lines = [
-        f"{config.name} on {target.mesh.size} x {target.device_kind} (data={shape['data']}, "
-        f"fsdp={shape['fsdp']}), {config.data.sequence_length} tokens a row, layers "
+        f"{config.name} on {target.mesh.size} x {target.device_kind} (mesh: data x fsdp x tensor), "
+        f"{config.data.sequence_length} tokens a row, layers "
         f"{'scanned' if config.model.scan_layers else 'unrolled'}",
         f"limit {target.limit_bytes / _GIB:.1f} GiB a device: {target.pool}, less {MARGIN:.0%}",
-        f"  {'remat':<12} {'batch':>6} {'GiB':>7} {'fits':>5} {'ms/step':>8} {'tokens/s':>9} "
-        f"{'MFU':>6}  policy",
+        f"  {'remat':<12} {'mesh':>6} {'batch':>6} {'GiB':>7} {'fits':>5} {'ms/step':>8} "
+        f"{'tokens/s':>9} {'MFU':>6}  policy",
     ]
     flops = metrics.flops_per_token(config.model, config.data.sequence_length)
     peak = hardware.lookup(target.device_kind)
     order = list(dict.fromkeys(candidate.remat for candidate in chosen.candidates))
     described: set[str] = set()
     for row in sorted(
-        chosen.candidates, key=lambda c: (order.index(c.remat), c.config.data.batch_size)
+        chosen.candidates,
+        key=lambda c: (c.config.mesh.tensor, order.index(c.remat), c.config.data.batch_size),
     ):
         used = metrics.mfu(row.tokens_per_s, flops, peak, target.mesh.size)
         guess = "~" if row.memory_bytes is None else " "
@@ -307,6 +316,7 @@ def table(chosen: Plan) -> str:
         described.add(row.remat)
         lines.append(
             f"{'*' if row is chosen.best else ' '} {row.remat:<12} "
+            f"{_mesh_name(row.config.mesh, target.mesh.size):>6} "
             f"{row.config.data.batch_size:>6} {guess + format(row.bytes / _GIB, '.1f'):>7} "
             f"{fits:>5} {row.seconds * 1e3:>8.0f} {metrics.format_count(row.tokens_per_s):>9} "
             f"{'-' if used is None else format(used, '.1%'):>6}  {keeps}".rstrip()

@@ -5,14 +5,14 @@ import dataclasses
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
 from models.llama import AUTO_REMAT
 from models.sharding import make_mesh
 from train import aot
-from train.config import PRESET_NAMES, TrainConfig, parse_command_line
+from train.config import PRESET_NAMES, MeshConfig, TrainConfig, parse_command_line
 from train.plan import (
     HOPELESS,
     Measures,
@@ -47,10 +47,10 @@ def run(arguments: Sequence[str]) -> None:
     if flags.no_cache:
         os.environ[VARIABLE] = ""
     try:
-        config, target = _config_and_target(flags, rest)
-        measures = cached(Programs(target), target)
-        configs = list(_configs(config, target, measures, fixed_batch=_fixes_batch(flags, rest)))
-        chosen = plan(configs, target, measures)
+        config, targets = _config_and_targets(flags, rest)
+        measures = _OnMeshes(targets)
+        configs = list(_configs(config, targets, measures, fixed_batch=_fixes_batch(flags, rest)))
+        chosen = plan(configs, targets[config.mesh], measures)
     except PlanError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         sys.exit(1)
@@ -58,8 +58,26 @@ def run(arguments: Sequence[str]) -> None:
         parser.error(str(error))
     print(table(chosen))
     print(f"\n{_command(flags, rest, chosen)}")
-    if flags.device and target.mesh.size > 1:
-        print("exchange between devices is taken to hide behind computation; not measured")
+    if flags.device and chosen.target.mesh.size > 1:
+        print(
+            "exchange over data and fsdp is taken to hide behind computation (not measured), that "
+            "over tensor is added"
+        )
+
+
+class _OnMeshes:
+    """`Measures` of configurations by their mesh."""
+
+    def __init__(self, targets: Mapping[MeshConfig, Target]):
+        self._measures: dict[MeshConfig, Measures] = {
+            mesh: cached(Programs(target), target) for mesh, target in targets.items()
+        }
+
+    def estimate(self, config: TrainConfig) -> tuple[float, int]:
+        return self._measures[config.mesh].estimate(config)
+
+    def memory(self, config: TrainConfig) -> int:
+        return self._measures[config.mesh].memory(config)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,8 +89,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="All flags of `python -m train` are taken too (`python -m train --help`), such as "
         "--model.no-scan-layers, --model.param-dtype bfloat16, --data.accumulation-steps 4, "
         "--mesh.fsdp 4 (over how many devices parameters and moments are split; here the default "
-        "is all) and --model.remat NAME (plans that policy alone). Of a GPU's memory XLA takes "
-        "75 %%, or the share in XLA_CLIENT_MEM_FRACTION. Results are kept in a cache; "
+        "is all that are left) and --model.remat NAME (plans that policy alone). Of a GPU's memory "
+        "XLA takes 75 %, or the share in XLA_CLIENT_MEM_FRACTION. Results are kept in a cache; "
         f"{VARIABLE} names its folder and turns it off if empty.",
     )
     add = parser.add_argument
@@ -83,6 +101,12 @@ def _parser() -> argparse.ArgumentParser:
         "not be here. Default: the GPU of this machine",
     )
     add("--num-devices", type=int, help="how many of them (default 1; those here without --device)")
+    add(
+        "--tensor",
+        type=int,
+        nargs="+",
+        help="devices that share each sequence, as --mesh.tensor; several numbers are compared",
+    )
     add("--sequence-length", type=int, help="tokens in a row (default: that of the preset)")
     add(
         "--batch-size",
@@ -95,8 +119,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _config_and_target(flags: argparse.Namespace, rest: list[str]) -> tuple[TrainConfig, Target]:
-    """What the flags ask for; the policy is "auto" unless they name one."""
+def _config_and_targets(
+    flags: argparse.Namespace, rest: list[str]
+) -> tuple[TrainConfig, dict[MeshConfig, Target]]:
+    """What the flags ask for, and the meshes to plan for, of which the configuration has the first.
+
+    The policy is "auto" unless the flags name one.
+    """
     chip = aot.chip(flags.device) if flags.device else None
     if flags.num_devices is not None and flags.num_devices < 1:
         raise ValueError(f"--num-devices {flags.num_devices} must be at least 1")
@@ -114,16 +143,30 @@ def _config_and_target(flags: argparse.Namespace, rest: list[str]) -> tuple[Trai
         devices = jax.devices()[: flags.num_devices]
         if flags.num_devices and len(devices) < flags.num_devices:
             raise ValueError(f"only {len(devices)} devices here; name them with --device")
-    fsdp = config.mesh.fsdp if _given(rest, "--mesh.fsdp") else len(devices)
-    data = max(1, len(devices) // fsdp) if config.mesh.data == -1 else config.mesh.data
-    mesh = make_mesh(data=data, fsdp=fsdp, devices=devices)
-    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp=fsdp))
     if not _given(rest, "--model.remat"):
         config = with_remat(config, AUTO_REMAT)
     memory_bytes = int(flags.memory_gib * 2**30) if flags.memory_gib else None
-    if chip:
-        return config, target_elsewhere(chip, mesh, memory_bytes)
-    return config, target_here(mesh, memory_bytes)
+    if flags.tensor and _given(rest, "--mesh.tensor"):
+        raise ValueError("--tensor and --mesh.tensor say the same; leave out one")
+    targets = {}
+    for tensor in flags.tensor or [config.mesh.tensor]:
+        sizes = dataclasses.replace(config.mesh, tensor=tensor)
+        sizes = _all_sizes(sizes, len(devices), fixed_fsdp=_given(rest, "--mesh.fsdp"))
+        mesh = make_mesh(**dataclasses.asdict(sizes), devices=devices)
+        targets[sizes] = (
+            target_elsewhere(chip, mesh, memory_bytes) if chip else target_here(mesh, memory_bytes)
+        )
+    return dataclasses.replace(config, mesh=next(iter(targets))), targets
+
+
+def _all_sizes(mesh: MeshConfig, num_devices: int, *, fixed_fsdp: bool) -> MeshConfig:
+    """A mesh of so many devices; `fsdp` takes those that the others leave, unless it is fixed."""
+    data, fsdp, tensor = mesh.data, mesh.fsdp, mesh.tensor
+    if not fixed_fsdp:
+        fsdp = max(1, num_devices // (max(1, data) * tensor))
+    if data == -1:
+        data = max(1, num_devices // (fsdp * tensor))
+    return MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
 
 
 def _train_arguments(flags: argparse.Namespace, rest: list[str]) -> list[str]:
@@ -145,27 +188,33 @@ def _fixes_batch(flags: argparse.Namespace, rest: list[str]) -> bool:
 
 
 def _configs(
-    config: TrainConfig, target: Target, measures: Measures, *, fixed_batch: bool
+    config: TrainConfig,
+    targets: Mapping[MeshConfig, Target],
+    measures: Measures,
+    *,
+    fixed_batch: bool,
 ) -> Iterator[TrainConfig]:
-    """Each policy with the batch, or with powers of two up to the first that cannot fit."""
-    num_devices = target.mesh.size
-    if fixed_batch:
-        if config.data.batch_size % num_devices:
-            raise ValueError(
-                f"a batch of {config.data.batch_size} must be a multiple of the {num_devices} "
-                "devices"
-            )
-        yield from with_policies(config)
-        return
-    for with_policy in with_policies(config):
-        rows = 1
-        while rows <= _MOST_ROWS:
-            data = dataclasses.replace(config.data, batch_size=rows * num_devices)
-            candidate = dataclasses.replace(with_policy, data=data)
-            yield candidate
-            if measures.estimate(candidate)[1] > HOPELESS * target.limit_bytes:
-                break
-            rows *= 2
+    """On each mesh each policy with the batch, or with powers of two until one cannot fit."""
+    for mesh, target in targets.items():
+        on_mesh = dataclasses.replace(config, mesh=mesh)
+        num_parts = mesh.data * mesh.fsdp
+        if fixed_batch:
+            if config.data.batch_size % num_parts:
+                raise ValueError(
+                    f"a batch of {config.data.batch_size} must be a multiple of the {num_parts} "
+                    "devices it is split over, data * fsdp"
+                )
+            yield from with_policies(on_mesh)
+            continue
+        for with_policy in with_policies(on_mesh):
+            rows = config.model.row_groups if mesh.tensor > 1 else 1
+            while rows <= _MOST_ROWS * mesh.tensor:
+                data = dataclasses.replace(config.data, batch_size=rows * num_parts)
+                candidate = dataclasses.replace(with_policy, data=data)
+                yield candidate
+                if measures.estimate(candidate)[1] > HOPELESS * target.limit_bytes:
+                    break
+                rows *= 2
 
 
 def _command(flags: argparse.Namespace, rest: list[str], chosen: Plan) -> str:
@@ -180,6 +229,8 @@ def _command(flags: argparse.Namespace, rest: list[str], chosen: Plan) -> str:
         arguments += ["--data.sequence-length", str(config.data.sequence_length)]
     if config.mesh.fsdp > 1 and not _given(rest, "--mesh.fsdp"):
         arguments += ["--mesh.fsdp", str(config.mesh.fsdp)]
+    if config.mesh.tensor > 1 and not _given(rest, "--mesh.tensor"):
+        arguments += ["--mesh.tensor", str(config.mesh.tensor)]
     command = f"python -m train {shlex.join(arguments)}"
     if memory_fraction() != DEFAULT_FRACTION:
         command = f"XLA_CLIENT_MEM_FRACTION={memory_fraction():g} {command}"

@@ -32,7 +32,6 @@ class Target:
       pool_bytes: what XLA may allocate on each.
       pool: how that came about, in words.
       rates: what each does in a second.
-      link_bandwidth: between them, bytes/s in one direction; 0 if not known.
       description: all that makes the compiler produce another program, for the cache's key.
     """
 
@@ -41,7 +40,6 @@ class Target:
     pool_bytes: int
     pool: str
     rates: cost.Rates
-    link_bandwidth: float
     description: str
 
     @property
@@ -78,9 +76,10 @@ def target_here(mesh: Mesh, memory_bytes: int | None = None) -> Target:
         pool_bytes=pool_bytes,
         pool=pool,
         rates=cost.Rates.of(
-            hardware.lookup(device.device_kind), chip.host_bandwidth if chip else None
+            hardware.lookup(device.device_kind),
+            chip.host_bandwidth if chip else None,
+            chip.link_bandwidth if chip else 0.0,
         ),
-        link_bandwidth=chip.link_bandwidth if chip else 0.0,
         description=f"{device.device_kind} {device.client.platform_version}",
     )
 
@@ -93,8 +92,7 @@ def target_elsewhere(chip: aot.Chip, mesh: Mesh, memory_bytes: int | None = None
         device_kind=chip.device_kind,
         pool_bytes=pool_bytes,
         pool=pool,
-        rates=cost.Rates.of(chip.limits, chip.host_bandwidth),
-        link_bandwidth=chip.link_bandwidth,
+        rates=cost.Rates.of(chip.limits, chip.host_bandwidth, chip.link_bandwidth),
         description=chip.target_config(),
     )
 

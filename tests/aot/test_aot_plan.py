@@ -23,24 +23,33 @@ MEASURED = {
     "no-scan-layers minimal": 259.7,
     "no-scan-layers mlp_inputs": 284.5,
 }
+# ms a layer, benchmarks/results/tensor_parallel_llama3.1-8b_h200_x4_202611.md
+MEASURED_LAYER = 7.78
+LAYERS = 4
+LAYERS_OF_8B = (
+    f"--preset llama3.1-8b --model.num-hidden-layers {LAYERS} --model.vocab-size 1024 "
+    "--model.param-dtype bfloat16 --model.no-scan-layers --model.remat minimal "
+    "--data.batch-size 1 --data.sequence-length 8192"
+)
 # One process of its own, because JAX must not look for a GPU. The command for one device, the
-# programs of two, and what a step of the measured model is estimated to take.
+# programs of two and of four, and what the measured step and layers are estimated to take.
 SCRIPT = f"""
 import json, re
-from models.sharding import make_mesh
-from train import aot, plan_command
+import jax
+from models.sharding import BATCH_AXES, make_mesh
+from train import aot, cost, plan_command
 from train.config import parse_command_line
-from train.plan import Programs
+from train.plan import Programs, abstract_batch
 from train.plan_target import target_elsewhere
-from train.step import memory_in_bytes
+from train.step import abstract_state, make_gradients, memory_in_bytes
 
 small = {SMALL!r}.split()
 plan_command.run([*small, "--device", "h100", "--batch-size", "1", "--no-cache"])
 
-def programs(number):
-    devices = aot.devices(aot.CHIPS["h100"], number)
-    mesh = make_mesh(data=1, fsdp=number, devices=devices)
-    return Programs(target_elsewhere(aot.CHIPS["h100"], mesh))
+def programs(fsdp, tensor=1, chip="h100"):
+    devices = aot.devices(aot.CHIPS[chip], fsdp * tensor)
+    mesh = make_mesh(data=1, fsdp=fsdp, tensor=tensor, devices=devices)
+    return Programs(target_elsewhere(aot.CHIPS[chip], mesh))
 
 flags = [flag.replace("--sequence", "--data.sequence") for flag in small]
 two, config = programs(2), parse_command_line([*flags, "--data.batch-size", "2"])
@@ -54,6 +63,22 @@ found = {{
     "cudnn": len(re.findall(r'custom_call_target="__cudnn', hlo)),
     "gathers": len(re.findall(r" all-gather(?:-start)?\\(", hlo)),
 }}
+four = programs(2, tensor=2)
+found["of four"] = four.estimate(config)[1], four.memory(config)
+
+target = programs(1, tensor=4, chip="h200").target
+layers = parse_command_line({LAYERS_OF_8B!r}.split())
+params, batch = abstract_state(layers, target.mesh).params, abstract_batch(layers, target.mesh)
+with jax.set_mesh(target.mesh), jax.default_device(target.mesh.devices.flat[0]):
+    gradients = jax.jit(make_gradients(layers)).trace(params, batch)
+found["layer"] = 1e3 / {LAYERS} * cost.estimate(
+    gradients.jaxpr,
+    target.rates,
+    bytes_per_device=lambda a: cost.nbytes(a) / 4,
+    num_devices=4,
+    hidden_axes=BATCH_AXES,
+).seconds
+
 one = programs(1)
 for name in {MEASURED!r}:
     layers, remat = name.split()
@@ -86,9 +111,9 @@ def output():
 def test_command_for_one_device(output):
     table, _ = output
     (chosen,) = (line.split() for line in table.splitlines() if line.startswith("*"))
-    assert chosen[:3] == ["*", "minimal", "1"] and chosen[4] == "yes"
+    assert chosen[:4] == ["*", "minimal", "1x1x1", "1"] and chosen[5] == "yes"
     # 188M parameters with their moments are 2.1 GiB.
-    assert 2.1 < float(chosen[3]) < 4
+    assert 2.1 < float(chosen[4]) < 4
     assert "1 x NVIDIA H100 80GB HBM3" in table
     assert "python -m train --preset llama3.2-1b" in table
 
@@ -97,12 +122,21 @@ def test_two_devices_share_parameters_and_run_kernels(output):
     table, found = output
     (chosen,) = (line.split() for line in table.splitlines() if line.startswith("*"))
     # As many rows a device, half of the parameters and moments.
-    assert found["memory"] / 2**30 < float(chosen[3]) - 0.8
+    assert found["memory"] / 2**30 < float(chosen[4]) - 0.8
     assert found["estimated"] == pytest.approx(found["memory"], rel=0.25)
     assert found["mosaic_gpu"] >= 4 and found["cudnn"] >= 2 and found["gathers"] >= 2
 
 
+def test_four_devices_share_sequences_and_parameters(output):
+    _, found = output
+    estimated, memory = found["of four"]
+    # Half of the parameters, moments and tokens of each of two devices.
+    assert memory < 0.6 * found["memory"]
+    assert estimated == pytest.approx(memory, rel=0.25)
+
+
 def test_estimates_agree_with_what_was_measured(output):
     _, found = output
+    assert found["layer"] == pytest.approx(MEASURED_LAYER, rel=0.05)
     for name, milliseconds in MEASURED.items():
         assert found[name] == pytest.approx(milliseconds, rel=0.05), name

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import tiny_run
 import train.loop
 import train.plan_command
 from models.llama import Llama
 from models.remat import POLICIES
-from models.sharding import make_mesh
+from models.sharding import BATCH_AXES, make_mesh
 from pallas_kernels.linear_cross_entropy import linear_statistics
 from pallas_kernels.mosaic_gpu import Device
 from pallas_kernels.swiglu import gated_matmul
@@ -61,6 +62,11 @@ TINY = TrainConfig(
     sample_tokens=0,
     save=False,
 )
+# On devices that share sequences; L, D and the tokens of a step.
+OF_TENSOR = dataclasses.replace(
+    TINY, model=dataclasses.replace(TINY.model, num_key_value_heads=2, remat="minimal")
+)
+L, D, T = OF_TENSOR.model.num_hidden_layers, OF_TENSOR.model.hidden_size, 8 * 32
 # Seconds, GiB as estimated, GiB as compiled.
 MEASURES = {
     "none": (0.20, 90, 90),
@@ -178,23 +184,29 @@ def test_nothing_fits():
         planned(20, config=with_remat(BASE, "attention"))
     with pytest.raises(PlanError, match=r"no candidate compiles.*no such kernel"):
         planned(80, Measures(failing=MEASURES))
+    # As many sequences as devices: only devices that share them can have fewer.
+    of_four = dataclasses.replace(BASE, mesh=MeshConfig(fsdp=4))
+    with pytest.raises(PlanError) as error:
+        plan(with_policies(of_four), target(20, 4), measures, report=lambda line: None)
+    assert "--mesh.tensor 2 --mesh.fsdp 2 --data.batch-size 2" in str(error.value)
 
 
 def test_table():
     lines = table(planned()).splitlines()
     assert "llama3.2-1b on 1 x NVIDIA H100" in lines[0] and "scanned" in lines[0]
+    assert "mesh: data x fsdp x tensor" in lines[0]
     assert "limit 57.0 GiB a device: XLA's 75% of 80.0 GiB, less 5%" in lines[1]
     rows = {line[2:].split()[0]: line for line in lines[3:-1]}
     assert set(rows) == set(MEASURES)
-    assert rows["none"].split()[:6] == ["none", "4", "~90.0", "~no", "200", "81.9k"]
-    assert rows["minimal"].split()[:5] == ["minimal", "4", "58.0", "no", "270"]
-    assert rows["mlp_inputs"].split()[:5] == ["*", "mlp_inputs", "4", "41.0", "yes"]
-    assert rows["full"].split()[:4] == ["full", "4", "~25.0", "~yes"]
+    assert rows["none"].split()[:7] == ["none", "1x1x1", "4", "~90.0", "~no", "200", "81.9k"]
+    assert rows["minimal"].split()[:6] == ["minimal", "1x1x1", "4", "58.0", "no", "270"]
+    assert rows["mlp_inputs"].split()[:6] == ["*", "mlp_inputs", "1x1x1", "4", "41.0", "yes"]
+    assert rows["full"].split()[:5] == ["full", "1x1x1", "4", "~25.0", "~yes"]
     assert POLICIES["full"].description in rows["full"]
     assert "estimated" in lines[-1]
     # 50 GiB estimated may turn out to be more than 58.
     unsure = table(planned(81.5, Measures(MEASURES | {"full": (0.35, 50, 20)}))).splitlines()
-    assert next(line for line in unsure if line.startswith("  full")).split()[2:4] == ["~50.0", "?"]
+    assert next(line for line in unsure if line.startswith("  full")).split()[3:5] == ["~50.0", "?"]
 
 
 def test_cache(tmp_path):
@@ -302,6 +314,76 @@ def test_cost_of_kernels_with_products(monkeypatch):
         assert found.seconds >= found.flops / (1e12 * cost.GEMM_EFFICIENCY)
 
 
+def test_cost_of_collectives():
+    rates = cost.Rates(flops=1e12, bandwidth=1e12, host_bandwidth=1e9, link_bandwidth=1e9)
+    mesh = make_mesh(data=1, fsdp=2, tensor=4)
+    size = 4 * 64**2
+
+    def cost_of(fn):
+        whole = PartitionSpec()
+        mapped = jax.shard_map(fn, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+        traced = jax.jit(mapped).trace(jax.ShapeDtypeStruct((64, 64), jnp.float32))
+        return cost.estimate(
+            traced.jaxpr,
+            rates,
+            bytes_per_device=cost.nbytes,
+            num_devices=8,
+            hidden_axes=BATCH_AXES,
+        )
+
+    # What a device gets from the three others of its axis.
+    for received, fn in (
+        (3 * size, lambda x: jax.lax.all_gather(x, "tensor", tiled=True)),
+        (0.75 * size, lambda x: jax.lax.psum_scatter(x, "tensor", tiled=True)),
+        (0.75 * size, lambda x: jax.lax.all_to_all(x, "tensor", 0, 0, tiled=True)),
+        (1.5 * size, lambda x: jax.lax.psum(x, "tensor")),
+        (1.5 * size, lambda x: jax.lax.psum(x, ("fsdp", "tensor"))),
+        (0, lambda x: jax.lax.all_gather(x, "fsdp", tiled=True)),
+    ):
+        found = cost_of(fn)
+        assert found.link_bytes == received
+        assert found.seconds == pytest.approx(received / (1e9 * cost.LINK_EFFICIENCY))
+    # Inside a device has its own part.
+    assert cost_of(lambda x: x @ x).flops == 2 * 64**3
+    unknown = dataclasses.replace(rates, link_bandwidth=0.0)
+    assert unknown.link_seconds(1e9) == 0.0
+
+
+def cost_of_step(fsdp, tensor, monkeypatch):
+    """What the planner finds in a step, and what it makes of it."""
+    found, estimate = [], cost.estimate
+    record = lambda *args, **options: found.append(estimate(*args, **options)) or found[-1]
+    devices = jax.devices()[: fsdp * tensor]
+    mesh = make_mesh(data=1, fsdp=fsdp, tensor=tensor, devices=devices)
+    with monkeypatch.context() as patch:
+        patch.setattr(cost, "estimate", record)
+        seconds, nbytes = Programs(target_elsewhere(H100, mesh)).estimate(OF_TENSOR)
+    return found[0], seconds, nbytes
+
+
+@pytest.mark.parametrize(("fsdp", "tensor"), [(1, 2), (2, 2)])
+def test_devices_that_share_sequences_share_the_cost(fsdp, tensor, monkeypatch):
+    one, _, bytes_of_one = cost_of_step(1, 1, monkeypatch)
+    part, seconds, nbytes = cost_of_step(fsdp, tensor, monkeypatch)
+    assert part.flops == one.flops / (fsdp * tensor)
+    assert nbytes == pytest.approx(bytes_of_one / (fsdp * tensor), rel=0.2)
+    # A half-layer gathers its tokens and scatters their sums, forward and backward, and gathers
+    # what was kept in parts; so do embeddings and loss, once each way.
+    arrays = (10 * L + 4) * T // fsdp * D * 4
+    statistics = 5 * 4 * tensor * T // fsdp
+    norms = 2 * (2 * L + 1) * D * 4
+    received = (arrays + statistics + norms) * (1 - 1 / tensor)
+    assert part.link_bytes == pytest.approx(received, rel=0.01)
+    rates = target_elsewhere(H100, make_mesh(data=1, fsdp=8)).rates
+    assert seconds >= part.seconds > rates.link_seconds(part.link_bytes)
+
+
+def test_heads_are_not_copied_for_a_plan():
+    mesh = make_mesh(data=1, fsdp=1, tensor=2, devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"tensor=2 does not divide num_key_value_heads=1"):
+        Programs(target_elsewhere(H100, mesh)).estimate(with_remat(TINY, "full"))
+
+
 @pytest.fixture(scope="module")
 def estimates():
     """Of the measured steps, as they are traced for a GPU with cuDNN's attention."""
@@ -371,8 +453,10 @@ def test_what_is_compiled_is_what_training_runs(source, monkeypatch):
         assert real.sharding.is_equivalent_to(abstract.sharding, real.ndim)
 
 
-def test_a_run_with_auto_trains_and_says_with_what(tmp_path, capsys):
-    folder = train.loop.run(dataclasses.replace(TINY, runs_dir=tmp_path))
+@pytest.mark.parametrize("mesh", [MeshConfig(fsdp=2), MeshConfig(fsdp=2, tensor=2)])
+def test_a_run_with_auto_trains_and_says_with_what(mesh, tmp_path, capsys):
+    config = with_remat(OF_TENSOR, "auto")
+    folder = train.loop.run(dataclasses.replace(config, mesh=mesh, runs_dir=tmp_path))
     written = json.loads((folder / "config.json").read_text())
     assert written["config"]["model"]["remat"] == "auto"
     assert written["plan"]["remat"] in POLICIES
@@ -412,9 +496,8 @@ def test_command_plans_batch_and_policy(command):
     status, out, _ = command("--preset llama3.1-8b --device h100 --num-devices 8 --memory-gib 300")
     assert status == 0
     # 22 GiB at 4 rows, in proportion: minimal fits 8, and 16 would need 232 of 213.
-    assert "data=1, fsdp=8" in out
-    assert re.search(r"^\* none +8 ", out, re.MULTILINE)
-    assert re.search(r"^  full +32 ", out, re.MULTILINE)
+    assert re.search(r"^\* none +1x8x1 +8 ", out, re.MULTILINE)
+    assert re.search(r"^  full +1x8x1 +32 ", out, re.MULTILINE)
     assert (
         "python -m train --preset llama3.1-8b --model.remat none --data.batch-size 8 --mesh.fsdp 8"
     ) in out
@@ -425,14 +508,29 @@ def test_command_keeps_what_the_user_fixed(command):
         "--preset llama3.2-1b --device h100 --batch-size 4 --sequence-length 2048 "
         "--model.remat attention --model.no-scan-layers --num-devices 2 --mesh.fsdp 1"
     )
-    assert status == 0 and "unrolled" in out and "data=2, fsdp=1" in out and "2048 tokens" in out
-    assert [line.split()[:3] for line in out.splitlines() if line.startswith("*")] == [
-        ["*", "attention", "4"]
+    assert status == 0 and "unrolled" in out and "2048 tokens" in out
+    assert [line.split()[:4] for line in out.splitlines() if line.startswith("*")] == [
+        ["*", "attention", "2x1x1", "4"]
     ]
     assert (
         "python -m train --preset llama3.2-1b --model.remat attention --model.no-scan-layers "
         "--mesh.fsdp 1 --data.batch-size 4 --data.sequence-length 2048"
     ) in out
+
+
+def test_command_compares_meshes(command):
+    flags = "--preset llama3.1-8b --device h100 --num-devices 8"
+    # 28.5 GiB are enough for 4 rows and not for 8, of which a device has one each.
+    status, out, _ = command(f"{flags} --memory-gib 40 --tensor 1 2")
+    assert status == 0
+    assert re.search(r"^\* full +1x4x2 +4 ", out, re.MULTILINE)
+    assert re.search(r"^  full +1x8x1 +8 .* ~no ", out, re.MULTILINE)
+    assert "--model.remat full --data.batch-size 4 --mesh.fsdp 4 --mesh.tensor 2" in out
+    status, out, _ = command(f"{flags} --mesh.tensor 4 --mesh.data 2 --batch-size 2")
+    assert status == 0 and re.search(r"^\* none +2x1x4 +2 ", out, re.MULTILINE)
+    status, out, _ = command(f"{flags} --mesh.tensor 2 --model.row-groups 2")
+    batches = re.findall(r"1x4x2 +(\d+)", out)
+    assert status == 0 and min(map(int, batches)) == 8
 
 
 @pytest.mark.parametrize(
@@ -444,7 +542,10 @@ def test_command_keeps_what_the_user_fixed(command):
         ("--device h100 --num-devices 0", 2, "--num-devices 0"),
         ("--device h100 --memory-gib -1", 2, "--memory-gib -1"),
         ("--device h100 --num-devices 8 --batch-size 4", 2, "multiple of the 8 devices"),
-        ("--device h100 --num-devices 8 --mesh.tensor 2", 2, "plans are for mesh.tensor=1"),
+        ("--device h100 --num-devices 8 --tensor 2 --batch-size 2", 2, "multiple of the 4 devices"),
+        ("--device h100 --num-devices 8 --tensor 3", 2, "must be the number of devices, 8"),
+        ("--device h100 --num-devices 8 --tensor 0", 2, "tensor=0"),
+        ("--device h100 --num-devices 8 --tensor 2 --mesh.tensor 2", 2, "leave out one"),
         ("--device h100 --steps many", 2, "--steps"),
         ("--device h100 --memory-gib 1", 1, "nothing fits"),
     ],
