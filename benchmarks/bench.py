@@ -66,7 +66,7 @@ def columns_of(op: Op, *, with_peers: bool, names: Sequence[str] | None) -> list
 
 def measure_shape(op: Op, shape: Shape, columns: list[Column], rounds: int) -> list[dict[str, Any]]:
     """One record per direction: the limit and every column."""
-    sets = input_sets(op, shape)
+    sets = input_sets(op.inputs, shape)
     expected = {formula: exact(formula, sets[0]) for formula in {column[1] for column in columns}}
     records = []
     for direction in op.directions:

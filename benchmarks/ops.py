@@ -275,9 +275,9 @@ def _equal(a, b) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and bool(jnp.array_equal(a, b))
 
 
-def input_sets(op: Op, shape: Shape) -> list[Arrays]:
+def input_sets(inputs: Callable[[Shape, jax.Array], Arrays], shape: Shape) -> list[Arrays]:
     """Different inputs, as many as it takes to find none of them in the cache."""
-    make = jax.jit(functools.partial(op.inputs, shape))
+    make = jax.jit(functools.partial(inputs, shape))
     first = make(jax.random.key(0))
     num_bytes = sum(array.nbytes for array in first.values())
     return [first] + [make(jax.random.key(1 + i)) for i in range(timing.rotation(num_bytes) - 1)]

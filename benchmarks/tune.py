@@ -1,12 +1,15 @@
-"""Finds the launch parameters of the norms' and SwiGLU's kernels for this card, by width.
+"""Finds the launch parameters of the kernels for this card, by the length of their rows.
 
     python -m benchmarks.tune rms_norm add_rms_norm --hidden-sizes 4096 --output tuned.json
+    python -m benchmarks.tune linear_cross_entropy --vocab-sizes 128256 --output tuned.json
     PALLAS_KERNELS_TUNED=tuned.json python -m train ...
 
-Sweeps the candidates of the operation's `config.py`, forward, then backward. One that does not
-compile, spills registers, or errs more against float32 than plain JAX does, is listed and not
-timed. The others take turns beside a copy of as many bytes. Prints the tables and the rows to paste
-into `config.py`; `--output` puts the rows into a JSON file that the kernels read instead.
+Sweeps the candidates of the operation's `config.py`, forward, then backward; of the linear
+cross-entropy those of the kernel over a chunk of logits (`logits_config.py`), whose statistics and
+gradient are one call. One that does not compile, spills registers, or errs more against float32
+than plain JAX does, is listed and not timed. The others take turns beside a copy of as many bytes.
+Prints the tables and the rows to paste into the file of the candidates; `--output` puts the rows
+into a JSON file that the kernels read instead.
 """
 
 import argparse
@@ -29,18 +32,22 @@ import numpy as np
 
 import pallas_kernels
 from benchmarks import ops, shapes, timing
-from benchmarks.ops import Arrays, Contender, Direction
+from benchmarks.ops import Arrays, Contender, Direction, Formula
+from benchmarks.shapes import Shape
+from pallas_kernels import tuning
+from pallas_kernels.linear_cross_entropy import logits_config, logits_kernel, xla
+from pallas_kernels.linear_cross_entropy.token_loss import LossOptions
 from pallas_kernels.rms_norm import config as norm_config
 from pallas_kernels.swiglu import config as swiglu_config
 
-_CHECKED_ROWS = 2000
+_CHECKED_ELEMENTS = 2**23
 # There can be hundreds of candidates: all of them run a few rounds, the fastest run all of them.
 _SCREENING_ROUNDS = 3
 _FINALISTS = 8
 
-_KEYS = ("op", "device_kind", "dtype", "hidden_size")  # of an entry in the JSON file
+_SHORT = {"forward": "fwd", "backward": "bwd"}
 
-# A frozen dataclass, whose fields begin with "fwd_" or "bwd_".
+# A frozen dataclass, whose fields begin with "fwd_" or "bwd_" if both directions are swept.
 type Config = Any
 
 
@@ -49,20 +56,47 @@ class Tunable:
     """An operation whose kernels have launch parameters.
 
     Attributes:
-      fn: the public function.
-      forward_candidates: from the last axis of the input, and its dtype.
-      backward_candidates: likewise.
+      fn: of the formula's inputs, `implementation` and `config`.
+      formula: what it computes.
+      inputs: a set of inputs and cotangents from a shape and a random key.
+      passes: how often it must pass over an array of the size of an input.
+      candidates: for each direction that is swept, from the last axis of an input, and its dtype.
+      sizes: the flag that says how long this axis is.
+      num_elements: of an input, unless a flag says how many.
       variant: what follows device, dtype and last axis in the keys of its table of tuned rows.
     """
 
     fn: Callable[..., Any]
-    forward_candidates: Callable[[int, str], list[Config]]
-    backward_candidates: Callable[[int, str], list[Config]]
+    formula: Formula
+    inputs: Callable[[Shape, jax.Array], Arrays]
+    passes: dict[Direction, int]
+    candidates: dict[Direction, Callable[[int, str], list[Config]]]
+    sizes: str = "hidden_sizes"
+    num_elements: int = 2**26
     variant: tuple[bool, ...] = ()
 
 
-def _norm(fn: Callable[..., Any], *, add: bool) -> Tunable:
+def _of_bench(
+    op: str,
+    fn: Callable[..., Any],
+    forward_candidates: Callable[[int, str], list[Config]],
+    backward_candidates: Callable[[int, str], list[Config]],
+    variant: tuple[bool, ...] = (),
+) -> Tunable:
+    """An operation of `bench` with a kernel for each direction."""
     return Tunable(
+        fn=fn,
+        formula=ops.OPS[op].contenders[0].formula,
+        inputs=ops.OPS[op].inputs,
+        passes=ops.PASSES[op],
+        candidates={"forward": forward_candidates, "backward": backward_candidates},
+        variant=variant,
+    )
+
+
+def _norm(op: str, fn: Callable[..., Any], *, add: bool) -> Tunable:
+    return _of_bench(
+        op,
         functools.partial(fn, eps=ops.EPS),
         functools.partial(norm_config.forward_candidates, add=add),
         functools.partial(norm_config.backward_candidates, add=add),
@@ -70,13 +104,62 @@ def _norm(fn: Callable[..., Any], *, add: bool) -> Tunable:
     )
 
 
+def _logits_inputs(shape: Shape, key: jax.Array) -> Arrays:
+    num_tokens, vocab_size = shape
+    keys = jax.random.split(key)
+    # In whole lines, as the loss pads its logits.
+    num_columns = vocab_size + -vocab_size % logits_config.LINE
+    return {
+        "logits": jax.random.normal(keys[0], (num_tokens, num_columns), jnp.bfloat16),
+        # Before the first column there is no largest logit, only -inf.
+        "labels": jax.random.randint(keys[1], (num_tokens,), 1, vocab_size),
+    }
+
+
+def _loss_of_logits(logits, labels, *, implementation, config):
+    """Statistics and gradient of a chunk of logits, as a training step makes them.
+
+    XLA copies the logits, in whose place the gradient is written; the timing does not count that.
+    """
+    plain = LossOptions(ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_softcap=None)
+    # Not all of them equal, or XLA would make them with a kernel. With powers of two the label's
+    # entry, by far the largest, has next to no rounding error, so that those of the others count.
+    coefficients = jnp.asarray(np.resize([1, 0.5], labels.shape).astype(np.float32))
+    options: dict[str, Any] = {"num_columns": logits.shape[1], "coefficients": coefficients}
+    if implementation == "reference":
+        found, dlogits = xla.loss_of_logits(logits, labels, plain, **options)
+    elif (reason := logits_kernel.unsupported_reason(logits.dtype)) is not None:
+        raise NotImplementedError(reason)
+    else:
+        options["config"] = config
+        found, dlogits = logits_kernel.loss_of_logits(logits, labels, plain, **options)
+    assert found is not None and dlogits is not None
+    dlogits = dlogits.astype(logits.dtype)
+    return found.lse, found.label_logit, found.largest, found.largest_before, dlogits
+
+
 _TUNABLES: dict[str, Tunable] = {
-    "rms_norm": _norm(pallas_kernels.rms_norm, add=False),
-    "add_rms_norm": _norm(pallas_kernels.add_rms_norm, add=True),
-    "swiglu": Tunable(
+    "rms_norm": _norm("rms_norm", pallas_kernels.rms_norm, add=False),
+    "add_rms_norm": _norm("add_rms_norm", pallas_kernels.add_rms_norm, add=True),
+    "swiglu": _of_bench(
+        "swiglu",
         pallas_kernels.swiglu,
         lambda _, dtype: swiglu_config.forward_candidates(dtype),
         lambda _, dtype: swiglu_config.backward_candidates(dtype),
+    ),
+    "linear_cross_entropy": Tunable(
+        fn=_loss_of_logits,
+        formula=Formula(
+            functools.partial(_loss_of_logits, implementation="reference", config=None),
+            inputs=("logits", "labels"),
+            outputs=("lse", "label_logit", "largest", "largest_before", "dlogits"),
+            gradients=(),
+        ),
+        inputs=_logits_inputs,
+        passes={"forward": 2},
+        candidates={"forward": logits_config.candidates},
+        sizes="vocab_sizes",
+        num_elements=2**28,  # the 512 MiB that a chunk has
     ),
 }
 
@@ -109,7 +192,7 @@ def contender(op: str, config: Config | None) -> Contender:
         implementation="reference" if config is None else "mosaic_gpu",
         config=config,
     )
-    return Contender(str(config), ops.OPS[op].contenders[0].formula, fn)
+    return Contender(str(config), _TUNABLES[op].formula, fn)
 
 
 def checked(prepared: ops.Prepared) -> dict[str, np.ndarray]:
@@ -117,7 +200,7 @@ def checked(prepared: ops.Prepared) -> dict[str, np.ndarray]:
     got = {}
     for name, array in prepared.calls[0]().items():
         if array.ndim == 2:
-            array = array[:: -max(array.shape[0] // _CHECKED_ROWS, 1)]
+            array = array[:: -max(array.size // _CHECKED_ELEMENTS, 1)]
         got[name] = np.asarray(array, np.float64)
     return got
 
@@ -160,7 +243,8 @@ def sweep(
 
     Those of the backward must have one forward, and one that works.
     """
-    sets = [_cast(arrays, dtype) for arrays in ops.input_sets(ops.OPS[op], shape)]
+    tunable = _TUNABLES[op]
+    sets = [_cast(arrays, dtype) for arrays in ops.input_sets(tunable.inputs, shape)]
     plain = checked(ops.prepare(contender(op, None), sets[:1], direction))
     in_float32 = _cast(sets[0], np.dtype(np.float32))
     exact = checked(ops.prepare(contender(op, None), [in_float32], direction))
@@ -185,7 +269,7 @@ def sweep(
         else:
             cases[config] = timing.Case(str(config), prepared.calls)
 
-    copy = ops.copy(ops.PASSES[op][direction] * dtype.itemsize * shape[0] * shape[1])
+    copy = ops.copy(tunable.passes[direction] * dtype.itemsize * shape[0] * shape[1])
     beside = timing.Case(copy.name, copy.calls)
     screened = timing.compare([beside, *cases.values()], rounds=_SCREENING_ROUNDS)
     timings |= {config: screened[case.name] for config, case in cases.items()}
@@ -231,28 +315,25 @@ def tune(
 ) -> tuple[Config, str] | None:
     """The best configuration and its speed in words; None if no candidate is left.
 
-    Prints the tables of both sweeps.
+    Prints the table of each sweep.
     """
-    title, tunable = f"{shapes.label(shape)} {dtype}", _TUNABLES[op]
-    forward = run("forward", tunable.forward_candidates(shape[1], dtype))
-    print(f"\n{op} forward, {title}\n\n{table(forward)}", flush=True)
-    if (with_forward := forward.best()) is None:
-        return None
-    candidates = tunable.backward_candidates(shape[1], dtype)
-    backward = run("backward", [merged(with_forward, config) for config in candidates])
-    print(f"\n{op} backward, {title}\n\n{table(backward)}", flush=True)
-    if (best := backward.best()) is None:
-        return None
-    fractions = (forward.fraction(with_forward), backward.fraction(best))
-    return best, "fwd {:.2f}, bwd {:.2f} of a copy".format(*fractions)
+    best, speeds = None, []
+    for direction, candidates in _TUNABLES[op].candidates.items():
+        configs = candidates(shape[1], dtype)
+        if best is not None:
+            configs = [merged(best, config) for config in configs]
+        found = run(direction, configs)
+        print(f"\n{op} {direction}, {shapes.label(shape)} {dtype}\n\n{table(found)}", flush=True)
+        if (best := found.best()) is None:
+            return None
+        speeds.append(f"{_SHORT[direction]} {found.fraction(best):.2f}")
+    return best, f"{', '.join(speeds)} of a copy"
 
 
-def paste(
-    op: str, device_kind: str, dtype: str, hidden_size: int, config: Config, measured: str
-) -> str:
-    """A row of the table in the operation's `config.py`."""
-    key = ", ".join(map(str, (f'"{device_kind}", "{dtype}"', hidden_size, *_TUNABLES[op].variant)))
-    if op == "swiglu":
+def paste(op: str, device_kind: str, dtype: str, size: int, config: Config, measured: str) -> str:
+    """A row of the table beside the operation's candidates."""
+    key = ", ".join(map(str, (f'"{device_kind}", "{dtype}"', size, *_TUNABLES[op].variant)))
+    if not isinstance(config, norm_config.Config):
         return f"({key}): {config!r},  # {measured}"
     fields = ", ".join(str(value) for value in dataclasses.astuple(config))
     return f"({key}): _config({fields}),  # {measured}"
@@ -262,12 +343,8 @@ def merge_entries(
     old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """The entries of both; of two for the same case, the new one, in the place of the old."""
-    entries = {_key(entry): entry for entry in old}
-    return list((entries | {_key(entry): entry for entry in new}).values())
-
-
-def _key(entry: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(entry[name] for name in _KEYS)
+    entries = {tuning.row_key(entry): entry for entry in old}
+    return list((entries | {tuning.row_key(entry): entry for entry in new}).values())
 
 
 def _fields(config: Config) -> str:
@@ -279,7 +356,11 @@ def _rms(array: np.ndarray) -> float:
 
 
 def _cast(arrays: Arrays, dtype: np.dtype) -> Arrays:
-    return {name: array.astype(dtype) for name, array in arrays.items()}
+    """All but integers in another dtype."""
+    return {
+        name: array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
+        for name, array in arrays.items()
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -291,13 +372,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("ops", nargs="+", choices=_TUNABLES)
     parser.add_argument(
-        "--hidden-sizes", type=int, nargs="+", required=True, help="of swiglu: intermediate sizes"
+        "--hidden-sizes", type=int, nargs="+", help="of norms; of swiglu: intermediate sizes"
     )
+    parser.add_argument("--vocab-sizes", type=int, nargs="+", help="of linear_cross_entropy")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--num-elements", type=int, default=2**26, help="of an input; rows follow")
+    parser.add_argument("--num-elements", type=int, help="of an input; rows follow")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--output", type=Path, help="JSON file, made or added to")
     args = parser.parse_args(argv)
+    for op in args.ops:
+        if getattr(args, sizes := _TUNABLES[op].sizes) is None:
+            parser.error(f"{op} needs --{sizes.replace('_', '-')}")
 
     device_kind = timing.require_gpu()
     # Mosaic GPU reads these when it compiles.
@@ -309,22 +394,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     rows, failed = [], []
     for op in args.ops:
-        for hidden_size in args.hidden_sizes:
-            shape = (max(args.num_elements // hidden_size, 1), hidden_size)
+        for size in getattr(args, _TUNABLES[op].sizes):
+            num_elements = args.num_elements or _TUNABLES[op].num_elements
+            shape = (max(num_elements // size, 1), size)
             run = functools.partial(
                 sweep, op, shape, jnp.dtype(args.dtype), dump=dump, rounds=args.rounds
             )
             found = tune(op, shape, args.dtype, run)
             if found is None:
-                failed.append(f"{op} {hidden_size}")
+                failed.append(f"{op} {size}")
                 continue
             config, speed = found
             measured = (
                 f"{time.strftime('%Y-%m-%d')} jax {importlib.metadata.version('jax')}: {speed}"
             )
-            key = (device_kind, args.dtype, hidden_size)
+            key = (device_kind, tuning.dtype_name(args.dtype), size)
             rows.append(paste(op, *key, config, measured))
-            entry = dict(zip(_KEYS, (op, *key), strict=True))
+            entry = dict(zip(tuning.KEYS, (op, *key), strict=True))
             entry |= {"config": dataclasses.asdict(config), "measured": measured}
             if args.output is not None:  # after each, for a sweep can take minutes
                 old = json.loads(args.output.read_text()) if args.output.exists() else []

@@ -1,9 +1,12 @@
 """The user's own table of launch parameters.
 
 The environment variable `PALLAS_KERNELS_TUNED` names a JSON file as `python -m benchmarks.tune`
-writes it: a list of objects with the keys `op`, `device_kind`, `dtype`, `hidden_size`, `config`
-(the fields of the operation's `Config`) and `measured` (free text). A row here goes before the rows
-that come with the library. The file is read once in a process.
+writes it: a list of objects with the keys `op`, `device_kind`, `dtype`, `size`, `config` (the
+fields of the `Config` of the operation's kernel) and `measured` (free text). `size` is the length
+of the arrays' last axis: the hidden size of a norm, the intermediate size of SwiGLU, and for the
+linear cross-entropy the columns of its logits, so the vocabulary. (It was called `hidden_size`,
+which is still read.) A row here goes before the rows that come with the library. The file is read
+once in a process.
 """
 
 import functools
@@ -13,12 +16,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
 VARIABLE = "PALLAS_KERNELS_TUNED"
-_KEYS = ("op", "device_kind", "dtype", "hidden_size")
+KEYS = ("op", "device_kind", "dtype", "size")  # say together what a row is for
+
+
+def dtype_name(dtype: DTypeLike) -> str:
+    """The dtype of the row to use: what is best for bfloat16 is best for float16.
+
+    Only the size of the elements matters.
+    """
+    return {2: "bfloat16", 4: "float32"}[jnp.dtype(dtype).itemsize]
+
+
+def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row is for: its values of `KEYS`."""
+    size = row["size"] if "size" in row else row["hidden_size"]
+    return *(row[name] for name in KEYS[:-1]), size
 
 
 def lookup[Config](
-    make: Callable[..., Config], op: str, device_kind: str, dtype: str, hidden_size: int
+    make: Callable[..., Config], op: str, device_kind: str, dtype: str, size: int
 ) -> Config | None:
     """The user's configuration for these, made of its fields, or None.
 
@@ -29,7 +49,7 @@ def lookup[Config](
     path = os.environ.get(VARIABLE)
     if not path:
         return None
-    key = (op, device_kind, dtype, hidden_size)
+    key = (op, device_kind, dtype, size)
     fields = _read(path).get(key)
     if fields is None:
         return None
@@ -46,9 +66,9 @@ def lookup[Config](
 def _read(path: str) -> dict[tuple[Any, ...], dict[str, Any]]:
     try:
         rows = json.loads(Path(path).read_text())
-        return {tuple(row[key] for key in _KEYS): dict(row["config"]) for row in rows}
+        return {row_key(row): dict(row["config"]) for row in rows}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{VARIABLE}={path!r} must be a JSON list of objects with {(*_KEYS, 'config')}; "
+            f"{VARIABLE}={path!r} must be a JSON list of objects with {(*KEYS, 'config')}; "
             f"write it with `python -m benchmarks.tune --output`: {error!r}"
         ) from error

@@ -29,13 +29,13 @@ once. A cotangent other than 1 multiplies them in float32, and they are rounded 
 
 import dataclasses
 import functools
-import math
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.folding import fold_chunks
 from pallas_kernels.linear_cross_entropy import linear_statistics, logits_kernel, xla
 from pallas_kernels.linear_cross_entropy.config import Config
 from pallas_kernels.linear_cross_entropy.token_loss import (
@@ -187,7 +187,7 @@ def _losses(
     if plan.vocab_chunk_size is None:
         found = statistics((weight, bias), 0)[1]
     else:
-        parts = _fold_chunks(statistics, (weight, bias), plan.vocab_chunk_size, stack=True)[1]
+        parts = fold_chunks(statistics, (weight, bias), plan.vocab_chunk_size, stack=True)[1]
         found = combine(parts)
     return losses_of(_over_axis(plan, found), labels, plan.options, vocab_size)
 
@@ -214,7 +214,7 @@ def _statistics(plan: Plan, x, weight, bias, labels) -> LogitStatistics:
         x, labels = chunk
         return None, _loss_of_logits(plan, columns, columns.logits(x), labels)[0]
 
-    return _fold_chunks(one_chunk, (x, labels), plan.chunk_size)[1]
+    return fold_chunks(one_chunk, (x, labels), plan.chunk_size)[1]
 
 
 def _by_token_chunks(
@@ -252,7 +252,7 @@ def _by_token_chunks(
 
     dx_dtype = x.dtype if scale is None else jnp.float32
     arrays = x, labels, coefficients
-    (dweight, dbias), (losses, dx) = _fold_chunks(one_chunk, arrays, plan.chunk_size)
+    (dweight, dbias), (losses, dx) = fold_chunks(one_chunk, arrays, plan.chunk_size)
     num_columns = columns.num_columns
     gradients = Gradients(dx, dweight[:num_columns], None if dbias is None else dbias[:num_columns])
     if scale is not None:
@@ -295,7 +295,7 @@ def _by_vocab_chunks(
         return dx, (dweight, dbias)
 
     assert plan.vocab_chunk_size is not None
-    dx, (dweight, dbias) = _fold_chunks(one_chunk, (weight, bias), plan.vocab_chunk_size)
+    dx, (dweight, dbias) = fold_chunks(one_chunk, (weight, bias), plan.vocab_chunk_size)
     return Gradients(rescaled(dx).astype(x.dtype), dweight, dbias)
 
 
@@ -387,48 +387,3 @@ def _over_axis(plan: Plan, found: LogitStatistics) -> LogitStatistics:
         return found
     parts = jax.lax.all_gather(jnp.stack(found), plan.vocab_axis, axis=1)
     return combine(LogitStatistics(*parts))
-
-
-def _fold_chunks(body, arrays, chunk_size: int, *, stack: bool = False) -> tuple[Any, Any]:
-    """Runs `body` on chunks of the leading axis, one after the other.
-
-    The first chunk is as short as it has to be for the others to be full; what it returns starts
-    the sums, which saves writing zeros.
-
-    Args:
-      body: `(chunk, start) -> (summands, parts)`.
-      arrays: a pytree; None is no array.
-      chunk_size: of the leading axis.
-      stack: whether parts are stacked, or written where their chunk was.
-
-    Returns:
-      The sums of the summands, and the parts.
-    """
-    size = jax.tree.leaves(arrays)[0].shape[0]
-    num_chunks = max(1, math.ceil(size / chunk_size))
-    first = size - (num_chunks - 1) * chunk_size
-    sums, part = body(jax.tree.map(lambda a: a[:first], arrays), 0)
-    if num_chunks == 1:
-        return sums, jax.tree.map(lambda a: a[None], part) if stack else part
-    length = num_chunks if stack else size
-
-    def put(buffer, part, start):
-        part = part[None] if stack else part
-        return jax.lax.dynamic_update_slice_in_dim(buffer, part, start, 0)
-
-    def buffer_of(part):
-        shape = part.shape if stack else part.shape[1:]
-        return put(jnp.zeros((length, *shape), part.dtype), part, 0)
-
-    def step(carry, i):
-        sums, parts = carry
-        start = first + i * chunk_size
-        slice_of = lambda a: jax.lax.dynamic_slice_in_dim(a, start, chunk_size)
-        summands, part = body(jax.tree.map(slice_of, arrays), start)
-        sums = jax.tree.map(jnp.add, sums, summands)
-        place = i + 1 if stack else start
-        parts = jax.tree.map(lambda buffer, p: put(buffer, p, place), parts, part)
-        return (sums, parts), None
-
-    carry = sums, jax.tree.map(buffer_of, part)
-    return jax.lax.scan(step, carry, jnp.arange(num_chunks - 1))[0]

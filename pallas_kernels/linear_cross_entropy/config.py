@@ -5,19 +5,20 @@ import math
 
 import jax.numpy as jnp
 
-from pallas_kernels.linear_cross_entropy import linear_statistics, logits_kernel
+from pallas_kernels.linear_cross_entropy import linear_statistics, logits_config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Launch parameters of `implementation="mosaic_gpu"`; None is a guess from device and sizes.
+    """Launch parameters of `implementation="mosaic_gpu"`.
 
     Attributes:
-      logits: of the kernel over logits in memory.
-      linear: of the GEMM that keeps its logits to itself.
+      logits: of the kernel over logits in memory; None takes the user's (`pallas_kernels.tuning`),
+        else measured ones, else a guess.
+      linear: of the GEMM that keeps its logits to itself; None derives them from device and sizes.
     """
 
-    logits: logits_kernel.Config | None = None
+    logits: logits_config.Config | None = None
     linear: linear_statistics.Config | None = None
 
 
@@ -55,7 +56,5 @@ def _spread(total: int, most: int) -> int:
     """The size of chunks of at most `most`, as few as can be and none of them tiny."""
     num_chunks = max(1, math.ceil(total / most))
     if num_chunks == 2:
-        # After the first chunk a loop of one step is left, which XLA unrolls; it would then have
-        # the logits of both at a time.
-        num_chunks = 3
+        num_chunks = 3  # as `fold_chunks` would do, but evenly
     return _TILE * max(1, math.ceil(total / num_chunks / _TILE))

@@ -13,7 +13,6 @@ Everything is float32; the gradient is rounded once, to the dtype of the logits.
 of it is formed as `p - 1` in float32.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -24,68 +23,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.linear_cross_entropy.logits_config import (
+    LINE,
+    Config,
+    RowSplit,
+    check_fits,
+    default_config,
+)
 from pallas_kernels.linear_cross_entropy.token_loss import LogitStatistics, LossOptions
 from pallas_kernels.mosaic_gpu import (
     LANES,
     WARPS_PER_WARPGROUP,
-    Device,
     load,
     rows_of_warps,
     store,
     target_device,
 )
 
-LINE = 128  # columns that a warp handles at a time; rows of logits are padded to whole lines
 _VECTOR = LINE // LANES
 _LOG2_E = math.log2(math.e)
 # Finite, so that the difference of two of them is no NaN.
 _LOWEST = float(jnp.finfo(jnp.float32).min)
-_MAX_BARRIERS = 32  # of one Mosaic GPU barrier array
-_OTHER_SMEM = 2048  # barriers, partial statistics, alignment
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """Launch parameters.
-
-    Attributes:
-      warpgroups: of a block, which has a multiprocessor to itself.
-      slots: of the ring in shared memory, for each warpgroup.
-      max_lines: of 128 columns in a slot, at most; a multiple of 4.
-    """
-
-    warpgroups: int
-    slots: int
-    max_lines: int
-
-    def __post_init__(self):
-        if not 1 <= self.warpgroups <= 8:
-            raise ValueError(f"{self.warpgroups=} must be from 1 to 8")
-        if self.slots < 2 or self.slots * self.warpgroups > _MAX_BARRIERS:
-            raise ValueError(
-                f"{self.slots=} must be at least 2, and {self.warpgroups=} times it at most 32"
-            )
-        if self.max_lines < 4 or self.max_lines % WARPS_PER_WARPGROUP:
-            raise ValueError(f"{self.max_lines=} must be a multiple of {WARPS_PER_WARPGROUP}")
-
-
-def default_config(device: Device, dtype: jnp.dtype) -> Config:
-    """Four warpgroups, 128 registers a lane, and as much of shared memory as slots can have."""
-    warpgroups, slots = 4, 8
-    slot_bytes = (device.smem_bytes - _OTHER_SMEM) // (warpgroups * slots)
-    line_bytes = LINE * jnp.dtype(dtype).itemsize
-    lines = slot_bytes // line_bytes // WARPS_PER_WARPGROUP * WARPS_PER_WARPGROUP
-    return Config(warpgroups=warpgroups, slots=slots, max_lines=lines)
-
-
-def _check_config(config: Config, device: Device, dtype: jnp.dtype) -> None:
-    lines = config.warpgroups * config.slots * config.max_lines
-    num_bytes = lines * LINE * jnp.dtype(dtype).itemsize + _OTHER_SMEM
-    if num_bytes > device.smem_bytes:
-        raise ValueError(
-            f"{config} takes {num_bytes} bytes of shared memory for {dtype}, a block of "
-            f"{device.kind} can have {device.smem_bytes}; use less slots or lines"
-        )
 
 
 def unsupported_reason(dtype: jnp.dtype) -> str | None:
@@ -98,34 +56,6 @@ def unsupported_reason(dtype: jnp.dtype) -> str | None:
     if jax.config.jax_enable_x64:
         return "with jax_enable_x64, indices in a kernel would have 64 bits"
     return None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Split:
-    """How the lines of a row are dealt: slot `i` of warpgroup `w` is the row's `i·warpgroups + w`.
-
-    Attributes:
-      num_lines: of a row.
-      warpgroups: that share it.
-      lines: in a slot.
-      rounds: slots of a warpgroup in a row.
-    """
-
-    num_lines: int
-    warpgroups: int
-    lines: int
-    rounds: int
-
-    @classmethod
-    def make(cls, num_lines: int, config: Config) -> "_Split":
-        rounds = math.ceil(num_lines / (config.warpgroups * config.max_lines))
-        lines = math.ceil(num_lines / (config.warpgroups * rounds) / WARPS_PER_WARPGROUP)
-        return cls(num_lines, config.warpgroups, lines * WARPS_PER_WARPGROUP, rounds)
-
-    @property
-    def columns(self) -> int:
-        """Of all slots together: the row, and what the last ones reach beyond it."""
-        return self.warpgroups * self.rounds * self.lines * LINE
 
 
 # A program calls it twice, for the first chunk and for the others. A jitted function is lowered
@@ -170,18 +100,23 @@ def loss_of_logits(
         return found if with_statistics else None, logits if with_gradient else None
     device = target_device()
     if config is None:
-        config = default_config(device, logits.dtype)
-    _check_config(config, device, logits.dtype)
-    split = _Split.make(padded_columns // LINE, config)
+        config = default_config(device, num_columns, logits.dtype)
+    check_fits(config, device, logits.dtype)
+    split = RowSplit.make(padded_columns // LINE, config)
     num_blocks = min(device.num_sms, num_tokens)
     logits = logits.reshape(num_tokens, split.num_lines, LINE)
     columns = split.columns
-    arguments = [jax.new_ref(logits) if with_gradient else logits, labels]
-    arguments += [a for a in (coefficients, lse) if a is not None]
+    arguments: list[Any] = [logits, labels, *(a for a in (coefficients, lse) if a is not None)]
     if bias is not None:
         # To whole slots, which are loaded without a look at where the row ends.
         bias = jnp.pad(bias.astype(jnp.float32), (0, columns - len(bias)))
         arguments.append(bias.reshape(-1, LINE))
+    if with_gradient:
+        # XLA puts the slice of an operand and the call that reads it into one fusion, and then does
+        # not know that the call writes where its operand is: of logits that were a slice the
+        # gradient was never written (two chunks, whose GEMMs it had merged; JAX 0.11.2 and 0.12).
+        arguments = list(jax.lax.optimization_barrier(arguments))
+        arguments[0] = jax.new_ref(arguments[0])
     kernel = functools.partial(
         _kernel,
         options=options,
@@ -231,7 +166,7 @@ def _kernel(
     labels_gmem: Any,
     *refs: Any,
     options: LossOptions,
-    split: "_Split",
+    split: RowSplit,
     slots: int,
     num_blocks: int,
     num_columns: int,

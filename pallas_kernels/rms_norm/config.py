@@ -107,8 +107,7 @@ def default_config(device: Device, hidden_size: int, dtype: DTypeLike, *, add: b
       dtype: of `x`.
       add: whether a residual is added.
     """
-    # What fits bfloat16 fits float16: only the size of the elements matters.
-    name = {2: "bfloat16", 4: "float32"}[jnp.dtype(dtype).itemsize]
+    name = tuning.dtype_name(dtype)
     op = "add_rms_norm" if add else "rms_norm"
     if (config := tuning.lookup(Config, op, device.kind, name, hidden_size)) is not None:
         return config

@@ -56,11 +56,10 @@ def default_config(device: Device, intermediate_size: int, dtype: DTypeLike) -> 
 
     Args:
       device: where the kernels run.
-      intermediate_size: F; the `hidden_size` of a row in the user's table.
+      intermediate_size: F.
       dtype: of `gate` and `up`.
     """
-    # What is best for bfloat16 is best for float16: only the size of the elements matters.
-    name = {2: "bfloat16", 4: "float32"}[jnp.dtype(dtype).itemsize]
+    name = tuning.dtype_name(dtype)
     config = tuning.lookup(Config, "swiglu", device.kind, name, intermediate_size)
     if config is not None:
         return config

@@ -11,6 +11,9 @@ import pytest
 
 import pallas_kernels
 from benchmarks import bench, ops, peers, shapes, timing, tune
+from pallas_kernels import tuning
+from pallas_kernels.linear_cross_entropy import logits_config, logits_kernel
+from pallas_kernels.mosaic_gpu import Device
 from pallas_kernels.rms_norm import config as norm_config
 from pallas_kernels.rms_norm.config import Config
 from pallas_kernels.swiglu import config as swiglu_config
@@ -125,7 +128,7 @@ def test_the_copy_moves_what_the_operation_must(op, direction, arrays, monkeypat
 def test_plain_contenders_agree_with_their_formulas(op, shape, monkeypatch):
     monkeypatch.setattr(timing, "_ROTATION_BYTES", 1)
     op = ops.OPS[op]
-    sets = ops.input_sets(op, shape)
+    sets = ops.input_sets(op.inputs, shape)
     for contender in op.contenders:
         if contender.name in ("mosaic_gpu", "default"):
             continue
@@ -151,7 +154,7 @@ def test_the_backward_runs_on_what_another_forward_kept(monkeypatch):
     monkeypatch.setattr(timing, "_ROTATION_BYTES", 1)
     op = ops.OPS["rms_norm"]
     (reference,) = [c for c in op.contenders if c.name == "reference"]
-    sets = ops.input_sets(op, (32, 64))
+    sets = ops.input_sets(op.inputs, (32, 64))
     kept = ops.keep(reference, sets)
     assert any(array is sets[0]["x"] for array in kept[0])  # not a copy
     (call,) = ops.prepare(reference, sets, "backward", kept=kept).calls
@@ -234,9 +237,23 @@ def test_benchmarks_end_with_a_message_without_a_gpu():
     for main, argv in (
         (bench.main, []),
         (tune.main, ["rms_norm", "--hidden-sizes", "64"]),
+        (tune.main, ["linear_cross_entropy", "--vocab-sizes", "64"]),
     ):
         with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
             main(argv)
+
+
+@pytest.mark.parametrize(
+    ("op", "given", "needed"),
+    [
+        ("linear_cross_entropy", "--hidden-sizes", "--vocab-sizes"),
+        ("swiglu", "--vocab-sizes", "--hidden-sizes"),
+    ],
+)
+def test_every_tuned_operation_needs_its_sizes(op, given, needed, capsys):
+    with pytest.raises(SystemExit):
+        tune.main([op, given, "64"])
+    assert f"{op} needs {needed}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -371,8 +388,7 @@ def test_tuning_sweeps_the_backward_with_the_best_forward(monkeypatch, capsys):
     backwards = [_config(bwd_warps=warps) for warps in (4, 12)]
     tunable = dataclasses.replace(
         tune._TUNABLES["add_rms_norm"],
-        forward_candidates=lambda *args: forwards,
-        backward_candidates=lambda *args: backwards,
+        candidates={"forward": lambda *args: forwards, "backward": lambda *args: backwards},
     )
     monkeypatch.setitem(tune._TUNABLES, "add_rms_norm", tunable)
     times = {"forward": {8: 1.0, 4: 2.0}, "backward": {12: 4.0, 4: 5.0}}
@@ -399,29 +415,96 @@ def test_tuning_sweeps_the_backward_with_the_best_forward(monkeypatch, capsys):
     assert tune.tune("rms_norm", (16, 64), "bfloat16", lambda *args: broken) is None
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "swiglu"])
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "swiglu", "linear_cross_entropy"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_is_swept(op, dtype):
-    tunable = tune._TUNABLES[op]
-    for candidates in (tunable.forward_candidates, tunable.backward_candidates):
+    for candidates in tune._TUNABLES[op].candidates.values():
         found = candidates(4096, dtype)
         assert len(set(found)) == len(found) >= 3
 
 
-def test_a_pasted_row_of_swiglu_is_a_row_of_its_table():
-    config = swiglu_config.Config(fwd_accesses=8, bwd_accesses=1)
-    row = tune.paste("swiglu", "NVIDIA L4", "bfloat16", 14336, config, "measured")
-    table = eval("{" + row + "\n}", {"Config": swiglu_config.Config})
+@pytest.mark.parametrize(
+    ("op", "config"),
+    [
+        ("swiglu", swiglu_config.Config(fwd_accesses=8, bwd_accesses=1)),
+        ("linear_cross_entropy", logits_config.Config(warpgroups=2, slots=3, max_lines=4)),
+    ],
+)
+def test_a_pasted_row_is_a_row_of_its_table(op, config):
+    row = tune.paste(op, "NVIDIA L4", "bfloat16", 14336, config, "measured")
+    table = eval("{" + row + "\n}", {"Config": type(config)})
     assert table == {("NVIDIA L4", "bfloat16", 14336): config}
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_the_loss_is_tuned_from_flags_to_lookup(monkeypatch, tmp_path, capsys):
+    # All but ptxas and CUPTI; 300 columns are two lines and a part of one.
+    good, wrong, large = (
+        logits_config.Config(warpgroups=1, slots=slots, max_lines=lines)
+        for slots, lines in ((2, 4), (3, 4), (16, 64))
+    )
+    tunable = tune._TUNABLES["linear_cross_entropy"]
+    swept = {"forward": lambda *args: [large, wrong, good]}
+    swept = dataclasses.replace(tunable, candidates=swept)
+    monkeypatch.setitem(tune._TUNABLES, "linear_cross_entropy", swept)
+    run_kernel, shapes_seen = logits_kernel.loss_of_logits, set()
+
+    def loss_of_logits(logits, *args, config, **options):
+        shapes_seen.add(logits.shape)
+        if config != wrong:
+            return run_kernel(logits, *args, config=config, **options)
+        found, dlogits = run_kernel(logits, *args, config=good, **options)
+        return found, dlogits * 1.01
+
+    monkeypatch.setattr(logits_kernel, "loss_of_logits", loss_of_logits)
+    monkeypatch.setattr(timing, "require_gpu", lambda: "NVIDIA L4")
+    monkeypatch.setattr(timing, "_ROTATION_BYTES", 1)
+    compare = functools.partial(timing.compare, measure=lambda calls: 4.0)
+    monkeypatch.setattr(timing, "compare", compare)
+    monkeypatch.setattr(tune, "spills", lambda dump: None)
+    monkeypatch.setattr(tune.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    for name in ("MOSAIC_GPU_DUMP_TO", "MOSAIC_GPU_DUMP_PTXAS"):
+        monkeypatch.setenv(name, "")  # to be put back
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+
+    table = tmp_path.with_suffix(".json")
+    argv = ["linear_cross_entropy", "--vocab-sizes", "300", "--num-elements", "900"]
+    tune.main([*argv, "--dtype", "float16", "--rounds", "1", "--output", str(table)])
+    assert shapes_seen == {(3, 384)}
+    lines = capsys.readouterr().out.splitlines()
+    assert "linear_cross_entropy forward, 3x300 float16" in lines
+    assert "| warpgroups=1, slots=2, max_lines=4 | 1.000 | 1000.0 | 1000.0 - 1000.0 |" in lines
+    failed = [next(line for line in lines if f"slots={n}," in line) for n in (16, 3)]
+    assert "use less slots" in failed[0] and "dlogits errs" in failed[1]
+
+    (row,) = json.loads(table.read_text())
+    # The row of 16 bits.
+    assert (row["op"], row["size"], row["dtype"]) == ("linear_cross_entropy", 300, "bfloat16")
+    monkeypatch.setenv(tuning.VARIABLE, str(table))
+    try:
+        device = Device("NVIDIA L4", (8, 9), 58)
+        assert logits_config.default_config(device, 300, jnp.float16) == good
+    finally:
+        tuning._read.cache_clear()
+
+
+def test_the_loss_is_not_tuned_for_a_dtype_that_its_kernel_does_not_take():
+    contender = tune.contender("linear_cross_entropy", logits_config.candidates(300, "float32")[0])
+    logits, labels = jnp.zeros((2, 384)), jnp.zeros(2, jnp.int32)
+    with pytest.raises(NotImplementedError, match="logits are float32"):
+        contender.fn(logits, labels)
+
+
 def test_new_entries_replace_those_of_the_same_case():
-    def entry(hidden_size, measured, **changed):
+    def entry(size, measured, **changed):
         key = {"op": "rms_norm", "device_kind": "NVIDIA L4", "dtype": "bfloat16"} | changed
-        return key | {"hidden_size": hidden_size, "config": {}, "measured": measured}
+        return key | {"size": size, "config": {}, "measured": measured}
 
     old = [entry(1024, "old"), entry(2048, "old")]
     new = [entry(1024, "new"), entry(1024, "new", op="add_rms_norm"), entry(4096, "new")]
     assert tune.merge_entries(old, new) == [new[0], old[1], new[1], new[2]]
     for changed in ({"dtype": "float32"}, {"device_kind": "NVIDIA H200"}):
         assert len(tune.merge_entries(old, [entry(1024, "new", **changed)])) == 3
+    # What `size` was called.
+    renamed = [{"hidden_size" if k == "size" else k: v for k, v in e.items()} for e in old]
+    assert tune.merge_entries(renamed, new) == [new[0], renamed[1], new[1], new[2]]

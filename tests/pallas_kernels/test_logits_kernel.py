@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +10,17 @@ import numpy as np
 import pytest
 
 from numerics import assert_as_accurate, quick_jit, rounded
-from pallas_kernels.linear_cross_entropy import logits_kernel, token_loss
-from pallas_kernels.linear_cross_entropy.logits_kernel import (
+from pallas_kernels import tuning
+from pallas_kernels.linear_cross_entropy import logits_config, logits_kernel, token_loss
+from pallas_kernels.linear_cross_entropy.logits_config import (
     LINE,
     Config,
+    RowSplit,
+    candidates,
     default_config,
-    loss_of_logits,
-    unsupported_reason,
+    guess_config,
 )
+from pallas_kernels.linear_cross_entropy.logits_kernel import loss_of_logits, unsupported_reason
 from pallas_kernels.linear_cross_entropy.token_loss import LogitStatistics, LossOptions
 from pallas_kernels.mosaic_gpu import Device
 
@@ -146,11 +150,13 @@ def check(args, *, alone=True, **options):
 # Values.
 
 
+# Statistics and gradient alone too, of each dtype and with both options.
 @interpreted
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=jnp.dtype)
 @pytest.mark.parametrize("options, bias", [(PLAIN, False), (ALL, True)], ids=["plain", "all"])
 def test_dtypes_and_options(dtype, options, bias):
-    check(make_args(6, NUM_COLUMNS, dtype, bias=bias), options=options)
+    alone = (options is PLAIN) == (dtype == F16)
+    check(make_args(6, NUM_COLUMNS, dtype, bias=bias), options=options, alone=alone)
 
 
 @interpreted
@@ -165,7 +171,8 @@ def test_dtypes_and_options(dtype, options, bias):
     ids=str,
 )
 def test_options_alone(changes):
-    check(make_args(6, 300), num_columns=300, options=dataclasses.replace(PLAIN, **changes))
+    options = dataclasses.replace(PLAIN, **changes)
+    check(make_args(6, 300), num_columns=300, options=options, alone=False)
 
 
 @interpreted
@@ -214,7 +221,7 @@ def test_deals_of_a_row_to_slots(deal, expected):
     num_columns, warpgroups, slots, max_lines = deal
     config = Config(warpgroups=warpgroups, slots=slots, max_lines=max_lines)
     num_lines = -(-num_columns // LINE)
-    split = logits_kernel._Split.make(num_lines, config)
+    split = RowSplit.make(num_lines, config)
     used = -(-num_lines // split.lines)
     assert expected == (
         split.rounds,
@@ -383,15 +390,79 @@ def test_more_slots_than_shared_memory_has(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=jnp.dtype)
-def test_the_default_configuration_fits_and_is_large(dtype):
-    config = default_config(H100, jnp.dtype(dtype))
+def test_the_guess_fits_and_is_large(dtype):
+    config = guess_config(H100, dtype)
     lines = config.warpgroups * config.slots * config.max_lines
     num_bytes = lines * LINE * jnp.dtype(dtype).itemsize
     assert 0.8 * H100.smem_bytes < num_bytes <= H100.smem_bytes
     # What the description says of 16 bits: a row of this size stays in shared memory.
     if dtype == BF16:
         assert lines * LINE == 114688
-        assert logits_kernel._Split.make(lines, config).rounds == config.slots
+        assert RowSplit.make(lines, config).rounds == config.slots
+
+
+@pytest.mark.parametrize("num_columns", [1, 300, 32000, 50257, 128256])
+def test_candidates_fit_and_are_kernels_of_their_own(num_columns):
+    num_lines, found = -(-num_columns // LINE), candidates(num_columns, BF16)
+    rings = set()
+    for config in found:
+        logits_config.check_fits(config, H100, BF16)
+        split = RowSplit.make(num_lines, config)
+        assert split.lines == config.max_lines
+        assert split.warpgroups * split.rounds * split.lines >= num_lines
+        rings.add((config.warpgroups, config.slots, split.lines))
+        # One more slot, and memory or barriers would not do.
+        more = lambda config=config: dataclasses.replace(config, slots=config.slots + 1)
+        with pytest.raises(ValueError, match=r"at most 32|use less slots"):
+            logits_config.check_fits(more(), H100, BF16)
+    assert len(rings) == len(found) >= 3
+    # What runs without a measurement.
+    guess = guess_config(H100, BF16)
+    lines = RowSplit.make(num_lines, guess).lines
+    assert (guess.warpgroups, guess.slots, lines) in rings
+
+
+@pytest.fixture
+def tuned_file(monkeypatch, tmp_path):
+    path = tmp_path / "tuned.json"
+    monkeypatch.setenv(tuning.VARIABLE, str(path))
+    yield path
+    tuning._read.cache_clear()
+
+
+def row(config=BASE, **changes):
+    base = {"op": "linear_cross_entropy", "device_kind": H100.kind, "dtype": "bfloat16"}
+    return base | {"size": 50257, "config": dataclasses.asdict(config)} | changes
+
+
+def test_the_users_row_then_the_librarys_then_the_guess(monkeypatch, tuned_file):
+    library = dataclasses.replace(BASE, slots=5)
+    keys = [(H100.kind, "bfloat16", size) for size in (50257, 32000)]
+    monkeypatch.setattr(logits_config, "_TUNED", dict.fromkeys(keys, library))
+    tuned_file.write_text(json.dumps([row(), row(op="swiglu", size=32000)]))
+    assert default_config(H100, 50257, BF16) == BASE
+    assert default_config(H100, 50257, F16) == BASE  # the same bytes
+    assert default_config(H100, 32000, BF16) == library
+    # Another type, vocabulary or device is another row; so is the padded vocabulary.
+    assert default_config(H100, 50257, F32) == guess_config(H100, F32)
+    assert default_config(H100, 50304, BF16) == guess_config(H100, BF16)
+    other = Device("NVIDIA H200", (9, 0), 132)
+    assert default_config(other, 50257, BF16) == guess_config(other, BF16)
+
+
+def test_the_kernel_takes_the_row_of_its_columns(monkeypatch, tuned_file):
+    monkeypatch.setattr(logits_kernel, "target_device", lambda: H100)
+    too_large = Config(warpgroups=2, slots=16, max_lines=40)
+    tuned_file.write_text(json.dumps([row(size=300), row(too_large, size=301)]))
+    args = make_args(1, 301)
+    with pytest.raises(ValueError, match=r"warpgroups=2, slots=16, max_lines=40\) takes"):
+        compiled("statistics", 301, PLAIN, None, None)(**args, lse=None)
+
+
+def test_a_row_with_wrong_fields_names_the_variable_and_the_file(tuned_file):
+    tuned_file.write_text(json.dumps([row(config=BASE) | {"config": {"warpgroups": 4}}]))
+    with pytest.raises(ValueError, match=rf"{tuning.VARIABLE}.*tuned\.json"):
+        default_config(H100, 50257, BF16)
 
 
 def test_unsupported_dtypes_and_devices(monkeypatch):

@@ -235,7 +235,7 @@ def row(**changes):
         "op": "rms_norm",
         "device_kind": H100.kind,
         "dtype": "bfloat16",
-        "hidden_size": 4096,
+        "size": 4096,
         "config": dataclasses.asdict(BASE),
         "measured": "never",
     }
@@ -246,7 +246,7 @@ def test_the_users_row_goes_before_the_one_that_comes_with_the_library(monkeypat
     library = dataclasses.replace(BASE, bwd_blocks=7)
     keys = [(H100.kind, "bfloat16", 4096, add) for add in (False, True)]
     monkeypatch.setattr(config_module, "_TUNED", dict.fromkeys(keys, library))
-    tuned_file.write_text(json.dumps([row(), row(dtype="float32", hidden_size=64)]))
+    tuned_file.write_text(json.dumps([row(), row(dtype="float32", size=64)]))
     choose = lambda *args, add=False: default_config(*args, add=add)
     assert choose(H100, 4096, BF16) == BASE
     assert choose(H100, 4096, F16) == BASE  # the same bytes
@@ -256,6 +256,12 @@ def test_the_users_row_goes_before_the_one_that_comes_with_the_library(monkeypat
     assert choose(H100, 4096, F32) == guess_config(H100, 4096, F32, add=False)
     assert choose(H100, 2048, BF16) == guess_config(H100, 2048, BF16, add=False)
     assert choose(DEVICES[0], 4096, BF16) == guess_config(DEVICES[0], 4096, BF16, add=False)
+
+
+def test_a_row_whose_size_has_its_old_name(tuned_file):
+    old = {"hidden_size" if key == "size" else key: value for key, value in row().items()}
+    tuned_file.write_text(json.dumps([old]))
+    assert default_config(H100, 4096, BF16, add=False) == BASE
 
 
 def test_without_the_variable_there_is_no_table(monkeypatch):
@@ -284,7 +290,7 @@ BAD_VALUES = dataclasses.asdict(BASE) | {"bwd_stages": 1}
         json.dumps(row()),
         json.dumps([{k: v for k, v in row().items() if k != "dtype"}]),
         json.dumps([row(config=3)]),
-        json.dumps([row(hidden_size=[4096])]),
+        json.dumps([row(size=[4096])]),
         json.dumps([row(config=BAD_FIELDS)]),
         json.dumps([row(config=BAD_VALUES)]),
         json.dumps([row(config={"fwd_warps": 4})]),

@@ -1,0 +1,71 @@
+"""A computation on chunks of an axis, one after the other, in the memory of one."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_TILE = 128  # of the kernels and of XLA's GEMMs
+
+
+def fold_chunks(
+    body: Callable[[Any, Any], tuple[Any, Any]],
+    arrays: Any,
+    chunk_size: int,
+    *,
+    axis: int = 0,
+    stack: bool = False,
+) -> tuple[Any, Any]:
+    """Runs `body` on chunks of an axis.
+
+    The first chunk is as short as it has to be for the others to be full; what it returns starts
+    the sums, which saves writing zeros. Two chunks would be no less than one: after the first, a
+    loop of one step is left, which XLA unrolls, merges with the first, and has both in memory. So
+    there are smaller ones then.
+
+    Args:
+      body: `(chunk, start) -> (summands, parts)`.
+      arrays: a pytree; None is no array.
+      chunk_size: of the axis, at most.
+      axis: of all arrays, and of the parts.
+      stack: whether parts are stacked along a new axis there, or written where their chunk was.
+
+    Returns:
+      The sums of the summands, and the parts.
+    """
+    size = jax.tree.leaves(arrays)[0].shape[axis]
+    if size > chunk_size >= size / 2:
+        third = max(1, size // 3)
+        chunk_size = third // _TILE * _TILE or third
+    num_chunks = max(1, math.ceil(size / chunk_size))
+    first = size - (num_chunks - 1) * chunk_size
+    sums, part = body(
+        jax.tree.map(lambda a: jax.lax.slice_in_dim(a, 0, first, axis=axis), arrays), 0
+    )
+    if num_chunks == 1:
+        return sums, jax.tree.map(lambda a: jnp.expand_dims(a, axis), part) if stack else part
+    length = num_chunks if stack else size
+
+    def put(buffer, part, start):
+        part = jnp.expand_dims(part, axis) if stack else part
+        return jax.lax.dynamic_update_slice_in_dim(buffer, part, start, axis)
+
+    def buffer_of(part):
+        shape = list(part.shape)
+        shape[axis : axis if stack else axis + 1] = [length]
+        return put(jnp.zeros(shape, part.dtype), part, 0)
+
+    def step(carry, i):
+        sums, parts = carry
+        start = first + i * chunk_size
+        slice_of = lambda a: jax.lax.dynamic_slice_in_dim(a, start, chunk_size, axis)
+        summands, part = body(jax.tree.map(slice_of, arrays), start)
+        sums = jax.tree.map(jnp.add, sums, summands)
+        place = i + 1 if stack else start
+        parts = jax.tree.map(lambda buffer, p: put(buffer, p, place), parts, part)
+        return (sums, parts), None
+
+    carry = sums, jax.tree.map(buffer_of, part)
+    return jax.lax.scan(step, carry, jnp.arange(num_chunks - 1))[0]
