@@ -102,6 +102,8 @@ class LlamaConfig:
         these devices are dealt to. A layer does one after the other, and what one exchanges XLA can
         hide behind what another computes. Must divide their number. With `fsdp` above 1, too, each
         group gathers a layer's weights.
+      mlp_chunk_size: positions of a sequence whose gate and up exist at a time, where a layer's are
+        too large together; 0 is all. Needs a `remat` that keeps neither, and an MLP without biases.
       kernels: whether the operations may run as Mosaic GPU kernels; False leaves all to XLA, for
         comparison. (Devices that share sequences then all norm all tokens.)
       attention_implementation: of `jax.nn.dot_product_attention`; `None` takes cuDNN where it runs.
@@ -132,6 +134,7 @@ class LlamaConfig:
     scan_layers: bool = True
     remat: str = "minimal"
     row_groups: int = 1
+    mlp_chunk_size: int = 0
     kernels: bool = True
     attention_implementation: Literal["xla", "cudnn"] | None = None
 
@@ -173,6 +176,23 @@ class LlamaConfig:
                 f"{self.remat=} keeps tensors in host memory, which needs scan_layers=True: of "
                 "unrolled layers XLA sends tensors late and fetches them early, and saves hardly "
                 "any memory"
+            )
+        size = self.mlp_chunk_size
+        if not isinstance(size, int) or size < 0:
+            raise ValueError(f"mlp_chunk_size={size!r} must be a whole number from 0 up")
+        if not size:
+            return
+        if self.mlp_bias or self.hidden_act != "silu":
+            raise ValueError(
+                f"mlp_chunk_size={size} is for hidden_act='silu' without biases, got "
+                f"{self.hidden_act=} and {self.mlp_bias=}"
+            )
+        if policy is not None and (
+            policy.tensors is None or {"gate", "up"} & {*policy.tensors, *policy.offloaded}
+        ):
+            raise ValueError(
+                f"mlp_chunk_size={size} makes gate and up again, which {self.remat=} keeps; use "
+                "'full', 'attention', 'mlp_inputs' or 'layer_input@host'"
             )
 
 
@@ -325,6 +345,7 @@ class MLP(SwiGLU):
             param_dtype=config.param_dtype,
             kernel_init=nnx.initializers.normal(config.initializer_range),
             save=_kept_by_mlp(config),
+            chunk_size=config.mlp_chunk_size or None,
             implementation=_mlp_implementation(config),
             rngs=rngs,
         )
@@ -627,6 +648,8 @@ def _kept_by_mlp(config: LlamaConfig) -> Literal["gate_up", "x"]:
     Then gate and up are never written in the forward, which is faster, and are made again in the
     backward as they would be anyway.
     """
+    if config.mlp_chunk_size:
+        return "x"
     if config.remat == AUTO_REMAT or config.mlp_bias:
         return "gate_up"
     policy = remat_policy(config.remat)

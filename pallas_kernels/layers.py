@@ -92,6 +92,7 @@ class SwiGLU(nnx.Module):
       param_dtype: dtype of the parameters.
       kernel_init: initializer of the three kernels.
       save: what the backward finds, see `pallas_kernels.swiglu_mlp`; without biases only.
+      chunk_size: positions at a time, see there; needs `save="x"`.
       implementation: of that function, or of `pallas_kernels.swiglu` with biases.
       rngs: source of the kernels' random numbers.
     """
@@ -106,6 +107,7 @@ class SwiGLU(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: initializers.Initializer = _LECUN_NORMAL,
         save: Save = "gate_up",
+        chunk_size: int | None = None,
         implementation: Any = None,
         rngs: nnx.Rngs,
     ):
@@ -128,6 +130,7 @@ class SwiGLU(nnx.Module):
         self.down_proj = linear(intermediate_size, hidden_size)
         self.dtype = dtype
         self.save: Save = save
+        self.chunk_size = chunk_size
         self.implementation = implementation
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
@@ -139,7 +142,11 @@ class SwiGLU(nnx.Module):
         weights = [layer.kernel[...] for layer in (self.gate_proj, self.up_proj, self.down_proj)]
         dtype = self.dtype or jnp.result_type(x, *weights)
         return swiglu_mlp(
-            x.astype(dtype), *weights, save=self.save, implementation=self.implementation
+            x.astype(dtype),
+            *weights,
+            save=self.save,
+            chunk_size=self.chunk_size,
+            implementation=self.implementation,
         )
 
 

@@ -42,6 +42,7 @@ MAY_CHANGE = (
     "distributed",
     "model.remat",
     "model.row_groups",
+    "model.mlp_chunk_size",
     "data.cache_dir",
     "max_skipped_steps",
     "log_every",

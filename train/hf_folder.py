@@ -21,6 +21,7 @@ _OWN_FIELDS = (
     "scan_layers",
     "remat",
     "row_groups",
+    "mlp_chunk_size",
     "kernels",
     "attention_implementation",
 )

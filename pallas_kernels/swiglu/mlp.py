@@ -10,6 +10,10 @@ layers 12.9 GB. What the backward needs of them can be made again:
 | `"gate_up"` | gate, up | the product, where gate and up are read anyway | 3 + 6 |
 | `"x"` | | gate, up, product | 3 + 8 |
 
+With `chunk_size`, `"x"` does so for a part of the sequence at a time: neither forward nor backward
+has an array `[T, F]`. Each part reads and writes the sums of the weight gradients, in float32, so
+parts should be long. (Sequence tiling of the MLP: https://arxiv.org/abs/2506.13996.)
+
 Backward: `dproduct = dy @ w_down.T`, then dgate, dup and the product from it and gate and up in one
 pass, then `dw_down = product.T @ dy`, `dw_gate = x.T @ dgate`, `dw_up = x.T @ dup` and
 `dx = dgate @ w_gate.T + dup @ w_up.T`.
@@ -38,6 +42,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from pallas_kernels import hopper_gemm
+from pallas_kernels.folding import fold_chunks
 from pallas_kernels.mosaic_gpu import not_differentiable, runs_here, sharded_over_devices
 from pallas_kernels.swiglu import formula, gated_matmul
 
@@ -67,9 +72,10 @@ class MLPConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """All that is static: what to keep, and which of the two GEMMs are our kernels."""
+    """All that is static: what to keep, how much at a time, which of the GEMMs are our kernels."""
 
     save: Save
+    chunk_size: int | None
     forward_kernel: bool
     backward_kernel: bool
     config: MLPConfig
@@ -82,6 +88,7 @@ def swiglu_mlp(
     w_down: Float[Array, "F D"],
     *,
     save: Save = "gate_up",
+    chunk_size: int | None = None,
     implementation: MLPImplementation | None = None,
     config: MLPConfig | None = None,
 ) -> Float[Array, "*T D"]:
@@ -101,6 +108,9 @@ def swiglu_mlp(
       w_up: the second projection.
       w_down: the projection of the product.
       save: see above.
+      chunk_size: positions, along the axis before the last, whose gate and up exist at a time, for
+        sequences so long that these are the largest arrays of the step; needs `save="x"` and keeps
+        nothing under `jax.checkpoint` either. `None`: all.
       implementation: `"mosaic_gpu"` runs the elementwise work in the epilogues of GEMMs, on Hopper
         and in 16 bits, for D and F that are multiples of 128; XLA cannot split the kernels, so on a
         mesh call it inside of `jax.shard_map`. `"xla"` is the same algorithm, `"reference"` the
@@ -114,16 +124,17 @@ def swiglu_mlp(
         differentiated twice.
     """
     weights = w_gate, w_up, w_down
-    _check(x, weights, save, implementation, config)
+    _check(x, weights, save, chunk_size, implementation, config)
     if implementation == "reference":
         return _reference(x, *weights)
-    return _mlp(_plan(x, weights, save, implementation, config), x, *weights)
+    return _mlp(_plan(x, weights, save, chunk_size, implementation, config), x, *weights)
 
 
 def _check(
     x: jax.Array,
     weights: tuple[jax.Array, jax.Array, jax.Array],
     save: Save,
+    chunk_size: int | None,
     implementation: MLPImplementation | None,
     config: MLPConfig | None,
 ) -> None:
@@ -138,6 +149,11 @@ def _check(
         )
     if save not in get_args(Save.__value__):
         raise ValueError(f"{save=} must be one of {get_args(Save.__value__)}")
+    if chunk_size is not None and (chunk_size < 1 or save != "x" or x.ndim < 2):
+        raise ValueError(
+            f"{chunk_size=} must be at least 1, and needs save='x' and x [..., S, D]; got {save=} "
+            f"and x {x.shape}"
+        )
     names = get_args(MLPImplementation.__value__)
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
@@ -149,11 +165,14 @@ def _plan(
     x: jax.Array,
     weights: tuple[jax.Array, jax.Array, jax.Array],
     save: Save,
+    chunk_size: int | None,
     implementation: MLPImplementation | None,
     config: MLPConfig | None,
 ) -> _Plan:
     """What to run."""
-    plan = functools.partial(_Plan, save=save, config=config or MLPConfig())
+    if chunk_size is not None and chunk_size >= x.shape[-2]:
+        chunk_size = None
+    plan = functools.partial(_Plan, save=save, chunk_size=chunk_size, config=config or MLPConfig())
     if implementation == "xla" or x.size == 0:
         return plan(forward_kernel=False, backward_kernel=False)
     reason = gated_matmul.unsupported_reason([x], [w.astype(x.dtype) for w in weights])
@@ -164,6 +183,8 @@ def _plan(
     if reason is not None or runs_here() is not None or sharded_over_devices(x):
         return plan(forward_kernel=False, backward_kernel=False)
     num_tokens = x.size // x.shape[-1]
+    if chunk_size is not None:
+        num_tokens = num_tokens // x.shape[-2] * chunk_size
     return plan(forward_kernel=True, backward_kernel=num_tokens >= _MIN_TOKENS_OF_BACKWARD)
 
 
@@ -180,11 +201,21 @@ def _mlp(
     w_up: Float[Array, "D F"],
     w_down: Float[Array, "F D"],
 ) -> Float[Array, "*T D"]:
+    weights = w_gate, w_up, w_down
+    if plan.chunk_size is None:
+        return _forward(plan, x, *weights)
+    one_chunk = lambda x, _: (None, _forward(plan, x, *weights))
+    return fold_chunks(one_chunk, x, plan.chunk_size, axis=x.ndim - 2)[1]
+
+
+def _forward(plan: _Plan, x, w_gate, w_up, w_down):
     product, *_ = _project(plan, x, w_gate, w_up, keep=False)
     return _matmul(product, w_down)
 
 
 def _mlp_fwd(plan, x, w_gate, w_up, w_down):
+    if plan.chunk_size is not None:
+        return _mlp(plan, x, w_gate, w_up, w_down), (x, w_gate, w_up, w_down, [])
     product, *kept = _project(plan, x, w_gate, w_up, keep=plan.save != "x")
     if plan.save == "all":
         product = checkpoint_name(product, "mlp_product")
@@ -194,22 +225,36 @@ def _mlp_fwd(plan, x, w_gate, w_up, w_down):
 
 def _mlp_bwd(plan, saved, dy):
     x, w_gate, w_up, w_down, kept = saved
+    weights = w_gate, w_up, w_down
     x, kept, dy = jax.lax.optimization_barrier((x, kept, dy))
-    gate, up, *product = kept or (_matmul(x, w_gate), _matmul(x, w_up))
-    dgate, dup, made_again = _differentiate(plan, dy, w_down, gate, up)
-    product = product[0] if product else made_again
-    weight_gradient = lambda a, b, w: jnp.einsum(
-        "...i,...j->ij", a, b, preferred_element_type=w.dtype
-    )
-    return (
-        _matmul(dgate, w_gate.T) + _matmul(dup, w_up.T),
-        weight_gradient(x, dgate, w_gate),
-        weight_gradient(x, dup, w_up),
-        weight_gradient(product, dy, w_down),
-    )
+    if plan.chunk_size is None:
+        return _backward(plan, x, weights, kept, dy, [w.dtype for w in weights])
+
+    def one_chunk(chunk, _):
+        dx, *summands = _backward(plan, chunk[0], weights, [], chunk[1], [jnp.float32] * 3)
+        return summands, dx
+
+    sums, dx = fold_chunks(one_chunk, (x, dy), plan.chunk_size, axis=x.ndim - 2)
+    return dx, *(a.astype(w.dtype) for a, w in zip(sums, weights, strict=True))
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)
+
+
+def _backward(plan: _Plan, x, weights, kept, dy, gradient_dtypes):
+    """`(dx, dw_gate, dw_up, dw_down)`, the latter three in these dtypes."""
+    w_gate, w_up, w_down = weights
+    gate, up, *product = kept or (_matmul(x, w_gate), _matmul(x, w_up))
+    dgate, dup, made_again = _differentiate(plan, dy, w_down, gate, up)
+    product = product[0] if product else made_again
+    operands = (x, dgate), (x, dup), (product, dy)
+    return (
+        _matmul(dgate, w_gate.T) + _matmul(dup, w_up.T),
+        *(
+            jnp.einsum("...i,...j->ij", a, b, preferred_element_type=dtype)
+            for (a, b), dtype in zip(operands, gradient_dtypes, strict=True)
+        ),
+    )
 
 
 def _project(plan: _Plan, x, w_gate, w_up, *, keep: bool) -> tuple[jax.Array, ...]:

@@ -29,6 +29,8 @@ CASES = ("gqa", "mha_tied", "head_dim", "biases", "padded_sharded", "bfloat16")
 GRADIENT_CASES = CASES[:-1]
 VARIANTS = json.loads((GOLDEN / "variants.json").read_text())
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 # float32 rounding, summed in another order: the errors measured are at most 5e-6 for logits of 19.
 TOLERANCE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-6}
 
@@ -478,6 +480,7 @@ def test_every_field_of_the_configuration_is_read_and_written():
         "kernels",
         "attention_implementation",
         "dtype",
+        "mlp_chunk_size",
         "param_dtype",
         "remat",
         "rope_parameters",

@@ -155,6 +155,43 @@ def assert_close(got, expected):
     )
 
 
+# Chunks that divide the sequence and that do not.
+@each_layout
+@pytest.mark.parametrize("remat, chunk_size", [("full", 8), ("mlp_inputs", 7), ("attention", S)])
+def test_chunks_of_the_mlp(remat, chunk_size, scan_layers):
+    config = dataclasses.replace(
+        CONFIG, remat=remat, mlp_chunk_size=chunk_size, scan_layers=scan_layers
+    )
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+
+    def compute(state):
+        hidden, vjp = jax.vjp(lambda state: nnx.merge(graphdef, state)(TOKENS), state)
+        return hidden, vjp(COTANGENT)[0]
+
+    got = jax.jit(compute).trace(STATE)
+    assert_close(got.lower().compile()(STATE), compiled("none", True)(STATE))
+    shapes = {v.aval.shape for equation in equations(got.jaxpr.jaxpr) for v in equation.outvars}
+    assert (B, chunk_size, F) in shapes
+    assert ((B, S, F) in shapes) == (chunk_size == S)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(remat="minimal"), "makes gate and up again, which self.remat='minimal' keeps"),
+        (dict(remat="none"), "self.remat='none' keeps"),
+        (dict(remat="gate@host"), "self.remat='gate@host' keeps"),
+        (dict(remat="full", mlp_bias=True), "without biases"),
+        (dict(remat="full", hidden_act="relu"), "got self.hidden_act='relu'"),
+        (dict(remat="full", mlp_chunk_size=-1), "mlp_chunk_size=-1 must be a whole number"),
+    ],
+    ids=str,
+)
+def test_chunks_of_the_mlp_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **{"mlp_chunk_size": 8} | changes)
+
+
 @in_each_layout(RECOMPUTED_GEMMS)
 def test_what_runs_again(remat, scan_layers):
     program = traced(remat, scan_layers).jaxpr.jaxpr

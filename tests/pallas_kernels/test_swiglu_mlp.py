@@ -73,19 +73,23 @@ def graded(**options):
     return quick_jit(lambda *args: value_and_grads(fn, args[:-1], args[-1]))
 
 
+graded_plain = quick_jit(lambda *args: value_and_grads(plain, args[:-1], args[-1]))
+
+
 def check(args, **options):
     got = graded(**options)(*args)
     assert [(a.shape, a.dtype) for a in got] == [(a.shape, a.dtype) for a in (args[0], *args[:-1])]
-    low_precision = quick_jit(lambda *args: value_and_grads(plain, args[:-1], args[-1]))(*args)
-    assert_as_accurate(got, low_precision, exact(*args), names=NAMES)
+    assert_as_accurate(got, graded_plain(*args), exact(*args), names=NAMES)
     return got
 
 
 # Values and gradients.
 
 
-@pytest.mark.parametrize("save", SAVES)
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize(
+    "implementation, save",
+    [("reference", "all"), *(("xla", save) for save in SAVES)],  # the reference keeps everything
+)
 @pytest.mark.parametrize(
     "shape, intermediate_size, dtype, weight_dtype",
     [
@@ -161,6 +165,44 @@ def test_float32_weights_get_unrounded_gradients():
         assert np.any(wide != narrow.astype(F32))
 
 
+# Parts of the sequence at a time: with a rest, one by one, with none, and longer than it is.
+@pytest.mark.parametrize(
+    "shape, chunk_size", [((2, 13, 24), 5), ((7, 16), 1), ((2, 6, 8), 3), ((7, 16), 9)]
+)
+@pytest.mark.parametrize("dtype, weight_dtype", [(F32, F32), (BF16, F32), (F16, F16)])
+def test_chunks(shape, chunk_size, dtype, weight_dtype):
+    args = make_args(shape, 40, dtype, weight_dtype)
+    check(args, implementation="xla", save="x", chunk_size=chunk_size)
+
+
+@interpreted
+def test_chunks_with_kernels():
+    args = make_args((131, 128), 128, BF16)
+    check(args, implementation="mosaic_gpu", save="x", chunk_size=70)
+
+
+def test_the_error_does_not_grow_with_the_number_of_chunks():
+    args = make_args((512, 16), 24, BF16, F32)
+    wanted = exact(*args)[2:]
+
+    def errors(chunk_size):
+        got = graded(implementation="xla", save="x", chunk_size=chunk_size)(*args)[2:]
+        return [np.linalg.norm(np.asarray(g) - w) for g, w in zip(got, wanted, strict=True)]
+
+    few, many = errors(256), errors(2)
+    assert all(b < 1.1 * a for a, b in zip(few, many, strict=True)), (few, many)
+
+
+def test_chunks_have_no_array_of_all_positions():
+    shape, intermediate_size = (3, 32, 8), 40
+    args = make_args(shape, intermediate_size, F32)[:-1]
+    options = dict(save="x", chunk_size=8, implementation="xla")
+    grad = jax.grad(lambda *args: jnp.sum(swiglu_mlp(*args, **options)), argnums=(0, 1, 2, 3))
+    text = str(quick_jit(grad).lower(*args).compile().as_text())
+    assert "[3,8,40]" in text or "[24,40]" in text
+    assert not re.search(r"\[3,32,40\]|\[96,40\]|\[4,3,8,40\]", text)
+
+
 # What is kept and what is computed again.
 
 
@@ -216,7 +258,7 @@ def kernels_run(monkeypatch, x, weights, *, device=H100):
     for module in (gated_matmul, mlp):
         monkeypatch.setattr(module, "target_device", lambda: device, raising=False)
     monkeypatch.setattr(mlp, "runs_here", lambda: None)
-    plan = mlp._plan(x, weights, "gate_up", None, None)
+    plan = mlp._plan(x, weights, "gate_up", None, None, None)
     return plan.forward_kernel, plan.backward_kernel
 
 
@@ -258,25 +300,18 @@ def test_xla_runs_on_a_mesh_and_on_other_devices(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(stages=2),
-        dict(cluster=2, blocks=4, band=1),
-        dict(tile_n=64),
-    ],
-    ids=str,
-)
-def test_all_configurations_agree(changes):
+def test_all_configurations_agree():
     """Each sum is taken in the order of K, so bit by bit."""
     args = make_args((130, 256), 128, BF16)
     options = dict(implementation="mosaic_gpu", save="gate_up")
     base = graded(config=MLPConfig(forward=FORWARD, backward=BACKWARD), **options)(*args)
-    config = MLPConfig(
-        forward=dataclasses.replace(FORWARD, **changes),
-        backward=dataclasses.replace(BACKWARD, **{"stages": 3} | changes),
-    )
-    chex.assert_trees_all_equal(graded(config=config, **options)(*args), base)
+    for changes in (dict(stages=2), dict(cluster=2, blocks=4, band=1), dict(tile_n=64)):
+        config = MLPConfig(
+            forward=dataclasses.replace(FORWARD, **changes),
+            backward=dataclasses.replace(BACKWARD, **{"stages": 3} | changes),
+        )
+        got = graded(config=config, **options)(*args)
+        chex.assert_trees_all_equal(got, base, custom_message=f"{changes}")
 
 
 @interpreted
@@ -401,6 +436,9 @@ def test_a_second_derivative_of_the_kernels_is_refused():
         ),
         (dict(w_down=jnp.zeros((24, 40))), r"w_down \(40, 24\), got .* \(24, 40\)"),
         (dict(save="gate"), "save='gate' must be one of"),
+        (dict(chunk_size=4), "chunk_size=4 must .* needs save='x' .* got save='gate_up'"),
+        (dict(chunk_size=0, save="x"), "chunk_size=0 must be at least 1"),
+        (dict(x=jnp.zeros(24), chunk_size=4, save="x"), r"x \[..., S, D\].* x \(24,\)"),
         (dict(implementation="triton"), "implementation='triton' must be None or one of"),
         (dict(config=MLPConfig()), "implementation=None has no launch parameters"),
     ],

@@ -38,6 +38,7 @@ from train.loop import run
 from train.metrics import MetricsWriter
 from train.step import abstract_state, init_state
 
+pytestmark = pytest.mark.usefixtures("no_plots")
 ROOT = Path(train.loop.__file__).parents[1]
 CONFIG = dataclasses.replace(
     tiny_run.CONFIG, mesh=MeshConfig(fsdp=2), checkpoint=CheckpointConfig(every=3)
@@ -395,7 +396,7 @@ def test_settings_that_may_change(whole):
             runs_dir=whole.parent,
             name="other",
             mesh=MeshConfig(fsdp=4),
-            model=dataclasses.replace(CONFIG.model, remat="full", row_groups=2),
+            model=dataclasses.replace(CONFIG.model, remat="full", row_groups=2, mlp_chunk_size=4),
             checkpoint=CheckpointConfig(every=1, keep=5),
             distributed=DistributedConfig(num_processes=2, coordinator_address="host:1"),
             max_skipped_steps=3,

@@ -562,6 +562,7 @@ FIELDS = {
         "scan_layers": (False, model),
         "remat": ("full", model),
         "row_groups": (2, lambda config: row_groups(config.model)),
+        "mlp_chunk_size": (4, model, {"remat": "full"}),
         "kernels": (False, norm_options),
         "attention_implementation": ("cudnn", attention),
     },
