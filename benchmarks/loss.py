@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import functools
 import gc
+import importlib
 import importlib.metadata
 import json
 import shlex
@@ -39,7 +40,8 @@ class Setting:
       name: in the table.
       loss: `(x, weight, labels) -> loss`.
       weight: dtype that the gradient of the weight has. "widened": float32 for a bfloat16 weight;
-        "float32": of float32 parameters, which the program itself rounds for its GEMMs.
+        "float32": of float32 parameters, which the program itself rounds for its GEMMs. "[D, V]":
+        bfloat16, for a function that takes the weight transposed.
       gradients: whether they are asked for.
     """
 
@@ -68,6 +70,13 @@ def _all_logits(x, weight, labels):
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
 
+def _tokamax(x, weight, labels):
+    tokamax = importlib.import_module("tokamax")
+    return tokamax.linear_softmax_cross_entropy_loss(
+        x, labels, weight, reduction="mean", implementation="chunked_xla"
+    )
+
+
 SETTINGS = (
     Setting("ours", _ours()),
     Setting("ours, chunks of 1024", _ours(chunk_size=1024)),
@@ -79,6 +88,8 @@ SETTINGS = (
     Setting("XLA chunks", functools.partial(linear_cross_entropy, implementation="xla")),
     Setting("XLA, all logits", _all_logits),
 )
+# The one of the peers that runs in JAX.
+_TOKAMAX = Setting("tokamax", _tokamax, "[D, V]")
 _PEERS = "linear_cross_entropy"
 
 
@@ -111,9 +122,10 @@ def measure(
         timing.Case("three GEMMs", [lambda: [gemm() for gemm in bare]]),
     ]
     memory, refused = {}, {}
-    for setting in settings:
+    for setting in (*settings, _TOKAMAX) if with_peers else settings:
         dtype = jnp.float32 if setting.weight == "float32" else x.dtype
-        arguments = x, weight.astype(dtype), labels
+        of_setting = weight.T if setting.weight == "[D, V]" else weight
+        arguments = x, of_setting.astype(dtype), labels
         try:
             compiled = jax.jit(setting.program()).lower(*arguments).compile()
             jax.block_until_ready(compiled(*arguments))

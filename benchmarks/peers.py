@@ -1,11 +1,11 @@
-"""The PyTorch libraries that people use for the same operations, beside ours in one run.
+"""The libraries that people use for the same operations, beside ours in one run.
 
     python -m benchmarks.peers --ops rms_norm --shapes 16384x4096
 
 says which of them are installed, in which versions, and which are not, then is
 `python -m benchmarks.bench --peers` with the same flags. They are not requirements of this project:
 
-    pip install torch liger-kernel quack-kernels cut-cross-entropy
+    pip install torch liger-kernel quack-kernels cut-cross-entropy tokamax
 """
 
 import dataclasses
@@ -39,6 +39,7 @@ PACKAGES = (
     "liger-kernel",
     "quack-kernels",
     "cut-cross-entropy",
+    "tokamax",
 )
 
 

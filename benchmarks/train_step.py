@@ -2,7 +2,9 @@
 
     python -m benchmarks.train_step --preset llama3.2-1b --variants scanned:minimal unrolled:minimal
 
-A variant is `layers:remat`, with `:xla` after it for one that runs no kernels of ours.
+A variant is `layers:remat`, with `:xla` after it for one that runs no kernels of ours, `:loss=xla`
+or `:loss=reference` for one whose loss alone is XLA's (in chunks, or with all logits), and
+`:xla_gpu_enable_triton_gemm=false` for an option of XLA.
 All variants work on one state, so they take turns: round after round, each runs a few steps. Wall
 time, median over the rounds. `--kernels` adds the time by kind of kernel, from a profiler trace.
 """
@@ -17,13 +19,16 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 
+import train.step
 from benchmarks import ceilings
 from models.sharding import batch_sharding, make_mesh
-from pallas_kernels import hardware
-from train import metrics
+from pallas_kernels import hardware, linear_cross_entropy
+from pallas_kernels.linear_cross_entropy.api import LossImplementation
+from train import metrics, xla_flags
 from train.config import PRESET_NAMES, TrainConfig, preset
 from train.data import SyntheticDataset
 from train.loop import memory_in_bytes
@@ -43,6 +48,9 @@ _KINDS = {
 }
 
 
+_LOSSES: dict[str, LossImplementation] = {"loss=xla": "xla", "loss=reference": "reference"}
+
+
 @dataclasses.dataclass
 class Variant:
     """One way to run the step, and what was measured of it."""
@@ -60,15 +68,49 @@ class Variant:
         return statistics.median(self.times_s)
 
 
-def variant_config(base: TrainConfig, name: str) -> TrainConfig:
-    """`base` with `layers:remat` or `layers:remat:xla` applied, such as `unrolled:minimal`."""
-    layers, remat, *rest = name.split(":")
-    if layers not in ("scanned", "unrolled") or rest not in ([], ["xla"]):
-        raise ValueError(f"variant {name!r} must be (scanned|unrolled):REMAT or end in ':xla'")
-    model = dataclasses.replace(
-        base.model, scan_layers=layers == "scanned", remat=remat, kernels=not rest
-    )
-    return dataclasses.replace(base, model=model)
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """What the name of a variant says.
+
+    Attributes:
+      config: of the run.
+      loss: implementation of the loss; None leaves it to the configuration.
+      options: of XLA.
+    """
+
+    config: TrainConfig
+    loss: LossImplementation | None
+    options: dict[str, xla_flags.OptionValue]
+
+    @classmethod
+    def parse(cls, base: TrainConfig, name: str) -> "Way":
+        """`base` with `layers:remat` applied and what follows, such as `unrolled:minimal:xla`."""
+        layers, remat, *rest = name.split(":")
+        loss: LossImplementation | None = next((_LOSSES[w] for w in rest if w in _LOSSES), None)
+        options = [word for word in rest if word.startswith("xla_")]
+        if layers not in ("scanned", "unrolled") or len(rest) != (
+            len(options) + ("xla" in rest) + (loss is not None)
+        ):
+            raise ValueError(
+                f"variant {name!r} must be (scanned|unrolled):REMAT, with ':xla', ':loss=xla', "
+                "':loss=reference' or ':xla_OPTION=VALUE' after it"
+            )
+        model = dataclasses.replace(
+            base.model, scan_layers=layers == "scanned", remat=remat, kernels="xla" not in rest
+        )
+        return cls(dataclasses.replace(base, model=model), loss, xla_flags.parse(options))
+
+    def compile(self, *args: Any) -> Any:
+        """The step for these arguments; the first is donated."""
+        step = jax.jit(make_train_step(self.config), donate_argnums=0)
+        if self.loss is None:
+            return step.lower(*args).compile(self.options)
+
+        def loss(*args: Any, implementation: str, **options: Any) -> Any:
+            return linear_cross_entropy(*args, implementation=self.loss, **options)
+
+        with mock.patch.object(train.step, "linear_cross_entropy", loss):
+            return step.lower(*args).compile(self.options)
 
 
 def kernel_table(kernels: list[tuple[str, float]]) -> list[tuple[str, int, float]]:
@@ -131,7 +173,7 @@ def main() -> None:
 
     base = workload(arguments)
     # All of them before the first is compiled, which takes half a minute.
-    configs = {name: variant_config(base, name) for name in arguments.variants}
+    ways = {name: Way.parse(base, name) for name in arguments.variants}
     data = base.data
     mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
     dataset = SyntheticDataset(base.model.vocab_size, data.sequence_length)
@@ -142,10 +184,9 @@ def main() -> None:
         )
         state = init_state(base, mesh)
         variants = []
-        for name, config in configs.items():
+        for name, way in ways.items():
             start = time.perf_counter()
-            step = jax.jit(make_train_step(config), donate_argnums=0)
-            compiled = step.lower(state, batch).compile()
+            compiled = way.compile(state, batch)
             variants.append(Variant(name, compiled, time.perf_counter() - start))
             state, values = compiled(state, batch)
             print(

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from models.llama import PRESETS, Llama
+from models.sharding import batch_sharding, make_mesh, parameter_shardings
 from norm_formulas import add_formula, formula
 from numerics import assert_as_accurate, value_and_grads
 from pallas_kernels import add_rms_norm, linear_cross_entropy, rms_norm, swiglu
@@ -21,6 +22,7 @@ from swiglu_formulas import formula as swiglu_formula
 from train.config import preset
 from train.data import SyntheticDataset
 from train.loop import run
+from train.step import loss_and_sums, model_graph
 
 pytestmark = pytest.mark.gpu
 
@@ -55,6 +57,45 @@ def test_training_on_the_gpu_fits_the_memory_it_announced(tmp_path, capsys):
     announced = float(capsys.readouterr().out.split("in all ")[1].split(" GiB")[0])
     in_use = jax.local_devices()[0].memory_stats()["peak_bytes_in_use"] / 2**30
     assert announced * 0.9 <= in_use <= announced * 1.15
+
+
+@functools.cache
+def small_llama(mesh_shape, dtype="bfloat16", kernels=True):
+    """Loss, sums and gradients of two layers of 1B for one batch, on data x fsdp x tensor GPUs."""
+    sizes = {"num_hidden_layers": 2, "vocab_size": 32000}
+    config = dataclasses.replace(
+        PRESETS["llama3.2-1b"], **sizes, dtype=dtype, kernels=kernels, remat="mlp_inputs"
+    )
+    data, fsdp, tensor = mesh_shape
+    devices = jax.devices()[: data * fsdp * tensor]
+    mesh = make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
+    params = nnx.state(Llama(config, rngs=nnx.Rngs(0)))
+    shardings = parameter_shardings(params, mesh)
+    tokens = SyntheticDataset(config.vocab_size, 1024).batch(0, batch_size=4, seed=0)
+    batch = jax.device_put(tokens, batch_sharding(mesh))
+
+    def compute(params):
+        loss = lambda params: loss_and_sums(model_graph(config), params, batch)
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    with (
+        jax.set_mesh(mesh),
+        # `jax.nn.dot_product_attention` does not lower in 16 bits under strict promotion.
+        jax.numpy_dtype_promotion("standard"),
+        jax.default_matmul_precision("highest" if dtype == "float32" else "default"),
+    ):
+        found = jax.jit(compute, out_shardings=(None, shardings))(jax.device_put(params, shardings))
+    return as_float64(found)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (1, 1, 4)], ids=str)
+def test_several_gpus_compute_what_one_does(shape):
+    if jax.device_count() < np.prod(shape):
+        pytest.skip(f"needs {np.prod(shape)} GPUs, there are {jax.device_count()}")
+    one = (1, 1, 1)
+    exact = small_llama(one, "float32", kernels=False)
+    names = map(str, range(len(exact)))
+    assert_as_accurate(small_llama(shape), small_llama(one), exact, names=names, slack=2.0)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])
