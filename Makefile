@@ -49,11 +49,14 @@ test-gpu: setup
 
 # Compiles the kernels for GPUs that are not here. Where the compilers cannot be installed (no network, not
 # Linux) nothing can be checked, and that is said, not an error.
-test-aot: $(AOT_JAX:%=test-aot-%)
+# Both versions at once: where one waits for its last program, cores are free for the other.
+test-aot:
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(AOT_JAX:%=test-aot-%)
 
 test-aot-%:
 	@if $(MAKE) --silent --no-print-directory .venv-aot/$*/.done; then \
-	  AOT_REQUIRED=1 .venv-aot/$*/bin/python -m pytest tests/aot $(AOT_ARGS_$*) $(ARGS) $(AOT_THEN_$*); \
+	  $(AOT_FIRST_$*) \
+	  AOT_REQUIRED=1 .venv-aot/$*/bin/python -m pytest tests/aot $(AOT_ARGS_$*) $(ARGS); \
 	else \
 	  echo "test-aot: NOT CHECKED on JAX $*: its CUDA compilers cannot be installed here, for the reason above"; \
 	fi
@@ -64,8 +67,10 @@ AOT_ARGS_latest = --ignore tests/aot/test_aot_llama.py --ignore tests/aot/test_a
   $(addprefix --deselect tests/aot/test_aot_linear_cross_entropy.py::, \
     test_loss_with_gradients test_loss_alone test_smallest_memory)
 
-# The kernels' numbers, interpreted on the CPU; `make test` checks them on the newest JAX.
-AOT_THEN_0.11.2 = && .venv-aot/0.11.2/bin/python -m pytest tests/pallas_kernels/test_rms_norm.py -k mosaic_gpu
+# The kernels' numbers, interpreted on the CPU; `make test` checks them on the newest JAX. On one
+# core, and so at first, while the others compile for the other version.
+AOT_FIRST_0.11.2 = .venv-aot/0.11.2/bin/python -m pytest tests/pallas_kernels/test_rms_norm.py \
+  -k mosaic_gpu &&
 
 .venv-aot/%/.done: pyproject.toml
 	@$(FIND_PYTHON); \

@@ -1,5 +1,7 @@
 """Set-up of all tests: eight CPU devices and strict dtypes; `-m gpu` runs those for a GPU."""
 
+import gc
+
 import jax
 import jaxtyping
 import pytest
@@ -30,6 +32,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.gpu)
 
 
+def pytest_collection_finish():
+    """Modules and tests stay to the end: the garbage collector need not look at them again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def clear_caches():
     """Frees the compiled programs of a module.
@@ -39,6 +47,14 @@ def clear_caches():
     """
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def fast_compilation():
+    """For programs that run for milliseconds and compile for seconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

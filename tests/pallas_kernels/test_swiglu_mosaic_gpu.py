@@ -214,7 +214,7 @@ def test_invalid_launch_parameters(field, value):
 
 def test_the_users_table_goes_first(monkeypatch, tmp_path):
     path = tmp_path / "tuned.json"
-    row = {"op": "swiglu", "device_kind": H100.kind, "dtype": "bfloat16", "hidden_size": 14336}
+    row = {"op": "swiglu", "device_kind": H100.kind, "dtype": "bfloat16", "size": 14336}
     path.write_text(json.dumps([row | {"config": dataclasses.asdict(ONE)}]))
     monkeypatch.setenv(tuning.VARIABLE, str(path))
     try:

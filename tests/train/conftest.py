@@ -4,16 +4,9 @@ import jax
 import pytest
 
 import train.loop
+import train.report
 from models.sharding import make_mesh
 from train import commands
-
-
-@pytest.fixture(scope="module")
-def fast_compilation():
-    """For programs that run for milliseconds and compile for seconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +17,13 @@ def one_device():
         patch.setattr(train.loop, "mesh_of", lambda config: mesh)
         patch.setattr(commands, "_mesh", lambda flags: mesh)
         yield mesh
+
+
+@pytest.fixture
+def no_plots(monkeypatch):
+    """Reports without plots, which take more time to draw than all else of a tiny run.
+
+    Runs of fixtures of a module have them.
+    """
+    for name in ("_png", "_details_png"):
+        monkeypatch.setattr(train.report, name, lambda *args: b"")

@@ -46,7 +46,7 @@ FLAGS = """--model.hidden-size 16 --model.intermediate-size 32 --model.num-hidde
     --checkpoint.every 3 --checkpoint.keep 9 --mesh.fsdp 2 --mesh.tensor 2""".split()
 QUIET = ["--sample-tokens", "0", "--no-save"]
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
+pytestmark = pytest.mark.usefixtures("fast_compilation", "no_plots")
 
 
 @pytest.fixture(scope="module")

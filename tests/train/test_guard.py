@@ -20,7 +20,7 @@ from train.loop import run
 from train.report import load_metrics
 from train.step import init_state, jit_train_step, make_train_step
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
+pytestmark = pytest.mark.usefixtures("fast_compilation", "no_plots")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -52,7 +52,7 @@ FLAGS = {
     "model.dtype": "float32",
 }
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "one_device")
+pytestmark = pytest.mark.usefixtures("fast_compilation", "one_device", "no_plots")
 
 
 @pytest.fixture(scope="module")
