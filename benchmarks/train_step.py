@@ -3,7 +3,7 @@
     python -m benchmarks.train_step --preset llama3.2-1b --variants scanned:minimal unrolled:minimal
 
 A variant is `layers:remat`, with `:xla` after it for one that runs no kernels of ours, `:loss=xla`
-or `:loss=reference` for one whose loss alone is XLA's (in chunks, or with all logits), and
+or `:loss=logits` for one whose loss alone is XLA's (in chunks, or with all logits), and
 `:xla_gpu_enable_triton_gemm=false` for an option of XLA.
 All variants work on one state, so they take turns: round after round, each runs a few steps. Wall
 time, median over the rounds. `--kernels` adds the time by kind of kernel, from a profiler trace.
@@ -27,7 +27,6 @@ import train.step
 from benchmarks import ceilings
 from models.sharding import batch_sharding, make_mesh
 from pallas_kernels import hardware, linear_cross_entropy
-from pallas_kernels.linear_cross_entropy.api import LossImplementation
 from train import metrics, xla_flags
 from train.config import PRESET_NAMES, TrainConfig, preset
 from train.data import SyntheticDataset
@@ -38,6 +37,8 @@ from train.step import init_state, make_train_step
 # operations.
 _KINDS = {
     "norm (ours)": r"rms_norm",
+    "GEMM with SwiGLU (ours)": r"gated_matmul",
+    "loss (ours)": r"loss_of_logits|linear_statistics",
     "attention (cuDNN)": r"cudnn|flash|sdpa|fmha",
     "GEMM (XLA's Triton)": r"gemm_fusion",
     "GEMM (cuBLAS)": r"nvjet|gemm|cutlass|xmma",
@@ -48,7 +49,11 @@ _KINDS = {
 }
 
 
-_LOSSES: dict[str, LossImplementation] = {"loss=xla": "xla", "loss=reference": "reference"}
+# Options of `linear_cross_entropy`; a chunk can have as many tokens as there are.
+_LOSSES: dict[str, dict[str, Any]] = {
+    "loss=xla": {"implementation": "xla"},
+    "loss=logits": {"implementation": "xla", "chunk_size": 2**30},
+}
 
 
 @dataclasses.dataclass
@@ -74,26 +79,26 @@ class Way:
 
     Attributes:
       config: of the run.
-      loss: implementation of the loss; None leaves it to the configuration.
+      loss: options of the loss; None leaves them to the configuration.
       options: of XLA.
     """
 
     config: TrainConfig
-    loss: LossImplementation | None
+    loss: dict[str, Any] | None
     options: dict[str, xla_flags.OptionValue]
 
     @classmethod
     def parse(cls, base: TrainConfig, name: str) -> "Way":
         """`base` with `layers:remat` applied and what follows, such as `unrolled:minimal:xla`."""
         layers, remat, *rest = name.split(":")
-        loss: LossImplementation | None = next((_LOSSES[w] for w in rest if w in _LOSSES), None)
+        loss = next((_LOSSES[word] for word in rest if word in _LOSSES), None)
         options = [word for word in rest if word.startswith("xla_")]
         if layers not in ("scanned", "unrolled") or len(rest) != (
             len(options) + ("xla" in rest) + (loss is not None)
         ):
             raise ValueError(
                 f"variant {name!r} must be (scanned|unrolled):REMAT, with ':xla', ':loss=xla', "
-                "':loss=reference' or ':xla_OPTION=VALUE' after it"
+                "':loss=logits' or ':xla_OPTION=VALUE' after it"
             )
         model = dataclasses.replace(
             base.model, scan_layers=layers == "scanned", remat=remat, kernels="xla" not in rest
@@ -103,11 +108,12 @@ class Way:
     def compile(self, *args: Any) -> Any:
         """The step for these arguments; the first is donated."""
         step = jax.jit(make_train_step(self.config), donate_argnums=0)
-        if self.loss is None:
+        changes = self.loss
+        if changes is None:
             return step.lower(*args).compile(self.options)
 
-        def loss(*args: Any, implementation: str, **options: Any) -> Any:
-            return linear_cross_entropy(*args, implementation=self.loss, **options)
+        def loss(*args: Any, **options: Any) -> Any:
+            return linear_cross_entropy(*args, **options | changes)
 
         with mock.patch.object(train.step, "linear_cross_entropy", loss):
             return step.lower(*args).compile(self.options)
