@@ -44,7 +44,7 @@ def _case(config: LlamaConfig) -> Case:
     return Case(functools.partial(loss_and_gradients, config), (params, TOKENS))
 
 
-SCANNED = dataclasses.replace(CONFIG, scan_layers=True, num_hidden_layers=4)
+SCANNED = dataclasses.replace(CONFIG, scan_layers=True, num_hidden_layers=4, kernels=False)
 CASES = {
     "llama3.2-1b": _case(CONFIG),
     "minimal": _case(dataclasses.replace(SCANNED, remat="minimal")),
