@@ -180,16 +180,12 @@ class LlamaConfig:
         size = self.mlp_chunk_size
         if not isinstance(size, int) or size < 0:
             raise ValueError(f"mlp_chunk_size={size!r} must be a whole number from 0 up")
-        if not size:
-            return
-        if self.mlp_bias or self.hidden_act != "silu":
+        if size and (self.mlp_bias or self.hidden_act != "silu"):
             raise ValueError(
                 f"mlp_chunk_size={size} is for hidden_act='silu' without biases, got "
                 f"{self.hidden_act=} and {self.mlp_bias=}"
             )
-        if policy is not None and (
-            policy.tensors is None or {"gate", "up"} & {*policy.tensors, *policy.offloaded}
-        ):
+        if size and policy is not None and {"gate", "up"} & policy.kept:
             raise ValueError(
                 f"mlp_chunk_size={size} makes gate and up again, which {self.remat=} keeps; use "
                 "'full', 'attention', 'mlp_inputs' or 'layer_input@host'"
@@ -652,10 +648,7 @@ def _kept_by_mlp(config: LlamaConfig) -> Literal["gate_up", "x"]:
         return "x"
     if config.remat == AUTO_REMAT or config.mlp_bias:
         return "gate_up"
-    policy = remat_policy(config.remat)
-    if policy.tensors is None:
-        return "gate_up"
-    kept = {*policy.tensors, *policy.offloaded}
+    kept = remat_policy(config.remat).kept
     return "x" if {"residual", "rstd"} <= kept and not {"gate", "up"} & kept else "gate_up"
 
 

@@ -65,6 +65,11 @@ class RematPolicy:
     attention: bool
     description: str = ""
 
+    @property
+    def kept(self) -> frozenset[str]:
+        """Names of the tensors that do not run again, wherever they are kept."""
+        return frozenset(TENSOR_NAMES if self.tensors is None else self.tensors + self.offloaded)
+
     def checkpoint(self, fn: Callable[..., Any], *, in_scan: bool) -> Callable[..., Any]:
         """`fn` under `jax.checkpoint` with this policy.
 

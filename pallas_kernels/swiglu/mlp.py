@@ -201,22 +201,25 @@ def _mlp(
     w_up: Float[Array, "D F"],
     w_down: Float[Array, "F D"],
 ) -> Float[Array, "*T D"]:
-    weights = w_gate, w_up, w_down
-    if plan.chunk_size is None:
-        return _forward(plan, x, *weights)
-    one_chunk = lambda x, _: (None, _forward(plan, x, *weights))
-    return fold_chunks(one_chunk, x, plan.chunk_size, axis=x.ndim - 2)[1]
+    return _forward(plan, x, w_gate, w_up, w_down)
 
 
 def _forward(plan: _Plan, x, w_gate, w_up, w_down):
-    product, *_ = _project(plan, x, w_gate, w_up, keep=False)
-    return _matmul(product, w_down)
+    """The result, without what a backward could keep."""
+
+    def one_chunk(x, _):
+        product, *_ = _project(plan, x, w_gate, w_up, keep=False)
+        return None, _matmul(product, w_down)
+
+    if plan.chunk_size is None:
+        return one_chunk(x, 0)[1]
+    return fold_chunks(one_chunk, x, plan.chunk_size, axis=x.ndim - 2)[1]
 
 
 def _mlp_fwd(plan, x, w_gate, w_up, w_down):
-    if plan.chunk_size is not None:
-        return _mlp(plan, x, w_gate, w_up, w_down), (x, w_gate, w_up, w_down, [])
-    product, *kept = _project(plan, x, w_gate, w_up, keep=plan.save != "x")
+    if plan.save == "x":
+        return _forward(plan, x, w_gate, w_up, w_down), (x, w_gate, w_up, w_down, [])
+    product, *kept = _project(plan, x, w_gate, w_up, keep=True)
     if plan.save == "all":
         product = checkpoint_name(product, "mlp_product")
         kept.append(product)

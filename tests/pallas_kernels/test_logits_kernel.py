@@ -422,14 +422,6 @@ def test_candidates_fit_and_are_kernels_of_their_own(num_columns):
     assert (guess.warpgroups, guess.slots, lines) in rings
 
 
-@pytest.fixture
-def tuned_file(monkeypatch, tmp_path):
-    path = tmp_path / "tuned.json"
-    monkeypatch.setenv(tuning.VARIABLE, str(path))
-    yield path
-    tuning._read.cache_clear()
-
-
 def row(config=BASE, **changes):
     base = {"op": "linear_cross_entropy", "device_kind": H100.kind, "dtype": "bfloat16"}
     return base | {"size": 50257, "config": dataclasses.asdict(config)} | changes

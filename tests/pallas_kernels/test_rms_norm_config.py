@@ -222,14 +222,6 @@ def test_a_name_is_binding(hidden_size, dtypes, message, given):
 # The user's table.
 
 
-@pytest.fixture
-def tuned_file(monkeypatch, tmp_path):
-    path = tmp_path / "tuned.json"
-    monkeypatch.setenv(tuning.VARIABLE, str(path))
-    yield path
-    tuning._read.cache_clear()
-
-
 def row(**changes):
     base = {
         "op": "rms_norm",

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_kernels.mosaic_gpu
 from numerics import assert_as_accurate, quick_jit, rounded, value_and_grads
-from pallas_kernels import swiglu, tuning
+from pallas_kernels import swiglu
 from pallas_kernels.mosaic_gpu import Device
 from pallas_kernels.swiglu import Config, mosaic_gpu
 from pallas_kernels.swiglu.config import (
@@ -212,16 +212,11 @@ def test_invalid_launch_parameters(field, value):
         dataclasses.replace(ONE, bwd_accesses=5)
 
 
-def test_the_users_table_goes_first(monkeypatch, tmp_path):
-    path = tmp_path / "tuned.json"
+def test_the_users_table_goes_first(tuned_file):
     row = {"op": "swiglu", "device_kind": H100.kind, "dtype": "bfloat16", "size": 14336}
-    path.write_text(json.dumps([row | {"config": dataclasses.asdict(ONE)}]))
-    monkeypatch.setenv(tuning.VARIABLE, str(path))
-    try:
-        assert default_config(H100, 14336, F16) == ONE
-        assert default_config(H100, 5632, BF16) == guess_config(H100, BF16)
-    finally:
-        tuning._read.cache_clear()
+    tuned_file.write_text(json.dumps([row | {"config": dataclasses.asdict(ONE)}]))
+    assert default_config(H100, 14336, F16) == ONE
+    assert default_config(H100, 5632, BF16) == guess_config(H100, BF16)
 
 
 # Which implementation runs.
