@@ -356,6 +356,13 @@ class MLP(SwiGLU):
         return self.down_proj(ACTIVATIONS[self.hidden_act](gate) * up)
 
 
+class _Carry(NamedTuple):
+    """What enters a layer: the residual stream, and its norm unless the layer makes that itself."""
+
+    normed: Float[Array, "*T D"] | None
+    residual: Float[Array, "*T D"]
+
+
 class Block(nnx.Module):
     """One layer, cut in two at the attention."""
 
@@ -370,16 +377,24 @@ class Block(nnx.Module):
         self,
         attn_out: Float[Array, "B S N H"],
         residual: Float[Array, "*T D"],
-        next_weight: Float[Array, " D"],
-    ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
-        """From the attention's output to the carry of the next layer, `(normed, residual)`."""
+        next_weight: Float[Array, " D"] | None,
+    ) -> _Carry:
+        """From the attention's output to what the next layer gets.
+
+        Args:
+          attn_out: of all heads.
+          residual: before the attention.
+          next_weight: of the next layer's first norm; None leaves that norm to the next layer.
+        """
         add_norm = functools.partial(_add_norm, self.input_layernorm.options)
         weight = self.post_attention_layernorm.weight[...]
         normed, residual = add_norm(weight, self.self_attn.output(attn_out), residual)
         normed = tokens_of_sequences(normed, attn_out.shape[:2])
         mlp_out = checkpoint_name(self.mlp(normed), "mlp_out")
+        if next_weight is None:
+            return _Carry(None, split_batch(residual + mlp_out))
         normed, residual = add_norm(next_weight, mlp_out, residual)
-        return split_batch(normed), split_batch(residual)
+        return _Carry(split_batch(normed), split_batch(residual))
 
 
 class _RowGroup(NamedTuple):
@@ -546,9 +561,6 @@ class Llama(nnx.Module):
         # twice.
         for name in ("self_attn", "mlp"):
             state[name] = jax.tree.map(lambda a: a.astype(dtype), state[name])
-        norm_weights = jnp.concatenate(
-            [self.layers.input_layernorm.weight[...], self.norm.weight[...][None]]
-        )
         angles = [
             rotary_cos_sin(
                 config.rope_parameters,
@@ -562,27 +574,40 @@ class Llama(nnx.Module):
         # Each half asks for all weights of the layer; those that it does not read are not gathered.
         block_of = lambda state: nnx.merge(graphdef, whole_weights(state))
 
+        # A layer ends with the next one's first norm: one kernel adds and norms. Where that norm is
+        # not kept it is the layer's own to make again, and the residual all that enters: half as
+        # much to keep, and no sum to make again, which would take the down projection. (Over
+        # `tensor` the sum is one of parts, and the kernel is the one that exchanges them.)
+        policy = remat_policy(config.remat)
+        carries_norm = policy.tensors is None or "normed" in policy.kept or tensor_axis()
+        norm = functools.partial(_norm, self.norm.options)
+
         # What enters a checkpoint stays on the device, unless the checkpoint reads it by a name.
-        def project(state, normed, cos, sin):
-            normed = checkpoint_name(normed, "layer_input")
+        # (Only once: two names would be two copies in host memory.)
+        name_input = lambda a: checkpoint_name(a, "layer_input")
+        of_half, of_layer = (name_input, _same) if policy.attention else (_same, name_input)
+
+        def project(state, entering, cos, sin):
+            normed, block = of_half(entering), block_of(state)
+            if not carries_norm:
+                normed = norm(block.input_layernorm.weight[...], normed)
             normed = tokens_of_sequences(normed, shape)
-            return block_of(state).self_attn.project(normed, cos, sin)
+            return block.self_attn.project(normed, cos, sin)
 
         def finish(state, attn_out, residual, next_weight):
-            residual = checkpoint_name(residual, "layer_input")
-            return block_of(state).finish(attn_out, residual, next_weight)
+            return block_of(state).finish(attn_out, of_half(residual), next_weight)
 
         def layer(carries, inputs):
             state, next_weight, layer_input = inputs
             next_carries, outputs = [], []
+            carries = jax.tree.map(of_layer, carries)
             for (normed, residual), (cos, sin), group in zip(carries, angles, groups, strict=True):
-                q, k, v = project(state, normed, cos, sin)
+                q, k, v = project(state, residual if normed is None else normed, cos, sin)
                 attn_out, output = group.attend(q, k, v, layer_input)
                 next_carries.append(finish(state, attn_out, residual, next_weight))
                 outputs.append(output)
             return next_carries, outputs
 
-        policy = remat_policy(config.remat)
         if policy.tensors is None and tensor_axis():
             keep = functools.partial(
                 jax.checkpoint, policy=keep_all_but_weights, prevent_cse=not config.scan_layers
@@ -594,11 +619,16 @@ class Llama(nnx.Module):
         else:
             layer = policy.checkpoint(layer, in_scan=config.scan_layers)
 
-        carries = []
-        for group in groups:
-            residual = self._embed(group.tokens)
-            carries.append((_norm(self.norm.options, norm_weights[0], residual), residual))
-        inputs = (state, norm_weights[1:], layer_inputs)
+        residuals = [self._embed(group.tokens) for group in groups]
+        last_weight = self.norm.weight[...]
+        if carries_norm:
+            weights = self.layers.input_layernorm.weight[...]
+            carries = [_Carry(norm(weights[0], residual), residual) for residual in residuals]
+            next_weights = jnp.concatenate([weights[1:], last_weight[None]])
+        else:
+            carries = [_Carry(None, residual) for residual in residuals]
+            next_weights = None
+        inputs = (state, next_weights, layer_inputs)
         if config.scan_layers:
             carries, outputs = jax.lax.scan(layer, carries, inputs)
         else:
@@ -607,7 +637,11 @@ class Llama(nnx.Module):
                 carries, output = layer(carries, layer_slice)
                 of_layers.append(output)
             outputs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_layers)
-        return [tokens_of_sequences(normed, shape) for normed, _ in carries], outputs
+        hidden = [
+            norm(last_weight, residual) if normed is None else normed
+            for normed, residual in carries
+        ]
+        return [tokens_of_sequences(a, shape) for a in hidden], outputs
 
     def _embed(self, tokens: Int[Array, "B S"]) -> Float[Array, "*T D"]:
         table = self.embed_tokens.embedding[...]
@@ -693,6 +727,10 @@ def _add_norm(
         return add_rms_norm(x, residual, weight, **options)
 
     return map_over_batch(add_norm)(weight, (x, residual))
+
+
+def _same(a: Any) -> Any:
+    return a
 
 
 def _keep_all_but_fills(primitive: Any, *_: Any, **__: Any) -> bool:

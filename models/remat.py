@@ -4,6 +4,11 @@ The layers tag their tensors with `jax.ad_checkpoint.checkpoint_name`, their inp
 data: the names to keep on the device and the names to keep in host memory; all others are computed
 again from the nearest tensors that are kept.
 
+A layer begins with the residual stream alone and ends with `residual + mlp_out`, so that what made
+`mlp_out` runs only once. Where `normed` is kept it begins with the residual and its norm and ends
+with the next layer's, for which one kernel makes sum and norm. So it is too where the layers are
+split over `tensor`; there `mlp_out` is what the exchange adds up.
+
 `attention` is not a tensor: it keeps everything the backward of the attention needs (q, k, v, its
 output and its softmax statistics) on the device. Names cannot do that, because the statistics live
 inside the attention's own gradient rule (cuDNN's is not ours to tag, and no public function takes
@@ -99,7 +104,7 @@ POLICIES = {
     "full": RematPolicy(
         tensors=(),
         attention=False,
-        description="keeps what enters the layer; all of its forward runs again",
+        description="keeps what enters the layer; all that its backward reads runs again",
     ),
     "attention": RematPolicy(
         tensors=(),

@@ -49,15 +49,18 @@ RECOMPUTED_GEMMS = {
     "minimal": 0,
     "offload": 0,
     "mlp_inputs": 2,
-    # The down projection: the norm that follows it needs the sum of its output and the residual.
-    "gate,up,attn_proj,attention": 1,
-    CUSTOM: 2,
+    # Where `normed` is not kept, the first norm is made again from what enters the layer, and
+    # nobody needs the down projection's output.
+    "gate,up,attn_proj,attention": 0,
+    # Where it is kept, the norm that ends the layer needs that output to make its input again.
+    "normed,attn_proj,attention": 3,
+    CUSTOM: 1,
     # The norms run again, from the residuals. (A kernel would make the residual again with them.)
     TO_HOST: 0,
-    "attention": 4,
-    "q,k,v": 6,
-    "gate": 8,
-    "full": 9,
+    "attention": 3,
+    "q,k,v": 5,
+    "gate": 7,
+    "full": 8,
 }
 RUNS_ATTENTION_AGAIN = {"q,k,v", "gate", "full"}
 
@@ -233,8 +236,8 @@ def test_memory_falls_from_none_to_full(scan_layers):
 
     none, minimal, full = map(temporary_bytes, ("none", "minimal", "full"))
     assert full < minimal
-    # Of what `none` keeps in a layer, `full` drops all but the two arrays that enter it.
-    assert none - full > (L - 1) * 4 * B * S * (2 * F + 2 * N * S)
+    # Of what `none` keeps in a layer: gate, up, and one of two arrays of the softmax.
+    assert none - full > (L - 1) * 4 * B * S * (2 * F + N * S)
 
 
 # q in groups, k and v, and two halves of the softmax's gradient; the last two are its statistics.
@@ -246,8 +249,8 @@ ATTENTION = [*SOFTMAX, (B, S, N, H)]
 MASKS, POSITIONS = [(*HEADS, S, S)] * 2, [(1, S, 1, H // 2)] * 4
 # What each policy keeps of a layer, and once for a scan.
 KEPT = {
-    "full": ([(B, S, D)] * 2, []),
-    "attention": (ATTENTION + [(B, S, D)] * 2, MASKS),
+    "full": ([(B, S, D)], []),
+    "attention": ([*ATTENTION, (B, S, D)], MASKS),
     # normed as it enters the layer and the MLP, residual as it leaves both halves; two rstd.
     "mlp_inputs": (ATTENTION + [(B, S, D)] * 4 + [(B, S, 1)] * 2, MASKS),
     "minimal": (ATTENTION + [(B, S, D)] * 4 + [(B, S, 1)] * 2 + [(B, S, F)] * 2, MASKS),
@@ -255,7 +258,7 @@ KEPT = {
         ATTENTION + [("host", B, S, D)] * 4 + [(B, S, 1)] * 2 + [("host", B, S, F)] * 2,
         MASKS,
     ),
-    TO_HOST: (ATTENTION + [(B, S, D)] * 3 + [("host", B, S, F)] * 2, MASKS),
+    TO_HOST: (ATTENTION + [(B, S, D)] * 2 + [("host", B, S, F)] * 2, MASKS),
     # Without a checkpoint, all that some derivative multiplies with; of the MLP gate and up.
     "none": (SOFTMAX + [(B, S, D)] * 9 + [(B, S, 1)] * 4 + [(B, S, F)] * 2, MASKS + POSITIONS),
 }
@@ -269,7 +272,7 @@ def stacked(shape):
 @in_each_layout(KEPT)
 def test_what_is_kept(remat, scan_layers):
     of_layer, of_all_layers = KEPT[remat]
-    # Outside of the layers: gathered embeddings and first norm.
+    # Outside of the layers: gathered embeddings, and the first norm or the last.
     expected = Counter({(B, S, D): 3, (B, S, 1): 3})
     if remat != "none":
         expected[1, S, H // 2] = 2  # cosines and sines
@@ -277,8 +280,6 @@ def test_what_is_kept(remat, scan_layers):
         expected += Counter([*map(stacked, of_layer), *of_all_layers])
     else:
         expected += Counter((of_layer + of_all_layers) * L)
-        if remat in ("full", "attention"):
-            expected[B, S, D] -= 1  # The residual that enters the first layer is the embeddings.
     assert kept(remat, scan_layers) == expected
 
 
@@ -293,7 +294,6 @@ def test_what_is_kept(remat, scan_layers):
         ("attn_proj", [(B, S, D)]),
         ("gate", [(B, S, F)]),
         ("up", [(B, S, F)]),
-        ("mlp_out", [(B, S, D)]),
         ("rstd", [(B, S, 1)] * 2),
         ("gate, rstd", [(B, S, F)] + [(B, S, 1)] * 2),
     ],
@@ -304,15 +304,20 @@ def test_a_name_keeps_its_tensor_and_nothing_else(name, shapes, scan_layers):
     assert kept(name, scan_layers) == full + expected
 
 
-def residuals(scan_layers):
-    # The residual between attention and MLP. The one after the MLP enters the next layer and so is
-    # kept in any case, but for the last layer's.
-    return Counter({(L, B, S, D): 1} if scan_layers else {(B, S, D): L + 1})
+@each_layout
+def test_what_leaves_the_mlp_is_kept_where_a_norm_follows(scan_layers):
+    expected = Counter([(L, B, S, D)] if scan_layers else [(B, S, D)] * L)
+    assert kept("normed,mlp_out", scan_layers) == kept("normed", scan_layers) + expected
+    # Elsewhere the backward does not read it.
+    assert kept("mlp_out", scan_layers) == kept("full", scan_layers)
 
 
 @each_layout
 def test_the_residual_is_kept_once(scan_layers):
-    assert kept("residual", scan_layers) == kept("full", scan_layers) + residuals(scan_layers)
+    # The one between attention and MLP. The one after the MLP enters the next layer and so is kept
+    # in any case.
+    expected = Counter([(L, B, S, D)] if scan_layers else [(B, S, D)] * L)
+    assert kept("residual", scan_layers) == kept("full", scan_layers) + expected
 
 
 @pytest.mark.parametrize(
@@ -325,8 +330,8 @@ def test_a_name_with_host_goes_to_host_memory(name, shape, number):
 
 
 def test_what_enters_a_layer_may_go_to_host_memory():
-    on_device = Counter({(L, B, S, D): 2})
-    expected = kept("full", True) - on_device + Counter({("host", L, B, S, D): 2})
+    on_device = Counter({(L, B, S, D): 1})
+    expected = kept("full", True) - on_device + Counter({("host", L, B, S, D): 1})
     assert kept("layer_input@host", True) == expected
     assert kept("layer_input", True) == kept("full", True)
 

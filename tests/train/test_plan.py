@@ -417,9 +417,9 @@ def test_estimates_agree_with_what_was_measured(estimates):
 
 
 def test_estimated_memory_agrees_with_the_compiler_s(estimates):
-    # GiB, from the same table.
-    measured = {"minimal": 33.3, "attention": 24.9, "full": 22.4}
-    for remat, gib in measured.items():
+    # GiB, compiled for an H100 by JAX 0.11.2.
+    compiled = {"minimal": 34.6, "attention": 23.7, "full": 21.2}
+    for remat, gib in compiled.items():
         assert estimates[True, remat][1] / GIB == pytest.approx(gib, rel=0.1), remat
 
 
