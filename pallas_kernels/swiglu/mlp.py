@@ -18,8 +18,10 @@ Backward: `dproduct = dy @ w_down.T`, then dgate, dup and the product from it an
 pass, then `dw_down = product.T @ dy`, `dw_gate = x.T @ dgate`, `dw_up = x.T @ dup` and
 `dx = dgate @ w_gate.T + dup @ w_up.T`.
 
-The backward's operands go through an `optimization_barrier`. XLA would else find that the forward
-has computed the same, be it the projections or a sigmoid, and keep it.
+XLA's backward takes its operands through an `optimization_barrier`. It would else find that the
+forward has computed the same, be it the projections or a sigmoid, and keep it. What kernels compute
+cannot be matched, and in a `lax.scan` over layers the barrier would copy gate and up, which theirs
+reads where they are stacked.
 
 The weights of gate and up are two arrays, as in checkpoints. In one, `[D, 2, F]`, `dx` would be one
 GEMM; but stacking dgate and dup keeps XLA from making them with the product in one pass (it wrote
@@ -229,7 +231,8 @@ def _mlp_fwd(plan, x, w_gate, w_up, w_down):
 def _mlp_bwd(plan, saved, dy):
     x, w_gate, w_up, w_down, kept = saved
     weights = w_gate, w_up, w_down
-    x, kept, dy = jax.lax.optimization_barrier((x, kept, dy))
+    if not plan.backward_kernel:  # with it the forward has one too
+        x, kept, dy = jax.lax.optimization_barrier((x, kept, dy))
     if plan.chunk_size is None:
         return _backward(plan, x, weights, kept, dy, [w.dtype for w in weights])
 

@@ -49,6 +49,7 @@ CASES = {
     "llama3.2-1b": _case(CONFIG),
     "minimal": _case(dataclasses.replace(SCANNED, remat="minimal")),
     "offload": _case(dataclasses.replace(SCANNED, remat="offload")),
+    "scanned": _case(dataclasses.replace(SCANNED, remat="minimal", kernels=True)),
 }
 
 
@@ -71,6 +72,15 @@ def test_compiles(compiled, chip, case):
         if instruction.is_kernel:
             read = [program.instructions[operand] for operand in instruction.operands]
             assert not any(part.opcode in ("copy", "transpose") for part in read), name
+
+
+@pytest.mark.parametrize("chip, case", [("h100", "scanned")])
+def test_the_backward_reads_gate_and_up_where_they_are_stacked(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    of_layer = (*TOKENS.shape, SCANNED.intermediate_size)
+    made = [shape for i in program.instructions.values() for _, shape in i.outputs]
+    assert made.count((SCANNED.num_hidden_layers, *of_layer)) > 0
+    assert made.count((1, *of_layer)) == 0  # a slice that is copied
 
 
 @pytest.mark.parametrize("chip, case, baseline", [("h100", "offload", "minimal")])
