@@ -82,6 +82,7 @@ SETTINGS = (
     Setting("ours, chunks of 1024", _ours(chunk_size=1024)),
     Setting("ours, chunks of 512", _ours(chunk_size=512)),
     Setting("ours, bfloat16 sums", _ours(accum_dtype=jnp.bfloat16), "bfloat16"),
+    Setting("ours, one chunk", _ours(chunk_size=2**30)),
     Setting("ours, 8192 columns", _ours(vocab_chunk_size=8192), "float32"),
     Setting("ours, 2048 columns", _ours(vocab_chunk_size=2048), "float32"),
     Setting("ours, loss alone", _ours(), gradients=False),

@@ -270,6 +270,10 @@ def _quack_add_rms_norm() -> Callable[..., Any]:
     return lambda x, residual, weight: rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=True)
 
 
+def _quack_linear_cross_entropy() -> Callable[..., Any]:
+    return importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+
+
 def _cce() -> Callable[..., Any]:
     return importlib.import_module("cut_cross_entropy").linear_cross_entropy
 
@@ -314,6 +318,13 @@ _PEERS = (
         "liger-kernel",
         LINEAR_CROSS_ENTROPY,
         _liger_linear_cross_entropy,
+    ),
+    Peer(
+        "linear_cross_entropy",
+        "QuACK",
+        "quack-kernels",
+        LINEAR_CROSS_ENTROPY,
+        _quack_linear_cross_entropy,
     ),
     Peer("linear_cross_entropy", "CCE", "cut-cross-entropy", LINEAR_CROSS_ENTROPY, _cce),
 )

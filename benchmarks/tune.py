@@ -13,6 +13,7 @@ into a JSON file that the kernels read instead.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -22,9 +23,9 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
@@ -220,13 +221,31 @@ def inaccuracy(
     return None
 
 
-def spills(dump: Path) -> str | None:
-    """What ptxas says of spilled registers in the files of a compilation, or None."""
-    logs = [path.read_text(errors="replace") for path in dump.glob("*.ptxas")]
-    if not logs:
+@contextlib.contextmanager
+def captured_stdout() -> Iterator[IO[bytes]]:
+    """Yields a file that gets what the process prints meanwhile, its C++ included.
+
+    Mosaic GPU prints there what ptxas says. It can write it into a folder too, but then it writes
+    its layout constraints as well, and making text of those takes longer than compiling.
+    """
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            yield file
+        finally:
+            sys.stdout.flush()
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
+def spills(ptxas: str) -> str | None:
+    """What ptxas says of spilled registers, or None."""
+    found = [int(size) for size in re.findall(r"(\d+) bytes spill stores", ptxas)]
+    if not found:
         return "no output of ptxas to look for spills in"
-    found = [int(size) for log in logs for size in re.findall(r"(\d+) bytes spill stores", log)]
-    return f"spills {max(found)} bytes" if max(found, default=0) else None
+    return f"spills {max(found)} bytes" if max(found) else None
 
 
 def sweep(
@@ -236,7 +255,6 @@ def sweep(
     direction: Direction,
     candidates: Sequence[Config],
     *,
-    dump: Path,
     rounds: int,
 ) -> Sweep:
     """Compiles, checks and times the candidates of one direction.
@@ -256,15 +274,16 @@ def sweep(
         kept = ops.keep(contender(op, candidates[0]), sets)
     cases, timings = {}, {}
     for config in candidates:
-        for path in dump.iterdir():
-            path.unlink()
         try:
-            prepared = ops.prepare(contender(op, config), sets, direction, kept=kept)
-            got = checked(prepared)
+            with captured_stdout() as file:
+                prepared = ops.prepare(contender(op, config), sets, direction, kept=kept)
+                got = checked(prepared)
+                file.seek(0)
+                ptxas = file.read().decode(errors="replace")
         except Exception as error:  # that a candidate does not compile is a result
             timings[config] = timing.Timing(error=timing.first_line(error))
             continue
-        if reason := spills(dump) or inaccuracy(got, plain, exact):
+        if reason := spills(ptxas) or inaccuracy(got, plain, exact):
             timings[config] = timing.Timing(error=reason)
         else:
             cases[config] = timing.Case(str(config), prepared.calls)
@@ -385,10 +404,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"{op} needs --{sizes.replace('_', '-')}")
 
     device_kind = timing.require_gpu()
-    # Mosaic GPU reads these when it compiles.
-    dump = Path(tempfile.mkdtemp(prefix="ptxas"))
-    os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump)
-    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # Mosaic GPU reads it when it compiles
     # A program from the cache would not pass through ptxas.
     jax.config.update("jax_enable_compilation_cache", False)
 
@@ -397,9 +413,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for size in getattr(args, _TUNABLES[op].sizes):
             num_elements = args.num_elements or _TUNABLES[op].num_elements
             shape = (max(num_elements // size, 1), size)
-            run = functools.partial(
-                sweep, op, shape, jnp.dtype(args.dtype), dump=dump, rounds=args.rounds
-            )
+            run = functools.partial(sweep, op, shape, jnp.dtype(args.dtype), rounds=args.rounds)
             found = tune(op, shape, args.dtype, run)
             if found is None:
                 failed.append(f"{op} {size}")
