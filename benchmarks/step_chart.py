@@ -1,8 +1,9 @@
 """Draws time and memory of training steps, a bar for each row of the tables of results.
 
-    python -m benchmarks.step_chart OURS.md TORCH.md OUT.png
+    python -m benchmarks.step_chart OURS.md NEWER.md TORCH.md OUT.png
 
-The tables are those that `benchmarks.train_step` and `benchmarks.train_step_torch` write.
+The tables are those that `benchmarks.train_step` and `benchmarks.train_step_torch` write; of a
+variant that several have, the last counts.
 """
 
 import argparse
@@ -47,8 +48,8 @@ def rows_of(text: str) -> list[tuple[str, float, float]]:
 
 def draw(texts: Sequence[str]) -> Figure:
     """The figure; the title is the first line of the first file, with its date and device."""
-    rows = [row for text in texts for row in rows_of(text)]
-    rows.sort(key=lambda row: row[1])
+    by_variant = {row[0]: row for text in texts for row in rows_of(text)}
+    rows = sorted(by_variant.values(), key=lambda row: row[1])
     labels = [_NAMES.get(name, name.replace(":", ", ")) for name, _, _ in rows]
     colors = [_THEIRS if name in _NAMES else _OURS for name, _, _ in rows]
     layout = ConstrainedLayoutEngine(w_pad=0.1)

@@ -3,7 +3,8 @@
 The textbook layer is `h += attention(norm(h)); h += mlp(norm(h))`. Here the first norm stands alone
 and every half-layer ends in `add_rms_norm` with the weight of the norm that comes next, so the
 carry is the pair `(normed, residual)` and no norm is ever run without the addition before it.
-(LMDeploy's arrangement; values and gradients are the textbook's.)
+(LMDeploy's arrangement; values and gradients are the textbook's.) Where the backward makes norms
+again, a layer hands on the residual alone; see `models.remat`.
 
 Parameter names are Hugging Face's. The layers' parameters are stacked on axis 0, scanned or
 unrolled alike.

@@ -37,9 +37,12 @@ def test_chart(tmp_path):
     path.write_text(TABLE)
     step_chart.main([str(path), str(path), str(tmp_path / "steps.png")])
     assert (tmp_path / "steps.png").stat().st_size > 1000
-    figure = step_chart.draw([TABLE])
+    newer = TABLE.replace("| liger:full | 400.0", "| liger:full | 390.0").replace("20.3", "20.1")
+    figure = step_chart.draw([TABLE, newer.replace("280.6", "281.6")])
     assert figure.get_suptitle() == "Training step of a model, 2026-11-21, NVIDIA H100"
     left, right = figure.axes
     assert left.get_yticklabels()[0].get_text() == "scanned, minimal"
     bars = [bar for bar in right.patches if isinstance(bar, Rectangle)]
-    assert [bar.get_width() for bar in bars] == [34.7, 20.3]
+    assert [bar.get_width() for bar in bars] == [34.7, 20.1]
+    bars = [bar for bar in left.patches if isinstance(bar, Rectangle)]
+    assert [bar.get_width() for bar in bars] == [281.6, 390]
