@@ -4,9 +4,8 @@ The environment variable `PALLAS_KERNELS_TUNED` names a JSON file as `python -m 
 writes it: a list of objects with the keys `op`, `device_kind`, `dtype`, `size`, `config` (the
 fields of the `Config` of the operation's kernel) and `measured` (free text). `size` is the length
 of the arrays' last axis: the hidden size of a norm, the intermediate size of SwiGLU, and for the
-linear cross-entropy the columns of its logits, so the vocabulary. (It was called `hidden_size`,
-which is still read.) A row here goes before the rows that come with the library. The file is read
-once in a process.
+linear cross-entropy the columns of its logits, so the vocabulary. A row here goes before the rows
+that come with the library. The file is read once in a process.
 """
 
 import functools
@@ -33,8 +32,7 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
     """What a row is for: its values of `KEYS`."""
-    size = row["size"] if "size" in row else row["hidden_size"]
-    return *(row[name] for name in KEYS[:-1]), size
+    return tuple(row[name] for name in KEYS)
 
 
 def lookup[Config](

@@ -85,11 +85,8 @@ def default_config(device: Device, num_columns: int, dtype: DTypeLike) -> Config
       dtype: of the logits.
     """
     key = device.kind, tuning.dtype_name(dtype), num_columns
-    if (config := tuning.lookup(Config, "linear_cross_entropy", *key)) is not None:
-        return config
-    if (config := _TUNED.get(key)) is not None:
-        return config
-    return guess_config(device, dtype)
+    users = tuning.lookup(Config, "linear_cross_entropy", *key)
+    return users or _TUNED.get(key) or guess_config(device, dtype)
 
 
 def guess_config(device: Device, dtype: DTypeLike) -> Config:

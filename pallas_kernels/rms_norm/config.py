@@ -107,13 +107,12 @@ def default_config(device: Device, hidden_size: int, dtype: DTypeLike, *, add: b
       dtype: of `x`.
       add: whether a residual is added.
     """
-    name = tuning.dtype_name(dtype)
-    op = "add_rms_norm" if add else "rms_norm"
-    if (config := tuning.lookup(Config, op, device.kind, name, hidden_size)) is not None:
-        return config
-    if (config := _TUNED.get((device.kind, name, hidden_size, add))) is not None:
-        return config
-    return guess_config(device, hidden_size, dtype, add=add)
+    key = device.kind, tuning.dtype_name(dtype), hidden_size
+    return (
+        tuning.lookup(Config, "add_rms_norm" if add else "rms_norm", *key)
+        or _TUNED.get((*key, add))
+        or guess_config(device, hidden_size, dtype, add=add)
+    )
 
 
 def guess_config(device: Device, hidden_size: int, dtype: DTypeLike, *, add: bool) -> Config:

@@ -59,13 +59,8 @@ def default_config(device: Device, intermediate_size: int, dtype: DTypeLike) -> 
       intermediate_size: F.
       dtype: of `gate` and `up`.
     """
-    name = tuning.dtype_name(dtype)
-    config = tuning.lookup(Config, "swiglu", device.kind, name, intermediate_size)
-    if config is not None:
-        return config
-    if (config := _TUNED.get((device.kind, name, intermediate_size))) is not None:
-        return config
-    return guess_config(device, dtype)
+    key = device.kind, tuning.dtype_name(dtype), intermediate_size
+    return tuning.lookup(Config, "swiglu", *key) or _TUNED.get(key) or guess_config(device, dtype)
 
 
 # What loads of one multiprocessor should have on their way. In a microsecond, about the latency of

@@ -512,6 +512,3 @@ def test_new_entries_replace_those_of_the_same_case():
     assert tune.merge_entries(old, new) == [new[0], old[1], new[1], new[2]]
     for changed in ({"dtype": "float32"}, {"device_kind": "NVIDIA H200"}):
         assert len(tune.merge_entries(old, [entry(1024, "new", **changed)])) == 3
-    # What `size` was called.
-    renamed = [{"hidden_size" if k == "size" else k: v for k, v in e.items()} for e in old]
-    assert tune.merge_entries(renamed, new) == [new[0], renamed[1], new[1], new[2]]

@@ -78,21 +78,25 @@ def run(
     return compiled(mode, num_columns, options, config, vocab)(**args, lse=lse)
 
 
+@functools.partial(quick_jit, static_argnums=(0, 1))
+def token_loss_formulas(options, vocab, logits, labels, coefficients, bias, lse):
+    if bias is not None:
+        logits += bias
+    found = token_loss.statistics(logits, labels, options)
+    lse = found.lse if lse is None else lse
+    return found, token_loss.dlogits(logits, lse, labels, coefficients, options, vocab)
+
+
 def formulas(args, dtype, *, num_columns=NUM_COLUMNS, options=PLAIN, lse=None, vocab=None):
     """The same by `token_loss`, in this dtype."""
     with jax.enable_x64(True):
-        cast = lambda a: jnp.asarray(np.asarray(a).astype(dtype))
-        logits = cast(args["logits"])[:, :num_columns]
-        if args["bias"] is not None:
-            logits += cast(args["bias"])
-        found = token_loss.statistics(logits, args["labels"], options)
-        dlogits = token_loss.dlogits(
-            logits,
-            found.lse if lse is None else cast(lse),
-            args["labels"],
-            cast(args["coefficients"]),
+        cast = lambda a: None if a is None else jnp.asarray(np.asarray(a).astype(dtype))
+        found, dlogits = token_loss_formulas(
             options,
             vocab or num_columns,
+            jnp.asarray(np.asarray(args["logits"])[:, :num_columns].astype(dtype)),
+            args["labels"],
+            *map(cast, (args["coefficients"], args["bias"], lse)),
         )
         return [np.asarray(a) for a in found], np.asarray(dlogits)
 
