@@ -250,12 +250,6 @@ def test_the_users_row_goes_before_the_one_that_comes_with_the_library(monkeypat
     assert choose(DEVICES[0], 4096, BF16) == guess_config(DEVICES[0], 4096, BF16, add=False)
 
 
-def test_a_row_whose_size_has_its_old_name(tuned_file):
-    old = {"hidden_size" if key == "size" else key: value for key, value in row().items()}
-    tuned_file.write_text(json.dumps([old]))
-    assert default_config(H100, 4096, BF16, add=False) == BASE
-
-
 def test_without_the_variable_there_is_no_table(monkeypatch):
     for value in (None, ""):
         monkeypatch.delenv(tuning.VARIABLE, raising=False)
