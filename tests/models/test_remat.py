@@ -236,8 +236,10 @@ def test_memory_falls_from_none_to_full(scan_layers):
 
     none, minimal, full = map(temporary_bytes, ("none", "minimal", "full"))
     assert full < minimal
-    # Of what `none` keeps in a layer: gate, up, and one of two arrays of the softmax.
-    assert none - full > (L - 1) * 4 * B * S * (2 * F + N * S)
+    # Of what `none` keeps in a layer, `full` drops all but what enters it. (For CPUs XLA starts
+    # some recomputation of unrolled layers early: with it, one of two arrays of the softmax.)
+    softmax_arrays = 2 if scan_layers else 1
+    assert none - full > (L - 1) * 4 * B * S * (2 * F + softmax_arrays * N * S)
 
 
 # q in groups, k and v, and two halves of the softmax's gradient; the last two are its statistics.
