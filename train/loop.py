@@ -192,7 +192,10 @@ def _train(
     def log(step: int, values: dict[str, Any], wait_s: float) -> None:
         watchdog.begin(f"step {step}")
         values = {name: value.item() for name, value in jax.device_get(values).items()}
-        throughput.update(config.data.tokens_per_step)
+        # Results of a step are read once the next has been sent to the device, which takes until
+        # there is room in its queue. The last has no next one, and would seem up to a step shorter.
+        if step < config.steps or throughput.tokens_per_s is None:
+            throughput.update(config.data.tokens_per_step)
         speed = throughput.tokens_per_s
         row = {
             "step": step,
