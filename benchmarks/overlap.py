@@ -38,7 +38,6 @@ _PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
 # What training compiles with, nothing, and what could change the schedule, one idea at a time.
 SETS: dict[str, dict[str, xla_flags.OptionValue]] = {
     "training": xla_flags.OPTIONS,
-    "training, groups": xla_flags.OPTIONS | xla_flags.OPTIONS_OF_GROUPS,
     "none": {},
     "no-latency-hiding": {"xla_gpu_enable_latency_hiding_scheduler": False},
     "effort-O1": {"optimization_level": "O1"},
@@ -111,7 +110,6 @@ def config_of(arguments: argparse.Namespace, fsdp: int, tensor: int) -> TrainCon
         *("--model.vocab-size", str(arguments.vocab_size), "--model.remat", arguments.remat),
         f"--model.{'' if arguments.scan else 'no-'}scan-layers",
         *("--mesh.fsdp", str(fsdp), "--mesh.tensor", str(tensor)),
-        *("--model.row-groups", str(arguments.row_groups)),
         *("--data.batch-size", str(arguments.rows * fsdp)),
         *("--data.sequence-length", str(arguments.sequence_length)),
     ]
@@ -168,7 +166,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--meshes", nargs="+", default=["1x4", "4x1", "2x2"], metavar="FSDPxTENSOR")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--rows", type=int, default=2, help="of each share of the batch")
-    parser.add_argument("--row-groups", type=int, default=1, help="see LlamaConfig")
     parser.add_argument("--device", default="h100", help="without --run")
     parser.add_argument("--run", action="store_true")
     parser.add_argument("--rounds", type=int, default=10)

@@ -5,10 +5,10 @@
 All GPUs of this host share the sequences. Contenders: `all-reduce`, the same Llama partitioned by
 XLA from the shardings of its parameters alone, without kernels (it cannot partition those), which
 sums after each half-layer and does the norms of all tokens on every device; ours, whose residual
-stream is split by tokens; that with two `row_groups`; and with the peer-memory kernel of
-`sharded_add_rms_norm` between the half-layers. A few layers with a small vocabulary, bfloat16
-parameters, random tokens; wall time of loss and gradients over the number of layers, median over
-interleaved rounds. Memory is XLA's analysis of the program, beside its arguments and results.
+stream is split by tokens; and ours with the peer-memory kernel of `sharded_add_rms_norm` between
+the half-layers. A few layers with a small vocabulary, bfloat16 parameters, random tokens; wall time
+of loss and gradients over the number of layers, median over interleaved rounds. Memory is XLA's
+analysis of the program, beside its arguments and results.
 """
 
 import argparse
@@ -54,8 +54,6 @@ def contender(name: str, config: TrainConfig) -> Iterator[TrainConfig]:
             mock.patch.object(train.step, "tensor_axis", lambda: None),
         ):
             yield dataclasses.replace(config, model=model)
-    elif name == "two groups":
-        yield dataclasses.replace(config, model=dataclasses.replace(config.model, row_groups=2))
     elif name == "peer kernel":
         with mock.patch.object(models.llama, "sharded_add_rms_norm", with_peer_kernel):
             yield config
@@ -63,7 +61,7 @@ def contender(name: str, config: TrainConfig) -> Iterator[TrainConfig]:
         yield config
 
 
-CONTENDERS = ("all-reduce", "ours", "two groups", "peer kernel")
+CONTENDERS = ("all-reduce", "ours", "peer kernel")
 
 
 def config_of(arguments: argparse.Namespace) -> TrainConfig:
@@ -113,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             start = time.perf_counter()
             with contender(name, config) as traced:
                 gradients = jax.jit(make_gradients(traced), out_shardings=(None, shardings))
-                options = compiler_options(devices, row_groups=traced.model.row_groups)
+                options = compiler_options(devices)
                 programs[name] = gradients.lower(params, batch).compile(options)
             metrics, _ = programs[name](params, batch)
             losses[name] = metrics["loss"].item(), metrics["grad_norm"].item()

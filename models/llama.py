@@ -18,7 +18,7 @@ gather is not that function's, so that the carry, which every policy keeps, is t
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -62,7 +62,6 @@ _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "max_position_embeddings",
-    "row_groups",
 )
 
 
@@ -99,10 +98,6 @@ class LlamaConfig:
         as "attention,residual,gate@host,up@host"; see `models.remat`. Host memory needs
         `scan_layers`. "auto" leaves it to `python -m train`, which takes the fastest policy that
         fits the device.
-      row_groups: on devices that share sequences (`tensor` above 1), groups that the sequences of
-        these devices are dealt to. A layer does one after the other, and what one exchanges XLA can
-        hide behind what another computes. Must divide their number. With `fsdp` above 1, too, each
-        group gathers a layer's weights.
       mlp_chunk_size: positions of a sequence whose gate and up exist at a time, where a layer's are
         too large together; 0 is all. Needs a `remat` that keeps neither, and an MLP without biases.
       kernels: whether the operations may run as Mosaic GPU kernels; False leaves all to XLA, for
@@ -134,7 +129,6 @@ class LlamaConfig:
     param_dtype: str = "float32"
     scan_layers: bool = True
     remat: str = "minimal"
-    row_groups: int = 1
     mlp_chunk_size: int = 0
     kernels: bool = True
     attention_implementation: Literal["xla", "cudnn"] | None = None
@@ -398,14 +392,6 @@ class Block(nnx.Module):
         return _Carry(split_batch(normed), split_batch(residual))
 
 
-class _RowGroup(NamedTuple):
-    """Some sequences, and their attention."""
-
-    tokens: Int[Array, "B S"]
-    positions: Int[Array, "#B S"]
-    attend: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
-
-
 class Llama(nnx.Module):
     """The model, from tokens to normalized hidden states; logits and loss are made from those.
 
@@ -476,29 +462,10 @@ class Llama(nnx.Module):
             )
         if positions is None:
             positions = jnp.arange(sequence_length, dtype=jnp.int32)[None]
-        rows = len(tokens)
-        num_groups = self.config.row_groups if tensor_axis() else 1
-        if rows % num_groups:
-            raise ValueError(
-                f"row_groups={num_groups} must divide the {rows} sequences that devices share; use "
-                "fewer groups, or a larger batch"
-            )
-        shared = [positions] * num_groups if len(positions) == 1 else None
-        split = lambda a: jnp.split(a, num_groups)
-        groups = [
-            _RowGroup(tokens, positions, self._attention(segment_ids))
-            for tokens, positions, segment_ids in zip(
-                split(tokens),
-                shared or split(positions),
-                [None] * num_groups if segment_ids is None else split(segment_ids),
-                strict=True,
-            )
-        ]
-        hidden = self._run(groups, None)[0]
-        return hidden[0] if num_groups == 1 else jnp.concatenate(hidden)
+        return self.run_layers(tokens, positions, self._attention(segment_ids))[0]
 
     def _attention(self, segment_ids: Int[Array, "B S"] | None) -> Callable[..., Any]:
-        """What `run_layers` takes."""
+        """The attention of whole sequences, for `run_layers`."""
         mask = None
         if segment_ids is not None:
             mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
@@ -536,15 +503,8 @@ class Llama(nnx.Module):
         Returns:
           The hidden states and the layers' outputs, stacked.
         """
-        (hidden,), (outputs,) = self._run([_RowGroup(tokens, positions, attend)], layer_inputs)
-        return hidden, outputs
-
-    def _run(
-        self, groups: Sequence[_RowGroup], layer_inputs: Any
-    ) -> tuple[list[Float[Array, "B S D"]], list[Any]]:
-        """`run_layers` for several groups of as many sequences."""
         config = self.config
-        shape = groups[0].tokens.shape
+        shape = tokens.shape
         if config.remat == AUTO_REMAT:
             raise ValueError(
                 f"remat={config.remat!r} is not a policy: `python -m train` replaces it with one "
@@ -562,15 +522,12 @@ class Llama(nnx.Module):
         # twice.
         for name in ("self_attn", "mlp"):
             state[name] = jax.tree.map(lambda a: a.astype(dtype), state[name])
-        angles = [
-            rotary_cos_sin(
-                config.rope_parameters,
-                group.positions,
-                head_dim=config.head_dim,
-                max_position_embeddings=config.max_position_embeddings,
-            )
-            for group in groups
-        ]
+        cos, sin = rotary_cos_sin(
+            config.rope_parameters,
+            positions,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+        )
 
         # Each half asks for all weights of the layer; those that it does not read are not gathered.
         block_of = lambda state: nnx.merge(graphdef, whole_weights(state))
@@ -588,7 +545,7 @@ class Llama(nnx.Module):
         name_input = lambda a: checkpoint_name(a, "layer_input")
         of_half, of_layer = (name_input, _same) if policy.attention else (_same, name_input)
 
-        def project(state, entering, cos, sin):
+        def project(state, entering):
             normed, block = of_half(entering), block_of(state)
             if not carries_norm:
                 normed = norm(block.input_layernorm.weight[...], normed)
@@ -598,16 +555,12 @@ class Llama(nnx.Module):
         def finish(state, attn_out, residual, next_weight):
             return block_of(state).finish(attn_out, of_half(residual), next_weight)
 
-        def layer(carries, inputs):
+        def layer(carry, inputs):
             state, next_weight, layer_input = inputs
-            next_carries, outputs = [], []
-            carries = jax.tree.map(of_layer, carries)
-            for (normed, residual), (cos, sin), group in zip(carries, angles, groups, strict=True):
-                q, k, v = project(state, residual if normed is None else normed, cos, sin)
-                attn_out, output = group.attend(q, k, v, layer_input)
-                next_carries.append(finish(state, attn_out, residual, next_weight))
-                outputs.append(output)
-            return next_carries, outputs
+            normed, residual = jax.tree.map(of_layer, carry)
+            q, k, v = project(state, residual if normed is None else normed)
+            attn_out, output = attend(q, k, v, layer_input)
+            return finish(state, attn_out, residual, next_weight), output
 
         if policy.tensors is None and tensor_axis():
             keep = functools.partial(
@@ -620,29 +573,28 @@ class Llama(nnx.Module):
         else:
             layer = policy.checkpoint(layer, in_scan=config.scan_layers)
 
-        residuals = [self._embed(group.tokens) for group in groups]
+        residual = self._embed(tokens)
         last_weight = self.norm.weight[...]
         if carries_norm:
             weights = self.layers.input_layernorm.weight[...]
-            carries = [_Carry(norm(weights[0], residual), residual) for residual in residuals]
+            carry = _Carry(norm(weights[0], residual), residual)
             next_weights = jnp.concatenate([weights[1:], last_weight[None]])
         else:
-            carries = [_Carry(None, residual) for residual in residuals]
+            carry = _Carry(None, residual)
             next_weights = None
         inputs = (state, next_weights, layer_inputs)
         if config.scan_layers:
-            carries, outputs = jax.lax.scan(layer, carries, inputs)
+            carry, outputs = jax.lax.scan(layer, carry, inputs)
         else:
             of_layers = []
             for layer_slice in _unstack(inputs, config.num_hidden_layers):
-                carries, output = layer(carries, layer_slice)
+                carry, output = layer(carry, layer_slice)
                 of_layers.append(output)
             outputs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_layers)
-        hidden = [
-            norm(last_weight, residual) if normed is None else normed
-            for normed, residual in carries
-        ]
-        return [tokens_of_sequences(a, shape) for a in hidden], outputs
+        normed, residual = carry
+        if normed is None:
+            normed = norm(last_weight, residual)
+        return tokens_of_sequences(normed, shape), outputs
 
     def _embed(self, tokens: Int[Array, "B S"]) -> Float[Array, "*T D"]:
         table = self.embed_tokens.embedding[...]

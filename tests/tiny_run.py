@@ -2,12 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
-import pytest
-from flax import nnx
-
-import models.llama
-from models.llama import Llama, LlamaConfig
 from train.config import DataConfig, OptimizerConfig, TrainConfig, preset
 
 # With the vocabulary of bytes.
@@ -32,18 +26,3 @@ CONFIG = TrainConfig(
     sample_tokens=0,
     save=False,
 )
-
-
-def row_groups(config: LlamaConfig) -> list[int]:
-    """The sequences of each group that a model deals four to, where devices share them."""
-    sizes = []
-
-    def run(self, groups, layer_inputs):
-        sizes.extend(len(group.tokens) for group in groups)
-        return [jnp.zeros((*group.tokens.shape, 1)) for group in groups], None
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models.llama, "tensor_axis", lambda: "tensor")
-        patch.setattr(Llama, "_run", run)
-        nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))(jnp.zeros((4, 8), jnp.int32)))
-    return sizes

@@ -41,7 +41,6 @@ MAY_CHANGE = (
     "checkpoint",
     "distributed",
     "model.remat",
-    "model.row_groups",
     "model.mlp_chunk_size",
     "data.cache_dir",
     "max_skipped_steps",

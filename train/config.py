@@ -293,7 +293,7 @@ class TrainConfig:
       profile_steps: `A:B` writes a trace of the steps A to B, counted from 1, to `profile` in the
         run's folder.
       dump_hlo: write the compiled step and what memory it takes to `hlo` in the run's folder.
-      xla_options: options of XLA for the step on several GPUs, as `name=value`, besides those of
+      xla_options: options of XLA for the step on GPUs, as `name=value`, besides those of
         `train.xla_flags`, or in place of one; `none` leaves those out.
     """
 

@@ -20,7 +20,6 @@ _OWN_FIELDS = (
     "param_dtype",
     "scan_layers",
     "remat",
-    "row_groups",
     "mlp_chunk_size",
     "kernels",
     "attention_implementation",

@@ -6,9 +6,10 @@ fits is chosen; no device needs to be there (`train.aot`). Programs whose estima
 above the limit are not compiled.
 
 *On several devices* the exchange over `data` and `fsdp`, of parameters and gradients, is taken to
-hide behind the computation as far as it is shorter. That has not been measured. The exchange over
-`tensor`, of tokens, is what the next operation waits for, so its time is added: so it was in a
-profile of layers of Llama 8B on four H200s. What several `row_groups` hide of it is not counted.
+hide behind the computation as far as it is shorter. On four H200s a step of the 1B model took 5 %
+(data) and 8 % (fsdp) longer than on one, because a hidden exchange slows the GEMMs beside it. The
+exchange over `tensor`, of tokens, is what the next operation waits for, so its time is added: so it
+was in a profile of layers of Llama 8B there.
 """
 
 import contextlib

@@ -207,7 +207,7 @@ def _configs(
             yield from with_policies(on_mesh)
             continue
         for with_policy in with_policies(on_mesh):
-            rows = config.model.row_groups if mesh.tensor > 1 else 1
+            rows = 1
             while rows <= _MOST_ROWS * mesh.tensor:
                 data = dataclasses.replace(config.data, batch_size=rows * num_parts)
                 candidate = dataclasses.replace(with_policy, data=data)

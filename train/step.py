@@ -254,9 +254,7 @@ def jit_train_step(config: TrainConfig, state: TrainState) -> Any:
         make_train_step(config),
         donate_argnums=0,
         out_shardings=(shardings, None),
-        compiler_options=compiler_options(
-            devices, config.xla_options, row_groups=config.model.row_groups
-        ),
+        compiler_options=compiler_options(devices, config.xla_options),
     )
 
 

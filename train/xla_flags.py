@@ -1,4 +1,4 @@
-"""The options of XLA for a training step on several GPUs, so that its exchange runs beside GEMMs.
+"""The options of XLA for a training step on GPUs.
 
 They go to the compiler with the step (`compiler_options` of `jax.jit`) and not through `XLA_FLAGS`:
 an option that a version of XLA does not know is then an error that can be caught, where in
@@ -18,9 +18,11 @@ from jax.sharding import Mesh
 
 type OptionValue = bool | int | float | str
 
-# JAX 0.11.2 and 0.12 know both. Chosen by schedules compiled for four H100s, two layers of Llama 8B
-# with 8192 tokens a share of the batch (`benchmarks/overlap.py`, JAX 0.12; milliseconds of the
-# exchange in which nothing is computed, of all of it; fsdp x tensor). Times are to be measured.
+# On several GPUs, so that their exchange runs beside GEMMs. JAX 0.11.2 and 0.12 know both. Chosen
+# by schedules compiled for four H100s, two layers of Llama 8B with 8192 tokens a share of the batch
+# (`benchmarks/overlap.py`, JAX 0.12; milliseconds of the exchange in which nothing is computed, of
+# all of it; fsdp x tensor). On four H200s (JAX 0.11.2) a step takes, with them, without, and with
+# latency hiding off, 60.3, 63.4 and 64.1 ms at 4x1, and 18.6, 18.9 and 19.5 at 1x4.
 #
 # Left out, because there they change nothing in the schedule: effort O1, the analytical latency
 # estimator, the stream's priority, no command buffers, the windows of collective matmuls (which
@@ -42,34 +44,24 @@ OPTIONS: dict[str, OptionValue] = {
     # Before the job is ended that is stuck where NCCL's devices meet; -1, the default, is never.
     "xla_gpu_nccl_termination_timeout_seconds": 1800,
 }
-# With `row_groups` of the model. Else XLA makes one collective of those of all groups, and none is
-# left to hide. Two groups of 4096 tokens at 1x4: 1.6 of 3.2 ms exposed, on 2.2.
-OPTIONS_OF_GROUPS: dict[str, OptionValue] = {
-    "xla_gpu_all_gather_combine_threshold_bytes": 0,
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 0,
-}
 NONE = "none"
 
 
-def compiler_options(
-    devices: Iterable[Any], chosen: Sequence[str] = (), *, row_groups: int = 1
-) -> dict[str, OptionValue]:
-    """What to compile a step with for these devices: nothing unless they are several GPUs.
+def compiler_options(devices: Iterable[Any], chosen: Sequence[str] = ()) -> dict[str, OptionValue]:
+    """What to compile a step with for these devices: nothing unless they are GPUs.
 
     Args:
       devices: all that the step runs on; they need not be here.
-      row_groups: of the model; more than one add `OPTIONS_OF_GROUPS` to `OPTIONS`.
-      chosen: `name=value`, added to `OPTIONS` or in place of one of them; "none" leaves out those
-        of `OPTIONS`. What is in `XLA_FLAGS` is left to that.
+      chosen: `name=value`, added to `OPTIONS`, which several GPUs get, or in place of one of them;
+        "none" leaves out those of `OPTIONS`. What is in `XLA_FLAGS` is left to that.
 
     Returns:
       Those that this version of XLA takes; the others are named in a message, once.
     """
     devices = list(devices)
-    if len(devices) < 2 or devices[0].platform != "gpu":
+    if devices[0].platform != "gpu":
         return {}
-    of_groups = OPTIONS_OF_GROUPS if row_groups > 1 else {}
-    options = {} if NONE in chosen else OPTIONS | of_groups
+    options = OPTIONS if len(devices) > 1 and NONE not in chosen else {}
     flags = re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", ""))
     options = {name: value for name, value in options.items() if name not in flags}
     options |= parse(chosen)

@@ -98,7 +98,6 @@ def test_steps_are_timed_in_turns():
         remat="none",
         scan=False,
         rows=1,
-        row_groups=1,
         sequence_length=8,
     )
     config = overlap.config_of(arguments, 2, 1)

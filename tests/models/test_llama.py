@@ -21,7 +21,6 @@ from models.rope import OPTIONAL_FIELDS, REQUIRED_FIELDS, RopeParameters, rotary
 from models.sampling import generate
 from numerics import assert_as_accurate
 from textbook_llama import textbook_logits
-from tiny_run import row_groups
 
 # Compiles in half the time; LLVM has nothing to win at these sizes.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -260,7 +259,6 @@ PERTURBATIONS = {
     "param_dtype": ("bfloat16", structure),
     "scan_layers": (False, program),
     "remat": ("full", program),
-    "row_groups": (2, row_groups),
     "mlp_chunk_size": (3, program),
     # Off the GPU no kernel runs: what is seen is that the norms are told.
     "kernels": (False, norm_options),

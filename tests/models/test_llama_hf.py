@@ -484,7 +484,6 @@ def test_every_field_of_the_configuration_is_read_and_written():
         "param_dtype",
         "remat",
         "rope_parameters",
-        "row_groups",
         "scan_layers",
     }
     for name in ("dtype", "torch_dtype"):

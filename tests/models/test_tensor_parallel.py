@@ -218,26 +218,6 @@ def test_other_layers(changes):
     check(config, on_mesh(config, mesh_of(1, 2, 2)))
 
 
-@pytest.mark.parametrize(
-    "num_groups, shape, scan_layers", [(6, (1, 1, 2), True), (2, (2, 1, 2), False)]
-)
-def test_groups_of_rows_do_not_change_the_numbers(num_groups, shape, scan_layers):
-    """Twelve rows on two devices, two by two; or six on four, in halves."""
-    config = changed(row_groups=num_groups, scan_layers=scan_layers)
-    assert_close(on_mesh(config, mesh_of(*shape)), on_one_device(CONFIG))
-
-
-def test_groups_of_rows_that_are_one_document():
-    batch = {name: array for name, array in packed_batch().items() if name in ("tokens", "labels")}
-    got = on_mesh(changed(row_groups=3), mesh_of(1, 1, 2), batch=batch)
-    assert_close(got, on_mesh(CONFIG, mesh_of(1, 1, 1), batch=batch))
-
-
-def test_rows_that_cannot_be_grouped_raise():
-    with pytest.raises(ValueError, match=r"row_groups=5 must divide the 6 sequences .* larger"):
-        lowered(changed(row_groups=5), mesh_of(2, 1, 2))
-
-
 def test_in_bfloat16():
     config = changed(dtype="bfloat16")
     check(config, on_mesh(config, mesh_of(2, 2, 2)))

@@ -396,7 +396,7 @@ def test_settings_that_may_change(whole):
             runs_dir=whole.parent,
             name="other",
             mesh=MeshConfig(fsdp=4),
-            model=dataclasses.replace(CONFIG.model, remat="full", row_groups=2, mlp_chunk_size=4),
+            model=dataclasses.replace(CONFIG.model, remat="full", mlp_chunk_size=4),
             checkpoint=CheckpointConfig(every=1, keep=5),
             distributed=DistributedConfig(num_processes=2, coordinator_address="host:1"),
             max_skipped_steps=3,

@@ -25,7 +25,6 @@ from models.llama import Llama, LlamaConfig
 from models.llama_hf import config_to_hf
 from models.rope import RopeParameters, rotary_cos_sin
 from models.sharding import make_mesh
-from tiny_run import row_groups
 from tokenizer_files import write_byte_level
 from train import distributed
 from train.config import (
@@ -561,7 +560,6 @@ FIELDS = {
         "param_dtype": ("bfloat16", model),
         "scan_layers": (False, model),
         "remat": ("full", model),
-        "row_groups": (2, lambda config: row_groups(config.model)),
         "mlp_chunk_size": (4, model, {"remat": "full"}),
         "kernels": (False, norm_options),
         "attention_implementation": ("cudnn", attention),

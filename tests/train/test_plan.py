@@ -40,15 +40,16 @@ from train.step import abstract_state, init_state
 
 GIB = 2**30
 H100 = aot.CHIPS["h100"]
-# ms of a step measured on an H100, Llama 3.2 1B, 4 x 4096, kernels left to XLA
-# (benchmarks/results/train_step_llama3.2-1b_h100_202611.md).
+# ms of a step measured on an H100, Llama 3.2 1B, 4 x 4096, kernels left to XLA: `minimal` in
+# benchmarks/results/train_step_llama3.2-1b_h100_202611.md, the others in
+# train_step_xla_policies_llama3.2-1b_h100_202611.md.
 MEASURED = {
     (False, "minimal"): 273.8,
     (True, "minimal"): 294.0,
-    (False, "attention"): 326.1,
-    (True, "attention"): 336.2,
-    (False, "full"): 344.4,
-    (True, "full"): 350.9,
+    (False, "attention"): 303.0,
+    (True, "attention"): 312.4,
+    (False, "full"): 321.4,
+    (True, "full"): 327.0,
 }
 BASE = with_remat(preset("llama3.2-1b"), "auto")
 TINY = TrainConfig(
@@ -528,9 +529,6 @@ def test_command_compares_meshes(command):
     assert "--model.remat full --data.batch-size 4 --mesh.fsdp 4 --mesh.tensor 2" in out
     status, out, _ = command(f"{flags} --mesh.tensor 4 --mesh.data 2 --batch-size 2")
     assert status == 0 and re.search(r"^\* none +2x1x4 +2 ", out, re.MULTILINE)
-    status, out, _ = command(f"{flags} --mesh.tensor 2 --model.row-groups 2")
-    batches = re.findall(r"1x4x2 +(\d+)", out)
-    assert status == 0 and min(map(int, batches)) == 8
 
 
 @pytest.mark.parametrize(

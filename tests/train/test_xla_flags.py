@@ -1,7 +1,6 @@
-"""Options of XLA for several GPUs: which are asked for, and what XLA does not take."""
+"""Options of XLA for GPUs: which are asked for, and what XLA does not take."""
 
 import dataclasses
-import functools
 from types import SimpleNamespace
 
 import jax
@@ -52,24 +51,18 @@ def test_a_value_that_xla_does_not_take_is_left_out_and_named(capsys):
 
 
 def test_this_version_takes_all_options(capsys):
-    options = xla_flags.OPTIONS | xla_flags.OPTIONS_OF_GROUPS
+    options = xla_flags.OPTIONS
     assert xla_flags.accepted(tuple(options.items()), jax.devices()[0]) == options
     assert not capsys.readouterr().out
 
 
-def test_one_gpu_and_other_devices_get_none(gpus):
+def test_who_gets_which(gpus):
+    options = xla_flags.compiler_options
+    assert options(gpus) == xla_flags.OPTIONS
+    assert options(gpus[1:2]) == options(gpus[1:2], ["none"]) == {}
     named = [f"{LIMIT}=3"]
-    assert xla_flags.compiler_options(gpus[1:2], named) == {}
-    assert xla_flags.compiler_options(jax.devices(), named) == {}
-    assert len(jax.devices()) > 1
-    assert xla_flags.compiler_options(gpus) == xla_flags.OPTIONS
-
-
-def test_groups_of_rows_add_theirs(gpus):
-    options = functools.partial(xla_flags.compiler_options, gpus)
-    assert options(row_groups=2) == xla_flags.OPTIONS | xla_flags.OPTIONS_OF_GROUPS
-    assert options(row_groups=1) == xla_flags.OPTIONS
-    assert options(["none"], row_groups=2) == {}
+    assert options(gpus[1:2], named) == {LIMIT: 3}
+    assert options(jax.devices(), named) == {}
 
 
 def test_named_options_are_added_or_replace(gpus):
@@ -108,12 +101,10 @@ def test_the_command_line_takes_several():
 
 def test_the_step_is_compiled_with_them(monkeypatch):
     mesh = make_mesh(data=8, fsdp=1)
-    model = dataclasses.replace(CONFIG.model, row_groups=4)
-    config = dataclasses.replace(CONFIG, model=model, xla_options=("xla_no_such_option=1",))
+    config = dataclasses.replace(CONFIG, xla_options=("xla_no_such_option=1",))
     seen = []
 
-    def options(devices, chosen, *, row_groups):
-        assert row_groups == 4
+    def options(devices, chosen):
         seen.append(set(devices))
         return xla_flags.parse(chosen)
 
