@@ -11,10 +11,11 @@ import pytest
 from flax import nnx
 
 from models.llama import PRESETS, Llama
+from models.remat import POLICIES
 from models.sharding import batch_sharding, make_mesh, parameter_shardings
 from norm_formulas import add_formula, formula
 from numerics import assert_as_accurate, value_and_grads
-from pallas_kernels import add_rms_norm, linear_cross_entropy, rms_norm, swiglu
+from pallas_kernels import add_rms_norm, linear_cross_entropy, rms_norm, swiglu, swiglu_mlp
 from pallas_kernels.rms_norm.config import backward_candidates, forward_candidates
 from pallas_kernels.swiglu import config as swiglu_config
 from pallas_kernels.swiglu import mosaic_gpu as swiglu_kernels
@@ -23,6 +24,7 @@ from train.config import preset
 from train.data import SyntheticDataset
 from train.loop import run
 from train.step import loss_and_sums, model_graph
+from train.xla_flags import compiler_options
 
 pytestmark = pytest.mark.gpu
 
@@ -60,12 +62,14 @@ def test_training_on_the_gpu_fits_the_memory_it_announced(tmp_path, capsys):
 
 
 @functools.cache
-def small_llama(mesh_shape, dtype="bfloat16", kernels=True):
-    """Loss, sums and gradients of two layers of 1B for one batch, on data x fsdp x tensor GPUs."""
+def small_llama(mesh_shape, dtype="bfloat16", **changes):
+    """Loss, sums and gradients of two layers of 1B for one batch, on data x fsdp x tensor GPUs.
+
+    Compiled with the options of a training step.
+    """
     sizes = {"num_hidden_layers": 2, "vocab_size": 32000}
-    config = dataclasses.replace(
-        PRESETS["llama3.2-1b"], **sizes, dtype=dtype, kernels=kernels, remat="mlp_inputs"
-    )
+    changes = {"remat": "mlp_inputs"} | changes
+    config = dataclasses.replace(PRESETS["llama3.2-1b"], **sizes, dtype=dtype, **changes)
     data, fsdp, tensor = mesh_shape
     devices = jax.devices()[: data * fsdp * tensor]
     mesh = make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
@@ -84,7 +88,9 @@ def small_llama(mesh_shape, dtype="bfloat16", kernels=True):
         jax.numpy_dtype_promotion("standard"),
         jax.default_matmul_precision("highest" if dtype == "float32" else "default"),
     ):
-        found = jax.jit(compute, out_shardings=(None, shardings))(jax.device_put(params, shardings))
+        options = compiler_options(devices)
+        gradients = jax.jit(compute, out_shardings=(None, shardings), compiler_options=options)
+        found = gradients(jax.device_put(params, shardings))
     return as_float64(found)
 
 
@@ -96,6 +102,16 @@ def test_several_gpus_compute_what_one_does(shape):
     exact = small_llama(one, "float32", kernels=False)
     names = map(str, range(len(exact)))
     assert_as_accurate(small_llama(shape), small_llama(one), exact, names=names, slack=2.0)
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+def test_scanned_layers_compute_what_unrolled_ones_do(remat):
+    one = (1, 1, 1)
+    exact = small_llama(one, "float32", kernels=False)
+    names = list(map(str, range(len(exact))))
+    unrolled = small_llama(one, remat="minimal", scan_layers=False)
+    scanned = small_llama(one, remat=remat)
+    assert_as_accurate(scanned, unrolled, exact, names=names, slack=2.0)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])
@@ -604,3 +620,70 @@ def test_swiglu_under_transformations():
     chex.assert_trees_all_close(
         gradients(swiglu_kernel), gradients(swiglu_reference), rtol=1e-3, atol=1e-2
     )
+
+
+# The gated MLP.
+
+MLP_NAMES = ("y", "dx", "dw_gate", "dw_up", "dw_down")
+
+
+def mlp_args(shape, dtype, weight_dtype, num_layers=()):
+    """`(x, w_gate, w_up, w_down)` and the cotangent of the result, for `(tokens, D, F)`."""
+    num_tokens, hidden_size, intermediate_size = shape
+    keys = jax.random.split(jax.random.key(0), 5)
+
+    def weight(key, size_in, size_out):
+        initial = jax.random.normal(key, (*num_layers, size_in, size_out)) / np.sqrt(size_in)
+        return initial.astype(weight_dtype)
+
+    x, dy = (jax.random.normal(key, (num_tokens, hidden_size), dtype) for key in keys[:2])
+    w_gate, w_up = (weight(key, hidden_size, intermediate_size) for key in keys[2:4])
+    return (x, w_gate, w_up, weight(keys[4], intermediate_size, hidden_size)), dy
+
+
+def assert_mlp_is_as_accurate(mlp, args, dy):
+    """Value and gradients of `mlp(swiglu_mlp)`, beside the formula in its dtypes, and again."""
+    graded = lambda **options: jax.jit(
+        lambda args, dy: value_and_grads(mlp(functools.partial(swiglu_mlp, **options)), args, dy)
+    )
+    kernels = graded(implementation="mosaic_gpu")
+    got = kernels(args, dy)
+    low_precision = graded(implementation="reference")(args, dy)
+    floats = jax.tree.map(lambda a: a.astype(F32), (args, dy))
+    with jax.default_matmul_precision("highest"):
+        exact = graded(implementation="reference")(*floats)
+    some = map(sampled, (got, low_precision, exact))
+    assert_as_accurate(*some, names=MLP_NAMES)
+    for _ in range(5):
+        chex.assert_trees_all_equal(kernels(args, dy), got)
+
+
+@pytest.mark.parametrize("save", ["all", "gate_up", "x"])
+@pytest.mark.parametrize(
+    "shape, dtype, weight_dtype",
+    [
+        ((8192, 4096, 14336), BF16, BF16),
+        ((4096, 2048, 8192), BF16, F32),
+        ((2049, 2048, 5632), F16, F16),  # no tile divides the tokens
+        ((1, 1024, 2816), BF16, BF16),
+    ],
+    ids=str,
+)
+def test_mlp_at_real_sizes(shape, dtype, weight_dtype, save):
+    args, dy = mlp_args(shape, dtype, weight_dtype)
+    assert_mlp_is_as_accurate(lambda fn: functools.partial(fn, save=save), args, dy)
+
+
+# In a scan the kernels write gate and up into the arrays of all layers, and read them there.
+@pytest.mark.parametrize("kept", [("gate", "up"), ("gate", "up", "mlp_product"), ()], ids=str)
+def test_mlp_in_a_scan_over_layers(kept):
+    (x, *weights), dy = mlp_args((2100, 1024, 2816), BF16, BF16, num_layers=(3,))
+    policy = jax.checkpoint_policies.save_only_these_names(*kept)
+
+    def layers(fn):
+        layer = jax.checkpoint(
+            lambda x, weights: (x + fn(x, *weights, save="all"), None), policy=policy
+        )
+        return lambda x, *weights: jax.lax.scan(layer, x, weights)[0]
+
+    assert_mlp_is_as_accurate(layers, (x, *weights), dy)
