@@ -14,6 +14,8 @@ import pytest
 from flax import nnx
 
 from models.sharding import batch_sharding, make_mesh, parameter_path
+from numerics import assert_as_accurate
+from textbook_llama import textbook_logits
 from train.config import DataConfig, OptimizerConfig, TrainConfig, preset
 from train.data import IGNORED, PackedDataset
 from train.optimizers import learning_rate_schedule, make_optimizer
@@ -149,6 +151,29 @@ def plain():
     return float(loss), grads, state_0()
 
 
+@functools.cache
+def exact_gradients():
+    """The gradients of `plain_loss` of the test batch in the test state, in float64."""
+    tokens, labels = (batch_of()[name].reshape(-1, LENGTH) for name in ("tokens", "labels"))
+
+    def loss(params):
+        logits = textbook_logits(
+            params,
+            config=MODEL,
+            tokens=tokens,
+            positions=jnp.arange(LENGTH)[None],
+            segment_ids=jnp.ones_like(tokens),
+            dtype=jnp.float64,
+        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+        return jnp.mean(losses, where=labels != IGNORED)
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        params = nnx.to_pure_dict(state_0().params)
+        params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), params)
+        return jax.tree.map(np.asarray, jax.jit(jax.grad(loss))(params))
+
+
 # The loss and its gradient
 
 
@@ -165,7 +190,13 @@ def test_loss_and_gradients_do_not_depend_on_the_split(plain, accumulation_steps
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
     np.testing.assert_allclose(metrics["grad_norm"], global_norm(grads), rtol=1e-6)
     b1, _ = config.optimizer.decays
-    assert_close(moments(new_state)[0], jax.tree.map(lambda g: (1 - b1) * g, grads))
+    exact = exact_gradients()
+    got = jax.tree.map(lambda mu: mu / (1 - b1), nnx.to_pure_dict(moments(new_state)[0]))
+    trees = got, nnx.to_pure_dict(grads), exact
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(exact)]
+    # Sums over the tokens of a part and then over parts, for sums over all tokens: the ratio of the
+    # two errors scatters, up to 2.8 on the CPUs tried.
+    assert_as_accurate(*map(jax.tree.leaves, trees), names=names, slack=4.0)
 
     params = named(state.params)
     for name, grad in named(grads).items():
