@@ -79,6 +79,7 @@ def _tokamax(x, weight, labels):
 
 SETTINGS = (
     Setting("ours", _ours()),
+    Setting("ours, chunks of 4096", _ours(chunk_size=4096)),
     Setting("ours, chunks of 1024", _ours(chunk_size=1024)),
     Setting("ours, chunks of 512", _ours(chunk_size=512)),
     Setting("ours, bfloat16 sums", _ours(accum_dtype=jnp.bfloat16), "bfloat16"),

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.metadata
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -271,7 +272,17 @@ def _quack_add_rms_norm() -> Callable[..., Any]:
 
 
 def _quack_linear_cross_entropy() -> Callable[..., Any]:
-    return importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    # QuACK 0.6.5 makes a key of all that its GEMM's epilogues refer to, and refuses the logger that
+    # nvidia-cutlass-dsl 4.7.1 has there. (With 4.8.1 it is a ContextVar, which no attribute helps.)
+    setattr(logging.Logger, "__quack_semantic_key__", lambda logger: logger.name)  # noqa: B010
+    loss = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+
+    def run(x, weight, labels):
+        # Its default of 4096 is refused where it equals the hidden size ("m == n makes row/col
+        # inference ambiguous").
+        return loss(x, weight, labels, chunk_size=2048 if x.shape[-1] == 4096 else 4096)
+
+    return run
 
 
 def _cce() -> Callable[..., Any]:

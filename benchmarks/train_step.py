@@ -14,7 +14,9 @@ import collections
 import dataclasses
 import importlib.metadata
 import re
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -264,6 +266,8 @@ def report(config: TrainConfig, variants: list[Variant], limits: list[ceilings.C
         f"{time.strftime('%Y-%m-%d')}, {device.device_kind}, {versions}. Parameters and AdamW "
         f"moments {config.model.param_dtype}, compute {config.model.dtype}. Wall time, median of "
         f"{len(limits)} interleaved rounds. In the same run: {limit}.",
+        "",
+        f"    python -m benchmarks.train_step {shlex.join(sys.argv[1:])}",
         "",
         "MFU counts causal attention at half and no recomputation, against the card's dense "
         "bfloat16 peak. Memory is arguments plus temporaries of the compiled step.",
