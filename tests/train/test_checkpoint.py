@@ -294,7 +294,6 @@ def test_damage_to_any_file_is_found(damage, two_checkpoints, tmp_path):
     folder, first, second = two_checkpoints
     like = abstract_state(CONFIG, train.loop.mesh_of(CONFIG))
     files = [path.relative_to(folder) for path in (folder / "2").rglob("*") if path.is_file()]
-    big = max(files, key=lambda path: (folder / path).stat().st_size)
     fell_back = []
     for number, file in enumerate(files):
         copy = tmp_path / str(number)
@@ -314,7 +313,8 @@ def test_damage_to_any_file_is_found(damage, two_checkpoints, tmp_path):
                 checkpoints.save(2, second, val_loss=None)
                 checkpoints.wait()
                 chex.assert_trees_all_equal(checkpoints.restore(like), (2, second))
-    assert big in fell_back
+    # In how many files of such folders the arrays are depends on how fast they were written.
+    assert any(file.parent.name == "d" for file in fell_back)
 
 
 def test_a_wrong_value_is_found_where_the_files_are_right(two_checkpoints, tmp_path, monkeypatch):
