@@ -5,7 +5,7 @@
 says which of them are installed, in which versions, and which are not, then is
 `python -m benchmarks.bench --peers` with the same flags. They are not requirements of this project:
 
-    pip install torch liger-kernel quack-kernels cut-cross-entropy tokamax
+    pip install torch liger-kernel quack-kernels nvidia-cutlass-dsl==4.7.1 cut-cross-entropy tokamax
 """
 
 import dataclasses

@@ -1,5 +1,6 @@
 """Comparisons that know how much error the number format itself makes."""
 
+import chex
 import jax
 import numpy as np
 
@@ -53,3 +54,11 @@ def assert_as_accurate(got, low_precision, exact, *, names, slack=1.2, floor=8.0
         allowed = max(slack * rms(w - e), floor * np.finfo(np.float32).eps * rms(e))
         error = rms(g - e)
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def assert_trees_as_accurate(got, low_precision, exact, **options):
+    """`assert_as_accurate` of trees of one structure, whose leaves are named by their paths."""
+    chex.assert_trees_all_equal_structs(got, low_precision, exact)
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(exact)]
+    leaves = map(jax.tree.leaves, (got, low_precision, exact))
+    assert_as_accurate(*leaves, names=names, **options)

@@ -14,7 +14,7 @@ from models.llama import PRESETS, Llama
 from models.remat import POLICIES
 from models.sharding import batch_sharding, make_mesh, parameter_shardings
 from norm_formulas import add_formula, formula
-from numerics import assert_as_accurate, value_and_grads
+from numerics import assert_as_accurate, assert_trees_as_accurate, value_and_grads
 from pallas_kernels import add_rms_norm, linear_cross_entropy, rms_norm, swiglu, swiglu_mlp
 from pallas_kernels.rms_norm.config import backward_candidates, forward_candidates
 from pallas_kernels.swiglu import config as swiglu_config
@@ -61,6 +61,9 @@ def test_training_on_the_gpu_fits_the_memory_it_announced(tmp_path, capsys):
     assert announced * 0.9 <= in_use <= announced * 1.15
 
 
+ONE = (1, 1, 1)
+
+
 @functools.cache
 def small_llama(mesh_shape, dtype="bfloat16", **changes):
     """Loss, sums and gradients of two layers of 1B for one batch, on data x fsdp x tensor GPUs.
@@ -94,24 +97,23 @@ def small_llama(mesh_shape, dtype="bfloat16", **changes):
     return as_float64(found)
 
 
+def assert_llama_is_as_accurate(got, low_precision):
+    """By the errors against float32 without kernels."""
+    exact = small_llama(ONE, "float32", kernels=False)
+    assert_trees_as_accurate(got, low_precision, exact, slack=2.0)
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (1, 1, 4)], ids=str)
 def test_several_gpus_compute_what_one_does(shape):
     if jax.device_count() < np.prod(shape):
         pytest.skip(f"needs {np.prod(shape)} GPUs, there are {jax.device_count()}")
-    one = (1, 1, 1)
-    exact = small_llama(one, "float32", kernels=False)
-    names = map(str, range(len(exact)))
-    assert_as_accurate(small_llama(shape), small_llama(one), exact, names=names, slack=2.0)
+    assert_llama_is_as_accurate(small_llama(shape), small_llama(ONE))
 
 
 @pytest.mark.parametrize("remat", POLICIES)
 def test_scanned_layers_compute_what_unrolled_ones_do(remat):
-    one = (1, 1, 1)
-    exact = small_llama(one, "float32", kernels=False)
-    names = list(map(str, range(len(exact))))
-    unrolled = small_llama(one, remat="minimal", scan_layers=False)
-    scanned = small_llama(one, remat=remat)
-    assert_as_accurate(scanned, unrolled, exact, names=names, slack=2.0)
+    unrolled = small_llama(ONE, remat="minimal", scan_layers=False)
+    assert_llama_is_as_accurate(small_llama(ONE, remat=remat), unrolled)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])
@@ -643,15 +645,15 @@ def mlp_args(shape, dtype, weight_dtype, num_layers=()):
 
 def assert_mlp_is_as_accurate(mlp, args, dy):
     """Value and gradients of `mlp(swiglu_mlp)`, beside the formula in its dtypes, and again."""
-    graded = lambda **options: jax.jit(
-        lambda args, dy: value_and_grads(mlp(functools.partial(swiglu_mlp, **options)), args, dy)
+    kernels, reference = (
+        graded(mlp(functools.partial(swiglu_mlp, implementation=name)))
+        for name in ("mosaic_gpu", "reference")
     )
-    kernels = graded(implementation="mosaic_gpu")
     got = kernels(args, dy)
-    low_precision = graded(implementation="reference")(args, dy)
+    low_precision = reference(args, dy)
     floats = jax.tree.map(lambda a: a.astype(F32), (args, dy))
     with jax.default_matmul_precision("highest"):
-        exact = graded(implementation="reference")(*floats)
+        exact = reference(*floats)
     some = map(sampled, (got, low_precision, exact))
     assert_as_accurate(*some, names=MLP_NAMES)
     for _ in range(5):

@@ -65,6 +65,8 @@ def compiler_options(devices: Iterable[Any], chosen: Sequence[str] = ()) -> dict
     flags = re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", ""))
     options = {name: value for name, value in options.items() if name not in flags}
     options |= parse(chosen)
+    if not options:
+        return {}
     ours = (device for device in devices if device.process_index == jax.process_index())
     return accepted(tuple(options.items()), next(ours, devices[0]))
 
