@@ -29,18 +29,19 @@ import train.step
 from benchmarks import ceilings
 from models.sharding import batch_sharding, make_mesh
 from pallas_kernels import hardware, linear_cross_entropy
-from train import metrics, xla_flags
+from train import metrics
 from train.config import PRESET_NAMES, TrainConfig, preset
 from train.data import SyntheticDataset
 from train.loop import memory_in_bytes
 from train.step import init_state, make_train_step
+from train.xla_flags import compiler_options
 
 # In this order, by what the name of a kernel contains; XLA names its fusions after their
 # operations.
 _KINDS = {
     "norm (ours)": r"rms_norm",
     "GEMM with SwiGLU (ours)": r"gated_matmul",
-    "loss (ours)": r"loss_of_logits|linear_statistics",
+    "loss (ours)": r"loss_of_logits|linear_statistics|linear_exponentials",
     "attention (cuDNN)": r"cudnn|flash|sdpa|fmha",
     "GEMM (XLA's Triton)": r"gemm_fusion",
     "GEMM (cuBLAS)": r"nvjet|gemm|cutlass|xmma",
@@ -82,12 +83,12 @@ class Way:
     Attributes:
       config: of the run.
       loss: options of the loss; None leaves them to the configuration.
-      options: of XLA.
+      options: of XLA, besides ours.
     """
 
     config: TrainConfig
     loss: dict[str, Any] | None
-    options: dict[str, xla_flags.OptionValue]
+    options: tuple[str, ...]
 
     @classmethod
     def parse(cls, base: TrainConfig, name: str) -> "Way":
@@ -105,20 +106,22 @@ class Way:
         model = dataclasses.replace(
             base.model, scan_layers=layers == "scanned", remat=remat, kernels="xla" not in rest
         )
-        return cls(dataclasses.replace(base, model=model), loss, xla_flags.parse(options))
+        return cls(dataclasses.replace(base, model=model), loss, tuple(options))
 
     def compile(self, *args: Any) -> Any:
         """The step for these arguments; the first is donated."""
         step = jax.jit(make_train_step(self.config), donate_argnums=0)
+        devices = jax.tree.leaves(args)[0].devices()
+        options = compiler_options(devices, self.options, scan_layers=self.config.model.scan_layers)
         changes = self.loss
         if changes is None:
-            return step.lower(*args).compile(self.options)
+            return step.lower(*args).compile(options)
 
         def loss(*args: Any, **options: Any) -> Any:
             return linear_cross_entropy(*args, **options | changes)
 
         with mock.patch.object(train.step, "linear_cross_entropy", loss):
-            return step.lower(*args).compile(self.options)
+            return step.lower(*args).compile(options)
 
 
 def kernel_table(kernels: list[tuple[str, float]]) -> list[tuple[str, int, float]]:

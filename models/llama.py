@@ -27,6 +27,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from models.layer_scan import layer_scan
 from models.remat import remat_policy
 from models.rope import RopeParameters, apply_rotary, rotary_cos_sin
 from models.sharding import (
@@ -92,7 +93,7 @@ class LlamaConfig:
       rope_parameters: the rotary position embedding.
       dtype: of the activations and of the operands of the GEMMs.
       param_dtype: of the parameters.
-      scan_layers: whether the layers run in one `lax.scan` (compiles faster) or are unrolled (runs
+      scan_layers: whether the layers run in one loop (compiles faster) or are unrolled (runs
         faster).
       remat: what the layers keep for the backward: the name of a policy, or names of tensors such
         as "attention,residual,gate@host,up@host"; see `models.remat`. Host memory needs
@@ -584,7 +585,8 @@ class Llama(nnx.Module):
             next_weights = None
         inputs = (state, next_weights, layer_inputs)
         if config.scan_layers:
-            carry, outputs = jax.lax.scan(layer, carry, inputs)
+            scan = jax.lax.scan if policy.offloaded else layer_scan
+            carry, outputs = scan(layer, carry, inputs)
         else:
             of_layers = []
             for layer_slice in _unstack(inputs, config.num_hidden_layers):

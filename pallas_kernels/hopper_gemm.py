@@ -205,6 +205,7 @@ class MainLoop:
         tile: Callable[[Any, Any, Callable[[], tuple[jax.Array, ...]]], None],
         start: Callable[[], None] | None = None,
         end: Callable[[], None] | None = None,
+        is_needed: Any = None,
     ) -> None:
         """The body of a kernel, run by all warpgroups of a block.
 
@@ -216,10 +217,13 @@ class MainLoop:
             and the first column, and with a function that returns its accumulators.
           start: called by each of these before its first tile.
           end: called after its last.
+          is_needed: a scalar; where it is False, there are no tiles.
         """
         tile_n, stages, cluster = self.config.tile_n, self.config.stages, self.config.cluster
         num_clusters = self.num_clusters
         num_tiles = self.groups * self.column_tiles
+        if is_needed is not None:
+            num_tiles = jnp.where(is_needed, num_tiles, 0)
         k_steps = self.depth // TILE_K
         a_smem, *rest = scratch
         b_smems, (filled, freed) = rest[: self.num_b], rest[self.num_b :]

@@ -91,7 +91,7 @@ def small_llama(mesh_shape, dtype="bfloat16", **changes):
         jax.numpy_dtype_promotion("standard"),
         jax.default_matmul_precision("highest" if dtype == "float32" else "default"),
     ):
-        options = compiler_options(devices)
+        options = compiler_options(devices, scan_layers=config.scan_layers)
         gradients = jax.jit(compute, out_shardings=(None, shardings), compiler_options=options)
         found = gradients(jax.device_put(params, shardings))
     return as_float64(found)
@@ -261,6 +261,70 @@ def test_linear_cross_entropy_with_options(options):
 
 def test_linear_cross_entropy_of_more_logits_than_int32_can_count():
     assert_loss_is_as_accurate((17408, 128, 128256), chunk_size=17408)
+
+
+# The third has labels too far below the largest logit for exponentials that are made once, the
+# last more logits than int32 can count.
+@pytest.mark.parametrize(
+    "shape, chunk_size, size",
+    [
+        ((4096, 2048, 128256), 2048, 1),
+        ((1000, 1024, 32001), 400, 1),
+        ((1000, 1024, 32001), 400, 12),
+        ((17408, 128, 128256), 17408, 1),
+    ],
+    ids=str,
+)
+def test_linear_cross_entropy_by_exponentials(shape, chunk_size, size):
+    """Without a bias; the way of `pallas_kernels/linear_cross_entropy/exponentials.py`."""
+    num_tokens, hidden_size, vocab_size = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (num_tokens, hidden_size), jnp.bfloat16)
+    weight = size * jax.random.normal(keys[1], (vocab_size, hidden_size)) / hidden_size**0.5
+    weight = weight.astype(jnp.bfloat16)
+    labels = jax.random.randint(keys[2], (num_tokens,), 0, vocab_size).at[::7].set(-100)
+
+    def graded(fn, *args):
+        return jax.jit(jax.value_and_grad(fn, argnums=(0, 1)))(*args)
+
+    def exact(x, weight):
+        return linear_cross_entropy(x, weight, labels, implementation="xla", chunk_size=1024)
+
+    def ours(x, weight):
+        return linear_cross_entropy(
+            x, weight, labels, implementation="mosaic_gpu", chunk_size=chunk_size
+        )
+
+    @jax.jit
+    def plain(x, weight):
+        """With the same roundings, except for tokens whose exponentials are made again."""
+        dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        logits = dot("td,vd->tv", x, weight)
+        counts = (labels >= 0).astype(jnp.float32)
+        column = jnp.maximum(labels, 0)[:, None]
+        lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        offset = jnp.take_along_axis(logits, column, axis=-1)
+        offset = jnp.where(lse - offset > 40, lse, offset)
+        total = jnp.exp(lse - offset)
+        losses = lse - jnp.take_along_axis(logits, column, axis=-1)
+        onehot = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == column
+        dz = (jnp.exp(logits - offset) - jnp.where(onehot, total, 0)).astype(x.dtype)
+        factor = counts[:, None] / jnp.sum(counts) / total
+        dx = dot("tv,vd->td", dz, weight) * factor
+        scaled = (x.astype(jnp.float32) * factor).astype(x.dtype)
+        dweight = dot("tv,td->vd", dz, scaled)
+        loss = jnp.sum(losses[:, 0] * counts) / jnp.sum(counts)
+        return loss, (dx.astype(x.dtype), dweight.astype(x.dtype))
+
+    names = ("loss", "dx", "dweight")
+    flat = lambda found: sampled((found[0], *found[1]))
+    with jax.default_matmul_precision("highest"):
+        want = flat(graded(exact, x.astype(jnp.float32), weight.astype(jnp.float32)))
+    got = graded(ours, x, weight)
+    assert_as_accurate(flat(got), flat(plain(x, weight)), want, names=names, slack=1.3)
+    chex.assert_trees_all_equal(got, graded(ours, x, weight))
+    if size > 1:
+        assert want[0] > 44
 
 
 def test_the_default_loss_is_the_kernels():

@@ -8,8 +8,9 @@ those that run again included:
 - a GEMM or an attention takes as long as its FLOPs or its bytes, whichever is longer;
 - elementwise operations that depend on each other without a GEMM, a kernel or a reduction between
   them are taken for one fusion, which reads its inputs and writes its outputs once;
-- a `lax.scan` copies what a GEMM or a kernel reads of its stacked inputs and makes of its stacked
-  outputs, because those take whole buffers and not slices;
+- a loop over layers copies what a GEMM or a kernel reads of its stacked inputs and makes of its
+  stacked outputs, because those take whole buffers and not slices; on one device, with the options
+  of `train.xla_flags`, all but attention take slices;
 - what goes to host memory or comes back takes its bytes over the bus, with nothing beside it;
 - a collective in a `jax.shard_map` takes what a device gets from the others over the link, with
   nothing beside it, unless its axis is one whose exchange is taken to hide (`train.plan`).
@@ -35,6 +36,7 @@ from train.dataflow import (
     fuse,
     fusions,
     is_addend,
+    is_kernel,
     nbytes,
     operations,
 )
@@ -53,7 +55,13 @@ LINK_EFFICIENCY = 0.60
 
 
 # GEMMs in a kernel, by its name.
-_PRODUCTS = {"gated_matmul": 2, "gated_matmul_backward": 1, "linear_statistics": 1}
+_PRODUCTS = {
+    "gated_matmul": 2,
+    "gated_matmul_backward": 1,
+    "linear_statistics": 1,
+    "linear_exponentials": 1,
+}
+_WITHOUT_WORK = {"linear_exponentials_again"}  # unless a logit is far above its label's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,6 +208,8 @@ class _Program:
         return size / (self.rates.bandwidth * COPY_EFFICIENCY)
 
     def _opaque(self, op: Op) -> Cost:
+        if op.params.get("name") in _WITHOUT_WORK:
+            return Cost()
         sizes = sum(self.size(value.aval) for value in (*op.inputs, *op.outputs))
         if op.name == "dot_general":
             flops = _dot_flops(op) / self.num_devices
@@ -263,10 +273,25 @@ class _Program:
         sliced = [value for value, shape in outer if len(shape) > len(value.aval.shape)]
         outer = zip(results, op.outputs, strict=True)
         stacked = [value for value, all in outer if len(all.aval.shape) > len(value.aval.shape)]
-        copied = [value for value in sliced if any(not user.fusible for user in value.readers)]
-        copied += [value for value in stacked if value.maker and not value.maker.fusible]
+        is_copied = lambda op: not op.fusible and not self._takes_slices(op)
+        copied = [value for value in sliced if any(map(is_copied, value.readers))]
+        copied += [value for value in stacked if value.maker and is_copied(value.maker)]
         on_device = (value for value in copied if "<host>" not in str(value.aval))
         return op.params["length"] * sum((2 * self.size(v.aval) for v in on_device), 0.0)
+
+    def _takes_slices(self, op: Op) -> bool:
+        """Whether an operation reads and writes its layer's part of a stacked array in place."""
+        is_product_or_kernel = op.name == "dot_general" or is_kernel(op.name)
+        return self.num_devices == 1 and is_product_or_kernel
+
+    def _is_in_place(self, op: Op) -> bool:
+        """Whether an operation is no more than the place where another reads or writes."""
+        if op.name == "dynamic_slice":
+            return all(map(self._takes_slices, op.outputs[0].readers))
+        if op.name == "dynamic_update_slice" and len(op.inputs) > 1:
+            maker = op.inputs[1].maker
+            return maker is not None and self._takes_slices(maker)
+        return False
 
     def _traffic(self, fusion: list[Op], results: set[int]) -> float:
         """Bytes that a fusion reads and writes."""
@@ -276,6 +301,8 @@ class _Program:
         for op in fusion:
             if len(fusion) == 1 and accumulates(op):
                 return 0.0
+            if self._is_in_place(op):
+                continue
             for operand in op.inputs:
                 if operand.maker is not None and operand.maker.root is root:
                     continue

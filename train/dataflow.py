@@ -16,7 +16,7 @@ _VIEWS = frozenset(
     "reshape squeeze expand_dims name sharding_constraint optimization_barrier stop_gradient copy "
     "pvary new_ref freeze ref_freeze".split()
 )
-# Nor for these if they change neither shape nor dtype.
+# Nor for these if they change neither shape, but for axes of size 1, nor dtype.
 _PERHAPS_VIEWS = frozenset(
     "slice pad convert_element_type broadcast_in_dim transpose reduce_precision".split()
 )
@@ -68,7 +68,8 @@ class Op:
         return op
 
 
-def _is_kernel(name: str) -> bool:
+def is_kernel(name: str) -> bool:
+    """Whether an operation is a kernel of ours."""
     return "pallas" in name or "mpmd_map" in name or "core_map" in name or "custom_call" in name
 
 
@@ -79,7 +80,7 @@ def _is_opaque(name: str) -> bool:
         or name in _CONTROL
         or name in COLLECTIVES
         or "dot_product_attention" in name
-        or _is_kernel(name)
+        or is_kernel(name)
     )
 
 
@@ -99,7 +100,7 @@ def _flatten(jaxpr: Any, inputs: list[Value], ops: list[Op]) -> list[Value]:
         name = eqn.primitive.name
         operands = [read(atom) for atom in eqn.invars]
         body = None
-        if name not in _CONTROL and not _is_kernel(name):
+        if name not in _CONTROL and not is_kernel(name):
             body = next((eqn.params[key] for key in _BODIES if key in eqn.params), None)
         if body is not None and hasattr(getattr(body, "jaxpr", body), "eqns"):
             body = getattr(body, "jaxpr", body)
@@ -143,6 +144,8 @@ def accumulates(op: Op) -> bool:
 
 def _is_view(eqn: Any) -> bool:
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+    if eqn.primitive.name == "broadcast_in_dim" and before.size == after.size:
+        return True  # axes of size 1
     if (before.shape, before.dtype) != (after.shape, after.dtype):
         return False
     if eqn.primitive.name == "transpose":

@@ -250,11 +250,12 @@ def jit_train_step(config: TrainConfig, state: TrainState) -> Any:
     """The jitted step for a state, or for its shapes and shardings, whose memory it takes over."""
     shardings = jax.tree.map(lambda a: a.sharding, state)
     devices = jax.tree.leaves(shardings)[0].device_set
+    options = compiler_options(devices, config.xla_options, scan_layers=config.model.scan_layers)
     return jax.jit(
         make_train_step(config),
         donate_argnums=0,
         out_shardings=(shardings, None),
-        compiler_options=compiler_options(devices, config.xla_options),
+        compiler_options=options,
     )
 
 

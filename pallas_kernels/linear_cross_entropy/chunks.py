@@ -5,11 +5,12 @@ tokens need 2.1 GB in bfloat16, 4.2 GB in float32, again for its gradient, and a
 differentiation computes it a second time or keeps it.
 
 *Token chunks.* A `lax.scan` walks over chunks of tokens; while a chunk's logits exist, its loss,
-its `dx` and its share of `dweight` are formed from them. A loss with its gradients takes three
-GEMMs, and the backward multiplies by the cotangent, which is 1 for a loss. (Liger-Kernel's fused
-linear cross-entropy, https://arxiv.org/abs/2410.10989, introduced gradients in the forward.) The
-first chunk's product starts the sum of `dweight`, the others are added in place by their GEMM:
-each reads and writes `dweight` once, which is why chunks should be large.
+its `dx` and its share of `dweight` are formed from them (with `mosaic_gpu`, in bfloat16 and without
+options that change the formula, from their exponentials: `exponentials.py`). A loss with its
+gradients takes three GEMMs, and the backward multiplies by the cotangent, which is 1 for a loss.
+(Liger-Kernel's fused linear cross-entropy, https://arxiv.org/abs/2410.10989, introduced gradients
+in the forward.) The first chunk's product starts the sum of `dweight`, the others are added in
+place by their GEMM: each reads and writes `dweight` once, which is why chunks should be large.
 
 *Vocabulary chunks.* The forward keeps the logsumexp of each token; the backward computes the logits
 of a slice of the vocabulary again, for all tokens. Four GEMMs, any cotangent, and each row of
@@ -20,10 +21,11 @@ of a slice of the vocabulary again, for all tokens. Four GEMMs, any cotangent, a
 
 Numerics. The GEMMs take operands of `x.dtype` (a weight of another dtype is rounded to it once) and
 accumulate in float32. Logits are float32 with `xla`. With `mosaic_gpu` those in memory are rounded
-to `x.dtype`, as in PyTorch, and those of a loss alone are float32 that are never stored. Softmax
-and losses are float32. Coefficients, with them a mean's 1/N, are multiplied in float32 before
-dlogits are rounded once, to `x.dtype`, as the operand of two GEMMs; with `mosaic_gpu`, `dbias` sums
-what was rounded. `dweight` accumulates in `accum_dtype` and is rounded once, and `dx` is rounded
+to `x.dtype`, as in PyTorch; those of a loss alone, and those whose exponentials are stored, are
+float32 that never are in memory. Softmax and losses are float32. Coefficients, with them a mean's
+1/N, are multiplied in float32 before dlogits are rounded once, to `x.dtype`, as the operand of two
+GEMMs (`exponentials.py` has its own order); with `mosaic_gpu`, `dbias` sums what was rounded.
+`dweight` accumulates in `accum_dtype` and is rounded once, and `dx` is rounded
 once. A cotangent other than 1 multiplies them in float32, and they are rounded again.
 """
 
@@ -36,7 +38,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.folding import fold_chunks
-from pallas_kernels.linear_cross_entropy import linear_statistics, logits_kernel, xla
+from pallas_kernels.linear_cross_entropy import exponentials, linear_statistics, logits_kernel, xla
 from pallas_kernels.linear_cross_entropy.config import Config
 from pallas_kernels.linear_cross_entropy.token_loss import (
     LogitStatistics,
@@ -246,12 +248,19 @@ def _by_token_chunks(
         losses = losses_of(found, labels, plan.options, vocab_size)
         dbias = None if bias is None else jnp.sum(dlogits.astype(jnp.float32), axis=0)
         dz = dlogits.astype(x.dtype)
-        dx = jnp.einsum("tv,vd->td", dz, columns.weight, preferred_element_type=dx_dtype)
+        dx = _product("tv,vd->td", dz, columns.weight, dx_dtype)
         dweight = jnp.einsum("tv,td->vd", dz, x, preferred_element_type=plan.accum_dtype)
         return (dweight, dbias), (losses, dx)
 
     dx_dtype = x.dtype if scale is None else jnp.float32
     arrays = x, labels, coefficients
+    if (
+        plan.implementation == "mosaic_gpu"
+        and plan.vocab_axis is None
+        and bias is None
+        and exponentials.unsupported_reason(x, columns.weight, plan.options) is None
+    ):
+        one_chunk = functools.partial(_one_chunk_by_exponentials, plan, columns)
     (dweight, dbias), (losses, dx) = fold_chunks(one_chunk, arrays, plan.chunk_size)
     num_columns = columns.num_columns
     gradients = Gradients(dx, dweight[:num_columns], None if dbias is None else dbias[:num_columns])
@@ -260,6 +269,26 @@ def _by_token_chunks(
             lambda g: (g.astype(jnp.float32) * scale).astype(g.dtype), gradients
         )
     return losses, gradients
+
+
+def _one_chunk_by_exponentials(plan: Plan, columns: "_Columns", chunk, _):
+    """As in `_by_token_chunks`, for all of the vocabulary and without a bias."""
+    x, labels, coefficients = chunk
+    found, dz, factor = exponentials.loss_of_linear(
+        x,
+        columns.weight,
+        labels,
+        coefficients,
+        num_columns=columns.num_columns,
+        config=plan.config.linear,
+    )
+    losses = losses_of(found, labels, plan.options, columns.num_columns)
+    factor = factor[:, None]
+    dx = jnp.einsum("tv,vd->td", dz, columns.weight, preferred_element_type=jnp.float32)
+    # Not 0 · NaN.
+    scaled_x = jnp.where(factor == 0, 0.0, x.astype(jnp.float32) * factor).astype(x.dtype)
+    dweight = jnp.einsum("tv,td->vd", dz, scaled_x, preferred_element_type=plan.accum_dtype)
+    return (dweight, None), (losses, (dx * factor).astype(x.dtype))
 
 
 def _by_vocab_chunks(
@@ -334,7 +363,18 @@ class _Columns(NamedTuple):
 
     def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T Vp"]:
         """Without the bias."""
-        return jnp.einsum("td,vd->tv", x, self.weight, preferred_element_type=self.logits_dtype)
+        return _product("td,vd->tv", x, self.weight, self.logits_dtype)
+
+
+def _product(subscripts: str, rows, matrix, dtype) -> jax.Array:
+    """`einsum` that rounds only its result to `dtype`.
+
+    Of a single row XLA for GPUs makes no GEMM, but multiplies in this dtype before it adds up in
+    float32 (JAX 0.11.2).
+    """
+    result = jnp.float32 if len(rows) == 1 else dtype
+    found = jnp.einsum(subscripts, rows, matrix, preferred_element_type=result)
+    return found.astype(dtype)
 
 
 def _loss_of_logits(

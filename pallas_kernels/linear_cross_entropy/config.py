@@ -15,7 +15,8 @@ class Config:
     Attributes:
       logits: of the kernel over logits in memory; None takes the user's (`pallas_kernels.tuning`),
         else measured ones, else a guess.
-      linear: of the GEMM that keeps its logits to itself; None derives them from device and sizes.
+      linear: of the GEMMs that keep their logits to themselves; None derives them from device and
+        sizes.
     """
 
     logits: logits_config.Config | None = None

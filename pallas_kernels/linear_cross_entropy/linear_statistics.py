@@ -30,6 +30,7 @@ end. Logits are therefore taken to be -inf or above -1e30.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +39,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import hopper_gemm
-from pallas_kernels.hopper_gemm import BLOCK_M, TILE_M, Config, MainLoop, whole_tiles
+from pallas_kernels.hopper_gemm import (
+    BLOCK_M,
+    TILE_M,
+    WARPGROUPS,
+    Config,
+    MainLoop,
+    whole_tiles,
+)
 from pallas_kernels.linear_cross_entropy.token_loss import LogitStatistics
 from pallas_kernels.mosaic_gpu import Device, load, store, target_device
 
+_PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
+_PIECES = (WARPGROUPS, 2, TILE_M, _PIECE)  # one is filled while the other is on its way
 _LOWEST = -1e30
 _LOG2_E = math.log2(math.e)
 
@@ -90,10 +100,115 @@ def linear_statistics(
       NotImplementedError: `unsupported_reason` has one.
       ValueError: the configuration does not fit the device.
     """
+    loop, x, weight = _loop(x, weight, config, len(weight))
+    vocab_size, tile_n = loop.num_columns, loop.config.tile_n
+    if bias is not None:
+        bias = bias.astype(jnp.float32)
+        bias = jnp.pad(bias, (0, loop.column_tiles * tile_n - vocab_size))
+    labels -= jnp.asarray(first_column, labels.dtype)
+    running, _ = _running_statistics(
+        loop, x, weight, labels, bias=bias, softcap=softcap, with_total=with_total
+    )
+    sum_exp, largest, label_logit, largest_before, *total = running
+    # Relative to _LOWEST where every logit is -inf; the sum is 0 then.
+    top = jnp.max(largest, axis=0)
+    lse = top + jnp.log(jnp.sum(sum_exp * jnp.exp(largest - top), axis=0))
+    return LogitStatistics(
+        lse=lse,
+        label_logit=_lowest_to_inf(jnp.max(label_logit, axis=0)),
+        largest=_lowest_to_inf(top),
+        largest_before=_lowest_to_inf(jnp.max(largest_before, axis=0)),
+        total=jnp.sum(total[0], axis=0) if with_total else jnp.zeros_like(lse),
+    )
+
+
+class Exponentials(NamedTuple):
+    """Of the logits of each token, relative to an offset of its own.
+
+    Attributes:
+      values: `2^(logit · log2(e) - offset)`, in the dtype of `x`; 0 in the padding.
+      total: their sum, before they were rounded.
+      of_label: that of the label, likewise; 0 if it is no column.
+      label_logit: as in `LogitStatistics`, and so the next two.
+      largest: see there.
+      largest_before: see there.
+    """
+
+    values: Float[Array, "T Vp"]
+    total: Float[Array, " T"]
+    of_label: Float[Array, " T"]
+    label_logit: Float[Array, " T"]
+    largest: Float[Array, " T"]
+    largest_before: Float[Array, " T"]
+
+
+class Repetition(NamedTuple):
+    """What makes `linear_exponentials` a second call, for the same operands.
+
+    Attributes:
+      found: what the first call returned; `values` are written over.
+      is_needed: whether it is; if not, the kernel ends at once and what was found is returned.
+      keep: the tokens whose `values` are stored; the others get 0, whatever their logits are.
+    """
+
+    found: Exponentials
+    is_needed: Bool[Array, ""]
+    keep: Bool[Array, " T"]
+
+
+def linear_exponentials(
+    x: Float[Array, "T D"],
+    weight: Float[Array, "Vp D"],
+    labels: Int[Array, " T"],
+    offset: Float[Array, " T"],
+    *,
+    num_columns: int,
+    repetition: Repetition | None = None,
+    config: Config | None = None,
+) -> Exponentials:
+    """Exponentials of `x @ weight.T` relative to an offset, and statistics of the logits.
+
+    The GEMM stores them where it would store logits, by way of shared memory, 64 columns at a time.
+
+    Args:
+      x: bfloat16 or float16.
+      weight: of the dtype of `x`; `Vp`, a multiple of 128, is `num_columns` with padding.
+      labels: column of each token; may be any number.
+      offset: in units of log 2.
+      num_columns: that count.
+      repetition: see there.
+      config: launch parameters; chosen if None.
+
+    Raises:
+      NotImplementedError: `unsupported_reason` has one.
+      ValueError: the configuration does not fit the device.
+    """
+    extra_bytes = x.dtype.itemsize * math.prod(_PIECES)
+    loop, x, weight = _loop(x, weight, config, num_columns, extra_bytes=extra_bytes)
+    running, values = _running_statistics(
+        loop, x, weight, labels, offset=offset, repetition=repetition
+    )
+    # One reduction of four.
+    largest, label_logit, largest_before, of_label = jnp.max(running[1:], axis=1)
+    found = Exponentials(
+        values=values[: loop.num_rows],
+        total=jnp.sum(running[0], axis=0),
+        of_label=of_label,
+        label_logit=_lowest_to_inf(label_logit),
+        largest=_lowest_to_inf(largest),
+        largest_before=_lowest_to_inf(largest_before),
+    )
+    if repetition is None:
+        return found
+    select = lambda new, old: jnp.where(repetition.is_needed, new, old)
+    return Exponentials(found.values, *map(select, found[1:], repetition.found[1:]))
+
+
+def _loop(x, weight, config: Config | None, vocab_size: int, extra_bytes: int = 0):
+    """The main loop for these operands, and the operands for it."""
     if (reason := unsupported_reason(x, weight)) is not None:
         raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
     num_tokens, hidden_size = x.shape
-    vocab_size = weight.shape[0]
     device = target_device()
     if config is None:
         config = default_config(num_tokens, vocab_size, hidden_size, device)
@@ -105,56 +220,80 @@ def linear_statistics(
         depth=x.shape[1],
         dtype=x.dtype,
     )
-    loop.check_fits(device)
-    padding = loop.groups * config.cluster * BLOCK_M - num_tokens
-    labels = jnp.pad(labels - jnp.asarray(first_column, labels.dtype), (0, padding))
-    label_tile = jnp.where(labels < 0, -1, labels // config.tile_n).reshape(-1, TILE_M)
-    has_label = jnp.any(label_tile[..., None] == jnp.arange(loop.column_tiles), axis=1)
-    if bias is not None:
-        bias = bias.astype(jnp.float32)
-        bias = jnp.pad(bias, (0, loop.column_tiles * config.tile_n - vocab_size))
-    running = _running_statistics(
-        loop, x, weight, bias, labels, has_label, softcap=softcap, with_total=with_total
-    )
-    largest, sum_exp, label_logit, largest_before, *total = running[..., :num_tokens]
-    lowest_to_inf = lambda a: jnp.where(a == _LOWEST, -jnp.inf, a)
-    # Relative to _LOWEST where every logit is -inf; the sum is 0 then.
-    top = jnp.max(largest, axis=0)
-    lse = top + jnp.log(jnp.sum(sum_exp * jnp.exp(largest - top), axis=0))
-    return LogitStatistics(
-        lse=lse,
-        label_logit=lowest_to_inf(jnp.max(label_logit, axis=0)),
-        largest=lowest_to_inf(top),
-        largest_before=lowest_to_inf(jnp.max(largest_before, axis=0)),
-        total=jnp.sum(total[0], axis=0) if with_total else jnp.zeros_like(lse),
-    )
+    loop.check_fits(device, extra_bytes=extra_bytes)
+    return loop, x, weight
 
 
-# Where the running statistics start: largest, sum of exp, label_logit, largest_before, total.
-_START = (_LOWEST, 0.0, _LOWEST, _LOWEST, 0.0)
+def _lowest_to_inf(a: jax.Array) -> jax.Array:
+    return jnp.where(a == _LOWEST, -jnp.inf, a)
+
+
+# Where the running statistics start: sum of exp, largest, label_logit, largest_before, total.
+_START = (0.0, _LOWEST, _LOWEST, _LOWEST, 0.0)
 
 
 def _running_statistics(
     loop: MainLoop,
     x: Float[Array, "some_T padded_D"],
     weight: Float[Array, "some_V padded_D"],
-    bias: Float[Array, " padded_V"] | None,
-    labels: Int[Array, " padded_T"],
-    has_label: Bool[Array, "row_tiles vocab_tiles"],
+    labels: Int[Array, " T"],
     *,
-    softcap: float | None,
-    with_total: bool,
-) -> Float[Array, "statistics clusters padded_T"]:
-    """The statistics, in the order of `_START`, of the tiles that each cluster had."""
-    padded_tokens = labels.size
-    tile_n, cluster, vocab_size = loop.config.tile_n, loop.config.cluster, loop.num_columns
-    starts = _START if with_total else _START[:-1]
-    has_bias = bias is not None
+    bias: Float[Array, " padded_V"] | None = None,
+    softcap: float | None = None,
+    with_total: bool = False,
+    offset: Float[Array, " T"] | None = None,
+    repetition: Repetition | None = None,
+) -> tuple[Float[Array, "statistics clusters T"], Any]:
+    """The statistics, in the order of `_START`, of the tiles that each cluster had.
+
+    With an offset, the sum is that of the exponentials relative to it, the last statistic is the
+    label's, and the second result is the array of all of them, for the rows of `x`.
+    """
+    num_tokens, vocab_size = loop.num_rows, loop.num_columns
+    tile_n, cluster = loop.config.tile_n, loop.config.cluster
+    num_pieces = tile_n // _PIECE
+    padding = (0, loop.groups * cluster * BLOCK_M - num_tokens)
+    labels = jnp.pad(labels, padding)
+    label_tile = jnp.where(labels < 0, -1, labels // tile_n).reshape(-1, TILE_M)
+    has_label = jnp.any(label_tile[..., None] == jnp.arange(loop.column_tiles), axis=1)
+    stores = offset is not None
+    name = "linear_exponentials" if stores else "linear_statistics"
+    if repetition is not None:
+        name += "_again"
+    starts = _START if with_total or stores else _START[:-1]
+    arguments = {
+        "x": x,
+        "weight": weight,
+        "labels": labels,
+        "has_label": has_label.astype(jnp.int32),
+    }
+    out_type = {
+        "running": jax.ShapeDtypeStruct((len(starts), loop.num_clusters, labels.size), jnp.float32)
+    }
+    if bias is not None:
+        arguments["bias"] = bias
+    if stores:
+        arguments["offset"] = jnp.pad(offset, padding)
+    values: Any = None
+    if stores and repetition is None:
+        out_type["values"] = jax.ShapeDtypeStruct((len(x), len(weight)), x.dtype)
+    if repetition is not None:
+        arguments["keep"] = jnp.pad(repetition.keep.astype(jnp.int32), padding)
+        arguments["is_needed"] = repetition.is_needed.astype(jnp.int32)[None]
+        values = jnp.pad(repetition.found.values, ((0, len(x) - num_tokens), (0, 0)))
+        # For the reason that is in `logits_kernel.loss_of_logits`.
+        arguments, values = jax.lax.optimization_barrier((arguments, values))
+        values = jax.new_ref(values)
+        arguments["values"] = values
 
     def kernel(*refs):
-        x_gmem, weight_gmem, labels_gmem, has_label_gmem, *refs = refs
-        bias_gmem, *refs = refs if has_bias else (None, *refs)
-        running_gmem, *scratch = refs
+        names = [*arguments, *out_type]
+        of: dict[str, Any] = dict(zip(names, refs, strict=False))
+        scratch = list(refs[len(names) :])
+        running_gmem: Any = of["running"]
+        values_gmem: Any = of.get("values")
+        pieces_smem: Any = scratch.pop(0) if stores else None
+        is_needed = of["is_needed"][0] != 0 if "is_needed" in of else None
 
         def running_at(statistic, row):
             group_of_blocks = jax.lax.axis_index("group")
@@ -169,39 +308,96 @@ def _running_statistics(
                 for i, value in enumerate(starts):
                     store(running_at(i, row), _filled(value, (TILE_M,), _ROW))
 
-            jax.lax.fori_loop(0, loop.groups, start_group, None)
+            groups = loop.groups if is_needed is None else jnp.where(is_needed, loop.groups, 0)
+            jax.lax.fori_loop(0, groups, start_group, None)
 
         def tile(row, column, multiply):
-            # On their way during the multiplications.
-            running = [load(running_at(i, row), _ROW) for i in range(len(starts))]
-            label = load(labels_gmem.at[pl.ds(row, TILE_M)], _ROW)
-            label_here = has_label_gmem[jax.lax.div(row, TILE_M), jax.lax.div(column, tile_n)]
+            of_rows = lambda name: load(of[name].at[pl.ds(row, TILE_M)], _ROW)
+            # On their way during the multiplications. What is of the label alone is not added to.
+            num_added = len(starts) - stores
+            running = [load(running_at(i, row), _ROW) for i in range(num_added)]
+            label = of_rows("labels")
+            offset = of_rows("offset") if stores else None
+            keep = of_rows("keep") != 0 if "keep" in of else None
+            label_here = of["has_label"][jax.lax.div(row, TILE_M), jax.lax.div(column, tile_n)]
             (logits,) = multiply()
-            if bias_gmem is not None:
-                values = load(bias_gmem.at[pl.ds(column, tile_n)], _COLUMN)
+            if "bias" in of:
+                values = load(of["bias"].at[pl.ds(column, tile_n)], _COLUMN)
                 logits += jax.lax.broadcast_in_dim(values, logits.shape, (1,))
             if softcap is not None:
                 logits = softcap * _tanh(logits * (1 / softcap))
             # Of the vocabulary in this tile, or more; None if all tiles are full.
             num_columns = vocab_size - column if vocab_size % tile_n else None
-            running = _with_tile(running, logits, label - column, label_here != 0, num_columns)
+
+            def store_piece(i, exp):
+                def put():
+                    smem = pieces_smem.at[jax.lax.axis_index("warpgroup"), i % 2]
+                    # Until only the store from the other slot may still be reading. With an odd
+                    # number a tile, the next starts with the slot that this one ends with.
+                    plgpu.wait_smem_to_gmem(1 - num_pieces % 2, wait_read_only=True)
+                    smem[...] = exp
+                    plgpu.commit_smem()
+                    place = pl.ds(row, TILE_M), pl.ds(column + i * _PIECE, _PIECE)
+                    plgpu.copy_smem_to_gmem(smem, values_gmem.at[place])
+
+                if len(weight) % tile_n:
+                    pl.when(column + i * _PIECE < len(weight))(put)
+                else:
+                    put()
+
+            def add_and_store(sum_exp, logits):
+                for i in range(num_pieces):
+                    piece = logits[:, i * _PIECE : (i + 1) * _PIECE]
+                    to_piece = lambda a, shape=piece.shape: jax.lax.broadcast_in_dim(a, shape, (0,))
+                    exp = jnp.exp2(piece * _LOG2_E - to_piece(offset))
+                    sum_exp += jnp.sum(exp, axis=1)
+                    if keep is not None:
+                        exp = jnp.where(to_piece(keep), exp, _filled(0.0, exp.shape, _TILE))
+                    store_piece(i, exp.astype(x.dtype))
+                return sum_exp
+
+            running = _with_tile(
+                running,
+                logits,
+                label - column,
+                label_here != 0,
+                num_columns,
+                add_exp=add_and_store if stores else None,
+            )
+            if stores:
+                label_logit = running[2]  # -1e30 in all clusters but one, of which this makes 0
+                running.append(jnp.exp2(label_logit * _LOG2_E - offset))
             for i, value in enumerate(running):
                 store(running_at(i, row), value)
 
-        loop.run(x_gmem, [weight_gmem], scratch, tile=tile, start=start)
+        loop.run(
+            of["x"],
+            [of["weight"]],
+            scratch,
+            tile=tile,
+            start=start,
+            end=(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True)) if stores else None,
+            is_needed=is_needed,
+        )
 
-    return plgpu.kernel(
+    running, *stored = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((len(starts), loop.num_clusters, padded_tokens), jnp.float32),
+        out_type=list(out_type.values()),
         **loop.launch,
-        scratch_types=loop.scratch_types,
-        kernel_name="linear_statistics",
+        scratch_types=[
+            *([plgpu.SMEM(_PIECES, x.dtype)] if stores else []),
+            *loop.scratch_types,
+        ],
+        kernel_name=name,
         # exp2 is then one instruction; else three more serve results below 1e-38.
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(x, weight, labels, has_label.astype(jnp.int32), *((bias,) if has_bias else ()))
+    )(*arguments.values())
+    if repetition is not None:
+        stored = [jax.freeze(values)]
+    return running[..., :num_tokens], stored[0] if stores else None
 
 
-def _with_tile(running, logits, label, label_here, num_columns):
+def _with_tile(running, logits, label, label_here, num_columns, add_exp=None):
     """The running statistics with those of a tile.
 
     Args:
@@ -210,6 +406,7 @@ def _with_tile(running, logits, label, label_here, num_columns):
       label: of each row, counted from the tile's first column.
       label_here: whether a label may be one of the tile's columns.
       num_columns: how many columns of the vocabulary are left for this tile, None for enough.
+      add_exp: `(sum_exp, logits) -> sum_exp`; None keeps the sum relative to the maximum.
     """
     tile_n = logits.shape[1]
     to_tile = lambda row: jax.lax.broadcast_in_dim(row, logits.shape, (0,))
@@ -226,7 +423,7 @@ def _with_tile(running, logits, label, label_here, num_columns):
             lambda: logits,
         )
 
-    largest, sum_exp, label_logit, largest_before, *total = running
+    sum_exp, largest, label_logit, largest_before, *total = running
     if total:
         total = [total[0] + jnp.sum(without(logits, 0.0), axis=1)]
     logits = without(logits, -jnp.inf)
@@ -243,13 +440,16 @@ def _with_tile(running, logits, label, label_here, num_columns):
 
     at_label, before = jax.lax.cond(label_here, with_label, without_label)
     new_largest = jnp.maximum(largest, tile_largest)
-    # Not as below: of -1e30 the fma would leave the rounding error of the product.
-    sum_exp *= jnp.exp2((largest - new_largest) * _LOG2_E)
-    offset = to_tile(new_largest * _LOG2_E)
-    sum_exp += jnp.sum(jnp.exp2(logits * _LOG2_E - offset), axis=1)
+    if add_exp is not None:
+        sum_exp = add_exp(sum_exp, logits)
+    else:
+        # Not as below: of -1e30 the fma would leave the rounding error of the product.
+        sum_exp *= jnp.exp2((largest - new_largest) * _LOG2_E)
+        offset = to_tile(new_largest * _LOG2_E)
+        sum_exp += jnp.sum(jnp.exp2(logits * _LOG2_E - offset), axis=1)
     return [
-        new_largest,
         sum_exp,
+        new_largest,
         jnp.maximum(label_logit, at_label),
         jnp.maximum(largest_before, before),
         *total,

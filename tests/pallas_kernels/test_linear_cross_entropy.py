@@ -60,13 +60,15 @@ def formula(
     round_dlogits=None,
     round_logits=None,
     round_for=("losses", "lse"),
+    round_exponentials=None,
     vocab_chunk_size=None,
 ):
     """The loss and the gradient of every array, by name, with the derivative worked out by hand.
 
     With `round_logits` the derivative is that of logits in memory, which are rounded to this dtype
     before the bias; `round_for` names what else is made of them, and not of unrounded logits. With
-    `vocab_chunk_size` the lse of each chunk is rounded too.
+    `vocab_chunk_size` the lse of each chunk is rounded too. `round_exponentials` is the dtype of
+    those, and of x times its factor, of `exponentials.py`.
     """
     given = {name: np.asarray(a).astype(compute) for name, a in arrays.items()}
     weight = given["weight"]
@@ -134,10 +136,22 @@ def formula(
         after = cotangent
         loss = np.sum(weights * losses) * factor
         dweights = factor * cotangent * valid * (losses - (loss if reduction == "mean" else 0))
+    dx, dweight = dz @ weight, dz.T @ x
+    if round_exponentials is not None:
+        coarse = lambda a: a.astype(round_exponentials).astype(compute)
+        largest = np.max(z, -1, keepdims=True)
+        column = np.where((labels >= 0) & (labels < len(weight)), labels, 0)
+        offset = z[np.arange(len(z)), column][:, None]
+        offset = np.where(largest - offset <= 64 * np.log(2), offset, largest)
+        sums = np.exp(lse - offset)
+        dz = coarse(np.exp(z - offset) - sums * right)
+        factor = coefficients[:, None] / sums
+        dx, dweight = dz @ weight * factor, dz.T @ coarse(x * factor)
+        dbias = np.sum(dz * coarse(factor), 0)
     out = {
         "loss": loss,
-        "x": (dz @ weight * after).reshape(arrays["x"].shape),
-        "weight": dz.T @ x * after,
+        "x": (dx * after).reshape(arrays["x"].shape),
+        "weight": dweight * after,
         "bias": dbias * after,
         "token_weights": dweights.reshape(shape),
     }
@@ -177,12 +191,25 @@ def make_cotangent(reduction, shape=(T,), seed=1) -> Any:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+def loss_of(x, weight, labels, *, bias=None, bias_in_weight=False, **options):
+    """`linear_cross_entropy`, if asked to without a bias but with the same logits.
+
+    Then `weight` has a column more, the bias, for which `x` is 1: what has a bias does not go the
+    way of `exponentials.py`, and so the tests of biases test it, too.
+    """
+    if bias_in_weight and bias is not None:
+        x = jnp.concatenate([x, jnp.ones((*x.shape[:-1], 1), x.dtype)], axis=-1)
+        weight = jnp.concatenate([weight, bias[:, None].astype(weight.dtype)], axis=1)
+        bias = None
+    return linear_cross_entropy(x, weight, labels, bias=bias, **options)
+
+
 @functools.cache
 def compiled(**options):
     """Loss and gradients by name, of `(arrays, labels, cotangent)`."""
 
     def run(arrays, labels, cotangent):
-        fn = lambda arrays: linear_cross_entropy(labels=labels, **arrays, **options)
+        fn = lambda arrays: loss_of(labels=labels, **arrays, **options)
         loss, vjp = jax.vjp(fn, arrays)
         return {"loss": loss} | vjp(cotangent)[0]
 
@@ -215,16 +242,26 @@ def check_against_formula(
     but=(),
     implementation="xla",
     vocab_chunk_size=None,
+    bias_in_weight=False,
     slack=1.2,
     **options,
 ):
     """Compares to float64, by the error of float32 with dlogits rounded to the dtype of `x`.
 
-    The kernels round the logits in memory as well, where there are any.
+    The kernels round the logits in memory as well, where there are any, or exponentials.
     """
     reduction = options.get("reduction", "mean")
     rounding = {"round_dlogits": arrays["x"].dtype, "vocab_chunk_size": vocab_chunk_size}
-    if implementation == "mosaic_gpu":
+    has_exponentials = (
+        implementation == "mosaic_gpu"
+        and vocab_chunk_size is None
+        and arrays["x"].dtype == BF16
+        and (bias_in_weight or "bias" not in arrays)
+        and not ALL_OPTIONS.keys() & options.keys()
+    )
+    if has_exponentials:
+        rounding = {"round_exponentials": BF16}
+    elif implementation == "mosaic_gpu":
         forward = () if reduction == "none" else ("losses",)
         of_rounded = () if vocab_chunk_size else ("lse", *forward)
         rounding |= {"round_logits": arrays["x"].dtype, "round_for": of_rounded}
@@ -749,9 +786,7 @@ def test_a_vjp_can_be_called_again(strategy, reduction):
 
 
 def check_repeated_vjp(arrays, labels, *, reduction: Any = "mean", **options):
-    fn = lambda arrays: linear_cross_entropy(
-        labels=labels, reduction=reduction, **options, **arrays
-    )
+    fn = lambda arrays: loss_of(labels=labels, reduction=reduction, **options, **arrays)
     _, vjp = quick_jit(lambda arrays: jax.vjp(fn, arrays))(arrays)
     cotangent = make_cotangent(reduction, labels.shape)
     first, second, twice = (quick_jit(vjp)(c)[0] for c in (cotangent, cotangent, 2 * cotangent))
@@ -968,6 +1003,7 @@ KT, KV = 9, 250
 KERNEL_STRATEGIES = {
     "tokens": {"chunk_size": 8},
     "columns": {"vocab_chunk_size": 100},
+    "exponentials": {"chunk_size": 8, "bias_in_weight": True},
 }
 each_kernel_strategy = pytest.mark.parametrize(
     "strategy",
@@ -1039,9 +1075,9 @@ def test_kernels_with_all_options(strategy, reduction, dtype):
 def test_a_loss_alone_has_float32_logits(strategy):
     arrays, labels = kernel_arrays()
     options = {name: value for name, value in strategy.items() if name != "config"}
-    loss = quick_jit(
-        lambda arrays: linear_cross_entropy(labels=jnp.asarray(labels), **options, **arrays)
-    )(arrays)
+    loss = quick_jit(lambda arrays: loss_of(labels=jnp.asarray(labels), **options, **arrays))(
+        arrays
+    )
     exact = formula(arrays, labels, 1.0)["loss"]
     # A tenth of what rounded logits cost.
     rounded_logits = formula(arrays, labels, 1.0, round_logits=BF16)["loss"]
@@ -1152,8 +1188,24 @@ def test_huge_logits_in_the_kernels(strategy):
     check(arrays, labels, but=["token_weights"], **strategy)
 
 
+# A logit may be 44.4 above the label's before exponentials are made again.
+@interpreted
+@pytest.mark.parametrize("above", [20, 43, 46, 150, 2000])
+def test_labels_far_below_the_largest_logit(above):
+    arrays, labels = make_arrays((KT,), D, KV, BF16, only=["x", "weight", "token_weights"])
+    x, weight = arrays["x"], arrays["weight"]
+    x[:, -1], weight[:, -1] = 1, 0
+    # Of two tokens, an ignored one, and all that come after the first chunk.
+    weight[7, -1], weight[130, -1] = above, above / 2
+    x[[0, 2], -1], x[3:5, -1] = 0, -1
+    labels[labels == 7] = 9
+    check(arrays, labels, implementation="mosaic_gpu", config=ONE_WARPGROUP, chunk_size=8)
+
+
 @interpreted
 @each_kernel_strategy
+# NumPy says so where the interpreter multiplies infinities.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize("columns", [slice(0, 50), slice(50, 200), slice(120, 250)], ids=str)
 def test_logits_of_minus_infinity_in_the_kernels(strategy, columns):
     # Whole chunks and whole lines of them, first and last.
@@ -1204,15 +1256,17 @@ def test_metrics_of_the_kernels(strategy, reduction):
     arrays["bias"] = put(arrays["bias"], [7, 130], 20)
     labels = np.array([7, 130, 7, 130, 3, IGNORED, 249, 7, 0], np.int32)
     options = {name: value for name, value in strategy.items() if name != "config"}
+    has_exponentials = "bias_in_weight" in strategy
+    z_loss = 0.0 if has_exponentials else 1e-2
 
     @quick_jit
     def both(arrays):
         fn = functools.partial(
-            linear_cross_entropy,
+            loss_of,
             labels=jnp.asarray(labels),
             return_metrics=True,
             reduction=reduction,
-            z_loss=1e-2,
+            z_loss=z_loss,
             **options,
         )
         total = lambda arrays: jax.tree.map(jnp.sum, fn(**arrays))
@@ -1225,7 +1279,7 @@ def test_metrics_of_the_kernels(strategy, reduction):
     weights *= labels != IGNORED
     logits = x @ weight.T
     for metrics, in_memory in zip(
-        found, (False, reduction == "sum" and "chunk_size" in strategy), strict=True
+        found, (False, "chunk_size" in strategy and not has_exponentials), strict=True
     ):
         z = logits.astype(BF16).astype(np.float64) if in_memory else logits
         z = z + bias
@@ -1234,7 +1288,7 @@ def test_metrics_of_the_kernels(strategy, reduction):
         expected = LossMetrics(
             num_tokens=np.sum(labels != IGNORED),
             nll=mean(lse - z[np.arange(KT), np.maximum(labels, 0)]),
-            z_loss=mean(1e-2 * lse**2),
+            z_loss=mean(z_loss * lse**2),
             accuracy=mean(labels == 7),
             lse=mean(lse),
         )
@@ -1248,9 +1302,12 @@ def test_metrics_of_the_kernels(strategy, reduction):
 @interpreted
 @each_kernel_strategy
 def test_a_float32_weight_in_the_kernels(strategy):
-    x_dtype = F16 if "chunk_size" in strategy else BF16
+    has_exponentials = "bias_in_weight" in strategy
+    x_dtype = F16 if "chunk_size" in strategy and not has_exponentials else BF16
     arrays, labels = kernel_arrays(F32)
     arrays["x"] = arrays["x"].astype(x_dtype)
+    if has_exponentials:
+        arrays["bias"] = arrays["bias"].astype(x_dtype)
     got = run(arrays, labels, **strategy)
     chex.assert_type([got["x"], got["weight"]], [x_dtype, F32])
     used = arrays | {"weight": arrays["weight"].astype(x_dtype).astype(F32)}
@@ -1268,9 +1325,7 @@ def test_gradients_of_some_arrays_only_in_the_kernels(strategy):
     want = run(arrays, labels, **strategy)
     for name in ("x", "weight"):
         rest = {k: v for k, v in arrays.items() if k != name}
-        fn = lambda a, name=name, rest=rest: linear_cross_entropy(
-            labels=labels, **strategy, **{name: a}, **rest
-        )
+        fn = lambda a, name=name, rest=rest: loss_of(labels=labels, **strategy, **{name: a}, **rest)
         chex.assert_trees_all_equal(quick_jit(jax.grad(fn))(arrays[name]), want[name])
 
 

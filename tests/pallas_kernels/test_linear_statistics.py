@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ from pallas_kernels.linear_cross_entropy import linear_statistics as module
 from pallas_kernels.linear_cross_entropy.linear_statistics import (
     Config,
     LogitStatistics,
+    Repetition,
     default_config,
+    linear_exponentials,
     linear_statistics,
     unsupported_reason,
 )
@@ -218,6 +222,106 @@ def test_a_nan_stays_in_its_row():
         np.testing.assert_array_equal(g[others], c[others])
 
 
+# Exponentials.
+
+
+def check_exponentials(got, args, offset):
+    """What a call has found, without a bias, against float64."""
+    x, weight, _, labels = args
+    exact = formula(*args)
+    z = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    exponentials = np.exp2(z * np.log2(np.e) - np.asarray(offset, np.float64)[:, None])
+    num_columns = len(weight)
+    values = np.asarray(got.values, np.float64)
+    chex.assert_type(got.values, x.dtype)
+    # Half a unit of bfloat16's 8 digits, and what a logit is off before.
+    np.testing.assert_allclose(values[:, :num_columns], exponentials, rtol=2**-8)
+    assert np.all(values[:, num_columns:] == 0)
+    np.testing.assert_allclose(got.total, np.sum(exponentials, axis=1), rtol=1e-5)
+    labels = np.asarray(labels)
+    is_column = (labels >= 0) & (labels < num_columns)
+    of_label = exponentials[np.arange(len(x)), np.where(is_column, labels, 0)]
+    np.testing.assert_allclose(got.of_label, np.where(is_column, of_label, 0), rtol=1e-5)
+    lse = (offset + jnp.log2(got.total)) / np.log2(np.e)
+    found = lse, got.label_logit, got.largest, got.largest_before, jnp.zeros_like(lse)
+    compare(found, exact, with_total=False)
+
+
+def padded(weight):
+    return jnp.pad(weight, ((0, -len(weight) % 128), (0, 0)))
+
+
+def run_exponentials(args, offset, config=None, **options):
+    x, weight, _, labels = args
+
+    def run(x, weight, labels, offset):
+        return linear_exponentials(
+            x, weight, labels, offset, num_columns=len(args[1]), config=config, **options
+        )
+
+    return quick_jit(run)(x, padded(weight), labels, offset)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "num_tokens, hidden_size, vocab_size",
+    [(1, 8, 1), (7, 72, 129), (128, 64, 256), (129, 64, 257), (200, 72, 300)],
+)
+def test_exponentials_of_shapes_that_divide_nothing(num_tokens, hidden_size, vocab_size):
+    args = make_args(num_tokens, hidden_size, vocab_size, scale=3.0)
+    offset = jnp.linspace(-20, 20, num_tokens)
+    check_exponentials(run_exponentials(args, offset), args, offset)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(),
+        dict(tile_n=64, band=1),
+        dict(tile_n=192, blocks=7),
+        dict(tile_n=256, blocks=1, band=9),
+        dict(cluster=2, blocks=4),
+    ],
+    ids=str,
+)
+def test_all_configurations_store_the_same(changes):
+    args = make_args(300, 192, 450)
+    offset = jnp.linspace(-20, 20, 300)
+    config = dataclasses.replace(BASE, **changes)
+    check_exponentials(run_exponentials(args, offset, config), args, offset)
+
+
+@interpreted
+def test_a_repetition_that_is_needed_writes_over_what_was_found():
+    args = make_args(140, 64, 300)
+    offset = jnp.linspace(-20, 20, 140)
+    first = run_exponentials(args, offset)
+    keep = jnp.arange(140) != 130
+    # A row of NaN that is not kept, in place of any before.
+    again = args[0].at[130].set(jnp.nan), *args[1:]
+    repetition = Repetition(jax.tree.map(jnp.copy, first), jnp.bool_(True), keep)
+    got = run_exponentials(again, offset + 3, repetition=repetition)
+    assert np.all(np.asarray(got.values)[130] == 0) and np.isnan(got.total[130])
+    others = np.flatnonzero(keep)
+    x, weight, bias, labels = args
+    check_exponentials(
+        jax.tree.map(lambda a: a[others], got),
+        (x[others], weight, bias, labels[others]),
+        (offset + 3)[others],
+    )
+
+
+@interpreted
+def test_a_repetition_that_is_not_needed_changes_nothing():
+    args = make_args(140, 64, 300)
+    offset = jnp.linspace(-20, 20, 140)
+    first = run_exponentials(args, offset)
+    repetition = Repetition(jax.tree.map(jnp.copy, first), jnp.bool_(False), jnp.zeros(140, bool))
+    got = run_exponentials(args, offset + 3, repetition=repetition)
+    chex.assert_trees_all_equal(got, first)
+
+
 # What can run.
 
 
@@ -261,6 +365,9 @@ def test_more_stages_than_shared_memory_has(monkeypatch):
     config = dataclasses.replace(BASE, tile_n=256, stages=5)
     with pytest.raises(ValueError, match="245760 bytes of shared memory"):
         linear_statistics(x, weight, bias, labels, softcap=None, config=config)
+    # 32768 more for what is stored.
+    with pytest.raises(ValueError, match="278528 bytes of shared memory"):
+        linear_exponentials(x, weight, labels, jnp.zeros(8), num_columns=16, config=config)
 
 
 def test_default_configurations():

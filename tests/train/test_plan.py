@@ -20,7 +20,7 @@ import train.plan_command
 from models.llama import Llama
 from models.remat import POLICIES
 from models.sharding import BATCH_AXES, make_mesh
-from pallas_kernels.linear_cross_entropy import linear_statistics
+from pallas_kernels.linear_cross_entropy import exponentials, linear_statistics
 from pallas_kernels.mosaic_gpu import Device
 from pallas_kernels.swiglu import gated_matmul
 from train import aot, cost, data
@@ -304,15 +304,52 @@ def test_cost_of_kernels_with_products(monkeypatch):
     labels = jax.ShapeDtypeStruct((tokens,), jnp.int32)
     forward = functools.partial(gated_matmul.gated_matmul, keep=True)
     loss = functools.partial(linear_statistics.linear_statistics, softcap=None)
+    loss_and_dlogits = functools.partial(exponentials.loss_of_linear, num_columns=width)
+    coefficients = jax.ShapeDtypeStruct((tokens,), jnp.float32)
     for products, fn, args in (
         (2, forward, (x, across, across)),
         (1, gated_matmul.gated_matmul_backward, (x, down, activation, activation)),
         (1, loss, (x, down, None, labels)),
+        # Its second kernel runs where it must.
+        (1, loss_and_dlogits, (x, down, labels, coefficients)),
     ):
         traced = jax.jit(fn).trace(*args)
         found = cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
         assert found.flops == products * 2 * tokens * hidden_size * width
         assert found.seconds >= found.flops / (1e12 * cost.GEMM_EFFICIENCY)
+
+
+@pytest.mark.parametrize("loop", ["scan", "layer_scan"])
+def test_one_device_makes_no_copies_of_a_layers_part_of_a_stack(loop):
+    rates = cost.Rates(flops=1e30, bandwidth=1e12 / cost.COPY_EFFICIENCY, host_bandwidth=1e9)
+    num_layers, size = 4, 256
+
+    def with_scan(x, stack):
+        return jax.lax.scan(lambda x, weight: (x @ weight,) * 2, x, stack)
+
+    def with_indices(x, stack):
+        """What is left of `models.layer_scan`."""
+
+        def layer(i, state):
+            x, stacked = state
+            x = x @ jax.lax.dynamic_index_in_dim(stack, i, keepdims=False)
+            return x, jax.lax.dynamic_update_index_in_dim(stacked, x, i, 0)
+
+        stacked = jax.lax.empty((num_layers, size, size), x.dtype)
+        return jax.lax.fori_loop(0, num_layers, layer, (x, stacked))
+
+    x = jax.ShapeDtypeStruct((size, size), jnp.float32)
+    stack = jax.ShapeDtypeStruct((num_layers, size, size), jnp.float32)
+    traced = jax.jit(with_scan if loop == "scan" else with_indices).trace(x, stack)
+    seconds = [
+        cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=number).seconds
+        for number in (1, 2)
+    ]
+    layer = 4 * size**2 / 1e12
+    # A GEMM reads two matrices and writes one. A copy of one it reads, and one of its result, read
+    # and write as much again.
+    assert seconds[0] == pytest.approx(num_layers * 3 * layer, rel=0.01)
+    assert seconds[1] == pytest.approx(num_layers * (3 + 2 + 2) * layer, rel=0.01)
 
 
 def test_cost_of_collectives():

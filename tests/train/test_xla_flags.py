@@ -1,6 +1,7 @@
 """Options of XLA for GPUs: which are asked for, and what XLA does not take."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -51,24 +52,27 @@ def test_a_value_that_xla_does_not_take_is_left_out_and_named(capsys):
 
 
 def test_this_version_takes_all_options(capsys):
-    options = xla_flags.OPTIONS
+    options = xla_flags.OPTIONS | xla_flags.OPTIONS_OF_SCANS
     assert xla_flags.accepted(tuple(options.items()), jax.devices()[0]) == options
     assert not capsys.readouterr().out
 
 
 def test_who_gets_which(gpus):
+    several, scans = xla_flags.OPTIONS, xla_flags.OPTIONS_OF_SCANS
     options = xla_flags.compiler_options
-    assert options(gpus) == xla_flags.OPTIONS
-    assert options(gpus[1:2]) == options(gpus[1:2], ["none"]) == {}
+    assert options(gpus, scan_layers=False) == several
+    assert options(gpus, scan_layers=True) == several
+    one = gpus[1:2]
+    assert options(one, scan_layers=False) == {}
+    assert options(one, scan_layers=True) == scans
     named = [f"{LIMIT}=3"]
-    assert options(gpus[1:2], named) == {LIMIT: 3}
-    assert options(jax.devices(), named) == {}
-    assert len(jax.devices()) > 1
+    assert options(one, named, scan_layers=False) == {LIMIT: 3}
+    assert options(jax.devices(), named, scan_layers=True) == {}
 
 
 def test_named_options_are_added_or_replace(gpus):
     (name, value), *_ = xla_flags.OPTIONS.items()
-    options = lambda *chosen: xla_flags.compiler_options(gpus, chosen)
+    options = lambda *chosen: xla_flags.compiler_options(gpus, chosen, scan_layers=False)
     assert options("xla_other=a=b") == xla_flags.OPTIONS | {"xla_other": "a=b"}
     assert options(f"--{name}=7") == xla_flags.OPTIONS | {name: 7}
     assert value != 7
@@ -80,8 +84,9 @@ def test_the_environment_is_left_alone(gpus, monkeypatch):
     name = next(iter(xla_flags.OPTIONS))
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=x --{name}=9")
     others = {key: value for key, value in xla_flags.OPTIONS.items() if key != name}
-    assert xla_flags.compiler_options(gpus) == others
-    assert xla_flags.compiler_options(gpus, [f"{name}=4"]) == others | {name: 4}
+    options = functools.partial(xla_flags.compiler_options, gpus, scan_layers=False)
+    assert options() == others
+    assert options([f"{name}=4"]) == others | {name: 4}
 
 
 @pytest.mark.parametrize("value", [True, 3, 0.5, "COLLECTIVE_PIPELINING_MODE_ON", ""])
@@ -105,8 +110,8 @@ def test_the_step_is_compiled_with_them(monkeypatch):
     config = dataclasses.replace(CONFIG, xla_options=("xla_no_such_option=1",))
     seen = []
 
-    def options(devices, chosen):
-        seen.append(set(devices))
+    def options(devices, chosen, *, scan_layers):
+        seen.append((set(devices), scan_layers))
         return xla_flags.parse(chosen)
 
     monkeypatch.setattr(train.step, "compiler_options", options)
@@ -115,4 +120,4 @@ def test_the_step_is_compiled_with_them(monkeypatch):
         lowered = jit_train_step(config, state).lower(state, abstract_batch(config, mesh))
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
             lowered.compile()
-    assert seen == [set(jax.devices())]
+    assert seen == [(set(jax.devices()), config.model.scan_layers)]

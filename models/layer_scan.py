@@ -1,0 +1,145 @@
+"""`jax.lax.scan` over layers, with a backward that starts from no zeros.
+
+`jax.lax.scan` keeps what its backward reads in stacked arrays that it first fills with zeros, all
+of which its loop then writes over (its source has a TODO to stop that). Llama 3.2 1B with 4 x 4096
+tokens keeps 14 GiB under the policy `minimal` and returns 3 GiB of gradients: 5.9 ms of a step of
+268 on an H100. Here the stacks are `jax.lax.empty`.
+
+XLA's partitioner does not split such an array: each device would have all of it. So programs for
+several devices get `jax.lax.scan`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal, jaxpr_as_fun
+
+
+def layer_scan(
+    layer: Callable[[Any, Any], tuple[Any, Any]], carry: Any, inputs: Any
+) -> tuple[Any, Any]:
+    """`jax.lax.scan(layer, carry, inputs)`: the same values and gradients.
+
+    Args:
+      layer: `(carry, inputs of one layer) -> (carry, outputs of this layer)`. What it closes over
+        has no gradient, and what its backward reads stays in the device's memory.
+      carry: a pytree of what enters the first layer.
+      inputs: a pytree of floating arrays with axis 0 the layers.
+
+    Returns:
+      What left the last layer, and the layers' outputs, stacked.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    num_devices = jax.device_count() if mesh.empty else mesh.size
+    scan = _scan if num_devices == 1 else jax.lax.scan
+    return scan(layer, carry, inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scan(layer, carry, inputs):
+    return jax.lax.scan(layer, carry, inputs)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Saved:
+    """What the backward needs.
+
+    Attributes:
+      inputs: of the layers.
+      stacks: their leaves, and what else the layers keep, stacked.
+      constants: arrays that are the same for all layers.
+      sources: where each leaf of a layer's `jax.vjp` is: in `stacks` or `constants`, and which.
+      vjp: the tree of these leaves.
+    """
+
+    inputs: Any
+    stacks: list[Any]
+    constants: list[Any]
+    sources: tuple[tuple[str, int], ...] = dataclasses.field(metadata={"static": True})
+    vjp: Any = dataclasses.field(metadata={"static": True})
+
+
+def _forward(layer, carry, inputs):
+    def run(carry, inputs):
+        (carry, outputs), vjp = jax.vjp(layer, carry, inputs)
+        return (carry, outputs), vjp
+
+    leaves = jax.tree.leaves(inputs)
+    num_layers, num_carry = len(leaves[0]), len(jax.tree.leaves(carry))
+    first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), inputs)
+    traced, (results, vjp) = jax.make_jaxpr(run, return_shape=True)(carry, first)
+    jaxpr, constants = traced.jaxpr, list(traced.consts)
+    results, results_tree = jax.tree.flatten(results)
+    outvars, shapes = jaxpr.outvars[: len(results)], results[num_carry:]
+
+    # What all layers share is not stacked, and what is stacked already, as the weights, not again.
+    where = {var: ("constants", k) for k, var in enumerate(jaxpr.constvars)}
+    where |= {var: ("stacks", k) for k, var in enumerate(jaxpr.invars[num_carry:])}
+    num_stacks = len(leaves)
+    sources = []
+    for var, shape in zip(jaxpr.outvars[len(results) :], jax.tree.leaves(vjp), strict=True):
+        if isinstance(var, Literal):
+            sources.append(("constants", len(constants)))
+            constants.append(jnp.asarray(var.val, shape.dtype))
+            continue
+        if var not in where:
+            where[var] = ("stacks", num_stacks)
+            num_stacks += 1
+            outvars.append(var)
+            shapes.append(shape)
+        sources.append(where[var])
+    step = jaxpr_as_fun(traced.replace(jaxpr=jaxpr.replace(outvars=outvars)))
+
+    def body(index, state):
+        carry, stacks = state
+        found = step(*carry, *_at(leaves, index))
+        return found[:num_carry], _put(stacks, found[num_carry:], index)
+
+    stacks = [jax.lax.empty((num_layers, *a.shape), a.dtype) for a in shapes]
+    state = jax.tree.leaves(carry), stacks
+    carry, stacks = jax.lax.fori_loop(0, num_layers, body, state)
+    num_outputs = len(results) - num_carry
+    saved = _Saved(
+        inputs=inputs,
+        stacks=[*leaves, *stacks[num_outputs:]],
+        constants=constants,
+        sources=tuple(sources),
+        vjp=jax.tree.structure(vjp),
+    )
+    return results_tree.unflatten([*carry, *stacks[:num_outputs]]), saved
+
+
+def _backward(layer, saved, cotangents):
+    del layer
+    dcarry, doutputs = cotangents
+    leaves, tree = jax.tree.flatten(saved.inputs)
+    num_layers = len(leaves[0])
+
+    def body(step, state):
+        dcarry, dinputs = state
+        index = num_layers - 1 - step
+        arrays = {"stacks": _at(saved.stacks, index), "constants": saved.constants}
+        vjp = saved.vjp.unflatten([arrays[kind][k] for kind, k in saved.sources])
+        dcarry, dinput = vjp((dcarry, _at(doutputs, index)))
+        return dcarry, _put(dinputs, jax.tree.leaves(dinput), index)
+
+    dinputs = [jax.lax.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+    dcarry, dinputs = jax.lax.fori_loop(0, num_layers, body, (dcarry, dinputs))
+    return dcarry, tree.unflatten(dinputs)
+
+
+_scan.defvjp(_forward, _backward)
+
+
+def _at(stacks: Any, index: Any) -> Any:
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), stacks)
+
+
+def _put(stacks: list[Any], arrays: list[Any], index: Any) -> list[Any]:
+    update = jax.lax.dynamic_update_index_in_dim
+    return [update(stack, a, index, 0) for stack, a in zip(stacks, arrays, strict=True)]
