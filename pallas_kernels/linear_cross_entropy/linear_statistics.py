@@ -23,6 +23,11 @@ are 242.9 tiles a pair, and no pair has more than 243.
   so that happens only in tiles with a label of one of the warpgroup's 64 rows, which a table says:
   one in eight at the shape above.
 
+`linear_exponentials` is the same GEMM for a loss with gradients. It stores the exponentials of the
+logits relative to an offset of each row, by way of shared memory, and keeps the same statistics,
+which cost nothing more. Of 2048 tokens at D=2048 it takes 1.42 ms where cuBLAS' GEMM, which stores
+logits, takes 1.31.
+
 TMA fills in zeros for rows past T and V; no result is kept of the former, and logits of the latter
 are lowered to -inf before anything is taken from them. Running maxima start at -1e30, not at -inf,
 whose difference with itself is NaN, so logits of -inf count as nothing; -inf is put back at the
