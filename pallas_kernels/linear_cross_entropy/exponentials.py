@@ -17,9 +17,10 @@ with the largest logit for offset; a kernel finds out on the device, and without
 With S up to 2^64 times the size of the vocabulary, `coefficient / S · x` stays a normal number of
 bfloat16 for coefficients down to 1e-13.
 
-Rounding. Exponentials are float32 and rounded to bfloat16 once, as dlogits would be. `dx` is
-float32 until it is multiplied by the factor. `x` times its factor is rounded to bfloat16 for the
-GEMM of `dweight`, which has then two rounded operands where it had one: 1.4 times its error.
+Rounding. Exponentials are float32 and rounded to bfloat16 once, as dlogits would be. The factor
+takes back what rounding has done to the label's entry, which is most of the gradient, at the price
+of as much in the others. `dx` is float32 until it is multiplied by the factor. `x` times its factor
+is rounded to bfloat16 for the GEMM of `dweight`, which leaves there the error of one rounding.
 """
 
 import functools
@@ -95,9 +96,15 @@ def loss_of_linear(
         config=config,
     )
     has_gradient = is_column & (coefficients != 0)
+    at_label = found.of_label - found.total
+    # XLA drops a cast to 16 bits and back.
+    bits = jnp.finfo(x.dtype)
+    rounded = jax.lax.reduce_precision(at_label, bits.nexp, bits.nmant)
     dz = found.values.at[jnp.arange(num_tokens), jnp.where(has_gradient, labels, len(weight))].set(
-        (found.of_label - found.total).astype(x.dtype), mode="drop", unique_indices=True
+        rounded.astype(x.dtype), mode="drop", unique_indices=True
     )
+    factor = coefficients / found.total
+    factor *= jnp.where(has_gradient & (rounded != 0), at_label / rounded, 1.0)
     # The loss is their difference, and small where the label has nearly all of the sum.
     from_label = found.label_logit + jnp.log(found.total / found.of_label)
     statistics = LogitStatistics(
@@ -107,4 +114,4 @@ def loss_of_linear(
         largest_before=found.largest_before,
         total=jnp.zeros_like(label_logit),
     )
-    return statistics, dz, jnp.where(coefficients == 0, 0.0, coefficients / found.total)
+    return statistics, dz, jnp.where(coefficients == 0, 0.0, factor)

@@ -144,8 +144,12 @@ def formula(
         offset = z[np.arange(len(z)), column][:, None]
         offset = np.where(largest - offset <= 64 * np.log(2), offset, largest)
         sums = np.exp(lse - offset)
-        dz = coarse(np.exp(z - offset) - sums * right)
+        exact = np.exp(z - offset) - sums * right
+        dz = coarse(exact)
         factor = coefficients[:, None] / sums
+        at_label = lambda a: np.sum(np.where(right == 1, a, 0), -1, keepdims=True)
+        is_rounded = at_label(dz) != 0
+        factor *= np.where(is_rounded, at_label(exact) / np.where(is_rounded, at_label(dz), 1), 1)
         dx, dweight = dz @ weight * factor, dz.T @ coarse(x * factor)
         dbias = np.sum(dz * coarse(factor), 0)
     out = {
