@@ -20,6 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from benchmarks import tables
+
 _COLORS = ("#6f6f6f", "#33418a", "#c1440e")
 _INK, _PALE = "#333333", "#777777"
 _ONE_GPU = "one GPU"
@@ -33,20 +35,9 @@ def speeds(text: str) -> dict[tuple[str, str], dict[int, float]]:
     Raises:
       ValueError: there is no table with these columns.
     """
-    lines = text.splitlines()
-    try:
-        first = next(i for i, line in enumerate(lines) if line.startswith("| model |"))
-        names = [cell.strip() for cell in lines[first].strip("| ").split("|")]
-        columns = [names.index(name) for name in ("model", "mesh", "tokens/s")]
-    except (StopIteration, ValueError):
-        raise ValueError("no table with model, mesh and tokens/s") from None
     alone: dict[str, float] = {}
     found: dict[tuple[str, str], dict[int, float]] = collections.defaultdict(dict)
-    for line in lines[first + 2 :]:
-        if not line.startswith("|"):
-            break
-        cells = [cell.strip() for cell in line.strip("| ").split("|")]
-        model, mesh, speed = (cells[column] for column in columns)
+    for model, mesh, speed in tables.rows(text, ("model", "mesh", "tokens/s")):
         speed = float(speed.replace(",", ""))
         if mesh == _ONE_GPU:
             alone[model] = speed

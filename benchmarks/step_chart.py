@@ -13,6 +13,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from benchmarks import tables
+
 _OURS, _THEIRS = "#c1440e", "#33418a"
 _INK, _PALE = "#333333", "#777777"
 _NAMES = {
@@ -29,21 +31,10 @@ def rows_of(text: str) -> list[tuple[str, float, float]]:
     Raises:
       ValueError: there is none with these columns.
     """
-    lines = text.splitlines()
-    try:
-        first = next(i for i, line in enumerate(lines) if line.startswith("| variant |"))
-        names = [cell.strip() for cell in lines[first].strip("| ").split("|")]
-        columns = [names.index(name) for name in ("variant", "ms/step", "memory")]
-    except (StopIteration, ValueError):
-        raise ValueError("no table with variant, ms/step and memory") from None
-    rows = []
-    for line in lines[first + 2 :]:
-        if not line.startswith("|"):
-            break
-        cells = [cell.strip() for cell in line.strip("| ").split("|")]
-        name, milliseconds, memory = (cells[column] for column in columns)
-        rows.append((name, float(milliseconds), float(memory.removesuffix(" GiB"))))
-    return rows
+    return [
+        (name, float(milliseconds), float(memory.removesuffix(" GiB")))
+        for name, milliseconds, memory in tables.rows(text, ("variant", "ms/step", "memory"))
+    ]
 
 
 def draw(texts: Sequence[str]) -> Figure:

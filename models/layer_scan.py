@@ -1,7 +1,7 @@
 """`jax.lax.scan` over layers, with a backward that starts from no zeros.
 
 `jax.lax.scan` keeps what its backward reads in stacked arrays that it first fills with zeros, all
-of which its loop then writes over (its source has a TODO to stop that). Llama 3.2 1B with 4 x 4096
+of which its loop then writes over (its source says that this is to end). Llama 3.2 1B with 4 x 4096
 tokens keeps 14 GiB under the policy `minimal` and returns 3 GiB of gradients: 5.9 ms of a step of
 268 on an H100. Here the stacks are `jax.lax.empty`.
 

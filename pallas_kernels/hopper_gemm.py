@@ -217,7 +217,7 @@ class MainLoop:
             and the first column, and with a function that returns its accumulators.
           start: called by each of these before its first tile.
           end: called after its last.
-          is_needed: a scalar; where it is False, there are no tiles.
+          is_needed: a scalar; where it is False, there are no tiles, and `start` is not called.
         """
         tile_n, stages, cluster = self.config.tile_n, self.config.stages, self.config.cluster
         num_clusters = self.num_clusters
@@ -286,7 +286,9 @@ class MainLoop:
         def _compute():
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
             own_rows = pl.ds(warpgroup * TILE_M, TILE_M)
-            if start is not None:
+            if start is not None and is_needed is not None:
+                pl.when(is_needed)(start)
+            elif start is not None:
                 start()
 
             def compute_tile(i, first_step):

@@ -169,12 +169,16 @@ def estimate(
       num_aliased: how many results, from the first, take the place of arguments.
       hidden_axes: of the mesh, over which a collective takes no time.
     """
-    program = _Program(rates, bytes_per_device, num_devices, hidden_axes)
+    program = _Program(rates, bytes_per_device, num_devices, hidden_axes, num_devices == 1)
     return program.cost(jaxpr.jaxpr, num_aliased=num_aliased)
 
 
 class _Program:
-    """Reads jaxprs; the arguments are those of `estimate`, and the mesh inside of a `shard_map`."""
+    """Reads jaxprs.
+
+    The arguments are those of `estimate`, whether the whole program is one device's, and the mesh
+    inside of a `shard_map`.
+    """
 
     def __init__(
         self,
@@ -182,12 +186,14 @@ class _Program:
         size: Callable[[Any], float],
         num_devices: int,
         hidden_axes: Collection[str],
+        is_alone: bool,
         axis_sizes: Mapping[str, int] | None = None,
     ):
         self.rates = rates
         self.size = size
         self.num_devices = num_devices
         self.hidden_axes = hidden_axes
+        self.is_alone = is_alone
         self.axis_sizes = axis_sizes or {}
 
     def cost(self, jaxpr: Any, *, num_aliased: int | None = None) -> Cost:
@@ -241,7 +247,7 @@ class _Program:
             return max(branches, key=lambda cost: cost.seconds)
         if op.name == "shard_map":
             axis_sizes = op.params["mesh"].shape
-            local = _Program(self.rates, nbytes, 1, self.hidden_axes, axis_sizes)
+            local = _Program(self.rates, nbytes, 1, self.hidden_axes, self.is_alone, axis_sizes)
             inside = local.cost(op.params["jaxpr"], num_aliased=0)
             # Its results, which it makes one after the other, are counted by whoever holds them.
             results = sum(self.size(value.aval) for value in op.outputs)
@@ -281,8 +287,7 @@ class _Program:
 
     def _takes_slices(self, op: Op) -> bool:
         """Whether an operation reads and writes its layer's part of a stacked array in place."""
-        is_product_or_kernel = op.name == "dot_general" or is_kernel(op.name)
-        return self.num_devices == 1 and is_product_or_kernel
+        return self.is_alone and (op.name == "dot_general" or is_kernel(op.name))
 
     def _is_in_place(self, op: Op) -> bool:
         """Whether an operation is no more than the place where another reads or writes."""

@@ -73,10 +73,12 @@ def compiler_options(
     devices = list(devices)
     if devices[0].platform != "gpu":
         return {}
-    of_one = OPTIONS_OF_SCANS if scan_layers else {}
-    options = OPTIONS if len(devices) > 1 else of_one
     if NONE in chosen:
         options = {}
+    elif len(devices) > 1:
+        options = OPTIONS
+    else:
+        options = OPTIONS_OF_SCANS if scan_layers else {}
     flags = re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", ""))
     options = {name: value for name, value in options.items() if name not in flags}
     options |= parse(chosen)

@@ -25,8 +25,8 @@ to `x.dtype`, as in PyTorch; those of a loss alone, and those whose exponentials
 float32 that never are in memory. Softmax and losses are float32. Coefficients, with them a mean's
 1/N, are multiplied in float32 before dlogits are rounded once, to `x.dtype`, as the operand of two
 GEMMs (`exponentials.py` has its own order); with `mosaic_gpu`, `dbias` sums what was rounded.
-`dweight` accumulates in `accum_dtype` and is rounded once, and `dx` is rounded
-once. A cotangent other than 1 multiplies them in float32, and they are rounded again.
+`dweight` accumulates in `accum_dtype` and is rounded once, and `dx` is rounded once. A cotangent
+other than 1 multiplies them in float32, and they are rounded again.
 """
 
 import dataclasses

@@ -298,7 +298,6 @@ def _running_statistics(
         running_gmem: Any = of["running"]
         values_gmem: Any = of.get("values")
         pieces_smem: Any = scratch.pop(0) if stores else None
-        is_needed = of["is_needed"][0] != 0 if "is_needed" in of else None
 
         def running_at(statistic, row):
             group_of_blocks = jax.lax.axis_index("group")
@@ -313,8 +312,7 @@ def _running_statistics(
                 for i, value in enumerate(starts):
                     store(running_at(i, row), _filled(value, (TILE_M,), _ROW))
 
-            groups = loop.groups if is_needed is None else jnp.where(is_needed, loop.groups, 0)
-            jax.lax.fori_loop(0, groups, start_group, None)
+            jax.lax.fori_loop(0, loop.groups, start_group, None)
 
         def tile(row, column, multiply):
             of_rows = lambda name: load(of[name].at[pl.ds(row, TILE_M)], _ROW)
@@ -382,7 +380,7 @@ def _running_statistics(
             tile=tile,
             start=start,
             end=(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True)) if stores else None,
-            is_needed=is_needed,
+            is_needed=of["is_needed"][0] != 0 if "is_needed" in of else None,
         )
 
     running, *stored = plgpu.kernel(

@@ -340,7 +340,8 @@ def test_one_device_makes_no_copies_of_a_layers_part_of_a_stack(loop):
 
     x = jax.ShapeDtypeStruct((size, size), jnp.float32)
     stack = jax.ShapeDtypeStruct((num_layers, size, size), jnp.float32)
-    traced = jax.jit(with_scan if loop == "scan" else with_indices).trace(x, stack)
+    fn = with_scan if loop == "scan" else with_indices
+    traced = jax.jit(fn).trace(x, stack)
     seconds = [
         cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=number).seconds
         for number in (1, 2)
@@ -350,6 +351,18 @@ def test_one_device_makes_no_copies_of_a_layers_part_of_a_stack(loop):
     # and write as much again.
     assert seconds[0] == pytest.approx(num_layers * 3 * layer, rel=0.01)
     assert seconds[1] == pytest.approx(num_layers * (3 + 2 + 2) * layer, rel=0.01)
+
+    # Nor is a part of a `jax.shard_map` over several a program of one.
+    mesh = make_mesh(data=2, fsdp=1, devices=jax.devices()[:2])
+    whole = PartitionSpec()
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    found = cost.estimate(
+        jax.jit(mapped).trace(x, stack).jaxpr,
+        rates,
+        bytes_per_device=cost.nbytes,
+        num_devices=2,
+    )
+    assert found.seconds == pytest.approx(seconds[1])
 
 
 def test_cost_of_collectives():

@@ -1,0 +1,28 @@
+"""Reads the tables of files of results."""
+
+from collections.abc import Sequence
+
+
+def rows(text: str, columns: Sequence[str]) -> list[list[str]]:
+    """The cells of these columns, row by row.
+
+    Of the first table in Markdown whose first column is the first of them.
+
+    Raises:
+      ValueError: there is none that has all of them.
+    """
+    lines = text.splitlines()
+    cells = lambda line: [cell.strip() for cell in line.strip("| ").split("|")]
+    try:
+        first = next(i for i, line in enumerate(lines) if line.startswith(f"| {columns[0]} |"))
+        places = [cells(lines[first]).index(column) for column in columns]
+    except (StopIteration, ValueError):
+        names = f"{', '.join(columns[:-1])} and {columns[-1]}"
+        raise ValueError(f"no table with {names}") from None
+    found = []
+    for line in lines[first + 2 :]:
+        if not line.startswith("|"):
+            break
+        row = cells(line)
+        found.append([row[place] for place in places])
+    return found
