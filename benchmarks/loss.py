@@ -15,6 +15,7 @@ import functools
 import gc
 import importlib
 import importlib.metadata
+import itertools
 import json
 import shlex
 import sys
@@ -124,7 +125,9 @@ def measure(
         timing.Case("three GEMMs", [lambda: [gemm() for gemm in bare]]),
     ]
     memory, refused = {}, {}
-    for setting in (*settings, _TOKAMAX) if with_peers else settings:
+    if with_peers and "tokamax" not in peers.missing():
+        settings = [*settings, _TOKAMAX]
+    for setting in settings:
         dtype = jnp.float32 if setting.weight == "float32" else x.dtype
         of_setting = weight.T if setting.weight == "[D, V]" else weight
         arguments = x, of_setting.astype(dtype), labels
@@ -201,21 +204,14 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
         for r in records
         if r["shape"] == first and "error" not in r and "alone" not in r["setting"]
     ]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8.5, 5), layout="constrained")
     axes = figure.subplots()
+    marks = []
     for r in points:
         color = "#c1440e" if r["setting"].startswith("ours") else "#33418a"
-        megabytes = max(1.0, r["temporary_bytes"] / 2**20)
-        axes.scatter(megabytes, r["median_ms"], color=color)
-        axes.annotate(
-            r["setting"],
-            (megabytes, r["median_ms"]),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=7,
-            color=color,
-        )
+        place = max(1.0, r["temporary_bytes"] / 2**20), r["median_ms"]
+        axes.scatter(*place, color=color, s=25)
+        marks.append((r["setting"], place, color))
     axes.axhline(points[0]["gemms_ms"], color="#777777", linestyle=":", label="three bare GEMMs")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
@@ -227,7 +223,37 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_title(f"Linear cross-entropy, {shapes.label(tuple(first))} bfloat16", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
+    _label(figure, axes, marks)
     figure.savefig(path, dpi=150)
+
+
+def _label(figure: Any, axes: Any, marks: Sequence[tuple[str, tuple[float, float], str]]) -> None:
+    """Writes the names beside their marks, where no other name or mark is."""
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()  # for the final places of the marks, in pixels
+    pixels = [axes.transData.transform(place) for _, place, _ in marks]
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in pixels]
+    directions = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
+    for name, place, color in marks:
+        for distance, (right, up) in itertools.product((5, 9), directions):
+            text = axes.annotate(
+                name,
+                place,
+                xytext=(distance * right, distance * up),
+                textcoords="offset points",
+                ha=("center", "left", "right")[right],
+                va=("center", "bottom", "top")[up],
+                fontsize=7,
+                color=color,
+            )
+            box = text.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+            text.remove()
+        else:
+            raise ValueError(f"no place near the mark of {name!r} is free: make the chart larger")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_TILE = 128  # of the kernels and of XLA's GEMMs
+# Of two of our blocks that share operands, of one and of XLA's GEMMs, of none.
+_TILES = (256, 128, 1)
 
 
 def fold_chunks(
@@ -23,7 +24,7 @@ def fold_chunks(
     The first chunk is as short as it has to be for the others to be full; what it returns starts
     the sums, which saves writing zeros. Two chunks would be no less than one: after the first, a
     loop of one step is left, which XLA unrolls, merges with the first, and has both in memory. So
-    there are smaller ones then.
+    there are three then, of whole tiles where they are that long.
 
     Args:
       body: `(chunk, start) -> (summands, parts)`.
@@ -37,8 +38,10 @@ def fold_chunks(
     """
     size = jax.tree.leaves(arrays)[0].shape[axis]
     if size > chunk_size >= size / 2:
-        third = max(1, size // 3)
-        chunk_size = third // _TILE * _TILE or third
+        third = math.ceil(size / 3)
+        sizes = [tile * math.ceil(third / tile) for tile in _TILES]
+        # Of 2 or 4 elements no chunks make three.
+        chunk_size = next((s for s in sizes if s <= chunk_size and 2 * s < size), 1)
     num_chunks = max(1, math.ceil(size / chunk_size))
     first = size - (num_chunks - 1) * chunk_size
     sums, part = body(

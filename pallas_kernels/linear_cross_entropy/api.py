@@ -105,8 +105,8 @@ def linear_cross_entropy(
         (https://arxiv.org/abs/1512.00567), in [0, 1].
       z_loss: weight of `lse²`, which keeps the logits from drifting (PaLM, https://arxiv.org/abs/2204.02311).
       logit_softcap: bound `c` of the logits (Gemma 2, https://arxiv.org/abs/2408.00118), above 0.
-      chunk_size: tokens whose logits exist at a time, at most: what would be two chunks is three or
-        four. `None` takes what `max_logits_bytes` allows.
+      chunk_size: tokens whose logits exist at a time, at most: what would be two chunks is three.
+        `None` takes what `max_logits_bytes` allows.
       vocab_chunk_size: columns whose logits exist at a time, for all tokens: the way to the
         smallest memory, and without an accumulator of the size of `dweight`. `None`: all columns,
         in chunks of tokens.

@@ -15,11 +15,14 @@ from pallas_kernels.folding import fold_chunks
         (6, 6, [6]),
         (7, 2, [1, 2, 2, 2]),
         (6, 2, [2, 2, 2]),
-        # Two are made three, or four: of whole tiles where they are that long.
-        (7, 6, [1, 2, 2, 2]),
+        # Two are made three: of whole tiles where they are that long.
+        (7, 6, [1, 3, 3]),
         (6, 3, [2, 2, 2]),
-        (1000, 512, [232, 256, 256, 256]),
+        (1000, 512, [232, 384, 384]),
         (768, 384, [256, 256, 256]),
+        (4096, 2048, [1024, 1536, 1536]),
+        (5, 3, [1, 2, 2]),
+        (4, 2, [1, 1, 1, 1]),
         (3, 2, [1, 1, 1]),
         (2, 1, [1, 1]),
         (1, 1, [1]),

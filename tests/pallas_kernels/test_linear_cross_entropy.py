@@ -710,9 +710,10 @@ def test_vocabulary_chunk_sizes_agree(vocab_chunk_size):
         # Without a limit: 512 MiB of 16 bits, or 2093 tokens; 1 GiB of float32, the same tokens.
         (8192, 128256, BF16, None, (2048, None)),
         (8192, 128256, F32, None, (2048, None)),
-        (8193, 128256, BF16, None, (1664, None)),  # 5 chunks, none of them tiny
+        (8193, 128256, BF16, None, (1792, None)),  # 5 chunks, none of them tiny
+        (8192, 152064, BF16, None, (1536, None)),  # 1664 would fit
         (8192, 32000, BF16, None, (8192, None)),
-        (4096, 128256, BF16, None, (1408, None)),  # 3 chunks instead of 2
+        (4096, 128256, BF16, None, (1536, None)),  # 3 chunks instead of 2
         (8192, 2**21, BF16, None, (512, None)),  # 128 would fit
         (300, 2**21, BF16, None, (384, None)),
         (0, 32000, BF16, None, (128, None)),
@@ -1340,6 +1341,10 @@ def test_a_vjp_of_the_kernels_can_be_called_again(strategy, reduction):
     arrays, labels = as_jax(kernel_arrays())
     first = check_repeated_vjp(arrays, labels, reduction=reduction, **strategy)
     want = run(arrays, labels, reduction=reduction, **strategy)
+    if jax.default_backend() == "gpu":
+        # The loss, of another program, in which XLA may add in another order.
+        by_loss = first.pop("token_weights"), want.pop("token_weights")
+        chex.assert_trees_all_close(*by_loss, rtol=1e-5, atol=1e-6)
     chex.assert_trees_all_equal({"loss": want["loss"]} | first, want)
 
 
