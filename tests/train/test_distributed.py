@@ -320,7 +320,9 @@ with distributed.started(distributed.flags(sys.argv[2:])):
     stops = [votes.stops(me == 1 and step == 2) for step in range(5)]
     array = distributed.to_devices({"a": whole}, split)["a"]
     print(folder, distributed.all_say(True), distributed.all_say(me == 0), stops, file=sys.stderr)
-    print("gathered", distributed.gathered(array).tolist(), file=sys.stderr)
+    print("gathered", distributed.gathered(array).tolist(), file=sys.stderr, flush=True)
+    # Process 0 may be receiving yet, and what was not sent would end with process 1.
+    distributed.of_first(lambda: "gathered")
     if me == 1:
         sys.exit("error: no room")
     distributed.all_say(True)
