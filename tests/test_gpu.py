@@ -252,6 +252,8 @@ def test_linear_cross_entropy_at_real_sizes(shape):
         {"vocab_chunk_size": 1000, "weight_dtype": jnp.float32, **ALL_OPTIONS},
         {"reduction": "none", "chunk_size": 512, **ALL_OPTIONS},
         {"reduction": "none", "vocab_chunk_size": 30000},
+        {"chunk_size": 400, "vocab_chunk_size": 8192, **ALL_OPTIONS},
+        {"chunk_size": 400, "vocab_chunk_size": 30000, "dtype": jnp.float16},
     ],
     ids=str,
 )
@@ -263,19 +265,21 @@ def test_linear_cross_entropy_of_more_logits_than_int32_can_count():
     assert_loss_is_as_accurate((17408, 128, 128256), chunk_size=17408)
 
 
-# The third has labels too far below the largest logit for exponentials that are made once, the
-# last more logits than int32 can count.
+# Those of size 12 have labels too far below the largest logit for exponentials that are made once,
+# the last has more logits than int32 can count.
 @pytest.mark.parametrize(
-    "shape, chunk_size, size",
+    "shape, chunks, size",
     [
-        ((4096, 2048, 128256), 2048, 1),
-        ((1000, 1024, 32001), 400, 1),
-        ((1000, 1024, 32001), 400, 12),
-        ((17408, 128, 128256), 17408, 1),
+        ((4096, 2048, 128256), {"chunk_size": 2048}, 1),
+        ((1000, 1024, 32001), {"chunk_size": 400}, 1),
+        ((1000, 1024, 32001), {"chunk_size": 400}, 12),
+        ((4096, 2048, 128256), {"max_logits_bytes": 2**24}, 1),
+        ((1000, 1024, 32001), {"chunk_size": 400, "vocab_chunk_size": 3000}, 12),
+        ((17408, 128, 128256), {"chunk_size": 17408}, 1),
     ],
     ids=str,
 )
-def test_linear_cross_entropy_by_exponentials(shape, chunk_size, size):
+def test_linear_cross_entropy_by_exponentials(shape, chunks, size):
     """Without a bias; the way of `pallas_kernels/linear_cross_entropy/exponentials.py`."""
     num_tokens, hidden_size, vocab_size = shape
     keys = jax.random.split(jax.random.key(0), 3)
@@ -288,9 +292,7 @@ def test_linear_cross_entropy_by_exponentials(shape, chunk_size, size):
         return linear_cross_entropy(x, weight, labels, implementation="xla", chunk_size=1024)
 
     def ours(x, weight):
-        return linear_cross_entropy(
-            x, weight, labels, implementation="mosaic_gpu", chunk_size=chunk_size
-        )
+        return linear_cross_entropy(x, weight, labels, implementation="mosaic_gpu", **chunks)
 
     @jax.jit
     def plain(x, weight):

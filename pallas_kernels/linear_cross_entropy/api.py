@@ -74,15 +74,16 @@ def linear_cross_entropy(
 
     Differentiable in `x`, `weight`, `bias` and `token_weights`. `"sum"` and `"mean"` form the
     gradients during the forward, a chunk of tokens at a time (three GEMMs, the backward only scales
-    them); `"none"`, and `vocab_chunk_size` with any reduction, take four GEMMs. A call that is not
-    differentiated takes one and does no gradient work. Algorithms, dtypes and rounding:
-    `pallas_kernels/linear_cross_entropy/chunks.py`. Twice it can be differentiated with
-    `"reference"` only.
+    them); `"none"` takes four, and so does `vocab_chunk_size`, but five with `"none"` and both
+    sizes. A call that is not differentiated takes one and does no gradient work. Algorithms, dtypes
+    and rounding: `pallas_kernels/linear_cross_entropy/chunks.py`. Twice it can be differentiated
+    with `"reference"` only.
 
     `dweight` has the dtype of `weight`, so a bfloat16 weight gets a rounded gradient. For a float32
     gradient of a bfloat16 weight, differentiate with respect to `weight.astype(jnp.float32)` inside
     of the compiled function: XLA drops the cast and its inverse, and makes no copy. (Not with
-    `vocab_chunk_size`, which casts a chunk at a time, as suits weights that are stored in float32.)
+    `vocab_chunk_size` alone, which casts a chunk at a time, as suits weights that are stored in
+    float32.)
 
     On a mesh, call it inside of `jax.shard_map(check_vma=False)` with each device's tokens
     (`pallas_kernels.sharding`), and with `vocab_axis` where the weight is split. Each device of
@@ -107,13 +108,17 @@ def linear_cross_entropy(
       logit_softcap: bound `c` of the logits (Gemma 2, https://arxiv.org/abs/2408.00118), above 0.
       chunk_size: tokens whose logits exist at a time, at most: what would be two chunks is three.
         `None` takes what `max_logits_bytes` allows.
-      vocab_chunk_size: columns whose logits exist at a time, for all tokens: the way to the
-        smallest memory, and without an accumulator of the size of `dweight`. `None`: all columns,
-        in chunks of tokens.
+      vocab_chunk_size: columns whose logits exist at a time, for all tokens: `dweight` is then
+        written once, and not added up. With `chunk_size`, which then is for losses and `dx`, the
+        way to the smallest memory; without, `dx` is added up in float32, and a weight that is
+        stored in float32 is cast a chunk at a time. `None`: all columns, in chunks of tokens.
       max_logits_bytes: what the logits of a chunk may take. The largest token chunks that fit are
-        chosen; if that is less than 512 tokens, vocabulary chunks. `None`: 512 MiB (`"mosaic_gpu"`)
-        or 1 GiB (`"xla"`, whose logits are float32), and token chunks. It depends on sizes alone,
-        not on what is free on the device, so that all processes of a run compile the same program.
+        chosen. If that is less than 768 tokens, both sizes, where the limit is that of vocabulary
+        chunks: the logits of token chunks are then where `dweight` will be. (Vocabulary chunks
+        alone for `"none"`, or where fewer than 256 tokens fit there.) `None`: 512 MiB
+        (`"mosaic_gpu"`) or 1 GiB (`"xla"`, whose logits are float32), and token chunks. It depends
+        on sizes alone, not on what is free on the device, so that all processes of a run compile
+        the same program.
       vocab_axis: name of the mesh axis over which `weight` and `bias` are split by vocabulary, in
         equal parts; `labels` are numbers in the whole vocabulary.
       accum_dtype: dtype in which the chunks' contributions to `dweight` are added up.
@@ -151,10 +156,10 @@ def linear_cross_entropy(
     ):
         if size is not None and size < 1:
             raise ValueError(f"{name}={size} must be at least 1")
-    if sum(a is not None for a in (chunk_size, vocab_chunk_size, max_logits_bytes)) > 1:
+    if max_logits_bytes is not None and (chunk_size, vocab_chunk_size) != (None, None):
         raise ValueError(
-            f"{chunk_size=}, {vocab_chunk_size=} and {max_logits_bytes=} each say how much is done "
-            "at a time; give one of them"
+            f"{max_logits_bytes=} chooses the sizes of chunks; give it or {chunk_size=} and "
+            f"{vocab_chunk_size=}"
         )
     if vocab_axis is not None and implementation == "reference":
         raise ValueError(f"{vocab_axis=}: implementation='reference' has the whole vocabulary")
@@ -194,12 +199,18 @@ def linear_cross_entropy(
         logits_dtype = x.dtype if implementation == "mosaic_gpu" else jnp.dtype("float32")
         if chunk_size is None and vocab_chunk_size is None:
             chunk_size, vocab_chunk_size = chunk_sizes(
-                len(labels), vocab_size, logits_dtype, max_logits_bytes
+                len(labels),
+                vocab_size,
+                logits_dtype,
+                max_logits_bytes,
+                dweight_bytes=weight.size * weight.dtype.itemsize,
             )
+            if reduction == "none" and vocab_chunk_size is not None:
+                chunk_size = None
         plan = chunks.Plan(
             options=options,
             implementation=implementation,
-            chunk_size=chunk_size or max(1, len(labels)),
+            chunk_size=chunk_size,
             vocab_chunk_size=vocab_chunk_size,
             accum_dtype=jnp.dtype(accum_dtype),
             vocab_axis=vocab_axis,

@@ -14,7 +14,12 @@ place by their GEMM: each reads and writes `dweight` once, which is why chunks s
 
 *Vocabulary chunks.* The forward keeps the logsumexp of each token; the backward computes the logits
 of a slice of the vocabulary again, for all tokens. Four GEMMs, any cotangent, and each row of
-`dweight` is written once, as it is stored.
+`dweight` is written once, as it is stored. `dx` is the sum over the chunks, in float32.
+
+*Both.* Losses and `dx` by token chunks, then `dweight` by vocabulary chunks, with the logsumexp
+that is known by then. Four GEMMs, but nothing is added up over chunks, which takes the least
+memory: before `dweight` begins, XLA has the logits of a token chunk in its place, and after that
+there are those of a vocabulary chunk, which can be small.
 
 *Loss alone.* One GEMM; with `mosaic_gpu` on Hopper no logits in memory at all
 (`linear_statistics.py`).
@@ -57,8 +62,8 @@ class Plan:
     Attributes:
       options: of the loss.
       implementation: what makes losses and gradients of logits.
-      chunk_size: tokens whose logits exist at a time.
-      vocab_chunk_size: columns whose logits exist at a time; None: token chunks.
+      chunk_size: tokens whose logits exist at a time; None: vocabulary chunks alone.
+      vocab_chunk_size: columns whose logits exist at a time; None: token chunks alone.
       accum_dtype: dtype in which token chunks add up `dweight`.
       vocab_axis: axis of the mesh, inside of `jax.shard_map`, over which the vocabulary is split.
       config: launch parameters.
@@ -66,7 +71,7 @@ class Plan:
 
     options: LossOptions
     implementation: Literal["xla", "mosaic_gpu"]
-    chunk_size: int
+    chunk_size: int | None
     vocab_chunk_size: int | None
     accum_dtype: jnp.dtype
     vocab_axis: str | None
@@ -100,7 +105,7 @@ def weighted_loss_sum(
 
 
 def _weighted_loss_sum_fwd(plan, x, weight, bias, coefficients, labels):
-    if plan.vocab_chunk_size is None:
+    if plan.chunk_size is not None:
         losses, gradients = _by_token_chunks(plan, x, weight, bias, coefficients, labels)
         # Empty arrays carry the dtypes of the gradients.
         like = jax.tree.map(lambda a: a[:0], (x, weight, bias))
@@ -113,7 +118,7 @@ def _weighted_loss_sum_fwd(plan, x, weight, bias, coefficients, labels):
 
 def _weighted_loss_sum_bwd(plan, saved, cotangents):
     cotangent = _whole_cotangent(plan, cotangents[0])
-    if plan.vocab_chunk_size is None:
+    if plan.chunk_size is not None:
         gradients, loss, (x, weight, bias) = saved
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32) * cotangent, gradients)
         gradients = _cast(gradients, x, weight, bias)
@@ -149,7 +154,7 @@ def _token_losses_bwd(plan, saved, cotangents):
     x, weight, bias, labels, lse = saved
     coefficients = _whole_cotangent(plan, cotangents.loss)
     coefficients = jnp.where(labels == plan.options.ignore_index, 0.0, coefficients)
-    if plan.vocab_chunk_size is None:
+    if plan.chunk_size is not None:
         _, gradients = _by_token_chunks(plan, x, weight, bias, coefficients, labels)
         gradients = _cast(gradients, x, weight, bias)
     else:
@@ -186,7 +191,7 @@ def _losses(
         weight, bias = part
         return None, _statistics(plan, x, weight.astype(x.dtype), bias, local_labels - start)
 
-    if plan.vocab_chunk_size is None:
+    if plan.vocab_chunk_size is None or plan.chunk_size is not None:
         found = statistics((weight, bias), 0)[1]
     else:
         parts = fold_chunks(statistics, (weight, bias), plan.vocab_chunk_size, stack=True)[1]
@@ -216,7 +221,7 @@ def _statistics(plan: Plan, x, weight, bias, labels) -> LogitStatistics:
         x, labels = chunk
         return None, _loss_of_logits(plan, columns, columns.logits(x), labels)[0]
 
-    return fold_chunks(one_chunk, (x, labels), plan.chunk_size)[1]
+    return fold_chunks(one_chunk, (x, labels), plan.chunk_size or max(1, len(x)))[1]
 
 
 def _by_token_chunks(
@@ -227,10 +232,13 @@ def _by_token_chunks(
     coefficients: Float[Array, " T"],
     labels: Int[Array, " T"],
 ) -> tuple[TokenLosses, Gradients]:
-    """Losses and gradients of `sum(coefficients · loss)`: three GEMMs."""
+    """Losses and gradients of `sum(coefficients · loss)`: three GEMMs, or four for both chunks."""
+    assert plan.chunk_size is not None
     x, weight, bias, coefficients = _once(plan, (x, weight, bias, coefficients))
     first_column, vocab_size = _place_in_vocabulary(plan, weight)
     columns = _Columns.make(plan, weight.astype(x.dtype), bias)
+    with_dweight = plan.vocab_chunk_size is None
+    given = coefficients
     coefficients, scale = _kernel_coefficients(plan, x, coefficients, labels, vocab_size)
 
     def one_chunk(chunk, _):
@@ -246,32 +254,39 @@ def _by_token_chunks(
                 plan, columns, logits, local, coefficients, found.lse, vocab_size
             )
         losses = losses_of(found, labels, plan.options, vocab_size)
-        dbias = None if bias is None else jnp.sum(dlogits.astype(jnp.float32), axis=0)
         dz = dlogits.astype(x.dtype)
         dx = _product("tv,vd->td", dz, columns.weight, dx_dtype)
+        if not with_dweight:
+            return None, (losses, dx)
+        dbias = None if bias is None else jnp.sum(dlogits.astype(jnp.float32), axis=0)
         dweight = jnp.einsum("tv,td->vd", dz, x, preferred_element_type=plan.accum_dtype)
         return (dweight, dbias), (losses, dx)
 
     dx_dtype = x.dtype if scale is None else jnp.float32
     arrays = x, labels, coefficients
-    if (
-        plan.implementation == "mosaic_gpu"
-        and plan.vocab_axis is None
-        and bias is None
-        and exponentials.unsupported_reason(x, columns.weight, plan.options) is None
-    ):
-        one_chunk = functools.partial(_one_chunk_by_exponentials, plan, columns)
-    (dweight, dbias), (losses, dx) = fold_chunks(one_chunk, arrays, plan.chunk_size)
-    num_columns = columns.num_columns
-    gradients = Gradients(dx, dweight[:num_columns], None if dbias is None else dbias[:num_columns])
-    if scale is not None:
-        gradients = jax.tree.map(
-            lambda g: (g.astype(jnp.float32) * scale).astype(g.dtype), gradients
+    if plan.vocab_axis is None and _has_exponentials(plan, x, columns):
+        one_chunk = functools.partial(_one_chunk_by_exponentials, plan, columns, with_dweight)
+    sums, (losses, dx) = fold_chunks(one_chunk, arrays, plan.chunk_size)
+    rescaled = lambda g: g if scale is None else (g.astype(jnp.float32) * scale).astype(g.dtype)
+    dx = rescaled(dx)
+    if with_dweight:
+        dweight, dbias = jax.tree.map(lambda g: rescaled(g[: columns.num_columns]), sums)
+    else:
+        _, dweight, dbias = _by_vocab_chunks(
+            plan, x, weight, bias, given, labels, losses.lse, with_dx=False
         )
-    return losses, gradients
+    return losses, Gradients(dx, dweight, dbias)
 
 
-def _one_chunk_by_exponentials(plan: Plan, columns: "_Columns", chunk, _):
+def _has_exponentials(plan: Plan, x, columns: "_Columns") -> bool:
+    return (
+        plan.implementation == "mosaic_gpu"
+        and columns.bias is None
+        and exponentials.unsupported_reason(x, columns.weight, plan.options) is None
+    )
+
+
+def _one_chunk_by_exponentials(plan: Plan, columns: "_Columns", with_dweight: bool, chunk, _):
     """As in `_by_token_chunks`, for all of the vocabulary and without a bias."""
     x, labels, coefficients = chunk
     found, dz, factor = exponentials.loss_of_linear(
@@ -285,10 +300,13 @@ def _one_chunk_by_exponentials(plan: Plan, columns: "_Columns", chunk, _):
     losses = losses_of(found, labels, plan.options, columns.num_columns)
     factor = factor[:, None]
     dx = jnp.einsum("tv,vd->td", dz, columns.weight, preferred_element_type=jnp.float32)
+    dx = (dx * factor).astype(x.dtype)
+    if not with_dweight:
+        return None, (losses, dx)
     # Not 0 · NaN.
     scaled_x = jnp.where(factor == 0, 0.0, x.astype(jnp.float32) * factor).astype(x.dtype)
     dweight = jnp.einsum("tv,td->vd", dz, scaled_x, preferred_element_type=plan.accum_dtype)
-    return (dweight, None), (losses, (dx * factor).astype(x.dtype))
+    return (dweight, None), (losses, dx)
 
 
 def _by_vocab_chunks(
@@ -299,33 +317,55 @@ def _by_vocab_chunks(
     coefficients: Float[Array, " T"],
     labels: Int[Array, " T"],
     lse: Float[Array, " T"],
-) -> Gradients:
-    """Gradients of `sum(coefficients · loss)`, in the dtypes of the arguments: three GEMMs."""
+    *,
+    with_dx: bool = True,
+) -> tuple[Any, Any, Any]:
+    """`(dx, dweight, dbias)` of `sum(coefficients · loss)`, in the dtypes of the arguments.
+
+    Three GEMMs; without `dx`, which is None then, two.
+    """
     x, weight, bias, coefficients = _once(plan, (x, weight, bias, coefficients))
     first_column, vocab_size = _place_in_vocabulary(plan, weight)
     coefficients, scale = _kernel_coefficients(plan, x, coefficients, labels, vocab_size)
     rescaled = lambda g: g if scale is None else g * scale
     local_labels = labels - first_column
+    weight_dtype = weight.dtype
+    if not with_dx:
+        weight = weight.astype(x.dtype)  # as a whole, which is there: what made dx has used it
 
     def one_chunk(part, start):
         weight, bias = part
         columns = _Columns.make(plan, weight.astype(x.dtype), bias)
-        _, dlogits = _loss_of_logits(
-            plan, columns, columns.logits(x), local_labels - start, coefficients, lse, vocab_size
-        )
+        labels = local_labels - start
+        if _has_exponentials(plan, x, columns):
+            dlogits = exponentials.dlogits_of_linear(
+                x,
+                columns.weight,
+                labels,
+                coefficients,
+                lse,
+                num_columns=columns.num_columns,
+                config=plan.config.linear,
+            )
+        else:
+            _, dlogits = _loss_of_logits(
+                plan, columns, columns.logits(x), labels, coefficients, lse, vocab_size
+            )
         dbias = None
         if bias is not None:
             dbias = rescaled(jnp.sum(dlogits.astype(jnp.float32), axis=0))
             dbias = dbias[: columns.num_columns].astype(bias.dtype)
         dz = dlogits.astype(x.dtype)
-        dx = jnp.einsum("tv,vd->td", dz, columns.weight, preferred_element_type=jnp.float32)
+        dx = None
+        if with_dx:
+            dx = jnp.einsum("tv,vd->td", dz, columns.weight, preferred_element_type=jnp.float32)
         dweight = jnp.einsum("tv,td->vd", dz, x, preferred_element_type=jnp.float32)
-        dweight = rescaled(dweight)[: columns.num_columns].astype(weight.dtype)
+        dweight = rescaled(dweight)[: columns.num_columns].astype(weight_dtype)
         return dx, (dweight, dbias)
 
     assert plan.vocab_chunk_size is not None
     dx, (dweight, dbias) = fold_chunks(one_chunk, (weight, bias), plan.vocab_chunk_size)
-    return Gradients(rescaled(dx).astype(x.dtype), dweight, dbias)
+    return rescaled(dx).astype(x.dtype) if with_dx else None, dweight, dbias
 
 
 def _once(plan: Plan, arrays: Any) -> Any:

@@ -28,9 +28,17 @@ class Config:
 # V = 128256 (NOTES.md, 2026-11-21), against chunks of 2048 tokens, 512 take 38 % longer, 1024 take
 # 6 %, 4096 save 2 %; in 16 bits these are 501 MiB.
 _LOGITS_BYTES = 512 * 2**20
-# Fewer tokens than this in a chunk, and the GEMMs slow down and `dweight` goes through memory so
-# often that a fourth GEMM is the cheaper way to save memory.
-_MIN_CHUNK = 512
+_MIN_DEFAULT_CHUNK = 512
+# Every chunk passes `dweight`: 8 bytes an entry for 2 flops a token. At 8192 x 4096 x 128256 (H100)
+# that takes 1.4 ms more than the product in chunks of 512 tokens, 0.7 ms in 1024; a fourth GEMM
+# takes 11 ms, as much as the passes of chunks of 768.
+_MIN_CHUNK = 768
+# Of fewer tokens the products with `weight` take longer to read it than to compute: an H100 does
+# about 250 flops a byte of device memory.
+_MIN_CHUNK_OF_BOTH = 256
+# Of vocabulary chunks beside token chunks, in 16 bits: 2048 columns of 8192 tokens are four tiles
+# for each multiprocessor, and more would be no faster.
+_COLUMN_BYTES_OF_BOTH = 32 * 2**20
 _TILE = 128  # of the GEMMs, in tokens and columns
 # Tokens of two blocks that share operands in our GEMMs. 1408 take as long as 1536: at 4096 x 8192 x
 # 128256 (H100) chunks of 1408 are at 1.151 of the bare GEMMs, 1536 at 1.102; at 8192 x 3584 x
@@ -39,25 +47,38 @@ _PAIR = 2 * BLOCK_M
 
 
 def chunk_sizes(
-    num_tokens: int, vocab_size: int, logits_dtype: jnp.dtype, max_bytes: int | None
-) -> tuple[int, int | None]:
+    num_tokens: int,
+    vocab_size: int,
+    logits_dtype: jnp.dtype,
+    max_bytes: int | None,
+    *,
+    dweight_bytes: int,
+) -> tuple[int | None, int | None]:
     """`(chunk_size, vocab_chunk_size)` whose logits take at most `max_bytes`, where that can be.
 
-    Token chunks, spread evenly, as long as 512 tokens fit. Else, and only if the caller set the
-    limit, vocabulary chunks, `(num_tokens, columns)`. Sizes are multiples of 128, of tokens 256
-    where there are several chunks. Without a limit it is 512 MiB, 1 GiB of float32 logits, but at
-    least 512 tokens.
+    Token chunks, spread evenly, as long as 768 tokens fit. Else both: those of tokens are done when
+    `dweight` begins, so that XLA has their logits where it will be, and `dweight_bytes` are what
+    these may take. If that is less than 256 tokens, vocabulary chunks alone, `(None, columns)`.
+    Sizes are multiples of 128, of tokens 256 where there are several chunks. Without a limit it is
+    512 MiB, 1 GiB of float32 logits, and chunks are of tokens, at least 512.
     """
     itemsize = jnp.dtype(logits_dtype).itemsize
-    limit = _LOGITS_BYTES * itemsize // 2 if max_bytes is None else max_bytes
-    most = limit // (itemsize * vocab_size) // _TILE * _TILE
-    if most < min(_MIN_CHUNK, num_tokens):
-        if max_bytes is not None:
-            columns = limit // (itemsize * max(1, num_tokens)) // _TILE * _TILE
-            return num_tokens, _spread(vocab_size, max(_TILE, columns), _TILE)
-        most = _MIN_CHUNK
+    default = _LOGITS_BYTES * itemsize // 2
+    tokens_in = lambda num_bytes: num_bytes // (itemsize * vocab_size) // _TILE * _TILE
+    vocab_chunk_size = None
+    if max_bytes is None:
+        most = max(tokens_in(default), _MIN_DEFAULT_CHUNK)
+    elif (most := tokens_in(max_bytes)) < min(_MIN_CHUNK, num_tokens):
+        most = tokens_in(min(default, max(max_bytes, dweight_bytes)))
+        has_both = most >= _MIN_CHUNK_OF_BOTH
+        if has_both:
+            max_bytes = min(max_bytes, _COLUMN_BYTES_OF_BOTH * itemsize // 2)
+        columns = max_bytes // (itemsize * num_tokens) // _TILE * _TILE
+        vocab_chunk_size = _spread(vocab_size, max(_TILE, columns), _TILE)
+        if not has_both:
+            return None, vocab_chunk_size
     tile = _PAIR if most < num_tokens else _TILE
-    return _spread(num_tokens, max(tile, most // tile * tile), tile), None
+    return _spread(num_tokens, max(tile, most // tile * tile), tile), vocab_chunk_size
 
 
 def _spread(total: int, most: int, tile: int) -> int:

@@ -17,6 +17,9 @@ with the largest logit for offset; a kernel finds out on the device, and without
 With S up to 2^64 times the size of the vocabulary, `coefficient / S · x` stays a normal number of
 bfloat16 for coefficients down to 1e-13.
 
+Where the logsumexp is known before, as it is for vocabulary chunks, it is the offset, and what the
+GEMM stores, times the coefficient, are dlogits (`dlogits_of_linear`), but for the label's entry.
+
 Rounding. Exponentials are float32 and rounded to bfloat16 once, as dlogits would be. The factor
 takes back what rounding has done to the label's entry, which is most of the gradient, at the price
 of as much in the others. `dx` is float32 until it is multiplied by the factor. `x` times its factor
@@ -28,7 +31,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.linear_cross_entropy import linear_statistics
 from pallas_kernels.linear_cross_entropy.linear_statistics import (
@@ -74,10 +77,9 @@ def loss_of_linear(
       num_columns: that count.
       config: launch parameters; chosen if None.
     """
-    num_tokens = len(x)
     # Else XLA slices a chunk out of all tokens for the first kernel, and again for the second.
     x, labels, coefficients = jax.lax.optimization_barrier((x, labels, coefficients))
-    is_column = (labels >= 0) & (labels < num_columns)
+    is_column = _is_column(labels, num_columns)
     row_of_label = weight.at[jnp.where(is_column, labels, 0)].get(mode="promise_in_bounds")
     label_logit = jnp.sum(x.astype(jnp.float32) * row_of_label.astype(jnp.float32), axis=1)
     offset = label_logit * _LOG2_E
@@ -92,7 +94,8 @@ def loss_of_linear(
         labels,
         offset,
         num_columns=num_columns,
-        repetition=Repetition(found, jnp.any(is_wrong), coefficients != 0),
+        scale=(coefficients != 0).astype(jnp.float32),
+        repetition=Repetition(found, jnp.any(is_wrong)),
         config=config,
     )
     has_gradient = is_column & (coefficients != 0)
@@ -100,9 +103,7 @@ def loss_of_linear(
     # XLA drops a cast to 16 bits and back.
     bits = jnp.finfo(x.dtype)
     rounded = jax.lax.reduce_precision(at_label, bits.nexp, bits.nmant)
-    dz = found.values.at[jnp.arange(num_tokens), jnp.where(has_gradient, labels, len(weight))].set(
-        rounded.astype(x.dtype), mode="drop", unique_indices=True
-    )
+    dz = _with_labels(found.values, labels, rounded, has_gradient)
     factor = coefficients / found.total
     factor *= jnp.where(has_gradient & (rounded != 0), at_label / rounded, 1.0)
     # The loss is their difference, and small where the label has nearly all of the sum.
@@ -115,3 +116,53 @@ def loss_of_linear(
         total=jnp.zeros_like(label_logit),
     )
     return statistics, dz, jnp.where(coefficients == 0, 0.0, factor)
+
+
+@functools.partial(jax.jit, static_argnames=("num_columns", "config"))
+def dlogits_of_linear(
+    x: Float[Array, "T D"],
+    weight: Float[Array, "Vp D"],
+    labels: Int[Array, " T"],
+    coefficients: Float[Array, " T"],
+    lse: Float[Array, " T"],
+    *,
+    num_columns: int,
+    config: Config | None = None,
+) -> Float[Array, "T Vp"]:
+    """`coefficients · (softmax - onehot)` of `x @ weight.T`, where the logsumexp is known.
+
+    Float32, rounded once. A row whose coefficient is 0 is 0, whatever the logits are.
+
+    Args:
+      x: see `loss_of_linear`, and so the others but one.
+      weight: columns of the vocabulary, all or some.
+      labels: likewise.
+      coefficients: likewise.
+      lse: over the whole vocabulary.
+      num_columns: of `weight` without padding.
+      config: launch parameters; chosen if None.
+    """
+    offset = lse * _LOG2_E
+    found = linear_exponentials(
+        x, weight, labels, offset, num_columns=num_columns, scale=coefficients, config=config
+    )
+    has_gradient = _is_column(labels, num_columns) & (coefficients != 0)
+    at_label = coefficients * (found.of_label - 1)
+    return _with_labels(found.values, labels, at_label, has_gradient)
+
+
+def _is_column(labels: Int[Array, " T"], num_columns: int) -> Bool[Array, " T"]:
+    return (labels >= 0) & (labels < num_columns)
+
+
+def _with_labels(
+    values: Float[Array, "T Vp"],
+    labels: Int[Array, " T"],
+    at_label: Float[Array, " T"],
+    where: Bool[Array, " T"],
+) -> Float[Array, "T Vp"]:
+    """The values with those of the labels replaced."""
+    num_tokens, num_columns = values.shape
+    return values.at[jnp.arange(num_tokens), jnp.where(where, labels, num_columns)].set(
+        at_label.astype(values.dtype), mode="drop", unique_indices=True
+    )

@@ -32,15 +32,17 @@ T, D, V, CHUNK = 32, 24, 53, 16
 BASE_2 = 1.2 * float(np.log2(np.e))
 
 interpreted = pytest.mark.usefixtures("interpreted")
-# Token chunks of `CHUNK` unless vocabulary chunks are named; 53 columns are 5 and three times 16.
+# 53 columns are 5 and three times 16.
 STRATEGIES = {
     "reference": {"implementation": "reference"},
-    "tokens": {"implementation": "xla"},
-    "columns": {"implementation": "xla", "vocab_chunk_size": 16},
+    "tokens": {"implementation": "xla", "chunk_size": CHUNK},
+    "columns": {"implementation": "xla", "chunk_size": None, "vocab_chunk_size": 16},
+    "both": {"implementation": "xla", "chunk_size": CHUNK, "vocab_chunk_size": 16},
 }
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+XLA_STRATEGIES = [name for name in STRATEGIES if name != "reference"]
 each_xla_strategy = pytest.mark.parametrize(
-    "strategy", [STRATEGIES["tokens"], STRATEGIES["columns"]], ids=["tokens", "columns"]
+    "strategy", [STRATEGIES[name] for name in XLA_STRATEGIES], ids=XLA_STRATEGIES
 )
 each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 
@@ -231,8 +233,6 @@ def run(
 ):
     if cotangent is None:
         cotangent = make_cotangent(reduction, labels.shape)
-    if options.get("vocab_chunk_size") is not None:
-        chunk_size = None
     fn = compiled(reduction=reduction, chunk_size=chunk_size, **options)
     return fn(arrays, labels, cotangent)
 
@@ -245,6 +245,7 @@ def check_against_formula(
     *,
     but=(),
     implementation="xla",
+    chunk_size=None,
     vocab_chunk_size=None,
     bias_in_weight=False,
     slack=1.2,
@@ -255,24 +256,34 @@ def check_against_formula(
     The kernels round the logits in memory as well, where there are any, or exponentials.
     """
     reduction = options.get("reduction", "mean")
-    rounding = {"round_dlogits": arrays["x"].dtype, "vocab_chunk_size": vocab_chunk_size}
+    rounding = {"round_dlogits": arrays["x"].dtype}
+    vocabulary_alone = vocab_chunk_size is not None and chunk_size is None
+    if vocabulary_alone:
+        rounding["vocab_chunk_size"] = vocab_chunk_size
     has_exponentials = (
         implementation == "mosaic_gpu"
-        and vocab_chunk_size is None
         and arrays["x"].dtype == BF16
         and (bias_in_weight or "bias" not in arrays)
         and not ALL_OPTIONS.keys() & options.keys()
     )
-    if has_exponentials:
-        rounding = {"round_exponentials": BF16}
-    elif implementation == "mosaic_gpu":
+    if implementation == "mosaic_gpu" and not has_exponentials:
         forward = () if reduction == "none" else ("losses",)
-        of_rounded = () if vocab_chunk_size else ("lse", *forward)
+        of_rounded = () if vocabulary_alone else ("lse", *forward)
         rounding |= {"round_logits": arrays["x"].dtype, "round_for": of_rounded}
     if cotangent is None:
         cotangent = make_cotangent(reduction, labels.shape)
     exact = formula(arrays, labels, cotangent, **options)
-    low = formula(arrays, labels, cotangent, compute=np.float32, **rounding, **options)
+    in_float32 = functools.partial(
+        formula, arrays, labels, cotangent, compute=np.float32, **options
+    )
+    if has_exponentials and not vocabulary_alone:
+        low = in_float32(round_exponentials=BF16)
+        if vocab_chunk_size is not None:
+            # Of dlogits made once more; no rounding of logits, and a bias that is in the weight.
+            again = in_float32(round_logits=F32, **rounding)
+            low |= {name: again[name] for name in ("weight", "bias") if name in again}
+    else:
+        low = in_float32(**rounding)
     assert set(got) == set(exact)
     chex.assert_type(got["loss"], F32)
     for name in arrays:
@@ -294,7 +305,8 @@ def check(
     slack=1.2,
     **options,
 ):
-    got = run(arrays, labels, cotangent, chunk_size=chunk_size, config=config, **options)
+    options["chunk_size"] = chunk_size
+    got = run(arrays, labels, cotangent, config=config, **options)
     check_against_formula(got, arrays, labels, cotangent, but=but, slack=slack, **options)
     return got
 
@@ -315,12 +327,14 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("vocab_chunk_size", [None, 16, 100])
+@pytest.mark.parametrize(
+    "of_tokens, vocab_chunk_size", [(True, None), (False, 16), (False, 100), (True, 16)]
+)
 @pytest.mark.parametrize("shape, hidden, vocab, chunk_size", SHAPES, ids=str)
-def test_every_shape_in_bfloat16(shape, hidden, vocab, chunk_size, vocab_chunk_size):
+def test_every_shape_in_bfloat16(shape, hidden, vocab, chunk_size, of_tokens, vocab_chunk_size):
     arrays, labels = make_arrays(shape, hidden, vocab, BF16, only=["x", "weight"])
     reduction = "sum" if len(shape) % 2 else "mean"
-    chunks = {"chunk_size": chunk_size, "vocab_chunk_size": vocab_chunk_size}
+    chunks = {"chunk_size": chunk_size if of_tokens else None, "vocab_chunk_size": vocab_chunk_size}
     check(arrays, labels, implementation="xla", reduction=reduction, **chunks)
 
 
@@ -696,8 +710,9 @@ def test_vocabulary_chunk_sizes_agree(vocab_chunk_size):
     arrays["weight"] = arrays["weight"].astype(F32)
     # Labels in the first and last column of all chunks of 7 and 16, the first of which are short.
     labels[:14] = [0, 3, 4, 10, 11, 45, 46, 52, 5, 20, 21, 36, 37, 52]
-    got = check(arrays, labels, implementation="xla", vocab_chunk_size=vocab_chunk_size)
-    want = run(arrays, labels, implementation="xla", vocab_chunk_size=V)
+    options = {"implementation": "xla", "chunk_size": None}
+    got = check(arrays, labels, vocab_chunk_size=vocab_chunk_size, **options)
+    want = run(arrays, labels, vocab_chunk_size=V, **options)
     # Only the order of the sum for the lse differs, which may change how a dlogit is rounded.
     chex.assert_trees_all_close(got["loss"], want["loss"], rtol=4 * EPS32)
     # A column of the vocabulary is in one chunk, and so is the sum over tokens for it.
@@ -718,28 +733,41 @@ def test_vocabulary_chunk_sizes_agree(vocab_chunk_size):
         (300, 2**21, BF16, None, (384, None)),
         (0, 32000, BF16, None, (128, None)),
         (1, 32000, BF16, None, (128, None)),
-        # A limit holds as long as 512 tokens fit, or all there are.
+        # A limit holds as long as 768 tokens fit, or all there are.
         (8192, 128256, BF16, 2**28, (1024, None)),
         (8192, 128256, F32, 2**29, (1024, None)),
-        (8192, 2**15, BF16, 2**25, (512, None)),
+        (8192, 2**15, BF16, 768 * 2**16, (768, None)),
         (256, 2**15, BF16, 2**24, (256, None)),
-        # Less, and all tokens take a part of the vocabulary: 2032 columns fit, 16 chunks are even.
-        (8192, 2**15, BF16, 2**25 - 1, (8192, 1920)),
-        (8192, 128256, F32, 2**27, (8192, 4096)),
+        # Less, and columns are limited, tokens by the 2**10 numbers that a row of dweight has.
+        (8192, 2**15, BF16, 768 * 2**16 - 1, (2048, 2048)),
+        (8192, 128256, BF16, 2**24, (2048, 1024)),
+        (8192, 128256, F32, 2**24, (1024, 512)),
         (512, 2**15, BF16, 2**24, (512, 11008)),
+        (8192, 2**21, BF16, 2**24, (None, 1024)),  # 128 tokens are what is never exceeded
         # At least a tile, even where that is too much.
-        (8192, 128256, BF16, 1, (8192, 128)),
-        (100, 50, F32, 1, (100, 128)),
+        (8192, 128256, BF16, 1, (2048, 128)),
+        (100, 50, F32, 1, (128, 128)),
     ],
     ids=str,
 )
 def test_default_chunk_sizes(num_tokens, vocab_size, dtype, max_bytes, want):
-    got = chunk_sizes(num_tokens, vocab_size, jnp.dtype(dtype), max_bytes)
+    num_bytes = 4 * 2**10 * vocab_size
+    got = chunk_sizes(num_tokens, vocab_size, jnp.dtype(dtype), max_bytes, dweight_bytes=num_bytes)
     assert got == want
     tokens, columns = got
     if max_bytes is not None and max_bytes > 1:
-        size = min(tokens, num_tokens) * (columns or vocab_size) * jnp.dtype(dtype).itemsize
-        assert size <= max_bytes
+        itemsize = jnp.dtype(dtype).itemsize
+        for_tokens = max_bytes if columns is None else num_bytes
+        assert min(tokens or 0, num_tokens) * vocab_size * itemsize <= for_tokens
+        assert num_tokens * (columns or 0) * itemsize <= max_bytes
+
+
+def test_chunk_sizes_where_dweight_is_small():
+    sizes = functools.partial(chunk_sizes, 8192, 2**15, jnp.dtype(BF16), 2**24)
+    assert sizes(dweight_bytes=2**15 * 512) == (256, 1024)
+    assert sizes(dweight_bytes=2**15 * 511) == (256, 1024)  # what the limit itself allows
+    smaller = functools.partial(chunk_sizes, 8192, 2**15, jnp.dtype(BF16), 2**23)
+    assert smaller(dweight_bytes=2**15 * 511) == (None, 512)
 
 
 def dweight_error(num_chunks, accum_dtype):
@@ -774,11 +802,10 @@ def test_the_error_of_dweight_is_flat_in_the_number_of_chunks():
 def test_gradients_of_some_arrays_only(strategy):
     arrays, labels = as_jax(make_arrays())
     want = run(arrays, labels, **strategy)
-    chunks = {"chunk_size": None if "vocab_chunk_size" in strategy else CHUNK}
     for name in arrays:
         rest = {k: v for k, v in arrays.items() if k != name}
         fn = lambda a, name=name, rest=rest: linear_cross_entropy(
-            labels=labels, **strategy, **chunks, **{name: a}, **rest
+            labels=labels, **strategy, **{name: a}, **rest
         )
         got = quick_jit(jax.grad(fn))(arrays[name])
         chex.assert_trees_all_close(got, want[name], rtol=1e-5, atol=1e-7)
@@ -875,6 +902,7 @@ each_trace = pytest.mark.parametrize(
         ("xla", {"vocab_chunk_size": 16}),
         ("mosaic_gpu", {"chunk_size": CHUNK}),
         ("mosaic_gpu", {"vocab_chunk_size": 16}),
+        ("mosaic_gpu", {"chunk_size": CHUNK, "vocab_chunk_size": 16}),
     ],
     ids=str,
 )
@@ -951,7 +979,6 @@ def test_metrics(strategy, reduction):
             linear_cross_entropy,
             labels=jnp.asarray(labels),
             return_metrics=True,
-            chunk_size=None if "vocab_chunk_size" in strategy else CHUNK,
             **strategy,
             **options,
         )
@@ -1007,8 +1034,9 @@ ONE_WARPGROUP = Config(logits=logits_kernel.Config(warpgroups=1, slots=2, max_li
 KT, KV = 9, 250
 KERNEL_STRATEGIES = {
     "tokens": {"chunk_size": 8},
-    "columns": {"vocab_chunk_size": 100},
+    "columns": {"chunk_size": None, "vocab_chunk_size": 100},
     "exponentials": {"chunk_size": 8, "bias_in_weight": True},
+    "both": {"chunk_size": 8, "vocab_chunk_size": 100, "bias_in_weight": True},
 }
 each_kernel_strategy = pytest.mark.parametrize(
     "strategy",
@@ -1042,6 +1070,10 @@ def kernel_arrays(dtype=BF16, **options):
         (8, 129, BF16, "mean", {"vocab_chunk_size": 128}),
         (5, 100, F16, "none", {"vocab_chunk_size": 16}),
         (5, 1000, BF16, "sum", {"vocab_chunk_size": 300}),
+        (0, 129, BF16, "sum", {"chunk_size": 8, "vocab_chunk_size": 128}),
+        (1, 129, BF16, "mean", {"chunk_size": 8, "vocab_chunk_size": 128}),
+        (9, 127, F16, "mean", {"chunk_size": 8, "vocab_chunk_size": 100}),
+        (17, 500, BF16, "none", {"chunk_size": 8, "vocab_chunk_size": 128}),
     ],
     ids=str,
 )
@@ -1284,7 +1316,7 @@ def test_metrics_of_the_kernels(strategy, reduction):
     weights *= labels != IGNORED
     logits = x @ weight.T
     for metrics, in_memory in zip(
-        found, (False, "chunk_size" in strategy and not has_exponentials), strict=True
+        found, (False, bool(strategy["chunk_size"]) and not has_exponentials), strict=True
     ):
         z = logits.astype(BF16).astype(np.float64) if in_memory else logits
         z = z + bias
@@ -1308,7 +1340,7 @@ def test_metrics_of_the_kernels(strategy, reduction):
 @each_kernel_strategy
 def test_a_float32_weight_in_the_kernels(strategy):
     has_exponentials = "bias_in_weight" in strategy
-    x_dtype = F16 if "chunk_size" in strategy and not has_exponentials else BF16
+    x_dtype = F16 if strategy["chunk_size"] and not has_exponentials else BF16
     arrays, labels = kernel_arrays(F32)
     arrays["x"] = arrays["x"].astype(x_dtype)
     if has_exponentials:
@@ -1317,7 +1349,6 @@ def test_a_float32_weight_in_the_kernels(strategy):
     chex.assert_type([got["x"], got["weight"]], [x_dtype, F32])
     used = arrays | {"weight": arrays["weight"].astype(x_dtype).astype(F32)}
     options = {name: value for name, value in strategy.items() if name != "config"}
-    options.pop("chunk_size", None)
     check_against_formula(got, used, labels, **options)
     coarse = np.asarray(got["weight"].astype(x_dtype).astype(F32))
     assert np.mean(np.asarray(got["weight"]) == coarse) < 0.1
@@ -1369,9 +1400,12 @@ def test_a_vjp_of_the_kernels_can_be_called_again(strategy, reduction):
         ({"chunk_size": -8}, ValueError, "chunk_size=-8 must be at least 1"),
         ({"vocab_chunk_size": 0}, ValueError, "vocab_chunk_size=0 must be at least 1"),
         ({"max_logits_bytes": 0}, ValueError, "max_logits_bytes=0 must be at least 1"),
-        ({"chunk_size": 1, "vocab_chunk_size": 1}, ValueError, "give one of them"),
-        ({"chunk_size": 1, "max_logits_bytes": 9}, ValueError, "give one of them"),
-        ({"vocab_chunk_size": 1, "max_logits_bytes": 9}, ValueError, "give one of them"),
+        ({"chunk_size": 1, "max_logits_bytes": 9}, ValueError, "give it or chunk_size=1 and"),
+        (
+            {"vocab_chunk_size": 1, "max_logits_bytes": 9},
+            ValueError,
+            "chooses the sizes of chunks; give it or chunk_size=None and vocab_chunk_size=1",
+        ),
         (
             {"implementation": "reference", "vocab_axis": "tensor"},
             ValueError,
@@ -1422,6 +1456,7 @@ BIG_T, BIG_D, BIG_V, BIG_CHUNK = 4096, 32, 1009, 256
 BIG_COLUMNS = 128  # of a vocabulary chunk; the first has 113
 LOGITS, DX, DWEIGHT = (BIG_CHUNK, BIG_V), (BIG_D, BIG_CHUNK), (BIG_D, BIG_V)
 BY_COLUMNS = (("vocab_chunk_size", BIG_COLUMNS),)
+BY_BOTH = (("chunk_size", BIG_CHUNK), *BY_COLUMNS)
 
 
 @functools.cache
@@ -1474,15 +1509,19 @@ def gemms(compiled):
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_no_buffer_has_the_size_of_all_logits(reduction):
     assert largest_buffer(program("xla", reduction)) == BIG_CHUNK * BIG_V
-    assert largest_buffer(program("xla", reduction, chunks=BY_COLUMNS)) == BIG_T * BIG_COLUMNS
+    for chunks in (BY_COLUMNS, BY_BOTH):
+        assert largest_buffer(program("xla", reduction, chunks=chunks)) == BIG_T * BIG_COLUMNS
     assert largest_buffer(program("reference")) == BIG_T * BIG_V
 
 
 def test_the_limit_decides_the_chunks():
     limited = lambda num_bytes: program(chunks=(("max_logits_bytes", num_bytes),))
-    for tokens in (512, 1024):
+    for tokens in (768, 1024):
         assert largest_buffer(limited(4 * tokens * BIG_V)) == tokens * BIG_V
-    assert gemms(limited(4 * 512 * BIG_V - 1)) == gemms(program(chunks=BY_COLUMNS))
+    # Less than 256 tokens have the logits in the place of dweight, of 32 numbers a row.
+    both = (("chunk_size", 512), *BY_COLUMNS)
+    assert gemms(limited(4 * 768 * BIG_V - 1)) == gemms(program(chunks=both))
+    assert gemms(limited(4 * 256 * BIG_V - 1)) == gemms(program(chunks=BY_COLUMNS))
 
 
 def test_peak_memory_is_that_of_a_chunk():
@@ -1514,6 +1553,24 @@ def test_gemms_by_vocabulary_chunks(reduction):
     )
     again = [(BIG_COLUMNS, BIG_T)]
     assert gemms(program(reduction=reduction, chunks=BY_COLUMNS)) == sorted(first + others + again)
+
+
+# `dweight` by vocabulary chunks, when losses and `dx` are there.
+OF_DWEIGHT = [
+    shape
+    for n in (BIG_V % BIG_COLUMNS, BIG_COLUMNS)
+    for shape in ((n, BIG_T), (min(n, BIG_D), max(n, BIG_D)))
+]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_gemms_by_both_chunks(reduction):
+    alone = [LOGITS] if reduction == "none" else []
+    expected = sorted(alone + 2 * [LOGITS, DX] + OF_DWEIGHT)
+    assert gemms(program(reduction=reduction, chunks=BY_BOTH)) == expected
+    of = lambda argnum: program(reduction=reduction, chunks=BY_BOTH, argnums=(argnum,))
+    assert gemms(of(0)) == sorted(alone + 2 * [LOGITS, DX])
+    assert gemms(of(1)) == sorted(alone + 2 * [LOGITS] + OF_DWEIGHT)
 
 
 def test_a_gradient_that_nobody_asks_for_takes_no_gemm():
@@ -1586,6 +1643,7 @@ def executed_flops(jaxpr):
         {"vocab_chunk_size": 16},
         {"vocab_chunk_size": 53},
         {"vocab_chunk_size": 100},
+        {"chunk_size": 7, "vocab_chunk_size": 16},
     ],
     ids=str,
 )
@@ -1593,7 +1651,7 @@ def test_executed_gemms(reduction, differentiated, num_gemms, chunks):
     # 37 tokens and 53 columns divide into none of the chunks: nothing is computed twice, nor as
     # padding.
     if differentiated and "vocab_chunk_size" in chunks:
-        num_gemms = 4
+        num_gemms = 5 if reduction == "none" and "chunk_size" in chunks else 4
     arrays, labels = as_jax(make_arrays((37,), only=["x", "weight"]))
     loss = lambda x, weight: jnp.sum(
         linear_cross_entropy(x, weight, labels, reduction=reduction, implementation="xla", **chunks)

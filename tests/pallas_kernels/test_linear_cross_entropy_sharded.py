@@ -25,6 +25,7 @@ IGNORED = -100
 T, D, V = 40, 24, 56
 TOKEN_CHUNKS = {"chunk_size": 3}
 COLUMN_CHUNKS = {"vocab_chunk_size": 5}
+BOTH_CHUNKS = TOKEN_CHUNKS | COLUMN_CHUNKS
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 1.5}
 
 each_chunking = pytest.mark.parametrize(
@@ -155,6 +156,7 @@ def check(run, arrays, labels, *, token_parts=1, column_parts=1, reduction="mean
     [
         ({"data": 8}, TOKEN_CHUNKS, F32),
         ({"data": 8}, COLUMN_CHUNKS, BF16),
+        ({"data": 4}, BOTH_CHUNKS, F32),
         ({"data": 2, "fsdp": 4}, TOKEN_CHUNKS, BF16),
         ({"data": 2, "fsdp": 4}, COLUMN_CHUNKS, F32),
     ],
@@ -176,7 +178,8 @@ def test_split_tokens(axes, chunks, dtype):
 
     arrays, labels = make_arrays(dtype, token_weights=True)
     with jax.set_mesh(mesh_of(**axes)):
-        check(graded(sharded), arrays, labels, token_parts=8, **options)
+        parts = math.prod(axes.values())
+        check(graded(sharded), arrays, labels, token_parts=parts, **options)
 
 
 # The vocabulary is split.
@@ -193,8 +196,18 @@ def test_split_vocabulary(parts, chunks, reduction):
     assert got["num_tokens"] == T * 4 // 5 and got["nll"] > 0 and got["z_loss"] > 0
 
 
-@each_chunking
-@pytest.mark.parametrize("parts, reduction", [(2, "none"), (4, "mean"), (8, "sum")])
+@pytest.mark.parametrize(
+    "parts, reduction, chunks",
+    [
+        (2, "none", TOKEN_CHUNKS),
+        (2, "none", COLUMN_CHUNKS),
+        (4, "mean", TOKEN_CHUNKS),
+        (4, "mean", BOTH_CHUNKS),
+        (8, "sum", COLUMN_CHUNKS),
+        (8, "sum", BOTH_CHUNKS),
+    ],
+    ids=str,
+)
 def test_split_vocabulary_in_bfloat16(parts, reduction, chunks):
     options = {"reduction": reduction, **chunks, **OPTIONS}
     run = graded_on_mesh(mesh_of(tensor=parts), vocabulary="tensor", **options)
@@ -325,7 +338,7 @@ def statistics_of(tokens: int, parts: int) -> tuple[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@each_chunking
+@pytest.mark.parametrize("chunks", [TOKEN_CHUNKS, COLUMN_CHUNKS, BOTH_CHUNKS], ids=str)
 def test_between_devices_with_split_vocabulary(chunks, reduction):
     mesh, options = mesh_of(tensor=4), {"vocabulary": "tensor", "reduction": reduction, **chunks}
     args = make_arrays()
@@ -335,7 +348,7 @@ def test_between_devices_with_split_vocabulary(chunks, reduction):
     expected += [("all-reduce", () if reduction == "mean" else (T,))]  # the cotangent
     if chunks == COLUMN_CHUNKS or reduction == "none":
         expected += [statistics_of(T, 4)]
-    if chunks == TOKEN_CHUNKS:
+    if chunks != COLUMN_CHUNKS:
         # Of the first chunk and of the loop's.
         expected += [statistics_of(T % 3, 4), statistics_of(3, 4)]
     run = graded_on_mesh(mesh, **options)

@@ -293,6 +293,25 @@ def test_all_configurations_store_the_same(changes):
 
 
 @interpreted
+def test_a_scale_is_of_what_is_stored():
+    x, weight, bias, labels = make_args(140, 64, 300)
+    offset = jnp.linspace(-20, 20, 140)
+    # Powers of 2, which round nothing; 0 where the logits are NaN; and NaN.
+    scale = jnp.exp2(jnp.arange(140.0) % 7 - 3).at[3].multiply(-1).at[130].set(0).at[5].set(jnp.nan)
+    of_nan = x.at[130].set(jnp.nan), weight, bias, labels
+    got = run_exponentials(of_nan, offset, scale=scale)
+    assert np.all(np.asarray(got.values)[130] == 0) and np.isnan(got.total[130])
+    assert np.all(np.isnan(np.asarray(got.values, F32)[5, :300])) and got.total[5] > 0
+    others = np.setdiff1d(np.arange(140), [5, 130])
+    values = got.values / scale[:, None].astype(got.values.dtype)
+    check_exponentials(
+        jax.tree.map(lambda a: a[others], got._replace(values=values)),
+        (x[others], weight, bias, labels[others]),
+        offset[others],
+    )
+
+
+@interpreted
 def test_a_repetition_that_is_needed_writes_over_what_was_found():
     args = make_args(140, 64, 300)
     offset = jnp.linspace(-20, 20, 140)
@@ -300,8 +319,8 @@ def test_a_repetition_that_is_needed_writes_over_what_was_found():
     keep = jnp.arange(140) != 130
     # A row of NaN that is not kept, in place of any before.
     again = args[0].at[130].set(jnp.nan), *args[1:]
-    repetition = Repetition(jax.tree.map(jnp.copy, first), jnp.bool_(True), keep)
-    got = run_exponentials(again, offset + 3, repetition=repetition)
+    repetition = Repetition(jax.tree.map(jnp.copy, first), jnp.bool_(True))
+    got = run_exponentials(again, offset + 3, scale=keep.astype(F32), repetition=repetition)
     assert np.all(np.asarray(got.values)[130] == 0) and np.isnan(got.total[130])
     others = np.flatnonzero(keep)
     x, weight, bias, labels = args
@@ -317,8 +336,8 @@ def test_a_repetition_that_is_not_needed_changes_nothing():
     args = make_args(140, 64, 300)
     offset = jnp.linspace(-20, 20, 140)
     first = run_exponentials(args, offset)
-    repetition = Repetition(jax.tree.map(jnp.copy, first), jnp.bool_(False), jnp.zeros(140, bool))
-    got = run_exponentials(args, offset + 3, repetition=repetition)
+    repetition = Repetition(jax.tree.map(jnp.copy, first), jnp.bool_(False))
+    got = run_exponentials(args, offset + 3, scale=jnp.zeros(140), repetition=repetition)
     chex.assert_trees_all_equal(got, first)
 
 
