@@ -111,7 +111,8 @@ def linear_cross_entropy(
       vocab_chunk_size: columns whose logits exist at a time, for all tokens: `dweight` is then
         written once, and not added up. With `chunk_size`, which then is for losses and `dx`, the
         way to the smallest memory; without, `dx` is added up in float32, and a weight that is
-        stored in float32 is cast a chunk at a time. `None`: all columns, in chunks of tokens.
+        stored in float32 is cast a chunk at a time, not copied. `None`: all columns, in chunks of
+        tokens.
       max_logits_bytes: what the logits of a chunk may take. The largest token chunks that fit are
         chosen. If that is less than 768 tokens, both sizes, where the limit is that of vocabulary
         chunks: the logits of token chunks are then where `dweight` will be. (Vocabulary chunks
