@@ -268,18 +268,19 @@ def test_linear_cross_entropy_of_more_logits_than_int32_can_count():
 # Those of size 12 have labels too far below the largest logit for exponentials that are made once,
 # the last has more logits than int32 can count.
 @pytest.mark.parametrize(
-    "shape, chunks, size",
+    "shape, options, size",
     [
         ((4096, 2048, 128256), {"chunk_size": 2048}, 1),
         ((1000, 1024, 32001), {"chunk_size": 400}, 1),
         ((1000, 1024, 32001), {"chunk_size": 400}, 12),
+        ((1000, 1024, 32001), {"chunk_size": 400, "z_loss": 1e-2}, 1),
         ((4096, 2048, 128256), {"max_logits_bytes": 2**24}, 1),
         ((1000, 1024, 32001), {"chunk_size": 400, "vocab_chunk_size": 3000}, 12),
         ((17408, 128, 128256), {"chunk_size": 17408}, 1),
     ],
     ids=str,
 )
-def test_linear_cross_entropy_by_exponentials(shape, chunks, size):
+def test_linear_cross_entropy_by_exponentials(shape, options, size):
     """Without a bias; the way of `pallas_kernels/linear_cross_entropy/exponentials.py`."""
     num_tokens, hidden_size, vocab_size = shape
     keys = jax.random.split(jax.random.key(0), 3)
@@ -287,12 +288,15 @@ def test_linear_cross_entropy_by_exponentials(shape, chunks, size):
     weight = size * jax.random.normal(keys[1], (vocab_size, hidden_size)) / hidden_size**0.5
     weight = weight.astype(jnp.bfloat16)
     labels = jax.random.randint(keys[2], (num_tokens,), 0, vocab_size).at[::7].set(-100)
+    z_loss = options.get("z_loss", 0.0)
 
     def exact(x, weight):
-        return linear_cross_entropy(x, weight, labels, implementation="xla", chunk_size=1024)
+        return linear_cross_entropy(
+            x, weight, labels, implementation="xla", chunk_size=1024, z_loss=z_loss
+        )
 
     def ours(x, weight):
-        return linear_cross_entropy(x, weight, labels, implementation="mosaic_gpu", **chunks)
+        return linear_cross_entropy(x, weight, labels, implementation="mosaic_gpu", **options)
 
     @jax.jit
     def plain(x, weight):
@@ -304,8 +308,8 @@ def test_linear_cross_entropy_by_exponentials(shape, chunks, size):
         lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         offset = jnp.take_along_axis(logits, column, axis=-1)
         offset = jnp.where(lse - offset > 40, lse, offset)
-        total = jnp.exp(lse - offset)
-        losses = lse - jnp.take_along_axis(logits, column, axis=-1)
+        total = jnp.exp(lse - offset) / (1 + 2 * z_loss * lse)
+        losses = lse - jnp.take_along_axis(logits, column, axis=-1) + z_loss * jnp.square(lse)
         onehot = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == column
         dz = jnp.exp(logits - offset) - jnp.where(onehot, total, 0)
         bits = jnp.finfo(x.dtype)

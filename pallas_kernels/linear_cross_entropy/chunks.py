@@ -6,7 +6,7 @@ differentiation computes it a second time or keeps it.
 
 *Token chunks.* A `lax.scan` walks over chunks of tokens; while a chunk's logits exist, its loss,
 its `dx` and its share of `dweight` are formed from them (with `mosaic_gpu`, in bfloat16 and without
-options that change the formula, from their exponentials: `exponentials.py`). A loss with its
+bias, label smoothing and softcap, from their exponentials: `exponentials.py`). A loss with its
 gradients takes three GEMMs, and the backward multiplies by the cotangent, which is 1 for a loss.
 (Liger-Kernel's fused linear cross-entropy, https://arxiv.org/abs/2410.10989, introduced gradients
 in the forward.) The first chunk's product starts the sum of `dweight`, the others are added in
@@ -295,6 +295,7 @@ def _one_chunk_by_exponentials(plan: Plan, columns: "_Columns", with_dweight: bo
         labels,
         coefficients,
         num_columns=columns.num_columns,
+        z_loss=plan.options.z_loss,
         config=plan.config.linear,
     )
     losses = losses_of(found, labels, plan.options, columns.num_columns)
@@ -345,6 +346,7 @@ def _by_vocab_chunks(
                 coefficients,
                 lse,
                 num_columns=columns.num_columns,
+                z_loss=plan.options.z_loss,
                 config=plan.config.linear,
             )
         else:

@@ -9,7 +9,9 @@ with an offset `o` that is known before it, the sum S of a row is there after it
     dlogits = (coefficient / S) · (e - S·onehot)
 
 so that dlogits are never formed: the factor multiplies the rows of `dx` after their GEMM, and those
-of `x` before that of `dweight`, and the label's entry is one element of a row.
+of `x` before that of `dweight`, and the label's entry is one element of a row. A z-loss multiplies
+the softmax by `a = 1 + 2 · z_loss · lse`, so the factor by `a`, and divides what the label's entry
+loses, `S / a`.
 
 The offset is the label's logit, from a dot product of two rows, so that S is at least 1. Where a
 logit is more than 44 nats above it (2^64), or is no number, the GEMM runs once more over the chunk,
@@ -28,6 +30,7 @@ is rounded to bfloat16 for the GEMM of `dweight`, which leaves there the error o
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +52,13 @@ def unsupported_reason(x: jax.Array, weight: jax.Array, options: LossOptions) ->
     """Why dlogits have no such form, or None if they have."""
     if x.dtype != jnp.bfloat16:
         return f"{x.dtype} has not the exponents of bfloat16"
-    if options.label_smoothing or options.z_loss or options.logit_softcap is not None:
-        return f"{options} change other entries of dlogits than the label's"
+    if options.label_smoothing or options.logit_softcap is not None:
+        return f"{options} change entries of dlogits other than the label's, each in its own way"
     return linear_statistics.unsupported_reason(x, weight)
 
 
 # A program calls it for the first chunk and for the others; a jitted function is lowered once.
-@functools.partial(jax.jit, static_argnames=("num_columns", "config"))
+@functools.partial(jax.jit, static_argnames=("num_columns", "z_loss", "config"))
 def loss_of_linear(
     x: Float[Array, "T D"],
     weight: Float[Array, "Vp D"],
@@ -63,6 +66,7 @@ def loss_of_linear(
     coefficients: Float[Array, " T"],
     *,
     num_columns: int,
+    z_loss: float = 0.0,
     config: Config | None = None,
 ) -> tuple[LogitStatistics, Float[Array, "T Vp"], Float[Array, " T"]]:
     """`(statistics, dz, factor)` of `x @ weight.T`, with dlogits `factor[:, None] * dz`.
@@ -75,6 +79,7 @@ def loss_of_linear(
       labels: columns; a label outside of `[0, num_columns)` is none of these.
       coefficients: of the losses.
       num_columns: that count.
+      z_loss: weight of the squared logsumexp.
       config: launch parameters; chosen if None.
     """
     # Else XLA slices a chunk out of all tokens for the first kernel, and again for the second.
@@ -98,18 +103,20 @@ def loss_of_linear(
         repetition=Repetition(found, jnp.any(is_wrong)),
         config=config,
     )
+    # The loss is their difference, and small where the label has nearly all of the sum.
+    from_label = found.label_logit + jnp.log(found.total / found.of_label)
+    lse = jnp.where(found.of_label > 0, from_label, (offset + jnp.log2(found.total)) / _LOG2_E)
+    slope = _slope(z_loss, lse)
     has_gradient = is_column & (coefficients != 0)
-    at_label = found.of_label - found.total
+    at_label = found.of_label - found.total / slope
     # XLA drops a cast to 16 bits and back.
     bits = jnp.finfo(x.dtype)
     rounded = jax.lax.reduce_precision(at_label, bits.nexp, bits.nmant)
     dz = _with_labels(found.values, labels, rounded, has_gradient)
-    factor = coefficients / found.total
+    factor = coefficients * slope / found.total
     factor *= jnp.where(has_gradient & (rounded != 0), at_label / rounded, 1.0)
-    # The loss is their difference, and small where the label has nearly all of the sum.
-    from_label = found.label_logit + jnp.log(found.total / found.of_label)
     statistics = LogitStatistics(
-        lse=jnp.where(found.of_label > 0, from_label, (offset + jnp.log2(found.total)) / _LOG2_E),
+        lse=lse,
         label_logit=found.label_logit,
         largest=found.largest,
         largest_before=found.largest_before,
@@ -118,7 +125,7 @@ def loss_of_linear(
     return statistics, dz, jnp.where(coefficients == 0, 0.0, factor)
 
 
-@functools.partial(jax.jit, static_argnames=("num_columns", "config"))
+@functools.partial(jax.jit, static_argnames=("num_columns", "z_loss", "config"))
 def dlogits_of_linear(
     x: Float[Array, "T D"],
     weight: Float[Array, "Vp D"],
@@ -127,11 +134,12 @@ def dlogits_of_linear(
     lse: Float[Array, " T"],
     *,
     num_columns: int,
+    z_loss: float = 0.0,
     config: Config | None = None,
 ) -> Float[Array, "T Vp"]:
-    """`coefficients · (softmax - onehot)` of `x @ weight.T`, where the logsumexp is known.
+    """`coefficients · (a · softmax - onehot)` of `x @ weight.T`, where the logsumexp is known.
 
-    Float32, rounded once. A row whose coefficient is 0 is 0, whatever the logits are.
+    In float32, rounded once. A row whose coefficient is 0 is 0, whatever the logits are.
 
     Args:
       x: see `loss_of_linear`, and so the others but one.
@@ -140,15 +148,33 @@ def dlogits_of_linear(
       coefficients: likewise.
       lse: over the whole vocabulary.
       num_columns: of `weight` without padding.
+      z_loss: see `loss_of_linear`.
       config: launch parameters; chosen if None.
     """
-    offset = lse * _LOG2_E
+    slope = _slope(z_loss, lse)
     found = linear_exponentials(
-        x, weight, labels, offset, num_columns=num_columns, scale=coefficients, config=config
+        x,
+        weight,
+        labels,
+        lse * _LOG2_E,
+        num_columns=num_columns,
+        scale=jnp.where(coefficients == 0, 0.0, coefficients * slope),  # not 0 · NaN
+        config=config,
     )
     has_gradient = _is_column(labels, num_columns) & (coefficients != 0)
-    at_label = coefficients * (found.of_label - 1)
+    at_label = coefficients * (slope * found.of_label - 1)
     return _with_labels(found.values, labels, at_label, has_gradient)
+
+
+def _slope(z_loss: float, lse: Float[Array, " T"]) -> Any:
+    """The derivative of `lse + z_loss · lse²`, but never 0, by which a label's entry is divided.
+
+    Below 1e-6 what it multiplies is lost beside the label's 1.
+    """
+    if not z_loss:
+        return 1.0
+    slope = 1 + 2 * z_loss * lse
+    return jnp.where(jnp.abs(slope) < 1e-6, 1e-6, slope)
 
 
 def _is_column(labels: Int[Array, " T"], num_columns: int) -> Bool[Array, " T"]:

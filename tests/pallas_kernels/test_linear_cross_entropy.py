@@ -145,7 +145,8 @@ def formula(
         column = np.where((labels >= 0) & (labels < len(weight)), labels, 0)
         offset = z[np.arange(len(z)), column][:, None]
         offset = np.where(largest - offset <= 64 * np.log(2), offset, largest)
-        sums = np.exp(lse - offset)
+        slope = 1 + 2 * z_loss * lse
+        sums = np.exp(lse - offset) / slope
         exact = np.exp(z - offset) - sums * right
         dz = coarse(exact)
         factor = coefficients[:, None] / sums
@@ -264,7 +265,7 @@ def check_against_formula(
         implementation == "mosaic_gpu"
         and arrays["x"].dtype == BF16
         and (bias_in_weight or "bias" not in arrays)
-        and not ALL_OPTIONS.keys() & options.keys()
+        and not {"label_smoothing", "logit_softcap"} & options.keys()
     )
     if implementation == "mosaic_gpu" and not has_exponentials:
         forward = () if reduction == "none" else ("losses",)
@@ -1225,6 +1226,32 @@ def test_huge_logits_in_the_kernels(strategy):
     check(arrays, labels, but=["token_weights"], **strategy)
 
 
+@interpreted
+@pytest.mark.parametrize("strategy", ["exponentials", "both"])
+@pytest.mark.parametrize("z_loss", [0.05, -0.3])
+def test_z_loss_by_exponentials(strategy, z_loss):
+    # The second makes more than one of softmax, with the other sign.
+    options = {"implementation": "mosaic_gpu", "z_loss": z_loss, **KERNEL_STRATEGIES[strategy]}
+    check(*kernel_arrays(), config=ONE_WARPGROUP, **options)
+
+
+@interpreted
+@pytest.mark.parametrize("strategy", ["exponentials", "both"])
+def test_a_z_loss_that_leaves_nothing_of_softmax(strategy):
+    # By a derivative of 0: of equal logits, and so lse = log(V) for every token.
+    arrays, labels = make_arrays((KT,), D, KV, BF16, only=["x", "weight"])
+    arrays["x"][:, 1:] = 0
+    arrays["weight"][:, 0] = 0
+    options = {"z_loss": -0.5 / math.log(KV), "reduction": "sum"}
+    strategy = KERNEL_STRATEGIES[strategy] | {"implementation": "mosaic_gpu"}
+    got = run(arrays, labels, config=ONE_WARPGROUP, **strategy, **options)
+    exact = formula(arrays, labels, 1.0, **options)
+    for name in got:
+        size = np.max(np.abs(exact[name]))
+        error = np.abs(np.asarray(got[name], np.float64) - exact[name])
+        np.testing.assert_array_less(error, 2**-7 * size + 1e-30, err_msg=name)
+
+
 # A logit may be 44.4 above the label's before exponentials are made again.
 @interpreted
 @pytest.mark.parametrize("above", [20, 43, 46, 150, 2000])
@@ -1294,7 +1321,7 @@ def test_metrics_of_the_kernels(strategy, reduction):
     labels = np.array([7, 130, 7, 130, 3, IGNORED, 249, 7, 0], np.int32)
     options = {name: value for name, value in strategy.items() if name != "config"}
     has_exponentials = "bias_in_weight" in strategy
-    z_loss = 0.0 if has_exponentials else 1e-2
+    z_loss = 1e-2
 
     @quick_jit
     def both(arrays):
