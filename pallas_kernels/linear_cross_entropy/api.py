@@ -204,10 +204,9 @@ def linear_cross_entropy(
                 vocab_size,
                 logits_dtype,
                 max_logits_bytes,
-                dweight_bytes=weight.size * weight.dtype.itemsize,
+                # Both sizes would take `"none"` a GEMM more.
+                dweight_bytes=None if reduction == "none" else weight.size * weight.dtype.itemsize,
             )
-            if reduction == "none" and vocab_chunk_size is not None:
-                chunk_size = None
         plan = chunks.Plan(
             options=options,
             implementation=implementation,

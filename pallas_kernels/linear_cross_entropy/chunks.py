@@ -4,7 +4,7 @@ Why this exists. `x @ weight.T` for a 128k vocabulary is the largest buffer of a
 tokens need 2.1 GB in bfloat16, 4.2 GB in float32, again for its gradient, and automatic
 differentiation computes it a second time or keeps it.
 
-*Token chunks.* A `lax.scan` walks over chunks of tokens; while a chunk's logits exist, its loss,
+*Token chunks.* A loop walks over chunks of tokens; while a chunk's logits exist, its loss,
 its `dx` and its share of `dweight` are formed from them (with `mosaic_gpu`, in bfloat16 and without
 bias, label smoothing and softcap, from their exponentials: `exponentials.py`). A loss with its
 gradients takes three GEMMs, and the backward multiplies by the cotangent, which is 1 for a loss.
@@ -63,7 +63,8 @@ class Plan:
       options: of the loss.
       implementation: what makes losses and gradients of logits.
       chunk_size: tokens whose logits exist at a time; None: vocabulary chunks alone.
-      vocab_chunk_size: columns whose logits exist at a time; None: token chunks alone.
+      vocab_chunk_size: columns whose logits exist at a time; None: token chunks alone. Not both
+        sizes are None.
       accum_dtype: dtype in which token chunks add up `dweight`.
       vocab_axis: axis of the mesh, inside of `jax.shard_map`, over which the vocabulary is split.
       config: launch parameters.
@@ -191,9 +192,10 @@ def _losses(
         weight, bias = part
         return None, _statistics(plan, x, weight.astype(x.dtype), bias, local_labels - start)
 
-    if plan.vocab_chunk_size is None or plan.chunk_size is not None:
+    if plan.chunk_size is not None:
         found = statistics((weight, bias), 0)[1]
     else:
+        assert plan.vocab_chunk_size is not None
         parts = fold_chunks(statistics, (weight, bias), plan.vocab_chunk_size, stack=True)[1]
         found = combine(parts)
     return losses_of(_over_axis(plan, found), labels, plan.options, vocab_size)
@@ -267,10 +269,9 @@ def _by_token_chunks(
     if plan.vocab_axis is None and _has_exponentials(plan, x, columns):
         one_chunk = functools.partial(_one_chunk_by_exponentials, plan, columns, with_dweight)
     sums, (losses, dx) = fold_chunks(one_chunk, arrays, plan.chunk_size)
-    rescaled = lambda g: g if scale is None else (g.astype(jnp.float32) * scale).astype(g.dtype)
-    dx = rescaled(dx)
+    dx = _rescaled(dx, scale)
     if with_dweight:
-        dweight, dbias = jax.tree.map(lambda g: rescaled(g[: columns.num_columns]), sums)
+        dweight, dbias = jax.tree.map(lambda g: _rescaled(g[: columns.num_columns], scale), sums)
     else:
         _, dweight, dbias = _by_vocab_chunks(
             plan, x, weight, bias, given, labels, losses.lse, with_dx=False
@@ -328,7 +329,6 @@ def _by_vocab_chunks(
     x, weight, bias, coefficients = _once(plan, (x, weight, bias, coefficients))
     first_column, vocab_size = _place_in_vocabulary(plan, weight)
     coefficients, scale = _kernel_coefficients(plan, x, coefficients, labels, vocab_size)
-    rescaled = lambda g: g if scale is None else g * scale
     local_labels = labels - first_column
     weight_dtype = weight.dtype
     if not with_dx:
@@ -355,19 +355,19 @@ def _by_vocab_chunks(
             )
         dbias = None
         if bias is not None:
-            dbias = rescaled(jnp.sum(dlogits.astype(jnp.float32), axis=0))
+            dbias = _rescaled(jnp.sum(dlogits.astype(jnp.float32), axis=0), scale)
             dbias = dbias[: columns.num_columns].astype(bias.dtype)
         dz = dlogits.astype(x.dtype)
         dx = None
         if with_dx:
             dx = jnp.einsum("tv,vd->td", dz, columns.weight, preferred_element_type=jnp.float32)
         dweight = jnp.einsum("tv,td->vd", dz, x, preferred_element_type=jnp.float32)
-        dweight = rescaled(dweight)[: columns.num_columns].astype(weight_dtype)
+        dweight = _rescaled(dweight, scale)[: columns.num_columns].astype(weight_dtype)
         return dx, (dweight, dbias)
 
     assert plan.vocab_chunk_size is not None
     dx, (dweight, dbias) = fold_chunks(one_chunk, (weight, bias), plan.vocab_chunk_size)
-    return rescaled(dx).astype(x.dtype) if with_dx else None, dweight, dbias
+    return _rescaled(dx, scale).astype(x.dtype) if with_dx else None, dweight, dbias
 
 
 def _once(plan: Plan, arrays: Any) -> Any:
@@ -452,6 +452,13 @@ def _kernel_coefficients(plan: Plan, x, coefficients, labels, vocab_size):
     largest = jnp.max(finite, initial=0.0)
     scale = jnp.where(largest > 0, largest, 1.0)
     return with_nan / scale, scale
+
+
+def _rescaled(gradient, scale):
+    """Of `coefficients`, from that of `coefficients / scale`, see `_kernel_coefficients`."""
+    if scale is None:
+        return gradient
+    return (gradient.astype(jnp.float32) * scale).astype(gradient.dtype)
 
 
 def _place_in_vocabulary(plan: Plan, weight) -> tuple[Any, int]:

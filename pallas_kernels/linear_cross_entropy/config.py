@@ -28,6 +28,7 @@ class Config:
 # V = 128256 (NOTES.md, 2026-11-21), against chunks of 2048 tokens, 512 take 38 % longer, 1024 take
 # 6 %, 4096 save 2 %; in 16 bits these are 501 MiB.
 _LOGITS_BYTES = 512 * 2**20
+# Of fewer tokens the GEMMs slow down, and without a limit nothing asks for it.
 _MIN_DEFAULT_CHUNK = 512
 # Every chunk passes `dweight`: 8 bytes an entry for 2 flops a token. At 8192 x 4096 x 128256 (H100)
 # that takes 1.4 ms more than the product in chunks of 512 tokens, 0.7 ms in 1024; a fourth GEMM
@@ -52,13 +53,14 @@ def chunk_sizes(
     logits_dtype: jnp.dtype,
     max_bytes: int | None,
     *,
-    dweight_bytes: int,
+    dweight_bytes: int | None,
 ) -> tuple[int | None, int | None]:
     """`(chunk_size, vocab_chunk_size)` whose logits take at most `max_bytes`, where that can be.
 
     Token chunks, spread evenly, as long as 768 tokens fit. Else both: those of tokens are done when
     `dweight` begins, so that XLA has their logits where it will be, and `dweight_bytes` are what
-    these may take. If that is less than 256 tokens, vocabulary chunks alone, `(None, columns)`.
+    these may take. If that is less than 256 tokens, or None, vocabulary chunks alone, `(None,
+    columns)`.
     Sizes are multiples of 128, of tokens 256 where there are several chunks. Without a limit it is
     512 MiB, 1 GiB of float32 logits, and chunks are of tokens, at least 512.
     """
@@ -69,8 +71,8 @@ def chunk_sizes(
     if max_bytes is None:
         most = max(tokens_in(default), _MIN_DEFAULT_CHUNK)
     elif (most := tokens_in(max_bytes)) < min(_MIN_CHUNK, num_tokens):
-        most = tokens_in(min(default, max(max_bytes, dweight_bytes)))
-        has_both = most >= _MIN_CHUNK_OF_BOTH
+        most = tokens_in(min(default, max(max_bytes, dweight_bytes or 0)))
+        has_both = dweight_bytes is not None and most >= _MIN_CHUNK_OF_BOTH
         if has_both:
             max_bytes = min(max_bytes, _COLUMN_BYTES_OF_BOTH * itemsize // 2)
         columns = max_bytes // (itemsize * num_tokens) // _TILE * _TILE

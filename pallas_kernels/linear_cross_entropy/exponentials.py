@@ -139,7 +139,8 @@ def dlogits_of_linear(
 ) -> Float[Array, "T Vp"]:
     """`coefficients · (a · softmax - onehot)` of `x @ weight.T`, where the logsumexp is known.
 
-    In float32, rounded once. A row whose coefficient is 0 is 0, whatever the logits are.
+    `a` is that of the z-loss, 1 without one. In float32, rounded once. A row whose coefficient is 0
+    is 0, whatever the logits are.
 
     Args:
       x: see `loss_of_linear`, and so the others but one.
@@ -167,7 +168,7 @@ def dlogits_of_linear(
 
 
 def _slope(z_loss: float, lse: Float[Array, " T"]) -> Any:
-    """The derivative of `lse + z_loss · lse²`, but never 0, by which a label's entry is divided.
+    """`a`, the derivative of `lse + z_loss · lse²`; never 0, for a label's entry is divided by it.
 
     Below 1e-6 what it multiplies is lost beside the label's 1.
     """

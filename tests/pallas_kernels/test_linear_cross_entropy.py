@@ -744,7 +744,7 @@ def test_vocabulary_chunk_sizes_agree(vocab_chunk_size):
         (8192, 128256, BF16, 2**24, (2048, 1024)),
         (8192, 128256, F32, 2**24, (1024, 512)),
         (512, 2**15, BF16, 2**24, (512, 11008)),
-        (8192, 2**21, BF16, 2**24, (None, 1024)),  # 128 tokens are what is never exceeded
+        (8192, 2**21, BF16, 2**24, (None, 1024)),  # 512 MiB, the most by default, are 128 tokens
         # At least a tile, even where that is too much.
         (8192, 128256, BF16, 1, (2048, 128)),
         (100, 50, F32, 1, (128, 128)),
@@ -769,6 +769,11 @@ def test_chunk_sizes_where_dweight_is_small():
     assert sizes(dweight_bytes=2**15 * 511) == (256, 1024)  # what the limit itself allows
     smaller = functools.partial(chunk_sizes, 8192, 2**15, jnp.dtype(BF16), 2**23)
     assert smaller(dweight_bytes=2**15 * 511) == (None, 512)
+    # Not both, whatever fits.
+    assert sizes(dweight_bytes=None) == (None, 1024)
+    larger = functools.partial(chunk_sizes, 8192, 2**15, jnp.dtype(BF16), 40 * 2**20)
+    assert larger(dweight_bytes=None) == (None, 2560)
+    assert larger(dweight_bytes=2**15 * 4096) == (2048, 2048)
 
 
 def dweight_error(num_chunks, accum_dtype):
@@ -1230,7 +1235,7 @@ def test_huge_logits_in_the_kernels(strategy):
 @pytest.mark.parametrize("strategy", ["exponentials", "both"])
 @pytest.mark.parametrize("z_loss", [0.05, -0.3])
 def test_z_loss_by_exponentials(strategy, z_loss):
-    # The second makes more than one of softmax, with the other sign.
+    # With the second, 1 + 2 · z_loss · lse is below -1.
     options = {"implementation": "mosaic_gpu", "z_loss": z_loss, **KERNEL_STRATEGIES[strategy]}
     check(*kernel_arrays(), config=ONE_WARPGROUP, **options)
 
