@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mosaic_gpu import at_aligned_addresses
+
 # Of two of our blocks that share operands, of one and of XLA's GEMMs, of none.
 _TILES = (256, 128, 1)
 
@@ -51,8 +53,12 @@ def fold_chunks(
         return sums, jax.tree.map(lambda a: jnp.expand_dims(a, axis), part) if stack else part
     length = num_chunks if stack else size
 
+    # GEMMs read and write chunks where they lie, too. What is one number a row comes from and goes
+    # to XLA's own code, which does so anywhere.
+    apart = lambda a: at_aligned_addresses(a) if a.ndim > 1 else a
+
     def put(buffer, part, start):
-        part = jnp.expand_dims(part, axis) if stack else part
+        part = jnp.expand_dims(part, axis) if stack else apart(part)
         return jax.lax.dynamic_update_slice_in_dim(buffer, part, start, axis)
 
     def buffer_of(part):
@@ -63,7 +69,7 @@ def fold_chunks(
     def step(i, carry):
         sums, parts = carry
         start = first + i * chunk_size
-        slice_of = lambda a: jax.lax.dynamic_slice_in_dim(a, start, chunk_size, axis)
+        slice_of = lambda a: apart(jax.lax.dynamic_slice_in_dim(a, start, chunk_size, axis))
         summands, part = body(jax.tree.map(slice_of, arrays), start)
         sums = jax.tree.map(jnp.add, sums, summands)
         place = i + 1 if stack else start

@@ -53,7 +53,13 @@ from pallas_kernels.hopper_gemm import (
     whole_tiles,
 )
 from pallas_kernels.linear_cross_entropy.token_loss import LogitStatistics
-from pallas_kernels.mosaic_gpu import Device, load, store, target_device
+from pallas_kernels.mosaic_gpu import (
+    Device,
+    at_aligned_addresses,
+    load,
+    store,
+    target_device,
+)
 
 _PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
 _PIECES = (WARPGROUPS, 2, TILE_M, _PIECE)  # one is filled while the other is on its way
@@ -293,6 +299,8 @@ def _running_statistics(
         arguments, values = jax.lax.optimization_barrier((arguments, values))
         values = jax.new_ref(values)
         arguments["values"] = values
+    else:
+        arguments = at_aligned_addresses(arguments)
 
     def kernel(*refs):
         names = [*arguments, *out_type]

@@ -34,6 +34,7 @@ from pallas_kernels.linear_cross_entropy.token_loss import LogitStatistics, Loss
 from pallas_kernels.mosaic_gpu import (
     LANES,
     WARPS_PER_WARPGROUP,
+    at_aligned_addresses,
     load,
     rows_of_warps,
     store,
@@ -117,6 +118,8 @@ def loss_of_logits(
         # gradient was never written (two chunks, whose GEMMs it had merged; JAX 0.11.2 and 0.12).
         arguments = list(jax.lax.optimization_barrier(arguments))
         arguments[0] = jax.new_ref(arguments[0])
+    else:
+        arguments = at_aligned_addresses(arguments)
     kernel = functools.partial(
         _kernel,
         options=options,
@@ -155,7 +158,7 @@ def loss_of_logits(
         ),
         kernel_name="loss_of_logits",
     )(*arguments)
-    found = LogitStatistics(*outputs) if with_statistics else None
+    found = LogitStatistics(*at_aligned_addresses(outputs)) if with_statistics else None
     if not with_gradient:
         return found, None
     return found, jax.freeze(arguments[0]).reshape(num_tokens, padded_columns)

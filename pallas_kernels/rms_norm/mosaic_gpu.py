@@ -36,6 +36,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.mosaic_gpu import (
     BYTES_PER_ACCESS,
     WARPS_PER_WARPGROUP,
+    at_aligned_addresses,
     load,
     store,
     target_device,
@@ -176,6 +177,7 @@ def _forward(
     weight: Float[Array, " D"],
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | None, Float[Array, " T"]]:
     """`(y, residual_out, rstd)`."""
+    x, residual, weight = at_aligned_addresses((x, residual, weight))
     num_tokens, hidden_size = x.shape
     split = split_row(hidden_size, options.config.fwd_warps, _itemsize(x, residual))
     assert split is not None  # _check_config
@@ -261,7 +263,7 @@ def _forward(
     )
     *outputs, rstd = outputs
     y, residual_out = (a.reshape(x.shape) for a in outputs) if has_residual else (*outputs, None)
-    return y.reshape(x.shape), residual_out, rstd
+    return at_aligned_addresses((y.reshape(x.shape), residual_out, rstd))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -278,6 +280,9 @@ def _backward(
     With `x_hat = source · rstd` and `dx_hat = dy · (weight + weight_offset)`:
     `dx = rstd · (dx_hat - x_hat · mean(dx_hat · x_hat)) + dresidual_out`, `dweight = Σ dy · x_hat`.
     """
+    dy, dresidual_out, source, weight, rstd = at_aligned_addresses(
+        (dy, dresidual_out, source, weight, rstd)
+    )
     num_tokens, hidden_size = source.shape
     config = options.config
     split = split_row(hidden_size, config.bwd_warps, source.dtype.itemsize)
@@ -428,7 +433,8 @@ def _backward(
         scratch_types=scratch,
         kernel_name="rms_norm_bwd" if dresidual_out is None else "add_rms_norm_bwd",
     )(*(a.reshape(rows.shape) for a in arrays), weight.reshape(rows.weight_shape), rstd)
-    return dx.reshape(source.shape), jnp.sum(dweight.reshape(-1, hidden_size), axis=0)
+    dx = at_aligned_addresses(dx.reshape(source.shape))
+    return dx, jnp.sum(dweight.reshape(-1, hidden_size), axis=0)
 
 
 @_forward.defjvp

@@ -15,6 +15,10 @@ once after the norm, before they read what the others wrote, and once at the end
 through the first wait is no longer read for partial sums, one that is through the second not at
 all: XLA may use its buffers again as soon as its kernel ends.
 
+*Where arrays are.* XLA puts the kernel's arrays where peers can read them, but those that it would
+read from or write to a stack of layers it leaves there: it fuses the slice with the kernel, which
+then fails as it starts (https://github.com/openxla/xla/issues/47461). Barriers keep them apart.
+
 All blocks of a device must run at the same time, because those of the others wait for them; there
 are no more than fit. That holds while nothing else runs on the devices. A collective of NCCL that
 XLA runs beside the kernel could take the place of blocks on one device and wait there for another
@@ -339,7 +343,7 @@ def _forward(
             shards.fetch_from_others(y_gmem)
             shards.wait_for_others(flags, 1)
 
-    y, residual_out, rstd = plgpu.kernel(
+    run = plgpu.kernel(
         kernel,
         out_type=(
             jax.ShapeDtypeStruct(y_rows.shape, dtype),
@@ -348,11 +352,14 @@ def _forward(
         ),
         kernel_name="sharded_add_rms_norm_fwd",
         **shards.launch,
-    )(
+    )
+    operands = (
         partial.reshape(whole.shape),
         residual.reshape(own.shape),
         weight.reshape(own.weight_shape),
     )
+    barrier = jax.lax.optimization_barrier
+    y, residual_out, rstd = barrier(run(*barrier(operands)))
     y_shape = partial.shape if options.gather else residual.shape
     return y.reshape(y_shape), residual_out.reshape(residual.shape), rstd
 
@@ -437,7 +444,7 @@ def _backward(
         shards.fetch_from_others(dpartial_gmem)
         shards.wait_for_others(flags, 1)
 
-    dpartial, dresidual, dweight = plgpu.kernel(
+    run = plgpu.kernel(
         kernel,
         out_type=(
             jax.ShapeDtypeStruct(whole.shape, dtype),
@@ -446,13 +453,16 @@ def _backward(
         ),
         kernel_name="sharded_add_rms_norm_bwd",
         **shards.launch,
-    )(
+    )
+    operands = (
         dy.reshape((whole if options.gather else own).shape),
         dresidual_out.reshape(own.shape),
         source.reshape(own.shape),
         rstd,
         weight.reshape(own.weight_shape),
     )
+    barrier = jax.lax.optimization_barrier
+    dpartial, dresidual, dweight = barrier(run(*barrier(operands)))
     return (
         dpartial.reshape(*batch, num_tokens, hidden_size),
         dresidual.reshape(source.shape),

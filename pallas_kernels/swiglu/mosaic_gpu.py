@@ -28,6 +28,7 @@ from pallas_kernels.mosaic_gpu import (
     BYTES_PER_ACCESS,
     LANES,
     WARPS_PER_WARPGROUP,
+    at_aligned_addresses,
     load,
     store,
     target_device,
@@ -256,6 +257,7 @@ def _elementwise(
     shape, dtype, size = arrays[0].shape, arrays[0].dtype, arrays[0].size
     if size == 0:
         return (jnp.zeros(shape, dtype),) * num_results
+    arrays = at_aligned_addresses(arrays)
     tiles, padding = deal(size, dtype.itemsize, accesses)
     num_arrays, num_blocks = len(arrays), tiles.num_tiles + tiles.num_tail_chunks
 
@@ -305,4 +307,4 @@ def _elementwise(
     )(*(a.reshape(tiles.shape) for a in flat))
     if padding:
         results = [a.reshape(-1)[:size] for a in results]
-    return tuple(a.reshape(shape) for a in results)
+    return at_aligned_addresses(tuple(a.reshape(shape) for a in results))

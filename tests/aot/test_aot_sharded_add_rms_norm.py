@@ -37,6 +37,20 @@ def gradients(partial, residual, weight, *, gather):
     return vjp(outputs)
 
 
+def gradients_of_layers(partials, residual, weights):
+    """With stacks of layers, out of which arrays for the kernels are taken."""
+
+    def layer(residual, partial_and_weight):
+        y, residual = norm(partial_and_weight[0], residual, partial_and_weight[1], gather=True)
+        return residual, y
+
+    def total(*args):
+        ys = jax.lax.scan(layer, args[1], (args[0], args[2]))[1]
+        return jnp.sum(ys.astype(jnp.float32))
+
+    return jax.grad(total, argnums=(0, 1, 2))(partials, residual, weights)
+
+
 def _cases() -> dict[str, Case]:
     cases = {}
     for name, (shape, dtype, mesh) in SHAPES.items():
@@ -49,6 +63,15 @@ def _cases() -> dict[str, Case]:
                 cases[f"{kind}-{name}{suffix}"] = Case(
                     functools.partial(fn, gather=gather), args, mesh=mesh, specs=specs
                 )
+    layers = jax.ShapeDtypeStruct((5, 1024, 2048), jnp.bfloat16)
+    residual = jax.ShapeDtypeStruct((1024, 2048), jnp.bfloat16)
+    weights = jax.ShapeDtypeStruct((5, 2048), jnp.float32)
+    cases["layers"] = Case(
+        gradients_of_layers,
+        (layers, residual, weights),
+        mesh={"tensor": 2},
+        specs=(P(), P("tensor"), P()),
+    )
     return cases
 
 
@@ -90,3 +113,13 @@ def test_one_kernel_each_way_over_peer_memory(compiled, chip, case):
     if not backward:
         assert "reduce-scatter" not in program.hlo and "all-gather" not in program.hlo
     assert "all-to-all" not in program.hlo and "collective-permute" not in program.hlo
+
+
+@pytest.mark.parametrize("chip", ["h100"])
+@pytest.mark.parametrize("case", ["layers"])
+def test_arrays_that_peers_read_are_not_in_a_stack(compiled, chip, case):
+    """XLA would leave them there, where peers cannot read them."""
+    program: Program = compiled(chip, case)
+    assert len(program.kernels) == 2
+    assert sum(part.is_kernel for part in program.instructions.values()) == 2
+    assert "dynamic-slice-fusion" not in program.hlo

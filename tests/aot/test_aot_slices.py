@@ -1,0 +1,88 @@
+"""Parts of arrays, which XLA gives to kernels where they lie, and lets them write there.
+
+It asks whether the size of a part is a multiple of 256 bytes, not whether its place is, which the
+kernel refuses when it runs. Parts here have such sizes, at places that are multiples only where
+their rows are: of 128 elements of two bytes.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from aot.harness import Case, Program
+from pallas_kernels import linear_cross_entropy, rms_norm, swiglu
+
+KERNEL = {"implementation": "mosaic_gpu"}
+
+
+def norm(x, weight):
+    return rms_norm(x[:, 1:101], weight, **KERNEL)
+
+
+def norm_with_a_part_of_a_weight(x, weights):
+    return rms_norm(x, weights[1 : 1 + x.shape[-1]], **KERNEL)
+
+
+def product(gate, up):
+    return swiglu(gate[1:101], up[1:101], **KERNEL)
+
+
+def norms_in_a_loop(x, weight):
+    def step(i, normed):
+        rows = jax.lax.dynamic_slice_in_dim(x, 1 + 100 * i, 100)
+        rows = rms_norm(rows, weight, **KERNEL)
+        return jax.lax.dynamic_update_slice_in_dim(normed, rows, 1 + 100 * i, 0)
+
+    return jax.lax.fori_loop(0, 5, step, jnp.zeros_like(x))
+
+
+def loss(x, weight, bias, labels, *, options):
+    bias = bias if "vocab_chunk_size" in options else None
+    loss = functools.partial(linear_cross_entropy, bias=bias, **options, **KERNEL)
+    return jax.value_and_grad(loss, argnums=(0, 1))(x, weight, labels[0, 1:])
+
+
+def _array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _cases() -> dict[str, Case]:
+    cases = {}
+    for size in (64, 128):
+        weight = _array(size, dtype=jnp.float32)
+        cases |= {
+            f"norm-{size}": Case(norm, (_array(1, 999, size), weight)),
+            f"product-{size}": Case(product, (_array(999, size),) * 2),
+            f"loop-{size}": Case(norms_in_a_loop, (_array(999, size), weight)),
+        }
+        labels = _array(1, 513, dtype=jnp.int32)
+        arguments = (_array(512, size), _array(5000, size), _array(5000, dtype=jnp.float32), labels)
+        for name, options in (
+            ("tokens", {"chunk_size": 128}),
+            ("columns", {"vocab_chunk_size": 1024}),
+        ):
+            case = Case(functools.partial(loss, options=options), arguments)
+            cases[f"loss-by-{name}-{size}"] = case
+    weights = _array(1000, dtype=jnp.float32)
+    cases["weight-128"] = Case(norm_with_a_part_of_a_weight, (_array(100, 128), weights))
+    return cases
+
+
+CASES = _cases()
+# Where rows are aligned, and the array is not one that XLA makes for the kernel.
+IN_PLACE = {"norm-128": 1, "product-128": 1, "loop-128": 1, "loss-by-columns-128": 2}
+
+
+@pytest.mark.parametrize("chip", ["h100"])
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_are_given_parts_only_where_rows_are_aligned(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    assert program.kernels
+    fused = re.findall(r"^%dynamic-slice-fusion\S* .*?^}", program.hlo, re.M | re.S)
+    fused = [body for body in fused if "mosaic_gpu" in body]
+    assert len(fused) == IN_PLACE.get(case, 0)
+    if case == "loop-128":
+        assert " dynamic-slice(" in fused[0] and " dynamic-update-slice(" in fused[0]
