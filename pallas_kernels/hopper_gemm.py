@@ -1,6 +1,6 @@
 """The main loop of the kernels that multiply matrices on Hopper, for epilogues of their own.
 
-`a @ b` with `a` `[M, K]` and one or several `b` of one shape, by wgmma; what becomes of the float32
+`a @ b` with one `a` and one or several `b` of one shape, by wgmma; what becomes of the float32
 accumulators of a tile is up to the kernel.
 
 - A persistent block has 128 rows by `tile_n` columns of each product: two warpgroups of
@@ -73,10 +73,19 @@ class Config:
 
 
 def default_config(
-    num_rows: int, num_columns: int, depth: int, device: Device, *, tile_n: int, stages: int
+    num_rows: int,
+    num_columns: int,
+    depth: int,
+    device: Device,
+    *,
+    tile_n: int,
+    stages: int,
+    a_layout: Literal["MK", "KM"] = "MK",
 ) -> Config:
     """Launch parameters with these two; the others are derived."""
     cluster = 2 if num_rows > BLOCK_M and device.num_sms % 2 == 0 else 1
+    if a_layout == "KM" and num_rows % (cluster * BLOCK_M):
+        cluster = 1
     groups = pl.cdiv(num_rows, cluster * BLOCK_M)
     tiles = groups * pl.cdiv(num_columns, tile_n)
     # 2048 rows were best with depths of 2048 and 4096; of deeper ones 16 MiB, a third of the L2 of
@@ -123,8 +132,9 @@ class MainLoop:
       depth: K, a multiple of 64.
       dtype: of all operands.
       num_b: how many `b` there are.
-      b_layout: `"NK"` or `"KN"`. `"KN"` needs columns that are a multiple of `tile_n`: TMA does not
-        cut a tile in the second dimension.
+      a_layout: `"MK"` or `"KM"`. `"KM"` needs rows that are a multiple of those of a cluster: TMA
+        does not cut a tile in the second dimension.
+      b_layout: `"NK"` or `"KN"`. `"KN"` needs columns that are a multiple of `tile_n`, likewise.
     """
 
     config: Config
@@ -133,6 +143,7 @@ class MainLoop:
     depth: int
     dtype: DTypeLike
     num_b: int = 1
+    a_layout: Literal["MK", "KM"] = "MK"
     b_layout: Literal["NK", "KN"] = "NK"
 
     @property
@@ -169,7 +180,8 @@ class MainLoop:
     def scratch_types(self) -> list[Any]:
         """What `run` takes as `scratch`."""
         c = self.config
-        tile = (c.tile_n, TILE_K) if self.b_layout == "NK" else (TILE_K, c.tile_n)
+        a_tile = (BLOCK_M, TILE_K) if self.a_layout == "MK" else (TILE_K, BLOCK_M)
+        b_tile = (c.tile_n, TILE_K) if self.b_layout == "NK" else (TILE_K, c.tile_n)
         freed = (
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=c.stages)
             if c.cluster == 1
@@ -178,8 +190,8 @@ class MainLoop:
             )
         )
         return [
-            plgpu.SMEM((c.stages, BLOCK_M, TILE_K), self.dtype),
-            *(plgpu.SMEM((c.stages, *tile), self.dtype) for _ in range(self.num_b)),
+            plgpu.SMEM((c.stages, *a_tile), self.dtype),
+            *(plgpu.SMEM((c.stages, *b_tile), self.dtype) for _ in range(self.num_b)),
             plgpu.Barrier(num_arrivals=1 + self.num_b, num_barriers=c.stages),
             freed,
         ]
@@ -210,7 +222,7 @@ class MainLoop:
         """The body of a kernel, run by all warpgroups of a block.
 
         Args:
-          a_gmem: `[M, K]`.
+          a_gmem: `[M, K]` or `[K, M]`.
           b_gmems: each `[N, K]` or `[K, N]`.
           scratch: of `scratch_types`.
           tile: called by each warpgroup that computes, once a tile, with the first row of its 64
@@ -258,9 +270,8 @@ class MainLoop:
                         plgpu.barrier_wait(freed.at[slot])
 
                     depth = pl.ds(k * TILE_K, TILE_K)
-                    plgpu.copy_gmem_to_smem(
-                        a_gmem.at[rows, depth], a_smem.at[slot], filled.at[slot]
-                    )
+                    part = (rows, depth) if self.a_layout == "MK" else (depth, rows)
+                    plgpu.copy_gmem_to_smem(a_gmem.at[part], a_smem.at[slot], filled.at[slot])
                     for b_gmem, b_smem in zip(b_gmems, b_smems, strict=True):
                         part = (columns, depth) if self.b_layout == "NK" else (depth, columns)
                         plgpu.copy_gmem_to_smem(
@@ -298,13 +309,14 @@ class MainLoop:
                     def multiply_step(step, _):
                         slot = slot_of(step)
                         plgpu.barrier_wait(filled.at[slot])
+                        if self.a_layout == "MK":
+                            a = a_smem.at[slot, own_rows]
+                        else:
+                            a = a_smem.at[slot, :, own_rows].transpose((1, 0))
                         for acc, b_smem in zip(accs, b_smems, strict=True):
                             b = b_smem.at[slot]
-                            plgpu.wgmma(
-                                acc,
-                                a_smem.at[slot, own_rows],
-                                b.transpose((1, 0)) if self.b_layout == "NK" else b,
-                            )
+                            b = b.transpose((1, 0)) if self.b_layout == "NK" else b
+                            plgpu.wgmma(acc, a, b)
                         plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(freed.at[slot])
 

@@ -43,7 +43,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.folding import fold_chunks
-from pallas_kernels.linear_cross_entropy import exponentials, linear_statistics, logits_kernel, xla
+from pallas_kernels.linear_cross_entropy import (
+    exponentials,
+    linear_statistics,
+    logits_kernel,
+    weight_gradient,
+    xla,
+)
 from pallas_kernels.linear_cross_entropy.config import Config
 from pallas_kernels.linear_cross_entropy.token_loss import (
     LogitStatistics,
@@ -330,6 +336,7 @@ def _by_vocab_chunks(
     first_column, vocab_size = _place_in_vocabulary(plan, weight)
     coefficients, scale = _kernel_coefficients(plan, x, coefficients, labels, vocab_size)
     local_labels = labels - first_column
+    known = exponentials.KnownSum.make(lse, coefficients, plan.options.z_loss)
     weight_dtype = weight.dtype
     if not with_dx:
         weight = weight.astype(x.dtype)  # as a whole, which is there: what made dx has used it
@@ -344,9 +351,8 @@ def _by_vocab_chunks(
                 columns.weight,
                 labels,
                 coefficients,
-                lse,
+                known,
                 num_columns=columns.num_columns,
-                z_loss=plan.options.z_loss,
                 config=plan.config.linear,
             )
         else:
@@ -361,13 +367,21 @@ def _by_vocab_chunks(
         dx = None
         if with_dx:
             dx = jnp.einsum("tv,vd->td", dz, columns.weight, preferred_element_type=jnp.float32)
-        dweight = jnp.einsum("tv,td->vd", dz, x, preferred_element_type=jnp.float32)
-        dweight = _rescaled(dweight, scale)[: columns.num_columns].astype(weight_dtype)
-        return dx, (dweight, dbias)
+        dtype = weight_dtype if scale is None else jnp.float32
+        dweight = _rescaled(_weight_gradient(plan, dz, x, dtype), scale)
+        return dx, (dweight[: columns.num_columns].astype(weight_dtype), dbias)
 
     assert plan.vocab_chunk_size is not None
     dx, (dweight, dbias) = fold_chunks(one_chunk, (weight, bias), plan.vocab_chunk_size)
     return _rescaled(dx, scale).astype(x.dtype) if with_dx else None, dweight, dbias
+
+
+def _weight_gradient(plan: Plan, dz, x, dtype) -> jax.Array:
+    """`dz.T @ x`, rounded once."""
+    if plan.implementation == "mosaic_gpu" and weight_gradient.unsupported_reason(dz, x) is None:
+        return weight_gradient.weight_gradient(dz, x, dtype=dtype, config=plan.config.dweight)
+    product = jnp.einsum("tv,td->vd", dz, x, preferred_element_type=jnp.float32)
+    return product.astype(dtype)
 
 
 def _once(plan: Plan, arrays: Any) -> Any:

@@ -6,7 +6,11 @@ import math
 import jax.numpy as jnp
 
 from pallas_kernels.hopper_gemm import BLOCK_M
-from pallas_kernels.linear_cross_entropy import linear_statistics, logits_config
+from pallas_kernels.linear_cross_entropy import (
+    linear_statistics,
+    logits_config,
+    weight_gradient,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,10 +22,12 @@ class Config:
         else measured ones, else a guess.
       linear: of the GEMMs that keep their logits to themselves; None derives them from device and
         sizes.
+      dweight: of the GEMM that writes a part of `dweight` where it belongs; likewise.
     """
 
     logits: logits_config.Config | None = None
     linear: linear_statistics.Config | None = None
+    dweight: weight_gradient.Config | None = None
 
 
 # What the logits of a chunk may take unless the caller says otherwise. On an H100 at D = 2048 and

@@ -30,7 +30,7 @@ is rounded to bfloat16 for the GEMM of `dweight`, which leaves there the error o
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -125,16 +125,39 @@ def loss_of_linear(
     return statistics, dz, jnp.where(coefficients == 0, 0.0, factor)
 
 
-@functools.partial(jax.jit, static_argnames=("num_columns", "z_loss", "config"))
+class KnownSum(NamedTuple):
+    """What gradients take of the logsumexp; made once, outside of a loop over columns.
+
+    Attributes:
+      offset: in units of log 2.
+      slope: `a`.
+      scale: `scale · 2^(logit · log2(e) - offset)` is `coefficient · a · softmax`; 0 where the
+        coefficient is.
+    """
+
+    offset: Float[Array, " T"]
+    slope: Float[Array, " T"]
+    scale: Float[Array, " T"]
+
+    @classmethod
+    def make(
+        cls, lse: Float[Array, " T"], coefficients: Float[Array, " T"], z_loss: float
+    ) -> "KnownSum":
+        slope = jnp.broadcast_to(_slope(z_loss, lse), lse.shape)
+        # Not 0 · NaN.
+        scale = jnp.where(coefficients == 0, 0.0, coefficients * slope)
+        return cls(lse * _LOG2_E, slope, scale)
+
+
+@functools.partial(jax.jit, static_argnames=("num_columns", "config"))
 def dlogits_of_linear(
     x: Float[Array, "T D"],
     weight: Float[Array, "Vp D"],
     labels: Int[Array, " T"],
     coefficients: Float[Array, " T"],
-    lse: Float[Array, " T"],
+    known: KnownSum,
     *,
     num_columns: int,
-    z_loss: float = 0.0,
     config: Config | None = None,
 ) -> Float[Array, "T Vp"]:
     """`coefficients · (a · softmax - onehot)` of `x @ weight.T`, where the logsumexp is known.
@@ -147,23 +170,21 @@ def dlogits_of_linear(
       weight: columns of the vocabulary, all or some.
       labels: likewise.
       coefficients: likewise.
-      lse: over the whole vocabulary.
+      known: of the logsumexp over the whole vocabulary, and these coefficients.
       num_columns: of `weight` without padding.
-      z_loss: see `loss_of_linear`.
       config: launch parameters; chosen if None.
     """
-    slope = _slope(z_loss, lse)
     found = linear_exponentials(
         x,
         weight,
         labels,
-        lse * _LOG2_E,
+        known.offset,
         num_columns=num_columns,
-        scale=jnp.where(coefficients == 0, 0.0, coefficients * slope),  # not 0 · NaN
+        scale=known.scale,
         config=config,
     )
     has_gradient = _is_column(labels, num_columns) & (coefficients != 0)
-    at_label = coefficients * (slope * found.of_label - 1)
+    at_label = coefficients * (known.slope * found.of_label - 1)
     return _with_labels(found.values, labels, at_label, has_gradient)
 
 

@@ -1386,6 +1386,32 @@ def test_a_float32_weight_in_the_kernels(strategy):
     assert np.mean(np.asarray(got["weight"]) == coarse) < 0.1
 
 
+# 128 wide, as our GEMM of dweight asks; the arrays above are narrower, and their products are XLA's.
+@interpreted
+@pytest.mark.parametrize(
+    "chunks, reduction, x_dtype, weight_dtype",
+    [
+        ({"vocab_chunk_size": 128}, "mean", BF16, BF16),
+        ({"vocab_chunk_size": 100}, "none", F16, F32),
+        ({"chunk_size": 8, "vocab_chunk_size": 100}, "sum", BF16, F32),
+        ({"chunk_size": 8, "vocab_chunk_size": 128}, "mean", F16, F16),
+    ],
+    ids=str,
+)
+def test_dweight_by_our_gemm(chunks, reduction, x_dtype, weight_dtype):
+    arrays, labels = make_arrays((KT,), 128, KV, weight_dtype, only=["x", "weight"])
+    arrays["x"] = arrays["x"].astype(x_dtype)
+    options = {"implementation": "mosaic_gpu", "config": ONE_WARPGROUP, "chunk_size": None} | chunks
+    on_device, labels_there = as_jax((arrays, labels))
+    loss = lambda arrays: jnp.sum(loss_of(labels=labels_there, **options, **arrays))
+    assert "weight_gradient" in str(jax.make_jaxpr(jax.grad(loss))(on_device))
+    got = run(arrays, labels, reduction=reduction, **options)
+    chex.assert_type([got["x"], got["weight"]], [x_dtype, weight_dtype])
+    used = arrays | {"weight": arrays["weight"].astype(x_dtype).astype(weight_dtype)}
+    del options["config"]
+    check_against_formula(got, used, labels, reduction=reduction, **options)
+
+
 @interpreted
 @each_kernel_strategy
 def test_gradients_of_some_arrays_only_in_the_kernels(strategy):

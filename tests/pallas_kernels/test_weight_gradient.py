@@ -1,0 +1,167 @@
+"""`dlogits.T @ x` by the Mosaic GPU kernel, interpreted, against float64."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numerics import assert_as_accurate, quick_jit
+from pallas_kernels.hopper_gemm import Config
+from pallas_kernels.linear_cross_entropy import weight_gradient as module
+from pallas_kernels.linear_cross_entropy.weight_gradient import (
+    default_config,
+    unsupported_reason,
+    weight_gradient,
+)
+from pallas_kernels.mosaic_gpu import Device
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
+A100 = Device("NVIDIA A100-SXM4-40GB", (8, 0), 108)
+BASE = Config(tile_n=128, stages=3, cluster=1, band=2, blocks=2)
+interpreted = pytest.mark.usefixtures("interpreted")
+
+
+def make_args(num_tokens, num_rows, hidden_size, dtype=BF16):
+    rng = np.random.default_rng(0)
+    dlogits = jnp.asarray(rng.standard_normal((num_tokens, num_rows)), dtype)
+    return dlogits, jnp.asarray(rng.standard_normal((num_tokens, hidden_size)), dtype)
+
+
+@functools.cache
+def compiled(**options):
+    return quick_jit(functools.partial(weight_gradient, **options))
+
+
+def check(args, **options):
+    got = compiled(**options)(*args)
+    exact = np.asarray(args[0], np.float64).T @ np.asarray(args[1], np.float64)
+    chex.assert_type(got, options["dtype"])
+    floats = [np.asarray(a, np.float32) for a in args]
+    plain = (floats[0].T @ floats[1]).astype(options["dtype"])
+    assert_as_accurate([got], [plain], [exact], names=["dweight"])
+    return got
+
+
+# Tokens around the 64 of a step, rows of one block and of more, columns of each width of tiles.
+@interpreted
+@pytest.mark.parametrize(
+    "num_tokens, num_rows, hidden_size, dtype, result",
+    [
+        (1, 128, 128, BF16, F32),
+        (63, 128, 128, F16, F16),
+        (64, 256, 128, BF16, BF16),
+        (65, 384, 128, BF16, F32),
+        (131, 128, 192, BF16, BF16),
+        (131, 128, 384, F16, F32),
+        (7, 128, 256, BF16, BF16),
+        (200, 256, 256, BF16, F32),
+    ],
+    ids=str,
+)
+def test_shapes(num_tokens, num_rows, hidden_size, dtype, result):
+    check(make_args(num_tokens, num_rows, hidden_size, dtype), dtype=result)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=jnp.dtype)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"stages": 2},
+        {"tile_n": 64, "band": 1},
+        {"tile_n": 192, "blocks": 7},  # of 16 bits, 3 parts of a tile
+        {"tile_n": 192, "blocks": 1, "band": 9},
+        {"cluster": 2, "blocks": 4},
+        {"cluster": 2, "band": 1, "blocks": 6},
+    ],
+    ids=str,
+)
+def test_all_configurations_agree(changes, dtype):
+    # Two clusters of blocks, 6 tiles of 128 or 4 of 192 columns each, 3 steps of tokens.
+    config = dataclasses.replace(BASE, **changes)
+    args = make_args(150, 512, 384)
+    got = check(args, dtype=dtype, config=config)
+    chex.assert_trees_all_equal(got, compiled(dtype=dtype, config=BASE)(*args))
+
+
+@interpreted
+def test_repeated_runs_have_the_same_bits():
+    args = make_args(100, 256, 128)
+    chex.assert_trees_all_equal(*(compiled(dtype=F32)(*args) for _ in range(3)))
+
+
+@interpreted
+def test_nan_stays_in_its_row():
+    dlogits, x = make_args(70, 256, 128)
+    got = np.asarray(compiled(dtype=F32)(dlogits.at[69, 130].set(jnp.nan), x))
+    assert np.isnan(got[130]).all() and np.isfinite(np.delete(got, 130, axis=0)).all()
+
+
+@interpreted
+def test_parts_are_written_where_they_belong():
+    """As the loss does in a loop."""
+    dlogits, x = make_args(64, 384, 128)
+
+    @quick_jit
+    def by_parts(dlogits, x):
+        def step(i, dweight):
+            part = jax.lax.dynamic_slice_in_dim(dlogits, 128 * i, 128, axis=1)
+            part = weight_gradient(part, x, dtype=F32)
+            return jax.lax.dynamic_update_slice_in_dim(dweight, part, 128 * i, axis=0)
+
+        return jax.lax.fori_loop(0, 3, step, jnp.zeros((384, 128)))
+
+    chex.assert_trees_all_equal(by_parts(dlogits, x), compiled(dtype=F32)(dlogits, x))
+
+
+# What it refuses.
+
+
+@pytest.mark.parametrize(
+    "device, dlogits, x, message",
+    [
+        (A100, (8, 128, BF16), (8, 128, BF16), r"capability \(9, x\)"),
+        (H100, (8, 128, F32), (8, 128, F32), "float32, float32, not all bfloat16 or float16"),
+        (H100, (8, 128, F16), (8, 128, BF16), "float16, bfloat16, not all"),
+        (H100, (0, 128, BF16), (0, 128, BF16), "empty"),
+        (H100, (8, 128, BF16), (8, 320, BF16), r"rows are a multiple of none of \(256, 192, 128\)"),
+        (H100, (8, 192, BF16), (8, 128, BF16), "no multiple of 128"),
+    ],
+    ids=str,
+)
+def test_unsupported(monkeypatch, device, dlogits, x, message):
+    monkeypatch.setattr(module, "target_device", lambda: device)
+    dlogits, x = (jnp.zeros(a[:2], a[2]) for a in (dlogits, x))
+    assert unsupported_reason(dlogits, x) is not None
+    with pytest.raises(NotImplementedError, match=message):
+        weight_gradient(dlogits, x, dtype=F32)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"cluster": 2}, "clusters have 256 of 128 rows"),
+        ({"tile_n": 192}, "192 of 256 columns"),
+        ({"tile_n": 256, "stages": 5}, "278528 bytes of shared memory"),
+    ],
+    ids=str,
+)
+def test_wrong_configurations(monkeypatch, changes, message):
+    monkeypatch.setattr(module, "target_device", lambda: H100)
+    config = dataclasses.replace(BASE, **changes)
+    with pytest.raises(ValueError, match=message):
+        weight_gradient(*make_args(8, 128, 256), dtype=F32, config=config)
+
+
+def test_default_configurations():
+    config = default_config(8192, 2048, 4096, H100)
+    assert config == Config(tile_n=256, stages=4, cluster=2, band=4, blocks=132)
+    # Half of a cluster's rows would be none.
+    assert default_config(8192, 1152, 4096, H100).cluster == 1
+    assert default_config(8192, 2048, 2880, H100).tile_n == 192
