@@ -20,6 +20,7 @@ def fold_chunks(
     *,
     axis: int = 0,
     stack: bool = False,
+    buffer: Callable[..., jax.Array] = lambda shape, dtype, *, after: jnp.zeros(shape, dtype),
 ) -> tuple[Any, Any]:
     """Runs `body` on chunks of an axis.
 
@@ -34,6 +35,8 @@ def fold_chunks(
       chunk_size: of the axis, at most.
       axis: of all arrays, and of the parts.
       stack: whether parts are stacked along a new axis there, or written where their chunk was.
+      buffer: `(shape, dtype, *, after) -> array`, into which parts are written until there is
+        nothing left of it; `after` is the first of them.
 
     Returns:
       The sums of the summands, and the parts.
@@ -57,14 +60,14 @@ def fold_chunks(
     # to XLA's own code, which does so anywhere.
     apart = lambda a: at_aligned_addresses(a) if a.ndim > 1 else a
 
-    def put(buffer, part, start):
+    def put(all_parts, part, start):
         part = jnp.expand_dims(part, axis) if stack else apart(part)
-        return jax.lax.dynamic_update_slice_in_dim(buffer, part, start, axis)
+        return jax.lax.dynamic_update_slice_in_dim(all_parts, part, start, axis)
 
     def buffer_of(part):
         shape = list(part.shape)
         shape[axis : axis if stack else axis + 1] = [length]
-        return put(jnp.zeros(shape, part.dtype), part, 0)
+        return put(buffer(shape, part.dtype, after=part), part, 0)
 
     def step(i, carry):
         sums, parts = carry
@@ -73,7 +76,7 @@ def fold_chunks(
         summands, part = body(jax.tree.map(slice_of, arrays), start)
         sums = jax.tree.map(jnp.add, sums, summands)
         place = i + 1 if stack else start
-        parts = jax.tree.map(lambda buffer, p: put(buffer, p, place), parts, part)
+        parts = jax.tree.map(lambda all_parts, p: put(all_parts, p, place), parts, part)
         return sums, parts
 
     # Not a scan over starts: of these XLA for GPUs does not see that they follow from the number of

@@ -80,12 +80,10 @@ def default_config(
     *,
     tile_n: int,
     stages: int,
-    a_layout: Literal["MK", "KM"] = "MK",
+    max_cluster: int = 2,
 ) -> Config:
     """Launch parameters with these two; the others are derived."""
-    cluster = 2 if num_rows > BLOCK_M and device.num_sms % 2 == 0 else 1
-    if a_layout == "KM" and num_rows % (cluster * BLOCK_M):
-        cluster = 1
+    cluster = max_cluster if num_rows > BLOCK_M and device.num_sms % max_cluster == 0 else 1
     groups = pl.cdiv(num_rows, cluster * BLOCK_M)
     tiles = groups * pl.cdiv(num_columns, tile_n)
     # 2048 rows were best with depths of 2048 and 4096; of deeper ones 16 MiB, a third of the L2 of

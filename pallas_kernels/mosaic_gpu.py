@@ -8,10 +8,12 @@ of four warps; a Pallas thread is a warpgroup.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels import hardware
 
@@ -128,6 +130,18 @@ def at_aligned_addresses(arrays: Any) -> Any:
         return jax.lax.optimization_barrier(a) if row * a.dtype.itemsize % _ALIGNMENT else a
 
     return jax.tree.map(apart, arrays)
+
+
+def uninitialized(shape: Sequence[int], dtype: DTypeLike, *, after: jax.Array) -> jax.Array:
+    """An array of whatever is in memory, which XLA places once `after` is there.
+
+    `jax.lax.empty` depends on nothing, so its memory may be taken from the start.
+    """
+    return plgpu.kernel(
+        lambda after_gmem, out_gmem: None,
+        out_type=jax.ShapeDtypeStruct(tuple(shape), dtype),
+        kernel_name="uninitialized",
+    )(at_aligned_addresses(after))
 
 
 def rows_of_warps(vector: int) -> Any:

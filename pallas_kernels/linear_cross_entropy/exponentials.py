@@ -143,6 +143,7 @@ class KnownSum(NamedTuple):
     def make(
         cls, lse: Float[Array, " T"], coefficients: Float[Array, " T"], z_loss: float
     ) -> "KnownSum":
+        """For the coefficients of the losses, and the weight of a z-loss."""
         slope = jnp.broadcast_to(_slope(z_loss, lse), lse.shape)
         # Not 0 · NaN.
         scale = jnp.where(coefficients == 0, 0.0, coefficients * slope)

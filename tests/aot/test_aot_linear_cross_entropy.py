@@ -318,11 +318,14 @@ def test_smallest_memory(compiled, chip, case):
     for kernel in program.kernels:
         assert_runs_well(kernel)
     names = {kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in program.kernels}
-    assert names == {"linear_exponentials", "linear_exponentials_again", "weight_gradient"}
+    exponentials = {"linear_exponentials", "linear_exponentials_again"}
+    assert names == exponentials | {"uninitialized", "weight_gradient"}
     if case == "smallest":
         # All that is left to XLA is dx.
         assert gemms(program) == [Gemm((2048, d), adds=False)] * 2
-    assert makers(program, (v, d)) - MAKES_NOTHING == {"pad", "dynamic-update-slice"}
+    # Not even zeros. The first part of dweight is copied, asynchronously.
+    makes = {"custom-call", "dynamic-update-slice", "fusion-done"}
+    assert makers(program, (v, d)) - MAKES_NOTHING == makes
     # In the loop over columns nothing is copied: a kernel reads the weight where it is, another
     # writes to its place in dweight.
     fused = re.findall(r"^%dynamic-slice-fusion\S* .*?^}", program.hlo, re.M | re.S)

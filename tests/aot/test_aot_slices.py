@@ -7,6 +7,7 @@ their rows are: of 128 elements of two bytes.
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import pytest
 from aot.harness import Case, Program
 from pallas_kernels import linear_cross_entropy, rms_norm, swiglu
 
-KERNEL = {"implementation": "mosaic_gpu"}
+KERNEL: Any = {"implementation": "mosaic_gpu"}
 
 
 def norm(x, weight):

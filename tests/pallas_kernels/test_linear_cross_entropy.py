@@ -740,7 +740,7 @@ def test_vocabulary_chunk_sizes_agree(vocab_chunk_size):
         (8192, 2**15, BF16, 768 * 2**16, (768, None)),
         (256, 2**15, BF16, 2**24, (256, None)),
         # Less, and columns are limited, tokens by the 2**10 numbers that a row of dweight has.
-        (8192, 2**15, BF16, 768 * 2**16 - 1, (2048, 2048)),
+        (8192, 2**15, BF16, 768 * 2**16 - 1, (2048, 2816)),
         (8192, 128256, BF16, 2**24, (2048, 1024)),
         (8192, 128256, F32, 2**24, (1024, 512)),
         (512, 2**15, BF16, 2**24, (512, 11008)),
@@ -773,7 +773,7 @@ def test_chunk_sizes_where_dweight_is_small():
     assert sizes(dweight_bytes=None) == (None, 1024)
     larger = functools.partial(chunk_sizes, 8192, 2**15, jnp.dtype(BF16), 40 * 2**20)
     assert larger(dweight_bytes=None) == (None, 2560)
-    assert larger(dweight_bytes=2**15 * 4096) == (2048, 2048)
+    assert larger(dweight_bytes=2**15 * 4096) == (2048, 2560)
 
 
 def dweight_error(num_chunks, accum_dtype):
@@ -1386,7 +1386,7 @@ def test_a_float32_weight_in_the_kernels(strategy):
     assert np.mean(np.asarray(got["weight"]) == coarse) < 0.1
 
 
-# 128 wide, as our GEMM of dweight asks; the arrays above are narrower, and their products are XLA's.
+# 128 wide, as our GEMM of dweight asks; the other arrays are narrower, their products XLA's.
 @interpreted
 @pytest.mark.parametrize(
     "chunks, reduction, x_dtype, weight_dtype",

@@ -161,7 +161,7 @@ def test_wrong_configurations(monkeypatch, changes, message):
 
 def test_default_configurations():
     config = default_config(8192, 2048, 4096, H100)
-    assert config == Config(tile_n=256, stages=4, cluster=2, band=4, blocks=132)
-    # Half of a cluster's rows would be none.
-    assert default_config(8192, 1152, 4096, H100).cluster == 1
+    assert config == Config(tile_n=256, stages=4, cluster=1, band=8, blocks=132)
     assert default_config(8192, 2048, 2880, H100).tile_n == 192
+    assert default_config(8192, 2048, 1152, H100).tile_n == 192
+    assert default_config(8192, 2048, 640, H100).tile_n == 128
