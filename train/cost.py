@@ -60,8 +60,10 @@ _PRODUCTS = {
     "gated_matmul_backward": 1,
     "linear_statistics": 1,
     "linear_exponentials": 1,
+    "weight_gradient": 1,
 }
-_WITHOUT_WORK = {"linear_exponentials_again"}  # unless a logit is far above its label's
+# The first unless a logit is far above its label's.
+_WITHOUT_WORK = {"linear_exponentials_again", "uninitialized"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -391,8 +393,12 @@ def _dot_flops(op: Op) -> float:
 
 def _kernel_flops(op: Op) -> float:
     """Of our kernels with GEMMs: every token of the first operand by every weight of the second."""
-    products = _PRODUCTS.get(op.params.get("name", ""), 0)
-    return 2.0 * products * op.shapes[0][0] * math.prod(op.shapes[1]) if products else 0.0
+    name = op.params.get("name", "")
+    if name not in _PRODUCTS:
+        return 0.0
+    # That of a weight's gradient has the tokens for rows of both.
+    rows = op.shapes[0][1 if name == "weight_gradient" else 0]
+    return 2.0 * _PRODUCTS[name] * rows * math.prod(op.shapes[1])
 
 
 def _attention_flops(op: Op) -> float:

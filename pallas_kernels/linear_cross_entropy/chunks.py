@@ -14,7 +14,8 @@ place by their GEMM: each reads and writes `dweight` once, which is why chunks s
 
 *Vocabulary chunks.* The forward keeps the logsumexp of each token; the backward computes the logits
 of a slice of the vocabulary again, for all tokens. Four GEMMs, any cotangent, and each row of
-`dweight` is written once, as it is stored. `dx` is the sum over the chunks, in float32.
+`dweight` is written once, as it is stored, with `mosaic_gpu` by a GEMM whose result XLA has put in
+its place (`weight_gradient.py`). `dx` is the sum over the chunks, in float32.
 
 *Both.* Losses and `dx` by token chunks, then `dweight` by vocabulary chunks, with the logsumexp
 that is known by then. Four GEMMs, but nothing is added up over chunks, which takes the least
@@ -384,7 +385,8 @@ def _by_vocab_chunks(
 
 def _weight_gradient(plan: Plan, dz, x, dtype) -> jax.Array:
     """`dz.T @ x`, rounded once."""
-    if plan.implementation == "mosaic_gpu" and weight_gradient.unsupported_reason(dz, x) is None:
+    reason = weight_gradient.unsupported_reason(dz, x, dtype)
+    if plan.implementation == "mosaic_gpu" and reason is None:
         return weight_gradient.weight_gradient(dz, x, dtype=dtype, config=plan.config.dweight)
     product = jnp.einsum("tv,td->vd", dz, x, preferred_element_type=jnp.float32)
     return product.astype(dtype)

@@ -300,7 +300,8 @@ def _running_statistics(
         values = jax.new_ref(values)
         arguments["values"] = values
     else:
-        arguments = at_aligned_addresses(arguments)
+        aligned = at_aligned_addresses([*arguments.values()])
+        arguments = dict(zip(arguments, aligned, strict=True))
 
     def kernel(*refs):
         names = [*arguments, *out_type]

@@ -32,6 +32,7 @@ from pallas_kernels.mosaic_gpu import Device, at_aligned_addresses, target_devic
 _LINE_BYTES = 128  # of a row, that go through shared memory at a time
 _TILES = (256, 192, 128)  # columns, of which one must divide x: TMA does not cut a tile there
 _STAGES = {256: 4, 192: 4, 128: 6}
+_RESULTS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
 def default_config(num_tokens: int, num_rows: int, hidden_size: int, device: Device) -> Config:
@@ -52,13 +53,15 @@ def default_config(num_tokens: int, num_rows: int, hidden_size: int, device: Dev
     )
 
 
-def unsupported_reason(dlogits: jax.Array, x: jax.Array) -> str | None:
+def unsupported_reason(dlogits: jax.Array, x: jax.Array, dtype: DTypeLike) -> str | None:
     """Why the kernel cannot run these arguments on the default device, or None if it can."""
     reason = hopper_gemm.unsupported_reason(target_device(), dlogits, x)
     if reason is None and all(x.shape[1] % n for n in _TILES):
         reason = f"x of shape {x.shape}: its rows are a multiple of none of {_TILES}"
     if reason is None and dlogits.shape[1] % BLOCK_M:
         reason = f"dlogits of shape {dlogits.shape}: their rows are no multiple of {BLOCK_M}"
+    if reason is None and jnp.dtype(dtype) not in _RESULTS:
+        reason = f"the result is {jnp.dtype(dtype)}, not {' or '.join(map(str, _RESULTS))}"
     return reason
 
 
@@ -81,7 +84,7 @@ def weight_gradient(
       NotImplementedError: `unsupported_reason` has one.
       ValueError: the configuration does not fit the device or the sizes.
     """
-    if (reason := unsupported_reason(dlogits, x)) is not None:
+    if (reason := unsupported_reason(dlogits, x, dtype)) is not None:
         raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
     (num_tokens, num_rows), hidden_size, dtype = dlogits.shape, x.shape[1], jnp.dtype(dtype)
     device = target_device()

@@ -124,23 +124,24 @@ def test_parts_are_written_where_they_belong():
 
 
 @pytest.mark.parametrize(
-    "device, dlogits, x, message",
+    "device, dlogits, x, dtype, message",
     [
-        (A100, (8, 128, BF16), (8, 128, BF16), r"capability \(9, x\)"),
-        (H100, (8, 128, F32), (8, 128, F32), "float32, float32, not all bfloat16 or float16"),
-        (H100, (8, 128, F16), (8, 128, BF16), "float16, bfloat16, not all"),
-        (H100, (0, 128, BF16), (0, 128, BF16), "empty"),
-        (H100, (8, 128, BF16), (8, 320, BF16), r"rows are a multiple of none of \(256, 192, 128\)"),
-        (H100, (8, 192, BF16), (8, 128, BF16), "no multiple of 128"),
+        (A100, (8, 128, BF16), (8, 128, BF16), F32, r"capability \(9, x\)"),
+        (H100, (8, 128, F32), (8, 128, F32), F32, "float32, float32, not all bfloat16 or float16"),
+        (H100, (8, 128, F16), (8, 128, BF16), F32, "float16, bfloat16, not all"),
+        (H100, (0, 128, BF16), (0, 128, BF16), F32, "empty"),
+        (H100, (8, 128, BF16), (8, 320, BF16), F32, r"multiple of none of \(256, 192, 128\)"),
+        (H100, (8, 192, BF16), (8, 128, BF16), F32, "no multiple of 128"),
+        (H100, (8, 128, BF16), (8, 128, BF16), jnp.float8_e4m3fn, "the result is float8_e4m3fn"),
     ],
     ids=str,
 )
-def test_unsupported(monkeypatch, device, dlogits, x, message):
+def test_unsupported(monkeypatch, device, dlogits, x, dtype, message):
     monkeypatch.setattr(module, "target_device", lambda: device)
     dlogits, x = (jnp.zeros(a[:2], a[2]) for a in (dlogits, x))
-    assert unsupported_reason(dlogits, x) is not None
+    assert unsupported_reason(dlogits, x, dtype) is not None
     with pytest.raises(NotImplementedError, match=message):
-        weight_gradient(dlogits, x, dtype=F32)
+        weight_gradient(dlogits, x, dtype=dtype)
 
 
 @pytest.mark.parametrize(

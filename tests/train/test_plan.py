@@ -20,7 +20,11 @@ import train.plan_command
 from models.llama import Llama
 from models.remat import POLICIES
 from models.sharding import BATCH_AXES, make_mesh
-from pallas_kernels.linear_cross_entropy import exponentials, linear_statistics
+from pallas_kernels.linear_cross_entropy import (
+    exponentials,
+    linear_statistics,
+    weight_gradient,
+)
 from pallas_kernels.mosaic_gpu import Device
 from pallas_kernels.swiglu import gated_matmul
 from train import aot, cost, data
@@ -296,6 +300,7 @@ def test_cost_of_kernels_with_products(monkeypatch):
     device = Device(H100.device_kind, (9, 0), 132)
     monkeypatch.setattr(gated_matmul, "target_device", lambda: device)
     monkeypatch.setattr(linear_statistics, "target_device", lambda: device)
+    monkeypatch.setattr(weight_gradient, "target_device", lambda: device)
     rates = cost.Rates(flops=1e12, bandwidth=1e12, host_bandwidth=1e9)
     tokens, hidden_size, width = 2048, 256, 1024
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -306,12 +311,14 @@ def test_cost_of_kernels_with_products(monkeypatch):
     loss = functools.partial(linear_statistics.linear_statistics, softcap=None)
     loss_and_dlogits = functools.partial(exponentials.loss_of_linear, num_columns=width)
     coefficients = jax.ShapeDtypeStruct((tokens,), jnp.float32)
+    dweight = functools.partial(weight_gradient.weight_gradient, dtype=jnp.float32)
     for products, fn, args in (
         (2, forward, (x, across, across)),
         (1, gated_matmul.gated_matmul_backward, (x, down, activation, activation)),
         (1, loss, (x, down, None, labels)),
         # Its second kernel runs where it must.
         (1, loss_and_dlogits, (x, down, labels, coefficients)),
+        (1, dweight, (activation, x)),
     ):
         traced = jax.jit(fn).trace(*args)
         found = cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
