@@ -1,16 +1,23 @@
 """A computation on chunks of an axis, one after the other, in the memory of one."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic_gpu import at_aligned_addresses
 
 # Of two of our blocks that share operands, of one and of XLA's GEMMs, of none.
 _TILES = (256, 128, 1)
+
+
+def zeros(shape: Sequence[int], dtype: DTypeLike, *, after: jax.Array) -> jax.Array:
+    """A buffer for `fold_chunks`, whatever comes before it."""
+    del after
+    return jnp.zeros(shape, dtype)
 
 
 def fold_chunks(
@@ -20,7 +27,7 @@ def fold_chunks(
     *,
     axis: int = 0,
     stack: bool = False,
-    buffer: Callable[..., jax.Array] = lambda shape, dtype, *, after: jnp.zeros(shape, dtype),
+    buffer: Callable[..., jax.Array] = zeros,
 ) -> tuple[Any, Any]:
     """Runs `body` on chunks of an axis.
 

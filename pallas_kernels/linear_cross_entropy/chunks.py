@@ -43,7 +43,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.folding import fold_chunks
+from pallas_kernels.folding import fold_chunks, zeros
 from pallas_kernels.linear_cross_entropy import (
     exponentials,
     linear_statistics,
@@ -373,20 +373,22 @@ def _by_vocab_chunks(
         return dx, (dweight[: columns.num_columns].astype(weight_dtype), dbias)
 
     assert plan.vocab_chunk_size is not None
-    options: dict[str, Any] = {}
-    if plan.implementation == "mosaic_gpu" and not with_dx:
-        # Zeros would be another write of dweight: 0.64 ms of 47 at 8192 x 4096 x 128256 on an H100.
-        # Without them XLA would round a float32 weight as a whole instead of by chunks (1002 MiB);
-        # here that has been done.
-        options["buffer"] = uninitialized
-    dx, (dweight, dbias) = fold_chunks(one_chunk, (weight, bias), plan.vocab_chunk_size, **options)
+    # Zeros are another write of dweight: 0.64 ms of 47 at 8192 x 4096 x 128256 on an H100. Without
+    # them XLA would round a float32 weight as a whole instead of by chunks (1002 MiB), which has
+    # been done if there is no dx to make.
+    buffer = uninitialized if plan.implementation == "mosaic_gpu" and not with_dx else zeros
+    dx, (dweight, dbias) = fold_chunks(
+        one_chunk, (weight, bias), plan.vocab_chunk_size, buffer=buffer
+    )
     return _rescaled(dx, scale).astype(x.dtype) if with_dx else None, dweight, dbias
 
 
 def _weight_gradient(plan: Plan, dz, x, dtype) -> jax.Array:
     """`dz.T @ x`, rounded once."""
-    reason = weight_gradient.unsupported_reason(dz, x, dtype)
-    if plan.implementation == "mosaic_gpu" and reason is None:
+    if (
+        plan.implementation == "mosaic_gpu"
+        and weight_gradient.unsupported_reason(dz, x, dtype) is None
+    ):
         return weight_gradient.weight_gradient(dz, x, dtype=dtype, config=plan.config.dweight)
     product = jnp.einsum("tv,td->vd", dz, x, preferred_element_type=jnp.float32)
     return product.astype(dtype)

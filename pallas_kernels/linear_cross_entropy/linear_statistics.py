@@ -300,8 +300,8 @@ def _running_statistics(
         values = jax.new_ref(values)
         arguments["values"] = values
     else:
-        aligned = at_aligned_addresses([*arguments.values()])
-        arguments = dict(zip(arguments, aligned, strict=True))
+        # One by one, because a tree of them would be sorted, and the planner goes by their order.
+        arguments = {name: at_aligned_addresses(a) for name, a in arguments.items()}
 
     def kernel(*refs):
         names = [*arguments, *out_type]
