@@ -80,6 +80,7 @@ def _tokamax(x, weight, labels):
 
 SETTINGS = (
     Setting("ours", _ours()),
+    Setting("ours, chunks of 2048", _ours(chunk_size=2048)),
     Setting("ours, chunks of 4096", _ours(chunk_size=4096)),
     Setting("ours, chunks of 1024", _ours(chunk_size=1024)),
     Setting("ours, chunks of 512", _ours(chunk_size=512)),

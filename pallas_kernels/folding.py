@@ -28,6 +28,7 @@ def fold_chunks(
     axis: int = 0,
     stack: bool = False,
     buffer: Callable[..., jax.Array] = zeros,
+    first: tuple[int, Callable[[Any], tuple[Any, Any]]] | None = None,
 ) -> tuple[Any, Any]:
     """Runs `body` on chunks of an axis.
 
@@ -44,23 +45,33 @@ def fold_chunks(
       stack: whether parts are stacked along a new axis there, or written where their chunk was.
       buffer: `(shape, dtype, *, after) -> array`, into which parts are written until there is
         nothing left of it; `after` is the first of them.
+      first: size of the first chunk, of which the others are full then, and what is done with it
+        instead, before the others.
 
     Returns:
       The sums of the summands, and the parts.
     """
     size = jax.tree.leaves(arrays)[0].shape[axis]
-    if size > chunk_size >= size / 2:
-        third = math.ceil(size / 3)
-        sizes = [tile * math.ceil(third / tile) for tile in _TILES]
-        # Of 2 or 4 elements no chunks make three.
-        chunk_size = next((s for s in sizes if s <= chunk_size and 2 * s < size), 1)
-    num_chunks = max(1, math.ceil(size / chunk_size))
-    first = size - (num_chunks - 1) * chunk_size
-    sums, part = body(
-        jax.tree.map(lambda a: jax.lax.slice_in_dim(a, 0, first, axis=axis), arrays), 0
+    if first is not None:
+        first_size, first_body = first
+        num_chunks = 1 + math.ceil((size - first_size) / chunk_size)
+    else:
+        if size > chunk_size >= size / 2:
+            third = math.ceil(size / 3)
+            sizes = [tile * math.ceil(third / tile) for tile in _TILES]
+            # Of 2 or 4 elements no chunks make three.
+            chunk_size = next((s for s in sizes if s <= chunk_size and 2 * s < size), 1)
+        num_chunks = max(1, math.ceil(size / chunk_size))
+        first_size = size - (num_chunks - 1) * chunk_size
+        first_body = lambda chunk: body(chunk, 0)
+    sums, part = first_body(
+        jax.tree.map(lambda a: jax.lax.slice_in_dim(a, 0, first_size, axis=axis), arrays)
     )
     if num_chunks == 1:
         return sums, jax.tree.map(lambda a: jnp.expand_dims(a, axis), part) if stack else part
+    if first is not None:
+        # Not before the first is done, or both would be in memory.
+        sums, part, arrays = jax.lax.optimization_barrier((sums, part, arrays))
     length = num_chunks if stack else size
 
     # GEMMs read and write chunks where they lie, too. What is one number a row comes from and goes
@@ -78,7 +89,7 @@ def fold_chunks(
 
     def step(i, carry):
         sums, parts = carry
-        start = first + i * chunk_size
+        start = first_size + i * chunk_size
         slice_of = lambda a: apart(jax.lax.dynamic_slice_in_dim(a, start, chunk_size, axis))
         summands, part = body(jax.tree.map(slice_of, arrays), start)
         sums = jax.tree.map(jnp.add, sums, summands)

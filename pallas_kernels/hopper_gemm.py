@@ -36,6 +36,9 @@ BLOCK_M = WARPGROUPS * TILE_M
 TILE_K = 64  # 128 bytes, the widest swizzle
 DTYPES = (jnp.bfloat16, jnp.float16)
 
+# What is asked about before it exists has a shape and a dtype.
+type Operand = jax.Array | jax.ShapeDtypeStruct
+
 # Of 65536 registers the memory warpgroup keeps 40 a lane; the others can have 240.
 _MEMORY_REGISTERS = 40
 _COMPUTE_REGISTERS = 232
@@ -81,14 +84,15 @@ def default_config(
     tile_n: int,
     stages: int,
     max_cluster: int = 2,
+    band_rows: int | None = None,
 ) -> Config:
-    """Launch parameters with these two; the others are derived."""
+    """Launch parameters with these two; the others are derived, with `band_rows` but that."""
     cluster = max_cluster if num_rows > BLOCK_M and device.num_sms % max_cluster == 0 else 1
     groups = pl.cdiv(num_rows, cluster * BLOCK_M)
     tiles = groups * pl.cdiv(num_columns, tile_n)
     # 2048 rows were best with depths of 2048 and 4096; of deeper ones 16 MiB, a third of the L2 of
     # an H100. Bands of equal size, because tiles of a narrow last one would share less.
-    rows = min(2048, max(1, 2**24 // (2 * depth)))
+    rows = band_rows or min(2048, max(1, 2**24 // (2 * depth)))
     bands = pl.cdiv(groups, max(1, rows // (cluster * BLOCK_M)))
     return Config(
         tile_n=tile_n,
@@ -99,7 +103,7 @@ def default_config(
     )
 
 
-def unsupported_reason(device: Device, *operands: jax.Array) -> str | None:
+def unsupported_reason(device: Device, *operands: Operand) -> str | None:
     """Why no kernel with this loop can multiply the operands, or None if it can."""
     if device.capability is not None and device.capability[0] != 9:
         return f"wgmma needs compute capability (9, x), {device.kind} has {device.capability}"
@@ -216,11 +220,13 @@ class MainLoop:
         start: Callable[[], None] | None = None,
         end: Callable[[], None] | None = None,
         is_needed: Any = None,
+        first_step_of_b: int = 0,
     ) -> None:
         """The body of a kernel, run by all warpgroups of a block.
 
         Args:
-          a_gmem: `[M, K]` or `[K, M]`.
+          a_gmem: `[M, K]` or `[K, M]`; or a list of `[M, K_i]`, which follow each other in K. All
+            but the last have a multiple of 64.
           b_gmems: each `[N, K]` or `[K, N]`.
           scratch: of `scratch_types`.
           tile: called by each warpgroup that computes, once a tile, with the first row of its 64
@@ -228,6 +234,8 @@ class MainLoop:
           start: called by each of these before its first tile.
           end: called after its last.
           is_needed: a scalar; where it is False, there are no tiles, and `start` is not called.
+          first_step_of_b: where in K, in steps of 64, each `b` begins; its beginning follows its
+            end.
         """
         tile_n, stages, cluster = self.config.tile_n, self.config.stages, self.config.cluster
         num_clusters = self.num_clusters
@@ -252,6 +260,20 @@ class MainLoop:
             )
             return (group * cluster + member) * BLOCK_M, column_tile * tile_n
 
+        def bring_part(k, rows, slot):
+            """Of several `a`, the one that has this step."""
+            end = 0
+            for i, part in enumerate(a_gmem):
+                start, end = end, end + part.shape[1] // TILE_K
+                has_step = k >= start
+                if i + 1 < len(a_gmem):
+                    has_step &= k < end
+
+                @pl.when(has_step)
+                def _bring(part=part, start=start):
+                    place = rows, pl.ds((k - start) * TILE_K, TILE_K)
+                    plgpu.copy_gmem_to_smem(part.at[place], a_smem.at[slot], filled.at[slot])
+
         @pl.when(warpgroup == WARPGROUPS)
         def _bring_operands():
             plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
@@ -268,8 +290,13 @@ class MainLoop:
                         plgpu.barrier_wait(freed.at[slot])
 
                     depth = pl.ds(k * TILE_K, TILE_K)
-                    part = (rows, depth) if self.a_layout == "MK" else (depth, rows)
-                    plgpu.copy_gmem_to_smem(a_gmem.at[part], a_smem.at[slot], filled.at[slot])
+                    if isinstance(a_gmem, list):
+                        bring_part(k, rows, slot)
+                    else:
+                        part = (rows, depth) if self.a_layout == "MK" else (depth, rows)
+                        plgpu.copy_gmem_to_smem(a_gmem.at[part], a_smem.at[slot], filled.at[slot])
+                    if first_step_of_b:
+                        depth = pl.ds(jax.lax.rem(k + first_step_of_b, k_steps) * TILE_K, TILE_K)
                     for b_gmem, b_smem in zip(b_gmems, b_smems, strict=True):
                         part = (columns, depth) if self.b_layout == "NK" else (depth, columns)
                         plgpu.copy_gmem_to_smem(

@@ -60,8 +60,9 @@ _PRODUCTS = {
     "gated_matmul_backward": 1,
     "linear_statistics": 1,
     "linear_exponentials": 1,
-    "weight_gradient": 1,
 }
+# And those whose result has not the rows of an operand, with the other operand first.
+_GRADIENTS = {"input_gradient", "weight_gradient", "weight_gradient_rows"}
 # The first unless a logit is far above its label's.
 _WITHOUT_WORK = {"linear_exponentials_again", "uninitialized"}
 
@@ -394,11 +395,11 @@ def _dot_flops(op: Op) -> float:
 def _kernel_flops(op: Op) -> float:
     """Of our kernels with GEMMs: every token of the first operand by every weight of the second."""
     name = op.params.get("name", "")
+    if name in _GRADIENTS:
+        return 2.0 * op.outputs[0].aval.shape[0] * math.prod(op.shapes[0])
     if name not in _PRODUCTS:
         return 0.0
-    # That of a weight's gradient has the tokens for rows of both.
-    rows = op.shapes[0][1 if name == "weight_gradient" else 0]
-    return 2.0 * _PRODUCTS[name] * rows * math.prod(op.shapes[1])
+    return 2.0 * _PRODUCTS[name] * op.shapes[0][0] * math.prod(op.shapes[1])
 
 
 def _attention_flops(op: Op) -> float:

@@ -8,8 +8,8 @@ from jax.experimental import checkify
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
-from pallas_kernels.linear_cross_entropy import chunks, logits_kernel, reference
-from pallas_kernels.linear_cross_entropy.config import Config, chunk_sizes
+from pallas_kernels.linear_cross_entropy import chunks, in_place, logits_kernel, reference
+from pallas_kernels.linear_cross_entropy.config import Config, band_bytes, chunk_sizes
 from pallas_kernels.linear_cross_entropy.token_loss import LossOptions, TokenLosses
 from pallas_kernels.mosaic_gpu import runs_here, sharded_over_devices
 
@@ -198,6 +198,7 @@ def linear_cross_entropy(
             loss = jnp.sum(loss)
     else:
         logits_dtype = x.dtype if implementation == "mosaic_gpu" else jnp.dtype("float32")
+        extent = None
         if chunk_size is None and vocab_chunk_size is None:
             chunk_size, vocab_chunk_size = chunk_sizes(
                 len(labels),
@@ -207,11 +208,21 @@ def linear_cross_entropy(
                 # Both sizes would take `"none"` a GEMM more.
                 dweight_bytes=None if reduction == "none" else weight.size * weight.dtype.itemsize,
             )
+            if implementation == "mosaic_gpu" and bias is None and vocab_axis is None:
+                extent = in_place.extent(
+                    x,
+                    weight,
+                    options,
+                    accum_dtype=accum_dtype,
+                    band_bytes=band_bytes(max_logits_bytes),
+                    chunk_size=chunk_size if vocab_chunk_size is None else None,
+                )
         plan = chunks.Plan(
             options=options,
             implementation=implementation,
             chunk_size=chunk_size,
             vocab_chunk_size=vocab_chunk_size,
+            in_place=extent,
             accum_dtype=jnp.dtype(accum_dtype),
             vocab_axis=vocab_axis,
             config=config or Config(),

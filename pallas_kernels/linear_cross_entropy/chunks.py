@@ -12,10 +12,14 @@ gradients takes three GEMMs, and the backward multiplies by the cotangent, which
 in the forward.) The first chunk's product starts the sum of `dweight`, the others are added in
 place by their GEMM: each reads and writes `dweight` once, which is why chunks should be large.
 
+*In place.* The first chunk does not have to be small: as long as nothing is in `dweight`, it has
+the memory for the exponentials of `2D` tokens (`in_place.py`). If these are all, nothing is added
+up at all; this is the way of most Llamas on a device of their own.
+
 *Vocabulary chunks.* The forward keeps the logsumexp of each token; the backward computes the logits
 of a slice of the vocabulary again, for all tokens. Four GEMMs, any cotangent, and each row of
 `dweight` is written once, as it is stored, with `mosaic_gpu` by a GEMM whose result XLA has put in
-its place (`weight_gradient.py`). `dx` is the sum over the chunks, in float32.
+its place (`products.py`). `dx` is the sum over the chunks, in float32.
 
 *Both.* Losses and `dx` by token chunks, then `dweight` by vocabulary chunks, with the logsumexp
 that is known by then. Four GEMMs, but nothing is added up over chunks, which takes the least
@@ -46,9 +50,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.folding import fold_chunks, zeros
 from pallas_kernels.linear_cross_entropy import (
     exponentials,
+    in_place,
     linear_statistics,
     logits_kernel,
-    weight_gradient,
+    products,
     xla,
 )
 from pallas_kernels.linear_cross_entropy.config import Config
@@ -81,9 +86,15 @@ class Plan:
     implementation: Literal["xla", "mosaic_gpu"]
     chunk_size: int | None
     vocab_chunk_size: int | None
+    in_place: in_place.Extent | None
     accum_dtype: jnp.dtype
     vocab_axis: str | None
     config: Config
+
+    def by_tokens(self, num_tokens: int) -> bool:
+        """Whether gradients are made with the losses, of some tokens after the others."""
+        all_in_place = self.in_place is not None and self.in_place.num_tokens == num_tokens
+        return all_in_place or self.chunk_size is not None
 
 
 class Gradients(NamedTuple):
@@ -112,33 +123,41 @@ def weighted_loss_sum(
     return jnp.sum(coefficients * losses.loss), losses
 
 
-def _weighted_loss_sum_fwd(plan, x, weight, bias, coefficients, labels):
-    if plan.chunk_size is not None:
+def _weighted_loss_sum_fwd(plan, *primals):
+    x, weight, bias, coefficients, labels = jax.tree.map(lambda a: a.value, primals)
+    # Without dweight its memory would be taken for nothing.
+    plan = plan if primals[1].perturbed else dataclasses.replace(plan, in_place=None)
+    if plan.by_tokens(len(labels)):
         losses, gradients = _by_token_chunks(plan, x, weight, bias, coefficients, labels)
         # Empty arrays carry the dtypes of the gradients.
         like = jax.tree.map(lambda a: a[:0], (x, weight, bias))
-        saved = gradients, losses.loss, like
+        saved = losses.loss, (gradients, like), None
     else:
         losses = _losses(plan, x, weight, bias, labels)
-        saved = (x, weight, bias, coefficients, labels), losses.loss, losses.lse
+        saved = losses.loss, None, (x, weight, bias, coefficients, labels, losses.lse)
     return (jnp.sum(coefficients * losses.loss), losses), saved
 
 
 def _weighted_loss_sum_bwd(plan, saved, cotangents):
-    cotangent = _whole_cotangent(plan, cotangents[0])
-    if plan.chunk_size is not None:
-        gradients, loss, (x, weight, bias) = saved
+    of_loss, _ = cotangents
+    if isinstance(of_loss, jax.custom_derivatives.SymbolicZero):
+        of_loss = jnp.zeros(of_loss.shape, of_loss.dtype)
+    cotangent = _whole_cotangent(plan, of_loss)
+    loss, made, to_make = saved
+    if made is not None:
+        gradients, (x, weight, bias) = made
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32) * cotangent, gradients)
         gradients = _cast(gradients, x, weight, bias)
     else:
-        (x, weight, bias, coefficients, labels), loss, lse = saved
+        x, weight, bias, coefficients, labels, lse = to_make
         coefficients *= cotangent
         gradients = _by_vocab_chunks(plan, x, weight, bias, coefficients, labels, lse)
     # Unlike the others this is no sum over parts of the vocabulary: the share is what is wanted.
-    return *gradients, cotangents[0] * loss, None
+    return *gradients, of_loss * loss, None
 
 
-weighted_loss_sum.defvjp(_weighted_loss_sum_fwd, _weighted_loss_sum_bwd)
+# Symbolic zeros say whether the gradient of the weight is asked for.
+weighted_loss_sum.defvjp(_weighted_loss_sum_fwd, _weighted_loss_sum_bwd, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -162,7 +181,7 @@ def _token_losses_bwd(plan, saved, cotangents):
     x, weight, bias, labels, lse = saved
     coefficients = _whole_cotangent(plan, cotangents.loss)
     coefficients = jnp.where(labels == plan.options.ignore_index, 0.0, coefficients)
-    if plan.chunk_size is not None:
+    if plan.by_tokens(len(labels)):
         _, gradients = _by_token_chunks(plan, x, weight, bias, coefficients, labels)
         gradients = _cast(gradients, x, weight, bias)
     else:
@@ -242,13 +261,13 @@ def _by_token_chunks(
     labels: Int[Array, " T"],
 ) -> tuple[TokenLosses, Gradients]:
     """Losses and gradients of `sum(coefficients · loss)`: three GEMMs, or four for both chunks."""
-    assert plan.chunk_size is not None
     x, weight, bias, coefficients = _once(plan, (x, weight, bias, coefficients))
     first_column, vocab_size = _place_in_vocabulary(plan, weight)
     columns = _Columns.make(plan, weight.astype(x.dtype), bias)
-    with_dweight = plan.vocab_chunk_size is None
+    with_dweight = plan.in_place is not None or plan.vocab_chunk_size is None
     given = coefficients
     coefficients, scale = _kernel_coefficients(plan, x, coefficients, labels, vocab_size)
+    arrays = x, labels, coefficients
 
     def one_chunk(chunk, _):
         x, labels, coefficients = chunk
@@ -272,10 +291,15 @@ def _by_token_chunks(
         return (dweight, dbias), (losses, dx)
 
     dx_dtype = x.dtype if scale is None else jnp.float32
-    arrays = x, labels, coefficients
     if plan.vocab_axis is None and _has_exponentials(plan, x, columns):
         one_chunk = functools.partial(_one_chunk_by_exponentials, plan, columns, with_dweight)
-    sums, (losses, dx) = fold_chunks(one_chunk, arrays, plan.chunk_size)
+    chunk_size, first = plan.chunk_size, None
+    if plan.in_place is not None:
+        first_body = functools.partial(_first_in_place, plan, plan.in_place, columns)
+        first = plan.in_place.num_tokens, first_body
+        chunk_size = plan.in_place.chunk_size or len(x)
+    assert chunk_size is not None
+    sums, (losses, dx) = fold_chunks(one_chunk, arrays, chunk_size, first=first)
     dx = _rescaled(dx, scale)
     if with_dweight:
         dweight, dbias = jax.tree.map(lambda g: _rescaled(g[: columns.num_columns], scale), sums)
@@ -294,6 +318,22 @@ def _has_exponentials(plan: Plan, x, columns: "_Columns") -> bool:
     )
 
 
+def _first_in_place(plan: Plan, extent: in_place.Extent, columns: "_Columns", chunk):
+    """As `_by_token_chunks`, of the first tokens."""
+    x, labels, coefficients = chunk
+    found, dx, dweight = in_place.loss_and_gradients(
+        x,
+        columns.weight,
+        labels,
+        coefficients,
+        extent=extent,
+        z_loss=plan.options.z_loss,
+        config=plan.config,
+    )
+    losses = losses_of(found, labels, plan.options, columns.num_columns)
+    return (dweight, None), (losses, dx)
+
+
 def _one_chunk_by_exponentials(plan: Plan, columns: "_Columns", with_dweight: bool, chunk, _):
     """As in `_by_token_chunks`, for all of the vocabulary and without a bias."""
     x, labels, coefficients = chunk
@@ -307,13 +347,11 @@ def _one_chunk_by_exponentials(plan: Plan, columns: "_Columns", with_dweight: bo
         config=plan.config.linear,
     )
     losses = losses_of(found, labels, plan.options, columns.num_columns)
-    factor = factor[:, None]
     dx = jnp.einsum("tv,vd->td", dz, columns.weight, preferred_element_type=jnp.float32)
-    dx = (dx * factor).astype(x.dtype)
+    dx = (dx * factor[:, None]).astype(x.dtype)
     if not with_dweight:
         return None, (losses, dx)
-    # Not 0 · NaN.
-    scaled_x = jnp.where(factor == 0, 0.0, x.astype(jnp.float32) * factor).astype(x.dtype)
+    scaled_x = exponentials.scaled(x, factor)
     dweight = jnp.einsum("tv,td->vd", dz, scaled_x, preferred_element_type=plan.accum_dtype)
     return (dweight, None), (losses, dx)
 
@@ -385,11 +423,15 @@ def _by_vocab_chunks(
 
 def _weight_gradient(plan: Plan, dz, x, dtype) -> jax.Array:
     """`dz.T @ x`, rounded once."""
-    if (
-        plan.implementation == "mosaic_gpu"
-        and weight_gradient.unsupported_reason(dz, x, dtype) is None
-    ):
-        return weight_gradient.weight_gradient(dz, x, dtype=dtype, config=plan.config.dweight)
+    if plan.implementation == "mosaic_gpu" and products.unsupported_reason(dz, x, dtype) is None:
+        return products.product(
+            dz,
+            x,
+            a_layout="KM",
+            dtype=dtype,
+            kernel_name="weight_gradient",
+            config=plan.config.dweight,
+        )
     product = jnp.einsum("tv,td->vd", dz, x, preferred_element_type=jnp.float32)
     return product.astype(dtype)
 

@@ -9,7 +9,7 @@ from pallas_kernels.hopper_gemm import BLOCK_M
 from pallas_kernels.linear_cross_entropy import (
     linear_statistics,
     logits_config,
-    weight_gradient,
+    products,
 )
 
 
@@ -23,11 +23,13 @@ class Config:
       linear: of the GEMMs that keep their logits to themselves; None derives them from device and
         sizes.
       dweight: of the GEMM that writes a part of `dweight` where it belongs; likewise.
+      dx: of that of `dx` from exponentials that are where `dweight` will be; likewise.
     """
 
     logits: logits_config.Config | None = None
     linear: linear_statistics.Config | None = None
-    dweight: weight_gradient.Config | None = None
+    dweight: products.Config | None = None
+    dx: products.Config | None = None
 
 
 # What the logits of a chunk may take unless the caller says otherwise. On an H100 at D = 2048 and
@@ -48,6 +50,16 @@ _TILE = 128  # of the GEMMs, in tokens and columns
 # 128256 (H100) chunks of 1408 are at 1.151 of the bare GEMMs, 1536 at 1.102; at 8192 x 3584 x
 # 152064 1664 are at 1.176, 1536 at 1.129.
 _PAIR = 2 * BLOCK_M
+
+
+# Of exponentials that are not where `dweight` will be (in_place.py). Enough for 33 blocks of 128
+# rows of a float32 `dweight` at D = 4096: 4 tiles for each of the 132 multiprocessors of an H100.
+_BAND_BYTES = 72 * 2**20
+
+
+def band_bytes(max_bytes: int | None) -> int:
+    """What these may take, where logits may take `max_bytes`."""
+    return _BAND_BYTES if max_bytes is None else min(max_bytes, _BAND_BYTES)
 
 
 def chunk_sizes(

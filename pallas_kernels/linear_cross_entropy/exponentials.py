@@ -36,10 +36,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.hopper_gemm import TILE_K, Operand
 from pallas_kernels.linear_cross_entropy import linear_statistics
 from pallas_kernels.linear_cross_entropy.linear_statistics import (
     Config,
     Repetition,
+    Transposed,
     linear_exponentials,
 )
 from pallas_kernels.linear_cross_entropy.token_loss import LogitStatistics, LossOptions
@@ -48,7 +50,7 @@ _LOG2_E = math.log2(math.e)
 _LARGEST = 64  # exponent of 2, of an exponential that is not made again
 
 
-def unsupported_reason(x: jax.Array, weight: jax.Array, options: LossOptions) -> str | None:
+def unsupported_reason(x: Operand, weight: Operand, options: LossOptions) -> str | None:
     """Why dlogits have no such form, or None if they have."""
     if x.dtype != jnp.bfloat16:
         return f"{x.dtype} has not the exponents of bfloat16"
@@ -58,7 +60,7 @@ def unsupported_reason(x: jax.Array, weight: jax.Array, options: LossOptions) ->
 
 
 # A program calls it for the first chunk and for the others; a jitted function is lowered once.
-@functools.partial(jax.jit, static_argnames=("num_columns", "z_loss", "config"))
+@functools.partial(jax.jit, static_argnames=("num_columns", "z_loss", "transposed", "config"))
 def loss_of_linear(
     x: Float[Array, "T D"],
     weight: Float[Array, "Vp D"],
@@ -67,9 +69,12 @@ def loss_of_linear(
     *,
     num_columns: int,
     z_loss: float = 0.0,
+    transposed: Transposed | None = None,
     config: Config | None = None,
-) -> tuple[LogitStatistics, Float[Array, "T Vp"], Float[Array, " T"]]:
+) -> tuple[LogitStatistics, Float[Array, "rows columns"], Float[Array, " T"]]:
     """`(statistics, dz, factor)` of `x @ weight.T`, with dlogits `factor[:, None] * dz`.
+
+    `dz` is `[T, Vp]`, unless `transposed` says what it is.
 
     A coefficient of 0 gives a row of finite numbers with the factor 0, whatever the logits are.
 
@@ -80,6 +85,7 @@ def loss_of_linear(
       coefficients: of the losses.
       num_columns: that count.
       z_loss: weight of the squared logsumexp.
+      transposed: how `dz` is stored instead.
       config: launch parameters; chosen if None.
     """
     # Else XLA slices a chunk out of all tokens for the first kernel, and again for the second.
@@ -88,20 +94,28 @@ def loss_of_linear(
     row_of_label = weight.at[jnp.where(is_column, labels, 0)].get(mode="promise_in_bounds")
     label_logit = jnp.sum(x.astype(jnp.float32) * row_of_label.astype(jnp.float32), axis=1)
     offset = label_logit * _LOG2_E
-    found = linear_exponentials(x, weight, labels, offset, num_columns=num_columns, config=config)
+    exponentials = functools.partial(
+        linear_exponentials,
+        x,
+        weight,
+        labels,
+        num_columns=num_columns,
+        transposed=transposed,
+        config=config,
+    )
+    scale = (coefficients != 0).astype(jnp.float32)
+    # What follows the tokens in rows of exponentials is multiplied with zeros, and must be finite.
+    # With a scale it is 0; without, an infinite element of the weight makes NaN of zeros for x.
+    has_scale = transposed is not None and len(x) % TILE_K != 0
+    found = exponentials(offset, scale=scale if has_scale else None)
     largest = found.largest * _LOG2_E
     # Also where one of these is NaN, or infinite in another order of the products.
     is_wrong = ~((largest - offset <= _LARGEST) & (found.total > 0))
     offset = jnp.where(is_wrong, largest, offset)
-    found = linear_exponentials(
-        x,
-        weight,
-        labels,
+    found = exponentials(
         offset,
-        num_columns=num_columns,
-        scale=(coefficients != 0).astype(jnp.float32),
+        scale=scale,
         repetition=Repetition(found, jnp.any(is_wrong)),
-        config=config,
     )
     # The loss is their difference, and small where the label has nearly all of the sum.
     from_label = found.label_logit + jnp.log(found.total / found.of_label)
@@ -112,7 +126,9 @@ def loss_of_linear(
     # XLA drops a cast to 16 bits and back.
     bits = jnp.finfo(x.dtype)
     rounded = jax.lax.reduce_precision(at_label, bits.nexp, bits.nmant)
-    dz = _with_labels(found.values, labels, rounded, has_gradient)
+    dz = _with_labels(
+        found.values, labels, rounded, has_gradient, num_columns=num_columns, transposed=transposed
+    )
     factor = coefficients * slope / found.total
     factor *= jnp.where(has_gradient & (rounded != 0), at_label / rounded, 1.0)
     statistics = LogitStatistics(
@@ -186,7 +202,13 @@ def dlogits_of_linear(
     )
     has_gradient = _is_column(labels, num_columns) & (coefficients != 0)
     at_label = coefficients * (known.slope * found.of_label - 1)
-    return _with_labels(found.values, labels, at_label, has_gradient)
+    return _with_labels(found.values, labels, at_label, has_gradient, num_columns=num_columns)
+
+
+def scaled(x: Float[Array, "T D"], factor: Float[Array, " T"]) -> Float[Array, "T D"]:
+    """`x` times the factor of each token, rounded once; 0 where that is 0, and not 0 · NaN."""
+    product = x.astype(jnp.float32) * factor[:, None]
+    return jnp.where(factor[:, None] == 0, 0.0, product).astype(x.dtype)
 
 
 def _slope(z_loss: float, lse: Float[Array, " T"]) -> Any:
@@ -205,13 +227,19 @@ def _is_column(labels: Int[Array, " T"], num_columns: int) -> Bool[Array, " T"]:
 
 
 def _with_labels(
-    values: Float[Array, "T Vp"],
+    values: Float[Array, "rows columns"],
     labels: Int[Array, " T"],
     at_label: Float[Array, " T"],
     where: Bool[Array, " T"],
-) -> Float[Array, "T Vp"]:
+    *,
+    num_columns: int,
+    transposed: Transposed | None = None,
+) -> Float[Array, "rows columns"]:
     """The values with those of the labels replaced."""
-    num_tokens, num_columns = values.shape
-    return values.at[jnp.arange(num_tokens), jnp.where(where, labels, num_columns)].set(
-        at_label.astype(values.dtype), mode="drop", unique_indices=True
-    )
+    tokens = jnp.arange(len(labels))
+    if transposed is None:
+        place = tokens, jnp.where(where, labels, values.shape[1])
+    else:
+        row = transposed.row_of(labels, num_columns)
+        place = jnp.where(where, row, len(values)), tokens
+    return values.at[place].set(at_label.astype(values.dtype), mode="drop", unique_indices=True)

@@ -50,6 +50,7 @@ from pallas_kernels.hopper_gemm import (
     WARPGROUPS,
     Config,
     MainLoop,
+    Operand,
     whole_tiles,
 )
 from pallas_kernels.linear_cross_entropy.token_loss import LogitStatistics
@@ -79,7 +80,7 @@ def default_config(num_tokens: int, vocab_size: int, hidden_size: int, device: D
     )
 
 
-def unsupported_reason(x: jax.Array, weight: jax.Array) -> str | None:
+def unsupported_reason(x: Operand, weight: Operand) -> str | None:
     """Why the kernel cannot run these arguments on the default device, or None if it can."""
     return hopper_gemm.unsupported_reason(target_device(), x, weight)
 
@@ -137,7 +138,8 @@ class Exponentials(NamedTuple):
     """Of the logits of each token, relative to an offset of its own.
 
     Attributes:
-      values: `2^(logit · log2(e) - offset)`, in the dtype of `x`; 0 in the padding.
+      values: `2^(logit · log2(e) - offset)`, in the dtype of `x`; 0 in the padding. `[T, Vp]`, or
+        see `Transposed`.
       total: their sum, before they were rounded, and without a scale.
       of_label: that of the label, likewise; 0 if it is no column.
       label_logit: as in `LogitStatistics`, and so the next two.
@@ -145,12 +147,30 @@ class Exponentials(NamedTuple):
       largest_before: see there.
     """
 
-    values: Float[Array, "T Vp"]
+    values: Float[Array, "rows columns"]
     total: Float[Array, " T"]
     of_label: Float[Array, " T"]
     label_logit: Float[Array, " T"]
     largest: Float[Array, " T"]
     largest_before: Float[Array, " T"]
+
+
+class Transposed(NamedTuple):
+    """That exponentials are stored with a row for each column of the vocabulary.
+
+    Attributes:
+      width: of the rows, a multiple of 64. The tokens are the first; what follows, up to a multiple
+        of 64, is what the kernel makes of `x` and scales of zeros, and the rest is not written.
+      shift: a multiple of 64; a column is so many rows above its number, and the first are at the
+        end.
+    """
+
+    width: int
+    shift: int
+
+    def row_of(self, column: Any, num_columns: int) -> Any:
+        """Where a column is."""
+        return jnp.where(column < self.shift, column + num_columns, column) - self.shift
 
 
 class Repetition(NamedTuple):
@@ -174,6 +194,7 @@ def linear_exponentials(
     num_columns: int,
     scale: Float[Array, " T"] | None = None,
     repetition: Repetition | None = None,
+    transposed: Transposed | None = None,
     config: Config | None = None,
 ) -> Exponentials:
     """Exponentials of `x @ weight.T` relative to an offset, and statistics of the logits.
@@ -189,6 +210,7 @@ def linear_exponentials(
       scale: what the `values` of each token are multiplied with before they are rounded; 0 makes
         them 0, whatever the logits are.
       repetition: see there.
+      transposed: see there; `num_columns` are a multiple of 128 then.
       config: launch parameters; chosen if None.
 
     Raises:
@@ -198,12 +220,19 @@ def linear_exponentials(
     extra_bytes = x.dtype.itemsize * math.prod(_PIECES)
     loop, x, weight = _loop(x, weight, config, num_columns, extra_bytes=extra_bytes)
     running, values = _running_statistics(
-        loop, x, weight, labels, offset=offset, scale=scale, repetition=repetition
+        loop,
+        x,
+        weight,
+        labels,
+        offset=offset,
+        scale=scale,
+        repetition=repetition,
+        transposed=transposed,
     )
     # One reduction of four.
     largest, label_logit, largest_before, of_label = jnp.max(running[1:], axis=1)
     found = Exponentials(
-        values=values[: loop.num_rows],
+        values=values if transposed is not None else values[: loop.num_rows],
         total=jnp.sum(running[0], axis=0),
         of_label=of_label,
         label_logit=_lowest_to_inf(label_logit),
@@ -256,6 +285,7 @@ def _running_statistics(
     offset: Float[Array, " T"] | None = None,
     scale: Float[Array, " T"] | None = None,
     repetition: Repetition | None = None,
+    transposed: Transposed | None = None,
 ) -> tuple[Float[Array, "statistics clusters T"], Any]:
     """The statistics, in the order of `_START`, of the tiles that each cluster had.
 
@@ -291,10 +321,15 @@ def _running_statistics(
         arguments["scale"] = jnp.pad(scale, padding)
     values: Any = None
     if stores and repetition is None:
-        out_type["values"] = jax.ShapeDtypeStruct((len(x), len(weight)), x.dtype)
+        shape = len(x), len(weight)
+        if transposed is not None:
+            shape = vocab_size, transposed.width
+        out_type["values"] = jax.ShapeDtypeStruct(shape, x.dtype)
     if repetition is not None:
         arguments["is_needed"] = repetition.is_needed.astype(jnp.int32)[None]
-        values = jnp.pad(repetition.found.values, ((0, len(x) - num_tokens), (0, 0)))
+        values = repetition.found.values
+        if transposed is None:
+            values = jnp.pad(values, ((0, len(x) - num_tokens), (0, 0)))
         # For the reason that is in `logits_kernel.loss_of_logits`.
         arguments, values = jax.lax.optimization_barrier((arguments, values))
         values = jax.new_ref(values)
@@ -345,20 +380,34 @@ def _running_statistics(
             num_columns = vocab_size - column if vocab_size % tile_n else None
 
             def store_piece(i, exp):
+                first = column + i * _PIECE
+
                 def put():
                     smem = pieces_smem.at[jax.lax.axis_index("warpgroup"), i % 2]
                     # Until only the store from the other slot may still be reading. With an odd
                     # number a tile, the next starts with the slot that this one ends with.
                     plgpu.wait_smem_to_gmem(1 - num_pieces % 2, wait_read_only=True)
-                    smem[...] = exp
+                    if transposed is None:
+                        smem[...] = exp
+                        place = pl.ds(row, TILE_M), pl.ds(first, _PIECE)
+                    else:
+                        turned = plgpu.layout_cast(exp, plgpu.Layout.WGMMA_TRANSPOSED)
+                        smem.transpose((1, 0))[...] = turned
+                        to = transposed.row_of(first, vocab_size)
+                        place = pl.ds(to, _PIECE), pl.ds(row, TILE_M)
                     plgpu.commit_smem()
-                    place = pl.ds(row, TILE_M), pl.ds(column + i * _PIECE, _PIECE)
                     plgpu.copy_smem_to_gmem(smem, values_gmem.at[place])
 
+                is_inside = None
                 if len(weight) % tile_n:
-                    pl.when(column + i * _PIECE < len(weight))(put)
-                else:
+                    is_inside = first < len(weight)
+                if transposed is not None and num_tokens % (cluster * BLOCK_M):
+                    is_token = row < num_tokens
+                    is_inside = is_token if is_inside is None else is_inside & is_token
+                if is_inside is None:
                     put()
+                else:
+                    pl.when(is_inside)(put)
 
             def add_and_store(sum_exp, logits):
                 for i in range(num_pieces):

@@ -194,16 +194,33 @@ class Loss:
         return Case(run, self.arguments(weight_dtype), compiler_options=compiler_options)
 
 
-# And how many chunks of tokens 512 MiB of logits make. The first and the third have one kernel,
-# which is compiled once where two processes take the cases in turn.
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """Of a loss with its gradients.
+
+    Attributes:
+      num_chunks: of tokens whose share of `dweight` is added.
+      num_in_place: chunks of tokens before these: inside of `dweight`, and beside it.
+      band_loop: steps of the loop over bands of `dweight`, without the first and the last.
+      mib: beside arguments and results.
+    """
+
+    num_chunks: int
+    num_in_place: int
+    band_loop: int
+    mib: int
+
+
 LOSSES = {
-    Loss(8192, 4096, 128256): 4,
-    Loss(8192, 4096, 32000): 1,
-    Loss(32768, 4096, 128256): 16,
-    Loss(8192, 2304, 256000): 8,
-    Loss(4096, 8192, 128256): 3,  # two would fit, but XLA unrolls a loop of one step
+    Loss(8192, 4096, 128256): Expected(0, 1, 29, 160),
+    Loss(8192, 4096, 32000): Expected(0, 1, 6, 180),
+    Loss(32768, 4096, 128256): Expected(12, 1, 29, 640),
+    Loss(8192, 2304, 256000): Expected(4, 1, 44, 640),
+    Loss(8192, 3584, 152064): Expected(0, 2, 41, 480),
+    Loss(4096, 8192, 128256): Expected(0, 1, 61, 180),
 }
 SMALLEST = Loss(8192, 4096, 128256)
+BY_BOTH = {"chunk_size": 2048, "vocab_chunk_size": 2048}
 
 CASES = {
     **LOGITS_CASES,
@@ -211,8 +228,19 @@ CASES = {
     **STATISTICS_CASES,
     **{f"loss-{loss}": loss.alone() for loss in LOSSES},
     **{f"gradients-{loss}": loss.with_gradients() for loss in LOSSES},
-    "smallest": SMALLEST.with_gradients(max_logits_bytes=32 * MIB),
-    "smallest-by-default": SMALLEST.with_gradients(max_logits_bytes=32 * MIB, compiler_options={}),
+    "by-chunks": SMALLEST.with_gradients(chunk_size=2048),
+    "small-bands": SMALLEST.with_gradients(max_logits_bytes=32 * MIB),
+    "small-bands-by-default": SMALLEST.with_gradients(
+        max_logits_bytes=32 * MIB, compiler_options={}
+    ),
+    "bfloat16-in-place": Case(
+        jax.value_and_grad(
+            functools.partial(linear_cross_entropy, implementation="mosaic_gpu"), argnums=(0, 1)
+        ),
+        Loss(4096, 4096, 128256).arguments(),
+    ),
+    "smallest": SMALLEST.with_gradients(**BY_BOTH),
+    "smallest-by-default": SMALLEST.with_gradients(**BY_BOTH, compiler_options={}),
     "smallest-float32": SMALLEST.with_gradients(jnp.float32, vocab_chunk_size=2048),
 }
 
@@ -258,40 +286,104 @@ def makers(program: Program, shape: tuple[int, ...]) -> set[str]:
 MAKES_NOTHING = {"parameter", "get-tuple-element", "bitcast", "fusion"}
 
 
+def names_of(program: Program) -> set[str]:
+    return {kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in program.kernels}
+
+
+def loops(program: Program) -> list[int]:
+    return [int(n) for n in re.findall(r'"known_trip_count":\{"n":"(\d+)"', program.hlo)]
+
+
+# The GEMM that stores exponentials, and its repetition in place.
+EXPONENTIALS = {"linear_exponentials", "linear_exponentials_again"}
+IN_PLACE = EXPONENTIALS | {"input_gradient", "weight_gradient_rows"}
+
+
+def assert_in_place(program: Program, weight_shape: tuple[int, int]) -> None:
+    """That no array of this size is made but by the first kernel, of which the second is a copy.
+
+    In the loop over bands a kernel reads exponentials from the array that it writes to.
+    """
+    v, d = weight_shape
+    makes = makers(program, (v, d)) - MAKES_NOTHING
+    assert makes <= {"dynamic-update-slice", "fusion-done", "cublas", "custom-call"}
+    assert "copy" not in makers(program, (v, 2 * d))
+    fused = re.findall(r"^%dynamic-slice-fusion\S* .*?^}", program.hlo, re.M | re.S)
+    both = [body for body in fused if "mosaic_gpu" in body and " dynamic-slice(" in body]
+    both = [body for body in both if "ROOT" in body and " dynamic-update-slice(" in body]
+    assert any(len(re.findall(rf"= f32\[{v},{d}\]\S* parameter", body)) == 1 for body in both)
+
+
 @each_chip
 @pytest.mark.parametrize("case", [f"gradients-{loss}" for loss in LOSSES])
 def test_loss_with_gradients(compiled, chip, case):
     program: Program = compiled(chip, case)
-    print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
-    loss, num_chunks = next((k, n) for k, n in LOSSES.items() if case == f"gradients-{k}")
-    assert program.temp_bytes <= 640 * MIB
+    print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB", *program.kernels)
+    loss, expected = next((k, n) for k, n in LOSSES.items() if case == f"gradients-{k}")
+    assert program.temp_bytes <= expected.mib * MIB
     for kernel in program.kernels:
         assert_runs_well(kernel)
         assert kernel.tma_loads > 0 and kernel.tma_stores > 0
-    # The GEMM that stores exponentials, and its repetition in place.
-    names = {kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in program.kernels}
-    assert names == {"linear_exponentials", "linear_exponentials_again"}
-
-    # None in a fusion, see above.
-    calls = sum(part.is_kernel for part in program.instructions.values())
-    assert calls == (2 if num_chunks == 1 else 4)
-    # Beside these, two for the first chunk, and two for the others, which a loop goes through.
+    assert names_of(program) == IN_PLACE
     weight_shape = (loss.vocab, loss.hidden)
+    assert_in_place(program, weight_shape)
+    chunk_loop = [expected.num_chunks] if expected.num_chunks else []
+    assert sorted(loops(program)) == sorted([expected.band_loop, *chunk_loop])
+    # XLA's are those of the chunks: dx, and the sum of dweight.
     found = gemms(program)
-    assert len(found) == (2 if num_chunks == 1 else 4)
     of_weight = [gemm for gemm in found if gemm.shape == weight_shape]
-    assert [gemm.adds for gemm in sorted(of_weight, key=lambda gemm: gemm.adds)] == (
-        [False] if num_chunks == 1 else [False, True]
-    )
-    loops = re.findall(r'"known_trip_count":\{"n":"(\d+)"', program.hlo)
-    assert loops == ([str(num_chunks - 1)] if num_chunks > 1 else [])
+    assert len(found) == (2 if expected.num_chunks else 0)
+    assert [gemm.adds for gemm in of_weight] == [True] * (len(found) // 2)
+    # All other arrays fit the logits of a chunk.
+    shapes = {sizes(dims) for dims in re.findall(r"\w\[([\d,]+)\]", program.hlo)}
+    of_weight = {weight_shape, (loss.vocab, 2 * loss.hidden), (*weight_shape, 2)}
+    assert all(math.prod(s) <= 512 * MIB // 2 for s in shapes - of_weight)
 
+
+@each_chip
+@pytest.mark.parametrize("case", ["small-bands", "small-bands-by-default"])
+def test_small_bands(compiled, chip, case):
+    """A limit on logits, where all tokens fit in place, is one on the rows of a band."""
+    program: Program = compiled(chip, case)
+    print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
+    t, d, v = SMALLEST.tokens, SMALLEST.hidden, SMALLEST.vocab
+    # Exponentials of 2048 columns, x times its factors, the result of the last 1280 rows.
+    assert program.temp_bytes <= 2 * t * 2048 + 2 * t * d + 4 * 1280 * d + MIB
+    assert names_of(program) == IN_PLACE
+    assert loops(program) == [61]
+    assert_in_place(program, (v, d))
+
+
+@each_chip
+@pytest.mark.parametrize("case", ["bfloat16-in-place"])
+def test_bfloat16_in_place(compiled, chip, case):
+    """4096 tokens fit a gradient of 16 bits, which is made without one of 32."""
+    program: Program = compiled(chip, case)
+    print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
+    assert program.temp_bytes <= 160 * MIB
+    assert names_of(program) == IN_PLACE
+    assert "f32[128256,4096]" not in program.hlo
+
+
+@each_chip
+@pytest.mark.parametrize("case", ["by-chunks"])
+def test_by_token_chunks(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
+    assert program.temp_bytes <= 640 * MIB
+    assert names_of(program) == EXPONENTIALS
+    # None in a fusion, see above.
+    assert sum(part.is_kernel for part in program.instructions.values()) == 4
+    # Beside these, two for the first chunk, and two for the others, which a loop goes through.
+    weight_shape = (SMALLEST.vocab, SMALLEST.hidden)
+    found = gemms(program)
+    assert len(found) == 4
+    of_weight = [gemm for gemm in found if gemm.shape == weight_shape]
+    assert sorted(gemm.adds for gemm in of_weight) == [False, True]
+    assert loops(program) == [3]
     # Nothing else makes an array of the size of the weight: no cast of it, no copy or sum of its
     # gradient.
     assert makers(program, weight_shape) <= MAKES_NOTHING
-    # All other arrays fit the logits of a chunk.
-    shapes = {sizes(dims) for dims in re.findall(r"\w\[([\d,]+)\]", program.hlo)}
-    assert all(math.prod(s) <= 512 * MIB // 2 for s in shapes - {weight_shape})
 
 
 @each_chip
@@ -317,9 +409,7 @@ def test_smallest_memory(compiled, chip, case):
     assert program.temp_bytes <= 2 * t * 2048 + 11 * MIB
     for kernel in program.kernels:
         assert_runs_well(kernel)
-    names = {kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in program.kernels}
-    exponentials = {"linear_exponentials", "linear_exponentials_again"}
-    assert names == exponentials | {"uninitialized", "weight_gradient"}
+    assert names_of(program) == EXPONENTIALS | {"uninitialized", "weight_gradient"}
     if case == "smallest":
         # All that is left to XLA is dx.
         assert gemms(program) == [Gemm((2048, d), adds=False)] * 2

@@ -18,8 +18,11 @@ from jax.experimental import checkify
 
 from numerics import assert_as_accurate, quick_jit, rounded
 from pallas_kernels import LossMetrics, linear_cross_entropy
-from pallas_kernels.linear_cross_entropy import logits_kernel
+from pallas_kernels.linear_cross_entropy import config as config_module
+from pallas_kernels.linear_cross_entropy import in_place, linear_statistics, logits_kernel, products
 from pallas_kernels.linear_cross_entropy.config import Config, chunk_sizes
+from pallas_kernels.linear_cross_entropy.token_loss import LossOptions
+from pallas_kernels.mosaic_gpu import Device
 
 REDUCTIONS = ["mean", "sum", "none"]
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -198,16 +201,27 @@ def make_cotangent(reduction, shape=(T,), seed=1) -> Any:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def loss_of(x, weight, labels, *, bias=None, bias_in_weight=False, **options):
+def loss_of(x, weight, labels, *, bias=None, bias_in_weight=False, lines=False, **options):
     """`linear_cross_entropy`, if asked to without a bias but with the same logits.
 
     Then `weight` has a column more, the bias, for which `x` is 1: what has a bias does not go the
-    way of `exponentials.py`, and so the tests of biases test it, too.
+    way of `exponentials.py`, and so the tests of biases test it, too. With `lines` it has 128 of
+    them as well, and 512 rows, as `in_place.py` asks; the rows that nobody has given are far below
+    the others, and their numbers are no labels.
     """
+    if lines and bias is None:
+        bias = jnp.zeros(len(weight), weight.dtype)
     if bias_in_weight and bias is not None:
         x = jnp.concatenate([x, jnp.ones((*x.shape[:-1], 1), x.dtype)], axis=-1)
         weight = jnp.concatenate([weight, bias[:, None].astype(weight.dtype)], axis=1)
         bias = None
+    if lines:
+        num_rows, hidden = weight.shape
+        more = 512 - num_rows
+        weight = jnp.pad(weight, ((0, more), (0, 128 - hidden)))
+        weight = weight.at[num_rows:, hidden - 1].set(-3e4)
+        x = jnp.pad(x, (*[(0, 0)] * (x.ndim - 1), (0, 128 - hidden)))
+        labels = jnp.where((labels >= num_rows) & (labels < 512), 512, labels)
     return linear_cross_entropy(x, weight, labels, bias=bias, **options)
 
 
@@ -249,6 +263,9 @@ def check_against_formula(
     chunk_size=None,
     vocab_chunk_size=None,
     bias_in_weight=False,
+    lines=False,
+    max_logits_bytes=None,
+    config=None,
     slack=1.2,
     **options,
 ):
@@ -1043,6 +1060,13 @@ KERNEL_STRATEGIES = {
     "columns": {"chunk_size": None, "vocab_chunk_size": 100},
     "exponentials": {"chunk_size": 8, "bias_in_weight": True},
     "both": {"chunk_size": 8, "vocab_chunk_size": 100, "bias_in_weight": True},
+    # Four bands of 128 rows, of 128 columns of 16 bits.
+    "in place": {
+        "chunk_size": None,
+        "max_logits_bytes": 2**15,
+        "bias_in_weight": True,
+        "lines": True,
+    },
 }
 each_kernel_strategy = pytest.mark.parametrize(
     "strategy",
@@ -1232,7 +1256,7 @@ def test_huge_logits_in_the_kernels(strategy):
 
 
 @interpreted
-@pytest.mark.parametrize("strategy", ["exponentials", "both"])
+@pytest.mark.parametrize("strategy", ["exponentials", "both", "in place"])
 @pytest.mark.parametrize("z_loss", [0.05, -0.3])
 def test_z_loss_by_exponentials(strategy, z_loss):
     # With the second, 1 + 2 · z_loss · lse is below -1.
@@ -1241,7 +1265,7 @@ def test_z_loss_by_exponentials(strategy, z_loss):
 
 
 @interpreted
-@pytest.mark.parametrize("strategy", ["exponentials", "both"])
+@pytest.mark.parametrize("strategy", ["exponentials", "both", "in place"])
 def test_a_z_loss_that_leaves_nothing_of_softmax(strategy):
     # By a derivative of 0: of equal logits, and so lse = log(V) for every token.
     arrays, labels = make_arrays((KT,), D, KV, BF16, only=["x", "weight"])
@@ -1259,8 +1283,9 @@ def test_a_z_loss_that_leaves_nothing_of_softmax(strategy):
 
 # A logit may be 44.4 above the label's before exponentials are made again.
 @interpreted
+@pytest.mark.parametrize("strategy", ["exponentials", "in place"])
 @pytest.mark.parametrize("above", [20, 43, 46, 150, 2000])
-def test_labels_far_below_the_largest_logit(above):
+def test_labels_far_below_the_largest_logit(strategy, above):
     arrays, labels = make_arrays((KT,), D, KV, BF16, only=["x", "weight", "token_weights"])
     x, weight = arrays["x"], arrays["weight"]
     x[:, -1], weight[:, -1] = 1, 0
@@ -1268,7 +1293,8 @@ def test_labels_far_below_the_largest_logit(above):
     weight[7, -1], weight[130, -1] = above, above / 2
     x[[0, 2], -1], x[3:5, -1] = 0, -1
     labels[labels == 7] = 9
-    check(arrays, labels, implementation="mosaic_gpu", config=ONE_WARPGROUP, chunk_size=8)
+    options = {"implementation": "mosaic_gpu", "config": ONE_WARPGROUP}
+    check(arrays, labels, **options, **KERNEL_STRATEGIES[strategy])
 
 
 @interpreted
@@ -1420,7 +1446,15 @@ def test_gradients_of_some_arrays_only_in_the_kernels(strategy):
     for name in ("x", "weight"):
         rest = {k: v for k, v in arrays.items() if k != name}
         fn = lambda a, name=name, rest=rest: loss_of(labels=labels, **strategy, **{name: a}, **rest)
-        chex.assert_trees_all_equal(quick_jit(jax.grad(fn))(arrays[name]), want[name])
+        got = quick_jit(jax.grad(fn))(arrays[name])
+        if name == "x" and "lines" in strategy:
+            # Nothing can be in the place of a dweight that is not made.
+            assert "input_gradient" not in str(jax.make_jaxpr(jax.grad(fn))(arrays[name]))
+            by_columns = strategy | {"vocab_chunk_size": 512}
+            but = ["loss", "weight", "bias", "token_weights"]
+            check_against_formula(want | {name: got}, arrays, labels, but=but, **by_columns)
+        else:
+            chex.assert_trees_all_equal(got, want[name])
 
 
 @interpreted
@@ -1435,6 +1469,158 @@ def test_a_vjp_of_the_kernels_can_be_called_again(strategy, reduction):
         by_loss = first.pop("token_weights"), want.pop("token_weights")
         chex.assert_trees_all_close(*by_loss, rtol=1e-5, atol=1e-6)
     chex.assert_trees_all_equal({"loss": want["loss"]} | first, want)
+
+
+# In place of dweight, as the loss by default does; the strategy above has few tokens.
+
+
+def in_place_loss(max_logits_bytes, reduction, **options):
+    options |= {"max_logits_bytes": max_logits_bytes, "reduction": reduction}
+    return functools.partial(loss_of, implementation="mosaic_gpu", **options)
+
+
+def kernel_names(fn, *args) -> set[str]:
+    return set(re.findall(r"name=(\w+)", str(jax.make_jaxpr(fn)(*args))))
+
+
+# A float32 dweight has the memory for 2 · hidden tokens, one of 16 bits for half of that; what it
+# has not is beside, or in chunks. Bands of 128 rows, or 384.
+@interpreted
+@pytest.mark.parametrize(
+    "num_tokens, hidden, vocab, weight_dtype, reduction, num_bands",
+    [
+        (1, 128, 384, BF16, "mean", 3),
+        (63, 128, 128, F32, "sum", 1),
+        (64, 128, 512, BF16, "none", 4),
+        (65, 192, 640, F32, "mean", 5),
+        (128, 128, 256, BF16, "mean", 2),
+        (129, 128, 384, BF16, "sum", 3),
+        (256, 128, 384, F32, "mean", 3),
+        (200, 128, 512, F16, "mean", 4),
+        (300, 128, 640, F32, "mean", 2),  # 44 beside
+        (511, 128, 512, BF16, "none", 4),  # 255 beside
+        (900, 256, 384, F32, "mean", 3),  # 388 and twice 256
+        (900, 256, 384, BF16, "sum", 1),
+    ],
+    ids=str,
+)
+def test_in_place(monkeypatch, num_tokens, hidden, vocab, weight_dtype, reduction, num_bands):
+    arrays, labels = make_arrays((num_tokens,), hidden, vocab, F32, only=["x", "weight"])
+    arrays["x"] = arrays["x"].astype(BF16)
+    # Numbers of bfloat16, which are those of the GEMMs.
+    arrays["weight"] = arrays["weight"].astype(BF16).astype(weight_dtype)
+    if num_tokens > 1:
+        labels[:2] = 0, vocab - 1
+    # So that chunks of tokens may have 256.
+    monkeypatch.setattr(config_module, "_MIN_CHUNK", 256)
+    limit = 2 * vocab * 256
+    all_in_16_bits = num_tokens <= hidden and weight_dtype != F32
+    row_bytes = hidden * (2 if all_in_16_bits else 4)
+    band = -(-vocab // num_bands // 128) * 128
+    monkeypatch.setattr(config_module, "_BAND_BYTES", band * row_bytes)
+    loss = in_place_loss(limit, reduction)
+    cotangent = make_cotangent(reduction, labels.shape)
+
+    def with_gradients(arrays, labels, cotangent):
+        value, vjp = jax.vjp(lambda arrays: loss(labels=labels, **arrays), arrays)
+        return {"loss": value} | vjp(cotangent)[0]
+
+    args = as_jax((arrays, labels, cotangent))
+    assert {"input_gradient", "weight_gradient_rows"} <= kernel_names(with_gradients, *args)
+    got = quick_jit(with_gradients)(*args)
+    check_against_formula(
+        got, arrays, labels, cotangent, implementation="mosaic_gpu", reduction=reduction
+    )
+
+
+@pytest.mark.parametrize(
+    "shape, weight_dtype, chunk_size, want",
+    [
+        # (inside, beside, chunk size, rows of a band), and the dtype of dweight.
+        ((8192, 4096, 128256), F32, 2048, (8192, 0, None, 4224, F32)),
+        ((8192, 4096, 128256), F32, None, (8192, 0, None, 4224, F32)),
+        ((8192, 4096, 128256), BF16, 2048, (8192, 0, None, 4224, F32)),
+        ((4096, 4096, 128256), BF16, 2048, (4096, 0, None, 8448, BF16)),
+        ((8193, 4096, 128256), F32, 2048, (8192, 1, None, 4224, F32)),
+        ((8193, 4096, 128256), F32, None, None),
+        ((16384, 2048, 128256), F32, 2048, (4096, 0, 2048, 8448, F32)),
+        ((8192, 3584, 152064), F32, 1536, (7168, 1024, None, 3584, F32)),
+        ((8192, 2304, 256000), F32, 1024, (4096, 0, 1024, 5632, F32)),
+        # No less sums than with chunks alone.
+        ((16384, 1024, 128256), F32, 2048, None),
+        ((8192, 4096, 50257), F32, 4096, None),
+        ((8192, 4000, 128256), F32, 2048, None),
+    ],
+    ids=str,
+)
+def test_what_is_in_place(monkeypatch, shape, weight_dtype, chunk_size, want):
+    device = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
+    for module in (in_place, linear_statistics, products):
+        monkeypatch.setattr(module, "target_device", lambda: device)
+    num_tokens, hidden, vocab = shape
+    found = in_place.extent(
+        jax.ShapeDtypeStruct((num_tokens, hidden), BF16),
+        jax.ShapeDtypeStruct((vocab, hidden), weight_dtype),
+        LossOptions(ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_softcap=None),
+        accum_dtype=F32,
+        band_bytes=config_module.band_bytes(None),
+        chunk_size=chunk_size,
+    )
+    if want is not None:
+        inside, beside, chunk, band, dtype = want
+        want = in_place.Extent(inside, beside, chunk, jnp.dtype(dtype), band)
+    assert found == want
+
+
+@interpreted
+def test_in_place_of_nothing_else():
+    """What has a bias or other dtypes, or asks for chunks, goes other ways."""
+    arrays, labels = as_jax(make_arrays((4,), 128, 256, BF16))
+
+    def names(x, weight, **options):
+        fn = lambda x, weight: jnp.sum(loss_of(x, weight, labels, **options))
+        return kernel_names(jax.grad(fn, argnums=(0, 1)), x, weight)
+
+    ours = {"implementation": "mosaic_gpu"}
+    x, weight = arrays["x"], arrays["weight"]
+    assert "input_gradient" in names(x, weight, **ours)
+    for other in (
+        {"bias": arrays["bias"]},
+        {"chunk_size": 4},
+        {"vocab_chunk_size": 128},
+        {"label_smoothing": 0.1},
+        {"logit_softcap": 30.0},
+    ):
+        assert "input_gradient" not in names(x, weight, **ours, **other), other
+    assert "input_gradient" not in names(x.astype(F16), weight, **ours)
+    assert "input_gradient" not in names(x, weight[:250], **ours)
+    assert "input_gradient" not in names(x[:, :120], weight[:, :120], **ours)
+
+
+@interpreted
+@pytest.mark.parametrize("limit", [2**15, None])
+def test_in_place_again_with_the_same_bits(limit):
+    arrays, labels = as_jax(make_arrays((70,), 128, 384, BF16, only=["x", "weight"]))
+    loss = in_place_loss(limit, "mean")
+    fn = quick_jit(jax.grad(lambda arrays: loss(labels=labels, **arrays)))
+    chex.assert_trees_all_equal(fn(arrays), fn(arrays))
+
+
+@interpreted
+def test_in_place_in_a_scan():
+    arrays, labels = as_jax(make_arrays((70,), 128, 384, BF16, only=["x", "weight"]))
+    loss = in_place_loss(2**15, "mean")
+    of_both = lambda x, weight: loss(x, weight, labels)
+    both = jax.grad(of_both, argnums=(0, 1))
+    want = quick_jit(both)(arrays["x"], arrays["weight"])
+
+    def scanned(x, weight):
+        return jax.lax.scan(lambda total, x: (total + of_both(x, weight), None), 0.0, x)[0]
+
+    twice = jnp.stack([arrays["x"]] * 2)
+    dx, dweight = quick_jit(jax.grad(scanned, argnums=(0, 1)))(twice, arrays["weight"])
+    chex.assert_trees_all_equal((dx[0], dx[1]), (want[0], want[0]))
+    chex.assert_trees_all_equal(dweight, 2 * want[1])
 
 
 # Arguments.

@@ -23,7 +23,7 @@ from models.sharding import BATCH_AXES, make_mesh
 from pallas_kernels.linear_cross_entropy import (
     exponentials,
     linear_statistics,
-    weight_gradient,
+    products,
 )
 from pallas_kernels.mosaic_gpu import Device
 from pallas_kernels.swiglu import gated_matmul
@@ -300,7 +300,7 @@ def test_cost_of_kernels_with_products(monkeypatch):
     device = Device(H100.device_kind, (9, 0), 132)
     monkeypatch.setattr(gated_matmul, "target_device", lambda: device)
     monkeypatch.setattr(linear_statistics, "target_device", lambda: device)
-    monkeypatch.setattr(weight_gradient, "target_device", lambda: device)
+    monkeypatch.setattr(products, "target_device", lambda: device)
     rates = cost.Rates(flops=1e12, bandwidth=1e12, host_bandwidth=1e9)
     tokens, hidden_size, width = 2048, 256, 1024
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -311,18 +311,25 @@ def test_cost_of_kernels_with_products(monkeypatch):
     loss = functools.partial(linear_statistics.linear_statistics, softcap=None)
     loss_and_dlogits = functools.partial(exponentials.loss_of_linear, num_columns=width)
     coefficients = jax.ShapeDtypeStruct((tokens,), jnp.float32)
-    dweight = functools.partial(weight_gradient.weight_gradient, dtype=jnp.float32)
-    for products, fn, args in (
+    transposed = array(width, tokens)
+    product = functools.partial(products.product, dtype=jnp.float32)
+    dweight = functools.partial(product, a_layout="KM", kernel_name="weight_gradient")
+    dweight_rows = functools.partial(product, a_layout="MK", kernel_name="weight_gradient_rows")
+    dx = functools.partial(product, a_layout="KM", kernel_name="input_gradient")
+    for number, fn, args in (
         (2, forward, (x, across, across)),
         (1, gated_matmul.gated_matmul_backward, (x, down, activation, activation)),
         (1, loss, (x, down, None, labels)),
         # Its second kernel runs where it must.
         (1, loss_and_dlogits, (x, down, labels, coefficients)),
         (1, dweight, (activation, x)),
+        (1, dweight_rows, (transposed, x)),
+        (1, dweight_rows, ((array(width, 1536), array(width, 512)), x)),
+        (1, lambda a, b, factor: dx(a, b, row_factor=factor), (transposed, down, coefficients)),
     ):
         traced = jax.jit(fn).trace(*args)
         found = cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
-        assert found.flops == products * 2 * tokens * hidden_size * width
+        assert found.flops == number * 2 * tokens * hidden_size * width
         assert found.seconds >= found.flops / (1e12 * cost.GEMM_EFFICIENCY)
 
 

@@ -1,4 +1,4 @@
-"""`dlogits.T @ x` by the Mosaic GPU kernel, interpreted, against float64."""
+"""Products of the gradients by the Mosaic GPU kernel, interpreted, against float64."""
 
 import dataclasses
 import functools
@@ -11,11 +11,12 @@ import pytest
 
 from numerics import assert_as_accurate, quick_jit
 from pallas_kernels.hopper_gemm import Config
-from pallas_kernels.linear_cross_entropy import weight_gradient as module
-from pallas_kernels.linear_cross_entropy.weight_gradient import (
+from pallas_kernels.linear_cross_entropy import products as module
+from pallas_kernels.linear_cross_entropy.products import (
+    best_tile,
     default_config,
+    product,
     unsupported_reason,
-    weight_gradient,
 )
 from pallas_kernels.mosaic_gpu import Device
 
@@ -26,15 +27,18 @@ BASE = Config(tile_n=128, stages=3, cluster=1, band=2, blocks=2)
 interpreted = pytest.mark.usefixtures("interpreted")
 
 
-def make_args(num_tokens, num_rows, hidden_size, dtype=BF16):
+def make_args(depth, num_rows, num_columns, dtype=BF16):
     rng = np.random.default_rng(0)
-    dlogits = jnp.asarray(rng.standard_normal((num_tokens, num_rows)), dtype)
-    return dlogits, jnp.asarray(rng.standard_normal((num_tokens, hidden_size)), dtype)
+    a = jnp.asarray(rng.standard_normal((depth, num_rows)), dtype)
+    return a, jnp.asarray(rng.standard_normal((depth, num_columns)), dtype)
+
+
+weight_gradient = functools.partial(product, a_layout="KM")
 
 
 @functools.cache
-def compiled(**options):
-    return quick_jit(functools.partial(weight_gradient, **options))
+def compiled(a_layout="KM", **options):
+    return quick_jit(functools.partial(product, a_layout=a_layout, **options))
 
 
 def check(args, **options):
@@ -120,6 +124,67 @@ def test_parts_are_written_where_they_belong():
     chex.assert_trees_all_equal(by_parts(dlogits, x), compiled(dtype=F32)(dlogits, x))
 
 
+# Of an `a` that is not transposed: columns past K are not read, and it may be in parts.
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "num_rows, depth, num_columns, dtype, result",
+    [
+        (128, 1, 128, BF16, F32),
+        (128, 64, 192, F16, F16),
+        (256, 65, 128, BF16, BF16),
+        (384, 200, 256, BF16, F32),
+    ],
+    ids=str,
+)
+def test_rows(num_rows, depth, num_columns, dtype, result):
+    a, b = make_args(depth, num_rows, num_columns, dtype)
+    # What is after K, up to a multiple of 64, is multiplied with zeros.
+    width = 256
+    wide = jnp.full((num_rows, width), jnp.nan, dtype)
+    wide = wide.at[:, : depth + -depth % 64].set(1).at[:, :depth].set(a.T)
+    got = compiled(a_layout="MK", dtype=result)(wide, b)
+    chex.assert_trees_all_equal(got, compiled(dtype=result)(a, b))
+
+
+@interpreted
+@pytest.mark.parametrize("depths", [(128, 1), (128, 70), (256, 128), (128, 128, 30)], ids=str)
+@pytest.mark.parametrize("num_columns", [128, 192])
+def test_parts(depths, num_columns):
+    a, b = make_args(sum(depths), 256, num_columns)
+    ends = np.cumsum(depths)
+    parts = [a[end - depth : end].T for depth, end in zip(depths, ends, strict=True)]
+    parts = [jnp.pad(part, ((0, 0), (0, -part.shape[1] % 128))) for part in parts]
+    got = quick_jit(lambda b, *a: product(a, b, a_layout="MK", dtype=F32))(b, *parts)
+    chex.assert_trees_all_equal(got, compiled(dtype=F32)(a, b))
+
+
+# As dx is made: some rows, with factors, and b from a row on.
+
+
+@interpreted
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 63, 65, 128, 130, 256])
+@pytest.mark.parametrize("first_row_of_b", [0, 64, 128])
+def test_some_rows_with_factors(num_rows, first_row_of_b):
+    a, b = make_args(192, 256, 128)
+    factor = jnp.asarray(np.random.default_rng(1).uniform(0.1, 3, num_rows), F32)
+    options = {"num_rows": num_rows, "first_row_of_b": first_row_of_b, "dtype": BF16}
+    # Columns that are not asked for are nowhere in the result.
+    got = quick_jit(
+        lambda a, b, factor: product(a, b, a_layout="KM", row_factor=factor, **options)
+    )(a.at[:, num_rows:].set(jnp.nan), b, factor)
+    chex.assert_shape(got, (num_rows, 128))
+    chex.assert_type(got, BF16)
+
+    def plain(dtype):
+        turned = np.roll(np.asarray(b, dtype), -first_row_of_b, axis=0)
+        return np.asarray(a, dtype)[:, :num_rows].T @ turned * np.asarray(factor, dtype)[:, None]
+
+    low = plain(np.float32).astype(BF16)
+    assert_as_accurate([got], [low], [plain(np.float64)], names=["dx"])
+
+
 # What it refuses.
 
 
@@ -166,3 +231,10 @@ def test_default_configurations():
     assert default_config(8192, 2048, 2880, H100).tile_n == 192
     assert default_config(8192, 2048, 1152, H100).tile_n == 192
     assert default_config(8192, 2048, 640, H100).tile_n == 128
+
+
+def test_tiles_that_keep_all_multiprocessors_busy():
+    # Four tiles for each multiprocessor, two, and three, which then are narrower.
+    assert best_tile(4224, 4096, H100) == (4 * 272, 256)
+    assert best_tile(2048, 4096, H100) == (2 * 272, 256)
+    assert best_tile(4096, 2304, H100) == (3 * 208, 192)
