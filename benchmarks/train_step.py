@@ -41,7 +41,7 @@ from train.xla_flags import compiler_options
 _KINDS = {
     "norm (ours)": r"rms_norm",
     "GEMM with SwiGLU (ours)": r"gated_matmul",
-    "loss (ours)": r"loss_of_logits|linear_statistics|linear_exponentials|weight_gradient|input_gradient",
+    "loss (ours)": r"loss_of_logits|linear_statistics|linear_exponentials|(weight|input)_gradient",
     "attention (cuDNN)": r"cudnn|flash|sdpa|fmha",
     "GEMM (XLA's Triton)": r"gemm_fusion",
     "GEMM (cuBLAS)": r"nvjet|gemm|cutlass|xmma",
