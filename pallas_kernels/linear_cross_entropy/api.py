@@ -73,11 +73,11 @@ def linear_cross_entropy(
     and gradients are 0, never NaN. Losses are float32.
 
     Differentiable in `x`, `weight`, `bias` and `token_weights`. `"sum"` and `"mean"` form the
-    gradients during the forward, a chunk of tokens at a time (three GEMMs, the backward only scales
-    them); `"none"` takes four, and so does `vocab_chunk_size`, but five with `"none"` and both
-    sizes. A call that is not differentiated takes one and does no gradient work. Algorithms, dtypes
-    and rounding: `pallas_kernels/linear_cross_entropy/chunks.py`. Twice it can be differentiated
-    with `"reference"` only.
+    gradients during the forward, of all tokens or a chunk at a time (three GEMMs, the backward only
+    scales them); `"none"` takes four, and so does `vocab_chunk_size`, but five with `"none"` and
+    both sizes. A call that is not differentiated takes one and does no gradient work. Algorithms,
+    dtypes and rounding: `pallas_kernels/linear_cross_entropy/chunks.py`. Twice it can be
+    differentiated with `"reference"` only.
 
     `dweight` has the dtype of `weight`, so a bfloat16 weight gets a rounded gradient. For a float32
     gradient of a bfloat16 weight, differentiate with respect to `weight.astype(jnp.float32)` inside
@@ -110,19 +110,24 @@ def linear_cross_entropy(
         `None` takes what `max_logits_bytes` allows.
       vocab_chunk_size: columns whose logits exist at a time, for all tokens: `dweight` is then
         written once, and not added up. With `chunk_size`, which then is for losses and `dx`, the
-        way to the smallest memory; without, `dx` is added up in float32, and a weight that is
-        stored in float32 is cast a chunk at a time, not copied. `None`: all columns, in chunks of
-        tokens.
-      max_logits_bytes: what the logits of a chunk may take. The largest token chunks that fit are
-        chosen. If that is less than 768 tokens, both sizes, where the limit is that of vocabulary
-        chunks: the logits of token chunks are then where `dweight` will be. (Vocabulary chunks
-        alone for `"none"`, or where fewer than 256 tokens fit there.) `None`: 512 MiB
-        (`"mosaic_gpu"`) or 1 GiB (`"xla"`, whose logits are float32), and token chunks. It depends
-        on sizes alone, not on what is free on the device, so that all processes of a run compile
-        the same program.
+        way to the smallest memory of many tokens; without, `dx` is added up in float32, and a
+        weight that is stored in float32 is cast a chunk at a time, not copied. `None`: all columns,
+        in chunks of tokens.
+      max_logits_bytes: what logits may take beside those that are where `dweight` will be. With
+        `"mosaic_gpu"`, a bfloat16 `x`, and neither bias, label smoothing, softcap nor `vocab_axis`
+        these are, as exponentials, all logits of the first `2D` tokens (`D` if `dweight` has 16
+        bits), where D is a multiple of 128 or 192 and V of 128 (`in_place.py`); if that is all
+        tokens, the limit is one on the rows of `dweight` that are made at a time. The other tokens
+        go through in the largest chunks that fit. If that is less than 768 tokens, both sizes are
+        chosen, where the limit is that of vocabulary chunks, and nothing is in place but the logits
+        of a token chunk. (Vocabulary chunks alone for `"none"`, or where fewer than 256 tokens fit
+        there.) `None`: 512 MiB (`"mosaic_gpu"`) or 1 GiB (`"xla"`, whose logits are float32), and
+        72 MiB for those rows. It depends on sizes alone, not on what is free on the device, so that
+        all processes of a run compile the same program.
       vocab_axis: name of the mesh axis over which `weight` and `bias` are split by vocabulary, in
         equal parts; `labels` are numbers in the whole vocabulary.
-      accum_dtype: dtype in which the chunks' contributions to `dweight` are added up.
+      accum_dtype: dtype in which the chunks' contributions to `dweight` are added up, where there
+        are several.
       check_labels: raise on a label out of range, with its value: at once outside of `jax.jit`,
         through `jax.experimental.checkify.checkify` inside.
       return_metrics: also return `LossMetrics`.

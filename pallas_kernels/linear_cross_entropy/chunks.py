@@ -13,8 +13,8 @@ in the forward.) The first chunk's product starts the sum of `dweight`, the othe
 place by their GEMM: each reads and writes `dweight` once, which is why chunks should be large.
 
 *In place.* The first chunk does not have to be small: as long as nothing is in `dweight`, it has
-the memory for the exponentials of `2D` tokens (`in_place.py`). If these are all, nothing is added
-up at all; this is the way of most Llamas on a device of their own.
+the memory for the exponentials of `2D` tokens (`in_place.py`). If these are all tokens, or all but
+a chunk, nothing is added up at all: three GEMMs, and the least memory of them.
 
 *Vocabulary chunks.* The forward keeps the logsumexp of each token; the backward computes the logits
 of a slice of the vocabulary again, for all tokens. Four GEMMs, any cotangent, and each row of
@@ -96,6 +96,10 @@ class Plan:
         all_in_place = self.in_place is not None and self.in_place.num_tokens == num_tokens
         return all_in_place or self.chunk_size is not None
 
+    def for_gradients(self, *, of_weight: bool) -> "Plan":
+        """Without `dweight` its memory would be taken for nothing."""
+        return self if of_weight else dataclasses.replace(self, in_place=None)
+
 
 class Gradients(NamedTuple):
     """Of the coefficient-weighted sum of the losses; `dbias` is None without a bias."""
@@ -125,8 +129,7 @@ def weighted_loss_sum(
 
 def _weighted_loss_sum_fwd(plan, *primals):
     x, weight, bias, coefficients, labels = jax.tree.map(lambda a: a.value, primals)
-    # Without dweight its memory would be taken for nothing.
-    plan = plan if primals[1].perturbed else dataclasses.replace(plan, in_place=None)
+    plan = plan.for_gradients(of_weight=primals[1].perturbed)
     if plan.by_tokens(len(labels)):
         losses, gradients = _by_token_chunks(plan, x, weight, bias, coefficients, labels)
         # Empty arrays carry the dtypes of the gradients.
@@ -139,9 +142,7 @@ def _weighted_loss_sum_fwd(plan, *primals):
 
 
 def _weighted_loss_sum_bwd(plan, saved, cotangents):
-    of_loss, _ = cotangents
-    if isinstance(of_loss, jax.custom_derivatives.SymbolicZero):
-        of_loss = jnp.zeros(of_loss.shape, of_loss.dtype)
+    of_loss = _array(cotangents[0])
     cotangent = _whole_cotangent(plan, of_loss)
     loss, made, to_make = saved
     if made is not None:
@@ -156,7 +157,7 @@ def _weighted_loss_sum_bwd(plan, saved, cotangents):
     return *gradients, of_loss * loss, None
 
 
-# Symbolic zeros say whether the gradient of the weight is asked for.
+# Symbolic zeros, here and below, say whether the gradient of the weight is asked for.
 weighted_loss_sum.defvjp(_weighted_loss_sum_fwd, _weighted_loss_sum_bwd, symbolic_zeros=True)
 
 
@@ -172,14 +173,17 @@ def token_losses(
     return _losses(plan, x, weight, bias, labels)
 
 
-def _token_losses_fwd(plan, x, weight, bias, labels):
+def _token_losses_fwd(plan, *primals):
+    x, weight, bias, labels = jax.tree.map(lambda a: a.value, primals)
     losses = _losses(plan, x, weight, bias, labels)
-    return losses, (x, weight, bias, labels, losses.lse)
+    of_weight = () if primals[1].perturbed else None  # as the structure of what is saved
+    return losses, (x, weight, bias, labels, losses.lse, of_weight)
 
 
 def _token_losses_bwd(plan, saved, cotangents):
-    x, weight, bias, labels, lse = saved
-    coefficients = _whole_cotangent(plan, cotangents.loss)
+    x, weight, bias, labels, lse, of_weight = saved
+    plan = plan.for_gradients(of_weight=of_weight is not None)
+    coefficients = _whole_cotangent(plan, _array(cotangents.loss))
     coefficients = jnp.where(labels == plan.options.ignore_index, 0.0, coefficients)
     if plan.by_tokens(len(labels)):
         _, gradients = _by_token_chunks(plan, x, weight, bias, coefficients, labels)
@@ -189,7 +193,14 @@ def _token_losses_bwd(plan, saved, cotangents):
     return *gradients, None
 
 
-token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
+token_losses.defvjp(_token_losses_fwd, _token_losses_bwd, symbolic_zeros=True)
+
+
+def _array(cotangent: Any) -> jax.Array:
+    """Of losses, which are float32; also what a symbolic zero stands for."""
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros(cotangent.shape, jnp.float32)
+    return cotangent
 
 
 def _whole_cotangent(plan: Plan, cotangent: jax.Array) -> jax.Array:

@@ -75,8 +75,8 @@ def extent(
 ) -> Extent | None:
     """How many of the tokens `dweight` has the memory for, or None if it cannot be used.
 
-    If all of them fit a gradient of the weight's dtype, that is what is made. Else it has the dtype
-    that it is added up in, before it is rounded.
+    If nothing has to be added to a gradient of the weight's dtype, that is what is made. Else it
+    has the dtype that it is added up in, before it is rounded.
 
     Args:
       x: hidden states, `[T, D]`.
@@ -99,14 +99,14 @@ def extent(
         rest = len(x) - width
         if rest <= 0:
             counts = len(x), 0, None
-        elif chunk_size is None or dtype != accum_dtype:
-            continue
-        elif rest <= chunk_size:
+        elif chunk_size is not None and rest <= chunk_size:
             counts = width, rest, None
-        else:
+        elif chunk_size is not None and dtype == accum_dtype:
             counts = len(x) - chunk_size * pl.cdiv(rest, chunk_size), 0, chunk_size
             if counts[0] <= chunk_size:
                 continue  # no less sums than without
+        else:
+            continue
         return Extent(*counts, dtype, _band_size(weight.shape, dtype, band_bytes))
     return None
 

@@ -1494,7 +1494,7 @@ def kernel_names(fn, *args) -> set[str]:
         (64, 128, 512, BF16, "none", 4),
         (65, 192, 640, F32, "mean", 5),
         (128, 128, 256, BF16, "mean", 2),
-        (129, 128, 384, BF16, "sum", 3),
+        (129, 128, 384, BF16, "sum", 3),  # one beside
         (256, 128, 384, F32, "mean", 3),
         (200, 128, 512, F16, "mean", 4),
         (300, 128, 640, F32, "mean", 2),  # 44 beside
@@ -1514,7 +1514,7 @@ def test_in_place(monkeypatch, num_tokens, hidden, vocab, weight_dtype, reductio
     # So that chunks of tokens may have 256.
     monkeypatch.setattr(config_module, "_MIN_CHUNK", 256)
     limit = 2 * vocab * 256
-    all_in_16_bits = num_tokens <= hidden and weight_dtype != F32
+    all_in_16_bits = num_tokens - hidden <= 256 and weight_dtype != F32
     row_bytes = hidden * (2 if all_in_16_bits else 4)
     band = -(-vocab // num_bands // 128) * 128
     monkeypatch.setattr(config_module, "_BAND_BYTES", band * row_bytes)
@@ -1541,6 +1541,8 @@ def test_in_place(monkeypatch, num_tokens, hidden, vocab, weight_dtype, reductio
         ((8192, 4096, 128256), F32, None, (8192, 0, None, 4224, F32)),
         ((8192, 4096, 128256), BF16, 2048, (8192, 0, None, 4224, F32)),
         ((4096, 4096, 128256), BF16, 2048, (4096, 0, None, 8448, BF16)),
+        ((6144, 4096, 128256), BF16, 2048, (4096, 2048, None, 8448, BF16)),
+        ((6145, 4096, 128256), BF16, 2048, (6145, 0, None, 4224, F32)),
         ((8193, 4096, 128256), F32, 2048, (8192, 1, None, 4224, F32)),
         ((8193, 4096, 128256), F32, None, None),
         ((16384, 2048, 128256), F32, 2048, (4096, 0, 2048, 8448, F32)),
@@ -1595,6 +1597,18 @@ def test_in_place_of_nothing_else():
     assert "input_gradient" not in names(x.astype(F16), weight, **ours)
     assert "input_gradient" not in names(x, weight[:250], **ours)
     assert "input_gradient" not in names(x[:, :120], weight[:, :120], **ours)
+
+
+@interpreted
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_nothing_is_in_place_of_a_gradient_that_is_not_made(reduction):
+    arrays, labels = as_jax(make_arrays((4,), 128, 256, BF16, only=["x", "weight"]))
+    loss = in_place_loss(None, reduction)
+    total = lambda x, weight: jnp.sum(loss(x, weight, labels))
+    args = arrays["x"], arrays["weight"]
+    of = lambda argnums: kernel_names(jax.grad(total, argnums=argnums), *args)
+    assert "input_gradient" not in of(0)
+    assert "input_gradient" in of(1)
 
 
 @interpreted
