@@ -1,6 +1,7 @@
 """Set-up of all tests: eight CPU devices and strict dtypes; `-m gpu` runs those for a GPU."""
 
 import gc
+import pathlib
 
 import jax
 import jaxtyping
@@ -38,15 +39,27 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+_MAPS = pathlib.Path("/proc/self/maps")
+_MANY_MAPS = 30000
+
+
 @pytest.fixture(autouse=True, scope="module")
 def clear_caches():
-    """Frees the compiled programs of a module.
-
-    Each takes several of the 65530 memory maps that Linux gives a process by default; all tests
-    together would need more, and XLA ends with a segmentation fault.
-    """
+    """Frees the compiled programs of a module."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def clear_caches_in_time():
+    """Frees the compiled programs of a module that has too many.
+
+    Each takes several of the 65530 memory maps that Linux gives a process by default; if there are
+    no more, XLA ends with a segmentation fault.
+    """
+    yield
+    if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MANY_MAPS:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
