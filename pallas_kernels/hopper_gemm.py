@@ -18,6 +18,7 @@ accumulators of a tile is up to the kernel.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -123,6 +124,40 @@ def whole_tiles(a: Float[Array, "N D"]) -> Float[Array, "padded_N padded_D"]:
     return jnp.pad(a, ((0, -a.shape[0] % 8), (0, -a.shape[1] % TILE_K)))
 
 
+def store_piece(
+    i: int, num_pieces: int, value: Float[Array, "64 width"], slots: Any, to: Any, *, turned=False
+) -> None:
+    """Stores columns of a warpgroup's accumulators by way of shared memory.
+
+    To be called for each piece of a tile in turn: one slot is filled while the other is on its way.
+    What is on its way at the end, `wait_for_pieces` waits for.
+
+    Args:
+      i: the piece's number in the tile.
+      num_pieces: how many there are.
+      value: what is stored.
+      slots: `[2, 64, width]` in shared memory, the warpgroup's own, of the dtype of `to`.
+      to: where, in device memory: `[64, width]`.
+      turned: store the transpose; `width` is 64.
+    """
+    smem = slots.at[i % 2]
+    # Until only the store from the other slot may still be reading. With an odd number of pieces
+    # the next tile starts with the slot that this one ends with.
+    plgpu.wait_smem_to_gmem(1 - num_pieces % 2, wait_read_only=True)
+    value = value.astype(smem.dtype)
+    if turned:
+        smem.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+    else:
+        smem[...] = value
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem, to)
+
+
+def wait_for_pieces() -> None:
+    """Until shared memory that stores read from may go."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MainLoop:
     """`a @ b` for each `b`, tile by tile.
@@ -212,7 +247,7 @@ class MainLoop:
 
     def run(
         self,
-        a_gmem: Any,
+        a_gmems: Sequence[Any],
         b_gmems: Sequence[Any],
         scratch: Sequence[Any],
         *,
@@ -225,8 +260,8 @@ class MainLoop:
         """The body of a kernel, run by all warpgroups of a block.
 
         Args:
-          a_gmem: `[M, K]` or `[K, M]`; or a list of `[M, K_i]`, which follow each other in K. All
-            but the last have a multiple of 64.
+          a_gmems: one `[M, K]` or `[K, M]`, or several of these that follow each other in K, of
+            which all but the last have a multiple of 64.
           b_gmems: each `[N, K]` or `[K, N]`.
           scratch: of `scratch_types`.
           tile: called by each warpgroup that computes, once a tile, with the first row of its 64
@@ -260,19 +295,21 @@ class MainLoop:
             )
             return (group * cluster + member) * BLOCK_M, column_tile * tile_n
 
-        def bring_part(k, rows, slot):
+        def bring_a(rows, k, slot):
             """Of several `a`, the one that has this step."""
             end = 0
-            for i, part in enumerate(a_gmem):
-                start, end = end, end + part.shape[1] // TILE_K
-                has_step = k >= start
-                if i + 1 < len(a_gmem):
-                    has_step &= k < end
-
-                @pl.when(has_step)
-                def _bring(part=part, start=start):
-                    place = rows, pl.ds((k - start) * TILE_K, TILE_K)
-                    plgpu.copy_gmem_to_smem(part.at[place], a_smem.at[slot], filled.at[slot])
+            for a_gmem in a_gmems:
+                num_steps = pl.cdiv(a_gmem.shape[self.a_layout.index("K")], TILE_K)
+                start, end = end, end + num_steps
+                depth = pl.ds((k - start) * TILE_K, TILE_K)
+                part = a_gmem.at[(rows, depth) if self.a_layout == "MK" else (depth, rows)]
+                bring = functools.partial(
+                    plgpu.copy_gmem_to_smem, part, a_smem.at[slot], filled.at[slot]
+                )
+                if len(a_gmems) == 1:
+                    bring()
+                else:
+                    pl.when((start <= k) & (k < end))(bring)
 
         @pl.when(warpgroup == WARPGROUPS)
         def _bring_operands():
@@ -289,14 +326,9 @@ class MainLoop:
                     def _wait():
                         plgpu.barrier_wait(freed.at[slot])
 
-                    depth = pl.ds(k * TILE_K, TILE_K)
-                    if isinstance(a_gmem, list):
-                        bring_part(k, rows, slot)
-                    else:
-                        part = (rows, depth) if self.a_layout == "MK" else (depth, rows)
-                        plgpu.copy_gmem_to_smem(a_gmem.at[part], a_smem.at[slot], filled.at[slot])
-                    if first_step_of_b:
-                        depth = pl.ds(jax.lax.rem(k + first_step_of_b, k_steps) * TILE_K, TILE_K)
+                    bring_a(rows, k, slot)
+                    of_b = jax.lax.rem(k + first_step_of_b, k_steps) if first_step_of_b else k
+                    depth = pl.ds(of_b * TILE_K, TILE_K)
                     for b_gmem, b_smem in zip(b_gmems, b_smems, strict=True):
                         part = (columns, depth) if self.b_layout == "NK" else (depth, columns)
                         plgpu.copy_gmem_to_smem(

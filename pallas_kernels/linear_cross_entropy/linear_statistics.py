@@ -51,6 +51,8 @@ from pallas_kernels.hopper_gemm import (
     Config,
     MainLoop,
     Operand,
+    store_piece,
+    wait_for_pieces,
     whole_tiles,
 )
 from pallas_kernels.linear_cross_entropy.token_loss import LogitStatistics
@@ -379,24 +381,18 @@ def _running_statistics(
             # Of the vocabulary in this tile, or more; None if all tiles are full.
             num_columns = vocab_size - column if vocab_size % tile_n else None
 
-            def store_piece(i, exp):
+            def store_exp(i, exp):
                 first = column + i * _PIECE
 
                 def put():
-                    smem = pieces_smem.at[jax.lax.axis_index("warpgroup"), i % 2]
-                    # Until only the store from the other slot may still be reading. With an odd
-                    # number a tile, the next starts with the slot that this one ends with.
-                    plgpu.wait_smem_to_gmem(1 - num_pieces % 2, wait_read_only=True)
+                    slots = pieces_smem.at[jax.lax.axis_index("warpgroup")]
                     if transposed is None:
-                        smem[...] = exp
                         place = pl.ds(row, TILE_M), pl.ds(first, _PIECE)
                     else:
-                        turned = plgpu.layout_cast(exp, plgpu.Layout.WGMMA_TRANSPOSED)
-                        smem.transpose((1, 0))[...] = turned
                         to = transposed.row_of(first, vocab_size)
                         place = pl.ds(to, _PIECE), pl.ds(row, TILE_M)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(smem, values_gmem.at[place])
+                    is_turned = transposed is not None
+                    store_piece(i, num_pieces, exp, slots, values_gmem.at[place], turned=is_turned)
 
                 is_inside = None
                 if len(weight) % tile_n:
@@ -418,7 +414,7 @@ def _running_statistics(
                     if scale is not None:
                         zero = _filled(0.0, exp.shape, _TILE)
                         exp = jnp.where(to_piece(scale != 0), exp * to_piece(scale), zero)
-                    store_piece(i, exp.astype(x.dtype))
+                    store_exp(i, exp)
                 return sum_exp
 
             running = _with_tile(
@@ -436,12 +432,12 @@ def _running_statistics(
                 store(running_at(i, row), value)
 
         loop.run(
-            of["x"],
+            [of["x"]],
             [of["weight"]],
             scratch,
             tile=tile,
             start=start,
-            end=(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True)) if stores else None,
+            end=wait_for_pieces if stores else None,
             is_needed=of["is_needed"][0] != 0 if "is_needed" in of else None,
         )
 

@@ -37,6 +37,8 @@ from pallas_kernels.hopper_gemm import (
     Config,
     MainLoop,
     Operand,
+    store_piece,
+    wait_for_pieces,
 )
 from pallas_kernels.mosaic_gpu import Device, at_aligned_addresses, load, target_device
 
@@ -181,22 +183,17 @@ def product(
             (found,) = multiply()
             if factor is not None:
                 found *= jax.lax.broadcast_in_dim(factor, found.shape, (0,))
+            slots = pieces_smem.at[jax.lax.axis_index("warpgroup")]
             for i in range(num_pieces):
-                smem = pieces_smem.at[jax.lax.axis_index("warpgroup"), i % 2]
-                # Until only the store from the other slot may still be reading. With an odd number
-                # a tile, the next starts with the slot that this one ends with.
-                plgpu.wait_smem_to_gmem(1 - num_pieces % 2, wait_read_only=True)
-                smem[...] = found[:, i * width : (i + 1) * width].astype(dtype)
-                plgpu.commit_smem()
-                place = pl.ds(row, TILE_M), pl.ds(column + i * width, width)
-                plgpu.copy_smem_to_gmem(smem, result_gmem.at[place])
+                to = result_gmem.at[pl.ds(row, TILE_M), pl.ds(column + i * width, width)]
+                store_piece(i, num_pieces, found[:, i * width : (i + 1) * width], slots, to)
 
         loop.run(
-            a_gmems if len(parts) > 1 else a_gmems[0],
+            a_gmems,
             [b_gmem],
             scratch,
             tile=tile,
-            end=lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True),
+            end=wait_for_pieces,
             first_step_of_b=first_row_of_b // TILE_K,
         )
 

@@ -28,7 +28,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import hopper_gemm
-from pallas_kernels.hopper_gemm import TILE_M, WARPGROUPS, Config, MainLoop, whole_tiles
+from pallas_kernels.hopper_gemm import (
+    TILE_M,
+    WARPGROUPS,
+    Config,
+    MainLoop,
+    store_piece,
+    wait_for_pieces,
+    whole_tiles,
+)
 from pallas_kernels.mosaic_gpu import Device, target_device
 from pallas_kernels.swiglu import formula
 
@@ -131,23 +139,17 @@ def gated_matmul(
                 product = formula.product(gate.astype(jnp.float32), up.astype(jnp.float32))
                 values = (product.astype(x.dtype), gate, up)[:num_outputs]
                 for j, (value, output) in enumerate(zip(values, outputs, strict=True)):
-                    slot = (i * num_outputs + j) % 2
-                    # Until only the store from the other slot may still be reading. With an odd
-                    # number a tile, the next would start with the slot that this one ends with.
-                    plgpu.wait_smem_to_gmem(1 - num_stores % 2, wait_read_only=True)
-                    piece_smem[warpgroup, slot] = value
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(
-                        piece_smem.at[warpgroup, slot],
-                        output.at[pl.ds(row, TILE_M), pl.ds(column + i * _PIECE, _PIECE)],
+                    to = output.at[pl.ds(row, TILE_M), pl.ds(column + i * _PIECE, _PIECE)]
+                    store_piece(
+                        i * num_outputs + j, num_stores, value, piece_smem.at[warpgroup], to
                     )
 
         loop.run(
-            x_gmem,
+            [x_gmem],
             [w_gate_gmem, w_up_gmem],
             scratch,
             tile=tile,
-            end=lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True),
+            end=wait_for_pieces,
         )
 
     output = jax.ShapeDtypeStruct((x.shape[0], num_columns), x.dtype)
@@ -254,11 +256,11 @@ def gated_matmul_backward(
                         where_columns(following)(lambda: fetch(following))
 
         loop.run(
-            dy_gmem,
+            [dy_gmem],
             [w_down_gmem],
             scratch,
             tile=tile,
-            end=lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True),
+            end=wait_for_pieces,
         )
 
     output = jax.ShapeDtypeStruct((dy.shape[0], num_columns), dy.dtype)
