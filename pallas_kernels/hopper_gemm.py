@@ -135,8 +135,8 @@ def store_piece(
     Args:
       i: the piece's number in the tile.
       num_pieces: how many there are.
-      value: what is stored.
-      slots: `[2, 64, width]` in shared memory, the warpgroup's own, of the dtype of `to`.
+      value: what is stored, rounded to the dtype of `to`, which is better done before it waits.
+      slots: `[2, 64, width]` in shared memory, the warpgroup's own.
       to: where, in device memory: `[64, width]`.
       turned: store the transpose; `width` is 64.
     """
@@ -144,7 +144,6 @@ def store_piece(
     # Until only the store from the other slot may still be reading. With an odd number of pieces
     # the next tile starts with the slot that this one ends with.
     plgpu.wait_smem_to_gmem(1 - num_pieces % 2, wait_read_only=True)
-    value = value.astype(smem.dtype)
     if turned:
         smem.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
     else:

@@ -414,7 +414,7 @@ def _running_statistics(
                     if scale is not None:
                         zero = _filled(0.0, exp.shape, _TILE)
                         exp = jnp.where(to_piece(scale != 0), exp * to_piece(scale), zero)
-                    store_exp(i, exp)
+                    store_exp(i, exp.astype(x.dtype))
                 return sum_exp
 
             running = _with_tile(

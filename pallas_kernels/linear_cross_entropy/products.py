@@ -186,7 +186,8 @@ def product(
             slots = pieces_smem.at[jax.lax.axis_index("warpgroup")]
             for i in range(num_pieces):
                 to = result_gmem.at[pl.ds(row, TILE_M), pl.ds(column + i * width, width)]
-                store_piece(i, num_pieces, found[:, i * width : (i + 1) * width], slots, to)
+                piece = found[:, i * width : (i + 1) * width].astype(dtype)
+                store_piece(i, num_pieces, piece, slots, to)
 
         loop.run(
             a_gmems,
