@@ -130,7 +130,7 @@ def product(
 
     Raises:
       NotImplementedError: `unsupported_reason` has one.
-      ValueError: the configuration does not fit the device or the sizes.
+      ValueError: `a` is too small for `b`, or the configuration does not fit the device or sizes.
     """
     parts = [a] if isinstance(a, jax.Array) else list(a)
     for part in parts:
@@ -138,6 +138,9 @@ def product(
             raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
     depth, num_columns = b.shape
     shape = parts[0].shape
+    available = sum(part.shape[a_layout.index("K")] for part in parts)
+    if available < depth:
+        raise ValueError(f"a has {available} of the {depth} in K that b of shape {b.shape} has")
     if num_rows is None:
         num_rows = shape[1 if a_layout == "KM" else 0]
     dtype, device = jnp.dtype(dtype), target_device()

@@ -225,6 +225,17 @@ def test_wrong_configurations(monkeypatch, changes, message):
         weight_gradient(*make_args(8, 128, 256), dtype=F32, config=config)
 
 
+@pytest.mark.parametrize(
+    "a_layout, shapes",
+    [("MK", [(128, 128)]), ("MK", [(128, 128), (128, 128)]), ("KM", [(320, 128)])],
+)
+def test_operands_that_disagree(monkeypatch, a_layout, shapes):
+    monkeypatch.setattr(module, "target_device", lambda: H100)
+    a = [jnp.zeros(shape, BF16) for shape in shapes]
+    with pytest.raises(ValueError, match=r"of the 384 in K that b of shape \(384, 128\) has"):
+        product(a, jnp.zeros((384, 128), BF16), a_layout=a_layout, dtype=F32)
+
+
 def test_default_configurations():
     config = default_config(8192, 2048, 4096, H100)
     assert config == Config(tile_n=256, stages=4, cluster=1, band=8, blocks=132)
