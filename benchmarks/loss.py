@@ -82,6 +82,7 @@ SETTINGS = (
     Setting("ours", _ours()),
     Setting("ours, logits of 96 MiB", _ours(max_logits_bytes=3 * 2**25)),
     Setting("ours, logits of 32 MiB", _ours(max_logits_bytes=2**25)),
+    Setting("ours, logits of 1 GiB", _ours(max_logits_bytes=2**30)),
     Setting("ours, chunks of 4096", _ours(chunk_size=4096)),
     Setting("ours, chunks of 2048", _ours(chunk_size=2048)),
     Setting("ours, chunks of 1024", _ours(chunk_size=1024)),

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
 from pallas_kernels.linear_cross_entropy import chunks, in_place, logits_kernel, reference
-from pallas_kernels.linear_cross_entropy.config import Config, band_bytes, chunk_sizes
+from pallas_kernels.linear_cross_entropy.config import Config, chunk_sizes, copied_bytes
 from pallas_kernels.linear_cross_entropy.token_loss import LossOptions, TokenLosses
 from pallas_kernels.mosaic_gpu import runs_here, sharded_over_devices
 
@@ -219,7 +219,7 @@ def linear_cross_entropy(
                     weight,
                     options,
                     accum_dtype=accum_dtype,
-                    band_bytes=band_bytes(max_logits_bytes),
+                    copied_bytes=copied_bytes(max_logits_bytes),
                     chunk_size=chunk_size if vocab_chunk_size is None else None,
                 )
         plan = chunks.Plan(

@@ -52,14 +52,15 @@ _TILE = 128  # of the GEMMs, in tokens and columns
 _PAIR = 2 * BLOCK_M
 
 
-# Of exponentials that are not where `dweight` will be (in_place.py). Enough for 33 blocks of 128
-# rows of a float32 `dweight` at D = 4096: 4 tiles for each of the 132 multiprocessors of an H100.
-_BAND_BYTES = 72 * 2**20
+# Of exponentials that are not where `dweight` will be (in_place.py). Enough for 45 blocks of 128
+# rows of a float32 `dweight` at D = 4096, so that bands can have 33: 4 tiles for each of the 132
+# multiprocessors of an H100.
+_COPIED_BYTES = 96 * 2**20
 
 
-def band_bytes(max_bytes: int | None) -> int:
+def copied_bytes(max_bytes: int | None) -> int:
     """What these may take, where logits may take `max_bytes`."""
-    return _BAND_BYTES if max_bytes is None else min(max_bytes, _BAND_BYTES)
+    return _COPIED_BYTES if max_bytes is None else min(max_bytes, _COPIED_BYTES)
 
 
 def chunk_sizes(

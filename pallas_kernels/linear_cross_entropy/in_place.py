@@ -8,18 +8,22 @@ no logits in memory beside. (A `dweight` of 16 bits has place for `D` tokens.)
 1. The GEMM of the logits stores exponentials, with a row for each column of the vocabulary.
 2. `dx` is one GEMM with all of them.
 3. `dweight` is made a band of rows at a time from the exponentials of these rows. A GEMM cannot
-   write where others of its blocks still read, so the exponentials of each row are one band above
-   its place, those of the first band at the end. From there they are copied, the bands are made
-   from the last to the first, and each writes where the band below it, which is done, had its
-   exponentials.
+   write where others of its blocks still read, so the exponentials of each row are some rows above
+   its place, at least a band's; those of the first rows are at the end. From there they are copied,
+   the bands are made from the last on upwards, and each writes where rows below it, which are done,
+   had their exponentials. What is left in the end is made from the copies.
 
 XLA knows one array as bfloat16 and as float32 (a bitcast), and a band's GEMM reads from it and
 writes into it in place: the rows are others, so the order of XLA's operations is kept whether it
 does so or makes copies. `tests/aot` checks that there are none (JAX 0.11.2 and 0.12).
 
-Memory beside arguments and results: the exponentials of the first band, the result of the last,
-which is a smaller one, `x` times its factors, and statistics: 154 MiB of bands of 4224 rows at
-8192 x 4096 x 128256, where chunks of 2048 tokens take 581.
+All of this is in loops, the rows from copies in one of two steps, for XLA has a kernel write into a
+part of an array only where that array is what a computation returns. Elsewhere it copies, and does
+so beside other work; the scheduler that looks for such work then ordered the whole step of a Llama
+of 1B for it, which took 2.1 GiB more.
+
+Memory beside arguments and results: the copied exponentials, `x` times its factors, and statistics:
+154 MiB at 8192 x 4096 x 128256, where chunks of 2048 tokens take 581.
 
 What it costs: if the loss of one token is above 44 nats, the first GEMM runs again for all tokens
 and not for those of a chunk.
@@ -40,6 +44,25 @@ from pallas_kernels.linear_cross_entropy.linear_statistics import Transposed
 from pallas_kernels.linear_cross_entropy.token_loss import LogitStatistics, LossOptions
 from pallas_kernels.mosaic_gpu import target_device
 
+# Of a GEMM, in columns of the tiles of one multiprocessor. Not measured; an H100 takes 6 us for 128
+# rows by 16 columns with 8192 tokens.
+_LAUNCH_COST = 16
+
+
+class Bands(NamedTuple):
+    """How the rows of `dweight` are made.
+
+    Attributes:
+      size: rows of a band, a multiple of 128; all rows, if there are no bands.
+      number: of bands, the last rows; 0 or at least 2, because of one step XLA makes no loop.
+      num_copied: rows above the bands, whose exponentials are copied, a multiple of 128, and at
+        least a band; 0 without bands.
+    """
+
+    size: int
+    number: int
+    num_copied: int
+
 
 class Extent(NamedTuple):
     """What is done without adding anything up.
@@ -52,14 +75,14 @@ class Extent(NamedTuple):
         8192 x 3584 x 152064 on an H100.)
       chunk_size: of the tokens after these, all full; None if there are none.
       dtype: of `dweight`.
-      band_size: rows of it that are made at a time, a multiple of 128.
+      bands: of it.
     """
 
     num_inside: int
     num_beside: int
     chunk_size: int | None
     dtype: jnp.dtype
-    band_size: int
+    bands: Bands
 
     @property
     def num_tokens(self) -> int:
@@ -73,7 +96,7 @@ def extent(
     options: LossOptions,
     *,
     accum_dtype: DTypeLike,
-    band_bytes: int,
+    copied_bytes: int,
     chunk_size: int | None,
 ) -> Extent | None:
     """How many of the tokens `dweight` has the memory for, or None if it cannot be used.
@@ -86,7 +109,7 @@ def extent(
       weight: `[V, D]`; other dtypes than that of `x` are rounded to it.
       options: of the loss.
       accum_dtype: that dtype.
-      band_bytes: what the exponentials of a band may take.
+      copied_bytes: what copied exponentials may take.
       chunk_size: tokens that may have theirs in other memory; None: none.
     """
     vocab_size, hidden_size = weight.shape
@@ -110,7 +133,7 @@ def extent(
                 continue  # no less sums than without
         else:
             continue
-        return Extent(*counts, dtype, _band_size(weight.shape, dtype, band_bytes))
+        return Extent(*counts, dtype, _bands(weight.shape, dtype, copied_bytes))
     return None
 
 
@@ -119,21 +142,31 @@ def _width(hidden_size: int, dtype: jnp.dtype) -> int:
     return hidden_size * dtype.itemsize // 2
 
 
-def _band_size(weight_shape: tuple[int, ...], dtype: jnp.dtype, max_bytes: int) -> int:
-    """Rows of a band whose exponentials take at most `max_bytes`, a multiple of 128.
+def _bands(weight_shape: tuple[int, ...], dtype: jnp.dtype, max_bytes: int) -> Bands:
+    """Few, and those that leave the fewest multiprocessors without work at their ends.
 
-    Of those, one whose tiles leave the fewest multiprocessors without work at its end, where all
-    wait for the last; the largest, if there are several.
+    There all wait for the last. There are none if the exponentials of all rows take no more than
+    `max_bytes`.
     """
     vocab_size, hidden_size = weight_shape
     device = target_device()
+    num_blocks = vocab_size // BLOCK_M
+    most = max(1, max_bytes // (2 * _width(hidden_size, dtype) * BLOCK_M))
 
-    def cost(groups: int) -> tuple[float, int]:
-        cost, _ = products.best_tile(groups * BLOCK_M, hidden_size, device)
-        return cost / groups, -groups
+    def cost(num_rows: int) -> int:
+        return products.best_tile(num_rows, hidden_size, device)[0] + _LAUNCH_COST
 
-    rows = min(max_bytes // (2 * _width(hidden_size, dtype)), vocab_size)
-    return BLOCK_M * min(range(1, max(1, rows // BLOCK_M) + 1), key=cost)
+    candidates = []
+    for size in range(1, most + 1):
+        number = num_blocks // size - 1
+        num_copied = num_blocks - number * size
+        if number >= 2 and num_copied <= most:
+            bands = Bands(BLOCK_M * size, number, BLOCK_M * num_copied)
+            time = number * cost(bands.size) + 2 * cost(bands.num_copied // 2)
+            candidates.append((time, bands.num_copied, bands))
+    if num_blocks <= most or not candidates:
+        return Bands(vocab_size, 0, 0)
+    return min(candidates)[-1]
 
 
 def loss_and_gradients(
@@ -157,7 +190,7 @@ def loss_and_gradients(
       z_loss: weight of the squared logsumexp.
       config: launch parameters.
     """
-    num_inside, dtype, band = extent.num_inside, extent.dtype, extent.band_size
+    num_inside, dtype, bands = extent.num_inside, extent.dtype, extent.bands
     vocab_size, hidden_size = weight.shape
     width = _width(hidden_size, dtype)
 
@@ -185,7 +218,9 @@ def loss_and_gradients(
         )
         return found, values, factor, dx
 
-    found, values, factor, dx = loss_and_dx(slice(num_inside), Transposed(width=width, shift=band))
+    found, values, factor, dx = loss_and_dx(
+        slice(num_inside), Transposed(width=width, shift=bands.num_copied)
+    )
     beside = None
     if extent.num_beside:
         lines = extent.num_beside + -extent.num_beside % BLOCK_M
@@ -215,24 +250,29 @@ def loss_and_gradients(
             config=config.dweight,
         )
 
-    if band == vocab_size:
+    if not bands.number:
         return found, dx, rows_of(values, 0)
 
-    first = jax.lax.slice_in_dim(values, vocab_size - band, vocab_size)
-    values, first = jax.lax.optimization_barrier((values, first))
+    copied = jax.lax.slice_in_dim(values, vocab_size - bands.num_copied, vocab_size)
+    values, copied = jax.lax.optimization_barrier((values, copied))
     if dtype.itemsize > x.dtype.itemsize:
         values = values.reshape(vocab_size, hidden_size, -1)
     dweight = jax.lax.bitcast_convert_type(values, dtype)
 
-    def with_band(dweight: jax.Array, start, size: int) -> jax.Array:
-        # XLA has the GEMM read it where it is only if it is sliced before its dtype is changed.
-        inside = jax.lax.dynamic_slice_in_dim(dweight, start - band, size)
-        inside = jax.lax.bitcast_convert_type(inside, x.dtype).reshape(size, width)
+    def with_rows(dweight: jax.Array, inside: jax.Array, start) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(dweight, rows_of(inside, start), start, 0)
 
-    last = pl.cdiv(vocab_size, band) - 1
-    dweight = with_band(dweight, last * band, vocab_size - last * band)
-    dweight = jax.lax.fori_loop(
-        1, last, lambda i, dweight: with_band(dweight, (last - i) * band, band), dweight
-    )
-    return found, dx, jax.lax.dynamic_update_slice_in_dim(dweight, rows_of(first, 0), 0, 0)
+    def with_band(i, dweight: jax.Array) -> jax.Array:
+        start = vocab_size - (i + 1) * bands.size
+        # XLA has the GEMM read it where it is only if it is sliced before its dtype is changed.
+        inside = jax.lax.dynamic_slice_in_dim(dweight, start - bands.num_copied, bands.size)
+        inside = jax.lax.bitcast_convert_type(inside, x.dtype).reshape(bands.size, width)
+        return with_rows(dweight, inside, start)
+
+    def with_copied(i, dweight: jax.Array) -> jax.Array:
+        half = bands.num_copied // 2
+        inside = jax.lax.dynamic_slice_in_dim(copied, i * half, half)
+        return with_rows(dweight, inside, i * half)
+
+    dweight = jax.lax.fori_loop(0, bands.number, with_band, dweight)
+    return found, dx, jax.lax.fori_loop(0, 2, with_copied, dweight)

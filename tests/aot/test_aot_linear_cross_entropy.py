@@ -200,22 +200,22 @@ class Expected:
 
     Attributes:
       num_chunks: of tokens whose share of `dweight` is added.
-      band_loop: steps of the loop over bands of `dweight`, without the first and the last.
+      num_bands: of `dweight`, in a loop; what was copied is in one of two steps.
       mib: beside arguments and results.
     """
 
     num_chunks: int
-    band_loop: int
+    num_bands: int
     mib: int
 
 
 LOSSES = {
     Loss(8192, 4096, 128256): Expected(0, 29, 160),
-    Loss(8192, 4096, 32000): Expected(0, 6, 180),
+    Loss(8192, 4096, 32000): Expected(0, 5, 160),
     Loss(32768, 4096, 128256): Expected(12, 29, 640),
     Loss(8192, 2304, 256000): Expected(4, 44, 640),
     Loss(8192, 3584, 152064): Expected(0, 41, 480),
-    Loss(4096, 8192, 128256): Expected(0, 61, 180),
+    Loss(4096, 8192, 128256): Expected(0, 49, 160),
 }
 SMALLEST = Loss(8192, 4096, 128256)
 BY_BOTH = {"chunk_size": 2048, "vocab_chunk_size": 2048}
@@ -304,8 +304,10 @@ def assert_in_place(program: Program, weight_shape: tuple[int, int]) -> None:
     """
     v, d = weight_shape
     makes = makers(program, (v, d)) - MAKES_NOTHING
-    assert makes <= {"dynamic-update-slice", "fusion-done", "custom-call"}
+    assert makes <= {"dynamic-update-slice", "custom-call"}
     assert "copy" not in makers(program, (v, 2 * d))
+    # Because of one of these the latency hiding scheduler orders all that is around it.
+    assert f"f32[{v},{d}]" not in "".join(re.findall(r" = .*-start\(", program.hlo))
     fused = re.findall(r"^%dynamic-slice-fusion\S* .*?^}", program.hlo, re.M | re.S)
     both = [body for body in fused if "mosaic_gpu" in body and " dynamic-slice(" in body]
     both = [body for body in both if "ROOT" in body and " dynamic-update-slice(" in body]
@@ -326,7 +328,7 @@ def test_loss_with_gradients(compiled, chip, case):
     weight_shape = (loss.vocab, loss.hidden)
     assert_in_place(program, weight_shape)
     chunk_loop = [expected.num_chunks] if expected.num_chunks else []
-    assert sorted(loops(program)) == sorted([expected.band_loop, *chunk_loop])
+    assert sorted(loops(program)) == sorted([expected.num_bands, 2, *chunk_loop])
     # XLA's are those of the chunks: dx, and the sum of dweight.
     found = gemms(program)
     of_weight = [gemm for gemm in found if gemm.shape == weight_shape]
@@ -341,14 +343,14 @@ def test_loss_with_gradients(compiled, chip, case):
 @each_chip
 @pytest.mark.parametrize("case", ["small-bands", "small-bands-by-default"])
 def test_small_bands(compiled, chip, case):
-    """A limit on logits, where all tokens fit in place, is one on the rows of a band."""
+    """A limit on logits, where all tokens fit in place, is one on copied exponentials."""
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
     t, d, v = SMALLEST.tokens, SMALLEST.hidden, SMALLEST.vocab
-    # Exponentials of 2048 columns, x times its factors, the result of the last 1280 rows.
-    assert program.temp_bytes <= 2 * t * 2048 + 2 * t * d + 4 * 1280 * d + MIB
+    # Exponentials of 1280 columns, and x times its factors.
+    assert program.temp_bytes <= 2 * t * 1280 + 2 * t * d + MIB
     assert names_of(program) == IN_PLACE
-    assert loops(program) == [61]
+    assert sorted(loops(program)) == [2, 124]
     assert_in_place(program, (v, d))
 
 

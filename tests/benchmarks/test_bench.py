@@ -51,9 +51,24 @@ def test_every_call_walks_on_through_the_inputs_and_rounds_interleave():
         [case("a", 3), case("b", 3)], rounds=2, calls_per_round=2, measure=measure
     )
     names = [name for name, _ in seen]
-    assert names == ["a", "a", "b", "b"] * 3  # the first round is the warm-up
+    assert len(names) == 12  # the first round is the warm-up
+    for start in range(0, 12, 4):
+        assert names[start : start + 4] in (["a", "a", "b", "b"], ["b", "b", "a", "a"])
     assert [i for _, i in seen] == [i % 3 for i in range(12)]
     assert timings["a"].times_ms == [10.0, 10.0]  # per call
+
+
+def test_the_order_changes_from_round_to_round_but_not_from_run_to_run():
+    def order_of_rounds():
+        seen = []
+        cases = [timing.Case(name, [functools.partial(seen.append, name)]) for name in "abc"]
+        timing.compare(cases, rounds=7, calls_per_round=1, measure=lambda calls: calls[0]() or 1.0)
+        return ["".join(seen[i : i + 3]) for i in range(0, 24, 3)]
+
+    orders = order_of_rounds()
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+    assert len(set(orders)) > 2
+    assert order_of_rounds() == orders
 
 
 def test_a_case_that_raises_is_out_and_keeps_its_message():

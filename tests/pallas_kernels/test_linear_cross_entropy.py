@@ -1060,7 +1060,7 @@ KERNEL_STRATEGIES = {
     "columns": {"chunk_size": None, "vocab_chunk_size": 100},
     "exponentials": {"chunk_size": 8, "bias_in_weight": True},
     "both": {"chunk_size": 8, "vocab_chunk_size": 100, "bias_in_weight": True},
-    # Four bands of 128 rows, of 128 columns of 16 bits.
+    # Copies of 128 rows, of 128 columns of 16 bits, and three bands.
     "in place": {
         "chunk_size": None,
         "max_logits_bytes": 2**15,
@@ -1484,27 +1484,27 @@ def kernel_names(fn, *args) -> set[str]:
 
 
 # A float32 dweight has the memory for 2 · hidden tokens, one of 16 bits for half of that; what it
-# has not is beside, or in chunks. Bands of 128 rows, or 384.
+# has not is beside, or in chunks. Bands in blocks of 128 rows: of each, how many, and copied.
 @interpreted
 @pytest.mark.parametrize(
-    "num_tokens, hidden, vocab, weight_dtype, reduction, num_bands",
+    "num_tokens, hidden, vocab, weight_dtype, reduction, bands",
     [
-        (1, 128, 384, BF16, "mean", 3),
-        (63, 128, 128, F32, "sum", 1),
-        (64, 128, 512, BF16, "none", 4),
-        (65, 192, 640, F32, "mean", 5),
-        (128, 128, 256, BF16, "mean", 2),
-        (129, 128, 384, BF16, "sum", 3),  # one beside
-        (256, 128, 384, F32, "mean", 3),
-        (200, 128, 512, F16, "mean", 4),
-        (300, 128, 640, F32, "mean", 2),  # 44 beside
-        (511, 128, 512, BF16, "none", 4),  # 255 beside
-        (900, 256, 384, F32, "mean", 3),  # 388 and twice 256
-        (900, 256, 384, BF16, "sum", 1),
+        (1, 128, 384, BF16, "mean", (1, 2, 1)),
+        (63, 128, 128, F32, "sum", (1, 0, 0)),
+        (64, 128, 512, BF16, "none", (1, 3, 1)),
+        (65, 192, 640, F32, "mean", (1, 3, 2)),
+        (128, 128, 256, BF16, "mean", (2, 0, 0)),
+        (129, 128, 384, BF16, "sum", (1, 2, 1)),  # one beside
+        (256, 128, 384, F32, "mean", (1, 2, 1)),
+        (200, 128, 640, F16, "mean", (1, 2, 3)),
+        (300, 128, 896, F32, "mean", (2, 2, 3)),  # 44 beside
+        (511, 128, 512, BF16, "none", (1, 2, 2)),  # 255 beside
+        (900, 256, 384, F32, "mean", (1, 2, 1)),  # 388 and twice 256
+        (900, 256, 384, BF16, "sum", (3, 0, 0)),
     ],
     ids=str,
 )
-def test_in_place(monkeypatch, num_tokens, hidden, vocab, weight_dtype, reduction, num_bands):
+def test_in_place(monkeypatch, num_tokens, hidden, vocab, weight_dtype, reduction, bands):
     arrays, labels = make_arrays((num_tokens,), hidden, vocab, F32, only=["x", "weight"])
     arrays["x"] = arrays["x"].astype(BF16)
     # Numbers of bfloat16, which are those of the GEMMs.
@@ -1514,10 +1514,9 @@ def test_in_place(monkeypatch, num_tokens, hidden, vocab, weight_dtype, reductio
     # So that chunks of tokens may have 256.
     monkeypatch.setattr(config_module, "_MIN_CHUNK", 256)
     limit = 2 * vocab * 256
-    all_in_16_bits = num_tokens - hidden <= 256 and weight_dtype != F32
-    row_bytes = hidden * (2 if all_in_16_bits else 4)
-    band = -(-vocab // num_bands // 128) * 128
-    monkeypatch.setattr(config_module, "_BAND_BYTES", band * row_bytes)
+    bands = in_place.Bands(128 * bands[0], bands[1], 128 * bands[2])
+    assert bands.size * max(1, bands.number) + bands.num_copied == vocab
+    monkeypatch.setattr(in_place, "_bands", lambda *_: bands)
     loss = in_place_loss(limit, reduction)
     cotangent = make_cotangent(reduction, labels.shape)
 
@@ -1536,18 +1535,18 @@ def test_in_place(monkeypatch, num_tokens, hidden, vocab, weight_dtype, reductio
 @pytest.mark.parametrize(
     "shape, weight_dtype, chunk_size, want",
     [
-        # (inside, beside, chunk size, rows of a band), and the dtype of dweight.
-        ((8192, 4096, 128256), F32, 2048, (8192, 0, None, 4224, F32)),
-        ((8192, 4096, 128256), F32, None, (8192, 0, None, 4224, F32)),
-        ((8192, 4096, 128256), BF16, 2048, (8192, 0, None, 4224, F32)),
-        ((4096, 4096, 128256), BF16, 2048, (4096, 0, None, 8448, BF16)),
-        ((6144, 4096, 128256), BF16, 2048, (4096, 2048, None, 8448, BF16)),
-        ((6145, 4096, 128256), BF16, 2048, (6145, 0, None, 4224, F32)),
-        ((8193, 4096, 128256), F32, 2048, (8192, 1, None, 4224, F32)),
+        # (inside, beside, chunk size, bands), and the dtype of dweight.
+        ((8192, 4096, 128256), F32, 2048, (8192, 0, None, (4224, 29, 5760), F32)),
+        ((8192, 4096, 128256), F32, None, (8192, 0, None, (4224, 29, 5760), F32)),
+        ((8192, 4096, 128256), BF16, 2048, (8192, 0, None, (4224, 29, 5760), F32)),
+        ((4096, 4096, 128256), BF16, 2048, (4096, 0, None, (8448, 14, 9984), BF16)),
+        ((6144, 4096, 128256), BF16, 2048, (4096, 2048, None, (8448, 14, 9984), BF16)),
+        ((6145, 4096, 128256), BF16, 2048, (6145, 0, None, (4224, 29, 5760), F32)),
+        ((8193, 4096, 128256), F32, 2048, (8192, 1, None, (4224, 29, 5760), F32)),
         ((8193, 4096, 128256), F32, None, None),
-        ((16384, 2048, 128256), F32, 2048, (4096, 0, 2048, 8448, F32)),
-        ((8192, 3584, 152064), F32, 1536, (7168, 1024, None, 3584, F32)),
-        ((8192, 2304, 256000), F32, 1024, (4096, 0, 1024, 5632, F32)),
+        ((16384, 2048, 128256), F32, 2048, (4096, 0, 2048, (8448, 14, 9984), F32)),
+        ((8192, 3584, 152064), F32, 1536, (7168, 1024, None, (3584, 41, 5120), F32)),
+        ((8192, 2304, 256000), F32, 1024, (4096, 0, 1024, (5632, 44, 8192), F32)),
         # No less sums than with chunks alone.
         ((16384, 1024, 128256), F32, 2048, None),
         ((8192, 4096, 50257), F32, 4096, None),
@@ -1565,13 +1564,32 @@ def test_what_is_in_place(monkeypatch, shape, weight_dtype, chunk_size, want):
         jax.ShapeDtypeStruct((vocab, hidden), weight_dtype),
         LossOptions(ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_softcap=None),
         accum_dtype=F32,
-        band_bytes=config_module.band_bytes(None),
+        copied_bytes=config_module.copied_bytes(None),
         chunk_size=chunk_size,
     )
     if want is not None:
-        inside, beside, chunk, band, dtype = want
-        want = in_place.Extent(inside, beside, chunk, jnp.dtype(dtype), band)
+        inside, beside, chunk, bands, dtype = want
+        want = in_place.Extent(inside, beside, chunk, jnp.dtype(dtype), in_place.Bands(*bands))
     assert found == want
+
+
+@pytest.mark.parametrize(
+    "vocab, limit, want",
+    [
+        (128256, 2**25, (1024, 124, 1280)),  # 16 blocks of 2 MiB
+        (128256, 0, (128, 1001, 128)),
+        (48 * 128, None, (48 * 128, 0, 0)),  # no more than what may be copied
+        (49 * 128, None, (1536, 3, 1664)),
+        (256, 0, (256, 0, 0)),
+    ],
+)
+def test_bands(monkeypatch, vocab, limit, want):
+    device = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
+    monkeypatch.setattr(in_place, "target_device", lambda: device)
+    limit = config_module.copied_bytes(limit)
+    found = in_place._bands((vocab, 4096), jnp.dtype(F32), limit)
+    assert found == want
+    assert found.size * max(1, found.number) + found.num_copied == vocab
 
 
 @interpreted
