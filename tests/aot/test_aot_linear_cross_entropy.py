@@ -297,6 +297,16 @@ EXPONENTIALS = {"linear_exponentials", "linear_exponentials_again"}
 IN_PLACE = EXPONENTIALS | {"input_gradient", "weight_gradient_rows"}
 
 
+def assert_nothing_runs_beside(program: Program) -> None:
+    """That nothing outside of loops is asynchronous.
+
+    Else XLA orders all of the program that the loss is in so that something is beside it, with more
+    arrays at a time: 2.1 to 3.6 GiB more in the step of a Llama of 1B.
+    """
+    _, entry = program.hlo.split("\nENTRY ")
+    assert "-start(" not in entry
+
+
 def assert_in_place(program: Program, weight_shape: tuple[int, int]) -> None:
     """That nothing copies an array of this size, nor the exponentials in it.
 
@@ -306,8 +316,7 @@ def assert_in_place(program: Program, weight_shape: tuple[int, int]) -> None:
     makes = makers(program, (v, d)) - MAKES_NOTHING
     assert makes <= {"dynamic-update-slice", "custom-call"}
     assert "copy" not in makers(program, (v, 2 * d))
-    # Because of one of these the latency hiding scheduler orders all that is around it.
-    assert f"f32[{v},{d}]" not in "".join(re.findall(r" = .*-start\(", program.hlo))
+    assert_nothing_runs_beside(program)
     fused = re.findall(r"^%dynamic-slice-fusion\S* .*?^}", program.hlo, re.M | re.S)
     both = [body for body in fused if "mosaic_gpu" in body and " dynamic-slice(" in body]
     both = [body for body in both if "ROOT" in body and " dynamic-update-slice(" in body]
@@ -371,6 +380,7 @@ def test_by_token_chunks(compiled, chip, case):
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
     assert program.temp_bytes <= 640 * MIB
+    assert_nothing_runs_beside(program)
     assert names_of(program) == EXPONENTIALS
     # None in a fusion, see above.
     assert sum(part.is_kernel for part in program.instructions.values()) == 4
@@ -413,7 +423,8 @@ def test_smallest_memory(compiled, chip, case):
     if case == "smallest":
         # All that is left to XLA is dx.
         assert gemms(program) == [Gemm((2048, d), adds=False)] * 2
-    # Not even zeros. The first part of dweight is copied, asynchronously.
+    assert_nothing_runs_beside(program)
+    # Not even zeros. The first part of dweight is copied, in a loop of its own.
     makes = {"custom-call", "dynamic-update-slice", "fusion-done"}
     assert makers(program, (v, d)) - MAKES_NOTHING == makes
     # In the loop over columns nothing is copied: a kernel reads the weight where it is, another
