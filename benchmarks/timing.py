@@ -122,10 +122,11 @@ def compare(
     """Times the cases in turns: each round runs every case, so that all see the same card.
 
     Clocks and temperature drift over minutes; what is compared is measured within a second. The
-    order is another in each round, and the same in each run: the card limits its power over some
-    tens of milliseconds, so a case that follows one of little power runs at higher clocks. Calls
-    walk through the sets of inputs without regard to the case, so that a set used by one case is
-    not in the cache for the next. A case that raises is out, with the error kept.
+    order is another in each round, and the same in each run: in a fixed one a case has the same
+    before it every time, and on a card at its limit of power that shifted ratios by 3 to 7 %
+    (NOTES.md, 2026-11-23). Calls walk through the sets of inputs without regard to the case, so
+    that a set used by one case is not in the cache for the next. A case that raises is out, with
+    the error kept.
 
     Args:
       cases: what to time. The first round warms all of them up, unmeasured.

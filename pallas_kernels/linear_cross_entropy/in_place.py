@@ -211,7 +211,7 @@ def loss_and_gradients(
             a_layout="KM",
             num_rows=len(factor),
             row_factor=factor,
-            first_row_of_b=place.shift % vocab_size,
+            first_row_of_b=place.shift,
             dtype=x.dtype,
             kernel_name="input_gradient",
             config=config.dx,
