@@ -1,0 +1,90 @@
+"""The benchmark of the loss without a GPU: what is compared with what, and the files."""
+
+import functools
+import json
+
+import pytest
+
+from benchmarks import ceilings, loss, timing
+
+XLA = ["XLA chunks", "XLA, all logits"]
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    def measure(calls):
+        for call in calls:
+            call()
+        return 2.0 * len(calls)
+
+    monkeypatch.setattr(timing, "compare", functools.partial(timing.compare, measure=measure))
+    monkeypatch.setattr(timing, "require_gpu", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(ceilings, "measure", lambda: "no ceilings")
+
+
+def _measure(settings):
+    return loss.measure((32, 64, 256), settings, with_peers=False, rounds=2)
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_what_runs_here_is_timed_and_what_does_not_is_listed():
+    records = _measure(loss.SETTINGS)
+    assert {r["setting"] for r in records} == {s.name for s in loss.SETTINGS}
+    for record in records:
+        if record["setting"] in XLA:
+            assert record["median_ms"] == 2.0 and record["gemms_ms"] == 2.0
+            assert record["temporary_bytes"] > 0
+        else:  # kernels do not compile for a CPU
+            assert "wrong result" not in record["error"]
+    text = loss.table(records)
+    assert "## 32x64x256, three GEMMs 2.0 ms" in text
+    assert "| XLA chunks | 2.0 | 1.000 |" in text
+
+
+@pytest.fixture
+def right():
+    return next(s for s in loss.SETTINGS if s.name == "XLA, all logits").loss
+
+
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_wrong_result_is_not_timed(right, gradients):
+    settings = [
+        loss.Setting(name, functools.partial(_scaled, right, scale), gradients=gradients)
+        for name, scale in {"right": 1.0, "wrong": 1.03, "not a number": float("nan")}.items()
+    ]
+    wrong = {r["setting"]: r["error"] for r in _measure(settings) if "error" in r}
+    assert wrong.keys() == {"wrong", "not a number"}
+    assert all("wrong result: relative errors" in error for error in wrong.values())
+
+
+def _scaled(fn, scale, *args):
+    return fn(*args) * scale
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_weights_are_given_and_checked_as_the_setting_says(right):
+    def of_transposed(x, weight, labels):
+        return right(x, weight.T, labels)
+
+    settings = [loss.Setting(dtype, right, dtype) for dtype in ("float32", "bfloat16")]
+    settings += [loss.Setting("[D, V]", of_transposed, "[D, V]")]
+    assert ["error" in r for r in _measure(settings)] == [False, False, False]
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_what_was_measured_is_kept_if_a_later_shape_fails(monkeypatch, tmp_path):
+    def measure(shape, *args, original=loss.measure, **options):
+        if shape == (16, 64, 128):
+            raise RuntimeError("out of time")
+        return original(shape, *args, **options)
+
+    monkeypatch.setattr(loss, "measure", measure)
+    arguments = ["--output-dir", str(tmp_path), "--rounds", "1", "--settings", *XLA]
+    with pytest.raises(RuntimeError, match="out of time"):
+        loss.main([*arguments, "--shapes", "32x64x256", "8x64x128", "16x64x128"])
+    (path,) = tmp_path.glob("linear_cross_entropy_h100_*.json")
+    contents = json.loads(path.read_text())
+    assert [r["shape"] for r in contents["records"]] == 2 * [[32, 64, 256]] + 2 * [[8, 64, 128]]
+    assert "## 8x64x128" in path.with_suffix(".md").read_text()
+    assert "16x64x128" in contents["command"]
