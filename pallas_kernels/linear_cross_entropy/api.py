@@ -122,7 +122,7 @@ def linear_cross_entropy(
         chosen, where the limit is that of vocabulary chunks, and nothing is in place but the logits
         of a token chunk. (Vocabulary chunks alone for `"none"`, or where fewer than 256 tokens fit
         there.) `None`: 512 MiB (`"mosaic_gpu"`) or 1 GiB (`"xla"`, whose logits are float32), and
-        72 MiB for those rows. It depends on sizes alone, not on what is free on the device, so that
+        96 MiB for those rows. It depends on sizes alone, not on what is free on the device, so that
         all processes of a run compile the same program.
       vocab_axis: name of the mesh axis over which `weight` and `bias` are split by vocabulary, in
         equal parts; `labels` are numbers in the whole vocabulary.
