@@ -30,7 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import ceilings, shapes, timing
+from benchmarks import agreement, ceilings, shapes, timing
 from benchmarks.bench import short_name
 from benchmarks.shapes import Shape
 from pallas_kernels import swiglu_mlp
@@ -170,12 +170,6 @@ def _whole(implementation, save, *arrays):
     return y, *vjp(arrays[-1])
 
 
-@jax.jit
-def _error(got, expected):
-    got, expected = got.astype(jnp.float32), expected.astype(jnp.float32)
-    return jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected)
-
-
 def measure(part: Part, rounds: int) -> dict[str, Any]:
     """Times the ways of a part beside its GEMMs."""
     cases = [timing.Case("GEMMs", [lambda: [gemm() for gemm in part.gemms]])]
@@ -188,9 +182,9 @@ def measure(part: Part, rounds: int) -> dict[str, Any]:
             refused[way.name] = timing.Timing(error=timing.first_line(error))
             continue
         expected = expected or got
-        error = max(float(_error(g, e)) for g, e in zip(got, expected, strict=False))
+        error = agreement.relative_error(got, expected)
         del got
-        if not error < 2e-2:  # also NaN
+        if not error < agreement.LIMIT:  # also NaN
             refused[way.name] = timing.Timing(error=f"wrong result: relative error {error:.1e}")
             continue
         analysis = compiled.memory_analysis()

@@ -1,10 +1,8 @@
 """The benchmark of the gated MLP without a GPU: what is compared with what, and the tables."""
 
-import functools
-
 import pytest
 
-from benchmarks import mlp, timing
+from benchmarks import mlp
 from pallas_kernels.mosaic_gpu import Device
 from pallas_kernels.swiglu import gated_matmul
 
@@ -12,13 +10,7 @@ H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
 
 
 @pytest.fixture
-def records(monkeypatch):
-    def measure(calls):
-        for call in calls:
-            call()
-        return 2.0 * len(calls)
-
-    monkeypatch.setattr(timing, "compare", functools.partial(timing.compare, measure=measure))
+def records(two_ms_a_call):
     shape = (32, 128, 256)
     return [{"shape": shape} | mlp.measure(part, 2) for part in mlp.parts(shape, sweep=False)]
 
@@ -37,7 +29,7 @@ def test_what_runs_here_agrees_and_what_does_not_is_listed(records):
     assert "| xla, save=x | 2.000 | 1.000 |" in text
 
 
-def test_a_wrong_result_is_not_timed(monkeypatch, records):
+def test_a_wrong_result_is_not_timed(two_ms_a_call):
     part = mlp.parts((32, 128, 256), sweep=False)[0]
     right = part.ways[0].fn
     wrong = mlp.Way("wrong", lambda *arrays: tuple(a * 1.03 for a in right(*arrays)))
