@@ -31,7 +31,7 @@ if [ -z "$$found" ]; then \
 fi
 endef
 
-.PHONY: train plan test test-gpu test-aot lint setup clean
+.PHONY: train plan test test-all test-gpu test-gpus test-aot lint setup clean
 
 train: setup
 	@$(PYTHON) -m train $(ARGS)
@@ -44,22 +44,34 @@ plan:
 test: setup
 	@$(PYTHON) -m pytest -n auto --dist worksteal $(ARGS)
 
-test-gpu: setup
-	@$(PYTHON) -m pytest -m gpu $(ARGS)
+# With the whole cross of cases of each kernel, of which `make test` runs every pair of values.
+test-all: setup
+	@$(PYTHON) -m pytest -n auto --dist worksteal --full $(ARGS)
 
-# Compiles the kernels for GPUs that are not here. Where the compilers cannot be installed (no network, not
-# Linux) nothing can be checked, and that is said, not an error.
+# Nearly all of the time is compilation, so several processes share the GPU; each takes memory as it
+# needs it. XLA's search for the fastest GEMM changes no result and would be repeated by each.
+test-gpu test-gpus: export XLA_PYTHON_CLIENT_PREALLOCATE = false
+test-gpu test-gpus: export XLA_FLAGS += --xla_gpu_autotune_level=0
+test-gpu: setup
+	@$(PYTHON) -m pytest -m "gpu and not gpus" -n 8 --dist loadgroup $(ARGS)
+
+# Those that need several GPUs.
+test-gpus: setup
+	@$(PYTHON) -m pytest -m gpus $(ARGS)
+
+# Compiles the kernels for GPUs that are not here, which needs Linux and a package index. A check that
+# cannot run is a failure.
 # Both versions at once: where one waits for its last program, cores are free for the other.
 test-aot:
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(AOT_JAX:%=test-aot-%)
 
 test-aot-%:
-	@if $(MAKE) --silent --no-print-directory .venv-aot/$*/.done; then \
-	  $(AOT_FIRST_$*) \
-	  AOT_REQUIRED=1 .venv-aot/$*/bin/python -m pytest tests/aot $(AOT_ARGS_$*) $(ARGS); \
-	else \
-	  echo "test-aot: NOT CHECKED on JAX $*: its CUDA compilers cannot be installed here, for the reason above"; \
-	fi
+	@$(MAKE) --silent --no-print-directory .venv-aot/$*/.done || { \
+	  echo "test-aot: NOTHING WAS CHECKED on JAX $*: its CUDA compilers could not be installed, for the reason above"; \
+	  exit 1; \
+	}
+	@$(AOT_FIRST_$*) \
+	  AOT_REQUIRED=1 .venv-aot/$*/bin/python -m pytest tests/aot $(AOT_ARGS_$*) $(ARGS)
 
 # On the newest JAX the kernels, and what XLA makes around those of the norms and the MLP; whole
 # losses, models and plans on the oldest.

@@ -1,7 +1,11 @@
-"""Set-up of all tests: eight CPU devices and strict dtypes; `-m gpu` runs those for a GPU."""
+"""Set-up of all tests: eight CPU devices and strict dtypes.
+
+`-m gpu` runs the tests for a GPU. `--full` adds the tests that are marked `full`.
+"""
 
 import gc
 import pathlib
+import re
 
 import jax
 import jaxtyping
@@ -14,14 +18,22 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="the whole crosses of cases as well")
+
+
 def pytest_configure(config):
     # The other tests mean the eight CPU devices, also on a machine with a GPU.
-    if config.option.markexpr != "gpu":
+    if not re.search(r"(?<!not )\bgpus?\b", config.option.markexpr):
         jax.config.update("jax_platforms", "cpu")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not config.option.full:
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
     on_gpu = jax.default_backend() == "gpu"
     for item in items:
         if not on_gpu and item.get_closest_marker("gpu"):

@@ -1,4 +1,4 @@
-"""What only a GPU can show: cuDNN, real sizes, memory in use. Run with `pytest -m gpu`."""
+"""What only a GPU can show: cuDNN, real sizes, memory in use. Run with `make test-gpu`."""
 
 import dataclasses
 import functools
@@ -28,6 +28,8 @@ from train.step import loss_and_sums, model_graph
 from train.xla_flags import compiler_options
 
 pytestmark = pytest.mark.gpu
+# Tests of more than 10 GiB: one process runs all of them, so that several can share the GPU.
+large = pytest.mark.xdist_group("large")
 
 
 def as_float64(tree):
@@ -46,6 +48,7 @@ def sampled(tree):
 
 
 # First in this file, because the peak is that of the whole process.
+@large
 def test_training_on_the_gpu_fits_the_memory_it_announced(tmp_path, capsys):
     base = preset("llama3.2-1b")
     config = dataclasses.replace(
@@ -104,6 +107,7 @@ def assert_llama_is_as_accurate(got, low_precision):
     assert_trees_as_accurate(got, low_precision, exact, slack=2.0)
 
 
+@pytest.mark.gpus
 @pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (1, 1, 4)], ids=str)
 def test_several_gpus_compute_what_one_does(shape):
     if jax.device_count() < np.prod(shape):
@@ -280,6 +284,7 @@ def assert_loss_is_as_accurate(shape, *, dtype=jnp.bfloat16, weight_dtype=jnp.bf
     np.testing.assert_allclose(alone, want[0], rtol=1e-4, atol=1e-4)
 
 
+@large
 @pytest.mark.parametrize("shape", [(4096, 2048, 128256), (1000, 1024, 32001)], ids=str)
 def test_linear_cross_entropy_at_real_sizes(shape):
     assert_loss_is_as_accurate(shape)
@@ -303,12 +308,14 @@ def test_linear_cross_entropy_with_options(options):
     assert_loss_is_as_accurate((1000, 1024, 50257), **options)
 
 
+@large
 def test_linear_cross_entropy_of_more_logits_than_int32_can_count():
     assert_loss_is_as_accurate((17408, 128, 128256), chunk_size=17408)
 
 
-# Those of size 12 have labels too far below the largest logit for exponentials that are made once,
+# Weights of size 12 put labels too far below the largest logit for exponentials that are made once,
 # the last has more logits than int32 can count.
+@large
 @pytest.mark.parametrize(
     "shape, options, size",
     [
@@ -551,6 +558,7 @@ def test_all_launch_parameters_give_the_same_norm(shape, dtype, step):
     assert num_run >= 2
 
 
+@large
 def test_norms_of_more_elements_than_int32_can_count():
     # The rows repeat, so that all of them can be compared with the first ones.
     num_tokens, hidden_size, period = 2**21 + 4097, 1024, 4097
@@ -692,6 +700,7 @@ def test_all_launch_parameters_give_the_same_swiglu(dtype):
 
 
 # Tiles divide the first; the second is padded.
+@large
 @pytest.mark.parametrize("width", [1024, 1025])
 def test_swiglu_of_more_elements_than_int32_can_count(width):
     # The rows repeat, so that all of them can be compared with the first ones.

@@ -43,12 +43,16 @@ def compiled(a_layout="KM", **options):
 
 def check(args, **options):
     got = compiled(**options)(*args)
-    exact = np.asarray(args[0], np.float64).T @ np.asarray(args[1], np.float64)
     chex.assert_type(got, options["dtype"])
-    floats = [np.asarray(a, np.float32) for a in args]
-    plain = (floats[0].T @ floats[1]).astype(options["dtype"])
-    assert_as_accurate([got], [plain], [exact], names=["dweight"])
+    assert_is_the_product(got, *args)
     return got
+
+
+def assert_is_the_product(got, a, b):
+    """`got` errs no more from `a.T @ b` than numpy's product in float32, rounded to its dtype."""
+    exact = np.asarray(a, np.float64).T @ np.asarray(b, np.float64)
+    plain = np.asarray(a, np.float32).T @ np.asarray(b, np.float32)
+    assert_as_accurate([got], [plain.astype(got.dtype)], [exact], names=["product"])
 
 
 # Tokens around the 64 of a step, rows of one block and of more, columns of each width of tiles.
@@ -58,11 +62,11 @@ def check(args, **options):
     [
         (1, 128, 128, BF16, F32),
         (63, 128, 128, F16, F16),
-        (64, 256, 128, BF16, BF16),
+        pytest.param(64, 256, 128, BF16, BF16, marks=pytest.mark.full),
         (65, 384, 128, BF16, F32),
         (131, 128, 192, BF16, BF16),
         (131, 128, 384, F16, F32),
-        (7, 128, 256, BF16, BF16),
+        pytest.param(7, 128, 256, BF16, BF16, marks=pytest.mark.full),
         (200, 256, 256, BF16, F32),
     ],
     ids=str,
@@ -71,18 +75,25 @@ def test_shapes(num_tokens, num_rows, hidden_size, dtype, result):
     check(make_args(num_tokens, num_rows, hidden_size, dtype), dtype=result)
 
 
+# A tile of 192 columns of 16 bits is stored in 3 parts.
+CHANGES = [
+    {},
+    {"stages": 2},
+    {"tile_n": 64, "band": 1},
+    {"tile_n": 192, "blocks": 7},
+    {"tile_n": 192, "blocks": 1, "band": 9},
+    {"cluster": 2, "blocks": 4},
+    {"cluster": 2, "band": 1, "blocks": 6},
+]
+
+
 @interpreted
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=jnp.dtype)
 @pytest.mark.parametrize(
-    "changes",
+    "changes, dtype",
     [
-        {},
-        {"stages": 2},
-        {"tile_n": 64, "band": 1},
-        {"tile_n": 192, "blocks": 7},  # of 16 bits, 3 parts of a tile
-        {"tile_n": 192, "blocks": 1, "band": 9},
-        {"cluster": 2, "blocks": 4},
-        {"cluster": 2, "band": 1, "blocks": 6},
+        pytest.param(changes, dtype, marks=() if i % 2 == j else pytest.mark.full)
+        for i, changes in enumerate(CHANGES)
+        for j, dtype in enumerate((F32, BF16))
     ],
     ids=str,
 )
@@ -91,7 +102,9 @@ def test_all_configurations_agree(changes, dtype):
     config = dataclasses.replace(BASE, **changes)
     args = make_args(150, 512, 384)
     got = check(args, dtype=dtype, config=config)
-    chex.assert_trees_all_equal(got, compiled(dtype=dtype, config=BASE)(*args))
+    # A CPU's compiler fuses other multiplications with additions in each interpreted program.
+    if jax.default_backend() == "gpu":
+        chex.assert_trees_all_equal(got, compiled(dtype=dtype, config=BASE)(*args))
 
 
 @interpreted
@@ -121,10 +134,10 @@ def test_parts_are_written_where_they_belong():
 
         return jax.lax.fori_loop(0, 3, step, jnp.zeros((384, 128)))
 
-    chex.assert_trees_all_equal(by_parts(dlogits, x), compiled(dtype=F32)(dlogits, x))
+    assert_is_the_product(by_parts(dlogits, x), dlogits, x)
 
 
-# Of an `a` that is not transposed: columns past K are not read, and it may be in parts.
+# An `a` that is not transposed: columns past K are not read, and it may be in parts.
 
 
 @interpreted
@@ -132,7 +145,7 @@ def test_parts_are_written_where_they_belong():
     "num_rows, depth, num_columns, dtype, result",
     [
         (128, 1, 128, BF16, F32),
-        (128, 64, 192, F16, F16),
+        pytest.param(128, 64, 192, F16, F16, marks=pytest.mark.full),
         (256, 65, 128, BF16, BF16),
         (384, 200, 256, BF16, F32),
     ],
@@ -145,27 +158,46 @@ def test_rows(num_rows, depth, num_columns, dtype, result):
     wide = jnp.full((num_rows, width), jnp.nan, dtype)
     wide = wide.at[:, : depth + -depth % 64].set(1).at[:, :depth].set(a.T)
     got = compiled(a_layout="MK", dtype=result)(wide, b)
-    chex.assert_trees_all_equal(got, compiled(dtype=result)(a, b))
+    assert_is_the_product(got, a, b)
+    if jax.default_backend() == "gpu":
+        chex.assert_trees_all_equal(got, compiled(dtype=result)(a, b))
 
 
 @interpreted
-@pytest.mark.parametrize("depths", [(128, 1), (128, 70), (256, 128), (128, 128, 30)], ids=str)
-@pytest.mark.parametrize("num_columns", [128, 192])
+@pytest.mark.parametrize(
+    "depths, num_columns",
+    [
+        ((128, 1), 128),
+        ((128, 128, 30), 192),
+        pytest.param((128, 70), 192, marks=pytest.mark.full),
+        pytest.param((256, 128), 128, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_parts(depths, num_columns):
     a, b = make_args(sum(depths), 256, num_columns)
     ends = np.cumsum(depths)
     parts = [a[end - depth : end].T for depth, end in zip(depths, ends, strict=True)]
     parts = [jnp.pad(part, ((0, 0), (0, -part.shape[1] % 128))) for part in parts]
     got = quick_jit(lambda b, *a: product(a, b, a_layout="MK", dtype=F32))(b, *parts)
-    chex.assert_trees_all_equal(got, compiled(dtype=F32)(a, b))
+    assert_is_the_product(got, a, b)
+    if jax.default_backend() == "gpu":
+        chex.assert_trees_all_equal(got, compiled(dtype=F32)(a, b))
 
 
 # As dx is made: some rows, with factors, and b from a row on.
+SOME_ROWS = {(1, 64), (7, 0), (8, 128), (63, 64), (65, 0), (128, 64), (130, 128), (256, 0)}
 
 
 @interpreted
-@pytest.mark.parametrize("num_rows", [1, 7, 8, 63, 65, 128, 130, 256])
-@pytest.mark.parametrize("first_row_of_b", [0, 64, 128])
+@pytest.mark.parametrize(
+    "num_rows, first_row_of_b",
+    [
+        pytest.param(rows, first, marks=() if (rows, first) in SOME_ROWS else pytest.mark.full)
+        for rows in (1, 7, 8, 63, 65, 128, 130, 256)
+        for first in (0, 64, 128)
+    ],
+)
 def test_some_rows_with_factors(num_rows, first_row_of_b):
     a, b = make_args(192, 256, 128)
     factor = jnp.asarray(np.random.default_rng(1).uniform(0.1, 3, num_rows), F32)

@@ -49,14 +49,14 @@ def hugging_face(x, weight, eps=1e-6):
     [
         ((64,), BF16),
         ((7, 1), BF16),
-        ((7, 1), F32),
+        pytest.param((7, 1), F32, marks=pytest.mark.full),
         ((2, 0, 64), BF16),
         ((1, 130), F32),
         ((127, 96), BF16),
         ((128, 128), F32),
-        ((3, 43, 64), BF16),
+        pytest.param((3, 43, 64), BF16, marks=pytest.mark.full),
         ((3, 43, 64), F32),
-        ((2, 3, 5, 130), BF16),
+        pytest.param((2, 3, 5, 130), BF16, marks=pytest.mark.full),
         ((2, 3, 5, 130), F32),
     ],
     ids=str,
@@ -161,8 +161,8 @@ def test_rounding_in_between_survives_the_compiler(dtype):
         ((129, 96), (BF16, BF16, BF16)),
         ((3, 43, 64), (F32, F32, F32)),
         ((37, 130), (BF16, F32, F32)),
-        ((37, 130), (F32, BF16, BF16)),
-        ((37, 64), (F16, F16, F16)),
+        pytest.param((37, 130), (F32, BF16, BF16), marks=pytest.mark.full),
+        pytest.param((37, 64), (F16, F16, F16), marks=pytest.mark.full),
         ((0, 64), (BF16, BF16, BF16)),
         ((64,), (BF16, BF16, F32)),
     ],
@@ -180,7 +180,13 @@ def test_add_rms_norm_is_the_norm_of_the_stored_sum(implementation, casting, jit
     options = {"casting": casting, "implementation": implementation}
     add = functools.partial(add_rms_norm, **options)
     y, residual_out = (jax.jit(add) if jit else add)(x, residual, weight)
-    np.testing.assert_array_equal(y, rms_norm(residual_out, weight, **options))
+    norm = rms_norm(residual_out, weight, **options)
+    exact = formula(residual_out, weight, x)[0]
+    assert_as_accurate([y], [norm], [exact], names=["y"])
+    # The norm of the sum before it is rounded errs more: by half an ulp of the sum.
+    unrounded = formula(x.astype(F32) + residual.astype(F32), weight, x)[0]
+    with pytest.raises(AssertionError):
+        assert_as_accurate([y], [norm], [unrounded], names=["y"], slack=0.8)
 
 
 @each_implementation
@@ -325,10 +331,11 @@ def test_vmap_is_the_loop(implementation):
 
 @each_implementation
 def test_repeated_calls_have_the_same_bits(implementation):
-    x, weight, dy = make_args((129, 96), BF16)
+    x, weight, dy = make_args((33, 96), BF16)
     out, vjp = jax.vjp(functools.partial(rms_norm, implementation=implementation), x, weight)
+    again, _ = jax.vjp(functools.partial(rms_norm, implementation=implementation), x, weight)
     chex.assert_trees_all_equal(vjp(dy), vjp(dy))
-    chex.assert_trees_all_equal(out, rms_norm(x, weight, implementation=implementation))
+    chex.assert_trees_all_equal(out, again)
 
 
 @each_implementation
