@@ -633,5 +633,6 @@ def traced_anew() -> list[str]:
 def test_flax_tree_mode_changes_nothing():
     before = traced_anew()
     with nnx.set_graph_mode(False), nnx.set_graph_updates(False):
+        assert not nnx.set_graph_mode.current_value()
         assert traced_anew() == before
     assert all("mul" in program for program in before)
