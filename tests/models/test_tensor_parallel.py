@@ -193,7 +193,7 @@ VARIANTS = {
     [
         (1, 1, 4, "untied_scanned_biases"),
         (1, 2, 2, "tied_unrolled_full"),
-        (2, 2, 2, "untied_scanned_biases"),
+        pytest.param(2, 2, 2, "untied_scanned_biases", marks=pytest.mark.full),
         pytest.param(1, 1, 2, "tied_unrolled_full", marks=pytest.mark.full),
         pytest.param(2, 1, 2, "untied_scanned_biases", marks=pytest.mark.full),
         pytest.param(2, 2, 2, "tied_unrolled_full", marks=pytest.mark.full),
@@ -230,8 +230,8 @@ def test_no_policy_changes_the_numbers(remat):
 
 @pytest.mark.parametrize("remat", ["none", "minimal"])
 def test_unrolled_layers_have_the_numbers_of_scanned_ones(remat):
-    got = on_mesh(changed(**UNROLLED, remat=remat), mesh_of(2, 2, 2))
-    assert_close(got, on_one_device(changed(**TWO_LAYERS)))
+    got = on_mesh(changed(**UNROLLED, **BIASES, remat=remat), mesh_of(2, 2, 2))
+    assert_close(got, on_one_device(VARIANTS["untied_scanned_biases"]))
 
 
 @pytest.mark.parametrize(
@@ -245,11 +245,11 @@ def test_unrolled_layers_have_the_numbers_of_scanned_ones(remat):
 )
 def test_other_layers(changes):
     config = changed(**TWO_LAYERS, **changes)
-    check(config, on_mesh(config, mesh_of(1, 2, 2)))
+    check(config, on_mesh(config, mesh_of(2, 2, 2)))
 
 
 def test_in_bfloat16():
-    config = changed(**TWO_LAYERS, dtype="bfloat16")
+    config = dataclasses.replace(VARIANTS["untied_scanned_biases"], dtype="bfloat16")
     check(config, on_mesh(config, mesh_of(2, 2, 2)))
 
 
@@ -384,7 +384,7 @@ def program_of(config, mesh) -> str:
     "data, fsdp, tensor", [pytest.param(1, 1, 4, marks=pytest.mark.full), (2, 2, 2)]
 )
 def test_a_half_layer_gathers_tokens_once_and_scatters_their_sums_once(data, fsdp, tensor):
-    config = changed(**UNROLLED, remat="none")
+    config = changed(**UNROLLED, **BIASES, remat="none")
     mesh, tokens = mesh_of(data, fsdp, tensor), B // (data * fsdp) * S
     num_layers = config.num_hidden_layers
     in_layers = Counter({"all-gather": 2 * num_layers, "reduce-scatter": 2 * num_layers})
@@ -554,7 +554,9 @@ def test_training_is_that_of_one_device(data, fsdp, tensor):
     want_losses, want_norms, want_accuracies, want = trained(1, 1, 1)
     np.testing.assert_allclose(losses, want_losses, rtol=1e-6)
     np.testing.assert_allclose(norms, want_norms, rtol=1e-5)
-    assert accuracies == want_accuracies and any(accuracies)
+    # Counts of right tokens, divided by that of the labels.
+    np.testing.assert_allclose(accuracies, want_accuracies, rtol=1e-6)
+    assert any(accuracies)
     assert want_losses[2] != want_losses[0]
     for got, expected in zip(*map(jax.tree.leaves, (state.params, want.params)), strict=True):
         scale = np.abs(expected).max()
