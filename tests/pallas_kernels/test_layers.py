@@ -326,7 +326,7 @@ class ModelWithOurs(nnx.Module):
         return self.head(self.norm(x), labels)
 
 
-def to_ours(path, array):
+def to_ours(path: str, array: jax.Array) -> tuple[str, jax.Array]:
     """The name and value of one of their parameters in the model with our layers."""
     for theirs, ours in (
         (".gate.", ".mlp.gate_proj."),
