@@ -16,6 +16,8 @@ from train.config import parse_command_line
 
 README = Path(__file__).parent.parent / "README.md"
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 
 def test_python_blocks_run_and_their_assertions_hold():
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)

@@ -28,13 +28,6 @@ def _config(**values):
     return Config(**fields | values)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def test_every_call_walks_on_through_the_inputs_and_rounds_interleave():
     seen = []
 

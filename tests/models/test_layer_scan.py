@@ -1,10 +1,11 @@
-"""The scan over layers against `jax.lax.scan`, bit by bit, and what it keeps."""
+"""The scan over layers against `jax.lax.scan`, by the error of each, and what it keeps."""
 
 import dataclasses
+import functools
 
-import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -12,39 +13,51 @@ import tiny_run
 from models.layer_scan import layer_scan
 from models.llama import Llama
 from models.sharding import make_mesh
-from numerics import quick_jit
+from numerics import assert_trees_as_accurate, quick_jit
+from textbook_llama import textbook_logits
 
 D = 8
-TABLE = jnp.cos(jnp.arange(3 * D, dtype=jnp.float32)).reshape(3, D)  # closed over
+TABLE = np.cos(np.arange(3 * D, dtype=np.float32)).reshape(3, D)  # closed over
 
 
 def weights(num_layers):
-    keys = jax.random.split(jax.random.key(0), 2)
+    rng = np.random.default_rng(0)
     return {
-        "w": jax.random.normal(keys[0], (num_layers, D, D)) / D**0.5,
-        "b": jax.random.normal(keys[1], (num_layers, D), jnp.bfloat16),
+        "w": jnp.asarray(rng.normal(size=(num_layers, D, D)) / D**0.5, jnp.float32),
+        "b": jnp.asarray(rng.normal(size=(num_layers, D)), jnp.bfloat16),
     }
 
 
 def layer(carry, inputs):
-    """Keeps a weight, a constant, arrays of its own, and has an output."""
+    """Keeps a weight, a constant, arrays of its own, and has an output in the bias's dtype."""
     x, total = carry
-    x = jnp.sin(x @ inputs["w"] + inputs["b"].astype(x.dtype)) + x * TABLE
-    squares = jnp.square(x).astype(jnp.bfloat16)
-    return (x, total + jnp.sum(squares, dtype=jnp.float32)), {"squares": squares}
+    x = jnp.sin(x @ inputs["w"] + inputs["b"].astype(x.dtype)) + x * jnp.asarray(TABLE, x.dtype)
+    squares = jnp.square(x).astype(inputs["b"].dtype)
+    return (x, total + jnp.sum(squares, dtype=x.dtype)), {"squares": squares}
 
 
-def run(scan, num_layers, fn=layer):
+def run(scan, carry, inputs, fn=layer):
     """Values and gradients of a scan in all that it takes, with a cotangent for all it returns."""
-    carry = jnp.linspace(-1, 1, 3 * D).reshape(3, D), jnp.float32(0)
 
-    def values(carry, inputs):
-        return scan(fn, carry, inputs)
+    def cotangent(a):
+        # Of few bits, so that every dtype has it.
+        return jnp.asarray(np.round(16 * np.cos(np.arange(a.size))).reshape(a.shape) / 16, a.dtype)
 
-    found, vjp = jax.vjp(values, carry, weights(num_layers))
-    cotangents = jax.tree.map(lambda a: jnp.cos(jnp.arange(a.size).reshape(a.shape)), found)
-    cotangents = jax.tree.map(lambda c, a: c.astype(a.dtype), cotangents, found)
-    return found, vjp(cotangents)
+    found, vjp = jax.vjp(functools.partial(scan, fn), carry, inputs)
+    return found, vjp(jax.tree.map(cotangent, found))
+
+
+def arguments(num_layers):
+    x = jnp.asarray(np.linspace(-1, 1, 3 * D).reshape(3, D), jnp.float32)
+    return (x, jnp.float32(0)), weights(num_layers)
+
+
+@functools.cache
+def in_float64(num_layers):
+    given = arguments(num_layers)
+    with jax.enable_x64(True):
+        given = jax.tree.map(lambda a: np.asarray(a, np.float64), given)
+        return quick_jit(functools.partial(run, jax.lax.scan))(*given)
 
 
 def on_one_device():
@@ -52,16 +65,16 @@ def on_one_device():
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("num_layers", [1, 2, 5])
+@pytest.mark.parametrize("num_layers", [1, pytest.param(2, marks=pytest.mark.full), 5])
 def test_values_and_gradients_are_those_of_lax_scan(num_layers, checkpointed):
     fn = jax.checkpoint(layer, prevent_cse=False) if checkpointed else layer
     with on_one_device():
-        both = [
-            quick_jit(run, static_argnums=(0, 1, 2))(scan, num_layers, fn)
+        got, low_precision = (
+            quick_jit(functools.partial(run, scan, fn=fn))(*arguments(num_layers))
             for scan in (layer_scan, jax.lax.scan)
-        ]
-    chex.assert_trees_all_equal(*both)
-    assert all(jnp.any(leaf) for leaf in jax.tree.leaves(both))
+        )
+    assert_trees_as_accurate(got, low_precision, in_float64(num_layers))
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(got))
 
 
 def empties(traced):
@@ -73,7 +86,7 @@ def empties(traced):
 
 def test_weights_and_constants_are_not_stacked_again():
     with on_one_device():
-        found = empties(jax.make_jaxpr(lambda: run(layer_scan, 4))())
+        found = empties(jax.make_jaxpr(lambda: run(layer_scan, *arguments(4)))())
     # Of weight and bias only the gradients; the table, which is as large as x, nowhere: x, its sine
     # and the sum that enters the square.
     assert found.count("f32[4,8,8]") == found.count("bf16[4,8]") == 1
@@ -89,9 +102,9 @@ def test_a_scan_without_gradients_keeps_nothing():
 def test_several_devices_get_lax_scan():
     for mesh in (make_mesh(data=8, fsdp=1), make_mesh(data=2, fsdp=4)):
         with jax.set_mesh(mesh):
-            assert not empties(jax.make_jaxpr(lambda: run(layer_scan, 2))())
+            assert not empties(jax.make_jaxpr(lambda: run(layer_scan, *arguments(2)))())
     assert jax.device_count() > 1  # and no mesh
-    assert not empties(jax.make_jaxpr(lambda: run(layer_scan, 2))())
+    assert not empties(jax.make_jaxpr(lambda: run(layer_scan, *arguments(2)))())
 
 
 def test_what_a_layer_closes_over_has_no_gradient():
@@ -101,25 +114,64 @@ def test_what_a_layer_closes_over_has_no_gradient():
         return jnp.sum(x)
 
     with on_one_device():
-        jax.jit(value)(jnp.float32(2))
+        quick_jit(value)(jnp.float32(2))
         with pytest.raises(jax.errors.UnexpectedTracerError):
             jax.jit(jax.grad(value))(jnp.float32(2))
 
 
-@pytest.mark.parametrize("remat", ["none", "minimal", "full"])
-def test_a_llama_on_one_device(remat, monkeypatch):
-    config = dataclasses.replace(tiny_run.MODEL, num_hidden_layers=3, remat=remat)
-    graphdef, params = nnx.split(Llama(config, rngs=nnx.Rngs(0)))
-    tokens = jax.random.randint(jax.random.key(1), (2, 20), 0, config.vocab_size)
+LLAMA = dataclasses.replace(tiny_run.MODEL, num_hidden_layers=3)
+TOKENS = np.random.default_rng(0).integers(LLAMA.vocab_size, size=(2, 20), dtype=np.int32)
 
-    def value(params):
-        return jnp.sum(jnp.sin(nnx.merge(graphdef, params)(tokens)))
 
-    gradients = lambda: quick_jit(jax.value_and_grad(value))(params)
+@functools.cache
+def parameters():
+    return nnx.state(Llama(LLAMA, rngs=nnx.Rngs(0)))
 
+
+def traced_llama(remat):
+    """The logits and the gradients of a function of them."""
+    config = dataclasses.replace(LLAMA, remat=remat)
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+
+    def logits(params):
+        model = nnx.merge(graphdef, params)
+        return model.logits(model(jnp.asarray(TOKENS)))
+
+    return quick_jit(functools.partial(with_gradients, logits)).trace(parameters())
+
+
+def with_gradients(logits, params):
+    found, vjp = jax.vjp(logits, params)
+    return found, vjp(jnp.cos(found))[0]
+
+
+@functools.cache
+def textbook_in_float64():
+    positions = np.broadcast_to(np.arange(TOKENS.shape[1]), TOKENS.shape)
+    packing = {"positions": positions, "segment_ids": np.ones_like(TOKENS)}
+    with jax.enable_x64(True):
+        params = nnx.to_pure_dict(parameters())
+        params = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+        logits = functools.partial(
+            textbook_logits, config=LLAMA, tokens=TOKENS, dtype=jnp.float64, **packing
+        )
+        return quick_jit(functools.partial(with_gradients, logits))(params)
+
+
+@functools.cache
+def llama_with_lax_scan():
+    with on_one_device(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("models.llama.layer_scan", jax.lax.scan)
+        traced = traced_llama("none")
+        assert not empties(traced.jaxpr)
+        return traced.lower().compile()(parameters())
+
+
+@pytest.mark.parametrize("remat", ["none", pytest.param("minimal", marks=pytest.mark.full), "full"])
+def test_a_llama_on_one_device(remat):
     with on_one_device():
-        assert empties(jax.make_jaxpr(jax.grad(value))(params))
-        got = gradients()
-        monkeypatch.setattr("models.llama.layer_scan", jax.lax.scan)
-        want = gradients()
-    chex.assert_trees_all_equal(got, want)
+        traced = traced_llama(remat)
+        assert empties(traced.jaxpr)
+        got = traced.lower().compile()(parameters())
+    pure = lambda result: (result[0], nnx.to_pure_dict(result[1]))
+    assert_trees_as_accurate(pure(got), pure(llama_with_lax_scan()), textbook_in_float64())

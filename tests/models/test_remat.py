@@ -18,6 +18,7 @@ from models.llama import Llama, LlamaConfig
 from models.remat import POLICIES, TENSOR_NAMES, RematPolicy, remat_policy
 from models.rope import RopeParameters
 from models.sharding import make_mesh
+from numerics import quick_jit
 from pallas_kernels import add_rms_norm
 
 CONFIG = LlamaConfig(
@@ -67,12 +68,20 @@ RUNS_ATTENTION_AGAIN = {"q,k,v", "gate", "full"}
 each_layout = pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unrolled"])
 
 
-def in_each_layout(names):
-    """Each policy in the layouts that take it."""
+def in_each_layout(names, *, full=()):
+    """Each policy in the layouts that take it; cases in `full` have that marker."""
     cases = [(name, True) for name in names]
     cases += [(name, False) for name in names if not remat_policy(name).offloaded]
-    ids = [f"{name}-{'scanned' if scanned else 'unrolled'}" for name, scanned in cases]
-    return pytest.mark.parametrize("remat, scan_layers", cases, ids=ids)
+    assert set(full) <= set(cases)
+    params = [
+        pytest.param(
+            *(name, scanned),
+            id=f"{name}-{'scanned' if scanned else 'unrolled'}",
+            marks=pytest.mark.full if (name, scanned) in full else (),
+        )
+        for name, scanned in cases
+    ]
+    return pytest.mark.parametrize("remat, scan_layers", params)
 
 
 GRAPHDEF, STATE = nnx.split(Llama(CONFIG, rngs=nnx.Rngs(0)))
@@ -92,9 +101,8 @@ def hidden_and_gradients(state, remat: str, scan_layers: bool):
 
 @functools.cache
 def traced(remat: str, scan_layers: bool):
-    # Compiles in half the time; LLVM comes after all that is inspected here.
-    options = {"xla_backend_optimization_level": 0}
-    compute = jax.jit(hidden_and_gradients, static_argnums=(1, 2), compiler_options=options)
+    # LLVM comes after all that is inspected here.
+    compute = quick_jit(hidden_and_gradients, static_argnums=(1, 2))
     return compute.trace(STATE, remat, scan_layers)
 
 
@@ -144,7 +152,12 @@ def test_layers_tag_what_policies_may_name():
     assert names == set(TENSOR_NAMES)
 
 
-@in_each_layout([*POLICIES, CUSTOM, TO_HOST])
+# What is compiled beside each policy in a scan; what an unrolled program computes is seen in its
+# trace, below.
+UNROLLED = [(name, False) for name in ("attention", "mlp_inputs", CUSTOM)]
+
+
+@in_each_layout([*POLICIES, CUSTOM, TO_HOST], full=UNROLLED)
 def test_no_policy_changes_values_or_gradients(remat, scan_layers):
     assert_close(compiled(remat, scan_layers)(STATE), compiled("none", True)(STATE))
 
@@ -159,8 +172,17 @@ def assert_close(got, expected):
 
 
 # Chunks that divide the sequence and that do not.
-@each_layout
-@pytest.mark.parametrize("remat, chunk_size", [("full", 8), ("mlp_inputs", 7), ("attention", S)])
+@pytest.mark.parametrize(
+    "remat, chunk_size, scan_layers",
+    [
+        ("full", 8, True),
+        pytest.param("full", 8, False, marks=pytest.mark.full),
+        pytest.param("mlp_inputs", 7, True, marks=pytest.mark.full),
+        ("mlp_inputs", 7, False),
+        ("attention", S, True),
+        pytest.param("attention", S, False, marks=pytest.mark.full),
+    ],
+)
 def test_chunks_of_the_mlp(remat, chunk_size, scan_layers):
     config = dataclasses.replace(
         CONFIG, remat=remat, mlp_chunk_size=chunk_size, scan_layers=scan_layers
@@ -171,7 +193,7 @@ def test_chunks_of_the_mlp(remat, chunk_size, scan_layers):
         hidden, vjp = jax.vjp(lambda state: nnx.merge(graphdef, state)(TOKENS), state)
         return hidden, vjp(COTANGENT)[0]
 
-    got = jax.jit(compute).trace(STATE)
+    got = quick_jit(compute).trace(STATE)
     assert_close(got.lower().compile()(STATE), compiled("none", True)(STATE))
     shapes = {v.aval.shape for equation in equations(got.jaxpr.jaxpr) for v in equation.outvars}
     assert (B, chunk_size, F) in shapes
@@ -219,7 +241,7 @@ def test_the_mlp_writes_gate_and_up_where_a_policy_keeps_them_or_runs_it_again()
     }
 
 
-@in_each_layout(["none", "minimal", "mlp_inputs", "offload", CUSTOM, "full"])
+@in_each_layout(["none", "minimal", "mlp_inputs", "offload", CUSTOM, "full"], full=UNROLLED[1:])
 def test_xla_keeps_the_recomputation(remat, scan_layers):
     # XLA would merge it with the first computation where nothing prevents that.
     program = compiled(remat, scan_layers).as_text() or ""
@@ -376,7 +398,7 @@ def random_gradients(remat: str, seed: int, scan_layers: bool):
         return layer(layer(x, keys[0]), keys[1])
 
     x = jnp.arange(-4.0, 4.0).reshape(2, 4)
-    program = jax.jit(lambda x: jax.vjp(last, x)[1](jnp.ones_like(x))[0]).trace(x)
+    program = quick_jit(lambda x: jax.vjp(last, x)[1](jnp.ones_like(x))[0]).trace(x)
     draws = [e for e in equations(program.jaxpr.jaxpr) if e.primitive.name == "random_bits"]
     return program.lower().compile()(x), len(draws)
 
@@ -416,7 +438,7 @@ def test_remat3_keeps_the_same(remat3, remat, scan_layers):
     assert of_layer == kept(remat, scan_layers)
 
 
-@in_each_layout(["full", "mlp_inputs"])
+@in_each_layout(["full", "mlp_inputs"], full=[("full", False), ("mlp_inputs", True)])
 def test_remat3_computes_the_same(remat3, remat, scan_layers):
     program = traced.__wrapped__(remat, scan_layers)
     primitives = Counter(equation.primitive.name for equation in equations(program.jaxpr.jaxpr))

@@ -53,10 +53,9 @@ CONFIG = LlamaConfig(
 B, S = 24, 28
 L, D, F, V, Q, KV = 3, 64, 96, 1008, 80, 40
 
-MESHES = [(1, 1), (8, 1), (1, 8), (2, 4)]
+MESHES = [pytest.param(1, 1, marks=pytest.mark.full), (8, 1), (1, 8), (2, 4)]
 
-# Compiles in half the time; LLVM has nothing to win at these sizes.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 def mesh_of(data: int, fsdp: int) -> jax.sharding.Mesh:
@@ -122,7 +121,7 @@ def compiled(data: int, fsdp: int):
     mesh = mesh_of(data, fsdp)
     graphdef, params, batch = placed(mesh)
     shardings = replicated(mesh), parameter_shardings(params, mesh)
-    compute = jit(loss_and_gradients, static_argnums=0, out_shardings=shardings)
+    compute = jax.jit(loss_and_gradients, static_argnums=0, out_shardings=shardings)
     with jax.set_mesh(mesh):
         return compute.lower(graphdef, params, batch).compile(), params, batch
 
@@ -130,7 +129,7 @@ def compiled(data: int, fsdp: int):
 @functools.cache
 def without_a_mesh():
     graphdef, params = parameters()
-    return jit(loss_and_gradients, static_argnums=0)(graphdef, params, packed_batch())
+    return jax.jit(loss_and_gradients, static_argnums=0)(graphdef, params, packed_batch())
 
 
 @pytest.mark.parametrize("data, fsdp", MESHES)
@@ -330,7 +329,7 @@ def test_activations_are_split_on_a_mesh_and_untouched_without():
     assert split_batch(x) is x
     mesh = mesh_of(2, 4)
     with jax.set_mesh(mesh):
-        y = jit(lambda x: split_batch(x) * 2)(jax.device_put(x, replicated(mesh)))
+        y = jax.jit(lambda x: split_batch(x) * 2)(jax.device_put(x, replicated(mesh)))
     assert y.sharding.is_equivalent_to(batch_sharding(mesh), 3)
 
 
@@ -355,7 +354,7 @@ def test_token_sums_and_their_gradients(data, fsdp):
         return 3 * sums["sum"] + jnp.sum(jnp.arange(D) * sums["by_channel"]), sums
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        compute = lambda sums_of: jit(
+        compute = lambda sums_of: jax.jit(
             jax.value_and_grad(functools.partial(total, sums_of), argnums=(0, 1), has_aux=True)
         )
         expected = compute(sums)(weights, x)

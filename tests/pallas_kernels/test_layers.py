@@ -1,11 +1,6 @@
-"""The NNX layers: against the operations, and inside a model that somebody else wrote.
+"""The NNX layers: against the operations, and inside a model that somebody else wrote."""
 
-Part of this file runs a second time, in a process with NNX's tree mode (`test_tree_mode`).
-"""
-
-import os
-import subprocess
-import sys
+import functools
 from typing import Any
 
 import chex
@@ -23,6 +18,20 @@ from pallas_kernels.layers import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGL
 
 B, S, D, F, V = 2, 8, 16, 24, 37
 BF16, F32 = jnp.bfloat16, jnp.float32
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
+@pytest.fixture(params=["graph_mode", "tree_mode"])
+def nnx_mode(request):
+    """NNX's two ways to see a module; what is expected is computed once, in the first."""
+    graph = request.param == "graph_mode"
+    with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
+        assert nnx.set_graph_mode.current_value() == graph
+        yield
+
+
+in_both_modes = pytest.mark.usefixtures("nnx_mode")
 
 
 def make_inputs(dtype=F32):
@@ -114,20 +123,28 @@ def total(outputs):
     return sum((i + 1) * jnp.sum(jnp.sin(a)) for i, a in enumerate(jax.tree.leaves(outputs)))
 
 
+def value_and_gradients(fn):
+    gradients = jax.grad(lambda *args: total(fn(*args)), argnums=(0, 1))
+    return quick_jit(lambda p, x: (fn(p, x), gradients(p, x)))
+
+
+@functools.cache
+def of_the_operation(make, choose, operation):
+    """Values and gradients of the operation, with the parameters and inputs of the test."""
+    inputs = choose(*make_inputs())
+    plain = lambda p, x: operation(p, x, *inputs[1:])
+    return value_and_gradients(plain)(params(shuffled(make())), inputs[0])
+
+
 @each_layer
+@in_both_modes
 def test_equals_the_operation_in_value_and_gradient(make, choose, operation, shapes):
     layer = shuffled(make())
     inputs = choose(*make_inputs())
     graphdef, state = nnx.split(layer)
     apply = lambda state, x: nnx.merge(graphdef, state)(x, *inputs[1:])
-    plain = lambda p, x: operation(p, x, *inputs[1:])
-
-    def value_and_gradients(fn):
-        gradients = jax.grad(lambda *args: total(fn(*args)), argnums=(0, 1))
-        return quick_jit(lambda p, x: (fn(p, x), gradients(p, x)))
-
     out, (dstate, dx) = value_and_gradients(apply)(state, inputs[0])
-    want_out, (dparams, want_dx) = value_and_gradients(plain)(params(layer), inputs[0])
+    want_out, (dparams, want_dx) = of_the_operation(make, choose, operation)
     chex.assert_trees_all_close(out, want_out, rtol=1e-5, atol=1e-6)
     chex.assert_trees_all_close(dx, want_dx, rtol=1e-5, atol=1e-6)
     got = {".".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(dstate)}
@@ -153,6 +170,7 @@ def test_parameters(make, choose, operation, shapes):
 
 
 @each_layer
+@in_both_modes
 def test_construction_without_arrays(make, choose, operation, shapes):
     abstract = nnx.eval_shape(make)
     assert all(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(nnx.state(abstract)))
@@ -308,7 +326,7 @@ class ModelWithOurs(nnx.Module):
         return self.head(self.norm(x), labels)
 
 
-def to_ours(path, array):
+def to_ours(path: str, array: jax.Array) -> tuple[str, jax.Array]:
     """The name and value of one of their parameters in the model with our layers."""
     for theirs, ours in (
         (".gate.", ".mlp.gate_proj."),
@@ -322,10 +340,42 @@ def to_ours(path, array):
     return ("head.weight", array.T) if path == "head.kernel" else (path, array)
 
 
-def test_inside_somebody_elses_model():
+def by_path(state):
+    return {".".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(state)}
+
+
+def tokens_and_labels():
+    tokens = np.random.default_rng(0).integers(V, size=(B, S + 1))
+    tokens = jnp.asarray(tokens, jnp.int32)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def with_jax_jit(model):
+    graphdef, state, rest = nnx.split(model, nnx.Param, ...)
+    fn = lambda state, x, y: nnx.merge(graphdef, state, rest).loss(x, y)
+    loss, gradients = quick_jit(jax.value_and_grad(fn))(state, *tokens_and_labels())
+    return loss, by_path(gradients)
+
+
+def with_nnx_jit(model):
+    step = nnx.jit(nnx.value_and_grad(lambda model, x, y: model.loss(x, y)))
+    loss, gradients = step(model, *tokens_and_labels())
+    return loss, by_path(nnx.state(gradients))
+
+
+@functools.cache
+def of_their_model():
+    """Parameters, loss and gradients, by our names."""
     theirs = shuffled(TheirModel(nnx.Rngs(0)))
+    loss, gradients = with_jax_jit(theirs)
+    ours = lambda arrays: dict(to_ours(path, a) for path, a in arrays.items())
+    return ours(params(theirs)), loss, ours(gradients)
+
+
+@in_both_modes
+def test_inside_somebody_elses_model():
     ours = ModelWithOurs(nnx.Rngs(1))
-    converted = dict(to_ours(path, a) for path, a in params(theirs).items())
+    converted, want, their_gradients = of_their_model()
     assert set(converted) == set(params(ours))
     state = nnx.state(ours, nnx.Param)
     flat = [
@@ -334,41 +384,6 @@ def test_inside_somebody_elses_model():
     ]
     nnx.update(ours, nnx.from_flat_state(flat))
 
-    rng = np.random.default_rng(0)
-    tokens = jnp.asarray(rng.integers(V, size=(B, S + 1)), jnp.int32)
-
-    by_path = lambda state: {
-        ".".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(state)
-    }
-
-    def with_jax_jit(model):
-        graphdef, state, rest = nnx.split(model, nnx.Param, ...)
-        fn = lambda state, x, y: nnx.merge(graphdef, state, rest).loss(x, y)
-        loss, gradients = quick_jit(jax.value_and_grad(fn))(state, tokens[:, :-1], tokens[:, 1:])
-        return loss, by_path(gradients)
-
-    def with_nnx_jit(model):
-        step = nnx.jit(nnx.value_and_grad(lambda model, x, y: model.loss(x, y)))
-        loss, gradients = step(model, tokens[:, :-1], tokens[:, 1:])
-        return loss, by_path(nnx.state(gradients))
-
-    want, their_gradients = with_jax_jit(theirs)
-    their_gradients = dict(to_ours(path, g) for path, g in their_gradients.items())
     for got, gradients in (with_jax_jit(ours), with_nnx_jit(ours)):
         np.testing.assert_allclose(got, want, rtol=1e-6)
         chex.assert_trees_all_close(gradients, their_gradients, rtol=1e-4, atol=1e-6)
-
-
-TREE_MODE = {"NNX_GRAPH_MODE": "false", "NNX_GRAPH_UPDATES": "false"}
-
-
-@pytest.mark.skipif(TREE_MODE.items() <= os.environ.items(), reason="this is that process")
-def test_tree_mode():
-    check = "import flax; assert not (flax.config.nnx_graph_mode or flax.config.nnx_graph_updates)"
-    environment = os.environ | TREE_MODE
-    subprocess.run([sys.executable, "-c", check], env=environment, check=True)
-    tests = "equals_the_operation or construction or somebody_elses"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", tests]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout
-    assert "9 passed" in result.stdout

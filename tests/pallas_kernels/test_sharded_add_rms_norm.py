@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from norm_formulas import add_formula
 from numerics import assert_as_accurate, quick_jit, value_and_grads
+from pairwise import pairwise
 from pallas_kernels import add_rms_norm, sharded_add_rms_norm
 from pallas_kernels.rms_norm import Config, mosaic_gpu
 from pallas_kernels.rms_norm import api as norm_api
@@ -24,8 +25,8 @@ BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 D = 64  # the least that the kernel takes
 NAMES = ("y", "residual_out", "dpartial", "dresidual", "dweight")
 
-each_gather = pytest.mark.parametrize("gather", [True, False], ids=["gather", "shard"])
-each_dtype = pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+GATHER, DTYPES = (True, False), (BF16, F32)
+each_gather = pytest.mark.parametrize("gather", GATHER, ids=["gather", "shard"])
 
 
 def forward_formula(options, x, residual, weight):
@@ -67,10 +68,18 @@ def implementation(request):
     return "xla"
 
 
-each_implementation = pytest.mark.parametrize(
-    "implementation", ["reference", "xla", "xla_kernel"], indirect=True
-)
-each_norm = pytest.mark.parametrize("implementation", ["xla", "xla_kernel"], indirect=True)
+IMPLEMENTATIONS = ("reference", "xla", "xla_kernel")
+NORMS = ("xla", "xla_kernel")
+each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
+each_norm = pytest.mark.parametrize("implementation", NORMS, indirect=True)
+
+
+def in_pairs(names, *axes):
+    """A test of a cross of parameters, of which `implementation` is the first."""
+    ids = lambda value: value if isinstance(value, str) else getattr(value, "__name__", str(value))
+    return pytest.mark.parametrize(
+        f"implementation, {names}", pairwise(*axes), indirect=["implementation"], ids=ids
+    )
 
 
 def mesh_of(**axes: int) -> jax.sharding.Mesh:
@@ -202,10 +211,7 @@ MESHES = [
 ]
 
 
-@each_implementation
-@each_gather
-@each_dtype
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@in_pairs("axes, dtype, gather", IMPLEMENTATIONS, MESHES, DTYPES, GATHER)
 def test_meshes(implementation, axes, dtype, gather):
     shape, leading = (3 * axes["tensor"], D), ()
     if "data" in axes:
@@ -220,9 +226,7 @@ def test_token_counts_and_leading_axes(implementation, shape):
     check(mesh_of(tensor=4), shape, (BF16, BF16, F32), implementation=implementation)
 
 
-@each_implementation
-@pytest.mark.parametrize("axes", [{"tensor": 8}, {"data": 2, "tensor": 4}], ids=str)
-@each_gather
+@in_pairs("axes, gather", IMPLEMENTATIONS, [{"tensor": 8}, {"data": 2, "tensor": 4}], GATHER)
 def test_no_tokens(implementation, axes, gather):
     shape, leading = ((2, 0, D), ("data",)) if "data" in axes else ((0, D), ())
     args, cotangents = make_args(axes["tensor"], shape, gather=gather)
@@ -232,17 +236,14 @@ def test_no_tokens(implementation, axes, gather):
     assert dweight.shape == (D,) and not np.any(dweight)
 
 
-@each_implementation
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"casting": "float32", "eps": 0.3, "weight_offset": 0.5},
-        {"casting": "llama"},
-        {"casting": "gemma", "weight_offset": 1.0},
-    ],
-    ids=lambda options: options["casting"],
-)
-@each_dtype
+OPTIONS = [
+    {"casting": "float32", "eps": 0.3, "weight_offset": 0.5},
+    {"casting": "llama"},
+    {"casting": "gemma", "weight_offset": 1.0},
+]
+
+
+@in_pairs("options, dtype", IMPLEMENTATIONS, OPTIONS, DTYPES)
 def test_options_of_the_norm(implementation, options, dtype):
     mesh = mesh_of(tensor=4)
     check(mesh, (12, D), (dtype,) * 3, implementation=implementation, **options)
@@ -254,9 +255,7 @@ def test_mixed_dtypes(implementation, dtypes):
     check(mesh_of(tensor=4), (12, D), dtypes, implementation=implementation)
 
 
-@each_implementation
-@each_gather
-@pytest.mark.parametrize("used", [0, 1], ids=["y", "residual_out"])
+@in_pairs("used, gather", IMPLEMENTATIONS, [0, 1], GATHER)
 def test_one_output_unused(implementation, used, gather):
     args, cotangents = make_args(4, (12, D), gather=gather)
     fn = on_mesh(mesh_of(tensor=4), gather=gather, implementation=implementation)
@@ -332,10 +331,7 @@ def collectives(fn, *args) -> Counter[tuple[str, tuple[int, ...]]]:
     )
 
 
-@each_norm
-@pytest.mark.parametrize("axes", [{"tensor": 8}, {"data": 2, "tensor": 4}], ids=str)
-@each_gather
-@each_dtype
+@in_pairs("axes, dtype, gather", NORMS, [{"tensor": 8}, {"data": 2, "tensor": 4}], DTYPES, GATHER)
 def test_between_devices(implementation, axes, dtype, gather):
     n, leading = axes["tensor"], ("data",) if "data" in axes else ()
     shape = (2,) * len(leading) + (40, D)
@@ -498,8 +494,12 @@ CONFIG = Config(
 @each_gather
 def test_no_name_is_xla(gather):
     args, _ = make_args(8, (16, D))
-    run = lambda name: on_mesh(mesh_of(tensor=8), gather=gather, implementation=name)(*args)
-    chex.assert_trees_all_equal(run(None), run("xla"))
+
+    def program(name):
+        fn = on_mesh(mesh_of(tensor=8), gather=gather, implementation=name)
+        return str(jax.make_jaxpr(fn)(*args))
+
+    assert program(None) == program("xla") != program("reference")
 
 
 def call_on_shards(partial=(16, 8), residual=(2, 8), weight=(8,), **options):
