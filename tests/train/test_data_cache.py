@@ -20,7 +20,8 @@ import pytest
 from tokenizer_files import write_byte_level
 from train import data
 from train.config import DataConfig
-from train.data import BOS, EOS, IGNORED, HuggingFaceTokenizer, cache, progress
+from train.data import BOS, EOS, IGNORED, HuggingFaceTokenizer, cache, lock, progress
+from train.data.folder import OwnFolder
 
 ROOT = Path(data.__file__).parents[2]
 
@@ -467,13 +468,13 @@ def test_a_kill_at_any_write(corpus, tmp_path, monkeypatch):
 
 def test_a_lock_that_is_held_for_ever_is_named(config, monkeypatch):
     write_texts(config.path[0], texts_of())
-    monkeypatch.setattr(cache, "_LOCK_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(cache, "_LOCK_POLL_S", 0.01)
+    monkeypatch.setattr(lock, "_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(lock, "_POLL_S", 0.01)
     opened(config)
     (folder,) = config.cache_dir.iterdir()
     (folder / "index.json").unlink()
     start = time.monotonic()
-    with cache._locked(folder, "text"):
+    with OwnFolder(folder) as own, lock.locked(own, "text"):
         message = rf"lock is held by process {os.getpid()} on .*no progress .*--data\.cache-dir"
         with pytest.raises(data.DataError, match=message):
             opened(config)

@@ -286,7 +286,7 @@ def test_a_damaged_cache_is_named(tmp_path):
     again()
     index.write_text("{")
     with pytest.raises(
-        data.DataError, match=r"cache/\w+ is damaged .*; remove it to make it again"
+        data.DataError, match=r"/index\.json is damaged .*; remove the folder .* to make it again"
     ):
         again()
 
