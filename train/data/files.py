@@ -226,6 +226,10 @@ class Reader:
                     yield Document(path, after, number, text, prompt)
         except pyarrow.ArrowException as error:
             raise DataError(f"{path} is not a parquet file: {error}; write it again") from error
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path} holds text that is not UTF-8: {error}; write it again"
+            ) from error
 
     def _tokens(self, path: Path, begin: Position) -> Iterator[Document]:
         tokens = _open_tokens(path, self.token_dtype)
@@ -395,8 +399,12 @@ def _open_tokens(path: Path, dtype: str) -> np.ndarray:
     if path.suffix.lower() == ".npy":
         try:
             tokens = np.lib.format.open_memmap(path, mode="r")
-        except (ValueError, EOFError) as error:
-            raise DataError(f"{path} is not an .npy file of numbers: {error}") from error
+        except OSError:
+            raise
+        except Exception as error:  # NumPy parses the header as Python, with all of its errors
+            raise DataError(
+                f"{path} is not an .npy file of numbers: {error}; write it again"
+            ) from error
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise DataError(
                 f"{path} has shape {tokens.shape} and dtype {tokens.dtype}; write one axis of "
