@@ -1,7 +1,7 @@
 """Text tokenized once: streams of tokens on the disk, that training maps into memory.
 
-A folder for each source, `CACHE/<key>/`. The key is a hash of every file's path, size and time of
-change, of the tokenizer, of all settings that change tokens, and of the version of this format; so
+A folder for each source, `CACHE/<key>/`. The key is a hash: of every file's path, size and time of
+change, of the tokenizer, of all settings that change tokens, and of the version of this format. So
 an entry is never out of date, and any folder may be removed. It belongs to one user, and no link
 in it is followed. In it, for `train` and `held_out`:
 
@@ -53,7 +53,7 @@ from train.data.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2  # 1 had no checksums
 
-# What is read ahead, tokenized in one call, and at most lost by a kill.
+# A batch is read ahead, tokenized in one call, and at most lost by a kill.
 _BATCH_BYTES = 1 << 22
 _BATCH_DOCUMENTS = 4096
 _COMMIT_SECONDS = 5.0
@@ -90,7 +90,7 @@ class Entry:
     tokenizer: Tokenizer
 
     def identity(self) -> dict[str, Any]:
-        """What tells the tokens from others, wherever the text and the cache are."""
+        """Tells the tokens from others, wherever the text and the cache are."""
         return {name: self.index[name] for name in ("content_hash", *SPLITS)}
 
     def dataset(self, split: str, sequence_length: int) -> PackedDataset:

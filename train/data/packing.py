@@ -171,8 +171,8 @@ class PackedDataset:
         if len(rows) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             row, column = np.argwhere((tokens < 0) | (tokens >= vocab_size))[0]
             raise DataError(
-                f"token {tokens[row, column]} at index {starts[row] + column} of the stream is not one of the "
-                f"{vocab_size} of its vocabulary"
+                f"token {tokens[row, column]} at index {starts[row] + column} of the stream is not "
+                f"one of the {vocab_size} of its vocabulary"
             )
         tokens = tokens.astype(np.int32)
         predicted &= ~begins[:, 1:]
