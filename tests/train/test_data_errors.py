@@ -5,6 +5,7 @@ import os
 import re
 import runpy
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -261,11 +262,15 @@ def test_malformed_input(name, tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root may read everything")
-def test_files_that_may_not_be_read(tmp_path):
+def test_files_that_may_not_be_read(tmp_path, monkeypatch):
+    def fail(*args, **options):
+        raise PermissionError(13, "Permission denied")
+
     def write(folder):
         text()(folder)
         (folder / "a.txt").chmod(0)
+        if os.getuid() == 0:  # who may read everything
+            monkeypatch.setattr(Path, "open", fail)
 
     with pytest.raises(data.DataError, match=r"/a\.txt cannot be read \(Permission denied\)"):
         open_case(tmp_path, write, {})
