@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import chex
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -27,6 +28,7 @@ from train.data import (
     SyntheticDataset,
     decode,
     encode,
+    packing,
     predicted_bytes,
     prefetch,
     read_corpus,
@@ -199,8 +201,9 @@ def test_the_largest_batch_is_an_epoch():
         dataset.batch(0, batch_size=0, seed=0)
     with pytest.raises(ValueError, match="batch_size=0"):
         next(dataset.eval_batches(0))
-    with pytest.raises(ValueError, match="step=-1 and seed=0"):
-        dataset.batch(-1, batch_size=1, seed=0)
+    for step, seed in ((-1, 0), (0, -1), (0, 2**63)):
+        with pytest.raises(ValueError, match=f"step={step} and seed={seed} must not be negative"):
+            dataset.batch(step, batch_size=1, seed=seed)
 
 
 def test_the_smallest_corpus():
@@ -222,11 +225,54 @@ def test_the_smallest_corpus():
 
 
 def test_any_vocabulary_fits_the_stream():
-    documents = [np.array([128_000, 17, 128_001], np.uint32)] * 2
-    dataset = PackedDataset.from_documents(documents, sequence_length=5)
+    stream = np.array([128_000, 17, 128_001] * 2, np.uint32)
+    sizes = np.ones(128_002, np.int32)
+    dataset = PackedDataset(stream, np.array([0, 3]), 5, token_bytes=sizes)
     batch = dataset.batch(0, batch_size=1, seed=0)
     assert batch["tokens"].tolist() == [[128_000, 17, 128_001, 128_000, 17]]
     assert batch["labels"].tolist() == [[17, 128_001, IGNORED, 17, 128_001]]
+
+
+@pytest.mark.parametrize(
+    ("token", "dtype"), [(258, "u2"), (-1, "i4"), (2**31 + 5, "u4"), (2**32 + 5, "i8")]
+)
+def test_a_token_outside_of_the_vocabulary_is_refused(token, dtype):
+    tokens = np.arange(40).astype(dtype)
+    tokens[17] = token
+    dataset = PackedDataset(tokens, np.array([0]), 4)
+    message = rf"token {token} at index 17 of the stream is not one of the 258 of its vocabulary"
+    for batch in (lambda: dataset.expand(np.array([0, 4])), lambda: list(dataset.eval_batches(2))):
+        with pytest.raises(ValueError, match=message):
+            batch()
+    assert dataset.expand(np.array([0, 5]))["tokens"].tolist() == [[0, 1, 2, 3], [20, 21, 22, 23]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": np.arange(9.0)}, "tokens must be integers, got float64"),
+        ({"tokens": np.ones(9, bool)}, "tokens must be integers, got bool"),
+        ({"prompt_sizes": np.array([1], np.int32)}, "1 prompt_sizes for 2 documents"),
+        ({"prompt_sizes": np.array([-1, 0], np.int32)}, "must lie between 0 and the document's"),
+        ({"prompt_sizes": np.array([5, 0], np.int32)}, "must lie between 0 and the document's"),
+        ({"prompt_sizes": np.array([0, 6], np.int32)}, "must lie between 0 and the document's"),
+        ({"document_offsets": np.array([0, 0])}, "strictly increasing"),
+        ({"document_offsets": np.array([0, 9])}, "start at 0 and stay below 9"),
+    ],
+)
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+def test_what_would_mislabel_a_stream_is_refused(changes, message, at_once, monkeypatch):
+    monkeypatch.setattr(packing, "_OFFSETS_AT_ONCE", at_once)
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is outside of tests
+    arrays = {
+        "tokens": np.arange(9),
+        "document_offsets": np.array([0, 4]),
+        "sequence_length": 4,
+        "prompt_sizes": np.array([4, 5], np.int32),
+    }
+    PackedDataset(**arrays)
+    with pytest.raises(ValueError, match=message):
+        PackedDataset(**(arrays | changes))
 
 
 def test_predicted_bytes_counts_neither_eos_nor_ignored_labels():
@@ -270,13 +316,14 @@ def test_stdlib_corpus(stdlib):
 
 
 def test_documents_are_files_between_bos_and_eos(stdlib):
-    assert sorted(decode(d) for d in stdlib.train + stdlib.held_out) == sorted(
-        content.decode(errors="replace") for content in stdlib.files.values()
-    )
-    for document in stdlib.train + stdlib.held_out:
+    documents = stdlib.train + stdlib.held_out
+    for document in documents:
         assert document.dtype == np.uint16
         assert (document[0], document[-1]) == (BOS, EOS)
         assert document[1:-1].max() < 256
+    texts = [document[1:-1].astype(np.uint8).tobytes() for document in documents]
+    assert sorted(texts) == sorted(stdlib.files.values())
+    assert [decode(d) for d in documents[:5]] == [t.decode(errors="replace") for t in texts[:5]]
 
 
 def test_no_training_document_is_held_out(stdlib):

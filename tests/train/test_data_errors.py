@@ -3,7 +3,7 @@
 import json
 import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -42,6 +42,22 @@ def parquet(**columns):
         pq.write_table(pa.table(columns), folder / "a.parquet")
 
     return write
+
+
+def latin_parquet(folder):
+    """One whose column says that it is UTF-8 and is not."""
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    latin = pa.array([b"caf\xe9"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": latin}), folder / "a.parquet")
+
+
+NPY = "{'descr': '<u2', 'fortran_order': False, 'shape': ("
+
+
+def npy_header(header):
+    size = len(header).to_bytes(2, "little")
+    return text("a.npy", b"\x93NUMPY\x01\x00" + size + header.encode() + bytes(16))
 
 
 def tokenizer(**options):
@@ -139,6 +155,11 @@ CASES = {
     "empty parquet": (text("a.parquet", b""), {}, r"/a\.parquet is not a parquet file: .*; write"),
     "no column": (parquet(body=["x"]), {}, r"/a\.parquet: no field 'text'.*\[\"body\"\]"),
     "column of numbers": (parquet(text=[1]), {}, r"/a\.parquet:1: 'text' is 1, not a text"),
+    "parquet in Latin-1": (
+        latin_parquet,
+        {},
+        r"/a\.parquet holds text that is not UTF-8: .*; write it again",
+    ),
     "null in parquet": (parquet(text=["x", None]), {}, r"/a\.parquet:2: 'text' is null, not a"),
     # Tokens
     "half a token": (
@@ -163,6 +184,16 @@ CASES = {
     "no tokens in .npy": (array("a.npy", [], "u2"), {}, r"train: 0 tokens"),
     "not .npy": (text("a.npy"), {}, r"/a\.npy is not an \.npy file of numbers"),
     "empty .npy": (text("a.npy", b""), {}, r"/a\.npy is not an \.npy file of numbers"),
+    "header of code": (
+        npy_header("(" * 300),
+        {},
+        r"/a\.npy is not an \.npy file of numbers: .*; write it again",
+    ),
+    "header of bytes": (npy_header("{'descr': \x01}"), {}, r"/a\.npy is not an \.npy file of"),
+    "unhashable header": (npy_header("{[]: 1}"), {}, r"/a\.npy is not an \.npy file of numbers"),
+    "huge .npy": (npy_header(f"{NPY}{10**30},)}}"), {}, r"/a\.npy is not an \.npy file of numbers"),
+    "less than none": (npy_header(f"{NPY}-1,)}}"), {}, r"/a\.npy is not an \.npy file of numbers"),
+    "shorter than it says": (npy_header(f"{NPY}99,)}}"), {}, r"/a\.npy is not an \.npy file of"),
     "objects": (array("a.npy", [{}], object), {}, r"/a\.npy is not an \.npy file of numbers"),
     # Tokenizers
     "no tokenizer": (
@@ -203,7 +234,7 @@ CASES = {
 
 def open_case(tmp_path, write, options):
     folder = tmp_path / "folder"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     write(folder)
     options = dict(options)
     arguments = {"vocab_size": options.pop("vocab_size", 320)}
@@ -231,11 +262,15 @@ def test_malformed_input(name, tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root may read everything")
-def test_files_that_may_not_be_read(tmp_path):
+def test_files_that_may_not_be_read(tmp_path, monkeypatch):
+    def fail(*args, **options):
+        raise PermissionError(13, "Permission denied")
+
     def write(folder):
         text()(folder)
         (folder / "a.txt").chmod(0)
+        if os.getuid() == 0:  # who may read everything
+            monkeypatch.setattr(Path, "open", fail)
 
     with pytest.raises(data.DataError, match=r"/a\.txt cannot be read \(Permission denied\)"):
         open_case(tmp_path, write, {})
@@ -286,24 +321,29 @@ def test_a_damaged_cache_is_named(tmp_path):
     again()
     index.write_text("{")
     with pytest.raises(
-        data.DataError, match=r"cache/\w+ is damaged .*; remove it to make it again"
+        data.DataError, match=r"/index\.json is damaged .*; remove the folder .* to make it again"
     ):
         again()
 
 
-def test_the_command_prints_one_line_and_exits_with_2(tmp_path):
+def test_a_line_without_an_end_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_LINE_BYTES", 2000)
+    write = lines(GOOD, "x" * 1999, name="b.jsonl")
+    with pytest.raises(data.DataError, match=r"/b\.jsonl:2: not JSON"):
+        open_case(tmp_path, write, {})
+    message = r"/b\.jsonl:1: the line has more than 2,000 bytes; put each document on a line"
+    with pytest.raises(data.DataError, match=message):
+        open_case(tmp_path / "again", text("b.jsonl", b" " * 2000 + b"\n"), {})
+
+
+def test_the_command_prints_one_line_and_exits_with_2(tmp_path, monkeypatch, capsys):
     lines(GOOD, "{")(tmp_path)
-    result = subprocess.run(
-        [
-            *[sys.executable, "-m", "train", "--data.path", str(tmp_path / "a.jsonl")],
-            *["--runs-dir", str(tmp_path / "runs"), "--data.cache-dir", str(tmp_path / "cache")],
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(data.__file__).parents[2],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
-    assert result.returncode == 2
-    assert re.fullmatch(r"error: .*/a\.jsonl:2: not JSON .*\n", result.stderr), result.stderr
+    arguments = ["--data.path", str(tmp_path / "a.jsonl"), "--runs-dir", str(tmp_path / "runs")]
+    arguments += ["--data.cache-dir", str(tmp_path / "cache")]
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_module("train", run_name="__main__")
+    assert exit.value.code == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"error: .*/a\.jsonl:2: not JSON .*\n", error), error
     assert not (tmp_path / "runs").exists()

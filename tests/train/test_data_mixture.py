@@ -1,5 +1,7 @@
 """Rows by host and by source: the same global batch however it is split, and exact shares."""
 
+import dataclasses
+
 import chex
 import numpy as np
 import pytest
@@ -95,6 +97,36 @@ def test_a_source_is_never_starved():
     mixture = MixtureDataset(SOURCES, (1.0, 1e-9, 1e-9))
     rows = sources_of(mixture.batch(0, batch_size=10_000, seed=0))
     assert np.bincount(rows).tolist() == [9_998, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ((1.0, float("nan"), 1.0), "must be positive, and their sum finite"),
+        ((1.0, float("inf"), 1.0), "must be positive, and their sum finite"),
+        ((1e308, 1e308, 1e308), "must be positive, and their sum finite"),
+        ((1.0, -1.0, 1.0), "must be positive"),
+        ((0.0, 0.0, 0.0), "must be positive"),
+        ((1.0, 1.0), "2 weights for 3 sources"),
+    ],
+)
+def test_weights_that_are_no_shares_are_refused(weights, message):
+    with pytest.raises(ValueError, match=message):
+        MixtureDataset(SOURCES, weights)
+
+
+def test_sources_that_do_not_fit_together_are_refused():
+    with pytest.raises(ValueError, match="0 weights for 0 sources"):
+        MixtureDataset((), ())
+    longer = dataclasses.replace(SOURCES[1], sequence_length=LENGTH + 1)
+    with pytest.raises(ValueError, match="the sources differ in sequence_length"):
+        MixtureDataset((SOURCES[0], longer), (1.0, 1.0))
+    other = dataclasses.replace(SOURCES[1], token_bytes=np.ones(300, np.int32))
+    with pytest.raises(ValueError, match="the sources differ in token_bytes"):
+        MixtureDataset((SOURCES[0], other), (1.0, 1.0))
+    for sizes in ((0, 4), (4, 0)):
+        with pytest.raises(ValueError, match="must be at least 1"):
+            SyntheticDataset(*sizes)
 
 
 def test_each_source_walks_through_its_own_epochs():

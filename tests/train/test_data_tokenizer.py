@@ -15,6 +15,7 @@ from train.data import (
     Tokenizer,
     start_of_document,
 )
+from train.data import tokenizer as tokenizer_module
 
 TEXTS = ["", "the fox", "x = 'ö€𝄞'\r\n\r\n", "\0\t\n", "日本語 text", "<|end_of_text", " " * 50]
 
@@ -130,4 +131,19 @@ def test_broken_tokenizers_are_named(byte_level, tmp_path):
         HuggingFaceTokenizer(path, eos_token="<end>")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps([1]))
     with pytest.raises(DataError, match=r"tokenizer_config\.json cannot be read"):
+        HuggingFaceTokenizer(path)
+    (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"tokenizer_config\.json cannot be read: .*recursion"):
+        HuggingFaceTokenizer(path)
+
+
+def test_tokenizers_of_absurd_sizes_are_refused(tmp_path, monkeypatch):
+    path = write_byte_level(tmp_path / "tokenizer.json")
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["far away"] = 2**32 - 1
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="has a token 4294967295, above the 16777215 that may be"):
+        HuggingFaceTokenizer(path)
+    monkeypatch.setattr(tokenizer_module, "_FILE_BYTES", 1000)
+    with pytest.raises(DataError, match=r"tokenizer\.json has [\d,]+ bytes, more than the 1,000"):
         HuggingFaceTokenizer(path)

@@ -5,6 +5,7 @@ with the batches it would have seen, and any process can build any batch, or any
 
 - `corpus`, `synthetic`: data that is on every machine.
 - `files`, `tokenizer`, `cache`, `sources`: text of one's own, tokenized once into a cache.
+- `folder`, `index`, `lock`, `regular`: guards against links, damage, company and devices.
 - `packing`, `mixture`: rows and batches of the tokens.
 - `prefetch`: batches made ahead of the step.
 """

@@ -1,8 +1,9 @@
 """Text tokenized once: streams of tokens on the disk, that training maps into memory.
 
-A folder for each source, `CACHE/<key>/`. The key is a hash of every file's path, size and time of
-change, of the tokenizer, of all settings that change tokens, and of the version of this format; so
-an entry is never out of date, and any folder may be removed. In it, for `train` and `held_out`:
+A folder for each source, `CACHE/<key>/`. The key is a hash: of every file's path, size and time of
+change, of the tokenizer, of all settings that change tokens, and of the version of this format. So
+an entry is never out of date, and any folder may be removed. It belongs to one user, and no link
+in it is followed. In it, for `train` and `held_out`:
 
 - `*.tokens`: the documents one after the other, little-endian uint16, or uint32 where the
   tokenizer has more than 65536 tokens.
@@ -11,11 +12,15 @@ an entry is never out of date, and any folder may be removed. In it, for `train`
 
 Empty documents, and prompts without a completion, are left out.
 
-While it is made, `progress.json` says how many bytes of these files count, and where in the text
-to go on. It is replaced by renaming, after what it counts is on the disk: whoever is killed is gone
-on from there, and the files come out the same byte for byte. At the end it becomes `index.json`,
-which is what makes the entry complete. One process at a time holds the entry's `lock`, which the
-operating system releases when the process ends, however it ends; others wait for it.
+While it is made, `progress.json` says how many bytes of these files count, their checksums, and
+where in the text to go on. It is replaced by renaming, after what it counts is on the disk: whoever
+is killed is gone on from there, and the files come out the same byte for byte. At the end it
+becomes `index.json`, which is what makes the entry complete. One process at a time holds the
+entry's `lock`, which the operating system releases when the process ends, however it ends; others
+wait for it.
+
+Whoever opens an entry reads its files whole, once, and compares the checksums: a damaged file ends
+the run before it begins.
 
 A document is held out if a hash of its content says so. That depends on nothing but its text, so
 the same text is on the same side in every file, source and run.
@@ -23,40 +28,49 @@ the same text is on the same side in every file, source and run.
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
-import socket
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from jaxtyping import Integer
 
+from train.data import index as index_file
 from train.data.errors import DataError
 from train.data.files import Document, Position, Reader
+from train.data.folder import OwnFolder
+from train.data.index import PARTS, SPLITS
+from train.data.lock import locked
 from train.data.packing import PackedDataset
 from train.data.prefetch import prefetch
 from train.data.progress import TokenizingProgress
 from train.data.tokenizer import Tokenizer
 
-FORMAT_VERSION = 1
-SPLITS = ("train", "held_out")
+FORMAT_VERSION = 2  # 1 had no checksums
 
-# What is read ahead, tokenized in one call, and at most lost by a kill.
+# A batch is read ahead, tokenized in one call, and at most lost by a kill.
 _BATCH_BYTES = 1 << 22
 _BATCH_DOCUMENTS = 4096
 _COMMIT_SECONDS = 5.0
-_LOCK_TIMEOUT_S = 600.0
-_LOCK_POLL_S = 0.2
 
 
 def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/pallas-kernels/tokens`, in `~/.cache` without that variable."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """`$XDG_CACHE_HOME/pallas-kernels/tokens`, in `~/.cache` without that variable.
+
+    Raises:
+      DataError: the user has no home.
+    """
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise DataError(
+            f"no folder for the cache ({error}); name one with --data.cache-dir"
+        ) from error
     return Path(base) / "pallas-kernels" / "tokens"
 
 
@@ -66,7 +80,8 @@ class Entry:
 
     Attributes:
       folder: where they are.
-      index: number of tokens, documents and prompts by split, and a hash of all documents.
+      index: number of tokens, documents and prompts by split, a hash of all documents, and the
+        checksums of the files.
       tokenizer: that made them.
     """
 
@@ -75,32 +90,46 @@ class Entry:
     tokenizer: Tokenizer
 
     def identity(self) -> dict[str, Any]:
-        """What tells the tokens from others, wherever the text and the cache are."""
+        """Tells the tokens from others, wherever the text and the cache are."""
         return {name: self.index[name] for name in ("content_hash", *SPLITS)}
 
     def dataset(self, split: str, sequence_length: int) -> PackedDataset:
-        """The rows of a split, mapped into memory.
+        """The rows of a split, mapped into memory after its files were read and checked.
 
         Raises:
           DataError: there are not enough tokens for one, or the files are damaged.
         """
         counts = self.index[split]
-        tokens = self._map(f"{split}.tokens", _token_dtype(self.tokenizer), counts["tokens"])
-        offsets = self._map(f"{split}.offsets", np.dtype("<i8"), counts["documents"])
-        prompts = None
-        if counts["prompts"]:
-            prompts = self._map(f"{split}.prompts", np.dtype("<i4"), counts["documents"])
+        try:
+            with OwnFolder(self.folder) as folder:
+                tokens = self._map(folder, split, "tokens")
+                offsets = self._map(folder, split, "offsets")
+                prompts = self._map(folder, split, "prompts") if counts["prompts"] else None
+        except FileNotFoundError as error:
+            raise DataError(
+                f"{self.folder / str(error.filename)} is damaged ({error.strerror}); remove the "
+                f"folder {self.folder} to make it again"
+            ) from error
+        except OSError as error:
+            raise _cannot_be_used(self.folder, error) from error
         return PackedDataset(tokens, offsets, sequence_length, prompts, self.tokenizer.token_bytes)
 
-    def _map(self, name: str, dtype: np.dtype, count: int) -> np.ndarray:
+    def _map(self, folder: OwnFolder, split: str, part: str) -> np.ndarray:
+        name, (count_name, dtype) = f"{split}.{part}", _parts(self.tokenizer)[part]
+        count = self.index[split][count_name]
         if not count:
             return np.zeros(0, dtype)
-        try:
-            return np.memmap(self.folder / name, dtype, "r", shape=(count,))
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{self.folder / name} is damaged ({error}); remove the folder to make it again"
-            ) from error
+        with folder.open(name, "read") as file:
+            index_file.check_content(
+                folder,
+                name,
+                file,
+                count * dtype.itemsize,
+                self.index["checksums"][name],
+                dtype=dtype,
+                below=self.tokenizer.vocab_size if part == "tokens" else None,
+            )
+            return np.memmap(file, dtype, "r", shape=(count,))
 
 
 def tokenized(
@@ -125,34 +154,59 @@ def tokenized(
         or another process holds it without getting on.
     """
     fingerprint = _fingerprint(reader, tokenizer, held_out_fraction)
-    text = json.dumps(fingerprint, sort_keys=True)
-    folder = cache_dir / hashlib.sha256(text.encode()).hexdigest()[:32]
+    path = cache_dir / _key(fingerprint)
     try:
-        if not (folder / "index.json").is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            with _locked(folder, name) as lock:
-                # Another process may have made it meanwhile.
-                if not (folder / "index.json").is_file():
-                    writing = _Writing(reader, tokenizer, held_out_fraction, folder)
-                    writing.run(lock, name)
-                    if _fingerprint(reader, tokenizer, held_out_fraction) != fingerprint:
-                        raise DataError(f"{name} changed while it was read; start again")
-                    (folder / "progress.json").replace(folder / "index.json")
-        index = json.loads((folder / "index.json").read_text())
+        with OwnFolder(path, make=True) as folder:
+            if not folder.has("index.json"):
+                with locked(folder, name) as touch:
+                    # Another process may have made it meanwhile.
+                    if not folder.has("index.json"):
+                        _tell_of_older(fingerprint, cache_dir, name)
+                        writing = _Writing(reader, tokenizer, held_out_fraction, folder)
+                        writing.run([size for _, size, _ in fingerprint["files"]], touch, name)
+                        if _fingerprint(reader, tokenizer, held_out_fraction) != fingerprint:
+                            raise DataError(f"{name} changed while it was read; start again")
+                        folder.rename("progress.json", "index.json")
+            index = index_file.read(folder, "index.json")
     except OSError as error:
-        raise DataError(
-            f"the cache {folder} cannot be used ({error.strerror or error}); name another folder "
-            "with --data.cache-dir"
-        ) from error
-    except ValueError as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{folder} is damaged ({error}); remove it to make it again") from error
-    return Entry(folder=folder, index=index, tokenizer=tokenizer)
+        raise _cannot_be_used(path, error) from error
+    return Entry(folder=path, index=index, tokenizer=tokenizer)
+
+
+def _cannot_be_used(folder: Path, error: OSError) -> DataError:
+    return DataError(
+        f"the cache {folder} cannot be used ({error.strerror or error}); name another folder with "
+        "--data.cache-dir"
+    )
+
+
+def _key(fingerprint: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _tell_of_older(fingerprint: dict[str, Any], cache_dir: Path, name: str) -> None:
+    """Says why text is tokenized again that an earlier version of this code has tokenized."""
+    for version in range(1, FORMAT_VERSION):
+        older = cache_dir / _key(fingerprint | {"version": version})
+        if older.is_dir():
+            print(
+                f"{name}: tokenized again, because {older} is of an earlier version, without "
+                "checksums; it may be removed",
+                flush=True,
+            )
 
 
 def _token_dtype(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+
+
+def _parts(tokenizer: Tokenizer) -> dict[str, tuple[str, np.dtype]]:
+    """The files of a split: which count says how many items each has, and the dtype of an item."""
+    return {
+        "tokens": ("tokens", _token_dtype(tokenizer)),
+        "offsets": ("documents", np.dtype("<i8")),
+        "prompts": ("documents", np.dtype("<i4")),
+    }
 
 
 def _fingerprint(reader: Reader, tokenizer: Tokenizer, held_out_fraction: float) -> dict[str, Any]:
@@ -178,35 +232,41 @@ class _Writing:
     """Makes an entry, from the beginning or from where another process was killed."""
 
     def __init__(
-        self, reader: Reader, tokenizer: Tokenizer, held_out_fraction: float, folder: Path
+        self, reader: Reader, tokenizer: Tokenizer, held_out_fraction: float, folder: OwnFolder
     ):
         self.reader, self.tokenizer, self.folder = reader, tokenizer, folder
         self.held_out_fraction = held_out_fraction
-        progress = _read_progress(folder)
-        self.position = Position(**progress["position"])
-        self.counts: dict[str, dict[str, int]] = {split: progress[split] for split in SPLITS}
-        self.content_hash: str = progress["content_hash"]
-        # The files of a split: what says how many items each has, and the dtype of an item.
-        self._parts = {
-            "tokens": ("tokens", _token_dtype(tokenizer)),
-            "offsets": ("documents", np.dtype("<i8")),
-            "prompts": ("documents", np.dtype("<i4")),
-        }
+        found = folder.has("progress.json")
+        index = index_file.read(folder, "progress.json") if found else index_file.beginning()
+        self.position = Position(**index["position"])
+        if not 0 <= self.position.file < max(len(reader.files), 1):
+            raise index_file.damaged(
+                folder, "progress.json", f"no file {self.position.file} of {len(reader.files)}"
+            )
+        self.counts: dict[str, dict[str, int]] = {split: index[split] for split in SPLITS}
+        self.checksums: dict[str, int] = index["checksums"]
+        self.content_hash: str = index["content_hash"]
+        self._parts = _parts(tokenizer)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of both splits so far."""
         return sum(self.counts[split]["tokens"] for split in SPLITS)
 
-    def run(self, lock: Path, name: str) -> None:
-        """Reads, tokenizes and writes all that is missing."""
-        sizes = [path.stat().st_size for path in self.reader.files]
+    def run(self, sizes: list[int], touch: Callable[[], None], name: str) -> None:
+        """Reads, tokenizes and writes all that is missing.
+
+        Args:
+          sizes: of the reader's files, in bytes.
+          touch: tells those who wait that this gets on.
+          name: of the source, for messages.
+        """
         before = np.cumsum([0, *sizes]).tolist()
         with contextlib.ExitStack() as stack:
             files = {
                 (split, part): stack.enter_context(self._open(split, part))
                 for split in SPLITS
-                for part in self._parts
+                for part in PARTS
             }
             done = before[self.position.file] + self.position.num_bytes
             progress = stack.enter_context(
@@ -222,34 +282,40 @@ class _Writing:
                 progress.update(done, self.num_tokens)
                 if time.monotonic() - committed >= _COMMIT_SECONDS:
                     self._commit(files)
-                    lock.touch()  # for those who wait
+                    touch()
                     committed = time.monotonic()
             self._commit(files)
 
     def _open(self, split: str, part: str) -> BinaryIO:
-        """The file, cut to what was committed and open at its end."""
-        count, dtype = self._parts[part]
-        path = self.folder / f"{split}.{part}"
+        """The file, compared to what was committed, cut to that and open at its end."""
+        name, (count, dtype) = f"{split}.{part}", self._parts[part]
         size = self.counts[split][count] * dtype.itemsize
-        if (path.stat().st_size if path.exists() else 0) < size:
-            raise DataError(f"{path} is damaged; remove the folder to make it again")
-        file = path.open("ab")
-        file.truncate(size)
+        file = self.folder.open(name, "append")
+        try:
+            file.seek(0)
+            index_file.check_content(
+                self.folder, name, file, size, self.checksums[name], dtype=dtype
+            )
+            file.truncate(size)
+        except BaseException:
+            file.close()
+            raise
         return file
 
     def _commit(self, files: dict[tuple[str, str], BinaryIO]) -> None:
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
-        part = self.folder / "progress.json.part"
-        with part.open("w") as file:
-            position = dataclasses.asdict(self.position)
-            json.dump(
-                {"position": position, "content_hash": self.content_hash, **self.counts}, file
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(self.folder / "progress.json")
+        index_file.write(
+            self.folder,
+            "progress.json",
+            {
+                "position": dataclasses.asdict(self.position),
+                "content_hash": self.content_hash,
+                "checksums": self.checksums,
+                **self.counts,
+            },
+        )
 
     def _write(self, batch: list[Document], files: dict[tuple[str, str], BinaryIO]) -> None:
         items = {key: [] for key in files}
@@ -269,7 +335,10 @@ class _Writing:
             counts["documents"] += 1
             counts["prompts"] += prompt_size > 0
         for (split, part), values in items.items():
-            files[split, part].write(_joined(values, self._parts[part][1]).tobytes())
+            content = _joined(values, self._parts[part][1]).tobytes()
+            name = f"{split}.{part}"
+            self.checksums[name] = zlib.crc32(content, self.checksums[name])
+            files[split, part].write(content)
 
     def _tokenize(
         self, batch: list[Document]
@@ -289,15 +358,6 @@ class _Writing:
             eos = [self.tokenizer.eos] if document.ends else []
             tokens = _joined([bos, prompt, text, eos], _token_dtype(self.tokenizer))
             yield document, tokens, 0 if document.prompt is None else len(bos) + len(prompt)
-
-
-def _read_progress(folder: Path) -> dict[str, Any]:
-    """What was committed; a start from nothing where nothing was."""
-    try:
-        return json.loads((folder / "progress.json").read_text())
-    except FileNotFoundError:
-        zeros = {split: {"tokens": 0, "documents": 0, "prompts": 0} for split in SPLITS}
-        return {"position": dataclasses.asdict(Position()), "content_hash": "", **zeros}
 
 
 def _joined(arrays: list[Any], dtype: np.dtype) -> np.ndarray:
@@ -330,37 +390,3 @@ def _not_utf8(documents: list[Document]) -> DataError:
                 "(without --data.tokenizer)"
             )
     raise AssertionError("a text was not UTF-8")
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, name: str) -> Iterator[Path]:
-    """Holds the entry's lock, after waiting for whoever holds it.
-
-    The holder touches the file as it gets on. One that has not for ten minutes hangs or was
-    stopped; one that was killed holds no lock.
-    """
-    path = folder / "lock"
-    with path.open("a+") as file:
-        waiting = False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                file.seek(0)
-                holder = file.read() or "another process"
-            if not waiting:
-                print(f"{name}: waiting for {holder}, which tokenizes it", flush=True)
-                waiting = True
-            if time.time() - path.stat().st_mtime > _LOCK_TIMEOUT_S:
-                raise DataError(
-                    f"{path} is held by {holder}, which made no progress for "
-                    f"{_LOCK_TIMEOUT_S:.0f} s; end it, or name another folder with "
-                    "--data.cache-dir"
-                )
-            time.sleep(_LOCK_POLL_S)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield path
-        file.truncate(0)

@@ -6,13 +6,16 @@
 | `.jsonl` | an object a line with a text, or with "prompt" and "completion" |
 | `.parquet` | a row with the same columns |
 | `.bin` | token ids, little-endian, no header; one ends after each end-of-text token |
-| `.npy` | likewise, one axis of any integer dtype |
+| `.npy` | the same, one axis of any integer dtype |
 
-A reader holds a line, a batch of rows or a piece of a file at a time, never a file.
+A reader holds a line, a batch of rows or a piece of a file at a time, never a file. It reads
+regular files alone, and links to them: a FIFO would be waited for, and a device has no end.
 """
 
 import dataclasses
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +24,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from train.data.errors import DataError
+from train.data.regular import check_regular, kind
 
 TEXT_SUFFIXES = frozenset(
     ".c .cc .cpp .cs .css .cu .go .h .hpp .html .java .js .kt .lua .md .php .pl .py .r .rb .rs "
@@ -30,6 +34,7 @@ TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
 SUFFIXES = TEXT_SUFFIXES | TOKEN_SUFFIXES | {".jsonl", ".parquet"}
 
 _PIECE_BYTES = 1 << 16  # of a text file
+_LINE_BYTES = 1 << 26  # ten times the longest book; more is a file without line ends
 _PIECE_TOKENS = 1 << 20  # of a document in a token file
 _ROWS_AT_ONCE = 256  # of a parquet file
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -132,6 +137,7 @@ class Reader:
             begin = start if index == start.file else Position(file=index)
             path = self.files[index]
             try:
+                check_regular(path)
                 yield from self._read(path, begin)
             except OSError as error:
                 raise DataError(
@@ -154,8 +160,13 @@ class Reader:
         with path.open("rb") as file:
             file.seek(begin.offset)
             offset, number = begin.offset, begin.line
-            for line in file:
+            while line := file.readline(_LINE_BYTES + 1):
                 offset, number = offset + len(line), number + 1
+                if len(line) > _LINE_BYTES:
+                    raise DataError(
+                        f"{path}:{number}: the line has more than {_LINE_BYTES:,} bytes; put each "
+                        "document on a line of its own, or remove the line"
+                    )
                 after = Position(begin.file, offset, number, offset)
                 if number == 1:
                     line = line.removeprefix(_BYTE_ORDER_MARK)
@@ -215,6 +226,10 @@ class Reader:
                     yield Document(path, after, number, text, prompt)
         except pyarrow.ArrowException as error:
             raise DataError(f"{path} is not a parquet file: {error}; write it again") from error
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path} holds text that is not UTF-8: {error}; write it again"
+            ) from error
 
     def _tokens(self, path: Path, begin: Position) -> Iterator[Document]:
         tokens = _open_tokens(path, self.token_dtype)
@@ -243,31 +258,63 @@ class Reader:
 def find_files(path: Path) -> tuple[Path, ...]:
     """`path`, or the files in it and in its folders that have a known suffix, sorted.
 
-    Hidden files and folders are left out.
+    Hidden files and folders are left out. So are, with a line that says so, links to folders (two
+    of them may lead to the same text, or in a circle) and all that is no regular file.
 
     Raises:
-      DataError: there are none.
+      DataError: there are none, or `path` itself is no regular file.
+      OSError: a folder or file cannot be read.
     """
     if path.is_dir():
-        parts = lambda file: file.relative_to(path).parts
-        files = [
-            file
-            for file in path.rglob("*")
-            if file.suffix.lower() in SUFFIXES
-            and not any(part.startswith(".") for part in parts(file))
-            and file.is_file()
-        ]
+        files, left_out = _walk(path)
+        if left_out:
+            first, found = left_out[0]
+            print(f"{path}: {len(left_out)} left out, the first: {first} is {found}", flush=True)
         if not files:
             raise DataError(f"{path} has no file with text or tokens ({_known_suffixes()})")
-        return tuple(sorted(files, key=parts))
-    if not path.exists():
-        raise DataError(f"{path} does not exist; give another --data.path or --data.held-out-path")
+        return tuple(files)
+    try:
+        check_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(
+            f"{path} does not exist; give another --data.path or --data.held-out-path"
+        ) from None
     if path.suffix.lower() not in SUFFIXES:
         raise DataError(
             f"{path}: what is in a {path.suffix or 'nameless'} file is not known; rename it to one "
             f"of {_known_suffixes()}"
         )
     return (path,)
+
+
+def _walk(top: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
+    """The files in a folder and its folders, and what is left out with the reason; sorted."""
+
+    def fail(error: OSError) -> None:
+        raise error  # text that is there must not be left out because it cannot be listed
+
+    files, left_out = [], []
+    for root, folders, names in os.walk(top, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        left_out += [
+            (Path(root, f), "a link to a folder") for f in folders if Path(root, f).is_symlink()
+        ]
+        for name in names:
+            file = Path(root, name)
+            if file.suffix.lower() not in SUFFIXES or name.startswith("."):
+                continue
+            try:
+                found = kind(file.stat().st_mode)
+            except OSError as error:
+                if not file.is_symlink() or error.errno not in (errno.ENOENT, errno.ELOOP):
+                    raise
+                found = "a link to nothing"
+            if found:
+                left_out.append((file, found))
+            else:
+                files.append(file)
+    parts = lambda file: file.relative_to(top).parts
+    return sorted(files, key=parts), sorted(left_out, key=lambda entry: parts(entry[0]))
 
 
 def _known_suffixes() -> str:
@@ -352,8 +399,12 @@ def _open_tokens(path: Path, dtype: str) -> np.ndarray:
     if path.suffix.lower() == ".npy":
         try:
             tokens = np.lib.format.open_memmap(path, mode="r")
-        except (ValueError, EOFError) as error:
-            raise DataError(f"{path} is not an .npy file of numbers: {error}") from error
+        except OSError:
+            raise
+        except Exception as error:  # NumPy parses the header as Python, with all of its errors
+            raise DataError(
+                f"{path} is not an .npy file of numbers: {error}; write it again"
+            ) from error
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise DataError(
                 f"{path} has shape {tokens.shape} and dtype {tokens.dtype}; write one axis of "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -27,6 +28,20 @@ class MixtureDataset:
 
     sources: tuple[PackedDataset, ...]
     weights: tuple[float, ...]
+
+    def __post_init__(self):
+        if not 1 <= len(self.sources) == len(self.weights) <= _PERIOD:
+            raise ValueError(
+                f"{len(self.weights)} weights for {len(self.sources)} sources; give each of 1 to "
+                f"{_PERIOD:,} sources one"
+            )
+        # A sum that overflows makes every share 0.
+        if not (all(weight > 0 for weight in self.weights) and math.isfinite(sum(self.weights))):
+            raise ValueError(f"weights={self.weights} must be positive, and their sum finite")
+        for name in ("sequence_length", "token_bytes"):
+            first, *others = (getattr(source, name) for source in self.sources)
+            if not all(np.array_equal(first, other) for other in others):
+                raise ValueError(f"the sources differ in {name}; make all with one")
 
     @property
     def token_bytes(self) -> Int32[np.ndarray, " V"]:

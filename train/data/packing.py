@@ -34,7 +34,8 @@ class PackedDataset:
       document_offsets: where each document starts in it: 0 first, strictly increasing.
       sequence_length: S.
       prompt_sizes: tokens at each document's start that are not predicted; None: 0 everywhere.
-      token_bytes: bytes of text that each token stands for, for `predicted_bytes`.
+      token_bytes: bytes of text that each token stands for, for `predicted_bytes`. Tokens are
+        below its length V.
     """
 
     tokens: Integer[np.ndarray, " T"]
@@ -59,9 +60,22 @@ class PackedDataset:
             raise ValueError(
                 f"document_offsets must start at 0 and stay below {len(self.tokens)}, got {offsets}"
             )
+        if self.tokens.dtype.kind not in "iu":
+            raise ValueError(f"tokens must be integers, got {self.tokens.dtype}")
+        prompts = self.prompt_sizes
+        if prompts is not None and len(prompts) != len(offsets):
+            raise ValueError(f"{len(prompts)} prompt_sizes for {len(offsets)} documents")
         for first in range(0, len(offsets), _OFFSETS_AT_ONCE):
-            if np.any(np.diff(offsets[first : first + _OFFSETS_AT_ONCE + 1]) <= 0):
+            ends = offsets[first + 1 : first + _OFFSETS_AT_ONCE + 1]
+            if first + _OFFSETS_AT_ONCE >= len(offsets):
+                ends = np.append(ends, len(self.tokens))
+            sizes = ends - offsets[first : first + _OFFSETS_AT_ONCE]
+            if np.any(sizes <= 0):
                 raise ValueError("document_offsets must be strictly increasing: no empty documents")
+            if prompts is not None:
+                some = prompts[first : first + _OFFSETS_AT_ONCE]
+                if np.any((some < 0) | (some > sizes)):
+                    raise ValueError("prompt_sizes must lie between 0 and the document's tokens")
 
     @classmethod
     def from_documents(
@@ -133,12 +147,17 @@ class PackedDataset:
         return np.arange(count) * self.num_rows // max(count, 1)
 
     def expand(self, rows: Int64[np.ndarray, " R"]) -> Batch:
-        """The four arrays of these rows of the stream."""
+        """The four arrays of these rows of the stream.
+
+        Raises:
+          DataError: a token is outside of [0, V), so the stream is not of this vocabulary, or its
+            file changed since it was opened.
+        """
         length = self.sequence_length
         starts = rows * length
         first = np.searchsorted(self.document_offsets, starts, side="right") - 1
         last = np.searchsorted(self.document_offsets, starts + length, side="right")
-        tokens = np.empty((len(rows), length + 1), np.int32)
+        tokens = np.empty((len(rows), length + 1), self.tokens.dtype)
         begins = np.zeros((len(rows), length + 1), bool)
         predicted = np.ones((len(rows), length), bool)
         for row, start in enumerate(starts.tolist()):
@@ -148,6 +167,14 @@ class PackedDataset:
             if self.prompt_sizes is not None:
                 prompts = self.prompt_sizes[first[row] : last[row]]
                 _exclude_prompts(predicted[row], offsets, prompts)
+        vocab_size = len(self.token_bytes)
+        if len(rows) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            row, column = np.argwhere((tokens < 0) | (tokens >= vocab_size))[0]
+            raise DataError(
+                f"token {tokens[row, column]} at index {starts[row] + column} of the stream is not "
+                f"one of the {vocab_size} of its vocabulary"
+            )
+        tokens = tokens.astype(np.int32)
         predicted &= ~begins[:, 1:]
         index = np.arange(length, dtype=np.int32)
         begins = begins[:, :-1]
@@ -183,8 +210,8 @@ def walk(
     step: int, batch_size: int, seed: int, rows: Int[np.ndarray, " R"] | None
 ) -> Int64[np.ndarray, " R"]:
     """Numbers of the rows of a step's batch, or of those `rows` of it, counted from step 0."""
-    if step < 0 or seed < 0:
-        raise ValueError(f"{step=} and {seed=} must not be negative")
+    if step < 0 or not 0 <= seed < 1 << 63:
+        raise ValueError(f"{step=} and {seed=} must not be negative, and the seed below 2^63")
     if rows is None:
         rows = np.arange(batch_size)
     elif len(rows) and not 0 <= rows.min() <= rows.max() < batch_size:

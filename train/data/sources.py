@@ -76,7 +76,9 @@ def _entry(config: DataConfig, tokenizer: Tokenizer, path: Path, fraction: float
     try:
         files = find_files(path)
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}); check permissions") from error
+        raise DataError(
+            f"{error.filename or path} cannot be read ({error.strerror}); check permissions"
+        ) from error
     reader = Reader(
         files=files,
         text_field=config.text_field,

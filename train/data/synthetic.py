@@ -23,6 +23,10 @@ class SyntheticDataset:
     sequence_length: int
     packed: bool = False
 
+    def __post_init__(self):
+        if self.vocab_size < 1 or self.sequence_length < 1:
+            raise ValueError(f"{self.vocab_size=} and {self.sequence_length=} must be at least 1")
+
     def batch(
         self, step: int, *, batch_size: int, seed: int, rows: Int[np.ndarray, " R"] | None = None
     ) -> Batch:

@@ -12,10 +12,15 @@ import tokenizers
 from jaxtyping import Int32, Integer, UInt16
 
 from train.data.errors import DataError
+from train.data.regular import read_regular
 
 BOS = 256
 EOS = 257
 BYTE_VOCAB_SIZE = 258
+
+# The largest tokenizer.json that is known has 34 MB, and 262,144 tokens.
+_FILE_BYTES = 1 << 29
+_VOCAB_SIZE = 1 << 24
 
 # Where no tokenizer_config.json beside it says what begins and ends a text, in this order.
 _BOS_TOKENS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
@@ -112,7 +117,7 @@ class HuggingFaceTokenizer:
           path: of the file or of its folder.
           bos_token: what begins a document; "" for nothing, None for what tokenizer_config.json
             beside it says or, without that file, one of the usual names.
-          eos_token: likewise, what ends one.
+          eos_token: what ends one, in the same way.
 
         Raises:
           DataError: it cannot be read, or has no such token.
@@ -129,6 +134,11 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        if self.vocab_size > _VOCAB_SIZE:
+            raise DataError(
+                f"{path} has a token {self.vocab_size - 1}, above the {_VOCAB_SIZE - 1} that may "
+                "be; repair its vocabulary"
+            )
         self.bos = self._special(path, "bos_token", bos_token, _BOS_TOKENS)
         eos = self._special(path, "eos_token", eos_token, _EOS_TOKENS)
         if eos is None:
@@ -192,7 +202,7 @@ class HuggingFaceTokenizer:
 
 def _read_tokenizer(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path, _FILE_BYTES)
     except OSError as error:
         raise DataError(
             f"{path} cannot be read ({error.strerror}); --data.tokenizer names a tokenizer.json or "
@@ -202,13 +212,13 @@ def _read_tokenizer(path: Path) -> bytes:
 
 def _from_config(path: Path, name: str, usual: Sequence[str]) -> Sequence[str]:
     """What tokenizer_config.json says of a special token; the usual names without that file."""
-    if not path.is_file():
-        return usual
     try:
-        value = json.loads(path.read_text())[name]
-    except KeyError:
+        value = json.loads(read_regular(path, _FILE_BYTES))[name]
+    except (FileNotFoundError, KeyError):
         return usual
-    except (OSError, ValueError, TypeError) as error:
+    except DataError:
+        raise
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: {error}; repair or remove it") from error
     match value:
         case str():

@@ -1,0 +1,120 @@
+"""A folder of the cache, in which no link leads elsewhere.
+
+Others may write to the folder that holds it, as to `/tmp`, and know its name. They could put a
+link in its place, or links for its files. So it belongs to who runs this, is made with mode 0700,
+is opened once and never looked up again, and no link in it is followed.
+"""
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from train.data.errors import DataError
+from train.data.regular import kind
+
+_FLAGS = {
+    "read": os.O_RDONLY,
+    "append": os.O_RDWR | os.O_CREAT | os.O_APPEND,
+    "create": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+}
+# A FIFO that took a file's place must not be waited for.
+_ALWAYS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class OwnFolder(contextlib.AbstractContextManager):
+    """An open folder of this user's own; leaving the block closes it.
+
+    Attributes:
+      path: for messages.
+    """
+
+    def __init__(self, path: Path, *, make: bool = False):
+        """Opens the folder.
+
+        Args:
+          path: of the folder.
+          make: whether to make it, and those that it is in, where they are missing.
+
+        Raises:
+          DataError: it is a link, no folder, or another user's.
+          OSError: it cannot be opened or made.
+        """
+        self.path = path
+        if make:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+        if (found := path.lstat().st_mode) and not stat.S_ISDIR(found):
+            raise DataError(
+                f"{path} is {kind(found) or 'a file'}, not a folder of the cache; remove it, or "
+                "name another folder with --data.cache-dir"
+            )
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _ALWAYS)
+        owner = os.fstat(self._fd).st_uid
+        if owner not in (os.geteuid(), 0):  # root may write anywhere as it is
+            os.close(self._fd)
+            raise DataError(
+                f"{path} belongs to user {owner}, who could change what is trained on; name "
+                "another folder with --data.cache-dir"
+            )
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._fd)
+
+    def open(self, name: str, mode: Literal["read", "append", "create"]) -> BinaryIO:
+        """A file in the folder: to read, to read and extend, or a new one.
+
+        Raises:
+          DataError: it is no regular file or, if it is to be written, has another name elsewhere.
+          OSError: it cannot be opened.
+        """
+        path = self.path / name
+        try:
+            descriptor = os.open(name, _FLAGS[mode] | _ALWAYS, 0o600, dir_fd=self._fd)
+        except OSError:
+            with contextlib.suppress(OSError):
+                found = os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mode
+                if kind(found):
+                    raise _not_ours(path, kind(found)) from None
+            raise
+        status = os.fstat(descriptor)
+        found = kind(status.st_mode)
+        if mode != "read" and status.st_nlink > 1:
+            found = found or "a file with a second name elsewhere"
+        if found:
+            os.close(descriptor)
+            raise _not_ours(path, found)
+        return os.fdopen(
+            descriptor, "rb" if mode == "read" else "ab+" if mode == "append" else "wb"
+        )
+
+    def has(self, name: str) -> bool:
+        """Whether there is anything of this name."""
+        try:
+            os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def rename(self, old: str, new: str) -> None:
+        """Renames a file of the folder, over another if there is one."""
+        os.replace(old, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Puts a file there in one step: a kill leaves the old one or the new one."""
+        part = f"{name}.part"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part, dir_fd=self._fd)
+        with self.open(part, "create") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        self.rename(part, name)
+
+
+def _not_ours(path: Path, found: str | None) -> DataError:
+    return DataError(
+        f"{path} is {found}, which the cache never makes; remove the folder to make it again"
+    )
