@@ -8,28 +8,27 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+# Of operands of matrix products. Their gradients are rounded to these dtypes before they are
+# multiplied, and 8 bits have too few exponents: the gradients of a mean over 8192 tokens are all 0.
+BITS_OF_PRODUCTS = 16
 
-def floating_arrays(*, least_bits: int = 8, **arrays: Any) -> list[Any]:
-    """The arrays, by name, as JAX arrays; None is no array.
+
+def floating_arrays(*, least_bits: int = 0, **arrays: Any) -> list[jax.Array]:
+    """The arrays, by name, as JAX arrays.
 
     An operation rounds its results to the dtype of an argument, which for integers and bools would
     cut off what is behind the point.
 
     Args:
-      least_bits: of a dtype. Elementwise operations compute in float32 and take 8 bits. Matrix
-        products round gradients to the dtype of an operand before they multiply them, for which 8
-        bits have too few exponents.
+      least_bits: of a dtype. Elementwise operations compute in float32 and take any.
       **arrays: NumPy's or JAX's.
 
     Raises:
       TypeError: one is no array, or not of such a dtype.
     """
-    found = []
-    for name, a in arrays.items():
-        if a is not None:
-            a = as_array(name, a)
-            check_floating(f"{name} is {a.dtype}", a.dtype, f"cast {name}", least_bits=least_bits)
-        found.append(a)
+    found = [as_array(name, a) for name, a in arrays.items()]
+    for name, a in zip(arrays, found, strict=True):
+        check_floating(f"{name} is {a.dtype}", a.dtype, f"cast {name}", least_bits=least_bits)
     return found
 
 
@@ -40,7 +39,7 @@ def as_array(name: str, a: Any) -> jax.Array:
       TypeError: it is no array.
     """
     if not (hasattr(a, "shape") and hasattr(a, "dtype")):
-        raise TypeError(f"{name} must be an array, got {type(a).__name__}; use jnp.asarray")
+        raise TypeError(f"{name} must be an array, got a {type(a).__name__}; make it a jax.Array")
     return jnp.asarray(a)
 
 
@@ -52,21 +51,35 @@ def check_floating(what: str, dtype: DTypeLike, remedy: str, *, least_bits: int)
         raise TypeError(f"{what}, of less than {least_bits} bits; {remedy} to bfloat16 or float16")
 
 
+def number(name: str, value: Any, *, remedy: str) -> float:
+    """The value as a float.
+
+    Raises:
+      TypeError: it is no number, or JAX traces it.
+    """
+    try:
+        if not isinstance(value, str):
+            return float(value)
+    except TypeError:  # a tracer's error is one
+        pass
+    raise TypeError(f"{name} must be a number, got {_got(value)}; {remedy}")
+
+
+def _got(value: Any) -> str:
+    if isinstance(value, jax.core.Tracer):
+        return "a traced array, where it must be a static argument of jax.jit"
+    return repr(value)
+
+
 def check_number(name: str, value: Any, *, least: float = -math.inf, remedy: str) -> None:
     """Raises unless the value is a finite number of at least `least`.
 
     Raises:
-      TypeError: it is no number, or not known while JAX traces.
+      TypeError: see `number`.
       ValueError: it is NaN, infinite or too small.
     """
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as error:  # tracers' errors are TypeErrors
-        raise TypeError(
-            f"{name} must be a number that is known while JAX traces, got "
-            f"{type(value).__name__}; {remedy}"
-        ) from error
-    if not (math.isfinite(number) and number >= least):
+    found = number(name, value, remedy=remedy)
+    if not (math.isfinite(found) and found >= least):
         bound = "" if least == -math.inf else f" of at least {least:g}"
         raise ValueError(f"{name}={value!r} must be a finite number{bound}; {remedy}")
 
@@ -75,7 +88,15 @@ def check_integer(name: str, value: Any, *, remedy: str) -> None:
     """Raises a TypeError unless the value is an integer, and no bool."""
     try:
         operator.index(value)
-    except TypeError:
-        value = None
-    if value is None or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer; {remedy}")
+        is_integer = not isinstance(value, bool)
+    except TypeError:  # a tracer's error is one
+        is_integer = False
+    if not is_integer:
+        raise TypeError(f"{name} must be an integer, got {_got(value)}; {remedy}")
+
+
+def check_config(config: Any, *classes: type) -> None:
+    """Raises a TypeError unless the launch parameters are None or of one of the classes."""
+    if config is not None and not isinstance(config, classes):
+        names = " or ".join(f"{c.__module__}.{c.__qualname__}" for c in classes)
+        raise TypeError(f"{config=} must be a {names}, or None for the default")

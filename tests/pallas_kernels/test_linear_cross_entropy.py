@@ -1220,10 +1220,11 @@ def test_no_gradient_of_a_token_of_no_weight_in_the_kernels(strategy):
     # Its logits are NaN, or infinite, and the gradient of them is zero all the same.
     arrays, labels = kernel_arrays()
     for value in (np.nan, np.inf):
-        x = put(arrays["x"], (4, 3), value)
-        got = run(arrays | {"x": x}, put(labels, 4, IGNORED), **strategy)
+        broken = {"x": (4, 3), "token_weights": 4}
+        broken = {name: put(arrays[name], place, value) for name, place in broken.items()}
+        got = run(arrays | broken, put(labels, 4, IGNORED), **strategy)
         want = run(arrays, put(labels, 4, IGNORED), **strategy)
-        for name in ("loss", "x", "bias", "token_weights"):
+        for name in ("loss", "x", "weight", "bias", "token_weights"):
             np.testing.assert_array_equal(np.asarray(got[name]), np.asarray(want[name]), name)
         assert np.all(np.asarray(got["x"])[4] == 0)
 
