@@ -93,7 +93,9 @@ def runs_here() -> str | None:
     return None
 
 
-def gpu_kernel(body: Callable[..., None], *, kernel_name: str, **options: Any) -> Callable[..., Any]:
+def gpu_kernel(
+    body: Callable[..., None], *, kernel_name: str, **options: Any
+) -> Callable[..., Any]:
     """`plgpu.kernel`, which raises NotImplementedError where the kernel cannot run.
 
     While JAX traces, that is so for a default device that is an NVIDIA GPU before Ampere. Whether a

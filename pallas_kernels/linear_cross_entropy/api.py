@@ -4,6 +4,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import checkify
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
@@ -161,8 +162,8 @@ def linear_cross_entropy(
         equal parts; `labels` are numbers in the whole vocabulary.
       accum_dtype: dtype in which the chunks' contributions to `dweight` are added up, where there
         are several: floating, of 16 bits or more. float64 needs `jax_enable_x64`.
-      check_labels: raise on a label out of range, whatever its weight, with its value: at once outside of `jax.jit`,
-        through `jax.experimental.checkify.checkify` inside.
+      check_labels: raise on a label out of range, whatever its weight, with its value: at once
+        outside of `jax.jit`, through `jax.experimental.checkify.checkify` inside.
       return_metrics: also return `LossMetrics`.
       implementation: `"mosaic_gpu"` uses kernels for Hopper and later and 16-bit `x`, `"xla"` the
         same algorithms with float32 logits, `"reference"` keeps all logits, in float32, and ignores
@@ -389,7 +390,7 @@ def _labels_and_weights(
     in_range = (labels >= 0) & (labels <= min(vocab_size - 1, int(kind.max)))
     ignored = labels != labels
     if kind.min <= ignore_index <= kind.max:
-        ignored = labels == ignore_index
+        ignored = labels == np.asarray(ignore_index, labels.dtype)
     if check:
         _check_labels(labels, ~(in_range | ignored), vocab_size, ignore_index)
     counts = jnp.asarray(~ignored)

@@ -23,7 +23,7 @@ def linear_token_losses(
 
     A token whose coefficient is 0 and whose `x` is no finite number has losses and gradients of 0.
     """
-    # Before and after, because the gradient of what `jnp.where` leaves out is 0, but 0 · NaN is not.
+    # Before and after: the gradient of what `jnp.where` leaves out is 0, and 0 · NaN is NaN.
     is_left_out = (coefficients == 0) & ~jnp.all(jnp.isfinite(x), axis=1)
     x = jnp.where(is_left_out[:, None], 0, x)
     logits = jnp.einsum(

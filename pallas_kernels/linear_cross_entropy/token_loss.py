@@ -57,9 +57,7 @@ def is_valid(labels: Int[Array, " T"], options: LossOptions) -> Bool[Array, " T"
     return labels != options.ignore_index
 
 
-def finite_where_not_counted(
-    losses: TokenLosses, coefficients: Float[Array, " T"]
-) -> TokenLosses:
+def finite_where_not_counted(losses: TokenLosses, coefficients: Float[Array, " T"]) -> TokenLosses:
     """The losses with 0 for what is no finite number of a token whose coefficient is 0.
 
     Times that coefficient it would else be NaN, in a sum over all tokens.
