@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 # Of operands of matrix products. Their gradients are rounded to these dtypes before they are
@@ -66,7 +67,7 @@ def number(name: str, value: Any, *, remedy: str) -> float:
 
 
 def _got(value: Any) -> str:
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return "a traced array, where it must be a static argument of jax.jit"
     return repr(value)
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import config as jax_config
+from jax.core import ShapedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -70,8 +71,8 @@ def target_device() -> Device:
     """The device that Pallas compiles for: JAX's default device.
 
     On a machine without a GPU the kernels can still be interpreted, or exported; their launch
-    parameters are then those of a GPU with one multiprocessor: right anywhere, fast nowhere. What
-    such a machine cannot do is run them, which `gpu_kernel` says when they are compiled for it.
+    parameters are then those of a GPU with one multiprocessor: right anywhere, fast nowhere. It
+    cannot run them, which `gpu_kernel` says when they are compiled for it.
     """
     device: Any = jax.config.jax_default_device
     if device is None or isinstance(device, str):
@@ -111,7 +112,7 @@ def gpu_kernel(
         if jax_config.pallas_tpu_interpret_mode_context_manager.value is not None:
             return run(*operands)
         # One operand will do; some are references.
-        is_array = [isinstance(jax.typeof(a), jax.core.ShapedArray) for a in operands]
+        is_array = [isinstance(jax.typeof(a), ShapedArray) for a in operands]
         i = is_array.index(True)
         on_gpu = _on_gpu_p.bind(jnp.asarray(operands[i]), kernel_name=kernel_name)
         return run(*operands[:i], on_gpu, *operands[i + 1 :])

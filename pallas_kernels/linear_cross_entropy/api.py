@@ -33,7 +33,7 @@ type LossImplementation = Literal["reference", "xla", "mosaic_gpu"]
 type Reduction = Literal["mean", "sum", "none"]
 
 
-# What labels become that are no column of the vocabulary.
+# Labels that are no column of the vocabulary become these.
 _IGNORED, _OUT_OF_RANGE = -1, -2
 _DTYPES_OF_WEIGHTS = jnp.floating, jnp.integer, jnp.bool_
 

@@ -43,6 +43,7 @@ other than 1 multiplies them in float32, and they are rounded again.
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -67,7 +68,9 @@ from pallas_kernels.linear_cross_entropy.token_loss import (
     finite_where_not_counted,
     losses_of,
 )
-from pallas_kernels.mosaic_gpu import not_differentiable, uninitialized
+from pallas_kernels.mosaic_gpu import at_aligned_addresses, not_differentiable, uninitialized
+
+_WIDTH = 128  # the least that our GEMM of dweight takes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -394,7 +397,6 @@ def _by_vocab_chunks(
     Three GEMMs; without `dx`, which is None then, two.
     """
     x, weight, bias, coefficients = _once(plan, (x, weight, bias, coefficients))
-    x = _rows_that_count(x, coefficients)
     first_column, vocab_size = _place_in_vocabulary(plan, weight)
     coefficients, scale = _kernel_coefficients(plan, x, coefficients, labels, vocab_size)
     local_labels = labels - first_column
@@ -403,7 +405,7 @@ def _by_vocab_chunks(
     if not with_dx:
         weight = weight.astype(x.dtype)  # as a whole, which is there: what made dx has used it
 
-    def one_chunk(part, start):
+    def dlogits_of(part, start):
         weight, bias = part
         columns = _Columns.make(plan, weight.astype(x.dtype), bias)
         labels = local_labels - start
@@ -421,6 +423,15 @@ def _by_vocab_chunks(
             _, dlogits = _loss_of_logits(
                 plan, columns, columns.logits(x), labels, coefficients, lse, vocab_size
             )
+        return columns, dlogits
+
+    def dweight_of(columns, dz, x):
+        dtype = weight_dtype if scale is None else jnp.float32
+        dweight = _rescaled(_weight_gradient(plan, dz, x, dtype), scale)
+        return dweight[: columns.num_columns].astype(weight_dtype)
+
+    def one_chunk(part, start):
+        columns, dlogits = dlogits_of(part, start)
         dbias = None
         if bias is not None:
             dbias = _rescaled(jnp.sum(dlogits.astype(jnp.float32), axis=0), scale)
@@ -429,9 +440,7 @@ def _by_vocab_chunks(
         dx = None
         if with_dx:
             dx = jnp.einsum("tv,vd->td", dz, columns.weight, preferred_element_type=jnp.float32)
-        dtype = weight_dtype if scale is None else jnp.float32
-        dweight = _rescaled(_weight_gradient(plan, dz, x, dtype), scale)
-        return dx, (dweight[: columns.num_columns].astype(weight_dtype), dbias)
+        return dx, (dweight_of(columns, dz, x), dbias)
 
     assert plan.vocab_chunk_size is not None
     # Zeros are another write of dweight: 0.64 ms of 47 at 8192 x 4096 x 128256 on an H100. Without
@@ -441,6 +450,32 @@ def _by_vocab_chunks(
     dx, (dweight, dbias) = fold_chunks(
         one_chunk, (weight, bias), plan.vocab_chunk_size, buffer=buffer
     )
+
+    # `_rows_that_count` would be a copy of all tokens here: 64 MiB beside 43 at 8192 x 4096 x
+    # 128256 in 16 bits. So what has become NaN is made again, a few columns of x at a time.
+    size = min(plan.vocab_chunk_size, len(weight))
+    width = _WIDTH if x.shape[1] % _WIDTH == 0 else x.shape[1]
+
+    def again(i, dweight):
+        # JAX moves the last slice back to where the array ends. A start that says so would have XLA
+        # copy the slice.
+        start = i * size
+        part = (weight, bias)
+        part = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, size), part)
+        first = jnp.minimum(start, len(weight) - size)
+        columns, dlogits = dlogits_of(at_aligned_addresses(part), first)
+        dz = dlogits.astype(x.dtype)
+
+        def some_columns(j, dweight):
+            some_x = jax.lax.dynamic_slice_in_dim(x, j * width, width, axis=1)
+            found = dweight_of(columns, dz, _rows_that_count(some_x, coefficients))
+            return jax.lax.dynamic_update_slice(dweight, found, (start, j * width))
+
+        return jax.lax.fori_loop(0, x.shape[1] // width, some_columns, dweight)
+
+    is_broken = (coefficients == 0) & ~jnp.all(jnp.isfinite(x), axis=1)
+    times = jnp.where(jnp.any(is_broken), math.ceil(len(weight) / size), 0)
+    dweight = jax.lax.fori_loop(0, times, again, dweight)
     return _rescaled(dx, scale).astype(x.dtype) if with_dx else None, dweight, dbias
 
 
@@ -547,11 +582,9 @@ def _rows_that_count(x, coefficients):
     """`x` with zeros for the tokens whose coefficient is 0.
 
     Their dlogits are 0, but times NaN that would be NaN in all of `dweight`. A GEMM reads its
-    operand from memory, so it is a copy: of a token chunk, at 2048 x 4096 in 16 bits 16 MiB beside
-    501 MiB of logits and 10 us of 8 ms on an H100; for vocabulary chunks once of all tokens, at
-    8192 x 4096 64 MiB and 40 us of 47 ms, in the memory of `x` if nothing else reads that. To look
-    first whether it is needed (`jax.lax.cond`) would take the same memory, which XLA plans ahead.
-    With exponentials `x` times its factors is such a copy already (`exponentials.scaled`).
+    operand from memory, so it is a copy: of a chunk of 2048 x 4096 in 16 bits 16 MiB beside 501 MiB
+    of logits, whose 32 MiB to read and write are 10 us of 8 ms on an H100. With exponentials `x`
+    times its factors is such a copy already (`exponentials.scaled`).
     """
     return jnp.where(coefficients[:, None] == 0, 0, x)
 
