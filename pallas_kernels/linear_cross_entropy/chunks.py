@@ -70,6 +70,7 @@ from pallas_kernels.linear_cross_entropy.token_loss import (
 )
 from pallas_kernels.mosaic_gpu import at_aligned_addresses, not_differentiable, uninitialized
 
+_COLUMNS_AGAIN = 512  # 4 MiB of a weight with D = 4096
 _WIDTH = 128  # the least that our GEMM of dweight takes
 
 
@@ -453,17 +454,15 @@ def _by_vocab_chunks(
 
     # `_rows_that_count` would be a copy of all tokens here: 64 MiB beside 43 at 8192 x 4096 x
     # 128256 in 16 bits. So what has become NaN is made again, a few columns of x at a time.
-    size = min(plan.vocab_chunk_size, len(weight))
+    # XLA copies slices of the weight in a loop whose length it does not know, so these are small.
+    size = min(plan.vocab_chunk_size, len(weight), _COLUMNS_AGAIN)
     width = _WIDTH if x.shape[1] % _WIDTH == 0 else x.shape[1]
 
     def again(i, dweight):
-        # JAX moves the last slice back to where the array ends. A start that says so would have XLA
-        # copy the slice.
-        start = i * size
+        start = jnp.minimum(i * size, len(weight) - size)
         part = (weight, bias)
         part = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, size), part)
-        first = jnp.minimum(start, len(weight) - size)
-        columns, dlogits = dlogits_of(at_aligned_addresses(part), first)
+        columns, dlogits = dlogits_of(at_aligned_addresses(part), start)
         dz = dlogits.astype(x.dtype)
 
         def some_columns(j, dweight):

@@ -59,7 +59,7 @@ def rms_norm(
         differentiating it twice.
     """
     x, weight = floating_arrays(x=x, weight=weight)
-    check_norm_options(eps, weight_offset, casting, config)
+    check_norm_options(eps, weight_offset, casting)
     implementation = _check_and_choose(x, None, weight, implementation, config)
     if implementation == "reference":
         return reference.rms_norm(x, weight, eps=eps, weight_offset=weight_offset, casting=casting)
@@ -106,7 +106,7 @@ def add_rms_norm(
       NotImplementedError: see `rms_norm`.
     """
     x, residual, weight = floating_arrays(x=x, residual=residual, weight=weight)
-    check_norm_options(eps, weight_offset, casting, config)
+    check_norm_options(eps, weight_offset, casting)
     implementation = _check_and_choose(x, residual, weight, implementation, config)
     if implementation == "reference":
         return reference.add_rms_norm(
@@ -119,15 +119,12 @@ def add_rms_norm(
     return y, residual_out
 
 
-def check_norm_options(
-    eps: float, weight_offset: float, casting: Casting, config: Config | None
-) -> None:
+def check_norm_options(eps: float, weight_offset: float, casting: Casting) -> None:
     """Raises if a norm has no such options."""
     check_number("eps", eps, least=0.0, remedy="models have 1e-5 or 1e-6")
     check_number("weight_offset", weight_offset, remedy="0.0 is none, Gemma has 1.0")
     if casting not in get_args(Casting.__value__):
         raise ValueError(f"{casting=} must be one of {get_args(Casting.__value__)}")
-    check_config(config, Config)
 
 
 def _check_and_choose(
@@ -158,4 +155,5 @@ def _check_and_choose(
         implementation = "reference" if fallback else "mosaic_gpu"
     if implementation == "reference" and config is not None:
         raise ValueError(f"{config=}: {implementation=} has no launch parameters")
+    check_config(config, Config)
     return implementation

@@ -99,7 +99,7 @@ def sharded_add_rms_norm(
         or the devices.
     """
     partial, residual, weight = floating_arrays(partial=partial, residual=residual, weight=weight)
-    check_norm_options(eps, weight_offset, casting, config)
+    check_norm_options(eps, weight_offset, casting)
     _check(partial, residual, weight, axis_name)
     names = get_args(ShardedNormImplementation.__value__)
     if implementation not in (None, *names):

@@ -42,11 +42,10 @@ def swiglu(
         differentiating it twice.
     """
     gate, up = floating_arrays(gate=gate, up=up)
-    if gate.ndim == 0 or gate.shape != up.shape:
-        raise ValueError(
-            f"gate and up must have one shape [..., F], got {gate.shape} and {up.shape}"
-        )
-    check_config(config, Config)
+    if gate.shape != up.shape:
+        raise ValueError(f"gate and up must have one shape, got {gate.shape} and {up.shape}")
+    if gate.ndim == 0:
+        raise ValueError("gate and up must be [..., F], got scalars")
     names = get_args(SwigluImplementation.__value__)
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
@@ -55,6 +54,7 @@ def swiglu(
         # and 1.00, and inside of a model it takes in what is around it, which a kernel cannot.
         implementation = "reference"
     if implementation == "mosaic_gpu":
+        check_config(config, Config)
         return mosaic_gpu.swiglu(gate, up, config=config)
     if config is not None:
         raise ValueError(f"{config=}: {implementation=} has no launch parameters")
