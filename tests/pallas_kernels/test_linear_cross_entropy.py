@@ -1220,10 +1220,11 @@ def test_no_gradient_of_a_token_of_no_weight_in_the_kernels(strategy):
     # Its logits are NaN, or infinite, and the gradient of them is zero all the same.
     arrays, labels = kernel_arrays()
     for value in (np.nan, np.inf):
-        x = put(arrays["x"], (4, 3), value)
-        got = run(arrays | {"x": x}, put(labels, 4, IGNORED), **strategy)
+        broken = {"x": (4, 3), "token_weights": 4}
+        broken = {name: put(arrays[name], place, value) for name, place in broken.items()}
+        got = run(arrays | broken, put(labels, 4, IGNORED), **strategy)
         want = run(arrays, put(labels, 4, IGNORED), **strategy)
-        for name in ("loss", "x", "bias", "token_weights"):
+        for name in ("loss", "x", "weight", "bias", "token_weights"):
             np.testing.assert_array_equal(np.asarray(got[name]), np.asarray(want[name]), name)
         assert np.all(np.asarray(got["x"])[4] == 0)
 
@@ -1257,21 +1258,23 @@ def test_huge_logits_in_the_kernels(strategy):
 
 @interpreted
 @pytest.mark.parametrize("strategy", ["exponentials", "both", "in place"])
-@pytest.mark.parametrize("z_loss", [0.05, -0.3])
-def test_z_loss_by_exponentials(strategy, z_loss):
+@pytest.mark.parametrize("z_loss, bias", [(0.05, 0), (0.3, -10)])
+def test_z_loss_by_exponentials(strategy, z_loss, bias):
     # With the second, 1 + 2 · z_loss · lse is below -1.
     options = {"implementation": "mosaic_gpu", "z_loss": z_loss, **KERNEL_STRATEGIES[strategy]}
-    check(*kernel_arrays(), config=ONE_WARPGROUP, **options)
+    arrays, labels = kernel_arrays()
+    arrays["bias"] = (arrays["bias"].astype(F32) + bias).astype(BF16)
+    check(arrays, labels, config=ONE_WARPGROUP, **options)
 
 
 @interpreted
 @pytest.mark.parametrize("strategy", ["exponentials", "both", "in place"])
 def test_a_z_loss_that_leaves_nothing_of_softmax(strategy):
-    # By a derivative of 0: of equal logits, and so lse = log(V) for every token.
+    # By a derivative of 0: of logits that are all -16, and so lse = log(V) - 16 for every token.
     arrays, labels = make_arrays((KT,), D, KV, BF16, only=["x", "weight"])
-    arrays["x"][:, 1:] = 0
-    arrays["weight"][:, 0] = 0
-    options = {"z_loss": -0.5 / math.log(KV), "reduction": "sum"}
+    arrays["x"][:] = np.eye(1, D)
+    arrays["weight"][:, 0] = -16
+    options = {"z_loss": 0.5 / (16 - math.log(KV)), "reduction": "sum"}
     strategy = KERNEL_STRATEGIES[strategy] | {"implementation": "mosaic_gpu"}
     got = run(arrays, labels, config=ONE_WARPGROUP, **strategy, **options)
     exact = formula(arrays, labels, 1.0, **options)
