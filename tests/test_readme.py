@@ -12,7 +12,7 @@ from models.llama import PRESETS
 from models.llama_hf import config_to_hf
 from tokenizer_files import write_byte_level
 from train import commands, compare, data
-from train.config import parse_command_line
+from train.command_line import parse_command_line
 
 README = Path(__file__).parent.parent / "README.md"
 

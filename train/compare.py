@@ -1,11 +1,11 @@
 """`python -m train compare RUN RUN`: one page with the curves of two runs and what differs."""
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from train.command_line import Parser, file_or_folder
 from train.report import (
     DARK,
     LIGHT,
@@ -26,21 +26,16 @@ from train.report import (
 
 def run(arguments: Sequence[str]) -> None:
     """Writes the page."""
-    parser = argparse.ArgumentParser(
-        prog="python -m train compare",
-        allow_abbrev=False,
-        description="Writes a page with the curves of two runs and their differing settings.",
+    parser = Parser(
+        "compare", "Writes a page with the curves of two runs and their differing settings."
     )
-    parser.add_argument("runs", type=Path, nargs=2, metavar="RUN")
+    parser.add_argument("runs", type=file_or_folder, nargs=2, metavar="RUN")
     parser.add_argument(
-        "--output", type=Path, default=Path("compare.html"), help="default: compare.html"
+        "--output", type=file_or_folder, default=Path("compare.html"), help="default: compare.html"
     )
     flags = parser.parse_args(arguments)
-    try:
-        first, second = flags.runs
-        write_comparison(first, second, flags.output)
-    except (OSError, ValueError) as error:
-        parser.exit(2, f"{parser.prog}: error: {' '.join(str(error).split())}\n")
+    first, second = flags.runs
+    write_comparison(first, second, flags.output)
     print(flags.output)
 
 

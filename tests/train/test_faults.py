@@ -7,7 +7,7 @@ import pytest
 import train.loop
 from benchmarks import faults
 from train.checkpoint import Checkpoints
-from train.config import parse_command_line
+from train.command_line import parse_command_line
 from train.step import init_state
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
