@@ -82,10 +82,10 @@ def errors(prefix: str = "", *, debug: bool = False) -> Iterator[None]:
         for_users = FlagError, DataError, FolderError, RunError, PlanError
         if not debug and not isinstance(e, for_users):
             line += f" ({DEBUG} shows the traceback)"
-        if isinstance(e, PlanError) or (isinstance(e, RunError) and not prefix):
-            sys.exit(line)  # status 1: no mistake of the user
+        if isinstance(e, RunError) and not prefix:
+            sys.exit(line)  # status 1; the other processes of the run get the line, too
         print(line, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(1 if isinstance(e, PlanError) else 2)
 
 
 if __name__ == "__main__":

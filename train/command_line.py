@@ -192,9 +192,11 @@ def tyro_errors(root: str) -> Iterator[None]:
 
 def _unboxed(box: str, root: str) -> str:
     """The message, and for an unknown flag one like it."""
-    lines = [line.strip("│ ") for line in box.splitlines() if line[:1] not in "╭╰"]
-    end = next((i for i, line in enumerate(lines) if line and not line.strip("─")), len(lines))
-    message = " ".join(lines[:end])
+    text = "\n".join(line.strip("│ ") for line in box.splitlines() if line[:1] not in "╭╰")
+    sections = re.split(r"^[─-]{4,}$", text, flags=re.MULTILINE)
+    if "│" not in box:  # of a terminal without such characters; then the title is in no border
+        del sections[0]
+    message = " ".join(sections[0].split())
     if found := re.fullmatch(r"Error parsing (?:--)?([\w.-]+): (.*)", message):
         part, message = found.groups()
         field = re.match(r"(?:self\.)?([a-z][\w.]*)=", message)
@@ -202,5 +204,5 @@ def _unboxed(box: str, root: str) -> str:
         if names:
             flag = "--" + ".".join(names).replace("_", "-")
             message = f"{flag}: {message}"
-    similar = next((line for line in lines[end:] if line.startswith("--")), None)
-    return f"{message}; is {similar.split()[0]} meant?" if similar else message
+    similar = re.search(r"^--\S+", "".join(sections[1:]), re.MULTILINE)
+    return f"{message}; is {similar[0]} meant?" if similar and "nrecognized" in message else message

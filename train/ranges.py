@@ -13,11 +13,11 @@ _MOST_FLOAT = 3.4e38
 class Range:
     """Numbers from `least` up to `most`, of which `most` is left out if `below` is set."""
 
-    least: float
-    most: float
+    least: int | float
+    most: int | float
     below: bool = False
 
-    def holds(self, value: float) -> bool:
+    def holds(self, value: int | float) -> bool:
         """Whether a number is in it; NaN never is."""
         return self.least <= value and (value < self.most if self.below else value <= self.most)
 

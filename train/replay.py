@@ -35,9 +35,7 @@ def run(arguments: Sequence[str]) -> None:
         with ocp.StandardCheckpointer() as checkpointer:
             values = checkpointer.restore(folder / "params", jax.tree.leaves(params))
         params = jax.tree.unflatten(jax.tree.structure(params), values)
-        batch = jax.device_put(
-            dict(np.load(folder / "batch.npz")), batch_sharding(mesh, batch_axis=1)
-        )
+        batch = jax.device_put(read_batch(folder), batch_sharding(mesh, batch_axis=1))
         metrics, gradients = jax.jit(make_gradients(config))(params, batch)
     for name in ("loss", "nll", "accuracy", "grad_norm", "num_tokens"):
         print(f"{name} {metrics[name].item():.6g}")
@@ -62,3 +60,13 @@ def _read_config(folder: Path) -> TrainConfig:
     if not (folder / "batch.npz").is_file():
         raise FolderError(f"{folder} is no failed-step-N of a run: it has no batch.npz")
     return read_run_config(folder)
+
+
+def read_batch(folder: Path) -> dict[str, np.ndarray]:
+    """The arrays of the step's batch, `[A, B, S]`.
+
+    Raises:
+      ValueError: the file is damaged, or holds Python objects.
+    """
+    with np.load(folder / "batch.npz", allow_pickle=False) as arrays:
+        return dict(arrays)

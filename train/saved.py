@@ -195,7 +195,7 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
         case pathlib.Path if isinstance(value, str):
             return Path(value)
         case builtins.float if isinstance(value, int | float) and not isinstance(value, bool):
-            return value
+            return float(value)
         case kind if isinstance(kind, type) and type(value) is kind:
             return value
     raise wrong

@@ -28,6 +28,7 @@ from pallas_kernels.linear_cross_entropy import (
 from pallas_kernels.mosaic_gpu import Device
 from pallas_kernels.swiglu import gated_matmul
 from train import aot, cost, data
+from train.__main__ import main
 from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, preset
 from train.plan import (
     PlanError,
@@ -548,7 +549,7 @@ def command(monkeypatch, capsys):
     def call(arguments):
         status = 0
         try:
-            train.plan_command.run(arguments.split())
+            main(["plan", *arguments.split()])
         except SystemExit as error:
             status = error.code
         output = capsys.readouterr()
