@@ -69,14 +69,17 @@ def parse_command_line(arguments: Sequence[str]) -> TrainConfig:
             ),
             sample_tokens=min(default.sample_tokens, model.max_position_embeddings // 2),
         )
-    with tyro_errors(TrainConfig.__name__):
-        config = tyro.cli(
-            TrainConfig,
-            prog=prog,
-            description=_description(chosen.preset),
-            default=default,
-            args=rest,
-        )
+    try:
+        with tyro_errors(TrainConfig.__name__):
+            config = tyro.cli(
+                TrainConfig,
+                prog=prog,
+                description=_description(chosen.preset),
+                default=default,
+                args=rest,
+            )
+    except NotImplementedError as error:  # which tyro does not expect
+        raise FlagError(str(error)) from error
     return _with_tokenizer(config)
 
 

@@ -19,7 +19,7 @@ from models.llama_hf import save_pretrained
 from models.sampling import generate
 from models.sharding import make_mesh, parameter_path
 from train import data
-from train.command_line import Parser, file_or_folder, not_empty, number
+from train.command_line import FlagError, Parser, file_or_folder, not_empty, number
 from train.config import DataConfig, OptimizerConfig, TrainConfig
 from train.evaluate import Sums, measure
 from train.faults import full_disk_names
@@ -270,5 +270,5 @@ def _finite(saved: Saved, mesh: Mesh) -> nnx.State:
 def _mesh(flags: argparse.Namespace) -> Mesh:
     num_devices = jax.device_count()
     if num_devices % flags.fsdp:
-        raise FolderError(f"--fsdp {flags.fsdp} does not divide the {num_devices} devices")
+        raise FlagError(f"--fsdp {flags.fsdp} does not divide the {num_devices} devices")
     return make_mesh(data=num_devices // flags.fsdp, fsdp=flags.fsdp)

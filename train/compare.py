@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from train.command_line import Parser, file_or_folder
+from train.hf_folder import FolderError
 from train.report import (
     DARK,
     LIGHT,
@@ -43,11 +44,11 @@ def write_comparison(first: Path, second: Path, output: Path) -> None:
     """Writes the page about two runs to `output`; like the report, it needs no network.
 
     Raises:
-      ValueError: one is not a run.
+      FolderError: one is not a run.
     """
     for run_dir in (first, second):
         if not (run_dir / "metrics.jsonl").is_file():
-            raise ValueError(f"{run_dir} is not a run: it has no metrics.jsonl")
+            raise FolderError(f"{run_dir} is not a run: it has no metrics.jsonl")
     names = _names(first, second)
     metrics = [load_metrics(run_dir) for run_dir in (first, second)]
     light, dark = (_png(names, metrics, theme) for theme in (LIGHT, DARK))

@@ -202,4 +202,6 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
 
 
 def _name_of(hint: Any) -> str:
-    return getattr(hint, "__name__", None) or str(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return f"one of {', '.join(map(repr, typing.get_args(hint)))}"
+    return hint.__name__ if isinstance(hint, type) else str(hint)
