@@ -85,7 +85,7 @@ def errors(prefix: str = "", *, debug: bool = False) -> Iterator[None]:
         if isinstance(e, RunError) and not prefix:
             sys.exit(line)  # status 1; the other processes of the run get the line, too
         print(line, file=sys.stderr)
-        sys.exit(1 if isinstance(e, PlanError) else 2)
+        raise SystemExit(1 if isinstance(e, PlanError) else 2) from e
 
 
 if __name__ == "__main__":

@@ -182,6 +182,7 @@ class _Peers(threading.Thread):
             text, code, why = f"{error.code}\n", 1, error.code.removeprefix("error: ")
         else:  # it has said why
             text, code, why = "", error.code or 0, f"exit status {error.code or 0}"
+            why = _one_line(error.__cause__) if error.__cause__ else why
         self._end(text, code, f"process {self._index} ended: {why}")
 
     def _end(self, text: str, code: int, reason: str) -> NoReturn:
