@@ -141,7 +141,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program."""
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}; {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 def number(kind: type[int] | type[float], allowed: Range) -> Callable[[str], int | float]:
