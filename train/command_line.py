@@ -131,7 +131,7 @@ def _with_tokenizer(config: TrainConfig) -> TrainConfig:
 
 
 class Parser(argparse.ArgumentParser):
-    """Of a command; a mistake ends the program with one line and status 2."""
+    """Parses a command's flags; a mistake ends the program with one line and status 2."""
 
     def __init__(self, command: str, description: str, **options: Any):
         prog = f"python -m train {command}"
@@ -145,7 +145,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind: type[int] | type[float], allowed: Range) -> Callable[[str], int | float]:
-    """Of argparse, the type of a flag for numbers in a range."""
+    """The type, for argparse, of a flag for numbers in a range."""
 
     def parse(text: str) -> int | float:
         try:
@@ -161,14 +161,14 @@ def number(kind: type[int] | type[float], allowed: Range) -> Callable[[str], int
 
 
 def not_empty(text: str) -> str:
-    """Of argparse, the type of a flag for text."""
+    """The type, for argparse, of a flag for text."""
     if not text:
         raise argparse.ArgumentTypeError("the value is empty")
     return text
 
 
 def file_or_folder(text: str) -> Path:
-    """Of argparse, the type of a flag for a path; an empty one would be the current folder."""
+    """The type, for argparse, of a flag for a path; an empty one would be the current folder."""
     return Path(not_empty(text))
 
 

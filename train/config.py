@@ -1,4 +1,4 @@
-"""What a training run is: a frozen dataclass, and presets; `train.command_line` reads its flags."""
+"""A training run as a frozen dataclass, and its presets; `train.command_line` reads its flags."""
 
 import dataclasses
 import difflib

@@ -44,7 +44,7 @@ def check_ranges(config: Any, **ranges: Range) -> None:
 
     Args:
       config: a dataclass.
-      **ranges: of its fields, by name. A None is in any range. Of a tuple each entry must be in it.
+      **ranges: of its fields, by name. A None is in any range. Each entry of a tuple must be in it.
 
     Raises:
       ValueError: one is not; with its name, value and range.

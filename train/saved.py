@@ -160,7 +160,7 @@ def read_run_config(run_dir: Path) -> TrainConfig:
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:
-    """What `train.metrics.jsonable` made `value` of, as far as a configuration has it.
+    """The object of which `train.metrics.jsonable` made `value`, as far as a configuration has it.
 
     Args:
       hint: the type that it must have.

@@ -7,7 +7,6 @@ The commands themselves, from the arguments to the exit status. Malformed data h
 import dataclasses
 import json
 import re
-import runpy
 import shutil
 import sys
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import pytest
 import tiny_run
 import train.loop
 from models.llama_hf import load_pretrained
+from train.__main__ import main
 from train.config import CheckpointConfig
 from train.loop import run
 
@@ -82,7 +82,7 @@ def error_of(monkeypatch, capsys, unchecked_shapes):
         monkeypatch.setattr(sys, "argv", ["train", *arguments])
         monkeypatch.setattr(train.loop, "_compile", compile_nothing)
         with pytest.raises(SystemExit) as exit_info:
-            runpy.run_module("train", run_name="__main__")
+            main(arguments)
         printed = capsys.readouterr().err
         if isinstance(exit_info.value.code, str):  # as the interpreter does
             printed += exit_info.value.code
