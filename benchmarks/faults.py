@@ -32,7 +32,7 @@ import jax
 import numpy as np
 
 from train.checkpoint import Checkpoints
-from train.config import parse_command_line
+from train.command_line import parse_command_line
 from train.loop import mesh_of
 from train.step import abstract_state
 

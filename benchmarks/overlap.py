@@ -30,7 +30,8 @@ from benchmarks import timing
 from benchmarks.schedule import Collective, Schedule
 from models.sharding import make_mesh
 from train import aot, cost, xla_flags
-from train.config import TrainConfig, parse_command_line
+from train.command_line import parse_command_line
+from train.config import TrainConfig
 from train.plan import abstract_batch
 from train.step import abstract_state, init_state, jit_train_step, memory_in_bytes
 

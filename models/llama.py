@@ -55,6 +55,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -141,10 +142,16 @@ class LlamaConfig:
                 object.__setattr__(self, name, jnp.dtype(value).name)
             except TypeError as error:
                 raise ValueError(f"{name}={value!r} is no dtype, such as bfloat16") from error
+            if getattr(self, name) not in _DTYPES:
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(_DTYPES)}")
         for name in _SIZES:
             size = getattr(self, name)
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name}={size!r} must be a whole number from 1 up")
+        for name, least in (("rms_norm_eps", 1e-30), ("initializer_range", 0), ("head_dim", 0)):
+            value = getattr(self, name)
+            if not least <= value < math.inf:  # NaN is not
+                raise ValueError(f"{name}={value} must be a finite number from {least} up")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"{self.num_attention_heads=} must be a multiple of {self.num_key_value_heads=}"

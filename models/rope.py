@@ -108,6 +108,10 @@ class RopeParameters:
             raise ValueError(f"rope type {self.rope_type!r} needs {missing}, given: {given}")
         if unread := {name: value for name, value in given.items() if name not in read}:
             raise ValueError(f"rope type {self.rope_type!r} does not read {unread}: leave them out")
+        for name, value in given.items():
+            numbers = value if isinstance(value, tuple) else (value,)
+            if not all(isinstance(number, str) or math.isfinite(number) for number in numbers):
+                raise ValueError(f"{name}={value} must be finite")
         if not self.rope_theta > 1:
             raise ValueError(f"{self.rope_theta=} must be greater than 1")
         if self.factor is not None and not self.factor >= 1:

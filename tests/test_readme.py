@@ -11,8 +11,9 @@ import pytest
 from models.llama import PRESETS
 from models.llama_hf import config_to_hf
 from tokenizer_files import write_byte_level
-from train import commands, compare, data
-from train.config import parse_command_line
+from train import data
+from train.__main__ import main
+from train.command_line import parse_command_line
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -89,6 +90,6 @@ def test_other_commands_are_understood(command, arguments, tmp_path, monkeypatch
     """Up to the run, which is not there."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
-        {"compare": compare.run, **commands.COMMANDS}[command](shlex.split(arguments))
+        main([command, *shlex.split(arguments)])
     error = capsys.readouterr().err
     assert "runs/demo is " in error and "unrecognized" not in error and "usage" not in error

@@ -1,59 +1,92 @@
-"""`python -m train`: trains a Llama. `python -m train --help` lists the flags.
+"""`python -m train`: trains a Llama, or runs a command; `python -m train --help` lists them.
 
-`python -m train plan` says what fits on a device; see `train.plan_command`.
-`python -m train replay` runs a step again that a run ended with; see `train.replay`.
-`python -m train export`, `eval` and `sample` use a trained model; see `train.commands`.
-`python -m train compare` writes a page about two runs; see `train.compare`.
+A mistake of the user, or of files, ends the program with one line and status 2, and a run that
+cannot go on with status 1. With `--debug` the traceback comes first. Other exceptions are bugs of
+this program, and keep their traceback.
 """
 
-import errno
+import contextlib
+import importlib
 import os
 import sys
+import traceback
+from collections.abc import Iterator, Sequence
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["plan"]:
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs a command line, without the name of the program."""
+    if "plan" in arguments[:2]:
         # Read when JAX is imported. XLA logs as an error that a program is larger than the device;
         # to the planner that is an answer.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-        from train import plan_command
+    from train.command_line import COMMANDS, DEBUG
 
-        plan_command.run(sys.argv[2:])
-    elif sys.argv[1:2] == ["replay"]:
-        from train import replay
-
-        replay.run(sys.argv[2:])
-    elif sys.argv[1:2] == ["compare"]:
-        from train import compare
-
-        compare.run(sys.argv[2:])
-    elif sys.argv[1:2] in (["export"], ["eval"], ["sample"]):
-        from train import commands
-
-        commands.COMMANDS[sys.argv[1]](sys.argv[2:])
+    debug = DEBUG in arguments
+    arguments = [argument for argument in arguments if argument != DEBUG]
+    if arguments and arguments[0] in COMMANDS:
+        _, module, function = COMMANDS[arguments[0]]
+        with errors(f"python -m train {arguments[0]}: ", debug=debug):
+            getattr(importlib.import_module(module), function)(arguments[1:])
     else:
-        from train import distributed
-        from train.config import parse_command_line
-        from train.data import DataError
-        from train.faults import RunError, hide_given_up_transfers
-        from train.hf_folder import FolderError
-        from train.loop import run
+        _train(arguments, debug=debug)
 
-        hide_given_up_transfers()
-        arguments = sys.argv[1:]
-        try:
-            # Before the other flags, whose defaults depend on the devices.
-            with distributed.started(distributed.flags(arguments)):
+
+def _train(arguments: list[str], *, debug: bool) -> None:
+    from train import distributed, loop
+    from train.command_line import COMMANDS, FlagError, parse_command_line
+    from train.faults import full_disk_names, hide_given_up_transfers
+
+    hide_given_up_transfers()
+    with errors(debug=debug):
+        if arguments and not arguments[0].startswith("-"):
+            raise FlagError(
+                f"there is no command {arguments[0]!r}; there are {', '.join(COMMANDS)}"
+            )
+        # Before the other flags, whose defaults depend on the devices.
+        with distributed.started(distributed.flags(arguments)):
+            # Inside, too, because of several processes `started` ends those with an exception.
+            with errors(debug=debug):
+                config = parse_command_line(arguments)
                 try:
-                    run(parse_command_line(arguments))
-                except (DataError, FolderError) as error:
-                    print(f"error: {error}", file=sys.stderr)
-                    sys.exit(2)  # as for a mistake on the command line
-                except RunError as error:
-                    sys.exit(f"error: {error}")
-                except OSError as error:
-                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                        raise
-                    # Of metrics, the report or the model on a full disk.
-                    sys.exit(f"error: {error}")
-        except RunError as error:
-            sys.exit(f"error: {error}")
+                    loop.mesh_of(config)
+                except ValueError as error:
+                    raise FlagError(f"--mesh: {error}") from error
+                with full_disk_names(config.runs_dir / config.name):
+                    loop.run(config)
+
+
+@contextlib.contextmanager
+def errors(prefix: str = "", *, debug: bool = False) -> Iterator[None]:
+    """Ends the program for the exceptions that users and machines cause.
+
+    Args:
+      prefix: of the line.
+      debug: whether the traceback is printed.
+    """
+    from train.command_line import DEBUG, FlagError
+    from train.data import DataError
+    from train.faults import RunError
+    from train.hf_folder import FolderError
+    from train.plan import PlanError
+
+    try:
+        yield
+    except (ValueError, OSError, NotImplementedError, FloatingPointError, RunError, PlanError) as e:
+        if debug:
+            traceback.print_exc()
+        message = " ".join(str(e).split()) or type(e).__name__
+        if isinstance(e, DataError) and prefix:  # it names the flags of training
+            message = message.replace("--data.", "--")
+        line = f"{prefix}error: {message}"
+        # What these say is for users. Another exception may be a bug, which a line does not show.
+        for_users = FlagError, DataError, FolderError, RunError, PlanError
+        if not debug and not isinstance(e, for_users):
+            line += f" ({DEBUG} shows the traceback)"
+        if isinstance(e, RunError) and not prefix:
+            sys.exit(line)  # status 1; the other processes of the run get the line, too
+        print(line, file=sys.stderr)
+        raise SystemExit(1 if isinstance(e, PlanError) else 2) from e
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -4,10 +4,10 @@ They take a run, one of its checkpoints (`run/checkpoints/120`), or a Hugging Fa
 """
 
 import argparse
-import contextlib
 import dataclasses
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -17,12 +17,14 @@ from jax.sharding import Mesh
 
 from models.llama_hf import save_pretrained
 from models.sampling import generate
-from models.sharding import make_mesh
+from models.sharding import make_mesh, parameter_path
 from train import data
+from train.command_line import FlagError, Parser, file_or_folder, not_empty, number
 from train.config import DataConfig, OptimizerConfig, TrainConfig
 from train.evaluate import Sums, measure
-from train.faults import RunError
+from train.faults import full_disk_names
 from train.hf_folder import FolderError, copy_tokenizer
+from train.ranges import COUNT, NOT_NEGATIVE, SEED, SIZE
 from train.saved import Saved, find_model
 from train.step import make_eval_step, model_graph
 
@@ -32,24 +34,27 @@ _SOURCE = "a run, one of its checkpoints (run/checkpoints/120), or a Hugging Fac
 def export(arguments: Sequence[str]) -> None:
     """Writes a model with its tokenizer as a Hugging Face folder."""
     parser = _parser("export", "Writes a model with its tokenizer as a Hugging Face folder.")
-    parser.add_argument("output", type=Path, help="the folder to write; it must not have a model")
+    parser.add_argument(
+        "output", type=file_or_folder, help="the folder to write; it must not have a model"
+    )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="of the tensors; default: as trained"
     )
     flags = parser.parse_args(arguments)
-    with _errors(parser):
-        saved = _find(flags)
-        if (flags.output / "config.json").exists():
-            raise FolderError(f"{flags.output} has a config.json; name a folder without a model")
-        mesh = _mesh(flags)
-        with jax.set_mesh(mesh):
-            params = saved.load(mesh)
-            config = saved.model
-            if flags.dtype:
-                config = dataclasses.replace(config, param_dtype=flags.dtype)
-                params = jax.tree.map(lambda a: a.astype(flags.dtype), params)
+    saved = _find(flags)
+    if (flags.output / "config.json").exists():
+        raise FolderError(f"{flags.output} has a config.json; name a folder without a model")
+    mesh = _mesh(flags)
+    with jax.set_mesh(mesh):
+        params = saved.load(mesh)
+        config = saved.model
+        if flags.dtype:
+            config = dataclasses.replace(config, param_dtype=flags.dtype)
+            params = jax.tree.map(lambda a: a.astype(flags.dtype), params)
+        with full_disk_names(flags.output):
             save_pretrained(nnx.merge(model_graph(config), params), flags.output)
-        bos_token, eos_token = saved.bos_token, saved.eos_token
+    bos_token, eos_token = saved.bos_token, saved.eos_token
+    with full_disk_names(flags.output):
         copy_tokenizer(saved.tokenizer, flags.output, bos_token=bos_token, eos_token=eos_token)
     print(f"{saved.name}: written to {flags.output}")
     if saved.tokenizer is None:
@@ -60,40 +65,53 @@ def evaluate(arguments: Sequence[str]) -> None:
     """Prints nats per token, accuracy and bits per byte of each file, and of all together."""
     parser = _parser("eval", "Measures how well a model predicts text.")
     parser.add_argument(
-        "--path", type=Path, nargs="+", required=True, help="files and folders, as of --data.path"
+        "--path",
+        type=file_or_folder,
+        nargs="+",
+        required=True,
+        help="files and folders, as of --data.path",
     )
     parser.add_argument(
-        "--sequence-length", type=int, help="tokens in a row; default: as trained, at most 2048"
+        "--sequence-length",
+        type=number(int, SIZE),
+        help="tokens in a row; default: as trained, at most 2048",
     )
-    parser.add_argument("--batch-size", type=int, help="rows at a time; default: 8 a device")
-    parser.add_argument("--batches", type=int, help="of each file, evenly spread; default: all")
-    parser.add_argument("--text-field", default="text", help="of .jsonl and .parquet")
+    parser.add_argument(
+        "--batch-size", type=number(int, SIZE), help="rows at a time; default: 8 a device"
+    )
+    parser.add_argument(
+        "--batches", type=number(int, SIZE), help="of each file, evenly spread; default: all"
+    )
+    parser.add_argument(
+        "--text-field", type=not_empty, default="text", help="of .jsonl and .parquet"
+    )
     parser.add_argument("--token-dtype", choices=("uint16", "uint32"), default="uint16")
-    parser.add_argument("--cache-dir", type=Path, help="for the tokens")
+    parser.add_argument("--cache-dir", type=file_or_folder, help="for the tokens")
     _add_tokenizer_flags(parser)
     flags = parser.parse_args(arguments)
-    with _errors(parser):
-        saved = _with_tokenizer(_find(flags), flags)
-        config = _eval_config(saved, flags)
-        mesh = _mesh(flags)
-        with jax.set_mesh(mesh):
-            if config.data.batch_size % mesh.size:
-                raise FolderError(
-                    f"--batch-size {config.data.batch_size} must be a multiple of the {mesh.size} "
-                    "devices"
-                )
-            texts = [_open(config, path) for path in flags.path]
-            params = saved.load(mesh)
-            eval_step = jax.jit(make_eval_step(config))
-            print(saved.name)
-            total = Sums()
-            for path, text in zip(flags.path, texts, strict=True):
-                batches = text.eval_batches(config.data.batch_size, flags.batches)
-                sums = measure(eval_step, params, batches, text.token_bytes, mesh)
-                _print_sums(str(path), sums)
-                total += sums
-            if len(texts) > 1:
-                _print_sums("all", total)
+    saved = _with_tokenizer(_find(flags), flags)
+    config = _eval_config(saved, flags)
+    mesh = _mesh(flags)
+    with jax.set_mesh(mesh):
+        if config.data.batch_size % mesh.size:
+            raise FolderError(
+                f"--batch-size {config.data.batch_size} must be a multiple of the {mesh.size} "
+                "devices"
+            )
+        texts = [_open(config, path) for path in flags.path]
+        params = _finite(saved, mesh)
+        eval_step = jax.jit(make_eval_step(config))
+        print(saved.name)
+        total = Sums()
+        for path, text in zip(flags.path, texts, strict=True):
+            batches = text.eval_batches(config.data.batch_size, flags.batches)
+            sums = measure(eval_step, params, batches, text.token_bytes, mesh)
+            if not math.isfinite(sums.nll):
+                raise FolderError(f"{path}: the loss of {saved.name} is {sums.nll}, not a number")
+            _print_sums(str(path), sums)
+            total += sums
+        if len(texts) > 1:
+            _print_sums("all", total)
 
 
 def _print_sums(name: str, sums: Sums) -> None:
@@ -148,30 +166,34 @@ def sample(arguments: Sequence[str]) -> None:
     """Prints a prompt and what the model makes of it."""
     parser = _parser("sample", "Generates text.")
     parser.add_argument("--prompt", required=True, help="beginning of the text")
-    parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--max-new-tokens", type=number(int, SIZE), default=200)
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 takes the likeliest token; default: 0.8"
+        "--temperature",
+        type=number(float, NOT_NEGATIVE),
+        default=0.8,
+        help="0 takes the likeliest token; default: 0.8",
     )
-    parser.add_argument("--top-k", type=int, help="draw from so many of the likeliest tokens")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--top-k", type=number(int, SIZE), help="draw from so many of the likeliest tokens"
+    )
+    parser.add_argument("--seed", type=number(int, SEED), default=0)
     _add_tokenizer_flags(parser)
     flags = parser.parse_args(arguments)
-    with _errors(parser):
-        saved = _with_tokenizer(_find(flags), flags)
-        tokenizer = _tokenizer_of(saved)
-        prompt = data.start_of_document(flags.prompt, tokenizer)
-        if not len(prompt):
-            raise FolderError("the prompt has no tokens; write something with --prompt")
-        mesh = _mesh(flags)
-        with jax.set_mesh(mesh):
-            tokens = generate(
-                nnx.merge(model_graph(saved.model), saved.load(mesh)),
-                jnp.asarray(prompt, jnp.int32)[None],
-                max_new_tokens=flags.max_new_tokens,
-                temperature=flags.temperature,
-                top_k=flags.top_k,
-                key=jax.random.key(flags.seed),
-            )
+    saved = _with_tokenizer(_find(flags), flags)
+    tokenizer = _tokenizer_of(saved)
+    prompt = data.start_of_document(flags.prompt, tokenizer)
+    if not len(prompt):
+        raise FolderError("the prompt has no tokens; write something with --prompt")
+    mesh = _mesh(flags)
+    with jax.set_mesh(mesh):
+        tokens = generate(
+            nnx.merge(model_graph(saved.model), _finite(saved, mesh)),
+            jnp.asarray(prompt, jnp.int32)[None],
+            max_new_tokens=flags.max_new_tokens,
+            temperature=flags.temperature,
+            top_k=flags.top_k,
+            key=jax.random.key(flags.seed),
+        )
     print(flags.prompt + tokenizer.decode(jax.device_get(tokens)[0]))
 
 
@@ -204,22 +226,25 @@ def _with_tokenizer(saved: Saved, flags: argparse.Namespace) -> Saved:
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m train {command}", allow_abbrev=False, description=description
+    parser = Parser(command, description)
+    parser.add_argument("source", type=file_or_folder, help=_SOURCE)
+    parser.add_argument(
+        "--step", type=number(int, COUNT), help="of the run's checkpoint; default: the newest"
     )
-    parser.add_argument("source", type=Path, help=_SOURCE)
-    parser.add_argument("--step", type=int, help="of the run's checkpoint; default: the newest")
     parser.add_argument(
         "--best", action="store_true", help="the run's checkpoint with the lowest held-out loss"
     )
     parser.add_argument(
-        "--fsdp", type=int, default=1, help="devices over which the parameters are split"
+        "--fsdp",
+        type=number(int, SIZE),
+        default=1,
+        help="devices over which the parameters are split",
     )
     return parser
 
 
 def _add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokenizer", type=Path, help="in place of the model's own")
+    parser.add_argument("--tokenizer", type=file_or_folder, help="in place of the model's own")
     parser.add_argument("--bos-token", help="begins a text, in place of the tokenizer's own")
     parser.add_argument("--eos-token", help="ends a text, likewise")
 
@@ -228,22 +253,22 @@ def _find(flags: argparse.Namespace) -> Saved:
     return find_model(flags.source, step=flags.step, best=flags.best)
 
 
+def _finite(saved: Saved, mesh: Mesh) -> nnx.State:
+    """The parameters, without which nothing can be computed if one is NaN or infinite."""
+    params = saved.load(mesh)
+    finite = jax.jit(lambda params: jax.tree.map(lambda a: jnp.isfinite(a).all(), params))(params)
+    for path, is_finite in jax.tree.leaves_with_path(jax.device_get(finite)):
+        if not is_finite:
+            name = ".".join(map(str, parameter_path(path)))
+            raise FolderError(
+                f"{saved.name}: the parameter {name} has values that are not finite; take another "
+                "model, or an earlier checkpoint of the run with --step"
+            )
+    return params
+
+
 def _mesh(flags: argparse.Namespace) -> Mesh:
     num_devices = jax.device_count()
-    if flags.fsdp < 1 or num_devices % flags.fsdp:
-        raise FolderError(f"--fsdp {flags.fsdp} does not divide the {num_devices} devices")
+    if num_devices % flags.fsdp:
+        raise FlagError(f"--fsdp {flags.fsdp} does not divide the {num_devices} devices")
     return make_mesh(data=num_devices // flags.fsdp, fsdp=flags.fsdp)
-
-
-@contextlib.contextmanager
-def _errors(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Errors of the user and of files end the program with one line and status 2."""
-    try:
-        yield
-    except (FolderError, RunError, data.DataError, OSError, ValueError) as error:
-        # The data names the flags of training.
-        line = " ".join(str(error).split()).replace("--data.", "--")
-        parser.exit(2, f"{parser.prog}: error: {line}\n")
-
-
-COMMANDS = {"export": export, "eval": evaluate, "sample": sample}

@@ -1,11 +1,12 @@
 """`python -m train compare RUN RUN`: one page with the curves of two runs and what differs."""
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from train.command_line import Parser, file_or_folder
+from train.hf_folder import FolderError
 from train.report import (
     DARK,
     LIGHT,
@@ -26,21 +27,16 @@ from train.report import (
 
 def run(arguments: Sequence[str]) -> None:
     """Writes the page."""
-    parser = argparse.ArgumentParser(
-        prog="python -m train compare",
-        allow_abbrev=False,
-        description="Writes a page with the curves of two runs and their differing settings.",
+    parser = Parser(
+        "compare", "Writes a page with the curves of two runs and their differing settings."
     )
-    parser.add_argument("runs", type=Path, nargs=2, metavar="RUN")
+    parser.add_argument("runs", type=file_or_folder, nargs=2, metavar="RUN")
     parser.add_argument(
-        "--output", type=Path, default=Path("compare.html"), help="default: compare.html"
+        "--output", type=file_or_folder, default=Path("compare.html"), help="default: compare.html"
     )
     flags = parser.parse_args(arguments)
-    try:
-        first, second = flags.runs
-        write_comparison(first, second, flags.output)
-    except (OSError, ValueError) as error:
-        parser.exit(2, f"{parser.prog}: error: {' '.join(str(error).split())}\n")
+    first, second = flags.runs
+    write_comparison(first, second, flags.output)
     print(flags.output)
 
 
@@ -48,11 +44,11 @@ def write_comparison(first: Path, second: Path, output: Path) -> None:
     """Writes the page about two runs to `output`; like the report, it needs no network.
 
     Raises:
-      ValueError: one is not a run.
+      FolderError: one is not a run.
     """
     for run_dir in (first, second):
         if not (run_dir / "metrics.jsonl").is_file():
-            raise ValueError(f"{run_dir} is not a run: it has no metrics.jsonl")
+            raise FolderError(f"{run_dir} is not a run: it has no metrics.jsonl")
     names = _names(first, second)
     metrics = [load_metrics(run_dir) for run_dir in (first, second)]
     light, dark = (_png(names, metrics, theme) for theme in (LIGHT, DARK))

@@ -1,26 +1,28 @@
-"""What a training run is: a frozen dataclass, presets, and the command line made from them."""
+"""A training run as a frozen dataclass, and its presets; `train.command_line` reads its flags."""
 
-import argparse
 import dataclasses
 import difflib
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
-
-import tyro
+from typing import Literal
 
 from models.llama import PRESETS as MODELS
 from models.llama import LlamaConfig
 from pallas_kernels.mosaic_gpu import target_device
 from train import xla_flags
-from train.hf_folder import FolderError, has_tokenizer, read_model_config
-
-
-def _check_at_least(least: int, config: Any, *names: str) -> None:
-    for name in names:
-        if not getattr(config, name) >= least:  # NaN is not
-            raise ValueError(f"{name}={getattr(config, name)} must be at least {least}")
+from train.ranges import (
+    BELOW_ONE,
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SECONDS,
+    SEED,
+    SHARE,
+    SIZE,
+    WHOLE_SECONDS,
+    check_folder_name,
+    check_ranges,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,15 +68,25 @@ class DataConfig:
     accumulation_steps: int = 1
 
     def __post_init__(self):
-        _check_at_least(1, self, "sequence_length", "batch_size", "accumulation_steps")
-        if not 0 <= self.held_out_fraction < 1:
-            raise ValueError(f"held_out_fraction={self.held_out_fraction} must lie in [0, 1)")
+        check_ranges(
+            self,
+            weights=POSITIVE,
+            held_out_fraction=BELOW_ONE,
+            sequence_length=SIZE,
+            batch_size=SIZE,
+            accumulation_steps=SIZE,
+        )
+        if self.tokens_per_step not in range(2**31):  # counted in an int32
+            raise ValueError(
+                f"batch_size={self.batch_size} times {self.accumulation_steps=} times "
+                f"{self.sequence_length=} must stay below 2**31 tokens"
+            )
         if self.weights and len(self.weights) != len(self.path):
             raise ValueError(
                 f"{len(self.weights)} weights for {len(self.path)} paths; give each path one"
             )
-        if not all(0 < weight < float("inf") for weight in self.weights):
-            raise ValueError(f"weights={self.weights} must be positive")
+        if not self.text_field:
+            raise ValueError("text_field='' must be the name of a field")
         if len(set(self.path)) < len(self.path):
             raise ValueError("path names the same file twice; raise its weight instead")
         for name in ("tokenizer", "held_out_path"):
@@ -156,10 +168,18 @@ class OptimizerConfig:
     momentum_dtype: Literal["float32", "bfloat16"] | None = None
 
     def __post_init__(self):
-        _check_at_least(0, self, "learning_rate", "warmup_steps", "clip_norm")
-        for name in ("decay_fraction", "final_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1]")
+        check_ranges(
+            self,
+            learning_rate=NOT_NEGATIVE,
+            warmup_steps=COUNT,
+            decay_fraction=SHARE,
+            final_fraction=SHARE,
+            b1=BELOW_ONE,
+            b2=BELOW_ONE,
+            eps=POSITIVE,
+            weight_decay=NOT_NEGATIVE,
+            clip_norm=NOT_NEGATIVE,
+        )
         b1, b2 = _DECAYS[self.name]
         for name, usual in (("b1", b1), ("b2", b2), ("momentum_dtype", b1)):
             if usual is None and getattr(self, name) is not None:
@@ -191,9 +211,9 @@ class MeshConfig:
     tensor: int = 1
 
     def __post_init__(self):
-        _check_at_least(1, self, "fsdp", "tensor")
+        check_ranges(self, fsdp=SIZE, tensor=SIZE)
         if self.data != -1:
-            _check_at_least(1, self, "data")
+            check_ranges(self, data=SIZE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,8 +230,7 @@ class CheckpointConfig:
     keep: int = 2
 
     def __post_init__(self):
-        _check_at_least(0, self, "every")
-        _check_at_least(1, self, "keep")
+        check_ranges(self, every=COUNT, keep=SIZE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,8 +260,14 @@ class DistributedConfig:
     step_timeout_s: float = 1800.0
 
     def __post_init__(self):
-        _check_at_least(1, self, "num_processes", "initialization_timeout_s", "heartbeat_timeout_s")
-        _check_at_least(0, self, "process_id", "step_timeout_s")
+        check_ranges(
+            self,
+            num_processes=SIZE,
+            process_id=COUNT,
+            initialization_timeout_s=WHOLE_SECONDS,
+            heartbeat_timeout_s=WHOLE_SECONDS,
+            step_timeout_s=SECONDS,
+        )
         if self.process_id >= self.num_processes:
             raise ValueError(
                 f"process_id={self.process_id} must be below num_processes={self.num_processes}"
@@ -324,9 +349,27 @@ class TrainConfig:
     xla_options: tuple[str, ...] = ()
 
     def __post_init__(self):
+        check_folder_name(self.name)
         xla_flags.parse(self.xla_options)
-        _check_at_least(1, self, "steps", "eval_batches", "log_every", "max_skipped_steps")
-        _check_at_least(0, self, "eval_every", "sample_tokens", "skip_loss_spikes")
+        check_ranges(
+            self,
+            steps=SIZE,
+            seed=SEED,
+            z_loss=NOT_NEGATIVE,
+            max_skipped_steps=SIZE,
+            skip_loss_spikes=NOT_NEGATIVE,
+            eval_every=COUNT,
+            eval_batches=SIZE,
+            log_every=SIZE,
+            sample_tokens=COUNT,
+        )
+        longest = self.model.max_position_embeddings
+        grows = self.model.rope_parameters.rope_type == "dynamic"
+        if self.data.sequence_length > longest and not grows:
+            raise ValueError(
+                f"data.sequence_length={self.data.sequence_length} exceeds "
+                f"model.max_position_embeddings={longest}; shorten the rows or raise it"
+            )
         if self.optimizer.warmup_steps >= self.steps:
             raise ValueError(
                 f"{self.optimizer.warmup_steps=} must be below {self.steps=}; shorten the warm-up"
@@ -395,61 +438,3 @@ def preset(name: str) -> TrainConfig:
 def fast_dtype() -> str:
     """Of the computation: XLA emulates bfloat16 on a CPU, at half the speed of float32."""
     return "float32" if target_device().capability is None else "bfloat16"
-
-
-def parse_command_line(arguments: Sequence[str]) -> TrainConfig:
-    """`--preset NAME` and a flag for every field of its `TrainConfig`.
-
-    With `--init-from FOLDER` the model and the tokenizer in the folder are the defaults.
-    """
-    prog = "python -m train"
-    parser = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
-    parser.add_argument("--preset", default="demo")
-    parser.add_argument("--init-from", type=Path)
-    chosen, rest = parser.parse_known_args(arguments)
-    try:
-        default = preset(chosen.preset)
-        if chosen.init_from:
-            model = read_model_config(chosen.init_from, default.model)
-            default = dataclasses.replace(
-                default,
-                init_from=chosen.init_from,
-                model=model,
-                sample_tokens=min(default.sample_tokens, model.max_position_embeddings // 2),
-            )
-    except ValueError as error:
-        parser.error(str(error))
-    description = (
-        f"Trains a Llama. --preset {{{','.join(PRESET_NAMES)}}} (default demo) sets the defaults "
-        f"of all other flags; these are those of {chosen.preset}. `{prog} plan --help`: what fits "
-        "on a device, here or not."
-    )
-    config = tyro.cli(
-        TrainConfig,
-        prog=prog,
-        description=description,
-        default=default,
-        args=rest,
-    )
-    try:
-        return _with_tokenizer(config)
-    except FolderError as error:
-        parser.error(str(error))
-
-
-def _with_tokenizer(config: TrainConfig) -> TrainConfig:
-    """With the tokenizer of the model that the run starts from, unless it has another."""
-    folder, data = config.init_from, config.data
-    if folder is None or data.tokenizer:
-        return config
-    if not has_tokenizer(folder):
-        print(f"{folder} has no tokenizer.json: a token is a byte; --data.tokenizer names another")
-        return config
-    if data.path:
-        return dataclasses.replace(config, data=dataclasses.replace(data, tokenizer=folder))
-    if data.source == "stdlib":
-        raise FolderError(
-            f"the model in {folder} has a tokenizer, but the standard library is read as bytes; "
-            "name text with --data.path"
-        )
-    return config

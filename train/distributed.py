@@ -31,6 +31,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int
 
+from train.command_line import tyro_errors
 from train.config import DistributedConfig
 from train.faults import RunError
 
@@ -49,9 +50,14 @@ class _Flags:
 
 
 def flags(arguments: Sequence[str]) -> DistributedConfig:
-    """The `--distributed` flags of a command line, whose others need a device to be understood."""
+    """The `--distributed` flags of a command line, whose others need a device to be understood.
+
+    Raises:
+      FlagError: one has a wrong value.
+    """
     known = [text for text in arguments if text not in ("-h", "--help")]
-    return tyro.cli(_Flags, args=known, return_unknown_args=True)[0].distributed
+    with tyro_errors(_Flags.__name__):
+        return tyro.cli(_Flags, args=known, return_unknown_args=True)[0].distributed
 
 
 @contextlib.contextmanager
@@ -176,6 +182,7 @@ class _Peers(threading.Thread):
             text, code, why = f"{error.code}\n", 1, error.code.removeprefix("error: ")
         else:  # it has said why
             text, code, why = "", error.code or 0, f"exit status {error.code or 0}"
+            why = _one_line(error.__cause__) if error.__cause__ else why
         self._end(text, code, f"process {self._index} ended: {why}")
 
     def _end(self, text: str, code: int, reason: str) -> NoReturn:

@@ -1,7 +1,8 @@
 """How a run ends before its last step: signals, errors, and what the step that failed leaves."""
 
 import contextlib
-import pickle
+import errno
+import json
 import signal
 import sys
 import threading
@@ -13,8 +14,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
+from safetensors import SafetensorError
 
 from train.config import TrainConfig
+from train.hf_folder import FolderError
+from train.metrics import jsonable
 
 
 class RunError(RuntimeError):
@@ -58,6 +62,28 @@ def hide_given_up_transfers() -> None:
     sys.unraisablehook = hook
 
 
+@contextlib.contextmanager
+def full_disk_names(target: Path) -> Iterator[None]:
+    """Gives the errors of a full disk, which name no file, the name of what was being written.
+
+    Raises:
+      FolderError: the disk is full, or a limit of its user or of the size of a file is reached.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise FolderError(
+            f"{error.filename or target} cannot be written: {error.strerror}"
+        ) from error
+    except SafetensorError as error:
+        raise FolderError(f"{target} cannot be written: {' '.join(str(error).split())}") from error
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def save_failed_step(
     run_dir: Path,
     config: TrainConfig,
@@ -70,13 +96,13 @@ def save_failed_step(
     Of several processes each writes its parameters, so all have to call this.
 
     Returns:
-      The folder: `config.pickle`, `batch.npz` with arrays `[A, B, S]`, and `params`.
+      The folder: `config.json`, `batch.npz` with arrays `[A, B, S]`, and `params`.
     """
     folder = run_dir / f"failed-step-{step}"
     if jax.process_index() == 0:
         folder.mkdir(exist_ok=True)
-        # A pickle, because JSON has neither the types nor the classes of the configuration.
-        (folder / "config.pickle").write_bytes(pickle.dumps(config))
+        content = {"config": jsonable(config)}
+        (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
         np.savez(folder / "batch.npz", allow_pickle=False, **batch)
     with ocp.StandardCheckpointer() as checkpointer:
         leaves = jax.tree.leaves(params)

@@ -30,7 +30,7 @@ from train.distributed import (
     to_devices,
 )
 from train.evaluate import measure
-from train.faults import RunError, save_failed_step, stop_signals
+from train.faults import RunError, full_disk_names, save_failed_step, stop_signals
 from train.hf_folder import check_model, copy_tokenizer, load_params
 from train.plan import Programs, plan, table, with_policies, with_remat
 from train.plan_cache import cached
@@ -428,7 +428,8 @@ def _finish(config: TrainConfig, run_dir: Path, state: TrainState) -> None:
     """The saved model, the text samples, the plot and the report."""
     if config.save:
         model: Llama = nnx.merge(model_graph(config.model), state.params)
-        save_pretrained(model, run_dir / "model")
+        with full_disk_names(run_dir / "model"):
+            save_pretrained(model, run_dir / "model")
         if is_first():
             _keep_tokenizer(config, run_dir / "model")
     samples = []
@@ -440,7 +441,8 @@ def _finish(config: TrainConfig, run_dir: Path, state: TrainState) -> None:
     if not is_first():
         return
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    page = report.write_report(run_dir, samples=samples, summary={"Parameters": parameters})
+    with full_disk_names(run_dir / "report.html"):
+        page = report.write_report(run_dir, samples=samples, summary={"Parameters": parameters})
     print(f"\nreport: {page}")
 
 

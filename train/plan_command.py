@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import os
 import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
@@ -12,12 +11,12 @@ import jax
 from models.llama import AUTO_REMAT
 from models.sharding import make_mesh
 from train import aot
-from train.config import PRESET_NAMES, MeshConfig, TrainConfig, parse_command_line
+from train.command_line import FlagError, Parser, number, parse_command_line
+from train.config import PRESET_NAMES, MeshConfig, TrainConfig
 from train.plan import (
     HOPELESS,
     Measures,
     Plan,
-    PlanError,
     Programs,
     plan,
     table,
@@ -32,6 +31,7 @@ from train.plan_target import (
     target_elsewhere,
     target_here,
 )
+from train.ranges import POSITIVE, SIZE
 
 # A larger batch is hardly faster: at 64 rows of 4096 tokens a 1B model computes for seconds.
 _MOST_ROWS = 64
@@ -40,10 +40,11 @@ _MOST_ROWS = 64
 def run(arguments: Sequence[str]) -> None:
     """Prints the table and the command line that trains as planned.
 
-    Exits with 2 for a mistake in the arguments and with 1 if nothing fits.
+    Raises:
+      FlagError: a flag is wrong, or the compilers are missing.
+      PlanError: nothing fits.
     """
-    parser = _parser()
-    flags, rest = parser.parse_known_args(arguments)
+    flags, rest = _parser().parse_known_args(arguments)
     if flags.no_cache:
         os.environ[VARIABLE] = ""
     try:
@@ -51,11 +52,8 @@ def run(arguments: Sequence[str]) -> None:
         measures = _OnMeshes(targets)
         configs = list(_configs(config, targets, measures, fixed_batch=_fixes_batch(flags, rest)))
         chosen = plan(configs, targets[config.mesh], measures)
-    except PlanError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        sys.exit(1)
-    except (ValueError, RuntimeError, NotImplementedError) as error:
-        parser.error(str(error))
+    except RuntimeError as error:  # compilers are missing, or cannot compile the step
+        raise FlagError(str(error)) from error
     print(table(chosen))
     print(f"\n{_command(flags, rest, chosen)}")
     if flags.device and chosen.target.mesh.size > 1:
@@ -81,10 +79,9 @@ class _OnMeshes:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m train plan",
-        allow_abbrev=False,
-        description="Says which batch and which rematerialization policy fit on a device and are "
+    parser = Parser(
+        "plan",
+        "Says which batch and which rematerialization policy fit on a device and are "
         "fastest, from the training step compiled ahead of time for it.",
         epilog="All flags of `python -m train` are taken too (`python -m train --help`), such as "
         "--model.no-scan-layers, --model.param-dtype bfloat16, --data.accumulation-steps 4, "
@@ -100,21 +97,33 @@ def _parser() -> argparse.ArgumentParser:
         help=f"GPU to plan for: {', '.join(aot.CHIPS)}, or the name that JAX gives it. It need "
         "not be here. Default: the GPU of this machine",
     )
-    add("--num-devices", type=int, help="how many of them (default 1; those here without --device)")
+    add(
+        "--num-devices",
+        type=number(int, SIZE),
+        help="how many of them (default 1; those here without --device)",
+    )
     add(
         "--tensor",
-        type=int,
+        type=number(int, SIZE),
         nargs="+",
         help="devices that share each sequence, as --mesh.tensor; several numbers are compared",
     )
-    add("--sequence-length", type=int, help="tokens in a row (default: that of the preset)")
+    add(
+        "--sequence-length",
+        type=number(int, SIZE),
+        help="tokens in a row (default: that of the preset)",
+    )
     add(
         "--batch-size",
-        type=int,
+        type=number(int, SIZE),
         help="rows in a forward and backward over all devices; without it, powers of two up to "
         "what fits",
     )
-    add("--memory-gib", type=float, help="memory of a device in place of what it has, GiB")
+    add(
+        "--memory-gib",
+        type=number(float, POSITIVE),
+        help="memory of a device in place of what it has, GiB",
+    )
     add("--no-cache", action="store_true", help="compile again what the cache knows")
     return parser
 
@@ -127,10 +136,6 @@ def _config_and_targets(
     The policy is "auto" unless the flags name one.
     """
     chip = aot.chip(flags.device) if flags.device else None
-    if flags.num_devices is not None and flags.num_devices < 1:
-        raise ValueError(f"--num-devices {flags.num_devices} must be at least 1")
-    if flags.memory_gib is not None and flags.memory_gib <= 0:
-        raise ValueError(f"--memory-gib {flags.memory_gib} must be positive")
     if chip:
         jax.config.update("jax_platforms", "cpu")  # aot.devices stand for the GPUs
         devices = aot.devices(chip, flags.num_devices or 1)

@@ -1,7 +1,11 @@
 """Models on the disk: checkpoints and models of runs, and Hugging Face folders."""
 
+import builtins
+import contextlib
 import dataclasses
 import json
+import pathlib
+import types
 import typing
 from pathlib import Path
 from typing import Any
@@ -144,17 +148,60 @@ def read_run_config(run_dir: Path) -> TrainConfig:
             "has no config.json"
         )
     try:
-        return _typed(TrainConfig, json.loads(file.read_text())["config"])
+        content = json.loads(file.read_text())
+        if not isinstance(content, dict) or "config" not in content:
+            raise FolderError("it has no entry config")
+        return _typed(TrainConfig, content["config"], "config")
     except (KeyError, TypeError, ValueError, NotImplementedError) as error:
-        raise FolderError(f"{file} is not that of a run of this version: {error!r}") from error
+        reason = f"{type(error).__name__}: " if isinstance(error, KeyError | TypeError) else ""
+        raise FolderError(
+            f"{file} is not that of a run of this version: {reason}{' '.join(str(error).split())}"
+        ) from error
 
 
-def _typed(hint: Any, value: Any) -> Any:
-    """What `train.metrics.jsonable` made `value` of, as far as a configuration has it."""
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+def _typed(hint: Any, value: Any, where: str) -> Any:
+    """The object of which `train.metrics.jsonable` made `value`, as far as a configuration has it.
+
+    Args:
+      hint: the type that it must have.
+      value: from JSON.
+      where: its name, for errors.
+
+    Raises:
+      FolderError: it has another type.
+    """
+    wrong = FolderError(f"{where}={value!r} is not {_name_of(hint)}")
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise wrong
         hints = typing.get_type_hints(hint)
-        return hint(**{name: _typed(hints[name], entry) for name, entry in value.items()})
-    kinds = (hint, *typing.get_args(hint))
-    if isinstance(value, list):
-        return tuple(_typed(kinds[1], entry) for entry in value)
-    return Path(value) if isinstance(value, str) and Path in kinds else value
+        if unknown := value.keys() - hints.keys():
+            raise FolderError(f"{where} has entries that are unknown: {', '.join(sorted(unknown))}")
+        parts = {name: _typed(hints[name], part, f"{where}.{name}") for name, part in value.items()}
+        try:
+            return hint(**parts)
+        except (ValueError, NotImplementedError) as error:
+            raise FolderError(f"{where}: {error}") from error
+    arguments = typing.get_args(hint)
+    match typing.get_origin(hint) or hint:
+        case types.UnionType | typing.Union:
+            for kind in arguments:
+                with contextlib.suppress(FolderError):
+                    return _typed(kind, value, where)
+        case builtins.tuple if isinstance(value, list):
+            return tuple(_typed(arguments[0], entry, where) for entry in value)
+        case typing.Literal if value in arguments:
+            return value
+        case pathlib.Path if isinstance(value, str):
+            return Path(value)
+        case builtins.float if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        case kind if isinstance(kind, type) and type(value) is kind:
+            return value
+    raise wrong
+
+
+def _name_of(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return f"one of {', '.join(map(repr, typing.get_args(hint)))}"
+    return hint.__name__ if isinstance(hint, type) else str(hint)

@@ -39,7 +39,7 @@ import json, re
 import jax
 from models.sharding import BATCH_AXES, make_mesh
 from train import aot, cost, plan_command
-from train.config import parse_command_line
+from train.command_line import parse_command_line
 from train.plan import Programs, abstract_batch
 from train.plan_target import target_elsewhere
 from train.step import abstract_state, make_gradients, memory_in_bytes

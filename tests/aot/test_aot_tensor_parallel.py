@@ -32,7 +32,7 @@ import json, sys
 from models.sharding import make_mesh
 from tests.aot.harness import without_binaries
 from train import aot
-from train.config import parse_command_line
+from train.command_line import parse_command_line
 from train.plan import Programs
 from train.plan_target import target_elsewhere
 

@@ -10,7 +10,7 @@ import importlib
 import math
 import os
 import pathlib
-import pickle
+import pickle  # noqa: TID251  of our own worker, in a folder of the test
 import sys
 import time
 import traceback

@@ -1,7 +1,10 @@
 """Models of runs and Hugging Face folders: started from, exported, measured, sampled, compared."""
 
 import dataclasses
+import errno
+import functools
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -13,21 +16,21 @@ import chex
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 from flax import nnx
+from safetensors import SafetensorError
 
 import tiny_run
+import train.command_line
 import train.loop
 from models.llama_hf import load_pretrained
 from models.sharding import make_mesh
 from tokenizer_files import write_byte_level, write_config
 from train import commands, compare, data, tracking
-from train.config import (
-    CheckpointConfig,
-    DataConfig,
-    OptimizerConfig,
-    TrainConfig,
-    parse_command_line,
-)
+from train.__main__ import main
+from train.command_line import COMMANDS, parse_command_line
+from train.config import PRESET_NAMES, CheckpointConfig, DataConfig, OptimizerConfig, TrainConfig
+from train.evaluate import Sums
 from train.faults import RunError
 from train.hf_folder import FolderError, check_model, copy_tokenizer, load_params
 from train.loop import run
@@ -87,11 +90,11 @@ def finished(config):
 def fails(command, arguments, capsys):
     """The error that a command ends with, which must be one line."""
     with pytest.raises(SystemExit) as exit_info:
-        command([str(argument) for argument in arguments])
+        main([*command.split(), *(str(argument) for argument in arguments)])
     assert exit_info.value.code == 2
     error = capsys.readouterr().err
     line = error.splitlines()[-1]
-    assert "Traceback" not in error and ": error: " in line
+    assert "Traceback" not in error and re.match(r"(python -m train \w+: )?error: ", line)
     return line
 
 
@@ -147,6 +150,34 @@ def test_a_tokenizer_of_a_single_file_gets_a_config_where_flags_say_more(tmp_pat
 
 def test_the_configuration_comes_back_from_the_run(finished, config):
     assert read_run_config(finished) == config
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("steps", "many", "config.steps='many' is not int"),
+        ("steps", 2.5, "config.steps=2.5 is not int"),
+        ("steps", True, "config.steps=True is not int"),
+        ("steps", 0, "config: steps=0 must lie in [1, "),
+        ("save", 1, "config.save=1 is not bool"),
+        ("name", ["a"], "config.name=['a'] is not str"),
+        ("model", [], "config.model=[] is not LlamaConfig"),
+        ("model.hidden_size", "16", "config.model.hidden_size='16' is not int"),
+        ("model.rms_norm_eps", {}, "config.model.rms_norm_eps={} is not float"),
+        ("data.path", 7, "config.data.path=7 is not tuple"),
+        ("data.weights", ["a"], "config.data.weights='a' is not float"),
+        ("data.source", "disk", "config.data.source='disk' is not one of 'stdlib', "),
+        ("optimizer.b1", "x", "config.optimizer.b1='x' is not float | None"),
+        ("mesh.depth", 1, "config.mesh has entries that are unknown: depth"),
+    ],
+)
+def test_a_field_of_a_wrong_type_is_named(field, value, message, finished, tmp_path, capsys):
+    content = json.loads((finished / "config.json").read_text())
+    *parts, name = field.split(".")
+    functools.reduce(dict.__getitem__, parts, content["config"])[name] = value
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    line = fails("sample", [tmp_path, "--prompt", "a"], capsys)
+    assert f"{tmp_path / 'config.json'} is not that of a run of this version: {message}" in line
 
 
 # Starting from a folder
@@ -224,7 +255,7 @@ def test_a_folder_without_a_tokenizer(finished, config, tmp_path, capsys):
 def test_folders_that_cannot_be_started_from(prepare, message, finished, tmp_path, capsys):
     folder = Path(shutil.copytree(finished / "model", tmp_path / "model"))
     prepare(folder)
-    line = fails(parse_command_line, ["--init-from", folder], capsys)
+    line = fails("", ["--init-from", folder], capsys)
     assert re.search(message, line), line
 
 
@@ -283,12 +314,10 @@ def test_a_finished_run_without_checkpoints(finished, tmp_path, capsys):
     copy = Path(shutil.copytree(finished, tmp_path / "run"))
     shutil.rmtree(copy / "checkpoints")
     assert find_model(copy).folder == copy / "model"
-    line = fails(commands.export, [copy, tmp_path / "out", "--best"], capsys)
+    line = fails("export", [copy, tmp_path / "out", "--best"], capsys)
     assert "has no checkpoints" in line
     shutil.rmtree(copy / "model")
-    assert "neither checkpoints nor a model" in fails(
-        commands.export, [copy, tmp_path / "out"], capsys
-    )
+    assert "neither checkpoints nor a model" in fails("export", [copy, tmp_path / "out"], capsys)
 
 
 @pytest.mark.parametrize(
@@ -304,12 +333,12 @@ def test_a_finished_run_without_checkpoints(finished, tmp_path, capsys):
 )
 def test_models_that_are_not_there(arguments, message, finished, tmp_path, capsys):
     arguments = [str(argument).replace("RUN", str(finished)) for argument in arguments]
-    assert message in fails(commands.export, [*arguments, tmp_path / "out"], capsys)
+    assert message in fails("export", [*arguments, tmp_path / "out"], capsys)
     assert not (tmp_path / "out").exists()
 
 
 def test_export_overwrites_no_model(finished, capsys):
-    line = fails(commands.export, [finished, finished / "model"], capsys)
+    line = fails("export", [finished, finished / "model"], capsys)
     assert "has a config.json; name a folder without a model" in line
 
 
@@ -318,7 +347,7 @@ def test_a_damaged_checkpoint_is_said_and_not_deleted(finished, tmp_path, capsys
     file = copy / "checkpoints" / "4" / "checksums" / "metadata"
     checksums = json.loads(file.read_text())
     file.write_text(json.dumps({name: value ^ 1 for name, value in checksums.items()}))
-    line = fails(commands.export, [copy, tmp_path / "out"], capsys)
+    line = fails("export", [copy, tmp_path / "out"], capsys)
     assert "checkpoints/4 cannot be read: ValueError: " in line and "differ from" in line
     assert file.exists()
     commands.export([str(copy), str(tmp_path / "out"), "--step", "2"])
@@ -351,7 +380,13 @@ def test_eval_is_the_held_out_loss_of_the_run(finished, config, capsys):
     [
         (["--path", "missing.txt"], "missing.txt"),
         (["--path", "DEV", "--sequence-length", 65], "exceeds the 64 positions of the model"),
-        (["--path", "DEV", "--batch-size", 0], "batch_size=0"),
+        (["--path", "DEV", "--batch-size", 0], "argument --batch-size: 0 must lie in [1, "),
+        (["--path", "DEV", "--batches", 0], "argument --batches: 0 must lie in"),
+        (["--path", "DEV", "--sequence-length", -1], "--sequence-length: -1 must lie in"),
+        (["--path", "DEV", "--text-field", ""], "argument --text-field: the value is empty"),
+        (["--path", "DEV", "--fsdp", 0], "argument --fsdp: 0 must lie in"),
+        (["--path", "DEV", "--step", -1], "argument --step: -1 must lie in"),
+        (["--path", ""], "argument --path: the value is empty"),
         (["--path", "DEV", "--tokenizer", "nowhere"], "nowhere cannot be read"),
         (["--path", "DEV", "--text-field", "body"], "--text-field"),
         (["--path", "SHORT"], "do not fill one row"),
@@ -361,7 +396,7 @@ def test_what_cannot_be_measured(options, message, finished, config, tmp_path, c
     (tmp_path / "short.txt").write_text("short")
     files = {"DEV": str(config.data.held_out_path[0]), "SHORT": str(tmp_path / "short.txt")}
     options = [files.get(option, option) for option in options]
-    line = fails(commands.evaluate, [finished, "--cache-dir", tmp_path, *options], capsys)
+    line = fails("eval", [finished, "--cache-dir", tmp_path, *options], capsys)
     assert message in line and "--data." not in line
 
 
@@ -396,14 +431,77 @@ def test_a_folder_without_a_tokenizer_is_of_bytes(finished, tmp_path, capsys):
     ("options", "message"),
     [
         (["--max-new-tokens", 100], "exceeds max_position_embeddings=64"),
-        (["--temperature", -1], "temperature=-1.0 must be 0"),
-        (["--top-k", 0], "top_k=0 must be between 1 and"),
+        (["--temperature", -1], "argument --temperature: -1 must lie in [0, 3.4e+38]"),
+        (["--temperature", "nan"], "argument --temperature: nan must lie in"),
+        (["--max-new-tokens", 0], "argument --max-new-tokens: 0 must lie in"),
+        (["--max-new-tokens", "x"], "argument --max-new-tokens: 'x' is not a whole number"),
+        (["--seed", -1], "argument --seed: -1 must lie in [0, 4294967295]"),
+        (["--seed", 2**32], "argument --seed: 4294967296 must lie in"),
+        (["--top-k", 0], "argument --top-k: 0 must lie in"),
+        (["--top-k", 10**6], "top_k=1000000 must be between 1 and"),
         (["--prompt", ""], "the prompt has no tokens"),
     ],
 )
 def test_what_cannot_be_sampled(options, message, finished, capsys):
     arguments = [finished, "--prompt", "the fox", *options]
-    assert message in fails(commands.sample, arguments, capsys)
+    assert message in fails("sample", arguments, capsys)
+
+
+def test_a_model_that_is_not_finite_is_neither_measured_nor_sampled(finished, tmp_path, capsys):
+    folder = Path(shutil.copytree(finished / "model", tmp_path / "model"))
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = np.inf
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    (tmp_path / "text.txt").write_text("some text to measure, " * 99)
+    text = ["--path", tmp_path / "text.txt", "--cache-dir", tmp_path / "cache"]
+    for command, options in (("sample", ["--prompt", "the fox"]), ("eval", text)):
+        line = fails(command, [folder, *options], capsys)
+        assert line.startswith(f"python -m train {command}: error: {folder}: the parameter "), line
+        assert "norm.weight has values that are not finite" in line, line
+
+
+def test_a_loss_that_is_not_finite_is_an_error(finished, tmp_path, capsys, monkeypatch):
+    (tmp_path / "text.txt").write_text("some text to measure, " * 99)
+    monkeypatch.setattr(commands, "measure", lambda *args: Sums(math.nan, 0.0, 1, 1))
+    options = ["--path", tmp_path / "text.txt", "--cache-dir", tmp_path / "cache"]
+    line = fails("eval", [finished, *options], capsys)
+    assert f"{tmp_path / 'text.txt'}: the loss of {finished}, step 4 is nan" in line
+
+
+# Full disks
+
+
+FULL = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+]
+
+
+@pytest.mark.parametrize("error", FULL)
+def test_an_export_to_a_full_disk(error, finished, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "save_pretrained", functools.partial(throw, error))
+    line = fails("export", [finished, tmp_path / "out"], capsys)
+    assert f"{tmp_path / 'out'} cannot be written: " in line and "No space left" in line, line
+
+
+@pytest.mark.parametrize(
+    ("module", "writer", "file"),
+    [
+        (train.loop, "save_pretrained", "model"),
+        (train.loop.report, "write_report", "report.html"),
+        (train.loop, "_datasets", ""),
+    ],
+)
+def test_a_run_on_a_full_disk(module, writer, file, finished, config, capsys, monkeypatch):
+    """Of a run that has all of its steps: it writes model and report again."""
+    monkeypatch.setattr(module, writer, functools.partial(throw, FULL[0]))
+    monkeypatch.setattr(train.command_line, "parse_command_line", lambda arguments: config)
+    line = fails("--steps", ["4"], capsys)
+    assert line == f"error: {finished / file} cannot be written: No space left on device"
+
+
+def throw(error, *args, **options):
+    raise error
 
 
 # Trackers
@@ -512,7 +610,7 @@ def test_compare(finished, config, tmp_path, capsys):
     assert page.count("data:image/png;base64,") == 2
     compare.run([str(finished), str(finished), "--output", str(output)])
     assert "<p>None.</p>" in output.read_text()
-    line = fails(compare.run, [finished, tmp_path], capsys)
+    line = fails("compare", [finished, tmp_path], capsys)
     assert line.endswith(f"{tmp_path} is not a run: it has no metrics.jsonl")
 
 
@@ -529,3 +627,63 @@ def test_the_module_ends_with_one_line(tmp_path):
     )
     assert result.returncode == 2 and not result.stdout
     assert re.fullmatch(r"python -m train sample: error: .*has no config\.json\n", result.stderr)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main([command, "--help"])
+    output = capsys.readouterr().out
+    assert not exit_info.value.code
+    assert output.startswith(f"usage: python -m train {command}") and "--debug" in output
+
+
+def test_the_help_of_training_lists_commands_and_presets(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--help"])
+    output = capsys.readouterr().out
+    assert not exit_info.value.code
+    for name, (text, *_) in COMMANDS.items():
+        assert re.search(rf"^ +{name} +{text}$", output, re.MULTILINE), name
+    assert f"--preset {{{','.join(PRESET_NAMES)}}}" in output and "--debug" in output
+
+
+@pytest.mark.parametrize("arguments", [["sample", "nowhere", "--prompt", "a"], ["--steps", "0"]])
+def test_debug_shows_the_traceback(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main([*arguments, "--debug"])
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in error
+    assert "error: " in error.splitlines()[-1] and "--debug" not in error.splitlines()[-1]
+
+
+class Bug(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("a\nb"), "python -m train eval: error: a b (--debug shows the traceback)\n"),
+        (PermissionError(13, "Permission denied", "x"), "eval: error: .*denied: 'x' .--debug"),
+        (FloatingPointError("nan"), "error: nan"),
+        (RunError("it is gone"), "python -m train eval: error: it is gone\n"),
+        (data.DataError("use --data.path"), "eval: error: use --path\n"),
+    ],
+)
+def test_errors_of_users_and_machines_are_a_line(error, line, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "evaluate", functools.partial(throw, error))
+    with pytest.raises(SystemExit) as exit_info:
+        main(["eval"])
+    assert exit_info.value.code == 2
+    printed = capsys.readouterr().err
+    assert re.search(line.replace("(", r"\(").replace(")", r"\)"), printed), printed
+    assert printed.count("\n") == 1
+
+
+def test_bugs_keep_their_traceback(monkeypatch):
+    for error in (Bug("a"), TypeError("b"), AssertionError("c")):
+        monkeypatch.setattr(commands, "evaluate", functools.partial(throw, error))
+        with pytest.raises(type(error)):
+            main(["eval"])

@@ -31,7 +31,8 @@ from models.llama_hf import load_pretrained
 from models.sharding import make_mesh
 from train import distributed
 from train.checkpoint import Checkpoints
-from train.config import DistributedConfig, parse_command_line
+from train.command_line import parse_command_line
+from train.config import DistributedConfig
 from train.faults import RunError
 from train.loop import run
 from train.step import abstract_state

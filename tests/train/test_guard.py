@@ -1,7 +1,11 @@
 """Steps that are skipped: which, and that they change nothing."""
 
 import dataclasses
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import chex
 import jax
@@ -16,7 +20,9 @@ from tiny_run import CONFIG
 from train import replay
 from train.faults import RunError
 from train.guard import WINDOW, initial_guard, judge
+from train.hf_folder import FolderError
 from train.loop import run
+from train.metrics import jsonable
 from train.report import load_metrics
 from train.step import init_state, jit_train_step, make_train_step
 
@@ -173,9 +179,42 @@ def test_a_run_that_only_skips_ends_and_its_step_can_be_replayed(tmp_path, poiso
     assert any(line.startswith("gradient of embed_tokens.embedding: ") for line in lines)
 
 
-def test_replay_of_something_else():
-    with pytest.raises(SystemExit, match="nowhere is no failed-step-N of a run"):
+def test_replay_of_something_else(tmp_path):
+    with pytest.raises(FolderError, match="nowhere is no failed-step-N of a run"):
         replay.run(["nowhere"])
+    (tmp_path / "batch.npz").touch()
+    with pytest.raises(FolderError, match=r"has no config\.json"):
+        replay.run([str(tmp_path)])
+
+
+def test_replay_runs_no_code_of_a_folder(tmp_path):
+    """The configuration of earlier versions was a pickle, which may run anything."""
+    code = f"cos\nsystem\n(S'touch {tmp_path}/ran'\ntR."
+    (tmp_path / "config.pickle").write_text(code)
+    (tmp_path / "batch.npz").touch()
+    with pytest.raises(FolderError, match=r"config\.pickle is not read, because that would run"):
+        replay.run([str(tmp_path)])
+    assert not (tmp_path / "ran").exists()
+    # Nor of the batch.
+    (tmp_path / "config.pickle").unlink()
+    objects = np.empty(1, object)
+    np.savez(tmp_path / "batch.npz", tokens=objects)
+    (tmp_path / "config.json").write_text(json.dumps({"config": jsonable(CONFIG)}))
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        replay.read_batch(tmp_path)
+
+
+def test_the_linter_refuses_pickle():
+    """Everywhere but in two files of the tests, which say why."""
+    root = Path(train.loop.__file__).parents[1]
+    found = subprocess.run(
+        [sys.executable, "-m", *"ruff check --quiet --stdin-filename train/new.py -".split()],
+        input='"""Doc."""\n\nimport pickle\n\npickle.loads(b"")\n',
+        capture_output=True,
+        text=True,
+        cwd=root,
+    ).stdout
+    assert "TID251" in found and "S301" in found, found
 
 
 def test_steps_that_are_skipped_now_and_then_do_not_end_a_run(tmp_path, monkeypatch):

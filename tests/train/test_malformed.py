@@ -7,7 +7,6 @@ The commands themselves, from the arguments to the exit status. Malformed data h
 import dataclasses
 import json
 import re
-import runpy
 import shutil
 import sys
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import pytest
 import tiny_run
 import train.loop
 from models.llama_hf import load_pretrained
+from train.__main__ import main
 from train.config import CheckpointConfig
 from train.loop import run
 
@@ -82,16 +82,15 @@ def error_of(monkeypatch, capsys, unchecked_shapes):
         monkeypatch.setattr(sys, "argv", ["train", *arguments])
         monkeypatch.setattr(train.loop, "_compile", compile_nothing)
         with pytest.raises(SystemExit) as exit_info:
-            runpy.run_module("train", run_name="__main__")
+            main(arguments)
         printed = capsys.readouterr().err
         if isinstance(exit_info.value.code, str):  # as the interpreter does
             printed += exit_info.value.code
         else:
             assert exit_info.value.code == 2
         assert "Traceback" not in printed
-        # A box around it if the arguments are wrong, and warnings before it.
-        lines = [text for line in printed.splitlines() if (text := line.strip("│╭╮╰╯─ "))]
-        return " ".join(lines)
+        assert len(printed.splitlines()) == 1, printed
+        return printed
 
     return command
 
@@ -126,7 +125,51 @@ FLAG_CASES = {
     "mesh": ({"mesh.fsdp": "0"}, r"fsdp=0"),
     "folder": ({"init-from": "/no/such/folder"}, r"/no/such/folder"),
     "data": ({"data.path": "/no/such/text"}, r"/no/such/text does not exist|/no/such/text"),
+    # Flags whose error names them.
+    **{
+        f"{flag} {value!r}"[:40]: ({flag: value}, rf"error: --{re.escape(flag)}: ")
+        for flag, values in {
+            "optimizer.b1": ("1.5", "nan", "-1"),
+            "optimizer.b2": ("-1", "1"),
+            "optimizer.eps": ("-1", "0", "1e-50"),
+            "optimizer.weight-decay": ("nan", "-1"),
+            "optimizer.learning-rate": ("inf", "1e39"),
+            "optimizer.clip-norm": ("nan",),
+            "model.rms-norm-eps": ("-1", "nan"),
+            "model.initializer-range": ("nan", "-1"),
+            "model.head-dim": ("-2",),
+            "model.dtype": ("int32", "complex64"),
+            "model.rope-parameters.rope-theta": ("inf", "nan", "0"),
+            "z-loss": ("nan", "-1"),
+            "skip-loss-spikes": ("inf",),
+            "name": ("", "a/b", "..", "n" * 300),
+            "seed": ("-1", "4294967296", "1" + "0" * 30),
+            "steps": ("1" + "0" * 12,),
+            "data.text-field": ("",),
+            "data.path": ("",),
+            "data.sequence-length": ("65",),
+            "mesh.data": ("0", "-2"),
+            "distributed.num-processes": ("0", "x"),
+            "distributed.step-timeout-s": ("nan",),
+        }.items()
+        for value in values
+    },
 }
+
+
+def test_more_devices_than_there_are(error_of, tmp_path, monkeypatch):
+    def mesh_of(config):
+        raise ValueError("data=3 times fsdp=1 must be the number of devices, 1")
+
+    monkeypatch.setattr(train.loop, "mesh_of", mesh_of)
+    error = error_of(flags(tmp_path, {"mesh.data": "3"}))
+    assert error == "error: --mesh: data=3 times fsdp=1 must be the number of devices, 1\n"
+
+
+def test_a_runs_folder_that_cannot_be_written(error_of, tmp_path):
+    (tmp_path / "file").touch()
+    error = error_of(flags(tmp_path / "file", {"checkpoint.every": "0"}))
+    assert f"{tmp_path / 'file'}" in error and "(--debug shows the traceback)" in error
 
 
 @pytest.mark.parametrize("name", FLAG_CASES)

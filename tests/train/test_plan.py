@@ -28,6 +28,7 @@ from pallas_kernels.linear_cross_entropy import (
 from pallas_kernels.mosaic_gpu import Device
 from pallas_kernels.swiglu import gated_matmul
 from train import aot, cost, data
+from train.__main__ import main
 from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, preset
 from train.plan import (
     PlanError,
@@ -519,7 +520,10 @@ def test_what_is_compiled_is_what_training_runs(source, monkeypatch):
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(fsdp=2), MeshConfig(fsdp=2, tensor=2)])
-def test_a_run_with_auto_trains_and_says_with_what(mesh, tmp_path, capsys):
+def test_a_run_with_auto_trains_and_says_with_what(mesh, tmp_path, capsys, monkeypatch):
+    """Of two policies: that the step compiles with each is in `tests/models/test_remat.py`."""
+    both = lambda config: [with_remat(config, name) for name in ("none", "full")]
+    monkeypatch.setattr(train.loop, "with_policies", both)
     config = with_remat(OF_TENSOR, "auto")
     folder = train.loop.run(dataclasses.replace(config, mesh=mesh, runs_dir=tmp_path))
     written = json.loads((folder / "config.json").read_text())
@@ -548,7 +552,7 @@ def command(monkeypatch, capsys):
     def call(arguments):
         status = 0
         try:
-            train.plan_command.run(arguments.split())
+            main(["plan", *arguments.split()])
         except SystemExit as error:
             status = error.code
         output = capsys.readouterr()
@@ -601,12 +605,12 @@ def test_command_compares_meshes(command):
         ("--device h10", 2, "no device 'h10'; did you mean h100"),
         ("--device h100 --preset llama3-8b", 2, "no preset 'llama3-8b'; did you mean llama3.1-8b"),
         ("--preset demo", 2, "--device h100"),
-        ("--device h100 --num-devices 0", 2, "--num-devices 0"),
-        ("--device h100 --memory-gib -1", 2, "--memory-gib -1"),
+        ("--device h100 --num-devices 0", 2, "--num-devices: 0 must lie in"),
+        ("--device h100 --memory-gib -1", 2, "--memory-gib: -1 must lie in"),
         ("--device h100 --num-devices 8 --batch-size 4", 2, "multiple of the 8 devices"),
         ("--device h100 --num-devices 8 --tensor 2 --batch-size 2", 2, "multiple of the 4 devices"),
         ("--device h100 --num-devices 8 --tensor 3", 2, "must be the number of devices, 8"),
-        ("--device h100 --num-devices 8 --tensor 0", 2, "tensor=0"),
+        ("--device h100 --num-devices 8 --tensor 0", 2, "--tensor: 0 must lie in"),
         ("--device h100 --num-devices 8 --tensor 2 --mesh.tensor 2", 2, "leave out one"),
         ("--device h100 --steps many", 2, "--steps"),
         ("--device h100 --memory-gib 1", 1, "nothing fits"),

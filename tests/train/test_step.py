@@ -454,7 +454,7 @@ def test_bfloat16_compute_keeps_float32_state(plain):
 # Meshes
 
 
-def run_on(mesh, num_steps=5):
+def run_on(mesh, num_steps=3):
     """Losses of a few steps on packed text, with the states before and after, as the loop runs."""
     # Adam as it is used: also its normalization must not depend on the mesh.
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=1, eps=1e-4, clip_norm=0.5)

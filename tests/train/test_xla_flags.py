@@ -11,7 +11,7 @@ import train.step
 from models.sharding import make_mesh
 from tiny_run import CONFIG
 from train import xla_flags
-from train.config import parse_command_line
+from train.command_line import parse_command_line
 from train.plan import abstract_batch
 from train.step import abstract_state, jit_train_step
 

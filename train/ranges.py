@@ -1,0 +1,74 @@
+"""The values that numbers and names of a configuration may have; no range holds NaN or infinity."""
+
+import dataclasses
+from typing import Any
+
+# The largest values that the programs have room for: steps and tokens are counted in an int32, and
+# XLA makes an infinity of a larger float.
+_MOST_INT = 2**31 - 1
+_MOST_FLOAT = 3.4e38
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Numbers from `least` up to `most`, of which `most` is left out if `below` is set."""
+
+    least: int | float
+    most: int | float
+    below: bool = False
+
+    def holds(self, value: int | float) -> bool:
+        """Whether a number is in it; NaN never is."""
+        return self.least <= value and (value < self.most if self.below else value <= self.most)
+
+    def __str__(self) -> str:
+        return f"[{self.least}, {self.most}{')' if self.below else ']'}"
+
+
+COUNT = Range(0, _MOST_INT)
+SIZE = Range(1, _MOST_INT)
+# `jax.random.key` takes more, and leaves out the bits past 32.
+SEED = Range(0, 2**32 - 1)
+NOT_NEGATIVE = Range(0, _MOST_FLOAT)
+# A smaller one is lost when it is squared or added in float32.
+POSITIVE = Range(1e-30, _MOST_FLOAT)
+SHARE = Range(0, 1)
+BELOW_ONE = Range(0, 1, below=True)
+# Three years; the clocks of threads take no more than 290.
+SECONDS = Range(0, 10**8)
+WHOLE_SECONDS = Range(1, 10**8)
+
+
+def check_ranges(config: Any, **ranges: Range) -> None:
+    """Whether the fields of a configuration are in their ranges.
+
+    Args:
+      config: a dataclass.
+      **ranges: of its fields, by name. A None is in any range. Each entry of a tuple must be in it.
+
+    Raises:
+      ValueError: one is not; with its name, value and range.
+    """
+    for name, allowed in ranges.items():
+        value = getattr(config, name)
+        entries = value if isinstance(value, tuple) else (value,)
+        if not all(entry is None or allowed.holds(entry) for entry in entries):
+            raise ValueError(f"{name}={value} must lie in {allowed}")
+
+
+def check_folder_name(name: str) -> None:
+    """Whether a folder may have this name, also with a number behind it.
+
+    Raises:
+      ValueError: it may not; with the reason.
+    """
+    # Linux allows 255 bytes.
+    if not name.strip() or name in (".", "..") or len(name.encode()) > 200:
+        reason = "must be the name of a folder, of 1 to 200 bytes"
+    elif "/" in name:
+        reason = "must be the name of a folder, without a slash; the flag runs-dir says where it is"
+    elif not name.isprintable():
+        reason = "must have no line breaks and no other characters that cannot be printed"
+    else:
+        return
+    raise ValueError(f"name={name!r} {reason}")
