@@ -23,7 +23,7 @@ def _is_number(value: Any) -> bool:
     return _is_whole(value) or isinstance(value, float)
 
 
-# What a value of JSON can be, and how to tell.
+# The kinds of a value of JSON, and how to tell them.
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "a whole number": _is_whole,
     "a number": _is_number,
@@ -63,7 +63,7 @@ _SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
 )
-# What transformers takes where config.json does not have the key.
+# The values that transformers takes where config.json does not have the key.
 _LLAMA_DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,

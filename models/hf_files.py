@@ -74,10 +74,10 @@ def _kind(mode: int) -> str:
 def check_stays_inside(file: Path, folder: Path) -> None:
     """Raises if `file` is a link to a place that its folder has no claim to.
 
-    Such a link would copy any file of the reader's machine into what the reader publishes. A link
-    may lead to a file in the folder, or in a folder `blobs` of the cache of Hugging Face's hub:
-    a model is `<cache>/<model>/snapshots/<revision>`, its files are links to
-    `<cache>/<model>/blobs`, and these may be links to `<cache>/blobs`.
+    An export would copy any file of the reader's machine that a link leads to. A link may lead to a
+    file in the folder, or to a blob in the cache of Hugging Face's hub. There a model lies in
+    `<cache>/<model>/snapshots/<revision>`. Its files are links to `<cache>/<model>/blobs`, whose
+    files may be links to `<cache>/blobs`.
 
     Raises:
       OSError: there is no such file.

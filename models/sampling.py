@@ -77,11 +77,11 @@ def generate(
     Args:
       model: the model.
       prompts: at least one token each, shorter ones filled up at the right with any token.
-      max_new_tokens: how many tokens to return for each prompt, at least 1.
-      prompt_lengths: how many tokens each prompt has, from 1 to P; `None` means all P.
-      temperature: 0 takes the likeliest token; else tokens are drawn from `softmax(logits /
-        temperature)`.
-      top_k: how many of the likeliest tokens to draw from; `None` draws from all.
+      max_new_tokens: number of tokens to return for each prompt, at least 1.
+      prompt_lengths: number of tokens of each prompt, from 1 to P; `None` means all P.
+      temperature: divisor of the logits, whose softmax the tokens are drawn from; 0 takes the
+        likeliest token.
+      top_k: number of the likeliest tokens to draw from; `None` draws from all.
       key: random key of the draws.
 
     Raises:
@@ -187,7 +187,7 @@ def _generate(graphdef, state, prompts, lengths, temperature, key, max_new_token
     if fill is None:
         fill = eos[0] if eos.size else 0
 
-    # What the caller could not look at.
+    # The values that `generate` cannot look at under a trace.
     in_range = jnp.all((prompts >= 0) & (prompts < model.config.vocab_size), axis=1)
     in_range &= (lengths >= 1) & (lengths <= prompt_size)
 

@@ -175,9 +175,14 @@ def test_draws_have_the_probabilities_of_the_softmax(temperature):
 
 
 def test_low_temperatures_approach_the_greedy_tokens():
+    """The lowest there is, too, at which no logit overflows."""
     model = make_model()
-    cold = generate(model, PROMPTS, max_new_tokens=NEW, temperature=1e-5, key=jax.random.key(0))
-    chex.assert_trees_all_equal(cold, generate(model, PROMPTS, max_new_tokens=NEW))
+    greedy = generate(model, PROMPTS, max_new_tokens=NEW)
+    for temperature in (1e-5, float(np.finfo(np.float32).tiny)):
+        cold = generate(
+            model, PROMPTS, max_new_tokens=NEW, temperature=temperature, key=jax.random.key(0)
+        )
+        chex.assert_trees_all_equal(cold, greedy)
 
 
 def test_top_k_draws_from_the_likeliest():
@@ -260,7 +265,7 @@ def test_a_dtype_that_does_not_hold_the_vocabulary_raises(unchecked_shapes):
 
 
 def damaged_model() -> Llama:
-    """Good until the token after token 3 is chosen: then the logits are NaN."""
+    """Its logits are NaN after token 3."""
     model = make_model(num_hidden_layers=1)
     model.embed_tokens.embedding[...] = model.embed_tokens.embedding[...].at[3].set(jnp.nan)
     return model
@@ -269,22 +274,31 @@ def damaged_model() -> Llama:
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 2}], ids=["greedy", "drawn"])
 def test_logits_that_are_not_finite_raise(options):
     prompts = jnp.array([[1, 2], [1, 3]], jnp.int32)
-    if options:
-        options |= {"key": jax.random.key(0)}
-    call = functools.partial(generate, damaged_model(), max_new_tokens=2, **options)
-    with pytest.raises(FloatingPointError, match=r"new token 0 of row 1 are not finite"):
-        call(prompts)
-    # No value can be looked at here. Nor can a length or a token that is out of range.
-    traced = np.asarray(jax.jit(lambda prompts: call(prompts))(prompts))
-    assert traced[0, 0] >= 0 and (traced[1] == -1).all()
-    lengths = jnp.array([2, 0], jnp.int32)
-    call = functools.partial(generate, make_model(num_hidden_layers=1), max_new_tokens=2, **options)
-    traced = jax.jit(lambda *args: call(args[0], prompt_lengths=args[1]))
-    for wrong in ((prompts, lengths), (prompts, lengths + 3), (prompts.at[1, 1].set(24), None)):
-        wrong = (wrong[0], jnp.full(2, 2, jnp.int32) if wrong[1] is None else wrong[1])
-        tokens = np.asarray(traced(*wrong))
-        assert (tokens[1] == -1).all(), tokens
+    key = jax.random.key(0) if options else None
+    with pytest.raises(FloatingPointError, match=r"new token 0 of row 1 are not finite.* float32"):
+        generate(damaged_model(), prompts, max_new_tokens=2, key=key, **options)
+
+
+def test_under_a_trace_a_token_below_zero_says_what_cannot_be_raised():
+    graphdef, state = nnx.split(make_model(num_hidden_layers=1))
+    call = jax.jit(
+        lambda state, prompts, lengths: generate(
+            nnx.merge(graphdef, state), prompts, max_new_tokens=2, prompt_lengths=lengths
+        )
+    )
+    prompts, lengths = jnp.array([[1, 2], [1, 3]], jnp.int32), jnp.array([2, 2], jnp.int32)
+    assert np.all(np.asarray(call(state, prompts, lengths)) >= 0)
+    for wrong in (
+        (nnx.state(damaged_model()), prompts, lengths),
+        (state, prompts, lengths.at[1].set(0)),
+        (state, prompts, lengths.at[1].set(3)),
+        (state, prompts.at[1, 1].set(CONFIG.vocab_size), lengths),
+        (state, prompts.at[1, 0].set(-1), lengths),
+    ):
+        tokens = np.asarray(call(*wrong))
+        assert (tokens[0] >= 0).all() and (tokens[1] == -1).all(), tokens
 
 
 def test_the_context_can_be_filled():
-    assert generate(make_model(), jnp.ones((1, 4), jnp.int32), max_new_tokens=28).shape == (1, 28)
+    model = make_model(num_hidden_layers=1)
+    assert generate(model, jnp.ones((1, 4), jnp.int32), max_new_tokens=28).shape == (1, 28)

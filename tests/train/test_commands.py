@@ -219,7 +219,7 @@ def test_a_folder_without_a_tokenizer(finished, config, tmp_path, capsys):
             lambda folder: shutil.rmtree(folder),
             "config.json does not exist: not a Hugging Face checkpoint",
         ),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json: "),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON: "),
         (
             lambda folder: write_model_type(folder, "gpt2"),
             "only 'llama' and 'mistral' are supported",
