@@ -65,6 +65,7 @@ _SIZES = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class LlamaConfig:
       num_hidden_layers: L.
       num_attention_heads: N, heads of the queries.
       num_key_value_heads: K, heads of keys and values; each serves N/K query heads.
-      head_dim: H; 0 means D/N.
+      head_dim: H; 0 means D/N. D must be a multiple of N in either case, as transformers has it.
       hidden_act: activation of the MLP's gate, one of `ACTIVATIONS`.
       max_position_embeddings: longest sequence; longer ones are refused, except by the rope type
         "dynamic".
@@ -145,23 +146,26 @@ class LlamaConfig:
             if getattr(self, name) not in _DTYPES:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(_DTYPES)}")
         for name in _SIZES:
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}={size!r} must be a whole number from 1 up")
-        for name, least in (("rms_norm_eps", 1e-30), ("initializer_range", 0), ("head_dim", 0)):
-            value = getattr(self, name)
-            if not least <= value < math.inf:  # NaN is not
-                raise ValueError(f"{name}={value} must be a finite number from {least} up")
+            _check_whole(name, getattr(self, name), 1)
+        _check_whole("head_dim", self.head_dim, 0)
+        # NaN is in neither range.
+        if not 0 <= self.rms_norm_eps <= float(jnp.finfo(jnp.float32).max):
+            raise ValueError(f"{self.rms_norm_eps=} must be finite and at least 0")
+        if not 0 <= self.initializer_range <= 1:
+            raise ValueError(
+                f"{self.initializer_range=} must be from 0 to 1; transformers loads no other model"
+            )
+        self._check_tokens()
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"{self.num_attention_heads=} must be a multiple of {self.num_key_value_heads=}"
             )
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"{self.hidden_size=} is not a multiple of {self.num_attention_heads=}, and "
+                "transformers does not load such a model, whatever its head_dim; change one of them"
+            )
         if not self.head_dim:
-            if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"{self.hidden_size=} is not a multiple of {self.num_attention_heads=}; "
-                    "set head_dim"
-                )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         if self.head_dim % 2:
             raise ValueError(
@@ -172,6 +176,13 @@ class LlamaConfig:
         if self.attention_dropout:
             raise NotImplementedError(
                 f"{self.attention_dropout=} is not implemented; set it to 0.0, as Llama has it"
+            )
+        rope, longest = self.rope_parameters, self.max_position_embeddings
+        original = rope.original_max_position_embeddings or longest
+        if rope.rope_type == "yarn" and rope.factor is None and longest < original:
+            raise ValueError(
+                f"max_position_embeddings={longest} is below {original=} of the rope type 'yarn', "
+                "which has no factor to divide by; set rope_parameters.factor"
             )
         policy = None if self.remat == AUTO_REMAT else remat_policy(self.remat)
         if policy is not None and policy.offloaded and not self.scan_layers:
@@ -193,6 +204,25 @@ class LlamaConfig:
                 f"mlp_chunk_size={size} makes gate and up again, which {self.remat=} keeps; use "
                 "'full', 'attention', 'mlp_inputs' or 'layer_input@host'"
             )
+
+    def _check_tokens(self) -> None:
+        eos = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+        for name, token in (
+            ("bos_token_id", self.bos_token_id),
+            ("pad_token_id", self.pad_token_id),
+            *(("eos_token_id", token) for token in eos),
+        ):
+            if token is not None:
+                _check_whole(name, token, 0)
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+            raise ValueError(
+                f"{self.pad_token_id=} must be below {self.vocab_size=}; None is no padding"
+            )
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+        raise ValueError(f"{name}={value!r} must be a whole number from {least} to 2**31 - 1")
 
 
 def _llama(**fields: Any) -> LlamaConfig:

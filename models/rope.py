@@ -55,6 +55,9 @@ OPTIONAL_FIELDS: dict[str, tuple[str, ...]] = {
     "llama3": (),
 }
 
+# Angles are computed in float32.
+_LARGEST = float(np.finfo(np.float32).max)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RopeParameters:
@@ -109,9 +112,9 @@ class RopeParameters:
         if unread := {name: value for name, value in given.items() if name not in read}:
             raise ValueError(f"rope type {self.rope_type!r} does not read {unread}: leave them out")
         for name, value in given.items():
-            numbers = value if isinstance(value, tuple) else (value,)
-            if not all(isinstance(number, str) or math.isfinite(number) for number in numbers):
-                raise ValueError(f"{name}={value} must be finite")
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(number, float | int) and not abs(number) <= _LARGEST:  # NaN is not
+                    raise ValueError(f"{name}={value!r} must be finite, also in float32")
         if not self.rope_theta > 1:
             raise ValueError(f"{self.rope_theta=} must be greater than 1")
         if self.factor is not None and not self.factor >= 1:
@@ -122,11 +125,18 @@ class RopeParameters:
         if self.attention_factor is not None and not self.attention_factor > 0:
             raise ValueError(f"{self.attention_factor=} must be positive")
         if self.rope_type == "yarn":
-            fast, slow = self.beta_fast or 32.0, self.beta_slow or 1.0
+            fast = 32.0 if self.beta_fast is None else self.beta_fast
+            slow = 1.0 if self.beta_slow is None else self.beta_slow
             if not fast >= slow > 0:
                 raise ValueError(
                     f"{self.beta_fast=} (32 if None) must be at least {self.beta_slow=} (1 if None)"
                     ", and both positive"
+                )
+        for name in ("mscale", "mscale_all_dim"):
+            if (value := given.get(name)) is not None and not value > 0:
+                raise ValueError(
+                    f"{name}={value} must be positive; leave it out for what transformers makes of "
+                    "0, which is as if it were not there"
                 )
         if self.low_freq_factor is not None and self.high_freq_factor is not None:
             if not self.high_freq_factor > self.low_freq_factor > 0:

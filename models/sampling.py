@@ -1,10 +1,14 @@
 """Text generation with a key/value cache."""
 
 import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key
 
 from models.llama import Llama
@@ -33,8 +37,8 @@ def extend(
     Args:
       model: the model.
       tokens: new tokens.
-      positions: of each new token in its sequence, and so its place in the cache. A token attends
-        to the cached positions up to its own; what was in its place before is overwritten.
+      positions: each new token's position in its sequence, and so its place in the cache. A token
+        attends to the cached positions up to its own; what was in its place before is overwritten.
       cache: keys and values of the positions before.
     """
     rows = jnp.arange(len(tokens))[:, None]
@@ -66,27 +70,30 @@ def generate(
     After a token of `eos_token_id` a row holds only `pad_token_id` (the first `eos_token_id`,
     without one).
 
+    It waits for the tokens, to see whether they are good. Under a trace (`jax.jit`, `jax.vmap`),
+    and of arrays that no process has whole, no values can be looked at: there a row holds -1 where
+    its logits are not finite, and everywhere if its prompt or length is out of range.
+
     Args:
       model: the model.
       prompts: at least one token each, shorter ones filled up at the right with any token.
-      max_new_tokens: how many tokens to return for each prompt.
-      prompt_lengths: tokens of each prompt; `None` means all P.
-      temperature: 0 takes the likeliest token; else tokens are drawn from `softmax(logits /
-        temperature)`.
-      top_k: draw from so many of the likeliest tokens; `None` from all.
+      max_new_tokens: number of tokens to return for each prompt, at least 1.
+      prompt_lengths: number of tokens of each prompt, from 1 to P; `None` means all P.
+      temperature: divisor of the logits, whose softmax the tokens are drawn from; 0 takes the
+        likeliest token.
+      top_k: number of the likeliest tokens to draw from; `None` draws from all.
       key: random key of the draws.
 
     Raises:
-      ValueError: the whole would exceed `max_position_embeddings`, an argument is out of its range,
-        or a temperature comes without a key.
+      ValueError: an argument is of a wrong kind or out of its range, a token is not in the
+        vocabulary, the whole would exceed `max_position_embeddings`, or a temperature comes without
+        a key.
+      FloatingPointError: logits were NaN or infinite, so that no token could be chosen. It names
+        the first row and the place of its token.
     """
+    _check_options(model.config.vocab_size, max_new_tokens, temperature, top_k, key)
+    _check_prompts(model.config.vocab_size, prompts, prompt_lengths)
     batch_size, prompt_size = prompts.shape
-    if prompt_size < 1 or max_new_tokens < 1:
-        raise ValueError(f"{prompts.shape=} and {max_new_tokens=} must be at least 1")
-    if temperature < 0 or (temperature > 0 and key is None):
-        raise ValueError(f"{temperature=} must be 0, or positive with a key, got {key=}")
-    if top_k is not None and not 1 <= top_k <= model.config.vocab_size:
-        raise ValueError(f"{top_k=} must be between 1 and vocab_size={model.config.vocab_size}")
     limit = model.config.max_position_embeddings
     if prompt_size + max_new_tokens > limit:
         raise ValueError(
@@ -97,7 +104,77 @@ def generate(
     graphdef, state = nnx.split(model)
     key = jax.random.key(0) if key is None else key
     sizes = max_new_tokens, top_k, temperature == 0
-    return _generate(graphdef, state, prompts, prompt_lengths, temperature, key, *sizes)
+    tokens = _generate(graphdef, state, prompts, prompt_lengths, temperature, key, *sizes)
+    if (values := _values(tokens)) is not None and (values < 0).any():
+        row, place = np.argwhere(values < 0)[0]
+        raise FloatingPointError(
+            f"the logits of new token {place} of row {row} are not finite: the parameters hold NaN "
+            f"or infinities, or they overflow in {model.config.dtype}"
+        )
+    return tokens
+
+
+def _check_options(
+    vocab_size: int, max_new_tokens: Any, temperature: Any, top_k: Any, key: Any
+) -> None:
+    for name, value in (("max_new_tokens", max_new_tokens), ("top_k", top_k)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer | None):
+            raise ValueError(f"{name}={value!r} must be a whole number")
+    if max_new_tokens is None or max_new_tokens < 1:
+        raise ValueError(f"{max_new_tokens=} must be at least 1")
+    if top_k is not None and not 1 <= top_k <= vocab_size:
+        raise ValueError(f"{top_k=} must be between 1 and {vocab_size=}")
+    # The softmax is of float32, in which a smaller temperature is 0.
+    smallest = float(np.finfo(np.float32).tiny)
+    if temperature != 0 and not smallest <= temperature < math.inf:  # NaN is not
+        raise ValueError(f"{temperature=} must be 0, or finite and from {smallest:.3g} up")
+    if temperature != 0 and key is None:
+        raise ValueError(f"{temperature=} must be 0 without a key, got {key=}")
+
+
+def _check_prompts(vocab_size: int, prompts: jax.Array, lengths: jax.Array | None) -> None:
+    for name, array, ndim in (("prompts", prompts, 2), ("prompt_lengths", lengths, 1)):
+        if array is None:
+            continue
+        # Signed, because -1 says that there is no token.
+        if not jnp.issubdtype(array.dtype, jnp.signedinteger):
+            raise ValueError(f"{name} must be signed integers such as int32, got {array.dtype}")
+        if array.ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} axes, got the shape {array.shape}")
+    batch_size, prompt_size = prompts.shape
+    if prompt_size < 1:
+        raise ValueError(f"{prompts.shape=}: a prompt must have at least 1 token")
+    if jnp.iinfo(prompts.dtype).max < vocab_size - 1:
+        raise ValueError(f"{prompts.dtype=} does not hold the tokens of {vocab_size=}")
+    if (values := _values(prompts)) is not None:
+        outside = (values < 0) | (values >= vocab_size)
+        if outside.any():
+            row, place = np.argwhere(outside)[0]
+            raise ValueError(
+                f"prompts[{row}, {place}]={values[row, place]} is no token: {vocab_size=}"
+            )
+    if lengths is None:
+        return
+    if lengths.shape != (batch_size,):
+        raise ValueError(f"{lengths.shape=} must be the number of prompts, {(batch_size,)}")
+    if (values := _values(lengths)) is not None:
+        outside = (values < 1) | (values > prompt_size)
+        if outside.any():
+            row = np.flatnonzero(outside)[0]
+            raise ValueError(
+                f"prompt_lengths[{row}]={values[row]} must be from 1 to {prompt_size}, as long as "
+                "the prompts are"
+            )
+
+
+def _values(array: jax.Array) -> np.ndarray | None:
+    """The values of an array; None if they are not known, or no process has all."""
+    if isinstance(array, Tracer):
+        return None
+    if isinstance(array, jax.Array):
+        if not (array.is_fully_addressable or array.is_fully_replicated):
+            return None
+    return np.asarray(array)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 6, 7, 8))
@@ -110,17 +187,23 @@ def _generate(graphdef, state, prompts, lengths, temperature, key, max_new_token
     if fill is None:
         fill = eos[0] if eos.size else 0
 
+    # The values that `generate` cannot look at under a trace.
+    in_range = jnp.all((prompts >= 0) & (prompts < model.config.vocab_size), axis=1)
+    in_range &= (lengths >= 1) & (lengths <= prompt_size)
+
     def choose(hidden, key):
         logits = model.logits(hidden)
+        good = in_range & jnp.all(jnp.isfinite(logits), axis=-1)
         if top_k is not None:
             least = jax.lax.top_k(logits, top_k)[0][..., -1:]
             logits = jnp.where(logits < least, -jnp.inf, logits)
-        chosen = (
-            jnp.argmax(logits, axis=-1)
-            if greedy
-            else jax.random.categorical(key, logits / temperature)
-        )
-        return chosen.astype(prompts.dtype)
+        if greedy:
+            chosen = jnp.argmax(logits, axis=-1)
+        else:
+            # Differences to the largest, which no temperature turns into infinity.
+            logits -= jnp.max(logits, axis=-1, keepdims=True)
+            chosen = jax.random.categorical(key, logits / temperature)
+        return jnp.where(good, chosen, -1).astype(prompts.dtype)
 
     def step(carry, key):
         token, position, finished, cache = carry

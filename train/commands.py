@@ -45,6 +45,10 @@ def export(arguments: Sequence[str]) -> None:
     if (flags.output / "config.json").exists():
         raise FolderError(f"{flags.output} has a config.json; name a folder without a model")
     mesh = _mesh(flags)
+    bos_token, eos_token = saved.bos_token, saved.eos_token
+    with full_disk_names(flags.output):
+        # First, because it may refuse a link.
+        copy_tokenizer(saved.tokenizer, flags.output, bos_token=bos_token, eos_token=eos_token)
     with jax.set_mesh(mesh):
         params = saved.load(mesh)
         config = saved.model
@@ -53,9 +57,6 @@ def export(arguments: Sequence[str]) -> None:
             params = jax.tree.map(lambda a: a.astype(flags.dtype), params)
         with full_disk_names(flags.output):
             save_pretrained(nnx.merge(model_graph(config), params), flags.output)
-    bos_token, eos_token = saved.bos_token, saved.eos_token
-    with full_disk_names(flags.output):
-        copy_tokenizer(saved.tokenizer, flags.output, bos_token=bos_token, eos_token=eos_token)
     print(f"{saved.name}: written to {flags.output}")
     if saved.tokenizer is None:
         print("its tokens are bytes: there is no tokenizer to write")

@@ -2,14 +2,25 @@
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 
 from flax import nnx
 from jax.sharding import Mesh
 
+from models.hf_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MAX_JSON_BYTES,
+    MAX_TOKENIZER_BYTES,
+    WEIGHTS_FILE,
+    check_file,
+    check_stays_inside,
+    read_json,
+)
 from models.llama import LlamaConfig
-from models.llama_hf import CONFIG_FILE, config_from_hf, load_pretrained
+from models.llama_hf import check_pretrained, load_pretrained, read_config
 
 TOKENIZER_FILE = "tokenizer.json"
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -31,10 +42,23 @@ class FolderError(ValueError):
 
 
 def is_hf_folder(folder: Path) -> bool:
-    """Whether its config.json is Hugging Face's; a run has another one of that name."""
+    """Whether its config.json is Hugging Face's; a run has another one of that name.
+
+    Raises:
+      FolderError: its config.json cannot be read, or is a pipe, a device or a folder, or too large.
+    """
+    file = folder / CONFIG_FILE
     try:
-        content = json.loads((folder / CONFIG_FILE).read_text())
-    except (OSError, ValueError):
+        check_file(file, MAX_JSON_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise FolderError(_one_line(error)) from error
+    try:
+        content = read_json(file)
+    except OSError as error:
+        raise FolderError(_one_line(error)) from error
+    except ValueError:
         return False
     return isinstance(content, dict) and "model_type" in content
 
@@ -42,19 +66,21 @@ def is_hf_folder(folder: Path) -> bool:
 def read_model_config(folder: Path, like: LlamaConfig) -> LlamaConfig:
     """The model in a folder, with the fields of `like` for how it runs.
 
+    If the folder has weights, their headers must fit it: a configuration alone may ask for more
+    memory than there is.
+
     Raises:
-      FolderError: config.json is missing or broken, or the model is none that is implemented.
+      FolderError: config.json is missing or broken, the model is none that is implemented, or the
+        weights are of another model.
     """
-    file = folder / CONFIG_FILE
     own = {name: getattr(like, name) for name in _OWN_FIELDS}
     try:
-        return dataclasses.replace(config_from_hf(json.loads(file.read_text())), **own)
-    except OSError as error:
-        raise FolderError(
-            f"{file} cannot be read ({error.strerror}): not a Hugging Face folder"
-        ) from error
-    except (ValueError, NotImplementedError, TypeError, AttributeError) as error:
-        raise FolderError(f"{file}: {_one_line(error)}") from error
+        config = dataclasses.replace(read_config(folder), **own)
+        if any(os.path.lexists(folder / name) for name in (WEIGHTS_FILE, INDEX_FILE)):
+            check_pretrained(folder, config)
+        return config
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise FolderError(_one_line(error)) from error
 
 
 def check_model(folder: Path, config: LlamaConfig) -> None:
@@ -91,8 +117,18 @@ def load_params(folder: Path, config: LlamaConfig, mesh: Mesh) -> nnx.State:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether there is a tokenizer of Hugging Face's tokenizers in it."""
-    return (folder / TOKENIZER_FILE).is_file()
+    """Whether there is a tokenizer of Hugging Face's tokenizers in it.
+
+    Raises:
+      FolderError: the file of that name is a pipe, a device or a folder, or too large.
+    """
+    try:
+        check_file(folder / TOKENIZER_FILE, MAX_TOKENIZER_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise FolderError(_one_line(error)) from error
+    return True
 
 
 def copy_tokenizer(
@@ -104,26 +140,47 @@ def copy_tokenizer(
 ) -> None:
     """Copies a tokenizer's files into a folder, with a model; nothing for that of bytes.
 
+    Links are copied as the files that they lead to, if `check_stays_inside` allows it.
+
     Args:
       tokenizer: tokenizer.json, or its folder.
-      folder: where to.
+      folder: the folder to copy to; it is made if there is none.
       bos_token: as in `DataConfig`; where it is set, the copy says so.
-      eos_token: likewise.
+      eos_token: as in `DataConfig`; where it is set, the copy says so.
+
+    Raises:
+      FolderError: a file cannot be read, or is a link that leaves its folder. Nothing is copied.
     """
     if tokenizer is None:
         return
     file = tokenizer / TOKENIZER_FILE if tokenizer.is_dir() else tokenizer
-    beside = {name: file.with_name(name) for name in _BESIDE_THE_TOKENIZER}
-    for name, source in {TOKENIZER_FILE: file, **beside}.items():
-        if source.is_file() and source.resolve() != (folder / name).resolve():
-            shutil.copyfile(source, folder / name)
+    sources = {name: file.with_name(name) for name in _BESIDE_THE_TOKENIZER}
+    sources = {name: path for name, path in sources.items() if os.path.lexists(path)}
     given = {"bos_token": bos_token, "eos_token": eos_token}
     given = {name: token or None for name, token in given.items() if token is not None}
+    content = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    try:
+        # A file that was named itself may be a link to anywhere.
+        for path in sources.values() if file == tokenizer else (file, *sources.values()):
+            check_stays_inside(path, file.parent)
+        check_file(file, MAX_TOKENIZER_BYTES)
+        for path in sources.values():
+            check_file(path, MAX_JSON_BYTES)
+        if given and (config_file := sources.get(_TOKENIZER_CONFIG_FILE)):
+            content = read_json(config_file)
+            if not isinstance(content, dict):
+                raise ValueError(f"{config_file} must be a JSON object")
+    except (OSError, ValueError) as error:
+        raise FolderError(_one_line(error)) from error
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, source in {TOKENIZER_FILE: file, **sources}.items():
+        if source.resolve() != (folder / name).resolve():
+            (folder / name).unlink(missing_ok=True)  # a link's target stays as it is
+            shutil.copyfile(source, folder / name)
     if given:
         config_file = folder / _TOKENIZER_CONFIG_FILE
-        content = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        if config_file.is_file():
-            content = json.loads(config_file.read_text())
+        config_file.unlink(missing_ok=True)
         config_file.write_text(json.dumps(content | given, indent=2) + "\n")
 
 

@@ -393,7 +393,7 @@ def test_every_rotary_field_belongs_to_a_type():
         ),
         (
             {"hidden_size": 30, "head_dim": 0},
-            r"hidden_size=30 is not a multiple of .*=4; set head_dim",
+            r"hidden_size=30 is not a multiple of .*=4, and transformers does not load",
         ),
         ({"head_dim": 7}, r"head_dim=7 must be even"),
         ({"hidden_act": "swish"}, r"hidden_act='swish' must be one of \['gelu'"),

@@ -17,6 +17,8 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 TABLES = json.loads((GOLDEN / "rope_tables.json").read_text())
 EPS = np.finfo(np.float32).eps
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 
 def rope_parameters(settings: dict) -> RopeParameters:
     fields: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import chex
@@ -14,6 +15,8 @@ from flax import nnx
 from models.llama import Llama, LlamaConfig
 from models.rope import RopeParameters
 from models.sampling import extend, generate, init_cache
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 CONFIG = LlamaConfig(
     vocab_size=24,
@@ -34,8 +37,8 @@ B, P, NEW = 3, 6, 10
 PROMPTS = jax.random.randint(jax.random.key(1), (B, P), 0, CONFIG.vocab_size, jnp.int32)
 
 
-# Compiles in half the time; LLVM has nothing to win at these sizes.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+# Enough of a model to refuse arguments with.
+SHAPES = nnx.eval_shape(lambda: Llama(CONFIG, rngs=nnx.Rngs(0)))
 
 
 def make_model(**changes: Any) -> Llama:
@@ -53,7 +56,7 @@ def make_model(**changes: Any) -> Llama:
     return nnx.merge(graphdef, jax.tree.map_with_path(random, shapes))
 
 
-@functools.partial(jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
 def next_logits(graphdef, state, tokens, lengths):
     """Logits of what follows the first `lengths` tokens; those after them are not seen."""
     model = nnx.merge(graphdef, state)
@@ -103,8 +106,8 @@ def test_prompts_are_whole_without_lengths():
 
 def test_a_cache_gives_the_hidden_states_of_the_whole():
     graphdef, state = nnx.split(make_model())
-    expected = jit(lambda state: nnx.merge(graphdef, state)(PROMPTS))(state)
-    run = jit(lambda state, *args: extend(nnx.merge(graphdef, state), *args))
+    expected = jax.jit(lambda state: nnx.merge(graphdef, state)(PROMPTS))(state)
+    run = jax.jit(lambda state, *args: extend(nnx.merge(graphdef, state), *args))
     cache = init_cache(make_model(), B, P + 3)
     positions = jnp.broadcast_to(jnp.arange(P, dtype=jnp.int32), (B, P))
     chunks = []
@@ -172,9 +175,14 @@ def test_draws_have_the_probabilities_of_the_softmax(temperature):
 
 
 def test_low_temperatures_approach_the_greedy_tokens():
+    """The lowest there is, too, at which no logit overflows."""
     model = make_model()
-    cold = generate(model, PROMPTS, max_new_tokens=NEW, temperature=1e-5, key=jax.random.key(0))
-    chex.assert_trees_all_equal(cold, generate(model, PROMPTS, max_new_tokens=NEW))
+    greedy = generate(model, PROMPTS, max_new_tokens=NEW)
+    for temperature in (1e-5, float(np.finfo(np.float32).tiny)):
+        cold = generate(
+            model, PROMPTS, max_new_tokens=NEW, temperature=temperature, key=jax.random.key(0)
+        )
+        chex.assert_trees_all_equal(cold, greedy)
 
 
 def test_top_k_draws_from_the_likeliest():
@@ -193,11 +201,26 @@ def test_top_k_draws_from_the_likeliest():
 @pytest.mark.parametrize(
     "shape, kwargs, message",
     [
-        ((1, 4), {"top_k": 0}, r"top_k=0 must be between 1 and vocab_size=\d+"),
-        ((1, 0), {}, r"prompts\.shape=\(1, 0\) .* must be at least 1"),
-        ((1, 4), {"max_new_tokens": 0}, r"max_new_tokens=0 must be at least 1"),
-        ((1, 4), {"temperature": -0.5}, r"temperature=-0\.5 must be 0, or positive with a key"),
-        ((1, 4), {"temperature": 0.5}, r"temperature=0\.5 .* got key=None"),
+        *(
+            ((1, 4), {"top_k": k}, rf"top_k={k} must be between 1 and vocab_size=24")
+            for k in (0, -1, 25)
+        ),
+        *(((1, 4), {"top_k": k}, f"top_k={k} must be a whole number") for k in (True, 2.0)),
+        ((1, 0), {}, r"prompts\.shape=\(1, 0\): a prompt must have at least 1 token"),
+        ((4,), {}, r"prompts must have 2 axes, got the shape \(4,\)"),
+        *(
+            ((1, 4), {"max_new_tokens": n}, f"max_new_tokens={n} must be at least 1")
+            for n in (0, -1)
+        ),
+        *(
+            ((1, 4), {"max_new_tokens": n}, f"max_new_tokens={n} must be a whole number")
+            for n in (True, 2.0)
+        ),
+        *(
+            ((1, 4), {"temperature": t, "key": 0}, f"temperature={t} must be 0, or finite and from")
+            for t in (-0.5, math.nan, math.inf, -math.inf, 1e-39)
+        ),
+        ((1, 4), {"temperature": 0.5}, r"temperature=0\.5 must be 0 without a key, got key=None"),
         (
             (1, 4),
             {"max_new_tokens": 29},
@@ -205,11 +228,77 @@ def test_top_k_draws_from_the_likeliest():
         ),
     ],
 )
-def test_wrong_arguments_raise(shape, kwargs, message):
+def test_wrong_arguments_raise(shape, kwargs, message, unchecked_shapes):
     prompts = jnp.ones(shape, jnp.int32)
     with pytest.raises(ValueError, match=message):
-        generate(make_model(), prompts, **{"max_new_tokens": 2} | kwargs)
+        generate(SHAPES, prompts, **{"max_new_tokens": 2} | kwargs)
+
+
+@pytest.mark.parametrize(
+    "prompts, lengths, message",
+    [
+        ([[1, 2, 24]], None, r"prompts\[0, 2\]=24 is no token: vocab_size=24"),
+        ([[1, 2], [-1, 3]], None, r"prompts\[1, 0\]=-1 is no token"),
+        ([[1, 2], [1, 2]], [2, 0], r"prompt_lengths\[1\]=0 must be from 1 to 2"),
+        ([[1, 2], [1, 2]], [3, 2], r"prompt_lengths\[0\]=3 must be from 1 to 2"),
+        ([[1, 2]], [-1], r"prompt_lengths\[0\]=-1 must be from 1 to 2"),
+        ([[1, 2], [1, 2]], [2], r"lengths\.shape=\(1,\) must be the number of prompts, \(2,\)"),
+        ([[1, 2]], [[2]], r"prompt_lengths must have 1 axes, got the shape \(1, 1\)"),
+        ([[1.0, 2.0]], None, "prompts must be signed integers such as int32, got float32"),
+        (np.ones((1, 2), np.uint32), None, "prompts must be signed integers .* got uint32"),
+        (np.ones((1, 2), np.bool_), None, "prompts must be signed integers .* got bool"),
+        ([[1, 2]], [2.0], "prompt_lengths must be signed integers .* got float32"),
+    ],
+)
+def test_wrong_prompts_raise(prompts, lengths, message, unchecked_shapes):
+    lengths = None if lengths is None else jnp.asarray(lengths)
+    with pytest.raises(ValueError, match=message):
+        generate(SHAPES, jnp.asarray(prompts), max_new_tokens=2, prompt_lengths=lengths)
+
+
+def test_a_dtype_that_does_not_hold_the_vocabulary_raises(unchecked_shapes):
+    config = dataclasses.replace(CONFIG, vocab_size=129)
+    model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
+    prompts = jnp.ones((1, 2), jnp.int8)
+    with pytest.raises(ValueError, match=r"dtype\('int8'\) does not hold .* vocab_size=129"):
+        generate(model, prompts, max_new_tokens=2)
+
+
+def damaged_model() -> Llama:
+    """Its logits are NaN after token 3."""
+    model = make_model(num_hidden_layers=1)
+    model.embed_tokens.embedding[...] = model.embed_tokens.embedding[...].at[3].set(jnp.nan)
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 2}], ids=["greedy", "drawn"])
+def test_logits_that_are_not_finite_raise(options):
+    prompts = jnp.array([[1, 2], [1, 3]], jnp.int32)
+    key = jax.random.key(0) if options else None
+    with pytest.raises(FloatingPointError, match=r"new token 0 of row 1 are not finite.* float32"):
+        generate(damaged_model(), prompts, max_new_tokens=2, key=key, **options)
+
+
+def test_under_a_trace_a_token_below_zero_says_what_cannot_be_raised():
+    graphdef, state = nnx.split(make_model(num_hidden_layers=1))
+    call = jax.jit(
+        lambda state, prompts, lengths: generate(
+            nnx.merge(graphdef, state), prompts, max_new_tokens=2, prompt_lengths=lengths
+        )
+    )
+    prompts, lengths = jnp.array([[1, 2], [1, 3]], jnp.int32), jnp.array([2, 2], jnp.int32)
+    assert np.all(np.asarray(call(state, prompts, lengths)) >= 0)
+    for wrong in (
+        (nnx.state(damaged_model()), prompts, lengths),
+        (state, prompts, lengths.at[1].set(0)),
+        (state, prompts, lengths.at[1].set(3)),
+        (state, prompts.at[1, 1].set(CONFIG.vocab_size), lengths),
+        (state, prompts.at[1, 0].set(-1), lengths),
+    ):
+        tokens = np.asarray(call(*wrong))
+        assert (tokens[0] >= 0).all() and (tokens[1] == -1).all(), tokens
 
 
 def test_the_context_can_be_filled():
-    assert generate(make_model(), jnp.ones((1, 4), jnp.int32), max_new_tokens=28).shape == (1, 28)
+    model = make_model(num_hidden_layers=1)
+    assert generate(model, jnp.ones((1, 4), jnp.int32), max_new_tokens=28).shape == (1, 28)

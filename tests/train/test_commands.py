@@ -246,9 +246,15 @@ def test_a_folder_without_a_tokenizer(finished, config, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda folder: shutil.rmtree(folder), "cannot be read .*not a Hugging Face folder"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json: "),
-        (lambda folder: write_model_type(folder, "gpt2"), "only 'llama' is supported"),
+        (
+            lambda folder: shutil.rmtree(folder),
+            "config.json does not exist: not a Hugging Face checkpoint",
+        ),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON: "),
+        (
+            lambda folder: write_model_type(folder, "gpt2"),
+            "only 'llama' and 'mistral' are supported",
+        ),
         (lambda folder: None, "the standard library is read as bytes; name text with --data.path"),
     ],
 )
@@ -267,8 +273,8 @@ def write_model_type(folder, model_type):
 def test_damaged_weights_are_named_in_one_line(finished, tmp_path, one_device):
     folder = Path(shutil.copytree(finished / "model", tmp_path / "model"))
     file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
     check_model(folder, MODEL)
+    file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(FolderError, match=r"model\.safetensors is damaged") as caught:
         load_params(folder, MODEL, one_device)
     assert "\n" not in str(caught.value)

@@ -1,0 +1,322 @@
+"""Hugging Face's config.json, read and written.
+
+A configuration that would compute something else here than in transformers is refused: an unknown
+key that says something, a value of a wrong kind, a setting that is not implemented.
+
+Source: transformers 5.23, `models/llama/configuration_llama.py` and
+`models/mistral/configuration_mistral.py`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from models.llama import LlamaConfig
+from models.rope import OPTIONAL_FIELDS, REQUIRED_FIELDS, RopeParameters
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_whole(value) or isinstance(value, float)
+
+
+# The kinds of a value of JSON, and how to tell them.
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "a whole number": _is_whole,
+    "a number": _is_number,
+    "true or false": lambda value: isinstance(value, bool),
+    "a text": lambda value: isinstance(value, str),
+    "an object": lambda value: isinstance(value, dict),
+    "a list of numbers": lambda value: isinstance(value, list) and all(map(_is_number, value)),
+    "a token or a list of tokens": (
+        lambda value: _is_whole(value) or (isinstance(value, list) and all(map(_is_whole, value)))
+    ),
+}
+_FIELDS = {
+    "attention_bias": "true or false",
+    "attention_dropout": "a number",
+    "bos_token_id": "a whole number",
+    "eos_token_id": "a token or a list of tokens",
+    "head_dim": "a whole number",
+    "hidden_act": "a text",
+    "hidden_size": "a whole number",
+    "initializer_range": "a number",
+    "intermediate_size": "a whole number",
+    "max_position_embeddings": "a whole number",
+    "mlp_bias": "true or false",
+    "num_attention_heads": "a whole number",
+    "num_hidden_layers": "a whole number",
+    "num_key_value_heads": "a whole number",
+    "pad_token_id": "a whole number",
+    "rms_norm_eps": "a number",
+    "tie_word_embeddings": "true or false",
+    "vocab_size": "a whole number",
+}
+# The sizes that every config.json must have.
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+# The values that transformers takes where config.json does not have the key.
+_LLAMA_DEFAULTS: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 2048,
+    "mlp_bias": False,
+    "num_key_value_heads": None,
+    "pad_token_id": None,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+_DEFAULTS = {
+    "llama": _LLAMA_DEFAULTS,
+    "mistral": _LLAMA_DEFAULTS | {"max_position_embeddings": 131_072, "num_key_value_heads": 8},
+}
+_MISTRAL_WINDOW = 4096  # where config.json of a Mistral does not have the key
+_ROPE_FIELDS = {
+    "attention_factor": "a number",
+    "beta_fast": "a number",
+    "beta_slow": "a number",
+    "factor": "a number",
+    "high_freq_factor": "a number",
+    "long_factor": "a list of numbers",
+    "low_freq_factor": "a number",
+    "mscale": "a number",
+    "mscale_all_dim": "a number",
+    "original_max_position_embeddings": "a whole number",
+    "short_factor": "a list of numbers",
+    "truncate": "true or false",
+}
+_ROPE_KEYS = (
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+)
+# Keys that do not change what the model computes, whatever their value, by the reason.
+_HARMLESS = {
+    "it says where the checkpoint comes from, and what wrote it": """
+        _commit_hash _name_or_path architectures model_type name_or_path transformers_version
+        unsloth_fixed unsloth_version
+    """,
+    "nanotron's mark in what it converts (SmolLM2), read by nothing else": "is_llama_config",
+    "it says how transformers runs the same function: kernels, dtypes, a cache, slices": """
+        _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled attn_implementation
+        chunk_size_feed_forward dtype pretraining_tp torch_dtype torchscript use_bfloat16 use_cache
+    """,
+    "another program's settings for running it, in the browser": "transformers.js_config",
+    "it says which outputs transformers returns, and in what form": """
+        output_attentions output_hidden_states output_scores return_dict return_dict_in_generate
+    """,
+    "it is about classes, or a task, which a language model does not have": """
+        finetuning_task id2label label2id problem_type task_specific_params tf_legacy_loss
+    """,
+    "it is about encoders and decoders, of which Llama's class is neither": """
+        decoder_start_token_id is_decoder is_encoder_decoder tie_encoder_decoder
+    """,
+    "it is the tokenizer's": "max_sequence_length prefix sep_token_id tokenizer_class",
+    "a setting of generation, which older versions kept in config.json": """
+        bad_words_ids begin_suppress_tokens cache_implementation diversity_penalty do_sample
+        early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
+        forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+        no_repeat_ngram_size num_beam_groups num_beams num_return_sequences remove_invalid_values
+        repetition_penalty suppress_tokens temperature top_k top_p typical_p
+    """,
+}
+_HARMLESS_KEYS = {key for keys in _HARMLESS.values() for key in keys.split()}
+# Keys with one value that does not change what the model computes.
+_HARMLESS_VALUES = {
+    "activation": "swiglu",  # Falcon 3's name for the MLP that `hidden_act` "silu" makes
+    "add_cross_attention": False,  # there is no encoder to attend to
+    "rope_interleaved": False,  # nanotron's name for the layout of pairs that Llama does not have
+}
+
+
+def config_from_hf(hf_config: dict[str, Any]) -> LlamaConfig:
+    """The `LlamaConfig` of a config.json, with our own fields (`dtype`, `remat` ...) at defaults.
+
+    A Mistral is a Llama with a window on its attention. It is read if the window is null or as long
+    as the longest sequence, which makes both compute the same.
+
+    All three forms of the rotary settings are read: `rope_parameters` (transformers 5), and
+    `rope_theta` with a `rope_scaling` that has a `rope_type` or the older `type`, or is null. Where
+    both are there `rope_scaling` wins, as in transformers.
+
+    Raises:
+      ValueError: not a Llama, a size is missing, a value is of a wrong kind or out of its range, or
+        a key is unknown and may change the function.
+      NotImplementedError: the model needs what `LlamaConfig` does not implement.
+    """
+    if not isinstance(hf_config, dict):
+        raise ValueError(f"an object is expected, got {_short(hf_config)}")
+    model_type = hf_config.get("model_type")
+    if not (isinstance(model_type, str) and model_type in _DEFAULTS):
+        raise ValueError(
+            f"model_type={_short(model_type)}, only 'llama' and 'mistral' are supported"
+        )
+    if missing := [name for name in _SIZES if hf_config.get(name) is None]:
+        raise ValueError(f"the configuration lacks {missing}")
+    _check_keys(hf_config, model_type)
+
+    fields = {name: _checked(name, hf_config[name], _FIELDS[name]) for name in _SIZES}
+    for name, default in _DEFAULTS[model_type].items():
+        value = hf_config.get(name, default)
+        # Null is no token or no setting where transformers has None for it, else the default.
+        if value is None and not name.endswith("token_id") and name != "num_key_value_heads":
+            value = default
+        fields[name] = None if value is None else _checked(name, value, _FIELDS[name])
+    if fields["num_key_value_heads"] is None:
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    if fields["head_dim"] is None:
+        del fields["head_dim"]
+    elif fields["head_dim"] < 1:
+        raise ValueError(f"head_dim={fields['head_dim']} must be at least 1")
+    if isinstance(fields["eos_token_id"], list):
+        fields["eos_token_id"] = tuple(fields["eos_token_id"])
+    rope = _rope_from_hf(hf_config, fields["max_position_embeddings"])
+    config = LlamaConfig(**fields, rope_parameters=rope)
+    if model_type == "mistral":
+        _check_window(hf_config.get("sliding_window", _MISTRAL_WINDOW), config)
+    return config
+
+
+def _check_keys(hf_config: dict[str, Any], model_type: str) -> None:
+    """Raises unless each key is read, is harmless, or has a value that switches something off."""
+    known = {*_FIELDS, *_ROPE_KEYS, *_HARMLESS_KEYS}
+    off = dict(_HARMLESS_VALUES)
+    if model_type == "mistral":
+        known |= {"sliding_window"}
+        # transformers does not read the two keys of a Mistral, which has no biases.
+        biases = {"attention_bias": False, "mlp_bias": False}
+        known -= biases.keys()
+        off |= biases
+    unknown = {
+        key: value
+        for key, value in hf_config.items()
+        if key not in known
+        and value not in (None, {}, [])
+        and not (key in off and value == off[key])
+    }
+    if unknown:
+        raise ValueError(
+            "unknown configuration keys, which may change what the model computes: "
+            f"{_short(unknown)}. Remove them from the configuration if they do not"
+        )
+
+
+def _check_window(window: Any, config: LlamaConfig) -> None:
+    """Raises if a Mistral's window would hide any position of a sequence."""
+    if window is None:
+        return
+    _checked("sliding_window", window, "a whole number")
+    longest = config.max_position_embeddings
+    if config.rope_parameters.rope_type == "dynamic":
+        raise NotImplementedError(
+            f"sliding_window={window} with the rope type 'dynamic', whose sequences have no longest"
+            " length: attention over a window is not implemented. Set sliding_window to null"
+        )
+    if window < longest:
+        raise NotImplementedError(
+            f"sliding_window={window} is shorter than max_position_embeddings={longest}: attention "
+            f"over a window is not implemented. For sequences of at most {window} tokens, which "
+            f"the window leaves as they are, set max_position_embeddings to {window}"
+        )
+
+
+def _rope_from_hf(hf_config: dict[str, Any], max_position_embeddings: int) -> RopeParameters:
+    settings: dict[str, Any] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        if (value := hf_config.get(key)) is not None:
+            settings = dict(_checked(key, value, "an object")) or settings
+    older_type = settings.pop("type", "default")
+    rope_type = _checked("rope_type", settings.pop("rope_type", older_type), "a text")
+    if rope_type not in REQUIRED_FIELDS:
+        raise ValueError(f"{rope_type=} must be one of {sorted(REQUIRED_FIELDS)}")
+    theta = settings.pop("rope_theta", None)
+    if theta is None:
+        theta = hf_config.get("rope_theta")
+    theta = 10_000.0 if theta is None else _checked("rope_theta", theta, "a number")
+    partial = settings.pop("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        raise ValueError(f"partial_rotary_factor={_short(partial)}: Llama rotates whole heads")
+    settings.pop("finetuned", None)  # a remark in the first YaRN checkpoints
+    unknown = {k: v for k, v in settings.items() if k not in _ROPE_FIELDS and v is not None}
+    if unknown:
+        raise ValueError(
+            f"unknown rope parameters, which may change the rotation: {_short(unknown)}"
+        )
+
+    # Like transformers, leave aside the settings that another rope type would read.
+    read = (*REQUIRED_FIELDS[rope_type], *OPTIONAL_FIELDS[rope_type])
+    given = {name: settings[name] for name in read if settings.get(name) is not None}
+    if (name := "original_max_position_embeddings") in read:
+        if hf_config.get(name) is not None:
+            given[name] = hf_config[name]
+        given.setdefault(name, max_position_embeddings)
+    values: dict[str, Any] = {
+        name: _checked(name, value, _ROPE_FIELDS[name]) for name, value in given.items()
+    }
+    return RopeParameters(rope_type=rope_type, rope_theta=theta, **values)
+
+
+def _checked(name: str, value: Any, kind: str) -> Any:
+    """The value, of the type that our fields have."""
+    if not _KINDS[kind](value):
+        raise ValueError(f"{name}={_short(value)} must be {kind}")
+    try:
+        if kind == "a number":
+            return float(value)
+        return tuple(map(float, value)) if kind == "a list of numbers" else value
+    except OverflowError as error:
+        raise ValueError(f"{name}={_short(value)} is too large") from error
+
+
+def _short(value: Any) -> str:
+    """A value of config.json for a message, which must not be as long as the file."""
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:300]} ..."
+
+
+def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """The content of config.json, for transformers 5 and, by the legacy keys, for 4.43 and later.
+
+    Except that the rules of "yarn" and "longrope" were others in 4.46, with other logits.
+    """
+    hf_config = {name: getattr(config, name) for name in sorted(_FIELDS)}
+    for name, kind in _FIELDS.items():
+        if kind == "a number":  # transformers 5 refuses a whole number here
+            hf_config[name] = float(hf_config[name])
+    if isinstance(config.eos_token_id, tuple):
+        hf_config["eos_token_id"] = list(config.eos_token_id)
+    rope: dict[str, Any] = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in dataclasses.asdict(config.rope_parameters).items()
+        if value is not None
+    }
+    if rope["rope_type"] == "yarn" and "factor" not in rope:
+        # transformers 5 refuses a YaRN without it; ours computes the same from the same two.
+        original = rope["original_max_position_embeddings"]
+        rope["factor"] = config.max_position_embeddings / original
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    return hf_config | {
+        "architectures": ["LlamaForCausalLM"],
+        "dtype": config.param_dtype,
+        "model_type": "llama",
+        "rope_parameters": rope,
+        "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
+        "rope_theta": config.rope_parameters.rope_theta,
+        "torch_dtype": config.param_dtype,
+        "use_cache": True,
+    }
