@@ -509,7 +509,7 @@ def test_compare(finished, config, tmp_path, capsys):
     row = "<tr><th>optimizer.learning_rate</th><td>0.01</td><td>0.125</td></tr>"
     assert settings.count("<tr>") == 2 and row in settings
     assert "&lt;b&gt;" in page and "<b>" not in page
-    assert page.count("data:image/png;base64,") == 2
+    assert page.count("data:image/png;base64,") == 2 * 4  # of each panel, light and dark
     compare.run([str(finished), str(finished), "--output", str(output)])
     assert "<p>None.</p>" in output.read_text()
     line = fails(compare.run, [finished, tmp_path], capsys)
