@@ -32,8 +32,7 @@ from pallas_kernels import hardware, linear_cross_entropy
 from train import metrics
 from train.config import PRESET_NAMES, TrainConfig, preset
 from train.data import SyntheticDataset
-from train.loop import memory_in_bytes
-from train.step import init_state, make_train_step
+from train.step import init_state, make_train_step, memory_in_bytes
 from train.xla_flags import compiler_options
 
 # In this order, by what the name of a kernel contains; XLA names its fusions after their

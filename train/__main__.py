@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
 def _train(arguments: list[str], *, debug: bool) -> None:
     from train import distributed, loop
     from train.command_line import COMMANDS, FlagError, parse_command_line
-    from train.faults import full_disk_names, hide_given_up_transfers
+    from train.faults import hide_given_up_transfers
 
     hide_given_up_transfers()
     with errors(debug=debug):
@@ -51,8 +51,7 @@ def _train(arguments: list[str], *, debug: bool) -> None:
                     loop.mesh_of(config)
                 except ValueError as error:
                     raise FlagError(f"--mesh: {error}") from error
-                with full_disk_names(config.runs_dir / config.name):
-                    loop.run(config)
+                loop.run(config)
 
 
 @contextlib.contextmanager
@@ -65,7 +64,7 @@ def errors(prefix: str = "", *, debug: bool = False) -> Iterator[None]:
     """
     from train.command_line import DEBUG, FlagError
     from train.data import DataError
-    from train.faults import RunError
+    from train.errors import DiskError, RunError
     from train.hf_folder import FolderError
     from train.plan import PlanError
 
@@ -82,7 +81,7 @@ def errors(prefix: str = "", *, debug: bool = False) -> Iterator[None]:
         for_users = FlagError, DataError, FolderError, RunError, PlanError
         if not debug and not isinstance(e, for_users):
             line += f" ({DEBUG} shows the traceback)"
-        if isinstance(e, RunError) and not prefix:
+        if isinstance(e, RunError) and not isinstance(e, DiskError) and not prefix:
             sys.exit(line)  # status 1; the other processes of the run get the line, too
         print(line, file=sys.stderr)
         raise SystemExit(1 if isinstance(e, PlanError) else 2) from e

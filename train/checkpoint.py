@@ -2,17 +2,20 @@
 
 A checkpoint is a folder named by its step. Orbax copies the arrays to the host, writes them from
 there under another name, and renames the folder when all is written: one killed while it saves
-leaves no half checkpoint. That says nothing about what the disk does to the files later, so each
-array is stored with a checksum of its values, taken on the devices before the copy and compared
-after reading. Values have no layout: a checkpoint can be read on another mesh.
+leaves no half checkpoint. The disk may still change the files later. So each array is stored with a
+checksum of its values, taken on the devices before the copy and compared after reading. Values have
+no layout: a checkpoint can be read on another mesh.
+
+A checkpoint with a wrong checksum or a malformed file is damaged: it is renamed, and the one before
+is used. Other errors, of the disk, the network, permissions or memory, may pass, so they end the
+run and change nothing.
 """
 
 import contextlib
-import fcntl
+import itertools
 import json
 import math
 import os
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,9 +29,17 @@ from flax import nnx
 from jaxtyping import Array, Shaped, UInt32
 from orbax.checkpoint import checkpoint_managers
 
+from train.checkpoint_files import (
+    check_step,
+    locked,
+    not_damage,
+    one_line,
+    steps_in,
+    stored_val_loss,
+)
 from train.config import TrainConfig
 from train.distributed import all_say, is_first
-from train.faults import RunError
+from train.errors import RunError
 from train.metrics import jsonable
 from train.step import TrainState
 
@@ -59,18 +70,22 @@ MAY_CHANGE = (
 def check_config(run_dir: Path, config: TrainConfig, data: Mapping[str, Any]) -> None:
     """Whether `config` and `data` may go on with the run in `run_dir`; an empty folder may.
 
+    A run binds its settings with its first checkpoint: without one there is nothing to go on with,
+    and the next run of that name starts anew with its own.
+
     Args:
       run_dir: of the run; need not exist.
       config: of the run to be started.
       data: what identifies its corpus.
 
     Raises:
-      RunError: the run there has no checkpoints, has them but no config.json that can be read, or
-        differs in more than `MAY_CHANGE`.
+      RunError: a run there has rows and was not to have checkpoints, or it has checkpoints and no
+        config.json that can be read, or differs in more than `MAY_CHANGE`.
     """
     path = run_dir / "config.json"
+    has_checkpoints = bool(steps_in(run_dir / "checkpoints"))
     if not path.exists():
-        if any(run_dir.glob("checkpoints/[0-9]*")):
+        if has_checkpoints:
             raise RunError(
                 f"{run_dir} has checkpoints but no config.json; put it back, or choose another "
                 "--name"
@@ -81,11 +96,14 @@ def check_config(run_dir: Path, config: TrainConfig, data: Mapping[str, Any]) ->
         every, corpus = content["config"]["checkpoint"]["every"], content["data"]
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"{path} is not the configuration of a run ({_one_line(error)}); put it back, or "
+            f"{path} is not the configuration of a run ({one_line(error)}); put it back, or "
             "choose another --name"
         ) from error
-    if not every:
+    rows = run_dir / "metrics.jsonl"
+    if not every and rows.exists() and rows.stat().st_size:
         raise RunError(f"{run_dir} is a run without checkpoints; choose another --name")
+    if not has_checkpoints:
+        return
     old = _flat(content["config"] | {"corpus": corpus})
     new = _flat(jsonable(config) | {"corpus": jsonable(data)})
     differences = [
@@ -117,7 +135,7 @@ class Checkpoints:
     they make the same calls in the same order.
 
     Raises:
-      RunError: another process has the folder open.
+      RunError: another process has the folder open, or it cannot be made or read.
     """
 
     def __init__(self, folder: Path, *, keep: int):
@@ -125,25 +143,46 @@ class Checkpoints:
             folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise RunError(f"{folder} cannot be made: a file is in its place") from error
-        self._lock = _locked(folder) if is_first() else None
+        except OSError as error:
+            raise RunError(f"{folder} cannot be made: {error.strerror}") from error
+        self._folder = folder.absolute()
+        self._lock = locked(folder) if is_first() else None
+        try:
+            self._manager, self._malformed = self._opened(keep)
+        except BaseException:
+            self._unlock()
+            raise
+        self._failed = False
+
+    def _opened(self, keep: int) -> tuple[ocp.CheckpointManager, dict[int, Exception]]:
+        """Orbax's manager, and what is wrong with metrics that it could not read."""
         # Orbax logs the traceback of a save that failed, besides raising it.
         absl.logging.set_verbosity(absl.logging.FATAL)
-        val_loss = lambda metrics: (metrics or {}).get("val_loss", math.inf)
+        loss_of = lambda metrics: (metrics or {}).get("val_loss", math.inf)
         policies = [
             checkpoint_managers.LatestN(keep),
             checkpoint_managers.BestN(
-                get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False
+                get_metric_fn=loss_of, reverse=True, n=1, keep_checkpoints_without_metrics=False
             ),
         ]
-        self._manager = ocp.CheckpointManager(
-            folder.absolute(),
+        manager = ocp.CheckpointManager(
+            self._folder,
             options=ocp.CheckpointManagerOptions(
                 cleanup_tmp_directories=True,  # left by a run that was killed while it saved
-                best_fn=val_loss,  # without it metrics are not written; the policy decides
+                best_fn=loss_of,  # without it metrics are not written; the policy decides
                 preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+                lightweight_initialize=True,  # one malformed file of metrics would end it
             ),
         )
-        self._failed = False
+        malformed: dict[int, Exception] = {}
+        for step in manager.all_steps():
+            try:
+                stored_val_loss(self._folder / str(step))
+            except ValueError as error:
+                malformed[step] = error
+        if not malformed:
+            manager.reload()  # with the metrics
+        return manager, malformed
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -154,47 +193,78 @@ class Checkpoints:
                 self.wait()
                 self._manager.close()
         finally:
-            if self._lock is not None:
-                os.close(self._lock)
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
 
     def restore(self, like: TrainState) -> tuple[int, TrainState] | None:
         """The newest checkpoint that is whole, and its step; None where there is none at all.
 
-        Newer ones, which are damaged, are deleted with a warning.
+        A damaged one is renamed, `10` to `10.damaged`, with a warning.
 
         Args:
           like: shapes, dtypes and shardings to read it with.
 
         Raises:
-          RunError: there are checkpoints and none can be read.
+          RunError: there are checkpoints and all are damaged, a file cannot be read, or the folder
+            of a checkpoint has the name of another step.
         """
-        damaged: dict[int, Exception] = {}
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        steps = self._manager.all_steps()
+        another = RunError("another process cannot read its part")
+        damaged: dict[int, Exception] = {
+            step: self._malformed.get(step, another)
+            for step in steps
+            if not all_say(step not in self._malformed)
+        }
+        for step in sorted(set(steps) - set(damaged), reverse=True):
             state, error = self._read(step, like)
-            if error is not None:
-                damaged[step] = error
-                continue
-            for bad, error in damaged.items():
-                if is_first():
-                    warnings.warn(
-                        f"{self._manager.directory / str(bad)} is damaged and was deleted; going "
-                        f"on from step {step} ({_one_line(error)})",
-                        stacklevel=2,
-                    )
-                self._manager.delete(bad)
-            return step, state
+            if error is None:
+                self._set_aside(damaged, step)
+                return step, state
+            damaged[step] = error
         if damaged:
-            step, error = next(iter(damaged.items()))
+            step = max(damaged)
             raise RunError(
-                f"no checkpoint in {self._manager.directory} can be read; of step {step}: "
-                f"{_one_line(error)}. To start anew, delete that folder"
+                f"no checkpoint in {self._folder} can be read; of step {step}: "
+                f"{one_line(damaged[step])}. To start anew, delete that folder"
             )
         return None
 
+    def _set_aside(self, damaged: Mapping[int, Exception], step: int) -> None:
+        """Renames the checkpoints that are damaged; the run goes on from `step`."""
+        for bad, error in damaged.items() if is_first() else ():
+            folder = self._folder / str(bad)
+            numbers = ("" if number == 1 else f"-{number}" for number in itertools.count(1))
+            names = (folder.with_name(f"{bad}.damaged{number}") for number in numbers)
+            name = next(name for name in names if not name.exists())
+            try:
+                folder.rename(name)
+            except OSError as failure:
+                raise RunError(
+                    f"{folder} is damaged ({one_line(error)}) and cannot be renamed: "
+                    f"{failure.strerror}"
+                ) from error
+            warnings.warn(
+                f"{folder} is damaged and was renamed to {name.name}; going on from step {step} "
+                f"({one_line(error)})",
+                stacklevel=3,
+            )
+        if damaged:
+            all_say(True)  # none lists the folder before it is renamed
+            self._manager.reload()
+            self._malformed.clear()
+
     def _read(self, step: int, like: TrainState) -> tuple[Any, Exception | None]:
-        """The state, or what is wrong with it: for all processes, if something is for one."""
+        """The state, or what is damaged: for all processes, if something is for one.
+
+        Raises:
+          RunError: something cannot be read, or is of another step.
+        """
         read: Any = None
         error: Exception | None = None
+        folder = self._folder / str(step)
         try:
             read = self._manager.restore(
                 step,
@@ -206,13 +276,21 @@ class Checkpoints:
             error = found
         # The checksums are of all processes' parts, so none may be missing.
         if not all_say(error is None):
+            reason = None if error is None else not_damage(error, folder)
+            if not all_say(reason is None):
+                raise RunError(
+                    f"{folder} cannot be read, which may pass: "
+                    f"{reason or 'an error of another process'}. Nothing was changed; try again, "
+                    "or move that folder away to go on from the one before"
+                ) from error
             return None, error or RunError("another process cannot read its part")
         try:
             _compare(read["state"], read["checksums"])
             names = list(_by_name(like))
             leaves = [read["state"][name] for name in names]
-        except Exception as found:
+        except (ValueError, KeyError, TypeError) as found:
             return None, found
+        check_step(folder, read["state"])
         return jax.tree.unflatten(jax.tree.structure(like), leaves), None
 
     def save(self, step: int, state: TrainState, *, val_loss: float | None) -> None:
@@ -255,34 +333,26 @@ class Checkpoints:
             yield
         except Exception as error:
             self._failed = True
-            good = max(self._manager.all_steps(read=True), default=None)
+            good = max(steps_in(self._folder), default=None)
             left = (
                 "there is no earlier one" if good is None else f"the last good one is step {good}"
             )
-            raise RunError(f"a checkpoint was not saved, {left}: {_one_line(error)}") from error
-
-
-def _locked(folder: Path) -> int:
-    """A lock that the system releases however the process ends, until it is closed."""
-    # Not the folder itself: NFS locks only what is open for writing.
-    lock = os.open(folder.with_name(f"{folder.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise RunError(f"another process is training in {folder.parent}") from None
-    return lock
+            raise RunError(f"a checkpoint was not saved, {left}: {one_line(error)}") from error
 
 
 def saved_steps(folder: Path) -> dict[int, float | None]:
-    """The checkpoints in a folder by step, with the held-out losses of those that have one."""
-    if not folder.is_dir():
-        return {}
-    with _reader(folder) as manager:
-        return {
-            step: (manager.metrics(step) or {}).get("val_loss")
-            for step in sorted(manager.all_steps())
-        }
+    """The checkpoints in a folder by step, with the held-out losses of those that have one.
+
+    One with a malformed file of metrics counts as not measured, with a warning.
+    """
+    losses: dict[int, float | None] = {}
+    for step in steps_in(folder):
+        losses[step] = None
+        try:
+            losses[step] = stored_val_loss(folder / str(step))
+        except ValueError as error:
+            warnings.warn(f"step {step} counts as not measured: {error}", stacklevel=2)
+    return losses
 
 
 def read_params(folder: Path, step: int, like: nnx.State) -> nnx.State:
@@ -294,9 +364,11 @@ def read_params(folder: Path, step: int, like: nnx.State) -> nnx.State:
       like: shapes, dtypes and shardings to read it with.
 
     Raises:
-      RunError: it is damaged, or has other parameters.
+      RunError: it is damaged, cannot be read, is of another step, or has other parameters.
     """
-    arrays = {f"params.{name}": leaf for name, leaf in _by_name(like).items()}
+    names = [f"params.{name}" for name in _by_name(like)]
+    arrays = dict(zip(names, jax.tree.leaves(like), strict=True))
+    arrays["step"] = jax.ShapeDtypeStruct((), jnp.int32)
     try:
         with _reader(folder) as manager:
             state = ocp.args.PyTreeRestore(
@@ -309,15 +381,16 @@ def read_params(folder: Path, step: int, like: nnx.State) -> nnx.State:
             )
         _compare(read["state"], read["checksums"])
     except Exception as error:  # damage comes as errors of many kinds
-        raise RunError(f"{folder / str(step)} cannot be read: {_one_line(error)}") from error
-    return jax.tree.unflatten(jax.tree.structure(like), [read["state"][name] for name in arrays])
+        raise RunError(f"{folder / str(step)} cannot be read: {one_line(error)}") from error
+    check_step(folder / str(step), read["state"])
+    return jax.tree.unflatten(jax.tree.structure(like), [read["state"][name] for name in names])
 
 
 @contextlib.contextmanager
 def _reader(folder: Path) -> Iterator[ocp.CheckpointManager]:
     # Orbax warns that a folder to be read is read only, and of what is not read.
     absl.logging.set_verbosity(absl.logging.FATAL)
-    options = ocp.CheckpointManagerOptions(read_only=True)
+    options = ocp.CheckpointManagerOptions(read_only=True, lightweight_initialize=True)
     with contextlib.closing(ocp.CheckpointManager(folder.absolute(), options=options)) as manager:
         yield manager
 
@@ -327,13 +400,6 @@ def _compare(arrays: dict[str, Any], checksums: Mapping[str, int]) -> None:
     wrong = [name for name, value in got.items() if checksums[name] != value]
     if wrong:
         raise ValueError(f"{len(wrong)} arrays differ from their checksums, first {wrong[0]}")
-
-
-def _one_line(error: Exception) -> str:
-    # TensorStore names the file first, at length, then what happened, and last its own settings.
-    text = re.sub(r" \[\w+='.*", "", " ".join(str(error).split()))
-    text = text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
-    return f"{type(error).__name__}: {text}"
 
 
 def _by_name(tree: Any) -> dict[str, Any]:

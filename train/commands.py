@@ -21,8 +21,8 @@ from models.sharding import make_mesh, parameter_path
 from train import data
 from train.command_line import FlagError, Parser, file_or_folder, not_empty, number
 from train.config import DataConfig, OptimizerConfig, TrainConfig
+from train.errors import naming
 from train.evaluate import Sums, measure
-from train.faults import full_disk_names
 from train.hf_folder import FolderError, copy_tokenizer
 from train.ranges import COUNT, NOT_NEGATIVE, SEED, SIZE
 from train.saved import Saved, find_model
@@ -46,7 +46,7 @@ def export(arguments: Sequence[str]) -> None:
         raise FolderError(f"{flags.output} has a config.json; name a folder without a model")
     mesh = _mesh(flags)
     bos_token, eos_token = saved.bos_token, saved.eos_token
-    with full_disk_names(flags.output):
+    with naming(flags.output):
         # First, because it may refuse a link.
         copy_tokenizer(saved.tokenizer, flags.output, bos_token=bos_token, eos_token=eos_token)
     with jax.set_mesh(mesh):
@@ -55,7 +55,7 @@ def export(arguments: Sequence[str]) -> None:
         if flags.dtype:
             config = dataclasses.replace(config, param_dtype=flags.dtype)
             params = jax.tree.map(lambda a: a.astype(flags.dtype), params)
-        with full_disk_names(flags.output):
+        with naming(flags.output):
             save_pretrained(nnx.merge(model_graph(config), params), flags.output)
     print(f"{saved.name}: written to {flags.output}")
     if saved.tokenizer is None:

@@ -7,22 +7,22 @@ from typing import Any
 
 from train.command_line import Parser, file_or_folder
 from train.hf_folder import FolderError
+from train.metrics import format_count
+from train.page import escape, figure_html, grid, page_html, section
 from train.report import (
     DARK,
     LIGHT,
     RunMetrics,
     Theme,
-    escape,
-    figure_html,
     finished_png,
     headline_numbers,
     limit_loss,
     load_metrics,
-    page_html,
-    section,
+    panel,
     series,
     smooth,
 )
+from train.rows import write_whole
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -45,13 +45,20 @@ def write_comparison(first: Path, second: Path, output: Path) -> None:
 
     Raises:
       FolderError: one is not a run.
+      DiskError: a file cannot be read or written.
     """
     for run_dir in (first, second):
         if not (run_dir / "metrics.jsonl").is_file():
             raise FolderError(f"{run_dir} is not a run: it has no metrics.jsonl")
     names = _names(first, second)
     metrics = [load_metrics(run_dir) for run_dir in (first, second)]
-    light, dark = (_png(names, metrics, theme) for theme in (LIGHT, DARK))
+    panels = [
+        figure_html(
+            f"{title} of both runs",
+            [_panel_png(key, title, metrics, theme) for theme in (LIGHT, DARK)],
+        )
+        for key, title in _PANELS
+    ]
     numbers = [headline_numbers(each) for each in metrics]
     settings = [_settings(run_dir) for run_dir in (first, second)]
     different = [
@@ -68,14 +75,15 @@ def write_comparison(first: Path, second: Path, output: Path) -> None:
     title = f"{names[0]} and {names[1]}"
     body = [
         f"<header><h1>{escape(title)}</h1></header>",
-        figure_html(light, dark, "Loss, gradient norm and speed of both runs over steps"),
+        _legend(names),
+        grid(panels),
         section("Results", _table(names, labels, numbers)),
         section("Different settings", _table(names, different, settings))
         if different
         else section("Different settings", "<p>None.</p>"),
         section("Commands", "".join(commands)) if commands else "",
     ]
-    output.write_text(page_html(title, body))
+    write_whole(output, page_html(title, body))
 
 
 _COMMAND = "environment.command"
@@ -132,33 +140,31 @@ _PANELS = (
 )
 
 
-def _png(names: Sequence[str], metrics: Sequence[RunMetrics], theme: Theme) -> bytes:
+def _legend(names: Sequence[str]) -> str:
+    """The colour of each run; as text of the page, where a name may be anything."""
+    # In the order of the arguments, as `_panel_png` draws them.
+    entries = (
+        f'<li><span class="{color}">\N{BLACK SQUARE}</span> {escape(name)}</li>'
+        for name, color in zip(names, ("train", "held-out"), strict=True)
+    )
+    return f'<ul class="legend">{"".join(entries)}</ul>'
+
+
+def _panel_png(key: str, title: str, metrics: Sequence[RunMetrics], theme: Theme) -> bytes:
     # Imported here: it takes half a second, which `--help` need not wait for.
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import FuncFormatter
 
-    from train.metrics import format_count
-
-    figure = Figure(figsize=(9, 6.4), dpi=160, layout="constrained", facecolor=theme.background)
-    all_axes = figure.subplots(2, 2, sharex=True).flatten().tolist()
-    for axes, (key, title) in zip(all_axes, _PANELS, strict=True):
-        values_of = []
-        for name, each, color in zip(names, metrics, (theme.train, theme.held_out), strict=True):
-            steps, values = series([*each.train, *each.held_out], key)
-            values_of += values
-            shown = values if key == "val_loss" else smooth(values)
-            marker = "o" if key == "val_loss" or len(steps) == 1 else None
-            axes.plot(
-                steps, shown, color=color, linewidth=1.6, marker=marker, markersize=3.5, label=name
-            )
-        axes.set_title(title, loc="left", fontsize=9.5, color=theme.text)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-        if key == "loss":
-            limit_loss(axes, values_of, [])
-        if key == "tokens_per_s":
-            axes.set_ylim(0, 1.15 * max(values_of, default=1.0))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
-    all_axes[0].legend(frameon=False, labelcolor=theme.text, fontsize=9)
-    for axes in all_axes[2:]:
-        axes.set_xlabel("step")
-    return finished_png(figure, all_axes, theme)
+    figure, axes = panel(title, theme)
+    values_of = []
+    for each, color in zip(metrics, (theme.train, theme.held_out), strict=True):
+        steps, values = series([*each.train, *each.held_out], key)
+        values_of += values
+        shown = values if key == "val_loss" else smooth(values)
+        marker = "o" if key == "val_loss" or len(steps) == 1 else None
+        axes.plot(steps, shown, color=color, linewidth=1.6, marker=marker, markersize=3.5)
+    if key == "loss" and (note := limit_loss(axes, values_of, [])):
+        axes.set_title(f"{title}\n{note}", loc="left", fontsize=9.5, color=theme.text)
+    if key == "tokens_per_s":
+        axes.set_ylim(0, 1.15 * max(values_of, default=1.0))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
+    return finished_png(figure, [axes], theme)

@@ -33,7 +33,7 @@ from jaxtyping import Array, Int
 
 from train.command_line import tyro_errors
 from train.config import DistributedConfig
-from train.faults import RunError
+from train.errors import RunError
 
 _POLL_S = 1.0
 _AGAIN = "The same commands go on from the last checkpoint, if there is one"

@@ -1,7 +1,6 @@
-"""How a run ends before its last step: signals, errors, and what the step that failed leaves."""
+"""How a run ends before its last step: signals, and what the step that failed leaves."""
 
 import contextlib
-import errno
 import json
 import signal
 import sys
@@ -14,15 +13,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
-from safetensors import SafetensorError
 
 from train.config import TrainConfig
-from train.hf_folder import FolderError
 from train.metrics import jsonable
-
-
-class RunError(RuntimeError):
-    """Why a run cannot go on, in one line that needs no traceback."""
 
 
 @contextlib.contextmanager
@@ -60,28 +53,6 @@ def hide_given_up_transfers() -> None:
             sys.__unraisablehook__(unraisable)
 
     sys.unraisablehook = hook
-
-
-@contextlib.contextmanager
-def full_disk_names(target: Path) -> Iterator[None]:
-    """Gives the errors of a full disk, which name no file, the name of what was being written.
-
-    Raises:
-      FolderError: the disk is full, or a limit of its user or of the size of a file is reached.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _NO_ROOM:
-            raise
-        raise FolderError(
-            f"{error.filename or target} cannot be written: {error.strerror}"
-        ) from error
-    except SafetensorError as error:
-        raise FolderError(f"{target} cannot be written: {' '.join(str(error).split())}") from error
-
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def save_failed_step(

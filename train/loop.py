@@ -1,6 +1,7 @@
 """The training loop."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,13 +30,14 @@ from train.distributed import (
     rows_to_devices,
     to_devices,
 )
+from train.errors import RunError, naming
 from train.evaluate import measure
-from train.faults import RunError, full_disk_names, save_failed_step, stop_signals
+from train.faults import save_failed_step, stop_signals
 from train.hf_folder import check_model, copy_tokenizer, load_params
 from train.plan import Programs, plan, table, with_policies, with_remat
 from train.plan_cache import cached
 from train.plan_target import target_here
-from train.profiling import Profile, write_hlo
+from train.profiling import Profile, memory_report, write_hlo
 from train.step import (
     Batch,
     TrainState,
@@ -43,7 +45,6 @@ from train.step import (
     init_state,
     jit_train_step,
     make_eval_step,
-    memory_in_bytes,
     model_graph,
     state_with,
 )
@@ -58,14 +59,15 @@ def run(config: TrainConfig) -> Path:
 
     With checkpoints the folder is `runs_dir/name` and a run that is in it already is gone on with,
     with the bits it would have had; one that has all of its steps gets its model and its report
-    again. Without, the folder is always a new one.
+    again. Without, the folder is always a new one, and a run that a signal stops writes model and
+    report of the steps that it took.
 
     Of several processes (`train.distributed`) all must call this; the folder is one that all share,
     in which process 0 writes, and all of them their part of a checkpoint.
 
     Raises:
-      RunError: the run in the folder cannot be gone on with, a checkpoint cannot be written, too
-        many steps in a row were skipped, or a package is missing.
+      RunError: the run in the folder cannot be gone on with, a file cannot be written, too many
+        steps in a row were skipped, or a package is missing.
       FolderError: the model to start from cannot be read, or is not the one of the configuration.
     """
     mesh = mesh_of(config)
@@ -81,6 +83,7 @@ def run(config: TrainConfig) -> Path:
         stack.enter_context(jax.set_mesh(mesh))
         if not config.checkpoint.every:
             run_dir = Path(of_first(lambda: str(_new_run_dir(config.runs_dir, config.name))))
+            stack.callback(_remove_if_empty, run_dir)
             checkpoints = restored = None
         else:
             run_dir = config.runs_dir / config.name
@@ -91,29 +94,36 @@ def run(config: TrainConfig) -> Path:
             restored = checkpoints.restore(abstract_state(config, mesh))
         watchdog.begin_other("the first state")
         first_step, state = restored or (0, _first_state(config, mesh))
-        writer = stack.enter_context(_writer(config, run_dir, first_step, written))
         if first_step:
             print(f"{run_dir}: going on after step {first_step} of {config.steps}")
         if first_step < config.steps:
             watchdog.begin_other("the compilation")
             steps = _compile(config, mesh, state, train_data, held_out)
-            if config.dump_hlo and is_first():
-                write_hlo(run_dir / "hlo", steps[0], memory_report(steps[0]))
-            state, step = _train(
-                config,
-                mesh,
-                first_step,
-                state,
-                *steps,
-                train_data,
-                held_out,
-                writer,
-                checkpoints,
-                watchdog,
-            )
-            if step < config.steps:
+            # Not before: a run that cannot be compiled leaves nothing that another must agree with.
+            with _writer(config, run_dir, first_step, written) as writer:
+                if config.dump_hlo and is_first():
+                    write_hlo(run_dir / "hlo", steps[0], memory_report(steps[0]))
+                state, step = _train(
+                    config,
+                    mesh,
+                    first_step,
+                    state,
+                    *steps,
+                    train_data,
+                    held_out,
+                    writer,
+                    checkpoints,
+                    watchdog,
+                )
+            if step < config.steps and checkpoints:
                 print(f"stopped after step {step}; the same command goes on from there")
                 return run_dir
+            if step < config.steps:
+                lost = "" if config.save else ", and the parameters are not saved (--no-save)"
+                print(
+                    f"stopped after step {step} of {config.steps}; without --checkpoint.every "
+                    f"nothing can go on from there{lost}"
+                )
         watchdog.begin_other("the model and the report")
         _finish(config, run_dir, state)
     return run_dir
@@ -123,7 +133,7 @@ def run(config: TrainConfig) -> Path:
 def _writer(
     config: TrainConfig, run_dir: Path, first_step: int, written: dict[str, Any]
 ) -> Iterator[metrics.MetricsWriter | metrics.SilentWriter]:
-    """Of what a run tells about itself, and of its configuration where it is not yet written."""
+    """Writes what a run tells about itself, and the configuration of a run that begins."""
     if not is_first():
         yield metrics.SilentWriter(run_dir)
         return
@@ -134,10 +144,18 @@ def _writer(
         tracking.trackers(config, run_dir, last_step=last_step) as trackers,
         metrics.MetricsWriter(run_dir, last_step=last_step, trackers=trackers) as writer,
     ):
-        if not (run_dir / "config.json").exists():
+        # An earlier run that left one, but no checkpoint, may have had other settings.
+        if not first_step:
             _keep_tokenizer(config, run_dir / "tokenizer")
             writer.write_config(written)
         yield writer
+
+
+def _remove_if_empty(run_dir: Path) -> None:
+    """Leaves no folder of a run that failed before it wrote something."""
+    if is_first():
+        with contextlib.suppress(OSError):
+            run_dir.rmdir()
 
 
 def _first_state(config: TrainConfig, mesh: Mesh) -> TrainState:
@@ -243,8 +261,10 @@ def _train(
         progress.update(step, row)
         return row["val_loss"]
 
+    # Python handles signals in the main thread alone.
+    in_main_thread = threading.current_thread() is threading.main_thread()
     with (
-        stop_signals() if checkpoints else contextlib.nullcontext() as stop,
+        stop_signals() if in_main_thread else contextlib.nullcontext() as stop,
         metrics.Progress(config.steps, every=config.log_every) as progress,
         Profile(writer.run_dir / "profile", config.profiled if is_first() else None) as profile,
         data.prefetch(lambda: _train_batches(config, mesh, train_data, first_step)) as batches,
@@ -267,7 +287,7 @@ def _train(
             stopping = stop is not None and vote.stops(stop.is_set())
             evaluates = config.eval_every and (last or step % config.eval_every == 0)
             saves = checkpoints and (last or stopping or step % config.checkpoint.every == 0)
-            # What a checkpoint is resumed from is in metrics.jsonl before it is in the checkpoint.
+            # A resume needs the rows up to its checkpoint, so they are written before it.
             if evaluates or saves:
                 log(*pending)
                 pending = None
@@ -277,6 +297,7 @@ def _train(
                 if saves:
                     watchdog.begin_other(f"the checkpoint of step {step}")
                     with throughput.pause():
+                        writer.sync()
                         checkpoints.save(step, state, val_loss=val_loss)
             if stopping:
                 break
@@ -405,33 +426,18 @@ def _compile(config: TrainConfig, mesh: Mesh, state: TrainState, train_data, hel
     return train_step, eval_step
 
 
-def memory_report(compiled: Any) -> str:
-    """What a compiled step needs on each device, against what the device has."""
-    sizes = compiled.memory_analysis()
-    gib = lambda size: f"{size / 2**30:.2f} GiB"
-    peak = memory_in_bytes(compiled)
-    parts = [
-        f"memory of the step: arguments {gib(sizes.argument_size_in_bytes)}",
-        f"temporaries {gib(sizes.temp_size_in_bytes)}",
-        f"outputs that are not arguments {
-            gib(sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
-        }",
-        f"in all {gib(peak)}",
-    ]
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    if limit:
-        parts.append(f"of {gib(limit)} ({peak / limit:.0%})")
-    return ", ".join(parts)
-
-
 def _finish(config: TrainConfig, run_dir: Path, state: TrainState) -> None:
-    """The saved model, the text samples, the plot and the report."""
+    """The saved model, the text samples, the plot and the report.
+
+    Raises:
+      RunError: one of them cannot be written; those before it and the rows of metrics are kept.
+    """
     if config.save:
         model: Llama = nnx.merge(model_graph(config.model), state.params)
-        with full_disk_names(run_dir / "model"):
+        with naming(run_dir / "model"):
             save_pretrained(model, run_dir / "model")
-        if is_first():
-            _keep_tokenizer(config, run_dir / "model")
+            if is_first():
+                _keep_tokenizer(config, run_dir / "model")
     samples = []
     if config.sample_tokens:
         for temperature in (0.0, _TEMPERATURE):
@@ -441,7 +447,7 @@ def _finish(config: TrainConfig, run_dir: Path, state: TrainState) -> None:
     if not is_first():
         return
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    with full_disk_names(run_dir / "report.html"):
+    with naming(run_dir / "report.html"):
         page = report.write_report(run_dir, samples=samples, summary={"Parameters": parameters})
     print(f"\nreport: {page}")
 

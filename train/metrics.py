@@ -1,7 +1,9 @@
 """What a run tells about itself: FLOPs and MFU, tokens per second, metrics.jsonl, the terminal.
 
 `metrics.jsonl` holds one JSON object a line, flushed line by line, so that a killed run loses at
-most the line it was writing. JSON has no NaN and no infinity: such a value is written as null,
+most the line it was writing. A machine that fails loses at most the rows after the last checkpoint:
+they are synced to the disk before it is written. A line that is no row is left out of all that is
+made of the file, with a warning. JSON has no NaN and no infinity: such a value is written as null,
 and the row gets a key "nonfinite" that says which it was, `{"loss": null, "nonfinite": {"loss":
 "nan"}}`. Readers that know nothing of it see a missing value; `train.report.load_metrics` puts
 the float back.
@@ -19,6 +21,7 @@ import platform
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,8 @@ import rich.progress
 import rich.table
 
 from pallas_kernels.hardware import Hardware
+from train.errors import naming
+from train.rows import cut_rows, write_whole
 
 type Metrics = Mapping[str, Any]
 
@@ -109,11 +114,15 @@ class MetricsWriter:
 
     Generated text goes to `samples.jsonl`, a row for each. A directory that already has these is
     gone on with: rows are appended, after a last line that a killed run left incomplete, and rows
-    of steps after `last_step`, are cut off. Rows of metrics go to each of `trackers`, too.
+    of steps after `last_step`, are cut off. Rows of steps up to there that are missing are told
+    with a warning. Rows of metrics go to each of `trackers`, too.
 
     Attributes:
       run_dir: the directory.
       elapsed_s: of the last row that was there before, 0 where there is none.
+
+    Raises:
+      RunError: a file cannot be read or written, for example on a full disk.
     """
 
     def __init__(
@@ -124,16 +133,26 @@ class MetricsWriter:
         trackers: Sequence[Any] = (),
     ):
         self.run_dir = Path(run_dir)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         self._trackers = trackers
+        self._path = self.run_dir / "metrics.jsonl"
         self._samples = self.run_dir / "samples.jsonl"
+        with naming(self.run_dir):
+            self.run_dir.mkdir(parents=True, exist_ok=True)
         if self._samples.exists():
-            _cut(self._samples, last_step)
-        path = self.run_dir / "metrics.jsonl"
-        path.touch()
-        last_row = _cut(path, last_step)
+            cut_rows(self._samples, last_step)
+        with naming(self._path):
+            self._path.touch()
+        last_row, steps = cut_rows(self._path, last_step)
         self.elapsed_s = last_row.get("elapsed_s", 0.0)
-        self._file = path.open("ab")
+        missing = [step for step in range(1, (last_step or 0) + 1) if step not in steps]
+        if missing:
+            warnings.warn(
+                f"{self._path}: the rows of {len(missing)} of {last_step} steps are missing, the "
+                f"first that of step {missing[0]}; the report lacks them",
+                stacklevel=2,
+            )
+        with naming(self._path):
+            self._file = self._path.open("ab")
 
     def write(self, row: Metrics) -> None:
         """Appends one row. Arrays of one element, as a jitted step returns, become numbers."""
@@ -145,16 +164,26 @@ class MetricsWriter:
         }
         if nonfinite:
             values |= {key: None for key in nonfinite} | {"nonfinite": nonfinite}
-        self._file.write(json.dumps(values, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        line = json.dumps(values, allow_nan=False).encode() + b"\n"
+        with naming(self._path):
+            self._file.write(line)
+            self._file.flush()
         for tracker in self._trackers:
             tracker.write(row)
 
     def write_sample(self, step: int, heading: str, text: str) -> None:
         """Appends text that the model generated after a step."""
         row = {"step": step, "heading": heading, "text": text}
-        with self._samples.open("ab") as file:
+        with naming(self._samples), self._samples.open("ab") as file:
             file.write(json.dumps(row).encode() + b"\n")
+
+    def sync(self) -> None:
+        """Returns when all rows are on the disk, also if the machine fails."""
+        with naming(self._path):
+            os.fsync(self._file.fileno())
+        if self._samples.exists():
+            with naming(self._samples), self._samples.open("ab") as file:
+                os.fsync(file.fileno())
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes `config` to config.json, with `run_environment()` under "environment".
@@ -164,14 +193,15 @@ class MetricsWriter:
         """
         content = jsonable({**config, "environment": run_environment()})
         text = json.dumps(content, indent=2, allow_nan=False)
-        # In one piece: a killed run that has a config.json can be gone on with.
-        path = self.run_dir / "config.json"
-        path.with_suffix(".tmp").write_text(text + "\n")
-        path.with_suffix(".tmp").replace(path)
+        write_whole(self.run_dir / "config.json", f"{text}\n".encode())
 
     def close(self) -> None:
-        """Closes metrics.jsonl."""
-        self._file.close()
+        """Syncs and closes metrics.jsonl."""
+        with naming(self._path):
+            try:
+                self.sync()
+            finally:
+                self._file.close()
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -194,20 +224,8 @@ class SilentWriter:
     def write_sample(self, step: int, heading: str, text: str) -> None:
         """Does nothing."""
 
-
-def _cut(path: Path, last_step: int | None) -> dict[str, Any]:
-    """Cuts off an incomplete line and the rows after `last_step`; gives the last row that stays."""
-    size, last_row = 0, {}
-    for line in path.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n"):
-            break
-        row = json.loads(line)
-        if last_step is not None and row["step"] > last_step:
-            break
-        size += len(line)
-        last_row = row
-    os.truncate(path, size)
-    return last_row
+    def sync(self) -> None:
+        """Does nothing."""
 
 
 def _plain(value: Any) -> Any:

@@ -5,12 +5,36 @@ from typing import Any
 
 import jax
 
+from train.errors import naming
+from train.rows import write_whole
+from train.step import memory_in_bytes
+
 
 def write_hlo(folder: Path, compiled: Any, memory: str) -> None:
     """Writes a compiled step to `train_step.txt` and what memory it takes to `memory.txt`."""
-    folder.mkdir(exist_ok=True)
-    (folder / "train_step.txt").write_text(compiled.as_text())
-    (folder / "memory.txt").write_text(f"{memory}\n{compiled.memory_analysis()}\n")
+    with naming(folder):
+        folder.mkdir(exist_ok=True)
+    write_whole(folder / "train_step.txt", compiled.as_text().encode())
+    write_whole(folder / "memory.txt", f"{memory}\n{compiled.memory_analysis()}\n".encode())
+
+
+def memory_report(compiled: Any) -> str:
+    """The memory that a compiled step needs on each device, against what the device has."""
+    sizes = compiled.memory_analysis()
+    gib = lambda size: f"{size / 2**30:.2f} GiB"
+    peak = memory_in_bytes(compiled)
+    parts = [
+        f"memory of the step: arguments {gib(sizes.argument_size_in_bytes)}",
+        f"temporaries {gib(sizes.temp_size_in_bytes)}",
+        f"outputs that are not arguments {
+            gib(sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
+        }",
+        f"in all {gib(peak)}",
+    ]
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit:
+        parts.append(f"of {gib(limit)} ({peak / limit:.0%})")
+    return ", ".join(parts)
 
 
 class Profile:

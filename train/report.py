@@ -4,9 +4,7 @@ Both are made from `metrics.jsonl` and `config.json` alone, so they can be made 
 also for a run that died or has no held-out results.
 """
 
-import base64
 import dataclasses
-import html
 import io
 import json
 import math
@@ -21,8 +19,9 @@ import numpy as np
 from jaxtyping import Float
 
 from train.metrics import format_count, format_duration
+from train.page import escape, figure_html, grid, page_html, section
+from train.rows import Row, read_rows, write_whole
 
-type Row = dict[str, Any]
 type RunDir = str | os.PathLike[str]
 
 
@@ -37,25 +36,18 @@ class RunMetrics:
 def load_metrics(run_dir: RunDir) -> RunMetrics:
     """Reads metrics.jsonl.
 
-    A resumed run repeats the steps after its checkpoint: the later rows count. A last line that
-    is not JSON is a row the run died in, and is left out with a warning.
+    A resumed run repeats the steps after its checkpoint: the later rows count. A line that is no
+    row, such as a last one that the run died in, is left out with a warning.
 
     Raises:
-      ValueError: a line before the last is not JSON.
+      RunError: the file cannot be read.
     """
-    path = Path(run_dir) / "metrics.jsonl"
-    lines = path.read_text(errors="replace").splitlines()
     train: list[Row] = []
     held_out: list[Row] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}:{number} is not JSON: {line[:80]!r}") from error
-            warnings.warn(f"{path}: left out the incomplete last line {line[:80]!r}", stacklevel=2)
-            continue
-        row |= {key: float(value) for key, value in row.pop("nonfinite", {}).items()}
+    for row in read_rows(Path(run_dir) / "metrics.jsonl"):
+        named = row.pop("nonfinite", None)
+        if isinstance(named, dict):
+            row |= {key: float(value) for key, value in named.items() if value in _NONFINITE}
         rows = held_out if "val_loss" in row else train
         while rows and rows[-1]["step"] >= row["step"]:
             rows.pop()
@@ -63,10 +55,13 @@ def load_metrics(run_dir: RunDir) -> RunMetrics:
     return RunMetrics(train, held_out)
 
 
+_NONFINITE = ("nan", "inf", "-inf")
+
+
 def plot(run_dir: RunDir) -> Path:
     """Draws loss and speed over the steps of a run to `loss.png` in its directory."""
     path = Path(run_dir) / "loss.png"
-    path.write_bytes(_png(load_metrics(run_dir), _title(run_dir), LIGHT))
+    write_whole(path, _png(load_metrics(run_dir), _title(run_dir), LIGHT, _WIDE))
     return path
 
 
@@ -83,13 +78,18 @@ def write_report(
       samples: generated texts, each with a heading: the prompt or the temperature, say.
       summary: figures to show after the headline numbers, by label. One with the label of a
         headline number replaces it.
+
+    Raises:
+      RunError: a file cannot be read or written.
     """
     run_dir = Path(run_dir)
     metrics = load_metrics(run_dir)
     title = _title(run_dir)
     plot(run_dir)
-    light, dark = (_png(metrics, "", theme) for theme in (LIGHT, DARK))
-    details = _details_png(metrics, LIGHT), _details_png(metrics, DARK)
+    wide, narrow = (
+        tuple(_png(metrics, "", theme, size) for theme in (LIGHT, DARK))
+        for size in (_WIDE, _NARROW)
+    )
     config_path = run_dir / "config.json"
     config = json.loads(config_path.read_text()) if config_path.exists() else {}
     environment = config.pop("environment", {})
@@ -98,12 +98,10 @@ def write_report(
     body = [
         f"<header><h1>{escape(title)}</h1>{_subtitle(metrics, environment)}</header>",
         _headline(headline_numbers(metrics) | dict(summary)),
-        figure_html(light, dark, "Loss and speed over steps")
+        figure_html("Loss and speed over steps", wide, narrow)
         if metrics.train or metrics.held_out
         else "<p>The run ended before its first row of metrics.</p>",
-        section("Details", figure_html(*details, "Gradient norm, learning rate and others"))
-        if metrics.train
-        else "",
+        _details_html(metrics),
         _samples_html(samples),
         _earlier_samples_html(_load_samples(run_dir)),
         _config_html(config),
@@ -111,27 +109,15 @@ def write_report(
         section("Command", f"<pre>{escape(command)}</pre>") if command else "",
     ]
     path = run_dir / "report.html"
-    path.write_text(page_html(title, body))
+    write_whole(path, page_html(title, body))
     return path
 
 
 def _load_samples(run_dir: Path) -> list[Row]:
-    """The rows of samples.jsonl, less a last one that the run died in."""
+    """The rows of samples.jsonl."""
     path = run_dir / "samples.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
-
-
-def page_html(title: str, body: Iterable[str]) -> str:
-    """A page of the parts that are not empty."""
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</body>\n</html>\n"
-    )
+    rows = read_rows(path) if path.exists() else ()
+    return [row for row in rows if {"heading", "text"} <= row.keys()]
 
 
 def _title(run_dir: RunDir) -> str:
@@ -143,7 +129,7 @@ def _title(run_dir: RunDir) -> str:
 
 def series(rows: Iterable[Row], key: str) -> tuple[list[float], list[float]]:
     """Steps and values of the rows that have a key."""
-    points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), (int, float))]
     return [float(step) for step, _ in points], [float(value) for _, value in points]
 
 
@@ -237,22 +223,44 @@ def smooth(values: list[float]) -> Float[np.ndarray, " N"]:
     return np.where(count > 0, (sums[high] - sums[low]) / np.maximum(count, 1), np.nan)
 
 
-def _png(metrics: RunMetrics, title: str, theme: Theme) -> bytes:
+# Inches. The page is up to 992 pixels wide, and the wide figure is shown from 768: with letters of
+# 9 points they are at least 11 pixels high. A page of 500 pixels leaves 434 to a narrow figure or a
+# panel, with letters of 13.
+_WIDE = (7.9, 5.4)
+_NARROW = (4.2, 4.6)
+_PANEL = (4.2, 1.9)
+
+
+def empty_figure(size: tuple[float, float], theme: Theme) -> Any:
+    """A figure in the colours of the page."""
     # Imported here: it takes half a second, which a training run need not wait for.
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     # A `Figure` of its own needs neither pyplot's global state nor a display.
-    figure = Figure(figsize=(9, 6.2), dpi=160, layout="constrained", facecolor=theme.background)
+    return Figure(figsize=size, dpi=160, layout="constrained", facecolor=theme.background)
+
+
+def _png(metrics: RunMetrics, title: str, theme: Theme, size: tuple[float, float]) -> bytes:
+    from matplotlib.ticker import MaxNLocator
+
+    figure = empty_figure(size, theme)
     loss_axes, speed_axes = figure.subplots(2, 1, sharex=True, height_ratios=(2.4, 1))
     if title:
-        figure.suptitle(title, color=theme.text, fontsize=13, fontweight="bold")
+        shown = title if len(title) <= 60 else f"{title[:40]}…{title[-19:]}"
+        # As it is: a name is no formula, whatever dollar signs it has.
+        figure.suptitle(
+            shown.encode(errors="replace").decode(),
+            color=theme.text,
+            fontsize=13,
+            fontweight="bold",
+            parse_math=False,
+        )
 
     _draw_loss(loss_axes, metrics, theme)
     all_axes = [loss_axes, speed_axes, *_draw_speed(speed_axes, metrics, theme)]
     speed_axes.set_xlabel("step")
     speed_axes.xaxis.set_major_locator(
-        MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
+        MaxNLocator(nbins=int(size[0]) + 1, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
     )
 
     return finished_png(figure, all_axes, theme)
@@ -271,7 +279,10 @@ def finished_png(figure: Any, all_axes: Sequence[Any], theme: Theme) -> bytes:
             axes.grid(color=theme.grid, linewidth=0.8)
             axes.set_axisbelow(True)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", facecolor=theme.background)
+    with warnings.catch_warnings():
+        # The page has the name, too.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(buffer, format="png", facecolor=theme.background)
     return buffer.getvalue()
 
 
@@ -286,34 +297,42 @@ _DETAILS = (
 )
 
 
-def _details_png(metrics: RunMetrics, theme: Theme) -> bytes:
-    """A small plot of each of `_DETAILS` that the run has, two in a row."""
-    from matplotlib.figure import Figure
+def _details_html(metrics: RunMetrics) -> str:
+    """A panel for each of `_DETAILS` that the run has; none of skipped steps if there are none."""
+    panels = []
+    for key, title, factor in _DETAILS:
+        steps, values = series([*metrics.train, *metrics.held_out], key)
+        if steps and (key != "skipped_steps" or any(values)):
+            values = [factor * value for value in values]
+            pictures = tuple(_details_png(title, steps, values, theme) for theme in (LIGHT, DARK))
+            panels.append(figure_html(title.capitalize(), pictures))
+    return section("Details", grid(panels)) if panels and metrics.train else ""
+
+
+def _details_png(title: str, steps: list[float], values: list[float], theme: Theme) -> bytes:
     from matplotlib.ticker import MaxNLocator
 
-    found = [
-        (title, steps, [factor * value for value in values])
-        for key, title, factor in _DETAILS
-        for steps, values in [series([*metrics.train, *metrics.held_out], key)]
-        if steps
-    ]
-    num_rows = -(-len(found) // 2)
-    size = (9, 1.9 * max(num_rows, 1))
-    figure = Figure(figsize=size, dpi=160, layout="constrained", facecolor=theme.background)
-    all_axes = [figure.add_subplot(num_rows, 2, i + 1) for i in range(len(found))]
-    for axes, (title, steps, values) in zip(all_axes, found, strict=True):
-        marker = "o" if len(steps) == 1 else None
-        axes.plot(steps, values, color=theme.train, linewidth=1.2, marker=marker)
-        axes.set_title(title, loc="left", fontsize=9.5, color=theme.text)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-        if title == "skipped steps":
-            axes.set_ylim(0, 1.05 * max(1, *values))
-            axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-        elif min(values) >= 0:
-            axes.set_ylim(bottom=0)
-    for axes in all_axes[-2:]:
-        axes.set_xlabel("step")
-    return finished_png(figure, all_axes, theme)
+    figure, axes = panel(title, theme)
+    marker = "o" if len(steps) == 1 else None
+    axes.plot(steps, values, color=theme.train, linewidth=1.2, marker=marker)
+    if title == "skipped steps":
+        axes.set_ylim(0, 1.05 * max(1, *values))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    elif min(values) >= 0:
+        axes.set_ylim(bottom=0)
+    return finished_png(figure, [axes], theme)
+
+
+def panel(title: str, theme: Theme) -> tuple[Any, Any]:
+    """A small figure and its axes over the steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure = empty_figure(_PANEL, theme)
+    axes = figure.subplots()
+    axes.set_title(title, loc="left", fontsize=9.5, color=theme.text)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+    return figure, axes
 
 
 def _draw_loss(axes: Any, metrics: RunMetrics, theme: Theme) -> None:
@@ -335,8 +354,10 @@ def _draw_loss(axes: Any, metrics: RunMetrics, theme: Theme) -> None:
         label = f"not finite at step {diverged[0]:.0f}"
         axes.axvline(diverged[0], color=theme.muted, linestyle=":", label=label)
     if steps or val_steps:
-        axes.legend(frameon=False, labelcolor=theme.text, fontsize=9, ncols=3)
-    limit_loss(axes, loss, val_loss)
+        axes.legend(frameon=False, labelcolor=theme.text, fontsize=9)
+    note = limit_loss(axes, loss, val_loss)
+    if note:
+        axes.set_title(note, loc="right", fontsize=9, color=theme.muted)
 
 
 def _draw_speed(axes: Any, metrics: RunMetrics, theme: Theme) -> list[Any]:
@@ -365,29 +386,28 @@ def _draw_speed(axes: Any, metrics: RunMetrics, theme: Theme) -> list[Any]:
     return [mfu_axes]
 
 
-def limit_loss(axes: Any, loss: list[float], val_loss: list[float]) -> None:
-    """Leaves the first, steep part of a long run out of sight, where it would flatten the rest."""
+def limit_loss(axes: Any, loss: list[float], val_loss: list[float]) -> str:
+    """Leaves the first, steep part of a long run out of sight, where it would flatten the rest.
+
+    Returns:
+      What is not seen, in words; "" if all is.
+    """
     finite = [value for value in loss if math.isfinite(value)]
     if len(finite) < 50:
-        return
-    low = min([*finite, *filter(math.isfinite, val_loss)])
-    high = float(np.quantile(finite, 0.98))
+        return ""
+    shown = [*finite, *filter(math.isfinite, val_loss)]
+    low, high = min(shown), float(np.quantile(finite, 0.98))
     margin = 0.05 * (high - low)
-    if high > low:
-        axes.set_ylim(low - margin, high + margin)
+    if high <= low:
+        return ""
+    axes.set_ylim(low - margin, high + margin)
+    top = max(shown)
+    return (
+        f"cut off at {high + margin:.3g}; the highest is {top:.3g}" if top > high + margin else ""
+    )
 
 
 # The page ------------------------------------------------------------------------------------
-
-
-def escape(value: Any) -> str:
-    """As text of a page."""
-    return html.escape(str(value))
-
-
-def section(heading: str, content: str) -> str:
-    """A part of a page."""
-    return f"<section><h2>{escape(heading)}</h2>{content}</section>"
 
 
 def _subtitle(metrics: RunMetrics, environment: Mapping[str, Any]) -> str:
@@ -414,17 +434,6 @@ def _number(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def figure_html(light: bytes, dark: bytes, text: str) -> str:
-    """A picture in the colours of the page, with a text for those who do not see it."""
-    sources = [base64.b64encode(png).decode() for png in (light, dark)]
-    return (
-        '<figure><picture><source media="(prefers-color-scheme: dark)" '
-        f'srcset="data:image/png;base64,{sources[1]}">'
-        f'<img alt="{text}" src="data:image/png;base64,{sources[0]}">'
-        "</picture></figure>"
-    )
 
 
 def _samples_html(samples: Sequence[tuple[str, str]]) -> str:
@@ -474,44 +483,3 @@ def _table(entries: Mapping[str, Any]) -> str:
 
 def _config_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-_STYLE = """
-:root { color-scheme: light dark; --page: #f6f8fa; --card: #ffffff; --text: #1f2328;
-  --muted: #59636e; --line: #d8dee4; }
-@media (prefers-color-scheme: dark) { :root { --page: #0d1117; --card: #161b22; --text: #e6edf3;
-  --muted: #9198a1; --line: #30363d; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2.5rem 1.25rem 4rem; max-width: 62rem; background: var(--page);
-  color: var(--text); font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
-header { margin-bottom: 1.5rem; }
-h1 { margin: 0; font-size: 1.75rem; letter-spacing: -0.01em; overflow-wrap: anywhere; }
-header p { margin: 0.25rem 0 0; color: var(--muted); }
-h2 { margin: 2.25rem 0 0.75rem; font-size: 1.15rem; }
-h3 { margin: 0; padding: 0.55rem 0.85rem; font-size: 0.85rem; font-weight: 600;
-  color: var(--muted); border-bottom: 1px solid var(--line); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(11.5rem, 1fr));
-  gap: 0.75rem; margin: 0 0 1.25rem; }
-.tiles > div, figure, section > pre, .card, section > table { background: var(--card);
-  border: 1px solid var(--line); border-radius: 8px; }
-.tiles > div { padding: 0.75rem 0.9rem; }
-dt { color: var(--muted); font-size: 0.8rem; }
-dd { margin: 0.1rem 0 0; font-size: 1.3rem; font-weight: 600; font-variant-numeric: tabular-nums;
-  overflow-wrap: anywhere; }
-figure { margin: 0; padding: 0.75rem; }
-img { display: block; width: 100%; height: auto; }
-pre { margin: 0; padding: 0.85rem 1rem; overflow-x: auto; white-space: pre-wrap;
-  overflow-wrap: anywhere; font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; }
-.columns { columns: 2 24rem; column-gap: 0.75rem; }
-summary { padding: 0.55rem 0.85rem; font-size: 0.85rem; color: var(--muted); cursor: pointer; }
-details[open] summary { border-bottom: 1px solid var(--line); }
-.card { break-inside: avoid; margin-bottom: 0.75rem; overflow: hidden; }
-table { width: 100%; border-collapse: separate; border-spacing: 0; font-size: 0.85rem; }
-th, td { padding: 0.3rem 0.85rem; text-align: left; vertical-align: top; font-weight: 400;
-  overflow-wrap: anywhere; }
-tr + tr > * { border-top: 1px solid var(--line); }
-th { width: 45%; color: var(--muted); }
-table.runs { table-layout: fixed; }
-table.runs th { width: auto; }
-td { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 0.8rem; }
-"""

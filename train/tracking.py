@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from train.config import TrainConfig
-from train.faults import RunError
+from train.errors import RunError
 from train.metrics import Metrics, jsonable
 
 

@@ -1,13 +1,14 @@
 """Runs that end early and go on, to the bit; and checkpoints that are damaged or do not fit."""
 
 import dataclasses
+import errno
 import gc
 import json
 import os
 import resource
+import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -17,6 +18,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
@@ -26,20 +28,20 @@ import train.checkpoint
 import train.loop
 from benchmarks.faults import timeless
 from models.sharding import make_mesh
-from train.checkpoint import Checkpoints, check_config, checksum
+from train.checkpoint import Checkpoints, check_config, checksum, read_params, saved_steps
+from train.checkpoint_files import not_damage
 from train.config import (
     CheckpointConfig,
     DistributedConfig,
     MeshConfig,
     preset,
 )
-from train.faults import RunError
+from train.errors import RunError
 from train.loop import run
 from train.metrics import MetricsWriter
 from train.step import abstract_state, init_state
 
 pytestmark = pytest.mark.usefixtures("no_plots")
-ROOT = Path(train.loop.__file__).parents[1]
 CONFIG = dataclasses.replace(
     tiny_run.CONFIG, mesh=MeshConfig(fsdp=2), checkpoint=CheckpointConfig(every=3)
 )
@@ -94,6 +96,15 @@ def restore(checkpoints, like):
 
 def steps_in(folder):
     return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def at(step, state):
+    """A state as it is after a step."""
+    return dataclasses.replace(state, step=jnp.full_like(state.step, step))
 
 
 @pytest.fixture(scope="module")
@@ -243,11 +254,13 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         losses = {1: 3.0, 2: 1.0, 3: None, 4: 2.0, 5: float("nan")}
         for step, val_loss in losses.items():
             checkpoints.save(step, state, val_loss=val_loss)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "5"]
-    # What was measured is known to the next process.
+    assert names_in(tmp_path) == ["2", "4", "5"]
+    # What was measured is known to the next process, and what is damaged is none of them.
+    (tmp_path / "3.damaged").mkdir()
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(6, state, val_loss=1.5)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "6"]
+    assert names_in(tmp_path) == ["2", "3.damaged", "6"]
+    assert saved_steps(tmp_path) == {2: 1.0, 6: 1.5}
 
 
 def test_one_process_at_a_time(tmp_path):
@@ -267,12 +280,18 @@ def test_one_process_at_a_time(tmp_path):
 def two_checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     mesh = train.loop.mesh_of(CONFIG)
-    first = init_state(CONFIG, mesh)
-    second = init_state(dataclasses.replace(CONFIG, seed=1), mesh)
+    first = at(1, init_state(CONFIG, mesh))
+    second = at(2, init_state(dataclasses.replace(CONFIG, seed=1), mesh))
     with Checkpoints(folder, keep=2) as checkpoints:
-        checkpoints.save(1, first, val_loss=None)
-        checkpoints.save(2, second, val_loss=None)
+        checkpoints.save(1, first, val_loss=2.0)
+        checkpoints.save(2, second, val_loss=1.0)
     return folder, first, second
+
+
+@pytest.fixture
+def copied(two_checkpoints, tmp_path):
+    shutil.copytree(two_checkpoints[0], tmp_path / "checkpoints")
+    return tmp_path / "checkpoints"
 
 
 def truncate(path):
@@ -307,18 +326,26 @@ def test_damage_to_any_file_is_found(damage, two_checkpoints, tmp_path):
             Checkpoints(copy, keep=2) as checkpoints,
             warnings.catch_warnings(record=True, action="always") as warned,
         ):
+            damaged = sorted((path, path.read_bytes()) for path in files_in(copy / "2"))
             step, state = restore(checkpoints, like)
             chex.assert_trees_all_equal(state, {1: first, 2: second}[step])
             if step == 1:
                 fell_back.append(file)
-                # A folder without Orbax's mark is none, whatever is in it. (Coroutines that Orbax
-                # does not await after an error are RuntimeWarnings, whenever they are collected.)
+                kept = sorted((path, path.read_bytes()) for path in files_in(copy / "2.damaged"))
+                assert [content for _, content in kept] == [content for _, content in damaged]
+                # Coroutines that Orbax does not await after an error are RuntimeWarnings, whenever
+                # they are collected.
                 said = [str(w.message) for w in warned if w.category is UserWarning]
-                assert not said or "2 is damaged and was deleted; going on from step 1" in said[0]
+                assert "2 is damaged and was renamed to 2.damaged; going on from step 1" in said[0]
                 checkpoints.save(2, second, val_loss=None)
                 checkpoints.wait()
                 chex.assert_trees_all_equal(checkpoints.restore(like), (2, second))
     assert big in fell_back
+    assert (Path("2/metrics/metrics") in fell_back) == (damage is not Path.unlink)
+
+
+def files_in(folder):
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def test_a_wrong_value_is_found_where_the_files_are_right(two_checkpoints, tmp_path, monkeypatch):
@@ -341,14 +368,111 @@ def by_name(state):
     return train.checkpoint._by_name(state)
 
 
+def test_a_name_that_is_taken_is_not_overwritten(copied):
+    for name in ("2.damaged", "2.damaged-2"):
+        (copied / name).mkdir()
+    (copied / "2" / "metrics" / "metrics").write_bytes(b"\xff" * 31)
+    with Checkpoints(copied, keep=2) as checkpoints:
+        with pytest.warns(match=r"2 is damaged and was renamed to 2\.damaged-3; .*metrics is mal"):
+            step, _ = restore(checkpoints, abstract_state(CONFIG, train.loop.mesh_of(CONFIG)))
+    assert step == 1
+    assert names_in(copied) == ["1", "2.damaged", "2.damaged-2", "2.damaged-3"]
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"val_loss": "low"}', '{"val_loss": NaN}', "{"])
+def test_malformed_metrics_are_told_to_those_who_read(content, copied):
+    (copied / "1" / "metrics" / "metrics").write_text(content)
+    with pytest.warns(match=r"step 1 counts as not measured: .*metrics is malformed"):
+        assert saved_steps(copied) == {1: None, 2: 1.0}
+
+
 @CANCELLED
 @pytest.mark.usefixtures("collected")
-def test_where_nothing_can_be_read_nothing_is_deleted(two_checkpoints, tmp_path):
-    shutil.copytree(two_checkpoints[0], tmp_path / "checkpoints")
-    for step in (1, 2):
-        shutil.rmtree(tmp_path / "checkpoints" / str(step) / "state" / "d")
+@pytest.mark.parametrize("kind", ["arrays", "checksums", "metrics"])
+def test_an_error_of_the_disk_is_told_and_changes_nothing(kind, copied):
+    """Reading what cannot be read of this process is an EIO, also for root."""
+    of_arrays = [path for path in files_in(copied / "2" / "state" / "d")]
+    names = {"checksums": "checksums/metadata", "metrics": "metrics/metrics"}
+    file = of_arrays[0] if kind == "arrays" else copied / "2" / names[kind]
+    content = file.read_bytes()
+    file.unlink()
+    file.symlink_to("/proc/self/mem")
+    like = abstract_state(CONFIG, train.loop.mesh_of(CONFIG))
+    for _ in range(2):  # the lock is not kept
+        with pytest.raises(RunError, match=r"cannot be read.*othing was changed") as caught:
+            with Checkpoints(copied, keep=2) as checkpoints:
+                checkpoints.restore(like)
+        assert "Input/output error" in str(caught.value) and "\n" not in str(caught.value)
+        assert str(file) in str(caught.value) or kind == "checksums"
+        assert names_in(copied) == ["1", "2"]
+    file.unlink()
+    file.write_bytes(content)
+    with Checkpoints(copied, keep=2) as checkpoints:
+        assert restore(checkpoints, like)[0] == 2
+
+
+def test_no_permission_is_told_and_changes_nothing(copied, monkeypatch):
+    def refuse(*args, **options):
+        raise PermissionError(errno.EACCES, "Permission denied", "manifest.ocdbt")
+
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", refuse)
+    with Checkpoints(copied, keep=2) as checkpoints:
+        with pytest.raises(RunError, match=r"2 cannot be read.*Permission denied: 'manifest"):
+            checkpoints.restore(abstract_state(CONFIG, train.loop.mesh_of(CONFIG)))
+    assert names_in(copied) == ["1", "2"]
+
+
+def chained(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_damage"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), False),
+        (OSError(errno.EIO, "Input/output error"), False),
+        (OSError(errno.ESTALE, "Stale file handle"), False),
+        (OSError(errno.EMFILE, "Too many open files"), False),
+        (MemoryError(), False),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
+        (chained(Exception("while reading array"), ValueError("UNKNOWN: Failed to read")), False),
+        (ValueError('PERMISSION_DENIED: Error opening "zarr" driver'), False),
+        (ValueError('DATA_LOSS: Error opening "zarr" driver'), True),
+        (ValueError("NOT_FOUND: Error"), True),
+        (chained(Exception("while reading array"), ValueError("OUT_OF_RANGE: short")), True),
+        (FileNotFoundError("File metadata not found."), True),
+        (FileNotFoundError(errno.ENOENT, "No such file"), True),
+        (IsADirectoryError(errno.EISDIR, "Is a directory"), True),
+        (json.JSONDecodeError("Expecting value", "", 0), True),
+        (KeyError("params"), True),
+    ],
+)
+def test_what_is_damage(error, is_damage, tmp_path):
+    (tmp_path / "file").write_text("content")
+    assert (not_damage(error, tmp_path) is None) == is_damage
+
+
+@pytest.mark.parametrize("read", ["run", "model"])
+def test_a_renamed_checkpoint_is_not_another_step(read, copied):
+    (copied / "2").rename(copied / "20")
+    like = abstract_state(CONFIG, train.loop.mesh_of(CONFIG))
+    message = r"20 is the checkpoint of step 2 under another name; rename it to 2"
+    with pytest.raises(RunError, match=message):
+        if read == "model":
+            read_params(copied, 20, like.params)
+        with Checkpoints(copied, keep=2) as checkpoints:
+            checkpoints.restore(like)
+    assert names_in(copied) == ["1", "20"]
+
+
+@CANCELLED
+@pytest.mark.usefixtures("collected")
+def test_where_nothing_can_be_read_nothing_is_renamed(copied, tmp_path):
+    shutil.rmtree(copied / "1" / "state" / "d")
+    (copied / "2" / "metrics" / "metrics").write_text("")
     with (
-        Checkpoints(tmp_path / "checkpoints", keep=2) as checkpoints,
+        Checkpoints(copied, keep=2) as checkpoints,
         pytest.raises(RunError, match=r"no checkpoint .* can be read; of step 2: .*delete"),
     ):
         checkpoints.restore(abstract_state(CONFIG, train.loop.mesh_of(CONFIG)))
@@ -418,10 +542,31 @@ def test_other_text_and_runs_without_checkpoints_are_refused(whole, tmp_path):
     with pytest.raises(RunError, match=r"with corpus.sha256 None, now 'abc'"):
         check_config(whole, CONFIG, {"sha256": "abc"})
     plain = dataclasses.replace(CONFIG, checkpoint=CheckpointConfig(), runs_dir=tmp_path)
-    folder = run(dataclasses.replace(plain, steps=2))
-    assert not (folder / "checkpoints").exists()
+    with MetricsWriter(tmp_path / "tiny") as writer:
+        writer.write_config({"config": plain, "data": {}})
+        check_config(tmp_path / "tiny", CONFIG, {})  # it did not come to its first row
+        writer.write({"step": 1})
     with pytest.raises(RunError, match="tiny is a run without checkpoints; choose another --name"):
         run(dataclasses.replace(CONFIG, runs_dir=tmp_path))
+
+
+@pytest.mark.parametrize("at", ["compilation", "step 2"])
+def test_settings_bind_with_the_first_checkpoint(at, tmp_path, at_step, whole, monkeypatch):
+    """A run that failed before it takes no part of its name with it."""
+    other = dataclasses.replace(CONFIG, seed=5, runs_dir=tmp_path)
+    with monkeypatch.context() as patch:
+        if at == "compilation":
+            patch.setattr(train.loop, "_compile", lambda *args: kill())
+        else:
+            at_step(2, kill)
+        with pytest.raises(KilledError):
+            run(other)
+    assert (tmp_path / "tiny" / "config.json").exists() == (at == "step 2")
+    folder = run(dataclasses.replace(CONFIG, runs_dir=tmp_path))
+    assert json.loads((folder / "config.json").read_text())["config"]["seed"] == CONFIG.seed
+    assert rows_of(folder) == rows_of(whole)
+    with pytest.raises(RunError, match="seed 0, now 5"):
+        run(other)
 
 
 # A full disk
@@ -451,19 +596,12 @@ def test_a_full_disk_ends_the_run_in_one_line_and_leaves_the_last_checkpoint(
     assert rows_of(folder) == rows_of(whole)
 
 
-def test_the_command_line_shows_one_line(tmp_path):
-    (tmp_path / "demo").mkdir()
+def test_the_command_line_shows_one_line(tmp_path, monkeypatch):
     config = dataclasses.replace(preset("demo"), runs_dir=tmp_path)
     with MetricsWriter(tmp_path / "demo") as writer:
         writer.write_config({"config": config, "data": {}})
-    result = subprocess.run(
-        [sys.executable, "-m", "train", "--checkpoint.every=1", f"--runs-dir={tmp_path}"],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 1
-    assert result.stderr.strip().splitlines()[-1].startswith("error: ")
-    assert "Traceback" not in result.stderr
+        writer.write({"step": 1})
+    flags = ["--checkpoint.every=1", f"--runs-dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["train", *flags])
+    with pytest.raises(SystemExit, match=r"^error: .*demo is a run without checkpoints; .*name$"):
+        runpy.run_module("train", run_name="__main__")

@@ -30,8 +30,8 @@ from train import commands, compare, data, tracking
 from train.__main__ import main
 from train.command_line import COMMANDS, parse_command_line
 from train.config import PRESET_NAMES, CheckpointConfig, DataConfig, OptimizerConfig, TrainConfig
+from train.errors import RunError
 from train.evaluate import Sums
-from train.faults import RunError
 from train.hf_folder import FolderError, check_model, copy_tokenizer, load_params
 from train.loop import run
 from train.metrics import MetricsWriter
@@ -613,7 +613,7 @@ def test_compare(finished, config, tmp_path, capsys):
     row = "<tr><th>optimizer.learning_rate</th><td>0.01</td><td>0.125</td></tr>"
     assert settings.count("<tr>") == 2 and row in settings
     assert "&lt;b&gt;" in page and "<b>" not in page
-    assert page.count("data:image/png;base64,") == 2
+    assert page.count("data:image/png;base64,") == 2 * 4  # of each panel, light and dark
     compare.run([str(finished), str(finished), "--output", str(output)])
     assert "<p>None.</p>" in output.read_text()
     line = fails("compare", [finished, tmp_path], capsys)

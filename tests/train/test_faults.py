@@ -1,8 +1,10 @@
 """A run that is killed again and again ends as one that is not; see `benchmarks.faults`."""
 
+import dataclasses
 import functools
 import json
 
+import jax.numpy as jnp
 import pytest
 
 import train.loop
@@ -40,7 +42,9 @@ def test_runs_that_end_differently_are_told_apart(seed, loss, message, tmp_path)
         arguments[name] = [*faults.SETTINGS, *flags]
         config = parse_command_line(arguments[name])
         with Checkpoints(tmp_path / name / "checkpoints", keep=1) as checkpoints:
-            checkpoints.save(3, state_of(config.seed), val_loss=None)
+            state = state_of(config.seed)
+            state = dataclasses.replace(state, step=jnp.full_like(state.step, 3))
+            checkpoints.save(3, state, val_loss=None)
         row = {"step": 3, "loss": loss_of, "elapsed_s": len(name)}
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(AssertionError, match=message):

@@ -18,7 +18,7 @@ import train.step
 from models.sharding import make_mesh, parameter_path
 from tiny_run import CONFIG
 from train import replay
-from train.faults import RunError
+from train.errors import RunError
 from train.guard import WINDOW, initial_guard, judge
 from train.hf_folder import FolderError
 from train.loop import run

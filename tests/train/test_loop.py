@@ -1,14 +1,16 @@
 """Whole runs of a tiny model, from the configuration to the files they leave."""
 
 import dataclasses
+import errno
 import html
 import json
 import math
-import subprocess
+import os
+import runpy
+import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 import chex
 import jax
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors import SafetensorError
 
 import train.loop
 from models.llama_hf import load_pretrained
@@ -25,6 +28,7 @@ from tiny_run import MODEL
 from tokenizer_files import write_byte_level
 from train import data
 from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+from train.errors import RunError
 from train.guard import initial_guard
 from train.loop import memory_report, run
 from train.report import load_metrics
@@ -64,15 +68,31 @@ def corpus():
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, compiled):
     """The folder of a run with everything on, and what it printed."""
     config = dataclasses.replace(CONFIG, runs_dir=tmp_path_factory.mktemp("runs"))
+    compile_steps = train.loop._compile
     with pytest.MonkeyPatch.context() as patch:
         printed = []
+        keep = lambda *args: compiled.append(compile_steps(*args)) or compiled[-1]
+        patch.setattr(train.loop, "_compile", keep)
         patch.setattr("builtins.print", lambda *args: printed.append(" ".join(map(str, args))))
         patch.setattr(train.loop.metrics.Progress, "print", lambda self, text: printed.append(text))
         folder = run(config)
     return folder, "\n".join(printed)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """The steps that were compiled for the finished run."""
+    return []
+
+
+@pytest.fixture
+def on_one_device(monkeypatch):
+    """For runs that are not about placements: a program for one device compiles faster."""
+    mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
+    monkeypatch.setattr(train.loop, "mesh_of", lambda config: mesh)
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +240,7 @@ def test_memory_is_told_before_the_first_step(finished):
 
 
 def test_memory_report_counts_donated_arguments_once():
-    big = jnp.zeros((2**27,), jnp.float32)  # half a GiB
+    big = jax.ShapeDtypeStruct((2**27,), jnp.float32)  # half a GiB
 
     def report(**options):
         lowered = jax.jit(lambda a: a + 1, **options).lower(big)
@@ -231,8 +251,9 @@ def test_memory_report_counts_donated_arguments_once():
     assert "in all 0.50 GiB" in report(donate_argnums=0)
 
 
-def test_a_second_run_repeats_the_first_in_a_folder_of_its_own(finished):
+def test_a_second_run_repeats_the_first_in_a_folder_of_its_own(finished, compiled, monkeypatch):
     folder, _ = finished
+    monkeypatch.setattr(train.loop, "_compile", lambda *args: compiled[0])
     config = dataclasses.replace(CONFIG, runs_dir=folder.parent, sample_tokens=0, save=False)
     again = run(config)
     assert again == folder.parent / "tiny-2"
@@ -242,6 +263,7 @@ def test_a_second_run_repeats_the_first_in_a_folder_of_its_own(finished):
     assert timeless(rows_of(again)) == timeless(rows_of(folder))
 
 
+@pytest.mark.usefixtures("on_one_device")
 def test_synthetic_tokens(tmp_path):
     """Random tokens of any vocabulary, without positions and without anything held out."""
     config = dataclasses.replace(
@@ -259,6 +281,7 @@ def test_synthetic_tokens(tmp_path):
         assert row["loss"] == pytest.approx(math.log(100), rel=0.05)
 
 
+@pytest.mark.usefixtures("on_one_device")
 def test_text_of_ones_own(tmp_path, capsys):
     """Its tokenizer makes the prompt, reads the sample and counts the bytes."""
     text = tmp_path / "text.jsonl"
@@ -359,6 +382,58 @@ def fake_steps(monkeypatch):
     return install
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("save", [True, False])
+def test_a_signal_without_checkpoints_leaves_model_and_report(
+    number, save, tmp_path, fake_steps, monkeypatch, capsys
+):
+    def train_step(step):
+        if step == 4:
+            os.kill(os.getpid(), number)
+        return step
+
+    fake_steps(train_step)
+    finished = []
+    monkeypatch.setattr(train.loop, "_finish", lambda *args: finished.append(args[1]))
+    handler = signal.getsignal(number)
+    folder = run(dataclasses.replace(SMALL, runs_dir=tmp_path, steps=100, save=save))
+    assert finished == [folder]  # which writes what `save` says
+    assert [row["step"] for row in load_metrics(folder).train] == [1, 2, 3, 4]
+    assert signal.getsignal(number) == handler
+    printed = capsys.readouterr().out
+    assert "stopped after step 4 of 100; without --checkpoint.every nothing can go on" in printed
+    assert ("the parameters are not saved (--no-save)" in printed) == (not save)
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_nothing(tmp_path, fake_steps, monkeypatch):
+    def fail(*args):
+        raise ValueError("too long")
+
+    fake_steps(float)
+    monkeypatch.setattr(train.loop, "_compile", fail)
+    with pytest.raises(ValueError, match="too long"):
+        run(dataclasses.replace(SMALL, runs_dir=tmp_path))
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error")]
+)
+def test_a_full_disk_at_the_model_keeps_the_metrics(error, tmp_path, fake_steps, monkeypatch):
+    finish = train.loop._finish
+    fake_steps(float)
+    monkeypatch.setattr(train.loop, "_finish", finish)
+    monkeypatch.setattr(train.loop.nnx, "merge", lambda *args: None)
+
+    def full(model, folder):
+        raise error
+
+    monkeypatch.setattr(train.loop, "save_pretrained", full)
+    with pytest.raises(RunError, match=r"tiny/model: (No space left|I/O error)"):
+        run(dataclasses.replace(SMALL, runs_dir=tmp_path, save=True))
+    assert len(load_metrics(tmp_path / "tiny").train) == SMALL.steps
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_run_leaves_its_rows_and_no_thread(error, tmp_path, fake_steps):
     def train_step(step):
@@ -447,14 +522,11 @@ def test_folders_are_numbered(tmp_path, fake_steps):
     assert not any((tmp_path / "runs" / "tiny-3").iterdir())
 
 
-def test_help_of_the_module():
-    result = subprocess.run(
-        [sys.executable, "-m", "train", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(train.loop.__file__).parents[1],
-    )
-    assert result.returncode == 0, result.stderr
-    assert "usage: python -m train" in result.stdout
-    assert "--preset" in result.stdout
+def test_help_of_the_module(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train", "--help"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("train", run_name="__main__")
+    assert not caught.value.code
+    printed = capsys.readouterr().out
+    assert "usage: python -m train" in printed
+    assert "--preset" in printed

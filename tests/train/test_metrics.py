@@ -1,6 +1,8 @@
 import dataclasses
+import errno
 import io
 import json
+import os
 import re
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from pallas_kernels.hardware import Hardware
+from train.errors import RunError
 from train.metrics import (
     MetricsWriter,
     Progress,
@@ -106,6 +109,66 @@ def test_a_resumed_run_appends_after_the_last_complete_row(tmp_path, cut):
     with MetricsWriter(tmp_path) as writer:
         writer.write({"step": 3})
     assert [row["step"] for row in read(path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("bad", [b"{broken", b"5", b'{"loss": 1}', b"\xff\r\xfe", b'{"step": "x"}'])
+def test_a_bad_line_in_the_middle_is_named_and_does_not_block(tmp_path, bad):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + bad + b'\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl:2 is no row and is left out") as warned:
+        MetricsWriter(tmp_path, last_step=2).close()
+    assert len(warned) == 1
+    assert path.read_bytes() == b'{"step": 1}\n' + bad + b'\n{"step": 2}\n'
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([1, 3], "the rows of 1 of 3 steps are missing, the first that of step 2; the report"),
+        ([1], "the rows of 2 of 3 steps are missing, the first that of step 2"),
+        ([], "the rows of 3 of 3 steps are missing, the first that of step 1"),
+    ],
+)
+def test_missing_rows_are_told(tmp_path, rows, message):
+    held_out = '{"step": 2, "val_loss": 1.0}\n'  # is no row of training
+    lines = [f'{{"step": {step}}}\n' for step in rows]
+    (tmp_path / "metrics.jsonl").write_text("".join([*lines, held_out]))
+    with pytest.warns(UserWarning, match=message):
+        MetricsWriter(tmp_path, last_step=3).close()
+
+
+def test_rows_are_on_the_disk_after_sync_and_close(tmp_path, monkeypatch):
+    synced = []
+    fsync = os.fsync
+
+    def spy(number):
+        synced.append((tmp_path / "metrics.jsonl").read_text().count("\n"))
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    with MetricsWriter(tmp_path) as writer:
+        writer.write({"step": 1})
+        assert not synced  # each takes milliseconds
+        writer.sync()
+        assert synced == [1]
+        writer.write({"step": 2})
+    assert synced == [1, 2]
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    class Full:
+        def write(self, line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with MetricsWriter(tmp_path) as writer:
+        (tmp_path / "samples.jsonl").symlink_to("/dev/full")
+        with pytest.raises(RunError, match=r"samples\.jsonl: No space left on device$"):
+            writer.write_sample(1, "heading", "text")
+        (tmp_path / "samples.jsonl").unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, "_file", Full())
+            with pytest.raises(RunError, match=r"metrics\.jsonl: No space left on device$"):
+                writer.write({"step": 1})
 
 
 def test_a_row_of_arrays_is_refused(tmp_path):

@@ -1,17 +1,25 @@
 """Reports of whole runs and of odd ones: no held-out rows, one row, none, a death half way."""
 
 import base64
+import errno
 import json
 import math
+import os
 import re
 from html.parser import HTMLParser
 
 import matplotlib.image
+import matplotlib.text
 import numpy as np
 import pytest
 
+import train.report
+import train.rows
+from train import compare
+from train.errors import RunError
 from train.metrics import MetricsWriter
-from train.report import load_metrics, plot, smooth, write_report
+from train.page import figure_html, page_html
+from train.report import RunMetrics, load_metrics, plot, smooth, write_report
 
 
 def train_row(step, **changes):
@@ -101,15 +109,15 @@ def test_a_resumed_run_counts_once(tmp_path):
     assert [(row["step"], row["val_loss"]) for row in metrics.held_out] == [(4, 2.0), (6, 9.0)]
 
 
-def test_only_the_last_line_may_be_broken(tmp_path):
+def test_a_broken_line_is_left_out_and_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     good = json.dumps(train_row(1))
     path.write_text(f'{good}\n{{"step": 2, "lo')
     with pytest.warns(UserWarning, match='incomplete last line \'{"step": 2'):
         assert load_metrics(tmp_path).train == [train_row(1)]
-    path.write_text(f'{good}\n{{"step": 2, "lo\n{good}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is not JSON"):
-        load_metrics(tmp_path)
+    path.write_text(f'{good}\n{{"step": 2, "lo\n{json.dumps(train_row(3))}\n')
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl:2 is no row and is left out: .*\"lo"):
+        assert load_metrics(tmp_path).train == [train_row(1), train_row(3)]
 
 
 def test_plot_is_an_image_that_can_be_read(tmp_path):
@@ -120,6 +128,103 @@ def test_plot_is_an_image_that_can_be_read(tmp_path):
     assert 1000 < width < 2000 and 700 < height < 1500
 
 
+@pytest.mark.parametrize(
+    "name", [r"lr$\foo$", r"$\frac{1", "_x", "<b>&amp;", "\N{SNOWMAN}日本", "x" * 200, "\udcff"]
+)
+def test_any_name_of_a_run_is_drawn_and_shown_as_it_is(name, tmp_path):
+    metrics = RunMetrics([train_row(1)], [])
+    assert train.report._png(metrics, name, train.report.LIGHT, (2.0, 2.0)).startswith(b"\x89PNG")
+    (page,) = Page(page_html(name, []).decode()).text["title"]
+    assert page == name.replace("\udcff", "\N{REPLACEMENT CHARACTER}")
+
+
+def letters_px(figure, width_px):
+    """The height in pixels of the smallest letters of a figure that is shown so wide."""
+    texts = [text for text in figure.findobj(matplotlib.text.Text) if text.get_text()]
+    assert texts
+    return min(text.get_fontsize() for text in texts) / 72 * width_px / figure.get_figwidth()
+
+
+def test_letters_can_be_read_on_a_narrow_page_and_a_wide_one(monkeypatch):
+    """A page of 500 pixels leaves 434 to a figure; from 768 the wide one is shown, in 702."""
+    drawn = []
+    finished = train.report.finished_png
+    monkeypatch.setattr(
+        train.report, "finished_png", lambda *args: drawn.append(args[0]) or finished(*args)
+    )
+    rows = [train_row(s, loss=9.0 if s == 1 else 2.0 + 1 / s) for s in range(1, 100)]
+    metrics = RunMetrics(rows, [held_out_row(99)])
+    theme = train.report.LIGHT
+    for size, width_px in ((train.report._NARROW, 434), (train.report._WIDE, 702)):
+        train.report._png(metrics, "run", theme, size)
+        assert letters_px(drawn[-1], width_px) >= 11
+        # What is out of sight is told.
+        notes = [text.get_text() for text in drawn[-1].findobj(matplotlib.text.Text)]
+        assert any(re.fullmatch(r"cut off at 2\.\d+; the highest is 9", note) for note in notes)
+    train.report._details_png("gradient norm", [1.0, 2.0], [0.5, 0.7], theme)
+    assert letters_px(drawn[-1], 434) >= 11
+    assert "(max-width: 48rem)" in figure_html("", [b"", b""], [b"", b""])
+
+
+@pytest.mark.usefixtures("no_plots")
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_skipped_steps_have_a_panel_if_there_are_any(skipped, tmp_path):
+    make_run(tmp_path, [train_row(s, skipped_steps=skipped) for s in (1, 2)])
+    report(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert 'alt="Gradient norm"' in text
+    assert ('alt="Skipped steps"' in text) == bool(skipped)
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_comparison_has_any_name_in_its_legend(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "_panel_png", lambda *args: b"")
+    names = [r"lr$\foo$", "_x"]
+    first, second = (make_run(tmp_path / name, [train_row(1)], {}) for name in names)
+    compare.write_comparison(first, second, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    legend = Page(re.findall(r'<ul class="legend">.*?</ul>', text)[0]).text
+    assert legend["li"] == [f" {name}" for name in names]
+
+
+def test_a_comparison_draws_both_runs_and_tells_what_is_cut_off(monkeypatch):
+    finished = []
+    monkeypatch.setattr(compare, "finished_png", lambda *args: finished.append(args) or b"")
+    rows = [train_row(s, loss=9.0 if s == 1 else 2.0 + 1 / s) for s in range(1, 100)]
+    runs = [RunMetrics(rows, []), RunMetrics(rows[:50], [])]
+    compare._panel_png("loss", "training loss", runs, train.report.LIGHT)
+    ((figure, (axes,), _),) = finished
+    assert len(axes.lines) == 2
+    assert "cut off at" in axes.get_title(loc="left")
+    assert letters_px(figure, 434) >= 11
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_a_full_disk_at_the_report_names_the_file_and_leaves_the_old_one(tmp_path, monkeypatch):
+    run_dir = make_run(tmp_path, [train_row(1)])
+    report(run_dir)
+    before = (run_dir / "report.html").read_bytes()
+
+    def full(number):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(train.rows.os, "fsync", full)
+    with pytest.raises(RunError, match=r"loss\.png: No space left on device$"):
+        report(run_dir)
+    assert (run_dir / "report.html").read_bytes() == before
+    assert not list(run_dir.glob("*.tmp"))
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_a_broken_row_of_samples_is_left_out_and_named(tmp_path):
+    make_run(tmp_path, [train_row(1)])
+    good = json.dumps({"step": 1, "heading": "h", "text": "the text"})
+    (tmp_path / "samples.jsonl").write_text(f"{{broken\n{good}\n")
+    with pytest.warns(UserWarning, match=r"samples\.jsonl:1 is no row"):
+        assert "the text" in report(tmp_path).text["pre"]
+
+
+@pytest.mark.usefixtures("no_plots")
 def test_report_of_a_whole_run(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.orig_argv", ["python", "-m", "train", "--steps", "100"])
     rows = [train_row(s) for s in range(1, 101)] + [held_out_row(s) for s in (1, 50, 100)]
@@ -167,13 +272,27 @@ def test_the_page_is_self_contained_in_both_colour_schemes(tmp_path):
         kind, data = resource.split(",", 1)
         assert kind == "data:image/png;base64"
         images.append(base64.b64decode(data))
-    assert len(images) == 4 and len(set(images)) == 4
+    # Loss and speed on wide and narrow pages, and panels of gradient norm, learning rate, memory.
+    assert len(images) == 4 + 2 * 3 and len(set(images)) == len(images)
     assert all(image.startswith(b"\x89PNG") for image in images)
     text = (run_dir / "report.html").read_text()
     assert not re.search(r"https?://|@import|url\(", text)
     assert "prefers-color-scheme: dark" in text
 
 
+@pytest.fixture
+def light_and_narrow(monkeypatch):
+    """Draws a figure once: those for a dark page and a wide one have other colours and sizes."""
+
+    def less(draw):
+        left_out = train.report.DARK, train.report._WIDE
+        return lambda *args: b"" if any(arg in left_out for arg in args) else draw(*args)
+
+    for name in ("_png", "_details_png"):
+        monkeypatch.setattr(train.report, name, less(getattr(train.report, name)))
+
+
+@pytest.mark.usefixtures("light_and_narrow")
 @pytest.mark.parametrize(
     "rows",
     [
@@ -204,6 +323,7 @@ def test_reports_of_odd_runs(tmp_path, rows):
     assert (tmp_path / "loss.png").exists()
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_report_of_a_run_that_died(tmp_path):
     make_run(tmp_path, [train_row(s) for s in range(1, 5)], {"seed": 1})
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -213,6 +333,7 @@ def test_report_of_a_run_that_died(tmp_path):
     assert tiles(page)["Training loss"] == "2.2500"
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_one_held_out_row_shows_no_change(tmp_path):
     page = report(make_run(tmp_path, [train_row(1), held_out_row(1)]))
     assert tiles(page)["Held-out bits per byte"] == "3.000"

@@ -1,0 +1,102 @@
+"""Files of rows, one JSON object with a step a line, and files that are written in one piece."""
+
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from train.errors import naming
+
+type Row = dict[str, Any]
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file in one piece: whatever ends the process, there is the old one or the new one.
+
+    Raises:
+      DiskError: it cannot be written, for example on a full disk.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    with naming(path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of a file.
+
+    A line that is no row is left out with a warning that names it; so is a last line without an
+    end, in which a run died.
+
+    Raises:
+      DiskError: the file cannot be read.
+    """
+    for number, (line, row) in enumerate(_lines(path), 1):
+        if not line.endswith(b"\n"):
+            text = line[:80].decode(errors="replace")
+            warnings.warn(f"{path}: left out the incomplete last line {text!r}", stacklevel=3)
+        elif row is None:
+            _warn_of_line(path, number, line)
+        else:
+            yield row
+
+
+def cut_rows(path: Path, last_step: int | None) -> tuple[Row, set[int]]:
+    """Cuts off an incomplete last line and the rows after a step.
+
+    A line before them that is no row stays, with a warning that names it.
+
+    Args:
+      path: of the file.
+      last_step: whose rows are the last to stay; None for those of all steps.
+
+    Returns:
+      The last row that stays, and the steps that have a row of training.
+
+    Raises:
+      DiskError: the file cannot be read or written.
+    """
+    end = size = 0
+    last_row: Row = {}
+    steps: set[int] = set()
+    for number, (line, row) in enumerate(_lines(path), 1):
+        end += len(line)
+        if not line.endswith(b"\n") or (row and last_step is not None and row["step"] > last_step):
+            break
+        if row is None:
+            _warn_of_line(path, number, line)
+            continue
+        size, last_row = end, row
+        if "val_loss" not in row:
+            steps.add(row["step"])
+    with naming(path):
+        os.truncate(path, size)
+    return last_row, steps
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, Row | None]]:
+    with naming(path), path.open("rb") as file:
+        for line in file:
+            yield line, _row(line)
+
+
+def _row(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _warn_of_line(path: Path, number: int, line: bytes) -> None:
+    text = line[:80].decode(errors="replace")
+    warnings.warn(f"{path}:{number} is no row and is left out: {text!r}", stacklevel=4)
