@@ -55,7 +55,6 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _SIZES = (
     "vocab_size",
     "hidden_size",

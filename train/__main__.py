@@ -34,6 +34,7 @@ def main(arguments: Sequence[str]) -> None:
 def _train(arguments: list[str], *, debug: bool) -> None:
     from train import distributed, loop
     from train.command_line import COMMANDS, FlagError, parse_command_line
+    from train.errors import naming
     from train.faults import hide_given_up_transfers
 
     hide_given_up_transfers()
@@ -51,7 +52,8 @@ def _train(arguments: list[str], *, debug: bool) -> None:
                     loop.mesh_of(config)
                 except ValueError as error:
                     raise FlagError(f"--mesh: {error}") from error
-                loop.run(config)
+                with naming(config.runs_dir / config.name):
+                    loop.run(config)
 
 
 @contextlib.contextmanager

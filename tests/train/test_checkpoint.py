@@ -6,10 +6,8 @@ import gc
 import json
 import os
 import resource
-import runpy
 import shutil
 import signal
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -28,6 +26,7 @@ import train.checkpoint
 import train.loop
 from benchmarks.faults import timeless
 from models.sharding import make_mesh
+from train.__main__ import main
 from train.checkpoint import Checkpoints, check_config, checksum, read_params, saved_steps
 from train.checkpoint_files import not_damage
 from train.config import (
@@ -596,12 +595,11 @@ def test_a_full_disk_ends_the_run_in_one_line_and_leaves_the_last_checkpoint(
     assert rows_of(folder) == rows_of(whole)
 
 
-def test_the_command_line_shows_one_line(tmp_path, monkeypatch):
+def test_the_command_line_shows_one_line(tmp_path):
     config = dataclasses.replace(preset("demo"), runs_dir=tmp_path)
     with MetricsWriter(tmp_path / "demo") as writer:
         writer.write_config({"config": config, "data": {}})
         writer.write({"step": 1})
     flags = ["--checkpoint.every=1", f"--runs-dir={tmp_path}"]
-    monkeypatch.setattr(sys, "argv", ["train", *flags])
     with pytest.raises(SystemExit, match=r"^error: .*demo is a run without checkpoints; .*name$"):
-        runpy.run_module("train", run_name="__main__")
+        main(flags)

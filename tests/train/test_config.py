@@ -172,7 +172,7 @@ def test_unknown_preset():
         ("data", {"text_field": ""}, "text_field=''"),
         ("data", {"batch_size": 2**30, "sequence_length": 8}, r"below 2\*\*31 tokens"),
         ("data", {"sequence_length": 33}, "=33 exceeds .*max_position_embeddings=32"),
-        ("model", {"dtype": "int32"}, "dtype='int32' must be one of float32, bfloat16"),
+        ("model", {"dtype": "int32"}, "dtype='int32' must be one of bfloat16, float16"),
         ("model", {"param_dtype": "bool"}, "param_dtype='bool' must be one of"),
         ("", {"name": ""}, "name='' must be the name of a folder"),
         ("", {"name": " "}, "name=' ' must be the name of a folder"),

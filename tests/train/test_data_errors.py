@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from tokenizer_files import write_byte_level
 from train import data
+from train.__main__ import main
 from train.config import DataConfig
 from train.data import files
 
@@ -336,13 +336,12 @@ def test_a_line_without_an_end_is_named(tmp_path, monkeypatch):
         open_case(tmp_path / "again", text("b.jsonl", b" " * 2000 + b"\n"), {})
 
 
-def test_the_command_prints_one_line_and_exits_with_2(tmp_path, monkeypatch, capsys):
+def test_the_command_prints_one_line_and_exits_with_2(tmp_path, capsys):
     lines(GOOD, "{")(tmp_path)
     arguments = ["--data.path", str(tmp_path / "a.jsonl"), "--runs-dir", str(tmp_path / "runs")]
     arguments += ["--data.cache-dir", str(tmp_path / "cache")]
-    monkeypatch.setattr(sys, "argv", ["train", *arguments])
     with pytest.raises(SystemExit) as exit:
-        runpy.run_module("train", run_name="__main__")
+        main(arguments)
     assert exit.value.code == 2
     error = capsys.readouterr().err
     assert re.fullmatch(r"error: .*/a\.jsonl:2: not JSON .*\n", error), error
