@@ -272,11 +272,14 @@ def run(
     *,
     reduction="mean",
     chunk_size: int | None = CHUNK,
+    config: Config | None = None,
     **options,
 ):
     if cotangent is None:
         cotangent = make_cotangent(reduction, labels.shape)
-    fn = compiled(reduction=reduction, chunk_size=chunk_size, **options)
+    options |= {"reduction": reduction, "chunk_size": chunk_size, "config": config}
+    # In one order: the cache takes another for another program.
+    fn = compiled(**{name: options[name] for name in sorted(options)})
     return fn(arrays, labels, cotangent)
 
 
@@ -952,7 +955,7 @@ def test_vmap_is_the_loop(reduction):
     if reduction == "mean":
         cotangents = cotangents[:, 0]
     axes = {"x": 0, "weight": None, "bias": None, "token_weights": 0}
-    fn = compiled(implementation="xla", reduction=reduction, chunk_size=CHUNK)
+    fn = compiled(chunk_size=CHUNK, config=None, implementation="xla", reduction=reduction)
     got = jax.vmap(fn, in_axes=(axes, 0, 0))(arrays, labels, cotangents)
     for i in range(3):
         one = arrays | {name: arrays[name][i] for name in ("x", "token_weights")}
