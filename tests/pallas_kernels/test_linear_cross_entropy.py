@@ -1041,9 +1041,9 @@ def test_a_second_derivative_of_the_reference():
         labels=labels, implementation="reference", **(arrays | {"x": x})
     )
     x = arrays["x"]
-    product = jax.grad(lambda x: jnp.vdot(jax.grad(fn)(x), x))(x)
+    along = quick_jit(jax.grad(fn))
+    product = quick_jit(jax.grad(lambda x: jnp.vdot(jax.grad(fn)(x), x)))(x)
     step = 1e-2 * x
-    along = lambda x: jax.grad(fn)(x)
     numeric = (along(x + step) - along(x - step)) / 2e-2
     # The derivative of <g(x), x> is H x + g.
     chex.assert_trees_all_close(product - along(x), numeric, atol=1e-3)
@@ -1078,7 +1078,8 @@ def test_metrics(strategy, reduction):
 
     cotangent = make_cotangent(reduction)
     got, metrics = both(arrays, cotangent)
-    check_against_formula(got, arrays, labels, cotangent, **strategy, **options)
+    want = run(arrays, labels, cotangent, **strategy, **options)
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-7)
 
     valid = np.asarray(labels) != IGNORED
     weights = np.asarray(arrays["token_weights"], np.float64) * valid
@@ -1325,7 +1326,7 @@ def test_huge_logits_in_the_kernels(strategy):
 @interpreted
 @in_turn(
     "strategy, z_loss",
-    {name: name for name in ("exponentials", "both", "in place")},
+    {name: name for name in ("exponentials", "in place", "both")},
     {"0.05": 0.05, "-0.3": -0.3},
 )
 def test_z_loss_by_exponentials(strategy, z_loss):
@@ -1355,8 +1356,11 @@ def test_a_z_loss_that_leaves_nothing_of_softmax(strategy):
 
 # A logit may be 44.4 above the label's before exponentials are made again.
 @interpreted
-@pytest.mark.parametrize("strategy", ["exponentials", "in place"])
-@pytest.mark.parametrize("above", [20, 43, 46, 150, 2000])
+@in_turn(
+    "strategy, above",
+    {name: name for name in ("exponentials", "in place")},
+    {str(above): above for above in (43, 46, 2000, 20, 150)},
+)
 def test_labels_far_below_the_largest_logit(strategy, above):
     arrays, labels = make_arrays((KT,), D, KV, BF16, only=["x", "weight", "token_weights"])
     x, weight = arrays["x"], arrays["weight"]
@@ -1472,7 +1476,7 @@ def test_metrics_of_the_kernels(strategy, reduction):
 
 
 @interpreted
-@kernel_strategies("tokens", "exponentials")
+@kernel_strategies("tokens")
 def test_a_float32_weight_in_the_kernels(strategy):
     has_exponentials = "bias_in_weight" in strategy
     x_dtype = F16 if strategy["chunk_size"] and not has_exponentials else BF16
