@@ -605,28 +605,29 @@ def test_labels_of_64_bits(strategy):
     assert np.isnan(wrong["loss"])
 
 
-def check_labels_out_of_range(arrays, labels, tokens, out_of_range, *, reduction, **options):
+def check_labels_out_of_range(arrays, labels, tokens, cases, *, reduction, **options):
     """Tokens with such labels have NaN, as the weight has, and the others what they had."""
     options["reduction"] = reduction
     good = run(arrays, labels, **options)
-    bad = run(arrays, put(labels, tokens, out_of_range), **options)
-    for name in ("weight", "bias"):
-        assert np.isnan(np.asarray(bad[name])).all(), (name, out_of_range)
-    assert np.isnan(np.asarray(bad["x"])[tokens]).all(), out_of_range
-    if reduction == "none":
-        assert np.isnan(np.asarray(bad["loss"])[tokens]).all(), out_of_range
-        for name in ("loss", "x", "token_weights"):
-            others = lambda values, name=name: np.delete(np.asarray(values[name]), tokens, axis=0)
-            np.testing.assert_array_equal(others(bad), others(good), err_msg=name)
-    else:
-        assert np.isnan(bad["loss"]), out_of_range
+    others = lambda a: np.delete(np.asarray(a), tokens, axis=0)
+    for case in cases:
+        bad = run(arrays, put(labels, tokens, case), **options)
+        for name in ("weight", "bias"):
+            assert np.isnan(np.asarray(bad[name])).all(), (name, case)
+        assert np.isnan(np.asarray(bad["x"])[tokens]).all(), case
+        if reduction == "none":
+            assert np.isnan(np.asarray(bad["loss"])[tokens]).all(), case
+            for name in ("loss", "x", "token_weights"):
+                np.testing.assert_array_equal(others(bad[name]), others(good[name]), name)
+        else:
+            assert np.isnan(bad["loss"]), case
 
 
 @each_strategy
 @each_reduction
 def test_a_label_out_of_range_is_nan(strategy, reduction):
-    for label in (V, V + 75, -1, -101, 2**31 - 1, -(2**31)):
-        check_labels_out_of_range(*make_arrays(), [9], label, reduction=reduction, **strategy)
+    cases = V, V + 75, -1, -101, 2**31 - 1, -(2**31)
+    check_labels_out_of_range(*make_arrays(), [9], cases, reduction=reduction, **strategy)
 
 
 def test_check_labels_raises_at_once():
@@ -1254,10 +1255,8 @@ def test_kernels_with_labels_at_the_ends_of_chunks(strategy):
 @each_kernel_strategy
 def test_a_label_out_of_range_is_nan_in_the_kernels(strategy):
     # The last three are columns of the padding, and of a chunk's. Token 0 is the first chunk.
-    for out_of_range in ([2**31 - 1, -(2**31), -1], [KV, 255, 260]):
-        check_labels_out_of_range(
-            *kernel_arrays(), [0, 4, 8], out_of_range, reduction="none", **strategy
-        )
+    cases = [2**31 - 1, -(2**31), -1], [KV, 255, 260]
+    check_labels_out_of_range(*kernel_arrays(), [0, 4, 8], cases, reduction="none", **strategy)
 
 
 def test_the_kernels_refuse_64_bit_mode():
