@@ -4,18 +4,38 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import checkify
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer
 
+from pallas_kernels.arguments import (
+    BITS_OF_PRODUCTS,
+    as_array,
+    check_config,
+    check_floating,
+    check_integer,
+    check_number,
+    floating_arrays,
+    number,
+)
 from pallas_kernels.linear_cross_entropy import chunks, in_place, logits_kernel, reference
 from pallas_kernels.linear_cross_entropy.config import Config, chunk_sizes, copied_bytes
-from pallas_kernels.linear_cross_entropy.token_loss import LossOptions, TokenLosses
+from pallas_kernels.linear_cross_entropy.token_loss import (
+    LossOptions,
+    TokenLosses,
+    finite_where_not_counted,
+)
 from pallas_kernels.mosaic_gpu import runs_here, sharded_over_devices
 
 # Not "Implementation": beartype takes aliases of one name for one type, whatever their module.
 type LossImplementation = Literal["reference", "xla", "mosaic_gpu"]
 type Reduction = Literal["mean", "sum", "none"]
+
+
+# Labels that are no column of the vocabulary become these.
+_IGNORED, _OUT_OF_RANGE = -1, -2
+_DTYPES_OF_WEIGHTS = jnp.floating, jnp.integer, jnp.bool_
 
 
 class LossMetrics(NamedTuple):
@@ -44,7 +64,7 @@ def linear_cross_entropy(
     labels: Integer[Array, "*T"],
     *,
     bias: Float[Array, " V"] | None = None,
-    token_weights: Float[Array, "*T"] | None = None,
+    token_weights: Float[Array, "*T"] | Integer[Array, "*T"] | Bool[Array, "*T"] | None = None,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
@@ -72,10 +92,18 @@ def linear_cross_entropy(
     without `token_weights`), `"none"` returns them. Where that divisor is 0 (no token counts), loss
     and gradients are 0, never NaN. Losses are float32.
 
+    A token does not count if its label is `ignore_index` or its weight is exactly 0. It adds
+    nothing to loss, metrics and gradients, and its row of `dx` is 0, whatever its row of `x` holds,
+    NaN and infinities too. The weight of an ignored token is taken as 0, whatever it is, and has no
+    gradient. The gradient of a weight of 0 is as of others, its token's loss (taken as 0 where that
+    is no finite number). A weight that is NaN makes loss and gradients NaN if its label counts.
+
     Differentiable in `x`, `weight`, `bias` and `token_weights`. `"sum"` and `"mean"` form the
     gradients during the forward, of all tokens or a chunk at a time (three GEMMs, the backward only
-    scales them); `"none"` takes four, and so does `vocab_chunk_size`, but five with `"none"` and
-    both sizes. A call that is not differentiated takes one and does no gradient work. Algorithms,
+    scales them). `"none"` waits for the cotangents: its backward makes the logits again, in the
+    same chunks of tokens, which is four GEMMs. So many takes `vocab_chunk_size` with any reduction,
+    whose backward makes the logits of a slice of the vocabulary again; with `"none"` and both sizes
+    it is five. A call that is not differentiated takes one and does no gradient work. Algorithms,
     dtypes and rounding: `pallas_kernels/linear_cross_entropy/chunks.py`. Twice it can be
     differentiated with `"reference"` only.
 
@@ -91,21 +119,27 @@ def linear_cross_entropy(
     `shard_map` adds these up.
 
     A label that is neither `ignore_index` nor in `[0, V)` makes its token's loss NaN, and so the
-    reduced loss and the gradients; it never reads or writes out of bounds. `check_labels` turns it
-    into an error.
+    reduced loss and the gradients, unless its weight is 0; it never reads or writes out of bounds.
+    `check_labels` turns it into an error. Labels are compared as the integers that they are, in
+    their own dtype. (Without `jax_enable_x64`, JAX itself takes the upper half off 64-bit arrays
+    that are arguments of `jax.jit`.)
 
     Args:
-      x: hidden states; the leading axes are tokens.
-      weight: output embedding, one row for each vocabulary entry (Hugging Face's layout).
+      x: hidden states, of a floating dtype of 16 bits or more; the leading axes are tokens.
+      weight: output embedding, one row for each vocabulary entry (Hugging Face's layout), of such a
+        dtype, too.
       labels: the token to predict at each position, any integer dtype.
-      bias: added to the logits.
-      token_weights: a factor for each token's loss.
+      bias: added to the logits, of such a dtype.
+      token_weights: a factor for each token's loss, in float32; integers and bools, as masks are,
+        will do.
       ignore_index: label of the tokens that do not count; may lie inside `[0, V)`.
       reduction: `"mean"`, `"sum"` or `"none"`.
       label_smoothing: share `s` of the target spread evenly over the vocabulary
         (https://arxiv.org/abs/1512.00567), in [0, 1].
-      z_loss: weight of `lse²`, which keeps the logits from drifting (PaLM, https://arxiv.org/abs/2204.02311).
-      logit_softcap: bound `c` of the logits (Gemma 2, https://arxiv.org/abs/2408.00118), above 0.
+      z_loss: weight of `lse²`, which keeps the logits from drifting (PaLM,
+        https://arxiv.org/abs/2204.02311), at least 0.
+      logit_softcap: bound `c` of the logits (Gemma 2, https://arxiv.org/abs/2408.00118), finite and
+        above 0. `None`: no bound.
       chunk_size: tokens whose logits exist at a time, at most: what would be two chunks is three.
         `None` takes what `max_logits_bytes` allows.
       vocab_chunk_size: columns whose logits exist at a time, for all tokens: `dweight` is then
@@ -127,9 +161,9 @@ def linear_cross_entropy(
       vocab_axis: name of the mesh axis over which `weight` and `bias` are split by vocabulary, in
         equal parts; `labels` are numbers in the whole vocabulary.
       accum_dtype: dtype in which the chunks' contributions to `dweight` are added up, where there
-        are several.
-      check_labels: raise on a label out of range, with its value: at once outside of `jax.jit`,
-        through `jax.experimental.checkify.checkify` inside.
+        are several: floating, of 16 bits or more. float64 needs `jax_enable_x64`.
+      check_labels: raise on a label out of range, whatever its weight, with its value: at once
+        outside of `jax.jit`, through `jax.experimental.checkify.checkify` inside.
       return_metrics: also return `LossMetrics`.
       implementation: `"mosaic_gpu"` uses kernels for Hopper and later and 16-bit `x`, `"xla"` the
         same algorithms with float32 logits, `"reference"` keeps all logits, in float32, and ignores
@@ -142,53 +176,34 @@ def linear_cross_entropy(
 
     Raises:
       ValueError: shapes disagree, an option is out of its range, or a name is unknown.
-      TypeError: labels are not integers.
+      TypeError: labels are not integers, another array is of a dtype that is not described here, or
+        an option is of a wrong type.
       NotImplementedError: the kernels were asked for by name and do not take the arguments; or a
         second derivative was.
       jax.experimental.checkify.JaxRuntimeError: `check_labels` found a label out of range.
     """
+    x, weight = floating_arrays(x=x, weight=weight, least_bits=BITS_OF_PRODUCTS)
+    if bias is not None:
+        (bias,) = floating_arrays(bias=bias, least_bits=BITS_OF_PRODUCTS)
     _check_arguments(x, weight, labels, bias, token_weights)
     implementation = _check_and_choose(x, implementation, config)
-    if reduction not in get_args(Reduction.__value__):
-        raise ValueError(f"{reduction=} must be one of {get_args(Reduction.__value__)}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"{label_smoothing=} must lie in [0, 1]")
-    if logit_softcap is not None and not logit_softcap > 0:
-        raise ValueError(f"{logit_softcap=} must be above 0; None turns the cap off")
-    for name, size in (
-        ("chunk_size", chunk_size),
-        ("vocab_chunk_size", vocab_chunk_size),
-        ("max_logits_bytes", max_logits_bytes),
-    ):
-        if size is not None and size < 1:
-            raise ValueError(f"{name}={size} must be at least 1")
-    if max_logits_bytes is not None and (chunk_size, vocab_chunk_size) != (None, None):
-        raise ValueError(
-            f"{max_logits_bytes=} chooses the sizes of chunks; give it or {chunk_size=} and "
-            f"{vocab_chunk_size=}"
-        )
-    if vocab_axis is not None and implementation == "reference":
-        raise ValueError(f"{vocab_axis=}: implementation='reference' has the whole vocabulary")
+    _check_options(reduction, ignore_index, label_smoothing, z_loss, logit_softcap)
+    _check_chunks(chunk_size, vocab_chunk_size, max_logits_bytes, accum_dtype)
+    num_parts = _num_parts(vocab_axis, implementation)
     options = LossOptions(
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        logit_softcap=logit_softcap,
+        ignore_index=_IGNORED,
+        label_smoothing=float(label_smoothing),
+        z_loss=float(z_loss),
+        logit_softcap=None if logit_softcap is None else float(logit_softcap),
     )
     vocab_size, hidden_size = weight.shape
     shape = labels.shape
     x = x.reshape(-1, hidden_size)
-    labels = labels.reshape(-1)
-    if labels.dtype not in (jnp.int32, jnp.int64):
-        # 64 bits stay 64: no label out of range may wrap into [0, V).
-        labels = labels.astype(jnp.int32 if labels.dtype.itemsize <= 4 else jnp.int64)
-    if check_labels:
-        num_parts = 1 if vocab_axis is None else jax.lax.axis_size(vocab_axis)
-        _check_labels(labels, num_parts * vocab_size, ignore_index)
-    counts = labels != ignore_index
-    weights = counts.astype(jnp.float32)
     if token_weights is not None:
-        weights *= token_weights.reshape(-1).astype(jnp.float32)
+        token_weights = token_weights.reshape(-1)
+    labels, counts, weights = _labels_and_weights(
+        labels.reshape(-1), token_weights, num_parts * vocab_size, ignore_index, check_labels
+    )
 
     total = jnp.sum(weights)
     per_weight = jnp.where(total == 0, 0.0, 1 / jnp.where(total == 0, 1.0, total))
@@ -197,7 +212,8 @@ def linear_cross_entropy(
     coefficients = weights * per_weight if reduction == "mean" else weights
 
     if implementation == "reference":
-        losses = reference.linear_token_losses(x, weight, bias, labels, options)
+        losses = reference.linear_token_losses(x, weight, bias, labels, coefficients, options)
+        losses = finite_where_not_counted(losses, coefficients)
         loss = coefficients * losses.loss
         if reduction != "none":
             loss = jnp.sum(loss)
@@ -234,6 +250,7 @@ def linear_cross_entropy(
         )
         if reduction == "none":
             losses = chunks.token_losses(plan, x, weight, bias, labels)
+            losses = finite_where_not_counted(losses, coefficients)
             loss = coefficients * losses.loss
         else:
             loss, losses = chunks.weighted_loss_sum(plan, x, weight, bias, coefficients, labels)
@@ -256,23 +273,89 @@ def _metrics(losses: TokenLosses, weights, counts, per_weight) -> LossMetrics:
 
 
 def _check_arguments(x, weight, labels, bias, token_weights) -> None:
-    if weight.ndim != 2 or weight.shape[0] < 1:
-        raise ValueError(f"weight must be [V, D] with V >= 1, got {weight.shape}")
+    if weight.ndim != 2 or 0 in weight.shape:
+        raise ValueError(f"weight must be [V, D] with D >= 1 and V >= 1, got {weight.shape}")
     if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x {x.shape} and weight {weight.shape} must agree in their last axis")
+    as_array("labels", labels)
     if labels.shape != x.shape[:-1]:
         raise ValueError(
             f"labels must have shape {x.shape[:-1]} (x is {x.shape}), got {labels.shape}"
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"labels must be integers, got {labels.dtype}")
+        raise TypeError(f"labels must be integers, got {labels.dtype}; cast labels to int32")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must have shape {weight.shape[:1]}, got {bias.shape}")
-    if token_weights is not None and token_weights.shape != labels.shape:
+    if token_weights is None:
+        return
+    as_array("token_weights", token_weights)
+    if token_weights.shape != labels.shape:
         raise ValueError(
             f"token_weights must have the shape of labels, {labels.shape}, got "
             f"{token_weights.shape}"
         )
+    if not any(jnp.issubdtype(token_weights.dtype, t) for t in _DTYPES_OF_WEIGHTS):
+        raise TypeError(
+            f"token_weights is {token_weights.dtype}, not a floating dtype, integers or bools; "
+            "cast token_weights to float32"
+        )
+
+
+def _check_options(reduction, ignore_index, label_smoothing, z_loss, logit_softcap) -> None:
+    if reduction not in get_args(Reduction.__value__):
+        raise ValueError(f"{reduction=} must be one of {get_args(Reduction.__value__)}")
+    check_integer("ignore_index", ignore_index, remedy="a label that no token has ignores none")
+    if not 0 <= number("label_smoothing", label_smoothing, remedy="0.0 is none") <= 1:
+        raise ValueError(f"{label_smoothing=} must lie in [0, 1]")
+    check_number("z_loss", z_loss, least=0.0, remedy="0.0 is none")
+    remedy = "None turns the cap off"
+    if logit_softcap is not None:
+        if not number("logit_softcap", logit_softcap, remedy=remedy) > 0:
+            raise ValueError(f"{logit_softcap=} must be above 0; {remedy}")
+        check_number("logit_softcap", logit_softcap, remedy=remedy)
+
+
+def _check_chunks(chunk_size, vocab_chunk_size, max_logits_bytes, accum_dtype) -> None:
+    for name, size in (
+        ("chunk_size", chunk_size),
+        ("vocab_chunk_size", vocab_chunk_size),
+        ("max_logits_bytes", max_logits_bytes),
+    ):
+        if size is None:
+            continue
+        check_integer(name, size, remedy="None chooses one")
+        if size < 1:
+            raise ValueError(f"{name}={size} must be at least 1")
+    if max_logits_bytes is not None and (chunk_size, vocab_chunk_size) != (None, None):
+        raise ValueError(
+            f"{max_logits_bytes=} chooses the sizes of chunks; give it or {chunk_size=} and "
+            f"{vocab_chunk_size=}"
+        )
+    try:
+        # NumPy takes None for float64.
+        dtype = jnp.dtype("None" if accum_dtype is None else accum_dtype)
+    except TypeError:
+        raise TypeError(f"{accum_dtype=} must be a dtype, such as jnp.float32") from None
+    check_floating(f"accum_dtype={dtype}", dtype, "change it", least_bits=BITS_OF_PRODUCTS)
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(f"accum_dtype={dtype} needs jax_enable_x64; change it to float32")
+
+
+def _num_parts(vocab_axis: str | None, implementation: LossImplementation) -> int:
+    """Of the vocabulary, on as many devices."""
+    if vocab_axis is None:
+        return 1
+    if not isinstance(vocab_axis, str):
+        raise TypeError(f"{vocab_axis=} must be the name of a mesh axis, or None")
+    if implementation == "reference":
+        raise ValueError(f"{vocab_axis=}: implementation='reference' has the whole vocabulary")
+    try:
+        return jax.lax.axis_size(vocab_axis)
+    except NameError:
+        raise ValueError(
+            f"{vocab_axis=} is not bound; call linear_cross_entropy inside of jax.shard_map over a "
+            "mesh with this axis, or leave it out where the weight is whole"
+        ) from None
 
 
 def _check_and_choose(
@@ -290,20 +373,43 @@ def _check_and_choose(
         implementation = "xla" if fallback else "mosaic_gpu"
     if config is not None and implementation != "mosaic_gpu":
         raise ValueError(f"{config=}: {implementation=} has no launch parameters")
+    check_config(config, Config)
     return implementation
 
 
-def _check_labels(labels: Int[Array, " T"], vocab_size: int, ignore_index: int) -> None:
+def _labels_and_weights(
+    labels: Any, token_weights: Any, vocab_size: int, ignore_index: int, check: bool
+) -> tuple[Int[Array, " T"], Bool[Array, " T"], Float[Array, " T"]]:
+    """`(labels, counts, weights)`: as int32, whether they are not `ignore_index`, and the factors.
+
+    Ignored labels are -1 then, and what is out of range is -2, but -1 where the weight is 0. They
+    are compared before they are cast, NumPy's by NumPy: JAX would cut them to 32 bits, and 2^32 + 1
+    be label 1.
+    """
+    kind = jnp.iinfo(labels.dtype)
+    in_range = (labels >= 0) & (labels <= min(vocab_size - 1, int(kind.max)))
+    ignored = labels != labels
+    if kind.min <= ignore_index <= kind.max:
+        ignored = labels == np.asarray(ignore_index, labels.dtype)
+    if check:
+        _check_labels(labels, ~(in_range | ignored), vocab_size, ignore_index)
+    counts = jnp.asarray(~ignored)
+    weights = counts.astype(jnp.float32)
+    if token_weights is not None:
+        weights = jnp.where(counts, jnp.asarray(token_weights).astype(jnp.float32), 0.0)
+    column = jnp.where(in_range, labels, 0).astype(jnp.int32)
+    outside = jnp.where(weights == 0, _IGNORED, _OUT_OF_RANGE)
+    return jnp.where(counts & in_range, column, outside), counts, weights
+
+
+def _check_labels(labels: Any, wrong: Any, vocab_size: int, ignore_index: int) -> None:
     if labels.size == 0:
         return
-    wrong = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
     position = jnp.argmax(wrong)
     checkify.check(
         ~jnp.any(wrong),
-        "linear_cross_entropy: label {label} at token {position} is neither in [0, {vocab_size}) "
-        "nor ignore_index={ignore_index}",
-        label=labels[position],
+        "linear_cross_entropy: label {label} at token {position} is neither in "
+        f"[0, {vocab_size}) nor {ignore_index=}",
+        label=jnp.asarray(labels)[position],
         position=position,
-        vocab_size=jnp.asarray(vocab_size),
-        ignore_index=jnp.asarray(ignore_index),
     )

@@ -11,6 +11,8 @@ gradients takes three GEMMs, and the backward multiplies by the cotangent, which
 (Liger-Kernel's fused linear cross-entropy, https://arxiv.org/abs/2410.10989, introduced gradients
 in the forward.) The first chunk's product starts the sum of `dweight`, the others are added in
 place by their GEMM: each reads and writes `dweight` once, which is why chunks should be large.
+Losses that are not added up (`reduction="none"`) have a cotangent each, which is not known in the
+forward: it makes the losses alone, and the loop runs in the backward, four GEMMs.
 
 *In place.* The first chunk does not have to be small: as long as nothing is in `dweight`, it has
 the memory for the exponentials of `2D` tokens (`in_place.py`). If these are all tokens, or all but
@@ -41,6 +43,7 @@ other than 1 multiplies them in float32, and they are rounded again.
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -62,9 +65,13 @@ from pallas_kernels.linear_cross_entropy.token_loss import (
     LossOptions,
     TokenLosses,
     combine,
+    finite_where_not_counted,
     losses_of,
 )
-from pallas_kernels.mosaic_gpu import not_differentiable, uninitialized
+from pallas_kernels.mosaic_gpu import at_aligned_addresses, not_differentiable, uninitialized
+
+_COLUMNS_AGAIN = 512  # 4 MiB of a weight with D = 4096
+_WIDTH = 128  # the least that our GEMM of dweight takes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,8 +129,13 @@ def weighted_loss_sum(
     coefficients: Float[Array, " T"],
     labels: Int[Array, " T"],
 ) -> tuple[Float[Array, ""], TokenLosses]:
-    """`sum(coefficients · loss)`, float32, and the losses; those of ignored tokens must be 0."""
+    """`sum(coefficients · loss)`, float32, and the losses.
+
+    A token whose coefficient is 0 adds nothing to sum and gradients, whatever its `x` holds. The
+    coefficients of ignored tokens must be 0.
+    """
     losses = token_losses(plan, x, weight, bias, labels)
+    losses = finite_where_not_counted(losses, coefficients)
     return jnp.sum(coefficients * losses.loss), losses
 
 
@@ -132,11 +144,13 @@ def _weighted_loss_sum_fwd(plan, *primals):
     plan = plan.for_gradients(of_weight=primals[1].perturbed)
     if plan.by_tokens(len(labels)):
         losses, gradients = _by_token_chunks(plan, x, weight, bias, coefficients, labels)
+        losses = finite_where_not_counted(losses, coefficients)
         # Empty arrays carry the dtypes of the gradients.
         like = jax.tree.map(lambda a: a[:0], (x, weight, bias))
         saved = losses.loss, (gradients, like), None
     else:
         losses = _losses(plan, x, weight, bias, labels)
+        losses = finite_where_not_counted(losses, coefficients)
         saved = losses.loss, None, (x, weight, bias, coefficients, labels, losses.lse)
     return (jnp.sum(coefficients * losses.loss), losses), saved
 
@@ -298,7 +312,8 @@ def _by_token_chunks(
         if not with_dweight:
             return None, (losses, dx)
         dbias = None if bias is None else jnp.sum(dlogits.astype(jnp.float32), axis=0)
-        dweight = jnp.einsum("tv,td->vd", dz, x, preferred_element_type=plan.accum_dtype)
+        counted = _rows_that_count(x, coefficients)
+        dweight = jnp.einsum("tv,td->vd", dz, counted, preferred_element_type=plan.accum_dtype)
         return (dweight, dbias), (losses, dx)
 
     dx_dtype = x.dtype if scale is None else jnp.float32
@@ -391,7 +406,7 @@ def _by_vocab_chunks(
     if not with_dx:
         weight = weight.astype(x.dtype)  # as a whole, which is there: what made dx has used it
 
-    def one_chunk(part, start):
+    def dlogits_of(part, start):
         weight, bias = part
         columns = _Columns.make(plan, weight.astype(x.dtype), bias)
         labels = local_labels - start
@@ -409,6 +424,15 @@ def _by_vocab_chunks(
             _, dlogits = _loss_of_logits(
                 plan, columns, columns.logits(x), labels, coefficients, lse, vocab_size
             )
+        return columns, dlogits
+
+    def dweight_of(columns, dz, x):
+        dtype = weight_dtype if scale is None else jnp.float32
+        dweight = _rescaled(_weight_gradient(plan, dz, x, dtype), scale)
+        return dweight[: columns.num_columns].astype(weight_dtype)
+
+    def one_chunk(part, start):
+        columns, dlogits = dlogits_of(part, start)
         dbias = None
         if bias is not None:
             dbias = _rescaled(jnp.sum(dlogits.astype(jnp.float32), axis=0), scale)
@@ -417,9 +441,7 @@ def _by_vocab_chunks(
         dx = None
         if with_dx:
             dx = jnp.einsum("tv,vd->td", dz, columns.weight, preferred_element_type=jnp.float32)
-        dtype = weight_dtype if scale is None else jnp.float32
-        dweight = _rescaled(_weight_gradient(plan, dz, x, dtype), scale)
-        return dx, (dweight[: columns.num_columns].astype(weight_dtype), dbias)
+        return dx, (dweight_of(columns, dz, x), dbias)
 
     assert plan.vocab_chunk_size is not None
     # Zeros are another write of dweight: 0.64 ms of 47 at 8192 x 4096 x 128256 on an H100. Without
@@ -429,6 +451,30 @@ def _by_vocab_chunks(
     dx, (dweight, dbias) = fold_chunks(
         one_chunk, (weight, bias), plan.vocab_chunk_size, buffer=buffer
     )
+
+    # `_rows_that_count` would be a copy of all tokens here: 64 MiB beside 43 at 8192 x 4096 x
+    # 128256 in 16 bits. So what has become NaN is made again, a few columns of x at a time.
+    # XLA copies slices of the weight in a loop whose length it does not know, so these are small.
+    size = min(plan.vocab_chunk_size, len(weight), _COLUMNS_AGAIN)
+    width = _WIDTH if x.shape[1] % _WIDTH == 0 else x.shape[1]
+
+    def again(i, dweight):
+        start = jnp.minimum(i * size, len(weight) - size)
+        part = (weight, bias)
+        part = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, size), part)
+        columns, dlogits = dlogits_of(at_aligned_addresses(part), start)
+        dz = dlogits.astype(x.dtype)
+
+        def some_columns(j, dweight):
+            some_x = jax.lax.dynamic_slice_in_dim(x, j * width, width, axis=1)
+            found = dweight_of(columns, dz, _rows_that_count(some_x, coefficients))
+            return jax.lax.dynamic_update_slice(dweight, found, (start, j * width))
+
+        return jax.lax.fori_loop(0, x.shape[1] // width, some_columns, dweight)
+
+    is_broken = (coefficients == 0) & ~jnp.all(jnp.isfinite(x), axis=1)
+    times = jnp.where(jnp.any(is_broken), math.ceil(len(weight) / size), 0)
+    dweight = jax.lax.fori_loop(0, times, again, dweight)
     return _rescaled(dx, scale).astype(x.dtype) if with_dx else None, dweight, dbias
 
 
@@ -529,6 +575,17 @@ def _kernel_coefficients(plan: Plan, x, coefficients, labels, vocab_size):
     largest = jnp.max(finite, initial=0.0)
     scale = jnp.where(largest > 0, largest, 1.0)
     return with_nan / scale, scale
+
+
+def _rows_that_count(x, coefficients):
+    """`x` with zeros for the tokens whose coefficient is 0.
+
+    Their dlogits are 0, but times NaN that would be NaN in all of `dweight`. A GEMM reads its
+    operand from memory, so it is a copy: of a chunk of 2048 x 4096 in 16 bits 16 MiB beside 501 MiB
+    of logits, whose 32 MiB to read and write are 10 us of 8 ms on an H100. With exponentials `x`
+    times its factors is such a copy already (`exponentials.scaled`).
+    """
+    return jnp.where(coefficients[:, None] == 0, 0, x)
 
 
 def _rescaled(gradient, scale):

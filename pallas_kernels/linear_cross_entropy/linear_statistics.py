@@ -59,6 +59,7 @@ from pallas_kernels.linear_cross_entropy.token_loss import LogitStatistics
 from pallas_kernels.mosaic_gpu import (
     Device,
     at_aligned_addresses,
+    gpu_kernel,
     load,
     store,
     target_device,
@@ -441,7 +442,7 @@ def _running_statistics(
             is_needed=of["is_needed"][0] != 0 if "is_needed" in of else None,
         )
 
-    running, *stored = plgpu.kernel(
+    running, *stored = gpu_kernel(
         kernel,
         out_type=list(out_type.values()),
         **loop.launch,

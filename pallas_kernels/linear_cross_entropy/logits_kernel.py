@@ -35,6 +35,7 @@ from pallas_kernels.mosaic_gpu import (
     LANES,
     WARPS_PER_WARPGROUP,
     at_aligned_addresses,
+    gpu_kernel,
     load,
     rows_of_warps,
     store,
@@ -134,7 +135,7 @@ def loss_of_logits(
     )
     num_statistics = len(LogitStatistics._fields) if with_statistics else 0
     ring_shape = (config.slots, config.warpgroups, split.lines, LINE)
-    outputs = plgpu.kernel(
+    outputs = gpu_kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct((num_tokens,), jnp.float32)] * num_statistics,
         grid=(num_blocks,),

@@ -40,7 +40,13 @@ from pallas_kernels.hopper_gemm import (
     store_piece,
     wait_for_pieces,
 )
-from pallas_kernels.mosaic_gpu import Device, at_aligned_addresses, load, target_device
+from pallas_kernels.mosaic_gpu import (
+    Device,
+    at_aligned_addresses,
+    gpu_kernel,
+    load,
+    target_device,
+)
 
 _LINE_BYTES = 128  # of a row, that go through shared memory at a time
 _TILES = (256, 192, 128)  # columns, of which one must divide x: TMA does not cut a tile there
@@ -202,7 +208,7 @@ def product(
         )
 
     # TMA does not cut 8 rows that it swizzles together.
-    result = plgpu.kernel(
+    result = gpu_kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((num_rows + -num_rows % 8, num_columns), dtype),
         **loop.launch,

@@ -16,9 +16,16 @@ def linear_token_losses(
     weight: Float[Array, "V D"],
     bias: Float[Array, " V"] | None,
     labels: Int[Array, " T"],
+    coefficients: Float[Array, " T"],
     options: LossOptions,
 ) -> TokenLosses:
-    """Every operand in float32, GEMM included, with a `[T, V]` buffer."""
+    """Every operand in float32, GEMM included, with a `[T, V]` buffer.
+
+    A token whose coefficient is 0 and whose `x` is no finite number has losses and gradients of 0.
+    """
+    # Before and after: the gradient of what `jnp.where` leaves out is 0, and 0 · NaN is NaN.
+    is_left_out = (coefficients == 0) & ~jnp.all(jnp.isfinite(x), axis=1)
+    x = jnp.where(is_left_out[:, None], 0, x)
     logits = jnp.einsum(
         "td,vd->tv",
         x.astype(jnp.float32),
@@ -27,4 +34,5 @@ def linear_token_losses(
     )
     if bias is not None:
         logits += bias.astype(jnp.float32)
-    return token_losses(logits, labels, options)
+    losses = token_losses(logits, labels, options)
+    return TokenLosses(*(jnp.where(is_left_out, 0.0, a) for a in losses))

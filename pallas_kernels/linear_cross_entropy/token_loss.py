@@ -57,6 +57,15 @@ def is_valid(labels: Int[Array, " T"], options: LossOptions) -> Bool[Array, " T"
     return labels != options.ignore_index
 
 
+def finite_where_not_counted(losses: TokenLosses, coefficients: Float[Array, " T"]) -> TokenLosses:
+    """The losses with 0 for what is no finite number of a token whose coefficient is 0.
+
+    Times that coefficient it would else be NaN, in a sum over all tokens.
+    """
+    finite = lambda a: jnp.where((coefficients == 0) & ~jnp.isfinite(a), 0.0, a)
+    return TokenLosses(*map(finite, losses))
+
+
 def softcap(logits: Float[Array, "T V"], options: LossOptions) -> Float[Array, "T V"]:
     """`c · tanh(logits / c)`, or the logits themselves without a cap."""
     if options.logit_softcap is None:

@@ -4,6 +4,7 @@ from typing import Literal, get_args
 
 from jaxtyping import Array, Float
 
+from pallas_kernels.arguments import check_config, check_number, floating_arrays
 from pallas_kernels.mosaic_gpu import runs_here, sharded_over_devices
 from pallas_kernels.rms_norm import mosaic_gpu, reference
 from pallas_kernels.rms_norm.config import Config
@@ -34,9 +35,9 @@ def rms_norm(
     with zero gradients (bfloat16 and float32 inputs; float16 cannot get there).
 
     Args:
-      x: activations; the leading axes are tokens.
+      x: activations, of any floating dtype; the leading axes are tokens.
       weight: scale, one per channel, of any floating dtype.
-      eps: added to the mean square, so in units of x².
+      eps: added to the mean square, so in units of x²; at least 0.
       weight_offset: added to the weight in float32; Gemma stores the scale minus one and uses 1.0.
       casting: where the result is rounded. `"float32"` and `"gemma"`: everything in float32,
         rounded once at the end (`"gemma"` is the name other libraries give it; it implies no
@@ -51,11 +52,15 @@ def rms_norm(
         device and the sizes.
 
     Raises:
-      ValueError: the shapes disagree, a name is unknown, or `config` does not fit.
+      ValueError: the shapes disagree, a name is unknown, a number is out of range, or `config` does
+        not fit.
+      TypeError: an array is not of a floating dtype, or an option is of a wrong type.
       NotImplementedError: the kernel was asked for by name and does not take the arguments; also on
         differentiating it twice.
     """
-    implementation = _check_and_choose(x, None, weight, casting, implementation, config)
+    x, weight = floating_arrays(x=x, weight=weight)
+    check_norm_options(eps, weight_offset, casting)
+    implementation = _check_and_choose(x, None, weight, implementation, config)
     if implementation == "reference":
         return reference.rms_norm(x, weight, eps=eps, weight_offset=weight_offset, casting=casting)
     return mosaic_gpu.norm(
@@ -96,10 +101,13 @@ def add_rms_norm(
       `(y, residual_out)`, both of the shape and dtype of `x`.
 
     Raises:
-      ValueError: see `rms_norm`, like `NotImplementedError`.
+      ValueError: see `rms_norm`, like the next two.
+      TypeError: see `rms_norm`.
       NotImplementedError: see `rms_norm`.
     """
-    implementation = _check_and_choose(x, residual, weight, casting, implementation, config)
+    x, residual, weight = floating_arrays(x=x, residual=residual, weight=weight)
+    check_norm_options(eps, weight_offset, casting)
+    implementation = _check_and_choose(x, residual, weight, implementation, config)
     if implementation == "reference":
         return reference.add_rms_norm(
             x, residual, weight, eps=eps, weight_offset=weight_offset, casting=casting
@@ -111,23 +119,30 @@ def add_rms_norm(
     return y, residual_out
 
 
+def check_norm_options(eps: float, weight_offset: float, casting: Casting) -> None:
+    """Raises if a norm has no such options."""
+    check_number("eps", eps, least=0.0, remedy="models have 1e-5 or 1e-6")
+    check_number("weight_offset", weight_offset, remedy="0.0 is none, Gemma has 1.0")
+    if casting not in get_args(Casting.__value__):
+        raise ValueError(f"{casting=} must be one of {get_args(Casting.__value__)}")
+
+
 def _check_and_choose(
     x: Array,
     residual: Array | None,
     weight: Array,
-    casting: Casting,
     implementation: NormImplementation | None,
     config: Config | None,
 ) -> NormImplementation:
     """The implementation to run."""
-    if x.ndim == 0 or weight.shape != x.shape[-1:]:
+    if x.ndim == 0:
+        raise ValueError("weight must have shape [D] and x [..., D], got an x of shape ()")
+    if weight.shape != x.shape[-1:]:
         raise ValueError(
             f"weight must have shape {x.shape[-1:]} (x is {x.shape}), got {weight.shape}"
         )
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual must have the shape of x, {x.shape}, got {residual.shape}")
-    if casting not in get_args(Casting.__value__):
-        raise ValueError(f"{casting=} must be one of {get_args(Casting.__value__)}")
     names = get_args(NormImplementation.__value__)
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
@@ -140,4 +155,5 @@ def _check_and_choose(
         implementation = "reference" if fallback else "mosaic_gpu"
     if implementation == "reference" and config is not None:
         raise ValueError(f"{config=}: {implementation=} has no launch parameters")
+    check_config(config, Config)
     return implementation

@@ -37,6 +37,7 @@ from pallas_kernels.mosaic_gpu import (
     BYTES_PER_ACCESS,
     WARPS_PER_WARPGROUP,
     at_aligned_addresses,
+    gpu_kernel,
     load,
     store,
     target_device,
@@ -244,7 +245,7 @@ def _forward(
                 )
 
     row_shape = jax.ShapeDtypeStruct(rows.shape, x.dtype)
-    outputs = plgpu.kernel(
+    outputs = gpu_kernel(
         kernel,
         out_type=(
             *(row_shape,) * (2 if has_residual else 1),
@@ -420,7 +421,7 @@ def _backward(
         ]
     # With one warp a row, each of the four warps of a block has a partial row of its own.
     partial_shape = (max(split.warps, WARPS_PER_WARPGROUP), split.segment)
-    dx, dweight = plgpu.kernel(
+    dx, dweight = gpu_kernel(
         kernel,
         out_type=(
             jax.ShapeDtypeStruct(rows.shape, source.dtype),

@@ -6,7 +6,9 @@ from typing import Any, Literal, get_args
 import jax
 from jaxtyping import Array, Float
 
+from pallas_kernels.arguments import floating_arrays
 from pallas_kernels.rms_norm import Casting, Config
+from pallas_kernels.rms_norm.api import check_norm_options
 from pallas_kernels.sharded_add_rms_norm import mosaic_gpu, reference, xla
 
 # Not "Implementation": beartype takes aliases of one name for one type, whatever their module.
@@ -66,7 +68,7 @@ def sharded_add_rms_norm(
 
     Args:
       partial: `[..., T, D]`, this device's summand of a sublayer's output for all tokens, such as
-        the product with its rows of a weight.
+        the product with its rows of a weight; of any floating dtype, like the next two.
       residual: `[..., T/n, D]`, the residual stream at this device's tokens.
       weight: `[D]`, scale of the norm, the same on all devices.
       axis_name: the mesh axis over which `partial` is to be summed and the tokens are split.
@@ -91,10 +93,13 @@ def sharded_add_rms_norm(
 
     Raises:
       ValueError: the shapes disagree, the devices do not divide T, `axis_name` is not bound, a name
-        is unknown, or there is no kernel for `config`.
+        is unknown, a number is out of range, or there is no kernel for `config`.
+      TypeError: see `rms_norm`.
       NotImplementedError: see `rms_norm`; the kernel was asked for and does not take the arguments
         or the devices.
     """
+    partial, residual, weight = floating_arrays(partial=partial, residual=residual, weight=weight)
+    check_norm_options(eps, weight_offset, casting)
     _check(partial, residual, weight, axis_name)
     names = get_args(ShardedNormImplementation.__value__)
     if implementation not in (None, *names):

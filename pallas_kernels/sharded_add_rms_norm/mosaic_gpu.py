@@ -51,6 +51,7 @@ from pallas_kernels.mosaic_gpu import (
     LANES,
     REGISTERS_PER_SM,
     WARPS_PER_WARPGROUP,
+    gpu_kernel,
     load,
     not_differentiable,
     runs_here,
@@ -343,7 +344,7 @@ def _forward(
             shards.fetch_from_others(y_gmem)
             shards.wait_for_others(flags, 1)
 
-    run = plgpu.kernel(
+    run = gpu_kernel(
         kernel,
         out_type=(
             jax.ShapeDtypeStruct(y_rows.shape, dtype),
@@ -444,7 +445,7 @@ def _backward(
         shards.fetch_from_others(dpartial_gmem)
         shards.wait_for_others(flags, 1)
 
-    run = plgpu.kernel(
+    run = gpu_kernel(
         kernel,
         out_type=(
             jax.ShapeDtypeStruct(whole.shape, dtype),

@@ -4,6 +4,7 @@ from typing import Literal, get_args
 
 from jaxtyping import Array, Float
 
+from pallas_kernels.arguments import check_config, floating_arrays
 from pallas_kernels.swiglu import mosaic_gpu, reference
 from pallas_kernels.swiglu.config import Config
 
@@ -24,7 +25,7 @@ def swiglu(
     `gate.dtype`. Differentiable in both arguments. `gate = -inf` gives NaN, as `jax.nn.silu` does.
 
     Args:
-      gate: the gate projection; the leading axes are tokens.
+      gate: the gate projection, of any floating dtype; the leading axes are tokens.
       up: the up projection, of the same shape.
       implementation: `"reference"` is plain JAX for XLA to fuse. `"mosaic_gpu"` is a kernel for
         NVIDIA GPUs since Ampere that keeps `gate` and `up` and nothing else, and takes them in one
@@ -36,11 +37,15 @@ def swiglu(
     Raises:
       ValueError: the shapes disagree, a name is unknown, or there are launch parameters for plain
         JAX.
+      TypeError: an array is not of a floating dtype, or `config` is no `Config`.
       NotImplementedError: the kernel was asked for by name and does not take the arguments; also on
         differentiating it twice.
     """
+    gate, up = floating_arrays(gate=gate, up=up)
     if gate.shape != up.shape:
         raise ValueError(f"gate and up must have one shape, got {gate.shape} and {up.shape}")
+    if gate.ndim == 0:
+        raise ValueError("gate and up must be [..., F], got scalars")
     names = get_args(SwigluImplementation.__value__)
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
@@ -49,6 +54,7 @@ def swiglu(
         # and 1.00, and inside of a model it takes in what is around it, which a kernel cannot.
         implementation = "reference"
     if implementation == "mosaic_gpu":
+        check_config(config, Config)
         return mosaic_gpu.swiglu(gate, up, config=config)
     if config is not None:
         raise ValueError(f"{config=}: {implementation=} has no launch parameters")

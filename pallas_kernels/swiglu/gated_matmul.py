@@ -37,7 +37,7 @@ from pallas_kernels.hopper_gemm import (
     wait_for_pieces,
     whole_tiles,
 )
-from pallas_kernels.mosaic_gpu import Device, target_device
+from pallas_kernels.mosaic_gpu import Device, gpu_kernel, target_device
 from pallas_kernels.swiglu import formula
 
 _MULTIPLE = 128  # TMA does not cut a tile in the second dimension
@@ -153,7 +153,7 @@ def gated_matmul(
         )
 
     output = jax.ShapeDtypeStruct((x.shape[0], num_columns), x.dtype)
-    outputs = plgpu.kernel(
+    outputs = gpu_kernel(
         kernel,
         out_type=(output,) * num_outputs,
         **loop.launch,
@@ -264,7 +264,7 @@ def gated_matmul_backward(
         )
 
     output = jax.ShapeDtypeStruct((dy.shape[0], num_columns), dy.dtype)
-    dgate, dup, product = plgpu.kernel(
+    dgate, dup, product = gpu_kernel(
         kernel,
         out_type=(output,) * 3,
         **loop.launch,

@@ -44,6 +44,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from pallas_kernels import hopper_gemm
+from pallas_kernels.arguments import (
+    BITS_OF_PRODUCTS,
+    check_config,
+    check_integer,
+    floating_arrays,
+)
 from pallas_kernels.folding import fold_chunks
 from pallas_kernels.mosaic_gpu import not_differentiable, runs_here, sharded_over_devices
 from pallas_kernels.swiglu import formula, gated_matmul
@@ -105,8 +111,8 @@ def swiglu_mlp(
     `"all"`.
 
     Args:
-      x: the input; the leading axes are tokens.
-      w_gate: in the layout of Flax's kernels, like all weights.
+      x: the input, of a floating dtype of 16 bits or more; the leading axes are tokens.
+      w_gate: in the layout of Flax's kernels, and of such a dtype, like all weights.
       w_up: the second projection.
       w_down: the projection of the product.
       save: see above.
@@ -122,9 +128,13 @@ def swiglu_mlp(
 
     Raises:
       ValueError: shapes disagree, or a name is unknown.
+      TypeError: an array is not of such a dtype, or an option is of a wrong type.
       NotImplementedError: the kernels were asked for and do not take the arguments, or they are
         differentiated twice.
     """
+    x, w_gate, w_up, w_down = floating_arrays(
+        x=x, w_gate=w_gate, w_up=w_up, w_down=w_down, least_bits=BITS_OF_PRODUCTS
+    )
     weights = w_gate, w_up, w_down
     _check(x, weights, save, chunk_size, implementation, config)
     if implementation == "reference":
@@ -151,6 +161,8 @@ def _check(
         )
     if save not in get_args(Save.__value__):
         raise ValueError(f"{save=} must be one of {get_args(Save.__value__)}")
+    if chunk_size is not None:
+        check_integer("chunk_size", chunk_size, remedy="None takes all positions at once")
     if chunk_size is not None and (chunk_size < 1 or save != "x" or x.ndim < 2):
         raise ValueError(
             f"{chunk_size=} must be at least 1, and needs save='x' and x [..., S, D]; got {save=} "
@@ -161,6 +173,7 @@ def _check(
         raise ValueError(f"{implementation=} must be None or one of {names}")
     if config is not None and implementation != "mosaic_gpu":
         raise ValueError(f"{config=}: {implementation=} has no launch parameters")
+    check_config(config, MLPConfig)
 
 
 def _plan(

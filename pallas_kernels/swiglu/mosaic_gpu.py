@@ -29,6 +29,7 @@ from pallas_kernels.mosaic_gpu import (
     LANES,
     WARPS_PER_WARPGROUP,
     at_aligned_addresses,
+    gpu_kernel,
     load,
     store,
     target_device,
@@ -295,7 +296,7 @@ def _elementwise(
     flat = [a.reshape(-1) for a in arrays]
     if padding:
         flat = [jnp.pad(a, (0, padding)) for a in flat]
-    results = plgpu.kernel(
+    results = gpu_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct(tiles.shape, dtype),) * num_results,
         grid=(num_blocks,),

@@ -1280,7 +1280,7 @@ def test_nan_stays_in_its_token_in_the_kernels(strategy, reduction):
 
 
 @interpreted
-@most_kernel_strategies
+@each_kernel_strategies
 # NumPy says so where the interpreter multiplies infinities.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 def test_no_gradient_of_a_token_of_no_weight_in_the_kernels(strategy):
@@ -1288,9 +1288,10 @@ def test_no_gradient_of_a_token_of_no_weight_in_the_kernels(strategy):
     arrays, labels = kernel_arrays()
     tokens = [4, 7]
     labels = put(labels, tokens, IGNORED)
-    x = put(arrays["x"], (tokens, 3), [np.nan, np.inf])
-    got, want = run(arrays | {"x": x}, labels, **strategy), run(arrays, labels, **strategy)
-    for name in ("loss", "x", "bias", "token_weights"):
+    broken = {"x": (tokens, 3), "token_weights": tokens}
+    broken = {name: put(arrays[name], at, [np.nan, np.inf]) for name, at in broken.items()}
+    got, want = run(arrays | broken, labels, **strategy), run(arrays, labels, **strategy)
+    for name in ("loss", "x", "weight", "bias", "token_weights"):
         np.testing.assert_array_equal(np.asarray(got[name]), np.asarray(want[name]), name)
     assert np.all(np.asarray(got["x"])[tokens] == 0)
 
@@ -1324,14 +1325,17 @@ def test_huge_logits_in_the_kernels(strategy):
 
 @interpreted
 @in_turn(
-    "strategy, z_loss",
+    "strategy, case",
     {name: name for name in ("exponentials", "in place", "both")},
-    {"0.05": 0.05, "-0.3": -0.3},
+    {"0.05": (0.05, 0), "0.3": (0.3, -10)},
 )
-def test_z_loss_by_exponentials(strategy, z_loss):
+def test_z_loss_by_exponentials(strategy, case):
+    z_loss, bias = case
     # With the second, 1 + 2 · z_loss · lse is below -1.
     options = {"implementation": "mosaic_gpu", "z_loss": z_loss, **KERNEL_STRATEGIES[strategy]}
-    check(*kernel_arrays(), config=ONE_WARPGROUP, **options)
+    arrays, labels = kernel_arrays()
+    arrays["bias"] = (arrays["bias"].astype(F32) + bias).astype(BF16)
+    check(arrays, labels, config=ONE_WARPGROUP, **options)
 
 
 @interpreted
@@ -1339,11 +1343,11 @@ def test_z_loss_by_exponentials(strategy, z_loss):
     "strategy", ["exponentials", *(pytest.param(n, marks=full) for n in ("both", "in place"))]
 )
 def test_a_z_loss_that_leaves_nothing_of_softmax(strategy):
-    # By a derivative of 0: of equal logits, and so lse = log(V) for every token.
+    # By a derivative of 0: of logits that are all -16, and so lse = log(V) - 16 for every token.
     arrays, labels = make_arrays((KT,), D, KV, BF16, only=["x", "weight"])
-    arrays["x"][:, 1:] = 0
-    arrays["weight"][:, 0] = 0
-    options = {"z_loss": -0.5 / math.log(KV), "reduction": "sum"}
+    arrays["x"][:] = np.eye(1, D)
+    arrays["weight"][:, 0] = -16
+    options = {"z_loss": 0.5 / (16 - math.log(KV)), "reduction": "sum"}
     strategy = KERNEL_STRATEGIES[strategy] | {"implementation": "mosaic_gpu"}
     got = run(arrays, labels, config=ONE_WARPGROUP, **strategy, **options)
     exact = formula(arrays, labels, 1.0, **options)

@@ -1,0 +1,103 @@
+"""Checks of arguments that the operations share: each error names the argument and the remedy."""
+
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.typing import DTypeLike
+
+# Of operands of matrix products. Their gradients are rounded to these dtypes before they are
+# multiplied, and 8 bits have too few exponents: the gradients of a mean over 8192 tokens are all 0.
+BITS_OF_PRODUCTS = 16
+
+
+def floating_arrays(*, least_bits: int = 0, **arrays: Any) -> list[jax.Array]:
+    """The arrays, by name, as JAX arrays.
+
+    An operation rounds its results to the dtype of an argument, which for integers and bools would
+    cut off what is behind the point.
+
+    Args:
+      least_bits: of a dtype. Elementwise operations compute in float32 and take any.
+      **arrays: NumPy's or JAX's.
+
+    Raises:
+      TypeError: one is no array, or not of such a dtype.
+    """
+    found = [as_array(name, a) for name, a in arrays.items()]
+    for name, a in zip(arrays, found, strict=True):
+        check_floating(f"{name} is {a.dtype}", a.dtype, f"cast {name}", least_bits=least_bits)
+    return found
+
+
+def as_array(name: str, a: Any) -> jax.Array:
+    """The array as JAX has it: with 32 bits instead of 64, unless `jax_enable_x64`.
+
+    Raises:
+      TypeError: it is no array.
+    """
+    if not (hasattr(a, "shape") and hasattr(a, "dtype")):
+        raise TypeError(f"{name} must be an array, got a {type(a).__name__}; make it a jax.Array")
+    return jnp.asarray(a)
+
+
+def check_floating(what: str, dtype: DTypeLike, remedy: str, *, least_bits: int) -> None:
+    """Raises a TypeError that begins with `what` and ends with the remedy, if `dtype` won't do."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{what}, not a floating dtype; {remedy} to float32 or bfloat16")
+    if jnp.finfo(dtype).bits < least_bits:
+        raise TypeError(f"{what}, of less than {least_bits} bits; {remedy} to bfloat16 or float16")
+
+
+def number(name: str, value: Any, *, remedy: str) -> float:
+    """The value as a float.
+
+    Raises:
+      TypeError: it is no number, or JAX traces it.
+    """
+    try:
+        if not isinstance(value, str):
+            return float(value)
+    except TypeError:  # a tracer's error is one
+        pass
+    raise TypeError(f"{name} must be a number, got {_got(value)}; {remedy}")
+
+
+def _got(value: Any) -> str:
+    if isinstance(value, Tracer):
+        return "a traced array, where it must be a static argument of jax.jit"
+    return repr(value)
+
+
+def check_number(name: str, value: Any, *, least: float = -math.inf, remedy: str) -> None:
+    """Raises unless the value is a finite number of at least `least`.
+
+    Raises:
+      TypeError: see `number`.
+      ValueError: it is NaN, infinite or too small.
+    """
+    found = number(name, value, remedy=remedy)
+    if not (math.isfinite(found) and found >= least):
+        bound = "" if least == -math.inf else f" of at least {least:g}"
+        raise ValueError(f"{name}={value!r} must be a finite number{bound}; {remedy}")
+
+
+def check_integer(name: str, value: Any, *, remedy: str) -> None:
+    """Raises a TypeError unless the value is an integer, and no bool."""
+    try:
+        operator.index(value)
+        is_integer = not isinstance(value, bool)
+    except TypeError:  # a tracer's error is one
+        is_integer = False
+    if not is_integer:
+        raise TypeError(f"{name} must be an integer, got {_got(value)}; {remedy}")
+
+
+def check_config(config: Any, *classes: type) -> None:
+    """Raises a TypeError unless the launch parameters are None or of one of the classes."""
+    if config is not None and not isinstance(config, classes):
+        names = " or ".join(f"{c.__module__}.{c.__qualname__}" for c in classes)
+        raise TypeError(f"{config=} must be a {names}, or None for the default")
