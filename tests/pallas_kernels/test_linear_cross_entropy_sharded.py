@@ -31,6 +31,7 @@ OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 1.5}
 each_chunking = pytest.mark.parametrize(
     "chunks", [TOKEN_CHUNKS, COLUMN_CHUNKS], ids=["token_chunks", "column_chunks"]
 )
+full = pytest.mark.full
 
 
 def mesh_of(**axes: int) -> jax.sharding.Mesh:
@@ -154,11 +155,11 @@ def check(run, arrays, labels, *, token_parts=1, column_parts=1, reduction="mean
 @pytest.mark.parametrize(
     "axes, chunks, dtype",
     [
-        ({"data": 8}, TOKEN_CHUNKS, F32),
+        pytest.param({"data": 8}, TOKEN_CHUNKS, F32, marks=full),
         ({"data": 8}, COLUMN_CHUNKS, BF16),
         ({"data": 4}, BOTH_CHUNKS, F32),
         ({"data": 2, "fsdp": 4}, TOKEN_CHUNKS, BF16),
-        ({"data": 2, "fsdp": 4}, COLUMN_CHUNKS, F32),
+        pytest.param({"data": 2, "fsdp": 4}, COLUMN_CHUNKS, F32, marks=full),
     ],
     ids=str,
 )
@@ -185,11 +186,23 @@ def test_split_tokens(axes, chunks, dtype):
 # The vocabulary is split.
 
 
-@each_chunking
 @pytest.mark.parametrize(
-    "parts, reduction", [(2, "mean"), (2, "sum"), (4, "sum"), (8, "mean"), (8, "none")]
+    "parts, reduction, chunks",
+    [
+        (2, "mean", TOKEN_CHUNKS),
+        pytest.param(2, "mean", COLUMN_CHUNKS, marks=full),
+        pytest.param(2, "sum", TOKEN_CHUNKS, marks=full),
+        pytest.param(2, "sum", COLUMN_CHUNKS, marks=full),
+        pytest.param(4, "sum", TOKEN_CHUNKS, marks=full),
+        (4, "sum", COLUMN_CHUNKS),
+        pytest.param(8, "mean", TOKEN_CHUNKS, marks=full),
+        pytest.param(8, "mean", COLUMN_CHUNKS, marks=full),
+        (8, "none", TOKEN_CHUNKS),
+        pytest.param(8, "none", COLUMN_CHUNKS, marks=full),
+    ],
+    ids=str,
 )
-def test_split_vocabulary(parts, chunks, reduction):
+def test_split_vocabulary(parts, reduction, chunks):
     options = {"reduction": reduction, **chunks, **OPTIONS}
     run = graded_on_mesh(mesh_of(tensor=parts), vocabulary="tensor", **options)
     got = check(run, *make_arrays(), column_parts=parts, **options)
@@ -199,12 +212,12 @@ def test_split_vocabulary(parts, chunks, reduction):
 @pytest.mark.parametrize(
     "parts, reduction, chunks",
     [
-        (2, "none", TOKEN_CHUNKS),
         (2, "none", COLUMN_CHUNKS),
-        (4, "mean", TOKEN_CHUNKS),
+        pytest.param(2, "none", TOKEN_CHUNKS, marks=full),
+        pytest.param(4, "mean", TOKEN_CHUNKS, marks=full),
         (4, "mean", BOTH_CHUNKS),
-        (8, "sum", COLUMN_CHUNKS),
-        (8, "sum", BOTH_CHUNKS),
+        pytest.param(8, "sum", COLUMN_CHUNKS, marks=full),
+        pytest.param(8, "sum", BOTH_CHUNKS, marks=full),
     ],
     ids=str,
 )
@@ -215,14 +228,17 @@ def test_split_vocabulary_in_bfloat16(parts, reduction, chunks):
 
 
 @pytest.mark.parametrize(
-    "reduction",
+    "chunks, reduction",
     [
-        "mean",
-        "sum",
-        "none",
+        (TOKEN_CHUNKS, "mean"),
+        (COLUMN_CHUNKS, "none"),
+        pytest.param(TOKEN_CHUNKS, "none", marks=full),
+        pytest.param(COLUMN_CHUNKS, "mean", marks=full),
+        pytest.param(TOKEN_CHUNKS, "sum", marks=full),
+        pytest.param(COLUMN_CHUNKS, "sum", marks=full),
     ],
+    ids=str,
 )
-@each_chunking
 def test_weights_of_tokens_and_split_vocabulary(chunks, reduction):
     # Each device has the gradient of all token weights; their sum must not count it four times.
     options = {"reduction": reduction, **chunks}
@@ -230,12 +246,22 @@ def test_weights_of_tokens_and_split_vocabulary(chunks, reduction):
     check(run, *make_arrays(token_weights=True), column_parts=4, **options)
 
 
-@each_chunking
 @pytest.mark.parametrize(
-    "dtype, data, tensor, reduction",
-    [(F32, 2, 4, "sum"), (F32, 4, 2, "none"), (BF16, 2, 4, "none"), (BF16, 4, 2, "sum")],
+    "dtype, data, tensor, reduction, chunks",
+    [
+        pytest.param(F32, 2, 4, "sum", TOKEN_CHUNKS, marks=full),
+        (F32, 2, 4, "sum", COLUMN_CHUNKS),
+        pytest.param(F32, 4, 2, "none", TOKEN_CHUNKS, marks=full),
+        pytest.param(F32, 4, 2, "none", COLUMN_CHUNKS, marks=full),
+        pytest.param(BF16, 2, 4, "none", TOKEN_CHUNKS, marks=full),
+        pytest.param(BF16, 2, 4, "none", COLUMN_CHUNKS, marks=full),
+        (BF16, 4, 2, "none", TOKEN_CHUNKS),
+        pytest.param(BF16, 4, 2, "sum", TOKEN_CHUNKS, marks=full),
+        pytest.param(BF16, 4, 2, "sum", COLUMN_CHUNKS, marks=full),
+    ],
+    ids=str,
 )
-def test_split_tokens_and_vocabulary(dtype, data, tensor, chunks, reduction):
+def test_split_tokens_and_vocabulary(dtype, data, tensor, reduction, chunks):
     options = {"reduction": reduction, **chunks, **OPTIONS}
     mesh = mesh_of(data=data, tensor=tensor)
     run = graded_on_mesh(mesh, tokens="data", vocabulary="tensor", **options)
@@ -256,18 +282,19 @@ def check_split_vocabulary(arrays, labels, **options):
 
 @each_chunking
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("label", [-1, V, V + 1, -PART, -(2**31), 2**31 - 1])
-def test_a_label_on_no_device_is_nan(label, reduction, chunks):
+def test_a_label_on_no_device_is_nan(reduction, chunks):
     arrays, labels = make_arrays()
-    labels[6] = label
-    got = check_split_vocabulary(arrays, labels, reduction=reduction, **chunks)
-    nan_losses = np.isnan(np.asarray(got["loss"]))
-    assert np.all(nan_losses == (True if reduction == "mean" else np.arange(T) == 6))
-    assert np.all(np.isnan(got["weight"])) and np.all(np.isnan(got["bias"]))
-    np.testing.assert_array_equal(np.all(np.isnan(got["x"]), axis=1), np.arange(T) == 6)
+    for label in (-1, V, V + 1, -PART, -(2**31), 2**31 - 1):
+        labels[6] = label
+        got = check_split_vocabulary(arrays, labels, reduction=reduction, **chunks)
+        nan_losses = np.isnan(np.asarray(got["loss"]))
+        assert np.all(nan_losses == (True if reduction == "mean" else np.arange(T) == 6)), label
+        assert np.all(np.isnan(got["weight"])) and np.all(np.isnan(got["bias"])), label
+        nan_x = np.all(np.isnan(got["x"]), axis=1)
+        np.testing.assert_array_equal(nan_x, np.arange(T) == 6, str(label))
 
 
-@each_chunking
+@pytest.mark.parametrize("chunks", [pytest.param(TOKEN_CHUNKS, marks=full), COLUMN_CHUNKS], ids=str)
 def test_an_ignored_label_that_is_a_column(chunks):
     # Of the second device; on the others it would be a number out of range.
     arrays, labels = make_arrays()
@@ -337,8 +364,18 @@ def statistics_of(tokens: int, parts: int) -> tuple[str, tuple[int, ...]]:
     return "all-gather", (5, parts, tokens)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("chunks", [TOKEN_CHUNKS, COLUMN_CHUNKS, BOTH_CHUNKS], ids=str)
+@pytest.mark.parametrize(
+    "chunks, reduction",
+    [
+        (TOKEN_CHUNKS, "mean"),
+        pytest.param(TOKEN_CHUNKS, "none", marks=full),
+        pytest.param(COLUMN_CHUNKS, "mean", marks=full),
+        (COLUMN_CHUNKS, "none"),
+        (BOTH_CHUNKS, "mean"),
+        pytest.param(BOTH_CHUNKS, "none", marks=full),
+    ],
+    ids=str,
+)
 def test_between_devices_with_split_vocabulary(chunks, reduction):
     mesh, options = mesh_of(tensor=4), {"vocabulary": "tensor", "reduction": reduction, **chunks}
     args = make_arrays()
@@ -372,7 +409,7 @@ def test_between_devices_with_split_tokens_and_vocabulary(chunks):
 # The weight is split along D, and whole while the loss is computed.
 
 
-@each_chunking
+@pytest.mark.parametrize("chunks", [TOKEN_CHUNKS, pytest.param(COLUMN_CHUNKS, marks=full)], ids=str)
 def test_a_weight_split_along_d_is_gathered_once(chunks):
     mesh = mesh_of(data=2, fsdp=4)
     axes = ("data", "fsdp")
