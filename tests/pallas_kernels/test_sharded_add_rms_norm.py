@@ -599,6 +599,7 @@ def test_the_kernel_refuses_several_processes(monkeypatch):
 
 needs_gpus = [
     pytest.mark.gpu,
+    pytest.mark.gpus,
     pytest.mark.skipif(jax.device_count() < 2, reason="needs several GPUs in one host"),
 ]
 
