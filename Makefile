@@ -48,12 +48,12 @@ test: setup
 test-all: setup
 	@$(PYTHON) -m pytest -n auto --dist worksteal --full $(ARGS)
 
-# Nearly all of the time is compilation, so several processes share the GPU; each takes memory as it
-# needs it. XLA's search for the fastest GEMM changes no result and would be repeated by each.
-test-gpu test-gpus: export XLA_PYTHON_CLIENT_PREALLOCATE = false
+# Nearly all of the time is compilation, so several processes share the GPU: each gives memory back
+# at once. XLA's search for the fastest GEMM changes no result and would be repeated by each.
+test-gpu test-gpus: export XLA_PYTHON_CLIENT_ALLOCATOR = platform
 test-gpu test-gpus: export XLA_FLAGS += --xla_gpu_autotune_level=0
 test-gpu: setup
-	@$(PYTHON) -m pytest -m "gpu and not gpus" -n 8 --dist loadgroup $(ARGS)
+	@$(PYTHON) -m pytest -m "gpu and not gpus" -n auto --maxprocesses 12 --dist loadgroup $(ARGS)
 
 # Those that need several GPUs.
 test-gpus: setup
