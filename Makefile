@@ -53,7 +53,8 @@ test-all: setup
 test-gpu test-gpus: export XLA_PYTHON_CLIENT_ALLOCATOR = platform
 test-gpu test-gpus: export XLA_FLAGS += --xla_gpu_autotune_level=0
 test-gpu: setup
-	@$(PYTHON) -m pytest -m "gpu and not gpus" -n auto --maxprocesses 12 --dist loadgroup $(ARGS)
+	@$(PYTHON) -m pytest -m "gpu and not gpus" -n auto --maxprocesses 12 --dist loadgroup \
+	  tests/test_gpu.py tests $(ARGS)
 
 # Those that need several GPUs.
 test-gpus: setup

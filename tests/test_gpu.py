@@ -56,6 +56,7 @@ def test_training_on_the_gpu_fits_the_memory_it_announced(tmp_path):
         "--preset=llama3.2-1b",
         f"--runs-dir={tmp_path}",
         "--steps=3",
+        "--log-every=1",
         "--optimizer.warmup-steps=1",
         "--data.batch-size=1",
         "--data.sequence-length=2048",
