@@ -178,7 +178,9 @@ def test_parameters_are_split(data, fsdp):
 
 def test_initial_parameters_and_moments_are_split():
     mesh = mesh_of(2, 4)
-    config = dataclasses.replace(preset("demo"), model=CONFIG, sample_tokens=0)
+    demo = preset("demo")
+    data = dataclasses.replace(demo.data, sequence_length=CONFIG.max_position_embeddings)
+    config = dataclasses.replace(demo, model=CONFIG, data=data, sample_tokens=0)
     with jax.set_mesh(mesh):
         state = init_state(config, mesh)
     num_params = assert_split(state.params, 4, 8)

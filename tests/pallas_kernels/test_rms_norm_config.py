@@ -121,7 +121,7 @@ def test_column_parts_are_whole_chunks_with_sums_that_fit_registers():
 def test_the_guess_can_be_launched_at_every_width(unchecked_shapes, monkeypatch, device, dtype):
     monkeypatch.setattr(mosaic_gpu, "target_device", lambda: device)
     num_supported = 0
-    for hidden_size in (*range(64, 2100, 2), *range(2048, 65537, 34), 16384, 20480, 32768, 65536):
+    for hidden_size in (*range(64, 2100, 10), *range(2048, 65537, 170), 16384, 20480, 32768, 65536):
         for residual_dtype in (None, dtype, F32):
             x, weight, residual = arrays(hidden_size, dtype, residual_dtype)
             if mosaic_gpu.unsupported_reason(x, weight, residual) is None:
@@ -129,7 +129,7 @@ def test_the_guess_can_be_launched_at_every_width(unchecked_shapes, monkeypatch,
                 mosaic_gpu._check_config(guess, x, residual)
                 assert guess.bwd_blocks >= 1 and (device.has_tma or not guess.bwd_stages)
                 num_supported += 1
-    assert num_supported > 2500
+    assert num_supported > 500
 
 
 @pytest.mark.parametrize("hidden_size", [64, 720, 2880, 4096, 8192, 16384, 28672, 65536])

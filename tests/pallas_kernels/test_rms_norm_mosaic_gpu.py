@@ -108,7 +108,7 @@ def test_an_eps_of_zero(num_tokens):
     [
         pytest.param(512, BF16, False, marks=pytest.mark.full),
         (512, BF16, True),
-        (720, F32, True),
+        pytest.param(720, F32, True, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -147,7 +147,7 @@ def test_all_forward_configurations_agree(hidden_size, dtype, residual):
         (720, F32, 1, False),
         (720, F32, 4, True),
         pytest.param(720, BF16, 1, False, marks=pytest.mark.full),
-        (720, F16, 8, False),
+        pytest.param(720, F16, 8, False, marks=pytest.mark.full),
         pytest.param(720, F16, 8, True, marks=pytest.mark.full),
     ],
     ids=str,

@@ -154,7 +154,15 @@ def kill():
 # Going on
 
 
-@pytest.mark.parametrize(("step", "from_step"), [(2, None), (3, None), (5, 3), (8, 6)])
+@pytest.mark.parametrize(
+    ("step", "from_step"),
+    [
+        (2, None),
+        pytest.param(3, None, marks=pytest.mark.full),
+        (5, 3),
+        pytest.param(8, 6, marks=pytest.mark.full),
+    ],
+)
 def test_a_run_that_died_goes_on_to_the_same_end(step, from_step, tmp_path, at_step, whole, capsys):
     config = dataclasses.replace(CONFIG, runs_dir=tmp_path)
     at_step(step, kill)

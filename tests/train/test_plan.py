@@ -519,7 +519,10 @@ def test_what_is_compiled_is_what_training_runs(source, monkeypatch):
         assert real.sharding.is_equivalent_to(abstract.sharding, real.ndim)
 
 
-@pytest.mark.parametrize("mesh", [MeshConfig(fsdp=2), MeshConfig(fsdp=2, tensor=2)])
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param(MeshConfig(fsdp=2), marks=pytest.mark.full), MeshConfig(fsdp=2, tensor=2)],
+)
 def test_a_run_with_auto_trains_and_says_with_what(mesh, tmp_path, capsys, monkeypatch):
     """Of two policies: that the step compiles with each is in `tests/models/test_remat.py`."""
     both = lambda config: [with_remat(config, name) for name in ("none", "full")]

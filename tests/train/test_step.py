@@ -177,7 +177,7 @@ def exact_gradients():
 # The loss and its gradient
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 2, 4])
+@pytest.mark.parametrize("accumulation_steps", [1, pytest.param(2, marks=pytest.mark.full), 4])
 def test_loss_and_gradients_do_not_depend_on_the_split(plain, accumulation_steps):
     loss, grads, state = plain
     config = config_of()
@@ -487,7 +487,9 @@ def on_one_device():
     return run_on(one_device())
 
 
-@pytest.mark.parametrize(("data", "fsdp"), [(8, 1), (2, 4), (1, 8)])
+@pytest.mark.parametrize(
+    ("data", "fsdp"), [(8, 1), (2, 4), pytest.param(1, 8, marks=pytest.mark.full)]
+)
 def test_a_mesh_changes_nothing_but_the_placement(on_one_device, data, fsdp):
     losses, norms, first, last, program = run_on(make_mesh(data=data, fsdp=fsdp))
     want_losses, want_norms, want_first, want_last, _ = on_one_device
