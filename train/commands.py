@@ -17,13 +17,13 @@ from jax.sharding import Mesh
 
 from models.llama_hf import save_pretrained
 from models.sampling import generate
-from models.sharding import make_mesh, parameter_path
+from models.sharding import make_mesh
 from train import data
 from train.command_line import FlagError, Parser, file_or_folder, not_empty, number
 from train.config import DataConfig, OptimizerConfig, TrainConfig
 from train.errors import naming
 from train.evaluate import Sums, measure
-from train.hf_folder import FolderError, copy_tokenizer
+from train.hf_folder import FolderError, check_finite, copy_tokenizer
 from train.ranges import COUNT, NOT_NEGATIVE, SEED, SIZE
 from train.saved import Saved, find_model
 from train.step import make_eval_step, model_graph
@@ -255,16 +255,9 @@ def _find(flags: argparse.Namespace) -> Saved:
 
 
 def _finite(saved: Saved, mesh: Mesh) -> nnx.State:
-    """The parameters, without which nothing can be computed if one is NaN or infinite."""
+    """The parameters, all of which are finite."""
     params = saved.load(mesh)
-    finite = jax.jit(lambda params: jax.tree.map(lambda a: jnp.isfinite(a).all(), params))(params)
-    for path, is_finite in jax.tree.leaves_with_path(jax.device_get(finite)):
-        if not is_finite:
-            name = ".".join(map(str, parameter_path(path)))
-            raise FolderError(
-                f"{saved.name}: the parameter {name} has values that are not finite; take another "
-                "model, or an earlier checkpoint of the run with --step"
-            )
+    check_finite(saved.name, params, "take another model, or an earlier checkpoint with --step")
     return params
 
 

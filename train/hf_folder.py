@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -21,6 +23,7 @@ from models.hf_files import (
 )
 from models.llama import LlamaConfig
 from models.llama_hf import check_pretrained, load_pretrained, read_config
+from models.sharding import parameter_path
 
 TOKENIZER_FILE = "tokenizer.json"
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -114,6 +117,26 @@ def load_params(folder: Path, config: LlamaConfig, mesh: Mesh) -> nnx.State:
     except (OSError, ValueError, NotImplementedError) as error:
         raise FolderError(_one_line(error)) from error
     return nnx.state(model, nnx.Param)
+
+
+def check_finite(name: str, params: nnx.State, remedy: str) -> None:
+    """Whether all parameters are finite: with one that is not, nothing can be computed.
+
+    Args:
+      name: that of the model, for the message.
+      params: its parameters.
+      remedy: the end of the message.
+
+    Raises:
+      FolderError: a parameter has values that are NaN or infinite.
+    """
+    finite = jax.jit(lambda params: jax.tree.map(lambda a: jnp.isfinite(a).all(), params))(params)
+    for path, is_finite in jax.tree.leaves_with_path(jax.device_get(finite)):
+        if not is_finite:
+            parameter = ".".join(map(str, parameter_path(path)))
+            raise FolderError(
+                f"{name}: the parameter {parameter} has values that are not finite; {remedy}"
+            )
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -33,7 +33,7 @@ from train.distributed import (
 from train.errors import RunError, naming
 from train.evaluate import measure
 from train.faults import save_failed_step, stop_signals
-from train.hf_folder import check_model, copy_tokenizer, load_params
+from train.hf_folder import check_finite, check_model, copy_tokenizer, load_params
 from train.plan import Programs, plan, table, with_policies, with_remat
 from train.plan_cache import cached
 from train.plan_target import target_here
@@ -161,7 +161,9 @@ def _remove_if_empty(run_dir: Path) -> None:
 def _first_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     if config.init_from is None:
         return init_state(config, mesh)
-    return state_with(config, mesh, load_params(config.init_from, config.model, mesh))
+    params = load_params(config.init_from, config.model, mesh)
+    check_finite(str(config.init_from), params, "start from another model with --init-from")
+    return state_with(config, mesh, params)
 
 
 def _keep_tokenizer(config: TrainConfig, folder: Path) -> None:

@@ -453,7 +453,7 @@ def test_what_cannot_be_sampled(options, message, finished, capsys):
     assert message in fails("sample", arguments, capsys)
 
 
-def test_a_model_that_is_not_finite_is_neither_measured_nor_sampled(finished, tmp_path, capsys):
+def test_a_model_that_is_not_finite_is_not_used(finished, config, tmp_path, capsys):
     folder = Path(shutil.copytree(finished / "model", tmp_path / "model"))
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][3] = np.inf
@@ -464,6 +464,9 @@ def test_a_model_that_is_not_finite_is_neither_measured_nor_sampled(finished, tm
         line = fails(command, [folder, *options], capsys)
         assert line.startswith(f"python -m train {command}: error: {folder}: the parameter "), line
         assert "norm.weight has values that are not finite" in line, line
+    start = flags_of(config, folder, "--name", "next")
+    with pytest.raises(FolderError, match=r"norm\.weight has .* not finite; .* --init-from"):
+        train.loop._first_state(parse_command_line(start), make_mesh(data=8, fsdp=1))
 
 
 def test_a_loss_that_is_not_finite_is_an_error(finished, tmp_path, capsys, monkeypatch):
