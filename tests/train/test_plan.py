@@ -297,6 +297,25 @@ def test_cost_of_products_and_loops():
     assert cost_of(remade, square, square).flops == 4 * one.flops
 
 
+def test_cost_of_tensors_that_go_to_the_host_and_back():
+    rates = cost.Rates(flops=1e12, bandwidth=1e30, host_bandwidth=1e9)
+
+    def cost_of(*places):
+        def fn(x):
+            for place in places:
+                x = jax.device_put(x, place)
+            return x
+
+        traced = jax.jit(fn).trace(jax.ShapeDtypeStruct((1000,), jnp.float32))
+        return cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
+
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+    both_ways = cost_of(host, device)
+    assert both_ways.host_bytes == 2 * 4000
+    assert both_ways.seconds == pytest.approx(2 * 4000 / 1e9)
+    assert cost_of(device).host_bytes == 0
+
+
 def test_cost_of_kernels_with_products(monkeypatch):
     device = Device(H100.device_kind, (9, 0), 132)
     monkeypatch.setattr(gated_matmul, "target_device", lambda: device)
