@@ -142,7 +142,7 @@ BIASED = {
         pytest.param({}, "float32", id="gqa", marks=pytest.mark.full),
         pytest.param(TIED, "float32", id="mha_tied"),
         pytest.param(TIED, "bfloat16", id="mha_tied_bf16", marks=pytest.mark.full),
-        pytest.param(BIASED, "float32", id="mqa_biases_gelu"),
+        pytest.param(BIASED, "float32", id="mqa_biases_gelu", marks=pytest.mark.full),
         pytest.param(BIASED, "bfloat16", id="mqa_biases_gelu_bf16"),
     ],
 )

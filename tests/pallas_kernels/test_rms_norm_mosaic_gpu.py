@@ -190,7 +190,8 @@ def test_rows_are_dealt_to_blocks_and_partial_sums(monkeypatch, tokens_per_block
 
 @interpreted
 @pytest.mark.parametrize(
-    "hidden_size, dtype, warps, stages", [(32768, BF16, 16, 0), (20480, F32, 32, 2)]
+    "hidden_size, dtype, warps, stages",
+    [(32768, BF16, 16, 0), pytest.param(20480, F32, 32, 2, marks=pytest.mark.full)],
 )
 def test_columns_in_parts(hidden_size, dtype, warps, stages):
     split = mosaic_gpu.split_row(hidden_size, warps, jnp.dtype(dtype).itemsize)
