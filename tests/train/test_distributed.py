@@ -273,6 +273,8 @@ def stopped_after(end):
     return int(step)
 
 
+# This test and the next take 18 s.
+@pytest.mark.full
 def test_a_signal_to_one_process_stops_both_after_the_same_step(stopped):
     folder, (first, second) = stopped
     assert first.status == second.status == 0, first.errors + second.errors
@@ -282,6 +284,7 @@ def test_a_signal_to_one_process_stops_both_after_the_same_step(stopped):
     assert (folder / "checkpoints" / str(stopped_after(first))).is_dir()
 
 
+@pytest.mark.full
 def test_from_four_devices_to_two_processes_to_two_devices(
     stopped, alone, tmp_path, monkeypatch, capsys
 ):
