@@ -9,23 +9,25 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-# Of operands of matrix products. Their gradients are rounded to these dtypes before they are
-# multiplied, and 8 bits have too few exponents: the gradients of a mean over 8192 tokens are all 0.
+# Operands of matrix products have at least so many bits. Gradients are rounded to the operands'
+# dtype before they are multiplied, and 8 bits have too few exponents: the gradients of a mean over
+# 8192 tokens would all be 0.
 BITS_OF_PRODUCTS = 16
 
 
 def floating_arrays(*, least_bits: int = 0, **arrays: Any) -> list[jax.Array]:
-    """The arrays, by name, as JAX arrays.
+    """The arguments as JAX arrays, all of floating dtypes.
 
-    An operation rounds its results to the dtype of an argument, which for integers and bools would
-    cut off what is behind the point.
+    An operation rounds its results to the dtype of an argument. An integer dtype would cut off the
+    fraction, and bool would keep only whether it is 0.
 
     Args:
-      least_bits: of a dtype. Elementwise operations compute in float32 and take any.
-      **arrays: NumPy's or JAX's.
+      least_bits: the fewest bits of a dtype. Elementwise operations compute in float32 and take
+        any.
+      **arrays: arrays of NumPy or JAX, by the names of the arguments.
 
     Raises:
-      TypeError: one is no array, or not of such a dtype.
+      TypeError: an argument is no array, or its dtype is not floating or has fewer bits.
     """
     found = [as_array(name, a) for name, a in arrays.items()]
     for name, a in zip(arrays, found, strict=True):
@@ -34,10 +36,10 @@ def floating_arrays(*, least_bits: int = 0, **arrays: Any) -> list[jax.Array]:
 
 
 def as_array(name: str, a: Any) -> jax.Array:
-    """The array as JAX has it: with 32 bits instead of 64, unless `jax_enable_x64`.
+    """The argument as a JAX array: with 32 bits instead of 64, unless `jax_enable_x64`.
 
     Raises:
-      TypeError: it is no array.
+      TypeError: the argument is no array.
     """
     if not (hasattr(a, "shape") and hasattr(a, "dtype")):
         raise TypeError(f"{name} must be an array, got a {type(a).__name__}; make it a jax.Array")

@@ -93,19 +93,19 @@ def linear_cross_entropy(
     and gradients are 0, never NaN. Losses are float32.
 
     A token does not count if its label is `ignore_index` or its weight is exactly 0. It adds
-    nothing to loss, metrics and gradients, and its row of `dx` is 0, whatever its row of `x` holds,
-    NaN and infinities too. The weight of an ignored token is taken as 0, whatever it is, and has no
-    gradient. The gradient of a weight of 0 is as of others, its token's loss (taken as 0 where that
-    is no finite number). A weight that is NaN makes loss and gradients NaN if its label counts.
+    nothing to loss, metrics and gradients, and its row of `dx` is 0, even if its row of `x` holds
+    NaN or infinities. The weight of an ignored token is taken as 0, whatever it is, and has no
+    gradient. A weight of 0 has its token's loss as gradient, or 0 where that loss is not finite. A
+    NaN weight of a token whose label counts makes loss and gradients NaN.
 
     Differentiable in `x`, `weight`, `bias` and `token_weights`. `"sum"` and `"mean"` form the
     gradients during the forward, of all tokens or a chunk at a time (three GEMMs, the backward only
-    scales them). `"none"` waits for the cotangents: its backward makes the logits again, in the
-    same chunks of tokens, which is four GEMMs. So many takes `vocab_chunk_size` with any reduction,
-    whose backward makes the logits of a slice of the vocabulary again; with `"none"` and both sizes
-    it is five. A call that is not differentiated takes one and does no gradient work. Algorithms,
-    dtypes and rounding: `pallas_kernels/linear_cross_entropy/chunks.py`. Twice it can be
-    differentiated with `"reference"` only.
+    scales them). `"none"` takes four: it waits for the cotangents, so its backward makes the logits
+    again, in the same chunks of tokens. `vocab_chunk_size` takes four with any reduction: its
+    backward makes the logits again, a slice of the vocabulary at a time. `"none"` with both sizes
+    takes five. A call that is not differentiated takes one and does no gradient work.
+    `pallas_kernels/linear_cross_entropy/chunks.py` describes algorithms, dtypes and rounding. Only
+    `"reference"` has second derivatives.
 
     `dweight` has the dtype of `weight`, so a bfloat16 weight gets a rounded gradient. For a float32
     gradient of a bfloat16 weight, differentiate with respect to `weight.astype(jnp.float32)` inside

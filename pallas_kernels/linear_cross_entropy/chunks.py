@@ -11,8 +11,8 @@ gradients takes three GEMMs, and the backward multiplies by the cotangent, which
 (Liger-Kernel's fused linear cross-entropy, https://arxiv.org/abs/2410.10989, introduced gradients
 in the forward.) The first chunk's product starts the sum of `dweight`, the others are added in
 place by their GEMM: each reads and writes `dweight` once, which is why chunks should be large.
-Losses that are not added up (`reduction="none"`) have a cotangent each, which is not known in the
-forward: it makes the losses alone, and the loop runs in the backward, four GEMMs.
+Losses that are not added up (`reduction="none"`) have a cotangent each, which the forward does not
+know. So the forward makes the losses alone, and the loop runs in the backward: four GEMMs.
 
 *In place.* The first chunk does not have to be small: as long as nothing is in `dweight`, it has
 the memory for the exponentials of `2D` tokens (`in_place.py`). If these are all tokens, or all but
@@ -452,9 +452,10 @@ def _by_vocab_chunks(
         one_chunk, (weight, bias), plan.vocab_chunk_size, buffer=buffer
     )
 
-    # `_rows_that_count` would be a copy of all tokens here: 64 MiB beside 43 at 8192 x 4096 x
-    # 128256 in 16 bits. So what has become NaN is made again, a few columns of x at a time.
-    # XLA copies slices of the weight in a loop whose length it does not know, so these are small.
+    # `_rows_that_count` would copy all tokens here: 64 MiB beside 43 at 8192 x 4096 x 128256 in 16
+    # bits. So a loop makes `dweight` again, a few columns of x at a time, if a row that does not
+    # count is not finite, and else it has no iteration. XLA copies the slices of the weight in such
+    # a loop, so they are small.
     size = min(plan.vocab_chunk_size, len(weight), _COLUMNS_AGAIN)
     width = _WIDTH if x.shape[1] % _WIDTH == 0 else x.shape[1]
 
@@ -580,10 +581,10 @@ def _kernel_coefficients(plan: Plan, x, coefficients, labels, vocab_size):
 def _rows_that_count(x, coefficients):
     """`x` with zeros for the tokens whose coefficient is 0.
 
-    Their dlogits are 0, but times NaN that would be NaN in all of `dweight`. A GEMM reads its
-    operand from memory, so it is a copy: of a chunk of 2048 x 4096 in 16 bits 16 MiB beside 501 MiB
-    of logits, whose 32 MiB to read and write are 10 us of 8 ms on an H100. With exponentials `x`
-    times its factors is such a copy already (`exponentials.scaled`).
+    Their dlogits are 0, but 0 times NaN is NaN, in all of `dweight`. A GEMM reads its operand from
+    memory, so this makes a copy. That of a chunk of 2048 x 4096 in 16 bits takes 16 MiB, beside 501
+    MiB of logits. To read and write it takes about 10 us of 8 ms on an H100 (computed). The
+    exponentials need no copy: they multiply `x` with factors anyway (`exponentials.scaled`).
     """
     return jnp.where(coefficients[:, None] == 0, 0, x)
 
