@@ -59,15 +59,20 @@ def parse_command_line(arguments: Sequence[str]) -> TrainConfig:
         raise FlagError(f"--preset: {error}") from error
     if chosen.init_from:
         model = read_model_config(chosen.init_from, default.model)
+        positions = model.max_position_embeddings
+        if default.data.sequence_length > positions:
+            print(
+                f"{chosen.init_from} has {positions} positions: --data.sequence-length is as many "
+                f"by default, not {default.data.sequence_length}"
+            )
         default = dataclasses.replace(
             default,
             init_from=chosen.init_from,
             model=model,
             data=dataclasses.replace(
-                default.data,
-                sequence_length=min(default.data.sequence_length, model.max_position_embeddings),
+                default.data, sequence_length=min(default.data.sequence_length, positions)
             ),
-            sample_tokens=min(default.sample_tokens, model.max_position_embeddings // 2),
+            sample_tokens=min(default.sample_tokens, positions // 2),
         )
     try:
         with tyro_errors(TrainConfig.__name__):

@@ -199,6 +199,8 @@ def test_a_run_starts_with_the_parameters_of_a_folder(finished, config, capsys):
     assert from_folder.model == MODEL
     assert from_folder.data.tokenizer == folder
     assert from_folder.init_from == folder
+    said = f"{folder} has 64 positions: --data.sequence-length is as many by default, not 256"
+    assert said in capsys.readouterr().out
     rows = load_metrics(run(from_folder))
     # The measurement before the first step is that of the trained parameters.
     untrained = load_metrics(finished).held_out[0]["val_loss"]
