@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from models.sharding import make_mesh, parameter_path
 from train.config import DataConfig, OptimizerConfig, TrainConfig, preset
@@ -137,6 +138,7 @@ def our_run(state, batches):
     return np.array(losses, np.float64)
 
 
+@pytest.mark.full  # 19 s; test_step.py compares three steps with formulas
 def test_losses_are_those_of_a_plain_implementation():
     state = init_state(CONFIG, make_mesh(data=1, fsdp=1, devices=jax.devices()[:1]))
     leaves, _ = jax.tree_util.tree_flatten_with_path(state.params)
