@@ -83,7 +83,7 @@ AOT_ARGS_latest = --ignore tests/aot/test_aot_llama.py --ignore tests/aot/test_a
 
 # The kernels' numbers, interpreted on the CPU; `make test` checks them on the newest JAX. On one
 # core, and so at first, while the others compile for the other version.
-AOT_FIRST_0.11.2 = .venv-aot/0.11.2/bin/python -m pytest tests/pallas_kernels/test_rms_norm.py \
+AOT_FIRST_0.11.2 = .venv-aot/0.11.2/bin/python -m pytest tests/pallas_kernels/norm/test_rms_norm.py \
   -k mosaic_gpu &&
 
 .venv-aot/%/.done: pyproject.toml

@@ -3,7 +3,7 @@
     python -m benchmarks.peers --ops rms_norm --shapes 16384x4096
 
 says which of them are installed, in which versions, and which are not, then is
-`python -m benchmarks.bench --peers` with the same flags. They are not requirements of this project:
+`python -m benchmarks.kernels.bench --peers` with the same flags. They are not requirements of this project:
 
     pip install torch liger-kernel quack-kernels nvidia-cutlass-dsl==4.7.1 cut-cross-entropy tokamax
 """
@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.ops import (
+from benchmarks.kernels.ops import (
     ADD_RMS_NORM,
     EPS,
     LAYER_NORM,
@@ -344,7 +344,7 @@ _PEERS = (
 def main() -> None:
     """Says what is installed and runs the benchmark with it."""
     # Here and not above, because `bench` imports this module.
-    from benchmarks import bench
+    from benchmarks.kernels import bench
 
     for package, version in versions().items():
         print(f"{package}: {version or 'not installed'}")

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from models.llama import LlamaConfig
+from models.config import LlamaConfig
 from models.rope import OPTIONAL_FIELDS, REQUIRED_FIELDS, RopeParameters
 
 

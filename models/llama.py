@@ -15,7 +15,6 @@ device's heads or columns, and ends in `sharded_add_rms_norm`, which sums over t
 gather is not that function's, so that the carry, which every policy keeps, is the share.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -27,9 +26,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from models.config import ACTIVATIONS, AUTO_REMAT, LlamaConfig
 from models.layer_scan import layer_scan
 from models.remat import remat_policy
-from models.rope import RopeParameters, apply_rotary, rotary_cos_sin
+from models.rope import apply_rotary, rotary_cos_sin
 from models.sharding import (
     check_tensor_parallel,
     embed_over_devices,
@@ -42,283 +42,8 @@ from models.sharding import (
     whole_weights,
 )
 from pallas_kernels import add_rms_norm, rms_norm, sharded_add_rms_norm
+from pallas_kernels.gpu.device import runs_here
 from pallas_kernels.layers import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGLU
-from pallas_kernels.mosaic_gpu import runs_here
-
-AUTO_REMAT = "auto"
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_pytorch_tanh": jax.nn.gelu,
-    "relu": jax.nn.relu,
-}
-
-
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-)
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
-    """A Llama. The fields down to `rope_parameters` are those of Hugging Face's `LlamaConfig`.
-
-    Attributes:
-      vocab_size: V.
-      hidden_size: D.
-      intermediate_size: F, of the MLP.
-      num_hidden_layers: L.
-      num_attention_heads: N, heads of the queries.
-      num_key_value_heads: K, heads of keys and values; each serves N/K query heads.
-      head_dim: H; 0 means D/N. D must be a multiple of N in either case, as transformers has it.
-      hidden_act: activation of the MLP's gate, one of `ACTIVATIONS`.
-      max_position_embeddings: longest sequence; longer ones are refused, except by the rope type
-        "dynamic".
-      initializer_range: standard deviation of the initial embeddings and kernels.
-      rms_norm_eps: eps of all norms.
-      tie_word_embeddings: whether the output embedding is the input embedding.
-      attention_bias: whether the four projections of the attention have biases.
-      mlp_bias: whether the three projections of the MLP have biases.
-      attention_dropout: must be 0.0; kept to refuse checkpoints that were trained otherwise.
-      bos_token_id: the token a text starts with.
-      eos_token_id: the token, or tokens, a text ends with.
-      pad_token_id: a token whose embedding is not trained.
-      rope_parameters: the rotary position embedding.
-      dtype: of the activations and of the operands of the GEMMs.
-      param_dtype: of the parameters.
-      scan_layers: whether the layers run in one loop (compiles faster) or are unrolled (runs
-        faster).
-      remat: what the layers keep for the backward: the name of a policy, or names of tensors such
-        as "attention,residual,gate@host,up@host"; see `models.remat`. Host memory needs
-        `scan_layers`. "auto" leaves it to `python -m train`, which takes the fastest policy that
-        fits the device.
-      mlp_chunk_size: positions of a sequence whose gate and up exist at a time, where a layer's are
-        too large together; 0 is all. Needs a `remat` that keeps neither, and an MLP without biases.
-      kernels: whether the operations may run as Mosaic GPU kernels; False leaves all to XLA, for
-        comparison. (Devices that share sequences then all norm all tokens.)
-      attention_implementation: of `jax.nn.dot_product_attention`; `None` takes cuDNN where it runs.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int = 0
-    hidden_act: str = "silu"
-    max_position_embeddings: int
-    initializer_range: float = 0.02
-    rms_norm_eps: float
-    tie_word_embeddings: bool
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    attention_dropout: float = 0.0
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
-    pad_token_id: int | None = None
-    rope_parameters: RopeParameters
-
-    dtype: str = "bfloat16"
-    param_dtype: str = "float32"
-    scan_layers: bool = True
-    remat: str = "minimal"
-    mlp_chunk_size: int = 0
-    kernels: bool = True
-    attention_implementation: Literal["xla", "cudnn"] | None = None
-
-    def __post_init__(self):
-        for name in ("dtype", "param_dtype"):
-            value = getattr(self, name)
-            try:
-                object.__setattr__(self, name, jnp.dtype(value).name)
-            except TypeError as error:
-                raise ValueError(f"{name}={value!r} is no dtype, such as bfloat16") from error
-            if getattr(self, name) not in _DTYPES:
-                raise ValueError(f"{name}={value!r} must be one of {', '.join(_DTYPES)}")
-        for name in _SIZES:
-            _check_whole(name, getattr(self, name), 1)
-        _check_whole("head_dim", self.head_dim, 0)
-        # NaN is in neither range.
-        if not 0 <= self.rms_norm_eps <= float(jnp.finfo(jnp.float32).max):
-            raise ValueError(f"{self.rms_norm_eps=} must be finite and at least 0")
-        if not 0 <= self.initializer_range <= 1:
-            raise ValueError(
-                f"{self.initializer_range=} must be from 0 to 1; transformers loads no other model"
-            )
-        self._check_tokens()
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"{self.num_attention_heads=} must be a multiple of {self.num_key_value_heads=}"
-            )
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"{self.hidden_size=} is not a multiple of {self.num_attention_heads=}, and "
-                "transformers does not load such a model, whatever its head_dim; change one of them"
-            )
-        if not self.head_dim:
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        if self.head_dim % 2:
-            raise ValueError(
-                f"{self.head_dim=} must be even: rotary embedding turns pairs of channels"
-            )
-        if self.hidden_act not in ACTIVATIONS:
-            raise ValueError(f"{self.hidden_act=} must be one of {sorted(ACTIVATIONS)}")
-        if self.attention_dropout:
-            raise NotImplementedError(
-                f"{self.attention_dropout=} is not implemented; set it to 0.0, as Llama has it"
-            )
-        rope, longest = self.rope_parameters, self.max_position_embeddings
-        original = rope.original_max_position_embeddings or longest
-        if rope.rope_type == "yarn" and rope.factor is None and longest < original:
-            raise ValueError(
-                f"max_position_embeddings={longest} is below {original=} of the rope type 'yarn', "
-                "which has no factor to divide by; set rope_parameters.factor"
-            )
-        policy = None if self.remat == AUTO_REMAT else remat_policy(self.remat)
-        if policy is not None and policy.offloaded and not self.scan_layers:
-            raise ValueError(
-                f"{self.remat=} keeps tensors in host memory, which needs scan_layers=True: of "
-                "unrolled layers XLA sends tensors late and fetches them early, and saves hardly "
-                "any memory"
-            )
-        size = self.mlp_chunk_size
-        if not isinstance(size, int) or size < 0:
-            raise ValueError(f"mlp_chunk_size={size!r} must be a whole number from 0 up")
-        if size and (self.mlp_bias or self.hidden_act != "silu"):
-            raise ValueError(
-                f"mlp_chunk_size={size} is for hidden_act='silu' without biases, got "
-                f"{self.hidden_act=} and {self.mlp_bias=}"
-            )
-        if size and policy is not None and {"gate", "up"} & policy.kept:
-            raise ValueError(
-                f"mlp_chunk_size={size} makes gate and up again, which {self.remat=} keeps; use "
-                "'full', 'attention', 'mlp_inputs' or 'layer_input@host'"
-            )
-
-    def _check_tokens(self) -> None:
-        eos = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
-        for name, token in (
-            ("bos_token_id", self.bos_token_id),
-            ("pad_token_id", self.pad_token_id),
-            *(("eos_token_id", token) for token in eos),
-        ):
-            if token is not None:
-                _check_whole(name, token, 0)
-        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
-            raise ValueError(
-                f"{self.pad_token_id=} must be below {self.vocab_size=}; None is no padding"
-            )
-
-
-def _check_whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-        raise ValueError(f"{name}={value!r} must be a whole number from {least} to 2**31 - 1")
-
-
-def _llama(**fields: Any) -> LlamaConfig:
-    return LlamaConfig(
-        **{"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "bos_token_id": 128000} | fields
-    )
-
-
-def _llama3_rope(factor: float) -> RopeParameters:
-    return RopeParameters(
-        rope_type="llama3",
-        rope_theta=500_000.0,
-        factor=factor,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    )
-
-
-# Values of the published checkpoints' config.json. `demo` is a byte-level model for two CPU cores:
-# 258 tokens (bytes, begin, end) rounded up to a multiple of 64.
-PRESETS = {
-    "demo": _llama(
-        vocab_size=320,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=256,
-        eos_token_id=257,
-        rope_parameters=RopeParameters(rope_type="default", rope_theta=10_000.0),
-        remat="none",
-    ),
-    "llama3.2-1b": _llama(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        max_position_embeddings=131072,
-        tie_word_embeddings=True,
-        eos_token_id=128001,
-        rope_parameters=_llama3_rope(32.0),
-    ),
-    "llama3.2-3b": _llama(
-        vocab_size=128256,
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_hidden_layers=28,
-        num_attention_heads=24,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=131072,
-        tie_word_embeddings=True,
-        eos_token_id=128001,
-        rope_parameters=_llama3_rope(32.0),
-    ),
-    "llama3.1-8b": _llama(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        eos_token_id=128001,
-        rope_parameters=_llama3_rope(8.0),
-    ),
-    "llama3.1-70b": _llama(
-        vocab_size=128256,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        eos_token_id=128001,
-        rope_parameters=_llama3_rope(8.0),
-    ),
-    "llama2-7b": _llama(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        max_position_embeddings=4096,
-        bos_token_id=1,
-        eos_token_id=2,
-        rope_parameters=RopeParameters(rope_type="default", rope_theta=10_000.0),
-    ),
-}
 
 
 class Attention(nnx.Module):
@@ -545,7 +270,7 @@ class Llama(nnx.Module):
         if config.remat == AUTO_REMAT:
             raise ValueError(
                 f"remat={config.remat!r} is not a policy: `python -m train` replaces it with one "
-                "that fits the device (train.plan); set one of those in models.remat"
+                "that fits the device (train.planner.plan); set one of those in models.remat"
             )
         if axis := tensor_axis():
             check_tensor_parallel(

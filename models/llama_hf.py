@@ -28,9 +28,10 @@ from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
+from models.config import LlamaConfig
 from models.hf_config import config_from_hf, config_to_hf
 from models.hf_files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Checkpoint, natural, read_json
-from models.llama import Llama, LlamaConfig
+from models.llama import Llama
 from models.sharding import parameter_path, parameter_shardings
 
 __all__ = [

@@ -4,10 +4,10 @@ Shape letters used everywhere: B batch, S sequence, T tokens (B·S, or any leadi
 size, F intermediate size, V vocabulary, N query heads, K key/value heads, H head size, L layers.
 """
 
-from pallas_kernels.linear_cross_entropy import LossMetrics as LossMetrics
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
-from pallas_kernels.rms_norm import add_rms_norm as add_rms_norm
-from pallas_kernels.rms_norm import rms_norm as rms_norm
-from pallas_kernels.sharded_add_rms_norm import sharded_add_rms_norm as sharded_add_rms_norm
-from pallas_kernels.swiglu import swiglu as swiglu
-from pallas_kernels.swiglu import swiglu_mlp as swiglu_mlp
+from pallas_kernels.loss import LossMetrics as LossMetrics
+from pallas_kernels.loss import linear_cross_entropy as linear_cross_entropy
+from pallas_kernels.mlp import swiglu as swiglu
+from pallas_kernels.mlp import swiglu_mlp as swiglu_mlp
+from pallas_kernels.norm import add_rms_norm as add_rms_norm
+from pallas_kernels.norm import rms_norm as rms_norm
+from pallas_kernels.sharded_norm import sharded_add_rms_norm as sharded_add_rms_norm

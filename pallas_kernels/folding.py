@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.mosaic_gpu import at_aligned_addresses
+from pallas_kernels.gpu.arrays import at_aligned_addresses
 
 # Of two of our blocks that share operands, of one and of XLA's GEMMs, of none.
 _TILES = (256, 128, 1)

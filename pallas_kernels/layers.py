@@ -13,9 +13,9 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from pallas_kernels.linear_cross_entropy import LossMetrics, linear_cross_entropy
-from pallas_kernels.rms_norm import Casting, add_rms_norm, rms_norm
-from pallas_kernels.swiglu import Save, swiglu, swiglu_mlp
+from pallas_kernels.loss import LossMetrics, linear_cross_entropy
+from pallas_kernels.mlp import Save, swiglu, swiglu_mlp
+from pallas_kernels.norm import Casting, add_rms_norm, rms_norm
 
 _LECUN_NORMAL = initializers.lecun_normal()
 _NORMAL = initializers.normal(0.02)

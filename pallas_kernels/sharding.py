@@ -75,3 +75,18 @@ def sum_over_token_shards(
         return jax.tree.map(lambda a: jnp.sum(a, axis=0), parts)
 
     return sharded
+
+
+def sharded_over_devices(x: jax.Array) -> bool:
+    """Whether XLA may have split `x` over several devices.
+
+    It would gather the operands of a kernel, which it cannot split. Inside of `jax.shard_map` an
+    array is the part of one device.
+    """
+    # The first is that of the context (`jax.set_mesh`), the second that of sharded arguments.
+    meshes = (jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh)
+    return any(
+        size > 1 and kind != jax.sharding.AxisType.Manual
+        for mesh in meshes
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    )

@@ -1,6 +1,6 @@
 """The user's own table of launch parameters.
 
-The environment variable `PALLAS_KERNELS_TUNED` names a JSON file as `python -m benchmarks.tune`
+The environment variable `PALLAS_KERNELS_TUNED` names a JSON file as `python -m benchmarks.kernels.tune`
 writes it: a list of objects with the keys `op`, `device_kind`, `dtype`, `size`, `config` (the
 fields of the `Config` of the operation's kernel) and `measured` (free text). `size` is the length
 of the arrays' last axis: the hidden size of a norm, the intermediate size of SwiGLU, and for the
@@ -56,7 +56,7 @@ def lookup[Config](
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{VARIABLE}={path!r}, the row of {key}: {error}; "
-            "write it again with `python -m benchmarks.tune --output`"
+            "write it again with `python -m benchmarks.kernels.tune --output`"
         ) from error
 
 
@@ -68,5 +68,5 @@ def _read(path: str) -> dict[tuple[Any, ...], dict[str, Any]]:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{VARIABLE}={path!r} must be a JSON list of objects with {(*KEYS, 'config')}; "
-            f"write it with `python -m benchmarks.tune --output`: {error!r}"
+            f"write it with `python -m benchmarks.kernels.tune --output`: {error!r}"
         ) from error

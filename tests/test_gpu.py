@@ -16,16 +16,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.llama import PRESETS, Llama
+from models.llama import Llama
+from models.presets import PRESETS
 from models.remat import POLICIES
 from models.sharding import batch_sharding, make_mesh, parameter_shardings
-from norm_formulas import add_formula, formula
-from numerics import assert_as_accurate, assert_trees_as_accurate, value_and_grads
 from pallas_kernels import add_rms_norm, linear_cross_entropy, rms_norm, swiglu, swiglu_mlp
-from pallas_kernels.rms_norm.config import backward_candidates, forward_candidates
-from pallas_kernels.swiglu import config as swiglu_config
-from pallas_kernels.swiglu import mosaic_gpu as swiglu_kernels
-from swiglu_formulas import formula as swiglu_formula
+from pallas_kernels.mlp import config as swiglu_config
+from pallas_kernels.mlp import mosaic_gpu as swiglu_kernels
+from pallas_kernels.norm.config import backward_candidates, forward_candidates
+from support.norm_formulas import add_formula, formula
+from support.numerics import assert_as_accurate, assert_trees_as_accurate, value_and_grads
+from support.swiglu_formulas import formula as swiglu_formula
 from train.data import SyntheticDataset
 from train.step import loss_and_sums, model_graph
 from train.xla_flags import compiler_options
@@ -346,7 +347,7 @@ def test_linear_cross_entropy_of_more_logits_than_int32_can_count():
     ids=str,
 )
 def test_linear_cross_entropy_by_exponentials(shape, options, size):
-    """Without a bias; the way of `pallas_kernels/linear_cross_entropy/exponentials.py`."""
+    """Without a bias; the way of `pallas_kernels/loss/mosaic_gpu/exponentials.py`."""
     num_tokens, hidden_size, vocab_size = shape
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (num_tokens, hidden_size), jnp.bfloat16)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from pairwise import pairwise
+from support.pairwise import pairwise
 
 
 @pytest.mark.parametrize("sizes, most", [((2, 3), 6), ((2, 2, 2), 4), ((3, 2, 2, 5), 16)])

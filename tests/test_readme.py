@@ -8,12 +8,12 @@ from pathlib import Path
 import jax
 import pytest
 
-from models.llama import PRESETS
 from models.llama_hf import config_to_hf
-from tokenizer_files import write_byte_level
+from models.presets import PRESETS
+from support.tokenizer_files import write_byte_level
 from train import data
 from train.__main__ import main
-from train.command_line import parse_command_line
+from train.cli.command_line import parse_command_line
 
 README = Path(__file__).parent.parent / "README.md"
 

@@ -19,7 +19,7 @@ def main(arguments: Sequence[str]) -> None:
         # Read when JAX is imported. XLA logs as an error that a program is larger than the device;
         # to the planner that is an answer.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    from train.command_line import COMMANDS, DEBUG
+    from train.cli.command_line import COMMANDS, DEBUG
 
     debug = DEBUG in arguments
     arguments = [argument for argument in arguments if argument != DEBUG]
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _train(arguments: list[str], *, debug: bool) -> None:
     from train import distributed, loop
-    from train.command_line import COMMANDS, FlagError, parse_command_line
+    from train.cli.command_line import COMMANDS, FlagError, parse_command_line
     from train.errors import naming
     from train.faults import hide_given_up_transfers
 
@@ -64,11 +64,11 @@ def errors(prefix: str = "", *, debug: bool = False) -> Iterator[None]:
       prefix: of the line.
       debug: whether the traceback is printed.
     """
-    from train.command_line import DEBUG, FlagError
+    from train.checkpoints.hf_folder import FolderError
+    from train.cli.command_line import DEBUG, FlagError
     from train.data import DataError
     from train.errors import DiskError, RunError
-    from train.hf_folder import FolderError
-    from train.plan import PlanError
+    from train.planner.plan import PlanError
 
     try:
         yield

@@ -1,4 +1,4 @@
-"""A training run as a frozen dataclass, and its presets; `train.command_line` reads its flags."""
+"""A training run as a frozen dataclass, and its presets; `train.cli.command_line` reads its flags."""
 
 import dataclasses
 import difflib
@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from models.llama import PRESETS as MODELS
-from models.llama import LlamaConfig
-from pallas_kernels.mosaic_gpu import target_device
+from models.config import LlamaConfig
+from models.presets import PRESETS as MODELS
+from pallas_kernels.gpu.device import target_device
 from train import xla_flags
 from train.ranges import (
     BELOW_ONE,

@@ -31,7 +31,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int
 
-from train.command_line import tyro_errors
+from train.cli.command_line import tyro_errors
 from train.config import DistributedConfig
 from train.errors import RunError
 

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from train.config import TrainConfig
-from train.metrics import jsonable
+from train.reporting.metrics import jsonable
 
 
 @contextlib.contextmanager
@@ -62,7 +62,7 @@ def save_failed_step(
     params: nnx.State,
     batch: Mapping[str, np.ndarray],
 ) -> Path:
-    """Writes what `train.replay` needs to run a step's forward and backward again.
+    """Writes what `train.cli.replay` needs to run a step's forward and backward again.
 
     Of several processes each writes its parameters, so all have to call this.
 

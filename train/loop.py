@@ -13,13 +13,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from models.llama import AUTO_REMAT, Llama
+from models.config import AUTO_REMAT
+from models.llama import Llama
 from models.llama_hf import save_pretrained
 from models.sampling import generate
 from models.sharding import batch_sharding, check_tensor_parallel, make_mesh
 from pallas_kernels import hardware
-from train import data, metrics, report, tracking
-from train.checkpoint import Checkpoints, check_config
+from train import data
+from train.checkpoints.checkpoint import Checkpoints, check_config
+from train.checkpoints.hf_folder import check_finite, check_model, copy_tokenizer, load_params
 from train.config import TrainConfig
 from train.distributed import (
     StopVote,
@@ -33,11 +35,11 @@ from train.distributed import (
 from train.errors import RunError, naming
 from train.evaluate import measure
 from train.faults import save_failed_step, stop_signals
-from train.hf_folder import check_finite, check_model, copy_tokenizer, load_params
-from train.plan import Programs, plan, table, with_policies, with_remat
-from train.plan_cache import cached
-from train.plan_target import target_here
-from train.profiling import Profile, memory_report, write_hlo
+from train.planner.cache import cached
+from train.planner.plan import Programs, plan, table, with_policies, with_remat
+from train.planner.target import target_here
+from train.reporting import metrics, report, tracking
+from train.reporting.profiling import Profile, memory_report, write_hlo
 from train.step import (
     Batch,
     TrainState,

@@ -11,7 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key
 
-from models.llama import Llama, LlamaConfig
+from models.config import LlamaConfig
+from models.llama import Llama
 from models.sharding import (
     parameter_path,
     parameter_shardings,

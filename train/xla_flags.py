@@ -20,7 +20,7 @@ type OptionValue = bool | int | float | str
 
 # On several GPUs, so that their exchange runs beside GEMMs. JAX 0.11.2 and 0.12 know both. Chosen
 # by schedules compiled for four H100s, two layers of Llama 8B with 8192 tokens a share of the batch
-# (`benchmarks/overlap.py`, JAX 0.12; milliseconds of the exchange in which nothing is computed, of
+# (`benchmarks/training/overlap.py`, JAX 0.12; milliseconds of the exchange in which nothing is computed, of
 # all of it; fsdp x tensor). On four H200s (JAX 0.11.2) a step takes, with them, without, and with
 # latency hiding off, 60.3, 63.4 and 64.1 ms at 4x1, and 18.6, 18.9 and 19.5 at 1x4.
 #

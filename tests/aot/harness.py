@@ -1,7 +1,7 @@
 """Compiles functions for real GPUs on a machine without one, and reads what the compilers report.
 
 JAX lowers, XLA compiles and NVIDIA's `ptxas` assembles exactly as they do on the GPU; what they are
-told about the chip is the description in `train/aot.py`. So these reports hold on hardware: that
+told about the chip is the description in `train/planner/aot.py`. So these reports hold on hardware: that
 the kernels compile, their registers and spills, their memory instructions, what XLA puts around
 them. They say nothing about speed, races, deadlocks or numbers.
 
@@ -24,7 +24,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from train import aot
+from train.planner import aot
 
 _ROOT = pathlib.Path(__file__).parents[2]
 

@@ -12,9 +12,9 @@ import pytest
 
 from aot.harness import ARCHS, CHIPS, Case, Kernel, Program
 from pallas_kernels import linear_cross_entropy
-from pallas_kernels.linear_cross_entropy.linear_statistics import linear_statistics
-from pallas_kernels.linear_cross_entropy.logits_kernel import LINE, loss_of_logits
-from pallas_kernels.linear_cross_entropy.token_loss import LossOptions
+from pallas_kernels.loss.mosaic_gpu.logits import LINE, loss_of_logits
+from pallas_kernels.loss.mosaic_gpu.statistics import linear_statistics
+from pallas_kernels.loss.token_loss import LossOptions
 
 BF16 = jnp.bfloat16
 MIB = 2**20

@@ -10,7 +10,9 @@ import pytest
 from flax import nnx
 
 from aot.harness import Case, Program
-from models.llama import PRESETS, Llama, LlamaConfig
+from models.config import LlamaConfig
+from models.llama import Llama
+from models.presets import PRESETS
 from pallas_kernels import linear_cross_entropy
 
 # Two layers are the first, which stands alone, and one that repeats. A small vocabulary compiles

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from aot.harness import missing_toolchain
-from train import aot
+from train.planner import aot
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Two layers are the first, which stands alone, and one that repeats.
@@ -39,9 +39,9 @@ import json, re
 import jax
 from models.sharding import BATCH_AXES, make_mesh
 from train import aot, cost, plan_command
-from train.command_line import parse_command_line
-from train.plan import Programs, abstract_batch
-from train.plan_target import target_elsewhere
+from train.cli.command_line import parse_command_line
+from train.planner.plan import Programs, abstract_batch
+from train.planner.target import target_elsewhere
 from train.step import abstract_state, make_gradients, memory_in_bytes
 
 small = {SMALL!r}.split()

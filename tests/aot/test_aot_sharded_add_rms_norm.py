@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from aot.harness import Case, Program
 from pallas_kernels import sharded_add_rms_norm
-from pallas_kernels.mosaic_gpu import REGISTERS_PER_SM
+from pallas_kernels.gpu.device import REGISTERS_PER_SM
 
 # Shape of the stream, dtype, mesh; the tokens of the last but one axis are split over "tensor".
 SHAPES: dict[str, tuple[tuple[int, ...], Any, dict[str, int]]] = {

@@ -9,9 +9,9 @@ import pytest
 
 from aot.harness import ARCHS, CHIPS, Case, Program
 from pallas_kernels import swiglu
-from pallas_kernels.mosaic_gpu import Device
-from pallas_kernels.swiglu import Config, mosaic_gpu
-from pallas_kernels.swiglu.config import default_config
+from pallas_kernels.gpu.device import Device
+from pallas_kernels.mlp import Config, mosaic_gpu
+from pallas_kernels.mlp.config import default_config
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 

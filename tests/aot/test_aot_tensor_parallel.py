@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from aot.harness import missing_toolchain
-from benchmarks.schedule import Collective, Schedule
-from train import aot
+from benchmarks.training.schedule import Collective, Schedule
+from train.planner import aot
 
 ROOT = pathlib.Path(__file__).parents[2]
 L, D, F, S, V = 3, 2048, 8192, 2048, 128256
@@ -32,9 +32,9 @@ import json, sys
 from models.sharding import make_mesh
 from tests.aot.harness import without_binaries
 from train import aot
-from train.command_line import parse_command_line
-from train.plan import Programs
-from train.plan_target import target_elsewhere
+from train.cli.command_line import parse_command_line
+from train.planner.plan import Programs
+from train.planner.target import target_elsewhere
 
 config = parse_command_line(sys.argv[1:])
 fsdp, tensor, chip = config.mesh.fsdp, config.mesh.tensor, aot.CHIPS["h100"]

@@ -31,7 +31,7 @@ from aot.harness import (
     parse_kernel,
     without_binaries,
 )
-from train import aot
+from train.planner import aot
 
 
 def main(chip: str, module: str, results: str, *names: str) -> None:

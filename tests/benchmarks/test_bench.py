@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from benchmarks import bench, ops, peers, shapes, timing, tune
+from benchmarks import peers, timing
+from benchmarks.kernels import bench, ops, shapes, tune
 from pallas_kernels import tuning
-from pallas_kernels.linear_cross_entropy import logits_config, logits_kernel
-from pallas_kernels.mosaic_gpu import Device
-from pallas_kernels.rms_norm import config as norm_config
-from pallas_kernels.rms_norm.config import Config
-from pallas_kernels.swiglu import config as swiglu_config
+from pallas_kernels.gpu.device import Device
+from pallas_kernels.loss.mosaic_gpu import logits as logits_kernel
+from pallas_kernels.loss.mosaic_gpu import logits_config
+from pallas_kernels.mlp import config as swiglu_config
+from pallas_kernels.norm import config as norm_config
+from pallas_kernels.norm.config import Config
 
 
 def _config(**values):
@@ -195,7 +197,7 @@ def _record(direction, shape, columns, num_bytes):
 
 def _result(records):
     header = {"device": "NVIDIA H100 80GB HBM3", "date": "2026-11-21", "versions": "jax 0.11.2"}
-    header |= {"command": "python -m benchmarks.bench", "rounds": 12, "ceilings": "fast"}
+    header |= {"command": "python -m benchmarks.kernels.bench", "rounds": 12, "ceilings": "fast"}
     return {"op": "rms_norm", **header, "records": records}
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmarks import data as benchmark
+from benchmarks.training import data as benchmark
 from train import data
 
 

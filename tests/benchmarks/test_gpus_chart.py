@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import gpus_chart
+from benchmarks.training import gpus_chart
 
 TRAINING = """# Training
 

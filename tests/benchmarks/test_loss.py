@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from benchmarks import ceilings, loss, timing
+from benchmarks import ceilings, timing
+from benchmarks.kernels import loss
 
 XLA = ["XLA chunks", "XLA, all logits"]
 

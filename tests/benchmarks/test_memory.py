@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import memory
+from benchmarks.training import memory
 
 
 def test_announced_memory():

@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks import mlp
-from pallas_kernels.mosaic_gpu import Device
-from pallas_kernels.swiglu import gated_matmul
+from benchmarks.kernels import mlp
+from pallas_kernels.gpu.device import Device
+from pallas_kernels.mlp import gated_matmul
 
 H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
 

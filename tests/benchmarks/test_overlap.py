@@ -5,10 +5,10 @@ import argparse
 import jax
 import pytest
 
-from benchmarks import overlap
-from benchmarks.schedule import Collective, Schedule
+from benchmarks.training import overlap
+from benchmarks.training.schedule import Collective, Schedule
 from models.sharding import make_mesh
-from train import aot
+from train.planner import aot
 
 # One of each form: in a loop with a GEMM beside it, wrapped, synchronous, and combined.
 HLO = """HloModule step, is_scheduled=true

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from benchmarks import sharded
+from benchmarks.kernels import sharded
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.patches import Rectangle
 
-from benchmarks import step_chart
+from benchmarks.training import step_chart
 
 TABLE = """# Training step of a model
 

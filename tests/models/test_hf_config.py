@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from models.config import LlamaConfig
 from models.hf_config import config_from_hf, config_to_hf
-from models.llama import PRESETS, LlamaConfig
 from models.llama_hf import read_config
+from models.presets import PRESETS
 from models.rope import RopeParameters
 
 VARIANTS = json.loads((Path(__file__).parents[1] / "golden" / "variants.json").read_text())

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import tiny_run
 from models.layer_scan import layer_scan
 from models.llama import Llama
 from models.sharding import make_mesh
-from numerics import assert_trees_as_accurate, quick_jit
-from textbook_llama import textbook_logits
+from support import tiny_run
+from support.numerics import assert_trees_as_accurate, quick_jit
+from support.textbook_llama import textbook_logits
 
 D = 8
 TABLE = np.cos(np.arange(3 * D, dtype=np.float32)).reshape(3, D)  # closed over

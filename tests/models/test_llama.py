@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.llama import PRESETS, Llama, LlamaConfig
+from models.config import LlamaConfig
+from models.llama import Llama
 from models.llama_hf import config_to_hf
+from models.presets import PRESETS
 from models.rope import OPTIONAL_FIELDS, REQUIRED_FIELDS, RopeParameters, rotary_cos_sin
 from models.sampling import generate
-from numerics import assert_trees_as_accurate, quick_jit
-from textbook_llama import textbook_logits
+from support.numerics import assert_trees_as_accurate, quick_jit
+from support.textbook_llama import textbook_logits
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 

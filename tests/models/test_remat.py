@@ -14,12 +14,13 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from models.llama import Llama, LlamaConfig
+from models.config import LlamaConfig
+from models.llama import Llama
 from models.remat import POLICIES, TENSOR_NAMES, RematPolicy, remat_policy
 from models.rope import RopeParameters
 from models.sharding import make_mesh
-from numerics import quick_jit
 from pallas_kernels import add_rms_norm
+from support.numerics import quick_jit
 
 CONFIG = LlamaConfig(
     vocab_size=48,

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.llama import Llama, LlamaConfig
+from models.config import LlamaConfig
+from models.llama import Llama
 from models.rope import RopeParameters
 from models.sampling import extend, generate, init_cache
 

@@ -15,7 +15,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from models.llama import Llama, LlamaConfig
+from models.config import LlamaConfig
+from models.llama import Llama
 from models.rope import RopeParameters
 from models.sharding import (
     batch_sharding,

@@ -14,7 +14,8 @@ import pytest
 from flax import nnx
 
 import train.step
-from models.llama import Llama, LlamaConfig
+from models.config import LlamaConfig
+from models.llama import Llama
 from models.remat import POLICIES
 from models.rope import RopeParameters
 from models.sampling import generate
@@ -28,9 +29,9 @@ from models.sharding import (
     sum_over_devices,
     tensor_axis,
 )
-from numerics import assert_trees_as_accurate
 from pallas_kernels import linear_cross_entropy
-from textbook_llama import textbook_logits
+from support.numerics import assert_trees_as_accurate
+from support.textbook_llama import textbook_logits
 from train.config import DataConfig, OptimizerConfig, TrainConfig
 from train.step import init_state, loss_and_sums, make_train_step, model_graph
 

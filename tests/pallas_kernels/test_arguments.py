@@ -12,8 +12,6 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-import pallas_kernels.mosaic_gpu
-from numerics import quick_jit
 from pallas_kernels import (
     add_rms_norm,
     linear_cross_entropy,
@@ -22,9 +20,12 @@ from pallas_kernels import (
     swiglu,
     swiglu_mlp,
 )
+from pallas_kernels.gpu import device as gpu_device
+from pallas_kernels.gpu import kernel as gpu_kernel_module
+from pallas_kernels.gpu.device import Device
 from pallas_kernels.layers import RMSNorm, SwiGLU
-from pallas_kernels.linear_cross_entropy import api, chunks
-from pallas_kernels.mosaic_gpu import Device
+from pallas_kernels.loss import api, chunks
+from support.numerics import quick_jit
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -216,7 +217,8 @@ def test_kernels_in_vmap_are_refused_on_a_cpu():
 
 def test_an_old_gpu_is_refused(monkeypatch):
     device = Device("NVIDIA T4", (7, 5), 40)
-    monkeypatch.setattr(pallas_kernels.mosaic_gpu, "target_device", lambda: device)
+    for module in (gpu_device, gpu_kernel_module):
+        monkeypatch.setattr(module, "target_device", lambda: device)
     for operation in ("rms_norm", "swiglu"):
         with pytest.raises(NotImplementedError, match=r"\(7, 5\) is below \(8, 0\)"):
             call(operation, dtype=BF16, implementation="mosaic_gpu")

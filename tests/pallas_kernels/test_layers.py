@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import print_saved_residuals
 
-from numerics import quick_jit
 from pallas_kernels import add_rms_norm, linear_cross_entropy, rms_norm, swiglu
 from pallas_kernels.layers import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGLU
+from support.numerics import quick_jit
 
 B, S, D, F, V = 2, 8, 16, 24, 37
 BF16, F32 = jnp.bfloat16, jnp.float32

@@ -4,9 +4,9 @@ import jax
 import pytest
 
 import train.loop
-import train.report
+import train.reporting.report
 from models.sharding import make_mesh
-from train import commands
+from train.cli import commands
 
 
 @pytest.fixture(scope="module")
@@ -26,4 +26,4 @@ def no_plots(monkeypatch):
     Runs of fixtures of a module have them.
     """
     for name in ("_png", "_details_png"):
-        monkeypatch.setattr(train.report, name, lambda *args: b"")
+        monkeypatch.setattr(train.reporting.report, name, lambda *args: b"")

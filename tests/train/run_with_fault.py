@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from train import report
 from train.data import PackedDataset
+from train.reporting import report
 
 
 def fail():

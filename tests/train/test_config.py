@@ -23,13 +23,14 @@ from flax import nnx
 
 import train.loop
 import train.step
-from models.llama import Llama, LlamaConfig
+from models.config import LlamaConfig
+from models.llama import Llama
 from models.llama_hf import config_to_hf
 from models.rope import RopeParameters, rotary_cos_sin
 from models.sharding import make_mesh
-from tokenizer_files import write_byte_level
+from support.tokenizer_files import write_byte_level
 from train import distributed
-from train.command_line import FlagError, parse_command_line
+from train.cli.command_line import FlagError, parse_command_line
 from train.config import (
     PRESET_NAMES,
     CheckpointConfig,

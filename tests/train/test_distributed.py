@@ -26,12 +26,12 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import train.loop
-from benchmarks.faults import process_flags, timeless
+from benchmarks.training.faults import process_flags, timeless
 from models.llama_hf import load_pretrained
 from models.sharding import make_mesh
 from train import distributed
-from train.checkpoint import Checkpoints
-from train.command_line import parse_command_line
+from train.checkpoints.checkpoint import Checkpoints
+from train.cli.command_line import parse_command_line
 from train.config import DistributedConfig
 from train.errors import RunError
 from train.loop import run

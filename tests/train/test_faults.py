@@ -1,4 +1,4 @@
-"""A run that is killed again and again ends as one that is not; see `benchmarks.faults`."""
+"""A run that is killed again and again ends as one that is not; see `benchmarks.training.faults`."""
 
 import dataclasses
 import functools
@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import train.loop
-from benchmarks import faults
-from train.checkpoint import Checkpoints
-from train.command_line import parse_command_line
+from benchmarks.training import faults
+from train.checkpoints.checkpoint import Checkpoints
+from train.cli.command_line import parse_command_line
 from train.step import init_state
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")

@@ -16,14 +16,14 @@ import pytest
 import train.loop
 import train.step
 from models.sharding import make_mesh, parameter_path
-from tiny_run import CONFIG
-from train import replay
+from support.tiny_run import CONFIG
+from train.checkpoints.hf_folder import FolderError
+from train.cli import replay
 from train.errors import RunError
 from train.guard import WINDOW, initial_guard, judge
-from train.hf_folder import FolderError
 from train.loop import run
-from train.metrics import jsonable
-from train.report import load_metrics
+from train.reporting.metrics import jsonable
+from train.reporting.report import load_metrics
 from train.step import init_state, jit_train_step, make_train_step
 
 pytestmark = pytest.mark.usefixtures("fast_compilation", "no_plots")

@@ -22,15 +22,15 @@ import train.loop
 from models.llama_hf import load_pretrained
 from models.sampling import generate
 from models.sharding import make_mesh
-from tiny_run import MODEL
-from tokenizer_files import write_byte_level
+from support.tiny_run import MODEL
+from support.tokenizer_files import write_byte_level
 from train import data
 from train.__main__ import main
 from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 from train.errors import RunError
 from train.guard import initial_guard
 from train.loop import memory_report, run
-from train.report import load_metrics
+from train.reporting.report import load_metrics
 from train.step import TrainState, init_state, make_train_step, model_graph
 
 # On the eight devices of the tests, so that the loop's placements are in every one of them.

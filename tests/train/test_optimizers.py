@@ -11,8 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-import tiny_run
 from models.sharding import make_mesh, parameter_path
+from support import tiny_run
 from train.config import OptimizerConfig
 from train.optimizers import make_optimizer
 from train.step import abstract_state, init_state, make_train_step

@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 
 from models.sharding import batch_sharding, make_mesh, parameter_path
-from numerics import assert_trees_as_accurate
-from textbook_llama import textbook_logits
+from support.numerics import assert_trees_as_accurate
+from support.textbook_llama import textbook_logits
 from train.config import DataConfig, OptimizerConfig, TrainConfig, preset
 from train.data import IGNORED, PackedDataset
 from train.optimizers import learning_rate_schedule, make_optimizer

@@ -9,10 +9,10 @@ import pytest
 
 import train.step
 from models.sharding import make_mesh
-from tiny_run import CONFIG
+from support.tiny_run import CONFIG
 from train import xla_flags
-from train.command_line import parse_command_line
-from train.plan import abstract_batch
+from train.cli.command_line import parse_command_line
+from train.planner.plan import abstract_batch
 from train.step import abstract_state, jit_train_step
 
 HIDING = "xla_gpu_enable_latency_hiding_scheduler"

@@ -5,7 +5,7 @@ import time
 import rich.console
 import rich.progress
 
-from train.metrics import format_count, format_duration
+from train.reporting.metrics import format_count, format_duration
 
 LINE_SECONDS = 10.0  # between lines where there is no terminal
 

@@ -1,0 +1,1 @@
+"""Benchmarks of the operations, against XLA and peers."""

@@ -1,0 +1,332 @@
+"""Times the linear cross-entropy with its gradients against the memory it takes, by setting.
+
+    python -m benchmarks.kernels.loss --shapes 8192x4096x128256 --peers
+
+bfloat16, random data; kernel time (`benchmarks/timing.py`), median over interleaved rounds, beside
+the three bare GEMMs of the same shapes (logits, dx, dweight; for a loss alone the first of them),
+measured in the same rounds. Memory is what a program has beside its arguments and results: by XLA's
+`memory_analysis`, for PyTorch the peak above what was allocated. Writes a table and all numbers
+into the folder of results, and with `--chart` draws time against memory of the first shape.
+"""
+
+import argparse
+import dataclasses
+import functools
+import gc
+import importlib
+import importlib.metadata
+import itertools
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import agreement, ceilings, peers, timing
+from benchmarks.kernels import shapes
+from benchmarks.kernels.bench import short_name
+from benchmarks.kernels.shapes import Shape
+from pallas_kernels import linear_cross_entropy
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A way to compute the loss.
+
+    Attributes:
+      name: in the table.
+      loss: `(x, weight, labels) -> loss`.
+      weight: dtype that the gradient of the weight has. "widened": float32 for a bfloat16 weight;
+        "float32": of float32 parameters, which the program itself rounds for its GEMMs. "[D, V]":
+        bfloat16, for a function that takes the weight transposed.
+      gradients: whether they are asked for.
+    """
+
+    name: str
+    loss: Callable[..., jax.Array]
+    weight: str = "widened"
+    gradients: bool = True
+
+    def program(self) -> Callable[..., Any]:
+        """What is compiled, for a bfloat16 weight; a float32 one if that is the setting's."""
+        if not self.gradients:
+            return self.loss
+        with_gradients = jax.value_and_grad(self.loss, argnums=(0, 1))
+        if self.weight != "widened":
+            return with_gradients
+        return lambda x, weight, labels: with_gradients(x, weight.astype(jnp.float32), labels)
+
+
+def _ours(**options: Any) -> Callable[..., jax.Array]:
+    return functools.partial(linear_cross_entropy, implementation="mosaic_gpu", **options)
+
+
+def _all_logits(x, weight, labels):
+    logits = jnp.einsum("td,vd->tv", x, weight.astype(x.dtype)).astype(jnp.float32)
+    picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+
+
+def _tokamax(x, weight, labels):
+    tokamax = importlib.import_module("tokamax")
+    return tokamax.linear_softmax_cross_entropy_loss(
+        x, labels, weight, reduction="mean", implementation="chunked_xla"
+    )
+
+
+_XLA = Setting("XLA chunks", functools.partial(linear_cross_entropy, implementation="xla"))
+SETTINGS = (
+    Setting("ours", _ours()),
+    Setting("ours, logits of 96 MiB", _ours(max_logits_bytes=3 * 2**25)),
+    Setting("ours, logits of 32 MiB", _ours(max_logits_bytes=2**25)),
+    Setting("ours, logits of 1 GiB", _ours(max_logits_bytes=2**30)),
+    Setting("ours, chunks of 4096", _ours(chunk_size=4096)),
+    Setting("ours, chunks of 2048", _ours(chunk_size=2048)),
+    Setting("ours, chunks of 1024", _ours(chunk_size=1024)),
+    Setting("ours, both of 2048", _ours(chunk_size=2048, vocab_chunk_size=2048)),
+    Setting("ours, 2048 columns", _ours(vocab_chunk_size=2048), "float32"),
+    Setting("ours, bfloat16 sums", _ours(accum_dtype=jnp.bfloat16), "bfloat16"),
+    Setting("ours, bfloat16 dweight", _ours(), "bfloat16"),
+    Setting("ours, loss alone", _ours(), gradients=False),
+    _XLA,
+    Setting("XLA, all logits", _all_logits),
+)
+# The one of the peers that runs in JAX.
+_TOKAMAX = Setting("tokamax", _tokamax, "[D, V]")
+_PEERS = "linear_cross_entropy"
+
+
+def gemms(shape: Shape) -> list[Callable[[], Any]]:
+    """The bare matrix products of the loss and its gradients."""
+    tokens, hidden_size, vocab_size = shape
+    keys = jax.random.split(jax.random.key(1), 3)
+    x = jax.random.normal(keys[0], (tokens, hidden_size), jnp.bfloat16)
+    weight = jax.random.normal(keys[1], (vocab_size, hidden_size), jnp.bfloat16)
+    dlogits = jax.random.normal(keys[2], (tokens, vocab_size), jnp.bfloat16)
+    return [
+        functools.partial(jax.jit(lambda a, b: a @ b.T), x, weight),
+        functools.partial(jax.jit(lambda a, b: a @ b), dlogits, weight),
+        functools.partial(jax.jit(lambda a, b: a.T @ b), dlogits, x),
+    ]
+
+
+def _arrays(setting: Setting, result: Any) -> list[jax.Array]:
+    """The loss and, where there are, the gradients, of the weight as `[V, D]`."""
+    if not setting.gradients:
+        return [result]
+    loss, (dx, dweight) = result
+    return [loss, dx, dweight.T if setting.weight == "[D, V]" else dweight]
+
+
+def measure(
+    shape: Shape, settings: Sequence[Setting], *, with_peers: bool, rounds: int
+) -> list[dict[str, Any]]:
+    """A record of each setting at a shape."""
+    tokens, hidden_size, vocab_size = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (tokens, hidden_size), jnp.bfloat16)
+    weight = jax.random.normal(keys[1], (vocab_size, hidden_size), jnp.bfloat16) / 50
+    labels = jax.random.randint(keys[2], (tokens,), 0, vocab_size)
+    bare = gemms(shape)
+    cases = [
+        timing.Case("one GEMM", bare[:1]),
+        timing.Case("three GEMMs", [lambda: [gemm() for gemm in bare]]),
+    ]
+    memory, refused = {}, {}
+    expected = _arrays(_XLA, jax.jit(_XLA.program())(x, weight, labels))
+    if with_peers and "tokamax" not in peers.missing():
+        settings = [*settings, _TOKAMAX]
+    for setting in settings:
+        dtype = jnp.float32 if setting.weight == "float32" else x.dtype
+        of_setting = weight.T if setting.weight == "[D, V]" else weight
+        arguments = x, of_setting.astype(dtype), labels
+        try:
+            compiled = jax.jit(setting.program()).lower(*arguments).compile()
+            result = _arrays(setting, jax.block_until_ready(compiled(*arguments)))
+        except Exception as error:  # what does not fit is a result
+            refused[setting.name] = timing.Timing(error=timing.first_line(error))
+            continue
+        error = agreement.relative_error(result, expected)
+        del result
+        if not error < agreement.LIMIT:  # also NaN
+            refused[setting.name] = timing.Timing(error=f"wrong result: relative error {error:.1e}")
+            continue
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        memory[setting.name] = analysis.temp_size_in_bytes
+        cases.append(timing.Case(setting.name, [functools.partial(compiled, *arguments)]))
+    del expected  # 2 GB at the first shape
+    if with_peers:
+        peers.reset()
+        arrays = {"x": x, "weight": weight, "labels": labels}
+        for peer in peers.peers_of(_PEERS):
+            try:
+                prepared = peers.prepare(peer, [arrays], "forward+backward")
+                prepared.calls[0]()
+                # The gradients have the dtypes of the arguments.
+                memory[peer.name] = prepared.num_bytes() - x.nbytes - weight.nbytes
+            except Exception as error:
+                refused[peer.name] = timing.Timing(error=timing.first_line(error))
+                continue
+            cases.append(timing.Case(peer.name, prepared.calls))
+    timings = timing.compare(cases, rounds=rounds, calls_per_round=1)
+    limits = {name: timings.pop(name) for name in ("one GEMM", "three GEMMs")}
+    records = []
+    alone = {s.name for s in settings if not s.gradients}
+    for name, measured in (timings | refused).items():
+        limit = limits["one GEMM" if name in alone else "three GEMMs"]
+        record: dict[str, Any] = {"shape": list(shape), "setting": name} | measured.summary()
+        if measured.error is None:
+            record |= {"over_gemms": measured.median_ms / limit.median_ms}
+            record |= {"gemms_ms": limit.median_ms, "temporary_bytes": memory[name]}
+        records.append(record)
+    return records
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown, a section per shape."""
+    lines = []
+    for shape in dict.fromkeys(tuple(r["shape"]) for r in records):
+        rows = [r for r in records if tuple(r["shape"]) == shape]
+        limit = max(r.get("gemms_ms", 0.0) for r in rows)
+        lines += [
+            f"## {shapes.label(shape)}, three GEMMs {limit:.1f} ms",
+            "",
+            "| setting | ms | over its GEMMs | MiB beside arguments and results |",
+            "|---|---|---|---|",
+        ]
+        for r in rows:
+            if "error" in r:
+                lines.append(f"| {r['setting']} | {r['error']} | | |")
+                continue
+            lines.append(
+                f"| {r['setting']} | {r['median_ms']:.1f} | {r['over_gemms']:.3f} | "
+                f"{r['temporary_bytes'] / 2**20:.0f} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Time against memory of the settings with gradients at the first shape."""
+    # Here, because the benchmark runs where matplotlib may be missing.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
+
+    first = records[0]["shape"]
+    points = [
+        r
+        for r in records
+        if r["shape"] == first and "error" not in r and "alone" not in r["setting"]
+    ]
+    figure = Figure(figsize=(8.5, 5), layout="constrained")
+    axes = figure.subplots()
+    marks = {}
+    for r in points:
+        color = "#c1440e" if r["setting"].startswith("ours") else "#33418a"
+        place = max(1.0, r["temporary_bytes"] / 2**20), r["median_ms"]
+        # Two limits of memory can lead to one program: it has the name of the first.
+        marks.setdefault(
+            (r["temporary_bytes"], round(r["median_ms"], 1)), (r["setting"], place, color)
+        )
+    for _, place, color in marks.values():
+        axes.scatter(*place, color=color, s=25)
+    axes.axhline(points[0]["gemms_ms"], color="#777777", linestyle=":", label="three bare GEMMs")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.margins(0.12)
+    axes.set_xlabel("MiB beside arguments and results")
+    axes.set_ylabel("ms, loss and gradients")
+    axes.set_title(f"Linear cross-entropy, {shapes.label(tuple(first))} bfloat16", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    _label(figure, axes, list(marks.values()))
+    figure.savefig(path, dpi=150)
+
+
+def _label(figure: Any, axes: Any, marks: Sequence[tuple[str, tuple[float, float], str]]) -> None:
+    """Writes the names beside their marks, where no other name or mark is."""
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()  # for the final places of the marks, in pixels
+    pixels = [axes.transData.transform(place) for _, place, _ in marks]
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in pixels]
+    directions = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
+    for name, place, color in marks:
+        for distance, (right, up) in itertools.product((5, 9), directions):
+            text = axes.annotate(
+                name,
+                place,
+                xytext=(distance * right, distance * up),
+                textcoords="offset points",
+                ha=("center", "left", "right")[right],
+                va=("center", "bottom", "top")[up],
+                fontsize=7,
+                color=color,
+            )
+            box = text.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+            text.remove()
+        else:
+            raise ValueError(f"no place near the mark of {name!r} is free: make the chart larger")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line, measures, writes and prints."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels.loss",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(shapes.LOSS))
+    parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS])
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--chart", type=Path, help="draw this PNG from the JSON file of results")
+    args = parser.parse_args(argv)
+    if args.chart is not None and args.chart.with_suffix(".json").exists():
+        draw(json.loads(args.chart.with_suffix(".json").read_text())["records"], args.chart)
+        return
+
+    device_kind = timing.require_gpu()
+    if args.peers and "torch" in peers.missing():
+        sys.exit("--peers needs torch")
+    settings = [s for s in SETTINGS if not args.settings or s.name in args.settings]
+    packages = ("jax", "jaxlib", *(peers.PACKAGES if args.peers else ()))
+    found = [f"{p} {importlib.metadata.version(p)}" for p in packages if p not in peers.missing()]
+    command = f"python -m benchmarks.kernels.loss {shlex.join(argv)}"
+    title = (
+        f"# linear_cross_entropy on {device_kind}\n\n{time.strftime('%Y-%m-%d')}, {device_kind}, "
+        f"{', '.join(found)}. bfloat16, kernel time, median of {args.rounds} interleaved rounds; "
+        f"{ceilings.measure()} by wall time.\n\n    {command}\n\n"
+    )
+    name = f"linear_cross_entropy_{short_name(device_kind)}_{time.strftime('%Y%m')}"
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    path = args.output_dir / name
+    records: list[dict[str, Any]] = []
+    contents = {"device": device_kind, "versions": found, "command": command, "records": records}
+    for shape in args.shapes:
+        print(f"{shapes.label(shape)} ...", file=sys.stderr, flush=True)
+        of_shape = measure(shape, settings, with_peers=args.peers, rounds=args.rounds)
+        gc.collect()
+        jax.clear_caches()
+        # After each: seven shapes take five minutes, of which none is lost if the last fails.
+        records += of_shape
+        path.with_suffix(".json").write_text(json.dumps(contents, indent=1) + "\n")
+        path.with_suffix(".md").write_text(title + table(records))
+        print(table(of_shape), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Times the gated MLP, whole and in parts, against the bare GEMMs in it.
+
+    python -m benchmarks.kernels.mlp --shapes 16384x2048x8192 8192x4096x14336
+
+The shapes are tokens x D x F; bfloat16, random data, kernel time (`benchmarks/timing.py`), median
+over interleaved rounds. The parts:
+
+- `projections`: gate, up and their product, which the kernel makes in the epilogue of its GEMM.
+  With gate and up written, as a step needs them, and without. Beside two GEMMs.
+- `gradients`: dgate, dup and the product from dy, gate and up: GEMM and one elementwise pass by
+  XLA, the same with our elementwise kernel, and our GEMM with all of it in its epilogue. Beside one
+  GEMM.
+- `mlp`: forward and backward by implementation and by what is saved. Beside nine GEMMs.
+
+Every candidate of the launch parameters is checked against XLA's result and timed; `--sweep` takes
+more of them. Writes a table and all numbers into the folder of results.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import agreement, ceilings, timing
+from benchmarks.kernels import shapes
+from benchmarks.kernels.bench import short_name
+from benchmarks.kernels.shapes import Shape
+from pallas_kernels import swiglu_mlp
+from pallas_kernels.gpu.device import target_device
+from pallas_kernels.gpu.hopper_gemm import Config
+from pallas_kernels.mlp import formula, gated_matmul, mosaic_gpu
+
+SHAPES: tuple[Shape, ...] = ((8192, 4096, 14336), (16384, 2048, 8192))
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way to compute a part.
+
+    Attributes:
+      name: in the table.
+      fn: of the part's inputs; returns a tuple of arrays.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Something that several ways compute.
+
+    Attributes:
+      name: of the section.
+      inputs: of every way.
+      gemms: the bare products in it.
+      ways: the first is what the others must agree with, as far as they return as much.
+    """
+
+    name: str
+    inputs: tuple[jax.Array, ...]
+    gemms: list[Callable[[], Any]]
+    ways: list[Way]
+
+
+def variants(base: Config, *, sweep: bool) -> Iterator[tuple[str, Config]]:
+    """The default launch parameters and, in a sweep, what differs from them in one, by name."""
+    yield "", base
+    if not sweep:
+        return
+    changes = {
+        "tile_n": (base.tile_n - 64,),
+        "stages": (base.stages - 1,),
+        "cluster": (3 - base.cluster,),
+        "band": (max(1, base.band // 2), 2 * base.band),
+    }
+    for name, values in changes.items():
+        for value in values:
+            if value != getattr(base, name):
+                yield f", {name}={value}", dataclasses.replace(base, **{name: value})
+
+
+def parts(shape: Shape, *, sweep: bool) -> list[Part]:
+    """The parts at a shape, with their inputs."""
+    tokens, hidden_size, intermediate_size = shape
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    normal = lambda *shape: jax.random.normal(next(keys), shape, jnp.bfloat16)
+    x, dy = normal(tokens, hidden_size), normal(tokens, hidden_size)
+    scale = jnp.asarray(hidden_size**-0.5, jnp.bfloat16)
+    w_gate = normal(hidden_size, intermediate_size) * scale
+    w_up = normal(hidden_size, intermediate_size) * scale
+    w_down = normal(intermediate_size, hidden_size) * scale
+    gate, up = normal(tokens, intermediate_size), normal(tokens, intermediate_size)
+
+    matmul = jax.jit(jnp.matmul)
+    transposed = jax.jit(lambda a, b: a @ b.T)
+    weight_gradient = jax.jit(lambda a, b: a.T @ b)
+    project = functools.partial(matmul, x, w_gate)
+    down = functools.partial(matmul, gate, w_down)
+    dproduct = functools.partial(transposed, dy, w_down)
+    dx = functools.partial(transposed, gate, w_gate)
+    dw = functools.partial(weight_gradient, x, gate)
+    dw_down = functools.partial(weight_gradient, gate, dy)
+
+    device = target_device()
+    forward = gated_matmul.default_config(tokens, intermediate_size, hidden_size, device)
+    backward = gated_matmul.default_backward_config(tokens, intermediate_size, hidden_size, device)
+    projections = [
+        Way("XLA, gate and up kept", _project_xla),
+        Way("XLA", lambda *a: _project_xla(*a)[:1]),
+    ]
+    for keep in (True, False):
+        for name, config in variants(forward, sweep=sweep):
+            kernel = functools.partial(gated_matmul.gated_matmul, keep=keep, config=config)
+            projections.append(Way(f"kernel{', gate and up kept' if keep else ''}{name}", kernel))
+    gradients = [
+        Way("XLA", _gradients_xla),
+        Way("XLA's GEMM, our elementwise kernel", _gradients_kernel),
+    ]
+    for name, config in variants(backward, sweep=sweep):
+        kernel = functools.partial(gated_matmul.gated_matmul_backward, config=config)
+        gradients.append(Way(f"kernel{name}", kernel))
+    whole = [
+        Way(f"{implementation}, save={save}", functools.partial(_whole, implementation, save))
+        for implementation, save in (
+            ("reference", "all"),
+            ("xla", "all"),
+            ("xla", "gate_up"),
+            ("xla", "x"),
+            ("mosaic_gpu", "all"),
+            ("mosaic_gpu", "gate_up"),
+            ("mosaic_gpu", "x"),
+        )
+    ]
+    weights = w_gate, w_up, w_down
+    nine = [project, project, down, dproduct, dx, dx, dw, dw, dw_down]
+    return [
+        Part("projections", (x, w_gate, w_up), [project] * 2, projections),
+        Part("gradients", (dy, w_down, gate, up), [dproduct], gradients),
+        Part("mlp", (x, *weights, dy), nine, whole),
+    ]
+
+
+def _project_xla(x, w_gate, w_up):
+    gate, up = x @ w_gate, x @ w_up
+    product = formula.product(gate.astype(jnp.float32), up.astype(jnp.float32))
+    return product.astype(x.dtype), gate, up
+
+
+def _gradients_xla(dy, w_down, gate, up):
+    in_float32 = (a.astype(jnp.float32) for a in (gate, up, dy @ w_down.T))
+    return tuple(a.astype(dy.dtype) for a in formula.gradients(*in_float32))
+
+
+def _gradients_kernel(dy, w_down, gate, up):
+    return mosaic_gpu.backward(gate, up, dy @ w_down.T, emit_product=True)
+
+
+def _whole(implementation, save, *arrays):
+    fn = functools.partial(swiglu_mlp, implementation=implementation, save=save)
+    y, vjp = jax.vjp(fn, *arrays[:-1])
+    return y, *vjp(arrays[-1])
+
+
+def measure(part: Part, rounds: int) -> dict[str, Any]:
+    """Times the ways of a part beside its GEMMs."""
+    cases = [timing.Case("GEMMs", [lambda: [gemm() for gemm in part.gemms]])]
+    memory, refused, expected = {}, {}, None
+    for way in part.ways:
+        try:
+            compiled = jax.jit(way.fn).lower(*part.inputs).compile()
+            got = jax.block_until_ready(compiled(*part.inputs))
+        except Exception as error:  # what does not compile or fit is a result
+            refused[way.name] = timing.Timing(error=timing.first_line(error))
+            continue
+        expected = expected or got
+        error = agreement.relative_error(got, expected)
+        del got
+        if not error < agreement.LIMIT:  # also NaN
+            refused[way.name] = timing.Timing(error=f"wrong result: relative error {error:.1e}")
+            continue
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        memory[way.name] = analysis.temp_size_in_bytes
+        cases.append(timing.Case(way.name, [functools.partial(compiled, *part.inputs)]))
+    timings = timing.compare(cases, rounds=rounds) | refused
+    gemms = timings.pop("GEMMs")
+    return {
+        "part": part.name,
+        "gemms_ms": gemms.median_ms,
+        "ways": [
+            {"name": way.name, "temporary_bytes": memory.get(way.name)}
+            | timings[way.name].summary()
+            for way in part.ways
+        ],
+    }
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown, a section per shape and part, the fastest first."""
+    lines = []
+    for record in records:
+        gemms = record["gemms_ms"]
+        lines += [
+            f"## {shapes.label(record['shape'])}, {record['part']}: GEMMs {gemms:.3f} ms",
+            "",
+            "| | ms | over the GEMMs | MiB beside arguments and results |",
+            "|---|---|---|---|",
+        ]
+        timed = [way for way in record["ways"] if "error" not in way]
+        for way in sorted(timed, key=lambda way: way["median_ms"]):
+            lines.append(
+                f"| {way['name']} | {way['median_ms']:.3f} | {way['median_ms'] / gemms:.3f} | "
+                f"{way['temporary_bytes'] / 2**20:.0f} |"
+            )
+        failed = [way for way in record["ways"] if "error" in way]
+        lines += [f"| {way['name']} | {way['error']} | | |" for way in failed] + [""]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line, measures, writes and prints."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels.mlp",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
+    parser.add_argument("--parts", nargs="+", choices=("projections", "gradients", "mlp"))
+    parser.add_argument("--sweep", action="store_true", help="more launch parameters")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args(argv)
+    device_kind = timing.require_gpu()
+    records = []
+    for shape in args.shapes:
+        for part in parts(shape, sweep=args.sweep):
+            if args.parts and part.name not in args.parts:
+                continue
+            print(f"{shapes.label(shape)} {part.name} ...", file=sys.stderr, flush=True)
+            records.append({"shape": list(shape)} | measure(part, args.rounds))
+    header = (
+        f"# swiglu_mlp on {device_kind}\n\n{time.strftime('%Y-%m-%d')}, jax {jax.__version__}. "
+        f"bfloat16, kernel time, median of {args.rounds} interleaved rounds; in the same run, by "
+        f"wall time, {ceilings.measure()}.\n\n"
+        f"    {shlex.join(['python', '-m', 'benchmarks.kernels.mlp', *argv])}\n\n"
+    )
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    path = args.output_dir / f"swiglu_mlp_{short_name(device_kind)}_{time.strftime('%Y%m')}"
+    path.with_suffix(".json").write_text(json.dumps(records, indent=1) + "\n")
+    path.with_suffix(".md").write_text(header + table(records))
+    print(header + table(records))
+
+
+if __name__ == "__main__":
+    main()

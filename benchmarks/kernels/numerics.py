@@ -1,0 +1,180 @@
+"""Errors against float64 of RMSNorm and of the linear cross-entropy, and of the usual formulas.
+
+    python -m benchmarks.kernels.numerics
+    python -m benchmarks.kernels.numerics loss
+
+Of RMSNorm prints two tables in Markdown: over the hidden size, and of `dweight` over the number of
+tokens. Inputs and outputs are bfloat16, the weight float32, so that the error of the sum is not
+hidden by the rounding of its result. Of the loss prints one, over the tokens of a chunk; inputs are
+bfloat16, `dweight` is float32. Errors are root mean squares, relative to that of the value. Off the
+GPU the kernels are interpreted, which takes minutes; the table of the loss is then of a smaller
+one.
+"""
+
+import argparse
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import linear_cross_entropy, rms_norm
+
+_EPS = 1e-6
+_HIDDEN_SIZES = (128, 1024, 2880, 4096, 8192)
+_TOKENS = (256, 1024, 4096, 16384)
+# Tokens, hidden size, vocabulary size and sizes of chunks: on a GPU, and interpreted.
+_LOSS_ON_GPU = (8192, 1024, 32000), (8192, 2048, 512, 128)
+_LOSS_INTERPRETED = (256, 128, 500), (256, 128)
+
+
+def hugging_face(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The formula of transformers' LlamaRMSNorm; the result is rounded to the dtype of `x`."""
+    hidden = x.astype(jnp.float32)
+    hidden *= jax.lax.rsqrt(jnp.mean(jnp.square(hidden), axis=-1, keepdims=True) + _EPS)
+    return (weight * hidden.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
+
+
+def exact(x: Any, weight: Any, dy: Any) -> tuple[np.ndarray, ...]:
+    """`(y, dx, dweight)` in float64."""
+    x, weight, dy = (np.asarray(a, np.float64) for a in (x, weight, dy))
+    rstd = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + _EPS)
+    x_hat, dx_hat = x * rstd, dy * weight
+    dx = rstd * (dx_hat - x_hat * np.mean(dx_hat * x_hat, axis=-1, keepdims=True))
+    return x_hat * weight, dx, np.sum(dy * x_hat, axis=0)
+
+
+def errors(num_tokens: int, hidden_size: int) -> dict[str, list[float]]:
+    """Relative errors of `(y, dx, dweight)` by implementation."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, dy = (jax.random.normal(key, (num_tokens, hidden_size), jnp.bfloat16) for key in keys[:2])
+    weight = 1 + jax.random.normal(keys[2], (hidden_size,)) / 8
+    norm = functools.partial(rms_norm, eps=_EPS)
+    implementations = {
+        "mosaic_gpu": functools.partial(norm, implementation="mosaic_gpu"),
+        "reference": functools.partial(norm, implementation="reference"),
+        "Hugging Face": hugging_face,
+    }
+    wanted = exact(x, weight, dy)
+    found = {}
+    for name, fn in implementations.items():
+        y, vjp = jax.vjp(fn, x, weight)
+        got = [np.asarray(a, np.float64) for a in (y, *vjp(dy))]
+        found[name] = [_relative_error(g, w) for g, w in zip(got, wanted, strict=True)]
+    return found
+
+
+def all_logits(x: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+    """The loss of transformers' models: logits in the dtype of `x`, of which all exist."""
+    logits = jnp.einsum("td,vd->tv", x, weight.astype(x.dtype)).astype(jnp.float32)
+    picked = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=1) - picked)
+
+
+def exact_loss(x: Any, weight: Any, labels: Any) -> tuple[np.ndarray, ...]:
+    """`(loss, dx, dweight)` in float64."""
+    x, weight = (np.asarray(a, np.float64) for a in (x, weight))
+    rows = np.arange(len(x)), np.asarray(labels)
+    logits = x @ weight.T
+    picked = logits[rows]
+    largest = logits.max(axis=1)
+    dlogits = np.exp(logits - largest[:, None])
+    sums = dlogits.sum(axis=1)
+    loss = np.mean(np.log(sums) + largest - picked)
+    dlogits /= sums[:, None]
+    dlogits[rows] -= 1
+    dlogits /= len(x)
+    return loss, dlogits @ weight, dlogits.T @ x
+
+
+def loss_errors(
+    shape: tuple[int, int, int], chunk_sizes: tuple[int, ...]
+) -> dict[str, list[list[float]]]:
+    """Relative errors of `(loss, dx, dweight)`, for each size of chunks, by implementation."""
+    num_tokens, hidden_size, vocab_size = shape
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (num_tokens, hidden_size), jnp.bfloat16)
+    weight = jax.random.normal(keys[1], (vocab_size, hidden_size)) / hidden_size**0.5
+    # Rounded, and float32 to get its gradient in float32.
+    weight = jax.lax.reduce_precision(weight, 8, 7)
+    labels = jax.random.randint(keys[2], (num_tokens,), 0, vocab_size)
+    loss = functools.partial(linear_cross_entropy, labels=labels)
+    implementations = {
+        "mosaic_gpu": functools.partial(loss, implementation="mosaic_gpu"),
+        "its sums in bfloat16": functools.partial(
+            loss, implementation="mosaic_gpu", accum_dtype=jnp.bfloat16
+        ),
+        "xla": functools.partial(loss, implementation="xla"),
+        "all logits": functools.partial(all_logits, labels=labels),
+    }
+    wanted = exact_loss(x, weight, labels)
+    found = {}
+    for name, fn in implementations.items():
+        sizes = [{"chunk_size": n} for n in chunk_sizes] if name != "all logits" else [{}]
+        found[name] = []
+        for options in sizes:
+            value, gradients = jax.jit(
+                jax.value_and_grad(functools.partial(fn, **options), argnums=(0, 1))
+            )(x, weight)
+            got = [np.asarray(a, np.float64) for a in (value, *gradients)]
+            found[name].append([_relative_error(g, w) for g, w in zip(got, wanted, strict=True)])
+    return found
+
+
+def _relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.sqrt(np.mean((got - wanted) ** 2) / np.mean(wanted**2)))
+
+
+def print_norms() -> None:
+    """Both tables of RMSNorm."""
+    print("| D | " + " | ".join(f"{n}: y, dx, dweight" for n in errors(4, 64)) + " |")
+    print("|---|---|---|---|")
+    for hidden_size in _HIDDEN_SIZES:
+        cells = [_cell(row) for row in errors(64, hidden_size).values()]
+        print(f"| {hidden_size} | {' | '.join(cells)} |", flush=True)
+    print("\n| tokens | " + " | ".join(f"{n}: dweight" for n in errors(4, 64)) + " |")
+    print("|---|---|---|---|")
+    for num_tokens in _TOKENS:
+        cells = [_cell(row[2:]) for row in errors(num_tokens, 128).values()]
+        print(f"| {num_tokens} | {' | '.join(cells)} |", flush=True)
+
+
+def print_loss(*, on_gpu: bool) -> None:
+    """The table of the loss."""
+    shape, chunk_sizes = _LOSS_ON_GPU if on_gpu else _LOSS_INTERPRETED
+    found = loss_errors(shape, chunk_sizes)
+    print(f"{' x '.join(map(str, shape))} (tokens x D x V)\n")
+    print("| tokens in a chunk | " + " | ".join(f"{n}: loss, dx, dweight" for n in found) + " |")
+    print("|---|---|---|---|---|")
+    for i, chunk_size in enumerate(chunk_sizes):
+        # All logits are one chunk, whose row is the first.
+        cells = [_cell(rows[i]) if i < len(rows) else "" for rows in found.values()]
+        print(f"| {chunk_size} | {' | '.join(cells)} |", flush=True)
+
+
+def _cell(row: list[float]) -> str:
+    return ", ".join(f"{error:.1e}" for error in row)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line and prints the tables."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels.numerics",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("op", nargs="?", choices=("norms", "loss"), default="norms")
+    op = parser.parse_args(argv).op
+    # The interpreter's callbacks wait for JAX's threads, of which one device has too few.
+    jax.config.update("jax_num_cpu_devices", 8)
+    on_gpu = jax.default_backend() == "gpu"
+    with contextlib.nullcontext() if on_gpu else plgpu.force_gpu_interpret_mode():
+        print_norms() if op == "norms" else print_loss(on_gpu=on_gpu)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Times the sharded residual-add RMSNorm over all GPUs of this host, by implementation.
+
+    python -m benchmarks.kernels.sharded --shapes 8192x4096 1024x8192 32768x4096
+
+The shapes are tokens x D; bfloat16, random data. A program is a chain of operations, each of which
+takes the result of the one before for its partial sums, so that nothing but them is in it and no
+dispatch: wall time of the program over their number, median over interleaved rounds. `all-reduce`
+is what tensor parallelism without sharded tokens does: a sum, and the addition and the norm of all
+tokens on every device. The rate is that of the bytes that a device must get from the others,
+2·(n-1)/n arrays, over the time of the operation; NVLink's of an H100 or H200 is 450 GB/s.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import timing
+from benchmarks.kernels import shapes
+from benchmarks.kernels.bench import short_name
+from benchmarks.kernels.shapes import Shape
+from pallas_kernels import add_rms_norm, sharded_add_rms_norm
+
+SHAPES: tuple[Shape, ...] = ((8192, 4096), (1024, 8192), (32768, 4096))
+_AXIS = "tensor"
+_LENGTH = 16  # operations in a chain
+_CALLS = 4  # of a program in a round
+
+
+def all_reduce(partial: jax.Array, residual: jax.Array, weight: jax.Array) -> Any:
+    """The sum on all devices, and all tokens of the residual on each."""
+    return add_rms_norm(jax.lax.psum(partial, _AXIS), residual, weight)
+
+
+_SHARDED = functools.partial(sharded_add_rms_norm, axis_name=_AXIS)
+# Of each the operation and whether its residual is split by tokens.
+CONTENDERS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "all-reduce, add_rms_norm": (all_reduce, False),
+    "xla": (functools.partial(_SHARDED, implementation="xla"), True),
+    "mosaic_gpu": (functools.partial(_SHARDED, implementation="mosaic_gpu"), True),
+}
+
+
+def program(name: str, mesh: Mesh, *, backward: bool) -> Any:
+    """The chain of a contender on the mesh, or its forward and backward."""
+    fn, is_split = CONTENDERS[name]
+    fn = jax.jit(fn)  # lowered once, not for every operation of the chain
+
+    def chain(partial, residual, weight):
+        for _ in range(_LENGTH):
+            partial, residual = fn(partial, residual, weight)
+        return partial, residual
+
+    def both(*args):
+        outputs, vjp = jax.vjp(chain, *args)
+        return vjp(outputs)
+
+    tokens = P(_AXIS) if is_split else P()
+    outputs = (P(), tokens, P()) if backward else (P(), tokens)
+    return jax.jit(
+        jax.shard_map(
+            both if backward else chain,
+            mesh=mesh,
+            in_specs=(P(), tokens, P()),
+            out_specs=outputs,
+            check_vma=False,
+        )
+    )
+
+
+def measure(shape: Shape, mesh: Mesh, rounds: int, *, backward: bool) -> dict[str, Any]:
+    """Milliseconds of one operation by contender, and why there are none."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    # Every device has the same partial sums, which is as good as others.
+    whole = jax.random.normal(keys[0], shape, jnp.bfloat16) / mesh.size
+    weight = 1 + jax.random.normal(keys[1], shape[-1:], jnp.float32) / 8
+    place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    results: dict[str, Any] = {}
+    runs, expected = {}, None
+    for name, (_, is_split) in CONTENDERS.items():
+        args = place(whole, P()), place(whole, P(_AXIS) if is_split else P()), place(weight, P())
+        try:
+            compiled = program(name, mesh, backward=backward).lower(*args).compile()
+            got = np.asarray(jax.block_until_ready(compiled(*args))[0], np.float32)
+        except Exception as error:  # what does not compile or run is a result
+            results[name] = {"error": timing.first_line(error)}
+            continue
+        # With a whole residual every device counts its gradient.
+        if is_split or not backward:
+            expected = got if expected is None else expected
+            error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
+            # Sixteen norms of sums in bfloat16, rounded in another order.
+            if not error < 0.1:
+                results[name] = {"error": f"wrong result: relative error {error:.1e}"}
+                continue
+        runs[name] = functools.partial(compiled, *args)
+    cases = [timing.Case(name, [run]) for name, run in runs.items()]
+    timings = timing.compare(cases, rounds=rounds, calls_per_round=_CALLS, measure=wall_ms)
+    for name, timed in timings.items():
+        if timed.error is not None:
+            results[name] = {"error": timed.error}
+            continue
+        result: dict[str, Any] = {"times_ms": [ms / _LENGTH for ms in timed.times_ms]}
+        result["median_ms"] = statistics.median(result["times_ms"])
+        moved = 2 * (2 if backward else 1) * (mesh.size - 1) / mesh.size * whole.nbytes
+        result["bytes_per_s"] = moved / result["median_ms"] * 1e3
+        results[name] = result
+    return results
+
+
+def wall_ms(calls: Sequence[Callable[[], Any]]) -> float:
+    """Milliseconds of all `calls`: CUPTI would add up the kernels of all devices."""
+    start = time.perf_counter()
+    jax.block_until_ready([call() for call in calls])
+    return (time.perf_counter() - start) * 1e3
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown."""
+    names = list(CONTENDERS)
+    lines = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    for record in records:
+        cells = []
+        for name in names:
+            result = record["results"][name]
+            cells.append(
+                result["error"]
+                if "error" in result
+                else f"{result['median_ms']:.3f} ms, {result['bytes_per_s'] / 1e9:.0f} GB/s"
+            )
+        lines.append(f"| {record['name']} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line, measures, writes and prints."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels.sharded",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args(argv)
+    device_kind = timing.require_gpu()
+    devices = jax.devices()
+    if len(devices) < 2:
+        parser.error(f"there is {len(devices)} GPU, and nothing to exchange")
+    mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
+    records = []
+    for shape, backward in itertools.product(args.shapes, (False, True)):
+        name = f"{shapes.label(shape)} {'forward and backward' if backward else 'forward'}"
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        results = measure(shape, mesh, args.rounds, backward=backward)
+        records.append({"name": name, "shape": list(shape), "results": results})
+    header = (
+        f"# sharded_add_rms_norm on {len(devices)} x {device_kind}\n\n"
+        f"{time.strftime('%Y-%m-%d')}, jax {jax.__version__}. bfloat16, wall time of one of "
+        f"{_LENGTH} in a program, median of {args.rounds} interleaved rounds.\n\n"
+        f"    {shlex.join(['python', '-m', 'benchmarks.kernels.sharded', *argv])}\n\n"
+    )
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    stem = f"sharded_add_rms_norm_{short_name(device_kind)}_x{len(devices)}"
+    path = args.output_dir / f"{stem}_{time.strftime('%Y%m')}"
+    path.with_suffix(".json").write_text(json.dumps(records, indent=1) + "\n")
+    path.with_suffix(".md").write_text(header + table(records))
+    print(header + table(records))
+
+
+if __name__ == "__main__":
+    main()

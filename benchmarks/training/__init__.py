@@ -1,0 +1,1 @@
+"""Benchmarks of training steps and of what is around them."""

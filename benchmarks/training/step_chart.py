@@ -1,0 +1,80 @@
+"""Draws time and memory of training steps, a bar for each row of the tables of results.
+
+    python -m benchmarks.training.step_chart OURS.md NEWER.md TORCH.md OUT.png
+
+The tables are those that `benchmarks.training.train_step` and `benchmarks.training.train_step_torch` write; of a
+variant that several have, the last counts.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from benchmarks import tables
+
+_OURS, _THEIRS = "#c1440e", "#33418a"
+_INK, _PALE = "#333333", "#777777"
+_NAMES = {
+    "liger": "transformers with Liger",
+    "liger:full": "transformers with Liger, checkpointed",
+    "huggingface": "transformers",
+    "huggingface:full": "transformers, checkpointed",
+}
+
+
+def rows_of(text: str) -> list[tuple[str, float, float]]:
+    """`(variant, ms, GiB)` of the first table of a file of results.
+
+    Raises:
+      ValueError: there is none with these columns.
+    """
+    return [
+        (name, float(milliseconds), float(memory.removesuffix(" GiB")))
+        for name, milliseconds, memory in tables.rows(text, ("variant", "ms/step", "memory"))
+    ]
+
+
+def draw(texts: Sequence[str]) -> Figure:
+    """The figure; the title is the first line of the first file, with its date and device."""
+    by_variant = {row[0]: row for text in texts for row in rows_of(text)}
+    rows = sorted(by_variant.values(), key=lambda row: row[1])
+    labels = [_NAMES.get(name, name.replace(":", ", ")) for name, _, _ in rows]
+    colors = [_THEIRS if name in _NAMES else _OURS for name, _, _ in rows]
+    layout = ConstrainedLayoutEngine(w_pad=0.1)
+    figure = Figure(figsize=(11, 0.42 * len(rows) + 1.3), dpi=150, layout=layout)
+    heading, details = [line for line in texts[0].splitlines() if line][:2]
+    title = ", ".join([heading.lstrip("# "), *details.split(", ")[:2]])
+    figure.suptitle(title, x=0.01, ha="left", color=_INK)
+    for ax, column, title in zip(
+        figure.subplots(1, 2, sharey=True), (1, 2), ("ms a step", "GiB"), strict=True
+    ):
+        bars = ax.barh(range(len(rows)), [row[column] for row in rows], 0.72, color=colors)
+        ax.bar_label(bars, fmt="%.0f" if column == 1 else "%.1f", padding=3, color=_PALE)
+        ax.set_title(title, loc="left", fontsize=10, color=_INK)
+        ax.set_yticks(range(len(rows)), labels, fontsize=10, color=_INK)
+        ax.set_xticks([])
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+        ax.margins(x=0.14)
+    figure.axes[0].invert_yaxis()  # shared: the fastest on top
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line, reads the tables and writes the image."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.training.step_chart",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("output", type=Path)
+    args = parser.parse_args(argv)
+    draw([path.read_text() for path in args.results]).savefig(args.output)
+
+
+if __name__ == "__main__":
+    main()

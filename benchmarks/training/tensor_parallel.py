@@ -1,0 +1,145 @@
+"""Times the layers of a tensor-parallel Llama, forward and backward, against what XLA derives.
+
+    python -m benchmarks.training.tensor_parallel --preset llama3.1-8b
+
+All GPUs of this host share the sequences. Contenders: `all-reduce`, the same Llama partitioned by
+XLA from the shardings of its parameters alone, without kernels (it cannot partition those), which
+sums after each half-layer and does the norms of all tokens on every device; ours, whose residual
+stream is split by tokens; and ours with the peer-memory kernel of `sharded_add_rms_norm` between
+the half-layers. A few layers with a small vocabulary, bfloat16 parameters, random tokens; wall time
+of loss and gradients over the number of layers, median over interleaved rounds. Memory is XLA's
+analysis of the program, beside its arguments and results.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+
+import models.llama
+import train.step
+from benchmarks import timing
+from benchmarks.kernels.sharded import wall_ms
+from benchmarks.training.overlap import add_model, random_batch
+from models.sharding import make_mesh
+from pallas_kernels import sharded_add_rms_norm
+from train.config import TrainConfig, preset
+from train.step import abstract_state, init_state, make_gradients
+from train.xla_flags import compiler_options
+
+_CALLS = 3  # of a program in a round
+
+
+def with_peer_kernel(*args: Any, **options: Any) -> Any:
+    """`sharded_add_rms_norm` as one kernel."""
+    return sharded_add_rms_norm(*args, **options | {"implementation": "mosaic_gpu"})
+
+
+@contextlib.contextmanager
+def contender(name: str, config: TrainConfig) -> Iterator[TrainConfig]:
+    """The configuration to trace with, inside of the context."""
+    if name == "all-reduce":
+        model = dataclasses.replace(config.model, kernels=False)
+        with (
+            mock.patch.object(train.step, "sum_over_devices", lambda fn: fn),
+            mock.patch.object(train.step, "tensor_axis", lambda: None),
+        ):
+            yield dataclasses.replace(config, model=model)
+    elif name == "peer kernel":
+        with mock.patch.object(models.llama, "sharded_add_rms_norm", with_peer_kernel):
+            yield config
+    else:
+        yield config
+
+
+CONTENDERS = ("all-reduce", "ours", "peer kernel")
+
+
+def config_of(arguments: argparse.Namespace) -> TrainConfig:
+    """The run whose gradients are taken."""
+    base = preset(arguments.preset)
+    return dataclasses.replace(
+        base,
+        model=dataclasses.replace(
+            base.model,
+            num_hidden_layers=arguments.layers,
+            vocab_size=arguments.vocab_size,
+            param_dtype="bfloat16",
+            remat=arguments.remat,
+            scan_layers=arguments.scan,
+        ),
+        data=dataclasses.replace(
+            base.data,
+            sequence_length=arguments.sequence_length,
+            batch_size=arguments.batch_size,
+        ),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line, compiles, times and prints."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.training.tensor_parallel",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    add_model(parser, layers=4, vocab_size=1024)
+    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--rounds", type=int, default=10)
+    arguments = parser.parse_args(argv)
+    device_kind = timing.require_gpu()
+    devices = jax.devices()
+    mesh = make_mesh(data=1, fsdp=1, tensor=len(devices), devices=devices)
+    config = config_of(arguments)
+    programs, losses = {}, {}
+    with jax.set_mesh(mesh):
+        params = init_state(config, mesh).params
+        batch = random_batch(config, mesh)
+        shardings = jax.tree.map(lambda a: a.sharding, abstract_state(config, mesh).params)
+        for name in arguments.contenders:
+            start = time.perf_counter()
+            with contender(name, config) as traced:
+                gradients = jax.jit(make_gradients(traced), out_shardings=(None, shardings))
+                options = compiler_options(devices, scan_layers=traced.model.scan_layers)
+                programs[name] = gradients.lower(params, batch).compile(options)
+            metrics, _ = programs[name](params, batch)
+            losses[name] = metrics["loss"].item(), metrics["grad_norm"].item()
+            seconds = time.perf_counter() - start
+            print(f"{name}: compiled in {seconds:.0f} s", file=sys.stderr, flush=True)
+        cases = [
+            timing.Case(name, [functools.partial(program, params, batch)])
+            for name, program in programs.items()
+        ]
+        timings = timing.compare(
+            cases, rounds=arguments.rounds, calls_per_round=_CALLS, measure=wall_ms
+        )
+    print(
+        f"{len(devices)} x {device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}\n\n"
+        f"    {shlex.join(['python', '-m', 'benchmarks.training.tensor_parallel', *argv])}\n\n"
+        "| | ms a layer | min - max | GiB beside arguments and results | loss, gradient norm |\n"
+        "|---|---|---|---|---|"
+    )
+    for name, timed in timings.items():
+        loss, norm = losses[name]
+        gib = programs[name].memory_analysis().temp_size_in_bytes / 2**30
+        if timed.error is not None:
+            print(f"| {name} | {timed.error} | | {gib:.2f} | |")
+            continue
+        ms = [time_ms / arguments.layers for time_ms in timed.times_ms]
+        spread = f"{statistics.median(ms):.3f} | {min(ms):.3f} - {max(ms):.3f}"
+        print(f"| {name} | {spread} | {gib:.2f} | {loss:.4f}, {norm:.4f} |")
+
+
+if __name__ == "__main__":
+    main()

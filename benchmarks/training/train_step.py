@@ -1,0 +1,315 @@
+"""Times whole training steps, several variants in one run, each beside what the card can do.
+
+    python -m benchmarks.training.train_step --preset llama3.2-1b --variants scanned:minimal unrolled:minimal
+
+A variant is `layers:remat`, with `:xla` after it for one that runs no kernels of ours, `:loss=xla`
+or `:loss=logits` for one whose loss alone is XLA's (in chunks, or with all logits), and
+`:xla_gpu_enable_triton_gemm=false` for an option of XLA.
+All variants work on one state, so they take turns: round after round, each runs a few steps. Wall
+time, median over the rounds. `--kernels` adds the time by kind of kernel, from a profiler trace.
+"""
+
+import argparse
+import collections
+import dataclasses
+import importlib.metadata
+import re
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+
+import train.step
+from benchmarks import ceilings
+from models.sharding import batch_sharding, make_mesh
+from pallas_kernels import hardware, linear_cross_entropy
+from train.config import PRESET_NAMES, TrainConfig, preset
+from train.data import SyntheticDataset
+from train.reporting import metrics
+from train.step import init_state, make_train_step, memory_in_bytes
+from train.xla_flags import compiler_options
+
+# In this order, by what the name of a kernel contains; XLA names its fusions after their
+# operations.
+_KINDS = {
+    "norm (ours)": r"rms_norm",
+    "GEMM with SwiGLU (ours)": r"gated_matmul",
+    "loss (ours)": r"loss_of_logits|linear_statistics|linear_exponentials|(weight|input)_gradient",
+    "attention (cuDNN)": r"cudnn|flash|sdpa|fmha",
+    "GEMM (XLA's Triton)": r"gemm_fusion",
+    "GEMM (cuBLAS)": r"nvjet|gemm|cutlass|xmma",
+    "copy, cast, transpose": r"copy|convert|transpose|memcpy|memset|Memcpy|Memset",
+    "concatenate, slice, broadcast": r"concatenate|slice|broadcast",
+    "scatter, gather": r"scatter|gather",
+    "reduction": r"reduce",
+}
+
+
+# Options of `linear_cross_entropy`; a chunk can have as many tokens as there are.
+_LOSSES: dict[str, dict[str, Any]] = {
+    "loss=xla": {"implementation": "xla"},
+    "loss=logits": {"implementation": "xla", "chunk_size": 2**30},
+}
+
+
+@dataclasses.dataclass
+class Variant:
+    """One way to run the step, and what was measured of it."""
+
+    name: str
+    compiled: Any
+    compile_s: float
+    times_s: list[float] = dataclasses.field(default_factory=list)
+    kernels: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    traced_ms: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Median time of a step."""
+        return statistics.median(self.times_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """What the name of a variant says.
+
+    Attributes:
+      config: of the run.
+      loss: options of the loss; None leaves them to the configuration.
+      options: of XLA, besides ours.
+    """
+
+    config: TrainConfig
+    loss: dict[str, Any] | None
+    options: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, base: TrainConfig, name: str) -> "Way":
+        """`base` with `layers:remat` applied and what follows, such as `unrolled:minimal:xla`."""
+        layers, remat, *rest = name.split(":")
+        loss = next((_LOSSES[word] for word in rest if word in _LOSSES), None)
+        options = [word for word in rest if word.startswith("xla_")]
+        if layers not in ("scanned", "unrolled") or len(rest) != (
+            len(options) + ("xla" in rest) + (loss is not None)
+        ):
+            raise ValueError(
+                f"variant {name!r} must be (scanned|unrolled):REMAT, with ':xla', ':loss=xla', "
+                "':loss=logits' or ':xla_OPTION=VALUE' after it"
+            )
+        model = dataclasses.replace(
+            base.model, scan_layers=layers == "scanned", remat=remat, kernels="xla" not in rest
+        )
+        return cls(dataclasses.replace(base, model=model), loss, tuple(options))
+
+    def compile(self, *args: Any) -> Any:
+        """The step for these arguments; the first is donated."""
+        step = jax.jit(make_train_step(self.config), donate_argnums=0)
+        devices = jax.tree.leaves(args)[0].devices()
+        options = compiler_options(devices, self.options, scan_layers=self.config.model.scan_layers)
+        changes = self.loss
+        if changes is None:
+            return step.lower(*args).compile(options)
+
+        def loss(*args: Any, **options: Any) -> Any:
+            return linear_cross_entropy(*args, **options | changes)
+
+        with mock.patch.object(train.step, "linear_cross_entropy", loss):
+            return step.lower(*args).compile(options)
+
+
+def kernel_table(kernels: list[tuple[str, float]]) -> list[tuple[str, int, float]]:
+    """`(kind, launches, milliseconds)`, the longest first."""
+    totals: dict[str, list[float]] = collections.defaultdict(list)
+    for name, milliseconds in kernels:
+        kind = next(
+            (kind for kind, pattern in _KINDS.items() if re.search(pattern, name)), "elementwise"
+        )
+        totals[kind].append(milliseconds)
+    rows = [(kind, len(times), sum(times)) for kind, times in totals.items()]
+    return sorted(rows, key=lambda row: -row[2])
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """The flags that say what a step trains."""
+    parser.add_argument("--preset", choices=PRESET_NAMES, default="llama3.2-1b")
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--sequence-length", type=int, default=4096)
+
+
+def workload(arguments: argparse.Namespace) -> TrainConfig:
+    """The run that these flags describe, on random tokens."""
+    base = preset(arguments.preset)
+    data = dataclasses.replace(
+        base.data,
+        source="synthetic",
+        sequence_length=arguments.sequence_length,
+        batch_size=arguments.batch_size,
+    )
+    return dataclasses.replace(base, data=data)
+
+
+def speed_cells(config: TrainConfig, times_s: list[float]) -> list[str]:
+    """Of a table: milliseconds a step, their range, tokens/s and MFU."""
+    flops = metrics.flops_per_token(config.model, config.data.sequence_length)
+    step_s = statistics.median(times_s)
+    speed = config.data.tokens_per_step / step_s
+    used = metrics.mfu(speed, flops, hardware.lookup(jax.devices()[0].device_kind), 1)
+    return [
+        f"{step_s * 1e3:.1f}",
+        f"{min(times_s) * 1e3:.1f} - {max(times_s) * 1e3:.1f}",
+        f"{speed:,.0f}",
+        "-" if used is None else f"{used:.1%}",
+    ]
+
+
+def main() -> None:
+    """Parses the command line, measures, prints and writes the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add_workload(parser)
+    parser.add_argument("--variants", nargs="+", default=["scanned:minimal", "unrolled:minimal"])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=3, help="steps of a variant in a round")
+    parser.add_argument("--kernels", action="store_true", help="add a table of the kernels")
+    parser.add_argument("--output", type=Path, help="file to write the tables to")
+    arguments = parser.parse_args()
+
+    base = workload(arguments)
+    # All of them before the first is compiled, which takes half a minute.
+    ways = {name: Way.parse(base, name) for name in arguments.variants}
+    data = base.data
+    mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
+    dataset = SyntheticDataset(base.model.vocab_size, data.sequence_length)
+    rows = dataset.batch(0, batch_size=data.batch_size, seed=0)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(
+            {name: array[None] for name, array in rows.items()}, batch_sharding(mesh, batch_axis=1)
+        )
+        state = init_state(base, mesh)
+        variants = []
+        for name, way in ways.items():
+            start = time.perf_counter()
+            compiled = way.compile(state, batch)
+            variants.append(Variant(name, compiled, time.perf_counter() - start))
+            state, values = compiled(state, batch)
+            print(
+                f"{name}: compiled in {variants[-1].compile_s:.1f} s, loss {values['loss']:.3f}",
+                flush=True,
+            )
+        limits = []
+        for _ in range(arguments.rounds):
+            limits.append(ceilings.measure())
+            for variant in variants:
+                jax.block_until_ready(state)
+                start = time.perf_counter()
+                for _ in range(arguments.steps):
+                    state, _ = variant.compiled(state, batch)
+                jax.block_until_ready(state)
+                variant.times_s.append((time.perf_counter() - start) / arguments.steps)
+        if arguments.kernels:
+            for variant in variants:
+                state, variant.kernels, variant.traced_ms = device_times(
+                    variant.compiled, state, batch
+                )
+    text = report(base, variants, limits)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text)
+
+
+def device_times(
+    compiled: Any, state: Any, batch: Any
+) -> tuple[Any, list[tuple[str, float]], float]:
+    """The state after one more step, `(name, milliseconds)` of all that ran on the device, and the
+    milliseconds from the first start to the last end.
+
+    From a trace of the profiler, which unlike a count of kernels has the copies as well.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            state, _ = jax.block_until_ready(compiled(state, batch))
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(file))
+        streams = [
+            line
+            for plane in profile.planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+            if line.name.startswith("Stream")
+        ]
+        events = [event for line in streams for event in line.events]
+        kernels = [(event.name, event.duration_ns / 1e6) for event in events]
+        first = min(event.start_ns for event in events)
+        last = max(event.start_ns + event.duration_ns for event in events)
+        return state, kernels, (last - first) / 1e6
+
+
+def report(config: TrainConfig, variants: list[Variant], limits: list[ceilings.Ceilings]) -> str:
+    """The tables, in Markdown."""
+    device = jax.devices()[0]
+    flops = metrics.flops_per_token(config.model, config.data.sequence_length)
+    gemm = statistics.median(limit.gemm for limit in limits)
+    copy = statistics.median(limit.copy for limit in limits)
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "optax")
+    )
+    limit = ceilings.Ceilings(gemm, copy)
+    lines = [
+        f"# Training step of {config.name}, "
+        f"{config.data.batch_size} x {config.data.sequence_length} tokens",
+        "",
+        f"{time.strftime('%Y-%m-%d')}, {device.device_kind}, {versions}. Parameters and AdamW "
+        f"moments {config.model.param_dtype}, compute {config.model.dtype}. Wall time, median of "
+        f"{len(limits)} interleaved rounds. In the same run: {limit}.",
+        "",
+        f"    python -m benchmarks.training.train_step {shlex.join(sys.argv[1:])}",
+        "",
+        "MFU counts causal attention at half and no recomputation, against the card's dense "
+        "bfloat16 peak. Memory is arguments plus temporaries of the compiled step.",
+        "",
+        "| variant | ms/step | min - max | tokens/s | MFU | of the GEMM | memory | compile |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for variant in variants:
+        speed = config.data.tokens_per_step / variant.step_s
+        cells = [
+            variant.name,
+            *speed_cells(config, variant.times_s),
+            f"{speed * flops / gemm:.1%}",
+            f"{memory_in_bytes(variant.compiled) / 2**30:.1f} GiB",
+            f"{variant.compile_s:.0f} s",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    for variant in variants:
+        if not variant.kernels:
+            continue
+        total = sum(milliseconds for _, milliseconds in variant.kernels)
+        lines += [
+            "",
+            f"{variant.name}: {total:.1f} ms of kernels in {len(variant.kernels)} launches, "
+            f"{variant.traced_ms:.1f} ms from the first to the last",
+            "",
+            "| kind | launches | ms |",
+            "|---|---|---|",
+        ]
+        lines += [
+            f"| {kind} | {count} | {ms:.1f} |" for kind, count, ms in kernel_table(variant.kernels)
+        ]
+        lines += ["", "| longest kernels | launches | ms |", "|---|---|---|"]
+        by_name: dict[str, list[float]] = collections.defaultdict(list)
+        for name, milliseconds in variant.kernels:
+            by_name[re.sub(r"[_.]?\d+$", "", name)[:70]].append(milliseconds)
+        longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:16]
+        lines += [f"| `{name}` | {len(times)} | {sum(times):.1f} |" for name, times in longest]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

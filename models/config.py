@@ -1,0 +1,189 @@
+"""What a Llama is: its sizes, options and their checks."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from models.remat import remat_policy
+from models.rope import RopeParameters
+
+AUTO_REMAT = "auto"
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_pytorch_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """A Llama. The fields down to `rope_parameters` are those of Hugging Face's `LlamaConfig`.
+
+    Attributes:
+      vocab_size: V.
+      hidden_size: D.
+      intermediate_size: F, of the MLP.
+      num_hidden_layers: L.
+      num_attention_heads: N, heads of the queries.
+      num_key_value_heads: K, heads of keys and values; each serves N/K query heads.
+      head_dim: H; 0 means D/N. D must be a multiple of N in either case, as transformers has it.
+      hidden_act: activation of the MLP's gate, one of `ACTIVATIONS`.
+      max_position_embeddings: longest sequence; longer ones are refused, except by the rope type
+        "dynamic".
+      initializer_range: standard deviation of the initial embeddings and kernels.
+      rms_norm_eps: eps of all norms.
+      tie_word_embeddings: whether the output embedding is the input embedding.
+      attention_bias: whether the four projections of the attention have biases.
+      mlp_bias: whether the three projections of the MLP have biases.
+      attention_dropout: must be 0.0; kept to refuse checkpoints that were trained otherwise.
+      bos_token_id: the token a text starts with.
+      eos_token_id: the token, or tokens, a text ends with.
+      pad_token_id: a token whose embedding is not trained.
+      rope_parameters: the rotary position embedding.
+      dtype: of the activations and of the operands of the GEMMs.
+      param_dtype: of the parameters.
+      scan_layers: whether the layers run in one loop (compiles faster) or are unrolled (runs
+        faster).
+      remat: what the layers keep for the backward: the name of a policy, or names of tensors such
+        as "attention,residual,gate@host,up@host"; see `models.remat`. Host memory needs
+        `scan_layers`. "auto" leaves it to `python -m train`, which takes the fastest policy that
+        fits the device.
+      mlp_chunk_size: positions of a sequence whose gate and up exist at a time, where a layer's are
+        too large together; 0 is all. Needs a `remat` that keeps neither, and an MLP without biases.
+      kernels: whether the operations may run as Mosaic GPU kernels; False leaves all to XLA, for
+        comparison. (Devices that share sequences then all norm all tokens.)
+      attention_implementation: of `jax.nn.dot_product_attention`; `None` takes cuDNN where it runs.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int = 0
+    hidden_act: str = "silu"
+    max_position_embeddings: int
+    initializer_range: float = 0.02
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attention_dropout: float = 0.0
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+    rope_parameters: RopeParameters
+
+    dtype: str = "bfloat16"
+    param_dtype: str = "float32"
+    scan_layers: bool = True
+    remat: str = "minimal"
+    mlp_chunk_size: int = 0
+    kernels: bool = True
+    attention_implementation: Literal["xla", "cudnn"] | None = None
+
+    def __post_init__(self):
+        for name in ("dtype", "param_dtype"):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, jnp.dtype(value).name)
+            except TypeError as error:
+                raise ValueError(f"{name}={value!r} is no dtype, such as bfloat16") from error
+            if getattr(self, name) not in _DTYPES:
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(_DTYPES)}")
+        for name in _SIZES:
+            _check_whole(name, getattr(self, name), 1)
+        _check_whole("head_dim", self.head_dim, 0)
+        # NaN is in neither range.
+        if not 0 <= self.rms_norm_eps <= float(jnp.finfo(jnp.float32).max):
+            raise ValueError(f"{self.rms_norm_eps=} must be finite and at least 0")
+        if not 0 <= self.initializer_range <= 1:
+            raise ValueError(
+                f"{self.initializer_range=} must be from 0 to 1; transformers loads no other model"
+            )
+        self._check_tokens()
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"{self.num_attention_heads=} must be a multiple of {self.num_key_value_heads=}"
+            )
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"{self.hidden_size=} is not a multiple of {self.num_attention_heads=}, and "
+                "transformers does not load such a model, whatever its head_dim; change one of them"
+            )
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        if self.head_dim % 2:
+            raise ValueError(
+                f"{self.head_dim=} must be even: rotary embedding turns pairs of channels"
+            )
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"{self.hidden_act=} must be one of {sorted(ACTIVATIONS)}")
+        if self.attention_dropout:
+            raise NotImplementedError(
+                f"{self.attention_dropout=} is not implemented; set it to 0.0, as Llama has it"
+            )
+        rope, longest = self.rope_parameters, self.max_position_embeddings
+        original = rope.original_max_position_embeddings or longest
+        if rope.rope_type == "yarn" and rope.factor is None and longest < original:
+            raise ValueError(
+                f"max_position_embeddings={longest} is below {original=} of the rope type 'yarn', "
+                "which has no factor to divide by; set rope_parameters.factor"
+            )
+        policy = None if self.remat == AUTO_REMAT else remat_policy(self.remat)
+        if policy is not None and policy.offloaded and not self.scan_layers:
+            raise ValueError(
+                f"{self.remat=} keeps tensors in host memory, which needs scan_layers=True: of "
+                "unrolled layers XLA sends tensors late and fetches them early, and saves hardly "
+                "any memory"
+            )
+        size = self.mlp_chunk_size
+        if not isinstance(size, int) or size < 0:
+            raise ValueError(f"mlp_chunk_size={size!r} must be a whole number from 0 up")
+        if size and (self.mlp_bias or self.hidden_act != "silu"):
+            raise ValueError(
+                f"mlp_chunk_size={size} is for hidden_act='silu' without biases, got "
+                f"{self.hidden_act=} and {self.mlp_bias=}"
+            )
+        if size and policy is not None and {"gate", "up"} & policy.kept:
+            raise ValueError(
+                f"mlp_chunk_size={size} makes gate and up again, which {self.remat=} keeps; use "
+                "'full', 'attention', 'mlp_inputs' or 'layer_input@host'"
+            )
+
+    def _check_tokens(self) -> None:
+        eos = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+        for name, token in (
+            ("bos_token_id", self.bos_token_id),
+            ("pad_token_id", self.pad_token_id),
+            *(("eos_token_id", token) for token in eos),
+        ):
+            if token is not None:
+                _check_whole(name, token, 0)
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+            raise ValueError(
+                f"{self.pad_token_id=} must be below {self.vocab_size=}; None is no padding"
+            )
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+        raise ValueError(f"{name}={value!r} must be a whole number from {least} to 2**31 - 1")

@@ -1,0 +1,78 @@
+"""The GPU that kernels are compiled for, and its limits."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from pallas_kernels import hardware
+
+WARPS_PER_WARPGROUP = 4
+LANES = 32
+MAX_WARPS = 32  # 1024 threads, the limit of a block
+BYTES_PER_ACCESS = 16  # the widest load or store of a lane
+
+# Of a multiprocessor, on every architecture since Volta.
+REGISTERS_PER_SM = 65536
+MAX_REGISTERS_PER_LANE = 255
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Device:
+    """What launch parameters depend on.
+
+    Attributes:
+      kind: `jax.Device.device_kind`.
+      capability: compute capability, such as `(9, 0)`; None if it is no NVIDIA GPU.
+      num_sms: streaming multiprocessors; 1 if it is no NVIDIA GPU.
+    """
+
+    kind: str
+    capability: tuple[int, int] | None
+    num_sms: int
+
+    @property
+    def has_tma(self) -> bool:
+        """Whether it has a tensor memory accelerator, as Hopper and later.
+
+        Where it is no NVIDIA GPU a kernel is interpreted, or exported for one that has.
+        """
+        return self.capability is None or self.capability >= (9, 0)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory that one thread block may ask for."""
+        match self.capability:
+            case None | (9 | 10 | 11, _):
+                return hardware.SMEM_SM90
+            case (8, 0 | 7):
+                return hardware.SMEM_SM80
+            case _:
+                return hardware.SMEM_SM86
+
+
+def target_device() -> Device:
+    """The device that Pallas compiles for: JAX's default device.
+
+    On a machine without a GPU the kernels can still be interpreted, or exported; their launch
+    parameters are then those of a GPU with one multiprocessor: right anywhere, fast nowhere. It
+    cannot run them, which `gpu_kernel` says when they are compiled for it.
+    """
+    device: Any = jax.config.jax_default_device
+    if device is None or isinstance(device, str):
+        device = jax.devices(device)[0]
+    # A CPU has none, and that of other GPUs is no pair of numbers.
+    major, dot, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    if not dot:
+        return Device(device.device_kind, None, 1)
+    return Device(device.device_kind, (int(major), int(minor)), device.core_count)
+
+
+def runs_here() -> str | None:
+    """Why no kernel can be compiled for the default device, or None if it can."""
+    device = target_device()
+    if device.capability is None:
+        return f"the device is {device.kind!r}, not an NVIDIA GPU"
+    if device.capability < (8, 0):
+        return f"compute capability {device.capability} is below (8, 0), that of the A100"
+    return None

@@ -1,0 +1,394 @@
+"""The main loop of the kernels that multiply matrices on Hopper, for epilogues of their own.
+
+`a @ b` with one `a` and one or several `b` of one shape, by wgmma; what becomes of the float32
+accumulators of a tile is up to the kernel.
+
+- A persistent block has 128 rows by `tile_n` columns of each product: two warpgroups of
+  `64 x tile_n` that share the tiles of `b`, and a third that brings operands by TMA, `stages` steps
+  of 64 in K ahead. Its steps run on through the tiles, so that the operands of the next are there
+  when the epilogue of this one is done.
+- While one warpgroup waits for its wgmma, or is in an epilogue, the other's runs: issuing the next
+  wgmma before waiting, and starting the second warpgroup some steps after the first, were both
+  tried and are slower (`NOTES.md`).
+- `cluster=2` blocks with different rows share the tiles of `b`: each loads half and multicasts it,
+  which takes a step's reads of the L2 from 48 to 32 KiB a block (256 columns).
+- The tiles are dealt to the blocks one by one, so that no block has more than one more than
+  another. Tiles that run together must share operands in the L2: they are numbered rows first in
+  bands of `band` clusters' rows, and every other band goes through the columns backwards.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.gpu.device import Device
+
+TILE_M = 64  # of a warpgroup, what wgmma has
+WARPGROUPS = 2  # that compute
+BLOCK_M = WARPGROUPS * TILE_M
+TILE_K = 64  # 128 bytes, the widest swizzle
+DTYPES = (jnp.bfloat16, jnp.float16)
+
+# What is asked about before it exists has a shape and a dtype.
+type Operand = jax.Array | jax.ShapeDtypeStruct
+
+# Of 65536 registers the memory warpgroup keeps 40 a lane; the others can have 240.
+_MEMORY_REGISTERS = 40
+_COMPUTE_REGISTERS = 232
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """How the products are dealt to blocks and what a block keeps in shared memory.
+
+    Attributes:
+      tile_n: columns of a tile, a multiple of 64 up to 256.
+      stages: steps of 64 in K whose operands shared memory holds.
+      cluster: blocks that share tiles of `b`, 1 or 2.
+      band: row groups (of `128 · cluster` rows) that go through the columns together.
+      blocks: thread blocks, a multiple of `cluster`.
+    """
+
+    tile_n: int
+    stages: int
+    cluster: int
+    band: int
+    blocks: int
+
+    def __post_init__(self):
+        if self.tile_n % 64 or not 64 <= self.tile_n <= 256:
+            raise ValueError(f"{self.tile_n=} must be a multiple of 64 from 64 to 256")
+        if self.stages < 2:
+            raise ValueError(f"{self.stages=} must be at least 2")
+        if self.cluster not in (1, 2):
+            raise ValueError(f"{self.cluster=} must be 1 or 2")
+        if self.band < 1:
+            raise ValueError(f"{self.band=} must be at least 1")
+        if self.blocks < 1 or self.blocks % self.cluster:
+            raise ValueError(f"{self.blocks=} must be a positive multiple of {self.cluster=}")
+
+
+def default_config(
+    num_rows: int,
+    num_columns: int,
+    depth: int,
+    device: Device,
+    *,
+    tile_n: int,
+    stages: int,
+    max_cluster: int = 2,
+    band_rows: int | None = None,
+) -> Config:
+    """Launch parameters with these two; the others are derived, with `band_rows` but that."""
+    cluster = max_cluster if num_rows > BLOCK_M and device.num_sms % max_cluster == 0 else 1
+    groups = pl.cdiv(num_rows, cluster * BLOCK_M)
+    tiles = groups * pl.cdiv(num_columns, tile_n)
+    # 2048 rows were best with depths of 2048 and 4096; of deeper ones 16 MiB, a third of the L2 of
+    # an H100. Bands of equal size, because tiles of a narrow last one would share less.
+    rows = band_rows or min(2048, max(1, 2**24 // (2 * depth)))
+    bands = pl.cdiv(groups, max(1, rows // (cluster * BLOCK_M)))
+    return Config(
+        tile_n=tile_n,
+        stages=stages,
+        cluster=cluster,
+        band=pl.cdiv(groups, bands),
+        blocks=cluster * min(device.num_sms // cluster, tiles),
+    )
+
+
+def unsupported_reason(device: Device, *operands: Operand) -> str | None:
+    """Why no kernel with this loop can multiply the operands, or None if it can."""
+    if device.capability is not None and device.capability[0] != 9:
+        return f"wgmma needs compute capability (9, x), {device.kind} has {device.capability}"
+    dtypes = [a.dtype for a in operands]
+    if dtypes[0] not in DTYPES or any(dtype != dtypes[0] for dtype in dtypes):
+        return f"the operands are {', '.join(map(str, dtypes))}, not all bfloat16 or float16"
+    if any(0 in a.shape for a in operands):
+        return f"operands of shapes {', '.join(str(a.shape) for a in operands)} are empty"
+    return None
+
+
+def whole_tiles(a: Float[Array, "N D"]) -> Float[Array, "padded_N padded_D"]:
+    """Padded with zeros to the 8 rows by 64 that TMA swizzles together.
+
+    Mosaic has no copies of parts of these. It is no copy for the sizes of the usual models.
+    """
+    return jnp.pad(a, ((0, -a.shape[0] % 8), (0, -a.shape[1] % TILE_K)))
+
+
+def store_piece(
+    i: int, num_pieces: int, value: Float[Array, "64 width"], slots: Any, to: Any, *, turned=False
+) -> None:
+    """Stores columns of a warpgroup's accumulators by way of shared memory.
+
+    To be called for each piece of a tile in turn: one slot is filled while the other is on its way.
+    What is on its way at the end, `wait_for_pieces` waits for.
+
+    Args:
+      i: the piece's number in the tile.
+      num_pieces: how many there are.
+      value: what is stored, rounded to the dtype of `to`, which is better done before it waits.
+      slots: `[2, 64, width]` in shared memory, the warpgroup's own.
+      to: where, in device memory: `[64, width]`.
+      turned: store the transpose; `width` is 64.
+    """
+    smem = slots.at[i % 2]
+    # Until only the store from the other slot may still be reading. With an odd number of pieces
+    # the next tile starts with the slot that this one ends with.
+    plgpu.wait_smem_to_gmem(1 - num_pieces % 2, wait_read_only=True)
+    if turned:
+        smem.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+    else:
+        smem[...] = value
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem, to)
+
+
+def wait_for_pieces() -> None:
+    """Until shared memory that stores read from may go."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MainLoop:
+    """`a @ b` for each `b`, tile by tile.
+
+    Attributes:
+      config: launch parameters.
+      num_rows: M, those of `a`; TMA fills in zeros for rows that are not there.
+      num_columns: N, those of each `b`; likewise.
+      depth: K, a multiple of 64.
+      dtype: of all operands.
+      num_b: how many `b` there are.
+      a_layout: `"MK"` or `"KM"`. `"KM"` needs rows that are a multiple of those of a cluster: TMA
+        does not cut a tile in the second dimension.
+      b_layout: `"NK"` or `"KN"`. `"KN"` needs columns that are a multiple of `tile_n`, likewise.
+    """
+
+    config: Config
+    num_rows: int
+    num_columns: int
+    depth: int
+    dtype: DTypeLike
+    num_b: int = 1
+    a_layout: Literal["MK", "KM"] = "MK"
+    b_layout: Literal["NK", "KN"] = "NK"
+
+    @property
+    def groups(self) -> int:
+        """Groups of rows, of a cluster each."""
+        return pl.cdiv(self.num_rows, self.config.cluster * BLOCK_M)
+
+    @property
+    def column_tiles(self) -> int:
+        """Tiles from the first to the last column."""
+        return pl.cdiv(self.num_columns, self.config.tile_n)
+
+    @property
+    def num_clusters(self) -> int:
+        """Clusters of blocks."""
+        return self.config.blocks // self.config.cluster
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a block for the operands."""
+        step = (BLOCK_M + self.num_b * self.config.tile_n) * TILE_K
+        return jnp.dtype(self.dtype).itemsize * self.config.stages * step
+
+    def check_fits(self, device: Device, *, extra_bytes: int = 0) -> None:
+        """Raises ValueError if a block cannot have the operands' memory and `extra_bytes`."""
+        num_bytes = self.smem_bytes + extra_bytes
+        if num_bytes > device.smem_bytes:
+            raise ValueError(
+                f"{self.config} takes {num_bytes} bytes of shared memory, a block of {device.kind} "
+                f"can have {device.smem_bytes}; use less stages or narrower tiles"
+            )
+
+    @property
+    def scratch_types(self) -> list[Any]:
+        """What `run` takes as `scratch`."""
+        c = self.config
+        a_tile = (BLOCK_M, TILE_K) if self.a_layout == "MK" else (TILE_K, BLOCK_M)
+        b_tile = (c.tile_n, TILE_K) if self.b_layout == "NK" else (TILE_K, c.tile_n)
+        freed = (
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=c.stages)
+            if c.cluster == 1
+            else plgpu.ClusterBarrier(
+                collective_axes=("member",), num_arrivals=WARPGROUPS, num_barriers=c.stages
+            )
+        )
+        return [
+            plgpu.SMEM((c.stages, *a_tile), self.dtype),
+            *(plgpu.SMEM((c.stages, *b_tile), self.dtype) for _ in range(self.num_b)),
+            plgpu.Barrier(num_arrivals=1 + self.num_b, num_barriers=c.stages),
+            freed,
+        ]
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        """Keyword arguments of `plgpu.kernel`."""
+        return {
+            "grid": (self.num_clusters,),
+            "grid_names": ("group",),
+            "cluster": (self.config.cluster,),
+            "cluster_names": ("member",),
+            "num_threads": WARPGROUPS + 1,
+            "thread_name": "warpgroup",
+        }
+
+    def run(
+        self,
+        a_gmems: Sequence[Any],
+        b_gmems: Sequence[Any],
+        scratch: Sequence[Any],
+        *,
+        tile: Callable[[Any, Any, Callable[[], tuple[jax.Array, ...]]], None],
+        start: Callable[[], None] | None = None,
+        end: Callable[[], None] | None = None,
+        is_needed: Any = None,
+        first_step_of_b: int = 0,
+    ) -> None:
+        """The body of a kernel, run by all warpgroups of a block.
+
+        Args:
+          a_gmems: one `[M, K]` or `[K, M]`, or several of these that follow each other in K, of
+            which all but the last have a multiple of 64.
+          b_gmems: each `[N, K]` or `[K, N]`.
+          scratch: of `scratch_types`.
+          tile: called by each warpgroup that computes, once a tile, with the first row of its 64
+            and the first column, and with a function that returns its accumulators.
+          start: called by each of these before its first tile.
+          end: called after its last.
+          is_needed: a scalar; where it is False, there are no tiles, and `start` is not called.
+          first_step_of_b: where in K, in steps of 64, each `b` begins; its beginning follows its
+            end.
+        """
+        tile_n, stages, cluster = self.config.tile_n, self.config.stages, self.config.cluster
+        num_clusters = self.num_clusters
+        num_tiles = self.groups * self.column_tiles
+        if is_needed is not None:
+            num_tiles = jnp.where(is_needed, num_tiles, 0)
+        k_steps = self.depth // TILE_K
+        a_smem, *rest = scratch
+        b_smems, (filled, freed) = rest[: self.num_b], rest[self.num_b :]
+        group_of_blocks, member = jax.lax.axis_index("group"), jax.lax.axis_index("member")
+        warpgroup = jax.lax.axis_index("warpgroup")
+        tiles_here = jax.lax.div(num_tiles + num_clusters - 1 - group_of_blocks, num_clusters)
+        slot_of = lambda step: jax.lax.rem(step, stages)
+
+        def place(i):
+            """First row and column of the i-th tile of this block."""
+            group, column_tile = plgpu.planar_snake(
+                group_of_blocks + i * num_clusters,
+                (self.groups, self.column_tiles),
+                0,
+                self.config.band,
+            )
+            return (group * cluster + member) * BLOCK_M, column_tile * tile_n
+
+        def bring_a(rows, k, slot):
+            """Of several `a`, the one that has this step."""
+            end = 0
+            for a_gmem in a_gmems:
+                num_steps = pl.cdiv(a_gmem.shape[self.a_layout.index("K")], TILE_K)
+                start, end = end, end + num_steps
+                depth = pl.ds((k - start) * TILE_K, TILE_K)
+                part = a_gmem.at[(rows, depth) if self.a_layout == "MK" else (depth, rows)]
+                bring = functools.partial(
+                    plgpu.copy_gmem_to_smem, part, a_smem.at[slot], filled.at[slot]
+                )
+                if len(a_gmems) == 1:
+                    bring()
+                else:
+                    pl.when((start <= k) & (k < end))(bring)
+
+        @pl.when(warpgroup == WARPGROUPS)
+        def _bring_operands():
+            plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+
+            def bring_tile(i, step):
+                row, column = place(i)
+                rows, columns = pl.ds(row, BLOCK_M), pl.ds(column, tile_n)
+
+                def bring(k, step):
+                    slot = slot_of(step)
+
+                    @pl.when(step >= stages)
+                    def _wait():
+                        plgpu.barrier_wait(freed.at[slot])
+
+                    bring_a(rows, k, slot)
+                    of_b = jax.lax.rem(k + first_step_of_b, k_steps) if first_step_of_b else k
+                    depth = pl.ds(of_b * TILE_K, TILE_K)
+                    for b_gmem, b_smem in zip(b_gmems, b_smems, strict=True):
+                        part = (columns, depth) if self.b_layout == "NK" else (depth, columns)
+                        plgpu.copy_gmem_to_smem(
+                            b_gmem.at[part],
+                            b_smem.at[slot],
+                            filled.at[slot],
+                            collective_axes="member" if cluster > 1 else None,
+                        )
+                    return step + 1
+
+                return jax.lax.fori_loop(0, k_steps, bring, step)
+
+            steps = jax.lax.fori_loop(0, tiles_here, bring_tile, 0)
+            # The other block of the cluster must not free a slot of one that is gone.
+            jax.lax.fori_loop(
+                jnp.maximum(steps - stages, 0),
+                steps,
+                lambda step, _: plgpu.barrier_wait(freed.at[slot_of(step)]),
+                None,
+            )
+
+        @pl.when(warpgroup < WARPGROUPS)
+        def _compute():
+            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            own_rows = pl.ds(warpgroup * TILE_M, TILE_M)
+            if start is not None and is_needed is not None:
+                pl.when(is_needed)(start)
+            elif start is not None:
+                start()
+
+            def compute_tile(i, first_step):
+                row, column = place(i)
+
+                def multiply(*accs):
+                    def multiply_step(step, _):
+                        slot = slot_of(step)
+                        plgpu.barrier_wait(filled.at[slot])
+                        if self.a_layout == "MK":
+                            a = a_smem.at[slot, own_rows]
+                        else:
+                            a = a_smem.at[slot, :, own_rows].transpose((1, 0))
+                        for acc, b_smem in zip(accs, b_smems, strict=True):
+                            b = b_smem.at[slot]
+                            b = b.transpose((1, 0)) if self.b_layout == "NK" else b
+                            plgpu.wgmma(acc, a, b)
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(freed.at[slot])
+
+                    jax.lax.fori_loop(first_step, first_step + k_steps, multiply_step, None)
+                    # For LLVM the sums are there when a wgmma is issued. Without the barrier it may
+                    # compute with them before the wait, and with a wgmma in flight it did.
+                    return jax.lax.optimization_barrier(tuple(acc[...] for acc in accs))
+
+                accumulator = plgpu.WGMMAAccumulatorRef((TILE_M, tile_n), jnp.float32)
+                tile(
+                    row + warpgroup * TILE_M,
+                    column,
+                    lambda: pl.run_scoped(multiply, *[accumulator] * self.num_b),
+                )
+                return first_step + k_steps
+
+            jax.lax.fori_loop(0, tiles_here, compute_tile, 0)
+            if end is not None:
+                end()

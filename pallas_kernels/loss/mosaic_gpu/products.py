@@ -1,0 +1,215 @@
+"""Matrix products of the gradients, as a Mosaic GPU kernel; for Hopper.
+
+XLA's GEMMs are as fast, but as a rule do not write their result into a part of a larger array:
+while Triton and cuBLAS compete for a product (`xla_gpu_enable_triton_gemm`, on by default), it is a
+float32 array of its own, which is then copied, or cast, to its place (JAX 0.11.2). In the loop of
+the loss, 2048 rows of `dweight` of 4096 with 8192 tokens on an H100, that takes 182 us and 20 for
+the copy. The result of a Mosaic kernel XLA has written where it belongs, in the dtype that it has
+there, and operands read where they are; this one takes 178.
+
+`b` has its columns in rows, and `a` may be transposed, so wgmma reads one or both transposed from
+shared memory, which for types of 16 bits costs nothing. The loop is that of
+`pallas_kernels/gpu/hopper_gemm.py`; results leave a warpgroup by way of shared memory, 128 bytes of
+each row at a time, one part while the next is made.
+
+Not for sums over chunks of tokens. With TMA, which can add what it stores, they take 1.10 times a
+product that only stores at 2048 x 128256 x 4096, and 1.8 at 1024 x 256000 x 2304; cuBLAS' 1.02 to
+1.09, and 1.47.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.gpu import hopper_gemm
+from pallas_kernels.gpu.arrays import at_aligned_addresses
+from pallas_kernels.gpu.device import Device, target_device
+from pallas_kernels.gpu.hopper_gemm import (
+    BLOCK_M,
+    TILE_K,
+    TILE_M,
+    WARPGROUPS,
+    Config,
+    MainLoop,
+    Operand,
+    store_piece,
+    wait_for_pieces,
+)
+from pallas_kernels.gpu.kernel import gpu_kernel
+from pallas_kernels.gpu.layouts import load
+
+_LINE_BYTES = 128  # of a row, that go through shared memory at a time
+_TILES = (256, 192, 128)  # columns, of which one must divide x: TMA does not cut a tile there
+_STAGES = {256: 4, 192: 4, 128: 6}
+# Of a tile, in columns: narrow ones bring more of the other operand a flop. Not measured, but so
+# that wide ones are taken where nothing speaks against them.
+_FIXED_COST = 16
+# 8 blocks. With a depth of 128256 fewer share too little: over cuBLAS, alone, dx of 8192 tokens
+# at D = 4096 and of 4096 at 8192 takes 1.003 and 0.996 with 8, 1.02 and 1.05 with 2, 1.28 and 2.02
+# with 1.
+_BAND_ROWS = 1024
+_ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each row of a tile
+_RESULTS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
+
+
+def default_config(depth: int, num_rows: int, num_columns: int, device: Device) -> Config:
+    """The launch parameters to use: derived, but for clusters.
+
+    Two blocks that share `x` are as fast as one by one if nothing runs before and after, and take
+    195 us for 178 in the loop of the loss (8192 x 2048 x 4096, H100).
+    """
+    _, tile_n = best_tile(num_rows, num_columns, device)
+    return hopper_gemm.default_config(
+        num_rows,
+        num_columns,
+        depth,
+        device,
+        tile_n=tile_n,
+        stages=_STAGES[tile_n],
+        max_cluster=1,
+        band_rows=_BAND_ROWS,
+    )
+
+
+def best_tile(num_rows: int, num_columns: int, device: Device) -> tuple[int, int]:
+    """`(cost, tile_n)` of the tiles that take the least time.
+
+    The cost is in columns of the tiles of one multiprocessor. dx of 4096 tokens at D = 2304 is 288
+    tiles of 256 columns, three for some of the 132 multiprocessors of an H100, and takes 9.5 ms
+    where cuBLAS takes 6.8; of 192 columns it is three as well.
+    """
+    blocks = pl.cdiv(num_rows, BLOCK_M)
+    widths = [n for n in _TILES if num_columns % n == 0]
+    tiles_each = lambda n: pl.cdiv(blocks * (num_columns // n), device.num_sms)
+    cost, tile_n = min((tiles_each(n) * (n + _FIXED_COST), -n) for n in widths)
+    return cost, -tile_n
+
+
+def unsupported_reason(a: Operand, b: Operand, dtype: DTypeLike) -> str | None:
+    """Why the kernel cannot run these arguments on the default device, or None if it can."""
+    reason = hopper_gemm.unsupported_reason(target_device(), a, b)
+    if reason is None and all(b.shape[1] % n for n in _TILES):
+        reason = f"b of shape {b.shape}: its rows are a multiple of none of {_TILES}"
+    if reason is None and a.shape[1] % BLOCK_M:
+        reason = f"a of shape {a.shape}: its rows are no multiple of {BLOCK_M}"
+    if reason is None and jnp.dtype(dtype) not in _RESULTS:
+        reason = f"the result is {jnp.dtype(dtype)}, not {' or '.join(map(str, _RESULTS))}"
+    return reason
+
+
+def product(
+    a: Float[Array, "I J"] | Sequence[Float[Array, "I _"]],
+    b: Float[Array, "K N"],
+    *,
+    a_layout: Literal["MK", "KM"],
+    dtype: DTypeLike,
+    num_rows: int | None = None,
+    row_factor: Float[Array, " M"] | None = None,
+    first_row_of_b: int = 0,
+    kernel_name: str = "product",
+    config: Config | None = None,
+) -> Float[Array, "M N"]:
+    """`a @ b` or `a.T @ b`, added up in float32 and rounded once.
+
+    Args:
+      a: bfloat16 or float16, of its layout; J is a multiple of 128. Columns past K, or M, are not
+        read. Or several for `"MK"`, which follow each other in K; all but the last are read whole.
+      b: of the dtype of `a`; N is a multiple of 128 or 192.
+      a_layout: `"MK"` for `a @ b`, `"KM"` for `a.T @ b`.
+      dtype: of the result, float32, bfloat16 or float16.
+      num_rows: M, if the layout is `"KM"`; None is J.
+      row_factor: what rows of the result are multiplied with before they are rounded.
+      first_row_of_b: that the first of K goes with; what is before it follows the last. A multiple
+        of 64, and if it is not 0, K is one.
+      kernel_name: in profiles.
+      config: launch parameters; chosen if None.
+
+    Raises:
+      NotImplementedError: `unsupported_reason` has one.
+      ValueError: `a` is too small for `b`, or the configuration does not fit the device or sizes.
+    """
+    parts = [a] if isinstance(a, jax.Array) else list(a)
+    for part in parts:
+        if (reason := unsupported_reason(part, b, dtype)) is not None:
+            raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
+    depth, num_columns = b.shape
+    shape = parts[0].shape
+    available = sum(part.shape[a_layout.index("K")] for part in parts)
+    if available < depth:
+        raise ValueError(f"a has {available} of the {depth} in K that b of shape {b.shape} has")
+    if num_rows is None:
+        num_rows = shape[1 if a_layout == "KM" else 0]
+    dtype, device = jnp.dtype(dtype), target_device()
+    if config is None:
+        config = default_config(depth, num_rows, num_columns, device)
+    rows = BLOCK_M * config.cluster
+    groups = pl.cdiv(num_rows, rows)
+    if (a_layout == "KM" and groups * rows > shape[1]) or num_columns % config.tile_n:
+        raise ValueError(
+            f"{config}: clusters have {rows} of {shape[1]} rows and {config.tile_n} of "
+            f"{num_columns} columns, which must divide them"
+        )
+    # Copies, if K is not a multiple of 64.
+    b = jnp.pad(b, ((0, -depth % TILE_K), (0, 0)))
+    if a_layout == "KM":
+        parts = [jnp.pad(part, ((0, -depth % TILE_K), (0, 0))) for part in parts]
+    operands = [b, *parts]
+    if row_factor is not None:
+        operands.append(jnp.pad(row_factor, (0, groups * rows - num_rows)))
+    loop = MainLoop(
+        config=config,
+        num_rows=num_rows,
+        num_columns=num_columns,
+        depth=len(b),
+        dtype=b.dtype,
+        a_layout=a_layout,
+        b_layout="KN",
+    )
+    width = _LINE_BYTES // dtype.itemsize
+    num_pieces = config.tile_n // width
+    pieces = WARPGROUPS, 2, TILE_M, width
+    loop.check_fits(device, extra_bytes=dtype.itemsize * math.prod(pieces))
+
+    def kernel(b_gmem, *refs):
+        a_gmems, refs = list(refs[: len(parts)]), list(refs[len(parts) :])
+        factor_gmem = None if row_factor is None else refs.pop(0)
+        result_gmem, pieces_smem, *scratch = refs
+
+        def tile(row, column, multiply):
+            factor = None
+            if factor_gmem is not None:
+                factor = load(factor_gmem.at[pl.ds(row, TILE_M)], _ROW)
+            (found,) = multiply()
+            if factor is not None:
+                found *= jax.lax.broadcast_in_dim(factor, found.shape, (0,))
+            slots = pieces_smem.at[jax.lax.axis_index("warpgroup")]
+            for i in range(num_pieces):
+                to = result_gmem.at[pl.ds(row, TILE_M), pl.ds(column + i * width, width)]
+                piece = found[:, i * width : (i + 1) * width].astype(dtype)
+                store_piece(i, num_pieces, piece, slots, to)
+
+        loop.run(
+            a_gmems,
+            [b_gmem],
+            scratch,
+            tile=tile,
+            end=wait_for_pieces,
+            first_step_of_b=first_row_of_b // TILE_K,
+        )
+
+    # TMA does not cut 8 rows that it swizzles together.
+    result = gpu_kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((num_rows + -num_rows % 8, num_columns), dtype),
+        **loop.launch,
+        scratch_types=[plgpu.SMEM(pieces, dtype), *loop.scratch_types],
+        kernel_name=kernel_name,
+    )(*at_aligned_addresses(operands))
+    return result[:num_rows]

@@ -1,0 +1,119 @@
+"""Launch parameters of the SwiGLU kernels: what can be chosen, what was measured best, a guess."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels import tuning
+from pallas_kernels.gpu.device import (
+    BYTES_PER_ACCESS,
+    LANES,
+    REGISTERS_PER_SM,
+    WARPS_PER_WARPGROUP,
+    Device,
+)
+
+_MAX_ACCESSES = {"fwd_accesses": 8, "bwd_accesses": 4}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """How many elements a thread block has.
+
+    A block is one warpgroup, 128 lanes. Each lane makes as many loads of 16 bytes from every array
+    as said here, all of them before it uses the first.
+
+    Attributes:
+      fwd_accesses: in the forward, which reads two arrays; 1 to 8.
+      bwd_accesses: in the backward, which reads three; 1 to 4. With 4, ptxas for sm_90a counts 127
+        registers a lane if the product is written too.
+    """
+
+    fwd_accesses: int
+    bwd_accesses: int
+
+    def __post_init__(self):
+        for name, most in _MAX_ACCESSES.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"{name}={getattr(self, name)} must be from 1 to {most}")
+
+
+_H100 = "NVIDIA H100 80GB HBM3"
+
+# Best of `python -m benchmarks.kernels.tune swiglu` on 2**26 elements, by device kind, dtype and
+# intermediate size; the speeds are fractions of that of a copy of as many bytes. 2026-11-21, jax
+# 0.11.2.
+_TUNED: dict[tuple[str, str, int], Config] = {
+    (_H100, "bfloat16", 8192): Config(fwd_accesses=1, bwd_accesses=1),  # fwd 1.01, bwd 1.00
+    (_H100, "bfloat16", 14336): Config(fwd_accesses=1, bwd_accesses=1),  # fwd 1.01, bwd 1.00
+}
+
+
+def default_config(device: Device, intermediate_size: int, dtype: DTypeLike) -> Config:
+    """The launch parameters to use: the user's, else measured ones, else a guess.
+
+    Args:
+      device: where the kernels run.
+      intermediate_size: F.
+      dtype: of `gate` and `up`.
+    """
+    key = device.kind, tuning.dtype_name(dtype), intermediate_size
+    return tuning.lookup(Config, "swiglu", *key) or _TUNED.get(key) or guess_config(device, dtype)
+
+
+# What loads of one multiprocessor should have on their way. In a microsecond, about the latency of
+# a load while the memory is busy, a B200 moves 54 KB for each of its multiprocessors, an H100
+# 25 KB, an L4 5 KB (bandwidth and number of multiprocessors: pallas_kernels/hardware.py); half as
+# much again, because a lane that computes or stores has nothing on its way.
+_BYTES_ON_THEIR_WAY = 80 * 1024
+
+
+def guess_config(device: Device, dtype: DTypeLike) -> Config:
+    """The fewest accesses with which enough bytes are on their way.
+
+    For 16-bit arrays 4 in the forward and 2 in the backward. The residual-add RMSNorm, which also
+    reads two arrays and writes two, moved 0.99 of a copy with 4 on an H100, and with 2.
+    """
+    vector = BYTES_PER_ACCESS // jnp.dtype(dtype).itemsize
+
+    def fewest(field: str, num_arrays: int, registers: Callable[[int], int]) -> int:
+        # Powers of two, so that tiles divide most arrays.
+        for accesses in (n for n in (1, 2, 4, 8) if n <= _MAX_ACCESSES[field]):
+            lanes = _lanes_per_sm(device, registers(accesses * vector))
+            if lanes * num_arrays * accesses * BYTES_PER_ACCESS >= _BYTES_ON_THEIR_WAY:
+                return accesses
+        return _MAX_ACCESSES[field]
+
+    # Registers by elements a lane, as ptxas counts for sm_90a: 36, 56, 79 and 105 for 8, 16, 32 and
+    # 64 in the forward; 39, 63 and 108 for 8, 16 and 32 in the backward.
+    return Config(
+        fwd_accesses=fewest("fwd_accesses", 2, lambda elements: 28 + 8 * elements // 5),
+        bwd_accesses=fewest("bwd_accesses", 3, lambda elements: 16 + 3 * elements),
+    )
+
+
+def _lanes_per_sm(device: Device, registers: int) -> int:
+    """Lanes that a multiprocessor has at a time, in whole blocks."""
+    # https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
+    small = device.capability is not None and device.capability in ((8, 6), (8, 7), (8, 9), (12, 0))
+    lanes_per_block = WARPS_PER_WARPGROUP * LANES
+    most = 1536 if small else 2048
+    return min(most, REGISTERS_PER_SM // registers // lanes_per_block * lanes_per_block)
+
+
+def forward_candidates(dtype: DTypeLike) -> list[Config]:
+    """Configurations worth timing that differ in the forward alone."""
+    base = guess_config(_TUNED_FOR, dtype)
+    return [dataclasses.replace(base, fwd_accesses=accesses) for accesses in (1, 2, 4, 8)]
+
+
+def backward_candidates(dtype: DTypeLike) -> list[Config]:
+    """Configurations worth timing that differ in the backward alone."""
+    base = guess_config(_TUNED_FOR, dtype)
+    return [dataclasses.replace(base, bwd_accesses=accesses) for accesses in (1, 2, 4)]
+
+
+# Only what does not vary in a sweep depends on it.
+_TUNED_FOR = Device("", (9, 0), 1)

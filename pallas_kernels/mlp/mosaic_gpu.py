@@ -1,0 +1,305 @@
+"""Elementwise SwiGLU as Mosaic GPU kernels, forward and backward.
+
+Both are bound by device memory, so each array goes through it once. Bytes moved, in units of one
+array `[T, F]`: forward 3 (gate, up; the product), backward 5 (gate, up, dy; dgate, dup), or 6 if it
+also writes the product. XLA moves as many where it fuses the formula; what the kernels have beside
+it is that product, for the weight gradient of the projection after it, in the same pass.
+
+Kept for the backward: `gate` and `up`, which are the arguments. Sigmoid and product are computed
+again.
+
+Arithmetic is float32, and each result is rounded once to the dtype of the arguments. Nothing is
+added up, so results depend neither on the launch parameters nor on the order of blocks.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.gpu.arrays import at_aligned_addresses
+from pallas_kernels.gpu.device import BYTES_PER_ACCESS, LANES, WARPS_PER_WARPGROUP, target_device
+from pallas_kernels.gpu.kernel import gpu_kernel
+from pallas_kernels.gpu.layouts import load, store
+from pallas_kernels.mlp import formula
+from pallas_kernels.mlp.config import Config, default_config
+
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+_LANES_PER_BLOCK = WARPS_PER_WARPGROUP * LANES
+# Mosaic GPU computes indices in 32 bits. The offset of a row it computes in 64.
+_MAX_INDEX = 2**31
+
+
+def unsupported_reason(gate: jax.Array, up: jax.Array) -> str | None:
+    """Why the kernels cannot run these arguments, or None if they can."""
+    if gate.dtype not in _DTYPES:
+        return f"gate is {gate.dtype}, not bfloat16, float16 or float32"
+    if gate.dtype != up.dtype:
+        return f"gate is {gate.dtype} and up is {up.dtype}; the kernels take one dtype"
+    return None
+
+
+def swiglu(
+    gate: Float[Array, "*T F"], up: Float[Array, "*T F"], *, config: Config | None
+) -> Float[Array, "*T F"]:
+    """`silu(gate) · up` of `pallas_kernels.swiglu`.
+
+    Raises:
+      NotImplementedError: `unsupported_reason` has one; also on differentiating it twice.
+    """
+    return _swiglu(_checked_config(gate, up, config), gate, up)
+
+
+def backward(
+    gate: Float[Array, "*T F"],
+    up: Float[Array, "*T F"],
+    dy: Float[Array, "*T F"],
+    *,
+    emit_product: bool = False,
+    config: Config | None = None,
+) -> tuple[Float[Array, "*T F"], Float[Array, "*T F"], Float[Array, "*T F"] | None]:
+    """`(dgate, dup, product)`, not differentiable.
+
+    `dgate = dy · up · s · (1 + gate · (1 - s))` with `s = sigmoid(gate)`, `dup = dy · gate · s`, in
+    float32, each rounded once to the dtype that all arguments share.
+
+    Args:
+      gate: as in the forward.
+      up: likewise.
+      dy: the gradient of the product.
+      emit_product: whether to write `silu(gate) · up` as well, with the bits of the forward's
+        result; else `product` is None.
+      config: launch parameters; `None` takes measured ones, or a guess.
+
+    Raises:
+      NotImplementedError: `unsupported_reason` has one; also on differentiating it.
+    """
+    config = _checked_config(gate, up, config)
+    dgate, dup, *product = _backward(config, emit_product, gate, up, dy)
+    return dgate, dup, product[0] if product else None
+
+
+def _checked_config(gate: jax.Array, up: jax.Array, config: Config | None) -> Config:
+    if (reason := unsupported_reason(gate, up)) is not None:
+        raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
+    return config or default_config(target_device(), gate.shape[-1], gate.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _swiglu(config, gate, up):
+    return _forward(config, gate, up)
+
+
+def _swiglu_fwd(config, gate, up):
+    return _forward(config, gate.value, up.value), (gate.value, up.value)
+
+
+def _swiglu_bwd(config, saved, dy):
+    gate, up = saved
+    if isinstance(dy, SymbolicZero):
+        return jnp.zeros_like(gate), jnp.zeros_like(up)
+    return _backward(config, False, gate, up, dy)
+
+
+_swiglu.defvjp(_swiglu_fwd, _swiglu_bwd, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _forward(
+    config: Config, gate: Float[Array, "*T F"], up: Float[Array, "*T F"]
+) -> Float[Array, "*T F"]:
+    (product,) = _elementwise(
+        lambda gate, up: (formula.product(gate, up),),
+        (gate, up),
+        num_results=1,
+        accesses=config.fwd_accesses,
+        name="swiglu_fwd",
+    )
+    return product
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _backward(
+    config: Config,
+    emit_product: bool,
+    gate: Float[Array, "*T F"],
+    up: Float[Array, "*T F"],
+    dy: Float[Array, "*T F"],
+) -> tuple[Float[Array, "*T F"], ...]:
+    """`(dgate, dup)`, and the product if asked for."""
+    num_results = 3 if emit_product else 2
+    return _elementwise(
+        lambda gate, up, dy: formula.gradients(gate, up, dy)[:num_results],
+        (gate, up, dy),
+        num_results=num_results,
+        accesses=config.bwd_accesses,
+        name="swiglu_bwd_product" if emit_product else "swiglu_bwd",
+    )
+
+
+@_forward.defjvp
+@_backward.defjvp
+def _no_second_derivative(*_):
+    raise NotImplementedError(
+        "implementation='mosaic_gpu' of SwiGLU has no second derivative; differentiate "
+        "implementation='reference' twice"
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiles:
+    """A flat array, dealt to blocks.
+
+    The lanes of a block access a *chunk* of 128 vectors together. Most blocks have a *tile* of
+    several chunks. If tiles do not divide the array, what is behind the last of them, at least a
+    chunk, is the tail, and each of its chunks has a block. If chunks do not divide that, the last
+    block has one more, which ends with the array and repeats elements of the one before it: no
+    element is two blocks'.
+
+    Attributes:
+      num_elements: of the array, a multiple of `vector`, at least a chunk.
+      vector: elements in one access of a lane.
+      accesses: chunks in a tile.
+    """
+
+    num_elements: int
+    vector: int
+    accesses: int
+
+    @property
+    def chunk(self) -> int:
+        """Elements that the lanes of a block access together."""
+        return _LANES_PER_BLOCK * self.vector
+
+    @property
+    def tile(self) -> int:
+        """Elements of most blocks."""
+        return self.accesses * self.chunk
+
+    @property
+    def num_tiles(self) -> int:
+        """Blocks with a tile."""
+        if self.num_elements % self.tile == 0:
+            return self.num_elements // self.tile
+        return (self.num_elements - self.chunk) // self.tile
+
+    @property
+    def num_tail_chunks(self) -> int:
+        """Blocks with a chunk of the tail."""
+        return (self.num_elements - self.num_tiles * self.tile) // self.chunk
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the last of them has a second chunk."""
+        return self.num_elements % self.chunk != 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array as the kernel sees it: a row for each tile, or flat if there is a tail."""
+        return (self.num_elements,) if self.num_tail_chunks else (self.num_tiles, self.tile)
+
+
+def deal(num_elements: int, itemsize: int, accesses: int) -> tuple[Tiles, int]:
+    """The tiles of a flat array, and by how many elements it must be padded before.
+
+    Vectors are 16 bytes if that divides the array, else shorter: under `jax.vmap` an array starts
+    at a multiple of its own size, and an access must start at a multiple of the vector's.
+
+    Args:
+      num_elements: at least 1.
+      itemsize: bytes of an element.
+      accesses: of 16 bytes, of a lane to an array; with shorter ones, as many bytes.
+    """
+    vector = widest = BYTES_PER_ACCESS // itemsize
+    if num_elements < _MAX_INDEX:
+        padded = max(num_elements, _LANES_PER_BLOCK)
+        while padded % vector or padded < _LANES_PER_BLOCK * vector:
+            vector //= 2
+        accesses *= widest // vector
+    else:
+        # Only rows have offsets beyond 32 bits, so tiles must divide the array. They do in any
+        # model, where F is a multiple of 64; else a padded copy is the simplest that is right.
+        chunk = _LANES_PER_BLOCK * vector
+        padded = -(-num_elements // chunk) * chunk
+        accesses = math.gcd(accesses, padded // chunk)
+    return Tiles(padded, vector, accesses), padded - num_elements
+
+
+def _elementwise(
+    compute: Callable[..., tuple[jax.Array, ...]],
+    arrays: tuple[jax.Array, ...],
+    *,
+    num_results: int,
+    accesses: int,
+    name: str,
+) -> tuple[jax.Array, ...]:
+    """A function of float32 chunks, applied to arrays of one shape and dtype, in one pass.
+
+    Args:
+      compute: one chunk of each array to one chunk of each result.
+      arrays: what is read.
+      num_results: arrays that are written, of the same shape and dtype.
+      accesses: of a lane to each array.
+      name: of the kernel.
+    """
+    shape, dtype, size = arrays[0].shape, arrays[0].dtype, arrays[0].size
+    if size == 0:
+        return (jnp.zeros(shape, dtype),) * num_results
+    arrays = at_aligned_addresses(arrays)
+    tiles, padding = deal(size, dtype.itemsize, accesses)
+    num_arrays, num_blocks = len(arrays), tiles.num_tiles + tiles.num_tail_chunks
+
+    def kernel(*refs):
+        block = jax.lax.axis_index("block")
+
+        def apply(part, num_elements):
+            layout = plgpu.Layout.WG_STRIDED((num_elements,), vec_size=tiles.vector)
+            # All loads first, so that they are on their way together.
+            chunks = [load(ref.at[part], layout) for ref in refs[:num_arrays]]
+            results = compute(*(chunk.astype(jnp.float32) for chunk in chunks))
+            for ref, result in zip(refs[num_arrays:], results, strict=True):
+                store(ref.at[part], result.astype(dtype))
+
+        if not tiles.num_tail_chunks:
+            apply(block, tiles.tile)
+            return
+        if tiles.num_tiles:
+
+            @pl.when(block < tiles.num_tiles)
+            def _tile():
+                apply(pl.ds(block * tiles.tile, tiles.tile), tiles.tile)
+
+        @pl.when(block >= tiles.num_tiles)
+        def _tail():
+            first = tiles.num_tiles * (tiles.tile - tiles.chunk)
+            apply(pl.ds(first + block * tiles.chunk, tiles.chunk), tiles.chunk)
+
+        if tiles.is_ragged:
+
+            @pl.when(block == num_blocks - 1)
+            def _end():
+                apply(pl.ds(tiles.num_elements - tiles.chunk, tiles.chunk), tiles.chunk)
+
+    flat = [a.reshape(-1) for a in arrays]
+    if padding:
+        flat = [jnp.pad(a, (0, padding)) for a in flat]
+    results = gpu_kernel(
+        kernel,
+        out_type=(jax.ShapeDtypeStruct(tiles.shape, dtype),) * num_results,
+        grid=(num_blocks,),
+        grid_names=("block",),
+        # Nothing is read after it was written, so the warps of a block need not wait for each
+        # other around every store.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        kernel_name=name,
+    )(*(a.reshape(tiles.shape) for a in flat))
+    if padding:
+        results = [a.reshape(-1)[:size] for a in results]
+    return at_aligned_addresses(tuple(a.reshape(shape) for a in results))

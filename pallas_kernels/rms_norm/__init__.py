@@ -1,6 +1,0 @@
-"""RMSNorm, alone and fused with the residual addition before it."""
-
-from pallas_kernels.rms_norm.api import Casting as Casting
-from pallas_kernels.rms_norm.api import add_rms_norm as add_rms_norm
-from pallas_kernels.rms_norm.api import rms_norm as rms_norm
-from pallas_kernels.rms_norm.config import Config as Config

@@ -1,0 +1,385 @@
+"""RMSNorm and residual-add RMSNorm, each implementation, against formulas in float64 numpy."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import add_rms_norm, rms_norm
+from pallas_kernels.norm import mosaic_gpu
+from support.norm_formulas import (
+    add_formula,
+    check,
+    check_add,
+    compiled,
+    formula,
+    make_add_args,
+    make_args,
+)
+from support.numerics import assert_as_accurate, rounded, value_and_grads
+
+IMPLEMENTATIONS = ["reference", "mosaic_gpu"]
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+EPS32 = float(np.finfo(np.float32).eps)
+
+each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
+
+
+@pytest.fixture
+def implementation(request):
+    if request.param == "mosaic_gpu":
+        request.getfixturevalue("interpreted")
+    return request.param
+
+
+def hugging_face(x, weight, eps=1e-6):
+    """transformers' LlamaRMSNorm, in JAX."""
+    hidden = x.astype(F32)
+    hidden = hidden * jax.lax.rsqrt(jnp.mean(hidden * hidden, -1, keepdims=True) + eps)
+    return weight * hidden.astype(x.dtype)
+
+
+# Token counts and widths around a tile of 128 and on no tile at all; up to four axes.
+@each_implementation
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [
+        ((64,), BF16),
+        ((7, 1), BF16),
+        pytest.param((7, 1), F32, marks=pytest.mark.full),
+        ((2, 0, 64), BF16),
+        ((1, 130), F32),
+        ((127, 96), BF16),
+        ((128, 128), F32),
+        pytest.param((3, 43, 64), BF16, marks=pytest.mark.full),
+        ((3, 43, 64), F32),
+        pytest.param((2, 3, 5, 130), BF16, marks=pytest.mark.full),
+        ((2, 3, 5, 130), F32),
+    ],
+    ids=str,
+)
+def test_every_shape_is_exact_up_to_one_rounding(implementation, shape, dtype):
+    args = make_args(shape, dtype)
+    if implementation == "mosaic_gpu" and shape[-1] < 64:
+        with pytest.raises(NotImplementedError, match="hidden_size=1 is below 64"):
+            rms_norm(*args[:2], implementation=implementation)
+        return
+    # A large eps keeps dx away from the cancellation that D = 1 has without it.
+    check(*args, implementation=implementation, eps=0.5)
+
+
+@each_implementation
+@pytest.mark.parametrize(
+    "x_dtype, weight_dtype", [(BF16, F32), (F32, BF16), (F16, F16), (F16, F32), (BF16, F16)]
+)
+def test_mixed_dtypes(implementation, x_dtype, weight_dtype):
+    check(*make_args((37, 96), x_dtype, weight_dtype), implementation=implementation)
+
+
+@each_implementation
+@pytest.mark.parametrize("casting", ["float32", "gemma"])
+def test_the_weight_offset_is_added_in_float32(implementation, casting):
+    # Weights around 2^-9: 1 + weight rounds to 1 or 1.0078 in bfloat16.
+    x, weight, dy = make_args((64, 96), BF16, weight_mean=0.0)
+    check(x, weight / 64, dy, implementation=implementation, weight_offset=1.0, casting=casting)
+
+
+@each_implementation
+@pytest.mark.parametrize("eps", [1e-5, 1e-2, 3.0])
+def test_eps_is_added_to_the_mean_square(implementation, eps):
+    x, weight, dy = make_args((16, 64))
+    check(x / 10, weight, dy, implementation=implementation, eps=eps)
+
+
+@each_implementation
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=jnp.dtype)
+def test_llama_casting_has_the_bits_of_hugging_face(implementation, dtype, jit):
+    x, weight, _ = make_args((64, 256), dtype)
+    norm = functools.partial(rms_norm, implementation=implementation)
+    llama = functools.partial(norm, casting="llama")
+    got = (jax.jit(llama) if jit else llama)(x, weight)
+    if dtype == F32:
+        # There is no rounding in between: the ulp of the square root is all that may differ.
+        exact = formula(x, weight, x)[0]
+        assert_as_accurate([got], rounded([exact], [got]), [exact], names=["y"])
+        return
+    x_hat, ones = formula(x, np.ones(256), x)[0], np.asarray(weight)
+    # x·rstd may be an ulp of float32 off: where that decides how it rounds, the bits may differ.
+    below, above = ((x_hat * (1 + e)).astype(dtype) for e in (-4 * EPS32, 4 * EPS32))
+    sure = below == above
+    assert np.mean(sure) > 0.99
+    # A product of numpy's bfloat16 or float16 numbers is exact, rounded once.
+    expected = below * ones
+    np.testing.assert_array_equal(np.asarray(got)[sure], expected[sure])
+    assert np.mean(np.asarray(norm(x, weight)) != expected) > 0.1  # what "float32" gives differs
+
+
+@each_implementation
+def test_llama_casting_has_gradients_as_accurate_as_hugging_face(implementation):
+    x, weight, dy = make_args((64, 256), BF16)
+    got = compiled(rms_norm, casting="llama", implementation=implementation)((x, weight), dy)
+    low_precision = compiled(hugging_face)((x, weight), dy)
+    exact = formula(x, weight, dy)
+    assert_as_accurate(got, low_precision, exact, names=("y", "dx", "dweight"))
+
+
+@each_implementation
+def test_llama_casting_with_a_weight_of_another_dtype(implementation):
+    x, weight, _ = make_args((64, 256), BF16, F32)
+    got = rms_norm(x, weight, casting="llama", implementation=implementation)
+    chex.assert_type(got, BF16)
+    # The norm of Hugging Face in float32, rounded at the end: all that a bfloat16 output allows.
+    expected = (hugging_face(x, jnp.ones(256, BF16)).astype(F32) * weight).astype(BF16)
+    assert np.mean(np.asarray(got) != np.asarray(expected)) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=jnp.dtype)
+def test_rounding_in_between_survives_the_compiler(dtype):
+    # XLA for GPUs drops `astype(bfloat16).astype(float32)`; only reduce_precision is sure to stay,
+    # and only in the optimized program is it seen, which for a GPU cannot be had here.
+    x, weight, _ = make_args((4, 64), dtype)
+    llama = functools.partial(rms_norm, casting="llama", implementation="reference")
+    add = functools.partial(add_rms_norm, implementation="reference")
+    plain = functools.partial(rms_norm, implementation="reference")
+    count = lambda fn, *args: str(jax.make_jaxpr(fn)(*args)).count("reduce_precision")
+    assert count(llama, x, weight) == 1
+    assert count(add, x, x, weight) == 1
+    assert count(plain, x, weight) == 0
+
+
+# Residual addition.
+
+
+@each_implementation
+@pytest.mark.parametrize(
+    "shape, dtypes",
+    [
+        ((129, 96), (BF16, BF16, BF16)),
+        ((3, 43, 64), (F32, F32, F32)),
+        ((37, 130), (BF16, F32, F32)),
+        pytest.param((37, 130), (F32, BF16, BF16), marks=pytest.mark.full),
+        pytest.param((37, 64), (F16, F16, F16), marks=pytest.mark.full),
+        ((0, 64), (BF16, BF16, BF16)),
+        ((64,), (BF16, BF16, F32)),
+    ],
+)
+def test_add_rms_norm(implementation, shape, dtypes):
+    args, cotangents = make_add_args(shape, *dtypes)
+    check_add(args, cotangents, implementation=implementation)
+
+
+@each_implementation
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("casting", ["float32", "llama"])
+def test_add_rms_norm_is_the_norm_of_the_stored_sum(implementation, casting, jit):
+    (x, residual, weight), _ = make_add_args((64, 256), BF16, BF16, BF16)
+    options = {"casting": casting, "implementation": implementation}
+    add = functools.partial(add_rms_norm, **options)
+    y, residual_out = (jax.jit(add) if jit else add)(x, residual, weight)
+    norm = rms_norm(residual_out, weight, **options)
+    exact = formula(residual_out, weight, x)[0]
+    assert_as_accurate([y], [norm], [exact], names=["y"])
+    # The norm of the sum before it is rounded errs more: by half an ulp of the sum.
+    unrounded = formula(x.astype(F32) + residual.astype(F32), weight, x)[0]
+    with pytest.raises(AssertionError):
+        assert_as_accurate([y], [norm], [unrounded], names=["y"], slack=0.8)
+
+
+@each_implementation
+def test_add_rms_norm_takes_the_options_of_rms_norm(implementation):
+    (x, residual, weight), _ = make_add_args((8, 64), F32, F32, F32)
+    options = {"eps": 0.3, "weight_offset": 0.7, "implementation": implementation}
+    y, residual_out = add_rms_norm(x, residual, weight, **options)
+    exact = formula(residual_out, weight, x, eps=0.3, weight_offset=0.7)[0]
+    assert_as_accurate([y], [y], [exact], names=["y"], slack=0)
+
+
+@each_implementation
+@pytest.mark.parametrize("used", [0, 1], ids=["y", "residual_out"])
+def test_add_rms_norm_with_one_output_unused(implementation, used):
+    args, cotangents = make_add_args((16, 64), F32, F32, F32)
+    got = jax.jit(
+        jax.grad(
+            lambda *args: jnp.vdot(
+                add_rms_norm(*args, implementation=implementation)[used], cotangents[used]
+            ),
+            argnums=(0, 1, 2),
+        )
+    )(*args)
+    zero = jnp.zeros((16, 64))
+    only = (cotangents[0], zero) if used == 0 else (zero, cotangents[1])
+    exact = add_formula(args, only, args[0] + args[1])[2:]
+    assert_as_accurate(got, rounded(exact, got), exact, names=("dx", "dresidual", "dweight"))
+
+
+@each_implementation
+def test_add_rms_norm_of_one_array_with_itself(implementation):
+    (x, _, weight), (dy, dresidual_out) = make_add_args((16, 64), F32, F32, F32)
+    fn = lambda x, weight: add_rms_norm(x, x, weight, implementation=implementation)
+    got = compiled(fn)((x, weight), (dy, dresidual_out))
+    y, residual_out, dx, _, dweight = add_formula((x, x, weight), (dy, dresidual_out), x + x)
+    exact = [y, residual_out, 2 * dx, dweight]
+    assert_as_accurate(got, rounded(exact, got), exact, names=("y", "residual_out", "dx", "dw"))
+
+
+# Rows at the ends of the number range.
+
+
+@each_implementation
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=jnp.dtype)
+def test_zero_rows(implementation, dtype):
+    x, weight, dy = make_args((8, 64), dtype)
+    x = x.at[::2].set(0)
+    # An eps with which dx, about dy / sqrt(eps), stays within float16.
+    y, _, _ = check(x, weight, dy, implementation=implementation, eps=1e-2)
+    assert np.all(np.asarray(y)[::2] == 0)
+
+
+@each_implementation
+@pytest.mark.parametrize(
+    "dtype, scale", [(BF16, 1e-30), (BF16, 1e-10), (F32, 1e-30), (F32, 1e-4), (F16, 1e-4)]
+)
+def test_tiny_rows(implementation, dtype, scale):
+    x, weight, dy = make_args((8, 64), F32)
+    x = (x * scale).astype(dtype)
+    eps = 1e-2 if dtype == F16 else 1e-6
+    check(x, weight, dy.astype(dtype), implementation=implementation, eps=eps)
+
+
+@each_implementation
+@pytest.mark.parametrize("dtype, largest", [(BF16, 1.8e18), (F32, 1.8e18), (F16, 6.5e4)])
+def test_huge_rows_up_to_the_documented_limit(implementation, dtype, largest):
+    # 64 elements of 1.8e18 have a norm of 1.44e19, a square of 2.1e38 and a mean square of 3.2e36.
+    x, weight, _ = make_args((8, 64), F32)
+    x = (jnp.sign(x) * largest).astype(dtype)
+    y = rms_norm(x, weight, implementation=implementation)
+    exact = formula(x, weight, x)[0]
+    assert_as_accurate([y], rounded([exact], [y]), [exact], names=["y"])
+
+
+@each_implementation
+def test_a_row_beyond_the_documented_limit_is_zero_with_zero_gradients(implementation):
+    x, weight, dy = make_args((4, 64), F32)
+    x = x.at[1].set(3e18)  # a norm of 2.4e19, though the mean square would fit
+    y, dx, dweight = compiled(rms_norm, implementation=implementation)((x, weight), dy)
+    assert np.all(np.asarray(y)[1] == 0) and np.all(np.asarray(dx)[1] == 0)
+    rest = formula(np.delete(x, 1, axis=0), weight, np.delete(dy, 1, axis=0))
+    got = [np.delete(y, 1, axis=0), np.delete(dx, 1, axis=0), dweight]
+    assert_as_accurate(got, rounded(rest, got), rest, names=("y", "dx", "dweight"))
+
+
+@each_implementation
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_bad_row_stays_in_its_row(implementation, value):
+    x, weight, dy = make_args((5, 64), F32)
+    fn = compiled(rms_norm, implementation=implementation)
+    good = fn((x, weight), dy)
+    bad = fn((x.at[2, 7].set(value), weight), dy)
+    for name, g, b in zip(("y", "dx"), good, bad, strict=False):
+        others = lambda a: np.delete(np.asarray(a), 2, axis=0)
+        np.testing.assert_array_equal(others(b), others(g), err_msg=name)
+    assert np.isnan(np.asarray(bad[0])[2, 7])
+    assert np.isnan(np.asarray(bad[2])).any()
+
+
+# Sums over many tokens.
+
+
+@each_implementation
+@pytest.mark.parametrize("num_tokens", [128, 2048, 32768])
+def test_the_error_of_dweight_does_not_grow_with_the_tokens(
+    implementation, num_tokens, monkeypatch
+):
+    hidden_size = 8
+    if implementation == "mosaic_gpu":
+        # The interpreter takes milliseconds for a row: less of them, in shorter partial sums.
+        hidden_size, num_tokens = 64, num_tokens // 32
+        monkeypatch.setattr(mosaic_gpu, "_ROWS_PER_PARTIAL", 16)
+    # Gradients of random sign: the sum grows like sqrt(T), its terms do not cancel.
+    x, weight, dy = make_args((num_tokens, hidden_size), BF16, F32)
+    got = compiled(rms_norm, implementation=implementation)((x, weight), dy)[2:]
+    exact = formula(x, weight, dy)[2:]
+    one_by_one = formula(x, weight, dy, compute=np.float32)[2:]
+    assert_as_accurate(got, one_by_one, exact, names=["dweight"], slack=1.5)
+
+
+@each_implementation
+def test_dweight_of_bfloat16_is_rounded_once(implementation):
+    num_tokens = 256 if implementation == "mosaic_gpu" else 4096  # interpreted by rows
+    x, weight, dy = make_args((num_tokens, 64), BF16)
+    check(x, weight, dy, implementation=implementation)
+
+
+# Transformations.
+
+
+@each_implementation
+def test_vmap_is_the_loop(implementation):
+    x, weight, dy = make_args((3, 5, 64))
+    fn = functools.partial(rms_norm, implementation=implementation)
+    weights = jnp.stack([weight, 2 * weight, -weight])
+    got = jax.vmap(lambda *args: value_and_grads(fn, args[:2], args[2]))(x, weights, dy)
+    for i in range(3):
+        exact = formula(x[i], weights[i], dy[i])
+        one = [a[i] for a in got]
+        assert_as_accurate(one, rounded(exact, one), exact, names=("y", "dx", "dweight"))
+
+
+@each_implementation
+def test_repeated_calls_have_the_same_bits(implementation):
+    x, weight, dy = make_args((33, 96), BF16)
+    out, vjp = jax.vjp(functools.partial(rms_norm, implementation=implementation), x, weight)
+    again, _ = jax.vjp(functools.partial(rms_norm, implementation=implementation), x, weight)
+    chex.assert_trees_all_equal(vjp(dy), vjp(dy))
+    chex.assert_trees_all_equal(out, again)
+
+
+@each_implementation
+def test_the_weight_may_be_a_constant(implementation):
+    x, weight, dy = make_args((16, 64))
+    fn = lambda x: rms_norm(x, weight, implementation=implementation)
+    exact = formula(x, weight, dy)[:2]
+    got = compiled(fn)((x,), dy)
+    assert_as_accurate(got, rounded(exact, got), exact, names=("y", "dx"))
+
+
+# Arguments.
+
+
+def test_no_name_means_an_implementation_that_runs():
+    x, weight, _ = make_args((4, 100), BF16)
+    chex.assert_trees_all_equal(
+        rms_norm(x, weight), rms_norm(x, weight, implementation="reference")
+    )
+    chex.assert_trees_all_equal(
+        add_rms_norm(x, x, weight), add_rms_norm(x, x, weight, implementation="reference")
+    )
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"weight": np.ones(7, np.float32)}, r"weight must have shape \(8,\).*got \(7,\)"),
+        ({"weight": np.ones((1, 8), np.float32)}, r"weight must have shape \(8,\)"),
+        ({"x": np.float32(1)}, "weight must have shape"),
+        ({"casting": "fp32"}, r"casting='fp32' must be one of \('float32', 'llama', 'gemma'\)"),
+        ({"implementation": "triton"}, "implementation='triton' must be None or one of"),
+        ({"config": 1}, "config=1: .* no launch parameters"),
+    ],
+)
+def test_wrong_arguments(unchecked_shapes, change, message):
+    arguments = {"x": np.ones((3, 8), np.float32), "weight": np.ones(8, np.float32)} | change
+    with pytest.raises(ValueError, match=message):
+        rms_norm(**arguments)
+    with pytest.raises(ValueError, match=message):
+        add_rms_norm(residual=arguments["x"], **arguments)
+
+
+def test_a_residual_of_another_shape(unchecked_shapes):
+    x, weight, _ = make_args((3, 8))
+    with pytest.raises(ValueError, match=r"residual .* \(3, 8\), got \(8,\)"):
+        add_rms_norm(x, x[0], weight)

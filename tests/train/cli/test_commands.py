@@ -1,0 +1,704 @@
+"""Models of runs and Hugging Face folders: started from, exported, measured, sampled, compared."""
+
+import dataclasses
+import errno
+import functools
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+from safetensors import SafetensorError
+
+import train.cli.command_line
+import train.loop
+from models.llama_hf import load_pretrained
+from models.sharding import make_mesh
+from support import tiny_run
+from support.tokenizer_files import write_byte_level, write_config
+from train import data
+from train.__main__ import main
+from train.checkpoints.hf_folder import FolderError, check_model, copy_tokenizer, load_params
+from train.checkpoints.saved import find_model, read_run_config
+from train.cli import commands
+from train.cli.command_line import COMMANDS, parse_command_line
+from train.config import PRESET_NAMES, CheckpointConfig, DataConfig, OptimizerConfig, TrainConfig
+from train.errors import RunError
+from train.evaluate import Sums
+from train.loop import run
+from train.reporting import compare, tracking
+from train.reporting.metrics import MetricsWriter
+from train.reporting.report import load_metrics
+from train.step import init_state
+
+MODEL = dataclasses.replace(tiny_run.MODEL, eos_token_id=(1, 257))
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation", "one_device", "no_plots")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """Of a run on text with a tokenizer, with all that a run can write."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, first in (("text", 0), ("dev", 500)):
+        lines = [{"text": f"the quick fox {i} jumps\n"} for i in range(first, first + 300)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "tokenizer").mkdir()
+    write_byte_level(folder / "tokenizer" / "tokenizer.json")
+    write_config(folder / "tokenizer", eos_token="<|end_of_text|>")
+    return TrainConfig(
+        name="tiny",
+        runs_dir=folder,
+        model=MODEL,
+        data=DataConfig(
+            source="stdlib",
+            path=(folder / "text.jsonl",),
+            held_out_path=(folder / "dev.jsonl",),
+            tokenizer=folder / "tokenizer",
+            bos_token="",
+            cache_dir=folder / "cache",
+            sequence_length=16,
+            batch_size=8,
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
+        checkpoint=CheckpointConfig(every=2, keep=9),
+        steps=4,
+        eval_every=2,
+        eval_batches=10**6,
+        sample_prompt="the fox",
+        sample_tokens=5,
+        save=True,
+        profile_steps="2:3",
+        dump_hlo=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(config):
+    return run(config)
+
+
+def fails(command, arguments, capsys):
+    """The error that a command ends with, which must be one line."""
+    with pytest.raises(SystemExit) as exit_info:
+        main([*command.split(), *(str(argument) for argument in arguments)])
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    line = error.splitlines()[-1]
+    assert "Traceback" not in error and re.match(r"(python -m train \w+: )?error: ", line)
+    return line
+
+
+def host_params(model):
+    return jax.device_get(nnx.state(model, nnx.Param))
+
+
+# What a run leaves
+
+
+def test_a_trace_and_the_compiled_step(finished):
+    assert list((finished / "profile").rglob("*.xplane.pb"))
+    assert "ENTRY" in (finished / "hlo" / "train_step.txt").read_text()
+    memory = (finished / "hlo" / "memory.txt").read_text()
+    assert "memory of the step: arguments" in memory and "temp_size_in_bytes" in memory
+
+
+def test_a_sample_at_every_evaluation(finished, config):
+    rows = [json.loads(line) for line in (finished / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 2, 4]
+    assert all(row["text"].startswith("the fox") for row in rows)
+    page = (finished / "report.html").read_text()
+    assert page.count("<summary>step ") == 3 and "<h2>Details</h2>" in page
+    # A run that goes on after step 2 writes the later ones again.
+    copy = Path(shutil.copytree(finished, config.runs_dir / "copy", dirs_exist_ok=True))
+    MetricsWriter(copy, last_step=2).close()
+    rows = [json.loads(line) for line in (copy / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 2]
+
+
+def test_the_tokenizer_is_beside_the_model(finished, config):
+    for folder in (finished / "model", finished / "tokenizer"):
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            assert (folder / name).exists()
+        # What the flags said is in the copy.
+        content = json.loads((folder / "tokenizer_config.json").read_text())
+        assert content == {"bos_token": None, "eos_token": "<|end_of_text|>"}
+    ours = data.load_tokenizer(config.data)
+    copied = data.HuggingFaceTokenizer(finished / "model")
+    assert (copied.bos, copied.eos) == (ours.bos, ours.eos) == (None, 1)
+
+
+def test_a_tokenizer_of_a_single_file_gets_a_config_where_flags_say_more(tmp_path):
+    file = write_byte_level(tmp_path / "other.json")
+    (tmp_path / "out").mkdir()
+    copy_tokenizer(file, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["tokenizer.json"]
+    copy_tokenizer(file, tmp_path / "out", eos_token="fox")
+    content = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert content == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "fox"}
+    copy_tokenizer(tmp_path / "out", tmp_path / "out")  # onto itself
+
+
+def test_the_configuration_comes_back_from_the_run(finished, config):
+    assert read_run_config(finished) == config
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("steps", "many", "config.steps='many' is not int"),
+        ("steps", 2.5, "config.steps=2.5 is not int"),
+        ("steps", True, "config.steps=True is not int"),
+        ("steps", 0, "config: steps=0 must lie in [1, "),
+        ("save", 1, "config.save=1 is not bool"),
+        ("name", ["a"], "config.name=['a'] is not str"),
+        ("model", [], "config.model=[] is not LlamaConfig"),
+        ("model.hidden_size", "16", "config.model.hidden_size='16' is not int"),
+        ("model.rms_norm_eps", {}, "config.model.rms_norm_eps={} is not float"),
+        ("data.path", 7, "config.data.path=7 is not tuple"),
+        ("data.weights", ["a"], "config.data.weights='a' is not float"),
+        ("data.source", "disk", "config.data.source='disk' is not one of 'stdlib', "),
+        ("optimizer.b1", "x", "config.optimizer.b1='x' is not float | None"),
+        ("mesh.depth", 1, "config.mesh has entries that are unknown: depth"),
+    ],
+)
+def test_a_field_of_a_wrong_type_is_named(field, value, message, finished, tmp_path, capsys):
+    content = json.loads((finished / "config.json").read_text())
+    *parts, name = field.split(".")
+    functools.reduce(dict.__getitem__, parts, content["config"])[name] = value
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    line = fails("sample", [tmp_path, "--prompt", "a"], capsys)
+    assert f"{tmp_path / 'config.json'} is not that of a run of this version: {message}" in line
+
+
+# Starting from a folder
+
+
+def flags_of(config, folder, *more):
+    return [
+        *("--init-from", str(folder), "--data.path", str(config.data.path[0])),
+        *("--data.sequence-length", "16", "--data.batch-size", "8", "--steps", "4"),
+        *("--data.cache-dir", str(config.data.cache_dir), "--optimizer.warmup-steps", "1"),
+        *("--data.held-out-fraction", "0.2", "--eval-batches", "2", "--sample-tokens", "0"),
+        *("--runs-dir", str(folder.parent / "from"), *more),
+    ]
+
+
+def test_a_run_starts_with_the_parameters_of_a_folder(finished, config, capsys):
+    folder = finished / "model"
+    from_folder = parse_command_line(flags_of(config, folder, "--name", "next"))
+    assert from_folder.model == MODEL
+    assert from_folder.data.tokenizer == folder
+    assert from_folder.init_from == folder
+    said = f"{folder} has 64 positions: --data.sequence-length is as many by default, not 256"
+    assert said in capsys.readouterr().out
+    rows = load_metrics(run(from_folder))
+    # The measurement before the first step is that of the trained parameters.
+    untrained = load_metrics(finished).held_out[0]["val_loss"]
+    assert rows.held_out[0]["val_loss"] < untrained - 0.05
+    assert rows.train[0]["loss"] < untrained - 0.05
+    capsys.readouterr()
+
+
+def test_parameters_of_a_folder_are_split_over_the_mesh(finished):
+    mesh = make_mesh(data=4, fsdp=2)
+    params = load_params(finished / "model", MODEL, mesh)
+    config = dataclasses.replace(read_run_config(finished), init_from=finished / "model")
+    state = train.loop._first_state(config, mesh)
+    want = init_state(dataclasses.replace(config, init_from=None), mesh)
+    shardings = lambda tree: jax.tree.map(lambda a: a.sharding, tree)
+    assert jax.tree.structure(state) == jax.tree.structure(want)
+    assert jax.tree.leaves(shardings(state)) == jax.tree.leaves(shardings(want))
+    chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(params))
+    model = load_pretrained(finished / "model", dtype="float32")
+    chex.assert_trees_all_equal(jax.device_get(params), host_params(model))
+
+
+def test_flags_that_contradict_the_folder(finished, config):
+    flags = flags_of(config, finished / "model", "--model.hidden-size", "32")
+    flags += ["--model.rms-norm-eps", "0.1", "--model.remat", "full"]
+    with pytest.raises(FolderError) as caught:
+        run(parse_command_line(flags))
+    message = str(caught.value)
+    assert "hidden_size 16, not 32; rms_norm_eps 1e-05, not 0.1. Leave out" in message
+    assert "remat" not in message and "\n" not in message
+
+
+def test_a_folder_without_a_tokenizer(finished, config, tmp_path, capsys):
+    folder = Path(shutil.copytree(finished / "model", tmp_path / "model"))
+    (folder / "tokenizer.json").unlink()
+    found = parse_command_line(flags_of(config, folder))
+    assert found.data.tokenizer is None
+    assert "has no tokenizer.json: a token is a byte" in capsys.readouterr().out
+    other = config.data.tokenizer
+    found = parse_command_line(flags_of(config, folder, "--data.tokenizer", str(other)))
+    assert found.data.tokenizer == other
+    # The line about the length of rows is all that is left.
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "--data.sequence-length" in line
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (
+            lambda folder: shutil.rmtree(folder),
+            "config.json does not exist: not a Hugging Face checkpoint",
+        ),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON: "),
+        (
+            lambda folder: write_model_type(folder, "gpt2"),
+            "only 'llama' and 'mistral' are supported",
+        ),
+        (lambda folder: None, "the standard library is read as bytes; name text with --data.path"),
+    ],
+)
+def test_folders_that_cannot_be_started_from(prepare, message, finished, tmp_path, capsys):
+    folder = Path(shutil.copytree(finished / "model", tmp_path / "model"))
+    prepare(folder)
+    line = fails("", ["--init-from", folder], capsys)
+    assert re.search(message, line), line
+
+
+def write_model_type(folder, model_type):
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"model_type": model_type}))
+
+
+def test_damaged_weights_are_named_in_one_line(finished, tmp_path, one_device):
+    folder = Path(shutil.copytree(finished / "model", tmp_path / "model"))
+    file = folder / "model.safetensors"
+    check_model(folder, MODEL)
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(FolderError, match=r"model\.safetensors is damaged") as caught:
+        load_params(folder, MODEL, one_device)
+    assert "\n" not in str(caught.value)
+
+
+# Export
+
+
+def test_export_of_every_kind(finished, tmp_path, capsys):
+    def exported(name, *arguments):
+        commands.export([*map(str, arguments), str(tmp_path / name)])
+        assert (tmp_path / name / "tokenizer.json").exists()
+        return load_pretrained(tmp_path / name, dtype="float32", remat=MODEL.remat)
+
+    model = load_pretrained(finished / "model", dtype="float32", remat=MODEL.remat)
+    newest = exported("newest", finished)
+    assert newest.config == model.config == MODEL
+    chex.assert_trees_all_equal(host_params(newest), host_params(model))
+    chex.assert_trees_all_equal(
+        host_params(exported("copy", finished / "model")), host_params(model)
+    )
+    earlier = host_params(exported("two", finished, "--step", 2))
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b), earlier, host_params(model))
+    assert not any(jax.tree.leaves(same))
+    named = exported("named", finished / "checkpoints" / "2")
+    chex.assert_trees_all_equal(host_params(named), earlier)
+    small = exported("small", finished, "--dtype", "bfloat16")
+    rounded = jax.tree.map(lambda a: a.astype("bfloat16").astype("float32"), host_params(model))
+    chex.assert_trees_all_equal(host_params(small), rounded)
+    assert "bfloat16" in (tmp_path / "small" / "config.json").read_text()
+    assert "step 2: written to" in capsys.readouterr().out
+
+
+def test_the_best_has_the_lowest_held_out_loss(finished):
+    losses = {row["step"]: row["val_loss"] for row in load_metrics(finished).held_out}
+    losses.pop(0)
+    best = min(losses, key=lambda step: losses[step])
+    assert find_model(finished, best=True).step == best
+    assert find_model(finished).step == 4
+
+
+def test_a_finished_run_without_checkpoints(finished, tmp_path, capsys):
+    copy = Path(shutil.copytree(finished, tmp_path / "run"))
+    shutil.rmtree(copy / "checkpoints")
+    assert find_model(copy).folder == copy / "model"
+    line = fails("export", [copy, tmp_path / "out", "--best"], capsys)
+    assert "has no checkpoints" in line
+    shutil.rmtree(copy / "model")
+    assert "neither checkpoints nor a model" in fails("export", [copy, tmp_path / "out"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere is neither a run, nor a checkpoint of one, nor a Hugging Face"),
+        (["RUN", "--step", 3], "has no step 3; it has 2, 4"),
+        (["RUN", "--step", 2, "--best"], "exclude each other"),
+        (["RUN/checkpoints/2", "--best"], "is a checkpoint; to choose another, name its run"),
+        (["RUN/checkpoints/3"], "has no step 3"),
+        (["RUN/model", "--best"], "is a Hugging Face folder, which has one model alone"),
+    ],
+)
+def test_models_that_are_not_there(arguments, message, finished, tmp_path, capsys):
+    arguments = [str(argument).replace("RUN", str(finished)) for argument in arguments]
+    assert message in fails("export", [*arguments, tmp_path / "out"], capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_overwrites_no_model(finished, capsys):
+    line = fails("export", [finished, finished / "model"], capsys)
+    assert "has a config.json; name a folder without a model" in line
+
+
+def test_a_damaged_checkpoint_is_said_and_not_deleted(finished, tmp_path, capsys):
+    copy = Path(shutil.copytree(finished, tmp_path / "run"))
+    file = copy / "checkpoints" / "4" / "checksums" / "metadata"
+    checksums = json.loads(file.read_text())
+    file.write_text(json.dumps({name: value ^ 1 for name, value in checksums.items()}))
+    line = fails("export", [copy, tmp_path / "out"], capsys)
+    assert "checkpoints/4 cannot be read: ValueError: " in line and "differ from" in line
+    assert file.exists()
+    commands.export([str(copy), str(tmp_path / "out"), "--step", "2"])
+
+
+# Measuring
+
+
+def test_eval_is_the_held_out_loss_of_the_run(finished, config, capsys):
+    last = load_metrics(finished).held_out[-1]
+    dev = str(config.data.held_out_path[0])
+    options = ["--cache-dir", str(config.data.cache_dir), "--batch-size", "8"]
+    for source in (finished, finished / "model"):
+        length = [] if source == finished else ["--sequence-length", "16"]
+        capsys.readouterr()
+        commands.evaluate([str(source), "--path", dev, *options, *length])
+        line = capsys.readouterr().out.splitlines()[-1]
+        assert f": {last['val_loss']:.4f} nats per token, accuracy " in line
+        assert f"accuracy {last['val_accuracy']:.4f}, {last['val_bpb']:.4f} bits per byte" in line
+
+    text = str(config.data.path[0])
+    commands.evaluate([str(finished), "--path", dev, text, *options, "--batches", "1"])
+    lines = capsys.readouterr().out.splitlines()[-3:]
+    numbers = [float(re.findall(r": ([\d.]+) nats", line)[0]) for line in lines]
+    assert min(numbers[:2]) <= numbers[2] <= max(numbers[:2]) and lines[2].startswith("all: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--path", "missing.txt"], "missing.txt"),
+        (["--path", "DEV", "--sequence-length", 65], "exceeds the 64 positions of the model"),
+        (["--path", "DEV", "--batch-size", 0], "argument --batch-size: 0 must lie in [1, "),
+        (["--path", "DEV", "--batches", 0], "argument --batches: 0 must lie in"),
+        (["--path", "DEV", "--sequence-length", -1], "--sequence-length: -1 must lie in"),
+        (["--path", "DEV", "--text-field", ""], "argument --text-field: the value is empty"),
+        (["--path", "DEV", "--fsdp", 0], "argument --fsdp: 0 must lie in"),
+        (["--path", "DEV", "--step", -1], "argument --step: -1 must lie in"),
+        (["--path", ""], "argument --path: the value is empty"),
+        (["--path", "DEV", "--tokenizer", "nowhere"], "nowhere cannot be read"),
+        (["--path", "DEV", "--text-field", "body"], "--text-field"),
+        (["--path", "SHORT"], "do not fill one row"),
+    ],
+)
+def test_what_cannot_be_measured(options, message, finished, config, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("short")
+    files = {"DEV": str(config.data.held_out_path[0]), "SHORT": str(tmp_path / "short.txt")}
+    options = [files.get(option, option) for option in options]
+    line = fails("eval", [finished, "--cache-dir", tmp_path, *options], capsys)
+    assert message in line and "--data." not in line
+
+
+# Sampling
+
+
+def sampled(capsys, source, *options):
+    capsys.readouterr()
+    commands.sample([str(source), "--prompt", "the fox", "--max-new-tokens", "5", *options])
+    return capsys.readouterr().out
+
+
+def test_samples(finished, capsys):
+    greedy = sampled(capsys, finished, "--temperature", "0")
+    run_says = (finished / "samples.jsonl").read_text().splitlines()[-1]
+    assert sampled(capsys, finished) == json.loads(run_says)["text"] + "\n"
+    assert sampled(capsys, finished / "model", "--temperature", "0") == greedy
+    assert sampled(capsys, finished, "--top-k", "1", "--temperature", "9") == greedy
+    hot = [sampled(capsys, finished, "--temperature", "9", "--seed", s) for s in "12"]
+    assert hot[0] != hot[1]
+
+
+def test_a_folder_without_a_tokenizer_is_of_bytes(finished, tmp_path, capsys):
+    folder = Path(shutil.copytree(finished / "model", tmp_path / "model"))
+    (folder / "tokenizer.json").unlink()
+    commands.sample([str(folder), "--prompt", "a", "--max-new-tokens", "2"])
+    output = capsys.readouterr()
+    assert output.out.startswith("a") and "has no tokenizer: a token is a byte" in output.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-new-tokens", 100], "exceeds max_position_embeddings=64"),
+        (["--temperature", -1], "argument --temperature: -1 must lie in [0, 3.4e+38]"),
+        (["--temperature", "nan"], "argument --temperature: nan must lie in"),
+        (["--max-new-tokens", 0], "argument --max-new-tokens: 0 must lie in"),
+        (["--max-new-tokens", "x"], "argument --max-new-tokens: 'x' is not a whole number"),
+        (["--seed", -1], "argument --seed: -1 must lie in [0, 4294967295]"),
+        (["--seed", 2**32], "argument --seed: 4294967296 must lie in"),
+        (["--top-k", 0], "argument --top-k: 0 must lie in"),
+        (["--top-k", 10**6], "top_k=1000000 must be between 1 and"),
+        (["--prompt", ""], "the prompt has no tokens"),
+    ],
+)
+def test_what_cannot_be_sampled(options, message, finished, capsys):
+    arguments = [finished, "--prompt", "the fox", *options]
+    assert message in fails("sample", arguments, capsys)
+
+
+def test_a_model_that_is_not_finite_is_not_used(finished, config, tmp_path, capsys):
+    folder = Path(shutil.copytree(finished / "model", tmp_path / "model"))
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = np.inf
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    (tmp_path / "text.txt").write_text("some text to measure, " * 99)
+    text = ["--path", tmp_path / "text.txt", "--cache-dir", tmp_path / "cache"]
+    for command, options in (("sample", ["--prompt", "the fox"]), ("eval", text)):
+        line = fails(command, [folder, *options], capsys)
+        assert line.startswith(f"python -m train {command}: error: {folder}: the parameter "), line
+        assert "norm.weight has values that are not finite" in line, line
+    start = flags_of(config, folder, "--name", "next")
+    with pytest.raises(FolderError, match=r"norm\.weight has .* not finite; .* --init-from"):
+        train.loop._first_state(parse_command_line(start), make_mesh(data=8, fsdp=1))
+
+
+def test_a_loss_that_is_not_finite_is_an_error(finished, tmp_path, capsys, monkeypatch):
+    (tmp_path / "text.txt").write_text("some text to measure, " * 99)
+    monkeypatch.setattr(commands, "measure", lambda *args: Sums(math.nan, 0.0, 1, 1))
+    options = ["--path", tmp_path / "text.txt", "--cache-dir", tmp_path / "cache"]
+    line = fails("eval", [finished, *options], capsys)
+    assert f"{tmp_path / 'text.txt'}: the loss of {finished}, step 4 is nan" in line
+
+
+# Full disks
+
+
+FULL = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+]
+
+
+@pytest.mark.parametrize("error", FULL)
+def test_an_export_to_a_full_disk(error, finished, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "save_pretrained", functools.partial(throw, error))
+    line = fails("export", [finished, tmp_path / "out"], capsys)
+    assert f"{tmp_path / 'out'}: " in line and "No space left" in line, line
+
+
+@pytest.mark.parametrize(
+    ("module", "writer", "file"),
+    [
+        (train.loop, "save_pretrained", "model"),
+        (train.loop.report, "write_report", "report.html"),
+        (train.loop, "_datasets", ""),
+    ],
+)
+def test_a_run_on_a_full_disk(module, writer, file, finished, config, capsys, monkeypatch):
+    """Of a run that has all of its steps: it writes model and report again."""
+    monkeypatch.setattr(module, writer, functools.partial(throw, FULL[0]))
+    monkeypatch.setattr(train.cli.command_line, "parse_command_line", lambda arguments: config)
+    line = fails("--steps", ["4"], capsys)
+    assert line == f"error: {finished / file}: No space left on device"
+
+
+def throw(error, *args, **options):
+    raise error
+
+
+# Trackers
+
+
+ROWS = [{"step": 1, "loss": 2.0, "mfu": None}, {"step": 2, "val_loss": 1.5}]
+
+
+def tracked(config, run_dir, *, last_step=0):
+    run_dir.mkdir(exist_ok=True)
+    with tracking.trackers(config, run_dir, last_step=last_step) as trackers:
+        with MetricsWriter(run_dir, trackers=trackers) as writer:
+            for row in ROWS:
+                writer.write(row)
+
+
+def test_tensorboard(config, tmp_path, monkeypatch):
+    calls = []
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            calls.append((folder, purge_step))
+
+        def add_scalar(self, name, value, step):
+            calls.append((name, value, step))
+
+        def close(self):
+            calls.append("closed")
+
+    module = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "tensorboardX", module)
+    tracked(dataclasses.replace(config, tensorboard=True), tmp_path, last_step=6)
+    rows = [("loss", 2.0, 1), ("val_loss", 1.5, 2)]
+    assert calls == [(str(tmp_path / "tensorboard"), 7), *rows, "closed"]
+
+
+def test_tensorboard_itself(config, tmp_path):
+    pytest.importorskip("tensorboardX")
+    tracked(dataclasses.replace(config, tensorboard=True), tmp_path)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"val_loss" in events.read_bytes()
+
+
+def test_weights_and_biases(config, tmp_path, monkeypatch):
+    calls = []
+
+    class Run:
+        def log(self, row, step):
+            calls.append((row, step))
+
+        def finish(self):
+            calls.append("finished")
+
+    def init(**options):
+        calls.append(options)
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    config = dataclasses.replace(config, wandb="llamas")
+    for _ in range(2):
+        tracked(config, tmp_path / "tiny")
+    first, *rows, end = calls[:4]
+    assert (first["project"], first["name"], first["resume"]) == ("llamas", "tiny", "allow")
+    assert first["config"]["steps"] == 4
+    assert rows == [({"loss": 2.0}, 1), ({"val_loss": 1.5}, 2)] and end == "finished"
+    assert calls[4]["id"] == first["id"]  # the same run, gone on with
+
+    def refuse(**options):
+        raise OSError("no\nnetwork")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
+    with pytest.raises(RunError, match=r"^--wandb: no network$"):
+        tracked(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"), [({"tensorboard": True}, "tensorboardX"), ({"wandb": "a"}, "wandb")]
+)
+def test_a_tracker_that_is_not_installed_is_said_before_anything_is_made(
+    changes, name, config, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, name, None)
+    config = dataclasses.replace(config, runs_dir=tmp_path, **changes)
+    with pytest.raises(RunError, match=f"needs {name}, .*: python -m pip install {name}$"):
+        run(config)
+    assert not any(tmp_path.iterdir())
+
+
+# Comparing
+
+
+def test_compare(finished, config, tmp_path, capsys):
+    copy = Path(shutil.copytree(finished, tmp_path / "<b>"))
+    content = json.loads((copy / "config.json").read_text())
+    content["config"]["optimizer"]["learning_rate"] = 0.125
+    content["environment"]["started"] = "later"
+    (copy / "config.json").write_text(json.dumps(content))
+    output = tmp_path / "page.html"
+    compare.run([str(finished), str(copy), "--output", str(output)])
+    assert capsys.readouterr().out == f"{output}\n"
+    page = output.read_text()
+    settings = page[page.index("Different settings") : page.index("<h2>Commands")]
+    row = "<tr><th>optimizer.learning_rate</th><td>0.01</td><td>0.125</td></tr>"
+    assert settings.count("<tr>") == 2 and row in settings
+    assert "&lt;b&gt;" in page and "<b>" not in page
+    assert page.count("data:image/png;base64,") == 2 * 4  # of each panel, light and dark
+    compare.run([str(finished), str(finished), "--output", str(output)])
+    assert "<p>None.</p>" in output.read_text()
+    line = fails("compare", [finished, tmp_path], capsys)
+    assert line.endswith(f"{tmp_path} is not a run: it has no metrics.jsonl")
+
+
+# As they are called
+
+
+def test_the_module_ends_with_one_line(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "train", "sample", str(tmp_path), "--prompt", "a"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(train.loop.__file__).parents[1],
+    )
+    assert result.returncode == 2 and not result.stdout
+    assert re.fullmatch(r"python -m train sample: error: .*has no config\.json\n", result.stderr)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main([command, "--help"])
+    output = capsys.readouterr().out
+    assert not exit_info.value.code
+    assert output.startswith(f"usage: python -m train {command}") and "--debug" in output
+
+
+def test_the_help_of_training_lists_commands_and_presets(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--help"])
+    output = capsys.readouterr().out
+    assert not exit_info.value.code
+    for name, (text, *_) in COMMANDS.items():
+        assert re.search(rf"^ +{name} +{text}$", output, re.MULTILINE), name
+    assert f"--preset {{{','.join(PRESET_NAMES)}}}" in output and "--debug" in output
+
+
+@pytest.mark.parametrize("arguments", [["sample", "nowhere", "--prompt", "a"], ["--steps", "0"]])
+def test_debug_shows_the_traceback(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main([*arguments, "--debug"])
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in error
+    assert "error: " in error.splitlines()[-1] and "--debug" not in error.splitlines()[-1]
+
+
+class Bug(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("a\nb"), "python -m train eval: error: a b (--debug shows the traceback)\n"),
+        (PermissionError(13, "Permission denied", "x"), "eval: error: .*denied: 'x' .--debug"),
+        (FloatingPointError("nan"), "error: nan"),
+        (RunError("it is gone"), "python -m train eval: error: it is gone\n"),
+        (data.DataError("use --data.path"), "eval: error: use --path\n"),
+    ],
+)
+def test_errors_of_users_and_machines_are_a_line(error, line, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "evaluate", functools.partial(throw, error))
+    with pytest.raises(SystemExit) as exit_info:
+        main(["eval"])
+    assert exit_info.value.code == 2
+    printed = capsys.readouterr().err
+    assert re.search(line.replace("(", r"\(").replace(")", r"\)"), printed), printed
+    assert printed.count("\n") == 1
+
+
+def test_bugs_keep_their_traceback(monkeypatch):
+    for error in (Bug("a"), TypeError("b"), AssertionError("c")):
+        monkeypatch.setattr(commands, "evaluate", functools.partial(throw, error))
+        with pytest.raises(type(error)):
+            main(["eval"])

@@ -1,0 +1,671 @@
+"""The planner: what it chooses, from what, what it keeps on disk and what it says."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import train.cli.plan
+import train.loop
+from models.llama import Llama
+from models.remat import POLICIES
+from models.sharding import BATCH_AXES, make_mesh
+from pallas_kernels.gpu.device import Device
+from pallas_kernels.loss.mosaic_gpu import exponentials, products
+from pallas_kernels.loss.mosaic_gpu import statistics as linear_statistics
+from pallas_kernels.mlp import gated_matmul
+from support import tiny_run
+from train import data
+from train.__main__ import main
+from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, preset
+from train.planner import aot, cost
+from train.planner.cache import cached
+from train.planner.plan import (
+    PlanError,
+    Programs,
+    abstract_batch,
+    plan,
+    table,
+    with_policies,
+    with_remat,
+)
+from train.planner.target import target_elsewhere, target_here
+from train.step import abstract_state, init_state
+
+GIB = 2**30
+H100 = aot.CHIPS["h100"]
+# ms of a step measured on an H100, Llama 3.2 1B, 4 x 4096, kernels left to XLA: `minimal` in
+# benchmarks/results/train_step_llama3.2-1b_h100_202611.md, the others in
+# train_step_xla_policies_llama3.2-1b_h100_202611.md.
+MEASURED = {
+    (False, "minimal"): 273.8,
+    (True, "minimal"): 294.0,
+    (False, "attention"): 303.0,
+    (True, "attention"): 312.4,
+    (False, "full"): 321.4,
+    (True, "full"): 327.0,
+}
+BASE = with_remat(preset("llama3.2-1b"), "auto")
+TINY = TrainConfig(
+    name="tiny",
+    model=dataclasses.replace(tiny_run.MODEL, remat="auto"),
+    data=DataConfig(source="synthetic", sequence_length=32, batch_size=8),
+    optimizer=OptimizerConfig(warmup_steps=1),
+    mesh=MeshConfig(fsdp=2),
+    steps=2,
+    eval_every=0,
+    sample_tokens=0,
+    save=False,
+)
+# On devices that share sequences; L, D and the tokens of a step.
+OF_TENSOR = dataclasses.replace(
+    TINY, model=dataclasses.replace(TINY.model, num_key_value_heads=2, remat="minimal")
+)
+L, D, T = OF_TENSOR.model.num_hidden_layers, OF_TENSOR.model.hidden_size, 8 * 32
+# Seconds, GiB as estimated, GiB as compiled.
+MEASURES = {
+    "none": (0.20, 90, 90),
+    "minimal": (0.27, 60, 58),
+    "mlp_inputs": (0.30, 40, 41),
+    "attention": (0.33, 30, 30),
+    "full": (0.35, 25, 20),
+    "offload": (0.80, 22, 22),
+}
+
+
+class Measures:
+    """Answers from a table, in proportion to the batch, and counts what it is asked."""
+
+    def __init__(self, rows=MEASURES, failing=()):
+        self.rows, self.failing = rows, failing
+        self.estimated, self.compiled = [], []
+
+    def estimate(self, config):
+        self.estimated.append(config.model.remat)
+        seconds, estimated, _ = self.rows[config.model.remat]
+        scale = config.data.batch_size / 4
+        return seconds * scale, int(estimated * scale * GIB)
+
+    def memory(self, config):
+        self.compiled.append(config.model.remat)
+        if config.model.remat in self.failing:
+            raise RuntimeError("no such kernel\nand a long trace")
+        return int(self.rows[config.model.remat][2] * config.data.batch_size / 4 * GIB)
+
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch, tmp_path):
+    """XLA's defaults, and a cache that the test owns."""
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRAIN_PLAN_CACHE", str(tmp_path / "cache"))
+
+
+def target(memory_gib=80.0, num_devices=1):
+    mesh = make_mesh(data=1, fsdp=num_devices, devices=jax.devices()[:num_devices])
+    return target_elsewhere(H100, mesh, int(memory_gib * GIB))
+
+
+def planned(memory_gib=80.0, measures=None, config=BASE):
+    measures = measures or Measures()
+    return plan(with_policies(config), target(memory_gib), measures, report=lambda line: None)
+
+
+def test_the_limit_is_what_xla_takes_less_a_margin(monkeypatch):
+    assert target().limit_bytes == int(80 * GIB * 0.75 * 0.95)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    assert target().limit_bytes == int(80 * GIB * 0.5 * 0.95)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.9")
+    assert target().limit_bytes == int(int(80 * GIB * 0.9) * 0.95)
+    assert "90% of 80.0 GiB" in target().pool
+    own = target_elsewhere(H100, target().mesh)
+    assert own.pool_bytes == int(H100.limits.hbm_bytes * 0.9)
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "remat", "compiled"),
+    [
+        (200, "none", ["none"]),
+        # 58 GiB of 57, then the next; "none" is hopeless and not compiled.
+        (80, "mlp_inputs", ["minimal", "mlp_inputs"]),
+        (81.5, "minimal", ["minimal"]),
+        (45, "attention", ["attention"]),
+        # 25 estimated, 20 compiled: worth a try.
+        (30, "full", ["full"]),
+    ],
+)
+def test_the_fastest_that_fits_is_chosen_and_no_more_is_compiled(memory_gib, remat, compiled):
+    measures = Measures()
+    assert planned(memory_gib, measures).best.remat == remat
+    assert measures.compiled == compiled
+
+
+def test_a_policy_that_does_not_compile_is_passed_over():
+    measures = Measures(failing=("minimal",))
+    chosen = planned(81.5, measures)
+    assert chosen.best.remat == "mlp_inputs"
+    assert re.search(r"minimal .* fails", table(chosen))
+
+
+def test_a_fixed_policy_is_not_changed():
+    chosen = planned(config=with_remat(BASE, "attention"))
+    assert [candidate.remat for candidate in chosen.candidates] == ["attention"]
+    unrolled = dataclasses.replace(BASE.model, scan_layers=False)
+    configs = with_policies(dataclasses.replace(BASE, model=unrolled))
+    assert not any(config.model.scan_layers for config in configs)
+    assert {config.model.remat for config in configs} == {*POLICIES} - {"offload"}
+
+
+def test_nothing_fits():
+    measures = Measures()
+    with pytest.raises(PlanError) as error:
+        planned(20, measures)
+    message = str(error.value)
+    assert "14.2 GiB of each NVIDIA H100" in message and "75% of 20.0 GiB, less 5%" in message
+    # 22 GiB estimated is the least, so that is compiled and told.
+    assert "remat offload, 4 x 4096 tokens, needs 22.0 GiB, 7.8 too many" in message
+    for advice in (
+        "--data.batch-size 2",
+        "--mesh.fsdp",
+        "--model.param-dtype bfloat16",
+        "MEM_FRACTION=0.92",
+        "--data.sequence-length",
+    ):
+        assert advice in message
+    with pytest.raises(PlanError, match=r"--model\.remat auto"):
+        planned(20, config=with_remat(BASE, "attention"))
+    with pytest.raises(PlanError, match=r"no candidate compiles.*no such kernel"):
+        planned(80, Measures(failing=MEASURES))
+    # As many sequences as devices: only devices that share them can have fewer.
+    of_four = dataclasses.replace(BASE, mesh=MeshConfig(fsdp=4))
+    with pytest.raises(PlanError) as error:
+        plan(with_policies(of_four), target(20, 4), measures, report=lambda line: None)
+    assert "--mesh.tensor 2 --mesh.fsdp 2 --data.batch-size 2" in str(error.value)
+
+
+def test_table():
+    lines = table(planned()).splitlines()
+    assert "llama3.2-1b on 1 x NVIDIA H100" in lines[0] and "scanned" in lines[0]
+    assert "mesh: data x fsdp x tensor" in lines[0]
+    assert "limit 57.0 GiB a device: XLA's 75% of 80.0 GiB, less 5%" in lines[1]
+    rows = {line[2:].split()[0]: line for line in lines[3:-1]}
+    assert set(rows) == set(MEASURES)
+    assert rows["none"].split()[:7] == ["none", "1x1x1", "4", "~90.0", "~no", "200", "81.9k"]
+    assert rows["minimal"].split()[:6] == ["minimal", "1x1x1", "4", "58.0", "no", "270"]
+    assert rows["mlp_inputs"].split()[:6] == ["*", "mlp_inputs", "1x1x1", "4", "41.0", "yes"]
+    assert rows["full"].split()[:5] == ["full", "1x1x1", "4", "~25.0", "~yes"]
+    assert POLICIES["full"].description in rows["full"]
+    assert "estimated" in lines[-1]
+    # 50 GiB estimated may turn out to be more than 58.
+    unsure = table(planned(81.5, Measures(MEASURES | {"full": (0.35, 50, 20)}))).splitlines()
+    assert next(line for line in unsure if line.startswith("  full")).split()[3:5] == ["~50.0", "?"]
+
+
+def test_cache(tmp_path):
+    folder = tmp_path / "cache"
+
+    def measures_of_a_plan(memory_gib=80.0, config=BASE):
+        measures, where = Measures(), target(memory_gib)
+        configs = with_policies(config)
+        chosen = plan(configs, where, cached(measures, where), report=lambda line: None)
+        return chosen.best.remat, measures
+
+    _, first = measures_of_a_plan()
+    assert sorted(first.estimated) == sorted(MEASURES) and len(first.compiled) == 2
+    files = sorted(folder.iterdir())
+    assert len(files) == len(MEASURES) and {path.suffix for path in files} == {".json"}
+    remat, second = measures_of_a_plan()
+    assert (remat, second.estimated, second.compiled) == ("mlp_inputs", [], [])
+
+    # Another limit needs what was not compiled before, and nothing else.
+    remat, third = measures_of_a_plan(58.0)
+    assert (remat, third.estimated) == ("mlp_inputs", [])
+    remat, third = measures_of_a_plan(45.0)
+    assert (remat, third.estimated, third.compiled) == ("attention", [], ["attention"])
+
+    # Names of runs change nothing, the model does.
+    assert not measures_of_a_plan(config=dataclasses.replace(BASE, name="x", seed=3))[1].compiled
+    other = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, scan_layers=False))
+    assert measures_of_a_plan(config=other)[1].compiled
+
+    for content in ("", "{", "[1]", '{"seconds": "fast"}', '{"seconds": -1, "memory_bytes": NaN}'):
+        for path in files:
+            path.write_text(content)
+        remat, damaged = measures_of_a_plan()
+        assert (remat, len(damaged.compiled)) == ("mlp_inputs", 2), content
+        assert json.loads(files[0].read_text())["seconds"] > 0
+
+
+def test_cache_off_and_not_writable(tmp_path, monkeypatch):
+    measures = Measures()
+    monkeypatch.setenv("TRAIN_PLAN_CACHE", "")
+    assert cached(measures, target()) is measures
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRAIN_PLAN_CACHE", str(tmp_path / "file" / "below"))
+    assert planned(measures=cached(measures, target())).best.remat == "mlp_inputs"
+
+
+def test_cost_of_products_and_loops():
+    rates = cost.Rates(flops=1e12, bandwidth=1e12, host_bandwidth=1e9)
+
+    def cost_of(fn, *shapes):
+        traced = jax.jit(fn).trace(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+        return cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
+
+    square = (256, 256)
+    one = cost_of(lambda a, b: a @ b, square, square)
+    assert one.flops == 2 * 256**3
+    assert one.seconds == pytest.approx(one.flops / (1e12 * cost.GEMM_EFFICIENCY))
+    loop = cost_of(lambda a, b: jax.lax.fori_loop(0, 7, lambda _, c: c @ b, a), square, square)
+    assert loop.flops == 7 * one.flops
+
+    # Elementwise: one pass, however many operations, jitted or not, live ones only.
+    def gelu_twice(x):
+        jnp.sin(x)
+        return jax.nn.gelu(jax.nn.gelu(x) * 2)
+
+    size = 4 * 10**6
+    assert cost_of(gelu_twice, (10**6,)).seconds == pytest.approx(
+        2 * size / (1e12 * cost.COPY_EFFICIENCY)
+    )
+    # A sum over rows must be there before it is divided by: two passes, one written.
+    assert cost_of(lambda x: x / jnp.sum(x), (10**6,)).seconds == pytest.approx(
+        3 * size / (1e12 * cost.COPY_EFFICIENCY), rel=1e-3
+    )
+
+    # Rematerialization runs the product again.
+    def remade(a, b):
+        def f(a):
+            return jnp.sin(jnp.sin(a @ b) @ b).sum()
+
+        return jax.grad(jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable))(a)
+
+    assert cost_of(remade, square, square).flops == 4 * one.flops
+
+
+def test_cost_of_tensors_that_go_to_the_host_and_back():
+    rates = cost.Rates(flops=1e12, bandwidth=1e30, host_bandwidth=1e9)
+
+    def cost_of(*places):
+        def fn(x):
+            for place in places:
+                x = jax.device_put(x, place)
+            return x
+
+        traced = jax.jit(fn).trace(jax.ShapeDtypeStruct((1000,), jnp.float32))
+        return cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
+
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+    both_ways = cost_of(host, device)
+    assert both_ways.host_bytes == 2 * 4000
+    assert both_ways.seconds == pytest.approx(2 * 4000 / 1e9)
+    assert cost_of(device).host_bytes == 0
+
+
+def test_cost_of_kernels_with_products(monkeypatch):
+    device = Device(H100.device_kind, (9, 0), 132)
+    monkeypatch.setattr(gated_matmul, "target_device", lambda: device)
+    monkeypatch.setattr(linear_statistics, "target_device", lambda: device)
+    monkeypatch.setattr(products, "target_device", lambda: device)
+    rates = cost.Rates(flops=1e12, bandwidth=1e12, host_bandwidth=1e9)
+    tokens, hidden_size, width = 2048, 256, 1024
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    x, activation = array(tokens, hidden_size), array(tokens, width)
+    down, across = array(width, hidden_size), array(hidden_size, width)
+    labels = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    forward = functools.partial(gated_matmul.gated_matmul, keep=True)
+    loss = functools.partial(linear_statistics.linear_statistics, softcap=None)
+    loss_and_dlogits = functools.partial(exponentials.loss_of_linear, num_columns=width)
+    coefficients = jax.ShapeDtypeStruct((tokens,), jnp.float32)
+    transposed = array(width, tokens)
+    product = functools.partial(products.product, dtype=jnp.float32)
+    dweight = functools.partial(product, a_layout="KM", kernel_name="weight_gradient")
+    dweight_rows = functools.partial(product, a_layout="MK", kernel_name="weight_gradient_rows")
+    dx = functools.partial(product, a_layout="KM", kernel_name="input_gradient")
+    for number, fn, args in (
+        (2, forward, (x, across, across)),
+        (1, gated_matmul.gated_matmul_backward, (x, down, activation, activation)),
+        (1, loss, (x, down, None, labels)),
+        # Its second kernel runs where it must.
+        (1, loss_and_dlogits, (x, down, labels, coefficients)),
+        (1, dweight, (activation, x)),
+        (1, dweight_rows, (transposed, x)),
+        (1, dweight_rows, ((array(width, 1536), array(width, 512)), x)),
+        (1, lambda a, b, factor: dx(a, b, row_factor=factor), (transposed, down, coefficients)),
+    ):
+        traced = jax.jit(fn).trace(*args)
+        found = cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
+        assert found.flops == number * 2 * tokens * hidden_size * width
+        assert found.seconds >= found.flops / (1e12 * cost.GEMM_EFFICIENCY)
+
+
+@pytest.mark.parametrize("loop", ["scan", "layer_scan"])
+def test_one_device_makes_no_copies_of_a_layers_part_of_a_stack(loop):
+    rates = cost.Rates(flops=1e30, bandwidth=1e12 / cost.COPY_EFFICIENCY, host_bandwidth=1e9)
+    num_layers, size = 4, 256
+
+    def with_scan(x, stack):
+        return jax.lax.scan(lambda x, weight: (x @ weight,) * 2, x, stack)
+
+    def with_indices(x, stack):
+        """What is left of `models.layer_scan`."""
+
+        def layer(i, state):
+            x, stacked = state
+            x = x @ jax.lax.dynamic_index_in_dim(stack, i, keepdims=False)
+            return x, jax.lax.dynamic_update_index_in_dim(stacked, x, i, 0)
+
+        stacked = jax.lax.empty((num_layers, size, size), x.dtype)
+        return jax.lax.fori_loop(0, num_layers, layer, (x, stacked))
+
+    x = jax.ShapeDtypeStruct((size, size), jnp.float32)
+    stack = jax.ShapeDtypeStruct((num_layers, size, size), jnp.float32)
+    fn = with_scan if loop == "scan" else with_indices
+    traced = jax.jit(fn).trace(x, stack)
+    seconds = [
+        cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=number).seconds
+        for number in (1, 2)
+    ]
+    layer = 4 * size**2 / 1e12
+    # A GEMM reads two matrices and writes one. A copy of one it reads, and one of its result, read
+    # and write as much again.
+    assert seconds[0] == pytest.approx(num_layers * 3 * layer, rel=0.01)
+    assert seconds[1] == pytest.approx(num_layers * (3 + 2 + 2) * layer, rel=0.01)
+
+    # Nor is a part of a `jax.shard_map` over several a program of one.
+    mesh = make_mesh(data=2, fsdp=1, devices=jax.devices()[:2])
+    whole = PartitionSpec()
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    found = cost.estimate(
+        jax.jit(mapped).trace(x, stack).jaxpr,
+        rates,
+        bytes_per_device=cost.nbytes,
+        num_devices=2,
+    )
+    assert found.seconds == pytest.approx(seconds[1])
+
+
+def test_cost_of_collectives():
+    rates = cost.Rates(flops=1e12, bandwidth=1e12, host_bandwidth=1e9, link_bandwidth=1e9)
+    mesh = make_mesh(data=1, fsdp=2, tensor=4)
+    size = 4 * 64**2
+
+    def cost_of(fn):
+        whole = PartitionSpec()
+        mapped = jax.shard_map(fn, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+        traced = jax.jit(mapped).trace(jax.ShapeDtypeStruct((64, 64), jnp.float32))
+        return cost.estimate(
+            traced.jaxpr,
+            rates,
+            bytes_per_device=cost.nbytes,
+            num_devices=8,
+            hidden_axes=BATCH_AXES,
+        )
+
+    # What a device gets from the three others of its axis.
+    for received, fn in (
+        (3 * size, lambda x: jax.lax.all_gather(x, "tensor", tiled=True)),
+        (0.75 * size, lambda x: jax.lax.psum_scatter(x, "tensor", tiled=True)),
+        (0.75 * size, lambda x: jax.lax.all_to_all(x, "tensor", 0, 0, tiled=True)),
+        (1.5 * size, lambda x: jax.lax.psum(x, "tensor")),
+        (1.5 * size, lambda x: jax.lax.psum(x, ("fsdp", "tensor"))),
+        (0, lambda x: jax.lax.all_gather(x, "fsdp", tiled=True)),
+    ):
+        found = cost_of(fn)
+        assert found.link_bytes == received
+        assert found.seconds == pytest.approx(received / (1e9 * cost.LINK_EFFICIENCY))
+    # Inside a device has its own part.
+    assert cost_of(lambda x: x @ x).flops == 2 * 64**3
+    unknown = dataclasses.replace(rates, link_bandwidth=0.0)
+    assert unknown.link_seconds(1e9) == 0.0
+
+
+def cost_of_step(fsdp, tensor, monkeypatch):
+    """What the planner finds in a step, and what it makes of it."""
+    found, estimate = [], cost.estimate
+    record = lambda *args, **options: found.append(estimate(*args, **options)) or found[-1]
+    devices = jax.devices()[: fsdp * tensor]
+    mesh = make_mesh(data=1, fsdp=fsdp, tensor=tensor, devices=devices)
+    with monkeypatch.context() as patch:
+        patch.setattr(cost, "estimate", record)
+        seconds, nbytes = Programs(target_elsewhere(H100, mesh)).estimate(OF_TENSOR)
+    return found[0], seconds, nbytes
+
+
+@pytest.mark.parametrize(("fsdp", "tensor"), [(1, 2), (2, 2)])
+def test_devices_that_share_sequences_share_the_cost(fsdp, tensor, monkeypatch):
+    one, _, bytes_of_one = cost_of_step(1, 1, monkeypatch)
+    part, seconds, nbytes = cost_of_step(fsdp, tensor, monkeypatch)
+    assert part.flops == one.flops / (fsdp * tensor)
+    assert nbytes == pytest.approx(bytes_of_one / (fsdp * tensor), rel=0.2)
+    # A half-layer gathers its tokens and scatters their sums, forward and backward, and gathers
+    # what was kept in parts; so do embeddings and loss, once each way.
+    arrays = (10 * L + 4) * T // fsdp * D * 4
+    statistics = 5 * 4 * tensor * T // fsdp
+    norms = 2 * (2 * L + 1) * D * 4
+    received = (arrays + statistics + norms) * (1 - 1 / tensor)
+    assert part.link_bytes == pytest.approx(received, rel=0.01)
+    rates = target_elsewhere(H100, make_mesh(data=1, fsdp=8)).rates
+    assert seconds >= part.seconds > rates.link_seconds(part.link_bytes)
+
+
+def test_heads_are_not_copied_for_a_plan():
+    mesh = make_mesh(data=1, fsdp=1, tensor=2, devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"tensor=2 does not divide num_key_value_heads=1"):
+        Programs(target_elsewhere(H100, mesh)).estimate(with_remat(TINY, "full"))
+
+
+@pytest.fixture(scope="module")
+def estimates():
+    """Of the measured steps, as they are traced for a GPU with cuDNN's attention."""
+    where, found = target(), {}
+    with pytest.MonkeyPatch.context() as patch:
+        cudnn = "jax._src.cudnn.fused_attention_stablehlo"
+        patch.setattr(f"{cudnn}.check_cudnn_version", lambda: 91000)  # it need not be here
+        for scan_layers, remat in MEASURED:
+            model = dataclasses.replace(
+                BASE.model,
+                scan_layers=scan_layers,
+                remat=remat,
+                kernels=False,
+                attention_implementation="cudnn",
+            )
+            config = dataclasses.replace(BASE, model=model)
+            found[scan_layers, remat] = Programs(where).estimate(config)
+    return found
+
+
+def test_estimates_agree_with_what_was_measured(estimates):
+    predicted = {key: seconds * 1e3 for key, (seconds, _) in estimates.items()}
+    print(*(f"{key}: {predicted[key]:.0f} ms, measured {MEASURED[key]}" for key in MEASURED))
+    for scan_layers in (False, True):
+        same = [key for key in MEASURED if key[0] == scan_layers]
+        assert sorted(same, key=predicted.__getitem__) == sorted(same, key=MEASURED.__getitem__)
+    for remat in ("minimal", "attention", "full"):
+        assert predicted[True, remat] > predicted[False, remat]
+    for key, milliseconds in MEASURED.items():
+        assert predicted[key] == pytest.approx(milliseconds, rel=0.1), key
+
+
+def test_estimated_memory_agrees_with_the_compiler_s(estimates):
+    # GiB, compiled for an H100 by JAX 0.11.2.
+    compiled = {"minimal": 34.6, "attention": 23.7, "full": 21.2}
+    for remat, gib in compiled.items():
+        assert estimates[True, remat][1] / GIB == pytest.approx(gib, rel=0.1), remat
+
+
+def test_unknown_devices_get_an_order_and_no_figures():
+    mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
+    here = target_here(mesh)
+    assert not here.rates.known and here.pool_bytes > GIB
+    chosen = plan(
+        with_policies(BASE), here, Measures({k: (*v[:1], 0.1, 0.1) for k, v in MEASURES.items()})
+    )
+    assert "times only rank" in table(chosen)
+
+
+@pytest.mark.parametrize("source", ["synthetic", "stdlib"])
+def test_what_is_compiled_is_what_training_runs(source, monkeypatch):
+    """Shapes, dtypes and shardings of the state and of the batch."""
+    config = with_remat(TINY, "full")
+    config = dataclasses.replace(config, data=dataclasses.replace(TINY.data, source=source))
+    mesh = make_mesh(data=4, fsdp=2)
+    corpus = data.Corpus({f"{i}.py": b"def f(x):\n    return x\n" * 9 for i in range(40)})
+    monkeypatch.setattr(data, "stdlib_corpus", lambda: corpus)
+    dataset = train.loop._datasets(config)[0]
+    batch = train.loop._to_devices(mesh, train.loop._step_batch(config, dataset, 0))
+    describe = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), tree)
+    assert describe(abstract_batch(config, mesh)) == describe(batch)
+    with jax.set_mesh(mesh):
+        state = init_state(config, mesh)
+    expected, got = jax.tree.leaves(state), jax.tree.leaves(abstract_state(config, mesh))
+    for real, abstract in zip(expected, got, strict=True):
+        assert (real.shape, real.dtype) == (abstract.shape, abstract.dtype)
+        assert real.sharding.is_equivalent_to(abstract.sharding, real.ndim)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param(MeshConfig(fsdp=2), marks=pytest.mark.full), MeshConfig(fsdp=2, tensor=2)],
+)
+def test_a_run_with_auto_trains_and_says_with_what(mesh, tmp_path, capsys, monkeypatch):
+    """Of two policies: that the step compiles with each is in `tests/models/test_remat.py`."""
+    both = lambda config: [with_remat(config, name) for name in ("none", "full")]
+    monkeypatch.setattr(train.loop, "with_policies", both)
+    config = with_remat(OF_TENSOR, "auto")
+    folder = train.loop.run(dataclasses.replace(config, mesh=mesh, runs_dir=tmp_path))
+    written = json.loads((folder / "config.json").read_text())
+    assert written["config"]["model"]["remat"] == "auto"
+    assert written["plan"]["remat"] in POLICIES
+    assert 0 < written["plan"]["memory_bytes"] < written["plan"]["limit_bytes"]
+    output = capsys.readouterr()
+    assert f"* {written['plan']['remat']}" in output.out
+    assert "compiling remat" in output.err
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_model_with_auto_does_not_run():
+    model = Llama(TINY.model, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"'auto' is not a policy.*python -m train"):
+        model(jnp.zeros((1, 8), jnp.int32))
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """`python -m train plan` with the table's measures and CPUs for GPUs."""
+    monkeypatch.setattr(aot, "devices", lambda chip, number: jax.devices()[:number])
+    monkeypatch.setattr(jax.config, "update", lambda *args: None)
+    monkeypatch.setattr(train.cli.plan, "Programs", lambda target: Measures())
+
+    def call(arguments):
+        status = 0
+        try:
+            main(["plan", *arguments.split()])
+        except SystemExit as error:
+            status = error.code
+        output = capsys.readouterr()
+        return status, output.out, output.err
+
+    return call
+
+
+def test_command_plans_batch_and_policy(command):
+    status, out, _ = command("--preset llama3.1-8b --device h100 --num-devices 8 --memory-gib 300")
+    assert status == 0
+    # 22 GiB at 4 rows, in proportion: minimal fits 8, and 16 would need 232 of 213.
+    assert re.search(r"^\* none +1x8x1 +8 ", out, re.MULTILINE)
+    assert re.search(r"^  full +1x8x1 +32 ", out, re.MULTILINE)
+    assert (
+        "python -m train --preset llama3.1-8b --model.remat none --data.batch-size 8 --mesh.fsdp 8"
+    ) in out
+
+
+def test_command_keeps_what_the_user_fixed(command):
+    status, out, _ = command(
+        "--preset llama3.2-1b --device h100 --batch-size 4 --sequence-length 2048 "
+        "--model.remat attention --model.no-scan-layers --num-devices 2 --mesh.fsdp 1"
+    )
+    assert status == 0 and "unrolled" in out and "2048 tokens" in out
+    assert [line.split()[:4] for line in out.splitlines() if line.startswith("*")] == [
+        ["*", "attention", "2x1x1", "4"]
+    ]
+    assert (
+        "python -m train --preset llama3.2-1b --model.remat attention --model.no-scan-layers "
+        "--mesh.fsdp 1 --data.batch-size 4 --data.sequence-length 2048"
+    ) in out
+
+
+def test_command_compares_meshes(command):
+    flags = "--preset llama3.1-8b --device h100 --num-devices 8"
+    # 28.5 GiB are enough for 4 rows and not for 8, of which a device has one each.
+    status, out, _ = command(f"{flags} --memory-gib 40 --tensor 1 2")
+    assert status == 0
+    assert re.search(r"^\* full +1x4x2 +4 ", out, re.MULTILINE)
+    assert re.search(r"^  full +1x8x1 +8 .* ~no ", out, re.MULTILINE)
+    assert "--model.remat full --data.batch-size 4 --mesh.fsdp 4 --mesh.tensor 2" in out
+    status, out, _ = command(f"{flags} --mesh.tensor 4 --mesh.data 2 --batch-size 2")
+    assert status == 0 and re.search(r"^\* none +2x1x4 +2 ", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ("--device h10", 2, "no device 'h10'; did you mean h100"),
+        ("--device h100 --preset llama3-8b", 2, "no preset 'llama3-8b'; did you mean llama3.1-8b"),
+        ("--preset demo", 2, "--device h100"),
+        ("--device h100 --num-devices 0", 2, "--num-devices: 0 must lie in"),
+        ("--device h100 --memory-gib -1", 2, "--memory-gib: -1 must lie in"),
+        ("--device h100 --num-devices 8 --batch-size 4", 2, "multiple of the 8 devices"),
+        ("--device h100 --num-devices 8 --tensor 2 --batch-size 2", 2, "multiple of the 4 devices"),
+        ("--device h100 --num-devices 8 --tensor 3", 2, "must be the number of devices, 8"),
+        ("--device h100 --num-devices 8 --tensor 0", 2, "--tensor: 0 must lie in"),
+        ("--device h100 --num-devices 8 --tensor 2 --mesh.tensor 2", 2, "leave out one"),
+        ("--device h100 --steps many", 2, "--steps"),
+        ("--device h100 --memory-gib 1", 1, "nothing fits"),
+    ],
+)
+def test_mistakes_in_the_command(command, arguments, status, message):
+    got, _, error = command(arguments)
+    assert got == status and message in re.sub(r"[\s│]+", " ", error), error
+
+
+def test_help_documents_every_flag(command):
+    status, out, _ = command("--help")
+    assert status == 0
+    for action in train.cli.plan._parser()._actions:
+        assert action.help and action.option_strings[-1] in out
+    assert "75 %" in out and "--mesh.fsdp" in out
+
+
+def test_command_line():
+    """What `python -m train` makes of its first word."""
+    command = [sys.executable, "-m", "train", "plan", "--device", "h10"]
+    root = pathlib.Path(train.loop.__file__).parents[1]
+    process = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert process.returncode == 2 and "did you mean h100" in process.stderr, process.stderr
+
+
+def test_chips_are_in_the_table_of_devices():
+    for name, chip in aot.CHIPS.items():
+        assert aot.chip(name) is aot.chip(chip.device_kind) is chip
+        assert aot.chip_of_kind(chip.device_kind) is chip
+        assert str(chip.limits.hbm_bytes) in chip.target_config()
+    assert aot.chip("H100 SXM") is H100
+
+
+def test_missing_compilers_are_named(monkeypatch):
+    monkeypatch.setattr(aot, "missing_toolchain", lambda: "cuDNN (nvidia-cudnn-cu13)")
+    with pytest.raises(RuntimeError, match=r"needs cuDNN.*make plan.*\[aot\]"):
+        aot.devices(H100, 1)

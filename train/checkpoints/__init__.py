@@ -1,0 +1,1 @@
+"""Models on the disk: checkpoints of runs, and Hugging Face folders."""

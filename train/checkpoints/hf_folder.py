@@ -1,0 +1,211 @@
+"""Hugging Face folders that a run starts from or leaves: their model, parameters and tokenizer."""
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from models.config import LlamaConfig
+from models.hf_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MAX_JSON_BYTES,
+    MAX_TOKENIZER_BYTES,
+    WEIGHTS_FILE,
+    check_file,
+    check_stays_inside,
+    read_json,
+)
+from models.llama_hf import check_pretrained, load_pretrained, read_config
+from models.sharding import parameter_path
+
+TOKENIZER_FILE = "tokenizer.json"
+_TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+_BESIDE_THE_TOKENIZER = (_TOKENIZER_CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
+# What a folder does not say: how the model runs here.
+_OWN_FIELDS = (
+    "dtype",
+    "param_dtype",
+    "scan_layers",
+    "remat",
+    "mlp_chunk_size",
+    "kernels",
+    "attention_implementation",
+)
+
+
+class FolderError(ValueError):
+    """Why a folder cannot be read or used, in one line that needs no traceback."""
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """Whether its config.json is Hugging Face's; a run has another one of that name.
+
+    Raises:
+      FolderError: its config.json cannot be read, or is a pipe, a device or a folder, or too large.
+    """
+    file = folder / CONFIG_FILE
+    try:
+        check_file(file, MAX_JSON_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise FolderError(_one_line(error)) from error
+    try:
+        content = read_json(file)
+    except OSError as error:
+        raise FolderError(_one_line(error)) from error
+    except ValueError:
+        return False
+    return isinstance(content, dict) and "model_type" in content
+
+
+def read_model_config(folder: Path, like: LlamaConfig) -> LlamaConfig:
+    """The model in a folder, with the fields of `like` for how it runs.
+
+    If the folder has weights, their headers must fit it: a configuration alone may ask for more
+    memory than there is.
+
+    Raises:
+      FolderError: config.json is missing or broken, the model is none that is implemented, or the
+        weights are of another model.
+    """
+    own = {name: getattr(like, name) for name in _OWN_FIELDS}
+    try:
+        config = dataclasses.replace(read_config(folder), **own)
+        if any(os.path.lexists(folder / name) for name in (WEIGHTS_FILE, INDEX_FILE)):
+            check_pretrained(folder, config)
+        return config
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise FolderError(_one_line(error)) from error
+
+
+def check_model(folder: Path, config: LlamaConfig) -> None:
+    """Whether `config` is the model in a folder.
+
+    Raises:
+      FolderError: it is not; with the fields that differ.
+    """
+    found = read_model_config(folder, config)
+    differences = [
+        f"{field.name} {getattr(found, field.name)!r}, not {getattr(config, field.name)!r}"
+        for field in dataclasses.fields(LlamaConfig)
+        if getattr(found, field.name) != getattr(config, field.name)
+    ]
+    if differences:
+        raise FolderError(
+            f"the model in {folder} has {'; '.join(differences)}. Leave out these --model flags"
+        )
+
+
+def load_params(folder: Path, config: LlamaConfig, mesh: Mesh) -> nnx.State:
+    """The parameters of the model in a folder, split over the mesh.
+
+    Raises:
+      FolderError: the files are missing or damaged, or are of another model than `config`.
+    """
+    check_model(folder, config)
+    own = {name: getattr(config, name) for name in _OWN_FIELDS}
+    try:
+        model = load_pretrained(folder, mesh=mesh, **own)
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise FolderError(_one_line(error)) from error
+    return nnx.state(model, nnx.Param)
+
+
+def check_finite(name: str, params: nnx.State, remedy: str) -> None:
+    """Whether all parameters are finite: with one that is not, nothing can be computed.
+
+    Args:
+      name: that of the model, for the message.
+      params: its parameters.
+      remedy: the end of the message.
+
+    Raises:
+      FolderError: a parameter has values that are NaN or infinite.
+    """
+    finite = jax.jit(lambda params: jax.tree.map(lambda a: jnp.isfinite(a).all(), params))(params)
+    for path, is_finite in jax.tree.leaves_with_path(jax.device_get(finite)):
+        if not is_finite:
+            parameter = ".".join(map(str, parameter_path(path)))
+            raise FolderError(
+                f"{name}: the parameter {parameter} has values that are not finite; {remedy}"
+            )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there is a tokenizer of Hugging Face's tokenizers in it.
+
+    Raises:
+      FolderError: the file of that name is a pipe, a device or a folder, or too large.
+    """
+    try:
+        check_file(folder / TOKENIZER_FILE, MAX_TOKENIZER_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise FolderError(_one_line(error)) from error
+    return True
+
+
+def copy_tokenizer(
+    tokenizer: Path | None,
+    folder: Path,
+    *,
+    bos_token: str | None = None,
+    eos_token: str | None = None,
+) -> None:
+    """Copies a tokenizer's files into a folder, with a model; nothing for that of bytes.
+
+    Links are copied as the files that they lead to, if `check_stays_inside` allows it.
+
+    Args:
+      tokenizer: tokenizer.json, or its folder.
+      folder: the folder to copy to; it is made if there is none.
+      bos_token: as in `DataConfig`; where it is set, the copy says so.
+      eos_token: as in `DataConfig`; where it is set, the copy says so.
+
+    Raises:
+      FolderError: a file cannot be read, or is a link that leaves its folder. Nothing is copied.
+    """
+    if tokenizer is None:
+        return
+    file = tokenizer / TOKENIZER_FILE if tokenizer.is_dir() else tokenizer
+    sources = {name: file.with_name(name) for name in _BESIDE_THE_TOKENIZER}
+    sources = {name: path for name, path in sources.items() if os.path.lexists(path)}
+    given = {"bos_token": bos_token, "eos_token": eos_token}
+    given = {name: token or None for name, token in given.items() if token is not None}
+    content = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    try:
+        # A file that was named itself may be a link to anywhere.
+        for path in sources.values() if file == tokenizer else (file, *sources.values()):
+            check_stays_inside(path, file.parent)
+        check_file(file, MAX_TOKENIZER_BYTES)
+        for path in sources.values():
+            check_file(path, MAX_JSON_BYTES)
+        if given and (config_file := sources.get(_TOKENIZER_CONFIG_FILE)):
+            content = read_json(config_file)
+            if not isinstance(content, dict):
+                raise ValueError(f"{config_file} must be a JSON object")
+    except (OSError, ValueError) as error:
+        raise FolderError(_one_line(error)) from error
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, source in {TOKENIZER_FILE: file, **sources}.items():
+        if source.resolve() != (folder / name).resolve():
+            (folder / name).unlink(missing_ok=True)  # a link's target stays as it is
+            shutil.copyfile(source, folder / name)
+    if given:
+        config_file = folder / _TOKENIZER_CONFIG_FILE
+        config_file.unlink(missing_ok=True)
+        config_file.write_text(json.dumps(content | given, indent=2) + "\n")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

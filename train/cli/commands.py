@@ -1,0 +1,268 @@
+"""`python -m train export`, `eval` and `sample`: what is done with a model once it is trained.
+
+They take a run, one of its checkpoints (`run/checkpoints/120`), or a Hugging Face folder.
+"""
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from models.llama_hf import save_pretrained
+from models.sampling import generate
+from models.sharding import make_mesh
+from train import data
+from train.checkpoints.hf_folder import FolderError, check_finite, copy_tokenizer
+from train.checkpoints.saved import Saved, find_model
+from train.cli.command_line import FlagError, Parser, file_or_folder, not_empty, number
+from train.config import DataConfig, OptimizerConfig, TrainConfig
+from train.errors import naming
+from train.evaluate import Sums, measure
+from train.ranges import COUNT, NOT_NEGATIVE, SEED, SIZE
+from train.step import make_eval_step, model_graph
+
+_SOURCE = "a run, one of its checkpoints (run/checkpoints/120), or a Hugging Face folder"
+
+
+def export(arguments: Sequence[str]) -> None:
+    """Writes a model with its tokenizer as a Hugging Face folder."""
+    parser = _parser("export", "Writes a model with its tokenizer as a Hugging Face folder.")
+    parser.add_argument(
+        "output", type=file_or_folder, help="the folder to write; it must not have a model"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of the tensors; default: as trained"
+    )
+    flags = parser.parse_args(arguments)
+    saved = _find(flags)
+    if (flags.output / "config.json").exists():
+        raise FolderError(f"{flags.output} has a config.json; name a folder without a model")
+    mesh = _mesh(flags)
+    bos_token, eos_token = saved.bos_token, saved.eos_token
+    with naming(flags.output):
+        # First, because it may refuse a link.
+        copy_tokenizer(saved.tokenizer, flags.output, bos_token=bos_token, eos_token=eos_token)
+    with jax.set_mesh(mesh):
+        params = saved.load(mesh)
+        config = saved.model
+        if flags.dtype:
+            config = dataclasses.replace(config, param_dtype=flags.dtype)
+            params = jax.tree.map(lambda a: a.astype(flags.dtype), params)
+        with naming(flags.output):
+            save_pretrained(nnx.merge(model_graph(config), params), flags.output)
+    print(f"{saved.name}: written to {flags.output}")
+    if saved.tokenizer is None:
+        print("its tokens are bytes: there is no tokenizer to write")
+
+
+def evaluate(arguments: Sequence[str]) -> None:
+    """Prints nats per token, accuracy and bits per byte of each file, and of all together."""
+    parser = _parser("eval", "Measures how well a model predicts text.")
+    parser.add_argument(
+        "--path",
+        type=file_or_folder,
+        nargs="+",
+        required=True,
+        help="files and folders, as of --data.path",
+    )
+    parser.add_argument(
+        "--sequence-length",
+        type=number(int, SIZE),
+        help="tokens in a row; default: as trained, at most 2048",
+    )
+    parser.add_argument(
+        "--batch-size", type=number(int, SIZE), help="rows at a time; default: 8 a device"
+    )
+    parser.add_argument(
+        "--batches", type=number(int, SIZE), help="of each file, evenly spread; default: all"
+    )
+    parser.add_argument(
+        "--text-field", type=not_empty, default="text", help="of .jsonl and .parquet"
+    )
+    parser.add_argument("--token-dtype", choices=("uint16", "uint32"), default="uint16")
+    parser.add_argument("--cache-dir", type=file_or_folder, help="for the tokens")
+    _add_tokenizer_flags(parser)
+    flags = parser.parse_args(arguments)
+    saved = _with_tokenizer(_find(flags), flags)
+    config = _eval_config(saved, flags)
+    mesh = _mesh(flags)
+    with jax.set_mesh(mesh):
+        if config.data.batch_size % mesh.size:
+            raise FolderError(
+                f"--batch-size {config.data.batch_size} must be a multiple of the {mesh.size} "
+                "devices"
+            )
+        texts = [_open(config, path) for path in flags.path]
+        params = _finite(saved, mesh)
+        eval_step = jax.jit(make_eval_step(config))
+        print(saved.name)
+        total = Sums()
+        for path, text in zip(flags.path, texts, strict=True):
+            batches = text.eval_batches(config.data.batch_size, flags.batches)
+            sums = measure(eval_step, params, batches, text.token_bytes, mesh)
+            if not math.isfinite(sums.nll):
+                raise FolderError(f"{path}: the loss of {saved.name} is {sums.nll}, not a number")
+            _print_sums(str(path), sums)
+            total += sums
+        if len(texts) > 1:
+            _print_sums("all", total)
+
+
+def _print_sums(name: str, sums: Sums) -> None:
+    if not sums.bytes:
+        print(f"{name}: nothing is predicted; its rows hold prompts alone")
+        return
+    print(
+        f"{name}: {sums.loss:.4f} nats per token, accuracy {sums.accuracy:.4f}, "
+        f"{sums.bits_per_byte:.4f} bits per byte ({sums.tokens:,} tokens, {sums.bytes:,} bytes)"
+    )
+
+
+def _eval_config(saved: Saved, flags: argparse.Namespace) -> TrainConfig:
+    length = flags.sequence_length or saved.sequence_length
+    length = length or min(2048, saved.model.max_position_embeddings)
+    if length > saved.model.max_position_embeddings:
+        raise FolderError(
+            f"--sequence-length {length} exceeds the {saved.model.max_position_embeddings} "
+            "positions of the model"
+        )
+    return TrainConfig(
+        name="eval",
+        model=saved.model,
+        data=DataConfig(
+            source="stdlib",
+            path=tuple(flags.path),
+            tokenizer=saved.tokenizer,
+            bos_token=saved.bos_token,
+            eos_token=saved.eos_token,
+            text_field=flags.text_field,
+            token_dtype=flags.token_dtype,
+            held_out_fraction=0.0,
+            cache_dir=flags.cache_dir,
+            sequence_length=length,
+            batch_size=8 * jax.device_count() if flags.batch_size is None else flags.batch_size,
+        ),
+        optimizer=OptimizerConfig(warmup_steps=0),
+        steps=1,
+        eval_every=0,
+        sample_tokens=0,
+        save=False,
+    )
+
+
+def _open(config: TrainConfig, path: Path) -> data.Dataset:
+    """All documents of a file or folder; a batch that is not full is filled up."""
+    alone = dataclasses.replace(config.data, path=(path,), batch_size=1)
+    return data.open_files(alone, vocab_size=config.model.vocab_size, evaluates=False)[0]
+
+
+def sample(arguments: Sequence[str]) -> None:
+    """Prints a prompt and what the model makes of it."""
+    parser = _parser("sample", "Generates text.")
+    parser.add_argument("--prompt", required=True, help="beginning of the text")
+    parser.add_argument("--max-new-tokens", type=number(int, SIZE), default=200)
+    parser.add_argument(
+        "--temperature",
+        type=number(float, NOT_NEGATIVE),
+        default=0.8,
+        help="0 takes the likeliest token; default: 0.8",
+    )
+    parser.add_argument(
+        "--top-k", type=number(int, SIZE), help="draw from so many of the likeliest tokens"
+    )
+    parser.add_argument("--seed", type=number(int, SEED), default=0)
+    _add_tokenizer_flags(parser)
+    flags = parser.parse_args(arguments)
+    saved = _with_tokenizer(_find(flags), flags)
+    tokenizer = _tokenizer_of(saved)
+    prompt = data.start_of_document(flags.prompt, tokenizer)
+    if not len(prompt):
+        raise FolderError("the prompt has no tokens; write something with --prompt")
+    mesh = _mesh(flags)
+    with jax.set_mesh(mesh):
+        tokens = generate(
+            nnx.merge(model_graph(saved.model), _finite(saved, mesh)),
+            jnp.asarray(prompt, jnp.int32)[None],
+            max_new_tokens=flags.max_new_tokens,
+            temperature=flags.temperature,
+            top_k=flags.top_k,
+            key=jax.random.key(flags.seed),
+        )
+    print(flags.prompt + tokenizer.decode(jax.device_get(tokens)[0]))
+
+
+def _tokenizer_of(saved: Saved) -> data.Tokenizer:
+    tokenizer = data.BYTES
+    if saved.tokenizer is not None:
+        tokenizer = data.HuggingFaceTokenizer(
+            saved.tokenizer, bos_token=saved.bos_token, eos_token=saved.eos_token
+        )
+    if tokenizer.vocab_size > saved.model.vocab_size:
+        raise FolderError(
+            f"{saved.tokenizer or 'the byte vocabulary'} has {tokenizer.vocab_size} tokens, more "
+            f"than the {saved.model.vocab_size} of the model; name another with --tokenizer"
+        )
+    return tokenizer
+
+
+def _with_tokenizer(saved: Saved, flags: argparse.Namespace) -> Saved:
+    """With the tokenizer of the flags, where they name one."""
+    given = {
+        name: value
+        for name in ("tokenizer", "bos_token", "eos_token")
+        if (value := getattr(flags, name)) is not None
+    }
+    saved = dataclasses.replace(saved, **given)
+    _tokenizer_of(saved)
+    if saved.tokenizer is None and saved.step is None:
+        print(f"{saved.name} has no tokenizer: a token is a byte", file=sys.stderr)
+    return saved
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = Parser(command, description)
+    parser.add_argument("source", type=file_or_folder, help=_SOURCE)
+    parser.add_argument(
+        "--step", type=number(int, COUNT), help="of the run's checkpoint; default: the newest"
+    )
+    parser.add_argument(
+        "--best", action="store_true", help="the run's checkpoint with the lowest held-out loss"
+    )
+    parser.add_argument(
+        "--fsdp",
+        type=number(int, SIZE),
+        default=1,
+        help="devices over which the parameters are split",
+    )
+    return parser
+
+
+def _add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokenizer", type=file_or_folder, help="in place of the model's own")
+    parser.add_argument("--bos-token", help="begins a text, in place of the tokenizer's own")
+    parser.add_argument("--eos-token", help="ends a text, likewise")
+
+
+def _find(flags: argparse.Namespace) -> Saved:
+    return find_model(flags.source, step=flags.step, best=flags.best)
+
+
+def _finite(saved: Saved, mesh: Mesh) -> nnx.State:
+    """The parameters, all of which are finite."""
+    params = saved.load(mesh)
+    check_finite(saved.name, params, "take another model, or an earlier checkpoint with --step")
+    return params
+
+
+def _mesh(flags: argparse.Namespace) -> Mesh:
+    num_devices = jax.device_count()
+    if num_devices % flags.fsdp:
+        raise FlagError(f"--fsdp {flags.fsdp} does not divide the {num_devices} devices")
+    return make_mesh(data=num_devices // flags.fsdp, fsdp=flags.fsdp)

@@ -1,0 +1,242 @@
+"""`python -m train plan`: what fits on a device, which batch, which policy. No device is needed."""
+
+import argparse
+import dataclasses
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+
+from models.config import AUTO_REMAT
+from models.sharding import make_mesh
+from train.cli.command_line import FlagError, Parser, number, parse_command_line
+from train.config import PRESET_NAMES, MeshConfig, TrainConfig
+from train.planner import aot
+from train.planner.cache import VARIABLE, cached
+from train.planner.plan import (
+    HOPELESS,
+    Measures,
+    Plan,
+    Programs,
+    plan,
+    table,
+    with_policies,
+    with_remat,
+)
+from train.planner.target import (
+    DEFAULT_FRACTION,
+    Target,
+    memory_fraction,
+    target_elsewhere,
+    target_here,
+)
+from train.ranges import POSITIVE, SIZE
+
+# A larger batch is hardly faster: at 64 rows of 4096 tokens a 1B model computes for seconds.
+_MOST_ROWS = 64
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Prints the table and the command line that trains as planned.
+
+    Raises:
+      FlagError: a flag is wrong, or the compilers are missing.
+      PlanError: nothing fits.
+    """
+    flags, rest = _parser().parse_known_args(arguments)
+    if flags.no_cache:
+        os.environ[VARIABLE] = ""
+    try:
+        config, targets = _config_and_targets(flags, rest)
+        measures = _OnMeshes(targets)
+        configs = list(_configs(config, targets, measures, fixed_batch=_fixes_batch(flags, rest)))
+        chosen = plan(configs, targets[config.mesh], measures)
+    except RuntimeError as error:  # compilers are missing, or cannot compile the step
+        raise FlagError(str(error)) from error
+    print(table(chosen))
+    print(f"\n{_command(flags, rest, chosen)}")
+    if flags.device and chosen.target.mesh.size > 1:
+        print(
+            "exchange over data and fsdp is taken to hide behind computation (not measured), that "
+            "over tensor is added"
+        )
+
+
+class _OnMeshes:
+    """`Measures` of configurations by their mesh."""
+
+    def __init__(self, targets: Mapping[MeshConfig, Target]):
+        self._measures: dict[MeshConfig, Measures] = {
+            mesh: cached(Programs(target), target) for mesh, target in targets.items()
+        }
+
+    def estimate(self, config: TrainConfig) -> tuple[float, int]:
+        return self._measures[config.mesh].estimate(config)
+
+    def memory(self, config: TrainConfig) -> int:
+        return self._measures[config.mesh].memory(config)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "plan",
+        "Says which batch and which rematerialization policy fit on a device and are "
+        "fastest, from the training step compiled ahead of time for it.",
+        epilog="All flags of `python -m train` are taken too (`python -m train --help`), such as "
+        "--model.no-scan-layers, --model.param-dtype bfloat16, --data.accumulation-steps 4, "
+        "--mesh.fsdp 4 (over how many devices parameters and moments are split; here the default "
+        "is all that are left) and --model.remat NAME (plans that policy alone). Of a GPU's memory "
+        "XLA takes 75 %, or the share in XLA_CLIENT_MEM_FRACTION. Results are kept in a cache; "
+        f"{VARIABLE} names its folder and turns it off if empty.",
+    )
+    add = parser.add_argument
+    add("--preset", default="demo", help=f"one of {', '.join(PRESET_NAMES)} (default demo)")
+    add(
+        "--device",
+        help=f"GPU to plan for: {', '.join(aot.CHIPS)}, or the name that JAX gives it. It need "
+        "not be here. Default: the GPU of this machine",
+    )
+    add(
+        "--num-devices",
+        type=number(int, SIZE),
+        help="how many of them (default 1; those here without --device)",
+    )
+    add(
+        "--tensor",
+        type=number(int, SIZE),
+        nargs="+",
+        help="devices that share each sequence, as --mesh.tensor; several numbers are compared",
+    )
+    add(
+        "--sequence-length",
+        type=number(int, SIZE),
+        help="tokens in a row (default: that of the preset)",
+    )
+    add(
+        "--batch-size",
+        type=number(int, SIZE),
+        help="rows in a forward and backward over all devices; without it, powers of two up to "
+        "what fits",
+    )
+    add(
+        "--memory-gib",
+        type=number(float, POSITIVE),
+        help="memory of a device in place of what it has, GiB",
+    )
+    add("--no-cache", action="store_true", help="compile again what the cache knows")
+    return parser
+
+
+def _config_and_targets(
+    flags: argparse.Namespace, rest: list[str]
+) -> tuple[TrainConfig, dict[MeshConfig, Target]]:
+    """What the flags ask for, and the meshes to plan for, of which the configuration has the first.
+
+    The policy is "auto" unless the flags name one.
+    """
+    chip = aot.chip(flags.device) if flags.device else None
+    if chip:
+        jax.config.update("jax_platforms", "cpu")  # aot.devices stand for the GPUs
+        devices = aot.devices(chip, flags.num_devices or 1)
+        with jax.default_device(devices[0]):  # the defaults of a preset depend on it
+            config = parse_command_line(_train_arguments(flags, rest))
+    else:
+        if jax.default_backend() != "gpu":
+            raise ValueError("no GPU here; name one with --device, such as --device h100")
+        config = parse_command_line(_train_arguments(flags, rest))
+        devices = jax.devices()[: flags.num_devices]
+        if flags.num_devices and len(devices) < flags.num_devices:
+            raise ValueError(f"only {len(devices)} devices here; name them with --device")
+    if not _given(rest, "--model.remat"):
+        config = with_remat(config, AUTO_REMAT)
+    memory_bytes = int(flags.memory_gib * 2**30) if flags.memory_gib else None
+    if flags.tensor and _given(rest, "--mesh.tensor"):
+        raise ValueError("--tensor and --mesh.tensor say the same; leave out one")
+    targets = {}
+    for tensor in flags.tensor or [config.mesh.tensor]:
+        sizes = dataclasses.replace(config.mesh, tensor=tensor)
+        sizes = _all_sizes(sizes, len(devices), fixed_fsdp=_given(rest, "--mesh.fsdp"))
+        mesh = make_mesh(**dataclasses.asdict(sizes), devices=devices)
+        targets[sizes] = (
+            target_elsewhere(chip, mesh, memory_bytes) if chip else target_here(mesh, memory_bytes)
+        )
+    return dataclasses.replace(config, mesh=next(iter(targets))), targets
+
+
+def _all_sizes(mesh: MeshConfig, num_devices: int, *, fixed_fsdp: bool) -> MeshConfig:
+    """A mesh of so many devices; `fsdp` takes those that the others leave, unless it is fixed."""
+    data, fsdp, tensor = mesh.data, mesh.fsdp, mesh.tensor
+    if not fixed_fsdp:
+        fsdp = max(1, num_devices // (max(1, data) * tensor))
+    if data == -1:
+        data = max(1, num_devices // (fsdp * tensor))
+    return MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
+
+
+def _train_arguments(flags: argparse.Namespace, rest: list[str]) -> list[str]:
+    """The command line of training, without policy and batch where they are to be planned."""
+    arguments = ["--preset", flags.preset, *rest]
+    if flags.sequence_length is not None:
+        arguments += ["--data.sequence-length", str(flags.sequence_length)]
+    if flags.batch_size is not None:
+        arguments += ["--data.batch-size", str(flags.batch_size)]
+    return arguments
+
+
+def _given(rest: list[str], flag: str) -> bool:
+    return any(part == flag or part.startswith(f"{flag}=") for part in rest)
+
+
+def _fixes_batch(flags: argparse.Namespace, rest: list[str]) -> bool:
+    return flags.batch_size is not None or _given(rest, "--data.batch-size")
+
+
+def _configs(
+    config: TrainConfig,
+    targets: Mapping[MeshConfig, Target],
+    measures: Measures,
+    *,
+    fixed_batch: bool,
+) -> Iterator[TrainConfig]:
+    """On each mesh each policy with the batch, or with powers of two until one cannot fit."""
+    for mesh, target in targets.items():
+        on_mesh = dataclasses.replace(config, mesh=mesh)
+        num_parts = mesh.data * mesh.fsdp
+        if fixed_batch:
+            if config.data.batch_size % num_parts:
+                raise ValueError(
+                    f"a batch of {config.data.batch_size} must be a multiple of the {num_parts} "
+                    "devices it is split over, data * fsdp"
+                )
+            yield from with_policies(on_mesh)
+            continue
+        for with_policy in with_policies(on_mesh):
+            rows = 1
+            while rows <= _MOST_ROWS * mesh.tensor:
+                data = dataclasses.replace(config.data, batch_size=rows * num_parts)
+                candidate = dataclasses.replace(with_policy, data=data)
+                yield candidate
+                if measures.estimate(candidate)[1] > HOPELESS * target.limit_bytes:
+                    break
+                rows *= 2
+
+
+def _command(flags: argparse.Namespace, rest: list[str], chosen: Plan) -> str:
+    """The command line that trains as planned."""
+    config = chosen.best.config
+    arguments = ["--preset", flags.preset, *rest]
+    if not _given(rest, "--model.remat"):
+        arguments += ["--model.remat", config.model.remat]
+    if not _given(rest, "--data.batch-size"):
+        arguments += ["--data.batch-size", str(config.data.batch_size)]
+    if flags.sequence_length is not None:
+        arguments += ["--data.sequence-length", str(config.data.sequence_length)]
+    if config.mesh.fsdp > 1 and not _given(rest, "--mesh.fsdp"):
+        arguments += ["--mesh.fsdp", str(config.mesh.fsdp)]
+    if config.mesh.tensor > 1 and not _given(rest, "--mesh.tensor"):
+        arguments += ["--mesh.tensor", str(config.mesh.tensor)]
+    command = f"python -m train {shlex.join(arguments)}"
+    if memory_fraction() != DEFAULT_FRACTION:
+        command = f"XLA_CLIENT_MEM_FRACTION={memory_fraction():g} {command}"
+    return command

@@ -1,0 +1,72 @@
+"""`python -m train replay FOLDER`: the forward and backward of a step that a run ended with.
+
+The folder is `failed-step-N` of the run. It has the parameters with which the step began and the
+step's batch, so the devices and the program need not be those of the run.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from models.sharding import batch_sharding, parameter_path
+from train.checkpoints.hf_folder import FolderError
+from train.checkpoints.saved import read_run_config
+from train.cli.command_line import Parser, file_or_folder
+from train.config import TrainConfig
+from train.loop import mesh_of
+from train.step import abstract_state, make_gradients
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Prints loss and gradient norm, and the parameters and gradients that are not finite."""
+    parser = Parser(
+        "replay", "Runs the forward and backward of a step again that a run ended with."
+    )
+    parser.add_argument("folder", type=file_or_folder, help="failed-step-N of a run")
+    folder: Path = parser.parse_args(arguments).folder.absolute()
+    config = _read_config(folder)
+    mesh = mesh_of(config)
+    with jax.set_mesh(mesh):
+        params = abstract_state(config, mesh).params
+        with ocp.StandardCheckpointer() as checkpointer:
+            values = checkpointer.restore(folder / "params", jax.tree.leaves(params))
+        params = jax.tree.unflatten(jax.tree.structure(params), values)
+        batch = jax.device_put(read_batch(folder), batch_sharding(mesh, batch_axis=1))
+        metrics, gradients = jax.jit(make_gradients(config))(params, batch)
+    for name in ("loss", "nll", "accuracy", "grad_norm", "num_tokens"):
+        print(f"{name} {metrics[name].item():.6g}")
+    for kind, tree in (("parameter", params), ("gradient of", gradients)):
+        for path, array in jax.tree.leaves_with_path(tree):
+            if wrong := int(jnp.sum(~jnp.isfinite(array))):
+                name = ".".join(map(str, parameter_path(path)))
+                print(f"{kind} {name}: {wrong} of {array.size} not finite")
+
+
+def _read_config(folder: Path) -> TrainConfig:
+    """The configuration of the run.
+
+    Raises:
+      FolderError: the folder is not that of a failed step.
+    """
+    if (folder / "config.pickle").exists():
+        raise FolderError(
+            f"{folder} is of an earlier version, whose config.pickle is not read, because that "
+            "would run the code in it; run the training again"
+        )
+    if not (folder / "batch.npz").is_file():
+        raise FolderError(f"{folder} is no failed-step-N of a run: it has no batch.npz")
+    return read_run_config(folder)
+
+
+def read_batch(folder: Path) -> dict[str, np.ndarray]:
+    """The arrays of the step's batch, `[A, B, S]`.
+
+    Raises:
+      ValueError: the file is damaged, or holds Python objects.
+    """
+    with np.load(folder / "batch.npz", allow_pickle=False) as arrays:
+        return dict(arrays)

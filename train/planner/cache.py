@@ -1,0 +1,127 @@
+"""What the planner has measured, kept on disk: tracing and compiling a Llama takes seconds.
+
+One JSON file for each program, in `$XDG_CACHE_HOME/pallas-kernels/plans` (`~/.cache` without it).
+`TRAIN_PLAN_CACHE` names another folder; set to nothing, it turns the cache off. A file's name is a
+hash of all that decides the program: the configuration, the mesh, the device with its memory, the
+versions and our source. The limit is not in it, because no program depends on it, so another limit
+is planned from the same files. A file that cannot be read or written counts as missing.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+from typing import Any
+
+from train.config import TrainConfig
+from train.planner.plan import Measures
+from train.planner.target import Target
+
+VARIABLE = "TRAIN_PLAN_CACHE"
+_ROOT = pathlib.Path(__file__).parents[2]
+_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "flax", "optax")
+# What of a configuration changes the step.
+_FIELDS = ("model", "data", "optimizer", "steps", "z_loss", "xla_options")
+_ENVIRONMENT = ("XLA_FLAGS", "PALLAS_KERNELS_TUNED", "NVIDIA_TF32_OVERRIDE")
+
+
+def cache_folder() -> pathlib.Path | None:
+    """Where the files are, or None if they are not wanted."""
+    if (named := os.environ.get(VARIABLE)) is not None:
+        return pathlib.Path(named).expanduser() if named else None
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base) / "pallas-kernels" / "plans"
+
+
+def cached(measures: Measures, target: Target) -> Measures:
+    """The same answers, from the disk where they are there."""
+    folder = cache_folder()
+    return measures if folder is None else _Cached(measures, target, folder)
+
+
+class _Cached:
+    def __init__(self, measures: Measures, target: Target, folder: pathlib.Path):
+        self._measures, self._target, self._folder = measures, target, folder
+
+    def estimate(self, config: TrainConfig) -> tuple[float, int]:
+        found = self._read(config)
+        if {"seconds", "estimated_bytes"} <= found.keys():
+            return float(found["seconds"]), int(found["estimated_bytes"])
+        seconds, estimated = self._measures.estimate(config)
+        self._write(config, {"seconds": seconds, "estimated_bytes": estimated})
+        return seconds, estimated
+
+    def memory(self, config: TrainConfig) -> int:
+        found = self._read(config)
+        if "memory_bytes" in found:
+            return int(found["memory_bytes"])
+        memory = self._measures.memory(config)
+        self._write(config, found | {"memory_bytes": memory})
+        return memory
+
+    def _path(self, config: TrainConfig) -> pathlib.Path:
+        return self._folder / f"{_key(config, self._target)}.json"
+
+    def _read(self, config: TrainConfig) -> dict[str, int | float]:
+        """What the file has that can be true."""
+        found = None
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads(self._path(config).read_text())
+        if not isinstance(found, dict):
+            return {}
+        return {name: value for name, value in found.items() if _is_positive(value)}
+
+    def _write(self, config: TrainConfig, found: dict[str, int | float]) -> None:
+        path = self._path(config)
+        # Under another name first: two runs may plan at the same time.
+        part = path.with_suffix(f".{os.getpid()}.part")
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(found) + "\n")
+            part.replace(path)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+
+
+def _key(config: TrainConfig, target: Target) -> str:
+    content = {
+        "config": {name: getattr(config, name) for name in _FIELDS},
+        "mesh": dict(target.mesh.shape),
+        "target": target.description,
+        "rates": dataclasses.asdict(target.rates),
+        "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
+        "versions": _versions(),
+        "source": _source_hash(),
+    }
+    text = json.dumps(content, sort_keys=True, default=_as_json)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _as_json(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else str(value)  # pyright: ignore[reportArgumentType]
+
+
+@functools.cache
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for package in _PACKAGES:
+        found[package] = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+@functools.cache
+def _source_hash() -> str:
+    digest = hashlib.sha256()
+    for package in ("models", "pallas_kernels", "train"):
+        for path in sorted((_ROOT / package).rglob("*.py")):
+            digest.update(f"{path.relative_to(_ROOT)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()

@@ -1,0 +1,103 @@
+"""What a plan is made for: devices, here or not, and how much memory a step may take on each.
+
+The limit is what XLA may allocate, less 5 %. XLA takes 75 % of a GPU's memory unless
+`XLA_CLIENT_MEM_FRACTION` (or `XLA_PYTHON_CLIENT_MEM_FRACTION`) says otherwise, and a step that
+needs more fails whatever the card has; so that is what counts. A device that is here is asked what
+its allocator may take. The 5 % are for the batches that wait, for memory in pieces, and for what
+differs between compiling here and there. CUDA's context and the libraries live outside of XLA's
+share.
+"""
+
+import dataclasses
+import os
+
+import jax
+from jax.sharding import Mesh
+
+from pallas_kernels import hardware
+from train.planner import aot, cost
+
+MARGIN = 0.05
+DEFAULT_FRACTION = 0.75
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """What is planned for.
+
+    Attributes:
+      mesh: of devices that are here, or of `train.planner.aot.devices`.
+      device_kind: of each of them.
+      pool_bytes: what XLA may allocate on each.
+      pool: how that came about, in words.
+      rates: what each does in a second.
+      description: all that makes the compiler produce another program, for the cache's key.
+    """
+
+    mesh: Mesh
+    device_kind: str
+    pool_bytes: int
+    pool: str
+    rates: cost.Rates
+    description: str
+
+    @property
+    def limit_bytes(self) -> int:
+        """What a step may take."""
+        return int(self.pool_bytes * (1 - MARGIN))
+
+
+def memory_fraction() -> float:
+    """The share of a GPU's memory that XLA takes, from the environment."""
+    if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":
+        return 1.0
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    text = next((os.environ[name] for name in names if os.environ.get(name)), DEFAULT_FRACTION)
+    return float(text)
+
+
+def target_here(mesh: Mesh, memory_bytes: int | None = None) -> Target:
+    """The devices of a mesh that are here; `memory_bytes` in place of the memory they have."""
+    device = mesh.local_mesh.devices.flat[0]  # of another process it cannot be asked
+    chip = aot.chip_of_kind(device.device_kind)
+    reported = (device.memory_stats() or {}).get("bytes_limit")
+    if memory_bytes is not None:
+        pool_bytes, pool = _pool(memory_bytes)
+    elif reported:
+        pool_bytes, pool = reported, "what XLA's allocator may take here"
+    else:
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        pool_bytes = physical // jax.local_device_count()
+        pool = "each device's share of this machine's memory"
+    return Target(
+        mesh=mesh,
+        device_kind=device.device_kind,
+        pool_bytes=pool_bytes,
+        pool=pool,
+        rates=cost.Rates.of(
+            hardware.lookup(device.device_kind),
+            chip.host_bandwidth if chip else None,
+            chip.link_bandwidth if chip else 0.0,
+        ),
+        description=f"{device.device_kind} {device.client.platform_version}",
+    )
+
+
+def target_elsewhere(chip: aot.Chip, mesh: Mesh, memory_bytes: int | None = None) -> Target:
+    """A mesh of `aot.devices`; `memory_bytes` in place of the memory they have."""
+    pool_bytes, pool = _pool(chip.limits.hbm_bytes if memory_bytes is None else memory_bytes)
+    return Target(
+        mesh=mesh,
+        device_kind=chip.device_kind,
+        pool_bytes=pool_bytes,
+        pool=pool,
+        rates=cost.Rates.of(chip.limits, chip.host_bandwidth, chip.link_bandwidth),
+        description=chip.target_config(),
+    )
+
+
+def _pool(memory_bytes: int) -> tuple[int, str]:
+    fraction = memory_fraction()
+    pool = f"XLA's {fraction:.0%} of {memory_bytes / _GIB:.1f} GiB"
+    return int(memory_bytes * fraction), pool

@@ -1,0 +1,1 @@
+"""What a run shows: metrics, reports, comparisons, traces."""

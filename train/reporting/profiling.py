@@ -1,0 +1,74 @@
+"""What the compiler and the devices do: the compiled step as text, and a trace of some steps."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from train.errors import naming
+from train.reporting.rows import write_whole
+from train.step import memory_in_bytes
+
+
+def write_hlo(folder: Path, compiled: Any, memory: str) -> None:
+    """Writes a compiled step to `train_step.txt` and what memory it takes to `memory.txt`."""
+    with naming(folder):
+        folder.mkdir(exist_ok=True)
+    write_whole(folder / "train_step.txt", compiled.as_text().encode())
+    write_whole(folder / "memory.txt", f"{memory}\n{compiled.memory_analysis()}\n".encode())
+
+
+def memory_report(compiled: Any) -> str:
+    """The memory that a compiled step needs on each device, against what the device has."""
+    sizes = compiled.memory_analysis()
+    gib = lambda size: f"{size / 2**30:.2f} GiB"
+    peak = memory_in_bytes(compiled)
+    parts = [
+        f"memory of the step: arguments {gib(sizes.argument_size_in_bytes)}",
+        f"temporaries {gib(sizes.temp_size_in_bytes)}",
+        f"outputs that are not arguments {
+            gib(sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
+        }",
+        f"in all {gib(peak)}",
+    ]
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit:
+        parts.append(f"of {gib(limit)} ({peak / limit:.0%})")
+    return ", ".join(parts)
+
+
+class Profile:
+    """A trace of the steps from the first to the last of `steps`; a context manager.
+
+    For TensorBoard's profile plug-in, XProf, or https://ui.perfetto.dev. A run that goes on in the
+    middle of the steps traces the rest.
+    """
+
+    def __init__(self, folder: Path, steps: tuple[int, int] | None):
+        self._folder = folder
+        self._first, self._last = steps or (1, 0)
+        self._running = False
+
+    def __enter__(self) -> "Profile":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop()
+
+    def begin(self, step: int) -> None:
+        """Before a step is dispatched."""
+        if not self._running and self._first <= step <= self._last:
+            jax.profiler.start_trace(str(self._folder))
+            self._running = True
+
+    def end(self, step: int, results: Any) -> None:
+        """After a step is dispatched; waits for its results if it is the last of the trace."""
+        if self._running and step >= self._last:
+            jax.block_until_ready(results)
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+            print(f"trace of the steps up to {self._last}: {self._folder}")
