@@ -124,9 +124,9 @@ def compare(
     Clocks and temperature drift over minutes; what is compared is measured within a second. The
     order is another in each round, and the same in each run: in a fixed one a case has the same
     before it every time, and on a card at its limit of power that once shifted ratios by 3 to 7 %
-    (NOTES.md, 2026-11-23). Calls walk through the sets of inputs without regard to the case, so
-    that a set used by one case is not in the cache for the next. A case that raises is out, with
-    the error kept.
+    (docs/lab/2026-11-23-order-of-rounds.md). Calls walk through the sets of inputs without regard
+    to the case, so that a set used by one case is not in the cache for the next. A case that raises
+    is out, with the error kept.
 
     Args:
       cases: what to time. The first round warms all of them up, unmeasured.

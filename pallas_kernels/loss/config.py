@@ -30,8 +30,8 @@ class Config:
 
 
 # What the logits of a chunk may take unless the caller says otherwise. On an H100 at D = 2048 and
-# V = 128256 (NOTES.md, 2026-11-21), against chunks of 2048 tokens, 512 take 38 % longer, 1024 take
-# 6 %, 4096 save 2 %; in 16 bits these are 501 MiB.
+# V = 128256 (docs/lab/2026-11-21-loss-chunks.md), against chunks of 2048 tokens, 512 take 38 %
+# longer, 1024 take 6 %, 4096 save 2 %; in 16 bits these are 501 MiB.
 _LOGITS_BYTES = 512 * 2**20
 # Of fewer tokens the GEMMs slow down, and without a limit nothing asks for it.
 _MIN_DEFAULT_CHUNK = 512
