@@ -5,7 +5,9 @@ size, F intermediate size, V vocabulary, N query heads, K key/value heads, H hea
 """
 
 from pallas_kernels.loss import LossMetrics as LossMetrics
+from pallas_kernels.loss import LossPlan as LossPlan
 from pallas_kernels.loss import linear_cross_entropy as linear_cross_entropy
+from pallas_kernels.loss import linear_cross_entropy_plan as linear_cross_entropy_plan
 from pallas_kernels.mlp import swiglu as swiglu
 from pallas_kernels.mlp import swiglu_mlp as swiglu_mlp
 from pallas_kernels.norm import add_rms_norm as add_rms_norm
