@@ -64,7 +64,7 @@ _PRODUCTS = {
 # And those whose result has not the rows of an operand, with the other operand first.
 _GRADIENTS = {"input_gradient", "weight_gradient", "weight_gradient_rows"}
 # The first unless a logit is far above its label's.
-_WITHOUT_WORK = {"linear_exponentials_again", "uninitialized"}
+_WITHOUT_WORK = {"linear_exponentials_again"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
