@@ -1,22 +1,20 @@
 """The public SwiGLU."""
 
-from typing import Literal, get_args
+from typing import get_args
 
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import check_config, floating_arrays
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.mlp import mosaic_gpu, reference
 from pallas_kernels.mlp.config import Config
-
-# Not "Implementation": beartype takes aliases of one name for one type, whatever their module.
-type SwigluImplementation = Literal["reference", "mosaic_gpu"]
 
 
 def swiglu(
     gate: Float[Array, "*T F"],
     up: Float[Array, "*T F"],
     *,
-    implementation: SwigluImplementation | None = None,
+    implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> Float[Array, "*T F"]:
     """The gated activation of Llama's MLP (https://arxiv.org/abs/2002.05202).
@@ -27,10 +25,10 @@ def swiglu(
     Args:
       gate: the gate projection, of any floating dtype; the leading axes are tokens.
       up: the up projection, of the same shape.
-      implementation: `"reference"` is plain JAX for XLA to fuse. `"mosaic_gpu"` is a kernel for
-        NVIDIA GPUs since Ampere that keeps `gate` and `up` and nothing else, and takes them in one
-        dtype; XLA cannot split it, so on a mesh call it inside of `jax.shard_map`. `None` picks
-        `"reference"`, which is as fast alone and can be fused. A name is binding.
+      implementation: `"reference"` and `"xla"` are plain JAX for XLA to fuse. `"mosaic_gpu"` is a
+        kernel for NVIDIA GPUs since Ampere that keeps `gate` and `up` and nothing else, and takes
+        them in one dtype; XLA cannot split it, so on a mesh call it inside of `jax.shard_map`.
+        `None` picks `"reference"`, which is as fast alone and can be fused. A name is binding.
       config: launch parameters of the kernel; `None` takes measured ones, or a guess from the
         device and the dtype.
 
@@ -46,7 +44,7 @@ def swiglu(
         raise ValueError(f"gate and up must have one shape, got {gate.shape} and {up.shape}")
     if gate.ndim == 0:
         raise ValueError("gate and up must be [..., F], got scalars")
-    names = get_args(SwigluImplementation.__value__)
+    names = get_args(Implementation.__value__)
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
     if implementation is None:

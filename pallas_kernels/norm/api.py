@@ -6,13 +6,12 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import check_config, check_number, floating_arrays
 from pallas_kernels.gpu.device import runs_here
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.norm import mosaic_gpu, reference
 from pallas_kernels.norm.config import Config
 from pallas_kernels.sharding import sharded_over_devices
 
 type Casting = Literal["float32", "llama", "gemma"]
-# Not "Implementation": beartype takes aliases of one name for one type, whatever their module.
-type NormImplementation = Literal["reference", "mosaic_gpu"]
 
 
 def rms_norm(
@@ -22,7 +21,7 @@ def rms_norm(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     casting: Casting = "float32",
-    implementation: NormImplementation | None = None,
+    implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> Float[Array, "*T D"]:
     """Root mean square normalization over the last axis (https://arxiv.org/abs/1910.07467).
@@ -44,11 +43,12 @@ def rms_norm(
         rounded once at the end (`"gemma"` is the name other libraries give it; it implies no
         offset). `"llama"`: `x · rstd` is rounded to `x.dtype` before the scale, as Hugging Face
         does.
-      implementation: `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere, `"reference"` plain
-        JAX for XLA to fuse. `None` picks the kernel if JAX's default device is such a GPU, the
-        kernel takes the arguments, and they are whole on one device: XLA cannot split a kernel, so
-        on a mesh call it inside of `jax.shard_map`. (Arguments that only `jax.jit(in_shardings=)`
-        splits cannot be told from whole ones; XLA gathers these.) A name is binding.
+      implementation: `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere, `"reference"` and
+        `"xla"` are plain JAX for XLA to fuse. `None` picks the kernel if JAX's default device is
+        such a GPU, the kernel takes the arguments, and they are whole on one device: XLA cannot
+        split a kernel, so on a mesh call it inside of `jax.shard_map`. (Arguments that only
+        `jax.jit(in_shardings=)` splits cannot be told from whole ones; XLA gathers these.) A name
+        is binding.
       config: launch parameters of the kernel; `None` takes measured ones, or a guess from the
         device and the sizes.
 
@@ -77,7 +77,7 @@ def add_rms_norm(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     casting: Casting = "float32",
-    implementation: NormImplementation | None = None,
+    implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
     """Residual addition, then RMSNorm: `residual_out = x + residual`, `y = rms_norm(residual_out)`.
@@ -132,9 +132,9 @@ def _check_and_choose(
     x: Array,
     residual: Array | None,
     weight: Array,
-    implementation: NormImplementation | None,
+    implementation: Implementation | None,
     config: Config | None,
-) -> NormImplementation:
+) -> Implementation:
     """The implementation to run."""
     if x.ndim == 0:
         raise ValueError("weight must have shape [D] and x [..., D], got an x of shape ()")
@@ -144,7 +144,7 @@ def _check_and_choose(
         )
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual must have the shape of x, {x.shape}, got {residual.shape}")
-    names = get_args(NormImplementation.__value__)
+    names = get_args(Implementation.__value__)
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
     if implementation is None:
@@ -154,6 +154,8 @@ def _check_and_choose(
             or mosaic_gpu.unsupported_reason(x, weight, residual) is not None
         )
         implementation = "reference" if fallback else "mosaic_gpu"
+    if implementation == "xla":  # plain JAX, which XLA fuses
+        implementation = "reference"
     if implementation == "reference" and config is not None:
         raise ValueError(f"{config=}: {implementation=} has no launch parameters")
     check_config(config, Config)

@@ -119,7 +119,7 @@ def test_every_field_of_the_configuration_is_read_and_written():
     rest = {field.name for field in dataclasses.fields(LlamaConfig)} - changed.keys()
     assert rest == {
         "attention_dropout",
-        "kernels",
+        "implementation",
         "attention_implementation",
         "dtype",
         "mlp_chunk_size",

@@ -153,12 +153,13 @@ def test_layers_tag_what_policies_may_name():
     assert names == set(TENSOR_NAMES)
 
 
-# What is compiled beside each policy in a scan; what an unrolled program computes is seen in its
-# trace, below.
-UNROLLED = [(name, False) for name in ("attention", "mlp_inputs", CUSTOM)]
+# The traces below show for every policy, in both layouts, what runs again and what is kept. Only
+# some of them are compiled in the normal run.
+UNROLLED = [(name, False) for name in ("none", "minimal", "attention", "mlp_inputs", CUSTOM)]
+SCANNED = [(name, True) for name in ("attention", CUSTOM, TO_HOST)]
 
 
-@in_each_layout([*POLICIES, CUSTOM, TO_HOST], full=UNROLLED)
+@in_each_layout([*POLICIES, CUSTOM, TO_HOST], full=UNROLLED + SCANNED)
 def test_no_policy_changes_values_or_gradients(remat, scan_layers):
     assert_close(compiled(remat, scan_layers)(STATE), compiled("none", True)(STATE))
 
@@ -180,7 +181,7 @@ def assert_close(got, expected):
         pytest.param("full", 8, False, marks=pytest.mark.full),
         pytest.param("mlp_inputs", 7, True, marks=pytest.mark.full),
         ("mlp_inputs", 7, False),
-        ("attention", S, True),
+        pytest.param("attention", S, True, marks=pytest.mark.full),
         pytest.param("attention", S, False, marks=pytest.mark.full),
     ],
 )
@@ -242,7 +243,10 @@ def test_the_mlp_writes_gate_and_up_where_a_policy_keeps_them_or_runs_it_again()
     }
 
 
-@in_each_layout(["none", "minimal", "mlp_inputs", "offload", CUSTOM, "full"], full=UNROLLED[1:])
+@in_each_layout(
+    ["none", "minimal", "mlp_inputs", "offload", CUSTOM, "full"],
+    full=[*(case for case in UNROLLED if case[0] != "attention"), (CUSTOM, True)],
+)
 def test_xla_keeps_the_recomputation(remat, scan_layers):
     # XLA would merge it with the first computation where nothing prevents that.
     program = compiled(remat, scan_layers).as_text() or ""
@@ -250,7 +254,13 @@ def test_xla_keeps_the_recomputation(remat, scan_layers):
     assert len(re.findall(r" dot\(", program)) == layers * (3 * 9 + RECOMPUTED_GEMMS[remat])
 
 
-@each_layout
+@pytest.mark.parametrize(
+    "scan_layers",
+    [
+        pytest.param(True, id="scanned"),
+        pytest.param(False, id="unrolled", marks=pytest.mark.full),
+    ],
+)
 def test_memory_falls_from_none_to_full(scan_layers):
     def temporary_bytes(remat):
         analysis = compiled(remat, scan_layers).memory_analysis()
@@ -439,7 +449,9 @@ def test_remat3_keeps_the_same(remat3, remat, scan_layers):
     assert of_layer == kept(remat, scan_layers)
 
 
-@in_each_layout(["full", "mlp_inputs"], full=[("full", False), ("mlp_inputs", True)])
+@in_each_layout(
+    ["full", "mlp_inputs"], full=[("full", True), ("full", False), ("mlp_inputs", True)]
+)
 def test_remat3_computes_the_same(remat3, remat, scan_layers):
     program = traced.__wrapped__(remat, scan_layers)
     primitives = Counter(equation.primitive.name for equation in equations(program.jaxpr.jaxpr))

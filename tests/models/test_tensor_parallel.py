@@ -238,9 +238,9 @@ def test_unrolled_layers_have_the_numbers_of_scanned_ones(remat):
 @pytest.mark.parametrize(
     "changes",
     [
-        BIASES | {"hidden_act": "gelu", "kernels": False},
+        BIASES | {"hidden_act": "gelu", "implementation": "xla"},
         pytest.param(BIASES | {"hidden_act": "gelu"}, marks=pytest.mark.full),
-        pytest.param({"kernels": False}, marks=pytest.mark.full),
+        pytest.param({"implementation": "xla"}, marks=pytest.mark.full),
     ],
     ids=str,
 )
