@@ -60,18 +60,18 @@ class LlamaConfig:
       param_dtype: Dtype of the parameters.
       scan_layers: Whether the layers run in one loop, which compiles faster, or unrolled, which
         runs faster.
-      remat: What the layers keep for the backward: the name of a policy, or names of tensors such
-        as "attention,residual,gate@host,up@host"; see `models.remat`. Host memory needs
+      remat: Tensors that the layers keep for the backward: the name of a policy, or names such as
+        "attention,residual,gate@host,up@host"; see `models.remat`. Host memory needs
         `scan_layers`. "auto" leaves the choice to `python -m train`, which takes the fastest policy
         that fits the device.
       mlp_chunk_size: Number of positions of a sequence whose gate and up exist at a time, for
         sequences that make these two the largest arrays; 0 means all positions. It needs a `remat`
         that keeps neither, and an MLP without biases.
       implementation: Implementation of every operation of `pallas_kernels`. `None` takes Mosaic GPU
-        kernels where they run; "xla" is plain JAX for XLA to compile, for comparison; "reference"
-        is each operation's formula; "mosaic_gpu" is the kernels, and an error where one cannot
-        run. (Where devices share sequences, "xla" still norms with the kernel, "mosaic_gpu" sums
-        over devices with the peer-memory kernel, and the loss has no "reference".)
+        kernels where they run. "xla" is plain JAX for XLA to compile, for comparison. "reference"
+        is each operation's formula. "mosaic_gpu" demands the kernels, and fails where one cannot
+        run. Where devices share sequences, `sharded_add_rms_norm` and the loss say which of these
+        names they take, and what they run.
       attention_implementation: Implementation of `jax.nn.dot_product_attention`; `None` takes
         cuDNN's where it runs.
     """
@@ -110,13 +110,13 @@ class LlamaConfig:
             try:
                 object.__setattr__(self, name, jnp.dtype(value).name)
             except TypeError as error:
-                raise ValueError(f"{name}={value!r} is no dtype, such as bfloat16") from error
+                raise ValueError(f"{name}={value!r} is not a dtype such as bfloat16") from error
             if getattr(self, name) not in _DTYPES:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(_DTYPES)}")
         for name in _SIZES:
             _check_whole(name, getattr(self, name), 1)
         _check_whole("head_dim", self.head_dim, 0)
-        # NaN is in neither range.
+        # NaN is outside of both ranges.
         if not 0 <= self.rms_norm_eps <= float(jnp.finfo(jnp.float32).max):
             raise ValueError(f"{self.rms_norm_eps=} must be finite and at least 0")
         if not 0 <= self.initializer_range <= 1:
@@ -143,7 +143,7 @@ class LlamaConfig:
             raise ValueError(f"{self.hidden_act=} must be one of {sorted(ACTIVATIONS)}")
         if self.attention_dropout:
             raise NotImplementedError(
-                f"{self.attention_dropout=} is not implemented; set it to 0.0, as Llama has it"
+                f"{self.attention_dropout=} is not implemented; set it to 0.0, Llama's value"
             )
         rope, longest = self.rope_parameters, self.max_position_embeddings
         original = rope.original_max_position_embeddings or longest
@@ -155,7 +155,7 @@ class LlamaConfig:
         policy = None if self.remat == AUTO_REMAT else remat_policy(self.remat)
         if policy is not None and policy.offloaded and not self.scan_layers:
             raise ValueError(
-                f"{self.remat=} keeps tensors in host memory, which needs scan_layers=True: of "
+                f"{self.remat=} keeps tensors in host memory, which needs scan_layers=True: with "
                 "unrolled layers XLA sends tensors late and fetches them early, and saves hardly "
                 "any memory"
             )
@@ -184,7 +184,7 @@ class LlamaConfig:
                 _check_whole(name, token, 0)
         if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
             raise ValueError(
-                f"{self.pad_token_id=} must be below {self.vocab_size=}; None is no padding"
+                f"{self.pad_token_id=} must be below {self.vocab_size=}; None is for no padding"
             )
 
 

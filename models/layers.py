@@ -129,11 +129,11 @@ class MLP(SwiGLU):
 
 
 def _kept_by_mlp(config: LlamaConfig) -> Literal["gate_up", "x"]:
-    """What the MLP keeps for its backward: gate and up, or only its input.
+    """The tensors that the MLP keeps for its backward: gate and up, or only its input.
 
-    The input alone is faster where the policy keeps what follows the MLP, so that the MLP's forward
-    runs only once: that forward never writes gate and up, and the backward makes them again as it
-    would in any case.
+    The input alone is faster where the policy keeps the norm after the MLP, so that the MLP's
+    forward runs only once. That forward never writes gate and up. The backward makes them again, as
+    it would in any case.
     """
     if config.mlp_chunk_size:
         return "x"

@@ -1,10 +1,10 @@
 """Llama in Flax NNX, with the residual stream and its norm carried from half-layer to half-layer.
 
-The textbook layer is `h += attention(norm(h)); h += mlp(norm(h))`. Here the first norm stands alone
-and every half-layer ends in an addition and the norm that comes next, so the carry is the pair
-`(normed, residual)`, and one kernel does each addition with its norm. LMDeploy arranges its layers
-in this way too. Values and gradients are the textbook's. Where the backward computes the norms
-again, a layer hands on the residual alone; see `models.remat`.
+The textbook layer is `h += attention(norm(h)); h += mlp(norm(h))`. Here the first norm stands
+alone, and every half-layer ends in an addition and the norm that comes next. So the carry is the
+pair `(normed, residual)`, and one kernel does each addition with its norm. LMDeploy arranges its
+layers in this way too. Values and gradients are the textbook's. Where the backward computes the
+norms again, a layer hands on the residual alone; see `models.remat`.
 
 Parameter names are Hugging Face's. The layers' parameters are stacked on axis 0, whether the layers
 run in a scan or unrolled.
@@ -49,7 +49,7 @@ type Attend = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
 class _Carry(NamedTuple):
-    """What enters a layer: the residual stream, and its norm unless the layer computes that."""
+    """Input of a layer: the residual stream, and its norm unless the layer computes that."""
 
     normed: Float[Array, "*T D"] | None
     residual: Float[Array, "*T D"]
@@ -192,9 +192,10 @@ class Llama(nnx.Module):
         )
 
         # A layer ends with the next one's first norm, because one kernel adds and norms. Where the
-        # policy does not keep that norm, only the residual enters a layer, which norms it itself:
-        # half as much to keep, and the backward need not add again, which would take the down
-        # projection. (Over `tensor` the addition is a sum over devices, which needs the kernel.)
+        # policy does not keep that norm, only the residual enters a layer, which norms it itself.
+        # Then there is half as much to keep, and the backward need not add again, which would take
+        # the down projection. Over `tensor` the addition is a sum over devices, and the operation
+        # that exchanges the summands also norms.
         policy = remat_policy(config.remat)
         carries_norm = policy.tensors is None or "normed" in policy.kept or bool(tensor_axis())
 
@@ -258,8 +259,8 @@ class Llama(nnx.Module):
         # Each half asks for all weights of the layer; XLA gathers only those that the half reads.
         block_of = lambda state: nnx.merge(graphdef, whole_weights(state))
 
-        # What enters a checkpoint stays on the device, unless the checkpoint reads it by a name.
-        # (Only once: two names would be two copies in host memory.)
+        # The inputs of a checkpoint stay on the device, unless it reads them by a name. An input
+        # must have only one name: two names would be two copies in host memory.
         name_input = lambda a: checkpoint_name(a, "layer_input")
         of_half, of_layer = (name_input, _same) if policy.attention else (_same, name_input)
 
