@@ -143,7 +143,7 @@ def loss_and_sums(
                 z_loss=z_loss,
                 vocab_axis=tensor_axis(),
                 return_metrics=True,
-                implementation=None if model.config.kernels else "xla",
+                implementation=model.config.implementation,
             )
             count = metrics.num_tokens.astype(jnp.float32)
             return loss, {"nll_sum": metrics.nll * count, "correct_sum": metrics.accuracy * count}

@@ -266,9 +266,9 @@ def model(config):
         return program(forward, jnp.zeros((1, 8), jnp.int32))
 
 
-def norm_options(config):
+def norm_implementation(config):
     """What the norms are told; off the GPU it changes nothing else."""
-    return nnx.eval_shape(lambda: Llama(config.model, rngs=nnx.Rngs(0))).norm.options
+    return nnx.eval_shape(lambda: Llama(config.model, rngs=nnx.Rngs(0))).norm.implementation
 
 
 def attention(config):
@@ -578,7 +578,7 @@ FIELDS = {
         "scan_layers": (False, model),
         "remat": ("full", model),
         "mlp_chunk_size": (4, model, {"remat": "full"}),
-        "kernels": (False, norm_options),
+        "implementation": ("xla", norm_implementation),
         "attention_implementation": ("cudnn", attention),
     },
     RopeParameters: {

@@ -35,7 +35,7 @@ _OWN_FIELDS = (
     "scan_layers",
     "remat",
     "mlp_chunk_size",
-    "kernels",
+    "implementation",
     "attention_implementation",
 )
 

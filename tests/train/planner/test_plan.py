@@ -479,7 +479,7 @@ def estimates():
                 BASE.model,
                 scan_layers=scan_layers,
                 remat=remat,
-                kernels=False,
+                implementation="xla",
                 attention_implementation="cudnn",
             )
             config = dataclasses.replace(BASE, model=model)
