@@ -32,10 +32,11 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _train(arguments: list[str], *, debug: bool) -> None:
-    from train import distributed, loop
-    from train.cli.command_line import COMMANDS, FlagError, parse_command_line
+    from train import distributed, loop, setup
+    from train.cli.command_line import COMMANDS, parse_command_line
     from train.errors import naming
     from train.faults import hide_given_up_transfers
+    from train.flag_errors import FlagError
 
     hide_given_up_transfers()
     with errors(debug=debug):
@@ -49,7 +50,7 @@ def _train(arguments: list[str], *, debug: bool) -> None:
             with errors(debug=debug):
                 config = parse_command_line(arguments)
                 try:
-                    loop.mesh_of(config)
+                    setup.mesh_of(config)
                 except ValueError as error:
                     raise FlagError(f"--mesh: {error}") from error
                 with naming(config.runs_dir / config.name):
@@ -64,10 +65,10 @@ def errors(prefix: str = "", *, debug: bool = False) -> Iterator[None]:
       prefix: of the line.
       debug: whether the traceback is printed.
     """
-    from train.checkpoints.hf_folder import FolderError
-    from train.cli.command_line import DEBUG, FlagError
+    from train.cli.command_line import DEBUG
     from train.data import DataError
-    from train.errors import DiskError, RunError
+    from train.errors import DiskError, FolderError, RunError
+    from train.flag_errors import FlagError
     from train.planner.plan import PlanError
 
     try:

@@ -22,6 +22,8 @@ import pytest
 from flax import nnx
 
 import train.loop
+import train.outputs
+import train.setup
 import train.step
 from models.config import LlamaConfig
 from models.llama import Llama
@@ -30,7 +32,7 @@ from models.rope import RopeParameters, rotary_cos_sin
 from models.sharding import make_mesh
 from support.tokenizer_files import write_byte_level
 from train import distributed
-from train.cli.command_line import FlagError, parse_command_line
+from train.cli.command_line import parse_command_line
 from train.config import (
     PRESET_NAMES,
     CheckpointConfig,
@@ -42,6 +44,7 @@ from train.config import (
     preset,
 )
 from train.data import Corpus
+from train.flag_errors import FlagError
 from train.optimizers import make_optimizer
 from train.step import init_state, jit_train_step, loss_sum, make_train_step, model_graph
 
@@ -178,8 +181,8 @@ def test_unknown_preset():
         ("", {"name": ""}, "name='' must be the name of a folder"),
         ("", {"name": " "}, "name=' ' must be the name of a folder"),
         ("", {"name": ".."}, r"name='\.\.' must be the name of a folder"),
-        ("", {"name": "../a"}, "name='../a' .* without a slash; the flag runs-dir"),
-        ("", {"name": "a\nb"}, "must have no line breaks"),
+        ("", {"name": "../a"}, "name='../a' .* without a slash; --runs-dir"),
+        ("", {"name": "a\nb"}, "must not have line breaks"),
         ("", {"name": "é" * 101}, "of 1 to 200 bytes"),
         ("data", {"path": (Path("a"), Path("a"))}, "same file twice"),
         ("data", {"tokenizer": Path("a")}, "tokenizer is for text of your own"),
@@ -189,7 +192,7 @@ def test_unknown_preset():
         ("optimizer", {"clip_norm": -1.0}, r"clip_norm=-1\.0"),
         ("optimizer", {"decay_fraction": 1.5}, r"decay_fraction=1\.5"),
         ("optimizer", {"final_fraction": -0.5}, r"final_fraction=-0\.5"),
-        ("optimizer", {"name": "sgd", "b2": 0.9}, r"b2=0\.9 is not read by sgd"),
+        ("optimizer", {"name": "sgd", "b2": 0.9}, r"b2=0\.9: sgd has no b2; leave it out"),
         ("optimizer", {"name": "adafactor", "momentum_dtype": "float32"}, "not read by adafactor"),
         ("checkpoint", {"every": -1}, "every=-1"),
         ("checkpoint", {"keep": 0}, "keep=0"),
@@ -337,7 +340,7 @@ def run(config):
 
     metrics_of_a_step = ("loss", "nll", "accuracy", "lr", "grad_norm")
 
-    def compile_nothing(config, mesh, state, train_data, held_out):
+    def compile_nothing(config, mesh, state, datasets):
         def train_step(state, batch):
             seen.append((dict(mesh.shape), np.asarray(batch["tokens"]).tolist()))
             values = {name: np.float32(1) for name in metrics_of_a_step}
@@ -349,7 +352,7 @@ def run(config):
             one = np.float32(1)
             return {"nll_sum": one, "correct_sum": one, "num_tokens": np.int32(1)}
 
-        return train_step, eval_step
+        return train.setup.CompiledSteps(train_step, eval_step)
 
     def generate(model, prompts, **options):
         seen.append((prompts.tolist(), str(options)))
@@ -379,18 +382,18 @@ def run(config):
         contextlib.redirect_stdout(printed),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(train.loop, "_compile", compile_nothing)
-        patch.setattr(train.loop, "generate", generate)
-        patch.setattr(train.loop, "_first_state", first_state)
+        patch.setattr(train.loop, "compile_steps", compile_nothing)
+        patch.setattr(train.outputs, "generate", generate)
+        patch.setattr(train.loop, "first_state", first_state)
         patch.setattr(train.loop, "write_hlo", lambda folder, *_: seen.append(folder.name))
         patch.setattr(train.loop, "memory_report", lambda compiled: "")
         patch.setattr(jax.profiler, "start_trace", lambda folder: seen.append("trace"))
         patch.setattr(jax.profiler, "stop_trace", lambda: seen.append("end of trace"))
         for name in ("tensorboardX", "wandb"):
             patch.setitem(sys.modules, name, tracker)
-        patch.setattr(train.loop, "save_pretrained", lambda model, path: seen.append(path.name))
-        patch.setattr(train.loop.report, "write_report", write_report)
-        patch.setattr(train.loop.data, "stdlib_corpus", lambda: corpus)
+        patch.setattr(train.outputs, "save_pretrained", lambda model, path: seen.append(path.name))
+        patch.setattr(train.outputs.report, "write_report", write_report)
+        patch.setattr(train.setup.data, "stdlib_corpus", lambda: corpus)
         run_dir = train.loop.run(config)
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
         seen.append(sorted(path.name for path in run_dir.glob("checkpoints/*")))

@@ -26,6 +26,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import train.loop
+import train.outputs
 from benchmarks.training.faults import process_flags, timeless
 from models.llama_hf import load_pretrained
 from models.sharding import make_mesh
@@ -219,7 +220,7 @@ def test_model_and_sample(story, alone):
     config = dataclasses.replace(alone[0], sample_tokens=4)
     with jax.set_mesh(mesh):
         params = state_of(config, story[0], mesh)[1].params
-        sample = train.loop._sample(config, params, 0.0)
+        sample = train.outputs.sample(config, params, 0.0)
     model = load_pretrained(story[0] / "model")
     saved = jax.device_get(nnx.state(model, nnx.Param))
     chex.assert_trees_all_equal(saved, jax.device_get(params))
@@ -264,7 +265,7 @@ def test_a_hang_names_the_step_and_shows_where(story):
     for end, what in ((first, "process 0: step 8"), (stuck, "process 1: the batch of step 8")):
         (line,) = end.lines()
         assert line.startswith(f"error: {what} was not finished within {STEP_TIMEOUT_S} s (--dis")
-    assert re.search(r'loop\.py", line \d+ in log\n', first.errors)
+    assert re.search(r'loop\.py", line \d+ in _log\n', first.errors)
     assert re.search(r'run_with_fault\.py", line \d+ in batch\n', stuck.errors)
 
 
@@ -310,12 +311,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pathlib import Path
 from models.sharding import make_mesh
 from train import distributed
-from train.loop import _new_run_dir
+from train.outputs import new_run_dir
 
 jax.config.update("jax_num_cpu_devices", 2)
 with distributed.started(distributed.flags(sys.argv[2:])):
     me = jax.process_index()
-    folder = distributed.of_first(lambda: str(_new_run_dir(Path(sys.argv[1]), "run")))
+    folder = distributed.of_first(lambda: str(new_run_dir(Path(sys.argv[1]), "run")))
     mesh = make_mesh(data=1, fsdp=4)
     split = NamedSharding(mesh, PartitionSpec("fsdp"))
     whole = np.arange(8)

@@ -24,6 +24,7 @@ from models.hf_files import (
 )
 from models.llama_hf import check_pretrained, load_pretrained, read_config
 from models.sharding import parameter_path
+from train.errors import FolderError
 
 TOKENIZER_FILE = "tokenizer.json"
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -38,10 +39,6 @@ _OWN_FIELDS = (
     "kernels",
     "attention_implementation",
 )
-
-
-class FolderError(ValueError):
-    """Why a folder cannot be read or used, in one line that needs no traceback."""
 
 
 def is_hf_folder(folder: Path) -> bool:

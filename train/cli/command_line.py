@@ -4,19 +4,17 @@ A mistake in a flag is one line that names it.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import io
-import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import tyro
 
-from train.checkpoints.hf_folder import FolderError, has_tokenizer, read_model_config
+from train.checkpoints.hf_folder import has_tokenizer, read_model_config
 from train.config import PRESET_NAMES, TrainConfig, preset
+from train.errors import FolderError
+from train.flag_errors import FlagError, tyro_errors
 from train.ranges import Range
 
 # Line of help, module and function of each command; imported when it is called.
@@ -25,15 +23,11 @@ COMMANDS = {
     "export": ("write a model as a Hugging Face folder", "train.cli.commands", "export"),
     "eval": ("measure how well a model predicts text", "train.cli.commands", "evaluate"),
     "sample": ("generate text", "train.cli.commands", "sample"),
-    "compare": ("write a page about two runs", "train.reporting.compare", "run"),
+    "compare": ("write a page about two runs", "train.cli.compare", "run"),
     "replay": ("run the step again that a run ended with", "train.cli.replay", "run"),
 }
 DEBUG = "--debug"
 DEBUG_HELP = "show the traceback of an error"
-
-
-class FlagError(ValueError):
-    """A mistake in a flag, in one line that needs no traceback."""
 
 
 def parse_command_line(arguments: Sequence[str]) -> TrainConfig:
@@ -175,42 +169,3 @@ def not_empty(text: str) -> str:
 def file_or_folder(text: str) -> Path:
     """The type, for argparse, of a flag for a path; an empty one would be the current folder."""
     return Path(not_empty(text))
-
-
-@contextlib.contextmanager
-def tyro_errors(root: str) -> Iterator[None]:
-    """Makes a FlagError of tyro's box around a mistake.
-
-    Args:
-      root: the name of the class that the flags make, whose own flags have no prefix.
-
-    Raises:
-      FlagError: tyro ended the program with status 2.
-    """
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            yield
-    except SystemExit as error:
-        if error.code != 2:
-            raise
-        raise FlagError(_unboxed(box.getvalue(), root)) from error
-    sys.stderr.write(box.getvalue())
-
-
-def _unboxed(box: str, root: str) -> str:
-    """The message, and for an unknown flag one like it."""
-    text = "\n".join(line.strip("│ ") for line in box.splitlines() if line[:1] not in "╭╰")
-    sections = re.split(r"^[─-]{4,}$", text, flags=re.MULTILINE)
-    if "│" not in box:  # of a terminal without such characters; then the title is in no border
-        del sections[0]
-    message = " ".join(sections[0].split())
-    if found := re.fullmatch(r"Error parsing (?:--)?([\w.-]+): (.*)", message):
-        part, message = found.groups()
-        field = re.match(r"(?:self\.)?([a-z][\w.]*)=", message)
-        names = [name for name in (part, field and field[1]) if name and name != root]
-        if names:
-            flag = "--" + ".".join(names).replace("_", "-")
-            message = f"{flag}: {message}"
-    similar = re.search(r"^--\S+", "".join(sections[1:]), re.MULTILINE)
-    return f"{message}; is {similar[0]} meant?" if similar and "nrecognized" in message else message

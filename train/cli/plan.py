@@ -10,8 +10,9 @@ import jax
 
 from models.config import AUTO_REMAT
 from models.sharding import make_mesh
-from train.cli.command_line import FlagError, Parser, number, parse_command_line
+from train.cli.command_line import Parser, number, parse_command_line
 from train.config import PRESET_NAMES, MeshConfig, TrainConfig
+from train.flag_errors import FlagError
 from train.planner import aot
 from train.planner.cache import VARIABLE, cached
 from train.planner.plan import (

@@ -13,11 +13,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from models.sharding import batch_sharding, parameter_path
-from train.checkpoints.hf_folder import FolderError
 from train.checkpoints.saved import read_run_config
 from train.cli.command_line import Parser, file_or_folder
 from train.config import TrainConfig
-from train.loop import mesh_of
+from train.errors import FolderError
+from train.setup import mesh_of
 from train.step import abstract_state, make_gradients
 
 

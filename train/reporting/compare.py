@@ -1,43 +1,24 @@
-"""`python -m train compare RUN RUN`: one page with the curves of two runs and what differs."""
+"""The page about two runs: their curves, their results and the settings that differ."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from train.checkpoints.hf_folder import FolderError
-from train.cli.command_line import Parser, file_or_folder
-from train.reporting.metrics import format_count
-from train.reporting.page import escape, figure_html, grid, page_html, section
-from train.reporting.report import (
+from train.errors import FolderError
+from train.formats import format_count
+from train.reporting.figures import (
     DARK,
     LIGHT,
-    RunMetrics,
     Theme,
     finished_png,
-    headline_numbers,
     limit_loss,
-    load_metrics,
     panel,
-    series,
     smooth,
 )
+from train.reporting.page import escape, figure_html, grid, page_html, section
+from train.reporting.results import RunMetrics, headline_numbers, load_metrics, series
 from train.reporting.rows import write_whole
-
-
-def run(arguments: Sequence[str]) -> None:
-    """Writes the page."""
-    parser = Parser(
-        "compare", "Writes a page with the curves of two runs and their differing settings."
-    )
-    parser.add_argument("runs", type=file_or_folder, nargs=2, metavar="RUN")
-    parser.add_argument(
-        "--output", type=file_or_folder, default=Path("compare.html"), help="default: compare.html"
-    )
-    flags = parser.parse_args(arguments)
-    first, second = flags.runs
-    write_comparison(first, second, flags.output)
-    print(flags.output)
 
 
 def write_comparison(first: Path, second: Path, output: Path) -> None:

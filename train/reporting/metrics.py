@@ -5,14 +5,13 @@ most the line it was writing. A machine that fails loses at most the rows after 
 they are synced to the disk before it is written. A line that is no row is left out of all that is
 made of the file, with a warning. JSON has no NaN and no infinity: such a value is written as null,
 and the row gets a key "nonfinite" that says which it was, `{"loss": null, "nonfinite": {"loss":
-"nan"}}`. Readers that know nothing of it see a missing value; `train.reporting.report.load_metrics` puts
-the float back.
+"nan"}}`. Readers that know nothing of it see a missing value; `train.reporting.report.load_metrics`
+puts the float back.
 """
 
 import collections
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
 import json
 import math
@@ -27,9 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import rich.console
-import rich.progress
-import rich.table
 
 from pallas_kernels.hardware import Hardware
 from train.errors import naming
@@ -304,132 +300,3 @@ class Throughput:
     @property
     def _seconds(self) -> float:
         return self._marks[-1][0] - self._marks[0][0]
-
-
-class Progress:
-    """A progress bar on a terminal; elsewhere a line of text every `every` steps.
-
-    Held-out results get a line of their own in both. Values that are missing or None are left
-    out. Use as a context manager. `live` draws the bar or not; None asks whether standard output
-    is a terminal.
-    """
-
-    def __init__(
-        self,
-        total_steps: int,
-        *,
-        every: int = 10,
-        live: bool | None = None,
-        console: rich.console.Console | None = None,
-    ):
-        self._total = total_steps
-        self._every = every
-        self._console = console or rich.console.Console(highlight=False)
-        self._live = self._console.file.isatty() if live is None else live
-        self._latest: dict[str, Any] = {}
-        self._first: tuple[int, float] | None = None
-        self._printed: int | None = None
-        # On a narrow terminal the last metrics are cut, not the step.
-        column = functools.partial(rich.table.Column, no_wrap=True)
-        step_width = 2 * len(str(total_steps)) + 1
-        self._bar = rich.progress.Progress(
-            rich.progress.BarColumn(None, table_column=column(ratio=1, min_width=10)),
-            rich.progress.TextColumn(
-                "{task.completed}/{task.total}", table_column=column(min_width=step_width)
-            ),
-            rich.progress.TextColumn("{task.fields[text]}", table_column=column()),
-            console=self._console,
-            disable=not self._live,
-            expand=True,
-        )
-        self._task = self._bar.add_task("train", total=total_steps, text="")
-
-    def __enter__(self) -> "Progress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
-
-    def update(self, step: int, metrics: Metrics) -> None:
-        """Shows that `step` steps are done, with a row of metrics as in metrics.jsonl."""
-        now = time.perf_counter()
-        if self._first is None:
-            self._first = (step, now)
-        metrics = {key: value for key, value in metrics.items() if value is not None}
-        eta = self._eta(step, now)
-        self._latest |= metrics | {"eta": eta}
-        self._bar.update(self._task, completed=step, text=_join(self._latest, _BAR))
-        if "val_loss" in metrics:
-            self.print(f"step {step}/{self._total}  {_join(metrics, _HELD_OUT_LINE)}")
-        elif not self._live and metrics and self._due(step):
-            self.print(f"step {step}/{self._total}  {_join(metrics | {'eta': eta}, _LINE)}")
-
-    def print(self, text: str) -> None:
-        """Prints a line, above the bar where there is one."""
-        # `soft_wrap`: a log file has no width to wrap at.
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        self._console.file.flush()
-
-    def _due(self, step: int) -> bool:
-        bucket = step // self._every
-        due = self._printed is None or bucket > self._printed or step >= self._total
-        if due:
-            self._printed = bucket
-        return due
-
-    def _eta(self, step: int, now: float) -> float | None:
-        assert self._first is not None
-        first_step, first_time = self._first
-        if step <= first_step:
-            return None
-        return (self._total - step) * (now - first_time) / (step - first_step)
-
-
-# In the order shown. On the bar the time left comes first: a narrow terminal cuts the rest.
-_LINE = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "memory", "eta")
-_HELD_OUT_LINE = ("val_loss", "val_bpb")
-_BAR = ("eta", "loss", "val_loss", "tokens_per_s", "mfu", "memory")
-
-
-def _join(metrics: Metrics, keys: tuple[str, ...]) -> str:
-    return "  ".join(text for key in keys if (text := _format(key, metrics)) is not None)
-
-
-def _format(key: str, metrics: Metrics) -> str | None:
-    if key == "memory":
-        used, peak = (metrics.get(name) for name in ("memory_gib", "peak_memory_gib"))
-        amounts = [f"{float(amount):.1f}" for amount in (used, peak) if amount is not None]
-        return f"mem {'/'.join(amounts)} GiB" if amounts else None
-    if metrics.get(key) is None:
-        return None
-    value = float(metrics[key])
-    match key:
-        case "eta":
-            return f"eta {format_duration(value)}"
-        case "lr":
-            mantissa, exponent = f"{value:.1e}".split("e")
-            return f"lr {mantissa}e{int(exponent)}"
-        case "grad_norm":
-            return f"grad {value:.2f}"
-        case "tokens_per_s":
-            return f"{format_count(value)} tok/s"
-        case "mfu":
-            return f"mfu {value:.1%}"
-        case _:
-            return f"{key.replace('_', ' ')} {value:.3f}"
-
-
-def format_count(value: float) -> str:
-    """`12345` as "12.3k", `1.5e6` as "1.50M": three digits and a unit."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= 0.9995 * limit:
-            return f"{value / limit:#.3g}".rstrip(".") + unit
-    return f"{value:.0f}"
-
-
-def format_duration(seconds: float) -> str:
-    """`83` as "1:23", `3723` as "1:02:03"."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

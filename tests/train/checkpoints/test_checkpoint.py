@@ -571,7 +571,7 @@ def test_settings_bind_with_the_first_checkpoint(at, tmp_path, at_step, whole, m
     other = dataclasses.replace(CONFIG, seed=5, runs_dir=tmp_path)
     with monkeypatch.context() as patch:
         if at == "compilation":
-            patch.setattr(train.loop, "_compile", lambda *args: kill())
+            patch.setattr(train.loop, "compile_steps", lambda *args: kill())
         else:
             at_step(2, kill)
         with pytest.raises(KilledError):

@@ -22,23 +22,25 @@ from safetensors import SafetensorError
 
 import train.cli.command_line
 import train.loop
+import train.outputs
+import train.setup
 from models.llama_hf import load_pretrained
 from models.sharding import make_mesh
 from support import tiny_run
 from support.tokenizer_files import write_byte_level, write_config
 from train import data
 from train.__main__ import main
-from train.checkpoints.hf_folder import FolderError, check_model, copy_tokenizer, load_params
+from train.checkpoints.hf_folder import check_model, copy_tokenizer, load_params
 from train.checkpoints.saved import find_model, read_run_config
-from train.cli import commands
+from train.cli import commands, compare
 from train.cli.command_line import COMMANDS, parse_command_line
 from train.config import PRESET_NAMES, CheckpointConfig, DataConfig, OptimizerConfig, TrainConfig
-from train.errors import RunError
+from train.errors import FolderError, RunError
 from train.evaluate import Sums
 from train.loop import run
-from train.reporting import compare, tracking
+from train.reporting import tracking
 from train.reporting.metrics import MetricsWriter
-from train.reporting.report import load_metrics
+from train.reporting.results import load_metrics
 from train.step import init_state
 
 MODEL = dataclasses.replace(tiny_run.MODEL, eos_token_id=(1, 257))
@@ -215,7 +217,7 @@ def test_parameters_of_a_folder_are_split_over_the_mesh(finished):
     mesh = make_mesh(data=4, fsdp=2)
     params = load_params(finished / "model", MODEL, mesh)
     config = dataclasses.replace(read_run_config(finished), init_from=finished / "model")
-    state = train.loop._first_state(config, mesh)
+    state = train.setup.first_state(config, mesh)
     want = init_state(dataclasses.replace(config, init_from=None), mesh)
     shardings = lambda tree: jax.tree.map(lambda a: a.sharding, tree)
     assert jax.tree.structure(state) == jax.tree.structure(want)
@@ -472,7 +474,7 @@ def test_a_model_that_is_not_finite_is_not_used(finished, config, tmp_path, caps
         assert "norm.weight has values that are not finite" in line, line
     start = flags_of(config, folder, "--name", "next")
     with pytest.raises(FolderError, match=r"norm\.weight has .* not finite; .* --init-from"):
-        train.loop._first_state(parse_command_line(start), make_mesh(data=8, fsdp=1))
+        train.setup.first_state(parse_command_line(start), make_mesh(data=8, fsdp=1))
 
 
 def test_a_loss_that_is_not_finite_is_an_error(finished, tmp_path, capsys, monkeypatch):
@@ -502,9 +504,9 @@ def test_an_export_to_a_full_disk(error, finished, tmp_path, capsys, monkeypatch
 @pytest.mark.parametrize(
     ("module", "writer", "file"),
     [
-        (train.loop, "save_pretrained", "model"),
-        (train.loop.report, "write_report", "report.html"),
-        (train.loop, "_datasets", ""),
+        (train.outputs, "save_pretrained", "model"),
+        (train.outputs.report, "write_report", "report.html"),
+        (train.loop, "open_datasets", ""),
     ],
 )
 def test_a_run_on_a_full_disk(module, writer, file, finished, config, capsys, monkeypatch):

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 import train.cli.plan
 import train.loop
+import train.setup
 from models.llama import Llama
 from models.remat import POLICIES
 from models.sharding import BATCH_AXES, make_mesh
@@ -524,8 +525,8 @@ def test_what_is_compiled_is_what_training_runs(source, monkeypatch):
     mesh = make_mesh(data=4, fsdp=2)
     corpus = data.Corpus({f"{i}.py": b"def f(x):\n    return x\n" * 9 for i in range(40)})
     monkeypatch.setattr(data, "stdlib_corpus", lambda: corpus)
-    dataset = train.loop._datasets(config)[0]
-    batch = train.loop._to_devices(mesh, train.loop._step_batch(config, dataset, 0))
+    dataset = train.setup.open_datasets(config).train
+    batch = train.setup.batch_on_devices(config, mesh, dataset, 0)
     describe = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), tree)
     assert describe(abstract_batch(config, mesh)) == describe(batch)
     with jax.set_mesh(mesh):
@@ -543,7 +544,7 @@ def test_what_is_compiled_is_what_training_runs(source, monkeypatch):
 def test_a_run_with_auto_trains_and_says_with_what(mesh, tmp_path, capsys, monkeypatch):
     """Of two policies: that the step compiles with each is in `tests/models/test_remat.py`."""
     both = lambda config: [with_remat(config, name) for name in ("none", "full")]
-    monkeypatch.setattr(train.loop, "with_policies", both)
+    monkeypatch.setattr(train.setup, "with_policies", both)
     config = with_remat(OF_TENSOR, "auto")
     folder = train.loop.run(dataclasses.replace(config, mesh=mesh, runs_dir=tmp_path))
     written = json.loads((folder / "config.json").read_text())
