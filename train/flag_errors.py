@@ -13,10 +13,10 @@ class FlagError(ValueError):
 
 @contextlib.contextmanager
 def tyro_errors(root: str) -> Iterator[None]:
-    """Makes a FlagError of tyro's box around a mistake.
+    """Turns tyro's box around a mistake into a FlagError.
 
     Args:
-      root: the name of the class that the flags make, whose own flags have no prefix.
+      root: name of the class that the flags make; its own flags have no prefix.
 
     Raises:
       FlagError: tyro ended the program with status 2.
@@ -33,10 +33,10 @@ def tyro_errors(root: str) -> Iterator[None]:
 
 
 def _unboxed(box: str, root: str) -> str:
-    """The message, and for an unknown flag one like it."""
+    """The message in tyro's box, with a similar flag if the flag is unknown."""
     text = "\n".join(line.strip("│ ") for line in box.splitlines() if line[:1] not in "╭╰")
     sections = re.split(r"^[─-]{4,}$", text, flags=re.MULTILINE)
-    if "│" not in box:  # of a terminal without such characters; then the title is in no border
+    if "│" not in box:  # a terminal without such characters has the title inside of the box
         del sections[0]
     message = " ".join(sections[0].split())
     if found := re.fullmatch(r"Error parsing (?:--)?([\w.-]+): (.*)", message):
@@ -47,4 +47,6 @@ def _unboxed(box: str, root: str) -> str:
             flag = "--" + ".".join(names).replace("_", "-")
             message = f"{flag}: {message}"
     similar = re.search(r"^--\S+", "".join(sections[1:]), re.MULTILINE)
-    return f"{message}; is {similar[0]} meant?" if similar and "nrecognized" in message else message
+    if similar and "nrecognized" in message:
+        return f"{message}; did you mean {similar[0]}?"
+    return message

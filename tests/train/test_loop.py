@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 import train.loop
 import train.outputs
+import train.reporting.report
 import train.setup
 from models.llama_hf import load_pretrained
 from models.sampling import generate
@@ -77,6 +78,11 @@ def finished(tmp_path_factory, compiled):
     with pytest.MonkeyPatch.context() as patch:
         printed = []
         keep = lambda *args: compiled.append(compile_steps(*args)) or compiled[-1]
+        # Drawing is slow, and the tests of reports draw all figures. Only loss.png has a title.
+        draw = train.reporting.report.loss_png
+        drawn = lambda metrics, title, *args: draw(metrics, title, *args) if title else b""
+        patch.setattr(train.reporting.report, "loss_png", drawn)
+        patch.setattr(train.reporting.report, "details_png", lambda *args: b"")
         patch.setattr(train.loop, "compile_steps", keep)
         patch.setattr("builtins.print", lambda *args: printed.append(" ".join(map(str, args))))
         patch.setattr(train.loop.Progress, "print", lambda self, text: printed.append(text))
@@ -265,6 +271,7 @@ def test_a_second_run_repeats_the_first_in_a_folder_of_its_own(finished, compile
     assert timeless(rows_of(again)) == timeless(rows_of(folder))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("on_one_device")
 def test_synthetic_tokens(tmp_path):
     """Random tokens of any vocabulary, without positions and without anything held out."""
@@ -283,9 +290,9 @@ def test_synthetic_tokens(tmp_path):
         assert row["loss"] == pytest.approx(math.log(100), rel=0.05)
 
 
-@pytest.mark.usefixtures("on_one_device")
-def test_text_of_ones_own(tmp_path, capsys):
+def test_text_of_ones_own(tmp_path, capsys, finished, compiled, monkeypatch):
     """Its tokenizer makes the prompt, reads the sample and counts the bytes."""
+    monkeypatch.setattr(train.loop, "compile_steps", lambda *args: compiled[0])
     text = tmp_path / "text.jsonl"
     pairs = [{"prompt": f"{i} = ", "completion": f"the fox {i}"} for i in range(300)]
     lines = [{"text": f"the quick brown fox jumps over {i}\n"} for i in range(300)]
@@ -293,14 +300,11 @@ def test_text_of_ones_own(tmp_path, capsys):
     config = dataclasses.replace(
         SMALL,
         runs_dir=tmp_path,
-        model=dataclasses.replace(CONFIG.model, num_hidden_layers=1),
-        data=DataConfig(
-            source="stdlib",
+        data=dataclasses.replace(
+            CONFIG.data,
             path=(text,),
             tokenizer=write_byte_level(tmp_path / "tokenizer.json"),
             cache_dir=tmp_path / "cache",
-            sequence_length=16,
-            batch_size=8,
         ),
         steps=2,
         eval_every=1,

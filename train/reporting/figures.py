@@ -50,11 +50,11 @@ DARK = Theme(
 
 
 def smooth(values: list[float]) -> Float[np.ndarray, " N"]:
-    """Mean over a centred window of about 4 % of the run; NaNs do not spread.
+    """Mean over a centred window of about 4 % of the run, which leaves out NaNs.
 
-    Centred, so that the curve does not lag behind a falling loss. At the start, where that is
-    steep, the window shrinks on both sides; at the end only on the side that is missing, for else
-    the last point would be the last step's loss with all of its noise.
+    The window is centred, so the curve does not lag behind a falling loss. At the start, where the
+    loss is steep, the window shrinks on both sides. At the end it shrinks on the right side alone;
+    otherwise the last point would be the last loss with all of its noise.
     """
     array = np.array(values)
     finite = np.isfinite(array)
@@ -67,9 +67,9 @@ def smooth(values: list[float]) -> Float[np.ndarray, " N"]:
     return np.where(count > 0, (sums[high] - sums[low]) / np.maximum(count, 1), np.nan)
 
 
-# Inches. The page is up to 992 pixels wide, and the wide figure is shown from 768: with letters of
-# 9 points they are at least 11 pixels high. A page of 500 pixels leaves 434 to a narrow figure or a
-# panel, with letters of 13.
+# Sizes in inches. The page is up to 992 pixels wide. From 768 on it shows the wide figure, whose
+# letters of 9 points are then at least 11 pixels high. A page of 500 pixels has 434 for a narrow
+# figure or a panel, with letters of 13 pixels.
 WIDE = (7.9, 5.4)
 NARROW = (4.2, 4.6)
 _PANEL = (4.2, 1.9)
@@ -77,21 +77,22 @@ _PANEL = (4.2, 1.9)
 
 def empty_figure(size: tuple[float, float], theme: Theme) -> Any:
     """A figure in the colours of the page."""
-    # Imported here: it takes half a second, which a training run need not wait for.
+    # Imported here, because it takes half a second, which a training run need not wait for.
     from matplotlib.figure import Figure
 
-    # A `Figure` of its own needs neither pyplot's global state nor a display.
+    # `Figure` itself, without pyplot, which has global state and may need a display.
     return Figure(figsize=size, dpi=160, layout="constrained", facecolor=theme.background)
 
 
 def loss_png(metrics: RunMetrics, title: str, theme: Theme, size: tuple[float, float]) -> bytes:
+    """Loss and speed over the steps, as a PNG of `size` inches."""
     from matplotlib.ticker import MaxNLocator
 
     figure = empty_figure(size, theme)
     loss_axes, speed_axes = figure.subplots(2, 1, sharex=True, height_ratios=(2.4, 1))
     if title:
         shown = title if len(title) <= 60 else f"{title[:40]}…{title[-19:]}"
-        # As it is: a name is no formula, whatever dollar signs it has.
+        # `parse_math=False`, because a name with dollar signs is no formula.
         figure.suptitle(
             shown.encode(errors="replace").decode(),
             color=theme.text,
@@ -111,7 +112,7 @@ def loss_png(metrics: RunMetrics, title: str, theme: Theme, size: tuple[float, f
 
 
 def finished_png(figure: Any, all_axes: Sequence[Any], theme: Theme) -> bytes:
-    """A figure in the style of the page."""
+    """A figure as a PNG, in the style of the page."""
     for axes in all_axes:
         axes.set_facecolor(theme.background)
         axes.margins(x=0.01)
@@ -124,13 +125,13 @@ def finished_png(figure: Any, all_axes: Sequence[Any], theme: Theme) -> bytes:
             axes.set_axisbelow(True)
     buffer = io.BytesIO()
     with warnings.catch_warnings():
-        # The page has the name, too.
+        # The page shows the name as well.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(buffer, format="png", facecolor=theme.background)
     return buffer.getvalue()
 
 
-# What is drawn besides loss and speed: key of the rows, title, factor.
+# The panels besides loss and speed: key of the rows, title, factor.
 DETAILS = (
     ("grad_norm", "gradient norm", 1),
     ("lr", "learning rate", 1),
@@ -142,6 +143,7 @@ DETAILS = (
 
 
 def details_png(title: str, steps: list[float], values: list[float], theme: Theme) -> bytes:
+    """One of `DETAILS` over the steps, as a PNG."""
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = panel(title, theme)
@@ -193,7 +195,7 @@ def _draw_loss(axes: Any, metrics: RunMetrics, theme: Theme) -> None:
 
 
 def _draw_speed(axes: Any, metrics: RunMetrics, theme: Theme) -> list[Any]:
-    """Draws tokens/s; gives the axes of MFU, if there is one, that reads the same curve."""
+    """Draws tokens/s. Returns the axes of MFU, a second scale of the same curve, if any."""
     from matplotlib.ticker import FuncFormatter
 
     steps, speed = series(metrics.train, "tokens_per_s")
@@ -211,7 +213,7 @@ def _draw_speed(axes: Any, metrics: RunMetrics, theme: Theme) -> list[Any]:
     if not ratios:
         return []
     mfu_axes = axes.twinx()
-    mfu_axes.set_gid("twin")  # reads the same grid
+    mfu_axes.set_gid("twin")  # shares the grid
     mfu_axes.set_ylabel("MFU")
     mfu_axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
     mfu_axes.set_ylim(0, top * statistics.median(ratios))
@@ -219,10 +221,10 @@ def _draw_speed(axes: Any, metrics: RunMetrics, theme: Theme) -> list[Any]:
 
 
 def limit_loss(axes: Any, loss: list[float], val_loss: list[float]) -> str:
-    """Leaves the first, steep part of a long run out of sight, where it would flatten the rest.
+    """Cuts off the first, steep part of a long run, which would flatten the rest.
 
     Returns:
-      What is not seen, in words; "" if all is.
+      A note that names the cut; "" if nothing is cut.
     """
     finite = [value for value in loss if math.isfinite(value)]
     if len(finite) < 50:

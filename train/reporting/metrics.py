@@ -1,12 +1,13 @@
-"""What a run tells about itself: FLOPs and MFU, tokens per second, metrics.jsonl, the terminal.
+"""The metrics of a run: FLOPs and MFU, tokens per second, and the file `metrics.jsonl`.
 
-`metrics.jsonl` holds one JSON object a line, flushed line by line, so that a killed run loses at
-most the line it was writing. A machine that fails loses at most the rows after the last checkpoint:
-they are synced to the disk before it is written. A line that is no row is left out of all that is
-made of the file, with a warning. JSON has no NaN and no infinity: such a value is written as null,
-and the row gets a key "nonfinite" that says which it was, `{"loss": null, "nonfinite": {"loss":
-"nan"}}`. Readers that know nothing of it see a missing value; `train.reporting.report.load_metrics`
-puts the float back.
+`metrics.jsonl` has one JSON object a line, and each line is flushed, so a killed run loses at most
+the line that it was writing. The rows are synced to the disk before each checkpoint, so a machine
+that fails loses at most the rows after the last checkpoint. Readers leave out a line that is no
+row, with a warning.
+
+JSON has no NaN and no infinity. Such a value becomes null, and the key "nonfinite" of the row says
+which value it was: `{"loss": null, "nonfinite": {"loss": "nan"}}`. Other programs see a missing
+value; `train.reporting.results.load_metrics` restores the float.
 """
 
 import collections
@@ -39,15 +40,18 @@ def flops_per_token(config: Any, sequence_length: int) -> float:
 
     `6 * matmul parameters + 6 * layers * N * H * S`. The backward of a matmul is two matmuls, so
     training is three times the forward, as in PaLM (https://arxiv.org/abs/2204.02311, appendix
-    B). The embedding lookup is no matmul; the output projection is one, tied or not. Attention
-    is causal: of QKᵀ and PV, `2 * 2 * N * H * S` per token and layer, half is needed and half is
-    counted, as torchtitan and MaxText do; PaLM and nanoGPT count it in full and so report a
-    higher MFU for the same speed. Rematerialization is not counted (that would be hardware
-    FLOPs, HFU), nor are document boundaries inside a row, norms, softmax or the optimizer.
+    B). The embedding lookup is no matmul; the output projection is one, tied or not.
+
+    QKᵀ and PV have `2 * 2 * N * H * S` FLOPs per token and layer. Causal attention needs half of
+    them, and this function counts half, as torchtitan and MaxText do. PaLM and nanoGPT count all of
+    them, and report a higher MFU for the same speed.
+
+    The count leaves out rematerialization (with it, the figure would be hardware FLOPs, HFU),
+    document boundaries inside a row, norms, softmax and the optimizer.
 
     Args:
-      config: `LlamaConfig`, or anything with its Hugging Face size fields.
-      sequence_length: S.
+      config: `LlamaConfig`, or an object with its Hugging Face size fields.
+      sequence_length: number of tokens in a row, S.
     """
     query_size = config.num_attention_heads * config.head_dim
     key_value_size = config.num_key_value_heads * config.head_dim
@@ -67,9 +71,9 @@ def mfu(
     hardware: Hardware | None,
     num_devices: int,
 ) -> float | None:
-    """Model FLOPs utilization: the share of the devices' dense bfloat16 peak, 1 being all of it.
+    """Model FLOPs utilization: the share, up to 1, of the devices' dense bfloat16 peak.
 
-    None where the speed or the peak is unknown. `tokens_per_second` is that of all devices.
+    It is None if the speed or the peak is unknown. `tokens_per_second` counts all devices.
     """
     if hardware is None or tokens_per_second is None:
         return None
@@ -79,7 +83,7 @@ def mfu(
 def device_memory() -> dict[str, float]:
     """Memory in use and its peak so far in GiB, on the fullest local device.
 
-    Empty where the backend does not tell, as on a CPU.
+    It is empty if the backend does not report memory, for example on a CPU.
     """
     stats = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
     keys = {"memory_gib": "bytes_in_use", "peak_memory_gib": "peak_bytes_in_use"}
@@ -91,7 +95,7 @@ def device_memory() -> dict[str, float]:
 
 
 def run_environment() -> dict[str, Any]:
-    """What is needed to take a number again: command line, versions and devices."""
+    """The command line, the versions and the devices, to repeat a measurement."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tokenizers", "numpy")
     return {
         "command": shlex.join(sys.orig_argv),
@@ -108,14 +112,14 @@ def run_environment() -> dict[str, Any]:
 class MetricsWriter:
     """Writes `config.json` and appends to `metrics.jsonl` in a run's directory.
 
-    Generated text goes to `samples.jsonl`, a row for each. A directory that already has these is
-    gone on with: rows are appended, after a last line that a killed run left incomplete, and rows
-    of steps after `last_step`, are cut off. Rows of steps up to there that are missing are told
-    with a warning. Rows of metrics go to each of `trackers`, too.
+    Generated text goes to `samples.jsonl`, one row for each text. If the directory has these files,
+    new rows are appended to them. Before that, an incomplete last line of a killed run is cut off,
+    and so are rows of steps after `last_step`. A warning counts the missing rows of steps up to
+    `last_step`. Rows of metrics go to each of `trackers`, too.
 
     Attributes:
-      run_dir: the directory.
-      elapsed_s: of the last row that was there before, 0 where there is none.
+      run_dir: directory of the run.
+      elapsed_s: `elapsed_s` of the last row that was there before; 0 without rows.
 
     Raises:
       RunError: a file cannot be read or written, for example on a full disk.
@@ -143,15 +147,15 @@ class MetricsWriter:
         missing = [step for step in range(1, (last_step or 0) + 1) if step not in steps]
         if missing:
             warnings.warn(
-                f"{self._path}: the rows of {len(missing)} of {last_step} steps are missing, the "
-                f"first that of step {missing[0]}; the report lacks them",
+                f"{self._path}: the rows of {len(missing)} of {last_step} steps are missing, first "
+                f"the row of step {missing[0]}; the report lacks them",
                 stacklevel=2,
             )
         with naming(self._path):
             self._file = self._path.open("ab")
 
     def write(self, row: Metrics) -> None:
-        """Appends one row. Arrays of one element, as a jitted step returns, become numbers."""
+        """Appends one row. Arrays of one element become numbers."""
         values = {key: _plain(value) for key, value in row.items()}
         nonfinite = {
             key: str(value)
@@ -174,7 +178,7 @@ class MetricsWriter:
             file.write(json.dumps(row).encode() + b"\n")
 
     def sync(self) -> None:
-        """Returns when all rows are on the disk, also if the machine fails."""
+        """Waits until all rows are on the disk, where they survive a failure of the machine."""
         with naming(self._path):
             os.fsync(self._file.fileno())
         if self._samples.exists():
@@ -184,8 +188,8 @@ class MetricsWriter:
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes `config` to config.json, with `run_environment()` under "environment".
 
-        Dataclasses become objects; dtypes, classes and functions become their names; anything
-        else that JSON does not have becomes a string.
+        Dataclasses become objects. Dtypes, classes and functions become their names. Any other
+        value that JSON does not have becomes a string.
         """
         content = jsonable({**config, "environment": run_environment()})
         text = json.dumps(content, indent=2, allow_nan=False)
@@ -207,7 +211,7 @@ class MetricsWriter:
 
 
 class SilentWriter:
-    """A `MetricsWriter` that writes nothing, for the processes that leave that to the first."""
+    """A `MetricsWriter` that writes nothing, for all processes except process 0."""
 
     elapsed_s = 0.0
 
@@ -229,7 +233,7 @@ def _plain(value: Any) -> Any:
 
 
 def jsonable(value: Any) -> Any:
-    """As `MetricsWriter.write_config` writes it."""
+    """The value as JSON, as `MetricsWriter.write_config` writes it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     match value:
@@ -248,10 +252,11 @@ def jsonable(value: Any) -> Any:
 class Throughput:
     """Tokens per second over the last `window` steps, without the time spent in `pause`.
 
-    The clock starts when the second step is reported. The first may have waited for compilation,
-    and its report for the second to be sent to the device, which is slower than later ones: on four
-    H200s 0.27 s late, which made the next 20 steps 5 % too fast. Report a step when its results
-    have arrived: a jitted call returns before the device has done it.
+    Report a step when its results have arrived, because a jitted call returns before the device has
+    finished. The clock starts with the report of the second step. The first step may have waited
+    for compilation. Its report waits until the second step is sent to the device, which takes
+    longer than for later steps: on four H200s the report was 0.27 s late, and the next 20 steps
+    seemed 5 % too fast.
     """
 
     def __init__(self, window: int = 20, *, clock: Callable[[], float] = time.perf_counter):
@@ -261,13 +266,13 @@ class Throughput:
         self._paused = 0.0
         self._steps = 0
         self._tokens = 0
-        # (seconds of training, steps, tokens) at the end of each report; one more than intervals.
+        # (seconds of training, steps, tokens) at each report; `window` intervals have one more end.
         self._marks: collections.deque[tuple[float, int, int]] = collections.deque(
             maxlen=window + 1
         )
 
     def update(self, tokens: int, steps: int = 1) -> None:
-        """Reports that `steps` more steps, `tokens` tokens in all, are done."""
+        """Reports that `steps` more steps with `tokens` tokens in all are done."""
         is_first = not self._steps
         self._steps += steps
         self._tokens += tokens
@@ -276,7 +281,7 @@ class Throughput:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Time inside this block, for evaluation or a checkpoint, is not training time."""
+        """A block whose time does not count, for an evaluation or a checkpoint."""
         start = self._clock()
         try:
             yield

@@ -13,11 +13,10 @@ from train.reporting.metrics import Metrics
 
 
 class Progress:
-    """A progress bar on a terminal; elsewhere a line of text every `every` steps.
+    """A progress bar on a terminal, or a line of text every `every` steps; a context manager.
 
-    Held-out results get a line of their own in both. Values that are missing or None are left
-    out. Use as a context manager. `live` draws the bar or not; None asks whether standard output
-    is a terminal.
+    Held-out results get a line of their own in both. Values that are missing or None are left out.
+    `live` decides whether there is a bar; None asks whether standard output is a terminal.
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class Progress:
         self._latest: dict[str, Any] = {}
         self._first: tuple[int, float] | None = None
         self._printed: int | None = None
-        # On a narrow terminal the last metrics are cut, not the step.
+        # A narrow terminal cuts the last metrics and keeps the step.
         column = functools.partial(rich.table.Column, no_wrap=True)
         step_width = 2 * len(str(total_steps)) + 1
         self._bar = rich.progress.Progress(
@@ -58,7 +57,7 @@ class Progress:
         self._bar.stop()
 
     def update(self, step: int, metrics: Metrics) -> None:
-        """Shows that `step` steps are done, with a row of metrics as in metrics.jsonl."""
+        """Shows that `step` steps are done, with a row of metrics like those in metrics.jsonl."""
         now = time.perf_counter()
         if self._first is None:
             self._first = (step, now)
@@ -72,8 +71,8 @@ class Progress:
             self.print(f"step {step}/{self._total}  {_join(metrics | {'eta': eta}, _LINE)}")
 
     def print(self, text: str) -> None:
-        """Prints a line, above the bar where there is one."""
-        # `soft_wrap`: a log file has no width to wrap at.
+        """Prints a line, above the bar if there is one."""
+        # `soft_wrap`, because a log file has no width to wrap at.
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()
 
@@ -92,7 +91,8 @@ class Progress:
         return (self._total - step) * (now - first_time) / (step - first_step)
 
 
-# In the order shown. On the bar the time left comes first: a narrow terminal cuts the rest.
+# The metrics in the order shown. On the bar the time left comes first, because a narrow terminal
+# cuts the last ones.
 _LINE = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "memory", "eta")
 _HELD_OUT_LINE = ("val_loss", "val_bpb")
 _BAR = ("eta", "loss", "val_loss", "tokens_per_s", "mfu", "memory")

@@ -16,7 +16,7 @@ from train.reporting.rows import Row, read_rows, write_whole
 
 
 def plot(run_dir: RunDir) -> Path:
-    """Draws loss and speed over the steps of a run to `loss.png` in its directory."""
+    """Draws loss and speed over the steps of a run, to `loss.png` in its directory."""
     path = Path(run_dir) / "loss.png"
     write_whole(path, loss_png(load_metrics(run_dir), _title(run_dir), LIGHT, WIDE))
     return path
@@ -28,13 +28,13 @@ def write_report(
     samples: Sequence[tuple[str, str]],
     summary: Mapping[str, str | int | float],
 ) -> Path:
-    """Writes `report.html` and `loss.png` in a run's directory; gives the page's path.
+    """Writes `report.html` and `loss.png` in a run's directory, and returns the page's path.
 
     Args:
-      run_dir: has metrics.jsonl and, if the run got so far, config.json.
-      samples: generated texts, each with a heading: the prompt or the temperature, say.
-      summary: figures to show after the headline numbers, by label. One with the label of a
-        headline number replaces it.
+      run_dir: directory with metrics.jsonl and perhaps config.json and samples.jsonl.
+      samples: generated texts, each with a heading, for example its temperature.
+      summary: figures to show after the headline numbers, by label. A figure with the label of a
+        headline number replaces that number.
 
     Raises:
       RunError: a file cannot be read or written.
@@ -82,7 +82,7 @@ def _title(run_dir: RunDir) -> str:
 
 
 def _details_html(metrics: RunMetrics) -> str:
-    """A panel for each of `DETAILS` that the run has; none of skipped steps if there are none."""
+    """A panel for each of `DETAILS` in the rows; skipped steps have one only if there are some."""
     panels = []
     for key, title, factor in DETAILS:
         steps, values = series([*metrics.train, *metrics.held_out], key)
@@ -126,7 +126,7 @@ def _samples_html(samples: Sequence[tuple[str, str]]) -> str:
 
 
 def _earlier_samples_html(rows: Sequence[Row]) -> str:
-    """The samples of each evaluation, folded up."""
+    """The samples of each evaluation, folded."""
     blocks = (
         f'<details class="card"><summary>step {row["step"]:,}, {escape(row["heading"])}</summary>'
         f"<pre>{escape(row['text'])}</pre></details>"
@@ -136,7 +136,10 @@ def _earlier_samples_html(rows: Sequence[Row]) -> str:
 
 
 def _config_html(config: Mapping[str, Any]) -> str:
-    """One table for every object, headed by its path, of the entries that are not objects."""
+    """A table for each object of the configuration, with its path as heading.
+
+    The table has the entries that are not objects themselves.
+    """
     groups: dict[str, dict[str, Any]] = {}
 
     def collect(path: str, entries: Mapping[str, Any]) -> None:

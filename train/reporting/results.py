@@ -15,7 +15,7 @@ type RunDir = str | os.PathLike[str]
 
 @dataclasses.dataclass(frozen=True)
 class RunMetrics:
-    """The rows of metrics.jsonl in order of step: one per step at most in each list."""
+    """The rows of metrics.jsonl in the order of steps; each list has at most one row a step."""
 
     train: list[Row]
     held_out: list[Row]
@@ -24,8 +24,8 @@ class RunMetrics:
 def load_metrics(run_dir: RunDir) -> RunMetrics:
     """Reads metrics.jsonl.
 
-    A resumed run repeats the steps after its checkpoint: the later rows count. A line that is no
-    row, such as a last one that the run died in, is left out with a warning.
+    A resumed run repeats the steps after its checkpoint; the later rows count. A line that is no
+    row, such as an incomplete last line of a run that died, is left out with a warning.
 
     Raises:
       RunError: the file cannot be read.
@@ -47,13 +47,13 @@ _NONFINITE = ("nan", "inf", "-inf")
 
 
 def series(rows: Iterable[Row], key: str) -> tuple[list[float], list[float]]:
-    """Steps and values of the rows that have a key."""
+    """The steps and the values of a key, from the rows that have the key."""
     points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), (int, float))]
     return [float(step) for step, _ in points], [float(value) for _, value in points]
 
 
 def headline_numbers(metrics: RunMetrics) -> dict[str, Any]:
-    """What a run comes to, by label."""
+    """The results of a run, by label."""
     numbers: dict[str, Any] = {}
     _, loss = series(metrics.train, "loss")
     if loss:

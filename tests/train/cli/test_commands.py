@@ -181,7 +181,7 @@ def test_a_field_of_a_wrong_type_is_named(field, value, message, finished, tmp_p
     functools.reduce(dict.__getitem__, parts, content["config"])[name] = value
     (tmp_path / "config.json").write_text(json.dumps(content))
     line = fails("sample", [tmp_path, "--prompt", "a"], capsys)
-    assert f"{tmp_path / 'config.json'} is not that of a run of this version: {message}" in line
+    assert f"{tmp_path / 'config.json'} is no configuration of this version: {message}" in line
 
 
 # Starting from a folder
@@ -203,7 +203,7 @@ def test_a_run_starts_with_the_parameters_of_a_folder(finished, config, capsys):
     assert from_folder.model == MODEL
     assert from_folder.data.tokenizer == folder
     assert from_folder.init_from == folder
-    said = f"{folder} has 64 positions: --data.sequence-length is as many by default, not 256"
+    said = f"{folder} has 64 positions, so --data.sequence-length is 64 by default, not 256"
     assert said in capsys.readouterr().out
     rows = load_metrics(run(from_folder))
     # The measurement before the first step is that of the trained parameters.
@@ -342,7 +342,7 @@ def test_a_finished_run_without_checkpoints(finished, tmp_path, capsys):
         (["RUN", "--step", 2, "--best"], "exclude each other"),
         (["RUN/checkpoints/2", "--best"], "is a checkpoint; to choose another, name its run"),
         (["RUN/checkpoints/3"], "has no step 3"),
-        (["RUN/model", "--best"], "is a Hugging Face folder, which has one model alone"),
+        (["RUN/model", "--best"], "is a Hugging Face folder with one model; leave out"),
     ],
 )
 def test_models_that_are_not_there(arguments, message, finished, tmp_path, capsys):
