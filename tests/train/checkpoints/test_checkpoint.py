@@ -236,7 +236,7 @@ def test_a_run_with_all_steps_only_writes_its_report_again(tmp_path, whole, caps
     ],
 )
 def test_other_numbers_of_devices(stops, sizes, tmp_path, at_step, whole, monkeypatch):
-    """One device, then several that share the parameters or the batch: losses differ by rounding."""
+    """One device, then several that share parameters or batch: the losses differ by rounding."""
     config = dataclasses.replace(CONFIG, runs_dir=tmp_path)
     meshes = [
         make_mesh(data=data, fsdp=fsdp, devices=jax.devices()[: data * fsdp])
@@ -499,7 +499,9 @@ def test_where_nothing_can_be_read_nothing_is_renamed(copied, tmp_path):
     (copied / "2" / "metrics" / "metrics").write_text("")
     with (
         Checkpoints(copied, keep=2) as checkpoints,
-        pytest.raises(RunError, match=r"no checkpoint .* can be read; of step 2: .*delete"),
+        pytest.raises(
+            RunError, match=r"no checkpoint .* can be read; the error of step 2: .*delete"
+        ),
     ):
         checkpoints.restore(abstract_state(CONFIG, train.loop.mesh_of(CONFIG)))
     assert steps_in(tmp_path) == [1, 2]

@@ -520,7 +520,7 @@ def test_unknown_devices_get_an_order_and_no_figures():
     chosen = plan(
         with_policies(BASE), here, Measures({k: (*v[:1], 0.1, 0.1) for k, v in MEASURES.items()})
     )
-    assert "times only rank" in table(chosen)
+    assert "times only show the order" in table(chosen)
 
 
 @pytest.mark.parametrize("source", [pytest.param("synthetic", marks=pytest.mark.full), "stdlib"])
