@@ -385,7 +385,7 @@ def ends_at_once(monkeypatch):
         raise SystemExit(status)
 
     monkeypatch.setattr(os, "_exit", end)
-    return pytest.raises(SystemExit, match="^1$")
+    return pytest.raises(SystemExit, match=r"^1$")
 
 
 def test_a_missing_process_is_named(ends_at_once, capfd):
