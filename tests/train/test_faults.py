@@ -1,4 +1,4 @@
-"""A run that is killed again and again ends as one that is not; see `benchmarks.training.faults`."""
+"""A run that is killed many times ends like a run that is not (`benchmarks.training.faults`)."""
 
 import dataclasses
 import functools
