@@ -64,7 +64,7 @@ def test_short_names(kind, short):
         (["--ops", "rms_norm", "--shapes", "8x8x8"], "rms_norm takes shapes such as 32768x2048"),
     ],
 )
-def test_what_cannot_be_measured_is_said_before_measuring(argv, message, monkeypatch):
+def test_flags_that_name_nothing_are_refused_before_measuring(argv, message, monkeypatch):
     monkeypatch.setattr(timing, "require_gpu", lambda: "NVIDIA L4")
     with pytest.raises(SystemExit, match=message):
         bench.main(argv)

@@ -22,7 +22,7 @@ from benchmarks.kernels import formulas, ops, shapes
         ("swiglu", "backward", 5),  # gate, up, dy, dgate, dup
     ],
 )
-def test_the_copy_moves_what_the_operation_must(op, direction, arrays, monkeypatch):
+def test_the_copy_moves_as_many_bytes_as_the_operation_must(op, direction, arrays, monkeypatch):
     monkeypatch.setattr(timing, "_ROTATION_BYTES", 1)
     limit = ops.OPS[op].limit((64, 128), direction)
     num_bytes = arrays * 64 * 128 * 2
@@ -68,7 +68,7 @@ def test_the_kernel_is_measured_beside_xla_and_the_default(op):
     assert [c.name for c in ops.OPS[op].contenders[:3]] == ["mosaic_gpu", "reference", "default"]
 
 
-def test_the_backward_runs_on_what_another_forward_kept(monkeypatch):
+def test_the_backward_runs_on_arrays_that_another_forward_kept(monkeypatch):
     monkeypatch.setattr(timing, "_ROTATION_BYTES", 1)
     op = ops.OPS["rms_norm"]
     (reference,) = [c for c in op.contenders if c.name == "reference"]

@@ -45,14 +45,14 @@ def test_every_tuned_operation_needs_its_sizes(op, given, needed, capsys):
     assert f"{op} needs {needed}" in capsys.readouterr().err
 
 
-def test_spills_are_found_in_what_ptxas_says():
+def test_spills_are_found_in_the_output_of_ptxas():
     assert "printed nothing" in (tune.spills("ptxas info    : 0 bytes gmem") or "")
     line = "    0 bytes stack frame, {} bytes spill stores, {} bytes spill loads\n"
     assert tune.spills(line.format(0, 0)) is None
     assert tune.spills(line.format(0, 0) + line.format(1308, 1316)) == "spills 1308 bytes"
 
 
-def test_what_another_language_prints_is_captured(capfd):
+def test_output_of_another_language_is_captured(capfd):
     os.write(1, b"before\n")
     with tune.captured_stdout() as file:
         os.write(1, b"inside\n")
@@ -68,7 +68,7 @@ def test_error_is_judged_by_that_of_plain_jax():
     assert tune.inaccuracy({"y": exact["y"] + 1.19e-3}, plain, exact) is None
     assert "y errs" in (tune.inaccuracy({"y": exact["y"] + 1.21e-3}, plain, exact) or "")
     assert tune.inaccuracy({"y": exact["y"] * np.nan}, plain, exact) is not None
-    # Where plain JAX is exact, rounding in float32 is still allowed.
+    # If plain JAX is exact, rounding in float32 is still allowed.
     assert tune.inaccuracy({"y": exact["y"] * (1 + 1e-7)}, exact, exact) is None
 
 
@@ -96,7 +96,7 @@ def test_the_directions_are_merged_by_the_names_of_the_fields():
     assert tune.merged(of_swiglu(8, 1), of_swiglu(2, 4)) == of_swiglu(8, 4)
 
 
-def test_a_sweep_refuses_and_times(monkeypatch, tmp_path):
+def test_a_sweep_times_the_candidates_that_pass_the_checks(monkeypatch):
     monkeypatch.setattr(timing, "_ROTATION_BYTES", 1)
     speeds = {4: 2.0, 8: 1.0, 12: 0.5, 16: 0.5, 20: 0.5}
     seen = []
@@ -182,7 +182,7 @@ def test_tuning_sweeps_the_backward_with_the_best_forward(monkeypatch, capsys):
 
 @pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "swiglu", "linear_cross_entropy"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_what_is_swept(op, dtype):
+def test_each_operation_has_several_distinct_candidates(op, dtype):
     for candidates in TUNABLES[op].candidates.values():
         found = candidates(4096, dtype)
         assert len(set(found)) == len(found) >= 3
@@ -203,7 +203,7 @@ def test_a_pasted_row_is_a_row_of_its_table(op, config):
 
 @pytest.mark.usefixtures("interpreted")
 def test_the_loss_is_tuned_from_flags_to_lookup(monkeypatch, tmp_path, capsys):
-    # All but ptxas and CUPTI; 300 columns are two lines and a part of one.
+    # Only ptxas and CUPTI are replaced. 300 columns are two lines and a part of a third.
     good, wrong, large = (
         logits_config.Config(warpgroups=1, slots=slots, max_lines=lines)
         for slots, lines in ((2, 4), (3, 4), (16, 64))
@@ -241,7 +241,7 @@ def test_the_loss_is_tuned_from_flags_to_lookup(monkeypatch, tmp_path, capsys):
     assert "use less slots" in failed[0] and "dlogits errs" in failed[1]
 
     (row,) = json.loads(table.read_text())
-    # The row of 16 bits.
+    # float16 shares the row of bfloat16.
     assert (row["op"], row["size"], row["dtype"]) == ("linear_cross_entropy", 300, "bfloat16")
     monkeypatch.setenv(tuning.VARIABLE, str(table))
     try:
@@ -258,7 +258,7 @@ def test_the_loss_is_not_tuned_for_a_dtype_that_its_kernel_does_not_take():
         contender.fn(logits, labels)
 
 
-def test_new_entries_replace_those_of_the_same_case():
+def test_new_entries_replace_old_ones_of_the_same_case():
     def entry(size, measured, **changed):
         key = {"op": "rms_norm", "device_kind": "NVIDIA L4", "dtype": "bfloat16"} | changed
         return key | {"size": size, "config": {}, "measured": measured}
