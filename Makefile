@@ -48,15 +48,16 @@ test: setup
 test-all: setup
 	@$(PYTHON) -m pytest -n auto --dist worksteal --full $(ARGS)
 
-# Nearly all of the time is compilation, so several processes share the GPU: each gives memory back
-# at once. XLA's search for the fastest GEMM changes no result and would be repeated by each.
+# Nearly all of the time is compilation, so several processes share the GPU, and each gives memory
+# back at once. XLA's search for the fastest GEMM is off: it changes no result, and every process
+# would repeat it. tests/conftest.py puts the longest tests first.
 test-gpu test-gpus: export XLA_PYTHON_CLIENT_ALLOCATOR = platform
 test-gpu test-gpus: export XLA_FLAGS += --xla_gpu_autotune_level=0
 test-gpu: setup
 	@$(PYTHON) -m pytest -m "gpu and not gpus" -n auto --maxprocesses 12 --dist loadgroup \
-	  tests/test_gpu.py tests $(ARGS)
+	  $(ARGS)
 
-# Those that need several GPUs.
+# The tests that need several GPUs.
 test-gpus: setup
 	@$(PYTHON) -m pytest -m gpus $(ARGS)
 

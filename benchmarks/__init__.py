@@ -1,1 +1,1 @@
-"""Measurements: each figure the project publishes can be taken again with one command."""
+"""Measurements: one command measures each published figure again."""

@@ -1,4 +1,4 @@
-"""Whether what is timed beside each other computes the same."""
+"""The check that implementations compute the same before they are timed."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LIMIT = 2e-2  # of sums of products of 16-bit numbers
+# The largest relative error that is accepted, for sums of products of 16-bit numbers.
+LIMIT = 2e-2
 
 
 @jax.jit
@@ -16,5 +17,8 @@ def _relative_error(got: jax.Array, expected: jax.Array) -> jax.Array:
 
 
 def relative_error(got: Sequence[jax.Array], expected: Sequence[jax.Array]) -> float:
-    """The largest of the arrays that both have, by norms; NaN if one has a NaN."""
+    """The largest relative error of the arrays that both sequences have; NaN if one has a NaN.
+
+    The error of an array is the Frobenius norm of the difference over that of `expected`.
+    """
     return float(np.max([_relative_error(*pair) for pair in zip(got, expected, strict=False)]))

@@ -1,4 +1,4 @@
-"""What the card can do, measured in the run it is compared in: GEMM rate and copy bandwidth."""
+"""The limits of the card, measured in the same run as the results: GEMM rate, copy bandwidth."""
 
 import dataclasses
 import statistics
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 
 def seconds(fn: Callable[[], Any], *, repeats: int = 10, calls: int = 5) -> float:
-    """Time of one call: median over `repeats` of `calls` calls and one wait."""
+    """Wall time of one call: the median over `repeats` groups of `calls` calls and one wait."""
     jax.block_until_ready(fn())
     times = []
     for _ in range(repeats):
@@ -25,11 +25,11 @@ def seconds(fn: Callable[[], Any], *, repeats: int = 10, calls: int = 5) -> floa
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What bounds every kernel on this card.
+    """Measured rates that bound every kernel on this card.
 
     Attributes:
       gemm: FLOP/s of a bfloat16 8192³ product.
-      copy: bytes/s, read plus written, of 1 GiB.
+      copy: Bytes/s of a copy of 1 GiB, read plus written.
     """
 
     gemm: float
@@ -42,7 +42,7 @@ class Ceilings:
 
 
 def measure() -> Ceilings:
-    """Both ceilings, on random data."""
+    """Measures both rates on random data."""
     size = 8192
     keys = jax.random.split(jax.random.key(0), 3)
     a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys[:2])

@@ -1,9 +1,9 @@
-"""The libraries that people use for the same operations, beside ours in one run.
+"""PyTorch libraries for the same operations, which the benchmarks run beside ours.
 
-    python -m benchmarks.peers --ops rms_norm --shapes 16384x4096
+    python -m benchmarks.peers
 
-says which of them are installed, in which versions, and which are not, then is
-`python -m benchmarks.kernels.bench --peers` with the same flags. They are not requirements of this project:
+prints which of them are installed, in which versions. `python -m benchmarks.kernels.bench --peers`
+and `python -m benchmarks.kernels.loss --peers` measure them. This project does not require them:
 
     pip install torch liger-kernel quack-kernels nvidia-cutlass-dsl==4.7.1 cut-cross-entropy tokamax
 """
@@ -13,14 +13,13 @@ import functools
 import importlib
 import importlib.metadata
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels.ops import (
+from benchmarks.kernels.formulas import (
     ADD_RMS_NORM,
     EPS,
     LAYER_NORM,
@@ -28,10 +27,9 @@ from benchmarks.kernels.ops import (
     RMS_NORM,
     SWIGLU,
     Arrays,
-    Direction,
     Formula,
-    Prepared,
 )
+from benchmarks.kernels.ops import Direction, Prepared
 
 PACKAGES = (
     "torch",
@@ -49,11 +47,11 @@ class Peer:
     """A peer's implementation of one operation.
 
     Attributes:
-      op: the table it belongs to.
-      name: of the column.
-      package: which must be installed.
-      formula: what it computes.
-      load: imports the package and returns the function of the formula's inputs.
+      op: Name of the operation.
+      name: Name of the column.
+      package: Package that must be installed.
+      formula: Formula that it computes.
+      load: Function that imports the package and returns a function of the formula's inputs.
     """
 
     op: str
@@ -64,7 +62,7 @@ class Peer:
 
 
 def versions() -> dict[str, str | None]:
-    """The installed version of every package, None where there is none."""
+    """The version of every package, None for a package that is not installed."""
     found: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
@@ -82,14 +80,14 @@ def missing() -> list[str]:
 def peers_of(op: str) -> list[Peer]:
     """The installed peers of an operation."""
     absent = missing()
-    # All of them run under PyTorch.
+    # All of them need PyTorch.
     return [p for p in _PEERS if p.op == op and p.package not in absent and "torch" not in absent]
 
 
 def reset() -> None:
-    """Forgets what `torch.compile` has compiled and gives PyTorch's unused memory back.
+    """Clears the programs of `torch.compile` and gives PyTorch's unused memory back.
 
-    To be called before each shape: after eight of them it would silently stop compiling.
+    Call it before each shape: after eight shapes `torch.compile` would silently stop compiling.
     """
     torch = _torch()
     torch.compiler.reset()
@@ -97,9 +95,9 @@ def reset() -> None:
 
 
 def prepare(peer: Peer, sets: list[Arrays], direction: Direction) -> Prepared:
-    """Copies the inputs to PyTorch, for the backward also runs the forward once per set."""
+    """Copies the inputs to PyTorch; for the backward it also runs the forward once on each set."""
     torch = _torch()
-    # The compiled backward would reuse the memory of what it saved, and then run only once.
+    # A compiled backward would reuse the memory of its residuals, and could run only once.
     functorch: Any = importlib.import_module("torch._functorch.config")
     functorch.donated_buffer = False
     fn, formula = peer.load(), peer.formula
@@ -135,7 +133,7 @@ def to_jax(tensors: dict[str, Any]) -> Arrays:
 
 
 def _to_torch(array: jax.Array) -> Any:
-    # A copy: kernels that work in place must not change the arrays of the others.
+    # A copy, because kernels that work in place must not change the inputs of other peers.
     tensor = _torch().from_dlpack(jax.block_until_ready(array)).clone()
     return tensor if tensor.is_floating_point() else tensor.long()  # labels must be int64
 
@@ -172,8 +170,8 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-# How each is called. Looked up in torch 2.13, liger-kernel 0.8.5, quack-kernels 0.6.5 and
-# cut-cross-entropy 25.1.1.
+# The calls of each library, as torch 2.13, liger-kernel 0.8.5, quack-kernels 0.6.5 and
+# cut-cross-entropy 25.1.1 define them.
 
 
 def _functional() -> Any:
@@ -234,8 +232,8 @@ def _liger(name: str) -> Any:
 
 def _liger_rms_norm() -> Callable[..., Any]:
     function = _liger("LigerRMSNormFunction")
-    # No offset; everything in float32. Not in place: that moves as many bytes, but overwrites the
-    # cotangent, so that the second call would see other numbers.
+    # The arguments say: no offset, all arithmetic in float32, not in place. In place moves as many
+    # bytes, but overwrites the cotangent, so that the second call would see other numbers.
     return lambda x, weight: function.apply(x, weight, EPS, 0.0, "gemma", False)
 
 
@@ -251,8 +249,8 @@ def _liger_layer_norm() -> Callable[..., Any]:
 
 def _liger_swiglu() -> Callable[..., Any]:
     function = _liger("LigerSiLUMulFunction")
-    # Its backward overwrites gate and up with their gradients: only the first call on a set of
-    # inputs, which is the one that is checked, sees random numbers. It moves as many bytes as ours.
+    # Its backward overwrites gate and up with their gradients, so only the first call on a set of
+    # inputs, the one that is checked, sees random numbers. It moves as many bytes as ours.
     return lambda gate, up: function.apply(gate, up)
 
 
@@ -272,13 +270,14 @@ def _quack_add_rms_norm() -> Callable[..., Any]:
 
 
 def _quack_linear_cross_entropy() -> Callable[..., Any]:
-    # QuACK 0.6.5 makes a key of all that its GEMM's epilogues refer to, and refuses the logger that
-    # nvidia-cutlass-dsl 4.7.1 has there. (With 4.8.1 it is a ContextVar, which no attribute helps.)
+    # QuACK 0.6.5 makes a cache key from every object that its GEMM's epilogues refer to, and
+    # rejects the logger of nvidia-cutlass-dsl 4.7.1 among them; this attribute gives the logger a
+    # key. (In 4.8.1 the object is a ContextVar, which takes no attribute.)
     setattr(logging.Logger, "__quack_semantic_key__", lambda logger: logger.name)  # noqa: B010
     loss = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
 
     def run(x, weight, labels):
-        # Its default of 4096 is refused where it equals the hidden size ("m == n makes row/col
+        # QuACK rejects its default of 4096 if the hidden size is 4096 too ("m == n makes row/col
         # inference ambiguous").
         return loss(x, weight, labels, chunk_size=2048 if x.shape[-1] == 4096 else 4096)
 
@@ -342,15 +341,9 @@ _PEERS = (
 
 
 def main() -> None:
-    """Says what is installed and runs the benchmark with it."""
-    # Here and not above, because `bench` imports this module.
-    from benchmarks.kernels import bench
-
+    """Prints the version of each package, or that it is not installed."""
     for package, version in versions().items():
         print(f"{package}: {version or 'not installed'}")
-    if "torch" in missing():
-        sys.exit("the peers run under PyTorch, which is not installed")
-    bench.main(["--peers", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

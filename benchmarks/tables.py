@@ -1,15 +1,15 @@
-"""Reads the tables of files of results."""
+"""Reads the tables in the files of results."""
 
 from collections.abc import Sequence
 
 
 def rows(text: str, columns: Sequence[str]) -> list[list[str]]:
-    """The cells of these columns, row by row.
+    """The cells of the named columns, row by row, of a table in Markdown.
 
-    Of the first table in Markdown whose first column is the first of them.
+    Reads the first table whose first column is `columns[0]`.
 
     Raises:
-      ValueError: there is none that has all of them.
+      ValueError: No table begins with that column, or it lacks another one.
     """
     lines = text.splitlines()
     cells = lambda line: [cell.strip() for cell in line.strip("| ").split("|")]

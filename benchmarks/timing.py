@@ -1,12 +1,12 @@
-"""Time on the GPU of any callable, JAX or PyTorch, in this process, several of them taking turns.
+"""Measures the GPU time of callables that take turns, whether they use JAX or PyTorch.
 
-CUPTI records the start and end of every kernel that runs while it listens, whoever launched it. The
-time of a call is the sum over its kernels. Not in it: gaps between kernels, what the host does, and
-copies and fills by the driver (memcpy and memset are activities of their own kind, for which this
-profiler does not ask). A callable that uses PyTorch must end in `torch.cuda.synchronize()`: waiting
-for JAX's arrays does not wait for PyTorch's stream.
+CUPTI records the start and the end of every kernel in the process, whichever library launched it.
+The time of a call is the sum over its kernels. Three things do not count: gaps between kernels,
+work of the host, and the driver's copies and fills (CUPTI lists memcpy and memset as other kinds of
+activity, which this profiler does not request). A callable that uses PyTorch must end in
+`torch.cuda.synchronize()`, because waiting for JAX's arrays does not wait for PyTorch's stream.
 
-CUPTI has one subscriber at a time: no measurement runs under Nsight or a JAX or PyTorch profiler.
+CUPTI has one subscriber at a time: no measurement works under Nsight or another profiler.
 """
 
 import dataclasses
@@ -22,35 +22,35 @@ from typing import Any
 
 import jax
 
-# The largest L2 of the cards in `pallas_kernels/hardware.py` has 126 MB (B200), of an H100 50.
+# The largest L2 cache in `pallas_kernels/hardware.py` has 126 MB (B200); an H100 has 50.
 _ROTATION_BYTES = 2**29
 
 
 def require_gpu() -> str:
-    """The kind of the GPU to measure on; ends the program where there is none.
+    """The kind of the GPU to measure on. Ends the program if there is none.
 
-    To be called before anything else uses JAX: JAX would take three quarters of the memory at once,
-    and PyTorch needs some in the same process.
+    Must run before anything else uses JAX: otherwise JAX would reserve three quarters of the
+    memory, and PyTorch needs some in the same process.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     device = jax.devices()[0]
     if device.platform != "gpu" or not device.device_kind.startswith("NVIDIA"):
-        sys.exit(f"needs an NVIDIA GPU; JAX's first device is {device.device_kind!r}")
+        sys.exit(f"this needs an NVIDIA GPU; JAX's first device is {device.device_kind!r}")
     return device.device_kind
 
 
 def rotation(num_bytes: int) -> int:
-    """How many sets of inputs of `num_bytes` so that none is in the L2 when its turn comes."""
+    """Number of input sets of `num_bytes` that keeps each one out of the L2 until its turn."""
     return math.ceil(_ROTATION_BYTES / num_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Something to time.
+    """Work to time.
 
     Attributes:
-      name: unique among the cases that are compared.
-      calls: the same work on different inputs.
+      name: Name, unique among the cases that are compared.
+      calls: Calls that do the same work on different inputs.
     """
 
     name: str
@@ -59,11 +59,11 @@ class Case:
 
 @dataclasses.dataclass
 class Timing:
-    """What was measured of a case.
+    """The measurements of a case.
 
     Attributes:
-      times_ms: of one call, one figure per round.
-      error: why there are none or no more of them.
+      times_ms: Milliseconds of one call, one figure for each round.
+      error: Reason why times are missing, None if none is.
     """
 
     times_ms: list[float] = dataclasses.field(default_factory=list)
@@ -71,11 +71,11 @@ class Timing:
 
     @property
     def median_ms(self) -> float:
-        """Median over the rounds."""
+        """Median over the rounds, in milliseconds."""
         return statistics.median(self.times_ms)
 
     def summary(self) -> dict[str, Any]:
-        """For a JSON file: the error, or median, minimum and maximum in milliseconds."""
+        """An entry of a JSON file: the error, or median, minimum and maximum in milliseconds."""
         if self.error is not None:
             return {"error": self.error}
         return {
@@ -86,25 +86,25 @@ class Timing:
 
 
 def first_line(error: Exception) -> str:
-    """Type and first line of an error, for a table."""
+    """Type and first line of an error, at most 300 characters, for a table."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:300]
 
 
 def kernel_ms(calls: Sequence[Callable[[], Any]]) -> float:
-    """Milliseconds of all kernels of `calls`, run one after the other.
+    """Runs the calls one after the other and returns the milliseconds of all their kernels.
 
     Raises:
-      RuntimeError: no kernel ran, or CUPTI cannot be used.
+      RuntimeError: No kernel ran, or CUPTI cannot be used.
     """
-    # `jax.experimental.mosaic.gpu.profiler.measure` is these lines, but takes JAX functions only.
+    # `jax.experimental.mosaic.gpu.profiler.measure` does the same for JAX functions only.
     cupti = importlib.import_module("jax._src.lib.mosaic_gpu")._mosaic_gpu_ext
     out = None
     cupti._cupti_init()
     try:
         for call in calls:
             out = call()
-        jax.block_until_ready(out)  # one stream: the last is done when all are
+        jax.block_until_ready(out)  # on one stream the last call ends last
     finally:
         kernels = cupti._cupti_get_timings(True)
     if not kernels:
@@ -121,25 +121,28 @@ def compare(
 ) -> dict[str, Timing]:
     """Times the cases in turns: each round runs every case, so that all see the same card.
 
-    Clocks and temperature drift over minutes; what is compared is measured within a second. The
-    order is another in each round, and the same in each run: in a fixed one a case has the same
-    before it every time, and on a card at its limit of power that once shifted ratios by 3 to 7 %
-    (docs/lab/2026-11-23-order-of-rounds.md). Calls walk through the sets of inputs without regard
-    to the case, so that a set used by one case is not in the cache for the next. A case that raises
-    is out, with the error kept.
+    Clocks and temperature drift over minutes, while the cases of a round run within a second. Each
+    round has another order, the same in every run. In a fixed order a case always follows the same
+    other case, and on a card at its power limit that shifted ratios by 3 to 7 %
+    (docs/lab/2026-11-23-order-of-rounds.md). Calls of all cases walk through the input sets
+    together, so that a set which one case used is not in the cache for the next. A case that raises
+    an error runs no more, and its error is kept.
 
     Args:
-      cases: what to time. The first round warms all of them up, unmeasured.
-      rounds: measured rounds.
-      calls_per_round: calls of a case per round; their mean is the figure of the round.
-      measure: milliseconds of some calls together.
+      cases: Cases to time. The first round warms all of them up and is not measured.
+      rounds: Number of measured rounds.
+      calls_per_round: Calls of a case in a round; their mean is the figure of the round.
+      measure: Function that runs calls and returns the milliseconds of all of them.
 
     Returns:
-      The timings by name of the case.
+      The timings by the name of the case.
+
+    Raises:
+      ValueError: Two cases have the same name.
     """
     timings = {case.name: Timing() for case in cases}
     if len(timings) != len(cases):
-        raise ValueError(f"names must be unique, got {[case.name for case in cases]}")
+        raise ValueError(f"names of cases must be unique, got {[case.name for case in cases]}")
     turn = itertools.count()
     orders = random.Random(0)
     for measured in [False] + [True] * rounds:
@@ -154,6 +157,7 @@ def compare(
                 else:
                     for call in calls:
                         jax.block_until_ready(call())
-            except Exception as error:  # a compiler's, a driver's or out of memory: all are results
+            # Errors of a compiler or a driver and out of memory are results as well.
+            except Exception as error:
                 timing.error = first_line(error)
     return timings

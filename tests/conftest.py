@@ -1,6 +1,6 @@
-"""Set-up of all tests: eight CPU devices and strict dtypes.
+"""Sets up all tests: eight CPU devices and strict dtypes.
 
-`-m gpu` runs the tests for a GPU. `--full` adds the tests that are marked `full`.
+`-m gpu` runs the tests for a GPU. `--full` adds the tests with the marker `full`.
 """
 
 import gc
@@ -19,11 +19,11 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--full", action="store_true", help="the whole crosses of cases as well")
+    parser.addoption("--full", action="store_true", help="add the tests with the marker full")
 
 
 def pytest_configure(config):
-    # The other tests mean the eight CPU devices, also on a machine with a GPU.
+    # Without such a marker the tests use the eight CPU devices, also on a machine with a GPU.
     if not re.search(r"(?<!not )\bgpus?\b", config.option.markexpr):
         jax.config.update("jax_platforms", "cpu")
 
@@ -38,19 +38,22 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if not on_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU and `pytest -m gpu`"))
-        # What is interpreted elsewhere is compiled there.
+        # A GPU runs the kernels compiled that other machines interpret.
         options = item.callspec.params if hasattr(item, "callspec") else {}
         kernel = options.get("implementation") == "mosaic_gpu"
         if on_gpu and (kernel or "interpreted" in getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.gpu)
+    if on_gpu:  # real sizes take longest, so they come first
+        items.sort(key=lambda item: _REAL_SIZES not in item.path.parents)
 
 
 def pytest_collection_finish():
-    """Modules and tests stay to the end: the garbage collector need not look at them again."""
+    """Tells the garbage collector to skip modules and tests, which live to the end."""
     gc.collect()
     gc.freeze()
 
 
+_REAL_SIZES = pathlib.Path(__file__).parent / "gpu"
 _MAPS = pathlib.Path("/proc/self/maps")
 _MANY_MAPS = 30000
 
@@ -64,10 +67,10 @@ def clear_caches():
 
 @pytest.fixture(autouse=True)
 def clear_caches_in_time():
-    """Frees the compiled programs of a module that has too many.
+    """Frees the compiled programs before the process runs out of memory maps.
 
-    Each takes several of the 65530 memory maps that Linux gives a process by default; if there are
-    no more, XLA ends with a segmentation fault.
+    A program takes several of the 65530 maps that Linux gives a process by default. Without a free
+    map XLA ends with a segmentation fault.
     """
     yield
     if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MANY_MAPS:
@@ -76,7 +79,7 @@ def clear_caches_in_time():
 
 @pytest.fixture(scope="module")
 def fast_compilation():
-    """For programs that run for milliseconds and compile for seconds."""
+    """Compiles without most optimizations, for programs that run for milliseconds."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -84,7 +87,7 @@ def fast_compilation():
 
 @pytest.fixture
 def unchecked_shapes():
-    """Without jaxtyping's checks, as users run the library, so that its own errors are reached."""
+    """Turns jaxtyping's checks off, as for users, so that the library's own errors are raised."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -92,15 +95,15 @@ def unchecked_shapes():
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Mosaic GPU kernels run in JAX's interpreter, where a race between threads fails the test.
+    """Runs Mosaic GPU kernels in JAX's interpreter, where a race between threads fails the test.
 
-    The interpreter checks the algorithm and its synchronization, not that it lowers. On a GPU
-    (`-m gpu`) they run compiled.
+    The interpreter checks the algorithm and its synchronization, not whether it lowers. On a GPU
+    (`-m gpu`) the kernels run compiled.
     """
     if jax.default_backend() == "gpu":
         yield
         return
-    # JAX 0.11 only prints a race, and each kernel starts with a new record.
+    # JAX 0.11 only prints a race, and each kernel starts a new record.
     records = []
 
     def new_record(**options):
@@ -113,6 +116,6 @@ def interpreted(monkeypatch):
             yield
         jax.effects_barrier()
     finally:
-        # After an exception in a kernel the interpreter would refuse the kernels of later tests.
+        # After an exception in a kernel the interpreter would reject the kernels of later tests.
         gpu_callbacks.reset_gpu_interpret_mode_state()
-    assert not any(r.races_found for r in records), "data race; see the captured output"
+    assert not any(r.races_found for r in records), "a data race; see the captured output"

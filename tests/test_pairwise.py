@@ -1,4 +1,4 @@
-"""The selection of cases covers what it promises, with few."""
+"""The selected cases are few and cover every pair of values."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from support.pairwise import pairwise
 
 
 @pytest.mark.parametrize("sizes, most", [((2, 3), 6), ((2, 2, 2), 4), ((3, 2, 2, 5), 16)])
-def test_every_two_values_meet_in_a_case_without_a_mark(sizes, most):
+def test_every_pair_of_values_is_in_a_case_without_a_mark(sizes, most):
     axes = [[f"{name}{i}" for i in range(n)] for name, n in zip("abcd", sizes, strict=False)]
     cases = pairwise(*axes)
     assert [case.values for case in cases] == list(itertools.product(*axes))

@@ -2,14 +2,16 @@
 
     python -m benchmarks.kernels.bench --ops rms_norm add_rms_norm --peers
 
-bfloat16, random data; kernel time (`benchmarks/timing.py`), median over interleaved rounds. Each
-table gives an implementation's speed as a fraction of a limit that is measured in the same rounds:
-a kernel that copies as many bytes as the operation must move at least, or the operation's bare
-matrix products. What computes something else than the formula, to 2 %, is not timed. Writes a table
-and all numbers of each operation into the folder of results. `--peers` adds PyTorch's libraries.
+The data are random bfloat16 numbers; times are kernel times (`benchmarks/timing.py`), the median
+over interleaved rounds. Each table gives the speed of an implementation as a fraction of a limit
+that is measured in the same rounds. The limit is a kernel that copies the least number of bytes
+that the operation must move, or the operation's bare matrix products. An implementation whose
+result differs from the formula by over 2 % is not timed. The benchmark writes a table and all
+numbers of each operation into the folder of results. `--peers` adds the PyTorch libraries of
+`benchmarks/peers.py`.
 
-The backward is timed alone, from what the forward keeps; `reference`, `default` and the layer norm
-in XLA keep what a model under a remat policy keeps, the inputs and the statistics of each row.
+The backward is timed alone, from the arrays that the forward keeps. `reference`, `default` and the
+layer norm in XLA keep what a model under a remat policy keeps: inputs and statistics of each row.
 """
 
 import argparse
@@ -27,22 +29,20 @@ from typing import Any
 
 from benchmarks import ceilings, peers, timing
 from benchmarks.kernels import shapes
+from benchmarks.kernels.formulas import Arrays, Formula, exact, wrong_result
 from benchmarks.kernels.ops import (
     OPS,
-    Arrays,
     Direction,
-    Formula,
     Limit,
     Op,
     Prepared,
-    exact,
     input_sets,
     prepare,
-    wrong_result,
 )
 from benchmarks.kernels.shapes import Shape
 
-# A column: name, formula, how it is prepared, and how its results become JAX arrays.
+# A column: its name, its formula, a function that prepares it, and one that makes JAX arrays of its
+# results.
 type Column = tuple[
     str,
     Formula,
@@ -52,7 +52,7 @@ type Column = tuple[
 
 
 def columns_of(op: Op, *, with_peers: bool, names: Sequence[str] | None) -> list[Column]:
-    """The columns of an operation's tables, only the named ones if any are named."""
+    """The columns of an operation's tables: the named ones, all if `names` is None."""
     columns: list[Column] = [
         (c.name, c.formula, functools.partial(prepare, c), lambda arrays: arrays)
         for c in op.contenders
@@ -79,7 +79,7 @@ def measure_shape(op: Op, shape: Shape, columns: list[Column], rounds: int) -> l
                 prepared = prepare_column(sets, direction)
                 reason = wrong_result(to_jax(prepared.calls[0]()), expected[formula])
                 num_bytes[name] = prepared.num_bytes()
-            except Exception as error:  # what a library cannot do at this shape is a result
+            except Exception as error:  # that a library fails at this shape is a result
                 refused[name] = timing.Timing(error=timing.first_line(error))
                 continue
             if reason is None:
@@ -89,7 +89,7 @@ def measure_shape(op: Op, shape: Shape, columns: list[Column], rounds: int) -> l
         timings = timing.compare(cases, rounds=rounds) | refused
         limit_timing = timings.pop(limit.name)
         if limit_timing.error is not None:
-            sys.exit(f"{limit.name}, beside which all is measured, failed: {limit_timing.error}")
+            sys.exit(f"the limit, {limit.name}, failed: {limit_timing.error}")
         measured = {name: timings[name] for name, *_ in columns}
         records.append(record(shape, direction, limit, limit_timing, measured, num_bytes))
     return records
@@ -103,7 +103,7 @@ def record(
     measured: dict[str, timing.Timing],
     num_bytes: dict[str, int],
 ) -> dict[str, Any]:
-    """What is kept of a shape and direction, as JSON has it."""
+    """The entry of a shape and direction in the JSON file."""
     columns = {}
     for name, column in measured.items():
         columns[name] = column.summary()
@@ -199,25 +199,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--ops", nargs="+", choices=OPS, default=["rms_norm", "add_rms_norm"])
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, help="such as 16384x4096")
-    parser.add_argument("--implementations", nargs="+", help="columns, by name; all if left out")
-    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--implementations", nargs="+", help="names of columns; default: all")
+    parser.add_argument("--peers", action="store_true", help="add PyTorch libraries")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(argv)
 
     device_kind = timing.require_gpu()
     if args.peers and "torch" in peers.missing():
-        sys.exit("--peers: the peers run under PyTorch, which is not installed")
+        sys.exit("--peers needs torch, which is not installed")
     columns = {
         name: columns_of(OPS[name], with_peers=args.peers, names=args.implementations)
         for name in args.ops
     }
     for name, found in columns.items():
         if unknown := set(args.implementations or ()) - {column[0] for column in found}:
-            sys.exit(f"{name}: no column is called {', '.join(sorted(unknown))}")
+            sys.exit(f"{name} has no column named {', '.join(sorted(unknown))}")
         for shape in args.shapes or ():
             if len(shape) != len(OPS[name].shapes[0]):
-                sys.exit(f"{name}: shapes are like {shapes.label(OPS[name].shapes[0])}")
+                sys.exit(f"{name} takes shapes such as {shapes.label(OPS[name].shapes[0])}")
     header = {
         "device": device_kind,
         "date": time.strftime("%Y-%m-%d"),
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if args.peers:
                 peers.reset()
             records += measure_shape(OPS[name], shape, found, args.rounds)
-            gc.collect()  # the graphs of PyTorch's forwards hold their inputs in cycles
+            gc.collect()  # PyTorch's graphs hold their inputs in reference cycles
         result = {"op": name, **header, "records": records}
         path = args.output_dir / f"{name}_{short_name(device_kind)}_{time.strftime('%Y%m')}"
         path.with_suffix(".md").write_text(markdown(result))

@@ -1,8 +1,9 @@
-"""Draws the results of `benchmarks/kernels/bench.py`: fraction of the limit by shape.
+"""Draws the results of `benchmarks/kernels/bench.py`: the fraction of the limit by shape.
 
-    python -m benchmarks.kernels.chart rms_norm_h100_202611.json add_rms_norm_h100_202611.json OUT.png
+    python -m benchmarks.kernels.chart RMS_NORM.json ADD_RMS_NORM.json OUT.png
 
-A panel per operation and direction, a group of bars per shape, a bar per implementation.
+The chart has a panel for each operation and direction, a group of bars for each shape, and a bar
+for each implementation.
 """
 
 import argparse
@@ -18,8 +19,8 @@ from matplotlib.ticker import PercentFormatter
 
 from benchmarks.kernels import shapes
 
-# Label and color by column, in the order of the bars. What is ours stands out, what computes
-# something else, the layer norm, is grey.
+# Label and color of each column, in the order of the bars. Our colors stand out; the layer norm,
+# another operation, is grey.
 _STYLES = {
     "mosaic_gpu": ("this project", "#c1440e"),
     "default": ("this project, default", "#e8a184"),
@@ -43,11 +44,11 @@ def draw(results: Sequence[dict[str, Any]], names: Sequence[str] | None) -> Figu
     """The figure.
 
     Args:
-      results: what `bench` wrote, one per operation.
-      names: the columns to draw; all but `default`, which is one of the others, if None.
+      results: Contents of the JSON files of `bench`, one for each operation.
+      names: Columns to draw. None draws all except `default`, which repeats another column.
 
     Raises:
-      ValueError: a column has no color.
+      ValueError: A column has no color.
     """
     panels = [
         (result, direction)
@@ -56,7 +57,7 @@ def draw(results: Sequence[dict[str, Any]], names: Sequence[str] | None) -> Figu
     ]
     columns = {name for result in results for row in result["records"] for name in row["columns"]}
     if unknown := columns - _STYLES.keys():
-        raise ValueError(f"no color for {sorted(unknown)}: add them to _STYLES")
+        raise ValueError(f"the columns {sorted(unknown)} have no color: add them to _STYLES")
     chosen = columns - {"default"} if names is None else columns & set(names)
     drawn = [name for name in _STYLES if name in chosen]
 
@@ -137,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("output", type=Path)
-    parser.add_argument("--implementations", nargs="+", help="columns, by name")
+    parser.add_argument("--implementations", nargs="+", help="names of columns; default: all")
     args = parser.parse_args(argv)
     results = [json.loads(path.read_text()) for path in args.results]
     draw(results, args.implementations).savefig(args.output)

@@ -1,19 +1,20 @@
-"""Times the gated MLP, whole and in parts, against the bare GEMMs in it.
+"""Times the gated MLP, whole and in parts, against its bare GEMMs.
 
     python -m benchmarks.kernels.mlp --shapes 16384x2048x8192 8192x4096x14336
 
-The shapes are tokens x D x F; bfloat16, random data, kernel time (`benchmarks/timing.py`), median
-over interleaved rounds. The parts:
+The shapes are tokens x D x F. The data are random bfloat16 numbers; times are kernel times
+(`benchmarks/timing.py`), the median over interleaved rounds. The parts are:
 
-- `projections`: gate, up and their product, which the kernel makes in the epilogue of its GEMM.
-  With gate and up written, as a step needs them, and without. Beside two GEMMs.
-- `gradients`: dgate, dup and the product from dy, gate and up: GEMM and one elementwise pass by
-  XLA, the same with our elementwise kernel, and our GEMM with all of it in its epilogue. Beside one
-  GEMM.
-- `mlp`: forward and backward by implementation and by what is saved. Beside nine GEMMs.
+- `projections`: gate, up and their product, beside two GEMMs. The kernel makes the product in the
+  epilogue of its GEMM. It is timed with gate and up written, as a training step needs them, and
+  without.
+- `gradients`: dgate, dup and the product, from dy, gate and up, beside one GEMM. Three ways are
+  timed: a GEMM and one elementwise pass by XLA, the same with our elementwise kernel, and our GEMM
+  with the elementwise work in its epilogue.
+- `mlp`: forward and backward by implementation and by saved arrays, beside nine GEMMs.
 
-Every candidate of the launch parameters is checked against XLA's result and timed; `--sweep` takes
-more of them. Writes a table and all numbers into the folder of results.
+Each candidate for the launch parameters is checked against XLA's result, then timed; `--sweep` adds
+candidates. The benchmark writes a table and all numbers into the folder of results.
 """
 
 import argparse
@@ -47,8 +48,8 @@ class Way:
     """One way to compute a part.
 
     Attributes:
-      name: in the table.
-      fn: of the part's inputs; returns a tuple of arrays.
+      name: Name in the table.
+      fn: Function of the part's inputs; it returns a tuple of arrays.
     """
 
     name: str
@@ -57,13 +58,13 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Something that several ways compute.
+    """A computation for which there are several ways.
 
     Attributes:
-      name: of the section.
-      inputs: of every way.
-      gemms: the bare products in it.
-      ways: the first is what the others must agree with, as far as they return as much.
+      name: Name of the section.
+      inputs: Inputs of every way.
+      gemms: Bare matrix products of the computation.
+      ways: Ways to compute it. The arrays of each must agree with those of the first.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Part:
 
 
 def variants(base: Config, *, sweep: bool) -> Iterator[tuple[str, Config]]:
-    """The default launch parameters and, in a sweep, what differs from them in one, by name."""
+    """The default launch parameters and, in a sweep, those that change one of them, by name."""
     yield "", base
     if not sweep:
         return
@@ -179,7 +180,7 @@ def measure(part: Part, rounds: int) -> dict[str, Any]:
         try:
             compiled = jax.jit(way.fn).lower(*part.inputs).compile()
             got = jax.block_until_ready(compiled(*part.inputs))
-        except Exception as error:  # what does not compile or fit is a result
+        except Exception as error:  # that a way does not compile or fit is a result
             refused[way.name] = timing.Timing(error=timing.first_line(error))
             continue
         expected = expected or got
@@ -206,7 +207,7 @@ def measure(part: Part, rounds: int) -> dict[str, Any]:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Markdown, a section per shape and part, the fastest first."""
+    """Markdown with a section for each shape and part, the fastest way first."""
     lines = []
     for record in records:
         gemms = record["gemms_ms"]

@@ -1,14 +1,14 @@
-"""Errors against float64 of RMSNorm and of the linear cross-entropy, and of the usual formulas.
+"""Measures errors against float64 of RMSNorm, of the linear cross-entropy and of usual formulas.
 
     python -m benchmarks.kernels.numerics
     python -m benchmarks.kernels.numerics loss
 
-Of RMSNorm prints two tables in Markdown: over the hidden size, and of `dweight` over the number of
-tokens. Inputs and outputs are bfloat16, the weight float32, so that the error of the sum is not
-hidden by the rounding of its result. Of the loss prints one, over the tokens of a chunk; inputs are
-bfloat16, `dweight` is float32. Errors are root mean squares, relative to that of the value. Off the
-GPU the kernels are interpreted, which takes minutes; the table of the loss is then of a smaller
-one.
+For RMSNorm it prints two tables in Markdown: errors by hidden size, and the error of `dweight` by
+number of tokens. Inputs and outputs are bfloat16. The weight is float32, so that rounding `dweight`
+does not hide the error of its sum. For the loss it prints one table, by tokens in a chunk; inputs
+are bfloat16 and `dweight` is float32. An error is the root mean square of the difference over that
+of the exact value. Without a GPU the kernels are interpreted, which takes minutes, and the loss has
+smaller shapes.
 """
 
 import argparse
@@ -27,13 +27,13 @@ from pallas_kernels import linear_cross_entropy, rms_norm
 _EPS = 1e-6
 _HIDDEN_SIZES = (128, 1024, 2880, 4096, 8192)
 _TOKENS = (256, 1024, 4096, 16384)
-# Tokens, hidden size, vocabulary size and sizes of chunks: on a GPU, and interpreted.
+# (Tokens, hidden size, vocabulary size) and the chunk sizes, on a GPU and in the interpreter.
 _LOSS_ON_GPU = (8192, 1024, 32000), (8192, 2048, 512, 128)
 _LOSS_INTERPRETED = (256, 128, 500), (256, 128)
 
 
 def hugging_face(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """The formula of transformers' LlamaRMSNorm; the result is rounded to the dtype of `x`."""
+    """The formula of transformers' LlamaRMSNorm, with the result rounded to the dtype of `x`."""
     hidden = x.astype(jnp.float32)
     hidden *= jax.lax.rsqrt(jnp.mean(jnp.square(hidden), axis=-1, keepdims=True) + _EPS)
     return (weight * hidden.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
@@ -69,7 +69,7 @@ def errors(num_tokens: int, hidden_size: int) -> dict[str, list[float]]:
 
 
 def all_logits(x: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
-    """The loss of transformers' models: logits in the dtype of `x`, of which all exist."""
+    """The loss as transformers computes it, with all logits in memory in the dtype of `x`."""
     logits = jnp.einsum("td,vd->tv", x, weight.astype(x.dtype)).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=1) - picked)
@@ -94,12 +94,12 @@ def exact_loss(x: Any, weight: Any, labels: Any) -> tuple[np.ndarray, ...]:
 def loss_errors(
     shape: tuple[int, int, int], chunk_sizes: tuple[int, ...]
 ) -> dict[str, list[list[float]]]:
-    """Relative errors of `(loss, dx, dweight)`, for each size of chunks, by implementation."""
+    """Relative errors of `(loss, dx, dweight)` by implementation, a row for each chunk size."""
     num_tokens, hidden_size, vocab_size = shape
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (num_tokens, hidden_size), jnp.bfloat16)
     weight = jax.random.normal(keys[1], (vocab_size, hidden_size)) / hidden_size**0.5
-    # Rounded, and float32 to get its gradient in float32.
+    # The numbers fit bfloat16; the dtype is float32 so that the gradient is float32, too.
     weight = jax.lax.reduce_precision(weight, 8, 7)
     labels = jax.random.randint(keys[2], (num_tokens,), 0, vocab_size)
     loss = functools.partial(linear_cross_entropy, labels=labels)
@@ -130,7 +130,7 @@ def _relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def print_norms() -> None:
-    """Both tables of RMSNorm."""
+    """Prints both tables of RMSNorm."""
     print("| D | " + " | ".join(f"{n}: y, dx, dweight" for n in errors(4, 64)) + " |")
     print("|---|---|---|---|")
     for hidden_size in _HIDDEN_SIZES:
@@ -144,14 +144,14 @@ def print_norms() -> None:
 
 
 def print_loss(*, on_gpu: bool) -> None:
-    """The table of the loss."""
+    """Prints the table of the loss."""
     shape, chunk_sizes = _LOSS_ON_GPU if on_gpu else _LOSS_INTERPRETED
     found = loss_errors(shape, chunk_sizes)
     print(f"{' x '.join(map(str, shape))} (tokens x D x V)\n")
     print("| tokens in a chunk | " + " | ".join(f"{n}: loss, dx, dweight" for n in found) + " |")
     print("|---|---|---|---|---|")
     for i, chunk_size in enumerate(chunk_sizes):
-        # All logits are one chunk, whose row is the first.
+        # `all logits` has one chunk, and so only the first row.
         cells = [_cell(rows[i]) if i < len(rows) else "" for rows in found.values()]
         print(f"| {chunk_size} | {' | '.join(cells)} |", flush=True)
 
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("op", nargs="?", choices=("norms", "loss"), default="norms")
     op = parser.parse_args(argv).op
-    # The interpreter's callbacks wait for JAX's threads, of which one device has too few.
+    # The interpreter's callbacks wait for JAX's threads, and one device has too few threads.
     jax.config.update("jax_num_cpu_devices", 8)
     on_gpu = jax.default_backend() == "gpu"
     with contextlib.nullcontext() if on_gpu else plgpu.force_gpu_interpret_mode():

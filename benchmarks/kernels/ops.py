@@ -1,9 +1,9 @@
-"""What is measured of each operation: inputs, formula, implementations and the limit."""
+"""The operations of `bench`: the inputs, implementations and limit of each."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -13,42 +13,30 @@ from jax.ad_checkpoint import checkpoint_name
 import pallas_kernels
 from benchmarks import timing
 from benchmarks.kernels import shapes
+from benchmarks.kernels.formulas import (
+    ADD_RMS_NORM,
+    EPS,
+    LAYER_NORM,
+    LINEAR_CROSS_ENTROPY,
+    RMS_NORM,
+    SWIGLU,
+    Arrays,
+    Formula,
+    as_tuple,
+)
 from benchmarks.kernels.shapes import Shape
 
-EPS = 1e-6
-
-type Arrays = dict[str, jax.Array]
 type Direction = Literal["forward", "backward", "forward+backward"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Formula:
-    """The mathematics that several implementations share, to check them against.
-
-    The cotangent of an output `y` and the gradient of an input `x` are called `dy` and `dx`.
-
-    Attributes:
-      fn: in float32, of the inputs; returns one array, or a tuple.
-      inputs: names of its arguments.
-      outputs: names of its results.
-      gradients: the inputs whose gradients a backward in JAX returns. Not the residual's in the
-        addition: it is the same array as that of `x`, and XLA copies what a program returns twice.
-    """
-
-    fn: Callable[..., Any]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    gradients: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Contender:
-    """One column of a table: an implementation in JAX or PyTorch.
+    """An implementation in JAX: one column of a table.
 
     Attributes:
-      name: of the column.
-      formula: what it computes.
-      fn: of the formula's inputs.
+      name: Name of the column.
+      formula: Formula that it computes.
+      fn: Function of the formula's inputs.
     """
 
     name: str
@@ -61,8 +49,8 @@ class Prepared:
     """A contender that is ready to run in one direction.
 
     Attributes:
-      calls: one per set of inputs; they return outputs or gradients by name.
-      num_bytes: the memory that a call takes beyond its inputs, at its peak.
+      calls: One call for each set of inputs; it returns outputs or gradients by name.
+      num_bytes: Function that returns the peak memory of a call beyond its inputs, in bytes.
     """
 
     calls: list[Callable[[], dict[str, Any]]]
@@ -71,14 +59,14 @@ class Prepared:
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """What the card does at most, measured in the same rounds.
+    """The most that the card can do, measured in the same rounds.
 
     Attributes:
-      name: what runs.
-      amount: bytes, or floating-point operations, of a call.
-      unit: of the rate, such as GB/s.
-      scale: of that unit, such as 1e9.
-      calls: to time.
+      name: Name of the work, such as "copy".
+      amount: Bytes or floating-point operations of a call.
+      unit: Unit of the rate, such as GB/s.
+      scale: Bytes or operations in one unit, such as 1e9.
+      calls: Calls to time.
     """
 
     name: str
@@ -93,12 +81,12 @@ class Op:
     """An operation and how it is measured.
 
     Attributes:
-      name: of the public function.
-      shapes: that are measured if none are named.
-      inputs: a set of inputs and cotangents from a shape and a random key.
-      limit: the limit from a shape and a direction.
-      contenders: the implementations in JAX, ours first.
-      directions: what is timed alone.
+      name: Name of the public function.
+      shapes: Shapes that are measured unless the command line names others.
+      inputs: Function that makes inputs and cotangents from a shape and a random key.
+      limit: Function that makes the limit from a shape and a direction.
+      contenders: Implementations in JAX, ours first.
+      directions: Directions that are timed, each alone.
     """
 
     name: str
@@ -107,89 +95,6 @@ class Op:
     limit: Callable[[Shape, Direction], Limit]
     contenders: tuple[Contender, ...]
     directions: tuple[Direction, ...]
-
-
-# Formulas
-
-
-def _rms_norm(x, weight):
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + EPS) * weight
-
-
-def _add_rms_norm(x, residual, weight):
-    # Rounded as the residual stream is stored; the gradient passes through.
-    total = x + residual
-    stored = total + jax.lax.stop_gradient(total.astype(jnp.bfloat16).astype(jnp.float32) - total)
-    return _rms_norm(stored, weight), stored
-
-
-def _layer_norm(x, weight, bias):
-    centered = x - jnp.mean(x, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(centered), axis=-1, keepdims=True)
-    return centered * jax.lax.rsqrt(variance + EPS) * weight + bias
-
-
-def _swiglu(gate, up):
-    return jax.nn.silu(gate) * up
-
-
-def _linear_cross_entropy(x, weight, labels):
-    logits = x @ weight.T
-    picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
-
-
-RMS_NORM = Formula(_rms_norm, ("x", "weight"), ("y",), ("x", "weight"))
-ADD_RMS_NORM = Formula(
-    _add_rms_norm, ("x", "residual", "weight"), ("y", "residual_out"), ("x", "weight")
-)
-LAYER_NORM = Formula(_layer_norm, ("x", "weight", "bias"), ("y",), ("x", "weight", "bias"))
-SWIGLU = Formula(_swiglu, ("gate", "up"), ("y",), ("gate", "up"))
-LINEAR_CROSS_ENTROPY = Formula(
-    _linear_cross_entropy, ("x", "weight", "labels"), ("loss",), ("x", "weight")
-)
-
-
-def exact(formula: Formula, arrays: Mapping[str, jax.Array]) -> Arrays:
-    """Every output and every gradient by the formula in float32, by name."""
-    inputs = {name: arrays[name] for name in formula.inputs}
-    floating = {k: v for k, v in inputs.items() if jnp.issubdtype(v.dtype, jnp.floating)}
-    cotangents = [arrays[f"d{k}"] for k in formula.outputs if f"d{k}" in arrays]
-
-    @jax.jit
-    def run(floating, inputs, cotangents):
-        floating, cotangents = jax.tree.map(lambda a: a.astype(jnp.float32), (floating, cotangents))
-
-        def outputs_of(floating):
-            merged = inputs | floating
-            return _as_tuple(formula.fn(*(merged[name] for name in formula.inputs)))
-
-        outputs, vjp = jax.vjp(outputs_of, floating)
-        # A loss has no cotangent among the arrays: it is where the backward starts.
-        (gradients,) = vjp(tuple(cotangents) or tuple(map(jnp.ones_like, outputs)))
-        named = {f"d{name}": gradient for name, gradient in gradients.items()}
-        return dict(zip(formula.outputs, outputs, strict=True)) | named
-
-    return run(floating, inputs, cotangents)
-
-
-def wrong_result(got: Mapping[str, jax.Array], expected: Mapping[str, jax.Array]) -> str | None:
-    """Why `got` is not `expected` within a relative Frobenius error of 2 %, or None."""
-    for name, array in got.items():
-        error = float(_relative_error(array, expected[name]))
-        if not error < 2e-2:  # also NaN
-            return f"wrong result: relative error {error:.1e} of {name}"
-    return None
-
-
-@jax.jit
-def _relative_error(got, expected):
-    got, expected = got.astype(jnp.float32), expected.astype(jnp.float32)
-    return jnp.linalg.norm((got - expected).ravel()) / jnp.linalg.norm(expected.ravel())
-
-
-def _as_tuple(outputs) -> tuple[jax.Array, ...]:
-    return tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
 
 
 # Running a contender in JAX
@@ -205,11 +110,14 @@ def prepare(
     """Compiles a JAX contender.
 
     Args:
-      contender: what to compile.
-      sets: the inputs.
-      direction: what to compile of it.
-      kept: for the backward, from `keep`, of this contender or of one that keeps the same; computed
-        if None.
+      contender: Implementation to compile.
+      sets: Sets of inputs and cotangents.
+      direction: Direction to compile.
+      kept: For the backward, the result of `keep` for this contender or for one that keeps the same
+        arrays. None runs the forward to get them.
+
+    Raises:
+      ValueError: `kept` has other shapes or dtypes than this contender keeps.
     """
     formula = contender.formula
     arguments: list[Any] = [[arrays[name] for name in formula.inputs] for arrays in sets]
@@ -252,23 +160,24 @@ def prepare(
 
 
 def keep(contender: Contender, sets: list[Arrays]) -> list[list[jax.Array]]:
-    """Runs the forward on each set; what it keeps for the backward, as a flat list of arrays."""
+    """Runs the forward on each set and returns what it keeps for the backward, as flat lists."""
     forward = jax.jit(functools.partial(_forward_keeping, contender))
     kept = []
     for arrays in sets:
         inputs = [arrays[name] for name in contender.formula.inputs]
         leaves = jax.tree.leaves(forward(*inputs)[1])
-        # A program returns a copy of an input that it keeps: without copies more of them fit.
+        # A program returns a copy of an input that it keeps. The input itself replaces the copy, so
+        # that larger sets fit.
         kept.append([next((i for i in inputs if _equal(i, leaf)), leaf) for leaf in leaves])
     return kept
 
 
 def _forward(contender, *inputs):
-    return dict(zip(contender.formula.outputs, _as_tuple(contender.fn(*inputs)), strict=True))
+    return dict(zip(contender.formula.outputs, as_tuple(contender.fn(*inputs)), strict=True))
 
 
 def _forward_keeping(contender, *inputs):
-    # The second of the results is a pytree of what is kept.
+    # The second result is a pytree whose leaves are the kept arrays.
     return jax.vjp(functools.partial(_forward, contender), *inputs)
 
 
@@ -277,7 +186,7 @@ def _equal(a, b) -> bool:
 
 
 def input_sets(inputs: Callable[[Shape, jax.Array], Arrays], shape: Shape) -> list[Arrays]:
-    """Different inputs, as many as it takes to find none of them in the cache."""
+    """Different sets of inputs: so many that the L2 cache holds none when its turn comes."""
     make = jax.jit(functools.partial(inputs, shape))
     first = make(jax.random.key(0))
     num_bytes = sum(array.nbytes for array in first.values())
@@ -294,19 +203,19 @@ def copy(num_bytes: int) -> Limit:
         jax.random.bits(jax.random.key(i), (size,), jnp.uint32)
         for i in range(timing.rotation(num_bytes))
     ]
-    # Not `jnp.copy`: that is a memcpy, which the timing does not count.
+    # `jnp.copy` would be a memcpy, which the timing does not count.
     kernel = jax.jit(lambda source: source ^ jnp.uint32(1))
     calls = [functools.partial(kernel, source) for source in sources]
     return Limit("copy", num_bytes, "GB/s", 1e9, calls)
 
 
 def copy_of_passes(op: str) -> Callable[[Shape, Direction], Limit]:
-    """The copy of as many bytes as an operation moves, in bfloat16."""
+    """The limit of an operation that is bound by memory: a copy of as many bytes as it moves."""
     return lambda shape, direction: copy(PASSES[op][direction] * 2 * math.prod(shape))
 
 
 def _three_gemms(shape: Shape, direction: Direction) -> Limit:
-    """Logits and both gradients, 2048 tokens at a time: all logits need not fit."""
+    """The products for the logits and both gradients, 2048 tokens at a time to save memory."""
     del direction
     tokens, hidden_size, vocab_size = shape
     part = math.gcd(tokens, 2048)
@@ -352,7 +261,7 @@ def _loss_inputs(shape: Shape, key: jax.Array) -> Arrays:
     weight = jax.random.normal(keys[1], (vocab_size, hidden_size), jnp.bfloat16)
     return {
         "x": jax.random.normal(keys[0], (tokens, hidden_size), jnp.bfloat16),
-        # Logits of about unit variance, as of a model early in training.
+        # The logits have about unit variance, as those of a model early in training.
         "weight": weight / hidden_size**0.5,
         "labels": jax.random.randint(keys[2], (tokens,), 0, vocab_size),
     }
@@ -368,10 +277,10 @@ def _layer_norm_xla(x, weight, bias):
 
 
 def _keeping_inputs(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` with the residuals of a model under a remat policy: no float32 copies of the inputs.
+    """`fn` that keeps what a model under a remat policy keeps: no float32 copies of the inputs.
 
-    `prevent_cse` is off because forward and backward are compiled apart, so there is nothing to
-    eliminate, and the barriers that it puts up would hinder fusion.
+    `prevent_cse` is off: forward and backward are separate programs here, so there is no common
+    subexpression to protect, and its barriers would hinder fusion.
     """
     policy = jax.checkpoint_policies.save_only_these_names("rstd", "mean", "residual")
     return jax.checkpoint(fn, policy=policy, prevent_cse=False)
@@ -380,12 +289,12 @@ def _keeping_inputs(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _contenders(
     formula: Formula, fn: Callable[..., Any], implementations: tuple[str, ...], **options: Any
 ) -> tuple[Contender, ...]:
-    """The named implementations, and `default`, which is what None picks."""
+    """The named implementations, and `default`, which passes `implementation=None`."""
     columns = []
     for name in (*implementations, "default"):
         implementation = None if name == "default" else name
         bound = functools.partial(fn, implementation=implementation, **options)
-        # A kernel's own rule says what it keeps; what XLA keeps is left to a policy.
+        # A kernel's derivative rule says what it keeps. For XLA a remat policy says it.
         if name in ("reference", "default"):
             bound = _keeping_inputs(bound)
         columns.append(Contender(name, formula, bound))
@@ -394,10 +303,10 @@ def _contenders(
 
 _KERNEL_AND_XLA = ("mosaic_gpu", "reference")
 
-# How often an operation must pass over an array of the size of its input; weights and statistics of
-# the rows are neglected. A norm reads x and writes y, and backward reads x and dy and writes dx.
-# With the addition it also reads the residual and writes the sum, and backward reads the sum
-# instead of x, and the sum's cotangent.
+# Arrays of the size of the input that an operation must at least read or write. Weights and the
+# statistics of the rows are neglected. A norm reads x and writes y; its backward reads x and dy and
+# writes dx. With the addition the forward also reads the residual and writes the sum; the backward
+# reads the sum instead of x, and the sum's cotangent as well.
 PASSES: dict[str, dict[Direction, int]] = {
     "rms_norm": {"forward": 2, "backward": 3},
     "add_rms_norm": {"forward": 4, "backward": 4},

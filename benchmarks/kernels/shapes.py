@@ -1,9 +1,9 @@
-"""The shapes that are measured."""
+"""The shapes that the benchmarks measure."""
 
 type Shape = tuple[int, ...]
 
-# Tokens x hidden size: the widths of Llama (2048 to 16384) and a narrow one, gpt-oss's 2880, which
-# is no multiple of 128, and two that are too small to fill a card.
+# Tokens x hidden size: the widths of Llama (2048 to 16384), a narrow one, gpt-oss's 2880, which is
+# no multiple of 128, and two shapes that are too small to fill a card.
 NORM: tuple[Shape, ...] = (
     (32768, 2048),
     (16384, 4096),
@@ -19,7 +19,8 @@ NORM: tuple[Shape, ...] = (
 # Tokens x intermediate size of Llama 1B, 8B and 70B.
 SWIGLU: tuple[Shape, ...] = ((16384, 8192), (16384, 14336), (4096, 28672))
 
-# Tokens x hidden size x vocabulary of Llama 3.1 8B, 3.2 1B and 3.3 70B, Llama 2, Qwen 2.5, Gemma 2.
+# Tokens x hidden size x vocabulary of Llama 3.1 8B, 3.2 1B and 3.3 70B, Llama 2, Qwen 2.5 and
+# Gemma 2.
 LOSS: tuple[Shape, ...] = (
     (8192, 4096, 128256),
     (16384, 2048, 128256),
@@ -32,10 +33,10 @@ LOSS: tuple[Shape, ...] = (
 
 
 def label(shape: Shape) -> str:
-    """The shape as tables have it: `16384x4096`."""
+    """The shape as tables show it, such as `16384x4096`."""
     return "x".join(map(str, shape))
 
 
 def parse(text: str) -> Shape:
-    """The inverse of `label`."""
+    """The shape that `label` turned into `text`."""
     return tuple(int(size) for size in text.split("x"))

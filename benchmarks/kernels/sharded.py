@@ -2,12 +2,13 @@
 
     python -m benchmarks.kernels.sharded --shapes 8192x4096 1024x8192 32768x4096
 
-The shapes are tokens x D; bfloat16, random data. A program is a chain of operations, each of which
-takes the result of the one before for its partial sums, so that nothing but them is in it and no
-dispatch: wall time of the program over their number, median over interleaved rounds. `all-reduce`
-is what tensor parallelism without sharded tokens does: a sum, and the addition and the norm of all
-tokens on every device. The rate is that of the bytes that a device must get from the others,
-2·(n-1)/n arrays, over the time of the operation; NVLink's of an H100 or H200 is 450 GB/s.
+The shapes are tokens x D; the data are random bfloat16 numbers. A program is a chain of operations:
+each takes the result of the previous one as its partial sums, so that the program has no other work
+and no dispatch between operations. A time is the wall time of the program over the number of
+operations, the median over interleaved rounds. `all-reduce` is tensor parallelism without sharded
+tokens: a sum, then the addition and the norm of all tokens on every device. The rate is the number
+of bytes that a device must receive, 2·(n-1)/n arrays, over the time of the operation. NVLink
+delivers 450 GB/s to an H100 or H200.
 """
 
 import argparse
@@ -41,12 +42,12 @@ _CALLS = 4  # of a program in a round
 
 
 def all_reduce(partial: jax.Array, residual: jax.Array, weight: jax.Array) -> Any:
-    """The sum on all devices, and all tokens of the residual on each."""
+    """Sums on all devices; each of them has all tokens of the residual."""
     return add_rms_norm(jax.lax.psum(partial, _AXIS), residual, weight)
 
 
 _SHARDED = functools.partial(sharded_add_rms_norm, axis_name=_AXIS)
-# Of each the operation and whether its residual is split by tokens.
+# The operation of each, and whether it splits the residual by tokens.
 CONTENDERS: dict[str, tuple[Callable[..., Any], bool]] = {
     "all-reduce, add_rms_norm": (all_reduce, False),
     "xla": (functools.partial(_SHARDED, implementation="xla"), True),
@@ -57,7 +58,7 @@ CONTENDERS: dict[str, tuple[Callable[..., Any], bool]] = {
 def program(name: str, mesh: Mesh, *, backward: bool) -> Any:
     """The chain of a contender on the mesh, or its forward and backward."""
     fn, is_split = CONTENDERS[name]
-    fn = jax.jit(fn)  # lowered once, not for every operation of the chain
+    fn = jax.jit(fn)  # so that the chain lowers it once
 
     def chain(partial, residual, weight):
         for _ in range(_LENGTH):
@@ -82,9 +83,9 @@ def program(name: str, mesh: Mesh, *, backward: bool) -> Any:
 
 
 def measure(shape: Shape, mesh: Mesh, rounds: int, *, backward: bool) -> dict[str, Any]:
-    """Milliseconds of one operation by contender, and why there are none."""
+    """The milliseconds of one operation by contender, or the error that it raised."""
     keys = jax.random.split(jax.random.key(0), 2)
-    # Every device has the same partial sums, which is as good as others.
+    # Every device has the same partial sums; their values do not change the time.
     whole = jax.random.normal(keys[0], shape, jnp.bfloat16) / mesh.size
     weight = 1 + jax.random.normal(keys[1], shape[-1:], jnp.float32) / 8
     place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
@@ -95,14 +96,14 @@ def measure(shape: Shape, mesh: Mesh, rounds: int, *, backward: bool) -> dict[st
         try:
             compiled = program(name, mesh, backward=backward).lower(*args).compile()
             got = np.asarray(jax.block_until_ready(compiled(*args))[0], np.float32)
-        except Exception as error:  # what does not compile or run is a result
+        except Exception as error:  # that one does not compile or run is a result
             results[name] = {"error": timing.first_line(error)}
             continue
-        # With a whole residual every device counts its gradient.
+        # In `all-reduce` every device has a whole residual and adds the gradient of its own.
         if is_split or not backward:
             expected = got if expected is None else expected
             error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
-            # Sixteen norms of sums in bfloat16, rounded in another order.
+            # The contenders round sixteen sums in bfloat16 in different orders.
             if not error < 0.1:
                 results[name] = {"error": f"wrong result: relative error {error:.1e}"}
                 continue
@@ -122,14 +123,14 @@ def measure(shape: Shape, mesh: Mesh, rounds: int, *, backward: bool) -> dict[st
 
 
 def wall_ms(calls: Sequence[Callable[[], Any]]) -> float:
-    """Milliseconds of all `calls`: CUPTI would add up the kernels of all devices."""
+    """Wall milliseconds of all `calls`; CUPTI would add up the kernels of all devices."""
     start = time.perf_counter()
     jax.block_until_ready([call() for call in calls])
     return (time.perf_counter() - start) * 1e3
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Markdown."""
+    """The table in Markdown."""
     names = list(CONTENDERS)
     lines = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
     for record in records:
@@ -160,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device_kind = timing.require_gpu()
     devices = jax.devices()
     if len(devices) < 2:
-        parser.error(f"there is {len(devices)} GPU, and nothing to exchange")
+        parser.error(f"the exchange needs several GPUs, and there is {len(devices)}")
     mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
     records = []
     for shape, backward in itertools.product(args.shapes, (False, True)):

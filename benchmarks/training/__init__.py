@@ -1,1 +1,1 @@
-"""Benchmarks of training steps and of what is around them."""
+"""Benchmarks of training steps, their memory, their data and their exchange between GPUs."""

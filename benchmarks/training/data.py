@@ -2,10 +2,11 @@
 
     python -m benchmarks.training.data --megabytes 64
 
-The text is the source of Python's standard library, over and over, as JSON lines of one file each;
-the tokenizer a byte-level BPE trained on it, or `--tokenizer`. Tokenizing is timed once, from the
-text to the finished cache; batches in one thread, median over the rounds. All in memory that the
-operating system keeps of the files, so the disk is not measured.
+The text is the source of Python's standard library, repeated; each JSON line is one source file.
+The tokenizer is a byte-level BPE trained on that text, unless `--tokenizer` names another.
+Tokenizing is timed once, from the text to the finished cache. Batches are built in one thread; the
+table has the median over the rounds. The operating system keeps the files in memory, so the disk is
+not measured.
 """
 
 import argparse
@@ -74,7 +75,7 @@ def report(folder: Path, arguments: argparse.Namespace) -> str:
         lines.append(row(f"tokenizing, {name}", num_tokens, seconds, arguments.megabytes))
         datasets[f"batches, {name}"], seconds = opened(config)
         lines.append(row(f"opening the cache, {name}", None, seconds))
-    # Sources of one mixture share a vocabulary.
+    # The sources of a mixture share a vocabulary.
     source = datasets["batches, BPE"]
     datasets["batches, two sources by weight"] = data.MixtureDataset((source, source), (0.7, 0.3))
     for name, dataset in datasets.items():
@@ -89,7 +90,7 @@ def report(folder: Path, arguments: argparse.Namespace) -> str:
 
 
 def train_tokenizer(texts: list[str], path: Path) -> Path:
-    """Writes a byte-level BPE tokenizer of the texts."""
+    """Trains a byte-level BPE tokenizer on the texts and writes it to `path`."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
@@ -105,7 +106,7 @@ def train_tokenizer(texts: list[str], path: Path) -> Path:
 
 
 def write_text(texts: list[str], path: Path, num_bytes: int) -> None:
-    """Writes `num_bytes` of JSON lines, of which no two are the same."""
+    """Writes at least `num_bytes` of JSON lines, no two of them equal."""
     with path.open("w") as file:
         for index in range(10**9):
             text = f"# {index}\n{texts[index % len(texts)]}"
@@ -115,7 +116,7 @@ def write_text(texts: list[str], path: Path, num_bytes: int) -> None:
 
 
 def opened(config: DataConfig) -> tuple[data.PackedDataset, float]:
-    """The training data, and the seconds until it was there."""
+    """Opens the training data; returns it and the seconds that this took."""
     start = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
         dataset: Any = data.open_files(config, vocab_size=1 << 20, evaluates=False)[0]
@@ -123,7 +124,7 @@ def opened(config: DataConfig) -> tuple[data.PackedDataset, float]:
 
 
 def row(name: str, num_tokens: int | None, seconds: float, megabytes: float | None = None) -> str:
-    """A line of the table."""
+    """A row of the table."""
     speed = "-" if num_tokens is None else f"{num_tokens / seconds:,.0f}"
     text_speed = "-" if megabytes is None else f"{megabytes / seconds:.0f}"
     return f"| {name} | {speed} | {text_speed} | {seconds * 1e3:,.1f} |"

@@ -1,10 +1,10 @@
-"""Draws what several GPUs do together: the sharded norm, and training by the number of GPUs.
+"""Draws results of several GPUs: the sharded norm, and training by the number of GPUs.
 
     python -m benchmarks.training.gpus_chart SHARDED.json TRAIN_X2.md TRAIN_X4.md OUT.png
 
-The first file is what `benchmarks.kernels.sharded` writes: a bar for each implementation, of its time over
-that of the first. The others have a table with the columns model, mesh and tokens/s, where "one
-GPU" is the mesh of the row that the others are compared with.
+The first file comes from `benchmarks.kernels.sharded`; the chart has a bar for each implementation,
+whose height is its time over that of the first implementation. Each of the other files has a table
+with the columns model, mesh and tokens/s. The row whose mesh is "one GPU" is the baseline.
 """
 
 import argparse
@@ -28,12 +28,12 @@ _ONE_GPU = "one GPU"
 
 
 def speeds(text: str) -> dict[tuple[str, str], dict[int, float]]:
-    """Tokens/s by number of GPUs, of each model and axis of the mesh; 1 is one GPU.
+    """Tokens/s by number of GPUs, for each pair of a model and an axis of the mesh.
 
-    Rows whose mesh says more than one axis and its size are left out.
+    A row counts only if its mesh is one axis and its size, or "one GPU".
 
     Raises:
-      ValueError: there is no table with these columns.
+      ValueError: No table has these columns.
     """
     alone: dict[str, float] = {}
     found: dict[tuple[str, str], dict[int, float]] = collections.defaultdict(dict)
@@ -66,13 +66,13 @@ def _draw_norm(ax: Axes, records: Sequence[dict[str, Any]]) -> None:
     labels = [record["name"].replace(" ", "\n", 1).replace("and", "and\n") for record in records]
     ax.set_xticks(range(len(records)), labels, fontsize=7, color=_INK)
     ax.set_yticks([])
-    ax.set_title("sharded_add_rms_norm: ms, bars over the first", loc="left", fontsize=10)
+    ax.set_title("sharded_add_rms_norm: ms; bars: time over the first", loc="left", fontsize=10)
     ax.margins(y=0.15)
     ax.legend(frameon=False, fontsize=7, loc="upper left", ncols=len(names))
 
 
 def _draw_training(ax: Axes, series: dict[tuple[str, str], dict[int, float]]) -> None:
-    # The first series' figures above its line, the others' below theirs.
+    # Labels of the first series stand above its line, those of the others below theirs.
     offsets = itertools.chain([(-22, 5)], itertools.repeat((4, -11)))
     for ((model, axis), by_number), color, offset in zip(
         series.items(), reversed(_COLORS), offsets, strict=False
@@ -97,7 +97,11 @@ def _draw_training(ax: Axes, series: dict[tuple[str, str], dict[int, float]]) ->
     best = max(by_number[1] for by_number in series.values() if 1 in by_number)
     most = max(number for by_number in series.values() for number in by_number)
     ax.plot(
-        [1, most], [best / 1e3, most * best / 1e3], ":", color=_PALE, label="one GPU's, as often"
+        [1, most],
+        [best / 1e3, most * best / 1e3],
+        ":",
+        color=_PALE,
+        label="one GPU, times GPUs",
     )
     ax.set_ylim(bottom=0)
     ax.set_xticks(range(1, most + 1))
@@ -107,7 +111,7 @@ def _draw_training(ax: Axes, series: dict[tuple[str, str], dict[int, float]]) ->
 
 
 def draw(records: Sequence[dict[str, Any]], texts: Sequence[str]) -> Figure:
-    """The figure."""
+    """The figure: the norm at the left, training at the right."""
     series: dict[tuple[str, str], dict[int, float]] = {}
     for text in texts:
         for key, by_number in speeds(text).items():

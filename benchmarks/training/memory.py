@@ -1,11 +1,11 @@
-"""Compares the memory that a step is announced to need with the peak of a run on this GPU.
+"""Compares the memory that a run announces for its step with the run's peak on this GPU.
 
     python -m benchmarks.training.memory --variants unrolled:minimal scanned:full --batch-sizes 4 2
 
-Each run is a process of its own, because peaks only rise: `python -m train` with two steps. What it
-prints before the first is XLA's analysis of the compiled step, by which `--model.remat auto`
-chooses; the peak is that of the allocator, with the initial parameters and the batches. A variant
-is `layers:remat`.
+Each run is a process of its own, `python -m train` with two steps, because the peak of a process
+never falls. The announced memory is XLA's analysis of the compiled step, which the run prints
+before its first step and `--model.remat auto` relies on. The peak is the allocator's; it includes
+the initial parameters and the batches. A variant is `layers:remat`.
 """
 
 import argparse
@@ -22,10 +22,10 @@ _VARIANTS = ("unrolled:minimal", "unrolled:mlp_inputs", "unrolled:full", "scanne
 
 
 def announced_gib(output: str) -> float:
-    """GiB in all, from what a run prints.
+    """The announced total in GiB, from the output of a run.
 
     Raises:
-      ValueError: it printed no such line.
+      ValueError: The output has no line about the memory of the step.
     """
     match = re.search(r"memory of the step: .*in all ([\d.]+) GiB", output)
     if match is None:
@@ -34,10 +34,10 @@ def announced_gib(output: str) -> float:
 
 
 def peak_gib(metrics: Path) -> float:
-    """The highest peak in a run's `metrics.jsonl`, GiB.
+    """The highest peak in a run's `metrics.jsonl`, in GiB.
 
     Raises:
-      ValueError: the device does not tell, as a CPU.
+      ValueError: The device, such as a CPU, does not count its memory.
     """
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     peaks = [row["peak_memory_gib"] for row in rows if "peak_memory_gib" in row]
@@ -47,10 +47,10 @@ def peak_gib(metrics: Path) -> float:
 
 
 def run(preset: str, variant: str, batch_size: int, sequence_length: int) -> tuple[float, float]:
-    """`(announced, peak)` of a run, GiB.
+    """`(announced, peak)` of a run, in GiB.
 
     Raises:
-      RuntimeError: the run failed, as one that does not fit.
+      RuntimeError: The run failed, for example for want of memory.
     """
     layers, remat = variant.split(":", 1)
     with tempfile.TemporaryDirectory() as folder:

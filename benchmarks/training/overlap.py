@@ -1,15 +1,16 @@
-"""What of the exchange between GPUs a compiled training step hides behind GEMMs, by XLA's options.
+"""Shows how much of the exchange between GPUs a training step hides behind GEMMs, by XLA option.
 
     python -m benchmarks.training.overlap                # compiles for GPUs that are not here
-    python -m benchmarks.training.overlap --run --quiet  # on this host's GPUs, and times
+    python -m benchmarks.training.overlap --run --quiet  # compiles and times on this host's GPUs
 
-A mesh is fsdp x tensor. The step is that of a few layers of a preset, for random tokens. Of every
-collective in the schedule: how often it runs, the bytes of its larger side, whether it is
-asynchronous, and the FLOPs in GEMMs and attention that are scheduled between its start and its end,
-all on one device. "Exposed" is the time in which nothing is computed, if a GEMM reaches the share
-of its peak that `train.planner.cost` takes for it, a collective that of its link, one at a time, and all
-else costs nothing: an estimate that ranks schedules. `--run` has the truth: wall time of a step,
-median over rounds in which every set of options has its turn.
+A mesh is fsdp x tensor. The step trains a few layers of a preset on random tokens. A table lists
+the collectives in the schedule of one device: how often each runs, the bytes of its larger side,
+whether it is asynchronous, and the FLOPs of the GEMMs and attention between its start and its end.
+
+"Exposed" is an estimate of the time in which nothing is computed, and serves to rank schedules. It
+assumes that GEMMs and collectives reach the shares of their peak rates in `train.planner.cost`,
+that collectives run one at a time, and that all other work takes no time. `--run` measures the wall
+time of a step, the median over rounds in which every set of options has its turn.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from train.planner.plan import abstract_batch
 from train.step import abstract_state, init_state, jit_train_step, memory_in_bytes
 
 _PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
-# What training compiles with, nothing, and what could change the schedule, one idea at a time.
+# The options of training, no options, and options that could change the schedule, one idea a set.
 SETS: dict[str, dict[str, xla_flags.OptionValue]] = {
     "training": xla_flags.OPTIONS,
     "none": {},
@@ -72,7 +73,7 @@ SETS: dict[str, dict[str, xla_flags.OptionValue]] = {
 
 
 def exchange_ms(schedule: Schedule, chip: aot.Chip) -> tuple[float, float]:
-    """Milliseconds of the exchange on each device, and what of them no GEMM hides."""
+    """Milliseconds of the exchange on each device, and those that no GEMM hides."""
     link = chip.link_bandwidth * cost.COPY_EFFICIENCY
     exchange, waits = schedule.seconds(link, chip.limits.bf16_flops * cost.GEMM_EFFICIENCY)
     return exchange * 1e3, waits * 1e3
@@ -96,7 +97,7 @@ def table(collectives: Sequence[Collective]) -> str:
 
 
 def add_model(parser: argparse.ArgumentParser, *, layers: int, vocab_size: int) -> None:
-    """The flags for a few layers of a preset, with these defaults."""
+    """Adds the flags that choose a few layers of a preset, with these defaults."""
     parser.add_argument("--preset", default="llama3.1-8b")
     parser.add_argument("--layers", type=int, default=layers)
     parser.add_argument("--scan", action="store_true", help="scanned layers")
@@ -106,7 +107,7 @@ def add_model(parser: argparse.ArgumentParser, *, layers: int, vocab_size: int) 
 
 
 def config_of(arguments: argparse.Namespace, fsdp: int, tensor: int) -> TrainConfig:
-    """A few layers on a mesh; each share of the batch has the same number of rows."""
+    """A few layers on a mesh; each data-parallel share of the batch has `rows` rows."""
     flags = [
         *("--preset", arguments.preset, "--model.num-hidden-layers", str(arguments.layers)),
         *("--model.vocab-size", str(arguments.vocab_size), "--model.remat", arguments.remat),
@@ -119,7 +120,7 @@ def config_of(arguments: argparse.Namespace, fsdp: int, tensor: int) -> TrainCon
 
 
 def compile_step(config: TrainConfig, mesh: Mesh, options: dict[str, xla_flags.OptionValue]) -> Any:
-    """The step with these options and no others."""
+    """The step, compiled with these options and no others."""
     named = [f"{name}={xla_flags.as_text(value)}" for name, value in options.items()]
     config = dataclasses.replace(config, xla_options=("none", *named))
     state = abstract_state(config, mesh)
@@ -127,7 +128,7 @@ def compile_step(config: TrainConfig, mesh: Mesh, options: dict[str, xla_flags.O
 
 
 def random_batch(config: TrainConfig, mesh: Mesh) -> dict[str, jax.Array]:
-    """What a step takes, of random tokens."""
+    """A batch of random tokens, as a step takes it."""
     rng = np.random.default_rng(0)
     return {
         name: jax.device_put(
@@ -140,7 +141,7 @@ def random_batch(config: TrainConfig, mesh: Mesh) -> dict[str, jax.Array]:
 def times_ms(
     config: TrainConfig, mesh: Mesh, steps: dict[str, Any], rounds: int, calls: int
 ) -> dict[str, list[float]]:
-    """Wall time of a step by name, a figure a round; the first round is not counted."""
+    """Wall milliseconds of a step by name, a figure for each round after a warm-up round."""
     state = init_state(config, mesh)
     batch = random_batch(config, mesh)
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -167,8 +168,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_model(parser, layers=2, vocab_size=32768)
     parser.add_argument("--meshes", nargs="+", default=["1x4", "4x1", "2x2"], metavar="FSDPxTENSOR")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    parser.add_argument("--rows", type=int, default=2, help="of each share of the batch")
-    parser.add_argument("--device", default="h100", help="without --run")
+    parser.add_argument("--rows", type=int, default=2, help="rows in each share of the batch")
+    parser.add_argument("--device", default="h100", help="GPU to compile for without --run")
     parser.add_argument("--run", action="store_true")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--calls", type=int, default=4, help="steps in a round")
@@ -178,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         kind = timing.require_gpu()
         chip = aot.chip_of_kind(kind)
         if chip is None:
-            parser.error(f"{kind} is not in train/planner/aot.py")
+            parser.error(f"train/planner/aot.py has no data of {kind}")
     else:
         jax.config.update("jax_platforms", "cpu")
         chip = aot.chip(arguments.device)

@@ -1,6 +1,6 @@
-"""The collectives of a compiled program, and the GEMMs that are scheduled beside them.
+"""Reads the collectives of a compiled program, and the GEMMs that are scheduled beside them.
 
-Read from the text of the optimized HLO, whose instructions stand in the order in which they run.
+The source is the text of the optimized HLO, whose instructions stand in the order of execution.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ type _Shape = tuple[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One of a schedule.
+    """A collective in a schedule.
 
     Attributes:
-      kind: one of `KINDS`.
-      results: their shapes, several if XLA has combined as many collectives.
-      computation: the loop's body, or the program, that it is in.
-      nbytes: of its larger side.
-      wire_bytes: that a device gets from others, in a ring.
-      times: how often it runs in a step.
-      is_async: whether something else may run beside it.
-      flops: between start and end.
+      kind: One of `KINDS`.
+      results: Shapes of its results; it has several if XLA combined collectives.
+      computation: Name of the loop body or program that contains it.
+      nbytes: Bytes of its larger side, operands or results.
+      wire_bytes: Bytes that a device receives from the others, in a ring.
+      times: Number of runs in a step.
+      is_async: Whether other work may run beside it.
+      flops: FLOPs of GEMMs and attention between its start and its end.
     """
 
     kind: str
@@ -50,12 +50,12 @@ class _Line:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Of the first result."""
+        """Shape of the first result."""
         return self.outputs[0][1] if self.outputs else ()
 
 
 class Schedule:
-    """An optimized HLO module as text, in the order in which it runs."""
+    """The schedule of an optimized HLO module, from its text."""
 
     def __init__(self, hlo: str):
         self._computations: dict[str, list[_Line]] = {}
@@ -70,14 +70,14 @@ class Schedule:
         self._flops = functools.cache(self._flops_of_computation)
 
     def collectives(self) -> list[Collective]:
-        """All of them, in the order of the schedule."""
+        """All collectives, in the order of the schedule."""
         return self._collectives(self._entry, 1)
 
     def seconds(self, bytes_per_s: float, flops_per_s: float) -> tuple[float, float]:
-        """Of the exchange, and of it those in which nothing is computed, at these rates.
+        """Seconds of the exchange at these rates, and its seconds in which nothing is computed.
 
-        Collectives take the link one after the other, in the order in which they start. All but
-        GEMMs and attention is taken to cost nothing.
+        Collectives take the link one after the other, in the order in which they start. Work other
+        than GEMMs and attention is taken to cost nothing.
         """
         now = link_free = exchange = waits = 0.0
         ends: dict[str, float] = {}
@@ -121,12 +121,12 @@ class Schedule:
         return found
 
     def _collective(self, line: _Line, computation: str, times: int) -> Collective | None:
-        """What a line starts, if it starts one, without what is computed beside it."""
+        """The collective that a line starts, with `flops` 0; None if it starts none."""
         if not (kind := self._kind(line)):
             return None
         starts = line.opcode.endswith("-start")
         sent = [shape for name in line.operands for shape in self._shapes[name]]
-        # What starts one returns its operands, too.
+        # The start of a collective also returns its operands.
         got = line.outputs[len(sent) :][: len(sent)] if starts else line.outputs
         small, large = sorted((sum(map(_nbytes, sent)), sum(map(_nbytes, got))))
         wire = {"all-reduce": 2 * large, "all-to-all": large, "collective-permute": large}
@@ -143,7 +143,7 @@ class Schedule:
 
     def _kind(self, line: _Line) -> str | None:
         opcode = line.opcode.removesuffix("-start")
-        if opcode == "async":  # of one that has no start of its own
+        if opcode == "async":  # a collective whose kind has no start instruction
             opcodes = [inner.opcode for inner in self._computations[line.called[0]]]
         else:
             opcodes = [opcode]
@@ -169,9 +169,9 @@ class Schedule:
             return 2.0 * math.prod(sizes) * math.prod(contracted)
         if "__cudnn$fmha" in line.text:
             products = 5 if "Backward" in line.text else 2
-            return products * math.prod(sizes) * sizes[-2]  # [B, N, S, H], and causal
+            return products * math.prod(sizes) * sizes[-2]  # causal, for [B, N, S, H]
         if 'custom_call_target="mosaic_gpu' in line.text:
-            # [M, K] times each [K, N] or [N, K]; kernels of norms have no two such operands.
+            # [M, K] times each [K, N] or [N, K]. Kernels of norms have no two such operands.
             if len(sizes) != 2 or len(shapes) < 2 or len(shapes[0]) != 2:
                 return 0.0
             inner = next((k for k in shapes[0] if k not in sizes), 0)
@@ -196,7 +196,7 @@ def _parse(text: str) -> _Line:
         opcode,
         tuple(re.findall(r"%([\w.-]+)", rest.split(")", 1)[0])),
         tuple(called),
-        re.sub(r'(custom_call_target="mosaic_gpu\w*").*', r"\1", text),  # without its binary
+        re.sub(r'(custom_call_target="mosaic_gpu\w*").*', r"\1", text),  # drops the binary
     )
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.training.step_chart OURS.md NEWER.md TORCH.md OUT.png
 
-The tables are those that `benchmarks.training.train_step` and `benchmarks.training.train_step_torch` write; of a
-variant that several have, the last counts.
+`benchmarks.training.train_step` and `benchmarks.training.train_step_torch` write the tables. If
+several tables have the same variant, the last one counts.
 """
 
 import argparse
@@ -26,10 +26,10 @@ _NAMES = {
 
 
 def rows_of(text: str) -> list[tuple[str, float, float]]:
-    """`(variant, ms, GiB)` of the first table of a file of results.
+    """`(variant, ms, GiB)` of the first table in a file of results.
 
     Raises:
-      ValueError: there is none with these columns.
+      ValueError: No table has these columns.
     """
     return [
         (name, float(milliseconds), float(memory.removesuffix(" GiB")))
@@ -38,7 +38,7 @@ def rows_of(text: str) -> list[tuple[str, float, float]]:
 
 
 def draw(texts: Sequence[str]) -> Figure:
-    """The figure; the title is the first line of the first file, with its date and device."""
+    """The figure. Its title is the first line of the first file, with date and device."""
     by_variant = {row[0]: row for text in texts for row in rows_of(text)}
     rows = sorted(by_variant.values(), key=lambda row: row[1])
     labels = [_NAMES.get(name, name.replace(":", ", ")) for name, _, _ in rows]
@@ -59,7 +59,7 @@ def draw(texts: Sequence[str]) -> Figure:
         ax.tick_params(length=0)
         ax.spines[:].set_visible(False)
         ax.margins(x=0.14)
-    figure.axes[0].invert_yaxis()  # shared: the fastest on top
+    figure.axes[0].invert_yaxis()  # the fastest on top, on both axes
     return figure
 
 

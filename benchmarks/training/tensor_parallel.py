@@ -1,14 +1,19 @@
-"""Times the layers of a tensor-parallel Llama, forward and backward, against what XLA derives.
+"""Times the layers of a tensor-parallel Llama, forward and backward, against XLA's partitioning.
 
     python -m benchmarks.training.tensor_parallel --preset llama3.1-8b
 
-All GPUs of this host share the sequences. Contenders: `all-reduce`, the same Llama partitioned by
-XLA from the shardings of its parameters alone, without kernels (it cannot partition those), which
-sums after each half-layer and does the norms of all tokens on every device; ours, whose residual
-stream is split by tokens; and ours with the peer-memory kernel of `sharded_add_rms_norm` between
-the half-layers. A few layers with a small vocabulary, bfloat16 parameters, random tokens; wall time
-of loss and gradients over the number of layers, median over interleaved rounds. Memory is XLA's
-analysis of the program, beside its arguments and results.
+All GPUs of this host share the sequences. There are three contenders:
+
+- `all-reduce`: XLA partitions the Llama from the shardings of its parameters alone. It runs without
+  kernels, which XLA cannot partition, sums after each half-layer, and computes the norms of all
+  tokens on every device.
+- `ours`: the residual stream is split by tokens.
+- `peer kernel`: as `ours`, with the peer-memory kernel of `sharded_add_rms_norm` between the
+  half-layers.
+
+The model has a few layers, a small vocabulary and bfloat16 parameters; the tokens are random. A
+time is the wall time of loss and gradients over the number of layers, the median over interleaved
+rounds. Memory is XLA's analysis of the program, beside its arguments and results.
 """
 
 import argparse
@@ -40,13 +45,13 @@ _CALLS = 3  # of a program in a round
 
 
 def with_peer_kernel(*args: Any, **options: Any) -> Any:
-    """`sharded_add_rms_norm` as one kernel."""
+    """`sharded_add_rms_norm` with its peer-memory kernel."""
     return sharded_add_rms_norm(*args, **options | {"implementation": "mosaic_gpu"})
 
 
 @contextlib.contextmanager
 def contender(name: str, config: TrainConfig) -> Iterator[TrainConfig]:
-    """The configuration to trace with, inside of the context."""
+    """Yields the configuration of a contender, which must be traced inside of the context."""
     if name == "all-reduce":
         model = dataclasses.replace(config.model, implementation="xla")
         with (
@@ -65,7 +70,7 @@ CONTENDERS = ("all-reduce", "ours", "peer kernel")
 
 
 def config_of(arguments: argparse.Namespace) -> TrainConfig:
-    """The run whose gradients are taken."""
+    """The configuration of the run whose gradients are timed."""
     base = preset(arguments.preset)
     return dataclasses.replace(
         base,

@@ -1,12 +1,12 @@
-"""Times whole training steps, several variants in one run, each beside what the card can do.
+"""Times whole training steps, several variants in one run, beside the limits of the card.
 
-    python -m benchmarks.training.train_step --preset llama3.2-1b --variants scanned:minimal unrolled:minimal
+    python -m benchmarks.training.train_step --variants scanned:minimal unrolled:minimal
 
-A variant is `layers:remat`, with `:xla` after it for one that runs no kernels of ours, `:loss=xla`
-or `:loss=logits` for one whose loss alone is XLA's (in chunks, or with all logits), and
-`:xla_gpu_enable_triton_gemm=false` for an option of XLA.
-All variants work on one state, so they take turns: round after round, each runs a few steps. Wall
-time, median over the rounds. `--kernels` adds the time by kind of kernel, from a profiler trace.
+A variant is `layers:remat`. Suffixes change it: `:xla` runs none of our kernels, `:loss=xla` leaves
+the loss to XLA in chunks, `:loss=logits` leaves it to XLA with all logits in memory, and
+`:xla_gpu_enable_triton_gemm=false` sets an option of XLA. All variants train one state and take
+turns: in each round each runs a few steps. Times are wall times, the median over the rounds.
+`--kernels` adds the time by kind of kernel, from a profiler trace.
 """
 
 import argparse
@@ -35,8 +35,8 @@ from train.reporting import metrics
 from train.step import init_state, make_train_step, memory_in_bytes
 from train.xla_flags import compiler_options
 
-# In this order, by what the name of a kernel contains; XLA names its fusions after their
-# operations.
+# The first pattern that occurs in the name of a kernel gives its kind. XLA names its fusions after
+# their operations.
 _KINDS = {
     "norm (ours)": r"rms_norm",
     "GEMM with SwiGLU (ours)": r"gated_matmul",
@@ -51,7 +51,7 @@ _KINDS = {
 }
 
 
-# Options of `linear_cross_entropy`; a chunk can have as many tokens as there are.
+# Options of `linear_cross_entropy`. A chunk of 2**30 tokens holds all of them.
 _LOSSES: dict[str, dict[str, Any]] = {
     "loss=xla": {"implementation": "xla"},
     "loss=logits": {"implementation": "xla", "chunk_size": 2**30},
@@ -60,7 +60,7 @@ _LOSSES: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass
 class Variant:
-    """One way to run the step, and what was measured of it."""
+    """A compiled variant of the step, and its measurements."""
 
     name: str
     compiled: Any
@@ -71,18 +71,18 @@ class Variant:
 
     @property
     def step_s(self) -> float:
-        """Median time of a step."""
+        """Median seconds of a step."""
         return statistics.median(self.times_s)
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """What the name of a variant says.
+    """The settings in the name of a variant.
 
     Attributes:
-      config: of the run.
-      loss: options of the loss; None leaves them to the configuration.
-      options: of XLA, besides ours.
+      config: Configuration of the run.
+      loss: Options of the loss; None leaves them to the configuration.
+      options: Options of XLA, in addition to those of training.
     """
 
     config: TrainConfig
@@ -91,7 +91,11 @@ class Way:
 
     @classmethod
     def parse(cls, base: TrainConfig, name: str) -> "Way":
-        """`base` with `layers:remat` applied and what follows, such as `unrolled:minimal:xla`."""
+        """Applies the name of a variant, such as `unrolled:minimal:xla`, to `base`.
+
+        Raises:
+          ValueError: The name has an unknown part.
+        """
         layers, remat, *rest = name.split(":")
         loss = next((_LOSSES[word] for word in rest if word in _LOSSES), None)
         options = [word for word in rest if word.startswith("xla_")]
@@ -111,7 +115,7 @@ class Way:
         return cls(dataclasses.replace(base, model=model), loss, tuple(options))
 
     def compile(self, *args: Any) -> Any:
-        """The step for these arguments; the first is donated."""
+        """The step compiled for these arguments; the first is donated."""
         step = jax.jit(make_train_step(self.config), donate_argnums=0)
         devices = jax.tree.leaves(args)[0].devices()
         options = compiler_options(devices, self.options, scan_layers=self.config.model.scan_layers)
@@ -139,14 +143,14 @@ def kernel_table(kernels: list[tuple[str, float]]) -> list[tuple[str, int, float
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
-    """The flags that say what a step trains."""
+    """Adds the flags that choose the model and the batch."""
     parser.add_argument("--preset", choices=PRESET_NAMES, default="llama3.2-1b")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=4096)
 
 
 def workload(arguments: argparse.Namespace) -> TrainConfig:
-    """The run that these flags describe, on random tokens."""
+    """The configuration of the run that these flags describe, on random tokens."""
     base = preset(arguments.preset)
     data = dataclasses.replace(
         base.data,
@@ -158,7 +162,7 @@ def workload(arguments: argparse.Namespace) -> TrainConfig:
 
 
 def speed_cells(config: TrainConfig, times_s: list[float]) -> list[str]:
-    """Of a table: milliseconds a step, their range, tokens/s and MFU."""
+    """Cells of a table: median and range of the milliseconds a step, tokens/s, MFU."""
     flops = metrics.flops_per_token(config.model, config.data.sequence_length)
     step_s = statistics.median(times_s)
     speed = config.data.tokens_per_step / step_s
@@ -185,7 +189,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     base = workload(arguments)
-    # All of them before the first is compiled, which takes half a minute.
+    # Names are checked before the first variant compiles, which takes half a minute.
     ways = {name: Way.parse(base, name) for name in arguments.variants}
     data = base.data
     mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
@@ -230,10 +234,11 @@ def main() -> None:
 def device_times(
     compiled: Any, state: Any, batch: Any
 ) -> tuple[Any, list[tuple[str, float]], float]:
-    """The state after one more step, `(name, milliseconds)` of all that ran on the device, and the
-    milliseconds from the first start to the last end.
+    """Runs one more step under the profiler, whose trace has copies as well as kernels.
 
-    From a trace of the profiler, which unlike a count of kernels has the copies as well.
+    Returns:
+      The new state, `(name, milliseconds)` of each kernel and copy on the device, and the
+      milliseconds from the first start to the last end.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -2,11 +2,11 @@
 
     python -m benchmarks.training.train_step_torch --preset llama3.2-1b --variants liger liger:full
 
-As `benchmarks.training.train_step`: float32 parameters and AdamW moments (fused), bfloat16 compute
-(autocast), clipped gradients, random tokens, wall time, median over rounds. A variant is
-`huggingface` or `liger`, with `:full` after it for gradient checkpointing of every layer and
-`:compile` for `torch.compile`. Needs torch, transformers and liger-kernel, which are not
-requirements of this project; JAX runs nothing here but the table of sizes.
+The set-up is that of `benchmarks.training.train_step`: float32 parameters and AdamW moments (fused
+AdamW), bfloat16 compute (autocast), clipped gradients, random tokens, wall time, median over
+rounds. A variant is `huggingface` or `liger`. The suffix `:full` checkpoints every layer, and
+`:compile` uses `torch.compile`. The benchmark needs torch, transformers and liger-kernel, which
+this project does not require. JAX only tells the device and counts the FLOPs.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _OPTIONS = ("full", "compile")
 
 @dataclasses.dataclass
 class Measured:
-    """What was measured of a variant; memory is PyTorch's peak."""
+    """The measurements of a variant; `bytes` is PyTorch's peak."""
 
     name: str
     times_s: list[float]
@@ -39,10 +39,16 @@ class Measured:
 
 
 def model_of(config: LlamaConfig, name: str, device: str) -> Any:
-    """Transformers' Llama with new parameters, patched by Liger if `name` says so."""
+    """Transformers' Llama with new parameters, patched by Liger if the variant says so.
+
+    Raises:
+      ValueError: The name of the variant has an unknown part.
+    """
     library, *options = name.split(":")
     if library not in ("huggingface", "liger") or not set(options) <= set(_OPTIONS):
-        raise ValueError(f"variant {name!r} must be (huggingface|liger) with any of :{_OPTIONS}")
+        raise ValueError(
+            f"variant {name!r} must be huggingface or liger, with :full or :compile after it"
+        )
     torch = importlib.import_module("torch")
     transformers = importlib.import_module("transformers")
     fields = config_to_hf(config) | {"use_cache": False}
@@ -59,7 +65,7 @@ def model_of(config: LlamaConfig, name: str, device: str) -> Any:
 
 
 def measure(config: TrainConfig, name: str, rounds: int, steps: int) -> Measured:
-    """Trains a few steps on one batch."""
+    """Trains a variant for a few steps on one batch."""
     torch = importlib.import_module("torch")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
@@ -101,7 +107,7 @@ def measure(config: TrainConfig, name: str, rounds: int, steps: int) -> Measured
 
 
 def report(config: TrainConfig, results: list[Measured]) -> str:
-    """The table, in Markdown; the columns of `benchmarks.training.train_step`."""
+    """The table in Markdown, with the columns of `benchmarks.training.train_step`."""
     device = jax.devices()[0]
     installed = {name: version for name, version in peers.versions().items() if version}
     versions = ", ".join(f"{name} {version}" for name, version in installed.items())

@@ -1,4 +1,4 @@
-"""For benchmarks without a GPU."""
+"""Fixtures to run benchmarks without a GPU."""
 
 import functools
 
@@ -9,12 +9,12 @@ from benchmarks import timing
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_compilation(fast_compilation):
-    """Nothing is timed here."""
+    """No test measures times, so programs need no optimization."""
 
 
 @pytest.fixture
 def two_ms_a_call(monkeypatch):
-    """Calls run, and take 2 ms each, whatever a clock says: there is no CUPTI without a GPU."""
+    """Replaces the timing, which needs a GPU: calls run, and each of them counts as 2 ms."""
 
     def measure(calls):
         for call in calls:

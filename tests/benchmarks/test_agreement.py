@@ -1,4 +1,4 @@
-"""How far results that should be the same are apart."""
+"""The relative error between results that should be equal."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +8,7 @@ from benchmarks.agreement import relative_error
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_the_largest_of_all_that_both_have(dtype):
+def test_the_error_is_the_largest_of_the_arrays_that_both_have(dtype):
     expected = [jnp.ones((3, 4), dtype), jnp.float32(2.0)]
     got = [expected[0].at[0, 0].set(1.5), jnp.float32(2.5), jnp.float32(7.0)]
     assert relative_error(got, expected) == pytest.approx(0.25)
@@ -16,7 +16,7 @@ def test_the_largest_of_all_that_both_have(dtype):
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_nan_in_any_array_is_the_largest(place):
+def test_nan_in_any_array_makes_the_error_nan(place):
     expected = [jnp.ones(3), jnp.ones(2)]
     got = list(expected)
     got[place] = got[place].at[0].set(jnp.nan)

@@ -1,4 +1,4 @@
-"""The loader's benchmark, on little text."""
+"""The benchmark of the loader, on little text."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""The chart of several GPUs, from the files of results."""
+"""The chart of several GPUs, drawn from the files of results."""
 
 import json
 
@@ -31,7 +31,7 @@ SHARDED = [
 ]
 
 
-def test_speeds_are_those_of_one_axis():
+def test_only_meshes_of_one_axis_have_a_speed():
     assert gpus_chart.speeds(TRAINING) == {
         ("1B", "data"): {1: 64500, 4: 246000},
         ("8B", "fsdp"): {4: 38900},

@@ -1,4 +1,4 @@
-"""The benchmark of the loss without a GPU: what is compared with what, and the files."""
+"""The benchmark of the loss without a GPU: the comparisons and the files."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ def _measure(settings):
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_what_runs_here_is_timed_and_what_does_not_is_listed():
+def test_settings_that_run_here_are_timed_and_the_others_listed():
     records = _measure(loss.SETTINGS)
     assert {r["setting"] for r in records} == {s.name for s in loss.SETTINGS}
     for record in records:
@@ -60,7 +60,7 @@ def _scaled(fn, scale, *args):
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_weights_are_given_and_checked_as_the_setting_says(right):
+def test_a_setting_gets_and_returns_weights_in_its_layout(right):
     def of_transposed(x, weight, labels):
         return right(x, weight.T, labels)
 
@@ -70,7 +70,7 @@ def test_weights_are_given_and_checked_as_the_setting_says(right):
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_what_was_measured_is_kept_if_a_later_shape_fails(monkeypatch, tmp_path):
+def test_measured_shapes_are_kept_if_a_later_one_fails(monkeypatch, tmp_path):
     def measure(shape, *args, original=loss.measure, **options):
         if shape == (16, 64, 128):
             raise RuntimeError("out of time")

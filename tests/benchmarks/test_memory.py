@@ -1,4 +1,4 @@
-"""What the benchmark of memory reads of a run."""
+"""The numbers that the benchmark of memory reads from a run."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The benchmark of the gated MLP without a GPU: what is compared with what, and the tables."""
+"""The benchmark of the gated MLP without a GPU: the comparisons and the tables."""
 
 import pytest
 
@@ -15,12 +15,12 @@ def records(two_ms_a_call):
     return [{"shape": shape} | mlp.measure(part, 2) for part in mlp.parts(shape, sweep=False)]
 
 
-def test_what_runs_here_agrees_and_what_does_not_is_listed(records):
+def test_ways_that_run_here_agree_and_the_others_are_listed(records):
     assert [record["part"] for record in records] == ["projections", "gradients", "mlp"]
     for record in records:
         timed = {way["name"] for way in record["ways"] if "error" not in way}
         failed = {way["name"]: way["error"] for way in record["ways"] if "error" in way}
-        # Kernels do not compile for a CPU. All others computed the same.
+        # Kernels do not compile for a CPU. All other ways agree.
         assert all("kernel" in name or "mosaic_gpu" in name for name in failed), failed
         assert not any("wrong result" in error for error in failed.values())
         assert timed and not any("kernel" in name for name in timed)

@@ -1,4 +1,4 @@
-"""What is read from a schedule, and steps timed on CPU devices."""
+"""The collectives in a schedule, and steps timed on CPU devices."""
 
 import argparse
 
@@ -10,7 +10,7 @@ from benchmarks.training.schedule import Collective, Schedule
 from models.sharding import make_mesh
 from train.planner import aot
 
-# One of each form: in a loop with a GEMM beside it, wrapped, synchronous, and combined.
+# A collective of each form: beside a GEMM in a loop, wrapped, synchronous, and combined.
 HLO = """HloModule step, is_scheduled=true
 
 %product (a: bf16[8,4], b: bf16[4,16]) -> bf16[8,16] {
@@ -65,7 +65,7 @@ def test_collectives_of_a_schedule():
     ]
 
 
-def test_the_table_and_what_is_exposed():
+def test_the_table_and_the_exposed_time():
     chip = aot.CHIPS["h100"]
     large = Collective("all-gather", (), "main", 64 << 20, 48e6, 2, True, 3e9)
     small = Collective("all-reduce", (), "main", 4, 8, 1, False, 0)
@@ -77,16 +77,16 @@ def test_the_table_and_what_is_exposed():
     assert found == pytest.approx([seconds * 1e3 for seconds in Schedule(HLO).seconds(*rates)])
 
 
-def test_what_is_computed_hides_an_exchange():
+def test_computation_hides_an_exchange():
     schedule = Schedule(HLO)
     product, attention = 2 * 8 * 4 * 16, 2 * (2 * 2 * 8 * 4) * 8
     nbytes = 3 * 192 + 512 + 408 + 8
-    # In each round of the loop the gather has three products beside it and one after it.
+    # In each round of the loop three products run beside the gather and one runs after it.
     fast, slow = schedule.seconds(1.0, 1e9), schedule.seconds(1.0, product / 10)
     assert fast == pytest.approx((nbytes, nbytes), rel=1e-3)
     hidden = 3 * 30 + 10 * (attention + product) / product
     assert slow == pytest.approx((nbytes, nbytes - hidden))
-    # With all the time in the world, what is synchronous is left.
+    # If the computation takes long enough, it hides all except the synchronous collectives.
     assert schedule.seconds(1.0, 1.0) == pytest.approx((nbytes, 408 + 8))
 
 

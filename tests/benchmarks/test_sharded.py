@@ -1,4 +1,4 @@
-"""The benchmark of the sharded norm on CPU devices: what agrees, what is refused, the table."""
+"""The benchmark of the sharded norm on CPU devices: the comparison and the table."""
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ from benchmarks.kernels import sharded
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_what_runs_here_agrees_and_what_does_not_is_listed(backward):
+def test_contenders_that_run_here_agree_and_the_other_is_listed(backward):
     mesh = Mesh(np.array(jax.devices()[:4]), ("tensor",), axis_types=(AxisType.Auto,))
     results = sharded.measure((8, 256), mesh, 2, backward=backward)
     assert results.keys() == sharded.CONTENDERS.keys()

@@ -1,4 +1,4 @@
-"""The chart of training steps, from the tables of the two benchmarks."""
+"""The chart of training steps, drawn from the tables of both benchmarks."""
 
 import pytest
 from matplotlib.patches import Rectangle

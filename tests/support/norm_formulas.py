@@ -21,7 +21,7 @@ def formula(x, weight, dy, *, eps=1e-6, weight_offset=0.0, compute: Any = np.flo
     x_hat = x * rstd
     dx_hat = dy * scale
     dx = rstd * (dx_hat - x_hat * np.mean(dx_hat * x_hat, -1, keepdims=True))
-    # Over the tokens one after the other, as a loop would add them up.
+    # The sum runs over the tokens in order, as in a loop.
     return x_hat * scale, dx, np.sum((dy * x_hat).reshape(-1, x.shape[-1]), axis=0)
 
 
@@ -33,7 +33,7 @@ def add_formula(args, cotangents, residual_out, **options):
 
 
 def plain_add(x, residual, weight, *, eps=1e-6, weight_offset=0.0):
-    """The addition, then the norm, each rounded to the dtype of `x`."""
+    """The addition and then the norm, each rounded to the dtype of `x`."""
     residual_out = (x.astype(F32) + residual.astype(F32)).astype(x.dtype)
     r = residual_out.astype(F32)
     scale = weight.astype(F32) + weight_offset
@@ -60,7 +60,7 @@ def compiled(fn, **options):
 
 
 def check(x, weight, dy, *, implementation, eps=1e-6, weight_offset=0.0, **options):
-    """Compares `rms_norm`, its value and both gradients, to the formula; returns them."""
+    """Compares the value and both gradients of `rms_norm` with the formula; returns them."""
     names = ("y", "dx", "dweight")
     got = compiled(
         rms_norm, implementation=implementation, eps=eps, weight_offset=weight_offset, **options
@@ -72,14 +72,14 @@ def check(x, weight, dy, *, implementation, eps=1e-6, weight_offset=0.0, **optio
 
 
 def check_add(args, cotangents, *, implementation, eps=1e-6, weight_offset=0.0, **options):
-    """Compares `add_rms_norm`, both values and all gradients, to the formula; returns them."""
+    """Compares both values and all gradients of `add_rms_norm` with the formula; returns them."""
     x, residual, weight = args
     numbers = {"eps": eps, "weight_offset": weight_offset}
     got = compiled(add_rms_norm, implementation=implementation, **numbers, **options)(
         args, cotangents
     )
     assert [a.dtype for a in got] == [x.dtype, x.dtype, x.dtype, residual.dtype, weight.dtype]
-    # The sum of two numbers of at most 24 bits is exact in float64 here, so this rounds once.
+    # Two numbers of at most 24 bits have an exact sum in float64 here, so the cast rounds once.
     total = np.asarray(x, np.float64) + np.asarray(residual, np.float64)
     residual_out = np.asarray(got[1])
     np.testing.assert_array_equal(residual_out, total.astype(x.dtype))

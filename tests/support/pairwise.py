@@ -1,4 +1,4 @@
-"""Crosses of parameters, of which the normal run takes a part that joins every two values."""
+"""Crosses of parameters, reduced for the normal run to cases that cover every pair of values."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,11 +10,12 @@ import pytest
 def pairwise(*axes: Sequence[Any]) -> list[Any]:
     """The cross of the axes, for one `pytest.mark.parametrize` with a name for each axis.
 
-    Every two values of two axes meet in at least one case without a mark; the others have `full`.
-    Each case without a mark is the first of the cross in which the most pairs are new.
+    The cases without a mark cover every pair of values of two axes; the others have the mark
+    `full`. The selection is greedy: it takes the first case with the most new pairs, again and
+    again.
 
     Args:
-      *axes: the values of each parameter.
+      *axes: Values of each parameter.
     """
     cross = list(itertools.product(*(range(len(axis)) for axis in axes)))
     pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in cross}

@@ -1,4 +1,4 @@
-"""SwiGLU written out in float64 numpy, and arguments for it."""
+"""SwiGLU in float64 numpy, and arguments for it."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Llama as textbooks have it: the residual stream and its norms apart, all on one device."""
+"""Llama as textbooks write it: separate additions and norms, all on one device."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,10 @@ from models.config import ACTIVATIONS, LlamaConfig
 
 
 def textbook_logits(params, *, config: LlamaConfig, tokens, positions, segment_ids, dtype):
-    """Llama as Hugging Face writes it, in `dtype`; norms, angles and softmax in float32 or more."""
+    """The logits of Hugging Face's formulas in `dtype`, with norms, angles and softmax in float32.
+
+    If `dtype` is float64, everything is in float64.
+    """
     at_least_float32 = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
     params = jax.tree.map(lambda a: jnp.asarray(a, dtype), params)
     H = config.head_dim

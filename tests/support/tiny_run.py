@@ -1,10 +1,10 @@
-"""A run that takes milliseconds, for tests that change some of its fields."""
+"""A run that takes milliseconds; tests change some of its fields."""
 
 import dataclasses
 
 from train.config import DataConfig, OptimizerConfig, TrainConfig, preset
 
-# With the vocabulary of bytes.
+# Its vocabulary has a token for each byte.
 MODEL = dataclasses.replace(
     preset("demo").model,
     hidden_size=16,

@@ -1,4 +1,4 @@
-"""Small tokenizers of the two usual kinds, written as tokenizer.json."""
+"""Writes small tokenizers of the two usual kinds as tokenizer.json."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ TEXT = "the quick brown fox jumps over the lazy dog; def f(x): return x + 1\n" *
 
 
 def write_byte_level(path: Path, *, vocab_size: int = 300, special: tuple[str, ...] = ()) -> Path:
-    """As Llama 3's and GPT-2's: every byte of the text is in exactly one token."""
+    """Writes a tokenizer such as Llama 3's: every byte of the text is in exactly one token."""
     special = special or ("<|begin_of_text|>", "<|end_of_text|>")
     tokenizer: Any = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -23,7 +23,7 @@ def write_byte_level(path: Path, *, vocab_size: int = 300, special: tuple[str, .
         show_progress=False,
     )
     tokenizer.train_from_iterator([TEXT], trainer)
-    # What must not come through: special tokens of its own, truncation and padding.
+    # Loaders must ignore the special tokens, truncation and padding of the file.
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{special[0]} $A", special_tokens=[(special[0], 0)]
     )
@@ -34,7 +34,7 @@ def write_byte_level(path: Path, *, vocab_size: int = 300, special: tuple[str, .
 
 
 def write_sentence_piece(path: Path) -> Path:
-    """As Llama 2's: a space in front, spaces as U+2581, bytes for what has no token."""
+    """Writes a tokenizer such as Llama 2's: a leading space, U+2581 for spaces, byte fallback."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     characters = sorted({*"abcdefghijklmnopqrstuvwxyz▁.", "é"})
     vocab = {token: index for index, token in enumerate([*words, *characters, "▁t", "he"])}

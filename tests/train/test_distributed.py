@@ -28,9 +28,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import train.loop
 import train.outputs
-from benchmarks.training.faults import process_flags, timeless
 from models.llama_hf import load_pretrained
 from models.sharding import make_mesh
+from support.faults import process_flags, timeless
 from train import distributed
 from train.checkpoints.checkpoint import Checkpoints
 from train.cli.command_line import parse_command_line

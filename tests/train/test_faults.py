@@ -1,4 +1,4 @@
-"""A run that is killed many times ends like a run that is not (`benchmarks.training.faults`)."""
+"""A run that is killed again and again ends as one that is not; see `tests/support/faults.py`."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import train.loop
-from benchmarks.training import faults
+from support import faults
 from train.checkpoints.checkpoint import Checkpoints
 from train.cli.command_line import parse_command_line
 from train.step import init_state

@@ -23,9 +23,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import train.checkpoints.checkpoint
 import train.loop
-from benchmarks.training.faults import timeless
 from models.sharding import make_mesh
 from support import tiny_run
+from support.faults import timeless
 from train.__main__ import main
 from train.checkpoints.checkpoint import (
     Checkpoints,

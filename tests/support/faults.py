@@ -1,14 +1,16 @@
-"""Kills a training run again and again, and compares what it ends with to a run left alone.
+"""Kills a training run again and again, and compares its end with that of an undisturbed run.
 
-`python -m benchmarks.training.faults --kills 20` starts a small run, kills it in turn with SIGTERM and
-SIGKILL, at a random moment or while a checkpoint is being written, and starts it again each time.
-At last it lets the run finish, and compares the state to the bit, and the rows of metrics.jsonl but
-for times, with those of a run of the same settings that nobody killed.
+    python -m tests.support.faults --kills 20
+
+starts a small run, kills it with SIGTERM and SIGKILL in turn, and starts it again each time. It
+kills at a random moment or while a checkpoint is being written. At last it lets the run finish. The
+final state must equal that of an undisturbed run bit by bit, and so must the rows of metrics.jsonl
+apart from times and memory.
 
 With `--processes 2` a run is two processes of one device each, which share the parameters. The
-signals go to each of them in turn, SIGTERM ends both with exit status 0, and after a SIGKILL of one
-the other has to end by itself with a line that says why. (The death of process 0 JAX tells first,
-in more than a line.)
+signals go to each process in turn. SIGTERM must end both with exit status 0. After a SIGKILL of one
+process the other must end by itself and print why. (If process 0 dies, JAX reports it first, in
+several lines.)
 """
 
 import argparse
@@ -45,11 +47,11 @@ SETTINGS = """--model.hidden-size 32 --model.intermediate-size 64 --model.num-hi
 
 
 def main() -> None:
-    """The command line."""
+    """Parses the command line, kills and compares."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--processes", type=int, default=1, help="that make up the run")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
+    parser.add_argument("--processes", type=int, default=1, help="processes of the run")
     arguments = parser.parse_args()
     options = {"seed": arguments.seed, "num_processes": arguments.processes}
     with tempfile.TemporaryDirectory() as folder:
@@ -60,16 +62,16 @@ def main() -> None:
 def kill_and_compare(
     folder: Path, kills: int, *, seed: int, num_processes: int = 1
 ) -> Iterator[str]:
-    """Gives a line for each kill, and one for the comparison.
+    """Yields a line for each kill, and one for the comparison.
 
     Args:
-      folder: for the runs.
-      kills: how many.
-      seed: of the moments.
-      num_processes: of a run; each has one device.
+      folder: Folder for the runs.
+      kills: Number of kills.
+      seed: Seed of the moments at which to kill.
+      num_processes: Processes of a run; each has one device.
 
     Raises:
-      AssertionError: the runs differ, or one did not end as it should.
+      AssertionError: The runs differ, or a process did not end as it should.
     """
     rng = random.Random(seed)
     steps = STEPS_PER_KILL * (kills + 1)
@@ -83,7 +85,7 @@ def kill_and_compare(
         name: [*SETTINGS, f"--steps={steps}", f"--runs-dir={folder}", f"--name={name}"]
         for name in ("whole", "killed")
     }
-    # Later runs find their programs where the first one leaves them, and start in seconds.
+    # The first run leaves its programs here, so that later runs start in seconds.
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -106,7 +108,7 @@ def kill_and_compare(
         range(kills), itertools.cycle((signal.SIGTERM, signal.SIGKILL)), strict=False
     ):
         processes = start("killed")
-        # Each of them with both signals, in turn.
+        # Each process gets both signals, then the next one.
         hit = kill // 2 % num_processes
         process = processes[hit]
         moment = _wait(process, folder / "killed", STEPS_PER_KILL * (kill + 1), rng)
@@ -115,7 +117,7 @@ def kill_and_compare(
         outputs = {other: other.communicate(timeout=300)[0] for other in [process, *others]}
         output = outputs[process]
         saving = "step" in moment and any((folder / "killed" / "checkpoints").glob("*tmp*"))
-        # Before the first step there is nothing to save, and SIGTERM ends the process as usual.
+        # Before the first step there is nothing to save, so SIGTERM may end the process as usual.
         expected = {-number} if number == signal.SIGKILL else {0} if "step" in moment else {0, -15}
         assert process.returncode in expected, f"{process.returncode}\n{output}"
         for other in others:
@@ -137,7 +139,7 @@ def kill_and_compare(
 
 
 def process_flags(num_processes: int) -> list[list[str]]:
-    """The flags that make so many processes, here, one run."""
+    """The flags of each process, for a run of so many processes on this machine."""
     if num_processes == 1:
         return [[]]
     with socket.socket() as probe:
@@ -157,7 +159,7 @@ def process_flags(num_processes: int) -> list[list[str]]:
 
 
 def _check_end(killed: subprocess.Popen[str], other: subprocess.Popen[str], output: str) -> str:
-    """How a process ended because of another; raises AssertionError if not as it should."""
+    """Tells how a process ended after the other was killed; AssertionError if it was wrong."""
     if killed.returncode == 0:
         assert other.returncode == 0, f"{other.returncode}\n{output}"
         return "exit status 0"
@@ -172,7 +174,7 @@ def _check_end(killed: subprocess.Popen[str], other: subprocess.Popen[str], outp
 
 
 def _wait(process: subprocess.Popen[str], run_dir: Path, step: int, rng: random.Random) -> str:
-    """Waits for the moment to kill, and tells which it is."""
+    """Waits for the moment to kill, and tells which moment it is."""
     if rng.random() < 0.2:
         seconds = rng.uniform(0, 4)
         time.sleep(seconds)
@@ -202,7 +204,7 @@ def _last_step(run_dir: Path) -> int:
 
 
 def compare(folder: Path, arguments: Mapping[str, list[str]]) -> None:
-    """Raises AssertionError unless the runs "whole" and "killed" ended the same."""
+    """Raises AssertionError unless the runs "whole" and "killed" ended alike."""
     states, rows = {}, {}
     for name, flags in arguments.items():
         config = parse_command_line(flags)
@@ -220,7 +222,7 @@ def compare(folder: Path, arguments: Mapping[str, list[str]]) -> None:
 
 
 def timeless(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of metrics.jsonl without what differs between two runs of the same settings."""
+    """A row of metrics.jsonl without the fields that differ between equal runs."""
     varying = ("memory_gib", "peak_memory_gib", "mfu")
     return {k: v for k, v in row.items() if not k.endswith("_s") and k not in varying}
 

@@ -1,0 +1,110 @@
+"""The formulas that every implementation of an operation is checked against."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import agreement
+
+EPS = 1e-6
+
+type Arrays = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Formula:
+    """The mathematics that several implementations share. Their results are checked against it.
+
+    The cotangent of an output `y` is called `dy`, the gradient of an input `x` is called `dx`.
+
+    Attributes:
+      fn: Function of the inputs in float32; it returns one array or a tuple of arrays.
+      inputs: Names of its arguments.
+      outputs: Names of its results.
+      gradients: Inputs whose gradients a backward in JAX returns. The residual's is left out of
+        `ADD_RMS_NORM`: it is the same array as `dx`, and XLA copies an array that a program returns
+        twice.
+    """
+
+    fn: Callable[..., Any]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    gradients: tuple[str, ...]
+
+
+def _rms_norm(x, weight):
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + EPS) * weight
+
+
+def _add_rms_norm(x, residual, weight):
+    # The sum is rounded as the residual stream is stored; its gradient passes through unrounded.
+    total = x + residual
+    stored = total + jax.lax.stop_gradient(total.astype(jnp.bfloat16).astype(jnp.float32) - total)
+    return _rms_norm(stored, weight), stored
+
+
+def _layer_norm(x, weight, bias):
+    centered = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centered), axis=-1, keepdims=True)
+    return centered * jax.lax.rsqrt(variance + EPS) * weight + bias
+
+
+def _swiglu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def _linear_cross_entropy(x, weight, labels):
+    logits = x @ weight.T
+    picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+
+
+RMS_NORM = Formula(_rms_norm, ("x", "weight"), ("y",), ("x", "weight"))
+ADD_RMS_NORM = Formula(
+    _add_rms_norm, ("x", "residual", "weight"), ("y", "residual_out"), ("x", "weight")
+)
+LAYER_NORM = Formula(_layer_norm, ("x", "weight", "bias"), ("y",), ("x", "weight", "bias"))
+SWIGLU = Formula(_swiglu, ("gate", "up"), ("y",), ("gate", "up"))
+LINEAR_CROSS_ENTROPY = Formula(
+    _linear_cross_entropy, ("x", "weight", "labels"), ("loss",), ("x", "weight")
+)
+
+
+def exact(formula: Formula, arrays: Mapping[str, jax.Array]) -> Arrays:
+    """Every output and every gradient by name, computed by the formula in float32."""
+    inputs = {name: arrays[name] for name in formula.inputs}
+    floating = {k: v for k, v in inputs.items() if jnp.issubdtype(v.dtype, jnp.floating)}
+    cotangents = [arrays[f"d{k}"] for k in formula.outputs if f"d{k}" in arrays]
+
+    @jax.jit
+    def run(floating, inputs, cotangents):
+        floating, cotangents = jax.tree.map(lambda a: a.astype(jnp.float32), (floating, cotangents))
+
+        def outputs_of(floating):
+            merged = inputs | floating
+            return as_tuple(formula.fn(*(merged[name] for name in formula.inputs)))
+
+        outputs, vjp = jax.vjp(outputs_of, floating)
+        # The backward starts at a loss, so a loss has no cotangent among the arrays.
+        (gradients,) = vjp(tuple(cotangents) or tuple(map(jnp.ones_like, outputs)))
+        named = {f"d{name}": gradient for name, gradient in gradients.items()}
+        return dict(zip(formula.outputs, outputs, strict=True)) | named
+
+    return run(floating, inputs, cotangents)
+
+
+def wrong_result(got: Mapping[str, jax.Array], expected: Mapping[str, jax.Array]) -> str | None:
+    """The first array that errs by more than `agreement.LIMIT`, in words; None if none does."""
+    for name, array in got.items():
+        error = agreement.relative_error([array], [expected[name]])
+        if not error < agreement.LIMIT:  # also NaN
+            return f"wrong result: relative error {error:.1e} of {name}"
+    return None
+
+
+def as_tuple(outputs: Any) -> tuple[jax.Array, ...]:
+    """The results of a function that returns one array or several."""
+    return tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
