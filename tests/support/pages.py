@@ -10,6 +10,8 @@ README = ROOT / "README.md"
 _RECORDS = ("docs/lab/", "docs/decisions/")
 _GENERATED = ("docs/api/", "docs/_build/")
 
+_BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
 
 def name(page: Path) -> str:
     """The page's path in the repository."""
@@ -25,12 +27,15 @@ def pages() -> list[Path]:
 def python_blocks(page: Path) -> list[str]:
     """The blocks that are marked as Python, each after empty lines that keep its line numbers."""
     text = page.read_text()
-    blocks = re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in blocks]
+    return [
+        "\n" * text.count("\n", 0, block.start(2)) + block[2]
+        for block in _BLOCK.finditer(text)
+        if block[1] == "python"
+    ]
 
 
 def command_lines(page: Path) -> list[str]:
     """The lines of all other blocks of code, with continued ones joined and comments left out."""
-    blocks = re.findall(r"^```(?!python)\S*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = [code for language, code in _BLOCK.findall(page.read_text()) if language != "python"]
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [re.sub(r"(^| +)# .*", "", line) for line in lines]
