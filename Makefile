@@ -31,7 +31,7 @@ if [ -z "$$found" ]; then \
 fi
 endef
 
-.PHONY: train plan test test-all test-gpu test-gpus test-aot lint setup clean
+.PHONY: train plan test test-all test-gpu test-gpus test-aot docs lint setup clean
 
 train: setup
 	@$(PYTHON) -m train $(ARGS)
@@ -94,6 +94,12 @@ AOT_FIRST_0.11.2 = .venv-aot/0.11.2/bin/python -m pytest tests/pallas_kernels/no
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[aot]' '$(AOT_SPEC_$*)'
 	@touch $@
 
+# The pages of docs/ as HTML in docs/_build. Each run builds all of them, because a page that has
+# not changed may have a link that broke.
+docs: setup
+	@$(PYTHON) -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs docs/_build $(ARGS)
+	@echo "docs/_build/index.html"
+
 lint: setup
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
@@ -110,4 +116,4 @@ $(SETUP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-aot build *.egg-info
+	rm -rf $(VENV) .venv-aot build docs/_build *.egg-info
