@@ -7,7 +7,6 @@ import pytest
 
 from pallas_kernels.folding import fold_chunks
 
-
 # Size, chunk size, and the sizes of the chunks.
 CASES = [
     (7, 9, [7]),
