@@ -1,4 +1,4 @@
-"""Checks of arguments that the operations share: each error names the argument and the remedy."""
+"""Checks of arguments that the operations share. Each error names the argument and the remedy."""
 
 import math
 import operator
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-# Operands of matrix products have at least so many bits. Gradients are rounded to the operands'
+# Operands of matrix products have at least this many bits. Gradients are rounded to the operands'
 # dtype before they are multiplied, and 8 bits have too few exponents: the gradients of a mean over
 # 8192 tokens would all be 0.
 BITS_OF_PRODUCTS = 16
@@ -22,12 +22,12 @@ def floating_arrays(*, least_bits: int = 0, **arrays: Any) -> list[jax.Array]:
     fraction, and bool would keep only whether it is 0.
 
     Args:
-      least_bits: the fewest bits of a dtype. Elementwise operations compute in float32 and take
-        any.
-      **arrays: arrays of NumPy or JAX, by the names of the arguments.
+      least_bits: Fewest bits that a dtype may have. Elementwise operations compute in float32 and
+        take any number.
+      **arrays: Arrays of NumPy or JAX, by the names of the arguments.
 
     Raises:
-      TypeError: an argument is no array, or its dtype is not floating or has fewer bits.
+      TypeError: An argument is no array, or its dtype is not floating or has fewer bits.
     """
     found = [as_array(name, a) for name, a in arrays.items()]
     for name, a in zip(arrays, found, strict=True):
@@ -36,10 +36,10 @@ def floating_arrays(*, least_bits: int = 0, **arrays: Any) -> list[jax.Array]:
 
 
 def as_array(name: str, a: Any) -> jax.Array:
-    """The argument as a JAX array: with 32 bits instead of 64, unless `jax_enable_x64`.
+    """The argument as a JAX array, with 32 bits in place of 64 unless `jax_enable_x64` is set.
 
     Raises:
-      TypeError: the argument is no array.
+      TypeError: The argument is no array.
     """
     if not (hasattr(a, "shape") and hasattr(a, "dtype")):
         raise TypeError(f"{name} must be an array, got a {type(a).__name__}; make it a jax.Array")
@@ -47,7 +47,10 @@ def as_array(name: str, a: Any) -> jax.Array:
 
 
 def check_floating(what: str, dtype: DTypeLike, remedy: str, *, least_bits: int) -> None:
-    """Raises a TypeError that begins with `what` and ends with the remedy, if `dtype` won't do."""
+    """Raises a TypeError if `dtype` is not floating or has fewer than `least_bits` bits.
+
+    The message begins with `what` and ends with the remedy.
+    """
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{what}, not a floating dtype; {remedy} to float32 or bfloat16")
     if jnp.finfo(dtype).bits < least_bits:
@@ -58,7 +61,7 @@ def number(name: str, value: Any, *, remedy: str) -> float:
     """The value as a float.
 
     Raises:
-      TypeError: it is no number, or JAX traces it.
+      TypeError: The value is no number, or JAX traces it.
     """
     try:
         if not isinstance(value, str):
@@ -69,6 +72,7 @@ def number(name: str, value: Any, *, remedy: str) -> float:
 
 
 def _got(value: Any) -> str:
+    """The value for an error message."""
     if isinstance(value, Tracer):
         return "a traced array, where it must be a static argument of jax.jit"
     return repr(value)
@@ -78,8 +82,8 @@ def check_number(name: str, value: Any, *, least: float = -math.inf, remedy: str
     """Raises unless the value is a finite number of at least `least`.
 
     Raises:
-      TypeError: see `number`.
-      ValueError: it is NaN, infinite or too small.
+      TypeError: The value is no number, or JAX traces it.
+      ValueError: The value is NaN, infinite or too small.
     """
     found = number(name, value, remedy=remedy)
     if not (math.isfinite(found) and found >= least):

@@ -1,4 +1,4 @@
-"""Derivatives that an operation does not have, refused with a message."""
+"""A message for a derivative that an operation does not have."""
 
 import functools
 from typing import Any
@@ -8,7 +8,7 @@ import jax
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def not_differentiable(message: str, arrays: Any) -> Any:
-    """The arrays; differentiating what is made of them raises NotImplementedError(message)."""
+    """The same arrays. Differentiating through them raises NotImplementedError(message)."""
     return arrays
 
 

@@ -1,4 +1,4 @@
-"""A computation on chunks of an axis, one after the other, in the memory of one."""
+"""A computation on chunks of an axis, one after the other, in the memory of one chunk."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.gpu.arrays import at_aligned_addresses
 
-# Of two of our blocks that share operands, of one and of XLA's GEMMs, of none.
+# Sizes of which chunks should be multiples: two of our blocks that share operands; one block, or a
+# tile of XLA's GEMMs; any size.
 _TILES = (256, 128, 1)
 
 
@@ -19,7 +20,7 @@ def even_chunk_size(size: int, chunk_size: int) -> int:
         return chunk_size
     third = math.ceil(size / 3)
     sizes = [tile * math.ceil(third / tile) for tile in _TILES]
-    # Of 2 or 4 elements no chunks make three.
+    # An axis of 2 or 4 elements cannot have three such chunks; it has chunks of 1.
     return next((s for s in sizes if s <= chunk_size and 2 * s < size), 1)
 
 
@@ -34,19 +35,20 @@ def fold_chunks(
 ) -> tuple[Any, Any]:
     """Runs `body` on chunks of an axis.
 
-    The first chunk is as short as it has to be for the others to be full; what it returns starts
-    the sums, which saves writing zeros. Two chunks would be no less than one: after the first, a
-    loop of one step is left, which XLA unrolls, merges with the first, and has both in memory. So
-    there are three then, of whole tiles where they are that long.
+    The first chunk is short, so that all others are full. Its results start the sums, which saves
+    writing zeros. Two chunks would take as much memory as one: the loop over the second has one
+    step, so XLA unrolls it, merges it with the first chunk, and has both in memory. Such an axis
+    therefore has three chunks, of whole tiles where they are that long.
 
     Args:
-      body: `(chunk, start) -> (summands, parts)`.
-      arrays: a pytree; None is no array.
-      chunk_size: of the axis, at most.
-      axis: of all arrays, and of the parts.
-      stack: whether parts are stacked along a new axis there, or written where their chunk was.
-      first: size of the first chunk, of which the others are full then, and what is done with it
-        instead, before the others.
+      body: Function `(chunk, start) -> (summands, parts)`.
+      arrays: Pytree of arrays; None is no array.
+      chunk_size: Largest size of a chunk.
+      axis: Axis of all arrays, and of the parts.
+      stack: Whether to stack parts along a new axis. Otherwise a part is written where its chunk
+        was.
+      first: Size of the first chunk, and a function to run on it in place of `body`, before the
+        others. The other chunks must then be full.
 
     Returns:
       The sums of the summands, and the parts.
@@ -66,12 +68,12 @@ def fold_chunks(
     if num_chunks == 1:
         return sums, jax.tree.map(lambda a: jnp.expand_dims(a, axis), part) if stack else part
     if first is not None:
-        # Not before the first is done, or both would be in memory.
+        # The loop must wait for the first chunk, or both would be in memory.
         sums, part, arrays = jax.lax.optimization_barrier((sums, part, arrays))
     length = num_chunks if stack else size
 
-    # GEMMs read and write chunks where they lie, too. What is one number a row comes from and goes
-    # to XLA's own code, which does so anywhere.
+    # GEMMs also read and write chunks where they lie. Arrays of one number a row are for XLA's own
+    # code, which takes any address.
     apart = lambda a: at_aligned_addresses(a) if a.ndim > 1 else a
 
     def put(all_parts, part, start):
@@ -93,7 +95,7 @@ def fold_chunks(
         parts = jax.tree.map(lambda all_parts, p: put(all_parts, p, place), parts, part)
         return sums, parts
 
-    # Not a scan over starts: of these XLA for GPUs does not see that they follow from the number of
-    # the iteration, and then it copies slices for GEMMs and kernels, and what these make of them.
+    # A scan over starts would be slower: XLA for GPUs does not see that the starts follow from the
+    # number of the iteration, and so it copies the slices for GEMMs and kernels, and their results.
     carry = sums, jax.tree.map(buffer_of, part)
     return jax.lax.fori_loop(0, num_chunks - 1, step, carry)

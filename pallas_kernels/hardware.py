@@ -1,4 +1,4 @@
-"""What a GPU can do at most: the denominators of MFU and of every bandwidth fraction we report.
+"""The peak rates of GPUs: the denominators of MFU and of every bandwidth fraction we report.
 
 Rates are the vendor's *dense* ones with float32 accumulation. Datasheets print the rate with 2:4
 sparsity in large type, twice what a matmul can reach, and for GeForce cards also the rate with

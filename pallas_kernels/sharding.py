@@ -16,13 +16,13 @@ _WHOLE = PartitionSpec()
 
 
 def map_over_token_shards(fn: Callable[..., Any], mesh_axes: tuple[str, ...]) -> Callable[..., Any]:
-    """`fn` run on each device's tokens.
+    """A function that runs `fn` on each device's tokens.
 
     Differentiable, as `sum_over_token_shards` is.
 
     Args:
-      fn: `(weights, tokens) -> tokens`, where arguments and results are pytrees.
-      mesh_axes: axes of the mesh in context (`jax.set_mesh`) over which axis 0 of every array in
+      fn: Function `(weights, tokens) -> tokens`, where arguments and results are pytrees.
+      mesh_axes: Axes of the mesh in context (`jax.set_mesh`) over which axis 0 of every array in
         `tokens`, and of every result, is split. A weight that is split over the mesh is gathered,
         once per call.
 
@@ -30,7 +30,7 @@ def map_over_token_shards(fn: Callable[..., Any], mesh_axes: tuple[str, ...]) ->
       A function of the same arguments that takes and returns global arrays.
     """
     tokens = PartitionSpec(mesh_axes)
-    # check_vma=False: see below.
+    # `sum_over_token_shards` says why check_vma is False.
     return jax.shard_map(fn, in_specs=(PartitionSpec(), tokens), out_specs=tokens, check_vma=False)
 
 
@@ -40,20 +40,20 @@ def sum_over_token_shards(
     *,
     weights_spec: PartitionSpec = _WHOLE,
 ) -> Callable[..., Any]:
-    """`fn` run on each device's tokens, and its results added up over the devices.
+    """A function that runs `fn` on each device's tokens, and adds up the results.
 
     Differentiable: the gradient of `weights` is summed over the devices once, by the transpose of
     `jax.shard_map`, so `fn` and its gradient rules must not sum over mesh axes themselves.
 
     Args:
-      fn: `(weights, tokens) -> sums`, where both arguments are pytrees and the results are sums
-        over tokens.
-      mesh_axes: axes of the mesh in context (`jax.set_mesh`) over which axis 0 of every array in
+      fn: Function `(weights, tokens) -> sums`, where both arguments are pytrees and the results are
+        sums over tokens.
+      mesh_axes: Axes of the mesh in context (`jax.set_mesh`) over which axis 0 of every array in
         `tokens` is split.
-      weights_spec: how each weight is split when `fn` gets it. Whole by default: one that is split
-        over the mesh is gathered, once per call, and its gradient, which is as large on every
-        device, is summed by an all-reduce. An `fn` that gets its part and gathers it by
-        `jax.lax.all_gather` has a reduce-scatter instead.
+      weights_spec: Partition of each weight as `fn` gets it; whole by default. A whole weight that
+        is split over the mesh is gathered, once per call. Its gradient, which is as large on every
+        device, is summed by an all-reduce. If `fn` gets a part and gathers it by
+        `jax.lax.all_gather`, the gradient is summed by a reduce-scatter.
 
     Returns:
       A function of the same arguments that takes and returns global arrays.

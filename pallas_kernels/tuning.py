@@ -1,11 +1,11 @@
 """The user's own table of launch parameters.
 
-The environment variable `PALLAS_KERNELS_TUNED` names a JSON file as `python -m benchmarks.kernels.tune`
-writes it: a list of objects with the keys `op`, `device_kind`, `dtype`, `size`, `config` (the
-fields of the `Config` of the operation's kernel) and `measured` (free text). `size` is the length
-of the arrays' last axis: the hidden size of a norm, the intermediate size of SwiGLU, and for the
-linear cross-entropy the columns of its logits, so the vocabulary. A row here goes before the rows
-that come with the library. The file is read once in a process.
+The environment variable `PALLAS_KERNELS_TUNED` names a JSON file, which
+`python -m benchmarks.kernels.tune` writes. The file is a list of objects with the keys `op`,
+`device_kind`, `dtype`, `size`, `config` (the fields of the `Config` of the operation's kernel) and
+`measured` (free text). `size` is the length of the arrays' last axis: the hidden size of a norm,
+the intermediate size of SwiGLU, the vocabulary (columns of the logits) of the linear cross-entropy.
+A row of the file goes before the rows that come with the library. A process reads the file once.
 """
 
 import functools
@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 VARIABLE = "PALLAS_KERNELS_TUNED"
-KEYS = ("op", "device_kind", "dtype", "size")  # say together what a row is for
+KEYS = ("op", "device_kind", "dtype", "size")  # together they name the case of a row
 
 
 def dtype_name(dtype: DTypeLike) -> str:
-    """The dtype of the row to use: what is best for bfloat16 is best for float16.
+    """The dtype of the row to use: float16 takes the row of bfloat16.
 
     Only the size of the elements matters.
     """
@@ -31,18 +31,18 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 
 def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What a row is for: its values of `KEYS`."""
+    """The case of a row: its values of `KEYS`."""
     return tuple(row[name] for name in KEYS)
 
 
 def lookup[Config](
     make: Callable[..., Config], op: str, device_kind: str, dtype: str, size: int
 ) -> Config | None:
-    """The user's configuration for these, made of its fields, or None.
+    """The user's configuration for a case, which `make` makes of its fields, or None.
 
     Raises:
-      ValueError: the file is not as described, or a field of the row is not one of `make`'s.
-      FileNotFoundError: there is no such file.
+      ValueError: The file is malformed, or `make` does not take a field of the row.
+      FileNotFoundError: There is no such file.
     """
     path = os.environ.get(VARIABLE)
     if not path:

@@ -1,4 +1,10 @@
-"""What the Mosaic GPU kernels share.
+"""Code that all Mosaic GPU kernels share.
+
+- `device`: the GPU that kernels are compiled for, and its limits.
+- `kernel`: the launch of a kernel, and the error where it cannot run.
+- `arrays`: alignment of operands and results in device memory.
+- `layouts`: a register layout of rows, and loads and stores in it.
+- `hopper_gemm`: the main loop of matrix products on Hopper.
 
 Mosaic GPU is the Pallas backend for NVIDIA GPUs
 (https://docs.jax.dev/en/latest/pallas/gpu/index.html). A thread block has one or more warpgroups of

@@ -12,19 +12,19 @@ LANES = 32
 MAX_WARPS = 32  # 1024 threads, the limit of a block
 BYTES_PER_ACCESS = 16  # the widest load or store of a lane
 
-# Of a multiprocessor, on every architecture since Volta.
+# Limits of a multiprocessor and of a lane, on every architecture since Volta.
 REGISTERS_PER_SM = 65536
 MAX_REGISTERS_PER_LANE = 255
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
-    """What launch parameters depend on.
+    """The properties of a device on which launch parameters depend.
 
     Attributes:
-      kind: `jax.Device.device_kind`.
-      capability: compute capability, such as `(9, 0)`; None if it is no NVIDIA GPU.
-      num_sms: streaming multiprocessors; 1 if it is no NVIDIA GPU.
+      kind: Value of `jax.Device.device_kind`.
+      capability: Compute capability, such as `(9, 0)`; None if the device is no NVIDIA GPU.
+      num_sms: Number of streaming multiprocessors; 1 if the device is no NVIDIA GPU.
     """
 
     kind: str
@@ -33,9 +33,10 @@ class Device:
 
     @property
     def has_tma(self) -> bool:
-        """Whether it has a tensor memory accelerator, as Hopper and later.
+        """Whether the device has a tensor memory accelerator, as Hopper and later have.
 
-        Where it is no NVIDIA GPU a kernel is interpreted, or exported for one that has.
+        True for a device that is no NVIDIA GPU: the kernel is interpreted there, or exported for a
+        GPU that has one.
         """
         return self.capability is None or self.capability >= (9, 0)
 
@@ -54,14 +55,14 @@ class Device:
 def target_device() -> Device:
     """The device that Pallas compiles for: JAX's default device.
 
-    On a machine without a GPU the kernels can still be interpreted, or exported; their launch
-    parameters are then those of a GPU with one multiprocessor: right anywhere, fast nowhere. It
-    cannot run them, which `gpu_kernel` says when they are compiled for it.
+    On a machine without a GPU the kernels can still be interpreted, or exported. Their launch
+    parameters are then for a GPU with one multiprocessor: right anywhere, fast nowhere. Such a
+    machine cannot run the kernels; `gpu_kernel` says so when they are compiled for it.
     """
     device: Any = jax.config.jax_default_device
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
-    # A CPU has none, and that of other GPUs is no pair of numbers.
+    # A CPU has no compute capability, and other makers' GPUs have no pair of numbers.
     major, dot, minor = str(getattr(device, "compute_capability", "")).partition(".")
     if not dot:
         return Device(device.device_kind, None, 1)

@@ -1,7 +1,7 @@
-"""The main loop of the kernels that multiply matrices on Hopper, for epilogues of their own.
+"""The main loop of the kernels that multiply matrices on Hopper; each kernel has its own epilogue.
 
-`a @ b` with one `a` and one or several `b` of one shape, by wgmma; what becomes of the float32
-accumulators of a tile is up to the kernel.
+The loop computes `a @ b` by wgmma, with one `a` and one or several `b` of one shape. The kernel
+decides what to do with the float32 accumulators of a tile.
 
 - A persistent block has 128 rows by `tile_n` columns of each product: two warpgroups of
   `64 x tile_n` that share the tiles of `b`, and a third that brings operands by TMA, `stages` steps
@@ -37,10 +37,10 @@ BLOCK_M = WARPGROUPS * TILE_M
 TILE_K = 64  # 128 bytes, the widest swizzle
 DTYPES = (jnp.bfloat16, jnp.float16)
 
-# What is asked about before it exists has a shape and a dtype.
+# `unsupported_reason` needs only a shape and a dtype, so an array need not exist yet.
 type Operand = jax.Array | jax.ShapeDtypeStruct
 
-# Of 65536 registers the memory warpgroup keeps 40 a lane; the others can have 240.
+# A block has 65536 registers. The memory warpgroup keeps 40 a lane; the others can have 240.
 _MEMORY_REGISTERS = 40
 _COMPUTE_REGISTERS = 232
 
@@ -87,7 +87,10 @@ def default_config(
     max_cluster: int = 2,
     band_rows: int | None = None,
 ) -> Config:
-    """Launch parameters with these two; the others are derived, with `band_rows` but that."""
+    """Launch parameters with this `tile_n` and `stages`; the others are derived.
+
+    `band_rows` is the number of rows in a band, derived if None.
+    """
     cluster = max_cluster if num_rows > BLOCK_M and device.num_sms % max_cluster == 0 else 1
     groups = pl.cdiv(num_rows, cluster * BLOCK_M)
     tiles = groups * pl.cdiv(num_columns, tile_n)
@@ -130,19 +133,20 @@ def store_piece(
     """Stores columns of a warpgroup's accumulators by way of shared memory.
 
     To be called for each piece of a tile in turn: one slot is filled while the other is on its way.
-    What is on its way at the end, `wait_for_pieces` waits for.
+    `wait_for_pieces` waits for the stores that are on their way at the end.
 
     Args:
-      i: the piece's number in the tile.
-      num_pieces: how many there are.
-      value: what is stored, rounded to the dtype of `to`, which is better done before it waits.
+      i: Number of the piece in the tile.
+      num_pieces: Number of pieces of a tile.
+      value: Values to store, already rounded to the dtype of `to`: the rounding is better done
+        before the wait.
       slots: `[2, 64, width]` in shared memory, the warpgroup's own.
-      to: where, in device memory: `[64, width]`.
-      turned: store the transpose; `width` is 64.
+      to: Destination in device memory, `[64, width]`.
+      turned: Whether to store the transpose; `width` is then 64.
     """
     smem = slots.at[i % 2]
-    # Until only the store from the other slot may still be reading. With an odd number of pieces
-    # the next tile starts with the slot that this one ends with.
+    # Waits until only the store from the other slot may still be reading. With an odd number of
+    # pieces the next tile starts with the slot that this one ends with.
     plgpu.wait_smem_to_gmem(1 - num_pieces % 2, wait_read_only=True)
     if turned:
         smem.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -153,7 +157,7 @@ def store_piece(
 
 
 def wait_for_pieces() -> None:
-    """Until shared memory that stores read from may go."""
+    """Waits until the stores have read their shared memory, which may then be reused."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -162,15 +166,16 @@ class MainLoop:
     """`a @ b` for each `b`, tile by tile.
 
     Attributes:
-      config: launch parameters.
-      num_rows: M, those of `a`; TMA fills in zeros for rows that are not there.
-      num_columns: N, those of each `b`; likewise.
-      depth: K, a multiple of 64.
-      dtype: of all operands.
-      num_b: how many `b` there are.
-      a_layout: `"MK"` or `"KM"`. `"KM"` needs rows that are a multiple of those of a cluster: TMA
-        does not cut a tile in the second dimension.
-      b_layout: `"NK"` or `"KN"`. `"KN"` needs columns that are a multiple of `tile_n`, likewise.
+      config: Launch parameters.
+      num_rows: Number of rows of `a`, M; TMA fills in zeros for rows that are not there.
+      num_columns: Number of columns of each `b`, N; TMA fills in zeros here, too.
+      depth: Depth of the products, K, a multiple of 64.
+      dtype: Dtype of all operands.
+      num_b: Number of `b`.
+      a_layout: Layout of `a`, `"MK"` or `"KM"`. `"KM"` needs an M that is a multiple of the rows of
+        a cluster, because TMA does not cut a tile in the second dimension.
+      b_layout: Layout of each `b`, `"NK"` or `"KN"`. `"KN"` needs an N that is a multiple of
+        `tile_n`, for the same reason.
     """
 
     config: Config
@@ -209,7 +214,7 @@ class MainLoop:
         if num_bytes > device.smem_bytes:
             raise ValueError(
                 f"{self.config} takes {num_bytes} bytes of shared memory, a block of {device.kind} "
-                f"can have {device.smem_bytes}; use less stages or narrower tiles"
+                f"can have {device.smem_bytes}; use fewer stages or narrower tiles"
             )
 
     @property
@@ -259,17 +264,16 @@ class MainLoop:
         """The body of a kernel, run by all warpgroups of a block.
 
         Args:
-          a_gmems: one `[M, K]` or `[K, M]`, or several of these that follow each other in K, of
-            which all but the last have a multiple of 64.
-          b_gmems: each `[N, K]` or `[K, N]`.
-          scratch: of `scratch_types`.
-          tile: called by each warpgroup that computes, once a tile, with the first row of its 64
-            and the first column, and with a function that returns its accumulators.
-          start: called by each of these before its first tile.
-          end: called after its last.
-          is_needed: a scalar; where it is False, there are no tiles, and `start` is not called.
-          first_step_of_b: where in K, in steps of 64, each `b` begins; its beginning follows its
-            end.
+          a_gmems: One `[M, K]` or `[K, M]`, or several that follow each other in K. The depth of
+            each except the last is a multiple of 64.
+          b_gmems: Arrays `[N, K]` or `[K, N]`.
+          scratch: Scratch memory of `scratch_types`.
+          tile: Function that each computing warpgroup calls once a tile, with the first row of its
+            64, the first column, and a function that returns its accumulators.
+          start: Function that each computing warpgroup calls before its first tile.
+          end: Function that each computing warpgroup calls after its last tile.
+          is_needed: Scalar. If it is False, there are no tiles, and `start` is not called.
+          first_step_of_b: Step of 64 in K at which each `b` begins; its beginning follows its end.
         """
         tile_n, stages, cluster = self.config.tile_n, self.config.stages, self.config.cluster
         num_clusters = self.num_clusters
@@ -295,7 +299,7 @@ class MainLoop:
             return (group * cluster + member) * BLOCK_M, column_tile * tile_n
 
         def bring_a(rows, k, slot):
-            """Of several `a`, the one that has this step."""
+            """Brings this step of the `a` that has it."""
             end = 0
             for a_gmem in a_gmems:
                 num_steps = pl.cdiv(a_gmem.shape[self.a_layout.index("K")], TILE_K)

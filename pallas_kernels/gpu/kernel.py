@@ -1,4 +1,4 @@
-"""How a kernel is launched, and refused where it cannot run."""
+"""The launch of a kernel, and the error where it cannot run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +19,9 @@ def gpu_kernel(
 ) -> Callable[..., Any]:
     """`plgpu.kernel`, which raises NotImplementedError where the kernel cannot run.
 
-    While JAX traces, that is so for a default device that is an NVIDIA GPU before Ampere. Whether a
-    program is for a CPU is known only when it is compiled: `jax.export` traces it as well for a GPU
-    that is not here.
+    If the default device is an NVIDIA GPU before Ampere, the error comes while JAX traces. Only
+    compilation knows whether a program is for a CPU, because `jax.export` traces programs for GPUs
+    that are not here; then the error comes at compilation.
     """
     run = plgpu.kernel(body, kernel_name=kernel_name, **options)
 
@@ -31,7 +31,7 @@ def gpu_kernel(
         # There is no public way to ask (JAX 0.11.2 and 0.12).
         if jax_config.pallas_tpu_interpret_mode_context_manager.value is not None:
             return run(*operands)
-        # One operand will do; some are references.
+        # One operand is enough; some operands are references.
         is_array = [isinstance(jax.typeof(a), ShapedArray) for a in operands]
         i = is_array.index(True)
         on_gpu = _on_gpu_p.bind(jnp.asarray(operands[i]), kernel_name=kernel_name)
@@ -40,7 +40,7 @@ def gpu_kernel(
     return checked
 
 
-# Its operand, in programs for NVIDIA GPUs. Lowering it for another platform raises.
+# Returns its operand in programs for NVIDIA GPUs. Lowering it for another platform raises.
 _on_gpu_p = Primitive("on_gpu")
 _on_gpu_p.def_abstract_eval(lambda a, *, kernel_name: a)
 

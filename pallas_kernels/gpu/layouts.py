@@ -1,4 +1,4 @@
-"""A register layout in which each warp has rows of its own, and loads and stores in it."""
+"""A register layout in which each warp has its own rows, and loads and stores in that layout."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from pallas_kernels.gpu.device import LANES, WARPS_PER_WARPGROUP
 
 
 def rows_of_warps(vector: int) -> Any:
-    """Layout of a `[4, n·32·vector]` value: row i is warp i's, a lane has `vector` in a row.
+    """Layout of a `[4, n·32·vector]` value: warp i has row i, a lane `vector` neighbours of it.
 
     A sum over axis 1 stays within a warp, so it needs no shared memory. (`jnp.sum` of a layout
     that spans warps goes through one scratch buffer a block, where several warpgroups race.)
@@ -23,9 +23,9 @@ def rows_of_warps(vector: int) -> Any:
 
 
 def load(ref: Any, layout: Any) -> jax.Array:
-    """The values of a reference in a tiled layout."""
-    # "optimized" asks for whole 32-byte sectors a warp; JAX 0.11 has no other way for tiled
-    # layouts from global memory, 0.12 refuses some that are fine.
+    """The values of a reference, in a tiled layout."""
+    # `optimized=True` asks for whole 32-byte sectors a warp. JAX 0.11 does not have it for tiled
+    # layouts from global memory, and 0.12 refuses some layouts that are fine.
     return plgpu.load(ref, layout=layout, optimized=False)
 
 

@@ -23,13 +23,13 @@ _MAX_ACCESSES = {"fwd_accesses": 8, "bwd_accesses": 4}
 class Config:
     """How many elements a thread block has.
 
-    A block is one warpgroup, 128 lanes. Each lane makes as many loads of 16 bytes from every array
-    as said here, all of them before it uses the first.
+    A block is one warpgroup, 128 lanes. Each lane makes this many loads of 16 bytes from every
+    array, all of them before it uses the first.
 
     Attributes:
-      fwd_accesses: in the forward, which reads two arrays; 1 to 8.
-      bwd_accesses: in the backward, which reads three; 1 to 4. With 4, ptxas for sm_90a counts 127
-        registers a lane if the product is written too.
+      fwd_accesses: Number of loads in the forward, which reads two arrays; 1 to 8.
+      bwd_accesses: Number of loads in the backward, which reads three arrays; 1 to 4. With 4, ptxas
+        for sm_90a counts 127 registers a lane if the product is written too.
     """
 
     fwd_accesses: int
@@ -57,8 +57,8 @@ class MLPConfig:
 _H100 = "NVIDIA H100 80GB HBM3"
 
 # Best of `python -m benchmarks.kernels.tune swiglu` on 2**26 elements, by device kind, dtype and
-# intermediate size; the speeds are fractions of that of a copy of as many bytes. 2026-11-21, jax
-# 0.11.2.
+# intermediate size. The speeds are fractions of the speed of a copy of as many bytes. 2026-11-21,
+# jax 0.11.2.
 _TUNED: dict[tuple[str, str, int], Config] = {
     (_H100, "bfloat16", 8192): Config(fwd_accesses=1, bwd_accesses=1),  # fwd 1.01, bwd 1.00
     (_H100, "bfloat16", 14336): Config(fwd_accesses=1, bwd_accesses=1),  # fwd 1.01, bwd 1.00
@@ -66,21 +66,22 @@ _TUNED: dict[tuple[str, str, int], Config] = {
 
 
 def default_config(device: Device, intermediate_size: int, dtype: DTypeLike) -> Config:
-    """The launch parameters to use: the user's, else measured ones, else a guess.
+    """The launch parameters to use: the user's, or measured ones, or a guess, in this order.
 
     Args:
-      device: where the kernels run.
-      intermediate_size: F.
-      dtype: of `gate` and `up`.
+      device: Device that runs the kernels.
+      intermediate_size: Size of the last axis, F.
+      dtype: Dtype of `gate` and `up`.
     """
     key = device.kind, tuning.dtype_name(dtype), intermediate_size
     return tuning.lookup(Config, "swiglu", *key) or _TUNED.get(key) or guess_config(device, dtype)
 
 
-# What loads of one multiprocessor should have on their way. In a microsecond, about the latency of
-# a load while the memory is busy, a B200 moves 54 KB for each of its multiprocessors, an H100
-# 25 KB, an L4 5 KB (bandwidth and number of multiprocessors: pallas_kernels/hardware.py); half as
-# much again, because a lane that computes or stores has nothing on its way.
+# Bytes that the loads of one multiprocessor should have on their way. A load takes about a
+# microsecond while the memory is busy. In that time a B200 moves 54 KB for each of its
+# multiprocessors, an H100 25 KB, an L4 5 KB (bandwidth and number of multiprocessors:
+# pallas_kernels/hardware.py). This is half as much again as a B200 needs, because a lane that
+# computes or stores has nothing on its way.
 _BYTES_ON_THEIR_WAY = 80 * 1024
 
 
@@ -129,5 +130,5 @@ def backward_candidates(dtype: DTypeLike) -> list[Config]:
     return [dataclasses.replace(base, bwd_accesses=accesses) for accesses in (1, 2, 4)]
 
 
-# Only what does not vary in a sweep depends on it.
+# The device for which candidates are made. It decides only what does not vary in a sweep.
 _TUNED_FOR = Device("", (9, 0), 1)

@@ -1,4 +1,4 @@
-"""Launch parameters of the RMSNorm kernels: what can be chosen, what was measured best, a guess."""
+"""Launch parameters of the RMSNorm kernels: the choices, the best measured ones, and a guess."""
 
 import dataclasses
 import math
@@ -23,19 +23,20 @@ from pallas_kernels.norm.rows import RowSplit, column_parts, ring_shape, splits
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """How rows are dealt to warps, blocks and shared memory.
+    """How warps, blocks and shared memory share the rows.
 
     Attributes:
-      fwd_warps: warps that share a row in the forward: 1, or a multiple of 4 up to 32 that divides
-        the hidden size. With 1, a block has four warps and so four rows.
-      fwd_reread: whether the forward reads a row twice, the second time from the cache, instead of
-        keeping it in registers: less registers, so more rows at a time.
-      bwd_warps: as `fwd_warps`, in the backward.
-      bwd_blocks: thread blocks per multiprocessor in the backward. Each keeps its part of
-        `dweight`, so more of them means more partial rows to add up.
-      bwd_stages: rows that the tensor memory accelerator (Hopper and later) brings into shared
-        memory ahead of the computation; 0 loads rows directly.
-      bwd_reread: as `fwd_reread`, in the backward; from shared memory if the rows are there.
+      fwd_warps: Number of warps that share a row in the forward: 1, or a multiple of 4 up to 32
+        that divides the hidden size. With 1, a block has four warps and so four rows.
+      fwd_reread: Whether the forward reads a row twice, the second time from the cache, and does
+        not keep it in registers: fewer registers, so more rows at a time.
+      bwd_warps: Number of warps that share a row in the backward, as `fwd_warps`.
+      bwd_blocks: Number of thread blocks per multiprocessor in the backward. Each keeps its part of
+        `dweight`, so more blocks mean more partial rows to add up.
+      bwd_stages: Number of rows that the tensor memory accelerator (Hopper and later) brings into
+        shared memory ahead of the computation; 0 loads rows directly.
+      bwd_reread: Whether the backward reads a row twice, the second time from shared memory if the
+        rows are there.
     """
 
     fwd_warps: int
@@ -82,8 +83,8 @@ def _config(*values: Any) -> Config:
 _H100 = "NVIDIA H100 80GB HBM3"
 _H200 = "NVIDIA H200"
 
-# Best of `python -m benchmarks.kernels.tune` on 2**26 elements, by device kind, dtype, hidden size and
-# whether a residual is added; the speeds are fractions of that of a copy of as many bytes.
+# Best of `python -m benchmarks.kernels.tune` on 2**26 elements, by device kind, dtype, hidden size
+# and whether a residual is added. The speeds are fractions of the speed of a copy of as many bytes.
 # 2026-11-21, jax 0.11.2.
 _TUNED: dict[tuple[str, str, int, bool], Config] = {
     (_H100, "bfloat16", 1024, False): _config(4, False, 4, 6, 3, True),  # fwd 1.00, bwd 0.98
@@ -116,13 +117,13 @@ _TUNED: dict[tuple[str, str, int, bool], Config] = {
 
 
 def default_config(device: Device, hidden_size: int, dtype: DTypeLike, *, add: bool) -> Config:
-    """The launch parameters to use: the user's, else measured ones, else a guess.
+    """The launch parameters to use: the user's, or measured ones, or a guess, in this order.
 
     Args:
-      device: where the kernels run.
-      hidden_size: D.
-      dtype: of `x`.
-      add: whether a residual is added.
+      device: Device that runs the kernels.
+      hidden_size: Size of a row, D.
+      dtype: Dtype of `x`.
+      add: Whether a residual is added.
     """
     key = device.kind, tuning.dtype_name(dtype), hidden_size
     return (
@@ -133,7 +134,7 @@ def default_config(device: Device, hidden_size: int, dtype: DTypeLike, *, add: b
 
 
 def guess_config(device: Device, hidden_size: int, dtype: DTypeLike, *, add: bool) -> Config:
-    """Launch parameters derived from registers and shared memory, for what was not measured."""
+    """Launch parameters derived from registers and shared memory, for sizes without a figure."""
     itemsize = jnp.dtype(dtype).itemsize
     fwd = _pick(splits(hidden_size, itemsize), lambda split: 1)
     bwd = _pick(splits(hidden_size, itemsize), column_parts)
@@ -161,7 +162,7 @@ def _pick(candidates: list[RowSplit], parts: Callable[[RowSplit], int | None]) -
 
 
 def _widest(candidates: list[RowSplit]) -> list[RowSplit]:
-    """Those with the widest accesses."""
+    """The candidates with the widest accesses."""
     vector = max(split.vector for split in candidates)
     return [split for split in candidates if split.vector == vector]
 
@@ -206,7 +207,7 @@ def _blocks_per_sm(split: RowSplit, registers: int) -> int:
     return REGISTERS_PER_SM // (registers * split.warpgroups * WARPS_PER_WARPGROUP * LANES)
 
 
-# What the candidates are made for; those that do not run elsewhere are skipped there.
+# The device for which candidates are made. Another device skips candidates that it cannot run.
 _TUNED_FOR = Device("", (9, 0), 1)
 
 

@@ -63,7 +63,7 @@ def _kernel(
     has_residual: bool,
     *refs: Any,
 ) -> None:
-    """What a block does: its tiles, and in the last block the tiles that are left over."""
+    """Norms the tiles of a block. The last block also has the tiles that are left over."""
     residual_gmem = residual_out_gmem = None
     if has_residual:
         x_gmem, residual_gmem, weight_gmem, y_gmem, residual_out_gmem, *others = refs

@@ -1,4 +1,4 @@
-"""RMSNorm in plain JAX, differentiated by JAX: the oracle for tests and the form XLA fuses."""
+"""RMSNorm in plain JAX, differentiated by JAX: tests compare with it, and XLA fuses it."""
 
 import functools
 
@@ -48,7 +48,7 @@ def add_rms_norm(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _rounded(x_f32: Float[Array, "*T D"], dtype: jnp.dtype) -> Float[Array, "*T D"]:
-    """`x_f32` in `dtype`, so that what reads it in float32 again sees the rounded values."""
+    """`x_f32` in `dtype`, so that a reader in float32 sees the rounded values."""
     if dtype in (jnp.bfloat16, jnp.float16):
         # In a compiled program XLA for GPUs drops the rounding of a cast to 16 bits and back
         # (https://github.com/openxla/xla/issues/41605). It keeps this one, which has no subnormal
@@ -61,6 +61,6 @@ def _rounded(x_f32: Float[Array, "*T D"], dtype: jnp.dtype) -> Float[Array, "*T 
 
 @_rounded.defjvp
 def _rounded_jvp(dtype, primals, tangents):
-    # That of the cast. Through the selection, the backward would read its operand once more, which
-    # took 40 % longer on an H100.
+    # The derivative of the cast. A derivative of the selection would read its operand once more,
+    # and the backward took 40 % longer on an H100.
     return _rounded(*primals, dtype), tangents[0].astype(dtype)

@@ -1,4 +1,4 @@
-"""How the rows of `[T, D]` arrays are dealt to warps, and sums over a row."""
+"""How warps share the rows of `[T, D]` arrays, and sums over a row."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ class RowSplit:
 
     Each of the `warps` has `segment` elements and handles `chunk = 32 · vector` of them at a time.
     If the chunk does not divide the segment, the last chunk starts earlier, so that it ends with
-    the segment: its first `overlap` elements are also those of the chunk before. Nothing outside
-    of the row is touched, and what overlaps is written twice with the same values.
+    the segment, and its first `overlap` elements are also in the chunk before. Nothing outside of
+    the row is touched, and the overlap is written twice with the same values.
 
     Attributes:
-      hidden_size: D.
-      warps: that share a row.
-      vector: elements in one access of a lane.
+      hidden_size: Size of a row, D.
+      warps: Number of warps that share a row.
+      vector: Number of elements in one access of a lane.
     """
 
     hidden_size: int
@@ -57,12 +57,12 @@ class RowSplit:
 
     @property
     def overlap(self) -> int:
-        """Elements at the start of the last chunk that the chunk before it has too."""
+        """Elements at the start of the last chunk that are also in the chunk before it."""
         return -self.segment % self.chunk
 
     @property
     def elements_per_lane(self) -> int:
-        """Elements of a row that a lane has, counting what overlaps twice."""
+        """Elements of a row that a lane has; the overlap counts twice."""
         return len(self.starts) * self.vector
 
     @property
@@ -77,7 +77,7 @@ class RowSplit:
         return min(MAX_REGISTERS_PER_LANE, REGISTERS_PER_SM // lanes)
 
 
-# Chunks are unrolled; beyond this many the code, not the memory, is what a kernel waits for.
+# Chunks are unrolled. With more of them a kernel waits for its code and not for the memory.
 _MAX_CHUNKS = 16
 
 
@@ -85,9 +85,9 @@ def split_row(hidden_size: int, warps: int, itemsize: int) -> RowSplit | None:
     """The row dealt to `warps` warps with the widest accesses, or None if that is not possible.
 
     Args:
-      hidden_size: D.
-      warps: 1 or a multiple of 4.
-      itemsize: bytes of the widest of the arrays that are read and written by rows.
+      hidden_size: Size of a row, D.
+      warps: Number of warps, 1 or a multiple of 4.
+      itemsize: Bytes of an element of the widest array that is read or written by rows.
     """
     if hidden_size % warps:
         return None
@@ -109,9 +109,9 @@ def splits(hidden_size: int, itemsize: int) -> list[RowSplit]:
 
 
 def column_parts(split: RowSplit) -> int | None:
-    """Into how many parts the backward must cut the columns so that `dweight` fits registers.
+    """The number of parts of the columns whose `dweight` fits registers in the backward.
 
-    None if that would need parts of chunks.
+    None if a part would not have whole chunks.
     """
     num_chunks = len(split.starts)
     for parts in range(1, num_chunks + 1):
@@ -124,7 +124,7 @@ def column_parts(split: RowSplit) -> int | None:
 
 
 def ring_shape(split: RowSplit, stages: int, num_operands: int) -> tuple[int, ...]:
-    """Of the rows that the backward has in shared memory: each warpgroup has slots of its own."""
+    """Shape of the backward's rows in shared memory, where each warpgroup has its own slots."""
     chunk = (WARPS_PER_WARPGROUP, split.chunk)
     return (stages, split.warpgroups, num_operands, len(split.starts), *chunk)
 
@@ -137,18 +137,18 @@ def widest_itemsize(x: jax.Array, residual: jax.Array | None) -> int:
 class Rows:
     """The rows of arrays as a kernel sees them.
 
-    A *tile* is what the four warps of a warpgroup handle at a time: their part of a row or, with
-    one warp a row, four rows. If four does not divide the number of rows, the last tile starts
-    earlier and repeats rows of the one before it; it is the same block's, after that one.
+    The four warps of a warpgroup handle a *tile* at a time: their part of a row or, with one warp a
+    row, four rows. If four does not divide the number of rows, the last tile starts earlier and
+    repeats rows of the tile before it. The same block handles both, in order.
 
     Attributes:
-      split: how a row is dealt.
-      layout: of a `[4, chunk]` value in registers.
-      shape: of the arrays in global memory.
-      weight_shape: of the weight in global memory.
-      num_tiles: all tiles; a block with several warpgroups has as many of a tile at a time.
-      num_full_tiles: without the one that repeats rows.
-      exchange: scratch memory for `sum`.
+      split: How warps share a row.
+      layout: Layout of a `[4, chunk]` value in registers.
+      shape: Shape of the arrays in global memory.
+      weight_shape: Shape of the weight in global memory.
+      num_tiles: Number of all tiles. The warpgroups of a block work on one tile together.
+      num_full_tiles: Number of tiles without the one that repeats rows.
+      exchange: Scratch memory for `sum`.
     """
 
     def __init__(self, split: RowSplit, num_tokens: int):
@@ -167,8 +167,8 @@ class Rows:
             self.num_full_tiles = num_tokens
         self._ragged = self._row_is_one_warp and num_tokens % WARPS_PER_WARPGROUP != 0
         self.num_tiles = self.num_full_tiles + self._ragged
-        # Two places for partial sums, in turn: a warp that is at the next row already must not
-        # overwrite what a slower one still reads.
+        # Partial sums have two places, in turn: a warp that is already at the next row must not
+        # overwrite the sums that a slower warp still reads.
         self.exchange = (
             plgpu.SMEM((2, split.warpgroups, WARPS_PER_WARPGROUP), jnp.float32),
             plgpu.Barrier(num_arrivals=split.warpgroups),
@@ -217,11 +217,11 @@ class Rows:
         """The sum of a row: a scalar or, with one warp a row, the four sums of a tile.
 
         Args:
-          chunks: float32 values of the chunks.
-          warpgroup: which one this is.
-          partial_smem: the first scratch of `exchange`.
-          barrier: the second.
-          step: how many sums this block took before.
+          chunks: Float32 values of the chunks.
+          warpgroup: Number of this warpgroup.
+          partial_smem: First scratch of `exchange`.
+          barrier: Second scratch of `exchange`.
+          step: Number of sums that this block took before.
         """
         split = self.split
         *most, last = chunks
@@ -244,7 +244,7 @@ class Rows:
         return row_total
 
     def spread(self, value: jax.Array) -> jax.Array:
-        """What is one number a row, so that it can be multiplied with a chunk."""
+        """One number a row, in a shape that can be multiplied with a chunk."""
         if self._row_is_one_warp:
             return jax.lax.broadcast_in_dim(value, (WARPS_PER_WARPGROUP, self.split.chunk), (0,))
         return value
@@ -257,7 +257,7 @@ class Rows:
         return ref[row]
 
     def store_scalar(self, ref: Any, row: Any, warpgroup: Any, value: jax.Array) -> None:
-        """Stores what `sum` returned, or was made of it."""
+        """Stores a number for each row: a result of `sum`, or a function of one."""
         if self._row_is_one_warp:
             store(ref.at[pl.ds(row, WARPS_PER_WARPGROUP)], value)
         else:
@@ -266,10 +266,10 @@ class Rows:
             def _store():
                 ref[row] = value
 
-    # Of the backward, where block b has the tiles b, b + num_blocks, b + 2·num_blocks, ...
+    # The rest is for the backward, where block b has tiles b, b + num_blocks, b + 2·num_blocks, ...
 
     def num_steps(self, block: Any, num_blocks: int) -> Any:
-        """Tiles of a block. The ragged one is its owner's last and beyond the others by number."""
+        """Tiles of a block. The tile that repeats rows is the last one of its owner."""
         full = (self.num_full_tiles - block + num_blocks - 1) // num_blocks
         if not self._ragged:
             return full
@@ -277,11 +277,11 @@ class Rows:
         return full + jnp.where(block == owner, 1, 0)
 
     def max_steps(self, num_blocks: int) -> int:
-        """The most that `num_steps` is for any block."""
+        """The largest `num_steps` of a block."""
         return -(-self.num_full_tiles // num_blocks) + self._ragged
 
     def unseen(self, chunk: jax.Array, row: Any, tile: Any) -> jax.Array:
-        """`chunk` with zeros for the rows that the tile before has as well."""
+        """`chunk` with zeros for the rows that are also in the tile before."""
         if not self._ragged:
             return chunk
         first_unseen = WARPS_PER_WARPGROUP * jnp.minimum(tile, self.num_full_tiles)

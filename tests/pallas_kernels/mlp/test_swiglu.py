@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import swiglu
 from support.numerics import assert_as_accurate, quick_jit, rounded, value_and_grads
+from support.pairwise import pairwise
 from support.swiglu_formulas import NAMES, formula, make_args
 
 IMPLEMENTATIONS = ["reference", "mosaic_gpu"]
@@ -39,11 +40,14 @@ def check(gate, up, dy, implementation):
     return got
 
 
-@each_implementation
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=jnp.dtype)
 @pytest.mark.parametrize(
-    "shape",
-    [(64,), (7, 1), (0, 64), (2, 0, 64), (1, 130), (127, 96), (129, 64), (2, 3, 5, 130)],
+    "implementation, dtype, shape",
+    pairwise(
+        IMPLEMENTATIONS,
+        [BF16, F16, F32],
+        [(64,), (7, 1), (0, 64), (2, 0, 64), (1, 130), (127, 96), (129, 64), (2, 3, 5, 130)],
+    ),
+    indirect=["implementation"],
     ids=str,
 )
 def test_every_shape_is_exact_up_to_one_rounding(implementation, shape, dtype):
