@@ -189,9 +189,8 @@ class OptimizerConfig:
         b1, b2 = _DECAYS[self.name]
         for name, usual in (("b1", b1), ("b2", b2), ("momentum_dtype", b1)):
             if usual is None and getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: {self.name} has no {name}; leave it out"
-                )
+                value = getattr(self, name)
+                raise ValueError(f"{name}={value}: {self.name} has no {name}; leave it out")
 
     @property
     def decays(self) -> tuple[float, float]:

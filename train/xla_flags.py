@@ -140,5 +140,5 @@ def accepted(options: tuple[tuple[str, OptionValue], ...], device: Any) -> dict[
             found = re.search(r"(?:No such compile|setting) option:? '?(\w+)", str(error))
             if found is None or found[1] not in taken:
                 raise
-            print(f"left out an XLA option: {found[1]}={as_text(taken.pop(found[1]))}: {error}")
+            print(f"XLA option left out: {found[1]}={as_text(taken.pop(found[1]))}: {error}")
     return taken

@@ -1,4 +1,4 @@
-"""GPUs that are not in this machine, but for which JAX, XLA and NVIDIA's assembler compile.
+"""Compiles for GPUs that are not in this machine, with JAX, XLA and NVIDIA's assembler.
 
 The compilers get the description of a GPU from this module. They produce the program that the GPU
 would run, with its kernels and cuDNN's attention, for one device or several. Two things differ from

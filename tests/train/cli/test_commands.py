@@ -229,7 +229,7 @@ def test_flags_that_contradict_the_folder(finished, config):
     with pytest.raises(FolderError) as caught:
         run(parse_command_line(flags))
     message = str(caught.value)
-    assert "hidden_size 16, not 32; rms_norm_eps 1e-05, not 0.1. Leave out" in message
+    assert "hidden_size 16, not 32; rms_norm_eps 1e-05, not 0.1. Leave these" in message
     assert "remat" not in message and "\n" not in message
 
 
@@ -259,7 +259,7 @@ def test_a_folder_without_a_tokenizer(finished, config, tmp_path, capsys):
             lambda folder: write_model_type(folder, "gpt2"),
             "only 'llama' and 'mistral' are supported",
         ),
-        (lambda folder: None, "the standard library is read as bytes; name text with --data.path"),
+        (lambda folder: None, "the standard library is read as bytes; name other text with"),
     ],
 )
 def test_folders_that_cannot_be_started_from(prepare, message, finished, tmp_path, capsys):
@@ -538,4 +538,4 @@ def test_compare(finished, config, tmp_path, capsys):
     compare.run([str(finished), str(finished), "--output", str(output)])
     assert "<p>None.</p>" in output.read_text()
     line = fails("compare", [finished, tmp_path], capsys)
-    assert line.endswith(f"{tmp_path} is not a run: it has no metrics.jsonl")
+    assert line.endswith(f"{tmp_path} is not a run: it has no metrics.jsonl; name a run")

@@ -145,5 +145,7 @@ def test_tokenizers_of_absurd_sizes_are_refused(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="has a token 4294967295, above the allowed 16777215"):
         HuggingFaceTokenizer(path)
     monkeypatch.setattr(tokenizer_module, "_FILE_BYTES", 1000)
-    with pytest.raises(DataError, match=r"tokenizer\.json has [\d,]+ bytes, more than the allowed 1,000"):
+    with pytest.raises(
+        DataError, match=r"tokenizer\.json has [\d,]+ bytes, more than the allowed 1,000"
+    ):
         HuggingFaceTokenizer(path)
