@@ -31,7 +31,8 @@ if [ -z "$$found" ]; then \
 fi
 endef
 
-.PHONY: train plan test test-all test-gpu test-gpus test-aot wheel lint setup aot-environments clean
+.PHONY: train plan test test-all test-gpu test-gpus test-aot wheel docs lint setup \
+  aot-environments clean
 
 train: setup
 	@$(PYTHON) -m train $(ARGS)
@@ -115,6 +116,12 @@ wheel:
 	JAX_PLATFORMS=cpu empty/bin/python -I quick_start.py && \
 	cd $(CURDIR) && rm -rf dist && cp --recursive "$$folder/dist" dist && ls dist/*
 
+# The pages of docs/ as HTML in docs/_build. Each run builds all of them, because a page that has
+# not changed may have a link that broke.
+docs: setup
+	@$(PYTHON) -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs docs/_build $(ARGS)
+	@echo "docs/_build/index.html"
+
 lint: setup
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
@@ -131,4 +138,4 @@ $(SETUP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-aot build dist *.egg-info
+	rm -rf $(VENV) .venv-aot build dist docs/_build *.egg-info

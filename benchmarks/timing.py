@@ -123,9 +123,10 @@ def compare(
 
     Clocks and temperature drift over minutes, while the cases of a round run within a second. Each
     round has another order, the same in every run. In a fixed order a case always follows the same
-    other case, and on a card at its power limit that shifted ratios by 3 to 7 % (2026-11-23). Calls
-    of all cases walk through the input sets together, so that a set which one case used is not in
-    the cache for the next. A case that raises an error runs no more, and its error is kept.
+    other case, and on a card at its power limit that shifted ratios by 3 to 7 %
+    (docs/lab/2026-11-23-order-of-rounds.md). Calls of all cases walk through the input sets
+    together, so that a set which one case used is not in the cache for the next. A case that raises
+    an error runs no more, and its error is kept.
 
     Args:
       cases: Cases to time. The first round warms all of them up and is not measured.

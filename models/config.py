@@ -1,4 +1,4 @@
-"""What a Llama is: its sizes, options and their checks."""
+"""The configuration of a Llama: sizes, options and their checks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -34,42 +34,46 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """A Llama. The fields down to `rope_parameters` are those of Hugging Face's `LlamaConfig`.
+    """A Llama. The fields down to `rope_parameters` have Hugging Face's names and meanings.
 
     Attributes:
       vocab_size: V.
       hidden_size: D.
-      intermediate_size: F, of the MLP.
+      intermediate_size: F, the width of the MLP.
       num_hidden_layers: L.
-      num_attention_heads: N, heads of the queries.
-      num_key_value_heads: K, heads of keys and values; each serves N/K query heads.
-      head_dim: H; 0 means D/N. D must be a multiple of N in either case, as transformers has it.
-      hidden_act: activation of the MLP's gate, one of `ACTIVATIONS`.
-      max_position_embeddings: longest sequence; longer ones are refused, except by the rope type
-        "dynamic".
-      initializer_range: standard deviation of the initial embeddings and kernels.
-      rms_norm_eps: eps of all norms.
-      tie_word_embeddings: whether the output embedding is the input embedding.
-      attention_bias: whether the four projections of the attention have biases.
-      mlp_bias: whether the three projections of the MLP have biases.
-      attention_dropout: must be 0.0; kept to refuse checkpoints that were trained otherwise.
-      bos_token_id: the token a text starts with.
-      eos_token_id: the token, or tokens, a text ends with.
-      pad_token_id: a token whose embedding is not trained.
-      rope_parameters: the rotary position embedding.
-      dtype: of the activations and of the operands of the GEMMs.
-      param_dtype: of the parameters.
-      scan_layers: whether the layers run in one loop (compiles faster) or are unrolled (runs
-        faster).
-      remat: what the layers keep for the backward: the name of a policy, or names of tensors such
-        as "attention,residual,gate@host,up@host"; see `models.remat`. Host memory needs
-        `scan_layers`. "auto" leaves it to `python -m train`, which takes the fastest policy that
-        fits the device.
-      mlp_chunk_size: positions of a sequence whose gate and up exist at a time, where a layer's are
-        too large together; 0 is all. Needs a `remat` that keeps neither, and an MLP without biases.
-      kernels: whether the operations may run as Mosaic GPU kernels; False leaves all to XLA, for
-        comparison. (Devices that share sequences then all norm all tokens.)
-      attention_implementation: of `jax.nn.dot_product_attention`; `None` takes cuDNN where it runs.
+      num_attention_heads: N, the number of query heads.
+      num_key_value_heads: K, the number of key and value heads; each serves N/K query heads.
+      head_dim: H; 0 means D/N. D must be a multiple of N in either case, as in transformers.
+      hidden_act: Activation of the MLP's gate, one of `ACTIVATIONS`.
+      max_position_embeddings: Longest sequence; only the rope type "dynamic" takes longer ones.
+      initializer_range: Standard deviation of the initial embeddings and kernels.
+      rms_norm_eps: Constant that every norm adds to the mean square.
+      tie_word_embeddings: Whether the output embedding is the input embedding.
+      attention_bias: Whether the four projections of the attention have biases.
+      mlp_bias: Whether the three projections of the MLP have biases.
+      attention_dropout: Must be 0.0; the field is there to refuse models that need dropout.
+      bos_token_id: Token that a text starts with.
+      eos_token_id: Token, or tokens, that a text ends with.
+      pad_token_id: Token whose embedding is not trained.
+      rope_parameters: Rotary position embedding.
+      dtype: Dtype of the activations and of the operands of the GEMMs.
+      param_dtype: Dtype of the parameters.
+      scan_layers: Whether the layers run in one loop, which compiles faster, or unrolled, which
+        runs faster.
+      remat: Tensors that the layers keep for the backward: the name of a policy, or names such as
+        "attention,residual,gate@host,up@host"; see `models.remat`. Host memory needs
+        `scan_layers`. "auto" leaves the choice to `python -m train`, which takes the fastest policy
+        that fits the device.
+      mlp_chunk_size: Number of positions of a sequence whose gate and up exist at a time, for
+        sequences that make these two the largest arrays; 0 means all positions. It needs a `remat`
+        that keeps neither, and an MLP without biases.
+      implementation: Implementation of every operation of `pallas_kernels`. `None` takes Mosaic GPU
+        kernels where they run. "xla" is plain JAX for XLA to compile, for comparison. "reference"
+        is each operation's formula. "mosaic_gpu" demands the kernels, and fails where one cannot
+        run. Where devices share sequences, `sharded_add_rms_norm` and the loss say which of these
+        names they take, and what they run.
+      attention_implementation: Implementation of `jax.nn.dot_product_attention`; `None` takes
+        cuDNN's where it runs.
     """
 
     vocab_size: int
@@ -97,7 +101,7 @@ class LlamaConfig:
     scan_layers: bool = True
     remat: str = "minimal"
     mlp_chunk_size: int = 0
-    kernels: bool = True
+    implementation: Literal["reference", "xla", "mosaic_gpu"] | None = None
     attention_implementation: Literal["xla", "cudnn"] | None = None
 
     def __post_init__(self):
@@ -106,13 +110,13 @@ class LlamaConfig:
             try:
                 object.__setattr__(self, name, jnp.dtype(value).name)
             except TypeError as error:
-                raise ValueError(f"{name}={value!r} is no dtype, such as bfloat16") from error
+                raise ValueError(f"{name}={value!r} is not a dtype such as bfloat16") from error
             if getattr(self, name) not in _DTYPES:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(_DTYPES)}")
         for name in _SIZES:
             _check_whole(name, getattr(self, name), 1)
         _check_whole("head_dim", self.head_dim, 0)
-        # NaN is in neither range.
+        # NaN is outside of both ranges.
         if not 0 <= self.rms_norm_eps <= float(jnp.finfo(jnp.float32).max):
             raise ValueError(f"{self.rms_norm_eps=} must be finite and at least 0")
         if not 0 <= self.initializer_range <= 1:
@@ -139,7 +143,7 @@ class LlamaConfig:
             raise ValueError(f"{self.hidden_act=} must be one of {sorted(ACTIVATIONS)}")
         if self.attention_dropout:
             raise NotImplementedError(
-                f"{self.attention_dropout=} is not implemented; set it to 0.0, as Llama has it"
+                f"{self.attention_dropout=} is not implemented; set it to 0.0, Llama's value"
             )
         rope, longest = self.rope_parameters, self.max_position_embeddings
         original = rope.original_max_position_embeddings or longest
@@ -151,7 +155,7 @@ class LlamaConfig:
         policy = None if self.remat == AUTO_REMAT else remat_policy(self.remat)
         if policy is not None and policy.offloaded and not self.scan_layers:
             raise ValueError(
-                f"{self.remat=} keeps tensors in host memory, which needs scan_layers=True: of "
+                f"{self.remat=} keeps tensors in host memory, which needs scan_layers=True: with "
                 "unrolled layers XLA sends tensors late and fetches them early, and saves hardly "
                 "any memory"
             )
@@ -180,7 +184,7 @@ class LlamaConfig:
                 _check_whole(name, token, 0)
         if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
             raise ValueError(
-                f"{self.pad_token_id=} must be below {self.vocab_size=}; None is no padding"
+                f"{self.pad_token_id=} must be below {self.vocab_size=}; None is for no padding"
             )
 
 

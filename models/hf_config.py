@@ -1,7 +1,8 @@
 """Hugging Face's config.json, read and written.
 
-A configuration that would compute something else here than in transformers is refused: an unknown
-key that says something, a value of a wrong kind, a setting that is not implemented.
+`config_from_hf` refuses a configuration that would compute something else here than in
+transformers: an unknown key with a value, a value of a wrong kind, a setting without an
+implementation here.
 
 Source: transformers 5.23, `models/llama/configuration_llama.py` and
 `models/mistral/configuration_mistral.py`.
@@ -23,7 +24,7 @@ def _is_number(value: Any) -> bool:
     return _is_whole(value) or isinstance(value, float)
 
 
-# The kinds of a value of JSON, and how to tell them.
+# The kinds of a JSON value, each with its test.
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "a whole number": _is_whole,
     "a number": _is_number,
@@ -63,7 +64,7 @@ _SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
 )
-# The values that transformers takes where config.json does not have the key.
+# The values that transformers takes for keys that config.json lacks.
 _LLAMA_DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -83,7 +84,7 @@ _DEFAULTS = {
     "llama": _LLAMA_DEFAULTS,
     "mistral": _LLAMA_DEFAULTS | {"max_position_embeddings": 131_072, "num_key_value_heads": 8},
 }
-_MISTRAL_WINDOW = 4096  # where config.json of a Mistral does not have the key
+_MISTRAL_WINDOW = 4096  # of a Mistral whose config.json lacks the key
 _ROPE_FIELDS = {
     "attention_factor": "a number",
     "beta_fast": "a number",
@@ -105,13 +106,13 @@ _ROPE_KEYS = (
     "rope_scaling",
     "rope_theta",
 )
-# Keys that do not change what the model computes, whatever their value, by the reason.
+# Keys that never change what the model computes, grouped by the reason.
 _HARMLESS = {
     "it says where the checkpoint comes from, and what wrote it": """
         _commit_hash _name_or_path architectures model_type name_or_path transformers_version
         unsloth_fixed unsloth_version
     """,
-    "nanotron's mark in what it converts (SmolLM2), read by nothing else": "is_llama_config",
+    "nanotron's mark in converted models (SmolLM2), which nothing else reads": "is_llama_config",
     "it says how transformers runs the same function: kernels, dtypes, a cache, slices": """
         _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled attn_implementation
         chunk_size_feed_forward dtype pretraining_tp torch_dtype torchscript use_bfloat16 use_cache
@@ -120,10 +121,10 @@ _HARMLESS = {
     "it says which outputs transformers returns, and in what form": """
         output_attentions output_hidden_states output_scores return_dict return_dict_in_generate
     """,
-    "it is about classes, or a task, which a language model does not have": """
+    "it is about classes or a task, and a language model has neither": """
         finetuning_task id2label label2id problem_type task_specific_params tf_legacy_loss
     """,
-    "it is about encoders and decoders, of which Llama's class is neither": """
+    "it is about encoders and decoders, and Llama's class is neither": """
         decoder_start_token_id is_decoder is_encoder_decoder tie_encoder_decoder
     """,
     "it is the tokenizer's": "max_sequence_length prefix sep_token_id tokenizer_class",
@@ -145,19 +146,19 @@ _HARMLESS_VALUES = {
 
 
 def config_from_hf(hf_config: dict[str, Any]) -> LlamaConfig:
-    """The `LlamaConfig` of a config.json, with our own fields (`dtype`, `remat` ...) at defaults.
+    """The `LlamaConfig` of a config.json; our own fields, such as `dtype`, have their defaults.
 
-    A Mistral is a Llama with a window on its attention. It is read if the window is null or as long
-    as the longest sequence, which makes both compute the same.
+    A Mistral is a Llama with a window on its attention. It is read if the window is null or at
+    least as long as the longest sequence, because then both compute the same.
 
-    All three forms of the rotary settings are read: `rope_parameters` (transformers 5), and
-    `rope_theta` with a `rope_scaling` that has a `rope_type` or the older `type`, or is null. Where
-    both are there `rope_scaling` wins, as in transformers.
+    There are three forms of the rotary settings: `rope_parameters` (transformers 5), and
+    `rope_theta` with a `rope_scaling` that has a `rope_type` or the older `type`, or is null. If a
+    file has both, `rope_scaling` wins, as in transformers.
 
     Raises:
-      ValueError: not a Llama, a size is missing, a value is of a wrong kind or out of its range, or
-        a key is unknown and may change the function.
-      NotImplementedError: the model needs what `LlamaConfig` does not implement.
+      ValueError: The model is not a Llama, a size is missing, a value is of a wrong kind or out of
+        its range, or a key is unknown and may change the function.
+      NotImplementedError: The model needs a feature that `LlamaConfig` does not have.
     """
     if not isinstance(hf_config, dict):
         raise ValueError(f"an object is expected, got {_short(hf_config)}")
@@ -173,7 +174,8 @@ def config_from_hf(hf_config: dict[str, Any]) -> LlamaConfig:
     fields = {name: _checked(name, hf_config[name], _FIELDS[name]) for name in _SIZES}
     for name, default in _DEFAULTS[model_type].items():
         value = hf_config.get(name, default)
-        # Null is no token or no setting where transformers has None for it, else the default.
+        # Null means "no token" or "no setting" where transformers reads it as None. For all other
+        # keys it means the default.
         if value is None and not name.endswith("token_id") and name != "num_key_value_heads":
             value = default
         fields[name] = None if value is None else _checked(name, value, _FIELDS[name])
@@ -193,12 +195,12 @@ def config_from_hf(hf_config: dict[str, Any]) -> LlamaConfig:
 
 
 def _check_keys(hf_config: dict[str, Any], model_type: str) -> None:
-    """Raises unless each key is read, is harmless, or has a value that switches something off."""
+    """Raises unless each key is read, is harmless, or has the value that switches it off."""
     known = {*_FIELDS, *_ROPE_KEYS, *_HARMLESS_KEYS}
     off = dict(_HARMLESS_VALUES)
     if model_type == "mistral":
         known |= {"sliding_window"}
-        # transformers does not read the two keys of a Mistral, which has no biases.
+        # A Mistral has no biases, and transformers does not read these two keys for it.
         biases = {"attention_bias": False, "mlp_bias": False}
         known -= biases.keys()
         off |= biases
@@ -224,8 +226,8 @@ def _check_window(window: Any, config: LlamaConfig) -> None:
     longest = config.max_position_embeddings
     if config.rope_parameters.rope_type == "dynamic":
         raise NotImplementedError(
-            f"sliding_window={window} with the rope type 'dynamic', whose sequences have no longest"
-            " length: attention over a window is not implemented. Set sliding_window to null"
+            f"sliding_window={window} with the rope type 'dynamic', which has no longest sequence: "
+            "attention over a window is not implemented. Set sliding_window to null"
         )
     if window < longest:
         raise NotImplementedError(
@@ -272,7 +274,7 @@ def _rope_from_hf(hf_config: dict[str, Any], max_position_embeddings: int) -> Ro
 
 
 def _checked(name: str, value: Any, kind: str) -> Any:
-    """The value, of the type that our fields have."""
+    """The value in the type of our field, if it is of this kind."""
     if not _KINDS[kind](value):
         raise ValueError(f"{name}={_short(value)} must be {kind}")
     try:
@@ -284,15 +286,15 @@ def _checked(name: str, value: Any, kind: str) -> Any:
 
 
 def _short(value: Any) -> str:
-    """A value of config.json for a message, which must not be as long as the file."""
+    """A value of config.json for a message, cut to 300 characters."""
     text = repr(value)
     return text if len(text) <= 300 else f"{text[:300]} ..."
 
 
 def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
-    """The content of config.json, for transformers 5 and, by the legacy keys, for 4.43 and later.
+    """The content of config.json for transformers 5 and, by the legacy keys, for 4.43 and later.
 
-    Except that the rules of "yarn" and "longrope" were others in 4.46, with other logits.
+    Version 4.46 had other rules for "yarn" and "longrope", and so computes other logits with them.
     """
     hf_config = {name: getattr(config, name) for name in sorted(_FIELDS)}
     for name, kind in _FIELDS.items():
@@ -306,7 +308,7 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
         if value is not None
     }
     if rope["rope_type"] == "yarn" and "factor" not in rope:
-        # transformers 5 refuses a YaRN without it; ours computes the same from the same two.
+        # transformers 5 refuses a YaRN without a factor; ours is computed from these numbers.
         original = rope["original_max_position_embeddings"]
         rope["factor"] = config.max_position_embeddings / original
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}

@@ -1,7 +1,8 @@
-"""The files of a Hugging Face folder: what they are is checked before they are read.
+"""The files of a Hugging Face folder, which are checked before they are read.
 
-A folder comes from anywhere. A file of it may be a pipe that never ends, larger than the memory, or
-damaged; it may name files outside of the folder. An error names the file and the reason.
+A folder can come from anywhere. One of its files may be a pipe that never ends, may be larger than
+the memory or damaged, or may name files outside of the folder. Each error names the file and the
+reason.
 """
 
 import json
@@ -19,7 +20,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-# The index of a model of 670 billion parameters has 9 MiB; a tokenizer of 262,144 tokens 32 MiB.
+# The index of a model of 670 billion parameters has 9 MiB, a tokenizer of 262,144 tokens 32 MiB.
 MAX_JSON_BYTES = 64 * 1024**2
 MAX_TOKENIZER_BYTES = 512 * 1024**2
 _PIECE_BYTES = 64 * 1024**2
@@ -29,8 +30,8 @@ def check_file(file: Path, max_bytes: int | None = None) -> None:
     """Raises unless `file` is a regular file, or a link to one, of at most `max_bytes`.
 
     Raises:
-      OSError: there is no such file, or it cannot be looked at.
-      ValueError: it is a folder, a pipe or a device, or it is too large.
+      OSError: There is no such file, or its status cannot be read.
+      ValueError: It is a folder, a pipe or a device, or it is too large.
     """
     _check_status(file, os.stat(file), max_bytes)
 
@@ -39,10 +40,10 @@ def read_json(file: Path) -> Any:
     """The content of a JSON file of at most `MAX_JSON_BYTES`.
 
     Raises:
-      OSError: the file cannot be read.
-      ValueError: it is not a regular file, is too large, or is not JSON.
+      OSError: The file cannot be read.
+      ValueError: It is not a regular file, is too large, or is not JSON.
     """
-    # Without the flag, opening a pipe waits for somebody to write.
+    # Without the flag, opening a pipe waits until another process writes.
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     try:
         _check_status(file, os.fstat(descriptor), MAX_JSON_BYTES)
@@ -72,16 +73,16 @@ def _kind(mode: int) -> str:
 
 
 def check_stays_inside(file: Path, folder: Path) -> None:
-    """Raises if `file` is a link to a place that its folder has no claim to.
+    """Raises if `file` is a link that leads out of its folder.
 
     An export would copy any file of the reader's machine that a link leads to. A link may lead to a
-    file in the folder, or to a blob in the cache of Hugging Face's hub. There a model lies in
-    `<cache>/<model>/snapshots/<revision>`. Its files are links to `<cache>/<model>/blobs`, whose
+    file in the folder, or to a blob in the cache of Hugging Face's hub. In that cache, a model lies
+    in `<cache>/<model>/snapshots/<revision>`. Its files are links to `<cache>/<model>/blobs`, whose
     files may be links to `<cache>/blobs`.
 
     Raises:
-      OSError: there is no such file.
-      ValueError: it leads elsewhere.
+      OSError: There is no such file.
+      ValueError: The link leads to another place.
     """
     target, root = Path(os.path.realpath(file, strict=True)), folder.resolve()
     allowed = [root]
@@ -91,17 +92,17 @@ def check_stays_inside(file: Path, folder: Path) -> None:
             break
     if not any(target.is_relative_to(place) for place in allowed):
         raise ValueError(
-            f"{file} is a link that leaves its folder, to {target}. If that file is meant, put a "
-            "copy of it in place of the link"
+            f"{file} is a link that leaves its folder, to {target}. To use that file, put a copy "
+            "of it in place of the link"
         )
 
 
 class Checkpoint:
-    """The safetensors files of a folder; a tensor is read when it is asked for.
+    """The safetensors files of a folder; `read` reads one tensor at a time.
 
     Raises:
-      FileNotFoundError: a file is missing; also where there are weights, but as pickles.
-      ValueError: a file is damaged, or the index does not fit the files.
+      FileNotFoundError: A file is missing; also if the folder has weights only as pickles.
+      ValueError: A file is damaged, or the index does not fit the files.
     """
 
     def __init__(self, folder: Path):
@@ -140,12 +141,16 @@ class Checkpoint:
 
     @property
     def num_tensors(self) -> int:
-        """Tensors in all files."""
+        """Number of tensors in all files."""
         return len(self._file_of)
 
     def check(self, expected: dict[str, tuple[int, ...]]) -> None:
-        """Raises a ValueError unless the tensors are those expected, in shape and kind."""
-        # Checkpoints of before 2023 keep the rotary frequencies, which the configuration gives.
+        """Raises a ValueError unless the files have the expected tensors, of floats, and no others.
+
+        Args:
+          expected: Shape of each tensor, by name.
+        """
+        # Checkpoints of before 2023 hold the rotary frequencies, which the configuration gives.
         found = {name for name in self._file_of if not name.endswith(".rotary_emb.inv_freq")}
         problems = [f"{name} is missing" for name in sorted(expected.keys() - found, key=natural)]
         for name in sorted(found, key=natural):
@@ -168,11 +173,11 @@ class Checkpoint:
         return name in self._file_of
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor, which is in memory from here on."""
+        """A tensor, read into memory."""
         return self._files[self._file_of[name]].get_tensor(name)
 
     def equal(self, name: str, other: str) -> bool:
-        """Whether two tensors of one shape have the same values, read in pieces of 64 MiB."""
+        """Whether two tensors of one shape have the same values; reads pieces of 64 MiB."""
         a, b = self._slice(name), self._slice(other)
         num_rows, *row = a.get_shape()
         step = max(1, _PIECE_BYTES // (8 * int(np.prod(row, dtype=np.int64)) or 1))
@@ -215,6 +220,6 @@ def _read_index(file: Path) -> dict[str, str]:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Sorts layer 10 after layer 9."""
+    """A sort key that puts layer 10 after layer 9."""
     parts: Iterable[str] = name.split(".")
     return [(int(p), "") if re.fullmatch(r"[0-9]{1,9}", p) else (-1, p) for p in parts]

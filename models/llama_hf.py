@@ -1,12 +1,13 @@
 """Hugging Face Llama checkpoints, read and written: a folder of config.json and safetensors files.
 
-`load_pretrained` and `save_pretrained` go tensor by tensor. Loading holds one parameter of ours on
-the host (the layers of a projection stacked, transposed from torch's `[out, in]`) and one tensor of
-the file; saving holds one file's tensors. Loading and saving with the same dtype changes no bit.
+`load_pretrained` and `save_pretrained` go tensor by tensor. Loading holds on the host one parameter
+of ours and one tensor of the file. A parameter is a projection of all layers, stacked, transposed
+from torch's `[out, in]`. Saving holds the tensors of one file. Loading and saving with the same
+dtype changes no bit.
 
-A checkpoint that would compute something else here than in transformers is refused: an unknown key
-of config.json, a tensor too many or too few, an output embedding beside tied ones that differs from
-them. Only safetensors is read, never a pickle.
+`load_pretrained` refuses a checkpoint that would compute something else here than in transformers.
+Such a checkpoint has an unknown key in config.json, a tensor too many or too few, or tied
+embeddings that differ. It reads only safetensors, never a pickle.
 """
 
 import dataclasses
@@ -56,22 +57,22 @@ def load_pretrained(
 ) -> Llama:
     """The Llama in folder `path`.
 
-    The parameters become float32 whatever dtype the files have; `param_dtype="bfloat16"` keeps (or
-    rounds to) bfloat16 and halves the memory.
+    The parameters become float32, whatever dtype the files have; `param_dtype="bfloat16"` keeps or
+    rounds to bfloat16, and halves the memory.
 
     Args:
-      path: a folder with config.json and model.safetensors, or its shards and their index.
-      dtype: the computation's, `LlamaConfig.dtype`; `None` leaves it at bfloat16.
-      mesh: the devices to split the parameters over, as `models.sharding.parameter_shardings` says;
-        they never lie on one device whole. `None` puts them on the default device.
-      **overrides: fields of `LlamaConfig` to set differently from config.json and our defaults,
-        such as `param_dtype`, `scan_layers` or `remat`.
+      path: Folder with config.json and model.safetensors, or its shards and their index.
+      dtype: Dtype of the computation, `LlamaConfig.dtype`; `None` leaves it at bfloat16.
+      mesh: Devices over which to split the parameters as `models.sharding.parameter_shardings`
+        says; no device holds all of them at any time. `None` puts them on the default device.
+      **overrides: Fields of `LlamaConfig`, such as `param_dtype`, `scan_layers` or `remat`, that
+        replace the values of config.json and our defaults.
 
     Raises:
-      FileNotFoundError: a file is missing; also where there are weights, but as pickles.
-      ValueError: a file is damaged, or the checkpoint and the model differ in configuration,
+      FileNotFoundError: A file is missing; also if the folder has weights only as pickles.
+      ValueError: A file is damaged, or the checkpoint and the model differ in configuration,
         tensors or shapes. The message names the file and the tensors.
-      NotImplementedError: the model needs what `LlamaConfig` does not implement.
+      NotImplementedError: The model needs a feature that `LlamaConfig` does not have.
     """
     folder = Path(path)
     if dtype is not None:
@@ -100,9 +101,9 @@ def read_config(path: str | os.PathLike[str]) -> LlamaConfig:
     """The configuration in folder `path`, as `config_from_hf` reads it.
 
     Raises:
-      FileNotFoundError: there is no config.json.
-      ValueError: it cannot be read; the message names the file and the field.
-      NotImplementedError: the model needs what `LlamaConfig` does not implement.
+      FileNotFoundError: There is no config.json.
+      ValueError: It cannot be read; the message names the file and the field.
+      NotImplementedError: The model needs a feature that `LlamaConfig` does not have.
     """
     file = Path(path) / CONFIG_FILE
     if not os.path.lexists(file):
@@ -115,19 +116,19 @@ def read_config(path: str | os.PathLike[str]) -> LlamaConfig:
 
 
 def check_pretrained(path: str | os.PathLike[str], config: LlamaConfig) -> None:
-    """Whether the tensors in folder `path` are those of a model, by the headers of the files.
+    """Raises unless folder `path` has the tensors of a model, by the headers of its files.
 
-    Nothing of the model's size is made, whatever its configuration says.
+    It makes nothing of the model's size, whatever the configuration says.
 
     Raises:
-      FileNotFoundError: a file is missing.
-      ValueError: a file is damaged, or its tensors are others.
+      FileNotFoundError: A file is missing.
+      ValueError: A file is damaged, or has other tensors.
     """
     _checked(Path(path), config)
 
 
 def _checked(folder: Path, config: LlamaConfig) -> tuple[Checkpoint, Any, nnx.State]:
-    """The files of a folder with the tensors of a model, and its structure and shapes."""
+    """The files of a folder with a model's tensors, and the model's structure and shapes."""
     checkpoint = Checkpoint(folder)
     # Names of 10**9 layers would take all memory.
     if config.num_hidden_layers > checkpoint.num_tensors:
@@ -151,17 +152,17 @@ def save_pretrained(
 ) -> None:
     """Writes `model` to folder `path`, for `load_pretrained` and for transformers.
 
-    Tensors have the dtype of the parameters. Files are written under temporary names and renamed at
-    the end, config.json last. The weights of an earlier checkpoint in `path` are removed.
+    Tensors have the dtype of the parameters. The files get temporary names, and are renamed at the
+    end, config.json last. Then the weights of an earlier checkpoint in `path` are removed.
 
-    All processes must call this, if there are several: they gather one tensor after the other, and
+    If there are several processes, all must call this: they gather one tensor after the other, and
     process 0 writes.
 
     Args:
-      model: the model to write.
-      path: the folder; it is made if there is none, and other files in it stay.
-      max_shard_size: bytes of tensors in one file; more go to shards with an index. A larger tensor
-        gets a file of its own.
+      model: Model to write.
+      path: Folder, which is made if there is none; its other files stay.
+      max_shard_size: Bytes of tensors in one file; a larger model has shards and an index. A larger
+        tensor gets a file of its own.
     """
     folder = Path(path)
     writes = jax.process_index() == 0
@@ -189,7 +190,7 @@ def save_pretrained(
             continue
         # transformers refuses a file whose metadata lacks the format.
         save_file(data, _temporary(folder / name), metadata={"format": "pt"})
-        # It leaves the file to its owner alone. This one has the mode of all new files here.
+        # `save_file` lets only the owner read the file. config.json has the mode of a new file.
         shutil.copymode(_temporary(folder / CONFIG_FILE), _temporary(folder / name))
         written.append(name)
         weight_map |= dict.fromkeys(data, name)
@@ -213,11 +214,11 @@ def save_pretrained(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Parameter:
-    """One of our parameters, which is one tensor of the checkpoint or one of each layer.
+    """One of our parameters: one tensor of the checkpoint, or one tensor of each layer.
 
     Attributes:
-      path: in the model's state, such as `("layers", "mlp", "up_proj", "kernel")`.
-      array: it, or its shape and dtype.
+      path: Path in the model's state, such as `("layers", "mlp", "up_proj", "kernel")`.
+      array: The array, or its shape and dtype.
     """
 
     path: tuple[str, ...]
@@ -233,7 +234,7 @@ class _Parameter:
 
     @property
     def tensor_names(self) -> list[str]:
-        """Hugging Face's names, by layer if there are layers."""
+        """Hugging Face's names; one for each layer if the parameter is stacked."""
         *modules, leaf = self.path
         name = ".".join([*modules, {"kernel": "weight", "embedding": "weight"}.get(leaf, leaf)])
         if self.stacked:
@@ -247,13 +248,13 @@ class _Parameter:
         return shape[::-1] if self.transposed else shape
 
     def load(self, checkpoint: Checkpoint, sharding: Sharding | None) -> jax.Array:
-        """The parameter on the device; its host copy is gone on return."""
+        """The parameter on the device, without its copy on the host."""
         host = np.empty(self.array.shape, self.array.dtype)
         for layer, name in enumerate(self.tensor_names):
             tensor = checkpoint.read(name)
             host[layer if self.stacked else ...] = tensor.T if self.transposed else tensor
         if sharding is not None and not sharding.is_fully_addressable:
-            # `device_put` would gather what all processes have, to compare it.
+            # `device_put` would gather the arrays of all processes to compare them.
             return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
         return jax.device_put(host, sharding).block_until_ready()
 
@@ -264,7 +265,7 @@ class _Parameter:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor to be written: `parameter`, or its slice `layer`, under Hugging Face's name."""
+    """A tensor to write: `parameter`, or its slice `layer`, under Hugging Face's name."""
 
     name: str
     parameter: _Parameter
@@ -278,7 +279,7 @@ class _Tensor:
     def fetch(self) -> np.ndarray:
         array = self.parameter.array
         if self.parameter.stacked:
-            # The layer is an argument of this, so that all layers share one compilation.
+            # The layer is an argument, so that all layers share one compiled program.
             array = jax.lax.dynamic_index_in_dim(array, self.layer, keepdims=False)
         if not array.is_fully_addressable:
             array = multihost_utils.process_allgather(array, tiled=True)
@@ -286,7 +287,7 @@ class _Tensor:
 
 
 def _shards(tensors: list[_Tensor], max_shard_size: int) -> list[list[_Tensor]]:
-    """Consecutive tensors, as many to a shard as fit."""
+    """Consecutive tensors in shards, as many in each as fit."""
     shards, size = [[]], 0
     for tensor in tensors:
         if shards[-1] and size + tensor.num_bytes > max_shard_size:
@@ -302,7 +303,7 @@ def _temporary(file: Path) -> Path:
 
 
 def _write_text(file: Path, text: str) -> None:
-    """Writes a new file: what a link of that name leads to stays as it is."""
+    """Writes a new file; if a link has that name, its target stays as it is."""
     file.unlink(missing_ok=True)
     with open(file, "x") as stream:
         stream.write(text)

@@ -1,33 +1,35 @@
-"""Which activations of a layer the backward finds on the device, in host memory, or computes again.
+"""Rematerialization policies: what a layer keeps on the device or in host memory for its backward.
 
-The layers tag their tensors with `jax.ad_checkpoint.checkpoint_name`, their inputs too. A policy is
-data: the names to keep on the device and the names to keep in host memory; all others are computed
-again from the nearest tensors that are kept.
+The layers tag their tensors and their inputs with `jax.ad_checkpoint.checkpoint_name`. A policy is
+data: the names to keep on the device and the names to keep in host memory. The backward computes
+all other tensors again, from the nearest ones that are kept.
 
-A layer begins with the residual stream alone and ends with `residual + mlp_out`, so that what made
-`mlp_out` runs only once. Where `normed` is kept it begins with the residual and its norm and ends
-with the next layer's, for which one kernel makes sum and norm. So it is too where the layers are
-split over `tensor`; there `mlp_out` is what the exchange adds up.
+Where a policy does not keep `normed`, a layer begins with the residual stream alone and ends with
+`residual + mlp_out`, so that the GEMM of `mlp_out` runs only once. Where it keeps `normed`, a layer
+begins with the residual and its norm, and ends with the next layer's pair, because one kernel
+computes sum and norm. The same holds where the layers are split over `tensor`; there `mlp_out` is a
+device's summand of the exchange.
 
-`attention` is not a tensor: it keeps everything the backward of the attention needs (q, k, v, its
-output and its softmax statistics) on the device. Names cannot do that, because the statistics live
-inside the attention's own gradient rule (cuDNN's is not ours to tag, and no public function takes
-its logsumexp back), so inside of a `jax.checkpoint` the attention's forward runs again. A layer is
-therefore two checkpointed halves with the attention between them, outside of any checkpoint, and
-for the same reason what the attention keeps cannot go to the host.
+`attention` is not a tensor. It keeps on the device everything that the backward of the attention
+needs: q, k, v, the output and the softmax statistics. A name cannot do that, because the statistics
+are inside the attention's own gradient rule. cuDNN's rule is not ours to tag, and no public
+function takes its logsumexp back. Inside of a `jax.checkpoint` the attention's forward would run
+again. A layer is therefore two checkpointed halves, with the attention between them and outside of
+any checkpoint. For the same reason the tensors of the attention cannot go to the host.
 
-Host memory is reached over PCIe. A tensor that a GEMM with K terms made costs 2 K FLOPs an element
-to compute again and, in 16 bits, 4 bytes over the bus. At 600 TFLOP/s and 50 GB/s both take as long
-at K = 24,000, so what one GEMM made is worth offloading only while the bus is idle anyway: in the
-forward a layer of hidden size 8192 computes a little longer than its gate and up travel, one of
-2048 a third as long. A layer's inputs would cost all layers before it, so they come first.
+The device reaches host memory over PCIe. A tensor that a GEMM with K terms made costs 2 K FLOPs an
+element to compute again and, in 16 bits, 4 bytes over the bus. At 600 TFLOP/s and 50 GB/s both take
+equally long at K = 24,000. So the result of one GEMM is worth offloading only while the bus has
+nothing else to do. In the forward, a layer of hidden size 8192 computes a little longer than its
+gate and up travel, a layer of 2048 a third as long. To compute a layer's inputs again, all layers
+before it would have to run, so the inputs come first.
 
 Only scanned layers offload. In the loop XLA sends and fetches a layer's tensors while that layer
-runs. Of unrolled layers its scheduler takes the whole program for one stretch of work to hide
-copies behind: it starts some only when the backward needs the tensor, and puts the GEMMs of weight
-gradients off to the end, with their operands on the device. Llama 3.2 1B with 4 x 4096 tokens would
-need 17.5 GiB beside its arguments, against 18.5 under `minimal`, though 11.9 GiB went to the host;
-scanned it is 8.9 against 20.5 (compiled for an H100, jax 0.11.2).
+runs. With unrolled layers, XLA's scheduler hides copies behind any work of the whole program. It
+starts some copies only when the backward needs the tensor, and puts off the GEMMs of weight
+gradients to the end, with their operands on the device. Unrolled, Llama 3.2 1B with 4 x 4096 tokens
+would need 17.5 GiB beside its arguments, against 18.5 under `minimal`, although 11.9 GiB went to
+the host. Scanned, it needs 8.9 against 20.5 (compiled for an H100, jax 0.11.2).
 """
 
 import dataclasses
@@ -56,13 +58,14 @@ _KEPT_BY_ATTENTION = ("q", "k", "v", "attn_out")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RematPolicy:
-    """What one layer keeps.
+    """The tensors that one layer keeps.
 
     Attributes:
-      tensors: names of the tensors to keep on the device; `None` keeps whatever the backward uses.
-      offloaded: names of the tensors to keep in host memory.
-      attention: keep all that the backward of the attention needs, so that it never runs again.
-      description: in one line.
+      tensors: Names of the tensors to keep on the device; `None` keeps all that the backward uses.
+      offloaded: Names of the tensors to keep in host memory.
+      attention: Whether to keep all that the backward of the attention needs, so that the
+        attention's forward never runs again.
+      description: One line about the policy.
     """
 
     tensors: tuple[str, ...] | None
@@ -72,17 +75,18 @@ class RematPolicy:
 
     @property
     def kept(self) -> frozenset[str]:
-        """Names of the tensors that do not run again, wherever they are kept."""
+        """Names of the tensors that are not computed again, wherever they are kept."""
         return frozenset(TENSOR_NAMES if self.tensors is None else self.tensors + self.offloaded)
 
     def checkpoint(self, fn: Callable[..., Any], *, in_scan: bool) -> Callable[..., Any]:
         """`fn` under `jax.checkpoint` with this policy.
 
         Args:
-          fn: part of a layer; its inputs are kept on the device unless `fn` tags them and they are
-            offloaded by name.
-          in_scan: whether it runs in the body of a `lax.scan`. Outside of one, XLA would merge the
-            recomputation with the first computation and so keep everything, unless it is prevented.
+          fn: Part of a layer. Its inputs stay on the device, unless `fn` tags them with a name that
+            the policy offloads.
+          in_scan: Whether `fn` runs in the body of a `lax.scan`. Outside of one, XLA would merge
+            the recomputation with the first computation, and so keep everything; a barrier
+            prevents that.
         """
         if self.tensors is None:
             return fn
@@ -104,14 +108,14 @@ POLICIES = {
     "full": RematPolicy(
         tensors=(),
         attention=False,
-        description="keeps what enters the layer; all that its backward reads runs again",
+        description="keeps the inputs of a layer; all that its backward reads runs again",
     ),
     "attention": RematPolicy(
         tensors=(),
         attention=True,
         description="keeps the attention; projections, norms and MLP run again",
     ),
-    # `normed` is there because a kernel makes it in one call with `residual`: without it that call
+    # It keeps `normed` because one kernel call makes `normed` and `residual`. Without it, that call
     # would run again, and before it the GEMM that makes its input.
     "mlp_inputs": RematPolicy(
         tensors=("residual", "rstd", "normed"),
@@ -121,26 +125,26 @@ POLICIES = {
     "minimal": RematPolicy(
         tensors=("residual", "rstd", "normed", "gate", "up"),
         attention=True,
-        description="keeps what spares GEMMs, attention and norms; rotations and activation rerun",
+        description="keeps GEMMs, attention and norms; rotations and the activation run again",
     ),
     # `rstd` is 4 bytes a token and stays.
     "offload": RematPolicy(
         tensors=("rstd",),
         offloaded=("layer_input", "residual", "normed", "gate", "up"),
         attention=True,
-        description="as minimal, with all but the attention and rstd in host memory",
+        description="keeps what minimal does, all but the attention and rstd in host memory",
     ),
 }
 
 
 def remat_policy(name: str) -> RematPolicy:
-    """The policy called `name`, or one made of the comma-separated names of what to keep.
+    """The policy called `name`, or a policy of the comma-separated names of the tensors to keep.
 
     `"attention,residual,gate@host,up@host"` keeps the attention and the residual on the device and
     the two MLP projections in host memory.
 
     Raises:
-      ValueError: `name` is neither a policy nor such a list, or asks for what cannot be offloaded.
+      ValueError: `name` is neither a policy nor such a list, or a tensor cannot be offloaded.
     """
     if name in POLICIES:
         return POLICIES[name]
@@ -160,8 +164,8 @@ def remat_policy(name: str) -> RematPolicy:
     on_device = ("attention", *(_KEPT_BY_ATTENTION if attention else ()))
     if stuck := [part for part in offloaded if part in on_device]:
         raise ValueError(
-            f"remat={name!r}: {stuck} cannot go to host memory, because the attention keeps what "
-            "its backward reads on the device; drop '@host' or 'attention'"
+            f"remat={name!r}: {stuck} cannot go to host memory, because the attention keeps all "
+            "that its backward reads on the device; drop '@host' or 'attention'"
         )
     return RematPolicy(
         tensors=tuple(part for part in kept if part != "attention"),

@@ -1,18 +1,18 @@
 """Rotary position embedding as Hugging Face's Llama computes it, for each of its rope types.
 
-Channel `i` and channel `i + H/2` of a head are one pair, turned by `position * inv_freq[i]`
-(the "rotate-half" layout of Hugging Face, so checkpoints need no permutation of q and k).
+Channel `i` and channel `i + H/2` of a head are one pair, turned by `position * inv_freq[i]`. This
+is the "rotate-half" layout of Hugging Face, so checkpoints need no permutation of q and k.
 
 Numerics: angles, cos and sin are float32, and the rotation is float32 with one rounding to the
 input's dtype. Hugging Face rounds cos and sin to the model's dtype first; in float32 both are the
-same. The inverse frequencies are computed in float32 in Hugging Face's order of operations: that
-is within 1 ulp of theirs and nearly always equal, where float64 rounded at the end differs in a
-third of the channels.
+same. The inverse frequencies are computed in float32, in Hugging Face's order of operations. They
+are within 1 ulp of Hugging Face's and nearly always equal; computed in float64 and rounded at the
+end, they would differ in a third of the channels.
 
 Two types look at the data: "dynamic" and "longrope" choose their frequencies by the largest
-position of the whole array given, so they are traced and never wait for the device. Hugging Face
-also remembers the longest sequence a "dynamic" model has seen; this is a function of its
-arguments and equals a freshly loaded model.
+position in the whole array. They are traced, and never wait for the device. A "dynamic" model of
+Hugging Face also remembers the longest sequence that it has seen. Here the result depends on the
+arguments alone, and equals a freshly loaded model's.
 
 Source: transformers 5.23, `modeling_rope_utils.py` and `models/llama/modeling_llama.py`.
 """
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-# The fields each type cannot do without, and those it reads when they are set.
+# The fields that each rope type needs, and the fields that it reads when they are set.
 REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -64,22 +64,23 @@ class RopeParameters:
     """Hugging Face's `rope_parameters`; a field is None unless its rope type reads it.
 
     Attributes:
-      rope_type: which rule makes the frequencies, a key of `REQUIRED_FIELDS`.
-      rope_theta: the base; channel pair `i` of a head of size H has frequency
+      rope_type: Name of the rule that makes the frequencies, a key of `REQUIRED_FIELDS`.
+      rope_theta: Base; channel pair `i` of a head of size H has the frequency
         `rope_theta ** (-2i / H)` before the type's own scaling.
-      factor: how many times longer than the original the context is. For "yarn" and "longrope"
-        None means `max_position_embeddings / original_max_position_embeddings`.
+      factor: Ratio of the context length to the original length. With "yarn" and "longrope", None
+        means `max_position_embeddings / original_max_position_embeddings`.
       low_freq_factor: "llama3": wavelengths above `original / low_freq_factor` are divided.
       high_freq_factor: "llama3": wavelengths below `original / high_freq_factor` are kept.
-      original_max_position_embeddings: context length before scaling, in tokens.
-      attention_factor: "yarn", "longrope": multiplies cos and sin; None computes it from `factor`.
-      beta_fast: "yarn": turns over the original context above which a frequency is kept; None: 32.
-      beta_slow: "yarn": turns below which a frequency is divided by `factor`; None: 1.
+      original_max_position_embeddings: Context length before scaling, in tokens.
+      attention_factor: "yarn", "longrope": factor of cos and sin; None computes it from `factor`.
+      beta_fast: "yarn": number of turns over the original context above which a frequency is kept;
+        None is 32.
+      beta_slow: "yarn": number of turns below which a frequency is divided by `factor`; None is 1.
       mscale: "yarn": with `mscale_all_dim`, the numerator of `attention_factor`.
       mscale_all_dim: "yarn": the denominator of `attention_factor`.
-      truncate: "yarn": round the ends of the ramp to whole channels; None: True.
-      short_factor: "longrope": divides the frequencies, H/2 of them, up to the original length.
-      long_factor: "longrope": the same past the original length.
+      truncate: "yarn": whether the ends of the ramp are rounded to whole channels; None is True.
+      short_factor: "longrope": H/2 divisors of the frequencies, up to the original length.
+      long_factor: "longrope": H/2 divisors of the frequencies, past the original length.
     """
 
     rope_type: str = "default"
@@ -113,7 +114,7 @@ class RopeParameters:
             raise ValueError(f"rope type {self.rope_type!r} does not read {unread}: leave them out")
         for name, value in given.items():
             for number in value if isinstance(value, tuple) else (value,):
-                if isinstance(number, float | int) and not abs(number) <= _LARGEST:  # NaN is not
+                if isinstance(number, float | int) and not abs(number) <= _LARGEST:  # or NaN
                     raise ValueError(f"{name}={value!r} must be finite, also in float32")
         if not self.rope_theta > 1:
             raise ValueError(f"{self.rope_theta=} must be greater than 1")
@@ -135,8 +136,8 @@ class RopeParameters:
         for name in ("mscale", "mscale_all_dim"):
             if (value := given.get(name)) is not None and not value > 0:
                 raise ValueError(
-                    f"{name}={value} must be positive; leave it out for what transformers makes of "
-                    "0, which is as if it were not there"
+                    f"{name}={value} must be positive; leave it out, because transformers takes 0 "
+                    "for a field that is not there"
                 )
         if self.low_freq_factor is not None and self.high_freq_factor is not None:
             if not self.high_freq_factor > self.low_freq_factor > 0:
@@ -162,10 +163,10 @@ def rotary_cos_sin(
     length of the sequence, as Hugging Face does for a batch.
 
     Args:
-      rope: the rope type and its settings.
-      positions: position of each token in its own sequence, from 0.
-      head_dim: size H of a head.
-      max_position_embeddings: the configuration's context length, in tokens. "dynamic" scales past
+      rope: Rope type and its settings.
+      positions: Position of each token in its own sequence, from 0.
+      head_dim: Size H of a head.
+      max_position_embeddings: Context length of the configuration, in tokens. "dynamic" scales past
         it; "yarn" and "longrope" compute a missing `factor` from it.
 
     Raises:
@@ -252,7 +253,7 @@ def _yarn_frequencies(
     first, last = channel_turning(rope.beta_fast or 32.0), channel_turning(rope.beta_slow or 1.0)
     if rope.truncate is None or rope.truncate:
         first, last = math.floor(first), math.ceil(last)
-    # Hugging Face bounds the ramp by head_dim - 1, not by the head_dim / 2 pairs there are.
+    # Hugging Face bounds the ramp by head_dim - 1, although there are only head_dim / 2 pairs.
     first, last = max(first, 0), min(last, head_dim - 1)
     if first == last:
         last += 0.001
@@ -281,7 +282,7 @@ def _dynamic_frequencies(
     unscaled = _inverse_frequencies(rope.rope_theta, head_dim)
     length = (jnp.max(positions) + 1).astype(jnp.float32)
     longer = length > max_position_embeddings
-    # Below the limit the growth would be a fraction under 1 and its power unused (or NaN).
+    # Below the limit, the growth would be below 1, and its power unused or NaN.
     length = jnp.where(longer, length, float(max_position_embeddings))
     growth = factor * length / max_position_embeddings - (factor - 1)
     theta = rope.rope_theta * growth ** (head_dim / (head_dim - 2))

@@ -35,11 +35,11 @@ def extend(
     """Hidden states of tokens that follow those in the cache, and the cache with them.
 
     Args:
-      model: the model.
-      tokens: new tokens.
-      positions: each new token's position in its sequence, and so its place in the cache. A token
-        attends to the cached positions up to its own; what was in its place before is overwritten.
-      cache: keys and values of the positions before.
+      model: Model to run.
+      tokens: New tokens.
+      positions: Position of each new token in its sequence, which is its place in the cache. A
+        token attends to the cached positions up to its own, and replaces what was in its place.
+      cache: Keys and values of the positions before.
     """
     rows = jnp.arange(len(tokens))[:, None]
 
@@ -67,29 +67,29 @@ def generate(
 ) -> Int[Array, "B _"]:
     """Continues every prompt by `max_new_tokens` tokens.
 
-    After a token of `eos_token_id` a row holds only `pad_token_id` (the first `eos_token_id`,
-    without one).
+    After a token of `eos_token_id`, a row holds only `pad_token_id` or, in a model without one, the
+    first `eos_token_id`.
 
-    It waits for the tokens, to see whether they are good. Under a trace (`jax.jit`, `jax.vmap`),
-    and of arrays that no process has whole, no values can be looked at: there a row holds -1 where
-    its logits are not finite, and everywhere if its prompt or length is out of range.
+    The call waits for the tokens, to check them. It cannot look at values under a trace (`jax.jit`,
+    `jax.vmap`), or in arrays that no process has whole. There a row holds -1 where its logits are
+    not finite, and everywhere if its prompt or length is out of range.
 
     Args:
-      model: the model.
-      prompts: at least one token each, shorter ones filled up at the right with any token.
-      max_new_tokens: number of tokens to return for each prompt, at least 1.
-      prompt_lengths: number of tokens of each prompt, from 1 to P; `None` means all P.
-      temperature: divisor of the logits, whose softmax the tokens are drawn from; 0 takes the
+      model: Model to run.
+      prompts: At least one token each; any token fills up shorter prompts at the right.
+      max_new_tokens: Number of tokens to return for each prompt, at least 1.
+      prompt_lengths: Number of tokens of each prompt, from 1 to P; `None` means all P.
+      temperature: Divisor of the logits, from whose softmax the tokens are drawn; 0 takes the
         likeliest token.
-      top_k: number of the likeliest tokens to draw from; `None` draws from all.
-      key: random key of the draws.
+      top_k: Number of the likeliest tokens to draw from; `None` draws from all.
+      key: Random key of the draws.
 
     Raises:
-      ValueError: an argument is of a wrong kind or out of its range, a token is not in the
+      ValueError: An argument is of a wrong kind or out of its range, a token is not in the
         vocabulary, the whole would exceed `max_position_embeddings`, or a temperature comes without
         a key.
-      FloatingPointError: logits were NaN or infinite, so that no token could be chosen. It names
-        the first row and the place of its token.
+      FloatingPointError: Logits were NaN or infinite, so that no token could be chosen. The message
+        names the first row and the place of its token.
     """
     _check_options(model.config.vocab_size, max_new_tokens, temperature, top_k, key)
     _check_prompts(model.config.vocab_size, prompts, prompt_lengths)
@@ -124,7 +124,7 @@ def _check_options(
         raise ValueError(f"{max_new_tokens=} must be at least 1")
     if top_k is not None and not 1 <= top_k <= vocab_size:
         raise ValueError(f"{top_k=} must be between 1 and {vocab_size=}")
-    # The softmax is of float32, in which a smaller temperature is 0.
+    # The softmax is computed in float32, in which a smaller temperature is 0.
     smallest = float(np.finfo(np.float32).tiny)
     if temperature != 0 and not smallest <= temperature < math.inf:  # NaN is not
         raise ValueError(f"{temperature=} must be 0, or finite and from {smallest:.3g} up")
@@ -136,7 +136,7 @@ def _check_prompts(vocab_size: int, prompts: jax.Array, lengths: jax.Array | Non
     for name, array, ndim in (("prompts", prompts, 2), ("prompt_lengths", lengths, 1)):
         if array is None:
             continue
-        # Signed, because -1 says that there is no token.
+        # Signed, because -1 stands for a missing token.
         if not jnp.issubdtype(array.dtype, jnp.signedinteger):
             raise ValueError(f"{name} must be signed integers such as int32, got {array.dtype}")
         if array.ndim != ndim:
@@ -162,13 +162,13 @@ def _check_prompts(vocab_size: int, prompts: jax.Array, lengths: jax.Array | Non
         if outside.any():
             row = np.flatnonzero(outside)[0]
             raise ValueError(
-                f"prompt_lengths[{row}]={values[row]} must be from 1 to {prompt_size}, as long as "
-                "the prompts are"
+                f"prompt_lengths[{row}]={values[row]} must be from 1 to {prompt_size}, the length "
+                "of prompts"
             )
 
 
 def _values(array: jax.Array) -> np.ndarray | None:
-    """The values of an array; None if they are not known, or no process has all."""
+    """The values of an array; None if they are not known, or no process has all of them."""
     if isinstance(array, Tracer):
         return None
     if isinstance(array, jax.Array):
@@ -200,7 +200,7 @@ def _generate(graphdef, state, prompts, lengths, temperature, key, max_new_token
         if greedy:
             chosen = jnp.argmax(logits, axis=-1)
         else:
-            # Differences to the largest, which no temperature turns into infinity.
+            # No temperature turns differences to the largest logit into +infinity.
             logits -= jnp.max(logits, axis=-1, keepdims=True)
             chosen = jax.random.categorical(key, logits / temperature)
         return jnp.where(good, chosen, -1).astype(prompts.dtype)

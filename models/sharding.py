@@ -1,20 +1,25 @@
-"""How parameters and batches lie on a mesh; the only module that names mesh axes.
+"""The layout of parameters and batches on a mesh; the only module that names mesh axes.
 
-`data` holds copies of the model, `fsdp` splits parameters and optimizer state (https://arxiv.org/abs/2304.11277,
-as XLA derives it: a layer's parameters are gathered when it runs). The batch is split over both.
+`data` holds copies of the model. `fsdp` splits parameters and optimizer state
+(https://arxiv.org/abs/2304.11277) as XLA derives it: XLA gathers a layer's parameters when the
+layer runs. Both axes split the batch.
 
 `tensor` splits the work on a sequence (https://arxiv.org/abs/1909.08053): the heads of the
-attention, the columns of the MLP and the vocabulary. Between the half-layers, where a device would
-otherwise do what the others do, it splits the tokens (https://arxiv.org/abs/2205.05198), so that
+attention, the columns of the MLP and the vocabulary. Between the half-layers all devices of the
+axis would do the same work, so there it splits the tokens (https://arxiv.org/abs/2205.05198):
 
     normed tokens of a device --all-gather--> half-layer --reduce-scatter--> tokens of a device
 
-XLA is not left to find that. With more than one device on this axis model and loss run inside of
-one `jax.shard_map` (`sum_over_devices`), where every array is the part of one device: the stream is
-`[T/tensor, D]` for the T tokens of a device's sequences (flat, because a collective over an axis
-that is not the first costs XLA copies), a layer's weights are gathered over `fsdp` by
-`whole_weights`, and what sums gradients is the transpose of these collectives and of the
-`shard_map`. The functions on activations do nothing, or what they did, outside of it.
+XLA does not have to find that. With more than one device on this axis, model and loss run inside of
+one `jax.shard_map` (`sum_over_devices`), where every array is the part of one device:
+
+- The residual stream is `[T/tensor, D]` for the T tokens of a device's sequences. It is flat,
+  because a collective over an axis other than the first costs XLA copies.
+- `whole_weights` gathers a layer's weights over `fsdp`.
+- The transposes of these collectives and of the `shard_map` sum the gradients.
+
+Outside of that `shard_map`, the functions on activations leave them as they are, or tell XLA how to
+split them.
 """
 
 import math
@@ -31,9 +36,9 @@ from pallas_kernels.sharding import map_over_token_shards, sum_over_token_shards
 
 BATCH_AXES = ("data", "fsdp")
 
-# By the last two names of a parameter's path. Layers are stacked on axis 0, which stays whole
-# because each step of the scan needs one layer from everywhere. What is not listed (norms, biases
-# of sums over `tensor`) is replicated.
+# The keys are the last two names of a parameter's path. Layers are stacked on axis 0, which stays
+# whole, because each step of the scan needs one layer from every device. All other parameters
+# (norms, biases of sums over `tensor`) are replicated.
 _PARAMETER_SPECS: dict[tuple[str, ...], PartitionSpec] = {
     ("embed_tokens", "embedding"): PartitionSpec("tensor", "fsdp"),
     ("lm_head", "weight"): PartitionSpec("tensor", "fsdp"),
@@ -58,11 +63,11 @@ def make_mesh(
 ) -> Mesh:
     """A mesh of `data` copies of the model, each split over `fsdp` times `tensor` devices.
 
-    Neighbours are on one `tensor` axis, which exchanges the most. It is there only if it has more
-    than one device: XLA keeps sums over an axis of size 1.
+    Neighbours share one `tensor` axis, because it exchanges the most. The mesh has that axis only
+    if it has more than one device, because XLA does not remove sums over an axis of size 1.
 
     Raises:
-      ValueError: the product is not the number of devices.
+      ValueError: The product is not the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     if data * fsdp * tensor != len(devices):
@@ -74,12 +79,12 @@ def make_mesh(
 
 
 def batch_sharding(mesh: Mesh, *, batch_axis: int = 0) -> NamedSharding:
-    """Of a batch whose axis `batch_axis` are the sequences."""
+    """The sharding of a batch whose axis `batch_axis` counts the sequences."""
     return NamedSharding(mesh, PartitionSpec(*(None,) * batch_axis, BATCH_AXES))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Of what every device holds whole."""
+    """The sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -87,7 +92,7 @@ def parameter_shardings(params: nnx.State, mesh: Mesh) -> nnx.State:
     """The sharding of each parameter of a Llama, in the structure of `params` (or of their shapes).
 
     Raises:
-      ValueError: `fsdp` or `tensor` does not divide the axis it splits.
+      ValueError: `fsdp` or `tensor` does not divide the axis that it splits.
     """
 
     def sharding(path: tuple[Any, ...], param: Any) -> NamedSharding:
@@ -109,15 +114,15 @@ def _parameter_spec(path: tuple[Any, ...]) -> PartitionSpec:
 
 
 def parameter_path(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """The names that lead to a parameter, from its key path in an `nnx.State`."""
+    """The names on the way to a parameter, from its key path in an `nnx.State`."""
     return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
 def split_batch(x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
-    """Says to XLA that activations are split by sequence, on the mesh in context if there is one.
+    """Tells XLA that activations are split by sequence over the mesh in context, if there is one.
 
-    Without it the partitioner is free to split hidden channels as the parameters are, and to sum
-    partial products over the mesh instead of gathering parameters.
+    Otherwise the partitioner may split hidden channels as it splits the parameters, and sum partial
+    products over the mesh instead of gathering parameters.
     """
     if not _xla_partitions():
         return x
@@ -127,7 +132,8 @@ def split_batch(x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
 def map_over_batch(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn(weights, tokens) -> tokens` on each device's tokens; see `map_over_token_shards`.
 
-    Where the devices do not divide the batch, as that of a few prompts, XLA splits `fn` itself.
+    Where the devices do not divide the batch, such as a batch of a few prompts, XLA splits `fn`
+    itself.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not _xla_partitions() or mesh.size == 1:
@@ -145,7 +151,8 @@ def map_over_batch(fn: Callable[..., Any]) -> Callable[..., Any]:
 def sum_over_batch(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn(output_weight, tokens) -> sums` on each device's tokens; see `sum_over_token_shards`.
 
-    The weight `[V, D]` is gathered over `fsdp` once, and its gradient summed and split at once.
+    It gathers the weight `[V, D]` over `fsdp` once, and sums and splits its gradient in one
+    collective.
     """
     if not _xla_partitions():
         return fn
@@ -161,16 +168,16 @@ def sum_over_batch(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _xla_partitions() -> bool:
-    """Whether there is a mesh in context, and arrays are the global ones."""
+    """Whether there is a mesh in context whose arrays are global, so that XLA partitions them."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and not mesh.are_all_axes_manual
 
 
 def _fsdp_axes(mesh: AbstractMesh) -> str | tuple[str, ...]:
-    """What `fsdp` splits, in a spec of `jax.shard_map`.
+    """The axes to name in a spec of `jax.shard_map` for an array axis that `fsdp` splits.
 
-    The gradient is summed over the axes that are not in the spec, and XLA keeps sums over one
-    device: with `data=1` both are named.
+    The gradient is summed over the axes that the spec does not name, and XLA does not remove sums
+    over one device. So with `data=1` the spec names both axes.
     """
     return BATCH_AXES if mesh.shape["data"] == 1 else "fsdp"
 
@@ -181,10 +188,10 @@ def _fsdp_axes(mesh: AbstractMesh) -> str | tuple[str, ...]:
 def sum_over_devices(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn(params, batch, *scalars) -> sums` of a whole Llama, on a mesh with `tensor` above 1.
 
-    Every device runs `fn` with its part of the parameters and its sequences, and returns the sums
-    of those, which are the same on all devices of `tensor`. Differentiable in `params`: the
-    gradient of what several devices hold is summed over them once, by the transpose of
-    `jax.shard_map`. On any other mesh, and without one, it is `fn`.
+    Every device runs `fn` with its part of the parameters and its sequences. `fn` returns sums over
+    these sequences, which must be the same on all devices of `tensor`. The result is differentiable
+    in `params`: the transpose of `jax.shard_map` sums the gradient of a parameter once over the
+    devices that hold it. On any other mesh, and without a mesh, the result is `fn` itself.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not _xla_partitions() or "tensor" not in mesh.shape:
@@ -200,7 +207,7 @@ def sum_over_devices(fn: Callable[..., Any]) -> Callable[..., Any]:
     def summed(params: nnx.State, batch: Any, *scalars: Any) -> Any:
         specs = jax.tree_util.tree_map_with_path(spec_of, params)
         batch_spec = PartitionSpec(BATCH_AXES)
-        # check_vma=False, and one value a device: as in `sum_over_token_shards`.
+        # `sum_over_token_shards` says why check_vma=False, and why each device returns a value.
         parts = jax.shard_map(
             local,
             in_specs=(specs, batch_spec, *(PartitionSpec() for _ in scalars)),
@@ -213,20 +220,20 @@ def sum_over_devices(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tensor_axis() -> str | None:
-    """The axis over which this device shares its tokens; None outside of `sum_over_devices`."""
+    """The mesh axis whose devices share tokens; None outside of `sum_over_devices`."""
     return "tensor" if "tensor" in jax.sharding.get_abstract_mesh().manual_axes else None
 
 
 def check_tensor_parallel(tensor: int, *, num_key_value_heads: int, num_tokens: int) -> None:
-    """Refuses what cannot be split over `tensor` devices.
+    """Raises unless heads and tokens can be split over `tensor` devices.
 
     Args:
-      tensor: how many.
-      num_key_value_heads: K, of which each device has its own.
-      num_tokens: of the sequences that these devices share, B/(data·fsdp)·S.
+      tensor: Number of devices that share sequences.
+      num_key_value_heads: K; each device has heads of its own.
+      num_tokens: Number of tokens in the sequences that the devices share, B/(data·fsdp)·S.
 
     Raises:
-      ValueError: a number is not divisible; with what to change.
+      ValueError: `tensor` does not divide one of the numbers; the message says what to change.
     """
     if num_key_value_heads % tensor:
         most = math.gcd(num_key_value_heads, tensor)
@@ -251,12 +258,14 @@ def tokens_of_sequences(
 
 
 def whole_weights(state: nnx.State) -> nnx.State:
-    """A layer's weights for one use of them: gathered over `fsdp`.
+    """A layer's weights, gathered over `fsdp` for one use of them.
 
-    To be called where they are used, in the layer and inside of its `jax.checkpoint`, so that one
-    layer's are whole at a time, and the backward gathers them again. (The transpose adds the
-    gradients up and splits them in one collective.) The bias of a product that is a sum over
-    `tensor` stays with the first of the devices and is 0 on the others.
+    Call it in the layer and inside of its `jax.checkpoint`, where the weights are used. Then one
+    layer's weights are whole at a time, and the backward gathers them again. The transpose adds
+    the gradients up and splits them in one collective.
+
+    Where a product is a sum over `tensor`, its bias stays with the first device and is 0 on the
+    others.
     """
     if (axis := tensor_axis()) is None:
         return state
@@ -280,7 +289,7 @@ def whole_weight(weight: Float[Array, "..."], fsdp_axis: int) -> Float[Array, ".
 def keep_all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
     """A policy of `jax.checkpoint` that keeps everything except for gathered weights.
 
-    By the primitive and not by a name, because what goes into a name would be kept.
+    It goes by the primitive and not by a name, because the input of a name would be kept.
     """
     return not (primitive.name == "all_gather" and "fsdp" in params["axis_name"])
 
@@ -293,14 +302,14 @@ def embed_over_devices(
     """The embeddings of this device's share of its tokens.
 
     The table is split by rows over `tensor` and by channels over `fsdp`. Each device looks up its
-    channels of the tokens of all devices of `fsdp`; these are exchanged and not the table, which is
-    larger than the embeddings of a batch unless that is very large.
+    channels of the tokens of all devices of `fsdp`. Then the devices exchange these channels. They
+    do not exchange the table, which is larger than the embeddings of all but very large batches.
 
     Args:
-      look_up: `(rows, first_row) -> channels` of rows in this device's part of the table, which
-        starts at `first_row` of the whole; NaN for those outside of `[0, num_rows)`.
-      tokens: of this device's sequences.
-      num_rows: rows of the table on this device.
+      look_up: Function `(rows, first_row) -> channels` of rows in this device's part of the table,
+        which starts at `first_row` of the whole; NaN for rows outside of `[0, num_rows)`.
+      tokens: Tokens of this device's sequences.
+      num_rows: Number of rows of the table on this device.
     """
     tokens = jax.lax.all_gather(tokens.reshape(-1), "fsdp")
     first_row = jax.lax.axis_index("tensor") * num_rows

@@ -1,13 +1,40 @@
 """Operations for training a Llama on NVIDIA GPUs, each with an exact gradient.
 
+- `rms_norm`: RMSNorm.
+- `add_rms_norm`: residual addition, then RMSNorm.
+- `swiglu`: the gated activation of Llama's MLP.
+- `swiglu_mlp`: the whole gated MLP, which chooses what the backward keeps.
+- `linear_cross_entropy`: output projection and cross-entropy, without all logits in memory.
+- `linear_cross_entropy_plan`: how that function would run a call, in print.
+- `sharded_add_rms_norm`: `add_rms_norm` of sums over devices, for tensor parallelism.
+
+`LossMetrics` is the second result of `linear_cross_entropy` on request. Flax NNX layers over the
+operations are in `pallas_kernels.layers`.
+
 Shape letters used everywhere: B batch, S sequence, T tokens (B·S, or any leading axes), D hidden
 size, F intermediate size, V vocabulary, N query heads, K key/value heads, H head size, L layers.
 """
 
-from pallas_kernels.loss import LossMetrics as LossMetrics
-from pallas_kernels.loss import linear_cross_entropy as linear_cross_entropy
-from pallas_kernels.mlp import swiglu as swiglu
-from pallas_kernels.mlp import swiglu_mlp as swiglu_mlp
-from pallas_kernels.norm import add_rms_norm as add_rms_norm
-from pallas_kernels.norm import rms_norm as rms_norm
-from pallas_kernels.sharded_norm import sharded_add_rms_norm as sharded_add_rms_norm
+from pallas_kernels._version import __version__  # first, because it checks JAX's version
+from pallas_kernels.loss import (
+    LossMetrics,
+    LossPlan,
+    linear_cross_entropy,
+    linear_cross_entropy_plan,
+)
+from pallas_kernels.mlp import swiglu, swiglu_mlp
+from pallas_kernels.norm import add_rms_norm, rms_norm
+from pallas_kernels.sharded_norm import sharded_add_rms_norm
+
+__all__ = [
+    "LossMetrics",
+    "LossPlan",
+    "__version__",
+    "add_rms_norm",
+    "linear_cross_entropy",
+    "linear_cross_entropy_plan",
+    "rms_norm",
+    "sharded_add_rms_norm",
+    "swiglu",
+    "swiglu_mlp",
+]

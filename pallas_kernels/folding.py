@@ -1,12 +1,11 @@
 """A computation on chunks of an axis, one after the other, in the memory of one."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from pallas_kernels.gpu.arrays import at_aligned_addresses
 
@@ -14,10 +13,14 @@ from pallas_kernels.gpu.arrays import at_aligned_addresses
 _TILES = (256, 128, 1)
 
 
-def zeros(shape: Sequence[int], dtype: DTypeLike, *, after: jax.Array) -> jax.Array:
-    """A buffer for `fold_chunks`, whatever comes before it."""
-    del after
-    return jnp.zeros(shape, dtype)
+def even_chunk_size(size: int, chunk_size: int) -> int:
+    """Size of the chunks of `fold_chunks`: a third of the size where `chunk_size` would make two."""
+    if not size > chunk_size >= size / 2:
+        return chunk_size
+    third = math.ceil(size / 3)
+    sizes = [tile * math.ceil(third / tile) for tile in _TILES]
+    # Of 2 or 4 elements no chunks make three.
+    return next((s for s in sizes if s <= chunk_size and 2 * s < size), 1)
 
 
 def fold_chunks(
@@ -27,7 +30,6 @@ def fold_chunks(
     *,
     axis: int = 0,
     stack: bool = False,
-    buffer: Callable[..., jax.Array] = zeros,
     first: tuple[int, Callable[[Any], tuple[Any, Any]]] | None = None,
 ) -> tuple[Any, Any]:
     """Runs `body` on chunks of an axis.
@@ -43,8 +45,6 @@ def fold_chunks(
       chunk_size: of the axis, at most.
       axis: of all arrays, and of the parts.
       stack: whether parts are stacked along a new axis there, or written where their chunk was.
-      buffer: `(shape, dtype, *, after) -> array`, into which parts are written until there is
-        nothing left of it; `after` is the first of them.
       first: size of the first chunk, of which the others are full then, and what is done with it
         instead, before the others.
 
@@ -56,11 +56,7 @@ def fold_chunks(
         first_size, first_body = first
         num_chunks = 1 + math.ceil((size - first_size) / chunk_size)
     else:
-        if size > chunk_size >= size / 2:
-            third = math.ceil(size / 3)
-            sizes = [tile * math.ceil(third / tile) for tile in _TILES]
-            # Of 2 or 4 elements no chunks make three.
-            chunk_size = next((s for s in sizes if s <= chunk_size and 2 * s < size), 1)
+        chunk_size = even_chunk_size(size, chunk_size)
         num_chunks = max(1, math.ceil(size / chunk_size))
         first_size = size - (num_chunks - 1) * chunk_size
         first_body = lambda chunk: body(chunk, 0)
@@ -85,19 +81,7 @@ def fold_chunks(
     def buffer_of(part):
         shape = list(part.shape)
         shape[axis : axis if stack else axis + 1] = [length]
-        whole = buffer(shape, part.dtype, after=part)
-        if stack or buffer is zeros:  # XLA pads it
-            return put(whole, part, 0)
-        # Else it copies, beside other work, for which its scheduler orders all that is around: a
-        # step of a Llama of 1B took 3.6 GiB more (the loss by both kinds of chunks). In a loop that
-        # is the loop; of one step XLA makes none.
-        half = math.ceil(first_size / 2)
-
-        def put_half(i, whole):
-            start = i * (first_size - half)
-            return put(whole, jax.lax.dynamic_slice_in_dim(part, start, half, axis), start)
-
-        return jax.lax.fori_loop(0, 2, put_half, whole)
+        return put(jnp.zeros(shape, part.dtype), part, 0)  # XLA pads it
 
     def step(i, carry):
         sums, parts = carry

@@ -1,7 +1,7 @@
 """Flax NNX layers over the operations, for use in any NNX model.
 
-They need no mesh, hold plain `nnx.Param`s without sharding annotations, create no parameters after
-construction and work in NNX's graph mode and tree mode alike.
+The layers need no mesh, hold plain `nnx.Param`s without sharding annotations, create no parameters
+after construction, and work in NNX's graph mode and in its tree mode.
 """
 
 from typing import Any
@@ -13,6 +13,7 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.loss import LossMetrics, linear_cross_entropy
 from pallas_kernels.mlp import Save, swiglu, swiglu_mlp
 from pallas_kernels.norm import Casting, add_rms_norm, rms_norm
@@ -32,18 +33,18 @@ class _Norm(nnx.Module):
         weight_offset: float = 0.0,
         casting: Casting = "float32",
         param_dtype: DTypeLike = jnp.float32,
-        implementation: Any = None,
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs | None = None,
     ):
-        del rngs  # The weight starts as a constant; accepted because NNX layers are built with it.
+        del rngs  # The weight starts as a constant; callers pass `rngs` to every NNX layer.
         self.weight = nnx.Param(jnp.full((hidden_size,), 1.0 - weight_offset, param_dtype))
         self.eps = eps
         self.weight_offset = weight_offset
         self.casting: Casting = casting
-        self.implementation = implementation
+        self.implementation: Implementation | None = implementation
 
     @property
-    def options(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
         """The keyword arguments of the operation."""
         return {
             "eps": self.eps,
@@ -58,43 +59,50 @@ class RMSNorm(_Norm):
 
     Args:
       hidden_size: D, the size of the normalized last axis.
-      eps: see `pallas_kernels.rms_norm`, like `weight_offset`, `casting` and `implementation`.
-      param_dtype: dtype of the weight.
-      rngs: not used.
+      eps: Constant that is added to the mean square.
+      weight_offset: Constant that is added to the weight to give the scale.
+      casting: Where the operation rounds; `rms_norm` lists the choices.
+      param_dtype: Dtype of the weight.
+      implementation: Implementation of the operation, as in `rms_norm`.
+      rngs: Not used.
     """
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The norm of `x`, in the dtype of `x`."""
-        return rms_norm(x, self.weight[...], **self.options)
+        return rms_norm(x, self.weight[...], **self._options)
 
 
 class AddRMSNorm(_Norm):
-    """`pallas_kernels.add_rms_norm` with its weight; takes the arguments of `RMSNorm`."""
+    """`pallas_kernels.add_rms_norm` with its weight; it takes the arguments of `RMSNorm`."""
 
     def __call__(
         self, x: Float[Array, "*T D"], residual: Float[Array, "*T D"]
     ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
         """`(norm(x + residual), x + residual)`."""
-        return add_rms_norm(x, residual, self.weight[...], **self.options)
+        return add_rms_norm(x, residual, self.weight[...], **self._options)
 
 
 class SwiGLU(nnx.Module):
-    """Llama's MLP: `down_proj(silu(gate_proj(x)) · up_proj(x))`, by `pallas_kernels.swiglu_mlp`.
+    """Llama's MLP, `down_proj(silu(gate_proj(x)) · up_proj(x))`, by `pallas_kernels.swiglu_mlp`.
 
-    The two projections are tagged `gate` and `up` for `jax.checkpoint` policies by name. With
-    biases, which that function has not, it is three linear layers and `pallas_kernels.swiglu`.
+    The policies of `jax.checkpoint` can name the first two projections, `gate` and `up`.
+    `swiglu_mlp` has no biases; with `use_bias` the layer is three `nnx.Linear` layers and
+    `pallas_kernels.swiglu`.
 
     Args:
-      hidden_size: D, of input and output.
-      intermediate_size: F, of the two projections between.
-      use_bias: whether the three linear layers have biases.
-      dtype: of the computation; `None` takes it from input and parameters.
-      param_dtype: dtype of the parameters.
-      kernel_init: initializer of the three kernels.
-      save: what the backward finds, see `pallas_kernels.swiglu_mlp`; without biases only.
-      chunk_size: positions at a time, see there; needs `save="x"`.
-      implementation: of that function, or of `pallas_kernels.swiglu` with biases.
-      rngs: source of the kernels' random numbers.
+      hidden_size: D, the size of input and output.
+      intermediate_size: F, the size of `gate` and `up`.
+      use_bias: Whether the three linear layers have biases.
+      dtype: Dtype of the computation; `None` takes the common dtype of input and parameters.
+      param_dtype: Dtype of the parameters.
+      kernel_init: Initializer of the three kernels.
+      save: Tensors kept for the backward, as in `swiglu_mlp`; only "gate_up" with biases.
+      chunk_size: Number of positions at a time, as in `swiglu_mlp`; it needs `save="x"`.
+      implementation: Implementation of `swiglu_mlp` or, with biases, of `swiglu`.
+      rngs: Source of the kernels' random numbers.
+
+    Raises:
+      ValueError: `save` has another value, and the layer has biases.
     """
 
     def __init__(
@@ -108,7 +116,7 @@ class SwiGLU(nnx.Module):
         kernel_init: initializers.Initializer = _LECUN_NORMAL,
         save: Save = "gate_up",
         chunk_size: int | None = None,
-        implementation: Any = None,
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         if use_bias and save != "gate_up":
@@ -131,7 +139,7 @@ class SwiGLU(nnx.Module):
         self.dtype = dtype
         self.save: Save = save
         self.chunk_size = chunk_size
-        self.implementation = implementation
+        self.implementation: Implementation | None = implementation
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The MLP of every token."""
@@ -154,15 +162,14 @@ class LinearCrossEntropy(nnx.Module):
     """An output head that returns its loss: `pallas_kernels.linear_cross_entropy` with its weight.
 
     Args:
-      hidden_size: D, of the hidden states.
+      hidden_size: D, the size of the hidden states.
       vocab_size: V.
-      use_bias: whether the logits have a bias.
-      dtype: of the operands of the GEMMs; `None` takes that of the hidden states.
-      param_dtype: dtype of the parameters.
-      kernel_init: initializer of the weight `[V, D]`.
-      rngs: source of the weight's random numbers.
-      **loss_options: the keyword arguments of `pallas_kernels.linear_cross_entropy` to use in every
-        call.
+      use_bias: Whether the logits have a bias.
+      dtype: Dtype of the operands of the GEMMs; `None` takes the dtype of the hidden states.
+      param_dtype: Dtype of the parameters.
+      kernel_init: Initializer of the weight `[V, D]`.
+      rngs: Source of the weight's random numbers.
+      **loss_options: Keyword arguments of `linear_cross_entropy` for every call.
     """
 
     def __init__(
@@ -180,7 +187,7 @@ class LinearCrossEntropy(nnx.Module):
         self.weight = nnx.Param(kernel_init(rngs.params(), (vocab_size, hidden_size), param_dtype))
         self.bias = nnx.Param(jnp.zeros((vocab_size,), param_dtype)) if use_bias else nnx.data(None)
         self.dtype = dtype
-        # A tuple, because what is static in a module must be hashable.
+        # A tuple, because the static attributes of a module must be hashable.
         self.loss_options = nnx.static(tuple(sorted(loss_options.items())))
 
     def __call__(
@@ -189,7 +196,7 @@ class LinearCrossEntropy(nnx.Module):
         labels: Integer[Array, "*T"],
         token_weights: Float[Array, "*T"] | None = None,
     ) -> Float[Array, "..."] | tuple[Float[Array, "..."], LossMetrics]:
-        """The loss of predicting `labels` from `x`, as the loss options say."""
+        """The loss of predicting `labels` from `x`, with the loss options."""
         return linear_cross_entropy(
             x if self.dtype is None else x.astype(self.dtype),
             self.weight[...],
@@ -200,7 +207,7 @@ class LinearCrossEntropy(nnx.Module):
         )
 
     def logits(self, x: Float[Array, "*T D"]) -> Float[Array, "*T V"]:
-        """The logits themselves, float32, for sampling; the softcap of the loss options applies."""
+        """The logits, float32, for sampling; they have the softcap of the loss options."""
         dtype = self.dtype or x.dtype
         logits = jnp.einsum(
             "...d,vd->...v",

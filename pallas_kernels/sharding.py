@@ -77,16 +77,30 @@ def sum_over_token_shards(
     return sharded
 
 
-def sharded_over_devices(x: jax.Array) -> bool:
-    """Whether XLA may have split `x` over several devices.
+def sharded_reason(x: jax.Array) -> str | None:
+    """Why `x` must not be given to a kernel, or None if it is whole on one device.
 
-    It would gather the operands of a kernel, which it cannot split. Inside of `jax.shard_map` an
-    array is the part of one device.
+    XLA cannot split a kernel. If it may have split `x` over several devices, it would gather `x` on
+    all of them before the kernel. Inside of `jax.shard_map` an array is the part of one device.
     """
-    # The first is that of the context (`jax.set_mesh`), the second that of sharded arguments.
-    meshes = (jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh)
-    return any(
-        size > 1 and kind != jax.sharding.AxisType.Manual
-        for mesh in meshes
-        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    )
+    # `jax.set_mesh` sets the first mesh; sharded arguments bring the second.
+    for mesh in (jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh):
+        automatic = {
+            name: size
+            for name, size, kind in zip(
+                mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
+            )
+            if size > 1 and kind != jax.sharding.AxisType.Manual
+        }
+        if automatic:
+            axes = ", ".join(f"{name}={size}" for name, size in automatic.items())
+            return (
+                f"XLA may have split the arguments over the mesh axes {axes}, and it cannot split "
+                "a kernel; call the operation inside of jax.shard_map"
+            )
+    return None
+
+
+def sharded_over_devices(x: jax.Array) -> bool:
+    """Whether XLA may have split `x` over several devices."""
+    return sharded_reason(x) is not None

@@ -1,8 +1,8 @@
 """`python -m train`: trains a Llama, or runs a command; `python -m train --help` lists them.
 
-A mistake of the user, or of files, ends the program with one line and status 2, and a run that
-cannot go on with status 1. With `--debug` the traceback comes first. Other exceptions are bugs of
-this program, and keep their traceback.
+A mistake in a flag or a file ends the program with one line and status 2. A run that cannot go on
+ends it with one line and status 1. With `--debug` the traceback comes first. Other exceptions are
+bugs of this program, and keep their traceback.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 def main(arguments: Sequence[str]) -> None:
     """Runs a command line, without the name of the program."""
     if "plan" in arguments[:2]:
-        # Read when JAX is imported. XLA logs as an error that a program is larger than the device;
-        # to the planner that is an answer.
+        # XLA logs an error if a program is larger than the device. The planner expects that, so
+        # this hides the log. It must be set before JAX is imported.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     from train.cli.command_line import COMMANDS, DEBUG
 
@@ -32,10 +32,11 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _train(arguments: list[str], *, debug: bool) -> None:
-    from train import distributed, loop
-    from train.cli.command_line import COMMANDS, FlagError, parse_command_line
+    from train import distributed, loop, setup
+    from train.cli.command_line import COMMANDS, parse_command_line
     from train.errors import naming
     from train.faults import hide_given_up_transfers
+    from train.flag_errors import FlagError
 
     hide_given_up_transfers()
     with errors(debug=debug):
@@ -43,13 +44,13 @@ def _train(arguments: list[str], *, debug: bool) -> None:
             raise FlagError(
                 f"there is no command {arguments[0]!r}; there are {', '.join(COMMANDS)}"
             )
-        # Before the other flags, whose defaults depend on the devices.
+        # First, because the defaults of other flags depend on the devices.
         with distributed.started(distributed.flags(arguments)):
-            # Inside, too, because of several processes `started` ends those with an exception.
+            # Here as well, because `started` ends one of several processes on any exception.
             with errors(debug=debug):
                 config = parse_command_line(arguments)
                 try:
-                    loop.mesh_of(config)
+                    setup.mesh_of(config)
                 except ValueError as error:
                     raise FlagError(f"--mesh: {error}") from error
                 with naming(config.runs_dir / config.name):
@@ -58,16 +59,16 @@ def _train(arguments: list[str], *, debug: bool) -> None:
 
 @contextlib.contextmanager
 def errors(prefix: str = "", *, debug: bool = False) -> Iterator[None]:
-    """Ends the program for the exceptions that users and machines cause.
+    """Turns exceptions that users and machines cause into one line, and ends the program.
 
     Args:
-      prefix: of the line.
-      debug: whether the traceback is printed.
+      prefix: beginning of the line.
+      debug: print the traceback, too.
     """
-    from train.checkpoints.hf_folder import FolderError
-    from train.cli.command_line import DEBUG, FlagError
+    from train.cli.command_line import DEBUG
     from train.data import DataError
-    from train.errors import DiskError, RunError
+    from train.errors import DiskError, FolderError, RunError
+    from train.flag_errors import FlagError
     from train.planner.plan import PlanError
 
     try:
@@ -76,15 +77,16 @@ def errors(prefix: str = "", *, debug: bool = False) -> Iterator[None]:
         if debug:
             traceback.print_exc()
         message = " ".join(str(e).split()) or type(e).__name__
-        if isinstance(e, DataError) and prefix:  # it names the flags of training
+        if isinstance(e, DataError) and prefix:  # the message names the flags of training
             message = message.replace("--data.", "--")
         line = f"{prefix}error: {message}"
-        # What these say is for users. Another exception may be a bug, which a line does not show.
+        # The messages of these classes are for users. Another exception may be a bug, which needs
+        # the traceback.
         for_users = FlagError, DataError, FolderError, RunError, PlanError
         if not debug and not isinstance(e, for_users):
             line += f" ({DEBUG} shows the traceback)"
         if isinstance(e, RunError) and not isinstance(e, DiskError) and not prefix:
-            sys.exit(line)  # status 1; the other processes of the run get the line, too
+            sys.exit(line)  # status 1; `distributed` shows the line in the other processes, too
         print(line, file=sys.stderr)
         raise SystemExit(1 if isinstance(e, PlanError) else 2) from e
 

@@ -1,4 +1,7 @@
-"""A training run as a frozen dataclass, and its presets; `train.cli.command_line` reads its flags."""
+"""A training run as a frozen dataclass, and its presets.
+
+`train.cli.command_line` makes a flag of each field, with the text of "Attributes" as its help.
+"""
 
 import dataclasses
 import difflib
@@ -27,29 +30,32 @@ from train.ranges import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where the tokens come from.
+    """The tokens of a run.
 
     Attributes:
-      source: what to train on without a `path`. `stdlib`: the source of the running Python's
-        standard library, as bytes. `synthetic`: random tokens, for measuring speed.
-      path: files and folders to train on: text, `.jsonl`, `.parquet`, token ids in `.bin` or
-        `.npy`; see `train.data.files`.
-      weights: of the rows from each path; without them, a path counts by its size.
-      tokenizer: a tokenizer.json of Hugging Face's tokenizers, or its folder; None: bytes. Of files
-        with token ids, the one that made them.
-      bos_token: begins a document; None: what tokenizer_config.json beside the tokenizer says or,
-        without that file, one of the usual names. "" for nothing.
-      eos_token: ends a document; None: likewise. Separates documents in files with token ids.
-      text_field: the field of the text in `.jsonl` and `.parquet`. Records without it have "prompt"
-        and "completion", of which only the completion is learned.
-      token_dtype: of the token ids in `.bin`.
-      held_out_fraction: share of the documents that are held out, by a hash of their content.
-      held_out_path: files and folders to hold out in place of a share of `path`.
-      cache_dir: where tokens are kept, 2 or 4 bytes each; None: `pallas-kernels/tokens` in
+      source: text to train on if there is no `path`. `stdlib` is the source of the running Python's
+        standard library, as bytes; `synthetic` is random tokens, for measuring speed.
+      path: files and folders to train on, with text, `.jsonl`, `.parquet`, or token ids in `.bin`
+        or `.npy`; see `train.data.files`.
+      weights: share of the rows from each path, as relative numbers. Without weights a path counts
+        by its size.
+      tokenizer: a tokenizer.json of Hugging Face's tokenizers, or the folder with one. None makes
+        each byte a token. For files with token ids, name the tokenizer that made them.
+      bos_token: token that begins a document; "" for none. None takes the token that
+        tokenizer_config.json beside the tokenizer names or, without that file, a usual name.
+      eos_token: token that ends a document; "" for none. None chooses as for `bos_token`. In files
+        with token ids it separates documents.
+      text_field: field of the text in `.jsonl` and `.parquet`. Records without this field have
+        "prompt" and "completion"; only the completion is learned.
+      token_dtype: dtype of the token ids in `.bin`.
+      held_out_fraction: share of the documents that are held out, chosen by a hash of their
+        content.
+      held_out_path: files and folders to hold out, in place of a share of `path`.
+      cache_dir: folder for tokens, 2 or 4 bytes each; None takes `pallas-kernels/tokens` in
         `$XDG_CACHE_HOME` or `~/.cache`.
-      sequence_length: S, tokens in a row.
-      batch_size: B, rows in a forward and backward, over all devices.
-      accumulation_steps: batches whose gradients are added up into one step.
+      sequence_length: number of tokens in a row, S.
+      batch_size: number of rows in a forward and backward, B, over all devices.
+      accumulation_steps: number of batches whose gradients are added up for one step.
     """
 
     source: Literal["stdlib", "synthetic"]
@@ -79,11 +85,11 @@ class DataConfig:
         if self.tokens_per_step not in range(2**31):  # counted in an int32
             raise ValueError(
                 f"batch_size={self.batch_size} times {self.accumulation_steps=} times "
-                f"{self.sequence_length=} must stay below 2**31 tokens"
+                f"{self.sequence_length=} must stay below 2**31 tokens; make one of them smaller"
             )
         if self.weights and len(self.weights) != len(self.path):
             raise ValueError(
-                f"{len(self.weights)} weights for {len(self.path)} paths; give each path one"
+                f"{len(self.weights)} weights for {len(self.path)} paths; give each path a weight"
             )
         if not self.text_field:
             raise ValueError("text_field='' must be the name of a field")
@@ -91,11 +97,11 @@ class DataConfig:
             raise ValueError("path names the same file twice; raise its weight instead")
         for name in ("tokenizer", "held_out_path"):
             if getattr(self, name) and not self.path:
-                raise ValueError(f"{name} is for text of your own; name it with path")
+                raise ValueError(f"{name} is for text of your own; name the text with path")
 
     @property
     def is_packed(self) -> bool:
-        """Whether rows hold documents, and not random tokens."""
+        """Whether rows hold documents; the alternative is random tokens."""
         return bool(self.path) or self.source == "stdlib"
 
     @property
@@ -109,7 +115,7 @@ class DataConfig:
         return self.rows_per_step * self.sequence_length
 
 
-# By optimizer: b1 and b2, None where it reads none.
+# The usual b1 and b2 of each optimizer; None if it does not use them.
 _DECAYS: dict[str, tuple[float | None, float | None]] = {
     "adamw": (0.9, 0.95),
     "lion": (0.9, 0.99),
@@ -123,9 +129,9 @@ _DECAYS: dict[str, tuple[float | None, float | None]] = {
 class OptimizerConfig:
     """The optimizer, its decoupled weight decay and its learning rate.
 
-    Besides parameters and gradients each takes memory for its state, in bytes a parameter:
+    Besides parameters and gradients, each optimizer has a state, here in bytes a parameter:
 
-    | name | state | learning rate, beside AdamW's |
+    | name | state | learning rate, compared with AdamW's |
     |---|---|---|
     | `adamw` (https://arxiv.org/abs/1711.05101) | 8 | |
     | `lion` (https://arxiv.org/abs/2302.06675) | 4 | a fifth, and five times the weight decay |
@@ -135,23 +141,23 @@ class OptimizerConfig:
     | `sgd` with momentum | 4 | a hundred times, or more |
 
     Attributes:
-      name: which.
-      learning_rate: its highest value.
-      schedule: after the warm-up, `cosine` falls to the end along half a cosine; `wsd` (warm-up,
-        stable, decay; https://arxiv.org/abs/2404.06395) stays up and falls linearly over the last
-        `decay_fraction` of the steps.
-      warmup_steps: steps of the linear rise from 0.
+      name: name of the optimizer.
+      learning_rate: highest learning rate.
+      schedule: course of the learning rate after the warm-up. `cosine` falls to the end along half
+        a cosine. `wsd` (warm-up, stable, decay; https://arxiv.org/abs/2404.06395) stays up and
+        falls linearly over the last `decay_fraction` of the steps.
+      warmup_steps: number of steps of the linear rise from 0.
       decay_fraction: share of the steps in which `wsd` falls.
-      final_fraction: the last learning rate, as a share of the highest.
-      b1: decay of the first moment, or momentum; None: 0.9, and for the matrices of `muon` 0.95.
-        (Its AdamW has 0.9 in any case.) `adafactor` has none.
-      b2: decay of the second moment, and of what `lion` keeps; None: 0.95, and 0.99 for `lion`.
-        `adafactor` and `sgd` have none.
-      eps: added to the root of the second moment by `adamw` and `muon`.
-      weight_decay: of embeddings and kernels; norms and biases do not decay.
-      clip_norm: longest gradient; longer ones are scaled down. 0 turns it off.
-      momentum_dtype: of the first moment; None: that of the parameters. bfloat16 saves 2 bytes a
-        parameter. `adafactor` has none.
+      final_fraction: last learning rate, as a share of the highest.
+      b1: decay of the first moment, or momentum. None is 0.9, and 0.95 for the matrices of `muon`,
+        whose AdamW always has 0.9. `adafactor` has no b1.
+      b2: decay of the second moment, and of the moment of `lion`. None is 0.95, and 0.99 for
+        `lion`. `adafactor` and `sgd` have no b2.
+      eps: number that `adamw` and `muon` add to the root of the second moment.
+      weight_decay: weight decay of embeddings and kernels; norms and biases do not decay.
+      clip_norm: longest norm of a gradient; longer gradients are scaled down. 0 turns this off.
+      momentum_dtype: dtype of the first moment; None is the dtype of the parameters. bfloat16 saves
+        2 bytes a parameter. `adafactor` has no first moment.
     """
 
     name: Literal["adamw", "lion", "adafactor", "muon", "sgd"] = "adamw"
@@ -183,11 +189,13 @@ class OptimizerConfig:
         b1, b2 = _DECAYS[self.name]
         for name, usual in (("b1", b1), ("b2", b2), ("momentum_dtype", b1)):
             if usual is None and getattr(self, name) is not None:
-                raise ValueError(f"{name}={getattr(self, name)} is not read by {self.name}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: {self.name} has no {name}; leave it out"
+                )
 
     @property
     def decays(self) -> tuple[float, float]:
-        """`b1` and `b2`, or what is usual; 0 for one that the optimizer does not read."""
+        """`b1` and `b2`, or their usual values; 0 for a decay that the optimizer does not have."""
         b1, b2 = _DECAYS[self.name]
         return (
             (b1 or 0.0) if self.b1 is None else self.b1,
@@ -197,13 +205,13 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Devices along each axis of the mesh.
+    """The number of devices along each axis of the mesh.
 
     Attributes:
-      data: copies of the model; -1 takes all devices that the others leave.
-      fsdp: devices over which parameters and optimizer state are split.
-      tensor: devices that share each sequence: its attention by heads, its MLP and vocabulary by
-        columns, its residual stream by tokens.
+      data: number of copies of the model; -1 takes all devices that the other axes leave.
+      fsdp: number of devices over which parameters and optimizer state are split.
+      tensor: number of devices that share each sequence: its attention by heads, its MLP and
+        vocabulary by columns, its residual stream by tokens.
     """
 
     data: int = -1
@@ -218,12 +226,13 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints, in the run's folder.
+    """The checkpoints in the run's folder.
 
     Attributes:
-      every: steps between them; the last step has one, too. With checkpoints, the same command goes
-        on with the run in the folder `name`. 0 makes none.
-      keep: how many of the newest are kept, besides the one with the lowest held-out loss.
+      every: number of steps between checkpoints; the last step has one, too. With checkpoints, the
+        same command resumes the run in the folder `name`. 0 makes no checkpoints.
+      keep: number of newest checkpoints that are kept, besides the one with the lowest held-out
+        loss.
     """
 
     every: int = 0
@@ -238,17 +247,17 @@ class DistributedConfig:
     """The processes that train together; see `train.distributed`.
 
     Attributes:
-      cluster: who says which processes there are: `slurm` (`srun`) or `ompi` (Open MPI's `mpirun`),
-        with a process for each GPU. None: the next three.
-      coordinator_address: `host:port` of process 0, with a port that is free there.
-      num_processes: in all; 1 needs no others. Each has the GPUs that it can see.
-      process_id: of this process, from 0.
+      cluster: launcher that names the processes: `slurm` (`srun`) or `ompi` (Open MPI's `mpirun`),
+        with a process for each GPU. None reads the next three flags.
+      coordinator_address: address of process 0, as `host:port` with a port that is free there.
+      num_processes: number of processes. Each process uses the GPUs that it can see.
+      process_id: number of this process, from 0.
       initialization_timeout_s: seconds within which all processes must have started.
-      heartbeat_timeout_s: seconds after which a process that is not heard of is taken for dead,
-        which ends the others.
-      step_timeout_s: seconds after which a step, or the wait for its batch, ends the process with
-        the stacks of its threads. Compilation, evaluation, checkpoints and the files at the end may
-        take ten times as long. 0: no limit.
+      heartbeat_timeout_s: seconds without a sign of life after which a process counts as dead and
+        the others end.
+      step_timeout_s: limit in seconds for a step, and for the wait for its batch. When it is over,
+        the process prints the stacks of its threads and ends. Compilation, evaluation, checkpoints
+        and the files at the end get ten times as long. 0 sets no limit.
     """
 
     cluster: Literal["slurm", "ompi"] | None = None
@@ -275,13 +284,13 @@ class DistributedConfig:
         address = self.coordinator_address
         if self.num_processes > 1 and not re.fullmatch(r".+:\d+", address or ""):
             raise ValueError(
-                f"coordinator_address={address!r} must be host:port of process 0, for "
+                f"coordinator_address={address!r} must be host:port of process 0, because "
                 f"num_processes={self.num_processes}"
             )
         if self.cluster and (address or self.num_processes > 1):
             raise ValueError(
-                f"cluster={self.cluster!r} says what coordinator_address, num_processes and "
-                "process_id are; leave them out"
+                f"cluster={self.cluster!r} sets coordinator_address, num_processes and process_id; "
+                "leave them out"
             )
 
 
@@ -290,36 +299,37 @@ class TrainConfig:
     """A training run.
 
     Attributes:
-      name: of the folder in `runs_dir`; without checkpoints a number is appended if it exists.
-      runs_dir: where runs are written.
+      name: name of the folder in `runs_dir`. Without checkpoints, a number is appended if the
+        folder exists.
+      runs_dir: folder of all runs.
       init_from: a Hugging Face folder whose parameters the run starts with. Its model, and its
-        tokenizer if it has one, are the defaults of the flags; None draws parameters at random.
+        tokenizer if it has one, set the defaults of the flags. None draws random parameters.
       model: the architecture.
       data: the tokens.
       optimizer: the optimizer.
       mesh: the devices.
-      checkpoint: when the state is saved.
+      checkpoint: the checkpoints.
       distributed: the processes.
-      steps: of the optimizer.
-      seed: of the parameters and of the order of the data.
+      steps: number of optimizer steps.
+      seed: seed of the parameters and of the order of the data.
       z_loss: weight of the squared logsumexp in the loss.
-      max_skipped_steps: steps skipped in a row that end the run. Skipped is a step whose loss or
-        gradient is not finite.
-      skip_loss_spikes: skip steps whose loss is so many standard deviations above the running mean
-        (6 is usual); the formula is in `train.guard.judge`. 0 skips none.
-      eval_every: steps between measurements of the held-out loss; 0 never measures it.
-      eval_batches: batches in a measurement, from all over the held-out text.
-      log_every: steps between lines of output where there is no terminal.
+      max_skipped_steps: number of skipped steps in a row that ends the run. A step is skipped if
+        its loss or gradient is not finite.
+      skip_loss_spikes: limit of a loss, in standard deviations above the running mean, above which
+        its step is skipped (6 is usual; `train.guard.judge` has the formula). 0 skips none.
+      eval_every: number of steps between measurements of the held-out loss; 0 never measures it.
+      eval_batches: number of batches in a measurement, spread over the held-out text.
+      log_every: number of steps between lines of output if there is no terminal.
       sample_prompt: beginning of the text that is generated at every evaluation and at the end.
-      sample_tokens: its length; 0 generates none.
-      save: whether the trained model is written to the run's folder, in Hugging Face's format.
+      sample_tokens: number of tokens of the generated text; 0 generates none.
+      save: write the trained model to the run's folder, in Hugging Face's format.
       tensorboard: write the metrics for TensorBoard, too, to `tensorboard` in the run's folder.
-      wandb: the project of Weights & Biases to send the metrics to; None sends nothing.
-      profile_steps: `A:B` writes a trace of the steps A to B, counted from 1, to `profile` in the
-        run's folder.
-      dump_hlo: write the compiled step and what memory it takes to `hlo` in the run's folder.
-      xla_options: options of XLA for the step on GPUs, as `name=value`, besides those of
-        `train.xla_flags`, or in place of one; `none` leaves those out.
+      wandb: project of Weights & Biases that gets the metrics; None sends nothing.
+      profile_steps: steps `A:B`, counted from 1, whose trace is written to `profile` in the run's
+        folder.
+      dump_hlo: write the compiled step and its memory to `hlo` in the run's folder.
+      xla_options: options of XLA for the step on GPUs, as `name=value`. They come on top of the
+        defaults in `train.xla_flags` or replace one; `none` drops the defaults.
     """
 
     name: str
@@ -368,18 +378,19 @@ class TrainConfig:
         if self.data.sequence_length > longest and not grows:
             raise ValueError(
                 f"data.sequence_length={self.data.sequence_length} exceeds "
-                f"model.max_position_embeddings={longest}; shorten the rows or raise it"
+                f"model.max_position_embeddings={longest}; shorten the rows, or raise "
+                "the maximum"
             )
         if self.optimizer.warmup_steps >= self.steps:
             raise ValueError(
                 f"{self.optimizer.warmup_steps=} must be below {self.steps=}; shorten the warm-up"
             )
-        # Found out here and not after the last step.
+        # Checked here, because samples are generated after the last step.
         sample_size = 1 + len(self.sample_prompt.encode()) + self.sample_tokens
         if self.sample_tokens and sample_size > self.model.max_position_embeddings:
             raise ValueError(
                 f"a sample of {sample_size} tokens (prompt and {self.sample_tokens=}) exceeds "
-                f"{self.model.max_position_embeddings=}"
+                f"{self.model.max_position_embeddings=}; ask for fewer sample_tokens"
             )
         first, last = self.profiled or (1, 1)
         if not 1 <= first <= last <= self.steps:
@@ -390,7 +401,7 @@ class TrainConfig:
 
     @property
     def profiled(self) -> tuple[int, int] | None:
-        """The first and the last step of which a trace is written; (0, 0) if they are misspelt."""
+        """The first and the last step of the trace; (0, 0) if the field is misspelt."""
         if self.profile_steps is None:
             return None
         found = re.fullmatch(r"(\d+):(\d+)", self.profile_steps)
@@ -401,10 +412,10 @@ PRESET_NAMES = tuple(MODELS)
 
 
 def preset(name: str) -> TrainConfig:
-    """The run called `name`: `demo` trains on text, the others run a Llama on random tokens.
+    """The run called `name`: `demo` trains on text, the others train a Llama on random tokens.
 
     Raises:
-      ValueError: there is no such preset; says which is close.
+      ValueError: no preset has that name; the message names a similar one.
     """
     if name not in MODELS:
         close = difflib.get_close_matches(name, PRESET_NAMES, n=1)
@@ -436,5 +447,5 @@ def preset(name: str) -> TrainConfig:
 
 
 def fast_dtype() -> str:
-    """Of the computation: XLA emulates bfloat16 on a CPU, at half the speed of float32."""
+    """The dtype to compute in. On a CPU XLA emulates bfloat16, at half the speed of float32."""
     return "float32" if target_device().capability is None else "bfloat16"

@@ -1,13 +1,15 @@
-"""Training over more than one process: how they find each other, agree, and end together.
+"""Training over several processes: how they find each other, agree, and end together.
 
-Every process runs the same program on the same settings. What they must not find out each for
-itself is asked of process 0 (`of_first`) or decided by all (`all_say`, `StopVote`). A process that
-ends while others go on would leave them waiting in a collective that it never joins, so each tells
-process 0 every second that it is alive, or why it is not, and process 0 tells all (`started`).
+Every process runs the same program with the same settings. Some decisions must be the same
+everywhere: process 0 makes them (`of_first`), or all processes vote (`all_say`, `StopVote`).
 
-JAX has heartbeats of its own, whose end is an abort with a page of stack traces; they are given
-twice the time, for what this module does not see. The death of process 0, which has the store for
-all this, JAX finds out at once: then its page comes first.
+If one process ended alone, the others would wait for ever in a collective that it never joins. So
+every second each process tells process 0 that it is alive, or why it ends, and process 0 tells the
+others (`started`).
+
+JAX has heartbeats of its own, which end in an abort with a page of stack traces. They get twice the
+time, so they only catch failures that this module misses. JAX itself notices at once when process 0
+dies, which holds the store for all messages; then JAX's page comes first.
 """
 
 import contextlib
@@ -31,9 +33,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int
 
-from train.cli.command_line import tyro_errors
 from train.config import DistributedConfig
 from train.errors import RunError
+from train.flag_errors import tyro_errors
 
 _POLL_S = 1.0
 _AGAIN = "The same commands go on from the last checkpoint, if there is one"
@@ -50,10 +52,10 @@ class _Flags:
 
 
 def flags(arguments: Sequence[str]) -> DistributedConfig:
-    """The `--distributed` flags of a command line, whose others need a device to be understood.
+    """Reads the `--distributed` flags of a command line; the defaults of others need a device.
 
     Raises:
-      FlagError: one has a wrong value.
+      FlagError: a flag has a wrong value.
     """
     known = [text for text in arguments if text not in ("-h", "--help")]
     with tyro_errors(_Flags.__name__):
@@ -62,12 +64,14 @@ def flags(arguments: Sequence[str]) -> DistributedConfig:
 
 @contextlib.contextmanager
 def started(config: DistributedConfig) -> Iterator[None]:
-    """Runs a block as one of several processes; does nothing for a single one.
+    """Runs a block as one of several processes; does nothing if there is only one.
 
-    To be entered before anything asks JAX for its devices. Only process 0 prints to standard
-    output. The block's end waits for that of the others. An exception in it ends this process at
-    once with status 1, or that of the SystemExit, and the others within seconds, each with a line
-    that says why; so does the death of a process, within `heartbeat_timeout_s`.
+    Enter it before anything asks JAX for its devices. Only process 0 prints to standard output. At
+    its end the block waits for the blocks of the other processes.
+
+    An exception in the block ends this process at once, with status 1 or the status of the
+    SystemExit. The other processes end within seconds, each with a line that says why. If a process
+    dies, the others end in the same way within `heartbeat_timeout_s`.
 
     Raises:
       RunError: the cluster does not say which processes there are.
@@ -91,7 +95,7 @@ def started(config: DistributedConfig) -> Iterator[None]:
 
 
 def _connect(config: DistributedConfig) -> None:
-    # Its handler of SIGTERM would keep the process from ending before the first step.
+    # JAX's handler of SIGTERM would keep the process alive before the first step.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     given: dict[str, Any] = {"cluster_detection_method": config.cluster}
@@ -102,7 +106,7 @@ def _connect(config: DistributedConfig) -> None:
             "process_id": config.process_id,
             "cluster_detection_method": "deactivate",
         }
-    # JAX's own timeout is an abort.
+    # JAX's own timeout aborts the process, so the timer comes first.
     timeout_s = config.initialization_timeout_s
     timer = threading.Timer(timeout_s, _nobody_came, (config,))
     timer.daemon = True
@@ -116,8 +120,9 @@ def _connect(config: DistributedConfig) -> None:
     except (ValueError, KeyError) as error:  # a variable of the launcher is missing
         raise RunError(
             f"{config.cluster} does not say which processes there are ({_one_line(error)}); start "
-            "them with its launcher, or name them with --distributed.coordinator-address, "
-            "--distributed.num-processes and --distributed.process-id"
+            "the processes with its launcher, or name them with "
+            "--distributed.coordinator-address, --distributed.num-processes and "
+            "--distributed.process-id"
         ) from error
     finally:
         timer.cancel()
@@ -127,22 +132,22 @@ def _nobody_came(config: DistributedConfig) -> NoReturn:
     where = config.coordinator_address or f"the address that {config.cluster} gives"
     sys.stderr.write(
         f"error: not all processes met at {where} within {config.initialization_timeout_s} s "
-        "(--distributed.initialization-timeout-s); check that all were started, with the same "
-        "address, and that its port is free and can be reached\n"
+        "(--distributed.initialization-timeout-s); check that all processes were started with the "
+        "same address, and that its port is free and can be reached\n"
     )
     sys.stderr.flush()
     os._exit(1)
 
 
 def _client() -> Any:
-    """The store of keys and values at process 0, which JAX has no public name for."""
+    """The store of keys and values at process 0. JAX has no public name for it."""
     from jax._src import distributed
 
     return distributed.global_state.client
 
 
 class _Peers(threading.Thread):
-    """Says that this process is alive, and ends it when another is not."""
+    """A thread that reports this process as alive, and ends it when another process is dead."""
 
     def __init__(self, client: Any, index: int, timeout_s: int):
         super().__init__(name="peers", daemon=True)
@@ -154,7 +159,7 @@ class _Peers(threading.Thread):
         self._beats = itertools.count()
 
     def run(self) -> None:
-        """Until `leave`."""
+        """Reports and listens until `leave`."""
         while not self._left.wait(self._poll_s):
             try:
                 self._tell(next(self._beats), "")
@@ -165,22 +170,23 @@ class _Peers(threading.Thread):
                 self._end(f"error: {reason}. {_AGAIN}\n", 1, reason)
 
     def leave(self) -> None:
-        """At the end of the block."""
+        """Ends the thread, at the end of the block."""
         self._left.set()
         self.join()
         self._tell("left", "")
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Ends this process for an exception, and tells the others."""
-        if _is_of_jax(error):
-            # What a collective says when another process is gone does not say which; this does.
+        """Ends this process because of an exception, and tells the others."""
+        if _may_be_of_a_collective(error):
+            # If another process is gone, a collective fails but does not say which process it was.
+            # This thread finds out.
             self.join(self._timeout_s + 3 * self._poll_s)
         self._left.set()
         if not isinstance(error, SystemExit):
             text, code, why = "".join(traceback.format_exception(error)), 1, _one_line(error)
         elif isinstance(error.code, str):
             text, code, why = f"{error.code}\n", 1, error.code.removeprefix("error: ")
-        else:  # it has said why
+        else:  # the program has printed the reason
             text, code, why = "", error.code or 0, f"exit status {error.code or 0}"
             why = _one_line(error.__cause__) if error.__cause__ else why
         self._end(text, code, f"process {self._index} ended: {why}")
@@ -195,7 +201,7 @@ class _Peers(threading.Thread):
             if self._index == 0:
                 self._client.key_value_set(_VERDICT, json.dumps(["", reason]), allow_overwrite=True)
                 time.sleep(3 * self._poll_s)  # the store ends with this process
-        # Without JAX's shutdown, which waits for minutes for those that do not come.
+        # JAX's shutdown would wait for minutes for the dead processes.
         os._exit(code)
 
     def _tell(self, beat: Any, reason: str) -> None:
@@ -234,13 +240,13 @@ class _Peers(threading.Thread):
 
     def _silence_of(self, name: str) -> str:
         return (
-            f"{name} was not heard of for {self._timeout_s} s: it was killed, or stopped, or its "
-            "machine cannot be reached"
+            f"{name} gave no sign of life for {self._timeout_s} s: it was killed or stopped, or "
+            "its machine cannot be reached"
         )
 
 
-def _is_of_jax(error: BaseException | None) -> bool:
-    """Whether a collective may have failed, here or in what Orbax does."""
+def _may_be_of_a_collective(error: BaseException | None) -> bool:
+    """Whether a collective may have failed, in the step or inside Orbax."""
     while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError):
             return "RESOURCE_EXHAUSTED" not in str(error)
@@ -254,13 +260,13 @@ def _one_line(error: BaseException) -> str:
 
 
 class Watchdog:
-    """Ends the process when what it does takes too long; a context manager.
+    """Ends the process when a part of its work takes too long; a context manager.
 
-    The stacks of all threads and a line that names what was begun last go to standard error. The
-    limit holds for each thing that is begun.
+    Standard error gets the stacks of all threads and a line that names the work. The time counts
+    from the last call of `begin`.
 
     Args:
-      step_timeout_s: seconds for a step or its batch; 0 for no limit.
+      step_timeout_s: limit in seconds for a step or its batch; 0 sets no limit.
     """
 
     def __init__(self, step_timeout_s: float):
@@ -270,11 +276,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def begin(self, what: str, *, times: int = 1) -> None:
-        """What is done from now on; it may take so many times the limit."""
+        """Names the work that starts now, which may take `times` the limit."""
         self._doing = what, self._limit_s * times, time.monotonic()
 
     def begin_other(self, what: str) -> None:
-        """What takes longer than a step, from now on."""
+        """Names work that takes longer than a step and starts now; it gets ten times the limit."""
         self.begin(what, times=10)
 
     def __enter__(self) -> "Watchdog":
@@ -308,7 +314,8 @@ class Watchdog:
         )
         sys.stderr.flush()
         if jax.process_count() > 1:
-            # The others are stuck in the same step, and shall show where before this one is missed.
+            # The others hang in the same step. They need time to print their stacks before they
+            # notice that this process is gone.
             time.sleep((6 if is_first() else 3) * _POLL_S)
         os._exit(1)
 
@@ -322,13 +329,13 @@ _questions = itertools.count()
 
 
 def of_first(make: Callable[[], str]) -> str:
-    """`make()` of process 0, in all processes. They must come here in the same order."""
+    """The result of `make()` in process 0. All processes must call this in the same order."""
     if jax.process_count() == 1:
         return make()
     key = f"train/answer/{next(_questions)}"
     if is_first():
         _client().key_value_set(key, make())
-    # For ever, or until `started` ends this process.
+    # Waits for ever, or until `started` ends this process.
     return _client().blocking_key_value_get(key, 2**31 - 1)
 
 
@@ -338,12 +345,12 @@ def all_say(yes: bool) -> bool:
 
 
 class StopVote:
-    """Whether a process was asked to stop, which all find out after the same step.
+    """Whether a process was asked to stop. All processes learn it after the same step.
 
-    A signal reaches one process, at some moment between its steps; if that one stopped by itself
-    the others would wait for it. So every step is followed by the largest of one integer of each
-    device, which is asked for a step later, when it has long been there: the host waits for nothing
-    that it would not wait for anyway, and the devices exchange a few bytes a step.
+    A signal reaches one process, at some moment between its steps. If that process stopped alone,
+    the others would wait for it. So after every step the devices compute the maximum of one integer
+    each, a few bytes, and the host reads it a step later. The maximum is there by then, so the host
+    does not wait for it.
     """
 
     def __init__(self, mesh: Mesh):
@@ -359,10 +366,10 @@ class StopVote:
         self._pending: Int[Array, ""] | None = None
 
     def stops(self, asked: bool) -> bool:
-        """Whether to stop after this step; to be called once after each was begun.
+        """Whether to stop after this step. Call it once a step, after the step was dispatched.
 
         Args:
-          asked: whether this process was asked to.
+          asked: whether this process was asked to stop.
         """
         if self._alone:
             return asked
@@ -371,7 +378,7 @@ class StopVote:
 
 
 def to_devices(arrays: Mapping[str, np.ndarray], sharding: Sharding) -> dict[str, Array]:
-    """Arrays that every process has whole, on its devices."""
+    """Puts arrays on the devices; every process has the whole arrays."""
     if sharding.is_fully_addressable:
         return jax.device_put(dict(arrays), sharding)
     return {
@@ -385,12 +392,12 @@ def rows_to_devices(
     shape: tuple[int, int],
     sharding: Sharding,
 ) -> dict[str, Array]:
-    """A batch `[A, B, S]`, of which each process makes the rows of its devices alone.
+    """A batch `[A, B, S]` on the devices; each process makes only the rows of its own devices.
 
     Args:
-      rows_of: arrays `[R, S]` with these of the A * B rows.
-      shape: (A, B).
-      sharding: of the batch; splits B.
+      rows_of: function from R row numbers below A * B to arrays `[R, S]`.
+      shape: the sizes (A, B).
+      sharding: sharding of the batch, which splits B.
     """
     accumulation_steps, batch_size = shape
     indices = sharding.addressable_devices_indices_map((accumulation_steps, batch_size, 1))
@@ -411,7 +418,7 @@ def rows_to_devices(
 
 
 def gathered(array: Array) -> np.ndarray:
-    """All of an array on the host of every process; all must call this."""
+    """The whole array on the host of every process. All processes must call this."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return multihost_utils.process_allgather(array, tiled=True)

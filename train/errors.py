@@ -1,4 +1,4 @@
-"""The errors of a run that are for its user, each in one line."""
+"""The errors that are for the user of a run, each in one line."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,9 +15,13 @@ class DiskError(RunError):
     """A file that cannot be read or written."""
 
 
+class FolderError(ValueError):
+    """Why a folder cannot be read or used, in one line that needs no traceback."""
+
+
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Gives the errors of the disk the name of a file, which a full disk's do not have.
+    """Adds the name of a file to errors of the disk; the error of a full disk has none.
 
     Raises:
       DiskError: a file cannot be read or written.

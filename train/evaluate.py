@@ -18,13 +18,13 @@ from train.distributed import to_devices
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Over the predicted tokens of a text; they add up.
+    """Sums over the predicted tokens of a text; the sums of two texts add up.
 
     Attributes:
       nll: negative log-likelihood in nats.
-      correct: tokens that the model thought likeliest.
-      tokens: their number.
-      bytes: of text that they stand for.
+      correct: number of tokens that the model thought likeliest.
+      tokens: number of predicted tokens.
+      bytes: number of bytes of text that the tokens stand for.
     """
 
     nll: float = 0.0
@@ -48,7 +48,7 @@ class Sums:
 
     @property
     def bits_per_byte(self) -> float:
-        """Of text, which does not depend on the tokenizer."""
+        """Bits per byte of text, which can be compared between tokenizers."""
         return self.nll / self.bytes / math.log(2)
 
 

@@ -1,4 +1,4 @@
-"""How a run ends before its last step: signals, and what the step that failed leaves."""
+"""The end of a run before its last step: signals, and the files of a step that failed."""
 
 import contextlib
 import json
@@ -20,14 +20,14 @@ from train.reporting.metrics import jsonable
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[threading.Event]:
-    """SIGTERM and the first SIGINT set the event; a second SIGINT raises KeyboardInterrupt.
+    """An event that SIGTERM and the first SIGINT set; a second SIGINT raises KeyboardInterrupt.
 
-    Only for the main thread: Python allows no other to handle signals.
+    Only the main thread may enter it, because Python lets no other thread handle signals.
     """
     stop = threading.Event()
 
     def handle(*_: Any) -> None:
-        # Nothing is printed: the signal may have come in the middle of a print, which forbids it.
+        # It must not print: the signal may have interrupted a print.
         stop.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -42,10 +42,10 @@ def stop_signals() -> Iterator[threading.Event]:
 
 
 def hide_given_up_transfers() -> None:
-    """Keeps what Orbax was still writing when a save failed from printing tracebacks.
+    """Hides the tracebacks of transfers that Orbax gave up when a save failed.
 
-    It reports to an event loop that Orbax has closed by then. For a program, not for a library: the
-    hook is that of the process.
+    The transfers report to an event loop that Orbax has closed by then. Only a program may call
+    this, not a library, because it sets the hook of the whole process.
     """
 
     def hook(unraisable: Any) -> None:
@@ -62,12 +62,12 @@ def save_failed_step(
     params: nnx.State,
     batch: Mapping[str, np.ndarray],
 ) -> Path:
-    """Writes what `train.cli.replay` needs to run a step's forward and backward again.
+    """Writes the files with which `train.cli.replay` runs a step's forward and backward again.
 
-    Of several processes each writes its parameters, so all have to call this.
+    Each process writes its own part of the parameters, so all processes must call this.
 
     Returns:
-      The folder: `config.json`, `batch.npz` with arrays `[A, B, S]`, and `params`.
+      The folder, with `config.json`, `batch.npz` (arrays `[A, B, S]`) and `params`.
     """
     folder = run_dir / f"failed-step-{step}"
     if jax.process_index() == 0:

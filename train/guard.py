@@ -1,7 +1,7 @@
 """Which steps are skipped: those whose loss or gradient is not finite, or whose loss jumps.
 
-A skipped step leaves parameters and optimizer state as they are, to the bit. The decision is made
-inside of the jitted step, so that the host need not wait for it.
+A skipped step leaves parameters and optimizer state as they are, to the bit. The jitted step makes
+the decision, so the host need not wait for it.
 """
 
 import dataclasses
@@ -11,20 +11,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# Losses in the running mean. A spike is looked for once half as many have been seen.
+# Losses in the running mean. The guard looks for spikes after half as many losses.
 WINDOW = 128
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """What deciding needs to know of earlier steps.
+    """The statistics of earlier steps that the decision needs.
 
     Attributes:
-      skipped: steps skipped so far, an int32.
-      in_a_row: steps skipped since the last that was taken, an int32.
-      loss_mean: of the losses of the steps taken, a float32.
-      loss_variance: of the same, a float32.
+      skipped: number of steps skipped so far, int32.
+      in_a_row: number of steps skipped since the last step that was taken, int32.
+      loss_mean: running mean of the losses of the steps taken, float32.
+      loss_variance: running variance of the same losses, float32.
     """
 
     skipped: Any
@@ -34,7 +34,7 @@ class Guard:
 
 
 def initial_guard() -> Guard:
-    """Before the first step."""
+    """The statistics before the first step."""
     return Guard(
         skipped=jnp.zeros((), jnp.int32),
         in_a_row=jnp.zeros((), jnp.int32),
@@ -52,24 +52,25 @@ def judge(
     max_skipped_steps: int,
     spike_factor: float,
 ) -> tuple[Bool[Array, ""], Guard]:
-    """Whether a step is taken, and what is known after it.
+    """Whether a step is taken, and the statistics after it.
 
-    With `n` steps taken before, mean `m` and variance `v` of their losses, a loss `l` is a spike if
-    `n >= WINDOW / 2` and `l - m > spike_factor * sqrt(v)`. After a step that is taken, with
-    `a = max(1 / (n + 1), 1 / WINDOW)`, `v` becomes `(1 - a) * (v + a * (l - m)**2)` and `m` becomes
-    `m + a * (l - m)`: mean and variance of all losses at first, exponentially weighted later. A
-    skipped loss enters neither.
+    Let `n` steps have been taken, with mean `m` and variance `v` of their losses. A loss `l` is a
+    spike if `n >= WINDOW / 2` and `l - m > spike_factor * sqrt(v)`. A step that is taken updates
+    both statistics with `a = max(1 / (n + 1), 1 / WINDOW)`: `v` becomes
+    `(1 - a) * (v + a * (l - m)**2)`, then `m` becomes `m + a * (l - m)`. At first both are plain
+    statistics of all losses; later they weight losses exponentially. A skipped loss changes
+    neither.
 
-    After `max_skipped_steps` in a row no step is taken any more: the loop, which learns of a step
-    when the next one runs, finds the parameters with which things went wrong.
+    After `max_skipped_steps` in a row all further steps are skipped. The loop reads the result of a
+    step when the next one runs, so it still finds the parameters with which things went wrong.
 
     Args:
-      guard: before the step.
-      step: how many steps went before, taken or skipped.
-      loss: of the step.
-      grad_norm: of the step, before clipping.
-      max_skipped_steps: see `TrainConfig`.
-      spike_factor: standard deviations above the mean; 0 looks for no spikes.
+      guard: statistics before the step.
+      step: number of earlier steps, taken or skipped.
+      loss: loss of the step.
+      grad_norm: gradient norm of the step, before clipping.
+      max_skipped_steps: number of skipped steps in a row that ends the run.
+      spike_factor: limit of a loss in standard deviations above the mean; 0 skips no spikes.
     """
     taken_before = step - guard.skipped
     deviation = loss - guard.loss_mean

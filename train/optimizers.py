@@ -1,18 +1,19 @@
 """The optimizers and the learning rate.
 
-All of them can skip a step: their `update` takes `taken`, a bool, and False leaves the state as it
-is, to the bit; the updates are then for nobody to use.
+Each optimizer can skip a step: its `update` takes a bool `taken`. If it is False, the state stays
+as it is, to the bit, and the caller must ignore the updates.
 
-AdamW is written so that this costs no memory. The others are optax's, with a choice between the old
-state and the new one behind them (`_skippable`). Their updates come from the new state, so where
-XLA does not fuse the choice with what reads both it holds the state twice for a moment, at worst
-all of it at once: 4 bytes a parameter for Lion, SGD and the matrices of Muon, 8 for what Muon
-leaves to AdamW, and next to nothing for Adafactor. On a CPU that is so for SGD and not for Lion.
+AdamW is written so that this costs no memory. The other optimizers are optax's, followed by a
+choice between the old state and the new state (`_skippable`). Their updates come from the new
+state. Where XLA does not fuse the choice with the code that reads both states, it holds the state
+twice for a moment. At worst that is the whole state: 4 bytes a parameter for Lion, SGD and the
+matrices of Muon, 8 bytes for the parameters that Muon leaves to AdamW, and next to nothing for
+Adafactor. On a CPU this happens for SGD and not for Lion.
 
-Parameters are float32 unless `param_dtype` says otherwise: an update below half an ulp of its
-parameter vanishes, and AdamW's, which are about as large as the learning rate, are below that of a
-bfloat16 near 1 up to a rate of 2e-3. With bfloat16 parameters norms stay as they are, and kernels
-lose most of the small steps at the end of a run.
+Parameters are float32 unless `param_dtype` names another dtype. An update below half an ulp of its
+parameter vanishes. AdamW's updates are about as large as the learning rate. Up to a rate of 2e-3
+they are below half an ulp of a bfloat16 near 1. So with bfloat16 parameters the norms never change,
+and kernels lose most of the small steps at the end of a run.
 """
 
 from typing import Any
@@ -24,8 +25,8 @@ import optax
 from models.sharding import parameter_path
 from train.config import OptimizerConfig
 
-# Of Muon's updates, with which they are as long as AdamW's and take its learning rate and weight
-# decay (https://arxiv.org/abs/2502.16982).
+# Root mean square of Muon's updates. With it they are as long as AdamW's, so they use AdamW's
+# learning rate and weight decay (https://arxiv.org/abs/2502.16982).
 _MUON_RMS = 0.2
 
 
@@ -51,7 +52,7 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
-    """The optimizer over clipped gradients, with the learning rate of `learning_rate_schedule`."""
+    """The optimizer of clipped gradients, with the learning rate of `learning_rate_schedule`."""
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
     schedule = learning_rate_schedule(config, steps)
     b1, b2 = config.decays
@@ -59,7 +60,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         case "adamw":
             return optax.chain(clip, _adamw(config, schedule))
         case "muon":
-            # Of rate -1, so that it gives directions as the others do.
+            # With rate -1 it returns directions, as the other optimizers do.
             direction = optax.contrib.muon(
                 -1.0,
                 beta=b1,
@@ -84,7 +85,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 def _skippable(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Any optimizer, for steps that may be skipped; see the module for what it costs."""
+    """An optimizer that can skip steps; the docstring of the module says what it costs."""
 
     def update(
         updates: Any, state: Any, params: Any = None, *, taken: Any = True, **_: Any
@@ -98,11 +99,11 @@ def _skippable(
 def _adamw(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.adamw` for steps that may be skipped.
+    """`optax.adamw` that can skip steps.
 
-    The updates come from the moments that are stored, old or new. With optax's they come from the
-    new ones, so a step that can be skipped needs both, and XLA, which writes the moments in place,
-    copies old ones first, those of gate and up for example.
+    Its updates come from the moments that it stores, old or new. optax computes them from the new
+    moments. A step that can be skipped then needs both, and XLA, which writes the moments in place,
+    first copies old moments, for example those of gate and up.
     """
     b1, b2 = config.decays
     adam = optax.scale_by_adam(b1, b2, config.eps, mu_dtype=config.momentum_dtype)
@@ -138,7 +139,7 @@ def _adamw(
 
 
 def _decays(params: Any) -> Any:
-    """Which parameters weight decay is for: embeddings and kernels."""
+    """Whether each parameter has weight decay: embeddings and kernels have."""
 
     def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
         names = parameter_path(path)
@@ -148,7 +149,7 @@ def _decays(params: Any) -> Any:
 
 
 def _matrices_of_layers(params: Any) -> Any:
-    """The parameters that Muon is for, which are stacked on axis 0; None for the others."""
+    """The axes of the parameters that Muon updates, stacked on axis 0; None for the others."""
 
     def axes(path: tuple[Any, ...], _: Any) -> optax.contrib.MuonDimensionNumbers | None:
         names = parameter_path(path)

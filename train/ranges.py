@@ -1,24 +1,24 @@
-"""The values that numbers and names of a configuration may have; no range holds NaN or infinity."""
+"""The values that a configuration's numbers and names may have. No range holds NaN or infinity."""
 
 import dataclasses
 from typing import Any
 
-# The largest values that the programs have room for: steps and tokens are counted in an int32, and
-# XLA makes an infinity of a larger float.
+# The largest values that the programs have room for: an int32 counts steps and tokens, and XLA
+# turns a larger float into infinity.
 _MOST_INT = 2**31 - 1
 _MOST_FLOAT = 3.4e38
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Numbers from `least` up to `most`, of which `most` is left out if `below` is set."""
+    """Numbers from `least` to `most`; `most` itself is not in the range if `below` is set."""
 
     least: int | float
     most: int | float
     below: bool = False
 
     def holds(self, value: int | float) -> bool:
-        """Whether a number is in it; NaN never is."""
+        """Whether a number is in the range; NaN never is."""
         return self.least <= value and (value < self.most if self.below else value <= self.most)
 
     def __str__(self) -> str:
@@ -27,10 +27,10 @@ class Range:
 
 COUNT = Range(0, _MOST_INT)
 SIZE = Range(1, _MOST_INT)
-# `jax.random.key` takes more, and leaves out the bits past 32.
+# `jax.random.key` takes larger seeds, but ignores the bits past 32.
 SEED = Range(0, 2**32 - 1)
 NOT_NEGATIVE = Range(0, _MOST_FLOAT)
-# A smaller one is lost when it is squared or added in float32.
+# float32 loses a smaller number when it is squared or added.
 POSITIVE = Range(1e-30, _MOST_FLOAT)
 SHARE = Range(0, 1)
 BELOW_ONE = Range(0, 1, below=True)
@@ -40,14 +40,15 @@ WHOLE_SECONDS = Range(1, 10**8)
 
 
 def check_ranges(config: Any, **ranges: Range) -> None:
-    """Whether the fields of a configuration are in their ranges.
+    """Checks that the fields of a configuration are in their ranges.
 
     Args:
       config: a dataclass.
-      **ranges: of its fields, by name. A None is in any range. Each entry of a tuple must be in it.
+      **ranges: the range of each field, by name. None is in every range. For a tuple, each entry
+        must be in the range.
 
     Raises:
-      ValueError: one is not; with its name, value and range.
+      ValueError: a field is out of its range; the message has its name, value and range.
     """
     for name, allowed in ranges.items():
         value = getattr(config, name)
@@ -57,18 +58,18 @@ def check_ranges(config: Any, **ranges: Range) -> None:
 
 
 def check_folder_name(name: str) -> None:
-    """Whether a folder may have this name, also with a number behind it.
+    """Checks that a folder may have this name, also with a number appended.
 
     Raises:
-      ValueError: it may not; with the reason.
+      ValueError: it may not; the message says why.
     """
     # Linux allows 255 bytes.
     if not name.strip() or name in (".", "..") or len(name.encode()) > 200:
         reason = "must be the name of a folder, of 1 to 200 bytes"
     elif "/" in name:
-        reason = "must be the name of a folder, without a slash; the flag runs-dir says where it is"
+        reason = "must be the name of a folder, without a slash; --runs-dir says where it is"
     elif not name.isprintable():
-        reason = "must have no line breaks and no other characters that cannot be printed"
+        reason = "must not have line breaks or other characters that cannot be printed"
     else:
         return
     raise ValueError(f"name={name!r} {reason}")

@@ -35,13 +35,13 @@ type Metrics = dict[str, Float[Array, ""]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that a step changes, or the shapes or shardings of it.
+    """Everything that a step changes; also its shapes, or its shardings.
 
     Attributes:
-      step: how many steps were taken or skipped, an int32.
-      params: of the model.
-      opt_state: of the optimizer.
-      guard: decides which steps are skipped.
+      step: number of steps taken or skipped, int32.
+      params: parameters of the model.
+      opt_state: state of the optimizer.
+      guard: statistics that decide whether a step is skipped.
     """
 
     step: Any
@@ -56,21 +56,21 @@ def model_graph(config: LlamaConfig) -> nnx.GraphDef:
 
 
 def init_state(config: TrainConfig, mesh: Mesh) -> TrainState:
-    """The state before the first step, each array made where it lies on the mesh."""
+    """The state before the first step. Each device makes its own part of an array."""
     init = _initializer(config)
     shardings = jax.tree.map(lambda a: a.sharding, abstract_state(config, mesh))
     return jax.jit(init, out_shardings=shardings)(jax.random.key(config.seed))
 
 
 def state_with(config: TrainConfig, mesh: Mesh, params: nnx.State) -> TrainState:
-    """The state before the first step with parameters on the mesh, whose memory it takes over."""
+    """The state before the first step, with `params` on the mesh; it takes over their memory."""
     begin = lambda params: _state_of(config, params)
     shardings = jax.tree.map(lambda a: a.sharding, abstract_state(config, mesh))
     return jax.jit(begin, donate_argnums=0, out_shardings=shardings)(params)
 
 
 def abstract_state(config: TrainConfig, mesh: Mesh) -> TrainState:
-    """Shapes, dtypes and shardings of the state; the devices of the mesh need not be here."""
+    """Shapes, dtypes and shardings of the state. The mesh's devices need not be in this machine."""
     init = _initializer(config)
     shapes = jax.eval_shape(lambda: init(jax.random.key(config.seed)))
     shardings = state_shardings(shapes, mesh)
@@ -91,7 +91,11 @@ def _state_of(config: TrainConfig, params: nnx.State) -> TrainState:
 
 
 def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
-    """Where each array of a state lies: what has a parameter's path and shape beside it."""
+    """The sharding of each array of a state.
+
+    An array whose path ends in a parameter's path and that has the parameter's shape, such as a
+    moment, gets the parameter's sharding. Every other array is replicated.
+    """
     params = parameter_shardings(state.params, mesh)
     leaves = zip(jax.tree.leaves_with_path(state.params), jax.tree.leaves(params), strict=True)
     beside = {(parameter_path(path), leaf.shape): sharding for (path, leaf), sharding in leaves}
@@ -116,11 +120,12 @@ def loss_and_sums(
 ) -> tuple[Float[Array, ""], Metrics]:
     """`scale` times the summed loss of a batch `[B, S]`, in nats, and sums for metrics.
 
-    The factor goes into the loss, because outside it would be multiplied with every gradient.
+    The factor goes into the loss; outside of the loss it would be multiplied with every gradient.
 
     Returns:
-      The loss, and "nll_sum" and "correct_sum": negative log-likelihood without z-loss, and number
-      of tokens whose label has the largest logit. Only the loss has gradients.
+      The loss, and two sums: "nll_sum", the negative log-likelihood without z-loss, and
+      "correct_sum", the number of tokens whose label has the largest logit. Only the loss has
+      gradients.
     """
 
     def of_batch(params, batch, scale):
@@ -143,7 +148,7 @@ def loss_and_sums(
                 z_loss=z_loss,
                 vocab_axis=tensor_axis(),
                 return_metrics=True,
-                implementation=None if model.config.kernels else "xla",
+                implementation=model.config.implementation,
             )
             count = metrics.num_tokens.astype(jnp.float32)
             return loss, {"nll_sum": metrics.nll * count, "correct_sum": metrics.accuracy * count}
@@ -165,11 +170,11 @@ def loss_sum(
 def make_gradients(
     config: TrainConfig,
 ) -> Callable[[nnx.State, Batch], tuple[Metrics, nnx.State]]:
-    """Metrics and gradients of batches `[A, B, S]`, A the number of accumulation steps.
+    """Makes a function from parameters and a batch `[A, B, S]` to metrics and gradients.
 
-    The loss is the sum over all tokens of the step divided by their number, so that neither the
-    split into A batches nor that over devices changes it. Gradients are added up in the parameters'
-    dtype.
+    A is the number of accumulation steps. The loss is the sum over all tokens of the step divided
+    by their number, so neither the split into A batches nor the split over devices changes it. The
+    gradients of the A batches are added up in the parameters' dtype.
     """
     graphdef = model_graph(config.model)
 
@@ -209,9 +214,10 @@ def make_gradients(
 def make_train_step(
     config: TrainConfig,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The step for batches `[A, B, S]`; see `make_gradients` for its loss, `train.guard` for skips.
+    """Makes the step: a function from a state and a batch `[A, B, S]` to a state and metrics.
 
-    The optimizer does not count skipped steps: they do not move the learning rate.
+    `make_gradients` defines the loss, and `train.guard` which steps are skipped. The optimizer does
+    not count skipped steps, so they do not move the learning rate.
     """
     gradients_of = make_gradients(config)
     optimizer = make_optimizer(config.optimizer, config.steps)
@@ -233,8 +239,9 @@ def make_train_step(
                 gradients, state.opt_state, state.params, taken=taken
             )
             learning_rate = jnp.asarray(schedule(state.step - state.guard.skipped), jnp.float32)
-        # A choice between the old value and the new one in the loop that writes one over the other
-        # costs no memory and no pass. The update waits for the norm, but so it does for clipping.
+        # XLA makes this choice in the loop that writes the new parameters over the old ones, so it
+        # costs no memory and no pass. The update must wait for the gradient norm, but it has to
+        # wait for it because of clipping, too.
         new: Any = optax.apply_updates(state.params, updates)
         params = jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, state.params)
         metrics |= {
@@ -248,7 +255,7 @@ def make_train_step(
 
 
 def jit_train_step(config: TrainConfig, state: TrainState) -> Any:
-    """The jitted step for a state, or for its shapes and shardings, whose memory it takes over."""
+    """The jitted step for a state, or for its shapes and shardings. It donates the state."""
     shardings = jax.tree.map(lambda a: a.sharding, state)
     devices = jax.tree.leaves(shardings)[0].device_set
     options = compiler_options(devices, config.xla_options, scan_layers=config.model.scan_layers)
@@ -261,14 +268,17 @@ def jit_train_step(config: TrainConfig, state: TrainState) -> Any:
 
 
 def memory_in_bytes(compiled: Any) -> int:
-    """What a compiled step takes on each device: arguments, temporaries, and outputs of its own."""
+    """Memory of a compiled step on each device: arguments, temporaries, outputs of its own."""
     sizes = compiled.memory_analysis()
     own_outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + own_outputs
 
 
 def make_eval_step(config: TrainConfig) -> Callable[[nnx.State, Batch], Metrics]:
-    """Sums over the tokens of a batch `[B, S]`, for metrics, and their number; no gradient work."""
+    """Makes a function from parameters and a batch `[B, S]` to sums over its tokens.
+
+    The sums are "nll_sum" and "correct_sum" of `loss_and_sums`, and "num_tokens".
+    """
     graphdef = model_graph(config.model)
 
     def eval_step(params: nnx.State, batch: Batch) -> Metrics:

@@ -88,7 +88,6 @@ SETTINGS = (
     Setting("ours, chunks of 4096", _ours(chunk_size=4096)),
     Setting("ours, chunks of 2048", _ours(chunk_size=2048)),
     Setting("ours, chunks of 1024", _ours(chunk_size=1024)),
-    Setting("ours, both of 2048", _ours(chunk_size=2048, vocab_chunk_size=2048)),
     Setting("ours, 2048 columns", _ours(vocab_chunk_size=2048), "float32"),
     Setting("ours, bfloat16 sums", _ours(accum_dtype=jnp.bfloat16), "bfloat16"),
     Setting("ours, bfloat16 dweight", _ours(), "bfloat16"),

@@ -30,7 +30,7 @@ from unittest import mock
 
 import jax
 
-import models.llama
+import models.layers
 import train.step
 from benchmarks import timing
 from benchmarks.kernels.sharded import wall_ms
@@ -53,14 +53,14 @@ def with_peer_kernel(*args: Any, **options: Any) -> Any:
 def contender(name: str, config: TrainConfig) -> Iterator[TrainConfig]:
     """Yields the configuration of a contender, which must be traced inside of the context."""
     if name == "all-reduce":
-        model = dataclasses.replace(config.model, kernels=False)
+        model = dataclasses.replace(config.model, implementation="xla")
         with (
             mock.patch.object(train.step, "sum_over_devices", lambda fn: fn),
             mock.patch.object(train.step, "tensor_axis", lambda: None),
         ):
             yield dataclasses.replace(config, model=model)
     elif name == "peer kernel":
-        with mock.patch.object(models.llama, "sharded_add_rms_norm", with_peer_kernel):
+        with mock.patch.object(models.layers, "sharded_add_rms_norm", with_peer_kernel):
             yield config
     else:
         yield config

@@ -107,7 +107,10 @@ class Way:
                 "':loss=logits' or ':xla_OPTION=VALUE' after it"
             )
         model = dataclasses.replace(
-            base.model, scan_layers=layers == "scanned", remat=remat, kernels="xla" not in rest
+            base.model,
+            scan_layers=layers == "scanned",
+            remat=remat,
+            implementation="xla" if "xla" in rest else None,
         )
         return cls(dataclasses.replace(base, model=model), loss, tuple(options))
 

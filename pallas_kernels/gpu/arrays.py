@@ -1,12 +1,8 @@
 """Arrays as a kernel finds and leaves them in device memory."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.typing import DTypeLike
-
-from pallas_kernels.gpu.kernel import gpu_kernel
 
 _ALIGNMENT = 256  # bytes, of the addresses of operands and results
 
@@ -30,15 +26,3 @@ def at_aligned_addresses(arrays: Any) -> Any:
         return jax.lax.optimization_barrier(a) if row * a.dtype.itemsize % _ALIGNMENT else a
 
     return jax.tree.map(apart, arrays)
-
-
-def uninitialized(shape: Sequence[int], dtype: DTypeLike, *, after: jax.Array) -> jax.Array:
-    """An array of whatever is in memory, which XLA places once `after` is there.
-
-    `jax.lax.empty` depends on nothing, so its memory may be taken from the start.
-    """
-    return gpu_kernel(
-        lambda after_gmem, out_gmem: None,
-        out_type=jax.ShapeDtypeStruct(tuple(shape), dtype),
-        kernel_name="uninitialized",
-    )(at_aligned_addresses(after))

@@ -9,7 +9,7 @@ accumulators of a tile is up to the kernel.
   when the epilogue of this one is done.
 - While one warpgroup waits for its wgmma, or is in an epilogue, the other's runs: issuing the next
   wgmma before waiting, and starting the second warpgroup some steps after the first, were both
-  tried and are slower (`NOTES.md`).
+  tried and are slower (`docs/lab/2026-11-21-gated-mlp.md`).
 - `cluster=2` blocks with different rows share the tiles of `b`: each loads half and multicasts it,
   which takes a step's reads of the L2 from 48 to 32 KiB a block (256 columns).
 - The tiles are dealt to the blocks one by one, so that no block has more than one more than

@@ -2,3 +2,5 @@
 
 from pallas_kernels.loss.api import LossMetrics as LossMetrics
 from pallas_kernels.loss.api import linear_cross_entropy as linear_cross_entropy
+from pallas_kernels.loss.api import linear_cross_entropy_plan as linear_cross_entropy_plan
+from pallas_kernels.loss.description import LossPlan as LossPlan

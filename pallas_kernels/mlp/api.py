@@ -1,22 +1,41 @@
-"""The public SwiGLU."""
+"""The public SwiGLU and gated MLP."""
 
-from typing import Literal, get_args
+from typing import get_args
 
+import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import check_config, floating_arrays
-from pallas_kernels.mlp import mosaic_gpu, reference
-from pallas_kernels.mlp.config import Config
+from pallas_kernels.arguments import (
+    BITS_OF_PRODUCTS,
+    check_config,
+    check_integer,
+    floating_arrays,
+)
+from pallas_kernels.implementation import (
+    Implementation,
+    by_name,
+    check_implementation,
+    check_no_config,
+    choose_implementation,
+)
+from pallas_kernels.mlp import gated, gated_matmul, mosaic_gpu, reference
+from pallas_kernels.mlp.config import Config, MLPConfig
+from pallas_kernels.mlp.gated import Save
 
-# Not "Implementation": beartype takes aliases of one name for one type, whatever their module.
-type SwigluImplementation = Literal["reference", "mosaic_gpu"]
+# Tokens from which the backward kernel of the MLP is faster than XLA. On an H100, times over XLA's
+# by tokens, D and F:
+#                     64x4096x14336  512x2048x8192  2048x2048x8192  16384x2048x8192  8192x4096x14336
+#   forward           0.89           0.47           0.73            0.91             0.95
+#   ... and gate, up  0.91           0.54           0.80            0.98             0.99
+#   backward          1.18           1.03           0.96            0.94             0.94
+_MIN_TOKENS_OF_BACKWARD = 2048
 
 
 def swiglu(
     gate: Float[Array, "*T F"],
     up: Float[Array, "*T F"],
     *,
-    implementation: SwigluImplementation | None = None,
+    implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> Float[Array, "*T F"]:
     """The gated activation of Llama's MLP (https://arxiv.org/abs/2002.05202).
@@ -25,37 +44,184 @@ def swiglu(
     `gate.dtype`. Differentiable in both arguments. `gate = -inf` gives NaN, as `jax.nn.silu` does.
 
     Args:
-      gate: the gate projection, of any floating dtype; the leading axes are tokens.
-      up: the up projection, of the same shape.
-      implementation: `"reference"` is plain JAX for XLA to fuse. `"mosaic_gpu"` is a kernel for
-        NVIDIA GPUs since Ampere that keeps `gate` and `up` and nothing else, and takes them in one
-        dtype; XLA cannot split it, so on a mesh call it inside of `jax.shard_map`. `None` picks
-        `"reference"`, which is as fast alone and can be fused. A name is binding.
-      config: launch parameters of the kernel; `None` takes measured ones, or a guess from the
+      gate: Gate projection, of any floating dtype; the leading axes are tokens.
+      up: Up projection, of the same shape.
+      implementation: `"reference"` is plain JAX, which XLA fuses; `"xla"` is the same.
+        `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere. It keeps `gate` and `up` and
+        nothing more, and takes both in one dtype. XLA cannot split it, so on a mesh call it inside
+        of `jax.shard_map`. `None` picks `"reference"`, which is as fast alone, and which XLA can
+        fuse with its neighbours. A name is binding.
+      config: Launch parameters of the kernel. `None` takes measured ones, or a guess from the
         device and the dtype.
 
     Raises:
-      ValueError: the shapes disagree, a name is unknown, or there are launch parameters for plain
+      ValueError: The shapes disagree, a name is unknown, or there are launch parameters for plain
         JAX.
-      TypeError: an array is not of a floating dtype, or `config` is no `Config`.
-      NotImplementedError: the kernel was asked for by name and does not take the arguments; also on
-        differentiating it twice.
+      TypeError: An array is not of a floating dtype, or `config` is no `Config`.
+      NotImplementedError: The caller asked for the kernel by name, and it does not take the
+        arguments; or the kernel is differentiated twice.
     """
     gate, up = floating_arrays(gate=gate, up=up)
     if gate.shape != up.shape:
         raise ValueError(f"gate and up must have one shape, got {gate.shape} and {up.shape}")
     if gate.ndim == 0:
         raise ValueError("gate and up must be [..., F], got scalars")
-    names = get_args(SwigluImplementation.__value__)
-    if implementation is not None and implementation not in names:
-        raise ValueError(f"{implementation=} must be None or one of {names}")
-    if implementation is None:
-        # On an H100 XLA's fusion is as fast, 1.02 of a copy forward and 1.00 backward against 1.01
-        # and 1.00, and inside of a model it takes in what is around it, which a kernel cannot.
-        implementation = "reference"
+    chosen, _ = choose_swiglu(gate, up, implementation, config)
+    if chosen == "mosaic_gpu":
+        return mosaic_gpu.swiglu(gate, up, config=config)
+    return reference.swiglu(gate, up)
+
+
+def choose_swiglu(
+    gate: Array, up: Array, implementation: Implementation | None, config: Config | None
+) -> tuple[Implementation, str | None]:
+    """The implementation that `swiglu` runs, and the reason why it is not the kernel.
+
+    Raises:
+      ValueError: The name is unknown, or there are launch parameters for plain JAX.
+      TypeError: `config` is no `Config`.
+      NotImplementedError: The caller asked for the kernel, which does not take the arguments.
+    """
+    check_implementation(implementation)
     if implementation == "mosaic_gpu":
         check_config(config, Config)
-        return mosaic_gpu.swiglu(gate, up, config=config)
-    if config is not None:
-        raise ValueError(f"{config=}: {implementation=} has no launch parameters")
-    return reference.swiglu(gate, up)
+        unsupported = mosaic_gpu.unsupported_reason(gate, up)
+        return choose_implementation(implementation, gate, unsupported, fallback="reference")
+    # On an H100 XLA's fusion is as fast, 1.02 of a copy forward and 1.00 backward against 1.01 and
+    # 1.00, and inside of a model it takes in what is around it, which a kernel cannot.
+    chosen: Implementation = implementation or "reference"
+    check_no_config(config, chosen)
+    if implementation is not None:
+        return chosen, by_name(chosen)
+    return chosen, (
+        "XLA's fusion is as fast as the kernel and can take in the operations around it; "
+        "implementation='mosaic_gpu' takes the kernel"
+    )
+
+
+def swiglu_mlp(
+    x: Float[Array, "*T D"],
+    w_gate: Float[Array, "D F"],
+    w_up: Float[Array, "D F"],
+    w_down: Float[Array, "F D"],
+    *,
+    save: Save = "gate_up",
+    chunk_size: int | None = None,
+    implementation: Implementation | None = None,
+    config: MLPConfig | None = None,
+) -> Float[Array, "*T D"]:
+    """The gated MLP (https://arxiv.org/abs/2002.05202), `(silu(gate) · up) @ w_down`.
+
+    `gate = x @ w_gate` and `up = x @ w_up`. Differentiable in all four arrays. Algorithm and
+    rounding: `pallas_kernels/mlp/gated.py`.
+
+    `save` says what the backward finds beside `x`: `"gate_up"` the two projections; `"all"` also
+    the product `silu(gate) · up`; `"x"` nothing, so that two of nine GEMMs run again. Under
+    `jax.checkpoint` the policy decides, by the names `gate`, `up` and `mlp_product`; `save` should
+    then be `"gate_up"` or `"all"`.
+
+    Args:
+      x: Input, of a floating dtype of 16 bits or more; the leading axes are tokens.
+      w_gate: First projection, in the layout of Flax's kernels. All weights may have any floating
+        dtype of 16 bits or more.
+      w_up: Second projection.
+      w_down: Projection of the product.
+      save: Arrays that the backward finds, as said above.
+      chunk_size: Number of positions, along the axis before the last, whose gate and up exist at a
+        time; None for all. It is for sequences so long that gate and up are the largest arrays of
+        the step. It needs `save="x"`, and keeps nothing under `jax.checkpoint` either.
+      implementation: `"mosaic_gpu"` runs the elementwise work in the epilogues of GEMMs, on Hopper
+        and in 16 bits, for D and F that are multiples of 128. XLA cannot split the kernels, so on a
+        mesh call the operation inside of `jax.shard_map`. `"xla"` is the same algorithm in plain
+        JAX. `"reference"` is the formula, differentiated by JAX, which keeps everything. `None`
+        takes the kernels where they run (the backward kernel from 2048 tokens on), and `"xla"`
+        elsewhere. A name is binding.
+      config: Launch parameters of the kernels, for `"mosaic_gpu"` by name.
+
+    Raises:
+      ValueError: The shapes disagree, a name is unknown, or there are launch parameters for plain
+        JAX.
+      TypeError: An array is not of such a dtype, or an option is of a wrong type.
+      NotImplementedError: The caller asked for the kernels by name, and they do not take the
+        arguments; or the kernels are differentiated twice.
+    """
+    x, w_gate, w_up, w_down = floating_arrays(
+        x=x, w_gate=w_gate, w_up=w_up, w_down=w_down, least_bits=BITS_OF_PRODUCTS
+    )
+    weights = w_gate, w_up, w_down
+    _check_shapes(x, weights)
+    _check_options(x, save, chunk_size)
+    if chunk_size is not None and chunk_size >= x.shape[-2]:
+        chunk_size = None
+    chosen, reason = choose_swiglu_mlp(x, weights, chunk_size, implementation, config)
+    if chosen == "reference":
+        return reference.swiglu_mlp(x, *weights)
+    plan = gated.Plan(
+        save=save,
+        chunk_size=chunk_size,
+        forward_kernel=chosen == "mosaic_gpu",
+        backward_kernel=chosen == "mosaic_gpu" and reason is None,
+        config=config or MLPConfig(),
+    )
+    return gated.mlp(plan, x, *weights)
+
+
+def choose_swiglu_mlp(
+    x: Array,
+    weights: tuple[Array, Array, Array],
+    chunk_size: int | None,
+    implementation: Implementation | None,
+    config: MLPConfig | None,
+) -> tuple[Implementation, str | None]:
+    """The implementation that `swiglu_mlp` runs, and the reason why it is not the kernels.
+
+    `"mosaic_gpu"` with a reason is the kernel in the forward alone.
+
+    Raises:
+      ValueError: The name is unknown, or there are launch parameters for plain JAX.
+      TypeError: `config` is no `MLPConfig`.
+      NotImplementedError: The caller asked for the kernels, which do not take the arguments.
+    """
+    check_implementation(implementation)
+    if implementation != "mosaic_gpu":
+        check_no_config(config, implementation)
+    check_config(config, MLPConfig)
+    if x.size == 0 and implementation != "reference":
+        return "xla", f"x has shape {x.shape}, so there is nothing to launch a kernel for"
+    operands = [jax.ShapeDtypeStruct(w.shape, x.dtype) for w in weights]
+    unsupported = gated_matmul.unsupported_reason([x], operands)
+    chosen, reason = choose_implementation(implementation, x, unsupported, fallback="xla")
+    if chosen == "mosaic_gpu" and implementation is None:
+        num_tokens = x.size // x.shape[-1]
+        if chunk_size is not None:
+            num_tokens = num_tokens // x.shape[-2] * chunk_size
+        if num_tokens < _MIN_TOKENS_OF_BACKWARD:
+            reason = (
+                f"the backward has {num_tokens=} at a time, and its kernel is faster than XLA from "
+                f"{_MIN_TOKENS_OF_BACKWARD} on; implementation='mosaic_gpu' takes the kernel"
+            )
+    return chosen, reason
+
+
+def _check_shapes(x: Array, weights: tuple[Array, Array, Array]) -> None:
+    w_gate, w_up, w_down = weights
+    if x.ndim == 0 or w_gate.ndim != 2 or w_gate.shape[0] != x.shape[-1]:
+        raise ValueError(f"w_gate must be [D, F], got {w_gate.shape} for x {x.shape}")
+    if w_up.shape != w_gate.shape or w_down.shape != w_gate.shape[::-1]:
+        raise ValueError(
+            f"w_up must be {w_gate.shape}, like w_gate, and w_down {w_gate.shape[::-1]}, got "
+            f"{w_up.shape} and {w_down.shape}"
+        )
+
+
+def _check_options(x: Array, save: Save, chunk_size: int | None) -> None:
+    if save not in get_args(Save.__value__):
+        raise ValueError(f"{save=} must be one of {get_args(Save.__value__)}")
+    if chunk_size is None:
+        return
+    check_integer("chunk_size", chunk_size, remedy="None takes all positions at once")
+    if chunk_size < 1 or save != "x" or x.ndim < 2:
+        raise ValueError(
+            f"{chunk_size=} must be at least 1, and needs save='x' and x [..., S, D]; got {save=} "
+            f"and x {x.shape}"
+        )

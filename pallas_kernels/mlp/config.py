@@ -1,4 +1,4 @@
-"""Launch parameters of the SwiGLU kernels: what can be chosen, what was measured best, a guess."""
+"""Launch parameters of the SwiGLU kernels: the choices, the best measured ones, and a guess."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import tuning
+from pallas_kernels.gpu import hopper_gemm
 from pallas_kernels.gpu.device import (
     BYTES_PER_ACCESS,
     LANES,
@@ -38,6 +39,19 @@ class Config:
         for name, most in _MAX_ACCESSES.items():
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"{name}={getattr(self, name)} must be from 1 to {most}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MLPConfig:
+    """Launch parameters of the kernels of `swiglu_mlp`; None is a guess from device and sizes.
+
+    Attributes:
+      forward: Launch parameters of the GEMM of gate and up.
+      backward: Launch parameters of the GEMM of `dproduct`.
+    """
+
+    forward: hopper_gemm.Config | None = None
+    backward: hopper_gemm.Config | None = None
 
 
 _H100 = "NVIDIA H100 80GB HBM3"

@@ -6,20 +6,22 @@ that is 1.92 Tflop, 2.4 ms at the 808 TF/s of the two bare GEMMs on an H100. XLA
 (470 MB), reads them and writes the product (705 MB in all): 0.24 ms at 3 TB/s.
 
 *Backward*, from `dy` to `dgate`, `dup` and the product again: `dproduct = dy @ w_down.T` exists as
-an accumulator only; gate and up are read and three results written while other blocks multiply. In
-place of it XLA writes `dproduct` and a kernel reads three arrays and writes three.
+an accumulator only. The block reads gate and up and writes three results while other blocks
+multiply. XLA writes `dproduct`, and then a kernel reads three arrays and writes three.
 
-The loop is that of `pallas_kernels/gpu/hopper_gemm.py`. The epilogues go through the tile in pieces of
-64 columns by way of shared memory, because a warpgroup holds two neighbouring columns of a row in a
-lane, of which TMA makes whole lines.
+The loop is in `pallas_kernels/gpu/hopper_gemm.py`. The epilogues go through the tile in pieces of
+columns by way of shared memory, because a warpgroup holds two neighbouring columns of a row in a
+lane, and TMA makes whole lines of them.
 
 Rounding: gate and up are rounded to the dtype of `x` before anything is computed from them, as if
-they had been stored, so that what is computed from stored ones later is the same bit by bit. The
-rest is float32, rounded once. `dproduct` is not rounded.
+they had been stored. So the results equal, bit by bit, those that are computed from stored ones
+later. All other numbers are float32, rounded once. `dproduct` is not rounded.
 """
 
+import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +36,7 @@ from pallas_kernels.gpu.hopper_gemm import (
     WARPGROUPS,
     Config,
     MainLoop,
+    Operand,
     store_piece,
     wait_for_pieces,
     whole_tiles,
@@ -41,10 +44,10 @@ from pallas_kernels.gpu.hopper_gemm import (
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.mlp import formula
 
-_MULTIPLE = 128  # TMA does not cut a tile in the second dimension
+_MULTIPLE = 128  # of D and F, because TMA does not cut a tile in the second dimension
 _PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
-_BACKWARD_PIECE = 32  # three arrays of them
-_SLOTS = 3  # of shared memory for pieces: one at work, one arriving, one leaving
+_BACKWARD_PIECE = 32  # columns as well, but of three arrays
+_SLOTS = 3  # places for pieces in shared memory: one at work, one arriving, one leaving
 
 
 def default_config(
@@ -65,19 +68,20 @@ def default_backward_config(
     )
 
 
-def unsupported_reason(
-    activations: Sequence[jax.Array], weights: Sequence[jax.Array]
-) -> str | None:
+def unsupported_reason(activations: Sequence[Operand], weights: Sequence[Operand]) -> str | None:
     """Why these kernels cannot run, or None if they can.
 
     Args:
-      activations: each `[T, D]` or `[T, F]`.
-      weights: each `[D, F]` or `[F, D]`.
+      activations: Arrays `[..., D]` or `[..., F]`.
+      weights: Arrays `[D, F]` or `[F, D]`.
     """
     reason = hopper_gemm.unsupported_reason(target_device(), *activations, *weights)
     if reason is None and any(size % _MULTIPLE for w in weights for size in w.shape):
         shapes = ", ".join(str(w.shape) for w in weights)
-        reason = f"weights of shapes {shapes}: sizes are not multiples of {_MULTIPLE}"
+        reason = (
+            f"weights of shapes {shapes}: sizes are not multiples of {_MULTIPLE}; pad the weights "
+            "with zeros"
+        )
     return reason
 
 
@@ -91,26 +95,28 @@ def gated_matmul(
 ) -> tuple[Float[Array, "T F"], ...]:
     """`(silu(gate) · up,)` with `gate = x @ w_gate` and `up = x @ w_up`.
 
+    `unsupported_reason` must be None for the arguments.
+
     Args:
-      x: bfloat16 or float16.
-      w_gate: of the dtype of `x`; D and F are multiples of 128.
-      w_up: likewise.
-      keep: whether to return gate and up, too: `(product, gate, up)`.
-      config: launch parameters; chosen if None.
+      x: Input, bfloat16 or float16.
+      w_gate: First weight, of the dtype of `x`; D and F are multiples of 128.
+      w_up: Second weight, of the same shape and dtype.
+      keep: Whether to return gate and up, too: `(product, gate, up)`.
+      config: Launch parameters; chosen if None.
 
     Raises:
-      NotImplementedError: `unsupported_reason` has one.
-      ValueError: the configuration does not fit the device or the sizes.
+      ValueError: The configuration does not fit the device or the sizes.
     """
-    if (reason := unsupported_reason([x], [w_gate, w_up])) is not None:
-        raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
     num_tokens, hidden_size = x.shape
     num_columns = w_gate.shape[1]
     device = target_device()
     if config is None:
         config = default_config(num_tokens, num_columns, hidden_size, device)
     if num_columns % config.tile_n:
-        raise ValueError(f"{config.tile_n=} must divide the {num_columns} columns")
+        raise ValueError(
+            f"{config.tile_n=} must divide the {num_columns} columns; take one of 64, 128, 192 and "
+            "256 that does"
+        )
     loop = MainLoop(
         config=config,
         num_rows=num_tokens,
@@ -120,48 +126,48 @@ def gated_matmul(
         num_b=2,
         b_layout="KN",
     )
-    num_outputs = 3 if keep else 1
-    num_pieces = config.tile_n // _PIECE
-    num_stores = num_pieces * num_outputs
     # Two pieces: one is filled while the other is on its way.
     pieces = (WARPGROUPS, 2, TILE_M, _PIECE)
     loop.check_fits(device, extra_bytes=x.dtype.itemsize * math.prod(pieces))
     x = whole_tiles(x)
-
-    def kernel(x_gmem, w_gate_gmem, w_up_gmem, *refs):
-        outputs, (piece_smem, *scratch) = refs[:num_outputs], refs[num_outputs:]
-        warpgroup = jax.lax.axis_index("warpgroup")
-
-        def tile(row, column, multiply):
-            accumulators = multiply()
-            for i in range(num_pieces):
-                columns = slice(i * _PIECE, (i + 1) * _PIECE)
-                gate, up = (acc[:, columns].astype(x.dtype) for acc in accumulators)
-                product = formula.product(gate.astype(jnp.float32), up.astype(jnp.float32))
-                values = (product.astype(x.dtype), gate, up)[:num_outputs]
-                for j, (value, output) in enumerate(zip(values, outputs, strict=True)):
-                    to = output.at[pl.ds(row, TILE_M), pl.ds(column + i * _PIECE, _PIECE)]
-                    store_piece(
-                        i * num_outputs + j, num_stores, value, piece_smem.at[warpgroup], to
-                    )
-
-        loop.run(
-            [x_gmem],
-            [w_gate_gmem, w_up_gmem],
-            scratch,
-            tile=tile,
-            end=wait_for_pieces,
-        )
-
     output = jax.ShapeDtypeStruct((x.shape[0], num_columns), x.dtype)
+    num_outputs = 3 if keep else 1
     outputs = gpu_kernel(
-        kernel,
+        functools.partial(_forward_kernel, loop, num_outputs),
         out_type=(output,) * num_outputs,
         **loop.launch,
         scratch_types=[plgpu.SMEM(pieces, x.dtype), *loop.scratch_types],
         kernel_name="gated_matmul",
     )(x, w_gate, w_up)
     return tuple(a[:num_tokens] for a in outputs)
+
+
+def _forward_kernel(
+    loop: MainLoop,
+    num_outputs: int,
+    x_gmem: Any,
+    w_gate_gmem: Any,
+    w_up_gmem: Any,
+    *refs: Any,
+) -> None:
+    """Writes the product of each tile, and gate and up if there are three outputs."""
+    outputs, (piece_smem, *scratch) = refs[:num_outputs], refs[num_outputs:]
+    warpgroup = jax.lax.axis_index("warpgroup")
+    num_pieces = loop.config.tile_n // _PIECE
+    num_stores = num_pieces * num_outputs
+
+    def tile(row, column, multiply):
+        accumulators = multiply()
+        for i in range(num_pieces):
+            columns = slice(i * _PIECE, (i + 1) * _PIECE)
+            gate, up = (acc[:, columns].astype(loop.dtype) for acc in accumulators)
+            product = formula.product(gate.astype(jnp.float32), up.astype(jnp.float32))
+            values = (product.astype(loop.dtype), gate, up)[:num_outputs]
+            for j, (value, output) in enumerate(zip(values, outputs, strict=True)):
+                to = output.at[pl.ds(row, TILE_M), pl.ds(column + i * _PIECE, _PIECE)]
+                store_piece(i * num_outputs + j, num_stores, value, piece_smem.at[warpgroup], to)
+
+    loop.run([x_gmem], [w_gate_gmem, w_up_gmem], scratch, tile=tile, end=wait_for_pieces)
 
 
 def gated_matmul_backward(
@@ -174,19 +180,18 @@ def gated_matmul_backward(
 ) -> tuple[Float[Array, "T F"], Float[Array, "T F"], Float[Array, "T F"]]:
     """`(dgate, dup, product)` of `y = product @ w_down` with `product = silu(gate) · up`.
 
+    `unsupported_reason` must be None for the arguments.
+
     Args:
-      dy: bfloat16 or float16.
-      w_down: of the dtype of `dy`; D and F are multiples of 128.
-      gate: as the forward kept it.
-      up: likewise.
-      config: launch parameters; chosen if None.
+      dy: Gradient of `y`, bfloat16 or float16.
+      w_down: Weight, of the dtype of `dy`; D and F are multiples of 128.
+      gate: Gate projection, as the forward kept it.
+      up: Up projection, as the forward kept it.
+      config: Launch parameters; chosen if None.
 
     Raises:
-      NotImplementedError: `unsupported_reason` has one.
-      ValueError: the configuration does not fit the device.
+      ValueError: The configuration does not fit the device.
     """
-    if (reason := unsupported_reason([dy, gate, up], [w_down])) is not None:
-        raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
     num_tokens, hidden_size = dy.shape
     num_columns = w_down.shape[0]
     device = target_device()
@@ -199,74 +204,14 @@ def gated_matmul_backward(
         depth=hidden_size,
         dtype=dy.dtype,
     )
-    # Of gate and up, where dgate and dup take their place, and of the product.
+    # A piece has three arrays: dgate and dup take the places of gate and up; the third is the
+    # product.
     pieces = (WARPGROUPS, _SLOTS, 3, TILE_M, _BACKWARD_PIECE)
     loop.check_fits(device, extra_bytes=dy.dtype.itemsize * math.prod(pieces))
-    num_pieces = config.tile_n // _BACKWARD_PIECE
     dy, gate, up = whole_tiles(dy), whole_tiles(gate), whole_tiles(up)
-
-    def kernel(dy_gmem, w_down_gmem, gate_gmem, up_gmem, *refs):
-        outputs, (piece_smem, loaded, *scratch) = refs[:3], refs[3:]
-        warpgroup = jax.lax.axis_index("warpgroup")
-
-        def tile(row, column, multiply):
-            def of_piece(i, gmem):
-                columns = pl.ds(column + i * _BACKWARD_PIECE, _BACKWARD_PIECE)
-                return gmem.at[pl.ds(row, TILE_M), columns]
-
-            def where_columns(i):
-                """Decorates what is done for the columns that exist."""
-                if num_columns % config.tile_n == 0:
-                    return lambda do: do()
-                return pl.when(column + i * _BACKWARD_PIECE < num_columns)
-
-            def slot_of(i):
-                slot = i % _SLOTS
-                return piece_smem.at[warpgroup, slot], loaded.at[warpgroup * _SLOTS + slot]
-
-            def fetch(i):
-                smem, filled = slot_of(i)
-                for j, gmem in enumerate((gate_gmem, up_gmem)):
-                    plgpu.copy_gmem_to_smem(of_piece(i, gmem), smem.at[j], filled)
-
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for i in range(_SLOTS - 1):
-                where_columns(i)(lambda i=i: fetch(i))
-            (dproduct,) = multiply()
-            for i in range(num_pieces):
-
-                @where_columns(i)
-                def _differentiate(i=i):
-                    smem, filled = slot_of(i)
-                    plgpu.barrier_wait(filled)
-                    columns = slice(i * _BACKWARD_PIECE, (i + 1) * _BACKWARD_PIECE)
-                    results = formula.gradients(
-                        smem[0].astype(jnp.float32),
-                        smem[1].astype(jnp.float32),
-                        dproduct[:, columns],
-                    )
-                    for j, result in enumerate(results):
-                        smem[j] = result.astype(dy.dtype)
-                    plgpu.commit_smem()
-                    for j, output in enumerate(outputs):
-                        plgpu.copy_smem_to_gmem(smem.at[j], of_piece(i, output))
-                    following = i + _SLOTS - 1
-                    if following < num_pieces:
-                        # All but these three have read theirs, so the slot before is free.
-                        plgpu.wait_smem_to_gmem(3, wait_read_only=True)
-                        where_columns(following)(lambda: fetch(following))
-
-        loop.run(
-            [dy_gmem],
-            [w_down_gmem],
-            scratch,
-            tile=tile,
-            end=wait_for_pieces,
-        )
-
     output = jax.ShapeDtypeStruct((dy.shape[0], num_columns), dy.dtype)
     dgate, dup, product = gpu_kernel(
-        kernel,
+        functools.partial(_backward_kernel, loop),
         out_type=(output,) * 3,
         **loop.launch,
         scratch_types=[
@@ -277,3 +222,59 @@ def gated_matmul_backward(
         kernel_name="gated_matmul_backward",
     )(dy, w_down, gate, up)
     return dgate[:num_tokens], dup[:num_tokens], product[:num_tokens]
+
+
+def _backward_kernel(
+    loop: MainLoop, dy_gmem: Any, w_down_gmem: Any, gate_gmem: Any, up_gmem: Any, *refs: Any
+) -> None:
+    """Reads gate and up of each tile piece by piece, and writes dgate, dup and the product."""
+    outputs, (piece_smem, loaded, *scratch) = refs[:3], refs[3:]
+    warpgroup = jax.lax.axis_index("warpgroup")
+    num_pieces = loop.config.tile_n // _BACKWARD_PIECE
+
+    def tile(row, column, multiply):
+        def of_piece(i, gmem):
+            columns = pl.ds(column + i * _BACKWARD_PIECE, _BACKWARD_PIECE)
+            return gmem.at[pl.ds(row, TILE_M), columns]
+
+        def where_columns(i):
+            """Decorates a function that runs only if the piece has columns."""
+            if loop.num_columns % loop.config.tile_n == 0:
+                return lambda do: do()
+            return pl.when(column + i * _BACKWARD_PIECE < loop.num_columns)
+
+        def slot_of(i):
+            slot = i % _SLOTS
+            return piece_smem.at[warpgroup, slot], loaded.at[warpgroup * _SLOTS + slot]
+
+        def fetch(i):
+            smem, filled = slot_of(i)
+            for j, gmem in enumerate((gate_gmem, up_gmem)):
+                plgpu.copy_gmem_to_smem(of_piece(i, gmem), smem.at[j], filled)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for i in range(_SLOTS - 1):
+            where_columns(i)(lambda i=i: fetch(i))
+        (dproduct,) = multiply()
+        for i in range(num_pieces):
+
+            @where_columns(i)
+            def _differentiate(i=i):
+                smem, filled = slot_of(i)
+                plgpu.barrier_wait(filled)
+                columns = slice(i * _BACKWARD_PIECE, (i + 1) * _BACKWARD_PIECE)
+                results = formula.gradients(
+                    smem[0].astype(jnp.float32), smem[1].astype(jnp.float32), dproduct[:, columns]
+                )
+                for j, result in enumerate(results):
+                    smem[j] = result.astype(loop.dtype)
+                plgpu.commit_smem()
+                for j, output in enumerate(outputs):
+                    plgpu.copy_smem_to_gmem(smem.at[j], of_piece(i, output))
+                following = i + _SLOTS - 1
+                if following < num_pieces:
+                    # All stores but these three have read their slots, so the slot before is free.
+                    plgpu.wait_smem_to_gmem(3, wait_read_only=True)
+                    where_columns(following)(lambda: fetch(following))
+
+    loop.run([dy_gmem], [w_down_gmem], scratch, tile=tile, end=wait_for_pieces)

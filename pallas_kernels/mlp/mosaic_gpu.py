@@ -1,11 +1,11 @@
 """Elementwise SwiGLU as Mosaic GPU kernels, forward and backward.
 
-Both are bound by device memory, so each array goes through it once. Bytes moved, in units of one
-array `[T, F]`: forward 3 (gate, up; the product), backward 5 (gate, up, dy; dgate, dup), or 6 if it
-also writes the product. XLA moves as many where it fuses the formula; what the kernels have beside
-it is that product, for the weight gradient of the projection after it, in the same pass.
+Device memory bounds both, so each array goes through it once. Bytes moved, in units of one array
+`[T, F]`: forward 3 (gate, up; the product), backward 5 (gate, up, dy; dgate, dup), or 6 if it also
+writes the product. XLA moves as many where it fuses the formula. The kernels can write the product
+in the same pass, for the weight gradient of the projection after it.
 
-Kept for the backward: `gate` and `up`, which are the arguments. Sigmoid and product are computed
+Kept for the backward: the arguments `gate` and `up`. The backward computes sigmoid and product
 again.
 
 Arithmetic is float32, and each result is rounded once to the dtype of the arguments. Nothing is
@@ -33,16 +33,22 @@ from pallas_kernels.mlp.config import Config, default_config
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _LANES_PER_BLOCK = WARPS_PER_WARPGROUP * LANES
-# Mosaic GPU computes indices in 32 bits. The offset of a row it computes in 64.
+# Mosaic GPU computes indices in 32 bits, and the offset of a row in 64.
 _MAX_INDEX = 2**31
 
 
 def unsupported_reason(gate: jax.Array, up: jax.Array) -> str | None:
-    """Why the kernels cannot run these arguments, or None if they can."""
+    """Why the kernels do not take these arguments, or None if they do."""
     if gate.dtype not in _DTYPES:
-        return f"gate is {gate.dtype}, not bfloat16, float16 or float32"
+        return (
+            f"gate is {gate.dtype}, not bfloat16, float16 or float32; cast gate and up to one of "
+            "these dtypes"
+        )
     if gate.dtype != up.dtype:
-        return f"gate is {gate.dtype} and up is {up.dtype}; the kernels take one dtype"
+        return (
+            f"gate is {gate.dtype} and up is {up.dtype}; the kernels take one dtype, so cast one "
+            "of them"
+        )
     return None
 
 
@@ -51,10 +57,12 @@ def swiglu(
 ) -> Float[Array, "*T F"]:
     """`silu(gate) · up` of `pallas_kernels.swiglu`.
 
+    `unsupported_reason` must be None for the arguments.
+
     Raises:
-      NotImplementedError: `unsupported_reason` has one; also on differentiating it twice.
+      NotImplementedError: The result is differentiated twice.
     """
-    return _swiglu(_checked_config(gate, up, config), gate, up)
+    return _swiglu(_config(gate, config), gate, up)
 
 
 def backward(
@@ -70,25 +78,24 @@ def backward(
     `dgate = dy · up · s · (1 + gate · (1 - s))` with `s = sigmoid(gate)`, `dup = dy · gate · s`, in
     float32, each rounded once to the dtype that all arguments share.
 
+    `unsupported_reason` must be None for the arguments.
+
     Args:
-      gate: as in the forward.
-      up: likewise.
-      dy: the gradient of the product.
-      emit_product: whether to write `silu(gate) · up` as well, with the bits of the forward's
-        result; else `product` is None.
-      config: launch parameters; `None` takes measured ones, or a guess.
+      gate: Gate projection, as in the forward.
+      up: Up projection, as in the forward.
+      dy: Gradient of the product.
+      emit_product: Whether to write `silu(gate) · up` as well, with the bits of the forward's
+        result; otherwise `product` is None.
+      config: Launch parameters; `None` takes measured ones, or a guess.
 
     Raises:
-      NotImplementedError: `unsupported_reason` has one; also on differentiating it.
+      NotImplementedError: The result is differentiated.
     """
-    config = _checked_config(gate, up, config)
-    dgate, dup, *product = _backward(config, emit_product, gate, up, dy)
+    dgate, dup, *product = _backward(_config(gate, config), emit_product, gate, up, dy)
     return dgate, dup, product[0] if product else None
 
 
-def _checked_config(gate: jax.Array, up: jax.Array, config: Config | None) -> Config:
-    if (reason := unsupported_reason(gate, up)) is not None:
-        raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
+def _config(gate: jax.Array, config: Config | None) -> Config:
     return config or default_config(target_device(), gate.shape[-1], gate.dtype)
 
 
@@ -158,15 +165,15 @@ class Tiles:
     """A flat array, dealt to blocks.
 
     The lanes of a block access a *chunk* of 128 vectors together. Most blocks have a *tile* of
-    several chunks. If tiles do not divide the array, what is behind the last of them, at least a
-    chunk, is the tail, and each of its chunks has a block. If chunks do not divide that, the last
-    block has one more, which ends with the array and repeats elements of the one before it: no
-    element is two blocks'.
+    several chunks. If tiles do not divide the array, a *tail* of at least one chunk follows the
+    last tile, and each chunk of the tail has a block. If chunks do not divide the tail, the last
+    block has one more chunk. It ends with the array and repeats elements of the chunk before it,
+    which the same block has: no element belongs to two blocks.
 
     Attributes:
-      num_elements: of the array, a multiple of `vector`, at least a chunk.
-      vector: elements in one access of a lane.
-      accesses: chunks in a tile.
+      num_elements: Size of the array, a multiple of `vector` and at least a chunk.
+      vector: Elements in one access of a lane.
+      accesses: Chunks in a tile.
     """
 
     num_elements: int
@@ -197,25 +204,26 @@ class Tiles:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether the last of them has a second chunk."""
+        """Whether the last block has a second chunk."""
         return self.num_elements % self.chunk != 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array as the kernel sees it: a row for each tile, or flat if there is a tail."""
+        """Shape that the kernel sees: a row for each tile, or flat if there is a tail."""
         return (self.num_elements,) if self.num_tail_chunks else (self.num_tiles, self.tile)
 
 
 def deal(num_elements: int, itemsize: int, accesses: int) -> tuple[Tiles, int]:
-    """The tiles of a flat array, and by how many elements it must be padded before.
+    """The tiles of a flat array, and the number of elements to pad the array with first.
 
-    Vectors are 16 bytes if that divides the array, else shorter: under `jax.vmap` an array starts
-    at a multiple of its own size, and an access must start at a multiple of the vector's.
+    Vectors are 16 bytes if that divides the array, and shorter otherwise: under `jax.vmap` an array
+    starts at a multiple of its own size, and an access must start at a multiple of the vector's.
 
     Args:
-      num_elements: at least 1.
-      itemsize: bytes of an element.
-      accesses: of 16 bytes, of a lane to an array; with shorter ones, as many bytes.
+      num_elements: Size of the array, at least 1.
+      itemsize: Bytes of an element.
+      accesses: Accesses of 16 bytes that a lane makes to an array; it makes more of shorter ones,
+        for as many bytes.
     """
     vector = widest = BYTES_PER_ACCESS // itemsize
     if num_elements < _MAX_INDEX:
@@ -225,7 +233,7 @@ def deal(num_elements: int, itemsize: int, accesses: int) -> tuple[Tiles, int]:
         accesses *= widest // vector
     else:
         # Only rows have offsets beyond 32 bits, so tiles must divide the array. They do in any
-        # model, where F is a multiple of 64; else a padded copy is the simplest that is right.
+        # model, where F is a multiple of 64. For other sizes a padded copy is simple and right.
         chunk = _LANES_PER_BLOCK * vector
         padded = -(-num_elements // chunk) * chunk
         accesses = math.gcd(accesses, padded // chunk)
@@ -243,11 +251,11 @@ def _elementwise(
     """A function of float32 chunks, applied to arrays of one shape and dtype, in one pass.
 
     Args:
-      compute: one chunk of each array to one chunk of each result.
-      arrays: what is read.
-      num_results: arrays that are written, of the same shape and dtype.
-      accesses: of a lane to each array.
-      name: of the kernel.
+      compute: Function of one chunk of each array, which returns one chunk of each result.
+      arrays: Arrays to read.
+      num_results: Number of arrays to write, of the same shape and dtype.
+      accesses: Accesses of 16 bytes that a lane makes to each array.
+      name: Name of the kernel.
     """
     shape, dtype, size = arrays[0].shape, arrays[0].dtype, arrays[0].size
     if size == 0:
@@ -261,7 +269,7 @@ def _elementwise(
 
         def apply(part, num_elements):
             layout = plgpu.Layout.WG_STRIDED((num_elements,), vec_size=tiles.vector)
-            # All loads first, so that they are on their way together.
+            # All loads come first, so that they are on their way together.
             chunks = [load(ref.at[part], layout) for ref in refs[:num_arrays]]
             results = compute(*(chunk.astype(jnp.float32) for chunk in chunks))
             for ref, result in zip(refs[num_arrays:], results, strict=True):
@@ -295,8 +303,8 @@ def _elementwise(
         out_type=(jax.ShapeDtypeStruct(tiles.shape, dtype),) * num_results,
         grid=(num_blocks,),
         grid_names=("block",),
-        # Nothing is read after it was written, so the warps of a block need not wait for each
-        # other around every store.
+        # The kernel reads nothing that it has written, so the warps of a block need not wait for
+        # each other around every store.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         kernel_name=name,
     )(*(a.reshape(tiles.shape) for a in flat))

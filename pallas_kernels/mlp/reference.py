@@ -1,11 +1,37 @@
-"""SwiGLU in plain JAX, differentiated by JAX: the oracle for tests and the form XLA fuses."""
+"""SwiGLU and the gated MLP in plain JAX, differentiated by JAX.
+
+Tests compare with these formulas, and XLA fuses them.
+"""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from pallas_kernels.mlp import formula
 
 
 def swiglu(gate: Float[Array, "*T F"], up: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
     """`silu(gate) · up`, in float32, rounded once to `gate.dtype`."""
     product = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
     return product.astype(gate.dtype)
+
+
+def swiglu_mlp(
+    x: Float[Array, "*T D"],
+    w_gate: Float[Array, "D F"],
+    w_up: Float[Array, "D F"],
+    w_down: Float[Array, "F D"],
+) -> Float[Array, "*T D"]:
+    """`(silu(x @ w_gate) · (x @ w_up)) @ w_down`, each step rounded once to the dtype of `x`."""
+    gate, up = matmul(x, w_gate), matmul(x, w_up)
+    return matmul(product(gate, up), w_down)
+
+
+def product(gate: Float[Array, "*T F"], up: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
+    """`silu(gate) · up`, with the operations that `formula.gradients` differentiates."""
+    return formula.product(gate.astype(jnp.float32), up.astype(jnp.float32)).astype(gate.dtype)
+
+
+def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`x @ weight`, accumulated in float32 and rounded once, to the dtype of `x`."""
+    return jnp.matmul(x, weight.astype(x.dtype), preferred_element_type=x.dtype)

@@ -56,6 +56,23 @@ class Config:
             raise ValueError(f"{self.bwd_stages=} must be 0 (direct loads) or at least 2")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """All of a norm that is not an array; hashable, because `jax.custom_vjp` needs that.
+
+    Attributes:
+      eps: Number added to the mean square.
+      weight_offset: Number added to the weight.
+      casting: Place where the result is rounded.
+      config: Launch parameters.
+    """
+
+    eps: float
+    weight_offset: float
+    casting: str
+    config: Config
+
+
 def _config(*values: Any) -> Config:
     """A configuration from its fields in order."""
     names = (field.name for field in dataclasses.fields(Config))

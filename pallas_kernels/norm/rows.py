@@ -129,6 +129,11 @@ def ring_shape(split: RowSplit, stages: int, num_operands: int) -> tuple[int, ..
     return (stages, split.warpgroups, num_operands, len(split.starts), *chunk)
 
 
+def widest_itemsize(x: jax.Array, residual: jax.Array | None) -> int:
+    """Bytes of the widest element that the forward reads by rows."""
+    return x.dtype.itemsize if residual is None else max(x.dtype.itemsize, residual.dtype.itemsize)
+
+
 class Rows:
     """The rows of arrays as a kernel sees them.
 

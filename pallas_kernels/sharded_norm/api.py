@@ -1,18 +1,22 @@
 """The public residual-add RMSNorm of tensor parallelism."""
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import floating_arrays
+from pallas_kernels.implementation import (
+    Implementation,
+    by_name,
+    check_implementation,
+    check_no_config,
+    choose_implementation,
+)
 from pallas_kernels.norm import Casting, Config
 from pallas_kernels.norm.api import check_norm_options
 from pallas_kernels.sharded_norm import mosaic_gpu, reference, xla
-
-# Not "Implementation": beartype takes aliases of one name for one type, whatever their module.
-type ShardedNormImplementation = Literal["reference", "xla", "mosaic_gpu"]
 
 
 def sharded_add_rms_norm(
@@ -25,89 +29,87 @@ def sharded_add_rms_norm(
     weight_offset: float = 0.0,
     casting: Casting = "float32",
     gather: bool = True,
-    implementation: ShardedNormImplementation | None = None,
+    implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> tuple[Float[Array, "*B tokens D"], Float[Array, "*B shard D"]]:
     """Sum over devices, residual addition and RMSNorm, for a stream that is split by tokens.
 
-    Of the n devices of `axis_name`, device i returns
+    With n devices along `axis_name`, device i returns
 
         residual_out = (Σ_devices partial)[i·T/n : (i+1)·T/n] + residual
         y            = all_gather(rms_norm(residual_out))
 
-    the second without the all-gather if not `gather`. It stands where an all-reduce, `add_rms_norm`
-    and a replicated residual stream would (LMDeploy's AllreduceResidualRMSnorm), with 1/n of the
-    norm's work and of the residual's memory on each device, as Megatron's sequence parallelism
+    `y` without the all-gather if not `gather`. The operation replaces an all-reduce, `add_rms_norm`
+    and a replicated residual stream (LMDeploy's AllreduceResidualRMSnorm). Each device then has 1/n
+    of the norm's work and of the residual's memory, as in Megatron's sequence parallelism
     (https://arxiv.org/abs/2205.05198).
 
     To be called inside of `jax.shard_map(check_vma=False)`. The tokens are split along the
     second-last axis; leading axes stay whole, so that a `[B, S, D]` stream is split by sequence.
     With B above 1 that costs XLA for GPUs copies of `partial` and `y`, because a collective wants
-    the split axis first; tokens are independent, so a stream can as well be `[B·S, D]`.
+    the split axis first. Tokens are independent, so a stream can as well be `[B·S, D]`.
 
-    Dtypes and rounding: partial sums are added up by the collective, in the dtype of `partial`.
-    XLA for GPUs leaves 16 bits to NCCL, whose ring rounds after each of the n - 1 additions; XLA
-    for CPUs adds in float32 and rounds once. (For a float32 sum make `partial` float32, at twice
-    the bytes between devices.) The rounded sum goes through `add_rms_norm`, which adds in float32,
-    rounds `residual_out`, and normalizes it as stored; `y` and `residual_out` have the dtype of
-    `partial`.
+    Dtypes and rounding: the collective adds up partial sums in the dtype of `partial`. XLA for GPUs
+    leaves 16 bits to NCCL, whose ring rounds after each of the n - 1 additions; XLA for CPUs adds
+    in float32 and rounds once. (For a float32 sum make `partial` float32, at twice the bytes
+    between devices.) The rounded sum goes through `add_rms_norm`, which adds in float32, rounds
+    `residual_out`, and normalizes it as stored. `y` and `residual_out` have the dtype of `partial`.
 
     Differentiable in all three arrays, each gradient in the dtype of its argument. The backward
     mirrors the forward: a reduce-scatter of `dy` (if gathered; each device has the share that its
-    use of `y` gives, in the dtype of `y`), one pass over the token shard, an all-gather of the
-    gradient, which is the same for the `partial` of every device. Of `weight` each device returns
-    the gradient that its tokens give, rounded to the dtype of `weight`, and these are not summed
-    here: the transpose of `jax.shard_map` adds them up over every axis of the mesh that is not in
-    the weight's `in_specs`, be it over `axis_name`, over data, or both. So the weight should enter
-    whole, with `PartitionSpec()`. (A caller who differentiates inside of `shard_map` gets the
-    gradient of the device's own tokens and has to `psum` it.)
+    use of `y` gives, in the dtype of `y`), one pass over the token shard, and an all-gather of the
+    gradient, which is the same for the `partial` of every device. Each device returns the gradient
+    of `weight` that its tokens give, rounded to the dtype of `weight`. The operation does not sum
+    these gradients: the transpose of `jax.shard_map` adds them up over every axis of the mesh that
+    is not in the weight's `in_specs`. So the weight should enter whole, with `PartitionSpec()`. (A
+    caller who differentiates inside of `shard_map` gets the gradient of the device's own tokens and
+    has to `psum` it.)
 
     For the policies of `jax.checkpoint`, `add_rms_norm` names the token shards `residual`, `rstd`
-    and `normed`. A policy that keeps them does so in 1/n of the memory, and gathers `y` again;
-    except that `"mosaic_gpu"` names `y` as it is returned.
+    and `normed`. A policy that keeps these names takes 1/n of the memory, and gathers `y` again.
+    `"mosaic_gpu"` names `y` as it is returned.
 
     Args:
       partial: `[..., T, D]`, this device's summand of a sublayer's output for all tokens, such as
-        the product with its rows of a weight; of any floating dtype, like the next two.
+        the product with its rows of a weight. All three arrays may have any floating dtype.
       residual: `[..., T/n, D]`, the residual stream at this device's tokens.
       weight: `[D]`, scale of the norm, the same on all devices.
-      axis_name: the mesh axis over which `partial` is to be summed and the tokens are split.
-      eps: as in `rms_norm`, like the next two.
-      weight_offset: see `rms_norm`.
-      casting: see `rms_norm`.
-      gather: whether `y` has all tokens, or those of this device, for a caller that gathers them
-        in its GEMM.
+      axis_name: Mesh axis over which `partial` is summed and the tokens are split.
+      eps: Number added to the mean square, as in `rms_norm`.
+      weight_offset: Number added to the weight, as in `rms_norm`.
+      casting: Place where the result is rounded, as in `rms_norm`.
+      gather: Whether `y` has all tokens. Otherwise it has the tokens of this device, for a caller
+        that gathers them in its GEMM.
       implementation: `"xla"` uses XLA's collectives and between them `add_rms_norm` with its
-        default, which is a Mosaic GPU kernel where that runs; `"reference"` sums and normalizes all
+        default, which is a Mosaic GPU kernel where that runs. `"reference"` sums and normalizes all
         tokens on every device and slices. `"mosaic_gpu"` is one kernel over NVLink peer memory, for
         the devices of one host in one process, with sums in float32 that are not rounded before the
         residual is added. On four H200s it takes 0.88 to 0.94 of the time of `"xla"`, but all of
-        its blocks must run at once on all devices. XLA knows nothing of that: where it runs
-        another collective beside the kernel they could wait for each other for ever. So `None` is
+        its blocks must run at once on all devices. XLA does not know that: if it runs another
+        collective beside the kernel, the two could wait for each other for ever. So `None` is
         `"xla"`. A name is binding.
-      config: launch parameters of `add_rms_norm`, for `"xla"`.
+      config: Launch parameters of `add_rms_norm`, for `"xla"`.
 
     Returns:
-      `(y, residual_out)`: `[..., T, D]`, the same on all devices of the axis, or `[..., T/n, D]`
-      if not `gather`; and `[..., T/n, D]`.
+      `(y, residual_out)`. `y` is `[..., T, D]`, the same on all devices of the axis, or
+      `[..., T/n, D]` if not `gather`; `residual_out` is `[..., T/n, D]`.
 
     Raises:
-      ValueError: the shapes disagree, the devices do not divide T, `axis_name` is not bound, a name
+      ValueError: The shapes disagree, the devices do not divide T, `axis_name` is not bound, a name
         is unknown, a number is out of range, or there is no kernel for `config`.
-      TypeError: see `rms_norm`.
-      NotImplementedError: see `rms_norm`; the kernel was asked for and does not take the arguments
-        or the devices.
+      TypeError: The same as in `rms_norm`.
+      NotImplementedError: The same as in `rms_norm`; also for devices that the kernel does not
+        take.
     """
     partial, residual, weight = floating_arrays(partial=partial, residual=residual, weight=weight)
     check_norm_options(eps, weight_offset, casting)
-    _check(partial, residual, weight, axis_name)
-    names = get_args(ShardedNormImplementation.__value__)
-    if implementation not in (None, *names):
-        raise ValueError(f"{implementation=} must be None or one of {names}")
-    if implementation in ("reference", "mosaic_gpu") and config is not None:
-        raise ValueError(f"{config=}: {implementation=} has no launch parameters")
+    _check_shapes(partial, residual, weight, axis_name)
+    check_implementation(implementation)
+    if implementation in ("reference", "mosaic_gpu"):
+        check_no_config(config, implementation)
     if partial.shape[-2] == 0:
-        # XLA has no collectives over an axis of size 0. Nothing to compute: all gradients are 0.
+        # XLA has no collectives over an axis of size 0. There is nothing to compute, and all
+        # gradients are 0.
         return partial, residual.astype(partial.dtype)
     options: dict[str, Any] = {
         "axis_name": axis_name,
@@ -116,14 +118,35 @@ def sharded_add_rms_norm(
         "casting": casting,
         "gather": gather,
     }
-    if implementation == "reference":
+    chosen, _ = choose_sharded_norm(partial, residual, weight, implementation)
+    if chosen == "reference":
         return reference.sharded_add_rms_norm(partial, residual, weight, **options)
-    if implementation == "mosaic_gpu":
+    if chosen == "mosaic_gpu":
         return mosaic_gpu.sharded_add_rms_norm(partial, residual, weight, **options)
     return xla.sharded_add_rms_norm(partial, residual, weight, config=config, **options)
 
 
-def _check(partial: Array, residual: Array, weight: Array, axis_name: str) -> None:
+def choose_sharded_norm(
+    partial: Array, residual: Array, weight: Array, implementation: Implementation | None
+) -> tuple[Implementation, str | None]:
+    """The implementation that runs, and the reason why it is not the kernel over peer memory.
+
+    Raises:
+      NotImplementedError: The caller asked for the kernel, which does not take the arguments or the
+        devices.
+    """
+    if implementation == "mosaic_gpu":
+        unsupported = mosaic_gpu.unsupported_reason(partial, residual, weight)
+        return choose_implementation(implementation, partial, unsupported, fallback="xla")
+    if implementation is not None:
+        return implementation, by_name(implementation)
+    return "xla", (
+        "the kernel over peer memory could wait for ever if XLA runs another collective beside it, "
+        "so it runs only with implementation='mosaic_gpu'"
+    )
+
+
+def _check_shapes(partial: Array, residual: Array, weight: Array, axis_name: str) -> None:
     """Raises if the shapes do not fit each other and the axis."""
     try:
         num_devices = jax.lax.axis_size(axis_name)

@@ -1,4 +1,4 @@
-"""All tokens on every device, differentiated by JAX: the oracle for tests."""
+"""All tokens on every device, differentiated by JAX: the formula that tests compare with."""
 
 import jax
 from jaxtyping import Array, Float
@@ -17,7 +17,7 @@ def sharded_add_rms_norm(
     casting: Casting,
     gather: bool,
 ) -> tuple[Float[Array, "*B tokens D"], Float[Array, "*B shard D"]]:
-    """See `pallas_kernels.sharded_add_rms_norm`."""
+    """The reference of `pallas_kernels.sharded_add_rms_norm`."""
     tokens = partial.ndim - 2
     y, residual_out = add_rms_norm(
         jax.lax.psum(partial, axis_name),

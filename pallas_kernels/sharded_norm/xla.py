@@ -1,18 +1,18 @@
 """Reduce-scatter, residual-add RMSNorm of a device's tokens, all-gather.
 
-Why this exists. Summing the partial products of tensor parallelism with an all-reduce leaves every
-device with all tokens, on which all of them do the same addition and norm, and of which all keep
-the same residual. An all-reduce is a reduce-scatter and an all-gather; between the two a device has
-1/n of the tokens (Megatron's sequence parallelism, https://arxiv.org/abs/2205.05198). With the norm
-there the bytes between devices stay the same, `2·(n-1)/n` arrays `[T, D]` sent by each device in
-the forward and as much in the backward, and the memory traffic of the norm and what it keeps for
-the backward are 1/n. (With `gather=False` each way has half of the bytes here, the others are in
-the caller's all-gather.)
+Why this exists. An all-reduce of the partial products of tensor parallelism leaves every device
+with all tokens. All devices then do the same addition and norm, and all keep the same residual. An
+all-reduce is a reduce-scatter and an all-gather; between the two a device has 1/n of the tokens
+(Megatron's sequence parallelism, https://arxiv.org/abs/2205.05198). With the norm there, the bytes
+between devices stay the same: each device sends `2·(n-1)/n` arrays `[T, D]` in the forward and as
+many in the backward. The memory traffic of the norm, and what it keeps for the backward, are 1/n.
+(With `gather=False` half of the bytes of each direction are sent here, and the other half in the
+caller's all-gather.)
 
-There is no gradient rule here, because that of the parts is the one wanted: the transpose of the
-all-gather is a reduce-scatter (of `dy`), that of the reduce-scatter an all-gather (of the gradient
-of every device's `partial`), and neither keeps anything. The norm's own rule keeps `residual_out`
-and `rstd` of this device's tokens, or what JAX keeps of plain JAX.
+This module needs no gradient rule, because the rules of its parts are right: the transpose of the
+all-gather is a reduce-scatter (of `dy`), the transpose of the reduce-scatter an all-gather (of the
+gradient of every device's `partial`), and neither keeps anything. The norm's own rule keeps
+`residual_out` and `rstd` of this device's tokens, or what JAX keeps of plain JAX.
 """
 
 import jax
@@ -33,7 +33,7 @@ def sharded_add_rms_norm(
     gather: bool,
     config: Config | None,
 ) -> tuple[Float[Array, "*B tokens D"], Float[Array, "*B shard D"]]:
-    """See `pallas_kernels.sharded_add_rms_norm`."""
+    """The implementation of `pallas_kernels.sharded_add_rms_norm` by XLA's collectives."""
     tokens = partial.ndim - 2
     y, residual_out = add_rms_norm(
         jax.lax.psum_scatter(partial, axis_name, scatter_dimension=tokens, tiled=True),

@@ -5,13 +5,17 @@ import functools
 import math
 import re
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from aot.harness import ARCHS, CHIPS, Case, Kernel, Program
-from pallas_kernels import linear_cross_entropy
+from pallas_kernels import LossPlan, linear_cross_entropy, linear_cross_entropy_plan
+from pallas_kernels.gpu.device import Device
+from pallas_kernels.loss import plan as plan_module
+from pallas_kernels.loss.mosaic_gpu import products
 from pallas_kernels.loss.mosaic_gpu.logits import LINE, loss_of_logits
 from pallas_kernels.loss.mosaic_gpu.statistics import linear_statistics
 from pallas_kernels.loss.token_loss import LossOptions
@@ -32,6 +36,18 @@ def floats(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 def labels_of(num_tokens: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+
+
+def plan_for_h100(loss: "Loss") -> LossPlan:
+    """The plan of a loss with gradients, as `Loss.with_gradients` has it."""
+    x, weight, labels = loss.arguments(jnp.float32)
+    chip = CHIPS["h100"]
+    device = Device(chip.device_kind, chip.compute_capability, chip.limits.num_sms)
+    with (
+        mock.patch.object(plan_module, "target_device", lambda: device),
+        mock.patch.object(products, "target_device", lambda: device),
+    ):
+        return linear_cross_entropy_plan(x, weight, labels, implementation="mosaic_gpu")
 
 
 def assert_runs_well(kernel: Kernel) -> None:
@@ -218,7 +234,6 @@ LOSSES = {
     Loss(4096, 8192, 128256): Expected(0, 49, 160),
 }
 SMALLEST = Loss(8192, 4096, 128256)
-BY_BOTH = {"chunk_size": 2048, "vocab_chunk_size": 2048}
 
 CASES = {
     **LOGITS_CASES,
@@ -237,9 +252,8 @@ CASES = {
         ),
         Loss(4096, 4096, 128256).arguments(),
     ),
-    "smallest": SMALLEST.with_gradients(**BY_BOTH),
-    "smallest-by-default": SMALLEST.with_gradients(**BY_BOTH, compiler_options={}),
-    "smallest-float32": SMALLEST.with_gradients(jnp.float32, vocab_chunk_size=2048),
+    "by-columns": SMALLEST.with_gradients(vocab_chunk_size=2048),
+    "by-columns-float32": SMALLEST.with_gradients(jnp.float32, vocab_chunk_size=2048),
 }
 
 
@@ -409,41 +423,33 @@ def test_loss_alone(compiled, chip, case):
 
 
 @each_chip
-@pytest.mark.parametrize("case", ["smallest", "smallest-by-default"])
-def test_smallest_memory(compiled, chip, case):
-    """Logits of 2048 tokens, 501 MiB, are where `dweight` will be, and count for nothing."""
-    program: Program = compiled(chip, case)
-    print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
-    t, d, v = SMALLEST.tokens, SMALLEST.hidden, SMALLEST.vocab
-    # Of 2048 columns, and the statistics of each cluster; a GEMM's workspace comes before.
-    assert program.temp_bytes <= 2 * t * 2048 + 11 * MIB
-    for kernel in program.kernels:
-        assert_runs_well(kernel)
-    assert names_of(program) == EXPONENTIALS | {"uninitialized", "weight_gradient"}
-    if case == "smallest":
-        # All that is left to XLA is dx.
-        assert gemms(program) == [Gemm((2048, d), adds=False)] * 2
-    assert_nothing_runs_beside(program)
-    # Not even zeros. The first part of dweight is copied, in a loop of its own.
-    makes = {"custom-call", "dynamic-update-slice", "fusion-done"}
-    assert makers(program, (v, d)) - MAKES_NOTHING == makes
-    # In the loop over columns nothing is copied: a kernel reads the weight where it is, another
-    # writes to its place in dweight.
-    fused = re.findall(r"^%dynamic-slice-fusion\S* .*?^}", program.hlo, re.M | re.S)
-    fused = [body for body in fused if "mosaic_gpu" in body]
-    for what in (" dynamic-slice(", " dynamic-update-slice("):
-        assert any(what in body for body in fused)
-
-
-@each_chip
-@pytest.mark.parametrize("case", ["smallest-float32"])
-def test_smallest_memory_of_a_float32_weight(compiled, chip, case):
+@pytest.mark.parametrize("case", ["by-columns", "by-columns-float32"])
+def test_by_column_chunks(compiled, chip, case):
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
     # dx in float32, and the logits of 2048 columns.
     t, d = SMALLEST.tokens, SMALLEST.hidden
     assert program.temp_bytes <= 4 * t * d + 2 * t * 2048
-    # Slices of dweight are written into zeros, in place. The weight is rounded where it is sliced:
-    # the whole of it, rounded, would not be within the memory above.
+    assert names_of(program) == {"linear_exponentials", "linear_statistics", "weight_gradient"}
+    for kernel in program.kernels:
+        assert_runs_well(kernel)
+    # Slices of dweight are written into zeros, in place. A float32 weight is rounded where it is
+    # sliced: the whole of it, rounded, would not be within the memory above.
     makes = makers(program, (SMALLEST.vocab, d)) - MAKES_NOTHING
-    assert makes <= {"pad", "broadcast", "dynamic-update-slice", "convert"}
+    assert makes <= {"pad", "broadcast", "dynamic-update-slice", "convert", "custom-call"}
+    # In the loop over columns a kernel writes its result to its place in dweight.
+    fused = re.findall(r"^%dynamic-slice-fusion\S* .*?^}", program.hlo, re.M | re.S)
+    assert any("mosaic_gpu" in body and " dynamic-update-slice(" in body for body in fused)
+
+
+@each_chip
+@pytest.mark.parametrize("case", [f"gradients-{loss}" for loss in LOSSES])
+def test_the_plan_says_what_memory_the_program_takes(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    loss = next(k for k in LOSSES if case == f"gradients-{k}")
+    plan = plan_for_h100(loss)
+    print(f"{program.temp_bytes / MIB:.1f} MiB", plan)
+    assert (plan.name, plan.num_products) == ("in place", 3)
+    # Beside exponentials there are `x` times its factors, and a few numbers a token and cluster.
+    beside = loss.tokens * (2 * loss.hidden + 20 * 66 + 400)
+    assert plan.logits_bytes <= program.temp_bytes <= plan.logits_bytes + beside

@@ -46,12 +46,12 @@ def _case(config: LlamaConfig) -> Case:
     return Case(functools.partial(loss_and_gradients, config), (params, TOKENS))
 
 
-SCANNED = dataclasses.replace(CONFIG, scan_layers=True, num_hidden_layers=4, kernels=False)
+SCANNED = dataclasses.replace(CONFIG, scan_layers=True, num_hidden_layers=4, implementation="xla")
 CASES = {
     "llama3.2-1b": _case(CONFIG),
     "minimal": _case(dataclasses.replace(SCANNED, remat="minimal")),
     "offload": _case(dataclasses.replace(SCANNED, remat="offload")),
-    "scanned": _case(dataclasses.replace(SCANNED, remat="minimal", kernels=True)),
+    "scanned": _case(dataclasses.replace(SCANNED, remat="minimal", implementation=None)),
 }
 
 

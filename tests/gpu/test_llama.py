@@ -93,7 +93,7 @@ def small_llama(mesh_shape, dtype="bfloat16", **changes):
 
 def assert_llama_is_as_accurate(got, low_precision):
     """Compares the errors against float32 without kernels."""
-    exact = small_llama(ONE, "float32", kernels=False)
+    exact = small_llama(ONE, "float32", implementation="xla")
     assert_trees_as_accurate(got, low_precision, exact, slack=2.0)
 
 

@@ -119,7 +119,7 @@ def test_what_a_layer_closes_over_has_no_gradient():
             jax.jit(jax.grad(value))(jnp.float32(2))
 
 
-LLAMA = dataclasses.replace(tiny_run.MODEL, num_hidden_layers=3)
+LLAMA = tiny_run.MODEL
 TOKENS = np.random.default_rng(0).integers(LLAMA.vocab_size, size=(2, 20), dtype=np.int32)
 
 
@@ -167,7 +167,9 @@ def llama_with_lax_scan():
         return traced.lower().compile()(parameters())
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("minimal", marks=pytest.mark.full), "full"])
+@pytest.mark.parametrize(
+    "remat", ["none", *(pytest.param(name, marks=pytest.mark.full) for name in ("minimal", "full"))]
+)
 def test_a_llama_on_one_device(remat):
     with on_one_device():
         traced = traced_llama(remat)

@@ -78,8 +78,12 @@ def continued(model: Llama, prompts, lengths, num_new: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "num_key_value_heads, scan_layers",
-    [(1, True), (2, True), (2, False), (4, False)],
-    ids=["mqa-scanned", "gqa-scanned", "gqa-unrolled", "mha-unrolled"],
+    [
+        pytest.param(1, True, id="mqa-scanned", marks=pytest.mark.full),
+        pytest.param(2, True, id="gqa-scanned"),
+        pytest.param(2, False, id="gqa-unrolled", marks=pytest.mark.full),
+        pytest.param(4, False, id="mha-unrolled"),
+    ],
 )
 def test_greedy_equals_the_loop_without_a_cache(num_key_value_heads, scan_layers):
     model = make_model(num_key_value_heads=num_key_value_heads, scan_layers=scan_layers)
@@ -123,7 +127,9 @@ def test_a_cache_gives_the_hidden_states_of_the_whole():
         np.testing.assert_array_equal(filled, np.broadcast_to(np.arange(P + 3) < P, filled.shape))
 
 
-@pytest.mark.parametrize("num_ends, pad_token_id", [(1, 23), (3, None)])
+@pytest.mark.parametrize(
+    "num_ends, pad_token_id", [pytest.param(1, 23, marks=pytest.mark.full), (3, None)]
+)
 def test_an_end_stops_its_row_and_fills_it(num_ends, pad_token_id):
     free = np.asarray(generate(make_model(), PROMPTS, max_new_tokens=NEW, prompt_lengths=LENGTHS))
     # Ends that come at different places of the rows: at the very first, in the middle.
@@ -141,7 +147,7 @@ def test_an_end_stops_its_row_and_fills_it(num_ends, pad_token_id):
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, pytest.param(2.0, marks=pytest.mark.full)])
 def test_draws_have_the_probabilities_of_the_softmax(temperature):
     num_draws, num_tokens = 20_000, 6
     model = make_model(vocab_size=num_tokens, num_hidden_layers=1)
@@ -272,7 +278,13 @@ def damaged_model() -> Llama:
     return model
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 2}], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="greedy", marks=pytest.mark.full),
+        pytest.param({"temperature": 0.5, "top_k": 2}, id="drawn"),
+    ],
+)
 def test_logits_that_are_not_finite_raise(options):
     prompts = jnp.array([[1, 2], [1, 3]], jnp.int32)
     key = jax.random.key(0) if options else None

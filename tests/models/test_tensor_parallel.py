@@ -1,23 +1,16 @@
-"""Devices that share sequences: the numbers of one device, and what goes between them."""
+"""Devices that share sequences: the numbers of one device, and layouts that are refused."""
 
 import dataclasses
 import functools
-import re
-from collections import Counter
-from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-import train.step
 from models.config import LlamaConfig
-from models.llama import Llama
 from models.remat import POLICIES
-from models.rope import RopeParameters
 from models.sampling import generate
 from models.sharding import (
     batch_sharding,
@@ -29,112 +22,33 @@ from models.sharding import (
     sum_over_devices,
     tensor_axis,
 )
-from pallas_kernels import linear_cross_entropy
 from support.numerics import assert_trees_as_accurate
+from support.split_llama import (
+    BIASES,
+    CONFIG,
+    KV,
+    TWO_LAYERS,
+    VARIANTS,
+    Z_LOSS,
+    D,
+    F,
+    L,
+    Q,
+    V,
+    assert_close,
+    changed,
+    lowered,
+    mesh_of,
+    on_mesh,
+    on_one_device,
+    packed_batch,
+    parameters,
+)
 from support.textbook_llama import textbook_logits
 from train.config import DataConfig, OptimizerConfig, TrainConfig
-from train.step import init_state, loss_and_sums, make_train_step, model_graph
-
-# Sizes, and the parts of them on up to eight devices, say in a compiled program what they are.
-CONFIG = LlamaConfig(
-    vocab_size=1008,
-    hidden_size=64,
-    intermediate_size=144,
-    num_hidden_layers=3,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=10,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=False,
-    rope_parameters=RopeParameters(rope_theta=100.0),
-    dtype="float32",
-    remat="minimal",
-)
-BIASES = {"attention_bias": True, "mlp_bias": True}
-L, D, F, V, Q, KV = 3, 64, 144, 1008, 80, 40
-# On four devices of `data` and `fsdp` three rows each, which two devices share as 1.5 rows each.
-B, S = 12, 28
-Z_LOSS = 0.01
+from train.step import init_state, make_train_step, model_graph
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
-
-
-def changed(**changes: Any) -> LlamaConfig:
-    return dataclasses.replace(CONFIG, **changes)
-
-
-def mesh_of(data: int, fsdp: int, tensor: int) -> jax.sharding.Mesh:
-    devices = jax.devices()[: data * fsdp * tensor]
-    return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
-
-
-def parameters(config: LlamaConfig = CONFIG) -> nnx.State:
-    """Random numpy arrays: no norm is the identity, no bias 0."""
-    shapes = nnx.state(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
-    rng = np.random.default_rng(0)
-
-    def random(path, shape):
-        center = 1.0 if "norm" in parameter_path(path)[-2] else 0.0
-        return np.asarray(center + 0.15 * rng.normal(size=shape.shape), shape.dtype)
-
-    return jax.tree.map_with_path(random, shapes)
-
-
-def packed_batch() -> dict[str, np.ndarray]:
-    """Rows of two documents of lengths that differ by row, some with padding at the end."""
-    rng = np.random.default_rng(1)
-    column, row = np.arange(S), np.arange(B)[:, None]
-    boundary, end = 3 + row % 20, S - row % 3
-    labels = rng.integers(V, size=(B, S))
-    labels[(column == boundary - 1) | (column >= end - 1)] = -100
-    batch = {
-        "tokens": rng.integers(V, size=(B, S)),
-        "labels": labels,
-        "segment_ids": np.where(column < boundary, 1, 2) * (column < end),
-        "positions": np.where(column < boundary, column, column - boundary) * (column < end),
-    }
-    return {name: np.asarray(array, np.int32) for name, array in batch.items()}
-
-
-def loss_and_gradients(graphdef, params, batch):
-    loss = lambda params: loss_and_sums(graphdef, params, batch, z_loss=Z_LOSS)
-    return jax.value_and_grad(loss, has_aux=True)(params)
-
-
-def forward(graphdef, params, batch):
-    return loss_and_sums(graphdef, params, batch)
-
-
-def lowered(config: LlamaConfig, mesh, batch=None, fn=loss_and_gradients, params=None):
-    """The program on a mesh, and its arguments."""
-    params = parameters(config) if params is None else params
-    shardings = parameter_shardings(params, mesh)
-    params = jax.device_put(params, shardings)
-    batch = jax.device_put(packed_batch() if batch is None else batch, batch_sharding(mesh))
-    out = None if fn is forward else (None, shardings)
-    # jax.nn.dot_product_attention does not lower in 16 bits under strict promotion.
-    with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
-        program = jax.jit(fn, static_argnums=0, out_shardings=out)
-        return program.lower(model_graph(config), params, batch), params, batch
-
-
-@functools.cache
-def compiled(config: LlamaConfig, mesh):
-    """The program of loss and gradients on a mesh, and its arguments."""
-    program, params, batch = lowered(config, mesh)
-    return program.compile(), params, batch
-
-
-def on_mesh(config: LlamaConfig, mesh):
-    """`((loss, sums), gradients)`."""
-    program, params, batch = compiled(config, mesh)
-    return program(params, batch)
-
-
-@functools.cache
-def on_one_device(config: LlamaConfig):
-    return on_mesh(config, mesh_of(1, 1, 1))
 
 
 @functools.cache
@@ -172,22 +86,6 @@ def check(config: LlamaConfig, got, *, slack: float = 2.0):
     assert_trees_as_accurate(got, low, exact, slack=slack)
 
 
-def assert_close(got, want):
-    """Sums over tokens in another order: some float32 epsilons of the largest element."""
-    scale = jax.tree.map(lambda w: max(np.abs(w).max(), 1e-30), want)  # no token may be right
-    scaled = lambda tree: jax.tree.map(lambda a, s: np.asarray(a) / s, tree, scale)
-    chex.assert_trees_all_close(scaled(got), scaled(want), rtol=0, atol=5e-6)
-
-
-# The textbook and unrolled layers take as long to compile as there are layers.
-TWO_LAYERS = {"num_hidden_layers": 2}
-UNROLLED = TWO_LAYERS | {"scan_layers": False}
-VARIANTS = {
-    "untied_scanned_biases": changed(**TWO_LAYERS, **BIASES),
-    "tied_unrolled_full": changed(**UNROLLED, tie_word_embeddings=True, remat="full"),
-}
-
-
 # With copies of the parameters, with parts of them, and with both; in `full` each variant.
 @pytest.mark.parametrize(
     "data, fsdp, tensor, variant",
@@ -213,15 +111,13 @@ def test_loss_and_gradients_are_those_of_one_device(data, fsdp, tensor, variant)
 
 
 HOST = "attention,residual,gate@host"
-# An MLP that keeps its input, and offloading. `minimal` is the configuration's own, and `full` that
-# of other tests here.
-POLICIES_BY_DEFAULT = ("mlp_inputs", HOST)
 
 
+# The MLP keeps its input under `mlp_inputs`. Other tests here run `none`, `minimal` and `full`.
 @pytest.mark.parametrize(
     "remat",
     [
-        pytest.param(name, marks=() if name in POLICIES_BY_DEFAULT else pytest.mark.full)
+        pytest.param(name, marks=() if name == "mlp_inputs" else pytest.mark.full)
         for name in (*POLICIES, "q,mlp_out,attn_proj", HOST)
     ],
 )
@@ -229,18 +125,13 @@ def test_no_policy_changes_the_numbers(remat):
     assert_close(on_mesh(changed(remat=remat), mesh_of(1, 2, 2)), on_one_device(CONFIG))
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("minimal", marks=pytest.mark.full)])
-def test_unrolled_layers_have_the_numbers_of_scanned_ones(remat):
-    got = on_mesh(changed(**UNROLLED, **BIASES, remat=remat), mesh_of(2, 2, 2))
-    assert_close(got, on_one_device(VARIANTS["untied_scanned_biases"]))
-
-
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [
-        BIASES | {"hidden_act": "gelu", "kernels": False},
-        pytest.param(BIASES | {"hidden_act": "gelu"}, marks=pytest.mark.full),
-        pytest.param({"kernels": False}, marks=pytest.mark.full),
+        BIASES | {"hidden_act": "gelu", "implementation": "xla"},
+        BIASES | {"hidden_act": "gelu"},
+        {"implementation": "xla"},
     ],
     ids=str,
 )
@@ -353,147 +244,6 @@ def test_parameters_are_split():
         ("post_attention_layernorm", "weight"): (L, D),
         ("norm", "weight"): (D,),
     }
-
-
-# What goes between devices.
-
-COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-LINE = re.compile(rf"= (\(?[^()]+\)?) ({COLLECTIVES})(?:-start)?\((.*)")
-
-
-def collectives(program: str) -> Counter[tuple[str, tuple[int, ...]]]:
-    """How many collectives a compiled program has, by name and shape of the result."""
-    return Counter(
-        (name, tuple(int(size) for size in dims.split(",") if size))
-        for results, name, _ in LINE.findall(program)
-        for dims in re.findall(r"\w\[([\d,]*)\]", results)
-    )
-
-
-def of_tokens(program: str, num_tokens: int, num_devices: int) -> Counter[str]:
-    """Collectives of normed tokens, gathered, and of sums of them, split over `tensor`."""
-    found = collectives(program)
-    parts = {"all-gather": (num_tokens, D), "reduce-scatter": (num_tokens // num_devices, D)}
-    return Counter({name: found[name, shape] for name, shape in parts.items()})
-
-
-def program_of(config, mesh) -> str:
-    return compiled(config, mesh)[0].as_text() or ""
-
-
-@pytest.mark.parametrize(
-    "data, fsdp, tensor", [pytest.param(1, 1, 4, marks=pytest.mark.full), (2, 2, 2)]
-)
-def test_a_half_layer_gathers_tokens_once_and_scatters_their_sums_once(data, fsdp, tensor):
-    config = changed(**UNROLLED, **BIASES, remat="none")
-    mesh, tokens = mesh_of(data, fsdp, tensor), B // (data * fsdp) * S
-    num_layers = config.num_hidden_layers
-    in_layers = Counter({"all-gather": 2 * num_layers, "reduce-scatter": 2 * num_layers})
-    loss = Counter({"all-gather": 1})
-    only_forward = lowered(config, mesh, fn=forward)[0].compile().as_text() or ""
-    assert of_tokens(only_forward, tokens, tensor) == in_layers + loss
-    loss_backward = Counter({"reduce-scatter": 1})
-    both = in_layers + loss + in_layers + loss_backward
-    assert of_tokens(program_of(config, mesh), tokens, tensor) == both
-    # What is not kept whole is gathered again.
-    again = Counter({"all-gather": 2 * num_layers})
-    config = dataclasses.replace(config, remat="minimal")
-    assert of_tokens(program_of(config, mesh), tokens, tensor) == both + again
-
-
-def test_nothing_else_goes_between_devices():
-    """Of scanned layers, whose collectives are in the program once."""
-    rows, tensor = B // 4, 2
-    T = rows * S
-    found = collectives(program_of(CONFIG, mesh_of(2, 2, tensor)))
-    q, kv, f, v, d, t = Q // tensor, KV // tensor, F // tensor, V // tensor, D // 2, T // tensor
-    weights = {(D, q): 2, (q, D): 2, (D, kv): 4, (D, f): 4, (f, D): 2}
-    assert Counter({k: n for k, n in found.items() if k[0] == "all-gather"}) == Counter(
-        {("all-gather", shape): n for shape, n in weights.items()}  # forward and backward
-        | {
-            ("all-gather", (v, D)): 1,  # the weight of the loss
-            ("all-gather", (T, D)): 2 + 1 + 2 + 2,  # as above
-            ("all-gather", (5, tensor, T)): 1,  # statistics of the logits
-            ("all-gather", (2, T)): 1,  # tokens to look up
-            ("all-gather", (2, T, d)): 1,  # their gradients
-        }
-    )
-    assert Counter({k: n for k, n in found.items() if k[0] == "reduce-scatter"}) == Counter(
-        {
-            ("reduce-scatter", (d, q)): 1,
-            ("reduce-scatter", (q, d)): 1,
-            ("reduce-scatter", (d, kv)): 2,
-            ("reduce-scatter", (d, f)): 2,
-            ("reduce-scatter", (f, d)): 1,
-            ("reduce-scatter", (v, d)): 1,
-            ("reduce-scatter", (t, D)): 2 + 2 + 1,
-            ("reduce-scatter", (2, t, d)): 1,
-        }
-    )
-    # Embeddings and their gradients, in two parts.
-    assert {k for k in found if k[0] == "all-to-all"} == {("all-to-all", (1, t, d))}
-    # Parts of gradients over copies of the model, what is replicated over all, and scalars.
-    parts = [(d, q), (q, d), (d, kv), (d, f), (f, d), (D,)]
-    assert {shape for name, shape in found if name == "all-reduce"} == {
-        *((L, *shape) for shape in parts),
-        (v, d),
-        (D,),
-        (),
-    }
-    assert not any(name == "collective-permute" for name, _ in found)
-
-
-def test_the_loss_gathers_its_weight_before_it_starts(monkeypatch):
-    T = B // 2 * S
-    chunked = functools.partial(linear_cross_entropy, chunk_size=T // 4)
-    monkeypatch.setattr(train.step, "linear_cross_entropy", chunked)
-    traced_anew = lambda *args: loss_and_gradients(*args)
-    program, params, batch = lowered(CONFIG, mesh_of(1, 2, 2), fn=traced_anew)
-    in_chunks = program.compile()
-    assert_close(in_chunks(params, batch), on_one_device(CONFIG))
-    gathers = [
-        (results, rest)
-        for results, name, rest in LINE.findall(in_chunks.as_text() or "")
-        if name == "all-gather"
-    ]
-    in_loop = [results for results, rest in gathers if "while" in rest]
-    assert sum(f"[5,2,{T // 4}]" in results for results in in_loop) == 1
-    of_vocabulary = [
-        results for results, _ in gathers if re.search(rf"\b({V}|{V // 2})\b", results)
-    ]
-    assert len(of_vocabulary) == 1 and f"[{V // 2},{D}]" in of_vocabulary[0]
-    assert of_vocabulary[0] not in in_loop
-
-
-# What is kept.
-
-
-def kept(config: LlamaConfig, mesh) -> Counter[tuple[int, ...]]:
-    """Shapes of what a device keeps of its layers; they are stacked on axis 0, device by device."""
-    params, batch = jax.tree.map(jnp.asarray, (parameters(config), packed_batch()))
-    loss = lambda params: loss_and_sums(model_graph(config), params, batch)[0]
-    with jax.set_mesh(mesh):
-        saved = jax.tree.leaves(jax.eval_shape(lambda params: jax.vjp(loss, params)[1], params))
-    shapes = [a.shape for a in saved if a.shape[:1] == (L * mesh.size,)]
-    return Counter(shape[1:] for shape in shapes)
-
-
-@pytest.mark.parametrize("data, fsdp, tensor", [(1, 1, 4), (1, 2, 2)])
-def test_the_residual_stream_is_kept_in_parts(data, fsdp, tensor):
-    mesh, rows = mesh_of(data, fsdp, tensor), B // (data * fsdp)
-    share = rows * S // tensor, D
-    # The input of the layer, normed and not.
-    assert kept(changed(remat="full"), mesh) == {share: 2, (D,): 1}
-    minimal = kept(CONFIG, mesh)
-    assert minimal[share] == 4
-    assert minimal[rows, S, F // tensor] == 2
-    everything = kept(changed(remat="none"), mesh)
-    whole = {(rows, S, D), (rows * S, D)}
-    assert whole.isdisjoint(minimal) and not whole.isdisjoint(everything)
-    # Not even there are weights kept whole.
-    weights = {(D, Q // tensor), (D, KV // tensor), (D, F // tensor), (F // tensor, D)}
-    if fsdp > 1:
-        assert weights.isdisjoint(everything)
 
 
 # The training step, and the model after it.

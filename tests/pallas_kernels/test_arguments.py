@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import (
     add_rms_norm,
     linear_cross_entropy,
+    linear_cross_entropy_plan,
     rms_norm,
     sharded_add_rms_norm,
     swiglu,
@@ -24,7 +25,7 @@ from pallas_kernels.gpu import device as gpu_device
 from pallas_kernels.gpu import kernel as gpu_kernel_module
 from pallas_kernels.gpu.device import Device
 from pallas_kernels.layers import RMSNorm, SwiGLU
-from pallas_kernels.loss import api, chunks
+from pallas_kernels.loss import arguments
 from support.numerics import quick_jit
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -181,7 +182,7 @@ def test_integers_and_bools_as_token_weights():
     for dtype in (jnp.bool, jnp.int32, jnp.uint8):
         token_weights = mask.astype(dtype)
         jax.eval_shape(lambda a: call("linear_cross_entropy", token_weights=a), token_weights)
-        weights = api._labels_and_weights(labels, token_weights, 5, -100, False)[2]
+        weights = arguments.labels_and_weights(labels, token_weights, 5, -100, False)[2]
         assert weights.dtype == F32 and list(weights) == [1, 0, 1, 1]
 
 
@@ -238,7 +239,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "reference": {"implementation": "reference"},
     "tokens": {"implementation": "xla", "chunk_size": 2},
     "columns": {"implementation": "xla", "vocab_chunk_size": 3},
-    "both": {"implementation": "xla", "chunk_size": 2, "vocab_chunk_size": 3},
 }
 
 
@@ -349,14 +349,16 @@ LABELS: list[tuple[Any, int, dict[int, Any]]] = [
 
 @pytest.mark.parametrize("x64", [False, True])
 def test_labels_are_what_they_are(x64):
-    codes = {"ignored": api._IGNORED, "outside": api._OUT_OF_RANGE}
+    codes = {"ignored": arguments.IGNORED, "outside": arguments.OUT_OF_RANGE}
     with jax.enable_x64(x64):
         for dtype, ignore_index, cases in LABELS:
             labels = np.array(list(cases), dtype)
             # JAX's arrays have 32 bits without it.
             given = [labels] if labels.itemsize == 8 and not x64 else [labels, jnp.asarray(labels)]
             for form in given:
-                got, counts, weights = api._labels_and_weights(form, None, V, ignore_index, False)
+                got, counts, weights = arguments.labels_and_weights(
+                    form, None, V, ignore_index, False
+                )
                 assert got.dtype == jnp.int32
                 want = list(cases.values())
                 assert np.asarray(got).tolist() == [codes.get(a, a) for a in want], dtype
@@ -377,25 +379,14 @@ def test_labels_of_many_bits_make_nan(unchecked_shapes, implementation):
 # `reduction="none"`.
 
 
-def plan_of(monkeypatch, tokens, vocab, hidden, **options):
-    """The plan of a loss without reduction."""
-    found = []
-
-    def token_losses(plan, x, *_):
-        found.append(plan)
-        return chunks.TokenLosses(*[jnp.zeros(len(x))] * 5)
-
-    monkeypatch.setattr(chunks, "token_losses", token_losses)
-    args = [((tokens, hidden), BF16), ((vocab, hidden), BF16), ((tokens,), jnp.int32)]
-    fn = functools.partial(linear_cross_entropy, reduction="none", implementation="xla", **options)
-    jax.eval_shape(fn, *(jax.ShapeDtypeStruct(*arg) for arg in args))
-    return found[0]
-
-
-def test_losses_without_a_reduction_go_by_chunks_of_tokens(monkeypatch):
-    # As the README says, unless 768 tokens are more than the limit.
-    plan = functools.partial(plan_of, monkeypatch, 8192, 128256, 64)
-    assert plan().by_tokens(8192) and plan().vocab_chunk_size is None
+def test_losses_without_a_reduction_go_by_chunks_of_tokens():
+    args = [((8192, 64), BF16), ((128256, 64), BF16), ((8192,), jnp.int32)]
+    args = [jax.ShapeDtypeStruct(*arg) for arg in args]
+    plan = functools.partial(
+        linear_cross_entropy_plan, *args, reduction="none", implementation="xla"
+    )
+    assert (plan().name, plan().num_products) == ("token chunks", 4)
+    # Fewer than 768 tokens fit the limit.
     small = plan(max_logits_bytes=2**20)
-    assert not small.by_tokens(8192) and small.vocab_chunk_size == 128
-    assert not plan(vocab_chunk_size=256).by_tokens(8192)
+    assert (small.name, small.num_columns) == ("column chunks", 128)
+    assert plan(vocab_chunk_size=256).name == "column chunks"

@@ -35,7 +35,7 @@ import numpy as np
 
 from train.checkpoints.checkpoint import Checkpoints
 from train.cli.command_line import parse_command_line
-from train.loop import mesh_of
+from train.setup import mesh_of
 from train.step import abstract_state
 
 ROOT = Path(__file__).parents[2]

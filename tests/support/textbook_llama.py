@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from models.config import LlamaConfig
-from models.llama import ACTIVATIONS
+from models.config import ACTIVATIONS, LlamaConfig
 
 
 def textbook_logits(params, *, config: LlamaConfig, tokens, positions, segment_ids, dtype):

@@ -25,5 +25,5 @@ def no_plots(monkeypatch):
 
     Runs of fixtures of a module have them.
     """
-    for name in ("_png", "_details_png"):
+    for name in ("loss_png", "details_png"):
         monkeypatch.setattr(train.reporting.report, name, lambda *args: b"")

@@ -1,8 +1,9 @@
-"""Two processes of two devices each are one run: the same numbers, one end.
+"""Two processes of two devices each train one run: the same numbers, one end.
 
-The tests look at few runs, because every process takes seconds to start. A run of two processes is
-killed, hangs, and ends; beside it go the same run to which nothing happens, that run in this
-process, on four devices, and one of two processes that go on with the latter and are asked to stop.
+The tests share few runs, because a process needs 5 s of a core to start. In the normal run, two
+processes train until one is killed, and two others finish the run. This process trains the same run
+alone, on four devices. `--full` adds a hang, an uninterrupted run of two processes, a signal, and a
+process that finds no other.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import train.loop
+import train.outputs
 from models.llama_hf import load_pretrained
 from models.sharding import make_mesh
 from support.faults import process_flags, timeless
@@ -140,7 +142,7 @@ def slurm():
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory, data_flags, alone):
+def story(tmp_path_factory, data_flags, alone, request):
     """The folder of the run of two processes, and how they ended each time."""
     runs_dir = tmp_path_factory.mktemp("together")
     flags = [*QUIET, *data_flags]
@@ -148,8 +150,9 @@ def story(tmp_path_factory, data_flags, alone):
     options = [["--distributed.cluster=slurm", f"--distributed.heartbeat-timeout-s={HEARTBEAT_S}"]]
     slurm_options = {"environments": slurm(), "process_options": options * 2}
     found = {"killed": ends(start([calm, ("kill", 6)], flags, runs_dir, **slurm_options))}
-    limit = f"--distributed.step-timeout-s={STEP_TIMEOUT_S}"
-    found["stuck"] = ends(start([calm, ("hang", 8)], [*flags, limit], runs_dir))
+    if request.config.option.full:
+        limit = f"--distributed.step-timeout-s={STEP_TIMEOUT_S}"
+        found["stuck"] = ends(start([calm, ("hang", 8)], [*flags, limit], runs_dir))
     flags = [*data_flags, "--save", "--sample-tokens", "4"]
     found["finished"] = ends(start([calm, calm], flags, runs_dir))
     return runs_dir / "demo", found
@@ -157,7 +160,7 @@ def story(tmp_path_factory, data_flags, alone):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, data_flags):
-    """The folder of the run of two processes to which nothing happens."""
+    """The folder of a run of two processes that nothing interrupts."""
     runs_dir = tmp_path_factory.mktemp("whole")
     first, second = ends(start([("none", 0)] * 2, [*QUIET, *data_flags], runs_dir))
     assert first.status == second.status == 0, first.errors + second.errors
@@ -166,7 +169,7 @@ def whole(tmp_path_factory, data_flags):
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory, data_flags, alone):
-    """Two processes go on with what one saved at step 6, until the second is told to stop."""
+    """Two processes resume a checkpoint of one process, until the second is told to stop."""
     runs_dir = tmp_path_factory.mktemp("stopped")
     copy_with(alone[1], runs_dir / "demo", 6)
     faults = [("none", 0), ("terminate", 9)]
@@ -197,13 +200,14 @@ def losses_of(folder):
     return [row["loss" if "loss" in row else "val_loss"] for row in rows_of(folder)]
 
 
-def test_losses_are_those_of_one_process(whole, alone):
-    """Within the rounding of sums that are added up in another order."""
-    losses = losses_of(whole)
+def test_losses_are_those_of_one_process(story, alone):
+    """Up to the rounding of sums in another order."""
+    losses = losses_of(story[0])
     assert len(losses) == len(set(losses)) == 12 + 3
     np.testing.assert_allclose(losses, losses_of(alone[1]), rtol=1e-6)
 
 
+@pytest.mark.full
 def test_a_run_with_faults_ends_as_the_whole_one_to_the_bit(story, whole, alone):
     config, _ = alone
     assert rows_of(story[0]) == rows_of(whole)
@@ -219,7 +223,7 @@ def test_model_and_sample(story, alone):
     config = dataclasses.replace(alone[0], sample_tokens=4)
     with jax.set_mesh(mesh):
         params = state_of(config, story[0], mesh)[1].params
-        sample = train.loop._sample(config, params, 0.0)
+        sample = train.outputs.sample(config, params, 0.0)
     model = load_pretrained(story[0] / "model")
     saved = jax.device_get(nnx.state(model, nnx.Param))
     chex.assert_trees_all_equal(saved, jax.device_get(params))
@@ -250,13 +254,14 @@ def test_the_death_of_a_process_ends_the_other_with_one_line(story):
     assert killed.status == -signal.SIGKILL
     assert first.status == 1
     assert first.lines() == [
-        "error: process 1 was not heard of for 5 s: it was killed, or stopped, or its machine "
+        "error: process 1 gave no sign of life for 5 s: it was killed or stopped, or its machine "
         "cannot be reached. The same commands go on from the last checkpoint, if there is one"
     ]
     # Some seconds for the linger of process 0, and for a busy machine.
     assert HEARTBEAT_S - 2 < first.at_s - killed.at_s < HEARTBEAT_S + 20
 
 
+@pytest.mark.full
 def test_a_hang_names_the_step_and_shows_where(story):
     first, stuck = story[1]["stuck"]
     assert "going on after step 3 of 12" in first.printed
@@ -264,7 +269,7 @@ def test_a_hang_names_the_step_and_shows_where(story):
     for end, what in ((first, "process 0: step 8"), (stuck, "process 1: the batch of step 8")):
         (line,) = end.lines()
         assert line.startswith(f"error: {what} was not finished within {STEP_TIMEOUT_S} s (--dis")
-    assert re.search(r'loop\.py", line \d+ in log\n', first.errors)
+    assert re.search(r'loop\.py", line \d+ in _log\n', first.errors)
     assert re.search(r'run_with_fault\.py", line \d+ in batch\n', stuck.errors)
 
 
@@ -273,7 +278,6 @@ def stopped_after(end):
     return int(step)
 
 
-# This test and the next take 18 s.
 @pytest.mark.full
 def test_a_signal_to_one_process_stops_both_after_the_same_step(stopped):
     folder, (first, second) = stopped
@@ -310,12 +314,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pathlib import Path
 from models.sharding import make_mesh
 from train import distributed
-from train.loop import _new_run_dir
+from train.outputs import new_run_dir
 
 jax.config.update("jax_num_cpu_devices", 2)
 with distributed.started(distributed.flags(sys.argv[2:])):
     me = jax.process_index()
-    folder = distributed.of_first(lambda: str(_new_run_dir(Path(sys.argv[1]), "run")))
+    folder = distributed.of_first(lambda: str(new_run_dir(Path(sys.argv[1]), "run")))
     mesh = make_mesh(data=1, fsdp=4)
     split = NamedSharding(mesh, PartitionSpec("fsdp"))
     whole = np.arange(8)
@@ -356,6 +360,7 @@ def test_what_processes_agree_on(tmp_path):
     assert line.startswith("error: process 1 ended: no room. The same commands go on")
 
 
+@pytest.mark.full
 def test_a_process_that_does_not_come(tmp_path):
     flags = [*process_flags(2)[0], "--distributed.initialization-timeout-s=1"]
     result = subprocess.run(
@@ -370,6 +375,38 @@ def test_a_process_that_does_not_come(tmp_path):
     line = result.stderr.strip().splitlines()[-1]
     assert line.startswith("error: not all processes met at 127.0.0.1:")
     assert "within 1 s" in line
+
+
+@pytest.fixture
+def ends_at_once(monkeypatch):
+    """A context for code that ends the process at once with status 1."""
+
+    def end(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", end)
+    return pytest.raises(SystemExit, match=r"^1$")
+
+
+def test_a_missing_process_is_named(ends_at_once, capfd):
+    with ends_at_once:
+        distributed._nobody_came(DistributedConfig(cluster="slurm", initialization_timeout_s=7))
+    error = capfd.readouterr().err
+    assert error.startswith("error: not all processes met at the address that slurm gives within 7")
+
+
+def test_a_stuck_process_shows_its_stacks_and_ends(ends_at_once, monkeypatch, capfd):
+    """The second of two, which waits until the first has shown its stacks as well."""
+    slept = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with ends_at_once:
+        distributed.Watchdog(1.0)._bark("step 8", 6.0)
+    assert slept == [3 * distributed._POLL_S]
+    error = capfd.readouterr().err
+    assert re.search(r'test_distributed\.py", line \d+ in test_a_stuck_process', error)
+    assert "error: process 1: step 8 was not finished within 6 s (--distributed.step" in error
 
 
 def test_one_process_starts_nothing(monkeypatch):

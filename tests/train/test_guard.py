@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 import train.loop
+import train.setup
 import train.step
 from models.sharding import make_mesh, parameter_path
 from support.tiny_run import CONFIG
-from train.checkpoints.hf_folder import FolderError
 from train.cli import replay
-from train.errors import RunError
+from train.errors import FolderError, RunError
 from train.guard import WINDOW, initial_guard, judge
 from train.loop import run
 from train.reporting.metrics import jsonable
-from train.reporting.report import load_metrics
+from train.reporting.results import load_metrics
 from train.step import init_state, jit_train_step, make_train_step
 
 pytestmark = pytest.mark.usefixtures("fast_compilation", "no_plots")
@@ -155,7 +155,7 @@ def poisoned(monkeypatch):
         params = jax.tree_util.tree_map_with_path(poison, state.params)
         return dataclasses.replace(state, params=params)
 
-    monkeypatch.setattr(train.loop, "init_state", init)
+    monkeypatch.setattr(train.setup, "init_state", init)
 
 
 def test_a_run_that_only_skips_ends_and_its_step_can_be_replayed(tmp_path, poisoned, capsys):
@@ -168,7 +168,7 @@ def test_a_run_that_only_skips_ends_and_its_step_can_be_replayed(tmp_path, poiso
     assert [row["skipped_steps"] for row in rows] == [1, 2, 3]
     folder = str(caught.value).split()[-1]
     assert folder == str(tmp_path / "tiny" / "failed-step-3")
-    expected = train.loop._step_batch(config, train.loop._datasets(config)[0], 2)
+    expected = train.setup.step_batch(config, train.setup.open_datasets(config).train, 2)
     chex.assert_trees_all_equal(dict(np.load(f"{folder}/batch.npz")), expected)
 
     capsys.readouterr()
@@ -219,7 +219,7 @@ def test_the_linter_refuses_pickle():
 
 def test_steps_that_are_skipped_now_and_then_do_not_end_a_run(tmp_path, monkeypatch):
     """Two batches of eight whose gradient is not finite."""
-    real = train.loop._step_batch
+    real = train.setup.step_batch
 
     def step_batch(config, dataset, step):
         batch = real(config, dataset, step)
@@ -239,7 +239,7 @@ def test_steps_that_are_skipped_now_and_then_do_not_end_a_run(tmp_path, monkeypa
 
     make_gradients = train.step.make_gradients
     monkeypatch.setattr(train.step, "make_gradients", gradients_of)
-    monkeypatch.setattr(train.loop, "_step_batch", step_batch)
+    monkeypatch.setattr(train.setup, "step_batch", step_batch)
     rows = load_metrics(run(dataclasses.replace(CONFIG, runs_dir=tmp_path, max_skipped_steps=2)))
     assert [row["skipped_steps"] for row in rows.train] == [0, 0, 1, 1, 1, 2, 2, 2]
     rates = [row["lr"] for row in rows.train]

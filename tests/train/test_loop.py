@@ -19,9 +19,12 @@ from flax import nnx
 from safetensors import SafetensorError
 
 import train.loop
+import train.outputs
+import train.reporting.report
+import train.setup
 from models.llama_hf import load_pretrained
 from models.sampling import generate
-from models.sharding import make_mesh
+from models.sharding import batch_sharding, make_mesh
 from support.tiny_run import MODEL
 from support.tokenizer_files import write_byte_level
 from train import data
@@ -29,8 +32,9 @@ from train.__main__ import main
 from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 from train.errors import RunError
 from train.guard import initial_guard
-from train.loop import memory_report, run
-from train.reporting.report import load_metrics
+from train.loop import run
+from train.reporting.profiling import memory_report
+from train.reporting.results import load_metrics
 from train.step import TrainState, init_state, make_train_step, model_graph
 
 # On the eight devices of the tests, so that the loop's placements are in every one of them.
@@ -70,13 +74,18 @@ def corpus():
 def finished(tmp_path_factory, compiled):
     """The folder of a run with everything on, and what it printed."""
     config = dataclasses.replace(CONFIG, runs_dir=tmp_path_factory.mktemp("runs"))
-    compile_steps = train.loop._compile
+    compile_steps = train.loop.compile_steps
     with pytest.MonkeyPatch.context() as patch:
         printed = []
         keep = lambda *args: compiled.append(compile_steps(*args)) or compiled[-1]
-        patch.setattr(train.loop, "_compile", keep)
+        # Drawing is slow, and the tests of reports draw all figures. Only loss.png has a title.
+        draw = train.reporting.report.loss_png
+        drawn = lambda metrics, title, *args: draw(metrics, title, *args) if title else b""
+        patch.setattr(train.reporting.report, "loss_png", drawn)
+        patch.setattr(train.reporting.report, "details_png", lambda *args: b"")
+        patch.setattr(train.loop, "compile_steps", keep)
         patch.setattr("builtins.print", lambda *args: printed.append(" ".join(map(str, args))))
-        patch.setattr(train.loop.metrics.Progress, "print", lambda self, text: printed.append(text))
+        patch.setattr(train.loop.Progress, "print", lambda self, text: printed.append(text))
         folder = run(config)
     return folder, "\n".join(printed)
 
@@ -108,7 +117,7 @@ def by_hand():
             params[index] = state.params
             batch = dataset.batch(index, batch_size=16, seed=0)
             batch = {name: array.reshape(2, 8, 32) for name, array in batch.items()}
-            batch = jax.device_put(batch, train.loop.batch_sharding(mesh, batch_axis=1))
+            batch = jax.device_put(batch, batch_sharding(mesh, batch_axis=1))
             state, values = step(state, batch)
             rows.append({name: value.item() for name, value in values.items()})
         params[5] = state.params
@@ -252,7 +261,7 @@ def test_memory_report_counts_donated_arguments_once():
 
 def test_a_second_run_repeats_the_first_in_a_folder_of_its_own(finished, compiled, monkeypatch):
     folder, _ = finished
-    monkeypatch.setattr(train.loop, "_compile", lambda *args: compiled[0])
+    monkeypatch.setattr(train.loop, "compile_steps", lambda *args: compiled[0])
     config = dataclasses.replace(CONFIG, runs_dir=folder.parent, sample_tokens=0, save=False)
     again = run(config)
     assert again == folder.parent / "tiny-2"
@@ -262,6 +271,7 @@ def test_a_second_run_repeats_the_first_in_a_folder_of_its_own(finished, compile
     assert timeless(rows_of(again)) == timeless(rows_of(folder))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("on_one_device")
 def test_synthetic_tokens(tmp_path):
     """Random tokens of any vocabulary, without positions and without anything held out."""
@@ -280,9 +290,9 @@ def test_synthetic_tokens(tmp_path):
         assert row["loss"] == pytest.approx(math.log(100), rel=0.05)
 
 
-@pytest.mark.usefixtures("on_one_device")
-def test_text_of_ones_own(tmp_path, capsys):
+def test_text_of_ones_own(tmp_path, capsys, finished, compiled, monkeypatch):
     """Its tokenizer makes the prompt, reads the sample and counts the bytes."""
+    monkeypatch.setattr(train.loop, "compile_steps", lambda *args: compiled[0])
     text = tmp_path / "text.jsonl"
     pairs = [{"prompt": f"{i} = ", "completion": f"the fox {i}"} for i in range(300)]
     lines = [{"text": f"the quick brown fox jumps over {i}\n"} for i in range(300)]
@@ -290,14 +300,11 @@ def test_text_of_ones_own(tmp_path, capsys):
     config = dataclasses.replace(
         SMALL,
         runs_dir=tmp_path,
-        model=dataclasses.replace(CONFIG.model, num_hidden_layers=1),
-        data=DataConfig(
-            source="stdlib",
+        data=dataclasses.replace(
+            CONFIG.data,
             path=(text,),
             tokenizer=write_byte_level(tmp_path / "tokenizer.json"),
             cache_dir=tmp_path / "cache",
-            sequence_length=16,
-            batch_size=8,
         ),
         steps=2,
         eval_every=1,
@@ -329,7 +336,7 @@ def no_compilation(monkeypatch):
     def fail(*args):
         raise AssertionError("the error must come before anything is made or compiled")
 
-    monkeypatch.setattr(train.loop, "init_state", fail)
+    monkeypatch.setattr(train.setup, "init_state", fail)
 
 
 @pytest.mark.parametrize(
@@ -370,12 +377,13 @@ def fake_steps(monkeypatch):
         }
 
         def compile_nothing(*args):
-            return lambda state, batch: (state, values(train_step(next(steps)))), None
+            take = lambda state, batch: (state, values(train_step(next(steps))))
+            return train.setup.CompiledSteps(take, None)
 
         state = TrainState(0, nnx.State({}), (), initial_guard())
-        monkeypatch.setattr(train.loop, "init_state", lambda *args: state)
-        monkeypatch.setattr(train.loop, "_compile", compile_nothing)
-        monkeypatch.setattr(train.loop, "_finish", lambda *args: None)
+        monkeypatch.setattr(train.setup, "init_state", lambda *args: state)
+        monkeypatch.setattr(train.loop, "compile_steps", compile_nothing)
+        monkeypatch.setattr(train.loop, "finish", lambda *args: None)
 
     return install
 
@@ -392,14 +400,14 @@ def test_a_signal_without_checkpoints_leaves_model_and_report(
 
     fake_steps(train_step)
     finished = []
-    monkeypatch.setattr(train.loop, "_finish", lambda *args: finished.append(args[1]))
+    monkeypatch.setattr(train.loop, "finish", lambda *args: finished.append(args[1]))
     handler = signal.getsignal(number)
     folder = run(dataclasses.replace(SMALL, runs_dir=tmp_path, steps=100, save=save))
     assert finished == [folder]  # which writes what `save` says
     assert [row["step"] for row in load_metrics(folder).train] == [1, 2, 3, 4]
     assert signal.getsignal(number) == handler
     printed = capsys.readouterr().out
-    assert "stopped after step 4 of 100; without --checkpoint.every nothing can go on" in printed
+    assert "stopped after step 4 of 100; without --checkpoint.every no run can go on" in printed
     assert ("the parameters are not saved (--no-save)" in printed) == (not save)
 
 
@@ -408,7 +416,7 @@ def test_a_run_that_fails_before_its_first_step_leaves_nothing(tmp_path, fake_st
         raise ValueError("too long")
 
     fake_steps(float)
-    monkeypatch.setattr(train.loop, "_compile", fail)
+    monkeypatch.setattr(train.loop, "compile_steps", fail)
     with pytest.raises(ValueError, match="too long"):
         run(dataclasses.replace(SMALL, runs_dir=tmp_path))
     assert not any(tmp_path.iterdir())
@@ -418,15 +426,15 @@ def test_a_run_that_fails_before_its_first_step_leaves_nothing(tmp_path, fake_st
     "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error")]
 )
 def test_a_full_disk_at_the_model_keeps_the_metrics(error, tmp_path, fake_steps, monkeypatch):
-    finish = train.loop._finish
+    finish = train.loop.finish
     fake_steps(float)
-    monkeypatch.setattr(train.loop, "_finish", finish)
-    monkeypatch.setattr(train.loop.nnx, "merge", lambda *args: None)
+    monkeypatch.setattr(train.loop, "finish", finish)
+    monkeypatch.setattr(train.outputs.nnx, "merge", lambda *args: None)
 
     def full(model, folder):
         raise error
 
-    monkeypatch.setattr(train.loop, "save_pretrained", full)
+    monkeypatch.setattr(train.outputs, "save_pretrained", full)
     with pytest.raises(RunError, match=r"tiny/model: (No space left|I/O error)"):
         run(dataclasses.replace(SMALL, runs_dir=tmp_path, save=True))
     assert len(load_metrics(tmp_path / "tiny").train) == SMALL.steps

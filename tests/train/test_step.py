@@ -488,7 +488,12 @@ def on_one_device():
 
 
 @pytest.mark.parametrize(
-    ("data", "fsdp"), [(8, 1), (2, 4), pytest.param(1, 8, marks=pytest.mark.full)]
+    ("data", "fsdp"),
+    [
+        pytest.param(8, 1, marks=pytest.mark.full),
+        (2, 4),
+        pytest.param(1, 8, marks=pytest.mark.full),
+    ],
 )
 def test_a_mesh_changes_nothing_but_the_placement(on_one_device, data, fsdp):
     losses, norms, first, last, program = run_on(make_mesh(data=data, fsdp=fsdp))

@@ -1,1 +1,7 @@
-"""Models on the disk: checkpoints of runs, and Hugging Face folders."""
+"""Models on the disk.
+
+- `checkpoint`: the checkpoints of a run, written and restored by `Checkpoints`.
+- `files`: the files of checkpoints: their names, their lock, and kinds of errors.
+- `hf_folder`: Hugging Face folders that a run starts from or leaves.
+- `saved`: the model of a run, a checkpoint or a Hugging Face folder, for the commands.
+"""

@@ -1,14 +1,14 @@
-"""Checkpoints of a run: written by Orbax while training goes on, checked when they are read.
+"""Checkpoints of a run: Orbax writes them while training goes on, and every read checks them.
 
-A checkpoint is a folder named by its step. Orbax copies the arrays to the host, writes them from
-there under another name, and renames the folder when all is written: one killed while it saves
-leaves no half checkpoint. The disk may still change the files later. So each array is stored with a
-checksum of its values, taken on the devices before the copy and compared after reading. Values have
-no layout: a checkpoint can be read on another mesh.
+A checkpoint is a folder named by its step. Orbax copies the arrays to the host, writes them to a
+folder with another name, and renames that folder at the end. So a process that is killed during a
+save leaves no half checkpoint. The disk may still change the files later. So each array has a
+checksum of its values, which is computed on the devices before the copy and compared after reading.
+The checksum does not depend on the layout, so a checkpoint can be read on another mesh.
 
-A checkpoint with a wrong checksum or a malformed file is damaged: it is renamed, and the one before
-is used. Other errors, of the disk, the network, permissions or memory, may pass, so they end the
-run and change nothing.
+A checkpoint with a wrong checksum or a malformed file is damaged: it is renamed, and the run
+continues from the one before. Other errors, of the disk, the network, permissions or memory, may be
+gone on the next try, so they end the run and change nothing.
 """
 
 import contextlib
@@ -43,8 +43,8 @@ from train.errors import RunError
 from train.reporting.metrics import jsonable
 from train.step import TrainState
 
-# What a run may be gone on with: it changes what is shown or kept, or where it runs, but not what
-# is trained. Another mesh or policy changes the rounding of the steps that follow.
+# The settings that may differ when a run resumes. They change the output or the place of the run,
+# but not the training. Another mesh or policy changes the rounding of the steps that follow.
 MAY_CHANGE = (
     "name",
     "runs_dir",
@@ -68,19 +68,19 @@ MAY_CHANGE = (
 
 
 def check_config(run_dir: Path, config: TrainConfig, data: Mapping[str, Any]) -> None:
-    """Whether `config` and `data` may go on with the run in `run_dir`; an empty folder may.
+    """Checks that a run with `config` and `data` may start or resume in `run_dir`.
 
-    A run binds its settings with its first checkpoint: without one there is nothing to go on with,
-    and the next run of that name starts anew with its own.
+    The first checkpoint fixes the settings of a run. Without a checkpoint there is nothing to
+    resume, and the next run of that name starts anew with its own settings.
 
     Args:
-      run_dir: of the run; need not exist.
-      config: of the run to be started.
-      data: what identifies its corpus.
+      run_dir: folder of the run; it need not exist.
+      config: configuration of the run to start.
+      data: JSON that identifies its corpus.
 
     Raises:
-      RunError: a run there has rows and was not to have checkpoints, or it has checkpoints and no
-        config.json that can be read, or differs in more than `MAY_CHANGE`.
+      RunError: the folder has a run without checkpoints, or checkpoints without a config.json that
+        can be read, or a run whose settings differ in more than `MAY_CHANGE`.
     """
     path = run_dir / "config.json"
     has_checkpoints = bool(steps_in(run_dir / "checkpoints"))
@@ -114,8 +114,8 @@ def check_config(run_dir: Path, config: TrainConfig, data: Mapping[str, Any]) ->
     ]
     if differences:
         raise RunError(
-            f"{run_dir} was started with {'; '.join(differences)}. Go on with the old values, "
-            f"choose another --name, or, to go on with the new ones, write them into {path}"
+            f"{run_dir} was started with {'; '.join(differences)}. Go on with the old values, or "
+            f"choose another --name; to go on with the new values, write them into {path}"
         )
 
 
@@ -129,13 +129,13 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class Checkpoints:
-    """The checkpoints in a folder; a context manager, which waits for the save under way.
+    """The checkpoints in a folder; a context manager that waits for a running save at its end.
 
-    Of several processes each saves and reads what is on its devices, in a folder that all share:
-    they make the same calls in the same order.
+    If there are several processes, each saves and reads the arrays of its devices, in a folder that
+    all share. All must make the same calls in the same order.
 
     Raises:
-      RunError: another process has the folder open, or it cannot be made or read.
+      RunError: another process has the folder open, or the folder cannot be made or read.
     """
 
     def __init__(self, folder: Path, *, keep: int):
@@ -155,8 +155,8 @@ class Checkpoints:
         self._failed = False
 
     def _opened(self, keep: int) -> tuple[ocp.CheckpointManager, dict[int, Exception]]:
-        """Orbax's manager, and what is wrong with metrics that it could not read."""
-        # Orbax logs the traceback of a save that failed, besides raising it.
+        """Orbax's manager, and the errors of files of metrics that are malformed, by step."""
+        # Orbax logs the traceback of a failed save and raises the error as well.
         absl.logging.set_verbosity(absl.logging.FATAL)
         loss_of = lambda metrics: (metrics or {}).get("val_loss", math.inf)
         policies = [
@@ -168,10 +168,10 @@ class Checkpoints:
         manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
-                cleanup_tmp_directories=True,  # left by a run that was killed while it saved
-                best_fn=loss_of,  # without it metrics are not written; the policy decides
+                cleanup_tmp_directories=True,  # from a run that was killed during a save
+                best_fn=loss_of,  # makes Orbax write metrics; the policy decides what to keep
                 preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
-                lightweight_initialize=True,  # one malformed file of metrics would end it
+                lightweight_initialize=True,  # reads no metrics: a malformed file would raise
             ),
         )
         malformed: dict[int, Exception] = {}
@@ -181,7 +181,7 @@ class Checkpoints:
             except ValueError as error:
                 malformed[step] = error
         if not malformed:
-            manager.reload()  # with the metrics
+            manager.reload()  # reads the metrics
         return manager, malformed
 
     def __enter__(self) -> "Checkpoints":
@@ -200,16 +200,16 @@ class Checkpoints:
             os.close(self._lock)
 
     def restore(self, like: TrainState) -> tuple[int, TrainState] | None:
-        """The newest checkpoint that is whole, and its step; None where there is none at all.
+        """The step and the state of the newest undamaged checkpoint; None if there are none at all.
 
-        A damaged one is renamed, `10` to `10.damaged`, with a warning.
+        Damaged checkpoints are renamed, `10` to `10.damaged`, with a warning.
 
         Args:
-          like: shapes, dtypes and shardings to read it with.
+          like: shapes, dtypes and shardings of the state.
 
         Raises:
-          RunError: there are checkpoints and all are damaged, a file cannot be read, or the folder
-            of a checkpoint has the name of another step.
+          RunError: all checkpoints are damaged, a file cannot be read, or the folder of a
+            checkpoint has the name of another step.
         """
         steps = self._manager.all_steps()
         another = RunError("another process cannot read its part")
@@ -227,13 +227,13 @@ class Checkpoints:
         if damaged:
             step = max(damaged)
             raise RunError(
-                f"no checkpoint in {self._folder} can be read; of step {step}: "
+                f"no checkpoint in {self._folder} can be read; the error of step {step}: "
                 f"{one_line(damaged[step])}. To start anew, delete that folder"
             )
         return None
 
     def _set_aside(self, damaged: Mapping[int, Exception], step: int) -> None:
-        """Renames the checkpoints that are damaged; the run goes on from `step`."""
+        """Renames damaged checkpoints; the run goes on from `step`."""
         for bad, error in damaged.items() if is_first() else ():
             folder = self._folder / str(bad)
             numbers = ("" if number == 1 else f"-{number}" for number in itertools.count(1))
@@ -252,15 +252,15 @@ class Checkpoints:
                 stacklevel=3,
             )
         if damaged:
-            all_say(True)  # none lists the folder before it is renamed
+            all_say(True)  # the other processes wait for the renaming before they list the folder
             self._manager.reload()
             self._malformed.clear()
 
     def _read(self, step: int, like: TrainState) -> tuple[Any, Exception | None]:
-        """The state, or what is damaged: for all processes, if something is for one.
+        """The state, or the error if it is damaged, in all processes if one has an error.
 
         Raises:
-          RunError: something cannot be read, or is of another step.
+          RunError: a file cannot be read, or the checkpoint is of another step.
         """
         read: Any = None
         error: Exception | None = None
@@ -272,16 +272,16 @@ class Checkpoints:
                     state=ocp.args.StandardRestore(_by_name(like)), checksums=ocp.args.JsonRestore()
                 ),
             )
-        except Exception as found:  # damage comes as errors of many kinds
+        except Exception as found:  # damage causes errors of many kinds
             error = found
-        # The checksums are of all processes' parts, so none may be missing.
+        # The checksums cover the parts of all processes, so no part may be missing.
         if not all_say(error is None):
             reason = None if error is None else not_damage(error, folder)
             if not all_say(reason is None):
                 raise RunError(
-                    f"{folder} cannot be read, which may pass: "
+                    f"{folder} cannot be read at the moment: "
                     f"{reason or 'an error of another process'}. Nothing was changed; try again, "
-                    "or move that folder away to go on from the one before"
+                    "or move that folder away to go on from the checkpoint before"
                 ) from error
             return None, error or RunError("another process cannot read its part")
         try:
@@ -294,12 +294,12 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(like), leaves), None
 
     def save(self, step: int, state: TrainState, *, val_loss: float | None) -> None:
-        """Starts to save a state; returns when its memory may be overwritten.
+        """Starts to save a state, and returns when its memory may be overwritten.
 
         Args:
-          step: of the state.
-          state: what to save.
-          val_loss: the held-out loss at this step, where it was measured.
+          step: step of the state.
+          state: state to save.
+          val_loss: held-out loss at this step; None if it was not measured.
 
         Raises:
           RunError: this save or the one before failed.
@@ -318,7 +318,7 @@ class Checkpoints:
             )
 
     def check(self) -> None:
-        """Raises RunError if the save in the background has failed; does not wait for it."""
+        """Raises RunError if the save in the background has failed. It does not wait."""
         if not self._manager.is_saving_in_progress():
             self.wait()
 
@@ -337,13 +337,13 @@ class Checkpoints:
             left = (
                 "there is no earlier one" if good is None else f"the last good one is step {good}"
             )
-            raise RunError(f"a checkpoint was not saved, {left}: {one_line(error)}") from error
+            raise RunError(f"a checkpoint was not saved; {left}: {one_line(error)}") from error
 
 
 def saved_steps(folder: Path) -> dict[int, float | None]:
-    """The checkpoints in a folder by step, with the held-out losses of those that have one.
+    """The held-out loss of each checkpoint in a folder, by step; None if it was not measured.
 
-    One with a malformed file of metrics counts as not measured, with a warning.
+    A malformed file of metrics counts as not measured, with a warning.
     """
     losses: dict[int, float | None] = {}
     for step in steps_in(folder):
@@ -356,15 +356,16 @@ def saved_steps(folder: Path) -> dict[int, float | None]:
 
 
 def read_params(folder: Path, step: int, like: nnx.State) -> nnx.State:
-    """The parameters of a checkpoint, and nothing else of it; a run may be writing others.
+    """Reads only the parameters of a checkpoint. A run may write other checkpoints meanwhile.
 
     Args:
-      folder: of the checkpoints.
-      step: which.
-      like: shapes, dtypes and shardings to read it with.
+      folder: folder of the checkpoints.
+      step: step of the checkpoint.
+      like: shapes, dtypes and shardings of the parameters.
 
     Raises:
-      RunError: it is damaged, cannot be read, is of another step, or has other parameters.
+      RunError: the checkpoint is damaged, cannot be read, is of another step, or has other
+        parameters.
     """
     names = [f"params.{name}" for name in _by_name(like)]
     arrays = dict(zip(names, jax.tree.leaves(like), strict=True))
@@ -380,7 +381,7 @@ def read_params(folder: Path, step: int, like: nnx.State) -> nnx.State:
                 step, args=ocp.args.Composite(state=state, checksums=ocp.args.JsonRestore())
             )
         _compare(read["state"], read["checksums"])
-    except Exception as error:  # damage comes as errors of many kinds
+    except Exception as error:  # damage causes errors of many kinds
         raise RunError(f"{folder / str(step)} cannot be read: {one_line(error)}") from error
     check_step(folder / str(step), read["state"])
     return jax.tree.unflatten(jax.tree.structure(like), [read["state"][name] for name in names])
@@ -388,7 +389,7 @@ def read_params(folder: Path, step: int, like: nnx.State) -> nnx.State:
 
 @contextlib.contextmanager
 def _reader(folder: Path) -> Iterator[ocp.CheckpointManager]:
-    # Orbax warns that a folder to be read is read only, and of what is not read.
+    # Orbax warns that the folder is open for reading only, and about the parts that are not read.
     absl.logging.set_verbosity(absl.logging.FATAL)
     options = ocp.CheckpointManagerOptions(read_only=True, lightweight_initialize=True)
     with contextlib.closing(ocp.CheckpointManager(folder.absolute(), options=options)) as manager:
@@ -403,7 +404,7 @@ def _compare(arrays: dict[str, Any], checksums: Mapping[str, int]) -> None:
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
-    """Leaves by path, so that a checkpoint does not depend on the classes that hold them."""
+    """The leaves by path, so that a checkpoint does not depend on the classes of the tree."""
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
@@ -414,17 +415,17 @@ def _checksums(arrays: dict[str, Shaped[Array, "..."]]) -> dict[str, UInt32[Arra
 
 
 def checksum(array: Shaped[Array, "..."]) -> UInt32[Array, ""]:
-    """Sum of the bits of each value times an odd number that depends on its index, modulo 2**32.
+    """`sum(bits[i] * odd[i]) mod 2**32`, where `odd[i]` is an odd number that depends on index i.
 
-    Integers can be summed in any order, so the sum is the same on every mesh. Multiplying by an odd
-    number loses no bit, hence a single wrong value always shows, and several do with a probability
-    of 1 - 2**-32, also if they are exchanged.
+    Integers can be added in any order, so the sum is the same on every mesh. The product with an
+    odd number loses no bit. So a single wrong value always changes the sum, and several wrong or
+    exchanged values do with a probability of 1 - 2**-32.
     """
     bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
     index = jnp.zeros(array.shape, jnp.uint32)
     for axis, size in enumerate(array.shape):
         index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
-    # The finalizer of MurmurHash3 (public domain), which spreads each bit of the index over all.
+    # The finalizer of MurmurHash3 (public domain) lets each bit of the index change all bits.
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         index = (index ^ (index >> jnp.uint32(shift))) * jnp.uint32(factor)
     index = index ^ (index >> jnp.uint32(16))

@@ -1,4 +1,4 @@
-"""The files of checkpoints: which there are, who writes them, and whether they can be read."""
+"""The files of checkpoints: their names, the lock of their writer, and errors of reading."""
 
 import errno
 import fcntl
@@ -16,8 +16,12 @@ from train.errors import RunError
 
 
 def locked(folder: Path) -> int:
-    """A lock that the system releases however the process ends, until it is closed."""
-    # Not the folder itself: NFS locks only what is open for writing.
+    """Locks a folder until the descriptor is closed or the process ends, for whatever reason.
+
+    Raises:
+      RunError: another process has the lock, or the file of the lock cannot be made.
+    """
+    # A file beside the folder, because NFS locks only files that are open for writing.
     path = folder.with_name(f"{folder.name}.lock")
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -28,23 +32,25 @@ def locked(folder: Path) -> int:
     except OSError as error:
         os.close(lock)
         if isinstance(error, BlockingIOError):
-            raise RunError(f"another process is training in {folder.parent}") from None
+            raise RunError(
+                f"another process is training in {folder.parent}; end it, or choose another --name"
+            ) from None
         raise RunError(f"{path} cannot be locked: {error.strerror}") from error
     return lock
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, which need not exist; none of those set aside."""
+    """The steps of the undamaged checkpoints in a folder; the folder need not exist."""
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
 
 def stored_val_loss(folder: Path) -> float | None:
-    """The held-out loss in the folder of a checkpoint, if it has one.
+    """The held-out loss in the folder of a checkpoint; None if it was not measured.
 
     Raises:
-      ValueError: the file of it is malformed.
-      RunError: it cannot be read.
+      ValueError: the file of metrics is malformed.
+      RunError: the file cannot be read.
     """
     path = folder / "metrics" / "metrics"
     try:
@@ -61,26 +67,26 @@ def stored_val_loss(folder: Path) -> float | None:
     raise ValueError(f"{path} is malformed: it has no held-out loss")
 
 
-# Codes of TensorStore's errors that say nothing about the content of a file. UNKNOWN stands for an
-# errno that it has no code for, such as that of a broken disk. Damage is DATA_LOSS, OUT_OF_RANGE or
-# NOT_FOUND.
+# Codes of TensorStore's errors that do not come from the content of a file. UNKNOWN stands for an
+# errno without a code of its own, for example the one of a broken disk. Damage has the codes
+# DATA_LOSS, OUT_OF_RANGE or NOT_FOUND.
 _CODES = re.compile(
     "(ABORTED|CANCELLED|DEADLINE_EXCEEDED|INTERNAL|PERMISSION_DENIED|RESOURCE_EXHAUSTED"
     "|UNAUTHENTICATED|UNAVAILABLE|UNKNOWN):"
 )
-# Another kind of file, or none, where one was written.
+# The errors of a file that is missing or has become a folder.
 _MALFORMED = (None, errno.ENOENT, errno.EISDIR, errno.ENOTDIR)
 
 
 def not_damage(error: BaseException, folder: Path) -> str | None:
-    """Why a checkpoint could not be read, if not for what is in its files; None: it is damaged.
+    """The reason why a checkpoint cannot be read now, or None if it is damaged.
 
-    TensorStore reports some errors of reading as if the file were too short. So all files of the
-    folder are read once more.
+    TensorStore reports some errors of reading as if the file were too short. So this function reads
+    all files of the folder once more.
 
     Args:
-      error: of reading.
-      folder: of the checkpoint.
+      error: error of reading the checkpoint.
+      folder: folder of the checkpoint.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -112,10 +118,10 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 
 def check_step(folder: Path, state: Mapping[str, Any]) -> None:
-    """Whether a checkpoint's folder has the name of the step in it.
+    """Checks that a checkpoint's folder is named by the step of its state.
 
     Raises:
-      RunError: it has another.
+      RunError: the folder has another name.
     """
     step = int(state["step"])
     if folder.name != str(step):
@@ -126,8 +132,8 @@ def check_step(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """An error for a message: its kind and its text, without TensorStore's settings."""
-    # TensorStore names the file first, at length, then what happened, and last its own settings.
+    """An error in one line: its kind and its text, without TensorStore's settings."""
+    # TensorStore's text has the long name of the file, then the error, then its own settings.
     text = re.sub(r" \[\w+='.*", "", " ".join(str(error).split()))
     text = text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
     return f"{type(error).__name__}: {text}"

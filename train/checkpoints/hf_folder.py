@@ -1,4 +1,4 @@
-"""Hugging Face folders that a run starts from or leaves: their model, parameters and tokenizer."""
+"""Hugging Face folders that a run starts from or writes: model, parameters and tokenizer."""
 
 import dataclasses
 import json
@@ -24,31 +24,28 @@ from models.hf_files import (
 )
 from models.llama_hf import check_pretrained, load_pretrained, read_config
 from models.sharding import parameter_path
+from train.errors import FolderError
 
 TOKENIZER_FILE = "tokenizer.json"
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _BESIDE_THE_TOKENIZER = (_TOKENIZER_CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
-# What a folder does not say: how the model runs here.
+# Fields that say how the model runs here. A folder does not have them.
 _OWN_FIELDS = (
     "dtype",
     "param_dtype",
     "scan_layers",
     "remat",
     "mlp_chunk_size",
-    "kernels",
+    "implementation",
     "attention_implementation",
 )
 
 
-class FolderError(ValueError):
-    """Why a folder cannot be read or used, in one line that needs no traceback."""
-
-
 def is_hf_folder(folder: Path) -> bool:
-    """Whether its config.json is Hugging Face's; a run has another one of that name.
+    """Whether the folder's config.json is Hugging Face's; the config.json of a run is not.
 
     Raises:
-      FolderError: its config.json cannot be read, or is a pipe, a device or a folder, or too large.
+      FolderError: config.json cannot be read, is a pipe, a device or a folder, or is too large.
     """
     file = folder / CONFIG_FILE
     try:
@@ -67,14 +64,14 @@ def is_hf_folder(folder: Path) -> bool:
 
 
 def read_model_config(folder: Path, like: LlamaConfig) -> LlamaConfig:
-    """The model in a folder, with the fields of `like` for how it runs.
+    """The configuration of the model in a folder; `like` says how it runs.
 
-    If the folder has weights, their headers must fit it: a configuration alone may ask for more
-    memory than there is.
+    If the folder has weights, the shapes in their headers must fit the configuration. Otherwise a
+    wrong config.json could ask for more memory than the machine has.
 
     Raises:
-      FolderError: config.json is missing or broken, the model is none that is implemented, or the
-        weights are of another model.
+      FolderError: config.json is missing or broken, the model is not implemented, or the weights
+        are of another model.
     """
     own = {name: getattr(like, name) for name in _OWN_FIELDS}
     try:
@@ -87,10 +84,10 @@ def read_model_config(folder: Path, like: LlamaConfig) -> LlamaConfig:
 
 
 def check_model(folder: Path, config: LlamaConfig) -> None:
-    """Whether `config` is the model in a folder.
+    """Checks that `config` is the model in a folder.
 
     Raises:
-      FolderError: it is not; with the fields that differ.
+      FolderError: it is not; the message names the fields that differ.
     """
     found = read_model_config(folder, config)
     differences = [
@@ -100,7 +97,7 @@ def check_model(folder: Path, config: LlamaConfig) -> None:
     ]
     if differences:
         raise FolderError(
-            f"the model in {folder} has {'; '.join(differences)}. Leave out these --model flags"
+            f"the model in {folder} has {'; '.join(differences)}. Leave these --model flags out"
         )
 
 
@@ -108,7 +105,7 @@ def load_params(folder: Path, config: LlamaConfig, mesh: Mesh) -> nnx.State:
     """The parameters of the model in a folder, split over the mesh.
 
     Raises:
-      FolderError: the files are missing or damaged, or are of another model than `config`.
+      FolderError: a file is missing or damaged, or the model differs from `config`.
     """
     check_model(folder, config)
     own = {name: getattr(config, name) for name in _OWN_FIELDS}
@@ -120,12 +117,12 @@ def load_params(folder: Path, config: LlamaConfig, mesh: Mesh) -> nnx.State:
 
 
 def check_finite(name: str, params: nnx.State, remedy: str) -> None:
-    """Whether all parameters are finite: with one that is not, nothing can be computed.
+    """Checks that all parameters are finite; a single NaN makes every result NaN.
 
     Args:
-      name: that of the model, for the message.
-      params: its parameters.
-      remedy: the end of the message.
+      name: name of the model, for the message.
+      params: parameters of the model.
+      remedy: remedy, for the end of the message.
 
     Raises:
       FolderError: a parameter has values that are NaN or infinite.
@@ -140,10 +137,10 @@ def check_finite(name: str, params: nnx.State, remedy: str) -> None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether there is a tokenizer of Hugging Face's tokenizers in it.
+    """Whether a folder has a tokenizer.json.
 
     Raises:
-      FolderError: the file of that name is a pipe, a device or a folder, or too large.
+      FolderError: tokenizer.json is a pipe, a device or a folder, or is too large.
     """
     try:
         check_file(folder / TOKENIZER_FILE, MAX_TOKENIZER_BYTES)
@@ -161,15 +158,15 @@ def copy_tokenizer(
     bos_token: str | None = None,
     eos_token: str | None = None,
 ) -> None:
-    """Copies a tokenizer's files into a folder, with a model; nothing for that of bytes.
+    """Copies a tokenizer's files into a folder.
 
-    Links are copied as the files that they lead to, if `check_stays_inside` allows it.
+    For a link, the file that it leads to is copied, if `check_stays_inside` allows it.
 
     Args:
-      tokenizer: tokenizer.json, or its folder.
-      folder: the folder to copy to; it is made if there is none.
-      bos_token: as in `DataConfig`; where it is set, the copy says so.
-      eos_token: as in `DataConfig`; where it is set, the copy says so.
+      tokenizer: tokenizer.json, or its folder; None for bytes, which have no files.
+      folder: folder to copy to; it is made if it is missing.
+      bos_token: token as in `DataConfig`; if it is not None, the copy names it.
+      eos_token: token as in `DataConfig`; if it is not None, the copy names it.
 
     Raises:
       FolderError: a file cannot be read, or is a link that leaves its folder. Nothing is copied.
@@ -183,7 +180,7 @@ def copy_tokenizer(
     given = {name: token or None for name, token in given.items() if token is not None}
     content = {"tokenizer_class": "PreTrainedTokenizerFast"}
     try:
-        # A file that was named itself may be a link to anywhere.
+        # A file that the user named may be a link to anywhere.
         for path in sources.values() if file == tokenizer else (file, *sources.values()):
             check_stays_inside(path, file.parent)
         check_file(file, MAX_TOKENIZER_BYTES)
@@ -199,7 +196,7 @@ def copy_tokenizer(
     folder.mkdir(parents=True, exist_ok=True)
     for name, source in {TOKENIZER_FILE: file, **sources}.items():
         if source.resolve() != (folder / name).resolve():
-            (folder / name).unlink(missing_ok=True)  # a link's target stays as it is
+            (folder / name).unlink(missing_ok=True)  # a link there must not lead the copy away
             shutil.copyfile(source, folder / name)
     if given:
         config_file = folder / _TOKENIZER_CONFIG_FILE

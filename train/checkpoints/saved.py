@@ -1,4 +1,4 @@
-"""Models on the disk: checkpoints and models of runs, and Hugging Face folders."""
+"""Finds a model on the disk: of a run, of a checkpoint, or in a Hugging Face folder."""
 
 import builtins
 import contextlib
@@ -20,28 +20,28 @@ from models.presets import PRESETS
 from models.sharding import parameter_shardings
 from train.checkpoints.checkpoint import read_params, saved_steps
 from train.checkpoints.hf_folder import (
-    FolderError,
     has_tokenizer,
     is_hf_folder,
     load_params,
     read_model_config,
 )
 from train.config import TrainConfig, fast_dtype
+from train.errors import FolderError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A model on the disk, not yet read.
+    """A model on the disk whose parameters are not read yet.
 
     Attributes:
-      name: of it, for people.
-      model: its configuration, without rematerialization.
-      folder: that of the checkpoints, or Hugging Face's.
-      step: of the checkpoint; None: `folder` is Hugging Face's.
-      tokenizer: as in `DataConfig`.
-      bos_token: likewise.
-      eos_token: likewise.
-      sequence_length: of the rows that it was trained on, where that is known.
+      name: name of the model, for messages.
+      model: configuration of the model, without rematerialization.
+      folder: folder of the checkpoints, or the Hugging Face folder.
+      step: step of the checkpoint; None for a Hugging Face folder.
+      tokenizer: tokenizer as in `DataConfig`.
+      bos_token: token as in `DataConfig`.
+      eos_token: token as in `DataConfig`.
+      sequence_length: length of the rows in training; None if it is not known.
     """
 
     name: str
@@ -57,8 +57,8 @@ class Saved:
         """The parameters, split over the mesh.
 
         Raises:
-          FolderError: files are missing, damaged or of another model.
-          RunError: likewise, of a checkpoint.
+          FolderError: a file of a Hugging Face folder is missing, damaged or of another model.
+          RunError: a checkpoint is missing, damaged or of another model.
         """
         if self.step is None:
             return load_params(self.folder, self.model, mesh)
@@ -73,16 +73,18 @@ def find_model(source: Path, *, step: int | None = None, best: bool = False) -> 
 
     Args:
       source: a run, one of its checkpoints (`run/checkpoints/120`), or a Hugging Face folder.
-      step: of the run's checkpoint; None takes the newest.
-      best: takes the checkpoint with the lowest held-out loss.
+      step: step of the run's checkpoint; None takes the newest.
+      best: take the checkpoint with the lowest held-out loss.
 
     Raises:
-      FolderError: there is no such model; with those that there are.
+      FolderError: there is no such model; the message names the checkpoints that exist.
     """
     chooses = best or step is not None
     if is_hf_folder(source):
         if chooses:
-            raise FolderError(f"{source} is a Hugging Face folder, which has one model alone")
+            raise FolderError(
+                f"{source} is a Hugging Face folder with one model; leave out --step and --best"
+            )
         return _in_hf_folder(source)
     if source.parent.name == "checkpoints" and source.name.isdigit():
         if chooses:
@@ -107,7 +109,9 @@ def find_model(source: Path, *, step: int | None = None, best: bool = False) -> 
     if chooses or step is not None:
         raise FolderError(f"{source} has no checkpoints")
     if not is_hf_folder(source / "model"):
-        raise FolderError(f"{source} has neither checkpoints nor a model; it did not finish")
+        raise FolderError(
+            f"{source} has neither checkpoints nor a model; the run did not finish, start it again"
+        )
     like = dataclasses.replace(config.model, remat="none")
     return dataclasses.replace(
         _in_hf_folder(source / "model", like), sequence_length=config.data.sequence_length
@@ -138,10 +142,10 @@ def _chosen(folder: Path, steps: dict[int, float | None], step: int | None, best
 
 
 def read_run_config(run_dir: Path) -> TrainConfig:
-    """The configuration in a run's config.json; fields that it lacks have their defaults.
+    """The configuration in a run's config.json; missing fields have their defaults.
 
     Raises:
-      FolderError: it is missing, or not that of a run.
+      FolderError: the file is missing, or is not the configuration of a run.
     """
     file = run_dir / "config.json"
     if not file.is_file():
@@ -157,20 +161,20 @@ def read_run_config(run_dir: Path) -> TrainConfig:
     except (KeyError, TypeError, ValueError, NotImplementedError) as error:
         reason = f"{type(error).__name__}: " if isinstance(error, KeyError | TypeError) else ""
         raise FolderError(
-            f"{file} is not that of a run of this version: {reason}{' '.join(str(error).split())}"
+            f"{file} is no configuration of this version: {reason}{' '.join(str(error).split())}"
         ) from error
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:
-    """The object of which `train.reporting.metrics.jsonable` made `value`, as far as a configuration has it.
+    """The part of a configuration from which `train.reporting.metrics.jsonable` made `value`.
 
     Args:
-      hint: the type that it must have.
-      value: from JSON.
-      where: its name, for errors.
+      hint: type that the part must have.
+      value: value from JSON.
+      where: name of the part, for errors.
 
     Raises:
-      FolderError: it has another type.
+      FolderError: the value has another type.
     """
     wrong = FolderError(f"{where}={value!r} is not {_name_of(hint)}")
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):

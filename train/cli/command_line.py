@@ -1,49 +1,43 @@
-"""Flags: those of training, made from `TrainConfig`, and what those of the other commands share.
+"""The flags of training, made from `TrainConfig`, and helpers for the flags of the commands.
 
-A mistake in a flag is one line that names it.
+A mistake in a flag becomes one line that names the flag.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import io
-import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import tyro
 
-from train.checkpoints.hf_folder import FolderError, has_tokenizer, read_model_config
+from train.checkpoints.hf_folder import has_tokenizer, read_model_config
 from train.config import PRESET_NAMES, TrainConfig, preset
+from train.errors import FolderError
+from train.flag_errors import FlagError, tyro_errors
 from train.ranges import Range
 
-# Line of help, module and function of each command; imported when it is called.
+# Line of help, module and function of each command. A command imports its module when it runs.
 COMMANDS = {
     "plan": ("what fits on a device, here or not", "train.cli.plan", "run"),
     "export": ("write a model as a Hugging Face folder", "train.cli.commands", "export"),
     "eval": ("measure how well a model predicts text", "train.cli.commands", "evaluate"),
     "sample": ("generate text", "train.cli.commands", "sample"),
-    "compare": ("write a page about two runs", "train.reporting.compare", "run"),
-    "replay": ("run the step again that a run ended with", "train.cli.replay", "run"),
+    "compare": ("write a page about two runs", "train.cli.compare", "run"),
+    "replay": ("repeat the step that ended a run", "train.cli.replay", "run"),
 }
 DEBUG = "--debug"
 DEBUG_HELP = "show the traceback of an error"
 
 
-class FlagError(ValueError):
-    """A mistake in a flag, in one line that needs no traceback."""
-
-
 def parse_command_line(arguments: Sequence[str]) -> TrainConfig:
-    """`--preset NAME` and a flag for every field of its `TrainConfig`.
+    """Reads `--preset NAME` and a flag for every field of its `TrainConfig`.
 
     With `--init-from FOLDER` the model and the tokenizer in the folder are the defaults.
 
     Raises:
       FlagError: a flag is unknown or has a wrong value.
-      FolderError: the folder cannot be started from.
+      FolderError: a run cannot start from the folder.
     """
     prog = "python -m train"
     parser = argparse.ArgumentParser(
@@ -62,8 +56,8 @@ def parse_command_line(arguments: Sequence[str]) -> TrainConfig:
         positions = model.max_position_embeddings
         if default.data.sequence_length > positions:
             print(
-                f"{chosen.init_from} has {positions} positions: --data.sequence-length is as many "
-                f"by default, not {default.data.sequence_length}"
+                f"{chosen.init_from} has {positions} positions, so --data.sequence-length is "
+                f"{positions} by default, not {default.data.sequence_length}"
             )
         default = dataclasses.replace(
             default,
@@ -93,7 +87,7 @@ def _description(preset_name: str) -> str:
     return "\n".join(
         [
             f"Trains a Llama. --preset {{{','.join(PRESET_NAMES)}}} (default demo) sets the "
-            f"defaults of all other flags; the defaults below are those of {preset_name}. {DEBUG}: "
+            f"defaults of all other flags; below are the defaults of {preset_name}. {DEBUG}: "
             f"{DEBUG_HELP}.",
             "",
             "Commands, each with its own --help:",
@@ -102,55 +96,55 @@ def _description(preset_name: str) -> str:
     )
 
 
-# Flags that say something if they are empty.
+# Flags for which an empty text has a meaning.
 _MAY_BE_EMPTY = ("--data.bos-token", "--data.eos-token", "--sample-prompt")
 
 
 def _check_not_empty(arguments: Sequence[str]) -> None:
-    """Refuses empty names of files, which would mean the current folder, and the like."""
+    """Refuses flags without a value. An empty path, for example, would be the current folder."""
     flag = ""
     for argument in arguments:
         name, is_assigned, value = argument.partition("=")
         flag = name if name.startswith("--") else flag
         is_empty = not argument or (name.startswith("--") and is_assigned and not value)
         if is_empty and flag.replace("_", "-") not in _MAY_BE_EMPTY:
-            raise FlagError(f"{flag}: the value is empty; give one or leave out the flag")
+            raise FlagError(f"{flag}: the value is empty; give a value or leave out the flag")
 
 
 def _with_tokenizer(config: TrainConfig) -> TrainConfig:
-    """With the tokenizer of the model that the run starts from, unless it has another."""
+    """The configuration with the tokenizer of `init_from`, unless it names another."""
     folder, data = config.init_from, config.data
     if folder is None or data.tokenizer:
         return config
     if not has_tokenizer(folder):
-        print(f"{folder} has no tokenizer.json: a token is a byte; --data.tokenizer names another")
+        print(f"{folder} has no tokenizer.json: a token is a byte; --data.tokenizer names one")
         return config
     if data.path:
         return dataclasses.replace(config, data=dataclasses.replace(data, tokenizer=folder))
     if data.source == "stdlib":
         raise FolderError(
             f"the model in {folder} has a tokenizer, but the standard library is read as bytes; "
-            "name text with --data.path"
+            "name other text with --data.path"
         )
     return config
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses a command's flags; a mistake ends the program with one line and status 2."""
+    """A parser of a command's flags; a mistake ends the program with one line and status 2."""
 
     def __init__(self, command: str, description: str, **options: Any):
         prog = f"python -m train {command}"
         super().__init__(prog=prog, allow_abbrev=False, description=description, **options)
-        # Taken out by `train.__main__`; here for `--help`.
+        # Only for `--help`, because `train.__main__` takes the flag out.
         self.add_argument(DEBUG, action="store_true", help=DEBUG_HELP)
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program."""
+        """Prints the message in one line and ends the program."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 def number(kind: type[int] | type[float], allowed: Range) -> Callable[[str], int | float]:
-    """The type, for argparse, of a flag for numbers in a range."""
+    """A type for argparse: numbers in a range."""
 
     def parse(text: str) -> int | float:
         try:
@@ -166,51 +160,12 @@ def number(kind: type[int] | type[float], allowed: Range) -> Callable[[str], int
 
 
 def not_empty(text: str) -> str:
-    """The type, for argparse, of a flag for text."""
+    """A type for argparse: text that is not empty."""
     if not text:
         raise argparse.ArgumentTypeError("the value is empty")
     return text
 
 
 def file_or_folder(text: str) -> Path:
-    """The type, for argparse, of a flag for a path; an empty one would be the current folder."""
+    """A type for argparse: a path. An empty text is refused; it would be the current folder."""
     return Path(not_empty(text))
-
-
-@contextlib.contextmanager
-def tyro_errors(root: str) -> Iterator[None]:
-    """Makes a FlagError of tyro's box around a mistake.
-
-    Args:
-      root: the name of the class that the flags make, whose own flags have no prefix.
-
-    Raises:
-      FlagError: tyro ended the program with status 2.
-    """
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            yield
-    except SystemExit as error:
-        if error.code != 2:
-            raise
-        raise FlagError(_unboxed(box.getvalue(), root)) from error
-    sys.stderr.write(box.getvalue())
-
-
-def _unboxed(box: str, root: str) -> str:
-    """The message, and for an unknown flag one like it."""
-    text = "\n".join(line.strip("│ ") for line in box.splitlines() if line[:1] not in "╭╰")
-    sections = re.split(r"^[─-]{4,}$", text, flags=re.MULTILINE)
-    if "│" not in box:  # of a terminal without such characters; then the title is in no border
-        del sections[0]
-    message = " ".join(sections[0].split())
-    if found := re.fullmatch(r"Error parsing (?:--)?([\w.-]+): (.*)", message):
-        part, message = found.groups()
-        field = re.match(r"(?:self\.)?([a-z][\w.]*)=", message)
-        names = [name for name in (part, field and field[1]) if name and name != root]
-        if names:
-            flag = "--" + ".".join(names).replace("_", "-")
-            message = f"{flag}: {message}"
-    similar = re.search(r"^--\S+", "".join(sections[1:]), re.MULTILINE)
-    return f"{message}; is {similar[0]} meant?" if similar and "nrecognized" in message else message

@@ -1,6 +1,6 @@
-"""`python -m train export`, `eval` and `sample`: what is done with a model once it is trained.
+"""`python -m train export`, `eval` and `sample`: the commands for a trained model.
 
-They take a run, one of its checkpoints (`run/checkpoints/120`), or a Hugging Face folder.
+The model is a run, one of its checkpoints (`run/checkpoints/120`), or a Hugging Face folder.
 """
 
 import argparse
@@ -19,12 +19,13 @@ from models.llama_hf import save_pretrained
 from models.sampling import generate
 from models.sharding import make_mesh
 from train import data
-from train.checkpoints.hf_folder import FolderError, check_finite, copy_tokenizer
+from train.checkpoints.hf_folder import check_finite, copy_tokenizer
 from train.checkpoints.saved import Saved, find_model
-from train.cli.command_line import FlagError, Parser, file_or_folder, not_empty, number
+from train.cli.command_line import Parser, file_or_folder, not_empty, number
 from train.config import DataConfig, OptimizerConfig, TrainConfig
-from train.errors import naming
+from train.errors import FolderError, naming
 from train.evaluate import Sums, measure
+from train.flag_errors import FlagError
 from train.ranges import COUNT, NOT_NEGATIVE, SEED, SIZE
 from train.step import make_eval_step, model_graph
 
@@ -35,10 +36,12 @@ def export(arguments: Sequence[str]) -> None:
     """Writes a model with its tokenizer as a Hugging Face folder."""
     parser = _parser("export", "Writes a model with its tokenizer as a Hugging Face folder.")
     parser.add_argument(
-        "output", type=file_or_folder, help="the folder to write; it must not have a model"
+        "output", type=file_or_folder, help="folder to write; it must not have a model"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of the tensors; default: as trained"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="dtype of the tensors; default: as trained",
     )
     flags = parser.parse_args(arguments)
     saved = _find(flags)
@@ -47,7 +50,7 @@ def export(arguments: Sequence[str]) -> None:
     mesh = _mesh(flags)
     bos_token, eos_token = saved.bos_token, saved.eos_token
     with naming(flags.output):
-        # First, because it may refuse a link.
+        # Before the model is written, because this may refuse a link.
         copy_tokenizer(saved.tokenizer, flags.output, bos_token=bos_token, eos_token=eos_token)
     with jax.set_mesh(mesh):
         params = saved.load(mesh)
@@ -70,24 +73,34 @@ def evaluate(arguments: Sequence[str]) -> None:
         type=file_or_folder,
         nargs="+",
         required=True,
-        help="files and folders, as of --data.path",
+        help="files and folders, as in --data.path of training",
     )
     parser.add_argument(
         "--sequence-length",
         type=number(int, SIZE),
-        help="tokens in a row; default: as trained, at most 2048",
+        help="number of tokens in a row; default: as trained, or at most 2048 if that is not known",
     )
     parser.add_argument(
-        "--batch-size", type=number(int, SIZE), help="rows at a time; default: 8 a device"
+        "--batch-size", type=number(int, SIZE), help="number of rows at a time; default: 8 a device"
     )
     parser.add_argument(
-        "--batches", type=number(int, SIZE), help="of each file, evenly spread; default: all"
+        "--batches",
+        type=number(int, SIZE),
+        help="number of batches from each file, evenly spread; default: all",
     )
     parser.add_argument(
-        "--text-field", type=not_empty, default="text", help="of .jsonl and .parquet"
+        "--text-field",
+        type=not_empty,
+        default="text",
+        help="field of the text in .jsonl and .parquet; default: text",
     )
-    parser.add_argument("--token-dtype", choices=("uint16", "uint32"), default="uint16")
-    parser.add_argument("--cache-dir", type=file_or_folder, help="for the tokens")
+    parser.add_argument(
+        "--token-dtype",
+        choices=("uint16", "uint32"),
+        default="uint16",
+        help="dtype of the token ids in .bin; default: uint16",
+    )
+    parser.add_argument("--cache-dir", type=file_or_folder, help="folder for the tokens")
     _add_tokenizer_flags(parser)
     flags = parser.parse_args(arguments)
     saved = _with_tokenizer(_find(flags), flags)
@@ -108,7 +121,10 @@ def evaluate(arguments: Sequence[str]) -> None:
             batches = text.eval_batches(config.data.batch_size, flags.batches)
             sums = measure(eval_step, params, batches, text.token_bytes, mesh)
             if not math.isfinite(sums.nll):
-                raise FolderError(f"{path}: the loss of {saved.name} is {sums.nll}, not a number")
+                raise FolderError(
+                    f"{path}: the loss of {saved.name} is {sums.nll}, which is not finite; take "
+                    "another model or an earlier checkpoint"
+                )
             _print_sums(str(path), sums)
             total += sums
         if len(texts) > 1:
@@ -117,7 +133,7 @@ def evaluate(arguments: Sequence[str]) -> None:
 
 def _print_sums(name: str, sums: Sums) -> None:
     if not sums.bytes:
-        print(f"{name}: nothing is predicted; its rows hold prompts alone")
+        print(f"{name}: there is nothing to predict; its rows hold prompts alone")
         return
     print(
         f"{name}: {sums.loss:.4f} nats per token, accuracy {sums.accuracy:.4f}, "
@@ -131,7 +147,7 @@ def _eval_config(saved: Saved, flags: argparse.Namespace) -> TrainConfig:
     if length > saved.model.max_position_embeddings:
         raise FolderError(
             f"--sequence-length {length} exceeds the {saved.model.max_position_embeddings} "
-            "positions of the model"
+            "positions of the model; choose a smaller one"
         )
     return TrainConfig(
         name="eval",
@@ -158,16 +174,21 @@ def _eval_config(saved: Saved, flags: argparse.Namespace) -> TrainConfig:
 
 
 def _open(config: TrainConfig, path: Path) -> data.Dataset:
-    """All documents of a file or folder; a batch that is not full is filled up."""
+    """The dataset of all documents of a file or folder."""
     alone = dataclasses.replace(config.data, path=(path,), batch_size=1)
     return data.open_files(alone, vocab_size=config.model.vocab_size, evaluates=False)[0]
 
 
 def sample(arguments: Sequence[str]) -> None:
-    """Prints a prompt and what the model makes of it."""
+    """Prints a prompt and the text that the model continues it with."""
     parser = _parser("sample", "Generates text.")
     parser.add_argument("--prompt", required=True, help="beginning of the text")
-    parser.add_argument("--max-new-tokens", type=number(int, SIZE), default=200)
+    parser.add_argument(
+        "--max-new-tokens",
+        type=number(int, SIZE),
+        default=200,
+        help="number of tokens to generate; default: 200",
+    )
     parser.add_argument(
         "--temperature",
         type=number(float, NOT_NEGATIVE),
@@ -175,16 +196,20 @@ def sample(arguments: Sequence[str]) -> None:
         help="0 takes the likeliest token; default: 0.8",
     )
     parser.add_argument(
-        "--top-k", type=number(int, SIZE), help="draw from so many of the likeliest tokens"
+        "--top-k",
+        type=number(int, SIZE),
+        help="number of likeliest tokens to draw from; default: all",
     )
-    parser.add_argument("--seed", type=number(int, SEED), default=0)
+    parser.add_argument(
+        "--seed", type=number(int, SEED), default=0, help="seed of the draw; default: 0"
+    )
     _add_tokenizer_flags(parser)
     flags = parser.parse_args(arguments)
     saved = _with_tokenizer(_find(flags), flags)
     tokenizer = _tokenizer_of(saved)
     prompt = data.start_of_document(flags.prompt, tokenizer)
     if not len(prompt):
-        raise FolderError("the prompt has no tokens; write something with --prompt")
+        raise FolderError("the prompt has no tokens; give some text with --prompt")
     mesh = _mesh(flags)
     with jax.set_mesh(mesh):
         tokens = generate(
@@ -213,7 +238,7 @@ def _tokenizer_of(saved: Saved) -> data.Tokenizer:
 
 
 def _with_tokenizer(saved: Saved, flags: argparse.Namespace) -> Saved:
-    """With the tokenizer of the flags, where they name one."""
+    """The model with the tokenizer that the flags name, if they name one."""
     given = {
         name: value
         for name in ("tokenizer", "bos_token", "eos_token")
@@ -230,24 +255,34 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = Parser(command, description)
     parser.add_argument("source", type=file_or_folder, help=_SOURCE)
     parser.add_argument(
-        "--step", type=number(int, COUNT), help="of the run's checkpoint; default: the newest"
+        "--step",
+        type=number(int, COUNT),
+        help="step of the run's checkpoint; default: the newest",
     )
     parser.add_argument(
-        "--best", action="store_true", help="the run's checkpoint with the lowest held-out loss"
+        "--best",
+        action="store_true",
+        help="take the run's checkpoint with the lowest held-out loss",
     )
     parser.add_argument(
         "--fsdp",
         type=number(int, SIZE),
         default=1,
-        help="devices over which the parameters are split",
+        help="number of devices that share the parameters; default: 1",
     )
     return parser
 
 
 def _add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokenizer", type=file_or_folder, help="in place of the model's own")
-    parser.add_argument("--bos-token", help="begins a text, in place of the tokenizer's own")
-    parser.add_argument("--eos-token", help="ends a text, likewise")
+    parser.add_argument(
+        "--tokenizer", type=file_or_folder, help="tokenizer to use in place of the model's own"
+    )
+    parser.add_argument(
+        "--bos-token", help="token that begins a text, in place of the tokenizer's own"
+    )
+    parser.add_argument(
+        "--eos-token", help="token that ends a text, in place of the tokenizer's own"
+    )
 
 
 def _find(flags: argparse.Namespace) -> Saved:
@@ -255,7 +290,7 @@ def _find(flags: argparse.Namespace) -> Saved:
 
 
 def _finite(saved: Saved, mesh: Mesh) -> nnx.State:
-    """The parameters, all of which are finite."""
+    """The parameters, after a check that all are finite."""
     params = saved.load(mesh)
     check_finite(saved.name, params, "take another model, or an earlier checkpoint with --step")
     return params
@@ -264,5 +299,7 @@ def _finite(saved: Saved, mesh: Mesh) -> nnx.State:
 def _mesh(flags: argparse.Namespace) -> Mesh:
     num_devices = jax.device_count()
     if num_devices % flags.fsdp:
-        raise FlagError(f"--fsdp {flags.fsdp} does not divide the {num_devices} devices")
+        raise FlagError(
+            f"--fsdp {flags.fsdp} does not divide the {num_devices} devices; choose a divisor"
+        )
     return make_mesh(data=num_devices // flags.fsdp, fsdp=flags.fsdp)

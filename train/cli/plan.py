@@ -1,4 +1,7 @@
-"""`python -m train plan`: what fits on a device, which batch, which policy. No device is needed."""
+"""`python -m train plan`: the fastest batch and policy that fit on a device.
+
+The device need not be in this machine.
+"""
 
 import argparse
 import dataclasses
@@ -10,8 +13,9 @@ import jax
 
 from models.config import AUTO_REMAT
 from models.sharding import make_mesh
-from train.cli.command_line import FlagError, Parser, number, parse_command_line
+from train.cli.command_line import Parser, number, parse_command_line
 from train.config import PRESET_NAMES, MeshConfig, TrainConfig
+from train.flag_errors import FlagError
 from train.planner import aot
 from train.planner.cache import VARIABLE, cached
 from train.planner.plan import (
@@ -33,7 +37,8 @@ from train.planner.target import (
 )
 from train.ranges import POSITIVE, SIZE
 
-# A larger batch is hardly faster: at 64 rows of 4096 tokens a 1B model computes for seconds.
+# The largest batch that is tried. Larger ones are hardly faster: a 1B model computes for seconds on
+# 64 rows of 4096 tokens.
 _MOST_ROWS = 64
 
 
@@ -42,7 +47,7 @@ def run(arguments: Sequence[str]) -> None:
 
     Raises:
       FlagError: a flag is wrong, or the compilers are missing.
-      PlanError: nothing fits.
+      PlanError: no configuration fits.
     """
     flags, rest = _parser().parse_known_args(arguments)
     if flags.no_cache:
@@ -58,13 +63,13 @@ def run(arguments: Sequence[str]) -> None:
     print(f"\n{_command(flags, rest, chosen)}")
     if flags.device and chosen.target.mesh.size > 1:
         print(
-            "exchange over data and fsdp is taken to hide behind computation (not measured), that "
-            "over tensor is added"
+            "assumed: the exchange over data and fsdp hides behind the computation; the exchange "
+            "over tensor adds its time"
         )
 
 
 class _OnMeshes:
-    """`Measures` of configurations by their mesh."""
+    """`Measures` that ask the programs of each configuration's mesh."""
 
     def __init__(self, targets: Mapping[MeshConfig, Target]):
         self._measures: dict[MeshConfig, Measures] = {
@@ -81,78 +86,82 @@ class _OnMeshes:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         "plan",
-        "Says which batch and which rematerialization policy fit on a device and are "
-        "fastest, from the training step compiled ahead of time for it.",
-        epilog="All flags of `python -m train` are taken too (`python -m train --help`), such as "
-        "--model.no-scan-layers, --model.param-dtype bfloat16, --data.accumulation-steps 4, "
-        "--mesh.fsdp 4 (over how many devices parameters and moments are split; here the default "
-        "is all that are left) and --model.remat NAME (plans that policy alone). Of a GPU's memory "
-        "XLA takes 75 %, or the share in XLA_CLIENT_MEM_FRACTION. Results are kept in a cache; "
-        f"{VARIABLE} names its folder and turns it off if empty.",
+        "Finds the batch and the rematerialization policy that fit on a device and are fastest, "
+        "by compiling the training step for the device ahead of time.",
+        epilog="This command takes all flags of `python -m train`, too (`python -m train --help`), "
+        "for example --model.no-scan-layers, --model.param-dtype bfloat16, "
+        "--data.accumulation-steps 4, --mesh.fsdp 4 (number of devices that share parameters and "
+        "moments; the default here is all devices that the other axes leave) and --model.remat "
+        "NAME (plans this policy alone). XLA takes 75 % of a GPU's memory, or the share in "
+        f"XLA_CLIENT_MEM_FRACTION. Results are kept in a cache; {VARIABLE} names its folder, and "
+        "turns the cache off if it is empty.",
     )
     add = parser.add_argument
     add("--preset", default="demo", help=f"one of {', '.join(PRESET_NAMES)} (default demo)")
     add(
         "--device",
-        help=f"GPU to plan for: {', '.join(aot.CHIPS)}, or the name that JAX gives it. It need "
-        "not be here. Default: the GPU of this machine",
+        help=f"GPU to plan for: {', '.join(aot.CHIPS)}, or JAX's name for it. It need not be in "
+        "this machine. Default: the GPU of this machine",
     )
     add(
         "--num-devices",
         type=number(int, SIZE),
-        help="how many of them (default 1; those here without --device)",
+        help="number of GPUs (default 1; without --device all GPUs of this machine)",
     )
     add(
         "--tensor",
         type=number(int, SIZE),
         nargs="+",
-        help="devices that share each sequence, as --mesh.tensor; several numbers are compared",
+        help="number of devices that share each sequence, as in --mesh.tensor; several numbers are "
+        "compared",
     )
     add(
         "--sequence-length",
         type=number(int, SIZE),
-        help="tokens in a row (default: that of the preset)",
+        help="number of tokens in a row (default: as in the preset)",
     )
     add(
         "--batch-size",
         type=number(int, SIZE),
-        help="rows in a forward and backward over all devices; without it, powers of two up to "
-        "what fits",
+        help="number of rows in a forward and backward over all devices (default: compares powers "
+        "of two)",
     )
     add(
         "--memory-gib",
         type=number(float, POSITIVE),
-        help="memory of a device in place of what it has, GiB",
+        help="memory of a device in GiB, in place of the memory it has",
     )
-    add("--no-cache", action="store_true", help="compile again what the cache knows")
+    add("--no-cache", action="store_true", help="ignore the cache")
     return parser
 
 
 def _config_and_targets(
     flags: argparse.Namespace, rest: list[str]
 ) -> tuple[TrainConfig, dict[MeshConfig, Target]]:
-    """What the flags ask for, and the meshes to plan for, of which the configuration has the first.
+    """The configuration, and a target for each mesh to plan for.
 
-    The policy is "auto" unless the flags name one.
+    The configuration has the first of the meshes, and the policy "auto" unless the flags name one.
     """
     chip = aot.chip(flags.device) if flags.device else None
     if chip:
         jax.config.update("jax_platforms", "cpu")  # aot.devices stand for the GPUs
         devices = aot.devices(chip, flags.num_devices or 1)
-        with jax.default_device(devices[0]):  # the defaults of a preset depend on it
+        with jax.default_device(devices[0]):  # the defaults of a preset depend on the device
             config = parse_command_line(_train_arguments(flags, rest))
     else:
         if jax.default_backend() != "gpu":
-            raise ValueError("no GPU here; name one with --device, such as --device h100")
+            raise ValueError("this machine has no GPU; name one, for example --device h100")
         config = parse_command_line(_train_arguments(flags, rest))
         devices = jax.devices()[: flags.num_devices]
         if flags.num_devices and len(devices) < flags.num_devices:
-            raise ValueError(f"only {len(devices)} devices here; name them with --device")
+            raise ValueError(
+                f"this machine has only {len(devices)} devices; name the GPU with --device"
+            )
     if not _given(rest, "--model.remat"):
         config = with_remat(config, AUTO_REMAT)
     memory_bytes = int(flags.memory_gib * 2**30) if flags.memory_gib else None
     if flags.tensor and _given(rest, "--mesh.tensor"):
-        raise ValueError("--tensor and --mesh.tensor say the same; leave out one")
+        raise ValueError("--tensor and --mesh.tensor mean the same; leave out one")
     targets = {}
     for tensor in flags.tensor or [config.mesh.tensor]:
         sizes = dataclasses.replace(config.mesh, tensor=tensor)
@@ -165,7 +174,7 @@ def _config_and_targets(
 
 
 def _all_sizes(mesh: MeshConfig, num_devices: int, *, fixed_fsdp: bool) -> MeshConfig:
-    """A mesh of so many devices; `fsdp` takes those that the others leave, unless it is fixed."""
+    """The mesh of `num_devices`; unless `fsdp` is fixed, it takes the devices that are left."""
     data, fsdp, tensor = mesh.data, mesh.fsdp, mesh.tensor
     if not fixed_fsdp:
         fsdp = max(1, num_devices // (max(1, data) * tensor))
@@ -175,7 +184,7 @@ def _all_sizes(mesh: MeshConfig, num_devices: int, *, fixed_fsdp: bool) -> MeshC
 
 
 def _train_arguments(flags: argparse.Namespace, rest: list[str]) -> list[str]:
-    """The command line of training, without policy and batch where they are to be planned."""
+    """The flags of training, without those that are planned."""
     arguments = ["--preset", flags.preset, *rest]
     if flags.sequence_length is not None:
         arguments += ["--data.sequence-length", str(flags.sequence_length)]
@@ -199,7 +208,7 @@ def _configs(
     *,
     fixed_batch: bool,
 ) -> Iterator[TrainConfig]:
-    """On each mesh each policy with the batch, or with powers of two until one cannot fit."""
+    """Each policy on each mesh, with the fixed batch, or with powers of two until none can fit."""
     for mesh, target in targets.items():
         on_mesh = dataclasses.replace(config, mesh=mesh)
         num_parts = mesh.data * mesh.fsdp
@@ -207,7 +216,7 @@ def _configs(
             if config.data.batch_size % num_parts:
                 raise ValueError(
                     f"a batch of {config.data.batch_size} must be a multiple of the {num_parts} "
-                    "devices it is split over, data * fsdp"
+                    "devices that share its rows, data * fsdp"
                 )
             yield from with_policies(on_mesh)
             continue

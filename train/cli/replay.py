@@ -1,7 +1,7 @@
-"""`python -m train replay FOLDER`: the forward and backward of a step that a run ended with.
+"""`python -m train replay FOLDER`: repeats the forward and backward of the step that ended a run.
 
-The folder is `failed-step-N` of the run. It has the parameters with which the step began and the
-step's batch, so the devices and the program need not be those of the run.
+The folder is `failed-step-N` of the run. It has the step's first parameters and its batch, so other
+devices and another version of the program can repeat the step.
 """
 
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from models.sharding import batch_sharding, parameter_path
-from train.checkpoints.hf_folder import FolderError
 from train.checkpoints.saved import read_run_config
 from train.cli.command_line import Parser, file_or_folder
 from train.config import TrainConfig
-from train.loop import mesh_of
+from train.errors import FolderError
+from train.setup import mesh_of
 from train.step import abstract_state, make_gradients
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Prints loss and gradient norm, and the parameters and gradients that are not finite."""
-    parser = Parser(
-        "replay", "Runs the forward and backward of a step again that a run ended with."
+    """Prints loss and gradient norm, and names parameters and gradients that are not finite."""
+    parser = Parser("replay", "Repeats the forward and backward of the step that ended a run.")
+    parser.add_argument(
+        "folder", type=file_or_folder, help="folder failed-step-N in the folder of the run"
     )
-    parser.add_argument("folder", type=file_or_folder, help="failed-step-N of a run")
     folder: Path = parser.parse_args(arguments).folder.absolute()
     config = _read_config(folder)
     mesh = mesh_of(config)
@@ -50,12 +50,12 @@ def _read_config(folder: Path) -> TrainConfig:
     """The configuration of the run.
 
     Raises:
-      FolderError: the folder is not that of a failed step.
+      FolderError: the folder is not the folder of a failed step.
     """
     if (folder / "config.pickle").exists():
         raise FolderError(
-            f"{folder} is of an earlier version, whose config.pickle is not read, because that "
-            "would run the code in it; run the training again"
+            f"{folder} is of an earlier version; its config.pickle is not read, because that would "
+            "run the code in it; run the training again"
         )
     if not (folder / "batch.npz").is_file():
         raise FolderError(f"{folder} is no failed-step-N of a run: it has no batch.npz")
@@ -66,7 +66,7 @@ def read_batch(folder: Path) -> dict[str, np.ndarray]:
     """The arrays of the step's batch, `[A, B, S]`.
 
     Raises:
-      ValueError: the file is damaged, or holds Python objects.
+      ValueError: the file is damaged, or has Python objects in it.
     """
     with np.load(folder / "batch.npz", allow_pickle=False) as arrays:
         return dict(arrays)

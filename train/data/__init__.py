@@ -1,11 +1,13 @@
 """Training batches, addressed by step number.
 
-A batch is a pure function of (seed, step): a restarted run needs the step number alone to go on
-with the batches it would have seen, and any process can build any batch, or any rows of it.
+A batch is a pure function of (seed, step). So a restarted run needs only the step number to
+continue with the batches it would have seen, and any process can build any batch, or any rows of
+it.
 
-- `corpus`, `synthetic`: data that is on every machine.
-- `files`, `tokenizer`, `cache`, `sources`: text of one's own, tokenized once into a cache.
-- `folder`, `index`, `lock`, `regular`: guards against links, damage, company and devices.
+- `corpus`, `synthetic`: data that every machine has.
+- `files`, `tokenizer`, `cache`, `sources`: text of your own, tokenized once into a cache.
+- `folder`, `index`, `lock`, `regular`: guards of the cache against links, damaged files, other
+  processes, and files that are no regular files.
 - `packing`, `mixture`: rows and batches of the tokens.
 - `prefetch`: batches made ahead of the step.
 """

@@ -1,29 +1,29 @@
-"""Text tokenized once: streams of tokens on the disk, that training maps into memory.
+"""The cache of tokens: text is tokenized once, and training maps the tokens into memory.
 
-A folder for each source, `CACHE/<key>/`. The key is a hash: of every file's path, size and time of
-change, of the tokenizer, of all settings that change tokens, and of the version of this format. So
-an entry is never out of date, and any folder may be removed. It belongs to one user, and no link
-in it is followed. In it, for `train` and `held_out`:
+Each source has a folder `CACHE/<key>/`, an entry. The key is a hash of every file's path, size and
+time of change, of the tokenizer, of all settings that change tokens, and of the version of this
+format. So an entry is never out of date, and any folder may be removed. A folder belongs to one
+user, and no link in it is followed. It has three files for each split, `train` and `held_out`:
 
-- `*.tokens`: the documents one after the other, little-endian uint16, or uint32 where the
-  tokenizer has more than 65536 tokens.
-- `*.offsets`: where each document starts, int64.
-- `*.prompts`: how many tokens at its start are a prompt, int32.
+- `*.tokens`: the documents one after the other, as little-endian uint16, or uint32 if the tokenizer
+  has more than 65536 tokens.
+- `*.offsets`: the start of each document in the tokens, int64.
+- `*.prompts`: the number of tokens at each document's start that are a prompt, int32.
 
 Empty documents, and prompts without a completion, are left out.
 
-While it is made, `progress.json` says how many bytes of these files count, their checksums, and
-where in the text to go on. It is replaced by renaming, after what it counts is on the disk: whoever
-is killed is gone on from there, and the files come out the same byte for byte. At the end it
-becomes `index.json`, which is what makes the entry complete. One process at a time holds the
-entry's `lock`, which the operating system releases when the process ends, however it ends; others
-wait for it.
+While a process makes an entry, `progress.json` holds the sizes of the files that are valid so far,
+their checksums, and the place in the text to continue from. It is replaced by a rename, after the
+bytes it counts are on the disk. So another process can continue after a kill, and the files become
+the same byte for byte. At the end `progress.json` becomes `index.json`, and the entry is complete.
+One process at a time holds the entry's `lock`, and others wait. The operating system releases the
+lock when the process ends, for whatever reason.
 
-Whoever opens an entry reads its files whole, once, and compares the checksums: a damaged file ends
-the run before it begins.
+Opening an entry reads its files whole, once, and compares the checksums, so damage ends the run
+before its first step.
 
-A document is held out if a hash of its content says so. That depends on nothing but its text, so
-the same text is on the same side in every file, source and run.
+A hash of a document's content decides whether it is held out. The same text is therefore on the
+same side in every file, source and run.
 """
 
 import contextlib
@@ -53,14 +53,15 @@ from train.data.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2  # 1 had no checksums
 
-# A batch is read ahead, tokenized in one call, and at most lost by a kill.
+# Size of a batch of documents. One call tokenizes a batch while the next is read. A kill loses at
+# most one batch and the seconds since the last commit.
 _BATCH_BYTES = 1 << 22
 _BATCH_DOCUMENTS = 4096
 _COMMIT_SECONDS = 5.0
 
 
 def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/pallas-kernels/tokens`, in `~/.cache` without that variable.
+    """`$XDG_CACHE_HOME/pallas-kernels/tokens`, or in `~/.cache` if that variable is not set.
 
     Raises:
       DataError: the user has no home.
@@ -79,10 +80,10 @@ class Entry:
     """The tokens of a source.
 
     Attributes:
-      folder: where they are.
+      folder: folder of the files.
       index: number of tokens, documents and prompts by split, a hash of all documents, and the
         checksums of the files.
-      tokenizer: that made them.
+      tokenizer: tokenizer that made the tokens.
     """
 
     folder: Path
@@ -90,14 +91,14 @@ class Entry:
     tokenizer: Tokenizer
 
     def identity(self) -> dict[str, Any]:
-        """Tells the tokens from others, wherever the text and the cache are."""
+        """JSON that identifies the tokens, wherever the text and the cache are."""
         return {name: self.index[name] for name in ("content_hash", *SPLITS)}
 
     def dataset(self, split: str, sequence_length: int) -> PackedDataset:
         """The rows of a split, mapped into memory after its files were read and checked.
 
         Raises:
-          DataError: there are not enough tokens for one, or the files are damaged.
+          DataError: the split has too few tokens for a row, or a file is damaged.
         """
         counts = self.index[split]
         try:
@@ -140,18 +141,18 @@ def tokenized(
     cache_dir: Path,
     name: str,
 ) -> Entry:
-    """The tokens of all of the reader's documents, from the cache where they are in it.
+    """The tokens of all documents of a reader, from the cache if it has them.
 
     Args:
-      reader: of the documents.
-      tokenizer: makes the tokens, unless the files have them.
+      reader: reader of the documents.
+      tokenizer: tokenizer of the text, or the one that made files with token ids.
       held_out_fraction: share of the documents that go to `held_out`.
-      cache_dir: the folder of all entries.
-      name: of the source, for messages.
+      cache_dir: folder of all entries.
+      name: name of the source, for messages.
 
     Raises:
-      DataError: the text cannot be read or is not what it should be, the cache cannot be written,
-        or another process holds it without getting on.
+      DataError: the text cannot be read or used, the cache cannot be written, or another process
+        holds the lock without progress.
     """
     fingerprint = _fingerprint(reader, tokenizer, held_out_fraction)
     path = cache_dir / _key(fingerprint)
@@ -159,7 +160,7 @@ def tokenized(
         with OwnFolder(path, make=True) as folder:
             if not folder.has("index.json"):
                 with locked(folder, name) as touch:
-                    # Another process may have made it meanwhile.
+                    # Another process may have made the entry during the wait.
                     if not folder.has("index.json"):
                         _tell_of_older(fingerprint, cache_dir, name)
                         writing = _Writing(reader, tokenizer, held_out_fraction, folder)
@@ -185,13 +186,13 @@ def _key(fingerprint: dict[str, Any]) -> str:
 
 
 def _tell_of_older(fingerprint: dict[str, Any], cache_dir: Path, name: str) -> None:
-    """Says why text is tokenized again that an earlier version of this code has tokenized."""
+    """Prints why text is tokenized again that an earlier version of this code has tokenized."""
     for version in range(1, FORMAT_VERSION):
         older = cache_dir / _key(fingerprint | {"version": version})
         if older.is_dir():
             print(
-                f"{name}: tokenized again, because {older} is of an earlier version, without "
-                "checksums; it may be removed",
+                f"{name}: tokenizing again, because {older} is of an earlier version, without "
+                "checksums; that folder may be removed",
                 flush=True,
             )
 
@@ -201,7 +202,7 @@ def _token_dtype(tokenizer: Tokenizer) -> np.dtype:
 
 
 def _parts(tokenizer: Tokenizer) -> dict[str, tuple[str, np.dtype]]:
-    """The files of a split: which count says how many items each has, and the dtype of an item."""
+    """For each file of a split, the name of the count of its items, and their dtype."""
     return {
         "tokens": ("tokens", _token_dtype(tokenizer)),
         "offsets": ("documents", np.dtype("<i8")),
@@ -210,7 +211,7 @@ def _parts(tokenizer: Tokenizer) -> dict[str, tuple[str, np.dtype]]:
 
 
 def _fingerprint(reader: Reader, tokenizer: Tokenizer, held_out_fraction: float) -> dict[str, Any]:
-    """All that the files of an entry depend on."""
+    """Everything that the files of an entry depend on."""
     files = []
     for path in reader.files:
         try:
@@ -229,7 +230,7 @@ def _fingerprint(reader: Reader, tokenizer: Tokenizer, held_out_fraction: float)
 
 
 class _Writing:
-    """Makes an entry, from the beginning or from where another process was killed."""
+    """Makes an entry, from its beginning or from the last commit of a process that was killed."""
 
     def __init__(
         self, reader: Reader, tokenizer: Tokenizer, held_out_fraction: float, folder: OwnFolder
@@ -250,16 +251,16 @@ class _Writing:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of both splits so far."""
+        """The number of tokens of both splits so far."""
         return sum(self.counts[split]["tokens"] for split in SPLITS)
 
     def run(self, sizes: list[int], touch: Callable[[], None], name: str) -> None:
-        """Reads, tokenizes and writes all that is missing.
+        """Reads, tokenizes and writes the documents that are missing.
 
         Args:
-          sizes: of the reader's files, in bytes.
-          touch: tells those who wait that this gets on.
-          name: of the source, for messages.
+          sizes: sizes of the reader's files, in bytes.
+          touch: function that tells waiting processes of progress.
+          name: name of the source, for messages.
         """
         before = np.cumsum([0, *sizes]).tolist()
         with contextlib.ExitStack() as stack:
@@ -287,7 +288,7 @@ class _Writing:
             self._commit(files)
 
     def _open(self, split: str, part: str) -> BinaryIO:
-        """The file, compared to what was committed, cut to that and open at its end."""
+        """Opens a file at its end, after a check of the committed part; cuts off the rest."""
         name, (count, dtype) = f"{split}.{part}", self._parts[part]
         size = self.counts[split][count] * dtype.itemsize
         file = self.folder.open(name, "append")
@@ -321,10 +322,10 @@ class _Writing:
         items = {key: [] for key in files}
         for document, tokens, prompt_size in self._tokenize(batch):
             digest = hashlib.blake2b(document.content, digest_size=16).digest()
-            # A chain, because the state of a hash cannot be written to progress.json.
+            # A chain of hashes, because progress.json cannot hold the state of one hash.
             chain = bytes.fromhex(self.content_hash) + digest
             self.content_hash = hashlib.blake2b(chain, digest_size=16).hexdigest()
-            # The document is held out if its hash, as a fraction of 1, is below the share.
+            # A document is held out if its hash, as a fraction of 1, is below the share.
             is_held_out = int.from_bytes(digest[:8]) < self.held_out_fraction * 2**64
             split = SPLITS[is_held_out]
             counts = self.counts[split]
@@ -343,7 +344,7 @@ class _Writing:
     def _tokenize(
         self, batch: list[Document]
     ) -> Iterator[tuple[Document, Integer[np.ndarray, " _"], int]]:
-        """Each document that is not empty, its tokens, and how many of them are a prompt."""
+        """Each document that is not empty, its tokens, and the number of tokens in its prompt."""
         documents = [document for document in batch if not document.is_empty]
         texts = [text for document in documents for text in (document.prompt or b"", document.text)]
         try:
@@ -366,7 +367,7 @@ def _joined(arrays: list[Any], dtype: np.dtype) -> np.ndarray:
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents for one call of the tokenizer, which works on them on all cores."""
+    """Lists of documents, each for one call of the tokenizer, which uses all cores."""
     batch, size = [], 0
     for document in documents:
         batch.append(document)
@@ -379,7 +380,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def _not_utf8(documents: list[Document]) -> DataError:
-    """Of the first of the documents that is not UTF-8."""
+    """The error for the first of the documents that is not UTF-8."""
     for document in documents:
         try:
             document.text.decode()

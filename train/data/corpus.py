@@ -1,6 +1,6 @@
-"""Text without a download: the source of the Python standard library that runs this, as bytes.
+"""Text without a download: the source of the running Python's standard library, as bytes.
 
-Some 10 MB that every machine has.
+It has about 10 MB.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from jaxtyping import UInt16
 
 from train.data.tokenizer import BOS, EOS
 
-# Not the same on every machine: Linux distributions package tests, Tk and pip's bootstrap apart,
-# and `config-*` and `_sysconfigdata*` name the paths Python was built in.
+# Folders that differ between machines. Linux distributions put tests, Tk and pip's bootstrap into
+# packages of their own; `config-*` and `_sysconfigdata*` hold the paths of Python's build.
 _EXCLUDED_DIRECTORIES = frozenset(
     {
         "__pycache__",
@@ -38,8 +38,8 @@ _HELD_OUT_EVERY = 20
 class Corpus:
     """Documents by relative path, split by a hash of the path.
 
-    The split does not depend on the other files, so a corpus that gains a file keeps every
-    document on its side.
+    The split of a document does not depend on other files, so it stays when the corpus gains a
+    file.
     """
 
     files: dict[str, bytes]
@@ -58,7 +58,7 @@ class Corpus:
         """SHA-256 over the sorted paths and contents, with the number of files and bytes."""
         digest = hashlib.sha256()
         for path, content in sorted(self.files.items()):
-            # The lengths keep two corpora apart whose concatenations are the same.
+            # The lengths distinguish corpora whose concatenations are equal.
             digest.update(f"{len(path.encode())} {len(content)} {path}".encode())
             digest.update(content)
         return {
@@ -68,7 +68,8 @@ class Corpus:
         }
 
     def _paths(self, *, held_out: bool) -> list[str]:
-        # Hash order: neighbours in the stream, which share a row, come from different packages.
+        # In the order of hashes, neighbours in the stream, which share rows, come from different
+        # packages.
         hashes = {path: zlib.crc32(path.encode()) for path in self.files}
         split = [path for path in hashes if (hashes[path] % _HELD_OUT_EVERY == 0) == held_out]
         return sorted(split, key=lambda path: (hashes[path], path))
@@ -81,8 +82,8 @@ def _document(content: bytes) -> UInt16[np.ndarray, " _"]:
 def read_corpus(root: Path, pattern: str = "*.py") -> Corpus:
     """All files under `root` whose name matches `pattern`.
 
-    Empty files are left out, and of files with equal contents the first by path is kept, so that
-    no held-out document is also a training document under another name.
+    Empty files are left out. If files have equal contents, only the first by path is kept, so no
+    held-out document is also a training document under another name.
 
     Raises:
       ValueError: no file matches.

@@ -1,12 +1,13 @@
-"""What is wrong with the data, in one line for the person who gave it."""
+"""The error for data that cannot be used."""
 
 
 class DataError(ValueError):
-    """Data or a tokenizer that cannot be trained on.
+    """Data or a tokenizer that cannot be used.
 
-    The message is one line that names the file, the line where there is one, and the remedy.
+    The message is one line that names the file, the line in the file if it has lines, and the
+    remedy.
     """
 
     def __init__(self, message: str):
-        # Other libraries' messages, which may be part of it, have several lines.
+        # It may quote the messages of other libraries, which have several lines.
         super().__init__(" ".join(message.split("\n")))

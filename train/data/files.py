@@ -2,14 +2,14 @@
 
 | suffix | documents |
 |---|---|
-| text (`TEXT_SUFFIXES`) | the file; one of more than 64 KiB makes several, cut at line ends |
-| `.jsonl` | an object a line with a text, or with "prompt" and "completion" |
-| `.parquet` | a row with the same columns |
-| `.bin` | token ids, little-endian, no header; one ends after each end-of-text token |
-| `.npy` | the same, one axis of any integer dtype |
+| text (`TEXT_SUFFIXES`) | the file; one of more than 64 KiB becomes pieces, cut at line ends |
+| `.jsonl` | one object a line, with a text, or with "prompt" and "completion" |
+| `.parquet` | one row, with the same columns |
+| `.bin` | token ids, little-endian, no header; each end-of-text token ends a document |
+| `.npy` | the same token ids in one axis of any integer dtype |
 
-A reader holds a line, a batch of rows or a piece of a file at a time, never a file. It reads
-regular files alone, and links to them: a FIFO would be waited for, and a device has no end.
+A reader holds a line, a batch of rows or a piece of a file at a time, never a whole file. It reads
+only regular files and links to them, because a FIFO would block and a device has no end.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
 SUFFIXES = TEXT_SUFFIXES | TOKEN_SUFFIXES | {".jsonl", ".parquet"}
 
 _PIECE_BYTES = 1 << 16  # of a text file
-_LINE_BYTES = 1 << 26  # ten times the longest book; more is a file without line ends
+_LINE_BYTES = 1 << 26  # ten times the longest book; a longer line is a file without line ends
 _PIECE_TOKENS = 1 << 20  # of a document in a token file
 _ROWS_AT_ONCE = 256  # of a parquet file
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -46,9 +46,9 @@ class Position:
 
     Attributes:
       file: index of the file.
-      offset: in it: bytes of text, rows of a parquet file or tokens.
-      line: lines, or rows, before it.
-      num_bytes: of the file before it, for a progress bar.
+      offset: place in the file, in bytes of text, rows of a parquet file, or tokens.
+      line: number of lines or rows before the place.
+      num_bytes: number of bytes of the file before the place, for a progress bar.
     """
 
     file: int = 0
@@ -62,14 +62,14 @@ class Document:
     """A document, or a piece of a long one.
 
     Attributes:
-      path: its file.
-      after: where the next one begins.
-      line: its line or row, from 1; 0 where a file has none.
-      text: in UTF-8; after the prompt, if there is one.
-      prompt: text that is not to be predicted.
-      tokens: of a token file, in place of text.
-      begins: whether it is the first piece.
-      ends: whether it is the last piece.
+      path: file of the document.
+      after: start of the next document.
+      line: line or row in the file, from 1; 0 if the file has none.
+      text: text in UTF-8, after the prompt if there is one.
+      prompt: text before it that is not predicted.
+      tokens: tokens of a token file, in place of text.
+      begins: whether this is the first piece.
+      ends: whether this is the last piece.
     """
 
     path: Path
@@ -83,19 +83,19 @@ class Document:
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """The file and the line, for messages."""
         return f"{self.path}:{self.line}" if self.line else str(self.path)
 
     @property
     def content(self) -> bytes:
-        """What tells it from other documents."""
+        """The bytes that distinguish it from other documents."""
         if self.tokens is not None:
             return self.tokens.astype("<u4").tobytes()
         return (self.prompt or b"") + self.text
 
     @property
     def num_bytes(self) -> int:
-        """Of what it holds."""
+        """The number of bytes that it holds."""
         return (
             len(self.text)
             + len(self.prompt or b"")
@@ -113,11 +113,11 @@ class Reader:
     """All documents of some files, in the order of the files.
 
     Attributes:
-      files: what `find_files` found.
-      text_field: the field, or column, of the text.
-      token_dtype: of `.bin` files.
-      vocab_size: ids in token files are below it.
-      end_of_text: the id after which a token file has a new document.
+      files: files, from `find_files`.
+      text_field: field, or column, of the text.
+      token_dtype: dtype of `.bin` files.
+      vocab_size: bound of the ids in token files.
+      end_of_text: id that ends a document in token files.
     """
 
     files: tuple[Path, ...]
@@ -130,8 +130,8 @@ class Reader:
         """The documents from `start` on.
 
         Raises:
-          DataError: a file cannot be read or holds something else; says which, where, and what to
-            do.
+          DataError: a file cannot be read or used; the message names the file, the place and the
+            remedy.
         """
         for index in range(start.file, len(self.files)):
             begin = start if index == start.file else Position(file=index)
@@ -256,13 +256,14 @@ class Reader:
 
 
 def find_files(path: Path) -> tuple[Path, ...]:
-    """`path`, or the files in it and in its folders that have a known suffix, sorted.
+    """`path`, or the files with a known suffix in the folder `path` and below it, sorted.
 
-    Hidden files and folders are left out. So are, with a line that says so, links to folders (two
-    of them may lead to the same text, or in a circle) and all that is no regular file.
+    Hidden files and folders are left out. Links to folders are left out, too, because two of them
+    may lead to the same text, or in a circle, and so is every file that is no regular file; for
+    both a line is printed.
 
     Raises:
-      DataError: there are none, or `path` itself is no regular file.
+      DataError: no file was found, or `path` is neither a folder nor a regular file.
       OSError: a folder or file cannot be read.
     """
     if path.is_dir():
@@ -281,17 +282,17 @@ def find_files(path: Path) -> tuple[Path, ...]:
         ) from None
     if path.suffix.lower() not in SUFFIXES:
         raise DataError(
-            f"{path}: what is in a {path.suffix or 'nameless'} file is not known; rename it to one "
-            f"of {_known_suffixes()}"
+            f"{path}: the format of a file with the suffix {path.suffix!r} is not known; rename "
+            f"it to one of {_known_suffixes()}"
         )
     return (path,)
 
 
 def _walk(top: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
-    """The files in a folder and its folders, and what is left out with the reason; sorted."""
+    """The files in a folder and below it, and the files left out with the reason; both sorted."""
 
     def fail(error: OSError) -> None:
-        raise error  # text that is there must not be left out because it cannot be listed
+        raise error  # os.walk would silently leave out a folder that cannot be listed
 
     files, left_out = [], []
     for root, folders, names in os.walk(top, onerror=fail):
@@ -328,7 +329,7 @@ def _text(path: Path, begin: Position) -> Iterator[Document]:
         offset = max(begin.offset, first)
         while True:
             file.seek(offset)
-            piece = file.read(_PIECE_BYTES + 1)  # the byte more tells whether it is the last
+            piece = file.read(_PIECE_BYTES + 1)  # a byte more shows whether this is the last piece
             if not piece:
                 return
             last = len(piece) <= _PIECE_BYTES
@@ -341,7 +342,7 @@ def _text(path: Path, begin: Position) -> Iterator[Document]:
 
 
 def _cut(piece: bytes) -> int:
-    """Where in a piece, before its last byte, a line, a word or at least a character ends."""
+    """The size of a piece that ends, before its last byte, with a line, a word or a character."""
     for separator in (b"\n", b" "):
         if size := piece.rfind(separator, 0, -1) + 1:
             return size
@@ -381,7 +382,7 @@ def _pyarrow(path: Path) -> tuple[Any, Any]:
 
 
 def _parquet_rows(file: Any, columns: list[str], skip: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows after the first `skip`, each with its number, from 1."""
+    """The rows after the first `skip` rows, each with its number, from 1."""
     number = 0
     for group in range(file.num_row_groups):
         size = file.metadata.row_group(group).num_rows
@@ -401,7 +402,7 @@ def _open_tokens(path: Path, dtype: str) -> np.ndarray:
             tokens = np.lib.format.open_memmap(path, mode="r")
         except OSError:
             raise
-        except Exception as error:  # NumPy parses the header as Python, with all of its errors
+        except Exception as error:  # NumPy parses the header as Python, which may raise anything
             raise DataError(
                 f"{path} is not an .npy file of numbers: {error}; write it again"
             ) from error
@@ -414,7 +415,7 @@ def _open_tokens(path: Path, dtype: str) -> np.ndarray:
     size, width = path.stat().st_size, np.dtype(dtype).itemsize
     if size % width:
         raise DataError(
-            f"{path}: {size} bytes are no whole number of {dtype}; name its dtype with "
-            "--data.token-dtype"
+            f"{path}: {size} bytes are no whole number of {dtype}; name the dtype of the tokens "
+            "with --data.token-dtype"
         )
     return np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r") if size else np.zeros(0, dtype)

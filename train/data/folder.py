@@ -1,8 +1,9 @@
-"""A folder of the cache, in which no link leads elsewhere.
+"""A folder of the cache that is safe from links of other users.
 
-Others may write to the folder that holds it, as to `/tmp`, and know its name. They could put a
-link in its place, or links for its files. So it belongs to who runs this, is made with mode 0700,
-is opened once and never looked up again, and no link in it is followed.
+Other users may know the folder's name and write to the folder above it, for example `/tmp`. They
+could put a link in the place of the folder or of its files. So the folder must belong to the user
+who runs this code, it is made with mode 0700, it is opened once and never looked up again, and no
+link in it is followed.
 """
 
 import contextlib
@@ -19,27 +20,27 @@ _FLAGS = {
     "append": os.O_RDWR | os.O_CREAT | os.O_APPEND,
     "create": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
 }
-# A FIFO that took a file's place must not be waited for.
+# O_NONBLOCK, so that a FIFO in the place of a file does not block.
 _ALWAYS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class OwnFolder(contextlib.AbstractContextManager):
-    """An open folder of this user's own; leaving the block closes it.
+    """An open folder that belongs to this user; a context manager that closes it.
 
     Attributes:
-      path: for messages.
+      path: path of the folder, for messages.
     """
 
     def __init__(self, path: Path, *, make: bool = False):
         """Opens the folder.
 
         Args:
-          path: of the folder.
-          make: whether to make it, and those that it is in, where they are missing.
+          path: path of the folder.
+          make: make the folder, and the folders above it, if they are missing.
 
         Raises:
-          DataError: it is a link, no folder, or another user's.
-          OSError: it cannot be opened or made.
+          DataError: the path is a link or no folder, or the folder belongs to another user.
+          OSError: the folder cannot be opened or made.
         """
         self.path = path
         if make:
@@ -53,10 +54,10 @@ class OwnFolder(contextlib.AbstractContextManager):
             )
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _ALWAYS)
         owner = os.fstat(self._fd).st_uid
-        if owner not in (os.geteuid(), 0):  # root may write anywhere as it is
+        if owner not in (os.geteuid(), 0):  # root may write anywhere anyway
             os.close(self._fd)
             raise DataError(
-                f"{path} belongs to user {owner}, who could change what is trained on; name "
+                f"{path} belongs to user {owner}, who could change the training data; name "
                 "another folder with --data.cache-dir"
             )
 
@@ -64,11 +65,11 @@ class OwnFolder(contextlib.AbstractContextManager):
         os.close(self._fd)
 
     def open(self, name: str, mode: Literal["read", "append", "create"]) -> BinaryIO:
-        """A file in the folder: to read, to read and extend, or a new one.
+        """Opens a file of the folder to read it, to read and extend it, or to create it.
 
         Raises:
-          DataError: it is no regular file or, if it is to be written, has another name elsewhere.
-          OSError: it cannot be opened.
+          DataError: the file is no regular file, or a file to write has a second name elsewhere.
+          OSError: the file cannot be opened.
         """
         path = self.path / name
         try:
@@ -91,7 +92,7 @@ class OwnFolder(contextlib.AbstractContextManager):
         )
 
     def has(self, name: str) -> bool:
-        """Whether there is anything of this name."""
+        """Whether the folder has an entry of this name, of any kind."""
         try:
             os.stat(name, dir_fd=self._fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -99,11 +100,11 @@ class OwnFolder(contextlib.AbstractContextManager):
         return True
 
     def rename(self, old: str, new: str) -> None:
-        """Renames a file of the folder, over another if there is one."""
+        """Renames a file of the folder, and replaces another if there is one."""
         os.replace(old, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def write(self, name: str, content: bytes) -> None:
-        """Puts a file there in one step: a kill leaves the old one or the new one."""
+        """Writes a file in one step: after a kill, the old or the new file is there."""
         part = f"{name}.part"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(part, dir_fd=self._fd)

@@ -1,7 +1,7 @@
-"""`progress.json` and `index.json`: what the files of an entry hold, and their checksums.
+"""`progress.json` and `index.json`: the contents of an entry's files, and their checksums.
 
-Checksums are CRC-32: it finds any damage but one in four billion, and it goes on from a number, so
-that it survives a kill. A file is read once as it is opened, 1.1 s a GiB on one core from memory.
+The checksum is CRC-32. It misses one damage in four billion, and it continues from a number, so it
+survives a kill. Opening a file reads it once, which takes 1.1 s a GiB on one core from memory.
 """
 
 import json
@@ -17,13 +17,13 @@ from train.data.folder import OwnFolder
 SPLITS = ("train", "held_out")
 PARTS = ("tokens", "offsets", "prompts")
 
-_LIMIT_BYTES = 1 << 16  # of an index, which has some 500
+_LIMIT_BYTES = 1 << 16  # for an index, which has about 500
 _PIECE_BYTES = 1 << 18
-_ANNOUNCED_BYTES = 1 << 32  # take seconds to read
+_ANNOUNCED_BYTES = 1 << 32  # a file that takes seconds to read
 
 
 def beginning() -> dict[str, Any]:
-    """The index of an entry without a document."""
+    """The index of an entry that has no documents yet."""
     return {
         "position": {"file": 0, "offset": 0, "line": 0, "num_bytes": 0},
         "content_hash": "",
@@ -38,11 +38,11 @@ def write(folder: OwnFolder, name: str, index: dict[str, Any]) -> None:
 
 
 def read(folder: OwnFolder, name: str) -> dict[str, Any]:
-    """The index that a file holds.
+    """Reads an index.
 
     Raises:
-      DataError: it is damaged; says which field is wrong.
-      OSError: it cannot be read.
+      DataError: the file is damaged; the message names the wrong field.
+      OSError: the file cannot be read.
     """
     with folder.open(name, "read") as file:
         content = file.read(_LIMIT_BYTES + 1)
@@ -53,14 +53,14 @@ def read(folder: OwnFolder, name: str) -> dict[str, Any]:
         _check(index, {**beginning(), "checksum": 0})
         bytes.fromhex(index["content_hash"])
         if index.pop("checksum") != _checksum(index):
-            raise ValueError("it has another checksum than it says")
+            raise ValueError("its checksum is wrong")
     except (ValueError, RecursionError) as error:
         raise damaged(folder, name, str(error)) from error
     return index
 
 
 def damaged(folder: OwnFolder, name: str, reason: str) -> DataError:
-    """An error that names the file, what is wrong with it and what to do."""
+    """An error that names the file, the damage and the remedy."""
     return DataError(
         f"{folder.path / name} is damaged ({reason}); remove the folder {folder.path} to make it "
         "again"
@@ -77,23 +77,23 @@ def check_content(
     dtype: np.dtype,
     below: int | None = None,
 ) -> None:
-    """Reads the first `size` bytes of a file, in pieces.
+    """Checks the first `size` bytes of a file, in pieces.
 
     Args:
-      folder: of the file.
-      name: of the file.
-      file: open at its start.
-      size: in bytes; more may follow.
-      checksum: of the bytes.
-      dtype: of the items.
-      below: bound of the items, if there is one.
+      folder: folder of the file.
+      name: name of the file.
+      file: the file, open at its start.
+      size: number of bytes to check; more may follow.
+      checksum: checksum that the bytes must have.
+      dtype: dtype of the items.
+      below: number that every item must be below; None for no bound.
 
     Raises:
-      DataError: there are fewer bytes or others, or an item is out of bounds.
-      OSError: it cannot be read.
+      DataError: the file is too short, its checksum is wrong, or an item is out of bounds.
+      OSError: the file cannot be read.
     """
     if (found := os.fstat(file.fileno()).st_size) < size:
-        raise damaged(folder, name, f"{found:,} bytes, where {size:,} were written")
+        raise damaged(folder, name, f"it has {found:,} bytes, but {size:,} were written")
     if size >= _ANNOUNCED_BYTES:
         print(f"checking {folder.path / name}, {size / 2**30:.1f} GiB", flush=True)
     actual = 0
@@ -111,9 +111,7 @@ def check_content(
                     f"of the tokenizer's {below}",
                 )
     if actual != checksum:
-        raise damaged(
-            folder, name, f"its checksum is {actual:08x}, where {checksum:08x} was written"
-        )
+        raise damaged(folder, name, f"its checksum is {actual:08x}, but {checksum:08x} was written")
 
 
 def _checksum(index: dict[str, Any]) -> int:
@@ -121,7 +119,7 @@ def _checksum(index: dict[str, Any]) -> int:
 
 
 def _check(value: Any, like: Any, field: str = "") -> None:
-    """Compares the fields of `value` and their types to those of `like`."""
+    """Checks that `value` has the fields of `like`, with the same types."""
     shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
     match like:
         case dict():

@@ -1,4 +1,4 @@
-"""One process at a time makes an entry of the cache; others wait for it."""
+"""The lock of a cache entry: one process makes the entry, and others wait for it."""
 
 import contextlib
 import fcntl
@@ -16,19 +16,19 @@ _POLL_S = 0.2
 
 @contextlib.contextmanager
 def locked(folder: OwnFolder, name: str) -> Iterator[Callable[[], None]]:
-    """Holds the folder's `lock`, after waiting for whoever holds it.
+    """Holds the folder's `lock`, after a wait for another holder.
 
-    Yields a function that the holder calls as it gets on. A holder that does not for ten minutes
-    hangs or was stopped; one that was killed holds no lock. Clocks of two machines may differ by
-    more than that, so who waits only looks whether the file's time changes, and counts the minutes
-    itself.
+    It yields a function that the holder must call while it makes progress. A holder that does not
+    call it for ten minutes hangs or was stopped; a killed holder has no lock. The clocks of two
+    machines may differ by more than ten minutes. So a waiting process only looks for a change of
+    the file's time, and counts the minutes with its own clock.
 
     Args:
-      folder: of the entry.
-      name: of the source, for messages.
+      folder: folder of the entry.
+      name: name of the source, for messages.
 
     Raises:
-      DataError: the holder did not get on.
+      DataError: the holder made no progress for ten minutes.
     """
     with folder.open("lock", "append") as file:
         seen, since, waiting = -1, time.monotonic(), False

@@ -1,4 +1,4 @@
-"""Several sources by weight."""
+"""Rows of several sources, mixed by weight."""
 
 import dataclasses
 import functools
@@ -15,15 +15,15 @@ _PERIOD = 10_000
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MixtureDataset:
-    """Rows of several sources, in shares that hold in every stretch of the run.
+    """Rows of several sources, with the same shares in every stretch of the run.
 
-    Of every 10,000 consecutive rows of the walk each source gives its weight's share, rounded to
-    one row and at least one, spread evenly: among the first n rows it is less than the number of
-    sources away from n times its share. Each source goes through its own epochs.
+    In every 10,000 consecutive rows of the walk, each source has its weight's share, rounded to one
+    row and at least one. Its rows are spread evenly: among the first n rows, their number differs
+    from n times the share by less than the number of sources. Each source has its own epochs.
 
     Attributes:
-      sources: of one sequence length and one tokenizer.
-      weights: of the rows of each source; they need not add up to 1.
+      sources: datasets with one sequence length and one tokenizer.
+      weights: weight of the rows of each source; the weights need not add up to 1.
     """
 
     sources: tuple[PackedDataset, ...]
@@ -32,8 +32,8 @@ class MixtureDataset:
     def __post_init__(self):
         if not 1 <= len(self.sources) == len(self.weights) <= _PERIOD:
             raise ValueError(
-                f"{len(self.weights)} weights for {len(self.sources)} sources; give each of 1 to "
-                f"{_PERIOD:,} sources one"
+                f"{len(self.weights)} weights for {len(self.sources)} sources; give 1 to "
+                f"{_PERIOD:,} sources, each with a weight"
             )
         # A sum that overflows makes every share 0.
         if not (all(weight > 0 for weight in self.weights) and math.isfinite(sum(self.weights))):
@@ -41,7 +41,7 @@ class MixtureDataset:
         for name in ("sequence_length", "token_bytes"):
             first, *others = (getattr(source, name) for source in self.sources)
             if not all(np.array_equal(first, other) for other in others):
-                raise ValueError(f"the sources differ in {name}; make all with one")
+                raise ValueError(f"the sources differ in {name}; use the same for all")
 
     @property
     def token_bytes(self) -> Int32[np.ndarray, " V"]:
@@ -51,9 +51,9 @@ class MixtureDataset:
     def batch(
         self, step: int, *, batch_size: int, seed: int, rows: Int[np.ndarray, " R"] | None = None
     ) -> Batch:
-        """The batch of a step, as `PackedDataset.batch`; a pure function of (seed, step).
+        """The batch of a step, as in `PackedDataset.batch`; a pure function of (seed, step).
 
-        A source with fewer rows than its share of a batch has rows in it twice.
+        If a source has fewer rows than its share of a batch, the batch repeats some of them.
         """
         numbers = walk(step, batch_size, seed, rows)
         periods, places = np.divmod(numbers, _PERIOD)
@@ -64,14 +64,14 @@ class MixtureDataset:
         row_in_source = np.empty_like(before)
         for index, source in enumerate(self.sources):
             mine = chosen == index
-            # Sources of equal length must not walk in step.
+            # Different seeds, so that sources of equal length have different orders.
             row_in_source[mine] = source.shuffled(before[mine], seed + index)
         return self._expand(chosen, row_in_source)
 
     def eval_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
-        """Rows of all sources by weight; see `PackedDataset.eval_batches`.
+        """Rows of all sources by weight, in batches as in `PackedDataset.eval_batches`.
 
-        A source that has no more rows drops out, so no row comes twice.
+        No row comes twice: a source without further rows drops out.
         """
         if batch_size < 1:
             raise ValueError(f"{batch_size=} must be at least 1")
@@ -105,7 +105,7 @@ class MixtureDataset:
     def _shares(self) -> Int64[np.ndarray, " N"]:
         """Rows of each source in a period, by largest remainders."""
         exact = np.array(self.weights) / sum(self.weights) * _PERIOD
-        # A product such as 0.7 * 10000 may end just below the whole number that is meant.
+        # A product such as 0.7 * 10000 may be just below the intended whole number.
         shares = np.maximum(np.floor(exact + 1e-6), 1).astype(np.int64)
         for _ in range(_PERIOD - shares.sum()):
             shares[np.argmax(exact - shares)] += 1
@@ -115,7 +115,7 @@ class MixtureDataset:
 
     @functools.cached_property
     def _period(self) -> tuple[Int64[np.ndarray, " P"], Int64[np.ndarray, " P"]]:
-        """The source of each row of a period, and how many rows of it come before in the period."""
+        """The source of each row of a period, and the number of earlier rows of that source."""
         shares = self._shares.tolist()
         return _interleaved(shares, shares)
 
@@ -123,9 +123,9 @@ class MixtureDataset:
 def _interleaved(
     counts: Sequence[int], weights: Sequence[float | int]
 ) -> tuple[Int64[np.ndarray, " R"], Int64[np.ndarray, " R"]]:
-    """Source and number of each of `counts` rows, the rows of a source spread evenly by weight.
+    """The source of each row, and the row's number in its source, in one evenly mixed order.
 
-    Row j of a source with weight w stands at (j + 1/2) / w on a common axis.
+    Row j of a source with weight w is at the place (j + 1/2) / w of the order.
     """
     sources = np.repeat(np.arange(len(counts)), counts)
     numbers = np.concatenate([np.arange(count) for count in counts])

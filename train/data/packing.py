@@ -1,9 +1,9 @@
 """Documents packed into rows without loss, addressed by step number.
 
-Documents are concatenated and the stream is cut into rows of S+1 tokens every S tokens: each token
-that is not the first of its document is predicted once per epoch, and only the last partial row is
-dropped. A row therefore holds pieces of several documents; `segment_ids` tells attention which, and
-`positions` restart in every piece.
+The documents form one stream, which is cut into rows of S+1 tokens every S tokens. So an epoch
+predicts each token once, except the first token of each document, and drops only the last partial
+row. A row has pieces of several documents: `segment_ids` tells attention which piece a token is in,
+and `positions` restart in every piece.
 """
 
 import dataclasses
@@ -19,23 +19,24 @@ IGNORED = -100  # the label of a position that is not predicted
 
 type Batch = dict[str, Int32[np.ndarray, "B S"]]
 
-_OFFSETS_AT_ONCE = 1 << 20  # of a table that may be larger than the memory
+_OFFSETS_AT_ONCE = 1 << 20  # the table of offsets may be larger than the memory
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedDataset:
     """Rows of S+1 tokens, every S tokens, over a stream of concatenated documents.
 
-    The arrays may be memory maps: a row is read and expanded into its four int32 arrays when a
-    batch asks for it, and nothing grows with the stream. Safe to use from several threads.
+    The arrays may be memory maps: a batch reads only its rows and expands them into four int32
+    arrays, so no memory grows with the stream. Several threads may use a dataset.
 
     Attributes:
-      tokens: the stream.
-      document_offsets: where each document starts in it: 0 first, strictly increasing.
-      sequence_length: S.
-      prompt_sizes: tokens at each document's start that are not predicted; None: 0 everywhere.
-      token_bytes: bytes of text that each token stands for, for `predicted_bytes`. Tokens are
-        below its length V.
+      tokens: the stream of tokens.
+      document_offsets: start of each document in the stream: first 0, then strictly increasing.
+      sequence_length: number of predicted tokens in a row, S.
+      prompt_sizes: number of tokens at each document's start that are not predicted; None for 0
+        everywhere.
+      token_bytes: number of bytes of text that each token stands for, for `predicted_bytes`. Tokens
+        are below its length V.
     """
 
     tokens: Integer[np.ndarray, " T"]
@@ -53,7 +54,7 @@ class PackedDataset:
         if self.num_rows < 1:
             raise DataError(
                 f"{len(self.tokens)} tokens in {len(offsets)} documents do not fill one row of "
-                f"sequence_length={self.sequence_length} (which takes {self.sequence_length + 1}); "
+                f"sequence_length={self.sequence_length} (which needs {self.sequence_length + 1}); "
                 "use more text or a shorter sequence"
             )
         if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] >= len(self.tokens):
@@ -81,10 +82,10 @@ class PackedDataset:
     def from_documents(
         cls, documents: Sequence[Integer[np.ndarray, " _"]], *, sequence_length: int
     ) -> "PackedDataset":
-        """Concatenates token arrays of the byte vocabulary in the order given.
+        """A dataset of token arrays of the byte vocabulary, in the order given.
 
         Raises:
-          ValueError: too few tokens for one row, or an empty document.
+          ValueError: there are too few tokens for one row, or a document is empty.
         """
         sizes = np.array([len(document) for document in documents], np.int64)
         tokens = np.concatenate(documents) if documents else np.zeros(0, np.uint16)
@@ -92,7 +93,7 @@ class PackedDataset:
 
     @property
     def num_rows(self) -> int:
-        """Rows in an epoch."""
+        """The number of rows in an epoch."""
         return max(len(self.tokens) - 1, 0) // self.sequence_length
 
     def batch(
@@ -100,22 +101,22 @@ class PackedDataset:
     ) -> Batch:
         """The batch of a step: rows [step * B, (step + 1) * B) of an endless walk over epochs.
 
-        Every epoch is another permutation of all rows, and a batch may span two epochs. See
-        `eval_batches` for the contents of a batch.
+        Every epoch is another permutation of all rows, and a batch may span two epochs.
+        `eval_batches` describes the arrays of a batch.
 
         Args:
-          step: from 0.
-          batch_size: B, over all hosts.
-          seed: of the permutations.
-          rows: which of the B rows to build, as a host does that feeds some of the devices; None
-            builds all. Every host that is given its rows together make the same global batch.
+          step: number of the step, from 0.
+          batch_size: number of rows over all hosts, B.
+          seed: seed of the permutations.
+          rows: numbers of the rows to build, below B; None builds all. Each host builds the rows of
+            its devices, and together they have the same global batch.
 
         Raises:
-          ValueError: the batch has more rows than the corpus, or `step` or `seed` is negative.
+          ValueError: the batch has more rows than an epoch, or `step` or `seed` is negative.
         """
         if not 1 <= batch_size <= self.num_rows:
             raise DataError(
-                f"{batch_size=} must be between 1 and the {self.num_rows} rows that "
+                f"{batch_size=} must be between 1 and {self.num_rows}, the number of rows that "
                 f"{len(self.tokens)} tokens make at sequence_length={self.sequence_length}; use "
                 "more text, a smaller batch or a shorter sequence"
             )
@@ -127,13 +128,18 @@ class PackedDataset:
         return permuted(positions, self.num_rows, seed=seed, epochs=epochs)
 
     def eval_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
-        """All rows in order, in batches of one shape.
+        """Batches of all rows in order, all of one shape.
 
-        Of a longer text `limit` batches, whose rows are spread evenly over it. A batch has four
-        [B, S] arrays: `tokens`; `labels`, the next token of the same document, -100 at a document's
-        last token and where the next token belongs to its prompt; `segment_ids`, from 1 in every
-        row, one for each piece of a document; `positions`, from 0 in every piece. Rows that fill up
-        the last batch have segment 0 and labels -100.
+        If there are more than `limit` batches, `limit` batches have rows spread evenly over the
+        text. A batch has four `[B, S]` arrays:
+
+        - `tokens`.
+        - `labels`: the next token of the same document. It is -100 at a document's last token, and
+          if the next token belongs to the prompt.
+        - `segment_ids`: a number for each piece of a document, from 1 in every row.
+        - `positions`: the place in the piece, from 0.
+
+        Rows that fill up the last batch have segment 0 and labels -100.
         """
         if batch_size < 1:
             raise ValueError(f"{batch_size=} must be at least 1")
@@ -143,15 +149,15 @@ class PackedDataset:
             yield filled_up(self.expand(rows[first : first + batch_size]), batch_size)
 
     def spread_rows(self, count: int) -> Int64[np.ndarray, " R"]:
-        """`count` rows at equal distances."""
+        """The numbers of `count` rows at equal distances."""
         return np.arange(count) * self.num_rows // max(count, 1)
 
     def expand(self, rows: Int64[np.ndarray, " R"]) -> Batch:
-        """The four arrays of these rows of the stream.
+        """The four arrays of some rows of the stream.
 
         Raises:
-          DataError: a token is outside of [0, V), so the stream is not of this vocabulary, or its
-            file changed since it was opened.
+          DataError: a token is outside of [0, V): the stream has another vocabulary, or its file
+            changed after it was opened.
         """
         length = self.sequence_length
         starts = rows * length
@@ -172,7 +178,7 @@ class PackedDataset:
             row, column = np.argwhere((tokens < 0) | (tokens >= vocab_size))[0]
             raise DataError(
                 f"token {tokens[row, column]} at index {starts[row] + column} of the stream is not "
-                f"one of the {vocab_size} of its vocabulary"
+                f"one of the {vocab_size} of its vocabulary; remove its cache folder"
             )
         tokens = tokens.astype(np.int32)
         predicted &= ~begins[:, 1:]
@@ -192,13 +198,13 @@ def _exclude_prompts(
     offsets: Int64[np.ndarray, " D"],
     prompt_sizes: Int32[np.ndarray, " D"],
 ) -> None:
-    """Clears `predicted` where the next token is in the prompt of a document of the row."""
+    """Clears `predicted` at the positions whose next token is in the prompt of a document."""
     for offset, size in zip(offsets.tolist(), prompt_sizes.tolist(), strict=True):
         predicted[max(offset - 1, 0) : max(offset + size - 1, 0)] = False
 
 
 def filled_up(batch: dict[str, Int32[np.ndarray, "R S"]], batch_size: int) -> Batch:
-    """Rows of a batch with rows that predict nothing up to `batch_size`."""
+    """The batch, filled up to `batch_size` rows with rows that predict nothing."""
     padding = ((0, batch_size - len(batch["tokens"])), (0, 0))
     return {
         name: np.pad(array, padding, constant_values=IGNORED if name == "labels" else 0)
@@ -209,7 +215,7 @@ def filled_up(batch: dict[str, Int32[np.ndarray, "R S"]], batch_size: int) -> Ba
 def walk(
     step: int, batch_size: int, seed: int, rows: Int[np.ndarray, " R"] | None
 ) -> Int64[np.ndarray, " R"]:
-    """Numbers of the rows of a step's batch, or of those `rows` of it, counted from step 0."""
+    """Numbers, counted from step 0, of the rows of a step's batch, or only of its `rows`."""
     if step < 0 or not 0 <= seed < 1 << 63:
         raise ValueError(f"{step=} and {seed=} must not be negative, and the seed below 2^63")
     if rows is None:
@@ -222,11 +228,11 @@ def walk(
 def permuted(
     positions: Int64[np.ndarray, " R"], size: int, *, seed: int, epochs: Int64[np.ndarray, " R"]
 ) -> Int64[np.ndarray, " R"]:
-    """What stands at `positions` of a pseudo-random permutation of range(size), one per epoch.
+    """The numbers at `positions` of a pseudo-random permutation of range(size), one per epoch.
 
-    A Feistel network permutes the numbers below a power of four that is at least `size`, and what
-    lands at `size` or above goes through it again (cycle walking). So an epoch of any length costs
-    no memory, and any position of it can be asked for.
+    A Feistel network permutes the numbers below a power of four that is at least `size`. A result
+    of `size` or more goes through the network again (cycle walking). So an epoch of any length
+    costs no memory, and any position of it can be computed alone.
     """
     half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -255,9 +261,9 @@ def _mix(x: UInt64[np.ndarray, " R"]) -> UInt64[np.ndarray, " R"]:
 
 
 def predicted_bytes(batch: Batch, token_bytes: Int32[np.ndarray, " V"]) -> int:
-    """How many bytes of text a batch predicts: the denominator of bits per byte.
+    """The number of bytes of text that a batch predicts: the denominator of bits per byte.
 
-    The end of a document is predicted too, and its loss counts, but it stands for no byte of text.
+    The end of a document is predicted, too, and its loss counts, but it stands for no byte of text.
     """
     labels = batch["labels"]
     return int(token_bytes[labels[labels != IGNORED]].sum(dtype=np.int64))

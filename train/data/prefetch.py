@@ -1,4 +1,4 @@
-"""Batches made ahead of the step, and how long the step waited for them."""
+"""Batches made ahead of the step, and the time that the step waits for them."""
 
 import contextlib
 import queue
@@ -12,9 +12,9 @@ from typing import Any
 def prefetch[T](make_iterator: Callable[[], Iterable[T]], size: int = 2) -> Iterator[Iterator[T]]:
     """Runs an iterator on a background thread, up to `size` items ahead of its consumer.
 
-    `with prefetch(lambda: (dataset.batch(step, ...) for step in range(n))) as batches:`. An
-    exception in the iterator is raised where the consumer asks for the item that it replaced.
-    Leaving the block stops the thread and waits for the item it is building.
+    `with prefetch(lambda: (dataset.batch(step, ...) for step in range(n))) as batches:`. If the
+    iterator raises an exception, the consumer gets it in place of the next item. The end of the
+    block stops the thread, after the item that it is making.
     """
     if size < 1:
         raise ValueError(f"{size=} must be at least 1")
@@ -31,7 +31,7 @@ def prefetch[T](make_iterator: Callable[[], Iterable[T]], size: int = 2) -> Iter
             for item in make_iterator():
                 if not put("item", item):
                     return
-        except BaseException as error:  # whatever it was, the consumer must not wait for ever
+        except BaseException as error:  # any exception, or the consumer would wait for ever
             put("error", error)
         else:
             put("end", None)
@@ -60,7 +60,7 @@ def prefetch[T](make_iterator: Callable[[], Iterable[T]], size: int = 2) -> Iter
 
 
 def timed[T](items: Iterable[T]) -> Iterator[tuple[float, T]]:
-    """Every item, with the seconds that it was waited for."""
+    """Each item, with the seconds of waiting for it."""
     iterator = iter(items)
     while True:
         start = time.perf_counter()

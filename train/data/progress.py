@@ -1,19 +1,19 @@
-"""How far tokenizing is."""
+"""The progress of tokenizing, on the terminal."""
 
 import time
 
 import rich.console
 import rich.progress
 
-from train.reporting.metrics import format_count, format_duration
+from train.formats import format_count, format_duration
 
-LINE_SECONDS = 10.0  # between lines where there is no terminal
+LINE_SECONDS = 10.0  # between lines if there is no terminal
 
 
 class TokenizingProgress:
-    """A bar on a terminal, elsewhere a line every ten seconds.
+    """A progress bar on a terminal; without a terminal, a line every ten seconds.
 
-    The speed is that of this process, not of one that was killed before it.
+    The speed counts the work of this process, without the work of a process that was killed.
     """
 
     def __init__(self, name: str, total_bytes: int, num_bytes: int, num_tokens: int):
@@ -39,7 +39,7 @@ class TokenizingProgress:
         self._bar.stop()
 
     def update(self, num_bytes: int, num_tokens: int) -> None:
-        """Shows that `num_bytes` of all were read, which made `num_tokens` tokens."""
+        """Shows that `num_bytes` bytes have been read and `num_tokens` tokens made."""
         now = time.monotonic()
         new_bytes, new_tokens = num_bytes - self._first[0], num_tokens - self._first[1]
         seconds = now - self._start

@@ -1,4 +1,4 @@
-"""Files of others, looked at before they are opened: a FIFO or a device would never end."""
+"""Checks of a file's type before it is opened: reading a FIFO or a device may never end."""
 
 import os
 import stat
@@ -22,26 +22,26 @@ def kind(mode: int) -> str | None:
 
 
 def check_regular(path: Path) -> os.stat_result:
-    """The status of a regular file, or of the one that a link leads to.
+    """The status of a regular file, or of the regular file that a link leads to.
 
     Raises:
-      DataError: it is something else.
-      OSError: there is no such file, or its status cannot be read.
+      DataError: the path is no regular file.
+      OSError: the path does not exist, or its status cannot be read.
     """
     status = path.stat()
     if found := kind(status.st_mode):
-        raise DataError(f"{path} is {found}, not a regular file; name a file with what is in it")
+        raise DataError(f"{path} is {found}, not a regular file; copy its content into a file")
     return status
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """All of a regular file of at most `limit` bytes.
+    """The content of a regular file with at most `limit` bytes.
 
     Raises:
-      DataError: it is something else, or longer.
-      OSError: it cannot be read.
+      DataError: the path is no regular file, or the file is longer.
+      OSError: the file cannot be read.
     """
     size = check_regular(path).st_size
     if size > limit:
-        raise DataError(f"{path} has {size:,} bytes, more than the {limit:,} that one may have")
+        raise DataError(f"{path} has {size:,} bytes, more than the allowed {limit:,}")
     return path.read_bytes()

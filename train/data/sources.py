@@ -15,10 +15,10 @@ type Dataset = PackedDataset | MixtureDataset
 
 
 def load_tokenizer(config: DataConfig) -> Tokenizer:
-    """The tokenizer of a configuration, that of bytes if it names none.
+    """The tokenizer of a configuration; bytes if the configuration names none.
 
     Raises:
-      DataError: it cannot be read.
+      DataError: the tokenizer cannot be read.
     """
     if config.tokenizer is None:
         return BYTES
@@ -30,17 +30,18 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
 def open_files(
     config: DataConfig, *, vocab_size: int, evaluates: bool
 ) -> tuple[Dataset, Dataset | None, dict[str, Any]]:
-    """Training data, held-out data and what identifies them, from the files in `config.path`.
-
-    The text is tokenized if the cache does not have it.
+    """Opens the files in `config.path`, and tokenizes those that the cache does not have.
 
     Args:
-      config: with a path.
-      vocab_size: of the model.
-      evaluates: whether held-out data is needed; without it, what is held out may be too little.
+      config: configuration with a path.
+      vocab_size: vocabulary size of the model.
+      evaluates: whether held-out data is needed. If not, its text may be too short.
+
+    Returns:
+      Training data, held-out data, and JSON that identifies their tokens.
 
     Raises:
-      DataError: says in one line what is wrong with which file, and what to do.
+      DataError: a file cannot be used; the message names the file, the reason and the remedy.
     """
     tokenizer = load_tokenizer(config)
     if tokenizer.vocab_size > vocab_size:
@@ -48,7 +49,7 @@ def open_files(
             f"{config.tokenizer or 'the byte vocabulary'} has {tokenizer.vocab_size} tokens, more "
             f"than the model's {vocab_size=}; set --model.vocab-size {tokenizer.vocab_size} or more"
         )
-    # An explicit held-out text leaves the other whole.
+    # With held-out text of its own, all of `path` is for training.
     fraction = 0.0 if config.held_out_path else config.held_out_fraction
     entries = [_entry(config, tokenizer, path, fraction) for path in config.path]
     held_out_entries = [_entry(config, tokenizer, path, 1.0) for path in config.held_out_path]
@@ -56,7 +57,7 @@ def open_files(
     if isinstance(train_data, PackedDataset) and train_data.num_rows < config.rows_per_step:
         raise DataError(
             f"{config.path[0]} makes {train_data.num_rows} rows of {config.sequence_length} tokens,"
-            f" fewer than the {config.rows_per_step} of a step; use more text, a smaller "
+            f" fewer than the {config.rows_per_step} rows of a step; use more text, a smaller "
             "--data.batch-size or a shorter --data.sequence-length"
         )
     held_out = None
@@ -109,7 +110,7 @@ def _mixed(
     split: str,
     weights: tuple[float, ...],
 ) -> Dataset:
-    """One split of all sources, weighted by their number of rows unless by `weights`."""
+    """One split of all sources. Without `weights`, a source counts by its number of rows."""
     parts = []
     for path, entry in zip(paths, entries, strict=True):
         try:
@@ -124,5 +125,5 @@ def _mixed(
 
 _HELD_OUT_REMEDY = (
     "raise --data.held-out-fraction, name other text with --data.held-out-path, or turn "
-    "measurements off with --eval-every 0"
+    "evaluations off with --eval-every 0"
 )

@@ -13,10 +13,10 @@ class SyntheticDataset:
     """Uniformly random tokens, to measure speed at any vocabulary and sequence length.
 
     Attributes:
-      vocab_size: tokens are drawn from [0, vocab_size).
-      sequence_length: S.
-      packed: False leaves `segment_ids` and `positions` out of the batch, so that attention is
-        plain causal; True gives them, with one segment a row.
+      vocab_size: number of tokens to draw from, [0, vocab_size).
+      sequence_length: number of tokens in a row, S.
+      packed: whether a batch has `segment_ids` and `positions`, with one segment a row. Without
+        them attention is plain causal.
     """
 
     vocab_size: int
@@ -32,7 +32,7 @@ class SyntheticDataset:
     ) -> Batch:
         """The batch of a step, a pure function of (seed, step). Every label is a token.
 
-        With `rows`, those rows of the batch alone.
+        `rows` selects rows of the batch; None takes all.
         """
         shape = (batch_size, self.sequence_length + 1)
         generator = np.random.Generator(np.random.Philox(key=[seed, step]))

@@ -1,4 +1,4 @@
-"""From text to tokens: bytes, or a tokenizer.json of Hugging Face's tokenizers."""
+"""Tokenizers: bytes, or a tokenizer.json of Hugging Face's tokenizers."""
 
 import hashlib
 import json
@@ -22,21 +22,22 @@ BYTE_VOCAB_SIZE = 258
 _FILE_BYTES = 1 << 29
 _VOCAB_SIZE = 1 << 24
 
-# Where no tokenizer_config.json beside it says what begins and ends a text, in this order.
+# The tokens that begin and end a text if no tokenizer_config.json names them; the first that the
+# tokenizer has counts.
 _BOS_TOKENS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
 _EOS_TOKENS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>")
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the data needs of a tokenizer.
+    """The interface of a tokenizer.
 
     Attributes:
-      vocab_size: one more than the largest token.
-      bos: the token before a document, or None.
-      eos: the token after a document.
-      fingerprint: tells tokenizers apart that make different tokens.
-      token_bytes: how many bytes of text each token stands for.
+      vocab_size: largest token plus one.
+      bos: token before a document, or None.
+      eos: token after a document.
+      fingerprint: text that differs between tokenizers that make different tokens.
+      token_bytes: number of bytes of text that each token stands for.
     """
 
     vocab_size: int
@@ -49,17 +50,17 @@ class Tokenizer(Protocol):
         """The tokens of each text, without BOS and EOS.
 
         Raises:
-          UnicodeDecodeError: a text is not UTF-8 and has to be.
+          UnicodeDecodeError: a text is not UTF-8, and the tokenizer needs UTF-8.
         """
         ...
 
     def decode(self, tokens: Iterable[Any]) -> str:
-        """The text of tokens; special tokens are dropped, broken UTF-8 is replaced."""
+        """The text of tokens, without special tokens; broken UTF-8 is replaced."""
         ...
 
 
 class ByteTokenizer:
-    """A token for each byte, which takes text in any encoding, and two for begin and end."""
+    """A token for each byte, for text in any encoding, and two tokens for begin and end."""
 
     vocab_size = BYTE_VOCAB_SIZE
     bos: int | None = BOS
@@ -87,12 +88,12 @@ def encode(text: str) -> UInt16[np.ndarray, " S"]:
 
 
 def decode(tokens: Iterable[Any]) -> str:
-    """The text of a sequence of bytes; BOS and EOS are dropped, broken UTF-8 is replaced."""
+    """The text of byte tokens, without BOS and EOS; broken UTF-8 is replaced."""
     return BYTES.decode(tokens)
 
 
 def start_of_document(text: str, tokenizer: Tokenizer) -> Integer[np.ndarray, " S"]:
-    """BOS, where the tokenizer has one, and the tokens of `text`."""
+    """BOS, if the tokenizer has one, and the tokens of `text`."""
     bos = [] if tokenizer.bos is None else [tokenizer.bos]
     return np.concatenate([np.array(bos, np.int64), tokenizer.encode([text.encode()])[0]])
 
@@ -100,27 +101,28 @@ def start_of_document(text: str, tokenizer: Tokenizer) -> Integer[np.ndarray, " 
 class HuggingFaceTokenizer:
     """A tokenizer.json, without the special tokens, truncation and padding that it may add.
 
-    A special token that is spelled out in a text becomes that token, as everywhere in Hugging
-    Face's libraries. A tokenizer of bytes (that of Llama 3, GPT-2, Qwen) counts the bytes of text
-    exactly, after its normalizer if it has one. Others do not keep the text as it is (a space is
-    put in front, Unicode is normalized); then a token stands for as many bytes as its own text has
-    in UTF-8, and an unknown or special one for none.
+    If a text spells out a special token, it becomes that token, as in Hugging Face's libraries.
+
+    A tokenizer of bytes (Llama 3, GPT-2, Qwen) counts the bytes of text exactly, after its
+    normalizer if it has one. Other tokenizers change the text: they put a space in front or
+    normalize Unicode. For them a token stands for the bytes of its own text in UTF-8, and an
+    unknown or special token for none.
 
     Attributes:
-      tokens_of_bytes: whether the bytes are counted exactly.
+      tokens_of_bytes: whether the tokenizer counts bytes exactly.
     """
 
     def __init__(self, path: Path, *, bos_token: str | None = None, eos_token: str | None = None):
         """Reads `path`, or tokenizer.json in the folder `path`.
 
         Args:
-          path: of the file or of its folder.
-          bos_token: what begins a document; "" for nothing, None for what tokenizer_config.json
-            beside it says or, without that file, one of the usual names.
-          eos_token: what ends one, in the same way.
+          path: path of the file or of its folder.
+          bos_token: token that begins a document; "" for none. None takes the token that
+            tokenizer_config.json names or, without that file, a usual name.
+          eos_token: token that ends a document, chosen in the same way.
 
         Raises:
-          DataError: it cannot be read, or has no such token.
+          DataError: the file cannot be read, or has no such token.
         """
         if path.is_dir():
             path = path / "tokenizer.json"
@@ -136,14 +138,14 @@ class HuggingFaceTokenizer:
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
         if self.vocab_size > _VOCAB_SIZE:
             raise DataError(
-                f"{path} has a token {self.vocab_size - 1}, above the {_VOCAB_SIZE - 1} that may "
-                "be; repair its vocabulary"
+                f"{path} has a token {self.vocab_size - 1}, above the allowed {_VOCAB_SIZE - 1}; "
+                "repair its vocabulary"
             )
         self.bos = self._special(path, "bos_token", bos_token, _BOS_TOKENS)
         eos = self._special(path, "eos_token", eos_token, _EOS_TOKENS)
         if eos is None:
             raise DataError(
-                f"{path} does not say which token ends a text; name it with --data.eos-token"
+                f"{path} does not say which token ends a text; name one with --data.eos-token"
             )
         self.eos = eos
         digest = hashlib.sha256(content + f"{self.bos} {self.eos}".encode())
@@ -153,14 +155,14 @@ class HuggingFaceTokenizer:
         self.token_bytes = self._token_bytes()
 
     def encode(self, texts: Sequence[bytes]) -> list[Integer[np.ndarray, " _"]]:
-        """See `Tokenizer`; on all cores."""
+        """See `Tokenizer`. This uses all cores."""
         decoded = [text.decode() for text in texts]
         encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, tokens: Iterable[Any]) -> str:
         """See `Tokenizer`."""
-        known = [t for t in map(int, tokens) if t < self.vocab_size]  # a model may have more
+        known = [t for t in map(int, tokens) if t < self.vocab_size]  # a model may have more tokens
         return self._tokenizer.decode(known, skip_special_tokens=True)
 
     def _token_bytes(self) -> Int32[np.ndarray, " V"]:
@@ -211,7 +213,7 @@ def _read_tokenizer(path: Path) -> bytes:
 
 
 def _from_config(path: Path, name: str, usual: Sequence[str]) -> Sequence[str]:
-    """What tokenizer_config.json says of a special token; the usual names without that file."""
+    """The special token that tokenizer_config.json names; without that file, the usual names."""
     try:
         value = json.loads(read_regular(path, _FILE_BYTES))[name]
     except (FileNotFoundError, KeyError):
@@ -230,7 +232,7 @@ def _from_config(path: Path, name: str, usual: Sequence[str]) -> Sequence[str]:
 
 
 def _types(decoder: Any) -> set[str]:
-    """The types of a component of a tokenizer.json and of those that it consists of."""
+    """The types of a component of a tokenizer.json, and of its parts."""
     if not isinstance(decoder, dict):
         return set()
     parts = [_types(part) for part in decoder.get("decoders", [])]

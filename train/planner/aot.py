@@ -1,11 +1,10 @@
-"""Devices that are not here, for which JAX, XLA and NVIDIA's assembler compile as they do there.
+"""GPUs that are not in this machine, but for which JAX, XLA and NVIDIA's assembler compile.
 
-What the compilers are told of a GPU is the description below; what they make of it is the program
-that the GPU would run, kernels and cuDNN's attention included, on several devices too. Two things
-differ from a machine that has the GPU: XLA times nothing, so where it would choose a GEMM's
-algorithm by measuring it may get another one, and nothing runs. The memory of a 1B step compiled so
-agreed with the peak on an H100 to 0.1 GiB with scanned layers, and to 1.1 of 33 GiB with unrolled
-ones.
+The compilers get the description of a GPU from this module. They produce the program that the GPU
+would run, with its kernels and cuDNN's attention, for one device or several. Two things differ from
+a machine with the GPU: nothing runs, and XLA cannot time GEMMs, so it may choose another algorithm
+for one. The memory of a 1B step compiled in this way agreed with the peak on an H100 to 0.1 GiB
+with scanned layers, and to 1.1 of 33 GiB with unrolled layers.
 """
 
 import dataclasses
@@ -21,14 +20,16 @@ from pallas_kernels import hardware
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chip:
-    """What the compilers and the planner need to know of a GPU beside `pallas_kernels.hardware`.
+    """The properties of a GPU that `pallas_kernels.hardware` does not have.
 
     Attributes:
-      device_kind: `jax.Device.device_kind`, its row there.
-      compute_capability: major and minor.
+      device_kind: `jax.Device.device_kind`, the key of its row in `pallas_kernels.hardware`.
+      compute_capability: major and minor version.
       l2_mib: second-level cache, MiB.
-      host_bandwidth: to the host's memory in one direction, bytes/s; 80 % of the bus's rate.
-      link_bandwidth: to the other GPUs of its host in one direction, bytes/s: NVLink or the bus.
+      host_bandwidth: bandwidth to the host's memory in one direction, bytes/s; 80 % of the bus's
+        rate.
+      link_bandwidth: bandwidth to the other GPUs of its host in one direction, bytes/s, over NVLink
+        or the bus.
     """
 
     device_kind: str
@@ -39,7 +40,7 @@ class Chip:
 
     @property
     def limits(self) -> hardware.Hardware:
-        """Its row in the table of devices."""
+        """The row of the GPU in `pallas_kernels.hardware`."""
         limits = hardware.lookup(self.device_kind)
         assert limits is not None, f"{self.device_kind} is not in pallas_kernels/hardware.py"
         return limits
@@ -50,7 +51,7 @@ class Chip:
         limits = self.limits
         # https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
         data_center = (major, minor) == (8, 0) or major in (9, 10)
-        # A block may have all of a multiprocessor's shared memory but 1 KiB.
+        # A block may use all of a multiprocessor's shared memory except 1 KiB.
         return f"""
             gpu_device_info {{
               threads_per_block_limit: 1024
@@ -111,7 +112,7 @@ def chip(name: str) -> Chip:
     """The GPU called `name`: a key of `CHIPS`, or a name or device kind of `hardware`.
 
     Raises:
-      ValueError: there is none; says which are close.
+      ValueError: no GPU has that name; the message names similar ones.
     """
     for key, found in CHIPS.items():
         if name.lower().replace(" ", "-") in _names(key, found):
@@ -122,7 +123,7 @@ def chip(name: str) -> Chip:
 
 
 def chip_of_kind(device_kind: str) -> Chip | None:
-    """The description of a device that is here."""
+    """The GPU of a device in this machine; None if it is not in `CHIPS`."""
     return next((chip for chip in CHIPS.values() if chip.device_kind == device_kind), None)
 
 
@@ -132,7 +133,7 @@ def _names(key: str, chip: Chip) -> set[str]:
 
 
 def missing_toolchain() -> str | None:
-    """What is missing to compile for a GPU here, or None."""
+    """The package that is missing to compile for a GPU here, or None."""
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         return "JAX's CUDA 13 plugin"
     if not _in_wheels("cu13", "bin/ptxas"):
@@ -151,9 +152,9 @@ def _in_wheels(package: str, file: str) -> bool:
 
 
 def devices(chip: Chip, number: int) -> list[Any]:
-    """`number` such GPUs in one host, to compile for and not to run on.
+    """`number` GPUs of one host, for compilation only.
 
-    JAX must not look for real ones: call it with `jax_platforms` set to "cpu".
+    Set `jax_platforms` to "cpu" before the call, so that JAX does not look for real GPUs.
 
     Raises:
       RuntimeError: the compilers are not installed.
@@ -161,7 +162,7 @@ def devices(chip: Chip, number: int) -> list[Any]:
     if missing := missing_toolchain():
         raise RuntimeError(
             f"compiling for {chip.device_kind} needs {missing}, which is not installed here. "
-            "Either `make plan ARGS=...`, which installs it in an environment of its own, or "
+            "Run `make plan ARGS=...`, which installs it in an environment of its own, or "
             "`pip install -e '.[aot]'` (Linux; no GPU is needed)"
         )
     topology = topologies.get_topology_desc(

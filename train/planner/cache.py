@@ -1,10 +1,11 @@
-"""What the planner has measured, kept on disk: tracing and compiling a Llama takes seconds.
+"""The planner's measurements on disk: tracing and compiling a Llama takes seconds.
 
-One JSON file for each program, in `$XDG_CACHE_HOME/pallas-kernels/plans` (`~/.cache` without it).
-`TRAIN_PLAN_CACHE` names another folder; set to nothing, it turns the cache off. A file's name is a
-hash of all that decides the program: the configuration, the mesh, the device with its memory, the
-versions and our source. The limit is not in it, because no program depends on it, so another limit
-is planned from the same files. A file that cannot be read or written counts as missing.
+Each program has a JSON file in `$XDG_CACHE_HOME/pallas-kernels/plans`, or in `~/.cache` if that
+variable is not set. `TRAIN_PLAN_CACHE` names another folder; if it is empty, there is no cache. The
+name of a file is a hash of everything that decides the program: the configuration, the mesh, the
+device with its memory, the versions and this project's source. The limit of memory changes no
+program, so plans for another limit use the same files. A file that cannot be read or written counts
+as missing.
 """
 
 import contextlib
@@ -25,13 +26,13 @@ from train.planner.target import Target
 VARIABLE = "TRAIN_PLAN_CACHE"
 _ROOT = pathlib.Path(__file__).parents[2]
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "flax", "optax")
-# What of a configuration changes the step.
+# The fields of a configuration that change the step.
 _FIELDS = ("model", "data", "optimizer", "steps", "z_loss", "xla_options")
 _ENVIRONMENT = ("XLA_FLAGS", "PALLAS_KERNELS_TUNED", "NVIDIA_TF32_OVERRIDE")
 
 
 def cache_folder() -> pathlib.Path | None:
-    """Where the files are, or None if they are not wanted."""
+    """The folder of the files; None if the cache is off."""
     if (named := os.environ.get(VARIABLE)) is not None:
         return pathlib.Path(named).expanduser() if named else None
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -39,7 +40,7 @@ def cache_folder() -> pathlib.Path | None:
 
 
 def cached(measures: Measures, target: Target) -> Measures:
-    """The same answers, from the disk where they are there."""
+    """`measures` with a cache: it answers from the disk if it can."""
     folder = cache_folder()
     return measures if folder is None else _Cached(measures, target, folder)
 
@@ -68,7 +69,7 @@ class _Cached:
         return self._folder / f"{_key(config, self._target)}.json"
 
     def _read(self, config: TrainConfig) -> dict[str, int | float]:
-        """What the file has that can be true."""
+        """The entries of the file that are plausible: finite numbers above 0."""
         found = None
         with contextlib.suppress(OSError, ValueError):
             found = json.loads(self._path(config).read_text())
@@ -78,7 +79,7 @@ class _Cached:
 
     def _write(self, config: TrainConfig, found: dict[str, int | float]) -> None:
         path = self._path(config)
-        # Under another name first: two runs may plan at the same time.
+        # Another name first, because two runs may plan at the same time.
         part = path.with_suffix(f".{os.getpid()}.part")
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,23 +1,25 @@
-"""How long a traced step takes and how much memory it needs, estimated without compiling it.
+"""Estimates the time and the memory of a traced step, without compiling it.
 
-XLA's own cost analysis does not help here. It is not implemented for devices that are not there
-(`Compiled.cost_analysis()` is None on a topology), and where it is, custom calls, which is what
-cuBLAS, cuDNN and our kernels are, count no FLOPs. So the jaxpr is read, which has every GEMM,
-those that run again included:
+XLA's own cost analysis does not help here. For devices that are not in this machine it does not
+exist (`Compiled.cost_analysis()` is None on a topology). Elsewhere it counts no FLOPs for custom
+calls, and cuBLAS, cuDNN and our kernels are custom calls. So this module reads the jaxpr, which has
+every GEMM, also those that rematerialization runs again:
 
-- a GEMM or an attention takes as long as its FLOPs or its bytes, whichever is longer;
-- elementwise operations that depend on each other without a GEMM, a kernel or a reduction between
-  them are taken for one fusion, which reads its inputs and writes its outputs once;
-- a loop over layers copies what a GEMM or a kernel reads of its stacked inputs and makes of its
-  stacked outputs, because those take whole buffers and not slices; on one device, with the options
-  of `train.xla_flags`, all but attention take slices;
-- what goes to host memory or comes back takes its bytes over the bus, with nothing beside it;
-- a collective in a `jax.shard_map` takes what a device gets from the others over the link, with
-  nothing beside it, unless its axis is one whose exchange is taken to hide (`train.planner.plan`).
+- A GEMM or an attention takes the time of its FLOPs or of its bytes, whichever is longer.
+- Elementwise operations that depend on each other, with no GEMM, kernel or reduction between them,
+  count as one fusion, which reads its inputs and writes its outputs once.
+- GEMMs and kernels read and write whole buffers, not slices. So a loop over layers copies their
+  part of its stacked inputs and outputs. On one device, with the options of `train.xla_flags`, all
+  of them except attention use slices, and there are no copies.
+- Data that goes to host memory or comes back takes the time of its bytes on the bus. Nothing else
+  runs at that time.
+- A collective in a `jax.shard_map` takes the time in which a device receives its bytes over the
+  link. Nothing else runs at that time, unless the planner assumes that the exchange over its axis
+  hides (`train.planner.plan`).
 
-These add up: one stream, no launch gaps, and nothing of what XLA's partitioner exchanges. Memory is
-followed through the program in the order of the jaxpr. Both are for choosing what to compile; the
-memory that decides is the compiler's.
+The times add up: there is one stream without gaps between kernels, and no exchange by XLA's
+partitioner. Memory is followed through the program in the order of the jaxpr. Both estimates only
+choose the programs to compile; the compiler's memory decides.
 """
 
 import dataclasses
@@ -43,41 +45,41 @@ from train.planner.dataflow import (
 
 # Measured on an H100, as shares of its peaks: a large GEMM 683 TFLOP/s, a copy 2.8 TB/s, and
 # cuDNN's causal attention with 64 channels a head 390 TFLOP/s forward and 330 backward
-# (benchmarks/results/train_step_llama3.2-1b_h100_202611.md). Taken for all devices.
+# (benchmarks/results/train_step_llama3.2-1b_h100_202611.md). All devices use these shares.
 GEMM_EFFICIENCY = 0.69
 COPY_EFFICIENCY = 0.84
 ATTENTION_EFFICIENCY = 0.39
 ATTENTION_BACKWARD_EFFICIENCY = 0.33
-# Measured on four H200s: by NCCL's all-gathers and reduce-scatters of 64 MiB each device gets 270
-# GB/s from the others, of NVLink's 450. Smaller ones are slower, because each has a fixed cost,
-# which is not counted. Taken for all links.
+# Measured on four H200s: in NCCL's all-gathers and reduce-scatters of 64 MiB each device receives
+# 270 GB/s from the others; NVLink has 450. Smaller collectives are slower, because each has a fixed
+# cost, which is not counted. All links use this share.
 LINK_EFFICIENCY = 0.60
 
 
-# GEMMs in a kernel, by its name.
+# Number of GEMMs in a kernel, by its name.
 _PRODUCTS = {
     "gated_matmul": 2,
     "gated_matmul_backward": 1,
     "linear_statistics": 1,
     "linear_exponentials": 1,
 }
-# And those whose result has not the rows of an operand, with the other operand first.
+# Kernels with one GEMM whose first dimension of the result is not a dimension of the first operand.
 _GRADIENTS = {"input_gradient", "weight_gradient", "weight_gradient_rows"}
-# The first unless a logit is far above its label's.
-_WITHOUT_WORK = {"linear_exponentials_again", "uninitialized"}
+# A kernel without work, unless a logit is far above its label's.
+_WITHOUT_WORK = {"linear_exponentials_again"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device does in a second.
+    """The speeds of a device.
 
     Attributes:
-      flops: of dense 16-bit matrix products at best, FLOP/s.
-      bandwidth: of its memory at best, bytes/s.
-      host_bandwidth: between it and its host, bytes/s in one direction.
-      link_bandwidth: between it and the other devices, bytes/s in one direction; 0 if not known,
-        and then no exchange is counted.
-      known: False if the figures only serve to put programs in order.
+      flops: peak of dense 16-bit matrix products, FLOP/s.
+      bandwidth: peak of its memory, bytes/s.
+      host_bandwidth: bandwidth to its host, bytes/s in one direction.
+      link_bandwidth: bandwidth to the other devices, bytes/s in one direction. 0 means unknown, and
+        then exchanges take no time.
+      known: whether the figures are this device's; otherwise they only put programs in order.
     """
 
     flops: float
@@ -93,7 +95,7 @@ class Rates:
         host_bandwidth: float | None = None,
         link_bandwidth: float = 0.0,
     ) -> "Rates":
-        """Of a device in the table; of one that is not, those of an A100, for the order alone."""
+        """The speeds of a device; without `hardware` those of an A100, which only give an order."""
         host_bandwidth = host_bandwidth or 25e9  # PCIe 4.0 x16, 80 % of 31.5 GB/s
         if hardware is None:
             return cls(
@@ -111,20 +113,21 @@ class Rates:
         )
 
     def link_seconds(self, size: float) -> float:
-        """To receive as many bytes from other devices."""
+        """Seconds to receive `size` bytes from other devices."""
         return size / (self.link_bandwidth * LINK_EFFICIENCY) if self.link_bandwidth else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of one run of a program, on each device.
+    """The cost of one run of a program, on each device.
 
     Attributes:
-      seconds: that it takes.
-      flops: in GEMMs and attention.
-      host_bytes: that cross the bus to the host, both ways.
-      link_bytes: that come from other devices, in collectives with nothing beside them.
-      temp_bytes: memory at the fullest moment, beside the arguments and results that replace them.
+      seconds: time.
+      flops: FLOPs in GEMMs and attention.
+      host_bytes: bytes that cross the bus to the host, in both directions.
+      link_bytes: bytes from other devices, in collectives that do not hide.
+      temp_bytes: memory at the fullest moment, without the arguments and the results that replace
+        them.
     """
 
     seconds: float = 0.0
@@ -143,7 +146,7 @@ class Cost:
         )
 
     def times(self, number: int) -> "Cost":
-        """Of as many runs, one after the other."""
+        """The cost of `number` runs, one after the other."""
         return Cost(
             seconds=self.seconds * number,
             flops=self.flops * number,
@@ -165,22 +168,22 @@ def estimate(
     """The cost of a traced program on each of its devices.
 
     Args:
-      jaxpr: closed; arrays have their global sizes, except inside of `jax.shard_map`.
-      rates: of a device.
-      bytes_per_device: what a device holds of an array, given its abstract value.
-      num_devices: over which GEMMs and attention are split.
-      num_aliased: how many results, from the first, take the place of arguments.
-      hidden_axes: of the mesh, over which a collective takes no time.
+      jaxpr: closed jaxpr; arrays have their global sizes, except inside a `jax.shard_map`.
+      rates: speeds of a device.
+      bytes_per_device: function from an array's abstract value to the bytes that a device holds.
+      num_devices: number of devices that share GEMMs and attention.
+      num_aliased: number of results, from the first, that take the memory of arguments.
+      hidden_axes: axes of the mesh over which a collective takes no time.
     """
     program = _Program(rates, bytes_per_device, num_devices, hidden_axes, num_devices == 1)
     return program.cost(jaxpr.jaxpr, num_aliased=num_aliased)
 
 
 class _Program:
-    """Reads jaxprs.
+    """Estimates the cost of jaxprs.
 
-    The arguments are those of `estimate`, whether the whole program is one device's, and the mesh
-    inside of a `shard_map`.
+    Its arguments are those of `estimate`, then `is_alone`, whether one device runs the whole
+    program, and `axis_sizes`, the mesh inside a `shard_map`.
     """
 
     def __init__(
@@ -200,7 +203,10 @@ class _Program:
         self.axis_sizes = axis_sizes or {}
 
     def cost(self, jaxpr: Any, *, num_aliased: int | None = None) -> Cost:
-        """Of a jaxpr whose arguments somebody else holds, and its first results, or all."""
+        """The cost of a jaxpr, without the memory of its arguments and its aliased results.
+
+        Without `num_aliased`, all results are aliased.
+        """
         ops, _, results = operations(jaxpr)
         fuse(ops)
         num_aliased = len(results) if num_aliased is None else num_aliased
@@ -252,7 +258,7 @@ class _Program:
             axis_sizes = op.params["mesh"].shape
             local = _Program(self.rates, nbytes, 1, self.hidden_axes, self.is_alone, axis_sizes)
             inside = local.cost(op.params["jaxpr"], num_aliased=0)
-            # Its results, which it makes one after the other, are counted by whoever holds them.
+            # The caller counts the memory of the results.
             results = sum(self.size(value.aval) for value in op.outputs)
             return dataclasses.replace(inside, temp_bytes=max(inside.temp_bytes - results, 0.0))
         if op.name in COLLECTIVES:
@@ -261,23 +267,23 @@ class _Program:
         return Cost(seconds=self._copy(sizes))
 
     def _received(self, op: Op) -> float:
-        """Bytes of a collective that a device gets from the others, as a ring sends them."""
+        """Bytes that a device receives from the others in a collective, sent in a ring."""
         axes = op.params["axes" if op.name == "psum" else "axis_name"]
         axes = (axes,) if isinstance(axes, str) else axes
         number = math.prod(self.axis_sizes[axis] for axis in axes if axis not in self.hidden_axes)
         whole = max(sum(self.size(v.aval) for v in side) for side in (op.inputs, op.outputs))
-        rounds = 2 if op.name == "psum" else 1  # a sum is split over the devices, and then gathered
+        rounds = 2 if op.name == "psum" else 1  # a psum is a reduce-scatter and an all-gather
         return rounds * whole * (1 - 1 / number)
 
     def _scan_copies(self, op: Op) -> float:
-        """Bytes read and written to hand slices to a scan's operations and to stack their results.
+        """Bytes that a scan reads and writes to copy slices for its operations and their results.
 
-        A slice that is only read by fusions is read where it lies, and so for results.
+        Fusions read a slice, and write one, inside the stack without a copy.
         """
         jaxpr = op.params["jaxpr"].jaxpr
         _, inputs, results = operations(jaxpr)
-        # The parameters that tell a scan's constants, carry and slices apart differ by version of
-        # JAX; that a slice has an axis less does not.
+        # A slice has an axis less than its stack. The parameters that name a scan's constants,
+        # carry and slices differ between versions of JAX.
         outer = zip(inputs[len(jaxpr.constvars) :], op.shapes, strict=True)
         sliced = [value for value, shape in outer if len(shape) > len(value.aval.shape)]
         outer = zip(results, op.outputs, strict=True)
@@ -289,11 +295,11 @@ class _Program:
         return op.params["length"] * sum((2 * self.size(v.aval) for v in on_device), 0.0)
 
     def _takes_slices(self, op: Op) -> bool:
-        """Whether an operation reads and writes its layer's part of a stacked array in place."""
+        """Whether an operation reads and writes slices of a stacked array in place."""
         return self.is_alone and (op.name == "dot_general" or is_kernel(op.name))
 
     def _is_in_place(self, op: Op) -> bool:
-        """Whether an operation is no more than the place where another reads or writes."""
+        """Whether an operation only selects the slice that another reads or writes in place."""
         if op.name == "dynamic_slice":
             return all(map(self._takes_slices, op.outputs[0].readers))
         if op.name == "dynamic_update_slice" and len(op.inputs) > 1:
@@ -330,9 +336,10 @@ class _Program:
         return sum(read.values()) + written
 
     def _sources(self, value: Value) -> list[Value]:
-        """What a fusion reads that needs a value made elsewhere: the value, or what it is made of.
+        """The values that a fusion reads to get a value of another fusion.
 
-        XLA computes elementwise operations again rather than to read more than their operands.
+        They are the operands of the other fusion, if they are no larger than the value: XLA then
+        repeats elementwise operations instead of reading their result.
         """
         if value.sources is None:
             value.sources = [value]
@@ -346,7 +353,7 @@ class _Program:
     def _materialized(self, value: Value, results: set[int]) -> bool:
         """Whether a value of a fusion is written to memory."""
         maker = value.maker
-        if maker is None or not maker.inputs:  # constants are made where they are used
+        if maker is None or not maker.inputs:  # each fusion makes its own constants
             return False
         if id(value) in results:
             return True
@@ -358,7 +365,7 @@ class _Program:
     def _peak(
         self, ops: list[Op], inside: dict[int, float], held: set[int], aliased: set[int]
     ) -> float:
-        """Memory at the fullest moment, operation after operation."""
+        """Memory at the fullest moment, in the order of the operations."""
         last: dict[int, int] = {}
         for index, op in enumerate(ops):
             for operand in op.inputs:
@@ -368,7 +375,7 @@ class _Program:
         live = peak = 0.0
         for index, op in enumerate(ops):
             if op.fusible or op.name == "scan":
-                # Written over operands that nobody needs any more, as a loop's carry is.
+                # Results overwrite operands that nothing reads later, like the carry of a loop.
                 live -= freed.pop(index, 0.0)
             for value in op.outputs:
                 if id(value) in aliased or "<host>" in str(value.aval) or is_addend(value):
@@ -393,7 +400,7 @@ def _dot_flops(op: Op) -> float:
 
 
 def _kernel_flops(op: Op) -> float:
-    """Of our kernels with GEMMs: every token of the first operand by every weight of the second."""
+    """FLOPs of our kernels with GEMMs: each token of operand 1 times each weight of operand 2."""
     name = op.params.get("name", "")
     if name in _GRADIENTS:
         return 2.0 * op.outputs[0].aval.shape[0] * math.prod(op.shapes[0])
@@ -403,7 +410,7 @@ def _kernel_flops(op: Op) -> float:
 
 
 def _attention_flops(op: Op) -> float:
-    """Of cuDNN's forward: two products over all pairs, or over half of them if causal."""
+    """FLOPs of cuDNN's forward: two products over all pairs, or over half of them if causal."""
     batch, length, heads, head_dim = op.shapes[0]
     keys = op.shapes[1][1]
     causal = "CAUSAL" in str(op.params.get("mask_type", ""))

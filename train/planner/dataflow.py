@@ -1,7 +1,8 @@
-"""A traced program as a list of operations, and which of them XLA makes one fusion of.
+"""A traced program as a list of operations, grouped into XLA's fusions.
 
-Calls are replaced with what they call, views with what they show, and operations that no result
-needs are left out. Loops, `jax.shard_map` and kernels stay single operations.
+The list has the bodies of calls in place of the calls, and no views: a view is its operand. It
+leaves out operations that no result needs. Loops, `jax.shard_map` and kernels stay single
+operations.
 """
 
 import dataclasses
@@ -11,29 +12,29 @@ from typing import Any
 
 import jax.numpy as jnp
 
-# Nothing is computed or copied for these: the result is the operand under another shape or name.
+# Views. They compute and copy nothing: the result is the operand with another shape or name.
 _VIEWS = frozenset(
     "reshape squeeze expand_dims name sharding_constraint optimization_barrier stop_gradient copy "
     "pvary new_ref freeze ref_freeze".split()
 )
-# Nor for these if they change neither shape, but for axes of size 1, nor dtype.
+# Views if they keep the dtype and, apart from axes of size 1, the shape.
 _PERHAPS_VIEWS = frozenset(
     "slice pad convert_element_type broadcast_in_dim transpose reduce_precision".split()
 )
-# These read only as much as they return.
+# Operations that read only as much as they return.
 SLICES = frozenset("slice dynamic_slice split gather".split())
-# These write in place: as much as is put in.
+# Operations that write in place, and only as much as they insert.
 UPDATES = frozenset("dynamic_update_slice scatter scatter-add scatter_add".split())
-# A call of these is what is in its body.
+# Names of the parameter that holds the body of a call.
 _BODIES = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
 _CONTROL = frozenset(("scan", "while", "cond", "shard_map"))
-# Between the devices of an axis, in a `jax.shard_map`.
+# Exchanges between the devices of an axis, in a `jax.shard_map`.
 COLLECTIVES = frozenset(("all_gather", "reduce_scatter", "all_to_all", "psum"))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
-    """An array of the program: made once, whatever the names it goes by."""
+    """An array of the program, under all of its names."""
 
     aval: Any
     stage: int = 0
@@ -46,8 +47,8 @@ class Value:
 class Op:
     """An operation of the program.
 
-    `shapes` are those of its operands, which may be others than those of `inputs` behind views.
-    `fusion` is the operation that stands for its fusion.
+    `shapes` has the shapes of its operands. They differ from the shapes of `inputs` if an operand
+    is a view. `fusion` leads to the operation that stands for its fusion.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Op:
 
     @property
     def root(self) -> "Op":
-        """Of its fusion."""
+        """The operation that stands for its fusion."""
         op = self
         while op.fusion is not None:
             op = op.fusion
@@ -74,7 +75,7 @@ def is_kernel(name: str) -> bool:
 
 
 def _is_opaque(name: str) -> bool:
-    """Whether nothing can be fused with it."""
+    """Whether XLA fuses the operation with no other."""
     return (
         name in ("dot_general", "device_put", "sort", "conv_general_dilated")
         or name in _CONTROL
@@ -93,7 +94,7 @@ def operations(jaxpr: Any) -> tuple[list[Op], list[Value], list[Value]]:
 
 
 def _flatten(jaxpr: Any, inputs: list[Value], ops: list[Op]) -> list[Value]:
-    """Appends the operations of a jaxpr and of what it calls; returns its results."""
+    """Appends the operations of a jaxpr and of its calls to `ops`; returns its results."""
     values: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
     read = lambda atom: Value(atom.aval) if hasattr(atom, "val") else values[atom]
     for eqn in jaxpr.eqns:
@@ -124,7 +125,7 @@ def _flatten(jaxpr: Any, inputs: list[Value], ops: list[Op]) -> list[Value]:
 
 
 def is_addend(value: Value) -> bool:
-    """Whether a GEMM adds its result to something in memory, so that it is never there alone."""
+    """Whether a GEMM adds this value to an array, so that the value itself is never in memory."""
     maker = value.maker
     return (
         maker is not None
@@ -135,7 +136,7 @@ def is_addend(value: Value) -> bool:
 
 
 def accumulates(op: Op) -> bool:
-    """Whether an operation adds the result of a GEMM, which nobody else reads, to something."""
+    """Whether an operation adds an array to the result of a GEMM that no other operation reads."""
     return op.name in ("add", "add_any") and any(
         value.maker is not None and value.maker.name == "dot_general" and value.readers == [op]
         for value in op.inputs
@@ -173,10 +174,9 @@ def _live(ops: list[Op], results: Iterable[Value]) -> list[Op]:
 
 
 def fuse(ops: list[Op]) -> None:
-    """Joins elementwise operations with those whose results they read, within a stage.
+    """Joins elementwise operations with the operations whose results they read, within a stage.
 
-    A stage ends at a GEMM, a kernel or a reduction: what comes after it cannot be computed in the
-    same pass.
+    A stage ends at a GEMM, a kernel or a reduction, because later operations need another pass.
     """
     for op in ops:
         for value in op.inputs if op.fusible else ():
@@ -188,7 +188,7 @@ def fuse(ops: list[Op]) -> None:
 
 
 def fusions(ops: list[Op]) -> Iterable[list[Op]]:
-    """The operations that `fuse` has joined."""
+    """The groups of operations that `fuse` has joined."""
     groups: dict[int, list[Op]] = {}
     for op in ops:
         if op.fusible:
@@ -197,6 +197,6 @@ def fusions(ops: list[Op]) -> Iterable[list[Op]]:
 
 
 def nbytes(aval: Any) -> float:
-    """Of a whole array, given its abstract value."""
+    """The bytes of a whole array, given its abstract value."""
     dtype = getattr(aval, "dtype", None)
     return float(math.prod(getattr(aval, "shape", ())) * getattr(dtype, "itemsize", 0))

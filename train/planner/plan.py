@@ -1,15 +1,15 @@
-"""Which rematerialization policy is fastest and fits: the planner behind `remat="auto"`.
+"""Chooses the fastest rematerialization policy that fits: the planner behind `remat="auto"`.
 
-Every policy is traced, and the trace tells how long a step would take (`train.planner.cost`). From the
-fastest on, the step is compiled ahead of time as training compiles it, and the first whose memory
-fits is chosen; no device needs to be there (`train.planner.aot`). Programs whose estimated memory is far
-above the limit are not compiled.
+The planner traces the step with every policy and estimates its time from the trace
+(`train.planner.cost`). Then it compiles steps ahead of time, as training compiles them, fastest
+first, and takes the first whose memory fits. No device needs to be in this machine
+(`train.planner.aot`). It skips programs whose estimated memory is far above the limit.
 
-*On several devices* the exchange over `data` and `fsdp`, of parameters and gradients, is taken to
-hide behind the computation as far as it is shorter. On four H200s a step of the 1B model took 5 %
-(data) and 8 % (fsdp) longer than on one, because a hidden exchange slows the GEMMs beside it. The
-exchange over `tensor`, of tokens, is what the next operation waits for, so its time is added: so it
-was in a profile of layers of Llama 8B there.
+*On several devices* the planner assumes that the exchange of parameters and gradients over `data`
+and `fsdp` hides behind the computation, up to the length of the computation. On four H200s a step
+of the 1B model took 5 % (data) and 8 % (fsdp) longer than on one, because a hidden exchange slows
+the GEMMs beside it. The next operation waits for the exchange of tokens over `tensor`, so its time
+is added; a profile of layers of Llama 8B on the H200s showed this.
 """
 
 import contextlib
@@ -29,29 +29,32 @@ from models.remat import POLICIES, remat_policy
 from models.sharding import BATCH_AXES, batch_sharding
 from pallas_kernels import hardware
 from train.config import MeshConfig, TrainConfig
+from train.formats import format_count
 from train.planner import cost
 from train.planner.target import MARGIN, Target, memory_fraction
 from train.reporting import metrics
 from train.step import abstract_state, jit_train_step, memory_in_bytes
 
-# Estimates of memory were within 9 % of the compiler's for Llamas of 1B and 8B, but for "full" with
-# 16 rows of 4096 tokens a device, where XLA holds more of the MLP at a time: 16 % below; and within
-# 8 % for scanned layers with `tensor`. Of unrolled ones, on several devices, XLA's latency hiding
-# scheduler runs the forward again too early: "full" was 40 % below at 1x1x4. Compiling tells.
+# A step is compiled if its estimated memory is at most this many times the limit. Estimates were
+# within 9 % of the compiler's figure for Llamas of 1B and 8B, with one exception: "full" with 16
+# rows of 4096 tokens a device was 16 % below, because XLA holds more of the MLP at a time. Scanned
+# layers with `tensor` were within 8 %. With unrolled layers on several devices, XLA's latency
+# hiding scheduler repeats the forward too early, and the estimate for "full" was 40 % below at
+# 1x1x4. The compiler's figure decides in the end.
 HOPELESS = 1.2
 _GIB = 2**30
 
 
 class PlanError(ValueError):
-    """Nothing fits; the message says by how much and what would help."""
+    """No configuration fits; the message says by how much, and what would help."""
 
 
 @runtime_checkable
 class Measures(Protocol):
-    """What the planner asks of a configuration with a concrete policy."""
+    """The planner's questions about a configuration with a concrete policy."""
 
     def estimate(self, config: TrainConfig) -> tuple[float, int]:
-        """Seconds of a step, and a guess of the bytes on each device."""
+        """Estimated seconds of a step, and estimated bytes on each device."""
         ...
 
     def memory(self, config: TrainConfig) -> int:
@@ -71,7 +74,8 @@ class Programs:
         mesh, rates = self.target.mesh, self.target.rates
         state = abstract_state(config, mesh)
         leaves = jax.tree.leaves(state)
-        # Gradients and updates lie as the parameters of their shape, all else as the batch.
+        # An array with the shape of a parameter is split like the parameter (gradients, updates),
+        # and every other array like the batch.
         parts = {a.shape: a.size / math.prod(a.sharding.shard_shape(a.shape)) for a in leaves}
         nbytes = lambda a: cost.nbytes(a) / parts.get(a.shape, mesh.size)
         self._traced[config] = self._in_context(
@@ -105,12 +109,12 @@ class Programs:
             stack.enter_context(jax.set_mesh(self.target.mesh))
             device = self.target.mesh.devices.flat[0]
             if device not in jax.local_devices():
-                # What runs as a kernel, and for which architecture, depends on this device.
+                # The default device decides which kernels run, and for which architecture.
                 stack.enter_context(jax.default_device(device))
             return fn()
 
     def _hidden_link_bytes(self, config: TrainConfig, state: Any) -> float:
-        """To gather the parameters twice and to sum the gradients, over `fsdp` and `data`."""
+        """Bytes received to gather the parameters twice and to sum the gradients."""
         shape = self.target.mesh.shape
         number = sum(leaf.size for leaf in jax.tree.leaves(state.params)) / shape.get("tensor", 1)
         gathered = 3 * number * jnp.dtype(config.model.dtype).itemsize * (1 - 1 / shape["fsdp"])
@@ -120,7 +124,7 @@ class Programs:
 
 
 def abstract_batch(config: TrainConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and shardings of what a step takes, as the loop's data has them."""
+    """Shapes and shardings of a batch, equal to those of the batches that the loop makes."""
     names = ["tokens", "labels"]
     if config.data.is_packed:
         names += ["segment_ids", "positions"]
@@ -136,9 +140,10 @@ def with_remat(config: TrainConfig, remat: str) -> TrainConfig:
 
 
 def with_policies(config: TrainConfig) -> list[TrainConfig]:
-    """The configuration with its policy; if "auto", with each of `models.remat.POLICIES` it allows.
+    """The configurations to choose from: one for each policy if the policy is "auto".
 
-    Offloading, for one, is refused where the layers are unrolled.
+    Policies that the configuration does not allow are left out, for example offloading with
+    unrolled layers.
     """
     if config.model.remat != AUTO_REMAT:
         return [config]
@@ -151,14 +156,14 @@ def with_policies(config: TrainConfig) -> list[TrainConfig]:
 
 @dataclasses.dataclass(kw_only=True)
 class Candidate:
-    """A configuration with what is known of it.
+    """A configuration and its measurements.
 
     Attributes:
-      config: with a concrete policy.
-      seconds: of a step, estimated.
-      estimated_bytes: on each device.
-      memory_bytes: on each device, from the compiler; None if not compiled.
-      failure: why it did not compile.
+      config: configuration with a concrete policy.
+      seconds: estimated time of a step.
+      estimated_bytes: estimated memory on each device.
+      memory_bytes: memory on each device, from the compiler; None before compilation.
+      failure: error of the compilation; None if there was none.
     """
 
     config: TrainConfig
@@ -169,23 +174,23 @@ class Candidate:
 
     @property
     def remat(self) -> str:
-        """Its policy."""
+        """The name of its policy."""
         return self.config.model.remat
 
     @property
     def bytes(self) -> int:
-        """The compiler's figure if there is one."""
+        """Memory on each device: the compiler's figure, or the estimate if there is none."""
         return self.estimated_bytes if self.memory_bytes is None else self.memory_bytes
 
     @property
     def tokens_per_s(self) -> float:
-        """Over all devices."""
+        """Tokens per second of all devices."""
         return self.config.data.tokens_per_step / self.seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The candidates, fastest first, and which of them was chosen."""
+    """The candidates, fastest first, and the one that was chosen."""
 
     target: Target
     candidates: list[Candidate]
@@ -202,13 +207,13 @@ def plan(
     """Chooses the configuration with the most tokens a second among those that fit.
 
     Args:
-      configs: with concrete policies.
-      target: what to plan for; where the configurations have several meshes, with one of them.
-      measures: `Programs`, or something that answers in their place.
-      report: called with a line on what is being done.
+      configs: configurations with concrete policies.
+      target: devices to plan for. Its mesh is one of the meshes of the configurations.
+      measures: `Programs`, or an object that answers the same questions.
+      report: function that shows a line of progress; by default it prints to standard error.
 
     Raises:
-      PlanError: none fits.
+      PlanError: no configuration fits.
     """
     report = report or (lambda line: print(line, file=sys.stderr, flush=True))
     candidates = []
@@ -236,7 +241,7 @@ def plan(
     best = next(filter(fits, promising), None)
     untried = [c for c in candidates if c.memory_bytes is None and c.failure is None]
     if best is None and len(untried) == len(candidates):
-        # All seem hopeless; the compiler has the last word, and its figure goes into the message.
+        # All seem hopeless. Compile the smallest, so that the message has a figure of the compiler.
         best = next(filter(fits, [min(candidates, key=lambda candidate: candidate.bytes)]), None)
     if best is None:
         raise PlanError(_nothing_fits(candidates, target))
@@ -261,7 +266,7 @@ def _nothing_fits(candidates: list[Candidate], target: Target) -> str:
     elif not (num_shares % 2 or config.model.num_key_value_heads % (2 * tensor)):
         advice.append(
             f"--mesh.tensor {2 * tensor} --mesh.fsdp {num_shares // 2} --data.batch-size "
-            f"{data.batch_size // 2}, fewer sequences, which devices share"
+            f"{data.batch_size // 2}, which is fewer sequences, each shared by devices"
         )
     if config.mesh.fsdp < num_shares:
         advice.append(f"--mesh.fsdp {num_shares}, which splits parameters and moments")
@@ -269,7 +274,9 @@ def _nothing_fits(candidates: list[Candidate], target: Target) -> str:
     enough = 2 ** math.ceil(math.log2(max(enough, num_devices + 1)))
     advice.append(f"more devices, {enough} or so, with --mesh.fsdp {enough // tensor}")
     if config.model.param_dtype == "float32":
-        advice.append("--model.param-dtype bfloat16, half of parameters, gradients and moments")
+        advice.append(
+            "--model.param-dtype bfloat16, which halves parameters, gradients and moments"
+        )
     if len({c.remat for c in candidates}) == 1 and config.model.remat != "full":
         advice.append("--model.remat auto")
     if target.pool.startswith("XLA's") and memory_fraction() < 0.9:
@@ -277,9 +284,9 @@ def _nothing_fits(candidates: list[Candidate], target: Target) -> str:
     advice.append("a shorter --data.sequence-length")
     return (
         f"nothing fits into {limit / _GIB:.1f} GiB of each {target.device_kind} ({target.pool}, "
-        f"less {MARGIN:.0%}). Closest: remat {closest.remat}, {data.batch_size} x "
+        f"less {MARGIN:.0%}). The closest, remat {closest.remat}, {data.batch_size} x "
         f"{data.sequence_length} tokens, needs {closest.bytes / _GIB:.1f} GiB, "
-        f"{(closest.bytes - limit) / _GIB:.1f} too many. What helps: {'; '.join(advice)}"
+        f"{(closest.bytes - limit) / _GIB:.1f} too many. Each of these helps: {'; '.join(advice)}"
     )
 
 
@@ -288,7 +295,7 @@ def _mesh_name(mesh: MeshConfig, num_devices: int) -> str:
 
 
 def table(chosen: Plan) -> str:
-    """What was chosen from: a line each, with `*` before the choice."""
+    """The candidates as a table, with `*` before the chosen one."""
     target = chosen.target
     config = chosen.best.config
     lines = [
@@ -320,11 +327,11 @@ def table(chosen: Plan) -> str:
             f"{'*' if row is chosen.best else ' '} {row.remat:<12} "
             f"{_mesh_name(row.config.mesh, target.mesh.size):>6} "
             f"{row.config.data.batch_size:>6} {guess + format(row.bytes / _GIB, '.1f'):>7} "
-            f"{fits:>5} {row.seconds * 1e3:>8.0f} {metrics.format_count(row.tokens_per_s):>9} "
+            f"{fits:>5} {row.seconds * 1e3:>8.0f} {format_count(row.tokens_per_s):>9} "
             f"{'-' if used is None else format(used, '.1%'):>6}  {keeps}".rstrip()
         )
     if any(row.memory_bytes is None for row in chosen.candidates):
-        lines.append("~ estimated from the trace, ? too near the limit to tell; the rest: compiled")
+        lines.append("~ is estimated from the trace, ? is too near the limit; the rest is compiled")
     if not target.rates.known:
-        lines.append(f"no peak rates are known for {target.device_kind!r}: times only rank")
+        lines.append(f"the speed of {target.device_kind!r} is not known: times only show the order")
     return "\n".join(lines)

@@ -1,10 +1,10 @@
-"""What a plan is made for: devices, here or not, and how much memory a step may take on each.
+"""The target of a plan: devices, in this machine or not, and the memory of a step on each.
 
-The limit is what XLA may allocate, less 5 %. XLA takes 75 % of a GPU's memory unless
-`XLA_CLIENT_MEM_FRACTION` (or `XLA_PYTHON_CLIENT_MEM_FRACTION`) says otherwise, and a step that
-needs more fails whatever the card has; so that is what counts. A device that is here is asked what
-its allocator may take. The 5 % are for the batches that wait, for memory in pieces, and for what
-differs between compiling here and there. CUDA's context and the libraries live outside of XLA's
+The limit is the memory that XLA may allocate, less 5 %. XLA takes 75 % of a GPU's memory unless
+`XLA_CLIENT_MEM_FRACTION` (or `XLA_PYTHON_CLIENT_MEM_FRACTION`) sets another share. A step that
+needs more than XLA's share fails, whatever memory the card has. A device in this machine reports
+what its allocator may take. The 5 % are for batches that wait, for fragmented memory, and for
+differences between compiling here and there. CUDA's context and the libraries are outside of XLA's
 share.
 """
 
@@ -24,15 +24,15 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is planned for.
+    """The devices of a plan.
 
     Attributes:
-      mesh: of devices that are here, or of `train.planner.aot.devices`.
-      device_kind: of each of them.
-      pool_bytes: what XLA may allocate on each.
-      pool: how that came about, in words.
-      rates: what each does in a second.
-      description: all that makes the compiler produce another program, for the cache's key.
+      mesh: mesh of devices in this machine, or of `train.planner.aot.devices`.
+      device_kind: JAX's name for each device.
+      pool_bytes: memory that XLA may allocate on each device.
+      pool: where `pool_bytes` comes from, in words.
+      rates: speeds of each device.
+      description: everything that changes the compiled program, for the key of the cache.
     """
 
     mesh: Mesh
@@ -44,7 +44,7 @@ class Target:
 
     @property
     def limit_bytes(self) -> int:
-        """What a step may take."""
+        """The memory that a step may take on each device."""
         return int(self.pool_bytes * (1 - MARGIN))
 
 
@@ -58,14 +58,14 @@ def memory_fraction() -> float:
 
 
 def target_here(mesh: Mesh, memory_bytes: int | None = None) -> Target:
-    """The devices of a mesh that are here; `memory_bytes` in place of the memory they have."""
-    device = mesh.local_mesh.devices.flat[0]  # of another process it cannot be asked
+    """The target for devices in this machine; `memory_bytes` replaces the memory they have."""
+    device = mesh.local_mesh.devices.flat[0]  # a device of another process reports no memory
     chip = aot.chip_of_kind(device.device_kind)
     reported = (device.memory_stats() or {}).get("bytes_limit")
     if memory_bytes is not None:
         pool_bytes, pool = _pool(memory_bytes)
     elif reported:
-        pool_bytes, pool = reported, "what XLA's allocator may take here"
+        pool_bytes, pool = reported, "the share that XLA's allocator may take here"
     else:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         pool_bytes = physical // jax.local_device_count()
@@ -85,7 +85,7 @@ def target_here(mesh: Mesh, memory_bytes: int | None = None) -> Target:
 
 
 def target_elsewhere(chip: aot.Chip, mesh: Mesh, memory_bytes: int | None = None) -> Target:
-    """A mesh of `aot.devices`; `memory_bytes` in place of the memory they have."""
+    """The target for a mesh of `aot.devices`; `memory_bytes` replaces the memory they have."""
     pool_bytes, pool = _pool(chip.limits.hbm_bytes if memory_bytes is None else memory_bytes)
     return Target(
         mesh=mesh,

@@ -1,55 +1,36 @@
-"""`python -m train compare RUN RUN`: one page with the curves of two runs and what differs."""
+"""The page about two runs: their curves, their results and the settings that differ."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from train.checkpoints.hf_folder import FolderError
-from train.cli.command_line import Parser, file_or_folder
-from train.reporting.metrics import format_count
-from train.reporting.page import escape, figure_html, grid, page_html, section
-from train.reporting.report import (
+from train.errors import FolderError
+from train.formats import format_count
+from train.reporting.figures import (
     DARK,
     LIGHT,
-    RunMetrics,
     Theme,
     finished_png,
-    headline_numbers,
     limit_loss,
-    load_metrics,
     panel,
-    series,
     smooth,
 )
+from train.reporting.page import escape, figure_html, grid, page_html, section
+from train.reporting.results import RunMetrics, headline_numbers, load_metrics, series
 from train.reporting.rows import write_whole
 
 
-def run(arguments: Sequence[str]) -> None:
-    """Writes the page."""
-    parser = Parser(
-        "compare", "Writes a page with the curves of two runs and their differing settings."
-    )
-    parser.add_argument("runs", type=file_or_folder, nargs=2, metavar="RUN")
-    parser.add_argument(
-        "--output", type=file_or_folder, default=Path("compare.html"), help="default: compare.html"
-    )
-    flags = parser.parse_args(arguments)
-    first, second = flags.runs
-    write_comparison(first, second, flags.output)
-    print(flags.output)
-
-
 def write_comparison(first: Path, second: Path, output: Path) -> None:
-    """Writes the page about two runs to `output`; like the report, it needs no network.
+    """Writes the page about two runs to `output`. Like the report, it needs no network.
 
     Raises:
-      FolderError: one is not a run.
+      FolderError: a folder is not a run.
       DiskError: a file cannot be read or written.
     """
     for run_dir in (first, second):
         if not (run_dir / "metrics.jsonl").is_file():
-            raise FolderError(f"{run_dir} is not a run: it has no metrics.jsonl")
+            raise FolderError(f"{run_dir} is not a run: it has no metrics.jsonl; name a run")
     names = _names(first, second)
     metrics = [load_metrics(run_dir) for run_dir in (first, second)]
     panels = [
@@ -87,12 +68,12 @@ def write_comparison(first: Path, second: Path, output: Path) -> None:
 
 
 _COMMAND = "environment.command"
-# Of config.json, what differs in any case.
+# Entries of config.json that always differ.
 _NO_SETTINGS = (_COMMAND, "environment.started")
 
 
 def _names(first: Path, second: Path) -> tuple[str, str]:
-    """Their folders' names, or the paths where these are equal."""
+    """The names of both folders, or their paths if the names are equal."""
     names = first.resolve().name, second.resolve().name
     return names if names[0] != names[1] else (str(first), str(second))
 
@@ -141,8 +122,8 @@ _PANELS = (
 
 
 def _legend(names: Sequence[str]) -> str:
-    """The colour of each run; as text of the page, where a name may be anything."""
-    # In the order of the arguments, as `_panel_png` draws them.
+    """The colour of each run. It is text of the page, because a figure cannot show every name."""
+    # `_panel_png` draws the runs in the same order.
     entries = (
         f'<li><span class="{color}">\N{BLACK SQUARE}</span> {escape(name)}</li>'
         for name, color in zip(names, ("train", "held-out"), strict=True)
@@ -151,7 +132,7 @@ def _legend(names: Sequence[str]) -> str:
 
 
 def _panel_png(key: str, title: str, metrics: Sequence[RunMetrics], theme: Theme) -> bytes:
-    # Imported here: it takes half a second, which `--help` need not wait for.
+    # Imported here, because it takes half a second, which `--help` need not wait for.
     from matplotlib.ticker import FuncFormatter
 
     figure, axes = panel(title, theme)

@@ -1,18 +1,18 @@
-"""What a run tells about itself: FLOPs and MFU, tokens per second, metrics.jsonl, the terminal.
+"""The metrics of a run: FLOPs and MFU, tokens per second, and the file `metrics.jsonl`.
 
-`metrics.jsonl` holds one JSON object a line, flushed line by line, so that a killed run loses at
-most the line it was writing. A machine that fails loses at most the rows after the last checkpoint:
-they are synced to the disk before it is written. A line that is no row is left out of all that is
-made of the file, with a warning. JSON has no NaN and no infinity: such a value is written as null,
-and the row gets a key "nonfinite" that says which it was, `{"loss": null, "nonfinite": {"loss":
-"nan"}}`. Readers that know nothing of it see a missing value; `train.reporting.report.load_metrics` puts
-the float back.
+`metrics.jsonl` has one JSON object a line, and each line is flushed, so a killed run loses at most
+the line that it was writing. The rows are synced to the disk before each checkpoint, so a machine
+that fails loses at most the rows after the last checkpoint. Readers leave out a line that is no
+row, with a warning.
+
+JSON has no NaN and no infinity. Such a value becomes null, and the key "nonfinite" of the row says
+which value it was: `{"loss": null, "nonfinite": {"loss": "nan"}}`. Other programs see a missing
+value; `train.reporting.results.load_metrics` restores the float.
 """
 
 import collections
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
 import json
 import math
@@ -27,9 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import rich.console
-import rich.progress
-import rich.table
 
 from pallas_kernels.hardware import Hardware
 from train.errors import naming
@@ -43,15 +40,18 @@ def flops_per_token(config: Any, sequence_length: int) -> float:
 
     `6 * matmul parameters + 6 * layers * N * H * S`. The backward of a matmul is two matmuls, so
     training is three times the forward, as in PaLM (https://arxiv.org/abs/2204.02311, appendix
-    B). The embedding lookup is no matmul; the output projection is one, tied or not. Attention
-    is causal: of QKᵀ and PV, `2 * 2 * N * H * S` per token and layer, half is needed and half is
-    counted, as torchtitan and MaxText do; PaLM and nanoGPT count it in full and so report a
-    higher MFU for the same speed. Rematerialization is not counted (that would be hardware
-    FLOPs, HFU), nor are document boundaries inside a row, norms, softmax or the optimizer.
+    B). The embedding lookup is no matmul; the output projection is one, tied or not.
+
+    QKᵀ and PV have `2 * 2 * N * H * S` FLOPs per token and layer. Causal attention needs half of
+    them, and this function counts half, as torchtitan and MaxText do. PaLM and nanoGPT count all of
+    them, and report a higher MFU for the same speed.
+
+    The count leaves out rematerialization (with it, the figure would be hardware FLOPs, HFU),
+    document boundaries inside a row, norms, softmax and the optimizer.
 
     Args:
-      config: `LlamaConfig`, or anything with its Hugging Face size fields.
-      sequence_length: S.
+      config: `LlamaConfig`, or an object with its Hugging Face size fields.
+      sequence_length: number of tokens in a row, S.
     """
     query_size = config.num_attention_heads * config.head_dim
     key_value_size = config.num_key_value_heads * config.head_dim
@@ -71,9 +71,9 @@ def mfu(
     hardware: Hardware | None,
     num_devices: int,
 ) -> float | None:
-    """Model FLOPs utilization: the share of the devices' dense bfloat16 peak, 1 being all of it.
+    """Model FLOPs utilization: the share, up to 1, of the devices' dense bfloat16 peak.
 
-    None where the speed or the peak is unknown. `tokens_per_second` is that of all devices.
+    It is None if the speed or the peak is unknown. `tokens_per_second` counts all devices.
     """
     if hardware is None or tokens_per_second is None:
         return None
@@ -83,7 +83,7 @@ def mfu(
 def device_memory() -> dict[str, float]:
     """Memory in use and its peak so far in GiB, on the fullest local device.
 
-    Empty where the backend does not tell, as on a CPU.
+    It is empty if the backend does not report memory, for example on a CPU.
     """
     stats = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
     keys = {"memory_gib": "bytes_in_use", "peak_memory_gib": "peak_bytes_in_use"}
@@ -95,7 +95,7 @@ def device_memory() -> dict[str, float]:
 
 
 def run_environment() -> dict[str, Any]:
-    """What is needed to take a number again: command line, versions and devices."""
+    """The command line, the versions and the devices, to repeat a measurement."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tokenizers", "numpy")
     return {
         "command": shlex.join(sys.orig_argv),
@@ -112,14 +112,14 @@ def run_environment() -> dict[str, Any]:
 class MetricsWriter:
     """Writes `config.json` and appends to `metrics.jsonl` in a run's directory.
 
-    Generated text goes to `samples.jsonl`, a row for each. A directory that already has these is
-    gone on with: rows are appended, after a last line that a killed run left incomplete, and rows
-    of steps after `last_step`, are cut off. Rows of steps up to there that are missing are told
-    with a warning. Rows of metrics go to each of `trackers`, too.
+    Generated text goes to `samples.jsonl`, one row for each text. If the directory has these files,
+    new rows are appended to them. Before that, an incomplete last line of a killed run is cut off,
+    and so are rows of steps after `last_step`. A warning counts the missing rows of steps up to
+    `last_step`. Rows of metrics go to each of `trackers`, too.
 
     Attributes:
-      run_dir: the directory.
-      elapsed_s: of the last row that was there before, 0 where there is none.
+      run_dir: directory of the run.
+      elapsed_s: `elapsed_s` of the last row that was there before; 0 without rows.
 
     Raises:
       RunError: a file cannot be read or written, for example on a full disk.
@@ -147,15 +147,15 @@ class MetricsWriter:
         missing = [step for step in range(1, (last_step or 0) + 1) if step not in steps]
         if missing:
             warnings.warn(
-                f"{self._path}: the rows of {len(missing)} of {last_step} steps are missing, the "
-                f"first that of step {missing[0]}; the report lacks them",
+                f"{self._path}: the rows of {len(missing)} of {last_step} steps are missing, first "
+                f"the row of step {missing[0]}; the report lacks them",
                 stacklevel=2,
             )
         with naming(self._path):
             self._file = self._path.open("ab")
 
     def write(self, row: Metrics) -> None:
-        """Appends one row. Arrays of one element, as a jitted step returns, become numbers."""
+        """Appends one row. Arrays of one element become numbers."""
         values = {key: _plain(value) for key, value in row.items()}
         nonfinite = {
             key: str(value)
@@ -178,7 +178,7 @@ class MetricsWriter:
             file.write(json.dumps(row).encode() + b"\n")
 
     def sync(self) -> None:
-        """Returns when all rows are on the disk, also if the machine fails."""
+        """Waits until all rows are on the disk, where they survive a failure of the machine."""
         with naming(self._path):
             os.fsync(self._file.fileno())
         if self._samples.exists():
@@ -188,8 +188,8 @@ class MetricsWriter:
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes `config` to config.json, with `run_environment()` under "environment".
 
-        Dataclasses become objects; dtypes, classes and functions become their names; anything
-        else that JSON does not have becomes a string.
+        Dataclasses become objects. Dtypes, classes and functions become their names. Any other
+        value that JSON does not have becomes a string.
         """
         content = jsonable({**config, "environment": run_environment()})
         text = json.dumps(content, indent=2, allow_nan=False)
@@ -211,7 +211,7 @@ class MetricsWriter:
 
 
 class SilentWriter:
-    """A `MetricsWriter` that writes nothing, for the processes that leave that to the first."""
+    """A `MetricsWriter` that writes nothing, for all processes except process 0."""
 
     elapsed_s = 0.0
 
@@ -233,7 +233,7 @@ def _plain(value: Any) -> Any:
 
 
 def jsonable(value: Any) -> Any:
-    """As `MetricsWriter.write_config` writes it."""
+    """The value as JSON, as `MetricsWriter.write_config` writes it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     match value:
@@ -252,10 +252,11 @@ def jsonable(value: Any) -> Any:
 class Throughput:
     """Tokens per second over the last `window` steps, without the time spent in `pause`.
 
-    The clock starts when the second step is reported. The first may have waited for compilation,
-    and its report for the second to be sent to the device, which is slower than later ones: on four
-    H200s 0.27 s late, which made the next 20 steps 5 % too fast. Report a step when its results
-    have arrived: a jitted call returns before the device has done it.
+    Report a step when its results have arrived, because a jitted call returns before the device has
+    finished. The clock starts with the report of the second step. The first step may have waited
+    for compilation. Its report waits until the second step is sent to the device, which takes
+    longer than for later steps: on four H200s the report was 0.27 s late, and the next 20 steps
+    seemed 5 % too fast.
     """
 
     def __init__(self, window: int = 20, *, clock: Callable[[], float] = time.perf_counter):
@@ -265,13 +266,13 @@ class Throughput:
         self._paused = 0.0
         self._steps = 0
         self._tokens = 0
-        # (seconds of training, steps, tokens) at the end of each report; one more than intervals.
+        # (seconds of training, steps, tokens) at each report; `window` intervals have one more end.
         self._marks: collections.deque[tuple[float, int, int]] = collections.deque(
             maxlen=window + 1
         )
 
     def update(self, tokens: int, steps: int = 1) -> None:
-        """Reports that `steps` more steps, `tokens` tokens in all, are done."""
+        """Reports that `steps` more steps with `tokens` tokens in all are done."""
         is_first = not self._steps
         self._steps += steps
         self._tokens += tokens
@@ -280,7 +281,7 @@ class Throughput:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Time inside this block, for evaluation or a checkpoint, is not training time."""
+        """A block whose time does not count, for an evaluation or a checkpoint."""
         start = self._clock()
         try:
             yield
@@ -304,132 +305,3 @@ class Throughput:
     @property
     def _seconds(self) -> float:
         return self._marks[-1][0] - self._marks[0][0]
-
-
-class Progress:
-    """A progress bar on a terminal; elsewhere a line of text every `every` steps.
-
-    Held-out results get a line of their own in both. Values that are missing or None are left
-    out. Use as a context manager. `live` draws the bar or not; None asks whether standard output
-    is a terminal.
-    """
-
-    def __init__(
-        self,
-        total_steps: int,
-        *,
-        every: int = 10,
-        live: bool | None = None,
-        console: rich.console.Console | None = None,
-    ):
-        self._total = total_steps
-        self._every = every
-        self._console = console or rich.console.Console(highlight=False)
-        self._live = self._console.file.isatty() if live is None else live
-        self._latest: dict[str, Any] = {}
-        self._first: tuple[int, float] | None = None
-        self._printed: int | None = None
-        # On a narrow terminal the last metrics are cut, not the step.
-        column = functools.partial(rich.table.Column, no_wrap=True)
-        step_width = 2 * len(str(total_steps)) + 1
-        self._bar = rich.progress.Progress(
-            rich.progress.BarColumn(None, table_column=column(ratio=1, min_width=10)),
-            rich.progress.TextColumn(
-                "{task.completed}/{task.total}", table_column=column(min_width=step_width)
-            ),
-            rich.progress.TextColumn("{task.fields[text]}", table_column=column()),
-            console=self._console,
-            disable=not self._live,
-            expand=True,
-        )
-        self._task = self._bar.add_task("train", total=total_steps, text="")
-
-    def __enter__(self) -> "Progress":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
-
-    def update(self, step: int, metrics: Metrics) -> None:
-        """Shows that `step` steps are done, with a row of metrics as in metrics.jsonl."""
-        now = time.perf_counter()
-        if self._first is None:
-            self._first = (step, now)
-        metrics = {key: value for key, value in metrics.items() if value is not None}
-        eta = self._eta(step, now)
-        self._latest |= metrics | {"eta": eta}
-        self._bar.update(self._task, completed=step, text=_join(self._latest, _BAR))
-        if "val_loss" in metrics:
-            self.print(f"step {step}/{self._total}  {_join(metrics, _HELD_OUT_LINE)}")
-        elif not self._live and metrics and self._due(step):
-            self.print(f"step {step}/{self._total}  {_join(metrics | {'eta': eta}, _LINE)}")
-
-    def print(self, text: str) -> None:
-        """Prints a line, above the bar where there is one."""
-        # `soft_wrap`: a log file has no width to wrap at.
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        self._console.file.flush()
-
-    def _due(self, step: int) -> bool:
-        bucket = step // self._every
-        due = self._printed is None or bucket > self._printed or step >= self._total
-        if due:
-            self._printed = bucket
-        return due
-
-    def _eta(self, step: int, now: float) -> float | None:
-        assert self._first is not None
-        first_step, first_time = self._first
-        if step <= first_step:
-            return None
-        return (self._total - step) * (now - first_time) / (step - first_step)
-
-
-# In the order shown. On the bar the time left comes first: a narrow terminal cuts the rest.
-_LINE = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "memory", "eta")
-_HELD_OUT_LINE = ("val_loss", "val_bpb")
-_BAR = ("eta", "loss", "val_loss", "tokens_per_s", "mfu", "memory")
-
-
-def _join(metrics: Metrics, keys: tuple[str, ...]) -> str:
-    return "  ".join(text for key in keys if (text := _format(key, metrics)) is not None)
-
-
-def _format(key: str, metrics: Metrics) -> str | None:
-    if key == "memory":
-        used, peak = (metrics.get(name) for name in ("memory_gib", "peak_memory_gib"))
-        amounts = [f"{float(amount):.1f}" for amount in (used, peak) if amount is not None]
-        return f"mem {'/'.join(amounts)} GiB" if amounts else None
-    if metrics.get(key) is None:
-        return None
-    value = float(metrics[key])
-    match key:
-        case "eta":
-            return f"eta {format_duration(value)}"
-        case "lr":
-            mantissa, exponent = f"{value:.1e}".split("e")
-            return f"lr {mantissa}e{int(exponent)}"
-        case "grad_norm":
-            return f"grad {value:.2f}"
-        case "tokens_per_s":
-            return f"{format_count(value)} tok/s"
-        case "mfu":
-            return f"mfu {value:.1%}"
-        case _:
-            return f"{key.replace('_', ' ')} {value:.3f}"
-
-
-def format_count(value: float) -> str:
-    """`12345` as "12.3k", `1.5e6` as "1.50M": three digits and a unit."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= 0.9995 * limit:
-            return f"{value / limit:#.3g}".rstrip(".") + unit
-    return f"{value:.0f}"
-
-
-def format_duration(seconds: float) -> str:
-    """`83` as "1:23", `3723` as "1:02:03"."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,4 +1,4 @@
-"""A page in one file that needs no network: its frame, its style, and what pages share."""
+"""The frame, the style and common parts of pages, each in one file that needs no network."""
 
 import base64
 import html
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def page_html(title: str, body: Iterable[str]) -> bytes:
-    """A page of the parts that are not empty."""
+    """A page with the parts of `body`; empty parts are left out."""
     page = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -16,17 +16,17 @@ def page_html(title: str, body: Iterable[str]) -> bytes:
         + "\n".join(part for part in body if part)
         + "\n</body>\n</html>\n"
     )
-    # The name of a folder may have bytes that are no UTF-8.
+    # The name of a folder may have bytes that are not UTF-8.
     return page.encode("utf-8", "xmlcharrefreplace")
 
 
 def escape(value: Any) -> str:
-    """As text of a page."""
+    """The value as text of a page."""
     return html.escape(str(value))
 
 
 def section(heading: str, content: str) -> str:
-    """A part of a page."""
+    """A part of a page with a heading."""
     return f"<section><h2>{escape(heading)}</h2>{content}</section>"
 
 
@@ -38,14 +38,14 @@ def figure_html(text: str, pictures: Sequence[bytes], narrow: Sequence[bytes] = 
     """A picture in the colours of the page.
 
     Args:
-      text: for those who do not see it.
+      text: description for readers who cannot see the picture.
       pictures: PNGs for a light and a dark page.
-      narrow: the same for a narrow page, if they differ.
+      narrow: PNGs for a narrow light and dark page; empty if `pictures` suit it.
     """
     light, dark = map(_data, pictures)
     sources = [(_DARK, dark)]
     if narrow:
-        # A browser takes the first that fits.
+        # A browser takes the first source that fits.
         narrow_light, narrow_dark = map(_data, narrow)
         sources[:0] = [(f"{_NARROW} and {_DARK}", narrow_dark), (_NARROW, narrow_light)]
     parts = "".join(f'<source media="{media}" srcset="{data}">' for media, data in sources)
@@ -57,7 +57,7 @@ def _data(png: bytes) -> str:
 
 
 def grid(parts: Iterable[str]) -> str:
-    """Parts beside each other where there is room, below each other on a narrow page."""
+    """Parts side by side, or one below the other on a narrow page."""
     return f'<div class="grid">{"".join(parts)}</div>'
 
 

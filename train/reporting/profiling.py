@@ -1,4 +1,4 @@
-"""What the compiler and the devices do: the compiled step as text, and a trace of some steps."""
+"""The compiled step as text, its memory, and a trace of some steps."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from train.step import memory_in_bytes
 
 
 def write_hlo(folder: Path, compiled: Any, memory: str) -> None:
-    """Writes a compiled step to `train_step.txt` and what memory it takes to `memory.txt`."""
+    """Writes a compiled step to `train_step.txt`, and its memory to `memory.txt`."""
     with naming(folder):
         folder.mkdir(exist_ok=True)
     write_whole(folder / "train_step.txt", compiled.as_text().encode())
@@ -19,7 +19,7 @@ def write_hlo(folder: Path, compiled: Any, memory: str) -> None:
 
 
 def memory_report(compiled: Any) -> str:
-    """The memory that a compiled step needs on each device, against what the device has."""
+    """The memory that a compiled step needs on each device, and its share of the device."""
     sizes = compiled.memory_analysis()
     gib = lambda size: f"{size / 2**30:.2f} GiB"
     peak = memory_in_bytes(compiled)
@@ -40,8 +40,8 @@ def memory_report(compiled: Any) -> str:
 class Profile:
     """A trace of the steps from the first to the last of `steps`; a context manager.
 
-    For TensorBoard's profile plug-in, XProf, or https://ui.perfetto.dev. A run that goes on in the
-    middle of the steps traces the rest.
+    TensorBoard's profile plug-in, XProf and https://ui.perfetto.dev show the trace. A run that
+    resumes in the middle of the steps traces the rest of them.
     """
 
     def __init__(self, folder: Path, steps: tuple[int, int] | None):
@@ -56,13 +56,13 @@ class Profile:
         self._stop()
 
     def begin(self, step: int) -> None:
-        """Before a step is dispatched."""
+        """Starts the trace if this step is in it. Call it before the step is dispatched."""
         if not self._running and self._first <= step <= self._last:
             jax.profiler.start_trace(str(self._folder))
             self._running = True
 
     def end(self, step: int, results: Any) -> None:
-        """After a step is dispatched; waits for its results if it is the last of the trace."""
+        """Ends the trace, with the results of its last step. Call it after a step is dispatched."""
         if self._running and step >= self._last:
             jax.block_until_ready(results)
             self._stop()

@@ -1,4 +1,4 @@
-"""Files of rows, one JSON object with a step a line, and files that are written in one piece."""
+"""Files of rows, one JSON object with a step on each line, and files written in one piece."""
 
 import json
 import os
@@ -13,10 +13,10 @@ type Row = dict[str, Any]
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file in one piece: whatever ends the process, there is the old one or the new one.
+    """Writes a file in one piece: if the process ends, the old or the new file is there.
 
     Raises:
-      DiskError: it cannot be written, for example on a full disk.
+      DiskError: the file cannot be written, for example on a full disk.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     with naming(path):
@@ -34,8 +34,8 @@ def write_whole(path: Path, content: bytes) -> None:
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a file.
 
-    A line that is no row is left out with a warning that names it; so is a last line without an
-    end, in which a run died.
+    It leaves out a line that is no row, and an incomplete last line of a run that died. A warning
+    names each of them.
 
     Raises:
       DiskError: the file cannot be read.
@@ -53,11 +53,11 @@ def read_rows(path: Path) -> Iterator[Row]:
 def cut_rows(path: Path, last_step: int | None) -> tuple[Row, set[int]]:
     """Cuts off an incomplete last line and the rows after a step.
 
-    A line before them that is no row stays, with a warning that names it.
+    An earlier line that is no row stays, and a warning names it.
 
     Args:
-      path: of the file.
-      last_step: whose rows are the last to stay; None for those of all steps.
+      path: path of the file.
+      last_step: last step whose rows stay; None keeps the rows of all steps.
 
     Returns:
       The last row that stays, and the steps that have a row of training.

@@ -1,6 +1,6 @@
-"""The rows of metrics.jsonl elsewhere, too: TensorBoard and Weights & Biases.
+"""Sends the rows of metrics.jsonl to TensorBoard and to Weights & Biases as well.
 
-Neither is needed to train and neither is installed with the rest; they are imported when asked for.
+Training needs neither package, and the project's requirements have neither. A flag imports them.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from train.reporting.metrics import Metrics, jsonable
 
 
 class Tracker(Protocol):
-    """Takes rows."""
+    """An object that takes rows of metrics."""
 
     def write(self, row: Metrics) -> None:
         """Shows the numbers of a row at its step."""
@@ -28,10 +28,10 @@ class Tracker(Protocol):
 
 
 def check_installed(config: TrainConfig) -> None:
-    """Whether what a configuration asks for can be imported.
+    """Checks that the packages for a configuration's trackers can be imported.
 
     Raises:
-      RunError: it cannot; with what to install.
+      RunError: a package is missing; the message says how to install it.
     """
     if config.tensorboard:
         _module("tensorboardX", "--tensorboard")
@@ -41,12 +41,13 @@ def check_installed(config: TrainConfig) -> None:
 
 @contextlib.contextmanager
 def trackers(config: TrainConfig, run_dir: Path, *, last_step: int) -> Iterator[list[Tracker]]:
-    """Those that a configuration asks for; closed on the way out.
+    """The trackers that a configuration asks for; the end of the block closes them.
 
     Args:
-      config: of the run.
-      run_dir: its folder.
-      last_step: after which the run goes on; what they have of later steps is of a run that died.
+      config: configuration of the run.
+      run_dir: folder of the run.
+      last_step: step from which the run goes on. TensorBoard drops its rows of later steps, which
+        are of a run that died.
     """
     with contextlib.ExitStack() as stack:
         found: list[Tracker] = []
@@ -75,7 +76,7 @@ class _TensorBoard:
 class _WandB:
     def __init__(self, config: TrainConfig, run_dir: Path):
         module = _module("wandb", "--wandb")
-        # By which a run that goes on finds itself.
+        # A run that resumes finds its page by this id.
         id_file = run_dir / "wandb-id"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex)
@@ -88,7 +89,7 @@ class _WandB:
                 dir=str(run_dir),
                 config=jsonable(config),
             )
-        except Exception as error:  # of the network, the account or the settings
+        except Exception as error:  # the network, the account or the settings
             raise RunError(f"--wandb: {' '.join(str(error).split())}") from error
 
     def write(self, row: Metrics) -> None:

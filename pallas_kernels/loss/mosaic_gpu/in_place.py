@@ -33,20 +33,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gpu.device import target_device
-from pallas_kernels.gpu.hopper_gemm import BLOCK_M, Operand
+from pallas_kernels.gpu.hopper_gemm import BLOCK_M
 from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.mosaic_gpu import exponentials, products
 from pallas_kernels.loss.mosaic_gpu.statistics import Transposed
-from pallas_kernels.loss.token_loss import LogitStatistics, LossOptions
-
-# Of a GEMM, in columns of the tiles of one multiprocessor. Not measured; an H100 takes 6 us for 128
-# rows by 16 columns with 8192 tokens.
-_LAUNCH_COST = 16
+from pallas_kernels.loss.token_loss import LogitStatistics
 
 
 class Bands(NamedTuple):
@@ -65,108 +58,32 @@ class Bands(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """What is done without adding anything up.
+    """The tokens that are done without adding anything up.
 
     Attributes:
-      num_inside: tokens whose exponentials are in `dweight`.
+      num_inside: tokens whose exponentials are in the memory of `dweight`.
       num_beside: tokens after these, whose exponentials are in memory of their own, if that makes
-        all tokens. (One chunk to be added would be a loop of one step, which XLA unrolls; the sum
-        of `dweight` is then not in place. That was another array of its size, and 2 of 39 ms, at
+        all tokens. (A chunk to be added would be a loop of one step, which XLA unrolls; the sum of
+        `dweight` is then not in place. That was another array of its size, and 2 of 39 ms, at
         8192 x 3584 x 152064 on an H100.)
-      chunk_size: of the tokens after these, all full; None if there are none.
-      dtype: of `dweight`.
-      bands: of it.
+      dtype: dtype of `dweight`.
+      bands: how the rows of `dweight` are made.
     """
 
     num_inside: int
     num_beside: int
-    chunk_size: int | None
     dtype: jnp.dtype
     bands: Bands
 
     @property
     def num_tokens(self) -> int:
-        """Inside and beside."""
+        """Tokens inside and beside."""
         return self.num_inside + self.num_beside
 
 
-def extent(
-    x: Operand,
-    weight: Operand,
-    options: LossOptions,
-    *,
-    accum_dtype: DTypeLike,
-    copied_bytes: int,
-    chunk_size: int | None,
-) -> Extent | None:
-    """How many of the tokens `dweight` has the memory for, or None if it cannot be used.
-
-    If nothing has to be added to a gradient of the weight's dtype, that is what is made. Else it
-    has the dtype that it is added up in, before it is rounded.
-
-    Args:
-      x: hidden states, `[T, D]`.
-      weight: `[V, D]`; other dtypes than that of `x` are rounded to it.
-      options: of the loss.
-      accum_dtype: that dtype.
-      copied_bytes: what copied exponentials may take.
-      chunk_size: tokens that may have theirs in other memory; None: none.
-    """
-    vocab_size, hidden_size = weight.shape
-    operand = jax.ShapeDtypeStruct(weight.shape, x.dtype)
-    if vocab_size % BLOCK_M or exponentials.unsupported_reason(x, operand, options) is not None:
-        return None
-    accum_dtype = jnp.dtype(accum_dtype)
-    for dtype in (weight.dtype, accum_dtype):
-        width = _width(hidden_size, dtype)
-        values = jax.ShapeDtypeStruct((vocab_size, width), x.dtype)
-        if products.unsupported_reason(values, operand, dtype) is not None:
-            continue
-        rest = len(x) - width
-        if rest <= 0:
-            counts = len(x), 0, None
-        elif chunk_size is not None and rest <= chunk_size:
-            counts = width, rest, None
-        elif chunk_size is not None and dtype == accum_dtype:
-            counts = len(x) - chunk_size * pl.cdiv(rest, chunk_size), 0, chunk_size
-            if counts[0] <= chunk_size:
-                continue  # no less sums than without
-        else:
-            continue
-        return Extent(*counts, dtype, _bands(weight.shape, dtype, copied_bytes))
-    return None
-
-
-def _width(hidden_size: int, dtype: jnp.dtype) -> int:
-    """Numbers of 16 bits in a row of `dweight`."""
+def row_width(hidden_size: int, dtype: jnp.dtype) -> int:
+    """Number of 16-bit exponentials that a row of `dweight` has the memory for."""
     return hidden_size * dtype.itemsize // 2
-
-
-def _bands(weight_shape: tuple[int, ...], dtype: jnp.dtype, max_bytes: int) -> Bands:
-    """Few, and those that leave the fewest multiprocessors without work at their ends.
-
-    There all wait for the last. There are none if the exponentials of all rows take no more than
-    `max_bytes`.
-    """
-    vocab_size, hidden_size = weight_shape
-    device = target_device()
-    num_blocks = vocab_size // BLOCK_M
-    most = max(1, max_bytes // (2 * _width(hidden_size, dtype) * BLOCK_M))
-
-    def cost(num_rows: int) -> int:
-        return products.best_tile(num_rows, hidden_size, device)[0] + _LAUNCH_COST
-
-    candidates = []
-    for size in range(1, most + 1):
-        number = num_blocks // size - 1
-        num_copied = num_blocks - number * size
-        if number >= 2 and num_copied <= most:
-            bands = Bands(BLOCK_M * size, number, BLOCK_M * num_copied)
-            time = number * cost(bands.size) + 2 * cost(bands.num_copied // 2)
-            candidates.append((time, bands.num_copied, bands))
-    if num_blocks <= most or not candidates:
-        return Bands(vocab_size, 0, 0)
-    return min(candidates)[-1]
 
 
 def loss_and_gradients(
@@ -192,7 +109,7 @@ def loss_and_gradients(
     """
     num_inside, dtype, bands = extent.num_inside, extent.dtype, extent.bands
     vocab_size, hidden_size = weight.shape
-    width = _width(hidden_size, dtype)
+    width = row_width(hidden_size, dtype)
 
     def loss_and_dx(tokens: slice, place: Transposed) -> tuple[LogitStatistics, *tuple[Any, ...]]:
         found, values, factor = exponentials.loss_of_linear(

@@ -140,9 +140,11 @@ def test_vmap_is_the_batch(implementation):
     assert_as_accurate(got, rounded(exact, got), exact, names=NAMES)
 
 
-def test_no_name_means_an_implementation_that_runs():
+def test_no_name_and_xla_are_the_reference():
     gate, up, _ = make_args((4, 100), BF16)
-    chex.assert_trees_all_equal(swiglu(gate, up), swiglu(gate, up, implementation="reference"))
+    want = swiglu(gate, up, implementation="reference")
+    chex.assert_trees_all_equal(swiglu(gate, up), want)
+    chex.assert_trees_all_equal(swiglu(gate, up, implementation="xla"), want)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import implementation as implementation_module
 from pallas_kernels import swiglu_mlp
 from pallas_kernels.gpu import hopper_gemm
 from pallas_kernels.gpu.device import Device
 from pallas_kernels.gpu.hopper_gemm import Config
 from pallas_kernels.mlp import MLPConfig, gated_matmul
-from pallas_kernels.mlp import gated as mlp
+from pallas_kernels.mlp.api import choose_swiglu_mlp
 from support.numerics import assert_as_accurate, quick_jit, value_and_grads
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -248,14 +249,13 @@ def test_checkpoint_policies_know_the_names(names, expected):
 # Which implementation runs.
 
 
-def kernels_run(monkeypatch, x, weights, *, device=H100):
+def kernels_run(monkeypatch, x, weights, *, chunk_size=None, device=H100):
     """Whether the forward's and the backward's GEMM are kernels if nothing is asked for."""
-    monkeypatch.setattr(hopper_gemm, "target_device", lambda: device, raising=False)
-    for module in (gated_matmul, mlp):
-        monkeypatch.setattr(module, "target_device", lambda: device, raising=False)
-    monkeypatch.setattr(mlp, "runs_here", lambda: None)
-    plan = mlp._plan(x, weights, "gate_up", None, None, None)
-    return plan.forward_kernel, plan.backward_kernel
+    monkeypatch.setattr(gated_matmul, "target_device", lambda: device)
+    monkeypatch.setattr(implementation_module, "runs_here", lambda: None)
+    chosen, reason = choose_swiglu_mlp(x, weights, chunk_size, None, None)
+    assert chosen == "mosaic_gpu" or reason
+    return chosen == "mosaic_gpu", reason is None
 
 
 def abstract_args(num_tokens, *, hidden_size=128, dtype=BF16):

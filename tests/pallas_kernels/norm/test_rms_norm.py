@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import add_rms_norm, rms_norm
-from pallas_kernels.norm import mosaic_gpu
+from pallas_kernels.norm import backward_kernel
 from support.norm_formulas import (
     add_formula,
     check,
@@ -298,7 +298,7 @@ def test_the_error_of_dweight_does_not_grow_with_the_tokens(
     if implementation == "mosaic_gpu":
         # The interpreter takes milliseconds for a row: less of them, in shorter partial sums.
         hidden_size, num_tokens = 64, num_tokens // 32
-        monkeypatch.setattr(mosaic_gpu, "_ROWS_PER_PARTIAL", 16)
+        monkeypatch.setattr(backward_kernel, "_ROWS_PER_PARTIAL", 16)
     # Gradients of random sign: the sum grows like sqrt(T), its terms do not cancel.
     x, weight, dy = make_args((num_tokens, hidden_size), BF16, F32)
     got = compiled(rms_norm, implementation=implementation)((x, weight), dy)[2:]
@@ -350,14 +350,12 @@ def test_the_weight_may_be_a_constant(implementation):
 # Arguments.
 
 
-def test_no_name_means_an_implementation_that_runs():
+def test_no_name_and_xla_are_the_reference_on_a_cpu():
     x, weight, _ = make_args((4, 100), BF16)
-    chex.assert_trees_all_equal(
-        rms_norm(x, weight), rms_norm(x, weight, implementation="reference")
-    )
-    chex.assert_trees_all_equal(
-        add_rms_norm(x, x, weight), add_rms_norm(x, x, weight, implementation="reference")
-    )
+    for name in (None, "xla"):
+        for norm, args in ((rms_norm, (x, weight)), (add_rms_norm, (x, x, weight))):
+            want = norm(*args, implementation="reference")
+            chex.assert_trees_all_equal(norm(*args, implementation=name), want)
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_the_guess_can_be_launched_at_every_width(unchecked_shapes, monkeypatch,
             x, weight, residual = arrays(hidden_size, dtype, residual_dtype)
             if mosaic_gpu.unsupported_reason(x, weight, residual) is None:
                 guess = guess_config(device, hidden_size, dtype, add=residual is not None)
-                mosaic_gpu._check_config(guess, x, residual)
+                mosaic_gpu.check_config(guess, x, residual)
                 assert guess.bwd_blocks >= 1 and (device.has_tma or not guess.bwd_stages)
                 num_supported += 1
     assert num_supported > 500
@@ -144,7 +144,7 @@ def test_every_candidate_can_be_launched(unchecked_shapes, monkeypatch, hidden_s
     assert forward and backward
     for chosen in (*forward, *backward):
         # The occupancy by which candidates are made counts shared memory.
-        mosaic_gpu._check_config(chosen, x, residual)
+        mosaic_gpu.check_config(chosen, x, residual)
     same = lambda a, b, part: all(
         getattr(a, f.name) == getattr(b, f.name)
         for f in dataclasses.fields(Config)

@@ -17,7 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import add_rms_norm, rms_norm
 from pallas_kernels.gpu.device import Device, target_device
-from pallas_kernels.norm import Config, mosaic_gpu
+from pallas_kernels.norm import Config, backward_kernel, mosaic_gpu
+from pallas_kernels.norm.config import Options
+from pallas_kernels.norm.rows import column_parts, split_row
 from support.norm_formulas import (
     add_formula,
     check,
@@ -47,7 +49,7 @@ def config(**changes):
 
 
 def options(config, *, eps=1e-6, weight_offset=0.0, casting="float32"):
-    return mosaic_gpu.Options(eps, weight_offset, casting, config)
+    return Options(eps, weight_offset, casting, config)
 
 
 # Shapes.
@@ -166,7 +168,7 @@ def test_all_backward_configurations_agree(monkeypatch, hidden_size, dtype, warp
     for i, (stages, reread) in enumerate(ways):
         # In turn: one block or three, one partial sum a block or one for every second row.
         blocks, rows_per_partial = ((1, 256), (3, 2), (1, 2), (3, 256))[i % 4]
-        monkeypatch.setattr(mosaic_gpu, "_ROWS_PER_PARTIAL", rows_per_partial)
+        monkeypatch.setattr(backward_kernel, "_ROWS_PER_PARTIAL", rows_per_partial)
         chosen = config(bwd_warps=warps, bwd_blocks=blocks, bwd_stages=stages, bwd_reread=reread)
         got = quick_jit(functools.partial(mosaic_gpu._backward, options(chosen)))(
             dy, dresidual, source, weight, rstd
@@ -180,7 +182,7 @@ def test_all_backward_configurations_agree(monkeypatch, hidden_size, dtype, warp
 )
 def test_rows_are_dealt_to_blocks_and_partial_sums(monkeypatch, tokens_per_block):
     # Tokens that are as many as blocks, less, and more than one block's partial sum covers.
-    monkeypatch.setattr(mosaic_gpu, "_ROWS_PER_PARTIAL", tokens_per_block)
+    monkeypatch.setattr(backward_kernel, "_ROWS_PER_PARTIAL", tokens_per_block)
     for num_tokens, warps in ((4, 1), (13, 1), (22, 1), (1, 4), (2, 4), (7, 4)):
         stages = 2 if num_tokens % 2 else 0
         chosen = config(fwd_warps=warps, bwd_warps=warps, bwd_blocks=2, bwd_stages=stages)
@@ -194,8 +196,8 @@ def test_rows_are_dealt_to_blocks_and_partial_sums(monkeypatch, tokens_per_block
     [(32768, BF16, 16, 0), pytest.param(20480, F32, 32, 2, marks=pytest.mark.full)],
 )
 def test_columns_in_parts(hidden_size, dtype, warps, stages):
-    split = mosaic_gpu.split_row(hidden_size, warps, jnp.dtype(dtype).itemsize)
-    assert split is not None and (mosaic_gpu.column_parts(split) or 0) > 1
+    split = split_row(hidden_size, warps, jnp.dtype(dtype).itemsize)
+    assert split is not None and (column_parts(split) or 0) > 1
     chosen = config(fwd_warps=16, bwd_warps=warps, bwd_stages=stages)
     args, cotangents = make_add_args((2, hidden_size), dtype)
     check_add(args, cotangents, implementation="mosaic_gpu", config=chosen)
@@ -268,7 +270,7 @@ def on_h100(monkeypatch):
     from pallas_kernels.gpu import device as gpu_device
     from pallas_kernels.gpu import kernel as gpu_kernel_module
 
-    for module in (gpu_device, gpu_kernel_module, mosaic_gpu):
+    for module in (gpu_device, gpu_kernel_module, mosaic_gpu, backward_kernel):
         monkeypatch.setattr(module, "target_device", lambda: H100)
 
 

@@ -14,8 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import add_rms_norm, sharded_add_rms_norm
+from pallas_kernels import implementation as implementation_module
 from pallas_kernels.norm import Config, mosaic_gpu
-from pallas_kernels.norm import api as norm_api
 from pallas_kernels.sharded_norm import mosaic_gpu as peer_kernel
 from support.norm_formulas import add_formula
 from support.numerics import assert_as_accurate, quick_jit, value_and_grads
@@ -55,7 +55,7 @@ def kernel_formulas(monkeypatch):
 
     To the interpreter the kernels of all devices are one.
     """
-    monkeypatch.setattr(norm_api, "runs_here", lambda: None)
+    monkeypatch.setattr(implementation_module, "runs_here", lambda: None)
     monkeypatch.setattr(mosaic_gpu, "_forward", forward_formula)
     monkeypatch.setattr(mosaic_gpu, "_backward", backward_formula)
 
@@ -289,7 +289,7 @@ def test_a_gathered_result_that_leaves_as_one_array(implementation):
 @each_gather
 def test_the_kernels_themselves(monkeypatch, gather):
     # `vmap` binds the axis on one device, which is all that the interpreter has.
-    monkeypatch.setattr(norm_api, "runs_here", lambda: None)
+    monkeypatch.setattr(implementation_module, "runs_here", lambda: None)
     n, shape = 2, (8, D)
     args, cotangents = make_args(n, shape, (BF16, BF16, F32), gather=gather)
     split = lambda a: a.reshape(n, -1, D)

@@ -189,7 +189,9 @@ def test_a_run_that_died_goes_on_to_the_same_end(step, from_step, tmp_path, at_s
     assert elapsed == sorted(elapsed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
+)
 def test_a_signal_saves_the_step_and_ends_the_run(number, tmp_path, at_step, whole, capsys):
     config = dataclasses.replace(CONFIG, runs_dir=tmp_path)
     handler = signal.getsignal(number)
@@ -226,16 +228,22 @@ def test_a_run_with_all_steps_only_writes_its_report_again(tmp_path, whole, caps
     assert steps_in(folder) == [6, 8]
 
 
-def test_other_numbers_of_devices(tmp_path, at_step, whole, monkeypatch):
-    """One device, then four that share the parameters, then two: the losses differ by rounding."""
+@pytest.mark.parametrize(
+    ("stops", "sizes"),
+    [
+        ((3, None), ((1, 1), (1, 2))),
+        pytest.param((3, 6, None), ((1, 1), (1, 4), (2, 1)), marks=pytest.mark.full),
+    ],
+)
+def test_other_numbers_of_devices(stops, sizes, tmp_path, at_step, whole, monkeypatch):
+    """One device, then several that share parameters or batch: the losses differ by rounding."""
     config = dataclasses.replace(CONFIG, runs_dir=tmp_path)
     meshes = [
-        make_mesh(data=1, fsdp=1, devices=jax.devices()[:1]),
-        make_mesh(data=1, fsdp=4, devices=jax.devices()[:4]),
-        make_mesh(data=2, fsdp=1, devices=jax.devices()[:2]),
+        make_mesh(data=data, fsdp=fsdp, devices=jax.devices()[: data * fsdp])
+        for data, fsdp in sizes
     ]
     states = []
-    for stop, mesh in zip((3, 6, None), meshes, strict=True):
+    for stop, mesh in zip(stops, meshes, strict=True):
         monkeypatch.setattr(train.loop, "mesh_of", lambda _, mesh=mesh: mesh)
         if stop:
             at_step(stop + 1, kill)
@@ -249,8 +257,11 @@ def test_other_numbers_of_devices(tmp_path, at_step, whole, monkeypatch):
         states.append(read[0])
         for _, other in read:
             chex.assert_trees_all_equal(*map(jax.device_get, (other, read[0][1])))
-        assert len(read[1][1].params["embed_tokens"]["embedding"][...].sharding.device_set) == 4
-    assert [step for step, _ in states] == [3, 6, 8]
+        assert (
+            len(read[1][1].params["embed_tokens"]["embedding"][...].sharding.device_set)
+            == sizes[1][1]
+        )
+    assert [step for step, _ in states] == [*stops[:-1], 8]
     got, expected = rows_of(tmp_path / "tiny"), rows_of(whole)
     assert [row["step"] for row in got] == [row["step"] for row in expected]
     np.testing.assert_allclose(
@@ -279,7 +290,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 def test_one_process_at_a_time(tmp_path):
     with (
         Checkpoints(tmp_path / "run" / "checkpoints", keep=1),
-        pytest.raises(RunError, match=r"another process is training in .*run$"),
+        pytest.raises(RunError, match=r"another process is training in .*run; end it, or"),
     ):
         Checkpoints(tmp_path / "run" / "checkpoints", keep=1)
     with Checkpoints(tmp_path / "run" / "checkpoints", keep=1):
@@ -488,7 +499,9 @@ def test_where_nothing_can_be_read_nothing_is_renamed(copied, tmp_path):
     (copied / "2" / "metrics" / "metrics").write_text("")
     with (
         Checkpoints(copied, keep=2) as checkpoints,
-        pytest.raises(RunError, match=r"no checkpoint .* can be read; of step 2: .*delete"),
+        pytest.raises(
+            RunError, match=r"no checkpoint .* can be read; the error of step 2: .*delete"
+        ),
     ):
         checkpoints.restore(abstract_state(CONFIG, train.loop.mesh_of(CONFIG)))
     assert steps_in(tmp_path) == [1, 2]
@@ -571,7 +584,7 @@ def test_settings_bind_with_the_first_checkpoint(at, tmp_path, at_step, whole, m
     other = dataclasses.replace(CONFIG, seed=5, runs_dir=tmp_path)
     with monkeypatch.context() as patch:
         if at == "compilation":
-            patch.setattr(train.loop, "_compile", lambda *args: kill())
+            patch.setattr(train.loop, "compile_steps", lambda *args: kill())
         else:
             at_step(2, kill)
         with pytest.raises(KilledError):
@@ -604,7 +617,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_leaves_the_last_checkpoint(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     message = str(caught.value)
-    assert message.startswith("a checkpoint was not saved, the last good one is step 5: ")
+    assert message.startswith("a checkpoint was not saved; the last good one is step 5: ")
     assert "too large" in message and "\n" not in message
     run(config)
     chex.assert_trees_all_equal(saved(folder), saved(whole))

@@ -7,9 +7,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
-import types
 from pathlib import Path
 
 import chex
@@ -22,23 +19,24 @@ from safetensors import SafetensorError
 
 import train.cli.command_line
 import train.loop
+import train.outputs
+import train.setup
 from models.llama_hf import load_pretrained
 from models.sharding import make_mesh
 from support import tiny_run
 from support.tokenizer_files import write_byte_level, write_config
 from train import data
 from train.__main__ import main
-from train.checkpoints.hf_folder import FolderError, check_model, copy_tokenizer, load_params
+from train.checkpoints.hf_folder import check_model, copy_tokenizer, load_params
 from train.checkpoints.saved import find_model, read_run_config
-from train.cli import commands
-from train.cli.command_line import COMMANDS, parse_command_line
-from train.config import PRESET_NAMES, CheckpointConfig, DataConfig, OptimizerConfig, TrainConfig
-from train.errors import RunError
+from train.cli import commands, compare
+from train.cli.command_line import parse_command_line
+from train.config import CheckpointConfig, DataConfig, OptimizerConfig, TrainConfig
+from train.errors import FolderError
 from train.evaluate import Sums
 from train.loop import run
-from train.reporting import compare, tracking
 from train.reporting.metrics import MetricsWriter
-from train.reporting.report import load_metrics
+from train.reporting.results import load_metrics
 from train.step import init_state
 
 MODEL = dataclasses.replace(tiny_run.MODEL, eos_token_id=(1, 257))
@@ -179,7 +177,7 @@ def test_a_field_of_a_wrong_type_is_named(field, value, message, finished, tmp_p
     functools.reduce(dict.__getitem__, parts, content["config"])[name] = value
     (tmp_path / "config.json").write_text(json.dumps(content))
     line = fails("sample", [tmp_path, "--prompt", "a"], capsys)
-    assert f"{tmp_path / 'config.json'} is not that of a run of this version: {message}" in line
+    assert f"{tmp_path / 'config.json'} is no configuration of this version: {message}" in line
 
 
 # Starting from a folder
@@ -201,7 +199,7 @@ def test_a_run_starts_with_the_parameters_of_a_folder(finished, config, capsys):
     assert from_folder.model == MODEL
     assert from_folder.data.tokenizer == folder
     assert from_folder.init_from == folder
-    said = f"{folder} has 64 positions: --data.sequence-length is as many by default, not 256"
+    said = f"{folder} has 64 positions, so --data.sequence-length is 64 by default, not 256"
     assert said in capsys.readouterr().out
     rows = load_metrics(run(from_folder))
     # The measurement before the first step is that of the trained parameters.
@@ -215,7 +213,7 @@ def test_parameters_of_a_folder_are_split_over_the_mesh(finished):
     mesh = make_mesh(data=4, fsdp=2)
     params = load_params(finished / "model", MODEL, mesh)
     config = dataclasses.replace(read_run_config(finished), init_from=finished / "model")
-    state = train.loop._first_state(config, mesh)
+    state = train.setup.first_state(config, mesh)
     want = init_state(dataclasses.replace(config, init_from=None), mesh)
     shardings = lambda tree: jax.tree.map(lambda a: a.sharding, tree)
     assert jax.tree.structure(state) == jax.tree.structure(want)
@@ -340,7 +338,7 @@ def test_a_finished_run_without_checkpoints(finished, tmp_path, capsys):
         (["RUN", "--step", 2, "--best"], "exclude each other"),
         (["RUN/checkpoints/2", "--best"], "is a checkpoint; to choose another, name its run"),
         (["RUN/checkpoints/3"], "has no step 3"),
-        (["RUN/model", "--best"], "is a Hugging Face folder, which has one model alone"),
+        (["RUN/model", "--best"], "is a Hugging Face folder with one model; leave out"),
     ],
 )
 def test_models_that_are_not_there(arguments, message, finished, tmp_path, capsys):
@@ -472,7 +470,7 @@ def test_a_model_that_is_not_finite_is_not_used(finished, config, tmp_path, caps
         assert "norm.weight has values that are not finite" in line, line
     start = flags_of(config, folder, "--name", "next")
     with pytest.raises(FolderError, match=r"norm\.weight has .* not finite; .* --init-from"):
-        train.loop._first_state(parse_command_line(start), make_mesh(data=8, fsdp=1))
+        train.setup.first_state(parse_command_line(start), make_mesh(data=8, fsdp=1))
 
 
 def test_a_loss_that_is_not_finite_is_an_error(finished, tmp_path, capsys, monkeypatch):
@@ -502,9 +500,9 @@ def test_an_export_to_a_full_disk(error, finished, tmp_path, capsys, monkeypatch
 @pytest.mark.parametrize(
     ("module", "writer", "file"),
     [
-        (train.loop, "save_pretrained", "model"),
-        (train.loop.report, "write_report", "report.html"),
-        (train.loop, "_datasets", ""),
+        (train.outputs, "save_pretrained", "model"),
+        (train.outputs.report, "write_report", "report.html"),
+        (train.loop, "open_datasets", ""),
     ],
 )
 def test_a_run_on_a_full_disk(module, writer, file, finished, config, capsys, monkeypatch):
@@ -517,92 +515,6 @@ def test_a_run_on_a_full_disk(module, writer, file, finished, config, capsys, mo
 
 def throw(error, *args, **options):
     raise error
-
-
-# Trackers
-
-
-ROWS = [{"step": 1, "loss": 2.0, "mfu": None}, {"step": 2, "val_loss": 1.5}]
-
-
-def tracked(config, run_dir, *, last_step=0):
-    run_dir.mkdir(exist_ok=True)
-    with tracking.trackers(config, run_dir, last_step=last_step) as trackers:
-        with MetricsWriter(run_dir, trackers=trackers) as writer:
-            for row in ROWS:
-                writer.write(row)
-
-
-def test_tensorboard(config, tmp_path, monkeypatch):
-    calls = []
-
-    class SummaryWriter:
-        def __init__(self, folder, purge_step):
-            calls.append((folder, purge_step))
-
-        def add_scalar(self, name, value, step):
-            calls.append((name, value, step))
-
-        def close(self):
-            calls.append("closed")
-
-    module = types.SimpleNamespace(SummaryWriter=SummaryWriter)
-    monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    tracked(dataclasses.replace(config, tensorboard=True), tmp_path, last_step=6)
-    rows = [("loss", 2.0, 1), ("val_loss", 1.5, 2)]
-    assert calls == [(str(tmp_path / "tensorboard"), 7), *rows, "closed"]
-
-
-def test_tensorboard_itself(config, tmp_path):
-    pytest.importorskip("tensorboardX")
-    tracked(dataclasses.replace(config, tensorboard=True), tmp_path)
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    assert b"val_loss" in events.read_bytes()
-
-
-def test_weights_and_biases(config, tmp_path, monkeypatch):
-    calls = []
-
-    class Run:
-        def log(self, row, step):
-            calls.append((row, step))
-
-        def finish(self):
-            calls.append("finished")
-
-    def init(**options):
-        calls.append(options)
-        return Run()
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    config = dataclasses.replace(config, wandb="llamas")
-    for _ in range(2):
-        tracked(config, tmp_path / "tiny")
-    first, *rows, end = calls[:4]
-    assert (first["project"], first["name"], first["resume"]) == ("llamas", "tiny", "allow")
-    assert first["config"]["steps"] == 4
-    assert rows == [({"loss": 2.0}, 1), ({"val_loss": 1.5}, 2)] and end == "finished"
-    assert calls[4]["id"] == first["id"]  # the same run, gone on with
-
-    def refuse(**options):
-        raise OSError("no\nnetwork")
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
-    with pytest.raises(RunError, match=r"^--wandb: no network$"):
-        tracked(config, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"), [({"tensorboard": True}, "tensorboardX"), ({"wandb": "a"}, "wandb")]
-)
-def test_a_tracker_that_is_not_installed_is_said_before_anything_is_made(
-    changes, name, config, tmp_path, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, name, None)
-    config = dataclasses.replace(config, runs_dir=tmp_path, **changes)
-    with pytest.raises(RunError, match=f"needs {name}, .*: python -m pip install {name}$"):
-        run(config)
-    assert not any(tmp_path.iterdir())
 
 
 # Comparing
@@ -627,78 +539,3 @@ def test_compare(finished, config, tmp_path, capsys):
     assert "<p>None.</p>" in output.read_text()
     line = fails("compare", [finished, tmp_path], capsys)
     assert line.endswith(f"{tmp_path} is not a run: it has no metrics.jsonl")
-
-
-# As they are called
-
-
-def test_the_module_ends_with_one_line(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-m", "train", "sample", str(tmp_path), "--prompt", "a"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(train.loop.__file__).parents[1],
-    )
-    assert result.returncode == 2 and not result.stdout
-    assert re.fullmatch(r"python -m train sample: error: .*has no config\.json\n", result.stderr)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command, capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        main([command, "--help"])
-    output = capsys.readouterr().out
-    assert not exit_info.value.code
-    assert output.startswith(f"usage: python -m train {command}") and "--debug" in output
-
-
-def test_the_help_of_training_lists_commands_and_presets(capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        main(["--help"])
-    output = capsys.readouterr().out
-    assert not exit_info.value.code
-    for name, (text, *_) in COMMANDS.items():
-        assert re.search(rf"^ +{name} +{text}$", output, re.MULTILINE), name
-    assert f"--preset {{{','.join(PRESET_NAMES)}}}" in output and "--debug" in output
-
-
-@pytest.mark.parametrize("arguments", [["sample", "nowhere", "--prompt", "a"], ["--steps", "0"]])
-def test_debug_shows_the_traceback(arguments, capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        main([*arguments, "--debug"])
-    assert exit_info.value.code == 2
-    error = capsys.readouterr().err
-    assert "Traceback (most recent call last)" in error
-    assert "error: " in error.splitlines()[-1] and "--debug" not in error.splitlines()[-1]
-
-
-class Bug(Exception):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (ValueError("a\nb"), "python -m train eval: error: a b (--debug shows the traceback)\n"),
-        (PermissionError(13, "Permission denied", "x"), "eval: error: .*denied: 'x' .--debug"),
-        (FloatingPointError("nan"), "error: nan"),
-        (RunError("it is gone"), "python -m train eval: error: it is gone\n"),
-        (data.DataError("use --data.path"), "eval: error: use --path\n"),
-    ],
-)
-def test_errors_of_users_and_machines_are_a_line(error, line, capsys, monkeypatch):
-    monkeypatch.setattr(commands, "evaluate", functools.partial(throw, error))
-    with pytest.raises(SystemExit) as exit_info:
-        main(["eval"])
-    assert exit_info.value.code == 2
-    printed = capsys.readouterr().err
-    assert re.search(line.replace("(", r"\(").replace(")", r"\)"), printed), printed
-    assert printed.count("\n") == 1
-
-
-def test_bugs_keep_their_traceback(monkeypatch):
-    for error in (Bug("a"), TypeError("b"), AssertionError("c")):
-        monkeypatch.setattr(commands, "evaluate", functools.partial(throw, error))
-        with pytest.raises(type(error)):
-            main(["eval"])

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import train.loop
+import train.setup
 from models.llama_hf import load_pretrained
 from support import tiny_run
 from train.__main__ import main
@@ -80,7 +81,7 @@ def error_of(monkeypatch, capsys, unchecked_shapes):
 
     def command(arguments: list[str]) -> str:
         monkeypatch.setattr(sys, "argv", ["train", *arguments])
-        monkeypatch.setattr(train.loop, "_compile", compile_nothing)
+        monkeypatch.setattr(train.loop, "compile_steps", compile_nothing)
         with pytest.raises(SystemExit) as exit_info:
             main(arguments)
         printed = capsys.readouterr().err
@@ -161,7 +162,7 @@ def test_more_devices_than_there_are(error_of, tmp_path, monkeypatch):
     def mesh_of(config):
         raise ValueError("data=3 times fsdp=1 must be the number of devices, 1")
 
-    monkeypatch.setattr(train.loop, "mesh_of", mesh_of)
+    monkeypatch.setattr(train.setup, "mesh_of", mesh_of)
     error = error_of(flags(tmp_path, {"mesh.data": "3"}))
     assert error == "error: --mesh: data=3 times fsdp=1 must be the number of devices, 1\n"
 

@@ -195,7 +195,9 @@ def test_the_largest_batch_is_an_epoch():
     dataset = PackedDataset.from_documents(make_documents(), sequence_length=10)
     batch = dataset.batch(0, batch_size=dataset.num_rows, seed=0)
     assert len(set(as_keys(batch))) == dataset.num_rows
-    with pytest.raises(ValueError, match=r"batch_size=66 .* the 65 rows .*sequence_length=10"):
+    with pytest.raises(
+        ValueError, match=r"batch_size=66 .* 65, the number of rows .*sequence_length=10"
+    ):
         dataset.batch(0, batch_size=66, seed=0)
     with pytest.raises(ValueError, match="batch_size=0"):
         dataset.batch(0, batch_size=0, seed=0)
@@ -212,7 +214,7 @@ def test_the_smallest_corpus():
     assert as_rows(one_row.batch(0, batch_size=1, seed=0)) == [
         {"tokens": [BOS, 65], "labels": [65, EOS], "segment_ids": [1, 1], "positions": [0, 1]}
     ]
-    with pytest.raises(ValueError, match=r"3 tokens in 1 documents .*sequence_length=3.* takes 4"):
+    with pytest.raises(ValueError, match=r"3 tokens in 1 documents .*sequence_length=3.* needs 4"):
         PackedDataset.from_documents([document], sequence_length=3)
     with pytest.raises(ValueError, match="0 tokens in 0 documents"):
         PackedDataset.from_documents([], sequence_length=2)

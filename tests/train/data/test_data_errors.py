@@ -81,7 +81,7 @@ CASES = {
     "unknown suffix": (
         text("a.doc"),
         {"path": "a.doc"},
-        r"/a\.doc: .*\.doc file .* rename .*\.txt",
+        r"/a\.doc: .*suffix '\.doc' .* rename .*\.txt",
     ),
     "no suffix": (text("README"), {"path": "README"}, r"/README: .* rename .*\.md"),
     "empty file": (text(content=b""), {}, r"folder, train: 0 tokens .*use more text"),
@@ -105,12 +105,12 @@ CASES = {
     "less than a row": (
         text(content=b"short"),
         {},
-        r"train: 7 tokens .* takes 17\); use more text",
+        r"train: 7 tokens .* needs 17\); use more text",
     ),
     "fewer rows than a step": (
         text(),
         {"batch_size": 64, "accumulation_steps": 2},
-        r"makes \d+ rows of 16 tokens, fewer than the 128 of a step; .*--data\.batch-size",
+        r"makes \d+ rows of 16 tokens, fewer than the 128 rows of a step; .*--data\.batch-size",
     ),
     "nothing held out": (
         text(),

@@ -125,7 +125,7 @@ def test_damage_to_what_was_committed_is_found(config, monkeypatch):
     content = bytearray(path.read_bytes())
     content[10] ^= 4
     path.write_bytes(content)
-    refused(config, r"/train\.tokens is damaged \(its checksum is \w+, where \w+ was written\)")
+    refused(config, r"/train\.tokens is damaged \(its checksum is \w+, but \w+ was written\)")
 
 
 def test_a_position_in_no_file_is_named(config, monkeypatch):
@@ -167,9 +167,9 @@ MALFORMED = {
     "hash": (changed("content_hash", to=3), "content_hash is 3, not a text"),
     "no hash": (changed("content_hash", to="xyz"), "non-hexadecimal"),
     # Right by themselves; any of them would drop, repeat or relabel text.
-    "less": (changed("train", "tokens", to=20), "it has another checksum than it says"),
-    "no prompts": (changed("train", "prompts", to=0), "it has another checksum than it says"),
-    "elsewhere": (changed("position", "offset", to=40), "it has another checksum than it says"),
+    "less": (changed("train", "tokens", to=20), "its checksum is wrong"),
+    "no prompts": (changed("train", "prompts", to=0), "its checksum is wrong"),
+    "elsewhere": (changed("position", "offset", to=40), "its checksum is wrong"),
 }
 UNREADABLE = {
     "empty": (b"", "Expecting value"),
@@ -213,7 +213,7 @@ def test_an_entry_without_checksums_is_made_again(config, entry, capsys):
     entry.rename(old)
     capsys.readouterr()
     opened(config)
-    line = f"{config.path[0]}: tokenized again, because {old} is of an earlier version, without "
+    line = f"{config.path[0]}: tokenizing again, because {old} is of an earlier version, without "
     assert capsys.readouterr().out.startswith(line)
     assert contents(entry) == contents(old)
     opened(config)
@@ -434,7 +434,7 @@ def test_special_files_are_refused_before_they_are_opened(name, config, tmp_path
         path = tmp_path / suffix[1:] / f"special{suffix}"
         make(path)
         message = {"link to a link to itself": "cannot be read", "dangling link": "does not exist"}
-        message = message.get(name, f"is {found}, not a regular file; name a file")
+        message = message.get(name, f"is {found}, not a regular file; copy its")
         alone = DataConfig(
             source="stdlib",
             path=(path,),

@@ -13,17 +13,16 @@ from rich.console import Console
 
 from pallas_kernels.hardware import Hardware
 from train.errors import RunError
+from train.formats import format_count, format_duration
 from train.reporting.metrics import (
     MetricsWriter,
-    Progress,
     Throughput,
     device_memory,
     flops_per_token,
-    format_count,
-    format_duration,
     mfu,
     run_environment,
 )
+from train.reporting.progress import Progress
 
 LLAMA_3_2_1B = SimpleNamespace(
     vocab_size=128_256,

@@ -16,10 +16,12 @@ import pytest
 import train.reporting.report
 import train.reporting.rows
 from train.errors import RunError
-from train.reporting import compare
+from train.reporting import compare, figures
+from train.reporting.figures import smooth
 from train.reporting.metrics import MetricsWriter
 from train.reporting.page import figure_html, page_html
-from train.reporting.report import RunMetrics, load_metrics, plot, smooth, write_report
+from train.reporting.report import plot, write_report
+from train.reporting.results import RunMetrics, load_metrics
 
 
 def train_row(step, **changes):
@@ -133,9 +135,7 @@ def test_plot_is_an_image_that_can_be_read(tmp_path):
 )
 def test_any_name_of_a_run_is_drawn_and_shown_as_it_is(name, tmp_path):
     metrics = RunMetrics([train_row(1)], [])
-    assert train.reporting.report._png(
-        metrics, name, train.reporting.report.LIGHT, (2.0, 2.0)
-    ).startswith(b"\x89PNG")
+    assert figures.loss_png(metrics, name, figures.LIGHT, (2.0, 2.0)).startswith(b"\x89PNG")
     (page,) = Page(page_html(name, []).decode()).text["title"]
     assert page == name.replace("\udcff", "\N{REPLACEMENT CHARACTER}")
 
@@ -150,25 +150,25 @@ def letters_px(figure, width_px):
 def test_letters_can_be_read_on_a_narrow_page_and_a_wide_one(monkeypatch):
     """A page of 500 pixels leaves 434 to a figure; from 768 the wide one is shown, in 702."""
     drawn = []
-    finished = train.reporting.report.finished_png
+    finished = figures.finished_png
     monkeypatch.setattr(
-        train.reporting.report,
+        figures,
         "finished_png",
         lambda *args: drawn.append(args[0]) or finished(*args),
     )
     rows = [train_row(s, loss=9.0 if s == 1 else 2.0 + 1 / s) for s in range(1, 100)]
     metrics = RunMetrics(rows, [held_out_row(99)])
-    theme = train.reporting.report.LIGHT
+    theme = figures.LIGHT
     for size, width_px in (
-        (train.reporting.report._NARROW, 434),
-        (train.reporting.report._WIDE, 702),
+        (figures.NARROW, 434),
+        (figures.WIDE, 702),
     ):
-        train.reporting.report._png(metrics, "run", theme, size)
+        figures.loss_png(metrics, "run", theme, size)
         assert letters_px(drawn[-1], width_px) >= 11
         # What is out of sight is told.
         notes = [text.get_text() for text in drawn[-1].findobj(matplotlib.text.Text)]
         assert any(re.fullmatch(r"cut off at 2\.\d+; the highest is 9", note) for note in notes)
-    train.reporting.report._details_png("gradient norm", [1.0, 2.0], [0.5, 0.7], theme)
+    figures.details_png("gradient norm", [1.0, 2.0], [0.5, 0.7], theme)
     assert letters_px(drawn[-1], 434) >= 11
     assert "(max-width: 48rem)" in figure_html("", [b"", b""], [b"", b""])
 
@@ -199,7 +199,7 @@ def test_a_comparison_draws_both_runs_and_tells_what_is_cut_off(monkeypatch):
     monkeypatch.setattr(compare, "finished_png", lambda *args: finished.append(args) or b"")
     rows = [train_row(s, loss=9.0 if s == 1 else 2.0 + 1 / s) for s in range(1, 100)]
     runs = [RunMetrics(rows, []), RunMetrics(rows[:50], [])]
-    compare._panel_png("loss", "training loss", runs, train.reporting.report.LIGHT)
+    compare._panel_png("loss", "training loss", runs, figures.LIGHT)
     ((figure, (axes,), _),) = finished
     assert len(axes.lines) == 2
     assert "cut off at" in axes.get_title(loc="left")
@@ -292,10 +292,10 @@ def light_and_narrow(monkeypatch):
     """Draws a figure once: those for a dark page and a wide one have other colours and sizes."""
 
     def less(draw):
-        left_out = train.reporting.report.DARK, train.reporting.report._WIDE
+        left_out = figures.DARK, figures.WIDE
         return lambda *args: b"" if any(arg in left_out for arg in args) else draw(*args)
 
-    for name in ("_png", "_details_png"):
+    for name in ("loss_png", "details_png"):
         monkeypatch.setattr(
             train.reporting.report, name, less(getattr(train.reporting.report, name))
         )

@@ -1,0 +1,152 @@
+"""The layers of a Llama: norms, the projections of the attention, and the MLP.
+
+Their parameters have Hugging Face's names. `config.implementation` goes unchanged to each operation
+of `pallas_kernels`.
+"""
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from models.config import ACTIVATIONS, AUTO_REMAT, LlamaConfig
+from models.remat import remat_policy
+from models.rope import apply_rotary
+from models.sharding import map_over_batch, tensor_axis
+from pallas_kernels import add_rms_norm, rms_norm, sharded_add_rms_norm
+from pallas_kernels.layers import SwiGLU
+
+
+class Norm(nnx.Module):
+    """RMSNorm, with or without a residual addition before it, on one device and on a mesh.
+
+    XLA cannot split a kernel, so on a mesh each device norms its own tokens.
+    """
+
+    def __init__(self, config: LlamaConfig):
+        self.weight = nnx.Param(jnp.ones((config.hidden_size,), config.param_dtype))
+        self.eps = config.rms_norm_eps
+        self.implementation = config.implementation
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"eps": self.eps, "casting": "llama", "implementation": self.implementation}
+
+    def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
+        """The norm of every token."""
+        norm = lambda weight, x: rms_norm(x, weight, **self._options)
+        return map_over_batch(norm)(self.weight[...], x)
+
+    def add(
+        self, x: Float[Array, "B S D"], residual: Float[Array, "*T D"]
+    ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
+        """`(norm(x + residual), x + residual)`.
+
+        Where devices share sequences, `x` is one device's summand for all of their tokens, and
+        `residual` and the results are this device's share of the tokens.
+        """
+        weight = self.weight[...]
+        if axis := tensor_axis():
+            partial = x.reshape(-1, x.shape[-1])
+            return sharded_add_rms_norm(
+                partial, residual, weight, axis_name=axis, gather=False, **self._options
+            )
+
+        def add_norm(weight, tokens):
+            x, residual = tokens
+            return add_rms_norm(x, residual, weight, **self._options)
+
+        return map_over_batch(add_norm)(weight, (x, residual))
+
+
+class Attention(nnx.Module):
+    """The four projections of grouped-query attention; the caller runs the attention itself."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        def linear(size_in: int, size_out: int) -> nnx.Linear:
+            return nnx.Linear(
+                size_in,
+                size_out,
+                use_bias=config.attention_bias,
+                dtype=config.dtype,
+                param_dtype=config.param_dtype,
+                kernel_init=nnx.initializers.normal(config.initializer_range),
+                rngs=rngs,
+            )
+
+        num_channels = config.num_attention_heads * config.head_dim
+        num_kv_channels = config.num_key_value_heads * config.head_dim
+        self.q_proj = linear(config.hidden_size, num_channels)
+        self.k_proj = linear(config.hidden_size, num_kv_channels)
+        self.v_proj = linear(config.hidden_size, num_kv_channels)
+        self.o_proj = linear(num_channels, config.hidden_size)
+        self.head_dim = config.head_dim
+
+    def project(
+        self, x: Float[Array, "B S D"], cos: Float[Array, "#B S h"], sin: Float[Array, "#B S h"]
+    ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+        """Queries and keys, both rotated to their positions, and values."""
+        heads = lambda a: a.reshape(*a.shape[:-1], -1, self.head_dim)
+        q = apply_rotary(heads(self.q_proj(x)), cos, sin)
+        k = apply_rotary(heads(self.k_proj(x)), cos, sin)
+        v = heads(self.v_proj(x))
+        return checkpoint_name(q, "q"), checkpoint_name(k, "k"), checkpoint_name(v, "v")
+
+    def output(self, attn_out: Float[Array, "B S N H"]) -> Float[Array, "B S D"]:
+        """The output projection of all heads."""
+        attn_out = checkpoint_name(attn_out, "attn_out")
+        out = self.o_proj(attn_out.reshape(*attn_out.shape[:-2], -1))
+        return checkpoint_name(out, "attn_proj")
+
+
+class MLP(SwiGLU):
+    """The gated MLP with the configured activation; with `silu` it is SwiGLU."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        super().__init__(
+            config.hidden_size,
+            config.intermediate_size,
+            use_bias=config.mlp_bias,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            kernel_init=nnx.initializers.normal(config.initializer_range),
+            save=_kept_by_mlp(config),
+            chunk_size=config.mlp_chunk_size or None,
+            implementation=config.implementation,
+            rngs=rngs,
+        )
+        self.hidden_act = config.hidden_act
+
+    def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
+        """The MLP of every token."""
+        if self.hidden_act == "silu":
+            return super().__call__(x)
+        gate = checkpoint_name(self.gate_proj(x), "gate")
+        up = checkpoint_name(self.up_proj(x), "up")
+        return self.down_proj(ACTIVATIONS[self.hidden_act](gate) * up)
+
+
+def _kept_by_mlp(config: LlamaConfig) -> Literal["gate_up", "x"]:
+    """The tensors that the MLP keeps for its backward: gate and up, or only its input.
+
+    The input alone is faster where the policy keeps the norm after the MLP, so that the MLP's
+    forward runs only once. That forward never writes gate and up. The backward makes them again, as
+    it would in any case.
+    """
+    if config.mlp_chunk_size:
+        return "x"
+    if config.remat == AUTO_REMAT or config.mlp_bias:
+        return "gate_up"
+    kept = remat_policy(config.remat).kept
+    return "x" if {"residual", "rstd"} <= kept and not {"gate", "up"} & kept else "gate_up"
+
+
+class OutputEmbedding(nnx.Module):
+    """The weight `[V, D]` of a model whose output embedding is not its input embedding."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        shape = config.vocab_size, config.hidden_size
+        init = nnx.initializers.normal(config.initializer_range)
+        self.weight = nnx.Param(init(rngs.params(), shape, config.param_dtype))

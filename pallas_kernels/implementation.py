@@ -1,0 +1,69 @@
+"""Names of implementations, and the choice of one.
+
+An operation has up to three implementations, each a module of its folder:
+
+- `"reference"`: the formula in plain JAX, differentiated by JAX. The tests compare with it.
+- `"xla"`: the best algorithm for XLA, in plain JAX. It is the reference where no other is better.
+- `"mosaic_gpu"`: Mosaic GPU kernels.
+"""
+
+from typing import Any, Literal, get_args
+
+import jax
+
+from pallas_kernels.gpu.device import runs_here
+from pallas_kernels.sharding import sharded_reason
+
+type Implementation = Literal["reference", "xla", "mosaic_gpu"]
+
+
+def check_implementation(name: Any) -> None:
+    """Raises ValueError unless the name is that of an implementation, or None."""
+    names = get_args(Implementation.__value__)
+    if name is not None and name not in names:
+        raise ValueError(f"implementation={name!r} must be None or one of {names}")
+
+
+def choose_implementation(
+    asked_for: Implementation | None,
+    x: jax.Array,
+    unsupported: str | None,
+    *,
+    fallback: Implementation,
+) -> tuple[Implementation, str | None]:
+    """The implementation to run, and the reason why it is not the kernel.
+
+    A name is binding. With None the kernel runs if it takes the arguments, the default device is a
+    GPU that can run it, and the arguments are whole on one device.
+
+    Args:
+      asked_for: Name that the caller gave.
+      x: Array that tells whether the arguments are split over devices.
+      unsupported: Reason why the kernel does not take the arguments, if there is one.
+      fallback: Implementation to run in the kernel's place.
+
+    Raises:
+      NotImplementedError: The caller asked for the kernel, which does not take the arguments.
+    """
+    if asked_for == "mosaic_gpu":
+        if unsupported is not None:
+            raise NotImplementedError(f"implementation='mosaic_gpu': {unsupported}")
+        return asked_for, None
+    if asked_for is not None:
+        return asked_for, by_name(asked_for)
+    reason = unsupported or runs_here() or sharded_reason(x)
+    return ("mosaic_gpu", None) if reason is None else (fallback, reason)
+
+
+def by_name(name: Implementation) -> str:
+    """The reason for what the caller asked for."""
+    return f"the caller asked for implementation={name!r}; implementation=None takes the fastest"
+
+
+def check_no_config(config: Any, implementation: Implementation | None) -> None:
+    """Raises ValueError if there are launch parameters for what is no kernel."""
+    if config is not None:
+        raise ValueError(
+            f"{config=}: {implementation=} has no launch parameters; leave config=None, or ask for "
+            "implementation='mosaic_gpu'"
+        )

@@ -1,0 +1,228 @@
+"""Checks of the arguments of the linear cross-entropy, and labels as its programs take them."""
+
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.arguments import (
+    BITS_OF_PRODUCTS,
+    as_array,
+    check_config,
+    check_floating,
+    check_integer,
+    check_number,
+    floating_arrays,
+    number,
+)
+from pallas_kernels.loss.config import Config
+from pallas_kernels.loss.plan import LossImplementation, Request, Settings, choose_implementation
+from pallas_kernels.loss.token_loss import LossOptions
+
+type Reduction = Literal["mean", "sum", "none"]
+
+# Labels that are no column of the vocabulary become one of these.
+IGNORED, OUT_OF_RANGE = -1, -2
+_DTYPES_OF_WEIGHTS = jnp.floating, jnp.integer, jnp.bool_
+
+
+def check_arrays(
+    x: Any, weight: Any, labels: Any, bias: Any, token_weights: Any
+) -> tuple[Array, Array, Array | None]:
+    """`(x, weight, bias)` as JAX arrays, `x` with one axis of tokens.
+
+    Raises:
+      ValueError: shapes disagree.
+      TypeError: an argument is no array, or its dtype does not suit it.
+    """
+    x, weight = floating_arrays(x=x, weight=weight, least_bits=BITS_OF_PRODUCTS)
+    if bias is not None:
+        (bias,) = floating_arrays(bias=bias, least_bits=BITS_OF_PRODUCTS)
+    if weight.ndim != 2 or 0 in weight.shape:
+        raise ValueError(f"weight must be [V, D] with D >= 1 and V >= 1, got {weight.shape}")
+    if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x {x.shape} and weight {weight.shape} must agree in their last axis")
+    as_array("labels", labels)
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(
+            f"labels must have shape {x.shape[:-1]} (x is {x.shape}), got {labels.shape}"
+        )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"labels must be integers, got {labels.dtype}; cast labels to int32")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must have shape {weight.shape[:1]}, got {bias.shape}")
+    if token_weights is not None:
+        _check_token_weights(token_weights, labels)
+    return x.reshape(-1, x.shape[-1]), weight, bias
+
+
+def _check_token_weights(token_weights: Any, labels: Any) -> None:
+    as_array("token_weights", token_weights)
+    if token_weights.shape != labels.shape:
+        raise ValueError(
+            f"token_weights must have the shape of labels, {labels.shape}, got "
+            f"{token_weights.shape}"
+        )
+    if not any(jnp.issubdtype(token_weights.dtype, t) for t in _DTYPES_OF_WEIGHTS):
+        raise TypeError(
+            f"token_weights is {token_weights.dtype}, not a floating dtype, integers or bools; "
+            "cast token_weights to float32"
+        )
+
+
+def checked_request(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    *,
+    ignore_index: int,
+    reduction: Reduction,
+    label_smoothing: float,
+    z_loss: float,
+    logit_softcap: float | None,
+    chunk_size: int | None,
+    vocab_chunk_size: int | None,
+    max_logits_bytes: int | None,
+    vocab_axis: str | None,
+    accum_dtype: Any,
+    implementation: LossImplementation | None,
+    config: Config | None,
+) -> tuple[Request, str | None]:
+    """What the plan depends on, and why the kernels do not run; None if they do.
+
+    Raises:
+      ValueError: an option is out of its range, or a name is unknown.
+      TypeError: an option is of a wrong type.
+      NotImplementedError: the caller names the kernels, and they do not take the arguments.
+    """
+    names = get_args(LossImplementation.__value__)
+    if implementation is not None and implementation not in names:
+        raise ValueError(f"{implementation=} must be None or one of {names}")
+    chosen, why_no_kernel = choose_implementation(x, implementation)
+    if config is not None and chosen != "mosaic_gpu":
+        raise ValueError(f"{config=}: implementation={chosen!r} has no launch parameters")
+    check_config(config, Config)
+    _check_options(reduction, ignore_index, label_smoothing, z_loss, logit_softcap)
+    _check_chunks(chunk_size, vocab_chunk_size, max_logits_bytes)
+    _check_accum_dtype(accum_dtype)
+    if vocab_axis is not None and chosen == "reference":
+        raise ValueError(f"{vocab_axis=}: implementation='reference' has the whole vocabulary")
+    settings = Settings(
+        options=LossOptions(
+            ignore_index=IGNORED,
+            label_smoothing=float(label_smoothing),
+            z_loss=float(z_loss),
+            logit_softcap=None if logit_softcap is None else float(logit_softcap),
+        ),
+        implementation=chosen,
+        accum_dtype=jnp.dtype(accum_dtype),
+        vocab_axis=vocab_axis,
+        config=config or Config(),
+    )
+    request = Request(
+        settings=settings,
+        x=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        weight=jax.ShapeDtypeStruct(weight.shape, weight.dtype),
+        has_bias=bias is not None,
+        chunk_size=chunk_size,
+        vocab_chunk_size=vocab_chunk_size,
+        max_logits_bytes=max_logits_bytes,
+    )
+    return request, why_no_kernel
+
+
+def _check_options(reduction, ignore_index, label_smoothing, z_loss, logit_softcap) -> None:
+    if reduction not in get_args(Reduction.__value__):
+        raise ValueError(f"{reduction=} must be one of {get_args(Reduction.__value__)}")
+    check_integer("ignore_index", ignore_index, remedy="a label that no token has ignores none")
+    if not 0 <= number("label_smoothing", label_smoothing, remedy="0.0 is none") <= 1:
+        raise ValueError(f"{label_smoothing=} must lie in [0, 1]")
+    check_number("z_loss", z_loss, least=0.0, remedy="0.0 is none")
+    remedy = "None turns the cap off"
+    if logit_softcap is not None:
+        if not number("logit_softcap", logit_softcap, remedy=remedy) > 0:
+            raise ValueError(f"{logit_softcap=} must be above 0; {remedy}")
+        check_number("logit_softcap", logit_softcap, remedy=remedy)
+
+
+def _check_chunks(chunk_size, vocab_chunk_size, max_logits_bytes) -> None:
+    given = {
+        "chunk_size": chunk_size,
+        "vocab_chunk_size": vocab_chunk_size,
+        "max_logits_bytes": max_logits_bytes,
+    }
+    given = {name: size for name, size in given.items() if size is not None}
+    for name, size in given.items():
+        check_integer(name, size, remedy="None chooses one")
+        if size < 1:
+            raise ValueError(f"{name}={size} must be at least 1")
+    if len(given) > 1:
+        sizes = " and ".join(f"{name}={size}" for name, size in given.items())
+        raise ValueError(f"{sizes} each choose the chunks; give one of them")
+
+
+def _check_accum_dtype(accum_dtype) -> None:
+    try:
+        # NumPy takes None for float64.
+        dtype = jnp.dtype("None" if accum_dtype is None else accum_dtype)
+    except TypeError:
+        raise TypeError(f"{accum_dtype=} must be a dtype, such as jnp.float32") from None
+    check_floating(f"accum_dtype={dtype}", dtype, "change it", least_bits=BITS_OF_PRODUCTS)
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(f"accum_dtype={dtype} needs jax_enable_x64; change it to float32")
+
+
+def num_parts(vocab_axis: str | None) -> int:
+    """Number of devices over which the vocabulary is split."""
+    if vocab_axis is None:
+        return 1
+    if not isinstance(vocab_axis, str):
+        raise TypeError(f"{vocab_axis=} must be the name of a mesh axis, or None")
+    try:
+        return jax.lax.axis_size(vocab_axis)
+    except NameError:
+        raise ValueError(
+            f"{vocab_axis=} is not bound; call linear_cross_entropy inside of jax.shard_map over a "
+            "mesh with this axis, or leave it out where the weight is whole"
+        ) from None
+
+
+def labels_and_weights(
+    labels: Any, token_weights: Any, vocab_size: int, ignore_index: int, check: bool
+) -> tuple[Int[Array, " T"], Bool[Array, " T"], Float[Array, " T"]]:
+    """`(labels, counts, weights)`: int32, whether each is not `ignore_index`, and token weights.
+
+    An ignored label becomes -1. A label out of range becomes -2, or -1 where its weight is 0.
+    Labels are compared before they are cast, and NumPy compares NumPy's: JAX would cut them to 32
+    bits, and 2^32 + 1 would be label 1.
+    """
+    kind = jnp.iinfo(labels.dtype)
+    in_range = (labels >= 0) & (labels <= min(vocab_size - 1, int(kind.max)))
+    ignored = labels != labels
+    if kind.min <= ignore_index <= kind.max:
+        ignored = labels == np.asarray(ignore_index, labels.dtype)
+    if check:
+        _check_labels(labels, ~(in_range | ignored), vocab_size, ignore_index)
+    counts = jnp.asarray(~ignored)
+    weights = counts.astype(jnp.float32)
+    if token_weights is not None:
+        weights = jnp.where(counts, jnp.asarray(token_weights).astype(jnp.float32), 0.0)
+    column = jnp.where(in_range, labels, 0).astype(jnp.int32)
+    outside = jnp.where(weights == 0, IGNORED, OUT_OF_RANGE)
+    return jnp.where(counts & in_range, column, outside), counts, weights
+
+
+def _check_labels(labels: Any, wrong: Any, vocab_size: int, ignore_index: int) -> None:
+    if labels.size == 0:
+        return
+    position = jnp.argmax(wrong)
+    checkify.check(
+        ~jnp.any(wrong),
+        "linear_cross_entropy: label {label} at token {position} is neither in "
+        f"[0, {vocab_size}) nor {ignore_index=}",
+        label=jnp.asarray(labels)[position],
+        position=position,
+    )

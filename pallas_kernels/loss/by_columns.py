@@ -1,0 +1,209 @@
+"""Losses and gradients of some columns of the vocabulary at a time: four GEMMs.
+
+The forward keeps the logsumexp of each token. The backward computes the logits of a slice of the
+vocabulary again, for all tokens, so it takes any cotangent. It writes each row of `dweight` once,
+as it is stored; with `mosaic_gpu` by a GEMM whose result XLA has put in its place
+(`mosaic_gpu/products.py`). `dx` is the sum over the chunks, in float32. A weight that is stored in
+float32 is rounded a chunk at a time and never as a whole.
+
+Numerics are those of `by_tokens.py`, except that `dweight` needs no sum over chunks.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.folding import fold_chunks
+from pallas_kernels.gpu.arrays import at_aligned_addresses
+from pallas_kernels.loss.columns import (
+    Columns,
+    Gradients,
+    loss_of_logits,
+    once,
+    over_axis,
+    place_in_vocabulary,
+    rescaled,
+    rows_that_count,
+    scaled_coefficients,
+    statistics_of_linear,
+)
+from pallas_kernels.loss.mosaic_gpu import exponentials, products
+from pallas_kernels.loss.plan import ColumnChunks, Settings
+from pallas_kernels.loss.token_loss import TokenLosses, combine, losses_of
+
+_COLUMNS_AGAIN = 512  # 4 MiB of a weight with D = 4096
+_WIDTH = 128  # the least that our GEMM of dweight takes
+
+
+def losses(
+    settings: Settings,
+    plan: ColumnChunks,
+    x: Float[Array, "T D"],
+    weight: Float[Array, "V D"],
+    bias: Float[Array, " V"] | None,
+    labels: Int[Array, " T"],
+) -> TokenLosses:
+    """The losses alone: one GEMM."""
+    x, weight, bias = once(settings, (x, weight, bias))
+    first_column, vocab_size = place_in_vocabulary(settings, weight)
+    local_labels = labels - first_column
+
+    def statistics(part, start):
+        weight, bias = part
+        weight = weight.astype(x.dtype)
+        labels = local_labels - start
+        return None, statistics_of_linear(settings, x, weight, bias, labels, max(1, len(x)))
+
+    parts = fold_chunks(statistics, (weight, bias), plan.num_columns, stack=True)[1]
+    found = over_axis(settings, combine(parts))
+    return losses_of(found, labels, settings.options, vocab_size)
+
+
+class _Tokens(NamedTuple):
+    """What the chunks share.
+
+    Attributes:
+      x: hidden states.
+      labels: columns of this device's part of the vocabulary.
+      coefficients: coefficients of the losses, divided by `scale`.
+      scale: that factor; None if it is 1.
+      lse: logsumexp over the whole vocabulary.
+      known: what the exponentials take of it.
+      vocab_size: size of the whole vocabulary.
+    """
+
+    x: Float[Array, "T D"]
+    labels: Int[Array, " T"]
+    coefficients: Float[Array, " T"]
+    scale: Float[Array, ""] | None
+    lse: Float[Array, " T"]
+    known: exponentials.KnownSum
+    vocab_size: int
+
+
+def gradients(
+    settings: Settings,
+    plan: ColumnChunks,
+    x: Float[Array, "T D"],
+    weight: Float[Array, "V D"],
+    bias: Float[Array, " V"] | None,
+    coefficients: Float[Array, " T"],
+    labels: Int[Array, " T"],
+    lse: Float[Array, " T"],
+) -> Gradients:
+    """Gradients of `sum(coefficients · loss)`, in the dtypes of the arguments: three GEMMs."""
+    x, weight, bias, coefficients = once(settings, (x, weight, bias, coefficients))
+    first_column, vocab_size = place_in_vocabulary(settings, weight)
+    coefficients, scale = scaled_coefficients(settings, x, coefficients, labels, vocab_size)
+    tokens = _Tokens(
+        x=x,
+        labels=labels - first_column,
+        coefficients=coefficients,
+        scale=scale,
+        lse=lse,
+        known=exponentials.KnownSum.make(lse, coefficients, settings.options.z_loss),
+        vocab_size=vocab_size,
+    )
+
+    def one_chunk(part, start):
+        columns, dlogits = _dlogits(settings, plan, tokens, part, start)
+        dbias = None
+        if bias is not None:
+            dbias = rescaled(jnp.sum(dlogits.astype(jnp.float32), axis=0), scale)
+            dbias = dbias[: columns.num_columns].astype(bias.dtype)
+        dz = dlogits.astype(x.dtype)
+        dx = jnp.einsum("tv,vd->td", dz, columns.weight, preferred_element_type=jnp.float32)
+        return dx, (dweight_of(columns, dz, x), dbias)
+
+    def dweight_of(columns, dz, x):
+        dtype = weight.dtype if scale is None else jnp.float32
+        dweight = rescaled(_weight_gradient(settings, dz, x, dtype), scale)
+        return dweight[: columns.num_columns].astype(weight.dtype)
+
+    # `fold_chunks` writes zeros into dweight first: 0.64 ms of 47 at 8192 x 4096 x 128256 on an
+    # H100. Without them XLA would round a float32 weight as a whole (1002 MiB) and not by chunks.
+    dx, (dweight, dbias) = fold_chunks(one_chunk, (weight, bias), plan.num_columns)
+    dweight = _without_rows_that_do_not_count(
+        settings, plan, tokens, weight, bias, dweight, dweight_of
+    )
+    return Gradients(rescaled(dx, scale).astype(x.dtype), dweight, dbias)
+
+
+def _dlogits(settings: Settings, plan: ColumnChunks, tokens: _Tokens, part, start):
+    """`(columns, dlogits)` of the columns from `start` on, whose weight and bias are `part`."""
+    weight, bias = part
+    columns = Columns.make(settings, weight.astype(tokens.x.dtype), bias)
+    labels = tokens.labels - start
+    if plan.by_exponentials:
+        return columns, exponentials.dlogits_of_linear(
+            tokens.x,
+            columns.weight,
+            labels,
+            tokens.coefficients,
+            tokens.known,
+            num_columns=columns.num_columns,
+            config=settings.config.linear,
+        )
+    logits = columns.logits(tokens.x)
+    _, dlogits = loss_of_logits(
+        settings, columns, logits, labels, tokens.coefficients, tokens.lse, tokens.vocab_size
+    )
+    return columns, dlogits
+
+
+def _weight_gradient(settings: Settings, dz, x, dtype) -> jax.Array:
+    """`dz.T @ x`, rounded once."""
+    is_kernel = settings.implementation == "mosaic_gpu"
+    if is_kernel and products.unsupported_reason(dz, x, dtype) is None:
+        return products.product(
+            dz,
+            x,
+            a_layout="KM",
+            dtype=dtype,
+            kernel_name="weight_gradient",
+            config=settings.config.dweight,
+        )
+    product = jnp.einsum("tv,td->vd", dz, x, preferred_element_type=jnp.float32)
+    return product.astype(dtype)
+
+
+def _without_rows_that_do_not_count(
+    settings: Settings,
+    plan: ColumnChunks,
+    tokens: _Tokens,
+    weight,
+    bias,
+    dweight,
+    dweight_of: Callable[..., Any],
+):
+    """`dweight`, made again if a row of `x` that does not count is not finite.
+
+    `rows_that_count` would copy all tokens here: 64 MiB beside 43 at 8192 x 4096 x 128256 in 16
+    bits. So a loop makes `dweight` again, a few columns of x at a time, if it has to, and otherwise
+    has no iteration. XLA copies the slices of the weight in such a loop, so they are small.
+    """
+    x, coefficients = tokens.x, tokens.coefficients
+    size = min(plan.num_columns, len(weight), _COLUMNS_AGAIN)
+    width = _WIDTH if x.shape[1] % _WIDTH == 0 else x.shape[1]
+
+    def again(i, dweight):
+        start = jnp.minimum(i * size, len(weight) - size)
+        part = (weight, bias)
+        part = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, size), part)
+        columns, dlogits = _dlogits(settings, plan, tokens, at_aligned_addresses(part), start)
+        dz = dlogits.astype(x.dtype)
+
+        def some_columns(j, dweight):
+            some_x = jax.lax.dynamic_slice_in_dim(x, j * width, width, axis=1)
+            found = dweight_of(columns, dz, rows_that_count(some_x, coefficients))
+            return jax.lax.dynamic_update_slice(dweight, found, (start, j * width))
+
+        return jax.lax.fori_loop(0, x.shape[1] // width, some_columns, dweight)
+
+    is_broken = (coefficients == 0) & ~jnp.all(jnp.isfinite(x), axis=1)
+    times = jnp.where(jnp.any(is_broken), math.ceil(len(weight) / size), 0)
+    return jax.lax.fori_loop(0, times, again, dweight)

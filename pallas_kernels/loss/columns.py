@@ -1,0 +1,177 @@
+"""Logits of some columns of the vocabulary: what chunks of tokens and of columns share."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.derivatives import not_differentiable
+from pallas_kernels.folding import fold_chunks
+from pallas_kernels.loss import xla
+from pallas_kernels.loss.mosaic_gpu import logits as logits_kernel
+from pallas_kernels.loss.mosaic_gpu import statistics
+from pallas_kernels.loss.plan import Settings
+from pallas_kernels.loss.token_loss import LogitStatistics, combine
+
+
+class Gradients(NamedTuple):
+    """Gradients of the coefficient-weighted sum of the losses; `dbias` is None without a bias."""
+
+    dx: Float[Array, "T D"]
+    dweight: Float[Array, "V D"]
+    dbias: Float[Array, " V"] | None
+
+
+class Columns(NamedTuple):
+    """Columns of logits: all of this device's, or a chunk.
+
+    Attributes:
+      weight: rows of the embedding in the dtype of x, and rows of zeros where the kernel wants
+        whole lines.
+      bias: bias of the columns, if there is one.
+      num_columns: number of columns without the padding.
+      logits_dtype: dtype of the logits in memory.
+    """
+
+    weight: Float[Array, "Vp D"]
+    bias: Float[Array, " V"] | None
+    num_columns: int
+    logits_dtype: Any
+
+    @classmethod
+    def make(cls, settings: Settings, weight, bias) -> "Columns":
+        """The columns with these rows of the embedding, which are in the dtype of x."""
+        num_columns = len(weight)
+        if settings.implementation == "xla":
+            return cls(weight, bias, num_columns, jnp.float32)
+        # A copy, if the vocabulary is not a multiple of 128.
+        padding = -num_columns % logits_kernel.LINE
+        weight = jnp.pad(weight, ((0, padding), (0, 0))) if padding else weight
+        return cls(weight, bias, num_columns, weight.dtype)
+
+    def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T Vp"]:
+        """The logits without the bias."""
+        return product("td,vd->tv", x, self.weight, self.logits_dtype)
+
+
+def product(subscripts: str, rows, matrix, dtype) -> jax.Array:
+    """`einsum` that rounds only its result to `dtype`.
+
+    For a single row XLA for GPUs makes no GEMM: it multiplies in this dtype before it adds up in
+    float32 (JAX 0.11.2).
+    """
+    result = jnp.float32 if len(rows) == 1 else dtype
+    found = jnp.einsum(subscripts, rows, matrix, preferred_element_type=result)
+    return found.astype(dtype)
+
+
+def once(settings: Settings, arrays: Any) -> Any:
+    """The arrays, which can be differentiated once and only in reverse."""
+    return not_differentiable(
+        f"implementation={settings.implementation!r} of linear_cross_entropy has no forward-mode "
+        "and no second derivative; use implementation='reference'",
+        arrays,
+    )
+
+
+def statistics_of_linear(
+    settings: Settings,
+    x: Float[Array, "T D"],
+    weight: Float[Array, "V D"],
+    bias: Float[Array, " V"] | None,
+    labels: Int[Array, " T"],
+    chunk_size: int,
+) -> LogitStatistics:
+    """Statistics of these columns without a gradient: one GEMM.
+
+    The kernel has no logits in memory. Where it cannot run, the logits of `chunk_size` tokens are.
+    """
+    if settings.implementation == "mosaic_gpu" and statistics.unsupported_reason(x, weight) is None:
+        return statistics.linear_statistics(
+            x,
+            weight,
+            bias,
+            labels,
+            softcap=settings.options.logit_softcap,
+            with_total=settings.options.label_smoothing != 0,
+            config=settings.config.linear,
+        )
+
+    columns = Columns.make(settings, weight, bias)
+
+    def one_chunk(chunk, _):
+        x, labels = chunk
+        return None, loss_of_logits(settings, columns, columns.logits(x), labels)[0]
+
+    return fold_chunks(one_chunk, (x, labels), chunk_size)[1]
+
+
+def loss_of_logits(
+    settings: Settings, columns, logits, labels, coefficients=None, lse=None, vocab_size=None
+) -> tuple[Any, Any]:
+    """`(statistics, dlogits)`, either None if it was not asked for."""
+    of_columns: dict[str, Any] = {
+        "num_columns": columns.num_columns,
+        "coefficients": coefficients,
+        "lse": lse,
+        "vocab_size": vocab_size,
+        "bias": columns.bias,
+    }
+    if settings.implementation == "xla":
+        return xla.loss_of_logits(logits, labels, settings.options, **of_columns)
+    return logits_kernel.loss_of_logits(
+        logits, labels, settings.options, config=settings.config.logits, **of_columns
+    )
+
+
+def scaled_coefficients(settings: Settings, x, coefficients, labels, vocab_size):
+    """`(coefficients / scale, scale)`; `scale` is None where it would be 1.
+
+    A label that is neither ignored nor a column of the vocabulary makes its coefficient NaN. In a
+    mean the coefficients are powers of ten below 1. Divided by their maximum, the dlogits of a
+    float16 model stay clear of its smallest number. The exponents of the other dtypes reach far
+    enough.
+    """
+    wrong = (labels != settings.options.ignore_index) & ((labels < 0) | (labels >= vocab_size))
+    with_nan = jnp.where(wrong, jnp.nan, coefficients)
+    if x.dtype != jnp.float16:
+        return with_nan, None
+    finite = jnp.where(jnp.isfinite(coefficients), jnp.abs(coefficients), 0.0)
+    largest = jnp.max(finite, initial=0.0)
+    scale = jnp.where(largest > 0, largest, 1.0)
+    return with_nan / scale, scale
+
+
+def rescaled(gradient, scale):
+    """The gradient for `coefficients`, from the one for `coefficients / scale`."""
+    if scale is None:
+        return gradient
+    return (gradient.astype(jnp.float32) * scale).astype(gradient.dtype)
+
+
+def rows_that_count(x, coefficients):
+    """`x` with zeros for the tokens whose coefficient is 0.
+
+    Their dlogits are 0, but 0 times NaN is NaN, in all of `dweight`. A GEMM reads its operand from
+    memory, so this makes a copy. The copy of a chunk of 2048 x 4096 in 16 bits takes 16 MiB, beside
+    501 MiB of logits. Its reads and writes take about 10 us of 8 ms on an H100 (computed). The
+    exponentials need no copy: they multiply `x` with factors anyway (`exponentials.scaled`).
+    """
+    return jnp.where(coefficients[:, None] == 0, 0, x)
+
+
+def place_in_vocabulary(settings: Settings, weight) -> tuple[Any, int]:
+    """`(first column, size of the whole vocabulary)` of this device's weight."""
+    if settings.vocab_axis is None:
+        return 0, len(weight)
+    axis = settings.vocab_axis
+    return jax.lax.axis_index(axis) * len(weight), len(weight) * jax.lax.axis_size(axis)
+
+
+def over_axis(settings: Settings, found: LogitStatistics) -> LogitStatistics:
+    """Statistics of the whole vocabulary from those of each device's part: 20 bytes a token."""
+    if settings.vocab_axis is None:
+        return found
+    parts = jax.lax.all_gather(jnp.stack(found), settings.vocab_axis, axis=1)
+    return combine(LogitStatistics(*parts))

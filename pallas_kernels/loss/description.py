@@ -1,0 +1,133 @@
+"""A plan as a printable value: its products, its memory and the reason for it."""
+
+import dataclasses
+import math
+
+from pallas_kernels.folding import even_chunk_size
+from pallas_kernels.gpu.hopper_gemm import BLOCK_M
+from pallas_kernels.loss.mosaic_gpu import in_place, statistics
+from pallas_kernels.loss.mosaic_gpu.logits_config import LINE
+from pallas_kernels.loss.plan import (
+    AllLogits,
+    ColumnChunks,
+    InPlace,
+    LossImplementation,
+    Request,
+    TokenChunks,
+    choose,
+)
+
+_MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossPlan:
+    """What `linear_cross_entropy` does for arguments of these shapes; `str` of it is for people.
+
+    Products are matrix products of `2·T·D·V` FLOPs. "With gradients" means the gradients of `x` and
+    `weight`. Memory is in bytes and on each device. It counts logits, or the exponentials of logits
+    that some plans keep in their stead, and neither arguments nor results.
+
+    Attributes:
+      name: `"all logits"`, `"token chunks"`, `"column chunks"` or `"in place"`.
+      implementation: `"reference"`, `"xla"` or `"mosaic_gpu"`.
+      why_no_kernel: reason why the kernels do not run; None if they do.
+      reason: one sentence that says why this plan was chosen.
+      num_products: products of a loss with gradients.
+      num_products_alone: products of a loss without gradients.
+      num_chunks: number of chunks, one after the other; 1 if nothing is split. `"in place"` counts
+        the tokens whose exponentials are in `dweight`'s memory as one.
+      chunk_size: tokens of a chunk; all tokens where chunks are of columns.
+      num_columns: columns of a chunk; all columns where chunks are of tokens.
+      logits_bytes: logits or exponentials in memory at a time, with gradients.
+      logits_bytes_alone: logits in memory at a time, without gradients.
+      bytes_in_dweight: exponentials in the memory that `dweight` takes later.
+    """
+
+    name: str
+    implementation: LossImplementation
+    why_no_kernel: str | None
+    reason: str
+    num_products: int
+    num_products_alone: int
+    num_chunks: int
+    chunk_size: int
+    num_columns: int
+    logits_bytes: int
+    logits_bytes_alone: int
+    bytes_in_dweight: int
+
+    def __str__(self) -> str:
+        products = f"{self.num_products} matrix products with gradients, {self.num_products_alone}"
+        memory = f"{self.logits_bytes / _MIB:.1f} MiB of logits or exponentials with gradients, "
+        if self.bytes_in_dweight:
+            memory += f"{self.bytes_in_dweight / _MIB:.1f} MiB more in the memory of dweight, "
+        chunks = f"{self.num_chunks} x ({self.chunk_size} tokens x {self.num_columns} columns)"
+        lines = [
+            f"{self.name}, implementation={self.implementation!r}",
+            f"  {products} without",
+            f"  {memory}{self.logits_bytes_alone / _MIB:.1f} MiB without",
+            f"  chunks: {chunks}",
+            f"  why: {self.reason}",
+        ]
+        if self.why_no_kernel is not None:
+            lines.append(f"  no kernel: {self.why_no_kernel}")
+        return "\n".join(lines)
+
+
+def describe(request: Request, reduction: str, why_no_kernel: str | None) -> LossPlan:
+    """The description of the plan that `choose` has for the call."""
+    plan, reason = choose(request)
+    (num_tokens, hidden_size), vocab_size = request.x.shape, len(request.weight)
+    itemsize = request.logits_dtype.itemsize
+    padded = lambda n: n + -n % LINE if request.settings.implementation == "mosaic_gpu" else n
+    # Without a reduction the forward does not know the cotangents, so the backward makes the logits
+    # again.
+    num_products = 4 if reduction == "none" else 3
+    num_chunks, tokens, columns, in_dweight = 1, num_tokens, vocab_size, 0
+    match plan:
+        case AllLogits():
+            name, num_products = "all logits", 3
+            num_bytes = alone = num_tokens * vocab_size * itemsize
+        case TokenChunks(chunk_size=size):
+            name = "token chunks"
+            tokens = min(even_chunk_size(num_tokens, size), num_tokens)
+            num_chunks = math.ceil(num_tokens / tokens) if tokens else 1
+            num_bytes = alone = tokens * padded(vocab_size) * itemsize
+        case ColumnChunks(num_columns=size):
+            name, num_products = "column chunks", 4
+            columns = min(even_chunk_size(vocab_size, size), vocab_size)
+            num_chunks = math.ceil(vocab_size / columns)
+            num_bytes = alone = num_tokens * padded(columns) * itemsize
+        case InPlace(extent=extent, chunk_size=size):
+            name, alone = "in place", 0
+            tokens = size or num_tokens
+            num_chunks += math.ceil((num_tokens - extent.num_tokens) / tokens)
+            in_dweight, num_bytes = _bytes_in_place(extent, vocab_size, hidden_size)
+            num_bytes = max(num_bytes, tokens * vocab_size * itemsize if size else 0)
+    is_kernel = request.settings.implementation == "mosaic_gpu"
+    if is_kernel and statistics.unsupported_reason(request.x, request.operand) is None:
+        alone = 0
+    return LossPlan(
+        name=name,
+        implementation=request.settings.implementation,
+        why_no_kernel=why_no_kernel,
+        reason=reason,
+        num_products=num_products,
+        num_products_alone=1,
+        num_chunks=num_chunks,
+        chunk_size=tokens,
+        num_columns=columns,
+        logits_bytes=num_bytes,
+        logits_bytes_alone=alone,
+        bytes_in_dweight=in_dweight,
+    )
+
+
+def _bytes_in_place(extent: in_place.Extent, vocab_size: int, hidden_size: int) -> tuple[int, int]:
+    """Exponentials of 16 bits in the memory of `dweight`, and in memory of their own."""
+    row = 2 * in_place.row_width(hidden_size, extent.dtype)
+    beside = 2 * vocab_size * (extent.num_beside + -extent.num_beside % BLOCK_M)
+    if not extent.bands.number:
+        return 0, vocab_size * row + beside
+    return vocab_size * row, extent.bands.num_copied * row + beside

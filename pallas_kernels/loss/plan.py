@@ -1,0 +1,344 @@
+"""Which program computes the loss: the only place that chooses.
+
+`choose` takes what is known before anything runs (sizes, dtypes, options, device, whether the
+vocabulary is split) and returns one of four plans with the reason for it:
+
+- `AllLogits`: all logits in float32, differentiated by JAX. `implementation="reference"`.
+- `TokenChunks`: all columns of some tokens at a time.
+- `ColumnChunks`: all tokens of some columns at a time.
+- `InPlace`: the memory of `dweight` holds the exponentials of all tokens, or of the first ones.
+
+`docs/kernels/loss.md` compares them.
+"""
+
+import dataclasses
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gpu.device import runs_here, target_device
+from pallas_kernels.gpu.hopper_gemm import BLOCK_M, Operand
+from pallas_kernels.loss.config import Config
+from pallas_kernels.loss.mosaic_gpu import exponentials, in_place, logits, products
+from pallas_kernels.loss.token_loss import LossOptions
+from pallas_kernels.sharding import sharded_over_devices
+
+# Not "Implementation": beartype takes aliases of one name for one type, whatever their module.
+type LossImplementation = Literal["reference", "xla", "mosaic_gpu"]
+
+# Memory of the logits of a chunk, unless the caller gives a limit. On an H100 at D = 2048 and
+# V = 128256 (2026-11-21), chunks of 512 tokens take 38 % longer than chunks of 2048, 1024 take 6 %
+# longer, and 4096 save 2 %. 2048 tokens have 501 MiB of 16-bit logits.
+_LOGITS_BYTES = 512 * 2**20
+# Fewest tokens of a chunk. Every chunk reads and writes `dweight` once: 8 bytes an entry for 2
+# flops a token. At 8192 x 4096 x 128256 (H100) chunks of 1024 tokens take 39.7 ms, of 768 44.6 and
+# of 512 55.5. Chunks of columns take 48 ms: they have a fourth GEMM and nothing to add up.
+_MIN_CHUNK = 768
+_TILE = 128  # of the GEMMs, in tokens and columns
+# Tokens of two blocks that share operands in our GEMMs. Chunks of 1408 tokens take as long as 1536:
+# at 4096 x 8192 x 128256 (H100) chunks of 1408 take 1.151 times the bare GEMMs, 1536 take 1.102. At
+# 8192 x 3584 x 152064 1664 take 1.176, and 1536 take 1.129.
+_PAIR = 2 * BLOCK_M
+# Memory of the exponentials that are copied out of `dweight` (in_place.py). It holds 45 blocks of
+# 128 rows of a float32 `dweight` at D = 4096. So bands can have 33 blocks: 4 tiles for each of the
+# 132 multiprocessors of an H100.
+_COPIED_BYTES = 96 * 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Static settings of a program that do not depend on its plan.
+
+    Attributes:
+      options: options of the loss.
+      implementation: code that makes losses and gradients from logits.
+      accum_dtype: dtype in which chunks of tokens add up `dweight`.
+      vocab_axis: mesh axis, inside of `jax.shard_map`, over which the vocabulary is split.
+      config: launch parameters.
+    """
+
+    options: LossOptions
+    implementation: LossImplementation
+    accum_dtype: jnp.dtype
+    vocab_axis: str | None
+    config: Config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """Everything that the plan depends on.
+
+    Attributes:
+      settings: static settings of the program.
+      x: hidden states `[T, D]`, or their shape and dtype.
+      weight: output embedding `[V, D]`, or its shape and dtype; this device's part of a split one.
+      has_bias: whether the logits have a bias.
+      chunk_size: tokens of a chunk that the caller asks for.
+      vocab_chunk_size: columns of a chunk that the caller asks for.
+      max_logits_bytes: limit that the caller sets for logits in memory.
+    """
+
+    settings: Settings
+    x: Operand
+    weight: Operand
+    has_bias: bool
+    chunk_size: int | None
+    vocab_chunk_size: int | None
+    max_logits_bytes: int | None
+
+    @property
+    def operand(self) -> jax.ShapeDtypeStruct:
+        """The weight as the GEMMs take it, in the dtype of `x`."""
+        return jax.ShapeDtypeStruct(self.weight.shape, self.x.dtype)
+
+    @property
+    def logits_dtype(self) -> jnp.dtype:
+        """Dtype of logits in memory."""
+        is_kernel = self.settings.implementation == "mosaic_gpu"
+        return jnp.dtype(self.x.dtype if is_kernel else jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AllLogits:
+    """All logits in float32, differentiated by JAX."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TokenChunks:
+    """All columns of some tokens at a time: three GEMMs, and a sum of `dweight` over chunks.
+
+    Attributes:
+      chunk_size: tokens of a chunk, at most.
+      by_exponentials: whether the GEMM of the logits stores their exponentials (exponentials.py).
+    """
+
+    chunk_size: int
+    by_exponentials: bool
+
+    @property
+    def without_dweight(self) -> "TokenChunks":
+        """The same plan: only `InPlace` needs another one where the weight has no gradient."""
+        return self
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ColumnChunks:
+    """All tokens of some columns at a time: four GEMMs, and no sum of `dweight`.
+
+    Attributes:
+      num_columns: columns of a chunk, at most.
+      by_exponentials: whether the GEMM of the logits stores dlogits (exponentials.py).
+    """
+
+    num_columns: int
+    by_exponentials: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class InPlace:
+    """Exponentials in the memory of `dweight`: three GEMMs, and no or few sums.
+
+    Attributes:
+      extent: tokens that are done at once, and how their part of `dweight` is made.
+      chunk_size: tokens of the chunks that follow, all full; None if none follow.
+      without_dweight: plan for a call in which the weight has no gradient, and so no memory.
+    """
+
+    extent: in_place.Extent
+    chunk_size: int | None
+    without_dweight: TokenChunks
+
+
+type Plan = AllLogits | TokenChunks | ColumnChunks | InPlace
+
+
+class Choice(NamedTuple):
+    """A plan, and one sentence that says why it was chosen."""
+
+    plan: Plan
+    reason: str
+
+
+def choose_implementation(
+    x: jax.Array, implementation: LossImplementation | None
+) -> tuple[LossImplementation, str | None]:
+    """`(implementation, reason)`: the code to run, and why it is not the kernels; None if it is.
+
+    Raises:
+      NotImplementedError: the caller names the kernels, and they do not take `x`.
+    """
+    reason = logits.unsupported_reason(x.dtype)
+    if implementation == "mosaic_gpu":
+        if reason is not None:
+            raise NotImplementedError(f"{implementation=}: {reason}")
+        return implementation, None
+    if implementation is not None:
+        return implementation, f"the caller asks for {implementation=}"
+    if (found := runs_here() or reason) is not None:
+        return "xla", found
+    if sharded_over_devices(x):
+        return "xla", "XLA may split x over devices, and a kernel cannot be split"
+    return "mosaic_gpu", None
+
+
+def choose(request: Request) -> Choice:
+    """The plan for a call."""
+    if request.settings.implementation == "reference":
+        return Choice(AllLogits(), "The reference implementation keeps all logits.")
+    if request.vocab_chunk_size is not None:
+        return Choice(
+            _column_chunks(request, request.vocab_chunk_size),
+            f"The caller asks for vocab_chunk_size={request.vocab_chunk_size}.",
+        )
+    if request.chunk_size is not None:
+        return Choice(
+            _token_chunks(request, request.chunk_size),
+            f"The caller asks for chunk_size={request.chunk_size}.",
+        )
+    num_tokens = len(request.x)
+    itemsize = request.logits_dtype.itemsize
+    limit = request.max_logits_bytes
+    num_bytes = _LOGITS_BYTES * itemsize // 2 if limit is None else limit
+    fitting = num_bytes // (itemsize * len(request.weight)) // _TILE * _TILE
+    if limit is None:
+        fitting = max(fitting, _MIN_CHUNK)
+    has_chunks = fitting >= min(_MIN_CHUNK, num_tokens)
+    in_chunks = _token_chunks(request, _even_size(num_tokens, fitting))
+    found = _in_place(request, in_chunks.chunk_size if has_chunks else None)
+    if isinstance(found, _Place):
+        plan = InPlace(extent=found.extent, chunk_size=found.chunk_size, without_dweight=in_chunks)
+        return Choice(plan, found.reason)
+    fit = f"{num_bytes / 2**20:.0f} MiB hold the logits of {fitting} tokens"
+    if has_chunks:
+        return Choice(in_chunks, f"{fit}, and dweight's memory cannot hold exponentials: {found}.")
+    columns = num_bytes // (itemsize * num_tokens) // _TILE * _TILE
+    size = _spread(len(request.weight), max(_TILE, columns), _TILE)
+    reason = f"{fit}, and fewer than {_MIN_CHUNK} at a time are slower than slices of columns."
+    return Choice(_column_chunks(request, size), reason)
+
+
+def _token_chunks(request: Request, chunk_size: int) -> TokenChunks:
+    # On a split vocabulary the softmax needs the sums of all devices, after the GEMM.
+    is_split = request.settings.vocab_axis is not None
+    by_exponentials = not is_split and _no_exponentials(request) is None
+    return TokenChunks(chunk_size=chunk_size, by_exponentials=by_exponentials)
+
+
+def _column_chunks(request: Request, num_columns: int) -> ColumnChunks:
+    by_exponentials = _no_exponentials(request) is None
+    return ColumnChunks(num_columns=num_columns, by_exponentials=by_exponentials)
+
+
+def _no_exponentials(request: Request) -> str | None:
+    """Why the GEMM of the logits cannot store exponentials, or None if it can."""
+    if request.settings.implementation != "mosaic_gpu":
+        return "only kernels store exponentials"
+    if request.has_bias:
+        return "the logits have a bias"
+    options = request.settings.options
+    return exponentials.unsupported_reason(request.x, request.operand, options)
+
+
+def _even_size(num_tokens: int, most: int) -> int:
+    """Tokens of a chunk: as few chunks as can be of at most `most` tokens, evenly long."""
+    tile = _PAIR if _PAIR <= most < num_tokens else _TILE
+    return _spread(num_tokens, max(tile, most // tile * tile), tile)
+
+
+def _spread(total: int, most: int, tile: int) -> int:
+    """Size of chunks of at most `most`, as few as can be and none of them tiny."""
+    num_chunks = max(1, math.ceil(total / most))
+    if num_chunks == 2:
+        num_chunks = 3  # as `fold_chunks` would do
+    return tile * max(1, math.ceil(total / num_chunks / tile))
+
+
+class _Place(NamedTuple):
+    """An extent, the tokens of the chunks after it, and the reason."""
+
+    extent: in_place.Extent
+    chunk_size: int | None
+    reason: str
+
+
+def _in_place(request: Request, chunk_size: int | None) -> _Place | str:
+    """What the memory of `dweight` can hold, or why it holds nothing.
+
+    `dweight` gets the dtype of the weight if nothing is added up. Otherwise it has the dtype of the
+    sum until it is rounded.
+
+    Args:
+      request: the call.
+      chunk_size: tokens that may have their exponentials in other memory; None allows none.
+    """
+    (num_tokens, hidden_size), vocab_size = request.x.shape, len(request.weight)
+    if request.settings.vocab_axis is not None:
+        return "the vocabulary is split over devices"
+    if (reason := _no_exponentials(request)) is not None:
+        return reason
+    if vocab_size % BLOCK_M:
+        return f"a vocabulary of {vocab_size} is not a multiple of {BLOCK_M}"
+    accum_dtype = request.settings.accum_dtype
+    reason = f"{num_tokens} tokens are too many for the limit"
+    for dtype in map(jnp.dtype, (request.weight.dtype, accum_dtype)):
+        width = in_place.row_width(hidden_size, dtype)
+        values = jax.ShapeDtypeStruct((vocab_size, width), request.x.dtype)
+        if (refused := products.unsupported_reason(values, request.operand, dtype)) is not None:
+            reason = refused
+            continue
+        rest = num_tokens - width
+        num_beside, following = 0, None
+        if rest <= 0:
+            num_inside = num_tokens
+            found = f"dweight's memory holds the exponentials of all {num_tokens} tokens."
+        elif chunk_size is None:
+            continue
+        elif rest <= chunk_size:
+            num_inside, num_beside = width, rest
+            found = f"dweight's memory holds all exponentials but those of {rest} tokens."
+        elif dtype == accum_dtype:
+            num_inside, following = (
+                num_tokens - chunk_size * math.ceil(rest / chunk_size),
+                chunk_size,
+            )
+            if num_inside <= chunk_size:
+                reason = f"chunks alone add up as few parts of {num_tokens} tokens"
+                continue
+            found = f"dweight's memory holds the exponentials of the first {num_inside} tokens."
+        else:
+            continue
+        bands = _bands(request, dtype)
+        return _Place(in_place.Extent(num_inside, num_beside, dtype, bands), following, found)
+    return reason
+
+
+def _bands(request: Request, dtype: jnp.dtype) -> in_place.Bands:
+    """Bands of rows in which `dweight` is made.
+
+    At the end of a band all multiprocessors wait for the last one. So the bands are few, and leave
+    the fewest multiprocessors without work at their ends. There are none if the exponentials of all
+    rows may be copied.
+    """
+    vocab_size, hidden_size = request.weight.shape
+    limit = request.max_logits_bytes
+    max_bytes = _COPIED_BYTES if limit is None else min(limit, _COPIED_BYTES)
+    device = target_device()
+    num_blocks = vocab_size // BLOCK_M
+    most = max(1, max_bytes // (2 * in_place.row_width(hidden_size, dtype) * BLOCK_M))
+
+    def cost(num_rows: int) -> int:
+        return products.best_tile(num_rows, hidden_size, device)[0] + products.STORE_COST
+
+    candidates = []
+    for size in range(1, most + 1):
+        number = num_blocks // size - 1
+        num_copied = num_blocks - number * size
+        if number >= 2 and num_copied <= most:
+            bands = in_place.Bands(BLOCK_M * size, number, BLOCK_M * num_copied)
+            time = number * cost(bands.size) + 2 * cost(bands.num_copied // 2)
+            candidates.append((time, bands.num_copied, bands))
+    if num_blocks <= most or not candidates:
+        return in_place.Bands(vocab_size, 0, 0)
+    return min(candidates)[-1]

@@ -1,0 +1,93 @@
+"""`python -m train`: its help, and the line in which it ends for an error."""
+
+import functools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train
+from train import data
+from train.__main__ import main
+from train.cli import commands
+from train.cli.command_line import COMMANDS
+from train.config import PRESET_NAMES
+from train.errors import RunError
+
+
+def throw(error, *args, **options):
+    raise error
+
+
+def test_the_module_ends_with_one_line(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "train", "sample", str(tmp_path), "--prompt", "a"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(train.__file__).parents[1],
+    )
+    assert result.returncode == 2 and not result.stdout
+    assert re.fullmatch(r"python -m train sample: error: .*has no config\.json\n", result.stderr)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main([command, "--help"])
+    output = capsys.readouterr().out
+    assert not exit_info.value.code
+    assert output.startswith(f"usage: python -m train {command}") and "--debug" in output
+
+
+def test_the_help_of_training_lists_commands_and_presets(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--help"])
+    output = capsys.readouterr().out
+    assert not exit_info.value.code
+    for name, (text, *_) in COMMANDS.items():
+        assert re.search(rf"^ +{name} +{text}$", output, re.MULTILINE), name
+    assert f"--preset {{{','.join(PRESET_NAMES)}}}" in output and "--debug" in output
+
+
+@pytest.mark.parametrize("arguments", [["sample", "nowhere", "--prompt", "a"], ["--steps", "0"]])
+def test_debug_shows_the_traceback(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main([*arguments, "--debug"])
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in error
+    assert "error: " in error.splitlines()[-1] and "--debug" not in error.splitlines()[-1]
+
+
+class Bug(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("a\nb"), "python -m train eval: error: a b (--debug shows the traceback)\n"),
+        (PermissionError(13, "Permission denied", "x"), "eval: error: .*denied: 'x' .--debug"),
+        (FloatingPointError("nan"), "error: nan"),
+        (RunError("it is gone"), "python -m train eval: error: it is gone\n"),
+        (data.DataError("use --data.path"), "eval: error: use --path\n"),
+    ],
+)
+def test_errors_of_users_and_machines_are_a_line(error, line, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "evaluate", functools.partial(throw, error))
+    with pytest.raises(SystemExit) as exit_info:
+        main(["eval"])
+    assert exit_info.value.code == 2
+    printed = capsys.readouterr().err
+    assert re.search(line.replace("(", r"\(").replace(")", r"\)"), printed), printed
+    assert printed.count("\n") == 1
+
+
+def test_bugs_keep_their_traceback(monkeypatch):
+    for error in (Bug("a"), TypeError("b"), AssertionError("c")):
+        monkeypatch.setattr(commands, "evaluate", functools.partial(throw, error))
+        with pytest.raises(type(error)):
+            main(["eval"])

@@ -1,0 +1,124 @@
+"""The files of a run: its folder, the rows it writes while it trains, and what it leaves."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.llama import Llama
+from models.llama_hf import save_pretrained
+from models.sampling import generate
+from train import data
+from train.checkpoints.hf_folder import copy_tokenizer
+from train.config import TrainConfig
+from train.distributed import gathered, is_first
+from train.errors import naming
+from train.reporting import metrics, report, tracking
+from train.step import TrainState, model_graph
+
+# For the samples during a run. At temperature 0 a small model soon repeats itself.
+TEMPERATURE = 0.8
+
+type Writer = metrics.MetricsWriter | metrics.SilentWriter
+
+
+def new_run_dir(runs_dir: Path, name: str) -> Path:
+    """Makes `runs_dir/name`, or the first of `name-2`, `name-3`, ... that does not exist."""
+    candidates = (name if number == 1 else f"{name}-{number}" for number in range(1, 10**6))
+    for candidate in candidates:
+        with contextlib.suppress(FileExistsError):
+            (runs_dir / candidate).mkdir(parents=True)
+            return runs_dir / candidate
+    raise FileExistsError(
+        f"{runs_dir / name} and a million numbered folders exist; choose a --name"
+    )
+
+
+def remove_if_empty(run_dir: Path) -> None:
+    """Removes the folder of a run that failed before it wrote a file."""
+    if is_first():
+        with contextlib.suppress(OSError):
+            run_dir.rmdir()
+
+
+@contextlib.contextmanager
+def open_writer(
+    config: TrainConfig, run_dir: Path, first_step: int, written: dict[str, Any]
+) -> Iterator[Writer]:
+    """Opens the run's files of rows, in process 0 alone.
+
+    Args:
+      config: the configuration of the run.
+      run_dir: the folder of the run.
+      first_step: number of steps that the run has already.
+      written: content of `config.json`, which a run writes when it begins.
+
+    Raises:
+      RunError: a file cannot be written, or a tracker cannot be reached.
+    """
+    if not is_first():
+        yield metrics.SilentWriter(run_dir)
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # A run that died before its first checkpoint evaluates its first parameters again: step 0.
+    last_step = first_step or -1
+    with (
+        tracking.trackers(config, run_dir, last_step=last_step) as trackers,
+        metrics.MetricsWriter(run_dir, last_step=last_step, trackers=trackers) as writer,
+    ):
+        # An earlier run may have left both files, but no checkpoint, and had other settings.
+        if not first_step:
+            keep_tokenizer(config, run_dir / "tokenizer")
+            writer.write_config(written)
+        yield writer
+
+
+def keep_tokenizer(config: TrainConfig, folder: Path) -> None:
+    """Copies the tokenizer of a run, if it has one, for the programs that read its models."""
+    if config.data.tokenizer:
+        folder.mkdir(exist_ok=True)
+        bos_token, eos_token = config.data.bos_token, config.data.eos_token
+        copy_tokenizer(config.data.tokenizer, folder, bos_token=bos_token, eos_token=eos_token)
+
+
+def finish(config: TrainConfig, run_dir: Path, state: TrainState) -> None:
+    """Writes the model, the text samples, the plot and the report.
+
+    Raises:
+      RunError: a file cannot be written; the files before it and the rows of metrics stay.
+    """
+    if config.save:
+        model: Llama = nnx.merge(model_graph(config.model), state.params)
+        with naming(run_dir / "model"):
+            save_pretrained(model, run_dir / "model")
+            if is_first():
+                keep_tokenizer(config, run_dir / "model")
+    samples = []
+    if config.sample_tokens:
+        for temperature in (0.0, TEMPERATURE):
+            text = sample(config, state.params, temperature)
+            samples.append((f"temperature {temperature}", text))
+            print(f"\n--- sample at temperature {temperature} ---\n{text}")
+    if not is_first():
+        return
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    with naming(run_dir / "report.html"):
+        page = report.write_report(run_dir, samples=samples, summary={"Parameters": parameters})
+    print(f"\nreport: {page}")
+
+
+def sample(config: TrainConfig, params: nnx.State, temperature: float) -> str:
+    """The prompt of a configuration, and the text that the model continues it with."""
+    tokenizer = data.load_tokenizer(config.data)
+    tokens = generate(
+        nnx.merge(model_graph(config.model), params),
+        jnp.asarray(data.start_of_document(config.sample_prompt, tokenizer), jnp.int32)[None],
+        max_new_tokens=config.sample_tokens,
+        temperature=temperature,
+        key=jax.random.key(config.seed),
+    )
+    return config.sample_prompt + tokenizer.decode(gathered(tokens)[0])

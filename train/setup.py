@@ -1,0 +1,174 @@
+"""What a run starts from: the mesh, the data, the first state, and the compiled steps."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from models.sharding import batch_sharding, check_tensor_parallel, make_mesh
+from train import data
+from train.checkpoints.hf_folder import check_finite, load_params
+from train.config import TrainConfig
+from train.distributed import of_first, rows_to_devices, to_devices
+from train.planner.cache import cached
+from train.planner.plan import Programs, plan, table, with_policies, with_remat
+from train.planner.target import target_here
+from train.reporting.profiling import memory_report
+from train.step import (
+    Batch,
+    TrainState,
+    init_state,
+    jit_train_step,
+    make_eval_step,
+    state_with,
+)
+
+
+class Datasets(NamedTuple):
+    """The text of a run.
+
+    Attributes:
+      train: batches by step number.
+      held_out: batches for evaluations; None if the run has no evaluations or no such text.
+      fingerprint: JSON that identifies the text, so that a resume refuses another one.
+    """
+
+    train: Any
+    held_out: data.Dataset | None
+    fingerprint: dict[str, Any]
+
+
+class CompiledSteps(NamedTuple):
+    """The programs of a run.
+
+    Attributes:
+      train: takes and donates a state, takes a batch, and returns the new state and metrics.
+      evaluate: takes parameters and a batch and returns sums; None without held-out text.
+    """
+
+    train: Callable[..., Any]
+    evaluate: Callable[..., Any] | None
+
+
+def mesh_of(config: TrainConfig) -> Mesh:
+    """The mesh over all devices.
+
+    Raises:
+      ValueError: the sizes of the mesh do not fit the devices, the batch or the model.
+    """
+    data_axis, fsdp, tensor = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
+    if data_axis == -1:
+        data_axis = max(1, jax.device_count() // (fsdp * tensor))
+    mesh = make_mesh(data=data_axis, fsdp=fsdp, tensor=tensor)
+    rows, num_parts = config.data.batch_size, data_axis * fsdp
+    if rows % num_parts:
+        raise ValueError(
+            f"batch_size={rows} must be a multiple of data * fsdp, the {num_parts} devices that "
+            "share its rows"
+        )
+    check_tensor_parallel(
+        tensor,
+        num_key_value_heads=config.model.num_key_value_heads,
+        num_tokens=rows // num_parts * config.data.sequence_length,
+    )
+    return mesh
+
+
+def open_datasets(config: TrainConfig) -> Datasets:
+    """Opens the text that a configuration names, and tokenizes it if no cache has it.
+
+    Raises:
+      DataError: the text cannot be used, or the vocabulary is too small for it.
+    """
+    length = config.data.sequence_length
+    if config.data.path:
+        return Datasets(
+            *data.open_files(
+                config.data, vocab_size=config.model.vocab_size, evaluates=config.eval_every > 0
+            )
+        )
+    if config.data.source == "synthetic":
+        return Datasets(data.SyntheticDataset(config.model.vocab_size, length), None, {})
+    if config.model.vocab_size < data.BYTE_VOCAB_SIZE:
+        raise data.DataError(
+            f"vocab_size={config.model.vocab_size} is too small for bytes, which need "
+            f"{data.BYTE_VOCAB_SIZE}"
+        )
+    corpus = data.stdlib_corpus()
+    train_data = data.PackedDataset.from_documents(corpus.train, sequence_length=length)
+    held_out = data.PackedDataset.from_documents(corpus.held_out, sequence_length=length)
+    return Datasets(train_data, held_out, corpus.fingerprint())
+
+
+def with_planned_remat(config: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, dict[str, Any]]:
+    """Plans the rematerialization policy.
+
+    Returns:
+      The configuration with the fastest policy that fits, and the choice for `config.json`.
+
+    Raises:
+      PlanError: no policy fits.
+    """
+    target = target_here(mesh)
+    chosen = plan(with_policies(config), target, cached(Programs(target), target))
+    print(table(chosen))
+    # Another machine may have a little more memory and would choose another policy.
+    remat = of_first(lambda: chosen.best.remat)
+    summary = {"remat": remat, "memory_bytes": chosen.best.bytes, "limit_bytes": target.limit_bytes}
+    return with_remat(config, remat), summary
+
+
+def first_state(config: TrainConfig, mesh: Mesh) -> TrainState:
+    """The state before the first step: random parameters, or those of `--init-from`."""
+    if config.init_from is None:
+        return init_state(config, mesh)
+    params = load_params(config.init_from, config.model, mesh)
+    check_finite(str(config.init_from), params, "start from another model with --init-from")
+    return state_with(config, mesh, params)
+
+
+def compile_steps(
+    config: TrainConfig, mesh: Mesh, state: TrainState, datasets: Datasets
+) -> CompiledSteps:
+    """Compiles both steps ahead of time, and prints the time and the memory that one needs."""
+    batch = batch_on_devices(config, mesh, datasets.train, 0)
+    start = time.perf_counter()
+    train_step = jit_train_step(config, state).lower(state, batch).compile()
+    print(f"compiled the step in {time.perf_counter() - start:.1f} s")
+    print(memory_report(train_step))
+    eval_step = None
+    if datasets.held_out is not None and config.eval_every:
+        eval_batch = next(datasets.held_out.eval_batches(config.data.batch_size, 1))
+        eval_batch = to_devices(eval_batch, batch_sharding(mesh))
+        eval_step = jax.jit(make_eval_step(config)).lower(state.params, eval_batch).compile()
+    return CompiledSteps(train_step, eval_step)
+
+
+def train_batches(
+    config: TrainConfig, mesh: Mesh, dataset: Any, first_step: int
+) -> Iterator[Batch]:
+    """The batches `[A, B, S]` after `first_step`, on the devices, in the order of the steps."""
+    for step in range(first_step, config.steps):
+        yield batch_on_devices(config, mesh, dataset, step)
+
+
+def batch_on_devices(config: TrainConfig, mesh: Mesh, dataset: Any, step: int) -> Batch:
+    """The batch `[A, B, S]` after `step` steps; each process makes the rows of its devices."""
+    sharding = batch_sharding(mesh, batch_axis=1)
+    if sharding.is_fully_addressable:
+        return to_devices(step_batch(config, dataset, step), sharding)
+    rows_of = lambda rows: dataset.batch(
+        step, batch_size=config.data.rows_per_step, seed=config.seed, rows=rows
+    )
+    shape = config.data.accumulation_steps, config.data.batch_size
+    return rows_to_devices(rows_of, shape, sharding)
+
+
+def step_batch(config: TrainConfig, dataset: Any, step: int) -> dict[str, np.ndarray]:
+    """The batch `[A, B, S]` after `step` steps, in the memory of the host."""
+    rows = dataset.batch(step, batch_size=config.data.rows_per_step, seed=config.seed)
+    split = lambda a: a.reshape(config.data.accumulation_steps, config.data.batch_size, -1)
+    return {name: split(array) for name, array in rows.items()}
