@@ -31,7 +31,8 @@ if [ -z "$$found" ]; then \
 fi
 endef
 
-.PHONY: train plan test test-all test-gpu test-gpus test-aot docs lint setup clean
+.PHONY: train plan test test-all test-gpu test-gpus test-aot wheel docs lint setup \
+  aot-environments clean
 
 train: setup
 	@$(PYTHON) -m train $(ARGS)
@@ -87,12 +88,33 @@ AOT_ARGS_latest = --ignore tests/aot/test_aot_llama.py --ignore tests/aot/test_a
 AOT_FIRST_0.11.2 = .venv-aot/0.11.2/bin/python -m pytest tests/pallas_kernels/norm/test_rms_norm.py \
   -k mosaic_gpu &&
 
+aot-environments: $(AOT_JAX:%=.venv-aot/%/.done)
+
 .venv-aot/%/.done: pyproject.toml
 	@$(FIND_PYTHON); \
 	echo "setting up $(@D) with $$("$$found" --version) and $(AOT_SPEC_$*)"; \
 	"$$found" -m venv --clear $(@D) && \
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[aot]' '$(AOT_SPEC_$*)'
 	@touch $@
+
+# Builds the wheel and the sdist into dist/, the wheel from the sdist, then trains a step in an
+# environment with nothing but the wheel. The build reads a copy of its sources: the files that other
+# builds leave in the checkout cannot get into the wheel.
+BUILD_FILES := pyproject.toml README.md LICENSE pallas_kernels
+wheel:
+	@$(FIND_PYTHON); \
+	folder=$$(mktemp --directory) && trap 'rm -rf "$$folder"' EXIT && \
+	mkdir "$$folder/source" && cp --recursive $(BUILD_FILES) "$$folder/source" && \
+	"$$found" -m venv "$$folder/build" && "$$found" -m venv "$$folder/empty" && \
+	"$$folder/build/bin/python" -m pip install --quiet --disable-pip-version-check build && \
+	"$$folder/build/bin/python" -m build --outdir "$$folder/dist" "$$folder/source" >"$$folder/log" \
+	  || { cat "$$folder/log"; exit 1; } && \
+	"$$folder/build/bin/python" tests/support/distribution.py "$$folder/dist" && \
+	"$$folder/empty/bin/python" -m pip install --quiet --disable-pip-version-check \
+	  "$$(echo "$$folder"/dist/*.whl)[flax]" && \
+	cp tests/support/quick_start.py "$$folder" && cd "$$folder" && \
+	JAX_PLATFORMS=cpu empty/bin/python -I quick_start.py && \
+	cd $(CURDIR) && rm -rf dist && cp --recursive "$$folder/dist" dist && ls dist/*
 
 # The pages of docs/ as HTML in docs/_build. Each run builds all of them, because a page that has
 # not changed may have a link that broke.
@@ -116,4 +138,4 @@ $(SETUP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-aot build docs/_build *.egg-info
+	rm -rf $(VENV) .venv-aot build dist docs/_build *.egg-info

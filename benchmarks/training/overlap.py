@@ -80,7 +80,7 @@ def exchange_ms(schedule: Schedule, chip: aot.Chip) -> tuple[float, float]:
 
 
 def table(collectives: Sequence[Collective]) -> str:
-    """Those of more than a MiB, alike ones in one row."""
+    """The collectives that round to at least one MiB; equal ones share a row."""
     rows = collections.Counter()
     for found in collectives:
         row = found.kind, round(found.nbytes / 2**20), found.is_async, round(found.flops / 1e9)

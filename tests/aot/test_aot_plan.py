@@ -38,7 +38,8 @@ SCRIPT = f"""
 import json, re
 import jax
 from models.sharding import BATCH_AXES, make_mesh
-from train import aot, cost, plan_command
+from train.cli import plan as plan_command
+from train.planner import aot, cost
 from train.cli.command_line import parse_command_line
 from train.planner.plan import Programs, abstract_batch
 from train.planner.target import target_elsewhere

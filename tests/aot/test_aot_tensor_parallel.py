@@ -31,7 +31,7 @@ SCRIPT = """
 import json, sys
 from models.sharding import make_mesh
 from tests.aot.harness import without_binaries
-from train import aot
+from train.planner import aot
 from train.cli.command_line import parse_command_line
 from train.planner.plan import Programs
 from train.planner.target import target_elsewhere
