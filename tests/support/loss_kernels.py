@@ -28,7 +28,6 @@ KERNEL_STRATEGIES = {
     "tokens": {"chunk_size": 8},
     "columns": {"chunk_size": None, "vocab_chunk_size": 100},
     "exponentials": {"chunk_size": 8, "bias_in_weight": True},
-    "both": {"chunk_size": 8, "vocab_chunk_size": 100, "bias_in_weight": True},
     # Copies of 128 rows, of 128 columns of 16 bits, and three bands.
     "in place": {
         "chunk_size": None,

@@ -189,11 +189,16 @@ def test_metrics_without_a_token(strategy):
         ({"chunk_size": -8}, ValueError, "chunk_size=-8 must be at least 1"),
         ({"vocab_chunk_size": 0}, ValueError, "vocab_chunk_size=0 must be at least 1"),
         ({"max_logits_bytes": 0}, ValueError, "max_logits_bytes=0 must be at least 1"),
-        ({"chunk_size": 1, "max_logits_bytes": 9}, ValueError, "give it or chunk_size=1 and"),
+        ({"chunk_size": 1, "max_logits_bytes": 9}, ValueError, "give one of them"),
         (
             {"vocab_chunk_size": 1, "max_logits_bytes": 9},
             ValueError,
-            "chooses the sizes of chunks; give it or chunk_size=None and vocab_chunk_size=1",
+            "vocab_chunk_size=1 and max_logits_bytes=9 each choose the chunks; give one of them",
+        ),
+        (
+            {"chunk_size": 2, "vocab_chunk_size": 1},
+            ValueError,
+            "chunk_size=2 and vocab_chunk_size=1 each choose the chunks; give one of them",
         ),
         (
             {"implementation": "reference", "vocab_axis": "tensor"},

@@ -4,12 +4,52 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels import linear_cross_entropy_plan
 from pallas_kernels.gpu.device import Device
-from pallas_kernels.loss.mosaic_gpu import in_place, products
-from support.loss_formulas import (
-    BF16,
-    F32,
-)
+from pallas_kernels.loss import plan as plan_module
+from pallas_kernels.loss.mosaic_gpu import in_place, logits, products, statistics
+from pallas_kernels.loss.plan import ColumnChunks, InPlace, TokenChunks
+from support.loss_formulas import BF16, F16, F32
+
+H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
+MIB = 2**20
+
+
+@pytest.fixture
+def h100(monkeypatch):
+    """The planner's device."""
+    for module in (plan_module, logits, products, statistics):
+        monkeypatch.setattr(module, "target_device", lambda: H100)
+    monkeypatch.setattr(plan_module, "runs_here", lambda: None)
+
+
+def arguments(num_tokens, hidden, vocab, dtype=BF16, weight_dtype=F32):
+    shape = jax.ShapeDtypeStruct
+    x, weight = shape((num_tokens, hidden), dtype), shape((vocab, hidden), weight_dtype)
+    return x, weight, shape((num_tokens,), jnp.int32)
+
+
+def described(*sizes, dtype=BF16, weight_dtype=F32, **options):
+    return linear_cross_entropy_plan(*arguments(*sizes, dtype, weight_dtype), **options)
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The plan itself, of the same arguments as `described`."""
+    found = []
+    choose = plan_module.choose
+
+    def recorded(request):
+        found.append(choose(request))
+        return found[-1]
+
+    monkeypatch.setattr("pallas_kernels.loss.description.choose", recorded)
+
+    def plan_of(*sizes, **options):
+        described(*sizes, **options)
+        return found[-1].plan
+
+    return plan_of
 
 
 @pytest.mark.parametrize(
@@ -22,7 +62,7 @@ from support.loss_formulas import (
         (8192, 152064, BF16, None, (1536, None)),  # 1664 would fit
         (8192, 32000, BF16, None, (8192, None)),
         (4096, 128256, BF16, None, (1536, None)),  # 3 chunks instead of 2
-        (8192, 2**21, BF16, None, (512, None)),  # 128 would fit
+        (8192, 2**21, BF16, None, (768, None)),  # 128 would fit
         (300, 2**21, BF16, None, (384, None)),
         (0, 32000, BF16, None, (128, None)),
         (1, 32000, BF16, None, (128, None)),
@@ -31,85 +71,140 @@ from support.loss_formulas import (
         (8192, 128256, F32, 2**29, (1024, None)),
         (8192, 2**15, BF16, 768 * 2**16, (768, None)),
         (256, 2**15, BF16, 2**24, (256, None)),
-        # Less, and columns are limited, tokens by the 2**10 numbers that a row of dweight has.
-        (8192, 2**15, BF16, 768 * 2**16 - 1, (2048, 2816)),
-        (8192, 128256, BF16, 2**24, (2048, 1024)),
-        (8192, 128256, F32, 2**24, (1024, 512)),
-        (512, 2**15, BF16, 2**24, (512, 11008)),
-        (8192, 2**21, BF16, 2**24, (None, 1024)),  # 512 MiB, the most by default, are 128 tokens
+        # Fewer fit, and columns are limited.
+        (8192, 2**15, BF16, 768 * 2**16 - 1, (None, 2816)),
+        (8192, 128256, BF16, 2**24, (None, 1024)),
+        (8192, 128256, F32, 2**24, (None, 512)),
+        (512, 2**15, BF16, 2**24, (None, 11008)),
+        (8192, 2**21, BF16, 2**24, (None, 1024)),
         # At least a tile, even where that is too much.
-        (8192, 128256, BF16, 1, (2048, 128)),
-        (100, 50, F32, 1, (128, 128)),
+        (8192, 128256, BF16, 1, (None, 128)),
+        (100, 50, F32, 1, (None, 128)),
     ],
     ids=str,
 )
-def test_default_chunk_sizes(num_tokens, vocab_size, dtype, max_bytes, want):
-    num_bytes = 4 * 2**10 * vocab_size
-    got = chunk_sizes(num_tokens, vocab_size, jnp.dtype(dtype), max_bytes, dweight_bytes=num_bytes)
-    assert got == want
-    tokens, columns = got
-    if max_bytes is not None and max_bytes > 1:
+def test_sizes_of_chunks(chosen, num_tokens, vocab_size, dtype, max_bytes, want):
+    # Chunks of float32 logits, or of the kernel's; a softcap is in the way of exponentials.
+    implementation = "xla" if dtype == F32 else "mosaic_gpu"
+    options = {"implementation": implementation, "logit_softcap": 30.0}
+    plan = chosen(num_tokens, 64, vocab_size, dtype=dtype, max_logits_bytes=max_bytes, **options)
+    tokens, columns = want
+    if tokens is None:
+        assert plan == ColumnChunks(num_columns=columns, by_exponentials=False)
         itemsize = jnp.dtype(dtype).itemsize
-        for_tokens = max_bytes if columns is None else num_bytes
-        assert min(tokens or 0, num_tokens) * vocab_size * itemsize <= for_tokens
-        assert num_tokens * (columns or 0) * itemsize <= max_bytes
+        assert max_bytes == 1 or num_tokens * columns * itemsize <= max_bytes
+    else:
+        assert plan == TokenChunks(chunk_size=tokens, by_exponentials=False)
 
 
+@pytest.mark.usefixtures("h100")
 @pytest.mark.parametrize(
-    "shape, weight_dtype, chunk_size, want",
+    "shape, weight_dtype, limit, want",
     [
         # (inside, beside, chunk size, bands), and the dtype of dweight.
-        ((8192, 4096, 128256), F32, 2048, (8192, 0, None, (4224, 29, 5760), F32)),
         ((8192, 4096, 128256), F32, None, (8192, 0, None, (4224, 29, 5760), F32)),
-        ((8192, 4096, 128256), BF16, 2048, (8192, 0, None, (4224, 29, 5760), F32)),
-        ((4096, 4096, 128256), BF16, 2048, (4096, 0, None, (8448, 14, 9984), BF16)),
-        ((6144, 4096, 128256), BF16, 2048, (4096, 2048, None, (8448, 14, 9984), BF16)),
-        ((6145, 4096, 128256), BF16, 2048, (6145, 0, None, (4224, 29, 5760), F32)),
-        ((8193, 4096, 128256), F32, 2048, (8192, 1, None, (4224, 29, 5760), F32)),
-        ((8193, 4096, 128256), F32, None, None),
-        ((16384, 2048, 128256), F32, 2048, (4096, 0, 2048, (8448, 14, 9984), F32)),
-        ((8192, 3584, 152064), F32, 1536, (7168, 1024, None, (3584, 41, 5120), F32)),
-        ((8192, 2304, 256000), F32, 1024, (4096, 0, 1024, (5632, 44, 8192), F32)),
-        # No less sums than with chunks alone.
-        ((16384, 1024, 128256), F32, 2048, None),
-        ((8192, 4096, 50257), F32, 4096, None),
-        ((8192, 4000, 128256), F32, 2048, None),
+        ((8192, 4096, 128256), F32, 96 * MIB, (8192, 0, None, (4224, 29, 5760), F32)),
+        ((8192, 4096, 128256), BF16, None, (8192, 0, None, (4224, 29, 5760), F32)),
+        ((4096, 4096, 128256), BF16, None, (4096, 0, None, (8448, 14, 9984), BF16)),
+        ((5632, 4096, 128256), BF16, None, (4096, 1536, None, (8448, 14, 9984), BF16)),
+        ((6145, 4096, 128256), BF16, None, (6145, 0, None, (4224, 29, 5760), F32)),
+        ((8193, 4096, 128256), F32, None, (8192, 1, None, (4224, 29, 5760), F32)),
+        ((8193, 4096, 128256), F32, 96 * MIB, None),
+        ((16384, 2048, 128256), F32, None, (4096, 0, 2048, (8448, 14, 9984), F32)),
+        ((8192, 3584, 152064), F32, None, (7168, 1024, None, (3584, 41, 5120), F32)),
+        ((8192, 2304, 256000), F32, None, (4096, 0, 1024, (5632, 44, 8192), F32)),
+        # Bands by the limit, and none where all rows may be copied.
+        ((8192, 4096, 128256), F32, 32 * MIB, (8192, 0, None, (1024, 124, 1280), F32)),
+        ((8192, 4096, 128256), F32, 1, (8192, 0, None, (128, 1001, 128), F32)),
+        ((8192, 4096, 48 * 128), F32, None, (8192, 0, None, (48 * 128, 0, 0), F32)),
+        ((8192, 4096, 49 * 128), F32, None, (8192, 0, None, (1536, 3, 1664), F32)),
+        ((8192, 4096, 256), F32, 1, (8192, 0, None, (256, 0, 0), F32)),
+        # No fewer sums than with chunks alone.
+        ((16384, 1024, 128256), F32, None, None),
+        ((8192, 4096, 50257), F32, None, None),
+        ((8192, 4000, 128256), F32, None, None),
     ],
     ids=str,
 )
-def test_what_is_in_place(monkeypatch, shape, weight_dtype, chunk_size, want):
-    device = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
-    for module in (in_place, linear_statistics, products):
-        monkeypatch.setattr(module, "target_device", lambda: device)
-    num_tokens, hidden, vocab = shape
-    found = in_place.extent(
-        jax.ShapeDtypeStruct((num_tokens, hidden), BF16),
-        jax.ShapeDtypeStruct((vocab, hidden), weight_dtype),
-        LossOptions(ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_softcap=None),
-        accum_dtype=F32,
-        copied_bytes=config_module.copied_bytes(None),
-        chunk_size=chunk_size,
+def test_what_is_in_place(chosen, shape, weight_dtype, limit, want):
+    plan = chosen(
+        *shape, weight_dtype=weight_dtype, max_logits_bytes=limit, implementation="mosaic_gpu"
     )
-    if want is not None:
-        inside, beside, chunk, bands, dtype = want
-        want = in_place.Extent(inside, beside, chunk, jnp.dtype(dtype), in_place.Bands(*bands))
-    assert found == want
+    if want is None:
+        assert not isinstance(plan, InPlace)
+        return
+    inside, beside, chunk_size, bands, dtype = want
+    extent = in_place.Extent(inside, beside, jnp.dtype(dtype), in_place.Bands(*bands))
+    assert (plan.extent, plan.chunk_size) == (extent, chunk_size)
+    size, number, num_copied = bands
+    assert size * max(1, number) + num_copied == shape[2]
+    assert plan.without_dweight.by_exponentials
 
 
+# The printed plan: (name, products with and without gradients, chunks, bytes, of which alone, and
+# in the memory of dweight), and words of the reason.
+@pytest.mark.usefixtures("h100")
 @pytest.mark.parametrize(
-    "vocab, limit, want",
+    "options, want, words",
     [
-        (128256, 2**25, (1024, 124, 1280)),  # 16 blocks of 2 MiB
-        (128256, 0, (128, 1001, 128)),
-        (48 * 128, None, (48 * 128, 0, 0)),  # no more than what may be copied
-        (49 * 128, None, (1536, 3, 1664)),
-        (256, 0, (256, 0, 0)),
+        ({}, ("in place", 3, 1, 1, 5760 * 2**14, 0, 128256 * 2**14), "all 8192 tokens"),
+        (
+            {"reduction": "none"},
+            ("in place", 4, 1, 1, 5760 * 2**14, 0, 128256 * 2**14),
+            "all 8192 tokens",
+        ),
+        ({"chunk_size": 2048}, ("token chunks", 3, 1, 4, 128256 * 2**12, 0, 0), "chunk_size=2048"),
+        (
+            {"label_smoothing": 0.1},
+            ("token chunks", 3, 1, 4, 128256 * 2**12, 0, 0),
+            "entries of dlogits other than the label's",
+        ),
+        ({"vocab_chunk_size": 2048}, ("column chunks", 4, 1, 63, 2**25, 0, 0), "vocab_chunk_size"),
+        (
+            {"max_logits_bytes": 2**25, "logit_softcap": 30.0},
+            ("column chunks", 4, 1, 63, 2**25, 0, 0),
+            "fewer than 768",
+        ),
+        (
+            {"implementation": "xla"},
+            ("token chunks", 3, 1, 4, 128256 * 2**13, 128256 * 2**13, 0),
+            "only kernels",
+        ),
+        (
+            {"implementation": "reference"},
+            ("all logits", 3, 1, 1, 128256 * 2**15, 128256 * 2**15, 0),
+            "keeps all logits",
+        ),
     ],
+    ids=str,
 )
-def test_bands(monkeypatch, vocab, limit, want):
-    device = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
-    monkeypatch.setattr(in_place, "target_device", lambda: device)
-    limit = config_module.copied_bytes(limit)
-    found = in_place._bands((vocab, 4096), jnp.dtype(F32), limit)
-    assert found == want
-    assert found.size * max(1, found.number) + found.num_copied == vocab
+def test_a_plan_describes_itself(options, want, words):
+    found = described(8192, 4096, 128256, **options)
+    alone = found.num_products_alone
+    sizes = found.logits_bytes, found.logits_bytes_alone, found.bytes_in_dweight
+    assert (found.name, found.num_products, alone, found.num_chunks, *sizes) == want
+    assert words in found.reason
+    assert found.implementation == options.get("implementation", "mosaic_gpu")
+    assert (found.why_no_kernel is None) == (found.implementation == "mosaic_gpu")
+    text = str(found)
+    assert f"{want[1]} matrix products" in text and found.reason in text
+
+
+@pytest.mark.usefixtures("h100")
+def test_a_plan_says_why_no_kernel_runs():
+    assert "float32" in str(described(8192, 4096, 128256, dtype=F32))
+    assert "the caller asks" in str(described(8, 8, 8, implementation="xla"))
+    x, weight, labels = arguments(8, 8, 8)
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))):
+        found = linear_cross_entropy_plan(x, weight, labels)
+    assert "split x over devices" in str(found.why_no_kernel)
+    assert "exponents of bfloat16" in described(8, 8, 8, dtype=F16).reason
+
+
+def test_a_plan_refuses_what_the_loss_refuses():
+    with pytest.raises(ValueError, match="chunk_size=4 and vocab_chunk_size=8 each choose"):
+        described(8, 8, 8, chunk_size=4, vocab_chunk_size=8)
+    with pytest.raises(TypeError, match="chunks"):
+        described(8, 8, 8, chunks=4)
+    assert described(8, 8, 8, check_labels=True, return_metrics=True).name == "token chunks"
+    assert "not an NVIDIA GPU" in str(described(8, 8, 8))
