@@ -9,8 +9,8 @@ memory if each is read once; the logits that are not written and read back would
 So it is a GEMM, bound by the tensor cores, and all that is not a wgmma has to hide behind one.
 
 The loop is the one in `pallas_kernels/gpu/hopper_gemm.py`. Here 66 pairs of blocks of an H100 work
-on 8 row groups of 256 (17 MB of `x`, which stay in the L2) and 8 tiles of `weight` (17 MB), which go by
-once a band: 4 bands read `weight` 4 times, 1.3 ms of memory time under 11 ms of arithmetic. There
+on 8 row groups of 256 (17 MB of `x`, which stay in the L2) and 8 tiles of `weight` (17 MB), which
+go by once a band: 4 bands read `weight` 4 times, 1.3 ms of memory time under 11 ms of arithmetic. There
 are 242.9 tiles a pair, and no pair has more than 243.
 
 - A block comes back to a row with other columns in between. Each cluster keeps the running
