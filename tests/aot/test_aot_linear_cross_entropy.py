@@ -252,7 +252,16 @@ CASES = {
         ),
         Loss(4096, 4096, 128256).arguments(),
     ),
-    "by-columns": SMALLEST.with_gradients(vocab_chunk_size=2048),
+    "by-columns": Case(
+        jax.value_and_grad(
+            functools.partial(
+                linear_cross_entropy, implementation="mosaic_gpu", vocab_chunk_size=2048
+            ),
+            argnums=(0, 1),
+        ),
+        SMALLEST.arguments(),
+        compiler_options=CUBLAS,
+    ),
     "by-columns-float32": SMALLEST.with_gradients(jnp.float32, vocab_chunk_size=2048),
 }
 
