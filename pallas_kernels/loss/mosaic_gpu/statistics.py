@@ -10,8 +10,8 @@ So it is a GEMM, bound by the tensor cores, and all that is not a wgmma has to h
 
 The loop is the one in `pallas_kernels/gpu/hopper_gemm.py`. Here 66 pairs of blocks of an H100 work
 on 8 row groups of 256 (17 MB of `x`, which stay in the L2) and 8 tiles of `weight` (17 MB), which
-go by once a band: 4 bands read `weight` 4 times, 1.3 ms of memory time under 11 ms of arithmetic. There
-are 242.9 tiles a pair, and no pair has more than 243.
+go by once a band: 4 bands read `weight` 4 times, 1.3 ms of memory time under 11 ms of arithmetic.
+There are 242.9 tiles a pair, and no pair has more than 243.
 
 - A block comes back to a row with other columns in between. Each cluster keeps the running
   statistics of every row in a row of its own of a float32 array, 16 or 20 bytes a token a cluster

@@ -225,10 +225,11 @@ def test_executed_gemms(reduction, differentiated, num_gemms, chunks):
     ids=str,
 )
 def test_the_plan_says_how_many_bytes_logits_take(implementation, chunks):
-    arrays = [jax.ShapeDtypeStruct(shape, F32) for shape in ((BIG_T, BIG_D), (BIG_V, BIG_D))]
+    x = jax.ShapeDtypeStruct((BIG_T, BIG_D), F32)
+    weight = jax.ShapeDtypeStruct((BIG_V, BIG_D), F32)
     labels = jax.ShapeDtypeStruct((BIG_T,), jnp.int32)
     options = {"implementation": implementation, **dict(chunks)}
-    plan = linear_cross_entropy_plan(*arrays, labels, **options)
+    plan = linear_cross_entropy_plan(x, weight, labels, **options)
     default = (("chunk_size", BIG_CHUNK),)
     compiled = program(implementation, chunks=chunks or default)
     assert plan.logits_bytes == 4 * largest_buffer(compiled)

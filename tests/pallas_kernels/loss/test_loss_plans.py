@@ -1,5 +1,7 @@
 """Which plan is chosen, and how it is described."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -29,8 +31,9 @@ def arguments(num_tokens, hidden, vocab, dtype=BF16, weight_dtype=F32):
     return x, weight, shape((num_tokens,), jnp.int32)
 
 
-def described(*sizes, dtype=BF16, weight_dtype=F32, **options):
-    return linear_cross_entropy_plan(*arguments(*sizes, dtype, weight_dtype), **options)
+def described(num_tokens, hidden, vocab, dtype: Any = BF16, weight_dtype: Any = F32, **options):
+    x, weight, labels = arguments(num_tokens, hidden, vocab, dtype, weight_dtype)
+    return linear_cross_entropy_plan(x, weight, labels, **options)
 
 
 @pytest.fixture
