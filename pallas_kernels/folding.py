@@ -15,7 +15,7 @@ _TILES = (256, 128, 1)
 
 
 def even_chunk_size(size: int, chunk_size: int) -> int:
-    """Size of the chunks of `fold_chunks`: a third of the size where `chunk_size` would make two."""
+    """Elements of a chunk of `fold_chunks`: `chunk_size`, or a third where that would make two."""
     if not size > chunk_size >= size / 2:
         return chunk_size
     third = math.ceil(size / 3)

@@ -101,8 +101,9 @@ def linear_cross_entropy(
     that is not differentiated does no gradient work. `dweight` has the dtype of `weight`, so a
     bfloat16 weight gets a rounded gradient. For a float32 gradient of a bfloat16 weight,
     differentiate with respect to `weight.astype(jnp.float32)` inside of the compiled function: XLA
-    drops the cast and its inverse, and makes no copy. (With chunks of columns it casts a chunk at a
-    time, as suits weights that are stored in float32.) Only `"reference"` has second derivatives.
+    drops the cast and its inverse, and makes no copy. Chunks of columns are the exception: they
+    suit a weight that is stored in float32, and XLA would keep a float32 copy of a bfloat16 one.
+    Only `"reference"` has second derivatives.
 
     **Plans.** By default the kernels keep exponentials of the logits in memory that `dweight` takes
     later, of all tokens or of the first ones. Otherwise the loss goes through chunks of tokens.

@@ -252,7 +252,16 @@ CASES = {
         ),
         Loss(4096, 4096, 128256).arguments(),
     ),
-    "by-columns": SMALLEST.with_gradients(vocab_chunk_size=2048),
+    "by-columns": Case(
+        jax.value_and_grad(
+            functools.partial(
+                linear_cross_entropy, implementation="mosaic_gpu", vocab_chunk_size=2048
+            ),
+            argnums=(0, 1),
+        ),
+        SMALLEST.arguments(),
+        compiler_options=CUBLAS,
+    ),
     "by-columns-float32": SMALLEST.with_gradients(jnp.float32, vocab_chunk_size=2048),
 }
 
@@ -429,7 +438,7 @@ def test_by_column_chunks(compiled, chip, case):
     print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
     # dx in float32, and the logits of 2048 columns.
     t, d = SMALLEST.tokens, SMALLEST.hidden
-    assert program.temp_bytes <= 4 * t * d + 2 * t * 2048
+    assert program.temp_bytes <= 4 * t * d + 2 * t * 2048 + MIB
     assert names_of(program) == {"linear_exponentials", "linear_statistics", "weight_gradient"}
     for kernel in program.kernels:
         assert_runs_well(kernel)

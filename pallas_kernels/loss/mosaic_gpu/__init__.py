@@ -1,1 +1,1 @@
-"""The kernels of the loss: GEMMs of the logits and of the gradients, and one over logits in memory."""
+"""Kernels of the loss: GEMMs of logits and gradients, and one over logits in memory."""

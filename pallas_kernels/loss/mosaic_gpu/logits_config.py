@@ -68,8 +68,8 @@ class RowSplit:
         return self.warpgroups * self.rounds * self.lines * LINE
 
 
-# Best of `python -m benchmarks.kernels.tune linear_cross_entropy`, by device kind, dtype and columns; the
-# speeds are fractions of that of a copy of as many bytes.
+# Best of `python -m benchmarks.kernels.tune linear_cross_entropy`, by device kind, dtype and
+# columns. A speed is a fraction of the speed of a copy of as many bytes.
 _TUNED: dict[tuple[str, str, int], Config] = {
     # 2026-11-22 jax 0.11.2: fwd 0.88 of a copy
     ("NVIDIA H100 80GB HBM3", "bfloat16", 128256): Config(warpgroups=4, slots=8, max_lines=28),

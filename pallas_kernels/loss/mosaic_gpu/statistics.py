@@ -8,10 +8,10 @@ the 791 TF/s that cuBLAS reaches on an H100. `weight` is 1.05 GB and `x` 67 MB, 
 memory if each is read once; the logits that are not written and read back would be 2.1 GB, twice.
 So it is a GEMM, bound by the tensor cores, and all that is not a wgmma has to hide behind one.
 
-The loop is that of `pallas_kernels/gpu/hopper_gemm.py`. Here 66 pairs of blocks of an H100 work on 8
-row groups of 256 (17 MB of `x`, which stay in the L2) and 8 tiles of `weight` (17 MB), which go by
-once a band: 4 bands read `weight` 4 times, 1.3 ms of memory time under 11 ms of arithmetic. There
-are 242.9 tiles a pair, and no pair has more than 243.
+The loop is the one in `pallas_kernels/gpu/hopper_gemm.py`. Here 66 pairs of blocks of an H100 work
+on 8 row groups of 256 (17 MB of `x`, which stay in the L2) and 8 tiles of `weight` (17 MB), which
+go by once a band: 4 bands read `weight` 4 times, 1.3 ms of memory time under 11 ms of arithmetic.
+There are 242.9 tiles a pair, and no pair has more than 243.
 
 - A block comes back to a row with other columns in between. Each cluster keeps the running
   statistics of every row in a row of its own of a float32 array, 16 or 20 bytes a token a cluster
@@ -91,7 +91,6 @@ def linear_statistics(
     labels: Int[Array, " T"],
     *,
     softcap: float | None,
-    first_column: Int[Array, ""] | int = 0,
     with_total: bool = False,
     config: Config | None = None,
 ) -> LogitStatistics:
@@ -101,9 +100,8 @@ def linear_statistics(
       x: bfloat16 or float16.
       weight: rows of the embedding, of the dtype of `x`.
       bias: added in float32.
-      labels: column of each token in the whole vocabulary; may be any number.
+      labels: Column of each token; a number that is no row of `weight` is no column.
       softcap: c of `c · tanh(z / c)`.
-      first_column: number in the whole vocabulary of the first row of `weight`.
       with_total: whether the sum of the logits is computed.
       config: launch parameters; chosen if None.
 
@@ -116,7 +114,6 @@ def linear_statistics(
     if bias is not None:
         bias = bias.astype(jnp.float32)
         bias = jnp.pad(bias, (0, loop.column_tiles * tile_n - vocab_size))
-    labels -= jnp.asarray(first_column, labels.dtype)
     running, _ = _running_statistics(
         loop, x, weight, labels, bias=bias, softcap=softcap, with_total=with_total
     )

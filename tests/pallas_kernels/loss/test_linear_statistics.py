@@ -156,8 +156,8 @@ def test_parts_of_a_vocabulary_combine():
 
     # The first column is traced, as the shard of a device is.
     @quick_jit
-    def statistics(first, *part):
-        return linear_statistics(*part, softcap=None, first_column=first, with_total=True)
+    def statistics(first, x, weight, bias, labels):
+        return linear_statistics(x, weight, bias, labels - first, softcap=None, with_total=True)
 
     parts = []
     for start in (0, 167, 334):

@@ -1,0 +1,145 @@
+"""Exponentials in the memory of `dweight`, at sizes where the loss keeps them by default."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.loss import plan as plan_module
+from pallas_kernels.loss.mosaic_gpu import in_place
+from support.loss_formulas import (
+    BF16,
+    F16,
+    F32,
+    as_jax,
+    check_against_formula,
+    full,
+    interpreted,
+    loss_of,
+    make_arrays,
+    make_cotangent,
+)
+from support.loss_kernels import (
+    in_place_loss,
+    kernel_names,
+)
+from support.numerics import quick_jit
+
+
+# A float32 dweight has the memory for 2 · hidden tokens, one of 16 bits for half of that; what it
+# has not is beside, or in chunks. Bands in blocks of 128 rows: of each, how many, and copied.
+@interpreted
+@pytest.mark.parametrize(
+    "num_tokens, hidden, vocab, weight_dtype, reduction, bands",
+    [
+        (1, 128, 384, BF16, "mean", (1, 2, 1)),
+        pytest.param(63, 128, 128, F32, "sum", (1, 0, 0), marks=full),
+        pytest.param(64, 128, 512, BF16, "none", (1, 3, 1), marks=full),
+        pytest.param(65, 192, 640, F16, "mean", (1, 3, 2), marks=full),
+        pytest.param(65, 192, 640, F32, "mean", (1, 3, 2), marks=full),
+        pytest.param(128, 128, 256, BF16, "mean", (2, 0, 0), marks=full),
+        (129, 128, 384, BF16, "none", (1, 2, 1)),  # one beside
+        pytest.param(129, 128, 384, BF16, "sum", (1, 2, 1), marks=full),
+        pytest.param(256, 128, 384, F32, "mean", (1, 2, 1), marks=full),
+        pytest.param(200, 128, 640, F16, "mean", (1, 2, 3), marks=full),
+        pytest.param(300, 128, 896, F32, "mean", (2, 2, 3), marks=full),  # 44 beside
+        pytest.param(511, 128, 512, BF16, "none", (1, 2, 2), marks=full),  # 255 beside
+        (800, 192, 384, F32, "mean", (1, 2, 1)),  # 288 and twice 256
+        pytest.param(900, 256, 384, F32, "mean", (1, 2, 1), marks=full),  # 388 and twice 256
+        pytest.param(900, 256, 384, BF16, "sum", (3, 0, 0), marks=full),
+    ],
+    ids=str,
+)
+def test_in_place(monkeypatch, num_tokens, hidden, vocab, weight_dtype, reduction, bands):
+    arrays, labels = make_arrays((num_tokens,), hidden, vocab, F32, only=["x", "weight"])
+    arrays["x"] = arrays["x"].astype(BF16)
+    # Numbers of bfloat16, which are those of the GEMMs.
+    arrays["weight"] = arrays["weight"].astype(BF16).astype(weight_dtype)
+    if num_tokens > 1:
+        labels[:2] = 0, vocab - 1
+    # So that chunks of tokens may have 256.
+    monkeypatch.setattr(plan_module, "_MIN_CHUNK", 256)
+    limit = 2 * vocab * 256
+    bands = in_place.Bands(128 * bands[0], bands[1], 128 * bands[2])
+    assert bands.size * max(1, bands.number) + bands.num_copied == vocab
+    monkeypatch.setattr(plan_module, "_bands", lambda *_: bands)
+    loss = in_place_loss(limit, reduction)
+    cotangent = make_cotangent(reduction, labels.shape)
+
+    def with_gradients(arrays, labels, cotangent):
+        value, vjp = jax.vjp(lambda arrays: loss(labels=labels, **arrays), arrays)
+        return {"loss": value} | vjp(cotangent)[0]
+
+    args = as_jax((arrays, labels, cotangent))
+    assert {"input_gradient", "weight_gradient_rows"} <= kernel_names(with_gradients, *args)
+    got = quick_jit(with_gradients)(*args)
+    check_against_formula(
+        got, arrays, labels, cotangent, implementation="mosaic_gpu", reduction=reduction
+    )
+
+
+@interpreted
+def test_in_place_of_nothing_else():
+    """What has a bias or other dtypes, or asks for chunks, goes other ways."""
+    arrays, labels = as_jax(make_arrays((4,), 128, 256, BF16))
+
+    def names(x, weight, **options):
+        fn = lambda x, weight: jnp.sum(loss_of(x, weight, labels, **options))
+        return kernel_names(jax.grad(fn, argnums=(0, 1)), x, weight)
+
+    ours = {"implementation": "mosaic_gpu"}
+    x, weight = arrays["x"], arrays["weight"]
+    assert "input_gradient" in names(x, weight, **ours)
+    for other in (
+        {"bias": arrays["bias"]},
+        {"chunk_size": 4},
+        {"vocab_chunk_size": 128},
+        {"label_smoothing": 0.1},
+        {"logit_softcap": 30.0},
+    ):
+        assert "input_gradient" not in names(x, weight, **ours, **other), other
+    assert "input_gradient" not in names(x.astype(F16), weight, **ours)
+    assert "input_gradient" not in names(x, weight[:250], **ours)
+    assert "input_gradient" not in names(x[:, :120], weight[:, :120], **ours)
+
+
+@interpreted
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_nothing_is_in_place_of_a_gradient_that_is_not_made(reduction):
+    arrays, labels = as_jax(make_arrays((4,), 128, 256, BF16, only=["x", "weight"]))
+    loss = in_place_loss(None, reduction)
+    total = lambda x, weight: jnp.sum(loss(x, weight, labels))
+    args = arrays["x"], arrays["weight"]
+    of = lambda argnums: kernel_names(jax.grad(total, argnums=argnums), *args)
+    assert "input_gradient" not in of(0)
+    assert "input_gradient" in of(1)
+
+
+@interpreted
+@pytest.mark.full
+@pytest.mark.parametrize("limit", [2**15, None])
+def test_in_place_again_with_the_same_bits(limit):
+    arrays, labels = as_jax(make_arrays((70,), 128, 384, BF16, only=["x", "weight"]))
+    loss = in_place_loss(limit, "mean")
+    fn = quick_jit(jax.grad(lambda arrays: loss(labels=labels, **arrays)))
+    chex.assert_trees_all_equal(fn(arrays), fn(arrays))
+
+
+@interpreted
+@full
+def test_in_place_in_a_scan_and_again_with_the_same_bits():
+    arrays, labels = as_jax(make_arrays((70,), 128, 384, BF16, only=["x", "weight"]))
+    loss = in_place_loss(2**15, "mean")
+
+    def scanned(x, weight):
+        add = lambda total, x: (total + loss(x, weight, labels), None)
+        return jax.lax.scan(add, 0.0, x)[0]
+
+    fn = quick_jit(jax.value_and_grad(scanned, argnums=(0, 1)))
+    args = jnp.stack([arrays["x"]] * 2), arrays["weight"]
+    total, (dx, dweight) = first = fn(*args)
+    chex.assert_trees_all_equal(first, fn(*args))
+    chex.assert_trees_all_equal(dx[0], dx[1])
+    # Halves of sums of two, which are exact.
+    got = {"loss": total / 2, "x": dx[0], "weight": dweight / 2}
+    check_against_formula(got, arrays, labels, implementation="mosaic_gpu")

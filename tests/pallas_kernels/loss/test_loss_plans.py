@@ -1,0 +1,213 @@
+"""Which plan is chosen, and how it is described."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import linear_cross_entropy_plan
+from pallas_kernels.gpu.device import Device
+from pallas_kernels.loss import plan as plan_module
+from pallas_kernels.loss.mosaic_gpu import in_place, logits, products, statistics
+from pallas_kernels.loss.plan import ColumnChunks, InPlace, TokenChunks
+from support.loss_formulas import BF16, F16, F32
+
+H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
+MIB = 2**20
+
+
+@pytest.fixture
+def h100(monkeypatch):
+    """The planner's device."""
+    for module in (plan_module, logits, products, statistics):
+        monkeypatch.setattr(module, "target_device", lambda: H100)
+    monkeypatch.setattr(plan_module, "runs_here", lambda: None)
+
+
+def arguments(num_tokens, hidden, vocab, dtype=BF16, weight_dtype=F32):
+    shape = jax.ShapeDtypeStruct
+    x, weight = shape((num_tokens, hidden), dtype), shape((vocab, hidden), weight_dtype)
+    return x, weight, shape((num_tokens,), jnp.int32)
+
+
+def described(num_tokens, hidden, vocab, dtype: Any = BF16, weight_dtype: Any = F32, **options):
+    x, weight, labels = arguments(num_tokens, hidden, vocab, dtype, weight_dtype)
+    return linear_cross_entropy_plan(x, weight, labels, **options)
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The plan itself, of the same arguments as `described`."""
+    found = []
+    choose = plan_module.choose
+
+    def recorded(request):
+        found.append(choose(request))
+        return found[-1]
+
+    monkeypatch.setattr("pallas_kernels.loss.description.choose", recorded)
+
+    def plan_of(*sizes, **options):
+        described(*sizes, **options)
+        return found[-1].plan
+
+    return plan_of
+
+
+@pytest.mark.parametrize(
+    "num_tokens, vocab_size, dtype, max_bytes, want",
+    [
+        # Without a limit: 512 MiB of 16 bits, or 2093 tokens; 1 GiB of float32, the same tokens.
+        (8192, 128256, BF16, None, (2048, None)),
+        (8192, 128256, F32, None, (2048, None)),
+        (8193, 128256, BF16, None, (1792, None)),  # 5 chunks, none of them tiny
+        (8192, 152064, BF16, None, (1536, None)),  # 1664 would fit
+        (8192, 32000, BF16, None, (8192, None)),
+        (4096, 128256, BF16, None, (1536, None)),  # 3 chunks instead of 2
+        (8192, 2**21, BF16, None, (768, None)),  # 128 would fit
+        (300, 2**21, BF16, None, (384, None)),
+        (0, 32000, BF16, None, (128, None)),
+        (1, 32000, BF16, None, (128, None)),
+        # A limit holds as long as 768 tokens fit, or all there are.
+        (8192, 128256, BF16, 2**28, (1024, None)),
+        (8192, 128256, F32, 2**29, (1024, None)),
+        (8192, 2**15, BF16, 768 * 2**16, (768, None)),
+        (256, 2**15, BF16, 2**24, (256, None)),
+        # Fewer fit, and columns are limited.
+        (8192, 2**15, BF16, 768 * 2**16 - 1, (None, 2816)),
+        (8192, 128256, BF16, 2**24, (None, 1024)),
+        (8192, 128256, F32, 2**24, (None, 512)),
+        (512, 2**15, BF16, 2**24, (None, 11008)),
+        (8192, 2**21, BF16, 2**24, (None, 1024)),
+        # At least a tile, even where that is too much.
+        (8192, 128256, BF16, 1, (None, 128)),
+        (100, 50, F32, 1, (None, 128)),
+    ],
+    ids=str,
+)
+def test_sizes_of_chunks(chosen, num_tokens, vocab_size, dtype, max_bytes, want):
+    # Chunks of float32 logits, or of the kernel's; a softcap is in the way of exponentials.
+    implementation = "xla" if dtype == F32 else "mosaic_gpu"
+    options = {"implementation": implementation, "logit_softcap": 30.0}
+    plan = chosen(num_tokens, 64, vocab_size, dtype=dtype, max_logits_bytes=max_bytes, **options)
+    tokens, columns = want
+    if tokens is None:
+        assert plan == ColumnChunks(num_columns=columns, by_exponentials=False)
+        itemsize = jnp.dtype(dtype).itemsize
+        assert max_bytes == 1 or num_tokens * columns * itemsize <= max_bytes
+    else:
+        assert plan == TokenChunks(chunk_size=tokens, by_exponentials=False)
+
+
+@pytest.mark.usefixtures("h100")
+@pytest.mark.parametrize(
+    "shape, weight_dtype, limit, want",
+    [
+        # (inside, beside, chunk size, bands), and the dtype of dweight.
+        ((8192, 4096, 128256), F32, None, (8192, 0, None, (4224, 29, 5760), F32)),
+        ((8192, 4096, 128256), F32, 96 * MIB, (8192, 0, None, (4224, 29, 5760), F32)),
+        ((8192, 4096, 128256), BF16, None, (8192, 0, None, (4224, 29, 5760), F32)),
+        ((4096, 4096, 128256), BF16, None, (4096, 0, None, (8448, 14, 9984), BF16)),
+        ((5632, 4096, 128256), BF16, None, (4096, 1536, None, (8448, 14, 9984), BF16)),
+        ((6145, 4096, 128256), BF16, None, (6145, 0, None, (4224, 29, 5760), F32)),
+        ((8193, 4096, 128256), F32, None, (8192, 1, None, (4224, 29, 5760), F32)),
+        ((8193, 4096, 128256), F32, 96 * MIB, None),
+        ((16384, 2048, 128256), F32, None, (4096, 0, 2048, (8448, 14, 9984), F32)),
+        ((8192, 3584, 152064), F32, None, (7168, 1024, None, (3584, 41, 5120), F32)),
+        ((8192, 2304, 256000), F32, None, (4096, 0, 1024, (5632, 44, 8192), F32)),
+        # Bands by the limit, and none where all rows may be copied.
+        ((8192, 4096, 128256), F32, 32 * MIB, (8192, 0, None, (1024, 124, 1280), F32)),
+        ((8192, 4096, 128256), F32, 1, (8192, 0, None, (128, 1001, 128), F32)),
+        ((8192, 4096, 48 * 128), F32, None, (8192, 0, None, (48 * 128, 0, 0), F32)),
+        ((8192, 4096, 49 * 128), F32, None, (8192, 0, None, (1536, 3, 1664), F32)),
+        ((8192, 4096, 256), F32, 1, (8192, 0, None, (256, 0, 0), F32)),
+        # No fewer sums than with chunks alone.
+        ((16384, 1024, 128256), F32, None, None),
+        ((8192, 4096, 50257), F32, None, None),
+        ((8192, 4000, 128256), F32, None, None),
+    ],
+    ids=str,
+)
+def test_what_is_in_place(chosen, shape, weight_dtype, limit, want):
+    plan = chosen(
+        *shape, weight_dtype=weight_dtype, max_logits_bytes=limit, implementation="mosaic_gpu"
+    )
+    if want is None:
+        assert not isinstance(plan, InPlace)
+        return
+    inside, beside, chunk_size, bands, dtype = want
+    extent = in_place.Extent(inside, beside, jnp.dtype(dtype), in_place.Bands(*bands))
+    assert (plan.extent, plan.chunk_size) == (extent, chunk_size)
+    size, number, num_copied = bands
+    assert size * max(1, number) + num_copied == shape[2]
+    assert plan.without_dweight.by_exponentials
+
+
+# The printed plan: (name, products with and without gradients, chunks, bytes, of which alone, and
+# in the memory of dweight), and words of the reason.
+@pytest.mark.usefixtures("h100")
+@pytest.mark.parametrize(
+    "options, want, words",
+    [
+        ({}, ("in place", 3, 1, 1, 5760 * 2**14, 0, 128256 * 2**14), "all 8192 tokens"),
+        (
+            {"reduction": "none"},
+            ("in place", 4, 1, 1, 5760 * 2**14, 0, 128256 * 2**14),
+            "all 8192 tokens",
+        ),
+        ({"chunk_size": 2048}, ("token chunks", 3, 1, 4, 128256 * 2**12, 0, 0), "chunk_size=2048"),
+        (
+            {"label_smoothing": 0.1},
+            ("token chunks", 3, 1, 4, 128256 * 2**12, 0, 0),
+            "entries of dlogits other than the label's",
+        ),
+        ({"vocab_chunk_size": 2048}, ("column chunks", 4, 1, 63, 2**25, 0, 0), "vocab_chunk_size"),
+        (
+            {"max_logits_bytes": 2**25, "logit_softcap": 30.0},
+            ("column chunks", 4, 1, 63, 2**25, 0, 0),
+            "fewer than 768",
+        ),
+        (
+            {"implementation": "xla"},
+            ("token chunks", 3, 1, 4, 128256 * 2**13, 128256 * 2**13, 0),
+            "only kernels",
+        ),
+        (
+            {"implementation": "reference"},
+            ("all logits", 3, 1, 1, 128256 * 2**15, 128256 * 2**15, 0),
+            "keeps all logits",
+        ),
+    ],
+    ids=str,
+)
+def test_a_plan_describes_itself(options, want, words):
+    found = described(8192, 4096, 128256, **options)
+    alone = found.num_products_alone
+    sizes = found.logits_bytes, found.logits_bytes_alone, found.bytes_in_dweight
+    assert (found.name, found.num_products, alone, found.num_chunks, *sizes) == want
+    assert words in found.reason
+    assert found.implementation == options.get("implementation", "mosaic_gpu")
+    assert (found.why_no_kernel is None) == (found.implementation == "mosaic_gpu")
+    text = str(found)
+    assert f"{want[1]} matrix products" in text and found.reason in text
+
+
+@pytest.mark.usefixtures("h100")
+def test_a_plan_says_why_no_kernel_runs():
+    assert "float32" in str(described(8192, 4096, 128256, dtype=F32))
+    assert "the caller asks" in str(described(8, 8, 8, implementation="xla"))
+    x, weight, labels = arguments(8, 8, 8)
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))):
+        found = linear_cross_entropy_plan(x, weight, labels)
+    assert "split x over devices" in str(found.why_no_kernel)
+    assert "exponents of bfloat16" in described(8, 8, 8, dtype=F16).reason
+
+
+def test_a_plan_refuses_what_the_loss_refuses():
+    with pytest.raises(ValueError, match="chunk_size=4 and vocab_chunk_size=8 each choose"):
+        described(8, 8, 8, chunk_size=4, vocab_chunk_size=8)
+    with pytest.raises(TypeError, match="chunks"):
+        described(8, 8, 8, chunks=4)
+    assert described(8, 8, 8, check_labels=True, return_metrics=True).name == "token chunks"
+    assert "not an NVIDIA GPU" in str(described(8, 8, 8))

@@ -1,0 +1,72 @@
+"""Settings of the loss's kernels for tests that interpret them.
+
+One warpgroup takes less time to interpret than the default; test_logits_kernel.py has the others.
+"""
+
+import functools
+import re
+
+import jax
+import pytest
+
+from pallas_kernels.loss.config import Config
+from pallas_kernels.loss.mosaic_gpu import logits_config
+from support.loss_formulas import (
+    BF16,
+    D,
+    full,
+    loss_of,
+    make_arrays,
+)
+
+# The kernels, interpreted: with few threads, which takes less time than with the default;
+# test_logits_kernel.py has the others.
+ONE_WARPGROUP = Config(logits=logits_config.Config(warpgroups=1, slots=2, max_lines=4))
+# 9 tokens are 1 and 8; 250 columns are 50 and twice 100, each padded to 128.
+KT, KV = 9, 250
+KERNEL_STRATEGIES = {
+    "tokens": {"chunk_size": 8},
+    "columns": {"chunk_size": None, "vocab_chunk_size": 100},
+    "exponentials": {"chunk_size": 8, "bias_in_weight": True},
+    # Copies of 128 rows, of 128 columns of 16 bits, and three bands.
+    "in place": {
+        "chunk_size": None,
+        "max_logits_bytes": 2**15,
+        "bias_in_weight": True,
+        "lines": True,
+    },
+}
+BY_KERNEL_STRATEGY = {
+    name: {"implementation": "mosaic_gpu", "config": ONE_WARPGROUP, **chunks}
+    for name, chunks in KERNEL_STRATEGIES.items()
+}
+
+
+def kernel_strategies(*names):
+    """The cross of strategies, of which the normal run has these."""
+    cases = [
+        pytest.param(strategy, id=name, marks=() if name in names else full)
+        for name, strategy in BY_KERNEL_STRATEGY.items()
+    ]
+    return pytest.mark.parametrize("strategy", cases)
+
+
+# A program is seconds of compilation. "columns" and "in place" have all loops of the others,
+# "tokens" has the kernel over logits in memory.
+two_kernel_strategies = kernel_strategies("columns", "in place")
+two_other_kernel_strategies = kernel_strategies("tokens", "in place")
+ALL_OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 1.5}
+
+
+def kernel_arrays(dtype=BF16, **options):
+    return make_arrays((KT,), D, KV, dtype, **options)
+
+
+# In place of dweight, as the loss by default does; the strategy above has few tokens.
+def in_place_loss(max_logits_bytes, reduction, **options):
+    options |= {"max_logits_bytes": max_logits_bytes, "reduction": reduction}
+    return functools.partial(loss_of, implementation="mosaic_gpu", **options)
+
+
+def kernel_names(fn, *args) -> set[str]:
+    return set(re.findall(r"name=(\w+)", str(jax.make_jaxpr(fn)(*args))))
