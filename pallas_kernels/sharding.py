@@ -99,8 +99,3 @@ def sharded_reason(x: jax.Array) -> str | None:
                 "a kernel; call the operation inside of jax.shard_map"
             )
     return None
-
-
-def sharded_over_devices(x: jax.Array) -> bool:
-    """Whether XLA may have split `x` over several devices."""
-    return sharded_reason(x) is not None

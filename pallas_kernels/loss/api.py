@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.loss import differentiable, reference
 from pallas_kernels.loss.arguments import (
     Reduction,
@@ -22,7 +23,6 @@ from pallas_kernels.loss.plan import (
     AllLogits,
     ColumnChunks,
     InPlace,
-    LossImplementation,
     Plan,
     Settings,
     TokenChunks,
@@ -70,7 +70,7 @@ def linear_cross_entropy(
     accum_dtype: DTypeLike = jnp.float32,
     check_labels: bool = False,
     return_metrics: bool = False,
-    implementation: LossImplementation | None = None,
+    implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> Any:
     """Cross-entropy of `x @ weight.T + bias` against `labels`, without the logits in memory.

@@ -18,8 +18,15 @@ from pallas_kernels.arguments import (
     floating_arrays,
     number,
 )
+from pallas_kernels.implementation import (
+    Implementation,
+    check_implementation,
+    check_no_config,
+    choose_implementation,
+)
 from pallas_kernels.loss.config import Config
-from pallas_kernels.loss.plan import LossImplementation, Request, Settings, choose_implementation
+from pallas_kernels.loss.mosaic_gpu import logits
+from pallas_kernels.loss.plan import Request, Settings
 from pallas_kernels.loss.token_loss import LossOptions
 
 type Reduction = Literal["mean", "sum", "none"]
@@ -88,7 +95,7 @@ def checked_request(
     max_logits_bytes: int | None,
     vocab_axis: str | None,
     accum_dtype: Any,
-    implementation: LossImplementation | None,
+    implementation: Implementation | None,
     config: Config | None,
 ) -> tuple[Request, str | None]:
     """What the plan depends on, and why the kernels do not run; None if they do.
@@ -98,12 +105,12 @@ def checked_request(
       TypeError: an option is of a wrong type.
       NotImplementedError: the caller names the kernels, and they do not take the arguments.
     """
-    names = get_args(LossImplementation.__value__)
-    if implementation is not None and implementation not in names:
-        raise ValueError(f"{implementation=} must be None or one of {names}")
-    chosen, why_no_kernel = choose_implementation(x, implementation)
-    if config is not None and chosen != "mosaic_gpu":
-        raise ValueError(f"{config=}: implementation={chosen!r} has no launch parameters")
+    check_implementation(implementation)
+    chosen, why_no_kernel = choose_implementation(
+        implementation, x, logits.unsupported_reason(x.dtype), fallback="xla"
+    )
+    if chosen != "mosaic_gpu":
+        check_no_config(config, chosen)
     check_config(config, Config)
     _check_options(reduction, ignore_index, label_smoothing, z_loss, logit_softcap)
     _check_chunks(chunk_size, vocab_chunk_size, max_logits_bytes)

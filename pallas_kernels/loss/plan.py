@@ -13,20 +13,17 @@ vocabulary is split) and returns one of four plans with the reason for it:
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gpu.device import runs_here, target_device
+from pallas_kernels.gpu.device import target_device
 from pallas_kernels.gpu.hopper_gemm import BLOCK_M, Operand
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.loss.config import Config
-from pallas_kernels.loss.mosaic_gpu import exponentials, in_place, logits, products
+from pallas_kernels.loss.mosaic_gpu import exponentials, in_place, products
 from pallas_kernels.loss.token_loss import LossOptions
-from pallas_kernels.sharding import sharded_over_devices
-
-# Not "Implementation": beartype takes aliases of one name for one type, whatever their module.
-type LossImplementation = Literal["reference", "xla", "mosaic_gpu"]
 
 # Memory of the logits of a chunk, unless the caller gives a limit. On an H100 at D = 2048 and
 # V = 128256 (2026-11-21), chunks of 512 tokens take 38 % longer than chunks of 2048, 1024 take 6 %
@@ -60,7 +57,7 @@ class Settings:
     """
 
     options: LossOptions
-    implementation: LossImplementation
+    implementation: Implementation
     accum_dtype: jnp.dtype
     vocab_axis: str | None
     config: Config
@@ -159,28 +156,6 @@ class Choice(NamedTuple):
 
     plan: Plan
     reason: str
-
-
-def choose_implementation(
-    x: jax.Array, implementation: LossImplementation | None
-) -> tuple[LossImplementation, str | None]:
-    """`(implementation, reason)`: the code to run, and why it is not the kernels; None if it is.
-
-    Raises:
-      NotImplementedError: the caller names the kernels, and they do not take `x`.
-    """
-    reason = logits.unsupported_reason(x.dtype)
-    if implementation == "mosaic_gpu":
-        if reason is not None:
-            raise NotImplementedError(f"{implementation=}: {reason}")
-        return implementation, None
-    if implementation is not None:
-        return implementation, f"the caller asks for {implementation=}"
-    if (found := runs_here() or reason) is not None:
-        return "xla", found
-    if sharded_over_devices(x):
-        return "xla", "XLA may split x over devices, and a kernel cannot be split"
-    return "mosaic_gpu", None
 
 
 def choose(request: Request) -> Choice:

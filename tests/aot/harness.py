@@ -1,9 +1,9 @@
 """Compiles functions for real GPUs on a machine without one, and reads what the compilers report.
 
-JAX lowers, XLA compiles and NVIDIA's `ptxas` assembles exactly as they do on the GPU; what they are
-told about the chip is the description in `train/planner/aot.py`. So these reports hold on hardware: that
-the kernels compile, their registers and spills, their memory instructions, what XLA puts around
-them. They say nothing about speed, races, deadlocks or numbers.
+JAX lowers, XLA compiles and NVIDIA's `ptxas` assembles exactly as they do on the GPU. They know the
+chip from the description in `train/planner/aot.py`. So these reports hold on hardware: that the
+kernels compile, their registers and spills, their memory instructions, what XLA puts around them.
+They say nothing about speed, races, deadlocks or numbers.
 
 Compilation runs in `aot.worker`, a process of its own for every chip: a kernel that LLVM cannot
 select instructions for aborts the whole process.

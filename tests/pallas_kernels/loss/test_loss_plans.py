@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import linear_cross_entropy_plan
+from pallas_kernels import implementation, linear_cross_entropy_plan
 from pallas_kernels.gpu.device import Device
 from pallas_kernels.loss import plan as plan_module
 from pallas_kernels.loss.mosaic_gpu import in_place, logits, products, statistics
@@ -22,7 +22,7 @@ def h100(monkeypatch):
     """The planner's device."""
     for module in (plan_module, logits, products, statistics):
         monkeypatch.setattr(module, "target_device", lambda: H100)
-    monkeypatch.setattr(plan_module, "runs_here", lambda: None)
+    monkeypatch.setattr(implementation, "runs_here", lambda: None)
 
 
 def arguments(num_tokens, hidden, vocab, dtype=BF16, weight_dtype=F32):
