@@ -196,7 +196,7 @@ def test_a_plan_describes_itself(options, want, words):
 @pytest.mark.usefixtures("h100")
 def test_a_plan_says_why_no_kernel_runs():
     assert "float32" in str(described(8192, 4096, 128256, dtype=F32))
-    assert "the caller asks" in str(described(8, 8, 8, implementation="xla"))
+    assert "the caller asked" in str(described(8, 8, 8, implementation="xla"))
     x, weight, labels = arguments(8, 8, 8)
     with jax.set_mesh(jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))):
         found = linear_cross_entropy_plan(x, weight, labels)
