@@ -107,10 +107,9 @@ def linear_cross_entropy(
 
     **Plans.** By default the kernels keep exponentials of the logits in memory that `dweight` takes
     later, of all tokens or of the first ones. Otherwise the loss goes through chunks of tokens.
-    Both take three matrix products with gradients (four with `reduction="none"`). If
-    `max_logits_bytes` is too small for either, the loss goes through chunks of columns, which take
-    four. `linear_cross_entropy_plan` says what a call does and why; `docs/kernels/loss.md`
-    describes the plans.
+    Both take three matrix products with gradients (four with `reduction="none"`).
+    `vocab_chunk_size` asks for chunks of columns, which take four. `linear_cross_entropy_plan` says
+    what a call does and why; `docs/kernels/loss.md` describes the plans.
 
     **Rounding.** Products take operands in the dtype of `x` and accumulate in float32. Softmax and
     losses are float32, and every gradient is rounded once. `pallas_kernels/loss/by_tokens.py` has
@@ -143,8 +142,8 @@ def linear_cross_entropy(
         row of `dweight` is then written once and not added up, and `dx` is added up in float32. A
         weight that is stored in float32 is cast a chunk at a time and not copied.
       max_logits_bytes: Limit for logits or exponentials in memory, beside those in the memory of
-        `dweight`. The largest chunks of tokens that fit are taken. If fewer than 768 tokens fit and
-        `dweight` has no room for all tokens, chunks of columns are. `None` means 512 MiB
+        `dweight`. The largest chunks of tokens that fit are taken, and at least 128 tokens. A chunk
+        of few tokens is slow: each chunk reads and writes all of `dweight`. `None` means 512 MiB
         (`"mosaic_gpu"`) or 1 GiB (`"xla"`, whose logits are float32), and 96 MiB for copies of
         exponentials out of the memory of `dweight`. The plan depends on sizes alone, not on what is
         free on the device, so that all processes of a run compile the same program. At most one of

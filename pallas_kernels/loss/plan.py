@@ -29,9 +29,9 @@ from pallas_kernels.loss.token_loss import LossOptions
 # V = 128256 (2026-11-21), chunks of 512 tokens take 38 % longer than chunks of 2048, 1024 take 6 %
 # longer, and 4096 save 2 %. 2048 tokens have 501 MiB of 16-bit logits.
 _LOGITS_BYTES = 512 * 2**20
-# Fewest tokens of a chunk. Every chunk reads and writes `dweight` once: 8 bytes an entry for 2
-# flops a token. At 8192 x 4096 x 128256 (H100) chunks of 1024 tokens take 39.7 ms, of 768 44.6 and
-# of 512 55.5. Chunks of columns take 48 ms: they have a fourth GEMM and nothing to add up.
+# Fewest tokens of a chunk, unless the caller gives a limit. Every chunk reads and writes `dweight`
+# once: 8 bytes an entry for 2 flops a token. At 8192 x 4096 x 128256 (H100) chunks of 1024 tokens
+# take 39.7 ms, of 768 44.6 and of 512 55.5.
 _MIN_CHUNK = 768
 _TILE = 128  # of the GEMMs, in tokens and columns
 # Tokens of two blocks that share operands in our GEMMs. Chunks of 1408 tokens take as long as 1536:
@@ -177,21 +177,19 @@ def choose(request: Request) -> Choice:
     limit = request.max_logits_bytes
     num_bytes = _LOGITS_BYTES * itemsize // 2 if limit is None else limit
     fitting = num_bytes // (itemsize * len(request.weight)) // _TILE * _TILE
-    if limit is None:
-        fitting = max(fitting, _MIN_CHUNK)
-    has_chunks = fitting >= min(_MIN_CHUNK, num_tokens)
-    in_chunks = _token_chunks(request, _even_size(num_tokens, fitting))
-    found = _in_place(request, in_chunks.chunk_size if has_chunks else None)
+    # Slices of columns would be faster than short chunks of tokens. But XLA copies the weight for
+    # them if it is a widened one: with a limit of 32 MiB they took 1.76 to 2.16 times the three
+    # GEMMs in 1.1 to 2.5 GiB (H100, D from 2048 to 4096, more than 2 D tokens).
+    most = max(fitting, _MIN_CHUNK if limit is None else _TILE)
+    in_chunks = _token_chunks(request, _even_size(num_tokens, most))
+    found = _in_place(request, in_chunks.chunk_size)
     if isinstance(found, _Place):
         plan = InPlace(extent=found.extent, chunk_size=found.chunk_size, without_dweight=in_chunks)
         return Choice(plan, found.reason)
     fit = f"{num_bytes / 2**20:.0f} MiB hold the logits of {fitting} tokens"
-    if has_chunks:
-        return Choice(in_chunks, f"{fit}, and dweight's memory cannot hold exponentials: {found}.")
-    columns = num_bytes // (itemsize * num_tokens) // _TILE * _TILE
-    size = _spread(len(request.weight), max(_TILE, columns), _TILE)
-    reason = f"{fit}, and fewer than {_MIN_CHUNK} at a time are slower than slices of columns."
-    return Choice(_column_chunks(request, size), reason)
+    if fitting < most:
+        fit += f", a chunk has at least {most}"
+    return Choice(in_chunks, f"{fit}, and dweight's memory cannot hold exponentials: {found}.")
 
 
 def _token_chunks(request: Request, chunk_size: int) -> TokenChunks:
@@ -238,7 +236,7 @@ class _Place(NamedTuple):
     reason: str
 
 
-def _in_place(request: Request, chunk_size: int | None) -> _Place | str:
+def _in_place(request: Request, chunk_size: int) -> _Place | str:
     """What the memory of `dweight` can hold, or why it holds nothing.
 
     `dweight` gets the dtype of the weight if nothing is added up. Otherwise it has the dtype of the
@@ -246,7 +244,7 @@ def _in_place(request: Request, chunk_size: int | None) -> _Place | str:
 
     Args:
       request: the call.
-      chunk_size: tokens that may have their exponentials in other memory; None allows none.
+      chunk_size: tokens that may have their exponentials in other memory.
     """
     (num_tokens, hidden_size), vocab_size = request.x.shape, len(request.weight)
     if request.settings.vocab_axis is not None:
@@ -268,8 +266,6 @@ def _in_place(request: Request, chunk_size: int | None) -> _Place | str:
         if rest <= 0:
             num_inside = num_tokens
             found = f"dweight's memory holds the exponentials of all {num_tokens} tokens."
-        elif chunk_size is None:
-            continue
         elif rest <= chunk_size:
             num_inside, num_beside = width, rest
             found = f"dweight's memory holds all exponentials but those of {rest} tokens."

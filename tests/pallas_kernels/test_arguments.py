@@ -386,7 +386,6 @@ def test_losses_without_a_reduction_go_by_chunks_of_tokens():
         linear_cross_entropy_plan, *args, reduction="none", implementation="xla"
     )
     assert (plan().name, plan().num_products) == ("token chunks", 4)
-    # Fewer than 768 tokens fit the limit.
     small = plan(max_logits_bytes=2**20)
-    assert (small.name, small.num_columns) == ("column chunks", 128)
+    assert (small.name, small.chunk_size) == ("token chunks", 128)
     assert plan(vocab_chunk_size=256).name == "column chunks"

@@ -10,7 +10,7 @@ from pallas_kernels import implementation, linear_cross_entropy_plan
 from pallas_kernels.gpu.device import Device
 from pallas_kernels.loss import plan as plan_module
 from pallas_kernels.loss.mosaic_gpu import in_place, logits, products, statistics
-from pallas_kernels.loss.plan import ColumnChunks, InPlace, TokenChunks
+from pallas_kernels.loss.plan import InPlace, TokenChunks
 from support.loss_formulas import BF16, F16, F32
 
 H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
@@ -59,30 +59,28 @@ def chosen(monkeypatch):
     "num_tokens, vocab_size, dtype, max_bytes, want",
     [
         # Without a limit: 512 MiB of 16 bits, or 2093 tokens; 1 GiB of float32, the same tokens.
-        (8192, 128256, BF16, None, (2048, None)),
-        (8192, 128256, F32, None, (2048, None)),
-        (8193, 128256, BF16, None, (1792, None)),  # 5 chunks, none of them tiny
-        (8192, 152064, BF16, None, (1536, None)),  # 1664 would fit
-        (8192, 32000, BF16, None, (8192, None)),
-        (4096, 128256, BF16, None, (1536, None)),  # 3 chunks instead of 2
-        (8192, 2**21, BF16, None, (768, None)),  # 128 would fit
-        (300, 2**21, BF16, None, (384, None)),
-        (0, 32000, BF16, None, (128, None)),
-        (1, 32000, BF16, None, (128, None)),
-        # A limit holds as long as 768 tokens fit, or all there are.
-        (8192, 128256, BF16, 2**28, (1024, None)),
-        (8192, 128256, F32, 2**29, (1024, None)),
-        (8192, 2**15, BF16, 768 * 2**16, (768, None)),
-        (256, 2**15, BF16, 2**24, (256, None)),
-        # Fewer fit, and columns are limited.
-        (8192, 2**15, BF16, 768 * 2**16 - 1, (None, 2816)),
-        (8192, 128256, BF16, 2**24, (None, 1024)),
-        (8192, 128256, F32, 2**24, (None, 512)),
-        (512, 2**15, BF16, 2**24, (None, 11008)),
-        (8192, 2**21, BF16, 2**24, (None, 1024)),
-        # At least a tile, even where that is too much.
-        (8192, 128256, BF16, 1, (None, 128)),
-        (100, 50, F32, 1, (None, 128)),
+        (8192, 128256, BF16, None, 2048),
+        (8192, 128256, F32, None, 2048),
+        (8193, 128256, BF16, None, 1792),  # 5 chunks, none of them tiny
+        (8192, 152064, BF16, None, 1536),  # 1664 would fit
+        (8192, 32000, BF16, None, 8192),
+        (4096, 128256, BF16, None, 1536),  # 3 chunks instead of 2
+        (8192, 2**21, BF16, None, 768),  # 128 would fit
+        (300, 2**21, BF16, None, 384),
+        (0, 32000, BF16, None, 128),
+        (1, 32000, BF16, None, 128),
+        # A limit holds.
+        (8192, 128256, BF16, 2**28, 1024),
+        (8192, 128256, F32, 2**29, 1024),
+        (8192, 2**15, BF16, 768 * 2**16, 768),
+        (8192, 2**15, BF16, 768 * 2**16 - 1, 512),
+        (512, 2**15, BF16, 2**24, 256),
+        (256, 2**15, BF16, 2**24, 256),
+        # A chunk has at least a tile, even where that is too much.
+        (8192, 128256, BF16, 2**24, 128),
+        (8192, 128256, F32, 2**24, 128),
+        (8192, 128256, BF16, 1, 128),
+        (100, 50, F32, 1, 128),
     ],
     ids=str,
 )
@@ -91,13 +89,9 @@ def test_sizes_of_chunks(chosen, num_tokens, vocab_size, dtype, max_bytes, want)
     implementation = "xla" if dtype == F32 else "mosaic_gpu"
     options = {"implementation": implementation, "logit_softcap": 30.0}
     plan = chosen(num_tokens, 64, vocab_size, dtype=dtype, max_logits_bytes=max_bytes, **options)
-    tokens, columns = want
-    if tokens is None:
-        assert plan == ColumnChunks(num_columns=columns, by_exponentials=False)
-        itemsize = jnp.dtype(dtype).itemsize
-        assert max_bytes == 1 or num_tokens * columns * itemsize <= max_bytes
-    else:
-        assert plan == TokenChunks(chunk_size=tokens, by_exponentials=False)
+    assert plan == TokenChunks(chunk_size=want, by_exponentials=False)
+    if max_bytes is not None and want > 128:
+        assert want * vocab_size * jnp.dtype(dtype).itemsize <= max_bytes
 
 
 @pytest.mark.usefixtures("h100")
@@ -112,7 +106,8 @@ def test_sizes_of_chunks(chosen, num_tokens, vocab_size, dtype, max_bytes, want)
         ((5632, 4096, 128256), BF16, None, (4096, 1536, None, (8448, 14, 9984), BF16)),
         ((6145, 4096, 128256), BF16, None, (6145, 0, None, (4224, 29, 5760), F32)),
         ((8193, 4096, 128256), F32, None, (8192, 1, None, (4224, 29, 5760), F32)),
-        ((8193, 4096, 128256), F32, 96 * MIB, None),
+        ((8193, 4096, 128256), F32, 96 * MIB, (8192, 1, None, (4224, 29, 5760), F32)),
+        ((16384, 2048, 128256), F32, 96 * MIB, (4096, 0, 256, (8448, 14, 9984), F32)),
         ((16384, 2048, 128256), F32, None, (4096, 0, 2048, (8448, 14, 9984), F32)),
         ((8192, 3584, 152064), F32, None, (7168, 1024, None, (3584, 41, 5120), F32)),
         ((8192, 2304, 256000), F32, None, (4096, 0, 1024, (5632, 44, 8192), F32)),
@@ -165,8 +160,8 @@ def test_what_is_in_place(chosen, shape, weight_dtype, limit, want):
         ({"vocab_chunk_size": 2048}, ("column chunks", 4, 1, 63, 2**25, 0, 0), "vocab_chunk_size"),
         (
             {"max_logits_bytes": 2**25, "logit_softcap": 30.0},
-            ("column chunks", 4, 1, 63, 2**25, 0, 0),
-            "fewer than 768",
+            ("token chunks", 3, 1, 64, 128256 * 2**8, 0, 0),
+            "hold the logits of 128 tokens",
         ),
         (
             {"implementation": "xla"},
@@ -200,7 +195,7 @@ def test_a_plan_says_why_no_kernel_runs():
     x, weight, labels = arguments(8, 8, 8)
     with jax.set_mesh(jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))):
         found = linear_cross_entropy_plan(x, weight, labels)
-    assert "split x over devices" in str(found.why_no_kernel)
+    assert "mesh axes data=2" in str(found.why_no_kernel)
     assert "exponents of bfloat16" in described(8, 8, 8, dtype=F16).reason
 
 
