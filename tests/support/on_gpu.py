@@ -9,7 +9,7 @@ import pytest
 
 from support.numerics import value_and_grads
 
-# Tests of more than 20 GiB: one process runs all of them, so that several processes share the GPU.
+# Tests that take many GiB. One process runs all of them, so that the others have memory, too.
 large = pytest.mark.xdist_group("large")
 
 
