@@ -5,7 +5,7 @@
 - `swiglu`: the gated activation of Llama's MLP.
 - `swiglu_mlp`: the whole gated MLP, which chooses what the backward keeps.
 - `linear_cross_entropy`: output projection and cross-entropy, without all logits in memory.
-- `linear_cross_entropy_plan`: how that function would run a call, in print.
+- `linear_cross_entropy_plan`: which program that function would run, as a `LossPlan` to print.
 - `sharded_add_rms_norm`: `add_rms_norm` of sums over devices, for tensor parallelism.
 
 `LossMetrics` is the second result of `linear_cross_entropy` on request. Flax NNX layers over the

@@ -123,9 +123,9 @@ def test_a_bad_line_in_the_middle_is_named_and_does_not_block(tmp_path, bad):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([1, 3], "the rows of 1 of 3 steps are missing, the first that of step 2; the report"),
-        ([1], "the rows of 2 of 3 steps are missing, the first that of step 2"),
-        ([], "the rows of 3 of 3 steps are missing, the first that of step 1"),
+        ([1, 3], "the rows of 1 of 3 steps are missing, first the row of step 2; the report"),
+        ([1], "the rows of 2 of 3 steps are missing, first the row of step 2"),
+        ([], "the rows of 3 of 3 steps are missing, first the row of step 1"),
     ],
 )
 def test_missing_rows_are_told(tmp_path, rows, message):
