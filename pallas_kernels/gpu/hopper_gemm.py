@@ -262,7 +262,7 @@ class MainLoop:
     ) -> None:
         """The body of a kernel, run by all warpgroups of a block.
 
-        Above 80 lines, because the warpgroup that loads and those that compute share its barriers.
+        Above 80 lines, because the loading and the computing warpgroups share its barriers.
 
         Args:
           a_gmems: One `[M, K]` or `[K, M]`, or several that follow each other in K. The depth of

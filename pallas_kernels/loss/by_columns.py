@@ -6,7 +6,7 @@ in its final dtype. With `mosaic_gpu` a GEMM writes the rows where they belong
 (`mosaic_gpu/products.py`). `dx` is the sum over the chunks, in float32. A float32 weight is rounded
 a chunk at a time and never as a whole.
 
-Numerics are those of `by_tokens.py`, except that `dweight` needs no sum over chunks.
+The numerics are the same as in `by_tokens.py`, except that `dweight` needs no sum over chunks.
 """
 
 import math
@@ -67,13 +67,13 @@ class _Tokens(NamedTuple):
     """Arrays of the tokens that all chunks share.
 
     Attributes:
-      x: hidden states.
-      labels: columns of this device's part of the vocabulary.
-      coefficients: coefficients of the losses, divided by `scale`.
-      scale: that factor; None if it is 1.
-      lse: logsumexp over the whole vocabulary.
-      known: terms that the exponentials need from the logsumexp.
-      vocab_size: size of the whole vocabulary.
+      x: Hidden states.
+      labels: Columns of this device's part of the vocabulary.
+      coefficients: Coefficients of the losses, divided by `scale`.
+      scale: Factor taken out of the coefficients; None if it is 1.
+      lse: Logsumexp over the whole vocabulary.
+      known: Terms that the exponentials need from the logsumexp.
+      vocab_size: Size of the whole vocabulary.
     """
 
     x: Float[Array, "T D"]

@@ -50,11 +50,11 @@ class Settings:
     """Static settings of a program that do not depend on its plan.
 
     Attributes:
-      options: options of the loss.
-      implementation: code that makes losses and gradients from logits.
-      accum_dtype: dtype in which chunks of tokens add up `dweight`.
-      vocab_axis: mesh axis, inside of `jax.shard_map`, over which the vocabulary is split.
-      config: launch parameters.
+      options: Options of the loss.
+      implementation: Code that makes losses and gradients from logits.
+      accum_dtype: Dtype in which chunks of tokens add up `dweight`.
+      vocab_axis: Mesh axis, inside of `jax.shard_map`, over which the vocabulary is split.
+      config: Launch parameters.
     """
 
     options: LossOptions
@@ -69,13 +69,13 @@ class Request:
     """Everything that the plan depends on.
 
     Attributes:
-      settings: static settings of the program.
-      x: hidden states `[T, D]`, or their shape and dtype.
-      weight: output embedding `[V, D]`, or its shape and dtype; this device's part of a split one.
-      has_bias: whether the logits have a bias.
-      chunk_size: tokens of a chunk that the caller asks for.
-      vocab_chunk_size: columns of a chunk that the caller asks for.
-      max_logits_bytes: limit that the caller sets for logits in memory.
+      settings: Static settings of the program.
+      x: Hidden states `[T, D]`, or their shape and dtype.
+      weight: Output embedding `[V, D]`, or its shape and dtype; this device's part of a split one.
+      has_bias: Whether the logits have a bias.
+      chunk_size: Tokens of a chunk that the caller asks for.
+      vocab_chunk_size: Columns of a chunk that the caller asks for.
+      max_logits_bytes: Limit that the caller sets for logits in memory.
     """
 
     settings: Settings
@@ -108,8 +108,8 @@ class TokenChunks:
     """All columns of some tokens at a time: three GEMMs, and a sum of `dweight` over chunks.
 
     Attributes:
-      chunk_size: tokens of a chunk, at most.
-      by_exponentials: whether the GEMM of the logits stores their exponentials (exponentials.py).
+      chunk_size: Tokens of a chunk, at most.
+      by_exponentials: Whether the GEMM of the logits stores their exponentials (exponentials.py).
     """
 
     chunk_size: int
@@ -126,8 +126,8 @@ class ColumnChunks:
     """All tokens of some columns at a time: four GEMMs, and no sum of `dweight`.
 
     Attributes:
-      num_columns: columns of a chunk, at most.
-      by_exponentials: whether the GEMM of the logits stores dlogits (exponentials.py).
+      num_columns: Columns of a chunk, at most.
+      by_exponentials: Whether the GEMM of the logits stores dlogits (exponentials.py).
     """
 
     num_columns: int
@@ -139,9 +139,9 @@ class InPlace:
     """Exponentials in the memory of `dweight`: three GEMMs, and no or few sums.
 
     Attributes:
-      extent: tokens that are done at once, and how their part of `dweight` is made.
-      chunk_size: tokens of the chunks that follow, all full; None if none follow.
-      without_dweight: plan for a call in which the weight has no gradient, and so no memory.
+      extent: Tokens that are done at once, and how their part of `dweight` is made.
+      chunk_size: Tokens of the chunks that follow, all full; None if none follow.
+      without_dweight: Plan for a call in which the weight has no gradient, and so no memory.
     """
 
     extent: in_place.Extent
@@ -178,8 +178,8 @@ def choose(request: Request) -> Choice:
     limit = request.max_logits_bytes
     num_bytes = _LOGITS_BYTES * itemsize // 2 if limit is None else limit
     fitting = num_bytes // (itemsize * len(request.weight)) // _TILE * _TILE
-    # Chunks of columns would be faster than short chunks of tokens. But if the caller has widened
-    # the weight to float32, XLA copies it for them. With a limit of 32 MiB they took 1.1 to 2.5 GiB,
+    # Chunks of columns would be faster than short chunks of tokens. But XLA copies the weight for
+    # them if the caller has widened it to float32. With a limit of 32 MiB they took 1.1 to 2.5 GiB,
     # and 1.76 to 2.16 times the three GEMMs (H100, D from 2048 to 4096, more than 2 D tokens).
     most = max(fitting, _MIN_CHUNK if limit is None else _TILE)
     in_chunks = _token_chunks(request, _even_size(num_tokens, most))
@@ -244,8 +244,8 @@ def _in_place(request: Request, chunk_size: int) -> _Place | str:
     of the sum until it is rounded.
 
     Args:
-      request: the call.
-      chunk_size: number of tokens whose exponentials may be in other memory.
+      request: The call.
+      chunk_size: Number of tokens whose exponentials may be in other memory.
     """
     (num_tokens, hidden_size), vocab_size = request.x.shape, len(request.weight)
     if request.settings.vocab_axis is not None:
@@ -289,9 +289,9 @@ def _in_place(request: Request, chunk_size: int) -> _Place | str:
 def _bands(request: Request, dtype: jnp.dtype) -> in_place.Bands:
     """Bands of rows in which `dweight` is made.
 
-    At the end of a band all multiprocessors wait for the last one. So these are the bands with the
-    least estimated time: few bands, whose tiles leave few multiprocessors without work at the end.
-    There are no bands if the exponentials of all rows may be copied.
+    At the end of a band all multiprocessors wait for the last one. So the bands with the least
+    estimated time are few, and leave few multiprocessors without work at their ends. There are no
+    bands if the exponentials of all rows may be copied.
     """
     vocab_size, hidden_size = request.weight.shape
     limit = request.max_logits_bytes

@@ -24,8 +24,8 @@ Chunks of the vocabulary know the logsumexp before their GEMM (`dlogits_of_linea
 is then the offset, and the GEMM stores dlogits themselves, except for the label's entry.
 
 Rounding. Exponentials are float32 and rounded to bfloat16 once, as dlogits would be. Most of the
-gradient is in the label's entry. The factor takes back the error of its rounding, which adds an
-error of this size to the other entries. `dx` stays float32 until the factor multiplies it. `x`
+gradient is in the label's entry. The factor corrects the error of this entry's rounding, and gives
+the other entries an error of the same size. `dx` stays float32 until the factor multiplies it. `x`
 times its factor is rounded to bfloat16 for the GEMM of `dweight`, which adds one rounding error.
 """
 
@@ -89,7 +89,7 @@ def loss_of_linear(
       transposed: Layout of a `dz` with a row for each column; None for `[T, Vp]`.
       config: Launch parameters; chosen if None.
     """
-    # Without it XLA slices a chunk out of all tokens twice, once for each kernel.
+    # Without the barrier XLA slices a chunk out of all tokens twice, once for each kernel.
     x, labels, coefficients = jax.lax.optimization_barrier((x, labels, coefficients))
     is_column = _is_column(labels, num_columns)
     row_of_label = weight.at[jnp.where(is_column, labels, 0)].get(mode="promise_in_bounds")

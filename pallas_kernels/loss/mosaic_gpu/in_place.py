@@ -18,8 +18,8 @@ XLA knows one array both as bfloat16 and as float32 (a bitcast), and a band's GE
 writes into it. It reads other rows than it writes, so the result is right whether XLA works in
 place or makes copies. `tests/aot` checks that there are no copies (JAX 0.11.2 and 0.12).
 
-All bands are made in a loop, and the first rows in a second loop of two steps. The reason: XLA has
-a kernel write into a part of an array only where a computation, such as a loop's body, returns that
+One loop makes all bands, and a second loop of two steps makes the first rows. The reason: XLA has a
+kernel write into a part of an array only where a computation, such as a loop's body, returns that
 array. Elsewhere XLA copies, and looks for other work to do beside the copy. For such a copy its
 scheduler reordered the whole training step of a Llama of 1B, which then took 2.1 GiB more.
 
@@ -100,7 +100,7 @@ def loss_and_gradients(
 ) -> tuple[LogitStatistics, Float[Array, "T D"], Float[Array, "V D"]]:
     """`(statistics, dx, dweight)` of the sum of `coefficients · loss`.
 
-    Above 80 lines, because three of its steps are functions that share its arrays.
+    Above 80 lines, because its steps are functions that share its arrays.
 
     Args:
       x: Hidden states of the tokens of `extent`, bfloat16.
@@ -185,7 +185,7 @@ def loss_and_gradients(
 
     def with_band(i, dweight: jax.Array) -> jax.Array:
         start = vocab_size - (i + 1) * bands.size
-        # The slice comes before the change of dtype. Only then the GEMM reads it where it is.
+        # The slice comes before the change of dtype. Otherwise the GEMM reads a copy of it.
         inside = jax.lax.dynamic_slice_in_dim(dweight, start - bands.num_copied, bands.size)
         inside = jax.lax.bitcast_convert_type(inside, x.dtype).reshape(bands.size, width)
         return with_rows(dweight, inside, start)

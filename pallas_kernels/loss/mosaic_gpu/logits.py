@@ -7,13 +7,13 @@ has a multiprocessor to itself, walks over rows and makes two passes over each.
 The first pass loads the row by TMA through a ring of slots in shared memory. It takes the maximum
 and the sum of exponentials as slots arrive. The second pass writes the gradient. The last slots of
 the row stay in shared memory for it: the whole row up to 114688 columns of 16 bits. It reads the
-other slots again from the cache, where those of 132 blocks take 3 MB at 128256 columns. It stores
-the gradient from the same slots, and loads the next row into the slots that it frees.
+other slots again from the cache: at 128256 columns 132 blocks have 3 MB in such slots. It stores
+the gradient from the same ring, and loads the next row into the slots that it frees.
 
 All arithmetic is float32. The gradient is rounded once, to the dtype of the logits. Its entry for
 the label is formed as `p - 1` in float32.
 
-Above 450 lines, because the two passes share the ring and so are one kernel.
+Above 450 lines, because the two passes share the ring and are one kernel.
 """
 
 import functools

@@ -77,7 +77,7 @@ _TUNED: dict[tuple[str, str, int], Config] = {
 
 
 def default_config(device: Device, num_columns: int, dtype: DTypeLike) -> Config:
-    """Launch parameters to use: the user's, or else measured ones, or else a guess.
+    """Launch parameters to use: the user's, otherwise measured ones, otherwise a guess.
 
     Args:
       device: Device that runs the kernel.

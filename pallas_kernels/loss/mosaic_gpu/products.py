@@ -12,9 +12,9 @@ from shared memory, which costs nothing for types of 16 bits. The loop is the on
 `pallas_kernels/gpu/hopper_gemm.py`. Results leave a warpgroup through shared memory, 128 bytes of
 each row at a time: one piece is made while the piece before is stored.
 
-The kernel makes no sums over chunks of tokens, although TMA can add what it stores. With such adds
-it takes 1.10 times as long as without them at 2048 x 128256 x 4096, and 1.8 times at
-1024 x 256000 x 2304; cuBLAS takes 1.02 to 1.09 times, and 1.47.
+The kernel makes no sums over chunks of tokens, although TMA can add the values that it stores. At
+2048 x 128256 x 4096 such a sum takes 1.10 times a product that only stores; cuBLAS' sum takes 1.02
+to 1.09. At 1024 x 256000 x 2304 it takes 1.8 times such a product; cuBLAS' sum takes 1.47.
 """
 
 import math

@@ -22,7 +22,7 @@ under 11 ms of arithmetic. There are 242.9 tiles a pair, and no pair has more th
   subtracts the maximum, exp2, and an addition. exp2 is the slow one, with 16 a clock and
   multiprocessor: 2048 clocks against the 65536 of the tile's multiplications.
 - Comparing columns with the label would double this cost. So it happens only in tiles that have the
-  label of one of the warpgroup's 64 rows, one tile in eight at the shape above. A table tells them.
+  label of one of the warpgroup's 64 rows, one tile in eight at the shape above. A table says which.
 
 `linear_exponentials` is the same GEMM for a loss with gradients. Through shared memory it stores
 the exponentials of the logits relative to an offset of each row, times a factor of the row. It
