@@ -2,11 +2,12 @@
 
     python -m benchmarks.kernels.loss --shapes 8192x4096x128256 --peers
 
-bfloat16, random data; kernel time (`benchmarks/timing.py`), median over interleaved rounds, beside
-the three bare GEMMs of the same shapes (logits, dx, dweight; for a loss alone the first of them),
-measured in the same rounds. Memory is what a program has beside its arguments and results: by XLA's
-`memory_analysis`, for PyTorch the peak above what was allocated. Writes a table and all numbers
-into the folder of results, and with `--chart` draws time against memory of the first shape.
+Data is random and bfloat16. Times are kernel times (`benchmarks/timing.py`), medians over
+interleaved rounds. The same rounds measure the three bare GEMMs of the same shapes (logits, dx,
+dweight); a loss alone is compared with the first. Memory is counted beside arguments and results:
+by XLA's `memory_analysis`, and for PyTorch as the peak above the memory allocated before. The
+program writes a table and all numbers into the folder of results. With `--chart` it draws time
+against memory of the first shape.
 """
 
 import argparse
@@ -39,12 +40,13 @@ class Setting:
     """A way to compute the loss.
 
     Attributes:
-      name: in the table.
-      loss: `(x, weight, labels) -> loss`.
-      weight: dtype that the gradient of the weight has. "widened": float32 for a bfloat16 weight;
-        "float32": of float32 parameters, which the program itself rounds for its GEMMs. "[D, V]":
-        bfloat16, for a function that takes the weight transposed.
-      gradients: whether they are asked for.
+      name: Name in the table.
+      loss: Function `(x, weight, labels) -> loss`.
+      weight: Dtype of the weight and its gradient. `"widened"` is a float32 gradient of a bfloat16
+        weight. `"float32"` is a float32 weight, which the program itself rounds for its GEMMs.
+        `"bfloat16"` is bfloat16 for both. `"[D, V]"` is the same for a function that takes the
+        weight transposed.
+      gradients: Whether to compute the gradients.
     """
 
     name: str
@@ -53,7 +55,7 @@ class Setting:
     gradients: bool = True
 
     def program(self) -> Callable[..., Any]:
-        """What is compiled, for a bfloat16 weight; a float32 one if that is the setting's."""
+        """The function to compile. It takes a float32 weight if the setting has one."""
         if not self.gradients:
             return self.loss
         with_gradients = jax.value_and_grad(self.loss, argnums=(0, 1))
@@ -95,7 +97,7 @@ SETTINGS = (
     _XLA,
     Setting("XLA, all logits", _all_logits),
 )
-# The one of the peers that runs in JAX.
+# The only peer that runs in JAX.
 _TOKAMAX = Setting("tokamax", _tokamax, "[D, V]")
 _PEERS = "linear_cross_entropy"
 
@@ -115,7 +117,7 @@ def gemms(shape: Shape) -> list[Callable[[], Any]]:
 
 
 def _arrays(setting: Setting, result: Any) -> list[jax.Array]:
-    """The loss and, where there are, the gradients, of the weight as `[V, D]`."""
+    """The loss, and the gradients if the setting has them; `dweight` as `[V, D]`."""
     if not setting.gradients:
         return [result]
     loss, (dx, dweight) = result
@@ -125,7 +127,7 @@ def _arrays(setting: Setting, result: Any) -> list[jax.Array]:
 def measure(
     shape: Shape, settings: Sequence[Setting], *, with_peers: bool, rounds: int
 ) -> list[dict[str, Any]]:
-    """A record of each setting at a shape."""
+    """One record for each setting at a shape."""
     tokens, hidden_size, vocab_size = shape
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (tokens, hidden_size), jnp.bfloat16)
@@ -147,7 +149,7 @@ def measure(
         try:
             compiled = jax.jit(setting.program()).lower(*arguments).compile()
             result = _arrays(setting, jax.block_until_ready(compiled(*arguments)))
-        except Exception as error:  # what does not fit is a result
+        except Exception as error:  # running out of memory is a result
             refused[setting.name] = timing.Timing(error=timing.first_line(error))
             continue
         error = agreement.relative_error(result, expected)
@@ -188,7 +190,7 @@ def measure(
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Markdown, a section per shape."""
+    """Markdown tables, a section for each shape."""
     lines = []
     for shape in dict.fromkeys(tuple(r["shape"]) for r in records):
         rows = [r for r in records if tuple(r["shape"]) == shape]
@@ -212,8 +214,8 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Time against memory of the settings with gradients at the first shape."""
-    # Here, because the benchmark runs where matplotlib may be missing.
+    """Draws time against memory of the settings with gradients at the first shape."""
+    # Imported here, because matplotlib may be missing where the benchmark runs.
     from matplotlib.figure import Figure
     from matplotlib.ticker import ScalarFormatter
 
@@ -229,7 +231,7 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     for r in points:
         color = "#c1440e" if r["setting"].startswith("ours") else "#33418a"
         place = max(1.0, r["temporary_bytes"] / 2**20), r["median_ms"]
-        # Two limits of memory can lead to one program: it has the name of the first.
+        # Two limits of memory can lead to one program. Its mark has the name of the first.
         marks.setdefault(
             (r["temporary_bytes"], round(r["median_ms"], 1)), (r["setting"], place, color)
         )
@@ -251,7 +253,7 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _label(figure: Any, axes: Any, marks: Sequence[tuple[str, tuple[float, float], str]]) -> None:
-    """Writes the names beside their marks, where no other name or mark is."""
+    """Writes each name beside its mark, in a place without another name or mark."""
     from matplotlib.transforms import Bbox
 
     figure.draw_without_rendering()  # for the final places of the marks, in pixels
@@ -280,7 +282,7 @@ def _label(figure: Any, axes: Any, marks: Sequence[tuple[str, tuple[float, float
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, writes and prints."""
+    """Parses the command line, measures, writes the results and prints them."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels.loss",
@@ -320,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         of_shape = measure(shape, settings, with_peers=args.peers, rounds=args.rounds)
         gc.collect()
         jax.clear_caches()
-        # After each: seven shapes take five minutes, of which none is lost if the last fails.
+        # Written after each shape. Seven shapes take five minutes, and a failure loses only one.
         records += of_shape
         path.with_suffix(".json").write_text(json.dumps(contents, indent=1) + "\n")
         path.with_suffix(".md").write_text(title + table(records))

@@ -3,18 +3,18 @@
 The loop computes `a @ b` by wgmma, with one `a` and one or several `b` of one shape. The kernel
 decides what to do with the float32 accumulators of a tile.
 
-- A persistent block has 128 rows by `tile_n` columns of each product: two warpgroups of
-  `64 x tile_n` that share the tiles of `b`, and a third that brings operands by TMA, `stages` steps
-  of 64 in K ahead. Its steps run on through the tiles, so that the operands of the next are there
-  when the epilogue of this one is done.
-- While one warpgroup waits for its wgmma, or is in an epilogue, the other's runs: issuing the next
-  wgmma before waiting, and starting the second warpgroup some steps after the first, were both
-  tried and are slower (`docs/lab/2026-11-21-gated-mlp.md`).
-- `cluster=2` blocks with different rows share the tiles of `b`: each loads half and multicasts it,
+- A persistent block computes a tile of 128 rows by `tile_n` columns of each product. Two warpgroups
+  compute `64 x tile_n` each and share the tiles of `b`. A third loads operands by TMA, `stages`
+  steps of 64 in K ahead. It runs on from tile to tile, so the next tile's operands are there when
+  the epilogue ends.
+- While one warpgroup waits for its wgmma, or is in an epilogue, the wgmma of the other runs. Two
+  variants were tried and are slower (`docs/lab/2026-11-21-gated-mlp.md`): to issue the next wgmma
+  before waiting, and to start the second warpgroup some steps after the first.
+- `cluster=2` blocks with different rows share the tiles of `b`. Each loads half and multicasts it,
   which takes a step's reads of the L2 from 48 to 32 KiB a block (256 columns).
-- The tiles are dealt to the blocks one by one, so that no block has more than one more than
-  another. Tiles that run together must share operands in the L2: they are numbered rows first in
-  bands of `band` clusters' rows, and every other band goes through the columns backwards.
+- The blocks take the tiles in turn, so the numbers of tiles of two blocks differ by at most one.
+  Tiles that run together must share operands in the L2. So they are numbered rows first in bands of
+  `band` clusters' rows, and every other band goes through the columns backwards.
 """
 
 import dataclasses
@@ -31,30 +31,30 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.gpu.device import Device
 
-TILE_M = 64  # of a warpgroup, what wgmma has
-WARPGROUPS = 2  # that compute
+TILE_M = 64  # rows of a warpgroup's tile, as wgmma has them
+WARPGROUPS = 2  # warpgroups that compute
 BLOCK_M = WARPGROUPS * TILE_M
-TILE_K = 64  # 128 bytes, the widest swizzle
+TILE_K = 64  # depth of a step: 128 bytes, the widest swizzle
 DTYPES = (jnp.bfloat16, jnp.float16)
 
 # `unsupported_reason` needs only a shape and a dtype, so an array need not exist yet.
 type Operand = jax.Array | jax.ShapeDtypeStruct
 
-# A block has 65536 registers. The memory warpgroup keeps 40 a lane; the others can have 240.
+# A block has 65536 registers. The memory warpgroup keeps 40 a lane. The others can then have 240.
 _MEMORY_REGISTERS = 40
 _COMPUTE_REGISTERS = 232
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """How the products are dealt to blocks and what a block keeps in shared memory.
+    """Launch parameters: how blocks share the products, and how much shared memory they use.
 
     Attributes:
-      tile_n: columns of a tile, a multiple of 64 up to 256.
-      stages: steps of 64 in K whose operands shared memory holds.
-      cluster: blocks that share tiles of `b`, 1 or 2.
-      band: row groups (of `128 · cluster` rows) that go through the columns together.
-      blocks: thread blocks, a multiple of `cluster`.
+      tile_n: Number of columns of a tile, a multiple of 64 up to 256.
+      stages: Number of steps of 64 in K whose operands shared memory holds.
+      cluster: Number of blocks that share tiles of `b`, 1 or 2.
+      band: Number of row groups (of `128 · cluster` rows) that go through the columns together.
+      blocks: Number of thread blocks, a multiple of `cluster`.
     """
 
     tile_n: int
@@ -94,8 +94,8 @@ def default_config(
     cluster = max_cluster if num_rows > BLOCK_M and device.num_sms % max_cluster == 0 else 1
     groups = pl.cdiv(num_rows, cluster * BLOCK_M)
     tiles = groups * pl.cdiv(num_columns, tile_n)
-    # 2048 rows were best with depths of 2048 and 4096; of deeper ones 16 MiB, a third of the L2 of
-    # an H100. Bands of equal size, because tiles of a narrow last one would share less.
+    # Bands of 2048 rows were best with depths of 2048 and 4096. Deeper rows get bands of 16 MiB, a
+    # third of the L2 of an H100. All bands have one size: a narrow last band would share less.
     rows = band_rows or min(2048, max(1, 2**24 // (2 * depth)))
     bands = pl.cdiv(groups, max(1, rows // (cluster * BLOCK_M)))
     return Config(
@@ -120,9 +120,9 @@ def unsupported_reason(device: Device, *operands: Operand) -> str | None:
 
 
 def whole_tiles(a: Float[Array, "N D"]) -> Float[Array, "padded_N padded_D"]:
-    """Padded with zeros to the 8 rows by 64 that TMA swizzles together.
+    """`a` with zeros up to whole tiles of 8 rows by 64, which TMA swizzles together.
 
-    Mosaic has no copies of parts of these. It is no copy for the sizes of the usual models.
+    Mosaic cannot copy a part of a tile. The usual models have whole tiles, and so need no padding.
     """
     return jnp.pad(a, ((0, -a.shape[0] % 8), (0, -a.shape[1] % TILE_K)))
 
@@ -130,16 +130,15 @@ def whole_tiles(a: Float[Array, "N D"]) -> Float[Array, "padded_N padded_D"]:
 def store_piece(
     i: int, num_pieces: int, value: Float[Array, "64 width"], slots: Any, to: Any, *, turned=False
 ) -> None:
-    """Stores columns of a warpgroup's accumulators by way of shared memory.
+    """Stores columns of a warpgroup's accumulators through shared memory.
 
-    To be called for each piece of a tile in turn: one slot is filled while the other is on its way.
-    `wait_for_pieces` waits for the stores that are on their way at the end.
+    The caller calls it for each piece of a tile in turn. One slot is filled while the other is
+    stored. `wait_for_pieces` waits for the last stores.
 
     Args:
       i: Number of the piece in the tile.
       num_pieces: Number of pieces of a tile.
-      value: Values to store, already rounded to the dtype of `to`: the rounding is better done
-        before the wait.
+      value: Values to store, in the dtype of `to`, so that the rounding is done before the wait.
       slots: `[2, 64, width]` in shared memory, the warpgroup's own.
       to: Destination in device memory, `[64, width]`.
       turned: Whether to store the transpose; `width` is then 64.
@@ -189,27 +188,27 @@ class MainLoop:
 
     @property
     def groups(self) -> int:
-        """Groups of rows, of a cluster each."""
+        """Number of groups of rows, one group for a cluster at a time."""
         return pl.cdiv(self.num_rows, self.config.cluster * BLOCK_M)
 
     @property
     def column_tiles(self) -> int:
-        """Tiles from the first to the last column."""
+        """Number of tiles from the first to the last column."""
         return pl.cdiv(self.num_columns, self.config.tile_n)
 
     @property
     def num_clusters(self) -> int:
-        """Clusters of blocks."""
+        """Number of clusters of blocks."""
         return self.config.blocks // self.config.cluster
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a block for the operands."""
+        """Bytes of shared memory of a block for the operands."""
         step = (BLOCK_M + self.num_b * self.config.tile_n) * TILE_K
         return jnp.dtype(self.dtype).itemsize * self.config.stages * step
 
     def check_fits(self, device: Device, *, extra_bytes: int = 0) -> None:
-        """Raises ValueError if a block cannot have the operands' memory and `extra_bytes`."""
+        """Raises ValueError if the operands and `extra_bytes` do not fit the memory of a block."""
         num_bytes = self.smem_bytes + extra_bytes
         if num_bytes > device.smem_bytes:
             raise ValueError(
@@ -219,7 +218,7 @@ class MainLoop:
 
     @property
     def scratch_types(self) -> list[Any]:
-        """What `run` takes as `scratch`."""
+        """Types of the scratch memory that `run` takes."""
         c = self.config
         a_tile = (BLOCK_M, TILE_K) if self.a_layout == "MK" else (TILE_K, BLOCK_M)
         b_tile = (c.tile_n, TILE_K) if self.b_layout == "NK" else (TILE_K, c.tile_n)
@@ -263,6 +262,8 @@ class MainLoop:
     ) -> None:
         """The body of a kernel, run by all warpgroups of a block.
 
+        Above 80 lines, because the loading and the computing warpgroups share its barriers.
+
         Args:
           a_gmems: One `[M, K]` or `[K, M]`, or several that follow each other in K. The depth of
             each except the last is a multiple of 64.
@@ -299,7 +300,7 @@ class MainLoop:
             return (group * cluster + member) * BLOCK_M, column_tile * tile_n
 
         def bring_a(rows, k, slot):
-            """Brings this step of the `a` that has it."""
+            """Loads this step of K from the `a` that has it."""
             end = 0
             for a_gmem in a_gmems:
                 num_steps = pl.cdiv(a_gmem.shape[self.a_layout.index("K")], TILE_K)
@@ -345,7 +346,7 @@ class MainLoop:
                 return jax.lax.fori_loop(0, k_steps, bring, step)
 
             steps = jax.lax.fori_loop(0, tiles_here, bring_tile, 0)
-            # The other block of the cluster must not free a slot of one that is gone.
+            # The other block of the cluster must not free a slot of a block that is gone.
             jax.lax.fori_loop(
                 jnp.maximum(steps - stages, 0),
                 steps,
@@ -381,8 +382,8 @@ class MainLoop:
                         plgpu.barrier_arrive(freed.at[slot])
 
                     jax.lax.fori_loop(first_step, first_step + k_steps, multiply_step, None)
-                    # For LLVM the sums are there when a wgmma is issued. Without the barrier it may
-                    # compute with them before the wait, and with a wgmma in flight it did.
+                    # LLVM takes the sums for complete once a wgmma is issued. Without the barrier
+                    # it may compute with them before the wait, and with a wgmma in flight it did.
                     return jax.lax.optimization_barrier(tuple(acc[...] for acc in accs))
 
                 accumulator = plgpu.WGMMAAccumulatorRef((TILE_M, tile_n), jnp.float32)

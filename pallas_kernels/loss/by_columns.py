@@ -2,11 +2,11 @@
 
 The forward keeps the logsumexp of each token. The backward computes the logits of a slice of the
 vocabulary again, for all tokens, so it takes any cotangent. It writes each row of `dweight` once,
-as it is stored; with `mosaic_gpu` by a GEMM whose result XLA has put in its place
-(`mosaic_gpu/products.py`). `dx` is the sum over the chunks, in float32. A weight that is stored in
-float32 is rounded a chunk at a time and never as a whole.
+in its final dtype. With `mosaic_gpu` a GEMM writes the rows where they belong
+(`mosaic_gpu/products.py`). `dx` is the sum over the chunks, in float32. A float32 weight is rounded
+a chunk at a time and never as a whole.
 
-Numerics are those of `by_tokens.py`, except that `dweight` needs no sum over chunks.
+The numerics are the same as in `by_tokens.py`, except that `dweight` needs no sum over chunks.
 """
 
 import math
@@ -36,7 +36,7 @@ from pallas_kernels.loss.plan import ColumnChunks, Settings
 from pallas_kernels.loss.token_loss import TokenLosses, combine, losses_of
 
 _COLUMNS_AGAIN = 512  # 4 MiB of a weight with D = 4096
-_WIDTH = 128  # the least that our GEMM of dweight takes
+_WIDTH = 128  # the fewest columns of x that our GEMM of dweight takes
 
 
 def losses(
@@ -64,16 +64,16 @@ def losses(
 
 
 class _Tokens(NamedTuple):
-    """What the chunks share.
+    """Arrays of the tokens that all chunks share.
 
     Attributes:
-      x: hidden states.
-      labels: columns of this device's part of the vocabulary.
-      coefficients: coefficients of the losses, divided by `scale`.
-      scale: that factor; None if it is 1.
-      lse: logsumexp over the whole vocabulary.
-      known: what the exponentials take of it.
-      vocab_size: size of the whole vocabulary.
+      x: Hidden states.
+      labels: Columns of this device's part of the vocabulary.
+      coefficients: Coefficients of the losses, divided by `scale`.
+      scale: Factor taken out of the coefficients; None if it is 1.
+      lse: Logsumexp over the whole vocabulary.
+      known: Terms that the exponentials need from the logsumexp.
+      vocab_size: Size of the whole vocabulary.
     """
 
     x: Float[Array, "T D"]

@@ -1,18 +1,18 @@
 """Losses and gradients of some tokens at a time: three GEMMs.
 
-*Chunks.* A loop walks over chunks of tokens. While a chunk's logits exist, its loss, its `dx` and
-its share of `dweight` are formed from them. (Liger-Kernel's fused linear cross-entropy,
-https://arxiv.org/abs/2410.10989, introduced gradients in the forward.) The first chunk's product
-starts the sum of `dweight`. The GEMMs of the other chunks add to it in place: each reads and writes
-`dweight` once, which is why chunks should be large.
+*Chunks.* A loop walks over chunks of tokens. While a chunk's logits exist, it forms its loss, its
+`dx` and its share of `dweight` from them. Liger-Kernel's fused linear cross-entropy introduced
+gradients in the forward (https://arxiv.org/abs/2410.10989). The first chunk's product starts the
+sum of `dweight`. The GEMMs of the other chunks add to it in place: each reads and writes `dweight`
+once, which is why chunks should be large.
 
 *In place.* The first chunk does not have to be small: as long as nothing is in `dweight`, its
-memory can hold the exponentials of `2D` tokens (`mosaic_gpu/in_place.py`). If these are all tokens,
-or all but a chunk, nothing is added up at all.
+memory can hold the exponentials of `2D` tokens (`mosaic_gpu/in_place.py`). If no more than a chunk
+of tokens is left over, there is no sum at all.
 
 Numerics. The GEMMs take operands of `x.dtype` (a weight of another dtype is rounded to it once) and
 accumulate in float32. With `xla` logits are float32. With `mosaic_gpu` logits in memory are rounded
-to `x.dtype`, as in PyTorch; logits whose exponentials are stored stay in float32 and never are in
+to `x.dtype`, as in PyTorch. Logits whose exponentials are stored stay float32 and are never in
 memory. Softmax and losses are float32. Coefficients, which include a mean's 1/N, are multiplied in
 float32 before dlogits are rounded once, to `x.dtype`, as the operand of two GEMMs
 (`mosaic_gpu/exponentials.py` has its own order). With `mosaic_gpu`, `dbias` sums the rounded

@@ -1,4 +1,4 @@
-"""Which program computes the loss: the only place that chooses.
+"""Chooses the program that computes the loss; no other module chooses.
 
 `choose` takes what is known before anything runs (sizes, dtypes, options, device, whether the
 vocabulary is split) and returns one of four plans with the reason for it:
@@ -25,18 +25,19 @@ from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place, products
 from pallas_kernels.loss.token_loss import LossOptions
 
-# Memory of the logits of a chunk, unless the caller gives a limit. On an H100 at D = 2048 and
-# V = 128256 (2026-11-21), chunks of 512 tokens take 38 % longer than chunks of 2048, 1024 take 6 %
-# longer, and 4096 save 2 %. 2048 tokens have 501 MiB of 16-bit logits.
+# Bytes of the logits of a chunk, unless the caller gives a limit. At V = 128256, 2048 tokens have
+# 501 MiB of 16-bit logits. There, at D = 2048 on an H100 (2026-11-21), chunks of 512 tokens take
+# 38 % longer than chunks of 2048. Chunks of 1024 take 6 % longer, and chunks of 4096 save 2 %.
 _LOGITS_BYTES = 512 * 2**20
 # Fewest tokens of a chunk, unless the caller gives a limit. Every chunk reads and writes `dweight`
 # once: 8 bytes an entry for 2 flops a token. At 8192 x 4096 x 128256 (H100) chunks of 1024 tokens
 # take 39.7 ms, of 768 44.6 and of 512 55.5.
 _MIN_CHUNK = 768
-_TILE = 128  # of the GEMMs, in tokens and columns
-# Tokens of two blocks that share operands in our GEMMs. Chunks of 1408 tokens take as long as 1536:
-# at 4096 x 8192 x 128256 (H100) chunks of 1408 take 1.151 times the bare GEMMs, 1536 take 1.102. At
-# 8192 x 3584 x 152064 1664 take 1.176, and 1536 take 1.129.
+_TILE = 128  # tokens or columns of a tile of the GEMMs
+# Tokens of two blocks that share operands in our GEMMs. A chunk of 1408 tokens takes as long as one
+# of 1536. Times of the loss over the bare GEMMs on an H100: at 4096 x 8192 x 128256, chunks of 1408
+# take 1.151 and chunks of 1536 take 1.102. At 8192 x 3584 x 152064, chunks of 1664 take 1.176 and
+# chunks of 1536 take 1.129.
 _PAIR = 2 * BLOCK_M
 # Memory of the exponentials that are copied out of `dweight` (in_place.py). It holds 45 blocks of
 # 128 rows of a float32 `dweight` at D = 4096. So bands can have 33 blocks: 4 tiles for each of the
@@ -49,11 +50,11 @@ class Settings:
     """Static settings of a program that do not depend on its plan.
 
     Attributes:
-      options: options of the loss.
-      implementation: code that makes losses and gradients from logits.
-      accum_dtype: dtype in which chunks of tokens add up `dweight`.
-      vocab_axis: mesh axis, inside of `jax.shard_map`, over which the vocabulary is split.
-      config: launch parameters.
+      options: Options of the loss.
+      implementation: Code that makes losses and gradients from logits.
+      accum_dtype: Dtype in which chunks of tokens add up `dweight`.
+      vocab_axis: Mesh axis, inside of `jax.shard_map`, over which the vocabulary is split.
+      config: Launch parameters.
     """
 
     options: LossOptions
@@ -68,13 +69,13 @@ class Request:
     """Everything that the plan depends on.
 
     Attributes:
-      settings: static settings of the program.
-      x: hidden states `[T, D]`, or their shape and dtype.
-      weight: output embedding `[V, D]`, or its shape and dtype; this device's part of a split one.
-      has_bias: whether the logits have a bias.
-      chunk_size: tokens of a chunk that the caller asks for.
-      vocab_chunk_size: columns of a chunk that the caller asks for.
-      max_logits_bytes: limit that the caller sets for logits in memory.
+      settings: Static settings of the program.
+      x: Hidden states `[T, D]`, or their shape and dtype.
+      weight: Output embedding `[V, D]`, or its shape and dtype; this device's part of a split one.
+      has_bias: Whether the logits have a bias.
+      chunk_size: Tokens of a chunk that the caller asks for.
+      vocab_chunk_size: Columns of a chunk that the caller asks for.
+      max_logits_bytes: Limit that the caller sets for logits in memory.
     """
 
     settings: Settings
@@ -107,8 +108,8 @@ class TokenChunks:
     """All columns of some tokens at a time: three GEMMs, and a sum of `dweight` over chunks.
 
     Attributes:
-      chunk_size: tokens of a chunk, at most.
-      by_exponentials: whether the GEMM of the logits stores their exponentials (exponentials.py).
+      chunk_size: Tokens of a chunk, at most.
+      by_exponentials: Whether the GEMM of the logits stores their exponentials (exponentials.py).
     """
 
     chunk_size: int
@@ -125,8 +126,8 @@ class ColumnChunks:
     """All tokens of some columns at a time: four GEMMs, and no sum of `dweight`.
 
     Attributes:
-      num_columns: columns of a chunk, at most.
-      by_exponentials: whether the GEMM of the logits stores dlogits (exponentials.py).
+      num_columns: Columns of a chunk, at most.
+      by_exponentials: Whether the GEMM of the logits stores dlogits (exponentials.py).
     """
 
     num_columns: int
@@ -138,9 +139,9 @@ class InPlace:
     """Exponentials in the memory of `dweight`: three GEMMs, and no or few sums.
 
     Attributes:
-      extent: tokens that are done at once, and how their part of `dweight` is made.
-      chunk_size: tokens of the chunks that follow, all full; None if none follow.
-      without_dweight: plan for a call in which the weight has no gradient, and so no memory.
+      extent: Tokens that are done at once, and how their part of `dweight` is made.
+      chunk_size: Tokens of the chunks that follow, all full; None if none follow.
+      without_dweight: Plan for a call in which the weight has no gradient, and so no memory.
     """
 
     extent: in_place.Extent
@@ -177,9 +178,9 @@ def choose(request: Request) -> Choice:
     limit = request.max_logits_bytes
     num_bytes = _LOGITS_BYTES * itemsize // 2 if limit is None else limit
     fitting = num_bytes // (itemsize * len(request.weight)) // _TILE * _TILE
-    # Slices of columns would be faster than short chunks of tokens. But XLA copies the weight for
-    # them if it is a widened one: with a limit of 32 MiB they took 1.76 to 2.16 times the three
-    # GEMMs in 1.1 to 2.5 GiB (H100, D from 2048 to 4096, more than 2 D tokens).
+    # Chunks of columns would be faster than short chunks of tokens. But XLA copies the weight for
+    # them if the caller has widened it to float32. With a limit of 32 MiB they took 1.1 to 2.5 GiB,
+    # and 1.76 to 2.16 times the three GEMMs (H100, D from 2048 to 4096, more than 2 D tokens).
     most = max(fitting, _MIN_CHUNK if limit is None else _TILE)
     in_chunks = _token_chunks(request, _even_size(num_tokens, most))
     found = _in_place(request, in_chunks.chunk_size)
@@ -215,13 +216,13 @@ def _no_exponentials(request: Request) -> str | None:
 
 
 def _even_size(num_tokens: int, most: int) -> int:
-    """Tokens of a chunk: as few chunks as can be of at most `most` tokens, evenly long."""
+    """Tokens of a chunk, for the fewest chunks of at most `most` tokens, evenly long."""
     tile = _PAIR if _PAIR <= most < num_tokens else _TILE
     return _spread(num_tokens, max(tile, most // tile * tile), tile)
 
 
 def _spread(total: int, most: int, tile: int) -> int:
-    """Size of chunks of at most `most`, as few as can be and none of them tiny."""
+    """Size of chunks of at most `most`, for the fewest chunks without a tiny one."""
     num_chunks = max(1, math.ceil(total / most))
     if num_chunks == 2:
         num_chunks = 3  # as `fold_chunks` would do
@@ -237,14 +238,14 @@ class _Place(NamedTuple):
 
 
 def _in_place(request: Request, chunk_size: int) -> _Place | str:
-    """What the memory of `dweight` can hold, or why it holds nothing.
+    """The tokens whose exponentials fit the memory of `dweight`, or why none do.
 
-    `dweight` gets the dtype of the weight if nothing is added up. Otherwise it has the dtype of the
-    sum until it is rounded.
+    `dweight` has the dtype of the weight if there is no sum over chunks. Otherwise it has the dtype
+    of the sum until it is rounded.
 
     Args:
-      request: the call.
-      chunk_size: tokens that may have their exponentials in other memory.
+      request: The call.
+      chunk_size: Number of tokens whose exponentials may be in other memory.
     """
     (num_tokens, hidden_size), vocab_size = request.x.shape, len(request.weight)
     if request.settings.vocab_axis is not None:
@@ -288,9 +289,9 @@ def _in_place(request: Request, chunk_size: int) -> _Place | str:
 def _bands(request: Request, dtype: jnp.dtype) -> in_place.Bands:
     """Bands of rows in which `dweight` is made.
 
-    At the end of a band all multiprocessors wait for the last one. So the bands are few, and leave
-    the fewest multiprocessors without work at their ends. There are none if the exponentials of all
-    rows may be copied.
+    At the end of a band all multiprocessors wait for the last one. So the bands with the least
+    estimated time are few, and leave few multiprocessors without work at their ends. There are no
+    bands if the exponentials of all rows may be copied.
     """
     vocab_size, hidden_size = request.weight.shape
     limit = request.max_logits_bytes

@@ -15,11 +15,11 @@ def linear_token_losses(
     coefficients: Float[Array, " T"],
     options: LossOptions,
 ) -> TokenLosses:
-    """Every operand in float32, GEMM included, with a `[T, V]` buffer.
+    """Losses from `[T, V]` logits in memory, with float32 operands in all steps and the GEMM.
 
-    A token whose coefficient is 0 and whose `x` is no finite number has losses and gradients of 0.
+    A token whose coefficient is 0 and whose `x` is not finite has losses and gradients of 0.
     """
-    # Before and after: the gradient of what `jnp.where` leaves out is 0, and 0 · NaN is NaN.
+    # Left out before and after: `jnp.where` gives such values the gradient 0, and 0 · NaN is NaN.
     is_left_out = (coefficients == 0) & ~jnp.all(jnp.isfinite(x), axis=1)
     x = jnp.where(is_left_out[:, None], 0, x)
     logits = jnp.einsum(

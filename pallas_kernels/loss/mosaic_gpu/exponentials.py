@@ -1,31 +1,32 @@
-"""dlogits as a factor of each token times exponentials that the GEMM of the logits stores.
+"""Dlogits as stored exponentials of the logits, times one factor for each token.
 
-The gradient of a token's loss in its logits is `coefficient · (softmax - onehot)`, and the softmax
-needs the sum over the row, which is there only when the whole row is: a pass over the stored logits
-after their GEMM, of one read and one write (on an H100 0.40 ms for 2048 tokens and V=128256, for
-which each of the three GEMMs takes 1.3 ms at D=2048). Here the GEMM stores `e = exp(logit - o)`
-with an offset `o` that is known before it, the sum S of a row is there after it, and
+The gradient of a token's loss in its logits is `coefficient · (softmax - onehot)`. The softmax
+needs the sum over the row, which is known only after the whole row. So a GEMM that stores logits
+needs a pass after it that reads and writes them once. For 2048 tokens and V=128256 on an H100 the
+pass takes 0.40 ms, and each of the three GEMMs 1.3 ms at D=2048. Here the GEMM stores
+`e = exp(logit - o)`, with an offset `o` that is known before it. The sum S of a row is known after
+it, and
 
     dlogits = (coefficient / S) · (e - S·onehot)
 
-so that dlogits are never formed: the factor multiplies the rows of `dx` after their GEMM, and those
-of `x` before that of `dweight`, and the label's entry is one element of a row. A z-loss multiplies
-the softmax by `a = 1 + 2 · z_loss · lse`, so the factor by `a`, and divides what the label's entry
-loses, `S / a`.
+So dlogits are never formed. The factor `coefficient / S` multiplies the rows of `dx` after the GEMM
+of `dx`, and the rows of `x` before the GEMM of `dweight`. The label's entry is one element of a
+row. A z-loss multiplies the softmax by `a = 1 + 2 · z_loss · lse`. The factor is then
+`a · coefficient / S`, and the label's entry is `e - S / a`.
 
-The offset is the label's logit, from a dot product of two rows, so that S is at least 1. Where a
-logit is more than 44 nats above it (2^64), or is no number, the GEMM runs once more over the chunk,
-with the largest logit for offset; a kernel finds out on the device, and without need ends at once.
-With S up to 2^64 times the size of the vocabulary, `coefficient / S · x` stays a normal number of
-bfloat16 for coefficients down to 1e-13.
+The offset is the label's logit, from a dot product of two rows, so S is at least 1. If a logit is
+more than 44 nats (2^64) above the offset, or is NaN, the GEMM runs once more over the chunk, with
+the largest logit as the offset. The second kernel finds on the device whether it is needed, and
+otherwise ends at once. With S up to 2^64 times the size of the vocabulary, `coefficient / S · x`
+stays a normal number of bfloat16 for coefficients down to 1e-13.
 
-Where the logsumexp is known before, as it is for vocabulary chunks, it is the offset, and what the
-GEMM stores, times the coefficient, are dlogits (`dlogits_of_linear`), but for the label's entry.
+Chunks of the vocabulary know the logsumexp before their GEMM (`dlogits_of_linear`). The logsumexp
+is then the offset, and the GEMM stores dlogits themselves, except for the label's entry.
 
-Rounding. Exponentials are float32 and rounded to bfloat16 once, as dlogits would be. The factor
-takes back what rounding has done to the label's entry, which is most of the gradient, at the price
-of as much in the others. `dx` is float32 until it is multiplied by the factor. `x` times its factor
-is rounded to bfloat16 for the GEMM of `dweight`, which leaves there the error of one rounding.
+Rounding. Exponentials are float32 and rounded to bfloat16 once, as dlogits would be. Most of the
+gradient is in the label's entry. The factor corrects the error of this entry's rounding, and gives
+the other entries an error of the same size. `dx` stays float32 until the factor multiplies it. `x`
+times its factor is rounded to bfloat16 for the GEMM of `dweight`, which adds one rounding error.
 """
 
 import functools
@@ -47,11 +48,11 @@ from pallas_kernels.loss.mosaic_gpu.statistics import (
 from pallas_kernels.loss.token_loss import LogitStatistics, LossOptions
 
 _LOG2_E = math.log2(math.e)
-_LARGEST = 64  # exponent of 2, of an exponential that is not made again
+_LARGEST = 64  # log2 of the largest exponential that needs no second GEMM
 
 
 def unsupported_reason(x: Operand, weight: Operand, options: LossOptions) -> str | None:
-    """Why dlogits have no such form, or None if they have."""
+    """Why dlogits cannot have this form, or None if they can."""
     if x.dtype != jnp.bfloat16:
         return f"{x.dtype} has not the exponents of bfloat16"
     if options.label_smoothing or options.logit_softcap is not None:
@@ -59,7 +60,7 @@ def unsupported_reason(x: Operand, weight: Operand, options: LossOptions) -> str
     return linear_statistics.unsupported_reason(x, weight)
 
 
-# A program calls it for the first chunk and for the others; a jitted function is lowered once.
+# A program calls this for the first chunk and for the others. JAX lowers a jitted function once.
 @functools.partial(jax.jit, static_argnames=("num_columns", "z_loss", "transposed", "config"))
 def loss_of_linear(
     x: Float[Array, "T D"],
@@ -74,21 +75,21 @@ def loss_of_linear(
 ) -> tuple[LogitStatistics, Float[Array, "rows columns"], Float[Array, " T"]]:
     """`(statistics, dz, factor)` of `x @ weight.T`, with dlogits `factor[:, None] * dz`.
 
-    `dz` is `[T, Vp]`, unless `transposed` says what it is.
+    `dz` is `[T, Vp]`, or is stored as `transposed` says.
 
     A coefficient of 0 gives a row of finite numbers with the factor 0, whatever the logits are.
 
     Args:
-      x: bfloat16.
-      weight: bfloat16; `Vp`, a multiple of 128, is `num_columns` with padding.
-      labels: columns; a label outside of `[0, num_columns)` is none of these.
-      coefficients: of the losses.
-      num_columns: that count.
-      z_loss: weight of the squared logsumexp.
-      transposed: how `dz` is stored instead.
-      config: launch parameters; chosen if None.
+      x: Hidden states, bfloat16.
+      weight: Output embedding, bfloat16; `Vp`, a multiple of 128, is `num_columns` with padding.
+      labels: Column of each token. A label outside of `[0, num_columns)` is no column.
+      coefficients: Factor of each token's loss.
+      num_columns: Number of columns without padding.
+      z_loss: Weight of the squared logsumexp.
+      transposed: Layout of a `dz` with a row for each column; None for `[T, Vp]`.
+      config: Launch parameters; chosen if None.
     """
-    # Else XLA slices a chunk out of all tokens for the first kernel, and again for the second.
+    # Without the barrier XLA slices a chunk out of all tokens twice, once for each kernel.
     x, labels, coefficients = jax.lax.optimization_barrier((x, labels, coefficients))
     is_column = _is_column(labels, num_columns)
     row_of_label = weight.at[jnp.where(is_column, labels, 0)].get(mode="promise_in_bounds")
@@ -104,12 +105,12 @@ def loss_of_linear(
         config=config,
     )
     scale = (coefficients != 0).astype(jnp.float32)
-    # What follows the tokens in rows of exponentials is multiplied with zeros, and must be finite.
-    # With a scale it is 0; without, an infinite element of the weight makes NaN of zeros for x.
+    # The GEMM of dweight multiplies the padding after the tokens with zeros, so the padding must be
+    # finite. A scale makes it 0. Without one, an infinite weight times the zeros for x makes NaN.
     has_scale = transposed is not None and len(x) % TILE_K != 0
     found = exponentials(offset, scale=scale if has_scale else None)
     largest = found.largest * _LOG2_E
-    # Also where one of these is NaN, or infinite in another order of the products.
+    # Also true where a number is NaN, or where only one order of the products overflows.
     is_wrong = ~((largest - offset <= _LARGEST) & (found.total > 0))
     offset = jnp.where(is_wrong, largest, offset)
     found = exponentials(
@@ -117,13 +118,14 @@ def loss_of_linear(
         scale=scale,
         repetition=Repetition(found, jnp.any(is_wrong)),
     )
-    # The loss is their difference, and small where the label has nearly all of the sum.
+    # The loss is lse - label_logit, and small where the label has nearly all of the sum. This form
+    # keeps its digits.
     from_label = found.label_logit + jnp.log(found.total / found.of_label)
     lse = jnp.where(found.of_label > 0, from_label, (offset + jnp.log2(found.total)) / _LOG2_E)
     slope = _slope(z_loss, lse)
     has_gradient = is_column & (coefficients != 0)
     at_label = found.of_label - found.total / slope
-    # XLA drops a cast to 16 bits and back.
+    # Not a cast to 16 bits and back, which XLA drops.
     bits = jnp.finfo(x.dtype)
     rounded = jax.lax.reduce_precision(at_label, bits.nexp, bits.nmant)
     dz = _with_labels(
@@ -142,13 +144,13 @@ def loss_of_linear(
 
 
 class KnownSum(NamedTuple):
-    """What gradients take of the logsumexp; made once, outside of a loop over columns.
+    """Terms of the gradients that need the logsumexp; made once, outside of a loop over columns.
 
     Attributes:
-      offset: in units of log 2.
-      slope: `a`.
-      scale: `scale · 2^(logit · log2(e) - offset)` is `coefficient · a · softmax`; 0 where the
-        coefficient is.
+      offset: Logsumexp in units of log 2.
+      slope: Factor `a` of the softmax; 1 without a z-loss.
+      scale: Factor for which `scale · 2^(logit · log2(e) - offset)` is `coefficient · a · softmax`;
+        0 where the coefficient is 0.
     """
 
     offset: Float[Array, " T"]
@@ -159,9 +161,9 @@ class KnownSum(NamedTuple):
     def make(
         cls, lse: Float[Array, " T"], coefficients: Float[Array, " T"], z_loss: float
     ) -> "KnownSum":
-        """For the coefficients of the losses, and the weight of a z-loss."""
+        """The terms for the coefficients of the losses, and the weight of a z-loss."""
         slope = jnp.broadcast_to(_slope(z_loss, lse), lse.shape)
-        # Not 0 · NaN.
+        # Not a product alone, because 0 · NaN is NaN.
         scale = jnp.where(coefficients == 0, 0.0, coefficients * slope)
         return cls(lse * _LOG2_E, slope, scale)
 
@@ -179,17 +181,18 @@ def dlogits_of_linear(
 ) -> Float[Array, "T Vp"]:
     """`coefficients · (a · softmax - onehot)` of `x @ weight.T`, where the logsumexp is known.
 
-    `a` is that of the z-loss, 1 without one. In float32, rounded once. A row whose coefficient is 0
-    is 0, whatever the logits are.
+    A z-loss makes `a` different from 1. Dlogits are computed in float32 and rounded once. A row
+    whose coefficient is 0 is 0, whatever the logits are.
 
     Args:
-      x: see `loss_of_linear`, and so the others but one.
-      weight: columns of the vocabulary, all or some.
-      labels: likewise.
-      coefficients: likewise.
-      known: of the logsumexp over the whole vocabulary, and these coefficients.
-      num_columns: of `weight` without padding.
-      config: launch parameters; chosen if None.
+      x: Hidden states, bfloat16.
+      weight: Rows of the output embedding, all or some, bfloat16; `Vp`, a multiple of 128, is
+        `num_columns` with padding.
+      labels: Column of each token. A label outside of `[0, num_columns)` is no column.
+      coefficients: Factor of each token's loss.
+      known: Terms from the logsumexp over the whole vocabulary, and from `coefficients`.
+      num_columns: Number of rows of `weight` without padding.
+      config: Launch parameters; chosen if None.
     """
     found = linear_exponentials(
         x,
@@ -206,15 +209,15 @@ def dlogits_of_linear(
 
 
 def scaled(x: Float[Array, "T D"], factor: Float[Array, " T"]) -> Float[Array, "T D"]:
-    """`x` times the factor of each token, rounded once; 0 where that is 0, and not 0 · NaN."""
+    """`x` times the factor of each token, rounded once; 0 where the factor is 0, even for a NaN."""
     product = x.astype(jnp.float32) * factor[:, None]
     return jnp.where(factor[:, None] == 0, 0.0, product).astype(x.dtype)
 
 
 def _slope(z_loss: float, lse: Float[Array, " T"]) -> Any:
-    """`a`, the derivative of `lse + z_loss · lse²`; never 0, for a label's entry is divided by it.
+    """`a`, the derivative of `lse + z_loss · lse²`; never 0, because it divides the label's entry.
 
-    Below 1e-6 what it multiplies is lost beside the label's 1.
+    Below 1e-6 its product with the softmax is lost beside the label's 1.
     """
     if not z_loss:
         return 1.0
@@ -235,7 +238,7 @@ def _with_labels(
     num_columns: int,
     transposed: Transposed | None = None,
 ) -> Float[Array, "rows columns"]:
-    """The values with those of the labels replaced."""
+    """The values, with `at_label` in the label's entry of each token that `where` selects."""
     tokens = jnp.arange(len(labels))
     if transposed is None:
         place = tokens, jnp.where(where, labels, values.shape[1])

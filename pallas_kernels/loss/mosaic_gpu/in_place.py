@@ -1,32 +1,33 @@
-"""Losses and gradients of many tokens at once, with their exponentials where `dweight` will be.
+"""Losses and gradients of many tokens at once, by exponentials in the memory of `dweight`.
 
-A float32 `dweight` of `[V, D]` has the memory of `[V, 2D]` in bfloat16, and nothing is in it until
-the first chunk's share is written. So the exponentials of up to `2D` tokens (`exponentials.py`) can
-be kept there, all of them, transposed: three GEMMs, nothing is added up over chunks, and there are
-no logits in memory beside. (A `dweight` of 16 bits has place for `D` tokens.)
+A float32 `dweight` of `[V, D]` has as much memory as a bfloat16 `[V, 2D]`, and holds nothing until
+the first chunk's share is written. So this memory can first hold the exponentials of up to `2D`
+tokens (`exponentials.py`), transposed. The loss then takes three GEMMs, no sum over chunks, and no
+logits in other memory. A `dweight` of 16 bits has room for `D` tokens.
 
-1. The GEMM of the logits stores exponentials, with a row for each column of the vocabulary.
-2. `dx` is one GEMM with all of them.
-3. `dweight` is made a band of rows at a time from the exponentials of these rows. A GEMM cannot
-   write where others of its blocks still read, so the exponentials of each row are some rows above
-   its place, at least a band's; those of the first rows are at the end. From there they are copied,
-   the bands are made from the last on upwards, and each writes where rows below it, which are done,
-   had their exponentials. What is left in the end is made from the copies.
+1. The GEMM of the logits stores the exponentials, with a row for each column of the vocabulary.
+2. One GEMM of all exponentials makes `dx`.
+3. GEMMs make `dweight` in bands of rows, each from the exponentials of its rows. A GEMM cannot
+   write where its other blocks still read. So the exponentials of each row lie above the row's
+   place in `dweight`, higher by at least a band. There is no such place for the first rows: their
+   exponentials lie at the end, and are copied from there. The bands are made from the last one
+   upwards, and each writes over exponentials of rows below it, which are done. The first rows are
+   made last, from the copies.
 
-XLA knows one array as bfloat16 and as float32 (a bitcast), and a band's GEMM reads from it and
-writes into it in place: the rows are others, so the order of XLA's operations is kept whether it
-does so or makes copies. `tests/aot` checks that there are none (JAX 0.11.2 and 0.12).
+XLA knows one array both as bfloat16 and as float32 (a bitcast), and a band's GEMM reads from it and
+writes into it. It reads other rows than it writes, so the result is right whether XLA works in
+place or makes copies. `tests/aot` checks that there are no copies (JAX 0.11.2 and 0.12).
 
-All of this is in loops, the rows from copies in one of two steps, for XLA has a kernel write into a
-part of an array only where that array is what a computation returns. Elsewhere it copies, and does
-so beside other work; the scheduler that looks for such work then ordered the whole step of a Llama
-of 1B for it, which took 2.1 GiB more.
+One loop makes all bands, and a second loop of two steps makes the first rows. The reason: XLA has a
+kernel write into a part of an array only where a computation, such as a loop's body, returns that
+array. Elsewhere XLA copies, and looks for other work to do beside the copy. For such a copy its
+scheduler reordered the whole training step of a Llama of 1B, which then took 2.1 GiB more.
 
-Memory beside arguments and results: the copied exponentials, `x` times its factors, and statistics:
-154 MiB at 8192 x 4096 x 128256, where chunks of 2048 tokens take 581.
+Memory beside arguments and results holds the copied exponentials, `x` times its factors, and
+statistics: 154 MiB at 8192 x 4096 x 128256, where chunks of 2048 tokens take 581.
 
-What it costs: if the loss of one token is above 44 nats, the first GEMM runs again for all tokens
-and not for those of a chunk.
+The price: if the loss of one token is above 44 nats, the first GEMM runs again for all tokens, and
+not only for a chunk.
 """
 
 from typing import Any, NamedTuple
@@ -46,10 +47,11 @@ class Bands(NamedTuple):
     """How the rows of `dweight` are made.
 
     Attributes:
-      size: rows of a band, a multiple of 128; all rows, if there are no bands.
-      number: of bands, the last rows; 0 or at least 2, because of one step XLA makes no loop.
-      num_copied: rows above the bands, whose exponentials are copied, a multiple of 128, and at
-        least a band; 0 without bands.
+      size: Number of rows of a band, a multiple of 128; all rows if there are no bands.
+      number: Number of bands, which make the last rows. It is 0 or at least 2, because XLA makes no
+        loop of a single step.
+      num_copied: Number of rows above the bands, whose exponentials are copied: a multiple of 128,
+        and at least a band; 0 without bands.
     """
 
     size: int
@@ -58,16 +60,16 @@ class Bands(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The tokens that are done without adding anything up.
+    """The tokens that are done without a sum over chunks.
 
     Attributes:
-      num_inside: tokens whose exponentials are in the memory of `dweight`.
-      num_beside: tokens after these, whose exponentials are in memory of their own, if that makes
-        all tokens. (A chunk to be added would be a loop of one step, which XLA unrolls; the sum of
-        `dweight` is then not in place. That was another array of its size, and 2 of 39 ms, at
-        8192 x 3584 x 152064 on an H100.)
-      dtype: dtype of `dweight`.
-      bands: how the rows of `dweight` are made.
+      num_inside: Number of tokens whose exponentials are in the memory of `dweight`.
+      num_beside: Number of tokens after them whose exponentials are in other memory; 0 unless no
+        token is then left. A single chunk to add would be a loop of one step, which XLA unrolls.
+        It then does not sum `dweight` in place: at 8192 x 3584 x 152064 on an H100 that took
+        another array of this size, and 2 of 39 ms.
+      dtype: Dtype of `dweight`.
+      bands: Bands of rows in which `dweight` is made.
     """
 
     num_inside: int
@@ -77,7 +79,7 @@ class Extent(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens inside and beside."""
+        """Number of tokens inside and beside."""
         return self.num_inside + self.num_beside
 
 
@@ -98,14 +100,16 @@ def loss_and_gradients(
 ) -> tuple[LogitStatistics, Float[Array, "T D"], Float[Array, "V D"]]:
     """`(statistics, dx, dweight)` of the sum of `coefficients · loss`.
 
+    Above 80 lines, because its steps are functions that share its arrays.
+
     Args:
-      x: bfloat16, of the tokens of `extent`.
-      weight: bfloat16; V is a multiple of 128.
-      labels: columns; a label outside of `[0, V)` is none of these.
-      coefficients: of the losses; where one is 0, so is `dx`, whatever the logits are.
-      extent: see there.
-      z_loss: weight of the squared logsumexp.
-      config: launch parameters.
+      x: Hidden states of the tokens of `extent`, bfloat16.
+      weight: Output embedding, bfloat16; V is a multiple of 128.
+      labels: Column of each token. A label outside of `[0, V)` is no column.
+      coefficients: Factor of each token's loss. Where it is 0, `dx` is 0, whatever the logits are.
+      extent: Tokens inside and beside, dtype and bands of `dweight`.
+      z_loss: Weight of the squared logsumexp.
+      config: Launch parameters.
     """
     num_inside, dtype, bands = extent.num_inside, extent.dtype, extent.bands
     vocab_size, hidden_size = weight.shape
@@ -150,11 +154,11 @@ def loss_and_gradients(
             (found_beside, *of_tokens),
         )
     scaled_x = exponentials.scaled(x, factor)
-    # What reads all of the exponentials has done so before any are written over; else XLA copies.
+    # All reads of whole exponentials end before a band writes over some. Otherwise XLA copies.
     values, beside, dx, scaled_x = jax.lax.optimization_barrier((values, beside, dx, scaled_x))
 
     def rows_of(inside: jax.Array, start) -> jax.Array:
-        """Of `dweight`, from one on, whose exponentials inside of it these are."""
+        """The rows of `dweight` from `start` on, from their exponentials inside and beside."""
         parts = [inside]
         if beside is not None:
             parts.append(jax.lax.dynamic_slice_in_dim(beside, start, len(inside)))
@@ -181,7 +185,7 @@ def loss_and_gradients(
 
     def with_band(i, dweight: jax.Array) -> jax.Array:
         start = vocab_size - (i + 1) * bands.size
-        # XLA has the GEMM read it where it is only if it is sliced before its dtype is changed.
+        # The slice comes before the change of dtype. Otherwise the GEMM reads a copy of it.
         inside = jax.lax.dynamic_slice_in_dim(dweight, start - bands.num_copied, bands.size)
         inside = jax.lax.bitcast_convert_type(inside, x.dtype).reshape(bands.size, width)
         return with_rows(dweight, inside, start)

@@ -1,16 +1,19 @@
 """Loss statistics of rows of logits, and their gradient written in place, as a Mosaic GPU kernel.
 
-The kernel is bound by device memory: with the gradient it reads and writes each logit once, 4 bytes
-of 16-bit logits, and a Llama's row of 128256 (250 KB) does not fit registers. A block has its
-multiprocessor alone and walks over rows. It loads a row through a ring of slots in shared memory
-(TMA), taking the maximum and the sum of exponentials as slots arrive; the last slots of a row stay
-where they are, so that the second pass over the row, which writes the gradient, finds most of the
-row in shared memory (all of it up to 114688 columns of 16 bits) and reads the rest from the cache:
-132 blocks times what is left of their rows, 3 MB at 128256 columns. As the second pass frees slots,
-they are filled with the next row. The gradient goes back through the same slots.
+Device memory bounds the kernel: with the gradient it reads and writes each logit once, 4 bytes for
+a 16-bit logit. A Llama's row of 128256 columns (250 KB) does not fit registers. So a block, which
+has a multiprocessor to itself, walks over rows and makes two passes over each.
 
-Everything is float32; the gradient is rounded once, to the dtype of the logits. The label's entry
-of it is formed as `p - 1` in float32.
+The first pass loads the row by TMA through a ring of slots in shared memory. It takes the maximum
+and the sum of exponentials as slots arrive. The second pass writes the gradient. The last slots of
+the row stay in shared memory for it: the whole row up to 114688 columns of 16 bits. It reads the
+other slots again from the cache: at 128256 columns 132 blocks have 3 MB in such slots. It stores
+the gradient from the same ring, and loads the next row into the slots that it frees.
+
+All arithmetic is float32. The gradient is rounded once, to the dtype of the logits. Its entry for
+the label is formed as `p - 1` in float32.
+
+Above 450 lines, because the two passes share the ring and are one kernel.
 """
 
 import functools
@@ -38,7 +41,7 @@ from pallas_kernels.loss.token_loss import LogitStatistics, LossOptions
 
 _VECTOR = LINE // LANES
 _LOG2_E = math.log2(math.e)
-# Finite, so that the difference of two of them is no NaN.
+# Finite, because the difference of two infinities is NaN.
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -54,7 +57,7 @@ def unsupported_reason(dtype: jnp.dtype) -> str | None:
     return None
 
 
-# A program calls it twice, for the first chunk and for the others. A jitted function is lowered
+# A program calls this twice, for the first chunk and for the others. JAX lowers a jitted function
 # once, which takes 6 s.
 @functools.partial(jax.jit, static_argnames=("options", "num_columns", "vocab_size", "config"))
 def loss_of_logits(
@@ -71,21 +74,24 @@ def loss_of_logits(
 ) -> tuple[LogitStatistics | None, Float[Array, "T Vp"] | None]:
     """Statistics of rows of logits, and `coefficients[t] · d loss[t] / d logits[t, v]`.
 
-    The gradient takes the buffer of the logits. A coefficient of 0 gives a row of zeros whatever
+    The gradient takes the buffer of the logits. A coefficient of 0 gives a row of zeros, whatever
     the logits are.
 
+    Above 80 lines, because it documents many arguments, and their presence decides the launch.
+
     Args:
-      logits: before bias and softcap; `Vp`, a multiple of 128, is `num_columns` with padding,
-        which is not looked at and whose gradient is 0.
-      labels: columns; a label outside of `[0, num_columns)` is none of these.
-      options: of the loss.
-      num_columns: that count.
-      coefficients: without them there is no gradient.
-      lse: where these columns are a part of the vocabulary, the logsumexp over all of it. Then the
-        gradient is all there is.
-      vocab_size: of all parts together, over which label smoothing spreads; `num_columns` if None.
-      bias: added to the logits.
-      config: launch parameters; None takes `default_config`.
+      logits: Logits before bias and softcap; `Vp`, a multiple of 128, is `num_columns` with
+        padding. The kernel ignores the padding and gives it a gradient of 0.
+      labels: Column of each token. A label outside of `[0, num_columns)` is no column.
+      options: Options of the loss.
+      num_columns: Number of columns without padding.
+      coefficients: Factor of each token's loss; without them there is no gradient.
+      lse: Logsumexp over the whole vocabulary, if these columns are a part of it. With it the call
+        returns the gradient alone.
+      vocab_size: Size of the whole vocabulary, over which label smoothing spreads; `num_columns` if
+        None.
+      bias: Bias of the logits.
+      config: Launch parameters; None takes `default_config`.
     """
     num_tokens, padded_columns = logits.shape
     with_statistics, with_gradient = lse is None, coefficients is not None
@@ -104,13 +110,13 @@ def loss_of_logits(
     columns = split.columns
     arguments: list[Any] = [logits, labels, *(a for a in (coefficients, lse) if a is not None)]
     if bias is not None:
-        # To whole slots, which are loaded without a look at where the row ends.
+        # Padded to whole slots, because the kernel loads the bias past the end of the row.
         bias = jnp.pad(bias.astype(jnp.float32), (0, columns - len(bias)))
         arguments.append(bias.reshape(-1, LINE))
     if with_gradient:
-        # XLA puts the slice of an operand and the call that reads it into one fusion, and then does
-        # not know that the call writes where its operand is: of logits that were a slice the
-        # gradient was never written (two chunks, whose GEMMs it had merged; JAX 0.11.2 and 0.12).
+        # XLA fuses a slice with the call that reads it. It then does not know that the call writes
+        # to its operand. Where the logits were a slice, because XLA had merged the GEMMs of two
+        # chunks, the gradient was never written (JAX 0.11.2 and 0.12).
         arguments = list(jax.lax.optimization_barrier(arguments))
         arguments[0] = jax.new_ref(arguments[0])
     else:
@@ -139,15 +145,15 @@ def loss_of_logits(
         scratch_types=(
             plgpu.SMEM(ring_shape, logits.dtype),
             plgpu.Barrier(num_arrivals=1, num_barriers=config.slots * config.warpgroups),
-            # Two places in turn: a warpgroup that is at the next row already must not overwrite
-            # what a slower one still reads.
+            # Two places in turn: a warpgroup that is already at the next row must not overwrite the
+            # values that a slower one still reads.
             plgpu.SMEM((2, 4, config.warpgroups, WARPS_PER_WARPGROUP), jnp.float32),
             plgpu.Barrier(num_arrivals=config.warpgroups),
         ),
-        # Shared memory is handed from lanes to TMA by `commit_smem`, which synchronizes.
-        # Sums stay within a warp and need no scratch memory. exp2 is that of the hardware,
-        # right to 2^-22, with 0 for what is below 2^-126: the code for smaller numbers is half of
-        # all instructions.
+        # No automatic barriers: `commit_smem` hands shared memory from lanes to TMA, and
+        # synchronizes. No scratch memory: sums stay within a warp. approx_math takes the exp2 of
+        # the hardware, which is right to 2^-22 and gives 0 below 2^-126. The code for smaller
+        # numbers would be half of all instructions.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
@@ -173,6 +179,10 @@ def _kernel(
     with_gradient: bool,
     with_bias: bool,
 ):
+    """Body of the kernel, for each warpgroup of a block.
+
+    Above 150 lines, because its steps are functions that share the ring and the static choices.
+    """
     *arrays, ring_smem, arrived, partial_smem, barrier = refs
     coefficients_gmem, *arrays = arrays if with_gradient else (None, *arrays)
     lse_gmem, *arrays = (None, *arrays) if with_statistics else arrays
@@ -205,15 +215,15 @@ def _kernel(
         return (label >= line * LINE) & (label < (line + lines) * LINE)
 
     def for_lines_of_slot(line, copy):
-        """`copy(number)` of the lines that a slot has of a row; the row's last may have less.
+        """`copy(number)` for the number of lines that a slot has; a row's last slot may have fewer.
 
-        As a number that the compiler knows: a copy beyond the end of a row would go on in the next.
+        The number is static. A copy of a whole slot past the end of a row would go on in the next.
         """
         pl.when(line + lines <= split.num_lines)(lambda: copy(lines))
         if left := split.num_lines % lines:
             pl.when(line == split.num_lines - left)(lambda: copy(left))
 
-    # A warpgroup counts the uses of its slots over all its rows; use u has slot u % slots.
+    # A warpgroup counts the uses of its slots over all its rows. Use u takes slot u % slots.
 
     def fetch(use):
         step = use // uses_per_row
@@ -237,23 +247,23 @@ def _kernel(
         plgpu.barrier_wait(arrived.at[slot * split.warpgroups + warpgroup])
 
     def refill(use):
-        """Loads what comes next into the slot of a use that is over."""
-        plgpu.commit_smem()  # all warps have looked at it
+        """Loads the next lines into the slot of a use that is over."""
+        plgpu.commit_smem()  # all warps have read the slot
         fetch(use + slots)
 
     def refill_stored(use, *, stores_after):
-        """The same for a slot that was stored, before the last `stores_after` ones."""
+        """`refill` of a slot that was stored, and followed by `stores_after` other stores."""
         plgpu.wait_smem_to_gmem(stores_after, wait_read_only=True)
         fetch(use + slots)
 
     def capped(raw, bias):
-        """The logit that the loss is a function of."""
+        """The logit with bias and softcap, in float32."""
         z = raw.astype(jnp.float32)
         if bias is not None:
             z += bias
         if cap is None:
             return z
-        # tanh(u) = 1 - 2 / (1 + exp(2u)), to 1e-7; the hardware has no fast division but this.
+        # tanh(u) = 1 - 2 / (1 + exp(2u)), to 1e-7. rsqrt is the hardware's only fast division.
         return cap - 2 * cap * jnp.square(jax.lax.rsqrt(1 + exp(z * (2 / cap))))
 
     def tile_at(use, line, i):
@@ -327,7 +337,7 @@ def _kernel(
         maxima = get(0)
         largest = functools.reduce(jnp.maximum, maxima)
         exp_sum = sum(s * exp(m - largest) for s, m in zip(get(1), maxima, strict=True))
-        # Where all are -inf, what is masked was counted.
+        # Where all logits are -inf, exp_sum has counted the masked columns.
         lse = jnp.where(largest == _LOWEST, -jnp.inf, largest + jnp.log2(exp_sum) / _LOG2_E)
         total = functools.reduce(jnp.add, get(3)) if smoothing else jnp.float32(0)
         return lse, largest, functools.reduce(jnp.maximum, get(2)), total
@@ -350,14 +360,14 @@ def _kernel(
                 g *= 1 - jnp.square(z * (1 / cap))
             return g
 
-        # A label in the padding is that of another part of the vocabulary.
+        # A label in the padding belongs to another part of the vocabulary.
         label_is_here = is_in(label, line) & (label < num_columns)
         in_slot = jnp.where(label_is_here, label - line * LINE, 0)
         label_index = (in_slot // LINE, in_slot % LINE)
 
         def read_label():
             z = slot_smem[label_index].astype(jnp.float32)
-            plgpu.commit_smem()  # all warps have read it when the first one overwrites it
+            plgpu.commit_smem()  # all warps have read it before the first one overwrites it
             return z
 
         label_logit = jax.lax.cond(label_is_here, read_label, lambda: jnp.float32(0))
@@ -395,7 +405,7 @@ def _kernel(
         for_lines_of_slot(line, store_lines)
 
     def scalars(step):
-        """Of a row, loaded while the one before it is worked on."""
+        """Label, coefficient and lse of a row, loaded during the work on the row before."""
         row = block + jnp.minimum(step, num_rows - 1) * num_blocks
         get = lambda ref: jnp.float32(0) if ref is None else ref[row]
         return labels_gmem[row], get(coefficients_gmem), get(lse_gmem)
@@ -413,13 +423,13 @@ def _kernel(
                 run = lambda: accumulate(first_use + i, i, label, sums, last=last)
                 sums = only_active(None if last else i, run, lambda: sums)
                 if with_gradient:
-                    # The last slot of the row before, whose store was not waited for.
+                    # The last slot of the row before is refilled only now, after its store.
                     pl.when((i == 0) & (step > 0))(
                         lambda: refill_stored(first_use - 1, stores_after=0)
                     )
                 if with_gradient and not num_reread:
                     return sums
-                # What the second pass does not find in shared memory anyway.
+                # Refills the slots that the second pass cannot find in shared memory anyway.
                 pl.when(i < (num_reread if with_gradient else rounds))(
                     lambda: refill(first_use + i)
                 )
@@ -453,7 +463,7 @@ def _kernel(
                     write_gradient(use, i, row, label, coefficient, lse, last=last)
 
                 only_active(None if last else i, run, lambda: None)
-                # The slot before, so that this one's store need not be waited for.
+                # Refills the slot before this one, and so need not wait for this one's store.
                 first_stored = first_use + num_reread if with_statistics else 0
                 pl.when(use > first_stored)(
                     lambda: refill_stored(use - 1, stores_after=0 if last else 1)

@@ -1,4 +1,4 @@
-"""Launch parameters of the kernel over logits: what can be chosen, what was measured, a guess."""
+"""Launch parameters of the kernel over logits: measured ones, a guess, and candidates to time."""
 
 import dataclasses
 import math
@@ -10,8 +10,8 @@ from pallas_kernels import tuning
 from pallas_kernels.gpu.device import WARPS_PER_WARPGROUP, Device
 
 LINE = 128  # columns that a warp handles at a time; rows of logits are padded to whole lines
-_MAX_BARRIERS = 32  # of one Mosaic GPU barrier array
-_OTHER_SMEM = 2048  # barriers, partial statistics, alignment
+_MAX_BARRIERS = 32  # in one barrier array of Mosaic GPU
+_OTHER_SMEM = 2048  # bytes for barriers, partial statistics and alignment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,9 +19,9 @@ class Config:
     """Launch parameters.
 
     Attributes:
-      warpgroups: of a block, which has a multiprocessor to itself.
-      slots: of the ring in shared memory, for each warpgroup.
-      max_lines: of 128 columns in a slot, at most; a multiple of 4.
+      warpgroups: Number of warpgroups of a block, which has a multiprocessor to itself.
+      slots: Number of slots of the ring in shared memory, for each warpgroup.
+      max_lines: Largest number of lines of 128 columns in a slot, a multiple of 4.
     """
 
     warpgroups: int
@@ -41,13 +41,13 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class RowSplit:
-    """How the lines of a row are dealt: slot `i` of warpgroup `w` is the row's `i·warpgroups + w`.
+    """How a row is dealt: slot `i` of warpgroup `w` is the row's slot `i·warpgroups + w`.
 
     Attributes:
-      num_lines: of a row.
-      warpgroups: that share it.
-      lines: in a slot.
-      rounds: slots of a warpgroup in a row.
+      num_lines: Number of lines of a row.
+      warpgroups: Number of warpgroups that share a row.
+      lines: Number of lines in a slot.
+      rounds: Number of slots of a row for each warpgroup.
     """
 
     num_lines: int
@@ -57,19 +57,19 @@ class RowSplit:
 
     @classmethod
     def make(cls, num_lines: int, config: Config) -> "RowSplit":
-        """As few rounds as `max_lines` allows, and slots as small as they then can be."""
+        """The split with as few rounds as `max_lines` allows, and then with the smallest slots."""
         rounds = math.ceil(num_lines / (config.warpgroups * config.max_lines))
         lines = math.ceil(num_lines / (config.warpgroups * rounds) / WARPS_PER_WARPGROUP)
         return cls(num_lines, config.warpgroups, lines * WARPS_PER_WARPGROUP, rounds)
 
     @property
     def columns(self) -> int:
-        """Of all slots together: the row, and what the last ones reach beyond it."""
+        """Number of columns of all slots together; the last slots may reach beyond the row."""
         return self.warpgroups * self.rounds * self.lines * LINE
 
 
-# Best of `python -m benchmarks.kernels.tune linear_cross_entropy`, by device kind, dtype and
-# columns. A speed is a fraction of the speed of a copy of as many bytes.
+# Best configurations of `python -m benchmarks.kernels.tune linear_cross_entropy`, by device kind,
+# dtype and columns. Speeds are fractions of the speed of a copy of as many bytes.
 _TUNED: dict[tuple[str, str, int], Config] = {
     # 2026-11-22 jax 0.11.2: fwd 0.88 of a copy
     ("NVIDIA H100 80GB HBM3", "bfloat16", 128256): Config(warpgroups=4, slots=8, max_lines=28),
@@ -77,12 +77,12 @@ _TUNED: dict[tuple[str, str, int], Config] = {
 
 
 def default_config(device: Device, num_columns: int, dtype: DTypeLike) -> Config:
-    """The launch parameters to use: the user's, else measured ones, else a guess.
+    """Launch parameters to use: the user's, otherwise measured ones, otherwise a guess.
 
     Args:
-      device: where the kernel runs.
-      num_columns: of the logits: the vocabulary, or the part of it that is there.
-      dtype: of the logits.
+      device: Device that runs the kernel.
+      num_columns: Number of columns of the logits: the vocabulary, or a part of it.
+      dtype: Dtype of the logits.
     """
     key = device.kind, tuning.dtype_name(dtype), num_columns
     users = tuning.lookup(Config, "linear_cross_entropy", *key)
@@ -90,7 +90,7 @@ def default_config(device: Device, num_columns: int, dtype: DTypeLike) -> Config
 
 
 def guess_config(device: Device, dtype: DTypeLike) -> Config:
-    """Four warpgroups, 128 registers a lane, and as much of shared memory as slots can have."""
+    """Four warpgroups with 128 registers a lane, and slots that fill the shared memory."""
     warpgroups, slots = 4, 8
     lines = _lines_in_smem(device, dtype) // (warpgroups * slots)
     lines = lines // WARPS_PER_WARPGROUP * WARPS_PER_WARPGROUP
@@ -98,12 +98,12 @@ def guess_config(device: Device, dtype: DTypeLike) -> Config:
 
 
 def _lines_in_smem(device: Device, dtype: DTypeLike) -> int:
-    """Lines that the ring of a block can have."""
+    """Number of lines that the ring of a block has room for."""
     return (device.smem_bytes - _OTHER_SMEM) // (LINE * jnp.dtype(dtype).itemsize)
 
 
 def check_fits(config: Config, device: Device, dtype: DTypeLike) -> None:
-    """Raises ValueError if a block cannot have the ring's memory."""
+    """Raises ValueError if the ring does not fit the shared memory of a block."""
     lines = config.warpgroups * config.slots * config.max_lines
     num_bytes = lines * LINE * jnp.dtype(dtype).itemsize + _OTHER_SMEM
     if num_bytes > device.smem_bytes:
@@ -113,14 +113,16 @@ def check_fits(config: Config, device: Device, dtype: DTypeLike) -> None:
         )
 
 
-# What the candidates are made for; those that do not run elsewhere are skipped there.
+# Device that the candidates are made for. On another the tuner skips candidates that do not run.
 _TUNED_FOR = Device("", (9, 0), 1)
 
-# Lines of a slot, at most, by warpgroups. A lane has a register for each line. At 128256 columns
-# ptxas for sm_90a counts 142 and 163 registers in all for 32 and 40 lines with 2 warpgroups; with 4
-# it counts 124 for 24 lines and the limit of 128 for 36; with 8 the limit of 64 for 16, and 20
-# lines spill. Where a row ends in the middle of a round some more do, which the tuner leaves out.
-# The lines of a slot are unrolled: with 4 warpgroups 20 take 10 s to compile, 44 take 40.
+# Largest numbers of lines of a slot, by warpgroups. A lane has a register for each line. At 128256
+# columns ptxas for sm_90a counts these registers in all:
+# - 2 warpgroups: 142 for 32 lines, 163 for 40.
+# - 4 warpgroups: 124 for 24 lines, the limit of 128 for 36.
+# - 8 warpgroups: the limit of 64 for 16 lines; 20 lines spill.
+# More candidates spill where a row ends in the middle of a round; the tuner leaves them out.
+# The lines of a slot are unrolled: with 4 warpgroups 20 lines take 10 s to compile, 44 take 40.
 _LINES = {2: (24, 32, 40), 4: (20, 24, 28, 32, 36), 8: (12, 16)}
 
 
@@ -134,5 +136,5 @@ def candidates(num_columns: int, dtype: DTypeLike) -> list[Config]:
             room = _lines_in_smem(_TUNED_FOR, dtype) // (warpgroups * lines)
             slots = min(room, _MAX_BARRIERS // warpgroups)
             found.append(Config(warpgroups=warpgroups, slots=slots, max_lines=lines))
-    # Different limits can make the same slots. As kernels these would be one, compiled once.
+    # Different limits can give the same slots, and so the same kernel. It is timed once.
     return list(dict.fromkeys(found))

@@ -1,20 +1,20 @@
 """Matrix products of the gradients, as a Mosaic GPU kernel; for Hopper.
 
-XLA's GEMMs are as fast, but as a rule do not write their result into a part of a larger array:
-while Triton and cuBLAS compete for a product (`xla_gpu_enable_triton_gemm`, on by default), it is a
-float32 array of its own, which is then copied, or cast, to its place (JAX 0.11.2). In the loop of
-the loss, 2048 rows of `dweight` of 4096 with 8192 tokens on an H100, that takes 182 us and 20 for
-the copy. The result of a Mosaic kernel XLA has written where it belongs, in the dtype that it has
-there, and operands read where they are; this one takes 178.
+XLA's GEMMs are as fast, but as a rule do not write into a part of a larger array. While Triton and
+cuBLAS compete for a product (`xla_gpu_enable_triton_gemm`, on by default), its result is a separate
+float32 array, which XLA then copies, or casts, to its place (JAX 0.11.2). In the loop of the loss
+on an H100, 2048 rows of `dweight` of 4096 with 8192 tokens take 182 us, and 20 more for the copy.
+XLA has a Mosaic kernel read its operands where they are, and write its result where it belongs, in
+the dtype that it has there. This one takes 178 us.
 
-`b` has its columns in rows, and `a` may be transposed, so wgmma reads one or both transposed from
-shared memory, which for types of 16 bits costs nothing. The loop is that of
-`pallas_kernels/gpu/hopper_gemm.py`; results leave a warpgroup by way of shared memory, 128 bytes of
-each row at a time, one part while the next is made.
+`b` is contiguous along N, and `a` may be transposed. So wgmma reads one or both operands transposed
+from shared memory, which costs nothing for types of 16 bits. The loop is the one in
+`pallas_kernels/gpu/hopper_gemm.py`. Results leave a warpgroup through shared memory, 128 bytes of
+each row at a time: one piece is made while the piece before is stored.
 
-Not for sums over chunks of tokens. With TMA, which can add what it stores, they take 1.10 times a
-product that only stores at 2048 x 128256 x 4096, and 1.8 at 1024 x 256000 x 2304; cuBLAS' 1.02 to
-1.09, and 1.47.
+The kernel makes no sums over chunks of tokens, although TMA can add the values that it stores. At
+2048 x 128256 x 4096 such a sum takes 1.10 times a product that only stores; cuBLAS' sum takes 1.02
+to 1.09. At 1024 x 256000 x 2304 it takes 1.8 times such a product; cuBLAS' sum takes 1.47.
 """
 
 import math
@@ -45,26 +45,26 @@ from pallas_kernels.gpu.hopper_gemm import (
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load
 
-_LINE_BYTES = 128  # of a row, that go through shared memory at a time
-_TILES = (256, 192, 128)  # columns, of which one must divide x: TMA does not cut a tile there
+_LINE_BYTES = 128  # bytes of a row that go through shared memory at a time
+_TILES = (256, 192, 128)  # columns; one must divide N, where TMA does not cut a tile
 _STAGES = {256: 4, 192: 4, 128: 6}
-# Time to store a tile's result, while its warpgroup multiplies nothing, in columns of a tile.
-# 132 tiles of 128 x 256 float32 are 17 MB, which take 5.2 us at the 3.35 TB/s of an H100. In 5.6 us
-# a multiprocessor does 16 columns of a tile with 8192 tokens, at 791 TF/s for all 132.
+# Time to store a tile's result, in columns of a tile. Its warpgroup multiplies nothing meanwhile.
+# The results of 132 tiles of 128 x 256 float32 are 17 MB: 5.2 us at the 3.35 TB/s of an H100. In
+# 5.6 us a multiprocessor does 16 columns of a tile with 8192 tokens, at 791 TF/s for all 132.
 STORE_COST = 16
-# 8 blocks. With a depth of 128256 fewer share too little: over cuBLAS, alone, dx of 8192 tokens
-# at D = 4096 and of 4096 at 8192 takes 1.003 and 0.996 with 8, 1.02 and 1.05 with 2, 1.28 and 2.02
-# with 1.
+# 8 blocks. At a depth of 128256, fewer blocks share too little. Times over cuBLAS of dx alone:
+# - 8192 tokens at D = 4096: 1.003 with 8 blocks, 1.02 with 2, 1.28 with 1.
+# - 4096 tokens at D = 8192: 0.996 with 8 blocks, 1.05 with 2, 2.02 with 1.
 _BAND_ROWS = 1024
 _ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each row of a tile
 _RESULTS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
 def default_config(depth: int, num_rows: int, num_columns: int, device: Device) -> Config:
-    """The launch parameters to use: derived, but for clusters.
+    """Launch parameters to use: derived, except the cluster of one block, which is measured.
 
-    Two blocks that share `x` are as fast as one by one if nothing runs before and after, and take
-    195 us for 178 in the loop of the loss (8192 x 2048 x 4096, H100).
+    Pairs of blocks that share `x` are as fast as single blocks if nothing runs before and after. In
+    the loop of the loss pairs take 195 us and single blocks 178 (8192 x 2048 x 4096, H100).
     """
     _, tile_n = best_tile(num_rows, num_columns, device)
     return hopper_gemm.default_config(
@@ -82,9 +82,10 @@ def default_config(depth: int, num_rows: int, num_columns: int, device: Device) 
 def best_tile(num_rows: int, num_columns: int, device: Device) -> tuple[int, int]:
     """`(cost, tile_n)` of the tiles that take the least time.
 
-    The cost is in columns of the tiles of one multiprocessor. dx of 4096 tokens at D = 2304 is 288
-    tiles of 256 columns, three for some of the 132 multiprocessors of an H100, and takes 9.5 ms
-    where cuBLAS takes 6.8; of 192 columns it is three as well.
+    The cost is in columns of the tiles of one multiprocessor. An example is dx of 4096 tokens at
+    D = 2304, which has 288 tiles of 256 columns. Some of the 132 multiprocessors of an H100 have
+    three tiles, and the product takes 9.5 ms; cuBLAS takes 6.8. With 192 columns they have three
+    tiles as well.
     """
     blocks = pl.cdiv(num_rows, BLOCK_M)
     widths = [n for n in _TILES if num_columns % n == 0]
@@ -119,21 +120,24 @@ def product(
 ) -> Float[Array, "M N"]:
     """`a @ b` or `a.T @ b`, added up in float32 and rounded once.
 
+    Above 80 lines, because it documents and checks many arguments that its kernel's body needs.
+
     Args:
-      a: bfloat16 or float16, of its layout; J is a multiple of 128. Columns past K, or M, are not
-        read. Or several for `"MK"`, which follow each other in K; all but the last are read whole.
-      b: of the dtype of `a`; N is a multiple of 128 or 192.
-      a_layout: `"MK"` for `a @ b`, `"KM"` for `a.T @ b`.
-      dtype: of the result, float32, bfloat16 or float16.
-      num_rows: M, if the layout is `"KM"`; None is J.
-      row_factor: what rows of the result are multiplied with before they are rounded.
-      first_row_of_b: that the first of K goes with; what is before it follows the last. A multiple
-        of 64, and if it is not 0, K is one.
-      kernel_name: in profiles.
-      config: launch parameters; chosen if None.
+      a: Array of layout `a_layout`, bfloat16 or float16; J is a multiple of 128. Columns past K, or
+        M, are not read. `"MK"` may have several arrays that follow each other in K; all except the
+        last are read whole.
+      b: Matrix in the dtype of `a`; N is a multiple of 128 or 192.
+      a_layout: Layout of `a`: `"MK"` for `a @ b`, `"KM"` for `a.T @ b`.
+      dtype: Dtype of the result: float32, bfloat16 or float16.
+      num_rows: Number of rows of the result, M, if the layout is `"KM"`; None is J.
+      row_factor: Factor of each row of the result, applied before rounding.
+      first_row_of_b: Row of `b` that goes with the first element of K, a multiple of 64; the rows
+        before it follow the last. If it is not 0, K must be a multiple of 64.
+      kernel_name: Name of the kernel in profiles.
+      config: Launch parameters; chosen if None.
 
     Raises:
-      NotImplementedError: `unsupported_reason` has one.
+      NotImplementedError: `unsupported_reason` gives a reason.
       ValueError: `a` is too small for `b`, or the configuration does not fit the device or sizes.
     """
     parts = [a] if isinstance(a, jax.Array) else list(a)
@@ -157,7 +161,7 @@ def product(
             f"{config}: clusters have {rows} of {shape[1]} rows and {config.tile_n} of "
             f"{num_columns} columns, which must divide them"
         )
-    # Copies, if K is not a multiple of 64.
+    # This makes copies if K is not a multiple of 64.
     b = jnp.pad(b, ((0, -depth % TILE_K), (0, 0)))
     if a_layout == "KM":
         parts = [jnp.pad(part, ((0, -depth % TILE_K), (0, 0))) for part in parts]
@@ -205,7 +209,7 @@ def product(
             first_step_of_b=first_row_of_b // TILE_K,
         )
 
-    # TMA does not cut 8 rows that it swizzles together.
+    # Whole groups of 8 rows, because TMA swizzles 8 rows together and cuts no group.
     result = gpu_kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((num_rows + -num_rows % 8, num_columns), dtype),

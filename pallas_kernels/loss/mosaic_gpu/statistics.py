@@ -1,37 +1,40 @@
 """Statistics of `x @ weight.T` over the vocabulary, without the logits in memory; for Hopper.
 
-The loss of a token and its gradient need of the `[T, V]` logits a few numbers a row: the logsumexp,
-the label's logit, and maxima for the accuracy. Here the logits exist as wgmma accumulators only.
+The loss of a token and its gradient need only a few numbers from each row of the `[T, V]` logits:
+the logsumexp, the label's logit, and maxima for the accuracy. Here the logits exist only as wgmma
+accumulators.
 
-What it moves, at T=8192, D=4096, V=128256 in bfloat16: `2·T·D·V` = 8.6 Tflop, which take 10.9 ms at
-the 791 TF/s that cuBLAS reaches on an H100. `weight` is 1.05 GB and `x` 67 MB, 0.37 ms of device
-memory if each is read once; the logits that are not written and read back would be 2.1 GB, twice.
-So it is a GEMM, bound by the tensor cores, and all that is not a wgmma has to hide behind one.
+At T=8192, D=4096, V=128256 in bfloat16 the GEMM has `2·T·D·V` = 8.6 Tflop, which take 10.9 ms at
+the 791 TF/s that cuBLAS reaches on an H100. `weight` has 1.05 GB and `x` 67 MB, and each read once
+takes 0.37 ms of device memory's time. Logits in memory would be 2.1 GB, to write and to read. So
+the tensor cores bound the kernel, and all other work has to hide behind a wgmma.
 
 The loop is the one in `pallas_kernels/gpu/hopper_gemm.py`. Here 66 pairs of blocks of an H100 work
-on 8 row groups of 256 (17 MB of `x`, which stay in the L2) and 8 tiles of `weight` (17 MB), which
-go by once a band: 4 bands read `weight` 4 times, 1.3 ms of memory time under 11 ms of arithmetic.
-There are 242.9 tiles a pair, and no pair has more than 243.
+on 8 row groups of 256 (17 MB of `x`, which stay in the L2) and 8 tiles of `weight` (17 MB). Each
+band of row groups goes through all of `weight`: 4 bands read it 4 times, 1.3 ms of memory time
+under 11 ms of arithmetic. There are 242.9 tiles a pair, and no pair has more than 243.
 
-- A block comes back to a row with other columns in between. Each cluster keeps the running
-  statistics of every row in a row of its own of a float32 array, 16 or 20 bytes a token a cluster
-  (8.7 MB at the shape above; in the L2), loaded before the steps of a tile and stored after. XLA
-  combines the clusters.
-- Taking statistics is four instructions an element: maximum, one fma that scales by log2(e) and
-  subtracts the maximum, exp2, add. exp2 is the slow one, 16 a clock and multiprocessor: 2048 clocks
-  against the 65536 of the tile's multiplications. Comparing columns with the label would double it,
-  so that happens only in tiles with a label of one of the warpgroup's 64 rows, which a table says:
-  one in eight at the shape above.
+- A block comes back to a row with other columns in between. So each cluster keeps the running
+  statistics of every row in its own part of a float32 array. It loads them before the steps of a
+  tile and stores them after. They take 16 or 20 bytes a token and cluster (8.7 MB at the shape
+  above; in the L2). XLA combines the clusters.
+- The statistics take four instructions an element: a maximum, one fma that scales by log2(e) and
+  subtracts the maximum, exp2, and an addition. exp2 is the slow one, with 16 a clock and
+  multiprocessor: 2048 clocks against the 65536 of the tile's multiplications.
+- Comparing columns with the label would double this cost. So it happens only in tiles that have the
+  label of one of the warpgroup's 64 rows, one tile in eight at the shape above. A table says which.
 
-`linear_exponentials` is the same GEMM for a loss with gradients. It stores the exponentials of the
-logits relative to an offset of each row, times a factor of it, by way of shared memory, and keeps
-the same statistics, which cost nothing more. Of 2048 tokens at D=2048 it takes 1.42 ms where
+`linear_exponentials` is the same GEMM for a loss with gradients. Through shared memory it stores
+the exponentials of the logits relative to an offset of each row, times a factor of the row. It
+keeps the same statistics, which cost nothing more. For 2048 tokens at D=2048 it takes 1.42 ms;
 cuBLAS' GEMM, which stores logits, takes 1.31.
 
-TMA fills in zeros for rows past T and V; no result is kept of the former, and logits of the latter
-are lowered to -inf before anything is taken from them. Running maxima start at -1e30, not at -inf,
-whose difference with itself is NaN, so logits of -inf count as nothing; -inf is put back at the
-end. Logits are therefore taken to be -inf or above -1e30.
+TMA fills in zeros for rows past T and V. Results of tokens past T are dropped. Logits of columns
+past V become -inf before any statistic. Running maxima start at -1e30 and not at -inf, because -inf
+minus itself is NaN. So logits of -inf count as nothing, and -inf is put back at the end. The kernel
+takes every logit to be -inf or above -1e30.
+
+Above 450 lines, because both functions share the kernel.
 """
 
 import math
@@ -62,7 +65,7 @@ from pallas_kernels.gpu.layouts import load, store
 from pallas_kernels.loss.token_loss import LogitStatistics
 
 _PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
-_PIECES = (WARPGROUPS, 2, TILE_M, _PIECE)  # one is filled while the other is on its way
+_PIECES = (WARPGROUPS, 2, TILE_M, _PIECE)  # one of two is filled while the other is stored
 _LOWEST = -1e30
 _LOG2_E = math.log2(math.e)
 
@@ -72,7 +75,7 @@ _COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def default_config(num_tokens: int, vocab_size: int, hidden_size: int, device: Device) -> Config:
-    """The launch parameters to use: derived, not measured."""
+    """Launch parameters to use: derived, not measured."""
     tile_n, stages = (256, 4) if vocab_size > 128 else (128, 6)
     return hopper_gemm.default_config(
         num_tokens, vocab_size, hidden_size, device, tile_n=tile_n, stages=stages
@@ -97,17 +100,17 @@ def linear_statistics(
     """Statistics of `z = x @ weight.T + bias`, or of `softcap · tanh(z / softcap)`, in float32.
 
     Args:
-      x: bfloat16 or float16.
-      weight: rows of the embedding, of the dtype of `x`.
-      bias: added in float32.
-      labels: Column of each token; a number that is no row of `weight` is no column.
-      softcap: c of `c · tanh(z / c)`.
-      with_total: whether the sum of the logits is computed.
-      config: launch parameters; chosen if None.
+      x: Hidden states, bfloat16 or float16.
+      weight: Rows of the output embedding, in the dtype of `x`.
+      bias: Bias of the logits, added in float32.
+      labels: Column of each token. A number that is no row of `weight` is no column.
+      softcap: Bound c of `c · tanh(z / c)`.
+      with_total: Whether to compute the sum of the logits.
+      config: Launch parameters; chosen if None.
 
     Raises:
-      NotImplementedError: `unsupported_reason` has one.
-      ValueError: the configuration does not fit the device.
+      NotImplementedError: `unsupported_reason` gives a reason.
+      ValueError: The configuration does not fit the device.
     """
     loop, x, weight = _loop(x, weight, config, len(weight))
     vocab_size, tile_n = loop.num_columns, loop.config.tile_n
@@ -118,7 +121,7 @@ def linear_statistics(
         loop, x, weight, labels, bias=bias, softcap=softcap, with_total=with_total
     )
     sum_exp, largest, label_logit, largest_before, *total = running
-    # Relative to _LOWEST where every logit is -inf; the sum is 0 then.
+    # Where every logit is -inf, the maximum is _LOWEST and the sum is 0.
     top = jnp.max(largest, axis=0)
     lse = top + jnp.log(jnp.sum(sum_exp * jnp.exp(largest - top), axis=0))
     return LogitStatistics(
@@ -131,16 +134,16 @@ def linear_statistics(
 
 
 class Exponentials(NamedTuple):
-    """Of the logits of each token, relative to an offset of its own.
+    """Exponentials and statistics of the logits of each token, relative to the token's offset.
 
     Attributes:
-      values: `2^(logit · log2(e) - offset)`, in the dtype of `x`; 0 in the padding. `[T, Vp]`, or
-        see `Transposed`.
-      total: their sum, before they were rounded, and without a scale.
-      of_label: that of the label, likewise; 0 if it is no column.
-      label_logit: as in `LogitStatistics`, and so the next two.
-      largest: see there.
-      largest_before: see there.
+      values: Exponentials `2^(logit · log2(e) - offset)`, times the scale if there is one, in the
+        dtype of `x`; 0 in the padding of the columns. `[T, Vp]`, or as `Transposed` says.
+      total: Sum of the exponentials before scale and rounding.
+      of_label: Exponential of the label before scale and rounding; 0 if the label is no column.
+      label_logit: Logit of the label, as in `LogitStatistics`.
+      largest: Largest logit, as in `LogitStatistics`.
+      largest_before: Largest logit before the label's column, as in `LogitStatistics`.
     """
 
     values: Float[Array, "rows columns"]
@@ -152,29 +155,31 @@ class Exponentials(NamedTuple):
 
 
 class Transposed(NamedTuple):
-    """That exponentials are stored with a row for each column of the vocabulary.
+    """Layout of exponentials with a row for each column of the vocabulary.
 
     Attributes:
-      width: of the rows, a multiple of 64. The tokens are the first; what follows, up to a multiple
-        of 64, is what the kernel makes of `x` and scales of zeros, and the rest is not written.
-      shift: a multiple of 64; a column is so many rows above its number, and the first are at the
-        end.
+      width: Width of the rows, a multiple of 64. A row begins with the tokens. Up to the next
+        multiple of 64 follow values that the kernel makes of zeros for `x` and scale. The rest of
+        the row is not written.
+      shift: Number of rows by which each column lies above the row of its number, a multiple of 64.
+        The first columns lie at the end.
     """
 
     width: int
     shift: int
 
     def row_of(self, column: Any, num_columns: int) -> Any:
-        """Where a column is."""
+        """Row of a column."""
         return jnp.where(column < self.shift, column + num_columns, column) - self.shift
 
 
 class Repetition(NamedTuple):
-    """What makes `linear_exponentials` a second call, for the same operands.
+    """Second call of `linear_exponentials` for the same operands.
 
     Attributes:
-      found: what the first call returned; `values` are written over.
-      is_needed: whether it is; if not, the kernel ends at once and what was found is returned.
+      found: Result of the first call; the second writes over its `values`.
+      is_needed: Whether the second call is needed. If not, its kernel ends at once, and the result
+        is `found`.
     """
 
     found: Exponentials
@@ -195,23 +200,25 @@ def linear_exponentials(
 ) -> Exponentials:
     """Exponentials of `x @ weight.T` relative to an offset, and statistics of the logits.
 
-    The GEMM stores them where it would store logits, by way of shared memory, 64 columns at a time.
+    The GEMM stores exponentials instead of logits, through shared memory, 64 columns at a time.
 
     Args:
-      x: bfloat16 or float16.
-      weight: of the dtype of `x`; `Vp`, a multiple of 128, is `num_columns` with padding.
-      labels: column of each token; may be any number.
-      offset: in units of log 2.
-      num_columns: that count.
-      scale: what the `values` of each token are multiplied with before they are rounded; 0 makes
-        them 0, whatever the logits are.
-      repetition: see there.
-      transposed: see there; `num_columns` are a multiple of 128 then.
-      config: launch parameters; chosen if None.
+      x: Hidden states, bfloat16 or float16.
+      weight: Rows of the output embedding, in the dtype of `x`; `Vp`, a multiple of 128, is
+        `num_columns` with padding.
+      labels: Column of each token; may be any number.
+      offset: Offset of each token's exponents, in units of log 2.
+      num_columns: Number of columns without padding.
+      scale: Factor of each token's `values` before rounding. A factor of 0 makes them 0, whatever
+        the logits are.
+      repetition: Result of a first call, and whether a second is needed; None for a first call.
+      transposed: Layout of `values` with a row for each column; `num_columns` is then a multiple of
+        128. None for `[T, Vp]`.
+      config: Launch parameters; chosen if None.
 
     Raises:
-      NotImplementedError: `unsupported_reason` has one.
-      ValueError: the configuration does not fit the device.
+      NotImplementedError: `unsupported_reason` gives a reason.
+      ValueError: The configuration does not fit the device.
     """
     extra_bytes = x.dtype.itemsize * math.prod(_PIECES)
     loop, x, weight = _loop(x, weight, config, num_columns, extra_bytes=extra_bytes)
@@ -225,7 +232,7 @@ def linear_exponentials(
         repetition=repetition,
         transposed=transposed,
     )
-    # One reduction of four.
+    # One reduction instead of four.
     largest, label_logit, largest_before, of_label = jnp.max(running[1:], axis=1)
     found = Exponentials(
         values=values if transposed is not None else values[: loop.num_rows],
@@ -242,7 +249,7 @@ def linear_exponentials(
 
 
 def _loop(x, weight, config: Config | None, vocab_size: int, extra_bytes: int = 0):
-    """The main loop for these operands, and the operands for it."""
+    """The main loop for these operands, and the operands padded for it."""
     if (reason := unsupported_reason(x, weight)) is not None:
         raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
     num_tokens, hidden_size = x.shape
@@ -265,7 +272,7 @@ def _lowest_to_inf(a: jax.Array) -> jax.Array:
     return jnp.where(a == _LOWEST, -jnp.inf, a)
 
 
-# Where the running statistics start: sum of exp, largest, label_logit, largest_before, total.
+# Start of the running statistics: sum of exp, largest, label_logit, largest_before, total.
 _START = (0.0, _LOWEST, _LOWEST, _LOWEST, 0.0)
 
 
@@ -283,10 +290,13 @@ def _running_statistics(
     repetition: Repetition | None = None,
     transposed: Transposed | None = None,
 ) -> tuple[Float[Array, "statistics clusters T"], Any]:
-    """The statistics, in the order of `_START`, of the tiles that each cluster had.
+    """`(running, exponentials)`: statistics of each cluster's tiles, in the order of `_START`.
 
-    With an offset, the sum is that of the exponentials relative to it, the last statistic is the
-    label's, and the second result is the array of all of them, for the rows of `x`.
+    Without an offset there are no exponentials, and the second result is None. With one the
+    exponentials are relative to it. The first statistic is then their sum, the last the label's
+    exponential, and the second result the array of all of them, for the rows of `x`.
+
+    Above 80 lines, because the kernel's body needs the static choices that are made before it.
     """
     num_tokens, vocab_size = loop.num_rows, loop.num_columns
     tile_n, cluster = loop.config.tile_n, loop.config.cluster
@@ -326,12 +336,12 @@ def _running_statistics(
         values = repetition.found.values
         if transposed is None:
             values = jnp.pad(values, ((0, len(x) - num_tokens), (0, 0)))
-        # For the reason that is in `logits_kernel.loss_of_logits`.
+        # `loss_of_logits` in logits.py gives the reason for the barrier.
         arguments, values = jax.lax.optimization_barrier((arguments, values))
         values = jax.new_ref(values)
         arguments["values"] = values
     else:
-        # One by one, because a tree of them would be sorted, and the planner goes by their order.
+        # One by one, because JAX sorts a dictionary: `train/planner` reads `x` and `weight` first.
         arguments = {name: at_aligned_addresses(a) for name, a in arguments.items()}
 
     def kernel(*refs):
@@ -359,7 +369,8 @@ def _running_statistics(
 
         def tile(row, column, multiply):
             of_rows = lambda name: load(of[name].at[pl.ds(row, TILE_M)], _ROW)
-            # On their way during the multiplications. What is of the label alone is not added to.
+            # The loads run during the multiplications. The label's exponential is not loaded: it is
+            # computed anew from the running logit of the label.
             num_added = len(starts) - stores
             running = [load(running_at(i, row), _ROW) for i in range(num_added)]
             label = of_rows("labels")
@@ -372,7 +383,7 @@ def _running_statistics(
                 logits += jax.lax.broadcast_in_dim(values, logits.shape, (1,))
             if softcap is not None:
                 logits = softcap * _tanh(logits * (1 / softcap))
-            # Of the vocabulary in this tile, or more; None if all tiles are full.
+            # Columns of the vocabulary from this tile on; None if all tiles are full.
             num_columns = vocab_size - column if vocab_size % tile_n else None
 
             def store_exp(i, exp):
@@ -420,7 +431,8 @@ def _running_statistics(
                 add_exp=add_and_store if stores else None,
             )
             if stores:
-                label_logit = running[2]  # -1e30 in all clusters but one, of which this makes 0
+                # -1e30 in all clusters except the label's; its exponential is 0.
+                label_logit = running[2]
                 running.append(jnp.exp2(label_logit * _LOG2_E - offset))
             for i, value in enumerate(running):
                 store(running_at(i, row), value)
@@ -444,7 +456,7 @@ def _running_statistics(
             *loop.scratch_types,
         ],
         kernel_name=name,
-        # exp2 is then one instruction; else three more serve results below 1e-38.
+        # With it exp2 is one instruction. Without it, three more serve results below 1e-38.
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*arguments.values())
     if repetition is not None:
@@ -453,15 +465,16 @@ def _running_statistics(
 
 
 def _with_tile(running, logits, label, label_here, num_columns, add_exp=None):
-    """The running statistics with those of a tile.
+    """The running statistics after one more tile.
 
     Args:
-      running: as in `_START`.
-      logits: of the tile.
-      label: of each row, counted from the tile's first column.
-      label_here: whether a label may be one of the tile's columns.
-      num_columns: how many columns of the vocabulary are left for this tile, None for enough.
-      add_exp: `(sum_exp, logits) -> sum_exp`; None keeps the sum relative to the maximum.
+      running: Statistics before the tile, in the order of `_START`.
+      logits: Logits of the tile.
+      label: Label of each row, counted from the tile's first column.
+      label_here: Whether a label may be one of the tile's columns.
+      num_columns: Number of columns of the vocabulary from the tile's first column on; None if they
+        fill the tile.
+      add_exp: Function `(sum_exp, logits) -> sum_exp`; None keeps the sum relative to the maximum.
     """
     tile_n = logits.shape[1]
     to_tile = lambda row: jax.lax.broadcast_in_dim(row, logits.shape, (0,))
@@ -469,7 +482,7 @@ def _with_tile(running, logits, label, label_here, num_columns, add_exp=None):
     lowest = lambda: _filled(_LOWEST, logits.shape, _TILE)
 
     def without(logits, fill):
-        """The logits with `fill` where the vocabulary is over."""
+        """The logits, with `fill` in columns after the vocabulary."""
         if num_columns is None:
             return logits
         return jax.lax.cond(
@@ -498,7 +511,8 @@ def _with_tile(running, logits, label, label_here, num_columns, add_exp=None):
     if add_exp is not None:
         sum_exp = add_exp(sum_exp, logits)
     else:
-        # Not as below: of -1e30 the fma would leave the rounding error of the product.
+        # Subtracts before it multiplies: for -1e30, an fma as below would leave the rounding error
+        # of the product.
         sum_exp *= jnp.exp2((largest - new_largest) * _LOG2_E)
         offset = to_tile(new_largest * _LOG2_E)
         sum_exp += jnp.sum(jnp.exp2(logits * _LOG2_E - offset), axis=1)
@@ -512,7 +526,7 @@ def _with_tile(running, logits, label, label_here, num_columns, add_exp=None):
 
 
 def _tanh(x):
-    """tanh by exp2: an error of 1e-7 of the largest value, a fifth of the instructions."""
+    """tanh by exp2, with an error of 1e-7 of the largest value and a fifth of the instructions."""
     return 1 - 2 / (jnp.exp2(x * (2 * _LOG2_E)) + 1)
 
 
