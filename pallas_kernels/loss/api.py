@@ -94,8 +94,7 @@ def linear_cross_entropy(
     **Labels.** A label that is neither `ignore_index` nor in `[0, V)` makes its token's loss NaN,
     and so the reduced loss and the gradients, unless its weight is 0. It never reads or writes out
     of bounds. `check_labels` turns it into an error. Labels are compared in their own dtype.
-    (Without `jax_enable_x64`, JAX itself takes the upper half off 64-bit arrays that are arguments
-    of `jax.jit`.)
+    (Without `jax_enable_x64`, JAX itself cuts 64-bit arguments of `jax.jit` to 32 bits.)
 
     **Gradients.** The loss is differentiable in `x`, `weight`, `bias` and `token_weights`. A call
     that is not differentiated does no gradient work. `dweight` has the dtype of `weight`, so a
@@ -143,13 +142,14 @@ def linear_cross_entropy(
       vocab_chunk_size: Largest number of columns whose logits exist at a time, for all tokens. Each
         row of `dweight` is then written once and not added up, and `dx` is added up in float32. A
         weight that is stored in float32 is cast a chunk at a time and not copied.
-      max_logits_bytes: Limit for logits or exponentials in memory, beside those in the memory of
-        `dweight`. The largest chunks of tokens that fit are taken, and at least 128 tokens. A chunk
-        of few tokens is slow: each chunk reads and writes all of `dweight`. `None` means 512 MiB
-        (`"mosaic_gpu"`) or 1 GiB (`"xla"`, whose logits are float32), and 96 MiB for copies of
-        exponentials out of the memory of `dweight`. The plan depends on sizes alone, not on what is
-        free on the device, so that all processes of a run compile the same program. At most one of
-        `chunk_size`, `vocab_chunk_size` and `max_logits_bytes` may be given.
+      max_logits_bytes: Limit for the logits or exponentials of a chunk of tokens. The largest
+        chunks that fit are taken, of at least 128 tokens. A chunk of few tokens is slow: each chunk
+        reads and writes all of `dweight`. `None` means 512 MiB (`"mosaic_gpu"`) or 1 GiB (`"xla"`,
+        whose logits are float32), and at least 768 tokens. Copies of exponentials out of the memory
+        of `dweight` have the same limit, but at most 96 MiB, and may exist beside one chunk. The
+        plan depends on sizes alone, not on what is free on the device, so that all processes of a
+        run compile the same program. At most one of `chunk_size`, `vocab_chunk_size` and
+        `max_logits_bytes` may be given.
       vocab_axis: Name of the mesh axis over which `weight` and `bias` are split by vocabulary, in
         equal parts. `labels` are numbers in the whole vocabulary.
       accum_dtype: Dtype in which chunks of tokens add up `dweight`: floating, of 16 bits or more.
