@@ -51,12 +51,13 @@ test-all: setup
 
 # Nearly all of the time is compilation, so several processes share the GPU, and each gives memory
 # back at once. XLA's search for the fastest GEMM is off: it changes no result, and every process
-# would repeat it. tests/conftest.py puts the longest tests first.
+# would repeat it. tests/conftest.py puts the longest tests first. Tests of many GiB follow alone:
+# beside others they ran out of the memory of an 80 GB card.
 test-gpu test-gpus: export XLA_PYTHON_CLIENT_ALLOCATOR = platform
 test-gpu test-gpus: export XLA_FLAGS += --xla_gpu_autotune_level=0
 test-gpu: setup
-	@$(PYTHON) -m pytest -m "gpu and not gpus" -n auto --maxprocesses 12 --dist loadgroup \
-	  $(ARGS)
+	@$(PYTHON) -m pytest -m "gpu and not gpus and not large" -n auto --maxprocesses 12 $(ARGS)
+	@$(PYTHON) -m pytest -m "gpu and large" tests/gpu $(ARGS)
 
 # The tests that need several GPUs.
 test-gpus: setup

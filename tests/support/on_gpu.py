@@ -9,8 +9,8 @@ import pytest
 
 from support.numerics import value_and_grads
 
-# Tests that take many GiB. One process runs all of them, so that the others have memory, too.
-large = pytest.mark.xdist_group("large")
+# Tests that take more than 20 GiB. `make test-gpu` runs them after the others, one at a time.
+large = pytest.mark.large
 
 
 def as_float64(tree):

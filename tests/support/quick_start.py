@@ -6,6 +6,7 @@
 import importlib.metadata
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ class Model(nnx.Module):
         self.last_norm = AddRMSNorm(size, rngs=rngs)
         self.head = LinearCrossEntropy(size, vocab_size, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, labels: jax.Array) -> Any:
         h = self.embed(tokens)
         normed, _ = self.last_norm(self.mlp(self.norm(h)), h)
         return self.head(normed, labels)
