@@ -1,0 +1,256 @@
+"""Operations as JAX primitives, differentiated and batched by rules of their own.
+
+Three primitives make a differentiable function of an `Operation`:
+
+- `operation` computes the results. Its JVP rule also computes what the backward reads.
+- `operation_tangent` is linear in the tangents. It exists to be transposed and has no lowering,
+  because kernels have no forward mode.
+- `operation_backward`, its transpose, computes the gradients that are asked for, and no others.
+
+The difference to `jax.custom_vjp` is `jax.vmap`. Over a `custom_vjp`, `vmap` batches the backward:
+it makes one gradient of a weight for each member of the batch, and JAX adds them up. Here `vmap`
+acts before the derivative. `grad(vmap(f))` differentiates one call on the tokens of all members,
+which makes one gradient of the weight. `vmap(grad(f))` still makes one for each member.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
+
+# One bool for each argument, result or array.
+type Mask = tuple[bool, ...]
+
+
+@runtime_checkable  # for the checks of types in tests
+class Operation(Protocol):
+    """A differentiable function of arrays.
+
+    An operation is static: frozen, hashable, and equal to another with the same options. Its `repr`
+    names all options, because it becomes a part of the compiled program's text.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name in errors and profiles."""
+        ...
+
+    def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
+        """The results, followed by the residuals unless `wanted` is None.
+
+        Args:
+          wanted: Arguments whose gradients will be asked for; None if no gradient will be.
+          *args: Arguments of the operation.
+        """
+        ...
+
+    def num_residuals(self, wanted: Mask) -> int:
+        """The number of residuals that follow the results."""
+        ...
+
+    def saved(
+        self,
+        wanted: Mask,
+        args: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        """`(results, what the backward reads)`, each named for `jax.checkpoint` policies."""
+        ...
+
+    def backward(
+        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
+    ) -> Sequence[jax.Array]:
+        """The gradients of the wanted arguments. A cotangent that is None is 0."""
+        ...
+
+    def fold(
+        self, args: Sequence[jax.Array], is_batched: Mask
+    ) -> "tuple[Operation, Sequence[jax.Array]] | None":
+        """One call that computes all members of a batch, or None if there is no such call.
+
+        Args:
+          args: Arguments, with the batch as axis 0 of those that have it.
+          is_batched: Arguments that have it.
+
+        Returns:
+          An operation and its arguments. All its results have the batch as axis 0.
+        """
+        ...
+
+
+def call(operation: Operation, *args: jax.Array) -> tuple[jax.Array, ...]:
+    """The results of the operation."""
+    return tuple(_bind_forward(operation, None, *args))
+
+
+def _primitive(name: str) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    return primitive
+
+
+_operation_p = _primitive("operation")
+_tangent_p = _primitive("operation_tangent")
+_backward_p = _primitive("operation_backward")
+
+
+# Jitted functions, so that JAX traces and lowers equal calls once.
+@functools.lru_cache(maxsize=4096)
+def _forward(operation: Operation, wanted: Mask | None) -> Callable[..., Any]:
+    return _jit(operation, lambda *args: operation.forward(wanted, *args), wanted)
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward(operation: Operation, wanted: Mask, given: Mask) -> Callable[..., Any]:
+    def backward(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        rest = iter(arrays)
+        cotangents = [next(rest) if is_given else None for is_given in given]
+        return tuple(operation.backward(wanted, list(rest), cotangents))
+
+    return _jit(operation, backward, wanted, given)
+
+
+def _jit(operation: Operation, fn: Callable[..., Any], *options: Any) -> Callable[..., Any]:
+    # XLA's text of a function that partitions itself shows nothing of what a device computes. A
+    # name that depends on all options keeps apart what a compilation cache must not take for one.
+    digest = hashlib.sha256(repr((operation, options)).encode()).hexdigest()[:12]
+    fn.__name__ = fn.__qualname__ = f"{operation.name}_{digest}"
+    return jax.jit(fn)
+
+
+def _bind(primitive: Primitive, fn: Any, *args: jax.Array, **params: Any) -> Any:
+    """Binds the primitive that computes `fn`.
+
+    The jaxpr of `fn` is a parameter, because JAX looks for primitives that need to know the devices
+    in the jaxprs of an equation. Whoever counts kernels in a program finds them there, too.
+    """
+    args = tuple(map(jnp.asarray, args))
+    jaxpr = fn.trace(*(_struct(jax.typeof(a)) for a in args)).jaxpr
+    return primitive.bind(*args, fn=fn, jaxpr=jaxpr, **params)
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    sharding = None if aval.sharding.mesh.empty else aval.sharding
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type
+    )
+
+
+def _bind_forward(operation: Operation, wanted: Mask | None, *args: jax.Array) -> Any:
+    fn = _forward(operation, wanted)
+    return _bind(_operation_p, fn, *args, operation=operation, wanted=wanted)
+
+
+def _bind_backward(operation: Operation, wanted: Mask, given: Mask, *arrays: jax.Array) -> Any:
+    fn = _backward(operation, wanted, given)
+    return _bind(_backward_p, fn, *arrays, operation=operation, wanted=wanted, given=given)
+
+
+def _lower(context: Any, *args: Any, fn: Callable[..., Any], **_: Any) -> Any:
+    return mlir.lower_fun(fn, multiple_results=True)(context, *args)
+
+
+for _p in (_operation_p, _backward_p):
+    _p.def_impl(lambda *args, fn, **_: fn(*args))
+    _p.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+    mlir.register_lowering(_p, _lower)
+
+
+# Derivatives.
+
+
+def _jvp(primals, tangents, *, operation: Operation, wanted: Mask | None, **_: Any):
+    if wanted is not None:
+        raise _no_forward_mode(operation)
+    wanted = tuple(type(t) is not ad.Zero for t in tangents)
+    out = _bind_forward(operation, wanted, *primals)
+    num_results = len(out) - operation.num_residuals(wanted)
+    results, saved = operation.saved(wanted, primals, out[:num_results], out[num_results:])
+    given = [t for t, is_wanted in zip(tangents, wanted, strict=True) if is_wanted]
+    types = tuple(jax.typeof(a) for a in results)
+    params = {"operation": operation, "wanted": wanted, "result_types": types}
+    return list(results), _tangent_p.bind(*given, *saved, **params)
+
+
+def _transpose(cotangents, *args, operation: Operation, wanted: Mask, result_types: Any):
+    del result_types
+    num_tangents = sum(wanted)
+    given = tuple(type(c) is not ad.Zero for c in cotangents)
+    arrays = [c for c, is_given in zip(cotangents, given, strict=True) if is_given]
+    gradients = _bind_backward(operation, wanted, given, *arrays, *args[num_tangents:])
+    gradients = [_like(g, a.aval) for g, a in zip(gradients, args[:num_tangents], strict=True)]
+    return [*gradients, *[None] * (len(args) - num_tangents)]
+
+
+def _like(gradient: jax.Array, aval: Any) -> jax.Array:
+    """The gradient, split over Explicit axes as its argument is."""
+    if AxisType.Explicit not in aval.sharding.mesh.axis_types:
+        return gradient
+    return jax.sharding.reshard(gradient, aval.sharding)
+
+
+def _no_forward_mode(operation: Operation) -> NotImplementedError:
+    return NotImplementedError(
+        f"implementation='mosaic_gpu' of {operation.name} has no forward mode (jax.jvp, "
+        "jax.jacfwd) and no second derivative; use implementation='reference'"
+    )
+
+
+def _refuse(*_: Any, operation: Operation, **__: Any) -> Any:
+    raise _no_forward_mode(operation)
+
+
+ad.primitive_jvps[_operation_p] = _jvp
+ad.primitive_jvps[_backward_p] = _refuse
+ad.primitive_jvps[_tangent_p] = _refuse
+ad.primitive_transposes[_tangent_p] = _transpose
+_tangent_p.def_abstract_eval(lambda *_, result_types, **__: list(result_types))
+_tangent_p.def_impl(_refuse)
+mlir.register_lowering(_tangent_p, _refuse)
+batching.primitive_batchers[_tangent_p] = _refuse
+
+
+# Batches.
+
+
+def _batch_forward(args, axes, *, operation: Operation, wanted: Mask | None, **_: Any):
+    args, is_batched = _at_front(args, axes)
+    folded = operation.fold(args, is_batched)
+    if folded is None:
+        out = _loop(functools.partial(_bind_forward, operation, wanted), args, is_batched)
+    else:
+        out = _bind_forward(folded[0], wanted, *folded[1])
+    return out, [0] * len(out)
+
+
+def _batch_backward(args, axes, *, operation: Operation, wanted: Mask, given: Mask, **_: Any):
+    args, is_batched = _at_front(args, axes)
+    out = _loop(functools.partial(_bind_backward, operation, wanted, given), args, is_batched)
+    return out, [0] * len(out)
+
+
+def _at_front(args, axes) -> tuple[list[jax.Array], Mask]:
+    is_batched = tuple(axis is not None for axis in axes)
+    pairs = zip(args, axes, strict=True)
+    return [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in pairs], is_batched
+
+
+def _loop(fn: Callable[..., Any], args: Sequence[jax.Array], is_batched: Mask) -> list[jax.Array]:
+    """The results of one member after the other."""
+
+    def one(parts: list[jax.Array]) -> Any:
+        part = iter(parts)
+        return fn(*(next(part) if b else a for a, b in zip(args, is_batched, strict=True)))
+
+    return list(jax.lax.map(one, [a for a, b in zip(args, is_batched, strict=True) if b]))
+
+
+batching.primitive_batchers[_operation_p] = _batch_forward
+batching.primitive_batchers[_backward_p] = _batch_backward

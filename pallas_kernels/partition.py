@@ -1,0 +1,415 @@
+"""Functions of tokens that each device computes for its own tokens, on any mesh.
+
+A kernel computes the tokens that it is given, and so does a loop over chunks of tokens. XLA cannot
+split either, so it gathers all tokens on every device. `partitioned` tells XLA how to split them,
+in each of the three ways in which JAX uses the axes of a mesh:
+
+- Auto axes: by `custom_partitioning` with a rule for Shardy. XLA decides how the tokens are split.
+- Explicit axes: by `jax.shard_map` over the axes that the types of the arrays name.
+- Manual axes, inside of `jax.shard_map`: the arrays are a device's parts already. The results vary
+  over all axes over which an argument varies, and the gradient of a weight is summed over the axes
+  over which the weight does not vary. With `check_vma=False` no type says what varies, so nothing
+  is summed here, and the transpose of `shard_map` does it.
+
+A weight may be split over any axes. Each device gathers the weight once for a call, in the dtype of
+the computation, and its part of the gradient is reduce-scattered. A named axis of a weight (the
+columns of an MLP, the vocabulary) may stay split over mesh axes that do not split tokens: then each
+device computes with its part, and the local function exchanges what is missing.
+
+The leading axes of tokens stay apart until the local function merges them. A reshape that merges an
+axis that is split with another one would make XLA gather both.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+# The mesh axes that split an axis of an array, major first; empty where the axis is whole.
+type Split = tuple[str, ...]
+type Splits = tuple[Split, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """An array whose leading axes are tokens.
+
+    Attributes:
+      features: names of the axes that follow.
+    """
+
+    features: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """An array that every token reads.
+
+    Attributes:
+      axes: names of its axes.
+      dtype: dtype to which it is cast before it is gathered; None keeps its own.
+    """
+
+    axes: tuple[str, ...]
+    dtype: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientOf:
+    """The gradient of a weight. The local function returns the sum over a device's own tokens.
+
+    Attributes:
+      index: position of the weight among the arguments.
+    """
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Same:
+    """An array that is the same on every device that has the same tokens' sum.
+
+    Attributes:
+      ndim: number of its axes.
+    """
+
+    ndim: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """What the arguments and the results of a local function are.
+
+    Attributes:
+      args: roles of the arguments.
+      results: roles of the results.
+      parts: names of the axes of which a device may have a part.
+    """
+
+    args: tuple[Tokens | Weight, ...]
+    results: tuple[Tokens | GradientOf | Same, ...]
+    parts: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The mesh axes that split what a local function sees. Empty where nothing is split.
+
+    Attributes:
+      tokens: mesh axes that split the tokens.
+      parts: mesh axes that split each of `Roles.parts`, in that order.
+    """
+
+    tokens: Split = ()
+    parts: Splits = ()
+
+
+# Makes the function of a device's arrays. A function of a module, so that equal calls are one.
+type Local = Callable[[Any, Place], Callable[..., Sequence[jax.Array]]]
+
+
+def unsupported_reason() -> str | None:
+    """Why `partitioned` cannot split tokens over the mesh in context, or None if it can."""
+    mesh = jax.sharding.get_abstract_mesh()
+    auto = _axes(mesh, AxisType.Auto)
+    if not (auto and _axes(mesh, AxisType.Manual)):
+        return None
+    return (
+        f"the mesh axes {auto} are left to XLA inside of jax.shard_map, where XLA cannot partition "
+        "a kernel; name them in axis_names of jax.shard_map too, or make them Explicit"
+    )
+
+
+def partitioned(
+    local: Local, key: Hashable, roles: Roles, *args: jax.Array
+) -> tuple[jax.Array, ...]:
+    """`local(key, place)(*args)`, computed by each device for its own tokens.
+
+    Args:
+      local: maker of the function of a device's arrays. That function takes weights that are whole,
+        except for the parts that `place` names, and returns a value for each result.
+      key: static options of `local`.
+      roles: roles of the arguments and of the results.
+      *args: the arrays.
+    """
+    mesh = _mesh(args)
+    explicit = _axes(mesh, AxisType.Explicit)
+    if explicit:
+        results = _over_explicit_axes(local, key, roles, mesh, explicit, args)
+    elif not mesh.empty and not _axes(mesh, AxisType.Auto):
+        results = local(key, Place(parts=((),) * len(roles.parts)))(*_cast(roles, args))
+    else:
+        results = _over_auto_axes(local, key, roles, tuple(a.ndim for a in args))(*args)
+    manual = frozenset().union(*map(_varying, args))
+    results = [_vary(a, manual) for a in results]
+    return tuple(
+        _sum_like(a, args[role.index]) if isinstance(role, GradientOf) else a
+        for a, role in zip(results, roles.results, strict=True)
+    )
+
+
+def _mesh(args: Sequence[jax.Array]) -> Any:
+    """The mesh in context, or that of the arrays' types.
+
+    `jax.vmap` takes the axis that splits its members off the mesh in context.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        return mesh
+    meshes = [jax.typeof(a).sharding.mesh for a in args]
+    return next((m for m in meshes if not m.empty), mesh)
+
+
+def _axes(mesh: Any, kind: AxisType) -> Split:
+    """The axes of that kind that have several devices."""
+    axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return tuple(name for name, size, k in axes if k == kind and size > 1)
+
+
+def _cast(roles: Roles, args: Sequence[jax.Array]) -> list[jax.Array]:
+    return [
+        a.astype(role.dtype) if isinstance(role, Weight) and role.dtype is not None else a
+        for a, role in zip(args, roles.args, strict=True)
+    ]
+
+
+# Manual axes.
+
+
+def _varying(a: jax.Array) -> frozenset[str]:
+    return frozenset(jax.typeof(a).manual_axis_type.varying)
+
+
+def _vary(a: jax.Array, axes: frozenset[str]) -> jax.Array:
+    missing = tuple(sorted(axes - _varying(a)))
+    return jax.lax.pcast(a, missing, to="varying") if missing else a
+
+
+def _sum_like(gradient: jax.Array, argument: jax.Array) -> jax.Array:
+    extra = tuple(sorted(_varying(gradient) - _varying(argument)))
+    return jax.lax.psum(gradient, extra) if extra else gradient
+
+
+# What a device has of each array.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """How arrays are split.
+
+    Attributes:
+      args: splits of the arguments.
+      gathered: splits of the weights' axes that each device gathers; empty splits for tokens.
+      results: splits of the results.
+      place: what the local function is told.
+    """
+
+    args: tuple[Splits, ...]
+    gathered: tuple[Splits, ...]
+    results: tuple[Splits, ...]
+    place: Place
+
+    @classmethod
+    def make(cls, roles: Roles, splits: Sequence[Splits]) -> "_Layout":
+        """The layout to compute in, for arguments that are split so."""
+        leading = _leading(roles, splits)
+        tokens = tuple(name for split in leading for name in split)
+        parts = tuple(_part(name, roles, splits, tokens) for name in roles.parts)
+        kept = dict(zip(roles.parts, parts, strict=True))
+        of_tokens = lambda role: (*leading, *(kept.get(name, ()) for name in role.features))
+
+        args, gathered = [], []
+        for role, split in zip(roles.args, splits, strict=True):
+            if isinstance(role, Tokens):
+                args.append(of_tokens(role))
+                gathered.append(((),) * len(split))
+                continue
+            names = zip(role.axes, split, strict=True)
+            pairs = [_kept_and_gathered(kept.get(name, ()), s) for name, s in names]
+            args.append(tuple(keep + rest for keep, rest in pairs))
+            gathered.append(tuple(rest for _, rest in pairs))
+        results = [
+            args[role.index]
+            if isinstance(role, GradientOf)
+            else of_tokens(role)
+            if isinstance(role, Tokens)
+            else ((),) * role.ndim
+            for role in roles.results
+        ]
+        return cls(tuple(args), tuple(gathered), tuple(results), Place(tokens, parts))
+
+    def of_device(self, local: Local, key: Hashable, roles: Roles) -> Callable[..., Any]:
+        """The function of a device's arrays, which gathers weights and adds up their gradients."""
+
+        def run(*args: jax.Array) -> tuple[jax.Array, ...]:
+            whole = [_gather(a, s) for a, s in zip(_cast(roles, args), self.gathered, strict=True)]
+            results = local(key, self.place)(*whole)
+            return tuple(
+                _reduce(a, self.gathered[role.index], self.place.tokens)
+                if isinstance(role, GradientOf)
+                else a
+                for a, role in zip(results, roles.results, strict=True)
+            )
+
+        return run
+
+
+def _leading(roles: Roles, splits: Sequence[Splits]) -> Splits:
+    """How tokens are split: as in the first array that is split, or not at all."""
+    of_tokens = [
+        split[: len(split) - len(role.features)]
+        for role, split in zip(roles.args, splits, strict=True)
+        if isinstance(role, Tokens)
+    ]
+    return next((s for s in of_tokens if any(s)), of_tokens[0])
+
+
+def _part(name: str, roles: Roles, splits: Sequence[Splits], tokens: Split) -> Split:
+    """The mesh axes over which a named axis stays split: those of a weight that split no tokens."""
+    for role, split in zip(roles.args, splits, strict=True):
+        if isinstance(role, Weight) and name in role.axes:
+            found = tuple(n for n in split[role.axes.index(name)] if n not in tokens)
+            if found:
+                return found
+    return ()
+
+
+def _kept_and_gathered(kept: Split, split: Split) -> tuple[Split, Split]:
+    """An axis of a weight: what stays split, and what is gathered.
+
+    An axis is gathered here only where the axes that stay split are the major ones: then a device's
+    part is contiguous. Otherwise XLA brings the weight into the split that is kept.
+    """
+    if split[: len(kept)] == kept:
+        return kept, split[len(kept) :]
+    return kept, ()
+
+
+def _gather(a: jax.Array, splits: Splits) -> jax.Array:
+    for axis, names in enumerate(splits):
+        if names:
+            a = jax.lax.all_gather(a, names, axis=axis, tiled=True)
+    return a
+
+
+def _reduce(a: jax.Array, splits: Splits, tokens: Split) -> jax.Array:
+    """The sum over the mesh axes that split tokens, split over the axes that were gathered."""
+    left = tokens
+    for axis, names in enumerate(splits):
+        if names and set(names) <= set(left):
+            a = jax.lax.psum_scatter(a, names, scatter_dimension=axis, tiled=True)
+            left = tuple(name for name in left if name not in names)
+        elif names:
+            # Devices along an axis that splits no tokens have the same sum.
+            both = tuple(name for name in names if name in left)
+            a = jax.lax.psum(a, both) if both else a
+            left = tuple(name for name in left if name not in both)
+            size = a.shape[axis] // math.prod(jax.lax.axis_size(name) for name in names)
+            start = jax.lax.axis_index(names) * size
+            a = jax.lax.dynamic_slice_in_dim(a, start, size, axis)
+    return jax.lax.psum(a, left) if left else a
+
+
+def _splits(spec: PartitionSpec, ndim: int) -> Splits:
+    entries = [*spec, *[None] * (ndim - len(spec))]
+    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
+
+
+def _spec(splits: Splits) -> PartitionSpec:
+    return PartitionSpec(*(split or None for split in splits))
+
+
+# Auto axes.
+
+
+@functools.lru_cache(maxsize=4096)
+def _over_auto_axes(
+    local: Local, key: Hashable, roles: Roles, ranks: tuple[int, ...]
+) -> Callable[..., Any]:
+    nothing_split = Place(parts=((),) * len(roles.parts))
+
+    def whole(*args: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(local(key, nothing_split)(*_cast(roles, args)))
+
+    def partition(mesh: Any, args: Any, results: Any) -> Any:
+        del results
+        mesh = args[0].sharding.mesh
+        layout = _Layout.make(roles, [_splits(a.sharding.spec, len(a.shape)) for a in args])
+        shardings = lambda many: tuple(NamedSharding(mesh, _spec(s)) for s in many)
+        run = layout.of_device(local, key, roles)
+        return mesh, run, shardings(layout.results), shardings(layout.args)
+
+    rule, factors_that_are_whole = _rule(roles, ranks)
+    run = custom_partitioning(whole)
+    run.def_partition(
+        partition=partition, sharding_rule=rule, need_replication_factors=factors_that_are_whole
+    )
+    return run
+
+
+def _rule(roles: Roles, ranks: Sequence[int]) -> tuple[str, tuple[str, ...]]:
+    """Shardy's rule, and the factors in it that are whole on every device."""
+    num_leading = next(
+        rank - len(role.features)
+        for role, rank in zip(roles.args, ranks, strict=True)
+        if isinstance(role, Tokens)
+    )
+    leading = [f"t{i}" for i in range(num_leading)]
+    whole: list[str] = []
+
+    def of_tokens(role: Tokens) -> list[str]:
+        whole.extend(name for name in role.features if name not in roles.parts)
+        return [*leading, *role.features]
+
+    def of_weight(index: int, role: Any) -> list[str]:
+        # An axis that is gathered here is a factor of its own, which XLA need not make whole.
+        return [name if name in roles.parts else f"{name}{index}" for name in role.axes]
+
+    args = [
+        of_tokens(role) if isinstance(role, Tokens) else of_weight(i, role)
+        for i, role in enumerate(roles.args)
+    ]
+    results = []
+    for i, role in enumerate(roles.results):
+        if isinstance(role, Tokens):
+            results.append(of_tokens(role))
+        elif isinstance(role, GradientOf):
+            results.append(args[role.index])
+        else:
+            results.append([f"r{i}_{axis}" for axis in range(role.ndim)])
+            whole.extend(results[-1])
+    text = lambda many: ", ".join(" ".join(factors) for factors in many)
+    return f"{text(args)} -> {text(results)}", tuple(dict.fromkeys(whole))
+
+
+# Explicit axes.
+
+
+def _over_explicit_axes(
+    local: Local,
+    key: Hashable,
+    roles: Roles,
+    mesh: Any,
+    axes: Split,
+    args: Sequence[jax.Array],
+) -> tuple[jax.Array, ...]:
+    named = lambda split: tuple(name for name in split if name in axes)
+    specs = [jax.typeof(a).sharding.spec for a in args]
+    splits = [tuple(map(named, _splits(spec, a.ndim))) for spec, a in zip(specs, args, strict=True)]
+    layout = _Layout.make(roles, splits)
+    run = jax.shard_map(
+        layout.of_device(local, key, roles),
+        mesh=mesh,
+        in_specs=tuple(map(_spec, layout.args)),
+        out_specs=tuple(map(_spec, layout.results)),
+        # By default all axes, except for one over which `jax.vmap` splits its members.
+        axis_names=set(axes) if _axes(mesh, AxisType.Auto) else frozenset(),
+        check_vma=False,
+    )
+    shardings = [NamedSharding(mesh, _spec(s)) for s in layout.args]
+    return tuple(run(*map(jax.sharding.reshard, args, shardings)))

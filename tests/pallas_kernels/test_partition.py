@@ -1,0 +1,254 @@
+"""Operations that partition themselves: values, gradients and collectives on eight CPU devices.
+
+About 60 small programs, 7 s on one core.
+"""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import operation, partition
+from support.partitioned import TanhMLP
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+SHAPE = B, S, D = 8, 8, 16
+F = 32
+TOKENS = P(("data", "fsdp"))
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+def mlp(x, w_in, w_out):
+    return operation.call(TanhMLP(), x, w_in, w_out)[0]
+
+
+def plain_mlp(x, w_in, w_out):
+    return jnp.tanh(x @ w_in) @ w_out
+
+
+def loss_of(fn):
+    return lambda x, w_in, w_out, c: jnp.sum(fn(x, w_in, w_out) * c)
+
+
+def make_args(dtype: Any = np.float32):
+    shapes = SHAPE, (D, F), (F, D), SHAPE
+    numbers = np.random.default_rng(0)
+    sizes = 1, D**-0.5, F**-0.5, 1
+    return [
+        jnp.asarray(size * numbers.standard_normal(s), dtype)
+        for s, size in zip(shapes, sizes, strict=True)
+    ]
+
+
+@functools.cache
+def exact(fn=plain_mlp):
+    with jax.enable_x64(True):
+        args = make_args(np.float64)
+        return [np.asarray(g) for g in jax.jit(jax.grad(loss_of(fn), (0, 1, 2)))(*args)]
+
+
+def assert_accurate(got, want=None):
+    """Errors of a few ulps of float32, relative to the gradient's size."""
+    for g, w in zip(got, exact() if want is None else want, strict=True):
+        error = np.linalg.norm(np.asarray(g, np.float64) - w) / np.linalg.norm(w)
+        assert error < 2e-6
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(kind,) * 3)
+
+
+def put(mesh, specs):
+    return [
+        jax.device_put(a, NamedSharding(mesh, spec))
+        for a, spec in zip(make_args(), specs, strict=True)
+    ]
+
+
+def collectives(text):
+    names = "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"
+    return tuple(len(re.findall(rf"= [^=]*\b{name}(?:-start)?\(", text)) for name in names)
+
+
+# Layouts: how tokens, w_in and w_out are split, and the collectives of a gradient. CPU's compiler
+# gathers a weight for the backward once more, which counts here.
+WHOLE = TOKENS, P(), P()
+FSDP = TOKENS, P("fsdp"), P(None, "fsdp")
+BOTH = TOKENS, P("fsdp", "tensor"), P("tensor", "fsdp")
+COLUMNS = P("data"), P(None, ("tensor", "fsdp")), P(("tensor", "fsdp"))
+SEQUENCE = P(("data", "fsdp"), "tensor"), P(), P()
+LAYOUTS = {
+    "whole": (WHOLE, (0, 1, 0, 0, 0)),
+    "fsdp": (FSDP, (3, 1, 2, 0, 0)),
+    "fsdp and tensor": (BOTH, (3, 2, 2, 0, 0)),
+    "tensor": (COLUMNS, (0, 2, 0, 0, 0)),
+    "sequence": (SEQUENCE, (0, 1, 0, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_need_only_the_collectives_of_the_layout(layout, kind):
+    (x, w_in, w_out), most = LAYOUTS[layout]
+    mesh = mesh_of(kind)
+    args = put(mesh, (x, w_in, w_out, x))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(loss_of(mlp), (0, 1, 2))).lower(*args).compile()
+    assert all(n <= m for n, m in zip(collectives(compiled.as_text()), most, strict=True))
+    got = compiled(*args)
+    assert_accurate(got)
+    assert all(
+        g.sharding.is_equivalent_to(a.sharding, a.ndim) for g, a in zip(got, args[:3], strict=True)
+    )
+
+
+def test_axes_in_another_order_are_brought_into_order():
+    for kind in (AUTO, EXPLICIT):
+        mesh = mesh_of(kind)
+        columns = ("fsdp", "tensor")
+        args = put(mesh, (TOKENS, P(None, columns), P(columns), TOKENS))
+        with jax.set_mesh(mesh):
+            assert_accurate(jax.jit(jax.grad(loss_of(mlp), (0, 1, 2)))(*args))
+
+
+def test_shardings_of_arguments_are_enough():
+    mesh = mesh_of(AUTO)
+    args = put(mesh, (*FSDP, TOKENS))
+    assert_accurate(jax.jit(jax.grad(loss_of(mlp), (0, 1, 2)))(*args))
+    shardings = [a.sharding for a in args]
+    by_jit = jax.jit(jax.grad(loss_of(mlp), (0, 1, 2)), in_shardings=shardings)
+    compiled = by_jit.lower(*make_args()).compile()
+    assert collectives(compiled.as_text())[0] <= 3
+    assert_accurate(compiled(*args))
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_inside_of_shard_map(kind, check_vma):
+    mesh = mesh_of(kind)
+    tokens = P(("data", "fsdp"), "tensor")
+    args = put(mesh, (tokens, P(), P(), tokens))
+    split = jax.shard_map(
+        mlp, mesh=mesh, in_specs=(tokens, P(), P()), out_specs=tokens, check_vma=check_vma
+    )
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(loss_of(split), (0, 1, 2))).lower(*args).compile()
+    assert collectives(compiled.as_text()) <= (0, 1, 0, 0, 0)
+    assert_accurate(compiled(*args))
+
+
+def test_explicit_axes_inside_of_a_shard_map_over_others():
+    mesh = mesh_of(EXPLICIT)
+    args = put(mesh, (TOKENS, P(), P(), TOKENS))
+    split = jax.shard_map(
+        mlp, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"), axis_names={"data"}
+    )
+    with jax.set_mesh(mesh):
+        assert_accurate(jax.jit(jax.grad(loss_of(split), (0, 1, 2)))(*args))
+
+
+def test_auto_axes_inside_of_a_shard_map_over_others_have_a_reason():
+    mesh = mesh_of(AUTO)
+    reasons = []
+
+    def local(x):
+        reasons.append(partition.unsupported_reason())
+        return x
+
+    x = put(mesh, (TOKENS, P(), P(), TOKENS))[0]
+    with jax.set_mesh(mesh):
+        specs = {"in_specs": P("data"), "out_specs": P("data"), "axis_names": {"data"}}
+        jax.jit(jax.shard_map(local, **specs))(x)
+        assert partition.unsupported_reason() is None
+    assert "'fsdp', 'tensor'" in reasons[0] and "axis_names" in reasons[0]
+
+
+# Transformations, on one device and, of a batch that is split, on eight.
+
+
+def through_scan(fn):
+    def scanned(x, w_in, w_out):
+        body = jax.checkpoint(lambda h, w: (h + jnp.sin(fn(h, *w)), None))
+        return jax.lax.scan(body, x, (jnp.stack([w_in] * 2), jnp.stack([w_out] * 2)))[0]
+
+    return scanned
+
+
+def test_scan_and_checkpoint():
+    want = exact(through_scan(plain_mlp))
+    gradient = jax.grad(loss_of(through_scan(mlp)), (0, 1, 2))
+    assert_accurate(jax.jit(gradient)(*make_args()), want)
+    mesh = mesh_of(AUTO)
+    args = put(mesh, (*FSDP, TOKENS))
+    assert_accurate(jax.jit(gradient)(*args), want)
+
+
+def test_only_wanted_gradients_are_computed():
+    args = make_args()
+    for wanted in range(3):
+        got = jax.jit(jax.grad(loss_of(mlp), wanted))(*args)
+        assert_accurate([got], [exact()[wanted]])
+    jaxpr = str(jax.make_jaxpr(jax.grad(loss_of(mlp), 0))(*args))
+    assert "wanted=(True, False, False)" in jaxpr
+
+
+def test_vmap_before_the_gradient_is_one_call():
+    gradient = jax.grad(loss_of(jax.vmap(mlp, (0, None, None))), (0, 1, 2))
+    jaxpr = str(jax.make_jaxpr(gradient)(*make_args()))
+    # One gradient of a weight, not one for each member.
+    assert f"f32[{B},{D},{F}]" not in jaxpr
+    assert_accurate(jax.jit(gradient)(*make_args()))
+    # JAX refuses a weight that is split over an Explicit axis over which `vmap` splits members.
+    for kind, layout in ((AUTO, FSDP), (EXPLICIT, WHOLE)):
+        mesh = mesh_of(kind)
+        args = put(mesh, (*layout, TOKENS))
+        with jax.set_mesh(mesh):
+            assert_accurate(jax.jit(gradient)(*args))
+
+
+def test_the_gradient_before_vmap_is_one_for_each_member():
+    x, w_in, w_out, c = make_args()
+    gradient = jax.grad(loss_of(mlp), (0, 1, 2))
+    dx, dw_in, dw_out = jax.jit(jax.vmap(gradient, (0, None, None, 0)))(x, w_in, w_out, c)
+    assert dw_in.shape == (B, D, F)
+    for member in range(0, B, 3):
+        alone = gradient(x[member], w_in, w_out, c[member])
+        for got, want in zip((dx, dw_in, dw_out), alone, strict=True):
+            np.testing.assert_allclose(got[member], want, rtol=1e-4, atol=1e-5)
+    assert_accurate((dx, dw_in.sum(0), dw_out.sum(0)))
+
+
+def test_vmap_over_weights():
+    x, w_in, w_out, c = make_args()
+    stacked = np.stack([w_in] * B), np.stack([w_out] * B)
+    dx, *dw = jax.jit(jax.grad(loss_of(jax.vmap(mlp)), (0, 1, 2)))(x, *stacked, c)
+    assert_accurate((dx, *(g.sum(0) for g in dw)))
+
+
+def test_forward_mode_and_second_derivatives_are_refused():
+    x, w_in, w_out, _ = make_args()
+    fn = lambda x: jnp.sum(mlp(x, w_in, w_out))
+    twice = jax.grad(lambda x: jnp.sum(jax.grad(fn)(x)))
+    for derivative in (jax.jacfwd(fn), jax.hessian(fn), twice):
+        with pytest.raises(NotImplementedError, match="tanh_mlp has no forward mode"):
+            derivative(x[0, 0])
+
+
+def test_a_program_names_the_options():
+    """What a compilation cache compares: functions with other options have other names."""
+
+    class Other(TanhMLP):
+        pass
+
+    def text(op):
+        return jax.jit(lambda *args: operation.call(op, *args)[0]).lower(*make_args()[:3]).as_text()
+
+    names = [set(re.findall(r"@(tanh_mlp_\w{12})", text(op))) for op in (TanhMLP(), Other())]
+    assert all(names) and not names[0] & names[1]
