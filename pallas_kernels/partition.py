@@ -83,7 +83,7 @@ class Same:
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """What the arguments and the results of a local function are.
+    """The roles of a local function's arguments and results.
 
     Attributes:
       args: roles of the arguments.

@@ -218,7 +218,7 @@ def linear_cross_entropy(
 
 
 def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) -> LossPlan:
-    """What `linear_cross_entropy` does for these arguments, without running it.
+    """The plan of `linear_cross_entropy` for these arguments, without running it.
 
         print(linear_cross_entropy_plan(x, weight, labels, max_logits_bytes=2**28))
 

@@ -98,7 +98,7 @@ def checked_request(
     implementation: Implementation | None,
     config: Config | None,
 ) -> tuple[Request, str | None]:
-    """What the plan depends on, and why the kernels do not run; None if they do.
+    """The planner's request, and the reason why the kernels do not run; None if they do.
 
     Raises:
       ValueError: an option is out of its range, or a name is unknown.

@@ -22,7 +22,7 @@ _MIB = 2**20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossPlan:
-    """What `linear_cross_entropy` does for arguments of these shapes; `str` of it is for people.
+    """The plan of `linear_cross_entropy` for arguments of some shapes; its `str` is for people.
 
     Products are matrix products of `2·T·D·V` FLOPs. "With gradients" means the gradients of `x` and
     `weight`. Memory is in bytes and on each device. It counts logits, or the exponentials of logits
