@@ -159,7 +159,7 @@ def _lower(context: Any, *args: Any, fn: Callable[..., Any], **_: Any) -> Any:
 
 for _p in (_operation_p, _backward_p):
     _p.def_impl(lambda *args, fn, **_: fn(*args))
-    _p.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+    _p.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
     mlir.register_lowering(_p, _lower)
 
 

@@ -30,6 +30,8 @@ import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from pallas_kernels.gpu.kernel import interpreted
+
 # The mesh axes that split an axis of an array, major first; empty where the axis is whole.
 type Split = tuple[str, ...]
 type Splits = tuple[Split, ...]
@@ -141,7 +143,8 @@ def partitioned(
     explicit = _axes(mesh, AxisType.Explicit)
     if explicit:
         results = _over_explicit_axes(local, key, roles, mesh, explicit, args)
-    elif not mesh.empty and not _axes(mesh, AxisType.Auto):
+    elif interpreted() or not (mesh.empty or _axes(mesh, AxisType.Auto)):
+        # The interpreter's effects have no place in a function that XLA partitions.
         results = local(key, Place(parts=((),) * len(roles.parts)))(*_cast(roles, args))
     else:
         results = _over_auto_axes(local, key, roles, tuple(a.ndim for a in args))(*args)

@@ -28,8 +28,7 @@ def gpu_kernel(
     def checked(*operands: Any) -> Any:
         if target_device().capability is not None and (reason := runs_here()) is not None:
             raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
-        # There is no public way to ask (JAX 0.11.2 and 0.12).
-        if jax_config.pallas_tpu_interpret_mode_context_manager.value is not None:
+        if interpreted():
             return run(*operands)
         # One operand is enough; some operands are references.
         is_array = [isinstance(jax.typeof(a), ShapedArray) for a in operands]
@@ -38,6 +37,12 @@ def gpu_kernel(
         return run(*operands[:i], on_gpu, *operands[i + 1 :])
 
     return checked
+
+
+def interpreted() -> bool:
+    """Whether kernels run in the interpreter (`plgpu`'s context manager)."""
+    # There is no public way to ask (JAX 0.11.2 and 0.12).
+    return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
 # Returns its operand in programs for NVIDIA GPUs. Lowering it for another platform raises.

@@ -59,7 +59,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """All of a norm that is not an array; hashable, because `jax.custom_vjp` needs that.
+    """All of a norm that is not an array; hashable, because operations are static.
 
     Attributes:
       eps: Number added to the mean square.

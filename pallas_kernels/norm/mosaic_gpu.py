@@ -24,13 +24,14 @@ Arithmetic is float32. Rounded: `residual_out` and `y` to the dtype of `x`, with
 `casting="llama"` also `x · rstd`; `dx` once, after `dresidual_out` was added; `dweight` once.
 """
 
-import functools
+import dataclasses
 import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
 from pallas_kernels.gpu.device import BYTES_PER_ACCESS, WARPS_PER_WARPGROUP, target_device
@@ -38,6 +39,8 @@ from pallas_kernels.norm.backward_kernel import backward
 from pallas_kernels.norm.config import Config, Options, default_config
 from pallas_kernels.norm.forward_kernel import forward
 from pallas_kernels.norm.rows import column_parts, ring_shape, split_row, splits, widest_itemsize
+from pallas_kernels.operation import Mask, Operation, call
+from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
 
 _MIN_HIDDEN_SIZE = 64
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -94,80 +97,145 @@ def norm(
         # There is nothing to launch. The gradients of these results are zeros.
         total = x if residual is None else x + residual.astype(x.dtype)
         return total * weight.astype(x.dtype), None if residual is None else total
-    num_tokens = x.size // x.shape[-1]
-    # Where a warp has a row for itself, a tile has four rows, and fewer are padded.
-    num_missing = 0
-    if 1 in (options.config.fwd_warps, options.config.bwd_warps):
-        num_missing = max(0, WARPS_PER_WARPGROUP - num_tokens)
-
-    def to_rows(a):
-        # With ones, because a row of zeros has no norm if eps is 0.
-        rows = a.reshape(num_tokens, -1)
-        return jnp.pad(rows, ((0, num_missing), (0, 0)), constant_values=1)
-
-    def from_rows(rows):
-        return rows[:num_tokens].reshape(x.shape)
-
+    operation = _Norm(options, None if residual is None else residual.dtype)
     if residual is None:
-        return from_rows(_norm(options, to_rows(x), None, weight)[0]), None
-    y, residual_out = _norm(options, to_rows(x), to_rows(residual), weight)
-    return from_rows(y), from_rows(residual_out)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm(options, x, residual, weight):
-    y, residual_out, _ = _forward(options, x, residual, weight)
+        (y,) = call(operation, x, weight)
+        return y, None
+    y, residual_out = call(operation, x, residual, weight)
     return y, residual_out
 
 
-def _norm_fwd(options, x, residual, weight):
-    residual = None if residual is None else residual.value
-    y, residual_out, rstd = _forward(options, x.value, residual, weight.value)
-    # The names are here because a `jax.checkpoint` policy must see what the backward reads.
-    rstd = checkpoint_name(rstd, "rstd")
-    y = checkpoint_name(y, "normed")
-    source = x.value
-    if residual_out is not None:
-        source = residual_out = checkpoint_name(residual_out, "residual")
-    # The backward needs only the dtype of the residual, which an empty array carries.
-    like_residual = None if residual is None else jnp.empty((0,), residual.dtype)
-    return (y, residual_out), (source, weight.value, rstd, like_residual)
+_TOKENS, _ROWS, _WEIGHT = Tokens(("d",)), Tokens(), Weight(("d",))
 
 
-def _norm_bwd(options, saved, cotangents):
-    source, weight, rstd, like_residual = saved
-    dy, dresidual_out = cotangents
-    if isinstance(dresidual_out, SymbolicZero):
-        dresidual_out = None  # one array less to read
-    if isinstance(dy, SymbolicZero):
-        dx = jnp.zeros_like(source) if dresidual_out is None else dresidual_out
-        dweight = jnp.zeros_like(weight)
-    else:
-        dx, dweight = _backward(options, dy, dresidual_out, source, weight, rstd)
-    dresidual = None if like_residual is None else dx.astype(like_residual.dtype)
-    return dx, dresidual, dweight.astype(weight.dtype)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Norm:
+    """RMSNorm of `(x, weight)`, or of `(x, residual, weight)` after their addition.
+
+    Attributes:
+      options: Options of the norm.
+      residual_dtype: Dtype of the residual; None if there is no residual.
+    """
+
+    options: Options
+    residual_dtype: Any
+
+    @property
+    def name(self) -> str:
+        return "rms_norm" if self.residual_dtype is None else "add_rms_norm"
+
+    def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
+        of_args = (*(_TOKENS,) * (len(args) - 1), _WEIGHT)
+        of_results = (*(_TOKENS,) * (len(args) - 1), _ROWS)
+        out = partitioned(_forward_of, self, Roles(of_args, of_results), *args)
+        return out[:-1] if wanted is None else out
+
+    def num_residuals(self, wanted: Mask) -> int:
+        return 1
+
+    def saved(
+        self,
+        wanted: Mask,
+        args: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        # The names are here because a `jax.checkpoint` policy must see what the backward reads.
+        names = ("normed", "residual")[: len(results)]
+        results = [checkpoint_name(a, n) for a, n in zip(results, names, strict=True)]
+        source = args[0] if self.residual_dtype is None else results[1]
+        return results, (source, args[-1], checkpoint_name(residuals[0], "rstd"))
+
+    def backward(
+        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
+    ) -> Sequence[jax.Array]:
+        source, weight, rstd = saved
+        dy, *rest = cotangents
+        dresidual_out = rest[0] if rest else None
+        if dy is None:
+            assert dresidual_out is not None  # JAX asks for no gradient of a result without one
+            dx, dweight = dresidual_out, jnp.zeros_like(weight)
+        else:
+            # Without a cotangent of the sum there is one array less to read.
+            given = (dy,) if dresidual_out is None else (dy, dresidual_out)
+            of_args = *(_TOKENS,) * (len(given) + 1), _WEIGHT, _ROWS
+            roles = Roles(of_args, (_TOKENS, GradientOf(len(given) + 1)))
+            key = self.options, dresidual_out is not None
+            dx, dweight = partitioned(_backward_of, key, roles, *given, source, weight, rstd)
+        gradients = [dx, dweight.astype(weight.dtype)]
+        if self.residual_dtype is not None:
+            gradients.insert(1, dx.astype(self.residual_dtype))
+        return [g for g, is_wanted in zip(gradients, wanted, strict=True) if is_wanted]
+
+    def fold(
+        self, args: Sequence[jax.Array], is_batched: Mask
+    ) -> tuple[Operation, Sequence[jax.Array]] | None:
+        if is_batched[-1]:
+            return None
+        size = next(len(a) for a, b in zip(args, is_batched, strict=True) if b)
+        tokens = [
+            a if b else jnp.broadcast_to(a, (size, *a.shape))
+            for a, b in zip(args[:-1], is_batched, strict=False)
+        ]
+        return self, (*tokens, args[-1])
 
 
-_norm.defvjp(_norm_fwd, _norm_bwd, symbolic_zeros=True)
+def _forward_of(key: _Norm, place: Place) -> Callable[..., tuple[jax.Array, ...]]:
+    """The forward of a device's arrays: `(y, rstd)` or `(y, residual_out, rstd)`."""
+
+    def run(*args: jax.Array) -> tuple[jax.Array, ...]:
+        x, *residual, weight = args
+        rows = _Rows.of(x, key.options.config)
+        added = rows.join(residual[0]) if residual else None
+        y, residual_out, rstd = forward(key.options, rows.join(x), added, weight)
+        out = [y] if residual_out is None else [y, residual_out]
+        return *map(rows.split, out), rows.split(rstd)
+
+    return run
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _forward(options, x, residual, weight):
-    return forward(options, x, residual, weight)
+def _backward_of(
+    key: tuple[Options, bool], place: Place
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """The backward of a device's arrays: `(dx, dweight)`."""
+    options, has_dresidual_out = key
+
+    def run(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
+        *given, source, weight, rstd = args
+        rows = _Rows.of(source, options.config)
+        dy, *rest = (rows.join(a, fill=0) for a in given)
+        dresidual_out = rest[0] if has_dresidual_out else None
+        joined = rows.join(rstd[..., None])[:, 0]
+        dx, dweight = backward(options, dy, dresidual_out, rows.join(source), weight, joined)
+        return rows.split(dx), dweight
+
+    return run
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _backward(options, dy, dresidual_out, source, weight, rstd):
-    return backward(options, dy, dresidual_out, source, weight, rstd)
+class _Rows(NamedTuple):
+    """How a device's tokens become rows of a kernel."""
 
+    leading: tuple[int, ...]
+    num_missing: int
 
-@_forward.defjvp
-@_backward.defjvp
-def _no_second_derivative(options, primals, tangents):
-    raise NotImplementedError(
-        "implementation='mosaic_gpu' of RMSNorm has no second derivative; differentiate "
-        "implementation='reference' twice"
-    )
+    @classmethod
+    def of(cls, x: jax.Array, config: Config) -> "_Rows":
+        """For an array `[*T, D]`."""
+        # Where a warp has a row for itself, a tile has four rows, and fewer are padded.
+        has_tiles = 1 in (config.fwd_warps, config.bwd_warps)
+        num_tokens = math.prod(x.shape[:-1])
+        return cls(x.shape[:-1], max(0, WARPS_PER_WARPGROUP - num_tokens) if has_tiles else 0)
+
+    def join(self, a: jax.Array, fill: int = 1) -> jax.Array:
+        """`[*T, n]` as `[rows, n]`. A row of zeros has no norm if eps is 0, so ones fill up."""
+        rows = a.reshape(math.prod(self.leading), a.shape[-1])
+        if not self.num_missing:
+            return rows
+        return jnp.pad(rows, ((0, self.num_missing), (0, 0)), constant_values=fill)
+
+    def split(self, rows: jax.Array) -> jax.Array:
+        """`[rows, ...]` as `[*T, ...]`, without the padding."""
+        return rows[: math.prod(self.leading)].reshape(*self.leading, *rows.shape[1:])
 
 
 def check_config(config: Config, x: jax.Array, residual: jax.Array | None) -> None:
