@@ -9,11 +9,8 @@ An operation has up to three implementations, each a module of its folder:
 
 from typing import Any, Literal, get_args
 
-import jax
-
 from pallas_kernels import partition
 from pallas_kernels.gpu.device import runs_here
-from pallas_kernels.sharding import sharded_reason
 
 type Implementation = Literal["reference", "xla", "mosaic_gpu"]
 
@@ -27,37 +24,31 @@ def check_implementation(name: Any) -> None:
 
 def choose_implementation(
     asked_for: Implementation | None,
-    x: jax.Array,
     unsupported: str | None,
     *,
     fallback: Implementation,
-    partitions_itself: bool = False,
 ) -> tuple[Implementation, str | None]:
     """The implementation to run, and the reason why it is not the kernel.
 
-    A name is binding. With None the kernel runs if it takes the arguments, the default device is a
-    GPU that can run it, and the arguments are whole on one device or the kernel partitions itself.
+    A name is binding. With None the kernel runs if it takes the arguments and the mesh, and the
+    default device is a GPU that can run it.
 
     Args:
       asked_for: Name that the caller gave.
-      x: Array that tells whether the arguments are split over devices.
       unsupported: Reason why the kernel does not take the arguments, if there is one.
       fallback: Implementation to run in the kernel's place.
-      partitions_itself: Whether the kernel runs on arrays that a mesh splits
-        (`pallas_kernels/partition.py`).
 
     Raises:
       NotImplementedError: The caller asked for the kernel, which does not take the arguments.
     """
-    if partitions_itself:
-        unsupported = unsupported or partition.unsupported_reason()
+    unsupported = unsupported or partition.unsupported_reason()
     if asked_for == "mosaic_gpu":
         if unsupported is not None:
             raise NotImplementedError(f"implementation='mosaic_gpu': {unsupported}")
         return asked_for, None
     if asked_for is not None:
         return asked_for, by_name(asked_for)
-    reason = unsupported or runs_here() or (None if partitions_itself else sharded_reason(x))
+    reason = unsupported or runs_here()
     return ("mosaic_gpu", None) if reason is None else (fallback, reason)
 
 

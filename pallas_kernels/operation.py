@@ -24,6 +24,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
+from pallas_kernels.gpu.kernel import vary, varying_axes
+
 # One bool for each argument, result or array.
 type Mask = tuple[bool, ...]
 
@@ -67,7 +69,7 @@ class Operation(Protocol):
     def backward(
         self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
     ) -> Sequence[jax.Array]:
-        """The gradients of the wanted arguments. A cotangent that is None is 0."""
+        """The gradients of the wanted arguments, of any dtype. A cotangent that is None is 0."""
         ...
 
     def fold(
@@ -190,15 +192,25 @@ def _transpose(cotangents, *args, operation: Operation, wanted: Mask, result_typ
 
 
 def _like(gradient: jax.Array, aval: Any) -> jax.Array:
-    """The gradient, split over Explicit axes as its argument is."""
-    if AxisType.Explicit not in aval.sharding.mesh.axis_types:
-        return gradient
-    return jax.sharding.reshard(gradient, aval.sharding)
+    """The gradient in the dtype of its argument, and split over a mesh as the argument is.
+
+    Inside of `jax.shard_map`, the gradient of an array that is the same on several devices is the
+    sum of their gradients. With `check_vma=False` no type says what is the same, and the transpose
+    of `shard_map` takes the sum.
+    """
+    gradient = gradient.astype(aval.dtype)
+    varying = aval.manual_axis_type.varying
+    if same := tuple(sorted(varying_axes(gradient) - varying)):
+        gradient = jax.lax.psum(gradient, same)
+    gradient = vary(gradient, varying)
+    if AxisType.Explicit in aval.sharding.mesh.axis_types:
+        return jax.sharding.reshard(gradient, aval.sharding)
+    return gradient
 
 
 def _no_forward_mode(operation: Operation) -> NotImplementedError:
     return NotImplementedError(
-        f"implementation='mosaic_gpu' of {operation.name} has no forward mode (jax.jvp, "
+        f"{operation.name} has a gradient rule of its own, so it has no forward mode (jax.jvp, "
         "jax.jacfwd) and no second derivative; use implementation='reference'"
     )
 

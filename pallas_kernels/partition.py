@@ -6,10 +6,8 @@ in each of the three ways in which JAX uses the axes of a mesh:
 
 - Auto axes: by `custom_partitioning` with a rule for Shardy. XLA decides how the tokens are split.
 - Explicit axes: by `jax.shard_map` over the axes that the types of the arrays name.
-- Manual axes, inside of `jax.shard_map`: the arrays are a device's parts already. The results vary
-  over all axes over which an argument varies, and the gradient of a weight is summed over the axes
-  over which the weight does not vary. With `check_vma=False` no type says what varies, so nothing
-  is summed here, and the transpose of `shard_map` does it.
+- Manual axes, inside of `jax.shard_map`: the arrays are a device's parts already, and nothing is
+  left to do. `operation.py` sums the gradients.
 
 A weight may be split over any axes. Each device gathers the weight once for a call, in the dtype of
 the computation, and its part of the gradient is reduce-scattered. A named axis of a weight (the
@@ -23,6 +21,7 @@ axis that is split with another one would make XLA gather both.
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pallas_kernels.gpu.kernel import interpreted
+from pallas_kernels.gpu.kernel import interpreted, vary, varying_axes
 
 # The mesh axes that split an axis of an array, major first; empty where the axis is whole.
 type Split = tuple[str, ...]
@@ -54,7 +53,8 @@ class Weight:
 
     Attributes:
       axes: names of its axes.
-      dtype: dtype to which it is cast before it is gathered; None keeps its own.
+      dtype: dtype to which it is cast before it is gathered; None keeps its own. A weight that is
+        not gathered comes as it is.
     """
 
     axes: tuple[str, ...]
@@ -73,17 +73,6 @@ class GradientOf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Same:
-    """An array that is the same on every device that has the same tokens' sum.
-
-    Attributes:
-      ndim: number of its axes.
-    """
-
-    ndim: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
 class Roles:
     """The roles of a local function's arguments and results.
 
@@ -94,7 +83,7 @@ class Roles:
     """
 
     args: tuple[Tokens | Weight, ...]
-    results: tuple[Tokens | GradientOf | Same, ...]
+    results: tuple[Tokens | GradientOf, ...]
     parts: tuple[str, ...] = ()
 
 
@@ -128,7 +117,7 @@ def unsupported_reason() -> str | None:
 
 
 def partitioned(
-    local: Local, key: Hashable, roles: Roles, *args: jax.Array
+    local: Local, key: Hashable, roles: Roles, *args: jax.Array, manual_parts: Splits | None = None
 ) -> tuple[jax.Array, ...]:
     """`local(key, place)(*args)`, computed by each device for its own tokens.
 
@@ -138,22 +127,18 @@ def partitioned(
       key: static options of `local`.
       roles: roles of the arguments and of the results.
       *args: the arrays.
+      manual_parts: Manual axes over which the caller has split each of `roles.parts`.
     """
     mesh = _mesh(args)
-    explicit = _axes(mesh, AxisType.Explicit)
-    if explicit:
-        results = _over_explicit_axes(local, key, roles, mesh, explicit, args)
-    elif interpreted() or not (mesh.empty or _axes(mesh, AxisType.Auto)):
-        # The interpreter's effects have no place in a function that XLA partitions.
-        results = local(key, Place(parts=((),) * len(roles.parts)))(*_cast(roles, args))
-    else:
-        results = _over_auto_axes(local, key, roles, tuple(a.ndim for a in args))(*args)
-    manual = frozenset().union(*map(_varying, args))
-    results = [_vary(a, manual) for a in results]
-    return tuple(
-        _sum_like(a, args[role.index]) if isinstance(role, GradientOf) else a
-        for a, role in zip(results, roles.results, strict=True)
-    )
+    auto, manual = _axes(mesh, AxisType.Auto), _axes(mesh, AxisType.Manual)
+    whole = Place(parts=manual_parts or ((),) * len(roles.parts))
+    if explicit := _axes(mesh, AxisType.Explicit):
+        return _over_explicit_axes(local, key, roles, whole, mesh, explicit, args)
+    if interpreted() or (not mesh.empty and (manual or not auto)):
+        # The interpreter's effects have no place in a function that XLA partitions. Where
+        # `unsupported_reason` is not None, XLA partitions what `local` computes as any program.
+        return tuple(local(key, whole)(*args))
+    return tuple(_over_auto_axes(local, key, roles, whole, tuple(a.ndim for a in args))(*args))
 
 
 def _mesh(args: Sequence[jax.Array]) -> Any:
@@ -172,30 +157,6 @@ def _axes(mesh: Any, kind: AxisType) -> Split:
     """The axes of that kind that have several devices."""
     axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     return tuple(name for name, size, k in axes if k == kind and size > 1)
-
-
-def _cast(roles: Roles, args: Sequence[jax.Array]) -> list[jax.Array]:
-    return [
-        a.astype(role.dtype) if isinstance(role, Weight) and role.dtype is not None else a
-        for a, role in zip(args, roles.args, strict=True)
-    ]
-
-
-# Manual axes.
-
-
-def _varying(a: jax.Array) -> frozenset[str]:
-    return frozenset(jax.typeof(a).manual_axis_type.varying)
-
-
-def _vary(a: jax.Array, axes: frozenset[str]) -> jax.Array:
-    missing = tuple(sorted(axes - _varying(a)))
-    return jax.lax.pcast(a, missing, to="varying") if missing else a
-
-
-def _sum_like(gradient: jax.Array, argument: jax.Array) -> jax.Array:
-    extra = tuple(sorted(_varying(gradient) - _varying(argument)))
-    return jax.lax.psum(gradient, extra) if extra else gradient
 
 
 # What a device has of each array.
@@ -218,7 +179,7 @@ class _Layout:
     place: Place
 
     @classmethod
-    def make(cls, roles: Roles, splits: Sequence[Splits]) -> "_Layout":
+    def make(cls, roles: Roles, whole: Place, splits: Sequence[Splits]) -> "_Layout":
         """The layout to compute in, for arguments that are split so."""
         leading = _leading(roles, splits)
         tokens = tuple(name for split in leading for name in split)
@@ -237,21 +198,18 @@ class _Layout:
             args.append(tuple(keep + rest for keep, rest in pairs))
             gathered.append(tuple(rest for _, rest in pairs))
         results = [
-            args[role.index]
-            if isinstance(role, GradientOf)
-            else of_tokens(role)
-            if isinstance(role, Tokens)
-            else ((),) * role.ndim
+            args[role.index] if isinstance(role, GradientOf) else of_tokens(role)
             for role in roles.results
         ]
-        return cls(tuple(args), tuple(gathered), tuple(results), Place(tokens, parts))
+        all_parts = tuple(map(operator.add, whole.parts, parts))
+        return cls(tuple(args), tuple(gathered), tuple(results), Place(tokens, all_parts))
 
     def of_device(self, local: Local, key: Hashable, roles: Roles) -> Callable[..., Any]:
         """The function of a device's arrays, which gathers weights and adds up their gradients."""
 
         def run(*args: jax.Array) -> tuple[jax.Array, ...]:
-            whole = [_gather(a, s) for a, s in zip(_cast(roles, args), self.gathered, strict=True)]
-            results = local(key, self.place)(*whole)
+            parts = zip(args, roles.args, self.gathered, strict=True)
+            results = local(key, self.place)(*(_whole(a, role, s) for a, role, s in parts))
             return tuple(
                 _reduce(a, self.gathered[role.index], self.place.tokens)
                 if isinstance(role, GradientOf)
@@ -293,7 +251,10 @@ def _kept_and_gathered(kept: Split, split: Split) -> tuple[Split, Split]:
     return kept, ()
 
 
-def _gather(a: jax.Array, splits: Splits) -> jax.Array:
+def _whole(a: jax.Array, role: Tokens | Weight, splits: Splits) -> jax.Array:
+    """The argument, gathered over the axes of the splits."""
+    if isinstance(role, Weight) and role.dtype is not None and any(splits):
+        a = a.astype(role.dtype)
     for axis, names in enumerate(splits):
         if names:
             a = jax.lax.all_gather(a, names, axis=axis, tiled=True)
@@ -332,23 +293,21 @@ def _spec(splits: Splits) -> PartitionSpec:
 
 @functools.lru_cache(maxsize=4096)
 def _over_auto_axes(
-    local: Local, key: Hashable, roles: Roles, ranks: tuple[int, ...]
+    local: Local, key: Hashable, roles: Roles, whole: Place, ranks: tuple[int, ...]
 ) -> Callable[..., Any]:
-    nothing_split = Place(parts=((),) * len(roles.parts))
-
-    def whole(*args: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(local(key, nothing_split)(*_cast(roles, args)))
+    def of_whole_arrays(*args: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(local(key, whole)(*args))
 
     def partition(mesh: Any, args: Any, results: Any) -> Any:
         del results
         mesh = args[0].sharding.mesh
-        layout = _Layout.make(roles, [_splits(a.sharding.spec, len(a.shape)) for a in args])
+        layout = _Layout.make(roles, whole, [_splits(a.sharding.spec, len(a.shape)) for a in args])
         shardings = lambda many: tuple(NamedSharding(mesh, _spec(s)) for s in many)
         run = layout.of_device(local, key, roles)
         return mesh, run, shardings(layout.results), shardings(layout.args)
 
     rule, factors_that_are_whole = _rule(roles, ranks)
-    run = custom_partitioning(whole)
+    run = custom_partitioning(of_whole_arrays)
     run.def_partition(
         partition=partition, sharding_rule=rule, need_replication_factors=factors_that_are_whole
     )
@@ -378,14 +337,11 @@ def _rule(roles: Roles, ranks: Sequence[int]) -> tuple[str, tuple[str, ...]]:
         for i, role in enumerate(roles.args)
     ]
     results = []
-    for i, role in enumerate(roles.results):
+    for role in roles.results:
         if isinstance(role, Tokens):
             results.append(of_tokens(role))
-        elif isinstance(role, GradientOf):
-            results.append(args[role.index])
         else:
-            results.append([f"r{i}_{axis}" for axis in range(role.ndim)])
-            whole.extend(results[-1])
+            results.append(args[role.index])
     text = lambda many: ", ".join(" ".join(factors) for factors in many)
     return f"{text(args)} -> {text(results)}", tuple(dict.fromkeys(whole))
 
@@ -397,6 +353,7 @@ def _over_explicit_axes(
     local: Local,
     key: Hashable,
     roles: Roles,
+    whole: Place,
     mesh: Any,
     axes: Split,
     args: Sequence[jax.Array],
@@ -404,7 +361,7 @@ def _over_explicit_axes(
     named = lambda split: tuple(name for name in split if name in axes)
     specs = [jax.typeof(a).sharding.spec for a in args]
     splits = [tuple(map(named, _splits(spec, a.ndim))) for spec, a in zip(specs, args, strict=True)]
-    layout = _Layout.make(roles, splits)
+    layout = _Layout.make(roles, whole, splits)
     run = jax.shard_map(
         layout.of_device(local, key, roles),
         mesh=mesh,
@@ -415,4 +372,9 @@ def _over_explicit_axes(
         check_vma=False,
     )
     shardings = [NamedSharding(mesh, _spec(s)) for s in layout.args]
-    return tuple(run(*map(jax.sharding.reshard, args, shardings)))
+    results = run(*map(jax.sharding.reshard, args, shardings))
+    # The results have no type of their own for Manual axes around this shard_map. Where a caller
+    # split a part over some, the local functions have exchanged what is missing.
+    exchanged = {name for split in whole.parts for name in split}
+    varying = frozenset().union(*map(varying_axes, args)) - exchanged
+    return tuple(vary(a, varying) for a in results)

@@ -75,27 +75,3 @@ def sum_over_token_shards(
         return jax.tree.map(lambda a: jnp.sum(a, axis=0), parts)
 
     return sharded
-
-
-def sharded_reason(x: jax.Array) -> str | None:
-    """Why `x` must not be given to a kernel, or None if it is whole on one device.
-
-    XLA cannot split a kernel. If it may have split `x` over several devices, it would gather `x` on
-    all of them before the kernel. Inside of `jax.shard_map` an array is the part of one device.
-    """
-    # `jax.set_mesh` sets the first mesh; sharded arguments bring the second.
-    for mesh in (jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh):
-        automatic = {
-            name: size
-            for name, size, kind in zip(
-                mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
-            )
-            if size > 1 and kind != jax.sharding.AxisType.Manual
-        }
-        if automatic:
-            axes = ", ".join(f"{name}={size}" for name, size in automatic.items())
-            return (
-                f"XLA may have split the arguments over the mesh axes {axes}, and it cannot split "
-                "a kernel; call the operation inside of jax.shard_map"
-            )
-    return None

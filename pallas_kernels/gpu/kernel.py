@@ -34,9 +34,24 @@ def gpu_kernel(
         is_array = [isinstance(jax.typeof(a), ShapedArray) for a in operands]
         i = is_array.index(True)
         on_gpu = _on_gpu_p.bind(jnp.asarray(operands[i]), kernel_name=kernel_name)
-        return run(*operands[:i], on_gpu, *operands[i + 1 :])
+        results = run(*operands[:i], on_gpu, *operands[i + 1 :])
+        arrays = [a for a, b in zip(operands, is_array, strict=True) if b]
+        # `plgpu.kernel` returns arrays of a type that says they are the same on all devices.
+        varying = frozenset().union(*map(varying_axes, arrays))
+        return jax.tree.map(lambda a: vary(a, varying), results)
 
     return checked
+
+
+def varying_axes(a: Any) -> frozenset[str]:
+    """The Manual axes over which the array's type says that it varies."""
+    return jax.typeof(a).manual_axis_type.varying
+
+
+def vary(a: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """The array, with a type that says that it varies over these Manual axes, too."""
+    missing = tuple(sorted(axes - varying_axes(a)))
+    return jax.lax.pcast(a, missing, to="varying") if missing else a
 
 
 def interpreted() -> bool:

@@ -19,16 +19,7 @@ from pallas_kernels.loss.arguments import (
 )
 from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.description import LossPlan, describe
-from pallas_kernels.loss.plan import (
-    AllLogits,
-    ColumnChunks,
-    InPlace,
-    Plan,
-    Settings,
-    TokenChunks,
-    choose,
-)
-from pallas_kernels.loss.token_loss import TokenLosses, finite_where_not_counted
+from pallas_kernels.loss.token_loss import TokenLosses
 
 
 class LossMetrics(NamedTuple):
@@ -192,11 +183,8 @@ def linear_cross_entropy(
         implementation=implementation,
         config=config,
     )
-    shape = labels.shape
-    if token_weights is not None:
-        token_weights = token_weights.reshape(-1)
     labels, counts, weights = labels_and_weights(
-        labels.reshape(-1),
+        labels,
         token_weights,
         num_parts(vocab_axis) * len(weight),
         ignore_index,
@@ -207,11 +195,12 @@ def linear_cross_entropy(
     # A mean's factor goes in here and not around the loss, or it would have to be multiplied with
     # the finished gradients, `dweight` among them.
     coefficients = weights * per_weight if reduction == "mean" else weights
-    plan = choose(request).plan
     arrays = x, weight, bias, coefficients, labels
-    loss, losses = _loss(request.settings, plan, reduction, *arrays)
-    if reduction == "none":
-        loss = loss.reshape(shape)
+    num_axes = labels.ndim if reduction == "none" else 0
+    if request.settings.implementation == "reference":
+        loss, losses = reference.sums_of_losses(request, *arrays, num_axes=num_axes)
+    else:
+        loss, losses = differentiable.sums_of_losses(request, *arrays, num_axes=num_axes)
     if not return_metrics:
         return loss
     return loss, jax.lax.stop_gradient(_metrics(losses, weights, counts, per_weight))
@@ -245,7 +234,7 @@ def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) 
     def trace(arrays):
         x, weight, bias = check_arrays(**arrays)
         request, why_no_kernel = checked_request(x, weight, bias, **given)
-        num_parts(request.settings.vocab_axis)
+        num_parts(given["vocab_axis"])
         plans.append(describe(request, given["reduction"], why_no_kernel))
 
     jax.eval_shape(trace, arrays)
@@ -254,35 +243,6 @@ def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) 
 
 _ARRAYS = ("x", "weight", "labels", "bias", "token_weights")
 _WITHOUT_A_PLAN = {"check_labels", "return_metrics"}
-
-
-def _loss(
-    settings: Settings,
-    plan: Plan,
-    reduction: Reduction,
-    x: Float[Array, "T D"],
-    weight: Float[Array, "V D"],
-    bias: Float[Array, " V"] | None,
-    coefficients: Float[Array, " T"],
-    labels: Int[Array, " T"],
-) -> tuple[Array, TokenLosses]:
-    """The loss times the coefficients, added up or not, and the losses of the tokens."""
-    match plan:
-        case AllLogits():
-            losses = reference.linear_token_losses(
-                x, weight, bias, labels, coefficients, settings.options
-            )
-        case ColumnChunks():
-            losses = differentiable.losses_by_columns(settings, plan, x, weight, bias, labels)
-        case TokenChunks() | InPlace() if reduction == "none":
-            losses = differentiable.losses_by_tokens(settings, plan, x, weight, bias, labels)
-        case TokenChunks() | InPlace():
-            return differentiable.sum_by_tokens(
-                settings, plan, x, weight, bias, coefficients, labels
-            )
-    losses = finite_where_not_counted(losses, coefficients)
-    loss = coefficients * losses.loss
-    return loss if reduction == "none" else jnp.sum(loss), losses
 
 
 def _metrics(losses: TokenLosses, weights, counts, per_weight) -> LossMetrics:

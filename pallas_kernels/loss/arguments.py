@@ -1,5 +1,6 @@
 """Checks of the arguments of the linear cross-entropy, and labels as its programs take them."""
 
+import math
 from typing import Any, Literal, get_args
 
 import jax
@@ -39,7 +40,7 @@ _DTYPES_OF_WEIGHTS = jnp.floating, jnp.integer, jnp.bool_
 def check_arrays(
     x: Any, weight: Any, labels: Any, bias: Any, token_weights: Any
 ) -> tuple[Array, Array, Array | None]:
-    """`(x, weight, bias)` as JAX arrays, `x` with one axis of tokens.
+    """`(x, weight, bias)` as JAX arrays.
 
     Raises:
       ValueError: shapes disagree.
@@ -63,7 +64,7 @@ def check_arrays(
         raise ValueError(f"bias must have shape {weight.shape[:1]}, got {bias.shape}")
     if token_weights is not None:
         _check_token_weights(token_weights, labels)
-    return x.reshape(-1, x.shape[-1]), weight, bias
+    return x, weight, bias
 
 
 def _check_token_weights(token_weights: Any, labels: Any) -> None:
@@ -107,7 +108,7 @@ def checked_request(
     """
     check_implementation(implementation)
     chosen, why_no_kernel = choose_implementation(
-        implementation, x, logits.unsupported_reason(x.dtype), fallback="xla"
+        implementation, logits.unsupported_reason(x.dtype), fallback="xla"
     )
     if chosen != "mosaic_gpu":
         check_no_config(config, chosen)
@@ -126,12 +127,12 @@ def checked_request(
         ),
         implementation=chosen,
         accum_dtype=jnp.dtype(accum_dtype),
-        vocab_axis=vocab_axis,
+        vocab_axes=() if vocab_axis is None else (vocab_axis,),
         config=config or Config(),
     )
     request = Request(
         settings=settings,
-        x=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        x=jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype),
         weight=jax.ShapeDtypeStruct(weight.shape, weight.dtype),
         has_bias=bias is not None,
         chunk_size=chunk_size,

@@ -30,8 +30,7 @@ from pallas_kernels.loss.columns import (
     Columns,
     Gradients,
     loss_of_logits,
-    once,
-    over_axis,
+    over_axes,
     place_in_vocabulary,
     product,
     rescaled,
@@ -53,7 +52,6 @@ def losses(
     labels: Int[Array, " T"],
 ) -> TokenLosses:
     """The losses alone: one GEMM."""
-    x, weight, bias = once(settings, (x, weight, bias))
     first_column, vocab_size = place_in_vocabulary(settings, weight)
     found = statistics_of_linear(
         settings,
@@ -63,7 +61,7 @@ def losses(
         labels - first_column,
         plan.without_dweight.chunk_size,
     )
-    return losses_of(over_axis(settings, found), labels, settings.options, vocab_size)
+    return losses_of(over_axes(settings, found), labels, settings.options, vocab_size)
 
 
 def losses_and_gradients(
@@ -76,7 +74,6 @@ def losses_and_gradients(
     labels: Int[Array, " T"],
 ) -> tuple[TokenLosses, Gradients]:
     """Losses and gradients of `sum(coefficients · loss)`, before the last rounding of `dweight`."""
-    x, weight, bias, coefficients = once(settings, (x, weight, bias, coefficients))
     place = place_in_vocabulary(settings, weight)
     columns = Columns.make(settings, weight.astype(x.dtype), bias)
     coefficients, scale = scaled_coefficients(settings, x, coefficients, labels, place[1])
@@ -103,11 +100,11 @@ def _chunk_by_logits(settings: Settings, columns: Columns, place, dx_dtype, chun
     first_column, vocab_size = place
     logits = columns.logits(x)
     local = labels - first_column
-    if settings.vocab_axis is None:
+    if not settings.vocab_axes:
         found, dlogits = loss_of_logits(settings, columns, logits, local, coefficients)
     else:
         found, _ = loss_of_logits(settings, columns, logits, local)
-        found = over_axis(settings, found)
+        found = over_axes(settings, found)
         _, dlogits = loss_of_logits(
             settings, columns, logits, local, coefficients, found.lse, vocab_size
         )

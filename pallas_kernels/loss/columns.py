@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.derivatives import not_differentiable
 from pallas_kernels.folding import fold_chunks
 from pallas_kernels.loss import xla
 from pallas_kernels.loss.mosaic_gpu import logits as logits_kernel
@@ -64,15 +63,6 @@ def product(subscripts: str, rows, matrix, dtype) -> jax.Array:
     result = jnp.float32 if len(rows) == 1 else dtype
     found = jnp.einsum(subscripts, rows, matrix, preferred_element_type=result)
     return found.astype(dtype)
-
-
-def once(settings: Settings, arrays: Any) -> Any:
-    """The arrays, which can be differentiated once and only in reverse."""
-    return not_differentiable(
-        f"implementation={settings.implementation!r} of linear_cross_entropy has no forward-mode "
-        "and no second derivative; use implementation='reference'",
-        arrays,
-    )
 
 
 def statistics_of_linear(
@@ -163,15 +153,16 @@ def rows_that_count(x, coefficients):
 
 def place_in_vocabulary(settings: Settings, weight) -> tuple[Any, int]:
     """`(first column, size of the whole vocabulary)` of this device's weight."""
-    if settings.vocab_axis is None:
+    axes = settings.vocab_axes
+    if not axes:
         return 0, len(weight)
-    axis = settings.vocab_axis
-    return jax.lax.axis_index(axis) * len(weight), len(weight) * jax.lax.axis_size(axis)
+    return jax.lax.axis_index(axes) * len(weight), len(weight) * jax.lax.axis_size(axes)
 
 
-def over_axis(settings: Settings, found: LogitStatistics) -> LogitStatistics:
+def over_axes(settings: Settings, found: LogitStatistics) -> LogitStatistics:
     """Statistics of the whole vocabulary from those of each device's part: 20 bytes a token."""
-    if settings.vocab_axis is None:
+    if not settings.vocab_axes:
         return found
-    parts = jax.lax.all_gather(jnp.stack(found), settings.vocab_axis, axis=1)
+    # The result is the same on all devices of these axes, and its type says so.
+    parts = jax.lax.all_gather(jnp.stack(found), settings.vocab_axes, axis=1, to="invarying")
     return combine(LogitStatistics(*parts))

@@ -1,162 +1,290 @@
-"""The losses as differentiable functions: when their gradients are made.
+"""The loss as an operation: when its gradients are made, and how they meet on a mesh.
 
-Losses that are added up have one cotangent, which is 1 for a loss. So `sum_by_tokens` makes the
-gradients in the forward, while the logits exist, and its backward only multiplies them: three
-GEMMs. A cotangent other than 1 multiplies them in float32, and they are rounded again.
+A sum of losses has one cotangent, which is 1 for a loss. So the forward makes the gradients of a
+sum while the logits exist, and the backward only multiplies them: three GEMMs. A cotangent other
+than 1 multiplies them in float32, and they are rounded again.
 
-Losses that are not added up have a cotangent each, which the forward does not know. So the forward
-of `losses_by_tokens` and `losses_by_columns` makes the losses alone, and the backward computes the
-logits again: four GEMMs.
+Several sums, or losses that are not added up, have a cotangent each, which the forward does not
+know. So the forward makes the losses alone, and the backward computes the logits again: four GEMMs.
+With chunks of columns that is so for a single sum, too.
 
-Only the losses carry a gradient. The other fields of `TokenLosses` are metrics, which the caller
-must not differentiate.
+Each device computes the losses of its own tokens. The vocabulary may be split over mesh axes that
+split no tokens. Then the devices exchange 20 bytes of statistics a token and chunk, and add up
+`dx`.
 """
 
-import functools
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.gpu.kernel import varying_axes
 from pallas_kernels.loss import by_columns, by_tokens
 from pallas_kernels.loss.columns import Gradients
-from pallas_kernels.loss.plan import ColumnChunks, InPlace, Settings, TokenChunks
+from pallas_kernels.loss.plan import ColumnChunks, Request, choose
 from pallas_kernels.loss.token_loss import TokenLosses, finite_where_not_counted
+from pallas_kernels.operation import Mask, Operation, call
+from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
+
+_X, _NUMBERS = Tokens(("d",)), Tokens()
+_WEIGHT, _BIAS = 1, 4  # positions among the arguments
+_NUM_LOSSES = len(TokenLosses._fields)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def sum_by_tokens(
-    settings: Settings,
-    plan: TokenChunks | InPlace,
-    x: Float[Array, "T D"],
+def sums_of_losses(
+    request: Request,
+    x: Float[Array, "*T D"],
     weight: Float[Array, "V D"],
     bias: Float[Array, " V"] | None,
-    coefficients: Float[Array, " T"],
-    labels: Int[Array, " T"],
-) -> tuple[Float[Array, ""], TokenLosses]:
-    """`sum(coefficients · loss)`, float32, and the losses.
+    coefficients: Float[Array, "*T"],
+    labels: Int[Array, "*T"],
+    *,
+    num_axes: int,
+) -> tuple[Float[Array, "..."], TokenLosses]:
+    """Sums of `coefficients · loss`, float32, and the losses.
 
-    A token whose coefficient is 0 adds nothing to sum and gradients, whatever its `x` holds. The
-    coefficients of ignored tokens must be 0.
+    A token whose coefficient is 0 adds nothing to sums and gradients, whatever its `x` holds. The
+    coefficients of ignored tokens must be 0. Only the sums carry a gradient. The losses are
+    metrics, which the caller must not differentiate.
+
+    Args:
+      request: Everything that the plan depends on.
+      x: Hidden states.
+      weight: Output embedding.
+      bias: Bias of the logits, if there is one.
+      coefficients: Factors of the losses, float32.
+      labels: Column of each token, -1 for an ignored one.
+      num_axes: Number of leading axes of the tokens that the sums keep: 0 adds up all losses.
     """
-    losses = by_tokens.losses(settings, plan, x, weight, bias, labels)
-    losses = finite_where_not_counted(losses, coefficients)
-    return jnp.sum(coefficients * losses.loss), losses
-
-
-def _sum_by_tokens_fwd(settings, plan, *primals):
-    x, weight, bias, coefficients, labels = _values(primals)
-    # Symbolic zeros, here and below, say whether the gradient of the weight is asked for.
-    plan = plan if primals[1].perturbed else plan.without_dweight
-    losses, gradients = by_tokens.losses_and_gradients(
-        settings, plan, x, weight, bias, coefficients, labels
+    axis = request.settings.vocab_axes
+    operation = _CrossEntropy(
+        request, num_axes, is_unchecked=bool(axis) and not varying_axes(weight) >= {*axis}
     )
-    losses = finite_where_not_counted(losses, coefficients)
-    # Empty arrays carry the dtypes of the gradients.
-    like = jax.tree.map(lambda a: a[:0], (x, weight, bias))
-    return (jnp.sum(coefficients * losses.loss), losses), (losses.loss, gradients, like)
+    biases = () if bias is None else (bias,)
+    total, *losses = call(operation, x, weight, coefficients, labels, *biases)
+    return total, TokenLosses(*losses)
 
 
-def _sum_by_tokens_bwd(settings, plan, saved, cotangents):
-    of_sum = _array(cotangents[0])
-    loss, gradients, like = saved
-    cotangent = _whole_cotangent(settings, of_sum)
-    gradients = jax.tree.map(lambda g: g.astype(jnp.float32) * cotangent, gradients)
-    # The coefficients' gradient is no sum over parts of the vocabulary: it takes the share.
-    return *_cast(gradients, *like), of_sum * loss, None
+@dataclasses.dataclass(frozen=True, slots=True)
+class _CrossEntropy:
+    """Sums of losses of `(x, weight, coefficients, labels)`, and the bias if there is one.
+
+    Attributes:
+      request: Everything that the plan depends on. The shapes in it do not count: each device
+        plans for what it has.
+      num_axes: Number of leading axes of the tokens that the sums keep.
+      is_unchecked: Whether the vocabulary is split inside of `jax.shard_map(check_vma=False)`. Its
+        transpose divides the cotangent of a result among the devices, and adds up `dx`.
+    """
+
+    request: Request
+    num_axes: int
+    is_unchecked: bool
+
+    name = "linear_cross_entropy"
+
+    @property
+    def _is_early(self) -> bool:
+        """Whether the forward makes the gradients."""
+        return self.num_axes == 0 and self.request.vocab_chunk_size is None
+
+    def _partitioned(
+        self, local: Any, key: Any, args: Sequence[jax.Array], more: Any, results: Any
+    ) -> tuple[jax.Array, ...]:
+        dtype = self.request.x.dtype
+        roles = [_X, Weight(("v", "d"), dtype), _NUMBERS, _NUMBERS]
+        roles += [Weight(("v",))] * (len(args) - len(roles)) + [_NUMBERS] * len(more)
+        return partitioned(
+            local,
+            (self, *key),
+            Roles(tuple(roles), tuple(results), parts=("v",)),
+            *args,
+            *more,
+            manual_parts=(self.request.settings.vocab_axes,),
+        )
+
+    def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
+        early = _of_arrays(wanted) if wanted is not None and self._is_early else ()
+        results = *(_NUMBERS,) * _NUM_LOSSES, *_gradients(early)
+        out = self._partitioned(_forward_of, (early,), args, (), results)
+        coefficients = args[2]
+        axes = tuple(range(self.num_axes, coefficients.ndim))
+        return jnp.sum(coefficients * out[0], axis=axes), *out
+
+    def num_residuals(self, wanted: Mask) -> int:
+        return sum(_of_arrays(wanted)) if self._is_early else 0
+
+    def saved(
+        self,
+        wanted: Mask,
+        args: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        losses = TokenLosses(*results[1:])
+        if self._is_early:
+            return results, (losses.loss, *residuals)
+        return results, (losses.loss, losses.lse, *args)
+
+    def backward(
+        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
+    ) -> Sequence[jax.Array]:
+        of_sums, *of_metrics = cotangents
+        assert of_sums is not None and not any(a is not None for a in of_metrics)
+        loss, *rest = saved
+        of_losses = of_sums[(..., *(None,) * (loss.ndim - self.num_axes))]
+        whole = of_losses
+        if self.is_unchecked:
+            whole = jax.lax.psum(whole, self.request.settings.vocab_axes)
+        of_arrays = _of_arrays(wanted)
+        if self._is_early:
+            factor = whole.reshape(())
+            found = [g.astype(jnp.float32) * factor for g in rest]
+        elif any(of_arrays):
+            lse, x, weight, coefficients, *others = rest
+            args = x, weight, coefficients * whole, *others
+            found = self._partitioned(
+                _backward_of, (of_arrays,), args, (lse,), _gradients(of_arrays)
+            )
+        else:
+            found = ()
+        gradients = iter(found)
+        # The coefficients' gradient is no sum over parts of the vocabulary: it takes the share.
+        return [
+            of_losses * loss if i == 2 else next(gradients)
+            for i, is_wanted in enumerate(wanted)
+            if is_wanted
+        ]
+
+    def fold(
+        self, args: Sequence[jax.Array], is_batched: Mask
+    ) -> tuple[Operation, Sequence[jax.Array]] | None:
+        if is_batched[_WEIGHT] or any(is_batched[_BIAS:]):
+            return None
+        size = next(len(a) for a, b in zip(args, is_batched, strict=True) if b)
+        folded = [
+            a if b or i in (_WEIGHT, _BIAS) else jnp.broadcast_to(a, (size, *a.shape))
+            for i, (a, b) in enumerate(zip(args, is_batched, strict=True))
+        ]
+        return dataclasses.replace(self, num_axes=self.num_axes + 1), folded
 
 
-sum_by_tokens.defvjp(_sum_by_tokens_fwd, _sum_by_tokens_bwd, symbolic_zeros=True)
+def _of_arrays(wanted: Mask) -> Mask:
+    """Whether the gradients of x, weight and bias are wanted."""
+    return (*wanted[:2], any(wanted[_BIAS:]))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def losses_by_tokens(
-    settings: Settings,
-    plan: TokenChunks | InPlace,
-    x: Float[Array, "T D"],
-    weight: Float[Array, "V D"],
-    bias: Float[Array, " V"] | None,
-    labels: Int[Array, " T"],
-) -> TokenLosses:
-    """The loss of every token, for any cotangent, by chunks of tokens."""
-    return by_tokens.losses(settings, plan, x, weight, bias, labels)
+def _gradients(wanted: Sequence[bool]) -> list[Any]:
+    """The roles of the wanted gradients of x, weight and bias; none for an empty `wanted`."""
+    roles = _X, GradientOf(_WEIGHT), GradientOf(_BIAS)
+    return [role for role, is_wanted in zip(roles, wanted, strict=False) if is_wanted]
 
 
-def _losses_by_tokens_fwd(settings, plan, *primals):
-    x, weight, bias, labels = _values(primals)
-    of_weight = () if primals[1].perturbed else None  # as the structure of what is saved
-    losses = by_tokens.losses(settings, plan, x, weight, bias, labels)
-    return losses, (x, weight, bias, labels, of_weight)
+def _forward_of(
+    key: tuple[_CrossEntropy, Mask], place: Place
+) -> Callable[..., Sequence[jax.Array]]:
+    """The losses of a device's tokens, and the wanted gradients of their sum."""
+    operation, wanted = key
+
+    def run(x, weight, coefficients, labels, *biases) -> Sequence[jax.Array]:
+        device = _Device.make(operation, place, x, weight, coefficients, labels, biases)
+        gradients = None
+        if any(wanted):
+            losses, gradients = device.losses_and_gradients(wanted)
+        elif isinstance(device.plan, ColumnChunks):
+            losses = by_columns.losses(*device.settings_and_plan, *device.arrays, device.labels)
+        else:
+            losses = by_tokens.losses(*device.settings_and_plan, *device.arrays, device.labels)
+        losses = finite_where_not_counted(losses, device.coefficients)
+        of_tokens = [a.reshape(labels.shape) for a in losses]
+        return of_tokens + device.pick(gradients, wanted)
+
+    return run
 
 
-def _losses_by_tokens_bwd(settings, plan, saved, cotangents):
-    x, weight, bias, labels, of_weight = saved
-    plan = plan if of_weight is not None else plan.without_dweight
-    coefficients = _coefficients(settings, cotangents, labels)
-    _, gradients = by_tokens.losses_and_gradients(
-        settings, plan, x, weight, bias, coefficients, labels
-    )
-    return *_cast(gradients, x, weight, bias), None
+def _backward_of(
+    key: tuple[_CrossEntropy, Mask], place: Place
+) -> Callable[..., Sequence[jax.Array]]:
+    """The wanted gradients of the sum of a device's losses."""
+    operation, wanted = key
+
+    def run(x, weight, coefficients, labels, *biases_and_lse) -> Sequence[jax.Array]:
+        *biases, lse = biases_and_lse
+        device = _Device.make(operation, place, x, weight, coefficients, labels, biases)
+        if isinstance(device.plan, ColumnChunks):
+            gradients = by_columns.gradients(
+                *device.settings_and_plan,
+                *device.arrays,
+                device.coefficients,
+                device.labels,
+                lse.reshape(-1),
+                dweight_dtype=operation.request.weight.dtype,
+            )
+        else:
+            _, gradients = device.losses_and_gradients(wanted)
+        return device.pick(gradients, wanted)
+
+    return run
 
 
-losses_by_tokens.defvjp(_losses_by_tokens_fwd, _losses_by_tokens_bwd, symbolic_zeros=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Device:
+    """What one device computes: its plan, and its arrays with one axis of tokens."""
 
+    request: Request
+    plan: Any
+    x: Any
+    weight: Any
+    bias: Any
+    coefficients: Any
+    labels: Any
+    shape: tuple[int, ...]
+    exchanged: tuple[str, ...]
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def losses_by_columns(
-    settings: Settings,
-    plan: ColumnChunks,
-    x: Float[Array, "T D"],
-    weight: Float[Array, "V D"],
-    bias: Float[Array, " V"] | None,
-    labels: Int[Array, " T"],
-) -> TokenLosses:
-    """The loss of every token, for any cotangent, by chunks of columns."""
-    return by_columns.losses(settings, plan, x, weight, bias, labels)
+    @classmethod
+    def make(
+        cls, operation: _CrossEntropy, place: Place, x, weight, coefficients, labels, biases
+    ) -> "_Device":
+        rows = x.reshape(math.prod(labels.shape), x.shape[-1])
+        (axes,) = place.parts
+        request = operation.request.on_device(rows, weight, axes)
+        return cls(
+            request=request,
+            plan=choose(request).plan,
+            x=rows,
+            weight=weight,
+            bias=biases[0] if biases else None,
+            coefficients=coefficients.reshape(-1),
+            labels=labels.reshape(-1),
+            shape=x.shape,
+            exchanged=() if operation.is_unchecked else axes,
+        )
 
+    @property
+    def settings_and_plan(self) -> tuple[Any, Any]:
+        return self.request.settings, self.plan
 
-def _losses_by_columns_fwd(settings, plan, *primals):
-    x, weight, bias, labels = _values(primals)
-    losses = by_columns.losses(settings, plan, x, weight, bias, labels)
-    return losses, (x, weight, bias, labels, losses.lse)
+    @property
+    def arrays(self) -> tuple[Any, Any, Any]:
+        return self.x, self.weight, self.bias
 
+    def losses_and_gradients(self, wanted: Mask) -> tuple[TokenLosses, Gradients]:
+        plan = self.plan if wanted[1] else self.plan.without_dweight
+        return by_tokens.losses_and_gradients(
+            self.request.settings, plan, *self.arrays, self.coefficients, self.labels
+        )
 
-def _losses_by_columns_bwd(settings, plan, saved, cotangents):
-    x, weight, bias, labels, lse = saved
-    coefficients = _coefficients(settings, cotangents, labels)
-    gradients = by_columns.gradients(settings, plan, x, weight, bias, coefficients, labels, lse)
-    return *gradients, None
-
-
-losses_by_columns.defvjp(_losses_by_columns_fwd, _losses_by_columns_bwd, symbolic_zeros=True)
-
-
-def _values(primals: Any) -> Any:
-    return jax.tree.map(lambda a: a.value, primals)
-
-
-def _array(cotangent: Any) -> jax.Array:
-    """The cotangent of losses, which are float32; zeros for a symbolic zero."""
-    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros(cotangent.shape, jnp.float32)
-    return cotangent
-
-
-def _whole_cotangent(settings: Settings, cotangent: jax.Array) -> jax.Array:
-    """The cotangent of the loss: each device of the axis has the same loss, and a share of it."""
-    if settings.vocab_axis is None:
-        return cotangent
-    return jax.lax.psum(cotangent, settings.vocab_axis)
-
-
-def _coefficients(settings: Settings, cotangents: Any, labels: jax.Array) -> jax.Array:
-    """Factors of the losses in the sum whose gradients are asked for; 0 for an ignored token."""
-    coefficients = _whole_cotangent(settings, _array(cotangents.loss))
-    return jnp.where(labels == settings.options.ignore_index, 0.0, coefficients)
-
-
-def _cast(gradients: Gradients, x, weight, bias) -> Gradients:
-    """The gradients in the dtypes of the arguments."""
-    dbias = None if gradients.dbias is None else gradients.dbias.astype(bias.dtype)
-    return Gradients(gradients.dx.astype(x.dtype), gradients.dweight.astype(weight.dtype), dbias)
+    def pick(self, gradients: Gradients | None, wanted: Mask) -> list[Any]:
+        """The wanted gradients; `dx` in the shape of x, and added up over the vocabulary."""
+        if gradients is None:
+            return []
+        dx, dweight, dbias = gradients
+        dx = dx.reshape(self.shape)
+        if wanted[0] and self.exchanged:
+            dx = jax.lax.psum(dx, self.exchanged)
+        found = zip((dx, dweight, dbias), wanted, strict=True)
+        return [g for g, is_wanted in found if is_wanted]

@@ -53,14 +53,15 @@ class Settings:
       options: Options of the loss.
       implementation: Code that makes losses and gradients from logits.
       accum_dtype: Dtype in which chunks of tokens add up `dweight`.
-      vocab_axis: Mesh axis, inside of `jax.shard_map`, over which the vocabulary is split.
+      vocab_axes: Mesh axes over which the vocabulary is split; in a request for whole arrays, those
+        of a `jax.shard_map` around it.
       config: Launch parameters.
     """
 
     options: LossOptions
     implementation: Implementation
     accum_dtype: jnp.dtype
-    vocab_axis: str | None
+    vocab_axes: tuple[str, ...]
     config: Config
 
 
@@ -85,6 +86,15 @@ class Request:
     chunk_size: int | None
     vocab_chunk_size: int | None
     max_logits_bytes: int | None
+
+    def on_device(self, x: Operand, weight: Operand, vocab_axes: tuple[str, ...]) -> "Request":
+        """The request for a device's tokens and columns; `weight` may be rounded already."""
+        return dataclasses.replace(
+            self,
+            settings=dataclasses.replace(self.settings, vocab_axes=vocab_axes),
+            x=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            weight=jax.ShapeDtypeStruct(weight.shape, self.weight.dtype),
+        )
 
     @property
     def operand(self) -> jax.ShapeDtypeStruct:
@@ -195,7 +205,7 @@ def choose(request: Request) -> Choice:
 
 def _token_chunks(request: Request, chunk_size: int) -> TokenChunks:
     # On a split vocabulary the softmax needs the sums of all devices, after the GEMM.
-    is_split = request.settings.vocab_axis is not None
+    is_split = bool(request.settings.vocab_axes)
     by_exponentials = not is_split and _no_exponentials(request) is None
     return TokenChunks(chunk_size=chunk_size, by_exponentials=by_exponentials)
 
@@ -248,7 +258,7 @@ def _in_place(request: Request, chunk_size: int) -> _Place | str:
       chunk_size: Number of tokens whose exponentials may be in other memory.
     """
     (num_tokens, hidden_size), vocab_size = request.x.shape, len(request.weight)
-    if request.settings.vocab_axis is not None:
+    if request.settings.vocab_axes:
         return "the vocabulary is split over devices"
     if (reason := _no_exponentials(request)) is not None:
         return reason

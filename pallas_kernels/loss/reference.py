@@ -4,31 +4,38 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.loss.token_loss import LossOptions, TokenLosses, token_losses
+from pallas_kernels.loss.plan import Request
+from pallas_kernels.loss.token_loss import TokenLosses, finite_where_not_counted, token_losses
 
 
-def linear_token_losses(
-    x: Float[Array, "T D"],
+def sums_of_losses(
+    request: Request,
+    x: Float[Array, "*T D"],
     weight: Float[Array, "V D"],
     bias: Float[Array, " V"] | None,
-    labels: Int[Array, " T"],
-    coefficients: Float[Array, " T"],
-    options: LossOptions,
-) -> TokenLosses:
-    """Losses from `[T, V]` logits in memory, with float32 operands in all steps and the GEMM.
+    coefficients: Float[Array, "*T"],
+    labels: Int[Array, "*T"],
+    *,
+    num_axes: int,
+) -> tuple[Float[Array, "..."], TokenLosses]:
+    """The same as `differentiable.sums_of_losses`.
 
-    A token whose coefficient is 0 and whose `x` is not finite has losses and gradients of 0.
+    The logits `[*T, V]` are in memory, with float32 operands in all steps and in the GEMM. A token
+    whose coefficient is 0 and whose `x` is not finite has losses and gradients of 0.
     """
     # Left out before and after: `jnp.where` gives such values the gradient 0, and 0 · NaN is NaN.
-    is_left_out = (coefficients == 0) & ~jnp.all(jnp.isfinite(x), axis=1)
-    x = jnp.where(is_left_out[:, None], 0, x)
+    is_left_out = (coefficients == 0) & ~jnp.all(jnp.isfinite(x), axis=-1)
+    x = jnp.where(is_left_out[..., None], 0, x)
     logits = jnp.einsum(
-        "td,vd->tv",
+        "...d,vd->...v",
         x.astype(jnp.float32),
         weight.astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
     )
     if bias is not None:
         logits += bias.astype(jnp.float32)
-    losses = token_losses(logits, labels, options)
-    return TokenLosses(*(jnp.where(is_left_out, 0.0, a) for a in losses))
+    losses = token_losses(logits, labels, request.settings.options)
+    losses = TokenLosses(*(jnp.where(is_left_out, 0.0, a) for a in losses))
+    losses = finite_where_not_counted(losses, coefficients)
+    axes = tuple(range(num_axes, labels.ndim))
+    return jnp.sum(coefficients * losses.loss, axis=axes), losses

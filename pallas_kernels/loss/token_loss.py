@@ -24,11 +24,11 @@ class LossOptions:
 class TokenLosses(NamedTuple):
     """Losses and metrics of each token, float32; 0 where the label is ignored."""
 
-    loss: Float[Array, " T"]
-    nll: Float[Array, " T"]
-    z_loss: Float[Array, " T"]
-    correct: Float[Array, " T"]
-    lse: Float[Array, " T"]
+    loss: Float[Array, "*T"]
+    nll: Float[Array, "*T"]
+    z_loss: Float[Array, "*T"]
+    correct: Float[Array, "*T"]
+    lse: Float[Array, "*T"]
 
 
 class LogitStatistics(NamedTuple):
@@ -52,12 +52,12 @@ class LogitStatistics(NamedTuple):
     total: Float[Array, " T"]
 
 
-def is_valid(labels: Int[Array, " T"], options: LossOptions) -> Bool[Array, " T"]:
+def is_valid(labels: Int[Array, "*T"], options: LossOptions) -> Bool[Array, "*T"]:
     """True for tokens that count: the label is not `ignore_index`."""
     return labels != options.ignore_index
 
 
-def finite_where_not_counted(losses: TokenLosses, coefficients: Float[Array, " T"]) -> TokenLosses:
+def finite_where_not_counted(losses: TokenLosses, coefficients: Float[Array, "*T"]) -> TokenLosses:
     """The losses with 0 in place of infinities and NaN of tokens whose coefficient is 0.
 
     Otherwise they times a coefficient of 0 would make a sum over all tokens NaN.
@@ -66,7 +66,7 @@ def finite_where_not_counted(losses: TokenLosses, coefficients: Float[Array, " T
     return TokenLosses(*map(finite, losses))
 
 
-def softcap(logits: Float[Array, "T V"], options: LossOptions) -> Float[Array, "T V"]:
+def softcap(logits: Float[Array, "*T V"], options: LossOptions) -> Float[Array, "*T V"]:
     """`c · tanh(logits / c)`, or the logits themselves without a cap."""
     if options.logit_softcap is None:
         return logits
@@ -74,7 +74,7 @@ def softcap(logits: Float[Array, "T V"], options: LossOptions) -> Float[Array, "
 
 
 def token_losses(
-    logits: Float[Array, "T V"], labels: Int[Array, " T"], options: LossOptions
+    logits: Float[Array, "*T V"], labels: Int[Array, "*T"], options: LossOptions
 ) -> TokenLosses:
     """Losses of tokens from their float32 logits, before the softcap.
 
@@ -85,8 +85,8 @@ def token_losses(
     lse = jax.nn.logsumexp(capped, axis=-1)
     valid = is_valid(labels, options)
     in_range = (labels >= 0) & (labels < vocab_size)
-    column = jnp.where(in_range, labels, 0)[:, None]
-    label_logit = jnp.take_along_axis(capped, column, axis=-1)[:, 0]
+    column = jnp.where(in_range, labels, 0)[..., None]
+    label_logit = jnp.take_along_axis(capped, column, axis=-1)[..., 0]
     # NaN is a factor, so that the gradient is NaN as well.
     nll = (lse - label_logit) * jnp.where(valid & ~in_range, jnp.nan, 1.0)
     loss = nll

@@ -86,7 +86,7 @@ def choose_swiglu(
     if implementation == "mosaic_gpu":
         check_config(config, Config)
         unsupported = mosaic_gpu.unsupported_reason(gate, up)
-        return choose_implementation(implementation, gate, unsupported, fallback="reference")
+        return choose_implementation(implementation, unsupported, fallback="reference")
     # On an H100 XLA's fusion is as fast, 1.02 of a copy forward and 1.00 backward against 1.01 and
     # 1.00, and inside of a model it takes in what is around it, which a kernel cannot.
     chosen: Implementation = implementation or "reference"
@@ -153,14 +153,14 @@ def swiglu_mlp(
     _check_options(x, save, chunk_size)
     if chunk_size is not None and chunk_size >= x.shape[-2]:
         chunk_size = None
-    chosen, reason = choose_swiglu_mlp(x, weights, chunk_size, implementation, config)
+    chosen, _ = choose_swiglu_mlp(x, weights, chunk_size, implementation, config)
     if chosen == "reference":
         return reference.swiglu_mlp(x, *weights)
     plan = gated.Plan(
         save=save,
         chunk_size=chunk_size,
-        forward_kernel=chosen == "mosaic_gpu",
-        backward_kernel=chosen == "mosaic_gpu" and reason is None,
+        has_kernels=chosen == "mosaic_gpu",
+        min_tokens_of_backward=0 if implementation == "mosaic_gpu" else _MIN_TOKENS_OF_BACKWARD,
         config=config or MLPConfig(),
     )
     return gated.mlp(plan, x, *weights)
@@ -190,7 +190,7 @@ def choose_swiglu_mlp(
         return "xla", f"x has shape {x.shape}, so there is nothing to launch a kernel for"
     operands = [jax.ShapeDtypeStruct(w.shape, x.dtype) for w in weights]
     unsupported = gated_matmul.unsupported_reason([x], operands)
-    chosen, reason = choose_implementation(implementation, x, unsupported, fallback="xla")
+    chosen, reason = choose_implementation(implementation, unsupported, fallback="xla")
     if chosen == "mosaic_gpu" and implementation is None:
         num_tokens = x.size // x.shape[-1]
         if chunk_size is not None:

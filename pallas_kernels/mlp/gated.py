@@ -35,21 +35,32 @@ bits do not depend on `save`.
 """
 
 import dataclasses
-import functools
-from typing import Literal
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from pallas_kernels.derivatives import not_differentiable
 from pallas_kernels.folding import fold_chunks
 from pallas_kernels.mlp import formula, gated_matmul
 from pallas_kernels.mlp.config import MLPConfig
 from pallas_kernels.mlp.reference import matmul, product
+from pallas_kernels.operation import Mask, Operation, call
+from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
 
 type Save = Literal["all", "gate_up", "x"]
+
+_NAMES_KEPT: dict[Save, tuple[str, ...]] = {
+    "x": (),
+    "gate_up": ("gate", "up"),
+    "all": ("gate", "up", "mlp_product"),
+}
+_X, _H = Tokens(("d",)), Tokens(("f",))
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,20 +70,19 @@ class Plan:
     Attributes:
       save: Arrays that the backward finds.
       chunk_size: Positions whose gate and up exist at a time; None for all.
-      forward_kernel: Whether a kernel makes gate, up and the product.
-      backward_kernel: Whether a kernel makes dgate, dup and the product again; needs
-        `forward_kernel`.
+      has_kernels: Whether a kernel makes gate, up and the product.
+      min_tokens_of_backward: Number of tokens at a time from which, with `has_kernels`, a kernel
+        also makes dgate, dup and the product again.
       config: Launch parameters of the kernels.
     """
 
     save: Save
     chunk_size: int | None
-    forward_kernel: bool
-    backward_kernel: bool
+    has_kernels: bool
+    min_tokens_of_backward: int
     config: MLPConfig
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def mlp(
     plan: Plan,
     x: Float[Array, "*T D"],
@@ -81,88 +91,178 @@ def mlp(
     w_down: Float[Array, "F D"],
 ) -> Float[Array, "*T D"]:
     """The gated MLP, as the plan says."""
-    return _forward(plan, x, w_gate, w_up, w_down)
+    return call(_MLP(plan), x, w_gate, w_up, w_down)[0]
 
 
-def _forward(plan: Plan, x, w_gate, w_up, w_down):
-    """The result alone; nothing is kept for a backward."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _MLP:
+    """The MLP of `(x, w_gate, w_up, w_down)`; the columns F may be split over devices."""
 
-    def one_chunk(x, _):
-        activated, *_ = _project(plan, x, w_gate, w_up, keep=False)
-        return None, matmul(activated, w_down)
+    plan: Plan
 
-    if plan.chunk_size is None:
-        return one_chunk(x, 0)[1]
-    return fold_chunks(one_chunk, x, plan.chunk_size, axis=x.ndim - 2)[1]
+    name = "swiglu_mlp"
+
+    def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
+        keep = wanted is not None and self.plan.save != "x"
+        num_kept = self.num_residuals(wanted) if wanted is not None else 0
+        roles = _roles((_X,), args[0].dtype, (_X, *(_H,) * num_kept))
+        return partitioned(_forward_of, (self.plan, keep), roles, *args)
+
+    def num_residuals(self, wanted: Mask) -> int:
+        return len(_NAMES_KEPT[self.plan.save])
+
+    def saved(
+        self,
+        wanted: Mask,
+        args: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        names = _NAMES_KEPT[self.plan.save]
+        kept = [checkpoint_name(a, n) for a, n in zip(residuals, names, strict=True)]
+        return results, (*args, *kept)
+
+    def backward(
+        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
+    ) -> Sequence[jax.Array]:
+        (dy,) = cotangents
+        assert dy is not None  # JAX asks for no gradient of a result without one
+        x, *weights = saved[:4]
+        kept = saved[4:]
+        tokens = _X, _X, *(_H,) * len(kept)
+        gradients = _X, *(GradientOf(len(tokens) + i) for i in range(3))
+        asked_for = [g for g, is_wanted in zip(gradients, wanted, strict=True) if is_wanted]
+        roles = _roles(tokens, x.dtype, asked_for)
+        key = self.plan, wanted, tuple(w.dtype for w in weights)
+        return partitioned(_backward_of, key, roles, dy, x, *kept, *weights)
+
+    def fold(
+        self, args: Sequence[jax.Array], is_batched: Mask
+    ) -> tuple[Operation, Sequence[jax.Array]] | None:
+        return None if any(is_batched[1:]) else (self, args)
 
 
-def _mlp_fwd(plan, x, w_gate, w_up, w_down):
-    if plan.save == "x":
-        return _forward(plan, x, w_gate, w_up, w_down), (x, w_gate, w_up, w_down, [])
-    activated, *kept = _project(plan, x, w_gate, w_up, keep=True)
-    if plan.save == "all":
-        activated = checkpoint_name(activated, "mlp_product")
-        kept.append(activated)
-    return matmul(activated, w_down), (x, w_gate, w_up, w_down, kept)
+def _roles(tokens: Sequence[Tokens], dtype: Any, results: Sequence[Tokens | GradientOf]) -> Roles:
+    """The roles of arrays of tokens, followed by the three weights."""
+    weights = [Weight(axes, dtype) for axes in (("d", "f"), ("d", "f"), ("f", "d"))]
+    return Roles((*tokens, *weights), tuple(results), parts=("f",))
 
 
-def _mlp_bwd(plan, saved, dy):
-    x, w_gate, w_up, w_down, kept = saved
-    weights = w_gate, w_up, w_down
-    if not plan.backward_kernel:  # see the module's docstring
-        x, kept, dy = jax.lax.optimization_barrier((x, kept, dy))
-    if plan.chunk_size is None:
-        return _backward(plan, x, weights, kept, dy, [w.dtype for w in weights])
+def _forward_of(key: tuple[Plan, bool], place: Place) -> Callable[..., tuple[jax.Array, ...]]:
+    """The forward of a device's arrays: `(y, *kept)`."""
+    plan, keep = key
 
-    def one_chunk(chunk, _):
-        dx, *summands = _backward(plan, chunk[0], weights, [], chunk[1], [jnp.float32] * 3)
-        return summands, dx
+    def run(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
+        w_gate, w_up, w_down = weights
 
-    sums, dx = fold_chunks(one_chunk, (x, dy), plan.chunk_size, axis=x.ndim - 2)
-    return dx, *(a.astype(w.dtype) for a, w in zip(sums, weights, strict=True))
+        def one_chunk(x: jax.Array, _: Any) -> tuple[Any, jax.Array]:
+            return None, matmul(_project(plan, x, w_gate, w_up, keep=False)[0], w_down)
+
+        if plan.chunk_size is not None and not keep:
+            size = min(plan.chunk_size, x.shape[-2])
+            return (_sum_of_parts(fold_chunks(one_chunk, x, size, axis=x.ndim - 2)[1], place),)
+        activated, *kept = _project(plan, x, w_gate, w_up, keep=keep)
+        if keep and plan.save == "all":
+            kept.append(activated)
+        return _sum_of_parts(matmul(activated, w_down), place), *kept
+
+    return run
 
 
-mlp.defvjp(_mlp_fwd, _mlp_bwd)
+def _backward_of(
+    key: tuple[Plan, Mask, tuple[Any, ...]], place: Place
+) -> Callable[..., Sequence[jax.Array]]:
+    """The backward of a device's arrays: the wanted of `(dx, dw_gate, dw_up, dw_down)`."""
+    plan, wanted, dtypes = key
+
+    def run(dy: jax.Array, x: jax.Array, *kept_and_weights: jax.Array) -> Sequence[jax.Array]:
+        *kept, w_gate, w_up, w_down = kept_and_weights
+        weights = w_gate, w_up, w_down
+        num_tokens, size = math.prod(x.shape[:-1]), 0
+        if plan.chunk_size is not None:
+            size = min(plan.chunk_size, x.shape[-2])
+            num_tokens = num_tokens // x.shape[-2] * size
+        has_kernel = num_tokens >= plan.min_tokens_of_backward and _kernels_run(plan, dy, w_down)
+        if not has_kernel:  # see the module's docstring
+            x, kept, dy = jax.lax.optimization_barrier((x, kept, dy))
+        differentiate = lambda x, kept, dy, dtypes: _backward(
+            plan, wanted, has_kernel, x, weights, kept, dy, dtypes
+        )
+        if plan.chunk_size is None:
+            dx, dw = differentiate(x, kept, dy, dtypes)
+        else:
+
+            def one_chunk(chunk: Any, _: Any) -> Any:
+                dx, summands = differentiate(chunk[0], [], chunk[1], [jnp.float32] * 3)
+                return summands, dx
+
+            dw, dx = fold_chunks(one_chunk, (x, dy), size, axis=x.ndim - 2)
+            kinds = [d for d, is_wanted in zip(dtypes, wanted[1:], strict=True) if is_wanted]
+            dw = [a.astype(d) for a, d in zip(dw, kinds, strict=True)]
+        return dw if dx is None else [_sum_of_parts(dx, place), *dw]
+
+    return run
 
 
-def _backward(plan: Plan, x, weights, kept, dy, gradient_dtypes):
-    """`(dx, dw_gate, dw_up, dw_down)`; `gradient_dtypes` are for the weights."""
+def _sum_of_parts(a: jax.Array, place: Place) -> jax.Array:
+    """The sum over the devices that share the tokens, each of which has a part of the columns."""
+    (axes,) = place.parts
+    return jax.lax.psum(a, axes) if axes else a
+
+
+def _backward(
+    plan: Plan,
+    wanted: Mask,
+    has_kernel: bool,
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    kept: Sequence[jax.Array],
+    dy: jax.Array,
+    dtypes: Sequence[Any],
+) -> tuple[jax.Array | None, list[jax.Array]]:
+    """`(dx, weight gradients)`, as far as they are wanted; `dtypes` are of the weight gradients."""
     w_gate, w_up, w_down = weights
     gate, up, *activated = kept or (matmul(x, w_gate), matmul(x, w_up))
-    dgate, dup, made_again = _differentiate(plan, dy, w_down, gate, up)
+    dgate, dup, made_again = _differentiate(plan, has_kernel, dy, w_down, gate, up)
     operands = (x, dgate), (x, dup), (activated[0] if activated else made_again, dy)
     return (
-        matmul(dgate, w_gate.T) + matmul(dup, w_up.T),
-        *(
+        matmul(dgate, w_gate.T) + matmul(dup, w_up.T) if wanted[0] else None,
+        [
             jnp.einsum("...i,...j->ij", a, b, preferred_element_type=dtype)
-            for (a, b), dtype in zip(operands, gradient_dtypes, strict=True)
-        ),
+            for (a, b), dtype, is_wanted in zip(operands, dtypes, wanted[1:], strict=True)
+            if is_wanted
+        ],
     )
 
 
-def _project(plan: Plan, x, w_gate, w_up, *, keep: bool) -> tuple[jax.Array, ...]:
+def _project(
+    plan: Plan, x: jax.Array, w_gate: jax.Array, w_up: jax.Array, *, keep: bool
+) -> tuple[jax.Array, ...]:
     """`(product, gate, up)`, or the product alone."""
-    if plan.forward_kernel:
-        x, *weights = _once((x, w_gate.astype(x.dtype), w_up.astype(x.dtype)))
-        found = gated_matmul.gated_matmul(_rows(x), *weights, keep=keep, config=plan.config.forward)
-        activated, *gate_and_up = (a.reshape(*x.shape[:-1], -1) for a in found)
-        return activated, *_tagged(*gate_and_up)
-    # From the named arrays, so that a policy that keeps gate and up can make the product again.
-    gate, up = _tagged(matmul(x, w_gate), matmul(x, w_up))
+    if _kernels_run(plan, x, w_gate):
+        found = gated_matmul.gated_matmul(
+            _rows(x),
+            w_gate.astype(x.dtype),
+            w_up.astype(x.dtype),
+            keep=keep,
+            config=plan.config.forward,
+        )
+        return tuple(a.reshape(*x.shape[:-1], -1) for a in found)
+    gate, up = matmul(x, w_gate), matmul(x, w_up)
     return (product(gate, up), gate, up)[: 3 if keep else 1]
 
 
-def _tagged(*gate_and_up: jax.Array) -> list[jax.Array]:
-    """The arrays with their names for the policies of `jax.checkpoint`."""
-    return [checkpoint_name(a, name) for a, name in zip(gate_and_up, ("gate", "up"), strict=False)]
-
-
-def _differentiate(plan: Plan, dy, w_down, gate, up) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _differentiate(
+    plan: Plan, has_kernel: bool, dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`(dgate, dup, product)`."""
-    if plan.backward_kernel:
-        dy, w_down, gate, up = _once((dy, w_down.astype(dy.dtype), gate, up))
+    if has_kernel:
         found = gated_matmul.gated_matmul_backward(
-            _rows(dy), w_down, _rows(gate), _rows(up), config=plan.config.backward
+            _rows(dy),
+            w_down.astype(dy.dtype),
+            _rows(gate),
+            _rows(up),
+            config=plan.config.backward,
         )
         dgate, dup, activated = (a.reshape(gate.shape) for a in found)
         return dgate, dup, activated
@@ -172,12 +272,17 @@ def _differentiate(plan: Plan, dy, w_down, gate, up) -> tuple[jax.Array, jax.Arr
     return dgate, dup, activated
 
 
-def _once(arrays):
-    return not_differentiable(
-        "implementation='mosaic_gpu' of the gated MLP has no second derivative; differentiate "
-        "implementation='reference' twice",
-        arrays,
-    )
+def _kernels_run(plan: Plan, tokens: jax.Array, weight: jax.Array) -> bool:
+    """Whether the kernels run on a device's part of the tokens and of the columns."""
+    if not plan.has_kernels:
+        return False
+    if not tokens.size:
+        return False  # there is nothing to launch
+    operand = jax.ShapeDtypeStruct(weight.shape, tokens.dtype)
+    reason = gated_matmul.unsupported_reason([tokens], [operand])
+    if reason is not None:
+        _logger.warning("swiglu_mlp: XLA runs in place of the kernels: on each device %s", reason)
+    return reason is None
 
 
 def _rows(a: jax.Array) -> jax.Array:

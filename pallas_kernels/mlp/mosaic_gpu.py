@@ -13,13 +13,11 @@ added up, so results depend neither on the launch parameters nor on the order of
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
@@ -30,6 +28,8 @@ from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
 from pallas_kernels.mlp import formula
 from pallas_kernels.mlp.config import Config, default_config
+from pallas_kernels.operation import Mask, Operation, call
+from pallas_kernels.partition import Place, Roles, Tokens, partitioned
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _LANES_PER_BLOCK = WARPS_PER_WARPGROUP * LANES
@@ -62,7 +62,7 @@ def swiglu(
     Raises:
       NotImplementedError: The result is differentiated twice.
     """
-    return _swiglu(_config(gate, config), gate, up)
+    return call(_SwiGLU(_config(gate, config)), gate, up)[0]
 
 
 def backward(
@@ -87,11 +87,9 @@ def backward(
       emit_product: Whether to write `silu(gate) · up` as well, with the bits of the forward's
         result; otherwise `product` is None.
       config: Launch parameters; `None` takes measured ones, or a guess.
-
-    Raises:
-      NotImplementedError: The result is differentiated.
     """
-    dgate, dup, *product = _backward(_config(gate, config), emit_product, gate, up, dy)
+    run = _backward_of((_config(gate, config), emit_product), Place())
+    dgate, dup, *product = run(gate, up, dy)
     return dgate, dup, product[0] if product else None
 
 
@@ -99,64 +97,72 @@ def _config(gate: jax.Array, config: Config | None) -> Config:
     return config or default_config(target_device(), gate.shape[-1], gate.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _swiglu(config, gate, up):
-    return _forward(config, gate, up)
+_ARRAY = Tokens()  # no axis has a meaning, so a mesh may split all of them
 
 
-def _swiglu_fwd(config, gate, up):
-    return _forward(config, gate.value, up.value), (gate.value, up.value)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _SwiGLU:
+    """`silu(gate) · up` of `(gate, up)`."""
+
+    config: Config
+
+    name = "swiglu"
+
+    def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
+        return partitioned(_forward_of, self.config, Roles((_ARRAY,) * 2, (_ARRAY,)), *args)
+
+    def num_residuals(self, wanted: Mask) -> int:
+        return 0
+
+    def saved(
+        self,
+        wanted: Mask,
+        args: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        return results, args
+
+    def backward(
+        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
+    ) -> Sequence[jax.Array]:
+        (dy,) = cotangents
+        assert dy is not None  # JAX asks for no gradient of a result without one
+        roles = Roles((_ARRAY,) * 3, (_ARRAY,) * 2)
+        gradients = partitioned(_backward_of, (self.config, False), roles, *saved, dy)
+        return [g for g, is_wanted in zip(gradients, wanted, strict=True) if is_wanted]
+
+    def fold(
+        self, args: Sequence[jax.Array], is_batched: Mask
+    ) -> tuple[Operation, Sequence[jax.Array]]:
+        size = next(len(a) for a, b in zip(args, is_batched, strict=True) if b)
+        return self, [
+            a if b else jnp.broadcast_to(a, (size, *a.shape))
+            for a, b in zip(args, is_batched, strict=True)
+        ]
 
 
-def _swiglu_bwd(config, saved, dy):
-    gate, up = saved
-    if isinstance(dy, SymbolicZero):
-        return jnp.zeros_like(gate), jnp.zeros_like(up)
-    return _backward(config, False, gate, up, dy)
-
-
-_swiglu.defvjp(_swiglu_fwd, _swiglu_bwd, symbolic_zeros=True)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _forward(
-    config: Config, gate: Float[Array, "*T F"], up: Float[Array, "*T F"]
-) -> Float[Array, "*T F"]:
-    (product,) = _elementwise(
+def _forward_of(config: Config, place: Place) -> Callable[..., tuple[jax.Array, ...]]:
+    """The forward of a device's arrays: `(product,)`."""
+    return lambda *args: _elementwise(
         lambda gate, up: (formula.product(gate, up),),
-        (gate, up),
+        args,
         num_results=1,
         accesses=config.fwd_accesses,
         name="swiglu_fwd",
     )
-    return product
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _backward(
-    config: Config,
-    emit_product: bool,
-    gate: Float[Array, "*T F"],
-    up: Float[Array, "*T F"],
-    dy: Float[Array, "*T F"],
-) -> tuple[Float[Array, "*T F"], ...]:
-    """`(dgate, dup)`, and the product if asked for."""
+def _backward_of(key: tuple[Config, bool], place: Place) -> Callable[..., tuple[jax.Array, ...]]:
+    """The backward of a device's arrays: `(dgate, dup)`, and the product if asked for."""
+    config, emit_product = key
     num_results = 3 if emit_product else 2
-    return _elementwise(
+    return lambda *args: _elementwise(
         lambda gate, up, dy: formula.gradients(gate, up, dy)[:num_results],
-        (gate, up, dy),
+        args,
         num_results=num_results,
         accesses=config.bwd_accesses,
         name="swiglu_bwd_product" if emit_product else "swiglu_bwd",
-    )
-
-
-@_forward.defjvp
-@_backward.defjvp
-def _no_second_derivative(*_):
-    raise NotImplementedError(
-        "implementation='mosaic_gpu' of SwiGLU has no second derivative; differentiate "
-        "implementation='reference' twice"
     )
 
 

@@ -142,9 +142,7 @@ def choose_norm(
     """
     check_implementation(implementation)
     unsupported = mosaic_gpu.unsupported_reason(x, weight, residual)
-    chosen, reason = choose_implementation(
-        implementation, x, unsupported, fallback="reference", partitions_itself=True
-    )
+    chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
     if chosen != "mosaic_gpu":
         check_no_config(config, chosen)
     check_config(config, Config)

@@ -27,7 +27,7 @@ Arithmetic is float32. Rounded: `residual_out` and `y` to the dtype of `x`, with
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +97,7 @@ def norm(
         # There is nothing to launch. The gradients of these results are zeros.
         total = x if residual is None else x + residual.astype(x.dtype)
         return total * weight.astype(x.dtype), None if residual is None else total
-    operation = _Norm(options, None if residual is None else residual.dtype)
+    operation = _Norm(options, residual is not None)
     if residual is None:
         (y,) = call(operation, x, weight)
         return y, None
@@ -114,15 +114,15 @@ class _Norm:
 
     Attributes:
       options: Options of the norm.
-      residual_dtype: Dtype of the residual; None if there is no residual.
+      has_residual: Whether there is a residual.
     """
 
     options: Options
-    residual_dtype: Any
+    has_residual: bool
 
     @property
     def name(self) -> str:
-        return "rms_norm" if self.residual_dtype is None else "add_rms_norm"
+        return "add_rms_norm" if self.has_residual else "rms_norm"
 
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
         of_args = (*(_TOKENS,) * (len(args) - 1), _WEIGHT)
@@ -143,7 +143,7 @@ class _Norm:
         # The names are here because a `jax.checkpoint` policy must see what the backward reads.
         names = ("normed", "residual")[: len(results)]
         results = [checkpoint_name(a, n) for a, n in zip(results, names, strict=True)]
-        source = args[0] if self.residual_dtype is None else results[1]
+        source = results[1] if self.has_residual else args[0]
         return results, (source, args[-1], checkpoint_name(residuals[0], "rstd"))
 
     def backward(
@@ -162,9 +162,7 @@ class _Norm:
             roles = Roles(of_args, (_TOKENS, GradientOf(len(given) + 1)))
             key = self.options, dresidual_out is not None
             dx, dweight = partitioned(_backward_of, key, roles, *given, source, weight, rstd)
-        gradients = [dx, dweight.astype(weight.dtype)]
-        if self.residual_dtype is not None:
-            gradients.insert(1, dx.astype(self.residual_dtype))
+        gradients = (dx, dx, dweight) if self.has_residual else (dx, dweight)
         return [g for g, is_wanted in zip(gradients, wanted, strict=True) if is_wanted]
 
     def fold(

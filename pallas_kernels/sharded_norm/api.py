@@ -139,7 +139,7 @@ def choose_sharded_norm(
     """
     if implementation == "mosaic_gpu":
         unsupported = mosaic_gpu.unsupported_reason(partial, residual, weight)
-        return choose_implementation(implementation, partial, unsupported, fallback="xla")
+        return choose_implementation(implementation, unsupported, fallback="xla")
     if implementation is not None:
         return implementation, by_name(implementation)
     return "xla", (

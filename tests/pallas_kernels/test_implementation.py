@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import implementation, rms_norm, swiglu, swiglu_mlp
 from pallas_kernels.gpu.device import Device
@@ -69,6 +70,7 @@ def test_the_kernels_run_on_a_gpu(on_h100):
 
 
 def test_reasons_have_a_value_and_a_remedy(on_h100):
+    many = jnp.ones((2048, 128), BF16)
     narrow = jnp.ones((4, 128), jnp.float8_e5m2)
     chosen, reason = choose("norm", x=narrow)
     assert chosen == "reference"
@@ -78,9 +80,15 @@ def test_reasons_have_a_value_and_a_remedy(on_h100):
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         assert choose("norm") == ("mosaic_gpu", None)
-        _, reason = choose("swiglu_mlp")
-        assert reason is not None and "mesh axes data=2, fsdp=4" in reason
-        assert "inside of jax.shard_map" in reason
+        assert choose("swiglu_mlp", x=many) == ("mosaic_gpu", None)
+        partly = functools.partial(
+            jax.shard_map, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+        )
+        reasons = []
+        jax.jit(partly(lambda x: reasons.append(choose("norm", x=x)[1]) or x))(many)
+        assert (
+            "the mesh axes ('fsdp',) are left to XLA" in reasons[0] and "axis_names" in reasons[0]
+        )
 
 
 def test_an_unknown_name(unchecked_shapes):

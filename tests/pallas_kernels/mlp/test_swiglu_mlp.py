@@ -285,7 +285,7 @@ def test_the_kernels_run_where_they_are_faster(monkeypatch):
     assert choices == [(True, True), (True, False), (False, False), (False, False)]
 
 
-def test_xla_runs_on_a_mesh_and_on_other_devices(monkeypatch):
+def test_the_kernels_run_on_a_mesh_and_not_on_other_devices(monkeypatch):
     x, weights = abstract_args(4096)
     a100 = Device("NVIDIA A100-SXM4-80GB", (8, 0), 108)
     found = []
@@ -411,13 +411,14 @@ def test_second_derivatives():
     loss = lambda implementation: (
         lambda x: jnp.sum(swiglu_mlp(x, *args[1:], implementation=implementation) ** 2)
     )
-    for implementation in ("reference", "xla"):
-        hessian = jax.hessian(loss(implementation))(args[0])
-        eps = 1e-2
-        step = jnp.zeros_like(args[0]).at[1, 2].set(eps)
-        gradient = jax.grad(loss(implementation))
-        slope = (gradient(args[0] + step) - gradient(args[0] - step)) / (2 * eps)
-        np.testing.assert_allclose(hessian[..., 1, 2], slope, rtol=0.02, atol=2e-3)
+    hessian = jax.hessian(loss("reference"))(args[0])
+    eps = 1e-2
+    step = jnp.zeros_like(args[0]).at[1, 2].set(eps)
+    gradient = jax.grad(loss("reference"))
+    slope = (gradient(args[0] + step) - gradient(args[0] - step)) / (2 * eps)
+    np.testing.assert_allclose(hessian[..., 1, 2], slope, rtol=0.02, atol=2e-3)
+    with pytest.raises(NotImplementedError, match="swiglu_mlp has a gradient rule of its own"):
+        jax.hessian(loss("xla"))(args[0])
 
 
 @interpreted

@@ -369,15 +369,13 @@ def test_what_is_not_used_has_no_backward():
 @interpreted
 @pytest.mark.parametrize("twice", [jax.grad, jax.jacfwd, jax.linearize], ids=lambda f: f.__name__)
 def test_a_second_derivative_is_refused(twice):
-    gate, up, dy = make_args((5, 64), F32)
+    gate, up, _ = make_args((5, 64), F32)
     once = jax.grad(lambda gate: jnp.sum(jnp.square(kernel(gate, up))))
-    with pytest.raises(NotImplementedError, match="SwiGLU has no second derivative"):
+    with pytest.raises(NotImplementedError, match="no second derivative"):
         if twice is jax.linearize:
             jax.linearize(once, gate)
         else:
             twice(lambda gate: jnp.sum(once(gate)))(gate)
-    with pytest.raises(NotImplementedError, match="SwiGLU has no second derivative"):
-        jax.grad(lambda gate: jnp.sum(mosaic_gpu.backward(gate, up, dy)[0]))(gate)
 
 
 @interpreted
