@@ -73,11 +73,12 @@ class Operation(Protocol):
         ...
 
     def fold(
-        self, args: Sequence[jax.Array], is_batched: Mask
+        self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
     ) -> "tuple[Operation, Sequence[jax.Array]] | None":
         """One call that computes all members of a batch, or None if there is no such call.
 
         Args:
+          wanted: What `forward` was asked for.
           args: Arguments, with the batch as axis 0 of those that have it.
           is_batched: Arguments that have it.
 
@@ -234,7 +235,7 @@ batching.primitive_batchers[_tangent_p] = _refuse
 
 def _batch_forward(args, axes, *, operation: Operation, wanted: Mask | None, **_: Any):
     args, is_batched = _at_front(args, axes)
-    folded = operation.fold(args, is_batched)
+    folded = operation.fold(wanted, args, is_batched)
     if folded is None:
         out = _loop(functools.partial(_bind_forward, operation, wanted), args, is_batched)
     else:

@@ -20,6 +20,7 @@ axis that is split with another one would make XLA gather both.
 
 import dataclasses
 import functools
+import logging
 import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
@@ -27,9 +28,11 @@ from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.gpu.kernel import interpreted, vary, varying_axes
+
+_logger = logging.getLogger(__name__)
 
 # The mesh axes that split an axis of an array, major first; empty where the axis is whole.
 type Split = tuple[str, ...]
@@ -300,8 +303,9 @@ def _over_auto_axes(
 
     def partition(mesh: Any, args: Any, results: Any) -> Any:
         del results
-        mesh = args[0].sharding.mesh
-        layout = _Layout.make(roles, whole, [_splits(a.sharding.spec, len(a.shape)) for a in args])
+        mesh, specs = _mesh_and_specs([a.sharding for a in args])
+        ranks = [len(a.shape) for a in args]
+        layout = _Layout.make(roles, whole, list(map(_splits, specs, ranks)))
         shardings = lambda many: tuple(NamedSharding(mesh, _spec(s)) for s in many)
         run = layout.of_device(local, key, roles)
         return mesh, run, shardings(layout.results), shardings(layout.args)
@@ -312,6 +316,23 @@ def _over_auto_axes(
         partition=partition, sharding_rule=rule, need_replication_factors=factors_that_are_whole
     )
     return run
+
+
+def _mesh_and_specs(shardings: Sequence[Any]) -> tuple[Mesh, list[PartitionSpec]]:
+    """The mesh and the specs of shardings that XLA chose.
+
+    A program of several devices may have no mesh: neither in the types of its arguments nor in the
+    context in which JAX traced it. Then every device computes all.
+    """
+    if all(isinstance(s, NamedSharding) for s in shardings):
+        return shardings[0].mesh, [s.spec for s in shardings]
+    if not all(s.is_fully_replicated for s in shardings):
+        _logger.warning(
+            "every device computes all tokens, because the program has no mesh; give its arguments "
+            "a NamedSharding, or call it under jax.set_mesh"
+        )
+    devices = sorted(shardings[0].device_set, key=lambda device: device.id)
+    return Mesh(devices, ("devices",)), [PartitionSpec() for _ in shardings]
 
 
 def _rule(roles: Roles, ranks: Sequence[int]) -> tuple[str, tuple[str, ...]]:

@@ -6,41 +6,62 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import config as jax_config
-from jax.core import ShapedArray
+from jax._src.state.discharge import discharge_state
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from pallas_kernels.gpu.device import runs_here, target_device
 
 
 def gpu_kernel(
-    body: Callable[..., None], *, kernel_name: str, **options: Any
+    body: Callable[..., None], *, kernel_name: str, in_place: int | None = None, **options: Any
 ) -> Callable[..., Any]:
     """`plgpu.kernel`, which raises NotImplementedError where the kernel cannot run.
 
     If the default device is an NVIDIA GPU before Ampere, the error comes while JAX traces. Only
     compilation knows whether a program is for a CPU, because `jax.export` traces programs for GPUs
     that are not here; then the error comes at compilation.
+
+    Args:
+      body: Function of references to operands, results and scratch memory.
+      kernel_name: Name in errors and profiles.
+      in_place: Position of an operand that the kernel writes. The array that it becomes follows
+        the results.
+      **options: Arguments of `plgpu.kernel`.
     """
     run = plgpu.kernel(body, kernel_name=kernel_name, **options)
+    if in_place is not None:
+        run = _writing(run, in_place)
 
     def checked(*operands: Any) -> Any:
         if target_device().capability is not None and (reason := runs_here()) is not None:
             raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
         if interpreted():
             return run(*operands)
-        # One operand is enough; some operands are references.
-        is_array = [isinstance(jax.typeof(a), ShapedArray) for a in operands]
-        i = is_array.index(True)
-        on_gpu = _on_gpu_p.bind(jnp.asarray(operands[i]), kernel_name=kernel_name)
-        results = run(*operands[:i], on_gpu, *operands[i + 1 :])
-        arrays = [a for a, b in zip(operands, is_array, strict=True) if b]
+        first = _on_gpu_p.bind(jnp.asarray(operands[0]), kernel_name=kernel_name)
+        results = run(first, *operands[1:])
         # `plgpu.kernel` returns arrays of a type that says they are the same on all devices.
-        varying = frozenset().union(*map(varying_axes, arrays))
+        varying = frozenset().union(*map(varying_axes, operands))
         return jax.tree.map(lambda a: vary(a, varying), results)
 
     return checked
+
+
+def _writing(run: Callable[..., Any], in_place: int) -> Callable[..., Any]:
+    """`run`, which writes an operand in place and returns `(*results, operand)`."""
+
+    def launch(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        refs: list[Any] = list(operands)
+        refs[in_place] = jax.new_ref(operands[in_place])
+        results = run(*refs)
+        return *results, jax.freeze(refs[in_place])
+
+    def without_references(*operands: jax.Array) -> list[jax.Array]:
+        # JAX knows references in its own primitives only, and not in ours (JAX 0.11.2 and 0.12).
+        return jaxpr_as_fun(discharge_state(jax.make_jaxpr(launch)(*operands)))(*operands)
+
+    return without_references
 
 
 def varying_axes(a: Any) -> frozenset[str]:

@@ -200,7 +200,7 @@ def num_parts(vocab_axis: str | None) -> int:
 
 def labels_and_weights(
     labels: Any, token_weights: Any, vocab_size: int, ignore_index: int, check: bool
-) -> tuple[Int[Array, " T"], Bool[Array, " T"], Float[Array, " T"]]:
+) -> tuple[Int[Array, "*T"], Bool[Array, "*T"], Float[Array, "*T"]]:
     """`(labels, counts, weights)`: int32, whether each is not `ignore_index`, and token weights.
 
     An ignored label becomes -1. A label out of range becomes -2, or -1 where its weight is 0.
@@ -231,6 +231,6 @@ def _check_labels(labels: Any, wrong: Any, vocab_size: int, ignore_index: int) -
         ~jnp.any(wrong),
         "linear_cross_entropy: label {label} at token {position} is neither in "
         f"[0, {vocab_size}) nor {ignore_index=}",
-        label=jnp.asarray(labels)[position],
+        label=jnp.asarray(labels).reshape(-1)[position],
         position=position,
     )

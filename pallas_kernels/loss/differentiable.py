@@ -136,17 +136,16 @@ class _CrossEntropy:
         of_sums, *of_metrics = cotangents
         assert of_sums is not None and not any(a is not None for a in of_metrics)
         loss, *rest = saved
-        of_losses = of_sums[(..., *(None,) * (loss.ndim - self.num_axes))]
-        whole = of_losses
+        whole = of_sums
         if self.is_unchecked:
-            whole = jax.lax.psum(whole, self.request.settings.vocab_axes)
+            whole = jax.lax.psum(of_sums, self.request.settings.vocab_axes)
+        to_tokens = (..., *(None,) * (loss.ndim - self.num_axes))
         of_arrays = _of_arrays(wanted)
         if self._is_early:
-            factor = whole.reshape(())
-            found = [g.astype(jnp.float32) * factor for g in rest]
+            found = [g.astype(jnp.float32) * whole for g in rest]
         elif any(of_arrays):
             lse, x, weight, coefficients, *others = rest
-            args = x, weight, coefficients * whole, *others
+            args = x, weight, coefficients * whole[to_tokens], *others
             found = self._partitioned(
                 _backward_of, (of_arrays,), args, (lse,), _gradients(of_arrays)
             )
@@ -155,16 +154,18 @@ class _CrossEntropy:
         gradients = iter(found)
         # The coefficients' gradient is no sum over parts of the vocabulary: it takes the share.
         return [
-            of_losses * loss if i == 2 else next(gradients)
+            of_sums[to_tokens] * loss if i == 2 else next(gradients)
             for i, is_wanted in enumerate(wanted)
             if is_wanted
         ]
 
     def fold(
-        self, args: Sequence[jax.Array], is_batched: Mask
+        self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
     ) -> tuple[Operation, Sequence[jax.Array]] | None:
         if is_batched[_WEIGHT] or any(is_batched[_BIAS:]):
             return None
+        if wanted is not None and self._is_early:
+            return None  # each member has gradients of its own
         size = next(len(a) for a, b in zip(args, is_batched, strict=True) if b)
         folded = [
             a if b or i in (_WEIGHT, _BIAS) else jnp.broadcast_to(a, (size, *a.shape))

@@ -137,7 +137,7 @@ class _MLP:
         return partitioned(_backward_of, key, roles, dy, x, *kept, *weights)
 
     def fold(
-        self, args: Sequence[jax.Array], is_batched: Mask
+        self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
     ) -> tuple[Operation, Sequence[jax.Array]] | None:
         return None if any(is_batched[1:]) else (self, args)
 

@@ -133,7 +133,7 @@ class _SwiGLU:
         return [g for g, is_wanted in zip(gradients, wanted, strict=True) if is_wanted]
 
     def fold(
-        self, args: Sequence[jax.Array], is_batched: Mask
+        self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
     ) -> tuple[Operation, Sequence[jax.Array]]:
         size = next(len(a) for a, b in zip(args, is_batched, strict=True) if b)
         return self, [

@@ -166,7 +166,7 @@ class _Norm:
         return [g for g, is_wanted in zip(gradients, wanted, strict=True) if is_wanted]
 
     def fold(
-        self, args: Sequence[jax.Array], is_batched: Mask
+        self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
     ) -> tuple[Operation, Sequence[jax.Array]] | None:
         if is_batched[-1]:
             return None

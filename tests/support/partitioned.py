@@ -62,5 +62,5 @@ class TanhMLP:
         gradients = partitioned(_backward, self, roles, cotangents[0], x, h, w_in, w_out)
         return [g for g, is_wanted in zip(gradients, wanted, strict=True) if is_wanted]
 
-    def fold(self, args, is_batched):
+    def fold(self, wanted, args, is_batched):
         return (self, args) if is_batched == (True, False, False) else None

@@ -118,7 +118,6 @@ def loss_of_logits(
         # to its operand. Where the logits were a slice, because XLA had merged the GEMMs of two
         # chunks, the gradient was never written (JAX 0.11.2 and 0.12).
         arguments = list(jax.lax.optimization_barrier(arguments))
-        arguments[0] = jax.new_ref(arguments[0])
     else:
         arguments = at_aligned_addresses(arguments)
     kernel = functools.partial(
@@ -158,11 +157,14 @@ def loss_of_logits(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
         kernel_name="loss_of_logits",
+        in_place=0 if with_gradient else None,
     )(*arguments)
+    dlogits = None
+    if with_gradient:
+        *outputs, dlogits = outputs
+        dlogits = dlogits.reshape(num_tokens, padded_columns)
     found = LogitStatistics(*at_aligned_addresses(outputs)) if with_statistics else None
-    if not with_gradient:
-        return found, None
-    return found, jax.freeze(arguments[0]).reshape(num_tokens, padded_columns)
+    return found, dlogits
 
 
 def _kernel(

@@ -338,7 +338,6 @@ def _running_statistics(
             values = jnp.pad(values, ((0, len(x) - num_tokens), (0, 0)))
         # `loss_of_logits` in logits.py gives the reason for the barrier.
         arguments, values = jax.lax.optimization_barrier((arguments, values))
-        values = jax.new_ref(values)
         arguments["values"] = values
     else:
         # One by one, because JAX sorts a dictionary: `train/planner` reads `x` and `weight` first.
@@ -458,9 +457,8 @@ def _running_statistics(
         kernel_name=name,
         # With it exp2 is one instruction. Without it, three more serve results below 1e-38.
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        in_place=None if repetition is None else [*arguments].index("values"),
     )(*arguments.values())
-    if repetition is not None:
-        stored = [jax.freeze(values)]
     return running[..., :num_tokens], stored[0] if stores else None
 
 

@@ -192,10 +192,8 @@ def test_a_plan_describes_itself(options, want, words):
 def test_a_plan_says_why_no_kernel_runs():
     assert "float32" in str(described(8192, 4096, 128256, dtype=F32))
     assert "the caller asked" in str(described(8, 8, 8, implementation="xla"))
-    x, weight, labels = arguments(8, 8, 8)
     with jax.set_mesh(jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))):
-        found = linear_cross_entropy_plan(x, weight, labels)
-    assert "mesh axes data=2" in str(found.why_no_kernel)
+        assert described(8, 8, 8).why_no_kernel is None
     assert "exponents of bfloat16" in described(8, 8, 8, dtype=F16).reason
 
 

@@ -133,7 +133,7 @@ def test_forward_mode_is_refused(options, reduction):
     fn = lambda arrays: linear_cross_entropy(
         labels=labels, reduction=reduction, **options, **arrays
     )
-    with pytest.raises(TypeError, match="forward-mode"):
+    with pytest.raises(NotImplementedError, match="no forward mode"):
         jax.jit(lambda a: jax.jvp(fn, (a,), (a,))).lower(arrays)
 
 
@@ -166,8 +166,7 @@ def test_a_second_derivative_is_refused(options, reduction, twice):
             return jax.linearize(size_of_gradient, arrays)[0]
         return twice(size_of_gradient)(arrays)
 
-    message = f"'{options['implementation']}' of linear_cross_entropy has no .* no second"
-    with pytest.raises(NotImplementedError, match=message):
+    with pytest.raises(NotImplementedError, match="no second derivative"):
         jax.eval_shape(second, arrays)
 
 
