@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.folding import fold_chunks
+from pallas_kernels.gpu.kernel import varying_axes
 from pallas_kernels.loss import xla
 from pallas_kernels.loss.mosaic_gpu import logits as logits_kernel
 from pallas_kernels.loss.mosaic_gpu import statistics
@@ -163,6 +164,8 @@ def over_axes(settings: Settings, found: LogitStatistics) -> LogitStatistics:
     """Statistics of the whole vocabulary from those of each device's part: 20 bytes a token."""
     if not settings.vocab_axes:
         return found
-    # The result is the same on all devices of these axes, and its type says so.
-    parts = jax.lax.all_gather(jnp.stack(found), settings.vocab_axes, axis=1, to="invarying")
+    stacked = jnp.stack(found)
+    # Where types say over which axes an array varies, they say that the result does not.
+    to = "invarying" if varying_axes(stacked) else "varying"
+    parts = jax.lax.all_gather(stacked, settings.vocab_axes, axis=1, to=to)
     return combine(LogitStatistics(*parts))

@@ -1,0 +1,173 @@
+"""A small model of all operations, for every layout of its arrays on a mesh of 2 x 2 x 2 devices.
+
+The model is what a user writes: no operation is told of the mesh, except inside of `jax.shard_map`.
+There the user has a device's parts, so the model gathers weights, adds up what the MLP leaves on
+each device, and names the axis that splits the vocabulary.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import add_rms_norm, linear_cross_entropy, rms_norm, swiglu, swiglu_mlp
+
+AXES = {"data": 2, "fsdp": 2, "tensor": 2}
+MODES = ("auto", "explicit", "manual")
+TRANSFORMS = ("plain", "scan", "remat")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the arrays are split.
+
+    Attributes:
+      tokens: leading axes of activations.
+      hidden: mesh axis that splits the hidden size of every weight.
+      columns: mesh axis that splits the columns of the MLP and the vocabulary.
+    """
+
+    tokens: P
+    hidden: str | None = None
+    columns: str | None = None
+
+    def weight_specs(self) -> dict[str, P]:
+        """The specs of a layer's weights, and of the head and the last norm."""
+        across, down = P(self.hidden, self.columns), P(self.columns, self.hidden)
+        norm = P(self.hidden)
+        return {
+            "norm": norm,
+            "w_gate": across,
+            "w_up": across,
+            "w_down": down,
+            "last_norm": norm,
+            "head": down,
+        }
+
+
+_ALL = ("data", "fsdp", "tensor")
+LAYOUTS = {
+    "batch": Layout(P(_ALL)),
+    "sequence": Layout(P(("data", "fsdp"), "tensor")),
+    "fsdp": Layout(P(_ALL), hidden="fsdp"),
+    "tensor": Layout(P(("data", "fsdp")), columns="tensor"),
+    "fsdp and tensor": Layout(P(("data", "fsdp")), hidden="fsdp", columns="tensor"),
+}
+_OF_A_LAYER = ("norm", "w_gate", "w_up", "w_down")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of the model: B, S, D, F and V."""
+
+    batch: int
+    sequence: int
+    hidden: int
+    columns: int
+    vocabulary: int
+
+
+def make_args(sizes: Sizes, transform: str, dtype: Any, param_dtype: Any) -> dict[str, Any]:
+    """Random weights, activations and labels; two layers of weights to scan over."""
+    numbers = np.random.default_rng(0)
+    b, s, d, f, v = dataclasses.astuple(sizes)
+
+    def normal(*shape: int, size: float = 1.0, dtype: Any = param_dtype) -> jax.Array:
+        return jnp.asarray(size * numbers.standard_normal(shape), dtype)
+
+    layers = (2,) if transform == "scan" else ()
+    labels = numbers.integers(0, v, (b, s))
+    labels[numbers.random((b, s)) < np.linspace(0, 0.9, b)[:, None]] = -100  # uneven on purpose
+    return {
+        "norm": 1 + normal(*layers, d, size=0.1),
+        "w_gate": normal(*layers, d, f, size=d**-0.5),
+        "w_up": normal(*layers, d, f, size=d**-0.5),
+        "w_down": normal(*layers, f, d, size=f**-0.5),
+        "last_norm": 1 + normal(d, size=0.1),
+        "head": normal(v, d, size=d**-0.5),
+        "x": normal(b, s, d, dtype=dtype),
+        "labels": jnp.asarray(labels, jnp.int32),
+    }
+
+
+def specs(layout: Layout, transform: str) -> dict[str, P]:
+    """The specs of the arguments."""
+    found = layout.weight_specs() | {"x": layout.tokens, "labels": layout.tokens}
+    if transform == "scan":
+        found |= {name: P(None, *found[name]) for name in _OF_A_LAYER}
+    return found
+
+
+def loss_of(
+    layout: Layout, mode: str, transform: str, implementation: str | None = None
+) -> Callable[[dict[str, Any]], jax.Array]:
+    """The mean loss of the model.
+
+    Args:
+      layout: how the arrays are split.
+      mode: one of `MODES`.
+      transform: one of `TRANSFORMS`.
+      implementation: of `swiglu`, which has no kernel by default.
+    """
+    is_manual = mode == "manual"
+    split_columns = layout.columns if is_manual else None
+
+    def whole(weight: jax.Array, axis: int, dtype: Any) -> jax.Array:
+        if not is_manual or layout.hidden is None:
+            return weight
+        return jax.lax.all_gather(weight.astype(dtype), layout.hidden, axis=axis, tiled=True)
+
+    def layer(h: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        dtype = h.dtype
+        norm = whole(weights["norm"], 0, jnp.float32)
+        y, h = add_rms_norm(jnp.sin(h), h, norm)
+        across = [whole(weights[name], 0, dtype) for name in ("w_gate", "w_up")]
+        out = swiglu_mlp(y, *across, whole(weights["w_down"], 1, dtype))
+        if split_columns:
+            out = jax.lax.psum(out, split_columns)
+        return h + swiglu(out, y, implementation=implementation), None
+
+    def losses(args: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        weights = {name: args[name] for name in _OF_A_LAYER}
+        if transform == "scan":
+            h, _ = jax.lax.scan(layer, args["x"], weights)
+        else:
+            run = jax.checkpoint(layer) if transform == "remat" else layer
+            h, _ = run(args["x"], weights)
+        y = rms_norm(h, whole(args["last_norm"], 0, jnp.float32))
+        head = whole(args["head"], 1, h.dtype)
+        total = linear_cross_entropy(
+            y, head, args["labels"], reduction="sum", vocab_axis=split_columns
+        )
+        return total, jnp.sum(args["labels"] >= 0)
+
+    def mean(args: dict[str, Any]) -> jax.Array:
+        if not is_manual:
+            total, number = losses(args)
+            return total / number.astype(jnp.float32)
+
+        def local(args: dict[str, Any]) -> jax.Array:
+            axes = tuple(n for entry in layout.tokens for n in _names(entry))
+            total, number = (jax.lax.psum(a, axes) for a in losses(args))
+            return total / number.astype(jnp.float32)
+
+        of_args = {name: s for name, s in specs(layout, transform).items() if name in args}
+        return jax.shard_map(local, in_specs=(of_args,), out_specs=P())(args)
+
+    return mean
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+@functools.cache
+def gradients_of(*case: Any) -> Callable[..., Any]:
+    """Loss and gradients of `(floating arrays, labels)`, for the arguments of `loss_of`."""
+    loss = loss_of(*case)
+    return jax.value_and_grad(lambda arrays, labels: loss(arrays | {"labels": labels}))
