@@ -144,6 +144,22 @@ def partitioned(
     return tuple(_over_auto_axes(local, key, roles, whole, tuple(a.ndim for a in args))(*args))
 
 
+def split_over_explicit_axes(
+    local: Local, key: Hashable, roles: Roles, *args: jax.Array
+) -> tuple[jax.Array, ...]:
+    """`local(key, place)(*args)` for a function in plain JAX, which JAX differentiates.
+
+    XLA partitions it over Auto axes, as it does any program. On Explicit axes JAX would refuse, for
+    instance, the product of tokens and a weight that the same axis splits. So there each device
+    gathers the weights and computes its own tokens.
+    """
+    mesh = _mesh(args)
+    whole = Place(parts=((),) * len(roles.parts))
+    if explicit := _axes(mesh, AxisType.Explicit):
+        return _over_explicit_axes(local, key, roles, whole, mesh, explicit, args)
+    return tuple(local(key, whole)(*args))
+
+
 def _mesh(args: Sequence[jax.Array]) -> Any:
     """The mesh in context, or that of the arrays' types.
 

@@ -58,8 +58,8 @@ def _writing(run: Callable[..., Any], in_place: int) -> Callable[..., Any]:
         return *results, jax.freeze(refs[in_place])
 
     def without_references(*operands: jax.Array) -> list[jax.Array]:
-        # JAX knows references in its own primitives only, and not in ours. It has no references to
-        # arrays that vary over Manual axes, so the types here do not say that (JAX 0.11.2 and 0.12).
+        # JAX knows references in its own primitives only, and not in ours. It has none to arrays
+        # that vary over Manual axes, so the types here do not say that (JAX 0.11.2 and 0.12).
         types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands]
         return jaxpr_as_fun(discharge_state(jax.make_jaxpr(launch)(*types)))(*operands)
 

@@ -1,11 +1,20 @@
 """Linear cross-entropy in plain JAX over all logits, differentiated by JAX: the oracle."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.loss.plan import Request
-from pallas_kernels.loss.token_loss import TokenLosses, finite_where_not_counted, token_losses
+from pallas_kernels.loss.token_loss import (
+    LossOptions,
+    TokenLosses,
+    finite_where_not_counted,
+    token_losses,
+)
+from pallas_kernels.partition import Place, Roles, Tokens, Weight, split_over_explicit_axes
 
 
 def sums_of_losses(
@@ -23,19 +32,37 @@ def sums_of_losses(
     The logits `[*T, V]` are in memory, with float32 operands in all steps and in the GEMM. A token
     whose coefficient is 0 and whose `x` is not finite has losses and gradients of 0.
     """
-    # Left out before and after: `jnp.where` gives such values the gradient 0, and 0 · NaN is NaN.
-    is_left_out = (coefficients == 0) & ~jnp.all(jnp.isfinite(x), axis=-1)
-    x = jnp.where(is_left_out[..., None], 0, x)
-    logits = jnp.einsum(
-        "...d,vd->...v",
-        x.astype(jnp.float32),
-        weight.astype(jnp.float32),
-        precision=jax.lax.Precision.HIGHEST,
-    )
+    numbers = Tokens()
+    roles = [Tokens(("d",)), Weight(("v", "d")), numbers, numbers]
+    arrays = [x, weight, coefficients, labels]
     if bias is not None:
-        logits += bias.astype(jnp.float32)
-    losses = token_losses(logits, labels, request.settings.options)
-    losses = TokenLosses(*(jnp.where(is_left_out, 0.0, a) for a in losses))
+        roles.append(Weight(("v",)))
+        arrays.append(bias)
+    of_losses = Roles(tuple(roles), (numbers,) * len(TokenLosses._fields))
+    options = request.settings.options
+    losses = TokenLosses(*split_over_explicit_axes(_losses_of, options, of_losses, *arrays))
     losses = finite_where_not_counted(losses, coefficients)
     axes = tuple(range(num_axes, labels.ndim))
     return jnp.sum(coefficients * losses.loss, axis=axes), losses
+
+
+def _losses_of(options: LossOptions, place: Place) -> Callable[..., Sequence[jax.Array]]:
+    """The losses of a device's tokens."""
+
+    def run(x: Any, weight: Any, coefficients: Any, labels: Any, *bias: Any) -> list[jax.Array]:
+        # Left out before and after: `jnp.where` gives such values the gradient 0, and 0 · NaN is
+        # NaN.
+        is_left_out = (coefficients == 0) & ~jnp.all(jnp.isfinite(x), axis=-1)
+        x = jnp.where(is_left_out[..., None], 0, x)
+        logits = jnp.einsum(
+            "...d,vd->...v",
+            x.astype(jnp.float32),
+            weight.astype(jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        if bias:
+            logits += bias[0].astype(jnp.float32)
+        losses = token_losses(logits, labels, options)
+        return [jnp.where(is_left_out, 0.0, a) for a in losses]
+
+    return run

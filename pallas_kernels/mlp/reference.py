@@ -3,11 +3,15 @@
 Tests compare with these formulas, and XLA fuses them.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.mlp import formula
+from pallas_kernels.partition import Place, Roles, Tokens, Weight, split_over_explicit_axes
 
 
 def swiglu(gate: Float[Array, "*T F"], up: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
@@ -23,8 +27,19 @@ def swiglu_mlp(
     w_down: Float[Array, "F D"],
 ) -> Float[Array, "*T D"]:
     """`(silu(x @ w_gate) · (x @ w_up)) @ w_down`, each step rounded once to the dtype of `x`."""
-    gate, up = matmul(x, w_gate), matmul(x, w_up)
-    return matmul(product(gate, up), w_down)
+    tokens, across, down = Tokens(("d",)), Weight(("d", "f"), x.dtype), Weight(("f", "d"), x.dtype)
+    roles = Roles((tokens, across, across, down), (tokens,))
+    return split_over_explicit_axes(_mlp_of, None, roles, x, w_gate, w_up, w_down)[0]
+
+
+def _mlp_of(key: None, place: Place) -> Callable[..., tuple[jax.Array, ...]]:
+    """The MLP of a device's tokens."""
+
+    def run(x: Any, w_gate: Any, w_up: Any, w_down: Any) -> tuple[jax.Array, ...]:
+        gate, up = matmul(x, w_gate), matmul(x, w_up)
+        return (matmul(product(gate, up), w_down),)
+
+    return run
 
 
 def product(gate: Float[Array, "*T F"], up: Float[Array, "*T F"]) -> Float[Array, "*T F"]:

@@ -1,11 +1,17 @@
 """RMSNorm in plain JAX, differentiated by JAX: tests compare with it, and XLA fuses it."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
+
+from pallas_kernels.partition import Place, Roles, Tokens, Weight, split_over_explicit_axes
+
+_TOKENS, _WEIGHT = Tokens(("d",)), Weight(("d",))
 
 
 def rms_norm(
@@ -17,16 +23,9 @@ def rms_norm(
     casting: str,
 ) -> Float[Array, "*T D"]:
     """`x / sqrt(mean(x²) + eps) * (weight + weight_offset)`; see `pallas_kernels.rms_norm`."""
-    x_f32 = x.astype(jnp.float32)
-    rstd = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + eps)
-    # 4 bytes a token: a remat policy that keeps it saves the backward one reduction over x.
-    x_hat = x_f32 * checkpoint_name(rstd, "rstd")
-    if casting == "llama":
-        # The product of two 16-bit numbers is exact in float32, so rounding it once below gives
-        # the bits of a 16-bit multiplication, whatever the dtype of the weight.
-        x_hat = _rounded(x_hat, x.dtype).astype(jnp.float32)
-    y = (x_hat * (weight.astype(jnp.float32) + weight_offset)).astype(x.dtype)
-    return checkpoint_name(y, "normed")
+    key = eps, weight_offset, casting
+    roles = Roles((_TOKENS, _WEIGHT), (_TOKENS,))
+    return split_over_explicit_axes(_norm_of, key, roles, x, weight)[0]
 
 
 def add_rms_norm(
@@ -39,11 +38,43 @@ def add_rms_norm(
     casting: str,
 ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
     """`rms_norm` of the rounded sum `x + residual`, and that sum."""
-    total = x.astype(jnp.float32) + residual.astype(jnp.float32)
-    # Tagged here and not by the caller, because the backward of the norm reads it.
-    residual_out = checkpoint_name(_rounded(total, x.dtype), "residual")
-    y = rms_norm(residual_out, weight, eps=eps, weight_offset=weight_offset, casting=casting)
+    key = eps, weight_offset, casting
+    roles = Roles((_TOKENS, _TOKENS, _WEIGHT), (_TOKENS, _TOKENS))
+    y, residual_out = split_over_explicit_axes(_add_norm_of, key, roles, x, residual, weight)
     return y, residual_out
+
+
+def _norm_of(key: tuple[float, float, str], place: Place) -> Callable[..., tuple[jax.Array, ...]]:
+    """The norm of a device's tokens."""
+    eps, weight_offset, casting = key
+
+    def run(x: Any, weight: Any) -> tuple[jax.Array, ...]:
+        x_f32 = x.astype(jnp.float32)
+        rstd = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + eps)
+        # 4 bytes a token: a remat policy that keeps it saves the backward one reduction over x.
+        x_hat = x_f32 * checkpoint_name(rstd, "rstd")
+        if casting == "llama":
+            # The product of two 16-bit numbers is exact in float32, so rounding it once below gives
+            # the bits of a 16-bit multiplication, whatever the dtype of the weight.
+            x_hat = _rounded(x_hat, x.dtype).astype(jnp.float32)
+        y = (x_hat * (weight.astype(jnp.float32) + weight_offset)).astype(x.dtype)
+        return (checkpoint_name(y, "normed"),)
+
+    return run
+
+
+def _add_norm_of(
+    key: tuple[float, float, str], place: Place
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """The sum and the norm of a device's tokens."""
+
+    def run(x: Any, residual: Any, weight: Any) -> tuple[jax.Array, ...]:
+        total = x.astype(jnp.float32) + residual.astype(jnp.float32)
+        # Tagged here and not by the caller, because the backward of the norm reads it.
+        residual_out = checkpoint_name(_rounded(total, x.dtype), "residual")
+        return *_norm_of(key, place)(residual_out, weight), residual_out
+
+    return run
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

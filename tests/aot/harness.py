@@ -50,6 +50,7 @@ class Case:
       compiler_options: of XLA.
       mesh: names and sizes of the axes of a mesh that is in context, of one device if it is empty.
       specs: how the arguments lie on it; all whole if there are none.
+      is_explicit: whether the axes of the mesh are Explicit, and not Auto.
     """
 
     function: Callable[..., Any]
@@ -58,6 +59,7 @@ class Case:
     compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)
     specs: tuple[PartitionSpec, ...] = ()
+    is_explicit: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import traceback
 import jax
 import numpy as np
 from jax.experimental.mosaic.gpu import constraints
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from aot.harness import (
     CHIPS,
@@ -54,7 +54,8 @@ def _compile(case: Case, chip: str, kernels: dict[str, Kernel]) -> Program:
     """Compiles a case and adds its new kernels to those by hash."""
     sizes = case.mesh or {"x": 1}
     devices = np.array(aot.devices(CHIPS[chip], math.prod(sizes.values())))
-    mesh = Mesh(devices.reshape(*sizes.values()), tuple(sizes))
+    kind = AxisType.Explicit if case.is_explicit else AxisType.Auto
+    mesh = Mesh(devices.reshape(*sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
 
     specs = case.specs or (PartitionSpec(),) * len(case.args)
     shardings = [NamedSharding(mesh, spec) for spec in specs]

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import add_rms_norm, linear_cross_entropy, rms_norm, swiglu, swiglu_mlp
+from pallas_kernels.implementation import Implementation
 
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
 MODES = ("auto", "explicit", "manual")
@@ -104,7 +105,7 @@ def specs(layout: Layout, transform: str) -> dict[str, P]:
 
 
 def loss_of(
-    layout: Layout, mode: str, transform: str, implementation: str | None = None
+    layout: Layout, mode: str, transform: str, implementation: Implementation | None = None
 ) -> Callable[[dict[str, Any]], jax.Array]:
     """The mean loss of the model.
 
@@ -126,8 +127,8 @@ def loss_of(
         dtype = h.dtype
         norm = whole(weights["norm"], 0, jnp.float32)
         y, h = add_rms_norm(jnp.sin(h), h, norm)
-        across = [whole(weights[name], 0, dtype) for name in ("w_gate", "w_up")]
-        out = swiglu_mlp(y, *across, whole(weights["w_down"], 1, dtype))
+        w_gate, w_up = (whole(weights[name], 0, dtype) for name in ("w_gate", "w_up"))
+        out = swiglu_mlp(y, w_gate, w_up, whole(weights["w_down"], 1, dtype))
         if split_columns:
             out = jax.lax.psum(out, split_columns)
         return h + swiglu(out, y, implementation=implementation), None

@@ -1,0 +1,122 @@
+"""All operations in one model, compiled for eight H100s: their kernels and what devices exchange.
+
+The programs are those of tests/pallas_kernels/test_meshes.py. `make test-aot` compiles every pair
+of layout, mode and transform, about 25 s each on one core; `--full` compiles the whole cross.
+"""
+
+import math
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from aot.harness import Case
+from benchmarks.training.schedule import Schedule
+from support import mesh_programs
+from support.mesh_programs import LAYOUTS, MODES, TRANSFORMS
+
+SIZES = mesh_programs.Sizes(batch=16, sequence=2048, hidden=512, columns=1024, vocabulary=2048)
+B, S, D, F, V = 16, 2048, 512, 1024, 2048
+# Sums of the loss, of the number of labels, and of what XLA combines with them.
+SCALARS = 8
+
+
+def make_case(layout: str, mode: str, transform: str) -> Case:
+    args = jax.eval_shape(
+        lambda: mesh_programs.make_args(SIZES, transform, jnp.bfloat16, jnp.float32)
+    )
+    specs = mesh_programs.specs(LAYOUTS[layout], transform)
+    names = [name for name in args if name != "labels"]
+    gradients = mesh_programs.gradients_of(LAYOUTS[layout], mode, transform, "mosaic_gpu")
+    return Case(
+        lambda *arrays: gradients(dict(zip(names, arrays, strict=False)), arrays[-1]),
+        (*(args[name] for name in names), args["labels"]),
+        mesh=mesh_programs.AXES,
+        specs=(*(specs[name] for name in names), specs["labels"]),
+        is_explicit=mode == "explicit",
+    )
+
+
+def name_of(*parts: str) -> str:
+    return ", ".join(parts)
+
+
+CASES = {
+    name_of(layout, mode, transform): make_case(layout, mode, transform)
+    for layout in LAYOUTS
+    for mode in MODES
+    for transform in TRANSFORMS
+}
+PARAMS = [
+    pytest.param(
+        "h100",
+        name_of(layout, mode, transform),
+        id=name_of(layout, mode, transform),
+        marks=() if (i + j + k) % 3 == 0 else pytest.mark.full,
+    )
+    for i, layout in enumerate(LAYOUTS)
+    for j, mode in enumerate(MODES)
+    for k, transform in enumerate(TRANSFORMS)
+]
+each_program = pytest.mark.parametrize("chip, case", PARAMS)
+
+
+@each_program
+def test_every_operation_runs_its_kernels(compiled, chip, case):
+    program = compiled(chip, case)
+    names = " ".join(kernel.name for kernel in program.kernels)
+    for name in (
+        "rms_norm_fwd",
+        "rms_norm_bwd",
+        "add_rms_norm_fwd",
+        "add_rms_norm_bwd",
+        "swiglu_fwd",
+        "swiglu_bwd",
+        "gated_matmul",
+        "gated_matmul_backward",
+    ):
+        assert re.search(rf"\b\w*?{name}\b|{name}", names), (name, names)
+    is_split = LAYOUTS[case.split(", ")[0]].columns is not None
+    assert ("loss_of_logits" if is_split else "linear_exponentials") in names
+
+
+@each_program
+def test_devices_exchange_only_what_the_layout_needs(compiled, chip, case):
+    """Elements by kind. Gradients and weights are counted whole, as one device has them."""
+    layout_name, _, transform = case.split(", ")
+    layout = LAYOUTS[layout_name]
+    columns = 2 if layout.columns else 1
+    num_layers = 2 if transform == "scan" else 1
+    of_layer = D + 3 * D * F // columns
+    of_model = num_layers * of_layer + D + V * D // columns
+    tokens = B * S * columns // 8
+    found: Counter[str] = Counter()
+    sums_of_tokens = statistics = 0
+    for collective in Schedule(compiled(chip, case).hlo).collectives():
+        for shape in collective.results:
+            size = math.prod(shape)
+            if collective.kind == "all-reduce" and size == tokens * D:
+                sums_of_tokens += collective.times
+            elif shape == (5, 2, tokens):
+                statistics += collective.times
+            else:
+                found[collective.kind] += collective.times * size
+    assert not found.keys() - {"all-reduce", "all-gather", "reduce-scatter"}
+
+    # The MLP's result, and the gradients of its input and of the head's.
+    forwards = 2 if transform == "remat" else 1
+    assert sums_of_tokens == (num_layers * (forwards + 1) + 1 if layout.columns else 0)
+    assert statistics == (1 if layout.columns else 0)
+    if layout.hidden is None:
+        assert found["all-gather"] == found["reduce-scatter"] == 0
+        assert of_model <= found["all-reduce"] <= of_model + SCALARS
+        return
+    # A weight is gathered for each use: in the forward, again by `jax.checkpoint`, in the backward.
+    # The head has one use.
+    assert of_model <= found["all-gather"] <= (forwards + 1) * of_model - V * D // columns
+    # The halves of the gradients are summed over the other axes. Inside of `jax.shard_map`, JAX
+    # sums whole gradients first.
+    assert found["reduce-scatter"] == of_model // 2
+    assert of_model // 2 <= found["all-reduce"] <= of_model + SCALARS
