@@ -302,20 +302,28 @@ def test_xla_runs_on_a_mesh_and_on_other_devices(monkeypatch):
 
 
 @interpreted
-def test_all_configurations_agree():
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(stages=2, tile_n=64, cluster=2, blocks=4, band=1),
+        pytest.param(dict(stages=2, tile_n=64), marks=pytest.mark.full),
+        pytest.param(dict(cluster=2, blocks=4, band=1), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_all_configurations_agree(changes):
     args = make_args((130, 256), 128, BF16)
     options = dict(implementation="mosaic_gpu", save="gate_up")
     base = MLPConfig(forward=FORWARD, backward=BACKWARD)
-    for changes in (dict(stages=2, tile_n=64), dict(cluster=2, blocks=4, band=1)):
-        config = MLPConfig(
-            forward=dataclasses.replace(FORWARD, **changes),
-            backward=dataclasses.replace(BACKWARD, **{"stages": 3} | changes),
-        )
-        got = check(args, config=config, **options)
-        # Each sum is taken in the order of K. A CPU's compiler fuses other multiplications with
-        # additions in each interpreted program.
-        if jax.default_backend() == "gpu":
-            chex.assert_trees_all_equal(got, graded(config=base, **options)(*args))
+    config = MLPConfig(
+        forward=dataclasses.replace(FORWARD, **changes),
+        backward=dataclasses.replace(BACKWARD, **{"stages": 3} | changes),
+    )
+    got = check(args, config=config, **options)
+    # Each sum is taken in the order of K. A CPU's compiler fuses other multiplications with
+    # additions in each interpreted program.
+    if jax.default_backend() == "gpu":
+        chex.assert_trees_all_equal(got, graded(config=base, **options)(*args))
 
 
 @interpreted
