@@ -113,14 +113,9 @@ def test_loss_and_gradients_are_those_of_one_device(data, fsdp, tensor, variant)
 HOST = "attention,residual,gate@host"
 
 
-# The MLP keeps its input under `mlp_inputs`. Other tests here run `none`, `minimal` and `full`.
-@pytest.mark.parametrize(
-    "remat",
-    [
-        pytest.param(name, marks=() if name == "mlp_inputs" else pytest.mark.full)
-        for name in (*POLICIES, "q,mlp_out,attn_proj", HOST)
-    ],
-)
+# The normal run has `none`, `minimal` and `full` in other tests.
+@pytest.mark.full
+@pytest.mark.parametrize("remat", [*POLICIES, "q,mlp_out,attn_proj", HOST])
 def test_no_policy_changes_the_numbers(remat):
     assert_close(on_mesh(changed(remat=remat), mesh_of(1, 2, 2)), on_one_device(CONFIG))
 
