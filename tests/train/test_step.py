@@ -487,14 +487,9 @@ def on_one_device():
     return run_on(one_device())
 
 
-@pytest.mark.parametrize(
-    ("data", "fsdp"),
-    [
-        pytest.param(8, 1, marks=pytest.mark.full),
-        (2, 4),
-        pytest.param(1, 8, marks=pytest.mark.full),
-    ],
-)
+# The normal run has whole runs on other devices, in checkpoints/test_checkpoint.py.
+@pytest.mark.full
+@pytest.mark.parametrize(("data", "fsdp"), [(8, 1), (2, 4), (1, 8)])
 def test_a_mesh_changes_nothing_but_the_placement(on_one_device, data, fsdp):
     losses, norms, first, last, program = run_on(make_mesh(data=data, fsdp=fsdp))
     want_losses, want_norms, want_first, want_last, _ = on_one_device
