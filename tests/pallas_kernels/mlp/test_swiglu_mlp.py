@@ -89,18 +89,24 @@ def check(args, **options):
 # Values and gradients.
 
 
+# The reference keeps everything.
+WAYS = [("reference", "all"), *(("xla", save) for save in SAVES)]
+SHAPES = [
+    ((2, 13, 24), 40, F32, F32),
+    ((5, 64), 129, BF16, F32),
+    ((31, 17), 7, BF16, BF16),
+    ((13, 3, 20), 33, F16, F16),
+    ((24,), 40, F32, F32),
+]
+
+
+# The normal run has all ways for the first two shapes, and one for each other.
 @pytest.mark.parametrize(
-    "implementation, save",
-    [("reference", "all"), *(("xla", save) for save in SAVES)],  # the reference keeps everything
-)
-@pytest.mark.parametrize(
-    "shape, intermediate_size, dtype, weight_dtype",
+    "shape, intermediate_size, dtype, weight_dtype, implementation, save",
     [
-        ((2, 13, 24), 40, F32, F32),
-        ((31, 17), 7, BF16, BF16),
-        ((5, 64), 129, BF16, F32),
-        ((13, 3, 20), 33, F16, F16),
-        ((24,), 40, F32, F32),
+        pytest.param(*shape, *way, marks=() if i < 2 or i % 4 == j else pytest.mark.full)
+        for i, shape in enumerate(SHAPES)
+        for j, way in enumerate(WAYS)
     ],
     ids=str,
 )
@@ -373,7 +379,7 @@ def test_default_configurations_fit():
 # Transformations.
 
 
-@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("save", [pytest.param("all", marks=pytest.mark.full), "gate_up", "x"])
 def test_vmap_scan_and_checkpoint(save):
     args = make_args((4, 13, 24), 40, F32)
     fn = functools.partial(swiglu_mlp, save=save, implementation="xla")
