@@ -81,14 +81,6 @@ def fast_compilation():
 
 
 @pytest.fixture
-def optimized():
-    """Compiles as users do, for tests that look at a program or measure its memory."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
-
-
-@pytest.fixture
 def unchecked_shapes():
     """Turns jaxtyping's checks off, as for users, so that the library's own errors are raised."""
     jaxtyping.config.update("jaxtyping_disable", True)

@@ -19,8 +19,6 @@ from train.__main__ import main
 from train.cli import plan
 from train.cli.command_line import COMMANDS, Parser, parse_command_line
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 PAGES = pages()
 every_page = pytest.mark.parametrize("page", PAGES, ids=name)
 

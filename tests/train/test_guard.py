@@ -26,7 +26,7 @@ from train.reporting.metrics import jsonable
 from train.reporting.results import load_metrics
 from train.step import init_state, jit_train_step, make_train_step
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "no_plots")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -26,9 +26,6 @@ CONFIG = dataclasses.replace(
 RATES = {"adamw": 1e-2, "lion": 2e-3, "adafactor": 1e-2, "muon": 1e-2, "sgd": 1.0}
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
-
 def config_of(name, **changes):
     optimizer = dataclasses.replace(
         CONFIG.optimizer, name=name, learning_rate=RATES[name], **changes

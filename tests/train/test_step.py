@@ -53,9 +53,6 @@ LINEAR = OptimizerConfig(
 )
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
-
 def config_of(model=MODEL, optimizer=LINEAR, **changes):
     fields = {
         "name": "test",

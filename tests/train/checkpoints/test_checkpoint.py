@@ -53,7 +53,7 @@ CONFIG = dataclasses.replace(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def fast_compilation(tmp_path_factory):
+def programs_in_a_cache(tmp_path_factory):
     """These programs run for milliseconds, compile for seconds, and are the same in every test."""
     programs = str(tmp_path_factory.mktemp("programs"))
     set_compilation(cache=programs, cache_from_s=0.0)
