@@ -71,6 +71,7 @@ def exact(*args):
     return y.reshape(shape), dx.reshape(shape), x.T @ dgate, x.T @ dup, product.T @ dy
 
 
+@functools.cache
 def graded(**options):
     fn = functools.partial(swiglu_mlp, **options)
     return quick_jit(lambda *args: value_and_grads(fn, args[:-1], args[-1]))
@@ -121,7 +122,7 @@ def test_xla(implementation, save, shape, intermediate_size, dtype, weight_dtype
 @pytest.mark.parametrize(
     "shape, intermediate_size, dtype, save",
     [
-        ((1, 128), 128, BF16, "gate_up"),
+        pytest.param((1, 128), 128, BF16, "gate_up", marks=pytest.mark.full),
         pytest.param((2, 61, 128), 256, BF16, "gate_up", marks=pytest.mark.full),
         pytest.param((129, 256), 384, BF16, "gate_up", marks=pytest.mark.full),
         ((127, 128), 256, F16, "all"),
@@ -152,7 +153,8 @@ def test_no_tokens(implementation):
 @pytest.mark.parametrize("implementation", ["reference", "xla", "mosaic_gpu"])
 def test_huge_gates(implementation):
     """silu saturates; its derivative is 0 or 1, and nothing is 0 times infinity."""
-    got = check(make_args((16, 128), 128, BF16, scale=1e4), implementation=implementation)
+    # The shape of `test_a_wrong_row_stays_in_its_row`, for one program.
+    got = check(make_args((70, 128), 128, BF16, scale=1e4), implementation=implementation)
     assert all(np.all(np.isfinite(np.asarray(a, np.float32))) for a in got)
 
 
