@@ -26,6 +26,8 @@ def pytest_configure(config):
     # Without such a marker the tests use the eight CPU devices, also on a machine with a GPU.
     if not re.search(r"(?<!not )\bgpus?\b", config.option.markexpr):
         jax.config.update("jax_platforms", "cpu")
+        # Programs run for milliseconds, so most optimizations take longer than they save.
+        jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects
@@ -58,13 +60,6 @@ _MAPS = pathlib.Path("/proc/self/maps")
 _MANY_MAPS = 30000
 
 
-@pytest.fixture(autouse=True, scope="module")
-def clear_caches():
-    """Frees the compiled programs of a module."""
-    yield
-    jax.clear_caches()
-
-
 @pytest.fixture(autouse=True)
 def clear_caches_in_time():
     """Frees the compiled programs before the process runs out of memory maps.
@@ -79,10 +74,10 @@ def clear_caches_in_time():
 
 @pytest.fixture(scope="module")
 def fast_compilation():
-    """Compiles without most optimizations, for programs that run for milliseconds."""
+    """Compiles without most optimizations on a GPU too, for programs that run for milliseconds."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
 
 
 @pytest.fixture

@@ -7,11 +7,6 @@ import pytest
 from benchmarks import timing
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation(fast_compilation):
-    """No test measures times, so programs need no optimization."""
-
-
 @pytest.fixture
 def two_ms_a_call(monkeypatch):
     """Replaces the timing, which needs a GPU: calls run, and each of them counts as 2 ms."""

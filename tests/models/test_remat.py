@@ -399,9 +399,8 @@ def test_remat3_keeps_the_same(remat3, remat, scan_layers):
     assert of_layer == kept(remat, scan_layers)
 
 
-@in_each_layout(
-    ["full", "mlp_inputs"], full=[("full", True), ("full", False), ("mlp_inputs", True)]
-)
+@pytest.mark.full
+@in_each_layout(["full", "mlp_inputs"])
 def test_remat3_computes_the_same(remat3, remat, scan_layers):
     program = traced.__wrapped__(remat, scan_layers)
     primitives = Counter(equation.primitive.name for equation in equations(program.jaxpr.jaxpr))

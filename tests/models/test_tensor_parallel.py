@@ -113,14 +113,9 @@ def test_loss_and_gradients_are_those_of_one_device(data, fsdp, tensor, variant)
 HOST = "attention,residual,gate@host"
 
 
-# The MLP keeps its input under `mlp_inputs`. Other tests here run `none`, `minimal` and `full`.
-@pytest.mark.parametrize(
-    "remat",
-    [
-        pytest.param(name, marks=() if name == "mlp_inputs" else pytest.mark.full)
-        for name in (*POLICIES, "q,mlp_out,attn_proj", HOST)
-    ],
-)
+# The normal run has `none`, `minimal` and `full` in other tests.
+@pytest.mark.full
+@pytest.mark.parametrize("remat", [*POLICIES, "q,mlp_out,attn_proj", HOST])
 def test_no_policy_changes_the_numbers(remat):
     assert_close(on_mesh(changed(remat=remat), mesh_of(1, 2, 2)), on_one_device(CONFIG))
 
@@ -292,13 +287,10 @@ def trained(data, fsdp, tensor):
     return losses, norms, accuracies, state
 
 
+# In the normal run tests/train compares runs on meshes, and this file gradients.
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "data, fsdp, tensor",
-    [(2, 2, 2)]
-    + [
-        pytest.param(*sizes, marks=pytest.mark.full)
-        for sizes in ((1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 1, 4))
-    ],
+    "data, fsdp, tensor", [(1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 1, 4), (2, 2, 2)]
 )
 def test_training_is_that_of_one_device(data, fsdp, tensor):
     losses, norms, accuracies, state = trained(data, fsdp, tensor)

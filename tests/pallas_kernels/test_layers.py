@@ -373,6 +373,9 @@ def of_their_model():
 
 
 @in_both_modes
+@pytest.mark.parametrize(
+    "nnx_mode", ["graph_mode", pytest.param("tree_mode", marks=pytest.mark.full)], indirect=True
+)
 def test_inside_somebody_elses_model():
     ours = ModelWithOurs(nnx.Rngs(1))
     converted, want, their_gradients = of_their_model()

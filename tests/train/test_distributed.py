@@ -49,7 +49,7 @@ FLAGS = """--model.hidden-size 16 --model.intermediate-size 32 --model.num-hidde
     --checkpoint.every 3 --checkpoint.keep 9 --mesh.fsdp 2 --mesh.tensor 2""".split()
 QUIET = ["--sample-tokens", "0", "--no-save"]
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "no_plots")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def mesh_of_four():
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, data_flags, fast_compilation):
+def alone(tmp_path_factory, data_flags):
     """Configuration and folder of the run in one process."""
     flags = [*FLAGS, *QUIET, *data_flags, f"--runs-dir={tmp_path_factory.mktemp('alone')}"]
     config = parse_command_line(flags)

@@ -13,8 +13,6 @@ from train.checkpoints.checkpoint import Checkpoints
 from train.cli.command_line import parse_command_line
 from train.step import init_state
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 
 @functools.cache
 def state_of(seed):

@@ -26,7 +26,7 @@ from train.reporting.metrics import jsonable
 from train.reporting.results import load_metrics
 from train.step import init_state, jit_train_step, make_train_step
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "no_plots")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -136,11 +136,9 @@ def test_skipping_takes_no_memory(monkeypatch):
         assert memory.alias_size_in_bytes == size
         return memory.temp_size_in_bytes
 
-    jax.config.update("jax_disable_most_optimizations", False)
     skipping = temporaries()
     monkeypatch.setattr("train.step.judge", lambda guard, *args, **options: (True, guard))
     always = temporaries()
-    jax.config.update("jax_disable_most_optimizations", True)
     assert skipping <= always + 1024
 
 

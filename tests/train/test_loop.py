@@ -60,7 +60,7 @@ CORPUS = data.Corpus(
 SMALL = dataclasses.replace(CONFIG, sample_tokens=0, save=False, eval_every=0)
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "no_plots")
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 @pytest.fixture(scope="module", autouse=True)

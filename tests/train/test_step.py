@@ -53,9 +53,6 @@ LINEAR = OptimizerConfig(
 )
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
-
 def config_of(model=MODEL, optimizer=LINEAR, **changes):
     fields = {
         "name": "test",
@@ -177,7 +174,7 @@ def exact_gradients():
 # The loss and its gradient
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, pytest.param(2, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize("accumulation_steps", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_loss_and_gradients_do_not_depend_on_the_split(plain, accumulation_steps):
     loss, grads, state = plain
     config = config_of()
@@ -215,9 +212,10 @@ def test_positions_without_a_label_do_not_matter(plain):
     chex.assert_trees_all_equal(got_state, want_state)
 
     # A part without labels neither adds to the sum nor to the count it is divided by.
-    empty = {"tokens": batch["tokens"], "labels": jnp.full_like(batch["labels"], IGNORED)}
-    for parts in ([batch, empty], [empty, batch]):
-        both = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+    batch["labels"] = batch["labels"].at[:, : ROWS // 2].set(IGNORED)
+    want_state, want = step(state, batch)
+    parts = jax.tree.map(lambda a: a.reshape(2, -1, LENGTH), batch)
+    for both in (parts, jax.tree.map(jnp.flipud, parts)):
         got_state, got = step(state, both)
         np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-6)
         assert_close(got_state.params, want_state.params)
@@ -285,8 +283,7 @@ def test_a_batch_without_labels_only_decays(plain):
     _, _, state = plain
     batch = batch_of()
     batch["labels"] = jnp.full_like(batch["labels"], IGNORED)
-    optimizer = dataclasses.replace(LINEAR, learning_rate=0.5, clip_norm=1.0)
-    new_state, metrics = step_of(config_of(optimizer=optimizer))(state, batch)
+    new_state, metrics = step_of(config_of())(state, batch)
     assert float(metrics["loss"]) == 0 and float(metrics["grad_norm"]) == 0
     assert int(metrics["num_tokens"]) == 0
     before, after = named(state.params), named(new_state.params)
@@ -295,7 +292,7 @@ def test_a_batch_without_labels_only_decays(plain):
         kinds[decays(name)] += 1
         assert np.all(old == 0) or np.any(old), name
         if decays(name):
-            np.testing.assert_allclose(after[name], old * (1 - 0.5 * 0.1), rtol=1e-6, err_msg=name)
+            np.testing.assert_allclose(after[name], old * (1 - 0.1), rtol=1e-6, err_msg=name)
         else:
             assert np.all(old != 0), f"{name} would show no decay"
             np.testing.assert_array_equal(after[name], old, err_msg=name)
@@ -487,14 +484,9 @@ def on_one_device():
     return run_on(one_device())
 
 
-@pytest.mark.parametrize(
-    ("data", "fsdp"),
-    [
-        pytest.param(8, 1, marks=pytest.mark.full),
-        (2, 4),
-        pytest.param(1, 8, marks=pytest.mark.full),
-    ],
-)
+# The normal run has whole runs on other devices, in checkpoints/test_checkpoint.py.
+@pytest.mark.full
+@pytest.mark.parametrize(("data", "fsdp"), [(8, 1), (2, 4), (1, 8)])
 def test_a_mesh_changes_nothing_but_the_placement(on_one_device, data, fsdp):
     losses, norms, first, last, program = run_on(make_mesh(data=data, fsdp=fsdp))
     want_losses, want_norms, want_first, want_last, _ = on_one_device

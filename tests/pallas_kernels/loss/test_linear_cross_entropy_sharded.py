@@ -155,7 +155,7 @@ def check(run, arrays, labels, *, token_parts=1, column_parts=1, reduction="mean
     "axes, chunks, dtype",
     [
         pytest.param({"data": 8}, TOKEN_CHUNKS, F32, marks=full),
-        ({"data": 8}, COLUMN_CHUNKS, BF16),
+        pytest.param({"data": 8}, COLUMN_CHUNKS, BF16, marks=full),
         pytest.param({"data": 4}, COLUMN_CHUNKS, F32, marks=full),
         ({"data": 2, "fsdp": 4}, TOKEN_CHUNKS, BF16),
         pytest.param({"data": 2, "fsdp": 4}, COLUMN_CHUNKS, F32, marks=full),
@@ -188,7 +188,7 @@ def test_split_tokens(axes, chunks, dtype):
 @pytest.mark.parametrize(
     "parts, reduction, chunks",
     [
-        (2, "mean", TOKEN_CHUNKS),
+        pytest.param(2, "mean", TOKEN_CHUNKS, marks=full),
         pytest.param(2, "mean", COLUMN_CHUNKS, marks=full),
         pytest.param(2, "sum", TOKEN_CHUNKS, marks=full),
         pytest.param(2, "sum", COLUMN_CHUNKS, marks=full),

@@ -104,7 +104,7 @@ def compare(got, exact, *, with_total=True):
 @pytest.mark.parametrize(
     "num_tokens, hidden_size, vocab_size, dtype, bias, softcap",
     [
-        (1, 8, 1, BF16, False, None),
+        pytest.param(1, 8, 1, BF16, False, None, marks=full),
         pytest.param(1, 64, 1000, BF16, True, None, marks=full),
         pytest.param(127, 72, 100, BF16, False, None, marks=full),
         pytest.param(128, 128, 256, BF16, False, None, marks=full),
@@ -125,11 +125,12 @@ def test_shapes_that_divide_nothing(num_tokens, hidden_size, vocab_size, dtype, 
     [
         pytest.param(dict(), marks=full),
         pytest.param(dict(stages=2), marks=full),
-        dict(tile_n=64, band=1, stages=2),
+        pytest.param(dict(tile_n=64, band=1, stages=2), marks=full),
         pytest.param(dict(tile_n=192, blocks=7), marks=full),
         pytest.param(dict(tile_n=256, blocks=1, band=9), marks=full),
         pytest.param(dict(cluster=2, blocks=4), marks=full),
-        dict(cluster=2, band=1, blocks=6),
+        pytest.param(dict(cluster=2, band=1, blocks=6), marks=full),
+        dict(tile_n=192, cluster=2, band=1, blocks=6, stages=2),
     ],
     ids=str,
 )

@@ -71,6 +71,7 @@ def exact(*args):
     return y.reshape(shape), dx.reshape(shape), x.T @ dgate, x.T @ dup, product.T @ dy
 
 
+@functools.cache
 def graded(**options):
     fn = functools.partial(swiglu_mlp, **options)
     return quick_jit(lambda *args: value_and_grads(fn, args[:-1], args[-1]))
@@ -89,18 +90,24 @@ def check(args, **options):
 # Values and gradients.
 
 
+# The reference keeps everything.
+WAYS = [("reference", "all"), *(("xla", save) for save in SAVES)]
+SHAPES = [
+    ((2, 13, 24), 40, F32, F32),
+    ((5, 64), 129, BF16, F32),
+    ((31, 17), 7, BF16, BF16),
+    ((13, 3, 20), 33, F16, F16),
+    ((24,), 40, F32, F32),
+]
+
+
+# The normal run has all ways for the first two shapes, and one for each other.
 @pytest.mark.parametrize(
-    "implementation, save",
-    [("reference", "all"), *(("xla", save) for save in SAVES)],  # the reference keeps everything
-)
-@pytest.mark.parametrize(
-    "shape, intermediate_size, dtype, weight_dtype",
+    "shape, intermediate_size, dtype, weight_dtype, implementation, save",
     [
-        ((2, 13, 24), 40, F32, F32),
-        ((31, 17), 7, BF16, BF16),
-        ((5, 64), 129, BF16, F32),
-        ((13, 3, 20), 33, F16, F16),
-        ((24,), 40, F32, F32),
+        pytest.param(*shape, *way, marks=() if i < 2 or i % 4 == j else pytest.mark.full)
+        for i, shape in enumerate(SHAPES)
+        for j, way in enumerate(WAYS)
     ],
     ids=str,
 )
@@ -115,7 +122,7 @@ def test_xla(implementation, save, shape, intermediate_size, dtype, weight_dtype
 @pytest.mark.parametrize(
     "shape, intermediate_size, dtype, save",
     [
-        ((1, 128), 128, BF16, "gate_up"),
+        pytest.param((1, 128), 128, BF16, "gate_up", marks=pytest.mark.full),
         pytest.param((2, 61, 128), 256, BF16, "gate_up", marks=pytest.mark.full),
         pytest.param((129, 256), 384, BF16, "gate_up", marks=pytest.mark.full),
         ((127, 128), 256, F16, "all"),
@@ -146,7 +153,8 @@ def test_no_tokens(implementation):
 @pytest.mark.parametrize("implementation", ["reference", "xla", "mosaic_gpu"])
 def test_huge_gates(implementation):
     """silu saturates; its derivative is 0 or 1, and nothing is 0 times infinity."""
-    got = check(make_args((16, 128), 128, BF16, scale=1e4), implementation=implementation)
+    # The shape of `test_a_wrong_row_stays_in_its_row`, for one program.
+    got = check(make_args((70, 128), 128, BF16, scale=1e4), implementation=implementation)
     assert all(np.all(np.isfinite(np.asarray(a, np.float32))) for a in got)
 
 
@@ -302,20 +310,28 @@ def test_the_kernels_run_on_a_mesh_and_not_on_other_devices(monkeypatch):
 
 
 @interpreted
-def test_all_configurations_agree():
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(stages=2, tile_n=64, cluster=2, blocks=4, band=1),
+        pytest.param(dict(stages=2, tile_n=64), marks=pytest.mark.full),
+        pytest.param(dict(cluster=2, blocks=4, band=1), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_all_configurations_agree(changes):
     args = make_args((130, 256), 128, BF16)
     options = dict(implementation="mosaic_gpu", save="gate_up")
     base = MLPConfig(forward=FORWARD, backward=BACKWARD)
-    for changes in (dict(stages=2, tile_n=64), dict(cluster=2, blocks=4, band=1)):
-        config = MLPConfig(
-            forward=dataclasses.replace(FORWARD, **changes),
-            backward=dataclasses.replace(BACKWARD, **{"stages": 3} | changes),
-        )
-        got = check(args, config=config, **options)
-        # Each sum is taken in the order of K. A CPU's compiler fuses other multiplications with
-        # additions in each interpreted program.
-        if jax.default_backend() == "gpu":
-            chex.assert_trees_all_equal(got, graded(config=base, **options)(*args))
+    config = MLPConfig(
+        forward=dataclasses.replace(FORWARD, **changes),
+        backward=dataclasses.replace(BACKWARD, **{"stages": 3} | changes),
+    )
+    got = check(args, config=config, **options)
+    # Each sum is taken in the order of K. A CPU's compiler fuses other multiplications with
+    # additions in each interpreted program.
+    if jax.default_backend() == "gpu":
+        chex.assert_trees_all_equal(got, graded(config=base, **options)(*args))
 
 
 @interpreted
@@ -365,7 +381,7 @@ def test_default_configurations_fit():
 # Transformations.
 
 
-@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("save", [pytest.param("all", marks=pytest.mark.full), "gate_up", "x"])
 def test_vmap_scan_and_checkpoint(save):
     args = make_args((4, 13, 24), 40, F32)
     fn = functools.partial(swiglu_mlp, save=save, implementation="xla")

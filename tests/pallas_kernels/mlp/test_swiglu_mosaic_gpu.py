@@ -88,16 +88,21 @@ def test_tiles_and_tail_are_the_array(itemsize, accesses):
     "shape, dtype",
     [
         ((2, 1024), BF16),
-        ((1, 1023), BF16),
         ((1, 1025), BF16),
-        ((1, 1032), BF16),
-        ((2053,), F16),
-        ((131, 31), BF16),
         ((1, 127), F16),
-        ((1, 129), F32),
         ((511,), F32),
-        ((4, 128), F32),
-        ((3, 1, 516), F32),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ((1, 1023), BF16),
+                ((1, 1032), BF16),
+                ((2053,), F16),
+                ((131, 31), BF16),
+                ((1, 129), F32),
+                ((4, 128), F32),
+                ((3, 1, 516), F32),
+            )
+        ),
     ],
     ids=str,
 )
@@ -106,7 +111,7 @@ def test_sizes_around_a_tile(shape, dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("size", [3072, 3080, 2999])
+@pytest.mark.parametrize("size", [3072, pytest.param(3080, marks=pytest.mark.full), 2999])
 def test_arrays_beyond_32_bits_are_rows(monkeypatch, size):
     monkeypatch.setattr(mosaic_gpu, "_MAX_INDEX", 2048)
     tiles, padding = mosaic_gpu.deal(size, 2, 2)
@@ -141,7 +146,13 @@ def test_gates_that_saturate():
 
 @interpreted
 @pytest.mark.parametrize(
-    "shape, dtype", [((2, 4096), BF16), ((1, 2055), F16), ((1, 1030), F32)], ids=str
+    "shape, dtype",
+    [
+        pytest.param((2, 4096), BF16, marks=pytest.mark.full),
+        ((1, 2055), F16),
+        pytest.param((1, 1030), F32, marks=pytest.mark.full),
+    ],
+    ids=str,
 )
 def test_the_product_of_the_backward_is_that_of_the_forward(shape, dtype):
     gate, up, dy = make_args(shape, dtype)
@@ -171,7 +182,9 @@ def test_no_elements():
 
 
 @interpreted
-@pytest.mark.parametrize("size, dtype", [(8192, BF16), (4100, F32)], ids=str)
+@pytest.mark.parametrize(
+    "size, dtype", [pytest.param(8192, BF16, marks=pytest.mark.full), (4100, F32)], ids=str
+)
 def test_all_launch_parameters_agree(size, dtype):
     args = make_args((size,), dtype)
     want = check(args, config=ONE)

@@ -221,7 +221,15 @@ def test_meshes(implementation, axes, dtype, gather):
 
 
 @each_implementation
-@pytest.mark.parametrize("shape", [(4, D), (12, D), (4 * 13, D), (3, 8, D), (2, 3, 4, D)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (4, D),
+        (2, 3, 4, D),
+        *(pytest.param(s, marks=pytest.mark.full) for s in ((12, D), (4 * 13, D), (3, 8, D))),
+    ],
+    ids=str,
+)
 def test_token_counts_and_leading_axes(implementation, shape):
     check(mesh_of(tensor=4), shape, (BF16, BF16, F32), implementation=implementation)
 
@@ -250,7 +258,15 @@ def test_options_of_the_norm(implementation, options, dtype):
 
 
 @each_implementation
-@pytest.mark.parametrize("dtypes", [(F16, F16, F16), (BF16, F32, F32), (F32, BF16, BF16)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        pytest.param((F16, F16, F16), marks=pytest.mark.full),
+        (BF16, F32, F32),
+        (F32, BF16, BF16),
+    ],
+    ids=str,
+)
 def test_mixed_dtypes(implementation, dtypes):
     check(mesh_of(tensor=4), (12, D), dtypes, implementation=implementation)
 

@@ -53,16 +53,15 @@ CONFIG = dataclasses.replace(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def fast_compilation(tmp_path_factory):
+def programs_in_a_cache(tmp_path_factory):
     """These programs run for milliseconds, compile for seconds, and are the same in every test."""
     programs = str(tmp_path_factory.mktemp("programs"))
-    set_compilation(no_optimizations=True, cache=programs, cache_from_s=0.0)
+    set_compilation(cache=programs, cache_from_s=0.0)
     yield
-    set_compilation(no_optimizations=False, cache=None, cache_from_s=1.0)
+    set_compilation(cache=None, cache_from_s=1.0)
 
 
-def set_compilation(*, no_optimizations, cache, cache_from_s):
-    jax.config.update("jax_disable_most_optimizations", no_optimizations)
+def set_compilation(*, cache, cache_from_s):
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", cache_from_s)
     compilation_cache.reset_cache()
@@ -331,7 +330,9 @@ def flip_a_bit(path):
 
 @CANCELLED
 @pytest.mark.usefixtures("collected")
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
+@pytest.mark.parametrize(
+    "damage", [pytest.param(truncate, marks=pytest.mark.full), flip_a_bit, Path.unlink]
+)
 def test_damage_to_any_file_is_found(damage, two_checkpoints, tmp_path):
     """Either the newest state is read as it was saved, or the one before it, with a warning."""
     folder, first, second = two_checkpoints

@@ -42,7 +42,7 @@ from train.step import init_state
 MODEL = dataclasses.replace(tiny_run.MODEL, eos_token_id=(1, 257))
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "one_device", "no_plots")
+pytestmark = pytest.mark.usefixtures("one_device", "no_plots")
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ FLAGS = {
     "model.dtype": "float32",
 }
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "one_device", "no_plots")
+pytestmark = pytest.mark.usefixtures("one_device", "no_plots")
 
 
 @pytest.fixture(scope="module")

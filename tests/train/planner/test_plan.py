@@ -71,9 +71,6 @@ OF_TENSOR = dataclasses.replace(
 L, D, T = OF_TENSOR.model.num_hidden_layers, OF_TENSOR.model.hidden_size, 8 * 32
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
-
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch, tmp_path):
     """XLA's defaults, and a cache that the test owns."""
