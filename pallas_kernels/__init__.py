@@ -7,6 +7,8 @@
 - `linear_cross_entropy`: output projection and cross-entropy, without all logits in memory.
 - `linear_cross_entropy_plan`: which program that function would run, as a `LossPlan` to print.
 - `sharded_add_rms_norm`: `add_rms_norm` of sums over devices, for tensor parallelism.
+- `explain`: which implementation each operation in a function runs, and why, as an `Explanation`.
+- `require_kernels`: a context in which an operation that would not run its kernel raises.
 
 `LossMetrics` is the second result of `linear_cross_entropy` on request. Flax NNX layers over the
 operations are in `pallas_kernels.layers`.
@@ -16,6 +18,7 @@ size, F intermediate size, V vocabulary, N query heads, K key/value heads, H hea
 """
 
 from pallas_kernels._version import __version__  # first, because it checks JAX's version
+from pallas_kernels.choices import Explanation, explain, require_kernels
 from pallas_kernels.loss import (
     LossMetrics,
     LossPlan,
@@ -27,12 +30,15 @@ from pallas_kernels.norm import add_rms_norm, rms_norm
 from pallas_kernels.sharded_norm import sharded_add_rms_norm
 
 __all__ = [
+    "Explanation",
     "LossMetrics",
     "LossPlan",
     "__version__",
     "add_rms_norm",
+    "explain",
     "linear_cross_entropy",
     "linear_cross_entropy_plan",
+    "require_kernels",
     "rms_norm",
     "sharded_add_rms_norm",
     "swiglu",

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from pallas_kernels.choices import record
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.loss import differentiable, reference
 from pallas_kernels.loss.arguments import (
@@ -166,7 +167,7 @@ def linear_cross_entropy(
       jax.experimental.checkify.JaxRuntimeError: `check_labels` found a label out of range.
     """
     x, weight, bias = check_arrays(x, weight, labels, bias, token_weights)
-    request, _ = checked_request(
+    request, why_no_kernel = checked_request(
         x,
         weight,
         bias,
@@ -182,6 +183,14 @@ def linear_cross_entropy(
         accum_dtype=accum_dtype,
         implementation=implementation,
         config=config,
+    )
+    record(
+        "linear_cross_entropy",
+        (x, weight, labels, bias, token_weights),
+        request.settings.implementation,
+        why_no_kernel,
+        is_fallback=implementation is None and why_no_kernel is not None,
+        plan=lambda: str(describe(request, reduction, why_no_kernel)),
     )
     labels, counts, weights = labels_and_weights(
         labels,

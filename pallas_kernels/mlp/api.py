@@ -11,6 +11,7 @@ from pallas_kernels.arguments import (
     check_integer,
     floating_arrays,
 )
+from pallas_kernels.choices import record
 from pallas_kernels.implementation import (
     Implementation,
     by_name,
@@ -66,7 +67,8 @@ def swiglu(
         raise ValueError(f"gate and up must have one shape, got {gate.shape} and {up.shape}")
     if gate.ndim == 0:
         raise ValueError("gate and up must be [..., F], got scalars")
-    chosen, _ = choose_swiglu(gate, up, implementation, config)
+    chosen, reason = choose_swiglu(gate, up, implementation, config)
+    record("swiglu", (gate, up), chosen, reason, is_fallback=False)
     if chosen == "mosaic_gpu":
         return mosaic_gpu.swiglu(gate, up, config=config)
     return reference.swiglu(gate, up)
@@ -153,7 +155,9 @@ def swiglu_mlp(
     _check_options(x, save, chunk_size)
     if chunk_size is not None and chunk_size >= x.shape[-2]:
         chunk_size = None
-    chosen, _ = choose_swiglu_mlp(x, weights, chunk_size, implementation, config)
+    chosen, reason = choose_swiglu_mlp(x, weights, chunk_size, implementation, config)
+    is_fallback = implementation is None and chosen != "mosaic_gpu" and x.size > 0
+    record("swiglu_mlp", (x, *weights), chosen, reason, is_fallback=is_fallback)
     if chosen == "reference":
         return reference.swiglu_mlp(x, *weights)
     plan = gated.Plan(

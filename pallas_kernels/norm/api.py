@@ -5,6 +5,7 @@ from typing import Literal, get_args
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import check_config, check_number, floating_arrays
+from pallas_kernels.choices import record
 from pallas_kernels.implementation import (
     Implementation,
     check_implementation,
@@ -66,7 +67,9 @@ def rms_norm(
     x, weight = floating_arrays(x=x, weight=weight)
     check_norm_options(eps, weight_offset, casting)
     _check_shapes(x, None, weight)
-    chosen, _ = choose_norm(x, None, weight, implementation, config)
+    chosen, reason = choose_norm(x, None, weight, implementation, config)
+    is_fallback = implementation is None and chosen != "mosaic_gpu"
+    record("rms_norm", (x, weight), chosen, reason, is_fallback=is_fallback)
     if chosen == "mosaic_gpu":
         return mosaic_gpu.norm(
             x, None, weight, eps=eps, weight_offset=weight_offset, casting=casting, config=config
@@ -114,7 +117,9 @@ def add_rms_norm(
     x, residual, weight = floating_arrays(x=x, residual=residual, weight=weight)
     check_norm_options(eps, weight_offset, casting)
     _check_shapes(x, residual, weight)
-    chosen, _ = choose_norm(x, residual, weight, implementation, config)
+    chosen, reason = choose_norm(x, residual, weight, implementation, config)
+    is_fallback = implementation is None and chosen != "mosaic_gpu"
+    record("add_rms_norm", (x, residual, weight), chosen, reason, is_fallback=is_fallback)
     if chosen != "mosaic_gpu":
         return reference.add_rms_norm(
             x, residual, weight, eps=eps, weight_offset=weight_offset, casting=casting

@@ -7,6 +7,7 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import floating_arrays
+from pallas_kernels.choices import record
 from pallas_kernels.implementation import (
     Implementation,
     by_name,
@@ -120,7 +121,9 @@ def sharded_add_rms_norm(
         "casting": casting,
         "gather": gather,
     }
-    chosen, _ = choose_sharded_norm(partial, residual, weight, implementation)
+    chosen, reason = choose_sharded_norm(partial, residual, weight, implementation)
+    arrays = partial, residual, weight
+    record("sharded_add_rms_norm", arrays, chosen, reason, is_fallback=False)
     if chosen == "reference":
         return reference.sharded_add_rms_norm(partial, residual, weight, **options)
     if chosen == "mosaic_gpu":

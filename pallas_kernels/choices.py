@@ -1,0 +1,160 @@
+"""What each operation runs: told to people, and demanded of programs.
+
+- `explain(fn, *args)` says for each operation in a function which implementation runs, and why it
+  is no kernel.
+- `require_kernels()` and the environment variable `PALLAS_KERNELS_REQUIRE=1` turn every fallback
+  into an error.
+- On a GPU, every new reason for a fallback is logged once.
+
+A fallback is another implementation than the kernel where the caller left `implementation=None`.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import itertools
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from pallas_kernels.gpu.device import target_device
+from pallas_kernels.implementation import Implementation
+
+VARIABLE = "PALLAS_KERNELS_REQUIRE"
+
+_logger = logging.getLogger(__name__)
+_logged: set[str] = set()
+_numbers = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What one call of an operation runs.
+
+    Attributes:
+      operation: Name of the public function.
+      arrays: Dtypes and shapes of its arrays.
+      implementation: Implementation that runs.
+      reason: Reason why it is not the kernel, or not the kernel alone; None if it is.
+      plan: Description of the plan, if the operation has several.
+    """
+
+    operation: str
+    arrays: tuple[str, ...]
+    implementation: Implementation
+    reason: str | None
+    plan: str | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.operation}({', '.join(self.arrays)}): {self.implementation}"
+        if self.reason is not None:
+            text += f"; {self.reason}"
+        if self.plan is not None:
+            text += "\n  " + self.plan.replace("\n", "\n  ")
+        return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What the operations of a function run; its `str` is for people.
+
+    Attributes:
+      choices: The calls, in the order in which JAX traces them.
+    """
+
+    choices: tuple[Choice, ...]
+
+    def __str__(self) -> str:
+        if not self.choices:
+            return "no operation of pallas_kernels"
+        lines = []
+        for choice, number in Counter(self.choices).items():
+            first, newline, rest = str(choice).partition("\n")
+            lines.append(
+                first + (f" (traced {number} times)" if number > 1 else "") + newline + rest
+            )
+        return "\n".join(lines)
+
+
+_found: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("found", default=None)
+_required: contextvars.ContextVar[bool] = contextvars.ContextVar("required", default=False)
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Which implementation each operation in `fn(*args, **kwargs)` runs, and why.
+
+        print(pallas_kernels.explain(train_step, state, batch))
+
+    It traces the function for JAX's default device and runs nothing. A shard of an array may be too
+    small or too narrow for a kernel; that is known, and logged, when the function is compiled.
+
+    Args:
+      fn: Function, jitted or not.
+      *args: Arguments of the function, or `jax.ShapeDtypeStruct` in the place of arrays.
+      **kwargs: Keyword arguments of the function.
+    """
+    found: list[Choice] = []
+    token = _found.set(found)
+    try:
+        # Functions that are jitted and traced already are traced again, because the metadata is a
+        # part of the key under which JAX keeps a trace.
+        with set_xla_metadata(pallas_kernels_explanation=str(next(_numbers))):
+            jax.eval_shape(fn, *args, **kwargs)
+    finally:
+        _found.reset(token)
+    return Explanation(tuple(found))
+
+
+@contextlib.contextmanager
+def require_kernels() -> Iterator[None]:
+    """Makes an operation that would not run its kernel raise NotImplementedError.
+
+    It acts while JAX traces: a function that was traced before is not checked. The environment
+    variable `PALLAS_KERNELS_REQUIRE=1` does the same for a whole process. `swiglu` is an exception:
+    its default is no kernel on purpose.
+    """
+    token = _required.set(True)
+    try:
+        yield
+    finally:
+        _required.reset(token)
+
+
+def record(
+    operation: str,
+    arrays: tuple[Any, ...],
+    implementation: Implementation,
+    reason: str | None,
+    *,
+    is_fallback: bool,
+    plan: Callable[[], str] | None = None,
+) -> None:
+    """Notes what a call runs.
+
+    Args:
+      operation: Name of the public function.
+      arrays: Arrays of the call; None is no array.
+      implementation: Implementation that runs.
+      reason: Reason why it is not the kernel.
+      is_fallback: Whether the caller left the choice open and the kernel does not run.
+      plan: Function that describes the plan.
+
+    Raises:
+      NotImplementedError: The call falls back, and kernels are required.
+    """
+    if is_fallback and (_required.get() or os.environ.get(VARIABLE, "0") not in ("", "0")):
+        raise NotImplementedError(f"{operation}: kernels are required, and {reason}")
+    if is_fallback and target_device().capability is not None:
+        message = f"{operation}: implementation={implementation!r} runs, because {reason}"
+        if message not in _logged:
+            _logged.add(message)
+            _logger.warning("%s", message)
+    if (found := _found.get()) is not None:
+        shapes = tuple(jax.typeof(a).str_short() for a in arrays if a is not None)
+        described = None if plan is None else plan()
+        found.append(Choice(operation, shapes, implementation, reason, described))

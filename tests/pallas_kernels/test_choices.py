@@ -1,0 +1,104 @@
+"""What operations say that they run. Nothing is compiled; 3 s."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels
+from pallas_kernels import choices, linear_cross_entropy, rms_norm, swiglu, swiglu_mlp
+from pallas_kernels.gpu import device as gpu_device
+from pallas_kernels.gpu import hopper_gemm
+from pallas_kernels.gpu import kernel as gpu_kernel
+from pallas_kernels.gpu.device import Device
+from pallas_kernels.loss import plan
+from pallas_kernels.mlp import config as mlp_config
+from pallas_kernels.mlp import gated_matmul
+from pallas_kernels.norm import backward_kernel, mosaic_gpu
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+X = jnp.ones((2048, 128), BF16)
+WEIGHT = jnp.ones((128,), F32)
+MLP = jnp.ones((128, 256), BF16), jnp.ones((128, 256), BF16), jnp.ones((256, 128), BF16)
+HEAD, LABELS = jnp.ones((512, 128), BF16), jnp.zeros((2048,), jnp.int32)
+
+
+@pytest.fixture
+def on_h100(monkeypatch):
+    h100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
+    modules = gpu_device, gpu_kernel, hopper_gemm, plan, mlp_config, gated_matmul, backward_kernel
+    for module in (*modules, mosaic_gpu, choices):
+        if hasattr(module, "target_device"):
+            monkeypatch.setattr(module, "target_device", lambda: h100)
+    monkeypatch.setattr(choices, "_logged", set())
+
+
+def model(x, weight, head, labels):
+    y = swiglu_mlp(rms_norm(x, weight), *MLP)
+    return linear_cross_entropy(swiglu(y, y), head, labels)
+
+
+def test_each_operation_says_what_it_runs_and_why(on_h100):
+    found = pallas_kernels.explain(jax.grad(model), X, WEIGHT, HEAD, LABELS)
+    names = [choice.operation for choice in found.choices]
+    assert names == ["rms_norm", "swiglu_mlp", "swiglu", "linear_cross_entropy"]
+    assert [c.implementation for c in found.choices] == ["mosaic_gpu"] * 2 + [
+        "reference",
+        "mosaic_gpu",
+    ]
+    assert [c.reason is None for c in found.choices] == [True, True, False, True]
+    text = str(found)
+    assert "rms_norm(bfloat16[2048,128], float32[128]): mosaic_gpu\n" in text
+    assert "in place, implementation='mosaic_gpu'" in text and "3 matrix products" in text
+
+
+def test_without_a_gpu_the_reason_is_the_device():
+    found = pallas_kernels.explain(lambda x: rms_norm(x, WEIGHT), X)
+    (choice,) = found.choices
+    assert choice.implementation == "reference"
+    assert choice.reason is not None and "not an NVIDIA GPU" in choice.reason
+    named = functools.partial(rms_norm, weight=WEIGHT, implementation="reference")
+    assert "the caller asked" in str(pallas_kernels.explain(named, X))
+    assert str(pallas_kernels.explain(jnp.sin, X)) == "no operation of pallas_kernels"
+
+
+def test_a_function_that_was_traced_before_is_explained_again(on_h100):
+    norm = jax.jit(lambda x: rms_norm(x, WEIGHT))
+    twice = jax.jit(lambda x: norm(jnp.sin(norm(x))))
+    jax.eval_shape(twice, X)
+    for _ in range(2):
+        found = pallas_kernels.explain(twice, X)
+        assert {c.operation for c in found.choices} == {"rms_norm"}
+
+
+def test_required_kernels_turn_a_fallback_into_an_error(on_h100, monkeypatch):
+    fits, too_wide = (lambda x: swiglu_mlp(x, *MLP)), X.astype(F32)
+    with pallas_kernels.require_kernels():
+        jax.eval_shape(fits, X)
+        jax.eval_shape(lambda x: swiglu(x, x), X)
+        with pytest.raises(NotImplementedError, match="swiglu_mlp: kernels are required"):
+            jax.eval_shape(fits, too_wide)
+        # A name is no fallback.
+        jax.eval_shape(lambda x: rms_norm(x, WEIGHT, implementation="reference"), X)
+    jax.eval_shape(fits, too_wide)
+    monkeypatch.setenv(choices.VARIABLE, "1")
+    with pytest.raises(NotImplementedError, match="swiglu_mlp: kernels are required"):
+        jax.eval_shape(fits, too_wide)
+    monkeypatch.setenv(choices.VARIABLE, "0")
+    jax.eval_shape(fits, too_wide)
+
+
+def test_a_new_reason_is_logged_once(on_h100, caplog):
+    with caplog.at_level(logging.WARNING, logger=choices.__name__):
+        for dtype in (BF16, F32, F32):
+            jax.eval_shape(lambda x: swiglu_mlp(x, *MLP), X.astype(dtype))
+    (line,) = caplog.messages
+    assert "swiglu_mlp: implementation='xla' runs, because" in line and "float32" in line
+
+
+def test_without_a_gpu_nothing_is_logged(caplog):
+    with caplog.at_level(logging.WARNING, logger=choices.__name__):
+        jax.eval_shape(lambda x: rms_norm(x, WEIGHT), X)
+    assert not caplog.messages
