@@ -69,6 +69,19 @@ class Explanation:
 
     choices: tuple[Choice, ...]
 
+    @property
+    def summary(self) -> str:
+        """One line: the operations that run kernels, and the others with their reasons."""
+        kernels = sorted({c.operation for c in self.choices if c.implementation == "mosaic_gpu"})
+        others = sorted(
+            {
+                f"{c.operation} runs {c.implementation!r} ({c.reason})"
+                for c in self.choices
+                if c.implementation != "mosaic_gpu"
+            }
+        )
+        return "; ".join([f"kernels: {', '.join(kernels) or 'none'}", *others])
+
     def __str__(self) -> str:
         if not self.choices:
             return "no operation of pallas_kernels"

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from models.sharding import batch_sharding, check_tensor_parallel, make_mesh
+from pallas_kernels import explain
 from train import data
 from train.checkpoints.hf_folder import check_finite, load_params
 from train.config import TrainConfig
@@ -23,6 +24,7 @@ from train.step import (
     init_state,
     jit_train_step,
     make_eval_step,
+    make_train_step,
     state_with,
 )
 
@@ -133,8 +135,9 @@ def first_state(config: TrainConfig, mesh: Mesh) -> TrainState:
 def compile_steps(
     config: TrainConfig, mesh: Mesh, state: TrainState, datasets: Datasets
 ) -> CompiledSteps:
-    """Compiles both steps ahead of time, and prints the time and the memory that one needs."""
+    """Compiles both steps ahead of time; prints one's time, its memory and what runs kernels."""
     batch = batch_on_devices(config, mesh, datasets.train, 0)
+    print(explain(make_train_step(config), state, batch).summary)
     start = time.perf_counter()
     train_step = jit_train_step(config, state).lower(state, batch).compile()
     print(f"compiled the step in {time.perf_counter() - start:.1f} s")

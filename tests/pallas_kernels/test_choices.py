@@ -51,6 +51,9 @@ def test_each_operation_says_what_it_runs_and_why(on_h100):
     assert [c.reason is None for c in found.choices] == [True, True, False, True]
     text = str(found)
     assert "rms_norm(bfloat16[2048,128], float32[128]): mosaic_gpu\n" in text
+    assert found.summary.startswith(
+        "kernels: linear_cross_entropy, rms_norm, swiglu_mlp; swiglu runs 'reference' (XLA's fusion"
+    )
     assert "in place, implementation='mosaic_gpu'" in text and "3 matrix products" in text
 
 

@@ -239,12 +239,12 @@ def test_report_shows_the_samples(finished, by_hand):
     assert f"{parameters:,}" in page
 
 
-def test_memory_is_told_before_the_first_step(finished):
+def test_kernels_and_memory_are_told_before_the_first_step(finished):
     _, printed = finished
-    compiled, memory, first = (
-        printed.index(text) for text in ("compiled the step in", "memory of the step:", "step 0/5")
-    )
-    assert compiled < memory < first < printed.index("step 1/5") < printed.index("report:")
+    texts = "kernels: none; add_rms_norm", "compiled the step in", "memory of the step:", "step 0/5"
+    kernels, compiled, memory, first = (printed.index(text) for text in texts)
+    assert kernels < compiled < memory < first < printed.index("step 1/5")
+    assert printed.index("step 1/5") < printed.index("report:")
 
 
 def test_memory_report_counts_donated_arguments_once():
