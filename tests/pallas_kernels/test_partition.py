@@ -3,6 +3,7 @@
 About 60 small programs, 7 s on one core.
 """
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -252,3 +254,47 @@ def test_a_program_names_the_options():
 
     names = [set(re.findall(r"@(tanh_mlp_\w{12})", text(op))) for op in (TanhMLP(), Other())]
     assert all(names) and not names[0] & names[1]
+
+
+@pytest.mark.parametrize("without_pointer", [True, False])
+def test_a_compilation_cache_keeps_options_apart(without_pointer, tmp_path):
+    """By default JAX puts the callback's address into the key, so that nothing is ever found.
+
+    Programs are compiled and not run.
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class WithOption(TanhMLP):
+        option: int
+
+    mesh = mesh_of(AUTO)
+    args = put(mesh, (*FSDP, TOKENS))[:3]
+    hits = []
+    listen = lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None
+
+    def num_hits(option):
+        jax.clear_caches()  # so that the function is lowered anew, as in another process
+        before = len(hits)
+        run = lambda *args: operation.call(WithOption(option), *args)[0]
+        jax.jit(run).lower(*args).compile()
+        return len(hits) - before
+
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_remove_custom_partitioning_ptr_from_cache_key": without_pointer,
+    }
+    old = {name: getattr(jax.config, name) for name in options}
+    jax.monitoring.register_event_listener(listen)
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        found = [num_hits(option) for option in (1, 2, 1, 2)]
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+        for name, value in old.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    assert found == ([0, 0, 1, 1] if without_pointer else [0, 0, 0, 0])
