@@ -34,13 +34,18 @@ def gpu_kernel(
     if in_place is not None:
         run = _writing(run, in_place)
 
+    def launch(*operands: Any) -> Any:
+        # A kernel's indices have 32 bits, and its Python numbers must not become 64-bit arrays.
+        with jax.enable_x64(False):
+            return run(*operands)
+
     def checked(*operands: Any) -> Any:
         if target_device().capability is not None and (reason := runs_here()) is not None:
             raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
         if interpreted():
-            return run(*operands)
+            return launch(*operands)
         first = _on_gpu_p.bind(jnp.asarray(operands[0]), kernel_name=kernel_name)
-        results = run(first, *operands[1:])
+        results = launch(first, *operands[1:])
         # `plgpu.kernel` returns arrays of a type that says they are the same on all devices.
         varying = frozenset().union(*map(varying_axes, operands))
         return jax.tree.map(lambda a: vary(a, varying), results)

@@ -52,8 +52,6 @@ def unsupported_reason(dtype: jnp.dtype) -> str | None:
         return f"{device.kind} has no tensor memory accelerator, which came with Hopper"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"logits are {dtype}, not bfloat16 or float16"
-    if jax.config.jax_enable_x64:
-        return "with jax_enable_x64, indices in a kernel would have 64 bits"
     return None
 
 

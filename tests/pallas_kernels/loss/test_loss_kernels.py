@@ -130,15 +130,6 @@ def test_kernels_with_labels_at_the_ends_of_chunks(strategy):
     check(arrays, labels, reduction="none", **strategy)
 
 
-def test_the_kernels_refuse_64_bit_mode():
-    arrays, labels = kernel_arrays()
-    with (
-        jax.enable_x64(True),
-        pytest.raises(NotImplementedError, match="jax_enable_x64"),
-    ):
-        run(arrays, labels.astype(np.int64), np.float32(1), implementation="mosaic_gpu")
-
-
 @interpreted
 @pytest.mark.parametrize(
     "strategy, case",
