@@ -8,6 +8,9 @@
 - `linear_cross_entropy_plan`: which program that function would run, as a `LossPlan` to print.
 - `sharded_add_rms_norm`: `add_rms_norm` of sums over devices, for tensor parallelism.
 
+The operations run on any mesh, and each device computes its own tokens (`docs/meshes.md`). Only
+`sharded_add_rms_norm` must be called inside of `jax.shard_map`.
+
 `LossMetrics` is the second result of `linear_cross_entropy` on request. Flax NNX layers over the
 operations are in `pallas_kernels.layers`.
 
