@@ -130,8 +130,8 @@ def linear_cross_entropy(
         https://arxiv.org/abs/2204.02311), at least 0.
       logit_softcap: Bound `c` of the logits (Gemma 2, https://arxiv.org/abs/2408.00118), finite and
         above 0. `None` sets no bound.
-      chunk_size: Largest number of a device's tokens whose logits exist at a time. Two chunks would take as
-        much memory as one, so three are made then.
+      chunk_size: Largest number of a device's tokens whose logits exist at a time. Two chunks would
+        take as much memory as one, so three are made then.
       vocab_chunk_size: Largest number of columns whose logits exist at a time, for all tokens. Each
         row of `dweight` is then written once and not added up, and `dx` is added up in float32. A
         weight that is stored in float32 is cast a chunk at a time and not copied.
