@@ -153,8 +153,8 @@ def linear_cross_entropy(
       return_metrics: Whether `LossMetrics` are returned, too.
       implementation: `"mosaic_gpu"` uses kernels for Hopper and later and 16-bit `x`. `"xla"` runs
         the same algorithms with float32 logits. `"reference"` keeps all logits, in float32, and
-        ignores chunks and `accum_dtype`. `None` picks the kernels where they run, on any mesh
-        except for Auto axes inside of a `jax.shard_map` over other axes. A name is binding.
+        ignores chunks and `accum_dtype`. `None` picks the kernels where they run, which is not
+        inside of a `jax.shard_map` that leaves Auto axes out. A name is binding.
       config: Launch parameters of the kernels. `None` takes measured ones.
 
     Returns:

@@ -49,9 +49,9 @@ def swiglu(
       implementation: `"reference"` is plain JAX, which XLA fuses; `"xla"` is the same.
         `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere. It keeps `gate` and `up` and
         nothing more, and takes both in one dtype. On a mesh each device computes what it has of
-        them, but not on Auto axes inside of a `jax.shard_map` over other axes. `None` picks
-        `"reference"`, which is as fast alone, and which XLA can fuse with its neighbours. A name is
-        binding.
+        them; the kernel cannot run inside of a `jax.shard_map` that leaves Auto axes out. `None`
+        picks `"reference"`, which is as fast alone, and which XLA can fuse with its neighbours. A
+        name is binding.
       config: Launch parameters of the kernel. `None` takes measured ones, or a guess from the
         device and the dtype.
 
@@ -139,9 +139,9 @@ def swiglu_mlp(
         and in 16 bits, for D and F that are multiples of 128. `"xla"` is the same algorithm in
         plain JAX. `"reference"` is the formula, differentiated by JAX, which keeps everything.
         `None` takes the kernels where they run (the backward kernel from 2048 tokens on), and
-        `"xla"` elsewhere, for example on Auto axes inside of a `jax.shard_map` over other axes. A
-        name is binding, with one exception that logs a warning: if F is split so that a device's
-        part is no multiple of 128, XLA computes the parts.
+        `"xla"` elsewhere, for example inside of a `jax.shard_map` that leaves Auto axes out. A name
+        is binding, with one exception that logs a warning: if F is split so that a device's part is
+        no multiple of 128, XLA computes the parts.
       config: Launch parameters of the kernels, for `"mosaic_gpu"` by name.
 
     Raises:

@@ -50,8 +50,8 @@ def rms_norm(
       implementation: `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere. `"reference"` is
         plain JAX, which XLA fuses; `"xla"` is the same. `None` picks the kernel if JAX's default
         device is such a GPU and the kernel takes the arguments. On a mesh each device norms its own
-        tokens. The one exception are Auto axes inside of a `jax.shard_map` over other axes: XLA
-        cannot partition a kernel there, so `None` picks plain JAX. A name is binding.
+        tokens. XLA cannot partition a kernel inside of a `jax.shard_map` that leaves Auto axes out,
+        so `None` picks plain JAX there. A name is binding.
       config: Launch parameters of the kernel. `None` takes measured ones, or a guess from the
         device and the sizes.
 
