@@ -22,7 +22,7 @@ from pallas_kernels.layers import SwiGLU
 class Norm(nnx.Module):
     """RMSNorm, with or without a residual addition before it, on one device and on a mesh.
 
-    XLA cannot split a kernel, so on a mesh each device norms its own tokens.
+    On a mesh each device norms its own tokens.
     """
 
     def __init__(self, config: LlamaConfig):

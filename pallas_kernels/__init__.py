@@ -10,6 +10,9 @@
 - `explain`: which implementation each operation in a function runs, and why, as an `Explanation`.
 - `require_kernels`: a context in which an operation that would not run its kernel raises.
 
+The operations run on any mesh, and each device computes its own tokens (`docs/meshes.md`). Only
+`sharded_add_rms_norm` must be called inside of `jax.shard_map`.
+
 `LossMetrics` is the second result of `linear_cross_entropy` on request. Flax NNX layers over the
 operations are in `pallas_kernels.layers`.
 

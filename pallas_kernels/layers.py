@@ -1,7 +1,8 @@
 """Flax NNX layers over the operations, for use in any NNX model.
 
-The layers need no mesh, hold plain `nnx.Param`s without sharding annotations, create no parameters
-after construction, and work in NNX's graph mode and in its tree mode.
+The layers run on any mesh, as their operations do. They hold plain `nnx.Param`s without sharding
+annotations, create no parameters after construction, and work in NNX's graph mode and in its tree
+mode.
 """
 
 from typing import Any

@@ -94,7 +94,7 @@ def linear_cross_entropy(
     differentiate with respect to `weight.astype(jnp.float32)` inside of the compiled function: XLA
     drops the cast and its inverse, and makes no copy. Chunks of columns are the exception: they
     suit a weight that is stored in float32, and XLA would keep a float32 copy of a bfloat16 one.
-    Only `"reference"` has second derivatives.
+    Only `"reference"` has second derivatives and forward mode (`jax.jvp`).
 
     **Plans.** By default the kernels keep exponentials of the logits in memory that `dweight` takes
     later, of all tokens or of the first ones. Otherwise the loss goes through chunks of tokens.
@@ -106,10 +106,12 @@ def linear_cross_entropy(
     losses are float32, and every gradient is rounded once. `pallas_kernels/loss/by_tokens.py` has
     the details.
 
-    **Meshes.** Call it inside of `jax.shard_map(check_vma=False)` with each device's tokens
-    (`pallas_kernels.sharding`), and with `vocab_axis` where the weight is split. Each device of
-    that axis gets the same loss, and the part of `dx` that its columns make: the transpose of
-    `shard_map` adds these parts up.
+    **Meshes.** Each device computes the losses of its own tokens, and plans for what it has. On
+    Auto and Explicit axes a sum or mean is over the tokens of all devices. Rows of `weight` that
+    are split over an axis which splits no tokens stay split: devices exchange 20 bytes a token and
+    add up `dx`. Inside of `jax.shard_map` a sum or mean is over the tokens of one device. For the
+    mean over all tokens, divide the `jax.lax.psum` of `reduction="sum"` by that of the number of
+    tokens. `vocab_axis` names the axis that splits `weight` there.
 
     Above 80 lines, because most of them are this documentation.
 
@@ -129,8 +131,8 @@ def linear_cross_entropy(
         https://arxiv.org/abs/2204.02311), at least 0.
       logit_softcap: Bound `c` of the logits (Gemma 2, https://arxiv.org/abs/2408.00118), finite and
         above 0. `None` sets no bound.
-      chunk_size: Largest number of tokens whose logits exist at a time. Two chunks would take as
-        much memory as one, so three are made then.
+      chunk_size: Largest number of a device's tokens whose logits exist at a time. Two chunks would
+        take as much memory as one, so three are made then.
       vocab_chunk_size: Largest number of columns whose logits exist at a time, for all tokens. Each
         row of `dweight` is then written once and not added up, and `dx` is added up in float32. A
         weight that is stored in float32 is cast a chunk at a time and not copied.
@@ -142,8 +144,9 @@ def linear_cross_entropy(
         plan depends on sizes alone, not on what is free on the device, so that all processes of a
         run compile the same program. At most one of `chunk_size`, `vocab_chunk_size` and
         `max_logits_bytes` may be given.
-      vocab_axis: Name of the mesh axis over which `weight` and `bias` are split by vocabulary, in
-        equal parts. `labels` are numbers in the whole vocabulary.
+      vocab_axis: Name of the Manual mesh axis over which `weight` and `bias` are split by
+        vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis gets the same
+        loss. `labels` are numbers in the whole vocabulary.
       accum_dtype: Dtype in which chunks of tokens add up `dweight`: floating, of 16 bits or more.
         float64 needs `jax_enable_x64`.
       check_labels: Whether a label out of range raises an error with its value, whatever its
@@ -151,8 +154,8 @@ def linear_cross_entropy(
       return_metrics: Whether `LossMetrics` are returned, too.
       implementation: `"mosaic_gpu"` uses kernels for Hopper and later and 16-bit `x`. `"xla"` runs
         the same algorithms with float32 logits. `"reference"` keeps all logits, in float32, and
-        ignores chunks and `accum_dtype`. `None` picks the kernels where they run, unless the
-        arguments may be split over devices, which XLA cannot do with a kernel. A name is binding.
+        ignores chunks and `accum_dtype`. `None` picks the kernels where they run, which is not
+        inside of a `jax.shard_map` that leaves Auto axes out. A name is binding.
       config: Launch parameters of the kernels. `None` takes measured ones.
 
     Returns:
@@ -162,8 +165,8 @@ def linear_cross_entropy(
       ValueError: shapes disagree, an option is out of its range, or a name is unknown.
       TypeError: labels are not integers, another array is of a dtype that is not described here, or
         an option is of a wrong type.
-      NotImplementedError: the caller names the kernels, and they do not take the arguments; or the
-        caller asks for a second derivative.
+      NotImplementedError: the caller names the kernels, and they do not take the arguments; or
+        another implementation than `"reference"` is differentiated twice or in forward mode.
       jax.experimental.checkify.JaxRuntimeError: `check_labels` found a label out of range.
     """
     x, weight, bias = check_arrays(x, weight, labels, bias, token_weights)
@@ -229,7 +232,7 @@ def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) 
 
     Returns:
       The plan, its matrix products, its memory and the reason for it. It is for JAX's default
-      device.
+      device and the shapes that are given, which on a mesh should be those of one device.
 
     Raises:
       ValueError, TypeError, NotImplementedError: `linear_cross_entropy` raises the same.

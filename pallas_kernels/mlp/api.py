@@ -49,9 +49,10 @@ def swiglu(
       up: Up projection, of the same shape.
       implementation: `"reference"` is plain JAX, which XLA fuses; `"xla"` is the same.
         `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere. It keeps `gate` and `up` and
-        nothing more, and takes both in one dtype. XLA cannot split it, so on a mesh call it inside
-        of `jax.shard_map`. `None` picks `"reference"`, which is as fast alone, and which XLA can
-        fuse with its neighbours. A name is binding.
+        nothing more, and takes both in one dtype. On a mesh each device computes what it has of
+        them; the kernel cannot run inside of a `jax.shard_map` that leaves Auto axes out. `None`
+        picks `"reference"`, which is as fast alone, and which XLA can fuse with its neighbours. A
+        name is binding.
       config: Launch parameters of the kernel. `None` takes measured ones, or a guess from the
         device and the dtype.
 
@@ -60,7 +61,7 @@ def swiglu(
         JAX.
       TypeError: An array is not of a floating dtype, or `config` is no `Config`.
       NotImplementedError: The caller asked for the kernel by name, and it does not take the
-        arguments; or the kernel is differentiated twice.
+        arguments; or the kernel is differentiated twice or in forward mode (`jax.jvp`).
     """
     gate, up = floating_arrays(gate=gate, up=up)
     if gate.shape != up.shape:
@@ -122,6 +123,10 @@ def swiglu_mlp(
     `jax.checkpoint` the policy decides, by the names `gate`, `up` and `mlp_product`; `save` should
     then be `"gate_up"` or `"all"`.
 
+    On a mesh each device computes its own tokens. F may be split over mesh axes that split no
+    tokens. Over Auto and Explicit axes the MLP adds up its result, and in the backward `dx`. Inside
+    of `jax.shard_map` it is given a device's columns, and returns their summand of the result.
+
     Args:
       x: Input, of a floating dtype of 16 bits or more; the leading axes are tokens.
       w_gate: First projection, in the layout of Flax's kernels. All weights may have any floating
@@ -129,15 +134,16 @@ def swiglu_mlp(
       w_up: Second projection.
       w_down: Projection of the product.
       save: Arrays that the backward finds, as said above.
-      chunk_size: Number of positions, along the axis before the last, whose gate and up exist at a
-        time; None for all. It is for sequences so long that gate and up are the largest arrays of
-        the step. It needs `save="x"`, and keeps nothing under `jax.checkpoint` either.
+      chunk_size: Number of a device's positions, along the axis before the last, whose gate and up
+        exist at a time; None for all. It is for sequences so long that gate and up are the largest
+        arrays of the step. It needs `save="x"`, and keeps nothing under `jax.checkpoint` either.
       implementation: `"mosaic_gpu"` runs the elementwise work in the epilogues of GEMMs, on Hopper
-        and in 16 bits, for D and F that are multiples of 128. XLA cannot split the kernels, so on a
-        mesh call the operation inside of `jax.shard_map`. `"xla"` is the same algorithm in plain
-        JAX. `"reference"` is the formula, differentiated by JAX, which keeps everything. `None`
-        takes the kernels where they run (the backward kernel from 2048 tokens on), and `"xla"`
-        elsewhere. A name is binding.
+        and in 16 bits, for D and F that are multiples of 128. `"xla"` is the same algorithm in
+        plain JAX. `"reference"` is the formula, differentiated by JAX, which keeps everything.
+        `None` takes the kernels where they run (the backward kernel from 2048 tokens on), and
+        `"xla"` elsewhere, for example inside of a `jax.shard_map` that leaves Auto axes out. A name
+        is binding, with one exception that logs a warning: if F is split so that a device's part is
+        no multiple of 128, XLA computes the parts.
       config: Launch parameters of the kernels, for `"mosaic_gpu"` by name.
 
     Raises:
@@ -145,7 +151,8 @@ def swiglu_mlp(
         JAX.
       TypeError: An array is not of such a dtype, or an option is of a wrong type.
       NotImplementedError: The caller asked for the kernels by name, and they do not take the
-        arguments; or the kernels are differentiated twice.
+        arguments; or another implementation than `"reference"` is differentiated twice or in
+        forward mode (`jax.jvp`).
     """
     x, w_gate, w_up, w_down = floating_arrays(
         x=x, w_gate=w_gate, w_up=w_up, w_down=w_down, least_bits=BITS_OF_PRODUCTS

@@ -50,10 +50,9 @@ def rms_norm(
         Hugging Face.
       implementation: `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere. `"reference"` is
         plain JAX, which XLA fuses; `"xla"` is the same. `None` picks the kernel if JAX's default
-        device is such a GPU, the kernel takes the arguments, and they are whole on one device. XLA
-        cannot split a kernel, so on a mesh call the operation inside of `jax.shard_map`. (JAX
-        cannot tell arguments that only `jax.jit(in_shardings=)` splits from whole ones; XLA gathers
-        such arguments.) A name is binding.
+        device is such a GPU and the kernel takes the arguments. On a mesh each device norms its own
+        tokens. XLA cannot partition a kernel inside of a `jax.shard_map` that leaves Auto axes out,
+        so `None` picks plain JAX there. A name is binding.
       config: Launch parameters of the kernel. `None` takes measured ones, or a guess from the
         device and the sizes.
 
@@ -62,7 +61,7 @@ def rms_norm(
         not fit.
       TypeError: An array is not of a floating dtype, or an option is of a wrong type.
       NotImplementedError: The caller asked for the kernel by name, and it does not take the
-        arguments; or the kernel is differentiated twice.
+        arguments; or the kernel is differentiated twice or in forward mode (`jax.jvp`).
     """
     x, weight = floating_arrays(x=x, weight=weight)
     check_norm_options(eps, weight_offset, casting)
