@@ -89,6 +89,21 @@ def unchecked_shapes():
 
 
 @pytest.fixture
+def fresh_operations():
+    """Operations are traced anew, for a test that replaces a part of them, and after it."""
+
+    from pallas_kernels import operation, partition  # not before jaxtyping's import hook
+
+    def forget():
+        for made in (operation._forward, operation._backward, partition._over_auto_axes):
+            made.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
 def interpreted(monkeypatch):
     """Runs Mosaic GPU kernels in JAX's interpreter, where a race between threads fails the test.
 

@@ -60,7 +60,7 @@ def swiglu(
     `unsupported_reason` must be None for the arguments.
 
     Raises:
-      NotImplementedError: The result is differentiated twice.
+      NotImplementedError: The result is differentiated in forward mode, or twice.
     """
     return call(_SwiGLU(_config(gate, config)), gate, up)[0]
 

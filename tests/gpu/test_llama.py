@@ -19,7 +19,7 @@ from models.presets import PRESETS
 from models.remat import POLICIES
 from models.sharding import batch_sharding, make_mesh, parameter_shardings
 from support.numerics import assert_as_accurate, assert_trees_as_accurate
-from support.on_gpu import as_float64
+from support.on_gpu import as_float64, large
 from train.data import SyntheticDataset
 from train.step import loss_and_sums, model_graph
 from train.xla_flags import compiler_options
@@ -27,8 +27,12 @@ from train.xla_flags import compiler_options
 pytestmark = pytest.mark.gpu
 
 
+@large
 def test_training_on_the_gpu_fits_the_memory_it_announced(tmp_path):
-    """The run is a process of its own, because the peak belongs to a whole process."""
+    """The run is a process of its own, because the peak belongs to a whole process.
+
+    That process takes three quarters of the card's memory at once, as every run does.
+    """
     flags = [
         "--preset=llama3.2-1b",
         f"--runs-dir={tmp_path}",

@@ -216,7 +216,7 @@ def test_kernels_in_vmap_are_refused_on_a_cpu():
         jax.vmap(norm)(jnp.ones((2, 4, 128)))
 
 
-def test_an_old_gpu_is_refused(monkeypatch):
+def test_an_old_gpu_is_refused(monkeypatch, fresh_operations):
     device = Device("NVIDIA T4", (7, 5), 40)
     for module in (gpu_device, gpu_kernel_module):
         monkeypatch.setattr(module, "target_device", lambda: device)

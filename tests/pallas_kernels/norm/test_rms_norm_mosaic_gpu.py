@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import add_rms_norm, rms_norm
 from pallas_kernels.gpu.device import Device, target_device
-from pallas_kernels.norm import Config, backward_kernel, mosaic_gpu
+from pallas_kernels.norm import Config, backward_kernel, forward_kernel, mosaic_gpu
 from pallas_kernels.norm.config import Options
 from pallas_kernels.norm.rows import column_parts, split_row
 from support.norm_formulas import (
@@ -118,7 +118,7 @@ def test_all_forward_configurations_agree(hidden_size, dtype, residual):
     (x, r, weight), _ = make_add_args((5, hidden_size), dtype, weight_dtype=F32)
 
     def run(config):
-        forward = functools.partial(mosaic_gpu._forward, options(config))
+        forward = functools.partial(forward_kernel.forward, options(config))
         return quick_jit(forward)(x, r if residual else None, weight)
 
     y, residual_out, rstd = run(BASE)
@@ -349,22 +349,20 @@ def plain_backward(options, dy, dresidual_out, source, weight, rstd):
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="needs eight devices")
-def test_tokens_split_over_a_mesh(monkeypatch, mesh):
+def test_tokens_split_over_a_mesh(monkeypatch, mesh, fresh_operations):
     # To the interpreter the kernels of all devices are one, so the gradient rule is tested with
     # formulas in their place: that it adds up dweight over the devices, and only once.
     monkeypatch.setattr(mosaic_gpu, "forward", plain_forward)
     monkeypatch.setattr(mosaic_gpu, "backward", plain_backward)
     args, cotangents = make_add_args((16, 64), BF16, weight_dtype=F32)
     rows = P(("data", "fsdp"))
-    # No other test has this eps, so JAX has not compiled the operation with kernels.
-    norm = functools.partial(add_kernel, eps=1.25e-6)
     manual = functools.partial(
-        jax.shard_map, norm, mesh=mesh, in_specs=(rows, rows, P()), out_specs=(rows, rows)
+        jax.shard_map, add_kernel, mesh=mesh, in_specs=(rows, rows, P()), out_specs=(rows, rows)
     )
     exact = add_formula(args, cotangents, compiled(plain_add)(args, cotangents)[1])
     low_precision = compiled(plain_add)(args, cotangents)
     names = ("y", "residual_out", "dx", "dresidual", "dweight")
-    for way in (norm, manual(check_vma=True), manual(check_vma=False)):
+    for way in (add_kernel, manual(check_vma=True), manual(check_vma=False)):
         for of_weight in (P(), P("fsdp")):
             put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
             got = compiled(way)(
