@@ -1,4 +1,4 @@
-"""What each operation runs: told to people, and demanded of programs.
+"""Tells what each operation runs, and can demand that it is a kernel.
 
 - `explain(fn, *args)` says for each operation in a function which implementation runs, and why it
   is no kernel.
@@ -61,7 +61,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What the operations of a function run; its `str` is for people.
+    """The calls of operations in a function and what they run; its `str` is for people.
 
     Attributes:
       choices: The calls, in the order in which JAX traces them.
@@ -99,12 +99,13 @@ _required: contextvars.ContextVar[bool] = contextvars.ContextVar("required", def
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Which implementation each operation in `fn(*args, **kwargs)` runs, and why.
+    """Says which implementation each operation in `fn(*args, **kwargs)` runs, and why.
 
         print(pallas_kernels.explain(train_step, state, batch))
 
-    It traces the function for JAX's default device and runs nothing. A shard of an array may be too
-    small or too narrow for a kernel; that is known, and logged, when the function is compiled.
+    It traces the function for JAX's default device and runs nothing. On a mesh, a device's part of
+    the MLP's columns may be too narrow for a kernel. That is known when XLA splits the arrays, and
+    logged then.
 
     Args:
       fn: Function, jitted or not.

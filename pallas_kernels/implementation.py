@@ -52,6 +52,17 @@ def choose_implementation(
     return ("mosaic_gpu", None) if reason is None else (fallback, reason)
 
 
+def symbolic_reason(*arrays: Any) -> str | None:
+    """Why no kernel and no loop over chunks takes the arrays, or None if sizes are numbers.
+
+    `jax.export.symbolic_shape` leaves sizes open.
+    """
+    for a in arrays:
+        if not all(isinstance(size, int) for size in a.shape):
+            return f"an array of shape {a.shape} has open sizes; export numbers for a kernel"
+    return None
+
+
 def by_name(name: Implementation) -> str:
     """The reason for what the caller asked for."""
     return f"the caller asked for implementation={name!r}; implementation=None takes the fastest"

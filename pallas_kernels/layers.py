@@ -94,7 +94,9 @@ class SwiGLU(nnx.Module):
       hidden_size: D, the size of input and output.
       intermediate_size: F, the size of `gate` and `up`.
       use_bias: Whether the three linear layers have biases.
-      dtype: Dtype of the computation; `None` takes the common dtype of input and parameters.
+      dtype: Dtype of the computation; `None` takes the dtype of the input, whatever the dtypes of
+        the parameters are. (`nnx.Linear` would take the common dtype, so float32 parameters would
+        make a bfloat16 stream float32, for which there is no kernel.)
       param_dtype: Dtype of the parameters.
       kernel_init: Initializer of the three kernels.
       save: Tensors kept for the backward, as in `swiglu_mlp`; only "gate_up" with biases.
@@ -144,19 +146,29 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The MLP of every token."""
+        x = x.astype(self.dtype or x.dtype)
         if self.gate_proj.bias is not None:
-            gate = checkpoint_name(self.gate_proj(x), "gate")
-            up = checkpoint_name(self.up_proj(x), "up")
-            return self.down_proj(swiglu(gate, up, implementation=self.implementation))
-        weights = [layer.kernel[...] for layer in (self.gate_proj, self.up_proj, self.down_proj)]
-        dtype = self.dtype or jnp.result_type(x, *weights)
+            gate = checkpoint_name(_linear(self.gate_proj, x), "gate")
+            up = checkpoint_name(_linear(self.up_proj, x), "up")
+            return _linear(self.down_proj, swiglu(gate, up, implementation=self.implementation))
+        w_gate, w_up, w_down = (
+            layer.kernel[...] for layer in (self.gate_proj, self.up_proj, self.down_proj)
+        )
         return swiglu_mlp(
-            x.astype(dtype),
-            *weights,
+            x,
+            w_gate,
+            w_up,
+            w_down,
             save=self.save,
             chunk_size=self.chunk_size,
             implementation=self.implementation,
         )
+
+
+def _linear(layer: nnx.Linear, x: Float[Array, "*T D"]) -> Float[Array, "*T F"]:
+    """The linear layer with a bias, in the dtype of `x`."""
+    assert layer.bias is not None
+    return x @ layer.kernel[...].astype(x.dtype) + layer.bias[...].astype(x.dtype)
 
 
 class LinearCrossEntropy(nnx.Module):

@@ -156,7 +156,18 @@ def _bind_backward(operation: Operation, wanted: Mask, given: Mask, *arrays: jax
     return _bind(_backward_p, fn, *arrays, operation=operation, wanted=wanted, given=given)
 
 
-def _lower(context: Any, *args: Any, fn: Callable[..., Any], **_: Any) -> Any:
+def _lower(
+    context: Any, *args: Any, fn: Callable[..., Any], operation: Operation, jaxpr: Any, **_: Any
+) -> Any:
+    module = context.module_context
+    num_devices = getattr(module.axis_context, "num_devices", 1)
+    splits_itself = any(e.primitive.name == "custom_partitioning" for e in jaxpr.jaxpr.eqns)
+    if module.lowering_parameters.for_export and num_devices > 1 and splits_itself:
+        raise NotImplementedError(
+            f"jax.export of {operation.name} for {num_devices} devices: on Auto axes XLA asks "
+            "Python how to split it, which no file can hold; use a mesh of Explicit axes, or "
+            "jax.shard_map"
+        )
     return mlir.lower_fun(fn, multiple_results=True)(context, *args)
 
 

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from pallas_kernels.choices import record
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.implementation import Implementation, symbolic_reason
 from pallas_kernels.loss import differentiable, reference
 from pallas_kernels.loss.arguments import (
     Reduction,
@@ -187,13 +187,14 @@ def linear_cross_entropy(
         implementation=implementation,
         config=config,
     )
+    describe_plan = lambda: str(describe(request, reduction, why_no_kernel))
     record(
         "linear_cross_entropy",
         (x, weight, labels, bias, token_weights),
         request.settings.implementation,
         why_no_kernel,
         is_fallback=implementation is None and why_no_kernel is not None,
-        plan=lambda: str(describe(request, reduction, why_no_kernel)),
+        plan=describe_plan if symbolic_reason(x) is None else None,
     )
     labels, counts, weights = labels_and_weights(
         labels,

@@ -24,6 +24,7 @@ from pallas_kernels.implementation import (
     check_implementation,
     check_no_config,
     choose_implementation,
+    symbolic_reason,
 )
 from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.mosaic_gpu import logits
@@ -107,9 +108,14 @@ def checked_request(
       NotImplementedError: the caller names the kernels, and they do not take the arguments.
     """
     check_implementation(implementation)
+    open_sizes = symbolic_reason(x)
     chosen, why_no_kernel = choose_implementation(
-        implementation, logits.unsupported_reason(x.dtype), fallback="xla"
+        implementation,
+        open_sizes or logits.unsupported_reason(x.dtype),
+        fallback="xla" if open_sizes is None else "reference",
     )
+    if open_sizes is not None and chosen == "xla":
+        raise NotImplementedError(f"implementation='xla': {open_sizes}, or with 'reference'")
     if chosen != "mosaic_gpu":
         check_no_config(config, chosen)
     check_config(config, Config)

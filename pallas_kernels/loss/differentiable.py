@@ -6,11 +6,10 @@ than 1 multiplies them in float32, and they are rounded again.
 
 Several sums, or losses that are not added up, have a cotangent each, which the forward does not
 know. So the forward makes the losses alone, and the backward computes the logits again: four GEMMs.
-With chunks of columns that is so for a single sum, too.
+Chunks of columns do the same for a single sum.
 
 Each device computes the losses of its own tokens. The vocabulary may be split over mesh axes that
-split no tokens. Then the devices exchange 20 bytes of statistics a token and chunk, and add up
-`dx`.
+split no tokens. Then the devices exchange 20 bytes of statistics a token, and add up `dx`.
 """
 
 import dataclasses
@@ -74,8 +73,8 @@ class _CrossEntropy:
     """Sums of losses of `(x, weight, coefficients, labels)`, and the bias if there is one.
 
     Attributes:
-      request: Everything that the plan depends on. The shapes in it do not count: each device
-        plans for what it has.
+      request: Everything that the plan depends on. Each device puts its own shapes in the place of
+        those in the request.
       num_axes: Number of leading axes of the tokens that the sums keep.
       is_unchecked: Whether the vocabulary is split inside of `jax.shard_map(check_vma=False)`. Its
         transpose divides the cotangent of a result among the devices, and adds up `dx`.
@@ -234,7 +233,7 @@ def _backward_of(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Device:
-    """What one device computes: its plan, and its arrays with one axis of tokens."""
+    """The plan of one device, and its arrays with one axis of tokens."""
 
     request: Request
     plan: Any

@@ -18,6 +18,7 @@ from pallas_kernels.implementation import (
     check_implementation,
     check_no_config,
     choose_implementation,
+    symbolic_reason,
 )
 from pallas_kernels.mlp import gated, gated_matmul, mosaic_gpu, reference
 from pallas_kernels.mlp.config import Config, MLPConfig
@@ -88,7 +89,7 @@ def choose_swiglu(
     check_implementation(implementation)
     if implementation == "mosaic_gpu":
         check_config(config, Config)
-        unsupported = mosaic_gpu.unsupported_reason(gate, up)
+        unsupported = symbolic_reason(gate) or mosaic_gpu.unsupported_reason(gate, up)
         return choose_implementation(implementation, unsupported, fallback="reference")
     # On an H100 XLA's fusion is as fast, 1.02 of a copy forward and 1.00 backward against 1.01 and
     # 1.00, and inside of a model it takes in what is around it, which a kernel cannot.
@@ -200,7 +201,7 @@ def choose_swiglu_mlp(
     if x.size == 0 and implementation != "reference":
         return "xla", f"x has shape {x.shape}, so there is nothing to launch a kernel for"
     operands = [jax.ShapeDtypeStruct(w.shape, x.dtype) for w in weights]
-    unsupported = gated_matmul.unsupported_reason([x], operands)
+    unsupported = symbolic_reason(x) or gated_matmul.unsupported_reason([x], operands)
     chosen, reason = choose_implementation(implementation, unsupported, fallback="xla")
     if chosen == "mosaic_gpu" and implementation is None:
         num_tokens = x.size // x.shape[-1]

@@ -182,7 +182,8 @@ def _backward_of(
         if plan.chunk_size is not None:
             size = min(plan.chunk_size, x.shape[-2])
             num_tokens = num_tokens // x.shape[-2] * size
-        has_kernel = num_tokens >= plan.min_tokens_of_backward and _kernels_run(plan, dy, w_down)
+        is_long = plan.has_kernels and num_tokens >= plan.min_tokens_of_backward
+        has_kernel = is_long and _kernels_run(plan, dy, w_down)
         if not has_kernel:  # see the module's docstring
             x, kept, dy = jax.lax.optimization_barrier((x, kept, dy))
         differentiate = lambda x, kept, dy, dtypes: _backward(

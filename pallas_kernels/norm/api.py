@@ -11,6 +11,7 @@ from pallas_kernels.implementation import (
     check_implementation,
     check_no_config,
     choose_implementation,
+    symbolic_reason,
 )
 from pallas_kernels.norm import mosaic_gpu, reference
 from pallas_kernels.norm.config import Config
@@ -145,7 +146,7 @@ def choose_norm(
       NotImplementedError: The caller asked for the kernel, which does not take the arguments.
     """
     check_implementation(implementation)
-    unsupported = mosaic_gpu.unsupported_reason(x, weight, residual)
+    unsupported = symbolic_reason(x) or mosaic_gpu.unsupported_reason(x, weight, residual)
     chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
     if chosen != "mosaic_gpu":
         check_no_config(config, chosen)

@@ -185,10 +185,16 @@ def test_construction_without_arrays(make, choose, operation, shapes):
 
 @each_layer
 def test_bfloat16_inputs_with_float32_parameters(make, choose, operation, shapes):
-    layer = make(dtype=BF16) if make in (swiglu_layer, loss_layer) else make()
-    out = layer(*choose(*make_inputs(BF16)))
+    out = make()(*choose(*make_inputs(BF16)))
     want = F32 if make is loss_layer else BF16
     assert all(a.dtype == want for a in jax.tree.leaves(out))
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_the_mlp_keeps_the_dtype_of_the_stream(use_bias):
+    layer = SwiGLU(D, F, use_bias=use_bias, rngs=nnx.Rngs(0))
+    for dtype in (BF16, F32):
+        assert jax.eval_shape(layer, make_inputs(dtype)[0]).dtype == dtype
 
 
 def test_norms_start_at_a_scale_of_one():

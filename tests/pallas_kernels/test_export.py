@@ -1,0 +1,94 @@
+"""`jax.export` of operations from a CPU: platforms, meshes and open sizes. 10 s."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_kernels
+from pallas_kernels import linear_cross_entropy, rms_norm, swiglu_mlp
+
+F32 = jnp.float32
+T, D, F, V = 64, 16, 32, 48
+
+
+def model(x, weights, labels):
+    norm, w_gate, w_up, w_down, head = weights
+    y = swiglu_mlp(rms_norm(x, norm), w_gate, w_up, w_down)
+    return linear_cross_entropy(y, head, labels, reduction="sum")
+
+
+def shapes(num_tokens: Any = T) -> tuple[Any, Any, Any]:
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, F32)
+    weights = array(D), array(D, F), array(D, F), array(F, D), array(V, D)
+    return array(num_tokens, D), weights, jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+
+
+def arrays():
+    numbers = np.random.default_rng(0)
+    x, weights, _ = jax.tree.map(
+        lambda a: jnp.asarray(numbers.standard_normal(a.shape), F32), shapes()
+    )
+    return x, weights, jnp.asarray(numbers.integers(0, V, T), jnp.int32)
+
+
+def split(axis_type):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    x, weights, labels = shapes()
+    put = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
+    whole = jax.tree.map(lambda a: put(a, P()), weights)
+    return mesh, (put(x, P("data")), whole, put(labels, P("data")))
+
+
+gradients = jax.grad(model, (0, 1))
+
+
+def assert_equal_gradients(got):
+    """Equal up to the order of float32 sums."""
+    want = jax.tree.leaves(gradients(*arrays()))
+    for one, other in zip(jax.tree.leaves(got), want, strict=True):
+        assert np.linalg.norm(one - other) < 1e-5 * np.linalg.norm(other)
+
+
+def test_one_program_for_two_platforms():
+    exported = jax.export.export(jax.jit(gradients), platforms=["cpu", "cuda"])(*shapes())
+    got = exported.call(*arrays())
+    assert_equal_gradients(got)
+
+
+@pytest.mark.parametrize("how", ["explicit", "manual"])
+def test_several_devices(how):
+    mesh, args = split(AxisType.Explicit if how == "explicit" else AxisType.Auto)
+    fn = gradients
+    if how == "manual":
+        local = lambda *args: jax.lax.psum(model(*args), "data")
+        specs = P("data"), P(), P("data")
+        fn = jax.grad(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P()), (0, 1))
+    with jax.set_mesh(mesh):
+        exported = jax.export.export(jax.jit(fn))(*args)
+    assert exported.nr_devices == 8
+
+
+def test_auto_axes_are_refused_with_a_remedy():
+    mesh, args = split(AxisType.Auto)
+    message = r"jax.export of \w+ for 8 devices: on Auto axes .* use a mesh of Explicit axes"
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=message):
+        jax.export.export(jax.jit(gradients))(*args)
+
+
+def test_open_sizes():
+    (size,) = jax.export.symbolic_shape("t")
+    exported = jax.export.export(jax.jit(gradients))(*shapes(size))
+    got = exported.call(*arrays())
+    assert_equal_gradients(got)
+    text = str(pallas_kernels.explain(model, *shapes(size)))
+    assert text.count("has open sizes") == 3 and "linear_cross_entropy" in text
+    named = functools.partial(linear_cross_entropy, implementation="xla")
+    x, weights, labels = shapes(size)
+    with pytest.raises(NotImplementedError, match="has open sizes"):
+        jax.eval_shape(named, x, weights[-1], labels)
