@@ -5,6 +5,7 @@ annotations, create no parameters after construction, and work in NNX's graph mo
 mode.
 """
 
+import inspect
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,6 +22,12 @@ from pallas_kernels.norm import Casting, add_rms_norm, rms_norm
 
 _LECUN_NORMAL = initializers.lecun_normal()
 _NORMAL = initializers.normal(0.02)
+# All but the arrays, which a call or the layer has.
+_LOSS_OPTIONS = {
+    name
+    for name, parameter in inspect.signature(linear_cross_entropy).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("bias", "token_weights")
+}
 
 
 class _Norm(nnx.Module):
@@ -183,6 +190,9 @@ class LinearCrossEntropy(nnx.Module):
       kernel_init: Initializer of the weight `[V, D]`.
       rngs: Source of the weight's random numbers.
       **loss_options: Keyword arguments of `linear_cross_entropy` for every call.
+
+    Raises:
+      TypeError: `loss_options` has another name.
     """
 
     def __init__(
@@ -197,6 +207,11 @@ class LinearCrossEntropy(nnx.Module):
         rngs: nnx.Rngs,
         **loss_options: Any,
     ):
+        if unknown := sorted(loss_options.keys() - _LOSS_OPTIONS):
+            raise TypeError(
+                f"{', '.join(unknown)}: not among the options of linear_cross_entropy, which are "
+                f"{', '.join(sorted(_LOSS_OPTIONS))}"
+            )
         self.weight = nnx.Param(kernel_init(rngs.params(), (vocab_size, hidden_size), param_dtype))
         self.bias = nnx.Param(jnp.zeros((vocab_size,), param_dtype)) if use_bias else nnx.data(None)
         self.dtype = dtype

@@ -190,6 +190,13 @@ def test_bfloat16_inputs_with_float32_parameters(make, choose, operation, shapes
     assert all(a.dtype == want for a in jax.tree.leaves(out))
 
 
+def test_an_unknown_option_of_the_loss_fails_at_construction():
+    with pytest.raises(TypeError, match="label_smooth: not among the options of"):
+        loss_layer(label_smooth=0.1)
+    with pytest.raises(TypeError, match="token_weights: not among the options"):
+        loss_layer(token_weights=None)
+
+
 @pytest.mark.parametrize("use_bias", [False, True])
 def test_the_mlp_keeps_the_dtype_of_the_stream(use_bias):
     layer = SwiGLU(D, F, use_bias=use_bias, rngs=nnx.Rngs(0))
