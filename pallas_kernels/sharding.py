@@ -1,8 +1,7 @@
-"""Token-parallel operations on a mesh.
+"""Functions of tokens inside of `jax.shard_map`, as the Llama in `models` uses them.
 
-Every operation here treats tokens independently, so on a mesh each device can run it on its own
-tokens, with the weights whole. XLA cannot see that in a kernel or in a scan over chunks of tokens:
-left to itself it gathers the tokens onto every device. `jax.shard_map` says it.
+The operations of this package need no such function: they partition themselves (`partition.py`).
+These functions are for what a model computes around an operation on each device's tokens.
 """
 
 from collections.abc import Callable
@@ -63,9 +62,9 @@ def sum_over_token_shards(
         return jax.tree.map(lambda a: a[None], fn(weights, tokens))
 
     def sharded(weights: Any, tokens: Any) -> Any:
-        # check_vma=False: gradient rules inside a Mosaic kernel's custom_vjp do not carry the mesh
-        # axes that an array varies over. Returning one value a device leaves the sum to code
-        # outside, where its gradient cannot be counted twice.
+        # With check_vma=False the transpose of shard_map sums the gradient of a weight once, whatever
+        # `fn` does. Returning one value a device leaves the sum to code outside, where its gradient
+        # cannot be counted twice.
         parts = jax.shard_map(
             local,
             in_specs=(weights_spec, PartitionSpec(mesh_axes)),
