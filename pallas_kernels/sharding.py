@@ -62,9 +62,9 @@ def sum_over_token_shards(
         return jax.tree.map(lambda a: a[None], fn(weights, tokens))
 
     def sharded(weights: Any, tokens: Any) -> Any:
-        # With check_vma=False the transpose of shard_map sums the gradient of a weight once, whatever
-        # `fn` does. Returning one value a device leaves the sum to code outside, where its gradient
-        # cannot be counted twice.
+        # With check_vma=False the transpose of shard_map sums the gradient of a weight, once.
+        # Returning one value a device leaves the sum to code outside, where its gradient cannot be
+        # counted twice.
         parts = jax.shard_map(
             local,
             in_specs=(weights_spec, PartitionSpec(mesh_axes)),
