@@ -112,16 +112,23 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       *args: Arguments of the function, or `jax.ShapeDtypeStruct` in the place of arrays.
       **kwargs: Keyword arguments of the function.
     """
+    # Functions that are jitted and traced already are traced again, because the metadata is a part
+    # of the key under which JAX keeps a trace.
+    metadata = set_xla_metadata(pallas_kernels_explanation=str(next(_numbers)))
+    with recording() as found, metadata:
+        jax.eval_shape(fn, *args, **kwargs)
+    return Explanation(tuple(found))
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Choice]]:
+    """The choices that JAX traces inside of the context, for a caller who traces anyway."""
     found: list[Choice] = []
     token = _found.set(found)
     try:
-        # Functions that are jitted and traced already are traced again, because the metadata is a
-        # part of the key under which JAX keeps a trace.
-        with set_xla_metadata(pallas_kernels_explanation=str(next(_numbers))):
-            jax.eval_shape(fn, *args, **kwargs)
+        yield found
     finally:
         _found.reset(token)
-    return Explanation(tuple(found))
 
 
 @contextlib.contextmanager
@@ -137,6 +144,13 @@ def require_kernels() -> Iterator[None]:
         yield
     finally:
         _required.reset(token)
+
+
+def log_once(message: str) -> None:
+    """Logs a warning, unless this process has logged it before."""
+    if message not in _logged:
+        _logged.add(message)
+        _logger.warning("%s", message)
 
 
 def record(
@@ -164,10 +178,7 @@ def record(
     if is_fallback and (_required.get() or os.environ.get(VARIABLE, "0") not in ("", "0")):
         raise NotImplementedError(f"{operation}: kernels are required, and {reason}")
     if is_fallback and target_device().capability is not None:
-        message = f"{operation}: implementation={implementation!r} runs, because {reason}"
-        if message not in _logged:
-            _logged.add(message)
-            _logger.warning("%s", message)
+        log_once(f"{operation}: implementation={implementation!r} runs, because {reason}")
     if (found := _found.get()) is not None:
         shapes = tuple(jax.typeof(a).str_short() for a in arrays if a is not None)
         described = None if plan is None else plan()

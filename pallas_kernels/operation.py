@@ -88,6 +88,23 @@ class Operation(Protocol):
         ...
 
 
+def with_members(
+    args: Sequence[jax.Array], is_batched: Mask, weights: Sequence[int] = ()
+) -> list[jax.Array]:
+    """The arguments of a call that computes all members of a batch, for `Operation.fold`.
+
+    Args:
+      args: Arguments, with the batch as axis 0 of those that have it.
+      is_batched: Arguments that have it.
+      weights: Positions of the arguments that all members share. The others are repeated.
+    """
+    size = next(len(a) for a, b in zip(args, is_batched, strict=True) if b)
+    return [
+        a if b or i in weights else jnp.broadcast_to(a, (size, *a.shape))
+        for i, (a, b) in enumerate(zip(args, is_batched, strict=True))
+    ]
+
+
 def call(operation: Operation, *args: jax.Array) -> tuple[jax.Array, ...]:
     """The results of the operation."""
     return tuple(_bind_forward(operation, None, *args))

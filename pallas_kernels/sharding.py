@@ -1,7 +1,7 @@
 """Functions of tokens inside of `jax.shard_map`, as the Llama in `models` uses them.
 
 The operations of this package need no such function: they partition themselves (`partition.py`).
-These functions are for what a model computes around an operation on each device's tokens.
+A model calls them for what it computes around an operation on each device's tokens.
 """
 
 from collections.abc import Callable

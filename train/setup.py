@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from models.sharding import batch_sharding, check_tensor_parallel, make_mesh
-from pallas_kernels import explain
+from pallas_kernels.choices import Explanation, recording
 from train import data
 from train.checkpoints.hf_folder import check_finite, load_params
 from train.config import TrainConfig
@@ -24,7 +24,6 @@ from train.step import (
     init_state,
     jit_train_step,
     make_eval_step,
-    make_train_step,
     state_with,
 )
 
@@ -137,9 +136,11 @@ def compile_steps(
 ) -> CompiledSteps:
     """Compiles both steps ahead of time; prints one's time, its memory and what runs kernels."""
     batch = batch_on_devices(config, mesh, datasets.train, 0)
-    print(explain(make_train_step(config), state, batch).summary)
     start = time.perf_counter()
-    train_step = jit_train_step(config, state).lower(state, batch).compile()
+    with recording() as choices:
+        lowered = jit_train_step(config, state).lower(state, batch)
+    print(Explanation(tuple(choices)).summary)
+    train_step = lowered.compile()
     print(f"compiled the step in {time.perf_counter() - start:.1f} s")
     print(memory_report(train_step))
     eval_step = None

@@ -26,7 +26,7 @@ from pallas_kernels.loss import by_columns, by_tokens
 from pallas_kernels.loss.columns import Gradients
 from pallas_kernels.loss.plan import ColumnChunks, Request, choose
 from pallas_kernels.loss.token_loss import TokenLosses, finite_where_not_counted
-from pallas_kernels.operation import Mask, Operation, call
+from pallas_kernels.operation import Mask, Operation, call, with_members
 from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
 
 _X, _NUMBERS = Tokens(("d",)), Tokens()
@@ -165,11 +165,7 @@ class _CrossEntropy:
             return None
         if wanted is not None and self._is_early:
             return None  # each member has gradients of its own
-        size = next(len(a) for a, b in zip(args, is_batched, strict=True) if b)
-        folded = [
-            a if b or i in (_WEIGHT, _BIAS) else jnp.broadcast_to(a, (size, *a.shape))
-            for i, (a, b) in enumerate(zip(args, is_batched, strict=True))
-        ]
+        folded = with_members(args, is_batched, weights=(_WEIGHT, _BIAS))
         return dataclasses.replace(self, num_axes=self.num_axes + 1), folded
 
 

@@ -35,7 +35,6 @@ bits do not depend on `save`.
 """
 
 import dataclasses
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -45,6 +44,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from pallas_kernels.choices import log_once
 from pallas_kernels.folding import fold_chunks
 from pallas_kernels.mlp import formula, gated_matmul
 from pallas_kernels.mlp.config import MLPConfig
@@ -60,7 +60,6 @@ _NAMES_KEPT: dict[Save, tuple[str, ...]] = {
     "all": ("gate", "up", "mlp_product"),
 }
 _X, _H = Tokens(("d",)), Tokens(("f",))
-_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,7 +281,7 @@ def _kernels_run(plan: Plan, tokens: jax.Array, weight: jax.Array) -> bool:
     operand = jax.ShapeDtypeStruct(weight.shape, tokens.dtype)
     reason = gated_matmul.unsupported_reason([tokens], [operand])
     if reason is not None:
-        _logger.warning("swiglu_mlp: XLA runs in place of the kernels: on each device %s", reason)
+        log_once(f"swiglu_mlp: XLA runs in place of the kernels: on each device {reason}")
     return reason is None
 
 

@@ -28,7 +28,7 @@ from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
 from pallas_kernels.mlp import formula
 from pallas_kernels.mlp.config import Config, default_config
-from pallas_kernels.operation import Mask, Operation, call
+from pallas_kernels.operation import Mask, Operation, call, with_members
 from pallas_kernels.partition import Place, Roles, Tokens, partitioned
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -135,11 +135,7 @@ class _SwiGLU:
     def fold(
         self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
     ) -> tuple[Operation, Sequence[jax.Array]]:
-        size = next(len(a) for a, b in zip(args, is_batched, strict=True) if b)
-        return self, [
-            a if b else jnp.broadcast_to(a, (size, *a.shape))
-            for a, b in zip(args, is_batched, strict=True)
-        ]
+        return self, with_members(args, is_batched)
 
 
 def _forward_of(config: Config, place: Place) -> Callable[..., tuple[jax.Array, ...]]:

@@ -39,7 +39,7 @@ from pallas_kernels.norm.backward_kernel import backward
 from pallas_kernels.norm.config import Config, Options, default_config
 from pallas_kernels.norm.forward_kernel import forward
 from pallas_kernels.norm.rows import column_parts, ring_shape, split_row, splits, widest_itemsize
-from pallas_kernels.operation import Mask, Operation, call
+from pallas_kernels.operation import Mask, Operation, call, with_members
 from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
 
 _MIN_HIDDEN_SIZE = 64
@@ -170,12 +170,7 @@ class _Norm:
     ) -> tuple[Operation, Sequence[jax.Array]] | None:
         if is_batched[-1]:
             return None
-        size = next(len(a) for a, b in zip(args, is_batched, strict=True) if b)
-        tokens = [
-            a if b else jnp.broadcast_to(a, (size, *a.shape))
-            for a, b in zip(args[:-1], is_batched, strict=False)
-        ]
-        return self, (*tokens, args[-1])
+        return self, with_members(args, is_batched, weights=[len(args) - 1])
 
 
 def _forward_of(key: _Norm, place: Place) -> Callable[..., tuple[jax.Array, ...]]:

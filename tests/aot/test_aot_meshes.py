@@ -15,7 +15,7 @@ import pytest
 from aot.harness import Case
 from benchmarks.training.schedule import Schedule
 from support import mesh_programs
-from support.mesh_programs import LAYOUTS, MODES, TRANSFORMS
+from support.mesh_programs import LAYOUTS
 
 SIZES = mesh_programs.Sizes(batch=16, sequence=2048, hidden=512, columns=1024, vocabulary=2048)
 B, S, D, F, V = 16, 2048, 512, 1024, 2048
@@ -43,22 +43,12 @@ def name_of(*parts: str) -> str:
     return ", ".join(parts)
 
 
-CASES = {
-    name_of(layout, mode, transform): make_case(layout, mode, transform)
-    for layout in LAYOUTS
-    for mode in MODES
-    for transform in TRANSFORMS
-}
+CASES = {name_of(*case): make_case(*case) for *case, _ in mesh_programs.cases()}
 PARAMS = [
     pytest.param(
-        "h100",
-        name_of(layout, mode, transform),
-        id=name_of(layout, mode, transform),
-        marks=() if (i + j + k) % 3 == 0 else pytest.mark.full,
+        "h100", name_of(*case), id=name_of(*case), marks=pytest.mark.full if is_full else ()
     )
-    for i, layout in enumerate(LAYOUTS)
-    for j, mode in enumerate(MODES)
-    for k, transform in enumerate(TRANSFORMS)
+    for *case, is_full in mesh_programs.cases()
 ]
 each_program = pytest.mark.parametrize("chip, case", PARAMS)
 

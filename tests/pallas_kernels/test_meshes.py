@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from support import mesh_programs
-from support.mesh_programs import LAYOUTS, MODES, TRANSFORMS
+from support.mesh_programs import LAYOUTS
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -61,16 +61,13 @@ def exact(transform):
         return jax.tree.map(np.asarray, jax.jit(fn)(arrays))
 
 
-def cases():
-    """Every pair of layout, mode and transform; the whole cross with `--full`."""
-    for i, layout in enumerate(LAYOUTS):
-        for j, mode in enumerate(MODES):
-            for k, transform in enumerate(TRANSFORMS):
-                marks = () if (i + j + k) % 3 == 0 else pytest.mark.full
-                yield pytest.param(layout, mode, transform, marks=marks)
-
-
-@pytest.mark.parametrize("layout, mode, transform", list(cases()))
+@pytest.mark.parametrize(
+    "layout, mode, transform",
+    [
+        pytest.param(*case, marks=pytest.mark.full if is_full else ())
+        for *case, is_full in mesh_programs.cases()
+    ],
+)
 def test_values_and_gradients(layout, mode, transform):
     kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto
     axes = mesh_programs.AXES

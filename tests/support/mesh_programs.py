@@ -51,6 +51,16 @@ class Layout:
         }
 
 
+def cases() -> list[tuple[str, str, str, bool]]:
+    """`(layout, mode, transform, is_full)`; those that are not full have every pair of values."""
+    return [
+        (layout, mode, transform, (i + j + k) % 3 != 0)
+        for i, layout in enumerate(LAYOUTS)
+        for j, mode in enumerate(MODES)
+        for k, transform in enumerate(TRANSFORMS)
+    ]
+
+
 _ALL = ("data", "fsdp", "tensor")
 LAYOUTS = {
     "batch": Layout(P(_ALL)),
