@@ -98,7 +98,8 @@ def unsupported_reason(
     vocab_size, hidden_size = sizes(weight, weight_layout)
     block = columns_of_block(weight_layout)
     if vocab_size % block:
-        return f"a vocabulary of {vocab_size} is not a multiple of {block}"
+        kind = "" if weight_layout == "vd" else " in [D, V]"
+        return f"a vocabulary of {vocab_size}{kind} is not a multiple of {block}"
     width = row_width(hidden_size, dtype)
     if weight_layout == "vd":
         values = jax.ShapeDtypeStruct((vocab_size, width), x.dtype)
