@@ -26,6 +26,8 @@ scheduler reordered the whole training step of a Llama of 1B, which then took 2.
 Memory beside arguments and results holds the copied exponentials, `x` times its factors, and
 statistics: 154 MiB at 8192 x 4096 x 128256, where chunks of 2048 tokens take 581.
 
+A `dweight` of `[D, V]` is made in bands of columns instead. `columns_in_place.py` says how.
+
 The price: if the loss of one token is above 44 nats, the first GEMM runs again for all tokens, and
 not only for a chunk.
 """
@@ -47,14 +49,15 @@ from pallas_kernels.loss.token_loss import LogitStatistics
 
 
 class Bands(NamedTuple):
-    """How the rows of `dweight` are made.
+    """How the rows of a `dweight [V, D]` are made, or the columns of a `dweight [D, V]`.
 
     Attributes:
-      size: Number of rows of a band, a multiple of 128; all rows if there are no bands.
+      size: Number of rows of a band, a multiple of 128, or of columns, a multiple of 256; all of
+        them if there are no bands.
       number: Number of bands, which make the last rows. It is 0 or at least 2, because XLA makes no
         loop of a single step.
-      num_copied: Number of rows above the bands, whose exponentials are copied: a multiple of 128,
-        and at least a band; 0 without bands.
+      num_copied: Number of rows before the bands, whose exponentials are copied: a multiple as
+        `size`, and at least a band; 0 without bands.
     """
 
     size: int

@@ -223,7 +223,7 @@ class Interleaved(NamedTuple):
         return row, (tile * self.tokens_of_row + turn) * self.tile + inside
 
     def aligned(self, token: Any, column: Any) -> tuple[Any, Any]:
-        """What `place` returns, for multiples of 64, in a kernel."""
+        """The result of `place` for multiples of 64, in a kernel."""
         row, place = self.place(token, column)
         return pl.multiple_of(row, TILE_M), pl.multiple_of(place, _PIECE)
 
