@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
@@ -218,14 +219,20 @@ class Interleaved(NamedTuple):
     def place(self, token: Any, column: Any, num_columns: int | None = None) -> tuple[Any, Any]:
         """Row and column in the array."""
         del num_columns
-        turn, row = jax.lax.div(token, self.height), jax.lax.rem(token, self.height)
-        tile, inside = jax.lax.div(column, self.tile), jax.lax.rem(column, self.tile)
+        turn, row = _divided(token, self.height)
+        tile, inside = _divided(column, self.tile)
         return row, (tile * self.tokens_of_row + turn) * self.tile + inside
 
     def aligned(self, token: Any, column: Any) -> tuple[Any, Any]:
         """The result of `place` for multiples of 64, in a kernel."""
         row, place = self.place(token, column)
         return pl.multiple_of(row, TILE_M), pl.multiple_of(place, _PIECE)
+
+
+def _divided(a: Any, divisor: int) -> tuple[Any, Any]:
+    """Quotient and remainder in the dtype of `a`, also where a Python number would have 64 bits."""
+    number = np.asarray(divisor, a.dtype)[()]
+    return jax.lax.div(a, number), jax.lax.rem(a, number)
 
 
 type Stored = Transposed | Interleaved
