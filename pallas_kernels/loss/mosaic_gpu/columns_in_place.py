@@ -8,9 +8,9 @@ over them.
 `in_place.py` makes bands of rows without these copies. XLA then has one kernel read and write
 parts of one array, which must be contiguous. Here the kernel gets the whole `dweight` to write in
 place. If it gets it a second time, to read the exponentials, XLA copies `dweight` twice in each
-iteration (JAX 0.11.2). The copies of bands read and write 4 bytes for each token and column, as one
-chunk of tokens more would. For 8192 tokens and V = 128256 these are 4.2 GB, 1.3 ms of an H100's
-memory time (computed), beside 33 ms of products.
+iteration (JAX 0.11.2). The copies of bands read and write 4 bytes for each token and column. For
+8192 tokens and V = 128256 that is 4.2 GB, 1.3 ms of an H100's memory time (computed), beside 33 ms
+of products.
 """
 
 import math
