@@ -95,7 +95,9 @@ class _CrossEntropy:
         self, local: Any, key: Any, args: Sequence[jax.Array], more: Any, results: Any
     ) -> tuple[jax.Array, ...]:
         dtype = self.request.x.dtype
-        roles = [_X, Weight(("v", "d"), dtype), _NUMBERS, _NUMBERS]
+        # Two kernels and a gather of rows read the weight. Without `by_rows` XLA held three copies
+        # of it at a time.
+        roles = [_X, Weight(("v", "d"), dtype, by_rows=True), _NUMBERS, _NUMBERS]
         roles += [Weight(("v",))] * (len(args) - len(roles)) + [_NUMBERS] * len(more)
         return partitioned(
             local,
