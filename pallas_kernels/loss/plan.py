@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.gpu.hopper_gemm import BLOCK_M, Operand
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.implementation import Chosen
 from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place, products
 from pallas_kernels.loss.token_loss import LossOptions
@@ -59,7 +59,7 @@ class Settings:
     """
 
     options: LossOptions
-    implementation: Implementation
+    implementation: Chosen
     accum_dtype: jnp.dtype
     vocab_axes: tuple[str, ...]
     config: Config
