@@ -95,7 +95,7 @@ def choose_swiglu(
         return choose_implementation(implementation, unsupported, fallback="reference")
     # On an H100 XLA's fusion is as fast, 1.02 of a copy forward and 1.00 backward against 1.01 and
     # 1.00, and inside of a model it takes in what is around it, which a kernel cannot.
-    check_no_config(config, implementation)
+    check_no_config(config, implementation or "reference")
     if implementation == "reference" or implementation == "xla":
         return implementation, by_name(implementation)
     return "reference", (
