@@ -16,7 +16,7 @@ from flax import nnx
 from jax.extend import core
 
 from pallas_kernels.loss import linear_cross_entropy
-from pallas_kernels.patching.programs import Atom, Program
+from pallas_kernels.patching.programs import Atom, Equation, Program
 
 # They change neither a value nor its place in the array. Rounding logits to 16 bits is left out,
 # because the loss has float32 logits.
@@ -68,7 +68,7 @@ def loss(
     labels: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    options: dict[str, Any],
+    options: Mapping[str, Any],
 ) -> Any:
     """`linear_cross_entropy` of the model's logits for `labels`; see `Patched.loss`."""
     if unfit := {"bias", "logit_softcap", "vocab_axis", "weight_layout"} & options.keys():
@@ -91,9 +91,8 @@ def loss(
             "call of the model itself"
         )
     number = len(found["names"])
-    head = _only_head(
-        program, dict(zip(found["names"], program.outputs[:number], strict=True)), labels
-    )
+    outputs = dict(zip(found["names"], program.outputs[:number], strict=True))
+    head = _only_head(program, outputs, labels)
     changed = [
         (i, new)
         for i, (old, new) in enumerate(zip(program.inputs, program.outputs[number:], strict=True))
@@ -204,7 +203,7 @@ def _keeps_rows(old: Atom, new: Atom, axes: tuple[int, ...]) -> bool:
     return is_ordered and old.aval.ndim > 0 and old.aval.shape[-1] == new.aval.shape[-1]
 
 
-def _bias_and_rest(program: Program, equation: core.JaxprEqn) -> tuple[Atom, Atom]:
+def _bias_and_rest(program: Program, equation: Equation) -> tuple[Atom, Atom]:
     """The vector that is added to the logits, and the logits before."""
     size = equation.outvars[0].aval.shape[-1]
     for bias, rest in (equation.invars, equation.invars[::-1]):
@@ -221,7 +220,7 @@ def _bias_and_rest(program: Program, equation: core.JaxprEqn) -> tuple[Atom, Ato
     raise _NoHead("something is added to it that is no vector with a number for each column")
 
 
-def _softcap_and_rest(program: Program, equation: core.JaxprEqn) -> tuple[float, Atom]:
+def _softcap_and_rest(program: Program, equation: Equation) -> tuple[float, Atom]:
     """The bound `c` of `c * tanh(logits / c)`, and the logits."""
     for factor, rest in (equation.invars, equation.invars[::-1]):
         bound = _scalar(factor)
@@ -245,7 +244,7 @@ def _softcap_and_rest(program: Program, equation: core.JaxprEqn) -> tuple[float,
     raise _NoHead("it is multiplied by something, and is no c * tanh(logits / c)")
 
 
-def _is(equation: core.JaxprEqn, *names: str) -> bool:
+def _is(equation: Equation, *names: str) -> bool:
     return equation.primitive.name in names
 
 
@@ -256,7 +255,7 @@ def _scalar(atom: Atom) -> float | None:
 
 def _of_product(
     program: Program,
-    equation: core.JaxprEqn,
+    equation: Equation,
     axes: tuple[int, ...],
     bias: Atom | None,
     softcap: float | None,
