@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend import core
 
-# A core.Var or a core.Literal, and a core.JaxprEqn. JAX declares no shape and dtype for their avals.
+# A core.Var or a core.Literal, and a core.JaxprEqn. JAX declares no shape for their avals.
 type Atom = Any
 type Equation = Any
 
