@@ -16,6 +16,7 @@ from flax import nnx
 from jax.extend import core
 
 from pallas_kernels.loss import linear_cross_entropy
+from pallas_kernels.loss.layout import WeightLayout
 from pallas_kernels.patching.programs import Atom, Equation, Program
 
 # They change neither a value nor its place in the array. Rounding logits to 16 bits is left out,
@@ -47,8 +48,8 @@ class _Head:
       hidden: Hidden states.
       hidden_axes: Order of the axes of `hidden` in which the tokens are those of the logits, with D
         as the last.
-      weight: Matrix, `[V, D]` or `[D, V]`.
-      has_rows: Whether it is `[V, D]`.
+      weight: Output embedding.
+      weight_layout: Its layout.
       bias: Bias of the logits and the shape of a vector; None if there is none.
       softcap: Bound of the logits.
       precision: Precision of the product.
@@ -57,7 +58,7 @@ class _Head:
     hidden: Atom
     hidden_axes: tuple[int, ...]
     weight: Atom
-    has_rows: bool
+    weight_layout: WeightLayout
     bias: Atom | None
     softcap: float | None
     precision: Any
@@ -112,8 +113,9 @@ def loss(
     with _precision(hidden, head.precision):
         return linear_cross_entropy(
             hidden,
-            weight if head.has_rows else weight.T,
+            weight,
             jnp.reshape(labels, hidden.shape[:-1]),
+            weight_layout=head.weight_layout,
             bias=bias,
             logit_softcap=head.softcap,
             **options,
@@ -279,7 +281,7 @@ def _of_product(
         hidden=equation.invars[hidden],
         hidden_axes=(*(i for _, i in tokens), contracted[hidden][0]),
         weight=weight,
-        has_rows=(contracted[side][0] == 1) != is_swapped,
+        weight_layout="vd" if (contracted[side][0] == 1) != is_swapped else "dv",
         bias=bias,
         softcap=softcap,
         precision=equation.params["precision"],
