@@ -151,7 +151,8 @@ def patch(model: nnx.Module) -> Patched:
     modules, replaced, done = [], [], set()
     for path, module in _inner_first(model):
         paths = {(*path, *p) for p in candidates.parameters(module)}
-        if not paths or paths <= done or classes.is_patched(module):
+        is_known = paths <= done or classes.is_patched(module)
+        if not paths or is_known or not callable(module):
             continue
         rule = _rule(module, known)
         if rule is None:

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels.patching import candidates
-from pallas_kernels.patching.original import Original, Refused, plain_numbers
+from pallas_kernels.patching.original import Failed, Original, Refused, plain_numbers
 from pallas_kernels.patching.rules import MLPRule, NormRule, Rule
 
 # One rounding to nearest errs by 0.29 epsilons in the root mean square.
@@ -191,6 +191,7 @@ def _compare_mlp(original: Original, readings: list[candidates.Matrices]) -> Rul
         if ratio <= 1:
             return _rule(rule, original, samples[reading.size])
         closest = min(closest, error)
-    if np.isinf(closest) and reasons:
-        raise reasons[0]
+    if np.isinf(closest):
+        # Of the sizes that D may have, the wrong one fails.
+        raise min(reasons, key=lambda reason: isinstance(reason, Failed))
     raise Refused(f"its result differs from a gated MLP with silu by {closest:.2g} of its size")
