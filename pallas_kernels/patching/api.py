@@ -151,14 +151,17 @@ def patch(model: nnx.Module) -> Patched:
     modules, replaced, done = [], [], set()
     for path, module in _inner_first(model):
         paths = {(*path, *p) for p in candidates.parameters(module)}
-        is_known = paths <= done or classes.is_patched(module)
-        if not paths or is_known or not callable(module):
+        if classes.is_patched(module):
+            done |= paths
+        if not paths or paths <= done or not callable(module):
             continue
         rule = _rule(module, known)
         if rule is None:
             continue
         name = type(module).__name__
         if isinstance(rule, str):
+            if paths & done:  # a block around what was replaced
+                continue
             modules.append(Module(path, name, None, rule))
             continue
         classes.set_class(module, classes.patched_class(type(module), rule))

@@ -18,7 +18,6 @@ from support.foreign_modules import (
     F32,
     D,
     Einsums,
-    F,
     FloatNorm,
     Fused,
     Model,
@@ -241,5 +240,163 @@ def test_other_modules_are_no_candidates(unchecked_shapes):
         conv=nnx.Conv(D, D, 3, rngs=nnx.Rngs(0)),
     )
     assert patch(model).modules == ()
-    with pytest.raises(TypeError, match="takes an nnx.Module, got a dict"):
+    with pytest.raises(TypeError, match=r"takes an nnx\.Module, got a dict"):
         patch({})  # pyright: ignore[reportArgumentType]
+
+
+@functools.cache
+def patched_model():
+    """A model with other numbers than it starts from, and what `patch` says. Tests copy it."""
+    model = shuffled(Model(2))
+    return model, patch(model)
+
+
+TABLE = """\
+path               module       runs now
+layers.*.mlp (2)   Projections  swiglu_mlp(dense.w2.kernel, dense.w1.kernel, dense.w3.kernel)
+layers.*.norm (2)  RMSNorm      rms_norm(weight=scale, eps=1e-05)
+norm               RMSNorm      rms_norm(weight=scale, eps=1e-05)"""
+
+
+def test_only_the_calls_change():
+    model, patched = patched_model()
+    assert str(patched) == TABLE
+    assert len(patched.replaced) == 5 and patched.left == ()
+    fresh = shuffled(Model(2))
+    assert jax.tree.structure(nnx.state(fresh)) == jax.tree.structure(nnx.state(model))
+    assert parameters(fresh).keys() == parameters(model).keys()
+    norm, mlp = model.norm, model.layers[0].mlp
+    assert isinstance(norm, nnx.RMSNorm) and isinstance(mlp, Projections)
+    assert norm.epsilon == 1e-5 and mlp.activation is nnx.silu
+    assert type(mlp) is type(model.layers[1].mlp)
+    # Patched once more, there is nothing to do.
+    assert patch(model).modules == ()
+
+
+def test_undo():
+    module = Projections()
+    patched = patch(module)
+    assert nnx.graphdef(module) != nnx.graphdef(Projections())
+    for _ in range(2):
+        patched.undo()
+        assert type(module) is Projections
+        assert nnx.graphdef(module) == nnx.graphdef(Projections())
+
+
+def operations(fn, *args):
+    return [choice.operation for choice in explain(fn, *args).choices]
+
+
+def test_copies_and_definitions_keep_the_operations():
+    model, _ = patched_model()
+    x = jnp.zeros((2, 8), jnp.int32)
+    expected = operations(model, x)
+    assert expected.count("rms_norm") == 3 and expected.count("swiglu_mlp") == 2
+    graphdef, state = nnx.split(model)
+    one, two = FloatNorm(), FloatNorm()
+    for module in (one, two):
+        patch(module)
+    assert nnx.graphdef(one) == nnx.graphdef(two)
+    assert hash(nnx.graphdef(one)) == hash(nnx.graphdef(two))
+    for other in (nnx.clone(model), copy.deepcopy(model), nnx.merge(graphdef, state)):
+        assert operations(other, x) == expected
+    assert nnx.graphdef(nnx.clone(model)) == graphdef
+    layer = model.layers[0].norm
+    unpickled = lambda a: pickle.loads(pickle.dumps(a))  # noqa: S301  of our own object
+    assert type(unpickled(layer)) is type(layer)
+    assert unpickled(nnx.graphdef(layer)) == nnx.graphdef(layer)
+
+
+def test_transforms_of_nnx():
+    model, _ = patched_model()
+    tokens = jnp.arange(8).reshape(2, 4)
+    total = lambda model: jnp.sum(model(tokens).astype(F32) ** 2)
+    expected = nnx.jit(nnx.grad(total))(model)
+    rematerialized = nnx.jit(nnx.grad(nnx.remat(total)))(model)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3),
+        expected,
+        rematerialized,
+    )
+
+
+def test_layers_that_are_stacked_for_a_scan():
+    layers = nnx.vmap(lambda key: Stacked(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, D)), BF16)
+
+    def forward(layers, x):
+        scan = nnx.scan(lambda x, layer: (layer(x), None), in_axes=(nnx.Carry, 0))
+        return scan(x, layers)[0]
+
+    before = nnx.jit(forward)(layers, x)
+    patched = patch(layers)
+    assert [m.operation for m in patched.replaced] == [
+        "swiglu_mlp(dense.w2.kernel, dense.w1.kernel, dense.w3.kernel)",
+        "rms_norm(weight=scale, eps=1e-06)",
+    ]
+    assert operations(nnx.jit(forward), layers, x) == ["rms_norm", "swiglu_mlp"]
+    np.testing.assert_allclose(nnx.jit(forward)(layers, x), before, rtol=0.1, atol=0.05)
+    # Without the scan the parameters are no layer's.
+    with pallas_kernels.require_kernels():
+        with pytest.raises(NotImplementedError, match="own code, because its parameters are stack"):
+            layers.norm(x)
+
+
+class Stacked(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.RMSNorm(D, dtype=BF16, rngs=rngs)
+        self.mlp = Projections()
+
+    def __call__(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+def test_a_model_without_arrays():
+    model = nnx.eval_shape(lambda: Model(2))
+    assert str(patch(model)) == TABLE
+
+
+def test_arguments_that_change_nothing_are_accepted():
+    module = Projections()
+    patch(module)
+    x = jnp.zeros((2, 3, D), BF16)
+    for options in ({}, {"deterministic": True}, {"deterministic": False, "out_sharding": None}):
+        found = explain(lambda x, o=options: module(x, **o), x)
+        assert [c.reason is None or "its own code" not in c.reason for c in found.choices] == [True]
+    assert operations(lambda x: module(inputs=x), x) == ["swiglu_mlp"]
+    with pytest.raises(TypeError, match="unknown"):
+        module(x, unknown=1)
+
+
+class WithMask(FloatNorm):
+    def __call__(self, x, mask=None, gain=1.0):
+        y = super().__call__(x) * gain
+        return y if mask is None else jnp.where(mask, y, 0)
+
+
+class LoRAParam(nnx.Param):
+    pass
+
+
+@pytest.mark.parametrize(
+    "change, dtype, options, reason",
+    [
+        (None, BF16, {"mask": np.ones((2, 3, 1), bool)}, "its argument mask=<ndarray> may change"),
+        (None, BF16, {"gain": 2.0}, "its argument gain=2.0 may change the result"),
+        (None, jnp.float16, {}, "its input is float16, and it was compared for float32, bfloat16"),
+        ("lora", F32, {}, "it has other parameters than when it was patched: lora"),
+    ],
+)
+def test_where_the_comparison_says_nothing_the_module_runs_its_own_code(
+    change, dtype, options, reason
+):
+    module = WithMask()
+    assert len(patch(module).replaced) == 1
+    if change is not None:
+        module.lora = LoRAParam(jnp.zeros(D))
+    x = jnp.ones((2, 3, D), dtype)
+    np.testing.assert_array_equal(module(x, **options), WithMask()(x, **options))
+    call = lambda x: module(x, **options)
+    assert reason in str(explain(call, x))
+    with pallas_kernels.require_kernels(), pytest.raises(NotImplementedError, match="own code"):
+        call(x)

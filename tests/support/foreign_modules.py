@@ -50,7 +50,9 @@ class Projections(nnx.Module):
 
     def __init__(self, dtype: Any = BF16, activation: Any = nnx.silu, **options: Any):
         rngs = nnx.Rngs(0)
-        make = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs, **({"use_bias": False} | options))
+        make = functools.partial(
+            nnx.Linear, dtype=dtype, rngs=rngs, **({"use_bias": False} | options)
+        )
         self.dense = nnx.Dict(w1=make(D, F), w2=make(D, F), w3=make(F, D))
         self.activation = activation
 
@@ -98,17 +100,19 @@ class Remat(Einsums):
 class Model(nnx.Module):
     """A model of such modules; its head is what a test makes it."""
 
-    def __init__(self, *, dtype: Any = BF16, head: Any = None, **options: Any):
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(V, D, dtype=dtype, embedding_init=nnx.initializers.normal(1.0), rngs=rngs)
-        self.layers = nnx.List([Layer(dtype) for _ in range(2)])
+    def __init__(
+        self, num_layers: int, *, dtype: Any = BF16, head: Any = None, use_bias: bool = False
+    ):
+        rngs, normal = nnx.Rngs(0), nnx.initializers.normal(1.0)
+        self.embed = nnx.Embed(V, D, dtype=dtype, embedding_init=normal, rngs=rngs)
+        self.layers = nnx.List([Layer(dtype) for _ in range(num_layers)])
         self.norm = nnx.RMSNorm(D, epsilon=1e-5, dtype=dtype, rngs=rngs)
-        self.lm_head = nnx.Linear(D, V, dtype=dtype, rngs=rngs, **({"use_bias": False} | options))
+        self.lm_head = nnx.Linear(D, V, use_bias=use_bias, dtype=dtype, rngs=rngs)
         self.calls = nnx.BatchStat(jnp.zeros((), jnp.int32))
         self.head = head
 
-    def __call__(self, tokens, *, counts: bool = False):
-        x = self.embed(tokens)
+    def __call__(self, tokens, *, counts: bool = False, out_sharding=None):
+        x = self.embed(tokens, out_sharding=out_sharding)
         for layer in self.layers:
             x = layer(x)
         if counts:
