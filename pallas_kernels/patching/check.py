@@ -70,7 +70,7 @@ def _compare(module: nnx.Module, axis: int | None, readings: list[candidates.Mat
 
 @dataclasses.dataclass(frozen=True)
 class _Sample:
-    """What the module returns for inputs of one dtype."""
+    """Inputs of one dtype, and the results of the module."""
 
     x: np.ndarray
     y: np.ndarray
@@ -192,6 +192,6 @@ def _compare_mlp(original: Original, readings: list[candidates.Matrices]) -> Rul
             return _rule(rule, original, samples[reading.size])
         closest = min(closest, error)
     if np.isinf(closest):
-        # Of the sizes that D may have, the wrong one fails.
+        # D may have two sizes, and the call fails for the wrong one.
         raise min(reasons, key=lambda reason: isinstance(reason, Failed))
     raise Refused(f"its result differs from a gated MLP with silu by {closest:.2g} of its size")
