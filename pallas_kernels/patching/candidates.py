@@ -76,7 +76,7 @@ def readings_as_mlp(shapes: Mapping[Path, Shape]) -> list[Matrices]:
                 for pair, down in itertools.product(
                     _fused(fused, shapes[fused], size, columns), downs
                 ):
-                    found += [Matrices(*gate_up, down, size) for gate_up in (pair, pair[::-1])]
+                    found += [Matrices(a, b, down, size) for a, b in (pair, pair[::-1])]
     # Most models store kernels as [in, out], and the gate before the other projection.
     return sorted(
         found, key=lambda m: m.gate.is_transposed + m.up.is_transposed + m.down.is_transposed

@@ -56,11 +56,12 @@ def patched_class(base: type[nnx.Module], rule: Rule) -> type[nnx.Module]:
 def _metaclass(base: type) -> type:
     """A metaclass whose classes are pickled by the arguments of `patched_class`."""
     metaclass = type(f"Patched{base.__name__}", (base,), {})
-    copyreg.pickle(
-        metaclass,  # pyright: ignore[reportArgumentType]  a class is an object like any other
-        lambda cls: (patched_class, (cls.pallas_kernels_base, cls.pallas_kernels_rule)),
-    )
+    copyreg.pickle(metaclass, _arguments_of_class)
     return metaclass
+
+
+def _arguments_of_class(cls: Any) -> Any:
+    return patched_class, (cls.pallas_kernels_base, cls.pallas_kernels_rule)
 
 
 def is_patched(module: nnx.Module) -> bool:

@@ -16,7 +16,8 @@ from flax import nnx
 from jax.extend import core
 
 from pallas_kernels.loss import linear_cross_entropy
-from pallas_kernels.patching.programs import Atom, Program
+from pallas_kernels.loss.layout import WeightLayout
+from pallas_kernels.patching.programs import Atom, Equation, Program
 
 # They change neither a value nor its place in the array. Rounding logits to 16 bits is left out,
 # because the loss has float32 logits.
@@ -47,8 +48,8 @@ class _Head:
       hidden: Hidden states.
       hidden_axes: Order of the axes of `hidden` in which the tokens are those of the logits, with D
         as the last.
-      weight: Matrix, `[V, D]` or `[D, V]`.
-      has_rows: Whether it is `[V, D]`.
+      weight: Output embedding.
+      weight_layout: Its layout.
       bias: Bias of the logits and the shape of a vector; None if there is none.
       softcap: Bound of the logits.
       precision: Precision of the product.
@@ -57,7 +58,7 @@ class _Head:
     hidden: Atom
     hidden_axes: tuple[int, ...]
     weight: Atom
-    has_rows: bool
+    weight_layout: WeightLayout
     bias: Atom | None
     softcap: float | None
     precision: Any
@@ -68,7 +69,7 @@ def loss(
     labels: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    options: dict[str, Any],
+    options: Mapping[str, Any],
 ) -> Any:
     """`linear_cross_entropy` of the model's logits for `labels`; see `Patched.loss`."""
     if unfit := {"bias", "logit_softcap", "vocab_axis", "weight_layout"} & options.keys():
@@ -91,9 +92,8 @@ def loss(
             "call of the model itself"
         )
     number = len(found["names"])
-    head = _only_head(
-        program, dict(zip(found["names"], program.outputs[:number], strict=True)), labels
-    )
+    outputs = dict(zip(found["names"], program.outputs[:number], strict=True))
+    head = _only_head(program, outputs, labels)
     changed = [
         (i, new)
         for i, (old, new) in enumerate(zip(program.inputs, program.outputs[number:], strict=True))
@@ -113,8 +113,9 @@ def loss(
     with _precision(hidden, head.precision):
         return linear_cross_entropy(
             hidden,
-            weight if head.has_rows else weight.T,
+            weight,
             jnp.reshape(labels, hidden.shape[:-1]),
+            weight_layout=head.weight_layout,
             bias=bias,
             logit_softcap=head.softcap,
             **options,
@@ -204,7 +205,7 @@ def _keeps_rows(old: Atom, new: Atom, axes: tuple[int, ...]) -> bool:
     return is_ordered and old.aval.ndim > 0 and old.aval.shape[-1] == new.aval.shape[-1]
 
 
-def _bias_and_rest(program: Program, equation: core.JaxprEqn) -> tuple[Atom, Atom]:
+def _bias_and_rest(program: Program, equation: Equation) -> tuple[Atom, Atom]:
     """The vector that is added to the logits, and the logits before."""
     size = equation.outvars[0].aval.shape[-1]
     for bias, rest in (equation.invars, equation.invars[::-1]):
@@ -221,7 +222,7 @@ def _bias_and_rest(program: Program, equation: core.JaxprEqn) -> tuple[Atom, Ato
     raise _NoHead("something is added to it that is no vector with a number for each column")
 
 
-def _softcap_and_rest(program: Program, equation: core.JaxprEqn) -> tuple[float, Atom]:
+def _softcap_and_rest(program: Program, equation: Equation) -> tuple[float, Atom]:
     """The bound `c` of `c * tanh(logits / c)`, and the logits."""
     for factor, rest in (equation.invars, equation.invars[::-1]):
         bound = _scalar(factor)
@@ -245,7 +246,7 @@ def _softcap_and_rest(program: Program, equation: core.JaxprEqn) -> tuple[float,
     raise _NoHead("it is multiplied by something, and is no c * tanh(logits / c)")
 
 
-def _is(equation: core.JaxprEqn, *names: str) -> bool:
+def _is(equation: Equation, *names: str) -> bool:
     return equation.primitive.name in names
 
 
@@ -256,7 +257,7 @@ def _scalar(atom: Atom) -> float | None:
 
 def _of_product(
     program: Program,
-    equation: core.JaxprEqn,
+    equation: Equation,
     axes: tuple[int, ...],
     bias: Atom | None,
     softcap: float | None,
@@ -280,7 +281,7 @@ def _of_product(
         hidden=equation.invars[hidden],
         hidden_axes=(*(i for _, i in tokens), contracted[hidden][0]),
         weight=weight,
-        has_rows=(contracted[side][0] == 1) != is_swapped,
+        weight_layout="vd" if (contracted[side][0] == 1) != is_swapped else "dv",
         bias=bias,
         softcap=softcap,
         precision=equation.params["precision"],

@@ -1,12 +1,13 @@
 """Traced programs: calls of `jax.jit` opened, and the part of a program that some values need."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax.extend import core
 
-type Atom = core.Var | core.Literal
+# A core.Var or a core.Literal, and a core.JaxprEqn. JAX declares no shape for their avals.
+type Atom = Any
+type Equation = Any
 
 
 class Program:
@@ -24,7 +25,7 @@ class Program:
         self.inputs: list[core.Var] = [core.Var(v.aval) for v in jaxpr.invars]
         self.outputs: list[Atom] = self._open(jaxpr, self.inputs)
 
-    def producer(self, atom: Atom) -> core.JaxprEqn | None:
+    def producer(self, atom: Atom) -> Equation | None:
         """The equation that computes a value; None for arguments and constants."""
         return None if isinstance(atom, core.Literal) else self._producers.get(atom)
 
@@ -34,20 +35,20 @@ class Program:
         equations = []
         for equation in reversed(self._equations):
             if equation.effects or needed & {*equation.outvars}:
-                equations.insert(0, equation)
+                equations.append(equation)
                 needed |= {a for a in equation.invars if not isinstance(a, core.Literal)}
+        equations.reverse()
         constants = [v for v in self._values if v in needed]
         effects = frozenset().union(*(equation.effects for equation in equations))
-        jaxpr = core.Jaxpr((), [*constants, *self.inputs], list(atoms), equations, effects)
-        run = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
-        return run(*(self._values[v] for v in constants), *arguments)
+        program = core.Jaxpr((), [*constants, *self.inputs], list(atoms), equations, effects)
+        return core.jaxpr_as_fun(program)(*(self._values[v] for v in constants), *arguments)
 
     def _open(self, jaxpr: Any, arguments: Sequence[Atom]) -> list[Atom]:
         """Appends the equations, with new variables, and returns the results."""
         renamed: dict[core.Var, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
         for variable, value in zip(jaxpr.constvars, jaxpr.consts, strict=True):
-            renamed[variable] = core.Var(variable.aval)
-            self._values[renamed[variable]] = value
+            renamed[variable] = constant = core.Var(variable.aval)
+            self._values[constant] = value
         read = lambda atom: atom if isinstance(atom, core.Literal) else renamed[atom]
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
@@ -59,7 +60,7 @@ class Program:
                 v if isinstance(v, core.DropVar) else core.Var(v.aval) for v in equation.outvars
             ]
             renamed |= zip(equation.outvars, variables, strict=True)
-            copied = equation.replace(invars=operands, outvars=variables)
+            copied: core.JaxprEqn = equation.replace(invars=operands, outvars=variables)
             self._equations.append(copied)
             self._producers |= dict.fromkeys(variables, copied)
         return [read(atom) for atom in jaxpr.outvars]

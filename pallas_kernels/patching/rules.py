@@ -1,6 +1,7 @@
 """The operation that runs in the place of a module, and its arguments. Rules are hashable."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pallas_kernels.mlp import swiglu_mlp
+from pallas_kernels.mlp import Save, swiglu_mlp
 from pallas_kernels.norm import Casting, rms_norm
 
 type Path = tuple[Any, ...]
@@ -16,11 +17,12 @@ type Path = tuple[Any, ...]
 
 def value_at(module: nnx.Module, path: Path) -> jax.Array:
     """The array of the parameter at a path."""
-    node: Any = module
-    for key in path:
-        is_item = isinstance(key, int) or isinstance(node, dict)
-        node = node[key] if is_item else getattr(node, key)
-    return node[...]
+
+    def inside(node: Any, key: Any) -> Any:
+        is_attribute = isinstance(key, str) and not isinstance(node, dict)
+        return getattr(node, key) if is_attribute else node[key]
+
+    return functools.reduce(inside, path, module)[...]
 
 
 def name_of(path: Path) -> str:
@@ -110,18 +112,20 @@ class MLPRule:
       gate: Matrix `[D, F]`.
       up: Matrix `[D, F]`.
       down: Matrix `[F, D]`.
+      save: As in `swiglu_mlp`.
     """
 
     gate: Matrix
     up: Matrix
     down: Matrix
+    save: Save = "gate_up"
 
     operation = "swiglu_mlp"
 
     def run(self, module: nnx.Module, x: jax.Array, dtype: np.dtype) -> jax.Array:
         """The MLP of `x`, computed in `dtype`."""
         matrices = (m.of(value_at(module, m.path)) for m in (self.gate, self.up, self.down))
-        return swiglu_mlp(x.astype(dtype), *matrices)
+        return swiglu_mlp(x.astype(dtype), *matrices, save=self.save)
 
     def exact(self, arrays: dict[Path, np.ndarray], x: np.ndarray) -> np.ndarray:
         """The formula in float64."""
@@ -133,7 +137,8 @@ class MLPRule:
         return (z * sigmoid * (x @ up)) @ down
 
     def __str__(self) -> str:
-        return f"swiglu_mlp({self.gate}, {self.up}, {self.down})"
+        save = "" if self.save == "gate_up" else f", save={self.save!r}"
+        return f"swiglu_mlp({self.gate}, {self.up}, {self.down}{save})"
 
 
 @dataclasses.dataclass(frozen=True)
