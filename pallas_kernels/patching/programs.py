@@ -6,8 +6,8 @@ from typing import Any
 from jax.extend import core
 
 # A core.Var or a core.Literal, and a core.JaxprEqn. JAX declares no shape for their avals.
-type Atom = Any
-type Equation = Any
+Atom = Any
+Equation = Any
 
 
 class Program:

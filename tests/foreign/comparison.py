@@ -4,7 +4,6 @@ A test file has a project's model, batch and loss in a `Project`. The checks are
 """
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +72,8 @@ def small_model(project: Project, dtype: Any) -> nnx.Module:
     """The small model with random numbers in every parameter.
 
     Many projects set norms to one and projections to zero until a checkpoint is loaded. Errors of
-    a product with zeros would stay unseen.
+    a product with zeros would stay unseen. The numbers fit in bf16, so that models with bf16 and
+    with float32 parameters get the same.
     """
     model = project.build(SMALL, dtype)
     state = nnx.state(model, nnx.Param)
@@ -83,9 +83,16 @@ def small_model(project: Project, dtype: Any) -> nnx.Module:
         key = next(keys)
         is_constant = bool((a == a.reshape(-1)[0]).all())
         noise = 0.1 * jax.random.normal(key, a.shape)
-        return (a + noise).astype(a.dtype) if is_constant else a
+        return (a + noise).astype(jnp.bfloat16).astype(a.dtype) if is_constant else a
 
     nnx.update(model, jax.tree.map(fill, state))
+    return model
+
+
+def cast_parameters(model: nnx.Module, dtype: Any) -> nnx.Module:
+    """Rounds the parameters to bf16, as loaders of checkpoints do, and stores them in `dtype`."""
+    rounded = jax.tree.map(lambda a: a.astype(jnp.bfloat16), nnx.state(model, nnx.Param))
+    nnx.update(model, jax.tree.map(lambda a: a.astype(dtype), rounded))
     return model
 
 
@@ -108,7 +115,7 @@ def assert_tree_is_kept(project: Project) -> None:
         assert old is new or bool((old == new).all()), path
 
 
-def assert_same_training(project: Project) -> None:
+def assert_same_training(project: Project, num_replaced: int) -> None:
     """The patched model's losses and gradients err no more than the project's own do.
 
     The project's model with float32 activations gives the exact numbers: its error is 2^16 times
@@ -119,6 +126,7 @@ def assert_same_training(project: Project) -> None:
     model = small_model(project, jnp.bfloat16)
     patched = patch(model)
     print(patched)
+    assert len(patched.replaced) == num_replaced
     loss = lambda model, batch: project.patched_loss(patched, model, batch)
     got_names, got = _losses_and_gradients(project, model, loss)
     assert got_names == names
@@ -186,20 +194,17 @@ def compile_for_h100(module: str) -> dict[str, Program]:
             raise AssertionError(f"{name} does not compile:\n{program.message}")
         print(
             f"{name}: {program.seconds:.0f} s, {program.temp_bytes / 2**20:.0f} MiB",
-            f"{num_calls(program)} calls of {kernels_of(program)}",
+            calls_of(program),
         )
     return programs  # pyright: ignore[reportReturnType]
 
 
-def kernels_of(program: Program) -> dict[str, int]:
-    """The names of the Mosaic GPU kernels in a program with the number of their variants."""
-    names = (kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in program.kernels)
-    return dict(sorted(Counter(names).items()))
-
-
-def num_calls(program: Program) -> int:
-    """The number of calls of Mosaic GPU kernels in a program."""
-    return sum(instruction.is_kernel for instruction in program.instructions.values())
+def calls_of(program: Program) -> dict[str, int]:
+    """The number of calls of each Mosaic GPU kernel in a program. A loop's body counts once."""
+    return {
+        name.removesuffix("_mosaic_gpu_kernel"): number
+        for name, number in sorted(program.calls.items())
+    }
 
 
 def has_logits(program: Program) -> bool:

@@ -11,11 +11,12 @@ from flax import nnx
 from jax.sharding import Mesh
 from maxtext.configs import pyconfig
 from maxtext.models import models
-from maxtext.trainers.pre_train import train
+from maxtext.trainers.pre_train.train import loss_fn
 from maxtext.utils import maxtext_utils
 
 from foreign import comparison
 from foreign.comparison import IGNORED, Project, Size
+from train.planner import aot
 
 
 @functools.cache
@@ -63,7 +64,7 @@ def batch(key: jax.Array, size: Size) -> dict[str, jax.Array]:
 
 
 def loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
-    value, _ = train.loss_fn(model, model.config, dict(batch), None, None)
+    value, _ = loss_fn(model, model.config, dict(batch), None, None)
     return value
 
 
@@ -80,6 +81,8 @@ def patched_loss(patched: Any, model: Any, batch: dict[str, jax.Array]) -> jax.A
 
 
 PROJECT = Project(build, batch, loss, patched_loss)
+H100 = aot.devices(aot.CHIPS["h100"], 1)
+CASES = comparison.cases(PROJECT, functools.partial(build, devices=H100))
 
 
 def test_parameters_stay():
@@ -87,4 +90,12 @@ def test_parameters_stay():
 
 
 def test_loss_and_gradients():
-    comparison.assert_same_training(PROJECT)
+    comparison.assert_same_training(PROJECT, num_replaced=4)
+
+
+def test_program_for_an_h100():
+    programs = comparison.compile_for_h100("foreign.test_maxtext")
+    assert comparison.has_logits(programs["before"])
+    assert not comparison.calls_of(programs["before"])
+    assert not comparison.has_logits(programs["patched"])
+    assert comparison.calls_of(programs["patched"]) == {}
