@@ -1,0 +1,44 @@
+"""What the loss layers of several frameworks share: their options, and logits for sampling."""
+
+import inspect
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.loss import linear_cross_entropy
+
+# All but the arrays, which a call or the layer has, and the layout, which the layer decides.
+LOSS_OPTIONS: dict[str, Any] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(linear_cross_entropy).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+    and name not in ("bias", "token_weights", "weight_layout")
+}
+
+
+def checked_options(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The loss options in the order of their names, hashable.
+
+    Raises:
+      TypeError: `linear_cross_entropy` has no such option.
+    """
+    if unknown := sorted(options.keys() - LOSS_OPTIONS.keys()):
+        raise TypeError(
+            f"{', '.join(unknown)}: not among the options of linear_cross_entropy, which are "
+            f"{', '.join(sorted(LOSS_OPTIONS))}"
+        )
+    return tuple(sorted(options.items()))
+
+
+def logits(
+    x: Float[Array, "*T D"],
+    weight: Float[Array, "D V"],
+    bias: Float[Array, " V"] | None,
+    softcap: float | None,
+) -> Float[Array, "*T V"]:
+    """`x @ weight + bias` in float32 with operands in the dtype of `x`, then the softcap."""
+    z = jnp.matmul(x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+    if bias is not None:
+        z += bias.astype(jnp.float32)
+    return z if softcap is None else softcap * jnp.tanh(z / softcap)
