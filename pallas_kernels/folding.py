@@ -44,7 +44,7 @@ def fold_chunks(
       body: Function `(chunk, start) -> (summands, parts)`.
       arrays: Pytree of arrays; None is no array.
       chunk_size: Largest size of a chunk.
-      axis: Axis of all arrays, and of the parts.
+      axis: Axis of all arrays, and of the parts; -1 is the last of each.
       stack: Whether to stack parts along a new axis. Otherwise a part is written where its chunk
         was.
       first: Size of the first chunk, and a function to run on it in place of `body`, before the
@@ -81,8 +81,8 @@ def fold_chunks(
         return jax.lax.dynamic_update_slice_in_dim(all_parts, part, start, axis)
 
     def buffer_of(part):
-        shape = list(part.shape)
-        shape[axis : axis if stack else axis + 1] = [length]
+        shape = list((jnp.expand_dims(part, axis) if stack else part).shape)
+        shape[axis] = length
         return put(jnp.zeros(shape, part.dtype), part, 0)  # XLA pads it
 
     def step(i, carry):

@@ -22,11 +22,12 @@ from pallas_kernels.norm import Casting, add_rms_norm, rms_norm
 
 _LECUN_NORMAL = initializers.lecun_normal()
 _NORMAL = initializers.normal(0.02)
-# All but the arrays, which a call or the layer has.
+# All but the arrays, which a call or the layer has, and the layout of the layer's weight.
 _LOSS_OPTIONS = {
     name
     for name, parameter in inspect.signature(linear_cross_entropy).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("bias", "token_weights")
+    if parameter.kind is parameter.KEYWORD_ONLY
+    and name not in ("bias", "token_weights", "weight_layout")
 }
 
 

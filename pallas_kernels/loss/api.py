@@ -20,6 +20,7 @@ from pallas_kernels.loss.arguments import (
 )
 from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.description import LossPlan, describe
+from pallas_kernels.loss.layout import Embedding, WeightLayout
 from pallas_kernels.loss.token_loss import TokenLosses
 
 
@@ -45,7 +46,7 @@ class LossMetrics(NamedTuple):
 
 def linear_cross_entropy(
     x: Float[Array, "*T D"],
-    weight: Float[Array, "V D"],
+    weight: Embedding,
     labels: Integer[Array, "*T"],
     *,
     bias: Float[Array, " V"] | None = None,
@@ -59,6 +60,7 @@ def linear_cross_entropy(
     vocab_chunk_size: int | None = None,
     max_logits_bytes: int | None = None,
     vocab_axis: str | None = None,
+    weight_layout: WeightLayout = "vd",
     accum_dtype: DTypeLike = jnp.float32,
     check_labels: bool = False,
     return_metrics: bool = False,
@@ -107,7 +109,7 @@ def linear_cross_entropy(
     the details.
 
     **Meshes.** Each device computes the losses of its own tokens, and plans for what it has. On
-    Auto and Explicit axes a sum or mean is over the tokens of all devices. Rows of `weight` that
+    Auto and Explicit axes a sum or mean is over the tokens of all devices. Entries of `weight` that
     are split over an axis which splits no tokens stay split: devices exchange 20 bytes a token and
     add up `dx`. Inside of `jax.shard_map` a sum or mean is over the tokens of one device. For the
     mean over all tokens, divide the `jax.lax.psum` of `reduction="sum"` by that of the number of
@@ -117,8 +119,8 @@ def linear_cross_entropy(
 
     Args:
       x: Hidden states, of a floating dtype of 16 bits or more. The leading axes are tokens.
-      weight: Output embedding, one row for each vocabulary entry (Hugging Face's layout), of a
-        floating dtype of 16 bits or more.
+      weight: Output embedding of the layout `weight_layout`, of a floating dtype of 16 bits or
+        more.
       labels: Token to predict at each position, of any integer dtype.
       bias: Bias of the logits, of a floating dtype of 16 bits or more.
       token_weights: Factor for each token's loss, taken as float32. A mask of integers or bools
@@ -147,6 +149,10 @@ def linear_cross_entropy(
       vocab_axis: Name of the Manual mesh axis over which `weight` and `bias` are split by
         vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis gets the same
         loss. `labels` are numbers in the whole vocabulary.
+      weight_layout: Order of the axes of `weight` and of its gradient. `"vd"` is `[V, D]`, as in
+        Hugging Face's models and `flax.nnx.Embed`. `"dv"` is `[D, V]`, the kernel of a
+        `flax.nnx.Linear`; it stands for `weight.T` in the formula. Neither is ever transposed in
+        memory. The kernels take `"dv"` if V is a multiple of 128.
       accum_dtype: Dtype in which chunks of tokens add up `dweight`: floating, of 16 bits or more.
         float64 needs `jax_enable_x64`.
       check_labels: Whether a label out of range raises an error with its value, whatever its
@@ -169,7 +175,7 @@ def linear_cross_entropy(
         another implementation than `"reference"` is differentiated twice or in forward mode.
       jax.experimental.checkify.JaxRuntimeError: `check_labels` found a label out of range.
     """
-    x, weight, bias = check_arrays(x, weight, labels, bias, token_weights)
+    x, weight, bias = check_arrays(x, weight, labels, bias, token_weights, weight_layout)
     request, why_no_kernel = checked_request(
         x,
         weight,
@@ -183,6 +189,7 @@ def linear_cross_entropy(
         vocab_chunk_size=vocab_chunk_size,
         max_logits_bytes=max_logits_bytes,
         vocab_axis=vocab_axis,
+        weight_layout=weight_layout,
         accum_dtype=accum_dtype,
         implementation=implementation,
         config=config,
@@ -199,7 +206,7 @@ def linear_cross_entropy(
     labels, counts, weights = labels_and_weights(
         labels,
         token_weights,
-        num_parts(vocab_axis) * len(weight),
+        num_parts(vocab_axis) * request.sizes[0],
         ignore_index,
         check_labels,
     )
@@ -245,7 +252,7 @@ def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) 
     plans = []
 
     def trace(arrays):
-        x, weight, bias = check_arrays(**arrays)
+        x, weight, bias = check_arrays(**arrays, weight_layout=given["weight_layout"])
         request, why_no_kernel = checked_request(x, weight, bias, **given)
         num_parts(given["vocab_axis"])
         plans.append(describe(request, given["reduction"], why_no_kernel))

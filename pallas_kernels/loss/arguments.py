@@ -27,6 +27,7 @@ from pallas_kernels.implementation import (
     symbolic_reason,
 )
 from pallas_kernels.loss.config import Config
+from pallas_kernels.loss.layout import WeightLayout, sizes, unsupported_reason
 from pallas_kernels.loss.mosaic_gpu import logits
 from pallas_kernels.loss.plan import Request, Settings
 from pallas_kernels.loss.token_loss import LossOptions
@@ -39,21 +40,27 @@ _DTYPES_OF_WEIGHTS = jnp.floating, jnp.integer, jnp.bool_
 
 
 def check_arrays(
-    x: Any, weight: Any, labels: Any, bias: Any, token_weights: Any
+    x: Any, weight: Any, labels: Any, bias: Any, token_weights: Any, weight_layout: Any
 ) -> tuple[Array, Array, Array | None]:
     """`(x, weight, bias)` as JAX arrays.
 
     Raises:
-      ValueError: shapes disagree.
+      ValueError: shapes disagree, or the layout is unknown.
       TypeError: an argument is no array, or its dtype does not suit it.
     """
     x, weight = floating_arrays(x=x, weight=weight, least_bits=BITS_OF_PRODUCTS)
     if bias is not None:
         (bias,) = floating_arrays(bias=bias, least_bits=BITS_OF_PRODUCTS)
+    if weight_layout not in get_args(WeightLayout.__value__):
+        raise ValueError(f"{weight_layout=} must be one of {get_args(WeightLayout.__value__)}")
+    axes = f"[{', '.join(weight_layout.upper())}]"
     if weight.ndim != 2 or 0 in weight.shape:
-        raise ValueError(f"weight must be [V, D] with D >= 1 and V >= 1, got {weight.shape}")
-    if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"x {x.shape} and weight {weight.shape} must agree in their last axis")
+        raise ValueError(f"weight must be {axes} with D >= 1 and V >= 1, got {weight.shape}")
+    vocab_size, hidden_size = sizes(weight, weight_layout)
+    if x.ndim == 0 or x.shape[-1] != hidden_size:
+        raise ValueError(
+            f"x {x.shape} and weight {weight.shape} must agree in D: {weight_layout=} is {axes}"
+        )
     as_array("labels", labels)
     if labels.shape != x.shape[:-1]:
         raise ValueError(
@@ -61,8 +68,8 @@ def check_arrays(
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels must be integers, got {labels.dtype}; cast labels to int32")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must have shape {weight.shape[:1]}, got {bias.shape}")
+    if bias is not None and bias.shape != (vocab_size,):
+        raise ValueError(f"bias must have shape {(vocab_size,)}, got {bias.shape}")
     if token_weights is not None:
         _check_token_weights(token_weights, labels)
     return x, weight, bias
@@ -96,6 +103,7 @@ def checked_request(
     vocab_chunk_size: int | None,
     max_logits_bytes: int | None,
     vocab_axis: str | None,
+    weight_layout: WeightLayout,
     accum_dtype: Any,
     implementation: Implementation | None,
     config: Config | None,
@@ -111,7 +119,9 @@ def checked_request(
     open_sizes = symbolic_reason(x)
     chosen, why_no_kernel = choose_implementation(
         implementation,
-        open_sizes or logits.unsupported_reason(x.dtype),
+        open_sizes
+        or logits.unsupported_reason(x.dtype)
+        or unsupported_reason(weight, weight_layout),
         fallback="xla" if open_sizes is None else "reference",
     )
     if open_sizes is not None and chosen == "xla":
@@ -133,6 +143,7 @@ def checked_request(
         ),
         implementation=chosen,
         accum_dtype=jnp.dtype(accum_dtype),
+        weight_layout=weight_layout,
         vocab_axes=() if vocab_axis is None else (vocab_axis,),
         config=config or Config(),
     )

@@ -38,6 +38,7 @@ from pallas_kernels.loss.columns import (
     scaled_coefficients,
     statistics_of_linear,
 )
+from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
 from pallas_kernels.loss.plan import InPlace, Settings, TokenChunks
 from pallas_kernels.loss.token_loss import TokenLosses, losses_of
@@ -47,7 +48,7 @@ def losses(
     settings: Settings,
     plan: TokenChunks | InPlace,
     x: Float[Array, "T D"],
-    weight: Float[Array, "V D"],
+    weight: Embedding,
     bias: Float[Array, " V"] | None,
     labels: Int[Array, " T"],
 ) -> TokenLosses:
@@ -68,7 +69,7 @@ def losses_and_gradients(
     settings: Settings,
     plan: TokenChunks | InPlace,
     x: Float[Array, "T D"],
-    weight: Float[Array, "V D"],
+    weight: Embedding,
     bias: Float[Array, " V"] | None,
     coefficients: Float[Array, " T"],
     labels: Int[Array, " T"],
@@ -88,7 +89,8 @@ def losses_and_gradients(
         first, chunk_size = None, plan.chunk_size
     sums, (losses, dx) = fold_chunks(one_chunk, (x, labels, coefficients), chunk_size, first=first)
     dx = rescaled(dx, scale)
-    dweight, dbias = jax.tree.map(lambda g: rescaled(g[: columns.num_columns], scale), sums)
+    finished = lambda g: rescaled(columns.without_padding(g), scale)
+    dweight, dbias = jax.tree.map(finished, sums)
     return losses, Gradients(dx, dweight, dbias)
 
 
@@ -110,10 +112,11 @@ def _chunk_by_logits(settings: Settings, columns: Columns, place, dx_dtype, chun
         )
     losses = losses_of(found, labels, settings.options, vocab_size)
     dz = dlogits.astype(x.dtype)
-    dx = product("tv,vd->td", dz, columns.weight, dx_dtype)
+    dx = product(f"tv,{columns.layout}->td", dz, columns.weight, dx_dtype)
     dbias = None if columns.bias is None else jnp.sum(dlogits.astype(jnp.float32), axis=0)
     counted = rows_that_count(x, coefficients)
-    dweight = jnp.einsum("tv,td->vd", dz, counted, preferred_element_type=settings.accum_dtype)
+    subscripts = f"tv,td->{columns.layout}"
+    dweight = jnp.einsum(subscripts, dz, counted, preferred_element_type=settings.accum_dtype)
     return (dweight, dbias), (losses, dx)
 
 
@@ -126,13 +129,16 @@ def _chunk_by_exponentials(settings: Settings, columns: Columns, chunk, _):
         coefficients,
         num_columns=columns.num_columns,
         z_loss=settings.options.z_loss,
+        weight_layout=columns.layout,
         config=settings.config.linear,
     )
     losses = losses_of(found, labels, settings.options, columns.num_columns)
-    dx = jnp.einsum("tv,vd->td", dz, columns.weight, preferred_element_type=jnp.float32)
+    subscripts = f"tv,{columns.layout}->td"
+    dx = jnp.einsum(subscripts, dz, columns.weight, preferred_element_type=jnp.float32)
     dx = (dx * factor[:, None]).astype(x.dtype)
     scaled_x = exponentials.scaled(x, factor)
-    dweight = jnp.einsum("tv,td->vd", dz, scaled_x, preferred_element_type=settings.accum_dtype)
+    subscripts = f"tv,td->{columns.layout}"
+    dweight = jnp.einsum(subscripts, dz, scaled_x, preferred_element_type=settings.accum_dtype)
     return (dweight, None), (losses, dx)
 
 

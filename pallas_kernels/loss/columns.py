@@ -9,6 +9,13 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.folding import fold_chunks
 from pallas_kernels.gpu.kernel import varying_axes
 from pallas_kernels.loss import xla
+from pallas_kernels.loss.layout import (
+    Embedding,
+    WeightLayout,
+    column_axis,
+    pad_columns,
+    sizes,
+)
 from pallas_kernels.loss.mosaic_gpu import logits as logits_kernel
 from pallas_kernels.loss.mosaic_gpu import statistics
 from pallas_kernels.loss.plan import Settings
@@ -19,7 +26,7 @@ class Gradients(NamedTuple):
     """Gradients of the coefficient-weighted sum of the losses; `dbias` is None without a bias."""
 
     dx: Float[Array, "T D"]
-    dweight: Float[Array, "V D"]
+    dweight: Embedding
     dbias: Float[Array, " V"] | None
 
 
@@ -27,32 +34,40 @@ class Columns(NamedTuple):
     """Columns of logits: all of this device's, or a chunk.
 
     Attributes:
-      weight: rows of the embedding in the dtype of x, and rows of zeros where the kernel wants
-        whole lines.
+      weight: entries of the embedding in the dtype of x, and entries of zeros where the kernel
+        wants whole lines.
+      layout: layout of the weight.
       bias: bias of the columns, if there is one.
       num_columns: number of columns without the padding.
       logits_dtype: dtype of the logits in memory.
     """
 
-    weight: Float[Array, "Vp D"]
-    bias: Float[Array, " V"] | None
+    weight: Embedding
+    layout: WeightLayout
+    bias: Float[Array, " _"] | None
     num_columns: int
     logits_dtype: Any
 
     @classmethod
     def make(cls, settings: Settings, weight, bias) -> "Columns":
-        """The columns with these rows of the embedding, which are in the dtype of x."""
-        num_columns = len(weight)
+        """The columns with these entries of the embedding, which are in the dtype of x."""
+        layout = settings.weight_layout
+        num_columns, _ = sizes(weight, layout)
         if settings.implementation == "xla":
-            return cls(weight, bias, num_columns, jnp.float32)
+            return cls(weight, layout, bias, num_columns, jnp.float32)
         # A copy, if the vocabulary is not a multiple of 128.
         padding = -num_columns % logits_kernel.LINE
-        weight = jnp.pad(weight, ((0, padding), (0, 0))) if padding else weight
-        return cls(weight, bias, num_columns, weight.dtype)
+        weight = pad_columns(weight, padding, layout) if padding else weight
+        return cls(weight, layout, bias, num_columns, weight.dtype)
 
     def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T Vp"]:
         """The logits without the bias."""
-        return product("td,vd->tv", x, self.weight, self.logits_dtype)
+        return product(f"td,{self.layout}->tv", x, self.weight, self.logits_dtype)
+
+    def without_padding(self, gradient: jax.Array) -> jax.Array:
+        """The gradient of the weight or the bias without the entries of the padding."""
+        axis = column_axis(self.layout)
+        return jax.lax.slice_in_dim(gradient, 0, self.num_columns, axis=axis)
 
 
 def product(subscripts: str, rows, matrix, dtype) -> jax.Array:
@@ -69,7 +84,7 @@ def product(subscripts: str, rows, matrix, dtype) -> jax.Array:
 def statistics_of_linear(
     settings: Settings,
     x: Float[Array, "T D"],
-    weight: Float[Array, "V D"],
+    weight: Embedding,
     bias: Float[Array, " V"] | None,
     labels: Int[Array, " T"],
     chunk_size: int,
@@ -78,7 +93,9 @@ def statistics_of_linear(
 
     The kernel has no logits in memory. Where it cannot run, the logits of `chunk_size` tokens are.
     """
-    if settings.implementation == "mosaic_gpu" and statistics.unsupported_reason(x, weight) is None:
+    layout = settings.weight_layout
+    is_kernel = settings.implementation == "mosaic_gpu"
+    if is_kernel and statistics.unsupported_reason(x, weight, layout) is None:
         return statistics.linear_statistics(
             x,
             weight,
@@ -86,6 +103,7 @@ def statistics_of_linear(
             labels,
             softcap=settings.options.logit_softcap,
             with_total=settings.options.label_smoothing != 0,
+            weight_layout=layout,
             config=settings.config.linear,
         )
 
@@ -155,9 +173,10 @@ def rows_that_count(x, coefficients):
 def place_in_vocabulary(settings: Settings, weight) -> tuple[Any, int]:
     """`(first column, size of the whole vocabulary)` of this device's weight."""
     axes = settings.vocab_axes
+    num_columns, _ = sizes(weight, settings.weight_layout)
     if not axes:
-        return 0, len(weight)
-    return jax.lax.axis_index(axes) * len(weight), len(weight) * jax.lax.axis_size(axes)
+        return 0, num_columns
+    return jax.lax.axis_index(axes) * num_columns, num_columns * jax.lax.axis_size(axes)
 
 
 def over_axes(settings: Settings, found: LogitStatistics) -> LogitStatistics:

@@ -78,7 +78,8 @@ class LossPlan:
 def describe(request: Request, reduction: str, why_no_kernel: str | None) -> LossPlan:
     """The description of the plan that `choose` has for the call."""
     plan, reason = choose(request)
-    (num_tokens, hidden_size), vocab_size = request.x.shape, len(request.weight)
+    num_tokens, (vocab_size, hidden_size) = len(request.x), request.sizes
+    settings = request.settings
     itemsize = request.logits_dtype.itemsize
     padded = lambda n: n + -n % LINE if request.settings.implementation == "mosaic_gpu" else n
     # Without a reduction the forward does not know the cotangents, so the backward makes the logits
@@ -105,8 +106,9 @@ def describe(request: Request, reduction: str, why_no_kernel: str | None) -> Los
             num_chunks += math.ceil((num_tokens - extent.num_tokens) / tokens)
             in_dweight, num_bytes = _bytes_in_place(extent, vocab_size, hidden_size)
             num_bytes = max(num_bytes, tokens * vocab_size * itemsize if size else 0)
-    is_kernel = request.settings.implementation == "mosaic_gpu"
-    if is_kernel and statistics.unsupported_reason(request.x, request.operand) is None:
+    is_kernel = settings.implementation == "mosaic_gpu"
+    operands = request.x, request.operand
+    if is_kernel and statistics.unsupported_reason(*operands, settings.weight_layout) is None:
         alone = 0
     return LossPlan(
         name=name,

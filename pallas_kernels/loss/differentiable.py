@@ -21,9 +21,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.choices import log_once
 from pallas_kernels.gpu.kernel import varying_axes
 from pallas_kernels.loss import by_columns, by_tokens
 from pallas_kernels.loss.columns import Gradients
+from pallas_kernels.loss.layout import Embedding, unsupported_reason
 from pallas_kernels.loss.plan import ColumnChunks, Request, choose
 from pallas_kernels.loss.token_loss import TokenLosses, finite_where_not_counted
 from pallas_kernels.operation import Mask, Operation, call, with_members
@@ -37,7 +39,7 @@ _NUM_LOSSES = len(TokenLosses._fields)
 def sums_of_losses(
     request: Request,
     x: Float[Array, "*T D"],
-    weight: Float[Array, "V D"],
+    weight: Embedding,
     bias: Float[Array, " V"] | None,
     coefficients: Float[Array, "*T"],
     labels: Int[Array, "*T"],
@@ -94,8 +96,8 @@ class _CrossEntropy:
     def _partitioned(
         self, local: Any, key: Any, args: Sequence[jax.Array], more: Any, results: Any
     ) -> tuple[jax.Array, ...]:
-        dtype = self.request.x.dtype
-        roles = [_X, Weight(("v", "d"), dtype), _NUMBERS, _NUMBERS]
+        axes = tuple(self.request.settings.weight_layout)
+        roles = [_X, Weight(axes, self.request.x.dtype), _NUMBERS, _NUMBERS]
         roles += [Weight(("v",))] * (len(args) - len(roles)) + [_NUMBERS] * len(more)
         return partitioned(
             local,
@@ -248,6 +250,10 @@ class _Device:
         rows = x.reshape(math.prod(labels.shape), x.shape[-1])
         (axes,) = place.parts
         request = operation.request.on_device(rows, weight, axes)
+        if request.settings.implementation == "mosaic_gpu":
+            reason = unsupported_reason(weight, request.settings.weight_layout)
+            if reason is not None:
+                log_once(f"linear_cross_entropy: each device copies its part; {reason}")
         return cls(
             request=request,
             plan=choose(request).plan,

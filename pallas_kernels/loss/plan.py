@@ -22,6 +22,7 @@ from pallas_kernels.gpu.device import target_device
 from pallas_kernels.gpu.hopper_gemm import BLOCK_M, Operand
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.loss.config import Config
+from pallas_kernels.loss.layout import WeightLayout, column_axis, sizes
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place, products
 from pallas_kernels.loss.token_loss import LossOptions
 
@@ -53,6 +54,7 @@ class Settings:
       options: Options of the loss.
       implementation: Code that makes losses and gradients from logits.
       accum_dtype: Dtype in which chunks of tokens add up `dweight`.
+      weight_layout: Layout of the weight and of its gradient.
       vocab_axes: Mesh axes over which the vocabulary is split; in a request for whole arrays, those
         of a `jax.shard_map` around it.
       config: Launch parameters.
@@ -61,8 +63,14 @@ class Settings:
     options: LossOptions
     implementation: Implementation
     accum_dtype: jnp.dtype
+    weight_layout: WeightLayout
     vocab_axes: tuple[str, ...]
     config: Config
+
+    @property
+    def column_axis(self) -> int:
+        """The axis of weight and bias whose entries are columns of the logits."""
+        return column_axis(self.weight_layout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +80,7 @@ class Request:
     Attributes:
       settings: Static settings of the program.
       x: Hidden states `[T, D]`, or their shape and dtype.
-      weight: Output embedding `[V, D]`, or its shape and dtype; this device's part of a split one.
+      weight: Output embedding, or its shape and dtype; this device's part of a split one.
       has_bias: Whether the logits have a bias.
       chunk_size: Tokens of a chunk that the caller asks for.
       vocab_chunk_size: Columns of a chunk that the caller asks for.
@@ -95,6 +103,11 @@ class Request:
             x=jax.ShapeDtypeStruct(x.shape, x.dtype),
             weight=jax.ShapeDtypeStruct(weight.shape, self.weight.dtype),
         )
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """`(V, D)`."""
+        return sizes(self.weight, self.settings.weight_layout)
 
     @property
     def operand(self) -> jax.ShapeDtypeStruct:
@@ -183,11 +196,11 @@ def choose(request: Request) -> Choice:
             _token_chunks(request, request.chunk_size),
             f"The caller asks for chunk_size={request.chunk_size}.",
         )
-    num_tokens = len(request.x)
+    num_tokens, (vocab_size, _) = len(request.x), request.sizes
     itemsize = request.logits_dtype.itemsize
     limit = request.max_logits_bytes
     num_bytes = _LOGITS_BYTES * itemsize // 2 if limit is None else limit
-    fitting = num_bytes // (itemsize * len(request.weight)) // _TILE * _TILE
+    fitting = num_bytes // (itemsize * vocab_size) // _TILE * _TILE
     # Chunks of columns would be faster than short chunks of tokens. But XLA copies the weight for
     # them if the caller has widened it to float32. With a limit of 32 MiB they took 1.1 to 2.5 GiB,
     # and 1.76 to 2.16 times the three GEMMs (H100, D from 2048 to 4096, more than 2 D tokens).
@@ -221,8 +234,10 @@ def _no_exponentials(request: Request) -> str | None:
         return "only kernels store exponentials"
     if request.has_bias:
         return "the logits have a bias"
-    options = request.settings.options
-    return exponentials.unsupported_reason(request.x, request.operand, options)
+    settings = request.settings
+    return exponentials.unsupported_reason(
+        request.x, request.operand, settings.options, settings.weight_layout
+    )
 
 
 def _even_size(num_tokens: int, most: int) -> int:
@@ -257,9 +272,11 @@ def _in_place(request: Request, chunk_size: int) -> _Place | str:
       request: The call.
       chunk_size: Number of tokens whose exponentials may be in other memory.
     """
-    (num_tokens, hidden_size), vocab_size = request.x.shape, len(request.weight)
+    num_tokens, (vocab_size, hidden_size) = len(request.x), request.sizes
     if request.settings.vocab_axes:
         return "the vocabulary is split over devices"
+    if request.settings.weight_layout == "dv":
+        return "that takes a weight [V, D]"
     if (reason := _no_exponentials(request)) is not None:
         return reason
     if vocab_size % BLOCK_M:
@@ -303,7 +320,7 @@ def _bands(request: Request, dtype: jnp.dtype) -> in_place.Bands:
     estimated time are few, and leave few multiprocessors without work at their ends. There are no
     bands if the exponentials of all rows may be copied.
     """
-    vocab_size, hidden_size = request.weight.shape
+    vocab_size, hidden_size = request.sizes
     limit = request.max_logits_bytes
     max_bytes = _COPIED_BYTES if limit is None else min(limit, _COPIED_BYTES)
     device = target_device()

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.loss.layout import Embedding, WeightLayout
 from pallas_kernels.loss.plan import Request
 from pallas_kernels.loss.token_loss import (
     LossOptions,
@@ -20,7 +21,7 @@ from pallas_kernels.partition import Place, Roles, Tokens, Weight, split_over_ex
 def sums_of_losses(
     request: Request,
     x: Float[Array, "*T D"],
-    weight: Float[Array, "V D"],
+    weight: Embedding,
     bias: Float[Array, " V"] | None,
     coefficients: Float[Array, "*T"],
     labels: Int[Array, "*T"],
@@ -33,21 +34,25 @@ def sums_of_losses(
     whose coefficient is 0 and whose `x` is not finite has losses and gradients of 0.
     """
     numbers = Tokens()
-    roles = [Tokens(("d",)), Weight(("v", "d")), numbers, numbers]
+    layout = request.settings.weight_layout
+    roles = [Tokens(("d",)), Weight(tuple(layout)), numbers, numbers]
     arrays = [x, weight, coefficients, labels]
     if bias is not None:
         roles.append(Weight(("v",)))
         arrays.append(bias)
     of_losses = Roles(tuple(roles), (numbers,) * len(TokenLosses._fields))
-    options = request.settings.options
-    losses = TokenLosses(*split_over_explicit_axes(_losses_of, options, of_losses, *arrays))
+    key = request.settings.options, layout
+    losses = TokenLosses(*split_over_explicit_axes(_losses_of, key, of_losses, *arrays))
     losses = finite_where_not_counted(losses, coefficients)
     axes = tuple(range(num_axes, labels.ndim))
     return jnp.sum(coefficients * losses.loss, axis=axes), losses
 
 
-def _losses_of(options: LossOptions, place: Place) -> Callable[..., Sequence[jax.Array]]:
+def _losses_of(
+    key: tuple[LossOptions, WeightLayout], place: Place
+) -> Callable[..., Sequence[jax.Array]]:
     """The losses of a device's tokens."""
+    options, layout = key
 
     def run(x: Any, weight: Any, coefficients: Any, labels: Any, *bias: Any) -> list[jax.Array]:
         # Left out before and after: `jnp.where` gives such values the gradient 0, and 0 · NaN is
@@ -55,7 +60,7 @@ def _losses_of(options: LossOptions, place: Place) -> Callable[..., Sequence[jax
         is_left_out = (coefficients == 0) & ~jnp.all(jnp.isfinite(x), axis=-1)
         x = jnp.where(is_left_out[..., None], 0, x)
         logits = jnp.einsum(
-            "...d,vd->...v",
+            f"...d,{layout}->...v",
             x.astype(jnp.float32),
             weight.astype(jnp.float32),
             precision=jax.lax.Precision.HIGHEST,

@@ -241,6 +241,8 @@ def loss_of(x, weight, labels, *, bias=None, bias_in_weight=False, lines=False, 
         weight = weight.at[num_rows:, hidden - 1].set(-3e4)
         x = jnp.pad(x, (*[(0, 0)] * (x.ndim - 1), (0, 128 - hidden)))
         labels = jnp.where((labels >= num_rows) & (labels < 512), 512, labels)
+    if options.get("weight_layout") == "dv":
+        weight = weight.T
     return linear_cross_entropy(x, weight, labels, bias=bias, **options)
 
 
@@ -287,6 +289,7 @@ def check_against_formula(
     bias_in_weight=False,
     lines=False,
     max_logits_bytes=None,
+    weight_layout="vd",
     config=None,
     slack=1.2,
     **options,

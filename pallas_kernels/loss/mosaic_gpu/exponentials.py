@@ -38,6 +38,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.gpu.hopper_gemm import TILE_K, Operand
+from pallas_kernels.loss.layout import Embedding, WeightLayout, entries
 from pallas_kernels.loss.mosaic_gpu import statistics as linear_statistics
 from pallas_kernels.loss.mosaic_gpu.statistics import (
     Config,
@@ -51,49 +52,56 @@ _LOG2_E = math.log2(math.e)
 _LARGEST = 64  # log2 of the largest exponential that needs no second GEMM
 
 
-def unsupported_reason(x: Operand, weight: Operand, options: LossOptions) -> str | None:
+def unsupported_reason(
+    x: Operand, weight: Operand, options: LossOptions, weight_layout: WeightLayout = "vd"
+) -> str | None:
     """Why dlogits cannot have this form, or None if they can."""
     if x.dtype != jnp.bfloat16:
         return f"{x.dtype} has not the exponents of bfloat16"
     if options.label_smoothing or options.logit_softcap is not None:
         return f"{options} change entries of dlogits other than the label's, each in its own way"
-    return linear_statistics.unsupported_reason(x, weight)
+    return linear_statistics.unsupported_reason(x, weight, weight_layout)
+
+
+_STATIC = "num_columns", "z_loss", "transposed", "weight_layout", "config"
 
 
 # A program calls this for the first chunk and for the others. JAX lowers a jitted function once.
-@functools.partial(jax.jit, static_argnames=("num_columns", "z_loss", "transposed", "config"))
+@functools.partial(jax.jit, static_argnames=_STATIC)
 def loss_of_linear(
     x: Float[Array, "T D"],
-    weight: Float[Array, "Vp D"],
+    weight: Embedding,
     labels: Int[Array, " T"],
     coefficients: Float[Array, " T"],
     *,
     num_columns: int,
     z_loss: float = 0.0,
     transposed: Transposed | None = None,
+    weight_layout: WeightLayout = "vd",
     config: Config | None = None,
 ) -> tuple[LogitStatistics, Float[Array, "rows columns"], Float[Array, " T"]]:
-    """`(statistics, dz, factor)` of `x @ weight.T`, with dlogits `factor[:, None] * dz`.
+    """`(statistics, dz, factor)` of the logits, with dlogits `factor[:, None] * dz`.
 
-    `dz` is `[T, Vp]`, or is stored as `transposed` says.
+    `dz` is `[T, V]`, or is stored as `transposed` says.
 
     A coefficient of 0 gives a row of finite numbers with the factor 0, whatever the logits are.
 
     Args:
       x: Hidden states, bfloat16.
-      weight: Output embedding, bfloat16; `Vp`, a multiple of 128, is `num_columns` with padding.
+      weight: Output embedding, bfloat16; V, a multiple of 128, is `num_columns` with padding.
       labels: Column of each token. A label outside of `[0, num_columns)` is no column.
       coefficients: Factor of each token's loss.
       num_columns: Number of columns without padding.
       z_loss: Weight of the squared logsumexp.
-      transposed: Layout of a `dz` with a row for each column; None for `[T, Vp]`.
+      transposed: Layout of a `dz` with a row for each column; None for `[T, V]`.
+      weight_layout: Layout of `weight`.
       config: Launch parameters; chosen if None.
     """
     # Without the barrier XLA slices a chunk out of all tokens twice, once for each kernel.
     x, labels, coefficients = jax.lax.optimization_barrier((x, labels, coefficients))
     is_column = _is_column(labels, num_columns)
-    row_of_label = weight.at[jnp.where(is_column, labels, 0)].get(mode="promise_in_bounds")
-    label_logit = jnp.sum(x.astype(jnp.float32) * row_of_label.astype(jnp.float32), axis=1)
+    of_label = entries(weight, jnp.where(is_column, labels, 0), weight_layout)
+    label_logit = jnp.sum(x.astype(jnp.float32) * of_label.astype(jnp.float32), axis=1)
     offset = label_logit * _LOG2_E
     exponentials = functools.partial(
         linear_exponentials,
@@ -102,6 +110,7 @@ def loss_of_linear(
         labels,
         num_columns=num_columns,
         transposed=transposed,
+        weight_layout=weight_layout,
         config=config,
     )
     scale = (coefficients != 0).astype(jnp.float32)
@@ -168,30 +177,32 @@ class KnownSum(NamedTuple):
         return cls(lse * _LOG2_E, slope, scale)
 
 
-@functools.partial(jax.jit, static_argnames=("num_columns", "config"))
+@functools.partial(jax.jit, static_argnames=("num_columns", "weight_layout", "config"))
 def dlogits_of_linear(
     x: Float[Array, "T D"],
-    weight: Float[Array, "Vp D"],
+    weight: Embedding,
     labels: Int[Array, " T"],
     coefficients: Float[Array, " T"],
     known: KnownSum,
     *,
     num_columns: int,
+    weight_layout: WeightLayout = "vd",
     config: Config | None = None,
-) -> Float[Array, "T Vp"]:
-    """`coefficients · (a · softmax - onehot)` of `x @ weight.T`, where the logsumexp is known.
+) -> Float[Array, "T V"]:
+    """`coefficients · (a · softmax - onehot)` of the logits, where the logsumexp is known.
 
     A z-loss makes `a` different from 1. Dlogits are computed in float32 and rounded once. A row
     whose coefficient is 0 is 0, whatever the logits are.
 
     Args:
       x: Hidden states, bfloat16.
-      weight: Rows of the output embedding, all or some, bfloat16; `Vp`, a multiple of 128, is
+      weight: Entries of the output embedding, all or some, bfloat16; V, a multiple of 128, is
         `num_columns` with padding.
       labels: Column of each token. A label outside of `[0, num_columns)` is no column.
       coefficients: Factor of each token's loss.
       known: Terms from the logsumexp over the whole vocabulary, and from `coefficients`.
-      num_columns: Number of rows of `weight` without padding.
+      num_columns: Number of entries of `weight` without padding.
+      weight_layout: Layout of `weight`.
       config: Launch parameters; chosen if None.
     """
     found = linear_exponentials(
@@ -201,6 +212,7 @@ def dlogits_of_linear(
         known.offset,
         num_columns=num_columns,
         scale=known.scale,
+        weight_layout=weight_layout,
         config=config,
     )
     has_gradient = _is_column(labels, num_columns) & (coefficients != 0)

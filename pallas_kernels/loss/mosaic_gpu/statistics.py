@@ -62,6 +62,7 @@ from pallas_kernels.gpu.hopper_gemm import (
 )
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
+from pallas_kernels.loss.layout import Embedding, WeightLayout, sizes
 from pallas_kernels.loss.token_loss import LogitStatistics
 
 _PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
@@ -82,37 +83,46 @@ def default_config(num_tokens: int, vocab_size: int, hidden_size: int, device: D
     )
 
 
-def unsupported_reason(x: Operand, weight: Operand) -> str | None:
+def unsupported_reason(
+    x: Operand, weight: Operand, weight_layout: WeightLayout = "vd"
+) -> str | None:
     """Why the kernel cannot run these arguments on the default device, or None if it can."""
-    return hopper_gemm.unsupported_reason(target_device(), x, weight)
+    reason = hopper_gemm.unsupported_reason(target_device(), x, weight)
+    vocab_size, hidden_size = sizes(weight, weight_layout)
+    if reason is None and weight_layout == "dv" and (vocab_size % _PIECE or hidden_size % 8):
+        reason = f"weight [D, V] of shape {weight.shape} has not whole tiles of 8 rows by {_PIECE}"
+    return reason
 
 
 def linear_statistics(
     x: Float[Array, "T D"],
-    weight: Float[Array, "V D"],
+    weight: Embedding,
     bias: Float[Array, " V"] | None,
     labels: Int[Array, " T"],
     *,
     softcap: float | None,
     with_total: bool = False,
+    weight_layout: WeightLayout = "vd",
     config: Config | None = None,
 ) -> LogitStatistics:
     """Statistics of `z = x @ weight.T + bias`, or of `softcap · tanh(z / softcap)`, in float32.
 
     Args:
       x: Hidden states, bfloat16 or float16.
-      weight: Rows of the output embedding, in the dtype of `x`.
+      weight: Entries of the output embedding, in the dtype of `x`.
       bias: Bias of the logits, added in float32.
-      labels: Column of each token. A number that is no row of `weight` is no column.
+      labels: Column of each token. A number that is no entry of `weight` is no column.
       softcap: Bound c of `c · tanh(z / c)`.
       with_total: Whether to compute the sum of the logits.
+      weight_layout: Layout of `weight`.
       config: Launch parameters; chosen if None.
 
     Raises:
       NotImplementedError: `unsupported_reason` gives a reason.
       ValueError: The configuration does not fit the device.
     """
-    loop, x, weight = _loop(x, weight, config, len(weight))
+    num_columns, _ = sizes(weight, weight_layout)
+    loop, x, weight = _loop(x, weight, weight_layout, config, num_columns)
     vocab_size, tile_n = loop.num_columns, loop.config.tile_n
     if bias is not None:
         bias = bias.astype(jnp.float32)
@@ -138,7 +148,7 @@ class Exponentials(NamedTuple):
 
     Attributes:
       values: Exponentials `2^(logit · log2(e) - offset)`, times the scale if there is one, in the
-        dtype of `x`; 0 in the padding of the columns. `[T, Vp]`, or as `Transposed` says.
+        dtype of `x`; 0 in the padding of the columns. `[T, V]`, or as `Transposed` says.
       total: Sum of the exponentials before scale and rounding.
       of_label: Exponential of the label before scale and rounding; 0 if the label is no column.
       label_logit: Logit of the label, as in `LogitStatistics`.
@@ -188,7 +198,7 @@ class Repetition(NamedTuple):
 
 def linear_exponentials(
     x: Float[Array, "T D"],
-    weight: Float[Array, "Vp D"],
+    weight: Embedding,
     labels: Int[Array, " T"],
     offset: Float[Array, " T"],
     *,
@@ -196,6 +206,7 @@ def linear_exponentials(
     scale: Float[Array, " T"] | None = None,
     repetition: Repetition | None = None,
     transposed: Transposed | None = None,
+    weight_layout: WeightLayout = "vd",
     config: Config | None = None,
 ) -> Exponentials:
     """Exponentials of `x @ weight.T` relative to an offset, and statistics of the logits.
@@ -204,7 +215,7 @@ def linear_exponentials(
 
     Args:
       x: Hidden states, bfloat16 or float16.
-      weight: Rows of the output embedding, in the dtype of `x`; `Vp`, a multiple of 128, is
+      weight: Entries of the output embedding, in the dtype of `x`; V, a multiple of 128, is
         `num_columns` with padding.
       labels: Column of each token; may be any number.
       offset: Offset of each token's exponents, in units of log 2.
@@ -213,7 +224,8 @@ def linear_exponentials(
         the logits are.
       repetition: Result of a first call, and whether a second is needed; None for a first call.
       transposed: Layout of `values` with a row for each column; `num_columns` is then a multiple of
-        128. None for `[T, Vp]`.
+        128. None for `[T, V]`.
+      weight_layout: Layout of `weight`.
       config: Launch parameters; chosen if None.
 
     Raises:
@@ -221,7 +233,7 @@ def linear_exponentials(
       ValueError: The configuration does not fit the device.
     """
     extra_bytes = x.dtype.itemsize * math.prod(_PIECES)
-    loop, x, weight = _loop(x, weight, config, num_columns, extra_bytes=extra_bytes)
+    loop, x, weight = _loop(x, weight, weight_layout, config, num_columns, extra_bytes)
     running, values = _running_statistics(
         loop,
         x,
@@ -248,21 +260,31 @@ def linear_exponentials(
     return Exponentials(found.values, *map(select, found[1:], repetition.found[1:]))
 
 
-def _loop(x, weight, config: Config | None, vocab_size: int, extra_bytes: int = 0):
+def _loop(
+    x,
+    weight,
+    weight_layout: WeightLayout,
+    config: Config | None,
+    vocab_size: int,
+    extra_bytes: int = 0,
+):
     """The main loop for these operands, and the operands padded for it."""
-    if (reason := unsupported_reason(x, weight)) is not None:
+    if (reason := unsupported_reason(x, weight, weight_layout)) is not None:
         raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
     num_tokens, hidden_size = x.shape
     device = target_device()
     if config is None:
         config = default_config(num_tokens, vocab_size, hidden_size, device)
-    x, weight = whole_tiles(x), whole_tiles(weight)
+    x = whole_tiles(x)
+    # TMA fills in the rows of a `[D, V]` that a last step of 64 has no more.
+    weight = whole_tiles(weight) if weight_layout == "vd" else weight
     loop = MainLoop(
         config=config,
         num_rows=num_tokens,
         num_columns=vocab_size,
         depth=x.shape[1],
         dtype=x.dtype,
+        b_layout="NK" if weight_layout == "vd" else "KN",
     )
     loop.check_fits(device, extra_bytes=extra_bytes)
     return loop, x, weight
@@ -279,7 +301,7 @@ _START = (0.0, _LOWEST, _LOWEST, _LOWEST, 0.0)
 def _running_statistics(
     loop: MainLoop,
     x: Float[Array, "some_T padded_D"],
-    weight: Float[Array, "some_V padded_D"],
+    weight: Float[Array, "some_V padded_D"] | Float[Array, "D V"],
     labels: Int[Array, " T"],
     *,
     bias: Float[Array, " padded_V"] | None = None,
@@ -301,6 +323,7 @@ def _running_statistics(
     num_tokens, vocab_size = loop.num_rows, loop.num_columns
     tile_n, cluster = loop.config.tile_n, loop.config.cluster
     num_pieces = tile_n // _PIECE
+    padded_vocab = weight.shape[loop.b_layout.index("N")]
     padding = (0, loop.groups * cluster * BLOCK_M - num_tokens)
     labels = jnp.pad(labels, padding)
     label_tile = jnp.where(labels < 0, -1, labels // tile_n).reshape(-1, TILE_M)
@@ -327,7 +350,7 @@ def _running_statistics(
         arguments["scale"] = jnp.pad(scale, padding)
     values: Any = None
     if stores and repetition is None:
-        shape = len(x), len(weight)
+        shape = len(x), padded_vocab
         if transposed is not None:
             shape = vocab_size, transposed.width
         out_type["values"] = jax.ShapeDtypeStruct(shape, x.dtype)
@@ -399,8 +422,8 @@ def _running_statistics(
                     store_piece(i, num_pieces, exp, slots, values_gmem.at[place], turned=is_turned)
 
                 is_inside = None
-                if len(weight) % tile_n:
-                    is_inside = first < len(weight)
+                if padded_vocab % tile_n:
+                    is_inside = first < padded_vocab
                 if transposed is not None and num_tokens % (cluster * BLOCK_M):
                     is_token = row < num_tokens
                     is_inside = is_token if is_inside is None else is_inside & is_token
