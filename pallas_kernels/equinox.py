@@ -226,4 +226,4 @@ class LinearCrossEntropy(eqx.Module):
     def logits(self, x: Float[Array, "*T D"]) -> Float[Array, "*T V"]:
         """The logits, float32, for sampling; they have the softcap of the loss options."""
         softcap = dict(self.loss_options).get("logit_softcap")
-        return head.logits(x, self.weight.T, self.bias, softcap)
+        return head.logits(x, self.weight, self.bias, "vd", softcap)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.loss import linear_cross_entropy
+from pallas_kernels.loss.layout import WeightLayout
 
 # All but the arrays, which a call or the layer has, and the layout, which the layer decides.
 LOSS_OPTIONS: dict[str, Any] = {
@@ -33,12 +34,15 @@ def checked_options(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 def logits(
     x: Float[Array, "*T D"],
-    weight: Float[Array, "D V"],
+    weight: Float[Array, "_ _"],
     bias: Float[Array, " V"] | None,
+    layout: WeightLayout,
     softcap: float | None,
 ) -> Float[Array, "*T V"]:
-    """`x @ weight + bias` in float32 with operands in the dtype of `x`, then the softcap."""
-    z = jnp.matmul(x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+    """The logits of the loss in float32, with operands in the dtype of `x`."""
+    z = jnp.einsum(
+        f"...d,{layout}->...v", x, weight.astype(x.dtype), preferred_element_type=jnp.float32
+    )
     if bias is not None:
         z += bias.astype(jnp.float32)
     return z if softcap is None else softcap * jnp.tanh(z / softcap)

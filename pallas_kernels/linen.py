@@ -62,7 +62,7 @@ class RMSNorm(_Norm):
 
     The parameter is `scale` `[D]`. The statistics are float32.
 
-    Attributes:
+    Args:
       epsilon: Number that is added to the mean square.
       dtype: Dtype of the result; `None` takes the dtype of the input. (`nn.RMSNorm` would take the
         common dtype of input and scale, so a float32 scale would make a bfloat16 stream float32.)
@@ -113,7 +113,7 @@ class SwiGLU(nn.Module):
     The parameters are those of three `nn.Dense` without biases: `gate_proj/kernel` and
     `up_proj/kernel` `[D, F]`, and `down_proj/kernel` `[F, D]`.
 
-    Attributes:
+    Args:
       intermediate_size: F, the size of `gate` and `up`.
       dtype: Dtype of the computation; `None` takes the dtype of the input, whatever the dtype of
         the parameters is.
@@ -159,7 +159,7 @@ class LinearCrossEntropy(nn.Module):
     The parameters are those of `nn.Dense(features, use_bias=use_bias)`: `kernel` `[D, V]` and
     `bias` `[V]`.
 
-    Attributes:
+    Args:
       features: V, the size of the vocabulary.
       use_bias: Whether the logits have a bias.
       dtype: Dtype of the operands of the GEMMs; `None` takes the dtype of the hidden states.
@@ -167,7 +167,7 @@ class LinearCrossEntropy(nn.Module):
       kernel_init: Initializer of `kernel`.
       bias_init: Initializer of `bias`.
 
-    The other fields are keyword arguments of `linear_cross_entropy`, which describes them.
+    The other arguments are keyword arguments of `linear_cross_entropy`, which describes them.
     """
 
     features: int
@@ -211,14 +211,15 @@ class LinearCrossEntropy(nn.Module):
         kernel, bias = self._parameters(x)
         return linear_cross_entropy(
             x.astype(self.dtype or x.dtype),
-            kernel.T,
+            kernel,
             labels,
             bias=bias,
             token_weights=token_weights,
+            weight_layout="dv",
             **{name: getattr(self, name) for name in head.LOSS_OPTIONS},
         )
 
     def logits(self, x: Float[Array, "*T D"]) -> Float[Array, "*T V"]:
         """The logits, float32, for sampling; they have the softcap of the loss."""
         x = x.astype(self.dtype or x.dtype)
-        return head.logits(x, *self._parameters(x), self.logit_softcap)
+        return head.logits(x, *self._parameters(x), "dv", self.logit_softcap)

@@ -11,24 +11,21 @@ from flax import linen as nn
 from pallas_kernels import equinox as in_equinox
 from pallas_kernels import linen as in_linen
 
-type Loss = Callable[[Any, jax.Array, jax.Array], jax.Array]
+V, D, F = 512, 128, 256
+# One chunk of all tokens, which has the fewest kernels to compile.
+CHUNK = 2048
+BF16 = jnp.bfloat16
 
 
 class LinenModel(nn.Module):
     """All modules of `pallas_kernels.linen`."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    dtype: Any
-
     @nn.compact
     def __call__(self, tokens: jax.Array, labels: jax.Array) -> Any:
-        h = nn.Embed(self.vocab_size, self.hidden_size, dtype=self.dtype, name="embed")(tokens)
-        y = in_linen.RMSNorm(name="norm")(h)
-        y = in_linen.SwiGLU(self.intermediate_size, name="mlp")(y)
+        h = nn.Embed(V, D, dtype=BF16, name="embed")(tokens)
+        y = in_linen.SwiGLU(F, name="mlp")(in_linen.RMSNorm(name="norm")(h))
         y, _ = in_linen.AddRMSNorm(name="last_norm")(y, h)
-        return in_linen.LinearCrossEntropy(self.vocab_size, name="head")(y, labels)
+        return in_linen.LinearCrossEntropy(V, chunk_size=CHUNK, name="head")(y, labels)
 
 
 class EquinoxModel(eqx.Module):
@@ -39,39 +36,34 @@ class EquinoxModel(eqx.Module):
     mlp: in_equinox.SwiGLU
     last_norm: in_equinox.AddRMSNorm
     head: in_equinox.LinearCrossEntropy
-    dtype: Any = eqx.field(static=True)
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, intermediate_size: int, dtype: Any, key: jax.Array
-    ):
+    def __init__(self, key: jax.Array):
         keys = jax.random.split(key, 3)
-        self.embed = eqx.nn.Embedding(vocab_size, hidden_size, key=keys[0])
-        self.norm = in_equinox.RMSNorm(hidden_size)
-        self.mlp = in_equinox.SwiGLU(hidden_size, intermediate_size, key=keys[1])
-        self.last_norm = in_equinox.AddRMSNorm(hidden_size)
-        self.head = in_equinox.LinearCrossEntropy(hidden_size, vocab_size, key=keys[2])
-        self.dtype = dtype
+        self.embed = eqx.nn.Embedding(V, D, key=keys[0])
+        self.norm = in_equinox.RMSNorm(D)
+        self.mlp = in_equinox.SwiGLU(D, F, key=keys[1])
+        self.last_norm = in_equinox.AddRMSNorm(D)
+        self.head = in_equinox.LinearCrossEntropy(D, V, key=keys[2], chunk_size=CHUNK)
 
     def __call__(self, tokens: jax.Array, labels: jax.Array) -> Any:
-        h = jax.vmap(self.embed)(tokens).astype(self.dtype)
+        h = jax.vmap(self.embed)(tokens).astype(BF16)
         # A layer takes a token, as Equinox's own do, or a sequence.
-        y = self.mlp(jax.vmap(self.norm)(h))
-        y, _ = self.last_norm(y, h)
+        y, _ = self.last_norm(self.mlp(jax.vmap(self.norm)(h)), h)
         return self.head(y, labels)
 
 
-def linen_loss(sizes: tuple[int, int, int], dtype: Any) -> tuple[Any, Loss]:
+type Loss = Callable[[Any, jax.Array, jax.Array], jax.Array]
+
+
+def linen_model() -> tuple[Any, Loss]:
     """Shapes of the variables, and the mean loss of a batch as a function of them."""
-    model = LinenModel(*sizes, dtype)
-    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    model = LinenModel()
     apply: Any = model.apply  # its type says that there may be other results
+    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     return jax.eval_shape(model.init, jax.random.key(0), tokens, tokens), apply
 
 
-def equinox_loss(sizes: tuple[int, int, int], dtype: Any) -> tuple[Any, Loss]:
+def equinox_model() -> tuple[Any, Loss]:
     """Shapes of the module, and the mean loss of a batch as a function of it."""
-    shapes = eqx.filter_eval_shape(EquinoxModel, *sizes, dtype, jax.random.key(0))
+    shapes = eqx.filter_eval_shape(EquinoxModel, jax.random.key(0))
     return shapes, lambda model, tokens, labels: jnp.mean(jax.vmap(model)(tokens, labels))
-
-
-LOSSES = {"linen": linen_loss, "equinox": equinox_loss}
