@@ -1,4 +1,4 @@
-"""What the loss layers of several frameworks share: their options, and logits for sampling."""
+"""Options of the loss and logits for sampling, which the heads of several frameworks share."""
 
 import inspect
 from typing import Any
