@@ -8,6 +8,7 @@
 - `linear_cross_entropy_plan`: which program that function would run, as a `LossPlan` to print.
 - `sharded_add_rms_norm`: `add_rms_norm` of sums over devices, for tensor parallelism.
 - `explain`: which implementation each operation in a function runs, and why, as an `Explanation`.
+- `patch`: puts the norms and the MLP into a Flax NNX model that exists, as a `Patched`.
 - `require_kernels`: a context in which an operation that would not run its kernel raises.
 
 The operations run on any mesh, and each device computes its own tokens (`docs/meshes.md`). Only
@@ -19,6 +20,8 @@ operations are in `pallas_kernels.layers`.
 Shape letters used everywhere: B batch, S sequence, T tokens (B·S, or any leading axes), D hidden
 size, F intermediate size, V vocabulary, N query heads, K key/value heads, H head size, L layers.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from pallas_kernels._version import __version__  # first, because it checks JAX's version
 from pallas_kernels.choices import Explanation, explain, require_kernels
@@ -32,6 +35,9 @@ from pallas_kernels.mlp import swiglu, swiglu_mlp
 from pallas_kernels.norm import add_rms_norm, rms_norm
 from pallas_kernels.sharded_norm import sharded_add_rms_norm
 
+if TYPE_CHECKING:
+    from pallas_kernels.patching import patch
+
 __all__ = [
     "Explanation",
     "LossMetrics",
@@ -41,9 +47,19 @@ __all__ = [
     "explain",
     "linear_cross_entropy",
     "linear_cross_entropy_plan",
+    "patch",
     "require_kernels",
     "rms_norm",
     "sharded_add_rms_norm",
     "swiglu",
     "swiglu_mlp",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `patch` on its first use, because it needs Flax, and the functions do not."""
+    if name != "patch":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from pallas_kernels.patching import patch
+
+    return patch

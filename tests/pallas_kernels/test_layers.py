@@ -57,11 +57,11 @@ def shuffled(module, seed=1):
 
 
 def rms_norm_layer(**options):
-    return RMSNorm(D, eps=1e-3, weight_offset=0.5, rngs=nnx.Rngs(0), **options)
+    return RMSNorm(D, epsilon=1e-3, weight_offset=0.5, rngs=nnx.Rngs(0), **options)
 
 
 def add_rms_norm_layer(**options):
-    return AddRMSNorm(D, eps=1e-3, casting="llama", rngs=nnx.Rngs(0), **options)
+    return AddRMSNorm(D, epsilon=1e-3, casting="llama", rngs=nnx.Rngs(0), **options)
 
 
 def swiglu_layer(**options):
@@ -82,14 +82,14 @@ LAYERS = {
     "RMSNorm": (
         rms_norm_layer,
         lambda x, residual, labels: (x,),
-        lambda p, x: rms_norm(x, p["weight"], eps=1e-3, weight_offset=0.5),
-        {"weight": (D,)},
+        lambda p, x: rms_norm(x, p["scale"], eps=1e-3, weight_offset=0.5),
+        {"scale": (D,)},
     ),
     "AddRMSNorm": (
         add_rms_norm_layer,
         lambda x, residual, labels: (x, residual),
-        lambda p, x, r: add_rms_norm(x, r, p["weight"], eps=1e-3, casting="llama"),
-        {"weight": (D,)},
+        lambda p, x, r: add_rms_norm(x, r, p["scale"], eps=1e-3, casting="llama"),
+        {"scale": (D,)},
     ),
     "SwiGLU": (
         swiglu_layer,
@@ -105,14 +105,15 @@ LAYERS = {
         lambda x, residual, labels: (x, labels, jnp.abs(x[..., 0])),
         lambda p, x, labels, token_weights: linear_cross_entropy(
             x,
-            p["weight"],
+            p["kernel"],
             labels,
+            weight_layout="dv",
             bias=p["bias"],
             token_weights=token_weights,
             z_loss=1e-3,
             logit_softcap=5.0,
         ),
-        {"weight": (V, D), "bias": (V,)},
+        {"kernel": (D, V), "bias": (V,)},
     ),
 }
 each_layer = pytest.mark.parametrize("make, choose, operation, shapes", LAYERS.values(), ids=LAYERS)
@@ -227,7 +228,7 @@ def test_linear_layers_start_from_their_initializer_and_seed():
     zeros = nnx.initializers.zeros
     assert not any(np.any(np.asarray(a)) for a in make(0, kernel_init=zeros).values())
     head = LinearCrossEntropy(D, V, kernel_init=zeros, rngs=nnx.Rngs(0))
-    assert set(params(head)) == {"weight"}  # no bias unless asked for
+    assert set(params(head)) == {"kernel"}  # no bias unless asked for
     x, _, labels = make_inputs()
     np.testing.assert_allclose(head(x, labels), np.log(V), rtol=1e-6)
 
@@ -238,8 +239,9 @@ def test_loss_options_reach_the_loss():
     p = params(layer)
     want = linear_cross_entropy(
         x,
-        p["weight"],
+        p["kernel"],
         labels,
+        weight_layout="dv",
         bias=p["bias"],
         reduction="none",
         label_smoothing=0.1,
@@ -315,9 +317,9 @@ class TheirModel(nnx.Module):
 
 class BlockWithOurs(nnx.Module):
     def __init__(self, rngs):
-        self.norm1 = RMSNorm(D, eps=1e-5)
+        self.norm1 = RMSNorm(D, epsilon=1e-5)
         self.attention = nnx.MultiHeadAttention(2, D, decode=False, rngs=rngs)
-        self.norm2 = AddRMSNorm(D, eps=1e-5)
+        self.norm2 = AddRMSNorm(D, epsilon=1e-5)
         self.mlp = SwiGLU(D, F, rngs=rngs)
 
     def __call__(self, x, mask):
@@ -329,7 +331,7 @@ class ModelWithOurs(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Embed(V, D, rngs=rngs)
         self.blocks = nnx.List([BlockWithOurs(rngs) for _ in range(2)])
-        self.norm = RMSNorm(D, eps=1e-5)
+        self.norm = RMSNorm(D, epsilon=1e-5)
         self.head = LinearCrossEntropy(D, V, rngs=rngs)
 
     def loss(self, tokens, labels):
@@ -345,12 +347,9 @@ def to_ours(path: str, array: jax.Array) -> tuple[str, jax.Array]:
         (".gate.", ".mlp.gate_proj."),
         (".up.", ".mlp.up_proj."),
         (".down.", ".mlp.down_proj."),
-        ("norm1.scale", "norm1.weight"),
-        ("norm2.scale", "norm2.weight"),
-        ("norm.scale", "norm.weight"),
     ):
         path = path.replace(theirs, ours)
-    return ("head.weight", array.T) if path == "head.kernel" else (path, array)
+    return path, array
 
 
 def by_path(state):

@@ -1,0 +1,15 @@
+"""Flax NNX layers over the operations, for use in any NNX model.
+
+Arguments, parameters and layouts have Flax's names where Flax has them, so a checkpoint of
+`nnx.RMSNorm`, `nnx.Linear` or `nnx.Embed` loads. `from_nnx` makes a layer of existing modules and
+shares their parameters.
+
+The layers run on any mesh, as their operations do. They create no parameters after construction,
+and work in NNX's graph mode and in its tree mode.
+"""
+
+from pallas_kernels.layers.head import LinearCrossEntropy
+from pallas_kernels.layers.mlp import SwiGLU
+from pallas_kernels.layers.norms import AddRMSNorm, RMSNorm
+
+__all__ = ["AddRMSNorm", "LinearCrossEntropy", "RMSNorm", "SwiGLU"]

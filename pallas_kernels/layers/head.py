@@ -1,0 +1,174 @@
+"""The output head that returns its loss."""
+
+import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.nn import initializers
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Integer
+
+from pallas_kernels.layers.names import check_class, check_defaults, warn_renamed
+from pallas_kernels.loss import LossMetrics, linear_cross_entropy
+from pallas_kernels.loss.layout import WeightLayout
+
+_NORMAL = initializers.normal(0.02)
+_NO_METADATA: Mapping[str, Any] = MappingProxyType({})
+# All but the arrays, which a call or the layer has, and the layout, which the layer has.
+_LOSS_OPTIONS = {
+    name
+    for name, parameter in inspect.signature(linear_cross_entropy).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+    and name not in ("bias", "token_weights", "weight_layout")
+}
+
+
+class LinearCrossEntropy(nnx.Module):
+    """An output head that returns its loss: `pallas_kernels.linear_cross_entropy` with its weight.
+
+    The parameter is `kernel` `[D, V]`, as in `nnx.Linear`, or `embedding` `[V, D]`, as in
+    `nnx.Embed`. Neither is copied for the loss.
+
+    Args:
+      hidden_size: D, the size of the hidden states.
+      vocab_size: V.
+      use_bias: Whether the logits have a bias.
+      dtype: Dtype of the operands of the GEMMs; `None` takes the dtype of the hidden states.
+      param_dtype: Dtype of the parameters.
+      kernel_init: Initializer of the kernel or embedding.
+      kernel_metadata: Metadata of its `nnx.Param`, for example its sharding.
+      bias_metadata: Metadata of the bias.
+      weight_layout: `"dv"` for a parameter `kernel` `[D, V]`, `"vd"` for `embedding` `[V, D]`.
+      rngs: Source of the kernel's random numbers.
+      **loss_options: Keyword arguments of `linear_cross_entropy` for every call.
+
+    Raises:
+      TypeError: `loss_options` has another name.
+      ValueError: `weight_layout` has another value.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        use_bias: bool = False,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: initializers.Initializer = _NORMAL,
+        kernel_metadata: Mapping[str, Any] = _NO_METADATA,
+        bias_metadata: Mapping[str, Any] = _NO_METADATA,
+        weight_layout: WeightLayout = "dv",
+        rngs: nnx.Rngs,
+        **loss_options: Any,
+    ):
+        if unknown := sorted(loss_options.keys() - _LOSS_OPTIONS):
+            raise TypeError(
+                f"{', '.join(unknown)}: not among the options of linear_cross_entropy, which are "
+                f"{', '.join(sorted(_LOSS_OPTIONS))}"
+            )
+        shapes = {"dv": (hidden_size, vocab_size), "vd": (vocab_size, hidden_size)}
+        if weight_layout not in shapes:
+            raise ValueError(f"{weight_layout=} must be 'dv' or 'vd'")
+        weight = nnx.Param(
+            kernel_init(rngs.params(), shapes[weight_layout], param_dtype), **kernel_metadata
+        )
+        if weight_layout == "dv":
+            self.kernel = weight
+        else:
+            self.embedding = weight
+        self.bias = nnx.data(None)
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros((vocab_size,), param_dtype), **bias_metadata)
+        self.dtype = dtype
+        self.weight_layout: WeightLayout = weight_layout
+        # A tuple, because the static attributes of a module must be hashable.
+        self.loss_options = nnx.static(tuple(sorted(loss_options.items())))
+
+    @classmethod
+    def from_nnx(cls, head: nnx.Linear | nnx.Embed, **loss_options: Any) -> "LinearCrossEntropy":
+        """A head with the parameters of an output projection or of an embedding.
+
+        They are shared, so an embedding stays tied. `dtype=None` means the dtype of the hidden
+        states; in `nnx.Linear` it is the common dtype of input and kernel. An `nnx.Embed` computes
+        in the dtype of its parameter unless it was given another.
+
+        Args:
+          head: Layer whose product with the hidden states gives the logits.
+          **loss_options: As in the constructor.
+
+        Raises:
+          TypeError: `head` is of another class, or `loss_options` has another name.
+          ValueError: The layer has an option that the loss does not have.
+        """
+        check_class(cls.__name__, head, nnx.Linear, nnx.Embed)
+        remedies = {"promote_dtype": "dtype is the dtype of the operands"}
+        if isinstance(head, nnx.Linear):
+            products = "products take operands of dtype and accumulate in float32"
+            remedies |= dict.fromkeys(("precision", "dot_general"), products)
+            remedies["preferred_element_type"] = "logits are float32"
+            weight_layout, sizes = "dv", head.kernel.shape
+        else:
+            weight_layout, sizes = "vd", head.embedding.shape[::-1]
+        check_defaults(cls.__name__, head, **remedies)
+        layer = nnx.eval_shape(
+            lambda: cls(
+                *sizes,
+                use_bias=isinstance(head, nnx.Linear) and head.use_bias,
+                dtype=head.dtype,
+                weight_layout=weight_layout,
+                rngs=nnx.Rngs(0),
+                **loss_options,
+            )
+        )
+        if isinstance(head, nnx.Linear):
+            layer.kernel = head.kernel
+            if head.bias is not None:
+                layer.bias = head.bias
+        else:
+            layer.embedding = head.embedding
+        return layer
+
+    def __call__(
+        self,
+        x: Float[Array, "*T D"],
+        labels: Integer[Array, "*T"],
+        token_weights: Float[Array, "*T"] | None = None,
+    ) -> Float[Array, "..."] | tuple[Float[Array, "..."], LossMetrics]:
+        """The loss of predicting `labels` from `x`, with the loss options."""
+        return linear_cross_entropy(
+            x if self.dtype is None else x.astype(self.dtype),
+            self._weight[...],
+            labels,
+            bias=None if self.bias is None else self.bias[...],
+            token_weights=token_weights,
+            weight_layout=self.weight_layout,
+            **dict(self.loss_options),
+        )
+
+    def logits(self, x: Float[Array, "*T D"]) -> Float[Array, "*T V"]:
+        """The logits, float32, for sampling; they have the softcap of the loss options."""
+        dtype = self.dtype or x.dtype
+        logits = jnp.einsum(
+            f"...d,{self.weight_layout}->...v",
+            x.astype(dtype),
+            self._weight[...].astype(dtype),
+            preferred_element_type=jnp.float32,
+        )
+        if self.bias is not None:
+            logits += self.bias[...].astype(jnp.float32)
+        softcap = dict(self.loss_options).get("logit_softcap")
+        return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+    @property
+    def weight(self) -> nnx.Param[Any]:
+        """The kernel or embedding, by the old name of the embedding."""
+        warn_renamed("the parameter weight", "kernel [D, V] or embedding [V, D]")
+        return self._weight
+
+    @property
+    def _weight(self) -> nnx.Param[Any]:
+        return self.kernel if self.weight_layout == "dv" else self.embedding

@@ -1,0 +1,192 @@
+"""The gated MLP."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.nn import initializers
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.implementation import Implementation
+from pallas_kernels.layers.names import check_class, check_defaults
+from pallas_kernels.mlp import Save, swiglu, swiglu_mlp
+
+_LECUN_NORMAL = initializers.lecun_normal()
+# Options of `nnx.Linear` that one projection may have for itself.
+_LINEAR_OPTIONS = {"kernel_init", "kernel_metadata", "bias_init", "bias_metadata"}
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
+
+class SwiGLU(nnx.Module):
+    """Llama's MLP, `down_proj(silu(gate_proj(x)) · up_proj(x))`, by `pallas_kernels.swiglu_mlp`.
+
+    The policies of `jax.checkpoint` can name the first two projections, `gate` and `up`.
+    `swiglu_mlp` has no biases; with `use_bias` the layer is three `nnx.Linear` layers and
+    `pallas_kernels.swiglu`.
+
+    Args:
+      hidden_size: D, the size of input and output.
+      intermediate_size: F, the size of `gate` and `up`.
+      use_bias: Whether the three linear layers have biases.
+      dtype: Dtype of the computation; `None` takes the dtype of the input, whatever the dtypes of
+        the parameters are. (`nnx.Linear` would take the common dtype, so float32 parameters would
+        make a bfloat16 stream float32, for which there is no kernel.)
+      param_dtype: Dtype of the parameters.
+      kernel_init: Initializer of the three kernels.
+      gate: Options of `nnx.Linear` for `gate_proj` alone: `kernel_init`, `kernel_metadata`,
+        `bias_init` and `bias_metadata`. The metadata may say how a kernel is sharded.
+      up: The same options for `up_proj`.
+      down: The same options for `down_proj`.
+      save: Tensors kept for the backward, as in `swiglu_mlp`; only "gate_up" with biases.
+      chunk_size: Number of positions at a time, as in `swiglu_mlp`; it needs `save="x"`.
+      implementation: Implementation of `swiglu_mlp` or, with biases, of `swiglu`.
+      rngs: Source of the kernels' random numbers.
+
+    Raises:
+      ValueError: `save` has another value, and the layer has biases.
+      TypeError: An option of one projection has another name.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        use_bias: bool = False,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: initializers.Initializer = _LECUN_NORMAL,
+        gate: Mapping[str, Any] = _NO_OPTIONS,
+        up: Mapping[str, Any] = _NO_OPTIONS,
+        down: Mapping[str, Any] = _NO_OPTIONS,
+        save: Save = "gate_up",
+        chunk_size: int | None = None,
+        implementation: Implementation | None = None,
+        rngs: nnx.Rngs,
+    ):
+        _check_biases(use_bias, save)
+
+        def linear(size_in: int, size_out: int, own: Mapping[str, Any]) -> nnx.Linear:
+            if unknown := sorted(own.keys() - _LINEAR_OPTIONS):
+                raise TypeError(
+                    f"{', '.join(unknown)}: not among the options of one projection, which are "
+                    f"{', '.join(sorted(_LINEAR_OPTIONS))}"
+                )
+            options: dict[str, Any] = {"kernel_init": kernel_init, **own}
+            return nnx.Linear(
+                size_in,
+                size_out,
+                use_bias=use_bias,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+                **options,
+            )
+
+        self.gate_proj = linear(hidden_size, intermediate_size, gate)
+        self.up_proj = linear(hidden_size, intermediate_size, up)
+        self.down_proj = linear(intermediate_size, hidden_size, down)
+        self.dtype = dtype
+        self.save: Save = save
+        self.chunk_size = chunk_size
+        self.implementation: Implementation | None = implementation
+
+    @classmethod
+    def from_nnx(
+        cls,
+        gate: nnx.Linear,
+        up: nnx.Linear,
+        down: nnx.Linear,
+        *,
+        save: Save = "gate_up",
+        chunk_size: int | None = None,
+        implementation: Implementation | None = None,
+    ) -> "SwiGLU":
+        """A layer of three linear layers, which become its `gate_proj`, `up_proj` and `down_proj`.
+
+        Their parameters are shared. `dtype=None` means the dtype of the input; in Flax it is the
+        common dtype of input and kernel.
+
+        Args:
+          gate: Projection that `silu` acts on.
+          up: Second projection.
+          down: Projection of the product.
+          save: As in the constructor.
+          chunk_size: As in the constructor.
+          implementation: As in the constructor.
+
+        Raises:
+          TypeError: One of the layers is no `nnx.Linear`.
+          ValueError: The layers do not fit together, or have an option that the MLP does not have.
+        """
+        layers = {"gate": gate, "up": up, "down": down}
+        for layer in layers.values():
+            check_class(cls.__name__, layer, nnx.Linear)
+            check_defaults(
+                cls.__name__,
+                layer,
+                precision="products take operands of dtype and accumulate in float32",
+                dot_general="the MLP has products of its own",
+                promote_dtype="dtype is the dtype of the computation",
+                preferred_element_type="dtype is the dtype of the result",
+            )
+        for name in ("dtype", "use_bias"):
+            values = {k: getattr(layer, name) for k, layer in layers.items()}
+            if len({*values.values()}) > 1:
+                raise ValueError(f"{cls.__name__}.from_nnx: the layers differ in {name}: {values}")
+        shapes = {name: layer.kernel.shape for name, layer in layers.items()}
+        if shapes["up"] != shapes["gate"] or shapes["down"] != shapes["gate"][::-1]:
+            raise ValueError(
+                f"{cls.__name__}.from_nnx: the kernels must be [D, F], [D, F] and [F, D], got "
+                f"{shapes}"
+            )
+
+        def abstract() -> "SwiGLU":
+            return cls(
+                *shapes["gate"],
+                use_bias=gate.use_bias,
+                dtype=gate.dtype,
+                save=save,
+                chunk_size=chunk_size,
+                implementation=implementation,
+                rngs=nnx.Rngs(0),
+            )
+
+        mlp = nnx.eval_shape(abstract)
+        mlp.gate_proj, mlp.up_proj, mlp.down_proj = gate, up, down
+        return mlp
+
+    def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
+        """The MLP of every token."""
+        x = x.astype(self.dtype or x.dtype)
+        if self.gate_proj.bias is not None:
+            gate = checkpoint_name(_linear(self.gate_proj, x), "gate")
+            up = checkpoint_name(_linear(self.up_proj, x), "up")
+            return _linear(self.down_proj, swiglu(gate, up, implementation=self.implementation))
+        w_gate, w_up, w_down = (
+            layer.kernel[...] for layer in (self.gate_proj, self.up_proj, self.down_proj)
+        )
+        return swiglu_mlp(
+            x,
+            w_gate,
+            w_up,
+            w_down,
+            save=self.save,
+            chunk_size=self.chunk_size,
+            implementation=self.implementation,
+        )
+
+
+def _check_biases(use_bias: bool, save: Save) -> None:
+    if use_bias and save != "gate_up":
+        raise ValueError(f"{save=} is for layers without biases; leave it at 'gate_up'")
+
+
+def _linear(layer: nnx.Linear, x: Float[Array, "*T D"]) -> Float[Array, "*T F"]:
+    """The linear layer with a bias, in the dtype of `x`."""
+    assert layer.bias is not None
+    return x @ layer.kernel[...].astype(x.dtype) + layer.bias[...].astype(x.dtype)

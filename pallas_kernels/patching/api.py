@@ -1,0 +1,195 @@
+"""`patch`, and what it returns."""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from flax import nnx
+from jaxtyping import Array, Integer
+
+from pallas_kernels.patching import candidates, classes, head
+from pallas_kernels.patching.check import rule_for
+from pallas_kernels.patching.original import Refused
+from pallas_kernels.patching.rules import Path, Rule, name_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A module that was replaced or left.
+
+    Attributes:
+      path: Path in the model.
+      class_name: Name of its class.
+      operation: Operation that runs now, or None if the module was left.
+      reason: Reason why it was left, or None.
+    """
+
+    path: Path
+    class_name: str
+    operation: str | None
+    reason: str | None
+
+    @property
+    def text(self) -> str:
+        """What runs now, in print."""
+        return self.operation or f"its own code: {self.reason}"
+
+
+class Patched:
+    """What `patch` replaced in a model. Its `str` is a table.
+
+    Attributes:
+      modules: All modules that were replaced, or left for a reason.
+    """
+
+    def __init__(self, modules: tuple[Module, ...], replaced: tuple[nnx.Module, ...]):
+        self.modules = modules
+        self._replaced = replaced
+
+    @property
+    def replaced(self) -> tuple[Module, ...]:
+        """The modules that run an operation now."""
+        return tuple(m for m in self.modules if m.operation is not None)
+
+    @property
+    def left(self) -> tuple[Module, ...]:
+        """The modules that have the parameters of a norm or MLP and compute something else."""
+        return tuple(m for m in self.modules if m.operation is None)
+
+    def loss(
+        self,
+        model: nnx.Module,
+        labels: Integer[Array, "*T"],
+        *args: Any,
+        loss_options: Mapping[str, Any] = MappingProxyType({}),
+        **kwargs: Any,
+    ) -> Any:
+        """The cross-entropy of `model(*args, **kwargs)` against `labels`, without its logits.
+
+            loss, grads = nnx.value_and_grad(patched.loss)(model, labels, tokens)
+
+        It equals `linear_cross_entropy` of the hidden states and the matrix of the head, which are
+        found in the traced call. The output embedding may have either layout, a bias and a softcap,
+        and may be the input embedding, too. One output of the call must be logits for the labels.
+        Variables that the call changes are changed as by the call itself.
+
+        Args:
+          model: The model, or a copy with other parameters, such as `nnx.merge` returns.
+          labels: Token to predict at each position of the logits; -100 does not count.
+          *args: Arguments of the model.
+          loss_options: Keyword arguments of `linear_cross_entropy`, for example `z_loss`,
+            `token_weights` or `return_metrics`. Bias and softcap are those of the model.
+          **kwargs: Keyword arguments of the model.
+
+        Returns:
+          What `linear_cross_entropy` returns.
+
+        Raises:
+          NotImplementedError: The logits are no product with one matrix, something else happens to
+            them afterwards, or the product is inside of a `jax.checkpoint` or a loop.
+          ValueError: No output of the call, or more than one, has logits for the labels.
+          TypeError: An option is not one of the loss, or is found in the model.
+        """
+        return head.loss(model, labels, args, kwargs, loss_options)
+
+    def undo(self) -> None:
+        """Gives every replaced module its class back."""
+        for module in self._replaced:
+            if classes.is_patched(module):
+                classes.set_class(module, type(module).pallas_kernels_base)  # pyright: ignore
+
+    def __str__(self) -> str:
+        # Modules that differ in a number of their path only, such as layers, share a line.
+        rows = Counter(
+            (re.sub(r"\b\d+\b", "*", name_of(m.path)), m.class_name, m.text) for m in self.modules
+        )
+        lines = [("path", "module", "runs now")]
+        for (path, name, text), number in rows.items():
+            lines.append((f"{path} ({number})" if number > 1 else path, name, text))
+        widths = [max(len(line[i]) for line in lines) for i in (0, 1)]
+        return "\n".join(f"{p:{widths[0]}}  {c:{widths[1]}}  {w}" for p, c, w in lines)
+
+    __repr__ = __str__
+
+
+def patch(model: nnx.Module) -> Patched:
+    """Replaces the RMSNorms and gated MLPs of a Flax NNX model by our operations, in place.
+
+        patched = pallas_kernels.patch(model)
+        print(patched)
+
+    A module is recognized by what it computes, not by the name of its class. Its parameters must be
+    one vector, or the three matrices of a gated MLP in any layout, with gate and up also in one
+    array. Its result on random inputs must equal the formula up to a few roundings, in float32 and
+    bfloat16. A module with another result, with biases, dropout or effects stays as it is.
+
+    Only the call of a replaced module changes. The model keeps its parameters, their paths, its
+    attributes, and `isinstance`, so checkpoints, optimizers and NNX's transforms work as before.
+    Results have the same dtypes. Modules whose parameters are stacked for a scan or vmap over
+    layers are replaced, too. The parameters may be `jax.ShapeDtypeStruct`.
+
+    A replaced module runs its own code where the comparison says nothing: for an input of another
+    dtype, an argument that may change the result, or parameters that were added later. `explain`
+    shows that, and under `require_kernels` it is an error. An attribute that is changed later, such
+    as an epsilon, has no effect: `undo` and patch again.
+
+    Args:
+      model: Model to change, outside of `jax.jit`.
+
+    Returns:
+      The list of what was replaced and left; it also computes the loss and undoes the change.
+
+    Raises:
+      TypeError: `model` is no `nnx.Module`.
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"patch takes an nnx.Module, got a {type(model).__name__}")
+    known: dict[Any, Rule | str | None] = {}
+    modules, replaced, done = [], [], set()
+    for path, module in _inner_first(model):
+        paths = {(*path, *p) for p in candidates.parameters(module)}
+        is_known = paths <= done or classes.is_patched(module)
+        if not paths or is_known or not callable(module):
+            continue
+        rule = _rule(module, known)
+        if rule is None:
+            continue
+        name = type(module).__name__
+        if isinstance(rule, str):
+            modules.append(Module(path, name, None, rule))
+            continue
+        classes.set_class(module, classes.patched_class(type(module), rule))
+        modules.append(Module(path, name, str(rule.run), None))
+        replaced.append(module)
+        done |= paths
+    in_order = {path: i for i, (path, _) in enumerate(nnx.iter_modules(model))}
+    modules.sort(key=lambda m: in_order[m.path])
+    return Patched(tuple(modules), tuple(replaced))
+
+
+def _inner_first(model: nnx.Module) -> list[tuple[Path, nnx.Module]]:
+    """All modules, those inside of another before it."""
+    return sorted(nnx.iter_modules(model), key=lambda item: -len(item[0]))
+
+
+def _rule(module: nnx.Module, known: dict[Any, Rule | str | None]) -> Rule | str | None:
+    """The rule of a module, the reason why there is none, or None if it is no candidate.
+
+    Equal modules, such as those of all layers, are compared once.
+    """
+    graphdef, state = nnx.split(module)
+    arrays = tuple((p, v.shape, v.dtype) for p, v in nnx.to_flat_state(state))
+    try:
+        key = graphdef, arrays
+        hash(key)
+    except TypeError:
+        key = id(module)
+    if key not in known:
+        try:
+            known[key] = rule_for(module)
+        except Refused as e:
+            known[key] = str(e)
+    return known[key]

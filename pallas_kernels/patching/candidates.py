@@ -1,0 +1,138 @@
+"""Finds modules that may be RMSNorms or gated MLPs, by the shapes of their parameters."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_kernels.patching.rules import Matrix, Path
+
+type Shape = tuple[int, ...]
+
+# Axes along which the parameters of several layers may be stacked. None is a single layer.
+STACK_AXES = (None, 0, 1)
+
+
+def parameters(module: nnx.Module) -> dict[Path, Any]:
+    """The variables of the module that are parameters of a floating dtype, by path."""
+    flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return {path: v for path, v in flat if jnp.issubdtype(v.dtype, jnp.floating)}
+
+
+def without_axis(shape: Shape, axis: int | None) -> Shape:
+    """The shape of one layer's parameter."""
+    return shape if axis is None else shape[:axis] + shape[axis + 1 :]
+
+
+def unstacked(shapes: Mapping[Path, Shape], axis: int | None) -> dict[Path, Shape] | None:
+    """The shapes of one layer's parameters, or None if the axis cannot be that of the layers."""
+    if axis is None:
+        return dict(shapes)
+    if any(len(shape) <= axis for shape in shapes.values()):
+        return None
+    if len({shape[axis] for shape in shapes.values()}) != 1:
+        return None
+    return {path: without_axis(shape, axis) for path, shape in shapes.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+    """One way to read a gated MLP out of the parameters of a module.
+
+    Attributes:
+      gate: Matrix `[D, F]`.
+      up: Matrix `[D, F]`.
+      down: Matrix `[F, D]`.
+      size: D.
+    """
+
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    size: int
+
+
+def readings_as_mlp(shapes: Mapping[Path, Shape]) -> list[Matrices]:
+    """All ways to read a gated MLP out of parameters of these shapes, the likely ones first."""
+    found = []
+    if len(shapes) == 3 and all(len(shape) == 2 for shape in shapes.values()):
+        for first, second, third in itertools.permutations(shapes):
+            paths = first, second, third
+            for size, columns in _sizes(shapes[third]):
+                choices = [_plain(path, shapes[path], size, columns) for path in paths[:2]]
+                downs = _plain(third, shapes[third], columns, size)
+                for gate, up, down in itertools.product(*choices, downs):
+                    found.append(Matrices(gate, up, down, size))
+    elif len(shapes) == 2:
+        for fused, down_path in itertools.permutations(shapes):
+            if len(shapes[down_path]) != 2:
+                continue
+            for size, columns in _sizes(shapes[down_path]):
+                downs = _plain(down_path, shapes[down_path], columns, size)
+                for pair, down in itertools.product(
+                    _fused(fused, shapes[fused], size, columns), downs
+                ):
+                    found += [Matrices(a, b, down, size) for a, b in (pair, pair[::-1])]
+    # Most models store kernels as [in, out], and the gate before the other projection.
+    return sorted(
+        found, key=lambda m: m.gate.is_transposed + m.up.is_transposed + m.down.is_transposed
+    )
+
+
+def _sizes(shape: Shape) -> list[tuple[int, int]]:
+    """Both `(D, F)` that a matrix `[F, D]` may have, itself or transposed."""
+    columns, size = shape
+    return [(size, columns)] if size == columns else [(size, columns), (columns, size)]
+
+
+def _plain(path: Path, shape: Shape, rows: int, columns: int) -> list[Matrix]:
+    found = []
+    if shape == (rows, columns):
+        found.append(Matrix(path))
+    if shape == (columns, rows):
+        found.append(Matrix(path, is_transposed=True))
+    return found
+
+
+def _fused(path: Path, shape: Shape, size: int, columns: int) -> Iterator[tuple[Matrix, Matrix]]:
+    """Two matrices `[D, F]` in one array: along an axis of size 2, or one behind the other."""
+    for axis in range(len(shape)):
+        if len(shape) == 3 and shape[axis] == 2:
+            rest = without_axis(shape, axis)
+        elif len(shape) == 2 and shape[axis] == 2 * columns:
+            rest = tuple(n // 2 if i == axis else n for i, n in enumerate(shape))
+        else:
+            continue
+        for one in _plain(path, rest, size, columns):
+            halves = (dataclasses.replace(one, axis=axis, part=part) for part in (0, 1))
+            yield next(halves), next(halves)
+
+
+def describe(shapes: Mapping[Path, Shape]) -> str:
+    """The parameters of a module, for the reason why it was left."""
+    return ", ".join(f"{'.'.join(map(str, p))} {list(s)}" for p, s in shapes.items())
+
+
+def looks_like_a_norm(shapes: Mapping[Path, Shape]) -> bool:
+    """Whether all parameters are vectors of one size, so that a reason is of interest."""
+    return 1 <= len(shapes) <= 2 and len({*shapes.values()}) == 1 and _ranks(shapes) == [1]
+
+
+def looks_like_an_mlp(shapes: Mapping[Path, Shape]) -> bool:
+    """Whether three matrices of an MLP have biases or other vectors beside them."""
+    matrices = {path: shape for path, shape in shapes.items() if len(shape) > 1}
+    vectors = len(shapes) - len(matrices)
+    return 0 < vectors <= 3 and bool(readings_as_mlp(matrices))
+
+
+def _ranks(shapes: Mapping[Path, Shape]) -> list[int]:
+    return sorted({len(shape) for shape in shapes.values()})
+
+
+def standard_deviation(shape: Shape) -> float:
+    """Size of random numbers with which a product of two matrices stays of order one."""
+    return math.prod(shape[-2:]) ** -0.25

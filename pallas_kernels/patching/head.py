@@ -1,0 +1,304 @@
+"""The loss of a model without its logits.
+
+The model is traced. From the logits, the trace is followed back to the product with a matrix, over
+casts, a bias and a softcap. `linear_cross_entropy` takes what that product takes. Whatever else
+happens to the logits is refused by name, so a loss is either the model's or an error.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend import core
+
+from pallas_kernels.loss import linear_cross_entropy
+from pallas_kernels.loss.layout import WeightLayout
+from pallas_kernels.patching.programs import Atom, Equation, Program
+
+# They change neither a value nor its place in the array. Rounding logits to 16 bits is left out,
+# because the loss has float32 logits.
+_TRANSPARENT = {"convert_element_type", "copy", "copy_p", "name", "reshard", "sharding_constraint"}
+_TRACED_INSIDE = {
+    "checkpoint",
+    "cond",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "jit",
+    "pjit",
+    "remat2",
+    "scan",
+    "shard_map",
+    "while",
+}
+
+
+class _NoHead(Exception):
+    """An output is not the product with a matrix, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """The product that makes the logits.
+
+    Attributes:
+      hidden: Hidden states.
+      hidden_axes: Order of the axes of `hidden` in which the tokens are those of the logits, with D
+        as the last.
+      weight: Output embedding.
+      weight_layout: Its layout.
+      bias: Bias of the logits and the shape of a vector; None if there is none.
+      softcap: Bound of the logits.
+      precision: Precision of the product.
+    """
+
+    hidden: Atom
+    hidden_axes: tuple[int, ...]
+    weight: Atom
+    weight_layout: WeightLayout
+    bias: Atom | None
+    softcap: float | None
+    precision: Any
+
+
+def loss(
+    model: nnx.Module,
+    labels: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Mapping[str, Any],
+) -> Any:
+    """`linear_cross_entropy` of the model's logits for `labels`; see `Patched.loss`."""
+    if unfit := {"bias", "logit_softcap", "vocab_axis", "weight_layout"} & options.keys():
+        raise TypeError(f"loss_options: {', '.join(sorted(unfit))} is found in the model; leave it")
+    graphdef, state = nnx.split(model)
+    found = {}
+
+    def run(state: Any) -> Any:
+        module = nnx.merge(graphdef, state)
+        out = module(*args, **kwargs)
+        found["graphdef"], new_state = nnx.split(module)
+        arrays = jax.tree.leaves_with_path(out)
+        found["names"] = [jax.tree_util.keystr(p) for p, a in arrays if isinstance(a, jax.Array)]
+        return [a for _, a in arrays if isinstance(a, jax.Array)], jax.tree.leaves(new_state)
+
+    program = Program(jax.make_jaxpr(run)(state))
+    if found["graphdef"] != graphdef:
+        raise NotImplementedError(
+            "the call of the model adds or removes variables; create them before, for example by a "
+            "call of the model itself"
+        )
+    number = len(found["names"])
+    outputs = dict(zip(found["names"], program.outputs[:number], strict=True))
+    head = _only_head(program, outputs, labels)
+    changed = [
+        (i, new)
+        for i, (old, new) in enumerate(zip(program.inputs, program.outputs[number:], strict=True))
+        if old is not new
+    ]
+    optional = [] if head.bias is None else [head.bias]
+    leaves, structure = jax.tree.flatten(state)
+    hidden, weight, *others = program.run(
+        [head.hidden, head.weight, *optional, *(new for _, new in changed)], leaves
+    )
+    bias = others.pop(0).reshape(-1) if optional else None
+    if changed:
+        for (i, _), value in zip(changed, others, strict=True):
+            leaves[i] = value
+        nnx.update(model, jax.tree.unflatten(structure, leaves))
+    hidden = jnp.transpose(hidden, head.hidden_axes)
+    with _precision(hidden, head.precision):
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            jnp.reshape(labels, hidden.shape[:-1]),
+            weight_layout=head.weight_layout,
+            bias=bias,
+            logit_softcap=head.softcap,
+            **options,
+        )
+
+
+def _precision(hidden: jax.Array, precision: Any) -> contextlib.AbstractContextManager[Any]:
+    """The context in which float32 products have the precision of the model's."""
+    if precision is None or hidden.dtype != jnp.float32:
+        return contextlib.nullcontext()
+    one = precision[0] if isinstance(precision, tuple) else precision
+    return jax.default_matmul_precision(one.name.lower() if one in _PRECISIONS else one.name)
+
+
+_PRECISIONS = set(jax.lax.Precision)
+
+
+def _only_head(program: Program, outputs: Mapping[str, Atom], labels: Any) -> _Head:
+    """The head of the one output that has logits for the labels.
+
+    Raises:
+      ValueError: No output has the shape of logits for the labels, or several have a head.
+      NotImplementedError: An output has that shape, and is not the product with a matrix.
+    """
+    heads, reasons = {}, []
+    shape = jnp.shape(labels)
+    for name, atom in outputs.items():
+        aval = atom.aval
+        is_float = jnp.issubdtype(aval.dtype, jnp.floating)
+        if aval.ndim == 0 or aval.shape[:-1] != shape or not is_float:
+            continue
+        try:
+            heads[name] = _head_of(program, atom)
+        except _NoHead as e:
+            reasons.append(f"output{name} {aval.str_short()}: {e}")
+    if len(heads) == 1:
+        return next(iter(heads.values()))
+    if heads:
+        raise ValueError(f"several outputs of the model are logits: {', '.join(heads)}")
+    if reasons:
+        raise NotImplementedError(
+            f"the loss cannot take the head of the model: {'; '.join(reasons)}. Compute the logits "
+            "and their loss as before"
+        )
+    found = ", ".join(f"output{name} {atom.aval.str_short()}" for name, atom in outputs.items())
+    raise ValueError(f"labels {shape} need logits {(*shape, 'V')}, and the model returns {found}")
+
+
+def _head_of(program: Program, atom: Atom) -> _Head:
+    """Follows logits back to the product that makes them.
+
+    Raises:
+      _NoHead: Something else happens to them, or they are no such product.
+    """
+    softcap, bias = None, None
+    axes = tuple(range(atom.aval.ndim))  # of the product, in the order of the logits
+    while True:
+        equation = program.producer(atom)
+        if equation is None:
+            raise _NoHead("it is an argument or a constant")
+        name, operand = equation.primitive.name, equation.invars[0]
+        if name == "dot_general":
+            return _of_product(program, equation, axes, bias, softcap)
+        if name in _TRANSPARENT and _is_floating(operand):
+            atom = operand
+        elif name == "transpose":
+            axes = tuple(equation.params["permutation"][i] for i in axes)
+            atom = operand
+        elif name == "reshape" and _keeps_rows(operand, atom, axes):
+            axes, atom = tuple(range(operand.aval.ndim)), operand
+        elif name == "add" and bias is None and axes[-1] == atom.aval.ndim - 1:
+            bias, atom = _bias_and_rest(program, equation)
+        elif name == "mul" and softcap is None and bias is None:
+            softcap, atom = _softcap_and_rest(program, equation)
+        else:
+            inside = " which the loss does not see into" if name in _TRACED_INSIDE else ""
+            raise _NoHead(f"it is the result of {name!r}{inside}, and not of a product")
+
+
+def _is_floating(atom: Atom) -> bool:
+    return jnp.issubdtype(atom.aval.dtype, jnp.floating)
+
+
+def _keeps_rows(old: Atom, new: Atom, axes: tuple[int, ...]) -> bool:
+    """Whether a reshape only splits or merges axes of tokens."""
+    is_ordered = axes == tuple(range(len(axes)))
+    return is_ordered and old.aval.ndim > 0 and old.aval.shape[-1] == new.aval.shape[-1]
+
+
+def _bias_and_rest(program: Program, equation: Equation) -> tuple[Atom, Atom]:
+    """The vector that is added to the logits, and the logits before."""
+    size = equation.outvars[0].aval.shape[-1]
+    for bias, rest in (equation.invars, equation.invars[::-1]):
+        source, is_vector = bias, True
+        while is_vector and source.aval.shape != (size,):
+            inner = program.producer(source)
+            if inner is None or inner.primitive.name not in ("broadcast_in_dim", "reshape"):
+                is_vector = False
+                continue
+            source = inner.invars[0]
+            is_vector = source.aval.shape[-1:] == (size,) and source.aval.size == size
+        if is_vector and rest.aval.shape == equation.outvars[0].aval.shape:
+            return source, rest
+    raise _NoHead("something is added to it that is no vector with a number for each column")
+
+
+def _softcap_and_rest(program: Program, equation: Equation) -> tuple[float, Atom]:
+    """The bound `c` of `c * tanh(logits / c)`, and the logits."""
+    for factor, rest in (equation.invars, equation.invars[::-1]):
+        bound = _scalar(factor)
+        tanh = program.producer(rest)
+        while tanh is not None and tanh.primitive.name in _TRANSPARENT:
+            tanh = program.producer(tanh.invars[0])
+        if bound is None or bound <= 0 or tanh is None or tanh.primitive.name != "tanh":
+            continue
+        scaled = program.producer(tanh.invars[0])
+        if scaled is None:
+            continue
+        for logits, number in (scaled.invars, scaled.invars[::-1])[
+            : 2 if _is(scaled, "mul") else 1
+        ]:
+            value = _scalar(number)
+            if value and _is(scaled, "div", "mul"):
+                found = value if _is(scaled, "div") else 1 / value
+                # A literal has the dtype of the logits.
+                if abs(found - bound) <= 2 * float(jnp.finfo(logits.aval.dtype).eps) * bound:
+                    return bound, logits
+    raise _NoHead("it is multiplied by something, and is no c * tanh(logits / c)")
+
+
+def _is(equation: Equation, *names: str) -> bool:
+    return equation.primitive.name in names
+
+
+def _scalar(atom: Atom) -> float | None:
+    """The number, or None if it is none or not known when tracing."""
+    return float(atom.val) if isinstance(atom, core.Literal) and not jnp.shape(atom.val) else None
+
+
+def _of_product(
+    program: Program,
+    equation: Equation,
+    axes: tuple[int, ...],
+    bias: Atom | None,
+    softcap: float | None,
+) -> _Head:
+    contracted, batched = equation.params["dimension_numbers"]
+    if any(map(len, batched)) or any(len(c) != 1 for c in contracted):
+        raise _NoHead("it is a product with batches or over several axes")
+    # Each axis of the product: the operand that it is from, and its number there.
+    free = [
+        (side, i)
+        for side, operand in enumerate(equation.invars)
+        for i in range(operand.aval.ndim)
+        if i != contracted[side][0]
+    ]
+    *tokens, (side, _) = (free[i] for i in axes)
+    if equation.invars[side].aval.ndim != 2 or any(other == side for other, _ in tokens):
+        raise _NoHead("it is no product of hidden states with one matrix")
+    weight, is_swapped = _parameter_of(program, equation.invars[side])
+    hidden = 1 - side
+    return _Head(
+        hidden=equation.invars[hidden],
+        hidden_axes=(*(i for _, i in tokens), contracted[hidden][0]),
+        weight=weight,
+        weight_layout="vd" if (contracted[side][0] == 1) != is_swapped else "dv",
+        bias=bias,
+        softcap=softcap,
+        precision=equation.params["precision"],
+    )
+
+
+def _parameter_of(program: Program, atom: Atom) -> tuple[Atom, bool]:
+    """The array under casts and transpositions of a matrix, and whether it is transposed.
+
+    The loss casts it to the dtype of the hidden states itself, a part at a time.
+    """
+    is_swapped = False
+    while (equation := program.producer(atom)) is not None:
+        name = equation.primitive.name
+        if name == "transpose" and equation.params["permutation"] == (1, 0):
+            is_swapped = not is_swapped
+        elif name not in _TRANSPARENT or not _is_floating(equation.invars[0]):
+            break
+        atom = equation.invars[0]
+    return atom, is_swapped
