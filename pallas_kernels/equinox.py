@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from pallas_kernels import head
+from pallas_kernels.head import checked_options, logits_of_head
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.loss import LossMetrics, linear_cross_entropy
 from pallas_kernels.mlp import Save, swiglu_mlp
@@ -205,7 +205,7 @@ class LinearCrossEntropy(eqx.Module):
         linear = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
         self.weight = linear.weight
         self.bias = linear.bias
-        self.loss_options = head.checked_options(loss_options)
+        self.loss_options = checked_options(loss_options)
 
     def __call__(
         self,
@@ -226,4 +226,4 @@ class LinearCrossEntropy(eqx.Module):
     def logits(self, x: Float[Array, "*T D"]) -> Float[Array, "*T V"]:
         """The logits, float32, for sampling; they have the softcap of the loss options."""
         softcap = dict(self.loss_options).get("logit_softcap")
-        return head.logits(x, self.weight, self.bias, "vd", softcap)
+        return logits_of_head(x, self.weight, self.bias, "vd", softcap)

@@ -32,7 +32,7 @@ def checked_options(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(options.items()))
 
 
-def logits(
+def logits_of_head(
     x: Float[Array, "*T D"],
     weight: Float[Array, "_ _"],
     bias: Float[Array, " V"] | None,

@@ -15,7 +15,7 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from pallas_kernels import head
+from pallas_kernels.head import LOSS_OPTIONS, logits_of_head
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.loss import LossMetrics, linear_cross_entropy
 from pallas_kernels.loss.arguments import Reduction
@@ -216,10 +216,10 @@ class LinearCrossEntropy(nn.Module):
             bias=bias,
             token_weights=token_weights,
             weight_layout="dv",
-            **{name: getattr(self, name) for name in head.LOSS_OPTIONS},
+            **{name: getattr(self, name) for name in LOSS_OPTIONS},
         )
 
     def logits(self, x: Float[Array, "*T D"]) -> Float[Array, "*T V"]:
         """The logits, float32, for sampling; they have the softcap of the loss."""
         x = x.astype(self.dtype or x.dtype)
-        return head.logits(x, *self._parameters(x), "dv", self.logit_softcap)
+        return logits_of_head(x, *self._parameters(x), "dv", self.logit_softcap)
