@@ -74,6 +74,7 @@ class Plan:
       min_tokens_of_backward: Number of tokens at a time from which, with `has_kernels`, a kernel
         also makes dgate, dup and the product again.
       config: Launch parameters of the kernels.
+      required_by: Who demands the kernels, also for a device's part of the arrays; None if nobody.
     """
 
     save: Save
@@ -81,6 +82,7 @@ class Plan:
     has_kernels: bool
     min_tokens_of_backward: int
     config: MLPConfig
+    required_by: str | None
 
 
 def mlp(
@@ -285,9 +287,14 @@ def _kernels_run(plan: Plan, tokens: jax.Array, weight: jax.Array) -> bool:
         return False  # there is nothing to launch
     operand = jax.ShapeDtypeStruct(weight.shape, tokens.dtype)
     reason = gated_matmul.unsupported_reason([tokens], [operand])
-    if reason is not None:
-        log_once(f"swiglu_mlp: XLA runs in place of the kernels: on each device {reason}")
-    return reason is None
+    if reason is None:
+        return True
+    if plan.required_by is not None:
+        raise NotImplementedError(
+            f"swiglu_mlp: kernels are required by {plan.required_by}, and on each device {reason}"
+        )
+    log_once(f"swiglu_mlp: XLA runs in place of the kernels: on each device {reason}")
+    return False
 
 
 def _rows(a: jax.Array) -> jax.Array:
