@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+import pallas_kernels
 from pallas_kernels import linear_cross_entropy, rms_norm
 from pallas_kernels.equinox import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGLU
+from support.framework_models import equinox_model
 from support.frameworks import check, has_shape, normal, shuffled
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -212,3 +214,12 @@ def test_without_equinox_the_import_names_the_extra(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without_equinox)
     with pytest.raises(ImportError, match=r"pip install 'pallas-kernels\[equinox\]'"):
         importlib.import_module("pallas_kernels.equinox")
+
+
+def test_all_layers_choose_kernels_under_vmap(on_h100):
+    module, loss = equinox_model()
+    tokens = jax.ShapeDtypeStruct((8, 256), jnp.int32)
+    with pallas_kernels.require_kernels():
+        found = pallas_kernels.explain(loss, module, tokens, tokens)
+    names = ["rms_norm", "swiglu_mlp", "add_rms_norm", "linear_cross_entropy"]
+    assert [choice.operation for choice in found.choices] == names

@@ -12,9 +12,11 @@ import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
+import pallas_kernels
 from pallas_kernels import linear_cross_entropy, rms_norm
 from pallas_kernels.head import LOSS_OPTIONS
 from pallas_kernels.linen import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGLU
+from support.framework_models import linen_model
 from support.frameworks import check, has_shape, normal, shuffled
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -234,3 +236,12 @@ def test_vmap_makes_one_gradient_of_a_weight():
     assert not has_shape(jax.grad(loss), (params, x), B, D, F)
     by_member = jax.vmap(jax.grad(loss), (None, 0))
     assert has_shape(by_member, (params, x[:, None]), B, D, F)  # so the test can fail
+
+
+def test_all_layers_choose_kernels(on_h100):
+    variables, loss = linen_model()
+    tokens = jax.ShapeDtypeStruct((8, 256), jnp.int32)
+    with pallas_kernels.require_kernels():
+        found = pallas_kernels.explain(loss, variables, tokens, tokens)
+    names = ["rms_norm", "swiglu_mlp", "add_rms_norm", "linear_cross_entropy"]
+    assert [choice.operation for choice in found.choices] == names
