@@ -202,7 +202,7 @@ def _backward_of(
             dw, dx = fold_chunks(one_chunk, (x, dy), size, axis=x.ndim - 2)
             kinds = [d for d, is_wanted in zip(dtypes, wanted[1:], strict=True) if is_wanted]
             dw = [a.astype(d) for a, d in zip(dw, kinds, strict=True)]
-        if target_device().capability is None:
+        if dw and target_device().capability is None:
             # XLA for CPUs merges the transpose of a gradient, as of weights `[F, D]`, into its
             # product, and then cannot run bfloat16 operands with a float32 result.
             dw = jax.lax.optimization_barrier(dw)
