@@ -46,6 +46,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.choices import log_once
 from pallas_kernels.folding import fold_chunks
+from pallas_kernels.gpu.device import target_device
 from pallas_kernels.mlp import formula, gated_matmul
 from pallas_kernels.mlp.config import MLPConfig
 from pallas_kernels.mlp.reference import matmul, product
@@ -201,6 +202,10 @@ def _backward_of(
             dw, dx = fold_chunks(one_chunk, (x, dy), size, axis=x.ndim - 2)
             kinds = [d for d, is_wanted in zip(dtypes, wanted[1:], strict=True) if is_wanted]
             dw = [a.astype(d) for a, d in zip(dw, kinds, strict=True)]
+        if dw and target_device().capability is None:
+            # XLA for CPUs merges the transpose of a gradient, as of weights `[F, D]`, into its
+            # product, and then cannot run bfloat16 operands with a float32 result.
+            dw = jax.lax.optimization_barrier(dw)
         return dw if dx is None else [_sum_of_parts(dx, place), *dw]
 
     return run

@@ -21,30 +21,12 @@ from pallas_kernels import (
     swiglu,
     swiglu_mlp,
 )
-from pallas_kernels.gpu import device as gpu_device
-from pallas_kernels.gpu import hopper_gemm
-from pallas_kernels.gpu import kernel as gpu_kernel
-from pallas_kernels.gpu.device import Device
-from pallas_kernels.loss import plan
-from pallas_kernels.mlp import config as mlp_config
-from pallas_kernels.mlp import gated_matmul
-from pallas_kernels.norm import backward_kernel, mosaic_gpu
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 X = jnp.ones((2048, 128), BF16)
 WEIGHT = jnp.ones((128,), F32)
 MLP = jnp.ones((128, 256), BF16), jnp.ones((128, 256), BF16), jnp.ones((256, 128), BF16)
 HEAD, LABELS = jnp.ones((512, 128), BF16), jnp.zeros((2048,), jnp.int32)
-
-
-@pytest.fixture
-def on_h100(monkeypatch):
-    h100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
-    modules = gpu_device, gpu_kernel, hopper_gemm, plan, mlp_config, gated_matmul, backward_kernel
-    for module in (*modules, mosaic_gpu, choices):
-        if hasattr(module, "target_device"):
-            monkeypatch.setattr(module, "target_device", lambda: h100)
-    monkeypatch.setattr(choices, "_logged", set())
 
 
 def model(x, weight, head, labels):
