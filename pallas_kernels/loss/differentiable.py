@@ -96,8 +96,8 @@ class _CrossEntropy:
     def _partitioned(
         self, local: Any, key: Any, args: Sequence[jax.Array], more: Any, results: Any
     ) -> tuple[jax.Array, ...]:
-        # Two kernels and a gather of entries read the weight. Without `by_rows` XLA held three copies
-        # of it at a time.
+        # Two kernels and a gather of entries read the weight. Without `by_rows` XLA held three
+        # copies of it at a time.
         axes = tuple(self.request.settings.weight_layout)
         weight = Weight(axes, self.request.x.dtype, by_rows=True)
         roles = [_X, weight, _NUMBERS, _NUMBERS]
