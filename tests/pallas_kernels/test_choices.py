@@ -6,6 +6,7 @@ import logging
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import pallas_kernels
 from pallas_kernels import choices, linear_cross_entropy, rms_norm, swiglu, swiglu_mlp
@@ -13,12 +14,13 @@ from pallas_kernels.gpu import device as gpu_device
 from pallas_kernels.gpu import hopper_gemm
 from pallas_kernels.gpu import kernel as gpu_kernel
 from pallas_kernels.gpu.device import Device
+from pallas_kernels.layers import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGLU
 from pallas_kernels.loss import plan
 from pallas_kernels.mlp import config as mlp_config
 from pallas_kernels.mlp import gated_matmul
 from pallas_kernels.norm import backward_kernel, mosaic_gpu
 
-BF16, F32 = jnp.bfloat16, jnp.float32
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 X = jnp.ones((2048, 128), BF16)
 WEIGHT = jnp.ones((128,), F32)
 MLP = jnp.ones((128, 256), BF16), jnp.ones((128, 256), BF16), jnp.ones((256, 128), BF16)
@@ -55,6 +57,51 @@ def test_each_operation_says_what_it_runs_and_why(on_h100):
         "kernels: linear_cross_entropy, rms_norm, swiglu_mlp; swiglu runs 'reference' (XLA's fusion"
     )
     assert "in place, implementation='mosaic_gpu'" in text and "3 matrix products" in text
+
+
+class Layers(nnx.Module):
+    def __init__(self, param_dtype):
+        options = {"param_dtype": param_dtype, "rngs": nnx.Rngs(0)}
+        self.norm = RMSNorm(128, **options)
+        self.mlp = SwiGLU(128, 192, **options)
+        self.add_norm = AddRMSNorm(128, **options)
+        self.head = LinearCrossEntropy(128, 512, **options)
+
+    def __call__(self, x):
+        return self.head(self.add_norm(self.mlp(self.norm(x)), x)[0], LABELS)
+
+
+def explained(stream, params):
+    graph, state = nnx.split(Layers(params))
+    gradients = jax.grad(lambda state, x: nnx.merge(graph, state)(x), argnums=(0, 1))
+    choices = pallas_kernels.explain(gradients, state, X.astype(stream)).choices
+    assert [c.operation for c in choices] == [
+        "rms_norm",
+        "swiglu_mlp",
+        "add_rms_norm",
+        "linear_cross_entropy",
+    ]
+    return choices
+
+
+@pytest.mark.parametrize("params", [F32, BF16, F16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("stream", [BF16, F16], ids=lambda d: d.__name__)
+def test_streams_of_16_bits_run_kernels_whatever_the_parameters_are(
+    on_h100, caplog, stream, params
+):
+    with caplog.at_level(logging.WARNING, logger=choices.__name__):
+        found = explained(stream, params)
+    assert [(c.implementation, c.reason) for c in found] == [("mosaic_gpu", None)] * 4
+    assert not caplog.messages  # nor does a part of the gradients fall back
+
+
+@pytest.mark.parametrize("params", [F32, BF16, F16], ids=lambda d: d.__name__)
+def test_a_float32_stream_runs_matrix_products_in_xla_and_says_what_to_cast(on_h100, params):
+    norm, mlp, add_norm, loss = explained(F32, params)
+    assert norm.implementation == add_norm.implementation == "mosaic_gpu"
+    assert mlp.implementation == loss.implementation == "xla"
+    assert "float32" in mlp.reason and "cast the activations to one of these" in mlp.reason
+    assert "float32" in loss.reason and "cast x to one of these" in loss.reason
 
 
 def test_without_a_gpu_the_reason_is_the_device():
