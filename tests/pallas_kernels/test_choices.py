@@ -19,6 +19,7 @@ from pallas_kernels.loss import plan
 from pallas_kernels.mlp import config as mlp_config
 from pallas_kernels.mlp import gated_matmul
 from pallas_kernels.norm import backward_kernel, mosaic_gpu
+from support.jaxprs import equations
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 X = jnp.ones((2048, 128), BF16)
@@ -102,6 +103,24 @@ def test_a_float32_stream_runs_matrix_products_in_xla_and_says_what_to_cast(on_h
     assert mlp.implementation == loss.implementation == "xla"
     assert "float32" in mlp.reason and "cast the activations to one of these" in mlp.reason
     assert "float32" in loss.reason and "cast x to one of these" in loss.reason
+
+
+def test_float32_products_have_the_precision_that_the_caller_asks_for():
+    x, weights, head = X[:16].astype(F32), [w.astype(F32) for w in MLP], HEAD.astype(F32)
+    loss = lambda x, *weights: linear_cross_entropy(swiglu_mlp(x, *weights), head, LABELS[:16])
+
+    def precisions():
+        jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3)))(x, *weights)
+        found = equations(jaxpr.jaxpr)
+        return [e.params["precision"] for e in found if e.primitive.name == "dot_general"]
+
+    by_default = precisions()
+    with jax.default_matmul_precision("highest"):
+        highest = precisions()
+    # The MLP has 3 and its gradients 6. The loss has 3.
+    assert by_default == [None] * 12
+    assert highest == [(jax.lax.Precision.HIGHEST,) * 2] * 12
+    assert precisions() == by_default
 
 
 def test_without_a_gpu_the_reason_is_the_device():

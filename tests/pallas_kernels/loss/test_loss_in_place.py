@@ -38,7 +38,9 @@ from support.numerics import quick_jit
         pytest.param(65, 192, 640, F16, "mean", (1, 3, 2), marks=full),
         pytest.param(65, 192, 640, F32, "mean", (1, 3, 2), marks=full),
         pytest.param(128, 128, 256, BF16, "mean", (2, 0, 0), marks=full),
-        (129, 128, 256, BF16, "none", (1, 1, 1)),  # one beside
+        (65, 64, 256, BF16, "none", (1, 1, 1)),  # one beside, and half a tile of hidden
+        pytest.param(129, 128, 256, BF16, "none", (1, 1, 1), marks=full),  # one beside
+        pytest.param(321, 320, 384, BF16, "sum", (1, 2, 1), marks=full),  # one beside
         pytest.param(129, 128, 384, BF16, "none", (1, 2, 1), marks=full),
         pytest.param(129, 128, 384, BF16, "sum", (1, 2, 1), marks=full),
         pytest.param(256, 128, 384, F32, "mean", (1, 2, 1), marks=full),
