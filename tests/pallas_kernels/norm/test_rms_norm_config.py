@@ -44,7 +44,7 @@ def arrays(hidden_size, dtype: Any = BF16, residual_dtype: Any = None):
 # Rows.
 
 
-def test_the_sizes_that_the_documentation_names():
+def test_the_sizes_that_the_documentation_names(unchecked_shapes):
     refused = lambda size: mosaic_gpu.unsupported_reason(*arrays(size))
     for multiple, most in ((1, 512), (2, 1024), (8, 4128), (16, 8256), (32, 16384)):
         first = 64 + -64 % multiple
