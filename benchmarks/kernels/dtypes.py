@@ -4,9 +4,9 @@
 
 Each row is a loss with the gradients of `x` and weight, which have the dtypes of their arguments.
 The plan is the one that the loss chooses by default, unless the row names an option. Times are
-kernel times (`benchmarks/timing.py`), medians over interleaved rounds. They are compared with the
-three bare matrix products of operands in the dtype of `x`. Memory is counted beside arguments and
-results, by XLA's `memory_analysis`. The error is that of the worst of loss, `dx` and `dweight`, as
+kernel times (`benchmarks/timing.py`), medians over rounds. Each loss takes turns with the three
+bare matrix products of operands in the dtype of its `x`. Memory is counted beside arguments and
+results, by XLA's `memory_analysis`. The error is the largest of loss, `dx` and `dweight`, as
 `benchmarks/agreement.py` defines it, against XLA's loss of the same numbers in full float32.
 
 The precision is `jax.default_matmul_precision`. It changes float32 products alone: XLA multiplies
@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -64,16 +64,16 @@ class Row:
 
 
 ROWS = (
-    *(Row(x=x, weight=weight) for x in DTYPES for weight in DTYPES),
-    Row(x="bfloat16", weight="bfloat16", options=(("chunk_size", 2048),)),
-    Row(x="bfloat16", weight="bfloat16", options=(("vocab_chunk_size", 2048),)),
+    *(Row(x="bfloat16", weight=weight) for weight in DTYPES),
     Row(x="bfloat16", weight="bfloat16", options=(("accum_dtype", "bfloat16"),)),
+    Row(x="bfloat16", weight="bfloat16", options=(("vocab_chunk_size", 2048),)),
+    *(Row(x=x, weight=weight) for x in ("float16", "float32") for weight in DTYPES),
     Row(x="float32", weight="float32", precision="highest"),
 )
 
 
-def measure(shape: Shape, rows: Sequence[Row], rounds: int) -> list[str]:
-    """The lines of a Markdown table."""
+def measure(shape: Shape, rows: Sequence[Row], rounds: int) -> Iterator[str]:
+    """Yields the lines of a Markdown table, each as soon as it is measured."""
     num_tokens, hidden_size, vocab_size = shape
     keys = jax.random.split(jax.random.key(0), 3)
     # Numbers that all three dtypes have, so that all rows compute the same.
@@ -91,7 +91,9 @@ def measure(shape: Shape, rows: Sequence[Row], rounds: int) -> list[str]:
         exact = jax.jit(functools.partial(graded, implementation="xla"))(x, weight, labels)
     exact = jax.tree.leaves(exact)
     cast = functools.cache(lambda name, dtype: {"x": x, "weight": weight}[name].astype(dtype))
-    cases, facts = [], {}
+    yield "| x | weight | options | plan | ms | over three products | MiB | error |"
+    yield "|---|---|---|---|---|---|---|---|"
+    products: dict[Any, Callable[[], Any]] = {}
     for row in rows:
         arguments = cast("x", row.x), cast("weight", row.weight), labels
         options = dict(row.options)
@@ -99,29 +101,27 @@ def measure(shape: Shape, rows: Sequence[Row], rounds: int) -> list[str]:
         with row.in_precision():
             compiled = jax.jit(functools.partial(graded, **options)).lower(*arguments).compile()
         found = jax.tree.leaves(jax.block_until_ready(compiled(*arguments)))
+        error = agreement.relative_error(found, exact)
+        del found
         analysis = compiled.memory_analysis()
         assert analysis is not None
-        facts[row] = (
-            f"{plan.name}, {plan.num_products} products",
-            f"{analysis.temp_size_in_bytes / 2**20:.0f}",
-            f"{agreement.relative_error(found, exact):.1e}",
+        key = row.x, row.precision
+        if key not in products:
+            products.clear()  # 4 GiB of operands
+            products[key] = _products(shape, row)
+        timings = timing.compare(
+            [
+                timing.Case("loss", [functools.partial(compiled, *arguments)]),
+                timing.Case("products", [products[key]]),
+            ],
+            rounds=rounds,
+            calls_per_round=1,
         )
-        del found
-        cases.append(timing.Case(row.name, [functools.partial(compiled, *arguments)]))
-    bare = {(row.x, row.precision): row for row in rows}
-    products = {key: _products(shape, row) for key, row in bare.items()}
-    cases += [timing.Case(str(key), [call]) for key, call in products.items()]
-    timings = timing.compare(cases, rounds=rounds, calls_per_round=1)
-    lines = [
-        "| x | weight | options | plan | ms | over three products | MiB | error |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        plan, memory, error = facts[row]
-        ms = timings[row.name].median_ms
-        limit = timings[str((row.x, row.precision))].median_ms
-        lines.append(f"| {row.name} | {plan} | {ms:.1f} | {ms / limit:.3f} | {memory} | {error} |")
-    return lines
+        ms, limit = timings["loss"].median_ms, timings["products"].median_ms
+        yield (
+            f"| {row.name} | {plan.name}, {plan.num_products} products | {ms:.1f} | "
+            f"{ms / limit:.3f} | {analysis.temp_size_in_bytes / 2**20:.0f} | {error:.1e} |"
+        )
 
 
 def _products(shape: Shape, row: Row) -> Callable[[], Any]:
@@ -151,11 +151,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--shape", type=shapes.parse, default=(8192, 4096, 128256))
+    parser.add_argument("--x", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--weight", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(argv)
     device_kind = timing.require_gpu()
     print(f"{shapes.label(args.shape)} on {device_kind}, jax {jax.__version__}\n")
-    print("\n".join(measure(args.shape, ROWS, args.rounds)))
+    rows = [row for row in ROWS if row.x in args.x and row.weight in args.weight]
+    for line in measure(args.shape, rows, args.rounds):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":
