@@ -102,6 +102,11 @@ class Request:
         return jax.ShapeDtypeStruct(self.weight.shape, self.x.dtype)
 
     @property
+    def padded_vocab_size(self) -> int:
+        """Number of rows of the weight with whole blocks of 128, as the kernels take it."""
+        return len(self.weight) + -len(self.weight) % BLOCK_M
+
+    @property
     def logits_dtype(self) -> jnp.dtype:
         """Dtype of logits in memory."""
         is_kernel = self.settings.implementation == "mosaic_gpu"
@@ -257,18 +262,16 @@ def _in_place(request: Request, chunk_size: int) -> _Place | str:
       request: The call.
       chunk_size: Number of tokens whose exponentials may be in other memory.
     """
-    (num_tokens, hidden_size), vocab_size = request.x.shape, len(request.weight)
+    num_tokens, hidden_size = request.x.shape
     if request.settings.vocab_axes:
         return "the vocabulary is split over devices"
     if (reason := _no_exponentials(request)) is not None:
         return reason
-    if vocab_size % BLOCK_M:
-        return f"a vocabulary of {vocab_size} is not a multiple of {BLOCK_M}"
     accum_dtype = request.settings.accum_dtype
     reason = f"{num_tokens} tokens are too many for the limit"
     for dtype in map(jnp.dtype, (request.weight.dtype, accum_dtype)):
         width = in_place.row_width(hidden_size, dtype)
-        values = jax.ShapeDtypeStruct((vocab_size, width), request.x.dtype)
+        values = jax.ShapeDtypeStruct((request.padded_vocab_size, width), request.x.dtype)
         if (refused := products.unsupported_reason(values, request.operand, dtype)) is not None:
             reason = refused
             continue
@@ -303,7 +306,7 @@ def _bands(request: Request, dtype: jnp.dtype) -> in_place.Bands:
     estimated time are few, and leave few multiprocessors without work at their ends. There are no
     bands if the exponentials of all rows may be copied.
     """
-    vocab_size, hidden_size = request.weight.shape
+    vocab_size, hidden_size = request.padded_vocab_size, request.weight.shape[1]
     limit = request.max_logits_bytes
     max_bytes = _COPIED_BYTES if limit is None else min(limit, _COPIED_BYTES)
     device = target_device()

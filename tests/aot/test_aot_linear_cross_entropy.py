@@ -234,6 +234,7 @@ LOSSES = {
     Loss(4096, 8192, 128256): Expected(0, 49, 160),
 }
 SMALLEST = Loss(8192, 4096, 128256)
+ODD = Loss(8192, 4096, 32001)
 
 CASES = {
     **LOGITS_CASES,
@@ -263,6 +264,7 @@ CASES = {
         compiler_options=CUBLAS,
     ),
     "by-columns-float32": SMALLEST.with_gradients(jnp.float32, vocab_chunk_size=2048),
+    "odd-vocabulary": ODD.with_gradients(),
 }
 
 
@@ -395,6 +397,20 @@ def test_bfloat16_in_place(compiled, chip, case):
     assert program.temp_bytes <= 160 * MIB
     assert names_of(program) == IN_PLACE
     assert "f32[128256,4096]" not in program.hlo
+
+
+@each_chip
+@pytest.mark.parametrize("case", ["odd-vocabulary"])
+def test_a_vocabulary_that_is_no_multiple_of_a_block(compiled, chip, case):
+    """Rows of zeros follow the weight and its gradient."""
+    program: Program = compiled(chip, case)
+    print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
+    v, d = ODD.vocab + -ODD.vocab % 128, ODD.hidden
+    # The gradient with these rows, and as much as for a vocabulary of whole blocks.
+    assert program.temp_bytes <= 4 * v * d + 160 * MIB
+    assert names_of(program) == IN_PLACE
+    assert sorted(loops(program)) == [2, 5]
+    assert_in_place(program, (v, d))
 
 
 @each_chip

@@ -128,9 +128,7 @@ def loss_of_linear(
     # Not a cast to 16 bits and back, which XLA drops.
     bits = jnp.finfo(x.dtype)
     rounded = jax.lax.reduce_precision(at_label, bits.nexp, bits.nmant)
-    dz = _with_labels(
-        found.values, labels, rounded, has_gradient, num_columns=num_columns, transposed=transposed
-    )
+    dz = _with_labels(found.values, labels, rounded, has_gradient, transposed=transposed)
     factor = coefficients * slope / found.total
     factor *= jnp.where(has_gradient & (rounded != 0), at_label / rounded, 1.0)
     statistics = LogitStatistics(
@@ -205,7 +203,7 @@ def dlogits_of_linear(
     )
     has_gradient = _is_column(labels, num_columns) & (coefficients != 0)
     at_label = coefficients * (known.slope * found.of_label - 1)
-    return _with_labels(found.values, labels, at_label, has_gradient, num_columns=num_columns)
+    return _with_labels(found.values, labels, at_label, has_gradient)
 
 
 def scaled(x: Float[Array, "T D"], factor: Float[Array, " T"]) -> Float[Array, "T D"]:
@@ -235,7 +233,6 @@ def _with_labels(
     at_label: Float[Array, " T"],
     where: Bool[Array, " T"],
     *,
-    num_columns: int,
     transposed: Transposed | None = None,
 ) -> Float[Array, "rows columns"]:
     """The values, with `at_label` in the label's entry of each token that `where` selects."""
@@ -243,6 +240,6 @@ def _with_labels(
     if transposed is None:
         place = tokens, jnp.where(where, labels, values.shape[1])
     else:
-        row = transposed.row_of(labels, num_columns)
+        row = transposed.row_of(labels, len(values))
         place = jnp.where(where, row, len(values)), tokens
     return values.at[place].set(at_label.astype(values.dtype), mode="drop", unique_indices=True)

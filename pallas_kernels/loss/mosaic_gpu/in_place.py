@@ -95,6 +95,7 @@ def loss_and_gradients(
     coefficients: Float[Array, " T"],
     *,
     extent: Extent,
+    num_columns: int,
     z_loss: float,
     config: Config,
 ) -> tuple[LogitStatistics, Float[Array, "T D"], Float[Array, "V D"]]:
@@ -104,10 +105,11 @@ def loss_and_gradients(
 
     Args:
       x: Hidden states of the tokens of `extent`, bfloat16.
-      weight: Output embedding, bfloat16; V is a multiple of 128.
-      labels: Column of each token. A label outside of `[0, V)` is no column.
+      weight: Output embedding, bfloat16; V, a multiple of 128, is `num_columns` with padding.
+      labels: Column of each token. A label outside of `[0, num_columns)` is no column.
       coefficients: Factor of each token's loss. Where it is 0, `dx` is 0, whatever the logits are.
       extent: Tokens inside and beside, dtype and bands of `dweight`.
+      num_columns: Number of columns without padding.
       z_loss: Weight of the squared logsumexp.
       config: Launch parameters.
     """
@@ -121,7 +123,7 @@ def loss_and_gradients(
             weight,
             labels[tokens],
             coefficients[tokens],
-            num_columns=vocab_size,
+            num_columns=num_columns,
             z_loss=z_loss,
             transposed=place,
             config=config.linear,

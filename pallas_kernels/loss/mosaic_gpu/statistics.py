@@ -168,9 +168,9 @@ class Transposed(NamedTuple):
     width: int
     shift: int
 
-    def row_of(self, column: Any, num_columns: int) -> Any:
+    def row_of(self, column: Any, num_rows: int) -> Any:
         """Row of a column."""
-        return jnp.where(column < self.shift, column + num_columns, column) - self.shift
+        return jnp.where(column < self.shift, column + num_rows, column) - self.shift
 
 
 class Repetition(NamedTuple):
@@ -212,8 +212,7 @@ def linear_exponentials(
       scale: Factor of each token's `values` before rounding. A factor of 0 makes them 0, whatever
         the logits are.
       repetition: Result of a first call, and whether a second is needed; None for a first call.
-      transposed: Layout of `values` with a row for each column; `num_columns` is then a multiple of
-        128. None for `[T, Vp]`.
+      transposed: Layout of `values` with `Vp` rows, one for each column; None for `[T, Vp]`.
       config: Launch parameters; chosen if None.
 
     Raises:
@@ -329,7 +328,7 @@ def _running_statistics(
     if stores and repetition is None:
         shape = len(x), len(weight)
         if transposed is not None:
-            shape = vocab_size, transposed.width
+            shape = len(weight), transposed.width
         out_type["values"] = jax.ShapeDtypeStruct(shape, x.dtype)
     if repetition is not None:
         arguments["is_needed"] = repetition.is_needed.astype(jnp.int32)[None]
@@ -393,7 +392,7 @@ def _running_statistics(
                     if transposed is None:
                         place = pl.ds(row, TILE_M), pl.ds(first, _PIECE)
                     else:
-                        to = transposed.row_of(first, vocab_size)
+                        to = transposed.row_of(first, len(weight))
                         place = pl.ds(to, _PIECE), pl.ds(row, TILE_M)
                     is_turned = transposed is not None
                     store_piece(i, num_pieces, exp, slots, values_gmem.at[place], turned=is_turned)
