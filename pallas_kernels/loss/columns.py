@@ -45,7 +45,7 @@ class Columns(NamedTuple):
         num_columns = len(weight)
         if settings.implementation == "xla":
             return cls(weight, bias, num_columns, jnp.float32)
-        # A copy, if the vocabulary is not a multiple of 128.
+        # A copy, if the vocabulary is not a multiple of 128: 251 MiB at 32001 x 4096.
         padding = -num_columns % logits_kernel.LINE
         weight = jnp.pad(weight, ((0, padding), (0, 0))) if padding else weight
         return cls(weight, bias, num_columns, weight.dtype)
