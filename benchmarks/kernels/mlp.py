@@ -78,8 +78,12 @@ def variants(base: Config, *, sweep: bool) -> Iterator[tuple[str, Config]]:
     yield "", base
     if not sweep:
         return
+    for tile_n in (128, 192, 256):
+        if tile_n != base.tile_n:
+            # Wider tiles fit shared memory with fewer stages only.
+            change = dict(tile_n=tile_n, stages=min(base.stages, 3))
+            yield f", {tile_n=}", dataclasses.replace(base, **change)
     changes = {
-        "tile_n": (base.tile_n - 64,),
         "stages": (base.stages - 1,),
         "cluster": (3 - base.cluster,),
         "band": (max(1, base.band // 2), 2 * base.band),

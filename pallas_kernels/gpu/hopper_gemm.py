@@ -117,7 +117,10 @@ def unsupported_reason(device: Device, *operands: Operand) -> str | None:
         return f"wgmma needs compute capability (9, x), {device.kind} has {device.capability}"
     dtypes = [a.dtype for a in operands]
     if dtypes[0] not in DTYPES or any(dtype != dtypes[0] for dtype in dtypes):
-        return f"the operands are {', '.join(map(str, dtypes))}, not all bfloat16 or float16"
+        return (
+            f"the operands are {', '.join(map(str, dtypes))}, not all bfloat16 or float16; cast "
+            "the activations to one of these dtypes, and weights follow"
+        )
     if any(0 in a.shape for a in operands):
         return f"operands of shapes {', '.join(str(a.shape) for a in operands)} are empty"
     return None
@@ -175,10 +178,12 @@ class MainLoop:
       depth: Depth of the products, K, a multiple of 64.
       dtype: Dtype of all operands.
       num_b: Number of `b`.
-      a_layout: Layout of `a`, `"MK"` or `"KM"`. `"KM"` needs an M that is a multiple of the rows of
-        a cluster, because TMA does not cut a tile in the second dimension.
-      b_layout: Layout of each `b`, `"NK"` or `"KN"`. `"KN"` needs an N that is a multiple of 64, as
-        wide as the tiles that TMA swizzles.
+      a_layout: Layout of `a`, `"MK"` or `"KM"`.
+      b_layout: Layout of each `b`, `"NK"` or `"KN"`.
+
+    The first dimension of an operand is a multiple of 8 and the second a multiple of 64, because
+    Mosaic copies whole blocks of 8 rows by 64 columns. Blocks that lie outside of an operand become
+    zeros, and TMA does not store blocks that lie outside of a result.
     """
 
     config: Config

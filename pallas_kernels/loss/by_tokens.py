@@ -150,6 +150,7 @@ def _first_in_place(settings: Settings, plan: InPlace, columns: Columns, chunk):
         labels,
         coefficients,
         extent=plan.extent,
+        num_columns=columns.num_columns,
         z_loss=settings.options.z_loss,
         weight_layout=columns.layout,
         config=settings.config,

@@ -55,7 +55,7 @@ class Columns(NamedTuple):
         num_columns, _ = sizes(weight, layout)
         if settings.implementation == "xla":
             return cls(weight, layout, bias, num_columns, jnp.float32)
-        # A copy, if the vocabulary is not a multiple of 128.
+        # A copy, if the vocabulary is not a multiple of 128: 251 MiB at 32001 x 4096.
         padding = -num_columns % logits_kernel.LINE
         weight = pad_columns(weight, padding, layout) if padding else weight
         return cls(weight, layout, bias, num_columns, weight.dtype)

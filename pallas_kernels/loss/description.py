@@ -104,8 +104,8 @@ def describe(request: Request, reduction: str, why_no_kernel: str | None) -> Los
             name, alone = "in place", 0
             tokens = size or num_tokens
             num_chunks += math.ceil((num_tokens - extent.num_tokens) / tokens)
-            in_dweight, num_bytes = _bytes_in_place(extent, vocab_size, hidden_size)
-            num_bytes = max(num_bytes, tokens * vocab_size * itemsize if size else 0)
+            in_dweight, num_bytes = _bytes_in_place(extent, padded(vocab_size), hidden_size)
+            num_bytes = max(num_bytes, tokens * padded(vocab_size) * itemsize if size else 0)
     is_kernel = settings.implementation == "mosaic_gpu"
     operands = request.x, request.operand
     if is_kernel and statistics.unsupported_reason(*operands, settings.weight_layout) is None:

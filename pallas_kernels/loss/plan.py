@@ -115,6 +115,12 @@ class Request:
         return jax.ShapeDtypeStruct(self.weight.shape, self.x.dtype)
 
     @property
+    def padded_vocab_size(self) -> int:
+        """V of the weight with whole blocks of 128, as the kernels take it."""
+        vocab_size, _ = self.sizes
+        return vocab_size + -vocab_size % BLOCK_M
+
+    @property
     def logits_dtype(self) -> jnp.dtype:
         """Dtype of logits in memory."""
         is_kernel = self.settings.implementation == "mosaic_gpu"
@@ -316,7 +322,8 @@ def _bands(request: Request, dtype: jnp.dtype) -> in_place.Bands:
     estimated time are few, and leave few multiprocessors without work at their ends. There are no
     bands if the exponentials of all rows may be copied.
     """
-    layout, (vocab_size, hidden_size) = request.settings.weight_layout, request.sizes
+    layout, hidden_size = request.settings.weight_layout, request.sizes[1]
+    vocab_size = request.padded_vocab_size
     limit = request.max_logits_bytes
     max_bytes = _COPIED_BYTES if limit is None else min(limit, _COPIED_BYTES)
     device = target_device()

@@ -32,6 +32,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.gpu import hopper_gemm
 from pallas_kernels.gpu.device import Device, target_device
 from pallas_kernels.gpu.hopper_gemm import (
+    TILE_K,
     TILE_M,
     WARPGROUPS,
     Config,
@@ -44,7 +45,7 @@ from pallas_kernels.gpu.hopper_gemm import (
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.mlp import formula
 
-_MULTIPLE = 128  # of D and F, because TMA does not cut a tile in the second dimension
+_MULTIPLE = TILE_K  # of D and F, because Mosaic copies whole blocks of 8 rows by 64 columns
 _PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
 _BACKWARD_PIECE = 32  # columns as well, but of three arrays
 _SLOTS = 3  # places for pieces in shared memory: one at work, one arriving, one leaving
@@ -76,13 +77,14 @@ def unsupported_reason(activations: Sequence[Operand], weights: Sequence[Operand
       weights: Arrays `[D, F]` or `[F, D]`.
     """
     reason = hopper_gemm.unsupported_reason(target_device(), *activations, *weights)
-    if reason is None and any(size % _MULTIPLE for w in weights for size in w.shape):
-        shapes = ", ".join(str(w.shape) for w in weights)
-        reason = (
-            f"weights of shapes {shapes}: sizes are not multiples of {_MULTIPLE}; pad the weights "
-            "with zeros"
-        )
-    return reason
+    sizes = dict.fromkeys(size for w in weights for size in w.shape if size % _MULTIPLE)
+    if reason is not None or not sizes:
+        return reason
+    padded = " and ".join(f"{size} to {size + -size % _MULTIPLE}" for size in sizes)
+    return (
+        f"weights of shapes {', '.join(str(w.shape) for w in weights)} have sizes that are not "
+        f"multiples of {_MULTIPLE}; pad {padded} with zeros"
+    )
 
 
 def gated_matmul(
@@ -99,24 +101,19 @@ def gated_matmul(
 
     Args:
       x: Input, bfloat16 or float16.
-      w_gate: First weight, of the dtype of `x`; D and F are multiples of 128.
+      w_gate: First weight, of the dtype of `x`; D and F are multiples of 64.
       w_up: Second weight, of the same shape and dtype.
       keep: Whether to return gate and up, too: `(product, gate, up)`.
       config: Launch parameters; chosen if None.
 
     Raises:
-      ValueError: The configuration does not fit the device or the sizes.
+      ValueError: The configuration does not fit the device.
     """
     num_tokens, hidden_size = x.shape
     num_columns = w_gate.shape[1]
     device = target_device()
     if config is None:
         config = default_config(num_tokens, num_columns, hidden_size, device)
-    if num_columns % config.tile_n:
-        raise ValueError(
-            f"{config.tile_n=} must divide the {num_columns} columns; take one of 64, 128, 192 and "
-            "256 that does"
-        )
     loop = MainLoop(
         config=config,
         num_rows=num_tokens,
@@ -184,7 +181,7 @@ def gated_matmul_backward(
 
     Args:
       dy: Gradient of `y`, bfloat16 or float16.
-      w_down: Weight, of the dtype of `dy`; D and F are multiples of 128.
+      w_down: Weight, of the dtype of `dy`; D and F are multiples of 64.
       gate: Gate projection, as the forward kept it.
       up: Up projection, as the forward kept it.
       config: Launch parameters; chosen if None.

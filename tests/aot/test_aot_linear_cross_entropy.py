@@ -237,6 +237,7 @@ LOSSES = {
     Loss(4096, 8192, 128256): Expected(0, 49, 160),
 }
 SMALLEST = Loss(8192, 4096, 128256)
+ODD = Loss(8192, 4096, 32001)
 
 CASES = {
     **LOGITS_CASES,
@@ -268,6 +269,7 @@ CASES = {
     "dv-bfloat16": SMALLEST.with_gradients(weight_layout="dv", compiler_options={}),
     "dv-float32": SMALLEST.with_gradients(jnp.float32, weight_layout="dv"),
     "by-columns-float32": SMALLEST.with_gradients(jnp.float32, vocab_chunk_size=2048),
+    "odd-vocabulary": ODD.with_gradients(),
 }
 
 
@@ -335,14 +337,18 @@ def assert_nothing_runs_beside(program: Program) -> None:
     assert "-start(" not in entry
 
 
-def assert_in_place(program: Program, weight_shape: tuple[int, int]) -> None:
+def assert_in_place(
+    program: Program, weight_shape: tuple[int, int], *, of_weight: frozenset[str] = frozenset()
+) -> None:
     """That nothing copies an array of this size, nor the exponentials in it.
+
+    `of_weight` are opcodes that make the weight itself.
 
     In the loop over bands a kernel reads exponentials from the array that it writes to.
     """
     v, d = weight_shape
     makes = makers(program, (v, d)) - MAKES_NOTHING
-    assert makes <= {"dynamic-update-slice", "custom-call"}
+    assert makes <= {"dynamic-update-slice", "custom-call"} | of_weight
     assert "copy" not in makers(program, (v, 2 * d))
     assert_nothing_runs_beside(program)
     fused = re.findall(r"^%dynamic-slice-fusion\S* .*?^}", program.hlo, re.M | re.S)
@@ -423,6 +429,20 @@ def test_a_weight_of_columns(compiled, chip, case):
     assert makers(program, (d, 2 * v)) - MAKES_NOTHING == {"scatter"}
     assert_nothing_runs_beside(program)
     assert loops(program) == [24]
+
+
+@each_chip
+@pytest.mark.parametrize("case", ["odd-vocabulary"])
+def test_a_vocabulary_that_is_no_multiple_of_a_block(compiled, chip, case):
+    """Rows of zeros follow the weight and its gradient."""
+    program: Program = compiled(chip, case)
+    print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
+    v, d = ODD.vocab + -ODD.vocab % 128, ODD.hidden
+    # The gradient with these rows, and as much as for a vocabulary of whole blocks.
+    assert program.temp_bytes <= 4 * v * d + 160 * MIB
+    assert names_of(program) == IN_PLACE
+    assert sorted(loops(program)) == [2, 5]
+    assert_in_place(program, (v, d), of_weight=frozenset({"pad"}))
 
 
 @each_chip

@@ -42,5 +42,5 @@ def test_sweep_has_the_default_once_and_fits_the_kernel():
         base = make(8192, 14336, 4096, H100)
         assert list(mlp.variants(base, sweep=False)) == [("", base)]
         names, configs = zip(*mlp.variants(base, sweep=True), strict=True)
-        assert configs.count(base) == 1 and len(set(names)) == len(names) == 6
+        assert configs.count(base) == 1 and len(set(names)) == len(names) == 7
         assert {config.cluster for config in configs} == {1, 2}

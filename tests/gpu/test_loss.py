@@ -129,6 +129,7 @@ def test_linear_cross_entropy_of_more_logits_than_int32_can_count():
         ((4096, 2048, 128256), {}, 1),
         ((2000, 2048, 128256), {"max_logits_bytes": 2**24, "z_loss": 1e-2}, 12),
         ((5000, 2048, 32000), {}, 1),
+        ((3000, 1600, 32001), {}, 1),  # sizes that no tile divides
         ((10000, 2048, 32000), {"max_logits_bytes": 2**27}, 1),
         # The same with a weight [D, V].
         ((4096, 2048, 128256), {"weight_layout": "dv"}, 1),

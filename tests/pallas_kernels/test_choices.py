@@ -7,6 +7,7 @@ import logging
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,8 +22,10 @@ from pallas_kernels import (
     swiglu,
     swiglu_mlp,
 )
+from pallas_kernels.layers import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGLU
+from support.jaxprs import equations
 
-BF16, F32 = jnp.bfloat16, jnp.float32
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 X = jnp.ones((2048, 128), BF16)
 WEIGHT = jnp.ones((128,), F32)
 MLP = jnp.ones((128, 256), BF16), jnp.ones((128, 256), BF16), jnp.ones((256, 128), BF16)
@@ -49,6 +52,69 @@ def test_each_operation_says_what_it_runs_and_why(on_h100):
         "kernels: linear_cross_entropy, rms_norm, swiglu_mlp; swiglu runs 'reference' (XLA's fusion"
     )
     assert "in place, implementation='mosaic_gpu'" in text and "3 matrix products" in text
+
+
+class Layers(nnx.Module):
+    def __init__(self, param_dtype):
+        options = {"param_dtype": param_dtype, "rngs": nnx.Rngs(0)}
+        self.norm = RMSNorm(128, **options)
+        self.mlp = SwiGLU(128, 192, **options)
+        self.add_norm = AddRMSNorm(128, **options)
+        self.head = LinearCrossEntropy(128, 512, **options)
+
+    def __call__(self, x):
+        return self.head(self.add_norm(self.mlp(self.norm(x)), x)[0], LABELS)
+
+
+def explained(stream, params):
+    graph, state = nnx.split(Layers(params))
+    gradients = jax.grad(lambda state, x: nnx.merge(graph, state)(x), argnums=(0, 1))
+    choices = pallas_kernels.explain(gradients, state, X.astype(stream)).choices
+    assert [c.operation for c in choices] == [
+        "rms_norm",
+        "swiglu_mlp",
+        "add_rms_norm",
+        "linear_cross_entropy",
+    ]
+    return choices
+
+
+@pytest.mark.parametrize("params", [F32, BF16, F16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("stream", [BF16, F16], ids=lambda d: d.__name__)
+def test_streams_of_16_bits_run_kernels_whatever_the_parameters_are(
+    on_h100, caplog, stream, params
+):
+    with caplog.at_level(logging.WARNING, logger=choices.__name__):
+        found = explained(stream, params)
+    assert [(c.implementation, c.reason) for c in found] == [("mosaic_gpu", None)] * 4
+    assert not caplog.messages  # nor does a part of the gradients fall back
+
+
+@pytest.mark.parametrize("params", [F32, BF16, F16], ids=lambda d: d.__name__)
+def test_a_float32_stream_runs_matrix_products_in_xla_and_says_what_to_cast(on_h100, params):
+    norm, mlp, add_norm, loss = explained(F32, params)
+    assert norm.implementation == add_norm.implementation == "mosaic_gpu"
+    assert mlp.implementation == loss.implementation == "xla"
+    assert "float32" in str(mlp) and "cast the activations to one of these" in str(mlp)
+    assert "float32" in str(loss) and "cast x to one of these" in str(loss)
+
+
+def test_float32_products_have_the_precision_that_the_caller_asks_for():
+    x, weights, head = X[:16].astype(F32), [w.astype(F32) for w in MLP], HEAD.astype(F32)
+    loss = lambda x, *weights: linear_cross_entropy(swiglu_mlp(x, *weights), head, LABELS[:16])
+
+    def precisions():
+        jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3)))(x, *weights)
+        found = equations(jaxpr.jaxpr)
+        return [e.params["precision"] for e in found if e.primitive.name == "dot_general"]
+
+    by_default = precisions()
+    with jax.default_matmul_precision("highest"):
+        highest = precisions()
+    # The MLP has 3 and its gradients 6. The loss has 3.
+    assert by_default == [None] * 12
+    assert highest == [(jax.lax.Precision.HIGHEST,) * 2] * 12
+    assert precisions() == by_default
 
 
 def test_without_a_gpu_the_reason_is_the_device():
@@ -153,12 +219,12 @@ def test_the_norm_between_collectives_is_required(on_h100):
             jax.eval_shape(run, narrow, narrow)
 
 
-# The MLP's 256 columns over 4 devices are 64 each. A kernel takes multiples of 128.
-NO_PART = r"swiglu_mlp: kernels are required by .*, and on each device .*\(128, 64\)"
+# The MLP's 256 columns over 8 devices are 32 each. A kernel takes multiples of 64.
+NO_PART = r"swiglu_mlp: kernels are required by .*, and on each device .*\(128, 32\)"
 
 
 def split_mlp(kind):
-    mesh = jax.make_mesh((2, 4), ("data", "tensor"), (kind,) * 2)
+    mesh = jax.make_mesh((1, 8), ("data", "tensor"), (kind,) * 2)
     specs = P("data"), P(None, "tensor"), P(None, "tensor"), P("tensor")
     put = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
     return mesh, [put(a, spec) for a, spec in zip((X, *MLP), specs, strict=True)]

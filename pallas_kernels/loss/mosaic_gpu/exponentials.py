@@ -137,9 +137,7 @@ def loss_of_linear(
     # Not a cast to 16 bits and back, which XLA drops.
     bits = jnp.finfo(x.dtype)
     rounded = jax.lax.reduce_precision(at_label, bits.nexp, bits.nmant)
-    dz = _with_labels(
-        found.values, labels, rounded, has_gradient, num_columns=num_columns, stored=stored
-    )
+    dz = _with_labels(found.values, labels, rounded, has_gradient, stored=stored)
     factor = coefficients * slope / found.total
     factor *= jnp.where(has_gradient & (rounded != 0), at_label / rounded, 1.0)
     statistics = LogitStatistics(
@@ -217,7 +215,7 @@ def dlogits_of_linear(
     )
     has_gradient = _is_column(labels, num_columns) & (coefficients != 0)
     at_label = coefficients * (known.slope * found.of_label - 1)
-    return _with_labels(found.values, labels, at_label, has_gradient, num_columns=num_columns)
+    return _with_labels(found.values, labels, at_label, has_gradient)
 
 
 def scaled(x: Float[Array, "T D"], factor: Float[Array, " T"]) -> Float[Array, "T D"]:
@@ -247,12 +245,11 @@ def _with_labels(
     at_label: Float[Array, " T"],
     where: Bool[Array, " T"],
     *,
-    num_columns: int,
     stored: Stored | None = None,
 ) -> Float[Array, "rows columns"]:
     """The values, with `at_label` in the label's entry of each token that `where` selects."""
     tokens = jnp.arange(len(labels), dtype=labels.dtype)
-    place = (tokens, labels) if stored is None else stored.place(tokens, labels, num_columns)
+    place = (tokens, labels) if stored is None else stored.place(tokens, labels, len(values))
     # A place of its own for each entry that is dropped.
     place = jnp.where(where, place[0], len(values) + tokens), place[1]
     return values.at[place].set(at_label.astype(values.dtype), mode="drop", unique_indices=True)

@@ -99,14 +99,14 @@ def unsupported_reason(
 ) -> str | None:
     """Why `dweight`, of this dtype, cannot hold exponentials, or None if it can."""
     vocab_size, hidden_size = sizes(weight, weight_layout)
-    block = columns_of_block(weight_layout)
-    if vocab_size % block:
-        kind = "" if weight_layout == "vd" else " in [D, V]"
-        return f"a vocabulary of {vocab_size}{kind} is not a multiple of {block}"
     width = row_width(hidden_size, dtype)
     if weight_layout == "vd":
-        values = jax.ShapeDtypeStruct((vocab_size, width), x.dtype)
+        values = jax.ShapeDtypeStruct((vocab_size + -vocab_size % BLOCK_M, width), x.dtype)
         return products.unsupported_reason(values, weight, dtype)
+    if vocab_size % columns_in_place.TILE:
+        return (
+            f"a vocabulary of {vocab_size} in [D, V] is not a multiple of {columns_in_place.TILE}"
+        )
     if hidden_size % BLOCK_M:
         return f"weight is [D, V], and D = {hidden_size} is no multiple of {BLOCK_M}"
     values = jax.ShapeDtypeStruct((hidden_size, vocab_size * width // hidden_size), x.dtype)
@@ -138,6 +138,7 @@ def loss_and_gradients(
     coefficients: Float[Array, " T"],
     *,
     extent: Extent,
+    num_columns: int,
     z_loss: float,
     weight_layout: WeightLayout = "vd",
     config: Config,
@@ -148,15 +149,17 @@ def loss_and_gradients(
 
     Args:
       x: Hidden states of the tokens of `extent`, bfloat16.
-      weight: Output embedding, bfloat16; V is a multiple of 128, or of 256 in `[D, V]`.
-      labels: Column of each token. A label outside of `[0, V)` is no column.
+      weight: Output embedding, bfloat16; V, a multiple of 128, or of 256 in `[D, V]`, is
+        `num_columns` with padding.
+      labels: Column of each token. A label outside of `[0, num_columns)` is no column.
       coefficients: Factor of each token's loss. Where it is 0, `dx` is 0, whatever the logits are.
       extent: Tokens inside and beside, dtype and bands of `dweight`.
+      num_columns: Number of columns without padding.
       z_loss: Weight of the squared logsumexp.
       weight_layout: Layout of `weight` and `dweight`.
       config: Launch parameters.
     """
-    vocab_size, hidden_size = sizes(weight, weight_layout)
+    _, hidden_size = sizes(weight, weight_layout)
     width = row_width(hidden_size, extent.dtype)
     lines = extent.num_beside + -extent.num_beside % BLOCK_M
     # Where the exponentials are, inside and beside.
@@ -176,7 +179,7 @@ def loss_and_gradients(
             weight,
             labels[tokens],
             coefficients[tokens],
-            num_columns=vocab_size,
+            num_columns=num_columns,
             z_loss=z_loss,
             stored=place,
             weight_layout=weight_layout,

@@ -51,7 +51,10 @@ def unsupported_reason(dtype: jnp.dtype) -> str | None:
     if not device.has_tma:
         return f"{device.kind} has no tensor memory accelerator, which came with Hopper"
     if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"logits are {dtype}, not bfloat16 or float16"
+        return (
+            f"x and its logits are {dtype}, not bfloat16 or float16; cast x to one of these "
+            "dtypes, and the weight may keep its own"
+        )
     return None
 
 

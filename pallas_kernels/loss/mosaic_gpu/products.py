@@ -48,7 +48,7 @@ from pallas_kernels.gpu.layouts import load
 from pallas_kernels.loss.mosaic_gpu.statistics import Interleaved
 
 _LINE_BYTES = 128  # bytes of a row that go through shared memory at a time
-_TILES = (256, 192, 128)  # columns; one must divide N, where TMA does not cut a tile
+_TILES = (256, 192, 128)  # columns
 _STAGES = {256: 4, 192: 4, 128: 6}
 # Time to store a tile's result, in columns of a tile. Its warpgroup multiplies nothing meanwhile.
 # The results of 132 tiles of 128 x 256 float32 are 17 MB: 5.2 us at the 3.35 TB/s of an H100. In
@@ -90,8 +90,8 @@ def best_tile(num_rows: int, num_columns: int, device: Device) -> tuple[int, int
     tiles as well.
     """
     blocks = pl.cdiv(num_rows, BLOCK_M)
-    widths = [n for n in _TILES if num_columns % n == 0]
-    tiles_each = lambda n: pl.cdiv(blocks * (num_columns // n), device.num_sms)
+    widths = [n for n in _TILES if num_columns % n == 0] or _TILES
+    tiles_each = lambda n: pl.cdiv(blocks * pl.cdiv(num_columns, n), device.num_sms)
     cost, tile_n = min((tiles_each(n) * (n + STORE_COST), -n) for n in widths)
     return cost, -tile_n
 
@@ -101,10 +101,9 @@ def unsupported_reason(
 ) -> str | None:
     """Why the kernel cannot run these arguments on the default device, or None if it can."""
     reason = hopper_gemm.unsupported_reason(target_device(), a, b)
-    if reason is None and all(b.shape[b_layout.index("N")] % n for n in _TILES):
-        reason = f"b of shape {b.shape}: N in {b_layout!r} is a multiple of none of {_TILES}"
-    if reason is None and a.shape[1] % BLOCK_M:
-        reason = f"a of shape {a.shape}: its rows are no multiple of {BLOCK_M}"
+    for name, operand in (("a", a), ("b", b)):
+        if reason is None and operand.shape[1] % TILE_K:
+            reason = f"{name} of shape {operand.shape}: its rows are no multiple of {TILE_K}"
     if reason is None and jnp.dtype(dtype) not in _RESULTS:
         reason = f"the result is {jnp.dtype(dtype)}, not {' or '.join(map(str, _RESULTS))}"
     return reason
@@ -129,10 +128,10 @@ def product(
     Above 80 lines, because it documents and checks many arguments that its kernel's body needs.
 
     Args:
-      a: Array of layout `a_layout`, bfloat16 or float16; J is a multiple of 128. Columns past K, or
+      a: Array of layout `a_layout`, bfloat16 or float16; J is a multiple of 64. Columns past K, or
         M, are not read. `"MK"` may have several arrays that follow each other in K; all except the
         last are read whole.
-      b: Matrix of layout `b_layout`, in the dtype of `a`; N is a multiple of 128 or 192.
+      b: Matrix of layout `b_layout`, in the dtype of `a`; its rows are multiples of 64.
       a_layout: Layout of `a`: `"MK"` for `a @ b`, `"KM"` for `a.T @ b`.
       b_layout: Layout of `b`: `"NK"` for a product with `b.T`.
       a_stored: Layout of an `a` that is `"MK"`, whose rows are tokens; None for a plain array.
@@ -147,7 +146,7 @@ def product(
 
     Raises:
       NotImplementedError: `unsupported_reason` gives a reason.
-      ValueError: `a` is too small for `b`, or the configuration does not fit the device or sizes.
+      ValueError: `a` is too small for `b` or `num_rows`, or the configuration does not fit.
     """
     parts = [a] if isinstance(a, jax.Array) else list(a)
     for part in parts:
@@ -160,18 +159,16 @@ def product(
         available //= a_stored.tokens_of_row
     if available < depth:
         raise ValueError(f"a has {available} of the {depth} in K that b of shape {b.shape} has")
+    rows_of_a = shape[a_layout.index("M")] * (a_stored.tokens_of_row if a_stored else 1)
     if num_rows is None:
-        num_rows = shape[1 if a_layout == "KM" else 0]
+        num_rows = rows_of_a
+    if num_rows > rows_of_a:
+        raise ValueError(f"a has {rows_of_a} of the {num_rows=} of the result")
     dtype, device = jnp.dtype(dtype), target_device()
     if config is None:
         config = default_config(depth, num_rows, num_columns, device)
     rows = BLOCK_M * config.cluster
     groups = pl.cdiv(num_rows, rows)
-    if (a_layout == "KM" and groups * rows > shape[1]) or num_columns % config.tile_n:
-        raise ValueError(
-            f"{config}: clusters have {rows} of {shape[1]} rows and {config.tile_n} of "
-            f"{num_columns} columns, which must divide them"
-        )
     # This makes copies if K is not a multiple of 64.
     b = jnp.pad(b, [(0, -depth % TILE_K) if axis == "K" else (0, 0) for axis in b_layout])
     if a_layout == "KM":

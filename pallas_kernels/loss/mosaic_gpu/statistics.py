@@ -185,9 +185,9 @@ class Transposed(NamedTuple):
         """Shape of the array."""
         return num_columns, self.width
 
-    def place(self, token: Any, column: Any, num_columns: int) -> tuple[Any, Any]:
+    def place(self, token: Any, column: Any, num_rows: int) -> tuple[Any, Any]:
         """Row and column in the array."""
-        row = jnp.where(column < self.shift, column + num_columns, column) - self.shift
+        row = jnp.where(column < self.shift, column + num_rows, column) - self.shift
         return row, token
 
 
@@ -278,7 +278,7 @@ def linear_exponentials(
       scale: Factor of each token's `values` before rounding. A factor of 0 makes them 0, whatever
         the logits are.
       repetition: Result of a first call, and whether a second is needed; None for a first call.
-      stored: Layout of `values`; `num_columns` is then a multiple of 128. None for `[T, V]`.
+      stored: Layout of `values`, with padding of the columns; None for `[T, V]`.
       weight_layout: Layout of `weight`.
       config: Launch parameters; chosen if None.
 
@@ -404,7 +404,7 @@ def _running_statistics(
         arguments["scale"] = jnp.pad(scale, padding)
     values: Any = None
     if stores and repetition is None:
-        shape = (len(x), padded_vocab) if stored is None else stored.shape(vocab_size)
+        shape = (len(x), padded_vocab) if stored is None else stored.shape(padded_vocab)
         out_type["values"] = jax.ShapeDtypeStruct(shape, x.dtype)
     if repetition is not None:
         arguments["is_needed"] = repetition.is_needed.astype(jnp.int32)[None]
@@ -467,7 +467,7 @@ def _running_statistics(
                     slots = pieces_smem.at[jax.lax.axis_index("warpgroup")]
                     at = row, first
                     if stored is not None:
-                        at = stored.place(row, first, vocab_size)
+                        at = stored.place(row, first, padded_vocab)
                         at = pl.multiple_of(at[0], TILE_M), pl.multiple_of(at[1], TILE_M)
                     # A piece has as many columns as rows.
                     to = values_gmem.at[pl.ds(at[0], TILE_M), pl.ds(at[1], _PIECE)]

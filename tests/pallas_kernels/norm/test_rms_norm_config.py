@@ -44,6 +44,16 @@ def arrays(hidden_size, dtype: Any = BF16, residual_dtype: Any = None):
 # Rows.
 
 
+def test_the_sizes_that_the_documentation_names(unchecked_shapes):
+    refused = lambda size: mosaic_gpu.unsupported_reason(*arrays(size))
+    for multiple, most in ((1, 512), (2, 1024), (8, 4128), (16, 8256), (32, 16384)):
+        first = 64 + -64 % multiple
+        sizes = [*range(first, most + 1, 7 * multiple), most]
+        assert not any(map(refused, sizes)), multiple
+    for size in (63, 513, 1026, 4136, 8272):
+        assert refused(size)
+
+
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_a_split_covers_the_row_and_nothing_else(itemsize):
     for hidden_size in (*range(64, 1400, 7), 2880, 4096, 5120, 16384, 20480, 32768, 65536):
