@@ -61,7 +61,7 @@ def test_without_kernels(strategy, case):
         pytest.param(9, 100, 256, ["x", "weight"], {"chunk_size": 8}, marks=full),
         pytest.param(9, 128, 384, ["x", "weight"], {"vocab_chunk_size": 128}, marks=full),
         pytest.param(70, 72, 640, ["x", "weight"], {"vocab_chunk_size": 100}, marks=full),
-        pytest.param(9, 24, 256, ["x", "weight", "bias"], COLUMNS_AND_OPTIONS, marks=full),
+        pytest.param(9, 24, 384, ["x", "weight", "bias"], COLUMNS_AND_OPTIONS, marks=full),
         pytest.param(200, 64, 640, ["x", "weight"], {"reduction": "none"}, marks=full),
     ],
     ids=str,
