@@ -24,6 +24,7 @@ from pallas_kernels.implementation import Chosen
 from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.layout import WeightLayout, column_axis, sizes
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
+from pallas_kernels.loss.mosaic_gpu.logits_config import LINE
 from pallas_kernels.loss.token_loss import LossOptions
 
 # Bytes of the logits of a chunk, unless the caller gives a limit. At V = 128256, 2048 tokens have
@@ -230,6 +231,10 @@ def _token_chunks(request: Request, chunk_size: int) -> TokenChunks:
 
 
 def _column_chunks(request: Request, num_columns: int) -> ColumnChunks:
+    settings = request.settings
+    if settings.implementation == "mosaic_gpu" and settings.weight_layout == "dv":
+        # The kernels read whole lines of a part of [D, V]; other parts would have 16-bit logits.
+        num_columns = max(LINE, num_columns // LINE * LINE)
     by_exponentials = _no_exponentials(request) is None
     return ColumnChunks(num_columns=num_columns, by_exponentials=by_exponentials)
 
