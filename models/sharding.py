@@ -122,9 +122,22 @@ def split_batch(x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
     Otherwise the partitioner may split hidden channels as it splits the parameters, and sum partial
     products over the mesh instead of gathering parameters.
     """
-    if not _xla_partitions():
-        return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES))
+    return _constrained(x, PartitionSpec(BATCH_AXES))
+
+
+def split_as_table(x: Array) -> Array:
+    """Tells XLA to split tokens `[B, S]` or their embeddings `[B, S, D]` as the table is split.
+
+    Then `data` splits the sequences, and `fsdp` the channels.
+
+    From there to `split_batch`, and back in the backward, devices exchange channels for tokens. If
+    XLA had to find that, it would gather the gradients of all tokens on every device.
+    """
+    return _constrained(x, PartitionSpec(*("data", None, "fsdp")[: x.ndim]))
+
+
+def _constrained(x: Array, spec: PartitionSpec) -> Array:
+    return jax.lax.with_sharding_constraint(x, spec) if _xla_partitions() else x
 
 
 def _xla_partitions() -> bool:
