@@ -36,6 +36,7 @@ from models.sharding import (
     check_tensor_parallel,
     embed_over_devices,
     keep_all_but_weights,
+    split_as_table,
     split_batch,
     tensor_axis,
     tokens_of_sequences,
@@ -315,6 +316,7 @@ class Llama(nnx.Module):
             embedded = table.at[tokens].get(
                 mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
             )
+            embedded = split_as_table(embedded)
             if self.config.pad_token_id is not None:
                 is_pad = (tokens == self.config.pad_token_id - first_row)[..., None]
                 embedded = jnp.where(is_pad, jax.lax.stop_gradient(embedded), embedded)
@@ -322,7 +324,7 @@ class Llama(nnx.Module):
 
         if tensor_axis():
             return embed_over_devices(look_up, tokens, len(table))
-        return split_batch(look_up(tokens))
+        return split_batch(look_up(split_as_table(tokens)))
 
     @property
     def output_weight(self) -> Float[Array, "V D"]:

@@ -10,16 +10,18 @@ axis would do the same work, so there it splits the tokens (https://arxiv.org/ab
 
     normed tokens of a device --all-gather--> half-layer --reduce-scatter--> tokens of a device
 
-XLA does not have to find that. With more than one device on this axis, model and loss run inside of
-one `jax.shard_map` (`sum_over_devices`), where every array is the part of one device:
+XLA does not find that: on Auto axes it keeps the stream whole on every device. For two layers of
+Llama 1B with 4096 tokens on four H100s it exchanges as many bytes, and the temporaries take 473 MiB
+instead of 378. So with more than one device on this axis, model and loss run inside of one
+`jax.shard_map` (`sum_over_devices`), where every array is the part of one device:
 
 - The residual stream is `[T/tensor, D]` for the T tokens of a device's sequences. It is flat,
   because a collective over an axis other than the first costs XLA copies.
 - `whole_weights` gathers a layer's weights over `fsdp`.
 - The transposes of these collectives and of the `shard_map` sum the gradients.
 
-Outside of that `shard_map`, the functions on activations leave them as they are, or tell XLA how to
-split them.
+Without that axis there is no `shard_map`. The operations of `pallas_kernels` partition themselves,
+and `split_batch` and `split_as_table` tell XLA how to split what is between them.
 """
 
 import math
@@ -122,9 +124,21 @@ def split_batch(x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
     Otherwise the partitioner may split hidden channels as it splits the parameters, and sum partial
     products over the mesh instead of gathering parameters.
     """
-    if not _xla_partitions():
-        return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES))
+    return _constrained(x, PartitionSpec(BATCH_AXES))
+
+
+def split_as_table(x: Array) -> Array:
+    """Tells XLA to split tokens `[B, S]` or their embeddings `[B, S, D]` as the table is split.
+
+    `data` splits the sequences then, and `fsdp` the channels. From there to `split_batch`, and back
+    in the backward, devices exchange channels for tokens. If XLA had to find that, it would gather
+    the gradients of all tokens on every device.
+    """
+    return _constrained(x, PartitionSpec(*("data", None, "fsdp")[: x.ndim]))
+
+
+def _constrained(x: Array, spec: PartitionSpec) -> Array:
+    return jax.lax.with_sharding_constraint(x, spec) if _xla_partitions() else x
 
 
 def _xla_partitions() -> bool:

@@ -44,6 +44,7 @@ from train.planner.dataflow import (
     is_kernel,
     nbytes,
     operations,
+    overwrites,
 )
 
 # Measured on an H100, as shares of its peaks: a large GEMM 683 TFLOP/s, a copy 2.8 TB/s, and
@@ -393,12 +394,11 @@ class _Program:
             for operand in op.inputs:
                 for value in (operand, *(self._sources(operand) if op.fusible else ())):
                     last[id(value)] = index
+        overwritten: dict[int, float] = {}
         freed: dict[int, float] = {}
         live = peak = 0.0
         for index, op in enumerate(ops):
-            if op.fusible or op.name == "scan":
-                # Results overwrite operands that nothing reads later, like the carry of a loop.
-                live -= freed.pop(index, 0.0)
+            live -= overwritten.pop(index, 0.0)
             for value in op.outputs:
                 if id(value) in aliased or "<host>" in str(value.aval) or is_addend(value):
                     continue
@@ -408,7 +408,9 @@ class _Program:
                 live += size
                 if id(value) not in held:
                     end = last.get(id(value), index)
-                    freed[end] = freed.get(end, 0.0) + size
+                    is_overwritten = end > index and overwrites(ops[end], value)
+                    ends = overwritten if is_overwritten else freed
+                    ends[end] = ends.get(end, 0.0) + size
             peak = max(peak, live + inside.get(id(op), 0.0))
             live -= freed.pop(index, 0.0)
         return peak

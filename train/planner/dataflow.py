@@ -130,6 +130,7 @@ def _flatten(
         else:
             shapes = [getattr(atom.aval, "shape", ()) for atom in eqn.invars]
             used = [values[atom] for atom in eqn.invars if not hasattr(atom, "val")]
+            used = operands if name == "scan" else used
             fusible = not _is_opaque(name)
             stage = max((value.stage for value in used), default=0)
             op = Op(name, eqn.params, shapes, used, [], fusible, stage)
@@ -151,6 +152,22 @@ def is_addend(value: Value) -> bool:
         and len(value.readers) == 1
         and accumulates(value.readers[0])
     )
+
+
+def overwrites(op: Op, value: Value) -> bool:
+    """Whether the results of a value's last reader take its memory.
+
+    A fusion overwrites an operand, and a loop its carry. What else a loop reads stays to its end.
+    """
+    if op.name != "scan":
+        return op.fusible
+    jaxpr = op.params["jaxpr"].jaxpr
+    # Operands are constants, carry, slices. Slices have an axis less than their stack.
+    outputs = zip(op.outputs, jaxpr.outvars, strict=True)
+    num_carried = sum(len(all.aval.shape) == len(var.aval.shape) for all, var in outputs)
+    operands = zip(op.shapes, jaxpr.invars, strict=True)
+    end = sum(len(shape) == len(var.aval.shape) for shape, var in operands)
+    return any(value is carried for carried in op.inputs[end - num_carried : end])
 
 
 def accumulates(op: Op) -> bool:

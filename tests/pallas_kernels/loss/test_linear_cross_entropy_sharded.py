@@ -15,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import linear_cross_entropy
-from pallas_kernels.sharding import sum_over_token_shards
 from support.numerics import assert_as_accurate, quick_jit
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -54,6 +53,10 @@ def make_arrays(dtype=F32, *, token_weights=False):
         arrays["token_weights"] = rng.uniform(0.5, 2, size=T).astype(np.float32)
     labels = np.where(np.arange(T) % 5 == 3, IGNORED, rng.integers(V, size=T))
     return arrays, labels.astype(np.int32)
+
+
+def placed(mesh, arrays, specs):
+    return {n: jax.device_put(a, NamedSharding(mesh, specs[n])) for n, a in arrays.items()}
 
 
 def on_one_device(arrays, labels, *, implementation: Any = "xla", **options):
@@ -164,22 +167,11 @@ def check(run, arrays, labels, *, token_parts=1, column_parts=1, reduction="mean
 )
 def test_split_tokens(axes, chunks, dtype):
     options = {"reduction": "sum", **chunks, **OPTIONS}
-
-    def of_shard(weights, tokens):
-        labels = tokens.pop("labels")
-        loss, metrics = on_one_device(weights | tokens, labels, **options)
-        return loss, metrics["num_tokens"]
-
-    def sharded(arrays, labels):
-        weights = {name: arrays[name] for name in ("weight", "bias")}
-        tokens = {name: arrays[name] for name in ("x", "token_weights")} | {"labels": labels}
-        loss, num_tokens = sum_over_token_shards(of_shard, tuple(axes))(weights, tokens)
-        return loss, {"num_tokens": num_tokens}
-
+    mesh, parts = mesh_of(**axes), math.prod(axes.values())
     arrays, labels = make_arrays(dtype, token_weights=True)
-    with jax.set_mesh(mesh_of(**axes)):
-        parts = math.prod(axes.values())
-        check(graded(sharded), arrays, labels, token_parts=parts, **options)
+    specs = {"x": P(tuple(axes)), "token_weights": P(tuple(axes)), "weight": P(), "bias": P()}
+    run = lambda arrays, *rest: graded_on_one_device(**options)(placed(mesh, arrays, specs), *rest)
+    check(run, arrays, labels, token_parts=parts, **options)
 
 
 # The vocabulary is split.
@@ -409,29 +401,18 @@ def test_between_devices_with_split_tokens_and_vocabulary(chunks):
 @pytest.mark.parametrize("chunks", [TOKEN_CHUNKS, pytest.param(COLUMN_CHUNKS, marks=full)], ids=str)
 def test_a_weight_split_along_d_is_gathered_once(chunks):
     mesh = mesh_of(data=2, fsdp=4)
-    axes = ("data", "fsdp")
+    specs = {"x": P(("data", "fsdp")), "weight": P(None, "fsdp"), "bias": P()}
     options = {"reduction": "sum", **chunks}
-
-    def of_shard(weights, tokens):
-        return on_one_device(weights | {"x": tokens["x"]}, tokens["labels"], **options)[0]
-
-    def sharded(arrays, labels):
-        place = lambda a, *axes: jax.lax.with_sharding_constraint(a, NamedSharding(mesh, P(*axes)))
-        weights = {"weight": place(arrays["weight"], None, "fsdp"), "bias": arrays["bias"]}
-        tokens = {"x": arrays["x"], "labels": labels}
-        return sum_over_token_shards(of_shard, axes)(weights, tokens), {}
-
+    graded_loss = graded_on_one_device(**options)
+    run = lambda arrays, *rest: graded_loss(placed(mesh, arrays, specs), *rest)
     arrays, labels = make_arrays()
-    specs = {"x": P(axes), "weight": P(None, "fsdp"), "bias": P()}
-    placed = {
-        name: jax.device_put(a, NamedSharding(mesh, specs[name])) for name, a in arrays.items()
-    }
-    with jax.set_mesh(mesh):
-        run = graded(sharded)
-        check(run, placed, labels, token_parts=8, **options)
-        moved = collectives(run, placed, labels, make_cotangent("sum"))
+    check(run, arrays, labels, token_parts=8, **options)
+    split = placed(mesh, arrays, specs)
+    moved = collectives(graded_loss, split, labels, make_cotangent("sum"))
+    # Chunks of columns need it in the backward, too.
     assert {key: number for key, number in moved.items() if key[0] != "all-reduce"} == {
-        ("all-gather", (V, D)): 1
+        ("all-gather", (4, V, D // 4)): 2 if chunks == COLUMN_CHUNKS else 1,
+        ("reduce-scatter", (V, D // 4)): 1,
     }
-    # dweight is summed over all devices, once.
-    assert moved["all-reduce", (V, D)] == 1
+    # Then over the copies of the weight.
+    assert moved["all-reduce", (V, D // 4)] == 1
