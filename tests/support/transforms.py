@@ -449,3 +449,15 @@ def run_all(
     results[_LOSS] = call.loss(*args)
     gradients = call.gradient()(*donated, *args[call.num_floating :])
     return results | {DONATION: _descended(donated, gradients)}
+
+
+def table() -> str:
+    """The matrix as docs/transforms.md shows it."""
+    rows = [["transformation", *(f"`{name}`" for name in OPERATIONS)], ["---"] * 6]
+    rows += [[name, *(_cell(MATRIX[name][o]) for o in OPERATIONS)] for name in MATRIX]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _cell(outcomes: dict[str, str]) -> str:
+    raising = [f"`{name}`" for name, outcome in outcomes.items() if outcome == RAISES]
+    return f"{' and '.join(raising)} raise{'s' * (len(raising) == 1)}" if raising else WORKS
