@@ -61,6 +61,22 @@ def test_one_program_for_two_platforms():
     assert_equal_gradients(got)
 
 
+def test_the_kernels_for_one_gpu_that_is_not_here():
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    args = array(8, 128), array(128), *[array(128, 128)] * 4
+    labels = jax.ShapeDtypeStruct((8,), jnp.int32)
+    kernels: dict[str, Any] = {"implementation": "mosaic_gpu"}
+
+    def loss(x, norm, w_gate, w_up, w_down, head, labels):
+        y = swiglu_mlp(rms_norm(x, norm, **kernels), w_gate, w_up, w_down, **kernels)
+        return linear_cross_entropy(y, head, labels, **kernels)
+
+    run = jax.jit(jax.grad(loss, tuple(range(6))))
+    exported = jax.export.export(run, platforms=["cuda"])(*args, labels)
+    for name in ("rms_norm_bwd", "gated_matmul_backward", "linear_exponentials"):
+        assert name in exported.mlir_module()
+
+
 @pytest.mark.parametrize("how", ["explicit", "manual"])
 def test_several_devices(how):
     mesh, args = split(AxisType.Explicit if how == "explicit" else AxisType.Auto)

@@ -12,11 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import add_rms_norm, linear_cross_entropy, rms_norm, swiglu, swiglu_mlp
 from pallas_kernels.mlp import mosaic_gpu as swiglu_kernels
 from pallas_kernels.mlp.reference import swiglu as swiglu_formula
 from pallas_kernels.norm import mosaic_gpu as norm_kernels
 from support.numerics import assert_as_accurate, quick_jit
+from support.pages import ROOT
 from support.transforms import (
     BASE,
     DONATION,
@@ -31,10 +35,12 @@ from support.transforms import (
     expected,
     make_call,
     run_all,
+    table,
 )
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
+F32 = jnp.float32
 SIZES = Sizes(members=2, tokens=5, hidden=64, columns=96, vocabulary=80)
 # Those that the kernels with matrix products take.
 SIZES_OF_PRODUCTS = Sizes(members=2, tokens=5, hidden=128, columns=128, vocabulary=128)
@@ -137,3 +143,101 @@ def test_each_cell(transform, operation, implementation, kernel_formulas):
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(want)]
     leaves = map(jax.tree.leaves, (found[transform], low_precision, want))
     assert_as_accurate(*leaves, names=names)
+
+
+def test_the_page_has_the_table():
+    """`print(support.transforms.table())` makes the table anew."""
+    assert table() in (ROOT / "docs/transforms.md").read_text()
+
+
+# All operations in one model, on a mesh.
+
+
+def model(x, weights, labels):
+    norm, w_gate, w_up, w_down, head = weights
+    y, total = add_rms_norm(swiglu_mlp(rms_norm(x, norm), w_gate, w_up, w_down), x, norm)
+    return linear_cross_entropy(swiglu(y, total), head, labels, reduction="sum")
+
+
+def sum_of_members(x, weights, labels, **options):
+    return jnp.sum(jax.vmap(model, (0, None, 0), **options)(x, weights, labels))
+
+
+def of_each_member(x, weights, labels, **options):
+    return jax.vmap(jax.grad(model, (0, 1)), (0, None, 0), **options)(x, weights, labels)
+
+
+of_sum = jax.grad(sum_of_members, (0, 1))
+NUM_MEMBERS = 8
+
+
+@functools.cache
+def make_model_args():
+    numbers = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(numbers.standard_normal(shape) / shape[0] ** 0.5, F32)
+    x = normal(NUM_MEMBERS, 8, 16)
+    weights = normal(16), normal(16, 32), normal(16, 32), normal(32, 16), normal(48, 16)
+    return x, weights, jnp.asarray(numbers.integers(0, 48, (NUM_MEMBERS, 8)), jnp.int32)
+
+
+@functools.cache
+def on_one_device(fn):
+    return jax.tree.map(np.asarray, jax.jit(fn)(*make_model_args()))
+
+
+def assert_equal(got, want):
+    """Equal up to the order of float32 sums."""
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(np.asarray(g) - w) < 2e-6 * np.linalg.norm(w)
+
+
+def on_mesh(kind):
+    mesh = jax.make_mesh((8,), ("data",), (kind,))
+    x, weights, labels = make_model_args()
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    whole = jax.tree.map(lambda a: put(a, P()), weights)
+    return mesh, (put(x, P("data")), whole, put(labels, P("data")))
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        pytest.param(AxisType.Auto, {}, id="auto", marks=pytest.mark.full),
+        pytest.param(AxisType.Auto, {"spmd_axis_name": "data"}, id="auto, named"),
+        pytest.param(AxisType.Explicit, {}, id="explicit"),
+        pytest.param(
+            AxisType.Explicit,
+            {"spmd_axis_name": "data"},
+            id="explicit, named",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_vmap_of_members_that_a_mesh_splits(kind, options):
+    mesh, args = on_mesh(kind)
+    with jax.set_mesh(mesh):
+        gradient = jax.grad(functools.partial(sum_of_members, **options), (0, 1))
+        assert_equal(jax.jit(gradient)(*args), on_one_device(of_sum))
+        each = jax.jit(functools.partial(of_each_member, **options))
+        if kind == AxisType.Auto:
+            assert_equal(each(*args), on_one_device(of_each_member))
+        else:
+            with pytest.raises(ValueError, match="of all xs should be replicated"):
+                each(*args)
+
+
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_vmap_inside_of_shard_map_and_around_it(check_vma):
+    mesh, args = on_mesh(AxisType.Auto)
+    specs = {"mesh": mesh, "in_specs": (P("data"), P(), P("data")), "check_vma": check_vma}
+
+    def total(*args):
+        return jax.lax.psum(sum_of_members(*args), "data")
+
+    inside = jax.shard_map(total, out_specs=P(), **specs)
+    assert_equal(jax.jit(jax.grad(inside, (0, 1)))(*args), on_one_device(of_sum))
+
+    def around(x, weights, labels):
+        return jnp.sum(jax.vmap(inside, (0, None, 0))(x[None], weights, labels[None]))
+
+    assert_equal(jax.jit(jax.grad(around, (0, 1)))(*args), on_one_device(of_sum))

@@ -18,7 +18,7 @@ from jax.experimental import checkify
 
 import pallas_kernels
 
-IMPLEMENTATIONS = "reference", "xla", "mosaic_gpu"
+IMPLEMENTATIONS: tuple[str, ...] = "reference", "xla", "mosaic_gpu"
 NO_FORWARD_MODE = r"has a gradient rule of its own, so it has no forward mode .*'reference'"
 
 
@@ -350,10 +350,16 @@ def _descended(args: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
 
 # Outcomes.
 WORKS, RAISES = "works", "raises"
-_ALL = dict.fromkeys(IMPLEMENTATIONS, WORKS)
+_ALL: dict[str, str] = dict.fromkeys(IMPLEMENTATIONS, WORKS)
 _KERNEL_RAISES = _ALL | {"mosaic_gpu": RAISES}
 _ONLY_REFERENCE = _KERNEL_RAISES | {"xla": RAISES}
-OPERATIONS = "rms_norm", "add_rms_norm", "swiglu", "swiglu_mlp", "linear_cross_entropy"
+OPERATIONS: tuple[str, ...] = (
+    "rms_norm",
+    "add_rms_norm",
+    "swiglu",
+    "swiglu_mlp",
+    "linear_cross_entropy",
+)
 _OF_FORWARD_MODE = {
     "rms_norm": _KERNEL_RAISES,
     "add_rms_norm": _KERNEL_RAISES,
@@ -449,3 +455,15 @@ def run_all(
     results[_LOSS] = call.loss(*args)
     gradients = call.gradient()(*donated, *args[call.num_floating :])
     return results | {DONATION: _descended(donated, gradients)}
+
+
+def table() -> str:
+    """The matrix as docs/transforms.md shows it."""
+    rows = [["transformation", *(f"`{name}`" for name in OPERATIONS)], ["---"] * 6]
+    rows += [[name, *(_cell(MATRIX[name][o]) for o in OPERATIONS)] for name in MATRIX]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _cell(outcomes: dict[str, str]) -> str:
+    raising = [f"`{name}`" for name, outcome in outcomes.items() if outcome == RAISES]
+    return f"{' and '.join(raising)} raise{'s' * (len(raising) == 1)}" if raising else WORKS
