@@ -31,7 +31,7 @@ if [ -z "$$found" ]; then \
 fi
 endef
 
-.PHONY: train plan test test-all test-gpu test-gpus test-aot wheel docs lint setup \
+.PHONY: train plan test test-all test-gpu test-gpus test-aot test-foreign wheel docs lint setup \
   aot-environments clean
 
 train: setup
@@ -99,6 +99,28 @@ aot-environments: $(AOT_JAX:%=.venv-aot/%/.done)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[aot]' '$(AOT_SPEC_$*)'
 	@touch $@
 
+# Patches models of other projects, each in an environment of its own. A project that cannot be set
+# up is a failure, and the others are still tested. Not a part of CI: it takes GiB of packages.
+FOREIGN := tunix maxtext bonsai
+test-foreign:
+	@$(MAKE) --no-print-directory --keep-going $(FOREIGN:%=test-foreign-%)
+
+test-foreign-%:
+	@$(MAKE) --silent --no-print-directory .venv-foreign/$*/.done || { \
+	  echo "test-foreign: NOTHING WAS CHECKED of $*: it could not be set up, for the reason above"; \
+	  exit 1; \
+	}
+	@FOREIGN_PROJECT=$* .venv-foreign/$*/bin/python -m pytest --override-ini filterwarnings=ignore \
+	  tests/foreign/test_$*.py $(ARGS)
+
+# The files name every package, so nothing is left to resolve.
+.venv-foreign/%/.done: tests/foreign/%.txt
+	@$(FIND_PYTHON); \
+	echo "setting up $(@D) with $$("$$found" --version) and $<"; \
+	"$$found" -m venv --clear $(@D) && \
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
 # Builds the wheel and the sdist into dist/, the wheel from the sdist, then trains a step in an
 # environment with nothing but the wheel. The build reads a copy of its sources: the files that other
 # builds leave in the checkout cannot get into the wheel.
@@ -140,4 +162,4 @@ $(SETUP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-aot build dist docs/_build *.egg-info
+	rm -rf $(VENV) .venv-aot .venv-foreign build dist docs/_build *.egg-info

@@ -14,8 +14,9 @@
 The operations run on any mesh, and each device computes its own tokens (`docs/meshes.md`). Only
 `sharded_add_rms_norm` must be called inside of `jax.shard_map`.
 
-`LossMetrics` is the second result of `linear_cross_entropy` on request. Flax NNX layers over the
-operations are in `pallas_kernels.layers`.
+`LossMetrics` is the second result of `linear_cross_entropy` on request. Layers over the
+operations are in `pallas_kernels.layers` (Flax NNX), `pallas_kernels.linen` (Flax Linen) and
+`pallas_kernels.equinox`.
 
 Shape letters used everywhere: B batch, S sequence, T tokens (B·S, or any leading axes), D hidden
 size, F intermediate size, V vocabulary, N query heads, K key/value heads, H head size, L layers.

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.gpu.hopper_gemm import BLOCK_M, Operand
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.implementation import Chosen
 from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.layout import WeightLayout, column_axis, sizes
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
@@ -61,7 +61,7 @@ class Settings:
     """
 
     options: LossOptions
-    implementation: Implementation
+    implementation: Chosen
     accum_dtype: jnp.dtype
     weight_layout: WeightLayout
     vocab_axes: tuple[str, ...]

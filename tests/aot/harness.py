@@ -129,6 +129,7 @@ class Program:
 
     Attributes:
       kernels: the distinct Mosaic GPU kernels in it.
+      calls: number of calls of the kernels, by the kernel's name.
       instructions: by name, without those inside of fusions.
       hlo: the optimized program, without the binaries of kernels.
       temp_bytes: device memory beside arguments and results.
@@ -137,6 +138,7 @@ class Program:
     """
 
     kernels: tuple[Kernel, ...]
+    calls: Counter[str]
     instructions: dict[str, Instruction]
     hlo: str
     temp_bytes: int
@@ -294,5 +296,5 @@ def without_binaries(hlo: str) -> str:
 
 
 def kernel_hashes(hlo: str) -> list[str]:
-    """Mosaic GPU's names for the distinct kernels of a program, in the order of its calls."""
-    return list(dict.fromkeys(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', hlo)))
+    """Mosaic GPU's names for the kernels of a program, one for each call, in their order."""
+    return re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', hlo)

@@ -9,6 +9,7 @@ with scanned layers, and to 1.1 of 33 GiB with unrolled layers.
 
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import pathlib
 from typing import Any
@@ -165,7 +166,11 @@ def devices(chip: Chip, number: int) -> list[Any]:
             "Run `make plan ARGS=...`, which installs it in an environment of its own, or "
             "`pip install -e '.[aot]'` (Linux; no GPU is needed)"
         )
-    topology = topologies.get_topology_desc(
+    return list(_topology(chip, number).devices)
+
+
+@functools.cache  # a program takes only arrays and meshes of the same device objects
+def _topology(chip: Chip, number: int) -> Any:
+    return topologies.get_topology_desc(
         platform="cuda", target_config=chip.target_config(), topology=f"1x1x{number}"
     )
-    return list(topology.devices)
