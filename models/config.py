@@ -70,8 +70,9 @@ class LlamaConfig:
       implementation: Implementation of every operation of `pallas_kernels`. `None` takes Mosaic GPU
         kernels where they run. "xla" is plain JAX for XLA to compile, for comparison. "reference"
         is each operation's formula. "mosaic_gpu" demands the kernels, and fails where one cannot
-        run. Where devices share sequences, `sharded_add_rms_norm` and the loss say which of these
-        names they take, and what they run.
+        run. "require" takes what `None` takes, and fails where that is no kernel. Where devices
+        share sequences, `sharded_add_rms_norm` and the loss say which of these names they take, and
+        what they run.
       attention_implementation: Implementation of `jax.nn.dot_product_attention`; `None` takes
         cuDNN's where it runs.
     """
@@ -101,7 +102,7 @@ class LlamaConfig:
     scan_layers: bool = True
     remat: str = "minimal"
     mlp_chunk_size: int = 0
-    implementation: Literal["reference", "xla", "mosaic_gpu"] | None = None
+    implementation: Literal["reference", "xla", "mosaic_gpu", "require"] | None = None
     attention_implementation: Literal["xla", "cudnn"] | None = None
 
     def __post_init__(self):

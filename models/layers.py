@@ -14,16 +14,13 @@ from jaxtyping import Array, Float
 from models.config import ACTIVATIONS, AUTO_REMAT, LlamaConfig
 from models.remat import remat_policy
 from models.rope import apply_rotary
-from models.sharding import map_over_batch, tensor_axis
+from models.sharding import tensor_axis
 from pallas_kernels import add_rms_norm, rms_norm, sharded_add_rms_norm
 from pallas_kernels.layers import SwiGLU
 
 
 class Norm(nnx.Module):
-    """RMSNorm, with or without a residual addition before it, on one device and on a mesh.
-
-    On a mesh each device norms its own tokens.
-    """
+    """RMSNorm, with or without a residual addition before it."""
 
     def __init__(self, config: LlamaConfig):
         self.weight = nnx.Param(jnp.ones((config.hidden_size,), config.param_dtype))
@@ -36,8 +33,7 @@ class Norm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The norm of every token."""
-        norm = lambda weight, x: rms_norm(x, weight, **self._options)
-        return map_over_batch(norm)(self.weight[...], x)
+        return rms_norm(x, self.weight[...], **self._options)
 
     def add(
         self, x: Float[Array, "B S D"], residual: Float[Array, "*T D"]
@@ -53,12 +49,7 @@ class Norm(nnx.Module):
             return sharded_add_rms_norm(
                 partial, residual, weight, axis_name=axis, gather=False, **self._options
             )
-
-        def add_norm(weight, tokens):
-            x, residual = tokens
-            return add_rms_norm(x, residual, weight, **self._options)
-
-        return map_over_batch(add_norm)(weight, (x, residual))
+        return add_rms_norm(x, residual, weight, **self._options)
 
 
 class Attention(nnx.Module):

@@ -32,8 +32,6 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.sharding import map_over_token_shards, sum_over_token_shards
-
 BATCH_AXES = ("data", "fsdp")
 
 # The keys are the last two names of a parameter's path. Layers are stacked on axis 0, which stays
@@ -129,44 +127,6 @@ def split_batch(x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES))
 
 
-def map_over_batch(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn(weights, tokens) -> tokens` on each device's tokens; see `map_over_token_shards`.
-
-    Where the devices do not divide the batch, such as a batch of a few prompts, XLA splits `fn`
-    itself.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if not _xla_partitions() or mesh.size == 1:
-        return fn
-    num_parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-
-    def mapped(weights: Any, tokens: Any) -> Any:
-        if any(a.shape[0] % num_parts for a in jax.tree.leaves(tokens)):
-            return fn(weights, tokens)
-        return map_over_token_shards(fn, BATCH_AXES)(weights, tokens)
-
-    return mapped
-
-
-def sum_over_batch(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn(output_weight, tokens) -> sums` on each device's tokens; see `sum_over_token_shards`.
-
-    It gathers the weight `[V, D]` over `fsdp` once, and sums and splits its gradient in one
-    collective.
-    """
-    if not _xla_partitions():
-        return fn
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.shape["fsdp"] == 1:
-        return sum_over_token_shards(fn, BATCH_AXES)
-
-    def gathered(weight: Any, tokens: Any) -> Any:
-        return fn(jax.lax.all_gather(weight, "fsdp", axis=1, tiled=True), tokens)
-
-    spec = PartitionSpec(None, _fsdp_axes(mesh))
-    return sum_over_token_shards(gathered, BATCH_AXES, weights_spec=spec)
-
-
 def _xla_partitions() -> bool:
     """Whether there is a mesh in context whose arrays are global, so that XLA partitions them."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -207,7 +167,9 @@ def sum_over_devices(fn: Callable[..., Any]) -> Callable[..., Any]:
     def summed(params: nnx.State, batch: Any, *scalars: Any) -> Any:
         specs = jax.tree_util.tree_map_with_path(spec_of, params)
         batch_spec = PartitionSpec(BATCH_AXES)
-        # `sum_over_token_shards` says why check_vma=False, and why each device returns a value.
+        # With check_vma=False the transpose of shard_map sums the gradient of a parameter, once.
+        # Each device returns a value of its own. The sum is outside, where its gradient cannot be
+        # counted twice.
         parts = jax.shard_map(
             local,
             in_specs=(specs, batch_spec, *(PartitionSpec() for _ in scalars)),

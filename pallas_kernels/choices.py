@@ -2,11 +2,12 @@
 
 - `explain(fn, *args)` says for each operation in a function which implementation runs, and why it
   is no kernel.
-- `require_kernels()` and the environment variable `PALLAS_KERNELS_REQUIRE=1` turn every fallback
-  into an error.
+- Every fallback is an error with `implementation="require"` for one call, with `require_kernels()`
+  for a part of a program, or with the environment variable `PALLAS_KERNELS_REQUIRE=1`.
 - On a GPU, every new reason for a fallback is logged once.
 
-A fallback is another implementation than the kernel where the caller left `implementation=None`.
+A fallback is another implementation than the kernel, where the caller did not name it and the
+device, the arrays or the mesh rule the kernel out.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from pallas_kernels.gpu.device import target_device
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.implementation import Chosen, Implementation
 
 VARIABLE = "PALLAS_KERNELS_REQUIRE"
 
@@ -46,7 +47,7 @@ class Choice:
 
     operation: str
     arrays: tuple[str, ...]
-    implementation: Implementation
+    implementation: Chosen
     reason: str | None
     plan: str | None = None
 
@@ -136,8 +137,10 @@ def require_kernels() -> Iterator[None]:
     """Makes an operation that would not run its kernel raise NotImplementedError.
 
     It acts while JAX traces: a function that was traced before is not checked. The environment
-    variable `PALLAS_KERNELS_REQUIRE=1` does the same for a whole process. `swiglu` is an exception:
-    its default is no kernel on purpose.
+    variable `PALLAS_KERNELS_REQUIRE=1` does the same for a whole process, and
+    `implementation="require"` for one call. Calls that name `"reference"` or `"xla"` are not
+    checked, and neither is `swiglu` with `implementation=None`, whose default is no kernel on
+    purpose.
     """
     token = _required.set(True)
     try:
@@ -153,13 +156,48 @@ def log_once(message: str) -> None:
         _logger.warning("%s", message)
 
 
+def required_by(asked_for: Implementation | None) -> str | None:
+    """The demand that a call runs kernels, as the caller wrote it, or None if there is none."""
+    if asked_for == "require":
+        return f"implementation={asked_for!r}"
+    if asked_for == "reference" or asked_for == "xla":
+        return None
+    if _required.get():
+        return "require_kernels()"
+    value = os.environ.get(VARIABLE, "0")
+    return None if value in ("", "0") else f"{VARIABLE}={value}"
+
+
+def refuse_fallback(
+    operation: str,
+    x: Any,
+    asked_for: Implementation | None,
+    chosen: Chosen,
+    reason: str | None,
+) -> bool:
+    """Whether a call falls back. The arguments are those of `record`, `x` is its first array.
+
+    Raises:
+      NotImplementedError: The call falls back, and kernels are required.
+    """
+    # An empty array needs no kernel.
+    if asked_for not in (None, "require") or chosen == "mosaic_gpu" or 0 in x.shape:
+        return False
+    if (required := required_by(asked_for)) is not None:
+        raise NotImplementedError(
+            f"{operation}: kernels are required by {required}, and {reason}; without this "
+            f"requirement {chosen!r} runs"
+        )
+    return True
+
+
 def record(
     operation: str,
     arrays: tuple[Any, ...],
-    implementation: Implementation,
+    asked_for: Implementation | None,
+    chosen: Chosen,
     reason: str | None,
     *,
-    is_fallback: bool,
     plan: Callable[[], str] | None = None,
 ) -> None:
     """Notes what a call runs.
@@ -167,19 +205,19 @@ def record(
     Args:
       operation: Name of the public function.
       arrays: Arrays of the call; None is no array.
-      implementation: Implementation that runs.
+      asked_for: Name that the caller gave. An operation whose default is no kernel on purpose gives
+        the name of its default in the place of None.
+      chosen: Implementation that runs.
       reason: Reason why it is not the kernel.
-      is_fallback: Whether the caller left the choice open and the kernel does not run.
       plan: Function that describes the plan.
 
     Raises:
       NotImplementedError: The call falls back, and kernels are required.
     """
-    if is_fallback and (_required.get() or os.environ.get(VARIABLE, "0") not in ("", "0")):
-        raise NotImplementedError(f"{operation}: kernels are required, and {reason}")
+    is_fallback = refuse_fallback(operation, arrays[0], asked_for, chosen, reason)
     if is_fallback and target_device().capability is not None:
-        log_once(f"{operation}: implementation={implementation!r} runs, because {reason}")
+        log_once(f"{operation}: implementation={chosen!r} runs, because {reason}")
     if (found := _found.get()) is not None:
         shapes = tuple(jax.typeof(a).str_short() for a in arrays if a is not None)
         described = None if plan is None else plan()
-        found.append(Choice(operation, shapes, implementation, reason, described))
+        found.append(Choice(operation, shapes, chosen, reason, described))

@@ -5,6 +5,9 @@ An operation has up to three implementations, each a module of its folder:
 - `"reference"`: the formula in plain JAX, differentiated by JAX. The tests compare with it.
 - `"xla"`: the best algorithm for XLA, in plain JAX. It is the reference where no other is better.
 - `"mosaic_gpu"`: Mosaic GPU kernels.
+
+A caller may also ask for `"require"`: the kernel that None would take, or an error that says why
+none runs. `choices.py` raises it.
 """
 
 from typing import Any, Literal, get_args
@@ -12,7 +15,10 @@ from typing import Any, Literal, get_args
 from pallas_kernels import partition
 from pallas_kernels.gpu.device import runs_here
 
-type Implementation = Literal["reference", "xla", "mosaic_gpu"]
+# Values of an operation's argument `implementation`, beside None.
+type Implementation = Literal["reference", "xla", "mosaic_gpu", "require"]
+# Implementations that can run.
+type Chosen = Literal["reference", "xla", "mosaic_gpu"]
 
 
 def check_implementation(name: Any) -> None:
@@ -26,12 +32,13 @@ def choose_implementation(
     asked_for: Implementation | None,
     unsupported: str | None,
     *,
-    fallback: Implementation,
-) -> tuple[Implementation, str | None]:
+    fallback: Chosen,
+) -> tuple[Chosen, str | None]:
     """The implementation to run, and the reason why it is not the kernel.
 
-    A name is binding. With None the kernel runs if it takes the arguments and the mesh, and the
-    default device is a GPU that can run it.
+    A name is binding. With None and "require" the kernel runs if it takes the arguments and the
+    mesh, and the default device is a GPU that can run it. `choices.record` turns another choice
+    into an error for "require".
 
     Args:
       asked_for: Name that the caller gave.
@@ -46,7 +53,7 @@ def choose_implementation(
         if unsupported is not None:
             raise NotImplementedError(f"implementation='mosaic_gpu': {unsupported}")
         return asked_for, None
-    if asked_for is not None:
+    if asked_for == "reference" or asked_for == "xla":
         return asked_for, by_name(asked_for)
     reason = unsupported or runs_here()
     return ("mosaic_gpu", None) if reason is None else (fallback, reason)
@@ -63,7 +70,7 @@ def symbolic_reason(*arrays: Any) -> str | None:
     return None
 
 
-def by_name(name: Implementation) -> str:
+def by_name(name: Chosen) -> str:
     """The reason for what the caller asked for."""
     return f"the caller asked for implementation={name!r}; implementation=None takes the fastest"
 

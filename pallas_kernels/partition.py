@@ -27,6 +27,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -58,10 +59,13 @@ class Weight:
       axes: names of its axes.
       dtype: dtype to which it is cast before it is gathered; None keeps its own. A weight that is
         not gathered comes as it is.
+      by_rows: whether a gathered weight lies row by row in memory, as kernels read it. Otherwise
+        XLA lays it out as the exchange delivers it, and may copy it for each kernel.
     """
 
     axes: tuple[str, ...]
     dtype: Any = None
+    by_rows: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,8 +278,12 @@ def _whole(a: jax.Array, role: Tokens | Weight, splits: Splits) -> jax.Array:
     """The argument, gathered over the axes of the splits."""
     if isinstance(role, Weight) and role.dtype is not None and any(splits):
         a = a.astype(role.dtype)
+    by_rows = isinstance(role, Weight) and role.by_rows
     for axis, names in enumerate(splits):
-        if names:
+        if names and by_rows:
+            a = jnp.moveaxis(jax.lax.all_gather(a, names, axis=0), 0, axis)
+            a = jax.lax.collapse(a, axis, axis + 2)
+        elif names:
             a = jax.lax.all_gather(a, names, axis=axis, tiled=True)
     return a
 

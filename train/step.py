@@ -18,7 +18,6 @@ from models.sharding import (
     parameter_path,
     parameter_shardings,
     replicated,
-    sum_over_batch,
     sum_over_devices,
     tensor_axis,
 )
@@ -138,26 +137,21 @@ def loss_and_sums(
             segment_ids=batch.get("segment_ids"),
         )
 
-        def of_tokens(weight, tokens):
-            hidden, labels, weights = tokens
-            loss, metrics = linear_cross_entropy(
-                hidden,
-                weight,
-                labels,
-                token_weights=weights,
-                ignore_index=IGNORED,
-                reduction="sum",
-                z_loss=z_loss,
-                vocab_axis=tensor_axis(),
-                return_metrics=True,
-                implementation=model.config.implementation,
-            )
-            count = metrics.num_tokens.astype(jnp.float32)
-            return loss, {"nll_sum": metrics.nll * count, "correct_sum": metrics.accuracy * count}
-
-        weights = jnp.full(batch["labels"].shape, scale, jnp.float32)
-        tokens = hidden, batch["labels"], weights
-        return sum_over_batch(of_tokens)(model.output_weight, tokens)
+        loss, metrics = linear_cross_entropy(
+            hidden,
+            model.output_weight,
+            batch["labels"],
+            token_weights=jnp.full(batch["labels"].shape, scale, jnp.float32),
+            ignore_index=IGNORED,
+            reduction="sum",
+            z_loss=z_loss,
+            vocab_axis=tensor_axis(),
+            return_metrics=True,
+            implementation=model.config.implementation,
+        )
+        # In float32, because XLA adds it up with the other sums in one exchange.
+        count = jnp.sum(batch["labels"] != IGNORED, dtype=jnp.float32)
+        return loss, {"nll_sum": metrics.nll * count, "correct_sum": metrics.accuracy * count}
 
     return sum_over_devices(of_batch)(params, batch, scale)
 

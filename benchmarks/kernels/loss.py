@@ -44,15 +44,24 @@ class Setting:
       loss: Function `(x, weight, labels) -> loss`.
       weight: Dtype of the weight and its gradient. `"widened"` is a float32 gradient of a bfloat16
         weight. `"float32"` is a float32 weight, which the program itself rounds for its GEMMs.
-        `"bfloat16"` is bfloat16 for both. `"[D, V]"` is the same for a function that takes the
-        weight transposed.
+        `"bfloat16"` is bfloat16 for both.
       gradients: Whether to compute the gradients.
+      layout: Layout of the weight, as in `linear_cross_entropy`.
     """
 
     name: str
     loss: Callable[..., jax.Array]
     weight: str = "widened"
     gradients: bool = True
+    layout: str = "vd"
+
+    def with_layout(self, layout: str) -> "Setting":
+        """The same for a weight of another layout, which the loss must know."""
+        if layout == self.layout:
+            return self
+        loss = functools.partial(self.loss, weight_layout=layout)
+        name = f"{self.name}, weight [{', '.join(layout.upper())}]"
+        return dataclasses.replace(self, name=name, loss=loss, layout=layout)
 
     def program(self) -> Callable[..., Any]:
         """The function to compile. It takes a float32 weight if the setting has one."""
@@ -68,8 +77,8 @@ def _ours(**options: Any) -> Callable[..., jax.Array]:
     return functools.partial(linear_cross_entropy, implementation="mosaic_gpu", **options)
 
 
-def _all_logits(x, weight, labels):
-    logits = jnp.einsum("td,vd->tv", x, weight.astype(x.dtype)).astype(jnp.float32)
+def _all_logits(x, weight, labels, weight_layout="vd"):
+    logits = jnp.einsum(f"td,{weight_layout}->tv", x, weight.astype(x.dtype)).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
@@ -98,7 +107,7 @@ SETTINGS = (
     Setting("XLA, all logits", _all_logits),
 )
 # The only peer that runs in JAX.
-_TOKAMAX = Setting("tokamax", _tokamax, "[D, V]")
+_TOKAMAX = Setting("tokamax", _tokamax, "bfloat16", layout="dv")
 _PEERS = "linear_cross_entropy"
 
 
@@ -121,7 +130,7 @@ def _arrays(setting: Setting, result: Any) -> list[jax.Array]:
     if not setting.gradients:
         return [result]
     loss, (dx, dweight) = result
-    return [loss, dx, dweight.T if setting.weight == "[D, V]" else dweight]
+    return [loss, dx, dweight.T if setting.layout == "dv" else dweight]
 
 
 def measure(
@@ -144,7 +153,7 @@ def measure(
         settings = [*settings, _TOKAMAX]
     for setting in settings:
         dtype = jnp.float32 if setting.weight == "float32" else x.dtype
-        of_setting = weight.T if setting.weight == "[D, V]" else weight
+        of_setting = weight.T if setting.layout == "dv" else weight
         arguments = x, of_setting.astype(dtype), labels
         try:
             compiled = jax.jit(setting.program()).lower(*arguments).compile()
@@ -291,6 +300,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(shapes.LOSS))
     parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS])
+    parser.add_argument("--layouts", nargs="+", choices=["vd", "dv"], default=["vd"])
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
@@ -304,6 +314,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.peers and "torch" in peers.missing():
         sys.exit("--peers needs torch")
     settings = [s for s in SETTINGS if not args.settings or s.name in args.settings]
+    settings = [s.with_layout(layout) for s in settings for layout in args.layouts]
     packages = ("jax", "jaxlib", *(peers.PACKAGES if args.peers else ()))
     found = [f"{p} {importlib.metadata.version(p)}" for p in packages if p not in peers.missing()]
     command = f"python -m benchmarks.kernels.loss {shlex.join(argv)}"

@@ -37,6 +37,10 @@ BLOCK_M = WARPGROUPS * TILE_M
 TILE_K = 64  # depth of a step: 128 bytes, the widest swizzle
 DTYPES = (jnp.bfloat16, jnp.float16)
 
+# Parts of an operand, of which a step loads one: `(condition, tile in device memory)`. The
+# condition is a scalar, or None for the only part.
+type Parts = list[tuple[Any, Any]]
+
 # `unsupported_reason` needs only a shape and a dtype, so an array need not exist yet.
 type Operand = jax.Array | jax.ShapeDtypeStruct
 
@@ -173,8 +177,8 @@ class MainLoop:
       num_b: Number of `b`.
       a_layout: Layout of `a`, `"MK"` or `"KM"`. `"KM"` needs an M that is a multiple of the rows of
         a cluster, because TMA does not cut a tile in the second dimension.
-      b_layout: Layout of each `b`, `"NK"` or `"KN"`. `"KN"` needs an N that is a multiple of
-        `tile_n`, for the same reason.
+      b_layout: Layout of each `b`, `"NK"` or `"KN"`. `"KN"` needs an N that is a multiple of 64, as
+        wide as the tiles that TMA swizzles.
     """
 
     config: Config
@@ -259,6 +263,8 @@ class MainLoop:
         end: Callable[[], None] | None = None,
         is_needed: Any = None,
         first_step_of_b: int = 0,
+        parts_of_a: Callable[[Any, Any], Parts] | None = None,
+        parts_of_b: Callable[[Any, Any], Parts] | None = None,
     ) -> None:
         """The body of a kernel, run by all warpgroups of a block.
 
@@ -275,6 +281,9 @@ class MainLoop:
           end: Function that each computing warpgroup calls after its last tile.
           is_needed: Scalar. If it is False, there are no tiles, and `start` is not called.
           first_step_of_b: Step of 64 in K at which each `b` begins; its beginning follows its end.
+          parts_of_a: Function `(row, step)` that gives the tile of `a` from this row and step of K
+            on, for an `a` that does not lie as `a_gmems` do; these are then not read.
+          parts_of_b: Function `(column, step)` that does the same for the only `b`.
         """
         tile_n, stages, cluster = self.config.tile_n, self.config.stages, self.config.cluster
         num_clusters = self.num_clusters
@@ -299,21 +308,33 @@ class MainLoop:
             )
             return (group * cluster + member) * BLOCK_M, column_tile * tile_n
 
-        def bring_a(rows, k, slot):
-            """Loads this step of K from the `a` that has it."""
-            end = 0
+        def parts_in_k(row, k):
+            """This step of K in each `a`, and whether that `a` has it."""
+            rows, end, parts = pl.ds(row, BLOCK_M), 0, []
             for a_gmem in a_gmems:
                 num_steps = pl.cdiv(a_gmem.shape[self.a_layout.index("K")], TILE_K)
                 start, end = end, end + num_steps
                 depth = pl.ds((k - start) * TILE_K, TILE_K)
                 part = a_gmem.at[(rows, depth) if self.a_layout == "MK" else (depth, rows)]
+                parts.append(((start <= k) & (k < end) if len(a_gmems) > 1 else None, part))
+            return parts
+
+        def columns_of(b_gmem, column, k):
+            of_b = jax.lax.rem(k + first_step_of_b, k_steps) if first_step_of_b else k
+            columns, depth = pl.ds(column, tile_n), pl.ds(of_b * TILE_K, TILE_K)
+            part = (columns, depth) if self.b_layout == "NK" else (depth, columns)
+            return [(None, b_gmem.at[part])]
+
+        def bring_part(parts, smem, slot, collective_axes=None):
+            for condition, part in parts:
                 bring = functools.partial(
-                    plgpu.copy_gmem_to_smem, part, a_smem.at[slot], filled.at[slot]
+                    plgpu.copy_gmem_to_smem,
+                    part,
+                    smem.at[slot],
+                    filled.at[slot],
+                    collective_axes=collective_axes,
                 )
-                if len(a_gmems) == 1:
-                    bring()
-                else:
-                    pl.when((start <= k) & (k < end))(bring)
+                bring() if condition is None else pl.when(condition)(bring)
 
         @pl.when(warpgroup == WARPGROUPS)
         def _bring_operands():
@@ -321,7 +342,6 @@ class MainLoop:
 
             def bring_tile(i, step):
                 row, column = place(i)
-                rows, columns = pl.ds(row, BLOCK_M), pl.ds(column, tile_n)
 
                 def bring(k, step):
                     slot = slot_of(step)
@@ -330,17 +350,15 @@ class MainLoop:
                     def _wait():
                         plgpu.barrier_wait(freed.at[slot])
 
-                    bring_a(rows, k, slot)
-                    of_b = jax.lax.rem(k + first_step_of_b, k_steps) if first_step_of_b else k
-                    depth = pl.ds(of_b * TILE_K, TILE_K)
-                    for b_gmem, b_smem in zip(b_gmems, b_smems, strict=True):
-                        part = (columns, depth) if self.b_layout == "NK" else (depth, columns)
-                        plgpu.copy_gmem_to_smem(
-                            b_gmem.at[part],
-                            b_smem.at[slot],
-                            filled.at[slot],
-                            collective_axes="member" if cluster > 1 else None,
-                        )
+                    bring_part((parts_of_a or parts_in_k)(row, k), a_smem, slot)
+                    parts = (
+                        [columns_of(b_gmem, column, k) for b_gmem in b_gmems]
+                        if parts_of_b is None
+                        else [parts_of_b(column, k)]
+                    )
+                    for of_b, b_smem in zip(parts, b_smems, strict=True):
+                        shared = "member" if cluster > 1 else None
+                        bring_part(of_b, b_smem, slot, collective_axes=shared)
                     return step + 1
 
                 return jax.lax.fori_loop(0, k_steps, bring, step)

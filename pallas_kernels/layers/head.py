@@ -1,6 +1,5 @@
 """The output head that returns its loss."""
 
-import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -11,19 +10,13 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
+from pallas_kernels.head import checked_options, logits_of_head
 from pallas_kernels.layers.names import check_class, check_defaults, warn_renamed
 from pallas_kernels.loss import LossMetrics, linear_cross_entropy
 from pallas_kernels.loss.layout import WeightLayout
 
 _NORMAL = initializers.normal(0.02)
 _NO_METADATA: Mapping[str, Any] = MappingProxyType({})
-# All but the arrays, which a call or the layer has, and the layout, which the layer has.
-_LOSS_OPTIONS = {
-    name
-    for name, parameter in inspect.signature(linear_cross_entropy).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY
-    and name not in ("bias", "token_weights", "weight_layout")
-}
 
 
 class LinearCrossEntropy(nnx.Module):
@@ -65,11 +58,7 @@ class LinearCrossEntropy(nnx.Module):
         rngs: nnx.Rngs,
         **loss_options: Any,
     ):
-        if unknown := sorted(loss_options.keys() - _LOSS_OPTIONS):
-            raise TypeError(
-                f"{', '.join(unknown)}: not among the options of linear_cross_entropy, which are "
-                f"{', '.join(sorted(_LOSS_OPTIONS))}"
-            )
+        options = checked_options(loss_options)
         shapes = {"dv": (hidden_size, vocab_size), "vd": (vocab_size, hidden_size)}
         if weight_layout not in shapes:
             raise ValueError(f"{weight_layout=} must be 'dv' or 'vd'")
@@ -85,8 +74,7 @@ class LinearCrossEntropy(nnx.Module):
             self.bias = nnx.Param(jnp.zeros((vocab_size,), param_dtype), **bias_metadata)
         self.dtype = dtype
         self.weight_layout: WeightLayout = weight_layout
-        # A tuple, because the static attributes of a module must be hashable.
-        self.loss_options = nnx.static(tuple(sorted(loss_options.items())))
+        self.loss_options = nnx.static(options)
 
     @classmethod
     def from_nnx(cls, head: nnx.Linear | nnx.Embed, **loss_options: Any) -> "LinearCrossEntropy":
@@ -151,17 +139,13 @@ class LinearCrossEntropy(nnx.Module):
 
     def logits(self, x: Float[Array, "*T D"]) -> Float[Array, "*T V"]:
         """The logits, float32, for sampling; they have the softcap of the loss options."""
-        dtype = self.dtype or x.dtype
-        logits = jnp.einsum(
-            f"...d,{self.weight_layout}->...v",
-            x.astype(dtype),
-            self._weight[...].astype(dtype),
-            preferred_element_type=jnp.float32,
+        return logits_of_head(
+            x.astype(self.dtype or x.dtype),
+            self._weight[...],
+            None if self.bias is None else self.bias[...],
+            self.weight_layout,
+            dict(self.loss_options).get("logit_softcap"),
         )
-        if self.bias is not None:
-            logits += self.bias[...].astype(jnp.float32)
-        softcap = dict(self.loss_options).get("logit_softcap")
-        return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
     @property
     def weight(self) -> nnx.Param[Any]:

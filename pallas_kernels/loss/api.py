@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from pallas_kernels.choices import record
+from pallas_kernels.choices import record, refuse_fallback
 from pallas_kernels.implementation import Implementation, symbolic_reason
 from pallas_kernels.loss import differentiable, reference
 from pallas_kernels.loss.arguments import (
@@ -161,7 +161,8 @@ def linear_cross_entropy(
       implementation: `"mosaic_gpu"` uses kernels for Hopper and later and 16-bit `x`. `"xla"` runs
         the same algorithms with float32 logits. `"reference"` keeps all logits, in float32, and
         ignores chunks and `accum_dtype`. `None` picks the kernels where they run, which is not
-        inside of a `jax.shard_map` that leaves Auto axes out. A name is binding.
+        inside of a `jax.shard_map` that leaves Auto axes out. A name is binding. `"require"` picks
+        as `None` does, and raises where that would not be the kernels.
       config: Launch parameters of the kernels. `None` takes measured ones.
 
     Returns:
@@ -172,7 +173,8 @@ def linear_cross_entropy(
       TypeError: labels are not integers, another array is of a dtype that is not described here, or
         an option is of a wrong type.
       NotImplementedError: the caller names the kernels, and they do not take the arguments; or
-        another implementation than `"reference"` is differentiated twice or in forward mode.
+        kernels are required, and they do not run; or another implementation than `"reference"` is
+        differentiated twice or in forward mode.
       jax.experimental.checkify.JaxRuntimeError: `check_labels` found a label out of range.
     """
     x, weight, bias = check_arrays(x, weight, labels, bias, token_weights, weight_layout)
@@ -198,9 +200,9 @@ def linear_cross_entropy(
     record(
         "linear_cross_entropy",
         (x, weight, labels, bias, token_weights),
+        implementation,
         request.settings.implementation,
         why_no_kernel,
-        is_fallback=implementation is None and why_no_kernel is not None,
         plan=describe_plan if symbolic_reason(x) is None else None,
     )
     labels, counts, weights = labels_and_weights(
@@ -254,6 +256,13 @@ def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) 
     def trace(arrays):
         x, weight, bias = check_arrays(**arrays, weight_layout=given["weight_layout"])
         request, why_no_kernel = checked_request(x, weight, bias, **given)
+        refuse_fallback(
+            "linear_cross_entropy",
+            x,
+            given["implementation"],
+            request.settings.implementation,
+            why_no_kernel,
+        )
         num_parts(given["vocab_axis"])
         plans.append(describe(request, given["reduction"], why_no_kernel))
 

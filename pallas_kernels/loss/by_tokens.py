@@ -151,6 +151,7 @@ def _first_in_place(settings: Settings, plan: InPlace, columns: Columns, chunk):
         coefficients,
         extent=plan.extent,
         z_loss=settings.options.z_loss,
+        weight_layout=columns.layout,
         config=settings.config,
     )
     losses = losses_of(found, labels, settings.options, columns.num_columns)

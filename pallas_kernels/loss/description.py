@@ -5,7 +5,7 @@ import math
 
 from pallas_kernels.folding import even_chunk_size
 from pallas_kernels.gpu.hopper_gemm import BLOCK_M
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.implementation import Chosen
 from pallas_kernels.loss.mosaic_gpu import in_place, statistics
 from pallas_kernels.loss.mosaic_gpu.logits_config import LINE
 from pallas_kernels.loss.plan import (
@@ -45,7 +45,7 @@ class LossPlan:
     """
 
     name: str
-    implementation: Implementation
+    implementation: Chosen
     why_no_kernel: str | None
     reason: str
     num_products: int

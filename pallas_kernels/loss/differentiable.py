@@ -96,8 +96,11 @@ class _CrossEntropy:
     def _partitioned(
         self, local: Any, key: Any, args: Sequence[jax.Array], more: Any, results: Any
     ) -> tuple[jax.Array, ...]:
+        # Two kernels and a gather of entries read the weight. Without `by_rows` XLA held three
+        # copies of it at a time.
         axes = tuple(self.request.settings.weight_layout)
-        roles = [_X, Weight(axes, self.request.x.dtype), _NUMBERS, _NUMBERS]
+        weight = Weight(axes, self.request.x.dtype, by_rows=True)
+        roles = [_X, weight, _NUMBERS, _NUMBERS]
         roles += [Weight(("v",))] * (len(args) - len(roles)) + [_NUMBERS] * len(more)
         return partitioned(
             local,

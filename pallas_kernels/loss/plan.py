@@ -20,10 +20,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.gpu.hopper_gemm import BLOCK_M, Operand
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.implementation import Chosen
 from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.layout import WeightLayout, column_axis, sizes
-from pallas_kernels.loss.mosaic_gpu import exponentials, in_place, products
+from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
 from pallas_kernels.loss.token_loss import LossOptions
 
 # Bytes of the logits of a chunk, unless the caller gives a limit. At V = 128256, 2048 tokens have
@@ -61,7 +61,7 @@ class Settings:
     """
 
     options: LossOptions
-    implementation: Implementation
+    implementation: Chosen
     accum_dtype: jnp.dtype
     weight_layout: WeightLayout
     vocab_axes: tuple[str, ...]
@@ -272,21 +272,17 @@ def _in_place(request: Request, chunk_size: int) -> _Place | str:
       request: The call.
       chunk_size: Number of tokens whose exponentials may be in other memory.
     """
-    num_tokens, (vocab_size, hidden_size) = len(request.x), request.sizes
+    num_tokens, (_, hidden_size) = len(request.x), request.sizes
     if request.settings.vocab_axes:
         return "the vocabulary is split over devices"
-    if request.settings.weight_layout == "dv":
-        return "that takes a weight [V, D]"
     if (reason := _no_exponentials(request)) is not None:
         return reason
-    if vocab_size % BLOCK_M:
-        return f"a vocabulary of {vocab_size} is not a multiple of {BLOCK_M}"
-    accum_dtype = request.settings.accum_dtype
+    accum_dtype, layout = request.settings.accum_dtype, request.settings.weight_layout
     reason = f"{num_tokens} tokens are too many for the limit"
     for dtype in map(jnp.dtype, (request.weight.dtype, accum_dtype)):
         width = in_place.row_width(hidden_size, dtype)
-        values = jax.ShapeDtypeStruct((vocab_size, width), request.x.dtype)
-        if (refused := products.unsupported_reason(values, request.operand, dtype)) is not None:
+        refused = in_place.unsupported_reason(request.x, request.operand, dtype, layout)
+        if refused is not None:
             reason = refused
             continue
         rest = num_tokens - width
@@ -314,29 +310,26 @@ def _in_place(request: Request, chunk_size: int) -> _Place | str:
 
 
 def _bands(request: Request, dtype: jnp.dtype) -> in_place.Bands:
-    """Bands of rows in which `dweight` is made.
+    """Bands of vocabulary entries in which `dweight` is made.
 
     At the end of a band all multiprocessors wait for the last one. So the bands with the least
     estimated time are few, and leave few multiprocessors without work at their ends. There are no
     bands if the exponentials of all rows may be copied.
     """
-    vocab_size, hidden_size = request.sizes
+    layout, (vocab_size, hidden_size) = request.settings.weight_layout, request.sizes
     limit = request.max_logits_bytes
     max_bytes = _COPIED_BYTES if limit is None else min(limit, _COPIED_BYTES)
     device = target_device()
-    num_blocks = vocab_size // BLOCK_M
-    most = max(1, max_bytes // (2 * in_place.row_width(hidden_size, dtype) * BLOCK_M))
-
-    def cost(num_rows: int) -> int:
-        return products.best_tile(num_rows, hidden_size, device)[0] + products.STORE_COST
-
+    block = in_place.columns_of_block(layout)
+    num_blocks = vocab_size // block
+    most = max(1, max_bytes // (2 * in_place.row_width(hidden_size, dtype) * block))
     candidates = []
     for size in range(1, most + 1):
         number = num_blocks // size - 1
         num_copied = num_blocks - number * size
         if number >= 2 and num_copied <= most:
-            bands = in_place.Bands(BLOCK_M * size, number, BLOCK_M * num_copied)
-            time = number * cost(bands.size) + 2 * cost(bands.num_copied // 2)
+            bands = in_place.Bands(block * size, number, block * num_copied)
+            time = in_place.time_of_bands(bands, hidden_size, layout, device)
             candidates.append((time, bands.num_copied, bands))
     if num_blocks <= most or not candidates:
         return in_place.Bands(vocab_size, 0, 0)

@@ -11,8 +11,9 @@ from pallas_kernels.arguments import (
     check_integer,
     floating_arrays,
 )
-from pallas_kernels.choices import record
+from pallas_kernels.choices import record, required_by
 from pallas_kernels.implementation import (
+    Chosen,
     Implementation,
     by_name,
     check_implementation,
@@ -53,7 +54,7 @@ def swiglu(
         nothing more, and takes both in one dtype. On a mesh each device computes what it has of
         them; the kernel cannot run inside of a `jax.shard_map` that leaves Auto axes out. `None`
         picks `"reference"`, which is as fast alone, and which XLA can fuse with its neighbours. A
-        name is binding.
+        name is binding. `"require"` always raises, because `None` picks no kernel.
       config: Launch parameters of the kernel. `None` takes measured ones, or a guess from the
         device and the dtype.
 
@@ -61,8 +62,9 @@ def swiglu(
       ValueError: The shapes disagree, a name is unknown, or there are launch parameters for plain
         JAX.
       TypeError: An array is not of a floating dtype, or `config` is no `Config`.
-      NotImplementedError: The caller asked for the kernel by name, and it does not take the
-        arguments; or the kernel is differentiated twice or in forward mode (`jax.jvp`).
+      NotImplementedError: The caller asked for the kernel, and it does not take the arguments; or
+        `implementation="require"`; or the kernel is differentiated twice or in forward mode
+        (`jax.jvp`).
     """
     gate, up = floating_arrays(gate=gate, up=up)
     if gate.shape != up.shape:
@@ -70,7 +72,7 @@ def swiglu(
     if gate.ndim == 0:
         raise ValueError("gate and up must be [..., F], got scalars")
     chosen, reason = choose_swiglu(gate, up, implementation, config)
-    record("swiglu", (gate, up), chosen, reason, is_fallback=False)
+    record("swiglu", (gate, up), implementation or "reference", chosen, reason)
     if chosen == "mosaic_gpu":
         return mosaic_gpu.swiglu(gate, up, config=config)
     return reference.swiglu(gate, up)
@@ -78,7 +80,7 @@ def swiglu(
 
 def choose_swiglu(
     gate: Array, up: Array, implementation: Implementation | None, config: Config | None
-) -> tuple[Implementation, str | None]:
+) -> tuple[Chosen, str | None]:
     """The implementation that `swiglu` runs, and the reason why it is not the kernel.
 
     Raises:
@@ -93,11 +95,10 @@ def choose_swiglu(
         return choose_implementation(implementation, unsupported, fallback="reference")
     # On an H100 XLA's fusion is as fast, 1.02 of a copy forward and 1.00 backward against 1.01 and
     # 1.00, and inside of a model it takes in what is around it, which a kernel cannot.
-    chosen: Implementation = implementation or "reference"
-    check_no_config(config, chosen)
-    if implementation is not None:
-        return chosen, by_name(chosen)
-    return chosen, (
+    check_no_config(config, implementation or "reference")
+    if implementation == "reference" or implementation == "xla":
+        return implementation, by_name(implementation)
+    return "reference", (
         "XLA's fusion is as fast as the kernel and can take in the operations around it; "
         "implementation='mosaic_gpu' takes the kernel"
     )
@@ -144,7 +145,8 @@ def swiglu_mlp(
         `None` takes the kernels where they run (the backward kernel from 2048 tokens on), and
         `"xla"` elsewhere, for example inside of a `jax.shard_map` that leaves Auto axes out. A name
         is binding, with one exception that logs a warning: if F is split so that a device's part is
-        no multiple of 128, XLA computes the parts.
+        no multiple of 128, XLA computes the parts. `"require"` takes the kernels that `None` would
+        take, and raises where XLA would run in their place, for parts too.
       config: Launch parameters of the kernels, for `"mosaic_gpu"` by name.
 
     Raises:
@@ -164,8 +166,7 @@ def swiglu_mlp(
     if chunk_size is not None and chunk_size >= x.shape[-2]:
         chunk_size = None
     chosen, reason = choose_swiglu_mlp(x, weights, chunk_size, implementation, config)
-    is_fallback = implementation is None and chosen != "mosaic_gpu" and x.size > 0
-    record("swiglu_mlp", (x, *weights), chosen, reason, is_fallback=is_fallback)
+    record("swiglu_mlp", (x, *weights), implementation, chosen, reason)
     if chosen == "reference":
         return reference.swiglu_mlp(x, *weights)
     plan = gated.Plan(
@@ -173,6 +174,7 @@ def swiglu_mlp(
         chunk_size=chunk_size,
         has_kernels=chosen == "mosaic_gpu",
         min_tokens_of_backward=0 if implementation == "mosaic_gpu" else _MIN_TOKENS_OF_BACKWARD,
+        required_by=required_by(implementation),
         config=config or MLPConfig(),
     )
     return gated.mlp(plan, x, *weights)
@@ -184,7 +186,7 @@ def choose_swiglu_mlp(
     chunk_size: int | None,
     implementation: Implementation | None,
     config: MLPConfig | None,
-) -> tuple[Implementation, str | None]:
+) -> tuple[Chosen, str | None]:
     """The implementation that `swiglu_mlp` runs, and the reason why it is not the kernels.
 
     `"mosaic_gpu"` with a reason is the kernel in the forward alone.

@@ -46,6 +46,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.choices import log_once
 from pallas_kernels.folding import fold_chunks
+from pallas_kernels.gpu.device import target_device
 from pallas_kernels.mlp import formula, gated_matmul
 from pallas_kernels.mlp.config import MLPConfig
 from pallas_kernels.mlp.reference import matmul, product
@@ -73,6 +74,7 @@ class Plan:
       min_tokens_of_backward: Number of tokens at a time from which, with `has_kernels`, a kernel
         also makes dgate, dup and the product again.
       config: Launch parameters of the kernels.
+      required_by: Who demands the kernels, also for a device's part of the arrays; None if nobody.
     """
 
     save: Save
@@ -80,6 +82,7 @@ class Plan:
     has_kernels: bool
     min_tokens_of_backward: int
     config: MLPConfig
+    required_by: str | None
 
 
 def mlp(
@@ -199,6 +202,10 @@ def _backward_of(
             dw, dx = fold_chunks(one_chunk, (x, dy), size, axis=x.ndim - 2)
             kinds = [d for d, is_wanted in zip(dtypes, wanted[1:], strict=True) if is_wanted]
             dw = [a.astype(d) for a, d in zip(dw, kinds, strict=True)]
+        if dw and target_device().capability is None:
+            # XLA for CPUs merges the transpose of a gradient, as of weights `[F, D]`, into its
+            # product, and then cannot run bfloat16 operands with a float32 result.
+            dw = jax.lax.optimization_barrier(dw)
         return dw if dx is None else [_sum_of_parts(dx, place), *dw]
 
     return run
@@ -280,9 +287,14 @@ def _kernels_run(plan: Plan, tokens: jax.Array, weight: jax.Array) -> bool:
         return False  # there is nothing to launch
     operand = jax.ShapeDtypeStruct(weight.shape, tokens.dtype)
     reason = gated_matmul.unsupported_reason([tokens], [operand])
-    if reason is not None:
-        log_once(f"swiglu_mlp: XLA runs in place of the kernels: on each device {reason}")
-    return reason is None
+    if reason is None:
+        return True
+    if plan.required_by is not None:
+        raise NotImplementedError(
+            f"swiglu_mlp: kernels are required by {plan.required_by}, and on each device {reason}"
+        )
+    log_once(f"swiglu_mlp: XLA runs in place of the kernels: on each device {reason}")
+    return False
 
 
 def _rows(a: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.arguments import check_config, check_number, floating_arrays
 from pallas_kernels.choices import record
 from pallas_kernels.implementation import (
+    Chosen,
     Implementation,
     check_implementation,
     check_no_config,
@@ -53,7 +54,8 @@ def rms_norm(
         plain JAX, which XLA fuses; `"xla"` is the same. `None` picks the kernel if JAX's default
         device is such a GPU and the kernel takes the arguments. On a mesh each device norms its own
         tokens. XLA cannot partition a kernel inside of a `jax.shard_map` that leaves Auto axes out,
-        so `None` picks plain JAX there. A name is binding.
+        so `None` picks plain JAX there. A name is binding. `"require"` picks as `None` does, and
+        raises where that would not be the kernel.
       config: Launch parameters of the kernel. `None` takes measured ones, or a guess from the
         device and the sizes.
 
@@ -61,15 +63,15 @@ def rms_norm(
       ValueError: The shapes disagree, a name is unknown, a number is out of range, or `config` does
         not fit.
       TypeError: An array is not of a floating dtype, or an option is of a wrong type.
-      NotImplementedError: The caller asked for the kernel by name, and it does not take the
-        arguments; or the kernel is differentiated twice or in forward mode (`jax.jvp`).
+      NotImplementedError: The caller asked for the kernel, and it does not take the arguments; or
+        kernels are required, and it does not run; or the kernel is differentiated twice or in
+        forward mode (`jax.jvp`).
     """
     x, weight = floating_arrays(x=x, weight=weight)
     check_norm_options(eps, weight_offset, casting)
     _check_shapes(x, None, weight)
     chosen, reason = choose_norm(x, None, weight, implementation, config)
-    is_fallback = implementation is None and chosen != "mosaic_gpu"
-    record("rms_norm", (x, weight), chosen, reason, is_fallback=is_fallback)
+    record("rms_norm", (x, weight), implementation, chosen, reason)
     if chosen == "mosaic_gpu":
         return mosaic_gpu.norm(
             x, None, weight, eps=eps, weight_offset=weight_offset, casting=casting, config=config
@@ -118,8 +120,7 @@ def add_rms_norm(
     check_norm_options(eps, weight_offset, casting)
     _check_shapes(x, residual, weight)
     chosen, reason = choose_norm(x, residual, weight, implementation, config)
-    is_fallback = implementation is None and chosen != "mosaic_gpu"
-    record("add_rms_norm", (x, residual, weight), chosen, reason, is_fallback=is_fallback)
+    record("add_rms_norm", (x, residual, weight), implementation, chosen, reason)
     if chosen != "mosaic_gpu":
         return reference.add_rms_norm(
             x, residual, weight, eps=eps, weight_offset=weight_offset, casting=casting
@@ -137,7 +138,7 @@ def choose_norm(
     weight: Array,
     implementation: Implementation | None,
     config: Config | None,
-) -> tuple[Implementation, str | None]:
+) -> tuple[Chosen, str | None]:
     """The implementation that a norm runs, and the reason why it is not the kernel.
 
     Raises:

@@ -3,8 +3,6 @@
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from flax import nnx
@@ -64,7 +62,6 @@ class Patched:
         model: nnx.Module,
         labels: Integer[Array, "*T"],
         *args: Any,
-        loss_options: Mapping[str, Any] = MappingProxyType({}),
         **kwargs: Any,
     ) -> Any:
         """The cross-entropy of `model(*args, **kwargs)` against `labels`, without its logits.
@@ -80,12 +77,12 @@ class Patched:
           model: The model, or a copy with other parameters, such as `nnx.merge` returns.
           labels: Token to predict at each position of the logits; -100 does not count.
           *args: Arguments of the model.
-          loss_options: Keyword arguments of `linear_cross_entropy`, for example `z_loss`,
-            `token_weights` or `return_metrics`. Bias and softcap are those of the model.
-          **kwargs: Keyword arguments of the model.
+          **kwargs: Keyword arguments of the model. One is for the loss: `loss_options` is a mapping
+            with keyword arguments of `linear_cross_entropy`, for example `z_loss`, `token_weights`
+            or `return_metrics`. Bias and softcap are those of the model.
 
         Returns:
-          What `linear_cross_entropy` returns.
+          The results of `linear_cross_entropy`.
 
         Raises:
           NotImplementedError: The logits are no product with one matrix, something else happens to
@@ -93,7 +90,9 @@ class Patched:
           ValueError: No output of the call, or more than one, has logits for the labels.
           TypeError: An option is not one of the loss, or is found in the model.
         """
-        return head.loss(model, labels, args, kwargs, loss_options)
+        # No argument of its own, because NNX's transforms take no keyword-only arguments.
+        options = kwargs.pop("loss_options", {})
+        return head.loss(model, labels, args, kwargs, options)
 
     def undo(self) -> None:
         """Gives every replaced module its class back."""
@@ -151,13 +150,17 @@ def patch(model: nnx.Module) -> Patched:
     modules, replaced, done = [], [], set()
     for path, module in _inner_first(model):
         paths = {(*path, *p) for p in candidates.parameters(module)}
-        if not paths or paths <= done or classes.is_patched(module):
+        if classes.is_patched(module):
+            done |= paths
+        if not paths or paths <= done or not callable(module):
             continue
         rule = _rule(module, known)
         if rule is None:
             continue
         name = type(module).__name__
         if isinstance(rule, str):
+            if paths & done:  # a block around what was replaced
+                continue
             modules.append(Module(path, name, None, rule))
             continue
         classes.set_class(module, classes.patched_class(type(module), rule))

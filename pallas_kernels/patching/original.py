@@ -30,6 +30,10 @@ class Refused(Exception):
     """The module is not replaced, and why."""
 
 
+class Failed(Refused):
+    """The module's own call raises on random numbers."""
+
+
 @contextlib.contextmanager
 def plain_numbers() -> Iterator[None]:
     """Exact products, JAX's usual rules for dtypes, and the CPU where there is one."""
@@ -93,7 +97,10 @@ class Original:
                 if self._traced(x, trains=trains) != text:
                     mode = "training" if trains else "evaluation"
                     raise Refused(f"its call is another one in {mode} mode, for example by dropout")
-        y = self._compiled(lambda state, x: self._called(state, x)[0])(self._state, jnp.asarray(x))
+        y, after = self._compiled(self._called)(self._state, jnp.asarray(x))
+        before, after = jax.tree.leaves(self._state), jax.tree.leaves(after)
+        if not all(np.array_equal(_data(a), _data(b)) for a, b in zip(before, after, strict=True)):
+            raise Refused("its call changes variables, for example a stream of random numbers")
         return np.asarray(y)
 
     def ignored(self, x: np.ndarray) -> frozenset[str]:
@@ -107,7 +114,7 @@ class Original:
 
     def has_checkpoint(self, x: np.ndarray) -> bool:
         """Whether the call is under `jax.checkpoint`, so that the backward finds its input only."""
-        return " checkpoint[" in self._traced(x)
+        return re.search(r"\b(checkpoint|remat2?)\[", self._traced(x)) is not None
 
     def ours(self, rules: list[NormRule | MLPRule], x: np.ndarray, dtype: Any) -> list[np.ndarray]:
         """The results of our operations in plain JAX for an input and a dtype of the result."""
@@ -142,7 +149,7 @@ class Original:
         """The text of the traced call.
 
         Raises:
-          Refused: The call fails, or changes the module.
+          Refused: The call fails, changes attributes, or has effects.
         """
         call = lambda state, x: self._called(state, x, **options)
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -154,14 +161,16 @@ class Original:
         except Exception as e:
             text = " ".join(str(e).split())
             text = text if len(text) <= 160 else text[:160] + "..."
-            raise Refused(f"its call on {x.dtype} {list(x.shape)} raises {text}") from e
-        *state, _ = jaxpr.jaxpr.invars
-        if jaxpr.effects or any(
-            a is not b for a, b in zip(jaxpr.jaxpr.outvars[1:], state, strict=True)
-        ):
-            raise Refused("its call has effects, for example on a stream of random numbers")
-        constants = [np.asarray(c).tobytes() for c in jaxpr.consts]
+            raise Failed(f"its call on {x.dtype} {list(x.shape)} raises {text}") from e
+        if jaxpr.effects:
+            raise Refused(f"its call has effects: {', '.join(map(str, jaxpr.effects))}")
+        constants = [_data(jnp.asarray(c)).tobytes() for c in jaxpr.consts]
         return re.sub(r"0x[0-9a-f]+", "", f"{jaxpr} {constants}")
+
+
+def _data(a: jax.Array) -> np.ndarray:
+    """The numbers of an array, which may be a key."""
+    return np.asarray(jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a)
 
 
 def _is_floating(a: jax.Array) -> bool:

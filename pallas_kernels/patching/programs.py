@@ -40,7 +40,10 @@ class Program:
         equations.reverse()
         constants = [v for v in self._values if v in needed]
         effects = frozenset().union(*(equation.effects for equation in equations))
-        program = core.Jaxpr((), [*constants, *self.inputs], list(atoms), equations, effects)
+        debug_info = core.DebugInfo("jit", "model", None, None)
+        program = core.Jaxpr(
+            (), [*constants, *self.inputs], list(atoms), equations, effects, debug_info
+        )
         return core.jaxpr_as_fun(program)(*(self._values[v] for v in constants), *arguments)
 
     def _open(self, jaxpr: Any, arguments: Sequence[Atom]) -> list[Atom]:

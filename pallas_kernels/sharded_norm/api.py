@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.arguments import floating_arrays
 from pallas_kernels.choices import record
 from pallas_kernels.implementation import (
+    Chosen,
     Implementation,
     by_name,
     check_implementation,
@@ -90,7 +91,8 @@ def sharded_add_rms_norm(
         residual is added. On four H200s it takes 0.88 to 0.94 of the time of `"xla"`, but all of
         its blocks must run at once on all devices. XLA does not know that: if it runs another
         collective beside the kernel, the two could wait for each other for ever. So `None` is
-        `"xla"`. A name is binding.
+        `"xla"`. A name is binding. `"require"` is `"xla"` too, and raises where `add_rms_norm`
+        would not run its kernel.
       config: Launch parameters of `add_rms_norm`, for `"xla"`.
 
     Returns:
@@ -123,17 +125,20 @@ def sharded_add_rms_norm(
     }
     chosen, reason = choose_sharded_norm(partial, residual, weight, implementation)
     arrays = partial, residual, weight
-    record("sharded_add_rms_norm", arrays, chosen, reason, is_fallback=False)
+    record("sharded_add_rms_norm", arrays, chosen, chosen, reason)
     if chosen == "reference":
         return reference.sharded_add_rms_norm(partial, residual, weight, **options)
     if chosen == "mosaic_gpu":
         return mosaic_gpu.sharded_add_rms_norm(partial, residual, weight, **options)
-    return xla.sharded_add_rms_norm(partial, residual, weight, config=config, **options)
+    of_norm = implementation if implementation == "require" else None
+    return xla.sharded_add_rms_norm(
+        partial, residual, weight, implementation=of_norm, config=config, **options
+    )
 
 
 def choose_sharded_norm(
     partial: Array, residual: Array, weight: Array, implementation: Implementation | None
-) -> tuple[Implementation, str | None]:
+) -> tuple[Chosen, str | None]:
     """The implementation that runs, and the reason why it is not the kernel over peer memory.
 
     Raises:
@@ -143,7 +148,7 @@ def choose_sharded_norm(
     if implementation == "mosaic_gpu":
         unsupported = mosaic_gpu.unsupported_reason(partial, residual, weight)
         return choose_implementation(implementation, unsupported, fallback="xla")
-    if implementation is not None:
+    if implementation == "reference" or implementation == "xla":
         return implementation, by_name(implementation)
     return "xla", (
         "the kernel over peer memory could wait for ever if XLA runs another collective beside it, "

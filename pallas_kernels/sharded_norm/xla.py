@@ -18,6 +18,7 @@ gradient of every device's `partial`), and neither keeps anything. The norm's ow
 import jax
 from jaxtyping import Array, Float
 
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.norm import Casting, Config, add_rms_norm
 
 
@@ -31,9 +32,13 @@ def sharded_add_rms_norm(
     weight_offset: float,
     casting: Casting,
     gather: bool,
+    implementation: Implementation | None,
     config: Config | None,
 ) -> tuple[Float[Array, "*B tokens D"], Float[Array, "*B shard D"]]:
-    """The implementation of `pallas_kernels.sharded_add_rms_norm` by XLA's collectives."""
+    """The implementation of `pallas_kernels.sharded_add_rms_norm` by XLA's collectives.
+
+    `implementation` and `config` are for `add_rms_norm`.
+    """
     tokens = partial.ndim - 2
     y, residual_out = add_rms_norm(
         jax.lax.psum_scatter(partial, axis_name, scatter_dimension=tokens, tiled=True),
@@ -42,6 +47,7 @@ def sharded_add_rms_norm(
         eps=eps,
         weight_offset=weight_offset,
         casting=casting,
+        implementation=implementation,
         config=config,
     )
     if gather:

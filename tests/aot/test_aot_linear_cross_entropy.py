@@ -190,9 +190,11 @@ class Loss:
     def __str__(self) -> str:
         return f"{self.tokens}x{self.hidden}x{self.vocab}"
 
-    def arguments(self, weight_dtype: Any = BF16) -> tuple[Any, ...]:
+    def arguments(self, weight_dtype: Any = BF16, weight_layout: str = "vd") -> tuple[Any, ...]:
         x = floats(self.tokens, self.hidden, dtype=BF16)
-        return x, floats(self.vocab, self.hidden, dtype=weight_dtype), labels_of(self.tokens)
+        shape = self.vocab, self.hidden
+        weight = floats(*(shape if weight_layout == "vd" else shape[::-1]), dtype=weight_dtype)
+        return x, weight, labels_of(self.tokens)
 
     def alone(self) -> Case:
         loss = functools.partial(linear_cross_entropy, implementation="mosaic_gpu")
@@ -207,7 +209,8 @@ class Loss:
             )
             return jax.value_and_grad(loss, argnums=(0, 1))(x, weight.astype(jnp.float32))
 
-        return Case(run, self.arguments(weight_dtype), compiler_options=compiler_options)
+        arguments = self.arguments(weight_dtype, options.get("weight_layout", "vd"))
+        return Case(run, arguments, compiler_options=compiler_options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,6 +265,8 @@ CASES = {
         SMALLEST.arguments(),
         compiler_options=CUBLAS,
     ),
+    "dv-bfloat16": SMALLEST.with_gradients(weight_layout="dv", compiler_options={}),
+    "dv-float32": SMALLEST.with_gradients(jnp.float32, weight_layout="dv"),
     "by-columns-float32": SMALLEST.with_gradients(jnp.float32, vocab_chunk_size=2048),
 }
 
@@ -395,6 +400,29 @@ def test_bfloat16_in_place(compiled, chip, case):
     assert program.temp_bytes <= 160 * MIB
     assert names_of(program) == IN_PLACE
     assert "f32[128256,4096]" not in program.hlo
+
+
+@each_chip
+@pytest.mark.parametrize("case", ["dv-bfloat16", "dv-float32"])
+def test_a_weight_of_columns(compiled, chip, case):
+    """Neither a weight `[D, V]` nor its gradient has a copy, transposed or not."""
+    program: Program = compiled(chip, case)
+    print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB", *program.kernels)
+    d, v = SMALLEST.hidden, SMALLEST.vocab
+    # A float32 weight is rounded once for the products.
+    rounded = 2 * d * v if case == "dv-float32" else 0
+    assert program.temp_bytes <= 160 * MIB + rounded
+    for kernel in program.kernels:
+        assert_runs_well(kernel)
+        assert kernel.tma_loads > 0 and kernel.tma_stores > 0
+    assert names_of(program) == EXPONENTIALS | {"input_gradient", "weight_gradient_columns"}
+    assert not makers(program, (v, d))
+    makes = makers(program, (d, v)) - MAKES_NOTHING
+    assert makes <= {"custom-call", *(["convert"] if rounded else [])}
+    # The label's entries go into the exponentials, which are in the memory of the gradient.
+    assert makers(program, (d, 2 * v)) - MAKES_NOTHING == {"scatter"}
+    assert_nothing_runs_beside(program)
+    assert loops(program) == [24]
 
 
 @each_chip

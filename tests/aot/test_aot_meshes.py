@@ -8,7 +8,6 @@ import math
 import re
 from collections import Counter
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -24,9 +23,7 @@ SCALARS = 8
 
 
 def make_case(layout: str, mode: str, transform: str) -> Case:
-    args = jax.eval_shape(
-        lambda: mesh_programs.make_args(SIZES, transform, jnp.bfloat16, jnp.float32)
-    )
+    args = mesh_programs.shapes(SIZES, transform, jnp.bfloat16, jnp.float32)
     specs = mesh_programs.specs(LAYOUTS[layout], transform)
     names = [name for name in args if name != "labels"]
     gradients = mesh_programs.gradients_of(LAYOUTS[layout], mode, transform, "mosaic_gpu")

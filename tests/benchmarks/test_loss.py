@@ -61,12 +61,13 @@ def _scaled(fn, scale, *args):
 
 @pytest.mark.usefixtures("without_gpu")
 def test_a_setting_gets_and_returns_weights_in_its_layout(right):
-    def of_transposed(x, weight, labels):
-        return right(x, weight.T, labels)
+    def of_layout(x, weight, labels, weight_layout="vd"):
+        return right(x, weight if weight_layout == "vd" else weight.T, labels)
 
-    settings = [loss.Setting(dtype, right, dtype) for dtype in ("float32", "bfloat16")]
-    settings += [loss.Setting("[D, V]", of_transposed, "[D, V]")]
-    assert ["error" in r for r in _measure(settings)] == [False, False, False]
+    settings = [loss.Setting(dtype, of_layout, dtype) for dtype in ("float32", "bfloat16")]
+    settings += [setting.with_layout("dv") for setting in settings]
+    assert ["error" in r for r in _measure(settings)] == [False] * 4
+    assert [s.name for s in settings[2:]] == ["float32, weight [D, V]", "bfloat16, weight [D, V]"]
 
 
 @pytest.mark.usefixtures("without_gpu")

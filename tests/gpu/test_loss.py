@@ -24,6 +24,7 @@ def assert_loss_is_as_accurate(shape, *, dtype=jnp.bfloat16, weight_dtype=jnp.bf
     weight = (jax.random.normal(keys[1], (vocab_size, hidden_size)) * 0.05).astype(weight_dtype)
     labels = jax.random.randint(keys[2], (num_tokens,), 0, vocab_size).at[::7].set(-100)
     bias = jax.random.normal(keys[3], (vocab_size,))
+    is_turned = options.get("weight_layout") == "dv"
     loss_options = {k: v for k, v in options.items() if k in ALL_OPTIONS or k == "reduction"}
 
     @jax.custom_jvp
@@ -60,6 +61,7 @@ def assert_loss_is_as_accurate(shape, *, dtype=jnp.bfloat16, weight_dtype=jnp.bf
         return jnp.sum(losses) / jnp.sum(labels >= 0, dtype=jnp.float32)
 
     def ours(x, weight, bias):
+        weight = weight.T if is_turned else weight
         return linear_cross_entropy(
             x, weight, labels, bias=bias, implementation="mosaic_gpu", **options
         )
@@ -96,11 +98,15 @@ def test_linear_cross_entropy_at_real_sizes(shape):
         {"reduction": "none", "vocab_chunk_size": 30000},
         {"vocab_chunk_size": 8192, **ALL_OPTIONS},
         {"vocab_chunk_size": 30000, "dtype": jnp.float16},
+        {"weight_layout": "dv", "chunk_size": 300, **ALL_OPTIONS},
+        {"weight_layout": "dv", "vocab_chunk_size": 1000, "dtype": jnp.float16},
     ],
     ids=str,
 )
 def test_linear_cross_entropy_with_options(options):
-    assert_loss_is_as_accurate((1000, 1024, 50257), **options)
+    # A vocabulary that no tile divides; rows of `[D, V]` must be a multiple of 128.
+    vocab_size = 50304 if "weight_layout" in options else 50257
+    assert_loss_is_as_accurate((1000, 1024, vocab_size), **options)
 
 
 @large
@@ -124,6 +130,12 @@ def test_linear_cross_entropy_of_more_logits_than_int32_can_count():
         ((2000, 2048, 128256), {"max_logits_bytes": 2**24, "z_loss": 1e-2}, 12),
         ((5000, 2048, 32000), {}, 1),
         ((10000, 2048, 32000), {"max_logits_bytes": 2**27}, 1),
+        # The same with a weight [D, V].
+        ((4096, 2048, 128256), {"weight_layout": "dv"}, 1),
+        ((2000, 2048, 128256), {"weight_layout": "dv", "max_logits_bytes": 2**24}, 12),
+        ((5000, 2048, 32000), {"weight_layout": "dv"}, 1),
+        ((10000, 2048, 32000), {"weight_layout": "dv", "max_logits_bytes": 2**27}, 1),
+        ((1000, 520, 32128), {"weight_layout": "dv", "chunk_size": 400, "z_loss": 1e-2}, 12),
         pytest.param((17408, 128, 128256), {"chunk_size": 17408}, 1, marks=large),
     ],
     ids=str,
@@ -144,6 +156,7 @@ def test_linear_cross_entropy_by_exponentials(shape, options, size):
         )
 
     def ours(x, weight):
+        weight = weight.T if options.get("weight_layout") == "dv" else weight
         return linear_cross_entropy(x, weight, labels, implementation="mosaic_gpu", **options)
 
     @jax.jit

@@ -1,11 +1,13 @@
 """What the tests of several operations share."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pallas_kernels import tuning
+from pallas_kernels import choices, tuning
+from pallas_kernels.gpu.device import Device
 
 
 @pytest.fixture
@@ -15,3 +17,13 @@ def tuned_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path
     monkeypatch.setenv(tuning.VARIABLE, str(path))
     yield path
     tuning._read.cache_clear()
+
+
+@pytest.fixture
+def on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations choose as for an H100, for tests that trace and compile nothing."""
+    h100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("pallas_kernels.") and hasattr(module, "target_device"):
+            monkeypatch.setattr(module, "target_device", lambda: h100)
+    monkeypatch.setattr(choices, "_logged", set())

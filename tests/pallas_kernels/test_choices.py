@@ -1,38 +1,32 @@
 """What operations say that they run. Nothing is compiled; 3 s."""
 
+import contextlib
 import functools
 import logging
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
-from pallas_kernels import choices, linear_cross_entropy, rms_norm, swiglu, swiglu_mlp
-from pallas_kernels.gpu import device as gpu_device
-from pallas_kernels.gpu import hopper_gemm
-from pallas_kernels.gpu import kernel as gpu_kernel
-from pallas_kernels.gpu.device import Device
-from pallas_kernels.loss import plan
-from pallas_kernels.mlp import config as mlp_config
-from pallas_kernels.mlp import gated_matmul
-from pallas_kernels.norm import backward_kernel, mosaic_gpu
+from pallas_kernels import (
+    add_rms_norm,
+    choices,
+    linear_cross_entropy,
+    linear_cross_entropy_plan,
+    rms_norm,
+    sharded_add_rms_norm,
+    swiglu,
+    swiglu_mlp,
+)
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 X = jnp.ones((2048, 128), BF16)
 WEIGHT = jnp.ones((128,), F32)
 MLP = jnp.ones((128, 256), BF16), jnp.ones((128, 256), BF16), jnp.ones((256, 128), BF16)
 HEAD, LABELS = jnp.ones((512, 128), BF16), jnp.zeros((2048,), jnp.int32)
-
-
-@pytest.fixture
-def on_h100(monkeypatch):
-    h100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
-    modules = gpu_device, gpu_kernel, hopper_gemm, plan, mlp_config, gated_matmul, backward_kernel
-    for module in (*modules, mosaic_gpu, choices):
-        if hasattr(module, "target_device"):
-            monkeypatch.setattr(module, "target_device", lambda: h100)
-    monkeypatch.setattr(choices, "_logged", set())
 
 
 def model(x, weight, head, labels):
@@ -91,6 +85,113 @@ def test_required_kernels_turn_a_fallback_into_an_error(on_h100, monkeypatch):
         jax.eval_shape(fits, too_wide)
     monkeypatch.setenv(choices.VARIABLE, "0")
     jax.eval_shape(fits, too_wide)
+
+
+CALLS = {
+    "rms_norm": lambda x, **o: rms_norm(x, WEIGHT, **o),
+    "add_rms_norm": lambda x, **o: add_rms_norm(x, x, WEIGHT, **o),
+    "swiglu_mlp": lambda x, **o: swiglu_mlp(x, *MLP, **o),
+    "linear_cross_entropy": lambda x, **o: linear_cross_entropy(x, HEAD, LABELS, **o),
+}
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_one_call_requires_the_kernel_that_the_default_takes(on_h100, operation):
+    found = [
+        pallas_kernels.explain(functools.partial(CALLS[operation], implementation=name), X).choices
+        for name in (None, "require")
+    ]
+    assert found[0] == found[1] and found[0][0].implementation == "mosaic_gpu"
+    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "rest"), (AxisType.Auto,) * 2)):
+        partly = jax.shard_map(
+            functools.partial(CALLS[operation], implementation="require"),
+            in_specs=P(),
+            out_specs=P(),
+            axis_names={"data"},
+        )
+        message = f"^{operation}: kernels are required by implementation='require', and the mesh "
+        with pytest.raises(NotImplementedError, match=message):
+            jax.eval_shape(jax.jit(partly), X)
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_without_a_gpu_a_required_kernel_is_an_error(operation):
+    call = functools.partial(CALLS[operation], implementation="require")
+    message = (
+        f"^{operation}: kernels are required by implementation='require', and the device is "
+        "'cpu', not an NVIDIA GPU; without this requirement '(reference|xla)' runs"
+    )
+    for fn in (call, jax.jit(call)):
+        with pytest.raises(NotImplementedError, match=message):
+            fn(X)
+
+
+def test_swiglu_has_no_kernel_to_require(on_h100):
+    with pytest.raises(NotImplementedError, match=r"swiglu: .*; implementation='mosaic_gpu' takes"):
+        swiglu(X, X, implementation="require")
+
+
+def test_the_norm_between_collectives_is_required(on_h100):
+    mesh = jax.make_mesh((8,), ("tensor",), (AxisType.Auto,))
+    tokens = P("tensor")
+    with jax.set_mesh(mesh):
+        run = lambda partial, residual: jax.shard_map(
+            functools.partial(
+                sharded_add_rms_norm,
+                weight=WEIGHT.astype(partial.dtype),
+                axis_name="tensor",
+                implementation="require",
+            ),
+            in_specs=(P(), tokens),
+            out_specs=(P(), tokens),
+            check_vma=False,
+        )(partial, residual)
+        found = pallas_kernels.explain(run, X, X)
+        assert [c.implementation for c in found.choices] == ["xla", "mosaic_gpu"]
+        with pytest.raises(NotImplementedError, match=r"add_rms_norm: .* x is float8_e5m2"):
+            narrow = X.astype(jnp.float8_e5m2)
+            jax.eval_shape(run, narrow, narrow)
+
+
+# The MLP's 256 columns over 4 devices are 64 each. A kernel takes multiples of 128.
+NO_PART = r"swiglu_mlp: kernels are required by .*, and on each device .*\(128, 64\)"
+
+
+def split_mlp(kind):
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), (kind,) * 2)
+    specs = P("data"), P(None, "tensor"), P(None, "tensor"), P("tensor")
+    put = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
+    return mesh, [put(a, spec) for a, spec in zip((X, *MLP), specs, strict=True)]
+
+
+@pytest.mark.parametrize("name, context", [("require", False), (None, True), ("mosaic_gpu", True)])
+def test_a_part_that_no_kernel_takes_is_a_fallback(on_h100, name, context):
+    mesh, args = split_mlp(AxisType.Explicit)
+    run = functools.partial(swiglu_mlp, implementation=name)
+    required = pallas_kernels.require_kernels() if context else contextlib.nullcontext()
+    with jax.set_mesh(mesh):
+        with required, pytest.raises(NotImplementedError, match=NO_PART):
+            jax.eval_shape(run, *args)
+        if name != "require":
+            jax.eval_shape(run, *args)  # the requirement ends with the context
+
+
+def test_over_auto_axes_compilation_raises_for_a_part(on_h100):
+    mesh, args = split_mlp(AxisType.Auto)
+    run = functools.partial(swiglu_mlp, implementation="require")
+    with jax.set_mesh(mesh), pytest.raises(jax.errors.JaxRuntimeError, match=NO_PART):
+        jax.jit(run).lower(*args).compile()
+
+
+def test_an_empty_array_needs_no_kernel():
+    for call in (CALLS["rms_norm"], CALLS["add_rms_norm"], CALLS["swiglu_mlp"]):
+        assert jax.tree.leaves(call(X[:0], implementation="require"))[0].shape == (0, 128)
+
+
+def test_the_plan_of_the_loss_requires_kernels_too(on_h100):
+    assert linear_cross_entropy_plan(X, HEAD, LABELS, implementation="require").name == "in place"
+    with pytest.raises(NotImplementedError, match="linear_cross_entropy: kernels are required"):
+        linear_cross_entropy_plan(X.astype(F32), HEAD, LABELS, implementation="require")
 
 
 def test_a_new_reason_is_logged_once(on_h100, caplog):

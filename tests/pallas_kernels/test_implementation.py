@@ -97,7 +97,8 @@ def test_an_unknown_name(unchecked_shapes):
         swiglu: (X, X),
         swiglu_mlp: (X, *WEIGHTS),
     }
-    message = r"implementation='triton' must be None or one of \('reference', 'xla', 'mosaic_gpu'\)"
+    names = r"\('reference', 'xla', 'mosaic_gpu', 'require'\)"
+    message = f"implementation='triton' must be None or one of {names}"
     for function, args in operations.items():
         with pytest.raises(ValueError, match=message):
             function(*args, implementation="triton")

@@ -402,3 +402,185 @@ def test_inside_somebody_elses_model():
     for got, gradients in (with_jax_jit(ours), with_nnx_jit(ours)):
         np.testing.assert_allclose(got, want, rtol=1e-6)
         chex.assert_trees_all_close(gradients, their_gradients, rtol=1e-4, atol=1e-6)
+
+
+# Flax's own layers, and ours that take over their parameters.
+
+
+def shared_with(layer, **variables):
+    """Whether the layer holds these very variables, and no others."""
+    held = jax.tree.leaves(nnx.state(layer), is_leaf=lambda v: isinstance(v, nnx.Variable))
+    found = {name: functools.reduce(getattr, name.split("."), layer) for name in variables}
+    return len(held) == len(variables) and all(found[n] is variables[n] for n in variables)
+
+
+@in_both_modes
+def test_norms_from_flax():
+    flax = shuffled(nnx.RMSNorm(D, epsilon=1e-3, rngs=nnx.Rngs(0)))
+    ours = RMSNorm.from_nnx(flax)
+    assert shared_with(ours, scale=flax.scale)
+    x, residual, _ = make_inputs()
+    np.testing.assert_allclose(ours(x), flax(x), rtol=1e-5, atol=1e-6)
+    flax.dtype = BF16
+    assert flax.scale is not None
+    both = AddRMSNorm.from_nnx(flax, casting="llama", implementation="reference")
+    y, total = both(x, residual)
+    assert y.dtype == total.dtype == BF16
+    expected = add_rms_norm(
+        x.astype(BF16), residual.astype(BF16), flax.scale[...], eps=1e-3, casting="llama"
+    )
+    chex.assert_trees_all_equal((y, total), expected)
+
+
+@in_both_modes
+def test_mlp_from_flax():
+    make = functools.partial(nnx.Linear, use_bias=False, dtype=BF16)
+    gate, up = (make(D, F, rngs=nnx.Rngs(i)) for i in range(2))
+    down = make(F, D, rngs=nnx.Rngs(2))
+    ours = SwiGLU.from_nnx(gate, up, down, save="x", chunk_size=4)
+    names = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+    assert shared_with(ours, **{f"{name}.kernel": layer.kernel for name, layer in names.items()})
+    assert (ours.save, ours.chunk_size) == ("x", 4)
+    x, *_ = make_inputs()
+    expected = down(nnx.silu(gate(x)) * up(x))
+    np.testing.assert_allclose(ours(x), expected, rtol=0.05, atol=0.02)
+    biased = [nnx.Linear(*sizes, rngs=nnx.Rngs(3)) for sizes in ((D, F), (D, F), (F, D))]
+    got = SwiGLU.from_nnx(*biased)(x)
+    gate, up, down = biased
+    np.testing.assert_allclose(got, down(nnx.silu(gate(x)) * up(x)), rtol=1e-4, atol=1e-5)
+
+
+def test_heads_from_flax():
+    x, _, labels = make_inputs()
+    linear = shuffled(nnx.Linear(D, V, rngs=nnx.Rngs(0)))
+    head = LinearCrossEntropy.from_nnx(linear, z_loss=1e-3)
+    assert shared_with(head, kernel=linear.kernel, bias=linear.bias)
+    np.testing.assert_allclose(head.logits(x), linear(x), rtol=1e-5, atol=1e-5)
+    embed = nnx.Embed(V, D, rngs=nnx.Rngs(0))
+    tied = LinearCrossEntropy.from_nnx(embed)
+    assert shared_with(tied, embedding=embed.embedding)
+    np.testing.assert_allclose(tied.logits(x), embed.attend(x), rtol=1e-5, atol=1e-5)
+    expected = linear_cross_entropy(x, embed.embedding[...], labels)
+    np.testing.assert_allclose(tied(x, labels), expected, rtol=1e-6)
+
+
+def linear_layers(**options: Any) -> tuple[nnx.Linear, nnx.Linear]:
+    make = functools.partial(nnx.Linear, D, F, rngs=nnx.Rngs(0), **options)
+    return make(), make()
+
+
+@pytest.mark.parametrize(
+    "make, error, match",
+    [
+        (
+            lambda: RMSNorm.from_nnx(nnx.LayerNorm(D, rngs=nnx.Rngs(0))),  # pyright: ignore
+            TypeError,
+            "RMSNorm.from_nnx takes an nnx.RMSNorm, got a LayerNorm",
+        ),
+        (
+            lambda: RMSNorm.from_nnx(nnx.RMSNorm(D, use_scale=False, rngs=nnx.Rngs(0))),
+            ValueError,
+            "use_scale=False cannot be kept; the norm has a scale",
+        ),
+        (
+            lambda: AddRMSNorm.from_nnx(nnx.RMSNorm(D, feature_axes=(0,), rngs=nnx.Rngs(0))),
+            ValueError,
+            r"feature_axes=\(0,\) cannot be kept; the scale is along the last axis",
+        ),
+        (
+            lambda: SwiGLU.from_nnx(*linear_layers(), nnx.Linear(D, F, rngs=nnx.Rngs(0))),
+            ValueError,
+            r"the kernels must be \[D, F\], \[D, F\] and \[F, D\], got",
+        ),
+        (
+            lambda: SwiGLU.from_nnx(
+                *linear_layers(), nnx.Linear(F, D, use_bias=False, rngs=nnx.Rngs(0))
+            ),
+            ValueError,
+            "the layers differ in use_bias: {'gate': True, 'up': True, 'down': False}",
+        ),
+        (
+            lambda: SwiGLU.from_nnx(
+                *linear_layers(precision="highest"), nnx.Linear(F, D, rngs=nnx.Rngs(0))
+            ),
+            ValueError,
+            "precision='highest' cannot be kept; products take operands of dtype",
+        ),
+        (
+            lambda: LinearCrossEntropy.from_nnx(nnx.RMSNorm(D, rngs=nnx.Rngs(0))),  # pyright: ignore
+            TypeError,
+            "takes an nnx.Linear or an nnx.Embed, got a RMSNorm",
+        ),
+        (
+            lambda: SwiGLU(D, F, down={"precision": "highest"}, rngs=nnx.Rngs(0)),
+            TypeError,
+            "precision: not among the options of one projection, which are bias_init",
+        ),
+        (
+            lambda: LinearCrossEntropy(D, V, weight_layout="dd", rngs=nnx.Rngs(0)),  # pyright: ignore
+            ValueError,
+            "weight_layout='dd' must be 'dv' or 'vd'",
+        ),
+        (
+            lambda: RMSNorm(D, scale_init=nnx.initializers.ones),
+            ValueError,
+            "scale_init needs random numbers; pass rngs",
+        ),
+        (lambda: RMSNorm(D, epsilom=1.0), TypeError, "epsilom"),  # pyright: ignore
+    ],
+)
+def test_what_layers_refuse(make, error, match, unchecked_shapes):
+    with pytest.raises(error, match=match):
+        make()
+
+
+def test_initializers_and_metadata_are_flaxs():
+    rngs = lambda: nnx.Rngs(0)
+    ones, zeros = nnx.initializers.ones, nnx.initializers.zeros
+    norm = RMSNorm(D, scale_init=zeros, scale_metadata={"axes": "d"}, dtype=BF16, rngs=rngs())
+    assert not np.any(norm.scale[...]) and norm.scale.get_metadata()["axes"] == "d"
+    assert norm(make_inputs()[0]).dtype == BF16
+    down = {"kernel_init": zeros, "kernel_metadata": {"axes": "fd"}}
+    mlp = SwiGLU(D, F, kernel_init=ones, up={"kernel_init": zeros}, down=down, rngs=rngs())
+    sums = [np.sum(layer.kernel[...]) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    assert sums == [D * F, 0, 0]
+    assert mlp.down_proj.kernel.get_metadata()["axes"] == "fd"
+    metadata: dict[str, Any] = {"kernel_metadata": {"a": 1}, "bias_metadata": {"a": 2}}
+    head = LinearCrossEntropy(D, V, use_bias=True, rngs=rngs(), **metadata)
+    assert head.bias is not None
+    assert (head.kernel.get_metadata()["a"], head.bias.get_metadata()["a"]) == (1, 2)
+    # A layer behind a norm starts from the numbers that it has behind Flax's.
+    ours, flax = rngs(), rngs()
+    RMSNorm(D, rngs=ours)
+    nnx.RMSNorm(D, rngs=flax)
+    np.testing.assert_array_equal(
+        nnx.Linear(D, F, rngs=ours).kernel[...], nnx.Linear(D, F, rngs=flax).kernel[...]
+    )
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_the_two_layouts_of_a_head(use_bias):
+    x, _, labels = make_inputs()
+    columns = shuffled(LinearCrossEntropy(D, V, use_bias=use_bias, rngs=nnx.Rngs(0)))
+    rows = LinearCrossEntropy(D, V, use_bias=use_bias, weight_layout="vd", rngs=nnx.Rngs(1))
+    rows.embedding[...] = columns.kernel[...].T
+    if columns.bias is not None and rows.bias is not None:
+        rows.bias[...] = columns.bias[...]
+    np.testing.assert_allclose(rows(x, labels), columns(x, labels), rtol=1e-5)
+    np.testing.assert_allclose(rows.logits(x), columns.logits(x), rtol=1e-5, atol=1e-5)
+
+
+def test_old_names_work_once_more_and_warn():
+    with pytest.warns(DeprecationWarning, match="the argument eps is called epsilon now"):
+        norm: Any = RMSNorm(D, eps=1e-3)  # pyright: ignore[reportCallIssue]
+    assert norm.epsilon == 1e-3
+    with pytest.warns(DeprecationWarning, match="the argument hidden_size is called num_features"):
+        RMSNorm(hidden_size=D)  # pyright: ignore[reportCallIssue]
+    with pytest.warns(DeprecationWarning, match="the parameter weight is called scale now"):
+        assert norm.weight is norm.scale
+    head = LinearCrossEntropy(D, V, rngs=nnx.Rngs(0))
+    with pytest.warns(DeprecationWarning, match=r"weight is called kernel \[D, V\] or embedding"):
+        assert head.weight is head.kernel
+    with pytest.raises(TypeError, match="eps is the old name of epsilon; leave it out"):
+        with pytest.warns(DeprecationWarning):
+            RMSNorm(D, eps=1e-3, epsilon=1e-3)  # pyright: ignore[reportCallIssue]

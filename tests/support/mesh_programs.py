@@ -83,27 +83,44 @@ class Sizes:
     vocabulary: int
 
 
+def shapes(
+    sizes: Sizes, transform: str, dtype: Any, param_dtype: Any
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Weights, activations and labels; two layers of weights to scan over."""
+    b, s, d, f, v = dataclasses.astuple(sizes)
+    layers = (2,) if transform == "scan" else ()
+    weights = {
+        "norm": (*layers, d),
+        "w_gate": (*layers, d, f),
+        "w_up": (*layers, d, f),
+        "w_down": (*layers, f, d),
+        "last_norm": (d,),
+        "head": (v, d),
+    }
+    return {name: jax.ShapeDtypeStruct(shape, param_dtype) for name, shape in weights.items()} | {
+        "x": jax.ShapeDtypeStruct((b, s, d), dtype),
+        "labels": jax.ShapeDtypeStruct((b, s), jnp.int32),
+    }
+
+
 def make_args(sizes: Sizes, transform: str, dtype: Any, param_dtype: Any) -> dict[str, Any]:
-    """Random weights, activations and labels; two layers of weights to scan over."""
+    """Random numbers for `shapes`."""
     numbers = np.random.default_rng(0)
     b, s, d, f, v = dataclasses.astuple(sizes)
-
-    def normal(*shape: int, size: float = 1.0, dtype: Any = param_dtype) -> jax.Array:
-        return jnp.asarray(size * numbers.standard_normal(shape), dtype)
-
-    layers = (2,) if transform == "scan" else ()
     labels = numbers.integers(0, v, (b, s))
     labels[numbers.random((b, s)) < np.linspace(0, 0.9, b)[:, None]] = -100  # uneven on purpose
-    return {
-        "norm": 1 + normal(*layers, d, size=0.1),
-        "w_gate": normal(*layers, d, f, size=d**-0.5),
-        "w_up": normal(*layers, d, f, size=d**-0.5),
-        "w_down": normal(*layers, f, d, size=f**-0.5),
-        "last_norm": 1 + normal(d, size=0.1),
-        "head": normal(v, d, size=d**-0.5),
-        "x": normal(b, s, d, dtype=dtype),
-        "labels": jnp.asarray(labels, jnp.int32),
+    means = {"norm": 1.0, "last_norm": 1.0}
+    deviations = {"norm": 0.1, "last_norm": 0.1, "w_down": f**-0.5, "x": 1.0}
+    args: dict[str, Any] = {
+        name: jnp.asarray(
+            means.get(name, 0.0)
+            + deviations.get(name, d**-0.5) * numbers.standard_normal(of.shape),
+            of.dtype,
+        )
+        for name, of in shapes(sizes, transform, dtype, param_dtype).items()
+        if name != "labels"
     }
+    return args | {"labels": jnp.asarray(labels, jnp.int32)}
 
 
 def specs(layout: Layout, transform: str) -> dict[str, P]:

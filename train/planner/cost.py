@@ -13,6 +13,8 @@ every GEMM, also those that rematerialization runs again:
   of them except attention use slices, and there are no copies.
 - Data that goes to host memory or comes back takes the time of its bytes on the bus. Nothing else
   runs at that time.
+- The loss holds its results beside its inputs. On several devices each computes it for its own
+  tokens, with the whole weight. The other operations are split evenly.
 - A collective in a `jax.shard_map` takes the time in which a device receives its bytes over the
   link. Nothing else runs at that time, unless the planner assumes that the exchange over its axis
   hides (`train.planner.plan`).
@@ -30,6 +32,7 @@ from typing import Any
 from pallas_kernels.hardware import Hardware
 from train.planner.dataflow import (
     COLLECTIVES,
+    LOSS,
     SLICES,
     UPDATES,
     Op,
@@ -164,6 +167,7 @@ def estimate(
     num_devices: int,
     num_aliased: int = 0,
     hidden_axes: Collection[str] = (),
+    body_of_device: Callable[[Any], Any] | None = None,
 ) -> Cost:
     """The cost of a traced program on each of its devices.
 
@@ -174,8 +178,12 @@ def estimate(
       num_devices: number of devices that share GEMMs and attention.
       num_aliased: number of results, from the first, that take the memory of arguments.
       hidden_axes: axes of the mesh over which a collective takes no time.
+      body_of_device: what each device runs of the loss; see `dataflow.operations`.
     """
-    program = _Program(rates, bytes_per_device, num_devices, hidden_axes, num_devices == 1)
+    is_alone = num_devices == 1
+    program = _Program(
+        rates, bytes_per_device, num_devices, hidden_axes, is_alone, body_of_device=body_of_device
+    )
     return program.cost(jaxpr.jaxpr, num_aliased=num_aliased)
 
 
@@ -194,6 +202,7 @@ class _Program:
         hidden_axes: Collection[str],
         is_alone: bool,
         axis_sizes: Mapping[str, int] | None = None,
+        body_of_device: Callable[[Any], Any] | None = None,
     ):
         self.rates = rates
         self.size = size
@@ -201,13 +210,20 @@ class _Program:
         self.hidden_axes = hidden_axes
         self.is_alone = is_alone
         self.axis_sizes = axis_sizes or {}
+        self.body_of_device = body_of_device
 
-    def cost(self, jaxpr: Any, *, num_aliased: int | None = None) -> Cost:
+    def cost(
+        self,
+        jaxpr: Any,
+        *,
+        num_aliased: int | None = None,
+        body_of_device: Callable[[Any], Any] | None = None,
+    ) -> Cost:
         """The cost of a jaxpr, without the memory of its arguments and its aliased results.
 
         Without `num_aliased`, all results are aliased.
         """
-        ops, _, results = operations(jaxpr)
+        ops, _, results = operations(jaxpr, body_of_device)
         fuse(ops)
         num_aliased = len(results) if num_aliased is None else num_aliased
         held = {id(value) for value in results[num_aliased:]}
@@ -257,14 +273,20 @@ class _Program:
         if op.name == "shard_map":
             axis_sizes = op.params["mesh"].shape
             local = _Program(self.rates, nbytes, 1, self.hidden_axes, self.is_alone, axis_sizes)
-            inside = local.cost(op.params["jaxpr"], num_aliased=0)
-            # The caller counts the memory of the results.
-            results = sum(self.size(value.aval) for value in op.outputs)
-            return dataclasses.replace(inside, temp_bytes=max(inside.temp_bytes - results, 0.0))
+            return self._without_results(local.cost(op.params["jaxpr"], num_aliased=0), op)
+        if op.name == LOSS:
+            jaxpr = op.params["jaxpr"].jaxpr
+            inside = self.cost(jaxpr, num_aliased=0, body_of_device=self.body_of_device)
+            return self._without_results(inside, op)
         if op.name in COLLECTIVES:
             received = self._received(op)
             return Cost(seconds=self.rates.link_seconds(received), link_bytes=received)
         return Cost(seconds=self._copy(sizes))
+
+    def _without_results(self, inside: Cost, op: Op) -> Cost:
+        """The cost without the memory of the results, which the caller counts."""
+        results = sum(self.size(value.aval) for value in op.outputs)
+        return dataclasses.replace(inside, temp_bytes=max(inside.temp_bytes - results, 0.0))
 
     def _received(self, op: Op) -> float:
         """Bytes that a device receives from the others in a collective, sent in a ring."""

@@ -1,13 +1,13 @@
 """A traced program as a list of operations, grouped into XLA's fusions.
 
 The list has the bodies of calls in place of the calls, and no views: a view is its operand. It
-leaves out operations that no result needs. Loops, `jax.shard_map` and kernels stay single
+leaves out operations that no result needs. Loops, `jax.shard_map`, kernels and the loss stay single
 operations.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,7 +27,10 @@ SLICES = frozenset("slice dynamic_slice split gather".split())
 UPDATES = frozenset("dynamic_update_slice scatter scatter-add scatter_add".split())
 # Names of the parameter that holds the body of a call.
 _BODIES = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
-_CONTROL = frozenset(("scan", "while", "cond", "shard_map"))
+LOSS = "linear_cross_entropy"
+_CONTROL = frozenset(("scan", "while", "cond", "shard_map", LOSS))
+# The primitives of `pallas_kernels.operation`.
+_OPERATIONS = frozenset(("operation", "operation_backward"))
 # Exchanges between the devices of an axis, in a `jax.shard_map`.
 COLLECTIVES = frozenset(("all_gather", "reduce_scatter", "all_to_all", "psum"))
 
@@ -85,15 +88,25 @@ def _is_opaque(name: str) -> bool:
     )
 
 
-def operations(jaxpr: Any) -> tuple[list[Op], list[Value], list[Value]]:
-    """The operations that a jaxpr's results need, the jaxpr's inputs, and its results."""
+def operations(
+    jaxpr: Any, body_of_device: Callable[[Any], Any] | None = None
+) -> tuple[list[Op], list[Value], list[Value]]:
+    """The operations that a jaxpr's results need, the jaxpr's inputs, and its results.
+
+    Args:
+      jaxpr: Jaxpr to read.
+      body_of_device: Function from an equation of `custom_partitioning` to the jaxpr to read in its
+        place; by default its own.
+    """
     inputs = [Value(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)]
     ops: list[Op] = []
-    results = _flatten(jaxpr, inputs, ops)
+    results = _flatten(jaxpr, inputs, ops, body_of_device)
     return _live(ops, results), inputs, results
 
 
-def _flatten(jaxpr: Any, inputs: list[Value], ops: list[Op]) -> list[Value]:
+def _flatten(
+    jaxpr: Any, inputs: list[Value], ops: list[Op], body_of_device: Callable[[Any], Any] | None
+) -> list[Value]:
     """Appends the operations of a jaxpr and of its calls to `ops`; returns its results."""
     values: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
     read = lambda atom: Value(atom.aval) if hasattr(atom, "val") else values[atom]
@@ -101,12 +114,17 @@ def _flatten(jaxpr: Any, inputs: list[Value], ops: list[Op]) -> list[Value]:
         name = eqn.primitive.name
         operands = [read(atom) for atom in eqn.invars]
         body = None
-        if name not in _CONTROL and not is_kernel(name):
+        if name == "custom_partitioning" and body_of_device is not None:
+            body = body_of_device(eqn)
+        elif name in _OPERATIONS and eqn.params["operation"].name == LOSS:
+            name = LOSS
+        elif name not in _CONTROL and not is_kernel(name):
             body = next((eqn.params[key] for key in _BODIES if key in eqn.params), None)
         if body is not None and hasattr(getattr(body, "jaxpr", body), "eqns"):
             body = getattr(body, "jaxpr", body)
             consts = [Value(var.aval) for var in body.constvars]
-            outputs = _flatten(body, [*consts, *operands[len(operands) - len(body.invars) :]], ops)
+            operands = [*consts, *operands[len(operands) - len(body.invars) :]]
+            outputs = _flatten(body, operands, ops, body_of_device)
         elif name in _VIEWS or (name in _PERHAPS_VIEWS and _is_view(eqn)):
             outputs = operands[: len(eqn.outvars)]
         else:

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -31,6 +31,7 @@ from pallas_kernels import hardware
 from train.config import MeshConfig, TrainConfig
 from train.formats import format_count
 from train.planner import cost
+from train.planner.splits import Splits
 from train.planner.target import MARGIN, Target, memory_fraction
 from train.reporting import metrics
 from train.step import abstract_state, jit_train_step, memory_in_bytes
@@ -73,25 +74,22 @@ class Programs:
         """Traces the step."""
         mesh, rates = self.target.mesh, self.target.rates
         state = abstract_state(config, mesh)
-        leaves = jax.tree.leaves(state)
-        # An array with the shape of a parameter is split like the parameter (gradients, updates),
-        # and every other array like the batch.
-        parts = {a.shape: a.size / math.prod(a.sharding.shard_shape(a.shape)) for a in leaves}
-        nbytes = lambda a: cost.nbytes(a) / parts.get(a.shape, mesh.size)
-        self._traced[config] = self._in_context(
-            lambda: jit_train_step(config, state).trace(state, abstract_batch(config, mesh))
-        )
-        found = cost.estimate(
-            self._traced[config].jaxpr,
-            rates,
-            bytes_per_device=nbytes,
-            num_devices=mesh.size,
-            num_aliased=len(leaves),
-            hidden_axes=BATCH_AXES,
-        )
+        leaves, splits = jax.tree.leaves(state), Splits(state, mesh)
+        with self._context():
+            traced = jit_train_step(config, state).trace(state, abstract_batch(config, mesh))
+            found = cost.estimate(
+                traced.jaxpr,
+                rates,
+                bytes_per_device=splits.bytes_per_device,
+                num_devices=mesh.size,
+                num_aliased=len(leaves),
+                hidden_axes=BATCH_AXES,
+                body_of_device=splits.body_of_device,
+            )
+        self._traced[config] = traced
         received = found.link_bytes + self._hidden_link_bytes(config, state)
         seconds = max(found.seconds, rates.link_seconds(received))
-        return seconds, int(sum(map(nbytes, leaves)) + found.temp_bytes)
+        return seconds, int(sum(map(splits.bytes_per_device, leaves)) + found.temp_bytes)
 
     def memory(self, config: TrainConfig) -> int:
         """Compiles the step."""
@@ -102,16 +100,18 @@ class Programs:
         if config not in self._traced:
             self.estimate(config)
         traced = self._traced.pop(config)
-        return self._in_context(lambda: traced.lower().compile())
+        with self._context():
+            return traced.lower().compile()
 
-    def _in_context[T](self, fn: Callable[[], T]) -> T:
+    @contextlib.contextmanager
+    def _context(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(jax.set_mesh(self.target.mesh))
             device = self.target.mesh.devices.flat[0]
             if device not in jax.local_devices():
                 # The default device decides which kernels run, and for which architecture.
                 stack.enter_context(jax.default_device(device))
-            return fn()
+            yield
 
     def _hidden_link_bytes(self, config: TrainConfig, state: Any) -> float:
         """Bytes received to gather the parameters twice and to sum the gradients."""

@@ -43,7 +43,7 @@ from pallas_kernels.loss.mosaic_gpu import statistics as linear_statistics
 from pallas_kernels.loss.mosaic_gpu.statistics import (
     Config,
     Repetition,
-    Transposed,
+    Stored,
     linear_exponentials,
 )
 from pallas_kernels.loss.token_loss import LogitStatistics, LossOptions
@@ -63,7 +63,7 @@ def unsupported_reason(
     return linear_statistics.unsupported_reason(x, weight, weight_layout)
 
 
-_STATIC = "num_columns", "z_loss", "transposed", "weight_layout", "config"
+_STATIC = "num_columns", "z_loss", "stored", "weight_layout", "config"
 
 
 # A program calls this for the first chunk and for the others. JAX lowers a jitted function once.
@@ -76,13 +76,13 @@ def loss_of_linear(
     *,
     num_columns: int,
     z_loss: float = 0.0,
-    transposed: Transposed | None = None,
+    stored: Stored | None = None,
     weight_layout: WeightLayout = "vd",
     config: Config | None = None,
 ) -> tuple[LogitStatistics, Float[Array, "rows columns"], Float[Array, " T"]]:
     """`(statistics, dz, factor)` of the logits, with dlogits `factor[:, None] * dz`.
 
-    `dz` is `[T, V]`, or is stored as `transposed` says.
+    `dz` is `[T, V]`, or as `stored` says.
 
     A coefficient of 0 gives a row of finite numbers with the factor 0, whatever the logits are.
 
@@ -93,7 +93,7 @@ def loss_of_linear(
       coefficients: Factor of each token's loss.
       num_columns: Number of columns without padding.
       z_loss: Weight of the squared logsumexp.
-      transposed: Layout of a `dz` with a row for each column; None for `[T, V]`.
+      stored: Layout of `dz`; None for `[T, V]`.
       weight_layout: Layout of `weight`.
       config: Launch parameters; chosen if None.
     """
@@ -109,14 +109,14 @@ def loss_of_linear(
         weight,
         labels,
         num_columns=num_columns,
-        transposed=transposed,
+        stored=stored,
         weight_layout=weight_layout,
         config=config,
     )
     scale = (coefficients != 0).astype(jnp.float32)
     # The GEMM of dweight multiplies the padding after the tokens with zeros, so the padding must be
     # finite. A scale makes it 0. Without one, an infinite weight times the zeros for x makes NaN.
-    has_scale = transposed is not None and len(x) % TILE_K != 0
+    has_scale = stored is not None and len(x) % TILE_K != 0
     found = exponentials(offset, scale=scale if has_scale else None)
     largest = found.largest * _LOG2_E
     # Also true where a number is NaN, or where only one order of the products overflows.
@@ -138,7 +138,7 @@ def loss_of_linear(
     bits = jnp.finfo(x.dtype)
     rounded = jax.lax.reduce_precision(at_label, bits.nexp, bits.nmant)
     dz = _with_labels(
-        found.values, labels, rounded, has_gradient, num_columns=num_columns, transposed=transposed
+        found.values, labels, rounded, has_gradient, num_columns=num_columns, stored=stored
     )
     factor = coefficients * slope / found.total
     factor *= jnp.where(has_gradient & (rounded != 0), at_label / rounded, 1.0)
@@ -248,13 +248,11 @@ def _with_labels(
     where: Bool[Array, " T"],
     *,
     num_columns: int,
-    transposed: Transposed | None = None,
+    stored: Stored | None = None,
 ) -> Float[Array, "rows columns"]:
     """The values, with `at_label` in the label's entry of each token that `where` selects."""
-    tokens = jnp.arange(len(labels))
-    if transposed is None:
-        place = tokens, jnp.where(where, labels, values.shape[1])
-    else:
-        row = transposed.row_of(labels, num_columns)
-        place = jnp.where(where, row, len(values)), tokens
+    tokens = jnp.arange(len(labels), dtype=labels.dtype)
+    place = (tokens, labels) if stored is None else stored.place(tokens, labels, num_columns)
+    # A place of its own for each entry that is dropped.
+    place = jnp.where(where, place[0], len(values) + tokens), place[1]
     return values.at[place].set(at_label.astype(values.dtype), mode="drop", unique_indices=True)

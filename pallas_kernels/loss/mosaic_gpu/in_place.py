@@ -26,6 +26,8 @@ scheduler reordered the whole training step of a Llama of 1B, which then took 2.
 Memory beside arguments and results holds the copied exponentials, `x` times its factors, and
 statistics: 154 MiB at 8192 x 4096 x 128256, where chunks of 2048 tokens take 581.
 
+A `dweight` of `[D, V]` is made in bands of columns instead. `columns_in_place.py` says how.
+
 The price: if the loss of one token is above 44 nats, the first GEMM runs again for all tokens, and
 not only for a chunk.
 """
@@ -36,22 +38,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gpu.hopper_gemm import BLOCK_M
+from pallas_kernels.gpu.device import Device
+from pallas_kernels.gpu.hopper_gemm import BLOCK_M, Operand
 from pallas_kernels.loss.config import Config
-from pallas_kernels.loss.mosaic_gpu import exponentials, products
-from pallas_kernels.loss.mosaic_gpu.statistics import Transposed
+from pallas_kernels.loss.layout import Embedding, WeightLayout, sizes
+from pallas_kernels.loss.mosaic_gpu import columns_in_place, exponentials, products
+from pallas_kernels.loss.mosaic_gpu.columns_in_place import Part
+from pallas_kernels.loss.mosaic_gpu.statistics import Interleaved, Stored, Transposed
 from pallas_kernels.loss.token_loss import LogitStatistics
 
 
 class Bands(NamedTuple):
-    """How the rows of `dweight` are made.
+    """How the rows of a `dweight [V, D]` are made, or the columns of a `dweight [D, V]`.
 
     Attributes:
-      size: Number of rows of a band, a multiple of 128; all rows if there are no bands.
+      size: Number of rows of a band, a multiple of 128, or of columns, a multiple of 256; all of
+        them if there are no bands.
       number: Number of bands, which make the last rows. It is 0 or at least 2, because XLA makes no
         loop of a single step.
-      num_copied: Number of rows above the bands, whose exponentials are copied: a multiple of 128,
-        and at least a band; 0 without bands.
+      num_copied: Number of rows before the bands, whose exponentials are copied: a multiple as
+        `size`, and at least a band; 0 without bands.
     """
 
     size: int
@@ -88,34 +94,83 @@ def row_width(hidden_size: int, dtype: jnp.dtype) -> int:
     return hidden_size * dtype.itemsize // 2
 
 
+def unsupported_reason(
+    x: Operand, weight: Operand, dtype: jnp.dtype, weight_layout: WeightLayout
+) -> str | None:
+    """Why `dweight`, of this dtype, cannot hold exponentials, or None if it can."""
+    vocab_size, hidden_size = sizes(weight, weight_layout)
+    block = columns_of_block(weight_layout)
+    if vocab_size % block:
+        kind = "" if weight_layout == "vd" else " in [D, V]"
+        return f"a vocabulary of {vocab_size}{kind} is not a multiple of {block}"
+    width = row_width(hidden_size, dtype)
+    if weight_layout == "vd":
+        values = jax.ShapeDtypeStruct((vocab_size, width), x.dtype)
+        return products.unsupported_reason(values, weight, dtype)
+    if hidden_size % BLOCK_M:
+        return f"weight is [D, V], and D = {hidden_size} is no multiple of {BLOCK_M}"
+    values = jax.ShapeDtypeStruct((hidden_size, vocab_size * width // hidden_size), x.dtype)
+    return products.unsupported_reason(values, weight, dtype, "NK")
+
+
+def columns_of_block(weight_layout: WeightLayout) -> int:
+    """Number that the columns of the vocabulary in a band are a multiple of."""
+    return BLOCK_M if weight_layout == "vd" else columns_in_place.TILE
+
+
+def time_of_bands(
+    bands: Bands, hidden_size: int, weight_layout: WeightLayout, device: Device
+) -> int:
+    """Estimate of the time to make `dweight`, in columns of the tiles of one multiprocessor."""
+    if weight_layout == "vd":
+        cost = lambda n: products.best_tile(n, hidden_size, device)[0] + products.STORE_COST
+        return bands.number * cost(bands.size) + 2 * cost(bands.num_copied // 2)
+    tiles = lambda n: columns_in_place.num_tiles(hidden_size, n, device)
+    per_tile = columns_in_place.TILE + products.STORE_COST
+    of_bands = bands.number * (tiles(bands.size) * per_tile + products.STORE_COST)
+    return of_bands + tiles(bands.num_copied) * per_tile + products.STORE_COST
+
+
 def loss_and_gradients(
     x: Float[Array, "T D"],
-    weight: Float[Array, "V D"],
+    weight: Embedding,
     labels: Int[Array, " T"],
     coefficients: Float[Array, " T"],
     *,
     extent: Extent,
     z_loss: float,
+    weight_layout: WeightLayout = "vd",
     config: Config,
-) -> tuple[LogitStatistics, Float[Array, "T D"], Float[Array, "V D"]]:
+) -> tuple[LogitStatistics, Float[Array, "T D"], Embedding]:
     """`(statistics, dx, dweight)` of the sum of `coefficients · loss`.
 
     Above 80 lines, because its steps are functions that share its arrays.
 
     Args:
       x: Hidden states of the tokens of `extent`, bfloat16.
-      weight: Output embedding, bfloat16; V is a multiple of 128.
+      weight: Output embedding, bfloat16; V is a multiple of 128, or of 256 in `[D, V]`.
       labels: Column of each token. A label outside of `[0, V)` is no column.
       coefficients: Factor of each token's loss. Where it is 0, `dx` is 0, whatever the logits are.
       extent: Tokens inside and beside, dtype and bands of `dweight`.
       z_loss: Weight of the squared logsumexp.
+      weight_layout: Layout of `weight` and `dweight`.
       config: Launch parameters.
     """
-    num_inside, dtype, bands = extent.num_inside, extent.dtype, extent.bands
-    vocab_size, hidden_size = weight.shape
-    width = row_width(hidden_size, dtype)
+    vocab_size, hidden_size = sizes(weight, weight_layout)
+    width = row_width(hidden_size, extent.dtype)
+    lines = extent.num_beside + -extent.num_beside % BLOCK_M
+    # Where the exponentials are, inside and beside.
+    if weight_layout == "vd":
+        inside = Transposed(width=width, shift=extent.bands.num_copied)
+        outside = Transposed(width=lines, shift=0)
+        operands: dict[str, Any] = {"a_layout": "KM"}
+    else:
+        tile = columns_in_place.TILE
+        inside = Interleaved(height=hidden_size, tokens_of_row=width // hidden_size, tile=tile)
+        outside = Interleaved(height=lines, tokens_of_row=1, tile=tile)
+        operands = {"a_layout": "MK", "b_layout": "NK"}
 
-    def loss_and_dx(tokens: slice, place: Transposed) -> tuple[LogitStatistics, *tuple[Any, ...]]:
+    def loss_and_dx(tokens: slice, place: Stored) -> tuple[LogitStatistics, *tuple[Any, ...]]:
         found, values, factor = exponentials.loss_of_linear(
             x[tokens],
             weight,
@@ -123,31 +178,28 @@ def loss_and_gradients(
             coefficients[tokens],
             num_columns=vocab_size,
             z_loss=z_loss,
-            transposed=place,
+            stored=place,
+            weight_layout=weight_layout,
             config=config.linear,
         )
         dx = products.product(
             values,
             weight,
-            a_layout="KM",
+            **operands,
+            a_stored=place if isinstance(place, Interleaved) else None,
             num_rows=len(factor),
             row_factor=factor,
-            first_row_of_b=place.shift,
+            first_row_of_b=place.shift if isinstance(place, Transposed) else 0,
             dtype=x.dtype,
             kernel_name="input_gradient",
             config=config.dx,
         )
         return found, values, factor, dx
 
-    found, values, factor, dx = loss_and_dx(
-        slice(num_inside), Transposed(width=width, shift=bands.num_copied)
-    )
+    found, values, factor, dx = loss_and_dx(slice(extent.num_inside), inside)
     beside = None
     if extent.num_beside:
-        lines = extent.num_beside + -extent.num_beside % BLOCK_M
-        found_beside, beside, *of_tokens = loss_and_dx(
-            slice(num_inside, None), Transposed(width=lines, shift=0)
-        )
+        found_beside, beside, *of_tokens = loss_and_dx(slice(extent.num_inside, None), outside)
         found, factor, dx = jax.tree.map(
             lambda *parts: jnp.concatenate(parts),
             (found, factor, dx),
@@ -156,6 +208,23 @@ def loss_and_gradients(
     scaled_x = exponentials.scaled(x, factor)
     # All reads of whole exponentials end before a band writes over some. Otherwise XLA copies.
     values, beside, dx, scaled_x = jax.lax.optimization_barrier((values, beside, dx, scaled_x))
+    if isinstance(inside, Interleaved) and isinstance(outside, Interleaved):
+        dweight = _by_columns(values, beside, scaled_x, extent, (inside, outside), config)
+    else:
+        dweight = _by_rows(values, beside, scaled_x, extent, config)
+    return found, dx, dweight
+
+
+def _by_rows(
+    values: Float[Array, "V width"],
+    beside: Float[Array, "V lines"] | None,
+    scaled_x: Float[Array, "T D"],
+    extent: Extent,
+    config: Config,
+) -> Float[Array, "V D"]:
+    """`dweight` in bands of rows."""
+    dtype, bands = extent.dtype, extent.bands
+    (vocab_size, width), hidden_size = values.shape, scaled_x.shape[1]
 
     def rows_of(inside: jax.Array, start) -> jax.Array:
         """The rows of `dweight` from `start` on, from their exponentials inside and beside."""
@@ -172,11 +241,11 @@ def loss_and_gradients(
         )
 
     if not bands.number:
-        return found, dx, rows_of(values, 0)
+        return rows_of(values, 0)
 
     copied = jax.lax.slice_in_dim(values, vocab_size - bands.num_copied, vocab_size)
     values, copied = jax.lax.optimization_barrier((values, copied))
-    if dtype.itemsize > x.dtype.itemsize:
+    if dtype.itemsize > scaled_x.dtype.itemsize:
         values = values.reshape(vocab_size, hidden_size, -1)
     dweight = jax.lax.bitcast_convert_type(values, dtype)
 
@@ -187,7 +256,7 @@ def loss_and_gradients(
         start = vocab_size - (i + 1) * bands.size
         # The slice comes before the change of dtype. Otherwise the GEMM reads a copy of it.
         inside = jax.lax.dynamic_slice_in_dim(dweight, start - bands.num_copied, bands.size)
-        inside = jax.lax.bitcast_convert_type(inside, x.dtype).reshape(bands.size, width)
+        inside = jax.lax.bitcast_convert_type(inside, scaled_x.dtype).reshape(bands.size, width)
         return with_rows(dweight, inside, start)
 
     def with_copied(i, dweight: jax.Array) -> jax.Array:
@@ -196,4 +265,40 @@ def loss_and_gradients(
         return with_rows(dweight, inside, i * half)
 
     dweight = jax.lax.fori_loop(0, bands.number, with_band, dweight)
-    return found, dx, jax.lax.fori_loop(0, 2, with_copied, dweight)
+    return jax.lax.fori_loop(0, 2, with_copied, dweight)
+
+
+def _by_columns(
+    values: Float[Array, "D width"],
+    beside: Float[Array, "lines V"] | None,
+    scaled_x: Float[Array, "T D"],
+    extent: Extent,
+    places: tuple[Interleaved, Interleaved],
+    config: Config,
+) -> Float[Array, "D V"]:
+    """`dweight` in bands of columns, each from a copy of its exponentials."""
+    dtype, bands, (place, place_beside) = extent.dtype, extent.bands, places
+    hidden_size, width = values.shape
+    vocab_size = width // place.tokens_of_row
+    if dtype.itemsize > values.dtype.itemsize:
+        values = values.reshape(hidden_size, vocab_size, -1)
+    dweight = jax.lax.bitcast_convert_type(values, dtype)
+
+    def with_columns(dweight: jax.Array, start, num_columns: int) -> jax.Array:
+        inside = jax.lax.dynamic_slice_in_dim(dweight, start, num_columns, axis=1)
+        inside = jax.lax.bitcast_convert_type(inside, scaled_x.dtype).reshape(hidden_size, -1)
+        # The copy ends before the kernel writes. Otherwise XLA would copy all of `dweight`.
+        dweight, inside = jax.lax.optimization_barrier((dweight, inside))
+        parts = [Part(inside, place, 0)]
+        if beside is not None:
+            parts.append(Part(beside, place_beside, start))
+        return columns_in_place.with_columns(
+            dweight, parts, scaled_x, start, num_columns=num_columns, config=config.dweight
+        )
+
+    def with_band(i, dweight: jax.Array) -> jax.Array:
+        return with_columns(dweight, vocab_size - (i + 1) * bands.size, bands.size)
+
+    if bands.number:
+        dweight = jax.lax.fori_loop(0, bands.number, with_band, dweight)
+    return with_columns(dweight, 0, bands.num_copied or vocab_size)

@@ -7,7 +7,7 @@ on an H100, 2048 rows of `dweight` of 4096 with 8192 tokens take 182 us, and 20 
 XLA has a Mosaic kernel read its operands where they are, and write its result where it belongs, in
 the dtype that it has there. This one takes 178 us.
 
-`b` is contiguous along N, and `a` may be transposed. So wgmma reads one or both operands transposed
+`a` and `b` may be contiguous along K or not. So wgmma reads none, one or both operands transposed
 from shared memory, which costs nothing for types of 16 bits. The loop is the one in
 `pallas_kernels/gpu/hopper_gemm.py`. Results leave a warpgroup through shared memory, 128 bytes of
 each row at a time: one piece is made while the piece before is stored.
@@ -17,6 +17,7 @@ The kernel makes no sums over chunks of tokens, although TMA can add the values 
 to 1.09. At 1024 x 256000 x 2304 it takes 1.8 times such a product; cuBLAS' sum takes 1.47.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -44,6 +45,7 @@ from pallas_kernels.gpu.hopper_gemm import (
 )
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load
+from pallas_kernels.loss.mosaic_gpu.statistics import Interleaved
 
 _LINE_BYTES = 128  # bytes of a row that go through shared memory at a time
 _TILES = (256, 192, 128)  # columns; one must divide N, where TMA does not cut a tile
@@ -94,11 +96,13 @@ def best_tile(num_rows: int, num_columns: int, device: Device) -> tuple[int, int
     return cost, -tile_n
 
 
-def unsupported_reason(a: Operand, b: Operand, dtype: DTypeLike) -> str | None:
+def unsupported_reason(
+    a: Operand, b: Operand, dtype: DTypeLike, b_layout: Literal["KN", "NK"] = "KN"
+) -> str | None:
     """Why the kernel cannot run these arguments on the default device, or None if it can."""
     reason = hopper_gemm.unsupported_reason(target_device(), a, b)
-    if reason is None and all(b.shape[1] % n for n in _TILES):
-        reason = f"b of shape {b.shape}: its rows are a multiple of none of {_TILES}"
+    if reason is None and all(b.shape[b_layout.index("N")] % n for n in _TILES):
+        reason = f"b of shape {b.shape}: N in {b_layout!r} is a multiple of none of {_TILES}"
     if reason is None and a.shape[1] % BLOCK_M:
         reason = f"a of shape {a.shape}: its rows are no multiple of {BLOCK_M}"
     if reason is None and jnp.dtype(dtype) not in _RESULTS:
@@ -108,17 +112,19 @@ def unsupported_reason(a: Operand, b: Operand, dtype: DTypeLike) -> str | None:
 
 def product(
     a: Float[Array, "I J"] | Sequence[Float[Array, "I _"]],
-    b: Float[Array, "K N"],
+    b: Float[Array, "rows columns"],
     *,
     a_layout: Literal["MK", "KM"],
+    b_layout: Literal["KN", "NK"] = "KN",
+    a_stored: Interleaved | None = None,
     dtype: DTypeLike,
     num_rows: int | None = None,
     row_factor: Float[Array, " M"] | None = None,
     first_row_of_b: int = 0,
     kernel_name: str = "product",
     config: Config | None = None,
-) -> Float[Array, "M N"]:
-    """`a @ b` or `a.T @ b`, added up in float32 and rounded once.
+) -> Float[Array, "M _"]:
+    """The product of `a` and `b`, added up in float32 and rounded once.
 
     Above 80 lines, because it documents and checks many arguments that its kernel's body needs.
 
@@ -126,10 +132,13 @@ def product(
       a: Array of layout `a_layout`, bfloat16 or float16; J is a multiple of 128. Columns past K, or
         M, are not read. `"MK"` may have several arrays that follow each other in K; all except the
         last are read whole.
-      b: Matrix in the dtype of `a`; N is a multiple of 128 or 192.
+      b: Matrix of layout `b_layout`, in the dtype of `a`; N is a multiple of 128 or 192.
       a_layout: Layout of `a`: `"MK"` for `a @ b`, `"KM"` for `a.T @ b`.
+      b_layout: Layout of `b`: `"NK"` for a product with `b.T`.
+      a_stored: Layout of an `a` that is `"MK"`, whose rows are tokens; None for a plain array.
       dtype: Dtype of the result: float32, bfloat16 or float16.
-      num_rows: Number of rows of the result, M, if the layout is `"KM"`; None is J.
+      num_rows: Number of rows of the result, M, if `a` is `"KM"` or there is `a_stored`; None
+        takes M from `a`.
       row_factor: Factor of each row of the result, applied before rounding.
       first_row_of_b: Row of `b` that goes with the first element of K, a multiple of 64; the rows
         before it follow the last. If it is not 0, K must be a multiple of 64.
@@ -142,11 +151,13 @@ def product(
     """
     parts = [a] if isinstance(a, jax.Array) else list(a)
     for part in parts:
-        if (reason := unsupported_reason(part, b, dtype)) is not None:
+        if (reason := unsupported_reason(part, b, dtype, b_layout)) is not None:
             raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
-    depth, num_columns = b.shape
+    depth, num_columns = (b.shape[b_layout.index(axis)] for axis in "KN")
     shape = parts[0].shape
     available = sum(part.shape[a_layout.index("K")] for part in parts)
+    if a_stored is not None:
+        available //= a_stored.tokens_of_row
     if available < depth:
         raise ValueError(f"a has {available} of the {depth} in K that b of shape {b.shape} has")
     if num_rows is None:
@@ -162,7 +173,7 @@ def product(
             f"{num_columns} columns, which must divide them"
         )
     # This makes copies if K is not a multiple of 64.
-    b = jnp.pad(b, ((0, -depth % TILE_K), (0, 0)))
+    b = jnp.pad(b, [(0, -depth % TILE_K) if axis == "K" else (0, 0) for axis in b_layout])
     if a_layout == "KM":
         parts = [jnp.pad(part, ((0, -depth % TILE_K), (0, 0))) for part in parts]
     operands = [b, *parts]
@@ -172,10 +183,10 @@ def product(
         config=config,
         num_rows=num_rows,
         num_columns=num_columns,
-        depth=len(b),
+        depth=b.shape[b_layout.index("K")],
         dtype=b.dtype,
         a_layout=a_layout,
-        b_layout="KN",
+        b_layout=b_layout,
     )
     width = _LINE_BYTES // dtype.itemsize
     num_pieces = config.tile_n // width
@@ -186,6 +197,10 @@ def product(
         a_gmems, refs = list(refs[: len(parts)]), list(refs[len(parts) :])
         factor_gmem = None if row_factor is None else refs.pop(0)
         result_gmem, pieces_smem, *scratch = refs
+
+        def stored_part(stored, row, step):
+            at = stored.aligned(row, step * TILE_K)
+            return [(None, a_gmems[0].at[pl.ds(at[0], BLOCK_M), pl.ds(at[1], TILE_K)])]
 
         def tile(row, column, multiply):
             factor = None
@@ -207,6 +222,7 @@ def product(
             tile=tile,
             end=wait_for_pieces,
             first_step_of_b=first_row_of_b // TILE_K,
+            parts_of_a=None if a_stored is None else functools.partial(stored_part, a_stored),
         )
 
     # Whole groups of 8 rows, because TMA swizzles 8 rows together and cuts no group.

@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
@@ -148,7 +149,7 @@ class Exponentials(NamedTuple):
 
     Attributes:
       values: Exponentials `2^(logit · log2(e) - offset)`, times the scale if there is one, in the
-        dtype of `x`; 0 in the padding of the columns. `[T, V]`, or as `Transposed` says.
+        dtype of `x`; 0 in the padding of the columns. `[T, V]`, or as `Stored` says.
       total: Sum of the exponentials before scale and rounding.
       of_label: Exponential of the label before scale and rounding; 0 if the label is no column.
       label_logit: Logit of the label, as in `LogitStatistics`.
@@ -178,9 +179,63 @@ class Transposed(NamedTuple):
     width: int
     shift: int
 
-    def row_of(self, column: Any, num_columns: int) -> Any:
-        """Row of a column."""
-        return jnp.where(column < self.shift, column + num_columns, column) - self.shift
+    is_turned = True
+
+    def shape(self, num_columns: int) -> tuple[int, int]:
+        """Shape of the array."""
+        return num_columns, self.width
+
+    def place(self, token: Any, column: Any, num_columns: int) -> tuple[Any, Any]:
+        """Row and column in the array."""
+        row = jnp.where(column < self.shift, column + num_columns, column) - self.shift
+        return row, token
+
+
+class Interleaved(NamedTuple):
+    """Layout of exponentials in the memory of `[height, V]`, so that columns keep their bytes.
+
+    `tile` columns of a float32 `[height, V]` have the memory of the exponentials of `2 · height`
+    tokens and as many columns. A row of the array holds, for each tile of columns in turn, the
+    exponentials of each of its tokens.
+
+    Attributes:
+      height: Number of rows, a multiple of 128. Row r holds the tokens r, r + height and so on. Up
+        to the next multiple of 64 tokens follow values that the kernel makes of zeros for `x` and
+        scale. Rows after them are not written.
+      tokens_of_row: Number of tokens that a row holds.
+      tile: Number of columns of a tile, a multiple of 64 that divides V.
+    """
+
+    height: int
+    tokens_of_row: int
+    tile: int
+
+    is_turned = False
+
+    def shape(self, num_columns: int) -> tuple[int, int]:
+        """Shape of the array."""
+        return self.height, self.tokens_of_row * num_columns
+
+    def place(self, token: Any, column: Any, num_columns: int | None = None) -> tuple[Any, Any]:
+        """Row and column in the array."""
+        del num_columns
+        turn, row = _divided(token, self.height)
+        tile, inside = _divided(column, self.tile)
+        return row, (tile * self.tokens_of_row + turn) * self.tile + inside
+
+    def aligned(self, token: Any, column: Any) -> tuple[Any, Any]:
+        """The result of `place` for multiples of 64, in a kernel."""
+        row, place = self.place(token, column)
+        return pl.multiple_of(row, TILE_M), pl.multiple_of(place, _PIECE)
+
+
+def _divided(a: Any, divisor: int) -> tuple[Any, Any]:
+    """Quotient and remainder in the dtype of `a`, also where a Python number would have 64 bits."""
+    number = np.asarray(divisor, a.dtype)[()]
+    return jax.lax.div(a, number), jax.lax.rem(a, number)
+
+
+type Stored = Transposed | Interleaved
 
 
 class Repetition(NamedTuple):
@@ -205,7 +260,7 @@ def linear_exponentials(
     num_columns: int,
     scale: Float[Array, " T"] | None = None,
     repetition: Repetition | None = None,
-    transposed: Transposed | None = None,
+    stored: Stored | None = None,
     weight_layout: WeightLayout = "vd",
     config: Config | None = None,
 ) -> Exponentials:
@@ -223,8 +278,7 @@ def linear_exponentials(
       scale: Factor of each token's `values` before rounding. A factor of 0 makes them 0, whatever
         the logits are.
       repetition: Result of a first call, and whether a second is needed; None for a first call.
-      transposed: Layout of `values` with a row for each column; `num_columns` is then a multiple of
-        128. None for `[T, V]`.
+      stored: Layout of `values`; `num_columns` is then a multiple of 128. None for `[T, V]`.
       weight_layout: Layout of `weight`.
       config: Launch parameters; chosen if None.
 
@@ -242,12 +296,12 @@ def linear_exponentials(
         offset=offset,
         scale=scale,
         repetition=repetition,
-        transposed=transposed,
+        stored=stored,
     )
     # One reduction instead of four.
     largest, label_logit, largest_before, of_label = jnp.max(running[1:], axis=1)
     found = Exponentials(
-        values=values if transposed is not None else values[: loop.num_rows],
+        values=values if stored is not None else values[: loop.num_rows],
         total=jnp.sum(running[0], axis=0),
         of_label=of_label,
         label_logit=_lowest_to_inf(label_logit),
@@ -310,7 +364,7 @@ def _running_statistics(
     offset: Float[Array, " T"] | None = None,
     scale: Float[Array, " T"] | None = None,
     repetition: Repetition | None = None,
-    transposed: Transposed | None = None,
+    stored: Stored | None = None,
 ) -> tuple[Float[Array, "statistics clusters T"], Any]:
     """`(running, exponentials)`: statistics of each cluster's tiles, in the order of `_START`.
 
@@ -350,14 +404,12 @@ def _running_statistics(
         arguments["scale"] = jnp.pad(scale, padding)
     values: Any = None
     if stores and repetition is None:
-        shape = len(x), padded_vocab
-        if transposed is not None:
-            shape = vocab_size, transposed.width
+        shape = (len(x), padded_vocab) if stored is None else stored.shape(vocab_size)
         out_type["values"] = jax.ShapeDtypeStruct(shape, x.dtype)
     if repetition is not None:
         arguments["is_needed"] = repetition.is_needed.astype(jnp.int32)[None]
         values = repetition.found.values
-        if transposed is None:
+        if stored is None:
             values = jnp.pad(values, ((0, len(x) - num_tokens), (0, 0)))
         # `loss_of_logits` in logits.py gives the reason for the barrier.
         arguments, values = jax.lax.optimization_barrier((arguments, values))
@@ -413,18 +465,19 @@ def _running_statistics(
 
                 def put():
                     slots = pieces_smem.at[jax.lax.axis_index("warpgroup")]
-                    if transposed is None:
-                        place = pl.ds(row, TILE_M), pl.ds(first, _PIECE)
-                    else:
-                        to = transposed.row_of(first, vocab_size)
-                        place = pl.ds(to, _PIECE), pl.ds(row, TILE_M)
-                    is_turned = transposed is not None
-                    store_piece(i, num_pieces, exp, slots, values_gmem.at[place], turned=is_turned)
+                    at = row, first
+                    if stored is not None:
+                        at = stored.place(row, first, vocab_size)
+                        at = pl.multiple_of(at[0], TILE_M), pl.multiple_of(at[1], TILE_M)
+                    # A piece has as many columns as rows.
+                    to = values_gmem.at[pl.ds(at[0], TILE_M), pl.ds(at[1], _PIECE)]
+                    is_turned = stored is not None and stored.is_turned
+                    store_piece(i, num_pieces, exp, slots, to, turned=is_turned)
 
                 is_inside = None
                 if padded_vocab % tile_n:
                     is_inside = first < padded_vocab
-                if transposed is not None and num_tokens % (cluster * BLOCK_M):
+                if stored is not None and num_tokens % (cluster * BLOCK_M):
                     is_token = row < num_tokens
                     is_inside = is_token if is_inside is None else is_inside & is_token
                 if is_inside is None:
@@ -469,7 +522,7 @@ def _running_statistics(
             is_needed=of["is_needed"][0] != 0 if "is_needed" in of else None,
         )
 
-    running, *stored = gpu_kernel(
+    running, *written = gpu_kernel(
         kernel,
         out_type=list(out_type.values()),
         **loop.launch,
@@ -482,7 +535,7 @@ def _running_statistics(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         in_place=None if repetition is None else [*arguments].index("values"),
     )(*arguments.values())
-    return running[..., :num_tokens], stored[0] if stores else None
+    return running[..., :num_tokens], written[0] if stores else None
 
 
 def _with_tile(running, logits, label, label_here, num_columns, add_exp=None):

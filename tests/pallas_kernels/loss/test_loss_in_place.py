@@ -53,6 +53,35 @@ from support.numerics import quick_jit
     ids=str,
 )
 def test_in_place(monkeypatch, num_tokens, hidden, vocab, weight_dtype, reduction, bands):
+    check_in_place(monkeypatch, (num_tokens, hidden, vocab), weight_dtype, reduction, bands, 128)
+
+
+# The same for a weight [D, V], in blocks of 256 columns.
+@interpreted
+@pytest.mark.parametrize(
+    "num_tokens, hidden, vocab, weight_dtype, reduction, bands",
+    [
+        pytest.param(1, 128, 256, BF16, "mean", (1, 0, 0), marks=full),
+        pytest.param(100, 128, 768, BF16, "none", (1, 2, 1), marks=full),
+        pytest.param(129, 128, 768, BF16, "sum", (1, 1, 2), marks=full),  # one beside
+        (200, 128, 768, F32, "mean", (1, 2, 1)),
+        pytest.param(300, 128, 1280, F32, "mean", (1, 3, 2), marks=full),  # 44 beside
+        pytest.param(400, 128, 768, F32, "mean", (1, 2, 1), marks=full),  # 144 and twice 128
+        pytest.param(600, 256, 768, F32, "none", (1, 2, 1), marks=full),  # 88 beside
+        pytest.param(900, 256, 512, F16, "sum", (2, 0, 0), marks=full),
+    ],
+    ids=str,
+)
+def test_in_place_by_columns(
+    monkeypatch, num_tokens, hidden, vocab, weight_dtype, reduction, bands
+):
+    sizes = num_tokens, hidden, vocab
+    layout = {"weight_layout": "dv"}
+    check_in_place(monkeypatch, sizes, weight_dtype, reduction, bands, 256, **layout)
+
+
+def check_in_place(monkeypatch, sizes, weight_dtype, reduction, bands, block, **layout):
+    num_tokens, hidden, vocab = sizes
     arrays, labels = make_arrays((num_tokens,), hidden, vocab, F32, only=["x", "weight"])
     arrays["x"] = arrays["x"].astype(BF16)
     # Numbers of bfloat16, which are those of the GEMMs.
@@ -63,10 +92,10 @@ def test_in_place(monkeypatch, num_tokens, hidden, vocab, weight_dtype, reductio
     most = 128 if num_tokens == 400 else 256
     monkeypatch.setattr(plan_module, "_MIN_CHUNK", most)
     limit = 2 * vocab * most
-    bands = in_place.Bands(128 * bands[0], bands[1], 128 * bands[2])
+    bands = in_place.Bands(block * bands[0], bands[1], block * bands[2])
     assert bands.size * max(1, bands.number) + bands.num_copied == vocab
     monkeypatch.setattr(plan_module, "_bands", lambda *_: bands)
-    loss = in_place_loss(limit, reduction)
+    loss = in_place_loss(limit, reduction, **layout)
     cotangent = make_cotangent(reduction, labels.shape)
 
     def with_gradients(arrays, labels, cotangent):
@@ -74,7 +103,8 @@ def test_in_place(monkeypatch, num_tokens, hidden, vocab, weight_dtype, reductio
         return {"loss": value} | vjp(cotangent)[0]
 
     args = as_jax((arrays, labels, cotangent))
-    assert {"input_gradient", "weight_gradient_rows"} <= kernel_names(with_gradients, *args)
+    of_weight = "weight_gradient_columns" if layout else "weight_gradient_rows"
+    assert {"input_gradient", of_weight} <= kernel_names(with_gradients, *args)
     got = quick_jit(with_gradients)(*args)
     check_against_formula(
         got, arrays, labels, cotangent, implementation="mosaic_gpu", reduction=reduction

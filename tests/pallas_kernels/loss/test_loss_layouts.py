@@ -148,6 +148,20 @@ def test_vmap_makes_one_gradient_of_the_weight():
     check_against_formula(got, arrays, labels, make_cotangent("sum"), reduction="sum")
 
 
+@interpreted
+def test_the_plan_in_place_with_numbers_of_64_bits():
+    shape = jax.ShapeDtypeStruct
+    args = shape((300, 128), BF16), shape((128, 1024), F32), shape((300,), jnp.int32)
+    loss = functools.partial(
+        linear_cross_entropy, implementation="mosaic_gpu", max_logits_bytes=2**20, **DV
+    )
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        grad = jax.grad(loss, argnums=(0, 1))
+        assert "weight_gradient_columns" in kernel_names(grad, *args)
+        got = jax.eval_shape(grad, *args)
+    chex.assert_type(got, [BF16, F32])
+
+
 def test_wrong_layouts(unchecked_shapes):
     x, weight, labels = jnp.ones((6, 4)), jnp.ones((5, 4)), jnp.ones(6, jnp.int32)
     with pytest.raises(ValueError, match=r"weight_layout='nk' must be one of \('vd', 'dv'\)"):

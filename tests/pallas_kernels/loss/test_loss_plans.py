@@ -25,14 +25,16 @@ def h100(monkeypatch):
     monkeypatch.setattr(implementation, "runs_here", lambda: None)
 
 
-def arguments(num_tokens, hidden, vocab, dtype=BF16, weight_dtype=F32):
+def arguments(num_tokens, hidden, vocab, dtype=BF16, weight_dtype=F32, weight_layout="vd"):
     shape = jax.ShapeDtypeStruct
-    x, weight = shape((num_tokens, hidden), dtype), shape((vocab, hidden), weight_dtype)
+    of_weight = (vocab, hidden) if weight_layout == "vd" else (hidden, vocab)
+    x, weight = shape((num_tokens, hidden), dtype), shape(of_weight, weight_dtype)
     return x, weight, shape((num_tokens,), jnp.int32)
 
 
 def described(num_tokens, hidden, vocab, dtype: Any = BF16, weight_dtype: Any = F32, **options):
-    x, weight, labels = arguments(num_tokens, hidden, vocab, dtype, weight_dtype)
+    layout = options.get("weight_layout", "vd")
+    x, weight, labels = arguments(num_tokens, hidden, vocab, dtype, weight_dtype, layout)
     return linear_cross_entropy_plan(x, weight, labels, **options)
 
 
@@ -137,6 +139,35 @@ def test_what_is_in_place(chosen, shape, weight_dtype, limit, want):
     size, number, num_copied = bands
     assert size * max(1, number) + num_copied == shape[2]
     assert plan.without_dweight.by_exponentials
+
+
+@pytest.mark.usefixtures("h100")
+@pytest.mark.parametrize(
+    "shape, weight_dtype, want",
+    [
+        # (inside, beside, chunk size, bands), and the dtype of dweight.
+        ((8192, 4096, 128256), F32, (8192, 0, None, (5120, 24, 5376), F32)),
+        ((4096, 4096, 128256), BF16, (4096, 0, None, (8448, 14, 9984), BF16)),
+        ((16384, 2048, 128256), F32, (4096, 0, 2048, (8448, 14, 9984), F32)),
+        ((8192, 4096, 256), F32, (8192, 0, None, (256, 0, 0), F32)),
+        # Tiles of 256 columns, and blocks of 128 values of D.
+        ((8192, 4096, 151936), F32, None),
+        ((8192, 2880, 128256), F32, None),
+    ],
+    ids=str,
+)
+def test_what_is_in_place_of_columns(chosen, shape, weight_dtype, want):
+    options: dict[str, Any] = {"implementation": "mosaic_gpu", "weight_layout": "dv"}
+    plan = chosen(*shape, weight_dtype=weight_dtype, **options)
+    if want is None:
+        assert isinstance(plan, TokenChunks) and plan.by_exponentials
+        assert "[D, V]" in described(*shape, weight_dtype=weight_dtype, **options).reason
+        return
+    inside, beside, chunk_size, bands, dtype = want
+    extent = in_place.Extent(inside, beside, jnp.dtype(dtype), in_place.Bands(*bands))
+    assert (plan.extent, plan.chunk_size) == (extent, chunk_size)
+    size, number, num_copied = bands
+    assert size * max(1, number) + num_copied == shape[2]
 
 
 # The printed plan: (name, products with and without gradients, chunks, bytes, of which alone, and

@@ -396,6 +396,17 @@ def test_vmap_scan_and_checkpoint(save):
         chex.assert_trees_all_close(got, want, rtol=2e-5, atol=2e-5)
 
 
+def test_weights_that_the_caller_transposes():
+    """As Equinox and PyTorch store them. XLA for CPUs could not run the gradients' products."""
+    x, *weights, dy = args = make_args((2, 13, 24), 40, BF16, F32)
+    fn = lambda x, *weights: swiglu_mlp(x, *(w.T for w in weights), implementation="xla")
+    y, dx, *dw = quick_jit(lambda *args: value_and_grads(fn, args[:-1], args[-1]))(
+        x, *(w.T for w in weights), dy
+    )
+    got = [y, dx, *(g.T for g in dw)]
+    assert_as_accurate(got, graded_plain(*args), exact(*args), names=NAMES)
+
+
 @interpreted
 def test_kernels_under_vmap_and_scan():
     x, *weights, _ = make_args((2, 9, 128), 128, BF16)

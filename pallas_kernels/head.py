@@ -1,0 +1,48 @@
+"""Options of the loss and logits for sampling, which the heads of several frameworks share."""
+
+import inspect
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.loss import linear_cross_entropy
+from pallas_kernels.loss.layout import WeightLayout
+
+# All but the arrays, which a call or the layer has, and the layout, which the layer decides.
+LOSS_OPTIONS: dict[str, Any] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(linear_cross_entropy).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+    and name not in ("bias", "token_weights", "weight_layout")
+}
+
+
+def checked_options(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The loss options in the order of their names, hashable.
+
+    Raises:
+      TypeError: `linear_cross_entropy` has no such option.
+    """
+    if unknown := sorted(options.keys() - LOSS_OPTIONS.keys()):
+        raise TypeError(
+            f"{', '.join(unknown)}: not among the options of linear_cross_entropy, which are "
+            f"{', '.join(sorted(LOSS_OPTIONS))}"
+        )
+    return tuple(sorted(options.items()))
+
+
+def logits_of_head(
+    x: Float[Array, "*T D"],
+    weight: Float[Array, "_ _"],
+    bias: Float[Array, " V"] | None,
+    layout: WeightLayout,
+    softcap: float | None,
+) -> Float[Array, "*T V"]:
+    """The logits of the loss in float32, with operands in the dtype of `x`."""
+    z = jnp.einsum(
+        f"...d,{layout}->...v", x, weight.astype(x.dtype), preferred_element_type=jnp.float32
+    )
+    if bias is not None:
+        z += bias.astype(jnp.float32)
+    return z if softcap is None else softcap * jnp.tanh(z / softcap)

@@ -1,0 +1,225 @@
+"""Flax Linen modules over the operations, for use in any Linen model.
+
+Parameters have the names and shapes that Linen's own modules give them, and start from the same
+numbers, so that a checkpoint of `nn.RMSNorm` and `nn.Dense` loads unchanged. Initializers may carry
+metadata, such as those of `nn.with_partitioning` and `nn.with_logical_partitioning`. The modules
+run on any mesh, as their operations do.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.typing import Initializer
+from jax.nn import initializers
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Integer
+
+from pallas_kernels.head import LOSS_OPTIONS, logits_of_head
+from pallas_kernels.implementation import Implementation
+from pallas_kernels.loss import LossMetrics, linear_cross_entropy
+from pallas_kernels.loss.arguments import Reduction
+from pallas_kernels.loss.config import Config
+from pallas_kernels.mlp import Save, swiglu_mlp
+from pallas_kernels.norm import Casting, add_rms_norm, rms_norm
+
+_LECUN_NORMAL = initializers.lecun_normal()
+
+
+class _Norm(nn.Module):
+    """The fields that both norms share."""
+
+    epsilon: float = 1e-6
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    scale_init: Initializer | None = None
+    weight_offset: float = 0.0
+    casting: Casting = "float32"
+    implementation: Implementation | None = None
+
+    def _scale(self, x: Float[Array, "*T D"]) -> Float[Array, " D"]:
+        init = self.scale_init or initializers.constant(1.0 - self.weight_offset)
+        return self.param("scale", init, x.shape[-1:], self.param_dtype)
+
+    def _widened(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
+        """`x` in the dtype of the result if that is wider, so that nothing is rounded too early."""
+        dtype = self.dtype or x.dtype
+        return x.astype(dtype) if jnp.finfo(dtype).bits > jnp.finfo(x.dtype).bits else x
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """The keyword arguments of the operation."""
+        return {
+            "eps": self.epsilon,
+            "weight_offset": self.weight_offset,
+            "casting": self.casting,
+            "implementation": self.implementation,
+        }
+
+
+class RMSNorm(_Norm):
+    """`pallas_kernels.rms_norm` with its weight; it stands where `nn.RMSNorm` does.
+
+    The parameter is `scale` `[D]`. The statistics are float32.
+
+    Args:
+      epsilon: Number that is added to the mean square.
+      dtype: Dtype of the result; `None` takes the dtype of the input. (`nn.RMSNorm` would take the
+        common dtype of input and scale, so a float32 scale would make a bfloat16 stream float32.)
+      param_dtype: Dtype of `scale`.
+      scale_init: Initializer of `scale`; `None` starts at `1 - weight_offset`.
+      weight_offset: Number that is added to `scale`, as in `rms_norm`.
+      casting: Place where the operation rounds; `rms_norm` lists the choices.
+      implementation: Implementation of the operation, as in `rms_norm`.
+    """
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
+        """The norm of `x`."""
+        y = rms_norm(self._widened(x), self._scale(x), **self._options)
+        return y.astype(self.dtype or x.dtype)
+
+
+class AddRMSNorm(_Norm):
+    """`pallas_kernels.add_rms_norm` with its weight; it has the fields of `RMSNorm`.
+
+    `dtype` is the dtype of the norm. The sum has the dtype of `x`.
+    """
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "*T D"], residual: Float[Array, "*T D"]
+    ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
+        """`(norm(x + residual), x + residual)`."""
+        y, total = add_rms_norm(self._widened(x), residual, self._scale(x), **self._options)
+        return y.astype(self.dtype or x.dtype), total.astype(x.dtype)
+
+
+class _Kernel(nn.Module):
+    """The kernel of an `nn.Dense` without its product."""
+
+    shape: tuple[int, int]
+    param_dtype: DTypeLike
+    kernel_init: Initializer
+
+    @nn.compact
+    def __call__(self) -> Float[Array, "K N"]:
+        return self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
+
+
+class SwiGLU(nn.Module):
+    """Llama's MLP, `down_proj(silu(gate_proj(x)) · up_proj(x))`, by `pallas_kernels.swiglu_mlp`.
+
+    The parameters are those of three `nn.Dense` without biases: `gate_proj/kernel` and
+    `up_proj/kernel` `[D, F]`, and `down_proj/kernel` `[F, D]`.
+
+    Args:
+      intermediate_size: F, the size of `gate` and `up`.
+      dtype: Dtype of the computation; `None` takes the dtype of the input, whatever the dtype of
+        the parameters is.
+      param_dtype: Dtype of the parameters.
+      kernel_init: Initializer of the kernels.
+      down_kernel_init: Initializer of `down_proj/kernel`, if it is another: its axes are the other
+        way round, which metadata for meshes must say.
+      save: Tensors kept for the backward, as in `swiglu_mlp`.
+      chunk_size: Number of positions at a time, as in `swiglu_mlp`; it needs `save="x"`.
+      implementation: Implementation of `swiglu_mlp`.
+    """
+
+    intermediate_size: int
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    kernel_init: Initializer = _LECUN_NORMAL
+    down_kernel_init: Initializer | None = None
+    save: Save = "gate_up"
+    chunk_size: int | None = None
+    implementation: Implementation | None = None
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
+        """The MLP of every token."""
+        hidden_size = x.shape[-1]
+        across = hidden_size, self.intermediate_size
+        down = self.intermediate_size, hidden_size
+        down_init = self.down_kernel_init or self.kernel_init
+        return swiglu_mlp(
+            x.astype(self.dtype or x.dtype),
+            _Kernel(across, self.param_dtype, self.kernel_init, name="gate_proj")(),
+            _Kernel(across, self.param_dtype, self.kernel_init, name="up_proj")(),
+            _Kernel(down, self.param_dtype, down_init, name="down_proj")(),
+            save=self.save,
+            chunk_size=self.chunk_size,
+            implementation=self.implementation,
+        )
+
+
+class LinearCrossEntropy(nn.Module):
+    """An output head that returns its loss: `pallas_kernels.linear_cross_entropy` with its weight.
+
+    The parameters are those of `nn.Dense(features, use_bias=use_bias)`: `kernel` `[D, V]` and
+    `bias` `[V]`.
+
+    Args:
+      features: V, the size of the vocabulary.
+      use_bias: Whether the logits have a bias.
+      dtype: Dtype of the operands of the GEMMs; `None` takes the dtype of the hidden states.
+      param_dtype: Dtype of the parameters.
+      kernel_init: Initializer of `kernel`.
+      bias_init: Initializer of `bias`.
+
+    The other arguments are keyword arguments of `linear_cross_entropy`, which describes them.
+    """
+
+    features: int
+    use_bias: bool = False
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    kernel_init: Initializer = _LECUN_NORMAL
+    bias_init: Initializer = initializers.zeros
+    ignore_index: int = -100
+    reduction: Reduction = "mean"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    logit_softcap: float | None = None
+    chunk_size: int | None = None
+    vocab_chunk_size: int | None = None
+    max_logits_bytes: int | None = None
+    vocab_axis: str | None = None
+    accum_dtype: DTypeLike = jnp.float32
+    check_labels: bool = False
+    return_metrics: bool = False
+    implementation: Implementation | None = None
+    config: Config | None = None
+
+    @nn.compact
+    def _parameters(
+        self, x: Float[Array, "*T D"]
+    ) -> tuple[Float[Array, "D V"], Float[Array, " V"] | None]:
+        shape = x.shape[-1], self.features
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        if not self.use_bias:
+            return kernel, None
+        return kernel, self.param("bias", self.bias_init, shape[1:], self.param_dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "*T D"],
+        labels: Integer[Array, "*T"],
+        token_weights: Float[Array, "*T"] | None = None,
+    ) -> Float[Array, "..."] | tuple[Float[Array, "..."], LossMetrics]:
+        """The loss of predicting `labels` from `x`."""
+        kernel, bias = self._parameters(x)
+        return linear_cross_entropy(
+            x.astype(self.dtype or x.dtype),
+            kernel,
+            labels,
+            bias=bias,
+            token_weights=token_weights,
+            weight_layout="dv",
+            **{name: getattr(self, name) for name in LOSS_OPTIONS},
+        )
+
+    def logits(self, x: Float[Array, "*T D"]) -> Float[Array, "*T V"]:
+        """The logits, float32, for sampling; they have the softcap of the loss."""
+        x = x.astype(self.dtype or x.dtype)
+        return logits_of_head(x, *self._parameters(x), "dv", self.logit_softcap)
