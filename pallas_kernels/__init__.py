@@ -22,7 +22,7 @@ Shape letters used everywhere: B batch, S sequence, T tokens (B·S, or any leadi
 size, F intermediate size, V vocabulary, N query heads, K key/value heads, H head size, L layers.
 """
 
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
 from pallas_kernels._version import __version__  # first, because it checks JAX's version
 from pallas_kernels.choices import Explanation, explain, require_kernels
@@ -36,7 +36,7 @@ from pallas_kernels.mlp import swiglu, swiglu_mlp
 from pallas_kernels.norm import add_rms_norm, rms_norm
 from pallas_kernels.sharded_norm import sharded_add_rms_norm
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from pallas_kernels.patching import patch
 
 __all__ = [
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     """Imports `patch` on its first use, because it needs Flax, and the functions do not."""
     if name != "patch":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -129,7 +129,7 @@ class Program:
 
     Attributes:
       kernels: the distinct Mosaic GPU kernels in it.
-      calls: number of calls of the kernels, by the kernel's name.
+      calls: number of calls of each kernel, by its name; a loop's body counts once.
       instructions: by name, without those inside of fusions.
       hlo: the optimized program, without the binaries of kernels.
       temp_bytes: device memory beside arguments and results.
@@ -296,5 +296,12 @@ def without_binaries(hlo: str) -> str:
 
 
 def kernel_hashes(hlo: str) -> list[str]:
-    """Mosaic GPU's names for the kernels of a program, one for each call, in their order."""
-    return re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', hlo)
+    """Mosaic GPU's names for the distinct kernels of a program, in the order of its calls."""
+    return list(dict.fromkeys(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', hlo)))
+
+
+def kernel_calls(hlo: str) -> Counter[str]:
+    """How often a program calls Mosaic GPU kernels, by their names."""
+    calls = re.findall(r'custom_call_target="mosaic_gpu.*', hlo)
+    # The last name is that of JAX's primitive.
+    return Counter(_find(r'op_name="[^"]*?(\w+)/[^/"]+"', call)[0] for call in calls)

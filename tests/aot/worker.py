@@ -14,7 +14,6 @@ import pickle  # noqa: TID251  of our own worker, in a folder of the test
 import sys
 import time
 import traceback
-from collections import Counter
 
 import jax
 import numpy as np
@@ -27,6 +26,7 @@ from aot.harness import (
     Failure,
     Kernel,
     Program,
+    kernel_calls,
     kernel_hashes,
     parse_instructions,
     parse_kernel,
@@ -81,14 +81,12 @@ def _compile(case: Case, chip: str, kernels: dict[str, Kernel]) -> Program:
     assert hlo is not None and memory is not None
     # A kernel that this process has compiled before comes from a cache and is not dumped again.
     # The others are compiled, and so dumped, in the order of their calls.
-    hashes = kernel_hashes(hlo)
-    distinct = list(dict.fromkeys(hashes))
-    new_hashes = [name for name in distinct if name not in kernels]
+    new_hashes = [name for name in kernel_hashes(hlo) if name not in kernels]
     new_dumps = sorted(set(dumps.glob("*.ptxas")) - known, key=lambda path: path.stat().st_mtime_ns)
     kernels |= zip(new_hashes, map(_read_kernel, new_dumps), strict=True)
     return Program(
-        kernels=tuple(kernels[name] for name in distinct),
-        calls=Counter(kernels[name].name for name in hashes),
+        kernels=tuple(kernels[name] for name in kernel_hashes(hlo)),
+        calls=kernel_calls(hlo),
         instructions=parse_instructions(hlo),
         hlo=without_binaries(hlo),
         temp_bytes=memory.temp_size_in_bytes,

@@ -51,7 +51,7 @@ def build_llama3(size: Size, dtype: Any) -> nnx.Module:
 
 
 def build_gemma3(size: Size, dtype: Any) -> nnx.Module:
-    """Norms that scale by `1 + scale`, and MLPs of GELU."""
+    """Norms and MLPs that `patch` leaves: norms of rounded squares, and MLPs of GELU."""
     config = gemma3.ModelConfig(
         num_layers=2,
         num_embed=size.vocab,
@@ -96,12 +96,12 @@ PROJECTS = {
 CASES = comparison.cases(PROJECTS["qwen3"])
 
 
-@pytest.mark.parametrize("model", PROJECTS)
+@pytest.mark.parametrize("model", ["qwen3", "llama3"])
 def test_parameters_stay(model):
     comparison.assert_tree_is_kept(PROJECTS[model])
 
 
-@pytest.mark.parametrize("model, num_replaced", [("qwen3", 11), ("llama3", 7), ("gemma3", 13)])
+@pytest.mark.parametrize("model, num_replaced", [("qwen3", 11), ("llama3", 7), ("gemma3", 0)])
 def test_loss_and_gradients(model, num_replaced):
     comparison.assert_same_training(PROJECTS[model], num_replaced)
 
@@ -111,4 +111,11 @@ def test_program_for_an_h100():
     assert comparison.has_logits(programs["before"])
     assert not comparison.calls_of(programs["before"])
     assert not comparison.has_logits(programs["patched"])
-    assert comparison.calls_of(programs["patched"]) == {}
+    assert comparison.calls_of(programs["patched"]) == {
+        "gated_matmul": 2,
+        "gated_matmul_backward": 2,
+        "linear_exponentials": 2,
+        "linear_exponentials_again": 2,
+        "rms_norm_bwd": 9,
+        "rms_norm_fwd": 9,
+    }

@@ -138,7 +138,12 @@ def results(module, dtype: Any):
     }
 
 
-@pytest.mark.parametrize("name", RECOGNIZED)
+LONGER = ("float32", "flax, promotes", "fused 0", "fused 1")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full if n in LONGER else ()) for n in RECOGNIZED]
+)
 def test_what_is_recognized_and_its_values_and_gradients(name):
     make, text, formula = RECOGNIZED[name]
     # XLA for CPUs lacks a product of bfloat16 in this layout, unless it optimizes.
@@ -316,16 +321,13 @@ def test_copies_and_definitions_keep_the_operations():
 
 
 def test_transforms_of_nnx():
-    model, _ = patched_model()
-    tokens = jnp.arange(8).reshape(2, 4)
-    total = lambda model: jnp.sum(model(tokens).astype(F32) ** 2)
-    expected = nnx.jit(nnx.grad(total))(model)
-    rematerialized = nnx.jit(nnx.grad(nnx.remat(total)))(model)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3),
-        expected,
-        rematerialized,
-    )
+    mlp = patched_model()[0].layers[0].mlp
+    x = jnp.ones((2, 3, D))
+    total = lambda mlp: jnp.sum(mlp(x) ** 2)
+    expected = nnx.jit(nnx.grad(total))(mlp)
+    again = nnx.jit(nnx.grad(nnx.remat(total)))(mlp)
+    assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-3)
+    jax.tree.map(assert_close, expected, again)
 
 
 def test_layers_that_are_stacked_for_a_scan():
@@ -360,8 +362,8 @@ class Stacked(nnx.Module):
 
 
 def test_a_model_without_arrays():
-    model = nnx.eval_shape(lambda: Model(2))
-    assert str(patch(model)) == TABLE
+    (found,) = patch(nnx.eval_shape(FloatNorm)).replaced
+    assert found.operation == RECOGNIZED["offset"][1]
 
 
 def test_arguments_that_change_nothing_are_accepted():
