@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import train.cli.plan
 import train.loop
@@ -17,6 +17,7 @@ import train.setup
 from models.llama import Llama
 from models.remat import POLICIES
 from models.sharding import BATCH_AXES, make_mesh
+from pallas_kernels import linear_cross_entropy
 from pallas_kernels.gpu.device import Device
 from pallas_kernels.loss.mosaic_gpu import exponentials, products
 from pallas_kernels.loss.mosaic_gpu import statistics as linear_statistics
@@ -36,6 +37,7 @@ from train.planner.plan import (
     with_policies,
     with_remat,
 )
+from train.planner.splits import Splits
 from train.planner.target import target_elsewhere, target_here
 from train.step import abstract_state, init_state
 
@@ -396,6 +398,51 @@ def test_cost_of_collectives():
     assert cost_of(lambda x: x @ x).flops == 2 * 64**3
     unknown = dataclasses.replace(rates, link_bandwidth=0.0)
     assert unknown.link_seconds(1e9) == 0.0
+
+
+def test_a_loop_overwrites_its_carry_and_nothing_else():
+    rates = cost.Rates(flops=1e12, bandwidth=1e12, host_bandwidth=1e9)
+    size = 4 * 4 * 64**2  # of a stack of four matrices
+
+    def fn(x, stack):
+        carry, weights = jnp.sin(x), jnp.sin(stack @ x)
+        return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), c), carry, weights)
+
+    args = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (4, 64, 64)))
+    found = cost.estimate(
+        jax.jit(fn).trace(*args).jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1
+    )
+    # The stacks that the loop reads and writes, one carry, and a product inside.
+    assert found.temp_bytes == pytest.approx(2 * size + 2 * size / 4)
+
+
+def test_the_loss_is_what_each_device_runs_of_it():
+    mesh = make_mesh(data=2, fsdp=4)
+    rates = target_elsewhere(H100, mesh).rates
+    rows, length, width, vocabulary = 16, 32, 64, 1024
+    split = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    weight = jax.ShapeDtypeStruct((vocabulary, width), jnp.float32, sharding=split)
+    x = jax.ShapeDtypeStruct((rows, length, width), jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    loss = functools.partial(linear_cross_entropy, reduction="sum", implementation="xla")
+    splits = Splits(weight, mesh)
+    with jax.set_mesh(mesh):
+        traced = jax.jit(jax.grad(loss, argnums=1)).trace(x, weight, labels)
+        part, of_global_arrays = (
+            cost.estimate(
+                traced.jaxpr,
+                rates,
+                bytes_per_device=splits.bytes_per_device,
+                num_devices=mesh.size,
+                hidden_axes=BATCH_AXES,
+                body_of_device=body_of_device,
+            )
+            for body_of_device in (splits.body_of_device, None)
+        )
+    # The whole weight in 16 bits, and its whole gradient in float32.
+    assert of_global_arrays.temp_bytes < (4 + 2) * vocabulary * width < part.temp_bytes
+    # Logits and dweight; nobody asks for dx.
+    assert part.flops == 2 * 2 * (rows * length / mesh.size) * width * vocabulary
 
 
 def cost_of_step(fsdp, tensor, monkeypatch):
