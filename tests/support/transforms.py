@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental import checkify
 
 import pallas_kernels
+from support.transform_formulas import FORMULAS, wide
 
 IMPLEMENTATIONS: tuple[str, ...] = "reference", "xla", "mosaic_gpu"
 NO_FORWARD_MODE = r"has a gradient rule of its own, so it has no forward mode .*'reference'"
@@ -52,7 +53,7 @@ class Call:
     def loss(self, *args: Any) -> Any:
         """A number that depends on every element of the results."""
         leaves = jax.tree.leaves(self.fn(*args))
-        return functools.reduce(jnp.add, (jnp.sum(jnp.sin(_wide(a))) for a in leaves))
+        return functools.reduce(jnp.add, (jnp.sum(jnp.sin(wide(a))) for a in leaves))
 
     @property
     def floating(self) -> tuple[int, ...]:
@@ -107,13 +108,13 @@ def _along_scale(derivative: Callable[..., Any], call: Call) -> Any:
     def scaled(factor: Any) -> Any:
         return of_floating(*(a * factor.astype(a.dtype) for a in call.floating_args))
 
-    return derivative(scaled)(_wide(jnp.ones((), call.args[0].dtype)))
+    return derivative(scaled)(wide(jnp.ones((), call.args[0].dtype)))
 
 
 def _second(call: Call) -> Any:
     def size(*floating: Any) -> Any:
         gradients = call.gradient(call.of_floating(call.loss))(*floating)
-        return functools.reduce(jnp.add, (jnp.sum(_wide(g) ** 2) for g in gradients))
+        return functools.reduce(jnp.add, (jnp.sum(wide(g) ** 2) for g in gradients))
 
     return jax.grad(size, call.floating)(*call.floating_args)
 
@@ -395,52 +396,12 @@ def make_call(operation: str, implementation: str, sizes: Sizes, dtype: Any) -> 
         "linear_cross_entropy": (x, normal(v, d, size=d**-0.5), jnp.asarray(labels, jnp.int32)),
     }
     given = args[operation]
-    fn = _FORMULAS[operation]
+    fn = FORMULAS[operation]
     if implementation != "formula":
         fn = functools.partial(getattr(pallas_kernels, operation), implementation=implementation)
     axes = tuple(0 if a.shape[:2] == (n, t) else None for a in given)
     num_floating = len(given) - (operation == "linear_cross_entropy")
     return Call(fn, given, axes, num_floating)
-
-
-def _wide(a: Any) -> Any:
-    return a if a.dtype == jnp.float64 else a.astype(jnp.float32)
-
-
-def _norm(x: Any, weight: Any) -> Any:
-    wide = _wide(x)
-    rstd = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-    return (wide * rstd * weight.astype(wide.dtype)).astype(x.dtype)
-
-
-def _add_norm(x: Any, residual: Any, weight: Any) -> Any:
-    total = (_wide(x) + _wide(residual)).astype(x.dtype)
-    return _norm(total, weight), total
-
-
-def _gated(gate: Any, up: Any) -> Any:
-    return (jax.nn.silu(_wide(gate)) * _wide(up)).astype(gate.dtype)
-
-
-def _mlp(x: Any, w_gate: Any, w_up: Any, w_down: Any) -> Any:
-    return _gated(x @ w_gate, x @ w_up) @ w_down
-
-
-def _loss(x: Any, weight: Any, labels: Any) -> Any:
-    logits = _wide(x @ weight.T)
-    counts = labels >= 0
-    picked = jnp.take_along_axis(logits, jnp.where(counts, labels, 0)[..., None], axis=-1)[..., 0]
-    losses = jnp.where(counts, jax.nn.logsumexp(logits, axis=-1) - picked, 0)
-    return jnp.sum(losses) / jnp.sum(counts).astype(losses.dtype)
-
-
-_FORMULAS: dict[str, Callable[..., Any]] = {
-    "rms_norm": _norm,
-    "add_rms_norm": _add_norm,
-    "swiglu": _gated,
-    "swiglu_mlp": _mlp,
-    "linear_cross_entropy": _loss,
-}
 
 
 def run_all(

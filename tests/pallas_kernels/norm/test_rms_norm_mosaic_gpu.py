@@ -445,28 +445,6 @@ def test_a_sum_that_is_used_alone_has_no_gradient_of_the_norm():
 
 
 @interpreted
-@pytest.mark.parametrize("twice", [jax.grad, jax.jacfwd, jax.linearize], ids=lambda f: f.__name__)
-def test_a_second_derivative_is_refused(twice):
-    x, weight, _ = make_args((5, 64))
-    once = jax.grad(lambda x: jnp.sum(jnp.square(kernel(x, weight))))
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        if twice is jax.linearize:
-            jax.linearize(once, x)
-        else:
-            twice(lambda x: jnp.sum(once(x)))(x)
-
-
-@interpreted
-def test_a_donated_argument():
-    x, weight, _ = make_args((5, 64))
-    given = jnp.copy(x)
-    got = jax.jit(kernel, donate_argnums=0)(given, weight)
-    exact = formula(x, weight, x)[:1]
-    assert_as_accurate([got], rounded(exact, [got]), exact, names=["y"])
-    assert given.is_deleted()
-
-
-@interpreted
 def test_options_as_static_arguments():
     x, weight, dy = make_args((5, 128))
     fn = jax.jit(kernel, static_argnames=("eps", "weight_offset", "casting", "config"))

@@ -1,0 +1,48 @@
+"""The formula of each operation in the dtypes of its arguments, for `support.transforms`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def wide(a: Any) -> Any:
+    """The array in float32, or in float64 if it is that."""
+    return a if a.dtype == jnp.float64 else a.astype(jnp.float32)
+
+
+def _norm(x: Any, weight: Any) -> Any:
+    z = wide(x)
+    rstd = jax.lax.rsqrt(jnp.mean(z * z, axis=-1, keepdims=True) + 1e-6)
+    return (z * rstd * weight.astype(z.dtype)).astype(x.dtype)
+
+
+def _add_norm(x: Any, residual: Any, weight: Any) -> Any:
+    total = (wide(x) + wide(residual)).astype(x.dtype)
+    return _norm(total, weight), total
+
+
+def _gated(gate: Any, up: Any) -> Any:
+    return (jax.nn.silu(wide(gate)) * wide(up)).astype(gate.dtype)
+
+
+def _mlp(x: Any, w_gate: Any, w_up: Any, w_down: Any) -> Any:
+    return _gated(x @ w_gate, x @ w_up) @ w_down
+
+
+def _loss(x: Any, weight: Any, labels: Any) -> Any:
+    logits = wide(x @ weight.T)
+    counts = labels >= 0
+    picked = jnp.take_along_axis(logits, jnp.where(counts, labels, 0)[..., None], axis=-1)[..., 0]
+    losses = jnp.where(counts, jax.nn.logsumexp(logits, axis=-1) - picked, 0)
+    return jnp.sum(losses) / jnp.sum(counts).astype(losses.dtype)
+
+
+FORMULAS: dict[str, Callable[..., Any]] = {
+    "rms_norm": _norm,
+    "add_rms_norm": _add_norm,
+    "swiglu": _gated,
+    "swiglu_mlp": _mlp,
+    "linear_cross_entropy": _loss,
+}
