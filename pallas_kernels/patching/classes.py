@@ -32,12 +32,13 @@ def patched_class(base: type[nnx.Module], rule: Rule) -> type[nnx.Module]:
         given = dict(signature.bind(self, *args, **kwargs).arguments)
         x = given.pop(name_of_x)
         del given[next(iter(signature.parameters))]
-        reason = _input_reason(x, rule) or _state_reason(self, rule)
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            return own_call(self, *args, **kwargs)
+        reason = _dtype_reason(x, rule) or _state_reason(self, rule)
         reason = reason or _argument_reason(given, signature, rule)
         if reason is not None:
             why = f"the patched {base.__name__} runs its own code, because {reason}"
-            arrays = (x,) if isinstance(x, jax.Array) else ()
-            record(rule.run.operation, arrays, "reference", why, is_fallback=True)
+            record(rule.run.operation, (x,), asked_for=None, chosen="reference", reason=why)
             return own_call(self, *args, **kwargs)
         y = rule.run.run(self, jnp.asarray(x), dict(rule.dtypes)[jnp.dtype(x.dtype)])
         return _constrained(y, given.get("out_sharding"))
@@ -79,14 +80,12 @@ def is_sharding(value: Any) -> bool:
     return isinstance(value, NamedSharding | PartitionSpec)
 
 
-def _input_reason(x: Any, rule: Rule) -> str | None:
-    """Why the operation does not take `x`, or None."""
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-        return f"its input is a {type(x).__name__} and no array"
+def _dtype_reason(x: jax.Array, rule: Rule) -> str | None:
+    """Why nothing is known about an input of this dtype, or None."""
     known = [dtype for dtype, _ in rule.dtypes]
-    if jnp.dtype(x.dtype) not in known:
-        return f"its input is {x.dtype}, and it was compared for {', '.join(map(str, known))}"
-    return None
+    if jnp.dtype(x.dtype) in known:
+        return None
+    return f"its input is {x.dtype}, and it was compared for {', '.join(map(str, known))}"
 
 
 def _state_reason(module: nnx.Module, rule: Rule) -> str | None:

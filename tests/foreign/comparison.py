@@ -17,7 +17,7 @@ from pallas_kernels import patch
 from pallas_kernels.patching.classes import set_class
 from support.numerics import assert_as_accurate, quick_jit
 
-NUM_SEQUENCES = 16
+NUM_BATCHES = 16
 IGNORED = -100
 
 
@@ -141,22 +141,19 @@ def assert_same_training(project: Project, num_replaced: int) -> None:
 def _losses_and_gradients(
     project: Project, model: nnx.Module, loss: Callable[..., jax.Array]
 ) -> tuple[list[str], list[np.ndarray]]:
-    """The loss of each of several batches, and the mean of its gradients."""
+    """The loss and the gradients of each of several batches."""
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     step = quick_jit(
         lambda params, batch: jax.value_and_grad(
             lambda params: loss(nnx.merge(graphdef, params, rest), batch).astype(jnp.float32)
         )(params)
     )
-    losses, sums = [], None
-    for key in jax.random.split(jax.random.key(2), NUM_SEQUENCES):
-        value, gradients = step(params, project.batch(key, SMALL))
-        arrays = [np.asarray(a, np.float64) for a in jax.tree.leaves(gradients)]
-        losses.append(float(value))
-        sums = arrays if sums is None else [s + a for s, a in zip(sums, arrays, strict=True)]
-    assert sums is not None
+    results = []
+    for key in jax.random.split(jax.random.key(2), NUM_BATCHES):
+        leaves = jax.tree.leaves(step(params, project.batch(key, SMALL)))
+        results.append([np.asarray(a, np.float64) for a in leaves])
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
-    return ["loss", *paths], [np.array(losses), *(s / NUM_SEQUENCES for s in sums)]
+    return ["loss", *paths], [np.stack(arrays) for arrays in zip(*results, strict=True)]
 
 
 def cases(project: Project, build: Callable[[Size, Any], nnx.Module] | None = None) -> dict:
