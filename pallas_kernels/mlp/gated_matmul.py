@@ -46,6 +46,7 @@ from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.mlp import formula
 
 _MULTIPLE = TILE_K  # of D and F, because Mosaic copies whole blocks of 8 rows by 64 columns
+_LEAST = BLOCK_M  # of D and F; `loss/mosaic_gpu/products.py` says why
 _PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
 _BACKWARD_PIECE = 32  # columns as well, but of three arrays
 _SLOTS = 3  # places for pieces in shared memory: one at work, one arriving, one leaving
@@ -77,13 +78,14 @@ def unsupported_reason(activations: Sequence[Operand], weights: Sequence[Operand
       weights: Arrays `[D, F]` or `[F, D]`.
     """
     reason = hopper_gemm.unsupported_reason(target_device(), *activations, *weights)
-    sizes = dict.fromkeys(size for w in weights for size in w.shape if size % _MULTIPLE)
+    fitting = lambda size: max(size + -size % _MULTIPLE, _LEAST)
+    sizes = dict.fromkeys(size for w in weights for size in w.shape if size != fitting(size))
     if reason is not None or not sizes:
         return reason
-    padded = " and ".join(f"{size} to {size + -size % _MULTIPLE}" for size in sizes)
+    padded = " and ".join(f"{size} to {fitting(size)}" for size in sizes)
     return (
         f"weights of shapes {', '.join(str(w.shape) for w in weights)} have sizes that are not "
-        f"multiples of {_MULTIPLE}; pad {padded} with zeros"
+        f"multiples of {_MULTIPLE} from {_LEAST} on; pad {padded} with zeros"
     )
 
 
@@ -101,7 +103,8 @@ def gated_matmul(
 
     Args:
       x: Input, bfloat16 or float16.
-      w_gate: First weight, of the dtype of `x`; D and F are multiples of 64.
+      w_gate: First weight, of the dtype of `x`; D and F are multiples of 64
+        from 128 on.
       w_up: Second weight, of the same shape and dtype.
       keep: Whether to return gate and up, too: `(product, gate, up)`.
       config: Launch parameters; chosen if None.
@@ -181,7 +184,8 @@ def gated_matmul_backward(
 
     Args:
       dy: Gradient of `y`, bfloat16 or float16.
-      w_down: Weight, of the dtype of `dy`; D and F are multiples of 64.
+      w_down: Weight, of the dtype of `dy`; D and F are multiples of 64
+        from 128 on.
       gate: Gate projection, as the forward kept it.
       up: Up projection, as the forward kept it.
       config: Launch parameters; chosen if None.

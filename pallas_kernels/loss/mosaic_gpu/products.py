@@ -102,8 +102,14 @@ def unsupported_reason(
     """Why the kernel cannot run these arguments on the default device, or None if it can."""
     reason = hopper_gemm.unsupported_reason(target_device(), a, b)
     for name, operand in (("a", a), ("b", b)):
-        if reason is None and operand.shape[1] % TILE_K:
-            reason = f"{name} of shape {operand.shape}: its rows are no multiple of {TILE_K}"
+        width = operand.shape[1]
+        # Below 128 the blocks are wider than the rows. There dx was wrong on an H100: at 65 tokens,
+        # D = 64 and V = 250 (JAX 0.11.2). The interpreter's was right.
+        if reason is None and (width % TILE_K or width < BLOCK_M):
+            reason = (
+                f"{name} of shape {operand.shape}: the width of its rows is not a multiple of "
+                f"{TILE_K} from {BLOCK_M} on"
+            )
     if reason is None and jnp.dtype(dtype) not in _RESULTS:
         reason = f"the result is {jnp.dtype(dtype)}, not {' or '.join(map(str, _RESULTS))}"
     return reason
@@ -128,10 +134,10 @@ def product(
     Above 80 lines, because it documents and checks many arguments that its kernel's body needs.
 
     Args:
-      a: Array of layout `a_layout`, bfloat16 or float16; J is a multiple of 64. Columns past K, or
-        M, are not read. `"MK"` may have several arrays that follow each other in K; all except the
-        last are read whole.
-      b: Matrix of layout `b_layout`, in the dtype of `a`; its rows are multiples of 64.
+      a: Array of layout `a_layout`, bfloat16 or float16; J is a multiple of 64, at least 128.
+        Columns past K, or M, are not read. `"MK"` may have several arrays that follow each other in
+        K; all except the last are read whole.
+      b: Matrix of layout `b_layout`, in the dtype of `a`; rows as in `a`.
       a_layout: Layout of `a`: `"MK"` for `a @ b`, `"KM"` for `a.T @ b`.
       b_layout: Layout of `b`: `"NK"` for a product with `b.T`.
       a_stored: Layout of an `a` that is `"MK"`, whose rows are tokens; None for a plain array.

@@ -381,7 +381,8 @@ def _running_statistics(
     padding = (0, loop.groups * cluster * BLOCK_M - num_tokens)
     labels = jnp.pad(labels, padding)
     label_tile = jnp.where(labels < 0, -1, labels // tile_n).reshape(-1, TILE_M)
-    has_label = jnp.any(label_tile[..., None] == jnp.arange(loop.column_tiles), axis=1)
+    column_tiles = jnp.arange(loop.column_tiles, dtype=label_tile.dtype)
+    has_label = jnp.any(label_tile[..., None] == column_tiles, axis=1)
     stores = offset is not None
     name = "linear_exponentials" if stores else "linear_statistics"
     if repetition is not None:
