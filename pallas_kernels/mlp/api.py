@@ -146,8 +146,8 @@ def swiglu_mlp(
         `None` takes the kernels where they run (the backward kernel from 2048 tokens on), and
         `"xla"` elsewhere, for example inside of a `jax.shard_map` that leaves Auto axes out. A name
         is binding, with one exception that logs a warning: if F is split so that the kernels do not
-        take a device's part, XLA computes the parts. `"require"` takes the kernels that `None` would
-        take, and raises where XLA would run in their place, for parts too.
+        take a device's part, XLA computes the parts. `"require"` takes the kernels that `None`
+        would take, and raises where XLA would run in their place, for parts too.
       config: Launch parameters of the kernels, for `"mosaic_gpu"` by name.
 
     Raises:

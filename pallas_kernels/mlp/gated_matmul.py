@@ -32,6 +32,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.gpu import hopper_gemm
 from pallas_kernels.gpu.device import Device, target_device
 from pallas_kernels.gpu.hopper_gemm import (
+    BLOCK_M,
     TILE_K,
     TILE_M,
     WARPGROUPS,
@@ -103,8 +104,8 @@ def gated_matmul(
 
     Args:
       x: Input, bfloat16 or float16.
-      w_gate: First weight, of the dtype of `x`; D and F are multiples of 64
-        from 128 on.
+      w_gate: First weight, of the dtype of `x`; D and F are multiples of 64 from
+        128 on.
       w_up: Second weight, of the same shape and dtype.
       keep: Whether to return gate and up, too: `(product, gate, up)`.
       config: Launch parameters; chosen if None.
@@ -184,8 +185,8 @@ def gated_matmul_backward(
 
     Args:
       dy: Gradient of `y`, bfloat16 or float16.
-      w_down: Weight, of the dtype of `dy`; D and F are multiples of 64
-        from 128 on.
+      w_down: Weight, of the dtype of `dy`; D and F are multiples of 64 from
+        128 on.
       gate: Gate projection, as the forward kept it.
       up: Up projection, as the forward kept it.
       config: Launch parameters; chosen if None.
