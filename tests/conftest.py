@@ -13,6 +13,7 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
+from jax import core
 from jax._src import callback
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState
@@ -134,7 +135,7 @@ def interpreted(monkeypatch):
         return [np.array(a) for a in args]
 
     def integer(value):
-        return value if isinstance(value, jax.core.Tracer) else int(value)
+        return value if isinstance(value, core.Tracer) else int(value)
 
     monkeypatch.setattr(callback, "api", types.SimpleNamespace(device_put=copies))
     monkeypatch.setattr(shared_memory, "_to_int", integer)
