@@ -331,3 +331,15 @@ def test_activations_are_split_on_a_mesh_and_untouched_without():
     with jax.set_mesh(mesh):
         y = jax.jit(lambda x: split_batch(x) * 2)(jax.device_put(x, replicated(mesh)))
     assert y.sharding.is_equivalent_to(batch_sharding(mesh), 3)
+
+
+def test_the_devices_need_not_divide_a_batch():
+    """A few prompts, for example."""
+    mesh = mesh_of(2, 4)
+    graphdef, params = parameters()
+    tokens = packed_batch()["tokens"][:3]
+    hidden_of = jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens))
+    expected = hidden_of(params, tokens)
+    with jax.set_mesh(mesh):
+        hidden = hidden_of(jax.device_put(params, parameter_shardings(params, mesh)), tokens)
+    np.testing.assert_allclose(hidden, expected, rtol=0, atol=3e-6 * np.abs(expected).max())
