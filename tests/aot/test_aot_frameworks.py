@@ -33,6 +33,6 @@ def test_every_layer_runs_its_kernels(compiled, chip, case):
     assert names == norms | mlp | {"linear_exponentials", "linear_exponentials_again"}
     # Two norms, the MLP and the loss, forward and backward, in two models: `vmap` adds none.
     assert sum(i.is_kernel for i in program.instructions.values()) == 2 * 8
-    # Equinox's weights are transposed where they are cast, and their gradients by the product.
+    # XLA transposes Equinox's weights in the casts, and their gradients in the products.
     copies = [i for i in program.instructions.values() if i.opcode in ("copy", "transpose")]
     assert max((i.largest_size for i in copies), default=0) < D * F
