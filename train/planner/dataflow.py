@@ -157,7 +157,8 @@ def is_addend(value: Value) -> bool:
 def overwrites(op: Op, value: Value) -> bool:
     """Whether the results of a value's last reader take its memory.
 
-    A fusion overwrites an operand, and a loop its carry. What else a loop reads stays to its end.
+    A fusion overwrites an operand, and a loop its carry. Everything else that a loop reads stays to
+    its end.
     """
     if op.name != "scan":
         return op.fusible
