@@ -171,7 +171,7 @@ def compile_cases(chip: str, module: str, names: Sequence[str]) -> dict[str, Pro
             path.touch()
             process = subprocess.run(
                 [sys.executable, "-m", "aot.worker", chip, module, path, *remaining],
-                env=_worker_environment(folder),
+                env=_worker_environment(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -188,10 +188,12 @@ def compile_cases(chip: str, module: str, names: Sequence[str]) -> dict[str, Pro
     return results
 
 
-def _worker_environment(folder: str) -> dict[str, str]:
+def _worker_environment() -> dict[str, str]:
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "MOSAIC_GPU_DUMP_TO": folder,
+        "MOSAIC_GPU_DUMP_PTX": "1",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "MOSAIC_GPU_DUMP_RESOURCES": "1",
         "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "tests")]),
     }
 
@@ -207,7 +209,7 @@ def _read_results(path: pathlib.Path) -> list[Program | Failure]:
 
 
 def parse_kernel(ptx: str, ptxas: str, resources: str) -> Kernel:
-    """Reads the three files that Mosaic GPU dumps of a kernel: its code, ptxas' log, its memory."""
+    """Reads what Mosaic GPU dumps of a kernel: its code, ptxas' log, its memory."""
     name, arch = _find(r"Compiling entry function '(\S+)' for '(\S+)'", ptxas)
     stack, stored, loaded = _find(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", ptxas
