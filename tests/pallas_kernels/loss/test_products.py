@@ -239,8 +239,9 @@ def test_some_rows_with_factors(num_rows, first_row_of_b):
         (H100, (8, 128, F32), (8, 128, F32), F32, "float32, float32, not all bfloat16 or float16"),
         (H100, (8, 128, F16), (8, 128, BF16), F32, "float16, bfloat16, not all"),
         (H100, (0, 128, BF16), (0, 128, BF16), F32, "empty"),
-        (H100, (8, 128, BF16), (8, 96, BF16), F32, "b of .* no multiple of 64"),
-        (H100, (8, 96, BF16), (8, 128, BF16), F32, "a of .* no multiple of 64"),
+        (H100, (8, 128, BF16), (8, 96, BF16), F32, "b of .* not a multiple of 64"),
+        (H100, (8, 64, BF16), (8, 128, BF16), F32, "a of .* not a multiple of 64 from 128 on"),
+        (H100, (8, 96, BF16), (8, 128, BF16), F32, "a of .* not a multiple of 64"),
         (H100, (8, 128, BF16), (8, 128, BF16), jnp.float8_e4m3fn, "the result is float8_e4m3fn"),
     ],
     ids=str,
@@ -262,7 +263,7 @@ def test_wrong_configuration(monkeypatch):
 
 def test_more_rows_than_there_are(monkeypatch):
     monkeypatch.setattr(module, "target_device", lambda: H100)
-    a, b = jnp.zeros((64, 128), BF16), jnp.zeros((64, 64), BF16)
+    a, b = jnp.zeros((64, 128), BF16), jnp.zeros((64, 128), BF16)
     with pytest.raises(ValueError, match="a has 128 of the num_rows=192 of the result"):
         product(a, b, a_layout="KM", dtype=F32, num_rows=192)
 
