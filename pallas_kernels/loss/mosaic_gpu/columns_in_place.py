@@ -141,7 +141,7 @@ def with_columns(
             (found,) = multiply()
             slots = pieces_smem.at[jax.lax.axis_index("warpgroup")]
             for i in range(num_pieces):
-                columns = pl.ds(to_column + column + i * width, width)
+                columns = pl.ds(pl.multiple_of(to_column + column + i * width, width), width)
                 piece = found[:, i * width : (i + 1) * width].astype(dweight.dtype)
                 to = dweight_gmem.at[pl.ds(row, TILE_M), columns]
                 store_piece(i, num_pieces, piece, slots, to)
