@@ -305,5 +305,6 @@ def kernel_hashes(hlo: str) -> list[str]:
 def kernel_calls(hlo: str) -> Counter[str]:
     """How often a program calls Mosaic GPU kernels, by their names."""
     calls = re.findall(r'custom_call_target="mosaic_gpu.*', hlo)
-    # The last name is that of JAX's primitive.
-    return Counter(_find(r'op_name="[^"]*?(\w+)/[^/"]+"', call)[0] for call in calls)
+    # The last part is JAX's primitive. The one before may be `jit(name)`.
+    parts = [_find(r'op_name="([^"]*)"', call)[0].split("/") for call in calls]
+    return Counter(re.findall(r"\w+", "/".join(part[-2:-1] or part))[-1] for part in parts)
