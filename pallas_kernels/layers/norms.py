@@ -140,6 +140,5 @@ class AddRMSNorm(_Norm):
         self, x: Float[Array, "*T D"], residual: Float[Array, "*T D"]
     ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
         """`(norm(x + residual), x + residual)`."""
-        dtype = self.dtype or x.dtype
-        x, residual = x.astype(dtype), residual.astype(self.dtype or residual.dtype)
+        x, residual = (a.astype(self.dtype or a.dtype) for a in (x, residual))
         return add_rms_norm(x, residual, self.scale[...], **self._options)

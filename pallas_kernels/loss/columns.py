@@ -14,6 +14,7 @@ from pallas_kernels.loss.layout import (
     WeightLayout,
     column_axis,
     pad_columns,
+    padding,
     sizes,
 )
 from pallas_kernels.loss.mosaic_gpu import logits as logits_kernel
@@ -56,8 +57,8 @@ class Columns(NamedTuple):
         if settings.implementation == "xla":
             return cls(weight, layout, bias, num_columns, jnp.float32)
         # A copy, if the vocabulary is not a multiple of 128: 251 MiB at 32001 x 4096.
-        padding = -num_columns % logits_kernel.LINE
-        weight = pad_columns(weight, padding, layout) if padding else weight
+        missing = padding(num_columns)
+        weight = pad_columns(weight, missing, layout) if missing else weight
         return cls(weight, layout, bias, num_columns, weight.dtype)
 
     def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T Vp"]:

@@ -6,8 +6,8 @@ import math
 from pallas_kernels.folding import even_chunk_size
 from pallas_kernels.gpu.hopper_gemm import BLOCK_M
 from pallas_kernels.implementation import Chosen
+from pallas_kernels.loss.layout import padding
 from pallas_kernels.loss.mosaic_gpu import in_place, statistics
-from pallas_kernels.loss.mosaic_gpu.logits_config import LINE
 from pallas_kernels.loss.plan import (
     AllLogits,
     ColumnChunks,
@@ -81,7 +81,7 @@ def describe(request: Request, reduction: str, why_no_kernel: str | None) -> Los
     num_tokens, (vocab_size, hidden_size) = len(request.x), request.sizes
     settings = request.settings
     itemsize = request.logits_dtype.itemsize
-    padded = lambda n: n + -n % LINE if request.settings.implementation == "mosaic_gpu" else n
+    padded = lambda n: n + padding(n) if request.settings.implementation == "mosaic_gpu" else n
     # Without a reduction the forward does not know the cotangents, so the backward makes the logits
     # again.
     num_products = 4 if reduction == "none" else 3

@@ -33,6 +33,11 @@ def sizes(weight: Any, layout: WeightLayout) -> tuple[int, int]:
     return weight.shape[layout.index("v")], weight.shape[layout.index("d")]
 
 
+def padding(vocab_size: int) -> int:
+    """Number of entries of zeros after the vocabulary, with which the kernels have whole lines."""
+    return -vocab_size % LINE
+
+
 def entries(
     weight: Embedding, columns: Int[Array, " T"], layout: WeightLayout
 ) -> Float[Array, "T _"]:
@@ -45,17 +50,17 @@ def entries(
 def unsupported_reason(weight: Any, layout: WeightLayout) -> str | None:
     """Why the kernels cannot read the embedding where it lies, or None if they can."""
     vocab_size, _ = sizes(weight, layout)
-    padding = -vocab_size % LINE
-    if layout == "vd" or not padding:
+    missing = padding(vocab_size)
+    if layout == "vd" or not missing:
         return None
     return (
         f"weight is [D, V], and its rows of V = {vocab_size} are no multiple of {LINE}; pad the "
-        f'vocabulary to {vocab_size + padding}, or give a weight [V, D] with weight_layout="vd"'
+        f'vocabulary to {vocab_size + missing}, or give a weight [V, D] with weight_layout="vd"'
     )
 
 
-def pad_columns(a: jax.Array, padding: int, layout: WeightLayout) -> jax.Array:
-    """The embedding or the bias, with zeros for `padding` more vocabulary entries; a copy."""
+def pad_columns(a: jax.Array, number: int, layout: WeightLayout) -> jax.Array:
+    """The embedding or the bias, with zeros for `number` more vocabulary entries; a copy."""
     widths = [(0, 0)] * a.ndim
-    widths[column_axis(layout)] = 0, padding
+    widths[column_axis(layout)] = 0, number
     return jnp.pad(a, widths)

@@ -22,7 +22,7 @@ from pallas_kernels.gpu.device import target_device
 from pallas_kernels.gpu.hopper_gemm import BLOCK_M, Operand
 from pallas_kernels.implementation import Chosen
 from pallas_kernels.loss.config import Config
-from pallas_kernels.loss.layout import WeightLayout, column_axis, sizes
+from pallas_kernels.loss.layout import WeightLayout, column_axis, padding, sizes
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
 from pallas_kernels.loss.mosaic_gpu.logits_config import LINE
 from pallas_kernels.loss.token_loss import LossOptions
@@ -119,7 +119,7 @@ class Request:
     def padded_vocab_size(self) -> int:
         """V of the weight with whole blocks of 128, as the kernels take it."""
         vocab_size, _ = self.sizes
-        return vocab_size + -vocab_size % BLOCK_M
+        return vocab_size + padding(vocab_size)
 
     @property
     def logits_dtype(self) -> jnp.dtype:

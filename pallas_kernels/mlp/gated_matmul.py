@@ -104,8 +104,7 @@ def gated_matmul(
 
     Args:
       x: Input, bfloat16 or float16.
-      w_gate: First weight, of the dtype of `x`; D and F are multiples of 64 from
-        128 on.
+      w_gate: First weight, of the dtype of `x`; D and F are multiples of 64 from 128 on.
       w_up: Second weight, of the same shape and dtype.
       keep: Whether to return gate and up, too: `(product, gate, up)`.
       config: Launch parameters; chosen if None.
@@ -185,8 +184,7 @@ def gated_matmul_backward(
 
     Args:
       dy: Gradient of `y`, bfloat16 or float16.
-      w_down: Weight, of the dtype of `dy`; D and F are multiples of 64 from
-        128 on.
+      w_down: Weight, of the dtype of `dy`; D and F are multiples of 64 from 128 on.
       gate: Gate projection, as the forward kept it.
       up: Up projection, as the forward kept it.
       config: Launch parameters; chosen if None.

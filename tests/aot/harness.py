@@ -307,4 +307,4 @@ def kernel_calls(hlo: str) -> Counter[str]:
     calls = re.findall(r'custom_call_target="mosaic_gpu.*', hlo)
     # The last part is JAX's primitive. The one before may be `jit(name)`.
     parts = [_find(r'op_name="([^"]*)"', call)[0].split("/") for call in calls]
-    return Counter(re.findall(r"\w+", "/".join(part[-2:-1] or part))[-1] for part in parts)
+    return Counter(re.findall(r"\w+", (part[-2:-1] or part)[0])[-1] for part in parts)

@@ -205,6 +205,15 @@ def compile_for_h100(module: str) -> dict[str, Program]:
     return programs  # pyright: ignore[reportReturnType]
 
 
+def assert_kernels_replace_logits(module: str, calls: dict[str, int]) -> None:
+    """Only the patched program calls kernels, as often as `calls` says, and it has no logits."""
+    programs = compile_for_h100(module)
+    assert has_logits(programs["before"])
+    assert not calls_of(programs["before"])
+    assert not has_logits(programs["patched"])
+    assert calls_of(programs["patched"]) == calls
+
+
 def calls_of(program: Program) -> dict[str, int]:
     """The number of calls of each Mosaic GPU kernel in a program. A loop's body counts once."""
     return dict(sorted(program.calls.items()))

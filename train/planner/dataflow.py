@@ -165,7 +165,7 @@ def overwrites(op: Op, value: Value) -> bool:
     jaxpr = op.params["jaxpr"].jaxpr
     # Operands are constants, carry, slices. Slices have an axis less than their stack.
     outputs = zip(op.outputs, jaxpr.outvars, strict=True)
-    num_carried = sum(len(all.aval.shape) == len(var.aval.shape) for all, var in outputs)
+    num_carried = sum(len(v.aval.shape) == len(var.aval.shape) for v, var in outputs)
     operands = zip(op.shapes, jaxpr.invars, strict=True)
     end = sum(len(shape) == len(var.aval.shape) for shape, var in operands)
     return any(value is carried for carried in op.inputs[end - num_carried : end])

@@ -18,7 +18,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -29,19 +28,15 @@ from pallas_kernels.gpu.device import Device, target_device
 from pallas_kernels.gpu.hopper_gemm import (
     BLOCK_M,
     TILE_K,
-    TILE_M,
-    WARPGROUPS,
     Config,
     MainLoop,
-    store_piece,
     wait_for_pieces,
 )
 from pallas_kernels.gpu.kernel import gpu_kernel
+from pallas_kernels.loss.mosaic_gpu import products
 from pallas_kernels.loss.mosaic_gpu.statistics import Interleaved
 
 TILE = 256  # columns that keep their memory; those of the kernel's tiles
-_LINE_BYTES = 128  # bytes of a row that go through shared memory at a time
-_BAND_ROWS = 1024  # as in `products.py`
 
 
 class Part(NamedTuple):
@@ -68,7 +63,7 @@ def default_config(depth: int, num_rows: int, num_columns: int, device: Device) 
         tile_n=TILE,
         stages=4,
         max_cluster=1,
-        band_rows=_BAND_ROWS,
+        band_rows=products.BAND_ROWS,
     )
 
 
@@ -117,9 +112,7 @@ def with_columns(
         a_layout="KM",
         b_layout="KN",
     )
-    width = _LINE_BYTES // dweight.dtype.itemsize
-    num_pieces = config.tile_n // width
-    pieces = WARPGROUPS, 2, TILE_M, width
+    pieces = products.shape_of_pieces(dweight.dtype)
     loop.check_fits(device, extra_bytes=dweight.dtype.itemsize * math.prod(pieces))
     firsts = jnp.stack([jnp.asarray(i, jnp.int32) for i in (first, *(p.first for p in parts))])
 
@@ -139,12 +132,8 @@ def with_columns(
 
         def tile(row, column, multiply):
             (found,) = multiply()
-            slots = pieces_smem.at[jax.lax.axis_index("warpgroup")]
-            for i in range(num_pieces):
-                columns = pl.ds(pl.multiple_of(to_column + column + i * width, width), width)
-                piece = found[:, i * width : (i + 1) * width].astype(dweight.dtype)
-                to = dweight_gmem.at[pl.ds(row, TILE_M), columns]
-                store_piece(i, num_pieces, piece, slots, to)
+            column = pl.multiple_of(to_column + column, pieces[-1])
+            products.store_tile(found, pieces_smem, dweight_gmem, row, column)
 
         loop.run([x_gmem], [], scratch, tile=tile, end=wait_for_pieces, parts_of_b=exponentials)
 

@@ -41,7 +41,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.gpu.device import Device
 from pallas_kernels.gpu.hopper_gemm import BLOCK_M, Operand
 from pallas_kernels.loss.config import Config
-from pallas_kernels.loss.layout import Embedding, WeightLayout, sizes
+from pallas_kernels.loss.layout import Embedding, WeightLayout, padding, sizes
 from pallas_kernels.loss.mosaic_gpu import columns_in_place, exponentials, products
 from pallas_kernels.loss.mosaic_gpu.columns_in_place import Part
 from pallas_kernels.loss.mosaic_gpu.statistics import Interleaved, Stored, Transposed
@@ -101,7 +101,7 @@ def unsupported_reason(
     vocab_size, hidden_size = sizes(weight, weight_layout)
     width = row_width(hidden_size, dtype)
     if weight_layout == "vd":
-        values = jax.ShapeDtypeStruct((vocab_size + -vocab_size % BLOCK_M, width), x.dtype)
+        values = jax.ShapeDtypeStruct((vocab_size + padding(vocab_size), width), x.dtype)
         return products.unsupported_reason(values, weight, dtype)
     if vocab_size % columns_in_place.TILE:
         return (

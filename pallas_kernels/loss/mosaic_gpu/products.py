@@ -20,7 +20,7 @@ to 1.09. At 1024 x 256000 x 2304 it takes 1.8 times such a product; cuBLAS' sum 
 import functools
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ STORE_COST = 16
 # 8 blocks. At a depth of 128256, fewer blocks share too little. Times over cuBLAS of dx alone:
 # - 8192 tokens at D = 4096: 1.003 with 8 blocks, 1.02 with 2, 1.28 with 1.
 # - 4096 tokens at D = 8192: 0.996 with 8 blocks, 1.05 with 2, 2.02 with 1.
-_BAND_ROWS = 1024
+BAND_ROWS = 1024
 _ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each row of a tile
 _RESULTS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
@@ -77,7 +77,7 @@ def default_config(depth: int, num_rows: int, num_columns: int, device: Device) 
         tile_n=tile_n,
         stages=_STAGES[tile_n],
         max_cluster=1,
-        band_rows=_BAND_ROWS,
+        band_rows=BAND_ROWS,
     )
 
 
@@ -113,6 +113,32 @@ def unsupported_reason(
     if reason is None and jnp.dtype(dtype) not in _RESULTS:
         reason = f"the result is {jnp.dtype(dtype)}, not {' or '.join(map(str, _RESULTS))}"
     return reason
+
+
+def shape_of_pieces(dtype: jnp.dtype) -> tuple[int, int, int, int]:
+    """Shape of the shared memory through which `store_tile` stores results of this dtype."""
+    return WARPGROUPS, 2, TILE_M, _LINE_BYTES // dtype.itemsize
+
+
+def store_tile(
+    found: Float[Array, "64 N"], pieces_smem: Any, result_gmem: Any, row: Any, column: Any
+) -> None:
+    """Stores a warpgroup's sums into the result, rounded once.
+
+    Args:
+      found: Sums of the warpgroup's rows of a tile.
+      pieces_smem: Shared memory of the shape of `shape_of_pieces`.
+      result_gmem: Result in device memory.
+      row: First row of the sums in the result.
+      column: First column, known to be a multiple of the last size of `pieces_smem`.
+    """
+    slots = pieces_smem.at[jax.lax.axis_index("warpgroup")]
+    width = pieces_smem.shape[-1]
+    num_pieces = found.shape[1] // width
+    for i in range(num_pieces):
+        to = result_gmem.at[pl.ds(row, TILE_M), pl.ds(column + i * width, width)]
+        piece = found[:, i * width : (i + 1) * width].astype(result_gmem.dtype)
+        store_piece(i, num_pieces, piece, slots, to)
 
 
 def product(
@@ -191,9 +217,7 @@ def product(
         a_layout=a_layout,
         b_layout=b_layout,
     )
-    width = _LINE_BYTES // dtype.itemsize
-    num_pieces = config.tile_n // width
-    pieces = WARPGROUPS, 2, TILE_M, width
+    pieces = shape_of_pieces(dtype)
     loop.check_fits(device, extra_bytes=dtype.itemsize * math.prod(pieces))
 
     def kernel(b_gmem, *refs):
@@ -212,11 +236,7 @@ def product(
             (found,) = multiply()
             if factor is not None:
                 found *= jax.lax.broadcast_in_dim(factor, found.shape, (0,))
-            slots = pieces_smem.at[jax.lax.axis_index("warpgroup")]
-            for i in range(num_pieces):
-                to = result_gmem.at[pl.ds(row, TILE_M), pl.ds(column + i * width, width)]
-                piece = found[:, i * width : (i + 1) * width].astype(dtype)
-                store_piece(i, num_pieces, piece, slots, to)
+            store_tile(found, pieces_smem, result_gmem, row, column)
 
         loop.run(
             a_gmems,

@@ -216,9 +216,9 @@ class Interleaved(NamedTuple):
         """Shape of the array."""
         return self.height, self.tokens_of_row * num_columns
 
-    def place(self, token: Any, column: Any, num_columns: int | None = None) -> tuple[Any, Any]:
+    def place(self, token: Any, column: Any, num_rows: int | None = None) -> tuple[Any, Any]:
         """Row and column in the array."""
-        del num_columns
+        del num_rows
         turn, row = _divided(token, self.height)
         tile, inside = _divided(column, self.tile)
         return row, (tile * self.tokens_of_row + turn) * self.tile + inside
