@@ -30,6 +30,7 @@ from pallas_kernels import linear_cross_entropy, rms_norm, swiglu_mlp
 _NUM_CPU_DEVICES = 8
 _AXIS = "data"
 _TOKENS = P(_AXIS)
+WAYS = ("plain JAX", "by hand", "Auto", "Explicit")
 
 
 def plain_norm(x: Any, weight: Any) -> Any:
@@ -158,7 +159,9 @@ def works(num_devices: int, *, is_small: bool) -> dict[str, Work]:
     }
 
 
-def programs(work: Work, num_devices: int, dtype: Any) -> dict[str, Any]:
+def programs(
+    work: Work, num_devices: int, dtype: Any, names: Sequence[str] = WAYS
+) -> dict[str, Any]:
     """The compiled program of each way to call the operation, with its arguments."""
     meshes = {
         name: jax.make_mesh((num_devices,), (_AXIS,), axis_types=(kind,))
@@ -172,7 +175,8 @@ def programs(work: Work, num_devices: int, dtype: Any) -> dict[str, Any]:
         "Explicit": (meshes["Explicit"], ours),
     }
     found = {}
-    for name, (mesh, run) in ways.items():
+    for name in names:
+        mesh, run = ways[name]
         with jax.set_mesh(mesh):
             args = work.arrays(mesh, dtype)
             splits = [NamedSharding(mesh, spec) for spec in (_TOKENS, *work.weights)]
@@ -231,6 +235,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prints a table with a line for each operation."""
     parser = argparse.ArgumentParser(description="the operations on a mesh")
     parser.add_argument("--operations", nargs="+", help="beginnings of names; all by default")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="with `by hand`")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--calls", type=int, default=4, help="calls of a program in a round")
     flags = parser.parse_args(argv)
@@ -240,11 +245,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"this needs several devices; JAX found only {devices[0].device_kind!r}")
     is_cpu = devices[0].platform == "cpu"
     print(f"{len(devices)} x {devices[0].device_kind}; time, over `by hand`, memory, difference\n")
-    print("| | plain JAX | by hand | Auto | Explicit |\n|---|---|---|---|---|")
+    print(f"| | {' | '.join(flags.ways)} |\n|---|{'---|' * len(flags.ways)}")
     for name, work in works(len(devices), is_small=is_cpu).items():
         if flags.operations and not name.startswith(tuple(flags.operations)):
             continue
-        found = programs(work, len(devices), jnp.float32 if is_cpu else jnp.bfloat16)
+        dtype = jnp.float32 if is_cpu else jnp.bfloat16
+        found = programs(work, len(devices), dtype, flags.ways)
         wrong = errors(found)
         cases = [
             timing.Case(way, [functools.partial(*program[:1], *program[1])])

@@ -33,7 +33,7 @@ def _mlp(x: Any, w_gate: Any, w_up: Any, w_down: Any) -> Any:
 
 def _loss(x: Any, weight: Any, labels: Any) -> Any:
     logits = x @ weight.T
-    # XLA may leave out a rounding to bfloat16 that a wider dtype follows, as on GPUs. Kernels round.
+    # Kernels round logits. XLA on a GPU leaves out a rounding to bfloat16 before a wider dtype.
     numbers = jnp.finfo(logits.dtype)
     logits = jax.lax.reduce_precision(wide(logits), numbers.nexp, numbers.nmant)
     counts = labels >= 0
