@@ -243,7 +243,7 @@ def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) 
 
     Returns:
       The plan, its matrix products, its memory and the reason for it. It is for JAX's default
-      device and the shapes that are given, which on a mesh should be those of one device.
+      device and the given shapes. On a mesh give the shapes of one device's arrays.
 
     Raises:
       ValueError, TypeError, NotImplementedError: `linear_cross_entropy` raises the same.
