@@ -104,13 +104,16 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
         print(pallas_kernels.explain(train_step, state, batch))
 
-    It traces the function for JAX's default device and runs nothing. On a mesh, a device's part of
-    the MLP's columns may be too narrow for a kernel. That is known when XLA splits the arrays, and
-    logged then.
+    It traces the function for JAX's default device and runs nothing. On a mesh it prints the shapes
+    of whole arrays, and the plan of the loss for them. A device's part of the MLP's columns may be
+    too narrow for a kernel. XLA finds that out later, when it splits the arrays, and the log says
+    so then.
 
     Args:
       fn: Function, jitted or not.
-      *args: Arguments of the function, or `jax.ShapeDtypeStruct` in the place of arrays.
+      *args: Arguments of the function, or `jax.ShapeDtypeStruct` in the place of arrays. They are
+        pytrees for JAX, so two NNX modules that share a parameter get a copy each. If the function
+        updates such modules, pass the state of `nnx.split` and merge it inside.
       **kwargs: Keyword arguments of the function.
     """
     # Functions that are jitted and traced already are traced again, because the metadata is a part
@@ -138,8 +141,8 @@ def require_kernels() -> Iterator[None]:
 
     It acts while JAX traces: a function that was traced before is not checked. The environment
     variable `PALLAS_KERNELS_REQUIRE=1` does the same for a whole process, and
-    `implementation="require"` for one call. Calls that name `"reference"` or `"xla"` are not
-    checked, and neither is `swiglu` with `implementation=None`, whose default is no kernel on
+    `implementation="require"` for one call. Two kinds of calls are not checked: calls that name
+    `"reference"` or `"xla"`, and `swiglu` with `implementation=None`, which takes no kernel on
     purpose.
     """
     token = _required.set(True)

@@ -33,9 +33,9 @@ def rms_norm(
     """Root mean square normalization over the last axis (https://arxiv.org/abs/1910.07467).
 
     `y = x · rstd · (weight + weight_offset)` with `rstd = 1 / sqrt(mean(x²) + eps)`. The statistics
-    are float32 whatever the dtypes, and `y` has the dtype of `x`. Differentiable in `x` and
-    `weight`; each gradient has the dtype of its argument, `dweight` is summed over the tokens in
-    float32.
+    are float32 whatever the dtypes, and `y` has the dtype of `x`. The norm is differentiable in `x`
+    and `weight`. Each gradient has the dtype of its argument. `dweight` is summed over the tokens
+    in float32.
 
     The sum of squares is float32: a row whose Euclidean norm exceeds 1.8e19 overflows, and gives
     `y = 0` with zero gradients (in bfloat16 and float32; float16 has no such numbers).
@@ -47,15 +47,15 @@ def rms_norm(
       weight_offset: Number added to the weight in float32. Gemma stores the scale minus one, so its
         offset is 1.0.
       casting: Place where the result is rounded. With `"float32"` and `"gemma"` everything is
-        float32 and rounded once, at the end. (`"gemma"` is the name in other libraries; it implies
-        no offset.) With `"llama"` `x · rstd` is rounded to `x.dtype` before the scale, as in
-        Hugging Face.
+        float32 and rounded once, at the end. Other libraries call this `"gemma"`; the name sets no
+        offset. With `"llama"`, `x · rstd` is rounded to `x.dtype` before the scale, as in Hugging
+        Face.
       implementation: `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere. `"reference"` is
         plain JAX, which XLA fuses; `"xla"` is the same. `None` picks the kernel if JAX's default
         device is such a GPU and the kernel takes the arguments. On a mesh each device norms its own
         tokens. XLA cannot partition a kernel inside of a `jax.shard_map` that leaves Auto axes out,
-        so `None` picks plain JAX there. A name is binding. `"require"` picks as `None` does, and
-        raises where that would not be the kernel.
+        so `None` picks plain JAX there. A name is binding. `"require"` picks the kernel, and raises
+        where it does not run.
       config: Launch parameters of the kernel. `None` takes measured ones, or a guess from the
         device and the sizes.
 
@@ -63,9 +63,8 @@ def rms_norm(
       ValueError: The shapes disagree, a name is unknown, a number is out of range, or `config` does
         not fit.
       TypeError: An array is not of a floating dtype, or an option is of a wrong type.
-      NotImplementedError: The caller asked for the kernel, and it does not take the arguments; or
-        kernels are required, and it does not run; or the kernel is differentiated twice or in
-        forward mode (`jax.jvp`).
+      NotImplementedError: The caller asked for the kernel or requires it, and it does not run. Or
+        the kernel is differentiated twice or in forward mode (`jax.jvp`).
     """
     x, weight = floating_arrays(x=x, weight=weight)
     check_norm_options(eps, weight_offset, casting)
@@ -93,10 +92,9 @@ def add_rms_norm(
     """Residual addition, then RMSNorm: `residual_out = x + residual`, `y = rms_norm(residual_out)`.
 
     The sum is taken in float32 and rounded to `x.dtype`. The norm reads `residual_out` as it is
-    stored, so the pair equals the addition and the norm, one after the other (up to the last bit of
-    `rstd`, which the order of the sum decides).
-    Differentiable in all three arrays. The gradients of `x` and `residual` are equal up to their
-    dtypes.
+    stored. So the pair equals the addition and the norm, one after the other, up to the last bit of
+    `rstd`, which the order of the sum decides. The operation is differentiable in all three arrays.
+    The gradients of `x` and `residual` are equal up to their dtypes.
 
     Args:
       x: Output of a sublayer; the leading axes are tokens.
