@@ -140,9 +140,8 @@ def swiglu_mlp(
         exist at a time; None for all. It is for sequences so long that gate and up are the largest
         arrays of the step. It needs `save="x"`, and keeps nothing under `jax.checkpoint` either.
       implementation: `"mosaic_gpu"` runs the elementwise work in the epilogues of GEMMs, on Hopper
-        and in 16 bits, for D and F that are multiples of 64 from 128 on. `"xla"` is the same
-        algorithm in plain JAX. `"reference"` is the formula, differentiated by JAX, which keeps
-        everything.
+        and in 16 bits, for D and F that are multiples of 64. `"xla"` is the same algorithm in
+        plain JAX. `"reference"` is the formula, differentiated by JAX, which keeps everything.
         `None` takes the kernels where they run (the backward kernel from 2048 tokens on), and
         `"xla"` elsewhere, for example inside of a `jax.shard_map` that leaves Auto axes out. A name
         is binding, with one exception that logs a warning: if F is split so that the kernels do not
