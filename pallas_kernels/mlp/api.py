@@ -148,7 +148,7 @@ def swiglu_mlp(
         largest arrays of the step. It needs `save="x"`. Under `jax.checkpoint` nothing is kept
         then, whatever the policy says.
       implementation: `"mosaic_gpu"` runs the elementwise work in the epilogues of GEMMs, on Hopper
-        and in 16 bits, for D and F that are multiples of 64 from 128 on. `"xla"` is the same
+        and in 16 bits, for D and F that are multiples of 64. `"xla"` is the same
         algorithm in plain JAX. `"reference"` is the formula, differentiated by JAX, which keeps
         everything. `None` takes the kernels where they run, and `"xla"` elsewhere, for example
         inside of a `jax.shard_map` that leaves Auto axes out. The backward kernel runs from 2048

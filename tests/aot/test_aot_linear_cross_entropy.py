@@ -239,10 +239,29 @@ LOSSES = {
 SMALLEST = Loss(8192, 4096, 128256)
 ODD = Loss(8192, 4096, 32001)
 
+# A product whose result is narrower than its tiles: dx or dweight at D = 64.
+
+NARROW_CASES = {
+    "narrow": Case(
+        functools.partial(products.product, a_layout="KM", dtype=BF16),
+        (floats(64, 128, dtype=BF16), floats(64, 64, dtype=BF16)),
+    )
+}
+
+
+@each_chip
+@pytest.mark.parametrize("case", NARROW_CASES)
+def test_nothing_is_stored_past_a_single_block_of_columns(compiled, chip, case):
+    """Mosaic leaves the number of a single block out, so such a store would overwrite the block."""
+    (kernel,) = compiled(chip, case).kernels
+    assert kernel.tma_stores == 1  # a tile has two blocks
+
+
 CASES = {
     **LOGITS_CASES,
     **SLICE_CASES,
     **STATISTICS_CASES,
+    **NARROW_CASES,
     **{f"loss-{loss}": loss.alone() for loss in LOSSES},
     **{f"gradients-{loss}": loss.with_gradients() for loss in LOSSES},
     "by-chunks": SMALLEST.with_gradients(chunk_size=2048),

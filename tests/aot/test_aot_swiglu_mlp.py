@@ -12,13 +12,14 @@ from pallas_kernels import swiglu_mlp
 
 BF16 = jnp.bfloat16
 MIB = 2**20
-# Tokens, D, F: of an 8B and of a 1B Llama, one where nothing is even, and one of a single tile,
-# whose steps LLVM unrolls.
+# Tokens, D, F: of an 8B and of a 1B Llama, one where nothing is even, one of a single tile, whose
+# steps LLVM unrolls, and one of less than a tile.
 SHAPES = {
     "8b": (8192, 4096, 14336),
     "1b": (16384, 2048, 8192),
     "odd": (1009, 2880, 2880),
     "small": (8, 128, 128),
+    "narrow": (8, 64, 64),
 }
 
 
@@ -112,6 +113,14 @@ def test_gradients(compiled, chip, case):
         # Nothing goes through a pass of its own beside GEMMs and kernels.
         opcodes = {part.opcode for part in program.instructions.values()}
         assert not opcodes & {"fusion", "copy", "transpose", "convert", "pad", "concatenate"}
+
+
+@on_h100
+@pytest.mark.parametrize("case", ["forward-narrow-mosaic_gpu"])
+def test_nothing_is_stored_past_a_single_block_of_columns(compiled, chip, case):
+    """Mosaic leaves the number of a single block out, so such a store would overwrite the block."""
+    kernel = kernels_of(compiled(chip, case))["gated_matmul"]
+    assert kernel.tma_stores == 1  # a tile has two blocks
 
 
 @on_h100

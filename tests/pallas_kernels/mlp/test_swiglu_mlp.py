@@ -126,7 +126,9 @@ def test_xla(implementation, save, shape, intermediate_size, dtype, weight_dtype
         pytest.param((2, 61, 128), 256, BF16, "gate_up", marks=pytest.mark.full),
         pytest.param((129, 256), 384, BF16, "gate_up", marks=pytest.mark.full),
         ((127, 128), 256, F16, "all"),
-        ((129, 192), 320, BF16, "x"),
+        pytest.param((129, 192), 320, BF16, "x", marks=pytest.mark.full),
+        # One block of columns: half a tile of the forward, a quarter of one of the backward.
+        ((129, 192), 64, BF16, "x"),
         pytest.param((257, 128), 128, BF16, "x", marks=pytest.mark.full),
     ],
     ids=str,
@@ -486,8 +488,8 @@ def test_wrong_arguments(unchecked_shapes, change, message):
 @pytest.mark.parametrize(
     "shape, intermediate_size, dtype, message",
     [
-        ((4, 128), 160, BF16, "not multiples of 64 from 128 on; pad 160 to 192 with zeros"),
-        ((4, 64), 200, BF16, "from 128 on; pad 64 to 128 and 200 to 256 with zeros"),
+        ((4, 128), 160, BF16, "not multiples of 64; pad 160 to 192 with zeros"),
+        ((4, 72), 100, BF16, "not multiples of 64; pad 72 to 128 and 100 to 128 with zeros"),
         ((4, 128), 128, F32, "not all bfloat16 or float16"),
     ],
 )
