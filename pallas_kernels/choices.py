@@ -13,6 +13,7 @@ device, the arrays or the mesh rule the kernel out.
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -22,11 +23,18 @@ from typing import Any
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import subjaxprs
 
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.implementation import Chosen, Implementation
 
 VARIABLE = "PALLAS_KERNELS_REQUIRE"
+
+# Why no kernel computes a tangent. The norms have plain JAX for it.
+TANGENT_REASON = (
+    "no kernel has forward mode or second derivatives; the results and the first gradients run "
+    "kernels all the same"
+)
 
 _logger = logging.getLogger(__name__)
 _logged: set[str] = set()
@@ -120,8 +128,20 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     # of the key under which JAX keeps a trace.
     metadata = set_xla_metadata(pallas_kernels_explanation=str(next(_numbers)))
     with recording() as found, metadata:
-        jax.eval_shape(fn, *args, **kwargs)
-    return Explanation(tuple(found))
+        # A partial is hashable, whatever `fn` is.
+        traced = jax.jit(functools.partial(fn)).trace(*args, **kwargs)
+    return Explanation((*found, *_tangents_in(traced.jaxpr.jaxpr)))
+
+
+def _tangents_in(jaxpr: Any) -> Iterator[Choice]:
+    """The tangents in a program that are left for plain JAX to compute."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "operation_tangent":
+            arrays = tuple(v.aval.str_short() for v in equation.invars)
+            name = equation.params["operation"].name
+            yield Choice(name, arrays, "reference", TANGENT_REASON)
+    for inner in subjaxprs(jaxpr):
+        yield from _tangents_in(inner)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import check_config, check_number, floating_arrays
-from pallas_kernels.choices import record
+from pallas_kernels.choices import record, required_by
 from pallas_kernels.implementation import (
     Chosen,
     Implementation,
@@ -54,8 +54,9 @@ def rms_norm(
         plain JAX, which XLA fuses; `"xla"` is the same. `None` picks the kernel if JAX's default
         device is such a GPU and the kernel takes the arguments. On a mesh each device norms its own
         tokens. XLA cannot partition a kernel inside of a `jax.shard_map` that leaves Auto axes out,
-        so `None` picks plain JAX there. A name is binding. `"require"` picks the kernel, and raises
-        where it does not run.
+        so `None` picks plain JAX there. With `None`, plain JAX also computes forward mode and second
+        derivatives, which no kernel has. A name is binding. `"require"` picks the kernel, and
+        raises where it does not run.
       config: Launch parameters of the kernel. `None` takes measured ones, or a guess from the
         device and the sizes.
 
@@ -64,7 +65,8 @@ def rms_norm(
         not fit.
       TypeError: An array is not of a floating dtype, or an option is of a wrong type.
       NotImplementedError: The caller asked for the kernel or requires it, and it does not run. Or
-        the kernel is differentiated twice or in forward mode (`jax.jvp`).
+        the result is differentiated twice or in forward mode (`jax.jvp`), and the caller asked for
+        the kernel or requires kernels.
     """
     x, weight = floating_arrays(x=x, weight=weight)
     check_norm_options(eps, weight_offset, casting)
@@ -73,7 +75,14 @@ def rms_norm(
     record("rms_norm", (x, weight), implementation, chosen, reason)
     if chosen == "mosaic_gpu":
         return mosaic_gpu.norm(
-            x, None, weight, eps=eps, weight_offset=weight_offset, casting=casting, config=config
+            x,
+            None,
+            weight,
+            eps=eps,
+            weight_offset=weight_offset,
+            casting=casting,
+            config=config,
+            has_tangent=_has_tangent(implementation),
         )[0]
     return reference.rms_norm(x, weight, eps=eps, weight_offset=weight_offset, casting=casting)
 
@@ -124,7 +133,14 @@ def add_rms_norm(
             x, residual, weight, eps=eps, weight_offset=weight_offset, casting=casting
         )
     y, residual_out = mosaic_gpu.norm(
-        x, residual, weight, eps=eps, weight_offset=weight_offset, casting=casting, config=config
+        x,
+        residual,
+        weight,
+        eps=eps,
+        weight_offset=weight_offset,
+        casting=casting,
+        config=config,
+        has_tangent=_has_tangent(implementation),
     )
     assert residual_out is not None
     return y, residual_out
@@ -151,6 +167,11 @@ def choose_norm(
         check_no_config(config, chosen)
     check_config(config, Config)
     return chosen, reason
+
+
+def _has_tangent(implementation: Implementation | None) -> bool:
+    """Whether plain JAX may compute what has no kernel: the caller has not asked for kernels."""
+    return implementation is None and required_by(implementation) is None
 
 
 def check_norm_options(eps: float, weight_offset: float, casting: Casting) -> None:

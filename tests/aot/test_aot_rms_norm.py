@@ -76,7 +76,25 @@ def _cases_and_pairs() -> tuple[dict[str, Case], list[tuple[str, str]]]:
     return cases, pairs
 
 
+def forward_mode(*args: Any) -> Any:
+    return jax.jvp(add_rms_norm, args, args)
+
+
+def forward_mode_of_gradients(*args: Any) -> Any:
+    def loss(*args: Any) -> Any:
+        return sum(jnp.sum(jnp.sin(a.astype(jnp.float32))) for a in add_rms_norm(*args))
+
+    return jax.jvp(jax.grad(loss, (0, 1, 2)), args, args)
+
+
 CASES, PAIRS = _cases_and_pairs()
+_X, _WEIGHT = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 1024), (1024,)))
+# Plain JAX computes the tangents beside the kernels.
+KERNELS = {
+    "forward mode": (forward_mode, ["add_rms_norm_fwd"]),
+    "of gradients": (forward_mode_of_gradients, ["add_rms_norm_bwd", "add_rms_norm_fwd"]),
+}
+CASES |= {name: Case(fn, (_X, _X, _WEIGHT)) for name, (fn, _) in KERNELS.items()}
 
 # A row's `rstd` is one 4-byte scalar, stored by the forward and loaded by the backward. Everything
 # else that a kernel moves is activations, weight and partial sums of dweight, 16 bytes a thread.
@@ -101,6 +119,11 @@ def test_compiles(compiled, chip, case):
             assert set(widths) <= {4, 16, 32} and widths[4] <= MAX_SCALAR_ACCESSES, kernel
     _assert_only_kernels_touch_activations(program, num_elements)
     _assert_little_memory(program, num_elements)
+
+
+@pytest.mark.parametrize(("chip", "case"), [("h100", case) for case in KERNELS])
+def test_forward_mode_runs_kernels_and_plain_jax(compiled, chip, case):
+    assert sorted(compiled(chip, case).calls) == KERNELS[case][1]
 
 
 def _assert_only_kernels_touch_activations(program: Program, num_elements: int) -> None:

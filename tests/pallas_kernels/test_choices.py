@@ -127,6 +127,34 @@ def test_without_a_gpu_the_reason_is_the_device():
     assert str(pallas_kernels.explain(jnp.sin, X)) == "no operation of pallas_kernels"
 
 
+def test_forward_mode_of_a_norm_is_plain_jax_and_says_so(on_h100, caplog):
+    norm = lambda x: rms_norm(x, WEIGHT)
+    loss = lambda x: jnp.sum(jnp.sin(norm(x)))
+    forward = lambda x: jax.jvp(norm, (x,), (x,))
+    of_forward = jax.grad(lambda x: jnp.sum(forward(x)[1]))
+    for derivative in (forward, jax.jacfwd(loss), jax.hessian(loss), of_forward):
+        kernel, *others = pallas_kernels.explain(derivative, X[0]).choices
+        assert (kernel.implementation, kernel.reason) == ("mosaic_gpu", None)
+        assert {(c.operation, c.implementation) for c in others} == {("rms_norm", "reference")}
+        assert all("no kernel has forward mode" in str(c) for c in others)
+    assert len(pallas_kernels.explain(jax.grad(loss), X).choices) == 1
+    assert any("forward mode" in message for message in caplog.messages)
+
+
+def test_forward_mode_raises_where_kernels_are_required(on_h100, monkeypatch):
+    def derivative(**options):
+        return jax.hessian(lambda x: jnp.sum(rms_norm(x, WEIGHT, **options)))
+
+    for name in ("require", "mosaic_gpu"):
+        with pytest.raises(NotImplementedError, match="use implementation='reference'"):
+            jax.eval_shape(derivative(implementation=name), X)
+    with choices.require_kernels(), pytest.raises(NotImplementedError, match="no forward mode"):
+        jax.eval_shape(derivative(), X)
+    monkeypatch.setenv(choices.VARIABLE, "1")
+    with pytest.raises(NotImplementedError, match="no forward mode"):
+        jax.eval_shape(derivative(), X)
+
+
 def test_a_function_that_was_traced_before_is_explained_again(on_h100):
     norm = jax.jit(lambda x: rms_norm(x, WEIGHT))
     twice = jax.jit(lambda x: norm(jnp.sin(norm(x))))

@@ -20,6 +20,8 @@ import pallas_kernels
 from support.transform_formulas import FORMULAS, wide
 
 IMPLEMENTATIONS: tuple[str, ...] = "reference", "xla", "mosaic_gpu"
+# One of them, as an operation chooses it.
+DEFAULT = "None"
 NO_FORWARD_MODE = r"has a gradient rule of its own, so it has no forward mode .*'reference'"
 
 
@@ -351,9 +353,9 @@ def _descended(args: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
 
 # Outcomes.
 WORKS, RAISES = "works", "raises"
-_ALL: dict[str, str] = dict.fromkeys(IMPLEMENTATIONS, WORKS)
+_ALL: dict[str, str] = dict.fromkeys((*IMPLEMENTATIONS, DEFAULT), WORKS)
 _KERNEL_RAISES = _ALL | {"mosaic_gpu": RAISES}
-_ONLY_REFERENCE = _KERNEL_RAISES | {"xla": RAISES}
+_ONLY_REFERENCE = _KERNEL_RAISES | {"xla": RAISES, DEFAULT: RAISES}
 OPERATIONS: tuple[str, ...] = (
     "rms_norm",
     "add_rms_norm",
@@ -368,9 +370,9 @@ _OF_FORWARD_MODE = {
     "swiglu_mlp": _ONLY_REFERENCE,
     "linear_cross_entropy": _ONLY_REFERENCE,
 }
-_HAVE_FORWARD_MODE = list(VALUES)[-4:]
+FORWARD_MODE = tuple(VALUES)[-4:]
 MATRIX: dict[str, dict[str, dict[str, str]]] = {
-    name: _OF_FORWARD_MODE if name in _HAVE_FORWARD_MODE else dict.fromkeys(OPERATIONS, _ALL)
+    name: _OF_FORWARD_MODE if name in FORWARD_MODE else dict.fromkeys(OPERATIONS, _ALL)
     for name in (*VALUES, DONATION)
 }
 
@@ -398,7 +400,8 @@ def make_call(operation: str, implementation: str, sizes: Sizes, dtype: Any) -> 
     given = args[operation]
     fn = FORMULAS[operation]
     if implementation != "formula":
-        fn = functools.partial(getattr(pallas_kernels, operation), implementation=implementation)
+        named = None if implementation == DEFAULT else implementation
+        fn = functools.partial(getattr(pallas_kernels, operation), implementation=named)
     axes = tuple(0 if a.shape[:2] == (n, t) else None for a in given)
     num_floating = len(given) - (operation == "linear_cross_entropy")
     return Call(fn, given, axes, num_floating)
@@ -427,4 +430,7 @@ def table() -> str:
 
 def _cell(outcomes: dict[str, str]) -> str:
     raising = [f"`{name}`" for name, outcome in outcomes.items() if outcome == RAISES]
-    return f"{' and '.join(raising)} raise{'s' * (len(raising) == 1)}" if raising else WORKS
+    if not raising:
+        return WORKS
+    *others, last = raising
+    return f"{', '.join(others)} and {last} raise" if others else f"{last} raises"
