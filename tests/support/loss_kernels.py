@@ -4,13 +4,14 @@ One warpgroup takes less time to interpret than the default; test_logits_kernel.
 """
 
 import functools
-import re
+import math
 
 import jax
 import pytest
 
 from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.mosaic_gpu import logits_config
+from support.jaxprs import equations
 from support.loss_formulas import (
     BF16,
     D,
@@ -55,6 +56,9 @@ def kernel_strategies(*names):
 # "tokens" has the kernel over logits in memory.
 two_kernel_strategies = kernel_strategies("columns", "in place")
 two_other_kernel_strategies = kernel_strategies("tokens", "in place")
+# With this weight the z-loss takes all of softmax from a token whose logits are all -16: its lse is
+# log(KV) - 16, and 1 + 2 · z_loss · lse is 0.
+Z_LOSS = 0.5 / (16 - math.log(KV))
 ALL_OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 1.5}
 
 
@@ -62,11 +66,13 @@ def kernel_arrays(dtype=BF16, **options):
     return make_arrays((KT,), D, KV, dtype, **options)
 
 
-# In place of dweight, as the loss by default does; the strategy above has few tokens.
 def in_place_loss(max_logits_bytes, reduction, **options):
+    """The loss that keeps exponentials in the memory of `dweight`, for any number of tokens."""
     options |= {"max_logits_bytes": max_logits_bytes, "reduction": reduction}
     return functools.partial(loss_of, implementation="mosaic_gpu", **options)
 
 
 def kernel_names(fn, *args) -> set[str]:
-    return set(re.findall(r"name=(\w+)", str(jax.make_jaxpr(fn)(*args))))
+    """Names of the kernels, and of the functions that are compiled, in the program of `fn`."""
+    program = jax.make_jaxpr(fn)(*args).jaxpr
+    return {str(e.params["name"]) for e in equations(program) if "name" in e.params}
