@@ -79,8 +79,17 @@ def explained(stream, params):
     return choices
 
 
-@pytest.mark.parametrize("params", [F32, BF16, F16], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("stream", [BF16, F16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize(
+    "stream, params",
+    [
+        (BF16, F32),
+        (F16, BF16),
+        (BF16, F16),
+        *(pytest.param(*dtypes, marks=pytest.mark.full) for dtypes in [(BF16, BF16), (F16, F16)]),
+        pytest.param(F16, F32, marks=pytest.mark.full),
+    ],
+    ids=lambda d: d.__name__,
+)
 def test_streams_of_16_bits_run_kernels_whatever_the_parameters_are(
     on_h100, caplog, stream, params
 ):

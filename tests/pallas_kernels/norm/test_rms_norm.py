@@ -164,8 +164,8 @@ def test_llama_casting_with_a_weight_of_another_dtype(implementation):
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=jnp.dtype)
 def test_rounding_in_between_survives_the_compiler(dtype):
-    # XLA for GPUs drops `astype(bfloat16).astype(float32)` and keeps reduce_precision. The optimized
-    # program would show it, but a CPU cannot make the program of a GPU.
+    # XLA for GPUs drops `astype(bfloat16).astype(float32)` and keeps reduce_precision. Only the
+    # optimized program of a GPU would show it.
     x, weight, _ = make_args((4, 64), dtype)
     llama = functools.partial(rms_norm, casting="llama", implementation="reference")
     add = functools.partial(add_rms_norm, implementation="reference")
