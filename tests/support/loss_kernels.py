@@ -1,7 +1,4 @@
-"""Settings of the loss's kernels for tests that interpret them.
-
-One warpgroup takes less time to interpret than the default; test_logits_kernel.py has the others.
-"""
+"""Settings of the loss's kernels for tests that interpret them."""
 
 import functools
 import math
@@ -20,16 +17,15 @@ from support.loss_formulas import (
     make_arrays,
 )
 
-# The kernels, interpreted: with few threads, which takes less time than with the default;
-# test_logits_kernel.py has the others.
+# Few threads take less time to interpret than the default; test_logits_kernel.py has more.
 ONE_WARPGROUP = Config(logits=logits_config.Config(warpgroups=1, slots=2, max_lines=4))
-# 9 tokens are 1 and 8; 250 columns are 50 and twice 100, each padded to 128.
+# 9 tokens make chunks of 1 and 8. 250 columns make chunks of 50, 100 and 100, padded to 128 each.
 KT, KV = 9, 250
 KERNEL_STRATEGIES = {
     "tokens": {"chunk_size": 8},
     "columns": {"chunk_size": None, "vocab_chunk_size": 100},
     "exponentials": {"chunk_size": 8, "bias_in_weight": True},
-    # Copies of 128 rows, of 128 columns of 16 bits, and three bands.
+    # The limit makes three bands, and copies of 128 rows of 128 numbers of 16 bits.
     "in place": {
         "chunk_size": None,
         "max_logits_bytes": 2**15,
@@ -44,7 +40,7 @@ BY_KERNEL_STRATEGY = {
 
 
 def kernel_strategies(*names):
-    """The cross of strategies, of which the normal run has these."""
+    """All strategies. The normal run has those with these names."""
     cases = [
         pytest.param(strategy, id=name, marks=() if name in names else full)
         for name, strategy in BY_KERNEL_STRATEGY.items()
@@ -52,7 +48,7 @@ def kernel_strategies(*names):
     return pytest.mark.parametrize("strategy", cases)
 
 
-# A program is seconds of compilation. "columns" and "in place" have all loops of the others,
+# A program takes seconds to compile. "columns" and "in place" have all loops of the others, and
 # "tokens" has the kernel over logits in memory.
 two_kernel_strategies = kernel_strategies("columns", "in place")
 two_other_kernel_strategies = kernel_strategies("tokens", "in place")

@@ -26,7 +26,7 @@ def params(module):
 
 
 def shuffled(module, seed=1):
-    """The module with other numbers than it starts from: a constant hides mistakes."""
+    """The module with changed parameters, because initial constants hide mistakes."""
     rng = np.random.default_rng(seed)
     change = lambda a: (a + jnp.asarray(rng.normal(size=a.shape) / 8, F32)).astype(a.dtype)
     nnx.update(module, jax.tree.map(change, nnx.state(module)))

@@ -88,7 +88,7 @@ def check_add(args, cotangents, *, implementation, eps=1e-6, weight_offset=0.0, 
         args, cotangents
     )
     assert [a.dtype for a in got] == [x.dtype, x.dtype, x.dtype, residual.dtype, weight.dtype]
-    # Two numbers of at most 24 bits have an exact sum in float64 here, so the cast rounds once.
+    # The sum of two such numbers is exact in float64, so only the cast rounds.
     total = np.asarray(x, np.float64) + np.asarray(residual, np.float64)
     residual_out = np.asarray(got[1])
     np.testing.assert_array_equal(residual_out, total.astype(x.dtype))

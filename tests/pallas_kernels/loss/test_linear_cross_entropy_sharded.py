@@ -1,4 +1,4 @@
-"""The linear cross-entropy on eight devices: the numbers of one, and what goes between them."""
+"""The linear cross-entropy on eight devices: results as on one device, and collectives."""
 
 import functools
 import math
@@ -83,7 +83,7 @@ def on_one_device(arrays, labels, *, implementation: Any = "xla", **options):
 def on_mesh(mesh, *, tokens=None, vocabulary=None, **options):
     """`on_one_device` with tokens and vocabulary each split over an axis of a mesh.
 
-    Without metrics where tokens are split, because they are of the tokens of a device.
+    Where tokens are split there are no metrics, because each device has those of its own tokens.
     """
     specs = {"x": P(tokens), "token_weights": P(tokens)}
     specs |= {"weight": P(vocabulary), "bias": P(vocabulary)}
@@ -135,7 +135,7 @@ def make_cotangent(reduction):
 
 
 def check(run, arrays, labels, *, token_parts=1, column_parts=1, reduction="mean", **options):
-    """Compares a graded function with one device, by the error that this makes."""
+    """Compares the errors of a graded function with those of one device."""
     cotangent = make_cotangent(reduction)
     got = run(arrays, labels, cotangent)
     on_one = graded_on_one_device(reduction=reduction, **options)
@@ -157,7 +157,7 @@ def check(run, arrays, labels, *, token_parts=1, column_parts=1, reduction="mean
         chex.assert_type(got[name], array.dtype)
     for name in got:
         values = ([tree[name]] for tree in (got, low, exact))
-        # Each device rounds the dx of its columns, and so is their sum: two errors instead of one.
+        # Each device rounds the dx of its columns, and the sum is rounded: two errors, not one.
         slack = 1.2 * math.sqrt(2) if name == "x" and column_parts > 1 else 1.2
         assert_as_accurate(*values, names=[name], slack=slack)
     return got
@@ -341,7 +341,7 @@ def test_the_first_of_equal_logits_counts(reduction, chunks):
     np.testing.assert_allclose(got["accuracy"], expected, rtol=1e-6)
 
 
-# What goes between devices.
+# Collectives.
 
 COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
@@ -394,7 +394,7 @@ def test_between_devices_with_split_tokens_and_vocabulary(chunks):
     mesh = mesh_of(data=2, tensor=4)
     run = graded_on_mesh(mesh, tokens="data", vocabulary="tensor", reduction="sum", **chunks)
     cotangent = make_cotangent("sum")
-    # dx over one axis, dweight and dbias over the other; the loss, and its cotangent.
+    # One axis sums dx, the other dweight and dbias. The loss and its cotangent are sums, too.
     shapes = [(T // 2, D), (V // 4, D), (V // 4,), (), ()]
     expected = [("all-reduce", shape) for shape in shapes]
     if chunks == COLUMN_CHUNKS:
@@ -418,10 +418,10 @@ def test_a_weight_split_along_d_is_gathered_once(chunks):
     check(run, arrays, labels, token_parts=8, **options)
     split = placed(mesh, arrays, specs)
     moved = collectives(graded_loss, split, labels, make_cotangent("sum"))
-    # Chunks of columns need it in the backward, too.
+    # Chunks of columns need the weight in the backward, too.
     assert {key: number for key, number in moved.items() if key[0] != "all-reduce"} == {
         ("all-gather", (4, V, D // 4)): 2 if chunks == COLUMN_CHUNKS else 1,
         ("reduce-scatter", (V, D // 4)): 1,
     }
-    # Then over the copies of the weight.
+    # The last sum is over the copies of the weight.
     assert moved["all-reduce", (V, D // 4)] == 1

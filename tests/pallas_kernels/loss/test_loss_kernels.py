@@ -103,7 +103,7 @@ def test_a_loss_alone_has_float32_logits(strategy):
         arrays
     )
     exact = formula(arrays, labels, 1.0)["loss"]
-    # A tenth of what rounded logits cost.
+    # The error is below a tenth of the error of rounded logits.
     rounded_logits = formula(arrays, labels, 1.0, round_logits=BF16)["loss"]
     assert abs(loss - exact) < min(4 * EPS32 * abs(exact), 0.1 * abs(rounded_logits - exact))
 
@@ -149,7 +149,7 @@ def test_z_loss_by_exponentials(strategy, bias):
 @pytest.mark.parametrize("reduction", ["sum"])
 def test_metrics_of_the_kernels(strategy, reduction):
     arrays, labels = kernel_arrays()
-    # Columns 7 and 130 are the largest of every token, and equal; in chunks, 7 and 130 are apart.
+    # Columns 7 and 130 are the largest of every token, and equal. They are in different chunks.
     arrays["weight"] = put(arrays["weight"], 130, arrays["weight"][7])
     arrays["bias"] = put(arrays["bias"], [7, 130], 20)
     labels = np.array([7, 130, 7, 130, 3, IGNORED, 249, 7, 0], np.int32)
@@ -215,7 +215,7 @@ def test_a_float32_weight_in_the_kernels(strategy):
     assert np.mean(np.asarray(got["weight"]) == coarse) < 0.1
 
 
-# 128 wide, as our GEMM of dweight asks; the other arrays are narrower, their products XLA's.
+# Our GEMM of dweight needs a hidden size of 128. Other tests have smaller ones, and XLA's GEMM.
 @interpreted
 @pytest.mark.parametrize(
     "chunks, reduction, x_dtype, weight_dtype",
@@ -260,7 +260,7 @@ def test_gradients_of_some_arrays_only_in_the_kernels(strategy, name):
     loss, got = quick_jit(jax.value_and_grad(fn))(arrays[name])
     chunks = {}
     if name == "x" and "lines" in strategy:
-        # Nothing can be in the place of a dweight that is not made.
+        # Without a dweight there is no memory for exponentials in its place.
         assert "input_gradient" not in kernel_names(jax.grad(fn), arrays[name])
         chunks = {"chunk_size": 128}
     others = {k: jnp.zeros_like(v) for k, v in rest.items()}
