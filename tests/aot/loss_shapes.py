@@ -1,4 +1,4 @@
-"""Abstract arguments of the loss, and what the compile tests ask of each of its kernels."""
+"""Abstract arguments of the loss, and the compile tests' conditions on each of its kernels."""
 
 from typing import Any
 

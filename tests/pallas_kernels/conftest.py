@@ -13,7 +13,7 @@ from pallas_kernels.gpu.device import Device
 
 @pytest.fixture
 def tuned_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Where the user's table of launch parameters is; the test writes it."""
+    """The path of the user's table of launch parameters. The test writes the table."""
     path = tmp_path / "tuned.json"
     monkeypatch.setenv(tuning.VARIABLE, str(path))
     yield path

@@ -68,7 +68,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_errs_as_little_as_plain_jax(name):
-    """With the axes of the tokens in another order, and the embedding axis between them."""
+    """The axes of the tokens are in another order, with the embedding axis between them."""
     recipe, plain, module = CASES[name]
     leaves, structure = jax.tree.flatten(shuffled(module))
 

@@ -107,7 +107,7 @@ def test_gemms_of_the_compiled_program():
     assert gemms(program(chunks=(("chunk_size", BIG_T),))) == sorted(all_tokens)
 
 
-# The loop that makes `dweight` again if a row of `x` that does not count is not finite.
+# Products of the loop that makes `dweight` again if an ignored row of `x` is not finite.
 REPAIR = [(BIG_COLUMNS, BIG_T), (BIG_D, BIG_COLUMNS)]
 
 
@@ -198,8 +198,7 @@ def executed_flops(jaxpr):
     ids=str,
 )
 def test_executed_gemms(reduction, differentiated, num_gemms, chunks):
-    # 37 tokens and 53 columns divide into none of the chunks: nothing is computed twice, nor as
-    # padding.
+    # No chunk size divides 37 tokens or 53 columns. Still nothing is computed twice or as padding.
     if differentiated and "vocab_chunk_size" in chunks:
         num_gemms = 4
     arrays, labels = as_jax(make_arrays((37,), only=["x", "weight"]))
