@@ -138,7 +138,7 @@ def results(module, dtype: Any):
     }
 
 
-LONGER = ("float32", "flax, promotes", "fused 0", "fused 1")
+LONGER = ("float32", "flax, promotes", "fused 0", "fused 1", "transposed")
 
 
 @pytest.mark.parametrize(

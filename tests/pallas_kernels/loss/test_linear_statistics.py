@@ -186,10 +186,10 @@ def test_parts_of_a_vocabulary_combine():
 )
 def test_ties_with_the_label(columns):
     # Of equal logits the first one is the largest, so it matters which columns precede the label.
-    x = jnp.ones((20, 64), BF16)
-    weight = jnp.zeros((300, 64), BF16).at[jnp.asarray(columns)].set(0.5)
-    labels = jnp.asarray(np.resize(columns, 20), jnp.int32)
-    got, _ = check((x, weight, jnp.zeros(300), labels), softcap=None, config=BASE)
+    x, weight = np.ones((20, 64), BF16), np.zeros((300, 64), BF16)
+    weight[list(columns)] = 0.5
+    labels = np.resize(columns, 20).astype(np.int32)
+    got, _ = check((x, weight, np.zeros(300, np.float32), labels), softcap=None, config=BASE)
     first = labels == min(columns)
     np.testing.assert_array_equal(got.largest, got.label_logit)
     np.testing.assert_array_equal(got.largest_before < got.label_logit, first)
@@ -206,19 +206,21 @@ def test_huge_and_tiny_logits(scale):
 @pytest.mark.parametrize("allowed", [slice(0, 0), slice(299, 300), slice(0, 1), slice(128, 130)])
 def test_logits_of_minus_infinity(allowed):
     x, weight, _, labels = make_args(20, 64, 300)
-    bias = jnp.full(300, -jnp.inf, F32).at[allowed].set(0.0)
+    bias = np.full(300, -np.inf, np.float32)
+    bias[allowed] = 0
     check((x, weight, bias, labels), softcap=None, config=BASE)
 
 
 @interpreted
 def test_a_nan_stays_in_its_row():
-    x, weight, _, labels = make_args(140, 64, 300)
-    run = quick_jit(lambda x: linear_statistics(x, weight, None, labels, softcap=None))
-    got, clean = run(x.at[3, 7].set(jnp.nan)), run(x)
+    x, *others = make_args(140, 64, 300)
+    broken = np.array(x)
+    broken[3, 7] = np.nan
+    run = compiled(softcap=None)
+    got, clean = (jax.device_get(run(a, *others)) for a in (broken, x))
     assert np.isnan(got.lse[3])
-    others = np.arange(140) != 3
     for g, c in zip(got, clean, strict=True):
-        np.testing.assert_array_equal(g[others], c[others])
+        np.testing.assert_array_equal(np.delete(g, 3), np.delete(c, 3))
 
 
 # Exponentials.
