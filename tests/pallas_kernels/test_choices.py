@@ -1,4 +1,4 @@
-"""What operations say that they run. Nothing is compiled; 3 s."""
+"""The implementations that operations report. Nothing is compiled; 3 s."""
 
 import contextlib
 import functools
@@ -79,15 +79,24 @@ def explained(stream, params):
     return choices
 
 
-@pytest.mark.parametrize("params", [F32, BF16, F16], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("stream", [BF16, F16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize(
+    "stream, params",
+    [
+        (BF16, F32),
+        (F16, BF16),
+        (BF16, F16),
+        *(pytest.param(*dtypes, marks=pytest.mark.full) for dtypes in [(BF16, BF16), (F16, F16)]),
+        pytest.param(F16, F32, marks=pytest.mark.full),
+    ],
+    ids=lambda d: d.__name__,
+)
 def test_streams_of_16_bits_run_kernels_whatever_the_parameters_are(
     on_h100, caplog, stream, params
 ):
     with caplog.at_level(logging.WARNING, logger=choices.__name__):
         found = explained(stream, params)
     assert [(c.implementation, c.reason) for c in found] == [("mosaic_gpu", None)] * 4
-    assert not caplog.messages  # nor does a part of the gradients fall back
+    assert not caplog.messages  # no part of the gradients falls back either
 
 
 @pytest.mark.parametrize("params", [F32, BF16, F16], ids=lambda d: d.__name__)
@@ -171,7 +180,7 @@ def test_required_kernels_turn_a_fallback_into_an_error(on_h100, monkeypatch):
         jax.eval_shape(lambda x: swiglu(x, x), X)
         with pytest.raises(NotImplementedError, match="swiglu_mlp: kernels are required"):
             jax.eval_shape(fits, too_wide)
-        # A name is no fallback.
+        # An implementation that the caller names is no fallback.
         jax.eval_shape(lambda x: rms_norm(x, WEIGHT, implementation="reference"), X)
     jax.eval_shape(fits, too_wide)
     monkeypatch.setenv(choices.VARIABLE, "1")

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 F32 = jnp.float32
 SIZES = Sizes(members=2, tokens=5, hidden=64, columns=96, vocabulary=80)
-# Those that the kernels with matrix products take.
+# The least sizes of the kernels with matrix products.
 SIZES_OF_PRODUCTS = Sizes(members=2, tokens=5, hidden=128, columns=128, vocabulary=128)
 PRODUCTS = "swiglu_mlp", "linear_cross_entropy"
 
@@ -81,13 +81,13 @@ def exact(operation: str, dtype: Any) -> Any:
 
 def marks(transform: str, operation: str, implementation: str) -> Any:
     if implementation == "mosaic_gpu":
-        # Their transformations are those of "xla", by the same primitives.
+        # The same primitives give the kernels the transformations of "xla".
         needs_gpu = operation in PRODUCTS and MATRIX[transform][operation][implementation] == WORKS
         return pytest.mark.gpu if needs_gpu else ()
     if implementation == "xla":
         is_the_reference = operation not in PRODUCTS
         return pytest.mark.full if is_the_reference else ()
-    # The rest is JAX's own transformation of plain JAX.
+    # JAX transforms the reference, which is plain JAX, in all other ways.
     return () if transform in (*BASE, DONATION) else pytest.mark.full
 
 
@@ -102,7 +102,7 @@ CELLS = [
 def kernel_formulas(monkeypatch, fresh_operations):
     """On a CPU formulas are in the place of the kernels of norms and of `swiglu`.
 
-    Transformations do not look into a kernel, and the interpreter's effects rule some of them out.
+    A transformation does not look into a kernel. Some do not take the effects of the interpreter.
     """
     if jax.default_backend() == "gpu":
         return
@@ -230,7 +230,7 @@ def on_one_device(fn):
 
 
 def assert_equal(got, want):
-    """Equal up to the order of float32 sums."""
+    """Allows another order of float32 sums."""
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.linalg.norm(np.asarray(g) - w) < 2e-6 * np.linalg.norm(w)
 

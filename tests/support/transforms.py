@@ -1,8 +1,8 @@
 """JAX's transformations of every operation: what works, and programs that show it.
 
-`MATRIX` has the outcome of each transformation, operation and implementation. The page
-docs/transforms.md shows it. `VALUES` are transformations of a function; their programs are small
-enough to be parts of one program for each operation. Tests that `TESTED_BY` names have the others.
+`MATRIX` has the outcome of each transformation, operation and implementation, and the page
+docs/transforms.md shows it. `VALUES` are transformations of a function. Their programs are small
+enough to be parts of one program for each operation.
 """
 
 import dataclasses
@@ -41,10 +41,10 @@ class Call:
     """A function, and the arguments that a transformation gives it.
 
     Attributes:
-      fn: function of the arguments.
-      args: arrays of tokens `[members, tokens, ...]`, weights and labels.
+      fn: Function of the arguments.
+      args: Arrays of tokens `[members, tokens, ...]`, weights and labels.
       axes: 0 for arrays of tokens, None for weights.
-      num_floating: number of arguments that have a gradient; they come first.
+      num_floating: Number of arguments that have a gradient; they come first.
     """
 
     fn: Callable[..., Any]
@@ -273,9 +273,9 @@ class Transform:
     """A transformation of a function.
 
     Attributes:
-      run: computes the results.
-      expected: the results, as a function of the results of those in `BASE`; None for one in
-        `BASE`, which the tests compare with the same transformation of the formula.
+      run: Function that computes the results.
+      expected: Function that makes the results of the results in `BASE`. It is None for the
+        transformations in `BASE`, which the tests compare with those of the formula.
     """
 
     run: Callable[[Call], Any]
@@ -339,7 +339,7 @@ BASE = tuple(name for name, transform in VALUES.items() if transform.expected is
 
 
 def expected(name: str, base: dict[str, Any], donated: Sequence[Any]) -> Any:
-    """The results of a transformation, from the results of those in `BASE`."""
+    """The results of a transformation, made of the results in `BASE`."""
     if name == DONATION:
         return _descended(donated, base[_G])
     found = VALUES[name].expected
