@@ -412,7 +412,7 @@ def on_one_device():
     return run_on(one_device())
 
 
-# The normal run has whole runs on other devices, in checkpoints/test_checkpoint.py.
+# The normal run has whole runs on other devices, in checkpoints/test_resume.py.
 @pytest.mark.full
 @pytest.mark.parametrize(("data", "fsdp"), [(8, 1), (2, 4), (1, 8)])
 def test_a_mesh_changes_nothing_but_the_placement(on_one_device, data, fsdp):
