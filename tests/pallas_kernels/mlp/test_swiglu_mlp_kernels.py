@@ -43,7 +43,8 @@ interpreted = pytest.mark.usefixtures("interpreted")
         pytest.param((129, 256), 384, BF16, "gate_up", marks=pytest.mark.full),
         ((127, 128), 256, F16, "all"),
         # One block of columns: half a tile of the forward, a quarter of one of the backward.
-        ((129, 192), 64, BF16, "x"),
+        ((65, 192), 64, BF16, "x"),
+        ((65, 192), 320, BF16, "x"),
         pytest.param((129, 192), 320, BF16, "x", marks=pytest.mark.full),
         pytest.param((257, 128), 128, BF16, "x", marks=pytest.mark.full),
     ],
