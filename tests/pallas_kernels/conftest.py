@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 from flax import nnx
 
+# JAX imports this module when it first interprets a kernel. The module adds an option to the key of
+# JAX's caches, so everything that was compiled before would be compiled again.
+from jax.experimental.pallas import tpu  # noqa: F401
+
 from pallas_kernels import choices, tuning
 from pallas_kernels.gpu.device import Device
 

@@ -142,7 +142,7 @@ def test_parameters(make, choose, operation, shapes):
         assert {a.dtype for a in params(layer).values()} == {jnp.dtype(dtype)}
         # The layer has no state of other kinds, and the first call adds none.
         before = jax.tree.structure(nnx.state(layer))
-        layer(*choose(*make_inputs(dtype)))
+        jax.eval_shape(layer, *choose(*make_inputs(dtype)))
         assert jax.tree.structure(nnx.state(layer)) == before
         assert jax.tree.structure(nnx.state(layer, nnx.Param)) == before
 
@@ -163,7 +163,7 @@ def test_construction_without_arrays(make, choose, operation, shapes):
 
 @each_layer
 def test_bfloat16_inputs_with_float32_parameters(make, choose, operation, shapes):
-    out = make()(*choose(*make_inputs(BF16)))
+    out = jax.eval_shape(make(), *choose(*make_inputs(BF16)))
     want = F32 if make is loss_layer else BF16
     assert all(a.dtype == want for a in jax.tree.leaves(out))
 
@@ -233,13 +233,13 @@ def test_loss_options_reach_the_loss():
 def test_logits_are_those_of_the_loss(dtype):
     x, _, labels = make_inputs()
     layer = shuffled(loss_layer(z_loss=0.0, dtype=dtype))
-    logits = layer.logits(x)
+    logits, loss = quick_jit(lambda x: (layer.logits(x), layer(x, labels)))(x)
     chex.assert_shape(logits, (B, S, V))
     chex.assert_type(logits, F32)
     counts = np.asarray(labels) != -100
     labels_or_zero = jnp.where(counts, labels, 0)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels_or_zero)
-    np.testing.assert_allclose(layer(x, labels), np.mean(losses[counts]), rtol=1e-6)
+    np.testing.assert_allclose(loss, np.mean(losses[counts]), rtol=1e-6)
     assert np.max(np.abs(logits)) < 5  # the softcap
 
 
@@ -288,8 +288,10 @@ def test_the_two_layouts_of_a_head(use_bias):
     rows.embedding[...] = columns.kernel[...].T
     if columns.bias is not None and rows.bias is not None:
         rows.bias[...] = columns.bias[...]
-    np.testing.assert_allclose(rows(x, labels), columns(x, labels), rtol=1e-5)
-    np.testing.assert_allclose(rows.logits(x), columns.logits(x), rtol=1e-5, atol=1e-5)
+    both = quick_jit(lambda x: [(head(x, labels), head.logits(x)) for head in (rows, columns)])
+    (loss, logits), (want, want_logits) = both(x)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    np.testing.assert_allclose(logits, want_logits, rtol=1e-5, atol=1e-5)
 
 
 def test_old_names_work_once_more_and_warn():

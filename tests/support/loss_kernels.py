@@ -16,6 +16,7 @@ from support.loss_formulas import (
     loss_of,
     make_arrays,
 )
+from support.numerics import quick_jit
 
 # Few threads take less time to interpret than the default; test_logits_kernel.py has more.
 ONE_WARPGROUP = Config(logits=logits_config.Config(warpgroups=1, slots=2, max_lines=4))
@@ -70,5 +71,15 @@ def in_place_loss(max_logits_bytes, reduction, **options):
 
 def kernel_names(fn, *args) -> set[str]:
     """Names of the kernels, and of the functions that are compiled, in the program of `fn`."""
-    program = jax.make_jaxpr(fn)(*args).jaxpr
-    return {str(e.params["name"]) for e in equations(program) if "name" in e.params}
+    return names_in(jax.make_jaxpr(fn)(*args))
+
+
+def run_and_kernel_names(fn, *args):
+    """The results of `fn`, compiled, and `kernel_names`. To trace `fn` twice would take seconds."""
+    traced = quick_jit(fn).trace(*args)
+    return traced.lower().compile()(*args), names_in(traced.jaxpr)
+
+
+def names_in(program) -> set[str]:
+    """The names in the equations of a traced program."""
+    return {str(e.params["name"]) for e in equations(program.jaxpr) if "name" in e.params}

@@ -22,6 +22,7 @@ from support.loss_formulas import (
 from support.loss_kernels import (
     in_place_loss,
     kernel_names,
+    run_and_kernel_names,
 )
 from support.numerics import quick_jit
 
@@ -112,8 +113,8 @@ def check_in_place(monkeypatch, sizes, weight_dtype, reduction, bands, block, **
 
     args = as_jax((arrays, labels, cotangent))
     of_weight = "weight_gradient_columns" if layout else "weight_gradient_rows"
-    assert {"input_gradient", of_weight} <= kernel_names(with_gradients, *args)
-    got = quick_jit(with_gradients)(*args)
+    got, names = run_and_kernel_names(with_gradients, *args)
+    assert {"input_gradient", of_weight} <= names
     check_against_formula(
         got, arrays, labels, cotangent, implementation="mosaic_gpu", reduction=reduction
     )

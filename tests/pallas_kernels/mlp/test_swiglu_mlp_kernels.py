@@ -70,6 +70,7 @@ def test_huge_gates(implementation):
 
 
 @interpreted
+@pytest.mark.full
 def test_chunks_with_kernels():
     args = make_args((131, 128), 128, BF16)
     check(args, implementation="mosaic_gpu", save="x", chunk_size=70)

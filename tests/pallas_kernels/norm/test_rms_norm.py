@@ -143,18 +143,19 @@ def test_llama_casting_has_the_bits_of_hugging_face(implementation, dtype, jit):
     assert np.mean(np.asarray(norm(x, weight)) != expected) > 0.1  # casting="float32" differs
 
 
-@each_implementation
-def test_llama_casting_has_gradients_as_accurate_as_hugging_face(implementation):
-    x, weight, dy = make_args((64, 256), BF16)
+# The kernel's own test of this casting compares its values and gradients.
+@kernel_for_some("dtype", (False, BF16))
+def test_llama_casting_has_gradients_as_accurate_as_hugging_face(implementation, dtype):
+    x, weight, dy = make_args((64, 256), dtype)
     got = compiled(rms_norm, casting="llama", implementation=implementation)((x, weight), dy)
     low_precision = compiled(hugging_face)((x, weight), dy)
     exact = formula(x, weight, dy)
     assert_as_accurate(got, low_precision, exact, names=("y", "dx", "dweight"))
 
 
-@each_implementation
-def test_llama_casting_with_a_weight_of_another_dtype(implementation):
-    x, weight, _ = make_args((64, 256), BF16, F32)
+@kernel_for_some("weight_dtype", (False, F32))
+def test_llama_casting_with_a_weight_of_another_dtype(implementation, weight_dtype):
+    x, weight, _ = make_args((64, 256), BF16, weight_dtype)
     got = rms_norm(x, weight, casting="llama", implementation=implementation)
     chex.assert_type(got, BF16)
     # The norm of Hugging Face in float32, rounded at the end, is the best in bfloat16.
@@ -196,7 +197,7 @@ def test_add_rms_norm(implementation, shape, dtypes):
 
 @kernel_for_some(
     "casting, jit",
-    (True, "float32", False),
+    (False, "float32", False),
     (False, "float32", True),
     (False, "llama", False),
     (True, "llama", True),
@@ -242,9 +243,10 @@ def test_add_rms_norm_with_one_output_unused(implementation, used):
     assert_as_accurate(got, rounded(exact, got), exact, names=("dx", "dresidual", "dweight"))
 
 
-@each_implementation
-def test_add_rms_norm_of_one_array_with_itself(implementation):
-    (x, _, weight), (dy, dresidual_out) = make_add_args((16, 64), F32, F32, F32)
+# JAX adds up the gradients of an array that is used twice, so the kernel is left to the full run.
+@kernel_for_some("dtype", (False, F32))
+def test_add_rms_norm_of_one_array_with_itself(implementation, dtype):
+    (x, _, weight), (dy, dresidual_out) = make_add_args((16, 64), dtype)
     fn = lambda x, weight: add_rms_norm(x, x, weight, implementation=implementation)
     got = compiled(fn)((x, weight), (dy, dresidual_out))
     y, residual_out, dx, _, dweight = add_formula((x, x, weight), (dy, dresidual_out), x + x)
@@ -367,9 +369,9 @@ def test_repeated_calls_have_the_same_bits(implementation):
     chex.assert_trees_all_equal(run(), run())
 
 
-@each_implementation
-def test_the_weight_may_be_a_constant(implementation):
-    x, weight, dy = make_args((16, 64))
+@kernel_for_some("dtype", (False, F32))
+def test_the_weight_may_be_a_constant(implementation, dtype):
+    x, weight, dy = make_args((16, 64), dtype)
     fn = lambda x: rms_norm(x, weight, implementation=implementation)
     exact = formula(x, weight, dy)[:2]
     got = compiled(fn)((x,), dy)
