@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -327,23 +328,37 @@ def test_what_is_compiled_is_what_training_runs(source, monkeypatch):
         assert real.sharding.is_equivalent_to(abstract.sharding, real.ndim)
 
 
+def compile_nothing(config, *args):
+    """Steps that compute nothing, for a run whose policy was chosen."""
+    assert config.model.remat in POLICIES
+    floats = dict.fromkeys(("loss", "nll", "accuracy", "lr", "grad_norm"), np.float32(1))
+    integers = dict.fromkeys(("skipped_steps", "skipped_in_a_row"), np.int32(0))
+    return train.setup.CompiledSteps(lambda state, batch: (state, floats | integers), None)
+
+
 @pytest.mark.parametrize(
     "mesh",
     [
-        MeshConfig(),
+        None,
+        pytest.param(MeshConfig(), marks=pytest.mark.full),
         pytest.param(MeshConfig(fsdp=2), marks=pytest.mark.full),
         pytest.param(MeshConfig(fsdp=2, tensor=2), marks=pytest.mark.full),
     ],
 )
 def test_a_run_with_auto_trains_and_says_with_what(mesh, tmp_path, capsys, monkeypatch):
-    """With two policies; `tests/models/test_remat.py` compiles steps with all of them."""
-    if mesh == MeshConfig():
+    """With two policies. `tests/models/test_remat.py` compiles steps with all of them.
+
+    Without a mesh the planner compiles for one device, and the run computes nothing.
+    """
+    if mesh is None:
         alone = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
         monkeypatch.setattr(train.loop, "mesh_of", lambda config: alone)
+        monkeypatch.setattr(train.loop, "compile_steps", compile_nothing)
     both = lambda config: [with_remat(config, name) for name in ("none", "full")]
     monkeypatch.setattr(train.setup, "with_policies", both)
     config = with_remat(OF_TENSOR, "auto")
-    folder = train.loop.run(dataclasses.replace(config, mesh=mesh, runs_dir=tmp_path))
+    config = dataclasses.replace(config, mesh=mesh or MeshConfig(), runs_dir=tmp_path)
+    folder = train.loop.run(config)
     written = json.loads((folder / "config.json").read_text())
     assert written["config"]["model"]["remat"] == "auto"
     assert written["plan"]["remat"] in POLICIES
