@@ -6,7 +6,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -328,14 +327,6 @@ def test_what_is_compiled_is_what_training_runs(source, monkeypatch):
         assert real.sharding.is_equivalent_to(abstract.sharding, real.ndim)
 
 
-def compile_nothing(config, *args):
-    """Steps that compute nothing, for a run whose policy was chosen."""
-    assert config.model.remat in POLICIES
-    floats = dict.fromkeys(("loss", "nll", "accuracy", "lr", "grad_norm"), np.float32(1))
-    integers = dict.fromkeys(("skipped_steps", "skipped_in_a_row"), np.int32(0))
-    return train.setup.CompiledSteps(lambda state, batch: (state, floats | integers), None)
-
-
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -345,7 +336,9 @@ def compile_nothing(config, *args):
         pytest.param(MeshConfig(fsdp=2, tensor=2), marks=pytest.mark.full),
     ],
 )
-def test_a_run_with_auto_trains_and_says_with_what(mesh, tmp_path, capsys, monkeypatch):
+def test_a_run_with_auto_trains_and_says_with_what(
+    mesh, compile_nothing, tmp_path, capsys, monkeypatch
+):
     """With two policies. `tests/models/test_remat.py` compiles steps with all of them.
 
     Without a mesh the planner compiles for one device, and the run computes nothing.
