@@ -1,4 +1,4 @@
-"""What several tests of training share."""
+"""Fixtures that several tests of training share."""
 
 import dataclasses
 

@@ -128,7 +128,7 @@ def test_a_skip_takes_at_most_the_state_once_more(name):
 
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_the_state_lies_beside_the_parameters(name):
-    """Of those whose state is more than moments of the shapes of the parameters."""
+    """Optimizers whose state has other shapes than the parameters."""
     mesh = make_mesh(data=2, fsdp=4)
     state = abstract_state(config_of(name), mesh)
     shards = {
@@ -157,7 +157,7 @@ GRADIENTS = [
 
 
 def updates_of(config, gradients=GRADIENTS):
-    """Of float32 parameters, at each of the gradients; the parameters stay."""
+    """The updates of float32 parameters for each of the gradients; the parameters stay."""
     single = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), tree)
     optimizer = make_optimizer(config, steps=10)
     state = optimizer.init(single(PARAMS))
@@ -211,7 +211,7 @@ def test_muon_makes_matrices_of_layers_orthogonal_and_leaves_the_rest_to_adam():
         assert np.all((values > 0.5) & (values < 1.5)), values
         along = np.asarray(got["layers"]["kernel"]) * GRADIENTS[0]["layers"]["kernel"]
         assert np.sum(along[layer]) < 0
-    # With Nesterov's momentum, at the first step.
+    # The first step has Nesterov's momentum.
     size = 0.5 * (0.9 * 0.1 / (1 - 0.9**2) + 1)
     np.testing.assert_allclose(got["weight"], -size * np.sign(GRADIENTS[0]["weight"]), rtol=1e-4)
     decayed, _ = updates_of(formula("muon", weight_decay=0.3))
@@ -236,7 +236,8 @@ def test_momentum_in_bfloat16(name):
 
 
 def test_bfloat16_parameters_lose_updates_below_half_an_ulp():
-    """Between 0.5 and 1 an ulp of bfloat16 is 2**-8, which swallows each of a thousand 1e-3."""
+    """Between 0.5 and 1 an ulp of bfloat16 is 2**-8. It swallows each of a thousand updates of
+    1e-3."""
     optimizer = optax.sgd(1e-3)
 
     def after_a_thousand(dtype):

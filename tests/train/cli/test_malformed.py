@@ -106,7 +106,7 @@ def flags(runs: Path, changes: dict[str, str]) -> list[str]:
     return [part for name, value in given.items() for part in (f"--{name}", value)]
 
 
-# Of a new run: the flags that differ, and the message.
+# For a new run: the flags that differ, and the message.
 FLAG_CASES = {
     "unknown flag": ({"model.layers": "3"}, r"[Uu]nrecognized .*--model\.layers"),
     "unknown preset": ({"preset": "llama9"}, r"preset.*llama9|invalid choice.*llama9"),
@@ -186,7 +186,7 @@ def test_flags(name, error_of, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-# What happened to the run to go on with, the flags that differ, and the message.
+# For a run that goes on: the damage to its folder, the flags that differ, and the message.
 RUN_CASES: dict[str, tuple[Callable[[Path], Any], dict[str, str], str]] = {
     "other seed": (lambda folder: None, {"seed": "5"}, r"seed 0, now 5"),
     "other model": (
@@ -260,7 +260,7 @@ def weights(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 
 
 _EMBEDDINGS = "model.embed_tokens.weight"
-# What happened to a folder in Hugging Face's format, and the message.
+# For a folder in Hugging Face's format: the damage to it, and the message.
 FOLDER_CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (empty, r"config\.json"),
     "a file": (lambda folder: (shutil.rmtree(folder), text(folder)), r"model"),
@@ -325,7 +325,7 @@ def test_folders_to_start_from(name, error_of, runs, tmp_path):
     assert re.search(message, error), error
 
 
-# Of the other commands: the arguments, in which {run} and {tmp} stand, and the message.
+# For the other commands: the arguments with the names {run} and {tmp}, and the message.
 COMMAND_CASES = {
     "export nothing": (["export", "{tmp}/none", "{tmp}/out"], r"/none"),
     "export onto a folder": (["export", "{run}", "{run}"], r"tiny"),
