@@ -1,0 +1,125 @@
+"""The public functions that quantize a tensor to FP8."""
+
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.arguments import floating_arrays
+from pallas_kernels.choices import record
+from pallas_kernels.fp8 import reference
+from pallas_kernels.fp8.types import DTYPES, E4M3, Quantized
+from pallas_kernels.implementation import (
+    Chosen,
+    Implementation,
+    check_implementation,
+    choose_implementation,
+)
+
+type Scaling = Literal["tensor", "row"]
+
+
+def quantize(
+    x: Float[Array, "*T K"],
+    dtype: DTypeLike = E4M3,
+    *,
+    scaling: Scaling = "tensor",
+    implementation: Implementation | None = None,
+) -> Quantized:
+    """Rounds `x` to 8-bit floating-point values with float32 scales.
+
+    `scale = amax / max_finite(dtype)`, where `amax` is the largest magnitude in the tensor or in
+    a row. `values = x · (1 / scale)`, computed in float32 and rounded to the nearest number of
+    `dtype`, ties to even. The largest magnitude becomes 448 (`float8_e4m3fn`) or 57344
+    (`float8_e5m2`), so no value overflows.
+
+    - An `amax` below 2^-90 counts as 0: the scale is 1 and all values are 0.
+    - If there is a NaN, `amax`, the scale and all values of the tensor or row are NaN.
+    - If there is an infinity and no NaN, the scale is infinity. The values are NaN in the place of
+      infinities and 0 elsewhere. So `values · scale` is NaN everywhere.
+
+    Hence a product with a NaN or an infinity is NaN, and a training step can be skipped for it.
+    Both dtypes follow this rule, although `float8_e5m2` has infinities.
+
+    The function has no gradient rule; a caller writes one for the product that reads the values.
+    It does not split a kernel over a mesh yet. On a mesh, call it inside of `jax.shard_map`.
+
+    Args:
+      x: Array of any floating dtype of at least 16 bits. The last axis is the one that products
+        contract.
+      dtype: `float8_e4m3fn` or `float8_e5m2`.
+      scaling: `"tensor"` for one scale, `"row"` for one scale for each row.
+      implementation: `"reference"` is plain JAX, which XLA fuses; `"xla"` is the same.
+
+    Raises:
+      ValueError: A name is unknown, or `dtype` is no dtype of FP8.
+      TypeError: `x` is no array, or not of a floating dtype of at least 16 bits.
+      NotImplementedError: The caller asked for a kernel, and it does not take the arguments.
+    """
+    x = _checked(x, dtype, scaling, axes=None)
+    chosen, reason = _choose(implementation)
+    record("quantize", (x,), implementation, chosen, reason)
+    return reference.quantize(x, dtype, by_row=scaling == "row")
+
+
+def quantize_transposed(
+    x: Float[Array, "M K"],
+    dtype: DTypeLike = E4M3,
+    *,
+    scaling: Scaling = "tensor",
+    implementation: Implementation | None = None,
+) -> Quantized:
+    """`quantize(x.T, ...)`: values `[K, M]` in memory order, whose rows are the columns of `x`.
+
+    Arguments and errors are those of `quantize`; `x` has two axes.
+    """
+    x = _checked(x, dtype, scaling, axes=2)
+    chosen, reason = _choose(implementation)
+    record("quantize_transposed", (x,), implementation, chosen, reason)
+    return reference.quantize(x.T, dtype, by_row=scaling == "row")
+
+
+def quantize_both(
+    x: Float[Array, "M K"],
+    dtype: DTypeLike = E4M3,
+    *,
+    scaling: Scaling = "tensor",
+    implementation: Implementation | None = None,
+) -> tuple[Quantized, Quantized]:
+    """`(quantize(x, ...), quantize_transposed(x, ...))`.
+
+    With `scaling="tensor"` both have the same scale. With `"row"` the second has one scale for each
+    column of `x`. Arguments and errors are those of `quantize`; `x` has two axes.
+    """
+    x = _checked(x, dtype, scaling, axes=2)
+    chosen, reason = _choose(implementation)
+    record("quantize_both", (x,), implementation, chosen, reason)
+    first = reference.quantize(x, dtype, by_row=scaling == "row")
+    if scaling == "tensor":
+        return first, reference.transposed(first)
+    return first, reference.quantize(x.T, dtype, by_row=True)
+
+
+def _checked(x: Array, dtype: DTypeLike, scaling: Scaling, *, axes: int | None) -> Array:
+    """`x` as an array. Raises if an argument is wrong."""
+    (x,) = floating_arrays(least_bits=16, x=x)
+    if jnp.dtype(dtype) not in DTYPES:
+        names = " or ".join(jnp.dtype(d).name for d in DTYPES)
+        raise ValueError(f"dtype={jnp.dtype(dtype).name} is no dtype of FP8; take {names}")
+    if scaling not in get_args(Scaling.__value__):
+        raise ValueError(f"{scaling=} must be one of {get_args(Scaling.__value__)}")
+    if x.ndim == 0 or (axes is not None and x.ndim != axes):
+        raise ValueError(
+            f"x must have {'at least one axis' if axes is None else f'{axes} axes'}, got shape "
+            f"{x.shape}; reshape it"
+        )
+    return x
+
+
+def _choose(implementation: Implementation | None) -> tuple[Chosen, str | None]:
+    """The implementation that runs, and the reason why it is not the kernel."""
+    check_implementation(implementation)
+    return choose_implementation(
+        implementation, "there is no kernel for this operation yet", fallback="reference"
+    )

@@ -1,0 +1,43 @@
+"""Quantization to FP8 in plain JAX: tests compare with it, and XLA fuses it."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.fp8.types import Quantized, max_finite
+
+# An array of smaller numbers counts as zeros. Above this limit no scale is a subnormal number, no
+# reciprocal of a scale is infinite, and a subnormal float32 over a scale rounds to 0 in both
+# dtypes. So it makes no difference whether a device flushes subnormal numbers to 0.
+LEAST_AMAX = 2.0**-90
+
+
+def quantize(x: Float[Array, "*T K"], dtype: DTypeLike, *, by_row: bool) -> Quantized:
+    """`x` with one scale, or one scale for each row; see `pallas_kernels.fp8.quantize`."""
+    scale = scale_of(amax_of(x, by_row=by_row), dtype)
+    return Quantized(values_of(x, scale, dtype), scale)
+
+
+def amax_of(x: Float[Array, "*T K"], *, by_row: bool) -> Array:
+    """The largest magnitude in float32: `[]`, or `[..., 1]` by row. NaN if there is a NaN."""
+    magnitudes = jnp.abs(x)
+    amax = jnp.max(magnitudes, axis=-1 if by_row else None, keepdims=by_row, initial=0)
+    return amax.astype(jnp.float32)
+
+
+def scale_of(amax: Array, dtype: DTypeLike) -> Array:
+    """`amax / max_finite(dtype)`, or 1 if `amax` is below `LEAST_AMAX`."""
+    # XLA multiplies by the reciprocal of a constant. It is written here, so that every backend
+    # rounds in the same place.
+    return jnp.where(amax < LEAST_AMAX, 1.0, amax * (1 / max_finite(dtype))).astype(jnp.float32)
+
+
+def values_of(x: Float[Array, "*T K"], scale: Array, dtype: DTypeLike) -> Array:
+    """`x · (1 / scale)` in float32, rounded to the nearest number of `dtype`, ties to even."""
+    return (x.astype(jnp.float32) * (1 / scale)).astype(dtype)
+
+
+def transposed(q: Quantized) -> Quantized:
+    """The same numbers `[K, M]`, for one scale a tensor."""
+    return Quantized(jax.lax.transpose(q.values, (1, 0)), q.scale)
