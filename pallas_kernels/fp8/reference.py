@@ -1,22 +1,15 @@
 """Quantization to FP8 in plain JAX: tests compare with it, and XLA fuses it."""
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.fp8.types import Quantized, max_finite
+from pallas_kernels.fp8.types import max_finite
 
 # An array of smaller numbers counts as zeros. Above this limit no scale is a subnormal number, no
 # reciprocal of a scale is infinite, and a subnormal float32 over a scale rounds to 0 in both
 # dtypes. So it makes no difference whether a device flushes subnormal numbers to 0.
 LEAST_AMAX = 2.0**-90
-
-
-def quantize(x: Float[Array, "*T K"], dtype: DTypeLike, *, by_row: bool) -> Quantized:
-    """`x` with one scale, or one scale for each row; see `pallas_kernels.fp8.quantize`."""
-    scale = scale_of(amax_of(x, by_row=by_row), dtype)
-    return Quantized(values_of(x, scale, dtype), scale)
 
 
 def amax_of(x: Float[Array, "*T K"], *, by_row: bool) -> Array:
@@ -38,6 +31,11 @@ def values_of(x: Float[Array, "*T K"], scale: Array, dtype: DTypeLike) -> Array:
     return (x.astype(jnp.float32) * (1 / scale)).astype(dtype)
 
 
-def transposed(q: Quantized) -> Quantized:
-    """The same numbers `[K, M]`, for one scale a tensor."""
-    return Quantized(jax.lax.transpose(q.values, (1, 0)), q.scale)
+def values_of_both(
+    x: Float[Array, "M K"], scale: Array | None, turned_scale: Array | None, dtype: DTypeLike
+) -> tuple[Array | None, Array | None]:
+    """`values_of` of `x` and of `x.T`; None where the scale is None."""
+    return (
+        None if scale is None else values_of(x, scale, dtype),
+        None if turned_scale is None else values_of(x.T, turned_scale, dtype),
+    )
