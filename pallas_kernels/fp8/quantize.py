@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import floating_arrays
 from pallas_kernels.choices import record
-from pallas_kernels.fp8 import mosaic_gpu, reference
+from pallas_kernels.fp8 import amax, mosaic_gpu, reference
 from pallas_kernels.fp8.types import DTYPES, E4M3, Quantized
 from pallas_kernels.implementation import (
     Implementation,
@@ -116,15 +116,19 @@ def _quantize(
     unsupported = symbolic_reason(x) or mosaic_gpu.unsupported_reason(x)
     chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
     record(name, (x,), implementation, chosen, reason)
-    by_row = scaling == "row"
-    scale = turned_scale = None
-    if plain or not by_row:
-        scale = reference.scale_of(reference.amax_of(x, by_row=by_row), dtype)
-    if turned:
-        turned_scale = scale
-        if by_row:
-            turned_scale = reference.scale_of(reference.amax_of(x.T, by_row=True), dtype)
-    scales = (scale if plain else None, turned_scale)
+    if scaling == "tensor":
+        maxima = (reference.amax_of(x, by_row=False),) * 2
+    elif chosen == "mosaic_gpu" and plain and turned:
+        maxima = amax.amax_of_both(x)
+    else:
+        maxima = (
+            reference.amax_of(x, by_row=True) if plain else None,
+            reference.amax_of(x.T, by_row=True) if turned else None,
+        )
+    scales = [
+        reference.scale_of(m, dtype) if is_wanted and m is not None else None
+        for m, is_wanted in zip(maxima, (plain, turned), strict=True)
+    ]
     if chosen == "mosaic_gpu":
         values = mosaic_gpu.quantize(x, *scales, dtype)
     else:
