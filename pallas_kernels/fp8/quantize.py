@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import floating_arrays
 from pallas_kernels.choices import record
-from pallas_kernels.fp8 import amax, mosaic_gpu, reference
+from pallas_kernels.fp8 import amax, mosaic_gpu, reference, row_kernel
 from pallas_kernels.fp8.types import DTYPES, E4M3, Quantized
 from pallas_kernels.implementation import (
     Implementation,
@@ -116,6 +116,8 @@ def _quantize(
     unsupported = symbolic_reason(x) or mosaic_gpu.unsupported_reason(x)
     chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
     record(name, (x,), implementation, chosen, reason)
+    if scaling == "row" and chosen == "mosaic_gpu" and not turned:
+        return Quantized(*row_kernel.quantize_rows(x, dtype)), None
     if scaling == "tensor":
         largest = reference.amax_of(x, axis=None)
         maxima = (largest if plain else None, largest if turned else None)

@@ -15,6 +15,7 @@ tensor = functools.partial(quantize_both, **kernel)
 row = functools.partial(quantize_both, scaling="row", **kernel)
 e5m2 = functools.partial(quantize_both, dtype=jnp.float8_e5m2, **kernel)
 one = functools.partial(quantize, **kernel)
+one_row = functools.partial(quantize, scaling="row", **kernel)
 
 CASES = {
     name: Case(function, (jax.ShapeDtypeStruct(shape, dtype),))
@@ -26,6 +27,9 @@ CASES = {
         "row-2880": (row, (4160, 2880), BF16),
         "e5m2": (e5m2, (8192, 4096), BF16),
         "one": (one, (8192, 4096), BF16),
+        "rows-2048": (one_row, (16384, 2048), BF16),
+        "rows-14336": (one_row, (8192, 14336), BF16),
+        "rows-f32": (one_row, (8192, 8192), F32),
     }.items()
 }
 
@@ -35,14 +39,22 @@ CASES = {
 def test_compiles(compiled, chip, case):
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s", *program.kernels, sep="\n")
-    has_maxima = case.startswith("row")
-    assert program.calls == {"fp8_quantize": 1} | ({"fp8_amax": 1} if has_maxima else {})
+    if case.startswith("rows"):
+        assert program.calls == {"fp8_quantize_rows": 1}
+    else:
+        has_maxima = case.startswith("row")
+        assert program.calls == {"fp8_quantize": 1} | ({"fp8_amax": 1} if has_maxima else {})
     for kernel in program.kernels:
         assert kernel.arch == ARCHS[chip]
         assert (kernel.spill_bytes, kernel.stack_bytes, kernel.warnings) == (0, 0, ()), kernel
         if kernel.name.startswith("fp8_amax"):
-            # The array goes through the lanes 16 bytes at a time, 64 rows a block.
-            assert kernel.loads == {16: 16}, kernel
+            # 16 accesses of 16 bytes a lane are 64 rows of 256 columns; 2880 is 15 times 192.
+            assert kernel.loads == {16: 12 if case == "row-2880" else 16}, kernel
+            continue
+        if kernel.name.startswith("fp8_quantize_rows"):
+            # 16 bytes are read at a time, and their 8 (float32: 4) values written.
+            (width,) = kernel.loads
+            assert width == 16 and kernel.tma_loads == 0, kernel
             continue
         # TMA moves the tile in and its copies out.
         assert (kernel.tma_loads, kernel.tma_stores) == (1, 1 if case == "one" else 2), kernel
