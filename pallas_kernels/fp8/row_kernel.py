@@ -76,7 +76,6 @@ def _kernel(
         for row in tiles
     ]
     for row, chunks in zip(tiles, loaded, strict=True):
-        chunks = [chunk.astype(jnp.float32) for chunk in chunks]
         store_quantized(
             rows, chunks, row, warpgroup, values_gmem, scale_gmem, (partial_smem, barrier)
         )
@@ -95,7 +94,7 @@ def store_quantized(
 
     Args:
       rows: Rows of the kernel.
-      chunks: Float32 values of the chunks of the row.
+      chunks: Chunks of the row, of a dtype of at most 32 bits.
       row: First row of the tile.
       warpgroup: Number of this warpgroup.
       values_gmem: Values in device memory, of the shape of the rows.
@@ -107,7 +106,7 @@ def store_quantized(
     rows.store_scalar(scale_gmem, row, warpgroup, scale)
     inverse = rows.spread(1 / scale)
     for start, chunk in zip(rows.split.starts, chunks, strict=True):
-        value = (chunk * inverse).astype(values_gmem.dtype)
+        value = (chunk.astype(jnp.float32) * inverse).astype(values_gmem.dtype)
         store(rows.at(values_gmem, row, warpgroup, start), value)
 
 
@@ -125,7 +124,8 @@ def _amax(
 ) -> jax.Array:
     """The largest magnitude of a row: a scalar or, with one warp a row, four of them."""
     # Bits of magnitudes are in the order of the numbers, and a NaN is the largest.
-    bits = [jax.lax.bitcast_convert_type(jnp.abs(chunk), jnp.int32) for chunk in chunks]
+    magnitudes = [jnp.abs(chunk.astype(jnp.float32)) for chunk in chunks]
+    bits = [jax.lax.bitcast_convert_type(a, jnp.int32) for a in magnitudes]
     largest = jnp.max(functools.reduce(jnp.maximum, bits), axis=1)
     largest = jax.lax.bitcast_convert_type(largest, jnp.float32)
     if rows.split.warps > 1:

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 from aot.harness import ARCHS, Case, Program
-from pallas_kernels.fp8 import quantize, quantize_both
+from pallas_kernels.fp8 import (
+    add_rms_norm_quantized,
+    quantize,
+    quantize_both,
+    rms_norm_quantized,
+)
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 kernel = dict(implementation="mosaic_gpu")
@@ -32,6 +37,13 @@ CASES = {
         "rows-f32": (one_row, (8192, 8192), F32),
     }.items()
 }
+_TOKENS, _WEIGHT = jax.ShapeDtypeStruct((8192, 4096), BF16), jax.ShapeDtypeStruct((4096,), BF16)
+CASES |= {
+    "norm": Case(functools.partial(rms_norm_quantized, **kernel), (_TOKENS, _WEIGHT)),
+    "norm-add": Case(
+        functools.partial(add_rms_norm_quantized, **kernel), (_TOKENS, _TOKENS, _WEIGHT)
+    ),
+}
 
 
 @pytest.mark.parametrize("chip", ["h100"])
@@ -41,6 +53,9 @@ def test_compiles(compiled, chip, case):
     print(f"{program.seconds:.1f} s", *program.kernels, sep="\n")
     if case.startswith("rows"):
         assert program.calls == {"fp8_quantize_rows": 1}
+    elif case.startswith("norm"):
+        (name,) = program.calls
+        assert name == ("add_rms_norm_fwd" if case == "norm-add" else "rms_norm_fwd")
     else:
         has_maxima = case.startswith("row")
         assert program.calls == {"fp8_quantize": 1} | ({"fp8_amax": 1} if has_maxima else {})
@@ -51,7 +66,7 @@ def test_compiles(compiled, chip, case):
             # 16 accesses of 16 bytes a lane are 64 rows of 256 columns; 2880 is 15 times 192.
             assert kernel.loads == {16: 12 if case == "row-2880" else 16}, kernel
             continue
-        if kernel.name.startswith("fp8_quantize_rows"):
+        if kernel.name.startswith(("fp8_quantize_rows", "rms_norm", "add_rms_norm")):
             # 16 bytes are read at a time, and their 8 (float32: 4) values written.
             (width,) = kernel.loads
             assert width == 16 and kernel.tma_loads == 0, kernel
@@ -59,7 +74,7 @@ def test_compiles(compiled, chip, case):
         # TMA moves the tile in and its copies out.
         assert (kernel.tma_loads, kernel.tma_stores) == (1, 1 if case == "one" else 2), kernel
     # XLA converts, transposes and copies no array: nothing but the kernel writes one.
-    (arg,) = CASES[case].args
+    arg = CASES[case].args[0]
     for part in program.instructions.values():
         if part.opcode not in ("parameter", "get-tuple-element", "tuple", "bitcast"):
             assert part.is_kernel or part.largest_size <= arg.size // 16, part
