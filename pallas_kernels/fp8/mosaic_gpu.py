@@ -84,7 +84,9 @@ def quantize(
 ) -> tuple[Array | None, Array | None]:
     """`x / scale` and `x.T / turned_scale`, rounded to `dtype`; None where the scale is None.
 
-    The caller has asked `unsupported_reason`, which is None.
+    The caller has asked `unsupported_reason`, which is None. A scale must come from a maximum over
+    `x`: the GPU's cast clips larger numbers, and an infinity over a finite scale would become the
+    largest number of `dtype`.
 
     Args:
       x: Array to quantize.
