@@ -5,3 +5,5 @@ from pallas_kernels.fp8.quantize import quantize as quantize
 from pallas_kernels.fp8.quantize import quantize_both as quantize_both
 from pallas_kernels.fp8.quantize import quantize_transposed as quantize_transposed
 from pallas_kernels.fp8.types import Quantized as Quantized
+from pallas_kernels.fp8.products import Accumulation as Accumulation
+from pallas_kernels.fp8.products import fp8_matmul as fp8_matmul
