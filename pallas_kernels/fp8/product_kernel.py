@@ -69,7 +69,12 @@ def unsupported_reason(a: Quantized, b: Quantized, out_dtype: DTypeLike) -> str 
 
 
 def product(
-    a: Quantized, b: Quantized, *, out_dtype: DTypeLike, promoted: bool, config: Config | None = None
+    a: Quantized,
+    b: Quantized,
+    *,
+    out_dtype: DTypeLike,
+    promoted: bool,
+    config: Config | None = None,
 ) -> Float[Array, "M N"]:
     """`a @ b.T` of the dequantized operands, in float32, rounded once to `out_dtype`.
 

@@ -172,8 +172,7 @@ def _check(a: Quantized, b: Quantized, out_dtype: DTypeLike, accumulation: Accum
         shape = q.values.shape
         if len(shape) != 2 or q.scale.shape not in ((), (*shape[:1], 1)):
             raise ValueError(
-                f"{name} must be [M, K] with a scale [] or [M, 1], got {shape} and "
-                f"{q.scale.shape}"
+                f"{name} must be [M, K] with a scale [] or [M, 1], got {shape} and {q.scale.shape}"
             )
     if a.values.dtype == b.values.dtype == E5M2:
         # cublasLt has no such product, and XLA would multiply 16-bit numbers without a word.

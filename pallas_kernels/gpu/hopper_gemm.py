@@ -5,8 +5,8 @@ decides what to do with the float32 accumulators of a tile.
 
 - A persistent block computes a tile of 128 rows by `tile_n` columns of each product. Two warpgroups
   compute `64 x tile_n` each and share the tiles of `b`. A third loads operands by TMA, `stages`
-  steps of 128 bytes in K ahead. It runs on from tile to tile, so the next tile's operands are there when
-  the epilogue ends.
+  steps in K ahead. It runs on from tile to tile, so the next tile's operands are there when the
+  epilogue ends.
 - While one warpgroup waits for its wgmma, or is in an epilogue, the wgmma of the other runs. Two
   variants were tried and are slower (`docs/lab/2026-11-21-gated-mlp.md`): to issue the next wgmma
   before waiting, and to start the second warpgroup some steps after the first.
