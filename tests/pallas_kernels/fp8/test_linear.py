@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.fp8 import (
     RECIPES,
@@ -285,6 +287,37 @@ def test_what_is_kept():
     kept = {(a.dtype.name, a.shape) for a in jax.tree.leaves(vjp) if hasattr(a, "dtype")}
     assert ("float8_e4m3fn", (32, 64)) in kept
     assert not any(dtype == "bfloat16" for dtype, _ in kept)
+
+
+MESHED = [
+    pytest.param("tensorwise", True),
+    pytest.param("rowwise", False),
+    pytest.param("tensorwise", False, marks=pytest.mark.full),
+    pytest.param("rowwise", True, marks=pytest.mark.full),
+    pytest.param("rowwise_with_gw_hp", True, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("name, is_explicit", MESHED)
+def test_mesh(name, is_explicit):
+    """Tokens and weights that are split give the layer's numbers: the scales are of all tokens."""
+    recipe = SMALL[name]
+    x, weights, dys = make_args((4, 6, 32), (16,))
+    fn = lambda x, w, dy: value_and_grads(
+        lambda x, w: fp8_linear(x, quantize_weight(w, recipe), recipe=recipe), (x, w), dy
+    )
+    kind = AxisType.Explicit if is_explicit else AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(kind,) * 2)
+    specs = P("data", "seq"), P("data"), P("data", "seq")
+    args = x, weights[0], dys[0]
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)
+        ]
+        got = quick_jit(fn)(*placed)
+    exact = exact_of_quantized(recipe, x, weights, dys)
+    exact = [e.reshape(g.shape) for e, g in zip(exact, got, strict=True)]
+    assert_as_accurate(got, rounded(exact, got), exact, names=("y", "dx", "dw"))
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
