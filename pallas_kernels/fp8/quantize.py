@@ -1,6 +1,7 @@
 """The public functions that quantize a tensor to FP8."""
 
-from typing import Literal, get_args
+import math
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -8,13 +9,13 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import floating_arrays
 from pallas_kernels.choices import record
-from pallas_kernels.fp8 import reference
+from pallas_kernels.fp8 import amax, mosaic_gpu, reference
 from pallas_kernels.fp8.types import DTYPES, E4M3, Quantized
 from pallas_kernels.implementation import (
-    Chosen,
     Implementation,
     check_implementation,
     choose_implementation,
+    symbolic_reason,
 )
 
 type Scaling = Literal["tensor", "row"]
@@ -50,7 +51,11 @@ def quantize(
         contract.
       dtype: `float8_e4m3fn` or `float8_e5m2`.
       scaling: `"tensor"` for one scale, `"row"` for one scale for each row.
-      implementation: `"reference"` is plain JAX, which XLA fuses; `"xla"` is the same.
+      implementation: `"mosaic_gpu"` is a kernel for Hopper; the number of rows and the last axis
+        must be multiples of 64. `"reference"` is plain JAX, which XLA fuses; `"xla"` is the same.
+        `None` picks the kernel if JAX's default device is a Hopper GPU and the kernel takes `x`. A
+        name is binding. `"require"` picks as `None` does, and raises where that would not be the
+        kernel.
 
     Raises:
       ValueError: A name is unknown, or `dtype` is no dtype of FP8.
@@ -58,9 +63,10 @@ def quantize(
       NotImplementedError: The caller asked for a kernel, and it does not take the arguments.
     """
     x = _checked(x, dtype, scaling, axes=None)
-    chosen, reason = _choose(implementation)
-    record("quantize", (x,), implementation, chosen, reason)
-    return reference.quantize(x, dtype, by_row=scaling == "row")
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    plain, _ = _quantize("quantize", rows, dtype, scaling, implementation, plain=True)
+    scale = plain.scale.reshape(*x.shape[:-1], 1) if scaling == "row" else plain.scale
+    return Quantized(plain.values.reshape(x.shape), scale)
 
 
 def quantize_transposed(
@@ -75,9 +81,8 @@ def quantize_transposed(
     Arguments and errors are those of `quantize`; `x` has two axes.
     """
     x = _checked(x, dtype, scaling, axes=2)
-    chosen, reason = _choose(implementation)
-    record("quantize_transposed", (x,), implementation, chosen, reason)
-    return reference.quantize(x.T, dtype, by_row=scaling == "row")
+    name = "quantize_transposed"
+    return _quantize(name, x, dtype, scaling, implementation, turned=True)[1]
 
 
 def quantize_both(
@@ -93,12 +98,43 @@ def quantize_both(
     column of `x`. Arguments and errors are those of `quantize`; `x` has two axes.
     """
     x = _checked(x, dtype, scaling, axes=2)
-    chosen, reason = _choose(implementation)
-    record("quantize_both", (x,), implementation, chosen, reason)
-    first = reference.quantize(x, dtype, by_row=scaling == "row")
+    return _quantize("quantize_both", x, dtype, scaling, implementation, plain=True, turned=True)
+
+
+def _quantize(
+    name: str,
+    x: Float[Array, "M K"],
+    dtype: DTypeLike,
+    scaling: Scaling,
+    implementation: Implementation | None,
+    *,
+    plain: bool = False,
+    turned: bool = False,
+) -> Any:
+    """The copies that are wanted, each a `Quantized`; None in the place of the other."""
+    check_implementation(implementation)
+    unsupported = symbolic_reason(x) or mosaic_gpu.unsupported_reason(x)
+    chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
+    record(name, (x,), implementation, chosen, reason)
     if scaling == "tensor":
-        return first, reference.transposed(first)
-    return first, reference.quantize(x.T, dtype, by_row=True)
+        maxima = (reference.amax_of(x, by_row=False),) * 2
+    elif chosen == "mosaic_gpu" and plain and turned:
+        maxima = amax.amax_of_both(x)
+    else:
+        maxima = (
+            reference.amax_of(x, by_row=True) if plain else None,
+            reference.amax_of(x.T, by_row=True) if turned else None,
+        )
+    scales = [
+        reference.scale_of(m, dtype) if is_wanted and m is not None else None
+        for m, is_wanted in zip(maxima, (plain, turned), strict=True)
+    ]
+    if chosen == "mosaic_gpu":
+        values = mosaic_gpu.quantize(x, *scales, dtype)
+    else:
+        values = reference.values_of_both(x, *scales, dtype)
+    found = zip(values, scales, strict=True)
+    return tuple(None if v is None or s is None else Quantized(v, s) for v, s in found)
 
 
 def _checked(x: Array, dtype: DTypeLike, scaling: Scaling, *, axes: int | None) -> Array:
@@ -115,11 +151,3 @@ def _checked(x: Array, dtype: DTypeLike, scaling: Scaling, *, axes: int | None) 
             f"{x.shape}; reshape it"
         )
     return x
-
-
-def _choose(implementation: Implementation | None) -> tuple[Chosen, str | None]:
-    """The implementation that runs, and the reason why it is not the kernel."""
-    check_implementation(implementation)
-    return choose_implementation(
-        implementation, "there is no kernel for this operation yet", fallback="reference"
-    )

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.fp8.types import Quantized, max_finite
+from pallas_kernels.fp8.types import max_finite
 
 # An array of smaller numbers counts as zeros. Above this limit no scale is a subnormal number, no
 # reciprocal of a scale is infinite, and a subnormal float32 over a scale rounds to 0 in both
@@ -13,17 +13,13 @@ from pallas_kernels.fp8.types import Quantized, max_finite
 LEAST_AMAX = 2.0**-90
 
 
-def quantize(x: Float[Array, "*T K"], dtype: DTypeLike, *, by_row: bool) -> Quantized:
-    """`x` with one scale, or one scale for each row; see `pallas_kernels.fp8.quantize`."""
-    scale = scale_of(amax_of(x, by_row=by_row), dtype)
-    return Quantized(values_of(x, scale, dtype), scale)
-
-
 def amax_of(x: Float[Array, "*T K"], *, by_row: bool) -> Array:
     """The largest magnitude in float32: `[]`, or `[..., 1]` by row. NaN if there is a NaN."""
-    magnitudes = jnp.abs(x)
-    amax = jnp.max(magnitudes, axis=-1 if by_row else None, keepdims=by_row, initial=0)
-    return amax.astype(jnp.float32)
+    # Without signs, bits are in the order of the numbers, and a NaN is the largest. XLA for CPUs
+    # loses a NaN in a maximum of float32 numbers (JAX 0.11.2 and 0.12).
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x), f"uint{8 * x.dtype.itemsize}")
+    largest = jnp.max(bits, axis=-1 if by_row else None, keepdims=by_row, initial=0)
+    return jax.lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32)
 
 
 def scale_of(amax: Array, dtype: DTypeLike) -> Array:
@@ -38,6 +34,11 @@ def values_of(x: Float[Array, "*T K"], scale: Array, dtype: DTypeLike) -> Array:
     return (x.astype(jnp.float32) * (1 / scale)).astype(dtype)
 
 
-def transposed(q: Quantized) -> Quantized:
-    """The same numbers `[K, M]`, for one scale a tensor."""
-    return Quantized(jax.lax.transpose(q.values, (1, 0)), q.scale)
+def values_of_both(
+    x: Float[Array, "M K"], scale: Array | None, turned_scale: Array | None, dtype: DTypeLike
+) -> tuple[Array | None, Array | None]:
+    """`values_of` of `x` and of `x.T`; None where the scale is None."""
+    return (
+        None if scale is None else values_of(x, scale, dtype),
+        None if turned_scale is None else values_of(x.T, turned_scale, dtype),
+    )
