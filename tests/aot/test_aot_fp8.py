@@ -67,7 +67,7 @@ def scanned(recipe, x, w_in, w_out):
 
 def _cases() -> dict[str, Case]:
     # Products are then custom calls, and fusions are what is elementwise.
-    options = {"compiler_options": {"xla_gpu_enable_triton_gemm": False}}
+    case = functools.partial(Case, compiler_options={"xla_gpu_enable_triton_gemm": False})
     array = jax.ShapeDtypeStruct
     cases = {}
     for name, (m, n, k) in {"1b": SHAPE, "odd": ODD}.items():
@@ -76,28 +76,26 @@ def _cases() -> dict[str, Case]:
                 for a_dtype in (E4M3, E5M2):
                     for out_dtype in (BF16, F32):
                         label = f"{a_dtype.__name__[7:11]}-{out_dtype.__name__}"
-                        cases[f"product-{name}-{scaling}-{accumulation}-{label}"] = Case(
+                        cases[f"product-{name}-{scaling}-{accumulation}-{label}"] = case(
                             product(accumulation, out_dtype),
                             (quantized(m, k, a_dtype, scaling), quantized(n, k, E4M3, scaling)),
-                            **options,
                         )
     x, across, down = array((T, D), BF16), array((D, F), F32), array((F, D), F32)
     for recipe in RECIPES:
         linear = functools.partial(fp8_linear, recipe=recipe)
         mlp = functools.partial(fp8_swiglu_mlp, recipe=recipe)
-        cases[f"linear-{recipe}"] = Case(
+        cases[f"linear-{recipe}"] = case(
             lambda x, w, dy, linear=linear, recipe=recipe: gradients(linear, recipe, x, [w], dy),
             (x, across, array((T, F), BF16)),
-            **options,
         )
-        cases[f"mlp-{recipe}"] = Case(
+        cases[f"mlp-{recipe}"] = case(
             lambda x, *args, mlp=mlp, recipe=recipe: gradients(mlp, recipe, x, args[:3], args[3]),
             (x, across, across, down, x),
-            **options,
         )
         stack = lambda a: array((2, *a.shape), a.dtype)
-        cases[f"scan-{recipe}"] = Case(
-            functools.partial(scanned, recipe), (x, stack(across), stack(down)), **options
+        cases[f"scan-{recipe}"] = case(
+            functools.partial(scanned, recipe),
+            (x, stack(across), stack(down)),
         )
     return cases
 

@@ -1,5 +1,7 @@
 """The product of two FP8 tensors: values, sizes that divide no tile, NaN, and errors."""
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,14 +17,17 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 CONFIG = Config(tile_n=128, stages=2, cluster=1, band=2, blocks=1)
 
 
-def make_operands(m, n, k, *, dtypes=(E4M3, E4M3), scalings=("row", "row"), seed=0):
+def make_operands(
+    m, n, k, *, dtypes=(E4M3, E4M3), scalings=("row", "row"), seed=0
+) -> tuple[Quantized, Quantized]:
     rng = np.random.default_rng(seed)
     # Rows of different magnitudes, so that a wrong scale is seen.
     arrays = (rng.standard_normal((size, k)) * rng.exponential(size=(size, 1)) for size in (m, n))
-    return [
+    a, b = (
         quantize(jnp.asarray(a, F32), dtype, scaling=scaling)
         for a, dtype, scaling in zip(arrays, dtypes, scalings, strict=True)
-    ]
+    )
+    return a, b
 
 
 def exact(a, b):
@@ -101,7 +106,7 @@ def test_errors():
     with pytest.raises(ValueError, match=r"b must be \[M, K\]"):
         fp8_matmul(a, Quantized(b.values, b.scale[:, 0]))
     with pytest.raises(ValueError, match="accumulation='slow'"):
-        fp8_matmul(a, b, accumulation="slow")
+        fp8_matmul(a, b, accumulation=cast(Any, "slow"))
     with pytest.raises(ValueError, match="out_dtype=int8"):
         fp8_matmul(a, b, out_dtype=jnp.int8)
     with pytest.raises(ValueError, match="no launch parameters"):
