@@ -390,7 +390,7 @@ def _backward_of(
 def operands_of_gradient(
     dy: jax.Array, recipe: Recipe, dw_is_wanted: bool, place: Place
 ) -> tuple[Quantized, Quantized | jax.Array]:
-    """What dgrad and wgrad read of the gradient of a product's result."""
+    """The operands of dgrad and of wgrad, from the gradient of a product's result."""
     dy = rows(dy)
     if recipe.wgrad is not None and dw_is_wanted:
         return cast_both(dy, recipe.gradients, place)
