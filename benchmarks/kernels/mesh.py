@@ -1,68 +1,266 @@
-"""Times the loss with its gradients on a mesh of eight CPU devices, against plain JAX.
+"""Times the operations with their gradients on a mesh, against plain JAX and a `shard_map` by hand.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.kernels.mesh
+    JAX_PLATFORMS=cpu python -m benchmarks.kernels.mesh --operations loss   # eight CPU devices
+    python -m benchmarks.kernels.mesh                                       # all GPUs of this host
 
-The tokens are split over the devices, and the weight is whole. Before the operations partitioned
-themselves, every device computed all tokens. Medians over interleaved rounds, float32.
+`Auto` and `Explicit` are plain calls of the public operation on a mesh whose axis has that type.
+`by hand` is a `shard_map` as a user would write it: it gathers a split weight in the dtype of the
+activations, calls the operation on a device's tokens, and sums or scatters the gradient of the
+weight in float32. `plain JAX` is the formula, as XLA partitions it. Tokens are split in every case.
+A weight is whole, or split as FSDP splits it. Weights are float32, activations bfloat16 on GPUs and
+float32 on CPUs. A time is the wall time of a call, the median over interleaved rounds.
 """
 
 import argparse
-import statistics
-import time
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from benchmarks.kernels import shapes
-from pallas_kernels import linear_cross_entropy
+from benchmarks import timing
+from benchmarks.kernels.sharded import wall_ms
+from pallas_kernels import linear_cross_entropy, rms_norm, swiglu_mlp
 
-_NUM_DEVICES = 8
+_NUM_CPU_DEVICES = 8
+_AXIS = "data"
+_TOKENS = P(_AXIS)
+WAYS = ("plain JAX", "by hand", "Auto", "Explicit")
+
+
+def plain_norm(x: Any, weight: Any) -> Any:
+    """The norm in float32, rounded once."""
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + 1e-6)
+    return (x32 * scale * weight).astype(x.dtype)
+
+
+def plain_mlp(x: Any, gate: Any, up: Any, down: Any) -> Any:
+    """The gated MLP with gate and up products in memory."""
+    gate, up, down = (w.astype(x.dtype) for w in (gate, up, down))
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
 
 def plain_loss(x: Any, weight: Any, labels: Any) -> Any:
-    """The mean loss with all logits in memory, as XLA partitions it."""
-    logits = x @ weight.T
+    """The mean loss with all logits in memory."""
+    logits = jnp.matmul(x, weight.T.astype(x.dtype), preferred_element_type=jnp.float32)
     label_logits = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - label_logits)
 
 
-def measure(shape: shapes.Shape, rounds: int) -> dict[str, float]:
-    """Median seconds of each loss."""
-    num_tokens, hidden_size, vocab_size = shape
-    numbers = np.random.default_rng(0)
-    x = numbers.standard_normal((num_tokens, hidden_size), np.float32)
-    weight = numbers.standard_normal((vocab_size, hidden_size), np.float32) * hidden_size**-0.5
-    labels = numbers.integers(0, vocab_size, num_tokens).astype(np.int32)
-    mesh = jax.make_mesh((_NUM_DEVICES,), ("data",), axis_types=(AxisType.Auto,))
-    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
-    tokens = PartitionSpec("data")
-    args = put(x, tokens), put(weight, PartitionSpec()), put(labels, tokens)
-    losses = {"plain JAX": plain_loss, "linear_cross_entropy": linear_cross_entropy}
-    runs = {name: jax.jit(jax.value_and_grad(fn, (0, 1))) for name, fn in losses.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        jax.block_until_ready(run(*args))
-    for _ in range(rounds):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run(*args))
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """An operation, its arrays and how they are split.
+
+    Attributes:
+      operation: Operation to call.
+      plain: Formula of the operation.
+      shapes: Shapes of the activations and of the weights.
+      weights: Split of each weight.
+      num_labels: Size of the vocabulary if the operation takes labels, else None.
+    """
+
+    operation: Callable[..., Any]
+    plain: Callable[..., Any]
+    shapes: Sequence[tuple[int, ...]]
+    weights: Sequence[P]
+    num_labels: int | None = None
+
+    def arrays(self, mesh: Mesh, dtype: Any) -> tuple[Any, ...]:
+        """Random arrays in their places; the last one is the cotangent or the labels."""
+        keys = jax.random.split(jax.random.key(0), len(self.shapes) + 1)
+        place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+        x = place(jax.random.normal(keys[0], self.shapes[0], dtype), _TOKENS)
+        weights = [
+            place(jax.random.normal(k, s, jnp.float32) / (s[-1] ** 0.5 if s[1:] else 1), spec)
+            for k, s, spec in zip(keys[1:], self.shapes[1:], self.weights, strict=False)
+        ]
+        if self.num_labels is None:
+            last = jax.random.normal(keys[-1], self.shapes[0], dtype)
+        else:
+            last = jax.random.randint(keys[-1], self.shapes[0][:-1], 0, self.num_labels)
+        return x, *weights, place(last, _TOKENS)
+
+    def gradients(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the value of `fn` and its gradients by the activations and the weights."""
+
+        def run(*args: Any) -> Any:
+            *floating, last = args
+            if self.num_labels is not None:
+                return jax.value_and_grad(fn, tuple(range(len(floating))))(*args)
+            out, vjp = jax.vjp(fn, *floating)
+            return out, vjp(last)
+
+        return run
+
+    def by_hand(self, mesh: Mesh) -> Callable[..., Any]:
+        """The gradients with a `shard_map` around the operation."""
+
+        def local(x: Any, *rest: Any) -> Any:
+            *weights, last = rest
+            whole = [
+                jax.lax.all_gather(w.astype(x.dtype), _AXIS, axis=spec.index(_AXIS), tiled=True)
+                if _AXIS in spec
+                else w
+                for w, spec in zip(weights, self.weights, strict=True)
+            ]
+            out, (dx, *gradients) = self.gradients(self.operation)(x, *whole, last)
+            if self.num_labels is not None:
+                # The mean over all tokens: every device has the same number of them.
+                out = jax.lax.pmean(out, _AXIS)
+                dx, *gradients = (g / mesh.size for g in (dx, *gradients))
+            gradients = [g.astype(jnp.float32) for g in gradients]
+            summed = (
+                jax.lax.psum_scatter(g, _AXIS, scatter_dimension=spec.index(_AXIS), tiled=True)
+                if _AXIS in spec
+                else jax.lax.psum(g, _AXIS)
+                for g, spec in zip(gradients, self.weights, strict=True)
+            )
+            return out, (dx, *summed)
+
+        out = P() if self.num_labels is not None else _TOKENS
+        return jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(_TOKENS, *self.weights, _TOKENS),
+            out_specs=(out, (_TOKENS, *self.weights)),
+            check_vma=False,
+        )
 
 
-def main() -> None:
-    """Prints a line for each loss."""
-    parser = argparse.ArgumentParser(description="the loss on a mesh of eight CPU devices")
-    parser.add_argument("--shape", type=shapes.parse, default=(4096, 512, 8192))
+def works(num_devices: int, *, is_small: bool) -> dict[str, Work]:
+    """The work by name; sizes are those of all devices."""
+    if is_small:
+        tokens, hidden, wide, vocab = 512 * num_devices, 512, 1536, 8192
+        production = (4096, 512, 8192)
+    else:
+        tokens, hidden, wide, vocab = 8192 * num_devices, 4096, 14336, 128256
+        production = (32768, 2560, 128256)
+    mlp = [(tokens, hidden), (hidden, wide), (hidden, wide), (wide, hidden)]
+    loss = Work(linear_cross_entropy, plain_loss, [(tokens, hidden), (vocab, hidden)], [P()], vocab)
+    rows = dataclasses.replace(loss, weights=[P(_AXIS, None)])
+    num_rows, width, words = production
+    return {
+        "norm": Work(rms_norm, plain_norm, [(tokens, hidden), (hidden,)], [P()]),
+        "mlp, weights whole": Work(swiglu_mlp, plain_mlp, mlp, [P(), P(), P()]),
+        "mlp, FSDP": Work(
+            swiglu_mlp, plain_mlp, mlp, [P(_AXIS, None), P(_AXIS, None), P(_AXIS, None)]
+        ),
+        "loss, weight whole": loss,
+        "loss, FSDP": rows,
+        "loss of a trainer, FSDP": dataclasses.replace(
+            rows, shapes=[(num_rows, width), (words, width)], num_labels=words
+        ),
+    }
+
+
+def programs(
+    work: Work, num_devices: int, dtype: Any, names: Sequence[str] = WAYS
+) -> dict[str, Any]:
+    """The compiled program of each way to call the operation, with its arguments."""
+    meshes = {
+        name: jax.make_mesh((num_devices,), (_AXIS,), axis_types=(kind,))
+        for name, kind in (("Auto", AxisType.Auto), ("Explicit", AxisType.Explicit))
+    }
+    ours = work.gradients(work.operation)
+    ways = {
+        "plain JAX": (meshes["Auto"], work.gradients(work.plain)),
+        "by hand": (meshes["Auto"], work.by_hand(meshes["Auto"])),
+        "Auto": (meshes["Auto"], ours),
+        "Explicit": (meshes["Explicit"], ours),
+    }
+    found = {}
+    for name in names:
+        mesh, run = ways[name]
+        with jax.set_mesh(mesh):
+            args = work.arrays(mesh, dtype)
+            splits = [NamedSharding(mesh, spec) for spec in (_TOKENS, *work.weights)]
+            is_loss = work.num_labels is not None
+            out = NamedSharding(mesh, P() if is_loss else _TOKENS)
+            # An Auto program chooses the places of its results, unless they are named.
+            named = None if name == "Explicit" else (out, tuple(splits))
+            try:
+                compiled = jax.jit(run, out_shardings=named).lower(*args).compile()
+                jax.block_until_ready(compiled(*args))
+            except Exception as error:  # that one does not compile or run is a result
+                found[name] = timing.first_line(error)
+                continue
+            found[name] = compiled, args
+    return found
+
+
+def errors(found: dict[str, Any]) -> dict[str, float]:
+    """Largest relative difference of a gradient from those of the program by hand."""
+
+    def norm(a: Any) -> Any:
+        return jnp.linalg.norm(jnp.ravel(a.astype(jnp.float32)))
+
+    def results(name: str) -> list[Any]:
+        compiled, args = found[name]
+        return [jax.device_get(a) for a in jax.tree.leaves(compiled(*args))]
+
+    want = results("by hand")
+    differences = {}
+    for name in found:
+        if name == "by hand" or isinstance(found[name], str):
+            continue
+        pairs = zip(results(name), want, strict=True)
+        differences[name] = max(float(norm(g - w) / norm(w)) for g, w in pairs)
+    return differences
+
+
+def line(found: dict[str, Any], timings: dict[str, timing.Timing], wrong: dict[str, float]) -> str:
+    """The cells of a table: time, time over that by hand, temporary memory of a device."""
+    cells = []
+    by_hand = timings["by hand"].median_ms
+    for name, program in found.items():
+        if isinstance(program, str) or timings[name].error is not None:
+            cells.append(program if isinstance(program, str) else str(timings[name].error))
+            continue
+        milliseconds = timings[name].median_ms
+        memory = program[0].memory_analysis().temp_size_in_bytes / 2**20
+        difference = f", {wrong[name]:.0e}" if name in wrong else ""
+        cells.append(
+            f"{milliseconds:.3g} ms, {milliseconds / by_hand:.3f}, {memory:.0f} MiB{difference}"
+        )
+    return " | ".join(cells)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints a table with a line for each operation."""
+    parser = argparse.ArgumentParser(description="the operations on a mesh")
+    parser.add_argument("--operations", nargs="+", help="beginnings of names; all by default")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="with `by hand`")
     parser.add_argument("--rounds", type=int, default=10)
-    flags = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", _NUM_DEVICES)
-    found = measure(flags.shape, flags.rounds)
-    for name, seconds in found.items():
-        print(f"{name}: {seconds * 1e3:.0f} ms, {seconds / found['plain JAX']:.2f}")
+    parser.add_argument("--calls", type=int, default=4, help="calls of a program in a round")
+    flags = parser.parse_args(argv)
+    jax.config.update("jax_num_cpu_devices", _NUM_CPU_DEVICES)
+    devices = jax.devices()
+    if len(devices) < 2:
+        sys.exit(f"this needs several devices; JAX found only {devices[0].device_kind!r}")
+    is_cpu = devices[0].platform == "cpu"
+    print(f"{len(devices)} x {devices[0].device_kind}; time, over `by hand`, memory, difference\n")
+    print(f"| | {' | '.join(flags.ways)} |\n|---|{'---|' * len(flags.ways)}")
+    for name, work in works(len(devices), is_small=is_cpu).items():
+        if flags.operations and not name.startswith(tuple(flags.operations)):
+            continue
+        dtype = jnp.float32 if is_cpu else jnp.bfloat16
+        found = programs(work, len(devices), dtype, flags.ways)
+        wrong = errors(found)
+        cases = [
+            timing.Case(way, [functools.partial(*program[:1], *program[1])])
+            for way, program in found.items()
+            if not isinstance(program, str)
+        ]
+        timings = timing.compare(
+            cases, rounds=flags.rounds, calls_per_round=flags.calls, measure=wall_ms
+        )
+        print(f"| {name} | {line(found, timings, wrong)} |", flush=True)
 
 
 if __name__ == "__main__":
