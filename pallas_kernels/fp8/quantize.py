@@ -117,23 +117,19 @@ def _quantize(
     chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
     record(name, (x,), implementation, chosen, reason)
     if scaling == "tensor":
-        maxima = (reference.amax_of(x, by_row=False),) * 2
+        largest = reference.amax_of(x, axis=None)
+        maxima = (largest if plain else None, largest if turned else None)
     elif chosen == "mosaic_gpu" and plain and turned:
         maxima = amax.amax_of_both(x)
     else:
         maxima = (
-            reference.amax_of(x, by_row=True) if plain else None,
-            reference.amax_of(x.T, by_row=True) if turned else None,
+            reference.amax_of(x, axis=1) if plain else None,
+            reference.amax_of(x, axis=0).reshape(-1, 1) if turned else None,
         )
-    scales = [
-        reference.scale_of(m, dtype) if is_wanted and m is not None else None
-        for m, is_wanted in zip(maxima, (plain, turned), strict=True)
-    ]
-    if chosen == "mosaic_gpu":
-        values = mosaic_gpu.quantize(x, *scales, dtype)
-    else:
-        values = reference.values_of_both(x, *scales, dtype)
-    found = zip(values, scales, strict=True)
+    scale, turned_scale = (None if m is None else reference.scale_of(m, dtype) for m in maxima)
+    run = mosaic_gpu.quantize if chosen == "mosaic_gpu" else reference.values_of_both
+    values = run(x, scale, turned_scale, dtype)
+    found = zip(values, (scale, turned_scale), strict=True)
     return tuple(None if v is None or s is None else Quantized(v, s) for v, s in found)
 
 

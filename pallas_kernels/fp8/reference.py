@@ -13,12 +13,15 @@ from pallas_kernels.fp8.types import max_finite
 LEAST_AMAX = 2.0**-90
 
 
-def amax_of(x: Float[Array, "*T K"], *, by_row: bool) -> Array:
-    """The largest magnitude in float32: `[]`, or `[..., 1]` by row. NaN if there is a NaN."""
+def amax_of(x: Float[Array, "*T K"], *, axis: int | None) -> Array:
+    """The largest magnitude over an axis, which keeps size 1, or over all, `[]`.
+
+    In float32; NaN if there is a NaN.
+    """
     # Without signs, bits are in the order of the numbers, and a NaN is the largest. XLA for CPUs
     # loses a NaN in a maximum of float32 numbers (JAX 0.11.2 and 0.12).
     bits = jax.lax.bitcast_convert_type(jnp.abs(x), f"uint{8 * x.dtype.itemsize}")
-    largest = jnp.max(bits, axis=-1 if by_row else None, keepdims=by_row, initial=0)
+    largest = jnp.max(bits, axis=axis, keepdims=axis is not None, initial=0)
     return jax.lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32)
 
 
