@@ -70,7 +70,7 @@ def rms_norm(
     """
     x, weight = floating_arrays(x=x, weight=weight)
     check_norm_options(eps, weight_offset, casting)
-    _check_shapes(x, None, weight)
+    check_shapes(x, None, weight)
     chosen, reason = choose_norm(x, None, weight, implementation, config)
     record("rms_norm", (x, weight), implementation, chosen, reason)
     if chosen == "mosaic_gpu":
@@ -125,7 +125,7 @@ def add_rms_norm(
     """
     x, residual, weight = floating_arrays(x=x, residual=residual, weight=weight)
     check_norm_options(eps, weight_offset, casting)
-    _check_shapes(x, residual, weight)
+    check_shapes(x, residual, weight)
     chosen, reason = choose_norm(x, residual, weight, implementation, config)
     record("add_rms_norm", (x, residual, weight), implementation, chosen, reason)
     if chosen != "mosaic_gpu":
@@ -182,7 +182,8 @@ def check_norm_options(eps: float, weight_offset: float, casting: Casting) -> No
         raise ValueError(f"{casting=} must be one of {get_args(Casting.__value__)}")
 
 
-def _check_shapes(x: Array, residual: Array | None, weight: Array) -> None:
+def check_shapes(x: Array, residual: Array | None, weight: Array) -> None:
+    """Raises ValueError if the shapes disagree."""
     if x.ndim == 0:
         raise ValueError("weight must have shape [D] and x [..., D], got an x of shape ()")
     if weight.shape != x.shape[-1:]:

@@ -1,0 +1,182 @@
+"""Times the quantization to FP8 against a copy of as many bytes.
+
+    python -m benchmarks.kernels.quantize --shapes 16384x8192
+
+The data are random numbers; times are kernel times (`benchmarks/timing.py`), the median over
+interleaved rounds. The parts are:
+
+- `given scale`: both memory orders, with a scale that the caller has. An element is read once and
+  written twice.
+- `tensor`: `quantize_both`, which first reads the array for its largest magnitude.
+- `row`: the same with a scale for each row and for each column.
+- `one order, row`: `quantize` with a scale for each row, which reads and writes an element once.
+
+The bytes of each way must equal those of XLA before it is timed, except for one value in 100,000.
+`--sweep` adds other tiles. The benchmark writes a table and all numbers into the folder of results.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import ceilings, timing
+from benchmarks.kernels import ops, shapes
+from benchmarks.kernels.bench import short_name
+from benchmarks.kernels.shapes import Shape
+from pallas_kernels.fp8 import mosaic_gpu, quantize, quantize_both, reference
+from pallas_kernels.fp8.types import E4M3
+
+# Tokens x hidden or intermediate size of Llama 1B and 8B, and a weight.
+SHAPES: tuple[Shape, ...] = ((16384, 2048), (16384, 8192), (8192, 14336), (2048, 8192))
+TILES = ((64, 64), (128, 64), (64, 128), (128, 128), (256, 64), (64, 256))
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way to quantize.
+
+    Attributes:
+      part: Name of the part, whose first way is XLA's.
+      name: Name in the table.
+      fn: Function of an array; it returns a pytree of arrays.
+    """
+
+    part: str
+    name: str
+    fn: Callable[[jax.Array], Any]
+
+
+def ways(*, sweep: bool) -> list[Way]:
+    """The ways to compare, XLA's first in each part."""
+    one = functools.partial(jnp.full, (), 1 / 64, jnp.float32)
+    found = [Way("given scale", "XLA", lambda x: reference.values_of_both(x, one(), one(), E4M3))]
+    for rows, columns in TILES if sweep else ():
+        config = mosaic_gpu.Config(rows=rows, columns=columns)
+        name = f"kernel, {rows} x {columns}"
+        found.append(Way("given scale", name, functools.partial(_kernel, config=config)))
+    if not sweep:
+        found.append(Way("given scale", "kernel", _kernel))
+    for part, fn in (
+        ("tensor", functools.partial(quantize_both, scaling="tensor")),
+        ("row", functools.partial(quantize_both, scaling="row")),
+        ("one order, row", functools.partial(quantize, scaling="row")),
+    ):
+        found.append(Way(part, "XLA", functools.partial(fn, implementation="reference")))
+        found.append(Way(part, "kernel", functools.partial(fn, implementation="mosaic_gpu")))
+    return found
+
+
+def _kernel(x: jax.Array, config: mosaic_gpu.Config | None = None) -> Any:
+    scale = jnp.full((), 1 / 64, jnp.float32)
+    return mosaic_gpu.quantize(x, scale, scale, E4M3, config=config)
+
+
+def measure(shape: Shape, dtype: str, found: Sequence[Way], rounds: int) -> dict[str, Any]:
+    """Times the ways beside a copy of the bytes that `given scale` moves."""
+    num_sets = timing.rotation(int(np.prod(shape)) * (jnp.dtype(dtype).itemsize + 2))
+    keys = jax.random.split(jax.random.key(0), num_sets)
+    inputs = [jax.random.normal(key, shape, dtype) for key in keys]
+    num_bytes = inputs[0].nbytes + 2 * inputs[0].size
+    copy = ops.copy(num_bytes)
+    cases, refused = [timing.Case("copy", copy.calls)], {}
+    expected: dict[str, Any] = {}
+    for way in found:
+        fn, name = jax.jit(way.fn), f"{way.part}, {way.name}"
+        try:
+            got = fn(inputs[0])
+            different = different_elements(got, expected.setdefault(way.part, got))
+        except Exception as error:  # that a way does not compile or fit is a result
+            refused[name] = timing.Timing(error=timing.first_line(error))
+            continue
+        if different > inputs[0].size // 100_000:
+            refused[name] = timing.Timing(error=f"wrong result: {different} elements differ")
+            continue
+        cases.append(timing.Case(name, [functools.partial(fn, x) for x in inputs]))
+    del expected
+    timings = timing.compare(cases, rounds=rounds) | refused
+    copied = timings.pop("copy")
+    return {
+        "shape": list(shape),
+        "dtype": dtype,
+        "bytes": num_bytes,
+        "copy_ms": copied.median_ms,
+        "ways": {name: timings[name].summary() for name in timings},
+    }
+
+
+def different_elements(got: Any, expected: Any) -> int:
+    """The number of elements whose bits differ."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    return sum(int(jnp.sum(_bits(a) != _bits(b))) for a, b in pairs)
+
+
+def _bits(a: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(a, f"uint{8 * a.dtype.itemsize}")
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown with a row for each way."""
+    lines = ["| shape | way | us | over the copy | GB/s |", "|---|---|---|---|---|"]
+    for record in records:
+        label = f"{shapes.label(record['shape'])} {record['dtype']}"
+        ways = {"copy": {"median_ms": record["copy_ms"]}} | record["ways"]
+        for name, way in ways.items():
+            if "error" in way:
+                lines.append(f"| {label} | {name} | {way['error']} | | |")
+                continue
+            ms = way["median_ms"]
+            rate = record["bytes"] / ms / 1e6
+            lines.append(
+                f"| {label} | {name} | {1e3 * ms:.1f} | {ms / record['copy_ms']:.2f} | {rate:.0f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line, measures, writes and prints."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels.quantize",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16"]
+    )
+    parser.add_argument("--sweep", action="store_true", help="more tiles")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args(argv)
+    device_kind = timing.require_gpu()
+    records = []
+    for dtype in args.dtypes:
+        for shape in args.shapes:
+            print(f"{shapes.label(shape)} {dtype} ...", file=sys.stderr, flush=True)
+            records.append(measure(shape, dtype, ways(sweep=args.sweep), args.rounds))
+    header = (
+        f"# Quantization to FP8 on {device_kind}\n\n{time.strftime('%Y-%m-%d')}, jax "
+        f"{jax.__version__}. Kernel time, median of {args.rounds} interleaved rounds; in the same "
+        f"run, by wall time, {ceilings.measure()}. GB/s count the bytes of `given scale`.\n\n"
+        f"    {shlex.join(['python', '-m', 'benchmarks.kernels.quantize', *argv])}\n\n"
+    )
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    path = args.output_dir / f"quantize_{short_name(device_kind)}_{time.strftime('%Y%m')}"
+    path.with_suffix(".json").write_text(json.dumps(records, indent=1) + "\n")
+    path.with_suffix(".md").write_text(header + table(records))
+    print(header + table(records))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The public functions that quantize a tensor to FP8."""
+
+import math
+from typing import Any, Literal, get_args
+
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.arguments import floating_arrays
+from pallas_kernels.choices import record
+from pallas_kernels.fp8 import amax, mosaic_gpu, reference, row_kernel
+from pallas_kernels.fp8.types import E4M3, Quantized, check_dtype
+from pallas_kernels.implementation import (
+    Implementation,
+    check_implementation,
+    choose_implementation,
+    symbolic_reason,
+)
+
+type Scaling = Literal["tensor", "row"]
+
+
+def quantize(
+    x: Float[Array, "*T K"],
+    dtype: DTypeLike = E4M3,
+    *,
+    scaling: Scaling = "tensor",
+    implementation: Implementation | None = None,
+) -> Quantized:
+    """Rounds `x` to 8-bit floating-point values with float32 scales.
+
+    `scale = amax / max_finite(dtype)`, where `amax` is the largest magnitude in the tensor or in
+    a row. `values = x · (1 / scale)`, computed in float32 and rounded to the nearest number of
+    `dtype`, ties to even. The largest magnitude becomes 448 (`float8_e4m3fn`) or 57344
+    (`float8_e5m2`), so no value overflows.
+
+    - An `amax` below 2^-90 counts as 0: the scale is 1 and all values are 0.
+    - If there is a NaN, `amax`, the scale and all values of the tensor or row are NaN.
+    - If there is an infinity and no NaN, the scale is infinity. The values are NaN in the place of
+      infinities and 0 elsewhere. So `values · scale` is NaN everywhere.
+
+    Hence a product with a NaN or an infinity is NaN, and a training step can be skipped for it.
+    Both dtypes follow this rule, although `float8_e5m2` has infinities.
+
+    The function has no gradient rule; a caller writes one for the product that reads the values.
+    It does not split a kernel over a mesh yet. On a mesh, call it inside of `jax.shard_map`.
+
+    Args:
+      x: Array of any floating dtype of at least 16 bits. The last axis is the one that products
+        contract.
+      dtype: `float8_e4m3fn` or `float8_e5m2`.
+      scaling: `"tensor"` for one scale, `"row"` for one scale for each row.
+      implementation: `"mosaic_gpu"` is a kernel for Hopper; the number of rows and the last axis
+        must be multiples of 64. `"reference"` is plain JAX, which XLA fuses; `"xla"` is the same.
+        `None` picks the kernel if JAX's default device is a Hopper GPU and the kernel takes `x`. A
+        name is binding. `"require"` picks as `None` does, and raises where that would not be the
+        kernel.
+
+    Raises:
+      ValueError: A name is unknown, or `dtype` is no dtype of FP8.
+      TypeError: `x` is no array, or not of a floating dtype of at least 16 bits.
+      NotImplementedError: The caller asked for a kernel, and it does not take the arguments.
+    """
+    x = _checked(x, dtype, scaling, axes=None)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    plain, _ = _quantize("quantize", rows, dtype, scaling, implementation, plain=True)
+    scale = plain.scale.reshape(*x.shape[:-1], 1) if scaling == "row" else plain.scale
+    return Quantized(plain.values.reshape(x.shape), scale)
+
+
+def quantize_transposed(
+    x: Float[Array, "M K"],
+    dtype: DTypeLike = E4M3,
+    *,
+    scaling: Scaling = "tensor",
+    implementation: Implementation | None = None,
+) -> Quantized:
+    """`quantize(x.T, ...)`: values `[K, M]` in memory order, whose rows are the columns of `x`.
+
+    Arguments and errors are those of `quantize`; `x` has two axes.
+    """
+    x = _checked(x, dtype, scaling, axes=2)
+    name = "quantize_transposed"
+    return _quantize(name, x, dtype, scaling, implementation, turned=True)[1]
+
+
+def quantize_both(
+    x: Float[Array, "M K"],
+    dtype: DTypeLike = E4M3,
+    *,
+    scaling: Scaling = "tensor",
+    implementation: Implementation | None = None,
+) -> tuple[Quantized, Quantized]:
+    """`(quantize(x, ...), quantize_transposed(x, ...))`.
+
+    With `scaling="tensor"` both have the same scale. With `"row"` the second has one scale for each
+    column of `x`. Arguments and errors are those of `quantize`; `x` has two axes.
+    """
+    x = _checked(x, dtype, scaling, axes=2)
+    return _quantize("quantize_both", x, dtype, scaling, implementation, plain=True, turned=True)
+
+
+def _quantize(
+    name: str,
+    x: Float[Array, "M K"],
+    dtype: DTypeLike,
+    scaling: Scaling,
+    implementation: Implementation | None,
+    *,
+    plain: bool = False,
+    turned: bool = False,
+) -> Any:
+    """The copies that are wanted, each a `Quantized`; None in the place of the other."""
+    check_implementation(implementation)
+    unsupported = symbolic_reason(x) or mosaic_gpu.unsupported_reason(x)
+    chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
+    record(name, (x,), implementation, chosen, reason)
+    if scaling == "row" and chosen == "mosaic_gpu" and not turned:
+        return Quantized(*row_kernel.quantize_rows(x, dtype)), None
+    if scaling == "tensor":
+        largest = reference.amax_of(x, axis=None)
+        maxima = (largest if plain else None, largest if turned else None)
+    elif chosen == "mosaic_gpu" and plain and turned:
+        maxima = amax.amax_of_both(x)
+    else:
+        maxima = (
+            reference.amax_of(x, axis=1) if plain else None,
+            reference.amax_of(x, axis=0).reshape(-1, 1) if turned else None,
+        )
+    scale, turned_scale = (None if m is None else reference.scale_of(m, dtype) for m in maxima)
+    run = mosaic_gpu.quantize if chosen == "mosaic_gpu" else reference.values_of_both
+    values = run(x, scale, turned_scale, dtype)
+    found = zip(values, (scale, turned_scale), strict=True)
+    return tuple(None if v is None or s is None else Quantized(v, s) for v, s in found)
+
+
+def _checked(x: Array, dtype: DTypeLike, scaling: Scaling, *, axes: int | None) -> Array:
+    """`x` as an array. Raises if an argument is wrong."""
+    (x,) = floating_arrays(least_bits=16, x=x)
+    check_dtype(dtype)
+    if scaling not in get_args(Scaling.__value__):
+        raise ValueError(f"{scaling=} must be one of {get_args(Scaling.__value__)}")
+    if x.ndim == 0 or (axes is not None and x.ndim != axes):
+        raise ValueError(
+            f"x must have {'at least one axis' if axes is None else f'{axes} axes'}, got shape "
+            f"{x.shape}; reshape it"
+        )
+    return x

@@ -1,0 +1,47 @@
+"""Quantization to FP8 in plain JAX: tests compare with it, and XLA fuses it."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.fp8.types import max_finite
+
+# An array of smaller numbers counts as zeros. Above this limit no scale is a subnormal number, no
+# reciprocal of a scale is infinite, and a subnormal float32 over a scale rounds to 0 in both
+# dtypes. So it makes no difference whether a device flushes subnormal numbers to 0.
+LEAST_AMAX = 2.0**-90
+
+
+def amax_of(x: Float[Array, "*T K"], *, axis: int | None) -> Array:
+    """The largest magnitude over an axis, which keeps size 1, or over all, `[]`.
+
+    In float32; NaN if there is a NaN.
+    """
+    # Without signs, bits are in the order of the numbers, and a NaN is the largest. XLA for CPUs
+    # loses a NaN in a maximum of float32 numbers (JAX 0.11.2 and 0.12).
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x), f"uint{8 * x.dtype.itemsize}")
+    largest = jnp.max(bits, axis=axis, keepdims=axis is not None, initial=0)
+    return jax.lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32)
+
+
+def scale_of(amax: Array, dtype: DTypeLike) -> Array:
+    """`amax / max_finite(dtype)`, or 1 if `amax` is below `LEAST_AMAX`."""
+    # XLA multiplies by the reciprocal of a constant. It is written here, so that every backend
+    # rounds in the same place.
+    return jnp.where(amax < LEAST_AMAX, 1.0, amax * (1 / max_finite(dtype))).astype(jnp.float32)
+
+
+def values_of(x: Float[Array, "*T K"], scale: Array, dtype: DTypeLike) -> Array:
+    """`x · (1 / scale)` in float32, rounded to the nearest number of `dtype`, ties to even."""
+    return (x.astype(jnp.float32) * (1 / scale)).astype(dtype)
+
+
+def values_of_both(
+    x: Float[Array, "M K"], scale: Array | None, turned_scale: Array | None, dtype: DTypeLike
+) -> tuple[Array | None, Array | None]:
+    """`values_of` of `x` and of `x.T`; None where the scale is None."""
+    return (
+        None if scale is None else values_of(x, scale, dtype),
+        None if turned_scale is None else values_of(x.T, turned_scale, dtype),
+    )

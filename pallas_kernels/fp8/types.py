@@ -1,0 +1,44 @@
+"""A tensor of 8-bit floating-point values and its scales, as one pytree."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+DTYPES = (E4M3, E5M2)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """An array that is about `values · scale`.
+
+    It is a pytree with two leaves. So it passes through `jax.jit`, `jax.checkpoint` and
+    `jax.lax.scan` as an array does.
+
+    Attributes:
+      values: Array of dtype `float8_e4m3fn` or `float8_e5m2`, `[..., K]`. Products contract the
+        last axis, because the FP8 matrix products of Hopper read it without a stride.
+      scale: Float32 scales: `[]`, one for the tensor, or `[..., 1]`, one for each row.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+    def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
+        """`values · scale`, computed in float32 and rounded once to `dtype`."""
+        return (self.values.astype(jnp.float32) * self.scale).astype(dtype)
+
+
+def max_finite(dtype: DTypeLike) -> float:
+    """The largest finite number of a dtype: 448 for `float8_e4m3fn`, 57344 for `float8_e5m2`."""
+    return float(jnp.finfo(dtype).max)
+
+
+def check_dtype(dtype: DTypeLike) -> None:
+    """Raises ValueError unless the dtype is one of FP8."""
+    if jnp.dtype(dtype) not in DTYPES:
+        names = " or ".join(jnp.dtype(d).name for d in DTYPES)
+        raise ValueError(f"dtype={jnp.dtype(dtype).name} is no dtype of FP8; take {names}")

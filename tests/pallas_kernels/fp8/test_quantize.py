@@ -1,0 +1,253 @@
+"""Quantization to FP8, each implementation, against the formula in NumPy and `ml_dtypes`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.fp8 import (
+    Quantized,
+    mosaic_gpu,
+    quantize,
+    quantize_both,
+    quantize_transposed,
+    reference,
+)
+from support.numerics import quick_jit
+from support.pairwise import pairwise
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+IMPLEMENTATIONS = ["reference", "mosaic_gpu"]
+SCALINGS = ["tensor", "row"]
+
+each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
+each_scaling = pytest.mark.parametrize("scaling", SCALINGS)
+each_dtype = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=jnp.dtype)
+
+
+@pytest.fixture
+def implementation(request):
+    if request.param == "mosaic_gpu":
+        request.getfixturevalue("interpreted")
+    return request.param
+
+
+def formula(x, dtype, scaling):
+    """`(values, scale)`. A float32 product of two float32 numbers and the cast are IEEE's."""
+    x = np.asarray(x).astype(np.float32)
+    largest = np.float32(ml_dtypes.finfo(dtype).max)
+    with np.errstate(all="ignore"):
+        amax = np.abs(x).max(axis=-1, keepdims=True) if scaling == "row" else np.abs(x).max()
+        scale = np.where(amax < 2.0**-90, np.float32(1), amax * (np.float32(1) / largest))
+        return (x * (1 / scale)).astype(dtype), scale
+
+
+def assert_same(got: Quantized, x, dtype, scaling):
+    """Asserts equal bits; a NaN equals every NaN."""
+    values, scale = formula(x, dtype, scaling)
+    assert got.values.dtype == dtype and got.scale.dtype == F32
+    np.testing.assert_array_equal(np.asarray(got.scale), scale)
+    np.testing.assert_array_equal(np.asarray(got.values, F32), values.astype(F32))
+
+
+def check(x, dtype, scaling, implementation):
+    both = functools.partial(
+        quantize_both, dtype=dtype, scaling=scaling, implementation=implementation
+    )
+    plain, turned = quick_jit(both)(x)
+    assert_same(plain, x, dtype, scaling)
+    assert_same(turned, np.asarray(x).T, dtype, scaling)
+    return plain, turned
+
+
+def normal(shape, dtype=BF16):
+    return jax.random.normal(jax.random.key(0), shape, dtype)
+
+
+@pytest.mark.parametrize(
+    "implementation, scaling, dtype, x_dtype, shape",
+    pairwise(
+        IMPLEMENTATIONS,
+        SCALINGS,
+        [E4M3, E5M2],
+        [BF16, F16, F32],
+        [(64, 64), (192, 128), (64, 320), (128, 192)],
+    ),
+    indirect=["implementation"],
+    ids=str,
+)
+def test_both_orders_have_the_bits_of_the_formula(implementation, scaling, dtype, x_dtype, shape):
+    check(normal(shape, x_dtype), dtype, scaling, implementation)
+
+
+@pytest.mark.parametrize("rows, columns", pairwise([64, 128], [64, 192]))
+def test_every_tile_gives_the_same_bits(interpreted, rows, columns):
+    x = normal((192, 128))
+    scale, turned_scale = jnp.full((192, 1), 1 / 64), jnp.full((128, 1), 1 / 32)
+    want = reference.values_of_both(x, scale, turned_scale, E4M3)
+    config = mosaic_gpu.Config(rows=rows, columns=columns)
+    got = mosaic_gpu.quantize(x, scale, turned_scale, E4M3, config=config)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, F32), np.asarray(b, F32))
+
+
+@pytest.mark.parametrize("name", ["rows", "columns"])
+@pytest.mark.parametrize("size", [0, 96, 320])
+def test_wrong_tiles(name, size):
+    with pytest.raises(ValueError, match=f"{name}={size} must be a multiple of 64 up to 256"):
+        mosaic_gpu.Config(**{name: size})
+
+
+@each_scaling
+@pytest.mark.parametrize("shape", [(1, 1), (3, 100), (0, 8), (8, 0)], ids=str)
+def test_sizes_that_no_kernel_takes(scaling, shape):
+    x = normal(shape)
+    plain, turned = quantize_both(x, scaling=scaling)
+    assert (plain.values.shape, turned.values.shape) == (shape, shape[::-1])
+    if x.size:
+        check(x, E4M3, scaling, None)
+    else:
+        assert np.all(np.asarray(plain.scale) == 1) and np.all(np.asarray(turned.scale) == 1)
+
+
+@each_implementation
+@each_scaling
+def test_one_order_has_the_bits_of_both(implementation, scaling):
+    x = normal((64, 128))
+    options = dict(scaling=scaling, implementation=implementation)
+    assert_same(quantize(x, **options), x, E4M3, scaling)
+    assert_same(quantize_transposed(x, **options), np.asarray(x).T, E4M3, scaling)
+
+
+@pytest.mark.parametrize(
+    "width, dtype, x_dtype", pairwise([64, 320, 1024], [E4M3, E5M2], [BF16, F32]), ids=str
+)
+def test_rows_of_one_warp_and_of_several(interpreted, width, dtype, x_dtype):
+    # A row of 1024 has four warps. A row of 320 has one, and its chunks of 256 overlap.
+    x = normal((64, width), x_dtype).at[3, 5].set(np.nan).at[5].set(0).at[6, 63].set(np.inf)
+    run = functools.partial(quantize, dtype=dtype, scaling="row", implementation="mosaic_gpu")
+    assert_same(quick_jit(run)(x), x, dtype, "row")
+
+
+@each_scaling
+def test_leading_axes_are_rows(scaling):
+    x = normal((2, 3, 32))
+    got = quantize(x, scaling=scaling)
+    assert got.scale.shape == ((2, 3, 1) if scaling == "row" else ())
+    assert_same(got, x, E4M3, scaling)
+
+
+@pytest.mark.parametrize(
+    "implementation, scaling, dtype",
+    pairwise(IMPLEMENTATIONS, SCALINGS, [E4M3, E5M2]),
+    indirect=["implementation"],
+    ids=str,
+)
+def test_the_largest_magnitude_becomes_the_largest_number(implementation, scaling, dtype):
+    x = normal((64, 64)).at[:, 7].set(0).at[5].set(0)
+    for got in check(x, dtype, scaling, implementation):
+        largest = np.max(np.abs(np.asarray(got.values, F32)), axis=-1)
+        of_zeros = np.argmin(largest)
+        assert largest.max() == float(jnp.finfo(dtype).max) and largest[of_zeros] == 0
+        assert scaling == "tensor" or float(got.scale[of_zeros, 0]) == 1
+
+
+@each_scaling
+def test_zeros_have_scale_1(scaling):
+    for got in check(jnp.zeros((2, 8), BF16), E4M3, scaling, None):
+        assert np.all(np.asarray(got.scale) == 1) and not np.any(np.asarray(got.values, F32))
+
+
+@each_scaling
+@each_dtype
+def test_small_and_subnormal_numbers(scaling, dtype):
+    # Rows below and above the limit of 2^-90, and subnormal numbers beside larger ones, which
+    # become 0 whether or not the CPU flushes them.
+    exponents = np.array([-149, -140, -127, -126, -110, -91, -90, -89, -60, 0])
+    x = np.exp2(exponents, dtype=np.float64)[:, None] * np.array([1, 0.75, 2.0**-20, -(2.0**-30)])
+    x = x.astype(np.float32)
+    for a in (x, x[:6], x[5:8]):
+        check(jnp.asarray(a), dtype, scaling, None)
+
+
+@each_dtype
+def test_ties_go_to_even_and_subnormal_results_are_rounded_once(dtype):
+    # All numbers between two neighbours of the format, with a scale of 1.
+    numbers = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    numbers = np.unique(numbers[np.isfinite(numbers)])
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    x = np.concatenate([numbers, middles, np.nextafter(middles, 1e9), np.nextafter(middles, -1e9)])
+    got = quantize(jnp.asarray(x.astype(np.float32)[None]), dtype)
+    assert float(got.scale) == 1
+    assert_same(got, x.astype(np.float32)[None], dtype, "tensor")
+
+
+@pytest.mark.parametrize(
+    "implementation, scaling, dtype, bad",
+    pairwise(IMPLEMENTATIONS, SCALINGS, [E4M3, E5M2], [np.nan, -np.inf]),
+    indirect=["implementation"],
+    ids=str,
+)
+def test_nan_and_infinity_arrive_as_nan(implementation, scaling, dtype, bad):
+    x = normal((64, 64)).at[3, 5].set(bad)
+    plain, turned = check(x, dtype, scaling, implementation)
+    assert np.isnan(np.asarray(plain.values, F32)[3, 5])
+    assert np.isnan(np.asarray(turned.values, F32)[5, 3])
+    is_nan = np.isnan(np.asarray(plain.dequantize()))
+    turned_is_nan = np.isnan(np.asarray(turned.dequantize()))
+    if scaling == "tensor":
+        assert is_nan.all() and turned_is_nan.all()
+    else:
+        assert is_nan[3].all() and turned_is_nan[5].all()
+        assert is_nan.sum() == turned_is_nan.sum() == 64
+
+
+def test_dequantized_numbers_err_by_half_a_unit():
+    x = normal((64, 256), F32)
+    for dtype, bits in ((E4M3, 3), (E5M2, 2)):
+        for got in (quantize(x, dtype), quantize(x, dtype, scaling="row")):
+            error = np.abs(np.asarray(got.dequantize()) - np.asarray(x))
+            # Half of the last bit, or of the smallest subnormal number.
+            least = float(jnp.finfo(dtype).smallest_subnormal) * np.asarray(got.scale)
+            allowed = np.maximum(2.0 ** -(bits + 1) * np.abs(np.asarray(x)), least / 2)
+            assert np.all(error <= allowed * 1.00001)
+            assert got.dequantize(BF16).dtype == BF16
+
+
+def test_a_quantized_tensor_is_a_pytree():
+    got = jax.jit(lambda q: q)(quantize(normal((4, 8))))
+    assert isinstance(got, Quantized)
+    assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [E4M3, F32]
+
+
+@pytest.mark.parametrize(
+    "x, options, error, message",
+    [
+        (normal((4, 8)), dict(dtype=BF16), ValueError, "bfloat16 is no dtype of FP8; take"),
+        (normal((4, 8)), dict(scaling="column"), ValueError, "scaling='column' must be one of"),
+        (normal((4, 8)), dict(implementation="triton"), ValueError, "'triton' must be None or"),
+        (normal(()), {}, ValueError, r"at least one axis, got shape \(\)"),
+        (normal((4, 8)).astype(E4M3), {}, TypeError, "of less than 16 bits; cast x"),
+        (jnp.ones((4, 8), jnp.int32), {}, TypeError, "x is int32, not a floating dtype"),
+        (
+            normal((60, 64)),
+            dict(implementation="mosaic_gpu"),
+            NotImplementedError,
+            r"shape \(60, 64\); the kernel takes .* multiples of 64",
+        ),
+    ],
+    ids=str,
+)
+def test_errors(unchecked_shapes, x, options, error, message):
+    with pytest.raises(error, match=message):
+        quantize(x, **options)
+
+
+def test_other_functions_need_two_axes(unchecked_shapes):
+    for function in (quantize_both, quantize_transposed):
+        with pytest.raises(ValueError, match="x must have 2 axes, got shape"):
+            function(normal((2, 4, 8)))
