@@ -52,6 +52,32 @@ class Tokens:
 
 
 @dataclasses.dataclass(frozen=True)
+class TokensLast:
+    """An array of all tokens, merged into the last axis: `[*features, T]`.
+
+    A device has the columns of its own tokens. Where several leading axes are split, the columns
+    lie in another order than those of one device. So the array is only for a call that splits the
+    tokens in the same way.
+
+    Attributes:
+      features: names of the axes before the last.
+    """
+
+    features: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Same:
+    """A result that is the same on all devices, such as a scale.
+
+    Attributes:
+      num_axes: number of its axes.
+    """
+
+    num_axes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Weight:
     """An array that every token reads.
 
@@ -89,8 +115,8 @@ class Roles:
       parts: names of the axes of which a device may have a part.
     """
 
-    args: tuple[Tokens | Weight, ...]
-    results: tuple[Tokens | GradientOf, ...]
+    args: tuple[Tokens | TokensLast | Weight, ...]
+    results: tuple[Tokens | TokensLast | Same | GradientOf, ...]
     parts: tuple[str, ...] = ()
 
 
@@ -208,11 +234,14 @@ class _Layout:
         tokens = tuple(name for split in leading for name in split)
         parts = tuple(_part(name, roles, splits, tokens) for name in roles.parts)
         kept = dict(zip(roles.parts, parts, strict=True))
-        of_tokens = lambda role: (*leading, *(kept.get(name, ()) for name in role.features))
+
+        def of_tokens(role: Any) -> Splits:
+            features = tuple(kept.get(name, ()) for name in role.features)
+            return (*features, tokens) if isinstance(role, TokensLast) else (*leading, *features)
 
         args, gathered = [], []
         for role, split in zip(roles.args, splits, strict=True):
-            if isinstance(role, Tokens):
+            if isinstance(role, Tokens | TokensLast):
                 args.append(of_tokens(role))
                 gathered.append(((),) * len(split))
                 continue
@@ -220,10 +249,15 @@ class _Layout:
             pairs = [_kept_and_gathered(kept.get(name, ()), s) for name, s in names]
             args.append(tuple(keep + rest for keep, rest in pairs))
             gathered.append(tuple(rest for _, rest in pairs))
-        results = [
-            args[role.index] if isinstance(role, GradientOf) else of_tokens(role)
-            for role in roles.results
-        ]
+        results = []
+        for role in roles.results:
+            match role:
+                case GradientOf(index):
+                    results.append(args[index])
+                case Same(num_axes):
+                    results.append(((),) * num_axes)
+                case _:
+                    results.append(of_tokens(role))
         all_parts = tuple(map(operator.add, whole.parts, parts))
         return cls(tuple(args), tuple(gathered), tuple(results), Place(tokens, all_parts))
 
@@ -274,7 +308,7 @@ def _kept_and_gathered(kept: Split, split: Split) -> tuple[Split, Split]:
     return kept, ()
 
 
-def _whole(a: jax.Array, role: Tokens | Weight, splits: Splits) -> jax.Array:
+def _whole(a: jax.Array, role: Tokens | TokensLast | Weight, splits: Splits) -> jax.Array:
     """The argument, gathered over the axes of the splits."""
     if isinstance(role, Weight) and role.dtype is not None and any(splits):
         a = a.astype(role.dtype)
@@ -369,8 +403,11 @@ def _rule(roles: Roles, ranks: Sequence[int]) -> tuple[str, tuple[str, ...]]:
     leading = [f"t{i}" for i in range(num_leading)]
     whole: list[str] = []
 
-    def of_tokens(role: Tokens) -> list[str]:
+    def of_tokens(role: Any) -> list[str]:
         whole.extend(name for name in role.features if name not in roles.parts)
+        if isinstance(role, TokensLast):
+            merged = f"({' '.join(leading)})" if num_leading > 1 else leading[0]
+            return [*role.features, merged]
         return [*leading, *role.features]
 
     def of_weight(index: int, role: Any) -> list[str]:
@@ -378,15 +415,20 @@ def _rule(roles: Roles, ranks: Sequence[int]) -> tuple[str, tuple[str, ...]]:
         return [name if name in roles.parts else f"{name}{index}" for name in role.axes]
 
     args = [
-        of_tokens(role) if isinstance(role, Tokens) else of_weight(i, role)
+        of_weight(i, role) if isinstance(role, Weight) else of_tokens(role)
         for i, role in enumerate(roles.args)
     ]
     results = []
-    for role in roles.results:
-        if isinstance(role, Tokens):
-            results.append(of_tokens(role))
-        else:
-            results.append(args[role.index])
+    for i, role in enumerate(roles.results):
+        match role:
+            case GradientOf(index):
+                results.append(args[index])
+            case Same(num_axes):
+                own = [f"r{i}x{axis}" for axis in range(num_axes)]
+                whole.extend(own)
+                results.append(own)
+            case _:
+                results.append(of_tokens(role))
     text = lambda many: ", ".join(" ".join(factors) for factors in many)
     return f"{text(args)} -> {text(results)}", tuple(dict.fromkeys(whole))
 

@@ -1,6 +1,7 @@
 """A tensor of 8-bit floating-point values and its scales, as one pytree."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,9 @@ class Quantized:
       scale: Float32 scales: `[]`, one for the tensor, or `[..., 1]`, one for each row.
     """
 
-    values: jax.Array
-    scale: jax.Array
+    # JAX's transformations put shapes, axes and other leaves into pytrees, too.
+    values: jax.Array | Any
+    scale: jax.Array | Any
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """`values · scale`, computed in float32 and rounded once to `dtype`."""

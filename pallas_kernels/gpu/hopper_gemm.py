@@ -5,8 +5,8 @@ decides what to do with the float32 accumulators of a tile.
 
 - A persistent block computes a tile of 128 rows by `tile_n` columns of each product. Two warpgroups
   compute `64 x tile_n` each and share the tiles of `b`. A third loads operands by TMA, `stages`
-  steps of 64 in K ahead. It runs on from tile to tile, so the next tile's operands are there when
-  the epilogue ends.
+  steps in K ahead. It runs on from tile to tile, so the next tile's operands are there when the
+  epilogue ends.
 - While one warpgroup waits for its wgmma, or is in an epilogue, the wgmma of the other runs. Two
   variants were tried and are slower (`docs/lab/2026-11-21-gated-mlp.md`): to issue the next wgmma
   before waiting, and to start the second warpgroup some steps after the first.
@@ -19,6 +19,7 @@ decides what to do with the float32 accumulators of a tile.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -34,7 +35,8 @@ from pallas_kernels.gpu.device import Device
 TILE_M = 64  # rows of a warpgroup's tile, as wgmma has them
 WARPGROUPS = 2  # warpgroups that compute
 BLOCK_M = WARPGROUPS * TILE_M
-TILE_K = 64  # depth of a step: 128 bytes, the widest swizzle
+TILE_K = 64  # depth of a step in 16 bits: 128 bytes, the widest swizzle
+_STEP_BYTES = 128  # of a row or column of an operand
 DTYPES = (jnp.bfloat16, jnp.float16)
 
 # Parts of an operand, of which a step loads one: `(condition, tile in device memory)`. The
@@ -55,7 +57,7 @@ class Config:
 
     Attributes:
       tile_n: Number of columns of a tile, a multiple of 64 up to 256.
-      stages: Number of steps of 64 in K whose operands shared memory holds.
+      stages: Number of steps of 128 bytes in K whose operands shared memory holds.
       cluster: Number of blocks that share tiles of `b`, 1 or 2.
       band: Number of row groups (of `128 · cluster` rows) that go through the columns together.
       blocks: Number of thread blocks, a multiple of `cluster`.
@@ -111,10 +113,17 @@ def default_config(
     )
 
 
-def unsupported_reason(device: Device, *operands: Operand) -> str | None:
-    """Why no kernel with this loop can multiply the operands, or None if it can."""
+def unsupported_device(device: Device) -> str | None:
+    """Why the device has no wgmma, or None if it has or is no NVIDIA GPU."""
     if device.capability is not None and device.capability[0] != 9:
         return f"wgmma needs compute capability (9, x), {device.kind} has {device.capability}"
+    return None
+
+
+def unsupported_reason(device: Device, *operands: Operand) -> str | None:
+    """Why no kernel with this loop can multiply the 16-bit operands, or None if it can."""
+    if (reason := unsupported_device(device)) is not None:
+        return reason
     dtypes = [a.dtype for a in operands]
     if dtypes[0] not in DTYPES or any(dtype != dtypes[0] for dtype in dtypes):
         return (
@@ -126,12 +135,17 @@ def unsupported_reason(device: Device, *operands: Operand) -> str | None:
     return None
 
 
+def step_depth(dtype: DTypeLike) -> int:
+    """Depth of a step in K: 64 numbers of 16 bits, 128 of 8 bits."""
+    return _STEP_BYTES // jnp.dtype(dtype).itemsize
+
+
 def whole_tiles(a: Float[Array, "N D"]) -> Float[Array, "padded_N padded_D"]:
-    """`a` with zeros up to whole tiles of 8 rows by 64, which TMA swizzles together.
+    """`a` with zeros up to whole tiles of 8 rows by 128 bytes, which TMA swizzles together.
 
     Mosaic cannot copy a part of a tile. The usual models have whole tiles, and so need no padding.
     """
-    return jnp.pad(a, ((0, -a.shape[0] % 8), (0, -a.shape[1] % TILE_K)))
+    return jnp.pad(a, ((0, -a.shape[0] % 8), (0, -a.shape[1] % step_depth(a.dtype))))
 
 
 def store_piece(
@@ -180,15 +194,21 @@ class MainLoop:
       config: Launch parameters.
       num_rows: Number of rows of `a`, M; TMA fills in zeros for rows that are not there.
       num_columns: Number of columns of each `b`, N; TMA fills in zeros here, too.
-      depth: Depth of the products, K, a multiple of 64.
-      dtype: Dtype of all operands.
+      depth: Depth of the products, K, a multiple of a step.
+      dtype: Dtype of `a`, and of each `b` if `b_dtype` is None.
       num_b: Number of `b`.
       a_layout: Layout of `a`, `"MK"` or `"KM"`.
       b_layout: Layout of each `b`, `"NK"` or `"KN"`.
+      b_dtype: Dtype of each `b`, for operands of 8 bits, which may be of two dtypes.
+      promote_every: Number of steps after which the accumulators are added to float32 sums in
+        registers and start from 0; 0 for never. wgmma adds products of 8 bits with about 14 bits.
+        The sums take as many registers as the accumulators.
 
-    The first dimension of an operand is a multiple of 8 and the second a multiple of 64, because
-    Mosaic copies whole blocks of 8 rows by 64 columns. Blocks that lie outside of an operand become
-    zeros, and TMA does not store blocks that lie outside of a result.
+    A step has 64 numbers of 16 bits, or 128 of 8 bits. Operands of 8 bits have the layouts `"MK"`
+    and `"NK"`, the only ones that wgmma reads. The first dimension of an operand is a multiple of 8
+    and the second a multiple of a step, because Mosaic copies whole blocks of 8 rows by 128 bytes.
+    Blocks that lie outside of an operand become zeros, and TMA does not store blocks that lie
+    outside of a result.
     """
 
     config: Config
@@ -199,6 +219,13 @@ class MainLoop:
     num_b: int = 1
     a_layout: Literal["MK", "KM"] = "MK"
     b_layout: Literal["NK", "KN"] = "NK"
+    b_dtype: DTypeLike | None = None
+    promote_every: int = 0
+
+    @property
+    def step(self) -> int:
+        """Depth of a step in K."""
+        return step_depth(self.dtype)
 
     @property
     def groups(self) -> int:
@@ -218,8 +245,8 @@ class MainLoop:
     @property
     def smem_bytes(self) -> int:
         """Bytes of shared memory of a block for the operands."""
-        step = (BLOCK_M + self.num_b * self.config.tile_n) * TILE_K
-        return jnp.dtype(self.dtype).itemsize * self.config.stages * step
+        rows = BLOCK_M + self.num_b * self.config.tile_n
+        return _STEP_BYTES * self.config.stages * rows
 
     def check_fits(self, device: Device, *, extra_bytes: int = 0) -> None:
         """Raises ValueError if the operands and `extra_bytes` do not fit the memory of a block."""
@@ -234,8 +261,9 @@ class MainLoop:
     def scratch_types(self) -> list[Any]:
         """Types of the scratch memory that `run` takes."""
         c = self.config
-        a_tile = (BLOCK_M, TILE_K) if self.a_layout == "MK" else (TILE_K, BLOCK_M)
-        b_tile = (c.tile_n, TILE_K) if self.b_layout == "NK" else (TILE_K, c.tile_n)
+        a_tile = (BLOCK_M, self.step) if self.a_layout == "MK" else (self.step, BLOCK_M)
+        b_tile = (c.tile_n, self.step) if self.b_layout == "NK" else (self.step, c.tile_n)
+        b_dtype = self.dtype if self.b_dtype is None else self.b_dtype
         freed = (
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=c.stages)
             if c.cluster == 1
@@ -245,7 +273,7 @@ class MainLoop:
         )
         return [
             plgpu.SMEM((c.stages, *a_tile), self.dtype),
-            *(plgpu.SMEM((c.stages, *b_tile), self.dtype) for _ in range(self.num_b)),
+            *(plgpu.SMEM((c.stages, *b_tile), b_dtype) for _ in range(self.num_b)),
             plgpu.Barrier(num_arrivals=1 + self.num_b, num_barriers=c.stages),
             freed,
         ]
@@ -282,7 +310,7 @@ class MainLoop:
 
         Args:
           a_gmems: One `[M, K]` or `[K, M]`, or several that follow each other in K. The depth of
-            each except the last is a multiple of 64.
+            each except the last is a multiple of a step.
           b_gmems: Arrays `[N, K]` or `[K, N]`.
           scratch: Scratch memory of `scratch_types`.
           tile: Function that each computing warpgroup calls once a tile, with the first row of its
@@ -290,7 +318,7 @@ class MainLoop:
           start: Function that each computing warpgroup calls before its first tile.
           end: Function that each computing warpgroup calls after its last tile.
           is_needed: Scalar. If it is False, there are no tiles, and `start` is not called.
-          first_step_of_b: Step of 64 in K at which each `b` begins; its beginning follows its end.
+          first_step_of_b: Step in K at which each `b` begins; its beginning follows its end.
           parts_of_a: Function `(row, step)` that gives the tile of `a` from this row and step of K
             on, for an `a` that does not lie as `a_gmems` do; these are then not read.
           parts_of_b: Function `(column, step)` that does the same for the only `b`.
@@ -300,7 +328,7 @@ class MainLoop:
         num_tiles = self.groups * self.column_tiles
         if is_needed is not None:
             num_tiles = jnp.where(is_needed, num_tiles, 0)
-        k_steps = self.depth // TILE_K
+        k_steps = self.depth // self.step
         a_smem, *rest = scratch
         b_smems, (filled, freed) = rest[: self.num_b], rest[self.num_b :]
         group_of_blocks, member = jax.lax.axis_index("group"), jax.lax.axis_index("member")
@@ -322,16 +350,16 @@ class MainLoop:
             """This step of K in each `a`, and whether that `a` has it."""
             rows, end, parts = pl.ds(row, BLOCK_M), 0, []
             for a_gmem in a_gmems:
-                num_steps = pl.cdiv(a_gmem.shape[self.a_layout.index("K")], TILE_K)
+                num_steps = pl.cdiv(a_gmem.shape[self.a_layout.index("K")], self.step)
                 start, end = end, end + num_steps
-                depth = pl.ds((k - start) * TILE_K, TILE_K)
+                depth = pl.ds((k - start) * self.step, self.step)
                 part = a_gmem.at[(rows, depth) if self.a_layout == "MK" else (depth, rows)]
                 parts.append(((start <= k) & (k < end) if len(a_gmems) > 1 else None, part))
             return parts
 
         def columns_of(b_gmem, column, k):
             of_b = jax.lax.rem(k + first_step_of_b, k_steps) if first_step_of_b else k
-            columns, depth = pl.ds(column, tile_n), pl.ds(of_b * TILE_K, TILE_K)
+            columns, depth = pl.ds(column, tile_n), pl.ds(of_b * self.step, self.step)
             part = (columns, depth) if self.b_layout == "NK" else (depth, columns)
             return [(None, b_gmem.at[part])]
 
@@ -394,7 +422,7 @@ class MainLoop:
             def compute_tile(i, first_step):
                 row, column = place(i)
 
-                def multiply(*accs):
+                def multiply(first, num_steps, *accs):
                     def multiply_step(step, _):
                         slot = slot_of(step)
                         plgpu.barrier_wait(filled.at[slot])
@@ -409,17 +437,32 @@ class MainLoop:
                         plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(freed.at[slot])
 
-                    jax.lax.fori_loop(first_step, first_step + k_steps, multiply_step, None)
+                    jax.lax.fori_loop(first, first + num_steps, multiply_step, None)
                     # LLVM takes the sums for complete once a wgmma is issued. Without the barrier
                     # it may compute with them before the wait, and with a wgmma in flight it did.
                     return jax.lax.optimization_barrier(tuple(acc[...] for acc in accs))
 
                 accumulator = plgpu.WGMMAAccumulatorRef((TILE_M, tile_n), jnp.float32)
-                tile(
-                    row + warpgroup * TILE_M,
-                    column,
-                    lambda: pl.run_scoped(multiply, *[accumulator] * self.num_b),
-                )
+
+                def multiply_steps(first, num_steps):
+                    run = functools.partial(multiply, first, num_steps)
+                    return pl.run_scoped(run, *[accumulator] * self.num_b)
+
+                def multiply_all():
+                    if not 0 < self.promote_every < k_steps:
+                        return multiply_steps(first_step, k_steps)
+                    num_parts, rest = divmod(k_steps, self.promote_every)
+
+                    # The rest comes first, so that the loop has parts of one size.
+                    def add_part(i, sums):
+                        first = first_step + rest + i * self.promote_every
+                        part = multiply_steps(first, self.promote_every)
+                        return tuple(map(operator.add, sums, part))
+
+                    sums = multiply_steps(first_step, rest or self.promote_every)
+                    return jax.lax.fori_loop(0 if rest else 1, num_parts, add_part, sums)
+
+                tile(row + warpgroup * TILE_M, column, multiply_all)
                 return first_step + k_steps
 
             jax.lax.fori_loop(0, tiles_here, compute_tile, 0)

@@ -73,6 +73,7 @@ class Chip:
               cuda_compute_capability {{ major: {major} minor: {minor} }}
               registers_per_core_limit: 65536
               registers_per_block_limit: 65536
+              runtime_version: "12.9.0"
             }}
             platform_name: "CUDA"
             dnn_version_info {{ major: 9 minor: 10 }}

@@ -1,0 +1,223 @@
+"""Times FP8 linear layers with their quantization, beside bare products in bfloat16 and in FP8.
+
+    python -m benchmarks.kernels.fp8 --tokens 8192 16384 --layers 2048x8192 4096x14336
+
+A layer is K x N. The data are random bfloat16 numbers; times are kernel times
+(`benchmarks/timing.py`), the median over interleaved rounds. Each figure is a layer's time in
+bfloat16 over its time in FP8, so above 1 FP8 is faster:
+
+- `product`: one bare product, of tensors that are quantized already, by scales and accumulation.
+- `sweep`: the same with row scales, by launch parameters; not measured unless it is asked for.
+- `layer`: `fp8_linear` forward, and forward with both gradients, against the bare products in
+  bfloat16. The casts of `x` and `dy` count; weights are quantized once a step, and that time is a
+  column of its own.
+- `mlp`: `fp8_swiglu_mlp` forward with all gradients, against `swiglu_mlp` in bfloat16.
+
+Each way is compared with bfloat16's result before it is timed. The tables come last.
+"""
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import timing
+from pallas_kernels import swiglu_mlp
+from pallas_kernels.fp8 import (
+    RECIPES,
+    Recipe,
+    fp8_linear,
+    fp8_matmul,
+    fp8_swiglu_mlp,
+    quantize,
+    quantize_weight,
+)
+from pallas_kernels.gpu.device import target_device
+from pallas_kernels.gpu.hopper_gemm import default_config as default_gemm_config
+
+# The products of 1B and 8B: attention's output, one projection of the MLP, and its down projection.
+LAYERS = ("2048x2048", "2048x8192", "8192x2048", "4096x4096", "4096x14336", "14336x4096")
+# The relative error that two operands with 3 mantissa bits make, with a margin; e5m2 has 2.
+_MAX_ERROR = 0.08
+# Every layer, however small.
+_EVERY = {name: dataclasses.replace(r, least_size=0) for name, r in RECIPES.items()}
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    """Random bfloat16 numbers."""
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def compare(
+    expected: str, ways: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], rounds: int
+) -> dict[str, timing.Timing]:
+    """Times ways to compute the result of `expected`, after they are checked against it."""
+    results, refused, cases = {}, {}, []
+    for name, (fn, args) in ways.items():
+        try:
+            compiled = jax.jit(fn).lower(*args).compile()
+            results[name] = jax.tree.leaves(jax.block_until_ready(compiled(*args)))
+        except Exception as error:  # that a way does not compile or fit is a result
+            refused[name] = timing.Timing(error=timing.first_line(error))
+            continue
+        pairs = zip(results[name], results[expected], strict=True)
+        error = max(relative_error(a, b) for a, b in pairs)
+        if name != expected:
+            results.pop(name)
+        if not error < _MAX_ERROR:  # also NaN
+            refused[name] = timing.Timing(error=f"wrong result: relative error {error:.1e}")
+            continue
+        cases.append(timing.Case(name, [functools.partial(compiled, *args)]))
+    results.clear()
+    return timing.compare(cases, rounds=rounds, calls_per_round=3) | refused
+
+
+@jax.jit
+def _relative_error(a: jax.Array, b: jax.Array) -> jax.Array:
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
+
+
+def relative_error(a: jax.Array, b: jax.Array) -> float:
+    """The norm of the difference over the norm of `b`."""
+    return float(_relative_error(a, b))
+
+
+def products(tokens: int, k: int, n: int, rounds: int) -> dict[str, timing.Timing]:
+    """One product `[T, K] @ [N, K].T`, with row scales and with tensor scales."""
+    x, w = normal(0, tokens, k), normal(1, n, k)
+    ways: dict[str, Any] = {"bf16": (lambda a, b: a @ b.T, (x, w))}
+    for scaling in ("tensor", "row"):
+        operands = tuple(jax.jit(lambda a, s=scaling: quantize(a, scaling=s))(a) for a in (x, w))
+        for accumulation in ("fast", "promoted"):
+            fn = functools.partial(fp8_matmul, accumulation=accumulation)
+            ways[f"{scaling} {accumulation}"] = fn, operands
+    return compare("bf16", ways, rounds)
+
+
+def sweep(tokens: int, k: int, n: int, rounds: int) -> dict[str, timing.Timing]:
+    """One product with row scales, by launch parameters."""
+    x, w = normal(0, tokens, k), normal(1, n, k)
+    ways: dict[str, Any] = {"bf16": (lambda a, b: a @ b.T, (x, w))}
+    operands = tuple(jax.jit(lambda a: quantize(a, scaling="row"))(a) for a in (x, w))
+    sizes = {"fast": ((256, 4), (192, 5), (128, 6)), "promoted": ((192, 4), (128, 6))}
+    for accumulation, tile_n, stages, cluster in (
+        (name, *size, cluster) for name in sizes for size in sizes[name] for cluster in (1, 2)
+    ):
+        config = default_gemm_config(
+            tokens, n, k, target_device(), tile_n=tile_n, stages=stages, max_cluster=cluster
+        )
+        options = {"accumulation": accumulation, "config": config, "implementation": "mosaic_gpu"}
+        fn = functools.partial(fp8_matmul, **options)
+        ways[f"{accumulation} {tile_n} x {stages}, cluster {cluster}"] = fn, operands
+    return compare("bf16", ways, rounds)
+
+
+def _with_gradients(fn: Callable[..., Any], *args: Any) -> Any:
+    y, vjp = jax.vjp(fn, *args[:-1])
+    return y, vjp(args[-1])
+
+
+def copies_of(weight: jax.Array, recipe: Recipe) -> Any:
+    """The FP8 copies of a weight."""
+    quantized = quantize_weight(weight, recipe)
+    return quantized.forward, quantized.dgrad
+
+
+def layers(tokens: int, k: int, n: int, rounds: int) -> dict[str, timing.Timing]:
+    """A linear layer forward (`f`), and forward with both gradients (`f+b`)."""
+    x, w, dy = normal(0, tokens, k), normal(1, k, n) * 0.02, normal(2, tokens, n)
+    bf16 = lambda x, w: x @ w
+    ways: dict[str, Any] = {
+        "bf16 f+b": (functools.partial(_with_gradients, bf16), (x, w, dy)),
+    }
+    for name, recipe in _EVERY.items():
+        prepared = jax.jit(functools.partial(quantize_weight, recipe=recipe))(w)
+
+        def layer(x: jax.Array, w: jax.Array, copies: Any, recipe: Any = recipe) -> jax.Array:
+            return fp8_linear(x, dataclasses.replace(copies, weight=w), recipe=recipe)
+
+        def graded(x: Any, w: Any, dy: Any, copies: Any, layer: Any = layer) -> Any:
+            return _with_gradients(lambda x, w: layer(x, w, copies), x, w, dy)
+
+        ways[f"{name} f+b"] = graded, (x, w, dy, prepared)
+    timings = compare("bf16 f+b", ways, rounds)
+    forward: dict[str, Any] = {"bf16 f": (bf16, (x, w))}
+    for name, recipe in _EVERY.items():
+        prepared = jax.jit(functools.partial(quantize_weight, recipe=recipe))(w)
+        fn = functools.partial(fp8_linear, recipe=recipe)
+        forward[f"{name} f"] = fn, (x, prepared)
+    timings |= compare("bf16 f", forward, rounds)
+    casts = {
+        f"weight {name}": timing.Case(
+            f"weight {name}",
+            [functools.partial(jax.jit(lambda w, r=r: copies_of(w, r)), w)],
+        )
+        for name, r in _EVERY.items()
+    }
+    return timings | timing.compare(list(casts.values()), rounds=rounds)
+
+
+def mlps(tokens: int, d: int, f: int, rounds: int) -> dict[str, timing.Timing]:
+    """The gated MLP forward with all gradients; `all` also counts the casts of weights."""
+    x, dy = normal(0, tokens, d), normal(4, tokens, d)
+    shapes = (d, f), (d, f), (f, d)
+    weights = [normal(i, *s) * (1 / s[0]) ** 0.5 for i, s in enumerate(shapes, 1)]
+    weights = [w.astype(jnp.bfloat16) for w in weights]
+    ways: dict[str, Any] = {
+        "bf16": (functools.partial(_with_gradients, swiglu_mlp), (x, *weights, dy)),
+    }
+    for name, recipe in RECIPES.items():
+        fn = functools.partial(fp8_swiglu_mlp, recipe=recipe)
+        ways[name] = functools.partial(_with_gradients, fn), (x, *weights, dy)
+    return compare("bf16", ways, rounds)
+
+
+def main() -> None:
+    """Measures and prints the tables."""
+    parser = argparse.ArgumentParser(description="Times FP8 linear layers.")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
+    parser.add_argument("--layers", nargs="+", default=list(LAYERS))
+    parser.add_argument("--parts", nargs="+", default=["product", "layer", "mlp"])
+    parser.add_argument("--rounds", type=int, default=8)
+    options = parser.parse_args()
+    kind = timing.require_gpu()
+    measure = {"product": products, "sweep": sweep, "layer": layers, "mlp": mlps}
+    tables = []
+    for part in options.parts:
+        for tokens in options.tokens:
+            for layer in options.layers:
+                k, n = map(int, layer.split("x"))
+                if part == "mlp" and (k > n or k == n):
+                    continue
+                found = measure[part](tokens, k, n, options.rounds)
+                tables.append(_lines(f"{part} {tokens}x{layer}", found, 2 * tokens * k * n))
+                print(tables[-1], flush=True)
+    print(f"\n{kind}, jax {jax.__version__}: ms, and bfloat16's time over it")
+    print("\n".join(tables))
+
+
+def _lines(title: str, found: dict[str, timing.Timing], flops: int) -> str:
+    cells = []
+    for name, result in found.items():
+        if result.error is not None:
+            cells.append(f"{name}: {result.error}")
+            continue
+        bases = (b for b in ("bf16", f"bf16 {name.split()[-1]}") if b in found)
+        base = next((b for b in bases if found[b].error is None), None)
+        ratio = f" ({found[base].median_ms / result.median_ms:.2f})" if base else ""
+        rate = (
+            f" {flops / result.median_ms / 1e9:.0f}"
+            if title.startswith(("product", "sweep"))
+            else ""
+        )
+        cells.append(f"{name} {result.median_ms:.3f}{ratio}{rate}")
+    return f"{title}: " + "; ".join(cells)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,397 @@
+"""Linear layers whose products run in FP8, with their gradients.
+
+`y = x @ w` for `x [..., K]` and `w [K, N]`. The products are those of `fp8_matmul`, which reads
+operands `[rows, contracted]`. So every tensor is needed in two memory orders:
+
+| product | operands |
+|---|---|
+| forward, `y = x @ w` | `x [T, K]`, `w.T [N, K]` |
+| dgrad, `dx = dy @ w.T` | `dy [T, N]`, `w [K, N]` |
+| wgrad, `dw = x.T @ dy` | `x.T [K, T]`, `dy.T [N, T]` |
+
+Each tensor is quantized once, in both orders. The forward keeps `x.T` in FP8 for the backward, half
+the bytes of `x`, under the name `fp8_x` of `jax.checkpoint` policies. If the recipe's wgrad is not
+in FP8, the backward reads `x`. Weights are quantized by `quantize_weight`, once a step. Their
+gradient goes to the weight that was quantized, as if it had not been rounded.
+
+On a mesh each device computes its own tokens, and the weights are gathered in FP8. The scales of
+activations are those of all tokens, so a result does not depend on the number of devices.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
+from pallas_kernels.fp8 import mosaic_gpu, reference
+from pallas_kernels.fp8.products import Accumulation, fp8_matmul
+from pallas_kernels.fp8.quantize import quantize, quantize_both, quantize_transposed
+from pallas_kernels.fp8.recipes import Cast, Recipe, RecipeName, find_recipe
+from pallas_kernels.fp8.types import Quantized
+from pallas_kernels.gpu.device import runs_here, target_device
+from pallas_kernels.mlp.reference import matmul
+from pallas_kernels.operation import Mask, call
+from pallas_kernels.partition import (
+    GradientOf,
+    Place,
+    Roles,
+    Same,
+    Tokens,
+    TokensLast,
+    Weight,
+    partitioned,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight `[K, N]` and its FP8 copies, which `quantize_weight` makes.
+
+    It is a pytree. A gradient with respect to the weight passes through it unchanged.
+
+    Attributes:
+      weight: Weight that was quantized, `[K, N]`, in its own dtype.
+      forward: FP8 copy `[N, K]`; None if the recipe leaves this weight in its dtype.
+      dgrad: FP8 copy `[K, N]`; None likewise.
+    """
+
+    # JAX's transformations put shapes, axes and other leaves into pytrees, too.
+    weight: jax.Array | Any
+    forward: Quantized | Any
+    dgrad: Quantized | Any
+
+
+def quantize_weight(weight: Float[Array, "K N"], recipe: Recipe | RecipeName) -> QuantizedWeight:
+    """The weight with its FP8 copies, for several calls of `fp8_linear` in a step.
+
+    Call it outside of `jax.checkpoint`, which would quantize again in the backward. For weights of
+    several layers, `[L, K, N]`, use `jax.vmap`. The FP8 copies take two bytes an element.
+
+    Args:
+      weight: Weight in the layout of Flax's kernels, of a floating dtype of 16 bits or more.
+      recipe: Recipe, or its name. It also decides whether the weight is too small to gain from FP8.
+
+    Raises:
+      ValueError: The weight does not have two axes, or there is no recipe of that name.
+      TypeError: The weight is not of such a dtype.
+    """
+    recipe = find_recipe(recipe)
+    (weight,) = floating_arrays(weight=weight, least_bits=BITS_OF_PRODUCTS)
+    if weight.ndim != 2:
+        raise ValueError(f"weight must be [K, N], got {weight.shape}; use jax.vmap for a stack")
+    if not recipe.gains(weight.shape):
+        return QuantizedWeight(weight, None, None)
+    cast = recipe.weights
+    values = jax.lax.stop_gradient(weight)
+    dgrad, forward = quantize_both(values, cast.dtype, scaling=cast.scaling)
+    return QuantizedWeight(weight, forward, dgrad)
+
+
+def fp8_linear(
+    x: Float[Array, "*T K"],
+    weight: Float[Array, "K N"] | QuantizedWeight,
+    *,
+    recipe: Recipe | RecipeName,
+) -> Float[Array, "*T N"]:
+    """`x @ weight` with the forward, the gradient of `x` and that of the weight in FP8.
+
+    Operands are quantized as the recipe says, and each product rounds once, to the dtype of `x`.
+    The gradient of the weight has the dtype of the weight, and is rounded to it from float32. It is
+    the gradient of the weight before it was quantized. A weight that is too small to gain
+    (`Recipe.gains`) is multiplied in the dtype of `x`.
+
+    NaN and infinity in an operand become NaN in every number of the result that they belong to.
+
+    Args:
+      x: Input, of a floating dtype of 16 bits or more; the leading axes are tokens.
+      weight: Weight in the layout of Flax's kernels, of a floating dtype of 16 bits or more; or
+        what `quantize_weight` made of it with the same recipe.
+      recipe: Recipe, or its name: `"tensorwise"`, `"rowwise"` or `"rowwise_with_gw_hp"`.
+
+    Raises:
+      ValueError: The shapes disagree, or there is no recipe of that name.
+      TypeError: An array is not of such a dtype.
+      NotImplementedError: It is differentiated twice or in forward mode (`jax.jvp`).
+    """
+    return fp8_linears(x, (weight,), recipe=recipe)[0]
+
+
+def fp8_linears(
+    x: Float[Array, "*T K"],
+    weights: Sequence[Float[Array, "K _"] | QuantizedWeight],
+    *,
+    recipe: Recipe | RecipeName,
+) -> tuple[Float[Array, "*T _"], ...]:
+    """`x @ weight` for several weights, as `fp8_linear`: `x` is quantized and kept once.
+
+    The gradient of `x` is the sum of one product for each weight, each rounded to the dtype of `x`.
+    """
+    recipe = find_recipe(recipe)
+    (x,) = floating_arrays(x=x, least_bits=BITS_OF_PRODUCTS)
+    if x.ndim == 0:
+        raise ValueError("x must be [..., K], got a scalar")
+    if x.ndim == 1:
+        return tuple(y[0] for y in fp8_linears(x[None], weights, recipe=recipe))
+    quantized = [as_quantized(w, recipe) for w in weights]
+    for q in quantized:
+        if q.weight.shape[0] != x.shape[-1]:
+            raise ValueError(f"weight must be [K, N], got {q.weight.shape} for x {x.shape}")
+    in_fp8 = [q for q in quantized if q.forward is not None]
+    results = iter(())
+    if in_fp8:
+        operation = _Linears(recipe, tuple(jnp.dtype(q.weight.dtype) for q in in_fp8))
+        results = iter(call(operation, x, *arguments(in_fp8)))
+    return tuple(matmul(x, q.weight) if q.forward is None else next(results) for q in quantized)
+
+
+def as_quantized(weight: Any, recipe: Recipe) -> QuantizedWeight:
+    """The weight with its FP8 copies, made now unless the caller has made them."""
+    return weight if isinstance(weight, QuantizedWeight) else quantize_weight(weight, recipe)
+
+
+# What the operations of this folder share.
+
+
+def arguments(weights: Sequence[QuantizedWeight]) -> list[jax.Array]:
+    """The arrays of weights, as operations take them: weights, forward copies, dgrad copies."""
+    copies = [*(w.forward for w in weights), *(w.dgrad for w in weights)]
+    return [*(w.weight for w in weights), *(a for q in copies for a in (q.values, q.scale))]
+
+
+def pairs(arrays: Sequence[jax.Array]) -> list[Quantized]:
+    """Tensors from their values and scales in turn."""
+    return [Quantized(v, s) for v, s in zip(arrays[::2], arrays[1::2], strict=True)]
+
+
+def zeros_of_copies(dgrad: Sequence[Quantized], wanted: Mask) -> list[jax.Array]:
+    """The wanted gradients of copies, forward copies first: 0, because the weight has them all."""
+    shapes = []
+    for q in dgrad:
+        shapes += [q.values.shape[::-1], (q.values.shape[1], 1)[: q.scale.ndim]]
+    shapes += [a.shape for a in jax.tree.leaves(list(dgrad))]
+    return [jnp.zeros(s) for s, is_wanted in zip(shapes, wanted, strict=True) if is_wanted]
+
+
+def roles_of_copies(copies: Sequence[Quantized], axes: Sequence[tuple[str, str]]) -> list[Weight]:
+    """The roles of the values and scales of weights."""
+    roles = []
+    for q, names in zip(copies, axes, strict=True):
+        roles += [Weight(names), Weight((names[0], f"one_{names[1]}")[: q.scale.ndim])]
+    return roles
+
+
+def roles_of_kept(recipe: Recipe, feature: str) -> tuple[TokensLast, Same]:
+    """The roles of an input that the forward has quantized for wgrad."""
+    return TokensLast((feature,)), Same(0 if recipe.inputs.scaling == "tensor" else 2)
+
+
+def roles_of_x(kept: Sequence[jax.Array], feature: str) -> list[Tokens | TokensLast | Weight]:
+    """The roles of what the backward reads of the input: nothing, `x`, or `x.T` and its scale."""
+    if len(kept) < 2:
+        return [Tokens((feature,))] * len(kept)
+    return [TokensLast((feature,)), Weight((feature, "one")[: kept[1].ndim])]
+
+
+def rows(a: jax.Array) -> jax.Array:
+    """`[..., K]` as `[T, K]`."""
+    return a.reshape(-1, a.shape[-1])
+
+
+def cast_one(a: jax.Array, cast: Cast, place: Place) -> Quantized:
+    """A device's tokens `[T, K]`, quantized along K; the scale is that of all tokens."""
+    if place.tokens and cast.scaling == "tensor":
+        return _with_scales_of_all(a, cast, place, turned=False)[0]
+    return quantize(a, cast.dtype, scaling=cast.scaling)
+
+
+def cast_both(a: jax.Array, cast: Cast, place: Place) -> tuple[Quantized, Quantized]:
+    """`cast_one` in both memory orders, the second `[K, T]`."""
+    if place.tokens:
+        return _with_scales_of_all(a, cast, place)
+    return quantize_both(a, cast.dtype, scaling=cast.scaling)
+
+
+def cast_turned(a: jax.Array, cast: Cast, place: Place) -> Quantized:
+    """The second result of `cast_both` alone."""
+    if place.tokens:
+        return _with_scales_of_all(a, cast, place, plain=False)[1]
+    return quantize_transposed(a, cast.dtype, scaling=cast.scaling)
+
+
+def _with_scales_of_all(
+    a: jax.Array, cast: Cast, place: Place, *, plain: bool = True, turned: bool = True
+) -> tuple[Any, Any]:
+    """Both copies of a device's tokens, as far as wanted, with the scales of all tokens."""
+    if cast.scaling == "tensor":
+        scales = [reference.scale_of(_largest(reference.amax_of(a, axis=None), place), cast.dtype)]
+        scales *= 2
+    else:
+        by_column = _largest(reference.amax_of(a.T, axis=1), place)
+        maxima = reference.amax_of(a, axis=1), by_column
+        scales = [reference.scale_of(m, cast.dtype) for m in maxima]
+    wanted = [s if w else None for s, w in zip(scales, (plain, turned), strict=True)]
+    has_kernel = mosaic_gpu.unsupported_reason(a) is None and runs_here() is None
+    values_of = mosaic_gpu.quantize if has_kernel else reference.values_of_both
+    pairs = zip(values_of(a, *wanted, cast.dtype), wanted, strict=True)
+    first, second = (v if v is None else Quantized(v, s) for v, s in pairs)
+    return first, second
+
+
+def _largest(amax: jax.Array, place: Place) -> jax.Array:
+    # A maximum over devices need not be NaN where one of the numbers is.
+    has_nan = jax.lax.pmax(jnp.isnan(amax).astype(jnp.int32), place.tokens) > 0
+    return jnp.where(has_nan, jnp.nan, jax.lax.pmax(amax, place.tokens))
+
+
+def gradient_of_weight(
+    a: Quantized | jax.Array,
+    b: Quantized | jax.Array,
+    accumulation: Accumulation | None,
+    dtype: Any,
+) -> jax.Array:
+    """`a.T @ b` for tokens `[T, K]` and `[T, N]`, or of their FP8 copies `[K, T]` and `[N, T]`."""
+    if isinstance(a, Quantized) and isinstance(b, Quantized):
+        assert accumulation is not None
+        return fp8_matmul(a, b, out_dtype=dtype, accumulation=accumulation)
+    dw = jnp.einsum("ti,tj->ij", a, b, preferred_element_type=dtype)
+    if target_device().capability is None:
+        # XLA for CPUs merges a transpose that follows into the product, and then cannot run
+        # bfloat16 operands with a float32 result.
+        dw = jax.lax.optimization_barrier(dw)
+    return dw
+
+
+# The operation.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Linears:
+    """`x @ w` for each weight, of `(x, *weights, *forward copies, *dgrad copies)`.
+
+    Each copy is two arguments, values and scale.
+
+    Attributes:
+      recipe: Recipe.
+      dtypes: Dtypes of the weights.
+    """
+
+    recipe: Recipe
+    dtypes: tuple[Any, ...]
+
+    name = "fp8_linear"
+
+    @property
+    def number(self) -> int:
+        """The number of weights."""
+        return len(self.dtypes)
+
+    def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
+        n = self.number
+        copies = pairs(args[1 + n : 1 + 3 * n])
+        keep = wanted is not None and self.num_residuals(wanted) > 0
+        results = [Tokens((f"n{i}",)) for i in range(n)]
+        roles = Roles(
+            (Tokens(("k",)), *roles_of_copies(copies, [(f"n{i}", "k") for i in range(n)])),
+            (*results, *(roles_of_kept(self.recipe, "k") if keep else ())),
+        )
+        arrays = jax.tree.leaves(copies)
+        return partitioned(_forward_of, (self.recipe, keep), roles, args[0], *arrays)
+
+    def num_residuals(self, wanted: Mask) -> int:
+        needs_x = any(wanted[1 : 1 + self.number])
+        return 2 if needs_x and self.recipe.wgrad is not None else 0
+
+    def saved(
+        self,
+        wanted: Mask,
+        args: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        kept = [checkpoint_name(a, "fp8_x") for a in residuals]
+        if any(wanted[1 : 1 + self.number]) and self.recipe.wgrad is None:
+            kept = [args[0]]
+        return results, (*args[1 + 3 * self.number :], *kept)
+
+    def backward(
+        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
+    ) -> Sequence[jax.Array]:
+        n = self.number
+        copies, kept = pairs(saved[: 2 * n]), saved[2 * n :]
+        given = next(c for c in cotangents if c is not None)
+        dys = [
+            jnp.zeros((*given.shape[:-1], q.values.shape[1]), given.dtype) if c is None else c
+            for c, q in zip(cotangents, copies, strict=True)
+        ]
+        of_tokens = *(Tokens((f"n{i}",)) for i in range(n)), *roles_of_x(kept, "k")
+        gradients = Tokens(("k",)), *(GradientOf(len(of_tokens) + 2 * i) for i in range(n))
+        asked_for = tuple(g for g, w in zip(gradients, wanted[: 1 + n], strict=True) if w)
+        of_copies = roles_of_copies(copies, [("k", f"n{i}") for i in range(n)])
+        key = self.recipe, wanted[: 1 + n], self.dtypes
+        arrays = *dys, *kept, *jax.tree.leaves(copies)
+        roles = Roles((*of_tokens, *of_copies), asked_for)
+        gradients = partitioned(_backward_of, key, roles, *arrays)
+        return [*gradients, *zeros_of_copies(copies, wanted[1 + n :])]
+
+    def fold(self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask) -> None:
+        # Members of a batch have scales of their own.
+        return None
+
+
+def _forward_of(key: tuple[Recipe, bool], place: Place) -> Callable[..., tuple[jax.Array, ...]]:
+    """The forward of a device's tokens: `(*ys, *kept)`."""
+    recipe, keep = key
+
+    def run(x: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        if keep:
+            quantized, turned = cast_both(rows(x), recipe.inputs, place)
+            kept = turned.values, turned.scale
+        else:
+            quantized, kept = cast_one(rows(x), recipe.inputs, place), ()
+        ys = [
+            fp8_matmul(quantized, w, out_dtype=x.dtype, accumulation=recipe.forward)
+            for w in pairs(arrays)
+        ]
+        return *(y.reshape(*x.shape[:-1], -1) for y in ys), *kept
+
+    return run
+
+
+def _backward_of(
+    key: tuple[Recipe, Mask, tuple[Any, ...]], place: Place
+) -> Callable[..., Sequence[jax.Array]]:
+    """The backward of a device's tokens: the wanted of `(dx, *dweights)`."""
+    recipe, wanted, dtypes = key
+    n = len(dtypes)
+
+    def run(*arrays: jax.Array) -> Sequence[jax.Array]:
+        dys, rest = arrays[:n], arrays[n:]
+        copies, kept = pairs(rest[len(rest) - 2 * n :]), rest[: len(rest) - 2 * n]
+        x = rows(kept[0]) if len(kept) == 1 else Quantized(*kept) if kept else None
+        dx, dweights = None, []
+        for dy, copy, dtype, is_wanted in zip(dys, copies, dtypes, wanted[1:], strict=True):
+            quantized, of_dw = operands_of_gradient(dy, recipe, is_wanted, place)
+            if wanted[0]:
+                part = fp8_matmul(quantized, copy, out_dtype=dy.dtype, accumulation=recipe.dgrad)
+                dx = part if dx is None else dx + part
+            if is_wanted:
+                dweights.append(gradient_of_weight(x, of_dw, recipe.wgrad, dtype))
+        return dweights if dx is None else [dx.reshape(*dys[0].shape[:-1], -1), *dweights]
+
+    return run
+
+
+def operands_of_gradient(
+    dy: jax.Array, recipe: Recipe, dw_is_wanted: bool, place: Place
+) -> tuple[Quantized, Quantized | jax.Array]:
+    """The operands of dgrad and of wgrad, from the gradient of a product's result."""
+    dy = rows(dy)
+    if recipe.wgrad is not None and dw_is_wanted:
+        return cast_both(dy, recipe.gradients, place)
+    return cast_one(dy, recipe.gradients, place), dy

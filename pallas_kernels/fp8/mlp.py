@@ -1,0 +1,238 @@
+"""The gated MLP with its nine products in FP8.
+
+`y = (silu(gate) · up) @ w_down` with `gate = x @ w_gate` and `up = x @ w_up`. The operands of all
+products are FP8, quantized once in both memory orders (`linear.py`); gate, up, `dproduct`, dgate
+and dup are in the dtype of `x`. On Hopper one kernel makes gate, up and their product
+(`gated_kernel.py`). The elementwise work of the backward is XLA's, in a pass of its own.
+
+Kept for the backward beside the weights: `x.T` in FP8 under the name `fp8_x`, and gate and up under
+the names `gate` and `up` of `jax.checkpoint` policies. The product is made again from gate and up,
+in the pass that makes dgate and dup. That pass takes its operands through an
+`optimization_barrier`: without it XLA would keep what the forward computed.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
+from pallas_kernels.choices import log_once
+from pallas_kernels.fp8 import gated_kernel
+from pallas_kernels.fp8.linear import (
+    QuantizedWeight,
+    arguments,
+    as_quantized,
+    cast_both,
+    cast_one,
+    cast_turned,
+    gradient_of_weight,
+    operands_of_gradient,
+    pairs,
+    roles_of_copies,
+    roles_of_kept,
+    roles_of_x,
+    rows,
+    zeros_of_copies,
+)
+from pallas_kernels.fp8.products import fp8_matmul
+from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
+from pallas_kernels.fp8.types import Quantized
+from pallas_kernels.mlp import formula, swiglu_mlp
+from pallas_kernels.mlp.reference import product
+from pallas_kernels.operation import Mask, call
+from pallas_kernels.partition import (
+    GradientOf,
+    Place,
+    Roles,
+    Tokens,
+    partitioned,
+)
+
+_X, _H = Tokens(("d",)), Tokens(("f",))
+_FORWARD_AXES = ("f", "d"), ("f", "d"), ("d", "f")  # of the copies [N, K]
+_DGRAD_AXES = ("d", "f"), ("d", "f"), ("f", "d")
+
+
+def fp8_swiglu_mlp(
+    x: Float[Array, "*T D"],
+    w_gate: Float[Array, "D F"] | QuantizedWeight,
+    w_up: Float[Array, "D F"] | QuantizedWeight,
+    w_down: Float[Array, "F D"] | QuantizedWeight,
+    *,
+    recipe: Recipe | RecipeName,
+) -> Float[Array, "*T D"]:
+    """The gated MLP `(silu(x @ w_gate) · (x @ w_up)) @ w_down` with its products in FP8.
+
+    Operands of products are quantized as the recipe says, and each product is rounded once to the
+    dtype of `x`. `silu(gate) · up` and its gradients are float32, from the rounded gate and up,
+    and rounded to the dtype of `x` before they are quantized. Gradients of weights have the dtypes
+    of the weights. If a weight is too small to gain (`Recipe.gains`), all of the MLP runs in the
+    dtype of `x`, by `swiglu_mlp`.
+
+    Args:
+      x: Input, of a floating dtype of 16 bits or more; the leading axes are tokens.
+      w_gate: First projection, in the layout of Flax's kernels, or what `quantize_weight` made of
+        it with the same recipe.
+      w_up: Second projection.
+      w_down: Projection of the product.
+      recipe: Recipe, or its name.
+
+    Raises:
+      ValueError: The shapes disagree, or there is no recipe of that name.
+      TypeError: An array is not of such a dtype.
+      NotImplementedError: It is differentiated twice or in forward mode (`jax.jvp`).
+    """
+    recipe = find_recipe(recipe)
+    (x,) = floating_arrays(x=x, least_bits=BITS_OF_PRODUCTS)
+    weights = [as_quantized(w, recipe) for w in (w_gate, w_up, w_down)]
+    shapes = [q.weight.shape for q in weights]
+    if x.ndim == 0 or shapes[0][0] != x.shape[-1]:
+        raise ValueError(f"w_gate must be [D, F], got {shapes[0]} for x {x.shape}")
+    if shapes[1] != shapes[0] or shapes[2] != shapes[0][::-1]:
+        raise ValueError(
+            f"w_up must be {shapes[0]}, like w_gate, and w_down {shapes[0][::-1]}, got "
+            f"{shapes[1]} and {shapes[2]}"
+        )
+    if any(q.forward is None for q in weights):
+        log_once(f"fp8_swiglu_mlp: weights {shapes[0]} are too small for {recipe.name}: no FP8")
+        return swiglu_mlp(x, *(q.weight for q in weights))
+    if x.ndim == 1:
+        return fp8_swiglu_mlp(x[None], *weights, recipe=recipe)[0]
+    operation = _MLP(recipe, tuple(jnp.dtype(q.weight.dtype) for q in weights))
+    return call(operation, x, *arguments(weights))[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _MLP:
+    """The MLP of `(x, *weights, *forward copies, *dgrad copies)`; a copy is two arrays.
+
+    Attributes:
+      recipe: Recipe.
+      dtypes: Dtypes of the weights.
+    """
+
+    recipe: Recipe
+    dtypes: tuple[Any, ...]
+
+    name = "fp8_swiglu_mlp"
+
+    def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
+        copies = pairs(args[4:10])
+        keep = wanted is not None
+        turn = wanted is not None and self._keeps_turned(wanted)
+        kept = *((_H, _H) if keep else ()), *(roles_of_kept(self.recipe, "d") if turn else ())
+        roles = Roles((_X, *roles_of_copies(copies, _FORWARD_AXES)), (_X, *kept))
+        key = self.recipe, keep, turn
+        return partitioned(_forward_of, key, roles, args[0], *jax.tree.leaves(copies))
+
+    def _keeps_turned(self, wanted: Mask) -> bool:
+        return any(wanted[1:3]) and self.recipe.wgrad is not None
+
+    def num_residuals(self, wanted: Mask) -> int:
+        return 4 if self._keeps_turned(wanted) else 2
+
+    def saved(
+        self,
+        wanted: Mask,
+        args: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        names = ("gate", "up", "fp8_x", "fp8_x")[: len(residuals)]
+        kept = [checkpoint_name(a, n) for a, n in zip(residuals, names, strict=True)]
+        if any(wanted[1:3]) and self.recipe.wgrad is None:
+            kept.append(args[0])
+        return results, (*args[10:], *kept)
+
+    def backward(
+        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
+    ) -> Sequence[jax.Array]:
+        (dy,) = cotangents
+        assert dy is not None  # JAX asks for no gradient of a result without one
+        copies, kept = pairs(saved[:6]), saved[6:]
+        of_tokens = _X, _H, _H, *roles_of_x(kept[2:], "d")
+        gradients = _X, *(GradientOf(len(of_tokens) + 2 * i) for i in range(3))
+        asked_for = tuple(g for g, w in zip(gradients, wanted[:4], strict=True) if w)
+        roles = Roles((*of_tokens, *roles_of_copies(copies, _DGRAD_AXES)), asked_for)
+        key = self.recipe, wanted[:4], self.dtypes
+        arrays = dy, *kept, *jax.tree.leaves(copies)
+        found = partitioned(_backward_of, key, roles, *arrays)
+        return [*found, *zeros_of_copies(copies, wanted[4:])]
+
+    def fold(self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask) -> None:
+        # Members of a batch have scales of their own.
+        return None
+
+
+def _forward_of(
+    key: tuple[Recipe, bool, bool], place: Place
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """The forward of a device's tokens: `(y, gate, up, *x.T)`, as far as they are kept."""
+    recipe, keep, turn = key
+
+    def run(x: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        of_gate, of_up, of_down = pairs(arrays)
+
+        def multiply(a: Quantized, w: Quantized) -> jax.Array:
+            y = fp8_matmul(a, w, out_dtype=x.dtype, accumulation=recipe.forward)
+            return y.reshape(*x.shape[:-1], -1)
+
+        kept = ()
+        if turn:
+            quantized, turned = cast_both(rows(x), recipe.inputs, place)
+            kept = turned.values, turned.scale
+        else:
+            quantized = cast_one(rows(x), recipe.inputs, place)
+        if recipe.forward == "fast" and gated_kernel.runs(quantized, of_gate, x.dtype):
+            found = gated_kernel.gated(quantized, of_gate, of_up, out_dtype=x.dtype, keep=keep)
+            activated, *gate_and_up = (a.reshape(*x.shape[:-1], -1) for a in found)
+        else:
+            gate_and_up = [multiply(quantized, of_gate), multiply(quantized, of_up)]
+            activated = product(*gate_and_up)
+        y = multiply(cast_one(rows(activated), recipe.inputs, place), of_down)
+        return (y, *gate_and_up, *kept) if keep else (y,)
+
+    return run
+
+
+def _backward_of(
+    key: tuple[Recipe, Mask, tuple[Any, ...]], place: Place
+) -> Callable[..., Sequence[jax.Array]]:
+    """The backward of a device's tokens: the wanted of `(dx, dw_gate, dw_up, dw_down)`."""
+    recipe, wanted, dtypes = key
+
+    def run(dy: jax.Array, gate: jax.Array, up: jax.Array, *rest: jax.Array) -> Any:
+        kept, copies = rest[:-6], pairs(rest[-6:])
+        dy, gate, up = jax.lax.optimization_barrier((dy, gate, up))
+        dtype, gate, up = dy.dtype, rows(gate), rows(up)
+
+        def dgrad(a: Quantized, w: Quantized) -> jax.Array:
+            return fp8_matmul(a, w, out_dtype=dtype, accumulation=recipe.dgrad)
+
+        of_dy, dy_of_dw = operands_of_gradient(dy, recipe, wanted[3], place)
+        dproduct = dgrad(of_dy, copies[2])
+        found = formula.gradients(*(a.astype(jnp.float32) for a in (gate, up, dproduct)))
+        *differentials, activated = (a.astype(dtype) for a in found)
+        x = rows(kept[0]) if len(kept) == 1 else Quantized(*kept) if kept else None
+        dx, dweights = None, []
+        for d, copy, kind, is_wanted in zip(
+            differentials, copies, dtypes, wanted[1:3], strict=False
+        ):
+            quantized, of_dw = operands_of_gradient(d, recipe, is_wanted, place)
+            if wanted[0]:
+                part = dgrad(quantized, copy)
+                dx = part if dx is None else dx + part
+            if is_wanted:
+                dweights.append(gradient_of_weight(x, of_dw, recipe.wgrad, kind))
+        if wanted[3]:
+            if recipe.wgrad is not None:
+                activated = cast_turned(activated, recipe.inputs, place)
+            dweights.append(gradient_of_weight(activated, dy_of_dw, recipe.wgrad, dtypes[2]))
+        return dweights if dx is None else [dx.reshape(*dy.shape[:-1], -1), *dweights]
+
+    return run

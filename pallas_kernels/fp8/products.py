@@ -1,0 +1,185 @@
+"""The public product of two FP8 tensors.
+
+Three programs compute it:
+
+- *our kernel* (`product_kernel.py`) on Hopper.
+- *XLA*, on other GPUs since Ada. XLA can replace the product of dequantized operands by one of
+  cublasLt in FP8, if each has one scale; a pass over the result applies row scales. But whether it
+  does so depends on its flags. With `xla_gpu_enable_triton_gemm=false` it does. By default a Triton
+  kernel multiplied in bfloat16 on an H100 (JAX 0.11.2): 610 to 757 TFLOP/s, where the bare bfloat16
+  product had 774 to 826 and our kernel 1358 to 1547. Hence our kernel on Hopper, although
+  cublasLt's FP8 measured 1559 to 1589 there, and 1364 to 1484 with split accumulation.
+- *emulation* everywhere else: the values are multiplied as float32 numbers. A product of two FP8
+  numbers is exact in float32, so only the sums round.
+"""
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.choices import record
+from pallas_kernels.fp8 import product_kernel
+from pallas_kernels.fp8.types import DTYPES, E5M2, Quantized
+from pallas_kernels.gpu.device import target_device
+from pallas_kernels.gpu.hopper_gemm import Config
+from pallas_kernels.implementation import (
+    Chosen,
+    Implementation,
+    check_implementation,
+    check_no_config,
+    choose_implementation,
+)
+
+# How the products of a sum are added up.
+type Accumulation = Literal["fast", "promoted"]
+
+_PRECISION = {"fast": jax.lax.Precision.DEFAULT, "promoted": jax.lax.Precision.HIGHEST}
+_K_MAJOR = (((1,), (1,)), ((), ()))
+
+
+def fp8_matmul(
+    a: Quantized,
+    b: Quantized,
+    *,
+    out_dtype: DTypeLike = jnp.bfloat16,
+    accumulation: Accumulation = "fast",
+    implementation: Implementation | None = None,
+    config: Config | None = None,
+) -> Float[Array, "M N"]:
+    """`a @ b.T` of two FP8 tensors, `out[i, j] = Σ_k a[i, k] · b[j, k]`.
+
+    Sums are float32 or the tensor cores' own, and the result is rounded once, to `out_dtype`. NaN
+    in an operand gives NaN. The function has no gradient rule; `fp8_linear` has.
+
+    Args:
+      a: First operand, `[M, K]`, with one scale or one for each row.
+      b: Second operand, `[N, K]`, with one scale or one for each row. At most one of the operands
+        is `float8_e5m2`.
+      out_dtype: Dtype of the result: bfloat16, float16 or float32.
+      accumulation: `"fast"` adds up in the tensor cores of Hopper, which keep about 14 bits: over
+        K = 16384 the result errs by 3.5e-3. `"promoted"` adds parts of such a sum in float32: it
+        errs by no more than the rounding to bfloat16, 1.7e-3, and takes about 15 % more time. Other
+        devices ignore the choice.
+      implementation: `"mosaic_gpu"` is our kernel for Hopper. `"xla"` is a product that XLA may
+        replace by cublasLt's in FP8, on GPUs since Ada. `"reference"` multiplies float32 numbers,
+        as `"xla"` does elsewhere. `None` takes the kernel where it runs, and `"xla"` otherwise.
+      config: Launch parameters of the kernel, for `"mosaic_gpu"` by name.
+
+    Raises:
+      ValueError: The shapes or scales disagree, a name is unknown, or there are launch parameters
+        for plain JAX.
+      TypeError: An operand is not of an FP8 dtype.
+      NotImplementedError: The caller asked for the kernel, and it does not take the arguments.
+    """
+    _check(a, b, out_dtype, accumulation)
+    chosen, reason = choose_fp8_matmul(a, b, out_dtype, implementation, config)
+    record("fp8_matmul", (a.values, b.values), implementation, chosen, reason)
+    if chosen == "mosaic_gpu":
+        promoted = accumulation == "promoted"
+        return product_kernel.product(a, b, out_dtype=out_dtype, promoted=promoted, config=config)
+    if chosen == "xla" and _has_fp8_products():
+        return _by_xla(a, b, out_dtype, accumulation)
+    return _emulated(a, b, out_dtype)
+
+
+def choose_fp8_matmul(
+    a: Quantized,
+    b: Quantized,
+    out_dtype: DTypeLike,
+    implementation: Implementation | None,
+    config: Config | None,
+) -> tuple[Chosen, str | None]:
+    """The implementation that `fp8_matmul` runs, and the reason why it is not the kernel.
+
+    Raises:
+      ValueError: The name is unknown, or there are launch parameters for plain JAX.
+      NotImplementedError: The caller asked for the kernel, which does not take the arguments.
+    """
+    check_implementation(implementation)
+    if implementation != "mosaic_gpu":
+        check_no_config(config, implementation)
+    unsupported = product_kernel.unsupported_reason(a, b, out_dtype)
+    return choose_implementation(implementation, unsupported, fallback="xla")
+
+
+def _has_fp8_products() -> bool:
+    """Whether cublasLt multiplies FP8 on the default device: on GPUs since Ada."""
+    capability = target_device().capability
+    return capability is not None and capability >= (8, 9)
+
+
+def _by_xla(
+    a: Quantized, b: Quantized, out_dtype: DTypeLike, accumulation: Accumulation
+) -> jax.Array:
+    """A product that XLA's `gemm-rewriter` replaces by cublasLt's.
+
+    XLA looks for a product of operands that are converted and multiplied by a scalar. It reads the
+    scalar before its cast to 16 bits, so that the scale stays float32. cublasLt takes 16-bit
+    products of float32 operands for none of its own, hence `wide`.
+    """
+    wide = jnp.float32 if jnp.dtype(out_dtype) == jnp.float32 else out_dtype
+
+    def operand(q: Quantized) -> jax.Array:
+        values = q.values.astype(wide)
+        return values if q.scale.ndim else values * q.scale.astype(wide)
+
+    product = jax.lax.dot_general(
+        operand(a),
+        operand(b),
+        _K_MAJOR,
+        precision=_PRECISION[accumulation],
+        preferred_element_type=jnp.float32 if a.scale.ndim or b.scale.ndim else wide,
+    )
+    return _scaled(product, a, b, out_dtype)
+
+
+def _emulated(a: Quantized, b: Quantized, out_dtype: DTypeLike) -> jax.Array:
+    """The product of the values as float32 numbers, scaled after the sums."""
+    product = jax.lax.dot_general(
+        a.values.astype(jnp.float32),
+        b.values.astype(jnp.float32),
+        _K_MAJOR,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    scalars = [q.scale for q in (a, b) if not q.scale.ndim]
+    for scale in scalars:
+        product *= scale
+    return _scaled(product, a, b, out_dtype)
+
+
+def _scaled(product: jax.Array, a: Quantized, b: Quantized, out_dtype: DTypeLike) -> jax.Array:
+    """The product times the scales of its rows and columns, rounded to `out_dtype`."""
+    if a.scale.ndim:
+        product = product * a.scale
+    if b.scale.ndim:
+        product = product * b.scale.T
+    return product.astype(out_dtype)
+
+
+def _check(a: Quantized, b: Quantized, out_dtype: DTypeLike, accumulation: Accumulation) -> None:
+    for name, q in (("a", a), ("b", b)):
+        if q.values.dtype not in DTYPES:
+            raise TypeError(
+                f"{name} has values of dtype {q.values.dtype}; quantize it to float8_e4m3fn or "
+                "float8_e5m2"
+            )
+        shape = q.values.shape
+        if len(shape) != 2 or q.scale.shape not in ((), (*shape[:1], 1)):
+            raise ValueError(
+                f"{name} must be [M, K] with a scale [] or [M, 1], got {shape} and {q.scale.shape}"
+            )
+    if a.values.dtype == b.values.dtype == E5M2:
+        # cublasLt has no such product, and XLA would multiply 16-bit numbers without a word.
+        raise ValueError("a and b are both float8_e5m2; quantize one of them to float8_e4m3fn")
+    if a.values.shape[1] != b.values.shape[1]:
+        raise ValueError(
+            f"a and b must have the same last axis, got {a.values.shape} and {b.values.shape}"
+        )
+    if accumulation not in get_args(Accumulation.__value__):
+        raise ValueError(f"{accumulation=} must be one of {get_args(Accumulation.__value__)}")
+    if jnp.dtype(out_dtype) not in product_kernel.OUT_DTYPES:
+        raise ValueError(f"out_dtype={jnp.dtype(out_dtype).name} must be a float of 16 or 32 bits")

@@ -1,0 +1,335 @@
+"""Linear layers and the gated MLP in FP8: values, gradients, what is kept, what is done once."""
+
+import dataclasses
+import functools
+import re
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.fp8 import (
+    RECIPES,
+    QuantizedWeight,
+    fp8_linear,
+    fp8_linears,
+    fp8_swiglu_mlp,
+    quantize,
+    quantize_weight,
+)
+from support.numerics import assert_as_accurate, quick_jit, rms, rounded, value_and_grads
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+# Without a least size, because the tests' weights are small.
+SMALL = {name: dataclasses.replace(r, least_size=0) for name, r in RECIPES.items()}
+every_recipe = pytest.mark.parametrize("recipe", list(SMALL.values()), ids=list(SMALL))
+
+
+def make_args(shape, sizes, dtype=BF16, weight_dtype=F32, seed=0):
+    """x, a weight for each size, and a cotangent for each result."""
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal(shape), dtype)
+    weights = [
+        jnp.asarray(rng.standard_normal((shape[-1], n)) / np.sqrt(shape[-1]), weight_dtype)
+        for n in sizes
+    ]
+    dys = tuple(jnp.asarray(rng.standard_normal((*shape[:-1], n)), dtype) for n in sizes)
+    return x, weights, dys
+
+
+def flat(a):
+    return jnp.asarray(a).reshape(-1, a.shape[-1])
+
+
+def dequantized(a, cast):
+    """The numbers that a product reads, in float64, of an operand `[rows, contracted]`."""
+    return np.asarray(quantize(a, cast.dtype, scaling=cast.scaling).dequantize(), np.float64)
+
+
+def exact_of_quantized(recipe, x, weights, dys):
+    """Results and gradients in float64, of the numbers that the products read."""
+    x, dys = flat(x), [flat(dy) for dy in dys]
+    of_x = dequantized(x, recipe.inputs)
+    of_dys = [dequantized(dy, recipe.gradients) for dy in dys]
+    forward = [dequantized(w.T, recipe.weights) for w in weights]
+    dgrad = [dequantized(w, recipe.weights) for w in weights]
+    if recipe.wgrad is None:
+        pairs = [(np.asarray(x.T, np.float64), np.asarray(dy.T, np.float64)) for dy in dys]
+    else:
+        turned = dequantized(x.T, recipe.inputs)
+        pairs = [(turned, dequantized(dy.T, recipe.gradients)) for dy in dys]
+    ys = [of_x @ w.T for w in forward]
+    dx = sum(dy @ w.T for dy, w in zip(of_dys, dgrad, strict=True))
+    return [*ys, dx, *(a @ b.T for a, b in pairs)]
+
+
+@functools.cache
+def _graded(recipe):
+    fn = lambda x, *weights: fp8_linears(x, weights, recipe=recipe)
+    return quick_jit(lambda dys, *args: value_and_grads(fn, args, dys))
+
+
+def run(recipe, x, weights, dys):
+    """Results and gradients."""
+    return _graded(recipe)(dys, x, *weights)
+
+
+# Sizes that divide no tile, and one token.
+@every_recipe
+@pytest.mark.parametrize(
+    "shape, sizes, weight_dtype",
+    [
+        ((5, 7, 33), (17, 8), F32),
+        ((6, 16), (8,), BF16),
+        pytest.param((1, 16), (3,), F32, marks=pytest.mark.full),
+        pytest.param((16,), (24,), F32, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_linear(recipe, shape, sizes, weight_dtype):
+    x, weights, dys = make_args(shape, sizes, weight_dtype=weight_dtype)
+    got = run(recipe, x, weights, dys)
+    assert [(a.shape, a.dtype) for a in got] == [(a.shape, a.dtype) for a in (*dys, x, *weights)]
+    exact = exact_of_quantized(recipe, x, weights, dys)
+    exact = [e.reshape(g.shape) for e, g in zip(exact, got, strict=True)]
+    # Several products that make up dx round one by one.
+    n = len(sizes)
+    best = rounded(exact, got)
+    names = [*(f"y{i}" for i in range(n)), "dx", *(f"dw{i}" for i in range(n))]
+    slack = 1.2 if n == 1 else 2.0
+    for name, arrays in zip(names, zip(got, best, exact, strict=True), strict=True):
+        part = [[a] for a in arrays]
+        assert_as_accurate(*part, names=[name], slack=slack if name == "dx" else 1.2)
+
+
+# Errors relative to the unquantized result, of normal numbers: docs/fp8.md shows them.
+ERRORS = {
+    "tensorwise": (0.038, 0.059, 0.059),
+    "rowwise": (0.037, 0.037, 0.037),
+    "rowwise_with_gw_hp": (0.037, 0.037, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_error_of_quantization(name):
+    x, (w,), (dy,) = make_args((256, 192), (160,))
+    got = run(SMALL[name], x, [w], (dy,))
+    x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
+    for g, exact, error in zip(got, (x @ w, dy @ w.T, x.T @ dy), ERRORS[name], strict=True):
+        found = rms(np.asarray(g, np.float64) - exact) / rms(exact)
+        # An error of 0 is that of rounding the result, at most 2^-9 in bfloat16.
+        assert found <= 1.1 * error + 2**-9, f"{found:.4f} for {error}"
+        assert found >= 0.9 * error
+
+
+def mlp_args(shape, intermediate_size, weight_dtype=F32):
+    x, (gate, up), _ = make_args(shape, (intermediate_size,) * 2, weight_dtype=weight_dtype)
+    down, dy = make_args((1, intermediate_size), (shape[-1],), weight_dtype=weight_dtype)[1], None
+    dy = make_args(shape, (shape[-1],), seed=1)[2][0]
+    return x, gate, up, down[0], dy
+
+
+def exact_mlp(*args):
+    """Value and gradients of the MLP in float64, of unquantized numbers."""
+    x, w_gate, w_up, w_down, dy = (np.asarray(a, np.float64) for a in args)
+    x, dy = flat64(x), flat64(dy)
+    gate, up = x @ w_gate, x @ w_up
+    sigmoid = 1 / (1 + np.exp(-gate))
+    product, dproduct = gate * sigmoid * up, dy @ w_down.T
+    dgate = dproduct * up * sigmoid * (1 + gate * (1 - sigmoid))
+    dup = dproduct * gate * sigmoid
+    dx = dgate @ w_gate.T + dup @ w_up.T
+    return product @ w_down, dx, x.T @ dgate, x.T @ dup, product.T @ dy
+
+
+def flat64(a):
+    return a.reshape(-1, a.shape[-1])
+
+
+@functools.cache
+def graded_mlp(recipe):
+    fn = functools.partial(fp8_swiglu_mlp, recipe=recipe)
+    return quick_jit(lambda *args: value_and_grads(fn, args[:-1], args[-1]))
+
+
+@every_recipe
+@pytest.mark.parametrize(
+    "shape, intermediate_size",
+    [((2, 13, 24), 40), pytest.param((24,), 33, marks=pytest.mark.full)],
+    ids=str,
+)
+def test_mlp_is_its_pieces(recipe, shape, intermediate_size):
+    """The MLP errs as the same products and the same elementwise work, one after the other."""
+    args = mlp_args(shape, intermediate_size)
+
+    def pieces(x, w_gate, w_up, w_down):
+        gate, up = fp8_linears(x, (w_gate, w_up), recipe=recipe)
+        product = jax.nn.silu(gate.astype(F32)) * up.astype(F32)
+        return fp8_linear(product.astype(x.dtype), w_down, recipe=recipe)
+
+    got = graded_mlp(recipe)(*args)
+    plain = quick_jit(lambda *args: value_and_grads(pieces, args[:-1], args[-1]))(*args)
+    assert [(a.shape, a.dtype) for a in got] == [(a.shape, a.dtype) for a in (args[0], *args[:-1])]
+    exact = exact_mlp(*args)
+    exact = [e.reshape(g.shape) for e, g in zip(exact, got, strict=True)]
+    assert_as_accurate(got, plain, exact, names=("y", "dx", "dw_gate", "dw_up", "dw_down"))
+
+
+@every_recipe
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_and_infinity_are_not_lost(recipe, bad):
+    """They arrive as NaN, or as themselves where wgrad is not in FP8."""
+    x, weights, dys = make_args((6, 16), (8,))
+    lost = lambda a: np.isfinite(np.asarray(a, F32)).any()
+    graded = functools.partial(run, recipe)
+    y, dx, dw = graded(x.at[2, 3].set(bad), weights, dys)
+    assert np.isnan(y[2]).all() and not lost(dw[3]) and np.isfinite(dx).all()
+    y, dx, dw = graded(x, weights, (dys[0].at[2, 3].set(bad),))
+    assert np.isnan(dx[2]).all() and not lost(dw[:, 3]) and np.isfinite(y).all()
+    y, dx, dw = graded(x, [weights[0].at[3, 2].set(bad)], dys)
+    assert np.isnan(y[:, 2]).all() and np.isnan(dx[:, 3]).all() and np.isfinite(dw).all()
+
+
+@every_recipe
+def test_zeros(recipe):
+    x, weights, dys = make_args((4, 16), (8,))
+    for a in run(recipe, 0 * x, weights, (0 * dys[0],)):
+        assert not np.any(np.asarray(a, F32))
+
+
+# Weights.
+
+
+def quantizations(fn, *args):
+    """How many arrays of the compiled program's functions are cast to FP8, by dtype and shape."""
+    text = str(jax.make_jaxpr(fn)(*args))
+    return re.findall(r"convert_element_type\[\s*new_dtype=float8_(\w+)", text)
+
+
+@every_recipe
+def test_weights_are_quantized_once(recipe):
+    x, (w,), (dy,) = make_args((8, 32), (32,))
+
+    def loss(w, x, prepared):
+        w = quantize_weight(w, recipe) if prepared else w
+        layer = jax.checkpoint(lambda x, w: jax.nn.tanh(fp8_linear(x, w, recipe=recipe)))
+        return (layer(x, w).astype(F32) * dy.astype(F32)).sum()
+
+    grad = lambda prepared: jax.grad(functools.partial(loss, prepared=prepared), (0, 1))
+    once, again = (len(quantizations(grad(p), w, x)) for p in (True, False))
+    # Under `jax.checkpoint` the forward runs twice, with the two copies of the weight unless they
+    # come from outside.
+    copies = 2 if recipe.weights.scaling == "row" else 1
+    assert again == once + copies
+    a, b = quick_jit(grad(True))(w, x), quick_jit(grad(False))(w, x)
+    assert all(g.dtype == p.dtype for g, p in zip(a, (w, x), strict=True))
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@every_recipe
+def test_scan_over_quantized_layers(recipe):
+    """Stacked weights, quantized at once outside of the loop, give each layer's gradients."""
+    x, _, _ = make_args((8, 32), (32,))
+    w = jnp.stack([make_args((8, 32), (32,), seed=s)[1][0] for s in (1, 2)])
+
+    def scanned(w, x):
+        prepared = jax.vmap(functools.partial(quantize_weight, recipe=recipe))(w)
+        body = jax.checkpoint(lambda x, w: (fp8_linear(x, w, recipe=recipe), None))
+        return jax.lax.scan(body, x, prepared)[0].astype(F32).sum()
+
+    def unrolled(w, x):
+        for weight in w:
+            x = fp8_linear(x, weight, recipe=recipe)
+        return x.astype(F32).sum()
+
+    a, b = (quick_jit(jax.grad(fn, (0, 1)))(w, x) for fn in (scanned, unrolled))
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_small_weights_stay_in_their_dtype():
+    x, (w,), _ = make_args((4, 2048), (512,))
+    prepared = quantize_weight(w, "tensorwise")
+    assert prepared.forward is None and prepared.dgrad is None
+    y = fp8_linear(x, prepared, recipe="tensorwise")
+    np.testing.assert_array_equal(y, x @ w.astype(BF16))
+    assert RECIPES["tensorwise"].gains((2048, 2048))
+    assert not RECIPES["rowwise"].gains((2048, 2048))
+
+
+def test_gradients_that_are_asked_for():
+    recipe = SMALL["tensorwise"]
+    x, weights, dys = make_args((6, 16), (8, 12))
+    fn = lambda x, w0, w1: fp8_linears(x, (w0, w1), recipe=recipe)[1]
+    args = x, *weights
+    _, dx, dw0, dw1 = value_and_grads(fn, args, dys[1])
+    assert not np.any(dw0) and np.any(dw1)
+    for i, want in enumerate((dx, dw0, dw1)):
+        alone = jax.vjp(lambda a, i=i: fn(*args[:i], a, *args[i + 1 :]), args[i])[1](dys[1])[0]
+        np.testing.assert_array_equal(alone, want)
+    prepared = quantize_weight(weights[0], recipe)
+    loss = lambda p: fp8_linear(x, p, recipe=recipe).astype(F32).sum()
+    grads = jax.grad(loss)(prepared)
+    assert isinstance(grads, QuantizedWeight) and np.any(grads.weight)
+    assert not any(np.any(np.asarray(a, F32)) for a in jax.tree.leaves(grads.forward))
+
+
+def test_what_is_kept():
+    """The backward keeps FP8 numbers of x, and none of it in 16 bits."""
+    recipe = SMALL["tensorwise"]
+    x, (w,), _ = make_args((64, 32), (16,))
+    prepared = quantize_weight(w, recipe)
+    _, vjp = jax.vjp(
+        lambda x, w: fp8_linear(x, dataclasses.replace(prepared, weight=w), recipe=recipe), x, w
+    )
+    kept = {(a.dtype.name, a.shape) for a in jax.tree.leaves(vjp) if hasattr(a, "dtype")}
+    assert ("float8_e4m3fn", (32, 64)) in kept
+    assert not any(dtype == "bfloat16" for dtype, _ in kept)
+
+
+MESHED = [
+    pytest.param("tensorwise", True),
+    pytest.param("rowwise", False),
+    pytest.param("tensorwise", False, marks=pytest.mark.full),
+    pytest.param("rowwise", True, marks=pytest.mark.full),
+    pytest.param("rowwise_with_gw_hp", True, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("name, is_explicit", MESHED)
+def test_mesh(name, is_explicit):
+    """Tokens and weights that are split give the layer's numbers: the scales are of all tokens."""
+    recipe = SMALL[name]
+    x, weights, dys = make_args((4, 6, 32), (16,))
+    fn = lambda x, w, dy: value_and_grads(
+        lambda x, w: fp8_linear(x, quantize_weight(w, recipe), recipe=recipe), (x, w), dy
+    )
+    kind = AxisType.Explicit if is_explicit else AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(kind,) * 2)
+    specs = P("data", "seq"), P("data"), P("data", "seq")
+    args = x, weights[0], dys[0]
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)
+        ]
+        got = quick_jit(fn)(*placed)
+    exact = exact_of_quantized(recipe, x, weights, dys)
+    exact = [e.reshape(g.shape) for e, g in zip(exact, got, strict=True)]
+    assert_as_accurate(got, rounded(exact, got), exact, names=("y", "dx", "dw"))
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_errors():
+    x, (w,), _ = make_args((4, 16), (8,))
+    with pytest.raises(ValueError, match="recipe='fast' must be"):
+        fp8_linear(x, w, recipe=cast(Any, "fast"))
+    with pytest.raises(ValueError, match=r"weight must be \[K, N\]"):
+        fp8_linear(x, w.T, recipe="tensorwise")
+    with pytest.raises(ValueError, match="w_down"):
+        fp8_swiglu_mlp(x, w, w, w, recipe="tensorwise")
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        recipe = SMALL["rowwise"]
+        jax.jvp(lambda x: fp8_linear(x, w, recipe=recipe), (x,), (x,))

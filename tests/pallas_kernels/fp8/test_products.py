@@ -1,0 +1,141 @@
+"""The product of two FP8 tensors: values, sizes that divide no tile, NaN, and errors."""
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.fp8 import Quantized, fp8_matmul, gated_kernel, quantize
+from pallas_kernels.fp8.products import choose_fp8_matmul
+from pallas_kernels.gpu.hopper_gemm import Config
+from support.numerics import assert_as_accurate, rounded
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+CONFIG = Config(tile_n=128, stages=2, cluster=1, band=2, blocks=1)
+
+
+def make_operands(
+    m, n, k, *, dtypes=(E4M3, E4M3), scalings=("row", "row"), seed=0
+) -> tuple[Quantized, Quantized]:
+    rng = np.random.default_rng(seed)
+    # Rows of different magnitudes, so that a wrong scale is seen.
+    arrays = (rng.standard_normal((size, k)) * rng.exponential(size=(size, 1)) for size in (m, n))
+    a, b = (
+        quantize(jnp.asarray(a, F32), dtype, scaling=scaling, implementation="reference")
+        for a, dtype, scaling in zip(arrays, dtypes, scalings, strict=True)
+    )
+    return a, b
+
+
+def exact(a, b):
+    return np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
+
+
+def check(a, b, out_dtype, **options):
+    got = fp8_matmul(a, b, out_dtype=out_dtype, **options)
+    want = exact(a, b)
+    assert (got.shape, got.dtype) == (want.shape, out_dtype)
+    # Float32 sums of exact products; the result is rounded once.
+    assert_as_accurate([got], rounded([want], [got]), [want], names=["product"])
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "reference"])
+@pytest.mark.parametrize("scalings", [("tensor", "tensor"), ("row", "row"), ("tensor", "row")])
+@pytest.mark.parametrize("out_dtype", [BF16, F32])
+def test_emulation(implementation, scalings, out_dtype):
+    a, b = make_operands(13, 7, 33, dtypes=(E5M2, E4M3), scalings=scalings)
+    check(a, b, out_dtype, implementation=implementation)
+
+
+# Rows around the 128 of a block, columns around a tile, depths around a step of 128; a loop of
+# promoted parts with a rest, and one without.
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    "m, n, k, dtypes, out_dtype, accumulation, config",
+    [
+        (133, 70, 200, (E4M3, E5M2), BF16, "fast", CONFIG),
+        (64, 136, 1200, (E5M2, E4M3), F32, "promoted", CONFIG),
+        pytest.param(8, 64, 1024, (E4M3, E4M3), F16, "promoted", None, marks=pytest.mark.full),
+        pytest.param(300, 256, 128, (E4M3, E4M3), BF16, "fast", None, marks=pytest.mark.full),
+        pytest.param(1, 1, 1, (E4M3, E4M3), F32, "promoted", CONFIG, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_kernel(m, n, k, dtypes, out_dtype, accumulation, config):
+    a, b = make_operands(m, n, k, dtypes=dtypes)
+    options = {"accumulation": accumulation, "config": config}
+    check(a, b, out_dtype, implementation="mosaic_gpu", **options)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    "scalings",
+    [
+        ("tensor", "tensor"),
+        ("row", "tensor"),
+        pytest.param(("tensor", "row"), marks=pytest.mark.full),
+    ],
+)
+def test_kernel_with_a_scale_for_the_tensor_and_nan(scalings):
+    a, b = make_operands(9, 8, 16, scalings=scalings)
+    check(a, b, BF16, implementation="mosaic_gpu", config=CONFIG)
+    bad = Quantized(a.values.at[3, 2].set(np.nan), a.scale)
+    got = fp8_matmul(bad, b, implementation="mosaic_gpu", config=CONFIG)
+    assert np.isnan(got[3]).all() and np.isfinite(np.delete(got, 3, axis=0)).all()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    "scalings, keep",
+    [(("row", "row"), True), pytest.param(("tensor", "tensor"), False, marks=pytest.mark.full)],
+)
+def test_gated(scalings, keep):
+    x, w_gate = make_operands(133, 70, 200, scalings=scalings)
+    w_up = make_operands(1, 70, 200, scalings=scalings, seed=1)[1]
+    config = Config(tile_n=64, stages=2, cluster=1, band=2, blocks=1)
+    got = gated_kernel.gated(x, w_gate, w_up, out_dtype=BF16, keep=keep, config=config)
+    gate, up = (np.asarray(exact(x, w).astype(BF16), np.float64) for w in (w_gate, w_up))
+    want = [gate / (1 + np.exp(-gate)) * up, gate, up][: len(got)]
+    # The formula of the rounded gate and up: of exact sums, and so only a few of them differ.
+    best = [np.asarray(a.astype(BF16)) for a in want]
+    unrounded = [want[0], exact(x, w_gate), exact(x, w_up)][: len(got)]
+    assert_as_accurate(got, best, unrounded, names=("product", "gate", "up")[: len(got)])
+
+
+def test_no_rows():
+    a, b = make_operands(0, 4, 8)
+    assert fp8_matmul(a, b).shape == (0, 4)
+    a, b = make_operands(3, 4, 0)
+    assert not np.any(np.asarray(fp8_matmul(a, b), F32))
+
+
+def test_choice(on_h100):
+    operands = make_operands(256, 256, 256)
+    assert choose_fp8_matmul(*operands, BF16, "mosaic_gpu", None) == ("mosaic_gpu", None)
+    assert choose_fp8_matmul(*operands, BF16, "xla", None)[0] == "xla"
+    chosen, reason = choose_fp8_matmul(*make_operands(0, 4, 8), BF16, None, None)
+    assert chosen == "xla" and "empty" in str(reason)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_errors():
+    a, b = make_operands(4, 4, 8)
+    with pytest.raises(ValueError, match="same last axis"):
+        fp8_matmul(a, make_operands(4, 4, 9)[1])
+    with pytest.raises(ValueError, match="both float8_e5m2"):
+        fp8_matmul(*make_operands(4, 4, 8, dtypes=(E5M2, E5M2)))
+    with pytest.raises(TypeError, match="a has values of dtype float32"):
+        fp8_matmul(Quantized(a.dequantize(), a.scale), b)
+    with pytest.raises(ValueError, match=r"b must be \[M, K\]"):
+        fp8_matmul(a, Quantized(b.values, b.scale[:, 0]))
+    with pytest.raises(ValueError, match="accumulation='slow'"):
+        fp8_matmul(a, b, accumulation=cast(Any, "slow"))
+    with pytest.raises(ValueError, match="out_dtype=int8"):
+        fp8_matmul(a, b, out_dtype=jnp.int8)
+    with pytest.raises(ValueError, match="no launch parameters"):
+        fp8_matmul(a, b, config=CONFIG)
+    with pytest.raises(NotImplementedError, match="NVIDIA GPU"):
+        jax.jit(lambda a, b: fp8_matmul(a, b, implementation="mosaic_gpu"))(a, b)
