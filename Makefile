@@ -82,8 +82,7 @@ test-aot-%:
 AOT_ARGS_latest = --ignore tests/aot/test_aot_llama.py --ignore tests/aot/test_aot_plan.py \
   --ignore tests/aot/test_aot_meshes.py --ignore tests/aot/test_aot_x64.py \
   $(addprefix --deselect tests/aot/test_aot_linear_cross_entropy.py::, \
-    test_loss_with_gradients test_loss_alone test_smallest_memory \
-    test_smallest_memory_of_a_float32_weight)
+    test_loss_with_gradients test_loss_alone test_the_plan_says_what_memory_the_program_takes)
 
 # The kernels' numbers, interpreted on the CPU; `make test` checks them on the newest JAX. On one
 # core, and so at first, while the others compile for the other version.

@@ -91,7 +91,9 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """The model, from tokens to normalized hidden states, which logits and loss are made from.
+    """The model, from tokens to normalized hidden states.
+
+    `logits` computes logits from them, and `linear_cross_entropy` the loss.
 
     Args:
       config: Sizes and options.

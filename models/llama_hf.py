@@ -6,8 +6,8 @@ from torch's `[out, in]`. Saving holds the tensors of one file. Loading and savi
 dtype changes no bit.
 
 `load_pretrained` refuses a checkpoint that would compute something else here than in transformers.
-Such a checkpoint has an unknown key in config.json, a tensor too many or too few, or tied
-embeddings that differ. It reads only safetensors, never a pickle.
+Examples are an unknown key in config.json, a tensor too many or too few, or tied embeddings that
+differ. It reads only safetensors, never a pickle.
 """
 
 import dataclasses

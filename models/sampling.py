@@ -76,7 +76,7 @@ def generate(
 
     Args:
       model: Model to run.
-      prompts: At least one token each; any token fills up shorter prompts at the right.
+      prompts: Tokens, at least one a prompt. Fill up shorter prompts at the right, with any token.
       max_new_tokens: Number of tokens to return for each prompt, at least 1.
       prompt_lengths: Number of tokens of each prompt, from 1 to P; `None` means all P.
       temperature: Divisor of the logits, from whose softmax the tokens are drawn; 0 takes the

@@ -13,6 +13,7 @@ device, the arrays or the mesh rule the kernel out.
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -22,11 +23,18 @@ from typing import Any
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import subjaxprs
 
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.implementation import Chosen, Implementation
 
 VARIABLE = "PALLAS_KERNELS_REQUIRE"
+
+# Why no kernel computes a tangent. The norms have plain JAX for it.
+TANGENT_REASON = (
+    "no kernel has forward mode or second derivatives; the results and the first gradients run "
+    "kernels all the same"
+)
 
 _logger = logging.getLogger(__name__)
 _logged: set[str] = set()
@@ -104,21 +112,36 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
         print(pallas_kernels.explain(train_step, state, batch))
 
-    It traces the function for JAX's default device and runs nothing. On a mesh, a device's part of
-    the MLP's columns may be too narrow for a kernel. That is known when XLA splits the arrays, and
-    logged then.
+    It traces the function for JAX's default device and runs nothing. On a mesh it prints the shapes
+    of whole arrays, and the plan of the loss for them. A device's part of the MLP's columns may be
+    too narrow for a kernel. XLA finds that out later, when it splits the arrays, and the log says
+    so then.
 
     Args:
       fn: Function, jitted or not.
-      *args: Arguments of the function, or `jax.ShapeDtypeStruct` in the place of arrays.
+      *args: Arguments of the function, or `jax.ShapeDtypeStruct` in the place of arrays. They are
+        pytrees for JAX, so two NNX modules that share a parameter get a copy each. If the function
+        updates such modules, pass the state of `nnx.split` and merge it inside.
       **kwargs: Keyword arguments of the function.
     """
     # Functions that are jitted and traced already are traced again, because the metadata is a part
     # of the key under which JAX keeps a trace.
     metadata = set_xla_metadata(pallas_kernels_explanation=str(next(_numbers)))
     with recording() as found, metadata:
-        jax.eval_shape(fn, *args, **kwargs)
-    return Explanation(tuple(found))
+        # A partial is hashable, whatever `fn` is.
+        traced = jax.jit(functools.partial(fn)).trace(*args, **kwargs)
+    return Explanation((*found, *_tangents_in(traced.jaxpr.jaxpr)))
+
+
+def _tangents_in(jaxpr: Any) -> Iterator[Choice]:
+    """The tangents in a program that are left for plain JAX to compute."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "operation_tangent":
+            arrays = tuple(v.aval.str_short() for v in equation.invars)
+            name = equation.params["operation"].name
+            yield Choice(name, arrays, "reference", TANGENT_REASON)
+    for inner in subjaxprs(jaxpr):
+        yield from _tangents_in(inner)
 
 
 @contextlib.contextmanager
@@ -138,8 +161,8 @@ def require_kernels() -> Iterator[None]:
 
     It acts while JAX traces: a function that was traced before is not checked. The environment
     variable `PALLAS_KERNELS_REQUIRE=1` does the same for a whole process, and
-    `implementation="require"` for one call. Calls that name `"reference"` or `"xla"` are not
-    checked, and neither is `swiglu` with `implementation=None`, whose default is no kernel on
+    `implementation="require"` for one call. Two kinds of calls are not checked: calls that name
+    `"reference"` or `"xla"`, and `swiglu` with `implementation=None`, which takes no kernel on
     purpose.
     """
     token = _required.set(True)

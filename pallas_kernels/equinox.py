@@ -171,7 +171,7 @@ class SwiGLU(eqx.Module):
 class LinearCrossEntropy(eqx.Module):
     """An output head that returns its loss: `pallas_kernels.linear_cross_entropy` with its weight.
 
-    The parameters are those of `eqx.nn.Linear(D, V)`: `weight` `[V, D]` and `bias` `[V]`.
+    The parameters are as in `eqx.nn.Linear(D, V)`: `weight` `[V, D]` and `bias` `[V]`.
 
     Under `jax.vmap` the loss of each member is the mean over its own tokens. If the members have
     different numbers of tokens that count, the mean of their losses is not the mean over all

@@ -2,7 +2,7 @@
 
 Parameters have the names and shapes that Linen's own modules give them, and start from the same
 numbers, so that a checkpoint of `nn.RMSNorm` and `nn.Dense` loads unchanged. Initializers may carry
-metadata, such as those of `nn.with_partitioning` and `nn.with_logical_partitioning`. The modules
+metadata, by `nn.with_partitioning` or `nn.with_logical_partitioning`. The modules
 run on any mesh, as their operations do.
 """
 
@@ -110,7 +110,7 @@ class _Kernel(nn.Module):
 class SwiGLU(nn.Module):
     """Llama's MLP, `down_proj(silu(gate_proj(x)) · up_proj(x))`, by `pallas_kernels.swiglu_mlp`.
 
-    The parameters are those of three `nn.Dense` without biases: `gate_proj/kernel` and
+    The parameters are as in three `nn.Dense` without biases: `gate_proj/kernel` and
     `up_proj/kernel` `[D, F]`, and `down_proj/kernel` `[F, D]`.
 
     Args:
@@ -119,8 +119,8 @@ class SwiGLU(nn.Module):
         the parameters is.
       param_dtype: Dtype of the parameters.
       kernel_init: Initializer of the kernels.
-      down_kernel_init: Initializer of `down_proj/kernel`, if it is another: its axes are the other
-        way round, which metadata for meshes must say.
+      down_kernel_init: Initializer of `down_proj/kernel`; `None` takes `kernel_init`. Its axes are
+        the other way round, which metadata for meshes must say.
       save: Tensors kept for the backward, as in `swiglu_mlp`.
       chunk_size: Number of positions at a time, as in `swiglu_mlp`; it needs `save="x"`.
       implementation: Implementation of `swiglu_mlp`.
@@ -156,7 +156,7 @@ class SwiGLU(nn.Module):
 class LinearCrossEntropy(nn.Module):
     """An output head that returns its loss: `pallas_kernels.linear_cross_entropy` with its weight.
 
-    The parameters are those of `nn.Dense(features, use_bias=use_bias)`: `kernel` `[D, V]` and
+    The parameters are as in `nn.Dense(features, use_bias=use_bias)`: `kernel` `[D, V]` and
     `bias` `[V]`.
 
     Args:

@@ -3,9 +3,12 @@
 Three primitives make a differentiable function of an `Operation`:
 
 - `operation` computes the results. Its JVP rule also computes what the backward reads.
-- `operation_tangent` is linear in the tangents. It exists to be transposed and has no lowering,
-  because kernels have no forward mode.
+- `operation_tangent` is linear in the tangents. It exists to be transposed, because kernels have no
+  forward mode.
 - `operation_backward`, its transpose, computes the gradients that are asked for, and no others.
+
+An operation that is a `HasTangent` has forward mode and second derivatives, in plain JAX. The
+others raise NotImplementedError.
 
 The difference to `jax.custom_vjp` is `jax.vmap`. Over a `custom_vjp`, `vmap` batches the backward:
 it makes one gradient of a weight for each member of the batch, and JAX adds them up. Here `vmap`
@@ -24,6 +27,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
+from pallas_kernels.choices import TANGENT_REASON, record
 from pallas_kernels.gpu.kernel import vary, varying_axes
 
 # One bool for each argument, result or array.
@@ -88,6 +92,29 @@ class Operation(Protocol):
         ...
 
 
+@runtime_checkable
+class HasTangent(Operation, Protocol):
+    """An operation with forward mode and second derivatives, which plain JAX computes.
+
+    `Operation.saved` takes the same residuals whatever is wanted.
+    """
+
+    def tangent(
+        self, wanted: Mask, saved: Sequence[jax.Array], tangents: Sequence[jax.Array]
+    ) -> Sequence[jax.Array]:
+        """The tangents of the results, in plain JAX, which JAX differentiates further.
+
+        Residuals have no tangents. So this function reads no residual, and computes the same
+        numbers again from the other saved arrays.
+
+        Args:
+          wanted: Arguments that have a tangent.
+          saved: Arrays that the backward reads.
+          tangents: Tangents of the wanted arguments, of any dtype.
+        """
+        ...
+
+
 def with_members(
     args: Sequence[jax.Array], is_batched: Mask, weights: Sequence[int] = ()
 ) -> list[jax.Array]:
@@ -135,6 +162,18 @@ def _backward(operation: Operation, wanted: Mask, given: Mask) -> Callable[..., 
         return tuple(operation.backward(wanted, list(rest), cotangents))
 
     return _jit(operation, backward, wanted, given)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tangent(operation: HasTangent, wanted: Mask) -> Callable[..., Any]:
+    """The tangents of the results, of the wanted tangents followed by what is saved."""
+
+    def tangent(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        tangents, saved = arrays[: sum(wanted)], arrays[sum(wanted) :]
+        record(operation.name, saved, None, "reference", TANGENT_REASON)
+        return tuple(operation.tangent(wanted, saved, tangents))
+
+    return _jit(operation, tangent, "tangent", wanted)
 
 
 def _jit(operation: Operation, fn: Callable[..., Any], *options: Any) -> Callable[..., Any]:
@@ -198,16 +237,20 @@ for _p in (_operation_p, _backward_p):
 
 
 def _jvp(primals, tangents, *, operation: Operation, wanted: Mask | None, **_: Any):
-    if wanted is not None:
-        raise _no_forward_mode(operation)
-    wanted = tuple(type(t) is not ad.Zero for t in tangents)
-    out = _bind_forward(operation, wanted, *primals)
-    num_results = len(out) - operation.num_residuals(wanted)
-    results, saved = operation.saved(wanted, primals, out[:num_results], out[num_results:])
-    given = [t for t, is_wanted in zip(tangents, wanted, strict=True) if is_wanted]
+    has_tangent = tuple(type(t) is not ad.Zero for t in tangents)
+    if wanted is not None:  # a derivative of a derivative
+        _checked(operation)
+    out = _bind_forward(operation, has_tangent if wanted is None else wanted, *primals)
+    num_results = len(out) - operation.num_residuals(has_tangent)
+    residuals = out[num_results:]
+    results, saved = operation.saved(has_tangent, primals, out[:num_results], residuals)
+    given = [t for t, is_given in zip(tangents, has_tangent, strict=True) if is_given]
     types = tuple(jax.typeof(a) for a in results)
-    params = {"operation": operation, "wanted": wanted, "result_types": types}
-    return list(results), _tangent_p.bind(*given, *saved, **params)
+    params = {"operation": operation, "wanted": has_tangent, "result_types": types}
+    of_results = _tangent_p.bind(*given, *saved, **params)
+    if wanted is None:
+        return list(results), of_results
+    return [*results, *residuals], [*of_results, *map(_zero, residuals)]
 
 
 def _transpose(cotangents, *args, operation: Operation, wanted: Mask, result_types: Any):
@@ -244,18 +287,57 @@ def _no_forward_mode(operation: Operation) -> NotImplementedError:
     )
 
 
-def _refuse(*_: Any, operation: Operation, **__: Any) -> Any:
-    raise _no_forward_mode(operation)
+def _zero(a: jax.Array) -> Any:
+    return ad.Zero(jax.typeof(a))
+
+
+def _checked(operation: Operation) -> HasTangent:
+    if not isinstance(operation, HasTangent):
+        raise _no_forward_mode(operation)
+    return operation
+
+
+def _in_plain_jax(*arrays: jax.Array, operation: Operation, wanted: Mask, **_: Any) -> Any:
+    return list(_tangent(_checked(operation), wanted)(*arrays))
+
+
+def _jvp_of_tangent(primals, tangents, **params: Any):
+    tangents = tuple(map(ad.instantiate_zeros, tangents))
+    return jax.jvp(functools.partial(_in_plain_jax, **params), primals, tangents)
+
+
+def _jvp_of_backward(primals, tangents, *, operation: Operation, wanted: Mask, given: Mask, **_):
+    run = _tangent(_checked(operation), wanted)
+    gradients = _bind_backward(operation, wanted, given, *primals)
+    # Of the types of the gradients. On Manual axes those may vary where their arguments do not.
+    zeros = [ad.instantiate_zeros(_zero(g)) for g in gradients]
+
+    def backward(*arrays: jax.Array) -> Any:
+        cotangents, saved = arrays[: sum(given)], arrays[sum(given) :]
+
+        def tangent(*tangents: jax.Array) -> list[jax.Array]:
+            results = zip(run(*tangents, *saved), given, strict=True)
+            return [a for a, is_given in results if is_given]
+
+        return jax.vjp(tangent, *zeros)[1](list(cotangents))
+
+    _, found = jax.jvp(backward, primals, tuple(map(ad.instantiate_zeros, tangents)))
+    return gradients, list(found)
+
+
+def _batch_tangent(args, axes, **params: Any):
+    out = jax.vmap(functools.partial(_in_plain_jax, **params), tuple(axes))(*args)
+    return out, [0] * len(out)
 
 
 ad.primitive_jvps[_operation_p] = _jvp
-ad.primitive_jvps[_backward_p] = _refuse
-ad.primitive_jvps[_tangent_p] = _refuse
+ad.primitive_jvps[_backward_p] = _jvp_of_backward
+ad.primitive_jvps[_tangent_p] = _jvp_of_tangent
 ad.primitive_transposes[_tangent_p] = _transpose
 _tangent_p.def_abstract_eval(lambda *_, result_types, **__: list(result_types))
-_tangent_p.def_impl(_refuse)
-mlir.register_lowering(_tangent_p, _refuse)
-batching.primitive_batchers[_tangent_p] = _refuse
+_tangent_p.def_impl(_in_plain_jax)
+mlir.register_lowering(_tangent_p, mlir.lower_fun(_in_plain_jax, multiple_results=True))
+batching.primitive_batchers[_tangent_p] = _batch_tangent
 
 
 # Batches.

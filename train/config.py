@@ -314,19 +314,20 @@ class TrainConfig:
       z_loss: weight of the squared logsumexp in the loss.
       max_skipped_steps: number of skipped steps in a row that ends the run. A step is skipped if
         its loss or gradient is not finite.
-      skip_loss_spikes: limit of a loss, in standard deviations above the running mean, above which
-        its step is skipped (6 is usual; `train.guard.judge` has the formula). 0 skips none.
+      skip_loss_spikes: number of standard deviations above the running mean of the loss from which
+        a step is skipped (6 is usual; `train.guard.judge` has the formula). 0 skips none.
       eval_every: number of steps between measurements of the held-out loss; 0 never measures it.
       eval_batches: number of batches in a measurement, spread over the held-out text.
       log_every: number of steps between lines of output if there is no terminal.
       sample_prompt: beginning of the text that is generated at every evaluation and at the end.
       sample_tokens: number of tokens of the generated text; 0 generates none.
-      save: write the trained model to the run's folder, in Hugging Face's format.
-      tensorboard: write the metrics for TensorBoard, too, to `tensorboard` in the run's folder.
+      save: whether the trained model is written to the run's folder, in Hugging Face's format.
+      tensorboard: whether the metrics are also written for TensorBoard, to `tensorboard` in the
+        run's folder.
       wandb: project of Weights & Biases that gets the metrics; None sends nothing.
       profile_steps: steps `A:B`, counted from 1, whose trace is written to `profile` in the run's
         folder.
-      dump_hlo: write the compiled step and its memory to `hlo` in the run's folder.
+      dump_hlo: whether the compiled step and its memory are written to `hlo` in the run's folder.
       xla_options: options of XLA for the step on GPUs, as `name=value`. They come on top of the
         defaults in `train.xla_flags` or replace one; `none` drops the defaults.
     """

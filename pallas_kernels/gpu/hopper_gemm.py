@@ -156,6 +156,11 @@ def store_piece(
     The caller calls it for each piece of a tile in turn. One slot is filled while the other is
     stored. `wait_for_pieces` waits for the last stores.
 
+    TMA stores nothing past the last row or column of an array, with one exception. Where an array
+    has a single block of columns and a piece is one block wide, Mosaic leaves the number of the
+    block out of the copy (JAX 0.11.2 and 0.12). So the copy of a piece past this block overwrites
+    the block. The caller must not store such a piece.
+
     Args:
       i: Number of the piece in the tile.
       num_pieces: Number of pieces of a tile.

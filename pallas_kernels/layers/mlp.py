@@ -33,8 +33,8 @@ class SwiGLU(nnx.Module):
       intermediate_size: F, the size of `gate` and `up`.
       use_bias: Whether the three linear layers have biases.
       dtype: Dtype of the computation; `None` takes the dtype of the input, whatever the dtypes of
-        the parameters are. (`nnx.Linear` would take the common dtype, so float32 parameters would
-        make a bfloat16 stream float32, for which there is no kernel.)
+        the parameters are. `nnx.Linear` would take the common dtype. Then float32 parameters would
+        make a bfloat16 stream float32, for which there is no kernel.
       param_dtype: Dtype of the parameters.
       kernel_init: Initializer of the three kernels.
       gate: Options of `nnx.Linear` for `gate_proj` alone: `kernel_init`, `kernel_metadata`,

@@ -74,46 +74,48 @@ def linear_cross_entropy(
 
         loss = (1 - s)·(lse - z[label]) + s·(lse - mean(z)) + z_loss·lse²
 
-    times its token weight, and 0 where `label == ignore_index`. `"sum"` adds the losses up.
-    `"mean"` divides the sum by the sum of the weights of the tokens that count (without
-    `token_weights`, by their number). `"none"` returns the losses. If no token counts, loss and
-    gradients are 0, never NaN. Losses are float32.
+    times its token weight, and 0 where `label == ignore_index`. `reduction="sum"` adds the losses
+    up. `"mean"` divides this sum by the sum of the weights of the tokens that count. Without
+    `token_weights` it divides by their number. `"none"` returns the losses. If no token counts,
+    loss and gradients are 0, never NaN. Losses are float32.
 
     **What counts.** A token does not count if its label is `ignore_index` or its weight is exactly
     0. It adds nothing to loss, metrics and gradients, and its row of `dx` is 0, even if its row of
-    `x` holds NaN or infinities. The weight of an ignored token is taken as 0, whatever it is, and
-    has no gradient. A weight of 0 has its token's loss as gradient, or 0 where that loss is not
-    finite. A NaN weight of a token whose label counts makes loss and gradients NaN.
+    `x` holds NaN or infinities. The weight of an ignored token counts as 0, whatever it is, and has
+    no gradient. The gradient of a weight of 0 is its token's loss, or 0 if that loss is not finite.
+    A NaN weight of a token whose label counts makes loss and gradients NaN.
 
-    **Labels.** A label that is neither `ignore_index` nor in `[0, V)` makes its token's loss NaN,
-    and so the reduced loss and the gradients, unless its weight is 0. It never reads or writes out
-    of bounds. `check_labels` turns it into an error. Labels are compared in their own dtype.
+    **Labels.** A label that is neither `ignore_index` nor in `[0, V)` makes its token's loss NaN.
+    The reduced loss and the gradients are then NaN, too, unless the token's weight is 0. The
+    label never causes a read or write out of bounds. `check_labels` turns it into an error. Labels
+    are compared in their own dtype.
     (Without `jax_enable_x64`, JAX itself cuts 64-bit arguments of `jax.jit` to 32 bits.)
 
     **Gradients.** The loss is differentiable in `x`, `weight`, `bias` and `token_weights`. A call
     that is not differentiated does no gradient work. `dweight` has the dtype of `weight`, so a
     bfloat16 weight gets a rounded gradient. For a float32 gradient of a bfloat16 weight,
     differentiate with respect to `weight.astype(jnp.float32)` inside of the compiled function: XLA
-    drops the cast and its inverse, and makes no copy. Chunks of columns are the exception: they
-    suit a weight that is stored in float32, and XLA would keep a float32 copy of a bfloat16 one.
-    Only `"reference"` has second derivatives and forward mode (`jax.jvp`).
+    drops the cast and its inverse, and makes no copy. With chunks of columns XLA would keep a
+    float32 copy of the weight; such chunks suit a weight that is stored in float32. Only
+    `"reference"` has second derivatives and forward mode (`jax.jvp`).
 
-    **Plans.** By default the kernels keep exponentials of the logits in memory that `dweight` takes
-    later, of all tokens or of the first ones. Otherwise the loss goes through chunks of tokens.
-    Both take three matrix products with gradients (four with `reduction="none"`).
-    `vocab_chunk_size` asks for chunks of columns, which take four. `linear_cross_entropy_plan` says
-    what a call does and why; `docs/kernels/loss.md` describes the plans.
+    **Plans.** `dweight` is made last, so its memory is free before. By default the kernels keep
+    exponentials of the logits there, for all tokens or for the first ones. Other tokens are
+    computed in chunks of tokens. Loss and gradients take three matrix products, or four with
+    `reduction="none"`. `vocab_chunk_size` asks for chunks of columns, which take four.
+    `linear_cross_entropy_plan` says what a call does and why; `docs/kernels/loss.md` describes the
+    plans.
 
     **Rounding.** Products take operands in the dtype of `x` and accumulate in float32. Softmax and
     losses are float32, and every gradient is rounded once. `pallas_kernels/loss/by_tokens.py` has
     the details.
 
-    **Meshes.** Each device computes the losses of its own tokens, and plans for what it has. On
-    Auto and Explicit axes a sum or mean is over the tokens of all devices. Entries of `weight` that
-    are split over an axis which splits no tokens stay split: devices exchange 20 bytes a token and
-    add up `dx`. Inside of `jax.shard_map` a sum or mean is over the tokens of one device. For the
-    mean over all tokens, divide the `jax.lax.psum` of `reduction="sum"` by that of the number of
-    tokens. `vocab_axis` names the axis that splits `weight` there.
+    **Meshes.** Each device computes the losses of its own tokens, and plans for its own arrays. On
+    Auto and Explicit axes a sum or mean is over the tokens of all devices. A vocabulary that is
+    split over an axis which splits no tokens stays split: devices exchange 20 bytes a token and add
+    up `dx`. Inside of `jax.shard_map` a sum or mean is over the tokens of one device. For the mean
+    over all tokens, take `reduction="sum"`, and divide the `jax.lax.psum` of the losses by the
+    `jax.lax.psum` of the numbers of tokens. `vocab_axis` names the axis that splits `weight` there.
 
     Above 80 lines, because most of them are this documentation.
 
@@ -138,21 +140,21 @@ def linear_cross_entropy(
       vocab_chunk_size: Largest number of columns whose logits exist at a time, for all tokens. Each
         row of `dweight` is then written once and not added up, and `dx` is added up in float32. A
         weight that is stored in float32 is cast a chunk at a time and not copied.
-      max_logits_bytes: Limit for the logits or exponentials of a chunk of tokens. The largest
-        chunks that fit are taken, of at least 128 tokens. A chunk of few tokens is slow: each chunk
-        reads and writes all of `dweight`. `None` means 512 MiB (`"mosaic_gpu"`) or 1 GiB (`"xla"`,
-        whose logits are float32), and at least 768 tokens. Copies of exponentials out of the memory
-        of `dweight` have the same limit, but at most 96 MiB, and may exist beside one chunk. The
-        plan depends on sizes alone, not on what is free on the device, so that all processes of a
-        run compile the same program. At most one of `chunk_size`, `vocab_chunk_size` and
-        `max_logits_bytes` may be given.
+      max_logits_bytes: Limit in bytes for the logits or exponentials of a chunk of tokens. The
+        planner takes the largest chunks that fit, of at least 128 tokens. A chunk of few tokens is
+        slow: each chunk reads and writes all of `dweight`. `None` means 512 MiB (`"mosaic_gpu"`) or
+        1 GiB (`"xla"`, whose logits are float32), and at least 768 tokens. Copies of exponentials
+        out of the memory of `dweight` have the same limit, and never more than 96 MiB. They may
+        exist beside one chunk. The plan depends on sizes alone, and not on the device's free
+        memory, so all processes of a run compile the same program. At most one of `chunk_size`,
+        `vocab_chunk_size` and `max_logits_bytes` may be given.
       vocab_axis: Name of the Manual mesh axis over which `weight` and `bias` are split by
         vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis gets the same
         loss. `labels` are numbers in the whole vocabulary.
       weight_layout: Order of the axes of `weight` and of its gradient. `"vd"` is `[V, D]`, as in
         Hugging Face's models and `flax.nnx.Embed`. `"dv"` is `[D, V]`, the kernel of a
         `flax.nnx.Linear`; it stands for `weight.T` in the formula. Neither is ever transposed in
-        memory. The kernels take `"dv"` if V is a multiple of 128.
+        memory. The kernels take `"dv"` if V is a multiple of 128, and are faster with `"vd"`.
       accum_dtype: Dtype in which chunks of tokens add up `dweight`: floating, of 16 bits or more.
         float64 needs `jax_enable_x64`.
       check_labels: Whether a label out of range raises an error with its value, whatever its
@@ -160,9 +162,9 @@ def linear_cross_entropy(
       return_metrics: Whether `LossMetrics` are returned, too.
       implementation: `"mosaic_gpu"` uses kernels for Hopper and later and 16-bit `x`. `"xla"` runs
         the same algorithms with float32 logits. `"reference"` keeps all logits, in float32, and
-        ignores chunks and `accum_dtype`. `None` picks the kernels where they run, which is not
-        inside of a `jax.shard_map` that leaves Auto axes out. A name is binding. `"require"` picks
-        as `None` does, and raises where that would not be the kernels.
+        ignores chunks and `accum_dtype`. `None` picks the kernels where they run, and `"xla"`
+        elsewhere, for example inside of a `jax.shard_map` that leaves Auto axes out. A name is
+        binding. `"require"` picks the kernels, and raises where they do not run.
       config: Launch parameters of the kernels. `None` takes measured ones.
 
     Returns:
@@ -172,9 +174,8 @@ def linear_cross_entropy(
       ValueError: shapes disagree, an option is out of its range, or a name is unknown.
       TypeError: labels are not integers, another array is of a dtype that is not described here, or
         an option is of a wrong type.
-      NotImplementedError: the caller names the kernels, and they do not take the arguments; or
-        kernels are required, and they do not run; or another implementation than `"reference"` is
-        differentiated twice or in forward mode.
+      NotImplementedError: the caller names the kernels or requires them, and they do not run. Or
+        another implementation than `"reference"` is differentiated twice or in forward mode.
       jax.experimental.checkify.JaxRuntimeError: `check_labels` found a label out of range.
     """
     x, weight, bias = check_arrays(x, weight, labels, bias, token_weights, weight_layout)
@@ -242,7 +243,7 @@ def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) 
 
     Returns:
       The plan, its matrix products, its memory and the reason for it. It is for JAX's default
-      device and the shapes that are given, which on a mesh should be those of one device.
+      device and the given shapes. On a mesh give the shapes of one device's arrays.
 
     Raises:
       ValueError, TypeError, NotImplementedError: `linear_cross_entropy` raises the same.

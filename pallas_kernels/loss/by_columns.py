@@ -36,7 +36,7 @@ from pallas_kernels.loss.plan import ColumnChunks, Settings
 from pallas_kernels.loss.token_loss import TokenLosses, combine, losses_of
 
 _COLUMNS_AGAIN = 512  # 4 MiB of a weight with D = 4096
-_WIDTH = 128  # the fewest columns of x that our GEMM of dweight takes
+_WIDTH = 128  # columns of x at a time, the narrowest tile of our GEMM of dweight
 
 
 def losses(

@@ -25,8 +25,8 @@ class LossPlan:
     """The plan of `linear_cross_entropy` for arguments of some shapes; its `str` is for people.
 
     Products are matrix products of `2·T·D·V` FLOPs. "With gradients" means the gradients of `x` and
-    `weight`. Memory is in bytes and on each device. It counts logits, or the exponentials of logits
-    that some plans keep in their stead, and neither arguments nor results.
+    `weight`. Memory is in bytes on each device. It counts logits, or the exponentials that some
+    plans keep in place of logits. It counts neither arguments nor results.
 
     Attributes:
       name: `"all logits"`, `"token chunks"`, `"column chunks"` or `"in place"`.

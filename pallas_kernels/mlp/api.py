@@ -44,15 +44,16 @@ def swiglu(
     """The gated activation of Llama's MLP (https://arxiv.org/abs/2002.05202).
 
     `silu(gate) · up` with `silu(z) = z · sigmoid(z)`, computed in float32 and rounded once to
-    `gate.dtype`. Differentiable in both arguments. `gate = -inf` gives NaN, as `jax.nn.silu` does.
+    `gate.dtype`. It is differentiable in both arguments. `gate = -inf` gives NaN, as `jax.nn.silu`
+    does.
 
     Args:
       gate: Gate projection, of any floating dtype; the leading axes are tokens.
       up: Up projection, of the same shape.
       implementation: `"reference"` is plain JAX, which XLA fuses; `"xla"` is the same.
         `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere. It keeps `gate` and `up` and
-        nothing more, and takes both in one dtype. On a mesh each device computes what it has of
-        them; the kernel cannot run inside of a `jax.shard_map` that leaves Auto axes out. `None`
+        nothing more, and takes both in one dtype. On a mesh each device computes its own part of
+        them. The kernel cannot run inside of a `jax.shard_map` that leaves Auto axes out. `None`
         picks `"reference"`, which is as fast alone, and which XLA can fuse with its neighbours. A
         name is binding. `"require"` always raises, because `None` picks no kernel.
       config: Launch parameters of the kernel. `None` takes measured ones, or a guess from the
@@ -93,8 +94,9 @@ def choose_swiglu(
         check_config(config, Config)
         unsupported = symbolic_reason(gate) or mosaic_gpu.unsupported_reason(gate, up)
         return choose_implementation(implementation, unsupported, fallback="reference")
-    # On an H100 XLA's fusion is as fast, 1.02 of a copy forward and 1.00 backward against 1.01 and
-    # 1.00, and inside of a model it takes in what is around it, which a kernel cannot.
+    # On an H100 XLA's fusion is as fast: 1.02 of a copy forward and 1.00 backward, where the kernel
+    # has 1.01 and 1.00. Inside of a model the fusion takes in operations around it, too. A kernel
+    # cannot.
     check_no_config(config, implementation or "reference")
     if implementation == "reference" or implementation == "xla":
         return implementation, by_name(implementation)
@@ -117,17 +119,22 @@ def swiglu_mlp(
 ) -> Float[Array, "*T D"]:
     """The gated MLP (https://arxiv.org/abs/2002.05202), `(silu(gate) · up) @ w_down`.
 
-    `gate = x @ w_gate` and `up = x @ w_up`. Differentiable in all four arrays. Algorithm and
-    rounding: `pallas_kernels/mlp/gated.py`.
+    Here `gate = x @ w_gate` and `up = x @ w_up`. The MLP is differentiable in all four arrays. The
+    docstring of `pallas_kernels/mlp/gated.py` has the algorithm and the rounding.
 
-    `save` says what the backward finds beside `x`: `"gate_up"` the two projections; `"all"` also
-    the product `silu(gate) · up`; `"x"` nothing, so that two of nine GEMMs run again. Under
-    `jax.checkpoint` the policy decides, by the names `gate`, `up` and `mlp_product`; `save` should
-    then be `"gate_up"` or `"all"`.
+    `save` says what the forward keeps for the backward beside `x`:
+
+    - `"gate_up"`: the two projections.
+    - `"all"`: the two projections and the product `silu(gate) · up`.
+    - `"x"`: nothing. Two of the nine GEMMs (matrix products) then run again.
+
+    Under `jax.checkpoint` the policy decides, by the names `gate`, `up` and `mlp_product`. `save`
+    should then be `"gate_up"` or `"all"`.
 
     On a mesh each device computes its own tokens. F may be split over mesh axes that split no
-    tokens. Over Auto and Explicit axes the MLP adds up its result, and in the backward `dx`. Inside
-    of `jax.shard_map` it is given a device's columns, and returns their summand of the result.
+    tokens. Over Auto and Explicit axes the MLP adds up its result over these axes, and in the
+    backward `dx`. Inside of `jax.shard_map` it takes a device's columns, and returns the summand of
+    the result that they give.
 
     Args:
       x: Input, of a floating dtype of 16 bits or more; the leading axes are tokens.
@@ -135,28 +142,28 @@ def swiglu_mlp(
         dtype of 16 bits or more.
       w_up: Second projection.
       w_down: Projection of the product.
-      save: Arrays that the backward finds, as said above.
+      save: Arrays that the forward keeps: `"gate_up"`, `"all"` or `"x"`.
       chunk_size: Number of a device's positions, along the axis before the last, whose gate and up
-        exist at a time; None for all. It is for sequences so long that gate and up are the largest
-        arrays of the step. It needs `save="x"`, and keeps nothing under `jax.checkpoint` either.
+        exist at a time; `None` means all. It is for sequences so long that gate and up are the
+        largest arrays of the step. It needs `save="x"`. Under `jax.checkpoint` nothing is kept
+        then, whatever the policy says.
       implementation: `"mosaic_gpu"` runs the elementwise work in the epilogues of GEMMs, on Hopper
-        and in 16 bits, for D and F that are multiples of 64 from 128 on. `"xla"` is the same
+        and in 16 bits, for D and F that are multiples of 64. `"xla"` is the same
         algorithm in plain JAX. `"reference"` is the formula, differentiated by JAX, which keeps
-        everything.
-        `None` takes the kernels where they run (the backward kernel from 2048 tokens on), and
-        `"xla"` elsewhere, for example inside of a `jax.shard_map` that leaves Auto axes out. A name
-        is binding, with one exception that logs a warning: if F is split so that the kernels do not
-        take a device's part, XLA computes the parts. `"require"` takes the kernels that `None`
-        would take, and raises where XLA would run in their place, for parts too.
+        everything. `None` takes the kernels where they run, and `"xla"` elsewhere, for example
+        inside of a `jax.shard_map` that leaves Auto axes out. The backward kernel runs from 2048
+        tokens on. A name is binding, with one exception that logs a warning: if F is split and the
+        kernels do not take a device's part, XLA computes the part. `"require"` takes the kernels
+        that `None` would take, and raises where XLA would run in their place, for parts too.
       config: Launch parameters of the kernels, for `"mosaic_gpu"` by name.
 
     Raises:
       ValueError: The shapes disagree, a name is unknown, or there are launch parameters for plain
         JAX.
-      TypeError: An array is not of such a dtype, or an option is of a wrong type.
-      NotImplementedError: The caller asked for the kernels by name, and they do not take the
-        arguments; or another implementation than `"reference"` is differentiated twice or in
-        forward mode (`jax.jvp`).
+      TypeError: An array is of another dtype, or an option is of a wrong type.
+      NotImplementedError: The caller names the kernels or requires them, and they do not run. Or
+        another implementation than `"reference"` is differentiated twice or in forward mode
+        (`jax.jvp`).
     """
     x, w_gate, w_up, w_down = floating_arrays(
         x=x, w_gate=w_gate, w_up=w_up, w_down=w_down, least_bits=BITS_OF_PRODUCTS

@@ -32,7 +32,6 @@ from jaxtyping import Array, Float
 from pallas_kernels.gpu import hopper_gemm
 from pallas_kernels.gpu.device import Device, target_device
 from pallas_kernels.gpu.hopper_gemm import (
-    BLOCK_M,
     TILE_K,
     TILE_M,
     WARPGROUPS,
@@ -47,7 +46,6 @@ from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.mlp import formula
 
 _MULTIPLE = TILE_K  # of D and F, because Mosaic copies whole blocks of 8 rows by 64 columns
-_LEAST = BLOCK_M  # of D and F; `loss/mosaic_gpu/products.py` says why
 _PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
 _BACKWARD_PIECE = 32  # columns as well, but of three arrays
 _SLOTS = 3  # places for pieces in shared memory: one at work, one arriving, one leaving
@@ -79,14 +77,14 @@ def unsupported_reason(activations: Sequence[Operand], weights: Sequence[Operand
       weights: Arrays `[D, F]` or `[F, D]`.
     """
     reason = hopper_gemm.unsupported_reason(target_device(), *activations, *weights)
-    fitting = lambda size: max(size + -size % _MULTIPLE, _LEAST)
+    fitting = lambda size: size + -size % _MULTIPLE
     sizes = dict.fromkeys(size for w in weights for size in w.shape if size != fitting(size))
     if reason is not None or not sizes:
         return reason
     padded = " and ".join(f"{size} to {fitting(size)}" for size in sizes)
     return (
         f"weights of shapes {', '.join(str(w.shape) for w in weights)} have sizes that are not "
-        f"multiples of {_MULTIPLE} from {_LEAST} on; pad {padded} with zeros"
+        f"multiples of {_MULTIPLE}; pad {padded} with zeros"
     )
 
 
@@ -104,7 +102,7 @@ def gated_matmul(
 
     Args:
       x: Input, bfloat16 or float16.
-      w_gate: First weight, of the dtype of `x`; D and F are multiples of 64 from 128 on.
+      w_gate: First weight, of the dtype of `x`; D and F are multiples of 64.
       w_up: Second weight, of the same shape and dtype.
       keep: Whether to return gate and up, too: `(product, gate, up)`.
       config: Launch parameters; chosen if None.
@@ -153,7 +151,8 @@ def _forward_kernel(
     """Writes the product of each tile, and gate and up if there are three outputs."""
     outputs, (piece_smem, *scratch) = refs[:num_outputs], refs[num_outputs:]
     warpgroup = jax.lax.axis_index("warpgroup")
-    num_pieces = loop.config.tile_n // _PIECE
+    # `store_piece` says why no piece may lie past the only block of columns of an array.
+    num_pieces = min(loop.config.tile_n, loop.num_columns) // _PIECE
     num_stores = num_pieces * num_outputs
 
     def tile(row, column, multiply):
@@ -184,7 +183,7 @@ def gated_matmul_backward(
 
     Args:
       dy: Gradient of `y`, bfloat16 or float16.
-      w_down: Weight, of the dtype of `dy`; D and F are multiples of 64 from 128 on.
+      w_down: Weight, of the dtype of `dy`; D and F are multiples of 64.
       gate: Gate projection, as the forward kept it.
       up: Up projection, as the forward kept it.
       config: Launch parameters; chosen if None.

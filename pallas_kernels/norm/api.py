@@ -5,7 +5,7 @@ from typing import Literal, get_args
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import check_config, check_number, floating_arrays
-from pallas_kernels.choices import record
+from pallas_kernels.choices import record, required_by
 from pallas_kernels.implementation import (
     Chosen,
     Implementation,
@@ -33,9 +33,9 @@ def rms_norm(
     """Root mean square normalization over the last axis (https://arxiv.org/abs/1910.07467).
 
     `y = x · rstd · (weight + weight_offset)` with `rstd = 1 / sqrt(mean(x²) + eps)`. The statistics
-    are float32 whatever the dtypes, and `y` has the dtype of `x`. Differentiable in `x` and
-    `weight`; each gradient has the dtype of its argument, `dweight` is summed over the tokens in
-    float32.
+    are float32 whatever the dtypes, and `y` has the dtype of `x`. The norm is differentiable in `x`
+    and `weight`. Each gradient has the dtype of its argument. `dweight` is summed over the tokens
+    in float32.
 
     The sum of squares is float32: a row whose Euclidean norm exceeds 1.8e19 overflows, and gives
     `y = 0` with zero gradients (in bfloat16 and float32; float16 has no such numbers).
@@ -47,15 +47,16 @@ def rms_norm(
       weight_offset: Number added to the weight in float32. Gemma stores the scale minus one, so its
         offset is 1.0.
       casting: Place where the result is rounded. With `"float32"` and `"gemma"` everything is
-        float32 and rounded once, at the end. (`"gemma"` is the name in other libraries; it implies
-        no offset.) With `"llama"` `x · rstd` is rounded to `x.dtype` before the scale, as in
-        Hugging Face.
+        float32 and rounded once, at the end. Other libraries call this `"gemma"`; the name sets no
+        offset. With `"llama"`, `x · rstd` is rounded to `x.dtype` before the scale, as in Hugging
+        Face.
       implementation: `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere. `"reference"` is
         plain JAX, which XLA fuses; `"xla"` is the same. `None` picks the kernel if JAX's default
         device is such a GPU and the kernel takes the arguments. On a mesh each device norms its own
         tokens. XLA cannot partition a kernel inside of a `jax.shard_map` that leaves Auto axes out,
-        so `None` picks plain JAX there. A name is binding. `"require"` picks as `None` does, and
-        raises where that would not be the kernel.
+        so `None` picks plain JAX there. With `None`, plain JAX computes forward mode and second
+        derivatives too, which no kernel has. A name is binding. `"require"` picks the kernel, and
+        raises where it does not run.
       config: Launch parameters of the kernel. `None` takes measured ones, or a guess from the
         device and the sizes.
 
@@ -63,18 +64,25 @@ def rms_norm(
       ValueError: The shapes disagree, a name is unknown, a number is out of range, or `config` does
         not fit.
       TypeError: An array is not of a floating dtype, or an option is of a wrong type.
-      NotImplementedError: The caller asked for the kernel, and it does not take the arguments; or
-        kernels are required, and it does not run; or the kernel is differentiated twice or in
-        forward mode (`jax.jvp`).
+      NotImplementedError: The caller asked for the kernel or requires it, and it does not run. Or
+        the result is differentiated twice or in forward mode (`jax.jvp`), and the caller asked for
+        the kernel or requires kernels.
     """
     x, weight = floating_arrays(x=x, weight=weight)
     check_norm_options(eps, weight_offset, casting)
-    _check_shapes(x, None, weight)
+    check_shapes(x, None, weight)
     chosen, reason = choose_norm(x, None, weight, implementation, config)
     record("rms_norm", (x, weight), implementation, chosen, reason)
     if chosen == "mosaic_gpu":
         return mosaic_gpu.norm(
-            x, None, weight, eps=eps, weight_offset=weight_offset, casting=casting, config=config
+            x,
+            None,
+            weight,
+            eps=eps,
+            weight_offset=weight_offset,
+            casting=casting,
+            config=config,
+            has_tangent=_has_tangent(implementation),
         )[0]
     return reference.rms_norm(x, weight, eps=eps, weight_offset=weight_offset, casting=casting)
 
@@ -93,10 +101,9 @@ def add_rms_norm(
     """Residual addition, then RMSNorm: `residual_out = x + residual`, `y = rms_norm(residual_out)`.
 
     The sum is taken in float32 and rounded to `x.dtype`. The norm reads `residual_out` as it is
-    stored, so the pair equals the addition and the norm, one after the other (up to the last bit of
-    `rstd`, which the order of the sum decides).
-    Differentiable in all three arrays. The gradients of `x` and `residual` are equal up to their
-    dtypes.
+    stored. So the pair equals the addition and the norm, one after the other, up to the last bit of
+    `rstd`, which the order of the sum decides. The operation is differentiable in all three arrays.
+    The gradients of `x` and `residual` are equal up to their dtypes.
 
     Args:
       x: Output of a sublayer; the leading axes are tokens.
@@ -118,7 +125,7 @@ def add_rms_norm(
     """
     x, residual, weight = floating_arrays(x=x, residual=residual, weight=weight)
     check_norm_options(eps, weight_offset, casting)
-    _check_shapes(x, residual, weight)
+    check_shapes(x, residual, weight)
     chosen, reason = choose_norm(x, residual, weight, implementation, config)
     record("add_rms_norm", (x, residual, weight), implementation, chosen, reason)
     if chosen != "mosaic_gpu":
@@ -126,7 +133,14 @@ def add_rms_norm(
             x, residual, weight, eps=eps, weight_offset=weight_offset, casting=casting
         )
     y, residual_out = mosaic_gpu.norm(
-        x, residual, weight, eps=eps, weight_offset=weight_offset, casting=casting, config=config
+        x,
+        residual,
+        weight,
+        eps=eps,
+        weight_offset=weight_offset,
+        casting=casting,
+        config=config,
+        has_tangent=_has_tangent(implementation),
     )
     assert residual_out is not None
     return y, residual_out
@@ -155,6 +169,11 @@ def choose_norm(
     return chosen, reason
 
 
+def _has_tangent(implementation: Implementation | None) -> bool:
+    """Whether plain JAX may compute what has no kernel: the caller has not asked for kernels."""
+    return implementation is None and required_by(implementation) is None
+
+
 def check_norm_options(eps: float, weight_offset: float, casting: Casting) -> None:
     """Raises ValueError or TypeError for an option that no norm takes."""
     check_number("eps", eps, least=0.0, remedy="models have 1e-5 or 1e-6")
@@ -163,7 +182,8 @@ def check_norm_options(eps: float, weight_offset: float, casting: Casting) -> No
         raise ValueError(f"{casting=} must be one of {get_args(Casting.__value__)}")
 
 
-def _check_shapes(x: Array, residual: Array | None, weight: Array) -> None:
+def check_shapes(x: Array, residual: Array | None, weight: Array) -> None:
+    """Raises ValueError if the shapes disagree."""
     if x.ndim == 0:
         raise ValueError("weight must have shape [D] and x [..., D], got an x of shape ()")
     if weight.shape != x.shape[-1:]:

@@ -1,7 +1,8 @@
 """The forward kernel of RMSNorm, with or without the residual addition before it."""
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,39 @@ from pallas_kernels.norm.config import Options
 from pallas_kernels.norm.rows import Rows, as_scaled, split_row, widest_itemsize
 
 
+@runtime_checkable  # for the checks of types in tests
+class Epilogue(Protocol):
+    """What a kernel makes of the rows `y` while they are in registers, in the place of `y`."""
+
+    def out_types(self, rows: Rows, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Types of the arrays that it stores."""
+        ...
+
+    def scratch_types(self, rows: Rows) -> tuple[Any, ...]:
+        """Types of its scratch memory. A block uses it for at most one row of several warps."""
+        ...
+
+    def store(
+        self,
+        rows: Rows,
+        chunks: Sequence[jax.Array],
+        row: Any,
+        warpgroup: Any,
+        gmems: Sequence[Any],
+        scratch: Sequence[Any],
+    ) -> None:
+        """Stores what it makes of the chunks of a tile with this first row."""
+        ...
+
+
 def forward(
     options: Options,
     x: Float[Array, "T D"],
     residual: Float[Array, "T D"] | None,
     weight: Float[Array, " D"],
-) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | None, Float[Array, " T"]]:
-    """`(y, residual_out, rstd)`."""
+    epilogue: Epilogue | None = None,
+) -> tuple[Any, Float[Array, "T D"] | None, Float[Array, " T"]]:
+    """`(y, residual_out, rstd)`; the arrays of an epilogue are in the place of `y`."""
     x, residual, weight = at_aligned_addresses((x, residual, weight))
     num_tokens, hidden_size = x.shape
     split = split_row(hidden_size, options.config.fwd_warps, widest_itemsize(x, residual))
@@ -33,26 +60,34 @@ def forward(
     tiles_per_block = min(tiles_per_block, rows.num_full_tiles)
     num_blocks = rows.num_full_tiles // tiles_per_block
     row_shape = jax.ShapeDtypeStruct(rows.shape, x.dtype)
+    of_y = (row_shape,) if epilogue is None else epilogue.out_types(rows, num_tokens)
     outputs = gpu_kernel(
-        functools.partial(_kernel, options, rows, tiles_per_block, num_blocks, has_residual),
+        functools.partial(
+            _kernel, options, rows, tiles_per_block, num_blocks, has_residual, epilogue, len(of_y)
+        ),
         out_type=(
-            *(row_shape,) * (2 if has_residual else 1),
+            *of_y,
+            *(row_shape,) * has_residual,
             jax.ShapeDtypeStruct((num_tokens,), jnp.float32),
         ),
         grid=(num_blocks,),
         grid_names=("block",),
         num_threads=split.warpgroups,
         thread_name="warpgroup",
-        scratch_types=rows.exchange,
+        scratch_types=(
+            *rows.exchange,
+            *(() if epilogue is None else epilogue.scratch_types(rows)),
+        ),
         kernel_name="add_rms_norm_fwd" if has_residual else "rms_norm_fwd",
     )(
         x.reshape(rows.shape),
         *(() if residual is None else (residual.reshape(rows.shape),)),
         weight.reshape(rows.weight_shape),
     )
-    *outputs, rstd = outputs
-    y, residual_out = (a.reshape(x.shape) for a in outputs) if has_residual else (*outputs, None)
-    return at_aligned_addresses((y.reshape(x.shape), residual_out, rstd))
+    y, others = outputs[: len(of_y)], outputs[len(of_y) :]
+    residual_out = others[0].reshape(x.shape) if has_residual else None
+    made = y[0].reshape(x.shape) if epilogue is None else tuple(y)
+    return at_aligned_addresses((made, residual_out, others[-1]))
 
 
 def _kernel(
@@ -61,15 +96,18 @@ def _kernel(
     tiles_per_block: int,
     num_blocks: int,
     has_residual: bool,
+    epilogue: Epilogue | None,
+    num_y: int,
     *refs: Any,
 ) -> None:
     """Norms the tiles of a block. The last block also has the tiles that are left over."""
     residual_gmem = residual_out_gmem = None
     if has_residual:
-        x_gmem, residual_gmem, weight_gmem, y_gmem, residual_out_gmem, *others = refs
+        x_gmem, residual_gmem, weight_gmem, *others = refs
+        residual_out_gmem = others.pop(num_y)
     else:
-        x_gmem, weight_gmem, y_gmem, *others = refs
-    rstd_gmem, partial_smem, barrier = others
+        x_gmem, weight_gmem, *others = refs
+    y_gmems, (rstd_gmem, partial_smem, barrier, *scratch) = others[:num_y], others[num_y:]
     block = jax.lax.axis_index("block")
     warpgroup = jax.lax.axis_index("warpgroup")
     split, dtype, reread = rows.split, x_gmem.dtype, options.config.fwd_reread
@@ -97,6 +135,7 @@ def _kernel(
             rstd = jax.lax.rsqrt(mean + options.eps)
             rows.store_scalar(rstd_gmem, row, warpgroup, rstd)
             rstd = rows.spread(rstd)
+            normed = []
             for i, start in enumerate(split.starts):
                 if reread:
                     source_gmem = x_gmem if residual_out_gmem is None else residual_out_gmem
@@ -106,7 +145,12 @@ def _kernel(
                     value, weight = values[i], weights[i]
                 x_hat = as_scaled(value.astype(jnp.float32) * rstd, options.casting, dtype)
                 y = (x_hat * rows.scale(weight, options.weight_offset)).astype(dtype)
-                store(rows.at(y_gmem, row, warpgroup, start), y)
+                if epilogue is None:
+                    store(rows.at(y_gmems[0], row, warpgroup, start), y)
+                else:
+                    normed.append(y)
+            if epilogue is not None:
+                epilogue.store(rows, normed, row, warpgroup, y_gmems, scratch)
 
     first = block * tiles_per_block
     normalize([first + i for i in range(tiles_per_block)])

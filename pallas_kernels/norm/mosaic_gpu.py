@@ -25,6 +25,7 @@ Arithmetic is float32. Rounded: `residual_out` and `y` to the dtype of `x`, with
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -35,6 +36,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from pallas_kernels.gpu.device import BYTES_PER_ACCESS, WARPS_PER_WARPGROUP, target_device
+from pallas_kernels.gpu.kernel import vary, varying_axes
+from pallas_kernels.norm import reference
 from pallas_kernels.norm.backward_kernel import backward
 from pallas_kernels.norm.config import Config, Options, default_config
 from pallas_kernels.norm.forward_kernel import forward
@@ -81,13 +84,17 @@ def norm(
     weight_offset: float,
     casting: str,
     config: Config | None,
+    has_tangent: bool = False,
 ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"] | None]:
     """`(y, residual_out)` of `pallas_kernels.add_rms_norm`, or `(y, None)` without a residual.
 
-    The caller has asked `unsupported_reason`, which is None for the arguments.
+    The caller has asked `unsupported_reason`, which is None for the arguments. With `has_tangent`
+    plain JAX computes forward mode and second derivatives.
 
     Raises:
       ValueError: The configuration does not fit the hidden size or the device.
+      NotImplementedError: The result is differentiated in forward mode, or twice, without
+        `has_tangent`.
     """
     if config is None:
         config = default_config(target_device(), x.shape[-1], x.dtype, add=residual is not None)
@@ -97,7 +104,8 @@ def norm(
         # There is nothing to launch. The gradients of these results are zeros.
         total = x if residual is None else x + residual.astype(x.dtype)
         return total * weight.astype(x.dtype), None if residual is None else total
-    operation = _Norm(options, residual is not None)
+    kind = _NormWithTangent if has_tangent else _Norm
+    operation = kind(options, residual is not None)
     if residual is None:
         (y,) = call(operation, x, weight)
         return y, None
@@ -171,6 +179,35 @@ class _Norm:
         if is_batched[-1]:
             return None
         return self, with_members(args, is_batched, weights=[len(args) - 1])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _NormWithTangent(_Norm):
+    """RMSNorm with forward mode and second derivatives, which are those of the reference."""
+
+    def tangent(
+        self, wanted: Mask, saved: Sequence[jax.Array], tangents: Sequence[jax.Array]
+    ) -> Sequence[jax.Array]:
+        source, weight, _ = saved
+        rest = iter(tangents)
+        *of_tokens, dweight = (next(rest) if is_wanted else None for is_wanted in wanted)
+        # In float32, as the sum of `x` and the residual is.
+        parts = [t.astype(jnp.float32) for t in of_tokens if t is not None]
+        dsource = sum(parts[1:], parts[0]) if parts else jnp.zeros_like(source)
+        dweight = jnp.zeros_like(weight) if dweight is None else dweight
+        dsource, dweight = dsource.astype(source.dtype), dweight.astype(weight.dtype)
+        # Each device has a gradient of its own of a weight that is the same on all of them, before
+        # JAX adds them up.
+        source = vary(source, varying_axes(dsource))
+        weight = vary(weight, varying_axes(dweight))
+        norm = functools.partial(
+            reference.rms_norm,
+            eps=self.options.eps,
+            weight_offset=self.options.weight_offset,
+            casting=self.options.casting,
+        )
+        _, dy = jax.jvp(norm, (source, weight), (dsource, dweight))
+        return (dy, dsource) if self.has_residual else (dy,)
 
 
 def _forward_of(key: _Norm, place: Place) -> Callable[..., tuple[jax.Array, ...]]:

@@ -79,7 +79,7 @@ class Patched:
           *args: Arguments of the model.
           **kwargs: Keyword arguments of the model. One is for the loss: `loss_options` is a mapping
             with keyword arguments of `linear_cross_entropy`, for example `z_loss`, `token_weights`
-            or `return_metrics`. Bias and softcap are those of the model.
+            or `return_metrics`. The model's own bias and softcap are used.
 
         Returns:
           The results of `linear_cross_entropy`.
@@ -130,16 +130,17 @@ def patch(model: nnx.Module) -> Patched:
     Results have the same dtypes. Modules whose parameters are stacked for a scan or vmap over
     layers are replaced, too. The parameters may be `jax.ShapeDtypeStruct`.
 
-    A replaced module runs its own code where the comparison says nothing: for an input of another
-    dtype, an argument that may change the result, or parameters that were added later. `explain`
-    shows that, and under `require_kernels` it is an error. An attribute that is changed later, such
-    as an epsilon, has no effect: `undo` and patch again.
+    A replaced module runs its own code in calls that the comparison did not cover: for an input of
+    another dtype, an argument that may change the result, or parameters that were added later.
+    `explain` shows the reason, and under `require_kernels` it is an error. An attribute that is
+    changed later, such as an epsilon, has no effect: `undo` and patch again.
 
     Args:
       model: Model to change, outside of `jax.jit`.
 
     Returns:
-      The list of what was replaced and left; it also computes the loss and undoes the change.
+      The list of modules that were replaced or left. Its methods compute the loss and undo the
+      change.
 
     Raises:
       TypeError: `model` is no `nnx.Module`.

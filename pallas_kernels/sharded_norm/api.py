@@ -41,31 +41,35 @@ def sharded_add_rms_norm(
         residual_out = (Σ_devices partial)[i·T/n : (i+1)·T/n] + residual
         y            = all_gather(rms_norm(residual_out))
 
-    `y` without the all-gather if not `gather`. The operation replaces an all-reduce, `add_rms_norm`
+    With `gather=False`, `y` is not gathered. The operation replaces an all-reduce, `add_rms_norm`
     and a replicated residual stream (LMDeploy's AllreduceResidualRMSnorm). Each device then has 1/n
     of the norm's work and of the residual's memory, as in Megatron's sequence parallelism
     (https://arxiv.org/abs/2205.05198).
 
-    To be called inside of `jax.shard_map(check_vma=False)`. The tokens are split along the
-    second-last axis; leading axes stay whole, so that a `[B, S, D]` stream is split by sequence.
-    With B above 1 that costs XLA for GPUs copies of `partial` and `y`, because a collective wants
-    the split axis first. Tokens are independent, so a stream can as well be `[B·S, D]`.
+    Call it inside of `jax.shard_map(check_vma=False)`. The tokens are split along the second-last
+    axis. Leading axes stay whole, so a `[B, S, D]` stream is split by sequence. With B above 1, XLA
+    for GPUs copies `partial` and `y`, because a collective wants the split axis first. Tokens are
+    independent, so a stream can as well be `[B·S, D]`.
 
-    Dtypes and rounding: the collective adds up partial sums in the dtype of `partial`. XLA for GPUs
-    leaves 16 bits to NCCL, whose ring rounds after each of the n - 1 additions; XLA for CPUs adds
-    in float32 and rounds once. (For a float32 sum make `partial` float32, at twice the bytes
-    between devices.) The rounded sum goes through `add_rms_norm`, which adds in float32, rounds
+    **Dtypes and rounding.** The collective adds up partial sums in the dtype of `partial`. XLA for
+    GPUs leaves 16 bits to NCCL, whose ring rounds after each of the n - 1 additions. XLA for CPUs
+    adds in float32 and rounds once. For a float32 sum make `partial` float32, at twice the bytes
+    between devices. The rounded sum goes through `add_rms_norm`, which adds in float32, rounds
     `residual_out`, and normalizes it as stored. `y` and `residual_out` have the dtype of `partial`.
 
-    Differentiable in all three arrays, each gradient in the dtype of its argument. The backward
-    mirrors the forward: a reduce-scatter of `dy` (if gathered; each device has the share that its
-    use of `y` gives, in the dtype of `y`), one pass over the token shard, and an all-gather of the
-    gradient, which is the same for the `partial` of every device. Each device returns the gradient
-    of `weight` that its tokens give, rounded to the dtype of `weight`. The operation does not sum
-    these gradients: the transpose of `jax.shard_map` adds them up over every axis of the mesh that
-    is not in the weight's `in_specs`. So the weight should enter whole, with `PartitionSpec()`. (A
-    caller who differentiates inside of `shard_map` gets the gradient of the device's own tokens and
-    has to `psum` it.)
+    **Gradients.** The operation is differentiable in all three arrays, and each gradient has the
+    dtype of its argument. The backward mirrors the forward in three steps:
+
+    1. A reduce-scatter of `dy`, if `y` was gathered. Each device has the share that its own use of
+       `y` gives, in the dtype of `y`.
+    2. One pass over the device's tokens.
+    3. An all-gather of the gradient. The `partial` of every device has the same gradient.
+
+    Each device returns the gradient of `weight` for its own tokens, rounded to the dtype of
+    `weight`. The operation does not add these gradients up. The transpose of `jax.shard_map` adds
+    them up over every axis of the mesh that is not in the weight's `in_specs`. So the weight should
+    enter whole, with `PartitionSpec()`. A caller who differentiates inside of `shard_map` gets the
+    gradient for the device's own tokens, and has to `psum` it.
 
     For the policies of `jax.checkpoint`, `add_rms_norm` names the token shards `residual`, `rstd`
     and `normed`. A policy that keeps these names takes 1/n of the memory, and gathers `y` again.
@@ -96,8 +100,8 @@ def sharded_add_rms_norm(
       config: Launch parameters of `add_rms_norm`, for `"xla"`.
 
     Returns:
-      `(y, residual_out)`. `y` is `[..., T, D]`, the same on all devices of the axis, or
-      `[..., T/n, D]` if not `gather`; `residual_out` is `[..., T/n, D]`.
+      `(y, residual_out)`. `y` is `[..., T, D]`, the same on all devices of the axis. With
+      `gather=False` it is `[..., T/n, D]`. `residual_out` is `[..., T/n, D]`.
 
     Raises:
       ValueError: The shapes disagree, the devices do not divide T, `axis_name` is not bound, a name

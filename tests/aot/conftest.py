@@ -13,9 +13,12 @@ type Compiled = Callable[[str, str], Program]
 
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
-    """The program of a chip and a case of the module's `CASES`; a case that fails, fails here."""
+    """A function that gives the program of a chip and a case of the module's `CASES`.
+
+    A test that asks for a case that does not compile fails with the compiler's message.
+    """
     if reason := missing_toolchain():
-        # `make test-aot` has installed it; to skip there would hide that nothing is checked.
+        # `make test-aot` installs it, and must not pass if nothing was checked.
         (pytest.fail if "AOT_REQUIRED" in os.environ else pytest.skip)(reason)
     selected: dict[str, list[str]] = {}
     for item in request.session.items:
@@ -26,7 +29,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
             selected.setdefault(str(params["chip"]), []).extend(cases)
     module = f"aot.{request.path.stem}"
     num_cores = os.cpu_count() or 1
-    shares = max(1, num_cores // max(1, len(selected)))  # of the cases of a chip
+    shares = max(1, num_cores // max(1, len(selected)))  # processes for the cases of a chip
     programs: dict[tuple[str, str], Future[dict[str, Program | Failure]]] = {}
     with ThreadPoolExecutor(max_workers=num_cores) as pool:
         for chip, cases in selected.items():

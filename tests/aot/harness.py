@@ -1,9 +1,9 @@
 """Compiles functions for real GPUs on a machine without one, and reads what the compilers report.
 
 JAX lowers, XLA compiles and NVIDIA's `ptxas` assembles exactly as they do on the GPU. They know the
-chip from the description in `train/planner/aot.py`. So these reports hold on hardware: that the
-kernels compile, their registers and spills, their memory instructions, what XLA puts around them.
-They say nothing about speed, races, deadlocks or numbers.
+chip from the description in `train/planner/aot.py`. So these results hold on hardware: that the
+kernels compile, their registers and spills, their memory instructions, and the instructions that
+XLA puts around them. They say nothing about speed, races, deadlocks or numbers.
 
 Compilation runs in `aot.worker`, a process of its own for every chip: a kernel that LLVM cannot
 select instructions for aborts the whole process.
@@ -35,7 +35,7 @@ CHIPS = {
     "l4": aot.CHIPS["l4"],
     "b200": aot.CHIPS["b200"],
 }
-# What their kernels must be assembled for.
+# The architecture for which the kernels of a chip must be assembled.
 ARCHS = {"h100": "sm_90a", "a100": "sm_80", "l4": "sm_89", "b200": "sm_100a"}
 
 
@@ -44,13 +44,13 @@ class Case:
     """A function and the shapes that it is compiled for.
 
     Attributes:
-      function: traced and compiled.
-      args: `jax.ShapeDtypeStruct`.
-      donated: number of the argument whose memory the results may take.
-      compiler_options: of XLA.
-      mesh: names and sizes of the axes of a mesh that is in context, of one device if it is empty.
-      specs: how the arguments lie on it; all whole if there are none.
-      is_explicit: whether the axes of the mesh are Explicit, and not Auto.
+      function: Function to trace and compile.
+      args: Arguments, each a `jax.ShapeDtypeStruct`.
+      donated: Number of the argument whose memory the results may take.
+      compiler_options: Options of XLA.
+      mesh: Names and sizes of the axes of the mesh in context; empty for one device.
+      specs: Specs of the arguments on the mesh; without any, each device has all arguments whole.
+      is_explicit: Whether the axes of the mesh are Explicit, and not Auto.
     """
 
     function: Callable[..., Any]
@@ -64,24 +64,24 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What `ptxas` and the PTX say about one Mosaic GPU kernel.
+    """The report of `ptxas`, and of the PTX, on one Mosaic GPU kernel.
 
     Attributes:
-      name: of its entry function.
-      arch: that it was assembled for.
-      registers: per thread.
-      threads: of a block.
-      stack_bytes: per thread; arrays that do not fit in registers, and spills.
-      spill_bytes: per thread, stored and loaded.
-      smem_bytes: shared memory per block that the kernel asks for.
-      warnings: of `ptxas`, and what it calls a loss of performance, as wgmmas one by one.
-      tma_loads: number of bulk copies from global to shared memory.
-      tma_stores: likewise, to global memory.
-      loads: number of instructions that load from global memory, by bytes a thread.
-      stores: likewise.
-      early_conversions: roundings to 16 bits that stand between a wgmma and the wait for it.
-      peer_signals: number of atomic additions that other devices see.
-      multicasts: number of instructions for NVLink multicast.
+      name: Name of the entry function.
+      arch: Architecture for which it was assembled.
+      registers: Registers of a thread.
+      threads: Threads of a block.
+      stack_bytes: Bytes of a thread for spills, and for arrays that do not fit in registers.
+      spill_bytes: Bytes of a thread that are spilled, stores and loads together.
+      smem_bytes: Shared memory that a block asks for.
+      warnings: Warnings of `ptxas`, and its notes on lost performance, such as serialized wgmmas.
+      tma_loads: Number of bulk copies from global to shared memory.
+      tma_stores: Number of bulk copies from shared to global memory.
+      loads: Number of instructions that load from global memory, by bytes a thread.
+      stores: Number of instructions that store to global memory, by bytes a thread.
+      early_conversions: Number of roundings to 16 bits between a wgmma and the wait for it.
+      peer_signals: Number of atomic additions that other devices see.
+      multicasts: Number of instructions for NVLink multicast.
     """
 
     name: str
@@ -106,10 +106,10 @@ class Instruction:
     """An instruction of an optimized program.
 
     Attributes:
-      opcode: such as "copy", "fusion" or "custom-call".
-      outputs: dtype and dimensions of its result, or of each part of it.
-      operands: names of the instructions it reads.
-      is_kernel: whether it calls a Mosaic GPU kernel.
+      opcode: Name such as "copy", "fusion" or "custom-call".
+      outputs: Dtype and dimensions of its result, or of each part of it.
+      operands: Names of the instructions that it reads.
+      is_kernel: Whether it calls a Mosaic GPU kernel.
     """
 
     opcode: str
@@ -128,13 +128,13 @@ class Program:
     """A compiled case.
 
     Attributes:
-      kernels: the distinct Mosaic GPU kernels in it.
-      calls: number of calls of each kernel, by its name; a loop's body counts once.
-      instructions: by name, without those inside of fusions.
-      hlo: the optimized program, without the binaries of kernels.
-      temp_bytes: device memory beside arguments and results.
-      host_temp_bytes: likewise, of the host.
-      seconds: from tracing to the executable.
+      kernels: Distinct Mosaic GPU kernels in it.
+      calls: Number of calls of each kernel, by its name; a loop's body counts once.
+      instructions: Instructions by name, without those inside of fusions.
+      hlo: Optimized program, without the binaries of kernels.
+      temp_bytes: Device memory beside arguments and results.
+      host_temp_bytes: Memory of the host beside arguments and results.
+      seconds: Time from tracing to the executable.
     """
 
     kernels: tuple[Kernel, ...]
@@ -177,7 +177,7 @@ def compile_cases(chip: str, module: str, names: Sequence[str]) -> dict[str, Pro
                 text=True,
             )
             results |= zip(remaining, _read_results(path), strict=False)
-        # Python's own errors are the worker's, not of a case: cases that raise are results.
+        # A case that raises is a result, so an error of Python is one of the worker.
         if process.returncode > 0:
             raise RuntimeError(f"aot.worker failed for {chip}:\n{process.stdout[-4000:]}")
         if process.returncode < 0:
@@ -251,8 +251,8 @@ def _find(pattern: str, text: str) -> tuple[str, ...]:
 def _access_widths(opcode: str, ptx: str) -> Counter[int]:
     """How many loads or stores of global memory there are of each width, in bytes a thread.
 
-    An instruction that names no memory, as the tiled layouts of Mosaic GPU give, counts as one of
-    global memory, where they are used here.
+    An instruction that names no memory counts as one of global memory: the tiled layouts of Mosaic
+    GPU make such instructions, and the kernels use these layouts in global memory.
     """
     widths: Counter[int] = Counter()
     for modifiers in re.findall(rf"^\s*(?:@!?%\w+\s+)?{opcode}\.([\w.:]+)\s", ptx, re.MULTILINE):
@@ -268,8 +268,8 @@ def _access_widths(opcode: str, ptx: str) -> Counter[int]:
 def parse_instructions(hlo: str) -> dict[str, Instruction]:
     """The instructions of an HLO module that read and write memory, by name.
 
-    Those are the instructions of the entry and of what it calls. What is inside of a fusion stays
-    in registers; the fusion is the instruction.
+    These are the instructions of the entry and of the computations that it calls. A fusion is one
+    instruction, because its inner ones keep their results in registers.
     """
     inside = set(re.findall(r" (?!call\()[\w-]+\(%.*(?:calls|to_apply)=%([\w.-]+)", hlo))
     instructions = {}
@@ -293,7 +293,7 @@ def parse_instructions(hlo: str) -> dict[str, Instruction]:
 
 
 def without_binaries(hlo: str) -> str:
-    """The program without what Mosaic GPU kernels are called with, megabytes of code."""
+    """The program without the code of its Mosaic GPU kernels, which is megabytes."""
     return re.sub(r'(custom_call_target="mosaic_gpu\w*").*', r"\1", hlo)
 
 

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 from aot.harness import ARCHS, Case, Program
-from pallas_kernels.fp8 import quantize, quantize_both
+from pallas_kernels.fp8 import (
+    add_rms_norm_quantized,
+    quantize,
+    quantize_both,
+    rms_norm_quantized,
+)
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 kernel = dict(implementation="mosaic_gpu")
@@ -15,6 +20,7 @@ tensor = functools.partial(quantize_both, **kernel)
 row = functools.partial(quantize_both, scaling="row", **kernel)
 e5m2 = functools.partial(quantize_both, dtype=jnp.float8_e5m2, **kernel)
 one = functools.partial(quantize, **kernel)
+one_row = functools.partial(quantize, scaling="row", **kernel)
 
 CASES = {
     name: Case(function, (jax.ShapeDtypeStruct(shape, dtype),))
@@ -26,7 +32,17 @@ CASES = {
         "row-2880": (row, (4160, 2880), BF16),
         "e5m2": (e5m2, (8192, 4096), BF16),
         "one": (one, (8192, 4096), BF16),
+        "rows-2048": (one_row, (16384, 2048), BF16),
+        "rows-14336": (one_row, (8192, 14336), BF16),
+        "rows-f32": (one_row, (8192, 8192), F32),
     }.items()
+}
+_TOKENS, _WEIGHT = jax.ShapeDtypeStruct((8192, 4096), BF16), jax.ShapeDtypeStruct((4096,), BF16)
+CASES |= {
+    "norm": Case(functools.partial(rms_norm_quantized, **kernel), (_TOKENS, _WEIGHT)),
+    "norm-add": Case(
+        functools.partial(add_rms_norm_quantized, **kernel), (_TOKENS, _TOKENS, _WEIGHT)
+    ),
 }
 
 
@@ -35,19 +51,30 @@ CASES = {
 def test_compiles(compiled, chip, case):
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s", *program.kernels, sep="\n")
-    has_maxima = case.startswith("row")
-    assert program.calls == {"fp8_quantize": 1} | ({"fp8_amax": 1} if has_maxima else {})
+    if case.startswith("rows"):
+        assert program.calls == {"fp8_quantize_rows": 1}
+    elif case.startswith("norm"):
+        (name,) = program.calls
+        assert name == ("add_rms_norm_fwd" if case == "norm-add" else "rms_norm_fwd")
+    else:
+        has_maxima = case.startswith("row")
+        assert program.calls == {"fp8_quantize": 1} | ({"fp8_amax": 1} if has_maxima else {})
     for kernel in program.kernels:
         assert kernel.arch == ARCHS[chip]
         assert (kernel.spill_bytes, kernel.stack_bytes, kernel.warnings) == (0, 0, ()), kernel
         if kernel.name.startswith("fp8_amax"):
-            # The array goes through the lanes 16 bytes at a time, 64 rows a block.
-            assert kernel.loads == {16: 16}, kernel
+            # 16 accesses of 16 bytes a lane are 64 rows of 256 columns; 2880 is 15 times 192.
+            assert kernel.loads == {16: 12 if case == "row-2880" else 16}, kernel
+            continue
+        if kernel.name.startswith(("fp8_quantize_rows", "rms_norm", "add_rms_norm")):
+            # 16 bytes are read at a time, and their 8 (float32: 4) values written.
+            (width,) = kernel.loads
+            assert width == 16 and kernel.tma_loads == 0, kernel
             continue
         # TMA moves the tile in and its copies out.
         assert (kernel.tma_loads, kernel.tma_stores) == (1, 1 if case == "one" else 2), kernel
     # XLA converts, transposes and copies no array: nothing but the kernel writes one.
-    (arg,) = CASES[case].args
+    arg = CASES[case].args[0]
     for part in program.instructions.values():
         if part.opcode not in ("parameter", "get-tuple-element", "tuple", "bitcast"):
             assert part.is_kernel or part.largest_size <= arg.size // 16, part

@@ -31,8 +31,8 @@ def test_every_layer_runs_its_kernels(compiled, chip, case):
     norms = {"rms_norm_fwd", "rms_norm_bwd", "add_rms_norm_fwd"}
     mlp = {"gated_matmul", "gated_matmul_backward"}
     assert names == norms | mlp | {"linear_exponentials", "linear_exponentials_again"}
-    # Two norms, the MLP and the loss, forward and backward, in two models: `vmap` adds none.
+    # Each model has two norms, the MLP and the loss, forward and backward. `vmap` adds no kernel.
     assert sum(i.is_kernel for i in program.instructions.values()) == 2 * 8
-    # XLA transposes Equinox's weights in the casts, and their gradients in the products.
+    # XLA transposes Equinox's weights in the casts, and the gradients in the products.
     copies = [i for i in program.instructions.values() if i.opcode in ("copy", "transpose")]
     assert max((i.largest_size for i in copies), default=0) < D * F

@@ -1,4 +1,4 @@
-"""The linear cross-entropy compiles for an H100: its kernels, and what XLA makes of the whole."""
+"""The linear cross-entropy compiles for an H100: the programs that XLA makes of whole losses."""
 
 import dataclasses
 import functools
@@ -11,31 +11,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from aot.harness import ARCHS, CHIPS, Case, Kernel, Program
+from aot.harness import CHIPS, Case, Program
+from aot.loss_shapes import MIB, assert_runs_well, floats, labels_of
 from pallas_kernels import LossPlan, linear_cross_entropy, linear_cross_entropy_plan
 from pallas_kernels.gpu.device import Device
 from pallas_kernels.loss import plan as plan_module
 from pallas_kernels.loss.mosaic_gpu import products
-from pallas_kernels.loss.mosaic_gpu.logits import LINE, loss_of_logits
-from pallas_kernels.loss.mosaic_gpu.statistics import linear_statistics
-from pallas_kernels.loss.token_loss import LossOptions
 
 BF16 = jnp.bfloat16
-MIB = 2**20
-OPTIONS = LossOptions(ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_softcap=None)
-# On the GPU XLA measures which GEMM is the fastest. Without one it takes Triton's, unless told to
-# take cuBLAS', whose calls say what they add and where they write.
+# With a GPU XLA measures which GEMM is the fastest. Without one it takes Triton's by default. The
+# calls of cuBLAS show what they add and where they write.
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 each_chip = pytest.mark.parametrize("chip", ["h100"])
-
-
-def floats(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def labels_of(num_tokens: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
 
 
 def plan_for_h100(loss: "Loss") -> LossPlan:
@@ -48,132 +36,6 @@ def plan_for_h100(loss: "Loss") -> LossPlan:
         mock.patch.object(products, "target_device", lambda: device),
     ):
         return linear_cross_entropy_plan(x, weight, labels, implementation="mosaic_gpu")
-
-
-def assert_runs_well(kernel: Kernel) -> None:
-    assert kernel.arch == ARCHS["h100"]
-    assert (kernel.spill_bytes, kernel.stack_bytes, kernel.warnings) == (0, 0, ()), kernel
-    assert kernel.smem_bytes <= CHIPS["h100"].limits.smem_bytes
-
-
-# The kernel over logits in memory.
-
-LOGITS_TOKENS = 2048
-
-
-def loss_and_gradient(logits, labels, coefficients, *, num_columns):
-    return loss_of_logits(
-        logits, labels, OPTIONS, num_columns=num_columns, coefficients=coefficients
-    )
-
-
-def loss_only(logits, labels, *, num_columns):
-    return loss_of_logits(logits, labels, OPTIONS, num_columns=num_columns)[0]
-
-
-def gradient_only(logits, labels, coefficients, lse, *, num_columns):
-    return loss_of_logits(
-        logits, labels, OPTIONS, num_columns=num_columns, coefficients=coefficients, lse=lse
-    )[1]
-
-
-def logits_cases() -> dict[str, Case]:
-    """What the whole losses, below, do not have: a padded vocabulary, and each half by itself.
-
-    A case takes 10 seconds of a core. A half reads each row once, however long it is.
-    """
-    cases = {}
-    t, row = LOGITS_TOKENS, floats(LOGITS_TOKENS)
-    for function, rows, vocabularies in (
-        (loss_and_gradient, (row,), (32001, 151936)),
-        (loss_only, (), (256001,)),
-        (gradient_only, (row, row), (256001,)),
-    ):
-        for vocab in vocabularies:
-            logits = floats(t, vocab + -vocab % LINE, dtype=BF16)
-            donated = None if function is loss_only else 0
-            of_columns = functools.partial(function, num_columns=vocab)
-            args = (logits, labels_of(t), *rows)
-            cases[f"{function.__name__}-{vocab}"] = Case(of_columns, args, donated=donated)
-    return cases
-
-
-LOGITS_CASES = logits_cases()
-
-
-@each_chip
-@pytest.mark.parametrize("case", LOGITS_CASES)
-def test_kernel_over_logits(compiled, chip, case):
-    program: Program = compiled(chip, case)
-    print(f"{program.seconds:.1f} s", *program.kernels, sep="\n")
-    (kernel,) = program.kernels
-    assert_runs_well(kernel)
-    # All logits go through TMA; what lanes load and store are single numbers of a row.
-    assert kernel.tma_loads > 0 and (kernel.tma_stores > 0) == ("gradient" in case)
-    assert set(kernel.loads) | set(kernel.stores) <= {2, 4}, kernel
-    # XLA copies nothing: the gradient is where the logits were.
-    moves = {"parameter", "bitcast", "get-tuple-element", "tuple", "custom-call"}
-    assert {part.opcode for part in program.instructions.values()} <= moves
-    assert program.temp_bytes < MIB
-
-
-def gradient_of_a_slice(logits, labels, coefficients):
-    rows = slice(100, 600)
-    return loss_of_logits(
-        logits[rows],
-        labels[rows],
-        OPTIONS,
-        num_columns=logits.shape[1],
-        coefficients=coefficients[rows],
-    )
-
-
-SLICE_CASES = {
-    "slice": Case(
-        gradient_of_a_slice,
-        (floats(LOGITS_TOKENS, 32000, dtype=BF16), labels_of(LOGITS_TOKENS), floats(LOGITS_TOKENS)),
-    )
-}
-
-
-@each_chip
-@pytest.mark.parametrize("case", SLICE_CASES)
-def test_no_slice_is_fused_with_the_kernel(compiled, chip, case):
-    """XLA would not know that the kernel's result is where its operand was."""
-    program: Program = compiled(chip, case)
-    assert sum(part.is_kernel for part in program.instructions.values()) == 1
-
-
-# The GEMM that keeps its logits to itself.
-
-STATISTICS_SHAPES = [(8192, 4096, 128256), (16384, 2048, 128256)]
-# A bias, a softcap and the sum of the logits, which smoothing takes.
-STATISTICS_CASES = {
-    f"statistics-{t}x{d}x{v}{'-options' * options}": Case(
-        lambda x, weight, bias, labels, options=options: linear_statistics(
-            x,
-            weight,
-            bias if options else None,
-            labels,
-            softcap=30.0 if options else None,
-            with_total=options,
-        ),
-        (floats(t, d, dtype=BF16), floats(v, d, dtype=BF16), floats(v), labels_of(t)),
-    )
-    for t, d, v in STATISTICS_SHAPES
-    for options in (False, True)
-}
-
-
-@each_chip
-@pytest.mark.parametrize("case", STATISTICS_CASES)
-def test_linear_statistics(compiled, chip, case):
-    program: Program = compiled(chip, case)
-    print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB", *program.kernels)
-    (kernel,) = program.kernels
-    assert_runs_well(kernel)
-    assert kernel.tma_loads > 0
-    assert program.temp_bytes <= 32 * MIB
 
 
 # Whole losses.
@@ -215,12 +77,12 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """Of a loss with its gradients.
+    """The program of a loss with its gradients.
 
     Attributes:
-      num_chunks: of tokens whose share of `dweight` is added.
-      num_bands: of `dweight`, in a loop; what was copied is in one of two steps.
-      mib: beside arguments and results.
+      num_chunks: Number of chunks of tokens whose share of `dweight` is added.
+      num_bands: Number of bands of `dweight`, in a loop. A loop of two steps goes over the copies.
+      mib: MiB beside arguments and results.
     """
 
     num_chunks: int
@@ -240,9 +102,6 @@ SMALLEST = Loss(8192, 4096, 128256)
 ODD = Loss(8192, 4096, 32001)
 
 CASES = {
-    **LOGITS_CASES,
-    **SLICE_CASES,
-    **STATISTICS_CASES,
     **{f"loss-{loss}": loss.alone() for loss in LOSSES},
     **{f"gradients-{loss}": loss.with_gradients() for loss in LOSSES},
     "by-chunks": SMALLEST.with_gradients(chunk_size=2048),
@@ -278,8 +137,8 @@ class Gemm:
     """A matrix product in a program.
 
     Attributes:
-      shape: of its result.
-      adds: whether it adds what is there, in place.
+      shape: Shape of its result.
+      adds: Whether it adds to an array in place.
     """
 
     shape: tuple[int, ...]
@@ -310,7 +169,7 @@ def makers(program: Program, shape: tuple[int, ...]) -> set[str]:
     return set(re.findall(rf"^  (?:ROOT )?%\S+ = \w+\[{dims}\]\S* ([\w-]+)\(", program.hlo, re.M))
 
 
-# What makes no new array. A fusion is what its instructions are.
+# Instructions that make no new array. A fusion makes what the instructions in it make.
 MAKES_NOTHING = {"parameter", "get-tuple-element", "bitcast", "fusion"}
 
 
@@ -328,10 +187,10 @@ IN_PLACE = EXPONENTIALS | {"input_gradient", "weight_gradient_rows"}
 
 
 def assert_nothing_runs_beside(program: Program) -> None:
-    """That nothing outside of loops is asynchronous.
+    """Asserts that nothing outside of loops is asynchronous.
 
-    Else XLA orders all of the program that the loss is in so that something is beside it, with more
-    arrays at a time: 2.1 to 3.6 GiB more in the step of a Llama of 1B.
+    XLA orders a program so that other work runs beside an asynchronous instruction, and then more
+    arrays are alive at a time: 2.1 to 3.6 GiB more in the step of a Llama of 1B.
     """
     _, entry = program.hlo.split("\nENTRY ")
     assert "-start(" not in entry
@@ -340,11 +199,14 @@ def assert_nothing_runs_beside(program: Program) -> None:
 def assert_in_place(
     program: Program, weight_shape: tuple[int, int], *, of_weight: frozenset[str] = frozenset()
 ) -> None:
-    """That nothing copies an array of this size, nor the exponentials in it.
-
-    `of_weight` are opcodes that make the weight itself.
+    """Asserts that nothing copies an array of this size, nor the exponentials in it.
 
     In the loop over bands a kernel reads exponentials from the array that it writes to.
+
+    Args:
+      program: Program of a loss with gradients.
+      weight_shape: Shape of the weight and of its gradient.
+      of_weight: Opcodes that make the weight itself.
     """
     v, d = weight_shape
     makes = makers(program, (v, d)) - MAKES_NOTHING
@@ -372,7 +234,7 @@ def test_loss_with_gradients(compiled, chip, case):
     assert_in_place(program, weight_shape)
     chunk_loop = [expected.num_chunks] if expected.num_chunks else []
     assert sorted(loops(program)) == sorted([expected.num_bands, 2, *chunk_loop])
-    # XLA's are those of the chunks: dx, and the sum of dweight.
+    # XLA makes the GEMMs of the chunks: dx, and the sum of dweight.
     found = gemms(program)
     of_weight = [gemm for gemm in found if gemm.shape == weight_shape]
     assert len(found) == (2 if expected.num_chunks else 0)
@@ -386,7 +248,7 @@ def test_loss_with_gradients(compiled, chip, case):
 @each_chip
 @pytest.mark.parametrize("case", ["small-bands", "small-bands-by-default"])
 def test_small_bands(compiled, chip, case):
-    """A limit on logits, where all tokens fit in place, is one on copied exponentials."""
+    """Where all tokens fit in place, the limit on logits bounds the copied exponentials."""
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
     t, d, v = SMALLEST.tokens, SMALLEST.hidden, SMALLEST.vocab
@@ -400,7 +262,7 @@ def test_small_bands(compiled, chip, case):
 @each_chip
 @pytest.mark.parametrize("case", ["bfloat16-in-place"])
 def test_bfloat16_in_place(compiled, chip, case):
-    """4096 tokens fit a gradient of 16 bits, which is made without one of 32."""
+    """4096 tokens fit a gradient of 16 bits, and the program has no gradient of 32 bits."""
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
     assert program.temp_bytes <= 160 * MIB
@@ -438,7 +300,7 @@ def test_a_vocabulary_that_is_no_multiple_of_a_block(compiled, chip, case):
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
     v, d = ODD.vocab + -ODD.vocab % 128, ODD.hidden
-    # The gradient with these rows, and as much as for a vocabulary of whole blocks.
+    # The gradient with these rows, and the memory of a vocabulary of whole blocks.
     assert program.temp_bytes <= 4 * v * d + 160 * MIB
     assert names_of(program) == IN_PLACE
     assert sorted(loops(program)) == [2, 5]
@@ -453,17 +315,16 @@ def test_by_token_chunks(compiled, chip, case):
     assert program.temp_bytes <= 640 * MIB
     assert_nothing_runs_beside(program)
     assert names_of(program) == EXPONENTIALS
-    # None in a fusion, see above.
+    # No kernel is in a fusion; test_aot_loss_kernels.py says why.
     assert sum(part.is_kernel for part in program.instructions.values()) == 4
-    # Beside these, two for the first chunk, and two for the others, which a loop goes through.
+    # XLA makes two GEMMs for the first chunk, and two in the loop over the others.
     weight_shape = (SMALLEST.vocab, SMALLEST.hidden)
     found = gemms(program)
     assert len(found) == 4
     of_weight = [gemm for gemm in found if gemm.shape == weight_shape]
     assert sorted(gemm.adds for gemm in of_weight) == [False, True]
     assert loops(program) == [3]
-    # Nothing else makes an array of the size of the weight: no cast of it, no copy or sum of its
-    # gradient.
+    # Nothing else makes an array of the weight's size: no cast, and no copy or sum of the gradient.
     assert makers(program, weight_shape) <= MAKES_NOTHING
 
 
@@ -490,8 +351,8 @@ def test_by_column_chunks(compiled, chip, case):
     assert names_of(program) == {"linear_exponentials", "linear_statistics", "weight_gradient"}
     for kernel in program.kernels:
         assert_runs_well(kernel)
-    # Slices of dweight are written into zeros, in place. A float32 weight is rounded where it is
-    # sliced: the whole of it, rounded, would not be within the memory above.
+    # Slices of dweight are written into zeros, in place. A float32 weight is rounded in slices: a
+    # rounded copy of the whole weight would exceed the memory above.
     makes = makers(program, (SMALLEST.vocab, d)) - MAKES_NOTHING
     assert makes <= {"pad", "broadcast", "dynamic-update-slice", "convert", "custom-call"}
     # In the loop over columns a kernel writes its result to its place in dweight.

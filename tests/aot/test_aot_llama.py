@@ -15,7 +15,7 @@ from models.llama import Llama
 from models.presets import PRESETS
 from pallas_kernels import linear_cross_entropy
 
-# Two layers are the first, which stands alone, and one that repeats. A small vocabulary compiles
+# The first of the two layers stands alone, and the second one repeats. A small vocabulary compiles
 # faster. cuDNN's attention would need cuDNN, which is larger than all the compilers.
 CONFIG = dataclasses.replace(
     PRESETS["llama3.2-1b"],
@@ -67,8 +67,8 @@ def test_compiles(compiled, chip, case):
     assert names == {*norms, "gated_matmul", "gated_matmul_backward", *loss}
     for kernel in program.kernels:
         assert (kernel.spill_bytes, kernel.stack_bytes, kernel.warnings) == (0, 0, ()), kernel
-    # 4096 tokens in bfloat16 that a kernel could not read, or the next operation not take, in the
-    # layout they have.
+    # A copy or transpose beside a kernel would be 4096 tokens in bfloat16 whose layout the kernel,
+    # or the next operation, could not take.
     for name, instruction in program.instructions.items():
         if instruction.opcode in ("copy", "transpose"):
             read = [program.instructions[operand] for operand in instruction.operands]
@@ -91,10 +91,10 @@ def test_the_backward_reads_gate_and_up_where_they_are_stacked(compiled, chip, c
 def test_offloading_moves_memory_to_the_host(compiled, chip, case, baseline):
     program: Program = compiled(chip, case)
     minimal: Program = compiled(chip, baseline)
-    # Each layer's two projections, the inputs of both halves and the residuals they end in.
+    # Each layer has two projections, the inputs of both halves and the residuals after them.
     width = 2 * SCANNED.intermediate_size + 4 * SCANNED.hidden_size
     num_bytes = 2 * SCANNED.num_hidden_layers * TOKENS.size * width
     assert (minimal.host_temp_bytes, program.host_temp_bytes) == (0, num_bytes)
-    # On the device remain the tensors of the layer that runs and of the one whose tensors travel.
+    # The tensors of the running layer, and of the layer in transfer, remain on the device.
     in_use = num_bytes * 2 / SCANNED.num_hidden_layers
     assert minimal.temp_bytes - program.temp_bytes >= num_bytes - in_use

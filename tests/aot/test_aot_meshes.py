@@ -1,4 +1,4 @@
-"""All operations in one model, compiled for eight H100s: their kernels and what devices exchange.
+"""All operations in one model, compiled for eight H100s: their kernels and collectives.
 
 The programs are those of tests/pallas_kernels/test_meshes.py. `make test-aot` compiles every pair
 of layout, mode and transform, about 25 s each on one core; `--full` compiles the whole cross.
@@ -18,7 +18,7 @@ from support.mesh_programs import LAYOUTS
 
 SIZES = mesh_programs.Sizes(batch=16, sequence=2048, hidden=512, columns=1024, vocabulary=2048)
 B, S, D, F, V = 16, 2048, 512, 1024, 2048
-# Sums of the loss, of the number of labels, and of what XLA combines with them.
+# Sums of the loss, of the number of labels, and of the scalars that XLA combines with them.
 SCALARS = 8
 
 
@@ -71,7 +71,7 @@ def test_every_operation_runs_its_kernels(compiled, chip, case):
 
 @each_program
 def test_devices_exchange_only_what_the_layout_needs(compiled, chip, case):
-    """Elements by kind. Gradients and weights are counted whole, as one device has them."""
+    """The elements of each collective are those of the layout's weights and gradients."""
     layout_name, _, transform = case.split(", ")
     layout = LAYOUTS[layout_name]
     columns = 2 if layout.columns else 1
@@ -92,7 +92,7 @@ def test_devices_exchange_only_what_the_layout_needs(compiled, chip, case):
                 found[collective.kind] += collective.times * size
     assert not found.keys() - {"all-reduce", "all-gather", "reduce-scatter"}
 
-    # The MLP's result, and the gradients of its input and of the head's.
+    # Devices sum the MLP's result, and the gradients of the inputs of the MLP and of the head.
     forwards = 2 if transform == "remat" else 1
     assert sums_of_tokens == (num_layers * (forwards + 1) + 1 if layout.columns else 0)
     assert statistics == (1 if layout.columns else 0)

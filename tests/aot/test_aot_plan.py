@@ -1,4 +1,4 @@
-"""The planner compiles for GPUs that are not here the program that they would run."""
+"""The planner compiles programs for GPUs that are not here."""
 
 import json
 import os
@@ -12,19 +12,19 @@ from aot.harness import missing_toolchain
 from train.planner import aot
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Two layers are the first, which stands alone, and one that repeats.
+# The first of the two layers stands alone, and the second one repeats.
 SMALL = (
     "--preset llama3.2-1b --model.num-hidden-layers 2 --model.vocab-size 32000 "
     "--sequence-length 1024 --model.remat minimal"
 )
-# ms, benchmarks/results/train_step_scanned_llama3.2-1b_h100_202611.md and, the last,
-# train_step_mlp_kernels_llama3.2-1b_h100_202611.md
+# Milliseconds. The last one is from train_step_mlp_kernels_llama3.2-1b_h100_202611.md, and the
+# others are from train_step_scanned_llama3.2-1b_h100_202611.md, both in benchmarks/results.
 MEASURED = {
     "scan-layers minimal": 262.7,
     "no-scan-layers minimal": 255.7,
     "no-scan-layers mlp_inputs": 284.5,
 }
-# ms a layer, benchmarks/results/tensor_parallel_llama3.1-8b_h200_x4_202611.md
+# Milliseconds of a layer, from benchmarks/results/tensor_parallel_llama3.1-8b_h200_x4_202611.md.
 MEASURED_LAYER = 7.78
 LAYERS = 4
 LAYERS_OF_8B = (
@@ -32,8 +32,8 @@ LAYERS_OF_8B = (
     "--model.param-dtype bfloat16 --model.no-scan-layers --model.remat minimal "
     "--data.batch-size 1 --data.sequence-length 8192"
 )
-# One process of its own, because JAX must not look for a GPU. The command for one device, the
-# programs of two and of four, and what the measured step and layers are estimated to take.
+# It runs in a process of its own, because JAX must not look for a GPU. It runs the command for one
+# device, compiles the programs of two and of four, and estimates the times that were measured.
 SCRIPT = f"""
 import json, re
 import jax
@@ -93,7 +93,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def output():
     if reason := missing_toolchain() or aot.missing_toolchain():
-        # `make test-aot` has installed it; to skip there would hide that nothing is checked.
+        # `make test-aot` installs it, and must not pass if nothing was checked.
         (pytest.fail if "AOT_REQUIRED" in os.environ else pytest.skip)(str(reason))
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     process = subprocess.run(
@@ -123,7 +123,7 @@ def test_command_for_one_device(output):
 def test_two_devices_share_parameters_and_run_kernels(output):
     table, found = output
     (chosen,) = (line.split() for line in table.splitlines() if line.startswith("*"))
-    # As many rows a device, half of the parameters and moments.
+    # A device has as many rows as one device alone, and half of the parameters and moments.
     assert found["memory"] / 2**30 < float(chosen[4]) - 0.8
     assert found["estimated"] == pytest.approx(found["memory"], rel=0.25)
     assert found["mosaic_gpu"] >= 4 and found["cudnn"] >= 2 and found["gathers"] >= 2
@@ -132,7 +132,7 @@ def test_two_devices_share_parameters_and_run_kernels(output):
 def test_four_devices_share_sequences_and_parameters(output):
     _, found = output
     estimated, memory = found["of four"]
-    # Half of the parameters, moments and tokens of each of two devices.
+    # A device has half of the parameters, moments and tokens that it has with one other.
     assert memory < 0.6 * found["memory"]
     assert estimated == pytest.approx(memory, rel=0.25)
 

@@ -1,4 +1,4 @@
-"""The kernels of `rms_norm` and `add_rms_norm` compile for real GPUs, and how well."""
+"""The kernels of `rms_norm` and `add_rms_norm` compile well for real GPUs."""
 
 import math
 from typing import Any
@@ -11,17 +11,18 @@ from aot.harness import ARCHS, CHIPS, Case, Program
 from pallas_kernels import add_rms_norm, rms_norm
 
 NUM_TOKENS = 8192
-# Of the activations and of the weight.
+# Dtypes of the activations and of the weight.
 DTYPES = {
     "bf16": (jnp.bfloat16, jnp.bfloat16),
     "bf16_f32": (jnp.bfloat16, jnp.float32),
     "f16": (jnp.float16, jnp.float16),
     "f32": (jnp.float32, jnp.float32),
 }
-# What to compile for each chip: hidden sizes in bfloat16, and dtypes at 4096. All on the H100; on
-# the others what splits rows differently. The L4 differs from the A100 in its number of
-# multiprocessors and its shared memory. A case takes one to two seconds of a core, so those of the
-# forward alone, whose kernel the backward's have too, are compiled for the H100.
+# Hidden sizes to compile in bfloat16 for each chip; the dtypes have 4096. The H100 has all cases.
+# The other chips have those that split rows differently. The L4 differs from the A100 in its number
+# of multiprocessors and its shared memory. A case takes one to two seconds of a core. The cases of
+# the forward alone are only for the H100, because those of the backward have the same forward
+# kernel.
 HIDDEN_SIZES = {
     "h100": (1024, 2048, 2880, 4096, 5120, 8192, 16384),
     "a100": (2048, 2880, 4096, 8192, 16384),
@@ -76,10 +77,28 @@ def _cases_and_pairs() -> tuple[dict[str, Case], list[tuple[str, str]]]:
     return cases, pairs
 
 
-CASES, PAIRS = _cases_and_pairs()
+def forward_mode(*args: Any) -> Any:
+    return jax.jvp(add_rms_norm, args, args)
 
-# A row's `rstd` is one 4-byte scalar, stored by the forward and loaded by the backward. Everything
-# else that a kernel moves is activations, weight and partial sums of dweight, 16 bytes a thread.
+
+def forward_mode_of_gradients(*args: Any) -> Any:
+    def loss(*args: Any) -> Any:
+        return sum(jnp.sum(jnp.sin(a.astype(jnp.float32))) for a in add_rms_norm(*args))
+
+    return jax.jvp(jax.grad(loss, (0, 1, 2)), args, args)
+
+
+CASES, PAIRS = _cases_and_pairs()
+_X, _WEIGHT = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 1024), (1024,)))
+# Plain JAX computes the tangents beside the kernels.
+KERNELS = {
+    "forward mode": (forward_mode, ["add_rms_norm_fwd"]),
+    "of gradients": (forward_mode_of_gradients, ["add_rms_norm_bwd", "add_rms_norm_fwd"]),
+}
+CASES |= {name: Case(fn, (_X, _X, _WEIGHT)) for name, (fn, _) in KERNELS.items()}
+
+# A row's `rstd` is one 4-byte scalar, stored by the forward and loaded by the backward.
+# Activations, weight and partial sums of dweight move in accesses of 16 bytes a thread.
 MAX_SCALAR_ACCESSES = 1
 
 MOVES_NOTHING = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "call")
@@ -103,6 +122,11 @@ def test_compiles(compiled, chip, case):
     _assert_little_memory(program, num_elements)
 
 
+@pytest.mark.parametrize(("chip", "case"), [("h100", case) for case in KERNELS])
+def test_forward_mode_runs_kernels_and_plain_jax(compiled, chip, case):
+    assert sorted(compiled(chip, case).calls) == KERNELS[case][1]
+
+
 def _assert_only_kernels_touch_activations(program: Program, num_elements: int) -> None:
     """XLA copies, transposes, pads or converts nothing of the size of an activation."""
     for name, instruction in program.instructions.items():
@@ -122,5 +146,5 @@ def _assert_little_memory(program: Program, num_elements: int) -> None:
         if math.prod(dims) < num_elements
     ]
     assert program.temp_bytes <= sum(small) + 64 * 1024
-    # A few partial sums a multiprocessor against 8192 rows of activations in 16 bits.
+    # A multiprocessor has a few partial sums, and the activations 8192 rows of 16 bits.
     assert sum(small) <= num_elements * 2 / 4

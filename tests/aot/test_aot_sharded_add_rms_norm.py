@@ -101,15 +101,15 @@ def test_one_kernel_each_way_over_peer_memory(compiled, chip, case):
     for kernel in program.kernels:
         is_forward = kernel.name.startswith("sharded_add_rms_norm_fwd")
         assert kernel.arch == "sm_90a" and kernel.spill_bytes == 0
-        # One signal to each peer after the norm, and one more after what was read from them.
+        # A block signals each peer after the norm, and once more after it has read from the peers.
         waits = 1 if case.endswith("-sharded") and is_forward else 2
         assert kernel.peer_signals == waits * (mesh["tensor"] - 1)
         assert kernel.multicasts == 0
-        # Else a block could wait for one that has no room: all must run at the same time.
+        # All blocks must run at the same time, or one waits for another that has no room.
         registers = 128 if is_forward else 168
         blocks_per_sm = max(1, min(2, REGISTERS_PER_SM // (kernel.threads * registers)))
         assert blocks_per_sm * kernel.threads * kernel.registers <= REGISTERS_PER_SM
-    # The collectives of XLA are left to the weight's gradient.
+    # Only the weight's gradient needs collectives of XLA.
     if not backward:
         assert "reduce-scatter" not in program.hlo and "all-gather" not in program.hlo
     assert "all-to-all" not in program.hlo and "collective-permute" not in program.hlo
@@ -118,7 +118,7 @@ def test_one_kernel_each_way_over_peer_memory(compiled, chip, case):
 @pytest.mark.parametrize("chip", ["h100"])
 @pytest.mark.parametrize("case", ["layers"])
 def test_arrays_that_peers_read_are_not_in_a_stack(compiled, chip, case):
-    """XLA would leave them there, where peers cannot read them."""
+    """Peers cannot read an array that XLA leaves in a stack of layers."""
     program: Program = compiled(chip, case)
     assert len(program.kernels) == 2
     assert sum(part.is_kernel for part in program.instructions.values()) == 2

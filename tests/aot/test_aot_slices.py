@@ -1,8 +1,8 @@
-"""Parts of arrays, which XLA gives to kernels where they lie, and lets them write there.
+"""Kernels that read and write parts of arrays in place.
 
-It asks whether the size of a part is a multiple of 256 bytes, not whether its place is, which the
-kernel refuses when it runs. Parts here have such sizes, at places that are multiples only where
-their rows are: of 128 elements of two bytes.
+XLA gives a kernel a part in place if the part's size is a multiple of 256 bytes. It does not ask
+whether the part begins at such a multiple, without which the kernel fails when it runs. All parts
+here have such sizes. They begin at such multiples only where a row has 128 elements of two bytes.
 """
 
 import functools
@@ -73,7 +73,7 @@ def _cases() -> dict[str, Case]:
 
 
 CASES = _cases()
-# Where rows are aligned, and the array is not one that XLA makes for the kernel.
+# The cases with aligned rows and an array that XLA does not make for the kernel; number of parts.
 IN_PLACE = {"norm-128": 1, "product-128": 1, "loop-128": 1, "loss-by-columns-128": 3}
 
 

@@ -1,4 +1,4 @@
-"""The kernels of `swiglu` compile for real GPUs, and how well."""
+"""The kernels of `swiglu` compile well for real GPUs."""
 
 import functools
 from typing import Any
@@ -35,14 +35,14 @@ SHAPES = {
     "8192": ((16384, 8192), BF16),
     "f16": ((16384, 14336), F16),
     "f32": ((16384, 14336), F32),
-    # No tile divides it: 256 elements are left, whatever the tile.
+    # Every tile leaves a rest of 256 elements.
     "tail": ((8191, 11008), BF16),
-    # More elements than 32 bits can count; tiles of 2048 divide them, tiles of 4096 do not.
+    # 32 bits cannot count the elements. Tiles of 2048 divide them, and tiles of 4096 do not.
     "huge": ((150001, 14336), BF16),
-    # An odd number, so that only accesses of one element start at a multiple of their size.
+    # The number is odd, so only accesses of one element start at a multiple of their size.
     "odd": ((1009, 1001), BF16),
 }
-# The backward with the product has all that the other one has.
+# The backward with the product has all instructions of the other one.
 SHAPES_OF = {
     ("h100", forward): tuple(SHAPES),
     ("h100", backward): ("14336", "8192", "f32"),
@@ -104,7 +104,7 @@ def test_compiles(compiled, chip, case):
         num_parts *= 8
     if name in ("tail", "odd"):
         num_parts += 2  # a chunk of the tail, and the last one
-    # Each array goes through memory once, in accesses of 16 bytes, and nothing else does.
+    # Each array goes through memory once, in accesses of 16 bytes, and no other data does.
     width = 2 if name == "odd" else 16
     assert kernel.loads == {width: num_read * num_parts}, kernel
     assert kernel.stores == {width: num_written * num_parts}, kernel

@@ -1,4 +1,4 @@
-"""The gated MLP compiles for an H100: its kernels, what XLA puts around them, and its memory."""
+"""The gated MLP compiles for an H100: its kernels, its other instructions, and its memory."""
 
 import functools
 from typing import Any
@@ -12,13 +12,14 @@ from pallas_kernels import swiglu_mlp
 
 BF16 = jnp.bfloat16
 MIB = 2**20
-# Tokens, D, F: of an 8B and of a 1B Llama, one where nothing is even, and one of a single tile,
-# whose steps LLVM unrolls.
+# Tokens, D and F: an 8B Llama, a 1B Llama, sizes that no tile divides, a single tile, whose steps
+# LLVM unrolls, and less than a tile.
 SHAPES = {
     "8b": (8192, 4096, 14336),
     "1b": (16384, 2048, 8192),
     "odd": (1009, 2880, 2880),
     "small": (8, 128, 128),
+    "narrow": (8, 64, 64),
 }
 
 
@@ -32,7 +33,7 @@ def gradients(*args: Any, **options: Any) -> Any:
 
 
 def _cases() -> dict[str, Case]:
-    # Products are then custom calls, and fusions are what is elementwise.
+    # With this option products are custom calls, and fusions are elementwise.
     compiler_options = {"xla_gpu_enable_triton_gemm": False}
     cases = {}
     for name, (t, d, f) in SHAPES.items():
@@ -67,11 +68,11 @@ def fusions_of(program: Program) -> int:
 
 def assert_runs_well(kernel: Any) -> None:
     assert kernel.arch == "sm_90a"
-    # A few registers that say where a tile is, stored before its steps and loaded after.
+    # The place of a tile may be spilled: a few registers, stored before its steps and loaded after.
     assert kernel.spill_bytes <= 16 and not any("serialized" in w for w in kernel.warnings)
-    # LLVM has computed with sums that a wgmma still added to.
+    # LLVM once converted sums before the wgmma that adds to them had finished.
     assert kernel.early_conversions == 0
-    # Activations go through TMA alone.
+    # Only TMA moves activations.
     assert kernel.tma_loads > 0 and kernel.tma_stores > 0
     assert not kernel.loads and not kernel.stores, kernel
 
@@ -88,7 +89,7 @@ def test_forward(compiled, chip, case):
     assert kernels["gated_matmul"].spill_bytes == 0
     if "8b" in case:  # elsewhere XLA cuts the rows that fill up 8
         t, _, f = SHAPES[case.split("-")[1]]
-        # The product; gate and up are nowhere.
+        # The product is in memory, and gate and up are not.
         assert program.temp_bytes <= 2 * t * f + 8 * MIB
 
 
@@ -109,18 +110,26 @@ def test_gradients(compiled, chip, case):
     for kernel in kernels.values():
         assert_runs_well(kernel)
     if "1b" in case or "8b" in case:
-        # Nothing goes through a pass of its own beside GEMMs and kernels.
+        # No array has a pass of its own beside GEMMs and kernels.
         opcodes = {part.opcode for part in program.instructions.values()}
         assert not opcodes & {"fusion", "copy", "transpose", "convert", "pad", "concatenate"}
+
+
+@on_h100
+@pytest.mark.parametrize("case", ["forward-narrow-mosaic_gpu"])
+def test_nothing_is_stored_past_a_single_block_of_columns(compiled, chip, case):
+    """Mosaic leaves the number of a single block out, so such a store would overwrite the block."""
+    kernel = kernels_of(compiled(chip, case))["gated_matmul"]
+    assert kernel.tma_stores == 1  # a tile has two blocks
 
 
 @on_h100
 @pytest.mark.parametrize(
     "case, baseline",
     [
-        # Beside arguments and results gate, up, dgate, dup and the product.
+        # Gate, up, dgate, dup and the product are in memory beside arguments and results.
         ("gradients-1b-mosaic_gpu-gate_up", "gradients-1b-xla-gate_up"),
-        # And dproduct.
+        # dproduct is, too.
         ("gradients-1b-xla-gate_up", "gradients-1b-reference-gate_up"),
     ],
 )

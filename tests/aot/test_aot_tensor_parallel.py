@@ -1,4 +1,4 @@
-"""Training steps of devices that share sequences, compiled for four H100s: what they exchange."""
+"""Collectives of training steps in which devices share sequences, compiled for four H100s."""
 
 import functools
 import json
@@ -19,14 +19,14 @@ from train.planner import aot
 
 ROOT = pathlib.Path(__file__).parents[2]
 L, D, F, S, V = 3, 2048, 8192, 2048, 128256
-ROWS = 8  # of each share of the batch
+ROWS = 8  # rows of each share of the batch
 T = ROWS * S
-# fsdp, tensor, and flags. Logits of so many tokens are made in chunks.
+# Sizes of fsdp and tensor, and flags. With so many tokens the loss makes logits in chunks.
 CASES = {
     "unrolled": (1, 4, "--model.no-scan-layers"),
     "scanned": (2, 2, "--model.scan-layers"),
 }
-# Each a process of its own, because JAX must not look for a GPU.
+# Each case runs in a process of its own, because JAX must not look for a GPU.
 SCRIPT = """
 import json, sys
 from models.sharding import make_mesh
@@ -69,7 +69,7 @@ def compile_case(name: str) -> str:
 @pytest.fixture(scope="module")
 def programs():
     if reason := missing_toolchain() or aot.missing_toolchain():
-        # `make test-aot` has installed it; to skip there would hide that nothing is checked.
+        # `make test-aot` installs it, and must not pass if nothing was checked.
         (pytest.fail if "AOT_REQUIRED" in os.environ else pytest.skip)(str(reason))
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         return dict(zip(CASES, pool.map(compile_case, CASES), strict=True))
@@ -95,9 +95,10 @@ def of_tokens(hlo: str, tensor: int) -> Counter[str]:
 def test_a_half_layer_gathers_tokens_once_and_scatters_their_sums_once(programs, case):
     fsdp, tensor, _ = CASES[case]
     forward = backward = Counter({"all-gather": 2 * L, "reduce-scatter": 2 * L})
-    again = Counter({"all-gather": 2 * L})  # of what is kept in parts
+    again = Counter({"all-gather": 2 * L})  # of inputs that are kept in parts
     loss = Counter({"all-gather": 1, "reduce-scatter": 1})  # forward and backward
-    # Backward and forward; with `fsdp` they have the tokens of all of its devices, by channels.
+    # The backward gathers and the forward sums. With `fsdp` the arrays have the tokens of all of
+    # its devices, split by channels.
     embeddings = Counter({} if fsdp > 1 else {"all-gather": 1, "reduce-scatter": 1})
     found = of_tokens(programs[case], tensor)
     assert found == forward + backward + again + loss + embeddings
@@ -105,7 +106,7 @@ def test_a_half_layer_gathers_tokens_once_and_scatters_their_sums_once(programs,
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_activations_are_summed_on_all_devices(programs, case):
-    """What is so summed are gradients of norms, and scalars."""
+    """All-reduces sum only gradients of norms, and scalars."""
     sizes = [
         collective.times * sum(map(math.prod, collective.results))
         for collective in collectives(programs[case])
@@ -127,7 +128,7 @@ def test_the_loss_gathers_statistics_in_its_loop_and_no_weight(programs, case):
     (loop,) = loops
     (inside,) = (collective for collective in found if collective.computation == loop)
     assert inside.kind == "all-gather" and len(inside.results) == 1
-    of_weight = [  # as it is or with its axes exchanged
+    of_weight = [  # transposed or not
         collective.times
         for collective in found
         if collective.kind == "all-gather" and V // tensor * D in map(math.prod, collective.results)
@@ -137,7 +138,7 @@ def test_the_loss_gathers_statistics_in_its_loop_and_no_weight(programs, case):
 
 @pytest.mark.parametrize("case", ["scanned"])
 def test_the_residual_stream_is_kept_in_parts(programs, case):
-    """By the first loop, that over layers forward: the inputs of both halves, normed and not."""
+    """The loop over layers of the forward keeps the inputs of both halves, normed and not."""
     _, tensor, _ = CASES[case]
     (carried, *_) = re.findall(r"= \((.*)\) while\(", programs[case].partition("\nENTRY")[2])
     kept = Counter(

@@ -53,7 +53,7 @@ def main(chip: str, module: str, results: str, *names: str) -> None:
 
 
 class Dumps:
-    """What Mosaic GPU reports of the kernels that this process compiles.
+    """The reports of Mosaic GPU on the kernels that this process compiles.
 
     It prints PTX and the log of `ptxas` to the standard output, which becomes a file. A folder of
     dumps would have the IR after each pass too: 27 MB a kernel, a third of its compilation.
@@ -65,9 +65,8 @@ class Dumps:
         self.file = path.open("rb")
         self.resources: list[tuple[str, str]] = []
         utils.dump_to_file_or_stdout = self._keep_resources
-        # The same kernel is compiled once for all programs of a process, if it is the same to the
-        # byte. So it has neither the lines of Python that called it nor the number of its dump,
-        # which JAX 0.12 leaves out by itself.
+        # A process compiles kernels of equal bytes once. So a kernel must not have the lines of
+        # Python that called it, nor the number of its dump, which JAX 0.12 leaves out by itself.
         serialize = core._run_serde_pass
 
         def anonymous(kernel: Any, **options: Any) -> Any:
@@ -85,7 +84,7 @@ class Dumps:
         self.resources.append((name, content))
 
     def skip(self) -> None:
-        """Forgets what was printed, as by a case that failed."""
+        """Forgets the output so far, such as that of a failed case."""
         self.file.read()
         self.resources.clear()
 
@@ -99,7 +98,7 @@ class Dumps:
             function = re.search(r"Compiling entry function '(\w+)_mosaic_gpu_kernel'", log)
             if function is None:
                 raise ValueError(f"no log of ptxas follows:\n{part}")
-            # Those of the largest kernel, if a program has several of a name.
+            # If a program has several kernels of a name, the largest one counts.
             resources = [
                 text
                 for name, text in self.resources
@@ -132,7 +131,7 @@ def _compile(case: Case, chip: str, kernels: dict[str, Kernel], dumps: Dumps) ->
     )
     dumps.skip()
     start = time.perf_counter()
-    # Mosaic GPU takes the architecture from the default device, and silently sm_90 if it has none.
+    # Mosaic GPU takes the architecture of the default device, or sm_90 without a word.
     in_context = jax.set_mesh(mesh) if case.mesh else contextlib.nullcontext()
     with jax.default_device(mesh.devices.flat[0]), in_context:
         function = jax.jit(case.function, donate_argnums=case.donated)

@@ -5,6 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from flax import nnx
+
+# JAX imports this module when it first interprets a kernel. The module adds an option to the key of
+# JAX's caches, so everything that was compiled before would be compiled again.
+from jax.experimental.pallas import tpu  # noqa: F401
 
 from pallas_kernels import choices, tuning
 from pallas_kernels.gpu.device import Device
@@ -12,7 +17,7 @@ from pallas_kernels.gpu.device import Device
 
 @pytest.fixture
 def tuned_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Where the user's table of launch parameters is; the test writes it."""
+    """The path of the user's table of launch parameters. The test writes the table."""
     path = tmp_path / "tuned.json"
     monkeypatch.setenv(tuning.VARIABLE, str(path))
     yield path
@@ -27,3 +32,12 @@ def on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith("pallas_kernels.") and hasattr(module, "target_device"):
             monkeypatch.setattr(module, "target_device", lambda: h100)
     monkeypatch.setattr(choices, "_logged", set())
+
+
+@pytest.fixture(params=["graph_mode", "tree_mode"])
+def nnx_mode(request):
+    """NNX's two ways to see a module. A cached expectation comes from the first."""
+    graph = request.param == "graph_mode"
+    with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph):
+        assert nnx.set_graph_mode.current_value() == graph
+        yield

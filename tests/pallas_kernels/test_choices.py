@@ -1,4 +1,4 @@
-"""What operations say that they run. Nothing is compiled; 3 s."""
+"""The implementations that operations report. Nothing is compiled; 3 s."""
 
 import contextlib
 import functools
@@ -79,15 +79,24 @@ def explained(stream, params):
     return choices
 
 
-@pytest.mark.parametrize("params", [F32, BF16, F16], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("stream", [BF16, F16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize(
+    "stream, params",
+    [
+        (BF16, F32),
+        (F16, BF16),
+        (BF16, F16),
+        *(pytest.param(*dtypes, marks=pytest.mark.full) for dtypes in [(BF16, BF16), (F16, F16)]),
+        pytest.param(F16, F32, marks=pytest.mark.full),
+    ],
+    ids=lambda d: d.__name__,
+)
 def test_streams_of_16_bits_run_kernels_whatever_the_parameters_are(
     on_h100, caplog, stream, params
 ):
     with caplog.at_level(logging.WARNING, logger=choices.__name__):
         found = explained(stream, params)
     assert [(c.implementation, c.reason) for c in found] == [("mosaic_gpu", None)] * 4
-    assert not caplog.messages  # nor does a part of the gradients fall back
+    assert not caplog.messages  # no part of the gradients falls back either
 
 
 @pytest.mark.parametrize("params", [F32, BF16, F16], ids=lambda d: d.__name__)
@@ -127,6 +136,34 @@ def test_without_a_gpu_the_reason_is_the_device():
     assert str(pallas_kernels.explain(jnp.sin, X)) == "no operation of pallas_kernels"
 
 
+def test_forward_mode_of_a_norm_is_plain_jax_and_says_so(on_h100, caplog):
+    norm = lambda x: rms_norm(x, WEIGHT)
+    loss = lambda x: jnp.sum(jnp.sin(norm(x)))
+    forward = lambda x: jax.jvp(norm, (x,), (x,))
+    of_forward = jax.grad(lambda x: jnp.sum(forward(x)[1]))
+    for derivative in (forward, jax.jacfwd(loss), jax.hessian(loss), of_forward):
+        kernel, *others = pallas_kernels.explain(derivative, X[0]).choices
+        assert (kernel.implementation, kernel.reason) == ("mosaic_gpu", None)
+        assert {(c.operation, c.implementation) for c in others} == {("rms_norm", "reference")}
+        assert all("no kernel has forward mode" in str(c) for c in others)
+    assert len(pallas_kernels.explain(jax.grad(loss), X).choices) == 1
+    assert any("forward mode" in message for message in caplog.messages)
+
+
+def test_forward_mode_raises_where_kernels_are_required(on_h100, monkeypatch):
+    def derivative(**options):
+        return jax.hessian(lambda x: jnp.sum(rms_norm(x, WEIGHT, **options)))
+
+    for name in ("require", "mosaic_gpu"):
+        with pytest.raises(NotImplementedError, match="use implementation='reference'"):
+            jax.eval_shape(derivative(implementation=name), X)
+    with choices.require_kernels(), pytest.raises(NotImplementedError, match="no forward mode"):
+        jax.eval_shape(derivative(), X)
+    monkeypatch.setenv(choices.VARIABLE, "1")
+    with pytest.raises(NotImplementedError, match="no forward mode"):
+        jax.eval_shape(derivative(), X)
+
+
 def test_a_function_that_was_traced_before_is_explained_again(on_h100):
     norm = jax.jit(lambda x: rms_norm(x, WEIGHT))
     twice = jax.jit(lambda x: norm(jnp.sin(norm(x))))
@@ -143,7 +180,7 @@ def test_required_kernels_turn_a_fallback_into_an_error(on_h100, monkeypatch):
         jax.eval_shape(lambda x: swiglu(x, x), X)
         with pytest.raises(NotImplementedError, match="swiglu_mlp: kernels are required"):
             jax.eval_shape(fits, too_wide)
-        # A name is no fallback.
+        # An implementation that the caller names is no fallback.
         jax.eval_shape(lambda x: rms_norm(x, WEIGHT, implementation="reference"), X)
     jax.eval_shape(fits, too_wide)
     monkeypatch.setenv(choices.VARIABLE, "1")
@@ -219,7 +256,7 @@ def test_the_norm_between_collectives_is_required(on_h100):
             jax.eval_shape(run, narrow, narrow)
 
 
-# The MLP's 256 columns over 8 devices are 32 each. A kernel takes 128 and more.
+# The MLP's 256 columns over 8 devices are 32 each. A kernel takes multiples of 64.
 NO_PART = r"swiglu_mlp: kernels are required by .*, and on each device .*\(128, 32\)"
 
 

@@ -33,7 +33,7 @@ def in_dtype(module, dtype):
     return jax.tree.map(lambda a: a.astype(dtype), module)
 
 
-# Each for one sequence, in Equinox's own layers.
+# These functions compute one sequence in Equinox's own layers.
 
 
 def their_norm(norm, x):
@@ -64,7 +64,7 @@ def linears(key):
 
 
 NORM = eqx.nn.RMSNorm(D, use_bias=False)
-# Ours, Equinox's own, what computes the same of one sequence, and the number of floating inputs.
+# Our module, Equinox's own, the function of one sequence, and the number of floating inputs.
 LAYERS = {
     "RMSNorm": (RMSNorm(D), NORM, their_norm, 1),
     "AddRMSNorm": (AddRMSNorm(D), NORM, their_add_norm, 2),
@@ -111,7 +111,7 @@ def test_errs_as_little_as_equinoxs_own(name, dtype):
 
 @each_layer
 def test_has_the_parameters_of_equinoxs_own(name):
-    """First values, and a file that Equinox wrote."""
+    """Its first values are the same, and it loads a file that Equinox wrote."""
     ours, theirs, *_ = LAYERS[name]
     chex.assert_trees_all_equal(jax.tree.leaves(ours), jax.tree.leaves(theirs))
     trained = shuffled(theirs)

@@ -13,7 +13,7 @@ CASES = [
     (6, 6, [6]),
     (7, 2, [1, 2, 2, 2]),
     (6, 2, [2, 2, 2]),
-    # Two are made three: of whole tiles where they are that long.
+    # Two chunks become three, of whole tiles if they are that long.
     (7, 6, [1, 3, 3]),
     (6, 3, [2, 2, 2]),
     (1000, 512, [232, 384, 384]),

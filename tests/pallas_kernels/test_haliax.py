@@ -33,8 +33,8 @@ PROJECTIONS = linear(EMBED, MLP, out_first=False), linear(EMBED, MLP), linear(ML
 HEAD = linear(EMBED, VOCABULARY)
 
 
-# The same without the recipe, on arrays [position, embed, batch]. Haliax's norm runs, its products
-# do not on JAX 0.12.
+# The same functions without the recipe, on arrays [position, embed, batch]. On JAX 0.12 Haliax's
+# norm runs, and its products do not.
 
 
 def plain_norm(norm, x):
@@ -68,7 +68,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_errs_as_little_as_plain_jax(name):
-    """With the axes of the tokens in another order, and the embedding axis between them."""
+    """The axes of the tokens are in another order, with the embedding axis between them."""
     recipe, plain, module = CASES[name]
     leaves, structure = jax.tree.flatten(shuffled(module))
 

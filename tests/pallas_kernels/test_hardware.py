@@ -87,7 +87,7 @@ def test_rows_are_plausible(kind, row):
     assert 60e12 < row.bf16_flops < 2600e12
     assert 300e9 <= row.hbm_bandwidth <= 8e12
     assert 24 * 2**30 <= row.hbm_bytes < 200 * 2**30
-    # What the CUDA driver reports as sharedMemPerBlockOptin for sm_80, sm_86/89/120, sm_90/100.
+    # The CUDA driver reports these as sharedMemPerBlockOptin for sm_80, sm_86/89/120, sm_90/100.
     assert row.smem_bytes in {166912, 101376, 232448}
     # GB200 has the most dense bf16 per SM, 16.4 TFLOP/s: a row above it took the sparse rate.
     assert row.bf16_flops / row.num_sms < 17e12

@@ -1,4 +1,4 @@
-"""Which implementation each operation runs, and the reason that it gives."""
+"""The implementation that each operation runs, and the reason that it gives."""
 
 import functools
 
@@ -109,7 +109,7 @@ def test_an_unknown_name(unchecked_shapes):
 
 @pytest.mark.parametrize("operation", ["norm", "swiglu"])
 def test_the_choice_is_made_once_a_call(monkeypatch, operation):
-    # `explain` will print what this function returns; a second place could disagree with it.
+    # `explain` prints what this function returns. A second place could disagree with it.
     calls = []
     modules = {"norm": "pallas_kernels.norm.api", "swiglu": "pallas_kernels.mlp.api"}
     support = f"{modules[operation]}.mosaic_gpu.unsupported_reason"

@@ -60,7 +60,7 @@ class TheirHead(nn.Dense):
         return jnp.mean(losses)
 
 
-# Ours, Linen's own for a dtype of the computation, and how many floating inputs they take.
+# Our module, Linen's own for a dtype of the computation, and the number of floating inputs.
 LAYERS = {
     "RMSNorm": (RMSNorm(), lambda dtype: nn.RMSNorm(dtype=dtype), 1),
     "AddRMSNorm": (AddRMSNorm(), lambda dtype: TheirAddRMSNorm(dtype), 2),
@@ -212,7 +212,7 @@ class Block(nn.Module):
 
 
 def test_in_scan_and_remat():
-    """As the layers of a deep model: stacked parameters, and a block that is computed again."""
+    """The layers of a deep model have stacked parameters, and a block is computed again."""
     x = normal((B, S, D), F32)
     blocks = nn.scan(
         nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3

@@ -1,4 +1,4 @@
-"""The face of the package: names, versions, and which versions of JAX it takes."""
+"""The package's public names, its version, and the versions of JAX that it takes."""
 
 import importlib
 import importlib.metadata
@@ -29,7 +29,7 @@ def test_every_public_name_has_a_docstring_with_a_summary_line():
             assert f"`{name}`" in str(pallas_kernels.__doc__), name
 
 
-def test_nothing_public_is_left_out_of_the_list():
+def test_the_list_has_all_public_names():
     others = {name for name in vars(pallas_kernels) if name[0] != "_"} - {*pallas_kernels.__all__}
     assert all(isinstance(getattr(pallas_kernels, name), types.ModuleType) for name in others)
 
@@ -74,7 +74,7 @@ def test_the_range_of_jax_is_that_of_pyproject():
 def test_a_jax_that_does_not_fit_is_refused_at_import(monkeypatch, version, fits):
     monkeypatch.setattr(jax, "__version_info__", version)
     monkeypatch.setattr(jax, "__version__", ".".join(map(str, version)))
-    # The first import of the package, again, as a module of another name.
+    # A module of another name runs the package's first import again.
     spec = importlib.util.spec_from_file_location("_version_again", _version.__file__)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -57,7 +57,7 @@ def exact(fn=plain_mlp):
 
 
 def assert_accurate(got, want=None):
-    """Errors of a few ulps of float32, relative to the gradient's size."""
+    """Allows a few ulps of float32, relative to the gradient's size."""
     for g, w in zip(got, exact() if want is None else want, strict=True):
         error = np.linalg.norm(np.asarray(g, np.float64) - w) / np.linalg.norm(w)
         assert error < 2e-6
@@ -79,8 +79,8 @@ def collectives(text):
     return tuple(len(re.findall(rf"= [^=]*\b{name}(?:-start)?\(", text)) for name in names)
 
 
-# Layouts: how tokens, w_in and w_out are split, and the collectives of a gradient. CPU's compiler
-# gathers a weight for the backward once more, which counts here.
+# Layouts: the splits of tokens, w_in and w_out, and the collectives of a gradient. The compiler for
+# CPUs gathers a weight once more for the backward, which the numbers include.
 WHOLE = TOKENS, P(), P()
 FSDP = TOKENS, P("fsdp"), P(None, "fsdp")
 BOTH = TOKENS, P("fsdp", "tensor"), P("tensor", "fsdp")
@@ -172,7 +172,7 @@ def test_auto_axes_inside_of_a_shard_map_over_others_have_a_reason():
     assert "'fsdp', 'tensor'" in reasons[0] and "axis_names" in reasons[0]
 
 
-# Transformations, on one device and, of a batch that is split, on eight.
+# Transformations on one device, and on eight with a split batch.
 
 
 def through_scan(fn):
@@ -244,7 +244,7 @@ def test_forward_mode_and_second_derivatives_are_refused():
 
 
 def test_a_program_names_the_options():
-    """What a compilation cache compares: functions with other options have other names."""
+    """A compilation cache compares names, so functions with other options have other names."""
 
     class Other(TanhMLP):
         pass

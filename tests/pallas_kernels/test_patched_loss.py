@@ -38,7 +38,7 @@ def tied(model, x):
 
 @jax.jit
 def by_einsum(model, x):
-    """In a function of its own, with the weight as the first operand."""
+    """The head in a function of its own, with the weight as the first operand."""
     weight = model.embed.embedding[...].astype(x.dtype)
     return jnp.einsum("vd,bsd->bsv", weight, x).astype(F32)
 
@@ -48,7 +48,7 @@ def of_merged_tokens(model, x):
     return {"logits": rows.reshape(*x.shape[:-1], V), "hidden": x}
 
 
-# Heads, how their linear layer is made, and the weight, bias and bound of their logits.
+# A head, options of its linear layer, its weight, and the bound of its logits.
 HEADS: dict[str, Any] = {
     "linear": (None, {}, lambda p: p["lm_head.kernel"], None),
     "bias and softcap": (softcapped, {"use_bias": True}, lambda p: p["lm_head.kernel"], 5.0),

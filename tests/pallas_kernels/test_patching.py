@@ -1,4 +1,4 @@
-"""`patch` on modules that other people might write: what it recognizes, and what it keeps."""
+"""`patch` on modules that other people might write: those that it recognizes and those it keeps."""
 
 import copy
 import functools
@@ -71,7 +71,7 @@ def half(axis: int | None, i: int):
 EINSUMS = mlp_of(transposed("gate_proj"), transposed("up_proj"), transposed("down_proj"))
 PROJECTIONS = mlp_of(*map(plain, ("dense.w2.kernel", "dense.w1.kernel", "dense.w3.kernel")))
 HALVES = "swiglu_mlp(wi[first half of axis AXIS], wi[second half of axis AXIS], wo)"
-# How a module is made, the text of what runs in its place, and its formula.
+# A function that makes a module, the text of the operation in its place, and its formula.
 RECOGNIZED = {
     "flax": (
         lambda: flax_norm(epsilon=1e-3, dtype=BF16),
@@ -138,13 +138,13 @@ def results(module, dtype: Any):
     }
 
 
-LONGER = ("float32", "flax, promotes", "fused 0", "fused 1")
+LONGER = ("float32", "flax, promotes", "fused 0", "fused 1", "transposed")
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.full if n in LONGER else ()) for n in RECOGNIZED]
 )
-def test_what_is_recognized_and_its_values_and_gradients(name):
+def test_modules_that_are_recognized_keep_their_values_and_gradients(name):
     make, text, formula = RECOGNIZED[name]
     # XLA for CPUs lacks a product of bfloat16 in this layout, unless it optimizes.
     dtype = F32 if formula is EINSUMS else BF16
@@ -165,7 +165,7 @@ def test_what_is_recognized_and_its_values_and_gradients(name):
 
 
 class LargeEpsilon(nnx.Module):
-    """An epsilon beside the root, and not under it."""
+    """Has its epsilon beside the root, and not under it."""
 
     def __init__(self):
         self.scale = nnx.Param(jnp.ones(D))
@@ -236,7 +236,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_left_and_why(name):
+def test_modules_that_are_left_have_a_reason(name):
     make, reason = REFUSED[name]
     module = make()
     cls = type(module)
@@ -282,7 +282,7 @@ def test_only_the_calls_change():
     assert isinstance(norm, nnx.RMSNorm) and isinstance(mlp, Projections)
     assert norm.epsilon == 1e-5 and mlp.activation is nnx.silu
     assert type(mlp) is type(model.layers[1].mlp)
-    # Patched once more, there is nothing to do.
+    # A second patch has nothing to do.
     assert patch(model).modules == ()
 
 
@@ -346,7 +346,7 @@ def test_layers_that_are_stacked_for_a_scan():
     ]
     assert operations(nnx.jit(forward), layers, x) == ["rms_norm", "swiglu_mlp"]
     np.testing.assert_allclose(nnx.jit(forward)(layers, x), before, rtol=0.1, atol=0.05)
-    # Without the scan the parameters are no layer's.
+    # Outside of the scan the parameters are stacks, which no layer has.
     with pallas_kernels.require_kernels():
         with pytest.raises(NotImplementedError, match="own code, because its parameters are stack"):
             layers.norm(x)

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import pallas_kernels
 from pallas_kernels import add_rms_norm, linear_cross_entropy, rms_norm, swiglu, swiglu_mlp
 from pallas_kernels.mlp import mosaic_gpu as swiglu_kernels
 from pallas_kernels.mlp.reference import swiglu as swiglu_formula
@@ -23,7 +24,9 @@ from support.numerics import assert_as_accurate, quick_jit
 from support.pages import ROOT
 from support.transforms import (
     BASE,
+    DEFAULT,
     DONATION,
+    FORWARD_MODE,
     IMPLEMENTATIONS,
     MATRIX,
     NO_FORWARD_MODE,
@@ -42,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 F32 = jnp.float32
 SIZES = Sizes(members=2, tokens=5, hidden=64, columns=96, vocabulary=80)
-# Those that the kernels with matrix products take.
+# The least sizes of the kernels with matrix products.
 SIZES_OF_PRODUCTS = Sizes(members=2, tokens=5, hidden=128, columns=128, vocabulary=128)
 PRODUCTS = "swiglu_mlp", "linear_cross_entropy"
 
@@ -52,8 +55,10 @@ def sizes_of(dtype: Any) -> Sizes:
 
 
 @functools.cache
-def results(operation: str, implementation: str, dtype: Any, names: tuple[str, ...]) -> Any:
-    """The results of transformations."""
+def results(
+    operation: str, implementation: str, dtype: Any, names: tuple[str, ...], device: str = "cpu"
+) -> Any:
+    """The results of transformations; the device is what operations choose for."""
     call = make_call(operation, implementation, sizes_of(dtype), dtype)
     donated = jax.tree.map(jnp.copy, call.floating_args)
     run = quick_jit(functools.partial(run_all, call, names), donate_argnums=1)
@@ -76,13 +81,13 @@ def exact(operation: str, dtype: Any) -> Any:
 
 def marks(transform: str, operation: str, implementation: str) -> Any:
     if implementation == "mosaic_gpu":
-        # Their transformations are those of "xla", by the same primitives.
+        # The same primitives give the kernels the transformations of "xla".
         needs_gpu = operation in PRODUCTS and MATRIX[transform][operation][implementation] == WORKS
         return pytest.mark.gpu if needs_gpu else ()
     if implementation == "xla":
         is_the_reference = operation not in PRODUCTS
         return pytest.mark.full if is_the_reference else ()
-    # The rest is JAX's own transformation of plain JAX.
+    # JAX transforms the reference, which is plain JAX, in all other ways.
     return () if transform in (*BASE, DONATION) else pytest.mark.full
 
 
@@ -97,7 +102,7 @@ CELLS = [
 def kernel_formulas(monkeypatch, fresh_operations):
     """On a CPU formulas are in the place of the kernels of norms and of `swiglu`.
 
-    Transformations do not look into a kernel, and the interpreter's effects rule some of them out.
+    A transformation does not look into a kernel. Some do not take the effects of the interpreter.
     """
     if jax.default_backend() == "gpu":
         return
@@ -126,15 +131,23 @@ def test_each_cell(transform, operation, implementation, kernel_formulas):
     if operation in PRODUCTS and implementation == "mosaic_gpu":
         dtype = jnp.bfloat16
     if MATRIX[transform][operation][implementation] == RAISES:
-        call = make_call(operation, implementation, sizes_of(dtype), dtype)
-        run = jax.jit(lambda args: VALUES[transform].run(dataclasses.replace(call, args=args)))
         platform = "cuda" if implementation == "mosaic_gpu" else jax.default_backend()
-        with pytest.raises(NotImplementedError, match=NO_FORWARD_MODE):
-            run.trace(call.args).lower(lowering_platforms=(platform,))
+        assert_raises(transform, operation, implementation, dtype, platform)
         return
     works = tuple(n for n in VALUES if MATRIX[n][operation][implementation] == WORKS)
     is_base = implementation == "reference" and transform in (*BASE, DONATION)
     found = results(operation, implementation, dtype, BASE if is_base else works)
+    assert_accurate(found, transform, operation, dtype)
+
+
+def assert_raises(transform, operation, implementation, dtype, platform):
+    call = make_call(operation, implementation, sizes_of(dtype), dtype)
+    run = jax.jit(lambda args: VALUES[transform].run(dataclasses.replace(call, args=args)))
+    with pytest.raises(NotImplementedError, match=NO_FORWARD_MODE):
+        run.trace(call.args).lower(lowering_platforms=(platform,))
+
+
+def assert_accurate(found, transform, operation, dtype):
     args = make_call(operation, "formula", sizes_of(dtype), dtype).floating_args
     want = expected(transform, exact(operation, dtype), [np.asarray(a, np.float64) for a in args])
     # The reference of the loss has float32 logits; the formula rounds them as the kernels do.
@@ -143,6 +156,37 @@ def test_each_cell(transform, operation, implementation, kernel_formulas):
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(want)]
     leaves = map(jax.tree.leaves, (found[transform], low_precision, want))
     assert_as_accurate(*leaves, names=names)
+
+
+# One program has all that work. The others raise alike, so one of them is enough.
+OF_DEFAULT = [
+    pytest.param(t, o, marks=pytest.mark.full if o in PRODUCTS and t != FORWARD_MODE[0] else ())
+    for t, o in itertools.product(FORWARD_MODE, OPERATIONS)
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.parametrize("transform, operation", OF_DEFAULT)
+def test_by_default_forward_mode_is_the_same_on_every_backend(
+    transform, operation, device, kernel_formulas, request
+):
+    if device == "h100":
+        request.getfixturevalue("on_h100")
+    is_kernel = device == "h100" and operation != "swiglu"
+    dtype = jnp.bfloat16 if operation in PRODUCTS else jnp.float32
+    call = make_call(operation, DEFAULT, sizes_of(dtype), dtype)
+    (choice,) = pallas_kernels.explain(call.fn, *call.args).choices
+    assert (choice.implementation == "mosaic_gpu") == is_kernel
+    if MATRIX[transform][operation][DEFAULT] == RAISES:
+        platform = "cuda" if is_kernel else "cpu"
+        assert_raises(transform, operation, DEFAULT, dtype, platform)
+    elif not is_kernel:
+        # `test_each_cell` runs it.
+        assert choice.implementation == "reference"
+        assert MATRIX[transform][operation]["reference"] == WORKS
+    else:
+        found = results(operation, DEFAULT, dtype, FORWARD_MODE, device)
+        assert_accurate(found, transform, operation, dtype)
 
 
 def test_the_page_has_the_table():
@@ -186,7 +230,7 @@ def on_one_device(fn):
 
 
 def assert_equal(got, want):
-    """Equal up to the order of float32 sums."""
+    """Allows another order of float32 sums."""
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.linalg.norm(np.asarray(g) - w) < 2e-6 * np.linalg.norm(w)
 
@@ -224,6 +268,42 @@ def test_vmap_of_members_that_a_mesh_splits(kind, options):
         else:
             with pytest.raises(ValueError, match="of all xs should be replicated"):
                 each(*args)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "explicit",
+        "checked",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("auto", "unchecked")),
+    ],
+)
+def test_second_derivatives_of_kernels_of_norms_on_a_mesh(layout, kernel_formulas, on_h100):
+    numbers = np.random.default_rng(0)
+    x, dx = (jnp.asarray(numbers.standard_normal((8, 5, 64)), F32) for _ in range(2))
+    weight, dweight = (jnp.asarray(numbers.standard_normal(64), F32) for _ in range(2))
+
+    def tangents(norm, *args):
+        def loss(x, weight):
+            return sum(jnp.sum(jnp.sin(a)) for a in norm(x, weight))
+
+        return jax.jvp(jax.grad(loss, (0, 1)), args[:2], args[2:])
+
+    def norm(x, weight, **options):
+        return add_rms_norm(rms_norm(x, weight, **options), x, weight, **options)
+
+    plain = functools.partial(tangents, functools.partial(norm, implementation="reference"))
+    want = jax.tree.map(np.asarray, jax.jit(plain)(x, weight, dx, dweight))
+    mesh = jax.make_mesh((8,), ("data",), (getattr(AxisType, layout.title(), AxisType.Auto),))
+    if "checked" in layout:
+        specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
+        norm = jax.shard_map(norm, mesh=mesh, check_vma=layout == "checked", **specs)
+    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    args = jax.device_put((x, weight, dx, dweight), (split, whole) * 2)
+    with jax.set_mesh(mesh):
+        found = pallas_kernels.explain(norm, *args[:2]).choices
+        assert [c.implementation for c in found] == ["mosaic_gpu"] * 2
+        assert_equal(jax.jit(functools.partial(tangents, norm))(*args), want)
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])

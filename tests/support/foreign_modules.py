@@ -1,4 +1,4 @@
-"""Norms, gated MLPs and heads as other people write them, with nothing of ours in them."""
+"""Norms, gated MLPs and heads as other people write them, without our layers."""
 
 import functools
 from typing import Any
@@ -13,13 +13,13 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def numbers(*shape: int, seed: int = 0, dtype: Any = F32) -> jax.Array:
-    """Random numbers with which products stay of order one."""
+    """Random weights that keep products of order one."""
     rng = np.random.default_rng([seed, *shape])
     return jnp.asarray(rng.normal(size=shape) * shape[0] ** -0.5, dtype)
 
 
 class FloatNorm(nnx.Module):
-    """Everything in float32, and a scale that is stored minus one."""
+    """Computes in float32, and stores its scale minus one."""
 
     def __init__(self):
         self.w = nnx.Param(jnp.zeros(D))
@@ -46,7 +46,7 @@ class RoundingNorm(nnx.Module):
 
 
 class Projections(nnx.Module):
-    """Three linear layers in a dictionary, the gate in the middle."""
+    """Has three linear layers in a dictionary, the gate in the middle."""
 
     def __init__(self, dtype: Any = BF16, activation: Any = nnx.silu, **options: Any):
         rngs = nnx.Rngs(0)
@@ -74,7 +74,7 @@ class Einsums(nnx.Module):
 
 
 class Fused(nnx.Module):
-    """Gate and up in one array: along an axis of their own, or one behind the other."""
+    """Has gate and up in one array: along an axis of their own, or one after the other."""
 
     def __init__(self, axis: int | None):
         pair = [numbers(D, F, seed=i) for i in range(2)]
@@ -131,7 +131,7 @@ class Layer(nnx.Module):
 
 
 def shuffled(module: Any, seed: int = 1) -> Any:
-    """The module with other numbers than it starts from: a constant hides mistakes."""
+    """The module with changed parameters, because initial constants hide mistakes."""
     rng = np.random.default_rng(seed)
     state = nnx.state(module, nnx.Param)
     change = lambda a: (a + jnp.asarray(rng.normal(size=a.shape) / 8, F32)).astype(a.dtype)

@@ -1,4 +1,4 @@
-"""Comparisons of our layers with those of a framework, whose errors are the tolerance."""
+"""Comparisons of our layers with a framework's layers, whose errors are the tolerance."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ def normal(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> jax.Array:
 
 
 def shuffled(params: Any) -> Any:
-    """The parameters with other numbers than they start from: a constant hides mistakes."""
+    """Changed parameters, because initial constants hide mistakes."""
     rng = np.random.default_rng(1)
     return jax.tree.map(
         lambda a: a + jnp.asarray(rng.standard_normal(a.shape) / 8, a.dtype), params

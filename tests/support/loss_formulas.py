@@ -1,7 +1,7 @@
 """The linear cross-entropy written in NumPy, and comparisons with it.
 
-Shapes are small and shared between tests wherever the values alone decide what is tested, because
-compiling is what takes time here: `compiled` keeps one program for each set of options.
+Compilation takes most of the time, so shapes are small and tests share them. `compiled` keeps one
+program for each set of options.
 """
 
 import functools
@@ -24,7 +24,7 @@ BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 EPS32 = float(np.finfo(np.float32).eps)
 IGNORED = -100
 T, D, V, CHUNK = 32, 24, 53, 16
-# The kernels take exponentials base 2, so they round a logit times log2(e): a loss that is a small
+# The kernels take exponentials base 2, so they round a logit times log2(e). A loss that is a small
 # difference of large numbers errs by as much more.
 BASE_2 = 1.2 * float(np.log2(np.e))
 interpreted = pytest.mark.usefixtures("interpreted")
@@ -32,12 +32,12 @@ full = pytest.mark.full
 
 
 def in_turn(names, *axes, also=()):
-    """The cross of parameters, of which the normal run has every value, but not with every other.
+    """A cross of parameters. The normal run has every value, but not every pair of values.
 
     Args:
-      names: those of the parameters.
-      *axes: their values, by the names that tests have of them.
-      also: further cases of the normal run, each by the names of its values.
+      names: Names of the parameters.
+      *axes: Values of each parameter, by the names that they have in the test's name.
+      also: Further cases of the normal run, each by the names of its values.
     """
     longest = max(map(len, axes))
     chosen = {tuple(list(axis)[i % len(axis)] for axis in axes) for i in range(longest)}
@@ -53,7 +53,7 @@ def in_turn(names, *axes, also=()):
     return pytest.mark.parametrize(names, cases)
 
 
-# 53 columns are 5 and three times 16.
+# 53 columns make a chunk of 5 and three of 16.
 STRATEGIES = {
     "reference": {"implementation": "reference"},
     "tokens": {"implementation": "xla", "chunk_size": CHUNK},
@@ -89,10 +89,14 @@ def formula(
 ):
     """The loss and the gradient of every array, by name, with the derivative worked out by hand.
 
-    With `round_logits` the derivative is that of logits in memory, which are rounded to this dtype
-    before the bias; `round_for` names what else is made of them, and not of unrounded logits. With
-    `vocab_chunk_size` the lse of each chunk is rounded too. `round_exponentials` is the dtype of
-    those, and of x times its factor, of `exponentials.py`.
+    Some arguments imitate the roundings of a plan.
+
+    Args:
+      round_dlogits: Dtype to which the gradient of the logits is rounded.
+      round_logits: Dtype of logits in memory, without the bias. The derivative is made of them.
+      round_for: Quantities that are made of rounded logits too: "losses", "lse".
+      round_exponentials: Dtype of exponentials, and of x times its factor, as in `exponentials.py`.
+      vocab_chunk_size: Columns of a chunk; the lse of each chunk is rounded.
     """
     given = {name: np.asarray(a).astype(compute) for name, a in arrays.items()}
     weight = given["weight"]
@@ -141,17 +145,17 @@ def formula(
     factor = compute(1)
     if reduction == "mean":
         factor = 1 / total if total else compute(0)
-    # All that a token's gradient is multiplied with before it is rounded.
+    # The factor of a token's gradient before rounding.
     coefficients = weights * (cotangent.reshape(-1) if reduction == "none" else factor)
     dz = np.where(coefficients[:, None] == 0, 0, coefficients[:, None] * dz)
     dbias = np.sum(dz, 0)
     if round_dlogits is not None:
-        # The exponents of float16 do not reach far.
+        # The range of float16 is small, so the coefficients are scaled.
         scale = np.max(np.abs(coefficients), initial=0) if round_dlogits == F16 else 1
         scale = compute(scale or 1)
         dz = (dz / scale).astype(round_dlogits).astype(compute) * scale
     if round_logits is not None:
-        dbias = np.sum(dz, 0)  # of what is in memory
+        dbias = np.sum(dz, 0)  # the sum of the rounded numbers
     if reduction == "none":
         after = compute(1)
         loss = (weights * losses).reshape(shape)
@@ -221,12 +225,12 @@ def make_cotangent(reduction, shape=(T,), seed=1) -> Any:
 
 
 def loss_of(x, weight, labels, *, bias=None, bias_in_weight=False, lines=False, **options):
-    """`linear_cross_entropy`, if asked to without a bias but with the same logits.
+    """`linear_cross_entropy`, or the same logits without a bias.
 
-    Then `weight` has a column more, the bias, for which `x` is 1: what has a bias does not go the
-    way of `exponentials.py`, and so the tests of biases test it, too. With `lines` it has 128 of
-    them as well, and 512 rows, as `in_place.py` asks; the rows that nobody has given are far below
-    the others, and their numbers are no labels.
+    With a bias the loss has no plan of `exponentials.py`. With `bias_in_weight` the bias is a
+    column of `weight` instead, for which `x` is 1, so that the tests with a bias test such plans,
+    too. With `lines` the weight is padded to 512 rows of 128 columns, as `in_place.py` needs them.
+    The logits of the new rows are far below the others, and no label has their numbers.
     """
     if lines and bias is None:
         bias = jnp.zeros(len(weight), weight.dtype)
@@ -271,7 +275,7 @@ def run(
     if cotangent is None:
         cotangent = make_cotangent(reduction, labels.shape)
     options |= {"reduction": reduction, "chunk_size": chunk_size, "config": config}
-    # In one order: the cache takes another for another program.
+    # Sorted, because the cache takes another order for another program.
     fn = compiled(**{name: options[name] for name in sorted(options)})
     return fn(arrays, labels, cotangent)
 
@@ -294,9 +298,10 @@ def check_against_formula(
     slack=1.2,
     **options,
 ):
-    """Compares to float64, by the error of float32 with dlogits rounded to the dtype of `x`.
+    """Compares with float64. The tolerance is the error of float32 with the roundings of the plan.
 
-    The kernels round the logits in memory as well, where there are any, or exponentials.
+    Every plan rounds dlogits to the dtype of `x`. The kernels also round logits or exponentials in
+    memory.
     """
     reduction = options.get("reduction", "mean")
     rounding = {"round_dlogits": arrays["x"].dtype}
@@ -351,7 +356,7 @@ def check(
 
 
 def check_labels_out_of_range(arrays, labels, tokens, cases, *, reduction, **options):
-    """Tokens with such labels have NaN, as the weight has, and the others what they had."""
+    """Tokens with such labels, and the weight, have NaN. The other tokens keep their results."""
     options["reduction"] = reduction
     good = run(arrays, labels, **options)
     others = lambda a: np.delete(np.asarray(a), tokens, axis=0)
@@ -369,7 +374,7 @@ def check_labels_out_of_range(arrays, labels, tokens, cases, *, reduction, **opt
 
 
 def check_nan_stays(arrays, labels, token, *, reduction, **options):
-    """NaN in a token makes its own gradient NaN and that of the weight, and no other token's."""
+    """NaN in a token makes its gradient and the weight's NaN, and no other token's."""
     options["reduction"] = reduction
     good = run(arrays, labels, **options)
     bad = run(arrays | {"x": put(arrays["x"], (token, 3), np.nan)}, labels, **options)

@@ -1,8 +1,8 @@
 """A small model of all operations, for every layout of its arrays on a mesh of 2 x 2 x 2 devices.
 
-The model is what a user writes: no operation is told of the mesh, except inside of `jax.shard_map`.
-There the user has a device's parts, so the model gathers weights, adds up what the MLP leaves on
-each device, and names the axis that splits the vocabulary.
+The model is what a user writes, and names the mesh only inside of `jax.shard_map`. There the user
+has a device's parts, so the model gathers weights, adds up the MLP's results over devices, and
+names the axis that splits the vocabulary.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ class Layout:
     """How the arrays are split.
 
     Attributes:
-      tokens: leading axes of activations.
-      hidden: mesh axis that splits the hidden size of every weight.
-      columns: mesh axis that splits the columns of the MLP and the vocabulary.
+      tokens: Spec of the leading axes of activations.
+      hidden: Mesh axis that splits the hidden size of every weight.
+      columns: Mesh axis that splits the columns of the MLP and the vocabulary.
     """
 
     tokens: P
@@ -86,7 +86,7 @@ class Sizes:
 def shapes(
     sizes: Sizes, transform: str, dtype: Any, param_dtype: Any
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Weights, activations and labels; two layers of weights to scan over."""
+    """Weights, activations and labels, with weights of two layers for a scan."""
     b, s, d, f, v = dataclasses.astuple(sizes)
     layers = (2,) if transform == "scan" else ()
     weights = {
@@ -137,10 +137,10 @@ def loss_of(
     """The mean loss of the model.
 
     Args:
-      layout: how the arrays are split.
-      mode: one of `MODES`.
-      transform: one of `TRANSFORMS`.
-      implementation: of `swiglu`, which has no kernel by default.
+      layout: Split of the arrays.
+      mode: One of `MODES`.
+      transform: One of `TRANSFORMS`.
+      implementation: Implementation of `swiglu`, which has no kernel by default.
     """
     is_manual = mode == "manual"
     split_columns = layout.columns if is_manual else None

@@ -26,6 +26,7 @@ def formula(x, weight, dy, *, eps=1e-6, weight_offset=0.0, compute: Any = np.flo
 
 
 def add_formula(args, cotangents, residual_out, **options):
+    """`[y, residual_out, dx, dresidual, dweight]` for a sum that is given."""
     dy, dresidual_out = cotangents
     y, dx, dweight = formula(residual_out, args[2], dy, **options)
     dx = dx + np.asarray(dresidual_out, np.float64)
@@ -55,16 +56,24 @@ def make_add_args(shape, x_dtype=F32, residual_dtype=None, weight_dtype=None):
     return (x, residual, weight), (dy, dresidual_out.astype(x_dtype))
 
 
+@functools.cache
 def compiled(fn, **options):
+    """The program of values and gradients of `fn`, one for each set of options."""
     return quick_jit(lambda args, dy: value_and_grads(functools.partial(fn, **options), args, dy))
 
 
-def check(x, weight, dy, *, implementation, eps=1e-6, weight_offset=0.0, **options):
+def graded(x, weight, dy, *, implementation, eps=1e-6, weight_offset=0.0, **options):
+    """The value and both gradients of `rms_norm`."""
+    fn = compiled(
+        rms_norm, implementation=implementation, eps=eps, weight_offset=weight_offset, **options
+    )
+    return fn((x, weight), dy)
+
+
+def check(x, weight, dy, *, eps=1e-6, weight_offset=0.0, **options):
     """Compares the value and both gradients of `rms_norm` with the formula; returns them."""
     names = ("y", "dx", "dweight")
-    got = compiled(
-        rms_norm, implementation=implementation, eps=eps, weight_offset=weight_offset, **options
-    )((x, weight), dy)
+    got = graded(x, weight, dy, eps=eps, weight_offset=weight_offset, **options)
     assert [a.dtype for a in got] == [x.dtype, x.dtype, weight.dtype]
     exact = formula(x, weight, dy, eps=eps, weight_offset=weight_offset)
     assert_as_accurate(got, rounded(exact, got), exact, names=names)
@@ -79,7 +88,7 @@ def check_add(args, cotangents, *, implementation, eps=1e-6, weight_offset=0.0, 
         args, cotangents
     )
     assert [a.dtype for a in got] == [x.dtype, x.dtype, x.dtype, residual.dtype, weight.dtype]
-    # Two numbers of at most 24 bits have an exact sum in float64 here, so the cast rounds once.
+    # The sum of two such numbers is exact in float64, so only the cast rounds.
     total = np.asarray(x, np.float64) + np.asarray(residual, np.float64)
     residual_out = np.asarray(got[1])
     np.testing.assert_array_equal(residual_out, total.astype(x.dtype))

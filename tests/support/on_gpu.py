@@ -19,7 +19,7 @@ def as_float64(tree):
 
 
 def sampled(tree):
-    """In float64: every seventh row and the last 64 rows of each matrix, and other arrays whole."""
+    """A part of each matrix in float64, every seventh row and the last 64; other arrays whole."""
 
     def sample(a):
         if a.ndim < 2:

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 
-# Their code is what was run on the day of an entry, not what runs today.
+# Their code ran on the day of an entry, and need not run today.
 _RECORDS = ("docs/lab/", "docs/decisions/")
 _GENERATED = ("docs/api/", "docs/_build/")
 

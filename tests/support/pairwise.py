@@ -10,9 +10,8 @@ import pytest
 def pairwise(*axes: Sequence[Any]) -> list[Any]:
     """The cross of the axes, for one `pytest.mark.parametrize` with a name for each axis.
 
-    The cases without a mark cover every pair of values of two axes; the others have the mark
-    `full`. The selection is greedy: it takes the first case with the most new pairs, again and
-    again.
+    The cases without a mark cover every pair of values of two axes. The others have the mark
+    `full`. The selection is greedy: each step takes the first of the cases with the most new pairs.
 
     Args:
       *axes: Values of each parameter.

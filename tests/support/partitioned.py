@@ -1,4 +1,4 @@
-"""Operations in plain JAX that partition themselves, small enough to test how they do it."""
+"""Small operations in plain JAX that partition themselves, for tests of the partitioning."""
 
 import dataclasses
 from typing import Any

@@ -15,7 +15,8 @@ from models.rope import RopeParameters
 from models.sharding import batch_sharding, make_mesh, parameter_path, parameter_shardings
 from train.step import loss_and_sums, model_graph
 
-# Sizes, and the parts of them on up to eight devices, say in a compiled program what they are.
+# No two of these sizes, or of their parts on up to eight devices, are equal, so a size in a
+# compiled program says what it is of.
 CONFIG = LlamaConfig(
     vocab_size=1008,
     hidden_size=64,
@@ -116,7 +117,7 @@ def on_one_device(config: LlamaConfig):
 
 
 def assert_close(got, want):
-    """Sums over tokens in another order: some float32 epsilons of the largest element."""
+    """Allows some float32 epsilons of the largest element, as sums in another order need them."""
     scale = jax.tree.map(lambda w: max(np.abs(w).max(), 1e-30), want)  # no token may be right
     scaled = lambda tree: jax.tree.map(lambda a, s: np.asarray(a) / s, tree, scale)
     chex.assert_trees_all_close(scaled(got), scaled(want), rtol=0, atol=5e-6)

@@ -1,8 +1,8 @@
 """JAX's transformations of every operation: what works, and programs that show it.
 
-`MATRIX` has the outcome of each transformation, operation and implementation. The page
-docs/transforms.md shows it. `VALUES` are transformations of a function; their programs are small
-enough to be parts of one program for each operation. Tests that `TESTED_BY` names have the others.
+`MATRIX` has the outcome of each transformation, operation and implementation, and the page
+docs/transforms.md shows it. `VALUES` are transformations of a function. Their programs are small
+enough to be parts of one program for each operation.
 """
 
 import dataclasses
@@ -20,6 +20,8 @@ import pallas_kernels
 from support.transform_formulas import FORMULAS, wide
 
 IMPLEMENTATIONS: tuple[str, ...] = "reference", "xla", "mosaic_gpu"
+# One of them, as an operation chooses it.
+DEFAULT = "None"
 NO_FORWARD_MODE = r"has a gradient rule of its own, so it has no forward mode .*'reference'"
 
 
@@ -39,10 +41,10 @@ class Call:
     """A function, and the arguments that a transformation gives it.
 
     Attributes:
-      fn: function of the arguments.
-      args: arrays of tokens `[members, tokens, ...]`, weights and labels.
+      fn: Function of the arguments.
+      args: Arrays of tokens `[members, tokens, ...]`, weights and labels.
       axes: 0 for arrays of tokens, None for weights.
-      num_floating: number of arguments that have a gradient; they come first.
+      num_floating: Number of arguments that have a gradient; they come first.
     """
 
     fn: Callable[..., Any]
@@ -271,9 +273,9 @@ class Transform:
     """A transformation of a function.
 
     Attributes:
-      run: computes the results.
-      expected: the results, as a function of the results of those in `BASE`; None for one in
-        `BASE`, which the tests compare with the same transformation of the formula.
+      run: Function that computes the results.
+      expected: Function that makes the results of the results in `BASE`. It is None for the
+        transformations in `BASE`, which the tests compare with those of the formula.
     """
 
     run: Callable[[Call], Any]
@@ -337,7 +339,7 @@ BASE = tuple(name for name, transform in VALUES.items() if transform.expected is
 
 
 def expected(name: str, base: dict[str, Any], donated: Sequence[Any]) -> Any:
-    """The results of a transformation, from the results of those in `BASE`."""
+    """The results of a transformation, made of the results in `BASE`."""
     if name == DONATION:
         return _descended(donated, base[_G])
     found = VALUES[name].expected
@@ -351,9 +353,9 @@ def _descended(args: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
 
 # Outcomes.
 WORKS, RAISES = "works", "raises"
-_ALL: dict[str, str] = dict.fromkeys(IMPLEMENTATIONS, WORKS)
+_ALL: dict[str, str] = dict.fromkeys((*IMPLEMENTATIONS, DEFAULT), WORKS)
 _KERNEL_RAISES = _ALL | {"mosaic_gpu": RAISES}
-_ONLY_REFERENCE = _KERNEL_RAISES | {"xla": RAISES}
+_ONLY_REFERENCE = _KERNEL_RAISES | {"xla": RAISES, DEFAULT: RAISES}
 OPERATIONS: tuple[str, ...] = (
     "rms_norm",
     "add_rms_norm",
@@ -368,9 +370,9 @@ _OF_FORWARD_MODE = {
     "swiglu_mlp": _ONLY_REFERENCE,
     "linear_cross_entropy": _ONLY_REFERENCE,
 }
-_HAVE_FORWARD_MODE = list(VALUES)[-4:]
+FORWARD_MODE = tuple(VALUES)[-4:]
 MATRIX: dict[str, dict[str, dict[str, str]]] = {
-    name: _OF_FORWARD_MODE if name in _HAVE_FORWARD_MODE else dict.fromkeys(OPERATIONS, _ALL)
+    name: _OF_FORWARD_MODE if name in FORWARD_MODE else dict.fromkeys(OPERATIONS, _ALL)
     for name in (*VALUES, DONATION)
 }
 
@@ -398,7 +400,8 @@ def make_call(operation: str, implementation: str, sizes: Sizes, dtype: Any) -> 
     given = args[operation]
     fn = FORMULAS[operation]
     if implementation != "formula":
-        fn = functools.partial(getattr(pallas_kernels, operation), implementation=implementation)
+        named = None if implementation == DEFAULT else implementation
+        fn = functools.partial(getattr(pallas_kernels, operation), implementation=named)
     axes = tuple(0 if a.shape[:2] == (n, t) else None for a in given)
     num_floating = len(given) - (operation == "linear_cross_entropy")
     return Call(fn, given, axes, num_floating)
@@ -427,4 +430,7 @@ def table() -> str:
 
 def _cell(outcomes: dict[str, str]) -> str:
     raising = [f"`{name}`" for name, outcome in outcomes.items() if outcome == RAISES]
-    return f"{' and '.join(raising)} raise{'s' * (len(raising) == 1)}" if raising else WORKS
+    if not raising:
+        return WORKS
+    *others, last = raising
+    return f"{', '.join(others)} and {last} raise" if others else f"{last} raises"

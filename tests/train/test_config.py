@@ -1,4 +1,7 @@
-"""Every field of a configuration changes something, or its change is refused."""
+"""Every field of a configuration changes something, or its change is refused.
+
+The file is long because it has a table of all fields and the functions that observe them.
+"""
 
 import contextlib
 import dataclasses

@@ -1,9 +1,9 @@
 """Two processes of two devices each train one run: the same numbers, one end.
 
-The tests share few runs, because a process needs 5 s of a core to start. In the normal run, two
-processes train until one is killed, and two others finish the run. This process trains the same run
-alone, on four devices. `--full` adds a hang, an uninterrupted run of two processes, a signal, and a
-process that finds no other.
+The tests share few runs, because a process needs 13 s of a core. In the normal run two processes
+train until one is told to stop. The same processes then go on to the end. This process trains the
+same run alone, on four devices. `--full` adds a kill, a hang, an uninterrupted run of two
+processes, and a process that finds no other.
 """
 
 import dataclasses
@@ -24,18 +24,14 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 import train.loop
 import train.outputs
 from models.llama_hf import load_pretrained
 from models.sharding import make_mesh
 from support.faults import process_flags, timeless
-from train import distributed
 from train.checkpoints.checkpoint import Checkpoints
 from train.cli.command_line import parse_command_line
-from train.config import DistributedConfig
-from train.errors import RunError
 from train.loop import run
 from train.step import abstract_state
 
@@ -74,8 +70,18 @@ def alone(tmp_path_factory, data_flags):
         return config, run(config)
 
 
-def start(faults, config_flags, runs_dir, *, environments=({}, {}), process_options=None):
-    """Two processes with a fault and its step each; it waits for the checkpoint before the step."""
+def start(faults, config_flags, runs_dir, *, runs=1, environments=({}, {}), process_options=None):
+    """Starts two processes.
+
+    Args:
+      faults: Fault of each process and its step. The fault waits for the checkpoint before the
+        step.
+      config_flags: Flags of both processes after FLAGS.
+      runs_dir: Folder for the run.
+      runs: Number of times that each process calls the training loop.
+      environments: Variables of each process.
+      process_options: Flags of each process, which say how it finds the other.
+    """
     usual = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)}
     usual["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     script = str(Path(__file__).with_name("run_with_fault.py"))
@@ -85,7 +91,7 @@ def start(faults, config_flags, runs_dir, *, environments=({}, {}), process_opti
     for (fault, step), options, environment in each:
         saved = runs_dir / "demo" / "checkpoints" / str((step - 1) // 3 * 3)
         process = subprocess.Popen(
-            [sys.executable, script, fault, str(step), str(saved), *options, *flags],
+            [sys.executable, script, fault, str(step), str(saved), str(runs), *options, *flags],
             cwd=ROOT,
             env=os.environ | usual | environment,
             stdout=subprocess.PIPE,
@@ -141,20 +147,35 @@ def slurm():
     return [shared | {"SLURM_PROCID": i, "SLURM_LOCALID": i} for i in ("0", "1")]
 
 
+CALM = ("none", 0)
+
+
 @pytest.fixture(scope="module")
-def story(tmp_path_factory, data_flags, alone, request):
-    """The folder of the run of two processes, and how they ended each time."""
+def story(tmp_path_factory, data_flags):
+    """The folder of the run of two processes, and how they ended.
+
+    Process 1 gets SIGTERM. Both processes stop, call the loop again, and finish the run.
+    """
     runs_dir = tmp_path_factory.mktemp("together")
-    flags = [*QUIET, *data_flags]
-    calm = ("none", 0)
+    flags = [*data_flags, "--save", "--sample-tokens", "4"]
     options = [["--distributed.cluster=slurm", f"--distributed.heartbeat-timeout-s={HEARTBEAT_S}"]]
     slurm_options = {"environments": slurm(), "process_options": options * 2}
-    found = {"killed": ends(start([calm, ("kill", 6)], flags, runs_dir, **slurm_options))}
-    if request.config.option.full:
-        limit = f"--distributed.step-timeout-s={STEP_TIMEOUT_S}"
-        found["stuck"] = ends(start([calm, ("hang", 8)], [*flags, limit], runs_dir))
-    flags = [*data_flags, "--save", "--sample-tokens", "4"]
-    found["finished"] = ends(start([calm, calm], flags, runs_dir))
+    both = ends(start([CALM, ("terminate", 6)], flags, runs_dir, runs=2, **slurm_options))
+    for end in both:
+        assert end.status == 0 and not end.lines(), end.errors
+    return runs_dir / "demo", both
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory, data_flags):
+    """The folder of a run with a kill and a hang, and how the two processes ended each time."""
+    runs_dir = tmp_path_factory.mktemp("faulty")
+    flags = [*QUIET, *data_flags]
+    limit = f"--distributed.step-timeout-s={STEP_TIMEOUT_S}"
+    found = {"killed": ends(start([CALM, ("kill", 6)], flags, runs_dir))}
+    found["stuck"] = ends(start([CALM, ("hang", 8)], [*flags, limit], runs_dir))
+    found["finished"] = ends(start([CALM, CALM], flags, runs_dir))
+    assert [end.status for end in found["finished"]] == [0, 0]
     return runs_dir / "demo", found
 
 
@@ -162,7 +183,7 @@ def story(tmp_path_factory, data_flags, alone, request):
 def whole(tmp_path_factory, data_flags):
     """The folder of a run of two processes that nothing interrupts."""
     runs_dir = tmp_path_factory.mktemp("whole")
-    first, second = ends(start([("none", 0)] * 2, [*QUIET, *data_flags], runs_dir))
+    first, second = ends(start([CALM, CALM], [*QUIET, *data_flags], runs_dir))
     assert first.status == second.status == 0, first.errors + second.errors
     return runs_dir / "demo"
 
@@ -172,7 +193,7 @@ def stopped(tmp_path_factory, data_flags, alone):
     """Two processes resume a checkpoint of one process, until the second is told to stop."""
     runs_dir = tmp_path_factory.mktemp("stopped")
     copy_with(alone[1], runs_dir / "demo", 6)
-    faults = [("none", 0), ("terminate", 9)]
+    faults = [CALM, ("terminate", 9)]
     return runs_dir / "demo", ends(start(faults, [*QUIET, *data_flags], runs_dir))
 
 
@@ -208,11 +229,13 @@ def test_losses_are_those_of_one_process(story, alone):
 
 
 @pytest.mark.full
-def test_a_run_with_faults_ends_as_the_whole_one_to_the_bit(story, whole, alone):
+@pytest.mark.parametrize("interrupted", ["story", "faulty"])
+def test_an_interrupted_run_ends_as_the_whole_one_to_the_bit(interrupted, whole, alone, request):
+    folder, _ = request.getfixturevalue(interrupted)
     config, _ = alone
-    assert rows_of(story[0]) == rows_of(whole)
+    assert rows_of(folder) == rows_of(whole)
     step, state = state_of(config, whole, mesh_of_four())
-    got_step, got = state_of(config, story[0], mesh_of_four())
+    got_step, got = state_of(config, folder, mesh_of_four())
     assert step == got_step == 12
     chex.assert_trees_all_equal(jax.device_get(got), jax.device_get(state))
 
@@ -227,17 +250,15 @@ def test_model_and_sample(story, alone):
     model = load_pretrained(story[0] / "model")
     saved = jax.device_get(nnx.state(model, nnx.Param))
     chex.assert_trees_all_equal(saved, jax.device_get(params))
-    first, second = story[1]["finished"]
-    assert first.status == second.status == 0
-    assert f"--- sample at temperature 0.0 ---\n{sample}\n" in first.printed
+    assert f"--- sample at temperature 0.0 ---\n{sample}\n" in story[1][0].printed
     assert (story[0] / "report.html").exists()
 
 
 def test_one_process_writes_and_prints(story):
-    for first, second in story[1].values():
-        assert "compiled the step in" in first.printed and "step " in first.printed
-        # Gloo prints by itself, in both.
-        assert "compiled" not in second.printed and "step " not in second.printed
+    first, second = story[1]
+    assert "compiled the step in" in first.printed and "step " in first.printed
+    # Both processes have lines of Gloo.
+    assert "compiled" not in second.printed and "step " not in second.printed
     config = json.loads((story[0] / "config.json").read_text())
     assert config["environment"]["num_processes"] == 2
     assert config["environment"]["num_devices"] == 4
@@ -246,24 +267,42 @@ def test_one_process_writes_and_prints(story):
 def test_text_is_tokenized_once_by_processes_that_start_at_once(story, data_flags):
     cache = Path(data_flags[1].partition("=")[2])
     assert len(list(cache.iterdir())) == 1
-    assert "tokens in 2" in story[1]["killed"][0].printed
+    assert "tokens in 2" in story[1][0].printed
 
 
-def test_the_death_of_a_process_ends_the_other_with_one_line(story):
-    first, killed = story[1]["killed"]
+def stopped_after(end):
+    (step,) = re.findall(r"stopped after step (\d+);", end.printed)
+    return int(step)
+
+
+def test_a_signal_to_one_process_stops_both_after_the_same_step(story):
+    folder, (first, _) = story
+    step = stopped_after(first)
+    assert 3 < step < 12
+    assert f"going on after step {step} of 12" in first.printed
+    assert (folder / "checkpoints" / str(step)).is_dir()
+
+
+def assert_death_is_told(first, killed):
+    """Process 1 was killed, and process 0 ended with one line."""
     assert killed.status == -signal.SIGKILL
     assert first.status == 1
     assert first.lines() == [
         "error: process 1 gave no sign of life for 5 s: it was killed or stopped, or its machine "
         "cannot be reached. The same commands go on from the last checkpoint, if there is one"
     ]
-    # Some seconds for the linger of process 0, and for a busy machine.
+    # Process 0 lingers for some seconds, and the machine may be busy.
     assert HEARTBEAT_S - 2 < first.at_s - killed.at_s < HEARTBEAT_S + 20
 
 
 @pytest.mark.full
-def test_a_hang_names_the_step_and_shows_where(story):
-    first, stuck = story[1]["stuck"]
+def test_the_death_of_a_process_ends_the_other_with_one_line(faulty):
+    assert_death_is_told(*faulty[1]["killed"])
+
+
+@pytest.mark.full
+def test_a_hang_names_the_step_and_shows_where(faulty):
+    first, stuck = faulty[1]["stuck"]
     assert "going on after step 3 of 12" in first.printed
     assert first.status == stuck.status == 1
     for end, what in ((first, "process 0: step 8"), (stuck, "process 1: the batch of step 8")):
@@ -273,27 +312,16 @@ def test_a_hang_names_the_step_and_shows_where(story):
     assert re.search(r'run_with_fault\.py", line \d+ in batch\n', stuck.errors)
 
 
-def stopped_after(end):
-    (step,) = re.findall(r"stopped after step (\d+);", end.printed)
-    return int(step)
-
-
-@pytest.mark.full
-def test_a_signal_to_one_process_stops_both_after_the_same_step(stopped):
-    folder, (first, second) = stopped
-    assert first.status == second.status == 0, first.errors + second.errors
-    assert not first.lines() + second.lines()
-    assert "going on after step 6 of 12" in first.printed
-    assert 8 <= stopped_after(first) < 12
-    assert (folder / "checkpoints" / str(stopped_after(first))).is_dir()
-
-
 @pytest.mark.full
 def test_from_four_devices_to_two_processes_to_two_devices(
     stopped, alone, tmp_path, monkeypatch, capsys
 ):
-    step = stopped_after(stopped[1][0])
-    copy_with(stopped[0], tmp_path / "demo", step)
+    folder, (first, second) = stopped
+    assert first.status == second.status == 0, first.errors + second.errors
+    assert "going on after step 6 of 12" in first.printed
+    step = stopped_after(first)
+    assert 8 <= step < 12
+    copy_with(folder, tmp_path / "demo", step)
     mesh = make_mesh(data=2, fsdp=1, devices=jax.devices()[:2])
     monkeypatch.setattr(train.loop, "mesh_of", lambda config: mesh)
     folder = run(dataclasses.replace(alone[0], runs_dir=tmp_path))
@@ -307,6 +335,8 @@ def test_from_four_devices_to_two_processes_to_two_devices(
 
 
 PROGRAM = """
+import os
+import signal
 import sys
 import jax
 import numpy as np
@@ -317,7 +347,7 @@ from train import distributed
 from train.outputs import new_run_dir
 
 jax.config.update("jax_num_cpu_devices", 2)
-with distributed.started(distributed.flags(sys.argv[2:])):
+with distributed.started(distributed.flags(sys.argv[3:])):
     me = jax.process_index()
     folder = distributed.of_first(lambda: str(new_run_dir(Path(sys.argv[1]), "run")))
     mesh = make_mesh(data=1, fsdp=4)
@@ -328,27 +358,35 @@ with distributed.started(distributed.flags(sys.argv[2:])):
     array = distributed.to_devices({"a": whole}, split)["a"]
     print(folder, distributed.all_say(True), distributed.all_say(me == 0), stops, file=sys.stderr)
     print("gathered", distributed.gathered(array).tolist(), file=sys.stderr, flush=True)
-    # Process 0 may be receiving yet, and what was not sent would end with process 1.
+    # Process 0 may still receive data from process 1, which must not end before it has sent them.
     distributed.of_first(lambda: "gathered")
+    if me == 1 and sys.argv[2] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
     if me == 1:
         sys.exit("error: no room")
     distributed.all_say(True)
 """
 
 
+def ends_of_program(folder, ending):
+    """How two processes of PROGRAM end, of which process 1 is killed or has an error."""
+    return ends(
+        [
+            subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, str(folder), ending, *flags],
+                cwd=ROOT,
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for flags in process_flags(2)
+        ]
+    )
+
+
 def test_what_processes_agree_on(tmp_path):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(tmp_path), *flags],
-            cwd=ROOT,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for flags in process_flags(2)
-    ]
-    first, second = ends(processes)
+    first, second = ends_of_program(tmp_path, "error")
     stops = [False, False, False, True, False]
     for end in (first, second):
         assert f"{tmp_path / 'run'} True False {stops}\n" in end.errors
@@ -358,6 +396,10 @@ def test_what_processes_agree_on(tmp_path):
     assert second.lines() == ["error: no room"]
     (line,) = first.lines()
     assert line.startswith("error: process 1 ended: no room. The same commands go on")
+
+
+def test_the_death_of_a_process_in_its_first_second(tmp_path):
+    assert_death_is_told(*ends_of_program(tmp_path, "kill"))
 
 
 @pytest.mark.full
@@ -375,113 +417,3 @@ def test_a_process_that_does_not_come(tmp_path):
     line = result.stderr.strip().splitlines()[-1]
     assert line.startswith("error: not all processes met at 127.0.0.1:")
     assert "within 1 s" in line
-
-
-@pytest.fixture
-def ends_at_once(monkeypatch):
-    """A context for code that ends the process at once with status 1."""
-
-    def end(status):
-        raise SystemExit(status)
-
-    monkeypatch.setattr(os, "_exit", end)
-    return pytest.raises(SystemExit, match=r"^1$")
-
-
-def test_a_missing_process_is_named(ends_at_once, capfd):
-    with ends_at_once:
-        distributed._nobody_came(DistributedConfig(cluster="slurm", initialization_timeout_s=7))
-    error = capfd.readouterr().err
-    assert error.startswith("error: not all processes met at the address that slurm gives within 7")
-
-
-def test_a_stuck_process_shows_its_stacks_and_ends(ends_at_once, monkeypatch, capfd):
-    """The second of two, which waits until the first has shown its stacks as well."""
-    slept = []
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(time, "sleep", slept.append)
-    with ends_at_once:
-        distributed.Watchdog(1.0)._bark("step 8", 6.0)
-    assert slept == [3 * distributed._POLL_S]
-    error = capfd.readouterr().err
-    assert re.search(r'test_distributed\.py", line \d+ in test_a_stuck_process', error)
-    assert "error: process 1: step 8 was not finished within 6 s (--distributed.step" in error
-
-
-def test_one_process_starts_nothing(monkeypatch):
-    def initialize(**options):
-        raise AssertionError
-
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    with distributed.started(DistributedConfig()):
-        pass
-
-
-def test_a_launcher_that_did_not_launch_is_named(monkeypatch):
-    def initialize(**options):
-        raise KeyError("SLURM_JOB_ID")
-
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    with (
-        pytest.raises(RunError, match=r"^slurm does not say .*SLURM_JOB_ID.*--distributed\.coord"),
-        distributed.started(DistributedConfig(cluster="slurm")),
-    ):
-        pass
-
-
-def test_other_flags_and_help_are_left_alone():
-    flags = "--help --steps 3 --distributed.process-id 1 --distributed.num-processes 2 -h --no-save"
-    address = ["--distributed.coordinator-address=host:1"]
-    assert distributed.flags([*flags.split(), *address]) == DistributedConfig(
-        process_id=1, num_processes=2, coordinator_address="host:1"
-    )
-
-
-def test_rows_are_made_for_the_devices_that_are_here():
-    mesh = make_mesh(data=4, fsdp=2)
-    sharding = NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp")))
-    whole = np.arange(3 * 16 * 5).reshape(48, 5)
-    asked = []
-
-    def rows_of(rows):
-        asked.extend(rows)
-        return {"tokens": whole[rows]}
-
-    batch = distributed.rows_to_devices(rows_of, (3, 16), sharding)["tokens"]
-    assert batch.sharding == sharding
-    np.testing.assert_array_equal(batch, whole.reshape(3, 16, 5))
-    assert sorted(asked) == list(range(48))
-
-
-@pytest.fixture
-def barks(monkeypatch):
-    found = []
-
-    def bark(self, what, limit_s):
-        found.append((what, limit_s))
-        self._ended.set()
-
-    monkeypatch.setattr(distributed.Watchdog, "_bark", bark)
-    return found
-
-
-def test_the_watchdog_counts_from_what_was_begun_last(barks):
-    with distributed.Watchdog(0.5) as watchdog:
-        for step in range(8):
-            watchdog.begin(f"step {step}")
-            time.sleep(0.1)
-        watchdog.begin_other("the compilation")
-        time.sleep(1)
-        assert not barks
-        watchdog.begin("step 9")
-        time.sleep(1.5)
-    assert barks == [("step 9", 0.5)]
-
-
-def test_without_a_limit_nothing_is_watched(barks):
-    with distributed.Watchdog(0.0) as watchdog:
-        watchdog.begin("step 1")
-        time.sleep(0.3)
-    assert not barks

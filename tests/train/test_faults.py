@@ -20,7 +20,7 @@ def state_of(seed):
     return init_state(config, train.loop.mesh_of(config))
 
 
-# It takes 24 s. Runs that are killed are in test_distributed.py and test_checkpoint.py as well.
+# It takes 24 s. test_distributed.py and checkpoints/test_resume.py kill runs as well.
 @pytest.mark.full
 def test_killed_runs_end_as_whole_ones(tmp_path, monkeypatch):
     """Programs are compiled as in the other tests of the loop: fast and not optimized."""

@@ -17,15 +17,17 @@ import train.loop
 import train.setup
 import train.step
 from models.sharding import make_mesh, parameter_path
-from support.tiny_run import CONFIG
+from support import tiny_run
 from train.cli import replay
 from train.errors import FolderError, RunError
 from train.guard import WINDOW, initial_guard, judge
 from train.loop import run
 from train.reporting.metrics import jsonable
 from train.reporting.results import load_metrics
-from train.step import init_state, jit_train_step, make_train_step
+from train.setup import CompiledSteps
+from train.step import init_state, jit_train_step
 
+CONFIG = dataclasses.replace(tiny_run.CONFIG, max_skipped_steps=3)
 pytestmark = pytest.mark.usefixtures("no_plots")
 
 
@@ -50,7 +52,7 @@ def losses_judged(losses, *, grad_norms=None, **options):
     return taken, guards
 
 
-def test_what_is_not_finite_is_skipped_and_counted():
+def test_a_step_that_is_not_finite_is_skipped_and_counted():
     losses = [1, math.nan, math.inf, 1, 1, -math.inf, 1]
     norms = [1, 1, 1, math.nan, 1, 1, math.inf]
     taken, guards = losses_judged(losses, grad_norms=norms)
@@ -99,25 +101,47 @@ def batch_of(seed):
 
 
 @pytest.fixture(scope="module")
-def step():
-    return jax.jit(make_train_step(CONFIG))
+def first_state():
+    return init_state(CONFIG, one_device())
+
+
+def compiled_step(state):
+    return jit_train_step(CONFIG, state).lower(state, batch_of(0)).compile()
+
+
+@pytest.fixture(scope="module")
+def compiled(first_state):
+    """The compiled step. All tests of steps and runs share it."""
+    return compiled_step(first_state)
+
+
+@pytest.fixture(scope="module")
+def step(compiled):
+    """The step, which leaves its arguments as they are."""
+    copied = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
+    return lambda state, batch: compiled(copied(state), batch)
+
+
+def poisoned(state, value=jnp.nan):
+    """The state with one parameter that is not finite: the loss and all gradients are neither."""
+    in_norm = lambda path: parameter_path(path) == ("norm", "weight")
+    poison = lambda path, a: a.at[3].set(value) if in_norm(path) else a
+    params = jax.tree_util.tree_map_with_path(poison, state.params)
+    return dataclasses.replace(state, params=params)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_skipped_step_leaves_parameters_and_moments_as_they_are(step, bad):
-    state, _ = step(init_state(CONFIG, one_device()), batch_of(0))
+def test_a_skipped_step_leaves_parameters_and_moments_as_they_are(step, first_state, bad):
+    state, _ = step(first_state, batch_of(0))
     state, _ = step(state, batch_of(1))
-    # One parameter is enough for a loss and gradients that are not finite.
-    poison = lambda path, a: a.at[..., 0].set(bad) if "norm" in jax.tree_util.keystr(path) else a
-    params = jax.tree_util.tree_map_with_path(poison, state.params)
-    before = dataclasses.replace(state, params=params)
+    before = poisoned(state, bad)
     after, metrics = step(before, batch_of(2))
     assert not math.isfinite(metrics["grad_norm"])
     chex.assert_trees_all_equal(after.params, before.params)
     chex.assert_trees_all_equal(after.opt_state, before.opt_state)
     assert (int(after.step), int(metrics["skipped_steps"])) == (3, 1)
 
-    # Then all goes on as if the step had not been, the learning rate included.
+    # The next step does not see the skipped one, nor does its learning rate.
     after, metrics = step(dataclasses.replace(after, params=state.params), batch_of(3))
     other, expected = step(state, batch_of(3))
     chex.assert_trees_all_equal(after.params, other.params)
@@ -125,39 +149,26 @@ def test_a_skipped_step_leaves_parameters_and_moments_as_they_are(step, bad):
     assert int(metrics["skipped_in_a_row"]) == 0
 
 
-def test_skipping_takes_no_memory(monkeypatch):
-    """The compiled step needs as much as one that updates in any case, to a few scalars."""
-    state = init_state(CONFIG, one_device())
+def test_skipping_takes_no_memory(compiled, first_state, monkeypatch):
+    """A step that never skips needs as much memory, apart from a few scalars."""
 
-    def temporaries():
-        compiled = jit_train_step(CONFIG, state).lower(state, batch_of(0)).compile()
-        memory = compiled.memory_analysis()
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    def temporaries(program):
+        memory = program.memory_analysis()
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(first_state))
         assert memory.alias_size_in_bytes == size
         return memory.temp_size_in_bytes
 
-    skipping = temporaries()
     monkeypatch.setattr("train.step.judge", lambda guard, *args, **options: (True, guard))
-    always = temporaries()
-    assert skipping <= always + 1024
+    always = compiled_step(first_state)
+    assert temporaries(compiled) <= temporaries(always) + 1024
 
 
-@pytest.fixture
-def poisoned(monkeypatch):
-    """Runs begin with a parameter that is not finite."""
-
-    def init(config, mesh):
-        state = init_state(config, mesh)
-        in_norm = lambda path: parameter_path(path) == ("norm", "weight")
-        poison = lambda path, a: a.at[3].set(jnp.nan) if in_norm(path) else a
-        params = jax.tree_util.tree_map_with_path(poison, state.params)
-        return dataclasses.replace(state, params=params)
-
-    monkeypatch.setattr(train.setup, "init_state", init)
-
-
-def test_a_run_that_only_skips_ends_and_its_step_can_be_replayed(tmp_path, poisoned, capsys):
-    config = dataclasses.replace(CONFIG, runs_dir=tmp_path, max_skipped_steps=3)
+def test_a_run_that_only_skips_ends_and_its_step_can_be_replayed(
+    tmp_path, compiled, monkeypatch, capsys
+):
+    monkeypatch.setattr(train.setup, "init_state", lambda *args: poisoned(init_state(*args)))
+    monkeypatch.setattr(train.loop, "compile_steps", lambda *args: CompiledSteps(compiled, None))
+    config = dataclasses.replace(CONFIG, runs_dir=tmp_path)
     with pytest.raises(RunError, match=r"^3 steps in a row .* replay (\S+)$") as caught:
         run(config)
     assert "\n" not in str(caught.value)
@@ -193,7 +204,7 @@ def test_replay_runs_no_code_of_a_folder(tmp_path):
     with pytest.raises(FolderError, match=r"config\.pickle is not read, because that would run"):
         replay.run([str(tmp_path)])
     assert not (tmp_path / "ran").exists()
-    # Nor of the batch.
+    # Nor does it run code of the batch.
     (tmp_path / "config.pickle").unlink()
     objects = np.empty(1, object)
     np.savez(tmp_path / "batch.npz", tokens=objects)
@@ -203,7 +214,7 @@ def test_replay_runs_no_code_of_a_folder(tmp_path):
 
 
 def test_the_linter_refuses_pickle():
-    """Everywhere but in two files of the tests, which say why."""
+    """Two files of the tests may use it, and say why."""
     root = Path(train.loop.__file__).parents[1]
     found = subprocess.run(
         [sys.executable, "-m", *"ruff check --quiet --stdin-filename train/new.py -".split()],
@@ -215,30 +226,17 @@ def test_the_linter_refuses_pickle():
     assert "TID251" in found and "S301" in found, found
 
 
-def test_steps_that_are_skipped_now_and_then_do_not_end_a_run(tmp_path, monkeypatch):
-    """Two batches of eight whose gradient is not finite."""
-    real = train.setup.step_batch
+def test_steps_that_are_skipped_now_and_then_do_not_end_a_run(tmp_path, step, monkeypatch):
+    """Three of eight steps are not finite, one or two in a row."""
 
-    def step_batch(config, dataset, step):
-        batch = real(config, dataset, step)
-        if step in (2, 5):
-            batch["labels"] = np.full_like(batch["labels"], -100)
-        return batch
+    def train_step(state, batch):
+        if int(state.step) not in (2, 3, 6):
+            return step(state, batch)
+        after, metrics = step(poisoned(state), batch)
+        return dataclasses.replace(after, params=state.params), metrics
 
-    def gradients_of(config):
-        inner = make_gradients(config)
-
-        def poisoned(params, batch):
-            metrics, gradients = inner(params, batch)
-            bad = jnp.where(metrics["num_tokens"] == 0, jnp.nan, 1.0)
-            return metrics | {"grad_norm": metrics["grad_norm"] * bad}, gradients
-
-        return poisoned
-
-    make_gradients = train.step.make_gradients
-    monkeypatch.setattr(train.step, "make_gradients", gradients_of)
-    monkeypatch.setattr(train.setup, "step_batch", step_batch)
-    rows = load_metrics(run(dataclasses.replace(CONFIG, runs_dir=tmp_path, max_skipped_steps=2)))
-    assert [row["skipped_steps"] for row in rows.train] == [0, 0, 1, 1, 1, 2, 2, 2]
+    monkeypatch.setattr(train.loop, "compile_steps", lambda *args: CompiledSteps(train_step, None))
+    rows = load_metrics(run(dataclasses.replace(CONFIG, runs_dir=tmp_path)))
+    assert [row["skipped_steps"] for row in rows.train] == [0, 0, 1, 2, 2, 2, 3, 3]
     rates = [row["lr"] for row in rows.train]
-    assert rates[3] == rates[2]
+    assert rates[2] == rates[3] == rates[4] != rates[5]

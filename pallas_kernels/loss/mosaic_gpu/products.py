@@ -102,13 +102,10 @@ def unsupported_reason(
     """Why the kernel cannot run these arguments on the default device, or None if it can."""
     reason = hopper_gemm.unsupported_reason(target_device(), a, b)
     for name, operand in (("a", a), ("b", b)):
-        width = operand.shape[1]
-        # Below 128 the blocks are wider than the rows. There dx was wrong on an H100: at 65 tokens,
-        # D = 64 and V = 250 (JAX 0.11.2). The interpreter's was right.
-        if reason is None and (width % TILE_K or width < BLOCK_M):
+        if reason is None and operand.shape[1] % TILE_K:
             reason = (
                 f"{name} of shape {operand.shape}: the width of its rows is not a multiple of "
-                f"{TILE_K} from {BLOCK_M} on"
+                f"{TILE_K}"
             )
     if reason is None and jnp.dtype(dtype) not in _RESULTS:
         reason = f"the result is {jnp.dtype(dtype)}, not {' or '.join(map(str, _RESULTS))}"
@@ -134,7 +131,8 @@ def store_tile(
     """
     slots = pieces_smem.at[jax.lax.axis_index("warpgroup")]
     width = pieces_smem.shape[-1]
-    num_pieces = found.shape[1] // width
+    # `store_piece` says why no piece may lie past the only block of columns of an array.
+    num_pieces = min(found.shape[1], result_gmem.shape[1]) // width
     for i in range(num_pieces):
         to = result_gmem.at[pl.ds(row, TILE_M), pl.ds(column + i * width, width)]
         piece = found[:, i * width : (i + 1) * width].astype(result_gmem.dtype)
@@ -160,9 +158,9 @@ def product(
     Above 80 lines, because it documents and checks many arguments that its kernel's body needs.
 
     Args:
-      a: Array of layout `a_layout`, bfloat16 or float16; J is a multiple of 64, at least 128.
-        Columns past K, or M, are not read. `"MK"` may have several arrays that follow each other in
-        K; all except the last are read whole.
+      a: Array of layout `a_layout`, bfloat16 or float16; J is a multiple of 64. Columns past K,
+        or M, are not read. `"MK"` may have several arrays that follow each other in K; all except
+        the last are read whole.
       b: Matrix of layout `b_layout`, in the dtype of `a`; rows as in `a`.
       a_layout: Layout of `a`: `"MK"` for `a @ b`, `"KM"` for `a.T @ b`.
       b_layout: Layout of `b`: `"NK"` for a product with `b.T`.

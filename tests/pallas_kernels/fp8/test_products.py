@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.fp8 import Quantized, fp8_matmul, quantize
+from pallas_kernels.fp8 import Quantized, fp8_matmul, gated_kernel, quantize
 from pallas_kernels.fp8.products import choose_fp8_matmul
 from pallas_kernels.gpu.hopper_gemm import Config
 from support.numerics import assert_as_accurate, rounded
@@ -24,7 +24,7 @@ def make_operands(
     # Rows of different magnitudes, so that a wrong scale is seen.
     arrays = (rng.standard_normal((size, k)) * rng.exponential(size=(size, 1)) for size in (m, n))
     a, b = (
-        quantize(jnp.asarray(a, F32), dtype, scaling=scaling)
+        quantize(jnp.asarray(a, F32), dtype, scaling=scaling, implementation="reference")
         for a, dtype, scaling in zip(arrays, dtypes, scalings, strict=True)
     )
     return a, b
@@ -71,12 +71,38 @@ def test_kernel(m, n, k, dtypes, out_dtype, accumulation, config):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_kernel_with_a_scale_for_the_tensor_and_nan():
-    a, b = make_operands(9, 8, 16, scalings=("tensor", "row"))
+@pytest.mark.parametrize(
+    "scalings",
+    [
+        ("tensor", "tensor"),
+        ("row", "tensor"),
+        pytest.param(("tensor", "row"), marks=pytest.mark.full),
+    ],
+)
+def test_kernel_with_a_scale_for_the_tensor_and_nan(scalings):
+    a, b = make_operands(9, 8, 16, scalings=scalings)
     check(a, b, BF16, implementation="mosaic_gpu", config=CONFIG)
     bad = Quantized(a.values.at[3, 2].set(np.nan), a.scale)
     got = fp8_matmul(bad, b, implementation="mosaic_gpu", config=CONFIG)
     assert np.isnan(got[3]).all() and np.isfinite(np.delete(got, 3, axis=0)).all()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    "scalings, keep",
+    [(("row", "row"), True), pytest.param(("tensor", "tensor"), False, marks=pytest.mark.full)],
+)
+def test_gated(scalings, keep):
+    x, w_gate = make_operands(133, 70, 200, scalings=scalings)
+    w_up = make_operands(1, 70, 200, scalings=scalings, seed=1)[1]
+    config = Config(tile_n=64, stages=2, cluster=1, band=2, blocks=1)
+    got = gated_kernel.gated(x, w_gate, w_up, out_dtype=BF16, keep=keep, config=config)
+    gate, up = (np.asarray(exact(x, w).astype(BF16), np.float64) for w in (w_gate, w_up))
+    want = [gate / (1 + np.exp(-gate)) * up, gate, up][: len(got)]
+    # The formula of the rounded gate and up: of exact sums, and so only a few of them differ.
+    best = [np.asarray(a.astype(BF16)) for a in want]
+    unrounded = [want[0], exact(x, w_gate), exact(x, w_up)][: len(got)]
+    assert_as_accurate(got, best, unrounded, names=("product", "gate", "up")[: len(got)])
 
 
 def test_no_rows():
@@ -87,11 +113,11 @@ def test_no_rows():
 
 
 def test_choice(on_h100):
-    tensor = make_operands(256, 256, 256, scalings=("tensor", "tensor"))
-    assert choose_fp8_matmul(*tensor, BF16, None, None)[0] == "xla"
-    assert choose_fp8_matmul(*tensor, BF16, "mosaic_gpu", None)[0] == "mosaic_gpu"
+    operands = make_operands(256, 256, 256)
+    assert choose_fp8_matmul(*operands, BF16, "mosaic_gpu", None) == ("mosaic_gpu", None)
+    assert choose_fp8_matmul(*operands, BF16, "xla", None)[0] == "xla"
     chosen, reason = choose_fp8_matmul(*make_operands(0, 4, 8), BF16, None, None)
-    assert chosen == "xla" and "empty" in reason
+    assert chosen == "xla" and "empty" in str(reason)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -123,6 +123,16 @@ def test_one_order_has_the_bits_of_both(implementation, scaling):
     assert_same(quantize_transposed(x, **options), np.asarray(x).T, E4M3, scaling)
 
 
+@pytest.mark.parametrize(
+    "width, dtype, x_dtype", pairwise([64, 320, 1024], [E4M3, E5M2], [BF16, F32]), ids=str
+)
+def test_rows_of_one_warp_and_of_several(interpreted, width, dtype, x_dtype):
+    # A row of 1024 has four warps. A row of 320 has one, and its chunks of 256 overlap.
+    x = normal((64, width), x_dtype).at[3, 5].set(np.nan).at[5].set(0).at[6, 63].set(np.inf)
+    run = functools.partial(quantize, dtype=dtype, scaling="row", implementation="mosaic_gpu")
+    assert_same(quick_jit(run)(x), x, dtype, "row")
+
+
 @each_scaling
 def test_leading_axes_are_rows(scaling):
     x = normal((2, 3, 32))

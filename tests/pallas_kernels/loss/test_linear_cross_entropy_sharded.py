@@ -1,4 +1,4 @@
-"""The linear cross-entropy on eight devices: the numbers of one, and what goes between them."""
+"""The linear cross-entropy on eight devices: results as on one device, and collectives."""
 
 import functools
 import math
@@ -19,17 +19,30 @@ from support.numerics import assert_as_accurate, quick_jit
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 IGNORED = -100
-# Sizes, and the parts of them on 2 to 8 devices, say in a compiled program what they are. Chunks
-# do not divide them.
+# No two of these sizes, or of their parts on 2 to 8 devices, are equal, so a size in a compiled
+# program says what it is of. Chunks do not divide them.
 T, D, V = 40, 24, 56
 TOKEN_CHUNKS = {"chunk_size": 3}
 COLUMN_CHUNKS = {"vocab_chunk_size": 5}
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 1.5}
 
+full = pytest.mark.full
 each_chunking = pytest.mark.parametrize(
     "chunks", [TOKEN_CHUNKS, COLUMN_CHUNKS], ids=["token_chunks", "column_chunks"]
 )
-full = pytest.mark.full
+# Tests with the same options share three programs, which take a second each to compile.
+each_chunking_and_reduction = pytest.mark.parametrize(
+    "chunks, reduction",
+    [
+        (TOKEN_CHUNKS, "mean"),
+        (COLUMN_CHUNKS, "none"),
+        pytest.param(TOKEN_CHUNKS, "none", marks=full),
+        pytest.param(COLUMN_CHUNKS, "mean", marks=full),
+        pytest.param(TOKEN_CHUNKS, "sum", marks=full),
+        pytest.param(COLUMN_CHUNKS, "sum", marks=full),
+    ],
+    ids=str,
+)
 
 
 def mesh_of(**axes: int) -> jax.sharding.Mesh:
@@ -70,7 +83,7 @@ def on_one_device(arrays, labels, *, implementation: Any = "xla", **options):
 def on_mesh(mesh, *, tokens=None, vocabulary=None, **options):
     """`on_one_device` with tokens and vocabulary each split over an axis of a mesh.
 
-    Without metrics where tokens are split, because they are of the tokens of a device.
+    Where tokens are split there are no metrics, because each device has those of its own tokens.
     """
     specs = {"x": P(tokens), "token_weights": P(tokens)}
     specs |= {"weight": P(vocabulary), "bias": P(vocabulary)}
@@ -115,14 +128,14 @@ def graded_on_mesh(mesh, **options):
 
 
 def make_cotangent(reduction):
-    """No power of 2, as a wrong factor would be."""
+    """A cotangent that is no power of 2, as a wrong factor would be."""
     if reduction != "none":
         return np.float32(0.7)
     return np.random.default_rng(1).normal(size=T).astype(np.float32)
 
 
 def check(run, arrays, labels, *, token_parts=1, column_parts=1, reduction="mean", **options):
-    """Compares a graded function with one device, by the error that this makes."""
+    """Compares the errors of a graded function with those of one device."""
     cotangent = make_cotangent(reduction)
     got = run(arrays, labels, cotangent)
     on_one = graded_on_one_device(reduction=reduction, **options)
@@ -144,7 +157,7 @@ def check(run, arrays, labels, *, token_parts=1, column_parts=1, reduction="mean
         chex.assert_type(got[name], array.dtype)
     for name in got:
         values = ([tree[name]] for tree in (got, low, exact))
-        # Each device rounds the dx of its columns, and so is their sum: two errors instead of one.
+        # Each device rounds the dx of its columns, and the sum is rounded: two errors, not one.
         slack = 1.2 * math.sqrt(2) if name == "x" and column_parts > 1 else 1.2
         assert_as_accurate(*values, names=[name], slack=slack)
     return got
@@ -153,7 +166,7 @@ def check(run, arrays, labels, *, token_parts=1, column_parts=1, reduction="mean
 # Tokens are split.
 
 
-# Here and below every two of the parameters go with each other, not every three.
+# Here and below the cases have every pair of values of two parameters, and not every triple.
 @pytest.mark.parametrize(
     "axes, chunks, dtype",
     [
@@ -217,18 +230,7 @@ def test_split_vocabulary_in_bfloat16(parts, reduction, chunks):
     check(run, *make_arrays(BF16), column_parts=parts, **options)
 
 
-@pytest.mark.parametrize(
-    "chunks, reduction",
-    [
-        (TOKEN_CHUNKS, "mean"),
-        (COLUMN_CHUNKS, "none"),
-        pytest.param(TOKEN_CHUNKS, "none", marks=full),
-        pytest.param(COLUMN_CHUNKS, "mean", marks=full),
-        pytest.param(TOKEN_CHUNKS, "sum", marks=full),
-        pytest.param(COLUMN_CHUNKS, "sum", marks=full),
-    ],
-    ids=str,
-)
+@each_chunking_and_reduction
 def test_weights_of_tokens_and_split_vocabulary(chunks, reduction):
     # Each device has the gradient of all token weights; their sum must not count it four times.
     options = {"reduction": reduction, **chunks}
@@ -270,15 +272,14 @@ def check_split_vocabulary(arrays, labels, **options):
     return check(run, arrays, labels, column_parts=PARTS, **chosen)
 
 
-@each_chunking
-@pytest.mark.parametrize("reduction", ["none", pytest.param("mean", marks=full)])
+@each_chunking_and_reduction
 def test_a_label_on_no_device_is_nan(reduction, chunks):
-    arrays, labels = make_arrays()
+    arrays, labels = make_arrays(token_weights=True)
     for label in (-1, V, V + 1, -PART, -(2**31), 2**31 - 1):
         labels[6] = label
         got = check_split_vocabulary(arrays, labels, reduction=reduction, **chunks)
         nan_losses = np.isnan(np.asarray(got["loss"]))
-        assert np.all(nan_losses == (True if reduction == "mean" else np.arange(T) == 6)), label
+        assert np.all(nan_losses == (np.arange(T) == 6 if reduction == "none" else True)), label
         assert np.all(np.isnan(got["weight"])) and np.all(np.isnan(got["bias"])), label
         nan_x = np.all(np.isnan(got["x"]), axis=1)
         np.testing.assert_array_equal(nan_x, np.arange(T) == 6, str(label))
@@ -286,7 +287,7 @@ def test_a_label_on_no_device_is_nan(reduction, chunks):
 
 @pytest.mark.parametrize("chunks", [pytest.param(TOKEN_CHUNKS, marks=full), COLUMN_CHUNKS], ids=str)
 def test_an_ignored_label_that_is_a_column(chunks):
-    # Of the second device; on the others it would be a number out of range.
+    # The second device has this column. On the others its number is out of range.
     arrays, labels = make_arrays()
     labels[::5] = ignored = PART + 3
     got = check_split_vocabulary(
@@ -296,43 +297,51 @@ def test_an_ignored_label_that_is_a_column(chunks):
     assert not np.any(got["x"][::5])
 
 
-@each_chunking
+def weighted_mean(values, arrays, labels):
+    """The mean over the tokens that count, with their weights, as a metric has it."""
+    return np.average(values, weights=arrays["token_weights"] * (labels != IGNORED))
+
+
+@each_chunking_and_reduction
 @pytest.mark.parametrize("column", [0, PART, V - 1])
-def test_one_device_has_all_the_probability(column, chunks):
-    # Relative to its own maximum each of the others sees ordinary logits.
-    arrays, labels = make_arrays()
+def test_one_device_has_all_the_probability(column, reduction, chunks):
+    # Relative to its own maximum each of the other devices sees ordinary logits.
+    arrays, labels = make_arrays(token_weights=True)
     arrays["bias"][column] = 300
     labels[::2] = column
-    got = check_split_vocabulary(arrays, labels, **chunks)
-    np.testing.assert_allclose(got["accuracy"], np.mean(labels[labels != IGNORED] == column))
+    got = check_split_vocabulary(arrays, labels, reduction=reduction, **chunks)
+    expected = weighted_mean(labels == column, arrays, labels)
+    np.testing.assert_allclose(got["accuracy"], expected, rtol=1e-6)
 
 
-@each_chunking
+@each_chunking_and_reduction
 @pytest.mark.parametrize("part", [0, 2])
-def test_a_device_with_logits_of_minus_infinity(part, chunks):
-    arrays, labels = make_arrays()
+def test_a_device_with_logits_of_minus_infinity(part, reduction, chunks):
+    arrays, labels = make_arrays(token_weights=True)
     columns = slice(part * PART, (part + 1) * PART)
     arrays["bias"][columns] = -np.inf
     labels[labels // PART == part] = (columns.stop + 1) % V
-    got = check_split_vocabulary(arrays, labels, **chunks)
-    assert np.isfinite(got["loss"])
+    got = check_split_vocabulary(arrays, labels, reduction=reduction, **chunks)
+    assert np.all(np.isfinite(got["loss"]))
     assert not np.any(got["weight"][columns]) and not np.any(got["bias"][columns])
     labels[0] = columns.start
-    assert check_split_vocabulary(arrays, labels, **chunks)["loss"] == np.inf
+    got = check_split_vocabulary(arrays, labels, reduction=reduction, **chunks)
+    assert np.sum(got["loss"]) == np.inf
 
 
-@each_chunking
-def test_the_first_of_equal_logits_counts(chunks):
-    arrays, labels = make_arrays()
+@each_chunking_and_reduction
+def test_the_first_of_equal_logits_counts(reduction, chunks):
+    arrays, labels = make_arrays(token_weights=True)
     equal = [2, PART + 1, V - 1]
     arrays["weight"][equal] = 0
     arrays["bias"][equal] = 50
     labels[:] = np.resize(equal, T)
-    got = check_split_vocabulary(arrays, labels, **chunks)
-    np.testing.assert_allclose(got["accuracy"], np.mean(labels == 2))
+    got = check_split_vocabulary(arrays, labels, reduction=reduction, **chunks)
+    expected = weighted_mean(labels == 2, arrays, labels)
+    np.testing.assert_allclose(got["accuracy"], expected, rtol=1e-6)
 
 
-# What goes between devices.
+# Collectives.
 
 COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
@@ -350,7 +359,7 @@ def collectives(fn, *args) -> Counter[tuple[str, tuple[int, ...]]]:
 
 
 def statistics_of(tokens: int, parts: int) -> tuple[str, tuple[int, ...]]:
-    """That of 20 bytes a token and device."""
+    """The all-gather of five float32 numbers for each token and device."""
     return "all-gather", (5, parts, tokens)
 
 
@@ -374,7 +383,7 @@ def test_between_devices_with_split_vocabulary(chunks, reduction):
     if chunks == COLUMN_CHUNKS or reduction == "none":
         expected += [statistics_of(T, 4)]
     if chunks != COLUMN_CHUNKS:
-        # Of the first chunk and of the loop's.
+        # One for the first chunk, and one in the loop over the others.
         expected += [statistics_of(T % 3, 4), statistics_of(3, 4)]
     run = graded_on_mesh(mesh, **options)
     assert collectives(run, *args, make_cotangent(reduction)) == Counter(expected)
@@ -385,7 +394,7 @@ def test_between_devices_with_split_tokens_and_vocabulary(chunks):
     mesh = mesh_of(data=2, tensor=4)
     run = graded_on_mesh(mesh, tokens="data", vocabulary="tensor", reduction="sum", **chunks)
     cotangent = make_cotangent("sum")
-    # dx over one axis, dweight and dbias over the other; the loss, and its cotangent.
+    # One axis sums dx, the other dweight and dbias. The loss and its cotangent are sums, too.
     shapes = [(T // 2, D), (V // 4, D), (V // 4,), (), ()]
     expected = [("all-reduce", shape) for shape in shapes]
     if chunks == COLUMN_CHUNKS:
@@ -409,10 +418,10 @@ def test_a_weight_split_along_d_is_gathered_once(chunks):
     check(run, arrays, labels, token_parts=8, **options)
     split = placed(mesh, arrays, specs)
     moved = collectives(graded_loss, split, labels, make_cotangent("sum"))
-    # Chunks of columns need it in the backward, too.
+    # Chunks of columns need the weight in the backward, too.
     assert {key: number for key, number in moved.items() if key[0] != "all-reduce"} == {
         ("all-gather", (4, V, D // 4)): 2 if chunks == COLUMN_CHUNKS else 1,
         ("reduce-scatter", (V, D // 4)): 1,
     }
-    # Then over the copies of the weight.
+    # The last sum is over the copies of the weight.
     assert moved["all-reduce", (V, D // 4)] == 1

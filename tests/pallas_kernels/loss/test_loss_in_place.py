@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels import linear_cross_entropy_plan
 from pallas_kernels.loss import plan as plan_module
 from pallas_kernels.loss.mosaic_gpu import in_place
 from support.loss_formulas import (
@@ -15,19 +16,20 @@ from support.loss_formulas import (
     check_against_formula,
     full,
     interpreted,
-    loss_of,
     make_arrays,
     make_cotangent,
 )
 from support.loss_kernels import (
     in_place_loss,
     kernel_names,
+    run_and_kernel_names,
 )
 from support.numerics import quick_jit
 
 
-# A float32 dweight has the memory for 2 · hidden tokens, one of 16 bits for half of that; what it
-# has not is beside, or in chunks. Bands in blocks of 128 rows: of each, how many, and copied.
+# The memory of a float32 dweight holds the exponentials of 2 · hidden tokens, and a dweight of 16
+# bits those of half as many. Those of other tokens lie in memory of their own, "beside", or the
+# tokens come in chunks. Bands: blocks of 128 rows in a band, bands, blocks that are copied.
 @interpreted
 @pytest.mark.parametrize(
     "num_tokens, hidden, vocab, weight_dtype, reduction, bands",
@@ -39,8 +41,11 @@ from support.numerics import quick_jit
         pytest.param(65, 192, 640, F32, "mean", (1, 3, 2), marks=full),
         pytest.param(128, 128, 256, BF16, "mean", (2, 0, 0), marks=full),
         # One beside, half a tile of hidden, and rows after the vocabulary.
-        (193, 192, 250, BF16, "none", (1, 1, 1)),
+        pytest.param(193, 192, 250, BF16, "none", (1, 1, 1), marks=full),
         pytest.param(500, 192, 300, F32, "mean", (1, 2, 1), marks=full),
+        # The same with gradients of one block of columns, which is half a tile.
+        (65, 64, 250, BF16, "none", (1, 1, 1)),
+        pytest.param(300, 64, 300, F32, "mean", (1, 2, 1), marks=full),
         pytest.param(129, 128, 256, BF16, "none", (1, 1, 1), marks=full),  # one beside
         pytest.param(321, 320, 384, BF16, "sum", (1, 2, 1), marks=full),  # one beside
         pytest.param(129, 128, 384, BF16, "none", (1, 2, 1), marks=full),
@@ -60,7 +65,7 @@ def test_in_place(monkeypatch, num_tokens, hidden, vocab, weight_dtype, reductio
     check_in_place(monkeypatch, (num_tokens, hidden, vocab), weight_dtype, reduction, bands, 128)
 
 
-# The same for a weight [D, V], in blocks of 256 columns.
+# A weight [D, V] has blocks of 256 columns.
 @interpreted
 @pytest.mark.parametrize(
     "num_tokens, hidden, vocab, weight_dtype, reduction, bands",
@@ -88,11 +93,11 @@ def check_in_place(monkeypatch, sizes, weight_dtype, reduction, bands, block, **
     num_tokens, hidden, vocab = sizes
     arrays, labels = make_arrays((num_tokens,), hidden, vocab, F32, only=["x", "weight"])
     arrays["x"] = arrays["x"].astype(BF16)
-    # Numbers of bfloat16, which are those of the GEMMs.
+    # The GEMMs round to bfloat16, so these weights lose nothing.
     arrays["weight"] = arrays["weight"].astype(BF16).astype(weight_dtype)
     if num_tokens > 1:
         labels[:2] = 0, vocab - 1
-    # Tokens that a chunk may have.
+    # The number of tokens that a chunk may have.
     most = 128 if num_tokens == 400 else 256
     monkeypatch.setattr(plan_module, "_MIN_CHUNK", most)
     limit = 2 * vocab * most
@@ -108,8 +113,8 @@ def check_in_place(monkeypatch, sizes, weight_dtype, reduction, bands, block, **
 
     args = as_jax((arrays, labels, cotangent))
     of_weight = "weight_gradient_columns" if layout else "weight_gradient_rows"
-    assert {"input_gradient", of_weight} <= kernel_names(with_gradients, *args)
-    got = quick_jit(with_gradients)(*args)
+    got, names = run_and_kernel_names(with_gradients, *args)
+    assert {"input_gradient", of_weight} <= names
     check_against_formula(
         got, arrays, labels, cotangent, implementation="mosaic_gpu", reduction=reduction
     )
@@ -117,17 +122,16 @@ def check_in_place(monkeypatch, sizes, weight_dtype, reduction, bands, block, **
 
 @interpreted
 def test_in_place_of_nothing_else():
-    """What has a bias or other dtypes, or asks for chunks, goes other ways."""
+    """A bias, another dtype or width, or chunks that the caller asks for have another plan."""
     arrays, labels = as_jax(make_arrays((4,), 128, 256, BF16))
-
-    def names(x, weight, **options):
-        fn = lambda x, weight: jnp.sum(loss_of(x, weight, labels, **options))
-        return kernel_names(jax.grad(fn, argnums=(0, 1)), x, weight)
-
-    ours = {"implementation": "mosaic_gpu"}
     x, weight = arrays["x"], arrays["weight"]
-    assert "input_gradient" in names(x, weight, **ours)
-    assert "input_gradient" in names(x, weight[:250], **ours)
+
+    def is_in_place(x, weight, **options):
+        plan = linear_cross_entropy_plan(x, weight, labels, implementation="mosaic_gpu", **options)
+        return plan.name == "in place"
+
+    assert is_in_place(x, weight)
+    assert is_in_place(x, weight[:250])
     for other in (
         {"bias": arrays["bias"]},
         {"chunk_size": 4},
@@ -135,10 +139,9 @@ def test_in_place_of_nothing_else():
         {"label_smoothing": 0.1},
         {"logit_softcap": 30.0},
     ):
-        assert "input_gradient" not in names(x, weight, **ours, **other), other
-    assert "input_gradient" not in names(x.astype(F16), weight, **ours)
-    assert "input_gradient" not in names(x[:, :120], weight[:, :120], **ours)
-    assert "input_gradient" not in names(x[:, :64], weight[:, :64], **ours)
+        assert not is_in_place(x, weight, **other), other
+    assert not is_in_place(x.astype(F16), weight)
+    assert not is_in_place(x[:, :120], weight[:, :120])
 
 
 @interpreted
@@ -178,6 +181,6 @@ def test_in_place_in_a_scan_and_again_with_the_same_bits():
     total, (dx, dweight) = first = fn(*args)
     chex.assert_trees_all_equal(first, fn(*args))
     chex.assert_trees_all_equal(dx[0], dx[1])
-    # Halves of sums of two, which are exact.
+    # The sum of two equal numbers, halved, is exact.
     got = {"loss": total / 2, "x": dx[0], "weight": dweight / 2}
     check_against_formula(got, arrays, labels, implementation="mosaic_gpu")

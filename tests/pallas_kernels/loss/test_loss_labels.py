@@ -1,4 +1,4 @@
-"""Labels: ignored ones, those out of range, and their dtypes."""
+"""Labels: ignored labels, labels out of range, and dtypes."""
 
 import functools
 
@@ -51,7 +51,7 @@ def test_few_labels_count(strategy, reduction):
     cases = [token == 0, token == T - 1, token >= CHUNK, token < CHUNK, token != 7, token >= 0]
     for counts in cases:
         kept = np.where(counts, np.abs(labels) % V, np.int32(IGNORED))
-        # In a mean the gradients of the weights are differences of losses, none for a single token.
+        # The weights' gradients of a mean are differences of losses, and 0 for a single token.
         got = check(
             arrays,
             kept,
@@ -67,7 +67,7 @@ def test_few_labels_count(strategy, reduction):
 def test_ignore_index(strategy, ignore_index):
     arrays, labels = make_arrays()
     labels = put(put(labels, labels == IGNORED, ignore_index), 5, ignore_index)
-    # What is ignored elsewhere, -100, is out of range here.
+    # The label -100, which other tests ignore, is out of range here.
     check(arrays, labels, ignore_index=ignore_index, **strategy)
     got = run(arrays, put(labels, 0, IGNORED), ignore_index=ignore_index, **strategy)
     assert np.isnan(got["loss"])
@@ -80,7 +80,7 @@ def test_label_dtypes(dtype):
     options = {"implementation": "xla", "ignore_index": ignore_index}
     labels = put(labels, labels == IGNORED, ignore_index)
     check(arrays, labels.astype(dtype), **options)
-    # 255 as uint8 and -1 as int8 are out of range, whatever they are in the other.
+    # 255 as uint8 and -1 as int8 have the same bits, and both are out of range.
     outside = 255 if dtype == jnp.uint8 else -1 if dtype == jnp.int8 else 2**32 - 1
     wrong = put(labels.astype(dtype), 3, outside)
     assert np.isnan(run(arrays, wrong, **options)["loss"])

@@ -1,4 +1,4 @@
-"""The compiled program: its matrix products, its memory, and what its plan says of them."""
+"""The matrix products and the memory of the compiled program and of its plan."""
 
 import functools
 import math
@@ -18,8 +18,8 @@ from support.loss_formulas import (
     make_arrays,
 )
 
-# The program. Sizes for which tokens x vocabulary, chunk x vocabulary, tokens x hidden and
-# vocabulary x hidden are different numbers, the first by far the largest.
+# The compiled program. Tokens x vocabulary, chunk x vocabulary, tokens x hidden and vocabulary x
+# hidden are different numbers, and the first is by far the largest.
 BIG_T, BIG_D, BIG_V, BIG_CHUNK = 4096, 32, 1009, 256
 BIG_COLUMNS = 128  # of a vocabulary chunk; the first has 113
 LOGITS, DX, DWEIGHT = (BIG_CHUNK, BIG_V), (BIG_D, BIG_CHUNK), (BIG_D, BIG_V)
@@ -47,7 +47,7 @@ def program(
             **dict(chunks),
         )
         out, metrics = out if return_metrics else (out, None)
-        # Unequal cotangents, which the gradients cannot be scaled with afterwards.
+        # With unequal cotangents the gradients cannot be scaled afterwards.
         return jnp.vdot(out, jnp.arange(1.0, 1 + out.size).reshape(out.shape)), metrics
 
     fn = loss if argnums is None else jax.value_and_grad(loss, argnums=argnums, has_aux=True)
@@ -68,7 +68,7 @@ def largest_buffer(compiled):
 
 
 def gemms(compiled):
-    """Shapes of the results of the dots in the optimized program, axes sorted; a loop body once."""
+    """Shapes (axes sorted) of the dots in the optimized program, with each loop body once."""
     results = re.findall(r"= \w+\[([\d,]*)\]\S* dot\(", compiled.as_text())
     return sorted(tuple(sorted(shape_of(dims))) for dims in results)
 
@@ -89,8 +89,8 @@ def test_the_limit_decides_the_chunks():
 
 def test_peak_memory_is_that_of_a_chunk():
     temporary = lambda compiled: compiled.memory_analysis().temp_size_in_bytes
-    # Logits and dlogits of a chunk, dx and dweight in float32, dweight once more around the loop, a
-    # dozen numbers for each token.
+    # The memory of logits and dlogits of a chunk, dx and dweight in float32, dweight once more
+    # around the loop, and a dozen numbers for each token.
     bound = 4 * (2 * BIG_CHUNK * BIG_V + BIG_T * BIG_D + 2 * BIG_V * BIG_D + 12 * BIG_T)
     for reduction in ("sum", "none"):
         assert temporary(program("xla", reduction)) <= bound
@@ -98,7 +98,7 @@ def test_peak_memory_is_that_of_a_chunk():
 
 
 # The first chunk and the loop over the others are two places in the program. Where a backward
-# computes logits again, XLA sees that those of the first chunk are the forward's.
+# computes logits again, XLA takes those of the first chunk from the forward.
 def test_gemms_of_the_compiled_program():
     assert gemms(program(argnums=None)) == 2 * [LOGITS]
     assert gemms(program()) == sorted(2 * [LOGITS, DX, DWEIGHT])
@@ -107,7 +107,7 @@ def test_gemms_of_the_compiled_program():
     assert gemms(program(chunks=(("chunk_size", BIG_T),))) == sorted(all_tokens)
 
 
-# The loop that makes `dweight` again if a row of `x` that does not count is not finite.
+# Products of the loop that makes `dweight` again if an ignored row of `x` is not finite.
 REPAIR = [(BIG_COLUMNS, BIG_T), (BIG_D, BIG_COLUMNS)]
 
 
@@ -128,7 +128,7 @@ def test_a_gradient_that_nobody_asks_for_takes_no_gemm():
 
 
 def test_a_loss_alone_makes_nothing_of_the_size_of_dweight():
-    # What is computed: neither an argument nor its way through the loop.
+    # The test looks at arrays that are computed, and not at arguments in the loop.
     made = rf"= f32\[(?:{BIG_V},{BIG_D}|{BIG_D},{BIG_V})\]\S* (?!parameter|get-tuple-element)(\w+)"
     moves = {"copy", "bitcast", "transpose"}
     assert set(re.findall(made, program(argnums=None).as_text())) <= moves
@@ -144,7 +144,8 @@ def maxima(compiled):
 
 
 def test_accuracy_costs_nothing_unless_asked_for():
-    # The logsumexp takes the maximum of a row, the accuracy that of the columns before the label.
+    # The logsumexp needs the maximum of a row, and the accuracy that of the columns before the
+    # label.
     for argnums in (None, (0, 1)):
         plain = program(argnums=argnums)
         with_metrics = program(argnums=argnums, return_metrics=True)
@@ -162,7 +163,7 @@ def executed_flops(jaxpr):
             total += 2 * math.prod(out) * math.prod(lhs[axis] for axis in contracted)
             continue
         if eqn.primitive.name == "while":
-            # It makes `dweight` again if a row of `x` that does not count is not finite.
+            # The branch makes `dweight` again if an ignored row of `x` is not finite.
             continue
         assert eqn.primitive.name != "cond", "of unknown count"
         count = eqn.params["length"] if eqn.primitive.name == "scan" else 1
@@ -197,8 +198,7 @@ def executed_flops(jaxpr):
     ids=str,
 )
 def test_executed_gemms(reduction, differentiated, num_gemms, chunks):
-    # 37 tokens and 53 columns divide into none of the chunks: nothing is computed twice, nor as
-    # padding.
+    # No chunk size divides 37 tokens or 53 columns. Still nothing is computed twice or as padding.
     if differentiated and "vocab_chunk_size" in chunks:
         num_gemms = 4
     arrays, labels = as_jax(make_arrays((37,), only=["x", "weight"]))

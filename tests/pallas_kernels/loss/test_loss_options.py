@@ -54,8 +54,8 @@ def test_options(strategy, index):
 @in_turn("strategy, case", STRATEGIES, {"plain": ("mean", None), "softcap": ("sum", 1.5)})
 def test_options_and_logits_of_minus_infinity(strategy, case):
     reduction, logit_softcap = case
-    # Smoothing takes the mean of the logits: the loss is infinite (as in torch), its gradient is
-    # not. A softcap makes -inf finite.
+    # Smoothing takes the mean of the logits, so the loss is infinite (as in torch) and its gradient
+    # is finite. A softcap makes -inf finite.
     arrays, labels = make_arrays()
     arrays["bias"] = put(arrays["bias"], 5, -np.inf)
     labels = np.where(labels == 5, np.int32(6), labels)
@@ -128,7 +128,7 @@ def test_metrics(strategy, reduction):
             **options,
         )
         (loss, metrics), vjp = jax.vjp(lambda arrays: fn(**arrays), arrays)
-        # Were the metrics differentiated through, their cotangents would change the gradients.
+        # The cotangents of the metrics must not change the gradients.
         ones: Any = [np.zeros((), jax.dtypes.float0), *[np.float32(1)] * 4]
         return {"loss": loss} | vjp((cotangent, LossMetrics(*ones)))[0], metrics
 

@@ -1,4 +1,4 @@
-"""Which plan is chosen, and how it is described."""
+"""The choice of a plan, and its description."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def chosen(monkeypatch):
 @pytest.mark.parametrize(
     "num_tokens, vocab_size, dtype, max_bytes, want",
     [
-        # Without a limit: 512 MiB of 16 bits, or 2093 tokens; 1 GiB of float32, the same tokens.
+        # Without a limit a chunk has 512 MiB of 16 bits, or 1 GiB of float32; both are 2093 tokens.
         (8192, 128256, BF16, None, 2048),
         (8192, 128256, F32, None, 2048),
         (8193, 128256, BF16, None, 1792),  # 5 chunks, none of them tiny
@@ -78,7 +78,7 @@ def chosen(monkeypatch):
         (8192, 2**15, BF16, 768 * 2**16 - 1, 512),
         (512, 2**15, BF16, 2**24, 256),
         (256, 2**15, BF16, 2**24, 256),
-        # A chunk has at least a tile, even where that is too much.
+        # A chunk has at least a tile, even where a tile exceeds the limit.
         (8192, 128256, BF16, 2**24, 128),
         (8192, 128256, F32, 2**24, 128),
         (8192, 128256, BF16, 1, 128),
@@ -87,7 +87,8 @@ def chosen(monkeypatch):
     ids=str,
 )
 def test_sizes_of_chunks(chosen, num_tokens, vocab_size, dtype, max_bytes, want):
-    # Chunks of float32 logits, or of the kernel's; a softcap is in the way of exponentials.
+    # Chunks of float32 logits, or of the kernel's logits: with a softcap no kernel keeps
+    # exponentials.
     implementation = "xla" if dtype == F32 else "mosaic_gpu"
     options = {"implementation": implementation, "logit_softcap": 30.0}
     plan = chosen(num_tokens, 64, vocab_size, dtype=dtype, max_logits_bytes=max_bytes, **options)
@@ -121,7 +122,7 @@ def test_sizes_of_chunks(chosen, num_tokens, vocab_size, dtype, max_bytes, want)
         ((8192, 4096, 256), F32, 1, (8192, 0, None, (256, 0, 0), F32)),
         # Rows of zeros follow the vocabulary, up to whole blocks.
         ((8192, 4096, 50257), F32, None, (8192, 0, None, (4096, 11, 5248), F32)),
-        # No fewer sums than with chunks alone.
+        # In place there would be as many sums as with chunks alone.
         ((16384, 1024, 128256), F32, None, None),
         ((8192, 4000, 128256), F32, None, None),
     ],

@@ -115,7 +115,7 @@ def test_repeated_runs_have_the_same_bits(strategy):
     chex.assert_trees_all_equal(one, two)
 
 
-# By tracing alone: what raises runs no kernel.
+# Tracing is enough, because a call that raises runs no kernel.
 TRACES = {
     f"{implementation}_{name}": {"implementation": implementation, **chunks}
     for implementation in ("xla", "mosaic_gpu")

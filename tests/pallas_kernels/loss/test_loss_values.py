@@ -31,8 +31,8 @@ from support.loss_formulas import (
     run,
 )
 
-# (leading axes, hidden, vocabulary, chunk): tokens, hidden sizes and vocabularies around and off a
-# tile; chunks that do and do not divide the tokens.
+# (leading axes, hidden, vocabulary, chunk). Tokens, hidden sizes and vocabularies are a tile, near
+# a tile and far from one. Some chunks divide the tokens.
 SHAPES = [
     ((), 64, 5, 4),
     ((2, 0), 8, 5, None),
@@ -90,7 +90,7 @@ def test_mixed_dtypes(strategy, dtypes):
     arrays |= {"x": arrays["x"].astype(x_dtype), "weight": arrays["weight"].astype(weight_dtype)}
     got = run(arrays, labels, **strategy)
     chex.assert_type([got["x"], got["weight"]], [x_dtype, weight_dtype])
-    # The GEMMs take the weight rounded to the dtype of x; its gradient keeps the digits of its own.
+    # The GEMMs round the weight to the dtype of x. Its gradient has the digits of its own dtype.
     used = arrays | {"weight": arrays["weight"].astype(x_dtype).astype(weight_dtype)}
     check_against_formula(got, used, labels, **strategy)
     if weight_dtype == F32:
@@ -100,7 +100,7 @@ def test_mixed_dtypes(strategy, dtypes):
 
 @each_xla_strategy
 def test_small_weights_of_tokens_do_not_underflow_in_float16(strategy):
-    # A caller that normalizes by a million tokens itself: as a float16, 1e-6 has 4 bits.
+    # A caller may divide by a million tokens itself, and in float16 the factor 1e-6 has 4 bits.
     arrays, labels = make_arrays()
     arrays["x"] = arrays["x"].astype(F16)
     arrays["weight"] = arrays["weight"].astype(F16).astype(F32)
@@ -120,7 +120,7 @@ def test_small_weights_of_tokens_do_not_underflow_in_float16(strategy):
 @each_strategy
 @each_reduction
 def test_logits_of_minus_infinity(strategy, reduction):
-    # A whole leading block of them: the maximum of a block that a kernel sees first is -inf.
+    # The logits of a whole first block are -inf, and so is its maximum.
     arrays, labels = make_arrays()
     arrays["bias"] = put(arrays["bias"], [*range(20), 40], -np.inf)
     labels = np.where(labels == IGNORED, labels, 20 + labels % 20)
@@ -131,7 +131,7 @@ def test_logits_of_minus_infinity(strategy, reduction):
 
 @each_strategy
 def test_very_negative_logits(strategy):
-    # Were the vocabulary padded with zeros, these would carry all of the probability.
+    # Logits of 0, as of padding, would have all of the probability.
     arrays, labels = make_arrays()
     arrays["bias"] -= 200
     check(arrays, labels, **strategy)
@@ -140,7 +140,7 @@ def test_very_negative_logits(strategy):
 @each_strategy
 @each_reduction
 def test_huge_logits(strategy, reduction):
-    # Integers, so that every logit, up to 1e4, is the same number in float32 and in float64.
+    # All values are integers, so every logit, up to 1e4, is the same in float32 and in float64.
     rng = np.random.default_rng(0)
     arrays, labels = make_arrays()
     arrays |= {
@@ -156,7 +156,7 @@ def test_huge_logits(strategy, reduction):
 def test_equal_logits(strategy):
     arrays, labels = make_arrays()
     arrays |= {"x": 0 * arrays["x"], "bias": 0 * arrays["bias"] + 3}
-    # The mean of equal losses does not depend on the weights: nothing but rounding is left.
+    # The mean of equal losses does not depend on the weights, so their gradient is rounding alone.
     got = check(arrays, labels, **strategy, but=["token_weights"])
     assert abs(got["loss"] - math.log(V)) < 4 * EPS32 * math.log(V)
     assert np.max(np.abs(got["token_weights"])) < 4 * EPS32
@@ -169,7 +169,7 @@ def test_equal_logits(strategy):
     also=[("tokens", "bfloat16"), ("columns", "float32")],
 )
 def test_a_confident_token_keeps_the_digits_of_its_gradient(strategy, dtype):
-    # p = 0.999 at the label: rounded to bfloat16 before the 1 is taken away, p - 1 would be 0.
+    # p is 0.999 at the label. Rounded to bfloat16 it is 1, and p - 1 would be 0.
     arrays, _ = make_arrays(dtype=dtype)
     labels = np.arange(T, dtype=np.int32) % D
     arrays |= {
@@ -182,8 +182,8 @@ def test_a_confident_token_keeps_the_digits_of_its_gradient(strategy, dtype):
     exact = formula(arrays, labels, 1.0, reduction="sum")
     assert -1e-3 < exact["x"].min() < -9e-4
     for name in ("x", "weight"):
-        # Two roundings to dtype, and in p = exp(z - lse) an ulp of the lse, which is 10.9. Each row
-        # of dweight adds up two tokens.
+        # There are two roundings to dtype, and in p = exp(z - lse) an ulp of the lse, which is
+        # 10.9. Each row of dweight adds up two tokens.
         ulps = 8 if name == "x" else 8 * 2 * 10.875
         np.testing.assert_allclose(
             np.asarray(got[name], np.float64),
@@ -208,13 +208,13 @@ def test_nan_stays_in_its_token(strategy, reduction):
 )
 def test_chunk_sizes_agree(chunk_size):
     arrays, labels = make_arrays((37,), dtype=BF16)
-    # Rounded to bfloat16, as the GEMMs see it, but float32, so that its gradient keeps its digits.
+    # The GEMMs lose nothing of these weights, and the gradient has the digits of float32.
     arrays["weight"] = arrays["weight"].astype(F32)
     got = check(arrays, labels, implementation="xla", chunk_size=chunk_size)
-    # The same dlogits, so the same sums but for their order.
+    # The dlogits are equal, so only the order of the sums differs.
     want = run(arrays, labels, implementation="xla", chunk_size=7)
     chex.assert_trees_all_close(got["weight"], want["weight"], atol=1e-6)
-    # Tokens that count only in the last, short chunk of 7, or of 36.
+    # Only the last token counts.
     last = np.where(np.arange(37) == 36, 4, IGNORED).astype(np.int32)
     check(arrays, last, implementation="xla", chunk_size=chunk_size)
 
@@ -225,14 +225,14 @@ def test_chunk_sizes_agree(chunk_size):
 def test_vocabulary_chunk_sizes_agree(vocab_chunk_size):
     arrays, labels = make_arrays((37,), dtype=BF16)
     arrays["weight"] = arrays["weight"].astype(F32)
-    # Labels in the first and last column of all chunks of 7 and 16, the first of which are short.
+    # The labels are the first and last columns of chunks of 7 and 16. The first chunk is short.
     labels[:14] = [0, 3, 4, 10, 11, 45, 46, 52, 5, 20, 21, 36, 37, 52]
     options = {"implementation": "xla", "chunk_size": None}
     got = check(arrays, labels, vocab_chunk_size=vocab_chunk_size, **options)
     want = run(arrays, labels, vocab_chunk_size=V, **options)
     # Only the order of the sum for the lse differs, which may change how a dlogit is rounded.
     chex.assert_trees_all_close(got["loss"], want["loss"], rtol=4 * EPS32)
-    # A column of the vocabulary is in one chunk, and so is the sum over tokens for it.
+    # A column of the vocabulary, and its sum over tokens, is in one chunk.
     np.testing.assert_allclose(got["weight"], want["weight"], rtol=0, atol=1e-4)
 
 
@@ -253,9 +253,9 @@ def dweight_error(num_chunks, accum_dtype):
 
 
 def test_the_error_of_dweight_is_flat_in_the_number_of_chunks():
-    # What remains is the rounding of the weight and of the dlogits to bfloat16.
+    # The error is that of rounding the weight and the dlogits to bfloat16.
     one = dweight_error(1, "float32")
     for num_chunks in (8, 64, 256):
         assert dweight_error(num_chunks, "float32") < 1.01 * one, num_chunks
-    # The same measure sees an accumulator that is too coarse.
+    # An accumulator with too few digits has a larger error, so the test can fail.
     assert dweight_error(256, "bfloat16") > 3 * one

@@ -70,10 +70,10 @@ def test_mixed_dtypes(implementation, gate_dtype, up_dtype):
 @each_implementation
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=jnp.dtype)
 def test_huge_gates(implementation, dtype):
-    # sigmoid(-100) is 4e-44: below the smallest normal float32, where exp(100) would overflow.
+    # sigmoid(-100) is 4e-44, below the smallest normal float32, and exp(100) would overflow.
     gate = jnp.array([0, 20, -20, 80, -80, 100, -100, 1e4, -1e4, 1e38, -1e38, BF16_MAX, -BF16_MAX])
     _, up, dy = make_args(gate.shape, dtype)
-    # At most 1, so that nothing overflows that is finite in exact arithmetic.
+    # The values are at most 1, so that a finite result does not overflow.
     up, dy = jnp.tanh(up), jnp.tanh(dy)
     got = compiled(implementation)(gate.astype(dtype), up, dy)
     exact = formula(gate.astype(dtype), up, dy)

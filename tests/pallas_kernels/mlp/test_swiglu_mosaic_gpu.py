@@ -1,6 +1,6 @@
 """The Mosaic GPU kernels of SwiGLU, interpreted: tiles, launch parameters, transformations.
 
-What holds for every implementation is in test_swiglu.py.
+test_swiglu.py has the tests of every implementation.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ def test_tiles_and_tail_are_the_array(itemsize, accesses):
         tail = tiles.num_elements - tiles.num_tiles * tiles.tile
         assert tail == tiles.num_tail_chunks * tiles.chunk + tail % tiles.chunk
         assert tiles.is_ragged == (tail % tiles.chunk > 0)
-        # What the last chunk repeats is the last block's.
+        # The elements that the last chunk repeats belong to the last block.
         assert not tiles.is_ragged or tiles.num_tail_chunks > 0
         assert 0 <= tail < tiles.tile + tiles.chunk
         assert np.prod(tiles.shape) == tiles.num_elements
@@ -82,7 +82,8 @@ def test_tiles_and_tail_are_the_array(itemsize, accesses):
         assert tiles.vector * itemsize == 16 and not tiles.num_tail_chunks
 
 
-# By tiles of 1024 or 512 elements: one less, one more, a chunk or not, primes, and less than one.
+# Tiles have 1024 or 512 elements. The sizes are one less and one more than tiles, with a chunk and
+# without, primes, and less than a tile.
 @interpreted
 @pytest.mark.parametrize(
     "shape, dtype",
@@ -270,7 +271,7 @@ def mesh():
     return jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-def test_the_default_on_an_h100_is_the_reference_as_long_as_nothing_else_is_measured(on_h100):
+def test_the_default_on_an_h100_is_the_reference(on_h100):
     gate, up, _ = make_args((8, 64), BF16)
     assert not launches(swiglu, gate, up)
     assert launches(kernel, gate, up) == ["swiglu_fwd"]
@@ -294,7 +295,7 @@ def test_the_default_for_arrays_of_several_devices_is_the_reference(on_h100, mes
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="needs eight devices")
 def test_tokens_split_over_a_mesh(monkeypatch, mesh):
-    # To the interpreter the kernels of all devices are one, so formulas are in their place.
+    # The interpreter knows only one device, so formulas are in the place of the kernels.
     sizes = []
 
     def elementwise(compute, arrays, *, num_results, accesses, name):
@@ -355,7 +356,7 @@ def test_nothing_but_gate_and_up_is_kept():
     assert [(a.shape, a.dtype) for a in kept] == [(gate.shape, BF16), (up.shape, BF16)]
 
 
-# By the program, because the interpreter has effects, which `jax.checkpoint` does not take.
+# `jax.checkpoint` does not take the effects of the interpreter, so the test reads the program.
 @pytest.mark.parametrize("saved, num_products", [(("gate", "up"), 4), ((), 6)], ids=str)
 def test_a_rematerialized_layer_runs_the_forward_once(saved, num_products):
     x, weight, direction = make_args((64, 64), F32)
@@ -373,7 +374,7 @@ def test_a_rematerialized_layer_runs_the_forward_once(saved, num_products):
     assert len(products) == num_products
 
 
-def test_what_is_not_used_has_no_backward():
+def test_a_result_that_is_not_used_has_no_backward():
     gate, up, _ = make_args((8, 64), F32)
     fn = lambda gate: (kernel(gate, up), jnp.sum(gate))[1]
     assert "swiglu_bwd" not in launches(jax.grad(fn), gate)

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from pallas_kernels import add_rms_norm, rms_norm
-from pallas_kernels.norm import backward_kernel
 from support.norm_formulas import (
     add_formula,
     check,
     check_add,
     compiled,
     formula,
+    graded,
     make_add_args,
     make_args,
 )
-from support.numerics import assert_as_accurate, rounded, value_and_grads
+from support.numerics import assert_as_accurate, quick_jit, rounded, value_and_grads
 
 IMPLEMENTATIONS = ["reference", "mosaic_gpu"]
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -31,7 +31,7 @@ each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS,
 def kernel_for_some(names, *cases):
     """A test of each implementation; a case is `(whether the normal run has the kernel, *values)`.
 
-    The interpreter takes milliseconds for a row, and the kernel's own tests have more shapes.
+    A program with a kernel takes a second to interpret, and the kernel's own tests have more cases.
     """
     return pytest.mark.parametrize(
         f"implementation, {names}",
@@ -84,80 +84,89 @@ def test_every_shape_is_exact_up_to_one_rounding(implementation, shape, dtype):
         with pytest.raises(NotImplementedError, match="hidden_size=1 is below 64"):
             rms_norm(*args[:2], implementation=implementation)
         return
-    # A large eps keeps dx away from the cancellation that D = 1 has without it.
+    # Without a large eps the terms of dx cancel where D = 1.
     check(*args, implementation=implementation, eps=0.5)
 
 
-@each_implementation
-@pytest.mark.parametrize(
-    "x_dtype, weight_dtype", [(BF16, F32), (F32, BF16), (F16, F16), (F16, F32), (BF16, F16)]
+@kernel_for_some(
+    "x_dtype, weight_dtype",
+    (True, BF16, F32),
+    (True, F32, BF16),
+    (False, F16, F16),
+    (False, F16, F32),
+    (False, BF16, F16),
 )
 def test_mixed_dtypes(implementation, x_dtype, weight_dtype):
     check(*make_args((9, 96), x_dtype, weight_dtype), implementation=implementation)
 
 
-@each_implementation
-@pytest.mark.parametrize("casting", ["float32", "gemma"])
+@kernel_for_some("casting", (False, "float32"), (True, "gemma"))
 def test_the_weight_offset_is_added_in_float32(implementation, casting):
-    # Weights around 2^-9: 1 + weight rounds to 1 or 1.0078 in bfloat16.
+    # The weights are around 2^-9, so 1 + weight rounds to 1 or 1.0078 in bfloat16.
     x, weight, dy = make_args((64, 96), BF16, weight_mean=0.0)
     check(x, weight / 64, dy, implementation=implementation, weight_offset=1.0, casting=casting)
 
 
-@each_implementation
-@pytest.mark.parametrize("eps", [1e-5, 1e-2, 3.0])
+@kernel_for_some("eps", (False, 1e-5), (True, 1e-2), (False, 3.0))
 def test_eps_is_added_to_the_mean_square(implementation, eps):
     x, weight, dy = make_args((16, 64))
     check(x / 10, weight, dy, implementation=implementation, eps=eps)
 
 
-@each_implementation
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=jnp.dtype)
+@kernel_for_some(
+    "dtype, jit",
+    (True, BF16, False),
+    (False, BF16, True),
+    (False, F16, False),
+    (True, F16, True),
+    (False, F32, False),
+    (True, F32, True),
+)
 def test_llama_casting_has_the_bits_of_hugging_face(implementation, dtype, jit):
     x, weight, _ = make_args((64, 256), dtype)
     norm = functools.partial(rms_norm, implementation=implementation)
     llama = functools.partial(norm, casting="llama")
     got = (jax.jit(llama) if jit else llama)(x, weight)
     if dtype == F32:
-        # There is no rounding in between: the ulp of the square root is all that may differ.
+        # Nothing is rounded in between, so only the last bit of the square root may differ.
         exact = formula(x, weight, x)[0]
         assert_as_accurate([got], rounded([exact], [got]), [exact], names=["y"])
         return
     x_hat, ones = formula(x, np.ones(256), x)[0], np.asarray(weight)
-    # x·rstd may be an ulp of float32 off: where that decides how it rounds, the bits may differ.
+    # x·rstd may be an ulp of float32 off. Where this decides the rounding, the bits may differ.
     below, above = ((x_hat * (1 + e)).astype(dtype) for e in (-4 * EPS32, 4 * EPS32))
     sure = below == above
     assert np.mean(sure) > 0.99
-    # A product of numpy's bfloat16 or float16 numbers is exact, rounded once.
+    # NumPy rounds a product of bfloat16 or float16 numbers once.
     expected = below * ones
     np.testing.assert_array_equal(np.asarray(got)[sure], expected[sure])
-    assert np.mean(np.asarray(norm(x, weight)) != expected) > 0.1  # what "float32" gives differs
+    assert np.mean(np.asarray(norm(x, weight)) != expected) > 0.1  # casting="float32" differs
 
 
-@each_implementation
-def test_llama_casting_has_gradients_as_accurate_as_hugging_face(implementation):
-    x, weight, dy = make_args((64, 256), BF16)
+# The kernel's own test of this casting compares its values and gradients.
+@kernel_for_some("dtype", (False, BF16))
+def test_llama_casting_has_gradients_as_accurate_as_hugging_face(implementation, dtype):
+    x, weight, dy = make_args((64, 256), dtype)
     got = compiled(rms_norm, casting="llama", implementation=implementation)((x, weight), dy)
     low_precision = compiled(hugging_face)((x, weight), dy)
     exact = formula(x, weight, dy)
     assert_as_accurate(got, low_precision, exact, names=("y", "dx", "dweight"))
 
 
-@each_implementation
-def test_llama_casting_with_a_weight_of_another_dtype(implementation):
-    x, weight, _ = make_args((64, 256), BF16, F32)
+@kernel_for_some("weight_dtype", (False, F32))
+def test_llama_casting_with_a_weight_of_another_dtype(implementation, weight_dtype):
+    x, weight, _ = make_args((64, 256), BF16, weight_dtype)
     got = rms_norm(x, weight, casting="llama", implementation=implementation)
     chex.assert_type(got, BF16)
-    # The norm of Hugging Face in float32, rounded at the end: all that a bfloat16 output allows.
+    # The norm of Hugging Face in float32, rounded at the end, is the best in bfloat16.
     expected = (hugging_face(x, jnp.ones(256, BF16)).astype(F32) * weight).astype(BF16)
     assert np.mean(np.asarray(got) != np.asarray(expected)) < 0.01
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=jnp.dtype)
 def test_rounding_in_between_survives_the_compiler(dtype):
-    # XLA for GPUs drops `astype(bfloat16).astype(float32)`; only reduce_precision is sure to stay,
-    # and only in the optimized program is it seen, which for a GPU cannot be had here.
+    # XLA for GPUs drops `astype(bfloat16).astype(float32)` and keeps reduce_precision. Only the
+    # optimized program of a GPU would show it.
     x, weight, _ = make_args((4, 64), dtype)
     llama = functools.partial(rms_norm, casting="llama", implementation="reference")
     add = functools.partial(add_rms_norm, implementation="reference")
@@ -186,9 +195,13 @@ def test_add_rms_norm(implementation, shape, dtypes):
     check_add(args, cotangents, implementation=implementation)
 
 
-@each_implementation
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("casting", ["float32", "llama"])
+@kernel_for_some(
+    "casting, jit",
+    (False, "float32", False),
+    (False, "float32", True),
+    (False, "llama", False),
+    (True, "llama", True),
+)
 def test_add_rms_norm_is_the_norm_of_the_stored_sum(implementation, casting, jit):
     (x, residual, weight), _ = make_add_args((64, 256), BF16, BF16, BF16)
     options = {"casting": casting, "implementation": implementation}
@@ -197,7 +210,7 @@ def test_add_rms_norm_is_the_norm_of_the_stored_sum(implementation, casting, jit
     norm = rms_norm(residual_out, weight, **options)
     exact = formula(residual_out, weight, x)[0]
     assert_as_accurate([y], [norm], [exact], names=["y"])
-    # The norm of the sum before it is rounded errs more: by half an ulp of the sum.
+    # The norm of the sum before rounding differs by more, half an ulp of the sum.
     unrounded = formula(x.astype(F32) + residual.astype(F32), weight, x)[0]
     with pytest.raises(AssertionError):
         assert_as_accurate([y], [norm], [unrounded], names=["y"], slack=0.8)
@@ -230,9 +243,10 @@ def test_add_rms_norm_with_one_output_unused(implementation, used):
     assert_as_accurate(got, rounded(exact, got), exact, names=("dx", "dresidual", "dweight"))
 
 
-@each_implementation
-def test_add_rms_norm_of_one_array_with_itself(implementation):
-    (x, _, weight), (dy, dresidual_out) = make_add_args((16, 64), F32, F32, F32)
+# JAX adds up the gradients of an array that is used twice, so the kernel is left to the full run.
+@kernel_for_some("dtype", (False, F32))
+def test_add_rms_norm_of_one_array_with_itself(implementation, dtype):
+    (x, _, weight), (dy, dresidual_out) = make_add_args((16, 64), dtype)
     fn = lambda x, weight: add_rms_norm(x, x, weight, implementation=implementation)
     got = compiled(fn)((x, weight), (dy, dresidual_out))
     y, residual_out, dx, _, dweight = add_formula((x, x, weight), (dy, dresidual_out), x + x)
@@ -240,16 +254,20 @@ def test_add_rms_norm_of_one_array_with_itself(implementation):
     assert_as_accurate(got, rounded(exact, got), exact, names=("y", "residual_out", "dx", "dw"))
 
 
-# Rows at the ends of the number range.
+# Rows at the ends of the number range. The tests of a dtype share a program.
+
+
+def options_for(dtype):
+    # With this eps dx, about dy / sqrt(eps), stays within float16.
+    return {"eps": 1e-2 if dtype == F16 else 1e-6}
 
 
 @each_implementation
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=jnp.dtype)
 def test_zero_rows(implementation, dtype):
-    x, weight, dy = make_args((8, 64), dtype)
+    x, weight, dy = make_args((8, 64), dtype, F32)
     x = x.at[::2].set(0)
-    # An eps with which dx, about dy / sqrt(eps), stays within float16.
-    y, _, _ = check(x, weight, dy, implementation=implementation, eps=1e-2)
+    y, _, _ = check(x, weight, dy, implementation=implementation, **options_for(dtype))
     assert np.all(np.asarray(y)[::2] == 0)
 
 
@@ -260,26 +278,26 @@ def test_zero_rows(implementation, dtype):
 def test_tiny_rows(implementation, dtype, scale):
     x, weight, dy = make_args((8, 64), F32)
     x = (x * scale).astype(dtype)
-    eps = 1e-2 if dtype == F16 else 1e-6
-    check(x, weight, dy.astype(dtype), implementation=implementation, eps=eps)
+    check(x, weight, dy.astype(dtype), implementation=implementation, **options_for(dtype))
 
 
 @each_implementation
 @pytest.mark.parametrize("dtype, largest", [(BF16, 1.8e18), (F32, 1.8e18), (F16, 6.5e4)])
 def test_huge_rows_up_to_the_documented_limit(implementation, dtype, largest):
     # 64 elements of 1.8e18 have a norm of 1.44e19, a square of 2.1e38 and a mean square of 3.2e36.
-    x, weight, _ = make_args((8, 64), F32)
+    x, weight, dy = make_args((8, 64), F32)
     x = (jnp.sign(x) * largest).astype(dtype)
-    y = rms_norm(x, weight, implementation=implementation)
+    args = x, weight, dy.astype(dtype)
+    y, *_ = graded(*args, implementation=implementation, **options_for(dtype))
     exact = formula(x, weight, x)[0]
     assert_as_accurate([y], rounded([exact], [y]), [exact], names=["y"])
 
 
 @each_implementation
 def test_a_row_beyond_the_documented_limit_is_zero_with_zero_gradients(implementation):
-    x, weight, dy = make_args((4, 64), F32)
+    x, weight, dy = make_args((8, 64), F32)
     x = x.at[1].set(3e18)  # a norm of 2.4e19, though the mean square would fit
-    y, dx, dweight = compiled(rms_norm, implementation=implementation)((x, weight), dy)
+    y, dx, dweight = graded(x, weight, dy, implementation=implementation)
     assert np.all(np.asarray(y)[1] == 0) and np.all(np.asarray(dx)[1] == 0)
     rest = formula(np.delete(x, 1, axis=0), weight, np.delete(dy, 1, axis=0))
     got = [np.delete(y, 1, axis=0), np.delete(dx, 1, axis=0), dweight]
@@ -289,10 +307,9 @@ def test_a_row_beyond_the_documented_limit_is_zero_with_zero_gradients(implement
 @each_implementation
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_bad_row_stays_in_its_row(implementation, value):
-    x, weight, dy = make_args((5, 64), F32)
-    fn = compiled(rms_norm, implementation=implementation)
-    good = fn((x, weight), dy)
-    bad = fn((x.at[2, 7].set(value), weight), dy)
+    x, weight, dy = make_args((8, 64), F32)
+    good = graded(x, weight, dy, implementation=implementation)
+    bad = graded(x.at[2, 7].set(value), weight, dy, implementation=implementation)
     for name, g, b in zip(("y", "dx"), good, bad, strict=False):
         others = lambda a: np.delete(np.asarray(a), 2, axis=0)
         np.testing.assert_array_equal(others(b), others(g), err_msg=name)
@@ -306,14 +323,14 @@ def test_a_bad_row_stays_in_its_row(implementation, value):
 @each_implementation
 @pytest.mark.parametrize("num_tokens", [128, pytest.param(2048, marks=pytest.mark.full), 32768])
 def test_the_error_of_dweight_does_not_grow_with_the_tokens(
-    implementation, num_tokens, monkeypatch
+    implementation, num_tokens, set_rows_per_partial
 ):
     hidden_size = 8
     if implementation == "mosaic_gpu":
-        # The interpreter takes milliseconds for a row: less of them, in shorter partial sums.
+        # The interpreter takes milliseconds for a row, so there are fewer, in shorter partial sums.
         hidden_size, num_tokens = 64, num_tokens // 64
-        monkeypatch.setattr(backward_kernel, "_ROWS_PER_PARTIAL", 8)
-    # Gradients of random sign: the sum grows like sqrt(T), its terms do not cancel.
+        set_rows_per_partial(8)
+    # The gradients have random signs, so the sum grows like sqrt(T) and its terms do not cancel.
     x, weight, dy = make_args((num_tokens, hidden_size), BF16, F32)
     got = compiled(rms_norm, implementation=implementation)((x, weight), dy)[2:]
     exact = formula(x, weight, dy)[2:]
@@ -331,12 +348,14 @@ def test_dweight_of_bfloat16_is_rounded_once(implementation):
 # Transformations.
 
 
-@each_implementation
-def test_vmap_is_the_loop(implementation):
-    x, weight, dy = make_args((3, 5, 64))
+# For the kernel test_rms_norm_programs.py maps the norm with a residual.
+@kernel_for_some("dtype", (False, F32))
+def test_vmap_is_the_loop(implementation, dtype):
+    x, weight, dy = make_args((3, 5, 64), dtype)
     fn = functools.partial(rms_norm, implementation=implementation)
     weights = jnp.stack([weight, 2 * weight, -weight])
-    got = jax.vmap(lambda *args: value_and_grads(fn, args[:2], args[2]))(x, weights, dy)
+    mapped = jax.vmap(lambda *args: value_and_grads(fn, args[:2], args[2]))
+    got = quick_jit(mapped)(x, weights, dy)
     for i in range(3):
         exact = formula(x[i], weights[i], dy[i])
         one = [a[i] for a in got]
@@ -345,16 +364,14 @@ def test_vmap_is_the_loop(implementation):
 
 @each_implementation
 def test_repeated_calls_have_the_same_bits(implementation):
-    x, weight, dy = make_args((33, 96), BF16)
-    out, vjp = jax.vjp(functools.partial(rms_norm, implementation=implementation), x, weight)
-    again, _ = jax.vjp(functools.partial(rms_norm, implementation=implementation), x, weight)
-    chex.assert_trees_all_equal(vjp(dy), vjp(dy))
-    chex.assert_trees_all_equal(out, again)
+    args = make_args((33, 96), BF16)
+    run = functools.partial(graded, *args, implementation=implementation)
+    chex.assert_trees_all_equal(run(), run())
 
 
-@each_implementation
-def test_the_weight_may_be_a_constant(implementation):
-    x, weight, dy = make_args((16, 64))
+@kernel_for_some("dtype", (False, F32))
+def test_the_weight_may_be_a_constant(implementation, dtype):
+    x, weight, dy = make_args((16, 64), dtype)
     fn = lambda x: rms_norm(x, weight, implementation=implementation)
     exact = formula(x, weight, dy)[:2]
     got = compiled(fn)((x,), dy)

@@ -61,10 +61,10 @@ def test_a_split_covers_the_row_and_nothing_else(itemsize):
             times = np.zeros((split.warps, split.segment), int)
             for start in split.starts:
                 assert start >= 0 and start + split.chunk <= split.segment
-                # A lane's access must not be split: it starts at a multiple of its own width.
+                # A lane's access starts at a multiple of its own width.
                 assert start % split.vector == split.segment % split.vector == 0
                 times[:, start : start + split.chunk] += 1
-            # `overlap` elements of the last chunk were those of the one before already.
+            # The last chunk repeats `overlap` elements of the chunk before it.
             times[:, split.starts[-1] : split.starts[-1] + split.overlap] -= 1
             assert np.all(times == 1), split
             assert split.warps * split.segment == hidden_size
@@ -107,7 +107,7 @@ def test_the_tiles_of_all_blocks_are_the_rows(warps):
                     tile = block + step * num_blocks
                     first = int(rows.first(tile))
                     num_rows = 4 if warps == 1 else 1
-                    # Rows that an earlier tile has as well count as zeros.
+                    # Rows that an earlier tile also has count as zeros.
                     unseen = num_rows * min(tile, rows.num_full_tiles)
                     assert 0 <= first and first + num_rows <= num_tokens
                     times[max(first, unseen) : first + num_rows] += 1
@@ -153,7 +153,7 @@ def test_every_candidate_can_be_launched(unchecked_shapes, monkeypatch, hidden_s
     backward = backward_candidates(hidden_size, dtype, add=add)
     assert forward and backward
     for chosen in (*forward, *backward):
-        # The occupancy by which candidates are made counts shared memory.
+        # The candidates come from an occupancy that counts shared memory.
         mosaic_gpu.check_config(chosen, x, residual)
     same = lambda a, b, part: all(
         getattr(a, f.name) == getattr(b, f.name)
@@ -253,7 +253,7 @@ def test_the_users_row_goes_before_the_one_that_comes_with_the_library(monkeypat
     assert choose(H100, 4096, BF16) == BASE
     assert choose(H100, 4096, F16) == BASE  # the same bytes
     assert choose(H100, 64, F32) == BASE
-    # Another operation, type, width or device is another row.
+    # Each operation, dtype, width and device has a row of its own.
     assert choose(H100, 4096, BF16, add=True) == library
     assert choose(H100, 4096, F32) == guess_config(H100, 4096, F32, add=False)
     assert choose(H100, 2048, BF16) == guess_config(H100, 2048, BF16, add=False)

@@ -1,4 +1,4 @@
-"""Models of runs and Hugging Face folders: started from, exported, measured, sampled, compared."""
+"""Finished runs and folders: exported, measured, sampled and compared by commands."""
 
 import dataclasses
 import errno
@@ -22,69 +22,16 @@ import train.loop
 import train.outputs
 import train.setup
 from models.llama_hf import load_pretrained
-from models.sharding import make_mesh
 from support import tiny_run
-from support.tokenizer_files import write_byte_level, write_config
-from train import data
 from train.__main__ import main
-from train.checkpoints.hf_folder import check_model, copy_tokenizer, load_params
-from train.checkpoints.saved import find_model, read_run_config
+from train.checkpoints.saved import find_model
 from train.cli import commands, compare
-from train.cli.command_line import parse_command_line
-from train.config import CheckpointConfig, DataConfig, OptimizerConfig, TrainConfig
-from train.errors import FolderError
 from train.evaluate import Sums
-from train.loop import run
-from train.reporting.metrics import MetricsWriter
 from train.reporting.results import load_metrics
-from train.step import init_state
 
 MODEL = dataclasses.replace(tiny_run.MODEL, eos_token_id=(1, 257))
 
-
 pytestmark = pytest.mark.usefixtures("one_device", "no_plots")
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    """Of a run on text with a tokenizer, with all that a run can write."""
-    folder = tmp_path_factory.mktemp("runs")
-    for name, first in (("text", 0), ("dev", 500)):
-        lines = [{"text": f"the quick fox {i} jumps\n"} for i in range(first, first + 300)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "tokenizer").mkdir()
-    write_byte_level(folder / "tokenizer" / "tokenizer.json")
-    write_config(folder / "tokenizer", eos_token="<|end_of_text|>")
-    return TrainConfig(
-        name="tiny",
-        runs_dir=folder,
-        model=MODEL,
-        data=DataConfig(
-            source="stdlib",
-            path=(folder / "text.jsonl",),
-            held_out_path=(folder / "dev.jsonl",),
-            tokenizer=folder / "tokenizer",
-            bos_token="",
-            cache_dir=folder / "cache",
-            sequence_length=16,
-            batch_size=8,
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
-        checkpoint=CheckpointConfig(every=2, keep=9),
-        steps=4,
-        eval_every=2,
-        eval_batches=10**6,
-        sample_prompt="the fox",
-        sample_tokens=5,
-        save=True,
-        profile_steps="2:3",
-        dump_hlo=True,
-    )
-
-
-@pytest.fixture(scope="module")
-def finished(config):
-    return run(config)
 
 
 def fails(command, arguments, capsys):
@@ -100,56 +47,6 @@ def fails(command, arguments, capsys):
 
 def host_params(model):
     return jax.device_get(nnx.state(model, nnx.Param))
-
-
-# What a run leaves
-
-
-def test_a_trace_and_the_compiled_step(finished):
-    assert list((finished / "profile").rglob("*.xplane.pb"))
-    assert "ENTRY" in (finished / "hlo" / "train_step.txt").read_text()
-    memory = (finished / "hlo" / "memory.txt").read_text()
-    assert "memory of the step: arguments" in memory and "temp_size_in_bytes" in memory
-
-
-def test_a_sample_at_every_evaluation(finished, config):
-    rows = [json.loads(line) for line in (finished / "samples.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 2, 4]
-    assert all(row["text"].startswith("the fox") for row in rows)
-    page = (finished / "report.html").read_text()
-    assert page.count("<summary>step ") == 3 and "<h2>Details</h2>" in page
-    # A run that goes on after step 2 writes the later ones again.
-    copy = Path(shutil.copytree(finished, config.runs_dir / "copy", dirs_exist_ok=True))
-    MetricsWriter(copy, last_step=2).close()
-    rows = [json.loads(line) for line in (copy / "samples.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 2]
-
-
-def test_the_tokenizer_is_beside_the_model(finished, config):
-    for folder in (finished / "model", finished / "tokenizer"):
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            assert (folder / name).exists()
-        # What the flags said is in the copy.
-        content = json.loads((folder / "tokenizer_config.json").read_text())
-        assert content == {"bos_token": None, "eos_token": "<|end_of_text|>"}
-    ours = data.load_tokenizer(config.data)
-    copied = data.HuggingFaceTokenizer(finished / "model")
-    assert (copied.bos, copied.eos) == (ours.bos, ours.eos) == (None, 1)
-
-
-def test_a_tokenizer_of_a_single_file_gets_a_config_where_flags_say_more(tmp_path):
-    file = write_byte_level(tmp_path / "other.json")
-    (tmp_path / "out").mkdir()
-    copy_tokenizer(file, tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["tokenizer.json"]
-    copy_tokenizer(file, tmp_path / "out", eos_token="fox")
-    content = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
-    assert content == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "fox"}
-    copy_tokenizer(tmp_path / "out", tmp_path / "out")  # onto itself
-
-
-def test_the_configuration_comes_back_from_the_run(finished, config):
-    assert read_run_config(finished) == config
 
 
 @pytest.mark.parametrize(
@@ -180,73 +77,6 @@ def test_a_field_of_a_wrong_type_is_named(field, value, message, finished, tmp_p
     assert f"{tmp_path / 'config.json'} is no configuration of this version: {message}" in line
 
 
-# Starting from a folder
-
-
-def flags_of(config, folder, *more):
-    return [
-        *("--init-from", str(folder), "--data.path", str(config.data.path[0])),
-        *("--data.sequence-length", "16", "--data.batch-size", "8", "--steps", "4"),
-        *("--data.cache-dir", str(config.data.cache_dir), "--optimizer.warmup-steps", "1"),
-        *("--data.held-out-fraction", "0.2", "--eval-batches", "2", "--sample-tokens", "0"),
-        *("--runs-dir", str(folder.parent / "from"), *more),
-    ]
-
-
-def test_a_run_starts_with_the_parameters_of_a_folder(finished, config, capsys):
-    folder = finished / "model"
-    from_folder = parse_command_line(flags_of(config, folder, "--name", "next"))
-    assert from_folder.model == MODEL
-    assert from_folder.data.tokenizer == folder
-    assert from_folder.init_from == folder
-    said = f"{folder} has 64 positions, so --data.sequence-length is 64 by default, not 256"
-    assert said in capsys.readouterr().out
-    rows = load_metrics(run(from_folder))
-    # The measurement before the first step is that of the trained parameters.
-    untrained = load_metrics(finished).held_out[0]["val_loss"]
-    assert rows.held_out[0]["val_loss"] < untrained - 0.05
-    assert rows.train[0]["loss"] < untrained - 0.05
-    capsys.readouterr()
-
-
-def test_parameters_of_a_folder_are_split_over_the_mesh(finished):
-    mesh = make_mesh(data=4, fsdp=2)
-    params = load_params(finished / "model", MODEL, mesh)
-    config = dataclasses.replace(read_run_config(finished), init_from=finished / "model")
-    state = train.setup.first_state(config, mesh)
-    want = init_state(dataclasses.replace(config, init_from=None), mesh)
-    shardings = lambda tree: jax.tree.map(lambda a: a.sharding, tree)
-    assert jax.tree.structure(state) == jax.tree.structure(want)
-    assert jax.tree.leaves(shardings(state)) == jax.tree.leaves(shardings(want))
-    chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(params))
-    model = load_pretrained(finished / "model", dtype="float32")
-    chex.assert_trees_all_equal(jax.device_get(params), host_params(model))
-
-
-def test_flags_that_contradict_the_folder(finished, config):
-    flags = flags_of(config, finished / "model", "--model.hidden-size", "32")
-    flags += ["--model.rms-norm-eps", "0.1", "--model.remat", "full"]
-    with pytest.raises(FolderError) as caught:
-        run(parse_command_line(flags))
-    message = str(caught.value)
-    assert "hidden_size 16, not 32; rms_norm_eps 1e-05, not 0.1. Leave these" in message
-    assert "remat" not in message and "\n" not in message
-
-
-def test_a_folder_without_a_tokenizer(finished, config, tmp_path, capsys):
-    folder = Path(shutil.copytree(finished / "model", tmp_path / "model"))
-    (folder / "tokenizer.json").unlink()
-    found = parse_command_line(flags_of(config, folder))
-    assert found.data.tokenizer is None
-    assert "has no tokenizer.json: a token is a byte" in capsys.readouterr().out
-    other = config.data.tokenizer
-    found = parse_command_line(flags_of(config, folder, "--data.tokenizer", str(other)))
-    assert found.data.tokenizer == other
-    # The line about the length of rows is all that is left.
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "--data.sequence-length" in line
-
-
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
@@ -272,16 +102,6 @@ def test_folders_that_cannot_be_started_from(prepare, message, finished, tmp_pat
 def write_model_type(folder, model_type):
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | {"model_type": model_type}))
-
-
-def test_damaged_weights_are_named_in_one_line(finished, tmp_path, one_device):
-    folder = Path(shutil.copytree(finished / "model", tmp_path / "model"))
-    file = folder / "model.safetensors"
-    check_model(folder, MODEL)
-    file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(FolderError, match=r"model\.safetensors is damaged") as caught:
-        load_params(folder, MODEL, one_device)
-    assert "\n" not in str(caught.value)
 
 
 # Export
@@ -457,7 +277,7 @@ def test_what_cannot_be_sampled(options, message, finished, capsys):
     assert message in fails("sample", arguments, capsys)
 
 
-def test_a_model_that_is_not_finite_is_not_used(finished, config, tmp_path, capsys):
+def test_a_model_that_is_not_finite_is_not_used(finished, tmp_path, capsys):
     folder = Path(shutil.copytree(finished / "model", tmp_path / "model"))
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][3] = np.inf
@@ -468,9 +288,6 @@ def test_a_model_that_is_not_finite_is_not_used(finished, config, tmp_path, caps
         line = fails(command, [folder, *options], capsys)
         assert line.startswith(f"python -m train {command}: error: {folder}: the parameter "), line
         assert "norm.weight has values that are not finite" in line, line
-    start = flags_of(config, folder, "--name", "next")
-    with pytest.raises(FolderError, match=r"norm\.weight has .* not finite; .* --init-from"):
-        train.setup.first_state(parse_command_line(start), make_mesh(data=8, fsdp=1))
 
 
 def test_a_loss_that_is_not_finite_is_an_error(finished, tmp_path, capsys, monkeypatch):

@@ -1,0 +1,186 @@
+"""RMSNorm whose result is quantized by row in the pass that makes it."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.arguments import floating_arrays
+from pallas_kernels.choices import record
+from pallas_kernels.fp8 import reference, row_kernel
+from pallas_kernels.fp8.types import E4M3, Quantized, check_dtype
+from pallas_kernels.gpu.device import target_device
+from pallas_kernels.implementation import Implementation, choose_implementation
+from pallas_kernels.norm import api, mosaic_gpu
+from pallas_kernels.norm import reference as norm_reference
+from pallas_kernels.norm.api import Casting
+from pallas_kernels.norm.config import Options, default_config
+from pallas_kernels.norm.forward_kernel import forward
+from pallas_kernels.norm.rows import Rows
+
+
+def rms_norm_quantized(
+    x: Float[Array, "*T D"],
+    weight: Float[Array, " D"],
+    dtype: DTypeLike = E4M3,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    casting: Casting = "float32",
+    implementation: Implementation | None = None,
+) -> tuple[Quantized, Float[Array, "*T"]]:
+    """`quantize(rms_norm(x, weight), dtype, scaling="row")`, which writes no 16-bit result.
+
+    The norm is rounded to the dtype of `x` first, so the values are those of the two functions. In
+    the kernel the reciprocal of a scale may err in the last bit: a value within one part in 2^23 of
+    a tie may become its other neighbour.
+
+    The function has no gradient rule; the caller writes one, for which it has `rstd`. The kernel is
+    not split over a mesh. Call it inside of `jax.shard_map`.
+
+    Args:
+      x: Activations, as in `pallas_kernels.rms_norm`.
+      weight: Scale of the norm, one number a channel.
+      dtype: `float8_e4m3fn` or `float8_e5m2`.
+      eps: Number added to the mean square.
+      weight_offset: Number added to the weight in float32.
+      casting: Place where the norm is rounded.
+      implementation: Name, as in `pallas_kernels.rms_norm`; the kernel needs Ada, Hopper or later.
+
+    Returns:
+      `(y, rstd)`, with `y` of values `[*T, D]` and scales `[*T, 1]`, and `rstd` in float32.
+
+    Raises:
+      ValueError: The same as in `rms_norm` and `quantize`.
+      TypeError: The same as in `rms_norm`.
+      NotImplementedError: The caller asked for the kernel, and it does not take the arguments.
+    """
+    options = dict(eps=eps, weight_offset=weight_offset, casting=casting)
+    name = "rms_norm_quantized"
+    y, _, rstd = _quantized(name, x, None, weight, dtype, implementation, options)
+    return y, rstd
+
+
+def add_rms_norm_quantized(
+    x: Float[Array, "*T D"],
+    residual: Float[Array, "*T D"],
+    weight: Float[Array, " D"],
+    dtype: DTypeLike = E4M3,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    casting: Casting = "float32",
+    implementation: Implementation | None = None,
+) -> tuple[Quantized, Float[Array, "*T D"], Float[Array, "*T"]]:
+    """`rms_norm_quantized` of the rounded sum `x + residual`, and that sum.
+
+    Arguments and errors are those of `rms_norm_quantized` and `pallas_kernels.add_rms_norm`.
+
+    Returns:
+      `(y, residual_out, rstd)`; `residual_out` has the dtype of `x`.
+    """
+    options = dict(eps=eps, weight_offset=weight_offset, casting=casting)
+    name = "add_rms_norm_quantized"
+    y, residual_out, rstd = _quantized(name, x, residual, weight, dtype, implementation, options)
+    assert residual_out is not None
+    return y, residual_out, rstd
+
+
+def _quantized(
+    name: str,
+    x: Any,
+    residual: Any,
+    weight: Any,
+    dtype: DTypeLike,
+    implementation: Implementation | None,
+    options: dict[str, Any],
+) -> tuple[Quantized, Array | None, Array]:
+    """`(y, residual_out, rstd)`."""
+    x, weight = floating_arrays(least_bits=16, x=x, weight=weight)
+    if residual is not None:
+        (residual,) = floating_arrays(least_bits=16, residual=residual)
+    check_dtype(dtype)
+    api.check_norm_options(**options)
+    api.check_shapes(x, residual, weight)
+    chosen, reason = api.choose_norm(x, residual, weight, implementation, None)
+    if chosen == "mosaic_gpu" and (unsupported := _unsupported_reason(x)) is not None:
+        chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
+    record(name, (x, weight), implementation, chosen, reason)
+    if chosen == "mosaic_gpu":
+        return _kernel(x, residual, weight, dtype, options)
+    if residual is None:
+        source, total = x, None
+        y = norm_reference.rms_norm(x, weight, **options)
+    else:
+        y, total = norm_reference.add_rms_norm(x, residual, weight, **options)
+        source = total
+    squares = jnp.mean(jnp.square(source.astype(jnp.float32)), axis=-1)
+    scale = reference.scale_of(reference.amax_of(y, axis=-1), dtype)
+    values = reference.values_of(y, scale, dtype)
+    return Quantized(values, scale), total, jax.lax.rsqrt(squares + options["eps"])
+
+
+def _unsupported_reason(x: Array) -> str | None:
+    """Why the kernel cannot quantize these rows, or None if it can."""
+    device = target_device()
+    if device.capability is not None and device.capability < (8, 9):
+        return f"FP8 needs compute capability (8, 9), {device.kind} has {device.capability}"
+    if math.prod(x.shape[:-1]) < 4 or x.size == 0:
+        return f"x of shape {x.shape} has fewer than 4 rows"
+    return None
+
+
+def _kernel(
+    x: Array, residual: Array | None, weight: Array, dtype: DTypeLike, options: dict[str, Any]
+) -> tuple[Quantized, Array | None, Array]:
+    """`_quantized` by the kernel of the norm's forward."""
+    leading, width = x.shape[:-1], x.shape[-1]
+    config = default_config(target_device(), width, x.dtype, add=residual is not None)
+    # Rows stay in registers for the maximum, so there is nothing to read again.
+    config = dataclasses.replace(config, fwd_reread=False)
+    mosaic_gpu.check_config(config, x, residual)
+    rows = lambda a: None if a is None else a.reshape(math.prod(leading), width)
+    (values, scale), residual_out, rstd = forward(
+        Options(float(options["eps"]), float(options["weight_offset"]), options["casting"], config),
+        x.reshape(-1, width),
+        rows(residual),
+        weight,
+        _Epilogue(jnp.dtype(dtype)),
+    )
+    y = Quantized(values.reshape(x.shape), scale.reshape(*leading, 1))
+    total = None if residual_out is None else residual_out.reshape(x.shape)
+    return y, total, rstd.reshape(leading)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Epilogue:
+    """Stores the values and the scale of each row."""
+
+    dtype: jnp.dtype
+
+    def out_types(self, rows: Rows, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (
+            jax.ShapeDtypeStruct(rows.shape, self.dtype),
+            jax.ShapeDtypeStruct((num_tokens,), jnp.float32),
+        )
+
+    def scratch_types(self, rows: Rows) -> tuple[Any, ...]:
+        return row_kernel.exchange_types(rows)
+
+    def store(
+        self,
+        rows: Rows,
+        chunks: Sequence[jax.Array],
+        row: Any,
+        warpgroup: Any,
+        gmems: Sequence[Any],
+        scratch: Sequence[Any],
+    ) -> None:
+        values_gmem, scale_gmem = gmems
+        exchange = scratch[0], scratch[1]
+        row_kernel.store_quantized(rows, chunks, row, warpgroup, values_gmem, scale_gmem, exchange)

@@ -1,0 +1,138 @@
+"""Quantization with a scale for each row in one pass, as a Mosaic GPU kernel.
+
+A row stays in registers between its maximum and its rounding. So device memory sees 2 bytes read
+and 1 written for an element of bfloat16. The transposed copy needs the maxima of columns before its
+first value, and is for `mosaic_gpu.py`.
+
+Mosaic computes a reciprocal by an instruction that may err in the last bit. Hence a value within
+one part in 2^23 of a tie may be rounded to the other of its two neighbours. Scales are exact.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.fp8 import reference
+from pallas_kernels.gpu.arrays import at_aligned_addresses
+from pallas_kernels.gpu.device import WARPS_PER_WARPGROUP, target_device
+from pallas_kernels.gpu.kernel import gpu_kernel
+from pallas_kernels.gpu.layouts import load, store
+from pallas_kernels.norm.config import default_config
+from pallas_kernels.norm.rows import Rows, split_row
+
+
+def quantize_rows(x: Float[Array, "M K"], dtype: DTypeLike) -> tuple[Array, Float[Array, "M 1"]]:
+    """`(values, scale)` of `reference`, for an `x` that `mosaic_gpu.unsupported_reason` takes."""
+    x = at_aligned_addresses(x)
+    num_rows, num_columns = x.shape
+    # The norm's forward reads and writes a row in the same way, and its parameters are measured.
+    config = default_config(target_device(), num_columns, x.dtype, add=False)
+    split = split_row(num_columns, config.fwd_warps, x.dtype.itemsize)
+    assert split is not None  # a default fits its row
+    rows = Rows(split, num_rows)
+    # Narrow rows: a lane has some 16 elements on their way.
+    most = max(1, min(8, 16 // split.elements_per_lane)) if split.warps == 1 else 1
+    tiles_per_block = math.gcd(rows.num_tiles, most)
+    values, scale = gpu_kernel(
+        functools.partial(_kernel, rows, tiles_per_block),
+        kernel_name="fp8_quantize_rows",
+        out_type=(
+            jax.ShapeDtypeStruct(rows.shape, dtype),
+            jax.ShapeDtypeStruct((num_rows,), jnp.float32),
+        ),
+        grid=(rows.num_tiles // tiles_per_block,),
+        grid_names=("block",),
+        num_threads=split.warpgroups,
+        thread_name="warpgroup",
+        scratch_types=exchange_types(rows),
+    )(x.reshape(rows.shape))
+    return at_aligned_addresses((values.reshape(x.shape), scale[:, None]))
+
+
+def _kernel(
+    rows: Rows,
+    tiles_per_block: int,
+    x_gmem: Any,
+    values_gmem: Any,
+    scale_gmem: Any,
+    partial_smem: Any,
+    barrier: Any,
+) -> None:
+    """Quantizes the rows of a block."""
+    warpgroup = jax.lax.axis_index("warpgroup")
+    first = jax.lax.axis_index("block") * tiles_per_block
+    starts = rows.split.starts
+    tiles = [rows.first(first + i) for i in range(tiles_per_block)]
+    # All loads come first, so that they are on their way together.
+    loaded = [
+        [load(rows.at(x_gmem, row, warpgroup, start), rows.layout) for start in starts]
+        for row in tiles
+    ]
+    for row, chunks in zip(tiles, loaded, strict=True):
+        store_quantized(
+            rows, chunks, row, warpgroup, values_gmem, scale_gmem, (partial_smem, barrier)
+        )
+
+
+def store_quantized(
+    rows: Rows,
+    chunks: Sequence[jax.Array],
+    row: Any,
+    warpgroup: Any,
+    values_gmem: Any,
+    scale_gmem: Any,
+    exchange: tuple[Any, Any],
+) -> None:
+    """Stores the values and the scale of a row that a kernel has in registers.
+
+    Args:
+      rows: Rows of the kernel.
+      chunks: Chunks of the row, of a dtype of at most 32 bits.
+      row: First row of the tile.
+      warpgroup: Number of this warpgroup.
+      values_gmem: Values in device memory, of the shape of the rows.
+      scale_gmem: Scales in device memory, one for each row.
+      exchange: Scratch memory of `exchange_types`, which a block uses once.
+    """
+    amax = _amax(rows, chunks, warpgroup, *exchange)
+    scale = reference.scale_of(amax, values_gmem.dtype)
+    rows.store_scalar(scale_gmem, row, warpgroup, scale)
+    inverse = rows.spread(1 / scale)
+    for start, chunk in zip(rows.split.starts, chunks, strict=True):
+        value = (chunk.astype(jnp.float32) * inverse).astype(values_gmem.dtype)
+        store(rows.at(values_gmem, row, warpgroup, start), value)
+
+
+def exchange_types(rows: Rows) -> tuple[Any, Any]:
+    """Scratch memory through which the warps of a row find its maximum."""
+    warpgroups = rows.split.warpgroups
+    return (
+        plgpu.SMEM((warpgroups, WARPS_PER_WARPGROUP), jnp.float32),
+        plgpu.Barrier(num_arrivals=warpgroups),
+    )
+
+
+def _amax(
+    rows: Rows, chunks: Sequence[jax.Array], warpgroup: Any, partial_smem: Any, barrier: Any
+) -> jax.Array:
+    """The largest magnitude of a row: a scalar or, with one warp a row, four of them."""
+    # Bits of magnitudes are in the order of the numbers, and a NaN is the largest.
+    magnitudes = [jnp.abs(chunk.astype(jnp.float32)) for chunk in chunks]
+    bits = [jax.lax.bitcast_convert_type(a, jnp.int32) for a in magnitudes]
+    largest = jnp.max(functools.reduce(jnp.maximum, bits), axis=1)
+    largest = jax.lax.bitcast_convert_type(largest, jnp.float32)
+    if rows.split.warps > 1:
+        store(partial_smem.at[warpgroup], largest)
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
+        warps = range(rows.split.warps)
+        partial = [partial_smem[divmod(warp, WARPS_PER_WARPGROUP)] for warp in warps]
+        largest = functools.reduce(jnp.maximum, partial)
+    return largest

@@ -1,0 +1,241 @@
+"""The cost of parts of a program by the planner's estimate."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from models.sharding import BATCH_AXES, make_mesh
+from pallas_kernels import linear_cross_entropy
+from pallas_kernels.gpu.device import Device
+from pallas_kernels.loss.mosaic_gpu import exponentials, products
+from pallas_kernels.loss.mosaic_gpu import statistics as linear_statistics
+from pallas_kernels.mlp import gated_matmul
+from train.planner import aot, cost
+from train.planner.splits import Splits
+from train.planner.target import target_elsewhere
+
+H100 = aot.CHIPS["h100"]
+
+
+def test_cost_of_products_and_loops():
+    rates = cost.Rates(flops=1e12, bandwidth=1e12, host_bandwidth=1e9)
+
+    def cost_of(fn, *shapes):
+        traced = jax.jit(fn).trace(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+        return cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
+
+    square = (256, 256)
+    one = cost_of(lambda a, b: a @ b, square, square)
+    assert one.flops == 2 * 256**3
+    assert one.seconds == pytest.approx(one.flops / (1e12 * cost.GEMM_EFFICIENCY))
+    loop = cost_of(lambda a, b: jax.lax.fori_loop(0, 7, lambda _, c: c @ b, a), square, square)
+    assert loop.flops == 7 * one.flops
+
+    # Elementwise: one pass, however many operations, jitted or not, live ones only.
+    def gelu_twice(x):
+        jnp.sin(x)
+        return jax.nn.gelu(jax.nn.gelu(x) * 2)
+
+    size = 4 * 10**6
+    assert cost_of(gelu_twice, (10**6,)).seconds == pytest.approx(
+        2 * size / (1e12 * cost.COPY_EFFICIENCY)
+    )
+    # A sum over rows must be there before it is divided by: two passes, one written.
+    assert cost_of(lambda x: x / jnp.sum(x), (10**6,)).seconds == pytest.approx(
+        3 * size / (1e12 * cost.COPY_EFFICIENCY), rel=1e-3
+    )
+
+    # Rematerialization runs the product again.
+    def remade(a, b):
+        def f(a):
+            return jnp.sin(jnp.sin(a @ b) @ b).sum()
+
+        return jax.grad(jax.checkpoint(f, policy=jax.checkpoint_policies.nothing_saveable))(a)
+
+    assert cost_of(remade, square, square).flops == 4 * one.flops
+
+
+def test_cost_of_tensors_that_go_to_the_host_and_back():
+    rates = cost.Rates(flops=1e12, bandwidth=1e30, host_bandwidth=1e9)
+
+    def cost_of(*places):
+        def fn(x):
+            for place in places:
+                x = jax.device_put(x, place)
+            return x
+
+        traced = jax.jit(fn).trace(jax.ShapeDtypeStruct((1000,), jnp.float32))
+        return cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
+
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+    both_ways = cost_of(host, device)
+    assert both_ways.host_bytes == 2 * 4000
+    assert both_ways.seconds == pytest.approx(2 * 4000 / 1e9)
+    assert cost_of(device).host_bytes == 0
+
+
+def test_cost_of_kernels_with_products(monkeypatch):
+    device = Device(H100.device_kind, (9, 0), 132)
+    monkeypatch.setattr(gated_matmul, "target_device", lambda: device)
+    monkeypatch.setattr(linear_statistics, "target_device", lambda: device)
+    monkeypatch.setattr(products, "target_device", lambda: device)
+    rates = cost.Rates(flops=1e12, bandwidth=1e12, host_bandwidth=1e9)
+    tokens, hidden_size, width = 2048, 256, 1024
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    x, activation = array(tokens, hidden_size), array(tokens, width)
+    down, across = array(width, hidden_size), array(hidden_size, width)
+    labels = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    forward = functools.partial(gated_matmul.gated_matmul, keep=True)
+    loss = functools.partial(linear_statistics.linear_statistics, softcap=None)
+    loss_and_dlogits = functools.partial(exponentials.loss_of_linear, num_columns=width)
+    coefficients = jax.ShapeDtypeStruct((tokens,), jnp.float32)
+    transposed = array(width, tokens)
+    product = functools.partial(products.product, dtype=jnp.float32)
+    dweight = functools.partial(product, a_layout="KM", kernel_name="weight_gradient")
+    dweight_rows = functools.partial(product, a_layout="MK", kernel_name="weight_gradient_rows")
+    dx = functools.partial(product, a_layout="KM", kernel_name="input_gradient")
+    for number, fn, args in (
+        (2, forward, (x, across, across)),
+        (1, gated_matmul.gated_matmul_backward, (x, down, activation, activation)),
+        (1, loss, (x, down, None, labels)),
+        # Its second kernel runs where it must.
+        (1, loss_and_dlogits, (x, down, labels, coefficients)),
+        (1, dweight, (activation, x)),
+        (1, dweight_rows, (transposed, x)),
+        (1, dweight_rows, ((array(width, 1536), array(width, 512)), x)),
+        (1, lambda a, b, factor: dx(a, b, row_factor=factor), (transposed, down, coefficients)),
+    ):
+        traced = jax.jit(fn).trace(*args)
+        found = cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
+        assert found.flops == number * 2 * tokens * hidden_size * width
+        assert found.seconds >= found.flops / (1e12 * cost.GEMM_EFFICIENCY)
+
+
+@pytest.mark.parametrize("loop", ["scan", "layer_scan"])
+def test_one_device_makes_no_copies_of_a_layers_part_of_a_stack(loop):
+    rates = cost.Rates(flops=1e30, bandwidth=1e12 / cost.COPY_EFFICIENCY, host_bandwidth=1e9)
+    num_layers, size = 4, 256
+
+    def with_scan(x, stack):
+        return jax.lax.scan(lambda x, weight: (x @ weight,) * 2, x, stack)
+
+    def with_indices(x, stack):
+        """What is left of `models.layer_scan`."""
+
+        def layer(i, state):
+            x, stacked = state
+            x = x @ jax.lax.dynamic_index_in_dim(stack, i, keepdims=False)
+            return x, jax.lax.dynamic_update_index_in_dim(stacked, x, i, 0)
+
+        stacked = jax.lax.empty((num_layers, size, size), x.dtype)
+        return jax.lax.fori_loop(0, num_layers, layer, (x, stacked))
+
+    x = jax.ShapeDtypeStruct((size, size), jnp.float32)
+    stack = jax.ShapeDtypeStruct((num_layers, size, size), jnp.float32)
+    fn = with_scan if loop == "scan" else with_indices
+    traced = jax.jit(fn).trace(x, stack)
+    seconds = [
+        cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=number).seconds
+        for number in (1, 2)
+    ]
+    layer = 4 * size**2 / 1e12
+    # A GEMM reads two matrices and writes one. A copy of one it reads, and one of its result, read
+    # and write as much again.
+    assert seconds[0] == pytest.approx(num_layers * 3 * layer, rel=0.01)
+    assert seconds[1] == pytest.approx(num_layers * (3 + 2 + 2) * layer, rel=0.01)
+
+    # Nor is a part of a `jax.shard_map` over several a program of one.
+    mesh = make_mesh(data=2, fsdp=1, devices=jax.devices()[:2])
+    whole = PartitionSpec()
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    found = cost.estimate(
+        jax.jit(mapped).trace(x, stack).jaxpr,
+        rates,
+        bytes_per_device=cost.nbytes,
+        num_devices=2,
+    )
+    assert found.seconds == pytest.approx(seconds[1])
+
+
+def test_cost_of_collectives():
+    rates = cost.Rates(flops=1e12, bandwidth=1e12, host_bandwidth=1e9, link_bandwidth=1e9)
+    mesh = make_mesh(data=1, fsdp=2, tensor=4)
+    size = 4 * 64**2
+
+    def cost_of(fn):
+        whole = PartitionSpec()
+        mapped = jax.shard_map(fn, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+        traced = jax.jit(mapped).trace(jax.ShapeDtypeStruct((64, 64), jnp.float32))
+        return cost.estimate(
+            traced.jaxpr,
+            rates,
+            bytes_per_device=cost.nbytes,
+            num_devices=8,
+            hidden_axes=BATCH_AXES,
+        )
+
+    # What a device gets from the three others of its axis.
+    for received, fn in (
+        (3 * size, lambda x: jax.lax.all_gather(x, "tensor", tiled=True)),
+        (0.75 * size, lambda x: jax.lax.psum_scatter(x, "tensor", tiled=True)),
+        (0.75 * size, lambda x: jax.lax.all_to_all(x, "tensor", 0, 0, tiled=True)),
+        (1.5 * size, lambda x: jax.lax.psum(x, "tensor")),
+        (1.5 * size, lambda x: jax.lax.psum(x, ("fsdp", "tensor"))),
+        (0, lambda x: jax.lax.all_gather(x, "fsdp", tiled=True)),
+    ):
+        found = cost_of(fn)
+        assert found.link_bytes == received
+        assert found.seconds == pytest.approx(received / (1e9 * cost.LINK_EFFICIENCY))
+    # Inside a device has its own part.
+    assert cost_of(lambda x: x @ x).flops == 2 * 64**3
+    unknown = dataclasses.replace(rates, link_bandwidth=0.0)
+    assert unknown.link_seconds(1e9) == 0.0
+
+
+def test_a_loop_overwrites_its_carry_and_nothing_else():
+    rates = cost.Rates(flops=1e12, bandwidth=1e12, host_bandwidth=1e9)
+    size = 4 * 4 * 64**2  # of a stack of four matrices
+
+    def fn(x, stack):
+        carry, weights = jnp.sin(x), jnp.sin(stack @ x)
+        return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), c), carry, weights)
+
+    args = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (4, 64, 64)))
+    found = cost.estimate(
+        jax.jit(fn).trace(*args).jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1
+    )
+    # The stacks that the loop reads and writes, one carry, and a product inside.
+    assert found.temp_bytes == pytest.approx(2 * size + 2 * size / 4)
+
+
+def test_the_loss_is_what_each_device_runs_of_it():
+    mesh = make_mesh(data=2, fsdp=4)
+    rates = target_elsewhere(H100, mesh).rates
+    rows, length, width, vocabulary = 16, 32, 64, 1024
+    split = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    weight = jax.ShapeDtypeStruct((vocabulary, width), jnp.float32, sharding=split)
+    x = jax.ShapeDtypeStruct((rows, length, width), jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    loss = functools.partial(linear_cross_entropy, reduction="sum", implementation="xla")
+    splits = Splits(weight, mesh)
+    with jax.set_mesh(mesh):
+        traced = jax.jit(jax.grad(loss, argnums=1)).trace(x, weight, labels)
+        part, of_global_arrays = (
+            cost.estimate(
+                traced.jaxpr,
+                rates,
+                bytes_per_device=splits.bytes_per_device,
+                num_devices=mesh.size,
+                hidden_axes=BATCH_AXES,
+                body_of_device=body_of_device,
+            )
+            for body_of_device in (splits.body_of_device, None)
+        )
+    # The whole weight in 16 bits, and its whole gradient in float32.
+    assert of_global_arrays.temp_bytes < (4 + 2) * vocabulary * width < part.temp_bytes
+    # Logits and dweight; nobody asks for dx.
+    assert part.flops == 2 * 2 * (rows * length / mesh.size) * width * vocabulary
