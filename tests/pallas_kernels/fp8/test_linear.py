@@ -29,6 +29,13 @@ SMALL = {name: dataclasses.replace(r, least_size=0) for name, r in RECIPES.items
 every_recipe = pytest.mark.parametrize("recipe", list(SMALL.values()), ids=list(SMALL))
 
 
+def mostly(*names):
+    """A test of every recipe, of which the normal run has the named ones."""
+    marks = {name: () if name in names else pytest.mark.full for name in SMALL}
+    recipes = [pytest.param(r, marks=marks[name], id=name) for name, r in SMALL.items()]
+    return pytest.mark.parametrize("recipe", recipes)
+
+
 def make_args(shape, sizes, dtype=BF16, weight_dtype=F32, seed=0):
     """x, a weight for each size, and a cotangent for each result."""
     rng = np.random.default_rng(seed)
@@ -78,17 +85,24 @@ def run(recipe, x, weights, dys):
     return _graded(recipe)(dys, x, *weights)
 
 
+SHAPES = [
+    ((5, 7, 33), (17, 8), F32),
+    ((6, 16), (8,), BF16),
+    ((1, 16), (3,), F32),
+    ((16,), (24,), F32),
+]
+NORMAL = {("rowwise", 0), ("tensorwise", 1), ("rowwise_with_gw_hp", 1)}
+
+
 # Sizes that divide no tile, and one token.
-@every_recipe
 @pytest.mark.parametrize(
-    "shape, sizes, weight_dtype",
+    "recipe, shape, sizes, weight_dtype",
     [
-        ((5, 7, 33), (17, 8), F32),
-        ((6, 16), (8,), BF16),
-        pytest.param((1, 16), (3,), F32, marks=pytest.mark.full),
-        pytest.param((16,), (24,), F32, marks=pytest.mark.full),
+        pytest.param(r, *shape, marks=() if (name, i) in NORMAL else pytest.mark.full)
+        for name, r in SMALL.items()
+        for i, shape in enumerate(SHAPES)
     ],
-    ids=str,
+    ids=lambda a: a.name if hasattr(a, "wgrad") else str(a),
 )
 def test_linear(recipe, shape, sizes, weight_dtype):
     x, weights, dys = make_args(shape, sizes, weight_dtype=weight_dtype)
@@ -156,7 +170,7 @@ def graded_mlp(recipe):
     return quick_jit(lambda *args: value_and_grads(fn, args[:-1], args[-1]))
 
 
-@every_recipe
+@mostly("tensorwise", "rowwise_with_gw_hp")
 @pytest.mark.parametrize(
     "shape, intermediate_size",
     [((2, 13, 24), 40), pytest.param((24,), 33, marks=pytest.mark.full)],
@@ -210,7 +224,7 @@ def quantizations(fn, *args):
     return re.findall(r"convert_element_type\[\s*new_dtype=float8_(\w+)", text)
 
 
-@every_recipe
+@mostly("tensorwise")
 def test_weights_are_quantized_once(recipe):
     x, (w,), (dy,) = make_args((8, 32), (32,))
 
@@ -223,14 +237,13 @@ def test_weights_are_quantized_once(recipe):
     once, again = (len(quantizations(grad(p), w, x)) for p in (True, False))
     # Under `jax.checkpoint` the forward runs twice, with the two copies of the weight unless they
     # come from outside.
-    copies = 2 if recipe.weights.scaling == "row" else 1
-    assert again == once + copies
+    assert again == once + 2
     a, b = quick_jit(grad(True))(w, x), quick_jit(grad(False))(w, x)
     assert all(g.dtype == p.dtype for g, p in zip(a, (w, x), strict=True))
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@every_recipe
+@mostly("rowwise")
 def test_scan_over_quantized_layers(recipe):
     """Stacked weights, quantized at once outside of the loop, give each layer's gradients."""
     x, _, _ = make_args((8, 32), (32,))

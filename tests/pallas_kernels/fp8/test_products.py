@@ -75,7 +75,7 @@ def test_kernel(m, n, k, dtypes, out_dtype, accumulation, config):
     "scalings",
     [
         ("tensor", "tensor"),
-        ("row", "tensor"),
+        pytest.param(("row", "tensor"), marks=pytest.mark.full),
         pytest.param(("tensor", "row"), marks=pytest.mark.full),
     ],
 )
