@@ -40,7 +40,7 @@ from train.xla_flags import compiler_options
 # their operations.
 _KINDS = {
     "norm (ours)": r"rms_norm",
-    "GEMM in FP8 (ours)": r"fp8_matmul",
+    "GEMM in FP8 (ours)": r"fp8_(gated_)?matmul",
     "quantization to FP8 (ours)": r"fp8_|amax",
     "GEMM with SwiGLU (ours)": r"gated_matmul",
     "loss (ours)": r"loss_of_logits|linear_statistics|linear_exponentials|(weight|input)_gradient",

@@ -1,4 +1,4 @@
-"""A Llama whose layers multiply in FP8: errors, layouts, policies, meshes, and a step of training."""
+"""A Llama whose layers multiply in FP8: errors, layouts, policies, meshes, training."""
 
 import dataclasses
 import functools
@@ -33,13 +33,12 @@ CONFIG = changed(tie_word_embeddings=True)
 TOKENS = random_tokens(CONFIG)
 COTANGENT = jax.random.normal(jax.random.key(1), (B, S, CONFIG.hidden_size))
 
-FAST = ("minimal", "attention")  # policies that are tested in the normal run
+FAST = ("minimal",)  # policies that are tested in the normal run
 
-# Errors in units of the errors of the same model in bfloat16, at most. A number of e4m3 has 4 bits
-# fewer than one of bfloat16, so it errs 16 times as much; one of e5m2 errs 32 times as much.
-# `tensorwise` rounds the gradients of products to e5m2.
-E4M3, E5M2 = 16, 32
-ERRORS = {"tensorwise": E5M2, "rowwise": E4M3, "rowwise_with_gw_hp": E4M3}
+# Errors in units of the errors of the same model in bfloat16. A number of e4m3 has 4 bits fewer
+# than one of bfloat16, so it errs 16 times as much; but bfloat16 rounds the results of products,
+# too. Measured are 8 to 12 units, for gradients that are rounded to e5m2 as well.
+LEAST, MOST = 4, 16
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +58,7 @@ def compute(config: LlamaConfig, state, tokens=TOKENS):
     """Hidden states and the gradients of their sum with fixed weights."""
     graphdef = nnx.graphdef(small_llama.make_model(config))
     hidden, vjp = jax.vjp(lambda state: nnx.merge(graphdef, state)(tokens), state)
-    return {"hidden": hidden, "gradients": nnx.to_pure_dict(vjp(COTANGENT)[0])}
+    return {"hidden": hidden, "gradients": nnx.to_pure_dict(vjp(COTANGENT.astype(hidden.dtype))[0])}
 
 
 def state_of(config: LlamaConfig = CONFIG) -> nnx.State:
@@ -79,29 +78,30 @@ def relative_error(got, exact) -> float:
     return rms(got - exact) / rms(exact)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "rowwise", pytest.param("rowwise_with_gw_hp", marks=pytest.mark.full)]
+)
 def test_errors_are_those_of_rounding_to_fp8(recipe):
     got, exact = results(recipe), results(None)
     in_bfloat16 = results(None, dtype="bfloat16")
-    assert_trees_as_accurate(got, in_bfloat16, exact, slack=ERRORS[recipe])
-    # And not less, so that FP8 is what ran.
-    fp8, bf16 = (jax.tree.map(relative_error, a, exact) for a in (got, in_bfloat16))
-    print(recipe, jax.tree.map(lambda a, b: a / b, fp8, bf16))
-    ratios = jax.tree.map(lambda a, b: a / b, fp8, bf16)
-    assert ratios["hidden"] > E4M3 / 4
-    for part in ("self_attn", "mlp"):
-        assert min(jax.tree.leaves(ratios["gradients"]["layers"][part])) > E4M3 / 4
+    assert_trees_as_accurate(got, in_bfloat16, exact, slack=MOST)
+    # And not much less, so that each product ran in FP8.
+    ratio = lambda a, b, c: relative_error(a, c) / relative_error(b, c)
+    ratios = jax.tree.map(ratio, got, in_bfloat16, exact)
+    print(recipe, ratios)
+    layers = ratios["gradients"]["layers"]
+    assert min(jax.tree.leaves([ratios["hidden"], layers["self_attn"], layers["mlp"]])) > LEAST
 
 
 # Other programs round other numbers to FP8, and numbers near a tie to the other neighbor.
 OTHERS = [
-    pytest.param({"scan_layers": False}, id="unrolled"),
+    pytest.param({"scan_layers": False}, id="unrolled", marks=pytest.mark.full),
     *(
         pytest.param({"remat": name}, id=name, marks=() if name in FAST else pytest.mark.full)
         for name in POLICIES
         if name != "none"
     ),
-    pytest.param({"scan_layers": False, "remat": "minimal"}, id="minimal unrolled"),
+    pytest.param({"scan_layers": False, "remat": "full"}, id="full-unrolled"),
 ]
 
 
@@ -122,15 +122,13 @@ def test_layers_on_a_mesh_gather_fp8():
     print(gathered)
 
 
-def names_of(config: LlamaConfig) -> set[str]:
-    traced = jax.make_jaxpr(functools.partial(compute, config))(state_of())
-    found = (e.params["name"] for e in equations(traced.jaxpr) if e.primitive.name == "name")
-    return set(found)
-
-
-def test_policies_may_name_the_quantized_inputs():
-    assert "fp8_x" in names_of(changed(CONFIG, fp8="rowwise"))
-    assert "fp8_x" not in names_of(changed(CONFIG, fp8="rowwise_with_gw_hp"))
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_policies_may_name_the_quantized_inputs(recipe):
+    """If the gradients of weights are products in FP8, the layers keep their inputs in FP8."""
+    program = functools.partial(compute, changed(CONFIG, fp8=recipe))
+    found = equations(jax.make_jaxpr(program)(state_of()).jaxpr)
+    names = {e.params["name"] for e in found if e.primitive.name == "name"}
+    assert ("fp8_x" in names) == (recipe == "rowwise")
 
 
 # Training
@@ -194,7 +192,6 @@ def test_the_flag_names_a_recipe():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"fp8": "delayed"}, "fp8='delayed' must be None or one of tensorwise, rowwise"),
         ({"mlp_bias": True}, "self.mlp_bias=True"),
         ({"hidden_act": "gelu"}, "self.hidden_act='gelu'"),
         ({"mlp_chunk_size": 4, "remat": "full"}, "self.mlp_chunk_size=4"),
@@ -202,18 +199,25 @@ def test_the_flag_names_a_recipe():
 )
 def test_configurations_that_cannot_run_raise(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        changed(CONFIG, **{"fp8": "tensorwise"} | changes)
+        changed(CONFIG, fp8="tensorwise", **changes)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_a_name_of_no_recipe_raises():
+    with pytest.raises(ValueError, match="fp8='delayed' must be None or one of tensorwise, row"):
+        changed(CONFIG, fp8="delayed")
 
 
 def test_the_axis_tensor_raises():
-    mesh = MeshConfig(data=1, fsdp=1, tensor=2)
+    mesh = MeshConfig(data=-1, fsdp=1, tensor=2)
     config = dataclasses.replace(TRAINED, mesh=mesh)
     with pytest.raises(ValueError, match="fp8='tensorwise' does not work with tensor=2"):
         mesh_of(config)
 
 
 def test_a_gpu_without_fp8_raises(monkeypatch):
-    a100 = Device("NVIDIA A100-SXM4-40GB", (8, 0))
+    a100 = Device("NVIDIA A100-SXM4-40GB", (8, 0), 108)
     monkeypatch.setattr(models.fp8, "target_device", lambda: a100)
-    with pytest.raises(ValueError, match="fp8='tensorwise' needs a GPU with FP8.*A100.*has 8.0"):
-        jax.eval_shape(lambda: compute(changed(CONFIG, fp8="tensorwise"), state_of()))
+    config = changed(CONFIG, fp8="tensorwise")
+    with pytest.raises(ValueError, match=r"fp8='tensorwise' needs a GPU with FP8.*A100.*has 8\.0"):
+        jax.eval_shape(functools.partial(compute, config), state_of())
