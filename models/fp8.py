@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from models.config import LlamaConfig
 from models.sharding import tensor_axis
 from pallas_kernels.fp8 import (
     RECIPES,
@@ -58,6 +59,26 @@ def check_tensor(recipe: RecipeName, tensor: int) -> None:
             f"fp8={recipe!r} does not work with {tensor=} yet; use --mesh.fsdp in place of "
             "--mesh.tensor, or --model.fp8 None"
         )
+
+
+def describe(config: LlamaConfig) -> str:
+    """What the recipe `config.fp8` does with this model, for the output of a run."""
+    assert config.fp8 is not None
+    hidden, head_dim = config.hidden_size, config.head_dim
+    queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    shapes = {
+        "q_proj": (hidden, queries),
+        "k_proj": (hidden, keys),
+        "v_proj": (hidden, keys),
+        "o_proj": (queries, hidden),
+        "mlp": (hidden, config.intermediate_size),
+    }
+    gains = [name for name, shape in shapes.items() if RECIPES[config.fp8].gains(shape)]
+    others = [name for name in shapes if name not in gains]
+    line = f"FP8, {config.fp8}: {', '.join(gains) or 'no weight'}"
+    if others:
+        line += f"; too small, so in {config.dtype}: {', '.join(others)}"
+    return f"{line}; evaluations and samples run in {config.dtype}"
 
 
 def quantize_weights(state: nnx.State, recipe: RecipeName) -> nnx.State:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from models.fp8 import check_tensor
+from models.fp8 import check_tensor, describe
 from models.sharding import batch_sharding, check_tensor_parallel, make_mesh
 from pallas_kernels.choices import Explanation, recording
 from train import data
@@ -140,10 +140,7 @@ def compile_steps(
     """Compiles both steps ahead of time; prints one's time, its memory and what runs kernels."""
     batch = batch_on_devices(config, mesh, datasets.train, 0)
     if config.model.fp8 is not None:
-        print(
-            f"FP8: layers train by the recipe {config.model.fp8}; evaluations and samples run in "
-            f"{config.model.dtype}"
-        )
+        print(describe(config.model))
     start = time.perf_counter()
     with recording() as choices:
         lowered = jit_train_step(config, state).lower(state, batch)
