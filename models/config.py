@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from models.remat import remat_policy
 from models.rope import RopeParameters
+from pallas_kernels.fp8 import RECIPES, RecipeName
 
 AUTO_REMAT = "auto"
 
@@ -70,9 +71,13 @@ class LlamaConfig:
       implementation: Implementation of every operation of `pallas_kernels`. `None` takes kernels
         where they run. "xla" is plain JAX, for comparison. "reference" is each operation's formula.
         "mosaic_gpu" takes the kernels, and fails where one cannot run. "require" takes what `None`
-        takes, and fails where no kernel runs. Where devices share
-        sequences (`--mesh.tensor`), `sharded_add_rms_norm` takes the place of `add_rms_norm`. The
-        docstrings of this function and of `linear_cross_entropy` say which names they take.
+        takes, and fails where no kernel runs. Where devices share sequences (`--mesh.tensor`),
+        `sharded_add_rms_norm` takes the place of `add_rms_norm`. The docstrings of this function
+        and of `linear_cross_entropy` say which names they take.
+      fp8: Recipe by which training multiplies in FP8 in the layers' projections and MLPs, one of
+        `pallas_kernels.fp8.RECIPES`; None multiplies in `dtype`. It needs hidden_act "silu" and an
+        MLP without biases and chunks. The parameters stay as they are. Cached generation
+        (`models.sampling`) runs in `dtype`.
       attention_implementation: Implementation of `jax.nn.dot_product_attention`; `None` takes
         cuDNN's where it runs.
     """
@@ -103,6 +108,7 @@ class LlamaConfig:
     remat: str = "minimal"
     mlp_chunk_size: int = 0
     implementation: Literal["reference", "xla", "mosaic_gpu", "require"] | None = None
+    fp8: RecipeName | None = None
     attention_implementation: Literal["xla", "cudnn"] | None = None
 
     def __post_init__(self):
@@ -172,6 +178,19 @@ class LlamaConfig:
             raise ValueError(
                 f"mlp_chunk_size={size} makes gate and up again, which {self.remat=} keeps; use "
                 "'full', 'attention', 'mlp_inputs' or 'layer_input@host'"
+            )
+
+        self._check_fp8()
+
+    def _check_fp8(self) -> None:
+        if self.fp8 is None:
+            return
+        if self.fp8 not in RECIPES:
+            raise ValueError(f"fp8={self.fp8!r} must be None or one of {', '.join(RECIPES)}")
+        if self.mlp_chunk_size or self.mlp_bias or self.hidden_act != "silu":
+            raise ValueError(
+                f"fp8={self.fp8!r} is for hidden_act='silu' without biases and chunks of the MLP, "
+                f"got {self.hidden_act=}, {self.mlp_bias=} and {self.mlp_chunk_size=}"
             )
 
     def _check_tokens(self) -> None:

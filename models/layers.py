@@ -1,7 +1,8 @@
 """The layers of a Llama: norms, the projections of the attention, and the MLP.
 
 Their parameters have Hugging Face's names. `config.implementation` goes unchanged to each operation
-of `pallas_kernels`.
+of `pallas_kernels`, except for those of FP8, which run where kernels are `QuantizedWeight`
+(`models.fp8`).
 """
 
 from typing import Any, Literal
@@ -12,10 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from models.config import ACTIVATIONS, AUTO_REMAT, LlamaConfig
+from models.fp8 import is_quantized, kernel_of, project
 from models.remat import remat_policy
 from models.rope import apply_rotary
 from models.sharding import tensor_axis
 from pallas_kernels import add_rms_norm, rms_norm, sharded_add_rms_norm
+from pallas_kernels.fp8 import fp8_swiglu_mlp
 from pallas_kernels.layers import SwiGLU
 
 
@@ -74,21 +77,21 @@ class Attention(nnx.Module):
         self.v_proj = linear(config.hidden_size, num_kv_channels)
         self.o_proj = linear(num_channels, config.hidden_size)
         self.head_dim = config.head_dim
+        self.fp8 = config.fp8
 
     def project(
         self, x: Float[Array, "B S D"], cos: Float[Array, "#B S h"], sin: Float[Array, "#B S h"]
     ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
         """Queries and keys, both rotated to their positions, and values."""
         heads = lambda a: a.reshape(*a.shape[:-1], -1, self.head_dim)
-        q = apply_rotary(heads(self.q_proj(x)), cos, sin)
-        k = apply_rotary(heads(self.k_proj(x)), cos, sin)
-        v = heads(self.v_proj(x))
+        q, k, v = map(heads, project(x, (self.q_proj, self.k_proj, self.v_proj), self.fp8))
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         return checkpoint_name(q, "q"), checkpoint_name(k, "k"), checkpoint_name(v, "v")
 
     def output(self, attn_out: Float[Array, "B S N H"]) -> Float[Array, "B S D"]:
         """The output projection of all heads."""
         attn_out = checkpoint_name(attn_out, "attn_out")
-        out = self.o_proj(attn_out.reshape(*attn_out.shape[:-2], -1))
+        (out,) = project(attn_out.reshape(*attn_out.shape[:-2], -1), (self.o_proj,), self.fp8)
         return checkpoint_name(out, "attn_proj")
 
 
@@ -109,9 +112,13 @@ class MLP(SwiGLU):
             rngs=rngs,
         )
         self.hidden_act = config.hidden_act
+        self.fp8 = config.fp8
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The MLP of every token."""
+        projections = self.gate_proj, self.up_proj, self.down_proj
+        if self.fp8 is not None and is_quantized(*projections):
+            return fp8_swiglu_mlp(x, *map(kernel_of, projections), recipe=self.fp8)
         if self.hidden_act == "silu":
             return super().__call__(x)
         gate = checkpoint_name(self.gate_proj(x), "gate")

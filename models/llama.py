@@ -28,6 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from models.config import AUTO_REMAT, LlamaConfig
+from models.fp8 import check_fp8, quantize_weights
 from models.layer_scan import layer_scan
 from models.layers import MLP, Attention, Norm, OutputEmbedding
 from models.remat import remat_policy
@@ -43,6 +44,7 @@ from models.sharding import (
     whole_weight,
     whole_weights,
 )
+from pallas_kernels.fp8 import RecipeName
 from pallas_kernels.gpu.device import runs_here
 
 # `(q, k, v, layer_input) -> (attn_out, layer_output)`
@@ -143,7 +145,8 @@ class Llama(nnx.Module):
             )
         if positions is None:
             positions = jnp.arange(sequence_length, dtype=jnp.int32)[None]
-        return self.run_layers(tokens, positions, self._attention(segment_ids))[0]
+        attend = self._attention(segment_ids)
+        return self.run_layers(tokens, positions, attend, fp8=self.config.fp8)[0]
 
     def _attention(self, segment_ids: Int[Array, "B S"] | None) -> Attend:
         """The causal attention of whole sequences."""
@@ -172,6 +175,7 @@ class Llama(nnx.Module):
         positions: Int[Array, "#B S"],
         attend: Attend,
         layer_inputs: Any = None,
+        fp8: RecipeName | None = None,
     ) -> tuple[Float[Array, "B S D"], Any]:
         """The model with the attention as an argument.
 
@@ -181,12 +185,15 @@ class Llama(nnx.Module):
           attend: Attention of one layer, `(q, k, v, layer_input) -> (attn_out, layer_output)`.
           layer_inputs: Pytree with axis 0 the layers, such as a key/value cache; each layer gets
             its slice.
+          fp8: Recipe, `config.fp8`, by which the layers multiply in FP8; None for `config.dtype`.
 
         Returns:
           The hidden states, and the layers' outputs, stacked.
         """
         config = self.config
         self._check(tokens)
+        if fp8 is not None:
+            check_fp8(fp8)
         cos_sin = rotary_cos_sin(
             config.rope_parameters,
             positions,
@@ -215,6 +222,8 @@ class Llama(nnx.Module):
         state = nnx.state(self.layers)
         for name in ("self_attn", "mlp"):
             state[name] = jax.tree.map(lambda a: a.astype(config.dtype), state[name])
+            if fp8 is not None:
+                state[name] = quantize_weights(state[name], fp8)
 
         layer = self._layer(attend, cos_sin, tokens.shape, carries_norm)
         carry, outputs = self._run(layer, carry, (state, next_norms, layer_inputs))

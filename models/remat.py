@@ -48,6 +48,7 @@ TENSOR_NAMES = (
     "residual",
     "rstd",
     "normed",
+    "fp8_x",
     "gate",
     "up",
     "mlp_out",
@@ -118,12 +119,12 @@ POLICIES = {
     # It keeps `normed` because one kernel call makes `normed` and `residual`. Without it, that call
     # would run again, and before it the GEMM that makes its input.
     "mlp_inputs": RematPolicy(
-        tensors=("residual", "rstd", "normed"),
+        tensors=("residual", "rstd", "normed", "fp8_x"),
         attention=True,
         description="keeps the attention and the norms; gate and up run again",
     ),
     "minimal": RematPolicy(
-        tensors=("residual", "rstd", "normed", "gate", "up"),
+        tensors=("residual", "rstd", "normed", "fp8_x", "gate", "up"),
         attention=True,
         description="keeps GEMMs, attention and norms; rotations and the activation run again",
     ),

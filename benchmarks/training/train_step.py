@@ -2,7 +2,8 @@
 
     python -m benchmarks.training.train_step --variants scanned:minimal unrolled:minimal
 
-A variant is `layers:remat`. Suffixes change it: `:xla` runs none of our kernels, `:loss=xla` leaves
+A variant is `layers:remat`. Suffixes change it: `:fp8=RECIPE` multiplies in FP8 by a recipe such as
+`tensorwise`, `:xla` runs none of our kernels in products of 16 bits and norms, `:loss=xla` leaves
 the loss to XLA in chunks, `:loss=logits` leaves it to XLA with all logits in memory, and
 `:xla_gpu_enable_triton_gemm=false` sets an option of XLA. All variants train one state and take
 turns: in each round each runs a few steps. Times are wall times, the median over the rounds.
@@ -39,6 +40,8 @@ from train.xla_flags import compiler_options
 # their operations.
 _KINDS = {
     "norm (ours)": r"rms_norm",
+    "GEMM in FP8 (ours)": r"fp8_(gated_)?matmul",
+    "quantization to FP8 (ours)": r"fp8_|amax",
     "GEMM with SwiGLU (ours)": r"gated_matmul",
     "loss (ours)": r"loss_of_logits|linear_statistics|linear_exponentials|(weight|input)_gradient",
     "attention (cuDNN)": r"cudnn|flash|sdpa|fmha",
@@ -99,18 +102,20 @@ class Way:
         layers, remat, *rest = name.split(":")
         loss = next((_LOSSES[word] for word in rest if word in _LOSSES), None)
         options = [word for word in rest if word.startswith("xla_")]
+        recipes = [word.removeprefix("fp8=") for word in rest if word.startswith("fp8=")]
         if layers not in ("scanned", "unrolled") or len(rest) != (
-            len(options) + ("xla" in rest) + (loss is not None)
+            len(options) + len(recipes[:1]) + ("xla" in rest) + (loss is not None)
         ):
             raise ValueError(
-                f"variant {name!r} must be (scanned|unrolled):REMAT, with ':xla', ':loss=xla', "
-                "':loss=logits' or ':xla_OPTION=VALUE' after it"
+                f"variant {name!r} must be (scanned|unrolled):REMAT, with ':fp8=RECIPE', ':xla', "
+                "':loss=xla', ':loss=logits' or ':xla_OPTION=VALUE' after it"
             )
         model = dataclasses.replace(
             base.model,
             scan_layers=layers == "scanned",
             remat=remat,
             implementation="xla" if "xla" in rest else None,
+            fp8=next(iter(recipes), None),
         )
         return cls(dataclasses.replace(base, model=model), loss, tuple(options))
 

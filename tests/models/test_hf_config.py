@@ -82,6 +82,7 @@ def test_every_field_of_the_configuration_is_read_and_written():
         "implementation",
         "attention_implementation",
         "dtype",
+        "fp8",
         "mlp_chunk_size",
         "param_dtype",
         "remat",

@@ -137,7 +137,7 @@ def test_layers_tag_what_policies_may_name():
         for equation in equations(traced("none", True).jaxpr.jaxpr)
         if equation.primitive.name == "name"
     }
-    assert names == set(TENSOR_NAMES)
+    assert names == set(TENSOR_NAMES) - {"fp8_x"}  # of layers in FP8 alone
 
 
 # The traces below show what each policy runs again and keeps, in both layouts. The normal run

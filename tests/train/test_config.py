@@ -114,6 +114,11 @@ def norm_implementation(config):
     return nnx.eval_shape(lambda: Llama(config.model, rngs=nnx.Rngs(0))).norm.implementation
 
 
+def recipe(config):
+    """What the layers are told; weights as small as these do not run in FP8."""
+    return nnx.eval_shape(lambda: Llama(config.model, rngs=nnx.Rngs(0))).layers.mlp.fp8
+
+
 def attention(config):
     """The implementations that are asked for."""
     seen = []
@@ -422,6 +427,7 @@ FIELDS = {
         "remat": ("full", model),
         "mlp_chunk_size": (4, model, {"remat": "full"}),
         "implementation": ("xla", norm_implementation),
+        "fp8": ("tensorwise", recipe),
         "attention_implementation": ("cudnn", attention),
     },
     RopeParameters: {

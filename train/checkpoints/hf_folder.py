@@ -37,6 +37,7 @@ _OWN_FIELDS = (
     "remat",
     "mlp_chunk_size",
     "implementation",
+    "fp8",
     "attention_implementation",
 )
 

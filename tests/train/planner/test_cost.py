@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from models.sharding import BATCH_AXES, make_mesh
 from pallas_kernels import linear_cross_entropy
+from pallas_kernels.fp8 import Quantized, gated_kernel, product_kernel
 from pallas_kernels.gpu.device import Device
 from pallas_kernels.loss.mosaic_gpu import exponentials, products
 from pallas_kernels.loss.mosaic_gpu import statistics as linear_statistics
@@ -113,6 +114,33 @@ def test_cost_of_kernels_with_products(monkeypatch):
         found = cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
         assert found.flops == number * 2 * tokens * hidden_size * width
         assert found.seconds >= found.flops / (1e12 * cost.GEMM_EFFICIENCY)
+
+
+def test_products_in_fp8_run_at_twice_the_rate(monkeypatch):
+    device = Device(H100.device_kind, (9, 0), 132)
+    for module in (gated_kernel, product_kernel):
+        monkeypatch.setattr(module, "target_device", lambda: device)
+    rates = cost.Rates(flops=1e12, bandwidth=1e30, host_bandwidth=1e9)
+    tokens, hidden_size, width = 2048, 256, 1024
+
+    def quantized(*shape):
+        values = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
+        return Quantized(values, jax.ShapeDtypeStruct((), jnp.float32))
+
+    x, weight = quantized(tokens, hidden_size), quantized(width, hidden_size)
+    one = functools.partial(product_kernel.product, out_dtype=jnp.bfloat16, promoted=True)
+    for number, fn, args in (
+        (1, one, (x, weight)),
+        (
+            2,
+            functools.partial(gated_kernel.gated, out_dtype=jnp.bfloat16, keep=True),
+            (x, weight, weight),
+        ),
+    ):
+        traced = jax.jit(fn).trace(*args)
+        found = cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
+        assert found.flops == number * 2 * tokens * hidden_size * width
+        assert found.seconds == pytest.approx(found.flops / (2e12 * cost.GEMM_EFFICIENCY))
 
 
 @pytest.mark.parametrize("loop", ["scan", "layer_scan"])

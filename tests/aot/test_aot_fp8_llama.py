@@ -1,0 +1,97 @@
+"""What a Llama's step in FP8 is compiled to for an H100."""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from aot.harness import Case, Program
+from models.config import LlamaConfig
+from models.llama import Llama
+from models.presets import PRESETS
+
+# Two layers, because one would not be a loop. The loss is left out; the attention is not cuDNN's,
+# as in test_aot_llama.
+LAYERS, S = 2, 4096
+CONFIG = dataclasses.replace(
+    PRESETS["llama3.2-1b"],
+    num_hidden_layers=LAYERS,
+    vocab_size=1024,
+    attention_implementation="xla",
+    remat="minimal",
+)
+D, F = CONFIG.hidden_size, CONFIG.intermediate_size
+
+
+def _model(config: LlamaConfig) -> Llama:
+    return nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
+
+
+def gradients(config: LlamaConfig, params: Any, tokens: jax.Array) -> Any:
+    graphdef = nnx.graphdef(_model(config))
+    return jax.grad(lambda p: jnp.sum(jnp.square(nnx.merge(graphdef, p)(tokens)), dtype="float32"))(
+        params
+    )
+
+
+def _case(recipe: str) -> Case:
+    config = dataclasses.replace(CONFIG, fp8=recipe)
+    args = nnx.state(_model(config), nnx.Param), jax.ShapeDtypeStruct((1, S), jnp.int32)
+    options = {"xla_gpu_enable_triton_gemm": False}
+    return Case(functools.partial(gradients, config), args, compiler_options=options)
+
+
+CASES = {recipe: _case(recipe) for recipe in ("tensorwise", "rowwise")}
+
+
+def products_in_16_bits(hlo: str) -> list[tuple[int, ...]]:
+    """Shapes of the results of products that are not in FP8."""
+    found = re.findall(r'= \(\w+\[([\d,]+)\].*custom_call_target="__cublas\$lt\$matmul"', hlo)
+    return [tuple(map(int, dims.split(","))) for dims in found]
+
+
+def casts_back(hlo: str) -> list[str]:
+    """Casts of FP8 arrays to a wider type."""
+    of_fp8 = set(re.findall(r"%(\S+) = f8e\w+\[\d[\d,]*\]", hlo))
+    casts = re.findall(r"%\S+ = (?:bf16|f16|f32)\[\d[\d,]*\]\S* convert\(%([\w.-]+)\)", hlo)
+    return [name for name in casts if name in of_fp8]
+
+
+@pytest.mark.parametrize(
+    "chip, case, fp8, dx",
+    [
+        # Three products each of q and o; the MLP has seven and the kernel of gate and up.
+        ("h100", "tensorwise", 13, 2),
+        # q and o are too small for this recipe.
+        pytest.param("h100", "rowwise", 7, None, marks=pytest.mark.full),
+    ],
+)
+def test_products_are_in_fp8(compiled, chip, case, fp8, dx):
+    program: Program = compiled(chip, case)
+    wide = products_in_16_bits(program.hlo)
+    print(f"{program.seconds:.1f} s", program.calls, wide)
+    assert program.calls["fp8_matmul"] + program.hlo.count('"__cublas$lt$matmul$f8"') == fp8
+    assert program.calls["fp8_gated_matmul"] == 1
+    assert not casts_back(program.hlo)
+    # k and v are left, and the attention.
+    assert wide and not any(F in shape for shape in wide)
+    if dx is not None:
+        assert wide.count((S, D)) == dx and wide.count((D, D)) == 0
+
+
+@pytest.mark.parametrize("chip, case", [("h100", "tensorwise")])
+def test_weights_are_quantized_once_and_inputs_are_kept_in_fp8(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    # The weights of q, o and the MLP, outside of the loops. In a layer: inputs of q, o and the MLP,
+    # its product in both memory orders; the gradients of q, o, down, gate and up.
+    assert program.calls["fp8_quantize"] == 5 + 5 + 5
+    # The loop keeps the three inputs in FP8.
+    kept = {
+        shape for i in program.instructions.values() for kind, shape in i.outputs if "f8e" in kind
+    }
+    assert (LAYERS, D, S) in kept

@@ -1,0 +1,238 @@
+"""A Llama whose layers multiply in FP8: errors, layouts, policies, meshes, training."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import models.fp8
+from models.config import LlamaConfig
+from models.llama import Llama
+from models.presets import PRESETS
+from models.remat import POLICIES
+from models.sampling import generate
+from models.sharding import make_mesh, parameter_shardings
+from pallas_kernels.fp8 import RECIPES
+from pallas_kernels.fp8.recipes import TENSORWISE
+from pallas_kernels.gpu.device import Device
+from support import small_llama, tiny_run
+from support.jaxprs import equations
+from support.numerics import assert_trees_as_accurate, rms
+from support.small_llama import B, S, changed, random_tokens
+from train.cli.command_line import parse_command_line
+from train.config import MeshConfig
+from train.setup import mesh_of
+from train.step import init_state, make_eval_step, make_gradients, make_train_step, model_graph
+
+pytestmark = pytest.mark.usefixtures("fast_compilation", "every_size_gains")
+
+CONFIG = changed(tie_word_embeddings=True)
+TOKENS = random_tokens(CONFIG)
+COTANGENT = jax.random.normal(jax.random.key(1), (B, S, CONFIG.hidden_size))
+
+FAST = ("minimal",)  # policies that are tested in the normal run
+
+# Errors in units of the errors of the same model in bfloat16. A number of e4m3 has 4 bits fewer
+# than one of bfloat16, so it errs 16 times as much; but bfloat16 rounds the results of products,
+# too. Measured are 8 to 12 units, for gradients that are rounded to e5m2 as well.
+LEAST, MOST = 4, 16
+
+
+@pytest.fixture(scope="module")
+def every_size_gains():
+    """The products of these small layers run in FP8, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, recipe in list(RECIPES.items()):
+            patch.setitem(RECIPES, name, dataclasses.replace(recipe, least_size=0))
+        yield
+
+
+def on_one_device():
+    return jax.set_mesh(make_mesh(data=1, fsdp=1, devices=jax.devices()[:1]))
+
+
+def compute(config: LlamaConfig, state, tokens=TOKENS):
+    """Hidden states and the gradients of their sum with fixed weights."""
+    graphdef = nnx.graphdef(small_llama.make_model(config))
+    hidden, vjp = jax.vjp(lambda state: nnx.merge(graphdef, state)(tokens), state)
+    return {"hidden": hidden, "gradients": nnx.to_pure_dict(vjp(COTANGENT.astype(hidden.dtype))[0])}
+
+
+def state_of(config: LlamaConfig = CONFIG) -> nnx.State:
+    return nnx.state(small_llama.make_model(config))
+
+
+@functools.cache
+def results(fp8: str | None, **changes):
+    """`compute` on one device, as a run trains."""
+    config = changed(CONFIG, fp8=fp8, **changes)
+    with on_one_device(), jax.numpy_dtype_promotion("standard"):
+        return jax.jit(functools.partial(compute, config))(state_of())
+
+
+def relative_error(got, exact) -> float:
+    got, exact = (np.asarray(a, np.float64) for a in (got, exact))
+    return rms(got - exact) / rms(exact)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "rowwise", pytest.param("rowwise_with_gw_hp", marks=pytest.mark.full)]
+)
+def test_errors_are_those_of_rounding_to_fp8(recipe):
+    got, exact = results(recipe), results(None)
+    in_bfloat16 = results(None, dtype="bfloat16")
+    assert_trees_as_accurate(got, in_bfloat16, exact, slack=MOST)
+    # And not much less, so that each product ran in FP8.
+    ratio = lambda a, b, c: relative_error(a, c) / relative_error(b, c)
+    ratios = jax.tree.map(ratio, got, in_bfloat16, exact)
+    layers = ratios["gradients"]["layers"]
+    assert min(jax.tree.leaves([ratios["hidden"], layers["self_attn"], layers["mlp"]])) > LEAST
+
+
+# Other programs round other numbers to FP8, and numbers near a tie to the other neighbor.
+OTHERS = [
+    pytest.param({"scan_layers": False}, id="unrolled", marks=pytest.mark.full),
+    *(
+        pytest.param({"remat": name}, id=name, marks=() if name in FAST else pytest.mark.full)
+        for name in POLICIES
+        if name != "none"
+    ),
+    pytest.param({"scan_layers": False, "remat": "full"}, id="full-unrolled"),
+]
+
+
+@pytest.mark.parametrize("changes", OTHERS)
+def test_layouts_and_policies_change_no_error(changes):
+    assert_trees_as_accurate(results("tensorwise", **changes), results("tensorwise"), results(None))
+
+
+def test_layers_on_a_mesh_gather_fp8():
+    mesh = make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])
+    config = changed(CONFIG, fp8="rowwise", remat="minimal")
+    with jax.set_mesh(mesh):
+        state = jax.device_put(state_of(), parameter_shardings(state_of(), mesh))
+        compiled = jax.jit(functools.partial(compute, config)).lower(state).compile()
+        got = compiled(state)
+    assert_trees_as_accurate(got, results("rowwise"), results(None))
+    # XLA for CPUs moves FP8 numbers as float16. The columns are scales.
+    gathers = r"= \(?(\w+)\[(\d+),(\d+)\]\S* all-gather(?:-start)?\("
+    kinds = {k for k, _, columns in re.findall(gathers, compiled.as_text()) if columns != "1"}
+    assert kinds == {"f16"}
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_policies_may_name_the_quantized_inputs(recipe):
+    """If the gradients of weights are products in FP8, the layers keep their inputs in FP8."""
+    program = functools.partial(compute, changed(CONFIG, fp8=recipe))
+    found = equations(jax.make_jaxpr(program)(state_of()).jaxpr)
+    names = {e.params["name"] for e in found if e.primitive.name == "name"}
+    assert ("fp8_x" in names) == (recipe == "rowwise")
+
+
+# Training
+
+
+TRAINED = dataclasses.replace(
+    tiny_run.CONFIG,
+    model=dataclasses.replace(tiny_run.CONFIG.model, fp8="tensorwise", dtype="bfloat16"),
+)
+
+
+def batch_of(seed):
+    tokens = np.random.default_rng(seed).integers(64, size=(1, 8, 16), dtype=np.int32)
+    return {"tokens": jnp.asarray(tokens), "labels": jnp.asarray(tokens)}
+
+
+def test_a_step_with_nan_is_skipped_and_others_are_taken():
+    mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
+    with jax.numpy_dtype_promotion("standard"), jax.set_mesh(mesh):
+        step = jax.jit(make_train_step(TRAINED))
+        state = init_state(TRAINED, mesh)
+        taken, metrics = step(state, batch_of(0))
+        assert np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"])
+        assert metrics["skipped_steps"] == 0
+        moved = jax.tree.map(lambda a, b: np.any(a != b), taken.params, state.params)
+        assert all(jax.tree.leaves(moved))
+        for bad in (np.nan, np.inf):
+            poison = lambda path, a, bad=bad: (
+                a.at[0, 0, 0].set(bad) if "up_proj" in jax.tree_util.keystr(path) else a
+            )
+            params = jax.tree_util.tree_map_with_path(poison, state.params)
+            after, metrics = step(dataclasses.replace(state, params=params), batch_of(1))
+            assert np.isnan(metrics["loss"]) and metrics["skipped_steps"] == 1
+            jax.tree.map(np.testing.assert_array_equal, after.params, params)
+
+
+def fp8_in(fn, *args) -> bool:
+    return "f8_e" in str(jax.make_jaxpr(fn)(*args))
+
+
+def test_evaluation_and_sampling_run_without_fp8():
+    config = TRAINED
+    params = jax.eval_shape(lambda: nnx.state(Llama(config.model, rngs=nnx.Rngs(0)), nnx.Param))
+    batch = batch_of(0)
+    part = {name: a[0] for name, a in batch.items()}
+    with jax.numpy_dtype_promotion("standard"):
+        assert fp8_in(make_gradients(config), params, batch)
+        assert not fp8_in(make_eval_step(config), params, part)
+        sample = lambda params: generate(
+            nnx.merge(model_graph(config.model), params), part["tokens"][:, :4], max_new_tokens=2
+        )
+        assert not fp8_in(sample, params)
+
+
+def test_a_run_says_what_is_in_fp8(monkeypatch):
+    model = PRESETS["llama3.2-1b"]
+    monkeypatch.setitem(RECIPES, "tensorwise", TENSORWISE)
+    assert models.fp8.describe(dataclasses.replace(model, fp8="tensorwise")) == (
+        "FP8, tensorwise: q_proj, o_proj, mlp; too small, so in bfloat16: k_proj, v_proj; "
+        "evaluations and samples run in bfloat16"
+    )
+    assert "no weight; too small, so in float32: q_proj, k" in models.fp8.describe(
+        dataclasses.replace(tiny_run.MODEL, fp8="tensorwise")
+    )
+
+
+def test_the_flag_names_a_recipe():
+    config = parse_command_line(["--preset", "llama3.2-1b", "--model.fp8", "rowwise"])
+    assert config.model.fp8 == "rowwise"
+    assert parse_command_line([]).model.fp8 is None
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"mlp_bias": True}, "self.mlp_bias=True"),
+        ({"hidden_act": "gelu"}, "self.hidden_act='gelu'"),
+        ({"mlp_chunk_size": 4, "remat": "full"}, "self.mlp_chunk_size=4"),
+    ],
+)
+def test_configurations_that_cannot_run_raise(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        changed(CONFIG, fp8="tensorwise", **changes)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_a_name_of_no_recipe_raises():
+    with pytest.raises(ValueError, match="fp8='delayed' must be None or one of tensorwise, row"):
+        changed(CONFIG, fp8="delayed")
+
+
+def test_the_axis_tensor_raises():
+    mesh = MeshConfig(data=-1, fsdp=1, tensor=2)
+    config = dataclasses.replace(TRAINED, mesh=mesh)
+    with pytest.raises(ValueError, match="fp8='tensorwise' does not work with tensor=2"):
+        mesh_of(config)
+
+
+def test_a_gpu_without_fp8_raises(monkeypatch):
+    a100 = Device("NVIDIA A100-SXM4-40GB", (8, 0), 108)
+    monkeypatch.setattr(models.fp8, "target_device", lambda: a100)
+    config = changed(CONFIG, fp8="tensorwise")
+    with pytest.raises(ValueError, match=r"fp8='tensorwise' needs a GPU with FP8.*A100.*has 8\.0"):
+        jax.eval_shape(functools.partial(compute, config), state_of())
