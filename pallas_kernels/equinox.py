@@ -18,7 +18,7 @@ from pallas_kernels.head import checked_options, logits_of_head
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.loss import LossMetrics, linear_cross_entropy
 from pallas_kernels.mlp import Save, swiglu_mlp
-from pallas_kernels.norm import Casting, add_rms_norm, rms_norm
+from pallas_kernels.norm import Casting, add_rms_norm, norm_options, rms_norm
 
 try:
     import equinox as eqx
@@ -63,16 +63,6 @@ class _Norm(eqx.Module):
         self.casting = casting
         self.implementation = implementation
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        """The keyword arguments of the operation."""
-        return {
-            "eps": self.eps,
-            "weight_offset": self.weight_offset,
-            "casting": self.casting,
-            "implementation": self.implementation,
-        }
-
 
 class RMSNorm(_Norm):
     """`pallas_kernels.rms_norm` with its weight; it stands where `eqx.nn.RMSNorm` does.
@@ -94,7 +84,7 @@ class RMSNorm(_Norm):
 
     def __call__(self, x: Float[Array, "*T D"], *, key: Any = None) -> Float[Array, "*T D"]:
         """The norm of one token or several, in the dtype of `x`; `key` is not used."""
-        return rms_norm(x, self.weight, **self._options)
+        return rms_norm(x, self.weight, **norm_options(self, self.eps))
 
 
 class AddRMSNorm(_Norm):
@@ -106,7 +96,7 @@ class AddRMSNorm(_Norm):
         self, x: Float[Array, "*T D"], residual: Float[Array, "*T D"], *, key: Any = None
     ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
         """`(norm(x + residual), x + residual)`; `key` is not used."""
-        return add_rms_norm(x, residual, self.weight, **self._options)
+        return add_rms_norm(x, residual, self.weight, **norm_options(self, self.eps))
 
 
 class SwiGLU(eqx.Module):

@@ -6,8 +6,6 @@ metadata, by `nn.with_partitioning` or `nn.with_logical_partitioning`. The modul
 run on any mesh, as their operations do.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.typing import Initializer
@@ -21,7 +19,7 @@ from pallas_kernels.loss import LossMetrics, linear_cross_entropy
 from pallas_kernels.loss.arguments import Reduction
 from pallas_kernels.loss.config import Config
 from pallas_kernels.mlp import Save, swiglu_mlp
-from pallas_kernels.norm import Casting, add_rms_norm, rms_norm
+from pallas_kernels.norm import Casting, add_rms_norm, norm_options, rms_norm
 
 _LECUN_NORMAL = initializers.lecun_normal()
 
@@ -46,16 +44,6 @@ class _Norm(nn.Module):
         dtype = self.dtype or x.dtype
         return x.astype(dtype) if jnp.finfo(dtype).bits > jnp.finfo(x.dtype).bits else x
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        """The keyword arguments of the operation."""
-        return {
-            "eps": self.epsilon,
-            "weight_offset": self.weight_offset,
-            "casting": self.casting,
-            "implementation": self.implementation,
-        }
-
 
 class RMSNorm(_Norm):
     """`pallas_kernels.rms_norm` with its weight; it stands where `nn.RMSNorm` does.
@@ -64,7 +52,8 @@ class RMSNorm(_Norm):
 
     Args:
       epsilon: Number that is added to the mean square.
-      dtype: Dtype of the result; `None` takes the dtype of the input. (`nn.RMSNorm` would take the
+      dtype: Dtype of the result, which is rounded once, at the end, as in `nn.RMSNorm`. (NNX's norm
+        casts its input.) `None` takes the dtype of the input. (`nn.RMSNorm` would take the
         common dtype of input and scale, so a float32 scale would make a bfloat16 stream float32.)
       param_dtype: Dtype of `scale`.
       scale_init: Initializer of `scale`; `None` starts at `1 - weight_offset`.
@@ -76,7 +65,7 @@ class RMSNorm(_Norm):
     @nn.compact
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The norm of `x`."""
-        y = rms_norm(self._widened(x), self._scale(x), **self._options)
+        y = rms_norm(self._widened(x), self._scale(x), **norm_options(self, self.epsilon))
         return y.astype(self.dtype or x.dtype)
 
 
@@ -91,7 +80,9 @@ class AddRMSNorm(_Norm):
         self, x: Float[Array, "*T D"], residual: Float[Array, "*T D"]
     ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
         """`(norm(x + residual), x + residual)`."""
-        y, total = add_rms_norm(self._widened(x), residual, self._scale(x), **self._options)
+        y, total = add_rms_norm(
+            self._widened(x), residual, self._scale(x), **norm_options(self, self.epsilon)
+        )
         return y.astype(self.dtype or x.dtype), total.astype(x.dtype)
 
 

@@ -17,7 +17,7 @@ from pallas_kernels.layers.names import (
     renamed_arguments,
     warn_renamed,
 )
-from pallas_kernels.norm import Casting, add_rms_norm, rms_norm
+from pallas_kernels.norm import Casting, add_rms_norm, norm_options, rms_norm
 
 
 class _Norm(nnx.Module):
@@ -96,16 +96,6 @@ class _Norm(nnx.Module):
         warn_renamed("the parameter weight", "scale")
         return self.scale
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        """The keyword arguments of the operation."""
-        return {
-            "eps": self.epsilon,
-            "weight_offset": self.weight_offset,
-            "casting": self.casting,
-            "implementation": self.implementation,
-        }
-
 
 class RMSNorm(_Norm):
     """`pallas_kernels.rms_norm` with its parameter `scale`, in the place of `nnx.RMSNorm`.
@@ -113,8 +103,8 @@ class RMSNorm(_Norm):
     Args:
       num_features: D, the size of the normalized last axis.
       epsilon: Number added to the mean square.
-      dtype: Dtype to which the input is cast, and of the result; `None` takes the dtype of the
-        input.
+      dtype: Dtype to which the input is cast before the norm, as `nnx.RMSNorm` does, and of the
+        result; `None` takes the dtype of the input. (Linen's norm casts the result alone.)
       param_dtype: Dtype of the scale.
       scale_init: Initializer of the scale; `None` starts with a factor of 1.
       scale_metadata: Metadata of the `nnx.Param`, for example its sharding.
@@ -130,7 +120,7 @@ class RMSNorm(_Norm):
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The norm of `x`."""
         x = x.astype(self.dtype or x.dtype)
-        return rms_norm(x, self.scale[...], **self._options)
+        return rms_norm(x, self.scale[...], **norm_options(self, self.epsilon))
 
 
 class AddRMSNorm(_Norm):
@@ -141,4 +131,4 @@ class AddRMSNorm(_Norm):
     ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
         """`(norm(x + residual), x + residual)`."""
         x, residual = (a.astype(self.dtype or a.dtype) for a in (x, residual))
-        return add_rms_norm(x, residual, self.scale[...], **self._options)
+        return add_rms_norm(x, residual, self.scale[...], **norm_options(self, self.epsilon))

@@ -21,7 +21,7 @@ from pallas_kernels.loss.arguments import (
 from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.description import LossPlan, describe
 from pallas_kernels.loss.layout import Embedding, WeightLayout
-from pallas_kernels.loss.token_loss import TokenLosses
+from pallas_kernels.loss.token_loss import TokenLosses, coefficients_of_mean
 
 
 class LossMetrics(NamedTuple):
@@ -213,11 +213,10 @@ def linear_cross_entropy(
         ignore_index,
         check_labels,
     )
-    total = jnp.sum(weights)
-    per_weight = jnp.where(total == 0, 0.0, 1 / jnp.where(total == 0, 1.0, total))
     # A mean's factor goes in here and not around the loss, or it would have to be multiplied with
     # the finished gradients, `dweight` among them.
-    coefficients = weights * per_weight if reduction == "mean" else weights
+    of_mean, per_weight = coefficients_of_mean(weights)
+    coefficients = of_mean if reduction == "mean" else weights
     arrays = x, weight, bias, coefficients, labels
     num_axes = labels.ndim if reduction == "none" else 0
     if request.settings.implementation == "reference":

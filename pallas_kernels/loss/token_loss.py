@@ -57,6 +57,35 @@ def is_valid(labels: Int[Array, "*T"], options: LossOptions) -> Bool[Array, "*T"
     return labels != options.ignore_index
 
 
+@jax.custom_jvp
+def coefficients_of_mean(
+    weights: Float[Array, "*T"],
+) -> tuple[Float[Array, "*T"], Float[Array, ""]]:
+    """`(weights / Σ weights, 1 / Σ weights)`; zeros if all weights are 0.
+
+    The gradient of a mean in the weight of token `i` is `(loss_i - mean) / Σ weights`. The losses
+    of a model that starts are nearly equal, so the rounding of the mean may dominate it: JAX's own
+    derivative divides both by `Σ weights`, rounds the mean four times, and all tokens have the same
+    error. In this one the error of the mean is subtracted once more.
+    """
+    total = jnp.sum(weights)
+    per_weight = jnp.where(total == 0, 0.0, 1 / jnp.where(total == 0, 1.0, total))
+    return weights * per_weight, per_weight
+
+
+@coefficients_of_mean.defjvp
+def _coefficients_of_mean_jvp(primals, tangents):
+    coefficients, per_weight = coefficients_of_mean(*primals)
+    tangent = tangents[0] * per_weight
+
+    # The transpose subtracts a mean. To do so twice changes nothing but the rounding.
+    def centered(a: Float[Array, "*T"]) -> Float[Array, "*T"]:
+        return a - coefficients * jnp.sum(a)
+
+    of_coefficients = centered(centered(tangent))
+    return (coefficients, per_weight), (of_coefficients, -per_weight * jnp.sum(tangent))
+
+
 def finite_where_not_counted(losses: TokenLosses, coefficients: Float[Array, "*T"]) -> TokenLosses:
     """The losses with 0 in place of infinities and NaN of tokens whose coefficient is 0.
 

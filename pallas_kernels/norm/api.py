@@ -1,6 +1,6 @@
 """The public RMSNorm and residual-add RMSNorm."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from jaxtyping import Array, Float
 
@@ -180,6 +180,16 @@ def check_norm_options(eps: float, weight_offset: float, casting: Casting) -> No
     check_number("weight_offset", weight_offset, remedy="0.0 is none, Gemma has 1.0")
     if casting not in get_args(Casting.__value__):
         raise ValueError(f"{casting=} must be one of {get_args(Casting.__value__)}")
+
+
+def norm_options(layer: Any, eps: float) -> dict[str, Any]:
+    """The keyword arguments of the operation, from the attributes of a layer of any framework."""
+    return {
+        "eps": eps,
+        "weight_offset": layer.weight_offset,
+        "casting": layer.casting,
+        "implementation": layer.implementation,
+    }
 
 
 def check_shapes(x: Array, residual: Array | None, weight: Array) -> None:

@@ -25,7 +25,7 @@ from support.nnx_layers import (
     params,
     shuffled,
 )
-from support.numerics import quick_jit
+from support.numerics import assert_as_accurate, quick_jit
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -181,6 +181,22 @@ def test_norms_from_flax():
         x.astype(BF16), residual.astype(BF16), flax.scale[...], eps=1e-3, casting="llama"
     )
     chex.assert_trees_all_equal((y, total), expected)
+
+
+@pytest.mark.parametrize("stream, dtype", [(BF16, F32), (F32, BF16)])
+def test_the_norm_casts_its_input_as_flax_does(stream, dtype):
+    x = 3 * make_inputs(stream)[0]
+    # Numbers of bfloat16, because Flax casts its scale, too.
+    scale = jnp.linspace(0.5, 1.5, D, dtype=BF16).astype(F32)
+    flax, ours = nnx.RMSNorm(D, dtype=dtype, rngs=nnx.Rngs(0)), RMSNorm(D, dtype=dtype)
+    assert flax.scale is not None
+    flax.scale[...] = ours.scale[...] = scale
+    with jax.numpy_dtype_promotion("standard"):
+        theirs = flax(x)
+    assert ours(x).dtype == theirs.dtype == dtype
+    wide = np.asarray(x.astype(dtype), np.float64)
+    exact = wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + 1e-6) * np.asarray(scale)
+    assert_as_accurate([ours(x)], [theirs], [exact], names=["norm"])
 
 
 @in_both_modes

@@ -7,6 +7,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -18,6 +19,7 @@ from pallas_kernels.head import LOSS_OPTIONS
 from pallas_kernels.linen import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGLU
 from support.framework_models import linen_model
 from support.frameworks import check, has_shape, normal, shuffled
+from support.numerics import assert_as_accurate
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 B, S, D, F, V = 2, 9, 20, 33, 37
@@ -122,6 +124,19 @@ def test_the_dtype_of_the_result(name):
             first, *rest = jax.tree.leaves(out)
             assert first.dtype == (F32 if labels else dtype or stream)
             assert all(a.dtype == stream for a in rest)  # the residual stream
+
+
+@pytest.mark.parametrize("stream, dtype", [(BF16, F32), (F32, BF16)])
+def test_the_norm_rounds_its_result_alone_as_linen_does(stream, dtype):
+    x = 3 * normal((B, S, D), stream)
+    params = {"params": {"scale": jnp.linspace(0.5, 1.5, D)}}
+    with jax.numpy_dtype_promotion("standard"):
+        theirs: Any = nn.RMSNorm(dtype=dtype).apply(params, x)
+    ours: Any = RMSNorm(dtype=dtype).apply(params, x)
+    assert ours.dtype == theirs.dtype == dtype
+    wide, scale = np.asarray(x, np.float64), np.asarray(params["params"]["scale"], np.float64)
+    exact = wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + 1e-6) * scale
+    assert_as_accurate([ours], [theirs], [exact], names=["norm"])
 
 
 def test_a_wider_result_is_rounded_once():

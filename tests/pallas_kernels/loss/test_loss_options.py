@@ -28,7 +28,7 @@ from support.loss_formulas import (
     put,
     run,
 )
-from support.numerics import quick_jit
+from support.numerics import assert_as_accurate, quick_jit
 
 OPTIONS = [
     {"label_smoothing": 0.1},
@@ -106,6 +106,33 @@ def test_token_weights(strategy, reduction):
     )
     for name in ("loss", "x", "weight", "bias"):
         assert np.all(np.asarray(got[name]) == 0), name
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.03, 1.0, 30.0])
+@pytest.mark.parametrize("strategy", [{"implementation": "reference"}, {"implementation": "xla"}])
+def test_rounding_of_a_mean_is_not_in_the_gradient_of_every_token_weight(strategy, size):
+    """The gradient errs as the losses do, which are float32: `(loss - mean) / Σ weights`.
+
+    With small logits all losses are about log(V), and their differences are small.
+    """
+    numbers = np.random.default_rng(0)
+    num_tokens, vocab_size = 37, 1000
+    logits = (size * numbers.standard_normal((num_tokens, vocab_size))).astype(F32)
+    weights = numbers.uniform(0.5, 2, num_tokens).astype(F32)
+    labels = numbers.integers(0, vocab_size, num_tokens)
+    # One-hot hidden states, so that the output embedding holds the logits as they are.
+    arguments = jnp.eye(num_tokens, dtype=F32), jnp.asarray(logits.T), jnp.asarray(labels)
+
+    def loss(weights):
+        return linear_cross_entropy(*arguments, token_weights=weights, reduction="mean", **strategy)
+
+    losses = linear_cross_entropy(*arguments, reduction="none", implementation="reference")
+    wide = logits.astype(np.float64)
+    exact = np.log(np.sum(np.exp(wide), axis=-1)) - wide[np.arange(num_tokens), labels]
+    gradient = lambda losses: (losses - np.average(exact, weights=weights)) / np.sum(weights)
+    rounded = gradient(np.asarray(losses, np.float64))
+    got = quick_jit(jax.grad(loss))(jnp.asarray(weights))
+    assert_as_accurate([got], [rounded], [gradient(exact)], names=["token_weights"])
 
 
 @in_turn("strategy, reduction", STRATEGIES, BY_REDUCTION)
