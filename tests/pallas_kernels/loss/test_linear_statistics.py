@@ -110,7 +110,7 @@ def compare(got, exact, *, with_total=True):
         pytest.param(128, 128, 256, BF16, False, None, marks=full),
         (129, 64, 257, F16, True, 2.0),
         pytest.param(200, 72, 300, BF16, False, 30.0, marks=full),
-        (7, 72, 129, BF16, True, 30.0),
+        pytest.param(7, 72, 129, BF16, True, 30.0, marks=full),
         pytest.param(7, 8, 129, F16, False, None, marks=full),
     ],
 )
@@ -275,7 +275,7 @@ def run_exponentials(args, offset, config=None, **options):
 @pytest.mark.parametrize(
     "num_tokens, hidden_size, vocab_size",
     [
-        (1, 8, 1),
+        pytest.param(1, 8, 1, marks=full),
         pytest.param(7, 72, 129, marks=full),
         pytest.param(128, 64, 256, marks=full),
         (129, 72, 257),

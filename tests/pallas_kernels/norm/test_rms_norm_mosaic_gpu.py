@@ -189,7 +189,7 @@ def test_all_backward_configurations_agree(
 def test_rows_are_dealt_to_blocks_and_partial_sums(set_rows_per_partial, tokens_per_block):
     # The tokens are as many as the blocks, fewer, and more than a partial sum of a block covers.
     set_rows_per_partial(tokens_per_block)
-    for num_tokens, warps in ((4, 1), (13, 1), (22, 1), (1, 4), (2, 4), (7, 4)):
+    for num_tokens, warps in ((4, 1), (22, 1), (2, 4), (7, 4)):
         stages = 2 if num_tokens % 2 else 0
         chosen = config(fwd_warps=warps, bwd_warps=warps, bwd_blocks=2, bwd_stages=stages)
         args = make_args((num_tokens, 128), BF16, F32)
