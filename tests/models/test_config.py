@@ -87,7 +87,7 @@ PERTURBATIONS = {
     "attention_bias": (True, structure),
     "mlp_bias": (True, structure),
     "attention_dropout": (0.1, hidden_states),
-    # Nothing computed here starts a text; a tokenizer does, from the exported configuration.
+    # The model starts no text. A tokenizer does, from the exported configuration.
     "bos_token_id": (1, exported),
     "eos_token_id": (tuple(range(24)), generated),
     # A test below compares the gradients.

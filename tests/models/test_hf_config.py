@@ -48,7 +48,7 @@ def test_config_round_trip(variant):
     config = config_from_hf(VARIANTS[variant])
     hf_config = json.loads(json.dumps(config_to_hf(config)))
     assert config_from_hf(hf_config) == config
-    # Each of the two forms alone says the same.
+    # Each of the two forms alone has the same meaning.
     legacy = {key: value for key, value in hf_config.items() if key != "rope_parameters"}
     new = {k: v for k, v in hf_config.items() if k not in ("rope_theta", "rope_scaling")}
     assert config_from_hf(legacy) == config_from_hf(new) == config
@@ -221,7 +221,7 @@ WHOLE += ("max_position_embeddings", "pad_token_id")
     ],
 )
 def test_values_that_are_refused(field, value, unchecked_shapes):
-    """A zero too, which is no default."""
+    """Zero is refused too, and is not taken as the default."""
     with pytest.raises(ValueError, match=re.escape(field)) as caught:
         config_from_hf(MINIMAL | {field: value})
     assert "must be" in str(caught.value) or "too large" in str(caught.value)

@@ -33,7 +33,7 @@ def make_folder(path: Path) -> None:
 
 
 def make_large(path: Path) -> None:
-    """A file with a hole: nothing of it is on the disk."""
+    """A sparse file, which takes no room on the disk."""
     with open(path, "wb") as file:
         file.truncate(2**40)
 
@@ -76,7 +76,7 @@ def test_weights_that_are_no_file_are_named(name, make, tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"\xff\xfe{", b"[" * 100_000, b'{"a": 1' + b"0" * 5000 + b"}"]
 )
-def test_what_is_not_json_is_refused(content, tmp_path):
+def test_files_that_are_not_json_are_refused(content, tmp_path):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"config\.json is not JSON: "):
         read_config(tmp_path)

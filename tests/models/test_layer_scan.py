@@ -1,4 +1,4 @@
-"""The scan over layers against `jax.lax.scan`, by the error of each, and what it keeps."""
+"""The scan over layers against `jax.lax.scan`: the errors of both, and the arrays it keeps."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ def weights(num_layers):
 
 
 def layer(carry, inputs):
-    """Keeps a weight, a constant, arrays of its own, and has an output in the bias's dtype."""
+    """Keeps a weight, a constant and its own arrays; one output has the dtype of the bias."""
     x, total = carry
     x = jnp.sin(x @ inputs["w"] + inputs["b"].astype(x.dtype)) + x * jnp.asarray(TABLE, x.dtype)
     squares = jnp.square(x).astype(inputs["b"].dtype)
@@ -107,7 +107,7 @@ def test_several_devices_get_lax_scan():
     assert not empties(jax.make_jaxpr(lambda: run(layer_scan, *arguments(2)))())
 
 
-def test_what_a_layer_closes_over_has_no_gradient():
+def test_a_value_that_a_layer_closes_over_has_no_gradient():
     def value(scale):
         scaled = lambda carry, inputs: layer((carry[0] * scale, carry[1]), inputs)
         (x, _), _ = layer_scan(scaled, (jnp.ones((3, D)), jnp.float32(0)), weights(2))

@@ -121,10 +121,10 @@ def test_norms_round_as_hugging_face():
         hidden = quick_jit(call, static_argnums=0)(graphdef, state, (tokens,), {})
     x = params["embed_tokens"]["embedding"][tokens].astype(jnp.bfloat16).astype(jnp.float32)
     x_hat = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + config.rms_norm_eps)
-    # Rounded before the weight as well as after it.
+    # The norm rounds before the weight and after it.
     x_hat = x_hat.astype(jnp.bfloat16).astype(jnp.float32)
     expected = (x_hat * params["norm"]["weight"]).astype(jnp.bfloat16)
-    # An x_hat in the middle of two numbers may be rounded the other way.
+    # An x_hat half way between two numbers may be rounded the other way.
     assert np.mean(hidden == expected) > 0.99
 
 

@@ -161,7 +161,7 @@ def test_a_tied_model_ignores_an_equal_output_embedding_in_the_file(tmp_path):
     chex.assert_trees_all_equal(nnx.state(loaded), nnx.state(expected))
 
 
-# The last row alone differs, in a piece of its own.
+# Only the last row differs. It is read in a piece of its own.
 @pytest.mark.parametrize("piece_bytes", [1, 64 * 1024**2])
 def test_a_tied_model_with_another_output_embedding_is_refused(piece_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr("models.hf_files._PIECE_BYTES", piece_bytes)
@@ -174,7 +174,7 @@ def test_a_tied_model_with_another_output_embedding_is_refused(piece_bytes, tmp_
 
 
 def test_a_tied_model_with_an_output_embedding_in_shards(tmp_path):
-    """The two lie in two files; of another shape or dtype, it is refused before it is read."""
+    """The two tensors lie in two files. Another shape or dtype is refused before the read."""
     folder = copy_of("mha_tied", tmp_path)
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     index = dict.fromkeys(load_file(folder / "model.safetensors"), "a.safetensors")

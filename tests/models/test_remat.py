@@ -208,7 +208,7 @@ def test_chunks_of_the_mlp_are_refused(changes, message):
 
 
 @in_each_layout(RECOMPUTED_GEMMS)
-def test_what_runs_again(remat, scan_layers):
+def test_operations_that_run_again(remat, scan_layers):
     program = traced(remat, scan_layers).jaxpr.jaxpr
     primitives = Counter(equation.primitive.name for equation in equations(program))
     layers = 1 if scan_layers else L
@@ -263,8 +263,8 @@ def test_memory_falls_from_none_to_full(scan_layers):
 
     none, minimal, full = map(temporary_bytes, ("none", "minimal", "full"))
     assert full < minimal
-    # `full` keeps only what enters a layer. (For CPUs XLA starts some recomputation of unrolled
-    # layers early, and with it makes one of two arrays of the softmax.)
+    # `full` keeps only the input of a layer. (For CPUs XLA starts some recomputation of unrolled
+    # layers early. Then it has one of two arrays of the softmax.)
     softmax_arrays = 2 if scan_layers else 1
     assert none - full > (L - 1) * 4 * B * S * (2 * F + softmax_arrays * N * S)
 
@@ -280,7 +280,7 @@ MASKS, POSITIONS = [(*HEADS, S, S)] * 2, [(1, S, 1, H // 2)] * 4
 KEPT = {
     "full": ([(B, S, D)], []),
     "attention": ([*ATTENTION, (B, S, D)], MASKS),
-    # normed as it enters the layer and the MLP, residual as it leaves both halves; two rstd.
+    # `normed` enters the layer and the MLP, `residual` leaves both halves; two are `rstd`.
     "mlp_inputs": (ATTENTION + [(B, S, D)] * 4 + [(B, S, 1)] * 2, MASKS),
     "minimal": (ATTENTION + [(B, S, D)] * 4 + [(B, S, 1)] * 2 + [(B, S, F)] * 2, MASKS),
     "offload": (
@@ -299,7 +299,7 @@ def stacked(shape):
 
 
 @in_each_layout(KEPT)
-def test_what_is_kept(remat, scan_layers):
+def test_tensors_that_are_kept(remat, scan_layers):
     of_layer, of_all_layers = KEPT[remat]
     # Outside of the layers the forward keeps embeddings and arrays of a norm.
     expected = Counter({(B, S, D): 3, (B, S, 1): 3})
@@ -334,7 +334,7 @@ def test_a_name_keeps_its_tensor_and_nothing_else(name, shapes, scan_layers):
 
 
 @each_layout
-def test_what_leaves_the_mlp_is_kept_where_a_norm_follows(scan_layers):
+def test_the_output_of_the_mlp_is_kept_where_a_norm_follows(scan_layers):
     expected = Counter([(L, B, S, D)] if scan_layers else [(B, S, D)] * L)
     assert kept("normed,mlp_out", scan_layers) == kept("normed", scan_layers) + expected
     # Without a norm after it, the backward does not read it.
@@ -358,7 +358,7 @@ def test_a_name_with_host_goes_to_host_memory(name, shape, number):
     assert kept(f"{name}@host", True) == kept("full", True) + expected
 
 
-def test_what_enters_a_layer_may_go_to_host_memory():
+def test_the_input_of_a_layer_may_go_to_host_memory():
     on_device = Counter({(L, B, S, D): 1})
     expected = kept("full", True) - on_device + Counter({("host", L, B, S, D): 1})
     assert kept("layer_input@host", True) == expected

@@ -51,7 +51,7 @@ def test_unknown_names_raise(remat, unknown):
         ("attention,q@host,up@host", r"['q'] cannot go to host memory, because the attention"),
     ],
 )
-def test_what_cannot_be_offloaded_raises(remat, message):
+def test_offloading_that_is_impossible_raises(remat, message):
     with pytest.raises(ValueError, match=re.escape(f"{remat=}: {message}")):
         remat_policy(remat)
 

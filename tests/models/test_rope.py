@@ -40,8 +40,8 @@ def test_matches_hugging_face(name, length):
     )
     cos, sin = compute(jnp.asarray(expected["positions"]))
     assert cos.dtype == sin.dtype == jnp.float32
-    # The power may differ by 2 ulp between libraries, which turns the angle by as much; then
-    # cos, sin and the factor (at most 1.28 here) round once each.
+    # The power may differ by 2 ulp between libraries, and the angle by as much. Then cos, sin and
+    # the factor (at most 1.28 here) round once each.
     angles = expected["positions"][..., None] * inv_freq
     tolerance = 1.3 * (2 * EPS * angles + 2 * EPS)
     assert np.all(np.abs(cos - expected["cos"]) <= tolerance)

@@ -38,7 +38,7 @@ B, P, NEW = 3, 6, 10
 PROMPTS = jax.random.randint(jax.random.key(1), (B, P), 0, CONFIG.vocab_size, jnp.int32)
 
 
-# Enough of a model to refuse arguments with.
+# The parts of a model that the checks of arguments read.
 SHAPES = nnx.eval_shape(lambda: Llama(CONFIG, rngs=nnx.Rngs(0)))
 
 
@@ -94,7 +94,7 @@ def test_greedy_equals_the_loop_without_a_cache(num_key_value_heads, scan_layers
     np.testing.assert_array_equal(got, expected)
 
 
-def test_what_fills_up_a_prompt_is_not_read():
+def test_tokens_that_fill_up_a_prompt_are_not_read():
     other = jnp.where(jnp.arange(P) < LENGTHS[:, None], PROMPTS, (PROMPTS + 5) % CONFIG.vocab_size)
     assert np.any(other != PROMPTS)
     got, expected = (
@@ -132,7 +132,7 @@ def test_a_cache_gives_the_hidden_states_of_the_whole():
 )
 def test_an_end_stops_its_row_and_fills_it(num_ends, pad_token_id):
     free = np.asarray(generate(make_model(), PROMPTS, max_new_tokens=NEW, prompt_lengths=LENGTHS))
-    # Ends that come at different places of the rows: at the very first, in the middle.
+    # The ends come at different places of the rows: at the first one and in the middle.
     ends = (int(free[0, 0]), int(free[1, 4]), int(free[2, 7]))[:num_ends]
     expected = free.copy()
     fill = ends[0] if pad_token_id is None else pad_token_id
@@ -182,7 +182,7 @@ def test_draws_have_the_probabilities_of_the_softmax(temperature):
 
 
 def test_low_temperatures_approach_the_greedy_tokens():
-    """The lowest there is, too, at which no logit overflows."""
+    """The lowest possible temperature too, at which no logit overflows."""
     model = make_model()
     greedy = generate(model, PROMPTS, max_new_tokens=NEW)
     for temperature in (1e-5, float(np.finfo(np.float32).tiny)):

@@ -100,7 +100,7 @@ def loss_and_gradients(graphdef, params, batch):
         hidden = model(
             batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"]
         )
-        # Three chunks of tokens on a device: a scan over them is what XLA cannot split by itself.
+        # A device has three chunks of tokens. XLA cannot split a scan over them by itself.
         options = {"reduction": "sum", "chunk_size": B // 8 * S // 3}
         return linear_cross_entropy(hidden, model.output_weight, batch["labels"], **options)
 
@@ -137,7 +137,7 @@ def test_loss_and_gradients_are_those_of_one_device(data, fsdp):
     expected_loss, expected = without_a_mesh()
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(expected))
-    # Sums over tokens in another order: some float32 epsilons of the largest gradient.
+    # The sums over tokens have another order: some float32 epsilons of the largest gradient.
     scaled = lambda tree: jax.tree.map(lambda a, e: np.asarray(a) / np.abs(e).max(), tree, expected)
     chex.assert_trees_all_close(scaled(gradients), scaled(expected), rtol=0, atol=3e-6)
     for gradient, param in zip(*map(jax.tree.leaves, (gradients, params)), strict=True):
@@ -270,9 +270,9 @@ def test_no_activation_is_gathered(data, fsdp):
     if fsdp == 1:
         assert not of_tokens
         return
-    # Each device looks up its channels of its copy's tokens, 4 bytes each, and they change places
-    # for whole channels of its own tokens: that moves B*S*D/8 numbers, where gathering the table
-    # would move V*D. The same in the backward.
+    # Each device looks up its own channels for the tokens of its copy. The devices then exchange
+    # them for all channels of their own tokens. That moves B*S*D/8 numbers, and to gather the table
+    # would move V*D. The backward does the same.
     by_operation = Counter()
     for m in of_tokens:
         by_operation[m.operation, m.dtype] += math.prod(m.shape)
@@ -303,7 +303,7 @@ def test_the_output_embedding_s_gradient_is_summed_and_split_at_once(data, fsdp)
         for m in collectives(program_of(data, fsdp))
         if m.operation in ("all-reduce", "reduce-scatter") and set(m.shape) & {V, V // fsdp}
     )
-    # Twice over the copies of the model: the input embedding's, too.
+    # Copies of the model sum the gradients of both embeddings.
     assert summed == {"reduce-scatter": 1} | ({"all-reduce": 2} if data > 1 else {})
     for m in collectives(program_of(data, fsdp)):
         assert m.operation != "all-reduce" or math.prod(m.shape) <= V * D // fsdp
@@ -314,7 +314,7 @@ def test_copies_of_the_model_gather_nothing():
 
 
 def test_the_collectives_are_found():
-    """That the two tests above would see a batch that is gathered."""
+    """The two tests above would see a batch that is gathered."""
     mesh = mesh_of(2, 4)
     x = jax.device_put(jnp.ones((B, S, D)), batch_sharding(mesh))
     gather = jax.jit(lambda x: x * 2, out_shardings=replicated(mesh))

@@ -119,7 +119,7 @@ def test_golden_variants_of_the_configuration(variant, tmp_path):
     (folder / "config.json").write_text(json.dumps(VARIANTS[variant]))
     model = load_pretrained(folder, dtype="float32")
     with np.load(GOLDEN / "variants.npz") as file:
-        # Older forms of two configurations have no record of their own: it would be the same.
+        # Older forms of two configurations share the record of the newer forms.
         name = variant if f"{variant}/logits" in file else variant.removeprefix("old_")
         tokens, logits = file["tokens"], file[f"{name}/logits"]
         short_logits = file.get(f"{name}/short_logits")

@@ -120,7 +120,7 @@ def recipe(config):
 
 
 def attention(config):
-    """The implementations that are asked for."""
+    """The implementations that the model names."""
     seen = []
 
     def attend(q, k, v, *, implementation, **options):
@@ -337,8 +337,8 @@ PARTS = {
     LlamaConfig: "model",
     RopeParameters: "model.rope_parameters",
 }
-# Another value for every field, and who sees it: an observer, or the error that refuses it. The
-# third entry, where there is one, is set in both configurations.
+# Another value for every field, and the observer that sees it or the error that refuses it. Both
+# configurations have the settings of a third entry.
 FIELDS = {
     TrainConfig: {
         "name": ("other", run),
@@ -487,7 +487,7 @@ def test_every_field_is_read(cls, name):
 
 @functools.cache
 def observed(observer, config):
-    """An observation that several fields are compared with; it is the same when made again."""
+    """An observation that several tests compare with. It must repeat itself."""
     seen = observer(config)
     assert observer(config) == seen
     return seen
@@ -506,7 +506,7 @@ def test_no_field_takes_a_number_that_cannot_be(cls, name, hint):
     """NaN, infinities, and numbers that are too small or too large for the programs."""
     base = base_of(cls, name)
     bad = [math.nan, math.inf, -math.inf] + [-5.0] * (not name.startswith("mscale"))
-    if "float" not in str(hint):  # the sizes of a model end with the memory
+    if "float" not in str(hint):  # the memory limits the sizes of a model
         bad = [-5] if cls in (LlamaConfig, RopeParameters) else [-5, 2**64]
     if name in ("short_factor", "long_factor", "weights"):
         bad = [(value,) * (2 if name == "weights" else 8) for value in bad]

@@ -1,4 +1,4 @@
-"""200 steps of training have the loss curve of a Llama and an AdamW written out here."""
+"""The loss curve of 200 steps is that of a plain Llama and AdamW in this file."""
 
 import dataclasses
 

@@ -385,7 +385,7 @@ def ends_of_program(folder, ending):
     )
 
 
-def test_what_processes_agree_on(tmp_path):
+def test_processes_agree(tmp_path):
     first, second = ends_of_program(tmp_path, "error")
     stops = [False, False, False, True, False]
     for end in (first, second):

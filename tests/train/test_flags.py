@@ -54,7 +54,7 @@ def changed(config, part, changes):
 
 
 @pytest.mark.parametrize("name", PRESET_NAMES)
-def test_presets_are_what_the_command_line_makes_of_them(name):
+def test_the_command_line_gives_each_preset(name):
     config = preset(name)
     assert config.name == name
     assert config.data.sequence_length <= config.model.max_position_embeddings

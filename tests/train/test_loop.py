@@ -96,13 +96,29 @@ def on_one_device(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def by_hand():
+def initial():
+    """The state before the first step."""
+    mesh = make_mesh(data=4, fsdp=2)
+    with jax.set_mesh(mesh):
+        return init_state(CONFIG, mesh)
+
+
+@pytest.fixture
+def nothing_compiled(initial, finished, compiled, monkeypatch):
+    """Runs take their first state and their steps from other runs, and compile neither."""
+    copied = lambda *args: jax.tree.map(lambda a: jax.device_put(np.array(a), a.sharding), initial)
+    monkeypatch.setattr(train.setup, "init_state", copied)
+    monkeypatch.setattr(train.loop, "compile_steps", lambda *args: compiled[0])
+
+
+@pytest.fixture(scope="module")
+def by_hand(initial):
     """The same run in a few lines: metrics of its steps, and parameters before and after each."""
     mesh = make_mesh(data=4, fsdp=2)
     dataset = data.PackedDataset.from_documents(CORPUS.train, sequence_length=32)
     rows, params = [], {}
     with jax.set_mesh(mesh):
-        state = init_state(CONFIG, mesh)
+        state = initial
         shardings = jax.tree.map(lambda a: a.sharding, state)
         step = jax.jit(make_train_step(CONFIG), out_shardings=(shardings, None))
         for index in range(5):
@@ -251,9 +267,9 @@ def test_memory_report_counts_donated_arguments_once():
     assert "in all 0.50 GiB" in report(donate_argnums=0)
 
 
-def test_a_second_run_repeats_the_first_in_a_folder_of_its_own(finished, compiled, monkeypatch):
+@pytest.mark.usefixtures("nothing_compiled")
+def test_a_second_run_repeats_the_first_in_a_folder_of_its_own(finished):
     folder, _ = finished
-    monkeypatch.setattr(train.loop, "compile_steps", lambda *args: compiled[0])
     config = dataclasses.replace(CONFIG, runs_dir=folder.parent, sample_tokens=0, save=False)
     again = run(config)
     assert again == folder.parent / "tiny-2"
@@ -282,9 +298,9 @@ def test_synthetic_tokens(tmp_path):
         assert row["loss"] == pytest.approx(math.log(100), rel=0.05)
 
 
-def test_text_of_ones_own(tmp_path, capsys, finished, compiled, monkeypatch):
+@pytest.mark.usefixtures("nothing_compiled")
+def test_text_of_ones_own(tmp_path, capsys):
     """The tokenizer of the text makes the prompt, reads the sample and counts the bytes."""
-    monkeypatch.setattr(train.loop, "compile_steps", lambda *args: compiled[0])
     text = tmp_path / "text.jsonl"
     pairs = [{"prompt": f"{i} = ", "completion": f"the fox {i}"} for i in range(300)]
     lines = [{"text": f"the quick brown fox jumps over {i}\n"} for i in range(300)]

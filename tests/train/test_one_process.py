@@ -17,7 +17,7 @@ from train.errors import RunError
 
 @pytest.fixture
 def ends_at_once(monkeypatch):
-    """A context for code that ends the process at once with status 1."""
+    """A context for code that would end the process with status 1."""
 
     def end(status):
         raise SystemExit(status)
@@ -34,7 +34,7 @@ def test_a_missing_process_is_named(ends_at_once, capfd):
 
 
 def test_a_stuck_process_shows_its_stacks_and_ends(ends_at_once, monkeypatch, capfd):
-    """The second of two, which waits until the first has shown its stacks as well."""
+    """The second of two processes waits until the first has shown its stacks."""
     slept = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
@@ -105,7 +105,7 @@ def barks(monkeypatch):
     return found
 
 
-def test_the_watchdog_counts_from_what_was_begun_last(barks):
+def test_the_watchdog_counts_from_the_last_beginning(barks):
     with distributed.Watchdog(0.5) as watchdog:
         for step in range(8):
             watchdog.begin(f"step {step}")

@@ -1,4 +1,4 @@
-"""Every optimizer trains, skips steps to the bit, and lies beside the parameters."""
+"""Every optimizer trains and skips steps to the bit. Its state lies beside the parameters."""
 
 import dataclasses
 import functools
@@ -68,7 +68,7 @@ def gradients_of_squares(config):
     [(name, False) for name in RATES]
     + [pytest.param(name, True, marks=pytest.mark.full) for name in RATES],
 )
-def test_it_trains_and_skips_what_is_not_finite(name, of_model, monkeypatch):
+def test_it_trains_and_skips_steps_that_are_not_finite(name, of_model, monkeypatch):
     if not of_model:
         monkeypatch.setattr(train.step, "make_gradients", gradients_of_squares)
     config = config_of(name)
@@ -222,7 +222,7 @@ def test_muon_makes_matrices_of_layers_orthogonal_and_leaves_the_rest_to_adam():
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "sgd"])
 def test_momentum_in_bfloat16(name):
-    """It is stored rounded; the updates are nearly the same."""
+    """Only the stored momentum is rounded, so the updates are nearly the same."""
     config = formula(name, momentum_dtype="bfloat16")
     params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), PARAMS)
     dtypes = lambda config: {

@@ -1,4 +1,4 @@
-"""Options of XLA for GPUs: which are asked for, and what XLA does not take."""
+"""Options of XLA for GPUs: the choice for a program, and options that XLA does not take."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ def gpus(monkeypatch):
     return [SimpleNamespace(platform="gpu", process_index=index) for index in (1, 0, 0)]
 
 
-def test_what_xla_does_not_know_is_left_out_and_named_once(capsys):
+def test_options_unknown_to_xla_are_left_out_and_named_once(capsys):
     device = jax.devices()[0]
     options = ((HIDING, True), ("xla_no_such_option", 3), ("xla_gpu_no_more", True))
     assert xla_flags.accepted(options, device) == {HIDING: True}
@@ -57,7 +57,7 @@ def test_this_version_takes_all_options(capsys):
     assert not capsys.readouterr().out
 
 
-def test_who_gets_which(gpus):
+def test_options_for_each_kind_of_program(gpus):
     several, scans = xla_flags.OPTIONS, xla_flags.OPTIONS_OF_SCANS
     options = xla_flags.compiler_options
     assert options(gpus, scan_layers=False) == several

@@ -131,8 +131,8 @@ def test_damage_to_any_file_is_found(damage, two_checkpoints, tmp_path):
     """Either the newest state is read as it was saved, or the one before it, with a warning."""
     folder, first, second = two_checkpoints
     files = [path.relative_to(folder) for path in (folder / "2").rglob("*") if path.is_file()]
-    # Metadata may be the largest file: in how many the arrays are depends on how fast they were
-    # written.
+    # The largest file may hold metadata. The speed of writing decides how many files hold the
+    # arrays.
     of_arrays = [path for path in files if path.parent.name == "d"]
     big = max(of_arrays, key=lambda path: (folder / path).stat().st_size)
     fell_back = []
@@ -151,8 +151,8 @@ def test_damage_to_any_file_is_found(damage, two_checkpoints, tmp_path):
                 fell_back.append(file)
                 kept = sorted((path, path.read_bytes()) for path in files_in(copy / "2.damaged"))
                 assert [content for _, content in kept] == [content for _, content in damaged]
-                # Coroutines that Orbax does not await after an error are RuntimeWarnings, whenever
-                # they are collected.
+                # Orbax does not await some coroutines after an error. Each is a RuntimeWarning when
+                # it is collected.
                 said = [str(w.message) for w in warned if w.category is UserWarning]
                 assert "2 is damaged and was renamed to 2.damaged; going on from step 1" in said[0]
                 checkpoints.save(2, second, val_loss=None)
@@ -199,7 +199,7 @@ def test_a_name_that_is_taken_is_not_overwritten(copied):
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"val_loss": "low"}', '{"val_loss": NaN}', "{"])
-def test_malformed_metrics_are_told_to_those_who_read(content, copied):
+def test_a_reader_is_told_about_malformed_metrics(content, copied):
     (copied / "1" / "metrics" / "metrics").write_text(content)
     with pytest.warns(match=r"step 1 counts as not measured: .*metrics is malformed"):
         assert saved_steps(copied) == {1: None, 2: 1.0}
@@ -209,7 +209,7 @@ def test_malformed_metrics_are_told_to_those_who_read(content, copied):
 @pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("kind", ["arrays", "checksums", "metrics"])
 def test_an_error_of_the_disk_is_told_and_changes_nothing(kind, copied):
-    """Reading what cannot be read of this process is an EIO, also for root."""
+    """A read of /proc/self/mem gives EIO, also for root."""
     of_arrays = [path for path in files_in(copied / "2" / "state" / "d")]
     names = {"checksums": "checksums/metadata", "metrics": "metrics/metrics"}
     file = of_arrays[0] if kind == "arrays" else copied / "2" / names[kind]
@@ -266,7 +266,7 @@ def chained(error, cause):
         (KeyError("params"), True),
     ],
 )
-def test_what_is_damage(error, is_damage, tmp_path):
+def test_which_errors_are_damage(error, is_damage, tmp_path):
     (tmp_path / "file").write_text("content")
     assert (not_damage(error, tmp_path) is None) == is_damage
 

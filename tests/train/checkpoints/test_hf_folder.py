@@ -1,4 +1,4 @@
-"""Hugging Face folders that are not what they should be, and links in them."""
+"""Hugging Face folders that are damaged or incomplete, and links in them."""
 
 import dataclasses
 import json

@@ -71,7 +71,7 @@ def steps_in(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of a run that nothing happened to."""
+    """The folder of an undisturbed run."""
     return run(dataclasses.replace(CONFIG, runs_dir=tmp_path_factory.mktemp("whole")))
 
 
@@ -118,7 +118,7 @@ def test_a_run_that_died_goes_on_to_the_same_end(step, from_step, tmp_path, at_s
     with pytest.raises(KilledError):
         run(config)
     with (tmp_path / "tiny" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 7, "loss": 1}\n{"step": 8, "lo')  # as a run that got on further
+        file.write('{"step": 7, "loss": 1}\n{"step": 8, "lo')  # as if the run had gone further
     capsys.readouterr()
     folder = run(config)
     assert folder == tmp_path / "tiny"
@@ -266,7 +266,7 @@ def test_other_text_and_runs_without_checkpoints_are_refused(whole, tmp_path):
     plain = dataclasses.replace(CONFIG, checkpoint=CheckpointConfig(), runs_dir=tmp_path)
     with MetricsWriter(tmp_path / "tiny") as writer:
         writer.write_config({"config": plain, "data": {}})
-        check_config(tmp_path / "tiny", CONFIG, {})  # it did not come to its first row
+        check_config(tmp_path / "tiny", CONFIG, {})  # the run had no row yet
         writer.write({"step": 1})
     with pytest.raises(RunError, match="tiny is a run without checkpoints; choose another --name"):
         run(dataclasses.replace(CONFIG, runs_dir=tmp_path))
@@ -274,7 +274,7 @@ def test_other_text_and_runs_without_checkpoints_are_refused(whole, tmp_path):
 
 @pytest.mark.parametrize("at", ["compilation", "step 2"])
 def test_settings_bind_with_the_first_checkpoint(at, tmp_path, at_step, whole, monkeypatch):
-    """A run that failed before it takes no part of its name with it."""
+    """A run that failed before its first checkpoint leaves its name free."""
     other = dataclasses.replace(CONFIG, seed=5, runs_dir=tmp_path)
     with monkeypatch.context() as patch:
         if at == "compilation":
@@ -310,7 +310,7 @@ def wait_for_writers(folder):
 def test_a_full_disk_ends_the_run_in_one_line_and_leaves_the_last_checkpoint(
     tmp_path, at_step, whole
 ):
-    """Files can grow to 4 kB, enough for metrics.jsonl, which Linux tells in the same way."""
+    """A limit of 4 kB a file, enough for metrics.jsonl, gives an error like that of a full disk."""
     config = dataclasses.replace(CONFIG, runs_dir=tmp_path)
     at_step(4, lambda: os.kill(os.getpid(), signal.SIGTERM))
     folder = run(config)

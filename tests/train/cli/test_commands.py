@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_device", "no_plots")
 
 
 def fails(command, arguments, capsys):
-    """The error that a command ends with, which must be one line."""
+    """The error of a command, which must be one line."""
     with pytest.raises(SystemExit) as exit_info:
         main([*command.split(), *(str(argument) for argument in arguments)])
     assert exit_info.value.code == 2
@@ -222,7 +222,7 @@ def test_eval_is_the_held_out_loss_of_the_run(finished, config, capsys):
         (["--path", "SHORT"], "do not fill one row"),
     ],
 )
-def test_what_cannot_be_measured(options, message, finished, config, tmp_path, capsys):
+def test_text_that_cannot_be_measured(options, message, finished, config, tmp_path, capsys):
     (tmp_path / "short.txt").write_text("short")
     files = {"DEV": str(config.data.held_out_path[0]), "SHORT": str(tmp_path / "short.txt")}
     options = [files.get(option, option) for option in options]
@@ -272,7 +272,7 @@ def test_a_folder_without_a_tokenizer_is_of_bytes(finished, tmp_path, capsys):
         (["--prompt", ""], "the prompt has no tokens"),
     ],
 )
-def test_what_cannot_be_sampled(options, message, finished, capsys):
+def test_samples_that_cannot_be_drawn(options, message, finished, capsys):
     arguments = [finished, "--prompt", "the fox", *options]
     assert message in fails("sample", arguments, capsys)
 

@@ -1,4 +1,4 @@
-"""`python -m train`: its help, and the line in which it ends for an error."""
+"""`python -m train`: its help, and its last line after an error."""
 
 import functools
 import re

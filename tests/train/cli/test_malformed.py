@@ -350,5 +350,5 @@ def test_commands(name, error_of, runs, tmp_path):
 
 
 def test_the_models_that_were_not_spoiled_load(finished):
-    """Otherwise any message about it would do."""
+    """Without this any message about it would pass."""
     assert load_pretrained(finished / "model").config.hidden_size == 16

@@ -45,7 +45,8 @@ def command(monkeypatch, capsys):
 def test_command_plans_batch_and_policy(command):
     status, out, _ = command("--preset llama3.1-8b --device h100 --num-devices 8 --memory-gib 300")
     assert status == 0
-    # 22 GiB at 4 rows, in proportion: minimal fits 8, and 16 would need 232 of 213.
+    # Memory grows in proportion to the rows. `minimal` fits 8 rows, and 16 would need 232 GiB of
+    # 213.
     assert re.search(r"^\* none +1x8x1 +8 ", out, re.MULTILINE)
     assert re.search(r"^  full +1x8x1 +32 ", out, re.MULTILINE)
     assert (
@@ -53,7 +54,7 @@ def test_command_plans_batch_and_policy(command):
     ) in out
 
 
-def test_command_keeps_what_the_user_fixed(command):
+def test_the_command_keeps_settings_of_the_user(command):
     status, out, _ = command(
         "--preset llama3.2-1b --device h100 --batch-size 4 --sequence-length 2048 "
         "--model.remat attention --model.no-scan-layers --num-devices 2 --mesh.fsdp 1"
@@ -70,7 +71,7 @@ def test_command_keeps_what_the_user_fixed(command):
 
 def test_command_compares_meshes(command):
     flags = "--preset llama3.1-8b --device h100 --num-devices 8"
-    # 28.5 GiB are enough for 4 rows and not for 8, of which a device has one each.
+    # 28.5 GiB are enough for 4 rows and not for 8; a device has one row each.
     status, out, _ = command(f"{flags} --memory-gib 40 --tensor 1 2")
     assert status == 0
     assert re.search(r"^\* full +1x4x2 +4 ", out, re.MULTILINE)

@@ -77,7 +77,7 @@ def as_keys(batch):
     return [tuple(row["tokens"]) for row in as_rows(batch)]
 
 
-# A row of one token, a prime, a power of two, and rows longer than every document.
+# The lengths are 1, a prime, a power of two, and one above every document.
 @pytest.mark.parametrize("sequence_length", [1, 2, 7, 16, 61, 97])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_rows_agree_with_a_token_by_token_reconstruction(sequence_length, batch_size):
@@ -146,7 +146,7 @@ def test_a_batch_depends_on_seed_and_step_alone():
     again = PackedDataset.from_documents(documents, sequence_length=11)
     for step in np.random.default_rng(0).permutation(30).tolist():
         chex.assert_trees_all_equal(again.batch(step, **kwargs), forward[step])
-    # Far ahead, without walking there.
+    # A step far ahead needs no walk to it.
     chex.assert_trees_all_equal(dataset.batch(10**9, **kwargs), again.batch(10**9, **kwargs))
     assert as_keys(forward[0]) != as_keys(forward[1])
     assert as_keys(forward[0]) != as_keys(dataset.batch(0, batch_size=4, seed=8))
@@ -259,7 +259,7 @@ def test_a_token_outside_of_the_vocabulary_is_refused(token, dtype):
     ],
 )
 @pytest.mark.parametrize("at_once", [1, 2, 100])
-def test_what_would_mislabel_a_stream_is_refused(changes, message, at_once, monkeypatch):
+def test_arguments_that_would_mislabel_a_stream_are_refused(changes, message, at_once, monkeypatch):
     monkeypatch.setattr(packing, "_OFFSETS_AT_ONCE", at_once)
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is outside of tests
     arrays = {
@@ -347,7 +347,7 @@ def test_neighbours_in_the_stream_come_from_different_packages(stdlib):
         if path.startswith("encodings/")
         and np.array([BOS, *content, EOS], np.uint16).tobytes() in order
     ]
-    # 100 of 480 documents: alphabetical order would put them all side by side.
+    # One package has 100 of 480 documents. Alphabetical order would put them side by side.
     side_by_side = np.count_nonzero(np.diff(sorted(encodings)) == 1)
     assert side_by_side < len(encodings) / 2
 

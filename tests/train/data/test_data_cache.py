@@ -143,11 +143,11 @@ def test_several_sources(config, tmp_path):
     assert train_data.weights == tuple(source.num_rows for source in train_data.sources)
     weighted = opened(dataclasses.replace(config, weights=(1.0, 3.0)))
     assert weighted[0].weights == weighted[1].weights == (1.0, 3.0)
-    # A source's tokens are there once, whatever it is mixed with.
+    # The cache has the tokens of a source once, for all mixtures.
     assert len(list(config.cache_dir.iterdir())) == 2
 
 
-def test_what_is_in_the_cache_is_not_read_again(config, monkeypatch, capsys):
+def test_text_in_the_cache_is_not_read_again(config, monkeypatch, capsys):
     write_texts(config.path[0], texts_of())
     first = opened(config)
     monkeypatch.setattr(cache, "_Writing", None)
@@ -157,7 +157,7 @@ def test_what_is_in_the_cache_is_not_read_again(config, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and lines[0] == lines[1]
     assert re.search(r"text: [\d,]+ tokens in \d+ documents, .* held out; in .*cache", lines[0])
-    # It can be used where it cannot be written.
+    # A read-only cache can be used.
     for path in config.cache_dir.rglob("*"):
         path.chmod(0o555)
     assert opened(config)[2] == first[2]
@@ -243,7 +243,7 @@ def test_only_completions_are_learned(config, tmp_path):
         # Less than a row is dropped at the end of each stream.
         assert expected - 2 * length <= len(learned) <= expected
         assert b"q" not in learned and b"prompt" not in learned
-        # A prompt's BOS and text are there to be read.
+        # The row has the BOS and the text of a prompt.
         assert bytes(np.concatenate(documents_of(train_data))[:9].astype(np.uint8))
 
 
@@ -253,7 +253,7 @@ def test_labels_of_prompts_token_by_token(config, tmp_path):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     config = dataclasses.replace(config, path=(path,), held_out_fraction=0.0, sequence_length=7)
     dataset = opened(config, evaluates=False)[0]
-    # (token, may be predicted) of the stream: everything after the prompt, EOS included.
+    # Pairs of the stream: a token, and whether it is predicted (all after the prompt, with EOS).
     stream = []
     for record in records:
         stream += [(BOS, False), *((byte, False) for byte in record["prompt"].encode())]
@@ -320,7 +320,7 @@ def test_a_vocabulary_of_more_than_16_bits(config, tmp_path):
 
 
 def test_memory_does_not_grow_with_the_text(config, tmp_path):
-    """Peak of what Python and NumPy allocate, for text of 8 and of 64 times a batch."""
+    """The peak of allocations by Python and NumPy, for text of 8 and of 64 batches."""
     peaks = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "_BATCH_BYTES", 1 << 16)

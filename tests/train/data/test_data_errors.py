@@ -45,7 +45,7 @@ def parquet(**columns):
 
 
 def latin_parquet(folder):
-    """One whose column says that it is UTF-8 and is not."""
+    """A file whose column claims to be UTF-8 and is not."""
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
     latin = pa.array([b"caf\xe9"], pa.binary()).view(pa.string())

@@ -120,7 +120,7 @@ def test_any_integer_dtype(tmp_path):
 
 
 def test_documents_are_told_apart_by_their_content(tmp_path):
-    """The same wherever it is, so that duplicates are held out together."""
+    """A document has one hash wherever it is, so duplicates are held out together."""
     (tmp_path / "a.txt").write_bytes(b"same text")
     lines = [{"text": "same text"}, {"prompt": "same", "completion": " text"}]
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -132,6 +132,6 @@ def test_documents_are_told_apart_by_their_content(tmp_path):
     assert one not in contents
 
 
-def test_positions_are_what_progress_json_has():
+def test_positions_are_those_of_progress_json():
     position = Position(1, 2, 3, 4)
     assert Position(**json.loads(json.dumps(dataclasses.asdict(position)))) == position

@@ -1,4 +1,4 @@
-"""Rows by host and by source: the same global batch however it is split, and exact shares."""
+"""Rows by host and by source: every split gives the same global batch, with exact shares."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ LENGTH = 7
 
 
 def make_source(first_byte, num_documents):
-    """A source that can be told by its bytes, all of them below `first_byte` + 50."""
+    """A source whose bytes tell it from others: all lie below `first_byte` + 50."""
     rng = np.random.default_rng(first_byte)
     documents = [
         np.array([BOS, *rng.integers(first_byte, first_byte + 50, size=20), EOS], np.uint16)
@@ -130,7 +130,7 @@ def test_sources_that_do_not_fit_together_are_refused():
 
 
 def test_each_source_walks_through_its_own_epochs():
-    """Its rows in the mixture are its own walk, in order, none left out."""
+    """The mixture has the rows of a source in the order of its own walk, without a gap."""
     batch = MIXTURE.batch(0, batch_size=2000, seed=9)
     rows = sources_of(batch)
     for index, source in enumerate(SOURCES):
@@ -202,7 +202,7 @@ def test_permutations_are_uniform():
     ):
         counts = np.bincount(values, minlength=bins)
         expected = num_epochs / bins
-        # One in 100,000 truly random ones exceeds this.
+        # One in 100,000 random orders exceeds this bound.
         assert ((counts - expected) ** 2 / expected).sum() < 120
 
 

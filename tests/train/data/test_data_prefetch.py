@@ -66,7 +66,7 @@ def test_prefetch_stops_when_the_consumer_leaves_early(num_taken, ending):
     assert num_prefetch_threads() == 0
 
 
-def test_what_was_waited_for():
+def test_the_time_of_waiting_is_told():
     def slow():
         yield 1
         time.sleep(0.1)

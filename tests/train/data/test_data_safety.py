@@ -76,7 +76,7 @@ def test_any_damaged_byte_is_found(split, part, config, entry):
 
 
 def test_ids_of_another_vocabulary_are_found(config, entry):
-    """Though their checksum is right."""
+    """The ids are out of range although their checksum is right."""
     tokens = np.fromfile(entry / "train.tokens", "<u2")
     tokens[7] = 258
     tokens.tofile(entry / "train.tokens")
@@ -100,7 +100,7 @@ def test_a_large_file_is_checked_in_pieces(config, entry, monkeypatch, capsys):
 
 
 def interrupted(config, monkeypatch):
-    """An entry that two batches of eight were committed to."""
+    """An entry with two batches of eight committed."""
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
         patch.setattr(cache, "_BATCH_DOCUMENTS", 8)
         patch.setattr(cache, "_COMMIT_SECONDS", 0)
@@ -118,7 +118,7 @@ def interrupted(config, monkeypatch):
     return path
 
 
-def test_damage_to_what_was_committed_is_found(config, monkeypatch):
+def test_damage_to_committed_text_is_found(config, monkeypatch):
     path = interrupted(config, monkeypatch) / "train.tokens"
     content = bytearray(path.read_bytes())
     content[10] ^= 4
@@ -164,7 +164,7 @@ MALFORMED = {
     "list": (changed("position", to=[0] * 99), r"position is \[0, 0, .*\.\.\., not an object"),
     "hash": (changed("content_hash", to=3), "content_hash is 3, not a text"),
     "no hash": (changed("content_hash", to="xyz"), "non-hexadecimal"),
-    # Right by themselves; any of them would drop, repeat or relabel text.
+    # Each value is valid alone, but would drop, repeat or relabel text.
     "less": (changed("train", "tokens", to=20), "its checksum is wrong"),
     "no prompts": (changed("train", "prompts", to=0), "its checksum is wrong"),
     "elsewhere": (changed("position", "offset", to=40), "its checksum is wrong"),
@@ -201,7 +201,7 @@ def test_malformed_indexes_are_named(name, config, monkeypatch):
 
 
 def test_an_entry_without_checksums_is_made_again(config, entry, capsys):
-    """The key has the version of the format, so the old one is not opened; a line names it."""
+    """The key has the version of the format, so the old entry is not opened. A line names it."""
     reader = Reader(
         files=config.path, text_field="text", token_dtype="uint16", vocab_size=258, end_of_text=257
     )
@@ -238,14 +238,15 @@ def fifo(path, victim):
     ],
     ids=["link", "dangling link", "hard link", "fifo", "folder"],
 )
-def test_what_is_planted_in_an_entry_is_not_written_to(plant, found, config, entry, tmp_path):
+def test_files_planted_in_an_entry_are_not_written_to(plant, found, config, entry, tmp_path):
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     for name in FILES:
         for file in entry.iterdir():
             file.unlink()
         plant(entry / name, victim)
-        # Two that are read alone: a second name does no harm, and its content is no index.
+        # Two of the files are only read. A second name of them does no harm, and their content is
+        # no index.
         is_read = found.startswith("a file") and name.endswith(".json")
         refused(config, rf"/{name} is {'damaged' if is_read else found}.*; remove the folder")
         assert victim.read_bytes() == b"precious"
@@ -305,7 +306,7 @@ def test_another_users_entry_is_refused(config, entry, monkeypatch):
 
 
 class Clock:
-    """Time that passes in `sleep` alone, where `ticks` are called one after the other."""
+    """A clock that moves only in `sleep`, which calls the `ticks` one after the other."""
 
     def __init__(self, *ticks):
         self.now, self.ticks = 0.0, list(ticks)
@@ -323,7 +324,7 @@ class Clock:
 def test_a_lock_that_is_touched_is_waited_for_whatever_the_clocks_say(
     skew_s, tmp_path, monkeypatch, capsys
 ):
-    """The holder's clock is eleven days off; it gets on every five of the ten minutes."""
+    """The holder's clock is eleven days off. It touches the lock every five of the ten minutes."""
     with folder.OwnFolder(tmp_path / "entry", make=True) as own:
         holder = own.open("lock", "append")
         fcntl.flock(holder, fcntl.LOCK_EX)
@@ -394,7 +395,7 @@ def test_a_disk_that_fails_as_an_entry_is_read(config, entry, monkeypatch):
     refused(config, rf"the cache {entry} cannot be used \(Input/output error\)")
 
 
-def test_who_has_no_home_names_a_folder(monkeypatch):
+def test_a_user_without_a_home_must_name_a_folder(monkeypatch):
     def fail():
         raise RuntimeError("Could not determine home directory.")
 

@@ -1,4 +1,4 @@
-"""Tokenizers: what they encode, what begins and ends a text, and how they count bytes."""
+"""Tokenizers: their encoding, the tokens that begin and end a text, and the count of bytes."""
 
 import json
 
@@ -55,13 +55,13 @@ def test_sentence_pieces_count_the_bytes_of_their_text(sentence_piece):
     assert tokenizer.token_bytes[[0, 1, 2]].tolist() == [0, 0, 0]
 
 
-def test_what_the_file_would_add_is_not_added(byte_level):
+def test_tokens_that_the_file_would_add_are_not_added(byte_level):
     tokenizer = HuggingFaceTokenizer(byte_level)
     (tokens,) = tokenizer.encode([b"the quick brown fox jumps over the lazy dog " * 20])
     assert len(tokens) > 9
     assert tokens.max() < tokenizer.vocab_size == 300
     assert not {tokenizer.bos, tokenizer.eos} & set(tokens.tolist())
-    # One that is spelled out is meant.
+    # The text may spell such a token out.
     assert tokenizer.encode([b"<|end_of_text|>"])[0].tolist() == [tokenizer.eos]
 
 
@@ -82,7 +82,7 @@ def test_a_folder_is_as_good_as_its_file(byte_level):
         (("<s>", "</s>"), None, {"bos_token": ""}, (None, "</s>")),
     ],
 )
-def test_what_begins_and_ends_a_text(special, config, given, expected, tmp_path):
+def test_tokens_that_begin_and_end_a_text(special, config, given, expected, tmp_path):
     path = write_byte_level(tmp_path / "tokenizer.json", special=special)
     if config is not None:
         write_config(tmp_path, **config)

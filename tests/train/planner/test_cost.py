@@ -103,7 +103,7 @@ def test_cost_of_kernels_with_products(monkeypatch):
         (2, forward, (x, across, across)),
         (1, gated_matmul.gated_matmul_backward, (x, down, activation, activation)),
         (1, loss, (x, down, None, labels)),
-        # Its second kernel runs where it must.
+        # Only rows out of range need its second kernel, which costs nothing here.
         (1, loss_and_dlogits, (x, down, labels, coefficients)),
         (1, dweight, (activation, x)),
         (1, dweight_rows, (transposed, x)),
@@ -240,7 +240,7 @@ def test_a_loop_overwrites_its_carry_and_nothing_else():
     assert found.temp_bytes == pytest.approx(2 * size + 2 * size / 4)
 
 
-def test_the_loss_is_what_each_device_runs_of_it():
+def test_the_cost_of_the_loss_is_the_part_of_one_device():
     mesh = make_mesh(data=2, fsdp=4)
     rates = target_elsewhere(H100, mesh).rates
     rows, length, width, vocabulary = 16, 32, 64, 1024

@@ -83,7 +83,7 @@ def planned(memory_gib=80.0, measures=None, config=BASE):
     return plan(with_policies(config), target(memory_gib), measures, report=lambda line: None)
 
 
-def test_the_limit_is_what_xla_takes_less_a_margin(monkeypatch):
+def test_the_limit_is_the_memory_of_xla_less_a_margin(monkeypatch):
     assert target().limit_bytes == int(80 * GIB * 0.75 * 0.95)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     assert target().limit_bytes == int(80 * GIB * 0.5 * 0.95)
@@ -135,7 +135,7 @@ def test_nothing_fits():
         planned(20, measures)
     message = str(error.value)
     assert "14.2 GiB of each NVIDIA H100" in message and "75% of 20.0 GiB, less 5%" in message
-    # 22 GiB estimated is the least, so that is compiled and told.
+    # The least estimate is 22 GiB, so the planner compiles that policy and names it.
     assert "remat offload, 4 x 4096 tokens, needs 22.0 GiB, 7.8 too many" in message
     for advice in (
         "--data.batch-size 2",
@@ -277,7 +277,7 @@ def estimates(request):
     return found
 
 
-def test_estimates_agree_with_what_was_measured(estimates):
+def test_estimates_agree_with_measurements(estimates):
     predicted = {key: seconds * 1e3 for key, (seconds, _) in estimates.items()}
     print(*(f"{key}: {predicted[key]:.0f} ms, measured {MEASURED[key]}" for key in predicted))
     for scan_layers in (False, True):
@@ -309,7 +309,7 @@ def test_unknown_devices_get_an_order_and_no_figures():
 
 
 @pytest.mark.parametrize("source", [pytest.param("synthetic", marks=pytest.mark.full), "stdlib"])
-def test_what_is_compiled_is_what_training_runs(source, monkeypatch):
+def test_the_planner_compiles_the_program_of_training(source, monkeypatch):
     """Shapes, dtypes and shardings of the state and of the batch."""
     config = with_remat(TINY, "full")
     config = dataclasses.replace(config, data=dataclasses.replace(TINY.data, source=source))
@@ -337,7 +337,7 @@ def test_what_is_compiled_is_what_training_runs(source, monkeypatch):
         pytest.param(MeshConfig(fsdp=2, tensor=2), marks=pytest.mark.full),
     ],
 )
-def test_a_run_with_auto_trains_and_says_with_what(
+def test_a_run_with_auto_trains_and_names_its_policy(
     mesh, compile_nothing, tmp_path, capsys, monkeypatch
 ):
     """The planner chooses of two policies; `tests/models/test_remat.py` compiles all.

@@ -240,7 +240,7 @@ def test_throughput_leaves_out_the_first_two_steps_and_pauses():
     assert throughput.tokens_per_s == pytest.approx(500)
 
 
-def test_throughput_forgets_what_is_older_than_the_window():
+def test_throughput_forgets_times_before_its_window():
     clock = Clock()
     throughput = Throughput(window=3, clock=clock)
     for seconds in (9, 9, 9, 9, 1, 1, 1):

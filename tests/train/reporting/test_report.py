@@ -1,4 +1,4 @@
-"""Reports of whole runs and of odd ones: no held-out rows, one row, none, a death half way."""
+"""Reports of whole runs and of odd ones: no held-out rows, one row, no row, an early end."""
 
 import base64
 import errno
@@ -141,7 +141,7 @@ def test_any_name_of_a_run_is_drawn_and_shown_as_it_is(name, tmp_path):
 
 
 def letters_px(figure, width_px):
-    """The height in pixels of the smallest letters of a figure that is shown so wide."""
+    """The height in pixels of the smallest letters of a figure at a width on the page."""
     texts = [text for text in figure.findobj(matplotlib.text.Text) if text.get_text()]
     assert texts
     return min(text.get_fontsize() for text in texts) / 72 * width_px / figure.get_figwidth()

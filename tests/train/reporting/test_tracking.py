@@ -72,7 +72,7 @@ def test_weights_and_biases(tmp_path, monkeypatch):
     assert (first["project"], first["name"], first["resume"]) == ("llamas", "tiny", "allow")
     assert first["config"]["steps"] == CONFIG.steps
     assert rows == [({"loss": 2.0}, 1), ({"val_loss": 1.5}, 2)] and end == "finished"
-    assert calls[4]["id"] == first["id"]  # the same run, gone on with
+    assert calls[4]["id"] == first["id"]  # the same run, which goes on
 
     def refuse(**options):
         raise OSError("no\nnetwork")
