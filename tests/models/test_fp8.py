@@ -101,9 +101,8 @@ def test_errors_are_those_of_rounding_to_fp8(recipe):
 OTHERS = [{"scan_layers": False}, *({"remat": name} for name in POLICIES if name != "none")]
 
 
-@pytest.mark.parametrize(
-    "changes", map(functools.partial(pytest.param, marks=pytest.mark.full), OTHERS)
-)
+@pytest.mark.full
+@pytest.mark.parametrize("changes", OTHERS)
 def test_layouts_and_policies_change_no_error(changes):
     assert_trees_as_accurate(results("tensorwise", **changes), results("tensorwise"), results(None))
 
