@@ -29,6 +29,7 @@ from jax.sharding import AxisType
 
 from pallas_kernels.choices import TANGENT_REASON, record
 from pallas_kernels.gpu.kernel import vary, varying_axes
+from pallas_kernels.members import loop_over_members
 
 # One bool for each argument, result or array.
 type Mask = tuple[bool, ...]
@@ -347,7 +348,9 @@ def _batch_forward(args, axes, *, operation: Operation, wanted: Mask | None, **_
     args, is_batched = _at_front(args, axes)
     folded = operation.fold(wanted, args, is_batched)
     if folded is None:
-        out = _loop(functools.partial(_bind_forward, operation, wanted), args, is_batched)
+        out = loop_over_members(
+            functools.partial(_bind_forward, operation, wanted), args, is_batched
+        )
     else:
         out = _bind_forward(folded[0], wanted, *folded[1])
     return out, [0] * len(out)
@@ -355,7 +358,9 @@ def _batch_forward(args, axes, *, operation: Operation, wanted: Mask | None, **_
 
 def _batch_backward(args, axes, *, operation: Operation, wanted: Mask, given: Mask, **_: Any):
     args, is_batched = _at_front(args, axes)
-    out = _loop(functools.partial(_bind_backward, operation, wanted, given), args, is_batched)
+    out = loop_over_members(
+        functools.partial(_bind_backward, operation, wanted, given), args, is_batched
+    )
     return out, [0] * len(out)
 
 
@@ -363,16 +368,6 @@ def _at_front(args, axes) -> tuple[list[jax.Array], Mask]:
     is_batched = tuple(axis is not None for axis in axes)
     pairs = zip(args, axes, strict=True)
     return [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in pairs], is_batched
-
-
-def _loop(fn: Callable[..., Any], args: Sequence[jax.Array], is_batched: Mask) -> list[jax.Array]:
-    """The results of one member after the other."""
-
-    def one(parts: list[jax.Array]) -> Any:
-        part = iter(parts)
-        return fn(*(next(part) if b else a for a, b in zip(args, is_batched, strict=True)))
-
-    return list(jax.lax.map(one, [a for a, b in zip(args, is_batched, strict=True) if b]))
 
 
 batching.primitive_batchers[_operation_p] = _batch_forward

@@ -16,6 +16,8 @@ device computes with its part, and the local function exchanges what is missing.
 
 The leading axes of tokens stay apart until the local function merges them. A reshape that merges an
 axis that is split with another one would make XLA gather both.
+
+Above 450 lines, because all three kinds of axes read the same roles and layout.
 """
 
 import dataclasses
@@ -140,8 +142,8 @@ type Local = Callable[[Any, Place], Callable[..., Sequence[jax.Array]]]
 def unsupported_reason() -> str | None:
     """Why `partitioned` cannot split tokens over the mesh in context, or None if it can."""
     mesh = jax.sharding.get_abstract_mesh()
-    auto = _axes(mesh, AxisType.Auto)
-    if not (auto and _axes(mesh, AxisType.Manual)):
+    auto = axes_of_kind(mesh, AxisType.Auto)
+    if not (auto and axes_of_kind(mesh, AxisType.Manual)):
         return None
     return (
         f"the mesh axes {auto} are left to XLA inside of jax.shard_map, where XLA cannot partition "
@@ -163,9 +165,9 @@ def partitioned(
       manual_parts: Manual axes over which the caller has split each of `roles.parts`.
     """
     mesh = _mesh(args)
-    auto, manual = _axes(mesh, AxisType.Auto), _axes(mesh, AxisType.Manual)
+    auto, manual = axes_of_kind(mesh, AxisType.Auto), axes_of_kind(mesh, AxisType.Manual)
     whole = Place(parts=manual_parts or ((),) * len(roles.parts))
-    if explicit := _axes(mesh, AxisType.Explicit):
+    if explicit := _explicit_axes(mesh, args):
         return _over_explicit_axes(local, key, roles, whole, mesh, explicit, args)
     if interpreted() or (not mesh.empty and (manual or not auto)):
         # The interpreter's effects have no place in a function that XLA partitions. Where
@@ -185,7 +187,7 @@ def split_over_explicit_axes(
     """
     mesh = _mesh(args)
     whole = Place(parts=((),) * len(roles.parts))
-    if explicit := _axes(mesh, AxisType.Explicit):
+    if explicit := _explicit_axes(mesh, args):
         return _over_explicit_axes(local, key, roles, whole, mesh, explicit, args)
     return tuple(local(key, whole)(*args))
 
@@ -202,7 +204,18 @@ def _mesh(args: Sequence[jax.Array]) -> Any:
     return next((m for m in meshes if not m.empty), mesh)
 
 
-def _axes(mesh: Any, kind: AxisType) -> Split:
+def _explicit_axes(mesh: Any, args: Sequence[jax.Array]) -> Split:
+    """The Explicit axes, unless there are Auto axes, too, and no Explicit axis splits an array.
+
+    Inside of `jax.vmap` JAX refuses a `jax.shard_map` that names the axis of the members. Where all
+    axes are Explicit, none is named.
+    """
+    axes = axes_of_kind(mesh, AxisType.Explicit)
+    is_split = any(name is not None for a in args for name in jax.typeof(a).sharding.spec)
+    return axes if is_split or not axes_of_kind(mesh, AxisType.Auto) else ()
+
+
+def axes_of_kind(mesh: Any, kind: AxisType) -> Split:
     """The axes of that kind that have several devices."""
     axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     return tuple(name for name, size, k in axes if k == kind and size > 1)
@@ -340,12 +353,14 @@ def _reduce(a: jax.Array, splits: Splits, tokens: Split) -> jax.Array:
     return jax.lax.psum(a, left) if left else a
 
 
-def _splits(spec: PartitionSpec, ndim: int) -> Splits:
+def to_splits(spec: PartitionSpec, ndim: int) -> Splits:
+    """The mesh axes that split each axis of an array."""
     entries = [*spec, *[None] * (ndim - len(spec))]
     return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
 
 
-def _spec(splits: Splits) -> PartitionSpec:
+def to_spec(splits: Splits) -> PartitionSpec:
+    """The inverse of `to_splits`."""
     return PartitionSpec(*(split or None for split in splits))
 
 
@@ -363,8 +378,8 @@ def _over_auto_axes(
         del results
         mesh, specs = _mesh_and_specs([a.sharding for a in args])
         ranks = [len(a.shape) for a in args]
-        layout = _Layout.make(roles, whole, list(map(_splits, specs, ranks)))
-        shardings = lambda many: tuple(NamedSharding(mesh, _spec(s)) for s in many)
+        layout = _Layout.make(roles, whole, list(map(to_splits, specs, ranks)))
+        shardings = lambda many: tuple(NamedSharding(mesh, to_spec(s)) for s in many)
         run = layout.of_device(local, key, roles)
         return mesh, run, shardings(layout.results), shardings(layout.args)
 
@@ -447,18 +462,20 @@ def _over_explicit_axes(
 ) -> tuple[jax.Array, ...]:
     named = lambda split: tuple(name for name in split if name in axes)
     specs = [jax.typeof(a).sharding.spec for a in args]
-    splits = [tuple(map(named, _splits(spec, a.ndim))) for spec, a in zip(specs, args, strict=True)]
+    splits = [
+        tuple(map(named, to_splits(spec, a.ndim))) for spec, a in zip(specs, args, strict=True)
+    ]
     layout = _Layout.make(roles, whole, splits)
     run = jax.shard_map(
         layout.of_device(local, key, roles),
         mesh=mesh,
-        in_specs=tuple(map(_spec, layout.args)),
-        out_specs=tuple(map(_spec, layout.results)),
+        in_specs=tuple(map(to_spec, layout.args)),
+        out_specs=tuple(map(to_spec, layout.results)),
         # By default all axes, except for one over which `jax.vmap` splits its members.
-        axis_names=set(axes) if _axes(mesh, AxisType.Auto) else frozenset(),
+        axis_names=set(axes) if axes_of_kind(mesh, AxisType.Auto) else frozenset(),
         check_vma=False,
     )
-    shardings = [NamedSharding(mesh, _spec(s)) for s in layout.args]
+    shardings = [NamedSharding(mesh, to_spec(s)) for s in layout.args]
     results = run(*map(jax.sharding.reshard, args, shardings))
     # The results have no type of their own for Manual axes around this shard_map. Where a caller
     # split a part over some, the local functions have exchanged what is missing.

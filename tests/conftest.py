@@ -28,7 +28,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # Without such a marker the tests use the eight CPU devices, also on a machine with a GPU.
+    # Without these markers the tests use the eight CPU devices, even on a machine with a GPU.
     if not re.search(r"(?<!not )\bgpus?\b", config.option.markexpr):
         jax.config.update("jax_platforms", "cpu")
         # Programs run for milliseconds, so most optimizations take longer than they save.

@@ -36,7 +36,7 @@ def test_python_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
     blocks = [(page, block) for block in python_blocks(page)]
     if page == QUICKSTART:
         blocks.append((README, python_blocks(README)[-1]))
-    # As a user has it; the other tests refuse to promote dtypes.
+    # Users promote dtypes; the other tests refuse to.
     with jax.numpy_dtype_promotion("standard"):
         for source, block in blocks:
             exec(compile(block, str(source), "exec"), namespace)
@@ -61,7 +61,7 @@ def test_links_lead_to_files(page):
 
 @every_page
 def test_lines_have_at_most_100_characters(page):
-    """Apart from tables, the targets of links, and code, which may be the output of a program."""
+    """The limit is not for tables, targets of links, and code, which may be a program's output."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for line in re.sub(r"\]\([^)]*\)", "]", text).splitlines():
         assert len(line) <= 100 or line.startswith("|"), line
@@ -137,7 +137,7 @@ def write_files_of_the_pages(folder: Path) -> None:
 
 @pytest.mark.parametrize("arguments", parsed_commands(trains=False))
 def test_other_commands_are_understood(arguments, tmp_path, monkeypatch):
-    """Up to the run, which is not there, or up to the plan."""
+    """A command gets as far as its run, which does not exist, or a plan."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Parser, "error", lambda self, message: pytest.fail(message))
     command, *arguments = arguments

@@ -322,8 +322,7 @@ class TrainConfig:
       sample_prompt: beginning of the text that is generated at every evaluation and at the end.
       sample_tokens: number of tokens of the generated text; 0 generates none.
       save: whether the trained model is written to the run's folder, in Hugging Face's format.
-      tensorboard: whether the metrics are also written for TensorBoard, to `tensorboard` in the
-        run's folder.
+      tensorboard: whether TensorBoard gets the metrics, in `tensorboard` of the run's folder.
       wandb: project of Weights & Biases that gets the metrics; None sends nothing.
       profile_steps: steps `A:B`, counted from 1, whose trace is written to `profile` in the run's
         folder.

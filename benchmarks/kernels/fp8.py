@@ -20,7 +20,7 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from pallas_kernels import swiglu_mlp
 from pallas_kernels.fp8 import (
     RECIPES,
     Recipe,
+    Scaling,
     fp8_linear,
     fp8_matmul,
     fp8_swiglu_mlp,
@@ -91,7 +92,7 @@ def products(tokens: int, k: int, n: int, rounds: int) -> dict[str, timing.Timin
     """One product `[T, K] @ [N, K].T`, with row scales and with tensor scales."""
     x, w = normal(0, tokens, k), normal(1, n, k)
     ways: dict[str, Any] = {"bf16": (lambda a, b: a @ b.T, (x, w))}
-    for scaling in ("tensor", "row"):
+    for scaling in get_args(Scaling.__value__):
         operands = tuple(jax.jit(lambda a, s=scaling: quantize(a, scaling=s))(a) for a in (x, w))
         for accumulation in ("fast", "promoted"):
             fn = functools.partial(fp8_matmul, accumulation=accumulation)

@@ -235,11 +235,11 @@ def _with_scales_of_all(
         by_column = _largest(reference.amax_of(a.T, axis=1), place)
         maxima = reference.amax_of(a, axis=1), by_column
         scales = [reference.scale_of(m, cast.dtype) for m in maxima]
-    wanted = [s if w else None for s, w in zip(scales, (plain, turned), strict=True)]
+    wanted = scales[0] if plain else None, scales[1] if turned else None
     has_kernel = mosaic_gpu.unsupported_reason(a) is None and runs_here() is None
     values_of = mosaic_gpu.quantize if has_kernel else reference.values_of_both
-    pairs = zip(values_of(a, *wanted, cast.dtype), wanted, strict=True)
-    first, second = (v if v is None else Quantized(v, s) for v, s in pairs)
+    found = zip(values_of(a, wanted[0], wanted[1], cast.dtype), wanted, strict=True)
+    first, second = (v if v is None else Quantized(v, s) for v, s in found)
     return first, second
 
 
@@ -381,6 +381,7 @@ def _backward_of(
                 part = fp8_matmul(quantized, copy, out_dtype=dy.dtype, accumulation=recipe.dgrad)
                 dx = part if dx is None else dx + part
             if is_wanted:
+                assert x is not None  # the forward has kept it
                 dweights.append(gradient_of_weight(x, of_dw, recipe.wgrad, dtype))
         return dweights if dx is None else [dx.reshape(*dys[0].shape[:-1], -1), *dweights]
 

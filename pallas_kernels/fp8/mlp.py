@@ -228,6 +228,7 @@ def _backward_of(
                 part = dgrad(quantized, copy)
                 dx = part if dx is None else dx + part
             if is_wanted:
+                assert x is not None  # the forward has kept it
                 dweights.append(gradient_of_weight(x, of_dw, recipe.wgrad, kind))
         if wanted[3]:
             if recipe.wgrad is not None:

@@ -11,8 +11,8 @@ pieces of 64 x 64:
    `ldmatrix` can turn the piece of `x` itself. That saves 0.3 %, and float32 cannot go this way.)
 
 TMA stores both copies of the tile. Blocks go along the rows of `x`; down the columns they take 3 to
-4 % longer. Scales come from another pass over `x`, because the first tile
-needs the maximum of all tiles.
+4 % longer. Scales come from another pass over `x`, because the first tile needs the maximum of all
+tiles.
 """
 
 import dataclasses
@@ -84,7 +84,9 @@ def quantize(
 ) -> tuple[Array | None, Array | None]:
     """`x / scale` and `x.T / turned_scale`, rounded to `dtype`; None where the scale is None.
 
-    The caller has asked `unsupported_reason`, which is None.
+    The caller has asked `unsupported_reason`, which is None. A scale must come from a maximum over
+    `x`: the GPU's cast clips larger numbers, and an infinity over a finite scale would become the
+    largest number of `dtype`.
 
     Args:
       x: Array to quantize.

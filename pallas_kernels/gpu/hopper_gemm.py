@@ -15,6 +15,8 @@ decides what to do with the float32 accumulators of a tile.
 - The blocks take the tiles in turn, so the numbers of tiles of two blocks differ by at most one.
   Tiles that run together must share operands in the L2. So they are numbered rows first in bands of
   `band` clusters' rows, and every other band goes through the columns backwards.
+
+Above 450 lines, because the loop, its launch parameters and its stores belong together.
 """
 
 import dataclasses

@@ -18,7 +18,7 @@ from pallas_kernels.norm.rows import Rows, as_scaled, split_row, widest_itemsize
 
 @runtime_checkable  # for the checks of types in tests
 class Epilogue(Protocol):
-    """What a kernel makes of the rows `y` while they are in registers, in the place of `y`."""
+    """Makes other arrays of the rows `y` while they are in registers; `y` is not stored."""
 
     def out_types(self, rows: Rows, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Types of the arrays that it stores."""

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from aot.harness import ARCHS, CHIPS, Case, Program
 from pallas_kernels import add_rms_norm, rms_norm
@@ -88,6 +89,11 @@ def forward_mode_of_gradients(*args: Any) -> Any:
     return jax.jvp(jax.grad(loss, (0, 1, 2)), args, args)
 
 
+def gradients_of_members(x: Any, weight: Any) -> Any:
+    loss = lambda x, weight: jnp.sum(jnp.sin(rms_norm(x, weight).astype(jnp.float32)))
+    return jax.vmap(jax.grad(loss, (0, 1)), (0, None))(x, weight)
+
+
 CASES, PAIRS = _cases_and_pairs()
 _X, _WEIGHT = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 1024), (1024,)))
 # Plain JAX computes the tangents beside the kernels.
@@ -95,6 +101,14 @@ KERNELS = {
     "forward mode": (forward_mode, ["add_rms_norm_fwd"]),
     "of gradients": (forward_mode_of_gradients, ["add_rms_norm_bwd", "add_rms_norm_fwd"]),
 }
+_MEMBERS = jax.ShapeDtypeStruct((4, 512, 1024), jnp.bfloat16)
+CASES["members"] = Case(
+    gradients_of_members,
+    (_MEMBERS, _WEIGHT),
+    mesh={"data": 2, "tensor": 2},
+    specs=(PartitionSpec("data", "tensor"), PartitionSpec()),
+    is_explicit=True,
+)
 CASES |= {name: Case(fn, (_X, _X, _WEIGHT)) for name, (fn, _) in KERNELS.items()}
 
 # A row's `rstd` is one 4-byte scalar, stored by the forward and loaded by the backward.
@@ -120,6 +134,15 @@ def test_compiles(compiled, chip, case):
             assert set(widths) <= {4, 16, 32} and widths[4] <= MAX_SCALAR_ACCESSES, kernel
     _assert_only_kernels_touch_activations(program, num_elements)
     _assert_little_memory(program, num_elements)
+
+
+@pytest.mark.parametrize(("chip", "case"), [("h100", "members")])
+def test_gradients_of_members_that_an_explicit_axis_splits(compiled, chip, case):
+    """Each device computes its own members, and nothing is gathered."""
+    program = compiled(chip, case)
+    assert sorted(program.calls) == ["rms_norm_bwd", "rms_norm_fwd"]
+    opcodes = {instruction.opcode for instruction in program.instructions.values()}
+    assert not {o for o in opcodes if o.startswith(("all-gather", "all-to-all"))}
 
 
 @pytest.mark.parametrize(("chip", "case"), [("h100", case) for case in KERNELS])

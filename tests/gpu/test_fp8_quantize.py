@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.fp8 import quantize, quantize_both
+from pallas_kernels import add_rms_norm, rms_norm
+from pallas_kernels.fp8 import (
+    add_rms_norm_quantized,
+    quantize,
+    quantize_both,
+    rms_norm_quantized,
+)
 from support.on_gpu import same_bits
 from support.pairwise import pairwise
 
@@ -97,3 +103,17 @@ def test_a_layer_of_a_stack_of_weights():
         assert_same(
             jax.tree.map(lambda a, i=i: a[i], got), both(weights[i], implementation="reference")
         )
+
+
+@pytest.mark.parametrize("shape", [(16384, 2048), (8193, 4096), (1001, 320)], ids=str)
+def test_norms_quantized_by_row(shape):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (shape, shape, shape[-1:])
+    args = [jax.random.normal(k, s, BF16) for k, s in zip(keys, shapes, strict=True)]
+    got, total, _ = compiled(add_rms_norm_quantized, "mosaic_gpu")(*args)
+    y, want_total = compiled(add_rms_norm, "mosaic_gpu")(*args)
+    np.testing.assert_array_equal(np.asarray(total, F32), np.asarray(want_total, F32))
+    assert_same(got, compiled(quantize, "reference", scaling="row")(y), 1e-5)
+    got, _ = compiled(rms_norm_quantized, "mosaic_gpu")(args[0], args[2])
+    y = compiled(rms_norm, "mosaic_gpu")(args[0], args[2])
+    assert_same(got, compiled(quantize, "reference", scaling="row")(y), 1e-5)

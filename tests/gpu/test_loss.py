@@ -125,7 +125,8 @@ def test_linear_cross_entropy_of_more_logits_than_int32_can_count():
         ((1000, 1024, 32001), {"chunk_size": 400, "z_loss": 1e-2}, 1),
         ((4096, 2048, 128256), {"vocab_chunk_size": 2048}, 1),
         ((1000, 1024, 32001), {"vocab_chunk_size": 3000}, 12),
-        # In the memory of a float32 gradient, of a 16-bit one, with 904 more tokens, with 3 chunks.
+        # The cases use the memory of a float32 gradient, of a 16-bit one, 904 more tokens, and 3
+        # chunks.
         ((4096, 2048, 128256), {}, 1),
         ((2000, 2048, 128256), {"max_logits_bytes": 2**24, "z_loss": 1e-2}, 12),
         ((5000, 2048, 32000), {}, 1),

@@ -117,7 +117,7 @@ def test_swiglu_of_finite_numbers_is_no_nan():
 
 
 def test_swiglu_under_transformations():
-    # Arrays of an odd number of elements: those in a batch do not all start at 16-byte boundaries.
+    # The arrays have an odd number of elements, so some in a batch start off 16-byte boundaries.
     (gate, up), dy = swiglu_args((5, 33, 1001), BF16)
     both = lambda fn: jax.jit(jax.vmap(lambda g, u, dy: value_and_grads(fn, (g, u), dy)))
     for size in (1001, 1000, 64):

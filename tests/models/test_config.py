@@ -70,7 +70,7 @@ def exported(config):
     return config_to_hf(config)
 
 
-# For every field another value, and where the change must show.
+# Another value for every field, and the observer that must see the change.
 PERTURBATIONS = {
     "vocab_size": (49, structure),
     "hidden_size": (36, structure),
@@ -98,7 +98,7 @@ PERTURBATIONS = {
     "scan_layers": (False, program),
     "remat": ("full", program),
     "mlp_chunk_size": (3, program),
-    # Off the GPU no kernel runs: what is seen is that the norms are told.
+    # Off the GPU no kernel runs, so the test sees only the implementation that the norms get.
     "implementation": ("xla", norm_implementation),
     # The weights here are too small for FP8: what is seen is that the layers are told.
     "fp8": ("tensorwise", recipe),
@@ -107,7 +107,7 @@ PERTURBATIONS = {
 
 
 def observed(observe, config: LlamaConfig, **changes) -> Any:
-    """What `observe` returns, or the error that the changed configuration raises on the way."""
+    """The result of `observe`, or the error that the changed configuration raises."""
     try:
         return observe(changed(config, **changes))
     except (ValueError, NotImplementedError, RuntimeError) as error:
@@ -116,7 +116,7 @@ def observed(observe, config: LlamaConfig, **changes) -> Any:
 
 @functools.cache
 def observed_before(observe) -> Any:
-    """Of `CONFIG`, with which several fields are compared; it is the same when made again."""
+    """An observation of `CONFIG`, which several tests compare with. It must repeat itself."""
     before = observed(observe, CONFIG)
     assert not differ(before, observed(observe, CONFIG))
     return before

@@ -287,7 +287,7 @@ def test_a_long_value_does_not_make_a_long_message():
     assert len(str(caught.value)) < 600
 
 
-# What transformers refuses to load, found in it by hand: it must not be trained or written.
+# Settings that transformers refuses to load, found in its code. A run must refuse them too.
 
 
 def test_heads_that_do_not_divide_the_hidden_size_are_refused():

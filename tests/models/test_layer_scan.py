@@ -37,10 +37,10 @@ def layer(carry, inputs):
 
 
 def run(scan, carry, inputs, fn=layer):
-    """Values and gradients of a scan in all that it takes, with a cotangent for all it returns."""
+    """Values and gradients of a scan in all arguments, with a cotangent for each result."""
 
     def cotangent(a):
-        # Of few bits, so that every dtype has it.
+        # Numbers of few bits, which every dtype holds exactly.
         return jnp.asarray(np.round(16 * np.cos(np.arange(a.size))).reshape(a.shape) / 16, a.dtype)
 
     found, vjp = jax.vjp(functools.partial(scan, fn), carry, inputs)
@@ -78,7 +78,7 @@ def test_values_and_gradients_are_those_of_lax_scan(num_layers, checkpointed):
 
 
 def empties(traced):
-    """Types of the arrays that nobody fills."""
+    """Types of the arrays that the program does not fill."""
     return [
         line.split(":")[1].split()[0] for line in str(traced).splitlines() if "= empty[" in line
     ]
@@ -87,8 +87,8 @@ def empties(traced):
 def test_weights_and_constants_are_not_stacked_again():
     with on_one_device():
         found = empties(jax.make_jaxpr(lambda: run(layer_scan, *arguments(4)))())
-    # Of weight and bias only the gradients; the table, which is as large as x, nowhere: x, its sine
-    # and the sum that enters the square.
+    # Only the gradients of weight and bias are stacked. The table is as large as x and is not
+    # stacked. The three stacks of that size are x, its sine and the sum that enters the square.
     assert found.count("f32[4,8,8]") == found.count("bf16[4,8]") == 1
     assert found.count("f32[4,3,8]") == 3, found
 

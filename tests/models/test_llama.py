@@ -60,7 +60,7 @@ def in_float64(config: LlamaConfig):
         return with_gradients(textbook(config, jnp.float64), params)
 
 
-# With gaps: only differences of positions matter, so that restarting them alone changes nothing.
+# The positions have gaps. Only differences of positions matter, so a restart alone changes nothing.
 ROWS = PACKING | {"positions": 3 * PACKING["positions"] // 2}
 
 
@@ -286,13 +286,13 @@ def test_split_and_merge_give_the_model_back():
     merged = nnx.merge(graphdef, params, rest)
     assert merged.config == CONFIG
     chex.assert_trees_all_equal(nnx.state(merged), nnx.state(model))
-    # What decides whether `jax.jit` compiles again.
+    # The key by which `jax.jit` decides whether to compile again.
     assert graphdef == nnx.graphdef(merged) and hash(graphdef) == hash(nnx.graphdef(merged))
 
 
 def traced_anew() -> list[str]:
     """The programs that make the parameters, and the hidden states with their gradients."""
-    # Not `make_model`, which keeps what was made before.
+    # `make_model` would return the model that was made before.
     initialize = lambda key: nnx.state(Llama(CONFIG, rngs=nnx.Rngs(key)))
     graphdef, state = nnx.split(Llama(CONFIG, rngs=nnx.Rngs(0)))
 

@@ -1,4 +1,4 @@
-"""What each rematerialization policy keeps, where, and runs again; that none changes a result."""
+"""Rematerialization policies: each keeps and runs again what it says, and none changes a result."""
 
 import dataclasses
 import functools
@@ -44,17 +44,17 @@ COTANGENT = jax.random.normal(jax.random.key(1), (B, S, D))
 
 CUSTOM = "attention, gate,up"
 TO_HOST = "attention,residual,gate@host,up@host"
-# How many of a layer's 9 GEMMs the backward runs again: q, k, v, scores, weighted values, o, gate,
-# up, down.
+# Number of a layer's 9 GEMMs that the backward runs again. The GEMMs are q, k, v, scores, weighted
+# values, o, gate, up, down.
 RECOMPUTED_GEMMS = {
     "none": 0,
     "minimal": 0,
     "offload": 0,
     "mlp_inputs": 2,
-    # Where `normed` is not kept, the first norm is made again from what enters the layer, and
-    # nobody needs the down projection's output.
+    # Without `normed`, the first norm is made again from what enters the layer, and no operation
+    # needs the output of the down projection.
     "gate,up,attn_proj,attention": 0,
-    # Where it is kept, the norm that ends the layer needs that output to make its input again.
+    # With `normed`, the norm that ends the layer needs that output to make its input again.
     "normed,attn_proj,attention": 3,
     CUSTOM: 1,
     # The norms run again, from the residuals. (A kernel would make the residual again with them.)
@@ -102,7 +102,7 @@ def hidden_and_gradients(state, remat: str, scan_layers: bool):
 
 @functools.cache
 def traced(remat: str, scan_layers: bool):
-    # LLVM comes after all that is inspected here.
+    # The tests inspect the program before LLVM.
     compute = quick_jit(hidden_and_gradients, static_argnums=(1, 2))
     return compute.trace(STATE, remat, scan_layers)
 
@@ -140,10 +140,10 @@ def test_layers_tag_what_policies_may_name():
     assert names == set(TENSOR_NAMES) - {"fp8_x"}  # of layers in FP8 alone
 
 
-# The traces below show for every policy, in both layouts, what runs again and what is kept. Only
-# some of them are compiled in the normal run.
+# The traces below show what each policy runs again and keeps, in both layouts. The normal run
+# compiles only some of them. It compiles `offload` on a mesh, in `test_offloading_from_a_mesh`.
 UNROLLED = [(name, False) for name in ("none", "minimal", "attention", "mlp_inputs", CUSTOM)]
-SCANNED = [(name, True) for name in ("attention", CUSTOM, TO_HOST)]
+SCANNED = [(name, True) for name in ("attention", "offload", CUSTOM, TO_HOST)]
 
 
 @in_each_layout([*POLICIES, CUSTOM, TO_HOST], full=UNROLLED + SCANNED)
@@ -152,7 +152,8 @@ def test_no_policy_changes_values_or_gradients(remat, scan_layers):
 
 
 def assert_close(got, expected):
-    # Fused differently, so rounded differently: some float32 epsilons of the largest element.
+    # XLA fuses the programs differently, so they differ by some float32 epsilons of the largest
+    # element.
     chex.assert_trees_all_close(
         *(jax.tree.map(lambda a, e: a / jnp.max(jnp.abs(e)), t, expected) for t in (got, expected)),
         rtol=0,
@@ -160,7 +161,7 @@ def assert_close(got, expected):
     )
 
 
-# Chunks that divide the sequence and that do not.
+# Some chunks divide the sequence, others do not.
 @pytest.mark.parametrize(
     "remat, chunk_size, scan_layers",
     [
@@ -211,8 +212,8 @@ def test_what_runs_again(remat, scan_layers):
     program = traced(remat, scan_layers).jaxpr.jaxpr
     primitives = Counter(equation.primitive.name for equation in equations(program))
     layers = 1 if scan_layers else L
-    # A GEMM has two more in its backward. JAX runs the whole MLP again for gate or up; what nobody
-    # reads, XLA leaves out (`test_xla_keeps_the_recomputation`): the down projection, or gate.
+    # A GEMM has two more in its backward. JAX runs the whole MLP again for gate or up. XLA leaves
+    # out the down projection or gate if no operation reads it (`test_xla_keeps_the_recomputation`).
     unread = {"mlp_inputs": 1, "attention": 1, "q,k,v": 1, "gate": 2, "full": 1}.get(remat, 0)
     assert primitives["dot_general"] == layers * (3 * 9 + RECOMPUTED_GEMMS[remat] + unread)
     # The exponential is the softmax's; silu has `logistic`.
@@ -234,7 +235,11 @@ def test_the_mlp_writes_gate_and_up_where_a_policy_keeps_them_or_runs_it_again()
 
 @in_each_layout(
     ["none", "minimal", "mlp_inputs", "offload", CUSTOM, "full"],
-    full=[*(case for case in UNROLLED if case[0] != "attention"), (CUSTOM, True)],
+    full=[
+        *(case for case in UNROLLED if case[0] != "attention"),
+        ("offload", True),
+        (CUSTOM, True),
+    ],
 )
 def test_xla_keeps_the_recomputation(remat, scan_layers):
     # XLA would merge it with the first computation where nothing prevents that.
@@ -258,8 +263,8 @@ def test_memory_falls_from_none_to_full(scan_layers):
 
     none, minimal, full = map(temporary_bytes, ("none", "minimal", "full"))
     assert full < minimal
-    # Of what `none` keeps in a layer, `full` drops all but what enters it. (For CPUs XLA starts
-    # some recomputation of unrolled layers early: with it, one of two arrays of the softmax.)
+    # `full` keeps only what enters a layer. (For CPUs XLA starts some recomputation of unrolled
+    # layers early, and with it makes one of two arrays of the softmax.)
     softmax_arrays = 2 if scan_layers else 1
     assert none - full > (L - 1) * 4 * B * S * (2 * F + softmax_arrays * N * S)
 
@@ -271,7 +276,7 @@ ATTENTION = [*SOFTMAX, (B, S, N, H)]
 # Two masks of the softmax and, twice, cosines and sines: the same in each layer, so outside of the
 # scan.
 MASKS, POSITIONS = [(*HEADS, S, S)] * 2, [(1, S, 1, H // 2)] * 4
-# What each policy keeps of a layer, and once for a scan.
+# The tensors that each policy keeps of a layer, and those that a scan keeps once.
 KEPT = {
     "full": ([(B, S, D)], []),
     "attention": ([*ATTENTION, (B, S, D)], MASKS),
@@ -283,7 +288,7 @@ KEPT = {
         MASKS,
     ),
     TO_HOST: (ATTENTION + [(B, S, D)] * 2 + [("host", B, S, F)] * 2, MASKS),
-    # Without a checkpoint, all that some derivative multiplies with; of the MLP gate and up.
+    # Without a checkpoint the forward keeps every factor of a derivative, gate and up of the MLP.
     "none": (SOFTMAX + [(B, S, D)] * 9 + [(B, S, 1)] * 4 + [(B, S, F)] * 2, MASKS + POSITIONS),
 }
 assert set(POLICIES) < set(KEPT)
@@ -296,7 +301,7 @@ def stacked(shape):
 @in_each_layout(KEPT)
 def test_what_is_kept(remat, scan_layers):
     of_layer, of_all_layers = KEPT[remat]
-    # Outside of the layers: gathered embeddings, and the first norm or the last.
+    # Outside of the layers the forward keeps embeddings and arrays of a norm.
     expected = Counter({(B, S, D): 3, (B, S, 1): 3})
     if remat != "none":
         expected[1, S, H // 2] = 2  # cosines and sines
@@ -332,14 +337,14 @@ def test_a_name_keeps_its_tensor_and_nothing_else(name, shapes, scan_layers):
 def test_what_leaves_the_mlp_is_kept_where_a_norm_follows(scan_layers):
     expected = Counter([(L, B, S, D)] if scan_layers else [(B, S, D)] * L)
     assert kept("normed,mlp_out", scan_layers) == kept("normed", scan_layers) + expected
-    # Elsewhere the backward does not read it.
+    # Without a norm after it, the backward does not read it.
     assert kept("mlp_out", scan_layers) == kept("full", scan_layers)
 
 
 @each_layout
 def test_the_residual_is_kept_once(scan_layers):
-    # The one between attention and MLP. The one after the MLP enters the next layer and so is kept
-    # in any case.
+    # It is the residual between attention and MLP. The one after the MLP enters the next layer, so
+    # every policy keeps it.
     expected = Counter([(L, B, S, D)] if scan_layers else [(B, S, D)] * L)
     assert kept("residual", scan_layers) == kept("full", scan_layers) + expected
 
@@ -367,7 +372,7 @@ def test_offloading_from_unrolled_layers_is_refused(remat):
 
 
 def test_offloading_from_a_mesh():
-    # There the norms, and so some of the names, are inside of a `jax.shard_map`.
+    # On a mesh the norms and some of the names are inside of a `jax.shard_map`.
     with jax.set_mesh(make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])):
         on_mesh = kept.__wrapped__("offload", True)
         got = traced.__wrapped__("offload", True).lower().compile()(STATE)

@@ -59,7 +59,7 @@ def make_model(**changes: Any) -> Llama:
 
 @functools.partial(jax.jit, static_argnums=0)
 def next_logits(graphdef, state, tokens, lengths):
-    """Logits of what follows the first `lengths` tokens; those after them are not seen."""
+    """Logits of the token after the first `lengths` tokens, which do not see the later ones."""
     model = nnx.merge(graphdef, state)
     hidden = model(tokens)[jnp.arange(len(tokens)), lengths - 1]
     return model.logits(hidden)
@@ -159,7 +159,7 @@ def test_draws_have_the_probabilities_of_the_softmax(temperature):
     chex.assert_trees_all_equal(tokens, draw(key=jax.random.key(0)))
     assert np.any(tokens != np.asarray(draw(key=jax.random.key(1))))
 
-    # The probability of a pair is that of its first token, times that of the second after it.
+    # The probability of a pair is p(first) times p(second after first).
     lengths = jnp.full((num_tokens,), 2, jnp.int32)
     pairs = jnp.concatenate(
         [jnp.repeat(prompt, num_tokens, 0), jnp.arange(num_tokens, dtype=jnp.int32)[:, None]],
@@ -173,8 +173,8 @@ def test_draws_have_the_probabilities_of_the_softmax(temperature):
     expected = num_draws * np.asarray(probabilities, np.float64)
     counts = np.zeros_like(expected)
     np.add.at(counts, (tokens[:, 0], tokens[:, 1]), 1)
-    # Pearson's statistic over 36 cells: mean 35, standard deviation 8.4 (more with rare cells, so
-    # those are left to the sum of the others).
+    # Pearson's statistic over 36 cells has mean 35 and standard deviation 8.4. Rare cells would
+    # raise the deviation, so the statistic leaves them out.
     common = expected > 5
     assert common.sum() > 10 and expected[common].sum() > 0.95 * num_draws
     statistic = np.sum((counts - expected)[common] ** 2 / expected[common])

@@ -29,8 +29,9 @@ from pallas_kernels import linear_cross_entropy
 from train.config import preset
 from train.step import init_state
 
-# Every size is another number, so that a shape in a compiled program says what it is. There are
-# more vocabulary entries than tokens, as in use: else XLA gathers the table to look tokens up.
+# Every size is another number, so that a shape in a compiled program tells which array it is. The
+# vocabulary is larger than the number of tokens, as in real runs. Otherwise XLA gathers the table
+# to look tokens up.
 CONFIG = LlamaConfig(
     vocab_size=1008,
     hidden_size=64,
@@ -143,11 +144,11 @@ def test_loss_and_gradients_are_those_of_one_device(data, fsdp):
         assert gradient.sharding.is_equivalent_to(param.sharding, param.ndim)
 
 
-# Where parameters lie
+# The placement of parameters
 
 
 def expected_shard(names: tuple[str, ...], shape: tuple[int, ...], fsdp: int) -> tuple[int, ...]:
-    """What the documentation promises: matrices split along D, norms and biases whole."""
+    """The documentation says that matrices are split along D, and norms and biases are whole."""
     if "norm" in names[-2] or names[-1] == "bias":
         return shape
     axis = len(shape) - 1 if names[-2] in ("embed_tokens", "lm_head", "o_proj", "down_proj") else 1
@@ -230,7 +231,7 @@ def test_batches_are_split_along_the_axis_named():
     assert sharding.shard_shape((5, 16, 28)) == (5, 2, 28)
 
 
-# What the compiled program moves
+# Collectives of the compiled program
 
 COLLECTIVE = re.compile(
     r"= (.*?) (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
@@ -296,7 +297,7 @@ def test_weights_are_gathered_one_layer_at_a_time(data, fsdp):
 
 @pytest.mark.parametrize("data, fsdp", [ONE_COPY, (2, 4)])
 def test_the_output_embedding_s_gradient_is_summed_and_split_at_once(data, fsdp):
-    """What XLA does with the others is its own; for GPUs it makes reduce-scatters of them, too."""
+    """XLA may choose for the other gradients; for GPUs it makes reduce-scatters of them, too."""
     summed = Counter(
         m.operation
         for m in collectives(program_of(data, fsdp))

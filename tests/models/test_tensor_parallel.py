@@ -53,7 +53,7 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 @functools.cache
 def by_the_textbook(config: LlamaConfig, dtype: str):
-    """`((loss, sums), gradients)`, all in `dtype`, whatever that of the configuration."""
+    """`((loss, sums), gradients)` in `dtype`; the dtype of the configuration does not matter."""
     batch = packed_batch()
     labels = batch.pop("labels")
 
@@ -86,7 +86,7 @@ def check(config: LlamaConfig, got, *, slack: float = 2.0):
     assert_trees_as_accurate(got, low, exact, slack=slack)
 
 
-# With copies of the parameters, with parts of them, and with both; in `full` each variant.
+# The cases split or copy the parameters, or both; `full` has each variant.
 @pytest.mark.parametrize(
     "data, fsdp, tensor, variant",
     [
@@ -152,7 +152,7 @@ def test_rows_of_one_document_whose_padding_token_is_read_but_not_trained():
 
 @functools.cache
 def hidden_states():
-    """Of `(params, batch)`, on two devices, which share all rows: nothing is left to sum over."""
+    """A function of `(params, batch)` on two devices, which share all rows, so no sum is left."""
 
     def states(params, batch):
         model = nnx.merge(model_graph(CONFIG), params)
@@ -173,7 +173,7 @@ def test_a_token_on_no_device_makes_its_row_nan(token):
     assert np.all(is_nan[4]) and not np.any(np.delete(is_nan, 4, axis=0))
 
 
-# What is refused.
+# Refused layouts.
 
 
 def test_heads_that_cannot_be_shared_raise():
@@ -205,7 +205,7 @@ def test_a_mesh_has_the_axis_if_it_has_devices():
     assert tensor_axis() is None
 
 
-# Where parameters lie.
+# The placement of parameters.
 
 
 def test_parameters_are_split():
@@ -287,7 +287,7 @@ def trained(data, fsdp, tensor):
     return losses, norms, accuracies, state
 
 
-# In the normal run tests/train compares runs on meshes, and this file gradients.
+# In the normal run, tests/train compares whole runs on meshes. This file compares gradients.
 @pytest.mark.full
 @pytest.mark.parametrize(
     "data, fsdp, tensor", [(1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 1, 4), (2, 2, 2)]
@@ -297,7 +297,7 @@ def test_training_is_that_of_one_device(data, fsdp, tensor):
     want_losses, want_norms, want_accuracies, want = trained(1, 1, 1)
     np.testing.assert_allclose(losses, want_losses, rtol=1e-6)
     np.testing.assert_allclose(norms, want_norms, rtol=1e-5)
-    # Counts of right tokens, divided by that of the labels.
+    # Accuracies are counts of right tokens over the number of labels, so they differ by rounding.
     np.testing.assert_allclose(accuracies, want_accuracies, rtol=1e-6)
     assert any(accuracies)
     assert want_losses[2] != want_losses[0]

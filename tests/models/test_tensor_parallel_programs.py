@@ -47,7 +47,7 @@ def test_unrolled_layers_have_the_numbers_of_scanned_ones(remat):
     assert_close(got, on_one_device(VARIANTS["untied_scanned_biases"]))
 
 
-# What goes between devices.
+# Collectives between devices.
 
 COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 LINE = re.compile(rf"= (\(?[^()]+\)?) ({COLLECTIVES})(?:-start)?\((.*)")
@@ -92,13 +92,13 @@ def test_a_half_layer_gathers_tokens_once_and_scatters_their_sums_once(data, fsd
     assert of_tokens(only_forward, tokens, tensor) == in_layers + loss
     loss_backward = Counter({"reduce-scatter": 1})
     both = in_layers + loss + in_layers + loss_backward
-    # What is not kept whole is gathered again.
+    # Tensors that are kept in parts are gathered again.
     again = Counter({"all-gather": 2 * num_layers}) if remat == "minimal" else Counter()
     assert of_tokens(program_of(config, mesh), tokens, tensor) == both + again
 
 
 def test_nothing_else_goes_between_devices():
-    """Of scanned layers, whose collectives are in the program once."""
+    """The layers are scanned, so their collectives are in the program once."""
     rows, tensor = B // 4, 2
     T = rows * S
     found = collectives(program_of(CONFIG, mesh_of(2, 2, tensor)))
@@ -128,7 +128,7 @@ def test_nothing_else_goes_between_devices():
     )
     # Embeddings and their gradients, in two parts.
     assert {k for k in found if k[0] == "all-to-all"} == {("all-to-all", (1, t, d))}
-    # Parts of gradients over copies of the model, what is replicated over all, and scalars.
+    # Sums of gradients over copies of the model, sums of replicated gradients, and scalars.
     parts = [(d, q), (q, d), (d, kv), (d, f), (f, d), (D,)]
     assert {shape for name, shape in found if name == "all-reduce"} == {
         *((L, *shape) for shape in parts),
@@ -161,11 +161,11 @@ def test_the_loss_gathers_its_weight_before_it_starts(monkeypatch):
     assert of_vocabulary[0] not in in_loop
 
 
-# What is kept.
+# Tensors that are kept.
 
 
 def kept(config: LlamaConfig, mesh) -> Counter[tuple[int, ...]]:
-    """Shapes of what a device keeps of its layers; they are stacked on axis 0, device by device."""
+    """Shapes of the tensors that a device keeps of its layers, stacked on axis 0 by device."""
     params, batch = jax.tree.map(jnp.asarray, (parameters(config), packed_batch()))
     loss = lambda params: loss_and_sums(model_graph(config), params, batch)[0]
     with jax.set_mesh(mesh):
@@ -186,7 +186,7 @@ def test_the_residual_stream_is_kept_in_parts(data, fsdp, tensor):
     everything = kept(changed(remat="none"), mesh)
     whole = {(rows, S, D), (rows * S, D)}
     assert whole.isdisjoint(minimal) and not whole.isdisjoint(everything)
-    # Not even there are weights kept whole.
+    # Weights are not kept whole there either.
     weights = {(D, Q // tensor), (D, KV // tensor), (D, F // tensor), (F // tensor, D)}
     if fsdp > 1:
         assert weights.isdisjoint(everything)

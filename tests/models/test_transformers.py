@@ -61,7 +61,7 @@ def assert_gradients_close(
 ) -> None:
     assert sorted(gradients) == sorted(expected)
     for name, gradient in gradients.items():
-        # Of a tensor's largest gradient; measured: at most 1.5e-6.
+        # The tolerance is a share of a tensor's largest gradient; at most 1.5e-6 was measured.
         atol = 1e-5 * np.abs(expected[name]).max()
         np.testing.assert_allclose(gradient, expected[name], atol=atol, rtol=0, err_msg=name)
 
@@ -163,7 +163,7 @@ LIVE = [
 ]
 
 
-# Not under the strict warnings of this repository: transformers and torch warn about themselves.
+# The strict warnings of this repository are off, because transformers and torch warn themselves.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("settings", LIVE, ids=["gqa", "tied_biases", "llama3"])
 def test_live_transformers(settings, tmp_path):

@@ -1,17 +1,21 @@
-"""What several tests of training share."""
+"""Fixtures that several tests of training share."""
+
+import dataclasses
 
 import jax
+import numpy as np
 import pytest
 
 import train.loop
 import train.reporting.report
 from models.sharding import make_mesh
 from train.cli import commands
+from train.setup import CompiledSteps
 
 
 @pytest.fixture(scope="module")
 def one_device():
-    """The mesh of runs and commands: the eight devices of the tests are for those about meshes."""
+    """The mesh of runs and commands. The eight devices are for the tests of meshes."""
     mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.loop, "mesh_of", lambda config: mesh)
@@ -21,9 +25,20 @@ def one_device():
 
 @pytest.fixture
 def no_plots(monkeypatch):
-    """Reports without plots, which take more time to draw than all else of a tiny run.
+    """Leaves the plots out of reports. They take longer to draw than a tiny run takes.
 
-    Runs of fixtures of a module have them.
+    Runs of module-scoped fixtures still draw them.
     """
     for name in ("loss_png", "details_png"):
         monkeypatch.setattr(train.reporting.report, name, lambda *args: b"")
+
+
+@pytest.fixture(scope="session")
+def compile_nothing():
+    """Takes the place of `compile_steps`. Its step counts itself and computes nothing."""
+    floats = dict.fromkeys(("loss", "nll", "accuracy", "lr", "grad_norm"), np.float32(1))
+    integers = dict.fromkeys(("skipped_steps", "skipped_in_a_row"), np.int32(0))
+    next_state = lambda state: dataclasses.replace(state, step=state.step + 1)
+    return lambda *args: CompiledSteps(
+        lambda state, batch: (next_state(state), floats | integers), None
+    )

@@ -74,8 +74,8 @@ CONFIG = TrainConfig(
 TOGETHER = {"num_processes": 2, "coordinator_address": "host:1"}
 
 
-# Every field is read. An observer makes something of a configuration that anybody can see; a field
-# is read if a change of its value changes that.
+# Every field is read. An observer makes something visible of a configuration. A field is read if
+# another value changes the result of its observer.
 
 
 def changed(config, part, changes):
@@ -87,7 +87,7 @@ def changed(config, part, changes):
 
 
 def program(fn, *args):
-    """What JAX makes of a function, without addresses of Python objects."""
+    """The program of a function, without addresses of Python objects."""
     return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(fn)(*args)))
 
 
@@ -110,7 +110,7 @@ def model(config):
 
 
 def norm_implementation(config):
-    """What the norms are told; off the GPU it changes nothing else."""
+    """The implementation that the norms get. Off the GPU it changes nothing else."""
     return nnx.eval_shape(lambda: Llama(config.model, rngs=nnx.Rngs(0))).norm.implementation
 
 
@@ -165,7 +165,7 @@ def train_step(config):
 
 
 def compiler_options(config):
-    """What of the configuration decides XLA's options for the step."""
+    """The settings that decide XLA's options for the step."""
     seen = []
     mesh = make_mesh(data=8, fsdp=1)
     with pytest.MonkeyPatch.context() as patch:
@@ -250,7 +250,7 @@ def run(config):
 
 
 def start(config):
-    """What JAX is told about the processes."""
+    """The calls that tell JAX about the processes."""
     seen = []
     peers = types.SimpleNamespace(start=lambda: None, leave=lambda: None)
 
@@ -269,7 +269,7 @@ def start(config):
 
 
 def watch(config):
-    """For how long a step may take."""
+    """The time limit of a step."""
     with pytest.MonkeyPatch.context() as patch:
         seen = []
         real = distributed.Watchdog.__init__
@@ -503,7 +503,7 @@ def numbers():
 
 @pytest.mark.parametrize(("cls", "name", "hint"), list(numbers()))
 def test_no_field_takes_a_number_that_cannot_be(cls, name, hint):
-    """NaN, infinities, and what is too small or too large for the programs."""
+    """NaN, infinities, and numbers that are too small or too large for the programs."""
     base = base_of(cls, name)
     bad = [math.nan, math.inf, -math.inf] + [-5.0] * (not name.startswith("mscale"))
     if "float" not in str(hint):  # the sizes of a model end with the memory
@@ -516,7 +516,7 @@ def test_no_field_takes_a_number_that_cannot_be(cls, name, hint):
 
 
 def test_the_seed_orders_the_data_and_draws_the_sample():
-    """Besides the initial parameters, above."""
+    """The test above shows that the seed draws the initial parameters."""
     _, seen, _, _ = observed(run, CONFIG)
     _, other, _, _ = run(dataclasses.replace(CONFIG, seed=1))
     assert len(seen) == len(other)

@@ -31,7 +31,7 @@ CONFIG = TrainConfig(
     data=DataConfig(
         source="stdlib", sequence_length=LENGTH, batch_size=ROWS // 2, accumulation_steps=2
     ),
-    # Of the usual 1e-8, eps would turn gradients of pure rounding into whole steps.
+    # The usual eps of 1e-8 would turn gradients of pure rounding into whole steps.
     optimizer=OptimizerConfig(
         learning_rate=3e-3, warmup_steps=20, eps=1e-5, weight_decay=0.1, clip_norm=0.7
     ),

@@ -110,7 +110,7 @@ class End:
     at_s: float = 0.0
 
     def lines(self):
-        """What went wrong, without what libraries log."""
+        """The lines of errors, without the logs of libraries."""
         return [line for line in self.errors.splitlines() if line.startswith(("error", "Trace"))]
 
 
@@ -222,7 +222,7 @@ def losses_of(folder):
 
 
 def test_losses_are_those_of_one_process(story, alone):
-    """Up to the rounding of sums in another order."""
+    """The losses differ by the rounding of sums in another order."""
     losses = losses_of(story[0])
     assert len(losses) == len(set(losses)) == 12 + 3
     np.testing.assert_allclose(losses, losses_of(alone[1]), rtol=1e-6)
@@ -331,7 +331,7 @@ def test_from_four_devices_to_two_processes_to_two_devices(
     np.testing.assert_allclose(losses, losses_of(alone[1]), rtol=1e-5)
 
 
-# Without a run
+# Processes without a training run
 
 
 PROGRAM = """

@@ -1,29 +1,28 @@
-"""A run that is killed again and again ends as one that is not; see `tests/support/faults.py`."""
+"""A run that is killed again and again ends as an undisturbed one (`tests/support/faults.py`)."""
 
 import dataclasses
-import functools
 import json
 
 import jax.numpy as jnp
 import pytest
 
-import train.loop
 from support import faults
 from train.checkpoints.checkpoint import Checkpoints
 from train.cli.command_line import parse_command_line
 from train.step import init_state
 
 
-@functools.cache
-def state_of(seed):
-    config = parse_command_line([*faults.SETTINGS, f"--seed={seed}", "--steps=3"])
-    return init_state(config, train.loop.mesh_of(config))
+@pytest.fixture(scope="module")
+def state(one_device):
+    """The state of both runs after three steps."""
+    state = init_state(parse_command_line([*faults.SETTINGS, "--steps=3"]), one_device)
+    return dataclasses.replace(state, step=jnp.full_like(state.step, 3))
 
 
 # It takes 24 s. test_distributed.py and checkpoints/test_resume.py kill runs as well.
 @pytest.mark.full
 def test_killed_runs_end_as_whole_ones(tmp_path, monkeypatch):
-    """Programs are compiled as in the other tests of the loop: fast and not optimized."""
+    """The programs are compiled without optimizations, as in the other tests of the loop."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     *kills, end = faults.kill_and_compare(tmp_path, 2, seed=0)
@@ -32,19 +31,21 @@ def test_killed_runs_end_as_whole_ones(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("seed", "loss", "message"),
+    ("added", "loss", "message"),
     [(1, 1.0, "Arrays are not equal"), (0, 2.0, r"'loss': 2\.0} in place of .*'loss': 1\.0")],
 )
-def test_runs_that_end_differently_are_told_apart(seed, loss, message, tmp_path):
+def test_runs_that_end_differently_are_told_apart(
+    added, loss, message, state, one_device, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(faults, "mesh_of", lambda config: one_device)
     arguments = {}
-    for name, seed_of, loss_of in (("whole", 0, 1.0), ("killed", seed, loss)):
-        flags = [f"--name={name}", f"--runs-dir={tmp_path}", f"--seed={seed_of}", "--steps=3"]
+    for name, more, loss_of in (("whole", 0, 1.0), ("killed", added, loss)):
+        flags = [f"--name={name}", f"--runs-dir={tmp_path}", "--steps=3"]
         arguments[name] = [*faults.SETTINGS, *flags]
-        config = parse_command_line(arguments[name])
+        skipped = state.guard.skipped + more
+        guard = dataclasses.replace(state.guard, skipped=skipped)
         with Checkpoints(tmp_path / name / "checkpoints", keep=1) as checkpoints:
-            state = state_of(config.seed)
-            state = dataclasses.replace(state, step=jnp.full_like(state.step, 3))
-            checkpoints.save(3, state, val_loss=None)
+            checkpoints.save(3, dataclasses.replace(state, guard=guard), val_loss=None)
         row = {"step": 3, "loss": loss_of, "elapsed_s": len(name)}
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(AssertionError, match=message):

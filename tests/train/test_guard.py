@@ -40,7 +40,7 @@ def runs_on_one_device():
 
 
 def losses_judged(losses, *, grad_norms=None, **options):
-    """Which of a series of steps are taken, and what is known after each."""
+    """Whether each step of a series is taken, and the statistics after it."""
     options = {"max_skipped_steps": 10**6, "spike_factor": 0.0} | options
     one = jax.jit(lambda *args: judge(*args, **options))
     guard, taken, guards = initial_guard(), [], []
@@ -141,7 +141,7 @@ def test_a_skipped_step_leaves_parameters_and_moments_as_they_are(step, first_st
     chex.assert_trees_all_equal(after.opt_state, before.opt_state)
     assert (int(after.step), int(metrics["skipped_steps"])) == (3, 1)
 
-    # The next step does not see the skipped one, nor does its learning rate.
+    # The skipped step changes neither the next step nor its learning rate.
     after, metrics = step(dataclasses.replace(after, params=state.params), batch_of(3))
     other, expected = step(state, batch_of(3))
     chex.assert_trees_all_equal(after.params, other.params)
@@ -204,7 +204,7 @@ def test_replay_runs_no_code_of_a_folder(tmp_path):
     with pytest.raises(FolderError, match=r"config\.pickle is not read, because that would run"):
         replay.run([str(tmp_path)])
     assert not (tmp_path / "ran").exists()
-    # Nor does it run code of the batch.
+    # It does not run code of the batch either.
     (tmp_path / "config.pickle").unlink()
     objects = np.empty(1, object)
     np.savez(tmp_path / "batch.npz", tokens=objects)

@@ -1,4 +1,4 @@
-"""Runs that are refused, interrupted or short of disk, and what the loop does between steps."""
+"""Runs that are refused, interrupted or short of disk, and the order of work in the loop."""
 
 import dataclasses
 import errno

@@ -1,6 +1,7 @@
 """Every optimizer trains, skips steps to the bit, and lies beside the parameters."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -16,7 +17,7 @@ from models.sharding import make_mesh, parameter_path
 from support import tiny_run
 from train.config import OptimizerConfig
 from train.optimizers import make_optimizer
-from train.step import abstract_state, init_state, make_train_step
+from train.step import abstract_state, init_state, make_train_step, state_with
 
 CONFIG = dataclasses.replace(
     tiny_run.CONFIG,
@@ -33,6 +34,12 @@ def config_of(name, **changes):
     return dataclasses.replace(CONFIG, optimizer=optimizer)
 
 
+@functools.cache
+def parameters():
+    """The initial parameters of the model, on the host."""
+    return jax.device_get(init_state(CONFIG, one_device()).params)
+
+
 def one_device():
     return make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
 
@@ -43,7 +50,7 @@ def batch_of(seed=0):
 
 
 def gradients_of_squares(config):
-    """In place of the model's: the loss is the mean square of all parameters less 0.1."""
+    """Takes the place of the model: the loss is the mean square of all parameters less 0.1."""
 
     def gradients_of(params, batch):
         flat = lambda params: jnp.concatenate([p.ravel() for p in jax.tree.leaves(params)])
@@ -66,7 +73,7 @@ def test_it_trains_and_skips_what_is_not_finite(name, of_model, monkeypatch):
         monkeypatch.setattr(train.step, "make_gradients", gradients_of_squares)
     config = config_of(name)
     step = jax.jit(make_train_step(config))
-    state = init_state(config, one_device())
+    state = state_with(config, one_device(), jax.device_put(parameters(), jax.devices()[0]))
     losses = []
     for _ in range(20):
         state, metrics = step(state, batch_of())
@@ -83,7 +90,7 @@ def test_it_trains_and_skips_what_is_not_finite(name, of_model, monkeypatch):
     chex.assert_trees_all_equal(after.opt_state, before.opt_state)
     assert int(metrics["skipped_steps"]) == 1
 
-    # Then all goes on as if the step had not been.
+    # The next step does not see the skipped one.
     after, metrics = step(dataclasses.replace(after, params=state.params), batch_of(1))
     other, expected = step(state, batch_of(1))
     chex.assert_trees_all_equal(after.params, other.params)
@@ -93,7 +100,7 @@ def test_it_trains_and_skips_what_is_not_finite(name, of_model, monkeypatch):
 
 @pytest.mark.parametrize("name", RATES)
 def test_a_skip_takes_at_most_the_state_once_more(name):
-    """In temporaries of the compiled update; nothing for AdamW."""
+    """The bound is for temporaries of the compiled update. AdamW needs nothing."""
     optimizer = make_optimizer(OptimizerConfig(name=name), steps=1000)
     params = {"layers": {"kernel": jnp.zeros((2, 512, 256))}, "weight": jnp.zeros(4096)}
     state = optimizer.init(params)
@@ -121,7 +128,7 @@ def test_a_skip_takes_at_most_the_state_once_more(name):
 
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_the_state_lies_beside_the_parameters(name):
-    """Of those whose state is more than moments of the shapes of the parameters."""
+    """Optimizers whose state has other shapes than the parameters."""
     mesh = make_mesh(data=2, fsdp=4)
     state = abstract_state(config_of(name), mesh)
     shards = {
@@ -150,7 +157,7 @@ GRADIENTS = [
 
 
 def updates_of(config, gradients=GRADIENTS):
-    """Of float32 parameters, at each of the gradients; the parameters stay."""
+    """The updates of float32 parameters for each of the gradients; the parameters stay."""
     single = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), tree)
     optimizer = make_optimizer(config, steps=10)
     state = optimizer.init(single(PARAMS))
@@ -204,7 +211,7 @@ def test_muon_makes_matrices_of_layers_orthogonal_and_leaves_the_rest_to_adam():
         assert np.all((values > 0.5) & (values < 1.5)), values
         along = np.asarray(got["layers"]["kernel"]) * GRADIENTS[0]["layers"]["kernel"]
         assert np.sum(along[layer]) < 0
-    # With Nesterov's momentum, at the first step.
+    # The first step has Nesterov's momentum.
     size = 0.5 * (0.9 * 0.1 / (1 - 0.9**2) + 1)
     np.testing.assert_allclose(got["weight"], -size * np.sign(GRADIENTS[0]["weight"]), rtol=1e-4)
     decayed, _ = updates_of(formula("muon", weight_decay=0.3))
@@ -229,7 +236,8 @@ def test_momentum_in_bfloat16(name):
 
 
 def test_bfloat16_parameters_lose_updates_below_half_an_ulp():
-    """Between 0.5 and 1 an ulp of bfloat16 is 2**-8, which swallows each of a thousand 1e-3."""
+    """Between 0.5 and 1 an ulp of bfloat16 is 2**-8. It swallows each of a thousand updates of
+    1e-3."""
     optimizer = optax.sgd(1e-3)
 
     def after_a_thousand(dtype):

@@ -1,4 +1,4 @@
-"""Which part of `train` may import which: only its own room and the rooms below it."""
+"""A part of `train` may import only its own room and the rooms below it."""
 
 import ast
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import train
 
 FOLDER = Path(train.__file__).parent
-# From the bottom to the top. A line holds rooms of the same floor, which do not know each other.
+# The floors from the bottom to the top. Rooms of one floor do not import each other.
 FLOORS = (
     ("errors", "ranges", "formats", "flag_errors", "xla_flags"),
     ("config",),
@@ -31,7 +31,7 @@ def room_of(path):
 
 
 def rooms_imported(source):
-    """The rooms of `train` in all imports, also of those inside functions."""
+    """The rooms of `train` in all imports, including imports inside of functions."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.ImportFrom(module="train", names=names):

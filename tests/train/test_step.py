@@ -246,7 +246,7 @@ def test_a_packed_row_is_its_documents():
     documents = [rng.integers(MODEL.vocab_size, size=n, dtype=np.int32) for n in (5, 7, 5)]
     dataset = PackedDataset.from_documents(documents, sequence_length=LENGTH)
     packed = next(dataset.eval_batches(1))
-    # A row a document. What follows its end has no label.
+    # Each row is a document, and the positions after its end have no label.
     alone = {"tokens": np.zeros((3, 6), np.int32), "labels": np.full((3, 6), IGNORED, np.int32)}
     for row, document in enumerate(documents):
         # The packed row ends one token before the last document does.
@@ -301,7 +301,7 @@ def test_a_batch_without_labels_only_decays():
 
 
 def test_three_steps_are_adamw_of_the_clipped_gradient():
-    """Against the formulas of https://arxiv.org/abs/1711.05101 in float64."""
+    """The formulas are those of https://arxiv.org/abs/1711.05101, in float64."""
     optimizer = OptimizerConfig(
         learning_rate=0.01, warmup_steps=2, eps=0.01, weight_decay=0.3, clip_norm=0.05
     )

@@ -21,7 +21,7 @@ LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Devices that say that they are GPUs; everything is accepted for those of this process."""
+    """Devices that claim to be GPUs. Devices of this process accept every option."""
 
     def accepted(options, device):
         assert device.process_index == jax.process_index()

@@ -276,7 +276,7 @@ def test_small_weights_stay_in_their_dtype():
 def test_gradients_that_are_asked_for():
     recipe = SMALL["tensorwise"]
     x, weights, dys = make_args((6, 16), (8, 12))
-    fn = lambda x, w0, w1: fp8_linears(x, (w0, w1), recipe=recipe)[1]
+    fn = lambda *args: fp8_linears(args[0], args[1:], recipe=recipe)[1]
     args = x, *weights
     _, dx, dw0, dw1 = value_and_grads(fn, args, dys[1])
     assert not np.any(dw0) and np.any(dw1)

@@ -75,7 +75,7 @@ def normal(shape, dtype=BF16):
         SCALINGS,
         [E4M3, E5M2],
         [BF16, F16, F32],
-        [(64, 64), (192, 128), (64, 320), (128, 192)],
+        [(64, 64), (64, 320), (128, 192)],
     ),
     indirect=["implementation"],
     ids=str,
@@ -84,7 +84,8 @@ def test_both_orders_have_the_bits_of_the_formula(implementation, scaling, dtype
     check(normal(shape, x_dtype), dtype, scaling, implementation)
 
 
-@pytest.mark.parametrize("rows, columns", pairwise([64, 128], [64, 192]))
+@pytest.mark.full
+@pytest.mark.parametrize("rows, columns", [(64, 64), (192, 128)])
 def test_every_tile_gives_the_same_bits(interpreted, rows, columns):
     x = normal((192, 128))
     scale, turned_scale = jnp.full((192, 1), 1 / 64), jnp.full((128, 1), 1 / 32)
@@ -124,7 +125,7 @@ def test_one_order_has_the_bits_of_both(implementation, scaling):
 
 
 @pytest.mark.parametrize(
-    "width, dtype, x_dtype", pairwise([64, 320, 1024], [E4M3, E5M2], [BF16, F32]), ids=str
+    "width, dtype, x_dtype", [(64, E4M3, BF16), (320, E5M2, BF16), (1024, E4M3, F32)], ids=str
 )
 def test_rows_of_one_warp_and_of_several(interpreted, width, dtype, x_dtype):
     # A row of 1024 has four warps. A row of 320 has one, and its chunks of 256 overlap.

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: programs that are compiled once."""
+"""Fixtures that the tests of checkpoints share."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and checkpoints that are damaged or cannot be read."""
+"""The newest and best checkpoints stay; damaged and unreadable ones are found."""
 
 import dataclasses
 import errno
@@ -62,7 +62,7 @@ def at(step, state):
     return dataclasses.replace(state, step=jnp.full_like(state.step, step))
 
 
-# What is kept
+# Old checkpoints are removed
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
@@ -72,7 +72,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         for step, val_loss in losses.items():
             checkpoints.save(step, state, val_loss=val_loss)
     assert names_in(tmp_path) == ["2", "4", "5"]
-    # What was measured is known to the next process, and what is damaged is none of them.
+    # The next process knows the losses, and does not count damaged checkpoints.
     (tmp_path / "3.damaged").mkdir()
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(6, state, val_loss=1.5)
@@ -167,7 +167,7 @@ def files_in(folder):
 
 
 def test_a_wrong_value_is_found_where_the_files_are_right(two_checkpoints, tmp_path, monkeypatch):
-    """As if memory had been overwritten between the device and the disk."""
+    """Memory may be overwritten between the device and the disk."""
     _, first, second = two_checkpoints
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(1, first, val_loss=None)

@@ -52,7 +52,7 @@ def change_config(folder: Path, **changes) -> None:
     ],
 )
 def test_models_are_refused_when_they_are_named(changes, message, folder, unchecked_shapes):
-    """In one line, before anything is made of their size."""
+    """The error has one line and comes before an array of that size is made."""
     change_config(folder, **changes)
     with pytest.raises(FolderError, match=message) as caught:
         read_model_config(folder, LIKE)

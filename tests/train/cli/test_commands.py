@@ -323,7 +323,7 @@ def test_an_export_to_a_full_disk(error, finished, tmp_path, capsys, monkeypatch
     ],
 )
 def test_a_run_on_a_full_disk(module, writer, file, finished, config, capsys, monkeypatch):
-    """Of a run that has all of its steps: it writes model and report again."""
+    """The run has all of its steps, so it writes model and report again."""
     monkeypatch.setattr(module, writer, functools.partial(throw, FULL[0]))
     monkeypatch.setattr(train.cli.command_line, "parse_command_line", lambda arguments: config)
     line = fails("--steps", ["4"], capsys)

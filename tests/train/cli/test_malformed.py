@@ -1,7 +1,7 @@
-"""Whatever a command is given that cannot be: one line that names it, and nothing compiled.
+"""A command with impossible arguments or files ends with one line and compiles nothing.
 
-The commands themselves, from the arguments to the exit status. Malformed data has more cases in
-`test_data_errors.py`.
+The tests run the commands from the arguments to the exit status. `test_data_errors.py` has more
+cases of malformed data.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import train.loop
+import train.reporting.report
 import train.setup
 from models.llama_hf import load_pretrained
 from support import tiny_run
@@ -57,23 +58,27 @@ pytestmark = pytest.mark.usefixtures("one_device", "no_plots")
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, compile_nothing):
     """A run with checkpoints and a model."""
-    return run(dataclasses.replace(CONFIG, runs_dir=tmp_path_factory.mktemp("finished")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.loop, "compile_steps", compile_nothing)
+        for name in ("loss_png", "details_png"):
+            patch.setattr(train.reporting.report, name, lambda *args: b"")
+        return run(dataclasses.replace(CONFIG, runs_dir=tmp_path_factory.mktemp("finished")))
 
 
 @pytest.fixture
 def runs(finished, tmp_path):
-    """A folder with a copy of it."""
+    """A folder with a copy of the run."""
     shutil.copytree(finished, tmp_path / "runs" / "tiny")
     return tmp_path / "runs"
 
 
 @pytest.fixture
 def error_of(monkeypatch, capsys, unchecked_shapes):
-    """Runs `python -m train` and returns what it prints as its error, which must be all.
+    """Runs `python -m train` and returns its error, which must be all that it prints.
 
-    Without the type checks that only tests have.
+    The type checks that only tests have are off.
     """
 
     def compile_nothing(*args: Any) -> Any:
@@ -101,7 +106,7 @@ def flags(runs: Path, changes: dict[str, str]) -> list[str]:
     return [part for name, value in given.items() for part in (f"--{name}", value)]
 
 
-# Of a new run: the flags that differ, and the message.
+# For a new run: the flags that differ, and the message.
 FLAG_CASES = {
     "unknown flag": ({"model.layers": "3"}, r"[Uu]nrecognized .*--model\.layers"),
     "unknown preset": ({"preset": "llama9"}, r"preset.*llama9|invalid choice.*llama9"),
@@ -181,7 +186,7 @@ def test_flags(name, error_of, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-# Of a run to go on with: what happened to it, the flags that differ, and the message.
+# For a run that goes on: the damage to its folder, the flags that differ, and the message.
 RUN_CASES: dict[str, tuple[Callable[[Path], Any], dict[str, str], str]] = {
     "other seed": (lambda folder: None, {"seed": "5"}, r"seed 0, now 5"),
     "other model": (
@@ -255,7 +260,7 @@ def weights(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 
 
 _EMBEDDINGS = "model.embed_tokens.weight"
-# Of a folder in Hugging Face's format: what happened to it, and the message.
+# For a folder in Hugging Face's format: the damage to it, and the message.
 FOLDER_CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (empty, r"config\.json"),
     "a file": (lambda folder: (shutil.rmtree(folder), text(folder)), r"model"),
@@ -320,7 +325,7 @@ def test_folders_to_start_from(name, error_of, runs, tmp_path):
     assert re.search(message, error), error
 
 
-# Of the other commands: the arguments, in which {run} and {tmp} stand, and the message.
+# For the other commands: the arguments with the names {run} and {tmp}, and the message.
 COMMAND_CASES = {
     "export nothing": (["export", "{tmp}/none", "{tmp}/out"], r"/none"),
     "export onto a folder": (["export", "{run}", "{run}"], r"tiny"),

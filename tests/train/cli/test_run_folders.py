@@ -148,7 +148,7 @@ def test_a_folder_without_a_tokenizer(finished, config, tmp_path, capsys):
     other = config.data.tokenizer
     found = parse_command_line(flags_of(config, folder, "--data.tokenizer", str(other)))
     assert found.data.tokenizer == other
-    # The line about the length of rows is all that is left.
+    # Only the line about the length of rows is left.
     (line,) = capsys.readouterr().out.splitlines()
     assert "--data.sequence-length" in line
 

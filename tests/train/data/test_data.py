@@ -162,7 +162,7 @@ def test_the_walk_does_not_depend_on_the_batch_size():
 
 
 def test_the_epoch_order_is_pinned():
-    # A change here silently changes what a resumed run trains on.
+    # Another order would silently change the rows of a resumed run.
     tokens = np.concatenate([np.arange(9), np.arange(9)]).astype(np.uint16)
     dataset = PackedDataset(tokens, np.array([0]), 2)
     batch = dataset.batch(0, batch_size=8, seed=0)

@@ -207,8 +207,8 @@ def test_tokens_of_a_tokenizer(config, tmp_path):
 
 
 def test_bits_per_byte_count_the_bytes_that_are_predicted(config, tmp_path):
-    """With rows that hold every token but the last partial row, and no BOS: all bytes but the first
-    token's of each document."""
+    """The rows hold all tokens except a last partial row, and no BOS. So they predict all bytes
+    except those of each document's first token."""
     texts = [f"some text {i} — with the quick brown fox\n" * (1 + i % 3) for i in range(40)]
     write_texts(config.path[0], [text.encode() for text in texts])
     path = write_byte_level(tmp_path / "tokenizer.json")

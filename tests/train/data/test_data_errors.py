@@ -1,4 +1,4 @@
-"""What is wrong with the data is said in one line: which file, which line, what to do."""
+"""Errors in the data: one line names the file, the line in it, and the remedy."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def nothing(folder):
 
 
 GOOD = {"text": TEXT.decode()}
-# What is in the folder, what is asked for (paths in the folder), and the message.
+# The files of the folder, the paths that are asked for, and the message.
 CASES = {
     # Files
     "no such file": (nothing, {"path": "a.txt"}, r"/a\.txt does not exist; give another"),
@@ -277,7 +277,7 @@ def test_files_that_may_not_be_read(tmp_path, monkeypatch):
 
 
 def test_read_errors_are_named(tmp_path, monkeypatch):
-    """Such as those of a broken disk, after the file was opened."""
+    """A broken disk may fail after the file was opened."""
 
     def fail(*args):
         raise OSError(5, "Input/output error")
@@ -312,7 +312,7 @@ def test_a_damaged_cache_is_named(tmp_path):
         damage()
         with pytest.raises(data.DataError, match=damaged):
             again()
-    # Not complete, and with less than was committed.
+    # The entry is not complete, and has less text than was committed.
     progress = index.rename(index.with_name("progress.json"))
     with pytest.raises(data.DataError, match=damaged):
         again()

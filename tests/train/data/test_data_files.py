@@ -1,4 +1,4 @@
-"""Documents of every kind of file, from any place on; and what is wrong with the others."""
+"""Documents of every kind of file, read from any place, and errors in files."""
 
 import dataclasses
 import json
@@ -70,7 +70,7 @@ def test_reading_goes_on_after_any_document(folder):
         rest = list(files.documents(document.after))
         assert contents(rest) == EXPECTED[index + 1 :]
         assert [d.where for d in rest] == [d.where for d in documents[index + 1 :]]
-        # Of a progress bar: never past the end of the file, never back.
+        # The position for a progress bar never goes back or past the end of the file.
         assert document.after.num_bytes <= document.path.stat().st_size
 
 

@@ -27,7 +27,7 @@ MIXTURE = MixtureDataset(SOURCES, (5.0, 3.0, 2.0))
 
 
 def sources_of(batch):
-    """Which source each row comes from."""
+    """The source of each row."""
     values = np.where(batch["tokens"] < BOS, batch["tokens"], -1).max(axis=1)
     return np.searchsorted([50, 150, 250], values)
 
@@ -161,7 +161,7 @@ def test_held_out_rows_come_once_and_by_weight():
     assert all(batch["tokens"].shape == (16, LENGTH) for batch in batches)
     every_row = np.concatenate([s.expand(np.arange(s.num_rows))["tokens"] for s in SOURCES])
     np.testing.assert_array_equal(np.unique(tokens[filled], axis=0), np.unique(every_row, axis=0))
-    # Until the smallest source, with 9 rows, has no more.
+    # The smallest source ends after its 9 rows.
     head = sources_of({"tokens": tokens[:40]})
     assert np.abs(np.bincount(head) - np.array([20, 12, 8])).max() <= 1
     assert list(MIXTURE.eval_batches(16, 0)) == []
@@ -190,7 +190,7 @@ def test_permutations_are_permutations(size):
 
 
 def test_permutations_are_uniform():
-    """Where a row lands, and what follows it: chi-squared with 63 and 62 degrees of freedom."""
+    """A row's place and its successor are random: chi-squared with 63 and 62 degrees of freedom."""
     size, num_epochs = 64, 6400
     epochs = np.repeat(np.arange(num_epochs), size)
     positions = np.tile(np.arange(size), num_epochs)

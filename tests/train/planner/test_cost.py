@@ -36,7 +36,7 @@ def test_cost_of_products_and_loops():
     loop = cost_of(lambda a, b: jax.lax.fori_loop(0, 7, lambda _, c: c @ b, a), square, square)
     assert loop.flops == 7 * one.flops
 
-    # Elementwise: one pass, however many operations, jitted or not, live ones only.
+    # Elementwise operations that are used are one pass together, jitted or not.
     def gelu_twice(x):
         jnp.sin(x)
         return jax.nn.gelu(jax.nn.gelu(x) * 2)
@@ -45,7 +45,7 @@ def test_cost_of_products_and_loops():
     assert cost_of(gelu_twice, (10**6,)).seconds == pytest.approx(
         2 * size / (1e12 * cost.COPY_EFFICIENCY)
     )
-    # A sum over rows must be there before it is divided by: two passes, one written.
+    # The division waits for the sum over all rows: two passes read, and one writes.
     assert cost_of(lambda x: x / jnp.sum(x), (10**6,)).seconds == pytest.approx(
         3 * size / (1e12 * cost.COPY_EFFICIENCY), rel=1e-3
     )
@@ -152,7 +152,7 @@ def test_one_device_makes_no_copies_of_a_layers_part_of_a_stack(loop):
         return jax.lax.scan(lambda x, weight: (x @ weight,) * 2, x, stack)
 
     def with_indices(x, stack):
-        """What is left of `models.layer_scan`."""
+        """The program that `models.layer_scan` becomes."""
 
         def layer(i, state):
             x, stacked = state
@@ -171,12 +171,12 @@ def test_one_device_makes_no_copies_of_a_layers_part_of_a_stack(loop):
         for number in (1, 2)
     ]
     layer = 4 * size**2 / 1e12
-    # A GEMM reads two matrices and writes one. A copy of one it reads, and one of its result, read
-    # and write as much again.
+    # A GEMM reads two matrices and writes one. A copy of an operand reads one matrix and writes
+    # one, as does a copy of the result.
     assert seconds[0] == pytest.approx(num_layers * 3 * layer, rel=0.01)
     assert seconds[1] == pytest.approx(num_layers * (3 + 2 + 2) * layer, rel=0.01)
 
-    # Nor is a part of a `jax.shard_map` over several a program of one.
+    # A `jax.shard_map` over several devices costs as much as their program.
     mesh = make_mesh(data=2, fsdp=1, devices=jax.devices()[:2])
     whole = PartitionSpec()
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
@@ -206,7 +206,7 @@ def test_cost_of_collectives():
             hidden_axes=BATCH_AXES,
         )
 
-    # What a device gets from the three others of its axis.
+    # A device receives data from the three others of its axis.
     for received, fn in (
         (3 * size, lambda x: jax.lax.all_gather(x, "tensor", tiled=True)),
         (0.75 * size, lambda x: jax.lax.psum_scatter(x, "tensor", tiled=True)),
@@ -218,7 +218,7 @@ def test_cost_of_collectives():
         found = cost_of(fn)
         assert found.link_bytes == received
         assert found.seconds == pytest.approx(received / (1e9 * cost.LINK_EFFICIENCY))
-    # Inside a device has its own part.
+    # Inside of the map a device has its own part.
     assert cost_of(lambda x: x @ x).flops == 2 * 64**3
     unknown = dataclasses.replace(rates, link_bandwidth=0.0)
     assert unknown.link_seconds(1e9) == 0.0
@@ -236,7 +236,7 @@ def test_a_loop_overwrites_its_carry_and_nothing_else():
     found = cost.estimate(
         jax.jit(fn).trace(*args).jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1
     )
-    # The stacks that the loop reads and writes, one carry, and a product inside.
+    # The loop holds a stack that it reads, one that it writes, one carry and a product.
     assert found.temp_bytes == pytest.approx(2 * size + 2 * size / 4)
 
 
@@ -263,7 +263,7 @@ def test_the_loss_is_what_each_device_runs_of_it():
             )
             for body_of_device in (splits.body_of_device, None)
         )
-    # The whole weight in 16 bits, and its whole gradient in float32.
+    # Each device holds the whole weight in 16 bits and its whole gradient in float32.
     assert of_global_arrays.temp_bytes < (4 + 2) * vocabulary * width < part.temp_bytes
-    # Logits and dweight; nobody asks for dx.
+    # The products are logits and dweight. The test does not ask for dx.
     assert part.flops == 2 * 2 * (rows * length / mesh.size) * width * vocabulary

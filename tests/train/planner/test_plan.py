@@ -6,7 +6,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -59,7 +58,7 @@ TINY = TrainConfig(
     sample_tokens=0,
     save=False,
 )
-# On devices that share sequences; L, D and the tokens of a step.
+# A configuration for devices that share sequences; its layers, width and tokens of a step.
 OF_TENSOR = dataclasses.replace(
     TINY, model=dataclasses.replace(TINY.model, num_key_value_heads=2, remat="minimal")
 )
@@ -99,11 +98,12 @@ def test_the_limit_is_what_xla_takes_less_a_margin(monkeypatch):
     ("memory_gib", "remat", "compiled"),
     [
         (200, "none", ["none"]),
-        # 58 GiB of 57, then the next; "none" is hopeless and not compiled.
+        # `minimal` takes 58 GiB of 57, so the next policy follows. `none` is hopeless and not
+        # compiled.
         (80, "mlp_inputs", ["minimal", "mlp_inputs"]),
         (81.5, "minimal", ["minimal"]),
         (45, "attention", ["attention"]),
-        # 25 estimated, 20 compiled: worth a try.
+        # 25 GiB estimated are worth a try, and the compiled program takes 20.
         (30, "full", ["full"]),
     ],
 )
@@ -149,7 +149,7 @@ def test_nothing_fits():
         planned(20, config=with_remat(BASE, "attention"))
     with pytest.raises(PlanError, match=r"no candidate compiles.*no such kernel"):
         planned(80, Measures(failing=MEASURES))
-    # As many sequences as devices: only devices that share them can have fewer.
+    # There are as many sequences as devices, so only devices that share sequences can have fewer.
     of_four = dataclasses.replace(BASE, mesh=MeshConfig(fsdp=4))
     with pytest.raises(PlanError) as error:
         plan(with_policies(of_four), target(20, 4), measures, report=lambda line: None)
@@ -190,13 +190,13 @@ def test_cache(tmp_path):
     remat, second = measures_of_a_plan()
     assert (remat, second.estimated, second.compiled) == ("mlp_inputs", [], [])
 
-    # Another limit needs what was not compiled before, and nothing else.
+    # Another limit compiles only policies that were not compiled before.
     remat, third = measures_of_a_plan(58.0)
     assert (remat, third.estimated) == ("mlp_inputs", [])
     remat, third = measures_of_a_plan(45.0)
     assert (remat, third.estimated, third.compiled) == ("attention", [], ["attention"])
 
-    # Names of runs change nothing, the model does.
+    # The name of a run changes nothing. The model changes the key.
     assert not measures_of_a_plan(config=dataclasses.replace(BASE, name="x", seed=3))[1].compiled
     other = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, scan_layers=False))
     assert measures_of_a_plan(config=other)[1].compiled
@@ -219,7 +219,7 @@ def test_cache_off_and_not_writable(tmp_path, monkeypatch):
 
 
 def cost_of_step(fsdp, tensor, monkeypatch):
-    """What the planner finds in a step, and what it makes of it."""
+    """The planner's counts for a step, its seconds and its bytes."""
     found, estimate = [], cost.estimate
     record = lambda *args, **options: found.append(estimate(*args, **options)) or found[-1]
     devices = jax.devices()[: fsdp * tensor]
@@ -236,8 +236,8 @@ def test_devices_that_share_sequences_share_the_cost(fsdp, tensor, monkeypatch):
     part, seconds, nbytes = cost_of_step(fsdp, tensor, monkeypatch)
     assert part.flops == one.flops / (fsdp * tensor)
     assert nbytes == pytest.approx(bytes_of_one / (fsdp * tensor), rel=0.2)
-    # A half-layer gathers its tokens and scatters their sums, forward and backward, and gathers
-    # what was kept in parts; so do embeddings and loss, once each way.
+    # A half-layer gathers its tokens and scatters their sums, forward and backward. It also gathers
+    # tensors that were kept in parts. Embeddings and loss do the same once in each direction.
     arrays = (10 * L + 4) * T // fsdp * D * 4
     statistics = 5 * 4 * tensor * T // fsdp
     norms = 2 * (2 * L + 1) * D * 4
@@ -328,14 +328,6 @@ def test_what_is_compiled_is_what_training_runs(source, monkeypatch):
         assert real.sharding.is_equivalent_to(abstract.sharding, real.ndim)
 
 
-def compile_nothing(config, *args):
-    """Steps that compute nothing, for a run whose policy was chosen."""
-    assert config.model.remat in POLICIES
-    floats = dict.fromkeys(("loss", "nll", "accuracy", "lr", "grad_norm"), np.float32(1))
-    integers = dict.fromkeys(("skipped_steps", "skipped_in_a_row"), np.int32(0))
-    return train.setup.CompiledSteps(lambda state, batch: (state, floats | integers), None)
-
-
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -345,8 +337,10 @@ def compile_nothing(config, *args):
         pytest.param(MeshConfig(fsdp=2, tensor=2), marks=pytest.mark.full),
     ],
 )
-def test_a_run_with_auto_trains_and_says_with_what(mesh, tmp_path, capsys, monkeypatch):
-    """With two policies. `tests/models/test_remat.py` compiles steps with all of them.
+def test_a_run_with_auto_trains_and_says_with_what(
+    mesh, compile_nothing, tmp_path, capsys, monkeypatch
+):
+    """The planner chooses of two policies; `tests/models/test_remat.py` compiles all.
 
     Without a mesh the planner compiles for one device, and the run computes nothing.
     """

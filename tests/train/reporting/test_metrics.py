@@ -40,8 +40,8 @@ def test_flops_of_llama_3_2_1b_by_hand():
     # parameters but the norms (33 of 2048) are in matmuls, and the model has 1,235,814,400.
     matmul_parameters = 1_235_814_400 - 33 * 2048
     assert flops_per_token(LLAMA_3_2_1B, 0) == 6 * matmul_parameters == 7_414_480_896
-    # At S=8192 a token sees 4096 keys on average: per layer QK and PV are 2 FLOPs for each of
-    # 32 heads x 64 x 4096, forward; all of it three times for training.
+    # At S=8192 a token sees 4096 keys on average. In each layer, QK and PV take 2 FLOPs for each of
+    # 32 heads x 64 x 4096 in the forward. Training takes three times as much.
     attention = 16 * 2 * (2 * 32 * 64 * 4096)
     assert flops_per_token(LLAMA_3_2_1B, 8192) == 6 * matmul_parameters + 3 * attention
     assert flops_per_token(LLAMA_3_2_1B, 8192) == 9_025_093_632

@@ -53,7 +53,7 @@ def make_run(run_dir, rows, config=None):
 
 
 class Page(HTMLParser):
-    """Checks that tags are balanced; collects text by tag and what the page refers to."""
+    """Checks that tags are balanced; collects text by tag, and references of the page."""
 
     VOID = frozenset({"meta", "img", "source", "br", "wbr", "link", "input"})
 
@@ -165,7 +165,7 @@ def test_letters_can_be_read_on_a_narrow_page_and_a_wide_one(monkeypatch):
     ):
         figures.loss_png(metrics, "run", theme, size)
         assert letters_px(drawn[-1], width_px) >= 11
-        # What is out of sight is told.
+        # The page says which values are out of sight.
         notes = [text.get_text() for text in drawn[-1].findobj(matplotlib.text.Text)]
         assert any(re.fullmatch(r"cut off at 2\.\d+; the highest is 9", note) for note in notes)
     figures.details_png("gradient norm", [1.0, 2.0], [0.5, 0.7], theme)

@@ -1,0 +1,41 @@
+"""The benchmark of the quantization to FP8 without a GPU: the comparisons and the table."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import timing
+from benchmarks.kernels import quantize
+
+
+@pytest.fixture
+def two_sets(monkeypatch):
+    monkeypatch.setattr(timing, "rotation", lambda num_bytes: 2)
+
+
+def test_ways_that_run_here_are_timed_and_the_kernels_listed(two_ms_a_call, two_sets):
+    record = quantize.measure((64, 128), "bfloat16", quantize.ways(sweep=False), 2)
+    errors = {name: "error" in way for name, way in record["ways"].items()}
+    assert errors == {
+        f"{part}, {name}": name == "kernel"
+        for part in ("given scale", "tensor", "row", "one order, row")
+        for name in ("XLA", "kernel")
+    }
+    assert not any("wrong result" in str(way) for way in record["ways"].values())
+    text = quantize.table([record])
+    assert "| 64x128 bfloat16 | row, XLA | 2000.0 | 1.00 | 0 |" in text
+
+
+def test_a_wrong_result_is_not_timed(two_ms_a_call, two_sets):
+    right = quantize.ways(sweep=False)[0]
+    wrong = dataclasses.replace(right, name="wrong", fn=lambda x: right.fn(2 * x))
+    record = quantize.measure((64, 128), "bfloat16", [right, wrong], 2)
+    assert "wrong result" in record["ways"]["given scale, wrong"]["error"]
+    a = jnp.array([0.0, jnp.nan, 1.0])
+    assert quantize.different_elements(a, -a) == 3
+
+
+def test_a_sweep_has_every_tile_once():
+    names = [way.name for way in quantize.ways(sweep=True) if way.part == "given scale"]
+    assert len(set(names)) == len(names) == 1 + len(quantize.TILES)
