@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from models.remat import remat_policy
 from models.rope import RopeParameters
-from pallas_kernels.fp8 import RECIPES, RecipeName
+from pallas_kernels.fp8 import RECIPES
 
 AUTO_REMAT = "auto"
 
@@ -108,7 +108,7 @@ class LlamaConfig:
     remat: str = "minimal"
     mlp_chunk_size: int = 0
     implementation: Literal["reference", "xla", "mosaic_gpu", "require"] | None = None
-    fp8: RecipeName | None = None
+    fp8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     attention_implementation: Literal["xla", "cudnn"] | None = None
 
     def __post_init__(self):

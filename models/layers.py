@@ -18,7 +18,7 @@ from models.remat import remat_policy
 from models.rope import apply_rotary
 from models.sharding import tensor_axis
 from pallas_kernels import add_rms_norm, rms_norm, sharded_add_rms_norm
-from pallas_kernels.fp8 import fp8_swiglu_mlp
+from pallas_kernels.fp8 import RecipeName, fp8_swiglu_mlp
 from pallas_kernels.layers import SwiGLU
 
 
@@ -77,7 +77,7 @@ class Attention(nnx.Module):
         self.v_proj = linear(config.hidden_size, num_kv_channels)
         self.o_proj = linear(num_channels, config.hidden_size)
         self.head_dim = config.head_dim
-        self.fp8 = config.fp8
+        self.fp8: RecipeName | None = config.fp8
 
     def project(
         self, x: Float[Array, "B S D"], cos: Float[Array, "#B S h"], sin: Float[Array, "#B S h"]
@@ -112,7 +112,7 @@ class MLP(SwiGLU):
             rngs=rngs,
         )
         self.hidden_act = config.hidden_act
-        self.fp8 = config.fp8
+        self.fp8: RecipeName | None = config.fp8
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The MLP of every token."""

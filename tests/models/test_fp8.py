@@ -35,8 +35,6 @@ CONFIG = changed(tie_word_embeddings=True)
 TOKENS = random_tokens(CONFIG)
 COTANGENT = jax.random.normal(jax.random.key(1), (B, S, CONFIG.hidden_size))
 
-FAST = ("minimal",)  # policies that are tested in the normal run
-
 # Errors in units of the errors of the same model in bfloat16. A number of e4m3 has 4 bits fewer
 # than one of bfloat16, so it errs 16 times as much; but bfloat16 rounds the results of products,
 # too. Measured are 8 to 12 units, for gradients that are rounded to e5m2 as well.
@@ -81,7 +79,12 @@ def relative_error(got, exact) -> float:
 
 
 @pytest.mark.parametrize(
-    "recipe", ["tensorwise", "rowwise", pytest.param("rowwise_with_gw_hp", marks=pytest.mark.full)]
+    "recipe",
+    [
+        "tensorwise",
+        pytest.param("rowwise", marks=pytest.mark.full),
+        pytest.param("rowwise_with_gw_hp", marks=pytest.mark.full),
+    ],
 )
 def test_errors_are_those_of_rounding_to_fp8(recipe):
     got, exact = results(recipe), results(None)
@@ -95,37 +98,37 @@ def test_errors_are_those_of_rounding_to_fp8(recipe):
 
 
 # Other programs round other numbers to FP8, and numbers near a tie to the other neighbor.
-OTHERS = [
-    pytest.param({"scan_layers": False}, id="unrolled", marks=pytest.mark.full),
-    *(
-        pytest.param({"remat": name}, id=name, marks=() if name in FAST else pytest.mark.full)
-        for name in POLICIES
-        if name != "none"
-    ),
-    pytest.param({"scan_layers": False, "remat": "full"}, id="full-unrolled"),
-]
+OTHERS = [{"scan_layers": False}, *({"remat": name} for name in POLICIES if name != "none")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes", OTHERS)
 def test_layouts_and_policies_change_no_error(changes):
     assert_trees_as_accurate(results("tensorwise", **changes), results("tensorwise"), results(None))
 
 
+def test_unrolled_layers_that_run_again_change_no_error():
+    got = results("tensorwise", scan_layers=False, remat="full")
+    assert_trees_as_accurate(got, results("tensorwise"), results(None))
+
+
 def test_layers_on_a_mesh_gather_fp8():
     mesh = make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])
-    config = changed(CONFIG, fp8="rowwise", remat="minimal")
+    config = changed(CONFIG, fp8="tensorwise", remat="minimal")
     with jax.set_mesh(mesh):
         state = jax.device_put(state_of(), parameter_shardings(state_of(), mesh))
         compiled = jax.jit(functools.partial(compute, config)).lower(state).compile()
         got = compiled(state)
-    assert_trees_as_accurate(got, results("rowwise"), results(None))
+    assert_trees_as_accurate(got, results("tensorwise"), results(None))
     # XLA for CPUs moves FP8 numbers as float16. The columns are scales.
     gathers = r"= \(?(\w+)\[(\d+),(\d+)\]\S* all-gather(?:-start)?\("
-    kinds = {k for k, _, columns in re.findall(gathers, compiled.as_text()) if columns != "1"}
+    kinds = {k for k, _, columns in re.findall(gathers, compiled.as_text() or "") if columns != "1"}
     assert kinds == {"f16"}
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize(
+    "recipe", ["rowwise", pytest.param("rowwise_with_gw_hp", marks=pytest.mark.full)]
+)
 def test_policies_may_name_the_quantized_inputs(recipe):
     """If the gradients of weights are products in FP8, the layers keep their inputs in FP8."""
     program = functools.partial(compute, changed(CONFIG, fp8=recipe))
@@ -139,7 +142,7 @@ def test_policies_may_name_the_quantized_inputs(recipe):
 
 TRAINED = dataclasses.replace(
     tiny_run.CONFIG,
-    model=dataclasses.replace(tiny_run.CONFIG.model, fp8="tensorwise", dtype="bfloat16"),
+    model=dataclasses.replace(tiny_run.CONFIG.model, fp8="tensorwise", num_hidden_layers=1),
 )
 
 
@@ -153,9 +156,11 @@ def test_a_step_with_nan_is_skipped_and_others_are_taken():
     with jax.numpy_dtype_promotion("standard"), jax.set_mesh(mesh):
         step = jax.jit(make_train_step(TRAINED))
         state = init_state(TRAINED, mesh)
-        taken, metrics = step(state, batch_of(0))
-        assert np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"])
-        assert metrics["skipped_steps"] == 0
+        taken = state
+        for seed in range(2):  # the learning rate of the first step is 0
+            taken, metrics = step(taken, batch_of(seed))
+            assert np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"])
+            assert metrics["skipped_steps"] == 0
         moved = jax.tree.map(lambda a, b: np.any(a != b), taken.params, state.params)
         assert all(jax.tree.leaves(moved))
         for bad in (np.nan, np.inf):
