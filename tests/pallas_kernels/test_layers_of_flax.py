@@ -15,6 +15,7 @@ from pallas_kernels import add_rms_norm, linear_cross_entropy
 from pallas_kernels.layers import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGLU
 from support.nnx_layers import (
     BF16,
+    F32,
     B,
     D,
     F,

@@ -45,8 +45,8 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 F32 = jnp.float32
 SIZES = Sizes(members=2, tokens=5, hidden=64, columns=96, vocabulary=80)
-# Small sizes of the kernels with matrix products. A token has one large entry in the gradient of its
-# logits, at the label: from the rounding of four such entries no error can be told.
+# Small sizes of the kernels with matrix products. A token has one large entry in the gradient of
+# its logits, at the label. With few tokens the rounding of few entries decides the error.
 SIZES_OF_PRODUCTS = Sizes(members=2, tokens=101, hidden=128, columns=128, vocabulary=128)
 PRODUCTS = "swiglu_mlp", "linear_cross_entropy"
 
