@@ -159,7 +159,7 @@ def _where(wanted: tuple[bool, ...], leaves: list[Any]) -> list[Any]:
 
 
 def _instantiated(a: Any) -> Any:
-    return jnp.zeros(a.shape, a.dtype) if isinstance(a, SymbolicZero) else a
+    return jnp.zeros(a.aval.shape, a.aval.dtype) if isinstance(a, SymbolicZero) else a
 
 
 def _at(stacks: Any, index: Any) -> Any:
