@@ -62,7 +62,7 @@ def check_tensor(recipe: RecipeName, tensor: int) -> None:
 
 
 def describe(config: LlamaConfig) -> str:
-    """What the recipe `config.fp8` does with this model, for the output of a run."""
+    """A line for the output of a run: which weights the recipe `config.fp8` takes."""
     assert config.fp8 is not None
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim

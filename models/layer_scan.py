@@ -159,7 +159,10 @@ def _where(wanted: tuple[bool, ...], leaves: list[Any]) -> list[Any]:
 
 
 def _instantiated(a: Any) -> Any:
-    return jnp.zeros(a.shape, a.dtype) if isinstance(a, SymbolicZero) else a
+    if not isinstance(a, SymbolicZero):
+        return a
+    aval: Any = a.aval
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _at(stacks: Any, index: Any) -> Any:

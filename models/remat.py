@@ -116,6 +116,8 @@ POLICIES = {
         attention=True,
         description="keeps the attention; projections, norms and MLP run again",
     ),
+    # It keeps the inputs of products in FP8, `fp8_x`, so that they are not quantized again. Then
+    # `normed` is kept only where the backward reads it as it is.
     # It keeps `normed` because one kernel call makes `normed` and `residual`. Without it, that call
     # would run again, and before it the GEMM that makes its input.
     "mlp_inputs": RematPolicy(

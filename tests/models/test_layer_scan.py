@@ -93,6 +93,20 @@ def test_weights_and_constants_are_not_stacked_again():
     assert found.count("f32[4,3,8]") == 3, found
 
 
+def test_an_input_that_needs_no_gradient_gets_no_stack_of_them():
+    def value(scan, w, b):
+        (x, _), _ = scan(layer, arguments(4)[0], {"w": w, "b": b})
+        return jnp.sum(x)
+
+    given = weights(4)
+    gradients = [functools.partial(jax.grad(value, 1), scan) for scan in (layer_scan, jax.lax.scan)]
+    with on_one_device():
+        found = empties(jax.make_jaxpr(gradients[0])(given["w"], given["b"]))
+        got, expected = (quick_jit(fn)(given["w"], given["b"]) for fn in gradients)
+    assert found.count("f32[4,8,8]") == 1 and "bf16[4,8]" not in found
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * np.max(np.abs(expected)))
+
+
 def test_a_scan_without_gradients_keeps_nothing():
     with on_one_device():
         carry = jnp.ones((3, D)), jnp.float32(0)
