@@ -7,8 +7,9 @@ and dup are in the dtype of `x`. On Hopper one kernel makes gate, up and their p
 
 Kept for the backward beside the weights: `x.T` in FP8 under the name `fp8_x`, and gate and up under
 the names `gate` and `up` of `jax.checkpoint` policies. The product is made again from gate and up,
-in the pass that makes dgate and dup. That pass takes its operands through an
-`optimization_barrier`: without it XLA would keep what the forward computed.
+in the pass that makes dgate and dup. Without the kernel, that pass takes its operands through an
+`optimization_barrier`, or XLA would keep what the forward computed. XLA cannot match what a kernel
+computed, and in a `lax.scan` over layers the barrier would copy gate and up.
 """
 
 import dataclasses
@@ -169,6 +170,12 @@ class _MLP:
         return None
 
 
+def _has_kernel(recipe: Recipe, of_gate: Quantized, tokens: jax.Array) -> bool:
+    """Whether one kernel makes gate, up and their product of a device's tokens."""
+    is_fast = recipe.forward == "fast"  # the kernel has no other sums
+    return is_fast and tokens.size > 0 and gated_kernel.runs(of_gate, of_gate, tokens.dtype)
+
+
 def _forward_of(
     key: tuple[Recipe, bool, bool], place: Place
 ) -> Callable[..., tuple[jax.Array, ...]]:
@@ -188,7 +195,7 @@ def _forward_of(
             kept = turned.values, turned.scale
         else:
             quantized = cast_one(rows(x), recipe.inputs, place)
-        if recipe.forward == "fast" and gated_kernel.runs(quantized, of_gate, x.dtype):
+        if _has_kernel(recipe, of_gate, x):
             found = gated_kernel.gated(quantized, of_gate, of_up, out_dtype=x.dtype, keep=keep)
             activated, *gate_and_up = (a.reshape(*x.shape[:-1], -1) for a in found)
         else:
@@ -208,7 +215,8 @@ def _backward_of(
 
     def run(dy: jax.Array, gate: jax.Array, up: jax.Array, *rest: jax.Array) -> Any:
         kept, copies = rest[:-6], pairs(rest[-6:])
-        dy, gate, up = jax.lax.optimization_barrier((dy, gate, up))
+        if not _has_kernel(recipe, copies[0], dy):  # see the module's docstring
+            dy, gate, up = jax.lax.optimization_barrier((dy, gate, up))
         dtype, gate, up = dy.dtype, rows(gate), rows(up)
 
         def dgrad(a: Quantized, w: Quantized) -> jax.Array:
