@@ -133,18 +133,31 @@ class Work:
         )
 
 
-def works(num_devices: int, *, is_small: bool) -> dict[str, Work]:
-    """The work by name; sizes are those of all devices."""
-    if is_small:
-        tokens, hidden, wide, vocab = 512 * num_devices, 512, 1536, 8192
-        production = (4096, 512, 8192)
-    else:
-        tokens, hidden, wide, vocab = 8192 * num_devices, 4096, 14336, 128256
-        production = (32768, 2560, 128256)
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Tokens of a device, D, F and V; and all tokens, D and V of a trainer's loss."""
+
+    tokens: int
+    hidden: int
+    wide: int
+    vocab: int
+    trainer: tuple[int, int, int]
+
+
+SIZES = {
+    "cpu": Sizes(512, 512, 1536, 8192, (4096, 512, 8192)),
+    "gpu": Sizes(8192, 4096, 14336, 128256, (32768, 2560, 128256)),
+}
+
+
+def works(num_devices: int, sizes: Sizes) -> dict[str, Work]:
+    """The work by name."""
+    tokens, hidden, wide, vocab = dataclasses.astuple(sizes)[:4]
+    tokens *= num_devices
     mlp = [(tokens, hidden), (hidden, wide), (hidden, wide), (wide, hidden)]
     loss = Work(linear_cross_entropy, plain_loss, [(tokens, hidden), (vocab, hidden)], [P()], vocab)
     rows = dataclasses.replace(loss, weights=[P(_AXIS, None)])
-    num_rows, width, words = production
+    num_rows, width, words = sizes.trainer
     return {
         "norm": Work(rms_norm, plain_norm, [(tokens, hidden), (hidden,)], [P()]),
         "mlp, weights whole": Work(swiglu_mlp, plain_mlp, mlp, [P(), P(), P()]),
@@ -246,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_cpu = devices[0].platform == "cpu"
     print(f"{len(devices)} x {devices[0].device_kind}; time, over `by hand`, memory, difference\n")
     print(f"| | {' | '.join(flags.ways)} |\n|---|{'---|' * len(flags.ways)}")
-    for name, work in works(len(devices), is_small=is_cpu).items():
+    for name, work in works(len(devices), SIZES[devices[0].platform]).items():
         if flags.operations and not name.startswith(tuple(flags.operations)):
             continue
         dtype = jnp.float32 if is_cpu else jnp.bfloat16

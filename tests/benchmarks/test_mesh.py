@@ -1,11 +1,17 @@
-"""The benchmark of a mesh of CPU devices. 3 s."""
+"""The benchmark of a mesh of CPU devices. 6 s."""
 
 from benchmarks.kernels import mesh
 
 
-def test_both_losses_are_timed(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["mesh", "--shape", "32x8x16", "--rounds", "2"])
-    mesh.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["plain JAX", "linear_cross_entropy"]
-    assert lines[0].endswith("1.00")
+def test_each_way_to_call_is_timed(capsys, monkeypatch):
+    monkeypatch.setitem(mesh.SIZES, "cpu", mesh.Sizes(8, 16, 32, 64, (64, 16, 48)))
+    mesh.main(["--operations", "norm", "loss, FSDP", "--rounds", "2", "--calls", "1"])
+    *_, head, _, norm, loss = capsys.readouterr().out.splitlines()
+    assert head == "| | plain JAX | by hand | Auto | Explicit |"
+    for line, name in ((norm, "norm"), (loss, "loss, FSDP")):
+        _, found, plain, by_hand, auto, explicit, _ = map(str.strip, line.split("|"))
+        assert found == name
+        assert ", 1.000, " in by_hand
+        for way in (plain, auto, explicit):
+            difference = float(way.rpartition(", ")[2])
+            assert difference < 1e-5, way
