@@ -42,6 +42,9 @@ plan:
 	@$(MAKE) --silent --no-print-directory .venv-aot/latest/.done
 	@.venv-aot/latest/bin/python -m train plan $(ARGS)
 
+# jaxtyping rewrites the sources in every process that finds no bytecode: 5 s of 20 until the tests
+# are collected.
+test test-all: export PYTHONDONTWRITEBYTECODE =
 test: setup
 	@$(PYTHON) -m pytest -n auto --dist worksteal $(ARGS)
 

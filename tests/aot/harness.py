@@ -298,7 +298,7 @@ def without_binaries(hlo: str) -> str:
 
 
 def kernel_names(hlo: str) -> dict[str, str]:
-    """The names of the distinct kernels, by Mosaic GPU's hash, in the order of a program's calls."""
+    """Names of the distinct kernels, by Mosaic GPU's hash, in the order of a program's calls."""
     calls = re.findall(r'custom_call_target="mosaic_gpu.*', hlo)
     hashes = [_find(r'kernel_hash = "((?:[^"\\]|\\.)*)"', call)[0] for call in calls]
     return dict(zip(hashes, map(_name_of, calls), strict=True))
