@@ -297,19 +297,14 @@ def without_binaries(hlo: str) -> str:
     return re.sub(r'(custom_call_target="mosaic_gpu\w*").*', r"\1", hlo)
 
 
-def kernel_names(hlo: str) -> dict[str, str]:
-    """Names of the distinct kernels, by Mosaic GPU's hash, in the order of a program's calls."""
-    calls = re.findall(r'custom_call_target="mosaic_gpu.*', hlo)
-    hashes = [_find(r'kernel_hash = "((?:[^"\\]|\\.)*)"', call)[0] for call in calls]
-    return dict(zip(hashes, map(_name_of, calls), strict=True))
+def kernel_hashes(hlo: str) -> list[str]:
+    """Mosaic GPU's names for the distinct kernels of a program, in the order of its calls."""
+    return list(dict.fromkeys(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', hlo)))
 
 
 def kernel_calls(hlo: str) -> Counter[str]:
     """How often a program calls Mosaic GPU kernels, by their names."""
-    return Counter(map(_name_of, re.findall(r'custom_call_target="mosaic_gpu.*', hlo)))
-
-
-def _name_of(call: str) -> str:
+    calls = re.findall(r'custom_call_target="mosaic_gpu.*', hlo)
     # The last part is JAX's primitive. The one before may be `jit(name)`.
-    part = _find(r'op_name="([^"]*)"', call)[0].split("/")
-    return re.findall(r"\w+", (part[-2:-1] or part)[0])[-1]
+    parts = [_find(r'op_name="([^"]*)"', call)[0].split("/") for call in calls]
+    return Counter(re.findall(r"\w+", (part[-2:-1] or part)[0])[-1] for part in parts)

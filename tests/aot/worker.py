@@ -30,7 +30,7 @@ from aot.harness import (
     Kernel,
     Program,
     kernel_calls,
-    kernel_names,
+    kernel_hashes,
     parse_instructions,
     parse_kernel,
     without_binaries,
@@ -141,16 +141,11 @@ def _compile(case: Case, chip: str, kernels: dict[str, Kernel], dumps: Dumps) ->
     memory = compiled.memory_analysis()
     assert hlo is not None and memory is not None
     # A kernel that this process has compiled before comes from a cache and is not dumped again.
-    # Programs compile the others in any order, so their names tell which is which.
-    names = kernel_names(hlo)
-    dumped = dumps.take()
-    for key, name in names.items():
-        if key not in kernels:
-            kernels[key] = next(k for k in dumped if k.name == f"{name}_mosaic_gpu_kernel")
-            dumped.remove(kernels[key])
-    assert not dumped, [kernel.name for kernel in dumped]
+    # The others are compiled, and so dumped, in the order of their calls.
+    new_hashes = [name for name in kernel_hashes(hlo) if name not in kernels]
+    kernels |= zip(new_hashes, dumps.take(), strict=True)
     return Program(
-        kernels=tuple(kernels[key] for key in names),
+        kernels=tuple(kernels[name] for name in kernel_hashes(hlo)),
         calls=kernel_calls(hlo),
         instructions=parse_instructions(hlo),
         hlo=without_binaries(hlo),
