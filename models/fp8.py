@@ -22,13 +22,10 @@ from pallas_kernels.fp8 import (
     QuantizedWeight,
     RecipeName,
     fp8_linears,
-    quantize_both,
     quantize_weight,
 )
 from pallas_kernels.gpu.device import target_device
-
-# The first GPUs whose tensor cores multiply FP8 are Ada, 8.9, and Hopper, 9.0.
-_LEAST_CAPABILITY = (8, 9)
+from pallas_kernels.implementation import Implementation
 
 
 def check_fp8(recipe: RecipeName) -> None:
@@ -38,11 +35,10 @@ def check_fp8(recipe: RecipeName) -> None:
       ValueError: The default device is a GPU without FP8, or devices share sequences.
     """
     device = target_device()
-    if device.capability is not None and device.capability < _LEAST_CAPABILITY:
-        capability = ".".join(map(str, device.capability))
+    if not device.has_fp8:
         raise ValueError(
-            f"fp8={recipe!r} needs a GPU with FP8, of compute capability 8.9 or above, and "
-            f"{device.kind} has {capability}; set fp8 to None (--model.fp8 None)"
+            f"fp8={recipe!r} needs a GPU with FP8, of compute capability (8, 9) or above, and "
+            f"{device.kind} has {device.capability}; set fp8 to None (--model.fp8 None)"
         )
     if tensor_axis():
         check_tensor(recipe, jax.lax.axis_size("tensor"))
@@ -92,24 +88,12 @@ def quantize_weights(state: nnx.State, recipe: RecipeName) -> nnx.State:
     def quantize(a: Array) -> Any:
         if a.ndim != 3 or not RECIPES[recipe].gains(a.shape[1:]):
             return a
-        return jax.vmap(lambda weight: _quantize(weight, recipe))(a)
+        return jax.vmap(lambda w: quantize_weight(w, recipe, implementation=implementation))(a)
 
+    # XLA does not partition a kernel. On a mesh it would gather the weights in front of it.
+    is_split = jax.sharding.get_abstract_mesh().size > 1
+    implementation: Implementation | None = "reference" if is_split else None
     return jax.tree.map(quantize, state)
-
-
-def _quantize(weight: Float[Array, "K N"], recipe: RecipeName) -> QuantizedWeight:
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return quantize_weight(weight, recipe)
-    # XLA does not partition a kernel. It would gather the weights in front of it.
-    cast = RECIPES[recipe].weights
-    dgrad, forward = quantize_both(
-        jax.lax.stop_gradient(weight),
-        cast.dtype,
-        scaling=cast.scaling,
-        implementation="reference",
-    )
-    return QuantizedWeight(weight, forward, dgrad)
 
 
 def is_quantized(*projections: nnx.Linear) -> bool:

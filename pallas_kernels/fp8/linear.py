@@ -34,6 +34,7 @@ from pallas_kernels.fp8.quantize import quantize, quantize_both, quantize_transp
 from pallas_kernels.fp8.recipes import Cast, Recipe, RecipeName, find_recipe
 from pallas_kernels.fp8.types import Quantized
 from pallas_kernels.gpu.device import runs_here, target_device
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.mlp.reference import matmul
 from pallas_kernels.operation import Mask, call
 from pallas_kernels.partition import (
@@ -58,7 +59,7 @@ class QuantizedWeight:
     Attributes:
       weight: Weight that was quantized, `[K, N]`, in its own dtype.
       forward: FP8 copy `[N, K]`; None if the recipe leaves this weight in its dtype.
-      dgrad: FP8 copy `[K, N]`; None likewise.
+      dgrad: FP8 copy `[K, N]`; None where `forward` is None.
     """
 
     # JAX's transformations put shapes, axes and other leaves into pytrees, too.
@@ -67,7 +68,12 @@ class QuantizedWeight:
     dgrad: Quantized | Any
 
 
-def quantize_weight(weight: Float[Array, "K N"], recipe: Recipe | RecipeName) -> QuantizedWeight:
+def quantize_weight(
+    weight: Float[Array, "K N"],
+    recipe: Recipe | RecipeName,
+    *,
+    implementation: Implementation | None = None,
+) -> QuantizedWeight:
     """The weight with its FP8 copies, for several calls of `fp8_linear` in a step.
 
     Call it outside of `jax.checkpoint`, which would quantize again in the backward. For weights of
@@ -76,10 +82,13 @@ def quantize_weight(weight: Float[Array, "K N"], recipe: Recipe | RecipeName) ->
     Args:
       weight: Weight in the layout of Flax's kernels, of a floating dtype of 16 bits or more.
       recipe: Recipe, or its name. It also decides whether the weight is too small to gain from FP8.
+      implementation: Name, as in `quantize`. XLA partitions `"reference"` over a mesh, and gathers
+        the weight in front of the kernel.
 
     Raises:
       ValueError: The weight does not have two axes, or there is no recipe of that name.
       TypeError: The weight is not of such a dtype.
+      NotImplementedError: The caller asked for the kernel, and it does not take the weight.
     """
     recipe = find_recipe(recipe)
     (weight,) = floating_arrays(weight=weight, least_bits=BITS_OF_PRODUCTS)
@@ -89,7 +98,9 @@ def quantize_weight(weight: Float[Array, "K N"], recipe: Recipe | RecipeName) ->
         return QuantizedWeight(weight, None, None)
     cast = recipe.weights
     values = jax.lax.stop_gradient(weight)
-    dgrad, forward = quantize_both(values, cast.dtype, scaling=cast.scaling)
+    dgrad, forward = quantize_both(
+        values, cast.dtype, scaling=cast.scaling, implementation=implementation
+    )
     return QuantizedWeight(weight, forward, dgrad)
 
 
@@ -373,19 +384,47 @@ def _backward_of(
     def run(*arrays: jax.Array) -> Sequence[jax.Array]:
         dys, rest = arrays[:n], arrays[n:]
         copies, kept = pairs(rest[len(rest) - 2 * n :]), rest[: len(rest) - 2 * n]
-        x = rows(kept[0]) if len(kept) == 1 else Quantized(*kept) if kept else None
-        dx, dweights = None, []
-        for dy, copy, dtype, is_wanted in zip(dys, copies, dtypes, wanted[1:], strict=True):
-            quantized, of_dw = operands_of_gradient(dy, recipe, is_wanted, place)
-            if wanted[0]:
-                part = fp8_matmul(quantized, copy, out_dtype=dy.dtype, accumulation=recipe.dgrad)
-                dx = part if dx is None else dx + part
-            if is_wanted:
-                assert x is not None  # the forward has kept it
-                dweights.append(gradient_of_weight(x, of_dw, recipe.wgrad, dtype))
+        dx, dweights = gradients(dys, copies, kept, recipe, wanted, dtypes, place)
         return dweights if dx is None else [dx.reshape(*dys[0].shape[:-1], -1), *dweights]
 
     return run
+
+
+def gradients(
+    dys: Sequence[jax.Array],
+    copies: Sequence[Quantized],
+    kept: Sequence[jax.Array],
+    recipe: Recipe,
+    wanted: Mask,
+    dtypes: Sequence[Any],
+    place: Place,
+) -> tuple[jax.Array | None, list[jax.Array]]:
+    """The gradients of products `x @ w` of one `x`, on a device with its own tokens.
+
+    Args:
+      dys: Gradients of the results, `[..., N]`.
+      copies: Copies of the weights for dgrad, `[K, N]`.
+      kept: Arrays of the input that the forward kept: nothing, `x`, or `x.T` and its scale.
+      recipe: Recipe.
+      wanted: Whether the gradients of `x` and of each weight are wanted.
+      dtypes: Dtypes of the weights.
+      place: Place of the device in the mesh.
+
+    Returns:
+      `(dx, dweights)`: the sum `[T, K]` of a product for each weight, or None, and the wanted
+      gradients of weights.
+    """
+    x = rows(kept[0]) if len(kept) == 1 else Quantized(*kept) if kept else None
+    dx, dweights = None, []
+    for dy, copy, dtype, is_wanted in zip(dys, copies, dtypes, wanted[1:], strict=True):
+        quantized, of_dw = operands_of_gradient(dy, recipe, is_wanted, place)
+        if wanted[0]:
+            part = fp8_matmul(quantized, copy, out_dtype=dy.dtype, accumulation=recipe.dgrad)
+            dx = part if dx is None else dx + part
+        if is_wanted:
+            assert x is not None  # the forward has kept it
+            dweights.append(gradient_of_weight(x, of_dw, recipe.wgrad, dtype))
+    return dx, dweights
 
 
 def operands_of_gradient(

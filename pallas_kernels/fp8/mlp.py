@@ -32,6 +32,7 @@ from pallas_kernels.fp8.linear import (
     cast_one,
     cast_turned,
     gradient_of_weight,
+    gradients,
     operands_of_gradient,
     pairs,
     roles_of_copies,
@@ -217,27 +218,14 @@ def _backward_of(
         kept, copies = rest[:-6], pairs(rest[-6:])
         if not _has_kernel(recipe, copies[0], dy):  # see the module's docstring
             dy, gate, up = jax.lax.optimization_barrier((dy, gate, up))
-        dtype, gate, up = dy.dtype, rows(gate), rows(up)
-
-        def dgrad(a: Quantized, w: Quantized) -> jax.Array:
-            return fp8_matmul(a, w, out_dtype=dtype, accumulation=recipe.dgrad)
-
         of_dy, dy_of_dw = operands_of_gradient(dy, recipe, wanted[3], place)
-        dproduct = dgrad(of_dy, copies[2])
-        found = formula.gradients(*(a.astype(jnp.float32) for a in (gate, up, dproduct)))
-        *differentials, activated = (a.astype(dtype) for a in found)
-        x = rows(kept[0]) if len(kept) == 1 else Quantized(*kept) if kept else None
-        dx, dweights = None, []
-        for d, copy, kind, is_wanted in zip(
-            differentials, copies, dtypes, wanted[1:3], strict=False
-        ):
-            quantized, of_dw = operands_of_gradient(d, recipe, is_wanted, place)
-            if wanted[0]:
-                part = dgrad(quantized, copy)
-                dx = part if dx is None else dx + part
-            if is_wanted:
-                assert x is not None  # the forward has kept it
-                dweights.append(gradient_of_weight(x, of_dw, recipe.wgrad, kind))
+        dproduct = fp8_matmul(of_dy, copies[2], out_dtype=dy.dtype, accumulation=recipe.dgrad)
+        operands = rows(gate), rows(up), dproduct
+        found = formula.gradients(*(a.astype(jnp.float32) for a in operands))
+        *differentials, activated = (a.astype(dy.dtype) for a in found)
+        dx, dweights = gradients(
+            differentials, copies[:2], kept, recipe, wanted[:3], dtypes[:2], place
+        )
         if wanted[3]:
             if recipe.wgrad is not None:
                 activated = cast_turned(activated, recipe.inputs, place)

@@ -128,7 +128,7 @@ def _quantized(
 def _unsupported_reason(x: Array) -> str | None:
     """Why the kernel cannot quantize these rows, or None if it can."""
     device = target_device()
-    if device.capability is not None and device.capability < (8, 9):
+    if not device.has_fp8:
         return f"FP8 needs compute capability (8, 9), {device.kind} has {device.capability}"
     if math.prod(x.shape[:-1]) < 4 or x.size == 0:
         return f"x of shape {x.shape} has fewer than 4 rows"

@@ -107,8 +107,8 @@ def choose_fp8_matmul(
 
 def _has_fp8_products() -> bool:
     """Whether cublasLt multiplies FP8 on the default device: on GPUs since Ada."""
-    capability = target_device().capability
-    return capability is not None and capability >= (8, 9)
+    device = target_device()
+    return device.capability is not None and device.has_fp8
 
 
 def _by_xla(

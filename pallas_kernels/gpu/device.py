@@ -41,6 +41,14 @@ class Device:
         return self.capability is None or self.capability >= (9, 0)
 
     @property
+    def has_fp8(self) -> bool:
+        """Whether tensor cores multiply FP8, as those of Ada, Hopper and later do.
+
+        True for a device that is no NVIDIA GPU: the products are emulated there.
+        """
+        return self.capability is None or self.capability >= (8, 9)
+
+    @property
     def smem_bytes(self) -> int:
         """Shared memory that one thread block may ask for."""
         match self.capability:

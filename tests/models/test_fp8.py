@@ -239,5 +239,7 @@ def test_a_gpu_without_fp8_raises(monkeypatch):
     a100 = Device("NVIDIA A100-SXM4-40GB", (8, 0), 108)
     monkeypatch.setattr(models.fp8, "target_device", lambda: a100)
     config = changed(CONFIG, fp8="tensorwise")
-    with pytest.raises(ValueError, match=r"fp8='tensorwise' needs a GPU with FP8.*A100.*has 8\.0"):
+    with pytest.raises(
+        ValueError, match=r"fp8='tensorwise' needs a GPU with FP8.*A100.*has \(8, 0\)"
+    ):
         jax.eval_shape(functools.partial(compute, config), state_of())
