@@ -6,6 +6,7 @@ The block writes a maximum for each of its rows and columns, and XLA takes the m
 maximum does not depend on the order, so it has the same bits as the reference.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,13 +31,33 @@ def amax_of_both(x: Float[Array, "M K"]) -> tuple[Float[Array, "M 1"], Float[Arr
 
     `mosaic_gpu.unsupported_reason` is None for `x`.
     """
-    x = at_aligned_addresses(x)
-    num_rows, num_columns = x.shape
-    vector = BYTES_PER_ACCESS // x.dtype.itemsize
+    ((by_row, by_column),) = amax_of_computed((x,), lambda x: (x,), [(True, True)], name="fp8_amax")
+    assert by_row is not None and by_column is not None
+    return by_row, by_column
+
+
+def amax_of_computed(
+    arrays: Sequence[Float[Array, "M K"]],
+    compute: Callable[..., Sequence[jax.Array]],
+    wanted: Sequence[tuple[bool, bool]],
+    *,
+    name: str,
+) -> list[tuple[Float[Array, "M 1"] | None, Float[Array, "K 1"] | None]]:
+    """`amax_of_both` of tensors that an elementwise function makes of arrays, in the same pass.
+
+    Args:
+      arrays: Arguments of the function, of one shape and dtype.
+      compute: Function of a tile of each array; it returns a tile of each tensor in their dtype.
+      wanted: Whether to find the maxima of rows and those of columns, for each tensor.
+      name: Name of the kernel.
+    """
+    arrays = at_aligned_addresses(tuple(arrays))
+    (num_rows, num_columns), dtype = arrays[0].shape, arrays[0].dtype
+    vector = BYTES_PER_ACCESS // dtype.itemsize
     lanes_of_row = LANES // _ROWS_OF_WARP
     step = lanes_of_row * vector  # 64 columns, or 32 of float32
     rows_of_step = WARPS_PER_WARPGROUP * _ROWS_OF_WARP
-    most = _ACCESSES // (_ROWS // rows_of_step) * step
+    most = max(1, _ACCESSES // (_ROWS // rows_of_step) // len(arrays)) * step
     width = next(w for w in range(most, 0, -step) if num_columns % w == 0)
     layout = plgpu.Layout.TILED(
         plgpu.Tiling(((rows_of_step, step), (_ROWS_OF_WARP, vector))),
@@ -45,28 +66,32 @@ def amax_of_both(x: Float[Array, "M K"]) -> tuple[Float[Array, "M 1"], Float[Arr
         vector_dim=-1,
     )
     row_blocks, column_blocks = num_rows // _ROWS, num_columns // width
+    # Of each result: the tensor's number, and the axis that a maximum is over.
+    results = [(i, axis) for i, w in enumerate(wanted) for axis in (1, 0) if w[1 - axis]]
 
-    def kernel(x_gmem: Any, of_rows_gmem: Any, of_columns_gmem: Any) -> None:
+    def kernel(*refs: Any) -> None:
+        gmems, outs = refs[: len(arrays)], refs[len(arrays) :]
         block = jax.lax.axis_index("block")
         row_block = jax.lax.div(block, column_blocks)
         column_block = jax.lax.rem(block, column_blocks)
         rows, columns = pl.ds(row_block * _ROWS, _ROWS), pl.ds(column_block * width, width)
-        tile = jnp.abs(load(x_gmem.at[rows, columns], layout))
-        store(of_rows_gmem.at[column_block, rows], jnp.max(tile, axis=1))
-        # The maximum over warps goes through one scratch buffer a block: one warpgroup a block.
-        store(of_columns_gmem.at[row_block, columns], jnp.max(tile, axis=0))
+        tiles = compute(*(load(gmem.at[rows, columns], layout) for gmem in gmems))
+        for (i, axis), out in zip(results, outs, strict=True):
+            # The maximum over warps goes through one scratch buffer a block: one warpgroup a block.
+            to = out.at[column_block, rows] if axis else out.at[row_block, columns]
+            store(to, jnp.max(jnp.abs(tiles[i]), axis=axis))
 
-    of_rows, of_columns = gpu_kernel(
+    out = gpu_kernel(
         kernel,
-        kernel_name="fp8_amax",
-        out_type=(
-            jax.ShapeDtypeStruct((column_blocks, num_rows), x.dtype),
-            jax.ShapeDtypeStruct((row_blocks, num_columns), x.dtype),
+        kernel_name=name,
+        out_type=tuple(
+            jax.ShapeDtypeStruct(
+                (column_blocks, num_rows) if axis else (row_blocks, num_columns), dtype
+            )
+            for _, axis in results
         ),
         grid=(row_blocks * column_blocks,),
         grid_names=("block",),
-    )(x)
-    by_row, by_column = (
-        reference.amax_of(a, axis=0) for a in at_aligned_addresses((of_rows, of_columns))
-    )
-    return by_row.reshape(-1, 1), by_column.reshape(-1, 1)
+    )(*arrays)
+    maxima = (reference.amax_of(a, axis=0).reshape(-1, 1) for a in at_aligned_addresses(out))
+    return [(next(maxima) if w[0] else None, next(maxima) if w[1] else None) for w in wanted]

@@ -43,6 +43,7 @@ from pallas_kernels.gpu.hopper_gemm import (
     whole_tiles,
 )
 from pallas_kernels.gpu.kernel import gpu_kernel
+from pallas_kernels.gpu.layouts import store
 from pallas_kernels.mlp import formula
 
 _PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
@@ -61,6 +62,7 @@ def gated(
     *,
     out_dtype: DTypeLike,
     keep: bool,
+    find_amax: bool = False,
     config: Config | None = None,
 ) -> tuple[Float[Array, "T F"], ...]:
     """`(silu(gate) · up,)` with `gate = x @ w_gate.T` and `up = x @ w_up.T`.
@@ -73,6 +75,8 @@ def gated(
       w_up: Second weight, of the same shape and dtype.
       out_dtype: Dtype of the results, of 16 bits.
       keep: Whether to return gate and up, too: `(product, gate, up)`.
+      find_amax: Whether to return, as the last result, the largest magnitudes of the product in
+        float32: `[tiles, padded T]`, one for each row of a tile; 0 in rows past T.
       config: Launch parameters; chosen if None.
 
     Raises:
@@ -100,9 +104,13 @@ def gated(
     loop.check_fits(device, extra_bytes=out_dtype.itemsize * math.prod(pieces))
     output = jax.ShapeDtypeStruct((len(x_values), len(weights[0])), out_dtype)
     num_outputs = 3 if keep else 1
+    # Plain stores write the maxima of a tile, so the array has all rows of the last tile.
+    padded_rows = len(x_values) + -len(x_values) % (config.cluster * BLOCK_M)
+    column_tiles = pl.cdiv(len(weights[0]), config.tile_n)
+    maxima = jax.ShapeDtypeStruct((column_tiles, padded_rows), jnp.float32)
     outputs = gpu_kernel(
-        functools.partial(_kernel, loop, num_outputs),
-        out_type=(output,) * num_outputs,
+        functools.partial(_kernel, loop, num_outputs, find_amax),
+        out_type=(output,) * num_outputs + (maxima,) * find_amax,
         **loop.launch,
         scratch_types=[plgpu.SMEM(pieces, out_dtype), *loop.scratch_types],
         kernel_name="fp8_gated_matmul",
@@ -112,15 +120,23 @@ def gated(
         scales_of_tiles(x.scale, num_tokens, config.cluster * BLOCK_M),
         *(scales_of_tiles(w.scale, num_columns, config.tile_n) for w in (w_gate, w_up)),
     )
-    return tuple(a[:num_tokens, :num_columns] for a in outputs)
+    results = tuple(a[:num_tokens, :num_columns] for a in outputs[:num_outputs])
+    return *results, *outputs[num_outputs:]
 
 
 def _kernel(
-    loop: MainLoop, num_outputs: int, x_gmem: Any, gate_gmem: Any, up_gmem: Any, *refs: Any
+    loop: MainLoop,
+    num_outputs: int,
+    find_amax: bool,
+    x_gmem: Any,
+    gate_gmem: Any,
+    up_gmem: Any,
+    *refs: Any,
 ) -> None:
-    """Writes the product of each tile, and gate and up if there are three outputs."""
+    """Writes the product of each tile, and gate, up and maxima if they are asked for."""
     scale_gmems, outputs = refs[:3], refs[3 : 3 + num_outputs]
-    piece_smem, *scratch = refs[3 + num_outputs :]
+    maxima_gmem = refs[3 + num_outputs] if find_amax else None
+    piece_smem, *scratch = refs[3 + num_outputs + find_amax :]
     slots = piece_smem.at[jax.lax.axis_index("warpgroup")]
     num_pieces = loop.config.tile_n // _PIECE
     num_stores = num_pieces * num_outputs
@@ -130,6 +146,7 @@ def _kernel(
         rows = pl.ds(row, TILE_M)
         scale_of_rows = load_scale(row_gmem, rows, ROW)
         accumulators = multiply()
+        largest = jnp.float32(0)
         for i in range(num_pieces):
             columns = pl.ds(column + i * _PIECE, _PIECE)
             gate, up = (
@@ -142,8 +159,14 @@ def _kernel(
             )
             product = formula.product(gate.astype(jnp.float32), up.astype(jnp.float32))
             values = (product.astype(piece_smem.dtype), gate, up)[:num_outputs]
+            if find_amax:
+                # Rounding keeps the order of numbers, so it can wait until the maximum is known.
+                largest = jnp.maximum(largest, jnp.max(jnp.abs(product), axis=1))
             for j, (value, output) in enumerate(zip(values, outputs, strict=True)):
                 to = output.at[rows, columns]
                 store_piece(i * num_outputs + j, num_stores, value, slots, to)
+        if maxima_gmem is not None:
+            rounded = largest.astype(piece_smem.dtype).astype(jnp.float32)
+            store(maxima_gmem.at[jax.lax.div(column, loop.config.tile_n), rows], rounded)
 
     loop.run([x_gmem], [gate_gmem, up_gmem], scratch, tile=tile, end=wait_for_pieces)

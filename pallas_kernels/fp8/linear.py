@@ -28,12 +28,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
-from pallas_kernels.fp8 import mosaic_gpu, reference
+from pallas_kernels.fp8.casts import cast_both, cast_one
 from pallas_kernels.fp8.products import Accumulation, fp8_matmul
-from pallas_kernels.fp8.quantize import quantize, quantize_both, quantize_transposed
-from pallas_kernels.fp8.recipes import Cast, Recipe, RecipeName, find_recipe
+from pallas_kernels.fp8.quantize import quantize_both
+from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
 from pallas_kernels.fp8.types import Quantized
-from pallas_kernels.gpu.device import runs_here, target_device
+from pallas_kernels.gpu.device import target_device
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.mlp.reference import matmul
 from pallas_kernels.operation import Mask, call
@@ -214,52 +214,6 @@ def rows(a: jax.Array) -> jax.Array:
     return a.reshape(-1, a.shape[-1])
 
 
-def cast_one(a: jax.Array, cast: Cast, place: Place) -> Quantized:
-    """A device's tokens `[T, K]`, quantized along K; the scale is that of all tokens."""
-    if place.tokens and cast.scaling == "tensor":
-        return _with_scales_of_all(a, cast, place, turned=False)[0]
-    return quantize(a, cast.dtype, scaling=cast.scaling)
-
-
-def cast_both(a: jax.Array, cast: Cast, place: Place) -> tuple[Quantized, Quantized]:
-    """`cast_one` in both memory orders, the second `[K, T]`."""
-    if place.tokens:
-        return _with_scales_of_all(a, cast, place)
-    return quantize_both(a, cast.dtype, scaling=cast.scaling)
-
-
-def cast_turned(a: jax.Array, cast: Cast, place: Place) -> Quantized:
-    """The second result of `cast_both` alone."""
-    if place.tokens:
-        return _with_scales_of_all(a, cast, place, plain=False)[1]
-    return quantize_transposed(a, cast.dtype, scaling=cast.scaling)
-
-
-def _with_scales_of_all(
-    a: jax.Array, cast: Cast, place: Place, *, plain: bool = True, turned: bool = True
-) -> tuple[Any, Any]:
-    """Both copies of a device's tokens, as far as wanted, with the scales of all tokens."""
-    if cast.scaling == "tensor":
-        scales = [reference.scale_of(_largest(reference.amax_of(a, axis=None), place), cast.dtype)]
-        scales *= 2
-    else:
-        by_column = _largest(reference.amax_of(a.T, axis=1), place)
-        maxima = reference.amax_of(a, axis=1), by_column
-        scales = [reference.scale_of(m, cast.dtype) for m in maxima]
-    wanted = scales[0] if plain else None, scales[1] if turned else None
-    has_kernel = mosaic_gpu.unsupported_reason(a) is None and runs_here() is None
-    values_of = mosaic_gpu.quantize if has_kernel else reference.values_of_both
-    found = zip(values_of(a, wanted[0], wanted[1], cast.dtype), wanted, strict=True)
-    first, second = (v if v is None else Quantized(v, s) for v, s in found)
-    return first, second
-
-
-def _largest(amax: jax.Array, place: Place) -> jax.Array:
-    # A maximum over devices need not be NaN where one of the numbers is.
-    has_nan = jax.lax.pmax(jnp.isnan(amax).astype(jnp.int32), place.tokens) > 0
-    return jnp.where(has_nan, jnp.nan, jax.lax.pmax(amax, place.tokens))
-
-
 def gradient_of_weight(
     a: Quantized | jax.Array,
     b: Quantized | jax.Array,
@@ -384,31 +338,35 @@ def _backward_of(
     def run(*arrays: jax.Array) -> Sequence[jax.Array]:
         dys, rest = arrays[:n], arrays[n:]
         copies, kept = pairs(rest[len(rest) - 2 * n :]), rest[: len(rest) - 2 * n]
-        dx, dweights = gradients(dys, copies, kept, recipe, wanted, dtypes, place)
+        operands = [
+            operands_of_gradient(dy, recipe, w, place)
+            for dy, w in zip(dys, wanted[1:], strict=True)
+        ]
+        dx, dweights = gradients(operands, copies, kept, recipe, wanted, dtypes, dys[0].dtype)
         return dweights if dx is None else [dx.reshape(*dys[0].shape[:-1], -1), *dweights]
 
     return run
 
 
 def gradients(
-    dys: Sequence[jax.Array],
+    operands: Sequence[tuple[Quantized, Quantized | jax.Array]],
     copies: Sequence[Quantized],
     kept: Sequence[jax.Array],
     recipe: Recipe,
     wanted: Mask,
     dtypes: Sequence[Any],
-    place: Place,
+    dtype: Any,
 ) -> tuple[jax.Array | None, list[jax.Array]]:
     """The gradients of products `x @ w` of one `x`, on a device with its own tokens.
 
     Args:
-      dys: Gradients of the results, `[..., N]`.
+      operands: Operands of dgrad and of wgrad for each result, from `operands_of_gradient`.
       copies: Copies of the weights for dgrad, `[K, N]`.
       kept: Arrays of the input that the forward kept: nothing, `x`, or `x.T` and its scale.
       recipe: Recipe.
       wanted: Whether the gradients of `x` and of each weight are wanted.
       dtypes: Dtypes of the weights.
-      place: Place of the device in the mesh.
+      dtype: Dtype of `x`.
 
     Returns:
       `(dx, dweights)`: the sum `[T, K]` of a product for each weight, or None, and the wanted
@@ -416,14 +374,15 @@ def gradients(
     """
     x = rows(kept[0]) if len(kept) == 1 else Quantized(*kept) if kept else None
     dx, dweights = None, []
-    for dy, copy, dtype, is_wanted in zip(dys, copies, dtypes, wanted[1:], strict=True):
-        quantized, of_dw = operands_of_gradient(dy, recipe, is_wanted, place)
+    for (of_dx, of_dw), copy, of_weight, is_wanted in zip(
+        operands, copies, dtypes, wanted[1:], strict=True
+    ):
         if wanted[0]:
-            part = fp8_matmul(quantized, copy, out_dtype=dy.dtype, accumulation=recipe.dgrad)
+            part = fp8_matmul(of_dx, copy, out_dtype=dtype, accumulation=recipe.dgrad)
             dx = part if dx is None else dx + part
         if is_wanted:
             assert x is not None  # the forward has kept it
-            dweights.append(gradient_of_weight(x, of_dw, recipe.wgrad, dtype))
+            dweights.append(gradient_of_weight(x, of_dw, recipe.wgrad, of_weight))
     return dx, dweights
 
 

@@ -22,15 +22,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
-from pallas_kernels.choices import log_once
-from pallas_kernels.fp8 import gated_kernel
+from pallas_kernels.choices import log_once, record
+from pallas_kernels.fp8 import gated_kernel, mosaic_gpu
+from pallas_kernels.fp8.casts import cast_both, cast_computed, cast_one, cast_turned
 from pallas_kernels.fp8.linear import (
     QuantizedWeight,
     arguments,
     as_quantized,
-    cast_both,
-    cast_one,
-    cast_turned,
     gradient_of_weight,
     gradients,
     operands_of_gradient,
@@ -44,6 +42,7 @@ from pallas_kernels.fp8.linear import (
 from pallas_kernels.fp8.products import fp8_matmul
 from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
 from pallas_kernels.fp8.types import Quantized
+from pallas_kernels.gpu.device import runs_here
 from pallas_kernels.mlp import formula, swiglu_mlp
 from pallas_kernels.mlp.reference import product
 from pallas_kernels.operation import Mask, call
@@ -196,13 +195,25 @@ def _forward_of(
             kept = turned.values, turned.scale
         else:
             quantized = cast_one(rows(x), recipe.inputs, place)
+        maxima = None
         if _has_kernel(recipe, of_gate, x):
-            found = gated_kernel.gated(quantized, of_gate, of_up, out_dtype=x.dtype, keep=keep)
+            find_amax = recipe.inputs.scaling == "tensor"
+            found = list(
+                gated_kernel.gated(
+                    quantized,
+                    of_gate,
+                    of_up,
+                    out_dtype=x.dtype,
+                    keep=keep,
+                    find_amax=find_amax,
+                )
+            )
+            maxima = found.pop() if find_amax else None
             activated, *gate_and_up = (a.reshape(*x.shape[:-1], -1) for a in found)
         else:
             gate_and_up = [multiply(quantized, of_gate), multiply(quantized, of_up)]
             activated = product(*gate_and_up)
-        y = multiply(cast_one(rows(activated), recipe.inputs, place), of_down)
+        y = multiply(cast_one(rows(activated), recipe.inputs, place, maxima=maxima), of_down)
         return (y, *gate_and_up, *kept) if keep else (y,)
 
     return run
@@ -220,16 +231,56 @@ def _backward_of(
             dy, gate, up = jax.lax.optimization_barrier((dy, gate, up))
         of_dy, dy_of_dw = operands_of_gradient(dy, recipe, wanted[3], place)
         dproduct = fp8_matmul(of_dy, copies[2], out_dtype=dy.dtype, accumulation=recipe.dgrad)
-        operands = rows(gate), rows(up), dproduct
-        found = formula.gradients(*(a.astype(jnp.float32) for a in operands))
-        *differentials, activated = (a.astype(dy.dtype) for a in found)
+        *operands, activated = _swiglu_backward(
+            rows(gate), rows(up), dproduct, recipe, wanted, place
+        )
         dx, dweights = gradients(
-            differentials, copies[:2], kept, recipe, wanted[:3], dtypes[:2], place
+            operands, copies[:2], kept, recipe, wanted[:3], dtypes[:2], dy.dtype
         )
         if wanted[3]:
-            if recipe.wgrad is not None:
-                activated = cast_turned(activated, recipe.inputs, place)
             dweights.append(gradient_of_weight(activated, dy_of_dw, recipe.wgrad, dtypes[2]))
         return dweights if dx is None else [dx.reshape(*dy.shape[:-1], -1), *dweights]
 
     return run
+
+
+def _swiglu_backward(
+    gate: jax.Array,
+    up: jax.Array,
+    dproduct: jax.Array,
+    recipe: Recipe,
+    wanted: Mask,
+    place: Place,
+) -> tuple[Any, Any, Any]:
+    """The operands of dgrad and wgrad for dgate and for dup, and the product as one of wgrad."""
+    reason = mosaic_gpu.unsupported_reason(gate) or runs_here()
+    if reason is None and recipe.wgrad is None:
+        reason = f"wgrad of {recipe.name} reads {gate.dtype}"
+    chosen = "xla" if reason else "mosaic_gpu"
+    record("swiglu_backward in FP8", (gate, up, dproduct), None, chosen, reason)
+    if reason is None:
+        of_dgate, of_dup, (_, turned) = cast_computed(
+            (gate, up, dproduct),
+            _gradients_of_swiglu,
+            (recipe.gradients, recipe.gradients, recipe.inputs),
+            ((wanted[0], wanted[1]), (wanted[0], wanted[2]), (False, wanted[3])),
+            place,
+            name="fp8_swiglu_bwd",
+        )
+        return of_dgate, of_dup, turned
+    dgate, dup, activated = _gradients_of_swiglu(gate, up, dproduct)
+    if recipe.wgrad is not None and wanted[3]:
+        activated = cast_turned(activated, recipe.inputs, place)
+    of_dgate, of_dup = (
+        operands_of_gradient(d, recipe, w, place)
+        for d, w in zip((dgate, dup), wanted[1:3], strict=True)
+    )
+    return of_dgate, of_dup, activated
+
+
+def _gradients_of_swiglu(
+    gate: jax.Array, up: jax.Array, dproduct: jax.Array
+) -> tuple[jax.Array, ...]:
+    """`(dgate, dup, product)` in float32, rounded to the dtype of `gate`."""
+    found = formula.gradients(*(a.astype(jnp.float32) for a in (gate, up, dproduct)))
+    return tuple(a.astype(gate.dtype) for a in found)

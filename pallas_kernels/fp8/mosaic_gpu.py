@@ -17,7 +17,9 @@ tiles.
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -95,55 +97,109 @@ def quantize(
       dtype: `float8_e4m3fn` or `float8_e5m2`.
       config: Tile of a block; None for the default.
     """
+    wanted = [Wanted(scale, turned_scale, dtype)]
+    return quantize_computed((x,), lambda x: (x,), wanted, name="fp8_quantize", config=config)[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """The copies of a tensor to make.
+
+    Attributes:
+      scale: Scale or scales of the copy as it is, as in `quantize`; None for no such copy.
+      turned_scale: Scale or scales of the transposed copy; None for no such copy.
+      dtype: Dtype of the copies.
+    """
+
+    scale: Array | None
+    turned_scale: Array | None
+    dtype: DTypeLike
+
+
+def quantize_computed(
+    arrays: Sequence[Float[Array, "M K"]],
+    compute: Callable[..., Sequence[jax.Array]],
+    wanted: Sequence[Wanted],
+    *,
+    name: str,
+    config: Config | None = None,
+) -> list[tuple[Array | None, Array | None]]:
+    """`quantize` of tensors that an elementwise function makes of arrays, in the same pass.
+
+    Args:
+      arrays: Arguments of the function, of one shape and dtype.
+      compute: Function of a piece of each array; it returns a piece of each tensor.
+      wanted: Copies to make of each tensor.
+      name: Name of the kernel.
+      config: Tile of a block; None for the default.
+    """
     config = config or Config()
-    x = at_aligned_addresses(x)
-    num_rows, num_columns = x.shape
+    arrays = at_aligned_addresses(tuple(arrays))
+    num_rows, num_columns = arrays[0].shape
     # A tile divides the array. So no copy ends outside of it, and none lies beside a block of TMA
     # that is the only one of a dimension, whose index Mosaic drops.
     tile = math.gcd(config.rows, num_rows), math.gcd(config.columns, num_columns)
-    scales = [s for s in (scale, turned_scale) if s is not None]
     column_tiles = num_columns // tile[1]
-    shapes = (x.shape, tile), (x.shape[::-1], tile[::-1])
-    wanted = [
-        shape for shape, s in zip(shapes, (scale, turned_scale), strict=True) if s is not None
+    # Of each copy: the tensor's number, whether it is turned, and its scale.
+    copies = [
+        (i, turned, scale)
+        for i, w in enumerate(wanted)
+        for turned, scale in ((False, w.scale), (True, w.turned_scale))
+        if scale is not None
     ]
+    turn = lambda shape, turned: shape[::-1] if turned else shape
     out = gpu_kernel(
-        functools.partial(_kernel, tile, column_tiles, scale is not None, turned_scale is not None),
-        kernel_name="fp8_quantize",
-        out_type=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, _ in wanted),
+        functools.partial(
+            _kernel, tile, column_tiles, compute, len(arrays), [c[:2] for c in copies]
+        ),
+        kernel_name=name,
+        out_type=tuple(
+            jax.ShapeDtypeStruct(turn((num_rows, num_columns), turned), wanted[i].dtype)
+            for i, turned, _ in copies
+        ),
         grid=(num_rows // tile[0] * column_tiles,),
         grid_names=("tile",),
         scratch_types=(
-            plgpu.SMEM(tile, x.dtype),
+            *(plgpu.SMEM(tile, a.dtype) for a in arrays),
             plgpu.SMEM((PIECE, PIECE), jnp.float16),
-            *(plgpu.SMEM(shape, dtype) for _, shape in wanted),
-            plgpu.Barrier(),
+            *(plgpu.SMEM(turn(tile, turned), wanted[i].dtype) for i, turned, _ in copies),
+            plgpu.Barrier(num_arrivals=len(arrays)),
         ),
-    )(x, *((1 / s).reshape(-1) for s in scales))
-    rest = iter(at_aligned_addresses(out))
-    return (None if scale is None else next(rest)), (None if turned_scale is None else next(rest))
+    )(*arrays, *((1 / scale).reshape(-1) for _, _, scale in copies))
+    made = iter(at_aligned_addresses(out))
+    return [
+        (
+            None if w.scale is None else next(made),
+            None if w.turned_scale is None else next(made),
+        )
+        for w in wanted
+    ]
 
 
 def _kernel(
     shape: tuple[int, int],
     column_tiles: int,
-    has_plain: bool,
-    has_turned: bool,
-    x_gmem: Any,
+    compute: Callable[..., Sequence[jax.Array]],
+    num_arrays: int,
+    copies: Sequence[tuple[int, bool]],
     *refs: Any,
 ) -> None:
-    """Quantizes the tile of a block."""
-    num = has_plain + has_turned
-    inverses, outs, (x_smem, turn_smem, *smems, barrier) = (
-        refs[:num],
-        refs[num : 2 * num],
-        refs[2 * num :],
+    """Computes and quantizes the tile of a block."""
+    rest = iter(refs)
+    take = lambda count: list(itertools.islice(rest, count))
+    gmems, inverses, outs = take(num_arrays), take(len(copies)), take(len(copies))
+    smems, turn_smem, out_smems, barrier = (
+        take(num_arrays),
+        next(rest),
+        take(len(copies)),
+        next(rest),
     )
     tile = jax.lax.axis_index("tile")
     row = jax.lax.div(tile, column_tiles) * shape[0]
     column = jax.lax.rem(tile, column_tiles) * shape[1]
     rows, columns = pl.ds(row, shape[0]), pl.ds(column, shape[1])
-    plgpu.copy_gmem_to_smem(x_gmem.at[rows, columns], x_smem, barrier)
+    for gmem, smem in zip(gmems, smems, strict=True):
+        plgpu.copy_gmem_to_smem(gmem.at[rows, columns], smem, barrier)
     plgpu.barrier_wait(barrier)
 
     def inverse(ref, first, axis):
@@ -155,26 +211,30 @@ def _kernel(
 
     def quantize_piece(i, j):
         in_rows, in_columns = pl.ds(i * PIECE, PIECE), pl.ds(j * PIECE, PIECE)
-        piece = plgpu.load(x_smem.at[in_rows, in_columns], layout=plgpu.Layout.WGMMA)
-        piece = piece.astype(jnp.float32)
-        dtype = outs[0].dtype
-        values = None
-        if has_plain:
-            values = (piece * inverse(inverses[0], row + i * PIECE, 0)).astype(dtype)
-            smems[0][in_rows, in_columns] = values
-        if has_turned:
-            if values is None or inverses[-1].shape != (1,):
-                values = (piece * inverse(inverses[-1], column + j * PIECE, 1)).astype(dtype)
+        pieces = compute(
+            *(plgpu.load(s.at[in_rows, in_columns], layout=plgpu.Layout.WGMMA) for s in smems)
+        )
+        pieces = [p.astype(jnp.float32) for p in pieces]
+        of_tensor = {}  # values that serve both orders, because they have one scale
+        for (k, turned), inverse_ref, out, smem in zip(
+            copies, inverses, outs, out_smems, strict=True
+        ):
+            first, axis = (column + j * PIECE, 1) if turned else (row + i * PIECE, 0)
+            values = of_tensor.get(k)
+            if values is None or inverse_ref.shape != (1,):
+                values = (pieces[k] * inverse(inverse_ref, first, axis)).astype(out.dtype)
+                of_tensor[k] = values
+            if not turned:
+                smem[in_rows, in_columns] = values
+                continue
             turn_smem[...] = values.astype(jnp.float16)
-            turned = plgpu.load(turn_smem.transpose((1, 0)), layout=plgpu.Layout.WGMMA)
-            smems[-1][in_columns, in_rows] = turned.astype(dtype)
+            back = plgpu.load(turn_smem.transpose((1, 0)), layout=plgpu.Layout.WGMMA)
+            smem[in_columns, in_rows] = back.astype(out.dtype)
 
     for i in range(shape[0] // PIECE):
         for j in range(shape[1] // PIECE):
             quantize_piece(i, j)
     plgpu.commit_smem()
-    if has_plain:
-        plgpu.copy_smem_to_gmem(smems[0], outs[0].at[rows, columns])
-    if has_turned:
-        plgpu.copy_smem_to_gmem(smems[-1], outs[-1].at[columns, rows])
+    for (_, turned), out, smem in zip(copies, outs, out_smems, strict=True):
+        plgpu.copy_smem_to_gmem(smem, out.at[columns, rows] if turned else out.at[rows, columns])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

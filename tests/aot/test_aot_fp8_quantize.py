@@ -8,11 +8,14 @@ import pytest
 
 from aot.harness import ARCHS, Case, Program
 from pallas_kernels.fp8 import (
+    RECIPES,
     add_rms_norm_quantized,
     quantize,
     quantize_both,
     rms_norm_quantized,
 )
+from pallas_kernels.fp8.mlp import _swiglu_backward
+from pallas_kernels.partition import Place
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 kernel = dict(implementation="mosaic_gpu")
@@ -37,6 +40,20 @@ CASES = {
         "rows-f32": (one_row, (8192, 8192), F32),
     }.items()
 }
+
+
+def swiglu_backward(recipe, *args):
+    """All FP8 copies that the backward of `fp8_swiglu_mlp` needs."""
+    return _swiglu_backward(*args, RECIPES[recipe], (True,) * 4, Place())
+
+
+CASES |= {
+    f"swiglu-{name}": Case(
+        functools.partial(swiglu_backward, name),
+        (jax.ShapeDtypeStruct((16384, 8192), BF16),) * 3,
+    )
+    for name in ("tensorwise", "rowwise")
+}
 _TOKENS, _WEIGHT = jax.ShapeDtypeStruct((8192, 4096), BF16), jax.ShapeDtypeStruct((4096,), BF16)
 CASES |= {
     "norm": Case(functools.partial(rms_norm_quantized, **kernel), (_TOKENS, _WEIGHT)),
@@ -56,6 +73,8 @@ def test_compiles(compiled, chip, case):
     elif case.startswith("norm"):
         (name,) = program.calls
         assert name == ("add_rms_norm_fwd" if case == "norm-add" else "rms_norm_fwd")
+    elif case.startswith("swiglu"):
+        assert program.calls == {"fp8_swiglu_bwd_amax": 1, "fp8_swiglu_bwd_quantize": 1}
     else:
         has_maxima = case.startswith("row")
         assert program.calls == {"fp8_quantize": 1} | ({"fp8_amax": 1} if has_maxima else {})
@@ -65,6 +84,13 @@ def test_compiles(compiled, chip, case):
         if kernel.name.startswith("fp8_amax"):
             # 16 accesses of 16 bytes a lane are 64 rows of 256 columns; 2880 is 15 times 192.
             assert kernel.loads == {16: 12 if case == "row-2880" else 16}, kernel
+            continue
+        if kernel.name.startswith("fp8_swiglu_bwd_amax"):
+            assert kernel.loads == {16: 12}, kernel  # 4 of each of three arrays
+            continue
+        if kernel.name.startswith("fp8_swiglu_bwd_quantize"):
+            # Three arrays come in; dgate and dup go out in both orders, and the product in one.
+            assert (kernel.tma_loads, kernel.tma_stores) == (3, 5), kernel
             continue
         if kernel.name.startswith(("fp8_quantize_rows", "rms_norm", "add_rms_norm")):
             # 16 bytes are read at a time, and their 8 (float32: 4) values written.

@@ -96,7 +96,13 @@ def test_gated(scalings, keep):
     x, w_gate = make_operands(133, 70, 200, scalings=scalings)
     w_up = make_operands(1, 70, 200, scalings=scalings, seed=1)[1]
     config = Config(tile_n=64, stages=2, cluster=1, band=2, blocks=1)
-    got = gated_kernel.gated(x, w_gate, w_up, out_dtype=BF16, keep=keep, config=config)
+    *got, maxima = gated_kernel.gated(
+        x, w_gate, w_up, out_dtype=BF16, keep=keep, find_amax=True, config=config
+    )
+    # The maxima of 64 columns each, of rows up to whole tiles.
+    assert maxima.shape == (2, 256)
+    product = np.abs(np.pad(np.asarray(got[0], np.float32), ((0, 123), (0, 58))))
+    np.testing.assert_array_equal(maxima, product.reshape(256, 2, 64).max(axis=2).T)
     gate, up = (np.asarray(exact(x, w).astype(BF16), np.float64) for w in (w_gate, w_up))
     want = [gate / (1 + np.exp(-gate)) * up, gate, up][: len(got)]
     # The formula of the rounded gate and up: of exact sums, and so only a few of them differ.

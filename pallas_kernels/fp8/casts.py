@@ -1,0 +1,127 @@
+"""Quantization of a device's own tokens with the scales of all tokens, as a recipe says.
+
+On a mesh a scale that spans tokens comes from the maxima of all devices. So a result does not
+depend on the number of devices.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.fp8 import amax, mosaic_gpu, reference
+from pallas_kernels.fp8.quantize import quantize, quantize_both, quantize_transposed
+from pallas_kernels.fp8.recipes import Cast
+from pallas_kernels.fp8.types import Quantized
+from pallas_kernels.gpu.device import runs_here
+from pallas_kernels.partition import Place
+
+
+def cast_one(
+    a: jax.Array, cast: Cast, place: Place, *, maxima: jax.Array | None = None
+) -> Quantized:
+    """A device's tokens `[T, K]`, quantized along K; the scale is that of all tokens.
+
+    `maxima` are largest magnitudes of parts of `a`, from the kernel that made `a`. They save a pass
+    over `a` if it has one scale.
+    """
+    if cast.scaling == "tensor" and (place.tokens or maxima is not None):
+        return _with_scales_of_all(a, cast, place, turned=False, maxima=maxima)[0]
+    return quantize(a, cast.dtype, scaling=cast.scaling)
+
+
+def cast_both(a: jax.Array, cast: Cast, place: Place) -> tuple[Quantized, Quantized]:
+    """`cast_one` in both memory orders, the second `[K, T]`."""
+    if place.tokens:
+        return _with_scales_of_all(a, cast, place)
+    return quantize_both(a, cast.dtype, scaling=cast.scaling)
+
+
+def cast_turned(a: jax.Array, cast: Cast, place: Place) -> Quantized:
+    """The second result of `cast_both` alone."""
+    if place.tokens:
+        return _with_scales_of_all(a, cast, place, plain=False)[1]
+    return quantize_transposed(a, cast.dtype, scaling=cast.scaling)
+
+
+def _with_scales_of_all(
+    a: jax.Array,
+    cast: Cast,
+    place: Place,
+    *,
+    plain: bool = True,
+    turned: bool = True,
+    maxima: jax.Array | None = None,
+) -> tuple[Any, Any]:
+    """Both copies of a device's tokens, as far as wanted, with the scales of all tokens."""
+    if cast.scaling == "tensor":
+        amax = reference.amax_of(a if maxima is None else maxima, axis=None)
+        scales = [reference.scale_of(_largest(amax, place), cast.dtype)] * 2
+    else:
+        by_column = _largest(reference.amax_of(a.T, axis=1), place)
+        by_row = reference.amax_of(a, axis=1)
+        scales = [reference.scale_of(m, cast.dtype) for m in (by_row, by_column)]
+    wanted = scales[0] if plain else None, scales[1] if turned else None
+    has_kernel = mosaic_gpu.unsupported_reason(a) is None and runs_here() is None
+    values_of = mosaic_gpu.quantize if has_kernel else reference.values_of_both
+    found = zip(values_of(a, wanted[0], wanted[1], cast.dtype), wanted, strict=True)
+    first, second = (v if v is None else Quantized(v, s) for v, s in found)
+    return first, second
+
+
+def _largest(amax: jax.Array, place: Place) -> jax.Array:
+    """The maxima over all devices' tokens."""
+    if not place.tokens:
+        return amax
+    # A maximum over devices need not be NaN where one of the numbers is.
+    has_nan = jax.lax.pmax(jnp.isnan(amax).astype(jnp.int32), place.tokens) > 0
+    return jnp.where(has_nan, jnp.nan, jax.lax.pmax(amax, place.tokens))
+
+
+def cast_computed(
+    arrays: Sequence[jax.Array],
+    compute: Callable[..., Sequence[jax.Array]],
+    casts: Sequence[Cast],
+    wanted: Sequence[tuple[bool, bool]],
+    place: Place,
+    *,
+    name: str,
+) -> list[tuple[Quantized | None, Quantized | None]]:
+    """`cast_both` of tensors that an elementwise function makes of arrays, by two kernels.
+
+    The first kernel finds the maxima of the tensors, and the second one writes the FP8 copies. Both
+    compute the tensors from the arrays, so no tensor is written in 16 bits. The caller has asked
+    `mosaic_gpu.unsupported_reason`, which is None.
+
+    Args:
+      arrays: Arguments of the function, `[T, K]`, of one dtype.
+      compute: Function of pieces of the arrays; it returns pieces of the tensors in their dtype.
+      casts: Cast of each tensor.
+      wanted: Whether to make the copy of each tensor as it is, and the transposed one.
+      place: Place of the device in the mesh.
+      name: Beginning of the kernels' names.
+    """
+    # One maximum needs those of rows alone, which stay within a warp.
+    axes = [
+        (any(copies), False) if cast.scaling == "tensor" else copies
+        for cast, copies in zip(casts, wanted, strict=True)
+    ]
+    maxima = amax.amax_of_computed(arrays, compute, axes, name=f"{name}_amax")
+    copies = []
+    for (by_row, by_column), cast, (plain, turned) in zip(maxima, casts, wanted, strict=True):
+        if cast.scaling == "tensor" and by_row is not None:
+            by_row = by_column = _largest(reference.amax_of(by_row, axis=None), place)
+        elif by_column is not None:
+            by_column = _largest(by_column, place)
+        of_rows = reference.scale_of(by_row, cast.dtype) if plain and by_row is not None else None
+        of_columns = (
+            reference.scale_of(by_column, cast.dtype) if turned and by_column is not None else None
+        )
+        copies.append(mosaic_gpu.Wanted(of_rows, of_columns, cast.dtype))
+    values = mosaic_gpu.quantize_computed(arrays, compute, copies, name=f"{name}_quantize")
+    pair = lambda v, s: None if v is None else Quantized(v, s)
+    return [
+        (pair(plain, w.scale), pair(turned, w.turned_scale))
+        for (plain, turned), w in zip(values, copies, strict=True)
+    ]

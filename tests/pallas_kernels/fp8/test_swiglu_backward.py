@@ -1,0 +1,118 @@
+"""The kernels that make the FP8 copies of SwiGLU's gradients, against float64. About 12 s."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.fp8 import RECIPES, mosaic_gpu, quantize_both
+from pallas_kernels.fp8.casts import cast_computed
+from pallas_kernels.fp8.mlp import _gradients_of_swiglu
+from pallas_kernels.partition import Place
+from support.numerics import assert_as_accurate, quick_jit
+from support.pairwise import pairwise
+
+BF16, F16 = jnp.bfloat16, jnp.float16
+NAMES = ("dgate", "dup", "product")
+
+
+def operands(shape, dtype):
+    """gate, up and the gradient of their product."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    return tuple(jax.random.normal(k, shape, dtype) for k in keys)
+
+
+def casts_of(recipe):
+    recipe = RECIPES[recipe]
+    return recipe.gradients, recipe.gradients, recipe.inputs
+
+
+@functools.cache
+def by_kernels(recipe, wanted=((True, True),) * 3):
+    def run(*args):
+        return cast_computed(
+            args, _gradients_of_swiglu, casts_of(recipe), wanted, Place(), name="fp8_swiglu_bwd"
+        )
+
+    return quick_jit(run)
+
+
+@functools.cache
+def by_pieces(recipe):
+    """The gradients in the dtype of gate, then a cast of each."""
+
+    def run(*args):
+        casts = zip(_gradients_of_swiglu(*args), casts_of(recipe), strict=True)
+        return [quantize_both(a, c.dtype, scaling=c.scaling) for a, c in casts]
+
+    return quick_jit(run)
+
+
+def exact(gate, up, dproduct):
+    gate, up, dproduct = (np.asarray(a, np.float64) for a in (gate, up, dproduct))
+    sigmoid = 1 / (1 + np.exp(-gate))
+    dgate = dproduct * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return dgate, dproduct * gate * sigmoid, gate * sigmoid * up
+
+
+@pytest.mark.parametrize(
+    "recipe, dtype, shape",
+    pairwise(["tensorwise", "rowwise"], [BF16, F16], [(64, 64), (64, 192), (192, 128)]),
+    ids=str,
+)
+def test_every_copy_is_as_accurate_as_a_cast_of_its_own(interpreted, recipe, dtype, shape):
+    args = operands(shape, dtype)
+    got, plain = by_kernels(recipe)(*args), by_pieces(recipe)(*args)
+    for name, pair, pieces, want in zip(NAMES, got, plain, exact(*args), strict=True):
+        for a, b, e in zip(pair, pieces, (want, want.T), strict=True):
+            assert (a.values.shape, a.values.dtype) == (b.values.shape, b.values.dtype)
+            assert a.scale.shape == b.scale.shape
+            assert_as_accurate([a.dequantize()], [b.dequantize()], [e], names=[name])
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_copies_that_are_asked_for(interpreted, recipe):
+    args = operands((64, 128), BF16)
+    wanted = (True, False), (False, True), (False, False)
+    got, every = by_kernels(recipe, wanted)(*args), by_kernels(recipe)(*args)
+    for pair, all_of_it, asked_for in zip(got, every, wanted, strict=True):
+        for a, b, is_wanted in zip(pair, all_of_it, asked_for, strict=True):
+            assert (a is not None) == is_wanted
+            if is_wanted:
+                np.testing.assert_array_equal(a.values, b.values)
+                np.testing.assert_array_equal(a.scale, b.scale)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_and_infinity_arrive_as_nan(interpreted, recipe, bad):
+    gate, up, dproduct = operands((64, 64), BF16)
+    dproduct = dproduct.at[5, 7].set(bad)
+    of_dgate, of_dup, of_product = by_kernels(recipe)(gate, up, dproduct)
+    for plain, turned in (of_dgate, of_dup):
+        for q, row in ((plain, 5), (turned, 7)):
+            is_nan = np.isnan(np.asarray(q.dequantize()))
+            assert is_nan[row].all() and is_nan.all() == (recipe == "tensorwise")
+    assert all(np.isfinite(np.asarray(q.dequantize())).all() for q in of_product)
+
+
+def test_zeros(interpreted):
+    gate, up, dproduct = operands((64, 64), BF16)
+    of_dgate, of_dup, _ = by_kernels("tensorwise")(gate, up, 0 * dproduct)
+    for q in (*of_dgate, *of_dup):
+        assert q.scale == 1 and not np.any(np.asarray(q.values, np.float32))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rows, columns", [(64, 64), (128, 64), (192, 128)])
+def test_every_tile_gives_the_same_bits(interpreted, rows, columns):
+    args = operands((192, 128), BF16)
+    wanted = [mosaic_gpu.Wanted(jnp.float32(1 / 64), jnp.float32(1 / 64), jnp.float8_e4m3fn)] * 3
+    run = functools.partial(
+        mosaic_gpu.quantize_computed, args, _gradients_of_swiglu, wanted, name="fp8_swiglu_bwd"
+    )
+    config = mosaic_gpu.Config(rows=rows, columns=columns)
+    for a, b in zip(jax.tree.leaves(run(config=config)), jax.tree.leaves(run()), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
