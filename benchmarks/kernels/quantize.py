@@ -8,10 +8,10 @@ interleaved rounds. The parts are:
 - `given scale`: both memory orders, with a scale that the caller has. An element is read once and
   written twice.
 - `tensor`: `quantize_both`, which first reads the array for its largest magnitude.
-- `row`: the same with a scale for each row and for each column.
+- `row`: `quantize_both` with a scale for each row and for each column.
 - `one order, row`: `quantize` with a scale for each row, which reads and writes an element once.
 
-The bytes of each way must equal those of XLA before it is timed, except for one value in 100,000.
+Before a part is timed, its bytes are compared with those of XLA. One value in 100,000 may differ.
 `--sweep` adds other tiles. The benchmark writes a table and all numbers into the folder of results.
 """
 
