@@ -56,7 +56,7 @@ class Setting:
     layout: str = "vd"
 
     def with_layout(self, layout: str) -> "Setting":
-        """The same for a weight of another layout, which the loss must know."""
+        """This setting for a weight of another layout, which the loss must know."""
         if layout == self.layout:
             return self
         loss = functools.partial(self.loss, weight_layout=layout)
