@@ -9,7 +9,7 @@ The shapes are tokens x D x F. The data are random bfloat16 numbers; times are k
   epilogue of its GEMM. It is timed with gate and up written, as a training step needs them, and
   without.
 - `gradients`: dgate, dup and the product, from dy, gate and up, beside one GEMM. Three ways are
-  timed: a GEMM and one elementwise pass by XLA, the same with our elementwise kernel, and our GEMM
+  timed: a GEMM and one elementwise pass by XLA, a GEMM and our elementwise kernel, and our GEMM
   with the elementwise work in its epilogue.
 - `mlp`: forward and backward by implementation and by saved arrays, beside nine GEMMs.
 
