@@ -270,9 +270,9 @@ def _quack_add_rms_norm() -> Callable[..., Any]:
 
 
 def _quack_linear_cross_entropy() -> Callable[..., Any]:
-    # QuACK 0.6.5 makes a cache key from every object that its GEMM's epilogues refer to, and
-    # rejects the logger of nvidia-cutlass-dsl 4.7.1 among them; this attribute gives the logger a
-    # key. (In 4.8.1 the object is a ContextVar, which takes no attribute.)
+    # QuACK 0.6.5 makes a cache key from every object that its GEMM's epilogues refer to. One of
+    # them is the logger of nvidia-cutlass-dsl 4.7.1, which it rejects. This attribute gives the
+    # logger a key. (In 4.8.1 the object is a ContextVar, which takes no attribute.)
     setattr(logging.Logger, "__quack_semantic_key__", lambda logger: logger.name)  # noqa: B010
     loss = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
 

@@ -43,7 +43,7 @@ _numbers = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What one call of an operation runs.
+    """The implementation that one call of an operation runs.
 
     Attributes:
       operation: Name of the public function.

@@ -37,8 +37,8 @@ def fold_chunks(
 
     The first chunk is short, so that all others are full. Its results start the sums, which saves
     writing zeros. Two chunks would take as much memory as one: the loop over the second has one
-    step, so XLA unrolls it, merges it with the first chunk, and has both in memory. Such an axis
-    therefore has three chunks, of whole tiles where they are that long.
+    step, so XLA unrolls it, merges it with the first chunk, and has both in memory. So an axis of
+    two chunks gets three, of whole tiles where they are that long.
 
     Args:
       body: Function `(chunk, start) -> (summands, parts)`.

@@ -268,8 +268,8 @@ def _like(gradient: jax.Array, aval: Any) -> jax.Array:
     """The gradient in the dtype of its argument, and split over a mesh as the argument is.
 
     Inside of `jax.shard_map`, the gradient of an array that is the same on several devices is the
-    sum of their gradients. With `check_vma=False` no type says what is the same, and the transpose
-    of `shard_map` takes the sum.
+    sum of their gradients. With `check_vma=False` no type says which arrays are the same, and the
+    transpose of `shard_map` takes the sum.
     """
     gradient = gradient.astype(aval.dtype)
     varying = aval.manual_axis_type.varying
@@ -310,7 +310,8 @@ def _jvp_of_tangent(primals, tangents, **params: Any):
 def _jvp_of_backward(primals, tangents, *, operation: Operation, wanted: Mask, given: Mask, **_):
     run = _tangent(_checked(operation), wanted)
     gradients = _bind_backward(operation, wanted, given, *primals)
-    # Of the types of the gradients. On Manual axes those may vary where their arguments do not.
+    # Zeros have the types of the gradients. On Manual axes a gradient may vary over an axis over
+    # which its argument does not.
     zeros = [ad.instantiate_zeros(_zero(g)) for g in gradients]
 
     def backward(*arrays: jax.Array) -> Any:

@@ -1,4 +1,4 @@
-"""Which steps are skipped: those whose loss or gradient is not finite, or whose loss jumps.
+"""Skips steps whose loss or gradient is not finite, or whose loss jumps.
 
 A skipped step leaves parameters and optimizer state as they are, to the bit. The jitted step makes
 the decision, so the host need not wait for it.

@@ -1,4 +1,4 @@
-"""What a run starts from: the mesh, the data, the first state, and the compiled steps."""
+"""The start of a run: the mesh, the data, the first state, and the compiled steps."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -25,7 +25,7 @@ type OptionValue = bool | int | float | str
 # x tensor. On four H200s (JAX 0.11.2) a step takes 60.3 ms with the options, 63.4 without them and
 # 64.1 with latency hiding off at 4x1, and 18.6, 18.9 and 19.5 ms at 1x4.
 #
-# These options change nothing in that schedule and are left out: effort O1, the analytical latency
+# Some options change nothing in that schedule and are left out: effort O1, the analytical latency
 # estimator, the stream's priority, no command buffers, double-buffered loops, and the windows of
 # collective matmuls (XLA's partitioner makes them, a `jax.shard_map` does not need them).
 # Thresholds of 512 MiB for combining make it worse, and so does pipelining all kinds of

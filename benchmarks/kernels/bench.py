@@ -182,6 +182,22 @@ def short_name(device_kind: str) -> str:
     return re.split(r"[ -]", name)[0].lower()
 
 
+def write_results(folder: Path, name: str, device: str, contents: Any, text: str) -> None:
+    """Writes `NAME_DEVICE_YYYYMM.json` and `.md`; the folder is made if there is none.
+
+    Args:
+      folder: Folder of the results.
+      name: Beginning of the files' names.
+      device: Middle of the files' names, such as `h100` or `h100_x8`.
+      contents: All numbers, for the JSON file.
+      text: Table in Markdown.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}_{device}_{time.strftime('%Y%m')}"
+    path.with_suffix(".json").write_text(json.dumps(contents, indent=1) + "\n")
+    path.with_suffix(".md").write_text(text)
+
+
 def _versions(with_peers: bool) -> str:
     found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     if with_peers:
@@ -226,7 +242,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "rounds": args.rounds,
         "ceilings": str(ceilings.measure()),
     }
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     for name, found in columns.items():
         records = []
         for shape in args.shapes or OPS[name].shapes:
@@ -236,9 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             records += measure_shape(OPS[name], shape, found, args.rounds)
             gc.collect()  # PyTorch's graphs hold their inputs in reference cycles
         result = {"op": name, **header, "records": records}
-        path = args.output_dir / f"{name}_{short_name(device_kind)}_{time.strftime('%Y%m')}"
-        path.with_suffix(".md").write_text(markdown(result))
-        path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+        write_results(args.output_dir, name, short_name(device_kind), result, markdown(result))
         print(markdown(result), flush=True)
 
 

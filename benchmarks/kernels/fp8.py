@@ -6,14 +6,15 @@ A layer is K x N. The data are random bfloat16 numbers; times are kernel times
 (`benchmarks/timing.py`), the median over interleaved rounds. Each figure is a layer's time in
 bfloat16 over its time in FP8, so above 1 FP8 is faster:
 
-- `product`: one bare product, of tensors that are quantized already, by scales and accumulation.
-- `sweep`: the same with row scales, by launch parameters; not measured unless it is asked for.
+- `product`: one bare product. Its operands are quantized already. There is a figure for each kind
+  of scale and of accumulation.
+- `sweep`: the product with row scales, by launch parameters. It runs only if `--parts` names it.
 - `layer`: `fp8_linear` forward, and forward with both gradients, against the bare products in
-  bfloat16. The casts of `x` and `dy` count; weights are quantized once a step, and that time is a
-  column of its own.
+  bfloat16. The time includes the casts of `x` and `dy`. Weights are quantized once a step, and that
+  time is a column of its own.
 - `mlp`: `fp8_swiglu_mlp` forward with all gradients, against `swiglu_mlp` in bfloat16.
 
-Each way is compared with bfloat16's result before it is timed. The tables come last.
+Each result is compared with bfloat16's before it is timed. The tables come last.
 """
 
 import argparse

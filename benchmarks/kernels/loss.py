@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 from benchmarks import agreement, ceilings, peers, timing
 from benchmarks.kernels import shapes
-from benchmarks.kernels.bench import short_name
+from benchmarks.kernels.bench import short_name, write_results
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels import linear_cross_entropy
 
@@ -56,7 +56,7 @@ class Setting:
     layout: str = "vd"
 
     def with_layout(self, layout: str) -> "Setting":
-        """The same for a weight of another layout, which the loss must know."""
+        """This setting for a weight of another layout, which the loss must know."""
         if layout == self.layout:
             return self
         loss = functools.partial(self.loss, weight_layout=layout)
@@ -323,9 +323,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{', '.join(found)}. bfloat16, kernel time, median of {args.rounds} interleaved rounds; "
         f"{ceilings.measure()} by wall time.\n\n    {command}\n\n"
     )
-    name = f"linear_cross_entropy_{short_name(device_kind)}_{time.strftime('%Y%m')}"
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    path = args.output_dir / name
+    device = short_name(device_kind)
     records: list[dict[str, Any]] = []
     contents = {"device": device_kind, "versions": found, "command": command, "records": records}
     for shape in args.shapes:
@@ -335,8 +333,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         jax.clear_caches()
         # Written after each shape. Seven shapes take five minutes, and a failure loses only one.
         records += of_shape
-        path.with_suffix(".json").write_text(json.dumps(contents, indent=1) + "\n")
-        path.with_suffix(".md").write_text(title + table(records))
+        text = title + table(records)
+        write_results(args.output_dir, "linear_cross_entropy", device, contents, text)
         print(table(of_shape), flush=True)
 
 

@@ -4,11 +4,12 @@
     python -m benchmarks.kernels.mesh                                       # all GPUs of this host
 
 `Auto` and `Explicit` are plain calls of the public operation on a mesh whose axis has that type.
-`by hand` is a `shard_map` as a user would write it: it gathers a split weight in the dtype of the
-activations, calls the operation on a device's tokens, and sums or scatters the gradient of the
-weight in float32. `plain JAX` is the formula, as XLA partitions it. Tokens are split in every case.
-A weight is whole, or split as FSDP splits it. Weights are float32, activations bfloat16 on GPUs and
-float32 on CPUs. A time is the wall time of a call, the median over interleaved rounds.
+`by hand` is a `shard_map` as a user would write it. It gathers a split weight in the dtype of the
+activations, and calls the operation on a device's tokens. Then it sums the gradient of the weight
+in float32, and scatters it if the weight is split. `plain JAX` is the formula, as XLA partitions
+it. Tokens are split in every case. A weight is whole, or split as FSDP splits it. Weights are
+float32, activations bfloat16 on GPUs and float32 on CPUs. A time is the wall time of a call, the
+median over interleaved rounds.
 """
 
 import argparse

@@ -9,7 +9,7 @@ The shapes are tokens x D x F. The data are random bfloat16 numbers; times are k
   epilogue of its GEMM. It is timed with gate and up written, as a training step needs them, and
   without.
 - `gradients`: dgate, dup and the product, from dy, gate and up, beside one GEMM. Three ways are
-  timed: a GEMM and one elementwise pass by XLA, the same with our elementwise kernel, and our GEMM
+  timed: a GEMM and one elementwise pass by XLA, a GEMM and our elementwise kernel, and our GEMM
   with the elementwise work in its epilogue.
 - `mlp`: forward and backward by implementation and by saved arrays, beside nine GEMMs.
 
@@ -20,7 +20,6 @@ candidates. The benchmark writes a table and all numbers into the folder of resu
 import argparse
 import dataclasses
 import functools
-import json
 import shlex
 import sys
 import time
@@ -33,7 +32,7 @@ import jax.numpy as jnp
 
 from benchmarks import agreement, ceilings, timing
 from benchmarks.kernels import shapes
-from benchmarks.kernels.bench import short_name
+from benchmarks.kernels.bench import short_name, write_results
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels import swiglu_mlp
 from pallas_kernels.gpu.device import target_device
@@ -260,11 +259,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"wall time, {ceilings.measure()}.\n\n"
         f"    {shlex.join(['python', '-m', 'benchmarks.kernels.mlp', *argv])}\n\n"
     )
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    path = args.output_dir / f"swiglu_mlp_{short_name(device_kind)}_{time.strftime('%Y%m')}"
-    path.with_suffix(".json").write_text(json.dumps(records, indent=1) + "\n")
-    path.with_suffix(".md").write_text(header + table(records))
-    print(header + table(records))
+    text = header + table(records)
+    write_results(args.output_dir, "swiglu_mlp", short_name(device_kind), records, text)
+    print(text)
 
 
 if __name__ == "__main__":

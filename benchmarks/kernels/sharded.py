@@ -14,7 +14,6 @@ delivers 450 GB/s to an H100 or H200.
 import argparse
 import functools
 import itertools
-import json
 import shlex
 import statistics
 import sys
@@ -31,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import timing
 from benchmarks.kernels import shapes
-from benchmarks.kernels.bench import short_name
+from benchmarks.kernels.bench import short_name, write_results
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels import add_rms_norm, sharded_add_rms_norm
 
@@ -175,12 +174,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{_LENGTH} in a program, median of {args.rounds} interleaved rounds.\n\n"
         f"    {shlex.join(['python', '-m', 'benchmarks.kernels.sharded', *argv])}\n\n"
     )
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    stem = f"sharded_add_rms_norm_{short_name(device_kind)}_x{len(devices)}"
-    path = args.output_dir / f"{stem}_{time.strftime('%Y%m')}"
-    path.with_suffix(".json").write_text(json.dumps(records, indent=1) + "\n")
-    path.with_suffix(".md").write_text(header + table(records))
-    print(header + table(records))
+    text = header + table(records)
+    device = f"{short_name(device_kind)}_x{len(devices)}"
+    write_results(args.output_dir, "sharded_add_rms_norm", device, records, text)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,17 @@
 
     python -m benchmarks.training.train_step --variants scanned:minimal unrolled:minimal
 
-A variant is `layers:remat`. Suffixes change it: `:fp8=RECIPE` multiplies in FP8 by a recipe such as
-`tensorwise`, `:xla` runs none of our kernels in products of 16 bits and norms, `:loss=xla` leaves
-the loss to XLA in chunks, `:loss=logits` leaves it to XLA with all logits in memory, and
-`:xla_gpu_enable_triton_gemm=false` sets an option of XLA. All variants train one state and take
-turns: in each round each runs a few steps. Times are wall times, the median over the rounds.
-`--kernels` adds the time by kind of kernel, from a profiler trace.
+A variant is `layers:remat`. Suffixes change it:
+
+- `:fp8=RECIPE` multiplies in FP8 by a recipe such as `tensorwise`.
+- `:xla` runs none of our kernels in products of 16 bits and in norms.
+- `:loss=xla` leaves the loss to XLA, in chunks.
+- `:loss=logits` leaves the loss to XLA, with all logits in memory.
+- `:xla_gpu_enable_triton_gemm=false` sets an option of XLA.
+
+All variants train one state and take turns: in each round each runs a few steps. Times are wall
+times, the median over the rounds. `--kernels` adds the time by kind of kernel, from a profiler
+trace.
 """
 
 import argparse

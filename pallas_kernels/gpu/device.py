@@ -64,8 +64,8 @@ def target_device() -> Device:
     """The device that Pallas compiles for: JAX's default device.
 
     On a machine without a GPU the kernels can still be interpreted, or exported. Their launch
-    parameters are then for a GPU with one multiprocessor: right anywhere, fast nowhere. Such a
-    machine cannot run the kernels; `gpu_kernel` says so when they are compiled for it.
+    parameters are then for a GPU with one multiprocessor: right anywhere, fast nowhere. A machine
+    without a GPU cannot run the kernels; `gpu_kernel` says so when they are compiled for it.
     """
     device: Any = jax.config.jax_default_device
     if device is None or isinstance(device, str):

@@ -322,8 +322,8 @@ class MainLoop:
           is_needed: Scalar. If it is False, there are no tiles, and `start` is not called.
           first_step_of_b: Step in K at which each `b` begins; its beginning follows its end.
           parts_of_a: Function `(row, step)` that gives the tile of `a` from this row and step of K
-            on, for an `a` that does not lie as `a_gmems` do; these are then not read.
-          parts_of_b: Function `(column, step)` that does the same for the only `b`.
+            on, for an `a` that does not lie as `a_gmems` do. Then `a_gmems` are not read.
+          parts_of_b: Function `(column, step)` that gives the tile of the only `b`.
         """
         tile_n, stages, cluster = self.config.tile_n, self.config.stages, self.config.cluster
         num_clusters = self.num_clusters

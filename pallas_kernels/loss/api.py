@@ -245,7 +245,8 @@ def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) 
       device and the given shapes. On a mesh give the shapes of one device's arrays.
 
     Raises:
-      ValueError, TypeError, NotImplementedError: `linear_cross_entropy` raises the same.
+      ValueError, TypeError, NotImplementedError: a call of `linear_cross_entropy` would
+        raise the same error.
     """
     bound = inspect.signature(linear_cross_entropy).bind(x, weight, labels, **options)
     bound.apply_defaults()

@@ -34,7 +34,7 @@ from pallas_kernels.loss.token_loss import LossOptions
 
 type Reduction = Literal["mean", "sum", "none"]
 
-# Labels that are no column of the vocabulary become one of these.
+# Labels that are no column of the vocabulary become one of these numbers.
 IGNORED, OUT_OF_RANGE = -1, -2
 _DTYPES_OF_WEIGHTS = jnp.floating, jnp.integer, jnp.bool_
 

@@ -6,7 +6,7 @@ than 1 multiplies them in float32, and they are rounded again.
 
 Several sums, or losses that are not added up, have a cotangent each, which the forward does not
 know. So the forward makes the losses alone, and the backward computes the logits again: four GEMMs.
-Chunks of columns do the same for a single sum.
+With chunks of columns, a single sum takes four GEMMs too.
 
 Each device computes the losses of its own tokens. The vocabulary may be split over mesh axes that
 split no tokens. Then the devices exchange 20 bytes of statistics a token, and add up `dx`.

@@ -56,8 +56,8 @@ class Settings:
       implementation: Code that makes losses and gradients from logits.
       accum_dtype: Dtype in which chunks of tokens add up `dweight`.
       weight_layout: Layout of the weight and of its gradient.
-      vocab_axes: Mesh axes over which the vocabulary is split; in a request for whole arrays, those
-        of a `jax.shard_map` around it.
+      vocab_axes: Mesh axes over which the vocabulary is split; in a request for whole arrays, the
+        axes of a `jax.shard_map` around it.
       config: Launch parameters.
     """
 

@@ -32,12 +32,12 @@ class Module:
 
     @property
     def text(self) -> str:
-        """What runs now, in print."""
+        """Name of the operation that runs now, or why the module runs its own code."""
         return self.operation or f"its own code: {self.reason}"
 
 
 class Patched:
-    """What `patch` replaced in a model. Its `str` is a table.
+    """The modules that `patch` replaced in a model. Its `str` is a table.
 
     Attributes:
       modules: All modules that were replaced, or left for a reason.

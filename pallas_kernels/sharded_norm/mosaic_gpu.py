@@ -26,9 +26,9 @@ wait there for another device, whose blocks leave NCCL no place and wait for the
 runs collectives that way if it has made them asynchronous
 (`xla_gpu_enable_latency_hiding_scheduler`); it was not seen to happen.
 
-The backward is the mirror: the sum of `dy` over the devices, the norm's backward at the tokens of
-the shard, and the gradient of `partial`, which is the same for all devices, read from the device
-that made it. The gradient of the weight is a partial sum a block, added up by XLA, as in
+The backward is the mirror. A device sums `dy` over the devices, and runs the norm's backward at the
+tokens of its shard. The gradient of `partial` is the same for all devices, and each reads it from
+the device that made it. The gradient of the weight is a partial sum a block, added up by XLA, as in
 `rms_norm`.
 
 Rounding: float32 sums, rounded once: `residual_out`, `y` (of the rounded `residual_out`), `dx`

@@ -6,12 +6,12 @@ all-reduce is a reduce-scatter and an all-gather; between the two a device has 1
 (Megatron's sequence parallelism, https://arxiv.org/abs/2205.05198). With the norm there, the bytes
 between devices stay the same: each device sends `2·(n-1)/n` arrays `[T, D]` in the forward and as
 many in the backward. The memory traffic of the norm, and what it keeps for the backward, are 1/n.
-(With `gather=False` half of the bytes of each direction are sent here, and the other half in the
-caller's all-gather.)
+With `gather=False` half of the bytes of each direction are sent here. The caller's all-gather sends
+the other half.
 
-This module needs no gradient rule, because the rules of its parts are right: the transpose of the
-all-gather is a reduce-scatter (of `dy`), the transpose of the reduce-scatter an all-gather (of the
-gradient of every device's `partial`), and neither keeps anything. The norm's own rule keeps
+This module needs no gradient rule, because the rules of its parts are right. The transpose of the
+all-gather is a reduce-scatter, of `dy`. The transpose of the reduce-scatter is an all-gather, of
+the gradient of every device's `partial`. Neither keeps anything. The norm's own rule keeps
 `residual_out` and `rstd` of this device's tokens, or what JAX keeps of plain JAX.
 """
 

@@ -1,4 +1,4 @@
-"""What a Llama's step in FP8 is compiled to for an H100."""
+"""The program of a Llama's step in FP8, compiled for an H100."""
 
 import dataclasses
 import functools

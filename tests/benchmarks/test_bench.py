@@ -1,6 +1,7 @@
 """The tables and the command line of the benchmark of operations, and the peers."""
 
 import json
+import re
 
 import pytest
 
@@ -55,6 +56,15 @@ def test_memory_is_reported_where_forward_and_backward_are_one():
 )
 def test_short_names(kind, short):
     assert bench.short_name(kind) == short
+
+
+def test_results_are_written_as_numbers_and_as_a_table(tmp_path):
+    bench.write_results(tmp_path / "new", "swiglu", "h100_x8", {"rounds": 3}, "# Table\n")
+    table, numbers = sorted((tmp_path / "new").iterdir(), reverse=True)
+    assert re.fullmatch(r"swiglu_h100_x8_20\d{4}\.md", table.name)
+    assert numbers == table.with_suffix(".json")
+    assert json.loads(numbers.read_text()) == {"rounds": 3}
+    assert table.read_text() == "# Table\n"
 
 
 @pytest.mark.parametrize(

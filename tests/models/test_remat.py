@@ -116,7 +116,7 @@ def compiled(remat: str, scan_layers: bool):
 def kept(remat: str, scan_layers: bool) -> Counter:
     """Shapes of all arrays with a sequence axis that the forward leaves to the backward.
 
-    Those in host memory have "host" before their sizes.
+    Shapes of arrays in host memory have "host" before their sizes.
     """
     # A function returned by `jax.vjp` is a pytree whose leaves are what it closes over.
     program = jax.make_jaxpr(

@@ -1,4 +1,4 @@
-"""What the tests of several operations share."""
+"""Fixtures that the tests of several operations share."""
 
 import sys
 from collections.abc import Iterator

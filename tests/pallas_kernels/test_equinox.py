@@ -33,7 +33,7 @@ def in_dtype(module, dtype):
     return jax.tree.map(lambda a: a.astype(dtype), module)
 
 
-# These functions compute one sequence in Equinox's own layers.
+# The next functions compute one sequence in Equinox's own layers.
 
 
 def their_norm(norm, x):

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from train.config import DataConfig, OptimizerConfig, TrainConfig, preset
+from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, preset
 
 # Its vocabulary has a token for each byte.
 MODEL = dataclasses.replace(
@@ -25,4 +25,13 @@ CONFIG = TrainConfig(
     eval_every=0,
     sample_tokens=0,
     save=False,
+)
+# A run on text, the sources of the standard library. Tests put a small corpus in their place.
+ON_LIBRARY = dataclasses.replace(
+    CONFIG,
+    model=MODEL,
+    data=DataConfig(source="stdlib", sequence_length=32, batch_size=8, accumulation_steps=2),
+    mesh=MeshConfig(fsdp=2),
+    steps=5,
+    log_every=1,
 )

@@ -19,26 +19,20 @@ import train.setup
 from models.llama_hf import load_pretrained
 from models.sampling import generate
 from models.sharding import batch_sharding, make_mesh
-from support.tiny_run import MODEL
+from support import tiny_run
 from support.tokenizer_files import write_byte_level
 from train import data
-from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+from train.config import DataConfig
 from train.loop import run
 from train.reporting.profiling import memory_report
 from train.reporting.results import load_metrics
 from train.step import init_state, make_train_step, model_graph
 
 # The runs use the eight devices of the tests, so that each test sees the loop's placements.
-CONFIG = TrainConfig(
-    name="tiny",
-    model=MODEL,
-    data=DataConfig(source="stdlib", sequence_length=32, batch_size=8, accumulation_steps=2),
-    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
-    mesh=MeshConfig(fsdp=2),
-    steps=5,
+CONFIG = dataclasses.replace(
+    tiny_run.ON_LIBRARY,
     eval_every=2,
     eval_batches=3,
-    log_every=1,
     sample_prompt="if ",
     sample_tokens=6,
     save=True,
@@ -48,8 +42,6 @@ CONFIG = TrainConfig(
 CORPUS = data.Corpus(
     {f"{i}.py": f"def f{i}(x):\n    return x + {i}\n".encode() for i in range(400)}
 )
-# A run in which the model does not matter.
-SMALL = dataclasses.replace(CONFIG, sample_tokens=0, save=False, eval_every=0)
 
 
 pytestmark = pytest.mark.usefixtures("no_plots")
@@ -284,7 +276,7 @@ def test_a_second_run_repeats_the_first_in_a_folder_of_its_own(finished):
 def test_synthetic_tokens(tmp_path):
     """Random tokens of any vocabulary have no positions, and no held-out part."""
     config = dataclasses.replace(
-        SMALL,
+        tiny_run.ON_LIBRARY,
         runs_dir=tmp_path,
         model=dataclasses.replace(CONFIG.model, vocab_size=100, num_hidden_layers=1),
         data=DataConfig(source="synthetic", sequence_length=16, batch_size=8),
@@ -306,7 +298,7 @@ def test_text_of_ones_own(tmp_path, capsys):
     lines = [{"text": f"the quick brown fox jumps over {i}\n"} for i in range(300)]
     text.write_text("".join(json.dumps(record) + "\n" for record in pairs + lines))
     config = dataclasses.replace(
-        SMALL,
+        tiny_run.ON_LIBRARY,
         runs_dir=tmp_path,
         data=dataclasses.replace(
             CONFIG.data,
@@ -316,6 +308,7 @@ def test_text_of_ones_own(tmp_path, capsys):
         ),
         steps=2,
         eval_every=1,
+        eval_batches=3,
         sample_prompt="the fox",
         sample_tokens=3,
     )

@@ -19,28 +19,17 @@ import train.outputs
 import train.reporting.report
 import train.setup
 from models.sharding import make_mesh
-from support.tiny_run import MODEL
+from support import tiny_run
 from train import data
 from train.__main__ import main
-from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+from train.config import DataConfig
 from train.errors import RunError
 from train.guard import initial_guard
 from train.loop import run
 from train.reporting.results import load_metrics
 from train.step import TrainState
 
-SMALL = TrainConfig(
-    name="tiny",
-    model=MODEL,
-    data=DataConfig(source="stdlib", sequence_length=32, batch_size=8, accumulation_steps=2),
-    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
-    mesh=MeshConfig(fsdp=2),
-    steps=5,
-    eval_every=0,
-    log_every=1,
-    sample_tokens=0,
-    save=False,
-)
+CONFIG = tiny_run.ON_LIBRARY
 
 pytestmark = pytest.mark.usefixtures("no_plots")
 
@@ -80,8 +69,8 @@ def no_compilation(monkeypatch):
 def test_impossible_runs_are_refused_and_leave_nothing(
     part, changes, message, tmp_path, no_compilation
 ):
-    changed = dataclasses.replace(getattr(SMALL, part), **changes)
-    config = dataclasses.replace(SMALL, runs_dir=tmp_path, **{part: changed})
+    changed = dataclasses.replace(getattr(CONFIG, part), **changes)
+    config = dataclasses.replace(CONFIG, runs_dir=tmp_path, **{part: changed})
     with pytest.raises(ValueError, match=message):
         run(config)
     assert not any(tmp_path.iterdir())
@@ -129,7 +118,7 @@ def test_a_signal_without_checkpoints_leaves_model_and_report(
     finished = []
     monkeypatch.setattr(train.loop, "finish", lambda *args: finished.append(args[1]))
     handler = signal.getsignal(number)
-    folder = run(dataclasses.replace(SMALL, runs_dir=tmp_path, steps=100, save=save))
+    folder = run(dataclasses.replace(CONFIG, runs_dir=tmp_path, steps=100, save=save))
     assert finished == [folder]  # it writes the model if `save` says so
     assert [row["step"] for row in load_metrics(folder).train] == [1, 2, 3, 4]
     assert signal.getsignal(number) == handler
@@ -145,7 +134,7 @@ def test_a_run_that_fails_before_its_first_step_leaves_nothing(tmp_path, fake_st
     fake_steps(float)
     monkeypatch.setattr(train.loop, "compile_steps", fail)
     with pytest.raises(ValueError, match="too long"):
-        run(dataclasses.replace(SMALL, runs_dir=tmp_path))
+        run(dataclasses.replace(CONFIG, runs_dir=tmp_path))
     assert not any(tmp_path.iterdir())
 
 
@@ -163,8 +152,8 @@ def test_a_full_disk_at_the_model_keeps_the_metrics(error, tmp_path, fake_steps,
 
     monkeypatch.setattr(train.outputs, "save_pretrained", full)
     with pytest.raises(RunError, match=r"tiny/model: (No space left|I/O error)"):
-        run(dataclasses.replace(SMALL, runs_dir=tmp_path, save=True))
-    assert len(load_metrics(tmp_path / "tiny").train) == SMALL.steps
+        run(dataclasses.replace(CONFIG, runs_dir=tmp_path, save=True))
+    assert len(load_metrics(tmp_path / "tiny").train) == CONFIG.steps
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -175,7 +164,7 @@ def test_an_interrupted_run_leaves_its_rows_and_no_thread(error, tmp_path, fake_
         return step
 
     fake_steps(train_step)
-    config = dataclasses.replace(SMALL, runs_dir=tmp_path, steps=100)
+    config = dataclasses.replace(CONFIG, runs_dir=tmp_path, steps=100)
     raised = []
 
     def interrupted():
@@ -202,7 +191,7 @@ def test_held_out_rows_of_prompts_alone_are_an_error(tmp_path):
     config = DataConfig(**options, held_out_path=(text,), sequence_length=32, batch_size=8)
     _, held_out, _ = data.open_files(config, vocab_size=320, evaluates=True)
     assert held_out is not None
-    config = dataclasses.replace(SMALL, data=config, eval_batches=1)
+    config = dataclasses.replace(CONFIG, data=config, eval_batches=1)
     with pytest.raises(data.DataError, match="the 1 held-out batches hold prompts alone; use"):
         train.loop._held_out_loss(
             config, make_mesh(data=4, fsdp=2), lambda *args: {}, nnx.State({}), held_out
@@ -211,7 +200,7 @@ def test_held_out_rows_of_prompts_alone_are_an_error(tmp_path):
 
 def test_a_loss_that_is_not_finite_is_recorded(tmp_path, fake_steps):
     fake_steps(lambda step: math.nan if step == 2 else 1.0)
-    folder = run(dataclasses.replace(SMALL, runs_dir=tmp_path))
+    folder = run(dataclasses.replace(CONFIG, runs_dir=tmp_path))
     losses = [row["loss"] for row in load_metrics(folder).train]
     np.testing.assert_array_equal(losses, [1, math.nan, 1, 1, 1])
 
@@ -226,7 +215,7 @@ def test_waiting_for_a_batch_is_told(tmp_path, fake_steps, monkeypatch):
 
     monkeypatch.setattr(data.PackedDataset, "batch", slow)
     waits = [
-        row["data_wait_s"] for row in rows_of(run(dataclasses.replace(SMALL, runs_dir=tmp_path)))
+        row["data_wait_s"] for row in rows_of(run(dataclasses.replace(CONFIG, runs_dir=tmp_path)))
     ]
     assert len(waits) == 5
     assert max(waits[:3] + waits[4:]) < 0.2 < waits[3] < 5
@@ -243,14 +232,14 @@ def test_a_step_is_logged_after_the_next_is_dispatched(tmp_path, fake_steps, mon
         write(self, row)
 
     monkeypatch.setattr(train.loop.metrics.MetricsWriter, "write", spy)
-    run(dataclasses.replace(SMALL, runs_dir=tmp_path, steps=3))
+    run(dataclasses.replace(CONFIG, runs_dir=tmp_path, steps=3))
     assert events == ["step 1", "step 2", "log 1", "step 3", "log 2", "log 3"]
 
 
 def test_folders_are_numbered(tmp_path, fake_steps):
     fake_steps(float)
     (tmp_path / "runs" / "tiny-3").mkdir(parents=True)
-    config = dataclasses.replace(SMALL, runs_dir=tmp_path / "runs")
+    config = dataclasses.replace(CONFIG, runs_dir=tmp_path / "runs")
     assert [run(config).name for _ in range(3)] == ["tiny", "tiny-2", "tiny-4"]
     assert not any((tmp_path / "runs" / "tiny-3").iterdir())
 

@@ -5,9 +5,9 @@ the line that it was writing. The rows are synced to the disk before each checkp
 that fails loses at most the rows after the last checkpoint. Readers leave out a line that is no
 row, with a warning.
 
-JSON has no NaN and no infinity. Such a value becomes null, and the key "nonfinite" of the row says
-which value it was: `{"loss": null, "nonfinite": {"loss": "nan"}}`. Other programs see a missing
-value; `train.reporting.results.load_metrics` restores the float.
+JSON has no NaN and no infinity. A value of that kind becomes null, and the key "nonfinite" of the
+row says which value it was: `{"loss": null, "nonfinite": {"loss": "nan"}}`. Other programs see a
+missing value; `train.reporting.results.load_metrics` restores the float.
 """
 
 import collections

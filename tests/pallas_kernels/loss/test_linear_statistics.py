@@ -185,7 +185,7 @@ def test_parts_of_a_vocabulary_combine():
     "columns", [(0, 1, 1), (5, 133, 5), (127, 128, 128), (3, 200, 131)], ids=str
 )
 def test_ties_with_the_label(columns):
-    # Of equal logits the first one is the largest, so it matters which columns precede the label.
+    # The first of equal logits is the largest, so it matters which columns precede the label.
     x, weight = np.ones((20, 64), BF16), np.zeros((300, 64), BF16)
     weight[list(columns)] = 0.5
     labels = np.resize(columns, 20).astype(np.int32)

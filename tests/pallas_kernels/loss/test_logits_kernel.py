@@ -377,7 +377,7 @@ def test_very_negative_logits():
     "columns", [(0, 1), (5, 133), (127, 128), (3, 1500, 600), (511, 512)], ids=str
 )
 def test_ties_with_the_label(columns):
-    # Of equal logits the first one is the largest, so it matters which columns precede the label.
+    # The first of equal logits is the largest, so it matters which columns precede the label.
     logits = np.zeros((6, NUM_COLUMNS + -NUM_COLUMNS % LINE))
     logits[:, columns] = 0.5
     labels = np.resize(columns, 6)

@@ -1,4 +1,4 @@
-"""What the tests of the norms share."""
+"""Fixtures that the tests of the norms share."""
 
 from collections.abc import Callable, Iterator
 

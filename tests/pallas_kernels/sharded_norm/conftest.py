@@ -1,4 +1,4 @@
-"""What the tests of the sharded norm share."""
+"""Fixtures and formulas that the tests of the sharded norm share."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ F32 = jnp.float32
 
 
 def forward_formula(options, x, residual, weight):
-    """What the norm's forward kernel computes."""
+    """The formula of the norm's forward kernel."""
     total = (x.astype(F32) + residual.astype(F32)).astype(x.dtype)
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(total.astype(F32)), axis=-1) + options.eps)
     x_hat = total.astype(F32) * rstd[:, None]

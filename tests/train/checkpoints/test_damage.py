@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import train.checkpoints.checkpoint
 import train.loop
 from models.sharding import make_mesh
-from support import tiny_run
+from support.checkpoint_runs import CANCELLED, CONFIG, like, restore
 from train.checkpoints.checkpoint import (
     Checkpoints,
     checksum,
@@ -26,31 +26,10 @@ from train.checkpoints.checkpoint import (
     saved_steps,
 )
 from train.checkpoints.files import not_damage
-from train.config import (
-    CheckpointConfig,
-    MeshConfig,
-)
 from train.errors import RunError
 from train.step import init_state
 
 pytestmark = pytest.mark.usefixtures("one_device", "programs_once", "no_plots")
-CANCELLED = pytest.mark.filterwarnings(
-    "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"
-)
-CONFIG = dataclasses.replace(
-    tiny_run.CONFIG, mesh=MeshConfig(fsdp=2), checkpoint=CheckpointConfig(every=3)
-)
-
-
-def like(config=CONFIG):
-    """Shapes, dtypes and shardings of the state on the mesh of the run."""
-    return train.loop.abstract_state(config, train.loop.mesh_of(config))
-
-
-def restore(checkpoints, like):
-    restored = checkpoints.restore(like)
-    assert restored is not None
-    return restored
 
 
 def names_in(folder):

@@ -16,7 +16,7 @@ import pytest
 import train.checkpoints.checkpoint
 import train.loop
 from models.sharding import make_mesh
-from support import tiny_run
+from support.checkpoint_runs import CANCELLED, CONFIG, like, restore
 from support.faults import timeless
 from train.__main__ import main
 from train.checkpoints.checkpoint import (
@@ -34,17 +34,6 @@ from train.loop import run
 from train.reporting.metrics import MetricsWriter
 
 pytestmark = pytest.mark.usefixtures("one_device", "programs_once", "no_plots")
-CANCELLED = pytest.mark.filterwarnings(
-    "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"
-)
-CONFIG = dataclasses.replace(
-    tiny_run.CONFIG, mesh=MeshConfig(fsdp=2), checkpoint=CheckpointConfig(every=3)
-)
-
-
-def like(config=CONFIG):
-    """Shapes, dtypes and shardings of the state on the mesh of the run."""
-    return train.loop.abstract_state(config, train.loop.mesh_of(config))
 
 
 def rows_of(folder):
@@ -57,12 +46,6 @@ def saved(folder):
     with Checkpoints(folder / "checkpoints", keep=9) as checkpoints:
         step, state = restore(checkpoints, like())
     return step, jax.device_get(state)
-
-
-def restore(checkpoints, like):
-    restored = checkpoints.restore(like)
-    assert restored is not None
-    return restored
 
 
 def steps_in(folder):

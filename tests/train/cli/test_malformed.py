@@ -118,6 +118,10 @@ FLAG_CASES = {
     "no accumulation": ({"data.accumulation-steps": "0"}, r"accumulation_steps=0"),
     "odd heads": ({"model.num-key-value-heads": "3"}, r"num_key_value_heads=3"),
     "odd head": ({"model.head-dim": "7"}, r"head_dim=7"),
+    "heads of another model's size": (
+        {"model.hidden-size": "50", "model.num-attention-heads": "6", "model.head-dim": "20"},
+        r"hidden_size=50 is not a multiple of .*num_attention_heads=6",
+    ),
     "no layers": ({"model.num-hidden-layers": "0"}, r"num_hidden_layers=0"),
     "dtype": ({"model.dtype": "float12"}, r"float12"),
     "policy": ({"model.remat": "some"}, r"remat='some'"),
