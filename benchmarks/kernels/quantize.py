@@ -10,6 +10,9 @@ interleaved rounds. The parts are:
 - `tensor`: `quantize_both`, which first reads the array for its largest magnitude.
 - `row`: `quantize_both` with a scale for each row and for each column.
 - `one order, row`: `quantize` with a scale for each row, which reads and writes an element once.
+- `swiglu, RECIPE`: what the backward of `fp8_swiglu_mlp` quantizes, from gate, up and the gradient
+  of their product. An element of each is read twice, and five are written. XLA computes the
+  gradients in a pass of its own, and the kernel of `quantize_both` follows.
 
 Before a part is timed, its bytes are compared with those of XLA. One value in 100,000 may differ.
 `--sweep` adds other tiles. The benchmark writes a table and all numbers into the folder of results.
@@ -33,8 +36,19 @@ from benchmarks import ceilings, timing
 from benchmarks.kernels import ops, shapes
 from benchmarks.kernels.bench import short_name, write_results
 from benchmarks.kernels.shapes import Shape
-from pallas_kernels.fp8 import mosaic_gpu, quantize, quantize_both, reference
+from pallas_kernels import require_kernels
+from pallas_kernels.fp8 import (
+    RECIPES,
+    Recipe,
+    mlp,
+    mosaic_gpu,
+    quantize,
+    quantize_both,
+    quantize_transposed,
+    reference,
+)
 from pallas_kernels.fp8.types import E4M3
+from pallas_kernels.partition import Place
 
 # Tokens x hidden or intermediate size of Llama 1B and 8B, and a weight.
 SHAPES: tuple[Shape, ...] = ((16384, 2048), (16384, 8192), (8192, 14336), (2048, 8192))
@@ -48,12 +62,14 @@ class Way:
     Attributes:
       part: Name of the part, whose first way is XLA's.
       name: Name in the table.
-      fn: Function of an array; it returns a pytree of arrays.
+      fn: Function of arrays; it returns a pytree of arrays.
+      num_arrays: Number of arrays.
     """
 
     part: str
     name: str
-    fn: Callable[[jax.Array], Any]
+    fn: Callable[..., Any]
+    num_arrays: int = 1
 
 
 def ways(*, sweep: bool) -> list[Way]:
@@ -73,7 +89,26 @@ def ways(*, sweep: bool) -> list[Way]:
     ):
         found.append(Way(part, "XLA", functools.partial(fn, implementation="reference")))
         found.append(Way(part, "kernel", functools.partial(fn, implementation="mosaic_gpu")))
+    for recipe in ("tensorwise", "rowwise"):
+        for name, fn in (("XLA", _swiglu_in_pieces), ("kernel", _swiglu_by_kernels)):
+            fn = functools.partial(fn, RECIPES[recipe])
+            found.append(Way(f"swiglu, {recipe}", name, fn, num_arrays=3))
     return found
+
+
+def _swiglu_by_kernels(recipe: Recipe, *args: jax.Array) -> Any:
+    gate, up, dproduct = args
+    with require_kernels():
+        return mlp.swiglu_backward(gate, up, dproduct, recipe, (True,) * 4, Place())
+
+
+def _swiglu_in_pieces(recipe: Recipe, *args: jax.Array) -> Any:
+    # XLA would compute the gradients again for each of their readers.
+    dgate, dup, product = jax.lax.optimization_barrier(mlp.gradients_of_swiglu(*args))
+    cast, of_product = recipe.gradients, recipe.inputs
+    both = functools.partial(quantize_both, dtype=cast.dtype, scaling=cast.scaling)
+    turned = quantize_transposed(product, of_product.dtype, scaling=of_product.scaling)
+    return both(dgate), both(dup), turned
 
 
 def _kernel(x: jax.Array, config: mosaic_gpu.Config | None = None) -> Any:
@@ -83,9 +118,11 @@ def _kernel(x: jax.Array, config: mosaic_gpu.Config | None = None) -> Any:
 
 def measure(shape: Shape, dtype: str, found: Sequence[Way], rounds: int) -> dict[str, Any]:
     """Times the ways beside a copy of the bytes that `given scale` moves."""
-    num_sets = timing.rotation(int(np.prod(shape)) * (jnp.dtype(dtype).itemsize + 2))
+    num_sets = max(3, timing.rotation(int(np.prod(shape)) * (jnp.dtype(dtype).itemsize + 2)))
     keys = jax.random.split(jax.random.key(0), num_sets)
     inputs = [jax.random.normal(key, shape, dtype) for key in keys]
+    # The arguments of a call; each call begins with another array.
+    sets = [[*inputs[i:], *inputs[:i]] for i in range(num_sets)]
     num_bytes = inputs[0].nbytes + 2 * inputs[0].size
     copy = ops.copy(num_bytes)
     cases, refused = [timing.Case("copy", copy.calls)], {}
@@ -93,7 +130,7 @@ def measure(shape: Shape, dtype: str, found: Sequence[Way], rounds: int) -> dict
     for way in found:
         fn, name = jax.jit(way.fn), f"{way.part}, {way.name}"
         try:
-            got = fn(inputs[0])
+            got = fn(*inputs[: way.num_arrays])
             different = different_elements(got, expected.setdefault(way.part, got))
         except Exception as error:  # that a way does not compile or fit is a result
             refused[name] = timing.Timing(error=timing.first_line(error))
@@ -101,7 +138,8 @@ def measure(shape: Shape, dtype: str, found: Sequence[Way], rounds: int) -> dict
         if different > inputs[0].size // 100_000:
             refused[name] = timing.Timing(error=f"wrong result: {different} elements differ")
             continue
-        cases.append(timing.Case(name, [functools.partial(fn, x) for x in inputs]))
+        calls = [functools.partial(fn, *arrays[: way.num_arrays]) for arrays in sets]
+        cases.append(timing.Case(name, calls))
     del expected
     timings = timing.compare(cases, rounds=rounds) | refused
     copied = timings.pop("copy")

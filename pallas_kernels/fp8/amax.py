@@ -66,7 +66,7 @@ def amax_of_computed(
         vector_dim=-1,
     )
     row_blocks, column_blocks = num_rows // _ROWS, num_columns // width
-    # Of each result: the tensor's number, and the axis that a maximum is over.
+    # The tensor's number and the axis of the maximum, for each result.
     results = [(i, axis) for i, w in enumerate(wanted) for axis in (1, 0) if w[1 - axis]]
 
     def kernel(*refs: Any) -> None:

@@ -3,7 +3,9 @@
 `y = (silu(gate) · up) @ w_down` with `gate = x @ w_gate` and `up = x @ w_up`. The operands of all
 products are FP8, quantized once in both memory orders (`linear.py`); gate, up, `dproduct`, dgate
 and dup are in the dtype of `x`. On Hopper one kernel makes gate, up and their product
-(`gated_kernel.py`). The elementwise work of the backward is XLA's, in a pass of its own.
+(`gated_kernel.py`). In the backward two kernels compute dgate, dup and the product: the first one
+for their maxima, the second one for their FP8 copies (`casts.cast_computed`). So none of the three
+is written in 16 bits. Where the kernels do not run, XLA computes the three in a pass of its own.
 
 Kept for the backward beside the weights: `x.T` in FP8 under the name `fp8_x`, and gate and up under
 the names `gate` and `up` of `jax.checkpoint` policies. The product is made again from gate and up,
@@ -231,7 +233,7 @@ def _backward_of(
             dy, gate, up = jax.lax.optimization_barrier((dy, gate, up))
         of_dy, dy_of_dw = operands_of_gradient(dy, recipe, wanted[3], place)
         dproduct = fp8_matmul(of_dy, copies[2], out_dtype=dy.dtype, accumulation=recipe.dgrad)
-        *operands, activated = _swiglu_backward(
+        *operands, activated = swiglu_backward(
             rows(gate), rows(up), dproduct, recipe, wanted, place
         )
         dx, dweights = gradients(
@@ -244,7 +246,7 @@ def _backward_of(
     return run
 
 
-def _swiglu_backward(
+def swiglu_backward(
     gate: jax.Array,
     up: jax.Array,
     dproduct: jax.Array,
@@ -257,18 +259,18 @@ def _swiglu_backward(
     if reason is None and recipe.wgrad is None:
         reason = f"wgrad of {recipe.name} reads {gate.dtype}"
     chosen = "xla" if reason else "mosaic_gpu"
-    record("swiglu_backward in FP8", (gate, up, dproduct), None, chosen, reason)
+    record("fp8_swiglu_mlp, backward", (gate, up, dproduct), None, chosen, reason)
     if reason is None:
         of_dgate, of_dup, (_, turned) = cast_computed(
             (gate, up, dproduct),
-            _gradients_of_swiglu,
+            gradients_of_swiglu,
             (recipe.gradients, recipe.gradients, recipe.inputs),
             ((wanted[0], wanted[1]), (wanted[0], wanted[2]), (False, wanted[3])),
             place,
             name="fp8_swiglu_bwd",
         )
         return of_dgate, of_dup, turned
-    dgate, dup, activated = _gradients_of_swiglu(gate, up, dproduct)
+    dgate, dup, activated = gradients_of_swiglu(gate, up, dproduct)
     if recipe.wgrad is not None and wanted[3]:
         activated = cast_turned(activated, recipe.inputs, place)
     of_dgate, of_dup = (
@@ -278,7 +280,7 @@ def _swiglu_backward(
     return of_dgate, of_dup, activated
 
 
-def _gradients_of_swiglu(
+def gradients_of_swiglu(
     gate: jax.Array, up: jax.Array, dproduct: jax.Array
 ) -> tuple[jax.Array, ...]:
     """`(dgate, dup, product)` in float32, rounded to the dtype of `gate`."""

@@ -140,7 +140,7 @@ def quantize_computed(
     # that is the only one of a dimension, whose index Mosaic drops.
     tile = math.gcd(config.rows, num_rows), math.gcd(config.columns, num_columns)
     column_tiles = num_columns // tile[1]
-    # Of each copy: the tensor's number, whether it is turned, and its scale.
+    # The tensor's number, whether the copy is turned, and its scale, for each copy.
     copies = [
         (i, turned, scale)
         for i, w in enumerate(wanted)

@@ -14,7 +14,7 @@ from pallas_kernels.fp8 import (
     quantize_both,
     rms_norm_quantized,
 )
-from pallas_kernels.fp8.mlp import _swiglu_backward
+from pallas_kernels.fp8.mlp import swiglu_backward
 from pallas_kernels.partition import Place
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -42,14 +42,15 @@ CASES = {
 }
 
 
-def swiglu_backward(recipe, *args):
+def operands_of(recipe, *args):
     """All FP8 copies that the backward of `fp8_swiglu_mlp` needs."""
-    return _swiglu_backward(*args, RECIPES[recipe], (True,) * 4, Place())
+    gate, up, dproduct = args
+    return swiglu_backward(gate, up, dproduct, RECIPES[recipe], (True,) * 4, Place())
 
 
 CASES |= {
     f"swiglu-{name}": Case(
-        functools.partial(swiglu_backward, name),
+        functools.partial(operands_of, name),
         (jax.ShapeDtypeStruct((16384, 8192), BF16),) * 3,
     )
     for name in ("tensorwise", "rowwise")

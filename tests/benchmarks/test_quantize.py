@@ -8,6 +8,15 @@ import pytest
 from benchmarks import timing
 from benchmarks.kernels import quantize
 
+PARTS = (
+    "given scale",
+    "tensor",
+    "row",
+    "one order, row",
+    "swiglu, tensorwise",
+    "swiglu, rowwise",
+)
+
 
 @pytest.fixture
 def two_sets(monkeypatch):
@@ -18,9 +27,7 @@ def test_ways_that_run_here_are_timed_and_the_kernels_listed(two_ms_a_call, two_
     record = quantize.measure((64, 128), "bfloat16", quantize.ways(sweep=False), 2)
     errors = {name: "error" in way for name, way in record["ways"].items()}
     assert errors == {
-        f"{part}, {name}": name == "kernel"
-        for part in ("given scale", "tensor", "row", "one order, row")
-        for name in ("XLA", "kernel")
+        f"{part}, {name}": name == "kernel" for part in PARTS for name in ("XLA", "kernel")
     }
     assert not any("wrong result" in str(way) for way in record["ways"].values())
     text = quantize.table([record])
