@@ -10,6 +10,7 @@ import pytest
 from aot.harness import Case
 from support.framework_models import D, F, equinox_model, linen_model
 
+pytestmark = pytest.mark.oldest
 TOKENS = jax.ShapeDtypeStruct((8, 256), jnp.int32)
 (VARIABLES, LINEN_LOSS), (MODULE, EQUINOX_LOSS) = linen_model(), equinox_model()
 

@@ -26,6 +26,11 @@ CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 each_chip = pytest.mark.parametrize("chip", ["h100"])
 
 
+def oldest(case: str) -> Any:
+    """A case whose kernels other cases have, so that the oldest JAX is enough."""
+    return pytest.param(case, marks=pytest.mark.oldest)
+
+
 def plan_for_h100(loss: "Loss") -> LossPlan:
     """The plan of a loss with gradients, as `Loss.with_gradients` has it."""
     x, weight, labels = loss.arguments(jnp.float32)
@@ -220,6 +225,7 @@ def assert_in_place(
 
 
 @each_chip
+@pytest.mark.oldest
 @pytest.mark.parametrize("case", [f"gradients-{loss}" for loss in LOSSES])
 def test_loss_with_gradients(compiled, chip, case):
     program: Program = compiled(chip, case)
@@ -246,7 +252,7 @@ def test_loss_with_gradients(compiled, chip, case):
 
 
 @each_chip
-@pytest.mark.parametrize("case", ["small-bands", "small-bands-by-default"])
+@pytest.mark.parametrize("case", ["small-bands", oldest("small-bands-by-default")])
 def test_small_bands(compiled, chip, case):
     """Where all tokens fit in place, the limit on logits bounds the copied exponentials."""
     program: Program = compiled(chip, case)
@@ -254,6 +260,8 @@ def test_small_bands(compiled, chip, case):
     t, d, v = SMALLEST.tokens, SMALLEST.hidden, SMALLEST.vocab
     # Exponentials of 1280 columns, and x times its factors.
     assert program.temp_bytes <= 2 * t * 1280 + 2 * t * d + MIB
+    for kernel in program.kernels:
+        assert_runs_well(kernel)
     assert names_of(program) == IN_PLACE
     assert sorted(loops(program)) == [2, 124]
     assert_in_place(program, (v, d))
@@ -266,12 +274,14 @@ def test_bfloat16_in_place(compiled, chip, case):
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
     assert program.temp_bytes <= 160 * MIB
+    for kernel in program.kernels:
+        assert_runs_well(kernel)
     assert names_of(program) == IN_PLACE
     assert "f32[128256,4096]" not in program.hlo
 
 
 @each_chip
-@pytest.mark.parametrize("case", ["dv-bfloat16", "dv-float32"])
+@pytest.mark.parametrize("case", ["dv-bfloat16", oldest("dv-float32")])
 def test_a_weight_of_columns(compiled, chip, case):
     """Neither a weight `[D, V]` nor its gradient has a copy, transposed or not."""
     program: Program = compiled(chip, case)
@@ -294,6 +304,7 @@ def test_a_weight_of_columns(compiled, chip, case):
 
 
 @each_chip
+@pytest.mark.oldest
 @pytest.mark.parametrize("case", ["odd-vocabulary"])
 def test_a_vocabulary_that_is_no_multiple_of_a_block(compiled, chip, case):
     """Rows of zeros follow the weight and its gradient."""
@@ -308,6 +319,7 @@ def test_a_vocabulary_that_is_no_multiple_of_a_block(compiled, chip, case):
 
 
 @each_chip
+@pytest.mark.oldest
 @pytest.mark.parametrize("case", ["by-chunks"])
 def test_by_token_chunks(compiled, chip, case):
     program: Program = compiled(chip, case)
@@ -329,6 +341,7 @@ def test_by_token_chunks(compiled, chip, case):
 
 
 @each_chip
+@pytest.mark.oldest
 @pytest.mark.parametrize("case", [f"loss-{loss}" for loss in LOSSES])
 def test_loss_alone(compiled, chip, case):
     program: Program = compiled(chip, case)
@@ -341,7 +354,7 @@ def test_loss_alone(compiled, chip, case):
 
 
 @each_chip
-@pytest.mark.parametrize("case", ["by-columns", "by-columns-float32"])
+@pytest.mark.parametrize("case", ["by-columns", oldest("by-columns-float32")])
 def test_by_column_chunks(compiled, chip, case):
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
@@ -361,6 +374,7 @@ def test_by_column_chunks(compiled, chip, case):
 
 
 @each_chip
+@pytest.mark.oldest
 @pytest.mark.parametrize("case", [f"gradients-{loss}" for loss in LOSSES])
 def test_the_plan_says_what_memory_the_program_takes(compiled, chip, case):
     program: Program = compiled(chip, case)

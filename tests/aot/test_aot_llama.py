@@ -26,6 +26,7 @@ CONFIG = dataclasses.replace(
 )
 
 
+pytestmark = pytest.mark.oldest
 TOKENS = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
 
 

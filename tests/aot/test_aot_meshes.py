@@ -1,7 +1,7 @@
 """All operations in one model, compiled for eight H100s: their kernels and collectives.
 
 The programs are those of tests/pallas_kernels/test_meshes.py. `make test-aot` compiles every pair
-of layout, mode and transform, about 25 s each on one core; `--full` compiles the whole cross.
+of layout, mode and transform, about 10 s each on one core; `--full` compiles the whole cross.
 """
 
 import math
@@ -16,6 +16,7 @@ from benchmarks.training.schedule import Schedule
 from support import mesh_programs
 from support.mesh_programs import LAYOUTS
 
+pytestmark = pytest.mark.oldest
 SIZES = mesh_programs.Sizes(batch=16, sequence=2048, hidden=512, columns=1024, vocabulary=2048)
 B, S, D, F, V = 16, 2048, 512, 1024, 2048
 # Sums of the loss, of the number of labels, and of the scalars that XLA combines with them.
