@@ -80,8 +80,8 @@ test-aot-%:
 	@$(AOT_FIRST_$*) \
 	  AOT_REQUIRED=1 .venv-aot/$*/bin/python -m pytest tests/aot $(AOT_ARGS_$*) $(ARGS)
 
-# On the newest JAX every kernel, and one model that has all of them; models, meshes, plans and most
-# whole losses on the oldest.
+# On the newest JAX every kernel, and the README's model; other models, meshes, plans and most whole
+# losses on the oldest.
 AOT_ARGS_latest = -m "not oldest"
 
 # The kernels' numbers, interpreted on the CPU; `make test` checks them on the newest JAX. On one
