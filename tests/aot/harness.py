@@ -67,7 +67,7 @@ class Kernel:
     """The report of `ptxas`, and of the PTX, on one Mosaic GPU kernel.
 
     Attributes:
-      name: Name of the entry function.
+      name: Name that its operation gave it.
       arch: Architecture for which it was assembled.
       registers: Registers of a thread.
       threads: Threads of a block.
@@ -210,7 +210,8 @@ def _read_results(path: pathlib.Path) -> list[Program | Failure]:
 
 def parse_kernel(ptx: str, ptxas: str, resources: str) -> Kernel:
     """Reads what Mosaic GPU dumps of a kernel: its code, ptxas' log, its memory."""
-    name, arch = _find(r"Compiling entry function '(\S+)' for '(\S+)'", ptxas)
+    # A digest follows the name, see `aot.worker`.
+    name, arch = _find(r"Compiling entry function '(\w+)_\w+_mosaic_gpu_kernel' for '(\S+)'", ptxas)
     stack, stored, loaded = _find(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", ptxas
     )
@@ -297,9 +298,11 @@ def without_binaries(hlo: str) -> str:
     return re.sub(r'(custom_call_target="mosaic_gpu\w*").*', r"\1", hlo)
 
 
-def kernel_hashes(hlo: str) -> list[str]:
-    """Mosaic GPU's names for the distinct kernels of a program, in the order of its calls."""
-    return list(dict.fromkeys(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', hlo)))
+def kernel_digests(hlo: str) -> list[str]:
+    """The worker's names for the distinct kernels of a program, in the order of its calls."""
+    calls = re.findall(r'custom_call_target="mosaic_gpu.*', hlo)
+    digests = [_find(r"_([0-9a-f]{64})_mosaic_gpu\b", call)[0] for call in calls]
+    return list(dict.fromkeys(digests))
 
 
 def kernel_calls(hlo: str) -> Counter[str]:

@@ -15,6 +15,7 @@ from models.config import LlamaConfig
 from models.llama import Llama
 from models.presets import PRESETS
 
+pytestmark = pytest.mark.oldest
 # Two layers, because one would not be a loop. The loss is left out; the attention is not cuDNN's,
 # as in test_aot_llama. F is D, so that fewer products have shapes of their own.
 LAYERS, S = 2, 4096

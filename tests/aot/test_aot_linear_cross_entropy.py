@@ -26,6 +26,11 @@ CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 each_chip = pytest.mark.parametrize("chip", ["h100"])
 
 
+def oldest(case: str) -> Any:
+    """A case whose kernels other cases have, so that the oldest JAX is enough."""
+    return pytest.param(case, marks=pytest.mark.oldest)
+
+
 def plan_for_h100(loss: "Loss") -> LossPlan:
     """The plan of a loss with gradients, as `Loss.with_gradients` has it."""
     x, weight, labels = loss.arguments(jnp.float32)
@@ -98,6 +103,12 @@ LOSSES = {
     Loss(8192, 3584, 152064): Expected(0, 41, 480),
     Loss(4096, 8192, 128256): Expected(0, 49, 160),
 }
+# They differ from the others in sizes alone.
+FULL = {Loss(8192, 4096, 32000), Loss(8192, 3584, 152064), Loss(4096, 8192, 128256)}
+GRADIENTS = [
+    pytest.param(f"gradients-{loss}", marks=pytest.mark.full if loss in FULL else ())
+    for loss in LOSSES
+]
 SMALLEST = Loss(8192, 4096, 128256)
 ODD = Loss(8192, 4096, 32001)
 
@@ -174,7 +185,7 @@ MAKES_NOTHING = {"parameter", "get-tuple-element", "bitcast", "fusion"}
 
 
 def names_of(program: Program) -> set[str]:
-    return {kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in program.kernels}
+    return {kernel.name for kernel in program.kernels}
 
 
 def loops(program: Program) -> list[int]:
@@ -220,7 +231,8 @@ def assert_in_place(
 
 
 @each_chip
-@pytest.mark.parametrize("case", [f"gradients-{loss}" for loss in LOSSES])
+@pytest.mark.oldest
+@pytest.mark.parametrize("case", GRADIENTS)
 def test_loss_with_gradients(compiled, chip, case):
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB", *program.kernels)
@@ -246,7 +258,7 @@ def test_loss_with_gradients(compiled, chip, case):
 
 
 @each_chip
-@pytest.mark.parametrize("case", ["small-bands", "small-bands-by-default"])
+@pytest.mark.parametrize("case", ["small-bands", oldest("small-bands-by-default")])
 def test_small_bands(compiled, chip, case):
     """Where all tokens fit in place, the limit on logits bounds the copied exponentials."""
     program: Program = compiled(chip, case)
@@ -254,6 +266,8 @@ def test_small_bands(compiled, chip, case):
     t, d, v = SMALLEST.tokens, SMALLEST.hidden, SMALLEST.vocab
     # Exponentials of 1280 columns, and x times its factors.
     assert program.temp_bytes <= 2 * t * 1280 + 2 * t * d + MIB
+    for kernel in program.kernels:
+        assert_runs_well(kernel)
     assert names_of(program) == IN_PLACE
     assert sorted(loops(program)) == [2, 124]
     assert_in_place(program, (v, d))
@@ -266,12 +280,14 @@ def test_bfloat16_in_place(compiled, chip, case):
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
     assert program.temp_bytes <= 160 * MIB
+    for kernel in program.kernels:
+        assert_runs_well(kernel)
     assert names_of(program) == IN_PLACE
     assert "f32[128256,4096]" not in program.hlo
 
 
 @each_chip
-@pytest.mark.parametrize("case", ["dv-bfloat16", "dv-float32"])
+@pytest.mark.parametrize("case", ["dv-bfloat16", oldest("dv-float32")])
 def test_a_weight_of_columns(compiled, chip, case):
     """Neither a weight `[D, V]` nor its gradient has a copy, transposed or not."""
     program: Program = compiled(chip, case)
@@ -294,6 +310,7 @@ def test_a_weight_of_columns(compiled, chip, case):
 
 
 @each_chip
+@pytest.mark.oldest
 @pytest.mark.parametrize("case", ["odd-vocabulary"])
 def test_a_vocabulary_that_is_no_multiple_of_a_block(compiled, chip, case):
     """Rows of zeros follow the weight and its gradient."""
@@ -308,6 +325,7 @@ def test_a_vocabulary_that_is_no_multiple_of_a_block(compiled, chip, case):
 
 
 @each_chip
+@pytest.mark.oldest
 @pytest.mark.parametrize("case", ["by-chunks"])
 def test_by_token_chunks(compiled, chip, case):
     program: Program = compiled(chip, case)
@@ -329,6 +347,7 @@ def test_by_token_chunks(compiled, chip, case):
 
 
 @each_chip
+@pytest.mark.oldest
 @pytest.mark.parametrize("case", [f"loss-{loss}" for loss in LOSSES])
 def test_loss_alone(compiled, chip, case):
     program: Program = compiled(chip, case)
@@ -336,12 +355,12 @@ def test_loss_alone(compiled, chip, case):
     loss = next(k for k in LOSSES if case == f"loss-{k}")
     # 4 statistics of each of 66 clusters: 9 MiB for 8192 tokens.
     assert program.temp_bytes <= loss.tokens * (4 * 4 * 66 + 96)
-    assert {kernel.name for kernel in program.kernels} == {"linear_statistics_mosaic_gpu_kernel"}
+    assert {kernel.name for kernel in program.kernels} == {"linear_statistics"}
     assert not makers(program, (loss.vocab, loss.hidden)) - MAKES_NOTHING
 
 
 @each_chip
-@pytest.mark.parametrize("case", ["by-columns", "by-columns-float32"])
+@pytest.mark.parametrize("case", ["by-columns", oldest("by-columns-float32")])
 def test_by_column_chunks(compiled, chip, case):
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
@@ -361,7 +380,8 @@ def test_by_column_chunks(compiled, chip, case):
 
 
 @each_chip
-@pytest.mark.parametrize("case", [f"gradients-{loss}" for loss in LOSSES])
+@pytest.mark.oldest
+@pytest.mark.parametrize("case", GRADIENTS)
 def test_the_plan_says_what_memory_the_program_takes(compiled, chip, case):
     program: Program = compiled(chip, case)
     loss = next(k for k in LOSSES if case == f"gradients-{k}")

@@ -12,6 +12,7 @@ from aot.harness import Case
 from benchmarks.training.schedule import Schedule
 from pallas_kernels import patch
 
+pytestmark = pytest.mark.oldest
 D, F, V = 128, 256, 1024
 BATCH, S = 8, 2048
 

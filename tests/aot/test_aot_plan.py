@@ -11,6 +11,7 @@ import pytest
 from aot.harness import missing_toolchain
 from train.planner import aot
 
+pytestmark = pytest.mark.oldest
 ROOT = pathlib.Path(__file__).parents[2]
 # The first of the two layers stands alone, and the second one repeats.
 SMALL = (

@@ -59,7 +59,7 @@ on_h100 = pytest.mark.parametrize("chip", ["h100"])
 
 def kernels_of(program: Program) -> dict[str, Any]:
     print(f"{program.seconds:.1f} s", *program.kernels, sep="\n")
-    return {kernel.name.removesuffix("_mosaic_gpu_kernel"): kernel for kernel in program.kernels}
+    return {kernel.name: kernel for kernel in program.kernels}
 
 
 def fusions_of(program: Program) -> int:

@@ -17,6 +17,7 @@ from aot.harness import missing_toolchain
 from benchmarks.training.schedule import Collective, Schedule
 from train.planner import aot
 
+pytestmark = pytest.mark.oldest
 ROOT = pathlib.Path(__file__).parents[2]
 L, D, F, S, V = 3, 2048, 8192, 2048, 128256
 ROWS = 8  # rows of each share of the batch

@@ -7,6 +7,7 @@ import pytest
 from aot.harness import Case
 from pallas_kernels import add_rms_norm, linear_cross_entropy, rms_norm, swiglu, swiglu_mlp
 
+pytestmark = pytest.mark.oldest
 BF16, F32 = jnp.bfloat16, jnp.float32
 T, D, F, V = 4096, 512, 1024, 2048
 
