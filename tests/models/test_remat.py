@@ -207,15 +207,22 @@ def test_chunks_of_the_mlp_are_refused(changes, message):
         dataclasses.replace(CONFIG, **{"mlp_chunk_size": 8} | changes)
 
 
+def gemms_of_trace(remat):
+    """The GEMMs of a layer in JAX's program: a GEMM has two more in its backward.
+
+    JAX runs the whole MLP again for gate or up. XLA leaves out the down projection or gate if no
+    operation reads it (`test_xla_keeps_the_recomputation`).
+    """
+    unread = {"mlp_inputs": 1, "attention": 1, "q,k,v": 1, "gate": 2, "full": 1}.get(remat, 0)
+    return 3 * 9 + RECOMPUTED_GEMMS[remat] + unread
+
+
 @in_each_layout(RECOMPUTED_GEMMS)
 def test_operations_that_run_again(remat, scan_layers):
     program = traced(remat, scan_layers).jaxpr.jaxpr
     primitives = Counter(equation.primitive.name for equation in equations(program))
     layers = 1 if scan_layers else L
-    # A GEMM has two more in its backward. JAX runs the whole MLP again for gate or up. XLA leaves
-    # out the down projection or gate if no operation reads it (`test_xla_keeps_the_recomputation`).
-    unread = {"mlp_inputs": 1, "attention": 1, "q,k,v": 1, "gate": 2, "full": 1}.get(remat, 0)
-    assert primitives["dot_general"] == layers * (3 * 9 + RECOMPUTED_GEMMS[remat] + unread)
+    assert primitives["dot_general"] == layers * gemms_of_trace(remat)
     # The exponential is the softmax's; silu has `logistic`.
     assert primitives["exp"] == layers * (1 + (remat in RUNS_ATTENTION_AGAIN))
 
@@ -413,7 +420,7 @@ def test_remat3_computes_the_same(remat3, remat, scan_layers):
     primitives = Counter(equation.primitive.name for equation in equations(program.jaxpr.jaxpr))
     assert not primitives["remat2"]
     layers = 1 if scan_layers else L
-    assert primitives["dot_general"] == layers * (3 * 9 + RECOMPUTED_GEMMS[remat])
+    assert primitives["dot_general"] == layers * gemms_of_trace(remat)
     assert_close(program.lower().compile()(STATE), compiled("none", True)(STATE))
 
 

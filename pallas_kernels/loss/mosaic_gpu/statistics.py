@@ -284,10 +284,18 @@ def linear_exponentials(
 
     Raises:
       NotImplementedError: `unsupported_reason` gives a reason.
-      ValueError: The configuration does not fit the device.
+      ValueError: The configuration does not fit the device, or its tiles leave out a part of the
+        padding.
     """
     extra_bytes = x.dtype.itemsize * math.prod(_PIECES)
+    padded_columns, _ = sizes(weight, weight_layout)
     loop, x, weight = _loop(x, weight, weight_layout, config, num_columns, extra_bytes)
+    tile_n = loop.config.tile_n
+    if loop.column_tiles * tile_n < padded_columns:
+        raise ValueError(
+            f"config.{tile_n=} leaves out columns of {padded_columns}, {num_columns} of them "
+            "without padding; take a multiple of 128"
+        )
     running, values = _running_statistics(
         loop,
         x,

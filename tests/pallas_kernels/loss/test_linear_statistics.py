@@ -288,12 +288,18 @@ def test_exponentials_of_shapes_that_divide_nothing(num_tokens, hidden_size, voc
     check_exponentials(run_exponentials(args, offset), args, offset)
 
 
+def test_tiles_that_leave_out_padding():
+    args = make_args(20, 64, 300)
+    with pytest.raises(ValueError, match=r"tile_n=64 leaves out columns of 384, 300 of them"):
+        run_exponentials(args, jnp.zeros(20), dataclasses.replace(BASE, tile_n=64))
+
+
 @interpreted
 @pytest.mark.parametrize(
     "changes",
     [
         pytest.param(dict(), marks=full),
-        pytest.param(dict(tile_n=64, band=1), marks=full),
+        pytest.param(dict(band=1), marks=full),
         pytest.param(dict(tile_n=192, blocks=7), marks=full),
         pytest.param(dict(tile_n=256, blocks=1, band=9), marks=full),
         dict(cluster=2, blocks=4),
