@@ -89,13 +89,13 @@ def report(folder: Path, arguments: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def train_tokenizer(texts: list[str], path: Path) -> Path:
+def train_tokenizer(texts: list[str], path: Path, vocab_size: int = _VOCAB_SIZE) -> Path:
     """Trains a byte-level BPE tokenizer on the texts and writes it to `path`."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
     trainer = trainers.BpeTrainer(
-        vocab_size=_VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=["<s>", "</s>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
