@@ -165,7 +165,7 @@ def assert_close(got, expected):
 @pytest.mark.parametrize(
     "remat, chunk_size, scan_layers",
     [
-        ("full", 8, True),
+        pytest.param("full", 8, True, marks=pytest.mark.full),
         pytest.param("full", 8, False, marks=pytest.mark.full),
         pytest.param("mlp_inputs", 7, True, marks=pytest.mark.full),
         ("mlp_inputs", 7, False),

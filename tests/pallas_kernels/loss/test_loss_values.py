@@ -166,7 +166,6 @@ def test_equal_logits(strategy):
     "strategy, dtype",
     BY_XLA_STRATEGY,
     {"float32": F32, "bfloat16": BF16},
-    also=[("tokens", "bfloat16"), ("columns", "float32")],
 )
 def test_a_confident_token_keeps_the_digits_of_its_gradient(strategy, dtype):
     # p is 0.999 at the label. Rounded to bfloat16 it is 1, and p - 1 would be 0.
@@ -204,7 +203,7 @@ def test_nan_stays_in_its_token(strategy, reduction):
 
 
 @pytest.mark.parametrize(
-    "chunk_size", [1, 7, 36, 37, *(pytest.param(size, marks=full) for size in (38, 128, None))]
+    "chunk_size", [1, 7, 37, *(pytest.param(size, marks=full) for size in (36, 38, 128, None))]
 )
 def test_chunk_sizes_agree(chunk_size):
     arrays, labels = make_arrays((37,), dtype=BF16)
@@ -220,7 +219,7 @@ def test_chunk_sizes_agree(chunk_size):
 
 
 @pytest.mark.parametrize(
-    "vocab_chunk_size", [1, 16, 52, 53, *(pytest.param(size, marks=full) for size in (7, 54, 128))]
+    "vocab_chunk_size", [1, 16, 53, *(pytest.param(size, marks=full) for size in (7, 52, 54, 128))]
 )
 def test_vocabulary_chunk_sizes_agree(vocab_chunk_size):
     arrays, labels = make_arrays((37,), dtype=BF16)
