@@ -312,7 +312,13 @@ def test_tensors_that_are_kept(remat, scan_layers):
     assert kept(remat, scan_layers) == expected
 
 
-@each_layout
+@pytest.mark.parametrize(
+    "scan_layers",
+    [
+        pytest.param(True, id="scanned"),
+        pytest.param(False, id="unrolled", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize(
     "name, shapes",
     [
@@ -399,7 +405,10 @@ names_in_rules_are_not_seen = pytest.mark.xfail(
 )
 
 
-@in_each_layout(["none", "full", "attention", "mlp_inputs"])
+@in_each_layout(
+    ["none", "full", "attention", "mlp_inputs"],
+    full=[("none", True), ("full", False), ("attention", False), ("mlp_inputs", True)],
+)
 def test_remat3_keeps_the_same(remat3, remat, scan_layers):
     of_layer = Counter(kept.__wrapped__(remat, scan_layers))
     jax.config.update("jax_remat3", False)

@@ -67,8 +67,12 @@ each_xla_strategy = pytest.mark.parametrize(
     [pytest.param(BY_XLA_STRATEGY["tokens"], marks=full), BY_XLA_STRATEGY["columns"]],
     ids=BY_XLA_STRATEGY,
 )
-each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 BY_REDUCTION = {reduction: reduction for reduction in REDUCTIONS}
+# A pair is a program. In the normal run tokens have a mean and columns have none, as in tests
+# without one of the two parameters.
+each_strategy_and_reduction = in_turn(
+    "strategy, reduction", STRATEGIES, {name: name for name in ("sum", "mean", "none")}
+)
 
 
 @np.errstate(all="ignore")  # -inf and NaN are among the inputs

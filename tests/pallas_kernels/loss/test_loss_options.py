@@ -19,8 +19,8 @@ from support.loss_formulas import (
     REDUCTIONS,
     STRATEGIES,
     check,
-    each_reduction,
     each_strategy,
+    each_strategy_and_reduction,
     formula,
     in_turn,
     make_arrays,
@@ -43,7 +43,6 @@ OPTIONS = [
     "strategy, index",
     STRATEGIES,
     {str(options): index for index, options in enumerate(OPTIONS)},
-    also=[(name, str(OPTIONS[-1])) for name in STRATEGIES],
 )
 def test_options(strategy, index):
     arrays, labels = make_arrays()
@@ -70,8 +69,7 @@ def test_options_and_logits_of_minus_infinity(strategy, case):
         chex.assert_trees_all_close(np.asarray(got[name], np.float64), exact[name], atol=1e-5)
 
 
-@each_strategy
-@each_reduction
+@each_strategy_and_reduction
 def test_cotangents(strategy, reduction):
     arrays, labels = make_arrays()
     if reduction == "none":
@@ -86,8 +84,7 @@ def test_cotangents(strategy, reduction):
             assert all(np.all(np.asarray(g) == 0) for g in got.values())
 
 
-@each_strategy
-@each_reduction
+@each_strategy_and_reduction
 def test_token_weights(strategy, reduction):
     arrays, labels = make_arrays()
     weights = arrays["token_weights"]

@@ -20,8 +20,8 @@ from support.loss_formulas import (
     check,
     check_against_formula,
     check_nan_stays,
-    each_reduction,
     each_strategy,
+    each_strategy_and_reduction,
     each_xla_strategy,
     formula,
     full,
@@ -117,8 +117,7 @@ def test_small_weights_of_tokens_do_not_underflow_in_float16(strategy):
             assert np.max(np.abs(error)) < 1e-3 * 1e-6 * np.max(np.abs(want[name])), name
 
 
-@each_strategy
-@each_reduction
+@each_strategy_and_reduction
 def test_logits_of_minus_infinity(strategy, reduction):
     # The logits of a whole first block are -inf, and so is its maximum.
     arrays, labels = make_arrays()
@@ -137,8 +136,7 @@ def test_very_negative_logits(strategy):
     check(arrays, labels, **strategy)
 
 
-@each_strategy
-@each_reduction
+@each_strategy_and_reduction
 def test_huge_logits(strategy, reduction):
     # All values are integers, so every logit, up to 1e4, is the same in float32 and in float64.
     rng = np.random.default_rng(0)
@@ -196,8 +194,7 @@ def test_a_confident_token_keeps_the_digits_of_its_gradient(strategy, dtype):
     assert np.all(np.asarray(losses) >= 0)
 
 
-@each_strategy
-@each_reduction
+@each_strategy_and_reduction
 def test_nan_stays_in_its_token(strategy, reduction):
     check_nan_stays(*make_arrays(), 9, reduction=reduction, **strategy)
 
