@@ -255,7 +255,7 @@ def on_mesh(kind):
     [
         pytest.param(AxisType.Auto, {}, id="auto", marks=pytest.mark.full),
         pytest.param(AxisType.Auto, {"spmd_axis_name": "data"}, id="auto, named"),
-        pytest.param(AxisType.Explicit, {}, id="explicit"),
+        pytest.param(AxisType.Explicit, {}, id="explicit", marks=pytest.mark.full),
         pytest.param(
             AxisType.Explicit,
             {"spmd_axis_name": "data"},

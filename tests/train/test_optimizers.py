@@ -24,7 +24,7 @@ CONFIG = dataclasses.replace(
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="wsd"),
     steps=100,
 )
-# Optimizers without a state of their own kind; the normal run compares their formulas.
+# The normal run compares the updates of these optimizers with their formulas.
 SIMPLE = "lion", "sgd"
 RATES = {"adamw": 1e-2, "lion": 2e-3, "adafactor": 1e-2, "muon": 1e-2, "sgd": 1.0}
 
