@@ -1,5 +1,7 @@
 """The benchmark of a mesh of CPU devices. 6 s."""
 
+import pytest
+
 from benchmarks.kernels import mesh
 
 
