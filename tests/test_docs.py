@@ -26,9 +26,18 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=name)
 QUICKSTART = ROOT / "docs/quickstart.md"
 
 
+# Pages whose code takes 5 core seconds each, of features that have tests of their own.
+LONGER = [ROOT / "docs" / page for page in ("frameworks.md", "llama.md", "meshes.md")]
+
+
 # The next test says that the quickstart has the README's example.
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if python_blocks(page) and page != README], ids=name
+    "page",
+    [
+        pytest.param(page, id=name(page), marks=pytest.mark.full if page in LONGER else ())
+        for page in PAGES
+        if python_blocks(page) and page != README
+    ],
 )
 def test_python_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -99,11 +108,19 @@ def parsed_commands(*, trains: bool) -> list[Any]:
     return [pytest.param(arguments, id=line) for line, arguments in found.items()]
 
 
+@pytest.fixture(scope="module")
+def files_of_the_pages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    write_files_of_the_pages(folder)
+    return folder
+
+
 @pytest.mark.parametrize("arguments", parsed_commands(trains=True))
-def test_training_commands_are_understood_and_find_their_data(arguments, tmp_path, monkeypatch):
-    write_files_of_the_pages(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_training_commands_are_understood_and_find_their_data(
+    arguments, files_of_the_pages, monkeypatch
+):
+    monkeypatch.chdir(files_of_the_pages)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(files_of_the_pages / "cache"))
     config = parse_command_line(arguments)
     if config.data.path:
         train_data, held_out, _ = data.open_files(

@@ -12,6 +12,7 @@ ROWS = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("two_ms_a_call")
 def test_rows_have_their_plan_and_error():
     header, _, *rows = dtypes.measure((32, 64, 256), ROWS, 1)

@@ -59,6 +59,7 @@ def _scaled(fn, scale, *args):
     return fn(*args) * scale
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("without_gpu")
 def test_a_setting_gets_and_returns_weights_in_its_layout(right):
     def of_layout(x, weight, labels, weight_layout="vd"):
@@ -70,6 +71,7 @@ def test_a_setting_gets_and_returns_weights_in_its_layout(right):
     assert [s.name for s in settings[2:]] == ["float32, weight [D, V]", "bfloat16, weight [D, V]"]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("without_gpu")
 def test_measured_shapes_are_kept_if_a_later_one_fails(monkeypatch, tmp_path):
     def measure(shape, *args, original=loss.measure, **options):

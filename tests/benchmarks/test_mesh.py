@@ -1,8 +1,11 @@
 """The benchmark of a mesh of CPU devices. 6 s."""
 
+import pytest
+
 from benchmarks.kernels import mesh
 
 
+@pytest.mark.full
 def test_each_way_to_call_is_timed(capsys, monkeypatch):
     monkeypatch.setitem(mesh.SIZES, "cpu", mesh.Sizes(8, 16, 32, 64, (64, 16, 48)))
     mesh.main(["--operations", "norm", "loss, FSDP", "--rounds", "2", "--calls", "1"])

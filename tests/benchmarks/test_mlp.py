@@ -15,6 +15,7 @@ def records(two_ms_a_call):
     return [{"shape": shape} | mlp.measure(part, 2) for part in mlp.parts(shape, sweep=False)]
 
 
+@pytest.mark.full
 def test_ways_that_run_here_agree_and_the_others_are_listed(records):
     assert [record["part"] for record in records] == ["projections", "gradients", "mlp"]
     for record in records:

@@ -90,6 +90,7 @@ def test_computation_hides_an_exchange():
     assert schedule.seconds(1.0, 1.0) == pytest.approx((nbytes, 408 + 8))
 
 
+@pytest.mark.full
 def test_steps_are_timed_in_turns():
     arguments = argparse.Namespace(
         preset="demo",

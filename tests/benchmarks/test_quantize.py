@@ -23,6 +23,7 @@ def two_sets(monkeypatch):
     monkeypatch.setattr(timing, "rotation", lambda num_bytes: 2)
 
 
+@pytest.mark.full
 def test_ways_that_run_here_are_timed_and_the_kernels_listed(two_ms_a_call, two_sets):
     record = quantize.measure((64, 128), "bfloat16", quantize.ways(sweep=False), 2)
     errors = {name: "error" in way for name, way in record["ways"].items()}

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh
 from benchmarks.kernels import sharded
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.full), True])
 def test_contenders_that_run_here_agree_and_the_other_is_listed(backward):
     mesh = Mesh(np.array(jax.devices()[:4]), ("tensor",), axis_types=(AxisType.Auto,))
     results = sharded.measure((8, 256), mesh, 2, backward=backward)

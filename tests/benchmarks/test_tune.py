@@ -201,6 +201,7 @@ def test_a_pasted_row_is_a_row_of_its_table(op, config):
     assert table == {("NVIDIA L4", "bfloat16", 14336): config}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("interpreted")
 def test_the_loss_is_tuned_from_flags_to_lookup(monkeypatch, tmp_path, capsys):
     # Only ptxas and CUPTI are replaced. 300 columns are two lines and a part of a third.

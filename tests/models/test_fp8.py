@@ -107,6 +107,7 @@ def test_layouts_and_policies_change_no_error(changes):
     assert_trees_as_accurate(results("tensorwise", **changes), results("tensorwise"), results(None))
 
 
+@pytest.mark.full
 def test_unrolled_layers_that_run_again_change_no_error():
     got = results("tensorwise", scan_layers=False, remat="full")
     assert_trees_as_accurate(got, results("tensorwise"), results(None))

@@ -182,7 +182,7 @@ def llama_with_lax_scan():
 
 
 @pytest.mark.parametrize(
-    "remat", ["none", *(pytest.param(name, marks=pytest.mark.full) for name in ("minimal", "full"))]
+    "remat", [pytest.param(name, marks=pytest.mark.full) for name in ("none", "minimal", "full")]
 )
 def test_a_llama_on_one_device(remat):
     with on_one_device():

@@ -140,6 +140,8 @@ def test_a_too_long_sequence_raises():
 # Packed documents
 
 
+# The normal run has packed rows in the textbook's comparison, and in tests/train/test_step.py.
+@pytest.mark.full
 def test_packed_documents_equal_the_documents_alone():
     tokens = random_tokens(CONFIG)
     cotangent = jax.random.normal(jax.random.key(1), (B, S, 32))
@@ -227,6 +229,8 @@ def test_a_token_out_of_range_makes_its_row_nan(token):
     chex.assert_trees_all_equal(hidden[1], good[1])
 
 
+# The normal run has it in test_tensor_parallel.py.
+@pytest.mark.full
 def test_the_padding_token_is_read_but_not_trained():
     tokens = random_tokens(CONFIG)
     cotangent = jax.random.normal(jax.random.key(1), (B, S, 32))
@@ -307,6 +311,7 @@ def traced_anew() -> list[str]:
     return list(map(str, programs))
 
 
+@pytest.mark.full
 def test_flax_tree_mode_changes_nothing():
     before = traced_anew()
     with nnx.set_graph_mode(False), nnx.set_graph_updates(False):

@@ -165,7 +165,7 @@ def assert_close(got, expected):
 @pytest.mark.parametrize(
     "remat, chunk_size, scan_layers",
     [
-        ("full", 8, True),
+        pytest.param("full", 8, True, marks=pytest.mark.full),
         pytest.param("full", 8, False, marks=pytest.mark.full),
         pytest.param("mlp_inputs", 7, True, marks=pytest.mark.full),
         ("mlp_inputs", 7, False),
@@ -319,7 +319,13 @@ def test_tensors_that_are_kept(remat, scan_layers):
     assert kept(remat, scan_layers) == expected
 
 
-@each_layout
+@pytest.mark.parametrize(
+    "scan_layers",
+    [
+        pytest.param(True, id="scanned"),
+        pytest.param(False, id="unrolled", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize(
     "name, shapes",
     [
@@ -406,7 +412,10 @@ names_in_rules_are_not_seen = pytest.mark.xfail(
 )
 
 
-@in_each_layout(["none", "full", "attention", "mlp_inputs"])
+@in_each_layout(
+    ["none", "full", "attention", "mlp_inputs"],
+    full=[("none", True), ("full", False), ("attention", False), ("mlp_inputs", True)],
+)
 def test_remat3_keeps_the_same(remat3, remat, scan_layers):
     of_layer = Counter(kept.__wrapped__(remat, scan_layers))
     jax.config.update("jax_remat3", False)

@@ -181,6 +181,7 @@ def test_draws_have_the_probabilities_of_the_softmax(temperature):
     assert statistic < common.sum() + 5 * np.sqrt(2 * common.sum())
 
 
+@pytest.mark.full
 def test_low_temperatures_approach_the_greedy_tokens():
     """The lowest possible temperature too, at which no logit overflows."""
     model = make_model()

@@ -52,9 +52,10 @@ CONFIG = LlamaConfig(
 B, S = 24, 28
 L, D, F, V, Q, KV = 3, 64, 96, 1008, 80, 40
 
-# The last has both axes, so that the normal run need not compile for one copy of the model.
+# The last has both axes, so that the normal run need not compile for one axis alone.
 ONE_COPY = pytest.param(1, 8, marks=pytest.mark.full)
-MESHES = [pytest.param(1, 1, marks=pytest.mark.full), (8, 1), ONE_COPY, (2, 4)]
+ONLY_COPIES = pytest.param(8, 1, marks=pytest.mark.full)
+MESHES = [pytest.param(1, 1, marks=pytest.mark.full), ONLY_COPIES, ONE_COPY, (2, 4)]
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -260,7 +261,7 @@ def program_of(data: int, fsdp: int) -> str:
     return compiled(data, fsdp)[0].as_text() or ""
 
 
-@pytest.mark.parametrize("data, fsdp", [(8, 1), ONE_COPY, (2, 4)])
+@pytest.mark.parametrize("data, fsdp", [ONLY_COPIES, ONE_COPY, (2, 4)])
 def test_no_activation_is_gathered(data, fsdp):
     moved = collectives(program_of(data, fsdp))
     assert moved
@@ -309,6 +310,7 @@ def test_the_output_embedding_s_gradient_is_summed_and_split_at_once(data, fsdp)
         assert m.operation != "all-reduce" or math.prod(m.shape) <= V * D // fsdp
 
 
+@pytest.mark.full
 def test_copies_of_the_model_gather_nothing():
     assert {m.operation for m in collectives(program_of(8, 1))} == {"all-reduce"}
 

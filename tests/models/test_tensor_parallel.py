@@ -135,6 +135,7 @@ def test_other_layers(changes):
     check(config, on_mesh(config, mesh_of(2, 2, 2)))
 
 
+@pytest.mark.full
 def test_in_bfloat16():
     config = dataclasses.replace(VARIANTS["untied_scanned_biases"], dtype="bfloat16")
     check(config, on_mesh(config, mesh_of(2, 2, 2)))
@@ -306,6 +307,7 @@ def test_training_is_that_of_one_device(data, fsdp, tensor):
         np.testing.assert_allclose(got / scale, expected / scale, rtol=0, atol=1e-4)
 
 
+@pytest.mark.full
 def test_text_is_that_of_one_device():
     prompts = np.arange(12, dtype=np.int32).reshape(3, 4)
     texts = []

@@ -332,6 +332,8 @@ def test_tokens_that_do_not_count(strategy, reduction):
     assert np.isnan(np.asarray(gradients["weight"])).any()
 
 
+# The normal run has it in loss/test_loss_kernels_at_the_ends.py.
+@pytest.mark.full
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 def test_tokens_without_weight_in_the_kernels():

@@ -82,7 +82,7 @@ def explained(stream, params):
 @pytest.mark.parametrize(
     "stream, params",
     [
-        (BF16, F32),
+        pytest.param(BF16, F32, marks=pytest.mark.full),
         (F16, BF16),
         (BF16, F16),
         *(pytest.param(*dtypes, marks=pytest.mark.full) for dtypes in [(BF16, BF16), (F16, F16)]),

@@ -61,6 +61,8 @@ def test_one_program_for_two_platforms():
     assert_equal_gradients(got)
 
 
+# The normal run exports each operation alone, in test_arguments.py.
+@pytest.mark.full
 def test_the_kernels_for_one_gpu_that_is_not_here():
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     args = array(8, 128), array(128), *[array(128, 128)] * 4

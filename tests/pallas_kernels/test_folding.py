@@ -47,7 +47,7 @@ def test_chunks(size, chunk_size, sizes, axis):
         place = start + jnp.arange(chunk.shape[axis])
         return jnp.sum(chunk), chunk * 2 + (place[:, None] if axis == 0 else place)
 
-    total, parts = fold_chunks(body, jnp.asarray(a), chunk_size, axis=axis)
+    total, parts = jax.jit(lambda a: fold_chunks(body, a, chunk_size, axis=axis))(a)
     assert total == np.sum(a)
     place = np.arange(size)
     np.testing.assert_array_equal(parts, 2 * a + (place[:, None] if axis == 0 else place))
@@ -55,13 +55,8 @@ def test_chunks(size, chunk_size, sizes, axis):
     assert seen == sizes[:2]
     assert sum(sizes) == size
 
-    _, stacked = fold_chunks(
-        lambda chunk, _: (None, jnp.sum(chunk, axis)),
-        jnp.asarray(a),
-        chunk_size,
-        axis=axis,
-        stack=True,
-    )
+    sums = lambda chunk, _: (None, jnp.sum(chunk, axis))
+    _, stacked = jax.jit(lambda a: fold_chunks(sums, a, chunk_size, axis=axis, stack=True))(a)
     ends = np.cumsum(sizes)
     want = [
         np.take(a, np.arange(end - n, end), axis).sum(axis)

@@ -19,7 +19,7 @@ from pallas_kernels.head import LOSS_OPTIONS
 from pallas_kernels.linen import AddRMSNorm, LinearCrossEntropy, RMSNorm, SwiGLU
 from support.framework_models import linen_model
 from support.frameworks import check, has_shape, normal, shuffled
-from support.numerics import assert_as_accurate
+from support.numerics import assert_as_accurate, quick_jit
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 B, S, D, F, V = 2, 9, 20, 33, 37
@@ -81,7 +81,7 @@ def variables_and_inputs(name, dtype):
     ours, _, num_inputs = LAYERS[name]
     inputs = [normal((B, S, D), dtype, seed) for seed in range(num_inputs)]
     labels = [LABELS] if name == "LinearCrossEntropy" else []
-    return shuffled(ours.init(KEY, *inputs, *labels)), inputs, labels
+    return shuffled(quick_jit(ours.init)(KEY, *inputs, *labels)), inputs, labels
 
 
 @pytest.mark.parametrize(

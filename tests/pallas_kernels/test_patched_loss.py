@@ -143,7 +143,7 @@ def loss_of(model, tokens, labels, **options):
     return patched.loss(model, labels, tokens, **options)
 
 
-LONGER = ("tied", "merged tokens", "auto, batch")
+LONGER = ("tied", "merged tokens", "einsum", "auto, batch", "explicit, batch")
 
 
 def some_are_longer(names):

@@ -470,7 +470,13 @@ def part_of(config, cls):
 
 
 @pytest.mark.parametrize(
-    ("cls", "name"), [(cls, name) for cls, fields in FIELDS.items() for name in fields]
+    ("cls", "name"),
+    [
+        # In the normal run tests/models/test_config.py has the fields of the model.
+        pytest.param(cls, name, marks=pytest.mark.full if cls is LlamaConfig else ())
+        for cls, fields in FIELDS.items()
+        for name in fields
+    ],
 )
 def test_every_field_is_read(cls, name):
     other, observer, *_ = FIELDS[cls][name]

@@ -385,21 +385,23 @@ def ends_of_program(folder, ending):
     )
 
 
-def test_processes_agree(tmp_path):
-    first, second = ends_of_program(tmp_path, "error")
+def test_processes_agree_until_one_dies(tmp_path):
+    first, second = ends_of_program(tmp_path, "kill")
     stops = [False, False, False, True, False]
     for end in (first, second):
         assert f"{tmp_path / 'run'} True False {stops}\n" in end.errors
         assert "gathered [0, 1, 2, 3, 4, 5, 6, 7]\n" in end.errors
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert_death_is_told(first, second)
+
+
+@pytest.mark.full
+def test_the_error_of_a_process_ends_the_other_with_one_line(tmp_path):
+    first, second = ends_of_program(tmp_path, "error")
     assert (first.status, second.status) == (1, 1)
     assert second.lines() == ["error: no room"]
     (line,) = first.lines()
     assert line.startswith("error: process 1 ended: no room. The same commands go on")
-
-
-def test_the_death_of_a_process_in_its_first_second(tmp_path):
-    assert_death_is_told(*ends_of_program(tmp_path, "kill"))
 
 
 @pytest.mark.full

@@ -149,6 +149,8 @@ def test_a_skipped_step_leaves_parameters_and_moments_as_they_are(step, first_st
     assert int(metrics["skipped_in_a_row"]) == 0
 
 
+# The normal run has it for each optimizer in test_optimizers.py.
+@pytest.mark.full
 def test_skipping_takes_no_memory(compiled, first_state, monkeypatch):
     """A step that never skips needs as much memory, apart from a few scalars."""
 

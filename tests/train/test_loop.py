@@ -290,6 +290,8 @@ def test_synthetic_tokens(tmp_path):
         assert row["loss"] == pytest.approx(math.log(100), rel=0.05)
 
 
+# The normal run trains on a file in test_distributed.py.
+@pytest.mark.full
 @pytest.mark.usefixtures("nothing_compiled")
 def test_text_of_ones_own(tmp_path, capsys):
     """The tokenizer of the text makes the prompt, reads the sample and counts the bytes."""

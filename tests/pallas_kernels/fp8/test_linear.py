@@ -52,14 +52,20 @@ def flat(a):
     return jnp.asarray(a).reshape(-1, a.shape[-1])
 
 
+@functools.cache
+def _dequantize(dtype, scaling):
+    return quick_jit(lambda a: quantize(a, dtype, scaling=scaling).dequantize())
+
+
 def dequantized(a, cast):
     """The numbers that a product reads, in float64, of an operand `[rows, contracted]`."""
-    return np.asarray(quantize(a, cast.dtype, scaling=cast.scaling).dequantize(), np.float64)
+    return np.asarray(_dequantize(cast.dtype, cast.scaling)(np.asarray(a)), np.float64)
 
 
 def exact_of_quantized(recipe, x, weights, dys):
     """Results and gradients in float64, of the numbers that the products read."""
-    x, dys = flat(x), [flat(dy) for dy in dys]
+    x, *dys = (np.asarray(a).reshape(-1, a.shape[-1]) for a in (x, *dys))
+    weights = [np.asarray(w) for w in weights]
     of_x = dequantized(x, recipe.inputs)
     of_dys = [dequantized(dy, recipe.gradients) for dy in dys]
     forward = [dequantized(w.T, recipe.weights) for w in weights]
@@ -170,7 +176,7 @@ def graded_mlp(recipe):
     return quick_jit(lambda *args: value_and_grads(fn, args[:-1], args[-1]))
 
 
-@mostly("tensorwise", "rowwise_with_gw_hp")
+@mostly("rowwise_with_gw_hp")
 @pytest.mark.parametrize(
     "shape, intermediate_size",
     [((2, 13, 24), 40), pytest.param((24,), 33, marks=pytest.mark.full)],

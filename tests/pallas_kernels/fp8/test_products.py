@@ -1,5 +1,6 @@
 """The product of two FP8 tensors: values, sizes that divide no tile, NaN, and errors."""
 
+import functools
 from typing import Any, cast
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from pallas_kernels.fp8 import Quantized, fp8_matmul, gated_kernel, quantize
 from pallas_kernels.fp8.products import choose_fp8_matmul
 from pallas_kernels.gpu.hopper_gemm import Config
-from support.numerics import assert_as_accurate, rounded
+from support.numerics import assert_as_accurate, quick_jit, rounded
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -24,18 +25,28 @@ def make_operands(
     # Rows of different magnitudes, so that a wrong scale is seen.
     arrays = (rng.standard_normal((size, k)) * rng.exponential(size=(size, 1)) for size in (m, n))
     a, b = (
-        quantize(jnp.asarray(a, F32), dtype, scaling=scaling, implementation="reference")
+        _quantize(dtype, scaling)(a.astype(np.float32))
         for a, dtype, scaling in zip(arrays, dtypes, scalings, strict=True)
     )
     return a, b
 
 
+@functools.cache
+def _quantize(dtype, scaling):
+    return quick_jit(
+        functools.partial(quantize, dtype=dtype, scaling=scaling, implementation="reference")
+    )
+
+
+_dequantize = quick_jit(Quantized.dequantize)
+
+
 def exact(a, b):
-    return np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
+    return np.asarray(_dequantize(a), np.float64) @ np.asarray(_dequantize(b), np.float64).T
 
 
 def check(a, b, out_dtype, **options):
-    got = fp8_matmul(a, b, out_dtype=out_dtype, **options)
+    got = quick_jit(functools.partial(fp8_matmul, out_dtype=out_dtype, **options))(a, b)
     want = exact(a, b)
     assert (got.shape, got.dtype) == (want.shape, out_dtype)
     # Float32 sums of exact products; the result is rounded once. A GPU adds up 512 products in its

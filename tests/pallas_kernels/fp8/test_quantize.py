@@ -107,7 +107,7 @@ def test_wrong_tiles(name, size):
 @pytest.mark.parametrize("shape", [(1, 1), (3, 100), (0, 8), (8, 0)], ids=str)
 def test_sizes_that_no_kernel_takes(scaling, shape):
     x = normal(shape)
-    plain, turned = quantize_both(x, scaling=scaling)
+    plain, turned = quick_jit(functools.partial(quantize_both, scaling=scaling))(x)
     assert (plain.values.shape, turned.values.shape) == (shape, shape[::-1])
     if x.size:
         check(x, E4M3, scaling, None)
@@ -120,8 +120,9 @@ def test_sizes_that_no_kernel_takes(scaling, shape):
 def test_one_order_has_the_bits_of_both(implementation, scaling):
     x = normal((64, 128))
     options = dict(scaling=scaling, implementation=implementation)
-    assert_same(quantize(x, **options), x, E4M3, scaling)
-    assert_same(quantize_transposed(x, **options), np.asarray(x).T, E4M3, scaling)
+    of = lambda fn: quick_jit(functools.partial(fn, **options))(x)
+    assert_same(of(quantize), x, E4M3, scaling)
+    assert_same(of(quantize_transposed), np.asarray(x).T, E4M3, scaling)
 
 
 @pytest.mark.parametrize(

@@ -166,14 +166,15 @@ def check(run, arrays, labels, *, token_parts=1, column_parts=1, reduction="mean
 # Tokens are split.
 
 
-# Here and below the cases have every pair of values of two parameters, and not every triple.
+# Here and below the cases have every pair of values of two parameters, and not every triple. The
+# normal run has the split with weights below, and the whole model in test_meshes.py.
 @pytest.mark.parametrize(
     "axes, chunks, dtype",
     [
         pytest.param({"data": 8}, TOKEN_CHUNKS, F32, marks=full),
         pytest.param({"data": 8}, COLUMN_CHUNKS, BF16, marks=full),
         pytest.param({"data": 4}, COLUMN_CHUNKS, F32, marks=full),
-        ({"data": 2, "fsdp": 4}, TOKEN_CHUNKS, BF16),
+        pytest.param({"data": 2, "fsdp": 4}, TOKEN_CHUNKS, BF16, marks=full),
         pytest.param({"data": 2, "fsdp": 4}, COLUMN_CHUNKS, F32, marks=full),
     ],
     ids=str,
@@ -190,6 +191,8 @@ def test_split_tokens(axes, chunks, dtype):
 # The vocabulary is split.
 
 
+# The normal run splits the vocabulary with these options beside the tokens, and with metrics in the
+# tests of weights.
 @pytest.mark.parametrize(
     "parts, reduction, chunks",
     [
@@ -199,7 +202,7 @@ def test_split_tokens(axes, chunks, dtype):
         pytest.param(2, "sum", COLUMN_CHUNKS, marks=full),
         pytest.param(4, "sum", TOKEN_CHUNKS, marks=full),
         pytest.param(4, "sum", COLUMN_CHUNKS, marks=full),
-        (8, "sum", COLUMN_CHUNKS),
+        pytest.param(8, "sum", COLUMN_CHUNKS, marks=full),
         pytest.param(8, "mean", TOKEN_CHUNKS, marks=full),
         pytest.param(8, "mean", COLUMN_CHUNKS, marks=full),
         pytest.param(8, "none", TOKEN_CHUNKS, marks=full),
@@ -371,7 +374,7 @@ def statistics_of(tokens: int, parts: int) -> tuple[str, tuple[int, ...]]:
         (TOKEN_CHUNKS, "mean"),
         pytest.param(TOKEN_CHUNKS, "none", marks=full),
         pytest.param(COLUMN_CHUNKS, "mean", marks=full),
-        (COLUMN_CHUNKS, "none"),
+        pytest.param(COLUMN_CHUNKS, "none", marks=full),
     ],
     ids=str,
 )

@@ -38,7 +38,7 @@ def reduction_of(strategy):
 
 
 @interpreted
-@kernel_strategies("columns")
+@kernel_strategies("in place")
 def test_a_label_out_of_range_is_nan_in_the_kernels(strategy):
     # The last three are columns of the padding, of the vocabulary or of a chunk. Token 0 is the
     # first chunk.
@@ -47,7 +47,7 @@ def test_a_label_out_of_range_is_nan_in_the_kernels(strategy):
 
 
 @interpreted
-@kernel_strategies("tokens", "columns", "in place")
+@two_other_kernel_strategies
 @pytest.mark.parametrize("other", [False, pytest.param(True, marks=full)])
 def test_nan_stays_in_its_token_in_the_kernels(strategy, other):
     reduction = reduction_of(strategy)
@@ -57,7 +57,7 @@ def test_nan_stays_in_its_token_in_the_kernels(strategy, other):
 
 
 @interpreted
-@kernel_strategies("tokens", "columns", "in place")
+@two_other_kernel_strategies
 # NumPy warns where the interpreter multiplies infinities.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 def test_no_gradient_of_a_token_of_no_weight_in_the_kernels(strategy):

@@ -19,8 +19,7 @@ from support.loss_formulas import (
     as_jax,
     check,
     check_labels_out_of_range,
-    each_reduction,
-    each_strategy,
+    each_strategy_and_reduction,
     each_xla_strategy,
     in_turn,
     make_arrays,
@@ -29,8 +28,7 @@ from support.loss_formulas import (
 )
 
 
-@each_strategy
-@each_reduction
+@each_strategy_and_reduction
 def test_no_label_counts(strategy, reduction):
     arrays, labels = make_arrays()
     got = run(
@@ -43,8 +41,7 @@ def test_no_label_counts(strategy, reduction):
         assert np.all(np.asarray(value) == 0), name
 
 
-@each_strategy
-@each_reduction
+@each_strategy_and_reduction
 def test_few_labels_count(strategy, reduction):
     arrays, labels = make_arrays()
     token = np.arange(T)
@@ -102,8 +99,7 @@ def test_labels_of_64_bits(strategy):
     assert np.isnan(wrong["loss"])
 
 
-@each_strategy
-@each_reduction
+@each_strategy_and_reduction
 def test_a_label_out_of_range_is_nan(strategy, reduction):
     cases = V, V + 75, -1, -101, 2**31 - 1, -(2**31)
     check_labels_out_of_range(*make_arrays(), [9], cases, reduction=reduction, **strategy)

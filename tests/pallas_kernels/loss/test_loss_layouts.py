@@ -119,7 +119,9 @@ def test_meshes(kind, spec, tokens):
     check_against_formula(got, arrays, labels)
 
 
-@pytest.mark.parametrize("chunks", [{"chunk_size": 3}, {"vocab_chunk_size": 5}], ids=str)
+@pytest.mark.parametrize(
+    "chunks", [pytest.param({"chunk_size": 3}, marks=full), {"vocab_chunk_size": 5}], ids=str
+)
 def test_a_vocabulary_split_inside_of_shard_map(chunks):
     arrays, labels = make_arrays((16,), 24, 56, only=["x", "weight"])
     mesh = jax.make_mesh((4,), ("model",), (AxisType.Auto,), devices=jax.devices()[:4])

@@ -48,7 +48,7 @@ def test_a_vjp_can_be_called_again(strategy, reduction):
     check_repeated_vjp(*as_jax(make_arrays()), reduction=reduction, **strategy)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=pytest.mark.full)])
 def test_checkpoint(reduction):
     arrays, labels = as_jax(make_arrays())
     cotangent = make_cotangent(reduction)
@@ -85,7 +85,7 @@ def test_scan_and_donation():
     assert losses[2] < losses[0]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("reduction", [pytest.param("mean", marks=pytest.mark.full), "none"])
 def test_vmap_is_the_loop(reduction):
     arrays, labels = make_arrays((3, T))
     cotangents = make_cotangent("none", (3, T))

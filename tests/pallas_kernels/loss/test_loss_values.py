@@ -20,8 +20,8 @@ from support.loss_formulas import (
     check,
     check_against_formula,
     check_nan_stays,
-    each_reduction,
     each_strategy,
+    each_strategy_and_reduction,
     each_xla_strategy,
     formula,
     full,
@@ -117,8 +117,7 @@ def test_small_weights_of_tokens_do_not_underflow_in_float16(strategy):
             assert np.max(np.abs(error)) < 1e-3 * 1e-6 * np.max(np.abs(want[name])), name
 
 
-@each_strategy
-@each_reduction
+@each_strategy_and_reduction
 def test_logits_of_minus_infinity(strategy, reduction):
     # The logits of a whole first block are -inf, and so is its maximum.
     arrays, labels = make_arrays()
@@ -137,8 +136,7 @@ def test_very_negative_logits(strategy):
     check(arrays, labels, **strategy)
 
 
-@each_strategy
-@each_reduction
+@each_strategy_and_reduction
 def test_huge_logits(strategy, reduction):
     # All values are integers, so every logit, up to 1e4, is the same in float32 and in float64.
     rng = np.random.default_rng(0)
@@ -166,7 +164,6 @@ def test_equal_logits(strategy):
     "strategy, dtype",
     BY_XLA_STRATEGY,
     {"float32": F32, "bfloat16": BF16},
-    also=[("tokens", "bfloat16"), ("columns", "float32")],
 )
 def test_a_confident_token_keeps_the_digits_of_its_gradient(strategy, dtype):
     # p is 0.999 at the label. Rounded to bfloat16 it is 1, and p - 1 would be 0.
@@ -197,14 +194,13 @@ def test_a_confident_token_keeps_the_digits_of_its_gradient(strategy, dtype):
     assert np.all(np.asarray(losses) >= 0)
 
 
-@each_strategy
-@each_reduction
+@each_strategy_and_reduction
 def test_nan_stays_in_its_token(strategy, reduction):
     check_nan_stays(*make_arrays(), 9, reduction=reduction, **strategy)
 
 
 @pytest.mark.parametrize(
-    "chunk_size", [1, 7, 36, 37, *(pytest.param(size, marks=full) for size in (38, 128, None))]
+    "chunk_size", [1, 7, 37, *(pytest.param(size, marks=full) for size in (36, 38, 128, None))]
 )
 def test_chunk_sizes_agree(chunk_size):
     arrays, labels = make_arrays((37,), dtype=BF16)
@@ -220,7 +216,7 @@ def test_chunk_sizes_agree(chunk_size):
 
 
 @pytest.mark.parametrize(
-    "vocab_chunk_size", [1, 16, 52, 53, *(pytest.param(size, marks=full) for size in (7, 54, 128))]
+    "vocab_chunk_size", [1, 16, 53, *(pytest.param(size, marks=full) for size in (7, 52, 54, 128))]
 )
 def test_vocabulary_chunk_sizes_agree(vocab_chunk_size):
     arrays, labels = make_arrays((37,), dtype=BF16)

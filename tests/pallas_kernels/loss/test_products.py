@@ -127,8 +127,8 @@ def test_repeated_runs_have_the_same_bits():
 
 @interpreted
 def test_nan_stays_in_its_row():
-    dlogits, x = make_args(70, 256, 128)
-    got = np.asarray(compiled(dtype=F32)(dlogits.at[69, 130].set(jnp.nan), x))
+    dlogits, x = make_args(100, 256, 128)  # the program of the test above
+    got = np.asarray(compiled(dtype=F32)(dlogits.at[99, 130].set(jnp.nan), x))
     assert np.isnan(got[130]).all() and np.isfinite(np.delete(got, 130, axis=0)).all()
 
 
@@ -159,7 +159,7 @@ def test_parts_are_written_where_they_belong():
         pytest.param(128, 1, 128, BF16, F32, marks=pytest.mark.full),
         pytest.param(128, 64, 192, F16, F16, marks=pytest.mark.full),
         (256, 65, 128, BF16, BF16),
-        (384, 200, 256, BF16, F32),
+        pytest.param(384, 200, 256, BF16, F32, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -198,7 +198,7 @@ def test_parts(depths, num_columns):
 
 
 # The loss makes dx so: for some rows, with factors, and with b from a row on.
-SOME_ROWS = {(1, 64), (65, 0), (130, 128)}
+SOME_ROWS = {(1, 64), (130, 128)}
 
 
 @interpreted

@@ -55,7 +55,7 @@ def options(config, *, eps=1e-6, weight_offset=0.0, casting="float32"):
     "shape, dtype",
     [
         pytest.param((1, 64), BF16, marks=pytest.mark.full),
-        ((2, 720), BF16),
+        pytest.param((2, 720), BF16, marks=pytest.mark.full),
         pytest.param((3, 96), F16, marks=pytest.mark.full),
         pytest.param((4, 130), BF16, marks=pytest.mark.full),
         pytest.param((5, 1024), BF16, marks=pytest.mark.full),
@@ -83,7 +83,7 @@ def test_shapes_that_divide_nothing(shape, dtype):
     [
         pytest.param((1, 64), BF16, marks=pytest.mark.full),
         pytest.param((2, 720), BF16, marks=pytest.mark.full),
-        ((33, 66), BF16),
+        pytest.param((33, 66), BF16, marks=pytest.mark.full),
         ((3, 2880), F16),
         pytest.param((4, 257), F32, marks=pytest.mark.full),
     ],

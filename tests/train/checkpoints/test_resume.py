@@ -255,7 +255,7 @@ def test_other_text_and_runs_without_checkpoints_are_refused(whole, tmp_path):
         run(dataclasses.replace(CONFIG, runs_dir=tmp_path))
 
 
-@pytest.mark.parametrize("at", ["compilation", "step 2"])
+@pytest.mark.parametrize("at", [pytest.param("compilation", marks=pytest.mark.full), "step 2"])
 def test_settings_bind_with_the_first_checkpoint(at, tmp_path, at_step, whole, monkeypatch):
     """A run that failed before its first checkpoint leaves its name free."""
     other = dataclasses.replace(CONFIG, seed=5, runs_dir=tmp_path)

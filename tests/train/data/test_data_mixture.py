@@ -41,7 +41,10 @@ DATASETS = {
 
 
 @pytest.mark.parametrize("name", DATASETS)
-@pytest.mark.parametrize("num_hosts", [1, 2, 3, 8, 24])
+@pytest.mark.parametrize(
+    "num_hosts",
+    [pytest.param(1, marks=pytest.mark.full), 2, 3, pytest.param(8, marks=pytest.mark.full), 24],
+)
 def test_hosts_together_make_the_global_batch(name, num_hosts):
     dataset = DATASETS[name]
     for step in (0, 1, 17, 10**6):

@@ -230,7 +230,8 @@ def cost_of_step(fsdp, tensor, monkeypatch):
     return found[0], seconds, nbytes
 
 
-@pytest.mark.parametrize(("fsdp", "tensor"), [pytest.param(1, 2, marks=pytest.mark.full), (2, 2)])
+@pytest.mark.full
+@pytest.mark.parametrize(("fsdp", "tensor"), [(1, 2), (2, 2)])
 def test_devices_that_share_sequences_share_the_cost(fsdp, tensor, monkeypatch):
     one, _, bytes_of_one = cost_of_step(1, 1, monkeypatch)
     part, seconds, nbytes = cost_of_step(fsdp, tensor, monkeypatch)
