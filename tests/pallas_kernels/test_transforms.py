@@ -162,9 +162,10 @@ def assert_accurate(found, transform, operation, dtype):
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(want)]
     leaves = map(jax.tree.leaves, (found[transform], low_precision, want))
     # The kernels of the loss round two operands of dweight, exponentials and scaled x, where the
-    # formula rounds dlogits alone. On an H100 the errors have a ratio of 1.33.
+    # formula rounds dlogits alone. On an H100 the errors have a ratio of 1.33, and of 1.47 where a
+    # `dweight` for each member is rounded before the sum.
     is_of_kernels = operation == "linear_cross_entropy" and dtype == jnp.bfloat16
-    assert_as_accurate(*leaves, names=names, slack=1.4 if is_of_kernels else 1.2)
+    assert_as_accurate(*leaves, names=names, slack=1.5 if is_of_kernels else 1.2)
 
 
 # One program has all that work. The others raise alike, so one of them is enough.
