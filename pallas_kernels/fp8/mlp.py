@@ -256,11 +256,11 @@ def swiglu_backward(
 ) -> tuple[Any, Any, Any]:
     """The operands of dgrad and wgrad for dgate and for dup, and the product as one of wgrad."""
     reason = mosaic_gpu.unsupported_reason(gate) or runs_here()
-    if reason is None and recipe.wgrad is None:
-        reason = f"wgrad of {recipe.name} reads {gate.dtype}"
-    chosen = "xla" if reason else "mosaic_gpu"
-    record("fp8_swiglu_mlp, backward", (gate, up, dproduct), None, chosen, reason)
-    if reason is None:
+    is_in_fp8 = recipe.wgrad is not None  # otherwise wgrad reads what the kernels do not write
+    if is_in_fp8:
+        chosen = "xla" if reason else "mosaic_gpu"
+        record("fp8_swiglu_mlp.backward", (gate, up, dproduct), None, chosen, reason)
+    if is_in_fp8 and reason is None:
         of_dgate, of_dup, (_, turned) = cast_computed(
             (gate, up, dproduct),
             gradients_of_swiglu,
@@ -271,7 +271,7 @@ def swiglu_backward(
         )
         return of_dgate, of_dup, turned
     dgate, dup, activated = gradients_of_swiglu(gate, up, dproduct)
-    if recipe.wgrad is not None and wanted[3]:
+    if is_in_fp8 and wanted[3]:
         activated = cast_turned(activated, recipe.inputs, place)
     of_dgate, of_dup = (
         operands_of_gradient(d, recipe, w, place)

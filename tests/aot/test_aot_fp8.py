@@ -1,7 +1,10 @@
 """FP8 products compile for an H100: our kernel, and the patterns that XLA must recognize."""
 
+import dataclasses
 import functools
+import math
 import re
+from collections import Counter
 from typing import get_args
 
 import jax
@@ -9,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from aot.harness import Case, Program
+from benchmarks.training.schedule import Schedule
 from pallas_kernels.fp8 import (
     Quantized,
     RecipeName,
@@ -19,6 +23,7 @@ from pallas_kernels.fp8 import (
 )
 
 BF16, F32, E4M3, E5M2 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
+SWIGLU_BACKWARD = "fp8_swiglu_bwd_amax", "fp8_swiglu_bwd_quantize"
 CUBLAS = '"__cublas$lt$matmul$f8"'
 SHAPE = (16384, 2048, 8192)  # rows, columns, depth: the down projection of a 1B Llama
 ODD = (1009, 200, 1000)
@@ -99,6 +104,11 @@ def _cases() -> dict[str, Case]:
             functools.partial(scanned, recipe),
             (x, stack(across), stack(down)),
         )
+        batch = jax.sharding.PartitionSpec("data")
+        whole = jax.sharding.PartitionSpec()
+        cases[f"mesh-{recipe}"] = dataclasses.replace(
+            cases[f"mlp-{recipe}"], mesh={"data": 8}, specs=(batch, whole, whole, whole, batch)
+        )
     return cases
 
 
@@ -178,3 +188,24 @@ def test_gradients(compiled, chip, case, in_fp8, wide):
     assert not casts_back(program.hlo)
     for kernel in program.kernels:
         assert kernel.spill_bytes <= 16 and kernel.early_conversions == 0, kernel
+
+
+# Recipes with one scale a tensor exchange scalars, and those with scales of columns a row of each.
+@on_h100
+@pytest.mark.oldest
+@pytest.mark.parametrize(
+    "case", ["mesh-tensorwise", pytest.param("mesh-rowwise", marks=pytest.mark.full)]
+)
+def test_on_a_mesh_devices_exchange_maxima_and_gradients(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    print(f"{program.seconds:.1f} s", program.calls)
+    assert '"__cublas$lt$matmul"' not in program.hlo
+    names = {kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in program.kernels}
+    assert names >= {"fp8_gated_matmul", "fp8_matmul", "fp8_quantize", *SWIGLU_BACKWARD}, names
+    found: Counter[str] = Counter()
+    for collective in Schedule(program.hlo).collectives():
+        found[collective.kind] += sum(collective.times * math.prod(s) for s in collective.results)
+    print(found)
+    assert set(found) == {"all-reduce"}
+    gradients, maxima = 3 * D * F, 0 if case == "mesh-tensorwise" else 4 * D + 5 * F
+    assert gradients + maxima <= found["all-reduce"] <= gradients + 2 * maxima + 32
