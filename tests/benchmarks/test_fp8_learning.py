@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.training import fp8_learning, make_tokens
+from benchmarks.training import fp8_learning, fp8_learning_report, make_tokens
 from pallas_kernels.fp8 import RECIPES
 
 STEPS = 6
@@ -52,7 +52,7 @@ def test_a_copy_of_a_file_counts_once_and_parts_are_disjoint(tokens):
 
 
 def test_runs_of_a_seed_are_pairs(folder):
-    runs = {run["recipe"]: run for run in fp8_learning.read_runs(folder)}
+    runs = {run["recipe"]: run for run in fp8_learning_report.read_runs(folder)}
     baseline, recipe = runs["none"], runs["tensorwise"]
     assert [len(run["losses"]) for run in runs.values()] == [STEPS] * 3
     assert baseline["batches"] == recipe["batches"] and len(set(recipe["batches"])) == STEPS
@@ -85,10 +85,10 @@ def test_other_batches_are_no_pair(folder, tmp_path):
             record["batches"][1] += 1
         (tmp_path / path.name).write_text(json.dumps(record))
     with pytest.raises(ValueError, match="tensorwise and none of seed 0 differ"):
-        fp8_learning.read_runs(tmp_path)
+        fp8_learning_report.read_runs(tmp_path)
     (tmp_path / "seed0_none.json").unlink()
     with pytest.raises(ValueError, match="no run in bfloat16"):
-        fp8_learning.read_runs(tmp_path)
+        fp8_learning_report.read_runs(tmp_path)
 
 
 def record(seed, recipe, losses, *, skipped=0, every=10):
@@ -132,15 +132,15 @@ def test_report_of_unequal_lengths(tmp_path):
         record(1, "tensorwise", [x + 0.1 + 0.004 for x in curve[:67]]),
     ]
     write(tmp_path, records)
-    runs = fp8_learning.read_runs(tmp_path)
-    assert fp8_learning.common_steps(runs) == 67
-    training, held_out, own = fp8_learning.measures(runs)
+    runs = fp8_learning_report.read_runs(tmp_path)
+    assert fp8_learning_report.common_steps(runs) == 67
+    training, held_out, own = fp8_learning_report.measures(runs)
     assert "steps 65 to 67" in training.name and "step 60" in held_out.name
     np.testing.assert_allclose(list(training.gaps("tensorwise").values()), [1.002, 0.004])
     for measure in (held_out, own):
         np.testing.assert_allclose(list(measure.gaps("tensorwise").values()), [0.002, 0.004])
     np.testing.assert_allclose(held_out.values["none"][1], curve[59] + 1.1)
-    text = fp8_learning.report(runs)
+    text = fp8_learning_report.report(runs)
     assert "67 of 100 steps" in text and "standard deviation over seeds 0.0707" in text
     assert "| `tensorwise` | +0.0020 | +0.0040 | +0.0030 | 0.0010 | 0.0040 | 0 | passes |" in text
     chart = tmp_path / "chart.png"
@@ -163,7 +163,7 @@ def test_report_of_unequal_lengths(tmp_path):
     ],
 )
 def test_rule(gaps, skipped, passes):
-    assert fp8_learning.Verdict.of(gaps, skipped).passes is passes
+    assert fp8_learning_report.Verdict.of(gaps, skipped).passes is passes
 
 
 def test_names_of_runs():
