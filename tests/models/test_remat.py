@@ -208,11 +208,9 @@ def test_chunks_of_the_mlp_are_refused(changes, message):
 
 
 def gemms_of_trace(remat):
-    """The GEMMs of a layer in JAX's program: a GEMM has two more in its backward.
-
-    JAX runs the whole MLP again for gate or up. XLA leaves out the down projection or gate if no
-    operation reads it (`test_xla_keeps_the_recomputation`).
-    """
+    """The GEMMs of a layer in JAX's program: a GEMM has two more in its backward."""
+    # JAX runs the whole MLP again for gate or up. XLA leaves out the down projection or gate if no
+    # operation reads it (`test_xla_keeps_the_recomputation`).
     unread = {"mlp_inputs": 1, "attention": 1, "q,k,v": 1, "gate": 2, "full": 1}.get(remat, 0)
     return 3 * 9 + RECOMPUTED_GEMMS[remat] + unread
 
