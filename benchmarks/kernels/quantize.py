@@ -10,9 +10,9 @@ interleaved rounds. The parts are:
 - `tensor`: `quantize_both`, which first reads the array for its largest magnitude.
 - `row`: `quantize_both` with a scale for each row and for each column.
 - `one order, row`: `quantize` with a scale for each row, which reads and writes an element once.
-- `swiglu, RECIPE`: what the backward of `fp8_swiglu_mlp` quantizes, from gate, up and the gradient
-  of their product. An element of each is read twice, and five are written. XLA computes the
-  gradients in a pass of its own, and the kernel of `quantize_both` follows.
+- `swiglu, RECIPE`: the tensors that the backward of `fp8_swiglu_mlp` quantizes, from gate, up and
+  the gradient of their product. An element of each is read twice, and five are written. XLA
+  computes the gradients in a pass of its own, and the kernel of `quantize_both` follows.
 
 Before a part is timed, its bytes are compared with those of XLA. One value in 100,000 may differ.
 `--sweep` adds other tiles. The benchmark writes a table and all numbers into the folder of results.

@@ -56,27 +56,31 @@ def _with_scales_of_all(
 ) -> tuple[Any, Any]:
     """Both copies of a device's tokens, as far as wanted, with the scales of all tokens."""
     if cast.scaling == "tensor":
-        amax = reference.amax_of(a if maxima is None else maxima, axis=None)
-        scales = [reference.scale_of(_largest(amax, place), cast.dtype)] * 2
+        largest = reference.amax_of(a if maxima is None else maxima, axis=None)
+        scales = [reference.scale_of(_largest(largest, place), cast.dtype)] * 2
     else:
         by_column = _largest(reference.amax_of(a.T, axis=1), place)
         by_row = reference.amax_of(a, axis=1)
         scales = [reference.scale_of(m, cast.dtype) for m in (by_row, by_column)]
     wanted = scales[0] if plain else None, scales[1] if turned else None
-    has_kernel = mosaic_gpu.unsupported_reason(a) is None and runs_here() is None
-    values_of = mosaic_gpu.quantize if has_kernel else reference.values_of_both
+    values_of = reference.values_of_both if kernel_is_out(a) else mosaic_gpu.quantize
     found = zip(values_of(a, wanted[0], wanted[1], cast.dtype), wanted, strict=True)
     first, second = (v if v is None else Quantized(v, s) for v, s in found)
     return first, second
 
 
-def _largest(amax: jax.Array, place: Place) -> jax.Array:
+def kernel_is_out(a: jax.Array) -> str | None:
+    """Why no kernel quantizes the array on the default device, or None if one does."""
+    return mosaic_gpu.unsupported_reason(a) or runs_here()
+
+
+def _largest(maxima: jax.Array, place: Place) -> jax.Array:
     """The maxima over all devices' tokens."""
     if not place.tokens:
-        return amax
+        return maxima
     # A maximum over devices need not be NaN where one of the numbers is.
-    has_nan = jax.lax.pmax(jnp.isnan(amax).astype(jnp.int32), place.tokens) > 0
-    return jnp.where(has_nan, jnp.nan, jax.lax.pmax(amax, place.tokens))
+    has_nan = jax.lax.pmax(jnp.isnan(maxima).astype(jnp.int32), place.tokens) > 0
+    return jnp.where(has_nan, jnp.nan, jax.lax.pmax(maxima, place.tokens))
 
 
 def cast_computed(
@@ -92,7 +96,7 @@ def cast_computed(
 
     The first kernel finds the maxima of the tensors, and the second one writes the FP8 copies. Both
     compute the tensors from the arrays, so no tensor is written in 16 bits. The caller has asked
-    `mosaic_gpu.unsupported_reason`, which is None.
+    `kernel_is_out`, which is None.
 
     Args:
       arrays: Arguments of the function, `[T, K]`, of one dtype.

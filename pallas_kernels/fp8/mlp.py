@@ -25,8 +25,14 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
 from pallas_kernels.choices import log_once, record
-from pallas_kernels.fp8 import gated_kernel, mosaic_gpu
-from pallas_kernels.fp8.casts import cast_both, cast_computed, cast_one, cast_turned
+from pallas_kernels.fp8 import gated_kernel
+from pallas_kernels.fp8.casts import (
+    cast_both,
+    cast_computed,
+    cast_one,
+    cast_turned,
+    kernel_is_out,
+)
 from pallas_kernels.fp8.linear import (
     QuantizedWeight,
     arguments,
@@ -44,7 +50,6 @@ from pallas_kernels.fp8.linear import (
 from pallas_kernels.fp8.products import fp8_matmul
 from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
 from pallas_kernels.fp8.types import Quantized
-from pallas_kernels.gpu.device import runs_here
 from pallas_kernels.mlp import formula, swiglu_mlp
 from pallas_kernels.mlp.reference import product
 from pallas_kernels.operation import Mask, call
@@ -255,7 +260,7 @@ def swiglu_backward(
     place: Place,
 ) -> tuple[Any, Any, Any]:
     """The operands of dgrad and wgrad for dgate and for dup, and the product as one of wgrad."""
-    reason = mosaic_gpu.unsupported_reason(gate) or runs_here()
+    reason = kernel_is_out(gate)
     is_in_fp8 = recipe.wgrad is not None  # otherwise wgrad reads what the kernels do not write
     if is_in_fp8:
         chosen = "xla" if reason else "mosaic_gpu"

@@ -13,6 +13,9 @@ pieces of 64 x 64:
 TMA stores both copies of the tile. Blocks go along the rows of `x`; down the columns they take 3 to
 4 % longer. Scales come from another pass over `x`, because the first tile needs the maximum of all
 tiles.
+
+The kernel can also take several arrays, and compute the tensors to quantize from a piece of each
+(`quantize_computed`).
 """
 
 import dataclasses
@@ -103,7 +106,7 @@ def quantize(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """The copies of a tensor to make.
+    """The copies of a tensor to make. Two scales of shape `[]` must be the same number.
 
     Attributes:
       scale: Scale or scales of the copy as it is, as in `quantize`; None for no such copy.
