@@ -32,7 +32,6 @@ import functools
 import importlib.metadata
 import json
 import math
-import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +44,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks.training.fp8_learning_report import BASELINE, PERTURBED, draw, read_runs, report
+from benchmarks.training.schedule import kernel_calls
 from models.config import LlamaConfig
 from models.fp8 import describe
 from models.rope import RopeParameters
@@ -56,6 +56,7 @@ from train.config import DataConfig, OptimizerConfig, TrainConfig, fast_dtype
 from train.distributed import to_devices
 from train.evaluate import measure
 from train.planner.plan import abstract_batch
+from train.reporting.rows import write_whole
 from train.setup import step_batch
 from train.step import (
     TrainState,
@@ -166,13 +167,9 @@ class Programs:
     facts: dict[str, Any]
 
 
-def kernel_counts(hlo: str) -> dict[str, int]:
-    """How often a compiled program calls our kernels and cuBLAS in FP8; a loop's body is once."""
-    calls = re.findall(r'custom_call_target="mosaic_gpu.*?op_name="([^"]*)"', hlo)
-    # The last part is JAX's primitive. The one before may be `jit(name)`.
-    parts = [call.split("/") for call in calls]
-    names = [re.findall(r"\w+", (part[-2:-1] or part)[0])[-1] for part in parts]
-    counts = collections.Counter(names)
+def calls_of(hlo: str) -> dict[str, int]:
+    """How often a compiled program calls our kernels and cuBLAS in FP8."""
+    counts = kernel_calls(hlo)
     if cublas := hlo.count('"__cublas$lt$matmul$f8"'):
         counts["cublasLt in FP8"] = cublas
     return dict(sorted(counts.items()))
@@ -209,7 +206,7 @@ class Trainer:
         facts |= {
             "compile_s": time.perf_counter() - start,
             "memory_gib": memory_in_bytes(step) / 2**30,
-            "calls": kernel_counts(step.as_text()),
+            "calls": calls_of(step.as_text()),
         }
         for name, value in facts.items():
             print(f"{recipe}: {name}: {value}", flush=True)
@@ -309,7 +306,7 @@ class Trainer:
                     clock, timed = time.perf_counter(), step
                 if last or now - written > _WRITE_EVERY_S:
                     written = now
-                    _write(path, record)
+                    write_whole(path, json.dumps(record).encode())
                 if last:
                     break
         return record
@@ -321,13 +318,6 @@ class Trainer:
             batch = step_batch(config, self._text.train, step)
             checksum = zlib.crc32(np.ascontiguousarray(batch["tokens"]))
             yield checksum, to_devices(batch, sharding)
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    """Replaces the file in one step, so that a reader never sees a part of it."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(record))
-    part.replace(path)
 
 
 def _parser() -> argparse.ArgumentParser:

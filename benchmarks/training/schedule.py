@@ -7,11 +7,27 @@ import dataclasses
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
 type _Shape = tuple[str, tuple[int, ...]]
+
+
+def kernel_calls(hlo: str) -> Counter[str]:
+    """How often a program calls Mosaic GPU kernels, by their names; a loop's body counts once.
+
+    Raises:
+      ValueError: A call has no name.
+    """
+    calls = re.findall(r'custom_call_target="mosaic_gpu.*', hlo)
+    names = [name for call in calls for name in re.findall(r'op_name="([^"]*)"', call)[:1]]
+    if len(names) < len(calls):
+        raise ValueError(f"{len(calls) - len(names)} calls of kernels have no op_name")
+    # The last part is JAX's primitive. The one before may be `jit(name)`.
+    parts = [name.split("/") for name in names]
+    return Counter(re.findall(r"\w+", (part[-2:-1] or part)[0])[-1] for part in parts)
 
 
 @dataclasses.dataclass(frozen=True)

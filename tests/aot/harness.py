@@ -303,11 +303,3 @@ def kernel_digests(hlo: str) -> list[str]:
     calls = re.findall(r'custom_call_target="mosaic_gpu.*', hlo)
     digests = [_find(r"_([0-9a-f]{64})_mosaic_gpu\b", call)[0] for call in calls]
     return list(dict.fromkeys(digests))
-
-
-def kernel_calls(hlo: str) -> Counter[str]:
-    """How often a program calls Mosaic GPU kernels, by their names."""
-    calls = re.findall(r'custom_call_target="mosaic_gpu.*', hlo)
-    # The last part is JAX's primitive. The one before may be `jit(name)`.
-    parts = [_find(r'op_name="([^"]*)"', call)[0].split("/") for call in calls]
-    return Counter(re.findall(r"\w+", (part[-2:-1] or part)[0])[-1] for part in parts)

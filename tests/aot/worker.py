@@ -32,12 +32,12 @@ from aot.harness import (
     Failure,
     Kernel,
     Program,
-    kernel_calls,
     kernel_digests,
     parse_instructions,
     parse_kernel,
     without_binaries,
 )
+from benchmarks.training.schedule import kernel_calls
 from train.planner import aot
 
 
