@@ -175,6 +175,7 @@ class LinearCrossEntropy(nn.Module):
     chunk_size: int | None = None
     vocab_chunk_size: int | None = None
     max_logits_bytes: int | None = None
+    counted_fraction: float = 1.0
     vocab_axis: str | None = None
     accum_dtype: DTypeLike = jnp.float32
     check_labels: bool = False

@@ -8,6 +8,10 @@ dweight); a loss alone is compared with the first. Memory is counted beside argu
 by XLA's `memory_analysis`, and for PyTorch as the peak above the memory allocated before. The
 program writes a table and all numbers into the folder of results. With `--chart` it draws time
 against memory of the first shape.
+
+    python -m benchmarks.kernels.loss --settings ours "ours, half of the rows" --ignored 0.5
+
+measures the loss of a batch in which half of the labels are ignored.
 """
 
 import argparse
@@ -103,6 +107,7 @@ SETTINGS = (
     Setting("ours, bfloat16 sums", _ours(accum_dtype=jnp.bfloat16), "bfloat16"),
     Setting("ours, bfloat16 dweight", _ours(), "bfloat16"),
     Setting("ours, loss alone", _ours(), gradients=False),
+    Setting("ours, half of the rows", _ours(counted_fraction=0.5)),
     _XLA,
     Setting("XLA, all logits", _all_logits),
 )
@@ -134,14 +139,21 @@ def _arrays(setting: Setting, result: Any) -> list[jax.Array]:
 
 
 def measure(
-    shape: Shape, settings: Sequence[Setting], *, with_peers: bool, rounds: int
+    shape: Shape,
+    settings: Sequence[Setting],
+    *,
+    with_peers: bool,
+    rounds: int,
+    ignored: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """One record for each setting at a shape."""
+    """One record for each setting at a shape, where a share of the labels is ignored."""
     tokens, hidden_size, vocab_size = shape
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (tokens, hidden_size), jnp.bfloat16)
     weight = jax.random.normal(keys[1], (vocab_size, hidden_size), jnp.bfloat16) / 50
     labels = jax.random.randint(keys[2], (tokens,), 0, vocab_size)
+    order = jax.random.permutation(jax.random.key(3), tokens)
+    labels = jnp.where(order < round(ignored * tokens), -100, labels)
     bare = gemms(shape)
     cases = [
         timing.Case("one GEMM", bare[:1]),
@@ -301,6 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(shapes.LOSS))
     parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS])
     parser.add_argument("--layouts", nargs="+", choices=["vd", "dv"], default=["vd"])
+    parser.add_argument("--ignored", type=float, default=0.0, help="share of ignored labels")
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
@@ -328,7 +341,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     contents = {"device": device_kind, "versions": found, "command": command, "records": records}
     for shape in args.shapes:
         print(f"{shapes.label(shape)} ...", file=sys.stderr, flush=True)
-        of_shape = measure(shape, settings, with_peers=args.peers, rounds=args.rounds)
+        of_shape = measure(
+            shape, settings, with_peers=args.peers, rounds=args.rounds, ignored=args.ignored
+        )
         gc.collect()
         jax.clear_caches()
         # Written after each shape. Seven shapes take five minutes, and a failure loses only one.

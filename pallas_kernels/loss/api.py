@@ -59,6 +59,7 @@ def linear_cross_entropy(
     chunk_size: int | None = None,
     vocab_chunk_size: int | None = None,
     max_logits_bytes: int | None = None,
+    counted_fraction: float = 1.0,
     vocab_axis: str | None = None,
     weight_layout: WeightLayout = "vd",
     accum_dtype: DTypeLike = jnp.float32,
@@ -148,6 +149,11 @@ def linear_cross_entropy(
         exist beside one chunk. The plan depends on sizes alone, and not on the device's free
         memory, so all processes of a run compile the same program. At most one of `chunk_size`,
         `vocab_chunk_size` and `max_logits_bytes` may be given.
+      counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1]. The
+        tokens that count are gathered into so many rows before the products, so that the others
+        take no time. If more tokens count, all are computed, in the time and memory of 1.0. So the
+        share changes no result but the order of sums. Both programs are compiled. A vocabulary that
+        is split over devices, and `"reference"`, compute all tokens.
       vocab_axis: Name of the Manual mesh axis over which `weight` and `bias` are split by
         vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis gets the same
         loss. `labels` are numbers in the whole vocabulary.
@@ -191,6 +197,7 @@ def linear_cross_entropy(
         chunk_size=chunk_size,
         vocab_chunk_size=vocab_chunk_size,
         max_logits_bytes=max_logits_bytes,
+        counted_fraction=counted_fraction,
         vocab_axis=vocab_axis,
         weight_layout=weight_layout,
         accum_dtype=accum_dtype,

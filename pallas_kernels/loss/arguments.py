@@ -102,6 +102,7 @@ def checked_request(
     chunk_size: int | None,
     vocab_chunk_size: int | None,
     max_logits_bytes: int | None,
+    counted_fraction: float,
     vocab_axis: str | None,
     weight_layout: WeightLayout,
     accum_dtype: Any,
@@ -131,6 +132,8 @@ def checked_request(
     check_config(config, Config)
     _check_options(reduction, ignore_index, label_smoothing, z_loss, logit_softcap)
     _check_chunks(chunk_size, vocab_chunk_size, max_logits_bytes)
+    if not 0 < number("counted_fraction", counted_fraction, remedy="1.0 expects all tokens") <= 1:
+        raise ValueError(f"{counted_fraction=} must lie in (0, 1]; 1.0 expects all tokens to count")
     _check_accum_dtype(accum_dtype)
     if vocab_axis is not None and chosen == "reference":
         raise ValueError(f"{vocab_axis=}: implementation='reference' has the whole vocabulary")
@@ -155,6 +158,7 @@ def checked_request(
         chunk_size=chunk_size,
         vocab_chunk_size=vocab_chunk_size,
         max_logits_bytes=max_logits_bytes,
+        counted_fraction=float(counted_fraction),
     )
     return request, why_no_kernel
 

@@ -77,7 +77,15 @@ class LossPlan:
 
 def describe(request: Request, reduction: str, why_no_kernel: str | None) -> LossPlan:
     """The description of the plan that `choose` has for the call."""
+    all_tokens, is_reference = len(request.x), request.settings.implementation == "reference"
+    if not request.settings.vocab_axes and not is_reference:
+        request = request.of_counted
     plan, reason = choose(request)
+    if len(request.x) < all_tokens:
+        reason += (
+            f" These are the {len(request.x)} rows for the tokens that count, of {all_tokens}. If "
+            "more count, all are computed by a second plan."
+        )
     num_tokens, (vocab_size, hidden_size) = len(request.x), request.sizes
     settings = request.settings
     itemsize = request.logits_dtype.itemsize

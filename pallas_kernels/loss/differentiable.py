@@ -13,7 +13,6 @@ split no tokens. Then the devices exchange 20 bytes of statistics a token, and a
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from pallas_kernels.choices import log_once
 from pallas_kernels.gpu.kernel import varying_axes
 from pallas_kernels.loss import by_columns, by_tokens
 from pallas_kernels.loss.columns import Gradients
+from pallas_kernels.loss.counted import in_fewer_rows, num_rows
 from pallas_kernels.loss.layout import Embedding, unsupported_reason
 from pallas_kernels.loss.plan import ColumnChunks, Request, choose
 from pallas_kernels.loss.token_loss import TokenLosses, finite_where_not_counted
@@ -32,7 +32,7 @@ from pallas_kernels.operation import Mask, Operation, call, with_members
 from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
 
 _X, _NUMBERS = Tokens(("d",)), Tokens()
-_WEIGHT, _BIAS = 1, 4  # positions among the arguments
+_WEIGHT, _COEFFICIENTS, _BIAS = 1, 2, 4  # positions among the arguments
 _NUM_LOSSES = len(TokenLosses._fields)
 
 
@@ -114,7 +114,9 @@ class _CrossEntropy:
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
         early = _of_arrays(wanted) if wanted is not None and self._is_early else ()
         results = *(_NUMBERS,) * _NUM_LOSSES, *_gradients(early)
-        out = self._partitioned(_forward_of, (early,), args, (), results)
+        # The gradient of a coefficient is its token's loss, even where the coefficient is 0.
+        has_all_losses = wanted is not None and wanted[_COEFFICIENTS]
+        out = self._partitioned(_forward_of, (early, has_all_losses), args, (), results)
         coefficients = args[2]
         axes = tuple(range(self.num_axes, coefficients.ndim))
         return jnp.sum(coefficients * out[0], axis=axes), *out
@@ -158,7 +160,7 @@ class _CrossEntropy:
         gradients = iter(found)
         # The coefficients' gradient is no sum over parts of the vocabulary: it takes the share.
         return [
-            of_sums[to_tokens] * loss if i == 2 else next(gradients)
+            of_sums[to_tokens] * loss if i == _COEFFICIENTS else next(gradients)
             for i, is_wanted in enumerate(wanted)
             if is_wanted
         ]
@@ -186,23 +188,32 @@ def _gradients(wanted: Sequence[bool]) -> list[Any]:
 
 
 def _forward_of(
-    key: tuple[_CrossEntropy, Mask], place: Place
+    key: tuple[_CrossEntropy, Mask, bool], place: Place
 ) -> Callable[..., Sequence[jax.Array]]:
     """The losses of a device's tokens, and the wanted gradients of their sum."""
-    operation, wanted = key
+    operation, wanted, has_all_losses = key
+    ignored = operation.request.settings.options.ignore_index
 
     def run(x, weight, coefficients, labels, *biases) -> Sequence[jax.Array]:
-        device = _Device.make(operation, place, x, weight, coefficients, labels, biases)
-        gradients = None
-        if any(wanted):
-            losses, gradients = device.losses_and_gradients(wanted)
-        elif isinstance(device.plan, ColumnChunks):
-            losses = by_columns.losses(*device.settings_and_plan, *device.arrays, device.labels)
-        else:
-            losses = by_tokens.losses(*device.settings_and_plan, *device.arrays, device.labels)
-        losses = finite_where_not_counted(losses, device.coefficients)
-        of_tokens = [a.reshape(labels.shape) for a in losses]
-        return of_tokens + device.pick(gradients, wanted)
+        weight = _rounded(operation, x, weight)
+
+        def compute(x, coefficients, labels) -> Any:
+            device = _Device.make(operation, place, x, weight, coefficients, labels, biases)
+            gradients = None
+            if any(wanted):
+                losses, gradients = device.losses_and_gradients(wanted)
+            elif isinstance(device.plan, ColumnChunks):
+                losses = by_columns.losses(*device.settings_and_plan, *device.arrays, labels)
+            else:
+                losses = by_tokens.losses(*device.settings_and_plan, *device.arrays, labels)
+            losses = finite_where_not_counted(losses, coefficients)
+            return device.results(wanted, losses, gradients)
+
+        counts = labels != ignored
+        if not has_all_losses:
+            counts &= coefficients != 0
+        tokens = x, coefficients, labels
+        return _of_counted(operation, place, compute, counts, tokens, (0, 0, ignored))
 
     return run
 
@@ -212,24 +223,75 @@ def _backward_of(
 ) -> Callable[..., Sequence[jax.Array]]:
     """The wanted gradients of the sum of a device's losses."""
     operation, wanted = key
+    ignored = operation.request.settings.options.ignore_index
 
     def run(x, weight, coefficients, labels, *biases_and_lse) -> Sequence[jax.Array]:
         *biases, lse = biases_and_lse
-        device = _Device.make(operation, place, x, weight, coefficients, labels, biases)
-        if isinstance(device.plan, ColumnChunks):
-            gradients = by_columns.gradients(
-                *device.settings_and_plan,
-                *device.arrays,
-                device.coefficients,
-                device.labels,
-                lse.reshape(-1),
-                dweight_dtype=operation.request.weight.dtype,
-            )
-        else:
-            _, gradients = device.losses_and_gradients(wanted)
-        return device.pick(gradients, wanted)
+        weight = _rounded(operation, x, weight)
+
+        def compute(x, coefficients, labels, lse) -> Any:
+            device = _Device.make(operation, place, x, weight, coefficients, labels, biases)
+            if isinstance(device.plan, ColumnChunks):
+                gradients = by_columns.gradients(
+                    *device.settings_and_plan,
+                    *device.arrays,
+                    coefficients,
+                    labels,
+                    lse,
+                    dweight_dtype=operation.request.weight.dtype,
+                )
+            else:
+                _, gradients = device.losses_and_gradients(wanted)
+            return device.results(wanted, (), gradients)
+
+        counts = (labels != ignored) & (coefficients != 0)
+        tokens = x, coefficients, labels, lse
+        return _of_counted(operation, place, compute, counts, tokens, (0, 0, ignored, 0))
 
     return run
+
+
+def _rounded(operation: _CrossEntropy, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The weight as the products take it, if they may stand in a branch of a `lax.cond`.
+
+    XLA does not simplify across a branch. A weight that the caller has widened to float32, for a
+    float32 gradient, would exist in float32. Chunks of columns are rounded one at a time.
+    """
+    request = operation.request
+    if request.counted_fraction < 1 and request.vocab_chunk_size is None:
+        return weight.astype(x.dtype)
+    return weight
+
+
+def _of_counted(
+    operation: _CrossEntropy,
+    place: Place,
+    compute: Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]],
+    counts: jax.Array,
+    tokens: Sequence[jax.Array],
+    fills: Sequence[int],
+) -> Sequence[jax.Array]:
+    """The results of `compute` for a device, in the shapes of its arrays.
+
+    Args:
+      operation: The operation.
+      place: The device's place on the mesh.
+      compute: Function of arrays with one axis of tokens, as `in_fewer_rows` takes it.
+      counts: Whether each token counts.
+      tokens: Arguments of `compute` with all axes of tokens; `x` is the first.
+      fills: Value of each argument in a row without a token.
+    """
+    shape = counts.shape
+    flat = [a.reshape(counts.size, *a.shape[len(shape) :]) for a in tokens]
+    fraction = operation.request.counted_fraction
+    if place.parts[0] and num_rows(counts.size, fraction) < counts.size:
+        log_once(
+            f"linear_cross_entropy: counted_fraction={fraction} has no effect, because the "
+            "vocabulary is split over devices; all tokens are computed"
+        )
+        fraction = 1.0
+    of_tokens, others = in_fewer_rows(compute, flat, fills, counts.reshape(-1), fraction)
+    return [a.reshape(*shape, *a.shape[1:]) for a in of_tokens] + list(others)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,16 +305,14 @@ class _Device:
     bias: Any
     coefficients: Any
     labels: Any
-    shape: tuple[int, ...]
     exchanged: tuple[str, ...]
 
     @classmethod
     def make(
         cls, operation: _CrossEntropy, place: Place, x, weight, coefficients, labels, biases
     ) -> "_Device":
-        rows = x.reshape(math.prod(labels.shape), x.shape[-1])
         (axes,) = place.parts
-        request = operation.request.on_device(rows, weight, axes)
+        request = operation.request.on_device(x, weight, axes)
         if request.settings.implementation == "mosaic_gpu":
             reason = unsupported_reason(weight, request.settings.weight_layout)
             if reason is not None:
@@ -260,12 +320,11 @@ class _Device:
         return cls(
             request=request,
             plan=choose(request).plan,
-            x=rows,
+            x=x,
             weight=weight,
             bias=biases[0] if biases else None,
-            coefficients=coefficients.reshape(-1),
-            labels=labels.reshape(-1),
-            shape=x.shape,
+            coefficients=coefficients,
+            labels=labels,
             exchanged=() if operation.is_unchecked else axes,
         )
 
@@ -283,13 +342,19 @@ class _Device:
             self.request.settings, plan, *self.arrays, self.coefficients, self.labels
         )
 
-    def pick(self, gradients: Gradients | None, wanted: Mask) -> list[Any]:
-        """The wanted gradients; `dx` in the shape of x, and added up over the vocabulary."""
+    def results(
+        self, wanted: Mask, losses: Sequence[jax.Array], gradients: Gradients | None
+    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        """Losses and the wanted `dx`, then the other wanted gradients."""
         if gradients is None:
-            return []
+            return losses, ()
         dx, dweight, dbias = gradients
-        dx = dx.reshape(self.shape)
-        if wanted[0] and self.exchanged:
+        of_weights = [dweight] if wanted[1] else []
+        if wanted[2]:
+            assert dbias is not None
+            of_weights.append(dbias)
+        if not wanted[0]:
+            return losses, of_weights
+        if self.exchanged:
             dx = jax.lax.psum(dx, self.exchanged)
-        found = zip((dx, dweight, dbias), wanted, strict=True)
-        return [g for g, is_wanted in found if is_wanted]
+        return (*losses, dx), of_weights

@@ -22,6 +22,7 @@ from pallas_kernels.gpu.device import target_device
 from pallas_kernels.gpu.hopper_gemm import BLOCK_M, Operand
 from pallas_kernels.implementation import Chosen
 from pallas_kernels.loss.config import Config
+from pallas_kernels.loss.counted import num_rows
 from pallas_kernels.loss.layout import WeightLayout, column_axis, padding, sizes
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
 from pallas_kernels.loss.mosaic_gpu.logits_config import LINE
@@ -86,6 +87,7 @@ class Request:
       chunk_size: Tokens of a chunk that the caller asks for.
       vocab_chunk_size: Columns of a chunk that the caller asks for.
       max_logits_bytes: Limit that the caller sets for logits in memory.
+      counted_fraction: Largest share of the tokens that the caller expects to count.
     """
 
     settings: Settings
@@ -95,6 +97,7 @@ class Request:
     chunk_size: int | None
     vocab_chunk_size: int | None
     max_logits_bytes: int | None
+    counted_fraction: float
 
     def on_device(self, x: Operand, weight: Operand, vocab_axes: tuple[str, ...]) -> "Request":
         """The request for a device's tokens and columns; `weight` may be rounded already."""
@@ -104,6 +107,13 @@ class Request:
             x=jax.ShapeDtypeStruct(x.shape, x.dtype),
             weight=jax.ShapeDtypeStruct(weight.shape, self.weight.dtype),
         )
+
+    @property
+    def of_counted(self) -> "Request":
+        """The request for the rows of the tokens that are expected to count."""
+        rows = num_rows(len(self.x), self.counted_fraction)
+        x = jax.ShapeDtypeStruct((rows, *self.x.shape[1:]), self.x.dtype)
+        return dataclasses.replace(self, x=x)
 
     @property
     def sizes(self) -> tuple[int, int]:

@@ -10,9 +10,11 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from aot.harness import CHIPS, Case, Program
 from aot.loss_shapes import MIB, assert_runs_well, floats, labels_of
+from benchmarks.training.schedule import Schedule
 from pallas_kernels import LossPlan, linear_cross_entropy, linear_cross_entropy_plan
 from pallas_kernels.gpu.device import Device
 from pallas_kernels.loss import plan as plan_module
@@ -111,6 +113,7 @@ GRADIENTS = [
 ]
 SMALLEST = Loss(8192, 4096, 128256)
 ODD = Loss(8192, 4096, 32001)
+ON_A_MESH = Loss(8 * 2048, 2048, 32000)
 
 CASES = {
     **{f"loss-{loss}": loss.alone() for loss in LOSSES},
@@ -140,6 +143,12 @@ CASES = {
     "dv-float32": SMALLEST.with_gradients(jnp.float32, weight_layout="dv"),
     "by-columns-float32": SMALLEST.with_gradients(jnp.float32, vocab_chunk_size=2048),
     "odd-vocabulary": ODD.with_gradients(),
+    "counted": SMALLEST.with_gradients(counted_fraction=0.5),
+    "counted-on-a-mesh": dataclasses.replace(
+        ON_A_MESH.with_gradients(counted_fraction=0.5),
+        mesh={"data": 8},
+        specs=(P("data"), P(), P("data")),
+    ),
 }
 
 
@@ -322,6 +331,36 @@ def test_a_vocabulary_that_is_no_multiple_of_a_block(compiled, chip, case):
     assert names_of(program) == IN_PLACE
     assert sorted(loops(program)) == [2, 5]
     assert_in_place(program, (v, d), of_weight=frozenset({"pad"}))
+
+
+@each_chip
+@pytest.mark.oldest
+@pytest.mark.parametrize("case", ["counted"])
+def test_rows_of_the_tokens_that_count(compiled, chip, case):
+    """The programs of few rows and of all of them share their memory."""
+    program: Program = compiled(chip, case)
+    print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
+    assert program.temp_bytes <= 160 * MIB
+    assert names_of(program) == IN_PLACE
+    # A loop over bands and one over copies, in each program.
+    assert sorted(loops(program)) == [2, 2, 29, 29]
+    assert_in_place(
+        program, (SMALLEST.vocab, SMALLEST.hidden), of_weight=frozenset({"conditional"})
+    )
+
+
+@each_chip
+@pytest.mark.oldest
+@pytest.mark.parametrize("case", ["counted-on-a-mesh"])
+def test_rows_of_the_tokens_that_count_on_a_mesh(compiled, chip, case):
+    """Each device has rows of its own tokens, and exchanges the loss and `dweight` alone."""
+    program: Program = compiled(chip, case)
+    assert names_of(program) == IN_PLACE
+    exchanged = Schedule(program.hlo).collectives()
+    assert {collective.kind for collective in exchanged} == {"all-reduce"}
+    entries = sum(math.prod(shape) for collective in exchanged for shape in collective.results)
+    of_weight = ON_A_MESH.vocab * ON_A_MESH.hidden
+    assert of_weight <= entries <= of_weight + 4
 
 
 @each_chip

@@ -299,6 +299,7 @@ def check_against_formula(
     bias_in_weight=False,
     lines=False,
     max_logits_bytes=None,
+    counted_fraction=1.0,
     weight_layout="vd",
     config=None,
     slack=1.2,
