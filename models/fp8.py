@@ -110,14 +110,13 @@ def quantize_weights(state: nnx.State, recipe: RecipeName) -> nnx.State:
 
 def _joined(state: nnx.State, recipe: RecipeName) -> nnx.State:
     """The state with one kernel for the projections of one input, if this kernel gains."""
-    kernels = [state[name]["kernel"].get_value() for name in _JOINED]
-    # `fsdp` splits K, so no device needs a column of another one.
-    kernel = jnp.concatenate(kernels, axis=-1)
-    if not RECIPES[recipe].gains(kernel.shape[1:]):
-        return state
     state = jax.tree.map(lambda a: a, state)  # a copy, whose variables may be set
-    for name in _JOINED:
-        state[name]["kernel"].set_value(kernel if name == _JOINED[0] else None)
+    variables: list[Any] = [state[name]["kernel"] for name in _JOINED]
+    # `fsdp` splits K, so no device needs a column of another one.
+    kernel = jnp.concatenate([variable.get_value() for variable in variables], axis=-1)
+    if RECIPES[recipe].gains(kernel.shape[1:]):
+        for variable in variables:
+            variable.set_value(kernel if variable is variables[0] else None)
     return state
 
 

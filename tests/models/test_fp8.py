@@ -145,14 +145,15 @@ def test_q_k_and_v_are_one_product_whose_input_is_kept_in_fp8_alone():
     found = list(equations(jaxpr))
     x, heads = (B, S, config.hidden_size), config.num_attention_heads * config.head_dim
     joined = heads + 2 * config.num_key_value_heads * config.head_dim
+    shape = lambda variable: variable.aval.shape
     operations = [e for e in found if e.primitive.name == "operation"]
     shapes = [
-        (e.invars[0].aval.shape, e.outvars[0].aval.shape)
+        (shape(e.invars[0]), shape(e.outvars[0]))
         for e in operations
         if e.params["operation"].name == "fp8_linear"
     ]
     assert shapes == [(x, (B, S, joined)), ((B, S, heads), x)]
-    kept = [e.outvars[0].aval.shape for e in found if e.primitive.name == "empty"]
+    kept = [shape(e.outvars[0]) for e in found if e.primitive.name == "empty"]
     layers = config.num_hidden_layers
     # The inputs of q with k and v, of o and of the MLP.
     assert kept.count((layers, config.hidden_size, B * S)) == 3
