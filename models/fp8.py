@@ -108,6 +108,21 @@ def quantize_weights(state: nnx.State, recipe: RecipeName) -> nnx.State:
     return jax.tree.map(quantize, state)
 
 
+def size_in_fp8(layers: nnx.State, recipe: RecipeName) -> int:
+    """The number of parameters that `quantize_weights` quantizes.
+
+    Args:
+      layers: State of the stacked layers, or its shapes.
+      recipe: Name of a recipe.
+    """
+    quantized = lambda layers: [quantize_weights(part, recipe) for part in layers.values()]
+    # Without the shardings, which do not matter here.
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), layers)
+    is_weight = lambda a: isinstance(a, QuantizedWeight)
+    leaves = jax.tree.leaves(jax.eval_shape(quantized, shapes), is_leaf=is_weight)
+    return sum(leaf.weight.size for leaf in filter(is_weight, leaves))
+
+
 def _joined(state: nnx.State, recipe: RecipeName) -> nnx.State:
     """The state with one kernel for the projections of one input, if this kernel gains."""
     state = jax.tree.map(lambda a: a, state)  # a copy, whose variables may be set
