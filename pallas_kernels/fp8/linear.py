@@ -336,7 +336,8 @@ def _backward_of(
     n = len(dtypes)
 
     def run(*arrays: jax.Array) -> Sequence[jax.Array]:
-        dys, rest = arrays[:n], arrays[n:]
+        # Without the barrier XLA repeats the operations that make dy to find its maximum.
+        dys, rest = jax.lax.optimization_barrier(arrays[:n]), arrays[n:]
         copies, kept = pairs(rest[len(rest) - 2 * n :]), rest[: len(rest) - 2 * n]
         operands = [
             operands_of_gradient(dy, recipe, w, place)

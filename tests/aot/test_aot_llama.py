@@ -87,6 +87,13 @@ def test_the_backward_reads_gate_and_up_where_they_are_stacked(compiled, chip, c
     assert made.count((1, *of_layer)) == 0  # a slice that is copied
 
 
+@pytest.mark.parametrize("chip, case", [("h100", "scanned")])
+def test_norms_whose_results_are_stacked_run_once(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    # After the attention and after the MLP, in the body of the loop.
+    assert program.calls["add_rms_norm_fwd"] == program.calls["add_rms_norm_bwd"] == 2
+
+
 @pytest.mark.parametrize("chip, case, baseline", [("h100", "offload", "scanned")])
 def test_offloading_moves_memory_to_the_host(compiled, chip, case, baseline):
     program: Program = compiled(chip, case)

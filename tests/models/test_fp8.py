@@ -31,7 +31,7 @@ from train.step import init_state, make_eval_step, make_gradients, make_train_st
 
 pytestmark = pytest.mark.usefixtures("fast_compilation", "every_size_gains")
 
-CONFIG = changed(tie_word_embeddings=True)
+CONFIG = changed(tie_word_embeddings=True, attention_bias=True)
 TOKENS = random_tokens(CONFIG)
 COTANGENT = jax.random.normal(jax.random.key(1), (B, S, CONFIG.hidden_size))
 
@@ -138,6 +138,29 @@ def test_policies_may_name_the_quantized_inputs(recipe):
     assert ("fp8_x" in names) == (recipe == "rowwise")
 
 
+def test_q_k_and_v_are_one_product_whose_input_is_kept_in_fp8_alone():
+    config = changed(CONFIG, fp8="tensorwise", remat="minimal")
+    with on_one_device():
+        jaxpr = jax.make_jaxpr(functools.partial(compute, config))(state_of()).jaxpr
+    found = list(equations(jaxpr))
+    x, heads = (B, S, config.hidden_size), config.num_attention_heads * config.head_dim
+    joined = heads + 2 * config.num_key_value_heads * config.head_dim
+    shape = lambda variable: variable.aval.shape
+    operations = [e for e in found if e.primitive.name == "operation"]
+    shapes = [
+        (shape(e.invars[0]), shape(e.outvars[0]))
+        for e in operations
+        if e.params["operation"].name == "fp8_linear"
+    ]
+    assert shapes == [(x, (B, S, joined)), ((B, S, heads), x)]
+    kept = [shape(e.outvars[0]) for e in found if e.primitive.name == "empty"]
+    layers = config.num_hidden_layers
+    # The inputs of q with k and v, of o and of the MLP.
+    assert kept.count((layers, config.hidden_size, B * S)) == 3
+    # The residual before and after the MLP; the norms of both are not kept.
+    assert kept.count((layers, *x)) == 2
+
+
 # Training
 
 
@@ -196,10 +219,10 @@ def test_a_run_says_what_is_in_fp8(monkeypatch):
     model = PRESETS["llama3.2-1b"]
     monkeypatch.setitem(RECIPES, "tensorwise", TENSORWISE)
     assert models.fp8.describe(dataclasses.replace(model, fp8="tensorwise")) == (
-        "FP8, tensorwise: q_proj, o_proj, mlp; too small, so in bfloat16: k_proj, v_proj; "
+        "FP8, tensorwise: q_proj, k_proj, v_proj, o_proj, mlp; "
         "evaluations and samples run in bfloat16"
     )
-    assert "no weight; too small, so in float32: q_proj, k" in models.fp8.describe(
+    assert "no weight; too small, so in float32: q_proj, k_proj, v_proj, o" in models.fp8.describe(
         dataclasses.replace(tiny_run.MODEL, fp8="tensorwise")
     )
 

@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from models.config import AUTO_REMAT
+from models.fp8 import size_in_fp8
 from models.remat import POLICIES, remat_policy
 from models.sharding import BATCH_AXES, batch_sharding
 from pallas_kernels import hardware
@@ -114,10 +115,15 @@ class Programs:
             yield
 
     def _hidden_link_bytes(self, config: TrainConfig, state: Any) -> float:
-        """Bytes received to gather the parameters twice and to sum the gradients."""
-        shape = self.target.mesh.shape
+        """Bytes received to gather the parameters twice and to sum the gradients.
+
+        Weights whose products run in FP8 are gathered in FP8. Their gradients are not in FP8.
+        """
+        shape, recipe = self.target.mesh.shape, config.model.fp8
         number = sum(leaf.size for leaf in jax.tree.leaves(state.params)) / shape.get("tensor", 1)
-        gathered = 3 * number * jnp.dtype(config.model.dtype).itemsize * (1 - 1 / shape["fsdp"])
+        in_fp8 = size_in_fp8(state.params["layers"], recipe) if recipe else 0
+        itemsize = jnp.dtype(config.model.dtype).itemsize
+        gathered = (3 * number * itemsize - 2 * in_fp8 * (itemsize - 1)) * (1 - 1 / shape["fsdp"])
         itemsize = jnp.dtype(config.model.param_dtype).itemsize
         summed = 2 * number * itemsize / shape["fsdp"] * (1 - 1 / shape["data"])
         return gathered + summed

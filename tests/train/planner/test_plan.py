@@ -15,6 +15,7 @@ import train.setup
 from models.llama import Llama
 from models.remat import POLICIES
 from models.sharding import make_mesh
+from pallas_kernels.fp8 import RECIPES
 from support import tiny_run
 from support.plan_measures import MEASURES, Measures
 from train import data
@@ -228,6 +229,27 @@ def cost_of_step(fsdp, tensor, monkeypatch):
         patch.setattr(cost, "estimate", record)
         seconds, nbytes = Programs(target_elsewhere(H100, mesh)).estimate(OF_TENSOR)
     return found[0], seconds, nbytes
+
+
+def test_weights_in_fp8_are_gathered_in_fp8(monkeypatch):
+    chip = dataclasses.replace(H100, link_bandwidth=1e3)  # so slow that a step takes its time
+    mesh = make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])
+    recipe = dataclasses.replace(RECIPES["tensorwise"], least_size=0)
+    monkeypatch.setitem(RECIPES, "tensorwise", recipe)
+    config = with_remat(TINY, "full")
+
+    def received(**changes) -> float:
+        model = dataclasses.replace(config.model, dtype="bfloat16", **changes)
+        programs = Programs(target_elsewhere(chip, mesh))
+        with jax.numpy_dtype_promotion("standard"):
+            seconds, _ = programs.estimate(dataclasses.replace(config, model=model))
+        return seconds * 1e3 * cost.LINK_EFFICIENCY
+
+    layers = nnx.state(nnx.eval_shape(lambda: Llama(config.model, rngs=nnx.Rngs(0)).layers))
+    in_fp8 = sum(leaf.size for leaf in jax.tree.leaves(layers) if leaf.ndim == 3)
+    # A device has half of them. It gathers the other half in the forward and in the backward, with
+    # one byte less each time.
+    assert received() - received(fp8="tensorwise") == pytest.approx(in_fp8)
 
 
 @pytest.mark.full
