@@ -18,6 +18,7 @@ from train.ranges import (
     COUNT,
     NOT_NEGATIVE,
     POSITIVE,
+    POSITIVE_SHARE,
     SECONDS,
     SEED,
     SHARE,
@@ -312,6 +313,9 @@ class TrainConfig:
       steps: number of optimizer steps.
       seed: seed of the parameters and of the order of the data.
       z_loss: weight of the squared logsumexp in the loss.
+      counted_fraction: largest share of the tokens of a batch that is expected to have a label, in
+        (0, 1]; the tokens of prompts have none. The loss skips the others. A batch with more takes
+        the time of 1.0, and gives the same loss. It has no effect with `mesh.tensor` above 1.
       max_skipped_steps: number of skipped steps in a row that ends the run. A step is skipped if
         its loss or gradient is not finite.
       skip_loss_spikes: number of standard deviations above the running mean of the loss from which
@@ -343,6 +347,7 @@ class TrainConfig:
     steps: int
     seed: int = 0
     z_loss: float = 0.0
+    counted_fraction: float = 1.0
     max_skipped_steps: int = 10
     skip_loss_spikes: float = 0.0
     eval_every: int
@@ -365,6 +370,7 @@ class TrainConfig:
             steps=SIZE,
             seed=SEED,
             z_loss=NOT_NEGATIVE,
+            counted_fraction=POSITIVE_SHARE,
             max_skipped_steps=SIZE,
             skip_loss_spikes=NOT_NEGATIVE,
             eval_every=COUNT,

@@ -164,6 +164,7 @@ class _Loop:
         self._device = hardware.lookup(jax.devices()[0].device_kind)
         # The step that has no row yet: its number, values, and seconds of waiting for its batch.
         self._pending: tuple[int, dict[str, Any], float] | None = None
+        self._told_of_many_labels = False
 
     def run(self, first_step: int, state: TrainState) -> tuple[TrainState, int]:
         """Trains from a state, which it takes over.
@@ -256,6 +257,7 @@ class _Loop:
         row = self._row(step, values, wait_s)
         self._writer.write(row)
         self._progress.update(step, row)
+        self._tell_of_many_labels(step, row["labeled_share"])
         if values["skipped_in_a_row"]:
             found = f"loss {values['loss']}, gradient norm {values['grad_norm']}"
             self._progress.print(f"step {step} was skipped: {found}")
@@ -269,6 +271,7 @@ class _Loop:
             "step": step,
             **{name: values[name] for name in names},
             "tokens": step * self._config.data.tokens_per_step,
+            "labeled_share": values["num_tokens"] / self._config.data.tokens_per_step,
             "tokens_per_s": speed,
             "mfu": metrics.mfu(speed, self._flops, self._device, self._mesh.size),
             "step_time_s": self._throughput.step_time_s,
@@ -276,6 +279,15 @@ class _Loop:
             **metrics.device_memory(),
             "elapsed_s": self._elapsed_s(),
         }
+
+    def _tell_of_many_labels(self, step: int, share: float) -> None:
+        """Says once that a batch has more labels than the loss expects, which takes longer."""
+        if share > self._config.counted_fraction and not self._told_of_many_labels:
+            self._told_of_many_labels = True
+            self._progress.print(
+                f"step {step}: {share:.3f} of the tokens have a label, more than counted_fraction="
+                f"{self._config.counted_fraction}; the loss of such a batch takes the time of 1.0"
+            )
 
     def _give_up(self, step: int) -> None:
         """Saves a skipped step for `replay`, and raises the error that ends the run."""

@@ -33,6 +33,7 @@ NOT_NEGATIVE = Range(0, _MOST_FLOAT)
 # float32 loses a smaller number when it is squared or added.
 POSITIVE = Range(1e-30, _MOST_FLOAT)
 SHARE = Range(0, 1)
+POSITIVE_SHARE = Range(1e-30, 1)
 BELOW_ONE = Range(0, 1, below=True)
 # Three years; the clocks of threads take no more than 290.
 SECONDS = Range(0, 10**8)

@@ -117,11 +117,13 @@ def loss_and_sums(
     batch: Batch,
     *,
     z_loss: float = 0.0,
+    counted_fraction: float = 1.0,
     scale: Float[Array, ""] | float = 1.0,
 ) -> tuple[Float[Array, ""], Metrics]:
     """`scale` times the summed loss of a batch `[B, S]`, in nats, and sums for metrics.
 
     The factor goes into the loss; outside of the loss it would be multiplied with every gradient.
+    `linear_cross_entropy` describes `z_loss` and `counted_fraction`.
 
     Returns:
       The loss, and two sums: "nll_sum", the negative log-likelihood without z-loss, and
@@ -145,6 +147,7 @@ def loss_and_sums(
             ignore_index=IGNORED,
             reduction="sum",
             z_loss=z_loss,
+            counted_fraction=counted_fraction,
             vocab_axis=tensor_axis(),
             return_metrics=True,
             implementation=model.config.implementation,
@@ -179,7 +182,14 @@ def make_gradients(
         scale = 1 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
 
         def loss_of(params: nnx.State, part: Batch) -> tuple[Float[Array, ""], Metrics]:
-            return loss_and_sums(graphdef, params, part, z_loss=config.z_loss, scale=scale)
+            return loss_and_sums(
+                graphdef,
+                params,
+                part,
+                z_loss=config.z_loss,
+                counted_fraction=config.counted_fraction,
+                scale=scale,
+            )
 
         value_and_gradients = jax.value_and_grad(loss_of, has_aux=True)
 

@@ -164,6 +164,13 @@ def train_step(config):
         return program(make_train_step(config), abstract_state(config.model), batch)
 
 
+def long_train_step(config):
+    # A device computes no fewer rows than a tile has.
+    batch = {name: jnp.zeros((1, 64, 16), jnp.int32) for name in ("tokens", "labels")}
+    with jax.numpy_dtype_promotion("standard"):
+        return program(make_train_step(config), abstract_state(config.model), batch)
+
+
 def compiler_options(config):
     """The settings that decide XLA's options for the step."""
     seen = []
@@ -189,7 +196,9 @@ def run(config):
         def train_step(state, batch):
             seen.append((dict(mesh.shape), np.asarray(batch["tokens"]).tolist()))
             values = {name: np.float32(1) for name in metrics_of_a_step}
-            none = {name: np.int32(0) for name in ("skipped_steps", "skipped_in_a_row")}
+            none = {
+                name: np.int32(0) for name in ("skipped_steps", "skipped_in_a_row", "num_tokens")
+            }
             return state, values | none
 
         def eval_step(params, batch):
@@ -347,6 +356,7 @@ FIELDS = {
         "steps": (6, run),
         "seed": (1, initial_parameters),
         "z_loss": (0.1, loss),
+        "counted_fraction": (0.5, long_train_step),
         "max_skipped_steps": (5, train_step),
         "skip_loss_spikes": (6.0, train_step),
         "eval_every": (3, run),

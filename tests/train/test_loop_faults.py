@@ -90,6 +90,7 @@ def fake_steps(monkeypatch):
             "grad_norm": np.float32(loss),
             "skipped_steps": np.int32(0),
             "skipped_in_a_row": np.int32(0),
+            "num_tokens": np.int32(1),
         }
 
         def compile_nothing(*args):
@@ -125,6 +126,18 @@ def test_a_signal_without_checkpoints_leaves_model_and_report(
     printed = capsys.readouterr().out
     assert "stopped after step 4 of 100; without --checkpoint.every no run can go on" in printed
     assert ("the parameters are not saved (--no-save)" in printed) == (not save)
+
+
+@pytest.mark.parametrize("fraction, times", [(1.0, 0), (1 / 512, 0), (0.001, 1)])
+def test_the_first_batch_with_too_many_labels_is_reported(
+    fraction, times, tmp_path, fake_steps, capsys
+):
+    fake_steps(float)  # each step has one label, of 512 tokens
+    folder = run(dataclasses.replace(CONFIG, runs_dir=tmp_path, counted_fraction=fraction))
+    assert {row["labeled_share"] for row in load_metrics(folder).train} == {1 / 512}
+    printed = capsys.readouterr().out
+    assert printed.count("more than counted_fraction=0.001") == times
+    assert ("step 1: 0.002 of the tokens have a label" in printed) == bool(times)
 
 
 def test_a_run_that_fails_before_its_first_step_leaves_nothing(tmp_path, fake_steps, monkeypatch):

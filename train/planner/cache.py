@@ -27,7 +27,7 @@ VARIABLE = "TRAIN_PLAN_CACHE"
 _ROOT = pathlib.Path(__file__).parents[2]
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "flax", "optax")
 # The fields of a configuration that change the step.
-_FIELDS = ("model", "data", "optimizer", "steps", "z_loss", "xla_options")
+_FIELDS = ("model", "data", "optimizer", "steps", "z_loss", "counted_fraction", "xla_options")
 _ENVIRONMENT = ("XLA_FLAGS", "PALLAS_KERNELS_TUNED", "NVIDIA_TF32_OVERRIDE")
 
 
