@@ -24,6 +24,9 @@ from pallas_kernels.loss.layout import Embedding, WeightLayout
 from pallas_kernels.loss.token_loss import TokenLosses, coefficients_of_mean
 
 
+_NAME = "linear_cross_entropy"
+
+
 class LossMetrics(NamedTuple):
     """Figures of one call, without gradients.
 
@@ -206,7 +209,7 @@ def linear_cross_entropy(
     )
     describe_plan = lambda: str(describe(request, reduction, why_no_kernel))
     record(
-        "linear_cross_entropy",
+        _NAME,
         (x, weight, labels, bias, token_weights),
         implementation,
         request.settings.implementation,
@@ -216,9 +219,10 @@ def linear_cross_entropy(
     labels, counts, weights = labels_and_weights(
         labels,
         token_weights,
-        num_parts(vocab_axis) * request.sizes[0],
+        num_parts(vocab_axis, _NAME) * request.sizes[0],
         ignore_index,
         check_labels,
+        _NAME,
     )
     # A mean's factor goes in here and not around the loss, or it would have to be multiplied with
     # the finished gradients, `dweight` among them.
@@ -265,13 +269,13 @@ def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) 
         x, weight, bias = check_arrays(**arrays, weight_layout=given["weight_layout"])
         request, why_no_kernel = checked_request(x, weight, bias, **given)
         refuse_fallback(
-            "linear_cross_entropy",
+            _NAME,
             x,
             given["implementation"],
             request.settings.implementation,
             why_no_kernel,
         )
-        num_parts(given["vocab_axis"])
+        num_parts(given["vocab_axis"], _NAME)
         plans.append(describe(request, given["reduction"], why_no_kernel))
 
     jax.eval_shape(trace, arrays)

@@ -108,8 +108,11 @@ def checked_request(
     accum_dtype: Any,
     implementation: Implementation | None,
     config: Config | None,
+    also_unsupported: str | None = None,
 ) -> tuple[Request, str | None]:
     """The planner's request, and the reason why the kernels do not run; None if they do.
+
+    `also_unsupported` is a reason that only the calling operation has.
 
     Raises:
       ValueError: an option is out of its range, or a name is unknown.
@@ -122,7 +125,8 @@ def checked_request(
         implementation,
         open_sizes
         or logits.unsupported_reason(x.dtype)
-        or unsupported_reason(weight, weight_layout),
+        or unsupported_reason(weight, weight_layout)
+        or also_unsupported,
         fallback="xla" if open_sizes is None else "reference",
     )
     if open_sizes is not None and chosen == "xla":
@@ -204,7 +208,7 @@ def _check_accum_dtype(accum_dtype) -> None:
         raise ValueError(f"accum_dtype={dtype} needs jax_enable_x64; change it to float32")
 
 
-def num_parts(vocab_axis: str | None) -> int:
+def num_parts(vocab_axis: str | None, operation: str) -> int:
     """Number of devices over which the vocabulary is split."""
     if vocab_axis is None:
         return 1
@@ -214,13 +218,18 @@ def num_parts(vocab_axis: str | None) -> int:
         return jax.lax.axis_size(vocab_axis)
     except NameError:
         raise ValueError(
-            f"{vocab_axis=} is not bound; call linear_cross_entropy inside of jax.shard_map over a "
-            "mesh with this axis, or leave it out where the weight is whole"
+            f"{vocab_axis=} is not bound; call {operation} inside of jax.shard_map over a mesh "
+            "with this axis, or leave it out where the weight is whole"
         ) from None
 
 
 def labels_and_weights(
-    labels: Any, token_weights: Any, vocab_size: int, ignore_index: int, check: bool
+    labels: Any,
+    token_weights: Any,
+    vocab_size: int,
+    ignore_index: int,
+    check: bool,
+    operation: str,
 ) -> tuple[Int[Array, "*T"], Bool[Array, "*T"], Float[Array, "*T"]]:
     """`(labels, counts, weights)`: int32, whether each is not `ignore_index`, and token weights.
 
@@ -234,7 +243,7 @@ def labels_and_weights(
     if kind.min <= ignore_index <= kind.max:
         ignored = labels == np.asarray(ignore_index, labels.dtype)
     if check:
-        _check_labels(labels, ~(in_range | ignored), vocab_size, ignore_index)
+        _check_labels(labels, ~(in_range | ignored), vocab_size, ignore_index, operation)
     counts = jnp.asarray(~ignored)
     weights = counts.astype(jnp.float32)
     if token_weights is not None:
@@ -244,13 +253,15 @@ def labels_and_weights(
     return jnp.where(counts & in_range, column, outside), counts, weights
 
 
-def _check_labels(labels: Any, wrong: Any, vocab_size: int, ignore_index: int) -> None:
+def _check_labels(
+    labels: Any, wrong: Any, vocab_size: int, ignore_index: int, operation: str
+) -> None:
     if labels.size == 0:
         return
     position = jnp.argmax(wrong)
     checkify.check(
         ~jnp.any(wrong),
-        "linear_cross_entropy: label {label} at token {position} is neither in "
+        operation + ": label {label} at token {position} is neither in "
         f"[0, {vocab_size}) nor {ignore_index=}",
         label=jnp.asarray(labels).reshape(-1)[position],
         position=position,

@@ -20,8 +20,10 @@ the largest logit as the offset. The second kernel finds on the device whether i
 otherwise ends at once. With S up to 2^64 times the size of the vocabulary, `coefficient / S · x`
 stays a normal number of bfloat16 for coefficients down to 1e-13.
 
-Chunks of the vocabulary know the logsumexp before their GEMM (`dlogits_of_linear`). The logsumexp
-is then the offset, and the GEMM stores dlogits themselves, except for the label's entry.
+A backward that computes the logits again knows the logsumexp before its GEMM
+(`dlogits_of_linear`). The logsumexp is then the offset, and the GEMM stores dlogits themselves,
+except for the label's entry. A gradient of the entropy, a bias and a softcap change only what the
+GEMM does with a logit before it is stored.
 
 Rounding. Exponentials are float32 and rounded to bfloat16 once, as dlogits would be. Most of the
 gradient is in the label's entry. The factor corrects the error of this entry's rounding, and gives
@@ -38,10 +40,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.gpu.hopper_gemm import TILE_K, Operand
+from pallas_kernels.loss.known_rows import Rows
 from pallas_kernels.loss.layout import Embedding, WeightLayout, entries
 from pallas_kernels.loss.mosaic_gpu import statistics as linear_statistics
 from pallas_kernels.loss.mosaic_gpu.statistics import (
     Config,
+    Exponentials,
+    Interleaved,
     Repetition,
     Stored,
     linear_exponentials,
@@ -104,23 +109,75 @@ def loss_of_linear(
       weight_layout: Layout of `weight`.
       config: Launch parameters; chosen if None.
     """
+    found, lse = exponentials_of_linear(
+        x,
+        weight,
+        labels,
+        coefficients != 0,
+        num_columns=num_columns,
+        stored=stored,
+        weight_layout=weight_layout,
+        config=config,
+    )
+    dz, factor = dlogits_and_factor(
+        found,
+        labels,
+        coefficients,
+        slope_of_softmax(z_loss, lse),
+        num_columns=num_columns,
+        stored=stored,
+    )
+    return statistics_of(found, lse), dz, factor
+
+
+def exponentials_of_linear(
+    x: Float[Array, "T D"],
+    weight: Embedding,
+    labels: Int[Array, " T"],
+    counts: Bool[Array, " T"],
+    *,
+    num_columns: int,
+    temperature: float = 1.0,
+    with_weighted: bool = False,
+    stored: Stored | None = None,
+    weight_layout: WeightLayout = "vd",
+    config: Config | None = None,
+) -> tuple[Exponentials, Float[Array, " T"]]:
+    """`(exponentials, lse)` of the logits, relative to an offset that the module chooses.
+
+    A token that does not count may have exponentials of 0.
+
+    Args:
+      x: Hidden states, bfloat16.
+      weight: As for `loss_of_linear`.
+      labels: As for `loss_of_linear`.
+      counts: Whether each token counts.
+      num_columns: Number of columns without padding.
+      temperature: Divisor of the logits.
+      with_weighted: Whether to compute `Exponentials.weighted`.
+      stored: Layout of the exponentials; None for `[T, V]`.
+      weight_layout: Layout of `weight`.
+      config: Launch parameters; chosen if None.
+    """
     # Without the barrier XLA slices a chunk out of all tokens twice, once for each kernel.
-    x, labels, coefficients = jax.lax.optimization_barrier((x, labels, coefficients))
+    x, labels, counts = jax.lax.optimization_barrier((x, labels, counts))
     is_column = _is_column(labels, num_columns)
     of_label = entries(weight, jnp.where(is_column, labels, 0), weight_layout)
     label_logit = jnp.sum(x.astype(jnp.float32) * of_label.astype(jnp.float32), axis=1)
-    offset = label_logit * _LOG2_E
+    offset = label_logit * (_LOG2_E / temperature)
     exponentials = functools.partial(
         linear_exponentials,
         x,
         weight,
         labels,
         num_columns=num_columns,
+        temperature=temperature,
+        with_weighted=with_weighted,
         stored=stored,
         weight_layout=weight_layout,
         config=config,
     )
-    scale = (coefficients != 0).astype(jnp.float32)
+    scale = counts.astype(jnp.float32)
     # The GEMM of dweight multiplies the padding after the tokens with zeros, so the padding must be
     # finite. A scale makes it 0. Without one, an infinite weight times the zeros for x makes NaN.
     has_scale = stored is not None and len(x) % TILE_K != 0
@@ -138,91 +195,139 @@ def loss_of_linear(
     # keeps its digits.
     from_label = found.label_logit + jnp.log(found.total / found.of_label)
     lse = jnp.where(found.of_label > 0, from_label, (offset + jnp.log2(found.total)) / _LOG2_E)
-    slope = _slope(z_loss, lse)
-    has_gradient = is_column & (coefficients != 0)
-    at_label = found.of_label - found.total / slope
-    # Not a cast to 16 bits and back, which XLA drops.
-    bits = jnp.finfo(x.dtype)
-    rounded = jax.lax.reduce_precision(at_label, bits.nexp, bits.nmant)
-    dz = _with_labels(found.values, labels, rounded, has_gradient, stored=stored)
-    factor = coefficients * slope / found.total
-    factor *= jnp.where(has_gradient & (rounded != 0), at_label / rounded, 1.0)
-    statistics = LogitStatistics(
+    return found, lse
+
+
+def statistics_of(found: Exponentials, lse: Float[Array, " T"]) -> LogitStatistics:
+    """The statistics of the logits whose exponentials are stored."""
+    return LogitStatistics(
         lse=lse,
         label_logit=found.label_logit,
         largest=found.largest,
         largest_before=found.largest_before,
-        total=jnp.zeros_like(label_logit),
+        total=jnp.zeros_like(lse),
     )
-    return statistics, dz, jnp.where(coefficients == 0, 0.0, factor)
 
 
-class KnownSum(NamedTuple):
-    """Terms of the gradients that need the logsumexp; made once, outside of a loop over columns.
+def dlogits_and_factor(
+    found: Exponentials,
+    labels: Int[Array, " T"],
+    coefficients: Float[Array, " T"],
+    slope: Any,
+    *,
+    num_columns: int,
+    stored: Stored | None,
+) -> tuple[Float[Array, "rows columns"], Float[Array, " T"]]:
+    """`(dz, factor)`: dlogits are `factor · dz`, for `coefficients · (slope · softmax - onehot)`."""
+    has_gradient = _is_column(labels, num_columns) & (coefficients != 0)
+    at_label = found.of_label - found.total / slope
+    # Not a cast to 16 bits and back, which XLA drops.
+    bits = jnp.finfo(found.values.dtype)
+    rounded = jax.lax.reduce_precision(at_label, bits.nexp, bits.nmant)
+    dz = _with_labels(found.values, labels, rounded, has_gradient, stored=stored)
+    factor = coefficients * slope / found.total
+    factor *= jnp.where(has_gradient & (rounded != 0), at_label / rounded, 1.0)
+    return dz, jnp.where(coefficients == 0, 0.0, factor)
 
-    Attributes:
-      offset: Logsumexp in units of log 2.
-      slope: Factor `a` of the softmax; 1 without a z-loss.
-      scale: Factor for which `scale · 2^(logit · log2(e) - offset)` is `coefficient · a · softmax`;
-        0 where the coefficient is 0.
+
+def dlogits_of_exponentials(
+    found: Exponentials,
+    labels: Int[Array, " T"],
+    rows: Rows,
+    *,
+    num_columns: int,
+    stored: Stored,
+) -> Float[Array, "rows columns"]:
+    """Dlogits made of stored exponentials, by a pass over all of them in place.
+
+    A gradient of the entropy multiplies each probability with a number of its own, so one factor
+    for each token is not enough. The logarithms are those of the rounded exponentials.
     """
+    log_sum = jnp.log(found.total)
+    of_token = lambda a: _spread(stored, a, found.values)
+    e = found.values.astype(jnp.float32)
+    log_p = jnp.log(e) - of_token(log_sum)
+    # Each factor is finite in bfloat16's range; a quotient of two of them may not be.
+    factor = of_token(rows.softmax)
+    if rows.softmax_log is not None:
+        factor = factor + of_token(rows.softmax_log) * log_p
+    gradient = e * of_token(1 / found.total) * factor
+    is_zero = (e == 0) | ~of_token(rows.counts)
+    values = jnp.where(is_zero, 0.0, gradient).astype(found.values.dtype)
+    p = found.of_label / found.total
+    at_label = rows.at_label(p, jnp.log(found.of_label) - log_sum)
+    has_gradient = _is_column(labels, num_columns) & rows.counts
+    return _with_labels(values, labels, at_label, has_gradient, stored=stored)
 
-    offset: Float[Array, " T"]
-    slope: Float[Array, " T"]
-    scale: Float[Array, " T"]
 
-    @classmethod
-    def make(
-        cls, lse: Float[Array, " T"], coefficients: Float[Array, " T"], z_loss: float
-    ) -> "KnownSum":
-        """The terms for the coefficients of the losses, and the weight of a z-loss."""
-        slope = jnp.broadcast_to(_slope(z_loss, lse), lse.shape)
-        # Not a product alone, because 0 · NaN is NaN.
-        scale = jnp.where(coefficients == 0, 0.0, coefficients * slope)
-        return cls(lse * _LOG2_E, slope, scale)
+def _spread(stored: Stored, of_tokens: jax.Array, values: jax.Array) -> jax.Array:
+    """A number of each token at the places of its exponentials, to broadcast with `values`."""
+    if not isinstance(stored, Interleaved):
+        return jnp.pad(of_tokens, (0, values.shape[1] - len(of_tokens)))[None]
+    places = stored.height * stored.tokens_of_row
+    of_rows = jnp.pad(of_tokens, (0, places - len(of_tokens))).reshape(-1, stored.height).T
+    of_tile = jnp.repeat(of_rows, stored.tile, axis=1)
+    return jnp.tile(of_tile, (1, values.shape[1] // of_tile.shape[1]))
 
 
-@functools.partial(jax.jit, static_argnames=("num_columns", "weight_layout", "config"))
+_STATIC_OF_DLOGITS = "num_columns", "softcap", "temperature", "stored", "weight_layout", "config"
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC_OF_DLOGITS)
 def dlogits_of_linear(
     x: Float[Array, "T D"],
     weight: Embedding,
+    bias: Float[Array, " _"] | None,
     labels: Int[Array, " T"],
-    coefficients: Float[Array, " T"],
-    known: KnownSum,
+    rows: Rows,
     *,
     num_columns: int,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    stored: Stored | None = None,
     weight_layout: WeightLayout = "vd",
     config: Config | None = None,
-) -> Float[Array, "T V"]:
-    """`coefficients · (a · softmax - onehot)` of the logits, where the logsumexp is known.
+) -> Float[Array, "rows columns"]:
+    """The gradient in the logits that `rows` describes, where the logsumexp is known.
 
-    A z-loss makes `a` different from 1. Dlogits are computed in float32 and rounded once. A row
-    whose coefficient is 0 is 0, whatever the logits are.
+    Dlogits are computed in float32 and rounded once. A row that does not count is 0, whatever the
+    logits are.
 
     Args:
-      x: Hidden states, bfloat16.
-      weight: Entries of the output embedding, all or some, bfloat16; V, a multiple of 128, is
-        `num_columns` with padding.
+      x: Hidden states, bfloat16 or float16.
+      weight: Entries of the output embedding, all or some, in the dtype of `x`; V, a multiple of
+        128, is `num_columns` with padding.
+      bias: Bias of the logits, without padding.
       labels: Column of each token. A label outside of `[0, num_columns)` is no column.
-      coefficients: Factor of each token's loss.
-      known: Terms from the logsumexp over the whole vocabulary, and from `coefficients`.
+      rows: Terms of each token's gradient.
       num_columns: Number of entries of `weight` without padding.
+      softcap: Bound c of `c · tanh(z / c)`.
+      temperature: Divisor of the logits after the softcap.
+      stored: Layout of the result; None for `[T, V]`.
       weight_layout: Layout of `weight`.
       config: Launch parameters; chosen if None.
     """
+    slope = rows.softmax_log
     found = linear_exponentials(
         x,
         weight,
         labels,
-        known.offset,
+        rows.lse * _LOG2_E,
         num_columns=num_columns,
-        scale=known.scale,
+        bias=bias,
+        softcap=softcap,
+        temperature=temperature,
+        scale=rows.softmax,
+        slope=None if slope is None else slope / _LOG2_E,
+        stored=stored,
         weight_layout=weight_layout,
         config=config,
     )
-    has_gradient = _is_column(labels, num_columns) & (coefficients != 0)
-    at_label = coefficients * (known.slope * found.of_label - 1)
-    return _with_labels(found.values, labels, at_label, has_gradient)
+    at_label = rows.at_label(found.of_label, found.label_logit - rows.lse)
+    if softcap is not None:
+        at_label *= 1 - jnp.square(found.label_logit * (temperature / softcap))
+    has_gradient = _is_column(labels, num_columns) & rows.counts
+    return _with_labels(found.values, labels, at_label, has_gradient, stored=stored)
 
 
 def scaled(x: Float[Array, "T D"], factor: Float[Array, " T"]) -> Float[Array, "T D"]:
@@ -231,7 +336,16 @@ def scaled(x: Float[Array, "T D"], factor: Float[Array, " T"]) -> Float[Array, "
     return jnp.where(factor[:, None] == 0, 0.0, product).astype(x.dtype)
 
 
-def _slope(z_loss: float, lse: Float[Array, " T"]) -> Any:
+def rows_of_loss(
+    lse: Float[Array, " T"], coefficients: Float[Array, " T"], z_loss: float
+) -> Rows:
+    """The terms of the gradient of `coefficients · loss`, for a loss of these kernels."""
+    # Not a product alone, because 0 · NaN is NaN.
+    scale = jnp.where(coefficients == 0, 0.0, coefficients * slope_of_softmax(z_loss, lse))
+    return Rows(lse, scale, None, -coefficients)
+
+
+def slope_of_softmax(z_loss: float, lse: Float[Array, " T"]) -> Any:
     """`a`, the derivative of `lse + z_loss · lse²`; never 0, because it divides the label's entry.
 
     Below 1e-6 its product with the softmax is lost beside the label's 1.

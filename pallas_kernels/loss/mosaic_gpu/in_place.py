@@ -32,6 +32,7 @@ The price: if the loss of one token is above 44 nats, the first GEMM runs again 
 not only for a chunk.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -131,6 +132,18 @@ def time_of_bands(
     return of_bands + tiles(bands.num_copied) * per_tile + products.STORE_COST
 
 
+def places(
+    extent: Extent, hidden_size: int, weight_layout: WeightLayout
+) -> tuple[Stored, Stored]:
+    """The layouts of exponentials or dlogits inside of `dweight`'s memory and beside it."""
+    width = row_width(hidden_size, extent.dtype)
+    lines = extent.num_beside + -extent.num_beside % BLOCK_M
+    if weight_layout == "vd":
+        return Transposed(width, extent.bands.num_copied), Transposed(lines, 0)
+    tile = columns_in_place.TILE
+    return Interleaved(hidden_size, width // hidden_size, tile), Interleaved(lines, 1, tile)
+
+
 def loss_and_gradients(
     x: Float[Array, "T D"],
     weight: Embedding,
@@ -145,8 +158,6 @@ def loss_and_gradients(
 ) -> tuple[LogitStatistics, Float[Array, "T D"], Embedding]:
     """`(statistics, dx, dweight)` of the sum of `coefficients · loss`.
 
-    Above 80 lines, because its steps are functions that share its arrays.
-
     Args:
       x: Hidden states of the tokens of `extent`, bfloat16.
       weight: Output embedding, bfloat16; V, a multiple of 128, or of 256 in `[D, V]`, is
@@ -159,21 +170,8 @@ def loss_and_gradients(
       weight_layout: Layout of `weight` and `dweight`.
       config: Launch parameters.
     """
-    _, hidden_size = sizes(weight, weight_layout)
-    width = row_width(hidden_size, extent.dtype)
-    lines = extent.num_beside + -extent.num_beside % BLOCK_M
-    # Where the exponentials are, inside and beside.
-    if weight_layout == "vd":
-        inside = Transposed(width=width, shift=extent.bands.num_copied)
-        outside = Transposed(width=lines, shift=0)
-        operands: dict[str, Any] = {"a_layout": "KM"}
-    else:
-        tile = columns_in_place.TILE
-        inside = Interleaved(height=hidden_size, tokens_of_row=width // hidden_size, tile=tile)
-        outside = Interleaved(height=lines, tokens_of_row=1, tile=tile)
-        operands = {"a_layout": "MK", "b_layout": "NK"}
 
-    def loss_and_dx(tokens: slice, place: Stored) -> tuple[LogitStatistics, *tuple[Any, ...]]:
+    def loss(tokens: slice, place: Stored) -> tuple[Any, Any]:
         found, values, factor = exponentials.loss_of_linear(
             x[tokens],
             weight,
@@ -185,37 +183,92 @@ def loss_and_gradients(
             weight_layout=weight_layout,
             config=config.linear,
         )
-        dx = products.product(
-            values,
-            weight,
-            **operands,
-            a_stored=place if isinstance(place, Interleaved) else None,
-            num_rows=len(factor),
-            row_factor=factor,
-            first_row_of_b=place.shift if isinstance(place, Transposed) else 0,
-            dtype=x.dtype,
-            kernel_name="input_gradient",
-            config=config.dx,
-        )
-        return found, values, factor, dx
+        return values, (found, factor)
 
-    found, values, factor, dx = loss_and_dx(slice(extent.num_inside), inside)
-    beside = None
-    if extent.num_beside:
-        found_beside, beside, *of_tokens = loss_and_dx(slice(extent.num_inside, None), outside)
-        found, factor, dx = jax.tree.map(
-            lambda *parts: jnp.concatenate(parts),
-            (found, factor, dx),
-            (found_beside, *of_tokens),
-        )
-    scaled_x = exponentials.scaled(x, factor)
-    # All reads of whole exponentials end before a band writes over some. Otherwise XLA copies.
-    values, beside, dx, scaled_x = jax.lax.optimization_barrier((values, beside, dx, scaled_x))
-    if isinstance(inside, Interleaved) and isinstance(outside, Interleaved):
-        dweight = _by_columns(values, beside, scaled_x, extent, (inside, outside), config)
-    else:
-        dweight = _by_rows(values, beside, scaled_x, extent, config)
+    values, (found, factor) = of_parts(loss, extent, x.shape[1], weight_layout)
+    dx, dweight = gradients(
+        values, factor, x, weight, extent=extent, weight_layout=weight_layout, config=config
+    )
     return found, dx, dweight
+
+
+def of_parts(
+    make: Callable[[slice, Stored], tuple[Any, Any]],
+    extent: Extent,
+    hidden_size: int,
+    weight_layout: WeightLayout,
+) -> tuple[list[Any], Any]:
+    """`make(tokens, layout)` for the tokens inside, and for those beside if there are any.
+
+    Args:
+      make: Function that returns exponentials or dlogits in a layout, and arrays of the tokens.
+      extent: Tokens inside and beside, dtype and bands of `dweight`.
+      hidden_size: D.
+      weight_layout: Layout of `dweight`.
+
+    Returns:
+      The first results, and the second ones for all tokens.
+    """
+    inside, outside = places(extent, hidden_size, weight_layout)
+    values, of_tokens = make(slice(extent.num_inside), inside)
+    if not extent.num_beside:
+        return [values], of_tokens
+    beside, more = make(slice(extent.num_inside, None), outside)
+    join = lambda *parts: jnp.concatenate(parts)
+    return [values, beside], jax.tree.map(join, of_tokens, more)
+
+
+def gradients(
+    values: Sequence[Float[Array, "rows columns"]],
+    factor: Float[Array, " T"] | None,
+    x: Float[Array, "T D"],
+    weight: Embedding,
+    *,
+    extent: Extent,
+    weight_layout: WeightLayout,
+    config: Config,
+) -> tuple[Float[Array, "T D"], Embedding]:
+    """`(dx, dweight)` of dlogits `factor · values`.
+
+    Args:
+      values: Exponentials or dlogits inside of `dweight`'s memory, and beside if there are any.
+      factor: Factor of each token; None for 1. Without factors, the `x` of tokens that do not count
+        must be finite.
+      x: Hidden states of the tokens of `extent`.
+      weight: As for `loss_and_gradients`.
+      extent: Tokens inside and beside, dtype and bands of `dweight`.
+      weight_layout: Layout of `weight` and `dweight`.
+      config: Launch parameters.
+    """
+    in_memory = places(extent, x.shape[1], weight_layout)
+    operands: dict[str, Any] = {"a_layout": "KM"}
+    if weight_layout == "dv":
+        operands = {"a_layout": "MK", "b_layout": "NK"}
+    parts, end = [], 0
+    for part, place in zip(values, in_memory, strict=False):
+        start, end = end, extent.num_tokens if end else extent.num_inside
+        parts.append(
+            products.product(
+                part,
+                weight,
+                **operands,
+                a_stored=place if isinstance(place, Interleaved) else None,
+                num_rows=end - start,
+                row_factor=None if factor is None else factor[start:end],
+                first_row_of_b=place.shift if isinstance(place, Transposed) else 0,
+                dtype=x.dtype,
+                kernel_name="input_gradient",
+                config=config.dx,
+            )
+        )
+    dx = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    scaled_x = x if factor is None else exponentials.scaled(x, factor)
+    # All reads of whole exponentials end before a band writes over some. Otherwise XLA copies.
+    values, dx, scaled_x = jax.lax.optimization_barrier((list(values), dx, scaled_x))
+    inside, beside = values if len(values) == 2 else (values[0], None)
+    if weight_layout == "dv":
+        return dx, _by_columns(inside, beside, scaled_x, extent, in_memory, config)
+    return dx, _by_rows(inside, beside, scaled_x, extent, config)
 
 
 def _by_rows(
@@ -276,11 +329,11 @@ def _by_columns(
     beside: Float[Array, "lines V"] | None,
     scaled_x: Float[Array, "T D"],
     extent: Extent,
-    places: tuple[Interleaved, Interleaved],
+    in_memory: tuple[Any, Any],
     config: Config,
 ) -> Float[Array, "D V"]:
     """`dweight` in bands of columns, each from a copy of its exponentials."""
-    dtype, bands, (place, place_beside) = extent.dtype, extent.bands, places
+    dtype, bands, (place, place_beside) = extent.dtype, extent.bands, in_memory
     hidden_size, width = values.shape
     vocab_size = width // place.tokens_of_row
     if dtype.itemsize > values.dtype.itemsize:

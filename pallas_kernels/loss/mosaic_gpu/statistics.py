@@ -69,6 +69,7 @@ from pallas_kernels.loss.token_loss import LogitStatistics
 _PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
 _PIECES = (WARPGROUPS, 2, TILE_M, _PIECE)  # one of two is filled while the other is stored
 _LOWEST = -1e30
+_LEAST = -1e4  # finite exponent whose power of 2 is 0, as that of -inf
 _LOG2_E = math.log2(math.e)
 
 _TILE = plgpu.Layout.WGMMA
@@ -122,26 +123,130 @@ def linear_statistics(
       NotImplementedError: `unsupported_reason` gives a reason.
       ValueError: The configuration does not fit the device.
     """
-    num_columns, _ = sizes(weight, weight_layout)
-    loop, x, weight = _loop(x, weight, weight_layout, config, num_columns)
-    vocab_size, tile_n = loop.num_columns, loop.config.tile_n
-    if bias is not None:
-        bias = bias.astype(jnp.float32)
-        bias = jnp.pad(bias, (0, loop.column_tiles * tile_n - vocab_size))
-    running, _ = _running_statistics(
-        loop, x, weight, labels, bias=bias, softcap=softcap, with_total=with_total
+    found, total, _ = _statistics(
+        x,
+        weight,
+        bias,
+        labels,
+        softcap=softcap,
+        with_total=with_total,
+        weight_layout=weight_layout,
+        config=config,
     )
-    sum_exp, largest, label_logit, largest_before, *total = running
+    return found._replace(total=total) if with_total else found
+
+
+def linear_entropy(
+    x: Float[Array, "T D"],
+    weight: Embedding,
+    bias: Float[Array, " _"] | None,
+    labels: Int[Array, " T"],
+    *,
+    num_columns: int,
+    softcap: float | None,
+    temperature: float,
+    with_entropy: bool,
+    weight_layout: WeightLayout = "vd",
+    config: Config | None = None,
+) -> tuple[LogitStatistics, Float[Array, " T"] | None]:
+    """Statistics of logits divided by a temperature, and the entropy of their softmax in nats.
+
+    The entropy is `log S - W / S` with `S = Σ e^(z - m)` and `W = Σ e^(z - m) · (z - m)`, where m
+    is the largest logit. The kernel adds up W beside S. If m grows by d, S times d leaves W.
+
+    Args:
+      x: As for `linear_statistics`.
+      weight: Entries of the output embedding, with or without padding.
+      bias: Bias of the logits without padding, added in float32.
+      labels: As for `linear_statistics`.
+      num_columns: Number of columns without padding.
+      softcap: Bound c of `c · tanh(z / c)`, applied before the temperature.
+      temperature: Divisor of the logits.
+      with_entropy: Whether to compute the entropy. Without it the second result is None. Where all
+        logits are -inf the entropy is 0.
+      weight_layout: Layout of `weight`.
+      config: Launch parameters; chosen if None.
+
+    Raises:
+      NotImplementedError: `unsupported_reason` gives a reason.
+      ValueError: The configuration does not fit the device.
+    """
+    found, _, entropy = _statistics(
+        x,
+        weight,
+        bias,
+        labels,
+        num_columns=num_columns,
+        softcap=softcap,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        weight_layout=weight_layout,
+        config=config,
+    )
+    return found, entropy
+
+
+def _statistics(
+    x,
+    weight,
+    bias,
+    labels,
+    *,
+    softcap: float | None,
+    num_columns: int | None = None,
+    temperature: float = 1.0,
+    with_total: bool = False,
+    with_entropy: bool = False,
+    weight_layout: WeightLayout,
+    config: Config | None,
+) -> tuple[LogitStatistics, Any, Any]:
+    """`(statistics, sum of the logits, entropy)`, the last two None if they were not asked for."""
+    if num_columns is None:
+        num_columns, _ = sizes(weight, weight_layout)
+    loop, x, weight = _loop(x, weight, weight_layout, config, num_columns)
+    running, _ = _running_statistics(
+        loop,
+        x,
+        weight,
+        labels,
+        bias=_padded_bias(loop, bias),
+        softcap=softcap,
+        temperature=temperature,
+        with_total=with_total,
+        with_weighted=with_entropy,
+    )
+    sum_exp, largest, label_logit, largest_before, *more = running
     # Where every logit is -inf, the maximum is _LOWEST and the sum is 0.
     top = jnp.max(largest, axis=0)
-    lse = top + jnp.log(jnp.sum(sum_exp * jnp.exp(largest - top), axis=0))
-    return LogitStatistics(
+    factor = jnp.exp(largest - top)
+    sums = jnp.sum(sum_exp * factor, axis=0)
+    lse = top + jnp.log(sums)
+    found = LogitStatistics(
         lse=lse,
         label_logit=_lowest_to_inf(jnp.max(label_logit, axis=0)),
         largest=_lowest_to_inf(top),
         largest_before=_lowest_to_inf(jnp.max(largest_before, axis=0)),
-        total=jnp.sum(total[0], axis=0) if with_total else jnp.zeros_like(lse),
+        total=jnp.zeros_like(lse),
     )
+    total = jnp.sum(more.pop(0), axis=0) if with_total else None
+    if not with_entropy:
+        return found, total, None
+    weighted = jnp.sum((more[0] + sum_exp * ((largest - top) * _LOG2_E)) * factor, axis=0)
+    return found, total, entropy_of(sums, weighted)
+
+
+def entropy_of(sum_exp: Float[Array, " T"], weighted: Float[Array, " T"]) -> Float[Array, " T"]:
+    """The entropy of `2^u / Σ 2^u` from `Σ 2^u` and `Σ 2^u · u`; 0 where all `2^u` are 0."""
+    entropy = jnp.log(sum_exp) - weighted / sum_exp * math.log(2)
+    return jnp.where(sum_exp == 0, 0.0, entropy)
+
+
+def _padded_bias(loop: MainLoop, bias: Any) -> Any:
+    """The bias in float32 with zeros up to whole tiles; None if there is none."""
+    if bias is None:
+        return None
+    columns = loop.column_tiles * loop.config.tile_n
+    return jnp.pad(bias.astype(jnp.float32), (0, columns - len(bias)))
 
 
 class Exponentials(NamedTuple):
@@ -155,6 +260,8 @@ class Exponentials(NamedTuple):
       label_logit: Logit of the label, as in `LogitStatistics`.
       largest: Largest logit, as in `LogitStatistics`.
       largest_before: Largest logit before the label's column, as in `LogitStatistics`.
+      weighted: Sum of the exponentials times their exponents, before scale and rounding; None if it
+        was not asked for.
     """
 
     values: Float[Array, "rows columns"]
@@ -163,6 +270,7 @@ class Exponentials(NamedTuple):
     label_logit: Float[Array, " T"]
     largest: Float[Array, " T"]
     largest_before: Float[Array, " T"]
+    weighted: Float[Array, " T"] | None
 
 
 class Transposed(NamedTuple):
@@ -258,7 +366,12 @@ def linear_exponentials(
     offset: Float[Array, " T"],
     *,
     num_columns: int,
+    bias: Float[Array, " _"] | None = None,
+    softcap: float | None = None,
+    temperature: float = 1.0,
     scale: Float[Array, " T"] | None = None,
+    slope: Float[Array, " T"] | None = None,
+    with_weighted: bool = False,
     repetition: Repetition | None = None,
     stored: Stored | None = None,
     weight_layout: WeightLayout = "vd",
@@ -275,8 +388,16 @@ def linear_exponentials(
       labels: Column of each token; may be any number.
       offset: Offset of each token's exponents, in units of log 2.
       num_columns: Number of columns without padding.
+      bias: Bias of the logits without padding, added in float32.
+      softcap: Bound c of `c · tanh(z / c)`. With it `values` are also multiplied by the derivative
+        of the bounded logit, `1 - tanh²(z / c)`, if there is a scale.
+      temperature: Divisor of the logits after the softcap. Exponents and statistics are of the
+        result.
       scale: Factor of each token's `values` before rounding. A factor of 0 makes them 0, whatever
         the logits are.
+      slope: Factor of each exponent, in units of log 2, which is added to the scale. Both factors
+        must be 0 to make `values` 0, whatever the logits are. Needs a scale.
+      with_weighted: Whether to compute `weighted`.
       repetition: Result of a first call, and whether a second is needed; None for a first call.
       stored: Layout of `values`, with padding of the columns; None for `[T, V]`.
       weight_layout: Layout of `weight`.
@@ -301,13 +422,18 @@ def linear_exponentials(
         x,
         weight,
         labels,
+        bias=_padded_bias(loop, bias),
+        softcap=softcap,
+        temperature=temperature,
+        with_weighted=with_weighted,
         offset=offset,
         scale=scale,
+        slope=slope,
         repetition=repetition,
         stored=stored,
     )
     # One reduction instead of four.
-    largest, label_logit, largest_before, of_label = jnp.max(running[1:], axis=1)
+    largest, label_logit, largest_before, *_, of_label = jnp.max(running[1:], axis=1)
     found = Exponentials(
         values=values if stored is not None else values[: loop.num_rows],
         total=jnp.sum(running[0], axis=0),
@@ -315,11 +441,12 @@ def linear_exponentials(
         label_logit=_lowest_to_inf(label_logit),
         largest=_lowest_to_inf(largest),
         largest_before=_lowest_to_inf(largest_before),
+        weighted=jnp.sum(running[4], axis=0) if with_weighted else None,
     )
     if repetition is None:
         return found
     select = lambda new, old: jnp.where(repetition.is_needed, new, old)
-    return Exponentials(found.values, *map(select, found[1:], repetition.found[1:]))
+    return Exponentials(found.values, *jax.tree.map(select, found[1:], repetition.found[1:]))
 
 
 def _loop(
@@ -356,8 +483,9 @@ def _lowest_to_inf(a: jax.Array) -> jax.Array:
     return jnp.where(a == _LOWEST, -jnp.inf, a)
 
 
-# Start of the running statistics: sum of exp, largest, label_logit, largest_before, total.
-_START = (0.0, _LOWEST, _LOWEST, _LOWEST, 0.0)
+# Start of the running statistics: sum of exp, largest, label_logit, largest_before. The others
+# follow and start at 0: the sum of the logits, the weighted sum, and the label's exponential.
+_START = (0.0, _LOWEST, _LOWEST, _LOWEST)
 
 
 def _running_statistics(
@@ -368,9 +496,12 @@ def _running_statistics(
     *,
     bias: Float[Array, " padded_V"] | None = None,
     softcap: float | None = None,
+    temperature: float = 1.0,
     with_total: bool = False,
+    with_weighted: bool = False,
     offset: Float[Array, " T"] | None = None,
     scale: Float[Array, " T"] | None = None,
+    slope: Float[Array, " T"] | None = None,
     repetition: Repetition | None = None,
     stored: Stored | None = None,
 ) -> tuple[Float[Array, "statistics clusters T"], Any]:
@@ -395,7 +526,7 @@ def _running_statistics(
     name = "linear_exponentials" if stores else "linear_statistics"
     if repetition is not None:
         name += "_again"
-    starts = _START if with_total or stores else _START[:-1]
+    starts = (*_START, *[0.0] * (with_total + with_weighted + stores))
     arguments = {
         "x": x,
         "weight": weight,
@@ -411,6 +542,8 @@ def _running_statistics(
         arguments["offset"] = jnp.pad(offset, padding)
     if scale is not None:
         arguments["scale"] = jnp.pad(scale, padding)
+    if slope is not None:
+        arguments["slope"] = jnp.pad(slope, padding)
     values: Any = None
     if stores and repetition is None:
         shape = (len(x), padded_vocab) if stored is None else stored.shape(padded_vocab)
@@ -459,6 +592,7 @@ def _running_statistics(
             label = of_rows("labels")
             offset = of_rows("offset") if stores else None
             scale = of_rows("scale") if "scale" in of else None
+            slope = of_rows("slope") if "slope" in of else None
             label_here = of["has_label"][jax.lax.div(row, TILE_M), jax.lax.div(column, tile_n)]
             (logits,) = multiply()
             if "bias" in of:
@@ -466,6 +600,8 @@ def _running_statistics(
                 logits += jax.lax.broadcast_in_dim(values, logits.shape, (1,))
             if softcap is not None:
                 logits = softcap * _tanh(logits * (1 / softcap))
+            if temperature != 1:
+                logits *= 1 / temperature
             # Columns of the vocabulary from this tile on; None if all tiles are full.
             num_columns = vocab_size - column if vocab_size % tile_n else None
 
@@ -494,17 +630,32 @@ def _running_statistics(
                 else:
                     pl.when(is_inside)(put)
 
-            def add_and_store(sum_exp, logits):
+            def scaled(exp, exponent, piece):
+                to_piece = lambda a: jax.lax.broadcast_in_dim(a, piece.shape, (0,))
+                factor, counts = to_piece(scale), scale
+                if slope is not None:
+                    factor += to_piece(slope) * jnp.maximum(exponent, _LEAST)
+                    counts = jnp.where(scale != 0, scale, slope)
+                exp *= factor
+                if softcap is not None:
+                    # Columns after the vocabulary are -inf, and their exponential is 0.
+                    tanh = piece * (temperature / softcap)
+                    exp *= 1 - jnp.minimum(jnp.square(tanh), 1.0)
+                return jnp.where(to_piece(counts != 0), exp, _filled(0.0, exp.shape, _TILE))
+
+            def add_and_store(sum_exp, weighted, logits):
                 for i in range(num_pieces):
                     piece = logits[:, i * _PIECE : (i + 1) * _PIECE]
                     to_piece = lambda a, shape=piece.shape: jax.lax.broadcast_in_dim(a, shape, (0,))
-                    exp = jnp.exp2(piece * _LOG2_E - to_piece(offset))
+                    exponent = piece * _LOG2_E - to_piece(offset)
+                    exp = jnp.exp2(exponent)
                     sum_exp += jnp.sum(exp, axis=1)
+                    if weighted is not None:
+                        weighted += _weighted_sum(exp, exponent)
                     if scale is not None:
-                        zero = _filled(0.0, exp.shape, _TILE)
-                        exp = jnp.where(to_piece(scale != 0), exp * to_piece(scale), zero)
+                        exp = scaled(exp, exponent, piece)
                     store_exp(i, exp.astype(x.dtype))
-                return sum_exp
+                return sum_exp, weighted
 
             running = _with_tile(
                 running,
@@ -512,6 +663,8 @@ def _running_statistics(
                 label - column,
                 label_here != 0,
                 num_columns,
+                with_total=with_total,
+                with_weighted=with_weighted,
                 add_exp=add_and_store if stores else None,
             )
             if stores:
@@ -547,7 +700,9 @@ def _running_statistics(
     return running[..., :num_tokens], written[0] if stores else None
 
 
-def _with_tile(running, logits, label, label_here, num_columns, add_exp=None):
+def _with_tile(
+    running, logits, label, label_here, num_columns, *, with_total, with_weighted, add_exp=None
+):
     """The running statistics after one more tile.
 
     Args:
@@ -557,7 +712,10 @@ def _with_tile(running, logits, label, label_here, num_columns, add_exp=None):
       label_here: Whether a label may be one of the tile's columns.
       num_columns: Number of columns of the vocabulary from the tile's first column on; None if they
         fill the tile.
-      add_exp: Function `(sum_exp, logits) -> sum_exp`; None keeps the sum relative to the maximum.
+      with_total: Whether the statistics have the sum of the logits.
+      with_weighted: Whether they have the weighted sum, which is None for `add_exp` if not.
+      add_exp: Function `(sum_exp, weighted, logits) -> (sum_exp, weighted)`; None keeps the sums
+        relative to the maximum.
     """
     tile_n = logits.shape[1]
     to_tile = lambda row: jax.lax.broadcast_in_dim(row, logits.shape, (0,))
@@ -574,9 +732,9 @@ def _with_tile(running, logits, label, label_here, num_columns, add_exp=None):
             lambda: logits,
         )
 
-    sum_exp, largest, label_logit, largest_before, *total = running
-    if total:
-        total = [total[0] + jnp.sum(without(logits, 0.0), axis=1)]
+    sum_exp, largest, label_logit, largest_before, *more = running
+    total = [more.pop(0) + jnp.sum(without(logits, 0.0), axis=1)] if with_total else []
+    weighted = more.pop(0) if with_weighted else None
     logits = without(logits, -jnp.inf)
     tile_largest = jnp.max(logits, axis=1)
 
@@ -592,20 +750,37 @@ def _with_tile(running, logits, label, label_here, num_columns, add_exp=None):
     at_label, before = jax.lax.cond(label_here, with_label, without_label)
     new_largest = jnp.maximum(largest, tile_largest)
     if add_exp is not None:
-        sum_exp = add_exp(sum_exp, logits)
+        sum_exp, weighted = add_exp(sum_exp, weighted, logits)
     else:
         # Subtracts before it multiplies: for -1e30, an fma as below would leave the rounding error
         # of the product.
-        sum_exp *= jnp.exp2((largest - new_largest) * _LOG2_E)
-        offset = to_tile(new_largest * _LOG2_E)
-        sum_exp += jnp.sum(jnp.exp2(logits * _LOG2_E - offset), axis=1)
+        change = (largest - new_largest) * _LOG2_E
+        if weighted is not None:
+            weighted = (weighted + sum_exp * change) * jnp.exp2(change)
+        sum_exp *= jnp.exp2(change)
+        offset = new_largest * _LOG2_E
+        # In pieces, so that exponents and exponentials of a piece alone are in registers.
+        width = tile_n if weighted is None else _PIECE
+        for i in range(0, tile_n, width):
+            piece = logits[:, i : i + width]
+            exponent = piece * _LOG2_E - jax.lax.broadcast_in_dim(offset, piece.shape, (0,))
+            exp = jnp.exp2(exponent)
+            sum_exp += jnp.sum(exp, axis=1)
+            if weighted is not None:
+                weighted += _weighted_sum(exp, exponent)
     return [
         sum_exp,
         new_largest,
         jnp.maximum(label_logit, at_label),
         jnp.maximum(largest_before, before),
         *total,
+        *([] if weighted is None else [weighted]),
     ]
+
+
+def _weighted_sum(exp, exponent):
+    """Sum of each row of `exp · exponent`; an exponent of -inf adds nothing."""
+    return jnp.sum(exp * jnp.maximum(exponent, _LEAST), axis=1)
 
 
 def _tanh(x):

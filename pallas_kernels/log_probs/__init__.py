@@ -1,0 +1,3 @@
+"""Log-probabilities of a linear layer's labels, and losses made of them, without the logits."""
+
+from pallas_kernels.log_probs.api import linear_log_probs as linear_log_probs

@@ -1,0 +1,228 @@
+"""The public log-probabilities of a linear layer."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Integer
+
+from pallas_kernels.arguments import check_number
+from pallas_kernels.choices import record
+from pallas_kernels.implementation import Implementation, symbolic_reason
+from pallas_kernels.log_probs import differentiable, reference
+from pallas_kernels.loss.arguments import (
+    check_arrays,
+    checked_request,
+    labels_and_weights,
+    num_parts,
+)
+from pallas_kernels.loss.config import Config
+from pallas_kernels.loss.description import describe
+from pallas_kernels.loss.layout import Embedding, WeightLayout
+from pallas_kernels.loss.mosaic_gpu import statistics
+from pallas_kernels.loss.plan import Request
+
+_REMEDY = "1.0 leaves the logits as they are"
+
+
+def linear_log_probs(
+    x: Float[Array, "*T D"],
+    weight: Embedding,
+    labels: Integer[Array, "*T"],
+    *,
+    temperature: float = 1.0,
+    bias: Float[Array, " V"] | None = None,
+    ignore_index: int = -100,
+    logit_softcap: float | None = None,
+    return_entropy: bool = False,
+    chunk_size: int | None = None,
+    max_logits_bytes: int | None = None,
+    vocab_axis: str | None = None,
+    weight_layout: WeightLayout = "vd",
+    accum_dtype: DTypeLike = jnp.float32,
+    check_labels: bool = False,
+    implementation: Implementation | None = None,
+    config: Config | None = None,
+) -> Any:
+    """Log-probabilities of `labels` under the softmax of `x @ weight.T + bias`, without all logits.
+
+    **Formula.** Let `z` be the logits `x @ weight.T + bias`, or `c·tanh(logits / c)` if
+    `logit_softcap` is a bound `c`, divided by `temperature`. With `p = softmax(z)`
+
+        log_prob = z[label] - logsumexp(z)
+        entropy = -Σ_v p[v]·log p[v]
+
+    Both are float32, in nats, and 0 where `label == ignore_index`.
+
+    **Gradients.** Both results are differentiable in `x`, `weight` and `bias`, with any cotangents.
+    With the cotangents g of the log-probability and h of the entropy H
+
+        dz[v] = g·([v = label] - p[v]) - h·p[v]·(log p[v] + H)
+
+    A token whose cotangents are both 0, or whose label is `ignore_index`, adds nothing to the
+    gradients, and its row of `dx` is 0, even if its row of `x` holds NaN or infinities. (With
+    `"reference"` only the label does this.) `dweight` has the dtype of `weight`;
+    `linear_cross_entropy` says how to get a float32 gradient of a bfloat16 weight. Only
+    `"reference"` has second derivatives and forward mode (`jax.jvp`).
+
+    **Labels.** The log-probability of a label that is neither `ignore_index` nor in `[0, V)` is
+    NaN, and the gradients are NaN, too, unless its cotangent is 0. Its entropy is right. The label
+    never causes a read or write out of bounds. `check_labels` turns it into an error.
+
+    **Cost.** The results take one matrix product of `2·T·D·V` FLOPs, and the kernel keeps no logits
+    in memory. The backward takes three more: it computes the logits again, because the forward does
+    not know the cotangents. With the kernels and bfloat16 `x` the memory of `dweight`, which is
+    made last, holds the gradient in the logits of all tokens, or of the first ones. Other tokens
+    come in chunks of tokens. `linear_token_loss` takes three products in all for a scalar that is
+    made of the log-probabilities. `docs/kernels/log_probs.md` has more.
+
+    **Rounding.** Products take operands in the dtype of `x` and accumulate in float32. The softmax
+    is float32. The gradient in the logits is rounded once, to the dtype of `x`, and each result
+    once.
+
+    **Meshes.** Each device computes its own tokens. A vocabulary that is split over an axis which
+    splits no tokens stays split: devices exchange 8 bytes a token, or 12 with the entropy, and add
+    up `dx`. Inside of `jax.shard_map`, `vocab_axis` names the axis that splits `weight`.
+
+    Above 80 lines, because most of them are this documentation.
+
+    Args:
+      x: Hidden states, of a floating dtype of 16 bits or more. The leading axes are tokens.
+      weight: Output embedding of the layout `weight_layout`, of a floating dtype of 16 bits or
+        more.
+      labels: Token whose log-probability is wanted at each position, of any integer dtype.
+      temperature: Divisor of the logits after the softcap, finite and above 0.
+      bias: Bias of the logits, of a floating dtype of 16 bits or more. With it the backward goes by
+        chunks of tokens.
+      ignore_index: Label of the tokens that do not count. It may lie inside `[0, V)`.
+      logit_softcap: Bound `c` of the logits (Gemma 2, https://arxiv.org/abs/2408.00118), finite and
+        above 0. `None` sets no bound.
+      return_entropy: Whether the entropies are returned, too.
+      chunk_size: Largest number of a device's tokens whose logits exist at a time.
+      max_logits_bytes: Limit in bytes for the logits of a chunk of tokens, as in
+        `linear_cross_entropy`. At most one of `chunk_size` and `max_logits_bytes` may be given.
+      vocab_axis: Name of the Manual mesh axis over which `weight` and `bias` are split by
+        vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis gets the same
+        results. `labels` are numbers in the whole vocabulary.
+      weight_layout: Order of the axes of `weight` and of its gradient: `"vd"` for `[V, D]`, `"dv"`
+        for `[D, V]`. The kernels take `"dv"` if V is a multiple of 128.
+      accum_dtype: Dtype in which chunks of tokens add up `dweight`: floating, of 16 bits or more.
+        float64 needs `jax_enable_x64`.
+      check_labels: Whether a label out of range raises an error with its value: at once outside of
+        `jax.jit`, through `jax.experimental.checkify.checkify` inside.
+      implementation: `"mosaic_gpu"` uses kernels for Hopper and 16-bit `x`. `"xla"` has float32
+        logits of a chunk of tokens in memory. `"reference"` keeps all logits, in float32, and
+        ignores chunks and `accum_dtype`. `None` picks the kernels where they run, and `"xla"`
+        elsewhere. A name is binding. `"require"` picks the kernels, and raises where they do not
+        run.
+      config: Launch parameters of the kernels. `None` derives them.
+
+    Returns:
+      The log-probabilities in the shape of `labels`; with `return_entropy`, `(log_probs, entropy)`.
+
+    Raises:
+      ValueError: shapes disagree, an option is out of its range, or a name is unknown.
+      TypeError: labels are not integers, another array is of a dtype that is not described here, or
+        an option is of a wrong type.
+      NotImplementedError: the caller names the kernels or requires them, and they do not run. Or
+        another implementation than `"reference"` is differentiated twice or in forward mode.
+      jax.experimental.checkify.JaxRuntimeError: `check_labels` found a label out of range.
+    """
+    x, weight, bias = check_arrays(x, weight, labels, bias, None, weight_layout)
+    request, temperature, labels = checked_options(
+        "linear_log_probs",
+        x,
+        weight,
+        bias,
+        labels,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        logit_softcap=logit_softcap,
+        chunk_size=chunk_size,
+        max_logits_bytes=max_logits_bytes,
+        vocab_axis=vocab_axis,
+        weight_layout=weight_layout,
+        accum_dtype=accum_dtype,
+        check_labels=check_labels,
+        implementation=implementation,
+        config=config,
+    )
+    is_reference = request.settings.implementation == "reference"
+    found = (reference if is_reference else differentiable).log_probs(
+        request,
+        x,
+        weight,
+        bias,
+        labels,
+        temperature=temperature,
+        with_entropy=bool(return_entropy),
+    )
+    return found if return_entropy else found[0]
+
+
+def checked_options(
+    name: str,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    labels: Any,
+    *,
+    temperature: float,
+    vocab_axis: str | None,
+    ignore_index: int,
+    check_labels: bool,
+    implementation: Implementation | None,
+    weight_layout: WeightLayout,
+    **options: Any,
+) -> tuple[Request, float, Int[Array, "*T"]]:
+    """`(request, temperature, labels)` of a call, which is noted for `choices.explain`.
+
+    Args:
+      name: Name of the public function.
+      x: Hidden states.
+      weight: Output embedding.
+      bias: Bias of the logits, if there is one.
+      labels: Labels of the tokens.
+      temperature: Divisor of the logits.
+      vocab_axis: As for `linear_log_probs`, and so are the arguments that follow.
+      ignore_index: Label of the tokens that do not count.
+      check_labels: Whether a label out of range raises an error.
+      implementation: Name that the caller gave.
+      weight_layout: Layout of the weight.
+      **options: Options that `checked_request` checks.
+    """
+    check_number("temperature", temperature, remedy=_REMEDY)
+    if temperature <= 0:
+        raise ValueError(f"{temperature=} must be above 0; {_REMEDY}")
+    unsupported = None
+    if symbolic_reason(x) is None and x.size:
+        operand = jax.ShapeDtypeStruct(weight.shape, x.dtype)
+        unsupported = statistics.unsupported_reason(x, operand, weight_layout)
+    request, why_no_kernel = checked_request(
+        x,
+        weight,
+        bias,
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=0.0,
+        z_loss=0.0,
+        vocab_chunk_size=None,
+        vocab_axis=vocab_axis,
+        weight_layout=weight_layout,
+        implementation=implementation,
+        also_unsupported=unsupported,
+        **options,
+    )
+    describe_plan = lambda: str(describe(differentiable.planned(request), "none", why_no_kernel))
+    record(
+        name,
+        (x, weight, labels, bias),
+        implementation,
+        request.settings.implementation,
+        why_no_kernel,
+        plan=describe_plan if symbolic_reason(x) is None else None,
+    )
+    vocab_size = num_parts(vocab_axis, name) * request.sizes[0]
+    labels, _, _ = labels_and_weights(labels, None, vocab_size, ignore_index, check_labels, name)
+    return request, float(temperature), labels

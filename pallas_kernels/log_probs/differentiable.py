@@ -1,0 +1,334 @@
+"""The log-probabilities as an operation: what is kept, and how devices share the work.
+
+The forward takes one GEMM and keeps the logsumexp of each token, and the entropy. The backward
+computes the logits again and takes any cotangents: three GEMMs (`loss/recomputed.py`).
+
+With the cotangents g of the log-probability and h of the entropy H, and `p = softmax(z)`,
+
+    dz[v] = g · ([v = label] - p[v]) - h · p[v] · (log p[v] + H)
+
+Each device computes the log-probabilities of its own tokens. The vocabulary may be split over mesh
+axes that split no tokens. Then the devices exchange 8 bytes of statistics a token, or 12 with the
+entropy, and add up `dx`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.choices import log_once
+from pallas_kernels.gpu.kernel import varying_axes
+from pallas_kernels.log_probs.statistics import distribution_of_linear, of_labels
+from pallas_kernels.loss import recomputed
+from pallas_kernels.loss.arguments import IGNORED
+from pallas_kernels.loss.columns import Gradients, place_in_vocabulary
+from pallas_kernels.loss.known_rows import Rows
+from pallas_kernels.loss.layout import Embedding, unsupported_reason
+from pallas_kernels.loss.plan import InPlace, Request, TokenChunks, choose
+from pallas_kernels.loss.token_loss import LossOptions
+from pallas_kernels.operation import Mask, Operation, call, with_members
+from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
+
+_X, _NUMBERS = Tokens(("d",)), Tokens()
+_WEIGHT, _BIAS = 1, 3  # positions among the arguments
+
+
+def log_probs(
+    request: Request,
+    x: Float[Array, "*T D"],
+    weight: Embedding,
+    bias: Float[Array, " V"] | None,
+    labels: Int[Array, "*T"],
+    *,
+    temperature: float,
+    with_entropy: bool,
+) -> tuple[Float[Array, "*T"], ...]:
+    """Log-probability of each label, and the entropy if it is asked for; float32.
+
+    Args:
+      request: Everything that the plan depends on.
+      x: Hidden states.
+      weight: Output embedding.
+      bias: Bias of the logits, if there is one.
+      labels: Column of each token, `IGNORED` for an ignored one.
+      temperature: Divisor of the logits after the softcap.
+      with_entropy: Whether to compute the entropy.
+    """
+    operation = _LogProbs(request, temperature, with_entropy, is_unchecked(request, weight))
+    biases = () if bias is None else (bias,)
+    return call(operation, x, weight, labels, *biases)
+
+
+def is_unchecked(request: Request, weight: Any) -> bool:
+    """Whether the vocabulary is split inside of `jax.shard_map(check_vma=False)`.
+
+    Its transpose divides the cotangent of a result among the devices, and adds up `dx`.
+    """
+    axes = request.settings.vocab_axes
+    return bool(axes) and not varying_axes(weight) >= {*axes}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _LogProbs:
+    """Log-probabilities, and entropies, of `(x, weight, labels)`, and the bias if there is one.
+
+    Attributes:
+      request: Everything that the plan depends on. Each device puts its own shapes in the place of
+        those in the request.
+      temperature: Divisor of the logits after the softcap.
+      with_entropy: Whether there are entropies.
+      is_unchecked: As `is_unchecked` says.
+    """
+
+    request: Request
+    temperature: float
+    with_entropy: bool
+    is_unchecked: bool
+
+    name = "linear_log_probs"
+
+    def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
+        num_results = 1 + self.with_entropy + (wanted is not None)
+        return split(
+            self.request,
+            _forward_of,
+            (self, wanted is not None),
+            args,
+            (),
+            (_NUMBERS,) * num_results,
+        )
+
+    def num_residuals(self, wanted: Mask) -> int:
+        return 1
+
+    def saved(
+        self,
+        wanted: Mask,
+        args: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        return results, (*residuals, *results[1:], *args)
+
+    def backward(
+        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
+    ) -> Sequence[jax.Array]:
+        lse, *rest = saved
+        entropy = rest.pop(0) if self.with_entropy else None
+        of_log_probs, *of_entropy = cotangents
+        if of_log_probs is None:
+            of_log_probs = jnp.zeros_like(lse)
+        numbers = [lse, of_log_probs]
+        if of_entropy and of_entropy[0] is not None:
+            assert entropy is not None
+            numbers += [entropy, of_entropy[0]]
+        if self.is_unchecked:
+            axes = self.request.settings.vocab_axes
+            numbers[1::2] = [jax.lax.psum(a, axes) for a in numbers[1::2]]
+        of_arrays = of_arrays_in(wanted)
+        key = self, of_arrays, len(rest)
+        return split(self.request, _backward_of, key, rest, numbers, roles_of_gradients(of_arrays))
+
+    def fold(
+        self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
+    ) -> tuple[Operation, Sequence[jax.Array]] | None:
+        if is_batched[_WEIGHT] or any(is_batched[_BIAS:]):
+            return None
+        return self, with_members(args, is_batched, weights=(_WEIGHT, _BIAS))
+
+
+def split(
+    request: Request,
+    local: Any,
+    key: Any,
+    args: Sequence[jax.Array],
+    numbers: Sequence[jax.Array],
+    results: Sequence[Any],
+) -> tuple[jax.Array, ...]:
+    """`partitioned` for `(x, weight, labels, *bias)` and numbers of the tokens."""
+    settings = request.settings
+    # Kernels and a gather of entries read the weight. Without `by_rows` XLA held copies of it.
+    weight = Weight(tuple(settings.weight_layout), request.x.dtype, by_rows=True)
+    roles = [_X, weight, _NUMBERS]
+    roles += [Weight(("v",))] * (len(args) - len(roles)) + [_NUMBERS] * len(numbers)
+    return partitioned(
+        local,
+        key,
+        Roles(tuple(roles), tuple(results), parts=("v",)),
+        *args,
+        *numbers,
+        manual_parts=(settings.vocab_axes,),
+    )
+
+
+def of_arrays_in(wanted: Mask) -> Mask:
+    """Whether the gradients of x, weight and bias are wanted."""
+    return (*wanted[:2], any(wanted[_BIAS:]))
+
+
+def roles_of_gradients(wanted: Mask) -> tuple[Any, ...]:
+    """The roles of the wanted gradients of x, weight and bias."""
+    roles = _X, GradientOf(_WEIGHT), GradientOf(_BIAS)
+    return tuple(role for role, is_wanted in zip(roles, wanted, strict=True) if is_wanted)
+
+
+def _forward_of(
+    key: tuple[_LogProbs, bool], place: Place
+) -> Callable[..., Sequence[jax.Array]]:
+    """The results for a device's tokens, and the logsumexp if it is kept."""
+    operation, keeps_lse = key
+
+    def run(x, weight, labels, *biases) -> Sequence[jax.Array]:
+        device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
+        lse, found = device.log_probs(biases, with_entropy=operation.with_entropy)
+        found = [*found, lse] if keeps_lse else found
+        return [a.reshape(labels.shape) for a in found]
+
+    return run
+
+
+def _backward_of(
+    key: tuple[_LogProbs, Mask, int], place: Place
+) -> Callable[..., Sequence[jax.Array]]:
+    """The wanted gradients of a device's arrays."""
+    operation, wanted, num_args = key
+
+    def run(*arrays) -> Sequence[jax.Array]:
+        x, weight, labels, *biases = arrays[:num_args]
+        lse, of_log_probs, *more = [a.reshape(-1) for a in arrays[num_args:]]
+        device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
+        rows = device.rows(lse, of_log_probs, *more)
+        exchanged = () if operation.is_unchecked else place.parts[0]
+        return device.gradients(biases, rows, wanted, exchanged)
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """The plan of one device, and its arrays with one axis of tokens.
+
+    Attributes:
+      request: The request for this device's arrays.
+      plan: Tokens whose dlogits are in memory at a time.
+      temperature: Divisor of the logits.
+      x: Hidden states.
+      weight: Output embedding.
+      labels: Column of each token.
+      shape: Shape of the hidden states before their axes of tokens were merged.
+    """
+
+    request: Request
+    plan: TokenChunks | InPlace
+    temperature: float
+    x: Any
+    weight: Any
+    labels: Any
+    shape: tuple[int, ...]
+
+    @classmethod
+    def make(
+        cls, request: Request, temperature: float, place: Place, x: Any, weight: Any, labels: Any
+    ) -> "Device":
+        rows = x.reshape(math.prod(labels.shape), x.shape[-1])
+        (axes,) = place.parts
+        request = request.on_device(rows, weight, axes)
+        settings = request.settings
+        if settings.implementation == "mosaic_gpu":
+            if (reason := unsupported_reason(weight, settings.weight_layout)) is not None:
+                log_once(f"linear_log_probs: each device copies its part; {reason}")
+            if not len(rows):  # no kernel has a grid of no blocks
+                settings = dataclasses.replace(settings, implementation="xla")
+                request = dataclasses.replace(request, settings=settings)
+        plan = choose(planned(request)).plan
+        assert isinstance(plan, TokenChunks | InPlace)
+        return cls(
+            request=request,
+            plan=plan,
+            temperature=temperature,
+            x=rows,
+            weight=weight,
+            labels=labels.reshape(-1),
+            shape=x.shape,
+        )
+
+    def log_probs(
+        self, biases: Sequence[Any], *, with_entropy: bool
+    ) -> tuple[jax.Array, Sequence[jax.Array]]:
+        """`(lse, results)`."""
+        settings = self.request.settings
+        found = distribution_of_linear(
+            settings,
+            self.x,
+            self.weight,
+            biases[0] if biases else None,
+            self.labels,
+            self.plan.without_dweight.chunk_size,
+            temperature=self.temperature,
+            with_entropy=with_entropy,
+        )
+        _, vocab_size = place_in_vocabulary(settings, self.weight)
+        return found.lse, of_labels(found, self.labels, vocab_size)
+
+    def rows(
+        self,
+        lse: jax.Array,
+        of_log_probs: jax.Array,
+        entropy: jax.Array | None = None,
+        of_entropy: jax.Array | None = None,
+    ) -> Rows:
+        """The terms of the gradient in the logits, for cotangents of the results."""
+        _, vocab_size = place_in_vocabulary(self.request.settings, self.weight)
+        is_ignored = self.labels == IGNORED
+        in_range = (self.labels >= 0) & (self.labels < vocab_size)
+        wrong = ~(is_ignored | in_range) & (of_log_probs != 0)
+        g = jnp.where(wrong, jnp.nan, jnp.where(is_ignored, 0.0, of_log_probs)) / self.temperature
+        if entropy is None or of_entropy is None:
+            return Rows(jnp.where(g == 0, 0.0, lse), -g, None, g)
+        h = jnp.where(is_ignored, 0.0, of_entropy) / self.temperature
+        is_zero = (g == 0) & (h == 0)
+        softmax = jnp.where(is_zero, 0.0, -(g + h * entropy))  # 0 · NaN is NaN
+        return Rows(jnp.where(is_zero, 0.0, lse), softmax, -h, g)
+
+    def gradients(
+        self, biases: Sequence[Any], rows: Rows, wanted: Mask, exchanged: tuple[str, ...]
+    ) -> Sequence[jax.Array]:
+        """The wanted gradients, by computing the logits again."""
+        found = recomputed.gradients(
+            self.request.settings,
+            self.plan if wanted[1] else self.plan.without_dweight,
+            self.x,
+            self.weight,
+            biases[0] if biases else None,
+            self.labels,
+            rows,
+            temperature=self.temperature,
+        )
+        return self.pick(found, wanted, exchanged)
+
+    def pick(
+        self, found: Gradients, wanted: Mask, exchanged: tuple[str, ...]
+    ) -> Sequence[jax.Array]:
+        """The wanted gradients; `dx` in the shape of x, and added up over the vocabulary."""
+        dx = found.dx.reshape(self.shape)
+        if wanted[0] and exchanged:
+            dx = jax.lax.psum(dx, exchanged)
+        every = zip((dx, found.dweight, found.dbias), wanted, strict=True)
+        return [g for g, is_wanted in every if is_wanted]
+
+
+def planned(request: Request) -> Request:
+    """The request as the planner takes it.
+
+    The logsumexp is known, so a softcap or a split vocabulary rules out no plan.
+    """
+    options = LossOptions(
+        ignore_index=IGNORED, label_smoothing=0.0, z_loss=0.0, logit_softcap=None
+    )
+    settings = dataclasses.replace(request.settings, options=options, vocab_axes=())
+    return dataclasses.replace(request, settings=settings)

@@ -1,0 +1,136 @@
+"""Gradients of tokens whose logsumexp is known, for any cotangents: three GEMMs.
+
+The forward keeps the logsumexp of each token. So the backward computes the logits again and forms
+the gradient in the logits at once (`known_rows.py`), without another pass: a kernel stores dlogits
+and never logits. They lie in the memory of `dweight`, for all tokens or for the first ones, or in
+chunks of tokens, as `plan.py` chooses. `by_columns.py` is the same for chunks of columns.
+
+With `xla` logits and dlogits of a chunk are float32. Dlogits are rounded once, to `x.dtype`, as the
+operand of two GEMMs. `dx` is rounded once. `dweight` accumulates in `accum_dtype`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.folding import fold_chunks
+from pallas_kernels.loss.columns import Columns, Gradients, place_in_vocabulary, product, rescaled
+from pallas_kernels.loss.known_rows import Rows, dlogits_of_logits, scale_for
+from pallas_kernels.loss.layout import Embedding
+from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
+from pallas_kernels.loss.plan import InPlace, Settings, TokenChunks
+
+
+def gradients(
+    settings: Settings,
+    plan: TokenChunks | InPlace,
+    x: Float[Array, "T D"],
+    weight: Embedding,
+    bias: Float[Array, " V"] | None,
+    labels: Int[Array, " T"],
+    rows: Rows,
+    *,
+    temperature: float = 1.0,
+) -> Gradients:
+    """The gradients that follow from the gradient in the logits, which `rows` describes.
+
+    A row that does not count adds nothing, whatever `x` holds, and its `dx` is 0. The dtype of
+    `dweight` is the one before its last rounding.
+
+    Args:
+      settings: Settings; of the options only the softcap is read.
+      plan: Tokens whose dlogits are in memory at a time.
+      x: Hidden states.
+      weight: Output embedding; this device's part of a split one.
+      bias: Bias of the logits, if there is one.
+      labels: Column of each token in the whole vocabulary. Another number is no column.
+      rows: Terms of each token's gradient. The factor `1 / temperature` is a part of them.
+      temperature: Divisor of the logits after the softcap.
+    """
+    first_column, _ = place_in_vocabulary(settings, weight)
+    columns = Columns.make(settings, weight.astype(x.dtype), bias)
+    scale = scale_for(rows, x.dtype)
+    arrays = x, labels - first_column, rows.divided(scale)
+    dx_dtype = x.dtype if scale is None else jnp.float32
+    one_chunk = functools.partial(_one_chunk, settings, columns, temperature, dx_dtype)
+    if isinstance(plan, InPlace):
+        first_in_place = functools.partial(_first_in_place, settings, plan, columns, temperature)
+        first = plan.extent.num_tokens, first_in_place
+        chunk_size = plan.chunk_size or len(x)
+    else:
+        first, chunk_size = None, plan.chunk_size
+    (dweight, dbias), dx = fold_chunks(one_chunk, arrays, chunk_size, first=first)
+    finished = lambda g: None if g is None else rescaled(columns.without_padding(g), scale)
+    return Gradients(rescaled(dx, scale).astype(x.dtype), finished(dweight), finished(dbias))
+
+
+def _one_chunk(settings: Settings, columns: Columns, temperature, dx_dtype, chunk, _):
+    x, labels, rows = chunk
+    x = jnp.where(rows.counts[:, None], x, 0)
+    if settings.implementation == "mosaic_gpu":
+        dlogits = exponentials.dlogits_of_linear(
+            x,
+            columns.weight,
+            columns.bias,
+            labels,
+            rows,
+            num_columns=columns.num_columns,
+            softcap=settings.options.logit_softcap,
+            temperature=temperature,
+            weight_layout=columns.layout,
+            config=settings.config.linear,
+        )
+    else:
+        logits = columns.logits(x)
+        if columns.bias is not None:
+            logits += columns.bias.astype(jnp.float32)
+        dlogits = dlogits_of_logits(
+            logits,
+            labels,
+            rows,
+            softcap=settings.options.logit_softcap,
+            temperature=temperature,
+        )
+    dz = dlogits.astype(x.dtype)
+    dx = product(f"tv,{columns.layout}->td", dz, columns.weight, dx_dtype)
+    dweight = jnp.einsum(
+        f"tv,td->{columns.layout}", dz, x, preferred_element_type=settings.accum_dtype
+    )
+    dbias = None if columns.bias is None else jnp.sum(dlogits.astype(jnp.float32), axis=0)
+    return (dweight, dbias), dx
+
+
+def _first_in_place(settings: Settings, plan: InPlace, columns: Columns, temperature, chunk):
+    x, labels, rows = chunk
+    # The GEMM of dweight multiplies every row of x, and 0 · NaN is NaN.
+    x = jnp.where(rows.counts[:, None], x, 0)
+
+    def dlogits(tokens: slice, place) -> tuple[jax.Array, None]:
+        found = exponentials.dlogits_of_linear(
+            x[tokens],
+            columns.weight,
+            None,
+            labels[tokens],
+            jax.tree.map(lambda a: a[tokens], rows),
+            num_columns=columns.num_columns,
+            softcap=settings.options.logit_softcap,
+            temperature=temperature,
+            stored=place,
+            weight_layout=columns.layout,
+            config=settings.config.linear,
+        )
+        return found, None
+
+    values, _ = in_place.of_parts(dlogits, plan.extent, x.shape[1], columns.layout)
+    dx, dweight = in_place.gradients(
+        values,
+        None,
+        x,
+        columns.weight,
+        extent=plan.extent,
+        weight_layout=columns.layout,
+        config=settings.config,
+    )
+    return (dweight, None), dx

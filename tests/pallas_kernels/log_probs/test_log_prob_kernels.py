@@ -1,0 +1,137 @@
+"""Log-probabilities and entropies by the Mosaic GPU kernels, interpreted, against float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import linear_log_probs
+from pallas_kernels.loss import plan as plan_module
+from pallas_kernels.loss.mosaic_gpu import in_place
+from support.log_prob_formulas import (
+    arrays_of,
+    both,
+    check_against_formula,
+    make_cotangents,
+    with_gradients,
+)
+from support.loss_formulas import BASE_2, BF16, F16, F32, as_jax, full, interpreted, put
+from support.loss_kernels import names_in, run_and_kernel_names
+
+KERNEL = {"implementation": "mosaic_gpu"}
+TRANSFORM = {"temperature": 0.7, "logit_softcap": 2.0}
+
+
+def check(arrays, labels, cotangents, **options):
+    """Compares with float64; returns results, gradients and the names of the kernels."""
+    fn = functools.partial(both, labels=jnp.asarray(labels), **KERNEL, **options)
+    args = as_jax((arrays, tuple(cotangents)))
+    got, names = run_and_kernel_names(functools.partial(with_gradients, fn), *args)
+    of_formula = {k: v for k, v in options.items() if k in (*TRANSFORM, "ignore_index")}
+    check_against_formula(got, arrays, labels, cotangents, slack=BASE_2, **of_formula)
+    return got, names
+
+
+# Chunks of tokens: ragged numbers of tokens, columns and hidden units; bias, and a dtype whose
+# dlogits are scaled.
+@interpreted
+@pytest.mark.parametrize(
+    "num_tokens, hidden, vocab, dtype, options",
+    [
+        (9, 72, 250, BF16, TRANSFORM),
+        pytest.param(9, 24, 53, F16, {}, marks=full),
+        pytest.param(1, 64, 128, BF16, {}, marks=full),
+        pytest.param(130, 64, 300, F16, TRANSFORM, marks=full),
+    ],
+)
+def test_chunks_of_tokens(num_tokens, hidden, vocab, dtype, options):
+    arrays, labels = arrays_of((num_tokens,), hidden, vocab, dtype)
+    cotangents = make_cotangents((num_tokens,))
+    _, names = check(arrays, labels, cotangents, chunk_size=8 if num_tokens < 10 else 64, **options)
+    assert {"linear_statistics", "linear_exponentials"} <= names
+    assert "input_gradient" not in names
+
+
+# As in `test_loss_in_place.py`: blocks of 128 rows in a band, bands, blocks that are copied.
+@interpreted
+@pytest.mark.parametrize(
+    "num_tokens, hidden, vocab, weight_dtype, bands, options",
+    [
+        (65, 192, 250, F32, (1, 0, 0), TRANSFORM),
+        pytest.param(129, 128, 384, BF16, (1, 2, 1), {}, marks=full),  # one beside
+        pytest.param(300, 128, 512, F32, (1, 2, 2), TRANSFORM, marks=full),  # 44 beside
+        pytest.param(400, 128, 384, F32, (1, 2, 1), {}, marks=full),  # 144 and twice 128
+    ],
+)
+def test_in_place(monkeypatch, num_tokens, hidden, vocab, weight_dtype, bands, options):
+    check_in_place(monkeypatch, (num_tokens, hidden, vocab), weight_dtype, bands, 128, options)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "num_tokens, weight_dtype, bands, options",
+    [
+        (130, F32, (1, 2, 1), {}),
+        pytest.param(129, BF16, (1, 1, 2), TRANSFORM, marks=full),  # one beside
+        pytest.param(400, F32, (1, 2, 1), TRANSFORM, marks=full),  # 144 and twice 128
+    ],
+)
+def test_in_place_by_columns(monkeypatch, num_tokens, weight_dtype, bands, options):
+    sizes = num_tokens, 128, 768
+    options = options | {"weight_layout": "dv"}
+    check_in_place(monkeypatch, sizes, weight_dtype, bands, 256, options)
+
+
+def check_in_place(monkeypatch, sizes, weight_dtype, bands, block, options):
+    num_tokens, hidden, vocab = sizes
+    arrays, labels = arrays_of(
+        (num_tokens,), hidden, vocab, BF16, bias=False, weight_dtype=weight_dtype
+    )
+    # The number of tokens that a chunk may have.
+    most = 128 if num_tokens == 400 else 256
+    monkeypatch.setattr(plan_module, "_MIN_CHUNK", most)
+    size, number, copied = bands
+    bands = in_place.Bands(block * size if number else vocab + -vocab % 128, number, block * copied)
+    monkeypatch.setattr(plan_module, "_bands", lambda *_: bands)
+    cotangents = make_cotangents((num_tokens,))
+    _, names = check(
+        arrays, labels, cotangents, max_logits_bytes=2 * vocab * most, **options
+    )
+    by_columns = options.get("weight_layout") == "dv"
+    of_weight = "weight_gradient_columns" if by_columns else "weight_gradient_rows"
+    assert {"linear_statistics", "linear_exponentials", "input_gradient", of_weight} <= names
+
+
+@interpreted
+def test_what_is_not_asked_for_is_not_computed():
+    """A gradient of x alone keeps nothing in the memory of `dweight`; without one, one kernel."""
+    arrays, labels = as_jax(arrays_of((4,), 128, 256, BF16, bias=False))
+    args = arrays["x"], arrays["weight"]
+    total = lambda x, weight: jnp.sum(linear_log_probs(x, weight, labels, **KERNEL))
+    of = lambda fn: names_in(jax.make_jaxpr(fn)(*args))
+    kernels = {"linear_statistics", "linear_exponentials", "input_gradient", "weight_gradient_rows"}
+    assert of(total) & kernels == {"linear_statistics"}
+    assert of(jax.grad(total)) & kernels == {"linear_statistics", "linear_exponentials"}
+    assert of(jax.grad(total, argnums=1)) & kernels == kernels
+
+
+@interpreted
+def test_traps():
+    """NaN where nothing counts, logits of -inf, and a token that is certain."""
+    arrays, labels = arrays_of((9,), 64, 250, BF16)
+    cotangents = make_cotangents((9,))
+    arrays["bias"] = put(arrays["bias"], slice(30, 190), -np.inf)
+    labels = np.where((labels >= 30) & (labels < 190), 200, labels)
+    labels[0], labels[1] = 20, 20
+    arrays["x"][1] = (8 * 64 * arrays["weight"][20].astype(np.float32)).astype(BF16)
+    arrays["x"][2] = np.nan
+    labels[2] = -100
+    assert cotangents[0][5] == cotangents[1][5] == 0
+    finite = arrays | {"x": put(arrays["x"], 2, 0)}
+    fn = functools.partial(both, labels=jnp.asarray(labels), **KERNEL)
+    args = as_jax((arrays, tuple(cotangents)))
+    got, _ = run_and_kernel_names(functools.partial(with_gradients, fn), *args)
+    check_against_formula(got, finite, labels, cotangents, slack=BASE_2)
+    assert got["log_probs"][1] == 0 and 0 <= got["entropy"][1] < 1e-6

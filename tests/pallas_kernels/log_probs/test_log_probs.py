@@ -1,0 +1,172 @@
+"""Log-probabilities and entropies in plain JAX, values and gradients, against float64."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import explain, linear_cross_entropy, linear_log_probs
+from support.log_prob_formulas import arrays_of, both, check_against_formula, make_cotangents, run
+from support.loss_formulas import BF16, F16, F32, IGNORED, as_jax, put
+from support.numerics import quick_jit
+
+SHAPE, D, V = (3, 7), 24, 53
+# 21 tokens make chunks of 5 and twice 8.
+REFERENCE = {"implementation": "reference"}
+XLA = {"implementation": "xla", "chunk_size": 8}
+each = pytest.mark.parametrize("options", [REFERENCE, XLA], ids=["reference", "xla"])
+TRANSFORMS = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "softcap": {"logit_softcap": 1.5},
+    "both": {"temperature": 2.0, "logit_softcap": 1.5},
+}
+
+
+@each
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_values_and_gradients(options, transform, dtype):
+    arrays, labels = arrays_of(SHAPE, D, V, dtype)
+    cotangents = make_cotangents(SHAPE)
+    got = run(arrays, labels, cotangents, **options, **transform)
+    is_xla = options is XLA
+    check_against_formula(got, arrays, labels, cotangents, round_dlogits=is_xla, **transform)
+
+
+@each
+def test_layouts_and_parts(options):
+    """A weight [D, V] without a bias, and each result alone."""
+    arrays, labels = arrays_of(SHAPE, D, V, F32, bias=False)
+    g, h = make_cotangents(SHAPE)
+    for cotangents in ((g, h), (g, 0 * h), (0 * g, h)):
+        got = run(arrays, labels, cotangents, weight_layout="dv", **options)
+        check_against_formula(got, arrays, labels, cotangents)
+
+
+@each
+def test_the_log_probability_alone_is_minus_the_loss(options):
+    arrays, labels = as_jax(arrays_of(SHAPE, D, V, F32))
+    g = jnp.asarray(make_cotangents(SHAPE)[0])
+
+    def of(fn):
+        return quick_jit(lambda a: jax.vjp(lambda a: fn(labels=labels, **a, **options), a))(arrays)
+
+    log_probs, vjp = of(linear_log_probs)
+    losses, vjp_of_loss = of(functools.partial(linear_cross_entropy, reduction="none"))
+    chex.assert_trees_all_close(log_probs, -losses, rtol=1e-6, atol=2e-6)
+    chex.assert_trees_all_close(vjp(g), vjp_of_loss(-g), rtol=1e-5, atol=1e-5)
+
+
+@each
+def test_tokens_that_do_not_count(options):
+    """Ignored labels and cotangents of 0 leave NaN out; the reference leaves ignored labels out."""
+    arrays, labels = arrays_of(SHAPE, D, V, F32)
+    cotangents = make_cotangents(SHAPE)
+    ignored = labels == IGNORED
+    assert ignored.any()
+    without = ignored if options is REFERENCE else ignored | (cotangents[0] == 0)
+    x = np.where(without[..., None], np.nan, arrays["x"])
+    good = run(arrays, labels, cotangents, **options)
+    got = run(arrays | {"x": x}, labels, cotangents, **options)
+    assert not np.asarray(got["log_probs"])[ignored].any()
+    assert not np.asarray(got["entropy"])[ignored].any()
+    assert not np.asarray(got["x"])[without].any()
+    for name in ("x", "weight", "bias"):
+        np.testing.assert_array_equal(got[name], good[name], name)
+    nothing = run(arrays, np.full_like(labels, IGNORED), cotangents, **options)
+    chex.assert_trees_all_equal(nothing, jax.tree.map(jnp.zeros_like, nothing))
+
+
+@each
+def test_labels_out_of_range(options):
+    arrays, labels = arrays_of(SHAPE, D, V, F32)
+    g, h = make_cotangents(SHAPE)
+    token = 0, 1
+    assert g[token]
+    for label in (V, -1, 2**31 - 1):
+        wrong = put(labels, token, label)
+        got = run(arrays, wrong, (g, h), **options)
+        assert np.isnan(got["log_probs"][token]) and np.isfinite(got["entropy"]).all()
+        assert np.isnan(got["x"][token]).all() and np.isnan(got["weight"]).all()
+        assert np.isfinite(np.delete(np.asarray(got["x"]).reshape(-1, D), 1, axis=0)).all()
+        if options is XLA:
+            got = run(arrays, wrong, (put(g, token, 0.0), h), **options)
+            assert np.isfinite(got["weight"]).all()
+
+
+@each
+def test_probabilities_of_0_and_1(options):
+    """Logits of -inf, and a token whose label has all of the probability."""
+    arrays, labels = arrays_of((4,), D, V, F32)
+    arrays["bias"] = put(arrays["bias"], slice(3, 9), -np.inf)
+    labels = np.array([20, 20, 50, 11], np.int32)
+    arrays["x"][1] = 40 * arrays["weight"][20] * D
+    cotangents = make_cotangents((4,))
+    got = run(arrays, labels, cotangents, **options)
+    check_against_formula(got, arrays, labels, cotangents)
+    assert got["log_probs"][1] == 0 and 0 <= got["entropy"][1] < 1e-6
+
+
+def test_uniform_and_no_tokens():
+    x, weight = jnp.zeros((0, 4)), jnp.zeros((8, 4))
+    found = both(x, weight, jnp.zeros(0, jnp.int32), implementation="xla")
+    assert [a.shape for a in found] == [(0,), (0,)]
+    x = jnp.ones((2, 4))
+    log_probs, entropy = both(x, weight, jnp.array([0, 7]), implementation="xla")
+    np.testing.assert_allclose(log_probs, -np.log(8), rtol=1e-6)
+    np.testing.assert_allclose(entropy, np.log(8), rtol=1e-6)
+
+
+def test_batches_have_one_gradient_of_the_weight():
+    """`vmap` is one call for all members, and its gradient that of the sum over members."""
+    arrays, labels = as_jax(arrays_of(SHAPE, D, V, F32, bias=False))
+    cotangents = tuple(map(jnp.asarray, make_cotangents(SHAPE)))
+
+    def by_members(x, weight):
+        return jax.vmap(lambda x, labels: both(x, weight, labels, **XLA))(x, labels)
+
+    args = arrays["x"], arrays["weight"]
+    whole = quick_jit(lambda *a: jax.vjp(lambda x, w: both(x, w, labels, **XLA), *a)[1](cotangents))
+    members = quick_jit(lambda *a: jax.vjp(by_members, *a)[1](cotangents))
+    chex.assert_trees_all_close(members(*args), whole(*args), rtol=1e-5, atol=1e-5)
+
+
+def test_the_reference_has_second_derivatives():
+    arrays, labels = as_jax(arrays_of((4,), D, V, F32, bias=False))
+    total = lambda x, options: jnp.sum(both(x, arrays["weight"], labels, **options)[1])
+    hessian = jax.jvp(jax.grad(lambda x: total(x, REFERENCE)), (arrays["x"],), (arrays["x"],))[1]
+    assert np.isfinite(hessian).all() and hessian.any()
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        jax.jvp(jax.grad(lambda x: total(x, XLA)), (arrays["x"],), (arrays["x"],))
+
+
+@pytest.mark.parametrize(
+    "options, error, match",
+    [
+        ({"temperature": 0.0}, ValueError, "temperature=0.0 must be above 0"),
+        ({"temperature": float("inf")}, ValueError, "finite"),
+        ({"temperature": "warm"}, TypeError, "temperature must be a number"),
+        ({"logit_softcap": -1.0}, ValueError, "logit_softcap=-1.0 must be above 0"),
+        ({"chunk_size": 2, "max_logits_bytes": 1}, ValueError, "give one of them"),
+        ({"weight_layout": "dv"}, ValueError, "must agree in D"),
+        ({"vocab_axis": "tensor"}, ValueError, "call linear_log_probs inside"),
+        ({"implementation": "mosaic_gpu"}, NotImplementedError, "implementation='mosaic_gpu'"),
+        ({"implementation": "triton"}, ValueError, "must be None or one of"),
+        ({"check_labels": True}, Exception, "linear_log_probs: label 7 at token 1"),
+    ],
+)
+def test_errors(unchecked_shapes, options, error, match):
+    x, weight, labels = jnp.zeros((2, 4)), jnp.zeros((5, 4)), jnp.array([0, 7])
+    with pytest.raises(error, match=match):
+        linear_log_probs(x, weight, labels, **options)
+
+
+def test_explain_names_the_operation():
+    x, weight, labels = jnp.zeros((2, 4)), jnp.zeros((5, 4)), jnp.array([0, 3])
+    (choice,) = explain(linear_log_probs, x, weight, labels).choices
+    assert (choice.operation, choice.implementation) == ("linear_log_probs", "xla")
+    assert choice.plan is not None and "4 matrix products with gradients, 1 without" in choice.plan

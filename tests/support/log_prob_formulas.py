@@ -1,0 +1,131 @@
+"""Log-probabilities and entropies written in NumPy, with their derivative by hand."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import linear_log_probs
+from support.loss_formulas import F16, IGNORED, make_arrays
+from support.numerics import assert_as_accurate, quick_jit, rounded
+
+NAMES = ("log_probs", "entropy")
+
+
+@np.errstate(all="ignore")  # -inf and NaN are among the inputs
+def formula(
+    arrays,
+    labels,
+    cotangents,
+    *,
+    temperature=1.0,
+    logit_softcap=None,
+    ignore_index=IGNORED,
+    compute: Any = np.float64,
+    round_dlogits=None,
+):
+    """Results and gradients by name; `round_dlogits` is the dtype of the gradient in the logits."""
+    given = {name: np.asarray(a).astype(compute) for name, a in arrays.items()}
+    weight, shape = given["weight"], labels.shape
+    x, labels = given["x"].reshape(-1, weight.shape[1]), np.asarray(labels, np.int64).reshape(-1)
+    g, h = (np.asarray(c).astype(compute).reshape(-1, 1) for c in cotangents)
+    valid = (labels != ignore_index)[:, None]
+    g, h = np.where(valid, g, 0), np.where(valid, h, 0)
+    logits = x @ weight.T + given.get("bias", compute(0))
+    z, slope = logits, compute(1)
+    if logit_softcap is not None:
+        tanh = np.tanh(logits / compute(logit_softcap))
+        z, slope = compute(logit_softcap) * tanh, 1 - tanh**2
+    z = z / compute(temperature)
+    top = np.max(z, -1, keepdims=True)
+    log_p = z - (top + np.log(np.sum(np.exp(z - top), -1, keepdims=True)))
+    p = np.exp(log_p)
+    p_log_p = np.where(p == 0, 0, p * log_p)
+    entropy = -np.sum(p_log_p, -1, keepdims=True)
+    right = np.arange(len(weight)) == labels[:, None]
+    log_probs = np.sum(np.where(right, log_p, 0), -1, keepdims=True)
+    dz = g * (right - p) - h * (p_log_p + p * entropy)
+    dz = np.where((g == 0) & (h == 0), 0, dz * slope / compute(temperature))
+    dbias = np.sum(dz, 0)
+    if round_dlogits is not None:
+        scale = compute(1)
+        if round_dlogits == F16:  # whose range is small
+            scale = compute(np.max(np.abs([g, g + h * entropy, h])) / temperature or 1)
+        dz = (dz / scale).astype(round_dlogits).astype(compute) * scale
+    x = np.where((g == 0) & (h == 0), 0, x)
+    out = {
+        "log_probs": np.where(valid, log_probs, 0).reshape(shape),
+        "entropy": np.where(valid, entropy, 0).reshape(shape),
+        "x": (dz @ weight).reshape(given["x"].shape),
+        "weight": dz.T @ x,
+        "bias": dbias,
+    }
+    return {name: a for name, a in out.items() if name in NAMES or name in arrays}
+
+
+def make_cotangents(shape, seed=3):
+    """Random cotangents of both results; every seventh token has none."""
+    rng = np.random.default_rng(seed)
+    g, h = rng.normal(size=(2, *shape)).astype(np.float32)
+    none = (np.arange(g.size) % 7 == 5).reshape(shape)
+    return np.where(none, 0, g), np.where(none, 0, h)
+
+
+def arrays_of(shape, hidden, vocab, dtype, *, bias=True, weight_dtype=None):
+    """Arrays without token weights; a wider weight holds numbers of the dtype."""
+    names = ["x", "weight", "bias"] if bias else ["x", "weight"]
+    arrays, labels = make_arrays(shape, hidden, vocab, dtype, only=names)
+    if weight_dtype is not None:
+        arrays["weight"] = arrays["weight"].astype(weight_dtype)
+    return arrays, labels
+
+
+def both(x, weight, labels, *, bias=None, weight_layout="vd", **options):
+    """`(log_probs, entropy)` for a weight `[V, D]`."""
+    weight = weight if weight_layout == "vd" else weight.T
+    return linear_log_probs(
+        x, weight, labels, bias=bias, weight_layout=weight_layout, return_entropy=True, **options
+    )
+
+
+def with_gradients(fn, arrays, cotangents):
+    """Results and gradients of `fn(**arrays)` by name."""
+    results, vjp = jax.vjp(lambda arrays: fn(**arrays), arrays)
+    return dict(zip(NAMES, results, strict=True)) | vjp(cotangents)[0]
+
+
+@functools.cache
+def compiled(**options):
+    def run(arrays, labels, cotangents):
+        return with_gradients(functools.partial(both, labels=labels, **options), arrays, cotangents)
+
+    return quick_jit(run)
+
+
+def run(arrays, labels, cotangents, **options):
+    cotangents = tuple(map(jnp.asarray, cotangents))
+    # Sorted, because the cache takes another order for another program.
+    return compiled(**{name: options[name] for name in sorted(options)})(arrays, labels, cotangents)
+
+
+def check_against_formula(
+    got, arrays, labels, cotangents, *, round_dlogits=True, slack=1.2, floor=8.0, **options
+):
+    """Compares with float64. The tolerance is the error of float32 with the plan's roundings."""
+    exact = formula(arrays, labels, cotangents, **options)
+    dtype = arrays["x"].dtype if round_dlogits else None
+    low = formula(
+        arrays, labels, cotangents, compute=np.float32, round_dlogits=dtype, **options
+    )
+    assert set(got) == set(exact)
+    for name in NAMES:
+        assert got[name].dtype == jnp.float32
+    for name in arrays:
+        assert got[name].dtype == arrays[name].dtype
+    pick = lambda values: [values[name] for name in exact]
+    low_precision = rounded(pick(low), pick(got))
+    assert_as_accurate(
+        pick(got), low_precision, pick(exact), names=list(exact), slack=slack, floor=floor
+    )
