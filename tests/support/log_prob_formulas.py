@@ -25,8 +25,14 @@ def formula(
     ignore_index=IGNORED,
     compute: Any = np.float64,
     round_dlogits=None,
+    sum_rounded=False,
 ):
-    """Results and gradients by name; `round_dlogits` is the dtype of the gradient in the logits."""
+    """Results and gradients by name.
+
+    Args:
+      round_dlogits: Dtype to which the gradient in the logits is rounded.
+      sum_rounded: Whether the gradient of the bias is a sum of rounded numbers.
+    """
     given = {name: np.asarray(a).astype(compute) for name, a in arrays.items()}
     weight, shape = given["weight"], labels.shape
     x, labels = given["x"].reshape(-1, weight.shape[1]), np.asarray(labels, np.int64).reshape(-1)
@@ -54,6 +60,7 @@ def formula(
         if round_dlogits == F16:  # whose range is small
             scale = compute(np.max(np.abs([g, g + h * entropy, h])) / temperature or 1)
         dz = (dz / scale).astype(round_dlogits).astype(compute) * scale
+        dbias = np.sum(dz, 0) if sum_rounded else dbias
     x = np.where((g == 0) & (h == 0), 0, x)
     out = {
         "log_probs": np.where(valid, log_probs, 0).reshape(shape),
@@ -111,13 +118,28 @@ def run(arrays, labels, cotangents, **options):
 
 
 def check_against_formula(
-    got, arrays, labels, cotangents, *, round_dlogits=True, slack=1.2, floor=8.0, **options
+    got,
+    arrays,
+    labels,
+    cotangents,
+    *,
+    round_dlogits=True,
+    sum_rounded=False,
+    slack=1.2,
+    floor=8.0,
+    **options,
 ):
     """Compares with float64. The tolerance is the error of float32 with the plan's roundings."""
     exact = formula(arrays, labels, cotangents, **options)
     dtype = arrays["x"].dtype if round_dlogits else None
     low = formula(
-        arrays, labels, cotangents, compute=np.float32, round_dlogits=dtype, **options
+        arrays,
+        labels,
+        cotangents,
+        compute=np.float32,
+        round_dlogits=dtype,
+        sum_rounded=sum_rounded,
+        **options,
     )
     assert set(got) == set(exact)
     for name in NAMES:

@@ -219,7 +219,7 @@ def of_parts(
 
 
 def gradients(
-    values: Sequence[Float[Array, "rows columns"]],
+    values: Sequence[Float[Array, "_ _"]],
     factor: Float[Array, " T"] | None,
     x: Float[Array, "T D"],
     weight: Embedding,

@@ -238,7 +238,8 @@ def _statistics(
 def entropy_of(sum_exp: Float[Array, " T"], weighted: Float[Array, " T"]) -> Float[Array, " T"]:
     """The entropy of `2^u / Σ 2^u` from `Σ 2^u` and `Σ 2^u · u`; 0 where all `2^u` are 0."""
     entropy = jnp.log(sum_exp) - weighted / sum_exp * math.log(2)
-    return jnp.where(sum_exp == 0, 0.0, entropy)
+    # Rounding of large logits may leave -1e-6 where one of them has all of the probability.
+    return jnp.where(sum_exp == 0, 0.0, jnp.maximum(entropy, 0.0))
 
 
 def _padded_bias(loop: MainLoop, bias: Any) -> Any:

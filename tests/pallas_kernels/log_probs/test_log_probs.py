@@ -44,7 +44,8 @@ def test_layouts_and_parts(options):
     g, h = make_cotangents(SHAPE)
     for cotangents in ((g, h), (g, 0 * h), (0 * g, h)):
         got = run(arrays, labels, cotangents, weight_layout="dv", **options)
-        check_against_formula(got, arrays, labels, cotangents)
+        # The errors of log p, which is up to 8, are in the gradient of the entropy.
+        check_against_formula(got, arrays, labels, cotangents, floor=12.0)
 
 
 @each

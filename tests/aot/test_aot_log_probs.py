@@ -1,0 +1,105 @@
+"""Log-probabilities compile for an H100: their kernels, memory, and what XLA puts around them."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from aot.harness import Case
+from aot.loss_shapes import MIB, assert_runs_well, floats, labels_of
+from pallas_kernels import linear_log_probs
+
+BF16 = jnp.bfloat16
+CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+each_chip = pytest.mark.parametrize("chip", ["h100"])
+_log_probs = functools.partial(linear_log_probs, implementation="mosaic_gpu")
+
+
+def arguments(tokens: int, hidden: int, vocab: int, layout: str = "vd") -> tuple[Any, ...]:
+    shape = (vocab, hidden) if layout == "vd" else (hidden, vocab)
+    return (
+        floats(tokens, hidden, dtype=BF16),
+        floats(*shape, dtype=BF16),
+        labels_of(tokens),
+        floats(tokens),
+        floats(tokens),
+    )
+
+
+def backward(**options: Any) -> Any:
+    """Results and gradients for given cotangents; a float32 gradient of a bfloat16 weight."""
+
+    def run(x, weight, labels, g, h):
+        fn = lambda x, weight: _log_probs(x, weight, labels, **options)
+        results, vjp = jax.vjp(fn, x, weight.astype(jnp.float32))
+        return results, vjp((g, h) if options.get("return_entropy") else g)
+
+    return run
+
+
+def value(**options: Any) -> Any:
+    return lambda x, weight, labels, g, h: _log_probs(x, weight, labels, **options)
+
+
+SIZES = 8192, 4096, 128256
+ENTROPY = {"return_entropy": True, "temperature": 0.7}
+CASES = {
+    "value": Case(value(), arguments(*SIZES)),
+    "value-entropy": Case(value(**ENTROPY), arguments(*SIZES)),
+    "gradients": Case(backward(), arguments(*SIZES), compiler_options=CUBLAS),
+    "gradients-entropy": Case(backward(**ENTROPY), arguments(*SIZES), compiler_options=CUBLAS),
+    "gradients-softcap": Case(
+        backward(**ENTROPY, logit_softcap=30.0), arguments(*SIZES), compiler_options=CUBLAS
+    ),
+    "gradients-dv": Case(
+        backward(**ENTROPY, weight_layout="dv"),
+        arguments(*SIZES, layout="dv"),
+        compiler_options=CUBLAS,
+    ),
+    "gradients-long": Case(
+        backward(**ENTROPY), arguments(32768, 4096, 128256), compiler_options=CUBLAS
+    ),
+}
+
+
+@each_chip
+@pytest.mark.parametrize("case", ["value", "value-entropy"])
+def test_values_take_one_kernel_and_no_logits(compiled, chip, case):
+    program = compiled(chip, case)
+    assert program.calls == {"linear_statistics": 1}
+    (kernel,) = program.kernels
+    assert_runs_well(kernel)
+    assert program.temp_bytes <= 16 * MIB
+
+
+# Four products, of which one makes dlogits in the memory of `dweight`. The temporary memory holds
+# copies of dlogits (96 MiB at most), and x without the tokens that do not count (64 MiB).
+@each_chip
+@pytest.mark.parametrize(
+    "case", ["gradients", "gradients-entropy", "gradients-softcap", "gradients-dv"]
+)
+def test_gradients_in_place(compiled, chip, case):
+    program = compiled(chip, case)
+    of_weight = "weight_gradient_columns" if case.endswith("dv") else "weight_gradient_rows"
+    assert set(program.calls) == {
+        "linear_statistics",
+        "linear_exponentials",
+        "input_gradient",
+        of_weight,
+    }
+    assert program.calls["linear_exponentials"] == program.calls["input_gradient"] == 1
+    for kernel in program.kernels:
+        assert_runs_well(kernel)
+    assert program.temp_bytes <= 200 * MIB, program.temp_bytes / MIB
+
+
+@each_chip
+@pytest.mark.parametrize("case", ["gradients-long"])
+def test_gradients_of_more_tokens(compiled, chip, case):
+    """The tokens that the memory of `dweight` cannot hold come in chunks of at most 512 MiB."""
+    program = compiled(chip, case)
+    for kernel in program.kernels:
+        assert_runs_well(kernel)
+    assert program.temp_bytes <= 700 * MIB, program.temp_bytes / MIB
