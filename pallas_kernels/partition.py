@@ -129,10 +129,12 @@ class Place:
     Attributes:
       tokens: mesh axes that split the tokens.
       parts: mesh axes that split each of `Roles.parts`, in that order.
+      leading: mesh axes that split each leading axis of the tokens; empty if none is split.
     """
 
     tokens: Split = ()
     parts: Splits = ()
+    leading: Splits = ()
 
 
 # Makes the function of a device's arrays. A function of a module, so that equal calls are one.
@@ -272,7 +274,7 @@ class _Layout:
                 case _:
                     results.append(of_tokens(role))
         all_parts = tuple(map(operator.add, whole.parts, parts))
-        return cls(tuple(args), tuple(gathered), tuple(results), Place(tokens, all_parts))
+        return cls(tuple(args), tuple(gathered), tuple(results), Place(tokens, all_parts, leading))
 
     def of_device(self, local: Local, key: Hashable, roles: Roles) -> Callable[..., Any]:
         """The function of a device's arrays, which gathers weights and adds up their gradients."""
@@ -351,6 +353,24 @@ def _reduce(a: jax.Array, splits: Splits, tokens: Split) -> jax.Array:
             start = jax.lax.axis_index(names) * size
             a = jax.lax.dynamic_slice_in_dim(a, start, size, axis)
     return jax.lax.psum(a, left) if left else a
+
+
+def of_all_tokens(a: jax.Array, place: Place) -> jax.Array:
+    """The numbers of all tokens, from those of this device's tokens."""
+    for axis, names in enumerate(place.leading):
+        if names:
+            a = jax.lax.all_gather(a, names, axis=axis, tiled=True)
+    return a
+
+
+def of_own_tokens(a: jax.Array, place: Place) -> jax.Array:
+    """The numbers of this device's tokens, from those of all tokens."""
+    for axis, names in enumerate(place.leading):
+        if names:
+            size = a.shape[axis] // math.prod(jax.lax.axis_size(name) for name in names)
+            start = jax.lax.axis_index(names) * size
+            a = jax.lax.dynamic_slice_in_dim(a, start, size, axis)
+    return a
 
 
 def to_splits(spec: PartitionSpec, ndim: int) -> Splits:

@@ -1,5 +1,6 @@
 """The public log-probabilities of a linear layer."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jaxtyping import Array, Float, Int, Integer
 from pallas_kernels.arguments import check_number
 from pallas_kernels.choices import record
 from pallas_kernels.implementation import Implementation, symbolic_reason
-from pallas_kernels.log_probs import differentiable, reference
+from pallas_kernels.log_probs import differentiable, reference, token_loss
 from pallas_kernels.loss.arguments import (
     check_arrays,
     checked_request,
@@ -159,6 +160,129 @@ def linear_log_probs(
         with_entropy=bool(return_entropy),
     )
     return found if return_entropy else found[0]
+
+
+def linear_token_loss(
+    x: Float[Array, "*T D"],
+    weight: Embedding,
+    labels: Integer[Array, "*T"],
+    token_fn: Callable[..., Any],
+    token_data: Any = None,
+    *,
+    with_entropy: bool = False,
+    has_aux: bool = False,
+    temperature: float = 1.0,
+    bias: Float[Array, " V"] | None = None,
+    ignore_index: int = -100,
+    logit_softcap: float | None = None,
+    chunk_size: int | None = None,
+    max_logits_bytes: int | None = None,
+    vocab_axis: str | None = None,
+    weight_layout: WeightLayout = "vd",
+    accum_dtype: DTypeLike = jnp.float32,
+    check_labels: bool = False,
+    implementation: Implementation | None = None,
+    config: Config | None = None,
+) -> Any:
+    """A scalar that a function makes of log-probabilities, with gradients in three products.
+
+        def token_fn(log_probs, entropy, data):
+            return -jnp.sum(data["advantages"] * log_probs)
+
+        loss = linear_token_loss(x, weight, labels, token_fn, {"advantages": advantages})
+
+    **Formula.** The loss is `token_fn(log_probs, entropy, token_data)` with the results of
+    `linear_log_probs`; `entropy` is None unless `with_entropy`. Arrays that the function reads come
+    in `token_data`. The function sees the tokens of all devices, or those of one device inside of
+    `jax.shard_map`.
+
+    **Gradients.** The loss is differentiable in `x`, `weight`, `bias` and the floating leaves of
+    `token_data`. The function is differentiated by JAX in the forward, as soon as all
+    log-probabilities are known, so the forward makes all gradients. Only `"reference"` has second
+    derivatives and forward mode. `jax.vmap` calls the function for each member.
+
+    **Cost.** A loss with gradients takes three matrix products of `2·T·D·V` FLOPs if the kernels
+    run, `x` is bfloat16, the memory of `dweight` holds the exponentials of all logits, `weight` has
+    a gradient, and there is no bias, softcap or split vocabulary. That memory holds 2·D tokens in
+    float32 and D tokens in 16 bits, and a chunk more lies beside. The gradient of the entropy adds
+    a pass over the exponentials. Other calls take four products, as `linear_log_probs` does. A loss
+    without gradients takes one.
+
+    **Rounding.** As in `linear_cross_entropy`, exponentials are rounded once to the dtype of `x`,
+    and so is `x` times a factor of each token for `dweight`. With the entropy's gradient, the
+    exponentials and the gradient in the logits are rounded instead.
+
+    Args:
+      x: As for `linear_log_probs`.
+      weight: As for `linear_log_probs`.
+      labels: As for `linear_log_probs`.
+      token_fn: Function of the log-probabilities, the entropies or None, and `token_data`. It
+        returns a float32 scalar, and `(scalar, aux)` with `has_aux`. It must be pure.
+      token_data: Pytree of arrays for the function, such as advantages and masks.
+      with_entropy: Whether the function gets the entropies.
+      has_aux: Whether the function also returns a pytree of arrays, which have no gradient.
+      temperature: As for `linear_log_probs`, and so are the arguments that follow.
+      bias: Bias of the logits.
+      ignore_index: Label of the tokens that do not count; their log-probability is 0.
+      logit_softcap: Bound of the logits.
+      chunk_size: Largest number of a device's tokens whose logits exist at a time.
+      max_logits_bytes: Limit in bytes for the logits of a chunk of tokens.
+      vocab_axis: Name of the Manual mesh axis that splits the vocabulary.
+      weight_layout: Order of the axes of `weight`.
+      accum_dtype: Dtype in which chunks of tokens add up `dweight`.
+      check_labels: Whether a label out of range raises an error.
+      implementation: Implementation to run.
+      config: Launch parameters of the kernels.
+
+    Returns:
+      The loss, or `(loss, aux)` with `has_aux`.
+
+    Raises:
+      ValueError, NotImplementedError, jax.experimental.checkify.JaxRuntimeError: as
+        `linear_log_probs` does.
+      TypeError: as `linear_log_probs` does; or `token_fn` returns no float32 scalar, or reads a
+        traced array that is not in `token_data`.
+    """
+    x, weight, bias = check_arrays(x, weight, labels, bias, None, weight_layout)
+    request, temperature, labels = checked_options(
+        "linear_token_loss",
+        x,
+        weight,
+        bias,
+        labels,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        logit_softcap=logit_softcap,
+        chunk_size=chunk_size,
+        max_logits_bytes=max_logits_bytes,
+        vocab_axis=vocab_axis,
+        weight_layout=weight_layout,
+        accum_dtype=accum_dtype,
+        check_labels=check_labels,
+        implementation=implementation,
+        config=config,
+    )
+    function, data, aux_tree = token_loss.token_function(
+        token_fn, labels.shape, token_data, with_entropy=bool(with_entropy), has_aux=bool(has_aux)
+    )
+    if request.settings.implementation == "reference":
+        found = reference.log_probs(
+            request,
+            x,
+            weight,
+            bias,
+            labels,
+            temperature=temperature,
+            with_entropy=function.with_entropy,
+        )
+        loss, aux = function(found, data)
+    else:
+        loss, *aux = token_loss.token_loss(
+            request, x, weight, bias, labels, function, data, temperature=temperature
+        )
+    if not has_aux:
+        return loss
+    return loss, jax.lax.stop_gradient(jax.tree.unflatten(aux_tree, aux))
 
 
 def checked_options(

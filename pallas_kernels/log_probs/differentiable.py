@@ -149,13 +149,19 @@ def split(
     args: Sequence[jax.Array],
     numbers: Sequence[jax.Array],
     results: Sequence[Any],
+    *,
+    more: Sequence[Any] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """`partitioned` for `(x, weight, labels, *bias)` and numbers of the tokens."""
+    """`partitioned` for `(x, weight, labels, *bias)` and numbers of the tokens.
+
+    With `more`, `numbers` are other arrays, which have these roles.
+    """
     settings = request.settings
     # Kernels and a gather of entries read the weight. Without `by_rows` XLA held copies of it.
     weight = Weight(tuple(settings.weight_layout), request.x.dtype, by_rows=True)
     roles = [_X, weight, _NUMBERS]
-    roles += [Weight(("v",))] * (len(args) - len(roles)) + [_NUMBERS] * len(numbers)
+    roles += [Weight(("v",))] * (len(args) - len(roles))
+    roles += [_NUMBERS] * len(numbers) if more is None else more
     return partitioned(
         local,
         key,

@@ -26,12 +26,17 @@ def formula(
     compute: Any = np.float64,
     round_dlogits=None,
     sum_rounded=False,
+    round_exponentials=None,
+    by_pass=False,
 ):
     """Results and gradients by name.
 
     Args:
       round_dlogits: Dtype to which the gradient in the logits is rounded.
       sum_rounded: Whether the gradient of the bias is a sum of rounded numbers.
+      round_exponentials: Dtype of exponentials relative to the label's, without a softcap. Then x
+        times a factor of each token is rounded to it, too, or dlogits are.
+      by_pass: Whether dlogits are made of rounded exponentials and rounded, as for the entropy.
     """
     given = {name: np.asarray(a).astype(compute) for name, a in arrays.items()}
     weight, shape = given["weight"], labels.shape
@@ -62,11 +67,31 @@ def formula(
         dz = (dz / scale).astype(round_dlogits).astype(compute) * scale
         dbias = np.sum(dz, 0) if sum_rounded else dbias
     x = np.where((g == 0) & (h == 0), 0, x)
+    dx, dweight = dz @ weight, dz.T @ x
+    if round_exponentials is not None:
+        coarse = lambda a: a.astype(round_exponentials).astype(compute)
+        counts = (g != 0) | (h != 0)
+        relative = z - np.sum(np.where(right, z, 0), -1, keepdims=True)
+        sums = np.sum(np.exp(relative), -1, keepdims=True)
+        e = coarse(np.exp(relative))
+        if by_pass:
+            log_e = np.log(e) - np.log(sums)
+            found = e / sums * -(g + h * entropy + h * np.where(e == 0, 0, log_e))
+            dz = np.where(right, dz, found / compute(temperature))
+            dz = coarse(np.where(counts, dz, 0))
+            dx, dweight = dz @ weight, dz.T @ x
+        else:
+            at_label = np.sum(np.where(right, np.exp(relative) - sums, 0), -1, keepdims=True)
+            dz = np.where(right, coarse(at_label), e)
+            is_rounded = coarse(at_label) != 0
+            factor = -g / compute(temperature) / sums
+            factor *= np.where(is_rounded, at_label / np.where(is_rounded, coarse(at_label), 1), 1)
+            dx, dweight = dz @ weight * factor, dz.T @ coarse(x * factor)
     out = {
         "log_probs": np.where(valid, log_probs, 0).reshape(shape),
         "entropy": np.where(valid, entropy, 0).reshape(shape),
-        "x": (dz @ weight).reshape(given["x"].shape),
-        "weight": dz.T @ x,
+        "x": dx.reshape(given["x"].shape),
+        "weight": dweight,
         "bias": dbias,
     }
     return {name: a for name, a in out.items() if name in NAMES or name in arrays}

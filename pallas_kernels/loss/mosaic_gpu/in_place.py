@@ -192,6 +192,17 @@ def loss_and_gradients(
     return found, dx, dweight
 
 
+def parts_of(
+    extent: Extent, hidden_size: int, weight_layout: WeightLayout
+) -> list[tuple[slice, Stored]]:
+    """The tokens inside with the layout of their exponentials, and those beside if any are."""
+    inside, outside = places(extent, hidden_size, weight_layout)
+    parts: list[tuple[slice, Stored]] = [(slice(extent.num_inside), inside)]
+    if extent.num_beside:
+        parts.append((slice(extent.num_inside, None), outside))
+    return parts
+
+
 def of_parts(
     make: Callable[[slice, Stored], tuple[Any, Any]],
     extent: Extent,
@@ -209,13 +220,16 @@ def of_parts(
     Returns:
       The first results, and the second ones for all tokens.
     """
-    inside, outside = places(extent, hidden_size, weight_layout)
-    values, of_tokens = make(slice(extent.num_inside), inside)
-    if not extent.num_beside:
-        return [values], of_tokens
-    beside, more = make(slice(extent.num_inside, None), outside)
-    join = lambda *parts: jnp.concatenate(parts)
-    return [values, beside], jax.tree.map(join, of_tokens, more)
+    made = [make(*part) for part in parts_of(extent, hidden_size, weight_layout)]
+    values, of_tokens = zip(*made, strict=True)
+    return list(values), joined(of_tokens)
+
+
+def joined(of_parts: Sequence[Any]) -> Any:
+    """Arrays of all tokens, from those of each part."""
+    if len(of_parts) == 1:
+        return of_parts[0]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *of_parts)
 
 
 def gradients(

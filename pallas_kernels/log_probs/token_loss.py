@@ -1,0 +1,364 @@
+"""A scalar made of log-probabilities, with its gradients in the forward.
+
+Once all log-probabilities are known, so are their cotangents: the caller's function is
+differentiated in the forward. If the exponentials of all logits are still there, in the memory of
+`dweight` (`loss/mosaic_gpu/in_place.py`), the gradients need no logits: three GEMMs. The entropy's
+gradient takes a pass over the exponentials, which reads and writes 2 bytes for each token and
+column. Without the exponentials the forward computes the logits again: four GEMMs.
+
+The function sees the numbers of all tokens. Where tokens are split over devices, each device
+gathers 4 bytes a token for the log-probabilities, and as much for the entropies, calls the function
+on all of them, and takes the cotangents of its own tokens.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.log_probs.differentiable import (
+    Device,
+    is_unchecked,
+    of_arrays_in,
+    roles_of_gradients,
+    split,
+)
+from pallas_kernels.loss.arguments import IGNORED
+from pallas_kernels.loss.columns import Columns, Gradients
+from pallas_kernels.loss.layout import Embedding
+from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
+from pallas_kernels.loss.mosaic_gpu.statistics import entropy_of
+from pallas_kernels.loss.plan import InPlace, Request
+from pallas_kernels.operation import Mask, Operation, call
+from pallas_kernels.partition import Place, Same, Weight, of_all_tokens, of_own_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFunction:
+    """The caller's function, as a static option of an operation.
+
+    Attributes:
+      fn: Function `(log_probs, entropy, token_data) -> loss`, or `-> (loss, aux)`.
+      treedef: Structure of `token_data`.
+      with_entropy: Whether the function gets entropies; otherwise None.
+      has_aux: Whether it returns more than the loss.
+      digest: Number that tells apart what functions compute, in every process.
+      results: Shapes and dtypes of what it returns, the loss first.
+    """
+
+    fn: Callable[..., Any] = dataclasses.field(repr=False)
+    treedef: Any
+    with_entropy: bool
+    has_aux: bool
+    digest: str
+    results: tuple[jax.ShapeDtypeStruct, ...]
+
+    def __call__(self, of_tokens: Sequence[Any], data: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """`(loss, other results)`, for the log-probabilities, entropies and leaves of the data."""
+        log_probs, entropy = of_tokens if self.with_entropy else (of_tokens[0], None)
+        found = self.fn(log_probs, entropy, jax.tree.unflatten(self.treedef, data))
+        loss, aux = found if self.has_aux else (found, ())
+        return jnp.asarray(loss), list(map(jnp.asarray, jax.tree.leaves(aux)))
+
+
+def token_function(
+    fn: Callable[..., Any], shape: tuple[int, ...], data: Any, *, with_entropy: bool, has_aux: bool
+) -> tuple[TokenFunction, list[Any], Any]:
+    """`(function, leaves of the data, structure of the other results)`, checked.
+
+    Raises:
+      TypeError: The function does not return a float32 scalar, or reads a traced array that is not
+        among its arguments.
+    """
+    leaves, treedef = jax.tree.flatten(data)
+    leaves = list(map(jnp.asarray, leaves))
+    numbers = jax.ShapeDtypeStruct(shape, jnp.float32)
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
+    entropy = numbers if with_entropy else None
+    traced, shapes = jax.make_jaxpr(fn, return_shape=True)(
+        numbers, entropy, jax.tree.unflatten(treedef, structs)
+    )
+    if any(isinstance(a, Tracer) for a in traced.consts):
+        raise TypeError(
+            "token_fn reads an array that jax.jit or jax.grad traces and that is not among its "
+            "arguments; pass it in token_data"
+        )
+    if has_aux and not (isinstance(shapes, tuple) and len(shapes) == 2):
+        raise TypeError(f"token_fn must return (loss, aux), because has_aux=True; got {shapes}")
+    loss, aux = shapes if has_aux else (shapes, ())
+    is_array = hasattr(loss, "shape") and hasattr(loss, "dtype")
+    if not is_array or loss.shape != () or loss.dtype != jnp.float32:
+        raise TypeError(
+            f"token_fn must return a float32 scalar, got {loss}; sum or average over tokens"
+            + ("" if has_aux else ", and pass has_aux=True to return more")
+        )
+    digest = hashlib.sha256(str(traced.jaxpr).encode())
+    for a in traced.consts:
+        digest.update(np.asarray(a).tobytes())
+    function = TokenFunction(
+        fn=fn,
+        treedef=treedef,
+        with_entropy=with_entropy,
+        has_aux=has_aux,
+        digest=digest.hexdigest(),
+        results=tuple(
+            jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (loss, *jax.tree.leaves(aux))
+        ),
+    )
+    return function, leaves, jax.tree.structure(aux)
+
+
+def token_loss(
+    request: Request,
+    x: Float[Array, "*T D"],
+    weight: Embedding,
+    bias: Float[Array, " V"] | None,
+    labels: Int[Array, "*T"],
+    function: TokenFunction,
+    data: Sequence[Array],
+    *,
+    temperature: float,
+) -> tuple[Array, ...]:
+    """The results of the function, the loss first; only the loss has a gradient.
+
+    Args:
+      request: Everything that the plan depends on.
+      x: Hidden states.
+      weight: Output embedding.
+      bias: Bias of the logits, if there is one.
+      labels: Column of each token, `IGNORED` for an ignored one.
+      function: The caller's function.
+      data: Leaves of the function's last argument.
+      temperature: Divisor of the logits after the softcap.
+    """
+    biases = () if bias is None else (bias,)
+    operation = _TokenLoss(request, temperature, function, len(biases), is_unchecked(request, weight))
+    return call(operation, x, weight, labels, *biases, *data)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _TokenLoss:
+    """Results of a function of log-probabilities, for `(x, weight, labels, *bias, *data)`.
+
+    Attributes:
+      request: Everything that the plan depends on. Each device puts its own shapes in the place of
+        those in the request.
+      temperature: Divisor of the logits after the softcap.
+      function: The caller's function.
+      num_biases: 1 if there is a bias, else 0.
+      is_unchecked: As `differentiable.is_unchecked` says.
+    """
+
+    request: Request
+    temperature: float
+    function: TokenFunction
+    num_biases: int
+    is_unchecked: bool
+
+    name = "linear_token_loss"
+
+    @property
+    def num_arrays(self) -> int:
+        """Number of arguments before the data."""
+        return 3 + self.num_biases
+
+    def _of_arrays(self, wanted: Mask) -> Mask:
+        return of_arrays_in(wanted[: self.num_arrays])
+
+    def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
+        results = [Same(len(a.shape)) for a in self.function.results]
+        data = args[self.num_arrays :]
+        if wanted is not None:
+            results += roles_of_gradients(self._of_arrays(wanted))
+            of_data = zip(data, wanted[self.num_arrays :], strict=True)
+            results += [Same(a.ndim) for a, is_wanted in of_data if is_wanted]
+        roles = [Weight(tuple(f"data{axis}" for axis in range(a.ndim))) for a in data]
+        key = self, wanted
+        return split(
+            self.request, _results_of, key, args[: self.num_arrays], data, results, more=roles
+        )
+
+    def num_residuals(self, wanted: Mask) -> int:
+        return sum(self._of_arrays(wanted)) + sum(wanted[self.num_arrays :])
+
+    def saved(
+        self,
+        wanted: Mask,
+        args: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        return results, residuals
+
+    def backward(
+        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
+    ) -> Sequence[jax.Array]:
+        of_loss, *of_aux = cotangents
+        assert of_loss is not None and not any(a is not None for a in of_aux)
+        whole = of_loss
+        if self.is_unchecked:
+            whole = jax.lax.psum(of_loss, self.request.settings.vocab_axes)
+        num_of_arrays = sum(self._of_arrays(wanted))
+        # The gradients of the data are no sums over parts of the vocabulary: they take the share.
+        factors = [whole if i < num_of_arrays else of_loss for i in range(len(saved))]
+        return [g.astype(jnp.float32) * c for g, c in zip(saved, factors, strict=True)]
+
+    def fold(
+        self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
+    ) -> tuple[Operation, Sequence[jax.Array]] | None:
+        return None  # the function sees the tokens of one member
+
+
+def _results_of(
+    key: tuple[_TokenLoss, Mask | None], place: Place
+) -> Callable[..., Sequence[jax.Array]]:
+    """The results, and the wanted gradients of a device's arrays and of the data."""
+    operation, wanted = key
+    function, with_entropy = operation.function, operation.function.with_entropy
+
+    def run(*arrays) -> Sequence[jax.Array]:
+        x, weight, labels, *biases = arrays[: operation.num_arrays]
+        data = list(arrays[operation.num_arrays :])
+        device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
+        of_arrays = operation._of_arrays(wanted) if wanted is not None else (False,) * 3
+        is_stored = of_arrays[1] and _keeps_exponentials(device, biases)
+        if is_stored:
+            stored = _Exponentials.make(device, with_entropy)
+            lse, own = stored.lse, stored.of_labels()
+        else:
+            stored = None
+            lse, own = device.log_probs(biases, with_entropy=with_entropy)
+        numbers = [of_all_tokens(a.reshape(labels.shape), place) for a in own]
+        if wanted is None:
+            loss, aux = function(numbers, data)
+            return [loss, *aux]
+        is_wanted = wanted[operation.num_arrays :]
+
+        def of_wanted(numbers, some):
+            some = iter(some)
+            given = [next(some) if w else a for a, w in zip(data, is_wanted, strict=True)]
+            return function(numbers, given)
+
+        some = [a for a, w in zip(data, is_wanted, strict=True) if w]
+        differentiated = jax.value_and_grad(of_wanted, argnums=(0, 1), has_aux=True)
+        (loss, aux), (of_numbers, of_data) = differentiated(numbers, some)
+        g, *h = [of_own_tokens(a, place).reshape(-1) for a in of_numbers]
+        rows = device.rows(lse, g, *own[1:], *h)
+        exchanged = () if operation.is_unchecked else place.parts[0]
+        gradients: Sequence[jax.Array] = ()
+        if stored is not None:
+            gradients = device.pick(stored.gradients(rows), of_arrays, exchanged)
+        elif any(of_arrays):
+            gradients = device.gradients(biases, rows, of_arrays, exchanged)
+        return [loss, *aux, *gradients, *of_data]
+
+    return run
+
+
+def _keeps_exponentials(device: Device, biases: Sequence[Any]) -> bool:
+    """Whether the exponentials of all logits can wait for the cotangents."""
+    settings, plan = device.request.settings, device.plan
+    return (
+        isinstance(plan, InPlace)
+        and plan.chunk_size is None
+        and settings.options.logit_softcap is None
+        and not settings.vocab_axes
+        and not biases
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exponentials:
+    """The exponentials of all logits in the memory of `dweight`, with their statistics.
+
+    Attributes:
+      device: The plan and the arrays.
+      columns: The columns of the vocabulary.
+      found: Exponentials of the tokens inside, and of those beside if there are any.
+      lse: Logsumexp of each token.
+    """
+
+    device: Device
+    columns: Columns
+    found: list[exponentials.Exponentials]
+    lse: Float[Array, " T"]
+
+    @classmethod
+    def make(cls, device: Device, with_entropy: bool) -> "_Exponentials":
+        settings = device.request.settings
+        columns = Columns.make(settings, device.weight.astype(device.x.dtype), None)
+        made = [
+            exponentials.exponentials_of_linear(
+                device.x[tokens],
+                columns.weight,
+                device.labels[tokens],
+                device.labels[tokens] != IGNORED,
+                num_columns=columns.num_columns,
+                temperature=device.temperature,
+                with_weighted=with_entropy,
+                stored=place,
+                weight_layout=columns.layout,
+                config=settings.config.linear,
+            )
+            for tokens, place in _parts(device)
+        ]
+        found, lse = zip(*made, strict=True)
+        return cls(device, columns, list(found), in_place.joined(lse))
+
+    def of_labels(self) -> list[jax.Array]:
+        """The log-probabilities, and the entropies if the kernel made them; 0 where ignored."""
+        label_logit, total, weighted = in_place.joined(
+            [(f.label_logit, f.total, f.weighted) for f in self.found]
+        )
+        labels = self.device.labels
+        is_column = (labels >= 0) & (labels < self.columns.num_columns)
+        values = [jnp.where(is_column, label_logit - self.lse, jnp.nan)]
+        if weighted is not None:
+            values.append(entropy_of(total, weighted))
+        return [jnp.where(labels == IGNORED, 0.0, a) for a in values]
+
+    def gradients(self, rows: exponentials.Rows) -> Gradients:
+        """The gradients that `rows` describes: two GEMMs."""
+        device, num_columns = self.device, self.columns.num_columns
+        plan, settings = device.plan, device.request.settings
+        assert isinstance(plan, InPlace)
+        x, factor, values, factors = device.x, None, [], []
+        for found, (tokens, place) in zip(self.found, _parts(device), strict=True):
+            labels, of_part = device.labels[tokens], jax.tree.map(lambda a: a[tokens], rows)
+            if rows.softmax_log is None:
+                # Without entropies the gradient is that of a loss whose coefficients are -g.
+                part, factor = exponentials.dlogits_and_factor(
+                    found, labels, of_part.softmax, 1.0, num_columns=num_columns, stored=place
+                )
+                factors.append(factor)
+            else:
+                part = exponentials.dlogits_of_exponentials(
+                    found, labels, of_part, num_columns=num_columns, stored=place
+                )
+            values.append(part)
+        if factors:
+            factor = in_place.joined(factors)
+        else:
+            x = jnp.where(rows.counts[:, None], x, 0)  # 0 · NaN is NaN
+        dx, dweight = in_place.gradients(
+            values,
+            factor,
+            x,
+            self.columns.weight,
+            extent=plan.extent,
+            weight_layout=self.columns.layout,
+            config=settings.config,
+        )
+        return Gradients(dx, self.columns.without_padding(dweight), None)
+
+
+def _parts(device: Device) -> list[tuple[slice, Any]]:
+    assert isinstance(device.plan, InPlace)
+    layout = device.request.settings.weight_layout
+    return in_place.parts_of(device.plan.extent, device.x.shape[1], layout)

@@ -1,0 +1,80 @@
+"""Log-probabilities on eight devices: results and gradients as in float64, for every kind of axes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from support.log_prob_formulas import (
+    arrays_of,
+    both,
+    check_against_formula,
+    make_cotangents,
+    with_gradients,
+)
+from support.loss_formulas import F32
+from support.numerics import quick_jit
+
+AXES = {"data": 2, "fsdp": 2, "tensor": 2}
+SHAPE, D, V = (4, 6), 24, 56
+OPTIONS = {"implementation": "xla", "chunk_size": 3, "temperature": 0.7, "logit_softcap": 2.0}
+OF_FORMULA = {"temperature": 0.7, "logit_softcap": 2.0}
+# Specs of the tokens, and mesh axes of the hidden size and of the vocabulary.
+LAYOUTS = {
+    "batch": (P(("data", "fsdp")), None, None),
+    "sequence": (P(("data", "fsdp"), "tensor"), None, None),
+    "fsdp": (P(("data", "fsdp")), "fsdp", None),
+    "tensor": (P("data"), None, "tensor"),
+    "both": (P(("data", "fsdp")), "fsdp", "tensor"),
+}
+
+
+def mesh_of(kind):
+    return jax.make_mesh(tuple(AXES.values()), tuple(AXES), axis_types=(kind,) * len(AXES))
+
+
+def placed(mesh, arrays, labels, cotangents, layout):
+    tokens, hidden, columns = layout
+    specs = {"x": tokens, "weight": P(columns, hidden), "bias": P(columns)}
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    arrays = {name: put(a, specs[name]) for name, a in arrays.items()}
+    return arrays, put(labels, tokens), tuple(put(c, tokens) for c in cotangents)
+
+
+def run(arrays, labels, cotangents):
+    return with_gradients(functools.partial(both, labels=labels, **OPTIONS), arrays, cotangents)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_results_and_gradients(kind, layout):
+    arrays, labels = arrays_of(SHAPE, D, V, F32)
+    cotangents = make_cotangents(SHAPE)
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        got = quick_jit(run)(*placed(mesh, arrays, labels, cotangents, layout))
+        got = jax.tree.map(np.asarray, got)
+    check_against_formula(got, arrays, labels, cotangents, floor=12.0, **OF_FORMULA)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_vocabulary_that_the_caller_splits(check_vma):
+    arrays, labels = arrays_of(SHAPE, D, V, F32)
+    cotangents = make_cotangents(SHAPE)
+    tokens = P("data")
+    specs = {"x": tokens, "weight": P("tensor"), "bias": P("tensor")}
+    local = jax.shard_map(
+        lambda arrays, labels: both(labels=labels, vocab_axis="tensor", **OPTIONS, **arrays),
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=(specs, tokens),
+        out_specs=(tokens, tokens),
+        check_vma=check_vma,
+    )
+    fn = lambda **arrays: local(arrays, jnp.asarray(labels))
+    args = jax.tree.map(jnp.asarray, (arrays, cotangents))
+    got = quick_jit(lambda *args: with_gradients(fn, *args))(*args)
+    check_against_formula(got, arrays, labels, cotangents, floor=12.0, **OF_FORMULA)

@@ -1,0 +1,228 @@
+"""Scalars made of log-probabilities, values and gradients, against float64."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import linear_token_loss
+from pallas_kernels.loss import plan as plan_module
+from pallas_kernels.loss.mosaic_gpu import in_place
+from support.log_prob_formulas import arrays_of, formula, make_cotangents
+from support.loss_formulas import BASE_2, BF16, F32, IGNORED, as_jax, full, interpreted
+from support.loss_kernels import run_and_kernel_names
+from support.numerics import assert_as_accurate, quick_jit, rounded
+
+SHAPE, D, V = (4, 6), 24, 56
+OPTIONS = {"temperature": 0.7}
+
+
+def token_fn(log_probs, entropy, data):
+    """A function whose cotangents are neither linear in the results nor alike."""
+    loss = jnp.sum(data["g"] * jnp.sin(log_probs))
+    if entropy is not None:
+        loss += jnp.sum(data["h"] * jnp.square(entropy))
+    return loss / log_probs.size
+
+
+def with_aux(log_probs, entropy, data):
+    loss = token_fn(log_probs, entropy, data)
+    return loss, {"mean": jnp.mean(log_probs), "largest": jnp.max(log_probs, axis=-1)}
+
+
+def make_data(shape, seed=5):
+    g, h = make_cotangents(shape, seed)
+    return {"g": g, "h": h}
+
+
+def loss_of(x, weight, labels, data, *, bias=None, fn=token_fn, weight_layout="vd", **options):
+    weight = weight if weight_layout == "vd" else weight.T
+    return linear_token_loss(
+        x, weight, labels, fn, data, bias=bias, weight_layout=weight_layout, **options
+    )
+
+
+def graded(arrays, data, labels, **options):
+    """Value and gradients by name, those of the data among them."""
+    fn = lambda arrays, data: loss_of(labels=labels, data=data, **arrays, **options)
+    value, (of_arrays, of_data) = jax.value_and_grad(fn, argnums=(0, 1))(arrays, data)
+    return {"loss": value} | of_arrays | of_data
+
+
+def expected(arrays, data, labels, *, with_entropy, compute, **rounding):
+    """The value and the gradients in NumPy, through the cotangents of the results."""
+    given = {name: a.astype(compute) for name, a in data.items()}
+    zero = np.zeros(labels.shape, compute)
+    found = formula(arrays, labels, (zero, zero), compute=compute, **OPTIONS)
+    log_probs, entropy, size = found["log_probs"], found["entropy"], labels.size
+    g = given["g"] * np.cos(log_probs) / size
+    h = 2 * given["h"] * entropy / size if with_entropy else zero
+    found = formula(arrays, labels, (g, h), compute=compute, **OPTIONS, **rounding)
+    loss = np.sum(given["g"] * np.sin(log_probs))
+    loss += np.sum(given["h"] * entropy**2) if with_entropy else 0
+    return {"loss": loss / size, "g": np.sin(log_probs) / size} | {
+        "h": entropy**2 / size if with_entropy else zero,
+        **{name: found[name] for name in arrays},
+    }
+
+
+def check(got, arrays, data, labels, *, with_entropy=True, slack=1.2, floor=12.0, **rounding):
+    of = functools.partial(expected, arrays, data, labels, with_entropy=with_entropy)
+    exact, low = of(compute=np.float64), of(compute=np.float32, **rounding)
+    assert set(got) == set(exact)
+    pick = lambda values: [values[name] for name in exact]
+    low = rounded(pick(low), pick(got))
+    assert_as_accurate(
+        pick(got), low, pick(exact), names=list(exact), slack=slack, floor=floor
+    )
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_value_and_gradients(implementation, with_entropy):
+    arrays, labels = arrays_of(SHAPE, D, V, F32)
+    data = make_data(SHAPE)
+    options = {"implementation": implementation, "with_entropy": with_entropy, **OPTIONS}
+    got = quick_jit(functools.partial(graded, chunk_size=5, **options))(arrays, data, labels)
+    check(got, arrays, data, labels, with_entropy=with_entropy)
+    alone = quick_jit(functools.partial(loss_of, **options))(labels=labels, data=data, **arrays)
+    chex.assert_trees_all_close(alone, got["loss"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "tokens, of_weight, of_data",
+    [
+        (P("data", "tensor"), P(None, "data"), P("data", "tensor")),
+        (P(("data", "fsdp")), P("tensor", "fsdp"), P()),
+    ],
+    ids=["sequence", "vocabulary"],
+)
+def test_the_function_sees_the_tokens_of_all_devices(kind, tokens, of_weight, of_data):
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(kind,) * 3)
+    arrays, labels = arrays_of(SHAPE, D, V, F32, bias=False)
+    data = make_data(SHAPE)
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    specs = {"x": tokens, "weight": of_weight}
+    fn = functools.partial(
+        graded, implementation="xla", with_entropy=True, chunk_size=3, **OPTIONS
+    )
+    with jax.set_mesh(mesh):
+        got = quick_jit(fn)(
+            {name: put(a, specs[name]) for name, a in arrays.items()},
+            {name: put(a, of_data) for name, a in data.items()},
+            put(labels, tokens),
+        )
+        got = jax.tree.map(np.asarray, got)
+    check(got, arrays, data, labels)
+
+
+def test_other_results_and_factors():
+    arrays, labels = as_jax(arrays_of(SHAPE, D, V, F32))
+    data = as_jax(make_data(SHAPE))
+    of = functools.partial(loss_of, labels=labels, data=data, has_aux=True, fn=with_aux)
+
+    def run(arrays, implementation):
+        fn = lambda arrays: of(**arrays, implementation=implementation)
+        twice = lambda arrays: jax.tree.map(lambda a: 3 * a, fn(arrays))
+        return jax.value_and_grad(twice, has_aux=True)(arrays)
+
+    got, want = (quick_jit(run, static_argnums=1)(arrays, name) for name in ("xla", "reference"))
+    chex.assert_trees_all_close(got, want, rtol=2e-5, atol=2e-6)
+    assert got[0][1]["largest"].shape == SHAPE[:1]
+
+
+def test_members_of_a_batch_have_a_function_each():
+    arrays, labels = as_jax(arrays_of(SHAPE, D, V, F32, bias=False))
+    data = as_jax(make_data(SHAPE))
+    one = functools.partial(loss_of, weight=arrays["weight"], implementation="xla")
+    of_members = lambda x: jax.vmap(lambda x, labels, data: one(x, labels=labels, data=data))(
+        x, labels, data
+    )
+    got, vjp = jax.vjp(of_members, arrays["x"])
+    ones = [
+        one(arrays["x"][i], labels=labels[i], data=jax.tree.map(lambda a: a[i], data))
+        for i in range(SHAPE[0])
+    ]
+    chex.assert_trees_all_close(got, jnp.stack(ones), rtol=1e-6)
+    assert vjp(jnp.ones(SHAPE[0]))[0].shape == arrays["x"].shape
+
+
+# As in `test_loss_in_place.py`: blocks of 128 rows in a band, bands, blocks that are copied.
+@interpreted
+@pytest.mark.parametrize(
+    "num_tokens, vocab, weight_dtype, bands, layout, with_entropy",
+    [
+        (65, 250, F32, (1, 0, 0), "vd", True),
+        pytest.param(65, 250, F32, (1, 0, 0), "vd", False, marks=full),
+        pytest.param(300, 512, F32, (1, 2, 2), "vd", True, marks=full),  # 44 beside
+        pytest.param(300, 512, F32, (1, 2, 2), "vd", False, marks=full),
+        pytest.param(130, 768, BF16, (1, 1, 2), "dv", True, marks=full),  # 2 beside
+        pytest.param(130, 768, F32, (1, 2, 1), "dv", False, marks=full),
+    ],
+)
+def test_in_place(monkeypatch, num_tokens, vocab, weight_dtype, bands, layout, with_entropy):
+    block = 128 if layout == "vd" else 256
+    size, number, copied = bands
+    size = block * size if number else vocab + -vocab % 128
+    bands = in_place.Bands(size, number, block * copied)
+    monkeypatch.setattr(plan_module, "_bands", lambda *_: bands)
+    arrays, labels = arrays_of(
+        (num_tokens,), 128, vocab, BF16, bias=False, weight_dtype=weight_dtype
+    )
+    data = make_data((num_tokens,))
+    options = {"implementation": "mosaic_gpu", "weight_layout": layout, **OPTIONS}
+    fn = functools.partial(graded, with_entropy=with_entropy, **options)
+    got, names = run_and_kernel_names(fn, *as_jax((arrays, data, labels)))
+    assert {"linear_exponentials", "input_gradient"} <= names
+    assert "linear_statistics" not in names
+    rounding = {"round_exponentials": BF16, "by_pass": with_entropy}
+    check(got, arrays, data, labels, with_entropy=with_entropy, slack=BASE_2, **rounding)
+
+
+@interpreted
+@full
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_chunks_of_tokens(with_entropy):
+    arrays, labels = arrays_of((9,), 64, 250, BF16)
+    data = make_data((9,))
+    options = {"implementation": "mosaic_gpu", "chunk_size": 8, **OPTIONS}
+    fn = functools.partial(graded, with_entropy=with_entropy, **options)
+    got, names = run_and_kernel_names(fn, *as_jax((arrays, data, labels)))
+    assert "linear_statistics" in names
+    rounding = {"round_dlogits": BF16, "sum_rounded": True}
+    check(got, arrays, data, labels, with_entropy=with_entropy, slack=BASE_2, **rounding)
+
+
+@interpreted
+def test_ignored_tokens_in_place():
+    """NaN of a token that does not count reaches nothing, and the kernel runs a second time."""
+    arrays, labels = arrays_of((9,), 64, 128, BF16, bias=False)
+    data = make_data((9,))
+    labels[2] = IGNORED
+    fn = functools.partial(graded, with_entropy=True, implementation="mosaic_gpu", **OPTIONS)
+    broken = arrays | {"x": np.where(np.arange(9)[:, None] == 2, np.nan, arrays["x"]).astype(BF16)}
+    got, _ = run_and_kernel_names(fn, *as_jax((broken, data, labels)))
+    clean = arrays | {"x": np.where(np.arange(9)[:, None] == 2, 0, arrays["x"]).astype(BF16)}
+    rounding = {"round_exponentials": BF16, "by_pass": True}
+    check(got, clean, data, labels, slack=BASE_2, **rounding)
+    assert not np.asarray(got["x"], np.float32)[2].any()
+
+
+def test_errors():
+    x, weight, labels = jnp.zeros((2, 4)), jnp.zeros((5, 4)), jnp.array([0, 3])
+    of = lambda fn, **options: linear_token_loss(x, weight, labels, fn, **options)
+    with pytest.raises(TypeError, match="float32 scalar"):
+        of(lambda log_probs, entropy, data: log_probs)
+    with pytest.raises(TypeError, match="float32 scalar"):
+        of(lambda log_probs, entropy, data: jnp.sum(log_probs).astype(BF16))
+    with pytest.raises(TypeError, match="has_aux=True"):
+        of(lambda log_probs, entropy, data: jnp.sum(log_probs), has_aux=True)
+    with pytest.raises(TypeError, match="pass it in token_data"):
+        jax.jit(lambda a: of(lambda log_probs, entropy, data: jnp.sum(log_probs * a)))(jnp.ones(2))
+    assert of(lambda log_probs, entropy, data: jnp.sum(log_probs * jnp.ones(2))).shape == ()
