@@ -9,7 +9,7 @@ import pytest
 
 from aot.harness import Case
 from aot.loss_shapes import MIB, assert_runs_well, floats, labels_of
-from pallas_kernels import linear_log_probs
+from pallas_kernels import linear_log_probs, linear_token_loss
 
 BF16 = jnp.bfloat16
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
@@ -43,6 +43,22 @@ def value(**options: Any) -> Any:
     return lambda x, weight, labels, g, h: _log_probs(x, weight, labels, **options)
 
 
+def token_loss(**options: Any) -> Any:
+    """Loss and gradients; a float32 gradient of a bfloat16 weight."""
+
+    def token_fn(log_probs, entropy, data):
+        loss = -jnp.sum(data[0] * jnp.exp(log_probs))
+        return loss if entropy is None else loss + jnp.sum(data[1] * entropy)
+
+    def run(x, weight, labels, g, h):
+        loss = lambda x, weight: linear_token_loss(
+            x, weight, labels, token_fn, (g, h), implementation="mosaic_gpu", **options
+        )
+        return jax.value_and_grad(loss, argnums=(0, 1))(x, weight.astype(jnp.float32))
+
+    return run
+
+
 SIZES = 8192, 4096, 128256
 ENTROPY = {"return_entropy": True, "temperature": 0.7}
 CASES = {
@@ -60,6 +76,18 @@ CASES = {
     ),
     "gradients-long": Case(
         backward(**ENTROPY), arguments(32768, 4096, 128256), compiler_options=CUBLAS
+    ),
+}
+
+CASES |= {
+    "token-loss": Case(token_loss(), arguments(*SIZES), compiler_options=CUBLAS),
+    "token-loss-entropy": Case(
+        token_loss(with_entropy=True), arguments(*SIZES), compiler_options=CUBLAS
+    ),
+    "token-loss-dv": Case(
+        token_loss(with_entropy=True, weight_layout="dv"),
+        arguments(*SIZES, layout="dv"),
+        compiler_options=CUBLAS,
     ),
 }
 
@@ -103,3 +131,21 @@ def test_gradients_of_more_tokens(compiled, chip, case):
     for kernel in program.kernels:
         assert_runs_well(kernel)
     assert program.temp_bytes <= 700 * MIB, program.temp_bytes / MIB
+
+
+# Three products. The pass over the exponentials for the entropy works in place.
+@each_chip
+@pytest.mark.parametrize("case", ["token-loss", "token-loss-entropy", "token-loss-dv"])
+def test_a_loss_of_tokens_in_place(compiled, chip, case):
+    program = compiled(chip, case)
+    of_weight = "weight_gradient_columns" if case.endswith("dv") else "weight_gradient_rows"
+    assert set(program.calls) == {
+        "linear_exponentials",
+        "linear_exponentials_again",
+        "input_gradient",
+        of_weight,
+    }
+    assert program.calls["linear_exponentials"] == program.calls["input_gradient"] == 1
+    for kernel in program.kernels:
+        assert_runs_well(kernel)
+    assert program.temp_bytes <= 200 * MIB, program.temp_bytes / MIB
