@@ -18,8 +18,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.log_probs.differentiable import (
@@ -46,6 +46,8 @@ class TokenFunction:
     Attributes:
       fn: Function `(log_probs, entropy, token_data) -> loss`, or `-> (loss, aux)`.
       treedef: Structure of `token_data`.
+      num_constants: Number of arrays that the function reads and that are no arguments. They follow
+        the leaves of the data.
       with_entropy: Whether the function gets entropies; otherwise None.
       has_aux: Whether it returns more than the loss.
       digest: Number that tells apart what functions compute, in every process.
@@ -54,23 +56,30 @@ class TokenFunction:
 
     fn: Callable[..., Any] = dataclasses.field(repr=False)
     treedef: Any
+    num_constants: int
     with_entropy: bool
     has_aux: bool
     digest: str
     results: tuple[jax.ShapeDtypeStruct, ...]
 
     def __call__(self, of_tokens: Sequence[Any], data: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """`(loss, other results)`, for the log-probabilities, entropies and leaves of the data."""
+        """`(loss, other results)` of log-probabilities, entropies, leaves of data and constants."""
         log_probs, entropy = of_tokens if self.with_entropy else (of_tokens[0], None)
-        found = self.fn(log_probs, entropy, jax.tree.unflatten(self.treedef, data))
-        loss, aux = found if self.has_aux else (found, ())
-        return jnp.asarray(loss), list(map(jnp.asarray, jax.tree.leaves(aux)))
+        num_leaves = len(data) - self.num_constants
+        leaves, constants = data[:num_leaves], data[num_leaves:]
+        args = log_probs, entropy, jax.tree.unflatten(self.treedef, leaves)
+        # A function that partitions itself may hold no arrays, so they come as arguments.
+        traced = jax.make_jaxpr(self.fn)(*args)
+        assert len(traced.consts) == self.num_constants
+        run = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, constants))
+        loss, *aux = run(*jax.tree.leaves(args))
+        return loss, aux
 
 
 def token_function(
     fn: Callable[..., Any], shape: tuple[int, ...], data: Any, *, with_entropy: bool, has_aux: bool
 ) -> tuple[TokenFunction, list[Any], Any]:
-    """`(function, leaves of the data, structure of the other results)`, checked.
+    """`(function, data and constants, structure of the other results)`, checked.
 
     Raises:
       TypeError: The function does not return a float32 scalar, or reads a traced array that is not
@@ -98,20 +107,18 @@ def token_function(
             f"token_fn must return a float32 scalar, got {loss}; sum or average over tokens"
             + ("" if has_aux else ", and pass has_aux=True to return more")
         )
-    digest = hashlib.sha256(str(traced.jaxpr).encode())
-    for a in traced.consts:
-        digest.update(np.asarray(a).tobytes())
     function = TokenFunction(
         fn=fn,
         treedef=treedef,
+        num_constants=len(traced.consts),
         with_entropy=with_entropy,
         has_aux=has_aux,
-        digest=digest.hexdigest(),
+        digest=hashlib.sha256(str(traced.jaxpr).encode()).hexdigest(),
         results=tuple(
             jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (loss, *jax.tree.leaves(aux))
         ),
     )
-    return function, leaves, jax.tree.structure(aux)
+    return function, [*leaves, *map(jnp.asarray, traced.consts)], jax.tree.structure(aux)
 
 
 def token_loss(
@@ -134,7 +141,7 @@ def token_loss(
       bias: Bias of the logits, if there is one.
       labels: Column of each token, `IGNORED` for an ignored one.
       function: The caller's function.
-      data: Leaves of the function's last argument.
+      data: Leaves of the function's last argument, and its constants.
       temperature: Divisor of the logits after the softcap.
     """
     biases = () if bias is None else (bias,)

@@ -1,0 +1,283 @@
+"""Losses of reinforcement learning and of preferences, as plain formulas of log-probabilities.
+
+Each function takes arrays `[B, S]` of B sequences and returns a float32 scalar, so it serves inside
+of the `token_fn` of `linear_token_loss`:
+
+    def token_fn(log_probs, entropy, data):
+        return objectives.clipped_policy_loss(
+            log_probs, data["old"], data["advantages"], data["mask"]
+        )
+
+A token counts where `mask` is not 0. What other tokens hold changes neither loss nor gradients. A
+mean over nothing is 0. With pairs of sequences the first half of the batch holds the chosen ones,
+and the second half the rejected ones in the same order.
+"""
+
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+# Names of verl (https://github.com/volcengine/verl).
+type Aggregation = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+]
+type Numbers = Float[Array, "B S"]
+type Mask = Bool[Array, "B S"] | Int[Array, "B S"] | Float[Array, "B S"]
+
+
+def aggregate(
+    values: Numbers,
+    mask: Mask,
+    aggregation: Aggregation = "token-mean",
+    *,
+    max_length: int | None = None,
+) -> Float[Array, ""]:
+    """One number from the numbers of all tokens.
+
+    Args:
+      values: Number of each token.
+      mask: Tokens that count.
+      aggregation: `"token-mean"` is the mean over all tokens that count (DAPO,
+        https://arxiv.org/abs/2503.14476). `"seq-mean-token-mean"` is the mean over the sequences of
+        each one's mean (GRPO, https://arxiv.org/abs/2402.03300). `"seq-mean-token-sum"` is the mean
+        over the sequences of each one's sum. `"seq-mean-token-sum-norm"` divides it by `max_length`
+        (Dr. GRPO, https://arxiv.org/abs/2503.20783). A sequence without a token that counts is no
+        sequence.
+      max_length: Divisor of `"seq-mean-token-sum-norm"`.
+
+    Raises:
+      ValueError: The aggregation is unknown, or `max_length` does not go with it.
+    """
+    if aggregation not in get_args(Aggregation.__value__):
+        raise ValueError(f"{aggregation=} must be one of {get_args(Aggregation.__value__)}")
+    if (max_length is None) == (aggregation == "seq-mean-token-sum-norm"):
+        raise ValueError(
+            f"{max_length=}: give a divisor with aggregation='seq-mean-token-sum-norm' and with no "
+            f"other; got {aggregation=}"
+        )
+    sums, lengths = _sums(values, mask), _lengths(mask)
+    if aggregation == "token-mean":
+        return jnp.sum(sums) / jnp.maximum(jnp.sum(lengths), 1)
+    if aggregation == "seq-mean-token-mean":
+        sums = sums / jnp.maximum(lengths, 1)
+    mean = jnp.sum(sums) / jnp.maximum(jnp.sum(lengths > 0).astype(jnp.float32), 1)
+    return mean if max_length is None else mean / max_length
+
+
+def clipped_policy_loss(
+    log_probs: Numbers,
+    old_log_probs: Numbers | None,
+    advantages: Numbers,
+    mask: Mask,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    reference_log_probs: Numbers | None = None,
+    kl_weight: float = 0.0,
+    aggregation: Aggregation = "token-mean",
+    max_length: int | None = None,
+) -> Float[Array, ""]:
+    """PPO's clipped loss of a policy (https://arxiv.org/abs/1707.06347), with GRPO's KL penalty.
+
+        ratio = exp(log_probs - old_log_probs)
+        loss = -min(ratio·A, clip(ratio, 1 - clip_low, 1 + clip_high)·A) + kl_weight·kl
+
+    `kl` is the estimate `exp(d) - d - 1` with `d = reference_log_probs - log_probs`
+    (http://joschu.net/blog/kl-approx.html). DAPO (https://arxiv.org/abs/2503.14476) takes
+    `clip_high=0.28` and no KL; GRPO (https://arxiv.org/abs/2402.03300) takes `kl_weight=0.04` and
+    `aggregation="seq-mean-token-mean"`.
+
+    Args:
+      log_probs: Log-probabilities of the policy.
+      old_log_probs: Those of the policy that sampled; None if it is the same policy.
+      advantages: Advantage A of each token.
+      mask: Tokens that count.
+      clip_low: How far below 1 the ratio is clipped.
+      clip_high: How far above 1 the ratio is clipped.
+      reference_log_probs: Log-probabilities of the reference of the KL penalty.
+      kl_weight: Weight of the KL penalty; needs `reference_log_probs` unless it is 0.
+      aggregation: As for `aggregate`.
+      max_length: As for `aggregate`.
+
+    Raises:
+      ValueError: A weight without a reference, or as `aggregate` does.
+    """
+    if kl_weight and reference_log_probs is None:
+        raise ValueError(f"{kl_weight=} needs reference_log_probs")
+    ratio = jnp.exp(_difference(log_probs, old_log_probs, mask))
+    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    losses = -jnp.minimum(ratio * advantages, clipped * advantages)
+    if kl_weight and reference_log_probs is not None:
+        difference = -_difference(log_probs, reference_log_probs, mask)
+        losses += kl_weight * (jnp.expm1(difference) - difference)
+    return aggregate(losses, mask, aggregation, max_length=max_length)
+
+
+def gspo_loss(
+    log_probs: Numbers,
+    old_log_probs: Numbers | None,
+    advantages: Float[Array, " B"],
+    mask: Mask,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Float[Array, ""]:
+    """The clipped loss of whole sequences (GSPO, https://arxiv.org/abs/2507.18071).
+
+    The ratio of a sequence is the exponential of the mean of `log_probs - old_log_probs` over its
+    tokens. The loss is the mean of `-min(ratio·A, clip(ratio)·A)` over the sequences that have a
+    token that counts.
+
+    Args:
+      log_probs: Log-probabilities of the policy.
+      old_log_probs: Those of the policy that sampled; None if it is the same policy.
+      advantages: Advantage A of each sequence.
+      mask: Tokens that count.
+      clip_low: How far below 1 the ratio is clipped.
+      clip_high: How far above 1 the ratio is clipped.
+    """
+    ratio = jnp.exp(_means(_difference(log_probs, old_log_probs, mask), mask))
+    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    counts = _lengths(mask) > 0
+    losses = jnp.where(counts, -jnp.minimum(ratio * advantages, clipped * advantages), 0.0)
+    return jnp.sum(losses) / jnp.maximum(jnp.sum(counts.astype(jnp.float32)), 1)
+
+
+def dpo_loss(
+    log_probs: Numbers,
+    reference_log_probs: Numbers,
+    mask: Mask,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+) -> Float[Array, ""]:
+    """Direct preference optimization (https://arxiv.org/abs/2305.18290).
+
+    With the reward `r = Σ (log_probs - reference_log_probs)` of a sequence, the loss of a pair is
+    `-log σ(beta·(r_chosen - r_rejected))`. With `label_smoothing=s` the preference is wrong with
+    the probability s (cDPO, https://ericmitchell.ai/cdpo.pdf).
+
+    Args:
+      log_probs: Log-probabilities of the policy.
+      reference_log_probs: Those of the reference.
+      mask: Tokens that count.
+      beta: Factor of the rewards.
+      label_smoothing: Probability that a preference is the wrong way round.
+    """
+    rewards = _sums(_difference(log_probs, reference_log_probs, mask), mask)
+    margin = beta * _chosen_minus_rejected(rewards)
+    right, wrong = jax.nn.log_sigmoid(margin), jax.nn.log_sigmoid(-margin)
+    return -jnp.mean((1 - label_smoothing) * right + label_smoothing * wrong)
+
+
+def orpo_loss(log_probs: Numbers, mask: Mask, *, weight: float = 0.1) -> Float[Array, ""]:
+    """Odds ratio preference optimization (https://arxiv.org/abs/2403.07691).
+
+    The negative log-likelihood of the chosen sequences, averaged over their tokens, plus `weight`
+    times the mean of `-log σ(log odds_chosen - log odds_rejected)`. The odds are `p / (1 - p)` with
+    the geometric mean p of a sequence's probabilities.
+
+    Args:
+      log_probs: Log-probabilities of the policy.
+      mask: Tokens that count.
+      weight: Weight of the odds ratio.
+    """
+    # A sequence that is certain has infinite odds, whose gradient is NaN.
+    means = jnp.minimum(_means(log_probs, mask), -jnp.finfo(jnp.float32).eps)
+    log_odds = means - jnp.log(-jnp.expm1(means))
+    of_pairs = -jnp.mean(jax.nn.log_sigmoid(_chosen_minus_rejected(log_odds)))
+    half = _half(log_probs)
+    return -aggregate(log_probs[:half], mask[:half]) + weight * of_pairs
+
+
+def simpo_loss(
+    log_probs: Numbers, mask: Mask, *, beta: float = 2.0, gamma: float = 1.0
+) -> Float[Array, ""]:
+    """Simple preference optimization (https://arxiv.org/abs/2405.14734), without a reference.
+
+    With the mean log-probability m of a sequence, the loss of a pair is
+    `-log σ(beta·(m_chosen - m_rejected) - gamma)`.
+
+    Args:
+      log_probs: Log-probabilities of the policy.
+      mask: Tokens that count.
+      beta: Factor of the means.
+      gamma: Margin by which the chosen sequence should be ahead.
+    """
+    margin = beta * _chosen_minus_rejected(_means(log_probs, mask)) - gamma
+    return -jnp.mean(jax.nn.log_sigmoid(margin))
+
+
+def kto_loss(
+    log_probs: Numbers,
+    reference_log_probs: Numbers,
+    mask: Mask,
+    is_desirable: Bool[Array, " B"],
+    kl: Float[Array, ""],
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Float[Array, ""]:
+    """Kahneman-Tversky optimization (https://arxiv.org/abs/2402.01306), without pairs.
+
+    With the reward `r = Σ (log_probs - reference_log_probs)` of a sequence, its loss is
+    `desirable_weight·(1 - σ(beta·(r - kl)))` if it is desirable, and
+    `undesirable_weight·(1 - σ(beta·(kl - r)))` if not. The loss is the mean over sequences.
+
+    Args:
+      log_probs: Log-probabilities of the policy.
+      reference_log_probs: Those of the reference.
+      mask: Tokens that count.
+      is_desirable: Whether each sequence is desirable.
+      kl: Estimate of the KL divergence of the policy from the reference. The paper takes the mean
+        reward of mismatched prompts and answers, and 0 if it is below. It has no gradient.
+      beta: Factor of the rewards.
+      desirable_weight: Weight of the desirable sequences.
+      undesirable_weight: Weight of the others.
+    """
+    rewards = _sums(_difference(log_probs, reference_log_probs, mask), mask)
+    margin = beta * (rewards - jax.lax.stop_gradient(jnp.maximum(kl, 0.0)))
+    desirable = desirable_weight * jax.nn.sigmoid(-margin)  # 1 - σ(m) is σ(-m)
+    undesirable = undesirable_weight * jax.nn.sigmoid(margin)
+    return jnp.mean(jnp.where(is_desirable, desirable, undesirable))
+
+
+def _difference(log_probs: Numbers, others: Numbers | None, mask: Mask) -> Numbers:
+    """The difference of log-probabilities, 0 where a token does not count.
+
+    The others have no gradient, and None stands for the log-probabilities themselves.
+    """
+    others = log_probs if others is None else others
+    return _where(mask, log_probs - jax.lax.stop_gradient(others))
+
+
+def _where(mask: Mask, values: Numbers) -> Numbers:
+    return jnp.where(mask.astype(bool), values, 0.0)
+
+
+def _sums(values: Numbers, mask: Mask) -> Float[Array, " B"]:
+    return jnp.sum(_where(mask, values), axis=-1)
+
+
+def _lengths(mask: Mask) -> Float[Array, " B"]:
+    return jnp.sum(mask.astype(bool), axis=-1).astype(jnp.float32)
+
+
+def _means(values: Numbers, mask: Mask) -> Float[Array, " B"]:
+    return _sums(values, mask) / jnp.maximum(_lengths(mask), 1)
+
+
+def _half(a: Shaped[Array, "B *rest"]) -> int:
+    if len(a) % 2:
+        raise ValueError(
+            f"{len(a)} sequences are no pairs; give the chosen ones, then the rejected ones"
+        )
+    return len(a) // 2
+
+
+def _chosen_minus_rejected(a: Float[Array, " B"]) -> Any:
+    half = _half(a)
+    return a[:half] - a[half:]
