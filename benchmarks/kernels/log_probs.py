@@ -44,8 +44,8 @@ class Setting:
       name: Name in the table.
       kind: `"value"` for results alone, `"gradients"` for results and gradients with cotangents
         that only the backward knows, `"token loss"` for a scalar and its gradients.
-      results: Function `(x, weight, labels) -> (log_probs, entropy)`, entropy None without entropies,
-        or, for a token loss, `(x, weight, labels, g, h) -> loss`.
+      results: Function `(x, weight, labels) -> (log_probs, entropy)`, the last None without
+        entropies; for a token loss, `(x, weight, labels, g, h) -> loss`.
       entropy: Whether there are entropies.
       weight: Dtype of the weight and its gradient: `"widened"` is a float32 gradient of a bfloat16
         weight, `"bfloat16"` is bfloat16 for both.
@@ -155,7 +155,7 @@ SETTINGS = (
 )
 
 
-def _expected(kind: Kind, entropy: bool) -> Setting:
+def _expected(kind: Any, entropy: bool) -> Setting:
     """The setting whose results those of a kind must agree with."""
     results = (_token_loss if kind == "token loss" else _log_probs)(entropy, **_XLA)
     return Setting("expected", kind, results, entropy)

@@ -183,9 +183,7 @@ def roles_of_gradients(wanted: Mask) -> tuple[Any, ...]:
     return tuple(role for role, is_wanted in zip(roles, wanted, strict=True) if is_wanted)
 
 
-def _forward_of(
-    key: tuple[_LogProbs, bool], place: Place
-) -> Callable[..., Sequence[jax.Array]]:
+def _forward_of(key: tuple[_LogProbs, bool], place: Place) -> Callable[..., Sequence[jax.Array]]:
     """The results for a device's tokens, and the logsumexp if it is kept."""
     operation, keeps_lse = key
 
@@ -241,6 +239,7 @@ class Device:
     def make(
         cls, request: Request, temperature: float, place: Place, x: Any, weight: Any, labels: Any
     ) -> "Device":
+        """The plan for the arrays of one device."""
         rows = x.reshape(math.prod(labels.shape), x.shape[-1])
         (axes,) = place.parts
         request = request.on_device(rows, weight, axes)
@@ -317,9 +316,7 @@ class Device:
         )
         return self.pick(found, wanted, exchanged)
 
-    def pick(
-        self, found: Gradients, wanted: Mask, exchanged: tuple[str, ...]
-    ) -> Sequence[jax.Array]:
+    def pick(self, found: Gradients, wanted: Mask, exchanged: tuple[str, ...]) -> Sequence[Any]:
         """The wanted gradients; `dx` in the shape of x, and added up over the vocabulary."""
         dx = found.dx.reshape(self.shape)
         if wanted[0] and exchanged:
@@ -333,8 +330,6 @@ def planned(request: Request) -> Request:
 
     The logsumexp is known, so a softcap or a split vocabulary rules out no plan.
     """
-    options = LossOptions(
-        ignore_index=IGNORED, label_smoothing=0.0, z_loss=0.0, logit_softcap=None
-    )
+    options = LossOptions(ignore_index=IGNORED, label_smoothing=0.0, z_loss=0.0, logit_softcap=None)
     settings = dataclasses.replace(request.settings, options=options, vocab_axes=())
     return dataclasses.replace(request, settings=settings)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies in plain JAX over all logits, differentiated by JAX: the oracle."""
+"""Log-probabilities in plain JAX over all logits, differentiated by JAX: the oracle."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,9 +39,7 @@ def log_probs(
     return split_over_explicit_axes(_log_probs_of, options, Roles(tuple(roles), results), *arrays)
 
 
-def _log_probs_of(
-    key: tuple[Any, ...], place: Place
-) -> Callable[..., Sequence[jax.Array]]:
+def _log_probs_of(key: tuple[Any, ...], place: Place) -> Callable[..., Sequence[jax.Array]]:
     """The log-probabilities of a device's tokens."""
     layout, softcap, temperature, with_entropy = key
 

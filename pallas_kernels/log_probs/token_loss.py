@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.log_probs.differentiable import (
@@ -71,7 +71,7 @@ class TokenFunction:
         # A function that partitions itself may hold no arrays, so they come as arguments.
         traced = jax.make_jaxpr(self.fn)(*args)
         assert len(traced.consts) == self.num_constants
-        run = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, constants))
+        run = jaxpr_as_fun(traced.replace(consts=constants))
         loss, *aux = run(*jax.tree.leaves(args))
         return loss, aux
 
@@ -100,6 +100,7 @@ def token_function(
         )
     if has_aux and not (isinstance(shapes, tuple) and len(shapes) == 2):
         raise TypeError(f"token_fn must return (loss, aux), because has_aux=True; got {shapes}")
+    loss: Any
     loss, aux = shapes if has_aux else (shapes, ())
     is_array = hasattr(loss, "shape") and hasattr(loss, "dtype")
     if not is_array or loss.shape != () or loss.dtype != jnp.float32:
@@ -145,7 +146,9 @@ def token_loss(
       temperature: Divisor of the logits after the softcap.
     """
     biases = () if bias is None else (bias,)
-    operation = _TokenLoss(request, temperature, function, len(biases), is_unchecked(request, weight))
+    operation = _TokenLoss(
+        request, temperature, function, len(biases), is_unchecked(request, weight)
+    )
     return call(operation, x, weight, labels, *biases, *data)
 
 
@@ -337,7 +340,7 @@ class _Exponentials:
         assert isinstance(plan, InPlace)
         x, factor, values, factors = device.x, None, [], []
         for found, (tokens, place) in zip(self.found, _parts(device), strict=True):
-            labels, of_part = device.labels[tokens], jax.tree.map(lambda a: a[tokens], rows)
+            labels, of_part = device.labels[tokens], rows.of(tokens)
             if rows.softmax_log is None:
                 # Without entropies the gradient is that of a loss whose coefficients are -g.
                 part, factor = exponentials.dlogits_and_factor(

@@ -23,7 +23,6 @@ from pallas_kernels.loss.description import LossPlan, describe
 from pallas_kernels.loss.layout import Embedding, WeightLayout
 from pallas_kernels.loss.token_loss import TokenLosses, coefficients_of_mean
 
-
 _NAME = "linear_cross_entropy"
 
 

@@ -6,6 +6,7 @@ than 1 multiplies them in float32, and they are rounded again.
 
 Several sums, or losses that are not added up, have a cotangent each, which the forward does not
 know. So the forward makes the losses alone, and the backward computes the logits again: four GEMMs.
+Where the plan has exponentials, the last logits become dlogits at once (`recomputed.py`).
 With chunks of columns, a single sum takes four GEMMs too.
 
 Each device computes the losses of its own tokens. The vocabulary may be split over mesh axes that
@@ -22,10 +23,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choices import log_once
 from pallas_kernels.gpu.kernel import varying_axes
-from pallas_kernels.loss import by_columns, by_tokens
-from pallas_kernels.loss.columns import Gradients
+from pallas_kernels.loss import by_columns, by_tokens, recomputed
+from pallas_kernels.loss.columns import Gradients, place_in_vocabulary, scaled_coefficients
 from pallas_kernels.loss.counted import in_fewer_rows, num_rows
 from pallas_kernels.loss.layout import Embedding, unsupported_reason
+from pallas_kernels.loss.mosaic_gpu import exponentials
 from pallas_kernels.loss.plan import ColumnChunks, Request, choose
 from pallas_kernels.loss.token_loss import TokenLosses, finite_where_not_counted
 from pallas_kernels.operation import Mask, Operation, call, with_members
@@ -240,6 +242,8 @@ def _backward_of(
                     lse,
                     dweight_dtype=operation.request.weight.dtype,
                 )
+            elif device.plan.without_dweight.by_exponentials:
+                gradients = device.gradients_of_known(wanted, lse)
             else:
                 _, gradients = device.losses_and_gradients(wanted)
             return device.results(wanted, (), gradients)
@@ -341,6 +345,18 @@ class _Device:
         return by_tokens.losses_and_gradients(
             self.request.settings, plan, *self.arrays, self.coefficients, self.labels
         )
+
+    def gradients_of_known(self, wanted: Mask, lse: Any) -> Gradients:
+        """The gradients by dlogits that the GEMM of the logits makes from the logsumexp."""
+        settings = self.request.settings
+        _, vocab_size = place_in_vocabulary(settings, self.weight)
+        coefficients, scale = scaled_coefficients(
+            settings, self.x, self.coefficients, self.labels, vocab_size
+        )
+        assert scale is None  # exponentials are bfloat16
+        rows = exponentials.rows_of_loss(lse, coefficients, settings.options.z_loss)
+        plan = self.plan if wanted[1] else self.plan.without_dweight
+        return recomputed.gradients(settings, plan, *self.arrays, self.labels, rows)
 
     def results(
         self, wanted: Mask, losses: Sequence[jax.Array], gradients: Gradients | None

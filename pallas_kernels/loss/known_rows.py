@@ -45,6 +45,10 @@ class Rows(NamedTuple):
             found += self.softmax_log * p * jnp.maximum(log_p, _LEAST)
         return found
 
+    def of(self, tokens: slice) -> "Rows":
+        """The terms of some tokens."""
+        return jax.tree.map(lambda a: a[tokens], self)
+
     def divided(self, scale: Float[Array, ""] | None) -> "Rows":
         """The terms of the gradient divided by a number; the same if it is None."""
         if scale is None:

@@ -62,8 +62,9 @@ def gradients(
     else:
         first, chunk_size = None, plan.chunk_size
     (dweight, dbias), dx = fold_chunks(one_chunk, arrays, chunk_size, first=first)
-    finished = lambda g: None if g is None else rescaled(columns.without_padding(g), scale)
-    return Gradients(rescaled(dx, scale).astype(x.dtype), finished(dweight), finished(dbias))
+    finished = lambda g: rescaled(columns.without_padding(g), scale)
+    dweight, dbias = jax.tree.map(finished, (dweight, dbias))
+    return Gradients(rescaled(dx, scale).astype(x.dtype), dweight, dbias)
 
 
 def _one_chunk(settings: Settings, columns: Columns, temperature, dx_dtype, chunk, _):
@@ -113,7 +114,7 @@ def _first_in_place(settings: Settings, plan: InPlace, columns: Columns, tempera
             columns.weight,
             None,
             labels[tokens],
-            jax.tree.map(lambda a: a[tokens], rows),
+            rows.of(tokens),
             num_columns=columns.num_columns,
             softcap=settings.options.logit_softcap,
             temperature=temperature,

@@ -114,7 +114,7 @@ def arrays_of(shape, hidden, vocab, dtype, *, bias=True, weight_dtype=None):
     return arrays, labels
 
 
-def both(x, weight, labels, *, bias=None, weight_layout="vd", **options):
+def both(x, weight, labels, *, bias=None, weight_layout: Any = "vd", **options):
     """`(log_probs, entropy)` for a weight `[V, D]`."""
     weight = weight if weight_layout == "vd" else weight.T
     return linear_log_probs(

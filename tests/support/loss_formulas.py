@@ -92,6 +92,7 @@ def formula(
     round_for=("losses", "lse"),
     round_exponentials=None,
     vocab_chunk_size=None,
+    sum_rounded=False,
 ):
     """The loss and the gradient of every array, by name, with the derivative worked out by hand.
 
@@ -103,6 +104,7 @@ def formula(
       round_for: Quantities that are made of rounded logits too: "losses", "lse".
       round_exponentials: Dtype of exponentials, and of x times its factor, as in `exponentials.py`.
       vocab_chunk_size: Columns of a chunk; the lse of each chunk is rounded.
+      sum_rounded: Whether the gradient of the bias is a sum of rounded dlogits.
     """
     given = {name: np.asarray(a).astype(compute) for name, a in arrays.items()}
     weight = given["weight"]
@@ -160,8 +162,8 @@ def formula(
         scale = np.max(np.abs(coefficients), initial=0) if round_dlogits == F16 else 1
         scale = compute(scale or 1)
         dz = (dz / scale).astype(round_dlogits).astype(compute) * scale
-    if round_logits is not None:
-        dbias = np.sum(dz, 0)  # the sum of the rounded numbers
+    if sum_rounded or round_logits is not None:
+        dbias = np.sum(dz, 0)
     if reduction == "none":
         after = compute(1)
         loss = (weights * losses).reshape(shape)
@@ -311,7 +313,7 @@ def check_against_formula(
     memory.
     """
     reduction = options.get("reduction", "mean")
-    rounding = {"round_dlogits": arrays["x"].dtype}
+    rounding = {"round_dlogits": arrays["x"].dtype, "sum_rounded": bias_in_weight}
     by_columns = vocab_chunk_size is not None
     if by_columns:
         rounding["vocab_chunk_size"] = vocab_chunk_size
@@ -332,7 +334,8 @@ def check_against_formula(
     in_float32 = functools.partial(
         formula, arrays, labels, cotangent, compute=np.float32, **options
     )
-    if has_exponentials and not by_columns:
+    # Without a reduction the backward knows the logsumexp, and rounds dlogits alone.
+    if has_exponentials and not by_columns and reduction != "none":
         low = in_float32(round_exponentials=BF16)
     else:
         low = in_float32(**rounding)

@@ -33,7 +33,7 @@ times its factor is rounded to bfloat16 for the GEMM of `dweight`, which adds on
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -218,7 +218,7 @@ def dlogits_and_factor(
     num_columns: int,
     stored: Stored | None,
 ) -> tuple[Float[Array, "rows columns"], Float[Array, " T"]]:
-    """`(dz, factor)`: dlogits are `factor · dz`, for `coefficients · (slope · softmax - onehot)`."""
+    """`(dz, factor)`, whose product is `coefficients · (slope · softmax - onehot)`."""
     has_gradient = _is_column(labels, num_columns) & (coefficients != 0)
     at_label = found.of_label - found.total / slope
     # Not a cast to 16 bits and back, which XLA drops.
@@ -336,9 +336,7 @@ def scaled(x: Float[Array, "T D"], factor: Float[Array, " T"]) -> Float[Array, "
     return jnp.where(factor[:, None] == 0, 0.0, product).astype(x.dtype)
 
 
-def rows_of_loss(
-    lse: Float[Array, " T"], coefficients: Float[Array, " T"], z_loss: float
-) -> Rows:
+def rows_of_loss(lse: Float[Array, " T"], coefficients: Float[Array, " T"], z_loss: float) -> Rows:
     """The terms of the gradient of `coefficients · loss`, for a loss of these kernels."""
     # Not a product alone, because 0 · NaN is NaN.
     scale = jnp.where(coefficients == 0, 0.0, coefficients * slope_of_softmax(z_loss, lse))

@@ -132,9 +132,7 @@ def time_of_bands(
     return of_bands + tiles(bands.num_copied) * per_tile + products.STORE_COST
 
 
-def places(
-    extent: Extent, hidden_size: int, weight_layout: WeightLayout
-) -> tuple[Stored, Stored]:
+def places(extent: Extent, hidden_size: int, weight_layout: WeightLayout) -> tuple[Stored, Stored]:
     """The layouts of exponentials or dlogits inside of `dweight`'s memory and beside it."""
     width = row_width(hidden_size, extent.dtype)
     lines = extent.num_beside + -extent.num_beside % BLOCK_M

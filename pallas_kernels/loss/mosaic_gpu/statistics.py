@@ -631,7 +631,7 @@ def _running_statistics(
                 else:
                     pl.when(is_inside)(put)
 
-            def scaled(exp, exponent, piece):
+            def scaled(exp, exponent, piece, scale):
                 to_piece = lambda a: jax.lax.broadcast_in_dim(a, piece.shape, (0,))
                 factor, counts = to_piece(scale), scale
                 if slope is not None:
@@ -654,7 +654,7 @@ def _running_statistics(
                     if weighted is not None:
                         weighted += _weighted_sum(exp, exponent)
                     if scale is not None:
-                        exp = scaled(exp, exponent, piece)
+                        exp = scaled(exp, exponent, piece, scale)
                     store_exp(i, exp.astype(x.dtype))
                 return sum_exp, weighted
 

@@ -1,6 +1,7 @@
 """Log-probabilities and entropies by the Mosaic GPU kernels, interpreted, against float64."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,8 @@ from support.log_prob_formulas import (
 from support.loss_formulas import BASE_2, BF16, F16, F32, as_jax, full, interpreted, put
 from support.loss_kernels import names_in, run_and_kernel_names
 
-KERNEL = {"implementation": "mosaic_gpu"}
-TRANSFORM = {"temperature": 0.7, "logit_softcap": 2.0}
+KERNEL: dict[str, Any] = {"implementation": "mosaic_gpu"}
+TRANSFORM: dict[str, Any] = {"temperature": 0.7, "logit_softcap": 2.0}
 
 
 def check(arrays, labels, cotangents, **options):
@@ -98,9 +99,7 @@ def check_in_place(monkeypatch, sizes, weight_dtype, bands, block, options):
     bands = in_place.Bands(block * size if number else vocab + -vocab % 128, number, block * copied)
     monkeypatch.setattr(plan_module, "_bands", lambda *_: bands)
     cotangents = make_cotangents((num_tokens,))
-    _, names = check(
-        arrays, labels, cotangents, max_logits_bytes=2 * vocab * most, **options
-    )
+    _, names = check(arrays, labels, cotangents, max_logits_bytes=2 * vocab * most, **options)
     by_columns = options.get("weight_layout") == "dv"
     of_weight = "weight_gradient_columns" if by_columns else "weight_gradient_rows"
     assert {"linear_statistics", "linear_exponentials", "input_gradient", of_weight} <= names

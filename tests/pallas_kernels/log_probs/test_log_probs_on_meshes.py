@@ -1,6 +1,7 @@
-"""Log-probabilities on eight devices: results and gradients as in float64, for every kind of axes."""
+"""Log-probabilities on eight devices: results and gradients as in float64."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,13 @@ from support.numerics import quick_jit
 
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
 SHAPE, D, V = (4, 6), 24, 56
-OPTIONS = {"implementation": "xla", "chunk_size": 3, "temperature": 0.7, "logit_softcap": 2.0}
-OF_FORMULA = {"temperature": 0.7, "logit_softcap": 2.0}
+OPTIONS: dict[str, Any] = {
+    "implementation": "xla",
+    "chunk_size": 3,
+    "temperature": 0.7,
+    "logit_softcap": 2.0,
+}
+OF_FORMULA: dict[str, Any] = {"temperature": 0.7, "logit_softcap": 2.0}
 # Specs of the tokens, and mesh axes of the hidden size and of the vocabulary.
 LAYOUTS = {
     "batch": (P(("data", "fsdp")), None, None),

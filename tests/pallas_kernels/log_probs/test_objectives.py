@@ -1,7 +1,9 @@
 """Losses of policies and preferences against loops over sequences and tokens in float64."""
 
 import functools
+import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,10 @@ def mean(values):
     return sum(values) / len(values)
 
 
+def joined(rows):
+    return list(itertools.chain.from_iterable(rows))
+
+
 def log_sigmoid(a):
     return -math.log1p(math.exp(-a))
 
@@ -46,7 +52,8 @@ def log_sigmoid(a):
 def policy(n, low, high, kl_weight=0.0):
     """The losses of the tokens, in lists."""
     found = []
-    for rows in zip(*(lists(n[k]) for k in ("log_probs", "old", "reference", "advantages"))):
+    names = "log_probs", "old", "reference", "advantages"
+    for rows in zip(*(lists(n[name]) for name in names), strict=True):
         found.append([])
         for log_prob, old, reference, advantage in zip(*rows, strict=True):
             ratio = math.exp(log_prob - old)
@@ -82,7 +89,7 @@ def dpo(n):
 def orpo(n):
     means = list(map(mean, lists(n["log_probs"])))
     odds = [math.log(math.exp(m) / (1 - math.exp(m))) for m in means]
-    chosen = sum(lists(n["log_probs"])[: B // 2], [])
+    chosen = joined(lists(n["log_probs"])[: B // 2])
     return -mean(chosen) - 0.4 * mean(list(map(log_sigmoid, pairs(odds))))
 
 
@@ -106,7 +113,9 @@ def kto(n):
 
 
 def of_policy(n, **options):
-    return objectives.clipped_policy_loss(n["log_probs"], n["old"], n["advantages"], COUNTS, **options)
+    return objectives.clipped_policy_loss(
+        n["log_probs"], n["old"], n["advantages"], COUNTS, **options
+    )
 
 
 def with_kl(n, **options):
@@ -115,8 +124,8 @@ def with_kl(n, **options):
 
 
 CASES = {
-    "PPO": (of_policy, lambda n: mean(sum(policy(n, 0.2, 0.2), []))),
-    "DAPO with KL": (with_kl, lambda n: mean(sum(policy(n, 0.1, 0.28, 0.5), []))),
+    "PPO": (of_policy, lambda n: mean(joined(policy(n, 0.2, 0.2)))),
+    "DAPO with KL": (with_kl, lambda n: mean(joined(policy(n, 0.1, 0.28, 0.5)))),
     "GRPO": (
         functools.partial(with_kl, aggregation="seq-mean-token-mean"),
         lambda n: mean(list(map(mean, policy(n, 0.1, 0.28, 0.5)))),
@@ -222,8 +231,9 @@ def test_nothing_that_counts():
 
 def test_errors(unchecked_shapes):
     a = jnp.zeros((3, 2))
+    wrong: Any = "mean"
     with pytest.raises(ValueError, match="aggregation='mean' must be one of"):
-        objectives.aggregate(a, a, "mean")
+        objectives.aggregate(a, a, wrong)
     with pytest.raises(ValueError, match="max_length=None: give a divisor"):
         objectives.aggregate(a, a, "seq-mean-token-sum-norm")
     with pytest.raises(ValueError, match="max_length=3"):

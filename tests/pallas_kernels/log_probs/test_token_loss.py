@@ -1,6 +1,7 @@
 """Scalars made of log-probabilities, values and gradients, against float64."""
 
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -19,7 +20,7 @@ from support.loss_kernels import run_and_kernel_names
 from support.numerics import assert_as_accurate, quick_jit, rounded
 
 SHAPE, D, V = (4, 6), 24, 56
-OPTIONS = {"temperature": 0.7}
+OPTIONS: dict[str, Any] = {"temperature": 0.7}
 
 
 def token_fn(log_probs, entropy, data):
@@ -40,7 +41,9 @@ def make_data(shape, seed=5):
     return {"g": g, "h": h}
 
 
-def loss_of(x, weight, labels, data, *, bias=None, fn=token_fn, weight_layout="vd", **options):
+def loss_of(
+    x, weight, labels, data, *, bias=None, fn=token_fn, weight_layout: Any = "vd", **options
+):
     weight = weight if weight_layout == "vd" else weight.T
     return linear_token_loss(
         x, weight, labels, fn, data, bias=bias, weight_layout=weight_layout, **options
@@ -77,9 +80,7 @@ def check(got, arrays, data, labels, *, with_entropy=True, slack=1.2, floor=12.0
     assert set(got) == set(exact)
     pick = lambda values: [values[name] for name in exact]
     low = rounded(pick(low), pick(got))
-    assert_as_accurate(
-        pick(got), low, pick(exact), names=list(exact), slack=slack, floor=floor
-    )
+    assert_as_accurate(pick(got), low, pick(exact), names=list(exact), slack=slack, floor=floor)
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
@@ -109,9 +110,7 @@ def test_the_function_sees_the_tokens_of_all_devices(kind, tokens, of_weight, of
     data = make_data(SHAPE)
     put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
     specs = {"x": tokens, "weight": of_weight}
-    fn = functools.partial(
-        graded, implementation="xla", with_entropy=True, chunk_size=3, **OPTIONS
-    )
+    fn = functools.partial(graded, implementation="xla", with_entropy=True, chunk_size=3, **OPTIONS)
     with jax.set_mesh(mesh):
         got = quick_jit(fn)(
             {name: put(a, specs[name]) for name, a in arrays.items()},
@@ -145,10 +144,8 @@ def test_members_of_a_batch_have_a_function_each():
         x, labels, data
     )
     got, vjp = jax.vjp(of_members, arrays["x"])
-    ones = [
-        one(arrays["x"][i], labels=labels[i], data=jax.tree.map(lambda a: a[i], data))
-        for i in range(SHAPE[0])
-    ]
+    member = lambda i: jax.tree.map(lambda a: a[i], (arrays["x"], labels, data))
+    ones = [one(x, labels=labels, data=data) for x, labels, data in map(member, range(SHAPE[0]))]
     chex.assert_trees_all_close(got, jnp.stack(ones), rtol=1e-6)
     assert vjp(jnp.ones(SHAPE[0]))[0].shape == arrays["x"].shape
 
