@@ -61,9 +61,9 @@ def linear_log_probs(
 
         dz[v] = g·([v = label] - p[v]) - h·p[v]·(log p[v] + H)
 
-    A token whose cotangents are both 0, or whose label is `ignore_index`, adds nothing to the
-    gradients, and its row of `dx` is 0, even if its row of `x` holds NaN or infinities. (With
-    `"reference"` only the label does this.) `dweight` has the dtype of `weight`;
+    A token does not count if its label is `ignore_index` or both of its cotangents are 0. It adds
+    nothing to the gradients, and its row of `dx` is 0, even if its row of `x` holds NaN or
+    infinities. With `"reference"` only the label does this. `dweight` has the dtype of `weight`;
     `linear_cross_entropy` says how to get a float32 gradient of a bfloat16 weight. Only
     `"reference"` has second derivatives and forward mode (`jax.jvp`).
 
@@ -201,12 +201,12 @@ def linear_token_loss(
     log-probabilities are known, so the forward makes all gradients. Only `"reference"` has second
     derivatives and forward mode. `jax.vmap` calls the function for each member.
 
-    **Cost.** A loss with gradients takes three matrix products of `2·T·D·V` FLOPs if the kernels
-    run, `x` is bfloat16, the memory of `dweight` holds the exponentials of all logits, `weight` has
-    a gradient, and there is no bias, softcap or split vocabulary. That memory holds 2·D tokens in
-    float32 and D tokens in 16 bits, and a chunk more lies beside. The gradient of the entropy adds
-    a pass over the exponentials. Other calls take four products, as `linear_log_probs` does. A loss
-    without gradients takes one.
+    **Cost.** A loss with gradients takes three matrix products of `2·T·D·V` FLOPs if the memory of
+    `dweight` holds the exponentials of all logits. A float32 `dweight` holds those of 2·D tokens, a
+    16-bit one those of D tokens, and a chunk more lies beside. This needs the kernels, bfloat16
+    `x`, a gradient of the weight, and no bias, softcap or split vocabulary. The gradient of the
+    entropy adds a pass over the exponentials. Other calls take four products, as `linear_log_probs`
+    does. A loss without gradients takes one.
 
     **Rounding.** As in `linear_cross_entropy`, exponentials are rounded once to the dtype of `x`,
     and so is `x` times a factor of each token for `dweight`. With the entropy's gradient, the

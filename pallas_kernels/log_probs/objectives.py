@@ -8,7 +8,7 @@ of the `token_fn` of `linear_token_loss`:
             log_probs, data["old"], data["advantages"], data["mask"]
         )
 
-A token counts where `mask` is not 0. What other tokens hold changes neither loss nor gradients. A
+A token counts where `mask` is not 0. Other tokens change neither loss nor gradients, whatever they hold. A
 mean over nothing is 0. With pairs of sequences the first half of the batch holds the chosen ones,
 and the second half the rejected ones in the same order.
 """
@@ -91,7 +91,7 @@ def clipped_policy_loss(
 
     Args:
       log_probs: Log-probabilities of the policy.
-      old_log_probs: Those of the policy that sampled; None if it is the same policy.
+      old_log_probs: Log-probabilities of the policy that sampled; None if it is the same policy.
       advantages: Advantage A of each token.
       mask: Tokens that count.
       clip_low: How far below 1 the ratio is clipped.
@@ -132,7 +132,7 @@ def gspo_loss(
 
     Args:
       log_probs: Log-probabilities of the policy.
-      old_log_probs: Those of the policy that sampled; None if it is the same policy.
+      old_log_probs: Log-probabilities of the policy that sampled; None if it is the same policy.
       advantages: Advantage A of each sequence.
       mask: Tokens that count.
       clip_low: How far below 1 the ratio is clipped.
@@ -161,7 +161,7 @@ def dpo_loss(
 
     Args:
       log_probs: Log-probabilities of the policy.
-      reference_log_probs: Those of the reference.
+      reference_log_probs: Log-probabilities of the reference.
       mask: Tokens that count.
       beta: Factor of the rewards.
       label_smoothing: Probability that a preference is the wrong way round.
@@ -229,7 +229,7 @@ def kto_loss(
 
     Args:
       log_probs: Log-probabilities of the policy.
-      reference_log_probs: Those of the reference.
+      reference_log_probs: Log-probabilities of the reference.
       mask: Tokens that count.
       is_desirable: Whether each sequence is desirable.
       kl: Estimate of the KL divergence of the policy from the reference. The paper takes the mean

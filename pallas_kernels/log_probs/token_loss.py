@@ -7,8 +7,8 @@ gradient takes a pass over the exponentials, which reads and writes 2 bytes for 
 column. Without the exponentials the forward computes the logits again: four GEMMs.
 
 The function sees the numbers of all tokens. Where tokens are split over devices, each device
-gathers 4 bytes a token for the log-probabilities, and as much for the entropies, calls the function
-on all of them, and takes the cotangents of its own tokens.
+gathers 4 bytes a token for the log-probabilities, and as much for the entropies. It calls the
+function on all of them, and takes the cotangents of its own tokens.
 """
 
 import dataclasses

@@ -58,7 +58,7 @@ class Rows(NamedTuple):
 
 
 def scale_for(rows: Rows, dtype: jnp.dtype) -> Float[Array, ""] | None:
-    """What to divide the terms by, for dlogits of this dtype; None if nothing.
+    """The number to divide the terms by, for dlogits of this dtype; None if it is 1.
 
     The dlogits of a float16 model then stay clear of its smallest number. The exponents of the
     other dtypes reach far enough.
