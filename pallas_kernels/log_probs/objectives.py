@@ -8,9 +8,9 @@ of the `token_fn` of `linear_token_loss`:
             log_probs, data["old"], data["advantages"], data["mask"]
         )
 
-A token counts where `mask` is not 0. Other tokens change neither loss nor gradients, whatever they hold. A
-mean over nothing is 0. With pairs of sequences the first half of the batch holds the chosen ones,
-and the second half the rejected ones in the same order.
+A token counts where `mask` is not 0. Other tokens change neither loss nor gradients, whatever they
+hold. A mean over nothing is 0. With pairs of sequences the first half of the batch holds the chosen
+ones, and the second half the rejected ones in the same order.
 """
 
 from typing import Any, Literal, get_args
