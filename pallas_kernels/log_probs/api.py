@@ -186,6 +186,8 @@ def linear_token_loss(
 ) -> Any:
     """A scalar that a function makes of log-probabilities, with gradients in three products.
 
+    Example::
+
         def token_fn(log_probs, entropy, data):
             return -jnp.sum(data["advantages"] * log_probs)
 

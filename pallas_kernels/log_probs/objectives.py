@@ -1,7 +1,7 @@
 """Losses of reinforcement learning and of preferences, as plain formulas of log-probabilities.
 
 Each function takes arrays `[B, S]` of B sequences and returns a float32 scalar, so it serves inside
-of the `token_fn` of `linear_token_loss`:
+of the `token_fn` of `linear_token_loss`::
 
     def token_fn(log_probs, entropy, data):
         return objectives.clipped_policy_loss(

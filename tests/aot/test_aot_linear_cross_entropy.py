@@ -97,6 +97,14 @@ class Expected:
     mib: int
 
 
+def losses_with_gradients(x, weight, labels, cotangents):
+    """The losses of tokens, with gradients for any cotangents."""
+    loss = functools.partial(linear_cross_entropy, reduction="none", implementation="mosaic_gpu")
+    fn = lambda x, weight: loss(x, weight, labels)
+    losses, vjp = jax.vjp(fn, x, weight.astype(jnp.float32))
+    return losses, vjp(cotangents)
+
+
 LOSSES = {
     Loss(8192, 4096, 128256): Expected(0, 29, 160),
     Loss(8192, 4096, 32000): Expected(0, 5, 160),
@@ -128,6 +136,11 @@ CASES = {
             functools.partial(linear_cross_entropy, implementation="mosaic_gpu"), argnums=(0, 1)
         ),
         Loss(4096, 4096, 128256).arguments(),
+    ),
+    "none": Case(
+        losses_with_gradients,
+        (*SMALLEST.arguments(), floats(SMALLEST.tokens)),
+        compiler_options=CUBLAS,
     ),
     "by-columns": Case(
         jax.value_and_grad(
@@ -293,6 +306,19 @@ def test_bfloat16_in_place(compiled, chip, case):
         assert_runs_well(kernel)
     assert names_of(program) == IN_PLACE
     assert "f32[128256,4096]" not in program.hlo
+
+
+@each_chip
+@pytest.mark.parametrize("case", ["none"])
+def test_losses_that_are_not_added_up(compiled, chip, case):
+    """The backward makes dlogits from the logsumexp, once and in place."""
+    program: Program = compiled(chip, case)
+    print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
+    assert program.temp_bytes <= 160 * MIB
+    names = {"linear_statistics", "linear_exponentials", "input_gradient", "weight_gradient_rows"}
+    assert names_of(program) == names
+    assert sorted(loops(program)) == [2, 29]
+    assert_in_place(program, (SMALLEST.vocab, SMALLEST.hidden))
 
 
 @each_chip
