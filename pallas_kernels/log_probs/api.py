@@ -214,6 +214,8 @@ def linear_token_loss(
     and so is `x` times a factor of each token for `dweight`. With the entropy's gradient, the
     exponentials and the gradient in the logits are rounded instead.
 
+    Above 80 lines, because most of them are this documentation.
+
     Args:
       x: As for `linear_log_probs`.
       weight: As for `linear_log_probs`.

@@ -382,6 +382,8 @@ def linear_exponentials(
 
     The GEMM stores exponentials instead of logits, through shared memory, 64 columns at a time.
 
+    Above 80 lines, because it documents many arguments.
+
     Args:
       x: Hidden states, bfloat16 or float16.
       weight: Entries of the output embedding, in the dtype of `x`; V, a multiple of 128, is
