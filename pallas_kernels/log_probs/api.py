@@ -336,6 +336,7 @@ def checked_options(
         label_smoothing=0.0,
         z_loss=0.0,
         vocab_chunk_size=None,
+        counted_fraction=1.0,
         vocab_axis=vocab_axis,
         weight_layout=weight_layout,
         implementation=implementation,
