@@ -1,0 +1,175 @@
+"""Divergences of two distributions over classes: the formulas and their derivatives.
+
+Let `p` be the student's probabilities, `q` the teacher's, and `M = beta·q + (1 - beta)·p`. With
+`r = log p - log q` and `a = log p - log M` the losses, and their derivatives in the logits of the
+student, are
+
+    forward KL       Σ q·(log q - log p)                         p - q
+    reverse KL       Σ p·(log p - log q)                         p·(r - loss)
+    Jensen-Shannon   beta·Σ q·(log q - log M) + (1 - beta)·Σ p·a (1 - beta)·p·(a - Σ p·a)
+
+A class without probability adds nothing: `0·log 0` is 0.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+type DivergenceName = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Divergence:
+    """A divergence.
+
+    Attributes:
+      name: Name of the divergence.
+      beta: Share of the teacher in the mixture, in (0, 1). Only `"jensen_shannon"` reads it.
+    """
+
+    name: DivergenceName
+    beta: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rows:
+    """Reductions over the last axis, which mesh axes may split.
+
+    Attributes:
+      axes: Mesh axes that split the last axis.
+    """
+
+    axes: tuple[str, ...] = ()
+
+    def sum(self, a: Float[Array, "*T C"]) -> Float[Array, "*T"]:
+        """The sums of the rows."""
+        found = jnp.sum(a, axis=-1)
+        return jax.lax.psum(found, self.axes) if self.axes else found
+
+    def max(self, a: Float[Array, "*T C"]) -> Float[Array, "*T"]:
+        """The maxima of the rows."""
+        found = jnp.max(a, axis=-1)
+        return jax.lax.pmax(found, self.axes) if self.axes else found
+
+
+class Statistics(NamedTuple):
+    """What the derivative needs of the rows, float32.
+
+    Attributes:
+      loss: Divergence of each row.
+      lse: Logsumexp of the student's logits.
+      teacher_lse: Logsumexp of the teacher's logits.
+      student_part: `Σ p·a` of the Jensen-Shannon divergence; 0 for the others.
+    """
+
+    loss: Float[Array, "*T"]
+    lse: Float[Array, "*T"]
+    teacher_lse: Float[Array, "*T"]
+    student_part: Float[Array, "*T"]
+
+
+def statistics(
+    divergence: Divergence,
+    student: Float[Array, "*T C"],
+    teacher: Float[Array, "*T C"],
+    rows: Rows,
+) -> Statistics:
+    """The divergences of the softmaxes of two float32 arrays of logits.
+
+    A KL takes two passes over the logits: the maxima, then all sums. Its sum is of exponentials
+    that are not normalized yet, so it needs no logsumexp of that pass. Differences are between
+    logits below their maxima, and equal logits give a loss of exactly 0. The Jensen-Shannon
+    divergence takes a third pass, because its mixture needs both logsumexps.
+    """
+    largest, teacher_largest = rows.max(student), rows.max(teacher)
+    below, teacher_below = student - largest[..., None], teacher - teacher_largest[..., None]
+    terms, teacher_terms = jnp.exp(below), jnp.exp(teacher_below)
+    total, teacher_total = rows.sum(terms), rows.sum(teacher_terms)
+    lse = largest + jnp.log(total)
+    teacher_lse = teacher_largest + jnp.log(teacher_total)
+    none = jnp.zeros_like(lse)
+    difference = _difference(below, teacher_below)
+    of_totals = jnp.log(total) - jnp.log(teacher_total)
+    match divergence.name:
+        case "forward_kl":
+            loss = of_totals - rows.sum(_times(teacher_terms, difference)) / teacher_total
+            return Statistics(loss, lse, teacher_lse, none)
+        case "reverse_kl":
+            loss = rows.sum(_times(terms, difference)) / total - of_totals
+            return Statistics(loss, lse, teacher_lse, none)
+    # Exponentials again, and not the terms above: XLA reads the logits and stores no terms.
+    log_p, log_q = student - lse[..., None], teacher - teacher_lse[..., None]
+    of_student, of_teacher = _over_mixture(log_p, log_q, divergence.beta)
+    student_part = rows.sum(_times(jnp.exp(log_p), of_student))
+    teacher_part = rows.sum(_times(jnp.exp(log_q), of_teacher))
+    loss = divergence.beta * teacher_part + (1 - divergence.beta) * student_part
+    return Statistics(loss, lse, teacher_lse, student_part)
+
+
+def derivative(
+    divergence: Divergence,
+    student: Float[Array, "*T C"],
+    teacher: Float[Array, "*T C"],
+    found: Statistics,
+) -> Float[Array, "*T C"]:
+    """The derivatives of the divergences in the student's logits, float32."""
+    log_p = student - found.lse[..., None]
+    log_q = teacher - found.teacher_lse[..., None]
+    p = jnp.exp(log_p)
+    match divergence.name:
+        case "forward_kl":
+            return p - jnp.exp(log_q)
+        case "reverse_kl":
+            return _times(p, _difference(log_p, log_q) - found.loss[..., None])
+    of_student, _ = _over_mixture(log_p, log_q, divergence.beta)
+    share = 1 - divergence.beta
+    return share * _times(p, of_student - found.student_part[..., None])
+
+
+def losses(
+    divergence: Divergence, log_p: Float[Array, "*T C"], log_q: Float[Array, "*T C"]
+) -> Float[Array, "*T"]:
+    """The divergences of log-probabilities, as they are defined, for JAX to differentiate."""
+    # `jnp.where` gives what it leaves out the derivative 0, and 0 times infinity would be NaN.
+    has_p, has_q = log_p != -jnp.inf, log_q != -jnp.inf
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    finite_log_p, finite_log_q = jnp.where(has_p, log_p, 0.0), jnp.where(has_q, log_q, 0.0)
+    sum_over = lambda has, a: jnp.sum(jnp.where(has, a, 0.0), axis=-1)
+    match divergence.name:
+        case "forward_kl":
+            return sum_over(has_q, q * (finite_log_q - log_p))
+        case "reverse_kl":
+            return sum_over(has_p, p * (finite_log_p - log_q))
+    beta = divergence.beta
+    mixture = jnp.where(has_p | has_q, beta * q + (1 - beta) * p, 1.0)
+    log_m = jnp.log(mixture)
+    return beta * sum_over(has_q, q * (finite_log_q - log_m)) + (1 - beta) * sum_over(
+        has_p, p * (finite_log_p - log_m)
+    )
+
+
+def _difference(a: Float[Array, "*T C"], b: Float[Array, "*T C"]) -> Float[Array, "*T C"]:
+    """`a - b`, and 0 where both are -inf."""
+    return jnp.where(a == b, 0.0, a - b)
+
+
+def _times(probability: Float[Array, "*T C"], a: Float[Array, "*T C"]) -> Float[Array, "*T C"]:
+    """`probability · a`, and 0 where the probability is 0, though `a` be infinite."""
+    return jnp.where(probability == 0, 0.0, probability * a)
+
+
+def _over_mixture(
+    log_p: Float[Array, "*T C"], log_q: Float[Array, "*T C"], beta: float
+) -> tuple[Float[Array, "*T C"], Float[Array, "*T C"]]:
+    """`(log p - log M, log q - log M)`.
+
+    With `d = log q - log p`, `M / p = 1 + beta·expm1(d)` and `M / q = 1 + (1 - beta)·expm1(-d)`.
+    The one whose exponent is not positive cannot overflow, and keeps the digits of a small `d`.
+    """
+    d = _difference(log_q, log_p)
+    share = jnp.where(d > 0, 1 - beta, beta)
+    of_larger = -jnp.log1p(share * jnp.expm1(-jnp.abs(d)))
+    return of_larger - jnp.maximum(d, 0.0), of_larger + jnp.minimum(d, 0.0)
