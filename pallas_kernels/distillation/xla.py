@@ -12,13 +12,14 @@ is added up in float32, and rounded once, as `dx` is.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.distillation.divergence import Rows, derivative, statistics
+from pallas_kernels.distillation.divergence import Rows, Statistics, derivative, statistics
 from pallas_kernels.distillation.settings import Settings
 from pallas_kernels.distillation.top_k import statistics_of_classes
 from pallas_kernels.folding import fold_chunks
@@ -98,13 +99,16 @@ def _of_teacher_logits(
         teacher_weight,
         settings.dtype_of_logits(teacher_x),
     )
-    student = logits.astype(jnp.float32) / settings.temperature
-    teacher = teacher_logits.astype(jnp.float32) / settings.temperature
-    found = statistics(settings.divergence, student, teacher, rows)
+    scaled = lambda logits: logits.astype(jnp.float32) / settings.temperature
+    found = statistics(settings.divergence, scaled(logits), scaled(teacher_logits), rows)
     if row is None:
         return found.loss, None
-    dlogits = row[:, None] * derivative(settings.divergence, student, teacher, found)
-    return found.loss, jnp.where(row[:, None] == 0, 0.0, dlogits).astype(dtype)
+
+    def dlogits(logits: Any, teacher_logits: Any, row: Any, found: Statistics) -> Array:
+        gradient = derivative(settings.divergence, scaled(logits), scaled(teacher_logits), found)
+        return _times_row(row, gradient).astype(dtype)
+
+    return found.loss, _in_place(dlogits, dtype, logits, teacher_logits, row, found)
 
 
 def _of_top_k(
@@ -134,20 +138,54 @@ def _of_top_k(
     own = logits.at[place].get(mode="fill", fill_value=0).astype(jnp.float32)
     own = jax.lax.psum(own, rows.axes) if rows.axes else own
     top = jnp.where(columns < vocab_size, own, -jnp.inf) / settings.temperature
-    rest = logits.at[place].set(-jnp.inf, mode="drop", unique_indices=True)
-    rest = rest.astype(jnp.float32) / settings.temperature
+    # All logits are read before their memory changes, or XLA would copy them.
+    top, logits = jax.lax.optimization_barrier((top, logits))
+    remaining = logits.at[place].set(-jnp.inf, mode="drop", unique_indices=True)
+    rest = remaining.astype(jnp.float32) / settings.temperature
     largest = rows.max(rest)
     largest = jnp.where(largest == -jnp.inf, 0.0, largest)
     tail = largest + jnp.log(rows.sum(jnp.exp(rest - largest[:, None])))
     loss, of_top, of_tail = statistics_of_classes(settings, top, tail, log_probs)
     if row is None:
         return loss, None
-    shift = jnp.where(tail == -jnp.inf, 0.0, tail)
-    dlogits = (row * of_tail)[:, None] * jnp.exp(rest - shift[:, None])
-    is_left_out = row[:, None] == 0
-    dz = jnp.where(is_left_out, 0.0, dlogits).astype(dtype)
-    of_top = jnp.where(is_left_out, 0.0, row[:, None] * of_top).astype(dtype)
+
+    def dlogits(remaining: Any, factor: Any, tail: Any) -> Array:
+        rest = remaining.astype(jnp.float32) / settings.temperature
+        return _times_row(factor, jnp.exp(rest - tail[:, None])).astype(dtype)
+
+    tail = jnp.where(tail == -jnp.inf, 0.0, tail)
+    dz = _in_place(dlogits, dtype, remaining, jnp.where(row == 0, 0.0, row * of_tail), tail)
+    of_top = _times_row(row, of_top).astype(dtype)
     return loss, dz.at[place].set(of_top, mode="drop", unique_indices=True)
+
+
+def _times_row(row: Float[Array, " T"], a: Float[Array, "T C"]) -> Float[Array, "T C"]:
+    """`row[:, None] · a`, and 0 where the factor is 0, though `a` be NaN."""
+    return jnp.where(row[:, None] == 0, 0.0, row[:, None] * a)
+
+
+def _in_place(
+    fn: Callable[..., Array], dtype: Any, logits: Float[Array, "T V"], *of_tokens: Any
+) -> Float[Array, "T V"]:
+    """`fn(logits, *of_tokens)`, a function of tokens with a result in `dtype`.
+
+    A result of the dtype of the logits takes their memory. XLA shares memory in a loop that
+    overwrites a part of it in each step, but not in one fusion, where a library's product has made
+    the logits (JAX 0.11.2). The loop has the fewest steps of equal size. If the number of tokens
+    has no divisor up to 16, the result takes other memory.
+    """
+    num_tokens = len(logits)
+    number = next((n for n in range(2, 17) if num_tokens % n == 0), None)
+    if logits.dtype != dtype or number is None or num_tokens == 0:
+        return fn(logits, *of_tokens)
+    size = num_tokens // number
+
+    def step(i: Any, logits: Any) -> Any:
+        part = lambda a: jax.lax.dynamic_slice_in_dim(a, i * size, size)
+        new = fn(part(logits), *jax.tree.map(part, of_tokens))
+        return jax.lax.dynamic_update_slice_in_dim(logits, new, i * size, 0)
+
+    return jax.lax.fori_loop(0, number, step, logits)
 
 
 def _scaled(
