@@ -1,7 +1,7 @@
 """Divergences of two distributions over classes: the formulas and their derivatives.
 
 Let `p` be the student's probabilities, `q` the teacher's, and `M = beta·q + (1 - beta)·p`. With
-`r = log p - log q` and `a = log p - log M` the losses, and their derivatives in the logits of the
+`r = log p - log q` and `a = log p - log M`, the losses, and their derivatives in the logits of the
 student, are
 
     forward KL       Σ q·(log q - log p)                         p - q
@@ -12,11 +12,15 @@ A class without probability adds nothing: `0·log 0` is 0.
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+# Exponentials below this one are 0 on a GPU, which has no smaller float32 number than 2^-126.
+_LOG_OF_ZERO = -87.0
+_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 type DivergenceName = Literal["forward_kl", "reverse_kl", "jensen_shannon"]
 
@@ -86,8 +90,7 @@ def statistics(
     """
     largest, teacher_largest = rows.max(student), rows.max(teacher)
     below, teacher_below = student - largest[..., None], teacher - teacher_largest[..., None]
-    terms, teacher_terms = jnp.exp(below), jnp.exp(teacher_below)
-    total, teacher_total = rows.sum(terms), rows.sum(teacher_terms)
+    total, teacher_total = rows.sum(jnp.exp(below)), rows.sum(jnp.exp(teacher_below))
     lse = largest + jnp.log(total)
     teacher_lse = teacher_largest + jnp.log(teacher_total)
     none = jnp.zeros_like(lse)
@@ -95,16 +98,22 @@ def statistics(
     of_totals = jnp.log(total) - jnp.log(teacher_total)
     match divergence.name:
         case "forward_kl":
-            loss = of_totals - rows.sum(_times(teacher_terms, difference)) / teacher_total
+            loss = of_totals - rows.sum(_exp_times(teacher_below, difference)) / teacher_total
             return Statistics(loss, lse, teacher_lse, none)
         case "reverse_kl":
-            loss = rows.sum(_times(terms, difference)) / total - of_totals
+            loss = rows.sum(_exp_times(below, difference)) / total - of_totals
             return Statistics(loss, lse, teacher_lse, none)
-    # Exponentials again, and not the terms above: XLA reads the logits and stores no terms.
-    log_p, log_q = student - lse[..., None], teacher - teacher_lse[..., None]
-    of_student, of_teacher = _over_mixture(log_p, log_q, divergence.beta)
-    student_part = rows.sum(_times(jnp.exp(log_p), of_student))
-    teacher_part = rows.sum(_times(jnp.exp(log_q), of_teacher))
+
+    def of_mixture(lse: Any, teacher_lse: Any) -> Any:
+        log_p, log_q = student - lse[..., None], teacher - teacher_lse[..., None]
+        return log_p, log_q, _log_mixture(log_p, log_q, divergence.beta)
+
+    log_p, _, log_m = of_mixture(lse, teacher_lse)
+    student_part = rows.sum(_exp_times(log_p, log_p - log_m))
+    # XLA would store the mixture for both sums. It makes one loop of them all the same, which
+    # computes the mixture twice (JAX 0.11.2).
+    _, log_q, log_m = of_mixture(*jax.lax.optimization_barrier((lse, teacher_lse)))
+    teacher_part = rows.sum(_exp_times(log_q, log_q - log_m))
     loss = divergence.beta * teacher_part + (1 - divergence.beta) * student_part
     return Statistics(loss, lse, teacher_lse, student_part)
 
@@ -118,15 +127,15 @@ def derivative(
     """The derivatives of the divergences in the student's logits, float32."""
     log_p = student - found.lse[..., None]
     log_q = teacher - found.teacher_lse[..., None]
-    p = jnp.exp(log_p)
     match divergence.name:
         case "forward_kl":
-            return p - jnp.exp(log_q)
+            return jnp.exp(log_p) - jnp.exp(log_q)
         case "reverse_kl":
-            return _times(p, _difference(log_p, log_q) - found.loss[..., None])
-    of_student, _ = _over_mixture(log_p, log_q, divergence.beta)
-    share = 1 - divergence.beta
-    return share * _times(p, of_student - found.student_part[..., None])
+            # The bound is for `0 · infinity`. XLA would store a condition on the student's logits.
+            above = _difference(log_p, log_q) - found.loss[..., None]
+            return jnp.exp(log_p) * jnp.clip(above, -_LARGEST, _LARGEST)
+    of_student = log_p - _log_mixture(log_p, log_q, divergence.beta)
+    return (1 - divergence.beta) * _exp_times(log_p, of_student - found.student_part[..., None])
 
 
 def losses(
@@ -156,20 +165,14 @@ def _difference(a: Float[Array, "*T C"], b: Float[Array, "*T C"]) -> Float[Array
     return jnp.where(a == b, 0.0, a - b)
 
 
-def _times(probability: Float[Array, "*T C"], a: Float[Array, "*T C"]) -> Float[Array, "*T C"]:
-    """`probability · a`, and 0 where the probability is 0, though `a` be infinite."""
-    return jnp.where(probability == 0, 0.0, probability * a)
+def _exp_times(log_p: Float[Array, "*T C"], a: Float[Array, "*T C"]) -> Float[Array, "*T C"]:
+    """`exp(log_p) · a`, and 0 where the exponential is 0, though `a` be infinite."""
+    # The condition is on the logarithm: XLA stores the result of a comparison with the exponential.
+    return jnp.exp(log_p) * jnp.where(log_p < _LOG_OF_ZERO, 0.0, a)
 
 
-def _over_mixture(
+def _log_mixture(
     log_p: Float[Array, "*T C"], log_q: Float[Array, "*T C"], beta: float
-) -> tuple[Float[Array, "*T C"], Float[Array, "*T C"]]:
-    """`(log p - log M, log q - log M)`.
-
-    With `d = log q - log p`, `M / p = 1 + beta·expm1(d)` and `M / q = 1 + (1 - beta)·expm1(-d)`.
-    The one whose exponent is not positive cannot overflow, and keeps the digits of a small `d`.
-    """
-    d = _difference(log_q, log_p)
-    share = jnp.where(d > 0, 1 - beta, beta)
-    of_larger = -jnp.log1p(share * jnp.expm1(-jnp.abs(d)))
-    return of_larger - jnp.maximum(d, 0.0), of_larger + jnp.minimum(d, 0.0)
+) -> Float[Array, "*T C"]:
+    """`log M`; -inf where both probabilities are 0."""
+    return jnp.log(beta * jnp.exp(log_q) + (1 - beta) * jnp.exp(log_p))
