@@ -6,6 +6,8 @@
 - `swiglu_mlp`: the whole gated MLP, which chooses what the backward keeps.
 - `linear_cross_entropy`: output projection and cross-entropy, without all logits in memory.
 - `linear_cross_entropy_plan`: which program that function would run, as a `LossPlan` to print.
+- `linear_distillation_loss`: divergence of a student's output projection from a teacher's.
+- `linear_distillation_loss_top_k`: the same for stored log-probabilities of the teacher.
 - `sharded_add_rms_norm`: `add_rms_norm` of sums over devices, for tensor parallelism.
 - `explain`: which implementation each operation in a function runs, and why, as an `Explanation`.
 - `patch`: puts the norms and the MLP into a Flax NNX model that exists, as a `Patched`.
@@ -26,6 +28,10 @@ import typing as _typing
 
 from pallas_kernels._version import __version__  # first, because it checks JAX's version
 from pallas_kernels.choices import Explanation, explain, require_kernels
+from pallas_kernels.distillation import (
+    linear_distillation_loss,
+    linear_distillation_loss_top_k,
+)
 from pallas_kernels.loss import (
     LossMetrics,
     LossPlan,
@@ -48,6 +54,8 @@ __all__ = [
     "explain",
     "linear_cross_entropy",
     "linear_cross_entropy_plan",
+    "linear_distillation_loss",
+    "linear_distillation_loss_top_k",
     "patch",
     "require_kernels",
     "rms_norm",

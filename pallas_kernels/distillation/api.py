@@ -19,7 +19,7 @@ from pallas_kernels.arguments import (
 from pallas_kernels.choices import record
 from pallas_kernels.distillation import differentiable, reference
 from pallas_kernels.distillation.divergence import Divergence, DivergenceName
-from pallas_kernels.distillation.settings import Settings, Tail
+from pallas_kernels.distillation.settings import Settings, Tail, TeacherEmbedding
 from pallas_kernels.distillation.top_k import checked_classes
 from pallas_kernels.implementation import (
     Chosen,
@@ -44,7 +44,7 @@ def linear_distillation_loss(
     x: Float[Array, "*T D"],
     weight: Embedding,
     teacher_x: Float[Array, "*T Dt"],
-    teacher_weight: Embedding,
+    teacher_weight: TeacherEmbedding,
     *,
     divergence: DivergenceName = "forward_kl",
     beta: float | None = None,

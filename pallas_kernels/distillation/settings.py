@@ -5,11 +5,14 @@ import math
 from typing import Literal
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from pallas_kernels.distillation.divergence import Divergence
 from pallas_kernels.folding import even_chunk_size
 from pallas_kernels.loss.layout import WeightLayout
 
+# The output embedding of a teacher, which has a hidden size of its own.
+TeacherEmbedding = Float[Array, "V Dt"] | Float[Array, "Dt V"]
 type Tail = Literal["one_bucket", "ignore"]
 
 # Bytes of the logits of a chunk, of student and teacher together, unless the caller gives a limit.

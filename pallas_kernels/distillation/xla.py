@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.distillation.divergence import Rows, Statistics, derivative, statistics
-from pallas_kernels.distillation.settings import Settings
+from pallas_kernels.distillation.settings import Settings, TeacherEmbedding
 from pallas_kernels.distillation.top_k import statistics_of_classes
 from pallas_kernels.folding import fold_chunks
 from pallas_kernels.loss.columns import product, rescaled, rows_that_count
@@ -57,7 +57,7 @@ def losses_and_gradients(
     layout, rows = settings.weight_layout, Rows(axes)
     if settings.tail is None:
         of_tokens, teacher_weight = teacher[:1], teacher[1].astype(teacher[0].dtype)
-        of_logits = functools.partial(_of_teacher_logits, settings, rows, teacher_weight)
+        of_logits = lambda *chunk: _of_teacher_logits(settings, rows, *chunk, teacher_weight)
     else:
         of_tokens = teacher
         of_logits = functools.partial(_of_top_k, settings, rows)
@@ -86,11 +86,11 @@ def losses_and_gradients(
 def _of_teacher_logits(
     settings: Settings,
     rows: Rows,
-    teacher_weight: Embedding,
     logits: Float[Array, "T V"],
     row: Float[Array, " T"] | None,
     dtype: Any,
-    teacher_x: Float[Array, "T E"],
+    teacher_x: Float[Array, "T Dt"],
+    teacher_weight: TeacherEmbedding,
 ) -> tuple[Float[Array, " T"], Float[Array, "T V"] | None]:
     """`(losses, dlogits)`; dlogits, in `dtype`, have the factors `row`, and are None without."""
     teacher_logits = product(
