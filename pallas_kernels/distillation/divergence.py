@@ -12,6 +12,7 @@ A class without probability adds nothing: `0·log 0` is 0.
 """
 
 import dataclasses
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -74,6 +75,12 @@ class Statistics(NamedTuple):
     teacher_lse: Float[Array, "*T"]
     student_part: Float[Array, "*T"]
 
+    def log_probs(
+        self, student: Float[Array, "*T C"], teacher: Float[Array, "*T C"]
+    ) -> tuple[Float[Array, "*T C"], Float[Array, "*T C"]]:
+        """`(log p, log q)` of the logits."""
+        return student - self.lse[..., None], teacher - self.teacher_lse[..., None]
+
 
 def statistics(
     divergence: Divergence,
@@ -91,31 +98,29 @@ def statistics(
     largest, teacher_largest = rows.max(student), rows.max(teacher)
     below, teacher_below = student - largest[..., None], teacher - teacher_largest[..., None]
     total, teacher_total = rows.sum(jnp.exp(below)), rows.sum(jnp.exp(teacher_below))
-    lse = largest + jnp.log(total)
-    teacher_lse = teacher_largest + jnp.log(teacher_total)
-    none = jnp.zeros_like(lse)
+    log_total, teacher_log_total = jnp.log(total), jnp.log(teacher_total)
+    of_totals = log_total - teacher_log_total
     difference = _difference(below, teacher_below)
-    of_totals = jnp.log(total) - jnp.log(teacher_total)
+    none = jnp.zeros_like(largest)
+    found = Statistics(none, largest + log_total, teacher_largest + teacher_log_total, none)
     match divergence.name:
         case "forward_kl":
             loss = of_totals - rows.sum(_exp_times(teacher_below, difference)) / teacher_total
-            return Statistics(loss, lse, teacher_lse, none)
+            return found._replace(loss=loss)
         case "reverse_kl":
             loss = rows.sum(_exp_times(below, difference)) / total - of_totals
-            return Statistics(loss, lse, teacher_lse, none)
-
-    def of_mixture(lse: Any, teacher_lse: Any) -> Any:
-        log_p, log_q = student - lse[..., None], teacher - teacher_lse[..., None]
-        return log_p, log_q, _log_mixture(log_p, log_q, divergence.beta)
-
-    log_p, _, log_m = of_mixture(lse, teacher_lse)
+            return found._replace(loss=loss)
+    log_p, log_q = found.log_probs(student, teacher)
+    log_m = _log_mixture(log_p, log_q, divergence.beta)
     student_part = rows.sum(_exp_times(log_p, log_p - log_m))
     # XLA would store the mixture for both sums. It makes one loop of them all the same, which
     # computes the mixture twice (JAX 0.11.2).
-    _, log_q, log_m = of_mixture(*jax.lax.optimization_barrier((lse, teacher_lse)))
+    again = Statistics(*jax.lax.optimization_barrier(tuple(found)))
+    log_p, log_q = again.log_probs(student, teacher)
+    log_m = _log_mixture(log_p, log_q, divergence.beta)
     teacher_part = rows.sum(_exp_times(log_q, log_q - log_m))
     loss = divergence.beta * teacher_part + (1 - divergence.beta) * student_part
-    return Statistics(loss, lse, teacher_lse, student_part)
+    return found._replace(loss=loss, student_part=student_part)
 
 
 def derivative(
@@ -125,17 +130,15 @@ def derivative(
     found: Statistics,
 ) -> Float[Array, "*T C"]:
     """The derivatives of the divergences in the student's logits, float32."""
-    log_p = student - found.lse[..., None]
-    log_q = teacher - found.teacher_lse[..., None]
+    log_p, log_q = found.log_probs(student, teacher)
     match divergence.name:
         case "forward_kl":
             return jnp.exp(log_p) - jnp.exp(log_q)
         case "reverse_kl":
-            # The bound is for `0 · infinity`. XLA would store a condition on the student's logits.
-            above = _difference(log_p, log_q) - found.loss[..., None]
-            return jnp.exp(log_p) * jnp.clip(above, -_LARGEST, _LARGEST)
+            return _exp_times_bounded(log_p, _difference(log_p, log_q) - found.loss[..., None])
     of_student = log_p - _log_mixture(log_p, log_q, divergence.beta)
-    return (1 - divergence.beta) * _exp_times(log_p, of_student - found.student_part[..., None])
+    above = of_student - found.student_part[..., None]
+    return (1 - divergence.beta) * _exp_times_bounded(log_p, above)
 
 
 def losses(
@@ -153,8 +156,12 @@ def losses(
         case "reverse_kl":
             return sum_over(has_p, p * (finite_log_p - log_q))
     beta = divergence.beta
-    mixture = jnp.where(has_p | has_q, beta * q + (1 - beta) * p, 1.0)
-    log_m = jnp.log(mixture)
+    # Not the logarithm of a sum of probabilities, which may all be too small for float32.
+    has_any = has_p | has_q
+    log_m = jnp.logaddexp(
+        jnp.where(has_any, log_q, 0.0) + math.log(beta),
+        jnp.where(has_any, log_p, 0.0) + math.log1p(-beta),
+    )
     return beta * sum_over(has_q, q * (finite_log_q - log_m)) + (1 - beta) * sum_over(
         has_p, p * (finite_log_p - log_m)
     )
@@ -167,12 +174,22 @@ def _difference(a: Float[Array, "*T C"], b: Float[Array, "*T C"]) -> Float[Array
 
 def _exp_times(log_p: Float[Array, "*T C"], a: Float[Array, "*T C"]) -> Float[Array, "*T C"]:
     """`exp(log_p) · a`, and 0 where the exponential is 0, though `a` be infinite."""
-    # The condition is on the logarithm: XLA stores the result of a comparison with the exponential.
     return jnp.exp(log_p) * jnp.where(log_p < _LOG_OF_ZERO, 0.0, a)
+
+
+def _exp_times_bounded(
+    log_p: Float[Array, "*T C"], a: Float[Array, "*T C"]
+) -> Float[Array, "*T C"]:
+    """The same for the derivative, with a finite number in place of an infinite `a`.
+
+    In the loop that overwrites the logits XLA would store the condition of `_exp_times`.
+    """
+    return jnp.exp(log_p) * jnp.clip(a, -_LARGEST, _LARGEST)
 
 
 def _log_mixture(
     log_p: Float[Array, "*T C"], log_q: Float[Array, "*T C"], beta: float
 ) -> Float[Array, "*T C"]:
-    """`log M`; -inf where both probabilities are 0."""
-    return jnp.log(beta * jnp.exp(log_q) + (1 - beta) * jnp.exp(log_p))
+    """`log M`, but not below the logarithm of the smallest number."""
+    mixture = beta * jnp.exp(log_q) + (1 - beta) * jnp.exp(log_p)
+    return jnp.log(jnp.maximum(mixture, jnp.finfo(jnp.float32).tiny))

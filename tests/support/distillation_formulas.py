@@ -64,8 +64,8 @@ def formula(
     coarse = lambda a, dtype: a if dtype is None else a.astype(dtype).astype(compute)
 
     def log_softmax(z):
-        z = z - np.max(z, -1, keepdims=True)
-        return z - np.log(np.sum(np.exp(z), -1, keepdims=True))
+        largest = np.max(z, -1, keepdims=True)
+        return z - (largest + np.log(np.sum(np.exp(z - largest), -1, keepdims=True)))
 
     z = coarse(x @ weight.T, round_logits) / compute(temperature)
     log_p = log_softmax(z)
@@ -105,7 +105,7 @@ def formula(
         loss = np.sum(zero_without(p, log_p - log_q), -1)
         dz = zero_without(p, log_p - log_q - loss[:, None])
     else:
-        log_m = np.log(compute(beta) * q + compute(1 - beta) * p)
+        log_m = np.logaddexp(np.log(compute(beta)) + log_q, np.log1p(-compute(beta)) + log_p)
         part = np.sum(zero_without(p, log_p - log_m), -1)
         of_teacher = np.sum(zero_without(q, log_q - log_m), -1)
         loss = compute(beta) * of_teacher + compute(1 - beta) * part
