@@ -428,7 +428,7 @@ def _loss(
     return module.sum_of_losses(settings, x, weight, coefficients, *teacher, num_axes=num_axes)
 
 
-def _weights(token_weights: Any, shape: tuple[int, ...]) -> Float[Array, "*T"]:
+def _weights(token_weights: Any, shape: tuple[Any, ...]) -> Float[Array, "*T"]:
     if token_weights is None:
         return jnp.ones(shape, jnp.float32)
     as_array("token_weights", token_weights)

@@ -35,7 +35,7 @@ def checked_classes(
     in_range = (ids >= 0) & (ids < vocab_size)
     columns = jnp.where(in_range & is_class, ids, vocab_size).astype(jnp.int32)
     # Different numbers for what is no class, so that it is not there twice.
-    others = vocab_size + jax.lax.broadcasted_iota(jnp.int32, columns.shape, columns.ndim - 1)
+    others = vocab_size + jnp.arange(columns.shape[-1], dtype=jnp.int32)
     in_order = jnp.sort(jnp.where(columns == vocab_size, others, columns), axis=-1)
     is_twice = jnp.any(in_order[..., 1:] == in_order[..., :-1], axis=-1)
     total = jnp.sum(jnp.exp(log_probs), axis=-1)
