@@ -72,8 +72,8 @@ def linear_distillation_loss(
 
     The last one is the generalized Jensen-Shannon divergence of GKD
     (https://arxiv.org/abs/2306.13649), with `beta` as in TRL's `GKDTrainer` and in Liger-Kernel.
-    As `beta` goes to 0 or 1, it goes to 0, and over `beta` or `1 - beta` it goes to a KL. So, as
-    there, `beta=0` is the forward KL and `beta=1` the reverse KL.
+    As `beta` goes to 0 or 1, it goes to 0, and over `beta` or `1 - beta` it goes to a KL. As there,
+    `beta=0` is the forward KL and `beta=1` the reverse KL.
 
     The loss is not multiplied by `temperature²`, as it is not in TRL and Liger-Kernel. Multiply it
     yourself, if the gradients should keep their size (https://arxiv.org/abs/1503.02531).
@@ -139,9 +139,9 @@ def linear_distillation_loss(
         for `[D, V]`.
       teacher_weight_layout: Order of the axes of `teacher_weight`.
       logits_dtype: Dtype of logits in memory: floating, of 16 bits or more. `None` takes the dtype
-        of `x` for the student and of `teacher_x` for the teacher. With bfloat16, logits between 8
-        and 16 err by up to 2^-5, which adds to a KL about 3e-4 nats. float32 has no such error, and
-        takes twice the memory and more time.
+        of `x` for the student and of `teacher_x` for the teacher. bfloat16
+        logits between 8 and 16 err by up to 2^-5. Their errors add about 3e-4 nats to a KL. float32
+        takes twice the memory.
       implementation: `"xla"` works on chunks of tokens. `"reference"` keeps all logits, in float32,
         and ignores chunks and `logits_dtype`. `None` picks `"xla"`. There is no kernel, so
         `"mosaic_gpu"` and `"require"` always raise.
@@ -228,9 +228,9 @@ def linear_distillation_loss_top_k(
       is `(Σ_k q)·p - q`: the student is drawn to give the tail no probability. It is no divergence
       and may be below 0. Only `"forward_kl"` has it.
 
-    **Wrong entries.** A token's loss is NaN if an id is not in `[0, V)` or is there twice, or if
-    the probabilities have a sum above 1.05, as if logits were given for log-probabilities. If the
-    token counts, the reduced loss and the gradients are NaN, too.
+    **Wrong entries.** A token's loss is NaN if an id is not in `[0, V)`, or if it is there twice.
+    It is also NaN if the probabilities have a sum above 1.05: logits, for example, are no
+    log-probabilities. If the token counts, the reduced loss and the gradients are NaN, too.
 
     **Cost.** One product for a loss, and three with its gradients.
 

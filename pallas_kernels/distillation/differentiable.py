@@ -10,7 +10,6 @@ split no tokens. Then the devices add up a few numbers for each token, and `dx`.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,8 +92,8 @@ class _Distillation:
         return partitioned(_of_device, (self.settings, wanted), roles, *args)
 
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
-        is_early = wanted is not None and self._is_early
-        loss, *gradients = self._partitioned(wanted[:2] if is_early else (False, False), args)
+        early = (False, False) if wanted is None or not self._is_early else wanted[:2]
+        loss, *gradients = self._partitioned(early, args)
         coefficients = args[2]
         # Otherwise infinity or NaN times a coefficient of 0 would make the sum NaN.
         loss = jnp.where((coefficients == 0) & ~jnp.isfinite(loss), 0.0, loss)

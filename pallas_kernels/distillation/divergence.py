@@ -13,7 +13,7 @@ A class without probability adds nothing: `0·log 0` is 0.
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ class Rows:
 
 
 class Statistics(NamedTuple):
-    """What the derivative needs of the rows, float32.
+    """Numbers of each row that the derivative needs, float32.
 
     Attributes:
       loss: Divergence of each row.

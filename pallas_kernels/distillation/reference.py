@@ -48,7 +48,8 @@ def _of_device(settings: Settings, place: Place) -> Callable[..., Sequence[jax.A
             loss = _of_top_k(settings, student, *teacher)
         else:
             layout = settings.teacher_weight_layout
-            of_teacher = _log_probs(settings, layout, *teacher, is_counted)
+            teacher_x, teacher_weight = teacher
+            of_teacher = _log_probs(settings, layout, teacher_x, teacher_weight, is_counted)
             loss = divergence.losses(settings.divergence, student, of_teacher)
         return [jnp.where(is_counted | jnp.isfinite(loss), loss, 0.0)]
 

@@ -1,4 +1,4 @@
-"""What a distillation loss is compiled for, and the chunks that it takes."""
+"""Static settings of a distillation loss, and the chunks that it takes."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ class Settings:
       weight_layout: Layout of the student's weight.
       teacher_weight_layout: Layout of the teacher's weight. None if stored log-probabilities of
         `k` tokens are the teacher.
-      tail: What becomes of the vocabulary outside of the `k` tokens; None without them.
+      tail: Handling of the vocabulary outside of the `k` tokens; None without them.
       logits_dtype: Dtype of logits in memory; None is that of the hidden states.
       chunk_size: Tokens of a chunk that the caller asks for.
       max_logits_bytes: Limit that the caller sets for logits in memory.

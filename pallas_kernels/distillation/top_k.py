@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.distillation.divergence import Rows, derivative, statistics
 from pallas_kernels.distillation.settings import Settings
 
-# Largest sum of the teacher's probabilities of a token that can be rounding: log-probabilities in
-# bfloat16 err by 2^-9 of their size, which is 1 % of a distribution with an entropy of 5 nats.
+# Largest sum of the teacher's probabilities of a token that can be rounding. Log-probabilities in
+# bfloat16 err by up to 2^-9 of their size. That is 1 % for a distribution of 5 nats.
 _MOST_PROBABILITY = 1.05
 
 

@@ -4,11 +4,11 @@ While the logits of a chunk exist, its losses, its `dx` and its share of `dweigh
 them, as in Liger-Kernel's fused losses (https://arxiv.org/abs/2410.10989). The passes over the
 logits between the products are fusions of XLA.
 
-Numerics. The products take operands of the dtype of the hidden states (a weight of another dtype is
-rounded to it once) and accumulate in float32. Logits in memory have `Settings.logits_dtype`.
-Softmax, losses and derivatives are float32. Coefficients, which include a mean's 1/N, are multiplied
-in float32 before dlogits are rounded once, to `x.dtype`, as the operand of two products. `dweight`
-is added up in float32, and rounded once, as `dx` is.
+Numerics. The products take operands of the dtype of the hidden states (a weight of another dtype
+is rounded to it once) and accumulate in float32. Logits in memory have `Settings.logits_dtype`.
+Softmax, losses and derivatives are float32. Coefficients, which include a mean's 1/N, are
+multiplied in float32 before dlogits are rounded once, to `x.dtype`, as the operand of two products.
+`dweight` is added up in float32, and rounded once, as `dx` is.
 """
 
 import functools
@@ -57,7 +57,9 @@ def losses_and_gradients(
     layout, rows = settings.weight_layout, Rows(axes)
     if settings.tail is None:
         of_tokens, teacher_weight = teacher[:1], teacher[1].astype(teacher[0].dtype)
-        of_logits = lambda *chunk: _of_teacher_logits(settings, rows, *chunk, teacher_weight)
+        of_logits = functools.partial(
+            _of_teacher_logits, settings, rows, teacher_weight=teacher_weight
+        )
     else:
         of_tokens = teacher
         of_logits = functools.partial(_of_top_k, settings, rows)

@@ -29,7 +29,7 @@ def formula(
     cotangent,
     *,
     divergence="forward_kl",
-    beta=None,
+    beta: Any = None,
     temperature=1.0,
     reduction="mean",
     tail=None,
@@ -56,7 +56,7 @@ def formula(
     """
     if divergence == "jensen_shannon":
         beta = 0.5 if beta is None else beta
-        divergence = {0: "forward_kl", 1: "reverse_kl"}.get(beta, divergence)
+        divergence = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), divergence)
     given = {name: np.asarray(a).astype(compute) for name, a in arrays.items()}
     weight = given["weight"]
     shape = given["x"].shape[:-1]
@@ -68,7 +68,7 @@ def formula(
         return z - (largest + np.log(np.sum(np.exp(z - largest), -1, keepdims=True)))
 
     z = coarse(x @ weight.T, round_logits) / compute(temperature)
-    log_p = log_softmax(z)
+    log_p = log_p_of_logits = log_softmax(z)
     if tail is None:
         teacher_x, teacher_weight = (np.asarray(a).astype(compute) for a in teacher)
         teacher_x = teacher_x.reshape(len(x), teacher_weight.shape[1])
@@ -86,7 +86,6 @@ def formula(
         of_classes = np.where(members, log_p[:, None], -np.inf)
         largest = np.max(of_classes, -1, keepdims=True)
         largest = np.where(np.isneginf(largest), 0, largest)
-        log_p_of_logits = log_p
         log_p = largest[..., 0] + np.log(np.sum(np.exp(of_classes - largest), -1))
         rest = 1 - np.sum(np.exp(log_q), -1, keepdims=True)
         rest = np.where(np.any(members[:, -1], -1)[:, None], np.maximum(rest, 0), 0)

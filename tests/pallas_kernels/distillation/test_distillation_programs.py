@@ -141,7 +141,7 @@ def test_it_says_that_xla_computes_it(on_h100, of_top_k):
 
 def test_open_sizes_run_the_reference():
     (t,) = jax.export.symbolic_shape("t")
-    x, weight, teacher_x, teacher_weight = shapes(False)
+    _, weight, _, teacher_weight = shapes(False)
     args = (
         jax.ShapeDtypeStruct((t, BIG_D), F32),
         weight,
@@ -294,7 +294,9 @@ def on_mesh(mesh_name: str, kind: AxisType, student, teacher, of_top_k=False) ->
     ],
 )
 def test_on_a_mesh(mesh_name, kind, divergence, reduction, implementation):
-    arrays, teacher = make_arrays((4, MESH_T // 4) if mesh_name == "vocabulary" else (MESH_T,), MESH_V)
+    arrays, teacher = make_arrays(
+        (4, MESH_T // 4) if mesh_name == "vocabulary" else (MESH_T,), MESH_V
+    )
     options = {"implementation": implementation, "reduction": reduction, **divergence}
     mesh, student, of_teacher = on_mesh(mesh_name, kind, arrays, teacher)
     with jax.set_mesh(mesh):

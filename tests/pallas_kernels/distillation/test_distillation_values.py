@@ -1,5 +1,7 @@
 """Distillation losses and their gradients against the formula in float64."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -241,7 +243,8 @@ def test_small_weights_of_tokens_do_not_underflow_in_float16():
 
 def test_the_teacher_is_constant():
     arrays, teacher = as_jax(make_arrays())
-    for implementation in ("xla", "reference"):
+    implementations: list[Any] = ["xla", "reference"]
+    for implementation in implementations:
         gradients = jax.grad(
             lambda x, w, name=implementation: linear_distillation_loss(
                 arrays["x"], arrays["weight"], x, w, implementation=name
