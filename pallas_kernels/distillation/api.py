@@ -7,18 +7,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
-from pallas_kernels.arguments import (
-    BITS_OF_PRODUCTS,
-    as_array,
-    check_floating,
-    check_integer,
-    check_number,
-    floating_arrays,
-    number,
-)
+from pallas_kernels.arguments import BITS_OF_PRODUCTS, as_array, floating_arrays
 from pallas_kernels.choices import record
 from pallas_kernels.distillation import differentiable, reference
-from pallas_kernels.distillation.divergence import Divergence, DivergenceName
+from pallas_kernels.distillation.arguments import (
+    check_layer,
+    checked_settings,
+    student_arrays,
+    weights_of_tokens,
+)
+from pallas_kernels.distillation.divergence import DivergenceName
 from pallas_kernels.distillation.settings import Settings, Tail, TeacherEmbedding
 from pallas_kernels.distillation.top_k import checked_classes
 from pallas_kernels.implementation import (
@@ -155,11 +153,11 @@ def linear_distillation_loss(
       NotImplementedError: the caller asks for kernels; or `"xla"` is differentiated twice or in
         forward mode, or sizes are open.
     """
-    x, weight = _student(x, weight, weight_layout)
+    x, weight = student_arrays(x, weight, weight_layout)
     teacher_x, teacher_weight = floating_arrays(
         teacher_x=teacher_x, teacher_weight=teacher_weight, least_bits=BITS_OF_PRODUCTS
     )
-    _check_layer("teacher_", teacher_x, teacher_weight, teacher_weight_layout)
+    check_layer("teacher_", teacher_x, teacher_weight, teacher_weight_layout)
     if teacher_x.shape[:-1] != x.shape[:-1]:
         raise ValueError(
             f"teacher_x must have the tokens of x, {x.shape[:-1]}, got {teacher_x.shape}"
@@ -171,7 +169,7 @@ def linear_distillation_loss(
             f"student and teacher must have one vocabulary, got V = {vocab_size} of weight and "
             f"{teacher_vocab_size} of teacher_weight; slice or pad one weight"
         )
-    settings = _settings(
+    settings = checked_settings(
         divergence=divergence,
         beta=beta,
         temperature=temperature,
@@ -260,7 +258,7 @@ def linear_distillation_loss_top_k(
       TypeError: an array is of a dtype that is not described here, or an option is of a wrong type.
       NotImplementedError: as in `linear_distillation_loss`.
     """
-    x, weight = _student(x, weight, weight_layout)
+    x, weight = student_arrays(x, weight, weight_layout)
     (teacher_log_probs,) = floating_arrays(teacher_log_probs=teacher_log_probs)
     as_array("teacher_ids", teacher_ids)
     if not jnp.issubdtype(teacher_ids.dtype, jnp.integer):
@@ -277,7 +275,7 @@ def linear_distillation_loss_top_k(
         )
     if tail not in get_args(Tail.__value__):
         raise ValueError(f"{tail=} must be one of {get_args(Tail.__value__)}")
-    settings = _settings(
+    settings = checked_settings(
         divergence=divergence,
         beta=beta,
         temperature=temperature,
@@ -303,97 +301,6 @@ def linear_distillation_loss_top_k(
     )
 
 
-def _student(x: Any, weight: Any, weight_layout: Any) -> tuple[Array, Array]:
-    x, weight = floating_arrays(x=x, weight=weight, least_bits=BITS_OF_PRODUCTS)
-    _check_layer("", x, weight, weight_layout)
-    return x, weight
-
-
-def _check_layer(prefix: str, x: Array, weight: Array, layout: Any) -> None:
-    name = f"{prefix}weight_layout"
-    if layout not in get_args(WeightLayout.__value__):
-        raise ValueError(f"{name}={layout!r} must be one of {get_args(WeightLayout.__value__)}")
-    axes = f"[{', '.join(layout.upper())}]"
-    if weight.ndim != 2 or 0 in weight.shape:
-        raise ValueError(
-            f"{prefix}weight must be {axes} with D >= 1 and V >= 1, got {weight.shape}"
-        )
-    _, hidden_size = sizes(weight, layout)
-    if x.ndim == 0 or x.shape[-1] != hidden_size:
-        raise ValueError(
-            f"{prefix}x {x.shape} and {prefix}weight {weight.shape} must agree in D: "
-            f"{name}={layout!r} is {axes}"
-        )
-
-
-def _settings(
-    *,
-    divergence: Any,
-    beta: Any,
-    temperature: Any,
-    chunk_size: Any,
-    max_logits_bytes: Any,
-    weight_layout: WeightLayout,
-    logits_dtype: Any,
-    teacher_weight_layout: WeightLayout | None = None,
-    tail: Tail | None = None,
-) -> Settings:
-    remedy = "1.0 leaves the logits as they are"
-    check_number("temperature", temperature, remedy=remedy)
-    if temperature <= 0:
-        raise ValueError(f"{temperature=} must be above 0; {remedy}")
-    given = {"chunk_size": chunk_size, "max_logits_bytes": max_logits_bytes}
-    given = {name: size for name, size in given.items() if size is not None}
-    for name, size in given.items():
-        check_integer(name, size, remedy="None chooses one")
-        if size < 1:
-            raise ValueError(f"{name}={size} must be at least 1")
-    if len(given) > 1:
-        sizes = " and ".join(f"{name}={size}" for name, size in given.items())
-        raise ValueError(f"{sizes} each choose the chunks; give one of them")
-    return Settings(
-        divergence=_divergence(divergence, beta),
-        temperature=float(temperature),
-        weight_layout=weight_layout,
-        teacher_weight_layout=teacher_weight_layout,
-        tail=tail,
-        logits_dtype=None if logits_dtype is None else _logits_dtype(logits_dtype),
-        chunk_size=chunk_size,
-        max_logits_bytes=max_logits_bytes,
-    )
-
-
-def _divergence(name: Any, beta: Any) -> Divergence:
-    names = get_args(DivergenceName.__value__)
-    if name not in names:
-        raise ValueError(f"divergence={name!r} must be one of {names}")
-    if beta is None:
-        return Divergence(name, 0.5)
-    remedy = "None is 0.5"
-    if not 0 <= number("beta", beta, remedy=remedy) <= 1:
-        raise ValueError(f"{beta=} must lie in [0, 1]; {remedy}")
-    if name != "jensen_shannon":
-        raise ValueError(
-            f"{beta=} is of divergence='jensen_shannon', and divergence={name!r} has no mixture; "
-            "leave beta=None"
-        )
-    ends: dict[float, DivergenceName] = {0.0: "forward_kl", 1.0: "reverse_kl"}
-    # One program for a divergence that has two spellings.
-    return Divergence(ends[beta], 0.5) if beta in ends else Divergence(name, float(beta))
-
-
-def _logits_dtype(dtype: Any) -> jnp.dtype:
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        raise TypeError(f"logits_dtype={dtype!r} must be a dtype, such as jnp.float32") from None
-    name = f"logits_dtype={found}"
-    check_floating(name, found, "change it", least_bits=BITS_OF_PRODUCTS)
-    if jax.dtypes.canonicalize_dtype(found) != found:
-        raise ValueError(f"{name} needs jax_enable_x64; change it to float32")
-    return found
-
-
 def _loss(
     name: str,
     settings: Settings,
@@ -406,7 +313,7 @@ def _loss(
     x, weight, *teacher = arrays
     if reduction not in get_args(Reduction.__value__):
         raise ValueError(f"{reduction=} must be one of {get_args(Reduction.__value__)}")
-    weights = _weights(token_weights, x.shape[:-1])
+    weights = weights_of_tokens(token_weights, x.shape[:-1])
     chosen, reason = _choose(implementation, x)
     vocab_size, _ = sizes(weight, settings.weight_layout)
     is_planned = chosen == "xla" and x.size > 0
@@ -425,22 +332,6 @@ def _loss(
     num_axes = weights.ndim if reduction == "none" else 0
     module = reference if chosen == "reference" else differentiable
     return module.sum_of_losses(settings, x, weight, coefficients, *teacher, num_axes=num_axes)
-
-
-def _weights(token_weights: Any, shape: tuple[Any, ...]) -> Float[Array, "*T"]:
-    if token_weights is None:
-        return jnp.ones(shape, jnp.float32)
-    as_array("token_weights", token_weights)
-    if token_weights.shape != shape:
-        raise ValueError(
-            f"token_weights must have the shape of the tokens, {shape}, got {token_weights.shape}"
-        )
-    if not any(jnp.issubdtype(token_weights.dtype, t) for t in (jnp.floating, jnp.integer, bool)):
-        raise TypeError(
-            f"token_weights is {token_weights.dtype}, not a floating dtype, integers or bools; "
-            "cast token_weights to float32"
-        )
-    return jnp.asarray(token_weights).astype(jnp.float32)
 
 
 def _choose(implementation: Any, x: Array) -> tuple[Chosen, str]:
