@@ -304,14 +304,16 @@ def test_top_k_of_each_divergence(implementation, divergence):
     check(arrays, make_top_k(), tail="one_bucket", implementation=implementation, **divergence)
 
 
-@in_turn("divergence, k", DIVERGENCES, {"all": V, "most": V - 20, "one": 1})
+@in_turn("divergence, k", DIVERGENCES, {"all": V, "most": V - 20, "few": 3})
 def test_top_k_of_the_whole_vocabulary(divergence, k):
     # With all tokens it is the divergence of the whole distributions.
     arrays, _ = make_arrays()
     log_probs, ids = make_top_k(k=k)
     for implementation in ("xla", "reference"):
         options = {"implementation": implementation, **divergence}
-        got = check(arrays, (log_probs, ids), tail="one_bucket", **options)
+        # The logsumexp of the tail is rounded, and then that of all classes, which a formula that
+        # normalizes first does not need.
+        got = check(arrays, (log_probs, ids), tail="one_bucket", slack=1.5, **options)
         if k < V:
             continue
         logits = np.zeros((T, V), np.float32)
