@@ -8,6 +8,8 @@
 - `linear_cross_entropy_plan`: which program that function would run, as a `LossPlan` to print.
 - `linear_log_probs`: log-probabilities of labels and entropies, without all logits in memory.
 - `linear_token_loss`: a scalar made of log-probabilities, with gradients in three products.
+- `linear_distillation_loss`: divergence of a student's output projection from a teacher's.
+- `linear_distillation_loss_top_k`: the same for stored log-probabilities of the teacher.
 - `sharded_add_rms_norm`: `add_rms_norm` of sums over devices, for tensor parallelism.
 - `explain`: which implementation each operation in a function runs, and why, as an `Explanation`.
 - `patch`: puts the norms and the MLP into a Flax NNX model that exists, as a `Patched`.
@@ -28,6 +30,10 @@ import typing as _typing
 
 from pallas_kernels._version import __version__  # first, because it checks JAX's version
 from pallas_kernels.choices import Explanation, explain, require_kernels
+from pallas_kernels.distillation import (
+    linear_distillation_loss,
+    linear_distillation_loss_top_k,
+)
 from pallas_kernels.log_probs import linear_log_probs, linear_token_loss
 from pallas_kernels.loss import (
     LossMetrics,
@@ -51,6 +57,8 @@ __all__ = [
     "explain",
     "linear_cross_entropy",
     "linear_cross_entropy_plan",
+    "linear_distillation_loss",
+    "linear_distillation_loss_top_k",
     "linear_log_probs",
     "linear_token_loss",
     "patch",

@@ -1,0 +1,270 @@
+"""Times the distillation losses with their gradients against their bare matrix products.
+
+    python -m benchmarks.kernels.distillation --shapes 8192x2048x4096x128256
+
+A shape is tokens x hidden size x hidden size of the teacher x vocabulary. Data is random and
+bfloat16, and the gradient of the student's weight is float32. Times are kernel times
+(`benchmarks/timing.py`), medians over interleaved rounds. The same rounds measure the bare products
+of the same shapes: the logits of student and teacher, dx and dweight. A loss alone is compared with
+the first two, and a teacher of stored log-probabilities with the three of the student. Memory is
+counted beside arguments and results by XLA's `memory_analysis`. Before a setting is timed, its loss
+and gradients are compared with those of all logits in float32. The program writes a table and all
+numbers into the folder of results.
+"""
+
+import argparse
+import dataclasses
+import functools
+import gc
+import importlib.metadata
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import agreement, ceilings, timing
+from benchmarks.kernels import shapes
+from benchmarks.kernels.bench import short_name, write_results
+from benchmarks.kernels.shapes import Shape
+from pallas_kernels import linear_distillation_loss, linear_distillation_loss_top_k
+
+# Llama 3.2 1B, taught by Llama 3.1 8B; a narrower teacher; and a smaller vocabulary.
+SHAPES: tuple[Shape, ...] = (
+    (8192, 2048, 4096, 128256),
+    (8192, 2048, 3072, 128256),
+    (8192, 2048, 4096, 32000),
+)
+_K = 64
+_LOGITS, _TEACHER_LOGITS, _DX, _DWEIGHT = range(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A way to compute a loss.
+
+    Attributes:
+      name: Name in the table.
+      loss: Function `(x, weight, *teacher) -> loss`.
+      formula: Function of the same arguments with all logits in float32, to compare with.
+      gradients: Whether to compute the gradients.
+      of_top_k: Whether the teacher is `(log_probs, ids)`.
+    """
+
+    name: str
+    loss: Callable[..., jax.Array]
+    formula: Callable[..., jax.Array]
+    gradients: bool = True
+    of_top_k: bool = False
+
+    @property
+    def products(self) -> tuple[int, ...]:
+        """The products with which the setting is compared."""
+        found = (_LOGITS,) if self.of_top_k else (_LOGITS, _TEACHER_LOGITS)
+        return (*found, _DX, _DWEIGHT) if self.gradients else found
+
+    def program(self, loss: Callable[..., jax.Array]) -> Callable[..., Any]:
+        """The function to compile."""
+        if not self.gradients:
+            return loss
+        graded = jax.value_and_grad(loss, argnums=(0, 1))
+        return lambda x, weight, *teacher: graded(x, weight.astype(jnp.float32), *teacher)
+
+
+def _log_softmax(x, weight):
+    logits = jnp.einsum("td,vd->tv", x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+    return jax.nn.log_softmax(logits, axis=-1)
+
+
+def _all_logits(x, weight, teacher_x, teacher_weight, divergence="forward_kl"):
+    log_p = _log_softmax(x, weight)
+    log_q = jax.lax.stop_gradient(_log_softmax(teacher_x, teacher_weight))
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    match divergence:
+        case "forward_kl":
+            terms = q * (log_q - log_p)
+        case "reverse_kl":
+            terms = p * (log_p - log_q)
+        case _:
+            log_m = jnp.log((p + q) / 2)
+            terms = (q * (log_q - log_m) + p * (log_p - log_m)) / 2
+    return jnp.sum(terms) / len(x)
+
+
+def _all_logits_of_top_k(x, weight, log_probs, ids):
+    log_p = _log_softmax(x, weight)
+    top = jnp.take_along_axis(log_p, ids, axis=-1)
+    is_top = jnp.zeros(log_p.shape, bool).at[jnp.arange(len(x))[:, None], ids].set(True)
+    tail = jax.nn.logsumexp(jnp.where(is_top, -jnp.inf, log_p), axis=-1)
+    q, rest = jnp.exp(log_probs), 1 - jnp.sum(jnp.exp(log_probs), axis=-1)
+    losses = jnp.sum(q * (log_probs - top), axis=-1) + rest * (jnp.log(rest) - tail)
+    return jnp.mean(losses)
+
+
+def _dense(name: str, *, gradients: bool = True, **options: Any) -> Setting:
+    loss = functools.partial(linear_distillation_loss, implementation="xla", **options)
+    formula = functools.partial(_all_logits, divergence=options.get("divergence", "forward_kl"))
+    return Setting(name, loss, formula, gradients)
+
+
+_OF_TOP_K = functools.partial(linear_distillation_loss_top_k, implementation="xla")
+SETTINGS = (
+    _dense("forward KL"),
+    _dense("reverse KL", divergence="reverse_kl"),
+    _dense("Jensen-Shannon", divergence="jensen_shannon"),
+    _dense("forward KL, loss alone", gradients=False),
+    _dense("forward KL, chunks of 512", chunk_size=512),
+    _dense("forward KL, chunks of 768", chunk_size=768),
+    _dense("forward KL, chunks of 2048", chunk_size=2048),
+    _dense("forward KL, float32 logits", logits_dtype=jnp.float32),
+    Setting(f"top {_K}, one bucket", _OF_TOP_K, _all_logits_of_top_k, of_top_k=True),
+    Setting("all logits", _all_logits, _all_logits),
+)
+
+
+def products(shape: Shape) -> list[Callable[[], Any]]:
+    """The bare matrix products: logits of student and teacher, dx and dweight."""
+    tokens, hidden, teacher_hidden, vocab = shape
+    keys = jax.random.split(jax.random.key(1), 5)
+    array = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16)
+    x, weight = array(keys[0], tokens, hidden), array(keys[1], vocab, hidden)
+    teacher_x = array(keys[2], tokens, teacher_hidden)
+    teacher_weight = array(keys[3], vocab, teacher_hidden)
+    dlogits = array(keys[4], tokens, vocab)
+    logits = jax.jit(lambda a, b: a @ b.T)
+    return [
+        functools.partial(logits, x, weight),
+        functools.partial(logits, teacher_x, teacher_weight),
+        functools.partial(jax.jit(lambda a, b: a @ b), dlogits, weight),
+        functools.partial(jax.jit(lambda a, b: a.T @ b), dlogits, x),
+    ]
+
+
+def _arguments(shape: Shape) -> tuple[Any, Any]:
+    """The arguments of the losses, without and with a teacher of stored log-probabilities."""
+    tokens, hidden, teacher_hidden, vocab = shape
+    keys = jax.random.split(jax.random.key(0), 5)
+    array = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16)
+    x, weight = array(keys[0], tokens, hidden), array(keys[1], vocab, hidden) / 50
+    teacher = array(keys[2], tokens, teacher_hidden), array(keys[3], vocab, teacher_hidden) / 50
+    k = min(_K, vocab - 1)
+    # Random log-probabilities of tokens that have 90 % of the probability.
+    log_probs = jax.nn.log_softmax(jax.random.normal(keys[4], (tokens, k))) + jnp.log(0.9)
+    ids = (jnp.arange(tokens)[:, None] + jnp.arange(k) * (vocab // k)) % vocab
+    return (x, weight, *teacher), (x, weight, log_probs, ids)
+
+
+def measure(shape: Shape, settings: Sequence[Setting], *, rounds: int) -> list[dict[str, Any]]:
+    """One record for each setting at a shape."""
+    arguments = _arguments(shape)
+    bare = products(shape)
+    sets = dict.fromkeys(setting.products for setting in settings)
+    label = lambda numbers: f"products {numbers}"
+    run_all = lambda calls: [call() for call in calls]
+    cases = [
+        timing.Case(label(of), [functools.partial(run_all, [bare[i] for i in of])]) for of in sets
+    ]
+    memory, refused = {}, {}
+    for setting in settings:
+        args = arguments[setting.of_top_k]
+        try:
+            compiled = jax.jit(setting.program(setting.loss)).lower(*args).compile()
+            got = jax.tree.leaves(jax.block_until_ready(compiled(*args)))
+            expected = jax.tree.leaves(jax.jit(setting.program(setting.formula))(*args))
+            error = agreement.relative_error(got, expected)
+            del got, expected
+        except Exception as error:  # running out of memory is a result
+            refused[setting.name] = timing.Timing(error=timing.first_line(error))
+            continue
+        if not error < agreement.LIMIT:  # also NaN
+            refused[setting.name] = timing.Timing(error=f"wrong result: relative error {error:.1e}")
+            continue
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        memory[setting.name] = analysis.temp_size_in_bytes
+        cases.append(timing.Case(setting.name, [functools.partial(compiled, *args)]))
+    timings = timing.compare(cases, rounds=rounds, calls_per_round=1)
+    limits = {of: timings.pop(label(of)) for of in sets}
+    records = []
+    for setting in settings:
+        measured = (timings | refused)[setting.name]
+        record: dict[str, Any] = {"shape": list(shape), "setting": setting.name}
+        record |= measured.summary()
+        if measured.error is None:
+            limit = limits[setting.products].median_ms
+            record |= {"num_products": len(setting.products), "products_ms": limit}
+            record |= {"over_products": measured.median_ms / limit}
+            record |= {"temporary_bytes": memory[setting.name]}
+        records.append(record)
+    return records
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown tables, a section for each shape."""
+    lines = []
+    for shape in dict.fromkeys(tuple(r["shape"]) for r in records):
+        lines += [
+            f"## {shapes.label(shape)}",
+            "",
+            "| setting | ms | bare products | over them | MiB beside arguments and results |",
+            "|---|---|---|---|---|",
+        ]
+        for r in records:
+            if tuple(r["shape"]) != shape:
+                continue
+            if "error" in r:
+                lines.append(f"| {r['setting']} | {r['error']} | | | |")
+                continue
+            lines.append(
+                f"| {r['setting']} | {r['median_ms']:.1f} | {r['num_products']}: "
+                f"{r['products_ms']:.1f} ms | {r['over_products']:.3f} | "
+                f"{r['temporary_bytes'] / 2**20:.0f} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line, measures, writes the results and prints them."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels.distillation",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
+    parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args(argv)
+    if wrong := [shapes.label(shape) for shape in args.shapes if len(shape) != 4]:
+        parser.error(f"--shapes {' '.join(wrong)}: tokens x hidden x teacher's hidden x vocabulary")
+
+    device_kind = timing.require_gpu()
+    settings = [s for s in SETTINGS if not args.settings or s.name in args.settings]
+    found = [f"{p} {importlib.metadata.version(p)}" for p in ("jax", "jaxlib")]
+    command = f"python -m benchmarks.kernels.distillation {shlex.join(argv)}"
+    title = (
+        f"# Distillation losses on {device_kind}\n\n{time.strftime('%Y-%m-%d')}, {device_kind}, "
+        f"{', '.join(found)}. bfloat16, kernel time, median of {args.rounds} interleaved rounds; "
+        f"{ceilings.measure()} by wall time.\n\n    {command}\n\n"
+    )
+    device = short_name(device_kind)
+    records: list[dict[str, Any]] = []
+    contents = {"device": device_kind, "versions": found, "command": command, "records": records}
+    for shape in args.shapes:
+        print(f"{shapes.label(shape)} ...", file=sys.stderr, flush=True)
+        of_shape = measure(shape, settings, rounds=args.rounds)
+        gc.collect()
+        jax.clear_caches()
+        records += of_shape
+        write_results(args.output_dir, "distillation", device, contents, title + table(records))
+        print(table(of_shape), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,351 @@
+"""The public distillation losses of a linear layer."""
+
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Integer
+
+from pallas_kernels.arguments import BITS_OF_PRODUCTS, as_array, floating_arrays
+from pallas_kernels.choices import record
+from pallas_kernels.distillation import differentiable, reference
+from pallas_kernels.distillation.arguments import (
+    check_layer,
+    checked_settings,
+    student_arrays,
+    weights_of_tokens,
+)
+from pallas_kernels.distillation.divergence import DivergenceName
+from pallas_kernels.distillation.settings import Settings, Tail, TeacherEmbedding
+from pallas_kernels.distillation.top_k import checked_classes
+from pallas_kernels.implementation import (
+    Chosen,
+    Implementation,
+    by_name,
+    check_implementation,
+    symbolic_reason,
+)
+from pallas_kernels.loss.arguments import Reduction
+from pallas_kernels.loss.layout import Embedding, WeightLayout, sizes
+from pallas_kernels.loss.token_loss import coefficients_of_mean
+
+type TokenWeights = Float[Array, "*T"] | Integer[Array, "*T"] | Bool[Array, "*T"]
+
+NO_KERNEL = (
+    "no kernel computes a distillation loss: the matrix products are XLA's, by cuBLAS on a GPU, "
+    "and the passes over a chunk of logits are fusions of XLA"
+)
+
+
+def linear_distillation_loss(
+    x: Float[Array, "*T D"],
+    weight: Embedding,
+    teacher_x: Float[Array, "*T Dt"],
+    teacher_weight: TeacherEmbedding,
+    *,
+    divergence: DivergenceName = "forward_kl",
+    beta: float | None = None,
+    temperature: float = 1.0,
+    token_weights: TokenWeights | None = None,
+    reduction: Reduction = "mean",
+    chunk_size: int | None = None,
+    max_logits_bytes: int | None = None,
+    weight_layout: WeightLayout = "vd",
+    teacher_weight_layout: WeightLayout = "vd",
+    logits_dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "..."]:
+    """Divergence of a student's next-token distribution from a teacher's, without all logits.
+
+    Student and teacher have hidden sizes D and Dt of their own, and one vocabulary.
+
+    **Formula.** With the student's `p = softmax(x @ weight.T / temperature)`, the teacher's
+    `q = softmax(teacher_x @ teacher_weight.T / temperature)`, and the mixture
+    `M = beta·q + (1 - beta)·p`, the loss of a token in nats is
+
+        "forward_kl"       KL(q ‖ p) = Σ_v q·(log q - log p)
+        "reverse_kl"       KL(p ‖ q) = Σ_v p·(log p - log q)
+        "jensen_shannon"   beta·KL(q ‖ M) + (1 - beta)·KL(p ‖ M)
+
+    The last one is the generalized Jensen-Shannon divergence of GKD
+    (https://arxiv.org/abs/2306.13649), with `beta` as in TRL's `GKDTrainer` and in Liger-Kernel.
+    As `beta` goes to 0 or 1, it goes to 0, and over `beta` or `1 - beta` it goes to a KL. As there,
+    `beta=0` is the forward KL and `beta=1` the reverse KL.
+
+    The loss is not multiplied by `temperature²`, as it is not in TRL and Liger-Kernel. Multiply it
+    yourself, if the gradients should keep their size (https://arxiv.org/abs/1503.02531).
+
+    The loss of a token is multiplied by its token weight. `reduction="sum"` adds the losses up.
+    `"mean"` divides this sum by the sum of the weights, and without `token_weights` by the number
+    of tokens. `"none"` returns the losses. If no token counts, loss and gradients are 0. Losses
+    are float32.
+
+    **What counts.** A token does not count if its weight is exactly 0; `token_weights=labels !=
+    -100` leaves out what a cross-entropy would ignore. It adds nothing to loss and gradients, and
+    its row of `dx` is 0, even if its hidden states hold NaN or infinities. NaN of another token
+    makes its loss NaN, and the gradients.
+
+    **Zeros.** A token `v` that has no probability adds nothing: `0·log 0` is 0. The reverse KL is
+    infinite where the teacher gives no probability to a token that the student may choose, and the
+    forward KL in the opposite case.
+
+    **Gradients.** The loss is differentiable in `x`, `weight` and `token_weights`. The teacher is
+    constant: the gradients of `teacher_x` and `teacher_weight` are 0, as after
+    `jax.lax.stop_gradient`. A call that is not differentiated does no gradient work. `dweight` has
+    the dtype of `weight`; for a float32 gradient of a bfloat16 weight, differentiate with respect
+    to `weight.astype(jnp.float32)` inside of the compiled function. Only `"reference"` has second
+    derivatives and forward mode (`jax.jvp`).
+
+    **Cost.** A chunk of tokens at a time has its logits in memory, of student and teacher. A loss
+    takes two products, `2·T·V·(D + Dt)` FLOPs. With its gradients it takes two more of `2·T·V·D`.
+    With `reduction="none"` the backward computes the logits again. `docs/kernels/distillation.md`
+    has more.
+
+    **Rounding.** Products take operands in the dtype of `x` or `teacher_x`, and accumulate in
+    float32. Logits in memory are rounded to `logits_dtype`. Softmax and losses are float32. The
+    gradient in the logits is rounded once, to the dtype of `x`, and each gradient once.
+
+    **Meshes.** Each device computes the losses of its own tokens. On Auto and Explicit axes a sum
+    or mean is over the tokens of all devices. A vocabulary that is split over an axis which splits
+    no tokens stays split, in both weights. Inside of `jax.shard_map` a sum or mean is over the
+    tokens of one device, and the weights have the whole vocabulary.
+
+    Above 80 lines, because most of them are this documentation.
+
+    Args:
+      x: Hidden states of the student, of a floating dtype of 16 bits or more. The leading axes are
+        tokens.
+      weight: Output embedding of the student, of the layout `weight_layout` and a floating dtype of
+        16 bits or more.
+      teacher_x: Hidden states of the teacher for the same tokens.
+      teacher_weight: Output embedding of the teacher, of the layout `teacher_weight_layout`.
+      divergence: `"forward_kl"`, `"reverse_kl"` or `"jensen_shannon"`.
+      beta: Share of the teacher in the mixture, in [0, 1]. Only `"jensen_shannon"` takes it, and
+        `None` is 0.5 there.
+      temperature: Divisor of both logits, finite and above 0.
+      token_weights: Factor for each token's loss, taken as float32. A mask of integers or bools
+        will do.
+      reduction: `"mean"`, `"sum"` or `"none"`.
+      chunk_size: Largest number of a device's tokens whose logits exist at a time. Two chunks would
+        take as much memory as one, so three are made then.
+      max_logits_bytes: Limit in bytes for both logits of a chunk of tokens. The chunks are the
+        largest ones that fit, of at least 128 tokens. `None` means 512 MiB, and at least 768
+        tokens, because each chunk reads and writes all of `dweight`. At most one of `chunk_size`
+        and `max_logits_bytes` may be given.
+      weight_layout: Order of the axes of `weight` and of its gradient: `"vd"` for `[V, D]`, `"dv"`
+        for `[D, V]`.
+      teacher_weight_layout: Order of the axes of `teacher_weight`.
+      logits_dtype: Dtype of logits in memory: floating, of 16 bits or more. `None` takes the dtype
+        of `x` for the student and of `teacher_x` for the teacher. bfloat16
+        logits between 8 and 16 err by up to 2^-5. Their errors add about 3e-4 nats to a KL. float32
+        takes twice the memory.
+      implementation: `"xla"` works on chunks of tokens. `"reference"` keeps all logits, in float32,
+        and ignores chunks and `logits_dtype`. `None` picks `"xla"`. There is no kernel, so
+        `"mosaic_gpu"` and `"require"` always raise.
+
+    Returns:
+      The loss, a scalar or of the shape of the tokens.
+
+    Raises:
+      ValueError: shapes disagree, an option is out of its range, or a name is unknown.
+      TypeError: an array is of a dtype that is not described here, or an option is of a wrong type.
+      NotImplementedError: the caller asks for kernels; or `"xla"` is differentiated twice or in
+        forward mode, or sizes are open.
+    """
+    x, weight = student_arrays(x, weight, weight_layout)
+    teacher_x, teacher_weight = floating_arrays(
+        teacher_x=teacher_x, teacher_weight=teacher_weight, least_bits=BITS_OF_PRODUCTS
+    )
+    check_layer("teacher_", teacher_x, teacher_weight, teacher_weight_layout)
+    if teacher_x.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"teacher_x must have the tokens of x, {x.shape[:-1]}, got {teacher_x.shape}"
+        )
+    vocab_size, _ = sizes(weight, weight_layout)
+    teacher_vocab_size, _ = sizes(teacher_weight, teacher_weight_layout)
+    if teacher_vocab_size != vocab_size:
+        raise ValueError(
+            f"student and teacher must have one vocabulary, got V = {vocab_size} of weight and "
+            f"{teacher_vocab_size} of teacher_weight; slice or pad one weight"
+        )
+    settings = checked_settings(
+        divergence=divergence,
+        beta=beta,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        max_logits_bytes=max_logits_bytes,
+        weight_layout=weight_layout,
+        teacher_weight_layout=teacher_weight_layout,
+        logits_dtype=logits_dtype,
+    )
+    return _loss(
+        "linear_distillation_loss",
+        settings,
+        (x, weight, teacher_x, teacher_weight),
+        token_weights,
+        reduction,
+        implementation,
+    )
+
+
+def linear_distillation_loss_top_k(
+    x: Float[Array, "*T D"],
+    weight: Embedding,
+    teacher_log_probs: Float[Array, "*T k"],
+    teacher_ids: Integer[Array, "*T k"],
+    *,
+    tail: Tail = "one_bucket",
+    divergence: DivergenceName = "forward_kl",
+    beta: float | None = None,
+    temperature: float = 1.0,
+    token_weights: TokenWeights | None = None,
+    reduction: Reduction = "mean",
+    chunk_size: int | None = None,
+    max_logits_bytes: int | None = None,
+    weight_layout: WeightLayout = "vd",
+    logits_dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "..."]:
+    """`linear_distillation_loss` of a teacher of which `k` log-probabilities a token are stored.
+
+    **Teacher.** `teacher_log_probs` are logarithms of the teacher's softmax over its whole
+    vocabulary, at `temperature`: the temperature here divides the student's logits alone. An entry
+    of -inf is no entry, whatever its id is, so shorter lists can be padded.
+
+    **Tail.** The other `V - k` tokens are the tail.
+
+    - `"one_bucket"`: the tail is one class, beside `k` classes. Its teacher's probability is what
+      the `k` tokens leave of 1, and its student's probability is the sum over the tail. The loss is
+      the divergence of both distributions over the `k + 1` classes, for each `divergence`. It is
+      never above that of the whole distributions. How the student spreads probability within the
+      tail has no effect on it. Probabilities whose sum is above 1 by rounding are divided by it.
+    - `"ignore"`: the sum of the forward KL over the `k` tokens alone, `Σ_k q·(log q - log p)`, with
+      `p` of the softmax over the whole vocabulary. Its gradient in the logits, over `temperature`,
+      is `(Σ_k q)·p - q`: the student is drawn to give the tail no probability. It is no divergence
+      and may be below 0. Only `"forward_kl"` has it.
+
+    **Wrong entries.** A token's loss is NaN if an id is not in `[0, V)`, or if it is there twice.
+    It is also NaN if the probabilities have a sum above 1.05: logits, for example, are no
+    log-probabilities. If the token counts, the reduced loss and the gradients are NaN, too.
+
+    **Cost.** One product for a loss, and three with its gradients.
+
+    All else is as in `linear_distillation_loss`. The stored arrays have no gradient.
+
+    Args:
+      x: Hidden states of the student. The leading axes are tokens.
+      weight: Output embedding of the student.
+      teacher_log_probs: Log-probabilities of the teacher, of any floating dtype.
+      teacher_ids: Tokens that have them, of any integer dtype. Their order is free.
+      tail: `"one_bucket"` or `"ignore"`.
+      divergence: As in `linear_distillation_loss`, and so are the arguments that follow.
+      beta: Share of the teacher in the mixture.
+      temperature: Divisor of the student's logits.
+      token_weights: Factor for each token's loss.
+      reduction: `"mean"`, `"sum"` or `"none"`.
+      chunk_size: Largest number of a device's tokens whose logits exist at a time.
+      max_logits_bytes: Limit in bytes for the logits of a chunk of tokens.
+      weight_layout: Order of the axes of `weight`.
+      logits_dtype: Dtype of logits in memory.
+      implementation: `"xla"`, `"reference"` or `None`.
+
+    Returns:
+      The loss, a scalar or of the shape of the tokens.
+
+    Raises:
+      ValueError: shapes disagree, an option is out of its range, or a name is unknown.
+      TypeError: an array is of a dtype that is not described here, or an option is of a wrong type.
+      NotImplementedError: as in `linear_distillation_loss`.
+    """
+    x, weight = student_arrays(x, weight, weight_layout)
+    (teacher_log_probs,) = floating_arrays(teacher_log_probs=teacher_log_probs)
+    as_array("teacher_ids", teacher_ids)
+    if not jnp.issubdtype(teacher_ids.dtype, jnp.integer):
+        raise TypeError(f"teacher_ids must be integers, got {teacher_ids.dtype}; cast them")
+    vocab_size, _ = sizes(weight, weight_layout)
+    for name, a in {"teacher_log_probs": teacher_log_probs, "teacher_ids": teacher_ids}.items():
+        if a.ndim != x.ndim or a.shape[:-1] != x.shape[:-1]:
+            raise ValueError(f"{name} must be {(*x.shape[:-1], 'k')}, got {a.shape}")
+    k = teacher_ids.shape[-1]
+    if teacher_log_probs.shape[-1] != k or not 1 <= k <= vocab_size:
+        raise ValueError(
+            f"teacher_log_probs {teacher_log_probs.shape} and teacher_ids {teacher_ids.shape} must "
+            f"have one k in [1, V = {vocab_size}]"
+        )
+    if tail not in get_args(Tail.__value__):
+        raise ValueError(f"{tail=} must be one of {get_args(Tail.__value__)}")
+    settings = checked_settings(
+        divergence=divergence,
+        beta=beta,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        max_logits_bytes=max_logits_bytes,
+        weight_layout=weight_layout,
+        logits_dtype=logits_dtype,
+        tail=tail,
+    )
+    if tail == "ignore" and settings.divergence.name != "forward_kl":
+        raise ValueError(
+            f"{tail=} is the sum of the forward KL alone, got {divergence=} and {beta=}: without "
+            "the tail another sum would reward probability there; use tail='one_bucket'"
+        )
+    log_probs, columns = checked_classes(teacher_log_probs, teacher_ids, vocab_size)
+    return _loss(
+        "linear_distillation_loss_top_k",
+        settings,
+        (x, weight, log_probs, columns),
+        token_weights,
+        reduction,
+        implementation,
+    )
+
+
+def _loss(
+    name: str,
+    settings: Settings,
+    arrays: tuple[Array, Array, Array, Array],
+    token_weights: Any,
+    reduction: Any,
+    implementation: Implementation | None,
+) -> Float[Array, "..."]:
+    """The loss of checked arrays, by the implementation that the caller asks for."""
+    x, weight, *teacher = arrays
+    if reduction not in get_args(Reduction.__value__):
+        raise ValueError(f"{reduction=} must be one of {get_args(Reduction.__value__)}")
+    weights = weights_of_tokens(token_weights, x.shape[:-1])
+    chosen, reason = _choose(implementation, x)
+    vocab_size, _ = sizes(weight, settings.weight_layout)
+    is_planned = chosen == "xla" and x.size > 0
+    describe = lambda: settings.describe(x, teacher, vocab_size)
+    # The default is no kernel on purpose, so `require_kernels` has nothing to refuse.
+    record(
+        name,
+        (*arrays, token_weights),
+        implementation or chosen,
+        chosen,
+        reason,
+        plan=describe if is_planned else None,
+    )
+    teacher = map(jax.lax.stop_gradient, teacher)
+    coefficients = coefficients_of_mean(weights)[0] if reduction == "mean" else weights
+    num_axes = weights.ndim if reduction == "none" else 0
+    module = reference if chosen == "reference" else differentiable
+    return module.sum_of_losses(settings, x, weight, coefficients, *teacher, num_axes=num_axes)
+
+
+def _choose(implementation: Any, x: Array) -> tuple[Chosen, str]:
+    """The implementation that runs, and why it is no kernel."""
+    check_implementation(implementation)
+    if implementation in ("mosaic_gpu", "require"):
+        raise NotImplementedError(
+            f"{implementation=}: {NO_KERNEL}; leave implementation=None, which takes 'xla'"
+        )
+    open_sizes = symbolic_reason(x)
+    if open_sizes is not None:
+        if implementation == "xla":
+            raise NotImplementedError(f"{implementation=}: {open_sizes}, or with 'reference'")
+        return "reference", by_name("reference") if implementation else open_sizes
+    if implementation is None:
+        return "xla", NO_KERNEL
+    return implementation, by_name(implementation)

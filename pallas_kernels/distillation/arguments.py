@@ -1,0 +1,143 @@
+"""Checks of the arguments of the distillation losses."""
+
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.arguments import (
+    BITS_OF_PRODUCTS,
+    as_array,
+    check_floating,
+    check_integer,
+    check_number,
+    floating_arrays,
+    number,
+)
+from pallas_kernels.distillation.divergence import Divergence, DivergenceName
+from pallas_kernels.distillation.settings import Settings, Tail
+from pallas_kernels.loss.layout import WeightLayout, sizes
+
+
+def student_arrays(x: Any, weight: Any, weight_layout: Any) -> tuple[Array, Array]:
+    """`(x, weight)` of the student as JAX arrays, of shapes that agree."""
+    x, weight = floating_arrays(x=x, weight=weight, least_bits=BITS_OF_PRODUCTS)
+    check_layer("", x, weight, weight_layout)
+    return x, weight
+
+
+def check_layer(prefix: str, x: Array, weight: Array, layout: Any) -> None:
+    """Raises ValueError unless hidden states and output embedding agree.
+
+    Args:
+      prefix: Beginning of the arguments' names.
+      x: Hidden states.
+      weight: Output embedding.
+      layout: Layout of the weight.
+    """
+    name = f"{prefix}weight_layout"
+    if layout not in get_args(WeightLayout.__value__):
+        raise ValueError(f"{name}={layout!r} must be one of {get_args(WeightLayout.__value__)}")
+    axes = f"[{', '.join(layout.upper())}]"
+    if weight.ndim != 2 or 0 in weight.shape:
+        raise ValueError(
+            f"{prefix}weight must be {axes} with D >= 1 and V >= 1, got {weight.shape}"
+        )
+    _, hidden_size = sizes(weight, layout)
+    if x.ndim == 0 or x.shape[-1] != hidden_size:
+        raise ValueError(
+            f"{prefix}x {x.shape} and {prefix}weight {weight.shape} must agree in D: "
+            f"{name}={layout!r} is {axes}"
+        )
+
+
+def checked_settings(
+    *,
+    divergence: Any,
+    beta: Any,
+    temperature: Any,
+    chunk_size: Any,
+    max_logits_bytes: Any,
+    weight_layout: WeightLayout,
+    logits_dtype: Any,
+    teacher_weight_layout: WeightLayout | None = None,
+    tail: Tail | None = None,
+) -> Settings:
+    """The settings of a call. The arguments are those of the public functions.
+
+    Raises:
+      ValueError: an option is out of its range, or a name is unknown.
+      TypeError: an option is of a wrong type.
+    """
+    remedy = "1.0 leaves the logits as they are"
+    check_number("temperature", temperature, remedy=remedy)
+    if temperature <= 0:
+        raise ValueError(f"{temperature=} must be above 0; {remedy}")
+    given = {"chunk_size": chunk_size, "max_logits_bytes": max_logits_bytes}
+    given = {name: size for name, size in given.items() if size is not None}
+    for name, size in given.items():
+        check_integer(name, size, remedy="None chooses one")
+        if size < 1:
+            raise ValueError(f"{name}={size} must be at least 1")
+    if len(given) > 1:
+        sizes = " and ".join(f"{name}={size}" for name, size in given.items())
+        raise ValueError(f"{sizes} each choose the chunks; give one of them")
+    return Settings(
+        divergence=_divergence(divergence, beta),
+        temperature=float(temperature),
+        weight_layout=weight_layout,
+        teacher_weight_layout=teacher_weight_layout,
+        tail=tail,
+        logits_dtype=None if logits_dtype is None else _logits_dtype(logits_dtype),
+        chunk_size=chunk_size,
+        max_logits_bytes=max_logits_bytes,
+    )
+
+
+def _divergence(name: Any, beta: Any) -> Divergence:
+    names = get_args(DivergenceName.__value__)
+    if name not in names:
+        raise ValueError(f"divergence={name!r} must be one of {names}")
+    if beta is None:
+        return Divergence(name, 0.5)
+    remedy = "None is 0.5"
+    if not 0 <= number("beta", beta, remedy=remedy) <= 1:
+        raise ValueError(f"{beta=} must lie in [0, 1]; {remedy}")
+    if name != "jensen_shannon":
+        raise ValueError(
+            f"{beta=} is of divergence='jensen_shannon', and divergence={name!r} has no mixture; "
+            "leave beta=None"
+        )
+    ends: dict[float, DivergenceName] = {0.0: "forward_kl", 1.0: "reverse_kl"}
+    # One program for a divergence that has two spellings.
+    return Divergence(ends[beta], 0.5) if beta in ends else Divergence(name, float(beta))
+
+
+def _logits_dtype(dtype: Any) -> jnp.dtype:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"logits_dtype={dtype!r} must be a dtype, such as jnp.float32") from None
+    name = f"logits_dtype={found}"
+    check_floating(name, found, "change it", least_bits=BITS_OF_PRODUCTS)
+    if jax.dtypes.canonicalize_dtype(found) != found:
+        raise ValueError(f"{name} needs jax_enable_x64; change it to float32")
+    return found
+
+
+def weights_of_tokens(token_weights: Any, shape: tuple[Any, ...]) -> Float[Array, "*T"]:
+    """The factors of the losses in float32, of tokens of this shape."""
+    if token_weights is None:
+        return jnp.ones(shape, jnp.float32)
+    as_array("token_weights", token_weights)
+    if token_weights.shape != shape:
+        raise ValueError(
+            f"token_weights must have the shape of the tokens, {shape}, got {token_weights.shape}"
+        )
+    if not any(jnp.issubdtype(token_weights.dtype, t) for t in (jnp.floating, jnp.integer, bool)):
+        raise TypeError(
+            f"token_weights is {token_weights.dtype}, not a floating dtype, integers or bools; "
+            "cast token_weights to float32"
+        )
+    return jnp.asarray(token_weights).astype(jnp.float32)

@@ -1,0 +1,93 @@
+"""The distillation losses in plain JAX over all logits, differentiated by JAX: the oracle."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.distillation import divergence
+from pallas_kernels.distillation.differentiable import roles_of
+from pallas_kernels.distillation.settings import Settings
+from pallas_kernels.distillation.top_k import log_probs_of_classes
+from pallas_kernels.loss.layout import Embedding
+from pallas_kernels.partition import Place, Roles, Tokens, split_over_explicit_axes
+
+
+def sum_of_losses(
+    settings: Settings,
+    x: Float[Array, "*T D"],
+    weight: Embedding,
+    coefficients: Float[Array, "*T"],
+    *teacher: Array,
+    num_axes: int,
+) -> Float[Array, "..."]:
+    """The same as `differentiable.sum_of_losses`.
+
+    The logits `[*T, V]` are in memory, with float32 operands in all steps and in the products.
+    """
+    args = (x, weight, coefficients, *teacher)
+    roles = Roles(tuple(roles_of(settings, x, teacher)), (Tokens(),))
+    (loss,) = split_over_explicit_axes(_of_device, settings, roles, *args)
+    axes = tuple(range(num_axes, coefficients.ndim))
+    return jnp.sum(coefficients * loss, axis=axes)
+
+
+def _of_device(settings: Settings, place: Place) -> Callable[..., Sequence[jax.Array]]:
+    """The losses of a device's tokens, and 0 for those that do not count and are not finite."""
+    del place
+
+    def run(x: Any, weight: Any, coefficients: Any, *teacher: Any) -> list[jax.Array]:
+        # Left out before and after: `jnp.where` gives such values the gradient 0, and 0 · NaN is
+        # NaN.
+        is_counted = coefficients != 0
+        student = _log_probs(settings, settings.weight_layout, x, weight, is_counted)
+        if settings.teacher_weight_layout is None:
+            loss = _of_top_k(settings, student, *teacher)
+        else:
+            layout = settings.teacher_weight_layout
+            teacher_x, teacher_weight = teacher
+            of_teacher = _log_probs(settings, layout, teacher_x, teacher_weight, is_counted)
+            loss = divergence.losses(settings.divergence, student, of_teacher)
+        return [jnp.where(is_counted | jnp.isfinite(loss), loss, 0.0)]
+
+    return run
+
+
+def _log_probs(settings: Settings, layout: Any, x: Any, weight: Any, is_counted: Any) -> Any:
+    """Log-probabilities; of tokens that do not count only where the hidden states are finite."""
+    is_left_out = ~is_counted & ~jnp.all(jnp.isfinite(x), axis=-1)
+    logits = jnp.einsum(
+        f"...d,{layout}->...v",
+        jnp.where(is_left_out[..., None], 0, x).astype(jnp.float32),
+        weight.astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    return jax.nn.log_softmax(logits / settings.temperature, axis=-1)
+
+
+def _of_top_k(settings: Settings, log_p: Any, log_probs: Any, columns: Any) -> Any:
+    vocab_size = log_p.shape[-1]
+    is_class = columns < vocab_size
+    found = jnp.take_along_axis(log_p, jnp.where(is_class, columns, 0), axis=-1)
+    top = jnp.where(is_class, found, -jnp.inf)
+    if settings.tail == "ignore":
+        q = jnp.exp(log_probs)
+        has = is_class | jnp.isnan(log_probs)
+        log_q = jnp.where(has, log_probs, 0.0)
+        return jnp.sum(jnp.where(has, q * (log_q - jnp.where(has, found, 0.0)), 0.0), axis=-1)
+    # One row for each token, with the classes merged.
+    shape = math.prod(columns.shape[:-1]), columns.shape[-1]
+    place = jnp.arange(shape[0])[:, None], columns.reshape(shape)
+    is_top = jnp.zeros((shape[0], vocab_size), bool).at[place].set(True, mode="drop")
+    is_top = is_top.reshape(log_p.shape)
+    has_tail = ~jnp.all(is_top, axis=-1)
+    # Without a tail its logsumexp would be -inf, and its derivative NaN.
+    tail = jax.nn.logsumexp(jnp.where(is_top & has_tail[..., None], -jnp.inf, log_p), axis=-1)
+    tail = jnp.where(has_tail, tail, -jnp.inf)
+    student = jnp.concatenate([top, tail[..., None]], axis=-1)
+    teacher = log_probs_of_classes(settings, log_probs, has_tail)
+    teacher = jax.nn.log_softmax(teacher, axis=-1)
+    return divergence.losses(settings.divergence, student, teacher)

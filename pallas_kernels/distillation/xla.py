@@ -1,0 +1,206 @@
+"""Losses and gradients by chunks of tokens, with products by XLA's libraries.
+
+While the logits of a chunk exist, its losses, its `dx` and its share of `dweight` are formed from
+them, as in Liger-Kernel's fused losses (https://arxiv.org/abs/2410.10989). The passes over the
+logits between the products are fusions of XLA.
+
+Numerics. The products take operands of the dtype of the hidden states (a weight of another dtype
+is rounded to it once) and accumulate in float32. Logits in memory have `Settings.logits_dtype`.
+Softmax, losses and derivatives are float32. Coefficients, which include a mean's 1/N, are
+multiplied in float32 before dlogits are rounded once, to `x.dtype`, as the operand of two products.
+`dweight` is added up in float32, and rounded once, as `dx` is.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.distillation.divergence import Rows, Statistics, derivative, statistics
+from pallas_kernels.distillation.settings import Settings, TeacherEmbedding
+from pallas_kernels.distillation.top_k import statistics_of_classes
+from pallas_kernels.folding import fold_chunks
+from pallas_kernels.loss.columns import product, rescaled, rows_that_count
+from pallas_kernels.loss.layout import Embedding, sizes
+
+
+def losses_and_gradients(
+    settings: Settings,
+    axes: tuple[str, ...],
+    x: Float[Array, "T D"],
+    weight: Embedding,
+    coefficients: Float[Array, " T"],
+    *teacher: Array,
+    wanted: tuple[bool, bool],
+) -> tuple[Float[Array, " T"], list[Array]]:
+    """The losses, and the wanted gradients of `sum(coefficients · loss)` in `x` and `weight`.
+
+    `dweight` is before its last rounding.
+
+    Args:
+      settings: Static settings.
+      axes: Mesh axes that split the vocabulary. `dx` is then the summand of this device.
+      x: Hidden states of the student.
+      weight: Output embedding of the student.
+      coefficients: Factors of the losses.
+      *teacher: Hidden states and output embedding of the teacher, or its log-probabilities and
+        their columns.
+      wanted: Whether the gradient of `x`, and that of `weight`, are wanted.
+    """
+    vocab_size, _ = sizes(weight, settings.weight_layout)
+    chunk_size = settings.chunk(x, teacher, vocab_size)
+    coefficients, scale = _scaled(x, coefficients)
+    weight = weight.astype(x.dtype)
+    layout, rows = settings.weight_layout, Rows(axes)
+    if settings.tail is None:
+        of_tokens, teacher_weight = teacher[:1], teacher[1].astype(teacher[0].dtype)
+        of_logits = functools.partial(
+            _of_teacher_logits, settings, rows, teacher_weight=teacher_weight
+        )
+    else:
+        of_tokens = teacher
+        of_logits = functools.partial(_of_top_k, settings, rows)
+    dx_dtype = x.dtype if scale is None else jnp.float32
+
+    def one_chunk(chunk: Any, _: Any) -> tuple[Any, Any]:
+        x, coefficients, *teacher = chunk
+        logits = product(f"td,{layout}->tv", x, weight, settings.dtype_of_logits(x))
+        row = coefficients / settings.temperature if any(wanted) else None
+        losses, dz = of_logits(logits, row, x.dtype, *teacher)
+        dx = dweight = None
+        if wanted[0]:
+            dx = product(f"tv,{layout}->td", dz, weight, dx_dtype)
+        if wanted[1]:
+            counted = rows_that_count(x, coefficients)
+            subscripts = f"tv,td->{layout}"
+            dweight = jnp.einsum(subscripts, dz, counted, preferred_element_type=jnp.float32)
+        return dweight, (losses, dx)
+
+    arrays = (x, coefficients, *of_tokens)
+    dweight, (losses, dx) = fold_chunks(one_chunk, arrays, chunk_size)
+    gradients = [rescaled(a, scale) for a in (dx, dweight) if a is not None]
+    return losses, gradients
+
+
+def _of_teacher_logits(
+    settings: Settings,
+    rows: Rows,
+    logits: Float[Array, "T V"],
+    row: Float[Array, " T"] | None,
+    dtype: Any,
+    teacher_x: Float[Array, "T Dt"],
+    teacher_weight: TeacherEmbedding,
+) -> tuple[Float[Array, " T"], Float[Array, "T V"] | None]:
+    """`(losses, dlogits)`; dlogits, in `dtype`, have the factors `row`, and are None without."""
+    teacher_logits = product(
+        f"td,{settings.teacher_weight_layout}->tv",
+        teacher_x,
+        teacher_weight,
+        settings.dtype_of_logits(teacher_x),
+    )
+    scaled = lambda logits: logits.astype(jnp.float32) / settings.temperature
+    found = statistics(settings.divergence, scaled(logits), scaled(teacher_logits), rows)
+    if row is None:
+        return found.loss, None
+
+    def dlogits(logits: Any, teacher_logits: Any, row: Any, found: Statistics) -> Array:
+        gradient = derivative(settings.divergence, scaled(logits), scaled(teacher_logits), found)
+        return _times_row(row, gradient).astype(dtype)
+
+    return found.loss, _in_place(dlogits, dtype, logits, teacher_logits, row, found)
+
+
+def _of_top_k(
+    settings: Settings,
+    rows: Rows,
+    logits: Float[Array, "T V"],
+    row: Float[Array, " T"] | None,
+    dtype: Any,
+    log_probs: Float[Array, "T k"],
+    columns: Int[Array, "T k"],
+) -> tuple[Float[Array, " T"], Float[Array, "T V"] | None]:
+    """The same as `_of_teacher_logits` for stored log-probabilities.
+
+    The logits of the `k` columns leave the array of all logits, which is then that of the tail.
+    Their derivatives come back to the same places. So the tail's probability is a sum, and never 1
+    minus a sum, which would have lost its digits where the `k` tokens have nearly all probability.
+    """
+    num_columns = logits.shape[-1]
+    first, vocab_size = 0, num_columns
+    if rows.axes:
+        first = jax.lax.axis_index(rows.axes) * num_columns
+        vocab_size *= jax.lax.axis_size(rows.axes)
+    local = columns - first
+    # The number of columns is the place of what this device does not have: nothing is there.
+    local = jnp.where((local >= 0) & (local < num_columns), local, num_columns)
+    place: Any = jnp.arange(len(logits))[:, None], local
+    own = logits.at[place].get(mode="fill", fill_value=0).astype(jnp.float32)
+    own = jax.lax.psum(own, rows.axes) if rows.axes else own
+    top = jnp.where(columns < vocab_size, own, -jnp.inf) / settings.temperature
+    # All logits are read before their memory changes, or XLA would copy them.
+    top, logits = jax.lax.optimization_barrier((top, logits))
+    remaining = logits.at[place].set(-jnp.inf, mode="drop", unique_indices=True)
+    rest = remaining.astype(jnp.float32) / settings.temperature
+    largest = rows.max(rest)
+    largest = jnp.where(largest == -jnp.inf, 0.0, largest)
+    tail = largest + jnp.log(rows.sum(jnp.exp(rest - largest[:, None])))
+    loss, of_top, of_tail = statistics_of_classes(settings, top, tail, log_probs)
+    if row is None:
+        return loss, None
+
+    def dlogits(remaining: Any, factor: Any, tail: Any) -> Array:
+        rest = remaining.astype(jnp.float32) / settings.temperature
+        return _times_row(factor, jnp.exp(rest - tail[:, None])).astype(dtype)
+
+    tail = jnp.where(tail == -jnp.inf, 0.0, tail)
+    dz = _in_place(dlogits, dtype, remaining, jnp.where(row == 0, 0.0, row * of_tail), tail)
+    of_top = _times_row(row, of_top).astype(dtype)
+    return loss, dz.at[place].set(of_top, mode="drop", unique_indices=True)
+
+
+def _times_row(row: Float[Array, " T"], a: Float[Array, "T C"]) -> Float[Array, "T C"]:
+    """`row[:, None] · a`, and 0 where the factor is 0, though `a` be NaN."""
+    return jnp.where(row[:, None] == 0, 0.0, row[:, None] * a)
+
+
+def _in_place(
+    fn: Callable[..., Array], dtype: Any, logits: Float[Array, "T V"], *of_tokens: Any
+) -> Float[Array, "T V"]:
+    """`fn(logits, *of_tokens)`, a function of tokens with a result in `dtype`.
+
+    A result of the dtype of the logits takes their memory. XLA shares memory in a loop that
+    overwrites a part of it in each step, but not in one fusion, where a library's product has made
+    the logits (JAX 0.11.2). The loop has the fewest steps of equal size. If the number of tokens
+    has no divisor up to 16, the result takes other memory.
+    """
+    num_tokens = len(logits)
+    number = next((n for n in range(2, 17) if num_tokens % n == 0), None)
+    if logits.dtype != dtype or number is None or num_tokens == 0:
+        return fn(logits, *of_tokens)
+    size = num_tokens // number
+
+    def step(i: Any, logits: Any) -> Any:
+        part = lambda a: jax.lax.dynamic_slice_in_dim(a, i * size, size)
+        new = fn(part(logits), *jax.tree.map(part, of_tokens))
+        return jax.lax.dynamic_update_slice_in_dim(logits, new, i * size, 0)
+
+    return jax.lax.fori_loop(0, number, step, logits)
+
+
+def _scaled(
+    x: Float[Array, "T D"], coefficients: Float[Array, " T"]
+) -> tuple[Float[Array, " T"], Float[Array, ""] | None]:
+    """`(coefficients / scale, scale)`; `scale` is None where it would be 1.
+
+    The coefficients of a mean are powers of ten below 1. Divided by their maximum, the dlogits of a
+    float16 model stay clear of its smallest number.
+    """
+    if x.dtype != jnp.float16:
+        return coefficients, None
+    finite = jnp.where(jnp.isfinite(coefficients), jnp.abs(coefficients), 0.0)
+    largest = jnp.max(finite, initial=0.0)
+    scale = jnp.where(largest > 0, largest, 1.0)
+    return coefficients / scale, scale

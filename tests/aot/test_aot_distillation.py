@@ -1,0 +1,114 @@
+"""The distillation losses compile for an H100: memory, passes over the logits, and collectives.
+
+Each program takes two to five seconds to compile. Nothing runs.
+"""
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from aot.harness import Case
+from benchmarks.training.schedule import Schedule
+from pallas_kernels import linear_distillation_loss, linear_distillation_loss_top_k
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+MIB = 2**20
+T, D, E, V, K = 8192, 2048, 4096, 128256, 64
+MESH_T, MESH_D, MESH_E, MESH_V = 8192, 512, 1024, 16384
+CUBLAS = {"xla_gpu_enable_triton_gemm": False}  # as on a GPU, where XLA measures products
+
+
+def struct(*shape: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def graded(loss: Any, **options: Any) -> Any:
+    """The loss with gradients, of which that of the bfloat16 weight is float32."""
+
+    def run(x, weight, *teacher):
+        fn = lambda x, weight: loss(x, weight, *teacher, implementation="xla", **options)
+        return jax.value_and_grad(fn, argnums=(0, 1))(x, weight.astype(F32))
+
+    return run
+
+
+def on_one_device(divergence: str) -> Case:
+    args = struct(T, D), struct(V, D), struct(T, E), struct(V, E)
+    run = graded(linear_distillation_loss, divergence=divergence)
+    return Case(run, args, compiler_options=CUBLAS)
+
+
+def of_top_k() -> Case:
+    args = struct(T, D), struct(V, D), struct(T, K), struct(T, K, dtype=jnp.int32)
+    return Case(graded(linear_distillation_loss_top_k), args, compiler_options=CUBLAS)
+
+
+def on_eight_devices(is_explicit: bool) -> Case:
+    tokens, weights = P(("data", "fsdp")), P(None, "fsdp")
+    return Case(
+        graded(linear_distillation_loss, chunk_size=512),
+        (
+            struct(MESH_T, MESH_D),
+            struct(MESH_V, MESH_D),
+            struct(MESH_T, MESH_E),
+            struct(MESH_V, MESH_E),
+        ),
+        mesh={"data": 4, "fsdp": 2},
+        specs=(tokens, weights, tokens, weights),
+        is_explicit=is_explicit,
+        compiler_options=CUBLAS,
+    )
+
+
+ON_ONE = ("forward_kl", "reverse_kl", "jensen_shannon", "top_k")
+CASES = {name: on_one_device(name) for name in ON_ONE[:-1]} | {
+    "top_k": of_top_k(),
+    "auto": on_eight_devices(False),
+    "explicit": on_eight_devices(True),
+}
+
+
+@pytest.mark.parametrize("case", ON_ONE)
+@pytest.mark.parametrize("chip", ["h100"])
+def test_memory_and_passes(compiled, chip, case):
+    program = compiled(chip, case)
+    # 1024 tokens have 251 MiB of bfloat16 logits. With a teacher's logits there are two such
+    # arrays, and without them chunks of 2048 tokens. The gradient takes the student's.
+    assert program.temp_bytes < 560 * MIB
+    made = [
+        i
+        for i in program.instructions.values()
+        if i.opcode not in ("parameter", "tuple", "get-tuple-element", "bitcast", "while")
+        and any(dims[1:] == (V,) for _, dims in i.outputs)
+    ]
+    # No logits are copied, nor stored in float32, nor is a condition for each of them stored.
+    for instruction in made:
+        wide = [dtype for dtype, dims in instruction.outputs if dims[1:] == (V,)]
+        assert wide == ["bf16"], instruction
+        assert instruction.opcode == "fusion", instruction
+    # The first chunk is a place of its own in the program. In each of the two places the logits
+    # come out of one or two products, and one fusion overwrites them. A top-k teacher has two
+    # scatters: the tokens leave, and their derivatives come back.
+    assert len(made) == 2 * (4 if case == "top_k" else 3), made
+    # Each product of `dweight` after the first adds to it in place.
+    assert re.search(r"f32\[128256,2048\].*cublas.*output_to_operand_aliasing", program.hlo)
+
+
+@pytest.mark.parametrize("case", ["auto", "explicit"])
+@pytest.mark.parametrize("chip", ["h100"])
+def test_devices_exchange_weights_and_no_tokens(compiled, chip, case):
+    found: dict[str, set[int]] = {}
+    for collective in Schedule(compiled(chip, case).hlo).collectives():
+        sizes = {math.prod(shape) for shape in collective.results}
+        found.setdefault(collective.kind, set()).update(sizes)
+    of_student, of_teacher = MESH_V * MESH_D, MESH_V * MESH_E
+    assert found.pop("all-gather") == {of_student, of_teacher}
+    assert found.pop("reduce-scatter") == {of_student // 2}
+    # The halves of dweight over the copies, and the loss.
+    assert {size for size in found.pop("all-reduce") if size > 8} == {of_student // 2}
+    assert not found

@@ -1,0 +1,343 @@
+"""Memory and products of the compiled losses, what they say of themselves, and meshes."""
+
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import (
+    explain,
+    linear_distillation_loss,
+    linear_distillation_loss_top_k,
+    require_kernels,
+)
+from support.distillation_formulas import (
+    DIVERGENCES,
+    F32,
+    check_against_formula,
+    make_arrays,
+    make_top_k,
+    run,
+)
+from support.loss_formulas import in_turn
+from support.numerics import quick_jit
+
+BIG_T, BIG_D, BIG_E, BIG_V, BIG_K, BIG_CHUNK = 4096, 32, 48, 1009, 8, 256
+
+
+def shapes(of_top_k: bool) -> list[jax.ShapeDtypeStruct]:
+    struct = lambda *shape, dtype=F32: jax.ShapeDtypeStruct(shape, dtype)
+    student = [struct(BIG_T, BIG_D), struct(BIG_V, BIG_D)]
+    if of_top_k:
+        return [*student, struct(BIG_T, BIG_K), struct(BIG_T, BIG_K, dtype=jnp.int32)]
+    return [*student, struct(BIG_T, BIG_E), struct(BIG_V, BIG_E)]
+
+
+def graded(of_top_k=False, **options):
+    fn = linear_distillation_loss_top_k if of_top_k else linear_distillation_loss
+
+    def loss(*arrays):
+        out = fn(*arrays, **options)
+        # With unequal cotangents the gradients cannot be scaled afterwards.
+        return jnp.sum(out * jnp.arange(1.0, 1 + out.size).reshape(out.shape))
+
+    return jax.value_and_grad(loss, argnums=(0, 1))
+
+
+@functools.cache
+def program(of_top_k=False, **options) -> Any:
+    return jax.jit(graded(of_top_k, **options)).lower(*shapes(of_top_k)).compile()
+
+
+def largest_buffer(compiled):
+    """Elements of the largest array in the optimized program, inside of fusions as well."""
+    found = re.findall(r"\b(?:pred|[a-z]+\d+\w*)\[([\d,]*)\]", compiled.as_text())
+    return max(math.prod(int(d) for d in dims.split(",") if d) for dims in found)
+
+
+@pytest.mark.parametrize("of_top_k", [False, True], ids=["logits", "top_k"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_memory_is_that_of_a_chunk(of_top_k, reduction):
+    temporary = lambda compiled: compiled.memory_analysis().temp_size_in_bytes
+    of_size = lambda size: program(of_top_k, reduction=reduction, chunk_size=size)
+    assert largest_buffer(of_size(BIG_CHUNK)) == BIG_CHUNK * BIG_V
+    # Student's and teacher's logits of a chunk, two more arrays as large, dweight and its copies
+    # around the loop, dx, and numbers of tokens.
+    numbers = 4 * BIG_CHUNK * BIG_V + 4 * BIG_V * BIG_D + BIG_T * (BIG_D + 32 + 4 * BIG_K)
+    assert temporary(of_size(BIG_CHUNK)) <= 4 * numbers
+    assert temporary(of_size(2 * BIG_CHUNK)) > temporary(of_size(BIG_CHUNK)) + 4 * BIG_CHUNK * BIG_V
+    whole = program(of_top_k, reduction=reduction, implementation="reference")
+    assert temporary(whole) > 4 * BIG_T * BIG_V > 4 * numbers
+
+
+@pytest.mark.parametrize("of_top_k", [False, True], ids=["logits", "top_k"])
+def test_the_limit_decides_the_chunks(of_top_k):
+    per_token = 4 * BIG_V * (1 if of_top_k else 2)
+    limited = program(of_top_k, max_logits_bytes=384 * per_token)
+    assert largest_buffer(limited) == 384 * BIG_V
+
+
+def executed_flops(jaxpr):
+    """FLOPs of the matrix products of a jaxpr, loops multiplied out."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            lhs, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+            total += 2 * math.prod(out) * math.prod(lhs[axis] for axis in contracted)
+            continue
+        assert eqn.primitive.name not in ("cond", "while"), "of unknown count"
+        count = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for parameter in eqn.params.values():
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                total += count * executed_flops(inner)
+    return total
+
+
+@pytest.mark.parametrize(
+    "of_top_k, reduction, of_student, of_teacher",
+    [(False, "mean", 3, 1), (False, "none", 4, 2), (True, "sum", 3, 0), (True, "none", 4, 0)],
+)
+@pytest.mark.parametrize("chunk_size", [7, 1000, None])
+def test_products(of_top_k, reduction, of_student, of_teacher, chunk_size):
+    fn = graded(of_top_k, reduction=reduction, chunk_size=chunk_size)
+    one = 2 * BIG_T * BIG_V
+    expected = one * (of_student * BIG_D + of_teacher * BIG_E)
+    assert executed_flops(jax.make_jaxpr(fn)(*shapes(of_top_k)).jaxpr) == expected
+    alone = linear_distillation_loss_top_k if of_top_k else linear_distillation_loss
+    alone = functools.partial(alone, chunk_size=chunk_size)
+    expected = one * (BIG_D + (0 if of_top_k else BIG_E))
+    assert executed_flops(jax.make_jaxpr(alone)(*shapes(of_top_k)).jaxpr) == expected
+
+
+# What a call says of itself.
+
+
+@pytest.mark.parametrize("of_top_k", [False, True], ids=["logits", "top_k"])
+def test_it_says_that_xla_computes_it(on_h100, of_top_k):
+    fn = linear_distillation_loss_top_k if of_top_k else linear_distillation_loss
+    (choice,) = explain(functools.partial(fn, chunk_size=BIG_CHUNK), *shapes(of_top_k)).choices
+    assert choice.operation == fn.__name__ and choice.implementation == "xla"
+    assert choice.reason is not None and "cuBLAS" in choice.reason
+    size = BIG_CHUNK * BIG_V * 4 * (1 if of_top_k else 2) / 2**20
+    assert choice.plan is not None
+    assert f"16 x ({BIG_CHUNK} tokens x {BIG_V} columns), {size:.1f} MiB" in choice.plan
+    assert f"{3 if of_top_k else 4} matrix products with gradients" in choice.plan
+    # The default is no kernel on purpose.
+    with require_kernels():
+        jax.eval_shape(fn, *shapes(of_top_k))
+    for name in ("require", "mosaic_gpu"):
+        with pytest.raises(NotImplementedError, match="no kernel computes a distillation loss"):
+            jax.eval_shape(functools.partial(fn, implementation=name), *shapes(of_top_k))
+
+
+def test_open_sizes_run_the_reference():
+    (t,) = jax.export.symbolic_shape("t")
+    _, weight, _, teacher_weight = shapes(False)
+    args = (
+        jax.ShapeDtypeStruct((t, BIG_D), F32),
+        weight,
+        jax.ShapeDtypeStruct((t, BIG_E), F32),
+        teacher_weight,
+    )
+    (choice,) = explain(linear_distillation_loss, *args).choices
+    assert choice.implementation == "reference" and "open sizes" in str(choice.reason)
+    with pytest.raises(NotImplementedError, match="open sizes"):
+        jax.eval_shape(functools.partial(linear_distillation_loss, implementation="xla"), *args)
+
+
+def test_only_the_reference_has_second_derivatives():
+    arrays, teacher = make_arrays((5,), 7)
+    x, weight = jnp.asarray(arrays["x"]), jnp.asarray(arrays["weight"])
+    teacher = [jnp.asarray(a) for a in teacher]
+
+    def second(implementation):
+        loss = lambda x: linear_distillation_loss(
+            x, weight, *teacher, implementation=implementation
+        )
+        return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x)
+
+    assert np.all(np.isfinite(np.asarray(second("reference"))))
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        second("xla")
+
+
+# Arguments.
+
+ARRAYS = {
+    False: {"x": (4, 8), "weight": (16, 8), "teacher_x": (4, 6), "teacher_weight": (16, 6)},
+    True: {"x": (4, 8), "weight": (16, 8), "teacher_log_probs": (4, 3), "teacher_ids": (4, 3)},
+}
+
+
+def call(of_top_k=False, changed=None, **options):
+    arrays: dict[str, Any] = {name: jnp.ones(shape) for name, shape in ARRAYS[of_top_k].items()}
+    if of_top_k:
+        arrays["teacher_ids"] = arrays["teacher_ids"].astype(jnp.int32)
+    fn = linear_distillation_loss_top_k if of_top_k else linear_distillation_loss
+    return fn(**(arrays | (changed or {})), **options)
+
+
+@pytest.mark.parametrize(
+    "of_top_k, changed, message",
+    [
+        (False, {"x": jnp.ones((4, 9))}, "must agree in D"),
+        (False, {"teacher_x": jnp.ones((4, 9))}, "teacher_x .* must agree in D"),
+        (False, {"teacher_x": jnp.ones((5, 6))}, "teacher_x must have the tokens of x"),
+        (False, {"teacher_weight": jnp.ones((17, 6))}, "one vocabulary, got V = 16 .* 17"),
+        (False, {"weight": jnp.ones((0, 8))}, "V >= 1"),
+        (False, {"token_weights": jnp.ones(5)}, "token_weights must have the shape"),
+        (True, {"teacher_ids": jnp.ones((5, 3), jnp.int32)}, r"teacher_ids must be \(4, 'k'\)"),
+        (True, {"teacher_log_probs": jnp.ones((4, 2))}, "must have one k in"),
+        (
+            True,
+            {"teacher_log_probs": jnp.ones((4, 0)), "teacher_ids": jnp.ones((4, 0), jnp.int32)},
+            r"one k in \[1, V = 16\]",
+        ),
+    ],
+    ids=str,
+)
+def test_shapes_that_disagree(unchecked_shapes, of_top_k, changed, message):
+    with pytest.raises(ValueError, match=message):
+        call(of_top_k, changed)
+
+
+@pytest.mark.parametrize(
+    "of_top_k, changed",
+    [
+        (False, {"x": jnp.ones((4, 8), jnp.int32)}),
+        (False, {"teacher_weight": jnp.ones((16, 6), jnp.float8_e4m3fn)}),
+        (False, {"token_weights": jnp.ones(4, jnp.complex64)}),
+        (True, {"teacher_ids": jnp.ones((4, 3))}),
+        (True, {"teacher_log_probs": jnp.ones((4, 3), jnp.int32)}),
+    ],
+    ids=str,
+)
+def test_dtypes_that_do_not_suit(unchecked_shapes, of_top_k, changed):
+    with pytest.raises(TypeError):
+        call(of_top_k, changed)
+
+
+@pytest.mark.parametrize(
+    "of_top_k, options, error, message",
+    [
+        (False, {"divergence": "kl"}, ValueError, "divergence='kl' must be one of"),
+        (False, {"divergence": "jensen_shannon", "beta": 1.5}, ValueError, "must lie in"),
+        (False, {"beta": 0.5}, ValueError, "has no mixture; leave beta=None"),
+        (False, {"divergence": "jensen_shannon", "beta": "half"}, TypeError, "beta must be"),
+        (False, {"temperature": 0.0}, ValueError, "must be above 0"),
+        (False, {"temperature": math.inf}, ValueError, "finite"),
+        (False, {"chunk_size": 0}, ValueError, "chunk_size=0 must be at least 1"),
+        (False, {"chunk_size": 8, "max_logits_bytes": 9}, ValueError, "give one of them"),
+        (False, {"max_logits_bytes": 1.5}, TypeError, "must be an integer"),
+        (False, {"weight_layout": "tv"}, ValueError, "weight_layout='tv' must be one of"),
+        (False, {"teacher_weight_layout": "tv"}, ValueError, "teacher_weight_layout='tv'"),
+        (False, {"logits_dtype": "int32"}, TypeError, "logits_dtype=int32"),
+        (False, {"logits_dtype": "number"}, TypeError, "must be a dtype"),
+        (False, {"logits_dtype": "float64"}, ValueError, "needs jax_enable_x64"),
+        (False, {"reduction": "batchmean"}, ValueError, "reduction='batchmean'"),
+        (False, {"implementation": "triton"}, ValueError, "implementation='triton'"),
+        (True, {"tail": "renormalize"}, ValueError, "tail='renormalize' must be one of"),
+        (True, {"tail": "ignore", "divergence": "reverse_kl"}, ValueError, "one_bucket"),
+    ],
+    ids=str,
+)
+def test_options_out_of_range(unchecked_shapes, of_top_k, options, error, message):
+    with pytest.raises(error, match=message):
+        call(of_top_k, **options)
+
+
+# Meshes of eight devices.
+
+# Axes of the mesh, and the specs of tokens and of the vocabulary.
+MESHES: dict[str, tuple[dict[str, int], P, P]] = {
+    "tokens": ({"data": 8}, P("data"), P()),
+    "fsdp": ({"data": 4, "fsdp": 2}, P(("data", "fsdp")), P(None, "fsdp")),
+    "vocabulary": ({"data": 2, "tensor": 4}, P("data"), P("tensor")),
+}
+MESH_T, MESH_V = 48, 56
+
+
+def on_mesh(mesh_name: str, kind: AxisType, student, teacher, of_top_k=False) -> Any:
+    """`(mesh, student's arrays, teacher's arrays)` on the devices."""
+    axes, tokens, weight = MESHES[mesh_name]
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    specs = {"x": tokens, "token_weights": tokens, "weight": weight}
+    of_teacher = (tokens, tokens) if of_top_k else (tokens, weight)
+    return (
+        mesh,
+        {name: put(a, specs[name]) for name, a in student.items()},
+        [put(a, spec) for a, spec in zip(teacher, of_teacher, strict=True)],
+    )
+
+
+@in_turn(
+    "mesh_name, kind, divergence, reduction, implementation",
+    {name: name for name in MESHES},
+    {"auto": AxisType.Auto, "explicit": AxisType.Explicit},
+    DIVERGENCES,
+    {"mean": "mean", "none": "none"},
+    {"xla": "xla", "reference": "reference"},
+    also=[
+        (name, kind, "forward_kl", "mean", "xla")
+        for name in MESHES
+        for kind in ("auto", "explicit")
+    ],
+)
+def test_on_a_mesh(mesh_name, kind, divergence, reduction, implementation):
+    arrays, teacher = make_arrays(
+        (4, MESH_T // 4) if mesh_name == "vocabulary" else (MESH_T,), MESH_V
+    )
+    options = {"implementation": implementation, "reduction": reduction, **divergence}
+    mesh, student, of_teacher = on_mesh(mesh_name, kind, arrays, teacher)
+    with jax.set_mesh(mesh):
+        got = run(student, of_teacher, chunk_size=3, **options)
+    if implementation == "xla":
+        assert got["x"].sharding.is_equivalent_to(student["x"].sharding, got["x"].ndim)
+    check_against_formula(got, arrays, teacher, **options)
+
+
+@in_turn(
+    "mesh_name, kind, tail",
+    {name: name for name in MESHES},
+    {"auto": AxisType.Auto, "explicit": AxisType.Explicit},
+    {"one_bucket": "one_bucket", "ignore": "ignore"},
+    also=[("vocabulary", "explicit", "one_bucket")],
+)
+def test_top_k_on_a_mesh(mesh_name, kind, tail):
+    arrays, _ = make_arrays((MESH_T,), MESH_V)
+    teacher = make_top_k((MESH_T,), MESH_V)
+    options = {"implementation": "xla", "tail": tail}
+    mesh, student, of_teacher = on_mesh(mesh_name, kind, arrays, teacher, of_top_k=True)
+    with jax.set_mesh(mesh):
+        got = run(student, of_teacher, chunk_size=3, **options)
+    check_against_formula(got, arrays, teacher, **options)
+
+
+def test_inside_of_shard_map():
+    # Each device has a mean over its own tokens; the gradient of the weight is their sum.
+    arrays, teacher = make_arrays((MESH_T,), MESH_V, weights=False)
+    mesh, student, of_teacher = on_mesh("tokens", AxisType.Auto, arrays, teacher)
+
+    def loss(x, weight, teacher_x, teacher_weight):
+        one = linear_distillation_loss(
+            x, weight, teacher_x, teacher_weight, chunk_size=3, implementation="xla"
+        )
+        return jax.lax.pmean(one, "data")
+
+    mapped = jax.shard_map(
+        loss, mesh=mesh, in_specs=(P("data"), P(), P("data"), P()), out_specs=P()
+    )
+    graded = quick_jit(jax.value_and_grad(mapped, argnums=(0, 1)))
+    value, (dx, dweight) = graded(student["x"], student["weight"], *of_teacher)
+    got = {"loss": value, "x": dx, "weight": dweight}
+    check_against_formula(got, arrays, teacher)
