@@ -1,4 +1,4 @@
-"""`counted_fraction`: the tokens that count are computed in fewer rows. 25 s."""
+"""`counted_fraction`: the tokens that count are computed in fewer rows. 20 s."""
 
 import functools
 import math
@@ -102,7 +102,7 @@ def test_weights_of_zero_do_not_count():
         np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["columns", "in place"])
+@pytest.mark.parametrize("name", [pytest.param("columns", marks=pytest.mark.full), "in place"])
 @pytest.mark.usefixtures("interpreted")
 def test_kernels(name):
     """150 tokens of which 9 count, so that the interpreter computes one tile in place of two."""
