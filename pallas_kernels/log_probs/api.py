@@ -37,6 +37,7 @@ def linear_log_probs(
     ignore_index: int = -100,
     logit_softcap: float | None = None,
     return_entropy: bool = False,
+    counted_fraction: float = 1.0,
     chunk_size: int | None = None,
     max_logits_bytes: int | None = None,
     vocab_axis: str | None = None,
@@ -100,6 +101,10 @@ def linear_log_probs(
       logit_softcap: Bound `c` of the logits (Gemma 2, https://arxiv.org/abs/2408.00118), finite and
         above 0. `None` sets no bound.
       return_entropy: Whether the entropies are returned, too.
+      counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1]. The
+        tokens that count are then computed in as few rows, and all tokens if more of them do, so
+        the share has no influence on results. In reinforcement learning the tokens of a prompt do
+        not count. It has no effect where the vocabulary is split, which the log says.
       chunk_size: Largest number of a device's tokens whose logits exist at a time.
       max_logits_bytes: Limit in bytes for the logits of a chunk of tokens, as in
         `linear_cross_entropy`. At most one of `chunk_size` and `max_logits_bytes` may be given.
@@ -140,6 +145,7 @@ def linear_log_probs(
         temperature=temperature,
         ignore_index=ignore_index,
         logit_softcap=logit_softcap,
+        counted_fraction=counted_fraction,
         chunk_size=chunk_size,
         max_logits_bytes=max_logits_bytes,
         vocab_axis=vocab_axis,
@@ -257,6 +263,7 @@ def linear_token_loss(
         temperature=temperature,
         ignore_index=ignore_index,
         logit_softcap=logit_softcap,
+        counted_fraction=1.0,
         chunk_size=chunk_size,
         max_logits_bytes=max_logits_bytes,
         vocab_axis=vocab_axis,
@@ -336,7 +343,6 @@ def checked_options(
         label_smoothing=0.0,
         z_loss=0.0,
         vocab_chunk_size=None,
-        counted_fraction=1.0,
         vocab_axis=vocab_axis,
         weight_layout=weight_layout,
         implementation=implementation,

@@ -27,6 +27,7 @@ from pallas_kernels.log_probs.statistics import distribution_of_linear, of_label
 from pallas_kernels.loss import recomputed
 from pallas_kernels.loss.arguments import IGNORED
 from pallas_kernels.loss.columns import Gradients, place_in_vocabulary
+from pallas_kernels.loss.counted import in_fewer_rows, num_rows
 from pallas_kernels.loss.known_rows import Rows
 from pallas_kernels.loss.layout import Embedding, unsupported_reason
 from pallas_kernels.loss.plan import InPlace, Request, TokenChunks, choose
@@ -188,10 +189,14 @@ def _forward_of(key: tuple[_LogProbs, bool], place: Place) -> Callable[..., Sequ
     operation, keeps_lse = key
 
     def run(x, weight, labels, *biases) -> Sequence[jax.Array]:
-        device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
-        lse, found = device.log_probs(biases, with_entropy=operation.with_entropy)
-        found = [*found, lse] if keeps_lse else found
-        return [a.reshape(labels.shape) for a in found]
+        def compute(x, labels) -> Any:
+            device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
+            lse, found = device.log_probs(biases, with_entropy=operation.with_entropy)
+            return [*found, lse] if keeps_lse else list(found), []
+
+        weight = _before_branches(operation.request, x, weight)
+        counts = labels != IGNORED
+        return _of_counted(operation, place, compute, counts, (x, labels), (0, IGNORED))
 
     return run
 
@@ -204,13 +209,61 @@ def _backward_of(
 
     def run(*arrays) -> Sequence[jax.Array]:
         x, weight, labels, *biases = arrays[:num_args]
-        lse, of_log_probs, *more = [a.reshape(-1) for a in arrays[num_args:]]
-        device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
-        rows = device.rows(lse, of_log_probs, *more)
+        numbers = arrays[num_args:]
         exchanged = () if operation.is_unchecked else place.parts[0]
-        return device.gradients(biases, rows, wanted, exchanged)
+
+        def compute(x, labels, *numbers) -> Any:
+            device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
+            found = device.gradients(biases, device.rows(*numbers), wanted, exchanged)
+            num_per_token = int(wanted[0])
+            of_weights = found[num_per_token:]
+            if operation.request.counted_fraction < 1 and wanted[1]:
+                # Few rows may fit a gradient of 16 bits, and all of them may need sums in float32.
+                # Both programs return one dtype.
+                dtype = operation.request.weight.dtype
+                of_weights = [of_weights[0].astype(dtype), *of_weights[1:]]
+            return found[:num_per_token], of_weights
+
+        weight = _before_branches(operation.request, x, weight)
+        _, of_log_probs, *more = numbers
+        has_cotangent = of_log_probs != 0
+        if more:
+            has_cotangent |= more[1] != 0
+        counts = (labels != IGNORED) & has_cotangent
+        fills = 0, IGNORED, *(0,) * len(numbers)
+        return _of_counted(operation, place, compute, counts, (x, labels, *numbers), fills)
 
     return run
+
+
+def _before_branches(request: Request, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The weight as the products take it, if they may stand in a branch of a `lax.cond`.
+
+    XLA does not simplify across a branch. A weight that the caller has widened to float32, for a
+    float32 gradient, would exist in float32.
+    """
+    return weight.astype(x.dtype) if request.counted_fraction < 1 else weight
+
+
+def _of_counted(
+    operation: _LogProbs,
+    place: Place,
+    compute: Callable[..., Any],
+    counts: jax.Array,
+    tokens: Sequence[jax.Array],
+    fills: Sequence[int],
+) -> Sequence[jax.Array]:
+    """The results of `compute` for a device, as `loss/counted.py` describes them."""
+    shape, fraction = counts.shape, operation.request.counted_fraction
+    flat = [a.reshape(counts.size, *a.shape[len(shape) :]) for a in tokens]
+    if place.parts[0] and num_rows(counts.size, fraction) < counts.size:
+        log_once(
+            f"linear_log_probs: counted_fraction={fraction} has no effect, because the vocabulary "
+            "is split over devices; all tokens are computed"
+        )
+        fraction = 1.0
+    of_tokens, others = in_fewer_rows(compute, flat, fills, counts.reshape(-1), fraction)
+    return [a.reshape(*shape, *a.shape[1:]) for a in of_tokens] + list(others)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

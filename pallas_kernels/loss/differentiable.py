@@ -365,6 +365,10 @@ class _Device:
         if gradients is None:
             return losses, ()
         dx, dweight, dbias = gradients
+        if self.request.counted_fraction < 1:
+            # Few rows may fit a gradient of 16 bits, and all of them may need sums in float32. Both
+            # programs return one dtype.
+            dweight = dweight.astype(self.request.weight.dtype)
         of_weights = [dweight] if wanted[1] else []
         if wanted[2]:
             assert dbias is not None

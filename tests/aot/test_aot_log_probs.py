@@ -81,6 +81,9 @@ CASES = {
 }
 
 CASES |= {
+    "gradients-counted": Case(
+        backward(**ENTROPY, counted_fraction=0.5), arguments(*SIZES), compiler_options=CUBLAS
+    ),
     "token-loss": Case(token_loss(), arguments(*SIZES), compiler_options=CUBLAS),
     "token-loss-entropy": Case(
         token_loss(with_entropy=True), arguments(*SIZES), compiler_options=CUBLAS
@@ -160,3 +163,13 @@ def test_a_loss_of_tokens_in_place(compiled, chip, case):
         assert_nothing_runs_beside(program)
     else:
         assert_in_place(program, (vocab, hidden))
+
+
+@each_chip
+@pytest.mark.parametrize("case", ["gradients-counted"])
+def test_fewer_rows_and_all_rows_share_memory(compiled, chip, case):
+    program = compiled(chip, case)
+    for kernel in program.kernels:
+        assert_runs_well(kernel)
+    assert program.calls["input_gradient"] == 2
+    assert program.temp_bytes <= 200 * MIB, program.temp_bytes / MIB

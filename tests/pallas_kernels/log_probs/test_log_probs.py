@@ -82,6 +82,28 @@ def test_tokens_that_do_not_count(options):
     chex.assert_trees_all_equal(nothing, jax.tree.map(jnp.zeros_like, nothing))
 
 
+@pytest.mark.parametrize("num_counted", [100, 128, 129, 0])
+def test_fewer_rows(num_counted):
+    """`counted_fraction` changes nothing but the rows: 128 of 300, or all where more count."""
+    arrays, labels = arrays_of((3, 100), D, V, F32)
+    order = np.random.default_rng(7).permutation(300).reshape(3, 100)
+    labels = np.where(order < num_counted, np.abs(labels) % V, IGNORED).astype(np.int32)
+    cotangents = make_cotangents((3, 100))
+    options = {"implementation": "xla", "chunk_size": 50}
+    got = run(arrays, labels, cotangents, counted_fraction=0.4, **options)
+    check_against_formula(got, arrays, labels, cotangents, floor=12.0)
+
+
+def test_few_rows_and_all_rows_may_have_other_plans(on_h100):
+    """A 16-bit `dweight` holds 3712 rows of 4096; all 12288 need sums in float32."""
+    x, weight = (jax.ShapeDtypeStruct((n, 4096), BF16) for n in (12288, 128256))
+    labels = jax.ShapeDtypeStruct((12288,), jnp.int32)
+    options = {"implementation": "mosaic_gpu", "counted_fraction": 0.3}
+    fn = lambda *args: sum(jnp.sum(a) for a in both(*args, **options))
+    dx, dweight = jax.eval_shape(jax.grad(fn, argnums=(0, 1)), x, weight, labels)
+    assert (dx.dtype, dweight.dtype) == (BF16, BF16)
+
+
 @each
 def test_labels_out_of_range(options):
     arrays, labels = arrays_of(SHAPE, D, V, F32)

@@ -246,3 +246,14 @@ def test_vmap_over_sequences():
     value, (dx, dweight) = quick_jit(jax.value_and_grad(total, (0, 1)))(*arrays.values())
     got = {"loss": value, "x": dx, "weight": dweight}
     check_against_formula(got, arrays, labels, np.float32(1), reduction="sum", chunk_size=50)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_few_rows_and_all_rows_may_have_other_plans(on_h100, reduction):
+    """A 16-bit `dweight` holds 3712 rows of 4096; all 12288 need sums in float32."""
+    x, weight = (jax.ShapeDtypeStruct((n, 4096), BF16) for n in (12288, 128256))
+    labels = jax.ShapeDtypeStruct((12288,), jnp.int32)
+    options = {"implementation": "mosaic_gpu", "reduction": reduction}
+    fn = lambda *args: jnp.sum(linear_cross_entropy(*args, counted_fraction=0.3, **options))
+    dx, dweight = jax.eval_shape(jax.grad(fn, argnums=(0, 1)), x, weight, labels)
+    assert (dx.dtype, dweight.dtype) == (BF16, BF16)
