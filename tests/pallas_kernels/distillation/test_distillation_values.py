@@ -69,7 +69,7 @@ def test_values_and_gradients(implementation, divergence, reduction, dtype):
 )
 def test_shapes(shape, vocab, chunk_size):
     arrays, teacher = make_arrays(shape, vocab, BF16, weights=False)
-    options = {"divergence": "jensen_shannon" if len(shape) > 1 else "forward_kl"}
+    options: dict[str, Any] = {"divergence": "jensen_shannon" if len(shape) > 1 else "forward_kl"}
     # With one token in the vocabulary all is 0 but for rounding.
     but = ("loss", "x", "weight") if vocab == 1 else ()
     got = check(arrays, teacher, implementation="xla", chunk_size=chunk_size, but=but, **options)
