@@ -162,7 +162,8 @@ def test_one_row_a_step_and_the_held_out_rows_between(finished):
             want |= {"val_loss", "val_accuracy", "val_bpb"}
         else:
             want |= {"loss", "nll", "accuracy", "lr", "grad_norm", "tokens", "tokens_per_s"}
-            want |= {"mfu", "step_time_s", "skipped_steps", "data_wait_s"}
+            want |= {"mfu", "step_time_s", "skipped_steps", "data_wait_s", "labeled_share"}
+            assert 0.9 < row["labeled_share"] <= 1
             assert row["tokens"] == row["step"] * 2 * 8 * 32
             assert row["mfu"] is None  # the peak of a CPU is not known
             assert (row["tokens_per_s"] is None) == (row["step"] <= 2)
