@@ -181,6 +181,7 @@ def linear_token_loss(
     bias: Float[Array, " V"] | None = None,
     ignore_index: int = -100,
     logit_softcap: float | None = None,
+    counted_fraction: float = 1.0,
     chunk_size: int | None = None,
     max_logits_bytes: int | None = None,
     vocab_axis: str | None = None,
@@ -235,6 +236,8 @@ def linear_token_loss(
       bias: Bias of the logits.
       ignore_index: Label of the tokens that do not count; their log-probability is 0.
       logit_softcap: Bound of the logits.
+      counted_fraction: Largest share of a device's tokens whose labels are not ignored, in (0, 1].
+        They are then computed in as few rows. All devices compute all rows if one has more of them.
       chunk_size: Largest number of a device's tokens whose logits exist at a time.
       max_logits_bytes: Limit in bytes for the logits of a chunk of tokens.
       vocab_axis: Name of the Manual mesh axis that splits the vocabulary.
@@ -263,7 +266,7 @@ def linear_token_loss(
         temperature=temperature,
         ignore_index=ignore_index,
         logit_softcap=logit_softcap,
-        counted_fraction=1.0,
+        counted_fraction=counted_fraction,
         chunk_size=chunk_size,
         max_logits_bytes=max_logits_bytes,
         vocab_axis=vocab_axis,

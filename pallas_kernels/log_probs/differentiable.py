@@ -194,7 +194,7 @@ def _forward_of(key: tuple[_LogProbs, bool], place: Place) -> Callable[..., Sequ
             lse, found = device.log_probs(biases, with_entropy=operation.with_entropy)
             return [*found, lse] if keeps_lse else list(found), []
 
-        weight = _before_branches(operation.request, x, weight)
+        weight = before_branches(operation.request, x, weight)
         counts = labels != IGNORED
         return _of_counted(operation, place, compute, counts, (x, labels), (0, IGNORED))
 
@@ -216,15 +216,10 @@ def _backward_of(
             device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
             found = device.gradients(biases, device.rows(*numbers), wanted, exchanged)
             num_per_token = int(wanted[0])
-            of_weights = found[num_per_token:]
-            if operation.request.counted_fraction < 1 and wanted[1]:
-                # Few rows may fit a gradient of 16 bits, and all of them may need sums in float32.
-                # Both programs return one dtype.
-                dtype = operation.request.weight.dtype
-                of_weights = [of_weights[0].astype(dtype), *of_weights[1:]]
+            of_weights = in_one_dtype(operation.request, wanted, found[num_per_token:])
             return found[:num_per_token], of_weights
 
-        weight = _before_branches(operation.request, x, weight)
+        weight = before_branches(operation.request, x, weight)
         _, of_log_probs, *more = numbers
         has_cotangent = of_log_probs != 0
         if more:
@@ -236,13 +231,40 @@ def _backward_of(
     return run
 
 
-def _before_branches(request: Request, x: jax.Array, weight: jax.Array) -> jax.Array:
+def before_branches(request: Request, x: jax.Array, weight: jax.Array) -> jax.Array:
     """The weight as the products take it, if they may stand in a branch of a `lax.cond`.
 
     XLA does not simplify across a branch. A weight that the caller has widened to float32, for a
     float32 gradient, would exist in float32.
     """
     return weight.astype(x.dtype) if request.counted_fraction < 1 else weight
+
+
+def in_one_dtype(
+    request: Request, wanted: Mask, of_weights: Sequence[jax.Array]
+) -> Sequence[jax.Array]:
+    """The wanted gradients of weight and bias, in dtypes that do not depend on the rows.
+
+    Few rows may fit a gradient of 16 bits, and all of them may need sums in float32.
+    """
+    if request.counted_fraction == 1 or not wanted[1]:
+        return of_weights
+    return [of_weights[0].astype(request.weight.dtype), *of_weights[1:]]
+
+
+def fraction_in_effect(name: str, request: Request, place: Place, num_tokens: int) -> float:
+    """The share of a device's tokens that is computed in fewer rows.
+
+    It is 1 where the vocabulary is split, whose devices exchange statistics; the log says so.
+    """
+    fraction = request.counted_fraction
+    if place.parts[0] and num_rows(num_tokens, fraction) < num_tokens:
+        log_once(
+            f"{name}: counted_fraction={fraction} has no effect, because the vocabulary is split "
+            "over devices; all tokens are computed"
+        )
+        return 1.0
+    return fraction
 
 
 def _of_counted(
@@ -254,14 +276,9 @@ def _of_counted(
     fills: Sequence[int],
 ) -> Sequence[jax.Array]:
     """The results of `compute` for a device, as `loss/counted.py` describes them."""
-    shape, fraction = counts.shape, operation.request.counted_fraction
+    shape = counts.shape
     flat = [a.reshape(counts.size, *a.shape[len(shape) :]) for a in tokens]
-    if place.parts[0] and num_rows(counts.size, fraction) < counts.size:
-        log_once(
-            f"linear_log_probs: counted_fraction={fraction} has no effect, because the vocabulary "
-            "is split over devices; all tokens are computed"
-        )
-        fraction = 1.0
+    fraction = fraction_in_effect(operation.name, operation.request, place, counts.size)
     of_tokens, others = in_fewer_rows(compute, flat, fills, counts.reshape(-1), fraction)
     return [a.reshape(*shape, *a.shape[1:]) for a in of_tokens] + list(others)
 

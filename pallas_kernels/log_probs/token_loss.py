@@ -9,6 +9,10 @@ column. Without the exponentials the forward computes the logits again: four GEM
 The function sees the numbers of all tokens. Where tokens are split over devices, each device
 gathers 4 bytes a token for the log-probabilities, and as much for the entropies. It calls the
 function on all of them, and takes the cotangents of its own tokens.
+
+With `counted_fraction` the tokens that count are computed in fewer rows (`loss/counted.py`). The
+function gets 0 for the others. Devices gather inside of the branch, so all of them take the same
+one: they compute few rows if the tokens that count fit on each device.
 """
 
 import dataclasses
@@ -24,6 +28,9 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.log_probs.differentiable import (
     Device,
+    before_branches,
+    fraction_in_effect,
+    in_one_dtype,
     is_unchecked,
     of_arrays_in,
     roles_of_gradients,
@@ -31,6 +38,7 @@ from pallas_kernels.log_probs.differentiable import (
 )
 from pallas_kernels.loss.arguments import IGNORED
 from pallas_kernels.loss.columns import Columns, Gradients
+from pallas_kernels.loss.counted import FewRows, for_few_or_all
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
 from pallas_kernels.loss.mosaic_gpu.statistics import entropy_of
@@ -235,40 +243,66 @@ def _results_of(
     def run(*arrays) -> Sequence[jax.Array]:
         x, weight, labels, *biases = arrays[: operation.num_arrays]
         data = list(arrays[operation.num_arrays :])
-        device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
+        flat_x, flat_labels = x.reshape(labels.size, x.shape[-1]), labels.reshape(-1)
+        weight = before_branches(operation.request, x, weight)
         of_arrays = operation._of_arrays(wanted) if wanted is not None else (False,) * 3
-        is_stored = of_arrays[1] and _keeps_exponentials(device, biases)
-        if is_stored:
-            stored = _Exponentials.make(device, with_entropy)
-            lse, own = stored.lse, stored.of_labels()
-        else:
-            stored = None
-            lse, own = device.log_probs(biases, with_entropy=with_entropy)
-        numbers = [of_all_tokens(a.reshape(labels.shape), place) for a in own]
-        if wanted is None:
-            loss, aux = function(numbers, data)
-            return [loss, *aux]
-        is_wanted = wanted[operation.num_arrays :]
-
-        def of_wanted(numbers, some):
-            some = iter(some)
-            given = [next(some) if w else a for a, w in zip(data, is_wanted, strict=True)]
-            return function(numbers, given)
-
-        some = [a for a, w in zip(data, is_wanted, strict=True) if w]
-        differentiated = jax.value_and_grad(of_wanted, argnums=(0, 1), has_aux=True)
-        (loss, aux), (of_numbers, of_data) = differentiated(numbers, some)
-        g, *h = [of_own_tokens(a, place).reshape(-1) for a in of_numbers]
-        rows = device.rows(lse, g, *own[1:], *h)
         exchanged = () if operation.is_unchecked else place.parts[0]
-        gradients: Sequence[jax.Array] = ()
-        if stored is not None:
-            gradients = device.pick(stored.gradients(rows), of_arrays, exchanged)
-        elif any(of_arrays):
-            gradients = device.gradients(biases, rows, of_arrays, exchanged)
-        return [loss, *aux, *gradients, *of_data]
+
+        def compute(few: FewRows | None) -> list[jax.Array]:
+            take = lambda a, fill: a if few is None else few.take(a, fill)
+            put_back = lambda a: a if few is None else few.put_back(a)
+            device = Device.make(
+                operation.request,
+                operation.temperature,
+                place,
+                take(flat_x, 0),
+                weight,
+                take(flat_labels, IGNORED),
+            )
+            stored = None
+            if of_arrays[1] and _keeps_exponentials(device, biases):
+                stored = _Exponentials.make(device, with_entropy)
+                lse, own = stored.lse, stored.of_labels()
+            else:
+                lse, own = device.log_probs(biases, with_entropy=with_entropy)
+            numbers = [of_all_tokens(put_back(a).reshape(labels.shape), place) for a in own]
+            if wanted is None:
+                loss, aux = function(numbers, data)
+                return [loss, *aux]
+            loss, aux, of_numbers, of_data = _differentiated(operation, wanted, numbers, data)
+            g, *h = [take(of_own_tokens(a, place).reshape(-1), 0) for a in of_numbers]
+            rows = device.rows(lse, g, *own[1:], *h)
+            found: Sequence[jax.Array] = ()
+            if stored is not None:
+                found = device.pick(stored.gradients(rows), of_arrays, exchanged)
+            elif any(of_arrays):
+                found = device.gradients(biases, rows, of_arrays, exchanged)
+            num_per_token = int(of_arrays[0])
+            dx = [put_back(a).reshape(x.shape) for a in found[:num_per_token]]
+            of_weights = in_one_dtype(operation.request, of_arrays, found[num_per_token:])
+            return [loss, *aux, *dx, *of_weights, *of_data]
+
+        fraction = fraction_in_effect(operation.name, operation.request, place, labels.size)
+        return for_few_or_all(compute, flat_labels != IGNORED, fraction, agreeing=place.tokens)
 
     return run
+
+
+def _differentiated(
+    operation: _TokenLoss, wanted: Mask, numbers: Sequence[jax.Array], data: Sequence[jax.Array]
+) -> tuple[jax.Array, Sequence[jax.Array], Sequence[jax.Array], Sequence[jax.Array]]:
+    """`(loss, other results, cotangents of numbers, gradients of the wanted data)`."""
+    is_wanted = wanted[operation.num_arrays :]
+
+    def of_wanted(numbers, some):
+        some = iter(some)
+        given = [next(some) if w else a for a, w in zip(data, is_wanted, strict=True)]
+        return operation.function(numbers, given)
+
+    some = [a for a, w in zip(data, is_wanted, strict=True) if w]
+    differentiated = jax.value_and_grad(of_wanted, argnums=(0, 1), has_aux=True)
+    (loss, aux), (of_numbers, of_data) = differentiated(numbers, some)
+    return loss, aux, of_numbers, of_data
 
 
 def _keeps_exponentials(device: Device, biases: Sequence[Any]) -> bool:

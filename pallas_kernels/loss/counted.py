@@ -9,12 +9,13 @@ more of them is computed whole, by a second program under `jax.lax.cond`. So the
 influence on results, only on time.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 _TILE = 128  # rows of a tile of the products
 
@@ -25,6 +26,60 @@ type Others = Sequence[Array]
 def num_rows(num_tokens: int, fraction: float) -> int:
     """Rows for the tokens that count: whole tiles, or all tokens if they would not be fewer."""
     return min(num_tokens, math.ceil(fraction * num_tokens / _TILE) * _TILE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FewRows:
+    """Rows for the tokens that count.
+
+    Attributes:
+      counts: Whether each token counts.
+      rows: Row of each token that counts.
+      size: Number of rows. At least as many as tokens that count.
+    """
+
+    counts: Bool[Array, " T"]
+    rows: Int[Array, " T"]
+    size: int
+
+    def take(self, a: Shaped[Array, "T ..."], fill: int) -> Shaped[Array, "size ..."]:
+        """The rows of an array of tokens; `fill` in a row that has no token."""
+        num_tokens = len(self.counts)
+        positions = jnp.full((self.size,), num_tokens, jnp.int32)
+        row = jnp.where(self.counts, self.rows, self.size)
+        positions = positions.at[row].set(jnp.arange(num_tokens, dtype=jnp.int32), mode="drop")
+        return a.at[positions].get(mode="fill", fill_value=fill)
+
+    def put_back(self, a: Shaped[Array, "size ..."]) -> Shaped[Array, "T ..."]:
+        """The array of tokens of an array of rows; 0 for a token that does not count."""
+        mask = self.counts.reshape(-1, *(1,) * (a.ndim - 1))
+        found = a.at[jnp.maximum(self.rows, 0)].get(mode="clip")
+        return jnp.where(mask, found, jnp.zeros((), a.dtype))
+
+
+def for_few_or_all[T](
+    compute: Callable[[FewRows | None], T],
+    counts: Bool[Array, " T"],
+    fraction: float,
+    *,
+    agreeing: Sequence[str] = (),
+) -> T:
+    """`compute` of the rows of the tokens that count, or of None if they are too many.
+
+    Args:
+      compute: Function that returns arrays of the same shapes for rows and for None.
+      counts: Whether each token counts.
+      fraction: Largest share of the tokens that is computed in fewer rows.
+      agreeing: Mesh axes whose devices must compute the same, because `compute` exchanges data.
+    """
+    num_tokens = len(counts)
+    size = num_rows(num_tokens, fraction)
+    if size == num_tokens:
+        return compute(None)
+    rows = jnp.cumsum(counts, dtype=jnp.int32) - 1
+    last = jax.lax.pmax(rows[-1], tuple(agreeing)) if agreeing else rows[-1]
+    few = FewRows(counts, rows, size)
+    return jax.lax.cond(last < size, lambda: compute(few), lambda: compute(None))
 
 
 def in_fewer_rows(
@@ -44,35 +99,12 @@ def in_fewer_rows(
       counts: Whether each token counts.
       fraction: Largest share of the tokens that is computed in fewer rows.
     """
-    num_tokens = len(counts)
-    size = num_rows(num_tokens, fraction)
-    if size == num_tokens:
-        return compute(*tokens)
 
-    # The row of each token that counts, and the token of each row.
-    rows = jnp.cumsum(counts, dtype=jnp.int32) - 1
-    arange = jnp.arange(num_tokens, dtype=jnp.int32)
+    def run(few: FewRows | None) -> tuple[PerToken, Others]:
+        if few is None:
+            per_token, others = compute(*tokens)
+            return list(per_token), list(others)
+        per_token, others = compute(*map(few.take, tokens, fills))
+        return [few.put_back(a) for a in per_token], list(others)
 
-    def few() -> tuple[PerToken, Others]:
-        positions = jnp.full((size,), num_tokens, jnp.int32)
-        positions = positions.at[jnp.where(counts, rows, size)].set(arange, mode="drop")
-        per_token, others = compute(
-            *(
-                a.at[positions].get(mode="fill", fill_value=fill)
-                for a, fill in zip(tokens, fills, strict=True)
-            )
-        )
-
-        def put_back(a: Array) -> Array:
-            mask = counts.reshape(-1, *(1,) * (a.ndim - 1))
-            return jnp.where(
-                mask, a.at[jnp.maximum(rows, 0)].get(mode="clip"), jnp.zeros((), a.dtype)
-            )
-
-        return [put_back(a) for a in per_token], list(others)
-
-    def whole() -> tuple[PerToken, Others]:
-        per_token, others = compute(*tokens)
-        return list(per_token), list(others)
-
-    return jax.lax.cond(rows[-1] < size, few, whole)
+    return for_few_or_all(run, counts, fraction)

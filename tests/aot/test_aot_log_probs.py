@@ -88,6 +88,9 @@ CASES |= {
     "token-loss-entropy": Case(
         token_loss(with_entropy=True), arguments(*SIZES), compiler_options=CUBLAS
     ),
+    "token-loss-counted": Case(
+        token_loss(counted_fraction=0.5), arguments(*SIZES), compiler_options=CUBLAS
+    ),
     "token-loss-dv": Case(
         token_loss(with_entropy=True, weight_layout="dv"),
         arguments(*SIZES, layout="dv"),
@@ -166,7 +169,7 @@ def test_a_loss_of_tokens_in_place(compiled, chip, case):
 
 
 @each_chip
-@pytest.mark.parametrize("case", ["gradients-counted"])
+@pytest.mark.parametrize("case", ["gradients-counted", "token-loss-counted"])
 def test_fewer_rows_and_all_rows_share_memory(compiled, chip, case):
     program = compiled(chip, case)
     for kernel in program.kernels:

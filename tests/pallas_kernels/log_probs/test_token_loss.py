@@ -121,6 +121,46 @@ def test_the_function_sees_the_tokens_of_all_devices(kind, tokens, of_weight, of
     check(got, arrays, data, labels)
 
 
+@pytest.mark.parametrize("num_counted", [100, 129])
+def test_fewer_rows(num_counted):
+    """`counted_fraction` changes nothing but the rows: 128 of 300, or all where more count. 4 s."""
+    arrays, labels = arrays_of((3, 100), D, V, F32)
+    order = np.random.default_rng(7).permutation(300).reshape(3, 100)
+    labels = np.where(order < num_counted, np.abs(labels) % V, IGNORED).astype(np.int32)
+    data = make_data((3, 100))
+    options = {"implementation": "xla", "chunk_size": 50, "with_entropy": True, **OPTIONS}
+    fn = functools.partial(graded, counted_fraction=0.4, **options)
+    got = quick_jit(fn)(arrays, data, labels)
+    check(got, arrays, data, labels)
+    # Nothing in the hidden states of ignored tokens matters.
+    spoiled = np.where((labels == IGNORED)[..., None], np.nan, arrays["x"]).astype(F32)
+    bad = quick_jit(fn)(arrays | {"x": spoiled}, data, labels)
+    chex.assert_trees_all_equal(got, bad)
+
+
+@pytest.mark.parametrize("counted", [(100, 100), (100, 129)], ids=["all fit", "one does not"])
+def test_devices_agree_on_the_rows(counted):
+    """300 tokens a device, of which 128 rows are computed if they fit on each. 6 s."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    arrays, labels = arrays_of((2, 300), D, V, F32, bias=False)
+    labels = np.abs(labels) % V
+    for row, number in zip(labels, counted, strict=True):
+        row[np.random.default_rng(7).permutation(300)[number:]] = IGNORED
+    data = make_data((2, 300))
+    options = {"implementation": "xla", "chunk_size": 50, "with_entropy": True, **OPTIONS}
+    fn = functools.partial(graded, counted_fraction=0.4, **options)
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    split = P("data")
+    with jax.set_mesh(mesh):
+        got = quick_jit(fn)(
+            {"x": put(arrays["x"], split), "weight": put(arrays["weight"], P())},
+            {name: put(a, split) for name, a in data.items()},
+            put(labels.astype(np.int32), split),
+        )
+        got = jax.tree.map(np.asarray, got)
+    check(got, arrays, data, labels.astype(np.int32))
+
+
 def test_other_results_and_factors():
     arrays, labels = as_jax(arrays_of(SHAPE, D, V, F32))
     data = as_jax(make_data(SHAPE))
