@@ -2,8 +2,9 @@
 
     python -m benchmarks.peers
 
-prints which of them are installed, in which versions. `python -m benchmarks.kernels.bench --peers`
-and `python -m benchmarks.kernels.loss --peers` measure them. This project does not require them:
+prints which of them are installed, in which versions. The benchmarks `bench`, `loss`, `log_probs`
+and `distillation` of `benchmarks.kernels` measure them with `--peers`. This project does not
+require them:
 
     pip install torch liger-kernel quack-kernels nvidia-cutlass-dsl==4.7.1 cut-cross-entropy tokamax
 """
@@ -13,6 +14,7 @@ import functools
 import importlib
 import importlib.metadata
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,10 @@ from benchmarks.kernels.formulas import (
     EPS,
     LAYER_NORM,
     LINEAR_CROSS_ENTROPY,
+    LINEAR_JENSEN_SHANNON,
+    LINEAR_LOG_PROBS,
+    LINEAR_LOG_PROBS_AND_ENTROPY,
+    POLICY_LOSS,
     RMS_NORM,
     SWIGLU,
     Arrays,
@@ -107,6 +113,11 @@ def prepare(peer: Peer, sets: list[Arrays], direction: Direction) -> Prepared:
         variables = {
             name: t.requires_grad_() for name, t in inputs.items() if t.is_floating_point()
         }
+        if direction == "forward+backward":
+            # A teacher has no gradient.
+            variables = {name: variables[name] for name in formula.gradients}
+            for name in inputs.keys() - variables.keys():
+                inputs[name].requires_grad_(False)
         match direction:
             case "forward":
                 call = functools.partial(_forward, fn, formula, inputs)
@@ -115,7 +126,10 @@ def prepare(peer: Peer, sets: list[Arrays], direction: Direction) -> Prepared:
                 cotangents = [_to_torch(arrays[f"d{name}"]) for name in formula.outputs]
                 call = functools.partial(_backward, outputs, variables, cotangents)
             case "forward+backward":
-                call = functools.partial(_both, fn, formula, inputs, variables)
+                cotangents = [
+                    _to_torch(arrays[f"d{k}"]) for k in formula.outputs if f"d{k}" in arrays
+                ]
+                call = functools.partial(_both, fn, formula, inputs, variables, cotangents)
         calls.append(call)
 
     def num_bytes() -> int:
@@ -152,12 +166,14 @@ def _backward(outputs, variables, cotangents) -> dict[str, Any]:
     return {f"d{name}": gradient for name, gradient in zip(variables, gradients, strict=True)}
 
 
-def _both(fn, formula, inputs, variables) -> dict[str, Any]:
-    loss = fn(*inputs.values())
-    gradients = _torch().autograd.grad(loss, list(variables.values()))
+def _both(fn, formula, inputs, variables, cotangents) -> dict[str, Any]:
+    outputs = fn(*inputs.values())
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    # A loss has no cotangent.
+    gradients = _torch().autograd.grad(outputs, list(variables.values()), cotangents or None)
     _synchronize()
     named = {f"d{name}": gradient for name, gradient in zip(variables, gradients, strict=True)}
-    return {formula.outputs[0]: loss} | named
+    return dict(zip(formula.outputs, outputs, strict=True)) | named
 
 
 def _torch() -> Any:
@@ -226,6 +242,39 @@ def _linear_cross_entropy_formula(x, weight, labels):
     return _functional().cross_entropy((x @ weight.T).float(), labels)
 
 
+def _log_probs_of(x, weight, labels):
+    return -_functional().cross_entropy((x @ weight.T).float(), labels, reduction="none")
+
+
+def _log_probs_and_entropy_of(x, weight, labels):
+    log_p = _functional().log_softmax((x @ weight.T).float(), -1)
+    return log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def _by_chunks(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Chunks of 512 tokens that the backward computes again, as TRL and verl do it."""
+    torch = _torch()
+    checkpoint = importlib.import_module("torch.utils.checkpoint").checkpoint
+
+    def run(x, weight, labels):
+        parts = zip(x.split(512), labels.split(512), strict=True)
+        found = [checkpoint(fn, a, weight, b, use_reentrant=False) for a, b in parts]
+        if isinstance(found[0], tuple):
+            return tuple(torch.cat(arrays) for arrays in zip(*found, strict=True))
+        return torch.cat(found)
+
+    return run
+
+
+def _jensen_shannon_of(x, weight, teacher_x, teacher_weight):
+    torch = _torch()
+    log_p = _functional().log_softmax((x @ weight.T).float(), -1)
+    log_q = _functional().log_softmax((teacher_x @ teacher_weight.T).float(), -1)
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+    terms = log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)
+    return terms.sum() / (2 * len(x))
+
+
 def _liger(name: str) -> Any:
     return getattr(importlib.import_module("liger_kernel.ops"), name)
 
@@ -259,6 +308,38 @@ def _liger_linear_cross_entropy() -> Callable[..., Any]:
     return lambda x, weight, labels: function.apply(x, weight, labels)[0]
 
 
+def _liger_linear_log_probs(*, entropy: bool) -> Callable[..., Any]:
+    # On Hopper its kernels of the CuTe DSL, elsewhere chunks.
+    module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    function = module.LigerFusedLinearScaledCrossEntropyFunction
+
+    def run(x, weight, labels):
+        found = function.apply(x, weight, labels, 1.0, -100, 1, entropy)
+        return (-found[0], found[1].float()) if entropy else -found
+
+    return run
+
+
+def _liger_policy_loss() -> Callable[..., Any]:
+    torch, losses = _torch(), importlib.import_module("liger_kernel.chunked_loss")
+    loss = losses.LigerFusedLinearGRPOLoss(beta=0.0, loss_type="bnpo", use_ref_model=False)
+
+    def run(x, weight, labels, advantages):
+        sequences = len(advantages)
+        labels = labels.reshape(sequences, -1)
+        x = x.reshape(*labels.shape, x.shape[-1])
+        return loss(x, weight, labels, torch.ones_like(labels), advantages)[0]
+
+    return run
+
+
+def _liger_jensen_shannon() -> Callable[..., Any]:
+    function = _liger("LigerFusedLinearJSDFunction")
+    return lambda x, weight, teacher_x, teacher_weight: function.apply(
+        x, weight, teacher_x, teacher_weight
+    )
+
+
 def _quack_rms_norm() -> Callable[..., Any]:
     rmsnorm = importlib.import_module("quack").rmsnorm
     return lambda x, weight: rmsnorm(x, weight, eps=EPS)
@@ -286,6 +367,17 @@ def _quack_linear_cross_entropy() -> Callable[..., Any]:
 
 def _cce() -> Callable[..., Any]:
     return importlib.import_module("cut_cross_entropy").linear_cross_entropy
+
+
+def _of_log_probs(
+    op: str, formula: Formula, fn: Callable[..., Any], *, entropy: bool
+) -> tuple[Peer, ...]:
+    liger = functools.partial(_liger_linear_log_probs, entropy=entropy)
+    return (
+        Peer(op, "torch.compile", "torch", formula, lambda: _compiled(fn)),
+        Peer(op, "PyTorch chunks", "torch", formula, lambda: _by_chunks(fn)),
+        Peer(op, "Liger", "liger-kernel", formula, liger),
+    )
 
 
 _PEERS = (
@@ -337,6 +429,28 @@ _PEERS = (
         _quack_linear_cross_entropy,
     ),
     Peer("linear_cross_entropy", "CCE", "cut-cross-entropy", LINEAR_CROSS_ENTROPY, _cce),
+    *_of_log_probs("linear_log_probs", LINEAR_LOG_PROBS, _log_probs_of, entropy=False),
+    *_of_log_probs(
+        "linear_log_probs_and_entropy",
+        LINEAR_LOG_PROBS_AND_ENTROPY,
+        _log_probs_and_entropy_of,
+        entropy=True,
+    ),
+    Peer("policy_loss", "Liger GRPO", "liger-kernel", POLICY_LOSS, _liger_policy_loss),
+    Peer(
+        "linear_jensen_shannon",
+        "torch.compile",
+        "torch",
+        LINEAR_JENSEN_SHANNON,
+        lambda: _compiled(_jensen_shannon_of),
+    ),
+    Peer(
+        "linear_jensen_shannon",
+        "Liger",
+        "liger-kernel",
+        LINEAR_JENSEN_SHANNON,
+        _liger_jensen_shannon,
+    ),
 )
 
 

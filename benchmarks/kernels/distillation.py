@@ -1,15 +1,16 @@
 """Times the distillation losses with their gradients against their bare matrix products.
 
-    python -m benchmarks.kernels.distillation --shapes 8192x2048x4096x128256
+    python -m benchmarks.kernels.distillation --shapes 8192x2048x4096x128256 --peers
 
 A shape is tokens x hidden size x hidden size of the teacher x vocabulary. Data is random and
 bfloat16, and the gradient of the student's weight is float32. Times are kernel times
 (`benchmarks/timing.py`), medians over interleaved rounds. The same rounds measure the bare products
 of the same shapes: the logits of student and teacher, dx and dweight. A loss alone is compared with
 the first two, and a teacher of stored log-probabilities with the three of the student. Memory is
-counted beside arguments and results by XLA's `memory_analysis`. Before a setting is timed, its loss
-and gradients are compared with those of all logits in float32. The program writes a table and all
-numbers into the folder of results.
+counted beside arguments and results: by XLA's `memory_analysis`, and for PyTorch as the peak above
+the memory allocated before. The gradients of PyTorch are bfloat16. Before a setting is timed, its
+loss and gradients are compared with those of all logits in float32. The program writes a table and
+all numbers into the folder of results.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import agreement, ceilings, timing
+from benchmarks import agreement, ceilings, peers, timing
 from benchmarks.kernels import shapes
 from benchmarks.kernels.bench import short_name, write_results
 from benchmarks.kernels.shapes import Shape
@@ -158,11 +159,44 @@ def _arguments(shape: Shape) -> tuple[Any, Any]:
     return (x, weight, *teacher), (x, weight, log_probs, ids)
 
 
-def measure(shape: Shape, settings: Sequence[Setting], *, rounds: int) -> list[dict[str, Any]]:
-    """One record for each setting at a shape."""
+_JENSEN_SHANNON = next(s for s in SETTINGS if s.name == "Jensen-Shannon")
+
+
+def _run_peers(args: Sequence[Any]) -> dict[str, timing.Timing | tuple[timing.Case, int]]:
+    """For each peer, the calls and their bytes, or why there are none."""
+    names = "x", "weight", "teacher_x", "teacher_weight"
+    program = _JENSEN_SHANNON.program(_JENSEN_SHANNON.formula)
+    expected = jax.tree.leaves(jax.jit(program)(*args))
+    peers.reset()
+    found = {}
+    for peer in peers.peers_of("linear_jensen_shannon"):
+        name = f"{peer.name}, Jensen-Shannon"
+        try:
+            prepared = peers.prepare(
+                peer, [dict(zip(names, args, strict=True))], "forward+backward"
+            )
+            got = list(peers.to_jax(prepared.calls[0]()).values())
+            error = agreement.relative_error(got, expected)
+            if not error < agreement.LIMIT:  # also NaN
+                found[name] = timing.Timing(error=f"wrong result: relative error {error:.1e}")
+                continue
+            # The gradients have the dtypes of the arguments.
+            num_bytes = prepared.num_bytes() - args[0].nbytes - args[1].nbytes
+            found[name] = timing.Case(name, prepared.calls), num_bytes
+        except Exception as error:  # running out of memory is a result
+            found[name] = timing.Timing(error=timing.first_line(error))
+    return found
+
+
+def measure(
+    shape: Shape, settings: Sequence[Setting], *, with_peers: bool = False, rounds: int
+) -> list[dict[str, Any]]:
+    """One record for each setting at a shape, and for each peer."""
     arguments = _arguments(shape)
     bare = products(shape)
     sets = dict.fromkeys(setting.products for setting in settings)
+    if with_peers:
+        sets[_JENSEN_SHANNON.products] = None
     label = lambda numbers: f"products {numbers}"
     run_all = lambda calls: [call() for call in calls]
     cases = [
@@ -187,18 +221,27 @@ def measure(shape: Shape, settings: Sequence[Setting], *, rounds: int) -> list[d
         assert analysis is not None
         memory[setting.name] = analysis.temp_size_in_bytes
         cases.append(timing.Case(setting.name, [functools.partial(compiled, *args)]))
+    of_names = {setting.name: setting.products for setting in settings}
+    if with_peers:
+        for name, ran in _run_peers(arguments[0]).items():
+            of_names[name] = _JENSEN_SHANNON.products
+            if isinstance(ran, timing.Timing):
+                refused[name] = ran
+            else:
+                case, memory[name] = ran
+                cases.append(case)
     timings = timing.compare(cases, rounds=rounds, calls_per_round=1)
     limits = {of: timings.pop(label(of)) for of in sets}
     records = []
-    for setting in settings:
-        measured = (timings | refused)[setting.name]
-        record: dict[str, Any] = {"shape": list(shape), "setting": setting.name}
+    for name, of in of_names.items():
+        measured = (timings | refused)[name]
+        record: dict[str, Any] = {"shape": list(shape), "setting": name}
         record |= measured.summary()
         if measured.error is None:
-            limit = limits[setting.products].median_ms
-            record |= {"num_products": len(setting.products), "products_ms": limit}
+            limit = limits[of].median_ms
+            record |= {"num_products": len(of), "products_ms": limit}
             record |= {"over_products": measured.median_ms / limit}
-            record |= {"temporary_bytes": memory[setting.name]}
+            record |= {"temporary_bytes": memory[name]}
         records.append(record)
     return records
 
@@ -238,6 +281,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
     parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS])
+    parser.add_argument("--peers", action="store_true")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(argv)
@@ -246,7 +290,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     device_kind = timing.require_gpu()
     settings = [s for s in SETTINGS if not args.settings or s.name in args.settings]
-    found = [f"{p} {importlib.metadata.version(p)}" for p in ("jax", "jaxlib")]
+    if args.peers and "torch" in peers.missing():
+        sys.exit("--peers needs torch")
+    packages = ("jax", "jaxlib", *(peers.PACKAGES if args.peers else ()))
+    found = [f"{p} {importlib.metadata.version(p)}" for p in packages if p not in peers.missing()]
     command = f"python -m benchmarks.kernels.distillation {shlex.join(argv)}"
     title = (
         f"# Distillation losses on {device_kind}\n\n{time.strftime('%Y-%m-%d')}, {device_kind}, "
@@ -258,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     contents = {"device": device_kind, "versions": found, "command": command, "records": records}
     for shape in args.shapes:
         print(f"{shapes.label(shape)} ...", file=sys.stderr, flush=True)
-        of_shape = measure(shape, settings, rounds=args.rounds)
+        of_shape = measure(shape, settings, with_peers=args.peers, rounds=args.rounds)
         gc.collect()
         jax.clear_caches()
         records += of_shape

@@ -62,6 +62,32 @@ def _linear_cross_entropy(x, weight, labels):
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
 
+def _linear_log_probs(x, weight, labels):
+    log_p = jax.nn.log_softmax(x @ weight.T, axis=-1)
+    return jnp.take_along_axis(log_p, labels[:, None], axis=-1)[:, 0]
+
+
+def _linear_log_probs_and_entropy(x, weight, labels):
+    log_p = jax.nn.log_softmax(x @ weight.T, axis=-1)
+    picked = jnp.take_along_axis(log_p, labels[:, None], axis=-1)[:, 0]
+    return picked, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+
+
+def _policy_loss(x, weight, labels, advantages):
+    # PPO's loss where the policy has sampled itself, so that the ratio is 1.
+    log_probs = _linear_log_probs(x, weight, labels).reshape(len(advantages), -1)
+    ratio = jnp.exp(log_probs - jax.lax.stop_gradient(log_probs))
+    return -jnp.mean(ratio * advantages[:, None])
+
+
+def _linear_jensen_shannon(x, weight, teacher_x, teacher_weight):
+    log_p = jax.nn.log_softmax(x @ weight.T, axis=-1)
+    log_q = jax.nn.log_softmax(jax.lax.stop_gradient(teacher_x @ teacher_weight.T), axis=-1)
+    log_m = jnp.logaddexp(log_p, log_q) - jnp.log(2)
+    terms = jnp.exp(log_p) * (log_p - log_m) + jnp.exp(log_q) * (log_q - log_m)
+    return jnp.sum(terms) / (2 * len(x))
+
+
 RMS_NORM = Formula(_rms_norm, ("x", "weight"), ("y",), ("x", "weight"))
 ADD_RMS_NORM = Formula(
     _add_rms_norm, ("x", "residual", "weight"), ("y", "residual_out"), ("x", "weight")
@@ -71,6 +97,14 @@ SWIGLU = Formula(_swiglu, ("gate", "up"), ("y",), ("gate", "up"))
 LINEAR_CROSS_ENTROPY = Formula(
     _linear_cross_entropy, ("x", "weight", "labels"), ("loss",), ("x", "weight")
 )
+
+_OF_LABELS, _OF_TEACHER = ("x", "weight", "labels"), ("x", "weight", "teacher_x", "teacher_weight")
+LINEAR_LOG_PROBS = Formula(_linear_log_probs, _OF_LABELS, ("log_probs",), ("x", "weight"))
+LINEAR_LOG_PROBS_AND_ENTROPY = Formula(
+    _linear_log_probs_and_entropy, _OF_LABELS, ("log_probs", "entropy"), ("x", "weight")
+)
+POLICY_LOSS = Formula(_policy_loss, (*_OF_LABELS, "advantages"), ("loss",), ("x", "weight"))
+LINEAR_JENSEN_SHANNON = Formula(_linear_jensen_shannon, _OF_TEACHER, ("loss",), ("x", "weight"))
 
 
 def exact(formula: Formula, arrays: Mapping[str, jax.Array]) -> Arrays:

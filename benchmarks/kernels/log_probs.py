@@ -1,14 +1,17 @@
 """Times log-probabilities and losses made of them, over the bare matrix products of their shapes.
 
-    python -m benchmarks.kernels.log_probs --shapes 8192x4096x128256
+    python -m benchmarks.kernels.log_probs --shapes 8192x4096x128256 --peers
 
 Data is random and bfloat16; the gradient of the weight is float32, unless a setting says otherwise.
 Gradients are those for random cotangents of the log-probabilities, and of the entropies in the
-settings with entropies. A loss of tokens is a sum of products with the same numbers. Times are
-kernel times (`benchmarks/timing.py`), medians over interleaved rounds. The same rounds measure the
-three bare GEMMs of the same shapes; results without gradients are compared with the first. Memory
-is what XLA's `memory_analysis` counts beside arguments and results. The program writes a table and
-all numbers into the folder of results.
+settings with entropies. A loss of tokens is a sum of products with the same numbers. The policy
+loss is PPO's, of eight sequences with an advantage for each.
+
+Times are kernel times (`benchmarks/timing.py`), medians over interleaved rounds. The same rounds
+measure the three bare GEMMs of the same shapes; results without gradients are compared with the
+first. Memory is counted beside arguments and results: by XLA's `memory_analysis`, and for PyTorch
+as the peak above the memory allocated before. The gradients of PyTorch are bfloat16. The program
+writes a table and all numbers into the folder of results.
 """
 
 import argparse
@@ -26,14 +29,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from benchmarks import agreement, ceilings, timing
+from benchmarks import agreement, ceilings, peers, timing
 from benchmarks.kernels import shapes
 from benchmarks.kernels.bench import short_name, write_results
 from benchmarks.kernels.loss import gemms, table
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels import linear_cross_entropy, linear_log_probs, linear_token_loss
+from pallas_kernels.log_probs.objectives import clipped_policy_loss
 
-type Kind = Literal["value", "gradients", "token loss"]
+type Kind = Literal["value", "gradients", "token loss", "policy loss"]
+
+_SEQUENCES = 8  # of the policy loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +49,10 @@ class Setting:
     Attributes:
       name: Name in the table.
       kind: `"value"` for results alone, `"gradients"` for results and gradients with cotangents
-        that only the backward knows, `"token loss"` for a scalar and its gradients.
+        that only the backward knows, `"token loss"` and `"policy loss"` for a scalar and its
+        gradients.
       results: Function `(x, weight, labels) -> (log_probs, entropy)`, the last None without
-        entropies; for a token loss, `(x, weight, labels, g, h) -> loss`.
+        entropies; for a loss, `(x, weight, labels, g, h) -> loss`.
       entropy: Whether there are entropies.
       weight: Dtype of the weight and its gradient: `"widened"` is a float32 gradient of a bfloat16
         weight, `"bfloat16"` is bfloat16 for both.
@@ -69,11 +76,11 @@ class Setting:
             results, vjp = jax.vjp(fn, x, widened(weight))
             return results, vjp((g, h if self.entropy else None))
 
-        def token_loss(x, weight, labels, g, h):
+        def loss(x, weight, labels, g, h):
             fn = lambda x, weight: self.results(x, weight, labels, g, h)
             return jax.value_and_grad(fn, argnums=(0, 1))(x, widened(weight))
 
-        return {"value": value, "gradients": gradients, "token loss": token_loss}[self.kind]
+        return {"value": value, "gradients": gradients}.get(self.kind, loss)
 
 
 def _log_probs(entropy: bool, **options: Any) -> Callable[..., Any]:
@@ -116,6 +123,24 @@ def _token_loss(entropy: bool, **options: Any) -> Callable[..., Any]:
     return loss
 
 
+def _advantages(g):
+    return g[:_SEQUENCES]
+
+
+def _clipped(log_probs, entropy, advantages):
+    of_tokens = jnp.broadcast_to(advantages[:, None], log_probs.shape)
+    return clipped_policy_loss(log_probs, None, of_tokens, jnp.ones(log_probs.shape))
+
+
+def _policy_loss(**options: Any) -> Callable[..., Any]:
+    def loss(x, weight, labels, g, h):
+        labels = labels.reshape(_SEQUENCES, -1)
+        x = x.reshape(*labels.shape, -1)
+        return linear_token_loss(x, weight, labels, _clipped, _advantages(g), **options)
+
+    return loss
+
+
 _KERNELS = {"implementation": "mosaic_gpu"}
 _XLA = {"implementation": "xla"}
 SETTINGS = (
@@ -152,17 +177,66 @@ SETTINGS = (
     Setting("ours, token loss", "token loss", _token_loss(False, **_KERNELS)),
     Setting("ours, token loss with entropies", "token loss", _token_loss(True, **_KERNELS), True),
     Setting("XLA chunks, token loss", "token loss", _token_loss(False, **_XLA)),
+    Setting("ours, policy loss", "policy loss", _policy_loss(**_KERNELS)),
+    Setting("XLA chunks, policy loss", "policy loss", _policy_loss(**_XLA)),
 )
+# The operation of `benchmarks/peers.py` of a kind with or without entropies, and the rows' names.
+_PEERS = {
+    ("value", False): ("linear_log_probs", "log-probabilities alone"),
+    ("value", True): ("linear_log_probs_and_entropy", "entropies alone"),
+    ("gradients", False): ("linear_log_probs", "log-probabilities"),
+    ("gradients", True): ("linear_log_probs_and_entropy", "entropies"),
+    ("policy loss", False): ("policy_loss", "policy loss"),
+}
 
 
-def _expected(kind: Any, entropy: bool) -> Setting:
+def _expected(kind: Kind, entropy: bool) -> Setting:
     """The setting whose results those of a kind must agree with."""
-    results = (_token_loss if kind == "token loss" else _log_probs)(entropy, **_XLA)
+    match kind:
+        case "token loss":
+            results = _token_loss(entropy, **_XLA)
+        case "policy loss":
+            results = _policy_loss(**_XLA)
+        case _:
+            results = _log_probs(entropy, **_XLA)
     return Setting("expected", kind, results, entropy)
 
 
-def measure(shape: Shape, settings: Sequence[Setting], *, rounds: int) -> list[dict[str, Any]]:
-    """One record for each setting at a shape."""
+def _wrong(result: list[jax.Array], expected: list[jax.Array]) -> timing.Timing | None:
+    error = agreement.relative_error(result, expected)
+    if error < agreement.LIMIT:  # not NaN
+        return None
+    return timing.Timing(error=f"wrong result: relative error {error:.1e}")
+
+
+def _run_peers(
+    kind: tuple[Kind, bool], arguments: Sequence[jax.Array], expected: list[jax.Array]
+) -> dict[str, timing.Timing | tuple[timing.Case, int]]:
+    """For each peer, the calls and their bytes, or why there are none."""
+    op, what = _PEERS.get(kind, ("", ""))
+    x, weight, labels, g, h = arguments
+    arrays = {"x": x, "weight": weight, "labels": labels, "dlog_probs": g, "dentropy": h}
+    arrays["advantages"] = _advantages(g)
+    found = {}
+    for peer in peers.peers_of(op):
+        name = f"{peer.name}, {what}"
+        try:
+            direction = "forward" if kind[0] == "value" else "forward+backward"
+            prepared = peers.prepare(peer, [arrays], direction)
+            wrong = _wrong(list(peers.to_jax(prepared.calls[0]()).values()), expected)
+            # The gradients have the dtypes of the arguments.
+            results = 0 if direction == "forward" else x.nbytes + weight.nbytes
+            case = timing.Case(name, prepared.calls)
+            found[name] = wrong or (case, prepared.num_bytes() - results)
+        except Exception as error:  # running out of memory is a result
+            found[name] = timing.Timing(error=timing.first_line(error))
+    return found
+
+
+def measure(
+    shape: Shape, settings: Sequence[Setting], *, with_peers: bool = False, rounds: int
+) -> list[dict[str, Any]]:
+    """One record for each setting at a shape, and for each peer."""
     tokens, hidden_size, vocab_size = shape
     keys = jax.random.split(jax.random.key(0), 5)
     x = jax.random.normal(keys[0], (tokens, hidden_size), jnp.bfloat16)
@@ -176,7 +250,10 @@ def measure(shape: Shape, settings: Sequence[Setting], *, rounds: int) -> list[d
         timing.Case("three GEMMs", [lambda: [gemm() for gemm in bare]]),
     ]
     memory, refused = {}, {}
-    for kind in dict.fromkeys((s.kind, s.entropy) for s in settings):
+    names = [s.name for s in settings]
+    alone = {s.name for s in settings if s.kind == "value"}
+    kinds: dict[tuple[Kind, bool], None] = dict.fromkeys((s.kind, s.entropy) for s in settings)
+    for kind in kinds:
         # One kind at a time: a dweight has 2 GB at the first shape.
         expected = jax.tree.leaves(jax.jit(_expected(*kind).program())(*arguments))
         for setting in (s for s in settings if (s.kind, s.entropy) == kind):
@@ -186,22 +263,31 @@ def measure(shape: Shape, settings: Sequence[Setting], *, rounds: int) -> list[d
             except Exception as error:  # running out of memory is a result
                 refused[setting.name] = timing.Timing(error=timing.first_line(error))
                 continue
-            error = agreement.relative_error(result, expected)
+            wrong = _wrong(result, expected)
             del result
-            if not error < agreement.LIMIT:  # also NaN
-                wrong = f"wrong result: relative error {error:.1e}"
-                refused[setting.name] = timing.Timing(error=wrong)
+            if wrong is not None:
+                refused[setting.name] = wrong
                 continue
             analysis = compiled.memory_analysis()
             assert analysis is not None
             memory[setting.name] = analysis.temp_size_in_bytes
             cases.append(timing.Case(setting.name, [functools.partial(compiled, *arguments)]))
+        if with_peers:
+            peers.reset()
+            for name, ran in _run_peers(kind, arguments, expected).items():
+                names.append(name)
+                if kind[0] == "value":
+                    alone.add(name)
+                if isinstance(ran, timing.Timing):
+                    refused[name] = ran
+                else:
+                    case, memory[name] = ran
+                    cases.append(case)
         del expected
     timings = timing.compare(cases, rounds=rounds, calls_per_round=1)
     limits = {name: timings.pop(name) for name in ("one GEMM", "three GEMMs")}
     records = []
-    alone = {s.name for s in settings if s.kind == "value"}
-    for name in (s.name for s in settings):
+    for name in names:
         measured = (timings | refused)[name]
         limit = limits["one GEMM" if name in alone else "three GEMMs"]
         record: dict[str, Any] = {"shape": list(shape), "setting": name} | measured.summary()
@@ -222,13 +308,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=[shapes.LOSS[0]])
     parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS])
+    parser.add_argument("--peers", action="store_true")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(argv)
 
     device_kind = timing.require_gpu()
+    if args.peers and "torch" in peers.missing():
+        sys.exit("--peers needs torch")
     settings = [s for s in SETTINGS if not args.settings or s.name in args.settings]
-    found = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib")]
+    packages = ("jax", "jaxlib", *(peers.PACKAGES if args.peers else ()))
+    found = [f"{p} {importlib.metadata.version(p)}" for p in packages if p not in peers.missing()]
     command = f"python -m benchmarks.kernels.log_probs {shlex.join(argv)}".strip()
     title = (
         f"# linear_log_probs and linear_token_loss on {device_kind}\n\n"
@@ -240,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     contents = {"device": device_kind, "versions": found, "command": command, "records": records}
     for shape in args.shapes:
         print(f"{shapes.label(shape)} ...", file=sys.stderr, flush=True)
-        of_shape = measure(shape, settings, rounds=args.rounds)
+        of_shape = measure(shape, settings, with_peers=args.peers, rounds=args.rounds)
         gc.collect()
         jax.clear_caches()
         # Written after each shape, so that a failure loses only one.

@@ -4,7 +4,9 @@ import functools
 
 import pytest
 
-from benchmarks import timing
+from benchmarks import peers, timing
+from benchmarks.kernels import formulas
+from benchmarks.kernels.ops import Prepared
 
 
 @pytest.fixture
@@ -17,3 +19,31 @@ def two_ms_a_call(monkeypatch):
         return 2.0 * len(calls)
 
     monkeypatch.setattr(timing, "compare", functools.partial(timing.compare, measure=measure))
+
+
+@pytest.fixture
+def peers_in_jax(monkeypatch):
+    """Replaces PyTorch's peers by their formulas: one that is right, and one that is not."""
+
+    def prepare(peer, sets, direction):
+        of_peer = formulas.exact(peer.formula, sets[0])
+        names = peer.formula.outputs
+        if direction != "forward":
+            names = *names, *(f"d{name}" for name in peer.formula.gradients)
+        scale = 1.03 if peer.name == "wrong" else 1.0
+        return Prepared([lambda: {name: scale * of_peer[name] for name in names}], lambda: 2**30)
+
+    of_op = {peer.op: peer.formula for peer in peers._PEERS}
+    monkeypatch.setattr(
+        peers,
+        "peers_of",
+        lambda op: [
+            peers.Peer(op, name, "torch", of_op[op], lambda: None)
+            for name in ("right", "wrong")
+            if op in of_op
+        ],
+    )
+    monkeypatch.setattr(peers, "prepare", prepare)
+    monkeypatch.setattr(peers, "reset", lambda: None)
+    monkeypatch.setattr(peers, "to_jax", lambda tensors: tensors)
+    monkeypatch.setattr(peers, "missing", lambda: ["torch"])

@@ -43,3 +43,13 @@ def test_a_wrong_result_is_not_timed():
 def test_a_shape_has_four_sizes():
     with pytest.raises(SystemExit):
         distillation.main(["--shapes", "32x64x96"])
+
+
+@pytest.mark.usefixtures("without_gpu", "peers_in_jax")
+def test_peers_are_compared_with_the_same_results():
+    """2 s."""
+    records = distillation.measure(SHAPE, distillation.SETTINGS[:1], with_peers=True, rounds=1)
+    of_setting, right, wrong = records
+    assert of_setting["setting"] == distillation.SETTINGS[0].name
+    assert right["setting"] == "right, Jensen-Shannon" and right["over_products"] == 1.0
+    assert wrong["error"].startswith("wrong result: relative error 3.")

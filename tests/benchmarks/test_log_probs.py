@@ -41,3 +41,24 @@ def test_a_wrong_result_is_not_timed():
     of_right, of_wrong = log_probs.measure((32, 64, 256), [right, wrong], rounds=1)
     assert "error" not in of_right
     assert "wrong result: relative error" in of_wrong["error"]
+
+
+@pytest.mark.usefixtures("without_gpu", "peers_in_jax")
+def test_peers_are_compared_with_the_same_results():
+    """3 s."""
+    settings = [s for s in log_probs.SETTINGS if s.name.startswith("XLA chunks")]
+    settings.append(dataclasses.replace(settings[0], entropy=False, name="XLA", results=_alone))
+    records = log_probs.measure((32, 64, 256), settings, with_peers=True, rounds=1)
+    found = {r["setting"]: r for r in records}
+    of_peers = {name for name in found if name.startswith(("right", "wrong"))}
+    kinds = "log-probabilities alone", "entropies alone", "entropies", "policy loss"
+    assert of_peers == {f"{peer}, {kind}" for peer in ("right", "wrong") for kind in kinds}
+    for name in of_peers:
+        if name.startswith("right"):
+            assert found[name]["over_gemms"] == 1.0 and found[name]["temporary_bytes"] > 0
+        else:
+            assert found[name]["error"].startswith("wrong result: relative error 3.")
+
+
+def _alone(x, weight, labels):
+    return log_probs.linear_log_probs(x, weight, labels, implementation="xla"), None
