@@ -22,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from models.config import LlamaConfig
-from models.sharding import tensor_axis
+from models.sharding import fsdp_split, shape_over_tensor, tensor_axis
 from pallas_kernels.fp8 import (
     RECIPES,
     QuantizedWeight,
@@ -41,7 +41,7 @@ def check_fp8(recipe: RecipeName) -> None:
     """Raises unless the layers can run in FP8 here. On CPUs the products are emulated.
 
     Raises:
-      ValueError: The default device is a GPU without FP8, or devices share sequences.
+      ValueError: The default device is a GPU without FP8.
     """
     device = target_device()
     if not device.has_fp8:
@@ -49,32 +49,22 @@ def check_fp8(recipe: RecipeName) -> None:
             f"fp8={recipe!r} needs a GPU with FP8, of compute capability (8, 9) or above, and "
             f"{device.kind} has {device.capability}; set fp8 to None (--model.fp8 None)"
         )
-    if tensor_axis():
-        check_tensor(recipe, jax.lax.axis_size("tensor"))
 
 
-def check_tensor(recipe: RecipeName, tensor: int) -> None:
-    """Raises if `tensor` devices share sequences.
+def describe(config: LlamaConfig, tensor: int = 1) -> str:
+    """A line for the output of a run: which weights the recipe `config.fp8` takes.
 
-    Raises:
-      ValueError: `tensor` is above 1.
+    Args:
+      config: Configuration with a recipe.
+      tensor: Number of devices that share sequences. Each has its part of a weight.
     """
-    if tensor > 1:
-        raise ValueError(
-            f"fp8={recipe!r} does not work with {tensor=} yet; use --mesh.fsdp in place of "
-            "--mesh.tensor, or --model.fp8 None"
-        )
-
-
-def describe(config: LlamaConfig) -> str:
-    """A line for the output of a run: which weights the recipe `config.fp8` takes."""
     assert config.fp8 is not None
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     shapes = {
-        ", ".join(_JOINED): (hidden, queries + 2 * keys),
-        "o_proj": (queries, hidden),
-        "mlp": (hidden, config.intermediate_size),
+        ", ".join(_JOINED): (hidden, (queries + 2 * keys) // tensor),
+        "o_proj": (queries // tensor, hidden),
+        "mlp": (hidden, config.intermediate_size // tensor),
     }
     gains = [name for name, shape in shapes.items() if RECIPES[config.fp8].gains(shape)]
     others = [name for name in shapes if name not in gains]
@@ -88,36 +78,47 @@ def quantize_weights(state: nnx.State, recipe: RecipeName) -> nnx.State:
     """The state of stacked layers, with a `QuantizedWeight` for each kernel that gains from FP8.
 
     The first of the projections q, k and v gets the `QuantizedWeight` of all three, `[L, K, N]`
-    with their columns side by side, and the other two get None.
+    with their columns side by side, and the other two get None. Where `tensor` splits the work, a
+    kernel is the part of this device. Its scales are those of the device's part of the product, so
+    that `whole_weights` can gather the FP8 copies over `fsdp`.
 
     Args:
       state: Part of the state of the layers; kernels are `[L, K, N]`, biases `[L, N]`.
       recipe: Name of a recipe.
     """
 
-    def quantize(a: Array) -> Any:
-        if a.ndim != 3 or not RECIPES[recipe].gains(a.shape[1:]):
+    def quantize(path: tuple[Any, ...], a: Array) -> Any:
+        if a.ndim != 3:
             return a
-        return jax.vmap(lambda w: quantize_weight(w, recipe, implementation=implementation))(a)
+        split = fsdp_split(path)
+        quantized = jax.vmap(
+            lambda w: quantize_weight(w, recipe, implementation=implementation, split=split)
+        )(a)
+        return a if quantized.forward is None else quantized
 
     # XLA does not partition a kernel. On a mesh it would gather the weights in front of it.
-    is_split = jax.sharding.get_abstract_mesh().size > 1
+    is_split = jax.sharding.get_abstract_mesh().size > 1 and tensor_axis() is None
     implementation: Implementation | None = "reference" if is_split else None
     if all(name in state for name in _JOINED):
         state = _joined(state, recipe)
-    return jax.tree.map(quantize, state)
+    return jax.tree_util.tree_map_with_path(quantize, state)
 
 
-def size_in_fp8(layers: nnx.State, recipe: RecipeName) -> int:
-    """The number of parameters that `quantize_weights` quantizes.
+def size_in_fp8(layers: nnx.State, recipe: RecipeName, tensor: int = 1) -> int:
+    """The number of parameters that `quantize_weights` quantizes on each of `tensor` devices.
 
     Args:
       layers: State of the stacked layers, or its shapes.
       recipe: Name of a recipe.
+      tensor: Number of devices that share sequences.
     """
+
+    def part(path: tuple[Any, ...], a: Any) -> jax.ShapeDtypeStruct:
+        # Without the shardings, which do not matter here.
+        return jax.ShapeDtypeStruct(shape_over_tensor(path, a.shape, tensor), a.dtype)
+
     quantized = lambda layers: [quantize_weights(part, recipe) for part in layers.values()]
-    # Without the shardings, which do not matter here.
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), layers)
+    shapes = jax.tree_util.tree_map_with_path(part, layers)
     is_weight = lambda a: isinstance(a, QuantizedWeight)
     leaves = jax.tree.leaves(jax.eval_shape(quantized, shapes), is_leaf=is_weight)
     return sum(leaf.weight.size for leaf in filter(is_weight, leaves))
@@ -127,9 +128,10 @@ def _joined(state: nnx.State, recipe: RecipeName) -> nnx.State:
     """The state with one kernel for the projections of one input, if this kernel gains."""
     state = jax.tree.map(lambda a: a, state)  # a copy, whose variables may be set
     variables: list[Any] = [state[name]["kernel"] for name in _JOINED]
-    # `fsdp` splits K, so no device needs a column of another one.
+    # `fsdp` splits K, and `tensor` the heads of each, so no device needs a column of another one.
     kernel = jnp.concatenate([variable.get_value() for variable in variables], axis=-1)
-    if RECIPES[recipe].gains(kernel.shape[1:]):
+    num_parts = jax.lax.axis_size("fsdp") if tensor_axis() else 1
+    if RECIPES[recipe].gains((num_parts * kernel.shape[1], kernel.shape[2])):
         for variable in variables:
             variable.set_value(kernel if variable is variables[0] else None)
     return state
@@ -153,7 +155,8 @@ def project(
         return [projection(x) for projection in projections]
     y = fp8_linear(x, kernel_of(projections[0]), recipe=recipe)
     ends = list(itertools.accumulate(p.out_features for p in projections))
-    results = jnp.split(y, ends[:-1], axis=-1)
+    num_parts = ends[-1] // y.shape[-1]  # devices that share sequences have columns of their own
+    results = jnp.split(y, [end // num_parts for end in ends[:-1]], axis=-1)
     return [
         y if p.bias is None else y + p.bias[...] for y, p in zip(results, projections, strict=True)
     ]

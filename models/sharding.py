@@ -34,6 +34,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.fp8 import Quantized, QuantizedWeight
+
 BATCH_AXES = ("data", "fsdp")
 
 # The keys are the last two names of a parameter's path. Layers are stacked on axis 0, which stays
@@ -246,13 +248,59 @@ def whole_weights(state: nnx.State) -> nnx.State:
     if (axis := tensor_axis()) is None:
         return state
 
-    def whole(path: tuple[Any, ...], param: jax.Array) -> jax.Array:
+    def whole(path: tuple[Any, ...], param: Any) -> Any:
         if parameter_path(path)[-2:] in _BIASES_OF_SUMS:
             return jnp.where(jax.lax.axis_index(axis) == 0, param, jnp.zeros_like(param))
         spec = _parameter_spec(path)[1:]  # without the axis of the layers
-        return whole_weight(param, spec.index("fsdp")) if "fsdp" in spec else param
+        if "fsdp" not in spec:
+            return param
+        gather = _whole_in_fp8 if _is_quantized(param) else whole_weight
+        return gather(param, spec.index("fsdp"))
 
-    return jax.tree_util.tree_map_with_path(whole, state)
+    return jax.tree_util.tree_map_with_path(whole, state, is_leaf=_is_quantized)
+
+
+def _is_quantized(param: Any) -> bool:
+    return isinstance(param, QuantizedWeight)
+
+
+def _whole_in_fp8(weight: QuantizedWeight, fsdp_axis: int) -> QuantizedWeight:
+    """A weight whose FP8 copies are gathered. The gradient of the weight takes the way back."""
+
+    def copy(q: Quantized, axis: int) -> Quantized:
+        # One scale, or one for each row.
+        scale = whole_weight(q.scale, 0) if q.scale.ndim and axis == 0 else q.scale
+        return Quantized(whole_weight(q.values, axis), scale)
+
+    # No product reads the weight itself, so XLA leaves out its gather.
+    return QuantizedWeight(
+        whole_weight(weight.weight, fsdp_axis),
+        copy(weight.forward, 1 - fsdp_axis),  # [N, K]
+        copy(weight.dgrad, fsdp_axis),
+    )
+
+
+def shape_over_tensor(
+    path: tuple[Any, ...], shape: tuple[int, ...], tensor: int
+) -> tuple[int, ...]:
+    """The shape of a parameter's part where `tensor` devices share sequences."""
+    spec = (*_parameter_spec(path), *(None,) * len(shape))
+    return tuple(
+        size // tensor if axis == "tensor" else size
+        for size, axis in zip(shape, spec, strict=False)
+    )
+
+
+def fsdp_split(path: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes that split K and N of a stacked kernel `[L, K, N]` and that are gathered for a use.
+
+    Only inside of `sum_over_devices`; elsewhere arrays are whole.
+    """
+    spec = _parameter_spec(path)[1:]
+    if tensor_axis() is None or jax.lax.axis_size("fsdp") == 1:
+        return (), ()
+    of_k, of_n = (("fsdp",) if axis == "fsdp" else () for axis in (*spec, None, None)[:2])
+    return of_k, of_n
 
 
 def whole_weight(weight: Float[Array, "..."], fsdp_axis: int) -> Float[Array, "..."]:

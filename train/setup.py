@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from models.fp8 import check_tensor, describe
+from models.fp8 import describe
 from models.sharding import batch_sharding, check_tensor_parallel, make_mesh
 from pallas_kernels.choices import Explanation, recording
 from train import data
@@ -71,8 +71,6 @@ def mesh_of(config: TrainConfig) -> Mesh:
             f"batch_size={rows} must be a multiple of data * fsdp, the {num_parts} devices that "
             "share its rows"
         )
-    if config.model.fp8 is not None:
-        check_tensor(config.model.fp8, tensor)
     check_tensor_parallel(
         tensor,
         num_key_value_heads=config.model.num_key_value_heads,
@@ -140,7 +138,7 @@ def compile_steps(
     """Compiles both steps ahead of time; prints one's time, its memory and what runs kernels."""
     batch = batch_on_devices(config, mesh, datasets.train, 0)
     if config.model.fp8 is not None:
-        print(describe(config.model))
+        print(describe(config.model, config.mesh.tensor))
     start = time.perf_counter()
     with recording() as choices:
         lowered = jit_train_step(config, state).lower(state, batch)

@@ -15,7 +15,7 @@ from pallas_kernels.fp8.quantize import quantize, quantize_both, quantize_transp
 from pallas_kernels.fp8.recipes import Cast
 from pallas_kernels.fp8.types import Quantized
 from pallas_kernels.gpu.device import runs_here
-from pallas_kernels.partition import Place
+from pallas_kernels.partition import Place, Split
 
 
 def cast_one(
@@ -27,40 +27,51 @@ def cast_one(
     over `a` if it has one scale.
     """
     if cast.scaling == "tensor" and (place.tokens or maxima is not None):
-        return _with_scales_of_all(a, cast, place, turned=False, maxima=maxima)[0]
+        return cast_part(a, cast, column_axes=place.tokens, turned=False, maxima=maxima)[0]
     return quantize(a, cast.dtype, scaling=cast.scaling)
 
 
 def cast_both(a: jax.Array, cast: Cast, place: Place) -> tuple[Quantized, Quantized]:
     """`cast_one` in both memory orders, the second `[K, T]`."""
     if place.tokens:
-        return _with_scales_of_all(a, cast, place)
+        return cast_part(a, cast, column_axes=place.tokens)
     return quantize_both(a, cast.dtype, scaling=cast.scaling)
 
 
 def cast_turned(a: jax.Array, cast: Cast, place: Place) -> Quantized:
     """The second result of `cast_both` alone."""
     if place.tokens:
-        return _with_scales_of_all(a, cast, place, plain=False)[1]
+        return cast_part(a, cast, column_axes=place.tokens, plain=False)[1]
     return quantize_transposed(a, cast.dtype, scaling=cast.scaling)
 
 
-def _with_scales_of_all(
+def cast_part(
     a: jax.Array,
     cast: Cast,
-    place: Place,
     *,
+    row_axes: Split = (),
+    column_axes: Split = (),
     plain: bool = True,
     turned: bool = True,
     maxima: jax.Array | None = None,
 ) -> tuple[Any, Any]:
-    """Both copies of a device's tokens, as far as wanted, with the scales of all tokens."""
+    """Both copies of a device's part of an array, as far as wanted, with the scales of the whole.
+
+    Args:
+      a: Part of this device, `[M, K]`.
+      cast: Cast.
+      row_axes: Mesh axes over whose devices a row extends.
+      column_axes: Mesh axes over whose devices a column extends.
+      plain: Whether to make the copy as it is.
+      turned: Whether to make the transposed copy.
+      maxima: As for `cast_one`.
+    """
     if cast.scaling == "tensor":
         largest = reference.amax_of(a if maxima is None else maxima, axis=None)
-        scales = [reference.scale_of(_largest(largest, place), cast.dtype)] * 2
+        scales = [reference.scale_of(_largest(largest, (*row_axes, *column_axes)), cast.dtype)] * 2
     else:
-        by_column = _largest(reference.amax_of(a.T, axis=1), place)
-        by_row = reference.amax_of(a, axis=1)
+        by_column = _largest(reference.amax_of(a.T, axis=1), column_axes)
+        by_row = _largest(reference.amax_of(a, axis=1), row_axes)
         scales = [reference.scale_of(m, cast.dtype) for m in (by_row, by_column)]
     wanted = scales[0] if plain else None, scales[1] if turned else None
     values_of = reference.values_of_both if kernel_is_out(a) else mosaic_gpu.quantize
@@ -74,13 +85,13 @@ def kernel_is_out(a: jax.Array) -> str | None:
     return mosaic_gpu.unsupported_reason(a) or runs_here()
 
 
-def _largest(maxima: jax.Array, place: Place) -> jax.Array:
-    """The maxima over all devices' tokens."""
-    if not place.tokens:
+def _largest(maxima: jax.Array, axes: Split) -> jax.Array:
+    """The maxima over all devices of mesh axes."""
+    if not axes:
         return maxima
     # A maximum over devices need not be NaN where one of the numbers is.
-    has_nan = jax.lax.pmax(jnp.isnan(maxima).astype(jnp.int32), place.tokens) > 0
-    return jnp.where(has_nan, jnp.nan, jax.lax.pmax(maxima, place.tokens))
+    has_nan = jax.lax.pmax(jnp.isnan(maxima).astype(jnp.int32), axes) > 0
+    return jnp.where(has_nan, jnp.nan, jax.lax.pmax(maxima, axes))
 
 
 def cast_computed(
@@ -115,9 +126,9 @@ def cast_computed(
     copies = []
     for (by_row, by_column), cast, (plain, turned) in zip(maxima, casts, wanted, strict=True):
         if cast.scaling == "tensor" and by_row is not None:
-            by_row = by_column = _largest(reference.amax_of(by_row, axis=None), place)
+            by_row = by_column = _largest(reference.amax_of(by_row, axis=None), place.tokens)
         elif by_column is not None:
-            by_column = _largest(by_column, place)
+            by_column = _largest(by_column, place.tokens)
         of_rows = reference.scale_of(by_row, cast.dtype) if plain and by_row is not None else None
         of_columns = (
             reference.scale_of(by_column, cast.dtype) if turned and by_column is not None else None

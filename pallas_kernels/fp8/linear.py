@@ -19,6 +19,8 @@ activations are those of all tokens, so a result does not depend on the number o
 """
 
 import dataclasses
+import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
-from pallas_kernels.fp8.casts import cast_both, cast_one
+from pallas_kernels.fp8.casts import cast_both, cast_one, cast_part
 from pallas_kernels.fp8.products import Accumulation, fp8_matmul
 from pallas_kernels.fp8.quantize import quantize_both
 from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
@@ -42,6 +44,7 @@ from pallas_kernels.partition import (
     Place,
     Roles,
     Same,
+    Split,
     Tokens,
     TokensLast,
     Weight,
@@ -73,6 +76,7 @@ def quantize_weight(
     recipe: Recipe | RecipeName,
     *,
     implementation: Implementation | None = None,
+    split: tuple[Split, Split] = ((), ()),
 ) -> QuantizedWeight:
     """The weight with its FP8 copies, for several calls of `fp8_linear` in a step.
 
@@ -84,6 +88,8 @@ def quantize_weight(
       recipe: Recipe, or its name. It also decides whether the weight is too small to gain from FP8.
       implementation: Name, as in `quantize`. XLA partitions `"reference"` over a mesh, and gathers
         the weight in front of the kernel.
+      split: Mesh axes that split K, and those that split N, inside of `jax.shard_map`. The scales
+        are then those of the whole weight, so that devices may gather the FP8 copies.
 
     Raises:
       ValueError: The weight does not have two axes, or there is no recipe of that name.
@@ -94,13 +100,18 @@ def quantize_weight(
     (weight,) = floating_arrays(weight=weight, least_bits=BITS_OF_PRODUCTS)
     if weight.ndim != 2:
         raise ValueError(f"weight must be [K, N], got {weight.shape}; use jax.vmap for a stack")
-    if not recipe.gains(weight.shape):
+    parts = [math.prod(jax.lax.axis_size(name) for name in axes) for axes in split]
+    if not recipe.gains(tuple(map(operator.mul, weight.shape, parts))):
         return QuantizedWeight(weight, None, None)
     cast = recipe.weights
     values = jax.lax.stop_gradient(weight)
-    dgrad, forward = quantize_both(
-        values, cast.dtype, scaling=cast.scaling, implementation=implementation
-    )
+    if any(split):
+        of_k, of_n = split
+        dgrad, forward = cast_part(values, cast, row_axes=of_n, column_axes=of_k)
+    else:
+        dgrad, forward = quantize_both(
+            values, cast.dtype, scaling=cast.scaling, implementation=implementation
+        )
     return QuantizedWeight(weight, forward, dgrad)
 
 

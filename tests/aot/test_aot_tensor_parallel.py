@@ -1,4 +1,4 @@
-"""Collectives of training steps in which devices share sequences, compiled for four H100s."""
+"""Collectives of training steps in which devices share sequences, for four and eight H100s."""
 
 import functools
 import json
@@ -26,6 +26,7 @@ T = ROWS * S
 CASES = {
     "unrolled": (1, 4, "--model.no-scan-layers"),
     "scanned": (2, 2, "--model.scan-layers"),
+    "fp8": (4, 2, "--model.scan-layers --model.fp8=tensorwise"),  # 30 s
 }
 # Each case runs in a process of its own, because JAX must not look for a GPU.
 SCRIPT = """
@@ -96,7 +97,8 @@ def of_tokens(hlo: str, tensor: int) -> Counter[str]:
 def test_a_half_layer_gathers_tokens_once_and_scatters_their_sums_once(programs, case):
     fsdp, tensor, _ = CASES[case]
     forward = backward = Counter({"all-gather": 2 * L, "reduce-scatter": 2 * L})
-    again = Counter({"all-gather": 2 * L})  # of inputs that are kept in parts
+    # Of inputs that are kept in parts. In FP8 they are kept whole.
+    again = Counter({} if case == "fp8" else {"all-gather": 2 * L})
     loss = Counter({"all-gather": 1, "reduce-scatter": 1})  # forward and backward
     # The backward gathers and the forward sums. With `fsdp` the arrays have the tokens of all of
     # its devices, split by channels.
@@ -148,3 +150,35 @@ def test_the_residual_stream_is_kept_in_parts(programs, case):
     assert kept[L, T // tensor, D] == 4
     assert kept[L, ROWS, S, F // tensor] == 2  # as large as the whole stream would be
     assert not {(L, T, D), (L, ROWS, S, D)} & kept.keys()
+
+
+def test_weights_in_fp8_are_gathered_in_fp8(programs):
+    """Each layer's forward copies, and the other copies in the backward. o is too small for FP8."""
+    _, tensor, _ = CASES["fp8"]
+    qkv, heads = (D + 2 * 512) // tensor, D // tensor
+    columns = F // tensor
+    gathered: Counter[tuple[str, int, int]] = Counter()
+    for line in programs["fp8"].splitlines():
+        if match := re.search(r"= (.*) all-gather-start\(", line):
+            results = match[1].rpartition(", (")[2] if "), (" in match[1] else match[1]
+            for kind, a, b in re.findall(r"(f8e4m3fn|bf16)\[(\d+),(\d+)\]", results):
+                gathered[kind, int(a), int(b)] += 1
+    in_fp8 = {(a, b) for kind, a, b in gathered if kind == "f8e4m3fn"}
+    assert in_fp8 >= {(qkv, D), (D, qkv), (columns, D), (D, columns)}
+    in_bfloat16 = {(a, b) for kind, a, b in gathered if kind == "bf16" and b != T and a != T}
+    assert in_bfloat16 - {(T // tensor, D)} <= {
+        (heads, D),
+        (heads, D // 4),
+        (D, heads),
+        (D // 4, heads),
+    }
+
+
+def test_scales_take_one_exchange_a_step(programs):
+    """The maxima of four weights of each layer, and whether one is NaN."""
+    sizes = [
+        math.prod(collective.results[0])
+        for collective in collectives(programs["fp8"])
+        if collective.kind == "all-reduce"
+    ]
+    assert sizes.count(4 * L) == 2

@@ -120,8 +120,9 @@ class Programs:
         Weights whose products run in FP8 are gathered in FP8. Their gradients are not in FP8.
         """
         shape, recipe = self.target.mesh.shape, config.model.fp8
-        number = sum(leaf.size for leaf in jax.tree.leaves(state.params)) / shape.get("tensor", 1)
-        in_fp8 = size_in_fp8(state.params["layers"], recipe) if recipe else 0
+        tensor = shape.get("tensor", 1)
+        number = sum(leaf.size for leaf in jax.tree.leaves(state.params)) / tensor
+        in_fp8 = size_in_fp8(state.params["layers"], recipe, tensor) if recipe else 0
         itemsize = jnp.dtype(config.model.dtype).itemsize
         gathered = (3 * number * itemsize - 2 * in_fp8 * (itemsize - 1)) * (1 - 1 / shape["fsdp"])
         itemsize = jnp.dtype(config.model.param_dtype).itemsize
