@@ -1,0 +1,111 @@
+"""The GRPO example: rewards, advantages, the loss against a plain formula, and a short run."""
+
+import csv
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.llama import Llama
+from support.numerics import quick_jit
+from train import grpo
+from train.data import IGNORED
+
+CONFIG = grpo.Config(digits=3, prompts=2, group=3, kl_weight=0.04)
+
+
+def batch():
+    """Two prompts with three completions each, of which some are right."""
+    prompts = jnp.repeat(jnp.array([[5, 2, 9, 10], [0, 7, 1, 10]]), 3, axis=0)
+    right = grpo.right_completions(prompts)
+    completions = right.at[jnp.array([1, 4, 5]), 0].add(1)
+    return prompts, completions
+
+
+def test_rewards_and_advantages():
+    prompts, completions = batch()
+    rewards = grpo.rewards_of(prompts, completions)
+    np.testing.assert_array_equal(rewards, [1, 0, 1, 1, 0, 0])
+    advantages = np.asarray(grpo.advantages_of(rewards, 3)).reshape(2, 3)
+    np.testing.assert_allclose(advantages.sum(axis=1), 0, atol=1e-6)
+    np.testing.assert_allclose(advantages.std(axis=1), 1, rtol=1e-3)
+    equal = grpo.advantages_of(jnp.ones(3), 3)
+    np.testing.assert_array_equal(equal, 0)
+
+
+def test_the_prompt_is_not_learned():
+    prompts, completions = batch()
+    tokens, labels = grpo.tokens_and_labels(prompts, completions)
+    assert tokens.shape == labels.shape == (6, 6)
+    np.testing.assert_array_equal(labels[:, :3], IGNORED)
+    np.testing.assert_array_equal(labels[:, 3:], completions)
+    np.testing.assert_array_equal(tokens[:, :4], prompts)
+
+
+@pytest.mark.usefixtures("fast_compilation")
+def test_the_loss_is_that_of_all_logits():
+    """Value and gradients, against a formula with all logits. 5 s."""
+    config = dataclasses.replace(CONFIG.model, dtype="float32")
+    graphdef, params = nnx.split(Llama(config, rngs=nnx.Rngs(0)), nnx.Param)
+    prompts, completions = batch()
+    tokens, labels = grpo.tokens_and_labels(prompts, completions)
+    mask = labels != IGNORED
+    noise = jax.random.normal(jax.random.key(1), (2, *labels.shape))
+
+    def of_logits(model):
+        log_p = jax.nn.log_softmax(model.logits(model(tokens)).astype(jnp.float32))
+        picked = jnp.take_along_axis(log_p, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+        return jnp.where(mask, picked, 0.0)
+
+    start = of_logits(nnx.merge(graphdef, params))
+    data = {
+        "advantages": grpo.advantages_of(grpo.rewards_of(prompts, completions), 3),
+        # Some ratios are clipped: at 0.8 and 1.28 for a difference of -0.22 and 0.25.
+        "old": start + 0.3 * noise[0],
+        "reference": start + 0.3 * noise[1],
+    }
+
+    def plain(params):
+        log_probs = of_logits(nnx.merge(graphdef, params))
+        ratio = jnp.exp(log_probs - data["old"])
+        advantage = data["advantages"][:, None]
+        clipped = jnp.clip(ratio, 1 - CONFIG.clip_low, 1 + CONFIG.clip_high)
+        losses = -jnp.minimum(ratio * advantage, clipped * advantage)
+        of_kl = data["reference"] - log_probs
+        losses += CONFIG.kl_weight * (jnp.exp(of_kl) - of_kl - 1)
+        return jnp.mean(jnp.sum(jnp.where(mask, losses, 0.0), axis=1) / CONFIG.digits)
+
+    def ours(params):
+        return grpo.policy_loss(CONFIG, nnx.merge(graphdef, params), tokens, labels, data)
+
+    got, want = (quick_jit(jax.value_and_grad(fn))(params) for fn in (ours, plain))
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    scale = max(float(jnp.max(jnp.abs(a))) for a in jax.tree.leaves(want[1]))
+    assert scale > 1e-3
+    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale)
+
+
+def test_a_short_run(tmp_path, capsys):
+    """Completions are rewarded, and the files are written. 12 s."""
+    config = grpo.Config(
+        digits=2,
+        warm_up=25,
+        steps=10,
+        prompts=16,
+        group=4,
+        output=tmp_path / "grpo.csv",
+        chart=tmp_path / "grpo.png",
+    )
+    with jax.numpy_dtype_promotion("standard"):  # of JAX's own attention
+        grpo.main(config)
+    with (tmp_path / "grpo.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(10))
+    assert all(0 <= float(row["reward"]) <= 1 for row in rows)
+    assert rows[-1]["accuracy"] and not rows[0]["accuracy"]
+    assert (tmp_path / "grpo.png").stat().st_size > 10_000
+    assert "after the warm-up: right" in capsys.readouterr().out
