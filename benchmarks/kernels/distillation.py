@@ -107,7 +107,7 @@ def _all_logits_of_top_k(x, weight, log_probs, ids):
 
 
 def _dense(name: str, *, gradients: bool = True, **options: Any) -> Setting:
-    loss = functools.partial(linear_distillation_loss, implementation="xla", **options)
+    loss = functools.partial(linear_distillation_loss, **options)
     formula = functools.partial(_all_logits, divergence=options.get("divergence", "forward_kl"))
     return Setting(name, loss, formula, gradients)
 
@@ -118,6 +118,8 @@ SETTINGS = (
     _dense("reverse KL", divergence="reverse_kl"),
     _dense("Jensen-Shannon", divergence="jensen_shannon"),
     _dense("forward KL, loss alone", gradients=False),
+    _dense("forward KL, XLA passes", implementation="xla"),
+    _dense("Jensen-Shannon, XLA passes", divergence="jensen_shannon", implementation="xla"),
     _dense("forward KL, chunks of 512", chunk_size=512),
     _dense("forward KL, chunks of 768", chunk_size=768),
     _dense("forward KL, chunks of 2048", chunk_size=2048),

@@ -1,5 +1,7 @@
 """The public distillation losses of a linear layer."""
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import jax
@@ -9,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, as_array, floating_arrays
 from pallas_kernels.choices import record
-from pallas_kernels.distillation import differentiable, reference
+from pallas_kernels.distillation import differentiable, passes, reference
 from pallas_kernels.distillation.arguments import (
     check_layer,
     checked_settings,
@@ -24,6 +26,7 @@ from pallas_kernels.implementation import (
     Implementation,
     by_name,
     check_implementation,
+    choose_implementation,
     symbolic_reason,
 )
 from pallas_kernels.loss.arguments import Reduction
@@ -33,8 +36,8 @@ from pallas_kernels.loss.token_loss import coefficients_of_mean
 type TokenWeights = Float[Array, "*T"] | Integer[Array, "*T"] | Bool[Array, "*T"]
 
 NO_KERNEL = (
-    "no kernel computes a distillation loss: the matrix products are XLA's, by cuBLAS on a GPU, "
-    "and the passes over a chunk of logits are fusions of XLA"
+    "no kernel computes a loss of stored log-probabilities: XLA makes the matrix products, by "
+    "cuBLAS on a GPU, and fuses the passes over a chunk of logits"
 )
 
 
@@ -140,9 +143,10 @@ def linear_distillation_loss(
         of `x` for the student and of `teacher_x` for the teacher. bfloat16
         logits between 8 and 16 err by up to 2^-5. Their errors add about 3e-4 nats to a KL. float32
         takes twice the memory.
-      implementation: `"xla"` works on chunks of tokens. `"reference"` keeps all logits, in float32,
-        and ignores chunks and `logits_dtype`. `None` picks `"xla"`. There is no kernel, so
-        `"mosaic_gpu"` and `"require"` always raise.
+      implementation: `"mosaic_gpu"` works on chunks of tokens: the products are XLA's, by cuBLAS,
+        and our kernels pass over the logits. `"xla"` leaves the passes to XLA as well.
+        `"reference"` keeps all logits, in float32, and ignores chunks and `logits_dtype`. `None`
+        takes the kernels where they run, and `"xla"` elsewhere. `"require"` raises there.
 
     Returns:
       The loss, a scalar or of the shape of the tokens.
@@ -150,8 +154,8 @@ def linear_distillation_loss(
     Raises:
       ValueError: shapes disagree, an option is out of its range, or a name is unknown.
       TypeError: an array is of a dtype that is not described here, or an option is of a wrong type.
-      NotImplementedError: the caller asks for kernels; or `"xla"` is differentiated twice or in
-        forward mode, or sizes are open.
+      NotImplementedError: the caller asks for kernels that do not take the arguments; or anything
+        but `"reference"` is differentiated twice or in forward mode, or has open sizes.
     """
     x, weight = student_arrays(x, weight, weight_layout)
     teacher_x, teacher_weight = floating_arrays(
@@ -248,7 +252,8 @@ def linear_distillation_loss_top_k(
       max_logits_bytes: Limit in bytes for the logits of a chunk of tokens.
       weight_layout: Order of the axes of `weight`.
       logits_dtype: Dtype of logits in memory.
-      implementation: `"xla"`, `"reference"` or `None`.
+      implementation: `"xla"`, `"reference"` or `None`, which picks `"xla"`. There is no kernel, so
+        `"mosaic_gpu"` and `"require"` always raise.
 
     Returns:
       The loss, a scalar or of the shape of the tokens.
@@ -314,15 +319,17 @@ def _loss(
     if reduction not in get_args(Reduction.__value__):
         raise ValueError(f"{reduction=} must be one of {get_args(Reduction.__value__)}")
     weights = weights_of_tokens(token_weights, x.shape[:-1])
-    chosen, reason = _choose(implementation, x)
     vocab_size, _ = sizes(weight, settings.weight_layout)
-    is_planned = chosen == "xla" and x.size > 0
+    chosen, reason = _choose(implementation, settings, x, teacher, vocab_size)
+    settings = dataclasses.replace(settings, kernels=chosen == "mosaic_gpu")
+    is_planned = chosen != "reference" and x.size > 0
     describe = lambda: settings.describe(x, teacher, vocab_size)
-    # The default is no kernel on purpose, so `require_kernels` has nothing to refuse.
+    # Stored log-probabilities have no kernel on purpose, so `require_kernels` refuses nothing.
+    asked_for = implementation if settings.tail is None else implementation or chosen
     record(
         name,
         (*arrays, token_weights),
-        implementation or chosen,
+        asked_for,
         chosen,
         reason,
         plan=describe if is_planned else None,
@@ -334,18 +341,28 @@ def _loss(
     return module.sum_of_losses(settings, x, weight, coefficients, *teacher, num_axes=num_axes)
 
 
-def _choose(implementation: Any, x: Array) -> tuple[Chosen, str]:
+def _choose(
+    implementation: Any, settings: Settings, x: Array, teacher: Sequence[Array], vocab_size: int
+) -> tuple[Chosen, str | None]:
     """The implementation that runs, and why it is no kernel."""
     check_implementation(implementation)
-    if implementation in ("mosaic_gpu", "require"):
+    if settings.tail is not None and implementation in ("mosaic_gpu", "require"):
         raise NotImplementedError(
             f"{implementation=}: {NO_KERNEL}; leave implementation=None, which takes 'xla'"
         )
     open_sizes = symbolic_reason(x)
     if open_sizes is not None:
-        if implementation == "xla":
+        if implementation in ("xla", "mosaic_gpu"):
             raise NotImplementedError(f"{implementation=}: {open_sizes}, or with 'reference'")
         return "reference", by_name("reference") if implementation else open_sizes
-    if implementation is None:
-        return "xla", NO_KERNEL
-    return implementation, by_name(implementation)
+    if settings.tail is not None:
+        return (
+            ("xla", NO_KERNEL)
+            if implementation is None
+            else (implementation, by_name(implementation))
+        )
+    logits = (
+        jax.ShapeDtypeStruct((1, vocab_size), settings.dtype_of_logits(a)) for a in (x, teacher[0])
+    )
+    unsupported = passes.unsupported_reason(*logits)
+    return choose_implementation(implementation, unsupported, fallback="xla")

@@ -37,6 +37,7 @@ class Settings:
       logits_dtype: Dtype of logits in memory; None is that of the hidden states.
       chunk_size: Tokens of a chunk that the caller asks for.
       max_logits_bytes: Limit that the caller sets for logits in memory.
+      kernels: Whether our kernels make the passes over the logits.
     """
 
     divergence: Divergence
@@ -47,6 +48,7 @@ class Settings:
     logits_dtype: jnp.dtype | None
     chunk_size: int | None
     max_logits_bytes: int | None
+    kernels: bool = False
 
     def dtype_of_logits(self, hidden_states) -> jnp.dtype:
         """The dtype of the logits of these hidden states in memory."""

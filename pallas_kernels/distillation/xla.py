@@ -2,7 +2,7 @@
 
 While the logits of a chunk exist, its losses, its `dx` and its share of `dweight` are formed from
 them, as in Liger-Kernel's fused losses (https://arxiv.org/abs/2410.10989). The passes over the
-logits between the products are fusions of XLA.
+logits between the products are our kernels (`passes.py`), or fusions of XLA.
 
 Numerics. The products take operands of the dtype of the hidden states (a weight of another dtype
 is rounded to it once) and accumulate in float32. Logits in memory have `Settings.logits_dtype`.
@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.choices import log_once
+from pallas_kernels.distillation import passes
 from pallas_kernels.distillation.divergence import Rows, Statistics, derivative, statistics
 from pallas_kernels.distillation.settings import Settings, TeacherEmbedding
 from pallas_kernels.distillation.top_k import statistics_of_classes
@@ -66,6 +68,11 @@ def losses_and_gradients(
     dx_dtype = x.dtype if scale is None else jnp.float32
 
     def one_chunk(chunk: Any, _: Any) -> tuple[Any, Any]:
+        num_tokens = len(chunk[0])
+        if settings.kernels:
+            # Rows of zeros up to whole blocks, which do not count.
+            pad = lambda a: jnp.pad(a, ((0, -num_tokens % passes.ROWS), *((0, 0),) * (a.ndim - 1)))
+            chunk = tuple(map(pad, chunk))
         x, coefficients, *teacher = chunk
         logits = product(f"td,{layout}->tv", x, weight, settings.dtype_of_logits(x))
         row = coefficients / settings.temperature if any(wanted) else None
@@ -77,7 +84,7 @@ def losses_and_gradients(
             counted = rows_that_count(x, coefficients)
             subscripts = f"tv,td->{layout}"
             dweight = jnp.einsum(subscripts, dz, counted, preferred_element_type=jnp.float32)
-        return dweight, (losses, dx)
+        return dweight, (losses[:num_tokens], None if dx is None else dx[:num_tokens])
 
     arrays = (x, coefficients, *of_tokens)
     dweight, (losses, dx) = fold_chunks(one_chunk, arrays, chunk_size)
@@ -101,6 +108,11 @@ def _of_teacher_logits(
         teacher_weight,
         settings.dtype_of_logits(teacher_x),
     )
+    if settings.kernels:
+        reason = passes.unsupported_reason(logits, teacher_logits)
+        if reason is None:
+            return _by_kernels(settings, rows, logits, row, dtype, teacher_logits)
+        log_once(f"linear_distillation_loss: XLA passes over the logits; {reason}")
     scaled = lambda logits: logits.astype(jnp.float32) / settings.temperature
     found = statistics(settings.divergence, scaled(logits), scaled(teacher_logits), rows)
     if row is None:
@@ -111,6 +123,27 @@ def _of_teacher_logits(
         return _times_row(row, gradient).astype(dtype)
 
     return found.loss, _in_place(dlogits, dtype, logits, teacher_logits, row, found)
+
+
+def _by_kernels(
+    settings: Settings,
+    rows: Rows,
+    logits: Float[Array, "T V"],
+    row: Float[Array, " T"] | None,
+    dtype: Any,
+    teacher_logits: Float[Array, "T V"],
+) -> tuple[Float[Array, " T"], Float[Array, "T V"] | None]:
+    """The same as `_of_teacher_logits`, of the logits of both."""
+    options: dict[str, Any] = {"temperature": settings.temperature}
+    found = passes.statistics(settings.divergence, logits, teacher_logits, rows, **options)
+    if row is None:
+        return found.loss, None
+    # All logits are read before their memory changes, or XLA would copy them.
+    found, logits = jax.lax.optimization_barrier((found, logits))
+    dz = passes.dlogits(
+        settings.divergence, logits, teacher_logits, row, found, dtype=dtype, **options
+    )
+    return found.loss, dz
 
 
 def _of_top_k(

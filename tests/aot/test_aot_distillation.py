@@ -27,19 +27,19 @@ def struct(*shape: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def graded(loss: Any, **options: Any) -> Any:
+def graded(loss: Any, *, implementation: Any = "xla", **options: Any) -> Any:
     """The loss with gradients, of which that of the bfloat16 weight is float32."""
 
     def run(x, weight, *teacher):
-        fn = lambda x, weight: loss(x, weight, *teacher, implementation="xla", **options)
+        fn = lambda x, weight: loss(x, weight, *teacher, implementation=implementation, **options)
         return jax.value_and_grad(fn, argnums=(0, 1))(x, weight.astype(F32))
 
     return run
 
 
-def on_one_device(divergence: str) -> Case:
-    args = struct(T, D), struct(V, D), struct(T, E), struct(V, E)
-    run = graded(linear_distillation_loss, divergence=divergence)
+def on_one_device(divergence: str, vocab: int = V, **options: Any) -> Case:
+    args = struct(T, D), struct(vocab, D), struct(T, E), struct(vocab, E)
+    run = graded(linear_distillation_loss, divergence=divergence, **options)
     return Case(run, args, compiler_options=CUBLAS)
 
 
@@ -51,7 +51,7 @@ def of_top_k() -> Case:
 def on_eight_devices(is_explicit: bool) -> Case:
     tokens, weights = P(("data", "fsdp")), P(None, "fsdp")
     return Case(
-        graded(linear_distillation_loss, chunk_size=512),
+        graded(linear_distillation_loss, implementation="mosaic_gpu", chunk_size=512),
         (
             struct(MESH_T, MESH_D),
             struct(MESH_V, MESH_D),
@@ -71,6 +71,15 @@ CASES = {name: on_one_device(name) for name in ON_ONE[:-1]} | {
     "auto": on_eight_devices(False),
     "explicit": on_eight_devices(True),
 }
+KERNELS = {
+    f"{name}, kernels": on_one_device(name, implementation="mosaic_gpu") for name in ON_ONE[:-1]
+} | {
+    # Qwen's vocabulary, 128 columns of 1187, and float32 logits.
+    "narrow parts": on_one_device(
+        "jensen_shannon", 151936, implementation="mosaic_gpu", logits_dtype=F32
+    ),
+}
+CASES |= KERNELS
 
 
 @pytest.mark.parametrize("case", ON_ONE)
@@ -99,9 +108,38 @@ def test_memory_and_passes(compiled, chip, case):
     assert re.search(r"f32\[128256,2048\].*cublas.*output_to_operand_aliasing", program.hlo)
 
 
+@pytest.mark.parametrize("case", KERNELS)
+@pytest.mark.parametrize("chip", ["h100"])
+def test_kernels_make_all_passes(compiled, chip, case):
+    """5 s each."""
+    program = compiled(chip, case)
+    is_narrow = case == "narrow parts"
+    passes = {"distillation_sums", "distillation_dlogits"}
+    passes |= {"distillation_mixture"} if is_narrow or "jensen" in case else set()
+    # The first chunk is a place of its own in the program.
+    assert program.calls == dict.fromkeys(passes, 2)
+    if not is_narrow:
+        assert program.temp_bytes < 560 * MIB
+    columns = 151936 if is_narrow else V
+    for name, i in program.instructions.items():
+        if any(dims[1:] == (columns,) for _, dims in i.outputs):
+            # Such a fusion is a product or a kernel, in the loop, with its parts of larger arrays.
+            is_call = "dynamic_slice_fusion" in name
+            assert is_call or i.opcode not in ("fusion", "copy", "convert"), (name, i)
+    for kernel in program.kernels:
+        assert kernel.spill_bytes == 0 and kernel.early_conversions == 0, kernel
+        # Two accesses of 16 bytes to each array; narrow parts have smaller ones.
+        assert max(kernel.loads) == 16, kernel
+        print(kernel.name, kernel.registers, kernel.loads, kernel.stores)
+
+
 @pytest.mark.parametrize("case", ["auto", "explicit"])
 @pytest.mark.parametrize("chip", ["h100"])
 def test_devices_exchange_weights_and_no_tokens(compiled, chip, case):
+    names = {
+        kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in compiled(chip, case).kernels
+    }
+    assert names == {"distillation_sums", "distillation_dlogits"}
     found: dict[str, set[int]] = {}
     for collective in Schedule(compiled(chip, case).hlo).collectives():
         sizes = {math.prod(shape) for shape in collective.results}

@@ -27,9 +27,21 @@ from support.distillation_formulas import (
 from support.loss_formulas import as_jax, full, in_turn, put
 
 EPS32 = float(np.finfo(np.float32).eps)
-IMPLEMENTATIONS = {name: name for name in ("xla", "reference")}
+OF_TOP_K = {name: name for name in ("xla", "reference")}
+IMPLEMENTATIONS = OF_TOP_K | {"mosaic_gpu": "mosaic_gpu"}
+KV = 64  # columns that the kernels take
 REDUCTIONS = {name: name for name in ("mean", "sum", "none")}
 TAILS = {"one_bucket": "one_bucket", "ignore": "ignore"}
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_interpreted(request):
+    """Interprets the kernels of the tests that ask for them."""
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is not None and callspec.params.get("implementation") == "mosaic_gpu":
+        request.getfixturevalue("interpreted")
+
+
 each_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
 
 
@@ -39,10 +51,14 @@ each_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
     DIVERGENCES,
     REDUCTIONS,
     {"bfloat16": BF16, "float32": F32},
-    also=[("xla", name, "mean", "bfloat16") for name in DIVERGENCES],
+    also=[
+        (implementation, name, "mean", "bfloat16")
+        for implementation in ("xla", "mosaic_gpu")
+        for name in DIVERGENCES
+    ],
 )
 def test_values_and_gradients(implementation, divergence, reduction, dtype):
-    arrays, teacher = make_arrays(dtype=dtype)
+    arrays, teacher = make_arrays(vocab=KV, dtype=dtype)
     check(
         arrays,
         teacher,
@@ -51,6 +67,15 @@ def test_values_and_gradients(implementation, divergence, reduction, dtype):
         temperature=1.7,
         **divergence,
     )
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("divergence", ["reverse_kl", pytest.param("jensen_shannon", marks=full)])
+def test_kernels_on_whole_tiles_and_narrow_parts(divergence):
+    """A row of 992 columns has tiles of 512, 256, 128, 64 and 32. 4 s."""
+    arrays, teacher = make_arrays((6,), 992, BF16)
+    options = {"implementation": "mosaic_gpu", "divergence": divergence, "temperature": 0.6}
+    check(arrays, teacher, chunk_size=5, **options)
 
 
 # Leading axes, vocabulary and tokens of a chunk. Blocks of in-place gradients have 1, 2 or 3 steps.
@@ -126,10 +151,10 @@ def test_the_ends_of_beta_are_the_divergences_of_kullback_and_leibler(beta):
 
 @in_turn("implementation, divergence", IMPLEMENTATIONS, DIVERGENCES)
 def test_an_equal_teacher_gives_nothing(implementation, divergence):
-    arrays, _ = make_arrays()
+    arrays, _ = make_arrays(vocab=KV)
     teacher = arrays["x"], arrays["weight"]
     got = run(arrays, teacher, implementation=implementation, **divergence)
-    other = run(*make_arrays(), implementation=implementation, **divergence)
+    other = run(*make_arrays(vocab=KV), implementation=implementation, **divergence)
     for name in ("loss", "x", "weight"):
         largest = np.max(np.abs(other[name]))
         assert np.max(np.abs(got[name])) <= 8 * EPS32 * largest, name
@@ -139,12 +164,12 @@ def test_an_equal_teacher_gives_nothing(implementation, divergence):
 def test_large_logits(implementation, divergence):
     # Integers, so that all logits, up to some hundreds, are exact. Most probabilities are 0.
     rng = np.random.default_rng(0)
-    arrays, _ = make_arrays()
+    arrays, _ = make_arrays(vocab=KV)
     arrays["x"] = rng.integers(-3, 4, size=(T, D)).astype(np.float32)
-    arrays["weight"] = rng.integers(-20, 21, size=(V, D)).astype(np.float32)
+    arrays["weight"] = rng.integers(-20, 21, size=(KV, D)).astype(np.float32)
     teacher = (
         rng.integers(-3, 4, size=(T, E)).astype(np.float32),
-        rng.integers(-20, 21, size=(V, E)).astype(np.float32),
+        rng.integers(-20, 21, size=(KV, E)).astype(np.float32),
     )
     # The reference has the roundings of JAX's derivatives.
     but = ("x", "weight") if implementation == "reference" else ()
@@ -159,7 +184,7 @@ def test_large_logits(implementation, divergence):
 )
 def test_a_teacher_with_probabilities_of_zero(implementation, divergence):
     # One component makes the teacher's logits of some columns -inf.
-    arrays, teacher = make_arrays()
+    arrays, teacher = make_arrays(vocab=KV)
     x, weight = (a.copy() for a in teacher)
     x[:, 0], weight[:, 0] = 1, 0
     weight[10:20] = 0
@@ -172,12 +197,14 @@ def test_a_teacher_with_probabilities_of_zero(implementation, divergence):
     assert all(finite)
     # The columns with a logit of -1e4 have the same probability in float32.
     weight[10:20, 0] = -1e4
-    check_against_formula(got, arrays, (x, weight), divergence=divergence)
+    check_against_formula(
+        got, arrays, (x, weight), divergence=divergence, implementation=implementation
+    )
 
 
 @in_turn("implementation, divergence, of_teacher", IMPLEMENTATIONS, DIVERGENCES, {"0": 0, "1": 1})
 def test_nan_of_a_token_that_counts_arrives(implementation, divergence, of_teacher):
-    arrays, teacher = make_arrays()
+    arrays, teacher = make_arrays(vocab=KV)
     token = 9
     if of_teacher:
         teacher = put(teacher[0], (token, 3), np.nan), teacher[1]
@@ -194,7 +221,7 @@ def test_nan_of_a_token_that_counts_arrives(implementation, divergence, of_teach
 
 @in_turn("implementation, divergence", IMPLEMENTATIONS, DIVERGENCES)
 def test_tokens_that_do_not_count_may_hold_anything(implementation, divergence):
-    arrays, teacher = make_arrays()
+    arrays, teacher = make_arrays(vocab=KV)
     left_out = arrays["token_weights"] == 0
     assert np.sum(left_out) > 3
     options = {"implementation": implementation, **divergence}
@@ -287,7 +314,7 @@ def test_members_of_vmap():
 
 @in_turn(
     "implementation, tail, reduction, dtype",
-    IMPLEMENTATIONS,
+    OF_TOP_K,
     TAILS,
     REDUCTIONS,
     {"bfloat16": BF16, "float32": F32},
@@ -298,7 +325,7 @@ def test_top_k(implementation, tail, reduction, dtype):
     check(arrays, make_top_k(), tail=tail, **options)
 
 
-@in_turn("implementation, divergence", IMPLEMENTATIONS, DIVERGENCES)
+@in_turn("implementation, divergence", OF_TOP_K, DIVERGENCES)
 def test_top_k_of_each_divergence(implementation, divergence):
     arrays, _ = make_arrays()
     check(arrays, make_top_k(), tail="one_bucket", implementation=implementation, **divergence)
@@ -341,7 +368,7 @@ def test_the_tail_keeps_its_digits():
         )
 
 
-@in_turn("implementation, tail", IMPLEMENTATIONS, TAILS, also=[("xla", "ignore")])
+@in_turn("implementation, tail", OF_TOP_K, TAILS, also=[("xla", "ignore")])
 def test_lists_may_be_padded(implementation, tail):
     arrays, _ = make_arrays()
     log_probs, ids = make_top_k()
@@ -357,7 +384,7 @@ def test_lists_may_be_padded(implementation, tail):
 
 @in_turn(
     "implementation, tail, wrong",
-    IMPLEMENTATIONS,
+    OF_TOP_K,
     TAILS,
     {
         "negative": lambda log_probs, ids: (log_probs, put(ids, (9, 2), -1)),

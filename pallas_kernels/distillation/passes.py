@@ -1,0 +1,330 @@
+"""The passes over the logits of student and teacher, as Mosaic GPU kernels.
+
+Three kernels take the place of XLA's fusions, which were bound by arithmetic (H100, 1024 tokens of
+128256 columns in bfloat16, 526 MB of logits: 0.18 ms of device memory's time to read):
+
+- `distillation_sums` reads both logits once. It keeps the maxima of each row, the sums of
+  exponentials relative to them, and for a KL the sum of its terms. If a maximum grows by d, a
+  factor `e^-d` rescales the sums.
+- `distillation_mixture` reads both logits once more, for the sums of the Jensen-Shannon divergence,
+  whose mixture needs both logsumexps.
+- `distillation_dlogits` writes the gradient over the student's logits.
+
+A warp has a row at a time, so that sums stay within a warp: no shared memory, and no waiting for
+other warps. The columns are split into parts, because a chunk of 1024 rows alone would not fill the
+card. A part writes its numbers, and XLA combines the parts of a row. Columns after the last whole
+tile are parts of their own with narrower loads.
+
+`approx_math` takes exp2 and log2 of the hardware, right to 2^-22; results below 2^-126 are 0.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.distillation.divergence import Divergence, Rows, Statistics
+from pallas_kernels.gpu.arrays import at_aligned_addresses
+from pallas_kernels.gpu.device import BYTES_PER_ACCESS, LANES, WARPS_PER_WARPGROUP
+from pallas_kernels.gpu.kernel import gpu_kernel
+from pallas_kernels.gpu.layouts import load, rows_of_warps, store
+
+ROWS = WARPS_PER_WARPGROUP  # of a block, one for each warp
+_ACCESSES = 2  # of a lane to each array, all on their way together
+_TILES = 24  # of a part
+_LOWEST = -1e30  # a maximum before the first logit; -inf minus itself would be NaN
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+_LOG2_E, _LN_2 = math.log2(math.e), math.log(2)
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+class _Part(NamedTuple):
+    """Columns that a block reads.
+
+    Attributes:
+      vector: Neighbouring elements that a lane loads at once.
+      width: Columns of a tile.
+    """
+
+    vector: int
+    width: int
+
+    @property
+    def layout(self) -> Any:
+        """The layout of a tile in registers."""
+        return rows_of_warps(self.vector)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of a tile."""
+        return ROWS, self.width
+
+
+class _Columns:
+    """The columns of a row as parts: those of whole tiles, and narrower ones after them."""
+
+    def __init__(self, num_columns: int, itemsize: int):
+        vector = BYTES_PER_ACCESS // itemsize
+        self.whole = _Part(vector, _ACCESSES * vector * LANES)
+        self.num_tiles = num_columns // self.whole.width
+        self.num_whole_parts = pl.cdiv(self.num_tiles, _TILES)
+        self.narrow: list[tuple[int, _Part]] = []
+        start = self.num_tiles * self.whole.width
+        widths = (self.whole.width // 2, *(v * LANES for v in (4, 2, 1) if v < vector))
+        for width in widths:
+            while num_columns - start >= width:
+                self.narrow.append((start, _Part(width // LANES, width)))
+                start += width
+        assert start == num_columns, "unsupported_reason"
+
+    @property
+    def num_parts(self) -> int:
+        """Number of all parts of a row."""
+        return self.num_whole_parts + len(self.narrow)
+
+    def run(self, part: Any, body: Callable[[_Part, Any, Any], None]) -> None:
+        """Calls `body(part, first column, number of tiles)` for the part of this number."""
+        if self.num_whole_parts:
+
+            @pl.when(part < self.num_whole_parts)
+            def _whole():
+                first = part * _TILES
+                number = jnp.minimum(self.num_tiles - first, _TILES)
+                body(self.whole, first * self.whole.width, number)
+
+        for i, (start, narrow) in enumerate(self.narrow):
+
+            @pl.when(part == self.num_whole_parts + i)
+            def _narrow(start=start, narrow=narrow):
+                body(narrow, start, 1)
+
+
+def unsupported_reason(*logits: Any) -> str | None:
+    """Why the kernels do not take these logits, or None if they do."""
+    for a in logits:
+        if a.dtype not in _DTYPES:
+            return f"logits are {a.dtype}, not bfloat16, float16 or float32"
+    num_columns = logits[0].shape[-1]
+    if num_columns % LANES:
+        return f"V = {num_columns} on a device is not a multiple of {LANES}"
+    return None
+
+
+def statistics(
+    divergence: Divergence,
+    logits: Float[Array, "T V"],
+    teacher_logits: Float[Array, "T V"],
+    rows: Rows,
+    *,
+    temperature: float,
+) -> Statistics:
+    """`divergence.statistics` of logits over `temperature`; T is a multiple of `ROWS`.
+
+    Both logsumexps are in units of log 2, as `dlogits` reads them.
+    """
+    of_kl = {"forward_kl": 1, "reverse_kl": 0}.get(divergence.name)
+    scale = _LOG2_E / temperature
+    sums = functools.partial(_sums, of_kl, scale)
+    start = (_LOWEST, 0.0) * 2 + (0.0,) * (of_kl is not None)
+    found = _fold("distillation_sums", sums, start, (logits, teacher_logits), ())
+    # Over parts, and over the devices that share the vocabulary. Units are log2 up to the end.
+    largest, total = found[0:4:2], found[1:4:2]
+    tops = [rows.max(jnp.max(a, axis=0)[:, None]) for a in largest]
+    factors = [jnp.exp2(a - top) for a, top in zip(largest, tops, strict=True)]
+    add = lambda a: rows.sum(jnp.sum(a, axis=0)[:, None])
+    totals = [add(a * factor) for a, factor in zip(total, factors, strict=True)]
+    lse, teacher_lse = (top + jnp.log2(a) for top, a in zip(tops, totals, strict=True))
+    none = jnp.zeros_like(lse)
+    if of_kl is not None:
+        factor = factors[of_kl]
+        terms = add(jnp.where(factor == 0, 0.0, found[4] * factor)) / totals[of_kl] * _LN_2
+        other = (lse, teacher_lse) if of_kl == 1 else (teacher_lse, lse)
+        # Equal logits have equal sums, so the difference is exactly 0.
+        return Statistics(terms + (other[0] - other[1]) * _LN_2, lse, teacher_lse, none)
+    beta = divergence.beta
+    mixture = functools.partial(_mixture, beta, scale)
+    parts = _fold(
+        "distillation_mixture", mixture, (0.0, 0.0), (logits, teacher_logits), (lse, teacher_lse)
+    )
+    student_part, teacher_part = (add(a) * _LN_2 for a in parts)
+    loss = beta * teacher_part + (1 - beta) * student_part
+    return Statistics(loss, lse, teacher_lse, student_part)
+
+
+def dlogits(
+    divergence: Divergence,
+    logits: Float[Array, "T V"],
+    teacher_logits: Float[Array, "T V"],
+    row: Float[Array, " T"],
+    found: Statistics,
+    *,
+    temperature: float,
+    dtype: Any,
+) -> Float[Array, "T V"]:
+    """`row · divergence.derivative`, over the logits if they have its dtype; 0 where `row` is 0."""
+    scale = _LOG2_E / temperature
+    of_student = found.student_part if divergence.name == "jensen_shannon" else found.loss
+    numbers = row, found.lse, found.teacher_lse, of_student
+    in_place = logits.dtype == dtype
+    num_rows, num_columns = logits.shape
+    itemsize = max(a.dtype.itemsize for a in (logits, teacher_logits))
+    columns = _Columns(num_columns, itemsize)
+
+    def kernel(logits_gmem: Any, teacher_gmem: Any, *refs: Any) -> None:
+        out = logits_gmem if in_place else refs[len(numbers)]
+        first_row = jax.lax.axis_index("row") * ROWS
+        at = pl.ds(first_row, ROWS)
+
+        def body(part: _Part, first: Any, number: Any) -> None:
+            of_rows = [load(ref.at[at], part.layout.reduce(1)) for ref in refs[: len(numbers)]]
+            to_tile = lambda a: jax.lax.broadcast_in_dim(a, part.shape, (0,))
+            factor = to_tile(of_rows[0])
+
+            def step(i: Any, _: Any) -> None:
+                place = at, pl.ds(first + i * part.width, part.width)
+                z, t = (
+                    load(ref.at[place], part.layout).astype(jnp.float32) * scale
+                    for ref in (logits_gmem, teacher_gmem)
+                )
+                made = _derivative(divergence, z, t, *map(to_tile, of_rows[1:]))
+                # Also where a logit is NaN, if the row does not count.
+                made = jnp.where(factor == 0.0, 0.0, factor * made)
+                store(out.at[place], made.astype(dtype))
+
+            jax.lax.fori_loop(0, number, step, None)
+
+        columns.run(jax.lax.axis_index("part"), body)
+
+    arrays = at_aligned_addresses((logits, teacher_logits))
+    result = jax.ShapeDtypeStruct(logits.shape, dtype)
+    results = gpu_kernel(
+        kernel,
+        kernel_name="distillation_dlogits",
+        out_type=() if in_place else (result,),
+        grid=(num_rows // ROWS, columns.num_parts),
+        grid_names=("row", "part"),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        in_place=0 if in_place else None,
+    )(*arrays, *numbers)
+    return results[0]
+
+
+def _fold(
+    name: str,
+    step: Callable[..., list[jax.Array]],
+    start: tuple[float, ...],
+    arrays: Sequence[Float[Array, "T V"]],
+    numbers: Sequence[Float[Array, " T"]],
+) -> list[Float[Array, "parts T"]]:
+    """Running numbers of each part of each row.
+
+    Args:
+      name: Name of the kernel.
+      step: Function `(running, *tiles, *numbers) -> running`; the tiles are float32, and the
+        numbers spread over them.
+      start: Running numbers before the first tile.
+      arrays: Logits.
+      numbers: Numbers of each row.
+    """
+    arrays = at_aligned_addresses(tuple(arrays))
+    num_rows, num_columns = arrays[0].shape
+    columns = _Columns(num_columns, max(a.dtype.itemsize for a in arrays))
+
+    def kernel(*refs: Any) -> None:
+        gmems, refs = refs[: len(arrays)], refs[len(arrays) :]
+        of_rows, outs = refs[: len(numbers)], refs[len(numbers) :]
+        number_of_part = jax.lax.axis_index("part")
+        at = pl.ds(jax.lax.axis_index("row") * ROWS, ROWS)
+
+        def body(part: _Part, first: Any, number: Any) -> None:
+            layout = part.layout.reduce(1)
+            to_tile = lambda a: jax.lax.broadcast_in_dim(a, part.shape, (0,))
+            spread = [to_tile(load(ref.at[at], layout)) for ref in of_rows]
+            filled = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), layout)
+
+            def one(i: Any, running: Any) -> Any:
+                place = at, pl.ds(first + i * part.width, part.width)
+                tiles = [load(g.at[place], part.layout).astype(jnp.float32) for g in gmems]
+                return step(running, *tiles, *spread)
+
+            running = jax.lax.fori_loop(0, number, one, list(map(filled, start)))
+            for out, value in zip(outs, running, strict=True):
+                store(out.at[number_of_part, at], value)
+
+        columns.run(number_of_part, body)
+
+    out = jax.ShapeDtypeStruct((columns.num_parts, num_rows), jnp.float32)
+    found = gpu_kernel(
+        kernel,
+        kernel_name=name,
+        out_type=(out,) * len(start),
+        grid=(num_rows // ROWS, columns.num_parts),
+        grid_names=("row", "part"),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )(*arrays, *numbers)
+    return list(at_aligned_addresses(tuple(found)))
+
+
+def _sums(of_kl: int | None, scale: float, running: Any, *logits: jax.Array) -> list[jax.Array]:
+    """Maxima, sums of powers of 2 and, for the KL whose probabilities are `of_kl`, of its terms."""
+    to_tile = lambda a: jax.lax.broadcast_in_dim(a, logits[0].shape, (0,))
+    exponents = [z * scale for z in logits]
+    results, changes, powers = [], [], []
+    for exponent, largest, total in zip(exponents, running[0:4:2], running[1:4:2], strict=True):
+        new = jnp.maximum(largest, jnp.max(exponent, axis=1))
+        changes.append(jnp.exp2(largest - new))
+        powers.append(jnp.exp2(exponent - to_tile(new)))
+        results += [new, total * changes[-1] + jnp.sum(powers[-1], axis=1)]
+    if of_kl is not None:
+        own, other = exponents[of_kl], exponents[1 - of_kl]
+        terms = jnp.where(powers[of_kl] == 0.0, 0.0, powers[of_kl] * (own - other))
+        # An infinite term of a probability that is 0 by now adds nothing.
+        before = jnp.where(changes[of_kl] == 0.0, 0.0, running[4] * changes[of_kl])
+        results.append(before + jnp.sum(terms, axis=1))
+    return results
+
+
+def _log2_ratios(
+    beta: float, scale: float, z: jax.Array, t: jax.Array, lse: jax.Array, teacher_lse: jax.Array
+) -> tuple[jax.Array, ...]:
+    """`(p, q, log2(p / M), log2(q / M))` of logits."""
+    log_p, log_q = z * scale - lse, t * scale - teacher_lse
+    p, q = jnp.exp2(log_p), jnp.exp2(log_q)
+    mixture = jnp.maximum(beta * q + (1 - beta) * p, float(jnp.finfo(jnp.float32).tiny))
+    log_m = jnp.log2(mixture)
+    return p, q, log_p - log_m, log_q - log_m
+
+
+def _mixture(beta: float, scale: float, running: Any, *args: jax.Array) -> list[jax.Array]:
+    """Sums of `p · log2(p / M)` and `q · log2(q / M)`."""
+    p, q, of_p, of_q = _log2_ratios(beta, scale, *args)
+    terms = (jnp.where(a == 0.0, 0.0, a * of_a) for a, of_a in ((p, of_p), (q, of_q)))
+    return [total + jnp.sum(a, axis=1) for total, a in zip(running, terms, strict=True)]
+
+
+def _derivative(
+    divergence: Divergence,
+    z: jax.Array,
+    t: jax.Array,
+    lse: jax.Array,
+    teacher_lse: jax.Array,
+    of_row: jax.Array,
+) -> jax.Array:
+    """`divergence.derivative` for exponents of 2. `of_row` is a sum of the row, in nats."""
+    log_p, log_q = z - lse, t - teacher_lse
+    match divergence.name:
+        case "forward_kl":
+            return jnp.exp2(log_p) - jnp.exp2(log_q)
+        case "reverse_kl":
+            p = jnp.exp2(log_p)
+            above = (log_p - log_q) * _LN_2 - of_row
+            return jnp.where(p == 0.0, 0.0, p * jnp.minimum(above, _LARGEST))
+    p, _, of_p, _ = _log2_ratios(divergence.beta, 1.0, z, t, lse, teacher_lse)
+    above = of_p * _LN_2 - of_row
+    return (1 - divergence.beta) * jnp.where(p == 0.0, 0.0, p * above)
