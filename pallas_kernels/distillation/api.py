@@ -52,6 +52,7 @@ def linear_distillation_loss(
     temperature: float = 1.0,
     token_weights: TokenWeights | None = None,
     reduction: Reduction = "mean",
+    counted_fraction: float = 1.0,
     chunk_size: int | None = None,
     max_logits_bytes: int | None = None,
     weight_layout: WeightLayout = "vd",
@@ -130,6 +131,10 @@ def linear_distillation_loss(
       token_weights: Factor for each token's loss, taken as float32. A mask of integers or bools
         will do.
       reduction: `"mean"`, `"sum"` or `"none"`.
+      counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1]. The
+        tokens that count are then computed in as few rows, and all tokens if more of them do, so
+        the results do not depend on it. It has no effect where the gradient of `token_weights` is
+        wanted, which all tokens have, where the vocabulary is split, or with `"reference"`.
       chunk_size: Largest number of a device's tokens whose logits exist at a time. Two chunks would
         take as much memory as one, so three are made then.
       max_logits_bytes: Limit in bytes for both logits of a chunk of tokens. The chunks are the
@@ -182,6 +187,7 @@ def linear_distillation_loss(
         weight_layout=weight_layout,
         teacher_weight_layout=teacher_weight_layout,
         logits_dtype=logits_dtype,
+        counted_fraction=counted_fraction,
     )
     return _loss(
         "linear_distillation_loss",
@@ -205,6 +211,7 @@ def linear_distillation_loss_top_k(
     temperature: float = 1.0,
     token_weights: TokenWeights | None = None,
     reduction: Reduction = "mean",
+    counted_fraction: float = 1.0,
     chunk_size: int | None = None,
     max_logits_bytes: int | None = None,
     weight_layout: WeightLayout = "vd",
@@ -248,6 +255,7 @@ def linear_distillation_loss_top_k(
       temperature: Divisor of the student's logits.
       token_weights: Factor for each token's loss.
       reduction: `"mean"`, `"sum"` or `"none"`.
+      counted_fraction: Largest share of a device's tokens that is expected to count.
       chunk_size: Largest number of a device's tokens whose logits exist at a time.
       max_logits_bytes: Limit in bytes for the logits of a chunk of tokens.
       weight_layout: Order of the axes of `weight`.
@@ -288,6 +296,7 @@ def linear_distillation_loss_top_k(
         max_logits_bytes=max_logits_bytes,
         weight_layout=weight_layout,
         logits_dtype=logits_dtype,
+        counted_fraction=counted_fraction,
         tail=tail,
     )
     if tail == "ignore" and settings.divergence.name != "forward_kl":

@@ -61,6 +61,7 @@ def checked_settings(
     max_logits_bytes: Any,
     weight_layout: WeightLayout,
     logits_dtype: Any,
+    counted_fraction: Any,
     teacher_weight_layout: WeightLayout | None = None,
     tail: Tail | None = None,
 ) -> Settings:
@@ -74,6 +75,8 @@ def checked_settings(
     check_number("temperature", temperature, remedy=remedy)
     if temperature <= 0:
         raise ValueError(f"{temperature=} must be above 0; {remedy}")
+    if not 0 < number("counted_fraction", counted_fraction, remedy="1.0 expects all tokens") <= 1:
+        raise ValueError(f"{counted_fraction=} must lie in (0, 1]; 1.0 expects all tokens to count")
     given = {"chunk_size": chunk_size, "max_logits_bytes": max_logits_bytes}
     given = {name: size for name, size in given.items() if size is not None}
     for name, size in given.items():
@@ -92,6 +95,7 @@ def checked_settings(
         logits_dtype=None if logits_dtype is None else _logits_dtype(logits_dtype),
         chunk_size=chunk_size,
         max_logits_bytes=max_logits_bytes,
+        counted_fraction=float(counted_fraction),
     )
 
 

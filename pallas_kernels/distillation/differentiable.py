@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.choices import log_once
 from pallas_kernels.distillation import xla
 from pallas_kernels.distillation.settings import Settings
+from pallas_kernels.loss.counted import in_fewer_rows, num_rows
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.operation import Mask, Operation, call, with_members
 from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
@@ -83,17 +85,25 @@ class _Distillation:
         """Whether the forward makes the gradients."""
         return self.num_axes == 0
 
-    def _partitioned(self, wanted: Mask, args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def _partitioned(
+        self, wanted: Mask, args: Sequence[jax.Array], *, every_loss: bool
+    ) -> tuple[jax.Array, ...]:
+        """Losses and wanted gradients.
+
+        A token that does not count has the loss 0 unless `every_loss`.
+        """
         x, _, _, *teacher = args
         gradients = [Tokens(("d",))] * wanted[0] + [GradientOf(_WEIGHT)] * wanted[1]
         roles = Roles(
             tuple(roles_of(self.settings, x, teacher)), (Tokens(), *gradients), parts=("v",)
         )
-        return partitioned(_of_device, (self.settings, wanted), roles, *args)
+        return partitioned(_of_device, (self.settings, wanted, every_loss), roles, *args)
 
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
         early = (False, False) if wanted is None or not self._is_early else wanted[:2]
-        loss, *gradients = self._partitioned(early, args)
+        # The gradient of a factor is the loss.
+        every_loss = wanted is not None and wanted[2]
+        loss, *gradients = self._partitioned(early, args, every_loss=every_loss)
         coefficients = args[2]
         # Otherwise infinity or NaN times a coefficient of 0 would make the sum NaN.
         loss = jnp.where((coefficients == 0) & ~jnp.isfinite(loss), 0.0, loss)
@@ -128,7 +138,7 @@ class _Distillation:
         elif any(wanted[:2]):
             x, weight, coefficients, *teacher = rest
             args = x, weight, coefficients * of_sums[to_tokens], *teacher
-            _, *found = self._partitioned(wanted[:2], args)
+            _, *found = self._partitioned(wanted[:2], args, every_loss=False)
         else:
             found = []
         return [*found, of_sums[to_tokens] * loss] if wanted[2] else found
@@ -146,31 +156,48 @@ class _Distillation:
 
 
 def _of_device(
-    key: tuple[Settings, tuple[bool, bool]], place: Place
+    key: tuple[Settings, tuple[bool, bool], bool], place: Place
 ) -> Callable[..., Sequence[jax.Array]]:
     """The losses of a device's tokens, and the wanted gradients of their sum."""
-    settings, wanted = key
+    settings, wanted, every_loss = key
     (axes,) = place.parts
 
     def run(*args: jax.Array) -> Sequence[jax.Array]:
         x, weight, coefficients, *teacher = args
         merged = lambda a: a.reshape(coefficients.size, *a.shape[coefficients.ndim :])
-        first, *others = teacher
-        if settings.tail is not None:
-            others = map(merged, others)
-        losses, gradients = xla.losses_and_gradients(
-            settings,
-            axes,
-            merged(x),
-            weight,
-            merged(coefficients),
-            merged(first),
-            *others,
-            wanted=wanted,
+        has_weight = settings.tail is None
+        weights = [weight.astype(x.dtype)]
+        if has_weight:  # both before the branches, as XLA does not simplify across one
+            weights.append(teacher[1].astype(teacher[0].dtype))
+        of_tokens = teacher[:1] if has_weight else teacher
+
+        def compute(x: Any, coefficients: Any, *teacher: Any) -> Any:
+            losses, gradients = xla.losses_and_gradients(
+                settings, axes, x, weights[0], coefficients, *teacher, *weights[1:], wanted=wanted
+            )
+            num_per_token = int(wanted[0])
+            return [losses, *gradients[:num_per_token]], gradients[num_per_token:]
+
+        tokens = [merged(x), merged(coefficients), *map(merged, of_tokens)]
+        fraction = 1.0 if every_loss else fraction_in_effect(settings, axes, coefficients.size)
+        counts = merged(coefficients) != 0
+        (losses, *dx), of_weight = in_fewer_rows(
+            compute, tokens, (0,) * len(tokens), counts, fraction
         )
-        if wanted[0]:
-            dx = gradients[0].reshape(x.shape)
-            gradients[0] = jax.lax.psum(dx, axes) if axes else dx
-        return losses.reshape(coefficients.shape), *gradients
+        dx = [a.reshape(x.shape) for a in dx]
+        dx = [jax.lax.psum(a, axes) if axes else a for a in dx]
+        return losses.reshape(coefficients.shape), *dx, *of_weight
 
     return run
+
+
+def fraction_in_effect(settings: Settings, axes: tuple[str, ...], num_tokens: int) -> float:
+    """The share of a device's tokens that is computed in fewer rows."""
+    fraction = settings.counted_fraction
+    if axes and num_rows(num_tokens, fraction) < num_tokens:
+        log_once(
+            f"linear_distillation_loss: counted_fraction={fraction} has no effect, because the "
+            "vocabulary is split over devices; all tokens are computed"
+        )
+        return 1.0
+    return fraction

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.distillation.divergence import Divergence
 from pallas_kernels.folding import even_chunk_size
+from pallas_kernels.loss.counted import num_rows
 from pallas_kernels.loss.layout import WeightLayout
 
 # The output embedding of a teacher, which has a hidden size of its own.
@@ -38,6 +39,7 @@ class Settings:
       chunk_size: Tokens of a chunk that the caller asks for.
       max_logits_bytes: Limit that the caller sets for logits in memory.
       kernels: Whether our kernels make the passes over the logits.
+      counted_fraction: Largest share of a device's tokens that the caller expects to count.
     """
 
     divergence: Divergence
@@ -49,6 +51,7 @@ class Settings:
     chunk_size: int | None
     max_logits_bytes: int | None
     kernels: bool = False
+    counted_fraction: float = 1.0
 
     def dtype_of_logits(self, hidden_states) -> jnp.dtype:
         """The dtype of the logits of these hidden states in memory."""
@@ -85,14 +88,17 @@ class Settings:
 
     def describe(self, x, teacher, vocab_size: int) -> str:
         """The plan for one device's arrays, in words."""
-        num_tokens = math.prod(x.shape[:-1])
+        num_tokens = num_rows(math.prod(x.shape[:-1]), self.counted_fraction)
         chunk = min(num_tokens, even_chunk_size(num_tokens, self.chunk(x, teacher, vocab_size)))
         number = math.ceil(num_tokens / max(1, chunk))
         size = chunk * self.bytes_of_token(x, teacher, vocab_size) / 2**20
         products = "4 matrix products with gradients, 2 without"
         if self.tail is not None:
             products = "3 matrix products with gradients, 1 without"
-        return (
+        text = (
             f"chunks of tokens: {products}\n"
             f"  {number} x ({chunk} tokens x {vocab_size} columns), {size:.1f} MiB of logits"
         )
+        if num_tokens < math.prod(x.shape[:-1]):
+            text += f"\n  of {num_tokens} rows, or of all tokens where more of them count"
+        return text

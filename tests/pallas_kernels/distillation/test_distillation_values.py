@@ -259,6 +259,45 @@ def test_a_mask_counts_tokens():
     assert loss(jnp.asarray(labels != -100, jnp.int8)) == got
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("num_counted", [100, 129])
+def test_fewer_rows(num_counted, reduction):
+    """`counted_fraction` changes nothing but the rows: 128 of 300, or all where more count. 2 s."""
+    arrays, teacher = make_arrays((300,))
+    order = np.random.default_rng(7).permutation(300)
+    weights = np.where(order < num_counted, 1.5, 0).astype(F32)
+    spoiled = np.where((weights == 0)[:, None], np.nan, arrays["x"]).astype(F32)
+    options = {"reduction": reduction, "counted_fraction": 0.4, "divergence": "jensen_shannon"}
+    cotangent = jnp.asarray(make_cotangent(reduction, (300,)))
+
+    def graded(x, weight, factors):
+        def loss(x, weight):
+            return linear_distillation_loss(
+                x, weight, *as_jax(teacher), token_weights=factors, chunk_size=50, **options
+            )
+
+        value, vjp = jax.vjp(loss, x, weight)
+        return dict(zip(("loss", "x", "weight"), (value, *vjp(cotangent)), strict=True))
+
+    got = jax.jit(graded)(spoiled, arrays["weight"], weights)
+    del options["counted_fraction"]
+    arrays["token_weights"] = weights
+    want = run(arrays, teacher, cotangent, chunk_size=50, implementation="xla", **options)
+    check_against_formula(
+        got | {"token_weights": want["token_weights"]}, arrays, teacher, cotangent, **options
+    )
+
+
+def test_the_gradient_of_token_weights_has_all_losses():
+    arrays, teacher = make_arrays((300,))
+    arrays["token_weights"][50:] = 0
+    options = {"divergence": "reverse_kl", "implementation": "xla"}
+    got = run(arrays, teacher, counted_fraction=0.4, chunk_size=50, **options)
+    want = run(arrays, teacher, chunk_size=50, **options)
+    np.testing.assert_allclose(got["token_weights"], want["token_weights"], rtol=1e-5)
+    assert np.all(got["token_weights"][50:] != 0)
+
+
 def test_small_weights_of_tokens_do_not_underflow_in_float16():
     arrays, teacher = make_arrays(dtype=F16)
     arrays["weight"] = arrays["weight"].astype(F32)
