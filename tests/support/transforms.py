@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import checkify
 
 import pallas_kernels
-from support.transform_formulas import FORMULAS, wide
+from support.transform_formulas import FORMULAS, of_log_probs, wide
 
 IMPLEMENTATIONS: tuple[str, ...] = "reference", "xla", "mosaic_gpu"
 # One of them, as an operation chooses it.
@@ -362,18 +362,28 @@ OPERATIONS: tuple[str, ...] = (
     "swiglu",
     "swiglu_mlp",
     "linear_cross_entropy",
+    "linear_log_probs",
+    "linear_token_loss",
+    "linear_distillation_loss",
 )
 _OF_FORWARD_MODE = {
     "rms_norm": _KERNEL_RAISES,
     "add_rms_norm": _KERNEL_RAISES,
     "swiglu": _KERNEL_RAISES,
     "swiglu_mlp": _ONLY_REFERENCE,
-    "linear_cross_entropy": _ONLY_REFERENCE,
+    **dict.fromkeys(OPERATIONS[4:], _ONLY_REFERENCE),
 }
 FORWARD_MODE = tuple(VALUES)[-4:]
 MATRIX: dict[str, dict[str, dict[str, str]]] = {
     name: _OF_FORWARD_MODE if name in FORWARD_MODE else dict.fromkeys(OPERATIONS, _ALL)
     for name in (*VALUES, DONATION)
+}
+
+
+_OF_LABELS = OPERATIONS[4:7]
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "linear_log_probs": {"return_entropy": True},
+    "linear_token_loss": {"token_fn": of_log_probs},
 }
 
 
@@ -395,15 +405,19 @@ def make_call(operation: str, implementation: str, sizes: Sizes, dtype: Any) -> 
             normal(d, f, size=d**-0.5),
             normal(f, d, size=f**-0.5),
         ),
-        "linear_cross_entropy": (x, normal(v, d, size=d**-0.5), jnp.asarray(labels, jnp.int32)),
     }
+    head = x, normal(v, d, size=d**-0.5)
+    args |= dict.fromkeys(_OF_LABELS, (*head, jnp.asarray(labels, jnp.int32)))
+    args["linear_distillation_loss"] = *head, normal(n, t, f), normal(v, f, size=f**-0.5)
     given = args[operation]
     fn = FORMULAS[operation]
     if implementation != "formula":
         named = None if implementation == DEFAULT else implementation
-        fn = functools.partial(getattr(pallas_kernels, operation), implementation=named)
+        options = _OPTIONS.get(operation, {})
+        fn = functools.partial(getattr(pallas_kernels, operation), implementation=named, **options)
     axes = tuple(0 if a.shape[:2] == (n, t) else None for a in given)
-    num_floating = len(given) - (operation == "linear_cross_entropy")
+    # Labels and a teacher have no gradient.
+    num_floating = 2 if operation in OPERATIONS[4:] else len(given)
     return Call(fn, given, axes, num_floating)
 
 
@@ -423,7 +437,10 @@ def run_all(
 
 def table() -> str:
     """The matrix as docs/transforms.md shows it."""
-    rows = [["transformation", *(f"`{name}`" for name in OPERATIONS)], ["---"] * 6]
+    rows = [
+        ["transformation", *(f"`{name}`" for name in OPERATIONS)],
+        ["---"] * (1 + len(OPERATIONS)),
+    ]
     rows += [[name, *(_cell(MATRIX[name][o]) for o in OPERATIONS)] for name in MATRIX]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
