@@ -38,7 +38,7 @@ def peers_in_jax(monkeypatch):
         peers,
         "peers_of",
         lambda op: [
-            peers.Peer(op, name, "torch", of_op[op], lambda: None)
+            peers.Peer(op, name, "torch", of_op[op], lambda: of_op[op].fn)
             for name in ("right", "wrong")
             if op in of_op
         ],
