@@ -17,6 +17,7 @@ from support import tiny_run
 from support.faults import timeless
 from support.tokenizer_files import write_byte_level, write_config
 from train.__main__ import main
+from train.checkpoints.saved import read_run_config
 from train.config import CheckpointConfig, DataConfig, DistillConfig, DPOConfig, OptimizerConfig
 from train.errors import FolderError, RunError
 from train.loop import run
@@ -126,6 +127,7 @@ def test_a_run_learns_and_resumes_to_the_same_losses(objective, folder, tmp_path
                 run(config)
         reference.write_bytes(content)
     assert rows_of(run(config)) == whole
+    assert read_run_config(tmp_path / "killed" / "tiny") == config
 
 
 def test_label_weight_adds_the_loss_of_the_labels(folder, tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from support.tokenizer_files import write_byte_level, write_config
 from train import data
 from train.config import DataConfig
-from train.data import BOS, EOS, IGNORED
+from train.data import BOS, EOS, IGNORED, cache
 from train.data.chat import load_chat_template
 
 TEMPLATE = (
@@ -54,7 +55,7 @@ def config(tmp_path):
     )
 
 
-def opened(config, evaluates=True, vocab_size=320):
+def opened(config, evaluates=True, vocab_size=320) -> Any:
     return data.open_preferences(config, vocab_size=vocab_size, evaluates=evaluates)
 
 
@@ -188,7 +189,7 @@ def test_messages_are_written_by_the_chat_template(config, tokenizer, tmp_path):
         assert {*labels[: len(prompt) - 1], *labels[size:]} == {IGNORED}
     # Another template makes other tokens.
     before = train.streams[0].tokens.tolist()
-    (tokenizer / "chat_template.jinja").write_text(TEMPLATE.replace("[", "![", 1))
+    (tokenizer / "chat_template.jinja").write_text("!" + TEMPLATE)
     after = opened(config, evaluates=False)[0].streams[0].tokens.tolist()
     assert before != after
 
@@ -267,16 +268,16 @@ def test_reading_goes_on_after_a_kill(config, monkeypatch):
     """The pairs of an entry stay pairs wherever the process ends."""
     undisturbed = all_rows(opened(config)[0])
     interrupted = dataclasses.replace(config, cache_dir=config.path[0].parent / "other")
-    monkeypatch.setattr(data.cache, "_BATCH_DOCUMENTS", 7)
-    monkeypatch.setattr(data.cache, "_COMMIT_SECONDS", 0.0)
-    write_batch, calls = data.cache._Writing._write, itertools.count()
+    monkeypatch.setattr(cache, "_BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr(cache, "_COMMIT_SECONDS", 0.0)
+    write_batch, calls = cache._Writing._write, itertools.count()
 
     def fail_at_the_third(self, *args):
         if next(calls) == 2:
             raise KeyboardInterrupt
         write_batch(self, *args)
 
-    monkeypatch.setattr(data.cache._Writing, "_write", fail_at_the_third)
+    monkeypatch.setattr(cache._Writing, "_write", fail_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         opened(interrupted)
     assert all_rows(opened(interrupted)[0]) == undisturbed
