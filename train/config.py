@@ -1,6 +1,7 @@
 """A training run as a frozen dataclass, and its presets.
 
-`train.cli.command_line` makes a flag of each field, with the text of "Attributes" as its help.
+`train.cli.command_line` makes a flag of each field, with the text of "Attributes" as its help. The
+module is long because that text is.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from models.config import LlamaConfig
 from models.presets import PRESETS as MODELS
 from pallas_kernels.gpu.device import target_device
 from train import xla_flags
+from train.objective_config import NO_DISTILL, NO_DPO, DistillConfig, DPOConfig, check_objective
 from train.ranges import (
     BELOW_ONE,
     COUNT,
@@ -304,6 +306,11 @@ class TrainConfig:
       runs_dir: folder of all runs.
       init_from: a Hugging Face folder whose parameters the run starts with. Its model, and its
         tokenizer if it has one, set the defaults of the flags. None draws random parameters.
+      objective: what the run learns. `sft` learns to predict the tokens of the text, or of
+        completions alone. `dpo` learns from pairs of a chosen and a rejected completion. `distill`
+        learns the next-token distributions of a teacher, on the text of `sft`.
+      dpo: settings of `dpo`.
+      distill: settings of `distill`.
       model: the architecture.
       data: the tokens.
       optimizer: the optimizer.
@@ -338,6 +345,9 @@ class TrainConfig:
     name: str
     runs_dir: Path = Path("runs")
     init_from: Path | None = None
+    objective: Literal["sft", "dpo", "distill"] = "sft"
+    dpo: DPOConfig = NO_DPO
+    distill: DistillConfig = NO_DISTILL
     model: LlamaConfig
     data: DataConfig
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -378,6 +388,7 @@ class TrainConfig:
             log_every=SIZE,
             sample_tokens=COUNT,
         )
+        check_objective(self)
         longest = self.model.max_position_embeddings
         grows = self.model.rope_parameters.rope_type == "dynamic"
         if self.data.sequence_length > longest and not grows:
@@ -403,6 +414,11 @@ class TrainConfig:
                 f"profile_steps={self.profile_steps!r} must name steps A:B with 1 <= A <= B <= "
                 f"{self.steps}"
             )
+
+    @property
+    def rows_of_example(self) -> int:
+        """The rows of a batch that belong together, on one device: two for a preference."""
+        return 2 if self.objective == "dpo" else 1
 
     @property
     def profiled(self) -> tuple[int, int] | None:

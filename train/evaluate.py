@@ -52,6 +52,20 @@ class Sums:
         return self.nll / self.bytes / math.log(2)
 
 
+def measure_preferences(
+    eval_step: Callable[..., Any],
+    params: nnx.State,
+    batches: Iterable[data.Batch],
+    mesh: Mesh,
+) -> dict[str, float]:
+    """Means over the pairs of batches `[B, S]`: "loss", "reward_margin" and "reward_accuracy"."""
+    sharding = batch_sharding(mesh)
+    sums = jax.device_get([eval_step(params, to_devices(batch, sharding)) for batch in batches])
+    total = {name: sum(float(values[name]) for values in sums) for name in sums[0]}
+    number = total.pop("num_pairs")
+    return {name.removesuffix("_sum"): value / number for name, value in total.items()}
+
+
 def measure(
     eval_step: Callable[..., Any],
     params: nnx.State,

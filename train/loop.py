@@ -19,8 +19,9 @@ from train.checkpoints.hf_folder import check_model
 from train.config import TrainConfig
 from train.distributed import StopVote, Watchdog, is_first, of_first
 from train.errors import RunError
-from train.evaluate import measure
+from train.evaluate import measure, measure_preferences
 from train.faults import save_failed_step, stop_signals
+from train.objectives import metrics_of
 from train.outputs import (
     TEMPERATURE,
     Writer,
@@ -30,6 +31,7 @@ from train.outputs import (
     remove_if_empty,
     sample,
 )
+from train.reference import with_reference
 from train.reporting import metrics, tracking
 from train.reporting.profiling import Profile, memory_report, write_hlo
 from train.reporting.progress import Progress
@@ -45,6 +47,7 @@ from train.setup import (
     with_planned_remat,
 )
 from train.step import Batch, TrainState, abstract_state
+from train.teacher import check_teacher, flops_per_token
 
 
 def run(config: TrainConfig) -> Path:
@@ -71,6 +74,8 @@ def run(config: TrainConfig) -> Path:
     tracking.check_installed(config)
     if config.init_from:
         check_model(config.init_from, config.model)
+    if config.objective == "distill":
+        check_teacher(config)
     datasets = open_datasets(config)
     written: dict[str, Any] = {"config": config, "data": datasets.fingerprint}
     if config.model.remat == AUTO_REMAT:
@@ -83,6 +88,10 @@ def run(config: TrainConfig) -> Path:
         if step:
             print(f"{run_dir}: going on after step {step} of {config.steps}")
         if step < config.steps:
+            if config.objective == "dpo":
+                datasets = with_reference(
+                    config, mesh, datasets, run_dir, step, state.params, watchdog
+                )
             watchdog.begin_other("the compilation")
             steps = compile_steps(config, mesh, state, datasets)
             # The files come after it: a run that cannot be compiled leaves no settings that the
@@ -160,7 +169,7 @@ class _Loop:
         self._start = time.perf_counter() - writer.elapsed_s
         self._throughput = metrics.Throughput()
         self._progress = Progress(config.steps, every=config.log_every)
-        self._flops = metrics.flops_per_token(config.model, config.data.sequence_length)
+        self._flops = flops_per_token(config)
         self._device = hardware.lookup(jax.devices()[0].device_kind)
         # The step that has no row yet: its number, values, and seconds of waiting for its batch.
         self._pending: tuple[int, dict[str, Any], float] | None = None
@@ -208,7 +217,7 @@ class _Loop:
     def _dispatch(self, step: int, batch: Batch, wait_s: float, profile: Profile) -> None:
         """Sends a step to the devices, then writes the row of the step before."""
         profile.begin(step)
-        self._state, values = self._steps.train(self._state, batch)
+        self._state, values = self._steps.train(self._state, batch, *self._steps.frozen)
         with self._throughput.pause():
             profile.end(step, values)
         self._log_pending()
@@ -266,7 +275,7 @@ class _Loop:
 
     def _row(self, step: int, values: dict[str, Any], wait_s: float) -> dict[str, Any]:
         speed = self._throughput.tokens_per_s
-        names = "loss", "nll", "accuracy", "lr", "grad_norm", "skipped_steps"
+        names = "loss", *metrics_of(self._config), "lr", "grad_norm", "skipped_steps"
         return {
             "step": step,
             **{name: values[name] for name in names},
@@ -326,10 +335,16 @@ def _held_out_loss(
     mesh: Mesh,
     eval_step: Callable[..., Any],
     params: nnx.State,
-    held_out: data.Dataset,
+    held_out: data.Dataset | data.PairDataset,
 ) -> dict[str, float]:
-    """Nats per token, share of tokens predicted, and bits per byte of the held-out text."""
+    """The held-out loss: nats per token, share of tokens predicted, and bits per byte of a text.
+
+    Of preferences the loss, the margin of rewards, and the share of pairs with a margin above 0.
+    """
     batches = held_out.eval_batches(config.data.batch_size, config.eval_batches)
+    if isinstance(held_out, data.PairDataset):
+        means = measure_preferences(eval_step, params, batches, mesh)
+        return {f"val_{name}": means[name] for name in ("loss", *metrics_of(config))}
     sums = measure(eval_step, params, batches, held_out.token_bytes, mesh)
     if not sums.bytes:
         raise data.DataError(

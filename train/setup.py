@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from models.fp8 import describe
@@ -27,6 +28,7 @@ from train.step import (
     make_eval_step,
     state_with,
 )
+from train.teacher import load_teacher
 
 
 class Datasets(NamedTuple):
@@ -39,7 +41,7 @@ class Datasets(NamedTuple):
     """
 
     train: Any
-    held_out: data.Dataset | None
+    held_out: data.Dataset | data.PairDataset | None
     fingerprint: dict[str, Any]
 
 
@@ -47,12 +49,15 @@ class CompiledSteps(NamedTuple):
     """The programs of a run.
 
     Attributes:
-      train: takes and donates a state, takes a batch, and returns the new state and metrics.
+      train: takes and donates a state, takes a batch and `frozen`, and returns the new state and
+        metrics.
       evaluate: takes parameters and a batch and returns sums; None without held-out text.
+      frozen: parameters that no step changes: those of a teacher.
     """
 
     train: Callable[..., Any]
     evaluate: Callable[..., Any] | None
+    frozen: tuple[nnx.State, ...] = ()
 
 
 def mesh_of(config: TrainConfig) -> Mesh:
@@ -66,10 +71,12 @@ def mesh_of(config: TrainConfig) -> Mesh:
         data_axis = max(1, jax.device_count() // (fsdp * tensor))
     mesh = make_mesh(data=data_axis, fsdp=fsdp, tensor=tensor)
     rows, num_parts = config.data.batch_size, data_axis * fsdp
-    if rows % num_parts:
+    of_example = config.rows_of_example
+    if rows % (of_example * num_parts):
+        pairs = f", times the {of_example} rows of a preference" if of_example > 1 else ""
         raise ValueError(
             f"batch_size={rows} must be a multiple of data * fsdp, the {num_parts} devices that "
-            "share its rows"
+            f"share its rows{pairs}"
         )
     check_tensor_parallel(
         tensor,
@@ -87,11 +94,9 @@ def open_datasets(config: TrainConfig) -> Datasets:
     """
     length = config.data.sequence_length
     if config.data.path:
-        return Datasets(
-            *data.open_files(
-                config.data, vocab_size=config.model.vocab_size, evaluates=config.eval_every > 0
-            )
-        )
+        opened = data.open_preferences if config.objective == "dpo" else data.open_files
+        vocab_size, evaluates = config.model.vocab_size, config.eval_every > 0
+        return Datasets(*opened(config.data, vocab_size=vocab_size, evaluates=evaluates))
     if config.data.source == "synthetic":
         return Datasets(data.SyntheticDataset(config.model.vocab_size, length), None, {})
     if config.model.vocab_size < data.BYTE_VOCAB_SIZE:
@@ -139,9 +144,10 @@ def compile_steps(
     batch = batch_on_devices(config, mesh, datasets.train, 0)
     if config.model.fp8 is not None:
         print(describe(config.model, config.mesh.tensor))
+    frozen = (load_teacher(config, mesh),) if config.objective == "distill" else ()
     start = time.perf_counter()
     with recording() as choices:
-        lowered = jit_train_step(config, state).lower(state, batch)
+        lowered = jit_train_step(config, state).lower(state, batch, *frozen)
     print(Explanation(tuple(choices)).summary)
     train_step = lowered.compile()
     print(f"compiled the step in {time.perf_counter() - start:.1f} s")
@@ -151,7 +157,7 @@ def compile_steps(
         eval_batch = next(datasets.held_out.eval_batches(config.data.batch_size, 1))
         eval_batch = to_devices(eval_batch, batch_sharding(mesh))
         eval_step = jax.jit(make_eval_step(config)).lower(state.params, eval_batch).compile()
-    return CompiledSteps(train_step, eval_step)
+    return CompiledSteps(train_step, eval_step, frozen)
 
 
 def train_batches(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
 from models.config import LlamaConfig
 from models.llama import Llama
@@ -25,10 +25,36 @@ from pallas_kernels import linear_cross_entropy
 from train.config import TrainConfig
 from train.data import IGNORED
 from train.guard import Guard, initial_guard, judge
+from train.objectives import (
+    Batch,
+    distillation_loss_and_sums,
+    metrics_of,
+    model_and_hidden,
+    num_pairs,
+    preference_loss_and_sums,
+)
 from train.optimizers import learning_rate_schedule, make_optimizer
+from train.teacher import teacher_model
 from train.xla_flags import compiler_options
 
-type Batch = dict[str, Int[Array, "..."]]
+__all__ = [
+    "Batch",
+    "Metrics",
+    "TrainState",
+    "abstract_state",
+    "init_state",
+    "jit_train_step",
+    "loss_and_sums",
+    "loss_sum",
+    "make_eval_step",
+    "make_gradients",
+    "make_train_step",
+    "memory_in_bytes",
+    "model_graph",
+    "state_shardings",
+    "state_with",
+]
+
 type Metrics = dict[str, Float[Array, ""]]
 
 
@@ -132,13 +158,7 @@ def loss_and_sums(
     """
 
     def of_batch(params, batch, scale):
-        model = nnx.merge(graphdef, params)
-        hidden = model(
-            batch["tokens"],
-            positions=batch.get("positions"),
-            segment_ids=batch.get("segment_ids"),
-        )
-
+        model, hidden = model_and_hidden(graphdef, params, batch)
         loss, metrics = linear_cross_entropy(
             hidden,
             model.output_weight,
@@ -166,49 +186,43 @@ def loss_sum(
     return loss_and_sums(graphdef, params, batch, z_loss=z_loss)[0]
 
 
-def make_gradients(
-    config: TrainConfig,
-) -> Callable[[nnx.State, Batch], tuple[Metrics, nnx.State]]:
+def make_gradients(config: TrainConfig) -> Callable[..., tuple[Metrics, nnx.State]]:
     """Makes a function from parameters and a batch `[A, B, S]` to metrics and gradients.
 
-    A is the number of accumulation steps. The loss is the sum over all tokens of the step divided
-    by their number, so neither the split into A batches nor the split over devices changes it. The
-    gradients of the A batches are added up in the parameters' dtype.
+    With the objective `distill`, the function takes the parameters of the teacher, too.
+
+    A is the number of accumulation steps. The loss is the sum over all examples of the step divided
+    by their number, so neither the split into A batches nor the split over devices changes it. An
+    example is a token with a label, or a pair. The gradients of the A batches are added up in the
+    parameters' dtype.
     """
-    graphdef = model_graph(config.model)
+    loss_of = _loss_of(config)
+    names = metrics_of(config)
 
-    def gradients_of(params: nnx.State, batch: Batch) -> tuple[Metrics, nnx.State]:
+    def gradients_of(
+        params: nnx.State, batch: Batch, *frozen: nnx.State
+    ) -> tuple[Metrics, nnx.State]:
         num_tokens = jnp.sum(batch["labels"] != IGNORED)
-        scale = 1 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
-
-        def loss_of(params: nnx.State, part: Batch) -> tuple[Float[Array, ""], Metrics]:
-            return loss_and_sums(
-                graphdef,
-                params,
-                part,
-                z_loss=config.z_loss,
-                counted_fraction=config.counted_fraction,
-                scale=scale,
-            )
-
+        number = num_pairs(batch["labels"]) if config.objective == "dpo" else num_tokens
+        scale = 1 / jnp.maximum(number, 1).astype(jnp.float32)
         value_and_gradients = jax.value_and_grad(loss_of, has_aux=True)
+        of_part = lambda part: value_and_gradients(params, part, scale, *frozen)
 
         def accumulate(total, part):
-            return jax.tree.map(jnp.add, total, value_and_gradients(params, part)), None
+            return jax.tree.map(jnp.add, total, of_part(part)), None
 
         if len(batch["labels"]) == 1:
             part = jax.tree.map(lambda a: a[0], batch)
-            (loss, sums), gradients = value_and_gradients(params, part)
+            (loss, sums), gradients = of_part(part)
         else:
             zero = jnp.zeros(())
-            zeros = (zero, {"nll_sum": zero, "correct_sum": zero})
+            zeros = (zero, dict.fromkeys(names.values(), zero))
             zeros = zeros, jax.tree.map(jnp.zeros_like, params)
             ((loss, sums), gradients), _ = jax.lax.scan(accumulate, zeros, batch)
 
         metrics = {
             "loss": loss,
-            "nll": sums["nll_sum"] * scale,
-            "accuracy": sums["correct_sum"] * scale,
+            **{name: sums[of_sum] * scale for name, of_sum in names.items()},
             "grad_norm": optax.tree.norm(gradients),
             "num_tokens": num_tokens,
         }
@@ -217,11 +231,39 @@ def make_gradients(
     return gradients_of
 
 
-def make_train_step(
-    config: TrainConfig,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+def _loss_of(config: TrainConfig) -> Callable[..., tuple[Float[Array, ""], Metrics]]:
+    """A function `(params, batch, scale, *frozen)` to the loss of a batch `[B, S]`, and sums."""
+    graphdef, counted_fraction = model_graph(config.model), config.counted_fraction
+    match config.objective:
+        case "sft":
+            return lambda params, batch, scale: loss_and_sums(
+                graphdef,
+                params,
+                batch,
+                z_loss=config.z_loss,
+                counted_fraction=counted_fraction,
+                scale=scale,
+            )
+        case "dpo":
+            return lambda params, batch, scale: preference_loss_and_sums(
+                graphdef,
+                params,
+                batch,
+                beta=config.dpo.beta,
+                counted_fraction=counted_fraction,
+                scale=scale,
+            )
+        case "distill":
+            of_teacher = model_graph(teacher_model(config))
+            return lambda params, batch, scale, teacher: distillation_loss_and_sums(
+                graphdef, params, of_teacher, teacher, batch, config=config.distill, scale=scale
+            )
+
+
+def make_train_step(config: TrainConfig) -> Callable[..., tuple[TrainState, Metrics]]:
     """Makes the step: a function from a state and a batch `[A, B, S]` to a state and metrics.
 
+    With the objective `distill`, the function takes the parameters of the teacher, too.
     `make_gradients` defines the loss, and `train.guard` which steps are skipped. The optimizer does
     not count skipped steps, so they do not move the learning rate.
     """
@@ -229,8 +271,10 @@ def make_train_step(
     optimizer = make_optimizer(config.optimizer, config.steps)
     schedule = learning_rate_schedule(config.optimizer, config.steps)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        metrics, gradients = gradients_of(state.params, batch)
+    def train_step(
+        state: TrainState, batch: Batch, *frozen: nnx.State
+    ) -> tuple[TrainState, Metrics]:
+        metrics, gradients = gradients_of(state.params, batch, *frozen)
         taken, guard = judge(
             state.guard,
             state.step,
@@ -281,11 +325,16 @@ def memory_in_bytes(compiled: Any) -> int:
 
 
 def make_eval_step(config: TrainConfig) -> Callable[[nnx.State, Batch], Metrics]:
-    """Makes a function from parameters and a batch `[B, S]` to sums over its tokens.
+    """Makes a function from parameters and a batch `[B, S]` to sums over its examples.
 
     The sums are "nll_sum" and "correct_sum" of `loss_and_sums`, and "num_tokens". The model runs
     without FP8, because that is the model in the files.
+
+    With the objective `dpo` they are "loss_sum", the sums of `preference_loss_and_sums`, and
+    "num_pairs". The model runs in the arithmetic of the reference, that of the training.
     """
+    if config.objective == "dpo":
+        return _make_preference_eval_step(config)
     graphdef = model_graph(dataclasses.replace(config.model, fp8=None))
 
     def eval_step(params: nnx.State, batch: Batch) -> Metrics:
@@ -293,5 +342,15 @@ def make_eval_step(config: TrainConfig) -> Callable[[nnx.State, Batch], Metrics]
             **loss_and_sums(graphdef, params, batch)[1],
             "num_tokens": jnp.sum(batch["labels"] != IGNORED),
         }
+
+    return eval_step
+
+
+def _make_preference_eval_step(config: TrainConfig) -> Callable[[nnx.State, Batch], Metrics]:
+    loss_of = _loss_of(config)
+
+    def eval_step(params: nnx.State, batch: Batch) -> Metrics:
+        loss, sums = loss_of(params, batch, 1.0)
+        return {**sums, "loss_sum": loss, "num_pairs": num_pairs(batch["labels"])}
 
     return eval_step

@@ -38,7 +38,9 @@ from train import distributed
 from train.config import (
     CheckpointConfig,
     DataConfig,
+    DistillConfig,
     DistributedConfig,
+    DPOConfig,
     MeshConfig,
     OptimizerConfig,
     TrainConfig,
@@ -47,6 +49,7 @@ from train.config import (
 from train.data import Corpus
 from train.optimizers import make_optimizer
 from train.step import init_state, jit_train_step, loss_sum, make_train_step, model_graph
+from train.teacher import abstract_frozen
 
 MODEL = dataclasses.replace(
     preset("demo").model,
@@ -160,8 +163,11 @@ def abstract_state(model):
 
 def train_step(config):
     batch = {name: jnp.zeros((1, 8, 8), jnp.int32) for name in ("tokens", "labels")}
+    if config.objective == "dpo":
+        batch["reference"] = jnp.zeros((1, 8, 1))
+    frozen = abstract_frozen(config, make_mesh(data=8, fsdp=1))
     with jax.numpy_dtype_promotion("standard"):
-        return program(make_train_step(config), abstract_state(config.model), batch)
+        return program(make_train_step(config), abstract_state(config.model), batch, *frozen)
 
 
 def long_train_step(config):
@@ -309,6 +315,9 @@ def files():
     write_byte_level(FILES / "tokenizer.json")
     (FILES / "model").mkdir()
     (FILES / "model" / "config.json").write_text(json.dumps(config_to_hf(MODEL)))
+    (FILES / "other").mkdir()
+    other = dataclasses.replace(MODEL, num_hidden_layers=3)
+    (FILES / "other" / "config.json").write_text(json.dumps(config_to_hf(other)))
     yield
     shutil.rmtree(FILES)
 
@@ -343,16 +352,25 @@ PARTS = {
     MeshConfig: "mesh",
     CheckpointConfig: "checkpoint",
     DistributedConfig: "distributed",
+    DPOConfig: "dpo",
+    DistillConfig: "distill",
     LlamaConfig: "model",
     RopeParameters: "model.rope_parameters",
 }
+OF_PAIRS = dataclasses.replace(
+    CONFIG, objective="dpo", data=dataclasses.replace(CONFIG.data, **FROM_FILE)
+)
+OF_TEACHER = dataclasses.replace(
+    CONFIG, objective="distill", distill=DistillConfig(teacher=FILES / "model")
+)
 # Another value for every field, and the observer that sees it or the error that refuses it. Both
-# configurations have the settings of a third entry.
+# configurations have the settings of a third entry, or are made from that configuration.
 FIELDS = {
     TrainConfig: {
         "name": ("other", run),
         "runs_dir": (Path("elsewhere"), run),
         "init_from": (FILES / "model", run),
+        "objective": ("dpo", ValueError),
         "steps": (6, run),
         "seed": (1, initial_parameters),
         "z_loss": (0.1, loss),
@@ -412,6 +430,13 @@ FIELDS = {
         "heartbeat_timeout_s": (5, start, TOGETHER),
         "step_timeout_s": (5.0, watch),
     },
+    DPOConfig: {"beta": (0.2, train_step, OF_PAIRS)},
+    DistillConfig: {
+        "teacher": (FILES / "other", train_step, OF_TEACHER),
+        "divergence": ("jsd", train_step, OF_TEACHER),
+        "temperature": (2.0, train_step, OF_TEACHER),
+        "label_weight": (0.5, train_step, OF_TEACHER),
+    },
     LlamaConfig: {
         "vocab_size": (384, model),
         "hidden_size": (32, model),
@@ -470,6 +495,8 @@ def test_every_field_is_listed():
 def base_of(cls, name):
     """A configuration that reads a field."""
     before = FIELDS[cls][name][2] if len(FIELDS[cls][name]) > 2 else {}
+    if isinstance(before, TrainConfig):
+        return before
     if dataclasses.is_dataclass(before):
         before = {field.name: getattr(before, field.name) for field in dataclasses.fields(before)}
     return changed(CONFIG, PARTS[cls], before)

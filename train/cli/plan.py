@@ -213,15 +213,16 @@ def _configs(
         on_mesh = dataclasses.replace(config, mesh=mesh)
         num_parts = mesh.data * mesh.fsdp
         if fixed_batch:
-            if config.data.batch_size % num_parts:
+            if config.data.batch_size % (num_parts * config.rows_of_example):
+                pairs = ", times the 2 rows of a preference" if config.rows_of_example > 1 else ""
                 raise ValueError(
                     f"a batch of {config.data.batch_size} must be a multiple of the {num_parts} "
-                    "devices that share its rows, data * fsdp"
+                    f"devices that share its rows, data * fsdp{pairs}"
                 )
             yield from with_policies(on_mesh)
             continue
         for with_policy in with_policies(on_mesh):
-            rows = 1
+            rows = config.rows_of_example
             while rows <= _MOST_ROWS * mesh.tensor:
                 data = dataclasses.replace(config.data, batch_size=rows * num_parts)
                 candidate = dataclasses.replace(with_policy, data=data)

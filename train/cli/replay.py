@@ -17,8 +17,10 @@ from train.checkpoints.saved import read_run_config
 from train.cli.command_line import Parser, file_or_folder
 from train.config import TrainConfig
 from train.errors import FolderError
+from train.objectives import metrics_of
 from train.setup import mesh_of
 from train.step import abstract_state, make_gradients
+from train.teacher import load_teacher
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -36,8 +38,9 @@ def run(arguments: Sequence[str]) -> None:
             values = checkpointer.restore(folder / "params", jax.tree.leaves(params))
         params = jax.tree.unflatten(jax.tree.structure(params), values)
         batch = jax.device_put(read_batch(folder), batch_sharding(mesh, batch_axis=1))
-        metrics, gradients = jax.jit(make_gradients(config))(params, batch)
-    for name in ("loss", "nll", "accuracy", "grad_norm", "num_tokens"):
+        frozen = (load_teacher(config, mesh),) if config.objective == "distill" else ()
+        metrics, gradients = jax.jit(make_gradients(config))(params, batch, *frozen)
+    for name in ("loss", *metrics_of(config), "grad_norm", "num_tokens"):
         print(f"{name} {metrics[name].item():.6g}")
     for kind, tree in (("parameter", params), ("gradient of", gradients)):
         for path, array in jax.tree.leaves_with_path(tree):

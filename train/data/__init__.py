@@ -5,10 +5,11 @@ continue with the batches it would have seen, and any process can build any batc
 it.
 
 - `corpus`, `synthetic`: data that every machine has.
-- `files`, `tokenizer`, `cache`, `sources`: text of your own, tokenized once into a cache.
+- `files`, `chat`, `tokenizer`, `cache`, `sources`: text of your own, tokenized once into a cache.
 - `folder`, `index`, `lock`, `regular`: guards of the cache against links, damaged files, other
   processes, and files that are no regular files.
 - `packing`, `mixture`: rows and batches of the tokens.
+- `pairs`: rows and batches of preferences.
 - `prefetch`: batches made ahead of the step.
 """
 
@@ -16,8 +17,9 @@ from train.data.corpus import Corpus, read_corpus, stdlib_corpus
 from train.data.errors import DataError
 from train.data.mixture import MixtureDataset
 from train.data.packing import IGNORED, Batch, PackedDataset, predicted_bytes
+from train.data.pairs import PairDataset
 from train.data.prefetch import prefetch, timed
-from train.data.sources import Dataset, load_tokenizer, open_files
+from train.data.sources import Dataset, load_tokenizer, open_files, open_preferences
 from train.data.synthetic import SyntheticDataset
 from train.data.tokenizer import (
     BOS,
@@ -46,12 +48,14 @@ __all__ = [
     "HuggingFaceTokenizer",
     "MixtureDataset",
     "PackedDataset",
+    "PairDataset",
     "SyntheticDataset",
     "Tokenizer",
     "decode",
     "encode",
     "load_tokenizer",
     "open_files",
+    "open_preferences",
     "predicted_bytes",
     "prefetch",
     "read_corpus",

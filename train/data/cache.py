@@ -10,6 +10,8 @@ user, and no link in it is followed. It has three files for each split, `train` 
 - `*.offsets`: the start of each document in the tokens, int64.
 - `*.prompts`: the number of tokens at each document's start that are a prompt, int32.
 
+A preference is two documents in a row, the chosen one and the rejected one, of the same split.
+
 Empty documents, and prompts without a completion, are left out.
 
 While a process makes an entry, `progress.json` holds the sizes of the files that are valid so far,
@@ -29,6 +31,7 @@ same side in every file, source and run.
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -47,6 +50,7 @@ from train.data.folder import OwnFolder
 from train.data.index import PARTS, SPLITS
 from train.data.lock import locked
 from train.data.packing import PackedDataset
+from train.data.pairs import Stream
 from train.data.prefetch import prefetch
 from train.data.progress import TokenizingProgress
 from train.data.tokenizer import Tokenizer
@@ -95,10 +99,25 @@ class Entry:
         return {name: self.index[name] for name in ("content_hash", *SPLITS)}
 
     def dataset(self, split: str, sequence_length: int) -> PackedDataset:
-        """The rows of a split, mapped into memory after its files were read and checked.
+        """The rows of a split.
 
         Raises:
           DataError: the split has too few tokens for a row, or a file is damaged.
+        """
+        stream = self.stream(split)
+        return PackedDataset(
+            stream.tokens,
+            stream.offsets,
+            sequence_length,
+            stream.prompts,
+            self.tokenizer.token_bytes,
+        )
+
+    def stream(self, split: str) -> Stream:
+        """The documents of a split, mapped into memory after its files were read and checked.
+
+        Raises:
+          DataError: a file is damaged.
         """
         counts = self.index[split]
         try:
@@ -113,7 +132,7 @@ class Entry:
             ) from error
         except OSError as error:
             raise _cannot_be_used(self.folder, error) from error
-        return PackedDataset(tokens, offsets, sequence_length, prompts, self.tokenizer.token_bytes)
+        return Stream(tokens, offsets, prompts)
 
     def _map(self, folder: OwnFolder, split: str, part: str) -> np.ndarray:
         name, (count_name, dtype) = f"{split}.{part}", _parts(self.tokenizer)[part]
@@ -219,6 +238,9 @@ def _fingerprint(reader: Reader, tokenizer: Tokenizer, held_out_fraction: float)
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error.strerror})") from error
         files.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
+    # Only where there are preferences, so that other text keeps its key.
+    template = reader.chat_template and reader.chat_template.text
+    of_preferences = {"chat_template": template} if reader.preferences else {}
     return {
         "version": FORMAT_VERSION,
         "files": files,
@@ -226,6 +248,7 @@ def _fingerprint(reader: Reader, tokenizer: Tokenizer, held_out_fraction: float)
         "text_field": reader.text_field,
         "token_dtype": reader.token_dtype,
         "held_out_fraction": held_out_fraction,
+        **of_preferences,
     }
 
 
@@ -320,7 +343,7 @@ class _Writing:
 
     def _write(self, batch: list[Document], files: dict[tuple[str, str], BinaryIO]) -> None:
         items = {key: [] for key in files}
-        for document, tokens, prompt_size in self._tokenize(batch):
+        for document, sequences in self._tokenize(batch):
             digest = hashlib.blake2b(document.content, digest_size=16).digest()
             # A chain of hashes, because progress.json cannot hold the state of one hash.
             chain = bytes.fromhex(self.content_hash) + digest
@@ -329,12 +352,13 @@ class _Writing:
             is_held_out = int.from_bytes(digest[:8]) < self.held_out_fraction * 2**64
             split = SPLITS[is_held_out]
             counts = self.counts[split]
-            items[split, "tokens"].append(tokens)
-            items[split, "offsets"].append([counts["tokens"]])
-            items[split, "prompts"].append([prompt_size])
-            counts["tokens"] += len(tokens)
-            counts["documents"] += 1
-            counts["prompts"] += prompt_size > 0
+            for tokens, prompt_size in sequences:
+                items[split, "tokens"].append(tokens)
+                items[split, "offsets"].append([counts["tokens"]])
+                items[split, "prompts"].append([prompt_size])
+                counts["tokens"] += len(tokens)
+                counts["documents"] += 1
+                counts["prompts"] += prompt_size > 0
         for (split, part), values in items.items():
             content = _joined(values, self._parts[part][1]).tobytes()
             name = f"{split}.{part}"
@@ -343,22 +367,29 @@ class _Writing:
 
     def _tokenize(
         self, batch: list[Document]
-    ) -> Iterator[tuple[Document, Integer[np.ndarray, " _"], int]]:
-        """Each document that is not empty, its tokens, and the number of tokens in its prompt."""
+    ) -> Iterator[tuple[Document, list[tuple[Integer[np.ndarray, " _"], int]]]]:
+        """Each document that is not empty, with its tokens and the number of those in its prompt.
+
+        A preference has two sequences of tokens, the chosen one first.
+        """
         documents = [document for document in batch if not document.is_empty]
-        texts = [text for document in documents for text in (document.prompt or b"", document.text)]
         try:
-            encoded = iter(self.tokenizer.encode(texts))
+            encoded = iter(self.tokenizer.encode([text for d in documents for text in d.texts]))
         except UnicodeDecodeError:
             raise _not_utf8(documents) from None
-        for document, prompt, text in zip(documents, encoded, encoded, strict=True):
+        for document in documents:
+            prompt, *texts = itertools.islice(encoded, len(document.texts))
             if document.tokens is not None:
-                yield document, document.tokens, 0
+                yield document, [(document.tokens, 0)]
                 continue
             bos = [self.tokenizer.bos] if document.begins and self.tokenizer.bos is not None else []
             eos = [self.tokenizer.eos] if document.ends else []
-            tokens = _joined([bos, prompt, text, eos], _token_dtype(self.tokenizer))
-            yield document, tokens, 0 if document.prompt is None else len(bos) + len(prompt)
+            prompt_size = 0 if document.prompt is None else len(bos) + len(prompt)
+            dtype = _token_dtype(self.tokenizer)
+            yield (
+                document,
+                [(_joined([bos, prompt, text, eos], dtype), prompt_size) for text in texts],
+            )
 
 
 def _joined(arrays: list[Any], dtype: np.dtype) -> np.ndarray:

@@ -3,10 +3,13 @@
 | suffix | documents |
 |---|---|
 | text (`TEXT_SUFFIXES`) | the file; one of more than 64 KiB becomes pieces, cut at line ends |
-| `.jsonl` | one object a line, with a text, or with "prompt" and "completion" |
+| `.jsonl` | one object a line, with a text, or with "prompt" and "completion", or a preference |
 | `.parquet` | one row, with the same columns |
 | `.bin` | token ids, little-endian, no header; each end-of-text token ends a document |
 | `.npy` | the same token ids in one axis of any integer dtype |
+
+A preference has the fields "prompt", "chosen" and "rejected" (TRL's names), as texts or as lists of
+messages, which `chat` makes into texts.
 
 A reader holds a line, a batch of rows or a piece of a file at a time, never a whole file. It reads
 only regular files and links to them, because a FIFO would block and a device has no end.
@@ -23,7 +26,9 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Integer
 
+from train.data.chat import ChatTemplate, is_messages
 from train.data.errors import DataError
+from train.data.records import parquet_rows, pyarrow_modules, shortened, utf8
 from train.data.regular import check_regular, kind
 
 TEXT_SUFFIXES = frozenset(
@@ -36,8 +41,8 @@ SUFFIXES = TEXT_SUFFIXES | TOKEN_SUFFIXES | {".jsonl", ".parquet"}
 _PIECE_BYTES = 1 << 16  # of a text file
 _LINE_BYTES = 1 << 26  # ten times the longest book; a longer line is a file without line ends
 _PIECE_TOKENS = 1 << 20  # of a document in a token file
-_ROWS_AT_ONCE = 256  # of a parquet file
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_PREFERENCE = ("prompt", "chosen", "rejected")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +72,7 @@ class Document:
       line: line or row in the file, from 1; 0 if the file has none.
       text: text in UTF-8, after the prompt if there is one.
       prompt: text before it that is not predicted.
+      rejected: the other text after the prompt, of a preference; `text` is the chosen one.
       tokens: tokens of a token file, in place of text.
       begins: whether this is the first piece.
       ends: whether this is the last piece.
@@ -77,6 +83,7 @@ class Document:
     line: int = 0
     text: bytes = b""
     prompt: bytes | None = None
+    rejected: bytes | None = None
     tokens: Integer[np.ndarray, " _"] | None = None
     begins: bool = True
     ends: bool = True
@@ -91,21 +98,22 @@ class Document:
         """The bytes that distinguish it from other documents."""
         if self.tokens is not None:
             return self.tokens.astype("<u4").tobytes()
-        return (self.prompt or b"") + self.text
+        return b"".join(self.texts)
+
+    @property
+    def texts(self) -> tuple[bytes, ...]:
+        """The prompt, empty if there is none, and the texts that may follow it."""
+        return self.prompt or b"", self.text, *(() if self.rejected is None else (self.rejected,))
 
     @property
     def num_bytes(self) -> int:
         """The number of bytes that it holds."""
-        return (
-            len(self.text)
-            + len(self.prompt or b"")
-            + (0 if self.tokens is None else self.tokens.nbytes)
-        )
+        return sum(map(len, self.texts)) + (0 if self.tokens is None else self.tokens.nbytes)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to predict."""
-        return not len(self.text if self.tokens is None else self.tokens)
+        """Whether there is nothing to predict. A preference ends in a token that is predicted."""
+        return self.rejected is None and not len(self.text if self.tokens is None else self.tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +126,8 @@ class Reader:
       token_dtype: dtype of `.bin` files.
       vocab_size: bound of the ids in token files.
       end_of_text: id that ends a document in token files.
+      preferences: whether every record is a preference.
+      chat_template: template for messages of preferences.
     """
 
     files: tuple[Path, ...]
@@ -125,6 +135,8 @@ class Reader:
     token_dtype: Literal["uint16", "uint32"]
     vocab_size: int
     end_of_text: int
+    preferences: bool = False
+    chat_template: ChatTemplate | None = None
 
     def documents(self, start: Position = Position()) -> Iterator[Document]:
         """The documents from `start` on.
@@ -146,7 +158,13 @@ class Reader:
                 ) from error
 
     def _read(self, path: Path, begin: Position) -> Iterator[Document]:
-        match path.suffix.lower():
+        suffix = path.suffix.lower()
+        if self.preferences and suffix not in (".jsonl", ".parquet"):
+            raise DataError(
+                f"{path} has no preferences, which are records in .jsonl or .parquet; name those "
+                "files alone with --data.path"
+            )
+        match suffix:
             case ".jsonl":
                 return self._json_lines(path, begin)
             case ".parquet":
@@ -187,43 +205,69 @@ class Reader:
                     raise DataError(f"{where}: nested too deeply; remove the line") from error
                 if not isinstance(record, dict):
                     raise DataError(
-                        f"{where}: a JSON object is expected, not {_shortened(record)}; repair or "
+                        f"{where}: a JSON object is expected, not {shortened(record)}; repair or "
                         "remove the line"
                     )
-                prompt, text = self._fields(record, where)
-                yield Document(path, after, number, text, prompt)
+                yield self._document(path, after, number, record, where)
+
+    def _document(
+        self, path: Path, after: Position, number: int, record: dict[str, Any], where: str
+    ) -> Document:
+        if not self.preferences:
+            prompt, text = self._fields(record, where)
+            return Document(path, after, number, text, prompt)
+        if missing := [name for name in _PREFERENCE if name not in record]:
+            raise DataError(
+                f"{where}: no field {', '.join(map(repr, missing))}; a preference has 'prompt', "
+                f"'chosen' and 'rejected', but it has {shortened(list(record))}"
+            )
+        if not any(is_messages(record[name]) for name in _PREFERENCE):
+            prompt, chosen, rejected = (utf8(record, name, where) for name in _PREFERENCE)
+            return Document(path, after, number, chosen, prompt, rejected)
+        if self.chat_template is None:
+            raise DataError(
+                f"{where}: messages need a chat template; name a tokenizer that has one with "
+                "--data.tokenizer, or write texts in place of messages"
+            )
+        prompt, chosen, rejected = self.chat_template.preference(record, where)
+        # The template writes the tokens that begin and end a text, if the model has them.
+        return Document(path, after, number, chosen, prompt, rejected, begins=False, ends=False)
 
     def _fields(self, record: dict[str, Any], where: str) -> tuple[bytes | None, bytes]:
         """The prompt, if there is one, and the text of a record."""
         if self.text_field in record:
-            return None, _utf8(record, self.text_field, where)
+            return None, utf8(record, self.text_field, where)
         if {"prompt", "completion"} <= record.keys():
-            return _utf8(record, "prompt", where), _utf8(record, "completion", where)
+            return utf8(record, "prompt", where), utf8(record, "completion", where)
         raise self._no_text(list(record), where)
 
     def _no_text(self, names: list[str], where: str) -> DataError:
+        remedy = "name one with --data.text-field"
+        if set(_PREFERENCE) <= set(names):
+            remedy += ", or train on these preferences with --objective dpo"
         return DataError(
             f"{where}: no field {self.text_field!r}, and not both of 'prompt' and 'completion'; "
-            f"it has {_shortened(names)}; name one with --data.text-field"
+            f"it has {shortened(names)}; {remedy}"
         )
 
     def _parquet(self, path: Path, begin: Position) -> Iterator[Document]:
-        pyarrow, parquet = _pyarrow(path)
+        pyarrow, parquet = pyarrow_modules(path)
         size = path.stat().st_size
         try:
             with parquet.ParquetFile(path) as file:
                 names = file.schema_arrow.names
-                if self.text_field in names:
+                if self.preferences:
+                    columns = [name for name in _PREFERENCE if name in names]
+                elif self.text_field in names:
                     columns = [self.text_field]
                 elif {"prompt", "completion"} <= set(names):
                     columns = ["prompt", "completion"]
                 else:
                     raise self._no_text(names, str(path))
-                for number, record in _parquet_rows(file, columns, begin.offset):
+                for number, record in parquet_rows(file, columns, begin.offset):
                     read = size * number // max(file.metadata.num_rows, 1)
                     after = Position(begin.file, number, number, read)
-                    prompt, text = self._fields(record, f"{path}:{number}")
-                    yield Document(path, after, number, text, prompt)
+                    yield self._document(path, after, number, record, f"{path}:{number}")
         except pyarrow.ArrowException as error:
             raise DataError(f"{path} is not a parquet file: {error}; write it again") from error
         except UnicodeDecodeError as error:
@@ -350,50 +394,6 @@ def _cut(piece: bytes) -> int:
     while size > 1 and piece[size] & 0xC0 == 0x80:  # inside of a UTF-8 sequence
         size -= 1
     return size
-
-
-def _utf8(record: dict[str, Any], name: str, where: str) -> bytes:
-    value = record[name]
-    if not isinstance(value, str):
-        raise DataError(
-            f"{where}: {name!r} is {_shortened(value)}, not a text; repair or remove the record"
-        )
-    try:
-        return value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: {name!r} has half of a surrogate pair at character {error.start}; repair or "
-            "remove the record"
-        ) from error
-
-
-def _shortened(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _pyarrow(path: Path) -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DataError(f"{path}: parquet needs pyarrow; run `pip install pyarrow`") from error
-    return pyarrow, pyarrow.parquet
-
-
-def _parquet_rows(file: Any, columns: list[str], skip: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows after the first `skip` rows, each with its number, from 1."""
-    number = 0
-    for group in range(file.num_row_groups):
-        size = file.metadata.row_group(group).num_rows
-        if number + size <= skip:
-            number += size
-            continue
-        for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=columns):
-            for record in batch.to_pylist():
-                number += 1
-                if number > skip:
-                    yield number, record
 
 
 def _open_tokens(path: Path, dtype: str) -> np.ndarray:

@@ -5,10 +5,12 @@ from typing import Any
 
 from train.config import DataConfig
 from train.data.cache import Entry, default_cache_dir, tokenized
+from train.data.chat import ChatTemplate, load_chat_template
 from train.data.errors import DataError
 from train.data.files import Reader, find_files
 from train.data.mixture import MixtureDataset
 from train.data.packing import PackedDataset
+from train.data.pairs import PairDataset
 from train.data.tokenizer import BYTES, HuggingFaceTokenizer, Tokenizer
 
 type Dataset = PackedDataset | MixtureDataset
@@ -43,16 +45,7 @@ def open_files(
     Raises:
       DataError: a file cannot be used; the message names the file, the reason and the remedy.
     """
-    tokenizer = load_tokenizer(config)
-    if tokenizer.vocab_size > vocab_size:
-        raise DataError(
-            f"{config.tokenizer or 'the byte vocabulary'} has {tokenizer.vocab_size} tokens, more "
-            f"than the model's {vocab_size=}; set --model.vocab-size {tokenizer.vocab_size} or more"
-        )
-    # With held-out text of its own, all of `path` is for training.
-    fraction = 0.0 if config.held_out_path else config.held_out_fraction
-    entries = [_entry(config, tokenizer, path, fraction) for path in config.path]
-    held_out_entries = [_entry(config, tokenizer, path, 1.0) for path in config.held_out_path]
+    entries, held_out_entries, fingerprint = _entries(config, vocab_size, preferences=False)
     train_data = _mixed(config, config.path, entries, "train", config.weights)
     if isinstance(train_data, PackedDataset) and train_data.num_rows < config.rows_per_step:
         raise DataError(
@@ -65,15 +58,80 @@ def open_files(
         held_out = _mixed(config, config.held_out_path, held_out_entries, "held_out", ())
     elif evaluates:
         held_out = _mixed(config, config.path, entries, "held_out", config.weights)
+    return train_data, held_out, fingerprint
+
+
+def open_preferences(
+    config: DataConfig, *, vocab_size: int, evaluates: bool
+) -> tuple[PairDataset, PairDataset | None, dict[str, Any]]:
+    """Opens the preferences in `config.path`, as `open_files` opens text."""
+    entries, held_out_entries, fingerprint = _entries(config, vocab_size, preferences=True)
+
+    def pairs(split: str, some: list[Entry]) -> PairDataset:
+        dataset = PairDataset([entry.stream(split) for entry in some], config.sequence_length)
+        name = split.replace("_", " ")
+        print(f"{name}: {dataset.num_pairs:,} preferences", flush=True)
+        if dataset.num_left_out:
+            print(
+                f"{name}: {dataset.num_left_out:,} more are left out, because a completion with "
+                f"its prompt has more than {config.sequence_length + 1} tokens; "
+                "--data.sequence-length makes longer rows",
+                flush=True,
+            )
+        return dataset
+
+    train_data, held_out = pairs("train", entries), None
+    needed = config.rows_per_step // 2
+    if train_data.num_pairs < needed:
+        raise DataError(
+            f"{', '.join(map(str, config.path))}: {train_data.num_pairs} preferences, fewer than "
+            f"the {needed} of a step; use more, a smaller --data.batch-size or a longer "
+            "--data.sequence-length"
+        )
+    if evaluates:
+        held_out = pairs("held_out", held_out_entries or entries)
+        if not held_out.num_pairs:
+            raise DataError(f"no preferences are held out; {_HELD_OUT_REMEDY}")
+    return train_data, held_out, fingerprint
+
+
+def _entries(
+    config: DataConfig, vocab_size: int, *, preferences: bool
+) -> tuple[list[Entry], list[Entry], dict[str, Any]]:
+    """The entries of `config.path`, those of `config.held_out_path`, and what identifies them."""
+    tokenizer = load_tokenizer(config)
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"{config.tokenizer or 'the byte vocabulary'} has {tokenizer.vocab_size} tokens, more "
+            f"than the model's {vocab_size=}; set --model.vocab-size {tokenizer.vocab_size} or more"
+        )
+    template = None
+    if preferences and isinstance(tokenizer, HuggingFaceTokenizer):
+        template = load_chat_template(tokenizer)
+
+    def entry(path: Path, fraction: float) -> Entry:
+        return _entry(config, tokenizer, path, fraction, preferences, template)
+
+    # With held-out text of its own, all of `path` is for training.
+    fraction = 0.0 if config.held_out_path else config.held_out_fraction
+    entries = [entry(path, fraction) for path in config.path]
+    held_out_entries = [entry(path, 1.0) for path in config.held_out_path]
     fingerprint = {
         "tokenizer": tokenizer.fingerprint,
         "path": [entry.identity() for entry in entries],
         "held_out_path": [entry.identity() for entry in held_out_entries],
     }
-    return train_data, held_out, fingerprint
+    return entries, held_out_entries, fingerprint
 
 
-def _entry(config: DataConfig, tokenizer: Tokenizer, path: Path, fraction: float) -> Entry:
+def _entry(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    path: Path,
+    fraction: float,
+    preferences: bool,
+    template: ChatTemplate | None,
+) -> Entry:
     try:
         files = find_files(path)
     except OSError as error:
@@ -86,6 +144,8 @@ def _entry(config: DataConfig, tokenizer: Tokenizer, path: Path, fraction: float
         token_dtype=config.token_dtype,
         vocab_size=tokenizer.vocab_size,
         end_of_text=tokenizer.eos,
+        preferences=preferences,
+        chat_template=template,
     )
     entry = tokenized(
         reader,

@@ -109,6 +109,7 @@ class HuggingFaceTokenizer:
     unknown or special token for none.
 
     Attributes:
+      path: path of the file.
       tokens_of_bytes: whether the tokenizer counts bytes exactly.
     """
 
@@ -150,6 +151,7 @@ class HuggingFaceTokenizer:
         self.eos = eos
         digest = hashlib.sha256(content + f"{self.bos} {self.eos}".encode())
         self.fingerprint = digest.hexdigest()
+        self.path = path
         description = json.loads(content)
         self.tokens_of_bytes = "ByteLevel" in _types(description.get("decoder"))
         self.token_bytes = self._token_bytes()
@@ -164,6 +166,15 @@ class HuggingFaceTokenizer:
         """See `Tokenizer`."""
         known = [t for t in map(int, tokens) if t < self.vocab_size]  # a model may have more tokens
         return self._tokenizer.decode(known, skip_special_tokens=True)
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The number of each token."""
+        return self._tokenizer.get_vocab()
+
+    def token(self, index: int | None) -> str | None:
+        """The text of a token."""
+        return None if index is None else self._tokenizer.id_to_token(index)
 
     def _token_bytes(self) -> Int32[np.ndarray, " V"]:
         sizes = np.zeros(self.vocab_size, np.int32)

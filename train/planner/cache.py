@@ -22,12 +22,16 @@ from typing import Any
 from train.config import TrainConfig
 from train.planner.plan import Measures
 from train.planner.target import Target
+from train.teacher import teacher_model
 
 VARIABLE = "TRAIN_PLAN_CACHE"
 _ROOT = pathlib.Path(__file__).parents[2]
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "flax", "optax")
 # The fields of a configuration that change the step.
-_FIELDS = ("model", "data", "optimizer", "steps", "z_loss", "counted_fraction", "xla_options")
+_FIELDS = (
+    *("objective", "dpo", "distill", "model", "data", "optimizer", "steps", "z_loss"),
+    *("counted_fraction", "xla_options"),
+)
 _ENVIRONMENT = ("XLA_FLAGS", "PALLAS_KERNELS_TUNED", "NVIDIA_TF32_OVERRIDE")
 
 
@@ -94,6 +98,7 @@ def _is_positive(value: Any) -> bool:
 def _key(config: TrainConfig, target: Target) -> str:
     content = {
         "config": {name: getattr(config, name) for name in _FIELDS},
+        "teacher": teacher_model(config) if config.objective == "distill" else None,
         "mesh": dict(target.mesh.shape),
         "target": target.description,
         "rates": dataclasses.asdict(target.rates),

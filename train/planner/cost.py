@@ -32,7 +32,7 @@ from typing import Any
 from pallas_kernels.hardware import Hardware
 from train.planner.dataflow import (
     COLLECTIVES,
-    LOSS,
+    LOSSES,
     SLICES,
     UPDATES,
     Op,
@@ -282,7 +282,7 @@ class _Program:
             axis_sizes = op.params["mesh"].shape
             local = _Program(self.rates, nbytes, 1, self.hidden_axes, self.is_alone, axis_sizes)
             return self._without_results(local.cost(op.params["jaxpr"], num_aliased=0), op)
-        if op.name == LOSS:
+        if op.name in LOSSES:
             jaxpr = op.params["jaxpr"].jaxpr
             inside = self.cost(jaxpr, num_aliased=0, body_of_device=self.body_of_device)
             return self._without_results(inside, op)

@@ -27,8 +27,9 @@ SLICES = frozenset("slice dynamic_slice split gather".split())
 UPDATES = frozenset("dynamic_update_slice scatter scatter-add scatter_add".split())
 # Names of the parameter that holds the body of a call.
 _BODIES = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
-LOSS = "linear_cross_entropy"
-_CONTROL = frozenset(("scan", "while", "cond", "shard_map", LOSS))
+# The losses of a step, each of which `cost` reads as a program of its own.
+LOSSES = frozenset(("linear_cross_entropy", "linear_token_loss", "linear_distillation_loss"))
+_CONTROL = frozenset(("scan", "while", "cond", "shard_map", *LOSSES))
 # The primitives of `pallas_kernels.operation`.
 _OPERATIONS = frozenset(("operation", "operation_backward"))
 # Exchanges between the devices of an axis, in a `jax.shard_map`.
@@ -116,8 +117,8 @@ def _flatten(
         body = None
         if name == "custom_partitioning" and body_of_device is not None:
             body = body_of_device(eqn)
-        elif name in _OPERATIONS and eqn.params["operation"].name == LOSS:
-            name = LOSS
+        elif name in _OPERATIONS and eqn.params["operation"].name in LOSSES:
+            name = eqn.params["operation"].name
         elif name not in _CONTROL and not is_kernel(name):
             body = next((eqn.params[key] for key in _BODIES if key in eqn.params), None)
         if body is not None and hasattr(getattr(body, "jaxpr", body), "eqns"):

@@ -36,6 +36,7 @@ from train.planner.splits import Splits
 from train.planner.target import MARGIN, Target, memory_fraction
 from train.reporting import metrics
 from train.step import abstract_state, jit_train_step, memory_in_bytes
+from train.teacher import abstract_frozen, flops_per_token
 
 # A step is compiled if its estimated memory is at most this many times the limit. Estimates were
 # within 9 % of the compiler's figure for Llamas of 1B and 8B, with one exception: "full" with 16
@@ -74,10 +75,11 @@ class Programs:
     def estimate(self, config: TrainConfig) -> tuple[float, int]:
         """Traces the step."""
         mesh, rates = self.target.mesh, self.target.rates
-        state = abstract_state(config, mesh)
-        leaves, splits = jax.tree.leaves(state), Splits(state, mesh)
+        state, frozen = abstract_state(config, mesh), abstract_frozen(config, mesh)
+        leaves, splits = jax.tree.leaves(state), Splits((state, frozen), mesh)
         with self._context():
-            traced = jit_train_step(config, state).trace(state, abstract_batch(config, mesh))
+            batch = abstract_batch(config, mesh)
+            traced = jit_train_step(config, state).trace(state, batch, *frozen)
             found = cost.estimate(
                 traced.jaxpr,
                 rates,
@@ -88,9 +90,10 @@ class Programs:
                 body_of_device=splits.body_of_device,
             )
         self._traced[config] = traced
-        received = found.link_bytes + self._hidden_link_bytes(config, state)
+        received = found.link_bytes + self._hidden_link_bytes(config, state, frozen)
         seconds = max(found.seconds, rates.link_seconds(received))
-        return seconds, int(sum(map(splits.bytes_per_device, leaves)) + found.temp_bytes)
+        held = sum(map(splits.bytes_per_device, [*leaves, *jax.tree.leaves(frozen)]))
+        return seconds, int(held + found.temp_bytes)
 
     def memory(self, config: TrainConfig) -> int:
         """Compiles the step."""
@@ -114,17 +117,20 @@ class Programs:
                 stack.enter_context(jax.default_device(device))
             yield
 
-    def _hidden_link_bytes(self, config: TrainConfig, state: Any) -> float:
+    def _hidden_link_bytes(self, config: TrainConfig, state: Any, frozen: Any) -> float:
         """Bytes received to gather the parameters twice and to sum the gradients.
 
-        Weights whose products run in FP8 are gathered in FP8. Their gradients are not in FP8.
+        Weights whose products run in FP8 are gathered in FP8. Their gradients are not in FP8. The
+        parameters of a teacher are gathered once.
         """
         shape, recipe = self.target.mesh.shape, config.model.fp8
         tensor = shape.get("tensor", 1)
         number = sum(leaf.size for leaf in jax.tree.leaves(state.params)) / tensor
         in_fp8 = size_in_fp8(state.params["layers"], recipe, tensor) if recipe else 0
         itemsize = jnp.dtype(config.model.dtype).itemsize
-        gathered = (3 * number * itemsize - 2 * in_fp8 * (itemsize - 1)) * (1 - 1 / shape["fsdp"])
+        of_teacher = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen))
+        gathered = 3 * number * itemsize - 2 * in_fp8 * (itemsize - 1) + of_teacher
+        gathered *= 1 - 1 / shape["fsdp"]
         itemsize = jnp.dtype(config.model.param_dtype).itemsize
         summed = 2 * number * itemsize / shape["fsdp"] * (1 - 1 / shape["data"])
         return gathered + summed
@@ -132,13 +138,15 @@ class Programs:
 
 def abstract_batch(config: TrainConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and shardings of a batch, equal to those of the batches that the loop makes."""
-    names = ["tokens", "labels"]
-    if config.data.is_packed:
+    names, data = ["tokens", "labels"], config.data
+    is_preferences = config.objective == "dpo"
+    if data.is_packed and not is_preferences:
         names += ["segment_ids", "positions"]
-    data = config.data
-    shape = (data.accumulation_steps, data.batch_size, data.sequence_length)
+    shape = (data.accumulation_steps, data.batch_size)
     sharding = batch_sharding(mesh, batch_axis=1)
-    return {name: jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding) for name in names}
+    of = lambda size, dtype: jax.ShapeDtypeStruct((*shape, size), dtype, sharding=sharding)
+    batch = {name: of(data.sequence_length, np.int32) for name in names}
+    return batch | ({"reference": of(1, np.float32)} if is_preferences else {})
 
 
 def with_remat(config: TrainConfig, remat: str) -> TrainConfig:
@@ -265,8 +273,9 @@ def _nothing_fits(candidates: list[Candidate], target: Target) -> str:
     data, tensor, num_devices = config.data, config.mesh.tensor, target.mesh.size
     num_shares = num_devices // tensor
     advice = []
-    if data.batch_size > num_shares:
-        smaller = max(num_shares, data.batch_size // 2)
+    least = num_shares * config.rows_of_example
+    if data.batch_size > least:
+        smaller = max(least, data.batch_size // 2)
         advice.append(
             f"--data.batch-size {smaller} (--data.accumulation-steps keeps the tokens of a step)"
         )
@@ -297,6 +306,20 @@ def _nothing_fits(candidates: list[Candidate], target: Target) -> str:
     )
 
 
+def _memory_of_objective(config: TrainConfig, target: Target) -> str | None:
+    """A line on the memory that an objective takes besides the model's."""
+    if config.objective == "dpo":
+        return (
+            "dpo: the reference takes no memory in a step, because its log-probabilities are "
+            "computed before the first one"
+        )
+    if config.objective == "distill":
+        leaves = jax.tree.leaves(abstract_frozen(config, target.mesh))
+        size = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
+        return f"distill: the teacher's parameters, {size / _GIB:.1f} GiB a device, are counted"
+    return None
+
+
 def _mesh_name(mesh: MeshConfig, num_devices: int) -> str:
     return f"{num_devices // (mesh.fsdp * mesh.tensor)}x{mesh.fsdp}x{mesh.tensor}"
 
@@ -313,7 +336,9 @@ def table(chosen: Plan) -> str:
         f"  {'remat':<12} {'mesh':>6} {'batch':>6} {'GiB':>7} {'fits':>5} {'ms/step':>8} "
         f"{'tokens/s':>9} {'MFU':>6}  policy",
     ]
-    flops = metrics.flops_per_token(config.model, config.data.sequence_length)
+    flops = flops_per_token(config)
+    if of_objective := _memory_of_objective(config, target):
+        lines.insert(1, of_objective)
     peak = hardware.lookup(target.device_kind)
     order = list(dict.fromkeys(candidate.remat for candidate in chosen.candidates))
     described: set[str] = set()

@@ -139,6 +139,11 @@ DETAILS = (
     ("skipped_steps", "skipped steps", 1),
     ("memory_gib", "memory in use (GiB)", 1),
     ("val_accuracy", "held-out accuracy", 1),
+    ("reward_margin", "margin of rewards", 1),
+    ("reward_accuracy", "accuracy of rewards", 1),
+    ("val_reward_margin", "held-out margin of rewards", 1),
+    ("val_reward_accuracy", "held-out accuracy of rewards", 1),
+    ("divergence", "divergence from the teacher", 1),
 )
 
 
@@ -172,7 +177,8 @@ def panel(title: str, theme: Theme) -> tuple[Any, Any]:
 def _draw_loss(axes: Any, metrics: RunMetrics, theme: Theme) -> None:
     steps, loss = series(metrics.train, "loss")
     val_steps, val_loss = series(metrics.held_out, "val_loss")
-    axes.set_ylabel("loss (nats per token)")
+    of_pairs = any("reward_margin" in row for row in metrics.train)
+    axes.set_ylabel(f"loss (nats per {'pair' if of_pairs else 'token'})")
     if steps:
         # A single point draws no line.
         line = {"color": theme.train, "marker": "o" if len(steps) == 1 else None}

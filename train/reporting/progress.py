@@ -93,8 +93,9 @@ class Progress:
 
 # The metrics in the order shown. On the bar the time left comes first, because a narrow terminal
 # cuts the last ones.
-_LINE = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "memory", "eta")
-_HELD_OUT_LINE = ("val_loss", "val_bpb")
+_OF_OBJECTIVES = ("reward_margin", "reward_accuracy", "divergence")
+_LINE = ("loss", *_OF_OBJECTIVES, "lr", "grad_norm", "tokens_per_s", "mfu", "memory", "eta")
+_HELD_OUT_LINE = ("val_loss", "val_bpb", "val_reward_margin", "val_reward_accuracy")
 _BAR = ("eta", "loss", "val_loss", "tokens_per_s", "mfu", "memory")
 
 

@@ -1,0 +1,149 @@
+"""Chat templates: messages as the text that a tokenizer's model was trained on.
+
+A template is Jinja. It is in `chat_template.jinja` or in `tokenizer_config.json`, beside
+tokenizer.json, and it is rendered as transformers renders it, in Jinja's sandbox. It cannot ask for
+the date, so that the same text has the same tokens tomorrow.
+"""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from train.data.errors import DataError
+from train.data.regular import read_regular
+from train.data.tokenizer import HuggingFaceTokenizer
+
+_CONFIG = "tokenizer_config.json"
+_FILE_BYTES = 1 << 24
+
+
+def is_messages(value: Any) -> bool:
+    """Whether a value is a list of messages, each an object with a role."""
+    return isinstance(value, list) and all(isinstance(m, dict) and "role" in m for m in value)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template with the special tokens that it may write.
+
+    Attributes:
+      text: the template.
+      tokens: special tokens by the names that templates use.
+    """
+
+    text: str
+    tokens: tuple[tuple[str, str | None], ...] = ()
+
+    def preference(self, record: dict[str, Any], where: str) -> tuple[bytes, bytes, bytes]:
+        """The prompt, the chosen and the rejected completion of a record of messages, as text.
+
+        The prompt ends with the tokens that begin an answer. A completion is what the template
+        adds to that if the answer is there.
+
+        Args:
+          record: record with lists of messages.
+          where: place of the record, for messages.
+
+        Raises:
+          DataError: the record cannot be rendered.
+        """
+        for name in ("prompt", "chosen", "rejected"):
+            if not is_messages(record[name]) or not record[name]:
+                raise DataError(
+                    f"{where}: {name!r} is no list of messages, but another field is one; write "
+                    "all three as texts, or all three as lists of messages"
+                )
+        prompt = self._render(record["prompt"], where, begin_answer=True)
+        texts = [prompt]
+        for name in ("chosen", "rejected"):
+            whole = self._render(record["prompt"] + record[name], where, begin_answer=False)
+            if not whole.startswith(prompt) or whole == prompt:
+                raise DataError(
+                    f"{where}: the chat template does not put {name!r} after the prompt: it writes "
+                    f"{prompt[-40:]!r} at the end of the prompt; write texts in place of messages"
+                )
+            texts.append(whole[len(prompt) :])
+        prompt, chosen, rejected = (text.encode() for text in texts)
+        return prompt, chosen, rejected
+
+    def _render(self, messages: list[Any], where: str, *, begin_answer: bool) -> str:
+        import jinja2
+
+        try:
+            text = _compiled(self.text).render(
+                messages=messages,
+                add_generation_prompt=begin_answer,
+                tools=None,
+                documents=None,
+                **dict(self.tokens),
+            )
+            text.encode()  # which half of a surrogate pair would end
+            return text
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError(
+                f"{where}: the chat template cannot write these messages ({error}); repair them, "
+                "or write texts in place of messages"
+            ) from error
+
+
+@functools.cache
+def _compiled(text: str) -> Any:
+    """The template, with the settings and functions that it has in transformers."""
+    import jinja2.ext
+    import jinja2.sandbox
+
+    def refuse(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = refuse
+    return environment.from_string(text)
+
+
+def load_chat_template(tokenizer: HuggingFaceTokenizer) -> ChatTemplate | None:
+    """The chat template beside a tokenizer; None if there is none.
+
+    Raises:
+      DataError: the file of the template is malformed, or jinja2 is missing.
+    """
+    text = _text_beside(tokenizer.path)
+    if text is None:
+        return None
+    try:
+        import jinja2
+    except ImportError as error:
+        raise DataError(
+            f"the chat template of {tokenizer.path} needs jinja2; run `pip install jinja2`"
+        ) from error
+    try:
+        _compiled(text)
+    except jinja2.TemplateError as error:
+        raise DataError(f"the chat template of {tokenizer.path} is malformed: {error}") from error
+    tokens = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}
+    return ChatTemplate(text, tuple((name, tokenizer.token(i) or "") for name, i in tokens.items()))
+
+
+def _text_beside(path: Path) -> str | None:
+    """The text of a template, from one of the two files that may have it."""
+    template, config = path.with_name("chat_template.jinja"), path.with_name(_CONFIG)
+    try:
+        return read_regular(template, _FILE_BYTES).decode()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise DataError(f"{template} cannot be read: {error}; repair or remove it") from error
+    try:
+        found = json.loads(read_regular(config, _FILE_BYTES)).get("chat_template")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"{config} cannot be read: {error}; repair or remove it") from error
+    if isinstance(found, list):  # several templates with names
+        named = {entry.get("name"): entry for entry in found if isinstance(entry, dict)}
+        found = named.get("default", {}).get("template")
+    return found if isinstance(found, str) else None

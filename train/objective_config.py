@@ -1,0 +1,104 @@
+"""What a run learns: the settings of its objective, and what does not go with them."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+from train.ranges import BELOW_ONE, POSITIVE, check_ranges
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DPOConfig:
+    """Direct preference optimization (https://arxiv.org/abs/2305.18290).
+
+    Attributes:
+      beta: factor of the rewards. A larger one keeps the model closer to the reference.
+    """
+
+    beta: float = 0.1
+
+    def __post_init__(self):
+        check_ranges(self, beta=POSITIVE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """Distillation of a teacher's next-token distributions (https://arxiv.org/abs/1503.02531).
+
+    With the divergence D of a token, at the temperature T, its loss is
+    `(1 - label_weight) * T**2 * D + label_weight * nll`. The factor `T**2` keeps the size of the
+    gradients.
+
+    Attributes:
+      teacher: a Hugging Face folder with the teacher, which has the tokenizer and the vocabulary of
+        the run. Its parameters are frozen, in bfloat16.
+      divergence: `forward_kl` is the divergence of the model from the teacher, `reverse_kl` that of
+        the teacher from the model, `jsd` the Jensen-Shannon divergence of both.
+      temperature: divisor of the logits of both.
+      label_weight: share of the cross-entropy of the labels in the loss, in [0, 1).
+    """
+
+    teacher: Path | None = None
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    temperature: float = 1.0
+    label_weight: float = 0.0
+
+    def __post_init__(self):
+        check_ranges(self, temperature=POSITIVE, label_weight=BELOW_ONE)
+
+
+# Of runs with another objective.
+NO_DPO, NO_DISTILL = DPOConfig(), DistillConfig()
+
+
+def check_objective(config: Any) -> None:
+    """Refuses settings that the objective of a `TrainConfig` would ignore, or that it lacks.
+
+    Raises:
+      ValueError: a setting does not go with the objective; the message says what to change.
+    """
+    objective = config.objective
+    for name, default in (("dpo", NO_DPO), ("distill", NO_DISTILL)):
+        if objective != name and (given := getattr(config, name)) != default:
+            raise ValueError(
+                f"{given} is for objective={name!r}, not {objective!r}; leave it out, or choose "
+                "that objective"
+            )
+    if objective != "sft" and config.z_loss:
+        raise ValueError(
+            f"z_loss={config.z_loss} is for objective='sft', not {objective!r}; leave it out"
+        )
+    if objective == "dpo":
+        _check_dpo(config)
+    elif objective == "distill":
+        _check_distill(config)
+
+
+def _check_dpo(config: Any) -> None:
+    if not config.data.path:
+        raise ValueError("objective='dpo' needs preferences; name their files with data.path")
+    for name, default in (("weights", ()), ("text_field", "text")):
+        if (value := getattr(config.data, name)) != default:
+            raise ValueError(
+                f"data.{name}={value!r} is not for the preferences of objective='dpo'; leave it out"
+            )
+    if config.data.batch_size % 2:
+        raise ValueError(
+            f"batch_size={config.data.batch_size} must be even: with objective='dpo' a chosen and "
+            "a rejected completion take a row each"
+        )
+
+
+def _check_distill(config: Any) -> None:
+    if config.distill.teacher is None:
+        raise ValueError("objective='distill' needs a teacher; name its folder: distill.teacher")
+    if config.counted_fraction < 1:
+        raise ValueError(
+            f"counted_fraction={config.counted_fraction} has no effect on objective='distill', "
+            "which computes all tokens; leave it out"
+        )
+    if config.mesh.tensor > 1:
+        raise ValueError(
+            f"mesh.tensor={config.mesh.tensor} splits the vocabulary, which the divergence of "
+            "objective='distill' cannot; take mesh.fsdp in its place"
+        )

@@ -1,0 +1,127 @@
+"""The teacher of a distillation: a Hugging Face folder, whose parameters are frozen in bfloat16."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from models.config import LlamaConfig
+from models.llama import Llama
+from models.sharding import parameter_shardings
+from train import data
+from train.checkpoints.hf_folder import (
+    check_finite,
+    has_tokenizer,
+    load_params,
+    read_model_config,
+)
+from train.config import TrainConfig
+from train.errors import FolderError
+from train.reporting import metrics
+
+
+def _folder(config: TrainConfig) -> Path:
+    assert config.distill.teacher is not None  # `check_objective`
+    return config.distill.teacher
+
+
+def teacher_model(config: TrainConfig) -> LlamaConfig:
+    """The configuration of the teacher, which computes in the dtype of the run's model.
+
+    Raises:
+      FolderError: the folder cannot be read.
+    """
+    like = dataclasses.replace(
+        config.model, param_dtype="bfloat16", fp8=None, remat="none", mlp_chunk_size=0
+    )
+    return read_model_config(_folder(config), like)
+
+
+def check_teacher(config: TrainConfig) -> None:
+    """Checks that a teacher has the vocabulary of the run, and positions for its rows.
+
+    Raises:
+      FolderError: it has not, or its folder cannot be read.
+    """
+    folder, teacher = _folder(config), teacher_model(config)
+    if teacher.vocab_size != config.model.vocab_size:
+        raise FolderError(
+            f"the teacher in {folder} has a vocabulary of {teacher.vocab_size} tokens, and the "
+            f"model one of {config.model.vocab_size}; take a teacher with the model's vocabulary"
+        )
+    length, longest = config.data.sequence_length, teacher.max_position_embeddings
+    if length > longest and teacher.rope_parameters.rope_type != "dynamic":
+        raise FolderError(
+            f"the teacher in {folder} has {longest} positions, fewer than the {length} tokens of a "
+            "row; choose a shorter --data.sequence-length"
+        )
+    if config.data.is_packed:
+        _check_tokenizer(config, folder)
+
+
+def _check_tokenizer(config: TrainConfig, folder: Path) -> None:
+    """Compares the tokens of both tokenizers; random tokens have none."""
+    given = config.data.tokenizer
+    if not has_tokenizer(folder):
+        if given is None:
+            return  # bytes, which have no file
+        raise FolderError(
+            f"the teacher in {folder} has no tokenizer.json to compare with {given}; if its tokens "
+            "are the same, copy that tokenizer into its folder"
+        )
+    of_teacher = data.HuggingFaceTokenizer(folder).vocabulary
+    if given is None:
+        raise FolderError(
+            f"the teacher in {folder} has a tokenizer of {len(of_teacher)} tokens, but the run "
+            "reads bytes; name the tokenizer with --data.tokenizer"
+        )
+    of_run = data.HuggingFaceTokenizer(
+        given, bos_token=config.data.bos_token, eos_token=config.data.eos_token
+    ).vocabulary
+    if differing := sorted(set(of_teacher.items()) ^ set(of_run.items()))[:1]:
+        token = differing[0][0]
+        raise FolderError(
+            f"the vocabulary of the teacher, {folder} with {len(of_teacher)} tokens, is not that "
+            f"of the run, {given} with {len(of_run)} tokens: {token!r} is token "
+            f"{of_teacher.get(token)} of the teacher and {of_run.get(token)} of the run; take a "
+            "teacher with the run's tokenizer"
+        )
+
+
+def load_teacher(config: TrainConfig, mesh: Mesh) -> nnx.State:
+    """The parameters of the teacher, split over the mesh as the run's parameters are.
+
+    Raises:
+      FolderError: a file is missing or damaged, or a parameter is not finite.
+    """
+    folder = _folder(config)
+    params = load_params(folder, teacher_model(config), mesh)
+    check_finite(str(folder), params, "name another teacher")
+    leaves = jax.tree.leaves(params)
+    size = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves) / 2**30
+    print(
+        f"teacher {folder}: {sum(leaf.size for leaf in leaves):,} parameters in bfloat16, "
+        f"{size:.2f} GiB on each device"
+    )
+    return params
+
+
+def abstract_frozen(config: TrainConfig, mesh: Mesh) -> tuple[nnx.State, ...]:
+    """Shapes, dtypes and shardings of what the step takes besides state and batch."""
+    if config.objective != "distill":
+        return ()
+    model = teacher_model(config)
+    shapes = nnx.eval_shape(lambda: nnx.state(Llama(model, rngs=nnx.Rngs(0)), nnx.Param))
+    place = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+    return (jax.tree.map(place, shapes, parameter_shardings(shapes, mesh)),)
+
+
+def flops_per_token(config: TrainConfig) -> float:
+    """Model FLOPs of a training token, with the forward of a teacher if there is one."""
+    length = config.data.sequence_length
+    flops = metrics.flops_per_token(config.model, length)
+    if config.objective == "distill":
+        flops += metrics.flops_per_token(teacher_model(config), length) / 3
+    return flops
