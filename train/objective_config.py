@@ -92,11 +92,6 @@ def _check_dpo(config: Any) -> None:
 def _check_distill(config: Any) -> None:
     if config.distill.teacher is None:
         raise ValueError("objective='distill' needs a teacher; name its folder: distill.teacher")
-    if config.counted_fraction < 1:
-        raise ValueError(
-            f"counted_fraction={config.counted_fraction} has no effect on objective='distill', "
-            "which computes all tokens; leave it out"
-        )
     if config.mesh.tensor > 1:
         raise ValueError(
             f"mesh.tensor={config.mesh.tensor} splits the vocabulary, which the divergence of "

@@ -146,6 +146,7 @@ def distillation_loss_and_sums(
     batch: Batch,
     *,
     config: DistillConfig,
+    counted_fraction: float = 1.0,
     scale: Scale = 1.0,
 ) -> tuple[Float[Array, ""], Sums]:
     """`scale` times the summed loss of a batch, and sums for metrics; see `DistillConfig`.
@@ -170,6 +171,7 @@ def distillation_loss_and_sums(
         temperature=config.temperature,
         token_weights=jnp.where(counts, factor, 0.0).astype(jnp.float32),
         reduction="sum",
+        counted_fraction=counted_fraction,
         implementation=implementation,
     )
     sums: dict[str, Any] = {"divergence_sum": loss / factor}
@@ -182,6 +184,7 @@ def distillation_loss_and_sums(
             ignore_index=IGNORED,
             reduction="sum",
             return_metrics=True,
+            counted_fraction=counted_fraction,
             implementation=implementation,
         )
         loss += of_labels

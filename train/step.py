@@ -256,7 +256,14 @@ def _loss_of(config: TrainConfig) -> Callable[..., tuple[Float[Array, ""], Metri
         case "distill":
             of_teacher = model_graph(teacher_model(config))
             return lambda params, batch, scale, teacher: distillation_loss_and_sums(
-                graphdef, params, of_teacher, teacher, batch, config=config.distill, scale=scale
+                graphdef,
+                params,
+                of_teacher,
+                teacher,
+                batch,
+                config=config.distill,
+                counted_fraction=counted_fraction,
+                scale=scale,
             )
 
 

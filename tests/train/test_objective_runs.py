@@ -160,10 +160,6 @@ def test_label_weight_adds_the_loss_of_the_labels(folder, tmp_path):
         ("--objective distill", r"objective='distill' needs a teacher; .*distill\.teacher"),
         ("--objective distill --distill.teacher nowhere", r"nowhere.*config\.json"),
         (
-            "--objective distill --distill.teacher {teacher} --counted-fraction 0.5",
-            r"counted_fraction=0\.5 has no effect",
-        ),
-        (
             "--objective distill --distill.teacher {teacher} --mesh.tensor 2",
             r"mesh\.tensor=2 splits the vocabulary.*mesh\.fsdp",
         ),
