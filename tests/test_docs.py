@@ -123,7 +123,8 @@ def test_training_commands_are_understood_and_find_their_data(
     monkeypatch.setenv("XDG_CACHE_HOME", str(files_of_the_pages / "cache"))
     config = parse_command_line(arguments)
     if config.data.path:
-        train_data, held_out, _ = data.open_files(
+        is_preferences = config.objective == "dpo"
+        train_data, held_out, _ = (data.open_preferences if is_preferences else data.open_files)(
             config.data, vocab_size=config.model.vocab_size, evaluates=config.eval_every > 0
         )
         assert (held_out is not None) == (config.eval_every > 0)
@@ -138,8 +139,12 @@ def write_files_of_the_pages(folder: Path) -> None:
     text = [f"{i}: the quick brown fox jumps over the lazy dog\n" * 5 for i in range(600)]
     lines = "".join(json.dumps({"text": t}) + "\n" for t in text)
     chat = [{"prompt": t, "completion": t * 9} for t in text]
-    for subfolder in ("notes", "Llama-3.2-1B"):
-        (folder / subfolder).mkdir()
+    (folder / "text.jsonl").write_text(lines)
+    pairs = [{"prompt": f"{i}", "chosen": "good", "rejected": "bad"} for i in range(400)]
+    (folder / "preferences.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    models = ("Llama-3.2-1B", "runs/demo/model")
+    for subfolder in ("notes", *models):
+        (folder / subfolder).mkdir(parents=True)
     (folder / "notes" / "a.md").write_text("".join(text))
     (folder / "book.txt").write_text("".join(text) * 4)
     (folder / "web.jsonl").write_text(lines)
@@ -149,7 +154,8 @@ def write_files_of_the_pages(folder: Path) -> None:
     for subfolder in (".", "Llama-3.2-1B"):
         write_byte_level(folder / subfolder / "tokenizer.json")
     hf_config = config_to_hf(PRESETS["demo"])
-    (folder / "Llama-3.2-1B" / "config.json").write_text(json.dumps(hf_config))
+    for subfolder in models:
+        (folder / subfolder / "config.json").write_text(json.dumps(hf_config))
 
 
 @pytest.mark.parametrize("arguments", parsed_commands(trains=False))
