@@ -339,7 +339,7 @@ def _held_out_loss(
 ) -> dict[str, float]:
     """The held-out loss: nats per token, share of tokens predicted, and bits per byte of a text.
 
-    Of preferences the loss, the margin of rewards, and the share of pairs with a margin above 0.
+    For preferences: the loss, the margin of rewards, and the share of pairs with a margin above 0.
     """
     batches = held_out.eval_batches(config.data.batch_size, config.eval_batches)
     if isinstance(held_out, data.PairDataset):

@@ -1,4 +1,4 @@
-"""What a run learns: the settings of its objective, and what does not go with them."""
+"""The objective of a run: its settings, and what does not go with them."""
 
 import dataclasses
 from pathlib import Path
@@ -47,7 +47,7 @@ class DistillConfig:
         check_ranges(self, temperature=POSITIVE, label_weight=BELOW_ONE)
 
 
-# Of runs with another objective.
+# The settings of runs with another objective.
 NO_DPO, NO_DISTILL = DPOConfig(), DistillConfig()
 
 
