@@ -11,7 +11,6 @@ import io
 import time
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -21,6 +20,7 @@ from jaxtyping import Float32
 
 from models.sharding import batch_sharding, replicated
 from train.config import TrainConfig
+from train.data import PairDataset
 from train.distributed import Watchdog, gathered, is_first, to_devices
 from train.errors import RunError, naming
 from train.objectives import sequence_log_probs
@@ -68,12 +68,11 @@ def with_reference(
                 run_dir.mkdir(parents=True, exist_ok=True)
                 write_whole(file, buffer.getvalue())
     return datasets._replace(
-        **{name: dataclasses.replace(_of(datasets, name), reference=a) for name, a in found.items()}
+        **{
+            name: dataclasses.replace(getattr(datasets, name), reference=a)
+            for name, a in found.items()
+        }
     )
-
-
-def _of(datasets: Datasets, name: str) -> Any:
-    return getattr(datasets, name)
 
 
 def _computed(
@@ -84,9 +83,9 @@ def _computed(
         config.steps, batch_size=config.data.rows_per_step, seed=config.seed
     )
     needed = {"train": of_train}
-    if datasets.held_out is not None:
+    if isinstance(datasets.held_out, PairDataset):
         size = config.data.batch_size
-        needed["held_out"] = _of(datasets, "held_out").pairs_of_eval(size, config.eval_batches)
+        needed["held_out"] = datasets.held_out.pairs_of_eval(size, config.eval_batches)
     graphdef = model_graph(config.model)
     # The same model as in the step, also in FP8. So the rewards are 0 before the first step.
     log_probs = jax.jit(
@@ -99,7 +98,7 @@ def _computed(
     number = sum(map(len, needed.values()))
     print(f"reference: log-probabilities of {number:,} preferences, before the first step")
     for name, pairs in needed.items():
-        dataset = _of(datasets, name)
+        dataset = getattr(datasets, name)
         on_devices, on_host = [], []
         for batch in dataset.batches_of(pairs, config.data.batch_size):
             watchdog.begin_other(f"the reference of batch {len(on_host) + 1}")
@@ -132,7 +131,7 @@ def _read(file: Path, datasets: Datasets) -> dict[str, Float32[np.ndarray, "pair
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise RunError(f"{file} is damaged ({error}); {remedy}") from error
     for name in _SPLITS:
-        dataset, sums = _of(datasets, name), found.get(name)
+        dataset, sums = getattr(datasets, name), found.get(name)
         expected = None if dataset is None else (dataset.num_pairs, 2)
         if expected != (None if sums is None else sums.shape):
             raise RunError(f"{file} is of other preferences; {remedy}")
