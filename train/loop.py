@@ -15,12 +15,12 @@ from models.config import AUTO_REMAT
 from pallas_kernels import hardware
 from train import data
 from train.checkpoints.checkpoint import Checkpoints, check_config
-from train.checkpoints.hf_folder import check_model
 from train.config import TrainConfig
 from train.distributed import StopVote, Watchdog, is_first, of_first
 from train.errors import RunError
 from train.evaluate import measure, measure_preferences
 from train.faults import save_failed_step, stop_signals
+from train.hf_folder import check_model
 from train.objectives import metrics_of
 from train.outputs import (
     TEMPERATURE,
@@ -47,7 +47,7 @@ from train.setup import (
     with_planned_remat,
 )
 from train.step import Batch, TrainState, abstract_state
-from train.teacher import check_teacher, flops_per_token
+from train.teacher import check_teacher
 
 
 def run(config: TrainConfig) -> Path:
@@ -169,7 +169,7 @@ class _Loop:
         self._start = time.perf_counter() - writer.elapsed_s
         self._throughput = metrics.Throughput()
         self._progress = Progress(config.steps, every=config.log_every)
-        self._flops = flops_per_token(config)
+        self._flops = metrics.flops_of_run(config)
         self._device = hardware.lookup(jax.devices()[0].device_kind)
         # The step that has no row yet: its number, values, and seconds of waiting for its batch.
         self._pending: tuple[int, dict[str, Any], float] | None = None

@@ -13,10 +13,10 @@ from models.llama import Llama
 from models.llama_hf import save_pretrained
 from models.sampling import generate
 from train import data
-from train.checkpoints.hf_folder import copy_tokenizer
 from train.config import TrainConfig
 from train.distributed import gathered, is_first
 from train.errors import naming
+from train.hf_folder import copy_tokenizer
 from train.reporting import metrics, report, tracking
 from train.step import TrainState, model_graph
 

@@ -13,9 +13,9 @@ from models.fp8 import describe
 from models.sharding import batch_sharding, check_tensor_parallel, make_mesh
 from pallas_kernels.choices import Explanation, recording
 from train import data
-from train.checkpoints.hf_folder import check_finite, load_params
 from train.config import TrainConfig
 from train.distributed import of_first, rows_to_devices, to_devices
+from train.hf_folder import check_finite, load_params
 from train.planner.cache import cached
 from train.planner.plan import Programs, plan, table, with_policies, with_remat
 from train.planner.target import target_here

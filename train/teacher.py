@@ -11,15 +11,14 @@ from models.config import LlamaConfig
 from models.llama import Llama
 from models.sharding import parameter_shardings
 from train import data
-from train.checkpoints.hf_folder import (
+from train.config import TrainConfig
+from train.errors import FolderError
+from train.hf_folder import (
     check_finite,
     has_tokenizer,
     load_params,
     read_model_config,
 )
-from train.config import TrainConfig
-from train.errors import FolderError
-from train.reporting import metrics
 
 
 def _folder(config: TrainConfig) -> Path:
@@ -116,12 +115,3 @@ def abstract_frozen(config: TrainConfig, mesh: Mesh) -> tuple[nnx.State, ...]:
     shapes = nnx.eval_shape(lambda: nnx.state(Llama(model, rngs=nnx.Rngs(0)), nnx.Param))
     place = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
     return (jax.tree.map(place, shapes, parameter_shardings(shapes, mesh)),)
-
-
-def flops_per_token(config: TrainConfig) -> float:
-    """Model FLOPs of a training token, with the forward of a teacher if there is one."""
-    length = config.data.sequence_length
-    flops = metrics.flops_per_token(config.model, length)
-    if config.objective == "distill":
-        flops += metrics.flops_per_token(teacher_model(config), length) / 3
-    return flops

@@ -11,15 +11,18 @@ FOLDER = Path(train.__file__).parent
 # The floors from the bottom to the top. Rooms of one floor do not import each other.
 FLOORS = (
     ("errors", "ranges", "formats", "flag_errors", "xla_flags"),
+    ("objective_config", "hf_folder"),
     ("config",),
     ("data", "guard", "optimizers"),
+    ("objectives", "teacher"),
     ("step",),
     ("distributed",),
     ("reporting", "evaluate"),
     ("checkpoints", "planner", "faults"),
     ("setup", "outputs"),
+    ("reference",),
     ("loop",),
-    ("cli",),
+    ("cli", "grpo"),
     ("__main__",),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -19,14 +19,14 @@ from models.llama import Llama
 from models.presets import PRESETS
 from models.sharding import parameter_shardings
 from train.checkpoints.checkpoint import read_params, saved_steps
-from train.checkpoints.hf_folder import (
+from train.config import TrainConfig, fast_dtype
+from train.errors import FolderError
+from train.hf_folder import (
     has_tokenizer,
     is_hf_folder,
     load_params,
     read_model_config,
 )
-from train.config import TrainConfig, fast_dtype
-from train.errors import FolderError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

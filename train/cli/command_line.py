@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import tyro
 
-from train.checkpoints.hf_folder import has_tokenizer, read_model_config
 from train.config import PRESET_NAMES, TrainConfig, preset
 from train.errors import FolderError
 from train.flag_errors import FlagError, tyro_errors
+from train.hf_folder import has_tokenizer, read_model_config
 from train.ranges import Range
 
 # Line of help, module and function of each command. A command imports its module when it runs.

@@ -19,13 +19,13 @@ from models.llama_hf import save_pretrained
 from models.sampling import generate
 from models.sharding import make_mesh
 from train import data
-from train.checkpoints.hf_folder import check_finite, copy_tokenizer
 from train.checkpoints.saved import Saved, find_model
 from train.cli.command_line import Parser, file_or_folder, not_empty, number
 from train.config import DataConfig, OptimizerConfig, TrainConfig
 from train.errors import FolderError, naming
 from train.evaluate import Sums, measure
 from train.flag_errors import FlagError
+from train.hf_folder import check_finite, copy_tokenizer
 from train.ranges import COUNT, NOT_NEGATIVE, SEED, SIZE
 from train.step import make_eval_step, model_graph
 

@@ -36,7 +36,7 @@ from train.planner.splits import Splits
 from train.planner.target import MARGIN, Target, memory_fraction
 from train.reporting import metrics
 from train.step import abstract_state, jit_train_step, memory_in_bytes
-from train.teacher import abstract_frozen, flops_per_token
+from train.teacher import abstract_frozen
 
 # A step is compiled if its estimated memory is at most this many times the limit. Estimates were
 # within 9 % of the compiler's figure for Llamas of 1B and 8B, with one exception: "full" with 16
@@ -336,7 +336,7 @@ def table(chosen: Plan) -> str:
         f"  {'remat':<12} {'mesh':>6} {'batch':>6} {'GiB':>7} {'fits':>5} {'ms/step':>8} "
         f"{'tokens/s':>9} {'MFU':>6}  policy",
     ]
-    flops = flops_per_token(config)
+    flops = metrics.flops_of_run(config)
     if of_objective := _memory_of_objective(config, target):
         lines.insert(1, of_objective)
     peak = hardware.lookup(target.device_kind)

@@ -29,8 +29,10 @@ from typing import Any
 import jax
 
 from pallas_kernels.hardware import Hardware
+from train.config import TrainConfig
 from train.errors import naming
 from train.reporting.rows import cut_rows, write_whole
+from train.teacher import teacher_model
 
 type Metrics = Mapping[str, Any]
 
@@ -63,6 +65,15 @@ def flops_per_token(config: Any, sequence_length: int) -> float:
     matmul_parameters = config.num_hidden_layers * (attention + mlp) + head
     scores = config.num_hidden_layers * 2 * 2 * query_size * sequence_length / 2
     return 3.0 * (2 * matmul_parameters + scores)
+
+
+def flops_of_run(config: TrainConfig) -> float:
+    """Model FLOPs of a training token of a run, with the forward of a teacher if there is one."""
+    length = config.data.sequence_length
+    flops = flops_per_token(config.model, length)
+    if config.objective == "distill":
+        flops += flops_per_token(teacher_model(config), length) / 3
+    return flops
 
 
 def mfu(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from models.presets import PRESETS
-from train.checkpoints.hf_folder import (
+from train.hf_folder import (
     FolderError,
     check_model,
     copy_tokenizer,

@@ -21,10 +21,10 @@ from models.sharding import make_mesh
 from support import tiny_run
 from support.tokenizer_files import write_byte_level
 from train import data
-from train.checkpoints.hf_folder import check_model, copy_tokenizer, load_params
 from train.checkpoints.saved import read_run_config
 from train.cli.command_line import parse_command_line
 from train.errors import FolderError
+from train.hf_folder import check_model, copy_tokenizer, load_params
 from train.loop import run
 from train.reporting.metrics import MetricsWriter
 from train.reporting.results import load_metrics
