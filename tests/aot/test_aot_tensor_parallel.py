@@ -27,7 +27,13 @@ CASES = {
     "unrolled": (1, 4, "--model.no-scan-layers"),
     "scanned": (2, 2, "--model.scan-layers"),
     "fp8": (4, 2, "--model.scan-layers --model.fp8=tensorwise"),  # 30 s
+    "fp8 by row": (4, 2, "--model.no-scan-layers --model.fp8=rowwise"),  # 30 s
 }
+# On a device of two, columns of q with k and v, of o's input, and of the MLP.
+QKV, HEADS, COLUMNS = (D + 2 * 512) // 2, D // 2, F // 2
+# Numbers of maxima that the devices of `fsdp` exchange for the four weights of each layer: one a
+# weight, or one for each of the columns that `fsdp` splits, or rows of down.
+MAXIMA = {"fp8": 4 * L, "fp8 by row": (QKV + 3 * COLUMNS) * L}
 # Each case runs in a process of its own, because JAX must not look for a GPU.
 SCRIPT = """
 import json, sys
@@ -98,7 +104,7 @@ def test_a_half_layer_gathers_tokens_once_and_scatters_their_sums_once(programs,
     fsdp, tensor, _ = CASES[case]
     forward = backward = Counter({"all-gather": 2 * L, "reduce-scatter": 2 * L})
     # Of inputs that are kept in parts. In FP8 they are kept whole.
-    again = Counter({} if case == "fp8" else {"all-gather": 2 * L})
+    again = Counter({} if case in MAXIMA else {"all-gather": 2 * L})
     loss = Counter({"all-gather": 1, "reduce-scatter": 1})  # forward and backward
     # The backward gathers and the forward sums. With `fsdp` the arrays have the tokens of all of
     # its devices, split by channels.
@@ -109,13 +115,14 @@ def test_a_half_layer_gathers_tokens_once_and_scatters_their_sums_once(programs,
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_activations_are_summed_on_all_devices(programs, case):
-    """All-reduces sum only gradients of norms, and scalars."""
+    """All-reduces sum only gradients of norms, and scalars, and find maxima of weights."""
     sizes = [
         collective.times * sum(map(math.prod, collective.results))
         for collective in collectives(programs[case])
         if collective.kind == "all-reduce"
     ]
-    assert (2 * L + 1) * D <= sum(sizes) < (2 * L + 1) * D + 64
+    least = (2 * L + 1) * D + 2 * MAXIMA.get(case, 0)
+    assert least <= sum(sizes) < least + 64
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -152,33 +159,40 @@ def test_the_residual_stream_is_kept_in_parts(programs, case):
     assert not {(L, T, D), (L, ROWS, S, D)} & kept.keys()
 
 
-def test_weights_in_fp8_are_gathered_in_fp8(programs):
-    """Each layer's forward copies, and the other copies in the backward. o is too small for FP8."""
-    _, tensor, _ = CASES["fp8"]
-    qkv, heads = (D + 2 * 512) // tensor, D // tensor
-    columns = F // tensor
-    gathered: Counter[tuple[str, int, int]] = Counter()
-    for line in programs["fp8"].splitlines():
+@pytest.mark.parametrize("case", MAXIMA)
+def test_weights_in_fp8_are_gathered_in_fp8(programs, case):
+    """Forward copies and dgrad copies of all four weights; o is too small for FP8."""
+    gathered: dict[str, set[int]] = {"f8e4m3fn": set(), "bf16": set()}
+    for line in programs[case].splitlines():
         if match := re.search(r"= (.*) all-gather-start\(", line):
             results = match[1].rpartition(", (")[2] if "), (" in match[1] else match[1]
-            for kind, a, b in re.findall(r"(f8e4m3fn|bf16)\[(\d+),(\d+)\]", results):
-                gathered[kind, int(a), int(b)] += 1
-    in_fp8 = {(a, b) for kind, a, b in gathered if kind == "f8e4m3fn"}
-    assert in_fp8 >= {(qkv, D), (D, qkv), (columns, D), (D, columns)}
-    in_bfloat16 = {(a, b) for kind, a, b in gathered if kind == "bf16" and b != T and a != T}
-    assert in_bfloat16 - {(T // tensor, D)} <= {
-        (heads, D),
-        (heads, D // 4),
-        (D, heads),
-        (D // 4, heads),
+            for kind, dims in re.findall(r"(f8e4m3fn|bf16)\[([\d,]+)\]", results):
+                gathered[kind].add(math.prod(map(int, dims.split(","))))
+    assert gathered["f8e4m3fn"] >= {QKV * D, COLUMNS * D}
+    assert not gathered["bf16"] & {QKV * D, COLUMNS * D}
+    assert HEADS * D in gathered["bf16"]
+
+
+@pytest.mark.parametrize("case", MAXIMA)
+def test_products_are_in_fp8(programs, case):
+    """Kernels make what products with weights in FP8 have as results, and other GEMMs do not."""
+    wanted = {(T, QKV), (D, QKV), (T, COLUMNS), (D, COLUMNS)}  # of forward or dgrad, and of wgrad
+    shapes = lambda call: {
+        (int(a), int(b))
+        for a, b in re.findall(rf"= \(?bf16\[(\d+),(\d+)\].* {call}", programs[case])
     }
+    assert shapes(r'custom-call\(.*custom_call_target="mosaic_gpu') >= wanted
+    others = shapes(r"dot\(") | shapes(r'custom-call\(.*custom_call_target="__cublas')
+    assert (T, D) in others  # o is too small for FP8
+    assert not others & wanted
 
 
-def test_scales_take_one_exchange_a_step(programs):
-    """The maxima of four weights of each layer, and whether one is NaN."""
+@pytest.mark.parametrize("case", MAXIMA)
+def test_scales_take_one_exchange_a_step(programs, case):
+    """The maxima of the weights of all layers, and whether one is NaN."""
     sizes = [
         math.prod(collective.results[0])
-        for collective in collectives(programs["fp8"])
+        for collective in collectives(programs[case])
         if collective.kind == "all-reduce"
     ]
-    assert sizes.count(4 * L) == 2
+    assert sizes.count(MAXIMA[case]) == 2

@@ -231,12 +231,14 @@ def cost_of_step(fsdp, tensor, monkeypatch):
     return found[0], seconds, nbytes
 
 
-def test_weights_in_fp8_are_gathered_in_fp8(monkeypatch):
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_weights_in_fp8_are_gathered_in_fp8(tensor, monkeypatch):
+    """2 s a case."""
     chip = dataclasses.replace(H100, link_bandwidth=1e3)  # so slow that a step takes its time
-    mesh = make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])
+    mesh = make_mesh(data=1, fsdp=2, tensor=tensor, devices=jax.devices()[: 2 * tensor])
     recipe = dataclasses.replace(RECIPES["tensorwise"], least_size=0)
     monkeypatch.setitem(RECIPES, "tensorwise", recipe)
-    config = with_remat(TINY, "full")
+    config = with_remat(OF_TENSOR, "full")
 
     def received(**changes) -> float:
         model = dataclasses.replace(config.model, dtype="bfloat16", **changes)
@@ -247,9 +249,9 @@ def test_weights_in_fp8_are_gathered_in_fp8(monkeypatch):
 
     layers = nnx.state(nnx.eval_shape(lambda: Llama(config.model, rngs=nnx.Rngs(0)).layers))
     in_fp8 = sum(leaf.size for leaf in jax.tree.leaves(layers) if leaf.ndim == 3)
-    # A device has half of them. It gathers the other half in the forward and in the backward, with
-    # one byte less each time.
-    assert received() - received(fp8="tensorwise") == pytest.approx(in_fp8)
+    # The devices of `fsdp` share what one device of `tensor` works with. Each has half of it. It
+    # gathers the other half in the forward and in the backward, with one byte less each time.
+    assert received() - received(fp8="tensorwise") == pytest.approx(in_fp8 / tensor)
 
 
 @pytest.mark.full
