@@ -1,4 +1,4 @@
-"""The objective of a run: its settings, and what does not go with them."""
+"""The objectives of a run: their settings, and the settings that do not go with them."""
 
 import dataclasses
 from pathlib import Path
