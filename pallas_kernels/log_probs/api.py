@@ -1,7 +1,7 @@
 """The public log-probabilities of a linear layer."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,19 @@ from pallas_kernels.loss.mosaic_gpu import statistics
 from pallas_kernels.loss.plan import Request
 
 _REMEDY = "1.0 leaves the logits as they are"
+_MOST_COLUMNS = 2**24  # the kernel keeps the argmax as a float32 number
+
+
+class Argmax(NamedTuple):
+    """The entry of the vocabulary that each token's softmax ranks first.
+
+    Attributes:
+      ids: Lowest index with the largest logit, int32.
+      log_probs: Log-probability of that index in nats, float32.
+    """
+
+    ids: Int[Array, "*T"]
+    log_probs: Float[Array, "*T"]
 
 
 def linear_log_probs(
@@ -37,6 +50,7 @@ def linear_log_probs(
     ignore_index: int = -100,
     logit_softcap: float | None = None,
     return_entropy: bool = False,
+    return_argmax: bool = False,
     counted_fraction: float = 1.0,
     chunk_size: int | None = None,
     max_logits_bytes: int | None = None,
@@ -57,8 +71,13 @@ def linear_log_probs(
 
     Both are float32, in nats, and 0 where `label == ignore_index`.
 
-    **Gradients.** Both results are differentiable in `x`, `weight` and `bias`, with any cotangents.
-    With the cotangents g of the log-probability and h of the entropy H
+    With `return_argmax`, the argmax is the lowest `v` with the largest `z[v]`, and its
+    log-probability is `max(z) - logsumexp(z)`. Where `label == ignore_index` the argmax is -1 and
+    its log-probability is 0. A label out of range changes neither. Where all logits are -inf the
+    argmax is 0, and where one is NaN it is any index. Both log-probabilities are then NaN.
+
+    **Gradients.** Log-probability and entropy are differentiable in `x`, `weight` and `bias`, with
+    any cotangents. With the cotangents g of the log-probability and h of the entropy H
 
         dz[v] = g·([v = label] - p[v]) - h·p[v]·(log p[v] + H)
 
@@ -66,7 +85,9 @@ def linear_log_probs(
     nothing to the gradients, and its row of `dx` is 0, even if its row of `x` holds NaN or
     infinities. With `"reference"` only the label does this. `dweight` has the dtype of `weight`;
     `linear_cross_entropy` says how to get a float32 gradient of a bfloat16 weight. Only
-    `"reference"` has second derivatives and forward mode (`jax.jvp`).
+    `"reference"` has second derivatives and forward mode (`jax.jvp`). The argmax and its
+    log-probability have no gradient, as if by `jax.lax.stop_gradient`. For the gradient of that
+    log-probability, pass the argmax as `labels` in a call of its own.
 
     **Labels.** The log-probability of a label that is neither `ignore_index` nor in `[0, V)` is
     NaN, and the gradients are NaN, too, unless its cotangent is 0. Its entropy is right. The label
@@ -84,8 +105,9 @@ def linear_log_probs(
     once.
 
     **Meshes.** Each device computes its own tokens. A vocabulary that is split over an axis which
-    splits no tokens stays split: devices exchange 8 bytes a token, or 12 with the entropy, and add
-    up `dx`. Inside of `jax.shard_map`, `vocab_axis` names the axis that splits `weight`.
+    splits no tokens stays split: devices exchange 8 bytes a token, 4 more with the entropy and 8
+    more with the argmax, and add up `dx`. Inside of `jax.shard_map`, `vocab_axis` names the axis
+    that splits `weight`.
 
     Above 80 lines, because most of them are this documentation.
 
@@ -101,6 +123,8 @@ def linear_log_probs(
       logit_softcap: Bound `c` of the logits (Gemma 2, https://arxiv.org/abs/2408.00118), finite and
         above 0. `None` sets no bound.
       return_entropy: Whether the entropies are returned, too.
+      return_argmax: Whether the argmax and its log-probability are returned, too. The vocabulary
+        may then have at most 2^24 entries.
       counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1]. The
         tokens that count are then computed in as few rows, and all tokens if more of them do, so
         the share has no influence on results. In reinforcement learning the tokens of a prompt do
@@ -126,6 +150,8 @@ def linear_log_probs(
 
     Returns:
       The log-probabilities in the shape of `labels`; with `return_entropy`, `(log_probs, entropy)`.
+      With `return_argmax` an `Argmax(ids, log_probs)` follows: `(log_probs, argmax)` or
+      `(log_probs, entropy, argmax)`.
 
     Raises:
       ValueError: shapes disagree, an option is out of its range, or a name is unknown.
@@ -155,6 +181,12 @@ def linear_log_probs(
         implementation=implementation,
         config=config,
     )
+    vocab_size = num_parts(vocab_axis, "linear_log_probs") * request.sizes[0]
+    if return_argmax and vocab_size > _MOST_COLUMNS:
+        raise ValueError(
+            f"return_argmax=True takes a vocabulary of at most {_MOST_COLUMNS} entries, got "
+            f"{vocab_size}"
+        )
     is_reference = request.settings.implementation == "reference"
     found = (reference if is_reference else differentiable).log_probs(
         request,
@@ -164,7 +196,12 @@ def linear_log_probs(
         labels,
         temperature=temperature,
         with_entropy=bool(return_entropy),
+        with_argmax=bool(return_argmax),
     )
+    if return_argmax:
+        *found, from_1, of_argmax = found
+        argmax = jax.lax.stop_gradient(Argmax(from_1.astype(jnp.int32) - 1, of_argmax))
+        return *found, argmax
     return found if return_entropy else found[0]
 
 
@@ -288,6 +325,7 @@ def linear_token_loss(
             labels,
             temperature=temperature,
             with_entropy=function.with_entropy,
+            with_argmax=False,
         )
         loss, aux = function(found, data)
     else:

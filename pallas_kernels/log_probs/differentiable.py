@@ -8,8 +8,8 @@ With the cotangents g of the log-probability and h of the entropy H, and `p = so
     dz[v] = g · ([v = label] - p[v]) - h · p[v] · (log p[v] + H)
 
 Each device computes the log-probabilities of its own tokens. The vocabulary may be split over mesh
-axes that split no tokens. Then the devices exchange 8 bytes of statistics a token, or 12 with the
-entropy, and add up `dx`.
+axes that split no tokens. Then the devices exchange 8 bytes of statistics a token, 4 more with the
+entropy and 8 more with the argmax, and add up `dx`.
 """
 
 import dataclasses
@@ -48,8 +48,9 @@ def log_probs(
     *,
     temperature: float,
     with_entropy: bool,
+    with_argmax: bool,
 ) -> tuple[Float[Array, "*T"], ...]:
-    """Log-probability of each label, and the entropy if it is asked for; float32.
+    """Log-probability of each label, and what else is asked for, as `of_labels` says; float32.
 
     Args:
       request: Everything that the plan depends on.
@@ -59,8 +60,12 @@ def log_probs(
       labels: Column of each token, `IGNORED` for an ignored one.
       temperature: Divisor of the logits after the softcap.
       with_entropy: Whether to compute the entropy.
+      with_argmax: Whether to find the argmax and its log-probability. The caller stops their
+        gradients.
     """
-    operation = _LogProbs(request, temperature, with_entropy, is_unchecked(request, weight))
+    operation = _LogProbs(
+        request, temperature, with_entropy, with_argmax, is_unchecked(request, weight)
+    )
     biases = () if bias is None else (bias,)
     return call(operation, x, weight, labels, *biases)
 
@@ -76,25 +81,27 @@ def is_unchecked(request: Request, weight: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LogProbs:
-    """Log-probabilities, and entropies, of `(x, weight, labels)`, and the bias if there is one.
+    """Log-probabilities and more of `(x, weight, labels)`, and the bias if there is one.
 
     Attributes:
       request: Everything that the plan depends on. Each device puts its own shapes in the place of
         those in the request.
       temperature: Divisor of the logits after the softcap.
       with_entropy: Whether there are entropies.
+      with_argmax: Whether there are two results more, whose cotangents are None.
       is_unchecked: As `is_unchecked` says.
     """
 
     request: Request
     temperature: float
     with_entropy: bool
+    with_argmax: bool
     is_unchecked: bool
 
     name = "linear_log_probs"
 
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
-        num_results = 1 + self.with_entropy + (wanted is not None)
+        num_results = 1 + self.with_entropy + 2 * self.with_argmax + (wanted is not None)
         return split(
             self.request,
             _forward_of,
@@ -114,20 +121,21 @@ class _LogProbs:
         results: Sequence[jax.Array],
         residuals: Sequence[jax.Array],
     ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
-        return results, (*residuals, *results[1:], *args)
+        return results, (*residuals, *results[1 : 1 + self.with_entropy], *args)
 
     def backward(
         self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
     ) -> Sequence[jax.Array]:
         lse, *rest = saved
         entropy = rest.pop(0) if self.with_entropy else None
-        of_log_probs, *of_entropy = cotangents
+        of_log_probs, *of_others = cotangents
         if of_log_probs is None:
             of_log_probs = jnp.zeros_like(lse)
         numbers = [lse, of_log_probs]
-        if of_entropy and of_entropy[0] is not None:
-            assert entropy is not None
-            numbers += [entropy, of_entropy[0]]
+        of_entropy = of_others.pop(0) if self.with_entropy else None
+        assert not any(a is not None for a in of_others)
+        if entropy is not None and of_entropy is not None:
+            numbers += [entropy, of_entropy]
         if self.is_unchecked:
             axes = self.request.settings.vocab_axes
             numbers[1::2] = [jax.lax.psum(a, axes) for a in numbers[1::2]]
@@ -191,7 +199,9 @@ def _forward_of(key: tuple[_LogProbs, bool], place: Place) -> Callable[..., Sequ
     def run(x, weight, labels, *biases) -> Sequence[jax.Array]:
         def compute(x, labels) -> Any:
             device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
-            lse, found = device.log_probs(biases, with_entropy=operation.with_entropy)
+            lse, found = device.log_probs(
+                biases, with_entropy=operation.with_entropy, with_argmax=operation.with_argmax
+            )
             return [*found, lse] if keeps_lse else list(found), []
 
         weight = before_branches(operation.request, x, weight)
@@ -333,7 +343,7 @@ class Device:
         )
 
     def log_probs(
-        self, biases: Sequence[Any], *, with_entropy: bool
+        self, biases: Sequence[Any], *, with_entropy: bool, with_argmax: bool = False
     ) -> tuple[jax.Array, Sequence[jax.Array]]:
         """`(lse, results)`."""
         settings = self.request.settings
@@ -346,6 +356,7 @@ class Device:
             self.plan.without_dweight.chunk_size,
             temperature=self.temperature,
             with_entropy=with_entropy,
+            with_argmax=with_argmax,
         )
         _, vocab_size = place_in_vocabulary(settings, self.weight)
         return found.lse, of_labels(found, self.labels, vocab_size)

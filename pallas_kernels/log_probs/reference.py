@@ -23,6 +23,7 @@ def log_probs(
     *,
     temperature: float,
     with_entropy: bool,
+    with_argmax: bool,
 ) -> tuple[Float[Array, "*T"], ...]:
     """The same as `differentiable.log_probs`.
 
@@ -34,14 +35,15 @@ def log_probs(
     if bias is not None:
         roles.append(Weight(("v",)))
         arrays.append(bias)
-    results = (Tokens(),) * (1 + with_entropy)
-    options = settings.weight_layout, settings.options.logit_softcap, temperature, with_entropy
-    return split_over_explicit_axes(_log_probs_of, options, Roles(tuple(roles), results), *arrays)
+    results = (Tokens(),) * (1 + with_entropy + 2 * with_argmax)
+    softcap = settings.options.logit_softcap
+    key = settings.weight_layout, softcap, temperature, with_entropy, with_argmax
+    return split_over_explicit_axes(_log_probs_of, key, Roles(tuple(roles), results), *arrays)
 
 
 def _log_probs_of(key: tuple[Any, ...], place: Place) -> Callable[..., Sequence[jax.Array]]:
     """The log-probabilities of a device's tokens."""
-    layout, softcap, temperature, with_entropy = key
+    layout, softcap, temperature, with_entropy, with_argmax = key
 
     def run(x: Any, weight: Any, labels: Any, *bias: Any) -> Sequence[jax.Array]:
         # `jnp.where` gives ignored tokens the gradient 0, and 0 · NaN is NaN.
@@ -56,7 +58,7 @@ def _log_probs_of(key: tuple[Any, ...], place: Place) -> Callable[..., Sequence[
             logits += bias[0].astype(jnp.float32)
         if softcap is not None:
             logits = softcap * jnp.tanh(logits / softcap)
-        found = distribution_of_logits(logits / temperature, labels, with_entropy)
+        found = distribution_of_logits(logits / temperature, labels, with_entropy, with_argmax)
         return of_labels(found, labels, logits.shape[-1])
 
     return run

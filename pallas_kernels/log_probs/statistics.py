@@ -1,6 +1,6 @@
 """Log-probabilities and entropies of tokens without a gradient: one GEMM."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,16 @@ class Distribution(NamedTuple):
       lse: Logsumexp of the logits after softcap and temperature.
       label_logit: Logit of the label; -inf if the label is no column of this part.
       entropy: Entropy of the softmax of this part in nats; None if it was not asked for.
+      argmax: Lowest column with the largest logit, exact up to 2^24; 0 where all logits are -inf.
+        None if it was not asked for.
+      largest: Largest logit; None without the argmax.
     """
 
     lse: Float[Array, " T"]
     label_logit: Float[Array, " T"]
-    entropy: Float[Array, " T"] | None
+    entropy: Float[Array, " T"] | None = None
+    argmax: Float[Array, " T"] | None = None
+    largest: Float[Array, " T"] | None = None
 
 
 def distribution_of_linear(
@@ -41,6 +46,7 @@ def distribution_of_linear(
     *,
     temperature: float,
     with_entropy: bool,
+    with_argmax: bool = False,
 ) -> Distribution:
     """The distribution of each token over the whole vocabulary.
 
@@ -55,6 +61,7 @@ def distribution_of_linear(
       chunk_size: Number of tokens whose logits may be in memory.
       temperature: Divisor of the logits after the softcap.
       with_entropy: Whether to compute the entropy.
+      with_argmax: Whether to find the largest logit.
     """
     first_column, _ = place_in_vocabulary(settings, weight)
     labels, weight = labels - first_column, weight.astype(x.dtype)
@@ -62,7 +69,7 @@ def distribution_of_linear(
     if settings.implementation == "mosaic_gpu":
         columns = Columns.make(settings, weight, bias)
         is_readable = kernels.unsupported_reason(x, weight, columns.layout) is None
-        found, entropy = kernels.linear_entropy(
+        found, entropy, argmax = kernels.linear_entropy(
             x,
             weight if is_readable else columns.weight,
             bias,
@@ -71,10 +78,13 @@ def distribution_of_linear(
             softcap=softcap,
             temperature=temperature,
             with_entropy=with_entropy,
+            with_argmax=with_argmax,
             weight_layout=columns.layout,
             config=settings.config.linear,
         )
-        return _over_axes(settings, Distribution(found.lse, found.label_logit, entropy))
+        largest = found.largest if with_argmax else None
+        part = Distribution(found.lse, found.label_logit, entropy, argmax, largest)
+        return _over_axes(settings, part, first_column)
 
     columns = Columns.make(settings, weight, bias)
 
@@ -85,13 +95,15 @@ def distribution_of_linear(
             logits += bias.astype(jnp.float32)
         if softcap is not None:
             logits = softcap * jnp.tanh(logits / softcap)
-        return None, distribution_of_logits(logits / temperature, labels, with_entropy)
+        found = distribution_of_logits(logits / temperature, labels, with_entropy, with_argmax)
+        return None, found
 
-    return _over_axes(settings, fold_chunks(one_chunk, (x, labels), chunk_size)[1])
+    part = fold_chunks(one_chunk, (x, labels), chunk_size)[1]
+    return _over_axes(settings, part, first_column)
 
 
 def distribution_of_logits(
-    logits: Float[Array, "*T V"], labels: Int[Array, "*T"], with_entropy: bool
+    logits: Float[Array, "*T V"], labels: Int[Array, "*T"], with_entropy: bool, with_argmax: bool
 ) -> Distribution:
     """The distribution of float32 logits, after softcap and temperature; in plain JAX."""
     lse = jax.nn.logsumexp(logits, axis=-1)
@@ -105,18 +117,25 @@ def distribution_of_logits(
         # -inf, the logarithms are NaN, and there is no distribution.
         finite = jnp.where(jnp.isneginf(logits), _LEAST, log_p)
         entropy = -jnp.sum(jnp.exp(finite) * finite, axis=-1)
-    return Distribution(lse, jnp.where(in_range, label_logit, -jnp.inf), entropy)
+    argmax = largest = None
+    if with_argmax:
+        argmax = jax.lax.argmax(logits, logits.ndim - 1, jnp.int32).astype(jnp.float32)
+        largest = jnp.max(logits, axis=-1)
+    label_logit = jnp.where(in_range, label_logit, -jnp.inf)
+    return Distribution(lse, label_logit, entropy, argmax, largest)
 
 
-def _over_axes(settings: Settings, found: Distribution) -> Distribution:
+def _over_axes(settings: Settings, found: Distribution, first_column: Any) -> Distribution:
     """The distribution over the whole vocabulary from those over the parts of devices."""
     if not settings.vocab_axes:
         return found
+    if found.argmax is not None:
+        found = found._replace(argmax=found.argmax + jnp.float32(first_column))
     stacked = jnp.stack(jax.tree.leaves(found))
     # Where types say over which axes an array varies, they say that the result does not.
     to = "invarying" if varying_axes(stacked) else "varying"
     parts = jax.lax.all_gather(stacked, settings.vocab_axes, axis=1, to=to)
-    return combine(Distribution(parts[0], parts[1], parts[2] if len(parts) > 2 else None))
+    return combine(jax.tree.unflatten(jax.tree.structure(found), list(parts)))
 
 
 def combine(parts: Distribution) -> Distribution:
@@ -129,19 +148,26 @@ def combine(parts: Distribution) -> Distribution:
     if parts.entropy is not None:
         log_p = jnp.where(jnp.isneginf(parts.lse), _LEAST, parts.lse - lse)
         entropy = jnp.sum(jnp.exp(log_p) * (parts.entropy - log_p), axis=0)
-    return Distribution(lse, jnp.max(parts.label_logit, axis=0), entropy)
+    argmax = largest = None
+    if parts.argmax is not None and parts.largest is not None:
+        argmax = kernels.lowest_of_largest(parts.largest, parts.argmax)
+        largest = jnp.max(parts.largest, axis=0)
+    return Distribution(lse, jnp.max(parts.label_logit, axis=0), entropy, argmax, largest)
 
 
 def of_labels(
     found: Distribution, labels: Int[Array, "*T"], vocab_size: int
 ) -> tuple[Float[Array, "*T"], ...]:
-    """Log-probability of each label, and the entropy if there is one; 0 for ignored labels.
+    """Log-probability of each label, and what else was asked for; 0 for ignored labels.
 
-    The log-probability of a label that is neither ignored nor a column is NaN.
+    The log-probability of a label that is neither ignored nor a column is NaN. The entropy follows,
+    if there is one. Then come the argmax, counted from 1, and its log-probability.
     """
     is_ignored = labels == IGNORED
     is_right = is_ignored | (labels >= 0) & (labels < vocab_size)
     # A factor, so that JAX's own gradient is NaN as well.
     log_probs = (found.label_logit - found.lse) * jnp.where(is_right, 1.0, jnp.nan)
     values = [log_probs] + ([] if found.entropy is None else [found.entropy])
+    if found.argmax is not None and found.largest is not None:
+        values += [found.argmax + 1, found.largest - found.lse]
     return tuple(jnp.where(is_ignored, 0.0, a) for a in values)

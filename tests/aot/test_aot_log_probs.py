@@ -65,6 +65,10 @@ ENTROPY = {"return_entropy": True, "temperature": 0.7}
 CASES = {
     "value": Case(value(), arguments(*SIZES)),
     "value-entropy": Case(value(**ENTROPY), arguments(*SIZES)),
+    "value-argmax": Case(value(return_argmax=True), arguments(*SIZES)),
+    "value-entropy-argmax": Case(
+        value(**ENTROPY, return_argmax=True, logit_softcap=30.0), arguments(*SIZES)
+    ),
     "gradients": Case(backward(), arguments(*SIZES), compiler_options=CUBLAS),
     "gradients-entropy": Case(backward(**ENTROPY), arguments(*SIZES), compiler_options=CUBLAS),
     "gradients-softcap": Case(
@@ -100,7 +104,7 @@ CASES |= {
 
 
 @each_chip
-@pytest.mark.parametrize("case", ["value", "value-entropy"])
+@pytest.mark.parametrize("case", ["value", "value-entropy", "value-argmax", "value-entropy-argmax"])
 def test_values_take_one_kernel_and_no_logits(compiled, chip, case):
     program = compiled(chip, case)
     assert program.calls == {"linear_statistics": 1}

@@ -34,6 +34,14 @@ def log_probs(x, weight, labels, g, h):
     return results, vjp((g, h))
 
 
+def with_argmax(x, weight, labels, g, h):
+    fn = lambda x, weight: linear_log_probs(
+        x, weight, labels, return_argmax=True, implementation="mosaic_gpu"
+    )
+    results, vjp, argmax = jax.vjp(fn, x, weight, has_aux=True)
+    return results, argmax, vjp(g)
+
+
 def token_loss(x, weight, labels, g, h):
     def token_fn(log_probs, entropy, data):
         return jnp.sum(data[0] * jnp.exp(log_probs)) + jnp.sum(data[1] * entropy)
@@ -66,6 +74,7 @@ CASES = {
     for function in (log_probs, token_loss)
     for layout in LAYOUTS
 }
+CASES["with_argmax, tensor"] = make_case(with_argmax, "tensor", False)
 
 
 @pytest.mark.parametrize("chip", ["h100"])
@@ -91,7 +100,8 @@ def test_kernels_and_collectives(compiled, chip, case):
         # an axis at a time.
         gathered += 4 * 2 * B * S
     if column_parts > 1:
-        gathered += 3 * column_parts * tokens  # statistics
+        # Statistics: 3 numbers, or 4 with the argmax and without the entropy.
+        gathered += (3 + (name == "with_argmax")) * column_parts * tokens
         summed += tokens * D  # dx
     if any(of_weight) and column_parts == 1:
         gathered += 2 * weight

@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import pytest
 
 from aot.harness import Case
-from pallas_kernels import add_rms_norm, linear_cross_entropy, rms_norm, swiglu, swiglu_mlp
+from pallas_kernels import (
+    add_rms_norm,
+    linear_cross_entropy,
+    linear_log_probs,
+    rms_norm,
+    swiglu,
+    swiglu_mlp,
+)
 
 pytestmark = pytest.mark.oldest
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -36,6 +43,10 @@ def in_chunks(x, weight, labels):
     return linear_cross_entropy(x, weight, labels, chunk_size=1024, label_smoothing=0.1)
 
 
+def with_argmax(x, weight, labels):
+    return linear_log_probs(x, weight, labels, return_argmax=True, return_entropy=True)
+
+
 CASES = {
     "rms_norm": with_x64(rms_norm, X, NORM),
     "add_rms_norm": with_x64(add_rms_norm, X, X, NORM),
@@ -44,6 +55,7 @@ CASES = {
     ),
     "swiglu_mlp": with_x64(swiglu_mlp, X, *WEIGHTS),
     "loss": with_x64(linear_cross_entropy, X, array(V, D), LABELS),
+    "argmax": with_x64(with_argmax, X, array(V, D), LABELS),
     "loss in chunks": with_x64(in_chunks, X, array(V, D), LABELS),
 }
 

@@ -112,6 +112,22 @@ def test_log_probs_and_entropies(shape, dtype, weight_dtype, options):
     chex.assert_trees_all_equal(got, graded(ours, cotangents)(x, weight))
 
 
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+def test_argmax(layout):
+    """Small integers: logits are exact, so the lowest of many equal ones is known."""
+    shape = 4096, 2048, 128256
+    x, weight, labels, _ = make_arguments(shape, jnp.bfloat16, jnp.bfloat16)
+    x, weight = jnp.clip(jnp.round(x), -1, 1), jnp.clip(jnp.round(20 * weight), -1, 1)
+    of = lambda weight, **options: jax.jit(
+        lambda: linear_log_probs(x, weight, labels, return_argmax=True, **options)[1]
+    )()
+    want = of(weight, implementation="xla", chunk_size=512)
+    turned = weight if layout == "vd" else weight.T
+    got = of(turned, implementation="mosaic_gpu", weight_layout=layout)
+    np.testing.assert_array_equal(got.ids, want.ids)
+    np.testing.assert_allclose(got.log_probs, want.log_probs, atol=1e-5)
+
+
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("weight_dtype", [jnp.float32, jnp.bfloat16])
 def test_losses_of_tokens(with_entropy, weight_dtype):

@@ -44,12 +44,7 @@ def formula(
     g, h = (np.asarray(c).astype(compute).reshape(-1, 1) for c in cotangents)
     valid = (labels != ignore_index)[:, None]
     g, h = np.where(valid, g, 0), np.where(valid, h, 0)
-    logits = x @ weight.T + given.get("bias", compute(0))
-    z, slope = logits, compute(1)
-    if logit_softcap is not None:
-        tanh = np.tanh(logits / compute(logit_softcap))
-        z, slope = compute(logit_softcap) * tanh, 1 - tanh**2
-    z = z / compute(temperature)
+    z, slope = _logits(x, given, temperature, logit_softcap)
     top = np.max(z, -1, keepdims=True)
     log_p = z - (top + np.log(np.sum(np.exp(z - top), -1, keepdims=True)))
     p = np.exp(log_p)
@@ -95,6 +90,63 @@ def formula(
         "bias": dbias,
     }
     return {name: a for name, a in out.items() if name in NAMES or name in arrays}
+
+
+def _logits(x, given, temperature, logit_softcap):
+    """The logits after softcap and temperature, and the derivative of the softcap."""
+    compute = x.dtype.type
+    logits = x @ given["weight"].T + given.get("bias", compute(0))
+    z, slope = logits, compute(1)
+    if logit_softcap is not None:
+        tanh = np.tanh(logits / compute(logit_softcap))
+        z, slope = compute(logit_softcap) * tanh, 1 - tanh**2
+    return z / compute(temperature), slope
+
+
+def argmax_formula(
+    arrays, labels, *, temperature=1.0, logit_softcap=None, compute: Any = np.float64
+):
+    """`(index, log_prob)` of the largest logit; -1 and 0 for ignored labels."""
+    given = {name: np.asarray(a).astype(compute) for name, a in arrays.items()}
+    z, _ = _logits(given["x"], given, temperature, logit_softcap)
+    top = np.max(z, axis=-1, keepdims=True)
+    log_prob = -np.log(np.sum(np.exp(z - top), axis=-1))
+    valid = np.asarray(labels) != IGNORED
+    return np.where(valid, np.argmax(z, axis=-1), -1), np.where(valid, log_prob, 0)
+
+
+def with_argmax(x, weight, labels, **options):
+    """`((log_probs, entropy), argmax)` as `both`."""
+    *results, argmax = both(x, weight, labels, return_argmax=True, **options)
+    return tuple(results), argmax
+
+
+def check_argmax(got, arrays, labels, *, slack=1.2, **options):
+    """Compares an `Argmax` with float64: the index, and the error of its log-probability.
+
+    The caller's largest logits must be equal, or differ by more than float32's rounding.
+    """
+    index, exact = argmax_formula(arrays, labels, **options)
+    _, low = argmax_formula(arrays, labels, compute=np.float32, **options)
+    assert (got.ids.dtype, got.log_probs.dtype) == (jnp.int32, jnp.float32)
+    np.testing.assert_array_equal(got.ids, index)
+    assert_as_accurate(
+        [got.log_probs], [low], [exact], names=["log_prob of the argmax"], slack=slack
+    )
+
+
+def arrays_with_ties(shape, hidden, vocab, dtype, *, seed=0):
+    """Small integers, so that logits are exact in any order and many of the largest are equal."""
+    rng = np.random.default_rng(seed)
+    arrays = {
+        "x": rng.integers(-1, 2, (*shape, hidden)).astype(dtype),
+        "weight": rng.integers(-1, 2, (vocab, hidden)).astype(dtype),
+    }
+    # Each entry comes a second time, at a random place.
+    arrays["weight"] = rng.permutation(np.repeat(arrays["weight"], 2, axis=0)[:vocab])
+    labels = rng.integers(vocab, size=shape)
+    labels = np.where(np.arange(labels.size).reshape(shape) % 5 == 3, IGNORED, labels)
+    return arrays, labels.astype(np.int32)
 
 
 def make_cotangents(shape, seed=3):

@@ -23,6 +23,9 @@ under 11 ms of arithmetic. There are 242.9 tiles a pair, and no pair has more th
   multiprocessor: 2048 clocks against the 65536 of the tile's multiplications.
 - Comparing columns with the label would double this cost. So it happens only in tiles that have the
   label of one of the warpgroup's 64 rows, one tile in eight at the shape above. A table says which.
+- The column of the largest logit takes a comparison, a selection and a minimum an element in every
+  tile. It is tracked only on request. A row meets its clusters' tiles in either order of columns,
+  so of equal logits the lower column is kept by comparison.
 
 `linear_exponentials` is the same GEMM for a loss with gradients. Through shared memory it stores
 the exponentials of the logits relative to an offset of each row, times a factor of the row. It
@@ -123,7 +126,7 @@ def linear_statistics(
       NotImplementedError: `unsupported_reason` gives a reason.
       ValueError: The configuration does not fit the device.
     """
-    found, total, _ = _statistics(
+    found, total, *_ = _statistics(
         x,
         weight,
         bias,
@@ -146,10 +149,13 @@ def linear_entropy(
     softcap: float | None,
     temperature: float,
     with_entropy: bool,
+    with_argmax: bool = False,
     weight_layout: WeightLayout = "vd",
     config: Config | None = None,
-) -> tuple[LogitStatistics, Float[Array, " T"] | None]:
-    """Statistics of logits divided by a temperature, and the entropy of their softmax in nats.
+) -> tuple[LogitStatistics, Float[Array, " T"] | None, Float[Array, " T"] | None]:
+    """Statistics of logits divided by a temperature, their softmax's entropy in nats, the argmax.
+
+    The third result is the column of the largest logit, as a float32 number: exact up to 2^24.
 
     The entropy is `log S - W / S` with `S = Σ e^(z - m)` and `W = Σ e^(z - m) · (z - m)`, where m
     is the largest logit. The kernel adds up W beside S. If m grows by d, S times d leaves W.
@@ -164,6 +170,8 @@ def linear_entropy(
       temperature: Divisor of the logits.
       with_entropy: Whether to compute the entropy. Without it the second result is None. Where all
         logits are -inf the entropy is 0.
+      with_argmax: Whether to compute the argmax. Without it the third result is None. It is the
+        lowest column of several with the largest logit, and 0 where all logits are -inf.
       weight_layout: Layout of `weight`.
       config: Launch parameters; chosen if None.
 
@@ -171,7 +179,7 @@ def linear_entropy(
       NotImplementedError: `unsupported_reason` gives a reason.
       ValueError: The configuration does not fit the device.
     """
-    found, _, entropy = _statistics(
+    found, _, entropy, argmax = _statistics(
         x,
         weight,
         bias,
@@ -180,10 +188,11 @@ def linear_entropy(
         softcap=softcap,
         temperature=temperature,
         with_entropy=with_entropy,
+        with_argmax=with_argmax,
         weight_layout=weight_layout,
         config=config,
     )
-    return found, entropy
+    return found, entropy, argmax
 
 
 def _statistics(
@@ -197,10 +206,11 @@ def _statistics(
     temperature: float = 1.0,
     with_total: bool = False,
     with_entropy: bool = False,
+    with_argmax: bool = False,
     weight_layout: WeightLayout,
     config: Config | None,
-) -> tuple[LogitStatistics, Any, Any]:
-    """`(statistics, sum of the logits, entropy)`, the last two None if they were not asked for."""
+) -> tuple[LogitStatistics, Any, Any, Any]:
+    """`(statistics, sum of the logits, entropy, argmax)`; None for what was not asked for."""
     if num_columns is None:
         num_columns, _ = sizes(weight, weight_layout)
     loop, x, weight = _loop(x, weight, weight_layout, config, num_columns)
@@ -214,6 +224,7 @@ def _statistics(
         temperature=temperature,
         with_total=with_total,
         with_weighted=with_entropy,
+        with_argmax=with_argmax,
     )
     sum_exp, largest, label_logit, largest_before, *more = running
     # Where every logit is -inf, the maximum is _LOWEST and the sum is 0.
@@ -229,10 +240,21 @@ def _statistics(
         total=jnp.zeros_like(lse),
     )
     total = jnp.sum(more.pop(0), axis=0) if with_total else None
-    if not with_entropy:
-        return found, total, None
-    weighted = jnp.sum((more[0] + sum_exp * ((largest - top) * _LOG2_E)) * factor, axis=0)
-    return found, total, entropy_of(sums, weighted)
+    entropy = argmax = None
+    if with_entropy:
+        weighted = more.pop(0) + sum_exp * ((largest - top) * _LOG2_E)
+        entropy = entropy_of(sums, jnp.sum(weighted * factor, axis=0))
+    if with_argmax:
+        argmax = lowest_of_largest(largest, more.pop(0))
+    return found, total, entropy, argmax
+
+
+def lowest_of_largest(
+    largest: Float[Array, "parts *T"], argmax: Float[Array, "parts *T"]
+) -> Float[Array, "*T"]:
+    """The lowest argmax of the parts of a row that have its largest logit; of all parts for NaN."""
+    is_less = largest < jnp.max(largest, axis=0)
+    return jnp.min(jnp.where(is_less, jnp.inf, argmax), axis=0)
 
 
 def entropy_of(sum_exp: Float[Array, " T"], weighted: Float[Array, " T"]) -> Float[Array, " T"]:
@@ -487,7 +509,8 @@ def _lowest_to_inf(a: jax.Array) -> jax.Array:
 
 
 # Start of the running statistics: sum of exp, largest, label_logit, largest_before. The others
-# follow and start at 0: the sum of the logits, the weighted sum, and the label's exponential.
+# follow and start at 0: the sum of the logits, the weighted sum, the argmax, and the label's
+# exponential.
 _START = (0.0, _LOWEST, _LOWEST, _LOWEST)
 
 
@@ -502,6 +525,7 @@ def _running_statistics(
     temperature: float = 1.0,
     with_total: bool = False,
     with_weighted: bool = False,
+    with_argmax: bool = False,
     offset: Float[Array, " T"] | None = None,
     scale: Float[Array, " T"] | None = None,
     slope: Float[Array, " T"] | None = None,
@@ -529,7 +553,7 @@ def _running_statistics(
     name = "linear_exponentials" if stores else "linear_statistics"
     if repetition is not None:
         name += "_again"
-    starts = (*_START, *[0.0] * (with_total + with_weighted + stores))
+    starts = (*_START, *[0.0] * (with_total + with_weighted + with_argmax + stores))
     arguments = {
         "x": x,
         "weight": weight,
@@ -668,6 +692,7 @@ def _running_statistics(
                 num_columns,
                 with_total=with_total,
                 with_weighted=with_weighted,
+                first_column=column if with_argmax else None,
                 add_exp=add_and_store if stores else None,
             )
             if stores:
@@ -704,7 +729,16 @@ def _running_statistics(
 
 
 def _with_tile(
-    running, logits, label, label_here, num_columns, *, with_total, with_weighted, add_exp=None
+    running,
+    logits,
+    label,
+    label_here,
+    num_columns,
+    *,
+    with_total,
+    with_weighted,
+    first_column=None,
+    add_exp=None,
 ):
     """The running statistics after one more tile.
 
@@ -717,6 +751,7 @@ def _with_tile(
         fill the tile.
       with_total: Whether the statistics have the sum of the logits.
       with_weighted: Whether they have the weighted sum, which is None for `add_exp` if not.
+      first_column: First column of the tile, if the statistics have the argmax.
       add_exp: Function `(sum_exp, weighted, logits) -> (sum_exp, weighted)`; None keeps the sums
         relative to the maximum.
     """
@@ -740,6 +775,15 @@ def _with_tile(
     weighted = more.pop(0) if with_weighted else None
     logits = without(logits, -jnp.inf)
     tile_largest = jnp.max(logits, axis=1)
+    argmax = []
+    if first_column is not None:
+        is_largest = logits == to_tile(tile_largest)
+        none = plgpu.layout_cast(jnp.full(logits.shape, tile_n, jnp.int32), _TILE)
+        here = first_column + jnp.min(jnp.where(is_largest, columns(), none), axis=1)
+        here, before = here.astype(jnp.float32), more.pop(0)
+        # A tile of -inf alone is below _LOWEST, and changes nothing.
+        lower = jnp.where(tile_largest == largest, jnp.minimum(here, before), before)
+        argmax = [jnp.where(tile_largest > largest, here, lower)]
 
     def with_label():
         at_label = jnp.where(columns() == to_tile(label), logits, lowest())
@@ -778,6 +822,7 @@ def _with_tile(
         jnp.maximum(largest_before, before),
         *total,
         *([] if weighted is None else [weighted]),
+        *argmax,
     ]
 
 

@@ -9,17 +9,22 @@ import numpy as np
 import pytest
 
 from pallas_kernels import linear_log_probs
+from pallas_kernels.gpu import hopper_gemm
 from pallas_kernels.loss import plan as plan_module
+from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.mosaic_gpu import in_place
 from support.log_prob_formulas import (
     arrays_of,
+    arrays_with_ties,
     both,
     check_against_formula,
+    check_argmax,
     make_cotangents,
     with_gradients,
 )
 from support.loss_formulas import BASE_2, BF16, F16, F32, as_jax, full, interpreted, put
 from support.loss_kernels import names_in, run_and_kernel_names
+from support.numerics import quick_jit
 
 KERNEL: dict[str, Any] = {"implementation": "mosaic_gpu"}
 TRANSFORM: dict[str, Any] = {"temperature": 0.7, "logit_softcap": 2.0}
@@ -103,6 +108,52 @@ def check_in_place(monkeypatch, sizes, weight_dtype, bands, block, options):
     by_columns = options.get("weight_layout") == "dv"
     of_weight = "weight_gradient_columns" if by_columns else "weight_gradient_rows"
     assert {"linear_statistics", "linear_exponentials", "input_gradient", of_weight} <= names
+
+
+# Three groups of rows and ragged tiles of columns. With bands of one group each, the second group
+# goes through the columns backwards. Two blocks share the tiles of a row, so that clusters tie.
+@interpreted
+@pytest.mark.parametrize(
+    "dtype, linear, options",
+    [
+        (BF16, {"tile_n": 64, "band": 1, "blocks": 2}, {"return_entropy": True}),
+        (BF16, {"tile_n": 128, "band": 3, "blocks": 3}, {"weight_layout": "dv"}),
+        pytest.param(F16, {"tile_n": 256, "band": 3, "blocks": 1}, {}, marks=full),
+    ],
+)
+def test_argmax(dtype, linear, options):
+    vocab = 384 if "weight_layout" in options else 330
+    arrays, labels = arrays_with_ties((300,), 64, vocab, dtype)
+    labels = put(labels, 7, vocab)  # out of range
+    config = Config(linear=hopper_gemm.Config(stages=2, cluster=1, **linear))
+    weight = arrays["weight"].T if "weight_layout" in options else arrays["weight"]
+    fn = functools.partial(
+        linear_log_probs, return_argmax=True, temperature=2.0, config=config, **KERNEL, **options
+    )
+    got, names = run_and_kernel_names(fn, *as_jax((arrays["x"], weight, labels)))
+    assert "linear_statistics" in names
+    check_argmax(got[-1], arrays, labels, temperature=2.0, slack=BASE_2)
+
+
+@interpreted
+def test_argmax_of_any_logits():
+    """Bias and softcap, all logits of a token -inf, and a token with NaN."""
+    arrays, labels = arrays_of((9,), 64, 250, BF16)
+    labels = np.abs(labels)
+    options: dict[str, Any] = TRANSFORM | {"return_argmax": True} | KERNEL
+    fn = quick_jit(lambda a, labels: linear_log_probs(labels=labels, **a, **options)[1])
+    argmax = fn(*as_jax((arrays, labels)))
+    check_argmax(argmax, arrays, labels, slack=BASE_2, **TRANSFORM)
+    arrays["x"] = put(arrays["x"], (2, 5), np.nan)
+    with_nan = fn(*as_jax((arrays, labels)))
+    others = np.arange(9) != 2
+    np.testing.assert_array_equal(with_nan.ids[others], argmax.ids[others])
+    assert 0 <= with_nan.ids[2] < 250 and np.isnan(with_nan.log_probs[2])
+    arrays["x"], arrays["bias"] = put(arrays["x"], 2, 0), put(arrays["bias"], ..., -np.inf)
+    options.pop("logit_softcap")
+    nothing = linear_log_probs(**as_jax(arrays), labels=jnp.asarray(labels), **options)[1]
+    np.testing.assert_array_equal(nothing.ids, 0)
+    assert np.isnan(nothing.log_probs).all()
 
 
 @interpreted

@@ -9,8 +9,18 @@ import numpy as np
 import pytest
 
 from pallas_kernels import explain, linear_cross_entropy, linear_log_probs
-from support.log_prob_formulas import arrays_of, both, check_against_formula, make_cotangents, run
-from support.loss_formulas import BF16, F16, F32, IGNORED, as_jax, put
+from support.log_prob_formulas import (
+    NAMES,
+    arrays_of,
+    arrays_with_ties,
+    both,
+    check_against_formula,
+    check_argmax,
+    make_cotangents,
+    run,
+    with_argmax,
+)
+from support.loss_formulas import BF16, F16, F32, IGNORED, as_jax, full, put
 from support.numerics import quick_jit
 
 SHAPE, D, V = (3, 7), 24, 53
@@ -35,6 +45,87 @@ def test_values_and_gradients(options, transform, dtype):
     got = run(arrays, labels, cotangents, **options, **transform)
     is_xla = options is XLA
     check_against_formula(got, arrays, labels, cotangents, round_dlogits=is_xla, **transform)
+
+
+@each
+@pytest.mark.parametrize(
+    "dtype, transform",
+    [
+        (F32, TRANSFORMS["both"]),
+        (BF16, TRANSFORMS["plain"]),
+        pytest.param(F16, TRANSFORMS["softcap"], marks=full),
+    ],
+)
+def test_argmax_beside_results_and_gradients(options, dtype, transform):
+    """The argmax is right and has no gradient; the other results keep theirs."""
+    arrays, labels = arrays_of(SHAPE, D, V, dtype)
+    cotangents = make_cotangents(SHAPE)
+    fn = functools.partial(with_argmax, labels=jnp.asarray(labels), **options, **transform)
+
+    @quick_jit
+    def run_all(arrays, cotangents):
+        results, vjp, argmax = jax.vjp(lambda a: fn(**a), arrays, has_aux=True)
+        of_argmax = jax.grad(lambda a: jnp.sum(fn(**a)[1].log_probs))(arrays)
+        return dict(zip(NAMES, results, strict=True)) | vjp(cotangents)[0], argmax, of_argmax
+
+    got, argmax, of_argmax = run_all(as_jax(arrays), tuple(map(jnp.asarray, cotangents)))
+    check_argmax(argmax, arrays, labels, **transform)
+    chex.assert_trees_all_equal(of_argmax, jax.tree.map(jnp.zeros_like, of_argmax))
+    is_xla = options is XLA
+    check_against_formula(got, arrays, labels, cotangents, round_dlogits=is_xla, **transform)
+
+
+@each
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_the_lowest_of_equal_logits(options, dtype):
+    """The argmax is the lowest index, and a label out of range does not change it."""
+    arrays, labels = arrays_with_ties(SHAPE, D, V, dtype)
+    labels = put(put(labels, (0, 1), V), (1, 0), -1)
+    fn = functools.partial(with_argmax, temperature=2.0, labels=jnp.asarray(labels), **options)
+    _, argmax = quick_jit(lambda a: fn(**a))(as_jax(arrays))
+    check_argmax(argmax, arrays, labels, temperature=2.0)
+
+
+@pytest.mark.parametrize("num_counted", [100, 129])
+def test_argmax_in_fewer_rows(num_counted):
+    """Ignored tokens have the index -1, computed in few rows or in all."""
+    arrays, labels = arrays_with_ties((300,), D, V, F32)
+    order = np.random.default_rng(7).permutation(300)
+    labels = np.where(order < num_counted, np.abs(labels) % V, IGNORED).astype(np.int32)
+    log_probs, argmax = linear_log_probs(
+        **as_jax(arrays),
+        labels=jnp.asarray(labels),
+        return_argmax=True,
+        counted_fraction=0.4,
+        implementation="xla",
+        chunk_size=50,
+    )
+    check_argmax(argmax, arrays, labels)
+    assert not np.asarray(log_probs)[labels == IGNORED].any()
+
+
+@each
+def test_argmax_of_infinite_logits(options):
+    """All logits -inf, one of them +inf or NaN."""
+    weight, labels = jnp.eye(4), jnp.zeros(4, jnp.int32)
+    x = jnp.zeros((4, 4)).at[1, 2].set(jnp.inf).at[2, 3].set(jnp.nan).at[3, 1].set(1.0)
+    bias = jnp.full((4,), -jnp.inf)
+    of = functools.partial(linear_log_probs, return_argmax=True, **options)
+    assert of(x[3:], weight, labels[3:])[1].ids == 1
+    _, argmax = of(jnp.zeros((4, 4)), weight, labels, bias=bias)
+    np.testing.assert_array_equal(argmax.ids, 0)
+    assert np.isnan(argmax.log_probs).all()
+    _, argmax = of(x, weight, labels)
+    assert (argmax.ids >= 0).all() and (argmax.ids < 4).all()
+    assert np.isnan(argmax.log_probs[1:3]).all()
+
+
+def test_the_argmax_of_a_vocabulary_above_2_to_24():
+    shapes = [jax.ShapeDtypeStruct(s, F32) for s in ((2, 1), (2**24 + 1, 1))]
+    labels = jax.ShapeDtypeStruct((2,), jnp.int32)
+    fn = functools.partial(linear_log_probs, return_argmax=True, implementation="xla")
+    with pytest.raises(ValueError, match="at most 16777216 entries, got 16777217"):
+        jax.eval_shape(fn, *shapes, labels)
 
 
 @each

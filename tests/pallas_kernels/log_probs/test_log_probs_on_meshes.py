@@ -10,10 +10,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import linear_log_probs
 from support.log_prob_formulas import (
     arrays_of,
+    arrays_with_ties,
     both,
     check_against_formula,
+    check_argmax,
     make_cotangents,
     with_gradients,
 )
@@ -65,6 +68,37 @@ def test_results_and_gradients(kind, layout):
         got = quick_jit(run)(*placed(mesh, arrays, labels, cotangents, layout))
         got = jax.tree.map(np.asarray, got)
     check_against_formula(got, arrays, labels, cotangents, floor=12.0, **OF_FORMULA)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("layout", ["fsdp", "both"])
+def test_argmax(kind, layout):
+    """The lowest of equal logits, also where several parts of the vocabulary have them."""
+    arrays, labels = arrays_with_ties(SHAPE, D, V, F32)
+    options = {"return_argmax": True, "implementation": "xla", "counted_fraction": 0.9}
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        arguments = placed(mesh, arrays, labels, (), LAYOUTS[layout])[:2]
+        fn = lambda arrays, labels: linear_log_probs(labels=labels, **arrays, **options)[1]
+        got = jax.tree.map(np.asarray, quick_jit(fn)(*arguments))
+    check_argmax(got, arrays, labels)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_the_argmax_of_a_vocabulary_that_the_caller_splits(check_vma):
+    arrays, labels = arrays_with_ties(SHAPE, D, V, F32)
+    tokens = P("data")
+    local = jax.shard_map(
+        lambda x, weight, labels: linear_log_probs(
+            x, weight, labels, vocab_axis="tensor", return_argmax=True, implementation="xla"
+        )[1],
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=(tokens, P("tensor"), tokens),
+        out_specs=tokens,
+        check_vma=check_vma,
+    )
+    got = quick_jit(local)(*map(jnp.asarray, (arrays["x"], arrays["weight"], labels)))
+    check_argmax(got, arrays, labels)
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
