@@ -10,6 +10,7 @@
 - `linear_token_loss`: a scalar made of log-probabilities, with gradients in three products.
 - `linear_distillation_loss`: divergence of a student's output projection from a teacher's.
 - `linear_distillation_loss_top_k`: the same for stored log-probabilities of the teacher.
+- `LoRA`: a low-rank update of a frozen output embedding, for these functions of its logits.
 - `sharded_add_rms_norm`: `add_rms_norm` of sums over devices, for tensor parallelism.
 - `explain`: which implementation each operation in a function runs, and why, as an `Explanation`.
 - `patch`: puts the norms and the MLP into a Flax NNX model that exists, as a `Patched`.
@@ -36,6 +37,7 @@ from pallas_kernels.distillation import (
 )
 from pallas_kernels.log_probs import linear_log_probs, linear_token_loss
 from pallas_kernels.loss import (
+    LoRA,
     LossMetrics,
     LossPlan,
     linear_cross_entropy,
@@ -50,6 +52,7 @@ if _typing.TYPE_CHECKING:
 
 __all__ = [
     "Explanation",
+    "LoRA",
     "LossMetrics",
     "LossPlan",
     "__version__",

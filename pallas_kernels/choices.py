@@ -241,6 +241,6 @@ def record(
     if is_fallback and target_device().capability is not None:
         log_once(f"{operation}: implementation={chosen!r} runs, because {reason}")
     if (found := _found.get()) is not None:
-        shapes = tuple(jax.typeof(a).str_short() for a in arrays if a is not None)
+        shapes = tuple(jax.typeof(a).str_short() for a in jax.tree.leaves(arrays))
         described = None if plan is None else plan()
         found.append(Choice(operation, shapes, chosen, reason, described))

@@ -31,6 +31,7 @@ from pallas_kernels.implementation import (
 )
 from pallas_kernels.loss.arguments import Reduction
 from pallas_kernels.loss.layout import Embedding, WeightLayout, sizes
+from pallas_kernels.loss.low_rank import LoRA, TwoParts
 from pallas_kernels.loss.token_loss import coefficients_of_mean
 
 type TokenWeights = Float[Array, "*T"] | Integer[Array, "*T"] | Bool[Array, "*T"]
@@ -43,7 +44,7 @@ NO_KERNEL = (
 
 def linear_distillation_loss(
     x: Float[Array, "*T D"],
-    weight: Embedding,
+    weight: Embedding | LoRA,
     teacher_x: Float[Array, "*T Dt"],
     teacher_weight: TeacherEmbedding,
     *,
@@ -121,7 +122,7 @@ def linear_distillation_loss(
       x: Hidden states of the student, of a floating dtype of 16 bits or more. The leading axes are
         tokens.
       weight: Output embedding of the student, of the layout `weight_layout` and a floating dtype of
-        16 bits or more.
+        16 bits or more; or a `LoRA`, whose `weight` has this layout and no gradient.
       teacher_x: Hidden states of the teacher for the same tokens.
       teacher_weight: Output embedding of the teacher, of the layout `teacher_weight_layout`.
       divergence: `"forward_kl"`, `"reverse_kl"` or `"jensen_shannon"`.
@@ -201,7 +202,7 @@ def linear_distillation_loss(
 
 def linear_distillation_loss_top_k(
     x: Float[Array, "*T D"],
-    weight: Embedding,
+    weight: Embedding | LoRA,
     teacher_log_probs: Float[Array, "*T k"],
     teacher_ids: Integer[Array, "*T k"],
     *,
@@ -318,7 +319,7 @@ def linear_distillation_loss_top_k(
 def _loss(
     name: str,
     settings: Settings,
-    arrays: tuple[Array, Array, Array, Array],
+    arrays: tuple[Array, Embedding, Array, Array],
     token_weights: Any,
     reduction: Any,
     implementation: Implementation | None,
@@ -330,7 +331,9 @@ def _loss(
     weights = weights_of_tokens(token_weights, x.shape[:-1])
     vocab_size, _ = sizes(weight, settings.weight_layout)
     chosen, reason = _choose(implementation, settings, x, teacher, vocab_size)
-    settings = dataclasses.replace(settings, kernels=chosen == "mosaic_gpu")
+    settings = dataclasses.replace(
+        settings, kernels=chosen == "mosaic_gpu", is_low_rank=isinstance(weight, TwoParts)
+    )
     is_planned = chosen != "reference" and x.size > 0
     describe = lambda: settings.describe(x, teacher, vocab_size)
     # Stored log-probabilities have no kernel on purpose, so `require_kernels` refuses nothing.

@@ -17,11 +17,15 @@ from pallas_kernels.arguments import (
 )
 from pallas_kernels.distillation.divergence import Divergence, DivergenceName
 from pallas_kernels.distillation.settings import Settings, Tail
-from pallas_kernels.loss.layout import WeightLayout, sizes
+from pallas_kernels.loss.layout import Embedding, WeightLayout, sizes
+from pallas_kernels.loss.low_rank import LoRA, extended
 
 
-def student_arrays(x: Any, weight: Any, weight_layout: Any) -> tuple[Array, Array]:
+def student_arrays(x: Any, weight: Any, weight_layout: Any) -> tuple[Array, Embedding]:
     """`(x, weight)` of the student as JAX arrays, of shapes that agree."""
+    if isinstance(weight, LoRA):
+        x, whole = student_arrays(x, weight.weight, weight_layout)
+        return extended(x, weight._replace(weight=whole), weight_layout)
     x, weight = floating_arrays(x=x, weight=weight, least_bits=BITS_OF_PRODUCTS)
     check_layer("", x, weight, weight_layout)
     return x, weight

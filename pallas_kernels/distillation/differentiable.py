@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.choices import log_once
 from pallas_kernels.distillation import xla
 from pallas_kernels.distillation.settings import Settings
+from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.counted import in_fewer_rows, num_rows
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.operation import Mask, Operation, call, with_members
@@ -49,21 +50,19 @@ def sum_of_losses(
         their columns. They must not have tangents.
       num_axes: Number of leading axes of the tokens that the sums keep: 0 adds up all losses.
     """
-    return call(_Distillation(settings, num_axes), x, weight, coefficients, *teacher)[0]
+    first, last = low_rank.arguments(weight)
+    return call(_Distillation(settings, num_axes), x, first, coefficients, *teacher, *last)[0]
 
 
 def roles_of(settings: Settings, x: Any, teacher: Sequence[Any]) -> list[Tokens | Weight]:
-    """The roles of `(x, weight, coefficients, *teacher)`."""
-    roles = [
-        Tokens(("d",)),
-        Weight(tuple(settings.weight_layout), x.dtype, by_rows=True),
-        Tokens(),
-    ]
+    """The roles of `(x, weight, coefficients, *teacher)`, and of the frozen weight if there is."""
+    weight, last = low_rank.roles(settings.is_low_rank, settings.weight_layout, x.dtype)
+    roles = [Tokens(("d",)), weight, Tokens()]
     if settings.teacher_weight_layout is None:
-        return [*roles, Tokens(("k",)), Tokens(("k",))]
+        return [*roles, Tokens(("k",)), Tokens(("k",)), *last]
     # The teacher has a hidden size of its own.
     axes = tuple(settings.teacher_weight_layout.replace("d", "e"))
-    return [*roles, Tokens(("e",)), Weight(axes, teacher[0].dtype, by_rows=True)]
+    return [*roles, Tokens(("e",)), Weight(axes, teacher[0].dtype, by_rows=True), *last]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,6 +146,7 @@ class _Distillation:
         self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
     ) -> tuple[Operation, Sequence[jax.Array]] | None:
         weights = (_WEIGHT, _TEACHER_WEIGHT) if self.settings.tail is None else (_WEIGHT,)
+        weights += (len(args) - 1,) if self.settings.is_low_rank else ()
         if any(is_batched[i] for i in weights):
             return None
         if wanted is not None and self._is_early:
@@ -164,6 +164,8 @@ def _of_device(
 
     def run(*args: jax.Array) -> Sequence[jax.Array]:
         x, weight, coefficients, *teacher = args
+        layout = settings.weight_layout
+        weight, teacher = low_rank.joined(settings.is_low_rank, layout, weight, teacher)
         merged = lambda a: a.reshape(coefficients.size, *a.shape[coefficients.ndim :])
         has_weight = settings.tail is None
         weights = [weight.astype(x.dtype)]

@@ -12,6 +12,7 @@ from pallas_kernels.distillation import divergence
 from pallas_kernels.distillation.differentiable import roles_of
 from pallas_kernels.distillation.settings import Settings
 from pallas_kernels.distillation.top_k import log_probs_of_classes
+from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.partition import Place, Roles, Tokens, split_over_explicit_axes
 
@@ -28,7 +29,8 @@ def sum_of_losses(
 
     The logits `[*T, V]` are in memory, with float32 operands in all steps and in the products.
     """
-    args = (x, weight, coefficients, *teacher)
+    first, last = low_rank.arguments(weight)
+    args = (x, first, coefficients, *teacher, *last)
     roles = Roles(tuple(roles_of(settings, x, teacher)), (Tokens(),))
     (loss,) = split_over_explicit_axes(_of_device, settings, roles, *args)
     axes = tuple(range(num_axes, coefficients.ndim))
@@ -40,6 +42,8 @@ def _of_device(settings: Settings, place: Place) -> Callable[..., Sequence[jax.A
     del place
 
     def run(x: Any, weight: Any, coefficients: Any, *teacher: Any) -> list[jax.Array]:
+        layout = settings.weight_layout
+        weight, teacher = low_rank.joined(settings.is_low_rank, layout, weight, teacher)
         # Left out before and after: `jnp.where` gives such values the gradient 0, and 0 · NaN is
         # NaN.
         is_counted = coefficients != 0
@@ -62,7 +66,7 @@ def _log_probs(settings: Settings, layout: Any, x: Any, weight: Any, is_counted:
     logits = jnp.einsum(
         f"...d,{layout}->...v",
         jnp.where(is_left_out[..., None], 0, x).astype(jnp.float32),
-        weight.astype(jnp.float32),
+        low_rank.whole(weight).astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
     )
     return jax.nn.log_softmax(logits / settings.temperature, axis=-1)

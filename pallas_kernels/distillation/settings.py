@@ -40,6 +40,7 @@ class Settings:
       max_logits_bytes: Limit that the caller sets for logits in memory.
       kernels: Whether our kernels make the passes over the logits.
       counted_fraction: Largest share of a device's tokens that the caller expects to count.
+      is_low_rank: Whether the student's weight has a frozen and a low-rank part.
     """
 
     divergence: Divergence
@@ -52,13 +53,14 @@ class Settings:
     max_logits_bytes: int | None
     kernels: bool = False
     counted_fraction: float = 1.0
+    is_low_rank: bool = False
 
     def dtype_of_logits(self, hidden_states) -> jnp.dtype:
         """The dtype of the logits of these hidden states in memory."""
         return jnp.dtype(self.logits_dtype or hidden_states.dtype)
 
     def bytes_of_token(self, x, teacher, vocab_size: int) -> int:
-        """Bytes of all logits of a token, and of their gradient where it needs memory of its own.
+        """Bytes of all logits of a token, and of what is made of them in memory of its own.
 
         The gradient takes the memory of the student's logits if it has as many bytes an entry.
 
@@ -69,6 +71,8 @@ class Settings:
         """
         itemsize = self.dtype_of_logits(x).itemsize
         gradient = 0 if itemsize == x.dtype.itemsize else x.dtype.itemsize
+        if self.is_low_rank and itemsize < 4:
+            gradient += 4  # the sum of two products, in float32
         if self.tail is None:
             itemsize += self.dtype_of_logits(teacher[0]).itemsize
         return (itemsize + gradient) * vocab_size
@@ -92,9 +96,10 @@ class Settings:
         chunk = min(num_tokens, even_chunk_size(num_tokens, self.chunk(x, teacher, vocab_size)))
         number = math.ceil(num_tokens / max(1, chunk))
         size = chunk * self.bytes_of_token(x, teacher, vocab_size) / 2**20
-        products = "4 matrix products with gradients, 2 without"
-        if self.tail is not None:
-            products = "3 matrix products with gradients, 1 without"
+        alone = 2 if self.tail is None else 1
+        # The product of the gradient of a low-rank update is small.
+        with_gradients = alone + 2 - self.is_low_rank
+        products = f"{with_gradients} matrix products with gradients, {alone} without"
         text = (
             f"chunks of tokens: {products}\n"
             f"  {number} x ({chunk} tokens x {vocab_size} columns), {size:.1f} MiB of logits"

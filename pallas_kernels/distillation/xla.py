@@ -25,7 +25,7 @@ from pallas_kernels.distillation.divergence import Rows, Statistics, derivative,
 from pallas_kernels.distillation.settings import Settings, TeacherEmbedding
 from pallas_kernels.distillation.top_k import statistics_of_classes
 from pallas_kernels.folding import fold_chunks
-from pallas_kernels.loss.columns import product, rescaled, rows_that_count
+from pallas_kernels.loss.columns import product, rescaled, rows_that_count, weight_product
 from pallas_kernels.loss.layout import Embedding, sizes
 
 
@@ -82,8 +82,7 @@ def losses_and_gradients(
             dx = product(f"tv,{layout}->td", dz, weight, dx_dtype)
         if wanted[1]:
             counted = rows_that_count(x, coefficients)
-            subscripts = f"tv,td->{layout}"
-            dweight = jnp.einsum(subscripts, dz, counted, preferred_element_type=jnp.float32)
+            dweight = weight_product(dz, counted, weight, layout, jnp.float32)
         return dweight, (losses[:num_tokens], None if dx is None else dx[:num_tokens])
 
     arrays = (x, coefficients, *of_tokens)

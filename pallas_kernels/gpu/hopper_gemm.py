@@ -292,6 +292,21 @@ class MainLoop:
             "thread_name": "warpgroup",
         }
 
+    def parts_of_b(self, b_gmems: Sequence[Any], column: Any, k: Any) -> Parts:
+        """`parts_of_b` of `run` for a `b` in arrays that follow each other in K."""
+        return self._parts_in_k(b_gmems, self.b_layout, pl.ds(column, self.config.tile_n), k)
+
+    def _parts_in_k(self, gmems: Sequence[Any], layout: str, others: Any, k: Any) -> Parts:
+        """This step of K in each array, and whether that array has it."""
+        end, parts = 0, []
+        for gmem in gmems:
+            num_steps = pl.cdiv(gmem.shape[layout.index("K")], self.step)
+            start, end = end, end + num_steps
+            depth = pl.ds((k - start) * self.step, self.step)
+            part = gmem.at[(depth, others) if layout[0] == "K" else (others, depth)]
+            parts.append(((start <= k) & (k < end) if len(gmems) > 1 else None, part))
+        return parts
+
     def run(
         self,
         a_gmems: Sequence[Any],
@@ -349,15 +364,7 @@ class MainLoop:
             return (group * cluster + member) * BLOCK_M, column_tile * tile_n
 
         def parts_in_k(row, k):
-            """This step of K in each `a`, and whether that `a` has it."""
-            rows, end, parts = pl.ds(row, BLOCK_M), 0, []
-            for a_gmem in a_gmems:
-                num_steps = pl.cdiv(a_gmem.shape[self.a_layout.index("K")], self.step)
-                start, end = end, end + num_steps
-                depth = pl.ds((k - start) * self.step, self.step)
-                part = a_gmem.at[(rows, depth) if self.a_layout == "MK" else (depth, rows)]
-                parts.append(((start <= k) & (k < end) if len(a_gmems) > 1 else None, part))
-            return parts
+            return self._parts_in_k(a_gmems, self.a_layout, pl.ds(row, BLOCK_M), k)
 
         def columns_of(b_gmem, column, k):
             of_b = jax.lax.rem(k + first_step_of_b, k_steps) if first_step_of_b else k

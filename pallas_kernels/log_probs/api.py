@@ -21,6 +21,7 @@ from pallas_kernels.loss.arguments import (
 from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.description import describe
 from pallas_kernels.loss.layout import Embedding, WeightLayout
+from pallas_kernels.loss.low_rank import LoRA
 from pallas_kernels.loss.mosaic_gpu import statistics
 from pallas_kernels.loss.plan import Request
 
@@ -42,7 +43,7 @@ class Argmax(NamedTuple):
 
 def linear_log_probs(
     x: Float[Array, "*T D"],
-    weight: Embedding,
+    weight: Embedding | LoRA,
     labels: Integer[Array, "*T"],
     *,
     temperature: float = 1.0,
@@ -114,7 +115,7 @@ def linear_log_probs(
     Args:
       x: Hidden states, of a floating dtype of 16 bits or more. The leading axes are tokens.
       weight: Output embedding of the layout `weight_layout`, of a floating dtype of 16 bits or
-        more.
+        more; or a `LoRA`, whose `weight` has this layout and no gradient.
       labels: Token whose log-probability is wanted at each position, of any integer dtype.
       temperature: Divisor of the logits after the softcap, finite and above 0.
       bias: Bias of the logits, of a floating dtype of 16 bits or more. With it the backward goes by
@@ -207,7 +208,7 @@ def linear_log_probs(
 
 def linear_token_loss(
     x: Float[Array, "*T D"],
-    weight: Embedding,
+    weight: Embedding | LoRA,
     labels: Integer[Array, "*T"],
     token_fn: Callable[..., Any],
     token_data: Any = None,
@@ -340,7 +341,7 @@ def linear_token_loss(
 def checked_options(
     name: str,
     x: Array,
-    weight: Array,
+    weight: Embedding,
     bias: Array | None,
     labels: Any,
     *,

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.choices import log_once
 from pallas_kernels.gpu.kernel import varying_axes
 from pallas_kernels.log_probs.statistics import distribution_of_linear, of_labels
-from pallas_kernels.loss import recomputed
+from pallas_kernels.loss import low_rank, recomputed
 from pallas_kernels.loss.arguments import IGNORED
 from pallas_kernels.loss.columns import Gradients, place_in_vocabulary
 from pallas_kernels.loss.counted import in_fewer_rows, num_rows
@@ -63,11 +63,12 @@ def log_probs(
       with_argmax: Whether to find the argmax and its log-probability. The caller stops their
         gradients.
     """
+    first, last = low_rank.arguments(weight)
     operation = _LogProbs(
-        request, temperature, with_entropy, with_argmax, is_unchecked(request, weight)
+        request, temperature, with_entropy, with_argmax, is_unchecked(request, first)
     )
     biases = () if bias is None else (bias,)
-    return call(operation, x, weight, labels, *biases)
+    return call(operation, x, first, labels, *biases, *last)
 
 
 def is_unchecked(request: Request, weight: Any) -> bool:
@@ -148,7 +149,8 @@ class _LogProbs:
     ) -> tuple[Operation, Sequence[jax.Array]] | None:
         if is_batched[_WEIGHT] or any(is_batched[_BIAS:]):
             return None
-        return self, with_members(args, is_batched, weights=(_WEIGHT, _BIAS))
+        weights = _WEIGHT, *range(_BIAS, len(args))
+        return self, with_members(args, is_batched, weights=weights)
 
 
 def split(
@@ -166,10 +168,10 @@ def split(
     With `more`, `numbers` are other arrays, which have these roles.
     """
     settings = request.settings
-    # Kernels and a gather of entries read the weight. Without `by_rows` XLA held copies of it.
-    weight = Weight(tuple(settings.weight_layout), request.x.dtype, by_rows=True)
+    weight, last = low_rank.roles(request.is_low_rank, settings.weight_layout, request.x.dtype)
     roles = [_X, weight, _NUMBERS]
-    roles += [Weight(("v",))] * (len(args) - len(roles))
+    roles += [Weight(("v",))] * (len(args) - len(roles) - len(last))
+    roles += last
     roles += [_NUMBERS] * len(numbers) if more is None else more
     return partitioned(
         local,
@@ -204,7 +206,7 @@ def _forward_of(key: tuple[_LogProbs, bool], place: Place) -> Callable[..., Sequ
             )
             return [*found, lse] if keeps_lse else list(found), []
 
-        weight = before_branches(operation.request, x, weight)
+        weight, biases = weight_and_biases(operation.request, x, weight, biases)
         counts = labels != IGNORED
         return _of_counted(operation, place, compute, counts, (x, labels), (0, IGNORED))
 
@@ -229,7 +231,7 @@ def _backward_of(
             of_weights = in_one_dtype(operation.request, wanted, found[num_per_token:])
             return found[:num_per_token], of_weights
 
-        weight = before_branches(operation.request, x, weight)
+        weight, biases = weight_and_biases(operation.request, x, weight, biases)
         _, of_log_probs, *more = numbers
         has_cotangent = of_log_probs != 0
         if more:
@@ -241,13 +243,17 @@ def _backward_of(
     return run
 
 
-def before_branches(request: Request, x: jax.Array, weight: jax.Array) -> jax.Array:
+def weight_and_biases(
+    request: Request, x: jax.Array, weight: jax.Array, biases: Sequence[jax.Array]
+) -> tuple[Any, Sequence[jax.Array]]:
     """The weight as the products take it, if they may stand in a branch of a `lax.cond`.
 
     XLA does not simplify across a branch. A weight that the caller has widened to float32, for a
     float32 gradient, would exist in float32.
     """
-    return weight.astype(x.dtype) if request.counted_fraction < 1 else weight
+    layout = request.settings.weight_layout
+    weight, biases = low_rank.joined(request.is_low_rank, layout, weight, biases)
+    return weight.astype(x.dtype) if request.counted_fraction < 1 else weight, biases
 
 
 def in_one_dtype(

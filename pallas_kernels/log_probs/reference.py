@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.log_probs.statistics import distribution_of_logits, of_labels
+from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.arguments import IGNORED
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.plan import Request
@@ -30,28 +31,32 @@ def log_probs(
     The logits `[*T, V]` are in memory, with float32 operands in all steps and in the GEMM.
     """
     settings = request.settings
-    roles = [Tokens(("d",)), Weight(tuple(settings.weight_layout)), Tokens()]
-    arrays = [x, weight, labels]
+    first, last = low_rank.arguments(weight)
+    of_first, of_last = low_rank.roles(request.is_low_rank, settings.weight_layout, None)
+    roles, arrays = [Tokens(("d",)), of_first, Tokens()], [x, first, labels]
     if bias is not None:
         roles.append(Weight(("v",)))
         arrays.append(bias)
+    roles, arrays = [*roles, *of_last], [*arrays, *last]
     results = (Tokens(),) * (1 + with_entropy + 2 * with_argmax)
     softcap = settings.options.logit_softcap
-    key = settings.weight_layout, softcap, temperature, with_entropy, with_argmax
+    layout = settings.weight_layout
+    key = layout, request.is_low_rank, softcap, temperature, with_entropy, with_argmax
     return split_over_explicit_axes(_log_probs_of, key, Roles(tuple(roles), results), *arrays)
 
 
 def _log_probs_of(key: tuple[Any, ...], place: Place) -> Callable[..., Sequence[jax.Array]]:
     """The log-probabilities of a device's tokens."""
-    layout, softcap, temperature, with_entropy, with_argmax = key
+    layout, is_low_rank, softcap, temperature, with_entropy, with_argmax = key
 
     def run(x: Any, weight: Any, labels: Any, *bias: Any) -> Sequence[jax.Array]:
+        weight, bias = low_rank.joined(is_low_rank, layout, weight, bias)
         # `jnp.where` gives ignored tokens the gradient 0, and 0 · NaN is NaN.
         x = jnp.where((labels == IGNORED)[..., None], 0, x)
         logits = jnp.einsum(
             f"...d,{layout}->...v",
             x.astype(jnp.float32),
-            weight.astype(jnp.float32),
+            low_rank.whole(weight).astype(jnp.float32),
             precision=jax.lax.Precision.HIGHEST,
         )
         if bias:

@@ -28,14 +28,15 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.log_probs.differentiable import (
     Device,
-    before_branches,
     fraction_in_effect,
     in_one_dtype,
     is_unchecked,
     of_arrays_in,
     roles_of_gradients,
     split,
+    weight_and_biases,
 )
+from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.arguments import IGNORED
 from pallas_kernels.loss.columns import Columns, Gradients
 from pallas_kernels.loss.counted import FewRows, for_few_or_all
@@ -153,11 +154,12 @@ def token_loss(
       data: Leaves of the function's last argument, and its constants.
       temperature: Divisor of the logits after the softcap.
     """
-    biases = () if bias is None else (bias,)
+    first, last = low_rank.arguments(weight)
+    others = last if bias is None else (bias, *last)
     operation = _TokenLoss(
-        request, temperature, function, len(biases), is_unchecked(request, weight)
+        request, temperature, function, len(others), is_unchecked(request, first)
     )
-    return call(operation, x, weight, labels, *biases, *data)
+    return call(operation, x, first, labels, *others, *data)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,14 +171,14 @@ class _TokenLoss:
         those in the request.
       temperature: Divisor of the logits after the softcap.
       function: The caller's function.
-      num_biases: 1 if there is a bias, else 0.
+      num_others: Number of arguments between the labels and the data.
       is_unchecked: As `differentiable.is_unchecked` says.
     """
 
     request: Request
     temperature: float
     function: TokenFunction
-    num_biases: int
+    num_others: int
     is_unchecked: bool
 
     name = "linear_token_loss"
@@ -184,7 +186,7 @@ class _TokenLoss:
     @property
     def num_arrays(self) -> int:
         """Number of arguments before the data."""
-        return 3 + self.num_biases
+        return 3 + self.num_others
 
     def _of_arrays(self, wanted: Mask) -> Mask:
         return of_arrays_in(wanted[: self.num_arrays])
@@ -244,7 +246,7 @@ def _results_of(
         x, weight, labels, *biases = arrays[: operation.num_arrays]
         data = list(arrays[operation.num_arrays :])
         flat_x, flat_labels = x.reshape(labels.size, x.shape[-1]), labels.reshape(-1)
-        weight = before_branches(operation.request, x, weight)
+        weight, biases = weight_and_biases(operation.request, x, weight, biases)
         of_arrays = operation._of_arrays(wanted) if wanted is not None else (False,) * 3
         exchanged = () if operation.is_unchecked else place.parts[0]
 

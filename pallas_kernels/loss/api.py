@@ -21,6 +21,7 @@ from pallas_kernels.loss.arguments import (
 from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.description import LossPlan, describe
 from pallas_kernels.loss.layout import Embedding, WeightLayout
+from pallas_kernels.loss.low_rank import LoRA
 from pallas_kernels.loss.token_loss import TokenLosses, coefficients_of_mean
 
 _NAME = "linear_cross_entropy"
@@ -48,7 +49,7 @@ class LossMetrics(NamedTuple):
 
 def linear_cross_entropy(
     x: Float[Array, "*T D"],
-    weight: Embedding,
+    weight: Embedding | LoRA,
     labels: Integer[Array, "*T"],
     *,
     bias: Float[Array, " V"] | None = None,
@@ -125,7 +126,7 @@ def linear_cross_entropy(
     Args:
       x: Hidden states, of a floating dtype of 16 bits or more. The leading axes are tokens.
       weight: Output embedding of the layout `weight_layout`, of a floating dtype of 16 bits or
-        more.
+        more; or a `LoRA`, whose `weight` has this layout and no gradient.
       labels: Token to predict at each position, of any integer dtype.
       bias: Bias of the logits, of a floating dtype of 16 bits or more.
       token_weights: Factor for each token's loss, taken as float32. A mask of integers or bools

@@ -27,7 +27,8 @@ from pallas_kernels.implementation import (
     symbolic_reason,
 )
 from pallas_kernels.loss.config import Config
-from pallas_kernels.loss.layout import WeightLayout, sizes, unsupported_reason
+from pallas_kernels.loss.layout import Embedding, WeightLayout, sizes, unsupported_reason
+from pallas_kernels.loss.low_rank import LoRA, TwoParts, extended
 from pallas_kernels.loss.mosaic_gpu import logits
 from pallas_kernels.loss.plan import Request, Settings
 from pallas_kernels.loss.token_loss import LossOptions
@@ -41,13 +42,16 @@ _DTYPES_OF_WEIGHTS = jnp.floating, jnp.integer, jnp.bool_
 
 def check_arrays(
     x: Any, weight: Any, labels: Any, bias: Any, token_weights: Any, weight_layout: Any
-) -> tuple[Array, Array, Array | None]:
-    """`(x, weight, bias)` as JAX arrays.
+) -> tuple[Array, Embedding, Array | None]:
+    """`(x, weight, bias)` as JAX arrays; both with the hidden units of a low-rank update.
 
     Raises:
       ValueError: shapes disagree, or the layout is unknown.
       TypeError: an argument is no array, or its dtype does not suit it.
     """
+    if isinstance(weight, LoRA):
+        x, whole, bias = check_arrays(x, weight.weight, labels, bias, token_weights, weight_layout)
+        return *extended(x, weight._replace(weight=whole), weight_layout), bias
     x, weight = floating_arrays(x=x, weight=weight, least_bits=BITS_OF_PRODUCTS)
     if bias is not None:
         (bias,) = floating_arrays(bias=bias, least_bits=BITS_OF_PRODUCTS)
@@ -91,7 +95,7 @@ def _check_token_weights(token_weights: Any, labels: Any) -> None:
 
 def checked_request(
     x: Array,
-    weight: Array,
+    weight: Embedding,
     bias: Array | None,
     *,
     ignore_index: int,
@@ -136,6 +140,8 @@ def checked_request(
     check_config(config, Config)
     _check_options(reduction, ignore_index, label_smoothing, z_loss, logit_softcap)
     _check_chunks(chunk_size, vocab_chunk_size, max_logits_bytes)
+    if vocab_chunk_size is not None and isinstance(weight, TwoParts):
+        raise ValueError(f"{vocab_chunk_size=} takes no LoRA; set chunk_size or max_logits_bytes")
     if not 0 < number("counted_fraction", counted_fraction, remedy="1.0 expects all tokens") <= 1:
         raise ValueError(f"{counted_fraction=} must lie in (0, 1]; 1.0 expects all tokens to count")
     _check_accum_dtype(accum_dtype)
@@ -159,6 +165,7 @@ def checked_request(
         x=jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype),
         weight=jax.ShapeDtypeStruct(weight.shape, weight.dtype),
         has_bias=bias is not None,
+        is_low_rank=isinstance(weight, TwoParts),
         chunk_size=chunk_size,
         vocab_chunk_size=vocab_chunk_size,
         max_logits_bytes=max_logits_bytes,

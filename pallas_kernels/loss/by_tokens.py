@@ -37,6 +37,7 @@ from pallas_kernels.loss.columns import (
     rows_that_count,
     scaled_coefficients,
     statistics_of_linear,
+    weight_product,
 )
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
@@ -115,8 +116,7 @@ def _chunk_by_logits(settings: Settings, columns: Columns, place, dx_dtype, chun
     dx = product(f"tv,{columns.layout}->td", dz, columns.weight, dx_dtype)
     dbias = None if columns.bias is None else jnp.sum(dlogits.astype(jnp.float32), axis=0)
     counted = rows_that_count(x, coefficients)
-    subscripts = f"tv,td->{columns.layout}"
-    dweight = jnp.einsum(subscripts, dz, counted, preferred_element_type=settings.accum_dtype)
+    dweight = weight_product(dz, counted, columns.weight, columns.layout, settings.accum_dtype)
     return (dweight, dbias), (losses, dx)
 
 
@@ -133,12 +133,10 @@ def _chunk_by_exponentials(settings: Settings, columns: Columns, chunk, _):
         config=settings.config.linear,
     )
     losses = losses_of(found, labels, settings.options, columns.num_columns)
-    subscripts = f"tv,{columns.layout}->td"
-    dx = jnp.einsum(subscripts, dz, columns.weight, preferred_element_type=jnp.float32)
+    dx = product(f"tv,{columns.layout}->td", dz, columns.weight, jnp.float32)
     dx = (dx * factor[:, None]).astype(x.dtype)
     scaled_x = exponentials.scaled(x, factor)
-    subscripts = f"tv,td->{columns.layout}"
-    dweight = jnp.einsum(subscripts, dz, scaled_x, preferred_element_type=settings.accum_dtype)
+    dweight = weight_product(dz, scaled_x, columns.weight, columns.layout, settings.accum_dtype)
     return (dweight, None), (losses, dx)
 
 

@@ -11,12 +11,14 @@ from pallas_kernels.gpu.kernel import varying_axes
 from pallas_kernels.loss import xla
 from pallas_kernels.loss.layout import (
     Embedding,
+    OneArray,
     WeightLayout,
     column_axis,
     pad_columns,
     padding,
     sizes,
 )
+from pallas_kernels.loss.low_rank import TwoParts
 from pallas_kernels.loss.mosaic_gpu import logits as logits_kernel
 from pallas_kernels.loss.mosaic_gpu import statistics
 from pallas_kernels.loss.plan import Settings
@@ -27,7 +29,7 @@ class Gradients(NamedTuple):
     """Gradients of the coefficient-weighted sum of the losses; `dbias` is None without a bias."""
 
     dx: Float[Array, "T D"]
-    dweight: Embedding
+    dweight: OneArray
     dbias: Float[Array, " V"] | None
 
 
@@ -72,14 +74,29 @@ class Columns(NamedTuple):
 
 
 def product(subscripts: str, rows, matrix, dtype) -> jax.Array:
-    """`einsum` that rounds only its result to `dtype`.
+    """`einsum` that rounds only its result to `dtype`, of an embedding in one or two parts.
 
     For a single row XLA for GPUs makes no GEMM: it multiplies in this dtype before it adds up in
     float32 (JAX 0.11.2).
     """
+    if isinstance(matrix, TwoParts):
+        parts = matrix.frozen, matrix.low_rank
+        if subscripts.endswith("d"):
+            products = [product(subscripts, rows, part, dtype) for part in parts]
+            return jnp.concatenate(products, axis=1)
+        pairs = zip(matrix.split(rows), parts, strict=True)
+        found = [product(subscripts, of_part, part, jnp.float32) for of_part, part in pairs]
+        return (found[0] + found[1]).astype(dtype)
     result = jnp.float32 if len(rows) == 1 else dtype
     found = jnp.einsum(subscripts, rows, matrix, preferred_element_type=result)
     return found.astype(dtype)
+
+
+def weight_product(dz, x, weight: Embedding, layout: WeightLayout, dtype) -> jax.Array:
+    """The summand of `dweight` of some tokens; of the low-rank part alone where W is frozen."""
+    if isinstance(weight, TwoParts):
+        _, x = weight.split(x)
+    return jnp.einsum(f"tv,td->{layout}", dz, x, preferred_element_type=dtype)
 
 
 def statistics_of_linear(

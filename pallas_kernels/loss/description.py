@@ -88,7 +88,7 @@ def describe(request: Request, reduction: str, why_no_kernel: str | None) -> Los
         )
     num_tokens, (vocab_size, hidden_size) = len(request.x), request.sizes
     settings = request.settings
-    itemsize = request.logits_dtype.itemsize
+    itemsize = request.bytes_of_logit
     padded = lambda n: n + padding(n) if request.settings.implementation == "mosaic_gpu" else n
     # Without a reduction the forward does not know the cotangents, so the backward makes the logits
     # again.
@@ -123,7 +123,8 @@ def describe(request: Request, reduction: str, why_no_kernel: str | None) -> Los
         implementation=request.settings.implementation,
         why_no_kernel=why_no_kernel,
         reason=reason,
-        num_products=num_products,
+        # The product of the gradient of a low-rank update is small.
+        num_products=num_products - request.is_low_rank,
         num_products_alone=1,
         num_chunks=num_chunks,
         chunk_size=tokens,

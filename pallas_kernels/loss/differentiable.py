@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choices import log_once
 from pallas_kernels.gpu.kernel import varying_axes
-from pallas_kernels.loss import by_columns, by_tokens, recomputed
+from pallas_kernels.loss import by_columns, by_tokens, low_rank, recomputed
 from pallas_kernels.loss.columns import Gradients, place_in_vocabulary, scaled_coefficients
 from pallas_kernels.loss.counted import in_fewer_rows, num_rows
 from pallas_kernels.loss.layout import Embedding, unsupported_reason
@@ -64,11 +64,12 @@ def sums_of_losses(
       num_axes: Number of leading axes of the tokens that the sums keep: 0 adds up all losses.
     """
     axis = request.settings.vocab_axes
+    first, last = low_rank.arguments(weight)
     operation = _CrossEntropy(
-        request, num_axes, is_unchecked=bool(axis) and not varying_axes(weight) >= {*axis}
+        request, num_axes, is_unchecked=bool(axis) and not varying_axes(first) >= {*axis}
     )
     biases = () if bias is None else (bias,)
-    total, *losses = call(operation, x, weight, coefficients, labels, *biases)
+    total, *losses = call(operation, x, first, coefficients, labels, *biases, *last)
     return total, TokenLosses(*losses)
 
 
@@ -98,12 +99,12 @@ class _CrossEntropy:
     def _partitioned(
         self, local: Any, key: Any, args: Sequence[jax.Array], more: Any, results: Any
     ) -> tuple[jax.Array, ...]:
-        # Two kernels and a gather of entries read the weight. Without `by_rows` XLA held three
-        # copies of it at a time.
-        axes = tuple(self.request.settings.weight_layout)
-        weight = Weight(axes, self.request.x.dtype, by_rows=True)
+        request = self.request
+        layout = request.settings.weight_layout
+        weight, last = low_rank.roles(request.is_low_rank, layout, request.x.dtype)
         roles = [_X, weight, _NUMBERS, _NUMBERS]
-        roles += [Weight(("v",))] * (len(args) - len(roles)) + [_NUMBERS] * len(more)
+        roles += [Weight(("v",))] * (len(args) - len(roles) - len(last))
+        roles += [*last, *[_NUMBERS] * len(more)]
         return partitioned(
             local,
             (self, *key),
@@ -174,7 +175,8 @@ class _CrossEntropy:
             return None
         if wanted is not None and self._is_early:
             return None  # each member has gradients of its own
-        folded = with_members(args, is_batched, weights=(_WEIGHT, _BIAS))
+        weights = _WEIGHT, *range(_BIAS, len(args))
+        folded = with_members(args, is_batched, weights=weights)
         return dataclasses.replace(self, num_axes=self.num_axes + 1), folded
 
 
@@ -197,7 +199,7 @@ def _forward_of(
     ignored = operation.request.settings.options.ignore_index
 
     def run(x, weight, coefficients, labels, *biases) -> Sequence[jax.Array]:
-        weight = _rounded(operation, x, weight)
+        weight, biases = _weight_and_biases(operation, x, weight, biases)
 
         def compute(x, coefficients, labels) -> Any:
             device = _Device.make(operation, place, x, weight, coefficients, labels, biases)
@@ -229,7 +231,7 @@ def _backward_of(
 
     def run(x, weight, coefficients, labels, *biases_and_lse) -> Sequence[jax.Array]:
         *biases, lse = biases_and_lse
-        weight = _rounded(operation, x, weight)
+        weight, biases = _weight_and_biases(operation, x, weight, biases)
 
         def compute(x, coefficients, labels, lse) -> Any:
             device = _Device.make(operation, place, x, weight, coefficients, labels, biases)
@@ -255,16 +257,20 @@ def _backward_of(
     return run
 
 
-def _rounded(operation: _CrossEntropy, x: jax.Array, weight: jax.Array) -> jax.Array:
+def _weight_and_biases(
+    operation: _CrossEntropy, x: jax.Array, weight: jax.Array, biases: Sequence[jax.Array]
+) -> tuple[Any, Sequence[jax.Array]]:
     """The weight as the products take it, if they may stand in a branch of a `lax.cond`.
 
     XLA does not simplify across a branch. A weight that the caller has widened to float32, for a
     float32 gradient, would exist in float32. Chunks of columns are rounded one at a time.
     """
     request = operation.request
+    layout = request.settings.weight_layout
+    weight, biases = low_rank.joined(request.is_low_rank, layout, weight, biases)
     if request.counted_fraction < 1 and request.vocab_chunk_size is None:
-        return weight.astype(x.dtype)
-    return weight
+        weight = weight.astype(x.dtype)
+    return weight, biases
 
 
 def _of_counted(

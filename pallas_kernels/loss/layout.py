@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.loss.low_rank import TwoParts
 from pallas_kernels.loss.mosaic_gpu.logits_config import LINE
 
 type WeightLayout = Literal["vd", "dv"]
-Embedding = Float[Array, "V D"] | Float[Array, "D V"]
+OneArray = Float[Array, "V D"] | Float[Array, "D V"]
+Embedding = OneArray | TwoParts
 
 
 def column_axis(layout: WeightLayout) -> int:
@@ -42,6 +44,9 @@ def entries(
     weight: Embedding, columns: Int[Array, " T"], layout: WeightLayout
 ) -> Float[Array, "T _"]:
     """The vectors of some vocabulary entries, which must exist."""
+    if isinstance(weight, TwoParts):
+        parts = weight.frozen, weight.low_rank
+        return jnp.concatenate([entries(a, columns, layout) for a in parts], axis=-1)
     place: Any = (slice(None),) * layout.index("v") + (columns,)
     found = weight.at[place].get(mode="promise_in_bounds")
     return found if layout == "vd" else found.T
@@ -59,8 +64,10 @@ def unsupported_reason(weight: Any, layout: WeightLayout) -> str | None:
     )
 
 
-def pad_columns(a: jax.Array, number: int, layout: WeightLayout) -> jax.Array:
+def pad_columns(a: Any, number: int, layout: WeightLayout) -> Any:
     """The embedding or the bias, with zeros for `number` more vocabulary entries; a copy."""
+    if isinstance(a, TwoParts):
+        return jax.tree.map(lambda part: pad_columns(part, number, layout), a)
     widths = [(0, 0)] * a.ndim
     widths[column_axis(layout)] = 0, number
     return jnp.pad(a, widths)

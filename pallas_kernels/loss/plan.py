@@ -24,6 +24,7 @@ from pallas_kernels.implementation import Chosen
 from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.counted import num_rows
 from pallas_kernels.loss.layout import WeightLayout, column_axis, padding, sizes
+from pallas_kernels.loss.low_rank import TwoParts
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
 from pallas_kernels.loss.mosaic_gpu.logits_config import LINE
 from pallas_kernels.loss.token_loss import LossOptions
@@ -84,6 +85,7 @@ class Request:
       x: Hidden states `[T, D]`, or their shape and dtype.
       weight: Output embedding, or its shape and dtype; this device's part of a split one.
       has_bias: Whether the logits have a bias.
+      is_low_rank: Whether a part of the weight is frozen, and only a low-rank part has a gradient.
       chunk_size: Tokens of a chunk that the caller asks for.
       vocab_chunk_size: Columns of a chunk that the caller asks for.
       max_logits_bytes: Limit that the caller sets for logits in memory.
@@ -94,12 +96,15 @@ class Request:
     x: Operand
     weight: Operand
     has_bias: bool
+    is_low_rank: bool
     chunk_size: int | None
     vocab_chunk_size: int | None
     max_logits_bytes: int | None
     counted_fraction: float
 
-    def on_device(self, x: Operand, weight: Operand, vocab_axes: tuple[str, ...]) -> "Request":
+    def on_device(
+        self, x: Operand, weight: Operand | TwoParts, vocab_axes: tuple[str, ...]
+    ) -> "Request":
         """The request for a device's tokens and columns; `weight` may be rounded already."""
         return dataclasses.replace(
             self,
@@ -136,6 +141,13 @@ class Request:
         """Dtype of logits in memory."""
         is_kernel = self.settings.implementation == "mosaic_gpu"
         return jnp.dtype(self.x.dtype if is_kernel else jnp.float32)
+
+    @property
+    def bytes_of_logit(self) -> int:
+        """Bytes of a logit in memory, of its float32 sum of two products among them."""
+        itemsize = self.logits_dtype.itemsize
+        has_sum = self.is_low_rank and not _token_chunks(self, 1).by_exponentials
+        return itemsize + 4 if has_sum and itemsize < 4 else itemsize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,7 +226,7 @@ def choose(request: Request) -> Choice:
             f"The caller asks for chunk_size={request.chunk_size}.",
         )
     num_tokens, (vocab_size, _) = len(request.x), request.sizes
-    itemsize = request.logits_dtype.itemsize
+    itemsize = request.bytes_of_logit
     limit = request.max_logits_bytes
     num_bytes = _LOGITS_BYTES * itemsize // 2 if limit is None else limit
     fitting = num_bytes // (itemsize * vocab_size) // _TILE * _TILE
@@ -294,6 +306,8 @@ def _in_place(request: Request, chunk_size: int) -> _Place | str:
       chunk_size: Number of tokens whose exponentials may be in other memory.
     """
     num_tokens, (_, hidden_size) = len(request.x), request.sizes
+    if request.is_low_rank:
+        return "the weight is frozen, and the gradient of its low-rank update has no such memory"
     if request.settings.vocab_axes:
         return "the vocabulary is split over devices"
     if (reason := _no_exponentials(request)) is not None:

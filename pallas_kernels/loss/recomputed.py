@@ -16,7 +16,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.folding import fold_chunks
-from pallas_kernels.loss.columns import Columns, Gradients, place_in_vocabulary, product, rescaled
+from pallas_kernels.loss.columns import (
+    Columns,
+    Gradients,
+    place_in_vocabulary,
+    product,
+    rescaled,
+    weight_product,
+)
 from pallas_kernels.loss.known_rows import Rows, dlogits_of_logits, scale_for
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
@@ -96,9 +103,7 @@ def _one_chunk(settings: Settings, columns: Columns, temperature, dx_dtype, chun
         )
     dz = dlogits.astype(x.dtype)
     dx = product(f"tv,{columns.layout}->td", dz, columns.weight, dx_dtype)
-    dweight = jnp.einsum(
-        f"tv,td->{columns.layout}", dz, x, preferred_element_type=settings.accum_dtype
-    )
+    dweight = weight_product(dz, x, columns.weight, columns.layout, settings.accum_dtype)
     dbias = None if columns.bias is None else jnp.sum(dlogits.astype(jnp.float32), axis=0)
     return (dweight, dbias), dx
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.layout import Embedding, WeightLayout
 from pallas_kernels.loss.plan import Request
 from pallas_kernels.loss.token_loss import (
@@ -35,13 +36,16 @@ def sums_of_losses(
     """
     numbers = Tokens()
     layout = request.settings.weight_layout
-    roles = [Tokens(("d",)), Weight(tuple(layout)), numbers, numbers]
-    arrays = [x, weight, coefficients, labels]
+    first, last = low_rank.arguments(weight)
+    of_first, of_last = low_rank.roles(request.is_low_rank, layout, None)
+    roles = [Tokens(("d",)), of_first, numbers, numbers]
+    arrays = [x, first, coefficients, labels]
     if bias is not None:
         roles.append(Weight(("v",)))
         arrays.append(bias)
+    roles, arrays = [*roles, *of_last], [*arrays, *last]
     of_losses = Roles(tuple(roles), (numbers,) * len(TokenLosses._fields))
-    key = request.settings.options, layout
+    key = request.settings.options, layout, request.is_low_rank
     losses = TokenLosses(*split_over_explicit_axes(_losses_of, key, of_losses, *arrays))
     losses = finite_where_not_counted(losses, coefficients)
     axes = tuple(range(num_axes, labels.ndim))
@@ -49,12 +53,13 @@ def sums_of_losses(
 
 
 def _losses_of(
-    key: tuple[LossOptions, WeightLayout], place: Place
+    key: tuple[LossOptions, WeightLayout, bool], place: Place
 ) -> Callable[..., Sequence[jax.Array]]:
     """The losses of a device's tokens."""
-    options, layout = key
+    options, layout, is_low_rank = key
 
     def run(x: Any, weight: Any, coefficients: Any, labels: Any, *bias: Any) -> list[jax.Array]:
+        weight, bias = low_rank.joined(is_low_rank, layout, weight, bias)
         # Left out before and after: `jnp.where` gives such values the gradient 0, and 0 · NaN is
         # NaN.
         is_left_out = (coefficients == 0) & ~jnp.all(jnp.isfinite(x), axis=-1)
@@ -62,7 +67,7 @@ def _losses_of(
         logits = jnp.einsum(
             f"...d,{layout}->...v",
             x.astype(jnp.float32),
-            weight.astype(jnp.float32),
+            low_rank.whole(weight).astype(jnp.float32),
             precision=jax.lax.Precision.HIGHEST,
         )
         if bias:

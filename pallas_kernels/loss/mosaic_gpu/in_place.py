@@ -42,7 +42,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.gpu.device import Device
 from pallas_kernels.gpu.hopper_gemm import BLOCK_M, Operand
 from pallas_kernels.loss.config import Config
-from pallas_kernels.loss.layout import Embedding, WeightLayout, padding, sizes
+from pallas_kernels.loss.layout import Embedding, OneArray, WeightLayout, padding, sizes
+from pallas_kernels.loss.low_rank import TwoParts
 from pallas_kernels.loss.mosaic_gpu import columns_in_place, exponentials, products
 from pallas_kernels.loss.mosaic_gpu.columns_in_place import Part
 from pallas_kernels.loss.mosaic_gpu.statistics import Interleaved, Stored, Transposed
@@ -153,7 +154,7 @@ def loss_and_gradients(
     z_loss: float,
     weight_layout: WeightLayout = "vd",
     config: Config,
-) -> tuple[LogitStatistics, Float[Array, "T D"], Embedding]:
+) -> tuple[LogitStatistics, Float[Array, "T D"], OneArray]:
     """`(statistics, dx, dweight)` of the sum of `coefficients · loss`.
 
     Args:
@@ -239,7 +240,7 @@ def gradients(
     extent: Extent,
     weight_layout: WeightLayout,
     config: Config,
-) -> tuple[Float[Array, "T D"], Embedding]:
+) -> tuple[Float[Array, "T D"], OneArray]:
     """`(dx, dweight)` of dlogits `factor · values`.
 
     Args:
@@ -252,6 +253,7 @@ def gradients(
       weight_layout: Layout of `weight` and `dweight`.
       config: Launch parameters.
     """
+    assert not isinstance(weight, TwoParts), "no dweight, no memory"
     in_memory = places(extent, x.shape[1], weight_layout)
     operands: dict[str, Any] = {"a_layout": "KM"}
     if weight_layout == "dv":

@@ -40,6 +40,7 @@ takes every logit to be -inf or above -1e30.
 Above 450 lines, because both functions share the kernel.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -67,6 +68,7 @@ from pallas_kernels.gpu.hopper_gemm import (
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
 from pallas_kernels.loss.layout import Embedding, WeightLayout, sizes
+from pallas_kernels.loss.low_rank import TwoParts
 from pallas_kernels.loss.token_loss import LogitStatistics
 
 _PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
@@ -89,10 +91,11 @@ def default_config(num_tokens: int, vocab_size: int, hidden_size: int, device: D
 
 
 def unsupported_reason(
-    x: Operand, weight: Operand, weight_layout: WeightLayout = "vd"
+    x: Operand, weight: Operand | TwoParts, weight_layout: WeightLayout = "vd"
 ) -> str | None:
     """Why the kernel cannot run these arguments on the default device, or None if it can."""
-    reason = hopper_gemm.unsupported_reason(target_device(), x, weight)
+    operand = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+    reason = hopper_gemm.unsupported_reason(target_device(), x, operand)
     vocab_size, hidden_size = sizes(weight, weight_layout)
     if reason is None and weight_layout == "dv" and (vocab_size % _PIECE or hidden_size % 8):
         reason = f"weight [D, V] of shape {weight.shape} has not whole tiles of 8 rows by {_PIECE}"
@@ -489,9 +492,13 @@ def _loop(
     device = target_device()
     if config is None:
         config = default_config(num_tokens, vocab_size, hidden_size, device)
-    x = whole_tiles(x)
     # TMA fills in the rows of a `[D, V]` that a last step of 64 has no more.
-    weight = whole_tiles(weight) if weight_layout == "vd" else weight
+    if isinstance(weight, TwoParts):
+        # Each part begins with a step in K.
+        x = jnp.concatenate([whole_tiles(part) for part in weight.split(x)], axis=1)
+    else:
+        x = whole_tiles(x)
+    weight = jax.tree.map(whole_tiles, weight) if weight_layout == "vd" else weight
     loop = MainLoop(
         config=config,
         num_rows=num_tokens,
@@ -517,7 +524,7 @@ _START = (0.0, _LOWEST, _LOWEST, _LOWEST)
 def _running_statistics(
     loop: MainLoop,
     x: Float[Array, "some_T padded_D"],
-    weight: Float[Array, "some_V padded_D"] | Float[Array, "D V"],
+    weight: Float[Array, "some_V some_D"] | Float[Array, "some_D some_V"] | TwoParts,
     labels: Int[Array, " T"],
     *,
     bias: Float[Array, " padded_V"] | None = None,
@@ -543,7 +550,8 @@ def _running_statistics(
     num_tokens, vocab_size = loop.num_rows, loop.num_columns
     tile_n, cluster = loop.config.tile_n, loop.config.cluster
     num_pieces = tile_n // _PIECE
-    padded_vocab = weight.shape[loop.b_layout.index("N")]
+    parts = (weight.frozen, weight.low_rank) if isinstance(weight, TwoParts) else (weight,)
+    padded_vocab = parts[0].shape[loop.b_layout.index("N")]
     padding = (0, loop.groups * cluster * BLOCK_M - num_tokens)
     labels = jnp.pad(labels, padding)
     label_tile = jnp.where(labels < 0, -1, labels // tile_n).reshape(-1, TILE_M)
@@ -556,10 +564,12 @@ def _running_statistics(
     starts = (*_START, *[0.0] * (with_total + with_weighted + with_argmax + stores))
     arguments = {
         "x": x,
-        "weight": weight,
+        "weight": parts[0],
         "labels": labels,
         "has_label": has_label.astype(jnp.int32),
     }
+    if len(parts) > 1:
+        arguments["low_rank"] = parts[1]
     out_type = {
         "running": jax.ShapeDtypeStruct((len(starts), loop.num_clusters, labels.size), jnp.float32)
     }
@@ -702,10 +712,12 @@ def _running_statistics(
             for i, value in enumerate(running):
                 store(running_at(i, row), value)
 
+        weights = [of[name] for name in ("weight", "low_rank") if name in of]
         loop.run(
             [of["x"]],
-            [of["weight"]],
+            weights[:1],
             scratch,
+            parts_of_b=functools.partial(loop.parts_of_b, weights) if weights[1:] else None,
             tile=tile,
             start=start,
             end=wait_for_pieces if stores else None,
