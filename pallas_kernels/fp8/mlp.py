@@ -10,9 +10,9 @@ of its own.
 
 Kept for the backward beside the weights: `x.T` in FP8 under the name `fp8_x`, and gate and up under
 the names `gate` and `up` of `jax.checkpoint` policies. Gate and up are in int8, with a scale for
-128 columns of a row: this adds 0.06 to 0.23 of the recipe's own error to a gradient, where
-`float8_e4m3fn` would add up to 0.7 (docs/lab/2026-11-25-fp8-saved-tensors.md). The product is made
-again from gate and up, in the pass that makes dgate and dup.
+128 columns of a row. This adds 0.06 to 0.23 of the recipe's own error to a gradient. E4m3 would add
+up to 0.7 (docs/lab/2026-11-25-fp8-saved-tensors.md). The product is made again from gate and up, in
+the pass that makes dgate and dup.
 """
 
 import dataclasses
@@ -82,9 +82,9 @@ def fp8_swiglu_mlp(
     Operands of products are quantized as the recipe says, and each product is rounded once to the
     dtype of `x`. `silu(gate) · up` and its gradients are float32, and rounded to the dtype of `x`
     before they are quantized. The forward computes from gate and up in the dtype of `x`. The
-    backward reads both in int8 (`BlockwiseInt8`). Gradients of weights have the dtypes
-    of the weights. If a weight is too small to gain (`Recipe.gains`), all of the MLP runs in the
-    dtype of `x`, by `swiglu_mlp`.
+    backward reads both in int8, with a float32 scale for 128 columns of a row. Gradients of weights
+    have the dtypes of the weights. If a weight is too small to gain (`Recipe.gains`), all of the
+    MLP runs in the dtype of `x`, by `swiglu_mlp`.
 
     Args:
       x: Input, of a floating dtype of 16 bits or more; the leading axes are tokens.
