@@ -55,7 +55,7 @@ class Setting:
         entropies; for a loss, `(x, weight, labels, g, h) -> loss`.
       entropy: Whether there are entropies.
       weight: Dtype of the weight and its gradient: `"widened"` is a float32 gradient of a bfloat16
-        weight, `"bfloat16"` is bfloat16 for both.
+        weight, `"bfloat16"` is bfloat16 for both, and `"frozen"` a bfloat16 weight without one.
     """
 
     name: str
@@ -67,18 +67,21 @@ class Setting:
     def program(self) -> Callable[..., Any]:
         """The function `(x, weight, labels, g, h)` to compile."""
         widened = lambda w: w.astype(jnp.float32) if self.weight == "widened" else w
+        # The weights that have a gradient.
+        weights = lambda w: () if self.weight == "frozen" else (widened(w),)
 
         def value(x, weight, labels, g, h):
             return self.results(x, weight, labels)
 
         def gradients(x, weight, labels, g, h):
-            fn = lambda x, weight: self.results(x, weight, labels)
-            results, vjp = jax.vjp(fn, x, widened(weight))
+            fn = lambda x, w=weight: self.results(x, w, labels)
+            results, vjp = jax.vjp(fn, x, *weights(weight))
             return results, vjp((g, h if self.entropy else None))
 
         def loss(x, weight, labels, g, h):
-            fn = lambda x, weight: self.results(x, weight, labels, g, h)
-            return jax.value_and_grad(fn, argnums=(0, 1))(x, widened(weight))
+            fn = lambda x, w=weight: self.results(x, w, labels, g, h)
+            args = x, *weights(weight)
+            return jax.value_and_grad(fn, argnums=tuple(range(len(args))))(*args)
 
         return {"value": value, "gradients": gradients}.get(self.kind, loss)
 
@@ -164,6 +167,12 @@ SETTINGS = (
         _log_probs(False, **_KERNELS),
         weight="bfloat16",
     ),
+    Setting(
+        "ours, log-probabilities, frozen weight",
+        "gradients",
+        _log_probs(False, **_KERNELS),
+        weight="frozen",
+    ),
     Setting("ours, losses of tokens", "gradients", _minus_losses(**_KERNELS)),
     Setting("ours, entropies", "gradients", _log_probs(True, **_KERNELS), True),
     Setting(
@@ -175,6 +184,12 @@ SETTINGS = (
     Setting("XLA chunks, entropies", "gradients", _log_probs(True, **_XLA), True),
     Setting("XLA, all logits, entropies", "gradients", _all_logits(True), True),
     Setting("ours, token loss", "token loss", _token_loss(False, **_KERNELS)),
+    Setting(
+        "ours, token loss, frozen weight",
+        "token loss",
+        _token_loss(False, **_KERNELS),
+        weight="frozen",
+    ),
     Setting("ours, token loss with entropies", "token loss", _token_loss(True, **_KERNELS), True),
     Setting("XLA chunks, token loss", "token loss", _token_loss(False, **_XLA)),
     Setting("ours, policy loss", "policy loss", _policy_loss(**_KERNELS)),

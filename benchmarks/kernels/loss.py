@@ -48,7 +48,7 @@ class Setting:
       loss: Function `(x, weight, labels) -> loss`.
       weight: Dtype of the weight and its gradient. `"widened"` is a float32 gradient of a bfloat16
         weight. `"float32"` is a float32 weight, which the program itself rounds for its GEMMs.
-        `"bfloat16"` is bfloat16 for both.
+        `"bfloat16"` is bfloat16 for both, and `"frozen"` a bfloat16 weight without a gradient.
       gradients: Whether to compute the gradients.
       layout: Layout of the weight, as in `linear_cross_entropy`.
     """
@@ -71,7 +71,8 @@ class Setting:
         """The function to compile. It takes a float32 weight if the setting has one."""
         if not self.gradients:
             return self.loss
-        with_gradients = jax.value_and_grad(self.loss, argnums=(0, 1))
+        argnums = (0,) if self.weight == "frozen" else (0, 1)
+        with_gradients = jax.value_and_grad(self.loss, argnums=argnums)
         if self.weight != "widened":
             return with_gradients
         return lambda x, weight, labels: with_gradients(x, weight.astype(jnp.float32), labels)
@@ -108,6 +109,7 @@ SETTINGS = (
     Setting("ours, bfloat16 dweight", _ours(), "bfloat16"),
     Setting("ours, loss alone", _ours(), gradients=False),
     Setting("ours, half of the rows", _ours(counted_fraction=0.5)),
+    Setting("ours, frozen weight", _ours(), "frozen"),
     _XLA,
     Setting("XLA, all logits", _all_logits),
 )
@@ -131,11 +133,11 @@ def gemms(shape: Shape) -> list[Callable[[], Any]]:
 
 
 def _arrays(setting: Setting, result: Any) -> list[jax.Array]:
-    """The loss, and the gradients if the setting has them; `dweight` as `[V, D]`."""
+    """The loss, and the gradients that the setting has; `dweight` as `[V, D]`."""
     if not setting.gradients:
         return [result]
-    loss, (dx, dweight) = result
-    return [loss, dx, dweight.T if setting.layout == "dv" else dweight]
+    loss, (dx, *dweights) = result
+    return [loss, dx, *(d.T if setting.layout == "dv" else d for d in dweights)]
 
 
 def measure(

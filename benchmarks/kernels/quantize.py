@@ -10,8 +10,8 @@ interleaved rounds. The parts are:
 - `tensor`: `quantize_both`, which first reads the array for its largest magnitude.
 - `row`: `quantize_both` with a scale for each row and for each column.
 - `one order, row`: `quantize` with a scale for each row, which reads and writes an element once.
-- `swiglu, RECIPE`: the tensors that the backward of `fp8_swiglu_mlp` quantizes, from gate, up and
-  the gradient of their product. An element of each is read twice, and five are written. XLA
+- `swiglu, RECIPE`: the tensors that the backward of `fp8_swiglu_mlp` quantizes, from gate and up in
+  int8 and the gradient of their product. Each array is read twice, and five are written. XLA
   computes the gradients in a pass of its own, and the kernel of `quantize_both` follows.
 
 Before a part is timed, its bytes are compared with those of XLA. One value in 100,000 may differ.
@@ -47,7 +47,7 @@ from pallas_kernels.fp8 import (
     quantize_transposed,
     reference,
 )
-from pallas_kernels.fp8.types import E4M3
+from pallas_kernels.fp8.types import E4M3, BlockwiseInt8
 from pallas_kernels.partition import Place
 
 # Tokens x hidden or intermediate size of Llama 1B and 8B, and a weight.
@@ -64,12 +64,14 @@ class Way:
       name: Name in the table.
       fn: Function of arrays; it returns a pytree of arrays.
       num_arrays: Number of arrays.
+      num_int8: Number of the first arrays that the function takes in int8.
     """
 
     part: str
     name: str
     fn: Callable[..., Any]
     num_arrays: int = 1
+    num_int8: int = 0
 
 
 def ways(*, sweep: bool) -> list[Way]:
@@ -92,19 +94,23 @@ def ways(*, sweep: bool) -> list[Way]:
     for recipe in ("tensorwise", "rowwise"):
         for name, fn in (("XLA", _swiglu_in_pieces), ("kernel", _swiglu_by_kernels)):
             fn = functools.partial(fn, RECIPES[recipe])
-            found.append(Way(f"swiglu, {recipe}", name, fn, num_arrays=3))
+            found.append(Way(f"swiglu, {recipe}", name, fn, num_arrays=3, num_int8=2))
     return found
 
 
-def _swiglu_by_kernels(recipe: Recipe, *args: jax.Array) -> Any:
-    gate, up, dproduct = args
+def _swiglu_by_kernels(
+    recipe: Recipe, gate: BlockwiseInt8, up: BlockwiseInt8, dproduct: jax.Array
+) -> Any:
     with require_kernels():
         return mlp.swiglu_backward(gate, up, dproduct, recipe, (True,) * 4, Place())
 
 
-def _swiglu_in_pieces(recipe: Recipe, *args: jax.Array) -> Any:
+def _swiglu_in_pieces(
+    recipe: Recipe, gate: BlockwiseInt8, up: BlockwiseInt8, dproduct: jax.Array
+) -> Any:
+    found = mlp.gradients_of_swiglu(gate.dequantize(), up.dequantize(), dproduct)
     # XLA would compute the gradients again for each of their readers.
-    dgate, dup, product = jax.lax.optimization_barrier(mlp.gradients_of_swiglu(*args))
+    dgate, dup, product = jax.lax.optimization_barrier(found)
     cast, of_product = recipe.gradients, recipe.inputs
     both = functools.partial(quantize_both, dtype=cast.dtype, scaling=cast.scaling)
     turned = quantize_transposed(product, of_product.dtype, scaling=of_product.scaling)
@@ -123,6 +129,13 @@ def measure(shape: Shape, dtype: str, found: Sequence[Way], rounds: int) -> dict
     inputs = [jax.random.normal(key, shape, dtype) for key in keys]
     # The arguments of a call; each call begins with another array.
     sets = [[*inputs[i:], *inputs[:i]] for i in range(num_sets)]
+    in_int8 = jax.jit(reference.blockwise_int8)
+    most = max(way.num_int8 for way in found)
+    of_set = [[in_int8(a) for a in arrays[:most]] for arrays in sets]
+
+    def arguments(way: Way, i: int) -> list[Any]:
+        return [*of_set[i][: way.num_int8], *sets[i][way.num_int8 : way.num_arrays]]
+
     num_bytes = inputs[0].nbytes + 2 * inputs[0].size
     copy = ops.copy(num_bytes)
     cases, refused = [timing.Case("copy", copy.calls)], {}
@@ -130,7 +143,7 @@ def measure(shape: Shape, dtype: str, found: Sequence[Way], rounds: int) -> dict
     for way in found:
         fn, name = jax.jit(way.fn), f"{way.part}, {way.name}"
         try:
-            got = fn(*inputs[: way.num_arrays])
+            got = fn(*arguments(way, 0))
             different = different_elements(got, expected.setdefault(way.part, got))
         except Exception as error:  # that a way does not compile or fit is a result
             refused[name] = timing.Timing(error=timing.first_line(error))
@@ -138,7 +151,7 @@ def measure(shape: Shape, dtype: str, found: Sequence[Way], rounds: int) -> dict
         if different > inputs[0].size // 100_000:
             refused[name] = timing.Timing(error=f"wrong result: {different} elements differ")
             continue
-        calls = [functools.partial(fn, *arrays[: way.num_arrays]) for arrays in sets]
+        calls = [functools.partial(fn, *arguments(way, i)) for i in range(num_sets)]
         cases.append(timing.Case(name, calls))
     del expected
     timings = timing.compare(cases, rounds=rounds) | refused

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.fp8 import reference
+from pallas_kernels.fp8.types import BLOCK, BlockwiseInt8, dequantized
 from pallas_kernels.gpu.arrays import at_aligned_addresses
 from pallas_kernels.gpu.device import BYTES_PER_ACCESS, LANES, WARPS_PER_WARPGROUP
 from pallas_kernels.gpu.kernel import gpu_kernel
@@ -37,7 +38,7 @@ def amax_of_both(x: Float[Array, "M K"]) -> tuple[Float[Array, "M 1"], Float[Arr
 
 
 def amax_of_computed(
-    arrays: Sequence[Float[Array, "M K"]],
+    arrays: Sequence[Float[Array, "M K"] | BlockwiseInt8],
     compute: Callable[..., Sequence[jax.Array]],
     wanted: Sequence[tuple[bool, bool]],
     *,
@@ -46,19 +47,24 @@ def amax_of_computed(
     """`amax_of_both` of tensors that an elementwise function makes of arrays, in the same pass.
 
     Args:
-      arrays: Arguments of the function, of one shape and dtype.
-      compute: Function of a tile of each array; it returns a tile of each tensor in their dtype.
+      arrays: Arguments of the function, of one shape. Those that are not in int8 have one dtype,
+        and there is one of them at least.
+      compute: Function of a tile of each array, in float32 where the array is in int8; it returns a
+        tile of each tensor in the dtype of the other arrays.
       wanted: Whether to find the maxima of rows and those of columns, for each tensor.
       name: Name of the kernel.
     """
-    arrays = at_aligned_addresses(tuple(arrays))
-    (num_rows, num_columns), dtype = arrays[0].shape, arrays[0].dtype
+    leaves, structure = jax.tree.flatten(at_aligned_addresses(list(arrays)))
+    num_rows, num_columns = leaves[0].shape
+    dtype = next(a.dtype for a in arrays if not isinstance(a, BlockwiseInt8))
     vector = BYTES_PER_ACCESS // dtype.itemsize
     lanes_of_row = LANES // _ROWS_OF_WARP
     step = lanes_of_row * vector  # 64 columns, or 32 of float32
     rows_of_step = WARPS_PER_WARPGROUP * _ROWS_OF_WARP
     most = max(1, _ACCESSES // (_ROWS // rows_of_step) // len(arrays)) * step
-    width = next(w for w in range(most, 0, -step) if num_columns % w == 0)
+    # A row of a tile has one scale.
+    whole = BLOCK if len(leaves) > len(arrays) else num_columns
+    width = next(w for w in range(most, 0, -step) if num_columns % w == 0 == whole % w)
     layout = plgpu.Layout.TILED(
         plgpu.Tiling(((rows_of_step, step), (_ROWS_OF_WARP, vector))),
         warp_dims=(-4,),
@@ -70,12 +76,20 @@ def amax_of_computed(
     results = [(i, axis) for i, w in enumerate(wanted) for axis in (1, 0) if w[1 - axis]]
 
     def kernel(*refs: Any) -> None:
-        gmems, outs = refs[: len(arrays)], refs[len(arrays) :]
+        gmems, outs = refs[: len(leaves)], refs[len(leaves) :]
         block = jax.lax.axis_index("block")
         row_block = jax.lax.div(block, column_blocks)
         column_block = jax.lax.rem(block, column_blocks)
         rows, columns = pl.ds(row_block * _ROWS, _ROWS), pl.ds(column_block * width, width)
-        tiles = compute(*(load(gmem.at[rows, columns], layout) for gmem in gmems))
+
+        def tile_of(gmem: Any) -> jax.Array:
+            if not isinstance(gmem, BlockwiseInt8):
+                return load(gmem.at[rows, columns], layout)
+            first = jax.lax.div(column_block * width, BLOCK)
+            scale = load(gmem.scale.at[first, rows], layout.reduce(1))
+            return dequantized(load(gmem.values.at[rows, columns], layout), scale)
+
+        tiles = compute(*map(tile_of, jax.tree.unflatten(structure, gmems)))
         for (i, axis), out in zip(results, outs, strict=True):
             # The maximum over warps goes through one scratch buffer a block: one warpgroup a block.
             to = out.at[column_block, rows] if axis else out.at[row_block, columns]
@@ -92,6 +106,6 @@ def amax_of_computed(
         ),
         grid=(row_blocks * column_blocks,),
         grid_names=("block",),
-    )(*arrays)
+    )(*leaves)
     maxima = (reference.amax_of(a, axis=0).reshape(-1, 1) for a in at_aligned_addresses(out))
     return [(next(maxima) if w[0] else None, next(maxima) if w[1] else None) for w in wanted]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.fp8 import amax, mosaic_gpu, reference
 from pallas_kernels.fp8.quantize import quantize, quantize_both, quantize_transposed
 from pallas_kernels.fp8.recipes import Cast
-from pallas_kernels.fp8.types import Quantized
+from pallas_kernels.fp8.types import BlockwiseInt8, Quantized
 from pallas_kernels.gpu.device import runs_here
 from pallas_kernels.partition import Place, Split
 
@@ -95,7 +95,7 @@ def _largest(maxima: jax.Array, axes: Split) -> jax.Array:
 
 
 def cast_computed(
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[jax.Array | BlockwiseInt8],
     compute: Callable[..., Sequence[jax.Array]],
     casts: Sequence[Cast],
     wanted: Sequence[tuple[bool, bool]],
@@ -110,8 +110,10 @@ def cast_computed(
     `kernel_is_out`, which is None.
 
     Args:
-      arrays: Arguments of the function, `[T, K]`, of one dtype.
-      compute: Function of pieces of the arrays; it returns pieces of the tensors in their dtype.
+      arrays: Arguments of the function, `[T, K]`. One of them at least is not in int8; all that are
+        not have one dtype.
+      compute: Function of pieces of the arrays, in float32 where they are in int8; it returns
+        pieces of the tensors in the dtype of the other arrays.
       casts: Cast of each tensor.
       wanted: Whether to make the copy of each tensor as it is, and the transposed one.
       place: Place of the device in the mesh.

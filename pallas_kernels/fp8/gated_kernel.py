@@ -7,9 +7,16 @@ promotion of the sums to float32: two more accumulators would not fit the regist
 
 Rounding: gate and up are rounded to the output's dtype before anything is computed from them, as if
 they had been stored. The activation is float32 and rounded once.
+
+The backward reads gate and up in int8, with a scale for 128 columns of a row (`BlockwiseInt8`). A
+tile is 128 columns wide, so the warpgroup that has a row of it also has all numbers of a scale.
+Their rounded gate and up take half the registers of the accumulators, which are free by then. A
+piece of 128 columns in int8 has the bytes of one of 64 columns in 16 bits. So the two slots of a
+warpgroup become one for 16 bits and one for int8, filled in turn.
 """
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -29,7 +36,8 @@ from pallas_kernels.fp8.product_kernel import (
     unsupported_reason,
     with_columns,
 )
-from pallas_kernels.fp8.types import Quantized
+from pallas_kernels.fp8.reference import int8_scale_of
+from pallas_kernels.fp8.types import BLOCK, BlockwiseInt8, Quantized
 from pallas_kernels.gpu import hopper_gemm
 from pallas_kernels.gpu.device import runs_here, target_device
 from pallas_kernels.gpu.hopper_gemm import (
@@ -38,8 +46,9 @@ from pallas_kernels.gpu.hopper_gemm import (
     WARPGROUPS,
     Config,
     MainLoop,
-    store_piece,
+    store_slot,
     wait_for_pieces,
+    wait_for_slot,
     whole_tiles,
 )
 from pallas_kernels.gpu.kernel import gpu_kernel
@@ -47,6 +56,9 @@ from pallas_kernels.gpu.layouts import store
 from pallas_kernels.mlp import formula
 
 _PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
+# 1.5 · 2^23, whose float32 neighbours are integers. The bits of a sum with it end in those of the
+# other summand, rounded to the nearest integer, ties to even.
+_ROUNDING = 12582912.0
 
 
 def runs(x: Quantized, w_gate: Quantized, out_dtype: DTypeLike) -> bool:
@@ -64,8 +76,8 @@ def gated(
     keep: bool,
     find_amax: bool = False,
     config: Config | None = None,
-) -> tuple[Float[Array, "T F"], ...]:
-    """`(silu(gate) · up,)` with `gate = x @ w_gate.T` and `up = x @ w_up.T`.
+) -> tuple[Float[Array, "T F"], tuple[BlockwiseInt8, ...], Float[Array, "N padded_T"] | None]:
+    """`silu(gate) · up` with `gate = x @ w_gate.T` and `up = x @ w_up.T`.
 
     `runs` must be True for the arguments, except in the interpreter.
 
@@ -73,14 +85,19 @@ def gated(
       x: Input, `[T, D]`.
       w_gate: First weight, `[F, D]`.
       w_up: Second weight, of the same shape and dtype.
-      out_dtype: Dtype of the results, of 16 bits.
-      keep: Whether to return gate and up, too: `(product, gate, up)`.
-      find_amax: Whether to return, as the last result, the largest magnitudes of the product in
-        float32: `[tiles, padded T]`, one for each row of a tile; 0 in rows past T.
+      out_dtype: Dtype of the product, of 16 bits; gate and up are rounded to it, too.
+      keep: Whether to return gate and up, too.
+      find_amax: Whether to return maxima of the product, too.
       config: Launch parameters; chosen if None.
 
+    Returns:
+      `(product, kept, maxima)`. `kept` is `(gate, up)`, or empty. `maxima` are the largest
+      magnitudes of the product in float32, one for each row of a tile, and 0 in rows past T; or
+      None.
+
     Raises:
-      ValueError: The configuration does not fit the device.
+      ValueError: The configuration does not fit the device, or `keep` is set and its tiles do not
+        have the 128 columns of a scale.
     """
     num_tokens, num_columns = len(x.values), len(w_gate.values)
     device, out_dtype = target_device(), jnp.dtype(out_dtype)
@@ -100,19 +117,27 @@ def gated(
         num_b=2,
         b_dtype=weights[0].dtype,
     )
-    pieces = (WARPGROUPS, 2, TILE_M, _PIECE)
-    loop.check_fits(device, extra_bytes=out_dtype.itemsize * math.prod(pieces))
-    output = jax.ShapeDtypeStruct((len(x_values), len(weights[0])), out_dtype)
-    num_outputs = 3 if keep else 1
-    # Plain stores write the maxima of a tile, so the array has all rows of the last tile.
-    padded_rows = len(x_values) + -len(x_values) % (config.cluster * BLOCK_M)
-    column_tiles = pl.cdiv(len(weights[0]), config.tile_n)
-    maxima = jax.ShapeDtypeStruct((column_tiles, padded_rows), jnp.float32)
+    if keep and config.tile_n != BLOCK:
+        raise ValueError(
+            f"{config.tile_n=} must be {BLOCK} with keep=True: a scale has a tile's row"
+        )
+    slots = [plgpu.SMEM((WARPGROUPS, 1 if keep else 2, TILE_M, _PIECE), out_dtype)]
+    if keep:
+        slots.append(plgpu.SMEM((WARPGROUPS, TILE_M, BLOCK), jnp.int8))
+    extra_bytes = sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in slots)
+    loop.check_fits(device, extra_bytes=extra_bytes)
+    num_rows, column_tiles = len(x_values), pl.cdiv(len(weights[0]), config.tile_n)
+    product = jax.ShapeDtypeStruct((num_rows, len(weights[0])), out_dtype)
+    # Mosaic copies whole blocks of 128 columns in int8.
+    kept = jax.ShapeDtypeStruct((num_rows, column_tiles * config.tile_n), jnp.int8)
+    # Plain stores write a number for each row of a tile, so the array has all rows of the last one.
+    padded_rows = num_rows + -num_rows % (config.cluster * BLOCK_M)
+    of_rows = jax.ShapeDtypeStruct((column_tiles, padded_rows), jnp.float32)
     outputs = gpu_kernel(
-        functools.partial(_kernel, loop, num_outputs, find_amax),
-        out_type=(output,) * num_outputs + (maxima,) * find_amax,
+        functools.partial(_kernel, loop, keep, find_amax),
+        out_type=(product, *(kept, kept, of_rows, of_rows) * keep, *(of_rows,) * find_amax),
         **loop.launch,
-        scratch_types=[plgpu.SMEM(pieces, out_dtype), *loop.scratch_types],
+        scratch_types=[*slots, *loop.scratch_types],
         kernel_name="fp8_gated_matmul",
     )(
         x_values,
@@ -120,13 +145,18 @@ def gated(
         scales_of_tiles(x.scale, num_tokens, config.cluster * BLOCK_M),
         *(scales_of_tiles(w.scale, num_columns, config.tile_n) for w in (w_gate, w_up)),
     )
-    results = tuple(a[:num_tokens, :num_columns] for a in outputs[:num_outputs])
-    return *results, *outputs[num_outputs:]
+    product, *rest = outputs
+    maxima = rest.pop() if find_amax else None
+    kept = tuple(
+        BlockwiseInt8(values[:num_tokens, :num_columns], scale[:, :num_tokens])
+        for values, scale in zip(rest[:2], rest[2:], strict=True)
+    )
+    return product[:num_tokens, :num_columns], kept, maxima
 
 
 def _kernel(
     loop: MainLoop,
-    num_outputs: int,
+    keep: bool,
     find_amax: bool,
     x_gmem: Any,
     gate_gmem: Any,
@@ -134,39 +164,62 @@ def _kernel(
     *refs: Any,
 ) -> None:
     """Writes the product of each tile, and gate, up and maxima if they are asked for."""
-    scale_gmems, outputs = refs[:3], refs[3 : 3 + num_outputs]
-    maxima_gmem = refs[3 + num_outputs] if find_amax else None
-    piece_smem, *scratch = refs[3 + num_outputs + find_amax :]
-    slots = piece_smem.at[jax.lax.axis_index("warpgroup")]
+    rest = iter(refs)
+    take = lambda count: list(itertools.islice(rest, count))
+    row_gmem, *column_gmems = take(3)
+    (output,) = take(1)
+    kept_gmems, kept_scale_gmems = take(2 * keep), take(2 * keep)
+    maxima_gmems = take(int(find_amax))
+    warpgroup = jax.lax.axis_index("warpgroup")
+    slots, *int8_slots = (slot.at[warpgroup] for slot in take(1 + keep))
     num_pieces = loop.config.tile_n // _PIECE
-    num_stores = num_pieces * num_outputs
-    row_gmem, *column_gmems = scale_gmems
+    num_stores = num_pieces + 2 * keep
 
     def tile(row, column, multiply):
-        rows = pl.ds(row, TILE_M)
+        rows, column_tile = pl.ds(row, TILE_M), jax.lax.div(column, loop.config.tile_n)
         scale_of_rows = load_scale(row_gmem, rows, ROW)
         accumulators = multiply()
-        largest = jnp.float32(0)
-        for i in range(num_pieces):
+
+        def rounded(sums, gmem, i):
+            """Gate or up of a piece."""
             columns = pl.ds(column + i * _PIECE, _PIECE)
-            gate, up = (
-                scaled(
-                    sums[:, i * _PIECE : (i + 1) * _PIECE],
-                    scale_of_rows,
-                    load_scale(gmem, columns, COLUMN),
-                ).astype(piece_smem.dtype)
-                for sums, gmem in zip(accumulators, column_gmems, strict=True)
+            piece = sums[:, i * _PIECE : (i + 1) * _PIECE]
+            return scaled(piece, scale_of_rows, load_scale(gmem, columns, COLUMN)).astype(
+                output.dtype
             )
-            product = formula.product(gate.astype(jnp.float32), up.astype(jnp.float32))
-            values = (product.astype(piece_smem.dtype), gate, up)[:num_outputs]
+
+        def store_int8(pieces, gmem, scale_gmem):
+            """Gate or up of the tile."""
+            amax = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(p), axis=1) for p in pieces))
+            scale = int8_scale_of(amax.astype(jnp.float32))
+            inverse = jax.lax.broadcast_in_dim(1 / scale, pieces[0].shape, (0,))
+            (slot,) = int8_slots
+            wait_for_slot(num_stores)
+            for i, piece in enumerate(pieces):
+                shifted = piece.astype(jnp.float32) * inverse + _ROUNDING
+                values = jax.lax.bitcast_convert_type(shifted, jnp.int32).astype(jnp.int8)
+                slot[:, i * _PIECE : (i + 1) * _PIECE] = values
+            store_slot(slot, gmem.at[rows, pl.ds(column, BLOCK)])
+            store(scale_gmem.at[column_tile, rows], scale)
+
+        pairs = [
+            [rounded(*of_one, i) for of_one in zip(accumulators, column_gmems, strict=True)]
+            for i in range(num_pieces)
+        ]
+        largest = jnp.float32(0)
+        for i, pair in enumerate(pairs):
+            product = formula.product(*(a.astype(jnp.float32) for a in pair))
             if find_amax:
                 # Rounding keeps the order of numbers, so it can wait until the maximum is known.
                 largest = jnp.maximum(largest, jnp.max(jnp.abs(product), axis=1))
-            for j, (value, output) in enumerate(zip(values, outputs, strict=True)):
-                to = output.at[rows, columns]
-                store_piece(i * num_outputs + j, num_stores, value, slots, to)
-        if maxima_gmem is not None:
-            rounded = largest.astype(piece_smem.dtype).astype(jnp.float32)
-            store(maxima_gmem.at[jax.lax.div(column, loop.config.tile_n), rows], rounded)
+            slot, value = slots.at[0 if keep else i % 2], product.astype(output.dtype)
+            wait_for_slot(num_stores)
+            slot[...] = value
+            store_slot(slot, output.at[rows, pl.ds(column + i * _PIECE, _PIECE)])
+            if keep:  # after the first piece gate, after the second one up
+                store_int8([pair[i] for pair in pairs], kept_gmems[i], kept_scale_gmems[i])
+        for maxima_gmem in maxima_gmems:
+            largest = largest.astype(output.dtype).astype(jnp.float32)
+            store(maxima_gmem.at[column_tile, rows], largest)
 
-    loop.run([x_gmem], [gate_gmem, up_gmem], scratch, tile=tile, end=wait_for_pieces)
+    loop.run([x_gmem], [gate_gmem, up_gmem], list(rest), tile=tile, end=wait_for_pieces)

@@ -1,17 +1,18 @@
 """The gated MLP with its nine products in FP8.
 
 `y = (silu(gate) · up) @ w_down` with `gate = x @ w_gate` and `up = x @ w_up`. The operands of all
-products are FP8, quantized once in both memory orders (`linear.py`); gate, up, `dproduct`, dgate
-and dup are in the dtype of `x`. On Hopper one kernel makes gate, up and their product
-(`gated_kernel.py`). In the backward two kernels compute dgate, dup and the product: the first one
-for their maxima, the second one for their FP8 copies (`casts.cast_computed`). So none of the three
-is written in 16 bits. Where the kernels do not run, XLA computes the three in a pass of its own.
+products are FP8, quantized once in both memory orders (`linear.py`). The forward's gate and up,
+`dproduct`, dgate and dup are rounded to the dtype of `x`. On Hopper one kernel makes gate, up and
+their product (`gated_kernel.py`). In the backward two kernels compute dgate, dup and the product:
+the first one for their maxima, the second one for their FP8 copies (`casts.cast_computed`). So none
+of the three is written in 16 bits. Where the kernels do not run, XLA computes the three in a pass
+of its own.
 
 Kept for the backward beside the weights: `x.T` in FP8 under the name `fp8_x`, and gate and up under
-the names `gate` and `up` of `jax.checkpoint` policies. The product is made again from gate and up,
-in the pass that makes dgate and dup. Without the kernel, that pass takes its operands through an
-`optimization_barrier`, or XLA would keep what the forward computed. XLA cannot match what a kernel
-computed, and in a `lax.scan` over layers the barrier would copy gate and up.
+the names `gate` and `up` of `jax.checkpoint` policies. Gate and up are in int8, with a scale for
+128 columns of a row. This adds 0.06 to 0.23 of the recipe's own error to a gradient. E4m3 would add
+up to 0.7 (docs/lab/2026-11-25-fp8-saved-tensors.md). The product is made again from gate and up, in
+the pass that makes dgate and dup.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
 from pallas_kernels.choices import log_once, record
-from pallas_kernels.fp8 import gated_kernel
+from pallas_kernels.fp8 import gated_kernel, reference
 from pallas_kernels.fp8.casts import (
     cast_both,
     cast_computed,
@@ -49,7 +50,7 @@ from pallas_kernels.fp8.linear import (
 )
 from pallas_kernels.fp8.products import fp8_matmul
 from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
-from pallas_kernels.fp8.types import Quantized
+from pallas_kernels.fp8.types import BlockwiseInt8, Quantized
 from pallas_kernels.mlp import formula, swiglu_mlp
 from pallas_kernels.mlp.reference import product
 from pallas_kernels.operation import Mask, call
@@ -58,10 +59,12 @@ from pallas_kernels.partition import (
     Place,
     Roles,
     Tokens,
+    TokensLast,
     partitioned,
 )
 
-_X, _H = Tokens(("d",)), Tokens(("f",))
+_X = Tokens(("d",))
+_KEPT = Tokens(("f",)), TokensLast(("blocks",))  # values and scales of gate, and those of up
 _FORWARD_AXES = ("f", "d"), ("f", "d"), ("d", "f")  # of the copies [N, K]
 _DGRAD_AXES = ("d", "f"), ("d", "f"), ("f", "d")
 
@@ -77,10 +80,11 @@ def fp8_swiglu_mlp(
     """The gated MLP `(silu(x @ w_gate) · (x @ w_up)) @ w_down` with its products in FP8.
 
     Operands of products are quantized as the recipe says, and each product is rounded once to the
-    dtype of `x`. `silu(gate) · up` and its gradients are float32, from the rounded gate and up,
-    and rounded to the dtype of `x` before they are quantized. Gradients of weights have the dtypes
-    of the weights. If a weight is too small to gain (`Recipe.gains`), all of the MLP runs in the
-    dtype of `x`, by `swiglu_mlp`.
+    dtype of `x`. `silu(gate) · up` and its gradients are float32, and rounded to the dtype of `x`
+    before they are quantized. The forward computes from gate and up in the dtype of `x`. The
+    backward reads both in int8, with a float32 scale for 128 columns of a row. Gradients of weights
+    have the dtypes of the weights. If a weight is too small to gain (`Recipe.gains`), all of the
+    MLP runs in the dtype of `x`, by `swiglu_mlp`.
 
     Args:
       x: Input, of a floating dtype of 16 bits or more; the leading axes are tokens.
@@ -133,7 +137,10 @@ class _MLP:
         copies = pairs(args[4:10])
         keep = wanted is not None
         turn = wanted is not None and self._keeps_turned(wanted)
-        kept = *((_H, _H) if keep else ()), *(roles_of_kept(self.recipe, "d") if turn else ())
+        kept = (
+            *((*_KEPT, *_KEPT) if keep else ()),
+            *(roles_of_kept(self.recipe, "d") if turn else ()),
+        )
         roles = Roles((_X, *roles_of_copies(copies, _FORWARD_AXES)), (_X, *kept))
         key = self.recipe, keep, turn
         return partitioned(_forward_of, key, roles, args[0], *jax.tree.leaves(copies))
@@ -142,7 +149,7 @@ class _MLP:
         return any(wanted[1:3]) and self.recipe.wgrad is not None
 
     def num_residuals(self, wanted: Mask) -> int:
-        return 4 if self._keeps_turned(wanted) else 2
+        return 6 if self._keeps_turned(wanted) else 4
 
     def saved(
         self,
@@ -151,7 +158,7 @@ class _MLP:
         results: Sequence[jax.Array],
         residuals: Sequence[jax.Array],
     ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
-        names = ("gate", "up", "fp8_x", "fp8_x")[: len(residuals)]
+        names = ("gate", "gate", "up", "up", "fp8_x", "fp8_x")[: len(residuals)]
         kept = [checkpoint_name(a, n) for a, n in zip(residuals, names, strict=True)]
         if any(wanted[1:3]) and self.recipe.wgrad is None:
             kept.append(args[0])
@@ -163,7 +170,7 @@ class _MLP:
         (dy,) = cotangents
         assert dy is not None  # JAX asks for no gradient of a result without one
         copies, kept = pairs(saved[:6]), saved[6:]
-        of_tokens = _X, _H, _H, *roles_of_x(kept[2:], "d")
+        of_tokens = _X, *_KEPT, *_KEPT, *roles_of_x(kept[4:], "d")
         gradients = _X, *(GradientOf(len(of_tokens) + 2 * i) for i in range(3))
         asked_for = tuple(g for g, w in zip(gradients, wanted[:4], strict=True) if w)
         roles = Roles((*of_tokens, *roles_of_copies(copies, _DGRAD_AXES)), asked_for)
@@ -202,26 +209,22 @@ def _forward_of(
             kept = turned.values, turned.scale
         else:
             quantized = cast_one(rows(x), recipe.inputs, place)
-        maxima = None
         if _has_kernel(recipe, of_gate, x):
-            find_amax = recipe.inputs.scaling == "tensor"
-            found = list(
-                gated_kernel.gated(
-                    quantized,
-                    of_gate,
-                    of_up,
-                    out_dtype=x.dtype,
-                    keep=keep,
-                    find_amax=find_amax,
-                )
+            activated, gate_and_up, maxima = gated_kernel.gated(
+                quantized,
+                of_gate,
+                of_up,
+                out_dtype=x.dtype,
+                keep=keep,
+                find_amax=recipe.inputs.scaling == "tensor",
             )
-            maxima = found.pop() if find_amax else None
-            activated, *gate_and_up = (a.reshape(*x.shape[:-1], -1) for a in found)
         else:
-            gate_and_up = [multiply(quantized, of_gate), multiply(quantized, of_up)]
-            activated = product(*gate_and_up)
-        y = multiply(cast_one(rows(activated), recipe.inputs, place, maxima=maxima), of_down)
-        return (y, *gate_and_up, *kept) if keep else (y,)
+            pair = [rows(multiply(quantized, w)) for w in (of_gate, of_up)]
+            activated, maxima = product(*pair), None
+            gate_and_up = map(reference.blockwise_int8, pair) if keep else ()
+        y = multiply(cast_one(activated, recipe.inputs, place, maxima=maxima), of_down)
+        parts = [(a.values.reshape(*x.shape[:-1], -1), a.scale) for a in gate_and_up]
+        return (y, *parts[0], *parts[1], *kept) if keep else (y,)
 
     return run
 
@@ -232,15 +235,12 @@ def _backward_of(
     """The backward of a device's tokens: the wanted of `(dx, dw_gate, dw_up, dw_down)`."""
     recipe, wanted, dtypes = key
 
-    def run(dy: jax.Array, gate: jax.Array, up: jax.Array, *rest: jax.Array) -> Any:
-        kept, copies = rest[:-6], pairs(rest[-6:])
-        if not _has_kernel(recipe, copies[0], dy):  # see the module's docstring
-            dy, gate, up = jax.lax.optimization_barrier((dy, gate, up))
+    def run(dy: jax.Array, *rest: jax.Array) -> Any:
+        kept, copies = rest[4:-6], pairs(rest[-6:])
+        gate, up = (BlockwiseInt8(rows(v), s) for v, s in (rest[:2], rest[2:4]))
         of_dy, dy_of_dw = operands_of_gradient(dy, recipe, wanted[3], place)
         dproduct = fp8_matmul(of_dy, copies[2], out_dtype=dy.dtype, accumulation=recipe.dgrad)
-        *operands, activated = swiglu_backward(
-            rows(gate), rows(up), dproduct, recipe, wanted, place
-        )
+        *operands, activated = swiglu_backward(gate, up, dproduct, recipe, wanted, place)
         dx, dweights = gradients(
             operands, copies[:2], kept, recipe, wanted[:3], dtypes[:2], dy.dtype
         )
@@ -252,19 +252,19 @@ def _backward_of(
 
 
 def swiglu_backward(
-    gate: jax.Array,
-    up: jax.Array,
+    gate: BlockwiseInt8,
+    up: BlockwiseInt8,
     dproduct: jax.Array,
     recipe: Recipe,
     wanted: Mask,
     place: Place,
 ) -> tuple[Any, Any, Any]:
     """The operands of dgrad and wgrad for dgate and for dup, and the product as one of wgrad."""
-    reason = kernel_is_out(gate)
+    reason = kernel_is_out(dproduct)
     is_in_fp8 = recipe.wgrad is not None  # otherwise wgrad reads what the kernels do not write
     if is_in_fp8:
         chosen = "xla" if reason else "mosaic_gpu"
-        record("fp8_swiglu_mlp.backward", (gate, up, dproduct), None, chosen, reason)
+        record("fp8_swiglu_mlp.backward", (gate.values, up.values, dproduct), None, chosen, reason)
     if is_in_fp8 and reason is None:
         of_dgate, of_dup, (_, turned) = cast_computed(
             (gate, up, dproduct),
@@ -275,7 +275,7 @@ def swiglu_backward(
             name="fp8_swiglu_bwd",
         )
         return of_dgate, of_dup, turned
-    dgate, dup, activated = gradients_of_swiglu(gate, up, dproduct)
+    dgate, dup, activated = gradients_of_swiglu(gate.dequantize(), up.dequantize(), dproduct)
     if is_in_fp8 and wanted[3]:
         activated = cast_turned(activated, recipe.inputs, place)
     of_dgate, of_dup = (
@@ -288,6 +288,6 @@ def swiglu_backward(
 def gradients_of_swiglu(
     gate: jax.Array, up: jax.Array, dproduct: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """`(dgate, dup, product)` in float32, rounded to the dtype of `gate`."""
+    """`(dgate, dup, product)` in float32, rounded to the dtype of `dproduct`."""
     found = formula.gradients(*(a.astype(jnp.float32) for a in (gate, up, dproduct)))
-    return tuple(a.astype(gate.dtype) for a in found)
+    return tuple(a.astype(dproduct.dtype) for a in found)

@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.fp8.types import BLOCK, BlockwiseInt8, dequantized
 from pallas_kernels.gpu.arrays import at_aligned_addresses
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.gpu.kernel import gpu_kernel
@@ -120,7 +121,7 @@ class Wanted:
 
 
 def quantize_computed(
-    arrays: Sequence[Float[Array, "M K"]],
+    arrays: Sequence[Float[Array, "M K"] | BlockwiseInt8],
     compute: Callable[..., Sequence[jax.Array]],
     wanted: Sequence[Wanted],
     *,
@@ -130,15 +131,17 @@ def quantize_computed(
     """`quantize` of tensors that an elementwise function makes of arrays, in the same pass.
 
     Args:
-      arrays: Arguments of the function, of one shape and dtype.
-      compute: Function of a piece of each array; it returns a piece of each tensor.
+      arrays: Arguments of the function, of one shape.
+      compute: Function of a piece of each array, in float32 where the array is in int8; it returns
+        a piece of each tensor.
       wanted: Copies to make of each tensor.
       name: Name of the kernel.
       config: Tile of a block; None for the default.
     """
     config = config or Config()
-    arrays = at_aligned_addresses(tuple(arrays))
-    num_rows, num_columns = arrays[0].shape
+    leaves, structure = jax.tree.flatten(at_aligned_addresses(list(arrays)))
+    in_tiles = [a.values if isinstance(a, BlockwiseInt8) else a for a in arrays]
+    num_rows, num_columns = leaves[0].shape
     # A tile divides the array. So no copy ends outside of it, and none lies beside a block of TMA
     # that is the only one of a dimension, whose index Mosaic drops.
     tile = math.gcd(config.rows, num_rows), math.gcd(config.columns, num_columns)
@@ -152,9 +155,7 @@ def quantize_computed(
     ]
     turn = lambda shape, turned: shape[::-1] if turned else shape
     out = gpu_kernel(
-        functools.partial(
-            _kernel, tile, column_tiles, compute, len(arrays), [c[:2] for c in copies]
-        ),
+        functools.partial(_kernel, tile, column_tiles, compute, structure, [c[:2] for c in copies]),
         kernel_name=name,
         out_type=tuple(
             jax.ShapeDtypeStruct(turn((num_rows, num_columns), turned), wanted[i].dtype)
@@ -163,12 +164,12 @@ def quantize_computed(
         grid=(num_rows // tile[0] * column_tiles,),
         grid_names=("tile",),
         scratch_types=(
-            *(plgpu.SMEM(tile, a.dtype) for a in arrays),
+            *(plgpu.SMEM(tile, a.dtype) for a in in_tiles),
             plgpu.SMEM((PIECE, PIECE), jnp.float16),
             *(plgpu.SMEM(turn(tile, turned), wanted[i].dtype) for i, turned, _ in copies),
             plgpu.Barrier(num_arrivals=len(arrays)),
         ),
-    )(*arrays, *((1 / scale).reshape(-1) for _, _, scale in copies))
+    )(*leaves, *((1 / scale).reshape(-1) for _, _, scale in copies))
     made = iter(at_aligned_addresses(out))
     return [
         (
@@ -183,16 +184,17 @@ def _kernel(
     shape: tuple[int, int],
     column_tiles: int,
     compute: Callable[..., Sequence[jax.Array]],
-    num_arrays: int,
+    structure: Any,
     copies: Sequence[tuple[int, bool]],
     *refs: Any,
 ) -> None:
     """Computes and quantizes the tile of a block."""
     rest = iter(refs)
     take = lambda count: list(itertools.islice(rest, count))
-    gmems, inverses, outs = take(num_arrays), take(len(copies)), take(len(copies))
+    gmems = jax.tree.unflatten(structure, take(structure.num_leaves))
+    inverses, outs = take(len(copies)), take(len(copies))
     smems, turn_smem, out_smems, barrier = (
-        take(num_arrays),
+        take(len(gmems)),
         next(rest),
         take(len(copies)),
         next(rest),
@@ -202,7 +204,8 @@ def _kernel(
     column = jax.lax.rem(tile, column_tiles) * shape[1]
     rows, columns = pl.ds(row, shape[0]), pl.ds(column, shape[1])
     for gmem, smem in zip(gmems, smems, strict=True):
-        plgpu.copy_gmem_to_smem(gmem.at[rows, columns], smem, barrier)
+        matrix: Any = gmem.values if isinstance(gmem, BlockwiseInt8) else gmem
+        plgpu.copy_gmem_to_smem(matrix.at[rows, columns], smem, barrier)
     plgpu.barrier_wait(barrier)
 
     def inverse(ref, first, axis):
@@ -212,12 +215,18 @@ def _kernel(
         vector = load(ref.at[pl.ds(first, PIECE)], _ROWS if axis == 0 else _COLUMNS)
         return jax.lax.broadcast_in_dim(vector, (PIECE, PIECE), (axis,))
 
+    def piece_of(gmem, smem, i, j):
+        piece = smem.at[pl.ds(i * PIECE, PIECE), pl.ds(j * PIECE, PIECE)]
+        values = plgpu.load(piece, layout=plgpu.Layout.WGMMA)
+        if not isinstance(gmem, BlockwiseInt8):
+            return values
+        first = jax.lax.div(column + j * PIECE, BLOCK)
+        return dequantized(values, load(gmem.scale.at[first, pl.ds(row + i * PIECE, PIECE)], _ROWS))
+
     def quantize_piece(i, j):
         in_rows, in_columns = pl.ds(i * PIECE, PIECE), pl.ds(j * PIECE, PIECE)
-        pieces = compute(
-            *(plgpu.load(s.at[in_rows, in_columns], layout=plgpu.Layout.WGMMA) for s in smems)
-        )
-        pieces = [p.astype(jnp.float32) for p in pieces]
+        inputs = zip(gmems, smems, strict=True)
+        pieces = [p.astype(jnp.float32) for p in compute(*(piece_of(*a, i, j) for a in inputs))]
         of_tensor = {}  # values that serve both orders, because they have one scale
         for (k, turned), inverse_ref, out, smem in zip(
             copies, inverses, outs, out_smems, strict=True

@@ -1,11 +1,11 @@
-"""Quantization to FP8 in plain JAX: tests compare with it, and XLA fuses it."""
+"""Quantization in plain JAX: tests compare with it, and XLA fuses it."""
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.fp8.types import max_finite
+from pallas_kernels.fp8.types import BLOCK, BlockwiseInt8, max_finite
 
 # An array of smaller numbers counts as zeros. Above this limit no scale is a subnormal number, no
 # reciprocal of a scale is infinite, and a subnormal float32 over a scale rounds to 0 in both
@@ -45,3 +45,22 @@ def values_of_both(
         None if scale is None else values_of(x, scale, dtype),
         None if turned_scale is None else values_of(x.T, turned_scale, dtype),
     )
+
+
+def int8_scale_of(amax: Array) -> Array:
+    """`amax / 127`, 1 if `amax` is below `LEAST_AMAX`, and NaN if it is infinite or NaN."""
+    scale = jnp.where(amax < LEAST_AMAX, 1.0, amax * (1 / 127))
+    return jnp.where(amax < jnp.inf, scale, jnp.nan).astype(jnp.float32)
+
+
+def blockwise_int8(x: Float[Array, "T F"]) -> BlockwiseInt8:
+    """`x` in int8: `round(x · (1 / scale))` in float32, to the nearest integer, ties to even.
+
+    `scale = amax / 127`, where `amax` is the largest magnitude of 128 columns of a row. A block of
+    zeros has the scale 1. A block with a NaN or an infinity has the scale NaN.
+    """
+    num_rows, num_columns = x.shape
+    blocks = jnp.pad(x, ((0, 0), (0, -num_columns % BLOCK))).reshape(num_rows, -1, BLOCK)
+    scale = int8_scale_of(amax_of(blocks, axis=2))
+    values = jnp.round(blocks.astype(jnp.float32) * (1 / scale)).astype(jnp.int8)
+    return BlockwiseInt8(values.reshape(num_rows, -1)[:, :num_columns], scale[:, :, 0].T)

@@ -172,13 +172,25 @@ def store_piece(
       turned: Whether to store the transpose; `width` is then 64.
     """
     smem = slots.at[i % 2]
-    # Waits until only the store from the other slot may still be reading. With an odd number of
-    # pieces the next tile starts with the slot that this one ends with.
-    plgpu.wait_smem_to_gmem(1 - num_pieces % 2, wait_read_only=True)
+    wait_for_slot(num_pieces)
     if turned:
         smem.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
     else:
         smem[...] = value
+    store_slot(smem, to)
+
+
+def wait_for_slot(num_pieces: int) -> None:
+    """Waits until a warpgroup may fill the next of its two slots, the one that it filled first.
+
+    Only the store from the other slot may then still be reading. With an odd number of pieces the
+    next tile starts with the slot that this one ends with.
+    """
+    plgpu.wait_smem_to_gmem(1 - num_pieces % 2, wait_read_only=True)
+
+
+def store_slot(smem: Any, to: Any) -> None:
+    """Stores a slot that is filled."""
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem, to)
 

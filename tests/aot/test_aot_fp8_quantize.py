@@ -15,6 +15,7 @@ from pallas_kernels.fp8 import (
     rms_norm_quantized,
 )
 from pallas_kernels.fp8.mlp import swiglu_backward
+from pallas_kernels.fp8.types import BlockwiseInt8
 from pallas_kernels.partition import Place
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -48,10 +49,13 @@ def operands_of(recipe, *args):
     return swiglu_backward(gate, up, dproduct, RECIPES[recipe], (True,) * 4, Place())
 
 
+_KEPT = BlockwiseInt8(
+    jax.ShapeDtypeStruct((16384, 8192), jnp.int8), jax.ShapeDtypeStruct((64, 16384), F32)
+)
 CASES |= {
     f"swiglu-{name}": Case(
         functools.partial(operands_of, name),
-        (jax.ShapeDtypeStruct((16384, 8192), BF16),) * 3,
+        (_KEPT, _KEPT, jax.ShapeDtypeStruct((16384, 8192), BF16)),
     )
     for name in ("tensorwise", "rowwise")
 }
@@ -87,7 +91,8 @@ def test_compiles(compiled, chip, case):
             assert kernel.loads == {16: 12 if case == "row-2880" else 16}, kernel
             continue
         if kernel.name.startswith("fp8_swiglu_bwd_amax"):
-            assert kernel.loads == {16: 12}, kernel  # 4 of each of three arrays
+            # 4 of each of three arrays, two of them in int8, whose rows have scales.
+            assert kernel.loads == {16: 4, 8: 8, 4: 8}, kernel
             continue
         if kernel.name.startswith("fp8_swiglu_bwd_quantize"):
             # Three arrays come in; dgate and dup go out in both orders, and the product in one.
@@ -101,7 +106,7 @@ def test_compiles(compiled, chip, case):
         # TMA moves the tile in and its copies out.
         assert (kernel.tma_loads, kernel.tma_stores) == (1, 1 if case == "one" else 2), kernel
     # XLA converts, transposes and copies no array: nothing but the kernel writes one.
-    arg = CASES[case].args[0]
+    arg = jax.tree.leaves(CASES[case].args)[0]
     for part in program.instructions.values():
         if part.opcode not in ("parameter", "get-tuple-element", "tuple", "bitcast"):
             assert part.is_kernel or part.largest_size <= arg.size // 16, part

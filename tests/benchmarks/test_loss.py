@@ -65,10 +65,11 @@ def test_a_setting_gets_and_returns_weights_in_its_layout(right):
     def of_layout(x, weight, labels, weight_layout="vd"):
         return right(x, weight if weight_layout == "vd" else weight.T, labels)
 
-    settings = [loss.Setting(dtype, of_layout, dtype) for dtype in ("float32", "bfloat16")]
+    kinds = "float32", "bfloat16", "frozen"
+    settings = [loss.Setting(kind, of_layout, kind) for kind in kinds]
     settings += [setting.with_layout("dv") for setting in settings]
-    assert ["error" in r for r in _measure(settings)] == [False] * 4
-    assert [s.name for s in settings[2:]] == ["float32, weight [D, V]", "bfloat16, weight [D, V]"]
+    assert ["error" in r for r in _measure(settings)] == [False] * 6
+    assert [s.name for s in settings[3:]] == [f"{kind}, weight [D, V]" for kind in kinds]
 
 
 @pytest.mark.full

@@ -244,6 +244,9 @@ def check_against_formula(
     exact = formula(arrays, teacher, cotangent, **options)
     if implementation == "mosaic_gpu":
         slack *= BASE_2  # and sums and derivatives are multiplied by log(2)
+        if jax.default_backend() == "gpu":
+            # The GPU's exponential and logarithm err by two units, and NumPy's by half a unit.
+            slack *= 4
     rounding = {}
     if implementation != "reference":
         rounding = {

@@ -21,6 +21,7 @@ from pallas_kernels.fp8 import (
     quantize,
     quantize_weight,
 )
+from pallas_kernels.fp8.reference import blockwise_int8
 from support.numerics import assert_as_accurate, quick_jit, rms, rounded, value_and_grads
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -176,6 +177,28 @@ def graded_mlp(recipe):
     return quick_jit(lambda *args: value_and_grads(fn, args[:-1], args[-1]))
 
 
+@jax.custom_vjp
+def product_from_int8(gate, up):
+    """`silu(gate) · up`, whose backward reads gate and up in int8."""
+    return (jax.nn.silu(gate.astype(F32)) * up.astype(F32)).astype(gate.dtype)
+
+
+def _backward_from_int8(kept, dproduct):
+    gate, up = (a.dequantize().reshape(dproduct.shape) for a in kept)
+    sigmoid, dproduct32 = jax.nn.sigmoid(gate), dproduct.astype(F32)
+    dgate = dproduct32 * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return dgate.astype(dproduct.dtype), (dproduct32 * gate * sigmoid).astype(dproduct.dtype)
+
+
+product_from_int8.defvjp(
+    lambda *pair: (
+        product_from_int8(*pair),
+        tuple(blockwise_int8(a.reshape(-1, a.shape[-1])) for a in pair),
+    ),
+    _backward_from_int8,
+)
+
+
 @mostly("rowwise_with_gw_hp")
 @pytest.mark.parametrize(
     "shape, intermediate_size",
@@ -188,8 +211,7 @@ def test_mlp_is_its_pieces(recipe, shape, intermediate_size):
 
     def pieces(x, w_gate, w_up, w_down):
         gate, up = fp8_linears(x, (w_gate, w_up), recipe=recipe)
-        product = jax.nn.silu(gate.astype(F32)) * up.astype(F32)
-        return fp8_linear(product.astype(x.dtype), w_down, recipe=recipe)
+        return fp8_linear(product_from_int8(gate, up), w_down, recipe=recipe)
 
     got = graded_mlp(recipe)(*args)
     plain = quick_jit(lambda *args: value_and_grads(pieces, args[:-1], args[-1]))(*args)

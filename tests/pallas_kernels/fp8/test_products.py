@@ -1,5 +1,6 @@
 """The product of two FP8 tensors: values, sizes that divide no tile, NaN, and errors."""
 
+import dataclasses
 import functools
 from typing import Any, cast
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.fp8 import Quantized, fp8_matmul, gated_kernel, quantize
+from pallas_kernels.fp8 import Quantized, fp8_matmul, gated_kernel, quantize, reference
 from pallas_kernels.fp8.products import choose_fp8_matmul
 from pallas_kernels.gpu.hopper_gemm import Config
 from support.numerics import assert_as_accurate, quick_jit, rounded
@@ -106,22 +107,42 @@ def test_kernel_with_a_scale_for_the_tensor_and_nan(scalings):
     [(("row", "row"), True), pytest.param(("tensor", "tensor"), False, marks=pytest.mark.full)],
 )
 def test_gated(scalings, keep):
-    x, w_gate = make_operands(133, 70, 200, scalings=scalings)
-    w_up = make_operands(1, 70, 200, scalings=scalings, seed=1)[1]
-    config = Config(tile_n=64, stages=2, cluster=1, band=2, blocks=1)
-    *got, maxima = gated_kernel.gated(
-        x, w_gate, w_up, out_dtype=BF16, keep=keep, find_amax=True, config=config
+    x, w_gate = make_operands(133, 200, 200, scalings=scalings)
+    w_up = make_operands(1, 200, 200, scalings=scalings, seed=1)[1]
+    product, kept, maxima = gated_kernel.gated(
+        x, w_gate, w_up, out_dtype=BF16, keep=keep, find_amax=True, config=CONFIG
     )
-    # The maxima of 64 columns each, of rows up to whole tiles.
-    assert maxima.shape == (2, 256)
-    product = np.abs(np.pad(np.asarray(got[0], np.float32), ((0, 123), (0, 58))))
-    np.testing.assert_array_equal(maxima, product.reshape(256, 2, 64).max(axis=2).T)
+    # The maxima of 128 columns each, of rows up to whole tiles.
+    assert maxima is not None and maxima.shape == (2, 256)
+    magnitudes = np.abs(np.pad(np.asarray(product, np.float32), ((0, 123), (0, 56))))
+    np.testing.assert_array_equal(maxima, magnitudes.reshape(256, 2, 128).max(axis=2).T)
     gate, up = (np.asarray(exact(x, w).astype(BF16), np.float64) for w in (w_gate, w_up))
-    want = [gate / (1 + np.exp(-gate)) * up, gate, up][: len(got)]
+    want = gate / (1 + np.exp(np.minimum(-gate, 700))) * up  # not infinite
     # The formula of the rounded gate and up: of exact sums, and so only a few of them differ.
-    best = [np.asarray(a.astype(BF16)) for a in want]
-    unrounded = [want[0], exact(x, w_gate), exact(x, w_up)][: len(got)]
-    assert_as_accurate(got, best, unrounded, names=("product", "gate", "up")[: len(got)])
+    assert_as_accurate([product], [np.asarray(want.astype(BF16))], [want], names=["product"])
+    assert len(kept) == 2 * keep
+    both = zip(kept, (gate, up), (w_gate, w_up), strict=False)  # kept is empty without `keep`
+    for got, rounded_sums, w in both:
+        best = reference.blockwise_int8(jnp.asarray(rounded_sums, BF16))
+        assert (got.values.dtype, got.values.shape) == (jnp.int8, (133, 200))
+        assert (got.scale.dtype, got.scale.shape) == (F32, (2, 133))
+        pair = [got.dequantize()], [best.dequantize()]
+        assert_as_accurate(*pair, [exact(x, w)], names=["gate or up"])
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_gated_keeps_nan_and_zeros():
+    """A sum that is NaN makes 128 columns of its row NaN; a row of zeros stays zeros."""
+    x, w = make_operands(9, 136, 64)
+    x = Quantized(x.values.at[3].set(0).at[5].set(np.nan), x.scale)
+    _, kept, _ = gated_kernel.gated(x, w, w, out_dtype=BF16, keep=True, config=CONFIG)
+    for got in kept:
+        numbers = np.asarray(got.dequantize())
+        assert np.isnan(numbers[5]).all() and np.isfinite(np.delete(numbers, 5, axis=0)).all()
+        assert not np.any(numbers[3]) and np.all(got.scale[:, 3] == 1)
+    with pytest.raises(ValueError, match="must be 128 with keep=True"):
+        narrow = dataclasses.replace(CONFIG, tile_n=64)
+        gated_kernel.gated(x, w, w, out_dtype=BF16, keep=True, config=narrow)
 
 
 def test_no_rows():

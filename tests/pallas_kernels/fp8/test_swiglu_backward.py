@@ -7,21 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.fp8 import RECIPES, mosaic_gpu, quantize_both
+from pallas_kernels.fp8 import RECIPES, mosaic_gpu, quantize_both, reference
 from pallas_kernels.fp8.casts import cast_computed
 from pallas_kernels.fp8.mlp import gradients_of_swiglu
 from pallas_kernels.partition import Place
 from support.numerics import assert_as_accurate, quick_jit
 from support.pairwise import pairwise
 
-BF16, F16 = jnp.bfloat16, jnp.float16
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 NAMES = ("dgate", "dup", "product")
 
 
 def operands(shape, dtype):
-    """gate, up and the gradient of their product."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    return tuple(jax.random.normal(k, shape, dtype) for k in keys)
+    """gate and up in int8, and the gradient of their product."""
+    gate, up, dproduct = (
+        jax.random.normal(k, shape, dtype) for k in jax.random.split(jax.random.key(0), 3)
+    )
+    # Blocks of different magnitudes, so that a wrong scale is seen.
+    gate *= jnp.exp2(jnp.arange(shape[0]) % 3)[:, None].astype(dtype)
+    gate *= jnp.exp2(-(jnp.arange(shape[1]) // 128))[None].astype(dtype)
+    return reference.blockwise_int8(gate), reference.blockwise_int8(up), dproduct
 
 
 def casts_of(recipe):
@@ -41,17 +46,19 @@ def by_kernels(recipe, wanted=((True, True),) * 3):
 
 @functools.cache
 def by_pieces(recipe):
-    """The gradients in the dtype of gate, then a cast of each."""
+    """The gradients in the dtype of dproduct, then a cast of each."""
 
-    def run(*args):
-        casts = zip(gradients_of_swiglu(*args), casts_of(recipe), strict=True)
+    def run(gate, up, dproduct):
+        found = gradients_of_swiglu(gate.dequantize(), up.dequantize(), dproduct)
+        casts = zip(found, casts_of(recipe), strict=True)
         return [quantize_both(a, c.dtype, scaling=c.scaling) for a, c in casts]
 
     return quick_jit(run)
 
 
 def exact(gate, up, dproduct):
-    gate, up, dproduct = (np.asarray(a, np.float64) for a in (gate, up, dproduct))
+    arrays = gate.dequantize(), up.dequantize(), dproduct
+    gate, up, dproduct = (np.asarray(a, np.float64) for a in arrays)
     sigmoid = 1 / (1 + np.exp(-gate))
     dgate = dproduct * up * sigmoid * (1 + gate * (1 - sigmoid))
     return dgate, dproduct * gate * sigmoid, gate * sigmoid * up
@@ -59,7 +66,7 @@ def exact(gate, up, dproduct):
 
 @pytest.mark.parametrize(
     "recipe, dtype, shape",
-    pairwise(["tensorwise", "rowwise"], [BF16, F16], [(64, 64), (64, 192), (192, 128)]),
+    pairwise(["tensorwise", "rowwise"], [BF16, F16, F32], [(64, 64), (64, 192), (192, 256)]),
     ids=str,
 )
 def test_every_copy_is_as_accurate_as_a_cast_of_its_own(interpreted, recipe, dtype, shape):
@@ -89,13 +96,18 @@ def test_copies_that_are_asked_for(interpreted, recipe):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nan_and_infinity_arrive_as_nan(interpreted, recipe, bad):
     gate, up, dproduct = operands((64, 64), BF16)
-    dproduct = dproduct.at[5, 7].set(bad)
-    of_dgate, of_dup, of_product = by_kernels(recipe)(gate, up, dproduct)
+    of_dgate, of_dup, of_product = by_kernels(recipe)(gate, up, dproduct.at[5, 7].set(bad))
     for plain, turned in (of_dgate, of_dup):
         for q, row in ((plain, 5), (turned, 7)):
             is_nan = np.isnan(np.asarray(q.dequantize()))
             assert is_nan[row].all() and is_nan.all() == (recipe == "tensorwise")
     assert all(np.isfinite(np.asarray(q.dequantize())).all() for q in of_product)
+    # In int8 it makes 128 columns of its row NaN.
+    up = reference.blockwise_int8(up.dequantize().at[5, 7].set(bad))
+    for plain, turned in by_kernels(recipe)(gate, up, dproduct)[::2]:
+        is_nan = np.isnan(np.asarray(plain.dequantize()))
+        assert is_nan[5].all() and is_nan.all() == (recipe == "tensorwise")
+        assert np.isnan(np.asarray(turned.dequantize())).all()
 
 
 def test_zeros(interpreted):
@@ -116,3 +128,21 @@ def test_every_tile_gives_the_same_bits(interpreted, rows, columns):
     config = mosaic_gpu.Config(rows=rows, columns=columns)
     for a, b in zip(jax.tree.leaves(run(config=config)), jax.tree.leaves(run()), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("shape", [(3, 128), (5, 200), (2, 40)], ids=str)
+def test_int8_errs_by_half_a_step(dtype, shape):
+    """A step is the largest magnitude of 128 columns of a row over 127."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(shape) * 10.0 ** rng.integers(-30, 30, (shape[0], 1))
+    x = jnp.asarray(x, dtype).at[1].set(0)
+    kept = reference.blockwise_int8(x)
+    assert (kept.values.dtype, kept.values.shape) == (jnp.int8, shape)
+    numbers, got = np.asarray(x, np.float64), np.asarray(kept.dequantize(), np.float64)
+    for start in range(0, shape[1], 128):
+        block = np.s_[:, start : start + 128]
+        amax = np.abs(numbers[block]).max(axis=1, keepdims=True)
+        assert np.all(np.abs(got - numbers)[block] <= amax / 254 * (1 + 1e-5))
+        largest = np.abs(kept.values[block]).max(axis=1)
+        assert np.all(largest == np.where(amax[:, 0] > 0, 127, 0))
