@@ -238,9 +238,12 @@ def _fingerprint(reader: Reader, tokenizer: Tokenizer, held_out_fraction: float)
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error.strerror})") from error
         files.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
-    # Only where there are preferences, so that other text keeps its key.
-    template = reader.chat_template and reader.chat_template.text
-    of_preferences = {"chat_template": template} if reader.preferences else {}
+    # Only where records are read in this way, so that other text keeps its key.
+    of_records = {}
+    if reader.preferences:
+        of_records["preferences"] = True
+    if reader.has_records and reader.chat_template is not None:
+        of_records["chat_template"] = reader.chat_template.text
     return {
         "version": FORMAT_VERSION,
         "files": files,
@@ -248,7 +251,7 @@ def _fingerprint(reader: Reader, tokenizer: Tokenizer, held_out_fraction: float)
         "text_field": reader.text_field,
         "token_dtype": reader.token_dtype,
         "held_out_fraction": held_out_fraction,
-        **of_preferences,
+        **of_records,
     }
 
 

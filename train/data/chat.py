@@ -36,43 +36,51 @@ class ChatTemplate:
     text: str
     tokens: tuple[tuple[str, str | None], ...] = ()
 
-    def preference(self, record: dict[str, Any], where: str) -> tuple[bytes, bytes, bytes]:
-        """The prompt, the chosen and the rejected completion of a record of messages, as text.
+    def texts(
+        self, prompt: list[Any], answers: dict[str, list[Any]], where: str
+    ) -> tuple[bytes, ...]:
+        """The prompt and the answers that may follow it, as text.
 
-        The prompt ends with the tokens that begin an answer. A completion is what the template
-        adds to that if the answer is there.
+        The prompt ends with the tokens that begin an answer. An answer is what the template adds to
+        that if the answer is there.
 
         Args:
-          record: record with lists of messages.
+          prompt: messages, one at least.
+          answers: lists of messages by the names of their fields.
           where: place of the record, for messages.
 
         Raises:
-          DataError: the record cannot be rendered.
+          DataError: the messages cannot be rendered.
         """
-        for name in ("prompt", "chosen", "rejected"):
-            if not is_messages(record[name]) or not record[name]:
-                raise DataError(
-                    f"{where}: {name!r} is no list of messages, but another field is one; write "
-                    "all three as texts, or all three as lists of messages"
-                )
-        prompt = self._render(record["prompt"], where, begin_answer=True)
-        texts = [prompt]
-        for name in ("chosen", "rejected"):
-            whole = self._render(record["prompt"] + record[name], where, begin_answer=False)
-            if not whole.startswith(prompt) or whole == prompt:
+        begin = self._render(prompt, where, begin_answer=True)
+        texts = [begin]
+        for name, answer in answers.items():
+            whole = self._render(prompt + answer, where, begin_answer=False)
+            if not whole.startswith(begin) or whole == begin:
                 raise DataError(
                     f"{where}: the chat template does not put {name!r} after the prompt: it writes "
-                    f"{prompt[-40:]!r} at the end of the prompt; write texts in place of messages"
+                    f"{begin[-40:]!r} at the end of the prompt; write texts in place of messages"
                 )
-            texts.append(whole[len(prompt) :])
-        prompt, chosen, rejected = (text.encode() for text in texts)
-        return prompt, chosen, rejected
+            texts.append(whole[len(begin) :])
+        return tuple(text.encode() for text in texts)
 
     def _render(self, messages: list[Any], where: str, *, begin_answer: bool) -> str:
-        import jinja2
-
         try:
-            text = _compiled(self.text).render(
+            import jinja2
+        except ImportError as error:
+            raise DataError(
+                f"{where}: messages need jinja2; run `pip install jinja2`, or write texts in place "
+                "of messages"
+            ) from error
+        try:
+            template = _compiled(self.text)
+        except jinja2.TemplateError as error:
+            raise DataError(
+                f"{where}: the chat template beside the tokenizer is malformed: {error}; repair "
+                "it, or write texts in place of messages"
+            ) from error
+        try:
+            text = template.render(
                 messages=messages,
                 add_generation_prompt=begin_answer,
                 tools=None,
@@ -109,21 +117,11 @@ def load_chat_template(tokenizer: HuggingFaceTokenizer) -> ChatTemplate | None:
     """The chat template beside a tokenizer; None if there is none.
 
     Raises:
-      DataError: the file of the template is malformed, or jinja2 is missing.
+      DataError: a file that may have the template cannot be read.
     """
     text = _text_beside(tokenizer.path)
     if text is None:
         return None
-    try:
-        import jinja2
-    except ImportError as error:
-        raise DataError(
-            f"the chat template of {tokenizer.path} needs jinja2; run `pip install jinja2`"
-        ) from error
-    try:
-        _compiled(text)
-    except jinja2.TemplateError as error:
-        raise DataError(f"the chat template of {tokenizer.path} is malformed: {error}") from error
     tokens = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}
     return ChatTemplate(text, tuple((name, tokenizer.token(i) or "") for name, i in tokens.items()))
 

@@ -3,13 +3,14 @@
 | suffix | documents |
 |---|---|
 | text (`TEXT_SUFFIXES`) | the file; one of more than 64 KiB becomes pieces, cut at line ends |
-| `.jsonl` | one object a line, with a text, or with "prompt" and "completion", or a preference |
+| `.jsonl` | one object a line, with a text, messages, a prompt and completion, or a preference |
 | `.parquet` | one row, with the same columns |
 | `.bin` | token ids, little-endian, no header; each end-of-text token ends a document |
 | `.npy` | the same token ids in one axis of any integer dtype |
 
-A preference has the fields "prompt", "chosen" and "rejected" (TRL's names), as texts or as lists of
-messages, which `chat` makes into texts.
+The fields have TRL's names: "messages", "prompt" and "completion", and "prompt", "chosen" and
+"rejected" for a preference. Prompts and what follows them are texts or lists of messages, which
+`chat` makes into texts. The last one of "messages" is the completion.
 
 A reader holds a line, a batch of rows or a piece of a file at a time, never a whole file. It reads
 only regular files and links to them, because a FIFO would block and a device has no end.
@@ -36,13 +37,15 @@ TEXT_SUFFIXES = frozenset(
     ".rst .scala .sh .sql .swift .tex .ts .txt .yaml".split()
 )
 TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
-SUFFIXES = TEXT_SUFFIXES | TOKEN_SUFFIXES | {".jsonl", ".parquet"}
+_RECORD_SUFFIXES = frozenset({".jsonl", ".parquet"})
+SUFFIXES = TEXT_SUFFIXES | TOKEN_SUFFIXES | _RECORD_SUFFIXES
 
 _PIECE_BYTES = 1 << 16  # of a text file
 _LINE_BYTES = 1 << 26  # ten times the longest book; a longer line is a file without line ends
 _PIECE_TOKENS = 1 << 20  # of a document in a token file
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_PREFERENCE = ("prompt", "chosen", "rejected")
+_COMPLETION: tuple[str, ...] = ("prompt", "completion")
+_PREFERENCE: tuple[str, ...] = ("prompt", "chosen", "rejected")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ class Reader:
       vocab_size: bound of the ids in token files.
       end_of_text: id that ends a document in token files.
       preferences: whether every record is a preference.
-      chat_template: template for messages of preferences.
+      chat_template: template for messages.
     """
 
     files: tuple[Path, ...]
@@ -137,6 +140,11 @@ class Reader:
     end_of_text: int
     preferences: bool = False
     chat_template: ChatTemplate | None = None
+
+    @property
+    def has_records(self) -> bool:
+        """Whether a file has records, whose fields may be messages."""
+        return any(path.suffix.lower() in _RECORD_SUFFIXES for path in self.files)
 
     def documents(self, start: Position = Position()) -> Iterator[Document]:
         """The documents from `start` on.
@@ -159,7 +167,7 @@ class Reader:
 
     def _read(self, path: Path, begin: Position) -> Iterator[Document]:
         suffix = path.suffix.lower()
-        if self.preferences and suffix not in (".jsonl", ".parquet"):
+        if self.preferences and suffix not in _RECORD_SUFFIXES:
             raise DataError(
                 f"{path} has no preferences, which are records in .jsonl or .parquet; name those "
                 "files alone with --data.path"
@@ -213,41 +221,63 @@ class Reader:
     def _document(
         self, path: Path, after: Position, number: int, record: dict[str, Any], where: str
     ) -> Document:
-        if not self.preferences:
-            prompt, text = self._fields(record, where)
-            return Document(path, after, number, text, prompt)
-        if missing := [name for name in _PREFERENCE if name not in record]:
-            raise DataError(
-                f"{where}: no field {', '.join(map(repr, missing))}; a preference has 'prompt', "
-                f"'chosen' and 'rejected', but it has {shortened(list(record))}"
-            )
-        if not any(is_messages(record[name]) for name in _PREFERENCE):
-            prompt, chosen, rejected = (utf8(record, name, where) for name in _PREFERENCE)
-            return Document(path, after, number, chosen, prompt, rejected)
+        if self.preferences:
+            if missing := [name for name in _PREFERENCE if name not in record]:
+                raise DataError(
+                    f"{where}: no field {', '.join(map(repr, missing))}; a preference has "
+                    f"'prompt', 'chosen' and 'rejected', but it has {shortened(list(record))}"
+                )
+            fields = _PREFERENCE
+        elif self.text_field in record:
+            return Document(path, after, number, utf8(record, self.text_field, where))
+        elif record.keys() >= set(_COMPLETION):
+            fields = _COMPLETION
+        elif "messages" in record:
+            record, fields = _last_message_apart(record["messages"], where), _COMPLETION
+        else:
+            raise self._no_text(list(record), where)
+        from_messages = any(is_messages(record[name]) for name in fields)
+        if from_messages:
+            prompt, text, *rejected = self._from_messages(record, fields, where)
+        else:
+            prompt, text, *rejected = (utf8(record, name, where) for name in fields)
+        return Document(
+            path,
+            after,
+            number,
+            text,
+            prompt,
+            rejected[0] if rejected else None,
+            # The template writes the tokens that begin and end a text, if the model has them.
+            begins=not from_messages,
+            ends=not from_messages,
+        )
+
+    def _from_messages(
+        self, record: dict[str, Any], fields: tuple[str, ...], where: str
+    ) -> tuple[bytes, ...]:
+        """The texts of fields that are lists of messages."""
         if self.chat_template is None:
             raise DataError(
                 f"{where}: messages need a chat template; name a tokenizer that has one with "
                 "--data.tokenizer, or write texts in place of messages"
             )
-        prompt, chosen, rejected = self.chat_template.preference(record, where)
-        # The template writes the tokens that begin and end a text, if the model has them.
-        return Document(path, after, number, chosen, prompt, rejected, begins=False, ends=False)
-
-    def _fields(self, record: dict[str, Any], where: str) -> tuple[bytes | None, bytes]:
-        """The prompt, if there is one, and the text of a record."""
-        if self.text_field in record:
-            return None, utf8(record, self.text_field, where)
-        if {"prompt", "completion"} <= record.keys():
-            return utf8(record, "prompt", where), utf8(record, "completion", where)
-        raise self._no_text(list(record), where)
+        for name in fields:
+            if not is_messages(record[name]) or not record[name]:
+                raise DataError(
+                    f"{where}: {name!r} is no list of messages, but another field is one; write "
+                    "all of them as texts, or all as lists of messages"
+                )
+        answers = {name: record[name] for name in fields[1:]}
+        return self.chat_template.texts(record[fields[0]], answers, where)
 
     def _no_text(self, names: list[str], where: str) -> DataError:
         remedy = "name one with --data.text-field"
         if set(_PREFERENCE) <= set(names):
             remedy += ", or train on these preferences with --objective dpo"
         return DataError(
-            f"{where}: no field {self.text_field!r}, and not both of 'prompt' and 'completion'; "
-            f"it has {shortened(names)}; {remedy}"
+            f"{where}: no field {self.text_field!r} or 'messages', and not both of 'prompt' and "
+            f"'completion'; it has {shortened(names)}; {remedy}"
         )
 
     def _parquet(self, path: Path, begin: Position) -> Iterator[Document]:
@@ -260,8 +290,10 @@ class Reader:
                     columns = [name for name in _PREFERENCE if name in names]
                 elif self.text_field in names:
                     columns = [self.text_field]
-                elif {"prompt", "completion"} <= set(names):
-                    columns = ["prompt", "completion"]
+                elif set(_COMPLETION) <= set(names):
+                    columns = list(_COMPLETION)
+                elif "messages" in names:
+                    columns = ["messages"]
                 else:
                     raise self._no_text(names, str(path))
                 for number, record in parquet_rows(file, columns, begin.offset):
@@ -297,6 +329,22 @@ class Reader:
                 yield Document(path, after, tokens=piece[first:end])
                 first = end
             start += first
+
+
+def _last_message_apart(messages: Any, where: str) -> dict[str, Any]:
+    """The record with the last message as the completion of the others."""
+    if not is_messages(messages) or len(messages) < 2:
+        raise DataError(
+            f"{where}: 'messages' is {shortened(messages)}, not a list of two or more messages "
+            "with roles; repair or remove the record"
+        )
+    role = messages[-1]["role"]
+    if role != "assistant":
+        raise DataError(
+            f"{where}: the last message is of {role!r}, and it is the one to learn; end the record "
+            "with a message of 'assistant'"
+        )
+    return {"prompt": messages[:-1], "completion": messages[-1:]}
 
 
 def find_files(path: Path) -> tuple[Path, ...]:

@@ -106,7 +106,7 @@ def _entries(
             f"than the model's {vocab_size=}; set --model.vocab-size {tokenizer.vocab_size} or more"
         )
     template = None
-    if preferences and isinstance(tokenizer, HuggingFaceTokenizer):
+    if isinstance(tokenizer, HuggingFaceTokenizer):
         template = load_chat_template(tokenizer)
 
     def entry(path: Path, fraction: float) -> Entry:

@@ -200,7 +200,7 @@ def test_messages_are_written_by_the_chat_template(config, tokenizer, tmp_path):
         ("{{ raise_exception('no system message') }}", r"m\.jsonl:1: .*no system message.*repair"),
         ("{{ messages | length }}", r"m\.jsonl:1: .* does not put 'chosen' after the prompt"),
         ("{{ strftime_now('%d') }}", r"m\.jsonl:1: .*'strftime_now' is undefined"),
-        ("{% for m in messages %}", r"tokenizer\.json is malformed"),
+        ("{% for m in messages %}", r"m\.jsonl:1: the chat template .* is malformed"),
         ("{{ messages.__class__.mro() }}", r"m\.jsonl:1: .*unsafe"),
         (None, r"m\.jsonl:1: messages need a chat template; .*--data\.tokenizer"),
     ],
@@ -243,7 +243,7 @@ def test_malformed_records(name, config):
 
 def test_text_beside_messages_is_refused(config, tokenizer, tmp_path):
     path = write(tmp_path / "m.jsonl", [MESSAGES | {"prompt": "x"}])
-    with pytest.raises(data.DataError, match=r"m\.jsonl:1: 'prompt' is no list .* all three"):
+    with pytest.raises(data.DataError, match=r"m\.jsonl:1: 'prompt' is no list .* all of them"):
         opened(dataclasses.replace(config, path=(path,), tokenizer=tokenizer))
 
 

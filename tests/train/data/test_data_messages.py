@@ -1,0 +1,116 @@
+"""Messages in the place of text, for `--objective sft`. About 2 s."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from support.tokenizer_files import write_byte_level, write_config
+from train import data
+from train.config import DataConfig
+from train.data import IGNORED
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
+
+
+def message(role, content):
+    return {"role": role, "content": content}
+
+
+TURNS = [message("user", "hi"), message("assistant", "hello"), message("user", "é?")]
+ANSWER = message("assistant", "yes")
+PROMPT = f"{BEGIN}[user]hi[assistant]hello{END}[user]é?[assistant]"
+RECORDS = {
+    "messages": {"messages": [*TURNS, ANSWER]},
+    "prompt and completion": {"prompt": TURNS, "completion": [ANSWER]},
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    write_byte_level(folder / "tokenizer.json")
+    write_config(folder, chat_template=TEMPLATE, bos_token=BEGIN, eos_token=END)
+    return DataConfig(
+        source="stdlib",
+        path=(tmp_path / "chat.jsonl",),
+        tokenizer=folder,
+        cache_dir=tmp_path / "cache",
+        held_out_fraction=0.0,
+        sequence_length=20,
+        batch_size=1,
+    )
+
+
+def opened(config, records):
+    config.path[0].write_text("".join(json.dumps(record) + "\n" for record in records))
+    return data.open_files(config, vocab_size=320, evaluates=False)[0]
+
+
+def stream_of(dataset):
+    """The tokens that predict another one, and that one if it is learned, else `IGNORED`."""
+    batch = dataset.expand(np.arange(dataset.num_rows))
+    return batch["tokens"].ravel().tolist(), batch["labels"].ravel().tolist()
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_last_message_is_learned(name, config):
+    tokens, labels = stream_of(opened(config, [RECORDS[name], {"text": "and text " * 20}]))
+    encode = data.HuggingFaceTokenizer(config.tokenizer).encode
+    prompt, answer = (encode([t.encode()])[0].tolist() for t in (PROMPT, f"yes{END}"))
+    # The template alone begins and ends the text.
+    whole = prompt + answer
+    assert tokens[: len(whole)] == whole
+    assert labels[: len(prompt) - 1] == [IGNORED] * (len(prompt) - 1)
+    assert labels[len(prompt) - 1 : len(whole) - 1] == answer
+
+
+def test_parquet(config, tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    expected = stream_of(opened(config, [RECORDS["messages"]] * 3))
+    pq.write_table(pa.Table.from_pylist([RECORDS["messages"]] * 3), tmp_path / "chat.parquet")
+    config = dataclasses.replace(config, path=(tmp_path / "chat.parquet",))
+    assert stream_of(data.open_files(config, vocab_size=320, evaluates=False)[0]) == expected
+
+
+def test_another_template_makes_other_tokens(config):
+    before = stream_of(opened(config, [RECORDS["messages"]] * 3))
+    (config.tokenizer / "chat_template.jinja").write_text("!" + TEMPLATE)
+    assert stream_of(data.open_files(config, vocab_size=320, evaluates=False)[0]) != before
+
+
+def test_a_template_that_is_not_used_may_be_malformed(config):
+    (config.tokenizer / "chat_template.jinja").write_text("{% for")
+    assert opened(config, [{"text": "text " * 20}]).num_rows
+    with pytest.raises(data.DataError, match=r"chat\.jsonl:1: the chat template .* is malformed"):
+        opened(config, [RECORDS["messages"]])
+
+
+ERRORS = {
+    "one message": ({"messages": [ANSWER]}, r"'messages' is .*, not a list of two or more"),
+    "no roles": ({"messages": ["hi", "hello"]}, r"'messages' is .*, not a list of two or more"),
+    "last of the user": ({"messages": TURNS}, r"the last message is of 'user', .*'assistant'"),
+    "a text": ({"prompt": "hi", "completion": [ANSWER]}, r"'prompt' is no list of messages"),
+    "no messages": ({"prompt": TURNS, "completion": []}, r"'completion' is no list of messages"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_malformed_records(name, config):
+    record, error = ERRORS[name]
+    with pytest.raises(data.DataError, match=rf"chat\.jsonl:2: {error}"):
+        opened(config, [RECORDS["messages"], record])
+
+
+def test_messages_without_a_template(config):
+    config = dataclasses.replace(config, tokenizer=None)
+    with pytest.raises(data.DataError, match=r"messages need a chat template; .*--data\.tokenizer"):
+        opened(config, [RECORDS["messages"]])
