@@ -12,6 +12,7 @@ from pallas_kernels.arguments import check_number
 from pallas_kernels.choices import record
 from pallas_kernels.implementation import Implementation, symbolic_reason
 from pallas_kernels.log_probs import differentiable, reference, token_loss
+from pallas_kernels.log_probs import per_token as per_token_loss
 from pallas_kernels.loss.arguments import (
     check_arrays,
     checked_request,
@@ -215,6 +216,7 @@ def linear_token_loss(
     *,
     with_entropy: bool = False,
     has_aux: bool = False,
+    per_token: bool = False,
     temperature: float = 1.0,
     bias: Float[Array, " V"] | None = None,
     ignore_index: int = -100,
@@ -243,6 +245,12 @@ def linear_token_loss(
     in `token_data`. The function sees the tokens of all devices, or those of one device inside of
     `jax.shard_map`.
 
+    **Single tokens.** With `per_token` the function returns the loss of each token, from that
+    token's numbers alone, and the result is their sum over the tokens whose labels are not ignored.
+    A mean over tokens takes its weights from `token_data`. The function then sees some tokens at a
+    time, in one axis: arrays `[N]`, and leaves of `token_data` as `[N, ...]`. JAX cannot check that
+    a token's loss depends on its own numbers alone.
+
     **Gradients.** The loss is differentiable in `x`, `weight`, `bias` and the floating leaves of
     `token_data`. The function is differentiated by JAX in the forward, as soon as all
     log-probabilities are known, so the forward makes all gradients. Only `"reference"` has second
@@ -251,9 +259,10 @@ def linear_token_loss(
     **Cost.** A loss with gradients takes three matrix products of `2·T·D·V` FLOPs if the memory of
     `dweight` holds the exponentials of all logits. A float32 `dweight` holds those of 2·D tokens, a
     16-bit one those of D tokens, and a chunk more lies beside. This needs the kernels, bfloat16
-    `x`, a gradient of the weight, and no bias, softcap or split vocabulary. The gradient of the
-    entropy adds a pass over the exponentials. Other calls take four products, as `linear_log_probs`
-    does. A loss without gradients takes one.
+    `x`, a gradient of the weight, and no bias, softcap or split vocabulary. With `per_token` any
+    number of tokens takes three products, in chunks, and two where the weight has no gradient. The
+    gradient of the entropy adds a pass over the exponentials. Other calls take four products, as
+    `linear_log_probs` does. A loss without gradients takes one.
 
     **Rounding.** As in `linear_cross_entropy`, exponentials are rounded once to the dtype of `x`,
     and so is `x` times a factor of each token for `dweight`. With the entropy's gradient, the
@@ -267,9 +276,13 @@ def linear_token_loss(
       labels: As for `linear_log_probs`.
       token_fn: Function of the log-probabilities, the entropies or None, and `token_data`. It
         returns a float32 scalar, and `(scalar, aux)` with `has_aux`. It must be pure.
-      token_data: Pytree of arrays for the function, such as advantages and masks.
+      token_data: Pytree of arrays for the function, such as advantages and masks. With `per_token`
+        each begins with the axes of `labels`.
       with_entropy: Whether the function gets the entropies.
       has_aux: Whether the function also returns a pytree of arrays, which have no gradient.
+      per_token: Whether the function returns a float32 number for each token. Arrays of `aux` then
+        begin with the axis of tokens. The call returns them with the axes of `labels`, and zeros
+        where the label is ignored.
       temperature: As for `linear_log_probs`, and so are the arguments that follow.
       bias: Bias of the logits.
       ignore_index: Label of the tokens that do not count; their log-probability is 0.
@@ -289,8 +302,9 @@ def linear_token_loss(
       The loss, or `(loss, aux)` with `has_aux`.
 
     Raises:
-      ValueError, NotImplementedError, jax.experimental.checkify.JaxRuntimeError: as
-        `linear_log_probs` does.
+      ValueError: as `linear_log_probs` does; or with `per_token` a leaf of `token_data` or of `aux`
+        does not have the tokens.
+      NotImplementedError, jax.experimental.checkify.JaxRuntimeError: as `linear_log_probs` does.
       TypeError: as `linear_log_probs` does; or `token_fn` returns no float32 scalar, or reads a
         traced array that is not in `token_data`.
     """
@@ -315,7 +329,12 @@ def linear_token_loss(
         config=config,
     )
     function, data, aux_tree = token_loss.token_function(
-        token_fn, labels.shape, token_data, with_entropy=bool(with_entropy), has_aux=bool(has_aux)
+        token_fn,
+        labels.shape,
+        token_data,
+        with_entropy=bool(with_entropy),
+        has_aux=bool(has_aux),
+        per_token=bool(per_token),
     )
     if request.settings.implementation == "reference":
         found = reference.log_probs(
@@ -328,9 +347,13 @@ def linear_token_loss(
             with_entropy=function.with_entropy,
             with_argmax=False,
         )
-        loss, aux = function(found, data)
+        if per_token:
+            loss, aux = per_token_loss.sum_of_known(function, found, labels, data)
+        else:
+            loss, aux = function(found, data)
     else:
-        loss, *aux = token_loss.token_loss(
+        operation = per_token_loss.sum_of_losses if per_token else token_loss.token_loss
+        loss, *aux = operation(
             request, x, weight, bias, labels, function, data, temperature=temperature
         )
     if not has_aux:

@@ -17,6 +17,7 @@ one: they compute few rows if the tokens that count fit on each device.
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,14 +37,13 @@ from pallas_kernels.log_probs.differentiable import (
     split,
     weight_and_biases,
 )
+from pallas_kernels.log_probs.kept import KeptExponentials, keeps_all
 from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.arguments import IGNORED
 from pallas_kernels.loss.columns import Columns, Gradients
 from pallas_kernels.loss.counted import FewRows, for_few_or_all
 from pallas_kernels.loss.layout import Embedding
-from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
-from pallas_kernels.loss.mosaic_gpu.statistics import entropy_of
-from pallas_kernels.loss.plan import InPlace, Request
+from pallas_kernels.loss.plan import Request
 from pallas_kernels.operation import Mask, Operation, call
 from pallas_kernels.partition import Place, Same, Weight, of_all_tokens, of_own_tokens
 
@@ -53,7 +53,8 @@ class TokenFunction:
     """The caller's function, as a static option of an operation.
 
     Attributes:
-      fn: Function `(log_probs, entropy, token_data) -> loss`, or `-> (loss, aux)`.
+      fn: Function `(log_probs, entropy, token_data) -> loss`, or `-> (loss, aux)`. The loss is a
+        scalar, or the losses of single tokens.
       treedef: Structure of `token_data`.
       num_constants: Number of arrays that the function reads and that are no arguments. They follow
         the leaves of the data.
@@ -86,18 +87,37 @@ class TokenFunction:
 
 
 def token_function(
-    fn: Callable[..., Any], shape: tuple[int, ...], data: Any, *, with_entropy: bool, has_aux: bool
+    fn: Callable[..., Any],
+    shape: tuple[int, ...],
+    data: Any,
+    *,
+    with_entropy: bool,
+    has_aux: bool,
+    per_token: bool,
 ) -> tuple[TokenFunction, list[Any], Any]:
     """`(function, data and constants, structure of the other results)`, checked.
 
     Raises:
-      TypeError: The function does not return a float32 scalar, or reads a traced array that is not
-        among its arguments.
+      TypeError: The function does not return a float32 scalar, or a float32 number for each token
+        with `per_token`; or it reads a traced array that is not among its arguments.
+      ValueError: With `per_token`, a leaf of the data or a result has another number of tokens.
     """
     leaves, treedef = jax.tree.flatten(data)
     leaves = list(map(jnp.asarray, leaves))
+    shapes_of_leaves = [a.shape for a in leaves]
+    if per_token:
+        for a in leaves:
+            if a.shape[: len(shape)] != shape:
+                raise ValueError(
+                    f"with per_token=True every leaf of token_data begins with the axes of labels, "
+                    f"{shape}; got {a.shape}; a number for all tokens can be a constant of token_fn"
+                )
+        shapes_of_leaves = [(math.prod(shape), *s[len(shape) :]) for s in shapes_of_leaves]
+        shape = (math.prod(shape),)
     numbers = jax.ShapeDtypeStruct(shape, jnp.float32)
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
+    structs = [
+        jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes_of_leaves, leaves, strict=True)
+    ]
     entropy = numbers if with_entropy else None
     traced, shapes = jax.make_jaxpr(fn, return_shape=True)(
         numbers, entropy, jax.tree.unflatten(treedef, structs)
@@ -112,10 +132,16 @@ def token_function(
     loss: Any
     loss, aux = shapes if has_aux else (shapes, ())
     is_array = hasattr(loss, "shape") and hasattr(loss, "dtype")
-    if not is_array or loss.shape != () or loss.dtype != jnp.float32:
-        raise TypeError(
-            f"token_fn must return a float32 scalar, got {loss}; sum or average over tokens"
-            + ("" if has_aux else ", and pass has_aux=True to return more")
+    wanted = shape if per_token else ()
+    if not is_array or loss.shape != wanted or loss.dtype != jnp.float32:
+        what = f"a float32 array {wanted}" if per_token else "a float32 scalar"
+        remedy = "return a number for each token" if per_token else "sum or average over tokens"
+        more = "" if has_aux else ", and pass has_aux=True to return more"
+        raise TypeError(f"token_fn must return {what}, got {loss}; {remedy}{more}")
+    if per_token and any(a.shape[:1] != shape for a in jax.tree.leaves(aux)):
+        raise ValueError(
+            f"with per_token=True every array of aux has a row for each of {shape[0]} tokens, got "
+            f"{[a.shape for a in jax.tree.leaves(aux)]}"
         )
     function = TokenFunction(
         fn=fn,
@@ -262,8 +288,9 @@ def _results_of(
                 take(flat_labels, IGNORED),
             )
             stored = None
-            if of_arrays[1] and _keeps_exponentials(device, biases):
-                stored = _Exponentials.make(device, with_entropy)
+            if of_arrays[1] and keeps_all(device, biases):
+                columns = Columns.make(device.request.settings, weight.astype(x.dtype), None)
+                stored = KeptExponentials.make(device, columns, with_entropy=with_entropy)
                 lse, own = stored.lse, stored.of_labels()
             else:
                 lse, own = device.log_probs(biases, with_entropy=with_entropy)
@@ -276,7 +303,9 @@ def _results_of(
             rows = device.rows(lse, g, *own[1:], *h)
             found: Sequence[jax.Array] = ()
             if stored is not None:
-                found = device.pick(stored.gradients(rows), of_arrays, exchanged)
+                dx, dweight = stored.gradients(rows)
+                dweight = stored.columns.without_padding(dweight)
+                found = device.pick(Gradients(dx, dweight, None), of_arrays, exchanged)
             elif any(of_arrays):
                 found = device.gradients(biases, rows, of_arrays, exchanged)
             num_per_token = int(of_arrays[0])
@@ -305,106 +334,3 @@ def _differentiated(
     differentiated = jax.value_and_grad(of_wanted, argnums=(0, 1), has_aux=True)
     (loss, aux), (of_numbers, of_data) = differentiated(numbers, some)
     return loss, aux, of_numbers, of_data
-
-
-def _keeps_exponentials(device: Device, biases: Sequence[Any]) -> bool:
-    """Whether the exponentials of all logits can wait for the cotangents."""
-    settings, plan = device.request.settings, device.plan
-    return (
-        isinstance(plan, InPlace)
-        and plan.chunk_size is None
-        and settings.options.logit_softcap is None
-        and not settings.vocab_axes
-        and not biases
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Exponentials:
-    """The exponentials of all logits in the memory of `dweight`, with their statistics.
-
-    Attributes:
-      device: The plan and the arrays.
-      columns: The columns of the vocabulary.
-      found: Exponentials of the tokens inside, and of those beside if there are any.
-      lse: Logsumexp of each token.
-    """
-
-    device: Device
-    columns: Columns
-    found: list[exponentials.Exponentials]
-    lse: Float[Array, " T"]
-
-    @classmethod
-    def make(cls, device: Device, with_entropy: bool) -> "_Exponentials":
-        settings = device.request.settings
-        columns = Columns.make(settings, device.weight.astype(device.x.dtype), None)
-        made = [
-            exponentials.exponentials_of_linear(
-                device.x[tokens],
-                columns.weight,
-                device.labels[tokens],
-                device.labels[tokens] != IGNORED,
-                num_columns=columns.num_columns,
-                temperature=device.temperature,
-                with_weighted=with_entropy,
-                stored=place,
-                weight_layout=columns.layout,
-                config=settings.config.linear,
-            )
-            for tokens, place in _parts(device)
-        ]
-        found, lse = zip(*made, strict=True)
-        return cls(device, columns, list(found), in_place.joined(lse))
-
-    def of_labels(self) -> list[jax.Array]:
-        """The log-probabilities, and the entropies if the kernel made them; 0 where ignored."""
-        label_logit, total, weighted = in_place.joined(
-            [(f.label_logit, f.total, f.weighted) for f in self.found]
-        )
-        labels = self.device.labels
-        is_column = (labels >= 0) & (labels < self.columns.num_columns)
-        values = [jnp.where(is_column, label_logit - self.lse, jnp.nan)]
-        if weighted is not None:
-            values.append(entropy_of(total, weighted))
-        return [jnp.where(labels == IGNORED, 0.0, a) for a in values]
-
-    def gradients(self, rows: exponentials.Rows) -> Gradients:
-        """The gradients that `rows` describes: two GEMMs."""
-        device, num_columns = self.device, self.columns.num_columns
-        plan, settings = device.plan, device.request.settings
-        assert isinstance(plan, InPlace)
-        x, factor, values, factors = device.x, None, [], []
-        for found, (tokens, place) in zip(self.found, _parts(device), strict=True):
-            labels, of_part = device.labels[tokens], rows.of(tokens)
-            if rows.softmax_log is None:
-                # Without entropies the gradient is that of a loss whose coefficients are -g.
-                part, factor = exponentials.dlogits_and_factor(
-                    found, labels, of_part.softmax, 1.0, num_columns=num_columns, stored=place
-                )
-                factors.append(factor)
-            else:
-                part = exponentials.dlogits_of_exponentials(
-                    found, labels, of_part, num_columns=num_columns, stored=place
-                )
-            values.append(part)
-        if factors:
-            factor = in_place.joined(factors)
-        else:
-            x = jnp.where(rows.counts[:, None], x, 0)  # 0 · NaN is NaN
-        dx, dweight = in_place.gradients(
-            values,
-            factor,
-            x,
-            self.columns.weight,
-            extent=plan.extent,
-            weight_layout=self.columns.layout,
-            config=settings.config,
-        )
-        return Gradients(dx, self.columns.without_padding(dweight), None)
-
-
-def _parts(device: Device) -> list[tuple[slice, Any]]:
-    assert isinstance(device.plan, InPlace)
-    layout = device.request.settings.weight_layout
-    return in_place.parts_of(device.plan.extent, device.x.shape[1], layout)

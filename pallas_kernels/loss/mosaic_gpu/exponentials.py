@@ -236,7 +236,7 @@ def dlogits_of_exponentials(
     rows: Rows,
     *,
     num_columns: int,
-    stored: Stored,
+    stored: Stored | None,
 ) -> Float[Array, "rows columns"]:
     """Dlogits made of stored exponentials, by a pass over all of them in place.
 
@@ -260,8 +260,10 @@ def dlogits_of_exponentials(
     return _with_labels(values, labels, at_label, has_gradient, stored=stored)
 
 
-def _spread(stored: Stored, of_tokens: jax.Array, values: jax.Array) -> jax.Array:
+def _spread(stored: Stored | None, of_tokens: jax.Array, values: jax.Array) -> jax.Array:
     """A number of each token at the places of its exponentials, to broadcast with `values`."""
+    if stored is None:
+        return of_tokens[:, None]
     if not isinstance(stored, Interleaved):
         return jnp.pad(of_tokens, (0, values.shape[1] - len(of_tokens)))[None]
     places = stored.height * stored.tokens_of_row

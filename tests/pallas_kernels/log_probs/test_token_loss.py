@@ -31,6 +31,14 @@ def token_fn(log_probs, entropy, data):
     return loss / log_probs.size
 
 
+def of_single_tokens(num_tokens, log_probs, entropy, data):
+    """The summands of `token_fn` for `num_tokens` tokens, of some of them."""
+    losses = data["g"] * jnp.sin(log_probs)
+    if entropy is not None:
+        losses += data["h"] * jnp.square(entropy)
+    return losses / num_tokens
+
+
 def with_aux(log_probs, entropy, data):
     loss = token_fn(log_probs, entropy, data)
     return loss, {"mean": jnp.mean(log_probs), "largest": jnp.max(log_probs, axis=-1)}
@@ -45,6 +53,8 @@ def loss_of(
     x, weight, labels, data, *, bias=None, fn=token_fn, weight_layout: Any = "vd", **options
 ):
     weight = weight if weight_layout == "vd" else weight.T
+    if options.get("per_token") and fn is token_fn:
+        fn = functools.partial(of_single_tokens, labels.size)
     return linear_token_loss(
         x, weight, labels, fn, data, bias=bias, weight_layout=weight_layout, **options
     )
@@ -83,12 +93,15 @@ def check(got, arrays, data, labels, *, with_entropy=True, slack=1.2, floor=12.0
     assert_as_accurate(pick(got), low, pick(exact), names=list(exact), slack=slack, floor=floor)
 
 
-@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize(
+    "with_entropy, per_token", [(False, False), (True, False), (False, True), (True, True)]
+)
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_value_and_gradients(implementation, with_entropy):
+def test_value_and_gradients(implementation, with_entropy, per_token):
     arrays, labels = arrays_of(SHAPE, D, V, F32)
     data = make_data(SHAPE)
     options = {"implementation": implementation, "with_entropy": with_entropy, **OPTIONS}
+    options["per_token"] = per_token
     got = quick_jit(functools.partial(graded, chunk_size=5, **options))(arrays, data, labels)
     check(got, arrays, data, labels, with_entropy=with_entropy)
     alone = quick_jit(functools.partial(loss_of, **options))(labels=labels, data=data, **arrays)
@@ -104,13 +117,18 @@ def test_value_and_gradients(implementation, with_entropy):
     ],
     ids=["sequence", "vocabulary"],
 )
-def test_the_function_sees_the_tokens_of_all_devices(kind, tokens, of_weight, of_data):
+@pytest.mark.parametrize(
+    "per_token, implementation",
+    [(False, "xla"), (True, "xla"), pytest.param(True, "reference", marks=full)],
+)
+def test_the_tokens_of_all_devices(kind, tokens, of_weight, of_data, per_token, implementation):
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(kind,) * 3)
     arrays, labels = arrays_of(SHAPE, D, V, F32, bias=False)
     data = make_data(SHAPE)
     put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
     specs = {"x": tokens, "weight": of_weight}
-    fn = functools.partial(graded, implementation="xla", with_entropy=True, chunk_size=3, **OPTIONS)
+    options = {"implementation": implementation, "per_token": per_token, **OPTIONS}
+    fn = functools.partial(graded, with_entropy=True, chunk_size=3, **options)
     with jax.set_mesh(mesh):
         got = quick_jit(fn)(
             {name: put(a, specs[name]) for name, a in arrays.items()},
@@ -121,14 +139,15 @@ def test_the_function_sees_the_tokens_of_all_devices(kind, tokens, of_weight, of
     check(got, arrays, data, labels)
 
 
-@pytest.mark.parametrize("num_counted", [100, 129])
-def test_fewer_rows(num_counted):
+@pytest.mark.parametrize("num_counted, per_token", [(100, False), (129, False), (100, True)])
+def test_fewer_rows(num_counted, per_token):
     """`counted_fraction` changes nothing but the rows: 128 of 300, or all where more count. 4 s."""
     arrays, labels = arrays_of((3, 100), D, V, F32)
     order = np.random.default_rng(7).permutation(300).reshape(3, 100)
     labels = np.where(order < num_counted, np.abs(labels) % V, IGNORED).astype(np.int32)
     data = make_data((3, 100))
     options = {"implementation": "xla", "chunk_size": 50, "with_entropy": True, **OPTIONS}
+    options["per_token"] = per_token
     fn = functools.partial(graded, counted_fraction=0.4, **options)
     got = quick_jit(fn)(arrays, data, labels)
     check(got, arrays, data, labels)
@@ -236,6 +255,56 @@ def test_chunks_of_tokens(with_entropy):
     check(got, arrays, data, labels, with_entropy=with_entropy, slack=BASE_2, **rounding)
 
 
+# D = 64: the memory of a float32 `dweight` holds 128 tokens. 8 s for each.
+@interpreted
+@pytest.mark.parametrize(
+    "num_tokens, vocab, options",
+    [
+        (300, 250, {"with_entropy": True}),
+        pytest.param(300, 250, {"with_entropy": False}, marks=full),
+        (130, 128, {"with_entropy": False, "chunk_size": 64}),
+        pytest.param(130, 128, {"with_entropy": True, "weight_layout": "dv"}, marks=full),
+    ],
+)
+def test_chunks_of_single_tokens(num_tokens, vocab, options):
+    """Exponentials of each chunk wait for its cotangents: nothing is computed twice."""
+    arrays, labels = arrays_of((num_tokens,), 64, vocab, BF16, bias=False)
+    data = make_data((num_tokens,))
+    labels[2] = IGNORED
+    arrays["x"][2] = np.nan
+    options = {"implementation": "mosaic_gpu", "per_token": True, **options, **OPTIONS}
+    got, names = run_and_kernel_names(
+        functools.partial(graded, **options), *as_jax((arrays, data, labels))
+    )
+    assert "linear_exponentials" in names and "linear_statistics" not in names
+    with_entropy = options["with_entropy"]
+    rounding = {"round_exponentials": BF16, "by_pass": with_entropy}
+    arrays["x"][2] = 0
+    check(got, arrays, data, labels, with_entropy=with_entropy, slack=BASE_2, **rounding)
+
+
+@interpreted
+def test_a_frozen_weight_of_single_tokens():
+    arrays, labels = arrays_of((20,), 64, 128, BF16, bias=False)
+    data = make_data((20,))
+    fn = functools.partial(
+        loss_of,
+        implementation="mosaic_gpu",
+        per_token=True,
+        chunk_size=8,
+        **OPTIONS,
+    )
+
+    def of_x(x, weight, data, labels):
+        return jax.grad(lambda x: fn(x, weight, labels=labels, data=data))(x)
+
+    dx, names = run_and_kernel_names(of_x, *as_jax((arrays["x"], arrays["weight"], data, labels)))
+    assert "linear_statistics" not in names and not any("gradient" in name for name in names)
+    of = functools.partial(expected, arrays, data, labels, with_entropy=False)
+    low, exact = of(compute=np.float32, round_exponentials=BF16)["x"], of(compute=np.float64)["x"]
+    assert_as_accurate([dx], rounded([low], [dx]), [exact], names=["x"], slack=1.2 * BASE_2)
+
+
 @interpreted
 def test_ignored_tokens_in_place():
     """NaN of a token that does not count reaches nothing, and the kernel runs a second time."""
@@ -249,6 +318,46 @@ def test_ignored_tokens_in_place():
     rounding = {"round_exponentials": BF16, "by_pass": True}
     check(got, clean, data, labels, slack=BASE_2, **rounding)
     assert not np.asarray(got["x"], np.float32)[2].any()
+
+
+def test_other_results_of_single_tokens():
+    arrays, labels = as_jax(arrays_of(SHAPE, D, V, F32))
+    data = as_jax(make_data(SHAPE))
+
+    def fn(log_probs, entropy, data):
+        losses = jnp.sin(log_probs) * data["g"]
+        return losses, {"losses": losses + 1, "pair": jnp.stack([log_probs, data["h"]], axis=1)}
+
+    def run(arrays, implementation):
+        options = {"implementation": implementation, "per_token": True, "has_aux": True}
+        of = lambda arrays: loss_of(labels=labels, data=data, fn=fn, **options, **arrays)
+        return jax.value_and_grad(of, has_aux=True)(arrays)
+
+    got, want = (quick_jit(run, static_argnums=1)(arrays, name) for name in ("xla", "reference"))
+    chex.assert_trees_all_close(got, want, rtol=2e-5, atol=2e-6)
+    (loss, aux), _ = got
+    assert aux["pair"].shape == (*SHAPE, 2) and aux["losses"].shape == SHAPE
+    is_ignored = np.asarray(labels) == IGNORED
+    assert is_ignored.any() and not np.any(aux["pair"][is_ignored])
+    number = np.sum(~is_ignored)
+    np.testing.assert_allclose(np.sum(np.asarray(aux["losses"])) - number, loss, rtol=1e-4)
+
+
+def test_errors_of_single_tokens():
+    x, weight, labels = jnp.zeros((2, 4)), jnp.zeros((5, 4)), jnp.array([0, 3])
+    of = lambda fn, data=None, **options: linear_token_loss(
+        x, weight, labels, fn, data, per_token=True, **options
+    )
+    with pytest.raises(TypeError, match=r"float32 array \(2,\), .* a number for each token"):
+        of(lambda log_probs, entropy, data: jnp.sum(log_probs))
+    with pytest.raises(
+        ValueError, match=r"axes of labels, \(2,\); got \(\); .*constant of token_fn"
+    ):
+        of(lambda log_probs, entropy, data: log_probs * data, jnp.float32(2))
+    with pytest.raises(ValueError, match=r"a row for each of 2 tokens, got \[\(\)\]"):
+        of(lambda log_probs, entropy, data: (log_probs, jnp.sum(log_probs)), has_aux=True)
+    factor = jnp.float32(2)
+    assert of(lambda log_probs, entropy, data: log_probs * factor).shape == ()
 
 
 def test_errors():

@@ -1,0 +1,144 @@
+"""Exponentials of logits that wait for the cotangents of the log-probabilities.
+
+The GEMM of the logits stores their exponentials, in the memory of `dweight` or in an array of their
+own. They become the gradient in the logits once the cotangents are known. So the gradients need two
+GEMMs more, and no logits.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.log_probs.differentiable import Device
+from pallas_kernels.loss.arguments import IGNORED
+from pallas_kernels.loss.columns import Columns, product, weight_product
+from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
+from pallas_kernels.loss.mosaic_gpu.statistics import entropy_of
+from pallas_kernels.loss.plan import InPlace
+
+
+def keeps_all(device: Device, biases: Sequence[Any]) -> bool:
+    """Whether the exponentials of all of a device's tokens can wait for the cotangents."""
+    plan = device.plan
+    return isinstance(plan, InPlace) and plan.chunk_size is None and keeps_chunks(device, biases)
+
+
+def keeps_chunks(device: Device, biases: Sequence[Any]) -> bool:
+    """Whether the exponentials of a chunk can wait for the cotangents of its tokens."""
+    settings = device.request.settings
+    return (
+        device.plan.without_dweight.by_exponentials
+        and settings.options.logit_softcap is None
+        and not settings.vocab_axes
+        and not biases
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptExponentials:
+    """The exponentials of all logits of some tokens, with their statistics.
+
+    Attributes:
+      device: The plan and the arrays. The plan is for these tokens alone: all of them in place, or
+        one chunk.
+      columns: The columns of the vocabulary.
+      found: Exponentials of the tokens inside of `dweight`'s memory, and of those beside if there
+        are any; or of the chunk.
+      lse: Logsumexp of each token.
+    """
+
+    device: Device
+    columns: Columns
+    found: list[exponentials.Exponentials]
+    lse: Float[Array, " T"]
+
+    @classmethod
+    def make(cls, device: Device, columns: Columns, *, with_entropy: bool) -> "KeptExponentials":
+        """The exponentials of the device's tokens: one GEMM."""
+        made = [
+            exponentials.exponentials_of_linear(
+                device.x[tokens],
+                columns.weight,
+                device.labels[tokens],
+                device.labels[tokens] != IGNORED,
+                num_columns=columns.num_columns,
+                temperature=device.temperature,
+                with_weighted=with_entropy,
+                stored=place,
+                weight_layout=columns.layout,
+                config=device.request.settings.config.linear,
+            )
+            for tokens, place in _parts(device)
+        ]
+        found, lse = zip(*made, strict=True)
+        return cls(device, columns, list(found), in_place.joined(lse))
+
+    def of_labels(self) -> list[jax.Array]:
+        """The log-probabilities, and the entropies if the kernel made them; 0 where ignored."""
+        label_logit, total, weighted = in_place.joined(
+            [(f.label_logit, f.total, f.weighted) for f in self.found]
+        )
+        labels = self.device.labels
+        is_column = (labels >= 0) & (labels < self.columns.num_columns)
+        values = [jnp.where(is_column, label_logit - self.lse, jnp.nan)]
+        if weighted is not None:
+            values.append(entropy_of(total, weighted))
+        return [jnp.where(labels == IGNORED, 0.0, a) for a in values]
+
+    def gradients(
+        self, rows: exponentials.Rows, *, with_dweight: bool = True
+    ) -> tuple[Float[Array, "T D"], Any]:
+        """`(dx, dweight)` of the gradient that `rows` describes: a GEMM for each.
+
+        `dweight` has the padding of `columns`. It is None without `with_dweight`, which a plan in
+        place does not take.
+        """
+        device, columns = self.device, self.columns
+        x, factor, values, factors = device.x, None, [], []
+        for found, (tokens, place) in zip(self.found, _parts(device), strict=True):
+            labels, of_part = device.labels[tokens], rows.of(tokens)
+            options = {"num_columns": columns.num_columns, "stored": place}
+            if rows.softmax_log is None:
+                # Without entropies the gradient is that of a loss whose coefficients are -g.
+                part, factor = exponentials.dlogits_and_factor(
+                    found, labels, of_part.softmax, 1.0, **options
+                )
+                factors.append(factor)
+            else:
+                part = exponentials.dlogits_of_exponentials(found, labels, of_part, **options)
+            values.append(part)
+        if factors:
+            factor = in_place.joined(factors)
+        else:
+            x = jnp.where(rows.counts[:, None], x, 0)  # 0 · NaN is NaN
+        plan, settings = device.plan, device.request.settings
+        if isinstance(plan, InPlace):
+            return in_place.gradients(
+                values,
+                factor,
+                x,
+                columns.weight,
+                extent=plan.extent,
+                weight_layout=columns.layout,
+                config=settings.config,
+            )
+        (dz,) = values
+        dx = product(f"tv,{columns.layout}->td", dz, columns.weight, jnp.float32)
+        if factor is not None:
+            dx, x = dx * factor[:, None], exponentials.scaled(x, factor)
+        dweight = None
+        if with_dweight:
+            dweight = weight_product(dz, x, columns.weight, columns.layout, settings.accum_dtype)
+        return dx.astype(device.x.dtype), dweight
+
+
+def _parts(device: Device) -> list[tuple[slice, Any]]:
+    """The tokens whose exponentials lie together, and their layout; None for `[T, V]`."""
+    if not isinstance(device.plan, InPlace):
+        return [(slice(None), None)]
+    layout = device.request.settings.weight_layout
+    return in_place.parts_of(device.plan.extent, device.x.shape[1], layout)
