@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def config(tmp_path):
     )
 
 
-def opened(config, records):
+def opened(config, records) -> Any:
     config.path[0].write_text("".join(json.dumps(record) + "\n" for record in records))
     return data.open_files(config, vocab_size=320, evaluates=False)[0]
 
