@@ -112,16 +112,20 @@ def _all_logits(entropy: bool) -> Callable[..., Any]:
 
 
 def _sum_of_products(log_probs, entropy, data):
+    return jnp.sum(_products(log_probs, entropy, data))
+
+
+def _products(log_probs, entropy, data):
     g, h = data
-    loss = jnp.sum(g * log_probs)
-    return loss if entropy is None else loss + jnp.sum(h * entropy)
+    losses = g * log_probs
+    return losses if entropy is None else losses + h * entropy
 
 
 def _token_loss(entropy: bool, **options: Any) -> Callable[..., Any]:
+    fn = _products if options.get("per_token") else _sum_of_products
+
     def loss(x, weight, labels, g, h):
-        return linear_token_loss(
-            x, weight, labels, _sum_of_products, (g, h), with_entropy=entropy, **options
-        )
+        return linear_token_loss(x, weight, labels, fn, (g, h), with_entropy=entropy, **options)
 
     return loss
 
@@ -191,6 +195,17 @@ SETTINGS = (
         weight="frozen",
     ),
     Setting("ours, token loss with entropies", "token loss", _token_loss(True, **_KERNELS), True),
+    Setting(
+        "ours, losses of single tokens",
+        "token loss",
+        _token_loss(False, per_token=True, **_KERNELS),
+    ),
+    Setting(
+        "ours, losses of single tokens with entropies",
+        "token loss",
+        _token_loss(True, per_token=True, **_KERNELS),
+        True,
+    ),
     Setting("XLA chunks, token loss", "token loss", _token_loss(False, **_XLA)),
     Setting("ours, policy loss", "policy loss", _policy_loss(**_KERNELS)),
     Setting("XLA chunks, policy loss", "policy loss", _policy_loss(**_XLA)),

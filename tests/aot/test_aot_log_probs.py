@@ -48,8 +48,9 @@ def token_loss(**options: Any) -> Any:
     """Loss and gradients; a float32 gradient of a bfloat16 weight."""
 
     def token_fn(log_probs, entropy, data):
-        loss = -jnp.sum(data[0] * jnp.exp(log_probs))
-        return loss if entropy is None else loss + jnp.sum(data[1] * entropy)
+        losses = -data[0] * jnp.exp(log_probs)
+        losses = losses if entropy is None else losses + data[1] * entropy
+        return losses if options.get("per_token") else jnp.sum(losses)
 
     def run(x, weight, labels, g, h):
         loss = lambda x, weight: linear_token_loss(
@@ -94,6 +95,14 @@ CASES |= {
     ),
     "token-loss-counted": Case(
         token_loss(counted_fraction=0.5), arguments(*SIZES), compiler_options=CUBLAS
+    ),
+    "single-tokens": Case(
+        token_loss(per_token=True), arguments(32768, 4096, 128256), compiler_options=CUBLAS
+    ),
+    "single-tokens-entropy": Case(
+        token_loss(per_token=True, with_entropy=True),
+        arguments(32768, 4096, 128256),
+        compiler_options=CUBLAS,
     ),
     "token-loss-dv": Case(
         token_loss(with_entropy=True, weight_layout="dv"),
@@ -170,6 +179,19 @@ def test_a_loss_of_tokens_in_place(compiled, chip, case):
         assert_nothing_runs_beside(program)
     else:
         assert_in_place(program, (vocab, hidden))
+
+
+# The exponentials of a chunk wait for its cotangents, so no kernel computes the logits again.
+@each_chip
+@pytest.mark.parametrize("case", ["single-tokens", "single-tokens-entropy"])
+def test_losses_of_single_tokens_in_chunks(compiled, chip, case):
+    program = compiled(chip, case)
+    exponentials = {"linear_exponentials", "linear_exponentials_again"}
+    assert set(program.calls) == exponentials | {"input_gradient", "weight_gradient_rows"}
+    assert program.calls["linear_exponentials"] == 2  # in place, and in the loop over chunks
+    for kernel in program.kernels:
+        assert_runs_well(kernel)
+    assert program.temp_bytes <= 700 * MIB, program.temp_bytes / MIB
 
 
 @each_chip

@@ -52,6 +52,17 @@ def token_loss(x, weight, labels, g, h):
     return jax.value_and_grad(fn, argnums=(0, 1))(x, weight)
 
 
+def single_tokens(x, weight, labels, g, h):
+    def token_fn(log_probs, entropy, data):
+        return data[0] * jnp.exp(log_probs) + data[1] * entropy
+
+    def fn(x, weight):
+        options = {"with_entropy": True, "per_token": True, "implementation": "mosaic_gpu"}
+        return linear_token_loss(x, weight, labels, token_fn, (g, h), **options)
+
+    return jax.value_and_grad(fn, argnums=(0, 1))(x, weight)
+
+
 def make_case(function: Any, layout: str, is_explicit: bool) -> Case:
     tokens, of_weight, _, _ = LAYOUTS[layout]
     return Case(
@@ -71,7 +82,7 @@ def make_case(function: Any, layout: str, is_explicit: bool) -> Case:
 
 CASES = {
     f"{function.__name__}, {layout}": make_case(function, layout, layout == "fsdp")
-    for function in (log_probs, token_loss)
+    for function in (log_probs, token_loss, single_tokens)
     for layout in LAYOUTS
 }
 CASES["with_argmax, tensor"] = make_case(with_argmax, "tensor", False)
@@ -83,7 +94,7 @@ def test_kernels_and_collectives(compiled, chip, case):
     program = compiled(chip, case)
     name, layout = case.split(", ")
     _, of_weight, token_parts, column_parts = LAYOUTS[layout]
-    in_place = name == "token_loss" and column_parts == 1
+    in_place = name != "log_probs" and column_parts == 1
     # A device has more than 2 D = 1024 tokens, so dlogits of some come in a chunk or lie beside.
     names = {kernel.name for kernel in program.kernels}
     assert "linear_exponentials" in names

@@ -244,16 +244,33 @@ def dlogits_of_exponentials(
     for each token is not enough. The logarithms are those of the rounded exponentials.
     """
     log_sum = jnp.log(found.total)
-    of_token = lambda a: _spread(stored, a, found.values)
-    e = found.values.astype(jnp.float32)
-    log_p = jnp.log(e) - of_token(log_sum)
-    # Each factor is finite in bfloat16's range; a quotient of two of them may not be.
-    factor = of_token(rows.softmax)
-    if rows.softmax_log is not None:
-        factor = factor + of_token(rows.softmax_log) * log_p
-    gradient = e * of_token(1 / found.total) * factor
-    is_zero = (e == 0) | ~of_token(rows.counts)
-    values = jnp.where(is_zero, 0.0, gradient).astype(found.values.dtype)
+
+    def without_labels(values, log_sum, total, rows):
+        of_token = lambda a: _spread(stored, a, values)
+        e = values.astype(jnp.float32)
+        log_p = jnp.log(e) - of_token(log_sum)
+        # Each factor is finite in bfloat16's range; a quotient of two of them may not be.
+        factor = of_token(rows.softmax)
+        if rows.softmax_log is not None:
+            factor = factor + of_token(rows.softmax_log) * log_p
+        gradient = e * of_token(1 / total) * factor
+        is_zero = (e == 0) | ~of_token(rows.counts)
+        return jnp.where(is_zero, 0.0, gradient).astype(values.dtype)
+
+    numbers = log_sum, found.total, rows
+    if stored is not None or len(labels) % 2:
+        values = without_labels(found.values, *numbers)
+    else:
+        # In a loop that returns the array, XLA works in place. Otherwise it takes an array for the
+        # results of the pass over a chunk: 501 MiB at 2048 x 128256.
+        half = len(labels) // 2
+
+        def of_half(i, values):
+            part = lambda a: jax.lax.dynamic_slice_in_dim(a, i * half, half)
+            found = without_labels(part(values), *jax.tree.map(part, numbers))
+            return jax.lax.dynamic_update_slice_in_dim(values, found, i * half, 0)
+
+        values = jax.lax.fori_loop(0, 2, of_half, found.values)
     p = found.of_label / found.total
     at_label = rows.at_label(p, jnp.log(found.of_label) - log_sum)
     has_gradient = _is_column(labels, num_columns) & rows.counts
