@@ -25,7 +25,7 @@ from pallas_kernels import (
 
 pytestmark = pytest.mark.oldest
 AXES = {"data": 2, "fsdp": 4}
-# A device has 512 tokens of a microbatch, as many as the memory of its `dweight` may hold.
+# A device has 512 tokens of a microbatch, and the memory of `dweight` holds as many.
 N, T, D, V = 2, 4096, 256, 768
 BF16 = jnp.bfloat16
 kernels: dict[str, Any] = {"implementation": "mosaic_gpu"}
@@ -93,13 +93,13 @@ CASES = {
 }
 
 
-AGAIN = {"linear_exponentials", "linear_exponentials_again"}
-# `jax.checkpoint` computes log-probabilities and losses of all tokens once without gradients.
+IN_PLACE = {"linear_exponentials", "input_gradient", "weight_gradient_rows"}
+# The forward of log-probabilities is a kernel of its own.
 KERNELS = {
-    "loss": AGAIN,
-    "log_probs": {"linear_statistics", "linear_exponentials"},
-    "all_tokens": {"linear_statistics", "linear_exponentials"},
-    "single_tokens": AGAIN,
+    "loss": IN_PLACE | {"linear_exponentials_again"},
+    "log_probs": IN_PLACE | {"linear_statistics"},
+    "all_tokens": IN_PLACE | {"linear_exponentials_again"},
+    "single_tokens": IN_PLACE | {"linear_exponentials_again"},
     "distillation": {"distillation_sums", "distillation_dlogits"},
 }
 
