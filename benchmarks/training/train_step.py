@@ -157,6 +157,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", choices=PRESET_NAMES, default="llama3.2-1b")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=4096)
+    parser.add_argument("--num-layers", type=int, help="layers of the model; default: the preset's")
 
 
 def workload(arguments: argparse.Namespace) -> TrainConfig:
@@ -168,15 +169,18 @@ def workload(arguments: argparse.Namespace) -> TrainConfig:
         sequence_length=arguments.sequence_length,
         batch_size=arguments.batch_size,
     )
-    return dataclasses.replace(base, data=data)
+    model = base.model
+    if arguments.num_layers is not None:
+        model = dataclasses.replace(model, num_hidden_layers=arguments.num_layers)
+    return dataclasses.replace(base, data=data, model=model)
 
 
-def speed_cells(config: TrainConfig, times_s: list[float]) -> list[str]:
-    """Cells of a table: median and range of the milliseconds a step, tokens/s, MFU."""
+def speed_cells(config: TrainConfig, times_s: list[float], num_gpus: int = 1) -> list[str]:
+    """Cells of a table: median and range of the milliseconds a step, tokens/s of all GPUs, MFU."""
     flops = metrics.flops_per_token(config.model, config.data.sequence_length)
     step_s = statistics.median(times_s)
     speed = config.data.tokens_per_step / step_s
-    used = metrics.mfu(speed, flops, hardware.lookup(jax.devices()[0].device_kind), 1)
+    used = metrics.mfu(speed, flops, hardware.lookup(jax.devices()[0].device_kind), num_gpus)
     return [
         f"{step_s * 1e3:.1f}",
         f"{min(times_s) * 1e3:.1f} - {max(times_s) * 1e3:.1f}",
@@ -195,6 +199,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3, help="steps of a variant in a round")
     parser.add_argument("--kernels", action="store_true", help="add a table of the kernels")
+    parser.add_argument("--fsdp", type=int, default=1, help="GPUs that share the parameters")
     parser.add_argument("--output", type=Path, help="file to write the tables to")
     arguments = parser.parse_args()
 
@@ -202,7 +207,8 @@ def main() -> None:
     # Names are checked before the first variant compiles, which takes half a minute.
     ways = {name: Way.parse(base, name) for name in arguments.variants}
     data = base.data
-    mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
+    num_gpus = arguments.fsdp
+    mesh = make_mesh(data=1, fsdp=num_gpus, devices=jax.devices()[:num_gpus])
     dataset = SyntheticDataset(base.model.vocab_size, data.sequence_length)
     rows = dataset.batch(0, batch_size=data.batch_size, seed=0)
     with jax.set_mesh(mesh):
@@ -235,7 +241,7 @@ def main() -> None:
                 state, variant.kernels, variant.traced_ms = device_times(
                     variant.compiled, state, batch
                 )
-    text = report(base, variants, limits)
+    text = report(base, variants, limits, num_gpus)
     print(text)
     if arguments.output:
         arguments.output.write_text(text)
@@ -247,7 +253,7 @@ def device_times(
     """Runs one more step under the profiler, whose trace has copies as well as kernels.
 
     Returns:
-      The new state, `(name, milliseconds)` of each kernel and copy on the device, and the
+      The new state, `(name, milliseconds)` of each kernel and copy on the first GPU, and the
       milliseconds from the first start to the last end.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -258,7 +264,7 @@ def device_times(
         streams = [
             line
             for plane in profile.planes
-            if plane.name.startswith("/device:GPU")
+            if plane.name == "/device:GPU:0"
             for line in plane.lines
             if line.name.startswith("Stream")
         ]
@@ -269,7 +275,9 @@ def device_times(
         return state, kernels, (last - first) / 1e6
 
 
-def report(config: TrainConfig, variants: list[Variant], limits: list[ceilings.Ceilings]) -> str:
+def report(
+    config: TrainConfig, variants: list[Variant], limits: list[ceilings.Ceilings], num_gpus: int
+) -> str:
     """The tables, in Markdown."""
     device = jax.devices()[0]
     flops = metrics.flops_per_token(config.model, config.data.sequence_length)
@@ -281,16 +289,17 @@ def report(config: TrainConfig, variants: list[Variant], limits: list[ceilings.C
     limit = ceilings.Ceilings(gemm, copy)
     lines = [
         f"# Training step of {config.name}, "
-        f"{config.data.batch_size} x {config.data.sequence_length} tokens",
+        f"{config.model.num_hidden_layers} layers, {config.data.batch_size} x "
+        f"{config.data.sequence_length} tokens",
         "",
-        f"{time.strftime('%Y-%m-%d')}, {device.device_kind}, {versions}. Parameters and AdamW "
-        f"moments {config.model.param_dtype}, compute {config.model.dtype}. Wall time, median of "
-        f"{len(limits)} interleaved rounds. In the same run: {limit}.",
+        f"{time.strftime('%Y-%m-%d')}, {num_gpus} x {device.device_kind}, {versions}. Parameters "
+        f"and AdamW moments {config.model.param_dtype}, compute {config.model.dtype}. Wall time, "
+        f"median of {len(limits)} interleaved rounds. In the same run: {limit}.",
         "",
         f"    python -m benchmarks.training.train_step {shlex.join(sys.argv[1:])}",
         "",
         "MFU counts causal attention at half and no recomputation, against the card's dense "
-        "bfloat16 peak. Memory is arguments plus temporaries of the compiled step.",
+        "bfloat16 peak. Memory is arguments plus temporaries of the compiled step, on one GPU.",
         "",
         "| variant | ms/step | min - max | tokens/s | MFU | of the GEMM | memory | compile |",
         "|---|---|---|---|---|---|---|---|",
@@ -299,8 +308,8 @@ def report(config: TrainConfig, variants: list[Variant], limits: list[ceilings.C
         speed = config.data.tokens_per_step / variant.step_s
         cells = [
             variant.name,
-            *speed_cells(config, variant.times_s),
-            f"{speed * flops / gemm:.1%}",
+            *speed_cells(config, variant.times_s, num_gpus),
+            f"{speed * flops / (gemm * num_gpus):.1%}",
             f"{memory_in_bytes(variant.compiled) / 2**30:.1f} GiB",
             f"{variant.compile_s:.0f} s",
         ]
