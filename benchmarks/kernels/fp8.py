@@ -43,8 +43,10 @@ from pallas_kernels.gpu.hopper_gemm import default_config as default_gemm_config
 
 # The products of 1B and 8B: attention's output, one projection of the MLP, and its down projection.
 LAYERS = ("2048x2048", "2048x8192", "8192x2048", "4096x4096", "4096x14336", "14336x4096")
-# The relative error that two operands with 3 mantissa bits make, with a margin; e5m2 has 2.
+# The relative error that two operands with 3 mantissa bits make, with a margin; e5m2 has 2. The MLP
+# has two layers one after the other, so 2 ** 0.5 times that.
 _MAX_ERROR = 0.08
+_MAX_ERROR_OF_MLP = 0.113
 # Every layer, however small.
 _EVERY = {name: dataclasses.replace(r, least_size=0) for name, r in RECIPES.items()}
 
@@ -55,7 +57,10 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def compare(
-    expected: str, ways: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], rounds: int
+    expected: str,
+    ways: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]],
+    rounds: int,
+    max_error: float = _MAX_ERROR,
 ) -> dict[str, timing.Timing]:
     """Times ways to compute the result of `expected`, after they are checked against it."""
     results, refused, cases = {}, {}, []
@@ -70,7 +75,7 @@ def compare(
         error = max(relative_error(a, b) for a, b in pairs)
         if name != expected:
             results.pop(name)
-        if not error < _MAX_ERROR:  # also NaN
+        if not error < max_error:  # also NaN
             refused[name] = timing.Timing(error=f"wrong result: relative error {error:.1e}")
             continue
         cases.append(timing.Case(name, [functools.partial(compiled, *args)]))
@@ -176,7 +181,7 @@ def mlps(tokens: int, d: int, f: int, rounds: int) -> dict[str, timing.Timing]:
     for name, recipe in RECIPES.items():
         fn = functools.partial(fp8_swiglu_mlp, recipe=recipe)
         ways[name] = functools.partial(_with_gradients, fn), (x, *weights, dy)
-    return compare("bf16", ways, rounds)
+    return compare("bf16", ways, rounds, _MAX_ERROR_OF_MLP)
 
 
 def main() -> None:
