@@ -36,7 +36,7 @@ from benchmarks import agreement, ceilings, peers, timing
 from benchmarks.kernels import shapes
 from benchmarks.kernels.bench import short_name, write_results
 from benchmarks.kernels.shapes import Shape
-from pallas_kernels import linear_cross_entropy
+from pallas_kernels import LoRA, linear_cross_entropy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Setting:
       weight: Dtype of the weight and its gradient. `"widened"` is a float32 gradient of a bfloat16
         weight. `"float32"` is a float32 weight, which the program itself rounds for its GEMMs.
         `"bfloat16"` is bfloat16 for both, and `"frozen"` a bfloat16 weight without a gradient.
+        `"lora"` is a frozen weight with an update of rank 16 that has gradients.
       gradients: Whether to compute the gradients.
       layout: Layout of the weight, as in `linear_cross_entropy`.
     """
@@ -71,6 +72,8 @@ class Setting:
         """The function to compile. It takes a float32 weight if the setting has one."""
         if not self.gradients:
             return self.loss
+        if self.weight == "lora":
+            return functools.partial(_low_rank, self.loss, self.layout.index("v"))
         argnums = (0,) if self.weight == "frozen" else (0, 1)
         with_gradients = jax.value_and_grad(self.loss, argnums=argnums)
         if self.weight != "widened":
@@ -80,6 +83,14 @@ class Setting:
 
 def _ours(**options: Any) -> Callable[..., jax.Array]:
     return functools.partial(linear_cross_entropy, implementation="mosaic_gpu", **options)
+
+
+def _low_rank(loss, vocab_axis, x, weight, labels):
+    """The loss and the gradients of `x` and of both factors of an update, which is 0."""
+    # XLA would leave out a constant 0.
+    a, b = jnp.broadcast_to(0 * x[0, :16], (weight.shape[vocab_axis], 16)), x[:16]
+    of_factors = lambda x, a, b: loss(x, LoRA(weight, a, b), labels)
+    return jax.value_and_grad(of_factors, argnums=(0, 1, 2))(x, a, b)
 
 
 def _all_logits(x, weight, labels, weight_layout="vd"):
@@ -110,6 +121,7 @@ SETTINGS = (
     Setting("ours, loss alone", _ours(), gradients=False),
     Setting("ours, half of the rows", _ours(counted_fraction=0.5)),
     Setting("ours, frozen weight", _ours(), "frozen"),
+    Setting("ours, LoRA", _ours(), "lora"),
     _XLA,
     Setting("XLA, all logits", _all_logits),
 )
@@ -133,10 +145,12 @@ def gemms(shape: Shape) -> list[Callable[[], Any]]:
 
 
 def _arrays(setting: Setting, result: Any) -> list[jax.Array]:
-    """The loss, and the gradients that the setting has; `dweight` as `[V, D]`."""
+    """The loss, and the gradients of `x` and of the weight if there are any, `[V, D]`."""
     if not setting.gradients:
         return [result]
     loss, (dx, *dweights) = result
+    if setting.weight == "lora":
+        dweights = []
     return [loss, dx, *(d.T if setting.layout == "dv" else d for d in dweights)]
 
 
