@@ -17,11 +17,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.choices import log_once
 from pallas_kernels.distillation import xla
 from pallas_kernels.distillation.settings import Settings
 from pallas_kernels.loss import low_rank
-from pallas_kernels.loss.counted import in_fewer_rows, num_rows
+from pallas_kernels.loss.counted import fraction_in_effect, in_fewer_rows
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.operation import Mask, Operation, call, with_members
 from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
@@ -181,7 +180,8 @@ def _of_device(
             return [losses, *gradients[:num_per_token]], gradients[num_per_token:]
 
         tokens = [merged(x), merged(coefficients), *map(merged, of_tokens)]
-        fraction = 1.0 if every_loss else fraction_in_effect(settings, axes, coefficients.size)
+        fraction = 1.0 if every_loss else settings.counted_fraction
+        fraction = fraction_in_effect(_Distillation.name, fraction, place, coefficients.size)
         counts = merged(coefficients) != 0
         (losses, *dx), of_weight = in_fewer_rows(
             compute, tokens, (0,) * len(tokens), counts, fraction
@@ -191,15 +191,3 @@ def _of_device(
         return losses.reshape(coefficients.shape), *dx, *of_weight
 
     return run
-
-
-def fraction_in_effect(settings: Settings, axes: tuple[str, ...], num_tokens: int) -> float:
-    """The share of a device's tokens that is computed in fewer rows."""
-    fraction = settings.counted_fraction
-    if axes and num_rows(num_tokens, fraction) < num_tokens:
-        log_once(
-            f"linear_distillation_loss: counted_fraction={fraction} has no effect, because the "
-            "vocabulary is split over devices; all tokens are computed"
-        )
-        return 1.0
-    return fraction

@@ -11,8 +11,10 @@ from jaxtyping import Array, Float, Int, Integer
 from pallas_kernels.arguments import check_number
 from pallas_kernels.choices import record
 from pallas_kernels.implementation import Implementation, symbolic_reason
-from pallas_kernels.log_probs import differentiable, reference, token_loss
-from pallas_kernels.log_probs import per_token as per_token_loss
+from pallas_kernels.log_probs import differentiable, reference
+from pallas_kernels.log_probs.per_token import OfSingleTokens, sum_of_known
+from pallas_kernels.log_probs.token_function import results_of_function, token_function
+from pallas_kernels.log_probs.token_loss import OfAllTokens
 from pallas_kernels.loss.arguments import (
     check_arrays,
     checked_request,
@@ -328,7 +330,7 @@ def linear_token_loss(
         implementation=implementation,
         config=config,
     )
-    function, data, aux_tree = token_loss.token_function(
+    function, data, aux_tree = token_function(
         token_fn,
         labels.shape,
         token_data,
@@ -348,13 +350,13 @@ def linear_token_loss(
             with_argmax=False,
         )
         if per_token:
-            loss, aux = per_token_loss.sum_of_known(function, found, labels, data)
+            loss, aux = sum_of_known(function, found, labels, data)
         else:
             loss, aux = function(found, data)
     else:
-        operation = per_token_loss.sum_of_losses if per_token else token_loss.token_loss
-        loss, *aux = operation(
-            request, x, weight, bias, labels, function, data, temperature=temperature
+        kind = OfSingleTokens if per_token else OfAllTokens
+        loss, *aux = results_of_function(
+            kind, request, x, weight, bias, labels, function, data, temperature=temperature
         )
     if not has_aux:
         return loss

@@ -27,7 +27,8 @@ from pallas_kernels.log_probs.statistics import distribution_of_linear, of_label
 from pallas_kernels.loss import low_rank, recomputed
 from pallas_kernels.loss.arguments import IGNORED
 from pallas_kernels.loss.columns import Gradients, place_in_vocabulary
-from pallas_kernels.loss.counted import in_fewer_rows, num_rows
+from pallas_kernels.loss.counted import of_counted
+from pallas_kernels.loss.differentiable import weight_and_biases
 from pallas_kernels.loss.known_rows import Rows
 from pallas_kernels.loss.layout import Embedding, unsupported_reason
 from pallas_kernels.loss.plan import InPlace, Request, TokenChunks, choose
@@ -136,10 +137,10 @@ class _LogProbs:
         of_entropy = of_others.pop(0) if self.with_entropy else None
         assert not any(a is not None for a in of_others)
         if entropy is not None and of_entropy is not None:
-            numbers += [entropy, of_entropy]
+            numbers += [of_entropy, entropy]
         if self.is_unchecked:
             axes = self.request.settings.vocab_axes
-            numbers[1::2] = [jax.lax.psum(a, axes) for a in numbers[1::2]]
+            numbers[1:3] = [jax.lax.psum(a, axes) for a in numbers[1:3]]
         of_arrays = of_arrays_in(wanted)
         key = self, of_arrays, len(rest)
         return split(self.request, _backward_of, key, rest, numbers, roles_of_gradients(of_arrays))
@@ -208,7 +209,7 @@ def _forward_of(key: tuple[_LogProbs, bool], place: Place) -> Callable[..., Sequ
 
         weight, biases = weight_and_biases(operation.request, x, weight, biases)
         counts = labels != IGNORED
-        return _of_counted(operation, place, compute, counts, (x, labels), (0, IGNORED))
+        return of_counted(operation, place, compute, counts, (x, labels), (0, IGNORED))
 
     return run
 
@@ -235,25 +236,12 @@ def _backward_of(
         _, of_log_probs, *more = numbers
         has_cotangent = of_log_probs != 0
         if more:
-            has_cotangent |= more[1] != 0
+            has_cotangent |= more[0] != 0
         counts = (labels != IGNORED) & has_cotangent
         fills = 0, IGNORED, *(0,) * len(numbers)
-        return _of_counted(operation, place, compute, counts, (x, labels, *numbers), fills)
+        return of_counted(operation, place, compute, counts, (x, labels, *numbers), fills)
 
     return run
-
-
-def weight_and_biases(
-    request: Request, x: jax.Array, weight: jax.Array, biases: Sequence[jax.Array]
-) -> tuple[Any, Sequence[jax.Array]]:
-    """The weight as the products take it, if they may stand in a branch of a `lax.cond`.
-
-    XLA does not simplify across a branch. A weight that the caller has widened to float32, for a
-    float32 gradient, would exist in float32.
-    """
-    layout = request.settings.weight_layout
-    weight, biases = low_rank.joined(request.is_low_rank, layout, weight, biases)
-    return weight.astype(x.dtype) if request.counted_fraction < 1 else weight, biases
 
 
 def in_one_dtype(
@@ -266,37 +254,6 @@ def in_one_dtype(
     if request.counted_fraction == 1 or not wanted[1]:
         return of_weights
     return [of_weights[0].astype(request.weight.dtype), *of_weights[1:]]
-
-
-def fraction_in_effect(name: str, request: Request, place: Place, num_tokens: int) -> float:
-    """The share of a device's tokens that is computed in fewer rows.
-
-    It is 1 where the vocabulary is split, whose devices exchange statistics; the log says so.
-    """
-    fraction = request.counted_fraction
-    if place.parts[0] and num_rows(num_tokens, fraction) < num_tokens:
-        log_once(
-            f"{name}: counted_fraction={fraction} has no effect, because the vocabulary is split "
-            "over devices; all tokens are computed"
-        )
-        return 1.0
-    return fraction
-
-
-def _of_counted(
-    operation: _LogProbs,
-    place: Place,
-    compute: Callable[..., Any],
-    counts: jax.Array,
-    tokens: Sequence[jax.Array],
-    fills: Sequence[int],
-) -> Sequence[jax.Array]:
-    """The results of `compute` for a device, as `loss/counted.py` describes them."""
-    shape = counts.shape
-    flat = [a.reshape(counts.size, *a.shape[len(shape) :]) for a in tokens]
-    fraction = fraction_in_effect(operation.name, operation.request, place, counts.size)
-    of_tokens, others = in_fewer_rows(compute, flat, fills, counts.reshape(-1), fraction)
-    return [a.reshape(*shape, *a.shape[1:]) for a in of_tokens] + list(others)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -371,8 +328,8 @@ class Device:
         self,
         lse: jax.Array,
         of_log_probs: jax.Array,
-        entropy: jax.Array | None = None,
         of_entropy: jax.Array | None = None,
+        entropy: jax.Array | None = None,
     ) -> Rows:
         """The terms of the gradient in the logits, for cotangents of the results."""
         _, vocab_size = place_in_vocabulary(self.request.settings, self.weight)

@@ -12,10 +12,14 @@ influence on results, only on time.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
+
+from pallas_kernels.choices import log_once
+from pallas_kernels.partition import Place
 
 _TILE = 128  # rows of a tile of the products
 
@@ -26,6 +30,32 @@ type Others = Sequence[Array]
 def num_rows(num_tokens: int, fraction: float) -> int:
     """Rows for the tokens that count: whole tiles, or all tokens if they would not be fewer."""
     return min(num_tokens, math.ceil(fraction * num_tokens / _TILE) * _TILE)
+
+
+def fraction_in_effect(name: str, fraction: float, place: Place, num_tokens: int) -> float:
+    """The share of a device's tokens that is computed in fewer rows.
+
+    It is 1 where the vocabulary is split, whose devices exchange statistics; the log says so.
+
+    Args:
+      name: Name of the public function, for the log.
+      fraction: Share that the caller names.
+      place: The device's place on the mesh, whose only part is the vocabulary.
+      num_tokens: Number of the device's tokens.
+    """
+    (axes,) = place.parts
+    if axes and num_rows(num_tokens, fraction) < num_tokens:
+        log_once(
+            f"{name}: counted_fraction={fraction} has no effect, because the vocabulary is split "
+            "over devices; all tokens are computed"
+        )
+        return 1.0
+    return fraction
+
+
+def where_counted(counts: Bool[Array, " T"], a: Shaped[Array, "T ..."]) -> Shaped[Array, "T ..."]:
+    """The array, with 0 for each token that does not count."""
+    return jnp.where(counts.reshape(-1, *(1,) * (a.ndim - 1)), a, jnp.zeros((), a.dtype))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,9 +82,8 @@ class FewRows:
 
     def put_back(self, a: Shaped[Array, "size ..."]) -> Shaped[Array, "T ..."]:
         """The array of tokens of an array of rows; 0 for a token that does not count."""
-        mask = self.counts.reshape(-1, *(1,) * (a.ndim - 1))
         found = a.at[jnp.maximum(self.rows, 0)].get(mode="clip")
-        return jnp.where(mask, found, jnp.zeros((), a.dtype))
+        return where_counted(self.counts, found)
 
 
 def for_few_or_all[T](
@@ -108,3 +137,29 @@ def in_fewer_rows(
         return [few.put_back(a) for a in per_token], list(others)
 
     return for_few_or_all(run, counts, fraction)
+
+
+def of_counted(
+    operation: Any,
+    place: Place,
+    compute: Callable[..., tuple[PerToken, Others]],
+    counts: Bool[Array, "*T"],
+    tokens: Sequence[Shaped[Array, "..."]],
+    fills: Sequence[int],
+) -> list[Array]:
+    """The results of `in_fewer_rows`, in one list, for tokens of any number of axes.
+
+    Args:
+      operation: Operation with a `name`, and a `request` that has the `counted_fraction`.
+      place: The device's place on the mesh.
+      compute: Function of arrays with one axis of tokens, as `in_fewer_rows` takes it.
+      counts: Whether each token counts.
+      tokens: Arguments of `compute`, each with all axes of tokens.
+      fills: Value of each argument in a row that has no token.
+    """
+    shape = counts.shape
+    flat = [a.reshape(counts.size, *a.shape[len(shape) :]) for a in tokens]
+    fraction = operation.request.counted_fraction
+    fraction = fraction_in_effect(operation.name, fraction, place, counts.size)
+    per_token, others = in_fewer_rows(compute, flat, fills, counts.reshape(-1), fraction)
+    return [a.reshape(*shape, *a.shape[1:]) for a in per_token] + list(others)

@@ -25,7 +25,7 @@ from pallas_kernels.choices import log_once
 from pallas_kernels.gpu.kernel import varying_axes
 from pallas_kernels.loss import by_columns, by_tokens, low_rank, recomputed
 from pallas_kernels.loss.columns import Gradients, place_in_vocabulary, scaled_coefficients
-from pallas_kernels.loss.counted import in_fewer_rows, num_rows
+from pallas_kernels.loss.counted import of_counted
 from pallas_kernels.loss.layout import Embedding, unsupported_reason
 from pallas_kernels.loss.mosaic_gpu import exponentials
 from pallas_kernels.loss.plan import ColumnChunks, Request, choose
@@ -199,7 +199,7 @@ def _forward_of(
     ignored = operation.request.settings.options.ignore_index
 
     def run(x, weight, coefficients, labels, *biases) -> Sequence[jax.Array]:
-        weight, biases = _weight_and_biases(operation, x, weight, biases)
+        weight, biases = weight_and_biases(operation.request, x, weight, biases)
 
         def compute(x, coefficients, labels) -> Any:
             device = _Device.make(operation, place, x, weight, coefficients, labels, biases)
@@ -217,7 +217,7 @@ def _forward_of(
         if not has_all_losses:
             counts &= coefficients != 0
         tokens = x, coefficients, labels
-        return _of_counted(operation, place, compute, counts, tokens, (0, 0, ignored))
+        return of_counted(operation, place, compute, counts, tokens, (0, 0, ignored))
 
     return run
 
@@ -231,7 +231,7 @@ def _backward_of(
 
     def run(x, weight, coefficients, labels, *biases_and_lse) -> Sequence[jax.Array]:
         *biases, lse = biases_and_lse
-        weight, biases = _weight_and_biases(operation, x, weight, biases)
+        weight, biases = weight_and_biases(operation.request, x, weight, biases)
 
         def compute(x, coefficients, labels, lse) -> Any:
             device = _Device.make(operation, place, x, weight, coefficients, labels, biases)
@@ -252,56 +252,24 @@ def _backward_of(
 
         counts = (labels != ignored) & (coefficients != 0)
         tokens = x, coefficients, labels, lse
-        return _of_counted(operation, place, compute, counts, tokens, (0, 0, ignored, 0))
+        return of_counted(operation, place, compute, counts, tokens, (0, 0, ignored, 0))
 
     return run
 
 
-def _weight_and_biases(
-    operation: _CrossEntropy, x: jax.Array, weight: jax.Array, biases: Sequence[jax.Array]
+def weight_and_biases(
+    request: Request, x: jax.Array, weight: jax.Array, biases: Sequence[jax.Array]
 ) -> tuple[Any, Sequence[jax.Array]]:
     """The weight as the products take it, if they may stand in a branch of a `lax.cond`.
 
     XLA does not simplify across a branch. A weight that the caller has widened to float32, for a
     float32 gradient, would exist in float32. Chunks of columns are rounded one at a time.
     """
-    request = operation.request
     layout = request.settings.weight_layout
     weight, biases = low_rank.joined(request.is_low_rank, layout, weight, biases)
     if request.counted_fraction < 1 and request.vocab_chunk_size is None:
         weight = weight.astype(x.dtype)
     return weight, biases
-
-
-def _of_counted(
-    operation: _CrossEntropy,
-    place: Place,
-    compute: Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]],
-    counts: jax.Array,
-    tokens: Sequence[jax.Array],
-    fills: Sequence[int],
-) -> Sequence[jax.Array]:
-    """The results of `compute` for a device, in the shapes of its arrays.
-
-    Args:
-      operation: The operation.
-      place: The device's place on the mesh.
-      compute: Function of arrays with one axis of tokens, as `in_fewer_rows` takes it.
-      counts: Whether each token counts.
-      tokens: Arguments of `compute` with all axes of tokens; `x` is the first.
-      fills: Value of each argument in a row without a token.
-    """
-    shape = counts.shape
-    flat = [a.reshape(counts.size, *a.shape[len(shape) :]) for a in tokens]
-    fraction = operation.request.counted_fraction
-    if place.parts[0] and num_rows(counts.size, fraction) < counts.size:
-        log_once(
-            f"linear_cross_entropy: counted_fraction={fraction} has no effect, because the "
-            "vocabulary is split over devices; all tokens are computed"
-        )
-        fraction = 1.0
-    of_tokens, others = in_fewer_rows(compute, flat, fills, counts.reshape(-1), fraction)
-    return [a.reshape(*shape, *a.shape[1:]) for a in of_tokens] + list(others)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,298 @@
+"""The caller's function of log-probabilities, and operations that are made of it.
+
+An operation calls the function and differentiates it in the forward. So the forward makes all
+gradients, and the backward only multiplies them with the cotangent of the loss.
+"""
+
+import abc
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.log_probs.differentiable import (
+    is_unchecked,
+    of_arrays_in,
+    roles_of_gradients,
+    split,
+)
+from pallas_kernels.loss import low_rank
+from pallas_kernels.loss.layout import Embedding
+from pallas_kernels.loss.plan import Request
+from pallas_kernels.operation import Mask, Operation, call
+from pallas_kernels.partition import Place
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFunction:
+    """The caller's function, as a static option of an operation.
+
+    Attributes:
+      fn: Function `(log_probs, entropy, token_data) -> loss`, or `-> (loss, aux)`. The loss is a
+        scalar, or the losses of single tokens.
+      treedef: Structure of `token_data`.
+      num_constants: Number of arrays that the function reads and that are no arguments. They follow
+        the leaves of the data.
+      with_entropy: Whether the function gets entropies; otherwise None.
+      has_aux: Whether it returns more than the loss.
+      digest: Number that tells apart what functions compute, in every process.
+      results: Shapes and dtypes of what it returns, the loss first.
+    """
+
+    fn: Callable[..., Any] = dataclasses.field(repr=False)
+    treedef: Any
+    num_constants: int
+    with_entropy: bool
+    has_aux: bool
+    digest: str
+    results: tuple[jax.ShapeDtypeStruct, ...]
+
+    def __call__(self, of_tokens: Sequence[Any], data: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """`(loss, other results)` of log-probabilities, entropies, leaves of data and constants."""
+        log_probs, entropy = of_tokens if self.with_entropy else (of_tokens[0], None)
+        num_leaves = len(data) - self.num_constants
+        leaves, constants = data[:num_leaves], data[num_leaves:]
+        args = log_probs, entropy, jax.tree.unflatten(self.treedef, leaves)
+        # A function that partitions itself may hold no arrays, so they come as arguments.
+        traced = jax.make_jaxpr(self.fn)(*args)
+        assert len(traced.consts) == self.num_constants
+        run = jaxpr_as_fun(traced.replace(consts=constants))
+        loss, *aux = run(*jax.tree.leaves(args))
+        return loss, aux
+
+    def differentiated(
+        self,
+        of_tokens: Sequence[jax.Array],
+        data: Sequence[jax.Array],
+        wanted: Mask,
+        total: Callable[[jax.Array], jax.Array],
+    ) -> tuple[list[jax.Array], Sequence[jax.Array], Sequence[jax.Array]]:
+        """`([loss, *other results], cotangents of of_tokens, gradients of the wanted data)`.
+
+        The gradients are those of `total(loss)`, a scalar.
+        """
+
+        def of_wanted(of_tokens: Any, some: Any) -> Any:
+            some = iter(some)
+            given = [next(some) if w else a for a, w in zip(data, wanted, strict=True)]
+            loss, aux = self(of_tokens, given)
+            return total(loss), [loss, *aux]
+
+        some = [a for a, w in zip(data, wanted, strict=True) if w]
+        gradients = jax.grad(of_wanted, argnums=(0, 1), has_aux=True)
+        (of_numbers, of_data), results = gradients(list(of_tokens), some)
+        return results, of_numbers, of_data
+
+
+def token_function(
+    fn: Callable[..., Any],
+    shape: tuple[int, ...],
+    data: Any,
+    *,
+    with_entropy: bool,
+    has_aux: bool,
+    per_token: bool,
+) -> tuple[TokenFunction, list[Any], Any]:
+    """`(function, data and constants, structure of the other results)`, checked.
+
+    Raises:
+      TypeError: The function does not return a float32 scalar, or a float32 number for each token
+        with `per_token`; or it reads a traced array that is not among its arguments.
+      ValueError: With `per_token`, a leaf of the data or a result has another number of tokens.
+    """
+    leaves, treedef = jax.tree.flatten(data)
+    leaves = list(map(jnp.asarray, leaves))
+    shapes_of_leaves = [a.shape for a in leaves]
+    if per_token:
+        for a in leaves:
+            if a.shape[: len(shape)] != shape:
+                raise ValueError(
+                    f"with per_token=True every leaf of token_data begins with the axes of labels, "
+                    f"{shape}; got {a.shape}; a number for all tokens can be a constant of token_fn"
+                )
+        shapes_of_leaves = [(math.prod(shape), *s[len(shape) :]) for s in shapes_of_leaves]
+        shape = (math.prod(shape),)
+    numbers = jax.ShapeDtypeStruct(shape, jnp.float32)
+    structs = [
+        jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes_of_leaves, leaves, strict=True)
+    ]
+    entropy = numbers if with_entropy else None
+    traced, shapes = jax.make_jaxpr(fn, return_shape=True)(
+        numbers, entropy, jax.tree.unflatten(treedef, structs)
+    )
+    if any(isinstance(a, Tracer) for a in traced.consts):
+        raise TypeError(
+            "token_fn reads an array that jax.jit or jax.grad traces and that is not among its "
+            "arguments; pass it in token_data"
+        )
+    if has_aux and not (isinstance(shapes, tuple) and len(shapes) == 2):
+        raise TypeError(f"token_fn must return (loss, aux), because has_aux=True; got {shapes}")
+    loss: Any
+    loss, aux = shapes if has_aux else (shapes, ())
+    is_array = hasattr(loss, "shape") and hasattr(loss, "dtype")
+    wanted = shape if per_token else ()
+    if not is_array or loss.shape != wanted or loss.dtype != jnp.float32:
+        what = f"a float32 array {wanted}" if per_token else "a float32 scalar"
+        remedy = "return a number for each token" if per_token else "sum or average over tokens"
+        more = "" if has_aux else ", and pass has_aux=True to return more"
+        raise TypeError(f"token_fn must return {what}, got {loss}; {remedy}{more}")
+    if per_token and any(a.shape[:1] != shape for a in jax.tree.leaves(aux)):
+        raise ValueError(
+            f"with per_token=True every array of aux has a row for each of {shape[0]} tokens, got "
+            f"{[a.shape for a in jax.tree.leaves(aux)]}"
+        )
+    function = TokenFunction(
+        fn=fn,
+        treedef=treedef,
+        num_constants=len(traced.consts),
+        with_entropy=with_entropy,
+        has_aux=has_aux,
+        digest=hashlib.sha256(str(traced.jaxpr).encode()).hexdigest(),
+        results=tuple(
+            jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (loss, *jax.tree.leaves(aux))
+        ),
+    )
+    return function, [*leaves, *map(jnp.asarray, traced.consts)], jax.tree.structure(aux)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OfFunction(abc.ABC):
+    """Results of a caller's function, for `(x, weight, labels, *bias, *frozen weight, *data)`.
+
+    Attributes:
+      request: Everything that the plan depends on. Each device puts its own shapes in the place of
+        those in the request.
+      temperature: Divisor of the logits after the softcap.
+      function: The caller's function.
+      num_last: Number of arguments between the labels and the data.
+      is_unchecked: As `differentiable.is_unchecked` says.
+    """
+
+    request: Request
+    temperature: float
+    function: TokenFunction
+    num_last: int
+    is_unchecked: bool
+
+    name = "linear_token_loss"
+
+    @abc.abstractmethod
+    def roles(
+        self, num_axes: int, data: Sequence[jax.Array]
+    ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """The roles of the data, of the results, and of the gradients of the data.
+
+        Args:
+          num_axes: Number of axes of the labels.
+          data: Leaves of the function's last argument, and its constants.
+        """
+
+    @abc.abstractmethod
+    def on_device(self, wanted: Mask | None, place: Place) -> Callable[..., Sequence[jax.Array]]:
+        """The function of a device's arrays.
+
+        It returns the results, and then the wanted gradients of x, weight, bias and the data.
+        """
+
+    @property
+    def num_arrays(self) -> int:
+        """Number of arguments before the data."""
+        return 3 + self.num_last
+
+    def of_arrays(self, wanted: Mask | None) -> Mask:
+        """Whether the gradients of x, weight and bias are wanted."""
+        return (False,) * 3 if wanted is None else of_arrays_in(wanted[: self.num_arrays])
+
+    def of_data(self, wanted: Mask) -> Mask:
+        """Whether the gradient of each leaf of the data is wanted, and False for the constants."""
+        found = wanted[self.num_arrays :]
+        assert not any(found[len(found) - self.function.num_constants :])
+        return found
+
+    def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
+        """The results, and the wanted gradients of the loss as residuals."""
+        arrays, data = args[: self.num_arrays], args[self.num_arrays :]
+        roles, results, of_gradients = self.roles(args[2].ndim, data)
+        results = [*results, *roles_of_gradients(self.of_arrays(wanted))]
+        if wanted is not None:
+            results += [r for r, w in zip(of_gradients, self.of_data(wanted), strict=True) if w]
+        return split(self.request, _on_device, (self, wanted), arrays, data, results, more=roles)
+
+    def num_residuals(self, wanted: Mask) -> int:
+        """The number of wanted gradients."""
+        return sum(self.of_arrays(wanted)) + sum(self.of_data(wanted))
+
+    def saved(
+        self,
+        wanted: Mask,
+        args: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        """The results, and the gradients."""
+        return results, residuals
+
+    def backward(
+        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
+    ) -> Sequence[jax.Array]:
+        """The gradients of the loss times its cotangent, in float32."""
+        of_loss, *of_aux = cotangents
+        assert of_loss is not None and not any(a is not None for a in of_aux)
+        whole = of_loss
+        if self.is_unchecked:
+            whole = jax.lax.psum(of_loss, self.request.settings.vocab_axes)
+        num_of_arrays = sum(self.of_arrays(wanted))
+        # The gradients of the data are no sums over parts of the vocabulary: they take the share.
+        factors = [whole if i < num_of_arrays else of_loss for i in range(len(saved))]
+        return [g.astype(jnp.float32) * c for g, c in zip(saved, factors, strict=True)]
+
+    def fold(
+        self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
+    ) -> tuple[Operation, Sequence[jax.Array]] | None:
+        """None: the function sees the tokens of one member."""
+        return None
+
+
+def _on_device(
+    key: tuple[OfFunction, Mask | None], place: Place
+) -> Callable[..., Sequence[jax.Array]]:
+    operation, wanted = key
+    return operation.on_device(wanted, place)
+
+
+def results_of_function(
+    kind: type[OfFunction],
+    request: Request,
+    x: Float[Array, "*T D"],
+    weight: Embedding,
+    bias: Float[Array, " V"] | None,
+    labels: Int[Array, "*T"],
+    function: TokenFunction,
+    data: Sequence[Array],
+    *,
+    temperature: float,
+) -> tuple[Array, ...]:
+    """The loss, then the other results of the function; only the loss has a gradient.
+
+    Args:
+      kind: Operation that calls the function.
+      request: Everything that the plan depends on.
+      x: Hidden states.
+      weight: Output embedding.
+      bias: Bias of the logits, if there is one.
+      labels: Column of each token, `IGNORED` for an ignored one.
+      function: The caller's function.
+      data: Leaves of the function's last argument, and its constants.
+      temperature: Divisor of the logits after the softcap.
+    """
+    first, last = low_rank.arguments(weight)
+    others = last if bias is None else (bias, *last)
+    operation = kind(request, temperature, function, len(others), is_unchecked(request, first))
+    return call(operation, x, first, labels, *others, *data)
