@@ -9,6 +9,13 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 TEXT = "the quick brown fox jumps over the lazy dog; def f(x): return x + 1\n" * 3
 
+# A chat template: the role in brackets before each message.
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
 
 def write_byte_level(path: Path, *, vocab_size: int = 300, special: tuple[str, ...] = ()) -> Path:
     """Writes a tokenizer such as Llama 3's: every byte of the text is in exactly one token."""

@@ -242,7 +242,7 @@ def _fingerprint(reader: Reader, tokenizer: Tokenizer, held_out_fraction: float)
     of_records = {}
     if reader.preferences:
         of_records["preferences"] = True
-    if reader.has_records and reader.chat_template is not None:
+    if reader.chat_template is not None:
         of_records["chat_template"] = reader.chat_template.text
     return {
         "version": FORMAT_VERSION,

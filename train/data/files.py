@@ -130,7 +130,7 @@ class Reader:
       vocab_size: bound of the ids in token files.
       end_of_text: id that ends a document in token files.
       preferences: whether every record is a preference.
-      chat_template: template for messages.
+      chat_template: template for messages, of files that have records.
     """
 
     files: tuple[Path, ...]
@@ -140,11 +140,6 @@ class Reader:
     end_of_text: int
     preferences: bool = False
     chat_template: ChatTemplate | None = None
-
-    @property
-    def has_records(self) -> bool:
-        """Whether a file has records, whose fields may be messages."""
-        return any(path.suffix.lower() in _RECORD_SUFFIXES for path in self.files)
 
     def documents(self, start: Position = Position()) -> Iterator[Document]:
         """The documents from `start` on.
@@ -378,6 +373,11 @@ def find_files(path: Path) -> tuple[Path, ...]:
             f"it to one of {_known_suffixes()}"
         )
     return (path,)
+
+
+def has_records(files: tuple[Path, ...]) -> bool:
+    """Whether a file has records, whose fields may be messages."""
+    return any(path.suffix.lower() in _RECORD_SUFFIXES for path in files)
 
 
 def _walk(top: Path) -> tuple[list[Path], list[tuple[Path, str]]]:

@@ -5,9 +5,9 @@ from typing import Any
 
 from train.config import DataConfig
 from train.data.cache import Entry, default_cache_dir, tokenized
-from train.data.chat import ChatTemplate, load_chat_template
+from train.data.chat import load_chat_template
 from train.data.errors import DataError
-from train.data.files import Reader, find_files
+from train.data.files import Reader, find_files, has_records
 from train.data.mixture import MixtureDataset
 from train.data.packing import PackedDataset
 from train.data.pairs import PairDataset
@@ -105,12 +105,9 @@ def _entries(
             f"{config.tokenizer or 'the byte vocabulary'} has {tokenizer.vocab_size} tokens, more "
             f"than the model's {vocab_size=}; set --model.vocab-size {tokenizer.vocab_size} or more"
         )
-    template = None
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        template = load_chat_template(tokenizer)
 
     def entry(path: Path, fraction: float) -> Entry:
-        return _entry(config, tokenizer, path, fraction, preferences, template)
+        return _entry(config, tokenizer, path, fraction, preferences)
 
     # With held-out text of its own, all of `path` is for training.
     fraction = 0.0 if config.held_out_path else config.held_out_fraction
@@ -125,12 +122,7 @@ def _entries(
 
 
 def _entry(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    path: Path,
-    fraction: float,
-    preferences: bool,
-    template: ChatTemplate | None,
+    config: DataConfig, tokenizer: Tokenizer, path: Path, fraction: float, preferences: bool
 ) -> Entry:
     try:
         files = find_files(path)
@@ -138,6 +130,9 @@ def _entry(
         raise DataError(
             f"{error.filename or path} cannot be read ({error.strerror}); check permissions"
         ) from error
+    template = None
+    if isinstance(tokenizer, HuggingFaceTokenizer) and has_records(files):
+        template = load_chat_template(tokenizer)
     reader = Reader(
         files=files,
         text_field=config.text_field,

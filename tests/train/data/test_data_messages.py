@@ -7,16 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.tokenizer_files import write_byte_level, write_config
+from support.tokenizer_files import TEMPLATE, write_byte_level, write_config
 from train import data
 from train.config import DataConfig
 from train.data import IGNORED
 
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 
 
@@ -93,6 +88,15 @@ def test_a_template_that_is_not_used_may_be_malformed(config):
     assert opened(config, [{"text": "text " * 20}]).num_rows
     with pytest.raises(data.DataError, match=r"chat\.jsonl:1: the chat template .* is malformed"):
         opened(config, [RECORDS["messages"]])
+
+
+def test_only_records_need_a_template_that_can_be_read(config, tmp_path):
+    (config.tokenizer / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(data.DataError, match=r"chat_template\.jinja cannot be read: .*; repair"):
+        opened(config, [{"text": "text " * 20}])
+    (tmp_path / "a.txt").write_text("text " * 20)
+    config = dataclasses.replace(config, path=(tmp_path / "a.txt",))
+    assert data.open_files(config, vocab_size=320, evaluates=False)[0].num_rows
 
 
 ERRORS = {

@@ -8,17 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.tokenizer_files import write_byte_level, write_config
+from support.tokenizer_files import TEMPLATE, write_byte_level, write_config
 from train import data
 from train.config import DataConfig
 from train.data import BOS, EOS, IGNORED, cache
 from train.data.chat import load_chat_template
-
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 
 
 def record(i, length=3):
