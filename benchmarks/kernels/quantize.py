@@ -127,14 +127,14 @@ def measure(shape: Shape, dtype: str, found: Sequence[Way], rounds: int) -> dict
     num_sets = max(3, timing.rotation(int(np.prod(shape)) * (jnp.dtype(dtype).itemsize + 2)))
     keys = jax.random.split(jax.random.key(0), num_sets)
     inputs = [jax.random.normal(key, shape, dtype) for key in keys]
-    # The arguments of a call; each call begins with another array.
-    sets = [[*inputs[i:], *inputs[:i]] for i in range(num_sets)]
-    in_int8 = jax.jit(reference.blockwise_int8)
-    most = max(way.num_int8 for way in found)
-    of_set = [[in_int8(a) for a in arrays[:most]] for arrays in sets]
+    in_int8 = []
+    if any(way.num_int8 for way in found):
+        in_int8 = [jax.jit(reference.blockwise_int8)(a) for a in inputs]
 
     def arguments(way: Way, i: int) -> list[Any]:
-        return [*of_set[i][: way.num_int8], *sets[i][way.num_int8 : way.num_arrays]]
+        """The arguments of call `i`, which begins with array `i`."""
+        dtypes = [in_int8] * way.num_int8 + [inputs] * (way.num_arrays - way.num_int8)
+        return [arrays[(i + j) % num_sets] for j, arrays in enumerate(dtypes)]
 
     num_bytes = inputs[0].nbytes + 2 * inputs[0].size
     copy = ops.copy(num_bytes)
