@@ -22,19 +22,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choices import log_once
-from pallas_kernels.gpu.kernel import varying_axes
 from pallas_kernels.log_probs.statistics import distribution_of_linear, of_labels
 from pallas_kernels.loss import low_rank, recomputed
 from pallas_kernels.loss.arguments import IGNORED
 from pallas_kernels.loss.columns import Gradients, place_in_vocabulary
 from pallas_kernels.loss.counted import of_counted
-from pallas_kernels.loss.differentiable import weight_and_biases
+from pallas_kernels.loss.differentiable import is_unchecked, split, weight_and_biases
 from pallas_kernels.loss.known_rows import Rows
 from pallas_kernels.loss.layout import Embedding, unsupported_reason
 from pallas_kernels.loss.plan import InPlace, Request, TokenChunks, choose
 from pallas_kernels.loss.token_loss import LossOptions
 from pallas_kernels.operation import Mask, Operation, call, with_members
-from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
+from pallas_kernels.partition import GradientOf, Place, Tokens
 
 _X, _NUMBERS = Tokens(("d",)), Tokens()
 _WEIGHT, _BIAS = 1, 3  # positions among the arguments
@@ -72,15 +71,6 @@ def log_probs(
     return call(operation, x, first, labels, *biases, *last)
 
 
-def is_unchecked(request: Request, weight: Any) -> bool:
-    """Whether the vocabulary is split inside of `jax.shard_map(check_vma=False)`.
-
-    Its transpose divides the cotangent of a result among the devices, and adds up `dx`.
-    """
-    axes = request.settings.vocab_axes
-    return bool(axes) and not varying_axes(weight) >= {*axes}
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LogProbs:
     """Log-probabilities and more of `(x, weight, labels)`, and the bias if there is one.
@@ -111,6 +101,7 @@ class _LogProbs:
             args,
             (),
             (_NUMBERS,) * num_results,
+            num_numbers=1,
         )
 
     def num_residuals(self, wanted: Mask) -> int:
@@ -142,8 +133,8 @@ class _LogProbs:
             axes = self.request.settings.vocab_axes
             numbers[1:3] = [jax.lax.psum(a, axes) for a in numbers[1:3]]
         of_arrays = of_arrays_in(wanted)
-        key = self, of_arrays, len(rest)
-        return split(self.request, _backward_of, key, rest, numbers, roles_of_gradients(of_arrays))
+        key, results = (self, of_arrays, len(rest)), roles_of_gradients(of_arrays)
+        return split(self.request, _backward_of, key, rest, numbers, results, num_numbers=1)
 
     def fold(
         self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
@@ -152,36 +143,6 @@ class _LogProbs:
             return None
         weights = _WEIGHT, *range(_BIAS, len(args))
         return self, with_members(args, is_batched, weights=weights)
-
-
-def split(
-    request: Request,
-    local: Any,
-    key: Any,
-    args: Sequence[jax.Array],
-    numbers: Sequence[jax.Array],
-    results: Sequence[Any],
-    *,
-    more: Sequence[Any] | None = None,
-) -> tuple[jax.Array, ...]:
-    """`partitioned` for `(x, weight, labels, *bias)` and numbers of the tokens.
-
-    With `more`, `numbers` are other arrays, which have these roles.
-    """
-    settings = request.settings
-    weight, last = low_rank.roles(request.is_low_rank, settings.weight_layout, request.x.dtype)
-    roles = [_X, weight, _NUMBERS]
-    roles += [Weight(("v",))] * (len(args) - len(roles) - len(last))
-    roles += last
-    roles += [_NUMBERS] * len(numbers) if more is None else more
-    return partitioned(
-        local,
-        key,
-        Roles(tuple(roles), tuple(results), parts=("v",)),
-        *args,
-        *numbers,
-        manual_parts=(settings.vocab_axes,),
-    )
 
 
 def of_arrays_in(wanted: Mask) -> Mask:

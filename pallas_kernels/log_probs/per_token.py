@@ -18,15 +18,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.folding import fold_chunks
 from pallas_kernels.log_probs.differentiable import Device, in_one_dtype
 from pallas_kernels.log_probs.kept import KeptExponentials, keeps_chunks
 from pallas_kernels.log_probs.token_function import OfFunction, TokenFunction
 from pallas_kernels.loss.arguments import IGNORED
+from pallas_kernels.loss.chunks import over_tokens
 from pallas_kernels.loss.columns import Columns, Gradients
 from pallas_kernels.loss.counted import of_counted, where_counted
 from pallas_kernels.loss.differentiable import weight_and_biases
-from pallas_kernels.loss.plan import InPlace
 from pallas_kernels.operation import Mask
 from pallas_kernels.partition import (
     Place,
@@ -184,13 +183,9 @@ def _by_chunks(
         dx, dweight = kept.gradients(rows, with_dweight=with_dweight)
         return dweight, (per_token, dx)
 
-    if isinstance(plan, InPlace):
-        first = functools.partial(part, dataclasses.replace(plan, chunk_size=None))
-        first, chunk_size = (plan.extent.num_tokens, first), plan.chunk_size or len(device.x)
-    else:
-        first, chunk_size = None, plan.chunk_size
     one_chunk = lambda chunk, _: part(plan.without_dweight, chunk)
+    first = lambda plan, chunk: part(dataclasses.replace(plan, chunk_size=None), chunk)
     arrays = device.x, device.labels, list(leaves)
-    dweight, (per_token, dx) = fold_chunks(one_chunk, arrays, chunk_size, first=first)
+    dweight, (per_token, dx) = over_tokens(one_chunk, first, arrays, plan)
     dweight = jax.tree.map(columns.without_padding, dweight)
     return Gradients(dx, dweight, None), per_token

@@ -17,13 +17,9 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.log_probs.differentiable import (
-    is_unchecked,
-    of_arrays_in,
-    roles_of_gradients,
-    split,
-)
+from pallas_kernels.log_probs.differentiable import of_arrays_in, roles_of_gradients
 from pallas_kernels.loss import low_rank
+from pallas_kernels.loss.differentiable import is_unchecked, split
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.plan import Request
 from pallas_kernels.operation import Mask, Operation, call
@@ -172,7 +168,7 @@ class OfFunction(abc.ABC):
       temperature: Divisor of the logits after the softcap.
       function: The caller's function.
       num_last: Number of arguments between the labels and the data.
-      is_unchecked: As `differentiable.is_unchecked` says.
+      is_unchecked: As `loss.differentiable.is_unchecked` says.
     """
 
     request: Request
@@ -223,7 +219,16 @@ class OfFunction(abc.ABC):
         results = [*results, *roles_of_gradients(self.of_arrays(wanted))]
         if wanted is not None:
             results += [r for r, w in zip(of_gradients, self.of_data(wanted), strict=True) if w]
-        return split(self.request, _on_device, (self, wanted), arrays, data, results, more=roles)
+        return split(
+            self.request,
+            _on_device,
+            (self, wanted),
+            arrays,
+            data,
+            results,
+            num_numbers=1,
+            roles_of_others=roles,
+        )
 
     def num_residuals(self, wanted: Mask) -> int:
         """The number of wanted gradients."""

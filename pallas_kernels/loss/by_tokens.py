@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.folding import fold_chunks
+from pallas_kernels.loss.chunks import over_tokens
 from pallas_kernels.loss.columns import (
     Columns,
     Gradients,
@@ -83,19 +83,15 @@ def losses_and_gradients(
     if not plan.without_dweight.by_exponentials:
         dx_dtype = x.dtype if scale is None else jnp.float32
         one_chunk = functools.partial(_chunk_by_logits, settings, columns, place, dx_dtype)
-    if isinstance(plan, InPlace):
-        first = plan.extent.num_tokens, functools.partial(_first_in_place, settings, plan, columns)
-        chunk_size = plan.chunk_size or len(x)
-    else:
-        first, chunk_size = None, plan.chunk_size
-    sums, (losses, dx) = fold_chunks(one_chunk, (x, labels, coefficients), chunk_size, first=first)
+    first = functools.partial(_first_in_place, settings, columns)
+    sums, (losses, dx) = over_tokens(one_chunk, first, (x, labels, coefficients), plan)
     dx = rescaled(dx, scale)
     finished = lambda g: rescaled(columns.without_padding(g), scale)
     dweight, dbias = jax.tree.map(finished, sums)
     return losses, Gradients(dx, dweight, dbias)
 
 
-# Bodies of `fold_chunks`: `((dweight, dbias), (losses, dx))` of a chunk.
+# Bodies of `over_tokens`: `((dweight, dbias), (losses, dx))` of a chunk.
 
 
 def _chunk_by_logits(settings: Settings, columns: Columns, place, dx_dtype, chunk, _):
@@ -140,7 +136,7 @@ def _chunk_by_exponentials(settings: Settings, columns: Columns, chunk, _):
     return (dweight, None), (losses, dx)
 
 
-def _first_in_place(settings: Settings, plan: InPlace, columns: Columns, chunk):
+def _first_in_place(settings: Settings, columns: Columns, plan: InPlace, chunk):
     x, labels, coefficients = chunk
     found, dx, dweight = in_place.loss_and_gradients(
         x,

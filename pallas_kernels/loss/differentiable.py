@@ -63,14 +63,20 @@ def sums_of_losses(
       labels: Column of each token, -1 for an ignored one.
       num_axes: Number of leading axes of the tokens that the sums keep: 0 adds up all losses.
     """
-    axis = request.settings.vocab_axes
     first, last = low_rank.arguments(weight)
-    operation = _CrossEntropy(
-        request, num_axes, is_unchecked=bool(axis) and not varying_axes(first) >= {*axis}
-    )
+    operation = _CrossEntropy(request, num_axes, is_unchecked(request, first))
     biases = () if bias is None else (bias,)
     total, *losses = call(operation, x, first, coefficients, labels, *biases, *last)
     return total, TokenLosses(*losses)
+
+
+def is_unchecked(request: Request, weight: Any) -> bool:
+    """Whether the vocabulary is split inside of `jax.shard_map(check_vma=False)`.
+
+    Its transpose divides the cotangent of a result among the devices, and adds up `dx`.
+    """
+    axes = request.settings.vocab_axes
+    return bool(axes) and not varying_axes(weight) >= {*axes}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,8 +87,7 @@ class _CrossEntropy:
       request: Everything that the plan depends on. Each device puts its own shapes in the place of
         those in the request.
       num_axes: Number of leading axes of the tokens that the sums keep.
-      is_unchecked: Whether the vocabulary is split inside of `jax.shard_map(check_vma=False)`. Its
-        transpose divides the cotangent of a result among the devices, and adds up `dx`.
+      is_unchecked: As `is_unchecked` says.
     """
 
     request: Request
@@ -96,30 +101,13 @@ class _CrossEntropy:
         """Whether the forward makes the gradients."""
         return self.num_axes == 0 and self.request.vocab_chunk_size is None
 
-    def _partitioned(
-        self, local: Any, key: Any, args: Sequence[jax.Array], more: Any, results: Any
-    ) -> tuple[jax.Array, ...]:
-        request = self.request
-        layout = request.settings.weight_layout
-        weight, last = low_rank.roles(request.is_low_rank, layout, request.x.dtype)
-        roles = [_X, weight, _NUMBERS, _NUMBERS]
-        roles += [Weight(("v",))] * (len(args) - len(roles) - len(last))
-        roles += [*last, *[_NUMBERS] * len(more)]
-        return partitioned(
-            local,
-            (self, *key),
-            Roles(tuple(roles), tuple(results), parts=("v",)),
-            *args,
-            *more,
-            manual_parts=(self.request.settings.vocab_axes,),
-        )
-
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
         early = _of_arrays(wanted) if wanted is not None and self._is_early else ()
         results = *(_NUMBERS,) * _NUM_LOSSES, *_gradients(early)
         # The gradient of a coefficient is its token's loss, even where the coefficient is 0.
         has_all_losses = wanted is not None and wanted[_COEFFICIENTS]
-        out = self._partitioned(_forward_of, (early, has_all_losses), args, (), results)
+        key = self, early, has_all_losses
+        out = split(self.request, _forward_of, key, args, (), results, num_numbers=2)
         coefficients = args[2]
         axes = tuple(range(self.num_axes, coefficients.ndim))
         return jnp.sum(coefficients * out[0], axis=axes), *out
@@ -155,9 +143,8 @@ class _CrossEntropy:
         elif any(of_arrays):
             lse, x, weight, coefficients, *others = rest
             args = x, weight, coefficients * whole[to_tokens], *others
-            found = self._partitioned(
-                _backward_of, (of_arrays,), args, (lse,), _gradients(of_arrays)
-            )
+            key, results = (self, of_arrays), _gradients(of_arrays)
+            found = split(self.request, _backward_of, key, args, (lse,), results, num_numbers=2)
         else:
             found = ()
         gradients = iter(found)
@@ -178,6 +165,45 @@ class _CrossEntropy:
         weights = _WEIGHT, *range(_BIAS, len(args))
         folded = with_members(args, is_batched, weights=weights)
         return dataclasses.replace(self, num_axes=self.num_axes + 1), folded
+
+
+def split(
+    request: Request,
+    local: Any,
+    key: Any,
+    args: Sequence[jax.Array],
+    others: Sequence[jax.Array],
+    results: Sequence[Any],
+    *,
+    num_numbers: int,
+    roles_of_others: Sequence[Any] | None = None,
+) -> tuple[jax.Array, ...]:
+    """`partitioned` for `(x, weight, *numbers, *bias, *frozen weight)` and other arrays.
+
+    Args:
+      request: Request of the operation.
+      local: Maker of the function of a device's arrays.
+      key: Static options of `local`.
+      args: Arguments of the operation.
+      others: More arguments of the function.
+      results: Roles of the results.
+      num_numbers: Number of the arguments that have a number for each token.
+      roles_of_others: Roles of `others`; None if they have a number for each token.
+    """
+    settings = request.settings
+    weight, last = low_rank.roles(request.is_low_rank, settings.weight_layout, request.x.dtype)
+    roles = [_X, weight, *[_NUMBERS] * num_numbers]
+    roles += [Weight(("v",))] * (len(args) - len(roles) - len(last))
+    roles += last
+    roles += [_NUMBERS] * len(others) if roles_of_others is None else roles_of_others
+    return partitioned(
+        local,
+        key,
+        Roles(tuple(roles), tuple(results), parts=("v",)),
+        *args,
+        *others,
+        manual_parts=(settings.vocab_axes,),
+    )
 
 
 def _of_arrays(wanted: Mask) -> Mask:

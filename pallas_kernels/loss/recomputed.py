@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.folding import fold_chunks
+from pallas_kernels.loss.chunks import over_tokens
 from pallas_kernels.loss.columns import (
     Columns,
     Gradients,
@@ -62,15 +62,10 @@ def gradients(
     arrays = x, labels - first_column, rows.divided(scale)
     dx_dtype = x.dtype if scale is None else jnp.float32
     one_chunk = functools.partial(_one_chunk, settings, columns, temperature, dx_dtype)
-    if isinstance(plan, InPlace):
-        first_in_place = functools.partial(_first_in_place, settings, plan, columns, temperature)
-        first = plan.extent.num_tokens, first_in_place
-        chunk_size = plan.chunk_size or len(x)
-    else:
-        first, chunk_size = None, plan.chunk_size
-    (dweight, dbias), dx = fold_chunks(one_chunk, arrays, chunk_size, first=first)
+    first = functools.partial(_first_in_place, settings, columns, temperature)
+    sums, dx = over_tokens(one_chunk, first, arrays, plan)
     finished = lambda g: rescaled(columns.without_padding(g), scale)
-    dweight, dbias = jax.tree.map(finished, (dweight, dbias))
+    dweight, dbias = jax.tree.map(finished, sums)
     return Gradients(rescaled(dx, scale).astype(x.dtype), dweight, dbias)
 
 
@@ -108,7 +103,7 @@ def _one_chunk(settings: Settings, columns: Columns, temperature, dx_dtype, chun
     return (dweight, dbias), dx
 
 
-def _first_in_place(settings: Settings, plan: InPlace, columns: Columns, temperature, chunk):
+def _first_in_place(settings: Settings, columns: Columns, temperature, plan: InPlace, chunk):
     x, labels, rows = chunk
     # The GEMM of dweight multiplies every row of x, and 0 · NaN is NaN.
     x = jnp.where(rows.counts[:, None], x, 0)

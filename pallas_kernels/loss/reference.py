@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.layout import Embedding, WeightLayout
@@ -34,22 +34,44 @@ def sums_of_losses(
     The logits `[*T, V]` are in memory, with float32 operands in all steps and in the GEMM. A token
     whose coefficient is 0 and whose `x` is not finite has losses and gradients of 0.
     """
-    numbers = Tokens()
-    layout = request.settings.weight_layout
-    first, last = low_rank.arguments(weight)
-    of_first, of_last = low_rank.roles(request.is_low_rank, layout, None)
-    roles = [Tokens(("d",)), of_first, numbers, numbers]
-    arrays = [x, first, coefficients, labels]
-    if bias is not None:
-        roles.append(Weight(("v",)))
-        arrays.append(bias)
-    roles, arrays = [*roles, *of_last], [*arrays, *last]
-    of_losses = Roles(tuple(roles), (numbers,) * len(TokenLosses._fields))
-    key = request.settings.options, layout, request.is_low_rank
+    arrays, roles = arguments_and_roles(request, x, weight, bias, coefficients, labels)
+    of_losses = Roles(roles, (Tokens(),) * len(TokenLosses._fields))
+    key = request.settings.options, request.settings.weight_layout, request.is_low_rank
     losses = TokenLosses(*split_over_explicit_axes(_losses_of, key, of_losses, *arrays))
     losses = finite_where_not_counted(losses, coefficients)
     axes = tuple(range(num_axes, labels.ndim))
     return jnp.sum(coefficients * losses.loss, axis=axes), losses
+
+
+def arguments_and_roles(
+    request: Request,
+    x: Float[Array, "*T D"],
+    weight: Embedding,
+    bias: Float[Array, " V"] | None,
+    *numbers: Shaped[Array, "*T"],
+) -> tuple[list[Array], tuple[Tokens | Weight, ...]]:
+    """`(x, weight, *numbers, *bias, *frozen weight)`, and the roles of these arrays."""
+    first, last = low_rank.arguments(weight)
+    of_first, of_last = low_rank.roles(request.is_low_rank, request.settings.weight_layout, None)
+    roles = [Tokens(("d",)), of_first, *[Tokens()] * len(numbers)]
+    arrays = [x, first, *numbers]
+    if bias is not None:
+        roles.append(Weight(("v",)))
+        arrays.append(bias)
+    return [*arrays, *last], (*roles, *of_last)
+
+
+def float32_logits(
+    layout: WeightLayout, x: Float[Array, "*T D"], weight: Any, bias: Sequence[Any]
+) -> Float[Array, "*T V"]:
+    """The logits of float32 operands, before the softcap; `bias` has one array or none."""
+    logits = jnp.einsum(
+        f"...d,{layout}->...v",
+        x.astype(jnp.float32),
+        low_rank.whole(weight).astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    return logits + bias[0].astype(jnp.float32) if bias else logits
 
 
 def _losses_of(
@@ -64,15 +86,7 @@ def _losses_of(
         # NaN.
         is_left_out = (coefficients == 0) & ~jnp.all(jnp.isfinite(x), axis=-1)
         x = jnp.where(is_left_out[..., None], 0, x)
-        logits = jnp.einsum(
-            f"...d,{layout}->...v",
-            x.astype(jnp.float32),
-            low_rank.whole(weight).astype(jnp.float32),
-            precision=jax.lax.Precision.HIGHEST,
-        )
-        if bias:
-            logits += bias[0].astype(jnp.float32)
-        losses = token_losses(logits, labels, options)
+        losses = token_losses(float32_logits(layout, x, weight, bias), labels, options)
         return [jnp.where(is_left_out, 0.0, a) for a in losses]
 
     return run
