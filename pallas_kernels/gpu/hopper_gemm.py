@@ -10,6 +10,8 @@ decides what to do with the float32 accumulators of a tile.
 - While one warpgroup waits for its wgmma, or is in an epilogue, the wgmma of the other runs. Two
   variants were tried and are slower (`docs/lab/2026-11-21-gated-mlp.md`): to issue the next wgmma
   before waiting, and to start the second warpgroup some steps after the first.
+- With `in_turns` the warpgroups take turns instead: each computes whole tiles of `128 x tile_n`,
+  and its epilogue runs beside the other's steps. That pays for an epilogue of half a tile's time.
 - `cluster=2` blocks with different rows share the tiles of `b`. Each loads half and multicasts it,
   which takes a step's reads of the L2 from 48 to 32 KiB a block (256 columns).
 - The blocks take the tiles in turn, so the numbers of tiles of two blocks differ by at most one.
@@ -21,6 +23,7 @@ Above 450 lines, because the loop, its launch parameters and its stores belong t
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -51,6 +54,8 @@ type Operand = jax.Array | jax.ShapeDtypeStruct
 # A block has 65536 registers. The memory warpgroup keeps 40 a lane. The others can then have 240.
 _MEMORY_REGISTERS = 40
 _COMPUTE_REGISTERS = 232
+# Accumulators of a lane that leave enough registers for an epilogue.
+_MOST_ACCUMULATORS = 192
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,6 +222,8 @@ class MainLoop:
       promote_every: Number of steps after which the accumulators are added to float32 sums in
         registers and start from 0; 0 for never. wgmma adds products of 8 bits with about 14 bits.
         The sums take as many registers as the accumulators.
+      in_turns: Whether each computing warpgroup has whole tiles for itself. A lane then has
+        `tile_n` accumulators for each `b`, and at most 192 fit.
 
     A step has 64 numbers of 16 bits, or 128 of 8 bits. Operands of 8 bits have the layouts `"MK"`
     and `"NK"`, the only ones that wgmma reads. The first dimension of an operand is a multiple of 8
@@ -235,6 +242,7 @@ class MainLoop:
     b_layout: Literal["NK", "KN"] = "NK"
     b_dtype: DTypeLike | None = None
     promote_every: int = 0
+    in_turns: bool = False
 
     @property
     def step(self) -> int:
@@ -263,7 +271,12 @@ class MainLoop:
         return _STEP_BYTES * self.config.stages * rows
 
     def check_fits(self, device: Device, *, extra_bytes: int = 0) -> None:
-        """Raises ValueError if the operands and `extra_bytes` do not fit the memory of a block."""
+        """Raises ValueError if the operands and `extra_bytes` do not fit a block's memory."""
+        if self.in_turns and self.num_b * self.config.tile_n > _MOST_ACCUMULATORS:
+            raise ValueError(
+                f"{self.config} has tiles of {self.num_b * self.config.tile_n} columns, and a "
+                f"warpgroup has registers for {_MOST_ACCUMULATORS}; use narrower tiles"
+            )
         num_bytes = self.smem_bytes + extra_bytes
         if num_bytes > device.smem_bytes:
             raise ValueError(
@@ -278,17 +291,21 @@ class MainLoop:
         a_tile = (BLOCK_M, self.step) if self.a_layout == "MK" else (self.step, BLOCK_M)
         b_tile = (c.tile_n, self.step) if self.b_layout == "NK" else (self.step, c.tile_n)
         b_dtype = self.dtype if self.b_dtype is None else self.b_dtype
+        readers = 1 if self.in_turns else WARPGROUPS
         freed = (
-            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=c.stages)
+            plgpu.Barrier(num_arrivals=readers, num_barriers=c.stages)
             if c.cluster == 1
             else plgpu.ClusterBarrier(
-                collective_axes=("member",), num_arrivals=WARPGROUPS, num_barriers=c.stages
+                collective_axes=("member",), num_arrivals=readers, num_barriers=c.stages
             )
         )
+        # A thread must wait for each phase of a barrier. So warpgroups that read different steps
+        # have different barriers.
+        num_filled = c.stages * WARPGROUPS if self.in_turns else c.stages
         return [
             plgpu.SMEM((c.stages, *a_tile), self.dtype),
             *(plgpu.SMEM((c.stages, *b_tile), b_dtype) for _ in range(self.num_b)),
-            plgpu.Barrier(num_arrivals=1 + self.num_b, num_barriers=c.stages),
+            plgpu.Barrier(num_arrivals=1 + self.num_b, num_barriers=num_filled),
             freed,
         ]
 
@@ -342,8 +359,9 @@ class MainLoop:
             each except the last is a multiple of a step.
           b_gmems: Arrays `[N, K]` or `[K, N]`.
           scratch: Scratch memory of `scratch_types`.
-          tile: Function that each computing warpgroup calls once a tile, with the first row of its
-            64, the first column, and a function that returns its accumulators.
+          tile: Function that each computing warpgroup calls once a tile, with its first row, the
+            first column, and a function that returns its accumulators: `[64, tile_n]` for each `b`,
+            and with `in_turns` those of the first 64 rows before those of the others.
           start: Function that each computing warpgroup calls before its first tile.
           end: Function that each computing warpgroup calls after its last tile.
           is_needed: Scalar. If it is False, there are no tiles, and `start` is not called.
@@ -375,6 +393,11 @@ class MainLoop:
             )
             return (group * cluster + member) * BLOCK_M, column_tile * tile_n
 
+        def filled_of(i, step):
+            """The barrier of a step of the i-th tile."""
+            first = jax.lax.rem(i, WARPGROUPS) * stages if self.in_turns else 0
+            return filled.at[first + slot_of(step)]
+
         def parts_in_k(row, k):
             return self._parts_in_k(a_gmems, self.a_layout, pl.ds(row, BLOCK_M), k)
 
@@ -384,13 +407,13 @@ class MainLoop:
             part = (columns, depth) if self.b_layout == "NK" else (depth, columns)
             return [(None, b_gmem.at[part])]
 
-        def bring_part(parts, smem, slot, collective_axes=None):
+        def bring_part(parts, smem, barrier, collective_axes=None):
             for condition, part in parts:
                 bring = functools.partial(
                     plgpu.copy_gmem_to_smem,
                     part,
-                    smem.at[slot],
-                    filled.at[slot],
+                    smem,
+                    barrier,
                     collective_axes=collective_axes,
                 )
                 bring() if condition is None else pl.when(condition)(bring)
@@ -409,7 +432,8 @@ class MainLoop:
                     def _wait():
                         plgpu.barrier_wait(freed.at[slot])
 
-                    bring_part((parts_of_a or parts_in_k)(row, k), a_smem, slot)
+                    barrier = filled_of(i, step)
+                    bring_part((parts_of_a or parts_in_k)(row, k), a_smem.at[slot], barrier)
                     parts = (
                         [columns_of(b_gmem, column, k) for b_gmem in b_gmems]
                         if parts_of_b is None
@@ -417,7 +441,7 @@ class MainLoop:
                     )
                     for of_b, b_smem in zip(parts, b_smems, strict=True):
                         shared = "member" if cluster > 1 else None
-                        bring_part(of_b, b_smem, slot, collective_axes=shared)
+                        bring_part(of_b, b_smem.at[slot], barrier, collective_axes=shared)
                     return step + 1
 
                 return jax.lax.fori_loop(0, k_steps, bring, step)
@@ -434,31 +458,48 @@ class MainLoop:
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
-            own_rows = pl.ds(warpgroup * TILE_M, TILE_M)
+            own_rows = [pl.ds(warpgroup * TILE_M, TILE_M)]
+            if self.in_turns:
+                own_rows = [pl.ds(first, TILE_M) for first in range(0, BLOCK_M, TILE_M)]
             if start is not None and is_needed is not None:
                 pl.when(is_needed)(start)
             elif start is not None:
                 start()
 
-            def compute_tile(i, first_step):
+            def compute_tile(i):
                 row, column = place(i)
+                first_step = i * k_steps
 
                 def multiply(first, num_steps, *accs):
+                    def free(step):
+                        plgpu.barrier_arrive(freed.at[slot_of(step)])
+
                     def multiply_step(step, _):
                         slot = slot_of(step)
-                        plgpu.barrier_wait(filled.at[slot])
-                        if self.a_layout == "MK":
-                            a = a_smem.at[slot, own_rows]
-                        else:
-                            a = a_smem.at[slot, :, own_rows].transpose((1, 0))
-                        for acc, b_smem in zip(accs, b_smems, strict=True):
+                        plgpu.barrier_wait(filled_of(i, step))
+                        for acc, (rows, b_smem) in zip(
+                            accs, itertools.product(own_rows, b_smems), strict=True
+                        ):
+                            if self.a_layout == "MK":
+                                a = a_smem.at[slot, rows]
+                            else:
+                                a = a_smem.at[slot, :, rows].transpose((1, 0))
                             b = b_smem.at[slot]
                             b = b.transpose((1, 0)) if self.b_layout == "NK" else b
                             plgpu.wgmma(acc, a, b)
-                        plgpu.wgmma_wait(0)
-                        plgpu.barrier_arrive(freed.at[slot])
+                        if self.in_turns:
+                            # The tensor cores have nothing else to do. So a step is issued before
+                            # the one before it has ended.
+                            plgpu.wgmma_wait(len(accs))
+                            pl.when(step > first)(lambda: free(step - 1))
+                        else:
+                            plgpu.wgmma_wait(0)
+                            free(step)
 
                     jax.lax.fori_loop(first, first + num_steps, multiply_step, None)
+                    if self.in_turns:
+                        plgpu.wgmma_wait(0)
+                        free(first + num_steps - 1)
                     # LLVM takes the sums for complete once a wgmma is issued. Without the barrier
                     # it may compute with them before the wait, and with a wgmma in flight it did.
                     return jax.lax.optimization_barrier(tuple(acc[...] for acc in accs))
@@ -467,7 +508,7 @@ class MainLoop:
 
                 def multiply_steps(first, num_steps):
                     run = functools.partial(multiply, first, num_steps)
-                    return pl.run_scoped(run, *[accumulator] * self.num_b)
+                    return pl.run_scoped(run, *[accumulator] * self.num_b * len(own_rows))
 
                 def multiply_all():
                     if not 0 < self.promote_every < k_steps:
@@ -483,9 +524,13 @@ class MainLoop:
                     sums = multiply_steps(first_step, rest or self.promote_every)
                     return jax.lax.fori_loop(0 if rest else 1, num_parts, add_part, sums)
 
-                tile(row + warpgroup * TILE_M, column, multiply_all)
-                return first_step + k_steps
+                tile(row if self.in_turns else row + warpgroup * TILE_M, column, multiply_all)
 
-            jax.lax.fori_loop(0, tiles_here, compute_tile, 0)
+            if self.in_turns:
+                num_own = jax.lax.div(tiles_here + WARPGROUPS - 1 - warpgroup, WARPGROUPS)
+                own_tile = lambda j, _: compute_tile(j * WARPGROUPS + warpgroup)
+                jax.lax.fori_loop(0, num_own, own_tile, None)
+            else:
+                jax.lax.fori_loop(0, tiles_here, lambda i, _: compute_tile(i), None)
             if end is not None:
                 end()
