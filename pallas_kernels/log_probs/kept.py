@@ -18,13 +18,14 @@ from pallas_kernels.loss.arguments import IGNORED
 from pallas_kernels.loss.columns import Columns, product, weight_product
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
 from pallas_kernels.loss.mosaic_gpu.statistics import entropy_of
-from pallas_kernels.loss.plan import InPlace
+from pallas_kernels.loss.plan import InPlace, TokenChunks
 
 
 def keeps_all(device: Device, biases: Sequence[Any]) -> bool:
     """Whether the exponentials of all of a device's tokens can wait for the cotangents."""
-    plan = device.plan
-    return isinstance(plan, InPlace) and plan.chunk_size is None and keeps_chunks(device, biases)
+    plan, num_tokens = device.plan, len(device.x)
+    at_once = plan.chunk_size if isinstance(plan, TokenChunks) else plan.extent.num_tokens
+    return num_tokens <= at_once and keeps_chunks(device, biases)
 
 
 def keeps_chunks(device: Device, biases: Sequence[Any]) -> bool:

@@ -145,13 +145,13 @@ def linear_cross_entropy(
         row of `dweight` is then written once and not added up, and `dx` is added up in float32. A
         weight that is stored in float32 is cast a chunk at a time and not copied.
       max_logits_bytes: Limit in bytes for the logits or exponentials of a chunk of tokens. The
-        planner takes the largest chunks that fit, of at least 128 tokens. A chunk of few tokens is
-        slow: each chunk reads and writes all of `dweight`. `None` means 512 MiB (`"mosaic_gpu"`) or
-        1 GiB (`"xla"`, whose logits are float32), and at least 768 tokens. Copies of exponentials
-        out of the memory of `dweight` have the same limit, and never more than 96 MiB. They may
-        exist beside one chunk. The plan depends on sizes alone, and not on the device's free
-        memory, so all processes of a run compile the same program. At most one of `chunk_size`,
-        `vocab_chunk_size` and `max_logits_bytes` may be given.
+        planner takes the plan with the least estimated time of those that fit. A chunk has at least
+        128 tokens, and one of few tokens is slow: each chunk reads and writes all of `dweight`.
+        `None` means 512 MiB (`"mosaic_gpu"`) or 1 GiB (`"xla"`, whose logits are float32). Copies
+        of exponentials out of the memory of `dweight` have the same limit, and never more than 96
+        MiB. They may exist beside one chunk. The plan depends on sizes alone, and not on the
+        device's free memory, so all processes of a run compile the same program. At most one of
+        `chunk_size`, `vocab_chunk_size` and `max_logits_bytes` may be given.
       counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1]. The
         tokens that count are gathered into so many rows before the products, so that the others
         take no time. If more tokens count, all are computed, in the time and memory of 1.0. So the

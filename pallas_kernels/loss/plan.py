@@ -8,19 +8,23 @@ vocabulary is split) and returns one of four plans with the reason for it:
 - `ColumnChunks`: all tokens of some columns at a time.
 - `InPlace`: the memory of `dweight` holds the exponentials of all tokens, or of the first ones.
 
-`docs/kernels/loss.md` compares them.
+Where the caller does not choose, the plan with the least estimated time (`cost.py`) runs, of those
+whose logits the limit allows. `docs/kernels/loss.md` compares the plans.
 """
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.folding import even_chunk_size
 from pallas_kernels.gpu.device import target_device
-from pallas_kernels.gpu.hopper_gemm import BLOCK_M, Operand
+from pallas_kernels.gpu.hopper_gemm import Operand
 from pallas_kernels.implementation import Chosen
+from pallas_kernels.loss import cost
 from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.counted import num_rows
 from pallas_kernels.loss.layout import WeightLayout, column_axis, padding, sizes
@@ -29,20 +33,15 @@ from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
 from pallas_kernels.loss.mosaic_gpu.logits_config import LINE
 from pallas_kernels.loss.token_loss import LossOptions
 
-# Bytes of the logits of a chunk, unless the caller gives a limit. At V = 128256, 2048 tokens have
-# 501 MiB of 16-bit logits. There, at D = 2048 on an H100 (2026-11-21), chunks of 512 tokens take
-# 38 % longer than chunks of 2048. Chunks of 1024 take 6 % longer, and chunks of 4096 save 2 %.
+# Most bytes of the logits of a chunk, in 16 bits, unless the caller gives a limit. At V = 128256,
+# 2048 tokens have 501 MiB. There, at D = 2048 on an H100 (2026-11-21), chunks of 4096 save 2 %.
 _LOGITS_BYTES = 512 * 2**20
-# Fewest tokens of a chunk, unless the caller gives a limit. Every chunk reads and writes `dweight`
-# once: 8 bytes an entry for 2 flops a token. At 8192 x 4096 x 128256 (H100) chunks of 1024 tokens
-# take 39.7 ms, of 768 44.6 and of 512 55.5.
-_MIN_CHUNK = 768
 _TILE = 128  # tokens or columns of a tile of the GEMMs
-# Tokens of two blocks that share operands in our GEMMs. A chunk of 1408 tokens takes as long as one
-# of 1536. Times of the loss over the bare GEMMs on an H100: at 4096 x 8192 x 128256, chunks of 1408
-# take 1.151 and chunks of 1536 take 1.102. At 8192 x 3584 x 152064, chunks of 1664 take 1.176 and
-# chunks of 1536 take 1.129.
-_PAIR = 2 * BLOCK_M
+# A plan that takes all of the limit counts as 1 % slower, so that a tie goes to less memory. With
+# 2 %, 8192 x 2304 x 256000 (H100) with 1 GiB took chunks of 1792 after 4608 tokens in place: 1.130
+# of three GEMMs, where chunks of 2048 take 1.042.
+_COST_OF_LIMIT = 0.01
+_MOST_SIZES = 128  # of chunks that are compared, which takes about 2 ms
 # Memory of the exponentials that are copied out of `dweight` (in_place.py). It holds 45 blocks of
 # 128 rows of a float32 `dweight` at D = 4096. So bands can have 33 blocks: 4 tiles for each of the
 # 132 multiprocessors of an H100.
@@ -225,24 +224,92 @@ def choose(request: Request) -> Choice:
             _token_chunks(request, request.chunk_size),
             f"The caller asks for chunk_size={request.chunk_size}.",
         )
-    num_tokens, (vocab_size, _) = len(request.x), request.sizes
-    itemsize = request.bytes_of_logit
-    limit = request.max_logits_bytes
-    num_bytes = _LOGITS_BYTES * itemsize // 2 if limit is None else limit
-    fitting = num_bytes // (itemsize * vocab_size) // _TILE * _TILE
-    # Chunks of columns would be faster than short chunks of tokens. But XLA copies the weight for
-    # them if the caller has widened it to float32. With a limit of 32 MiB they took 1.1 to 2.5 GiB,
-    # and 1.76 to 2.16 times the three GEMMs (H100, D from 2048 to 4096, more than 2 D tokens).
-    most = max(fitting, _MIN_CHUNK if limit is None else _TILE)
-    in_chunks = _token_chunks(request, _even_size(num_tokens, most))
-    found = _in_place(request, in_chunks.chunk_size)
-    if isinstance(found, _Place):
-        plan = InPlace(extent=found.extent, chunk_size=found.chunk_size, without_dweight=in_chunks)
-        return Choice(plan, found.reason)
-    fit = f"{num_bytes / 2**20:.0f} MiB hold the logits of {fitting} tokens"
-    if fitting < most:
-        fit += f", a chunk has at least {most}"
-    return Choice(in_chunks, f"{fit}, and dweight's memory cannot hold exponentials: {found}.")
+    found, refused = candidates(request)
+    limit = limit_of(request)
+    allowed = [c for c in found if c.num_bytes <= limit] or found
+    best = min(allowed, key=lambda c: weighted(c.seconds, c.num_bytes, limit))
+    reason = (
+        f"The estimate for an H100, {1e3 * best.seconds:.3g} ms, is the least of {len(allowed)} "
+        f"plans with at most {limit / 2**20:.4g} MiB of logits"
+    )
+    if best.num_bytes > limit:
+        reason += f" or {_TILE} tokens in a chunk"
+    if refused is not None:
+        reason += f"; dweight's memory cannot hold exponentials: {refused}"
+    return Choice(best.plan, f"{reason}.")
+
+
+class Candidate(NamedTuple):
+    """A plan that the limit allows, its estimated time, and the bytes of its logits.
+
+    The bytes do not count copies of exponentials that were in the memory of `dweight`.
+    """
+
+    plan: TokenChunks | InPlace
+    seconds: float
+    num_bytes: int
+
+
+def candidates(request: Request) -> tuple[list[Candidate], str | None]:
+    """The plans that `choose` chooses from, and why none is in place if none is.
+
+    Chunks of columns are not among them. They would be faster than short chunks of tokens. But XLA
+    copies the weight for them if the caller has widened it to float32. With a limit of 32 MiB they
+    took 1.1 to 2.5 GiB, and 1.76 to 2.16 times the three GEMMs (H100, D from 2048 to 4096, more
+    than 2 D tokens).
+    """
+    num_tokens, bytes_of_token = len(request.x), _bytes_of_token(request)
+    fitting = min(limit_of(request) // bytes_of_token, num_tokens + -num_tokens % _TILE)
+    num_tiles = max(1, fitting // _TILE)
+    step = math.ceil(num_tiles / _MOST_SIZES)
+    chunk_sizes = [_TILE * n for n in range(num_tiles, 0, -step)]
+    even = sorted({even_chunk_size(num_tokens, size) for size in chunk_sizes})
+    chunks = [_token_chunks(request, size) for size in even]
+    in_chunks = min(chunks, key=lambda plan: seconds(request, plan))
+    places, refused = _in_place(request, chunk_sizes)
+    found = [Candidate(p, seconds(request, p), p.chunk_size * bytes_of_token) for p in chunks]
+    for extent, size in places:
+        plan = InPlace(extent=extent, chunk_size=size, without_dweight=in_chunks)
+        num_bytes = (size or extent.num_beside) * bytes_of_token
+        found.append(Candidate(plan, seconds(request, plan), num_bytes))
+    return found, refused
+
+
+def seconds(
+    request: Request, plan: TokenChunks | InPlace, rates: cost.Rates = cost.H100_RATES
+) -> float:
+    """The estimated time of a loss with its gradients."""
+    num_tokens, sizes = len(request.x), _sizes(request)
+    if isinstance(plan, TokenChunks):
+        return cost.of_chunks(sizes, num_tokens, plan.chunk_size, rates)
+    return cost.of_in_place(sizes, num_tokens, plan.extent, plan.chunk_size, rates)
+
+
+def weighted(seconds: float, num_bytes: int, limit: int) -> float:
+    """The number that `choose` minimizes: a tie goes to the plan with less memory."""
+    return seconds * (1 + _COST_OF_LIMIT * num_bytes / limit)
+
+
+def limit_of(request: Request) -> int:
+    """Bytes of logits that a plan may have in memory."""
+    by_default = _LOGITS_BYTES * request.bytes_of_logit // 2
+    return by_default if request.max_logits_bytes is None else request.max_logits_bytes
+
+
+def _bytes_of_token(request: Request) -> int:
+    """Bytes of the logits of a token."""
+    return request.bytes_of_logit * request.sizes[0]
+
+
+def _sizes(request: Request) -> cost.Sizes:
+    result, total = request.weight.dtype.itemsize, request.settings.accum_dtype.itemsize
+    return cost.Sizes(
+        hidden_size=request.sizes[1],
+        vocab_size=request.padded_vocab_size,
+        weight_layout=request.settings.weight_layout,
+        result_bytes=0 if request.is_low_rank else result,
+        sum_bytes=0 if request.is_low_rank else total,
+    )
 
 
 def _token_chunks(request: Request, chunk_size: int) -> TokenChunks:
@@ -273,75 +340,46 @@ def _no_exponentials(request: Request) -> str | None:
     )
 
 
-def _even_size(num_tokens: int, most: int) -> int:
-    """Tokens of a chunk, for the fewest chunks of at most `most` tokens, evenly long."""
-    tile = _PAIR if _PAIR <= most < num_tokens else _TILE
-    return _spread(num_tokens, max(tile, most // tile * tile), tile)
-
-
-def _spread(total: int, most: int, tile: int) -> int:
-    """Size of chunks of at most `most`, for the fewest chunks without a tiny one."""
-    num_chunks = max(1, math.ceil(total / most))
-    if num_chunks == 2:
-        num_chunks = 3  # as `fold_chunks` would do
-    return tile * max(1, math.ceil(total / num_chunks / tile))
-
-
-class _Place(NamedTuple):
-    """An extent, the tokens of the chunks after it, and the reason."""
-
-    extent: in_place.Extent
-    chunk_size: int | None
-    reason: str
-
-
-def _in_place(request: Request, chunk_size: int) -> _Place | str:
-    """The tokens whose exponentials fit the memory of `dweight`, or why none do.
+def _in_place(
+    request: Request, chunk_sizes: Sequence[int]
+) -> tuple[list[tuple[in_place.Extent, int | None]], str | None]:
+    """Extents and the sizes of the chunks after them, or why nothing can be in place.
 
     `dweight` has the dtype of the weight if there is no sum over chunks. Otherwise it has the dtype
     of the sum until it is rounded.
 
     Args:
       request: The call.
-      chunk_size: Number of tokens whose exponentials may be in other memory.
+      chunk_sizes: Numbers of tokens whose exponentials may be in other memory.
     """
     num_tokens, (_, hidden_size) = len(request.x), request.sizes
     if request.is_low_rank:
-        return "the weight is frozen, and the gradient of its low-rank update has no such memory"
+        reason = "the weight is frozen, and the gradient of its low-rank update has no such memory"
+        return [], reason
     if request.settings.vocab_axes:
-        return "the vocabulary is split over devices"
+        return [], "the vocabulary is split over devices"
     if (reason := _no_exponentials(request)) is not None:
-        return reason
+        return [], reason
     accum_dtype, layout = request.settings.accum_dtype, request.settings.weight_layout
-    reason = f"{num_tokens} tokens are too many for the limit"
+    found, reason = {}, f"{num_tokens} tokens are too many for the limit"
     for dtype in map(jnp.dtype, (request.weight.dtype, accum_dtype)):
         width = in_place.row_width(hidden_size, dtype)
         refused = in_place.unsupported_reason(request.x, request.operand, dtype, layout)
         if refused is not None:
             reason = refused
             continue
-        rest = num_tokens - width
-        num_beside, following = 0, None
-        if rest <= 0:
-            num_inside = num_tokens
-            found = f"dweight's memory holds the exponentials of all {num_tokens} tokens."
-        elif rest <= chunk_size:
-            num_inside, num_beside = width, rest
-            found = f"dweight's memory holds all exponentials but those of {rest} tokens."
-        elif dtype == accum_dtype:
-            num_inside, following = (
-                num_tokens - chunk_size * math.ceil(rest / chunk_size),
-                chunk_size,
-            )
-            if num_inside <= chunk_size:
-                reason = f"chunks alone add up as few parts of {num_tokens} tokens"
-                continue
-            found = f"dweight's memory holds the exponentials of the first {num_inside} tokens."
-        else:
+        bands, rest = _bands(request, dtype), num_tokens - width
+        if rest <= max(chunk_sizes):
+            inside = min(num_tokens, width)
+            found[in_place.Extent(inside, num_tokens - inside, dtype, bands), None] = None
+        if rest <= 0 or dtype != accum_dtype:
             continue
-        bands = _bands(request, dtype)
-        return _Place(in_place.Extent(num_inside, num_beside, dtype, bands), following, found)
-    return reason
+        for size in chunk_sizes:
+            num_chunks = math.ceil(rest / size)
+            num_inside = num_tokens - num_chunks * size
+            if num_chunks > 1 and num_inside > 0:
+                found[in_place.Extent(num_inside, 0, dtype, bands), size] = None
+    return list(found), None if found else reason
 
 
 def _bands(request: Request, dtype: jnp.dtype) -> in_place.Bands:

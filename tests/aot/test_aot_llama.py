@@ -33,7 +33,9 @@ TOKENS = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
 def loss_and_gradients(config: LlamaConfig, params: Any, tokens: jax.Array) -> Any:
     def loss(params):
         model = nnx.merge(nnx.graphdef(_abstract_model(config)), params)
-        return linear_cross_entropy(model(tokens), model.output_weight, tokens)
+        # Exponentials in the memory of `dweight`, as with a whole vocabulary.
+        weight = model.output_weight
+        return linear_cross_entropy(model(tokens), weight, tokens, max_logits_bytes=2**22)
 
     return jax.value_and_grad(loss)(params)
 

@@ -22,7 +22,7 @@ from train.planner import aot
 
 pytestmark = pytest.mark.oldest
 ROOT = pathlib.Path(__file__).parents[2]
-L, D, F, S, V, DEVICES, ROWS = 2, 1024, 3072, 2048, 32768, 8, 4
+L, D, F, S, V, DEVICES, ROWS = 2, 1024, 3072, 2048, 40960, 8, 4
 T, OF_TEACHER = ROWS * S, 1536  # tokens of a device, hidden size of the teacher
 CASES = {
     "dpo": "--objective=dpo --data.path=pairs.jsonl --counted-fraction=0.5",

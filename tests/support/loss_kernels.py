@@ -6,6 +6,7 @@ import math
 import jax
 import pytest
 
+from pallas_kernels.loss import cost
 from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.mosaic_gpu import logits_config
 from support.jaxprs import equations
@@ -61,6 +62,11 @@ ALL_OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "logit_softcap": 1.5}
 
 def kernel_arrays(dtype=BF16, **options):
     return make_arrays((KT,), D, KV, dtype, **options)
+
+
+def prefer_in_place(monkeypatch):
+    """Makes the planner take no chunks alone, which are faster at the sizes of these tests."""
+    monkeypatch.setattr(cost, "of_chunks", lambda *_: math.inf)
 
 
 def in_place_loss(max_logits_bytes, reduction, **options):

@@ -73,9 +73,10 @@ class Extent(NamedTuple):
     Attributes:
       num_inside: Number of tokens whose exponentials are in the memory of `dweight`.
       num_beside: Number of tokens after them whose exponentials are in other memory; 0 unless no
-        token is then left. A single chunk to add would be a loop of one step, which XLA unrolls.
-        It then does not sum `dweight` in place: at 8192 x 3584 x 152064 on an H100 that took
-        another array of this size, and 2 of 39 ms.
+        token is then left. The products read the memory of `dweight` whole, so those inside then
+        fill it. A single chunk to add would be a loop of one step, which XLA unrolls. It then does
+        not sum `dweight` in place: at 8192 x 3584 x 152064 on an H100 that took another array of
+        this size, and 2 of 39 ms.
       dtype: Dtype of `dweight`.
       bands: Bands of rows in which `dweight` is made.
     """
@@ -254,6 +255,8 @@ def gradients(
       config: Launch parameters.
     """
     assert not isinstance(weight, TwoParts), "no dweight, no memory"
+    width = row_width(x.shape[1], extent.dtype)
+    assert not extent.num_beside or extent.num_inside == width, "products read all of the memory"
     in_memory = places(extent, x.shape[1], weight_layout)
     operands: dict[str, Any] = {"a_layout": "KM"}
     if weight_layout == "dv":

@@ -23,7 +23,7 @@ from support.log_prob_formulas import (
     with_gradients,
 )
 from support.loss_formulas import BASE_2, BF16, F16, F32, as_jax, full, interpreted, put
-from support.loss_kernels import names_in, run_and_kernel_names
+from support.loss_kernels import names_in, prefer_in_place, run_and_kernel_names
 from support.numerics import quick_jit
 
 KERNEL: dict[str, Any] = {"implementation": "mosaic_gpu"}
@@ -99,7 +99,7 @@ def check_in_place(monkeypatch, sizes, weight_dtype, bands, block, options):
     )
     # The number of tokens that a chunk may have.
     most = 128 if num_tokens == 400 else 256
-    monkeypatch.setattr(plan_module, "_MIN_CHUNK", most)
+    prefer_in_place(monkeypatch)
     size, number, copied = bands
     bands = in_place.Bands(block * size if number else vocab + -vocab % 128, number, block * copied)
     monkeypatch.setattr(plan_module, "_bands", lambda *_: bands)
@@ -157,8 +157,9 @@ def test_argmax_of_any_logits():
 
 
 @interpreted
-def test_what_is_not_asked_for_is_not_computed():
+def test_what_is_not_asked_for_is_not_computed(monkeypatch):
     """A gradient of x alone keeps nothing in the memory of `dweight`; without one, one kernel."""
+    prefer_in_place(monkeypatch)
     arrays, labels = as_jax(arrays_of((4,), 128, 256, BF16, bias=False))
     args = arrays["x"], arrays["weight"]
     total = lambda x, weight: jnp.sum(linear_log_probs(x, weight, labels, **KERNEL))

@@ -16,7 +16,7 @@ from pallas_kernels.loss import plan as plan_module
 from pallas_kernels.loss.mosaic_gpu import in_place
 from support.log_prob_formulas import arrays_of, formula, make_cotangents
 from support.loss_formulas import BASE_2, BF16, F32, IGNORED, as_jax, full, interpreted
-from support.loss_kernels import run_and_kernel_names
+from support.loss_kernels import prefer_in_place, run_and_kernel_names
 from support.numerics import assert_as_accurate, quick_jit, rounded
 
 SHAPE, D, V = (4, 6), 24, 56
@@ -227,6 +227,7 @@ def test_in_place(monkeypatch, num_tokens, vocab, weight_dtype, bands, layout, w
     size, number, copied = bands
     size = block * size if number else vocab + -vocab % 128
     bands = in_place.Bands(size, number, block * copied)
+    prefer_in_place(monkeypatch)
     monkeypatch.setattr(plan_module, "_bands", lambda *_: bands)
     arrays, labels = arrays_of(
         (num_tokens,), 128, vocab, BF16, bias=False, weight_dtype=weight_dtype

@@ -22,6 +22,7 @@ from support.loss_formulas import (
 from support.loss_kernels import (
     in_place_loss,
     kernel_names,
+    prefer_in_place,
     run_and_kernel_names,
 )
 from support.numerics import quick_jit
@@ -99,7 +100,7 @@ def check_in_place(monkeypatch, sizes, weight_dtype, reduction, bands, block, **
         labels[:2] = 0, vocab - 1
     # The number of tokens that a chunk may have.
     most = 128 if num_tokens == 400 else 256
-    monkeypatch.setattr(plan_module, "_MIN_CHUNK", most)
+    prefer_in_place(monkeypatch)
     limit = 2 * vocab * most
     bands = in_place.Bands(block * bands[0], bands[1], block * bands[2])
     assert bands.size * max(1, bands.number) + bands.num_copied == vocab + -vocab % 128
@@ -121,8 +122,9 @@ def check_in_place(monkeypatch, sizes, weight_dtype, reduction, bands, block, **
 
 
 @interpreted
-def test_in_place_of_nothing_else():
+def test_in_place_of_nothing_else(monkeypatch):
     """A bias, another dtype or width, or chunks that the caller asks for have another plan."""
+    prefer_in_place(monkeypatch)
     arrays, labels = as_jax(make_arrays((4,), 128, 256, BF16))
     x, weight = arrays["x"], arrays["weight"]
 
@@ -146,7 +148,8 @@ def test_in_place_of_nothing_else():
 
 @interpreted
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_nothing_is_in_place_of_a_gradient_that_is_not_made(reduction):
+def test_nothing_is_in_place_of_a_gradient_that_is_not_made(monkeypatch, reduction):
+    prefer_in_place(monkeypatch)
     arrays, labels = as_jax(make_arrays((4,), 128, 256, BF16, only=["x", "weight"]))
     loss = in_place_loss(None, reduction)
     total = lambda x, weight: jnp.sum(loss(x, weight, labels))
@@ -159,7 +162,8 @@ def test_nothing_is_in_place_of_a_gradient_that_is_not_made(reduction):
 @interpreted
 @pytest.mark.full
 @pytest.mark.parametrize("limit", [2**15, None])
-def test_in_place_again_with_the_same_bits(limit):
+def test_in_place_again_with_the_same_bits(monkeypatch, limit):
+    prefer_in_place(monkeypatch)
     arrays, labels = as_jax(make_arrays((70,), 128, 384, BF16, only=["x", "weight"]))
     loss = in_place_loss(limit, "mean")
     fn = quick_jit(jax.grad(lambda arrays: loss(labels=labels, **arrays)))
@@ -168,7 +172,8 @@ def test_in_place_again_with_the_same_bits(limit):
 
 @interpreted
 @full
-def test_in_place_in_a_scan_and_again_with_the_same_bits():
+def test_in_place_in_a_scan_and_again_with_the_same_bits(monkeypatch):
+    prefer_in_place(monkeypatch)
     arrays, labels = as_jax(make_arrays((70,), 128, 384, BF16, only=["x", "weight"]))
     loss = in_place_loss(2**15, "mean")
 

@@ -25,7 +25,13 @@ from support.loss_formulas import (
     make_arrays,
     make_cotangent,
 )
-from support.loss_kernels import ALL_OPTIONS, ONE_WARPGROUP, kernel_names, names_in
+from support.loss_kernels import (
+    ALL_OPTIONS,
+    ONE_WARPGROUP,
+    kernel_names,
+    names_in,
+    prefer_in_place,
+)
 from support.numerics import quick_jit
 
 DV: dict[str, Any] = {"weight_layout": "dv"}
@@ -153,7 +159,8 @@ def test_vmap_makes_one_gradient_of_the_weight():
 
 
 @interpreted
-def test_the_plan_in_place_with_numbers_of_64_bits():
+def test_the_plan_in_place_with_numbers_of_64_bits(monkeypatch):
+    prefer_in_place(monkeypatch)
     shape = jax.ShapeDtypeStruct
     args = shape((300, 128), BF16), shape((128, 1024), F32), shape((300,), jnp.int32)
     loss = functools.partial(

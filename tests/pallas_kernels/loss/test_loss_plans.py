@@ -67,16 +67,16 @@ def chosen(monkeypatch):
         (8192, 152064, BF16, None, 1536),  # 1664 would fit
         (8192, 32000, BF16, None, 8192),
         (4096, 128256, BF16, None, 1536),  # 3 chunks instead of 2
-        (8192, 2**21, BF16, None, 768),  # 128 would fit
-        (300, 2**21, BF16, None, 384),
+        (8192, 2**21, BF16, None, 128),
+        (300, 2**20, BF16, None, 128),  # 256 would be two chunks, which run as three
         (0, 32000, BF16, None, 128),
         (1, 32000, BF16, None, 128),
         # A limit holds.
         (8192, 128256, BF16, 2**28, 1024),
         (8192, 128256, F32, 2**29, 1024),
         (8192, 2**15, BF16, 768 * 2**16, 768),
-        (8192, 2**15, BF16, 768 * 2**16 - 1, 512),
-        (512, 2**15, BF16, 2**24, 256),
+        (8192, 2**15, BF16, 768 * 2**16 - 1, 640),
+        (512, 2**15, BF16, 2**24, 171),  # 256 would be two chunks, which run as three
         (256, 2**15, BF16, 2**24, 256),
         # A chunk has at least a tile, even where a tile exceeds the limit.
         (8192, 128256, BF16, 2**24, 128),
@@ -91,7 +91,7 @@ def test_sizes_of_chunks(chosen, num_tokens, vocab_size, dtype, max_bytes, want)
     # exponentials.
     implementation = "xla" if dtype == F32 else "mosaic_gpu"
     options = {"implementation": implementation, "logit_softcap": 30.0}
-    plan = chosen(num_tokens, 64, vocab_size, dtype=dtype, max_logits_bytes=max_bytes, **options)
+    plan = chosen(num_tokens, 4096, vocab_size, dtype=dtype, max_logits_bytes=max_bytes, **options)
     assert plan == TokenChunks(chunk_size=want, by_exponentials=False)
     if max_bytes is not None and want > 128:
         assert want * vocab_size * jnp.dtype(dtype).itemsize <= max_bytes
@@ -110,20 +110,25 @@ def test_sizes_of_chunks(chosen, num_tokens, vocab_size, dtype, max_bytes, want)
         ((6145, 4096, 128256), BF16, None, (6145, 0, None, (4224, 29, 5760), F32)),
         ((8193, 4096, 128256), F32, None, (8192, 1, None, (4224, 29, 5760), F32)),
         ((8193, 4096, 128256), F32, 96 * MIB, (8192, 1, None, (4224, 29, 5760), F32)),
-        ((16384, 2048, 128256), F32, 96 * MIB, (4096, 0, 256, (8448, 14, 9984), F32)),
+        ((16384, 2048, 128256), F32, 96 * MIB, (4096, 0, 384, (8448, 14, 9984), F32)),
         ((16384, 2048, 128256), F32, None, (4096, 0, 2048, (8448, 14, 9984), F32)),
         ((8192, 3584, 152064), F32, None, (7168, 1024, None, (3584, 41, 5120), F32)),
         ((8192, 2304, 256000), F32, None, (4096, 0, 1024, (5632, 44, 8192), F32)),
+        # 5120 tokens fit. Their dx would have 400 tiles, for 132 multiprocessors.
+        ((8192, 2560, 151936), F32, None, (4864, 0, 1664, (4992, 29, 7168), F32)),
+        ((8192, 2560, 151936), F32, 1024 * MIB, None),
         # Bands by the limit, and none where all rows may be copied.
         ((8192, 4096, 128256), F32, 32 * MIB, (8192, 0, None, (1024, 124, 1280), F32)),
         ((8192, 4096, 128256), F32, 1, (8192, 0, None, (128, 1001, 128), F32)),
         ((8192, 4096, 48 * 128), F32, None, (8192, 0, None, (48 * 128, 0, 0), F32)),
-        ((8192, 4096, 49 * 128), F32, None, (8192, 0, None, (1536, 3, 1664), F32)),
+        ((8192, 4096, 49 * 128), F32, 96 * MIB, (8192, 0, None, (1536, 3, 1664), F32)),
         ((8192, 4096, 256), F32, 1, (8192, 0, None, (256, 0, 0), F32)),
         # Rows of zeros follow the vocabulary, up to whole blocks.
         ((8192, 4096, 50257), F32, None, (8192, 0, None, (4096, 11, 5248), F32)),
-        # In place there would be as many sums as with chunks alone.
+        # Chunks alone are faster.
+        ((8192, 4096, 49 * 128), F32, None, None),
         ((16384, 1024, 128256), F32, None, None),
+        ((16384, 2048, 128256), F32, 1024 * MIB, None),
         ((8192, 4000, 128256), F32, None, None),
     ],
     ids=str,
@@ -150,7 +155,6 @@ def test_what_is_in_place(chosen, shape, weight_dtype, limit, want):
         # (inside, beside, chunk size, bands), and the dtype of dweight.
         ((8192, 4096, 128256), F32, (8192, 0, None, (5120, 24, 5376), F32)),
         ((4096, 4096, 128256), BF16, (4096, 0, None, (8448, 14, 9984), BF16)),
-        ((16384, 2048, 128256), F32, (4096, 0, 2048, (8448, 14, 9984), F32)),
         ((8192, 4096, 256), F32, (8192, 0, None, (256, 0, 0), F32)),
         # Tiles of 256 columns, and blocks of 128 values of D.
         ((8192, 4096, 151936), F32, None),
@@ -178,11 +182,11 @@ def test_what_is_in_place_of_columns(chosen, shape, weight_dtype, want):
 @pytest.mark.parametrize(
     "options, want, words",
     [
-        ({}, ("in place", 3, 1, 1, 5760 * 2**14, 0, 128256 * 2**14), "all 8192 tokens"),
+        ({}, ("in place", 3, 1, 1, 5760 * 2**14, 0, 128256 * 2**14), "estimate for an H100"),
         (
             {"reduction": "none"},
             ("in place", 4, 1, 1, 5760 * 2**14, 0, 128256 * 2**14),
-            "all 8192 tokens",
+            "estimate for an H100",
         ),
         ({"chunk_size": 2048}, ("token chunks", 3, 1, 4, 128256 * 2**12, 0, 0), "chunk_size=2048"),
         (
@@ -194,7 +198,7 @@ def test_what_is_in_place_of_columns(chosen, shape, weight_dtype, want):
         (
             {"max_logits_bytes": 2**25, "logit_softcap": 30.0},
             ("token chunks", 3, 1, 64, 128256 * 2**8, 0, 0),
-            "hold the logits of 128 tokens",
+            "of 1 plans with at most 32 MiB of logits",
         ),
         (
             {"implementation": "xla"},
@@ -237,3 +241,52 @@ def test_a_plan_refuses_what_the_loss_refuses():
         described(8, 8, 8, chunks=4)
     assert described(8, 8, 8, check_labels=True, return_metrics=True).name == "token chunks"
     assert "not an NVIDIA GPU" in str(described(8, 8, 8))
+
+
+@pytest.mark.usefixtures("h100")
+def test_a_plan_that_exceeds_the_limit_is_the_last_resort(chosen):
+    # A chunk of 128 tokens has 64 MB of logits. In place there are none.
+    assert isinstance(chosen(128, 4096, 250880, max_logits_bytes=2**20), InPlace)
+    assert isinstance(chosen(128, 4096, 250880), TokenChunks)
+    found = described(128, 4096, 250880, max_logits_bytes=2**20, logit_softcap=30.0)
+    assert "or 128 tokens in a chunk" in found.reason
+
+
+@pytest.fixture
+def request_of(monkeypatch):
+    """The planner's request for the arguments of `described`."""
+    requests = []
+    choose = plan_module.choose
+    monkeypatch.setattr(
+        "pallas_kernels.loss.description.choose",
+        lambda request: choose(requests.append(request) or request),
+    )
+
+    def found(*sizes, **options):
+        described(*sizes, **options)
+        return requests[-1]
+
+    return found
+
+
+@pytest.mark.usefixtures("h100")
+@pytest.mark.parametrize("shape", [(8192, 2560, 151936), (8193, 4096, 128256)], ids=str)
+def test_tokens_beside_follow_a_full_memory(request_of, shape):
+    """The products read the memory of `dweight` whole; other extents gave NaN on a GPU."""
+    found, _ = plan_module.candidates(request_of(*shape, max_logits_bytes=2**30))
+    extents = [c.plan.extent for c in found if isinstance(c.plan, InPlace)]
+    beside = [extent for extent in extents if extent.num_beside]
+    assert beside and all(extent.num_inside == 2 * shape[1] for extent in beside)
+    assert all(extent.num_inside <= 2 * shape[1] for extent in extents)
+
+
+@pytest.mark.usefixtures("h100")
+def test_the_choice_has_the_least_estimate(request_of):
+    request = request_of(8192, 2560, 151936)
+    found, refused = plan_module.candidates(request)
+    assert refused is None and len(found) == len({c.plan for c in found})
+    kinds = {(type(c.plan), c.plan.chunk_size is None) for c in found}
+    assert kinds == {(TokenChunks, False), (InPlace, False)}  # the rest is more than a chunk
+    assert all(0 < c.num_bytes <= plan_module.limit_of(request) for c in found)
+    best = next(c for c in found if c.plan == plan_module.choose(request).plan)
+    assert all(best.seconds <= 1.01 * c.seconds for c in found)
