@@ -14,6 +14,7 @@ from pallas_kernels.choices import record
 from pallas_kernels.distillation import differentiable, passes, reference
 from pallas_kernels.distillation.arguments import (
     check_layer,
+    checked_bias,
     checked_settings,
     student_arrays,
     weights_of_tokens,
@@ -29,7 +30,7 @@ from pallas_kernels.implementation import (
     choose_implementation,
     symbolic_reason,
 )
-from pallas_kernels.loss.arguments import Reduction
+from pallas_kernels.loss.arguments import Reduction, num_parts
 from pallas_kernels.loss.layout import Embedding, WeightLayout, sizes
 from pallas_kernels.loss.low_rank import LoRA, TwoParts
 from pallas_kernels.loss.token_loss import coefficients_of_mean
@@ -51,11 +52,16 @@ def linear_distillation_loss(
     divergence: DivergenceName = "forward_kl",
     beta: float | None = None,
     temperature: float = 1.0,
+    bias: Float[Array, " V"] | None = None,
+    teacher_bias: Float[Array, " V"] | None = None,
+    logit_softcap: float | None = None,
+    teacher_logit_softcap: float | None = None,
     token_weights: TokenWeights | None = None,
     reduction: Reduction = "mean",
     counted_fraction: float = 1.0,
     chunk_size: int | None = None,
     max_logits_bytes: int | None = None,
+    vocab_axis: str | None = None,
     weight_layout: WeightLayout = "vd",
     teacher_weight_layout: WeightLayout = "vd",
     logits_dtype: DTypeLike | None = None,
@@ -65,8 +71,9 @@ def linear_distillation_loss(
 
     Student and teacher have hidden sizes D and Dt of their own, and one vocabulary.
 
-    **Formula.** With the student's `p = softmax(x @ weight.T / temperature)`, the teacher's
-    `q = softmax(teacher_x @ teacher_weight.T / temperature)`, and the mixture
+    **Formula.** Let `z` be the student's logits `x @ weight.T + bias`, or `c·tanh(logits / c)` if
+    `logit_softcap` is a bound `c`; and `t` those of the teacher, with the arguments that begin with
+    `teacher_`. With `p = softmax(z / temperature)`, `q = softmax(t / temperature)` and the mixture
     `M = beta·q + (1 - beta)·p`, the loss of a token in nats is
 
         "forward_kl"       KL(q ‖ p) = Σ_v q·(log q - log p)
@@ -95,11 +102,11 @@ def linear_distillation_loss(
     infinite where the teacher gives no probability to a token that the student may choose, and the
     forward KL in the opposite case.
 
-    **Gradients.** The loss is differentiable in `x`, `weight` and `token_weights`. The teacher is
-    constant: the gradients of `teacher_x` and `teacher_weight` are 0, as after
-    `jax.lax.stop_gradient`. A call that is not differentiated does no gradient work. `dweight` has
-    the dtype of `weight`; for a float32 gradient of a bfloat16 weight, differentiate with respect
-    to `weight.astype(jnp.float32)` inside of the compiled function. Only `"reference"` has second
+    **Gradients.** The loss is differentiable in `x`, `weight`, `bias` and `token_weights`. The
+    teacher is constant: the gradients of its arrays are 0, as after `jax.lax.stop_gradient`. A call
+    that is not differentiated does no gradient work. `dweight` has the dtype of `weight`; for a
+    float32 gradient of a bfloat16 weight, differentiate with respect to
+    `weight.astype(jnp.float32)` inside of the compiled function. Only `"reference"` has second
     derivatives and forward mode (`jax.jvp`).
 
     **Cost.** A chunk of tokens at a time has its logits in memory, of student and teacher. A loss
@@ -108,13 +115,15 @@ def linear_distillation_loss(
     has more.
 
     **Rounding.** Products take operands in the dtype of `x` or `teacher_x`, and accumulate in
-    float32. Logits in memory are rounded to `logits_dtype`. Softmax and losses are float32. The
-    gradient in the logits is rounded once, to the dtype of `x`, and each gradient once.
+    float32. Logits in memory are rounded to `logits_dtype`. Bias, softcap, softmax and losses are
+    float32. The gradient in the logits is rounded once, to the dtype of `x`, and each gradient
+    once.
 
     **Meshes.** Each device computes the losses of its own tokens. On Auto and Explicit axes a sum
     or mean is over the tokens of all devices. A vocabulary that is split over an axis which splits
-    no tokens stays split, in both weights. Inside of `jax.shard_map` a sum or mean is over the
-    tokens of one device, and the weights have the whole vocabulary.
+    no tokens stays split, in both weights: devices exchange 20 bytes a token for a KL and 24 for
+    the Jensen-Shannon divergence, and add up `dx`. Inside of `jax.shard_map` a sum or mean is over
+    the tokens of one device. `vocab_axis` names the axis that splits both weights there.
 
     Above 80 lines, because most of them are this documentation.
 
@@ -128,7 +137,12 @@ def linear_distillation_loss(
       divergence: `"forward_kl"`, `"reverse_kl"` or `"jensen_shannon"`.
       beta: Share of the teacher in the mixture, in [0, 1]. Only `"jensen_shannon"` takes it, and
         `None` is 0.5 there.
-      temperature: Divisor of both logits, finite and above 0.
+      temperature: Divisor of both logits after the softcap, finite and above 0.
+      bias: Bias of the student's logits, of a floating dtype of 16 bits or more.
+      teacher_bias: Bias of the teacher's logits.
+      logit_softcap: Bound `c` of the student's logits (Gemma 2, https://arxiv.org/abs/2408.00118),
+        finite and above 0. `None` sets no bound.
+      teacher_logit_softcap: Bound of the teacher's logits.
       token_weights: Factor for each token's loss, taken as float32. A mask of integers or bools
         will do.
       reduction: `"mean"`, `"sum"` or `"none"`.
@@ -142,6 +156,9 @@ def linear_distillation_loss(
         largest ones that fit, of at least 128 tokens. `None` means 512 MiB, and at least 768
         tokens, because each chunk reads and writes all of `dweight`. At most one of `chunk_size`
         and `max_logits_bytes` may be given.
+      vocab_axis: Name of the Manual mesh axis over which both weights and both biases are split by
+        vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis gets the same
+        loss.
       weight_layout: Order of the axes of `weight` and of its gradient: `"vd"` for `[V, D]`, `"dv"`
         for `[D, V]`.
       teacher_weight_layout: Order of the axes of `teacher_weight`.
@@ -151,8 +168,9 @@ def linear_distillation_loss(
         takes twice the memory.
       implementation: `"mosaic_gpu"` works on chunks of tokens: the products are XLA's, by cuBLAS,
         and our kernels pass over the logits. `"xla"` leaves the passes to XLA as well.
-        `"reference"` keeps all logits, in float32, and ignores chunks and `logits_dtype`. `None`
-        takes the kernels where they run, and `"xla"` elsewhere. `"require"` raises there.
+        `"reference"` keeps all logits, in float32, and ignores chunks and `logits_dtype`; it takes
+        no `vocab_axis`. `None` takes the kernels where they run, and `"xla"` elsewhere. `"require"`
+        raises there.
 
     Returns:
       The loss, a scalar or of the shape of the tokens.
@@ -179,21 +197,29 @@ def linear_distillation_loss(
             f"student and teacher must have one vocabulary, got V = {vocab_size} of weight and "
             f"{teacher_vocab_size} of teacher_weight; slice or pad one weight"
         )
+    bias = checked_bias("", bias, vocab_size)
+    teacher_bias = checked_bias("teacher_", teacher_bias, vocab_size)
     settings = checked_settings(
         divergence=divergence,
         beta=beta,
         temperature=temperature,
+        logit_softcap=logit_softcap,
+        teacher_logit_softcap=teacher_logit_softcap,
         chunk_size=chunk_size,
         max_logits_bytes=max_logits_bytes,
+        vocab_axis=vocab_axis,
         weight_layout=weight_layout,
         teacher_weight_layout=teacher_weight_layout,
         logits_dtype=logits_dtype,
         counted_fraction=counted_fraction,
     )
+    num_parts(vocab_axis, "linear_distillation_loss")
+    of_teacher = (teacher_x, teacher_weight)
     return _loss(
         "linear_distillation_loss",
-        settings,
-        (x, weight, teacher_x, teacher_weight),
+        dataclasses.replace(settings, has_teacher_bias=teacher_bias is not None),
+        (x, weight, bias),
+        of_teacher if teacher_bias is None else (*of_teacher, teacher_bias),
         token_weights,
         reduction,
         implementation,
@@ -210,11 +236,14 @@ def linear_distillation_loss_top_k(
     divergence: DivergenceName = "forward_kl",
     beta: float | None = None,
     temperature: float = 1.0,
+    bias: Float[Array, " V"] | None = None,
+    logit_softcap: float | None = None,
     token_weights: TokenWeights | None = None,
     reduction: Reduction = "mean",
     counted_fraction: float = 1.0,
     chunk_size: int | None = None,
     max_logits_bytes: int | None = None,
+    vocab_axis: str | None = None,
     weight_layout: WeightLayout = "vd",
     logits_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
@@ -254,11 +283,15 @@ def linear_distillation_loss_top_k(
       divergence: As in `linear_distillation_loss`, and so are the arguments that follow.
       beta: Share of the teacher in the mixture.
       temperature: Divisor of the student's logits.
+      bias: Bias of the student's logits.
+      logit_softcap: Bound of the student's logits.
       token_weights: Factor for each token's loss.
       reduction: `"mean"`, `"sum"` or `"none"`.
       counted_fraction: Largest share of a device's tokens that is expected to count.
       chunk_size: Largest number of a device's tokens whose logits exist at a time.
       max_logits_bytes: Limit in bytes for the logits of a chunk of tokens.
+      vocab_axis: Name of the Manual mesh axis over which `weight` and `bias` are split. The ids are
+        numbers in the whole vocabulary.
       weight_layout: Order of the axes of `weight`.
       logits_dtype: Dtype of logits in memory.
       implementation: `"xla"`, `"reference"` or `None`, which picks `"xla"`. There is no kernel, so
@@ -277,7 +310,9 @@ def linear_distillation_loss_top_k(
     as_array("teacher_ids", teacher_ids)
     if not jnp.issubdtype(teacher_ids.dtype, jnp.integer):
         raise TypeError(f"teacher_ids must be integers, got {teacher_ids.dtype}; cast them")
-    vocab_size, _ = sizes(weight, weight_layout)
+    num_columns, _ = sizes(weight, weight_layout)
+    bias = checked_bias("", bias, num_columns)
+    vocab_size = num_columns * num_parts(vocab_axis, "linear_distillation_loss_top_k")
     for name, a in {"teacher_log_probs": teacher_log_probs, "teacher_ids": teacher_ids}.items():
         if a.ndim != x.ndim or a.shape[:-1] != x.shape[:-1]:
             raise ValueError(f"{name} must be {(*x.shape[:-1], 'k')}, got {a.shape}")
@@ -293,8 +328,10 @@ def linear_distillation_loss_top_k(
         divergence=divergence,
         beta=beta,
         temperature=temperature,
+        logit_softcap=logit_softcap,
         chunk_size=chunk_size,
         max_logits_bytes=max_logits_bytes,
+        vocab_axis=vocab_axis,
         weight_layout=weight_layout,
         logits_dtype=logits_dtype,
         counted_fraction=counted_fraction,
@@ -309,7 +346,8 @@ def linear_distillation_loss_top_k(
     return _loss(
         "linear_distillation_loss_top_k",
         settings,
-        (x, weight, log_probs, columns),
+        (x, weight, bias),
+        (log_probs, columns),
         token_weights,
         reduction,
         implementation,
@@ -319,20 +357,27 @@ def linear_distillation_loss_top_k(
 def _loss(
     name: str,
     settings: Settings,
-    arrays: tuple[Array, Embedding, Array, Array],
+    student: tuple[Array, Embedding, Array | None],
+    teacher: tuple[Array, ...],
     token_weights: Any,
     reduction: Any,
     implementation: Implementation | None,
 ) -> Float[Array, "..."]:
     """The loss of checked arrays, by the implementation that the caller asks for."""
-    x, weight, *teacher = arrays
+    x, weight, bias = student
     if reduction not in get_args(Reduction.__value__):
         raise ValueError(f"{reduction=} must be one of {get_args(Reduction.__value__)}")
     weights = weights_of_tokens(token_weights, x.shape[:-1])
     vocab_size, _ = sizes(weight, settings.weight_layout)
     chosen, reason = _choose(implementation, settings, x, teacher, vocab_size)
+    if settings.vocab_axes and chosen == "reference":
+        (vocab_axis,) = settings.vocab_axes
+        raise ValueError(f"{vocab_axis=}: implementation='reference' has the whole vocabulary")
     settings = dataclasses.replace(
-        settings, kernels=chosen == "mosaic_gpu", is_low_rank=isinstance(weight, TwoParts)
+        settings,
+        kernels=chosen == "mosaic_gpu",
+        is_low_rank=isinstance(weight, TwoParts),
+        has_bias=bias is not None,
     )
     is_planned = chosen != "reference" and x.size > 0
     describe = lambda: settings.describe(x, teacher, vocab_size)
@@ -340,17 +385,19 @@ def _loss(
     asked_for = implementation if settings.tail is None else implementation or chosen
     record(
         name,
-        (*arrays, token_weights),
+        (*student, *teacher, token_weights),
         asked_for,
         chosen,
         reason,
         plan=describe if is_planned else None,
     )
-    teacher = map(jax.lax.stop_gradient, teacher)
+    teacher = tuple(map(jax.lax.stop_gradient, teacher))
     coefficients = coefficients_of_mean(weights)[0] if reduction == "mean" else weights
     num_axes = weights.ndim if reduction == "none" else 0
     module = reference if chosen == "reference" else differentiable
-    return module.sum_of_losses(settings, x, weight, coefficients, *teacher, num_axes=num_axes)
+    return module.sum_of_losses(
+        settings, x, weight, bias, coefficients, *teacher, num_axes=num_axes
+    )
 
 
 def _choose(

@@ -17,6 +17,7 @@ from pallas_kernels.arguments import (
 )
 from pallas_kernels.distillation.divergence import Divergence, DivergenceName
 from pallas_kernels.distillation.settings import Settings, Tail
+from pallas_kernels.loss.arguments import check_softcap
 from pallas_kernels.loss.layout import Embedding, WeightLayout, sizes
 from pallas_kernels.loss.low_rank import LoRA, extended
 
@@ -56,16 +57,35 @@ def check_layer(prefix: str, x: Array, weight: Array, layout: Any) -> None:
         )
 
 
+def checked_bias(prefix: str, bias: Any, vocab_size: int) -> Array | None:
+    """The bias as a JAX array, if there is one.
+
+    Raises:
+      ValueError: it has another shape than `[V]`.
+      TypeError: it is no array, or its dtype does not suit it.
+    """
+    if bias is None:
+        return None
+    name = f"{prefix}bias"
+    (bias,) = floating_arrays(**{name: bias}, least_bits=BITS_OF_PRODUCTS)
+    if bias.shape != (vocab_size,):
+        raise ValueError(f"{name} must have shape {(vocab_size,)}, got {bias.shape}")
+    return bias
+
+
 def checked_settings(
     *,
     divergence: Any,
     beta: Any,
     temperature: Any,
+    logit_softcap: Any,
     chunk_size: Any,
     max_logits_bytes: Any,
+    vocab_axis: Any,
     weight_layout: WeightLayout,
     logits_dtype: Any,
     counted_fraction: Any,
+    teacher_logit_softcap: Any = None,
     teacher_weight_layout: WeightLayout | None = None,
     tail: Tail | None = None,
 ) -> Settings:
@@ -79,6 +99,8 @@ def checked_settings(
     check_number("temperature", temperature, remedy=remedy)
     if temperature <= 0:
         raise ValueError(f"{temperature=} must be above 0; {remedy}")
+    softcap = check_softcap("logit_softcap", logit_softcap)
+    teacher_softcap = check_softcap("teacher_logit_softcap", teacher_logit_softcap)
     if not 0 < number("counted_fraction", counted_fraction, remedy="1.0 expects all tokens") <= 1:
         raise ValueError(f"{counted_fraction=} must lie in (0, 1]; 1.0 expects all tokens to count")
     given = {"chunk_size": chunk_size, "max_logits_bytes": max_logits_bytes}
@@ -93,12 +115,15 @@ def checked_settings(
     return Settings(
         divergence=_divergence(divergence, beta),
         temperature=float(temperature),
+        logit_softcap=softcap,
+        teacher_logit_softcap=teacher_softcap,
         weight_layout=weight_layout,
         teacher_weight_layout=teacher_weight_layout,
         tail=tail,
         logits_dtype=None if logits_dtype is None else _logits_dtype(logits_dtype),
         chunk_size=chunk_size,
         max_logits_bytes=max_logits_bytes,
+        vocab_axes=() if vocab_axis is None else (vocab_axis,),
         counted_fraction=float(counted_fraction),
     )
 

@@ -19,19 +19,21 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.distillation import xla
 from pallas_kernels.distillation.settings import Settings
+from pallas_kernels.gpu.kernel import varying_axes
 from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.counted import fraction_in_effect, in_fewer_rows
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.operation import Mask, Operation, call, with_members
 from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
 
-_WEIGHT, _TEACHER_WEIGHT = 1, 4  # positions among the arguments
+_WEIGHT, _COEFFICIENTS, _BIAS = 1, 2, 3  # positions among the arguments
 
 
 def sum_of_losses(
     settings: Settings,
     x: Float[Array, "*T D"],
     weight: Embedding,
+    bias: Float[Array, " V"] | None,
     coefficients: Float[Array, "*T"],
     *teacher: Array,
     num_axes: int,
@@ -44,37 +46,48 @@ def sum_of_losses(
       settings: Static settings.
       x: Hidden states of the student.
       weight: Output embedding of the student.
+      bias: Bias of the student's logits, if there is one.
       coefficients: Factors of the losses, float32.
-      *teacher: Hidden states and output embedding of the teacher, or its log-probabilities and
-        their columns. They must not have tangents.
+      *teacher: Hidden states and output embedding of the teacher, and its bias if there is one; or
+        its log-probabilities and their columns. They must not have tangents.
       num_axes: Number of leading axes of the tokens that the sums keep: 0 adds up all losses.
     """
     first, last = low_rank.arguments(weight)
-    return call(_Distillation(settings, num_axes), x, first, coefficients, *teacher, *last)[0]
+    axes = {*settings.vocab_axes}
+    operation = _Distillation(
+        settings, num_axes, is_unchecked=bool(axes) and not varying_axes(first) >= axes
+    )
+    biases = () if bias is None else (bias,)
+    return call(operation, x, first, coefficients, *biases, *teacher, *last)[0]
 
 
 def roles_of(settings: Settings, x: Any, teacher: Sequence[Any]) -> list[Tokens | Weight]:
-    """The roles of `(x, weight, coefficients, *teacher)`, and of the frozen weight if there is."""
+    """The roles of `(x, weight, coefficients, *bias, *teacher)`, and of a frozen weight."""
     weight, last = low_rank.roles(settings.is_low_rank, settings.weight_layout, x.dtype)
-    roles = [Tokens(("d",)), weight, Tokens()]
+    bias = Weight(("v",))
+    roles = [Tokens(("d",)), weight, Tokens(), *[bias] * settings.has_bias]
     if settings.teacher_weight_layout is None:
         return [*roles, Tokens(("k",)), Tokens(("k",)), *last]
     # The teacher has a hidden size of its own.
     axes = tuple(settings.teacher_weight_layout.replace("d", "e"))
-    return [*roles, Tokens(("e",)), Weight(axes, teacher[0].dtype, by_rows=True), *last]
+    roles += [Tokens(("e",)), Weight(axes, teacher[0].dtype, by_rows=True)]
+    return [*roles, *[bias] * settings.has_teacher_bias, *last]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Distillation:
-    """Sums of losses of `(x, weight, coefficients, *teacher)`.
+    """Sums of losses of `(x, weight, coefficients, *teacher)`, and of a bias before the teacher.
 
     Attributes:
       settings: Static settings.
       num_axes: Number of leading axes of the tokens that the sums keep.
+      is_unchecked: Whether the vocabulary is split inside of `jax.shard_map(check_vma=False)`. Its
+        transpose divides the cotangent of a result among the devices, and adds up `dx`.
     """
 
     settings: Settings
     num_axes: int
+    is_unchecked: bool
 
     name = "linear_distillation_loss"
 
@@ -83,24 +96,37 @@ class _Distillation:
         """Whether the forward makes the gradients."""
         return self.num_axes == 0
 
+    def _of_arrays(self, wanted: Mask) -> Mask:
+        """Whether the gradients of x, weight and bias are wanted."""
+        return (*wanted[:2], self.settings.has_bias and wanted[_BIAS])
+
     def _partitioned(
         self, wanted: Mask, args: Sequence[jax.Array], *, every_loss: bool
     ) -> tuple[jax.Array, ...]:
-        """Losses and wanted gradients.
+        """Losses, and the wanted gradients of x, weight and bias.
 
         A token that does not count has the loss 0 unless `every_loss`.
         """
-        x, _, _, *teacher = args
-        gradients = [Tokens(("d",))] * wanted[0] + [GradientOf(_WEIGHT)] * wanted[1]
+        x, teacher = args[0], args[_BIAS + self.settings.has_bias :]
+        of_arrays = Tokens(("d",)), GradientOf(_WEIGHT), GradientOf(_BIAS)
+        gradients = [role for role, is_wanted in zip(of_arrays, wanted, strict=True) if is_wanted]
         roles = Roles(
             tuple(roles_of(self.settings, x, teacher)), (Tokens(), *gradients), parts=("v",)
         )
-        return partitioned(_of_device, (self.settings, wanted, every_loss), roles, *args)
+        return partitioned(
+            _of_device,
+            (self, wanted, every_loss),
+            roles,
+            *args,
+            manual_parts=(self.settings.vocab_axes,),
+        )
 
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
-        early = (False, False) if wanted is None or not self._is_early else wanted[:2]
+        early = (False,) * 3
+        if wanted is not None and self._is_early:
+            early = self._of_arrays(wanted)
         # The gradient of a factor is the loss.
-        every_loss = wanted is not None and wanted[2]
+        every_loss = wanted is not None and wanted[_COEFFICIENTS]
         loss, *gradients = self._partitioned(early, args, every_loss=every_loss)
         coefficients = args[2]
         # Otherwise infinity or NaN times a coefficient of 0 would make the sum NaN.
@@ -110,7 +136,7 @@ class _Distillation:
         return (total,) if wanted is None else (total, loss, *gradients)
 
     def num_residuals(self, wanted: Mask) -> int:
-        return 1 + (sum(wanted[:2]) if self._is_early else 0)
+        return 1 + (sum(self._of_arrays(wanted)) if self._is_early else 0)
 
     def saved(
         self,
@@ -126,26 +152,36 @@ class _Distillation:
     def backward(
         self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
     ) -> Sequence[jax.Array]:
-        assert not any(wanted[3:]), "the teacher has no gradient"
+        assert not any(wanted[_BIAS + self.settings.has_bias :]), "the teacher has no gradient"
         (of_sums,) = cotangents
         assert of_sums is not None
         loss, *rest = saved
+        whole = of_sums
+        if self.is_unchecked:
+            whole = jax.lax.psum(of_sums, self.settings.vocab_axes)
         to_tokens = (..., *(None,) * (loss.ndim - self.num_axes))
+        of_arrays = self._of_arrays(wanted)
         if self._is_early:
-            found = [g.astype(jnp.float32) * of_sums for g in rest]
-        elif any(wanted[:2]):
-            x, weight, coefficients, *teacher = rest
-            args = x, weight, coefficients * of_sums[to_tokens], *teacher
-            _, *found = self._partitioned(wanted[:2], args, every_loss=False)
+            found = [g.astype(jnp.float32) * whole for g in rest]
+        elif any(of_arrays):
+            x, weight, coefficients, *others = rest
+            args = x, weight, coefficients * whole[to_tokens], *others
+            _, *found = self._partitioned(of_arrays, args, every_loss=False)
         else:
             found = []
-        return [*found, of_sums[to_tokens] * loss] if wanted[2] else found
+        gradients = iter(found)
+        # The coefficients' gradient is no sum over parts of the vocabulary: it takes the share.
+        return [
+            of_sums[to_tokens] * loss if i == _COEFFICIENTS else next(gradients)
+            for i, is_wanted in enumerate(wanted)
+            if is_wanted
+        ]
 
     def fold(
         self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
     ) -> tuple[Operation, Sequence[jax.Array]] | None:
-        weights = (_WEIGHT, _TEACHER_WEIGHT) if self.settings.tail is None else (_WEIGHT,)
-        weights += (len(args) - 1,) if self.settings.is_low_rank else ()
+        roles = enumerate(roles_of(self.settings, args[0], args[_BIAS + self.settings.has_bias :]))
+        weights = [i for i, role in roles if isinstance(role, Weight)]
         if any(is_batched[i] for i in weights):
             return None
         if wanted is not None and self._is_early:
@@ -155,14 +191,17 @@ class _Distillation:
 
 
 def _of_device(
-    key: tuple[Settings, tuple[bool, bool], bool], place: Place
+    key: tuple[_Distillation, Mask, bool], place: Place
 ) -> Callable[..., Sequence[jax.Array]]:
     """The losses of a device's tokens, and the wanted gradients of their sum."""
-    settings, wanted, every_loss = key
+    operation, wanted, every_loss = key
+    settings = operation.settings
     (axes,) = place.parts
+    exchanged = () if operation.is_unchecked else axes
 
     def run(*args: jax.Array) -> Sequence[jax.Array]:
         x, weight, coefficients, *teacher = args
+        bias = teacher.pop(0) if settings.has_bias else None
         layout = settings.weight_layout
         weight, teacher = low_rank.joined(settings.is_low_rank, layout, weight, teacher)
         merged = lambda a: a.reshape(coefficients.size, *a.shape[coefficients.ndim :])
@@ -170,11 +209,20 @@ def _of_device(
         weights = [weight.astype(x.dtype)]
         if has_weight:  # both before the branches, as XLA does not simplify across one
             weights.append(teacher[1].astype(teacher[0].dtype))
+            weights += teacher[2:]
         of_tokens = teacher[:1] if has_weight else teacher
 
         def compute(x: Any, coefficients: Any, *teacher: Any) -> Any:
             losses, gradients = xla.losses_and_gradients(
-                settings, axes, x, weights[0], coefficients, *teacher, *weights[1:], wanted=wanted
+                settings,
+                axes,
+                x,
+                weights[0],
+                bias,
+                coefficients,
+                *teacher,
+                *weights[1:],
+                wanted=wanted,
             )
             num_per_token = int(wanted[0])
             return [losses, *gradients[:num_per_token]], gradients[num_per_token:]
@@ -187,7 +235,7 @@ def _of_device(
             compute, tokens, (0,) * len(tokens), counts, fraction
         )
         dx = [a.reshape(x.shape) for a in dx]
-        dx = [jax.lax.psum(a, axes) if axes else a for a in dx]
+        dx = [jax.lax.psum(a, exchanged) if exchanged else a for a in dx]
         return losses.reshape(coefficients.shape), *dx, *of_weight
 
     return run

@@ -15,7 +15,11 @@ other warps. The columns are split into parts, because a chunk of 1024 rows alon
 card. A part writes its numbers, and XLA combines the parts of a row. Columns after the last whole
 tile are parts of their own with narrower loads.
 
-`approx_math` takes exp2 and log2 of the hardware, right to 2^-22; results below 2^-126 are 0.
+All three add the bias and apply the softcap to what they read, in float32, so that nothing but the
+products is in memory. The warps of a block load the same part of a bias.
+
+`approx_math` takes exp2 and log2 of the hardware, right to 2^-22; results below 2^-126 are 0. The
+hardware's tanh errs by 2^-11, so tanh is made of exp2, to 1e-7.
 """
 
 import functools
@@ -30,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.distillation.divergence import Divergence, Rows, Statistics
+from pallas_kernels.distillation.logits import Logits
 from pallas_kernels.gpu.arrays import at_aligned_addresses
 from pallas_kernels.gpu.device import BYTES_PER_ACCESS, LANES, WARPS_PER_WARPGROUP
 from pallas_kernels.gpu.kernel import gpu_kernel
@@ -122,8 +127,8 @@ def unsupported_reason(*logits: Any) -> str | None:
 
 def statistics(
     divergence: Divergence,
-    logits: Float[Array, "T V"],
-    teacher_logits: Float[Array, "T V"],
+    student: Logits,
+    teacher: Logits,
     rows: Rows,
     *,
     temperature: float,
@@ -133,10 +138,10 @@ def statistics(
     Both logsumexps are in units of log 2, as `dlogits` reads them.
     """
     of_kl = {"forward_kl": 1, "reverse_kl": 0}.get(divergence.name)
-    scale = _LOG2_E / temperature
-    sums = functools.partial(_sums, of_kl, scale)
+    logits = student, teacher
+    sums = functools.partial(_sums, of_kl)
     start = (_LOWEST, 0.0) * 2 + (0.0,) * (of_kl is not None)
-    found = _fold("distillation_sums", sums, start, (logits, teacher_logits), ())
+    found = _fold("distillation_sums", sums, start, logits, (), temperature)
     # Over parts, and over the devices that share the vocabulary. Units are log2 up to the end.
     largest, total = found[0:4:2], found[1:4:2]
     tops = [rows.max(jnp.max(a, axis=0)[:, None]) for a in largest]
@@ -152,10 +157,9 @@ def statistics(
         # Equal logits have equal sums, so the difference is exactly 0.
         return Statistics(terms + (other[0] - other[1]) * _LN_2, lse, teacher_lse, none)
     beta = divergence.beta
-    mixture = functools.partial(_mixture, beta, scale)
-    parts = _fold(
-        "distillation_mixture", mixture, (0.0, 0.0), (logits, teacher_logits), (lse, teacher_lse)
-    )
+    mixture = functools.partial(_mixture, beta)
+    of_rows = lse, teacher_lse
+    parts = _fold("distillation_mixture", mixture, (0.0, 0.0), logits, of_rows, temperature)
     student_part, teacher_part = (add(a) * _LN_2 for a in parts)
     loss = beta * teacher_part + (1 - beta) * student_part
     return Statistics(loss, lse, teacher_lse, student_part)
@@ -163,25 +167,28 @@ def statistics(
 
 def dlogits(
     divergence: Divergence,
-    logits: Float[Array, "T V"],
-    teacher_logits: Float[Array, "T V"],
+    student: Logits,
+    teacher: Logits,
     row: Float[Array, " T"],
     found: Statistics,
     *,
     temperature: float,
     dtype: Any,
 ) -> Float[Array, "T V"]:
-    """`row · divergence.derivative`, over the logits if they have its dtype; 0 where `row` is 0."""
-    scale = _LOG2_E / temperature
+    """`row · divergence.derivative`, and times the derivative of the softcap; 0 where `row` is 0.
+
+    A gradient of the dtype of the student's logits takes their memory.
+    """
     of_student = found.student_part if divergence.name == "jensen_shannon" else found.loss
     numbers = row, found.lse, found.teacher_lse, of_student
-    in_place = logits.dtype == dtype
-    num_rows, num_columns = logits.shape
-    itemsize = max(a.dtype.itemsize for a in (logits, teacher_logits))
-    columns = _Columns(num_columns, itemsize)
+    in_place = student.values.dtype == dtype
+    num_rows, num_columns = student.values.shape
+    sources = _Sources.make((student, teacher), temperature)
+    columns = _Columns(num_columns, sources.itemsize)
 
-    def kernel(logits_gmem: Any, teacher_gmem: Any, *refs: Any) -> None:
-        out = logits_gmem if in_place else refs[len(numbers)]
+    def kernel(*refs: Any) -> None:
+        logits_gmem, refs = refs[: len(sources.arrays)], refs[len(sources.arrays) :]
+        out = logits_gmem[0] if in_place else refs[len(numbers)]
         first_row = jax.lax.axis_index("row") * ROWS
         at = pl.ds(first_row, ROWS)
 
@@ -192,11 +199,9 @@ def dlogits(
 
             def step(i: Any, _: Any) -> None:
                 place = at, pl.ds(first + i * part.width, part.width)
-                z, t = (
-                    load(ref.at[place], part.layout).astype(jnp.float32) * scale
-                    for ref in (logits_gmem, teacher_gmem)
-                )
+                (z, slope), (t, _) = sources.load(logits_gmem, part, *place)
                 made = _derivative(divergence, z, t, *map(to_tile, of_rows[1:]))
+                made = made if slope is None else made * slope
                 # Also where a logit is NaN, if the row does not count.
                 made = jnp.where(factor == 0.0, 0.0, factor * made)
                 store(out.at[place], made.astype(dtype))
@@ -205,8 +210,7 @@ def dlogits(
 
         columns.run(jax.lax.axis_index("part"), body)
 
-    arrays = at_aligned_addresses((logits, teacher_logits))
-    result = jax.ShapeDtypeStruct(logits.shape, dtype)
+    result = jax.ShapeDtypeStruct((num_rows, num_columns), dtype)
     results = gpu_kernel(
         kernel,
         kernel_name="distillation_dlogits",
@@ -215,33 +219,88 @@ def dlogits(
         grid_names=("row", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         in_place=0 if in_place else None,
-    )(*arrays, *numbers)
+    )(*sources.arrays, *numbers)
     return results[0]
+
+
+class _Sources(NamedTuple):
+    """The arrays of student and teacher that a kernel reads, and how it reads them.
+
+    Attributes:
+      arrays: Logits of student and teacher, then the biases that there are.
+      biased: Whether student and teacher have a bias.
+      softcaps: Their bounds.
+      scale: Factor of the logits that makes them exponents of 2.
+    """
+
+    arrays: tuple[Array, ...]
+    biased: tuple[bool, ...]
+    softcaps: tuple[float | None, ...]
+    scale: float
+
+    @classmethod
+    def make(cls, logits: Sequence[Logits], temperature: float) -> "_Sources":
+        """What the kernels read of these logits."""
+        biases = tuple(one.bias for one in logits)
+        arrays = *(one.values for one in logits), *(a for a in biases if a is not None)
+        return cls(
+            at_aligned_addresses(arrays),
+            tuple(a is not None for a in biases),
+            tuple(one.softcap for one in logits),
+            _LOG2_E / temperature,
+        )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a logit, the larger of both."""
+        return max(a.dtype.itemsize for a in self.arrays[: len(self.biased)])
+
+    def load(
+        self, gmems: Sequence[Any], part: _Part, rows: Any, columns: Any
+    ) -> list[tuple[jax.Array, jax.Array | None]]:
+        """`(exponent of 2, derivative of the softcap)` of student and teacher in a tile."""
+        biases = iter(gmems[len(self.biased) :])
+        found = []
+        for gmem, has_bias, softcap in zip(gmems, self.biased, self.softcaps, strict=False):
+            z = load(gmem.at[rows, columns], part.layout).astype(jnp.float32)
+            if has_bias:
+                bias = load(next(biases).at[columns], part.layout.reduce(0)).astype(jnp.float32)
+                z += jax.lax.broadcast_in_dim(bias, part.shape, (1,))
+            slope = None
+            if softcap is not None:
+                # The square of rsqrt is the hardware's only fast division.
+                power = jnp.exp2(z * (2 * _LOG2_E / softcap))
+                tanh = 1 - 2 * jnp.square(jax.lax.rsqrt(1 + power))
+                z, slope = softcap * tanh, 1 - jnp.square(tanh)
+            found.append((z * self.scale, slope))
+        return found
 
 
 def _fold(
     name: str,
     step: Callable[..., list[jax.Array]],
     start: tuple[float, ...],
-    arrays: Sequence[Float[Array, "T V"]],
+    logits: Sequence[Logits],
     numbers: Sequence[Float[Array, " T"]],
+    temperature: float,
 ) -> list[Float[Array, "parts T"]]:
     """Running numbers of each part of each row.
 
     Args:
       name: Name of the kernel.
-      step: Function `(running, *tiles, *numbers) -> running`; the tiles are float32, and the
-        numbers spread over them.
+      step: Function `(running, *tiles, *numbers) -> running`; the tiles are exponents of 2 in
+        float32, and the numbers spread over them.
       start: Running numbers before the first tile.
-      arrays: Logits.
+      logits: Logits of student and teacher.
       numbers: Numbers of each row.
+      temperature: Divisor of the logits.
     """
-    arrays = at_aligned_addresses(tuple(arrays))
-    num_rows, num_columns = arrays[0].shape
-    columns = _Columns(num_columns, max(a.dtype.itemsize for a in arrays))
+    num_rows, num_columns = logits[0].values.shape
+    sources = _Sources.make(logits, temperature)
+    columns = _Columns(num_columns, sources.itemsize)
 
     def kernel(*refs: Any) -> None:
-        gmems, refs = refs[: len(arrays)], refs[len(arrays) :]
+        gmems, refs = refs[: len(sources.arrays)], refs[len(sources.arrays) :]
         of_rows, outs = refs[: len(numbers)], refs[len(numbers) :]
         number_of_part = jax.lax.axis_index("part")
         at = pl.ds(jax.lax.axis_index("row") * ROWS, ROWS)
@@ -254,8 +313,8 @@ def _fold(
 
             def one(i: Any, running: Any) -> Any:
                 place = at, pl.ds(first + i * part.width, part.width)
-                tiles = [load(g.at[place], part.layout).astype(jnp.float32) for g in gmems]
-                return step(running, *tiles, *spread)
+                exponents = [z for z, _ in sources.load(gmems, part, *place)]
+                return step(running, *exponents, *spread)
 
             running = jax.lax.fori_loop(0, number, one, list(map(filled, start)))
             for out, value in zip(outs, running, strict=True):
@@ -271,14 +330,13 @@ def _fold(
         grid=(num_rows // ROWS, columns.num_parts),
         grid_names=("row", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(*arrays, *numbers)
+    )(*sources.arrays, *numbers)
     return list(at_aligned_addresses(tuple(found)))
 
 
-def _sums(of_kl: int | None, scale: float, running: Any, *logits: jax.Array) -> list[jax.Array]:
+def _sums(of_kl: int | None, running: Any, *exponents: jax.Array) -> list[jax.Array]:
     """Maxima, sums of powers of 2 and, for the KL whose probabilities are `of_kl`, of its terms."""
-    to_tile = lambda a: jax.lax.broadcast_in_dim(a, logits[0].shape, (0,))
-    exponents = [z * scale for z in logits]
+    to_tile = lambda a: jax.lax.broadcast_in_dim(a, exponents[0].shape, (0,))
     results, changes, powers = [], [], []
     for exponent, largest, total in zip(exponents, running[0:4:2], running[1:4:2], strict=True):
         new = jnp.maximum(largest, jnp.max(exponent, axis=1))
@@ -295,19 +353,19 @@ def _sums(of_kl: int | None, scale: float, running: Any, *logits: jax.Array) -> 
 
 
 def _log2_ratios(
-    beta: float, scale: float, z: jax.Array, t: jax.Array, lse: jax.Array, teacher_lse: jax.Array
+    beta: float, z: jax.Array, t: jax.Array, lse: jax.Array, teacher_lse: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """`(p, q, log2(p / M), log2(q / M))` of logits."""
-    log_p, log_q = z * scale - lse, t * scale - teacher_lse
+    """`(p, q, log2(p / M), log2(q / M))` of exponents of 2."""
+    log_p, log_q = z - lse, t - teacher_lse
     p, q = jnp.exp2(log_p), jnp.exp2(log_q)
     mixture = jnp.maximum(beta * q + (1 - beta) * p, float(jnp.finfo(jnp.float32).tiny))
     log_m = jnp.log2(mixture)
     return p, q, log_p - log_m, log_q - log_m
 
 
-def _mixture(beta: float, scale: float, running: Any, *args: jax.Array) -> list[jax.Array]:
+def _mixture(beta: float, running: Any, *args: jax.Array) -> list[jax.Array]:
     """Sums of `p · log2(p / M)` and `q · log2(q / M)`."""
-    p, q, of_p, of_q = _log2_ratios(beta, scale, *args)
+    p, q, of_p, of_q = _log2_ratios(beta, *args)
     terms = (jnp.where(a == 0.0, 0.0, a * of_a) for a, of_a in ((p, of_p), (q, of_q)))
     return [total + jnp.sum(a, axis=1) for total, a in zip(running, terms, strict=True)]
 
@@ -329,6 +387,6 @@ def _derivative(
             p = jnp.exp2(log_p)
             above = (log_p - log_q) * _LN_2 - of_row
             return jnp.where(p == 0.0, 0.0, p * jnp.minimum(above, _LARGEST))
-    p, _, of_p, _ = _log2_ratios(divergence.beta, 1.0, z, t, lse, teacher_lse)
+    p, _, of_p, _ = _log2_ratios(divergence.beta, z, t, lse, teacher_lse)
     above = of_p * _LN_2 - of_row
     return (1 - divergence.beta) * jnp.where(p == 0.0, 0.0, p * above)

@@ -1,5 +1,6 @@
 """The distillation losses in plain JAX over all logits, differentiated by JAX: the oracle."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.distillation import divergence
 from pallas_kernels.distillation.differentiable import roles_of
+from pallas_kernels.distillation.logits import capped
 from pallas_kernels.distillation.settings import Settings
 from pallas_kernels.distillation.top_k import log_probs_of_classes
 from pallas_kernels.loss import low_rank
@@ -21,6 +23,7 @@ def sum_of_losses(
     settings: Settings,
     x: Float[Array, "*T D"],
     weight: Embedding,
+    bias: Float[Array, " V"] | None,
     coefficients: Float[Array, "*T"],
     *teacher: Array,
     num_axes: int,
@@ -30,7 +33,8 @@ def sum_of_losses(
     The logits `[*T, V]` are in memory, with float32 operands in all steps and in the products.
     """
     first, last = low_rank.arguments(weight)
-    args = (x, first, coefficients, *teacher, *last)
+    biases = () if bias is None else (bias,)
+    args = (x, first, coefficients, *biases, *teacher, *last)
     roles = Roles(tuple(roles_of(settings, x, teacher)), (Tokens(),))
     (loss,) = split_over_explicit_axes(_of_device, settings, roles, *args)
     axes = tuple(range(num_axes, coefficients.ndim))
@@ -41,26 +45,37 @@ def _of_device(settings: Settings, place: Place) -> Callable[..., Sequence[jax.A
     """The losses of a device's tokens, and 0 for those that do not count and are not finite."""
     del place
 
-    def run(x: Any, weight: Any, coefficients: Any, *teacher: Any) -> list[jax.Array]:
+    def run(x: Any, weight: Any, coefficients: Any, *others: Any) -> list[jax.Array]:
+        bias, *teacher = others if settings.has_bias else (None, *others)
         layout = settings.weight_layout
         weight, teacher = low_rank.joined(settings.is_low_rank, layout, weight, teacher)
         # Left out before and after: `jnp.where` gives such values the gradient 0, and 0 · NaN is
         # NaN.
         is_counted = coefficients != 0
-        student = _log_probs(settings, settings.weight_layout, x, weight, is_counted)
+        log_probs = functools.partial(_log_probs, settings.temperature, is_counted)
+        student = log_probs(layout, x, weight, bias, settings.logit_softcap)
         if settings.teacher_weight_layout is None:
             loss = _of_top_k(settings, student, *teacher)
         else:
-            layout = settings.teacher_weight_layout
-            teacher_x, teacher_weight = teacher
-            of_teacher = _log_probs(settings, layout, teacher_x, teacher_weight, is_counted)
+            layout, softcap = settings.teacher_weight_layout, settings.teacher_logit_softcap
+            teacher_x, teacher_weight, *biases = teacher
+            bias = biases[0] if biases else None
+            of_teacher = log_probs(layout, teacher_x, teacher_weight, bias, softcap)
             loss = divergence.losses(settings.divergence, student, of_teacher)
         return [jnp.where(is_counted | jnp.isfinite(loss), loss, 0.0)]
 
     return run
 
 
-def _log_probs(settings: Settings, layout: Any, x: Any, weight: Any, is_counted: Any) -> Any:
+def _log_probs(
+    temperature: float,
+    is_counted: Any,
+    layout: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    softcap: float | None,
+) -> Any:
     """Log-probabilities; of tokens that do not count only where the hidden states are finite."""
     is_left_out = ~is_counted & ~jnp.all(jnp.isfinite(x), axis=-1)
     logits = jnp.einsum(
@@ -69,7 +84,9 @@ def _log_probs(settings: Settings, layout: Any, x: Any, weight: Any, is_counted:
         low_rank.whole(weight).astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
     )
-    return jax.nn.log_softmax(logits / settings.temperature, axis=-1)
+    if bias is not None:
+        logits += bias.astype(jnp.float32)
+    return jax.nn.log_softmax(capped(logits, softcap) / temperature, axis=-1)
 
 
 def _of_top_k(settings: Settings, log_p: Any, log_probs: Any, columns: Any) -> Any:

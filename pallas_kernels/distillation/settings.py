@@ -31,6 +31,8 @@ class Settings:
     Attributes:
       divergence: Divergence of the two distributions.
       temperature: Divisor of the logits.
+      logit_softcap: Bound of the student's logits before the temperature; None sets no bound.
+      teacher_logit_softcap: The same for the teacher's logits.
       weight_layout: Layout of the student's weight.
       teacher_weight_layout: Layout of the teacher's weight. None if stored log-probabilities of
         `k` tokens are the teacher.
@@ -38,22 +40,30 @@ class Settings:
       logits_dtype: Dtype of logits in memory; None is that of the hidden states.
       chunk_size: Tokens of a chunk that the caller asks for.
       max_logits_bytes: Limit that the caller sets for logits in memory.
+      vocab_axes: Manual mesh axes over which the caller has split the vocabulary.
       kernels: Whether our kernels make the passes over the logits.
       counted_fraction: Largest share of a device's tokens that the caller expects to count.
       is_low_rank: Whether the student's weight has a frozen and a low-rank part.
+      has_bias: Whether the student's logits have a bias.
+      has_teacher_bias: Whether the teacher's logits have one.
     """
 
     divergence: Divergence
     temperature: float
+    logit_softcap: float | None
+    teacher_logit_softcap: float | None
     weight_layout: WeightLayout
     teacher_weight_layout: WeightLayout | None
     tail: Tail | None
     logits_dtype: jnp.dtype | None
     chunk_size: int | None
     max_logits_bytes: int | None
+    vocab_axes: tuple[str, ...] = ()
     kernels: bool = False
     counted_fraction: float = 1.0
     is_low_rank: bool = False
+    has_bias: bool = False
+    has_teacher_bias: bool = False
 
     def dtype_of_logits(self, hidden_states) -> jnp.dtype:
         """The dtype of the logits of these hidden states in memory."""

@@ -8,7 +8,7 @@ Numerics. The products take operands of the dtype of the hidden states (a weight
 is rounded to it once) and accumulate in float32. Logits in memory have `Settings.logits_dtype`.
 Softmax, losses and derivatives are float32. Coefficients, which include a mean's 1/N, are
 multiplied in float32 before dlogits are rounded once, to `x.dtype`, as the operand of two products.
-`dweight` is added up in float32, and rounded once, as `dx` is.
+`dweight` is added up in float32, and rounded once, as `dx` is. `dbias` adds up the rounded dlogits.
 """
 
 import functools
@@ -22,11 +22,13 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.choices import log_once
 from pallas_kernels.distillation import passes
 from pallas_kernels.distillation.divergence import Rows, Statistics, derivative, statistics
+from pallas_kernels.distillation.logits import Logits, capped, times_slope
 from pallas_kernels.distillation.settings import Settings, TeacherEmbedding
 from pallas_kernels.distillation.top_k import statistics_of_classes
 from pallas_kernels.folding import fold_chunks
 from pallas_kernels.loss.columns import product, rescaled, rows_that_count, weight_product
 from pallas_kernels.loss.layout import Embedding, sizes
+from pallas_kernels.operation import Mask
 
 
 def losses_and_gradients(
@@ -34,23 +36,25 @@ def losses_and_gradients(
     axes: tuple[str, ...],
     x: Float[Array, "T D"],
     weight: Embedding,
+    bias: Float[Array, " V"] | None,
     coefficients: Float[Array, " T"],
     *teacher: Array,
-    wanted: tuple[bool, bool],
+    wanted: Mask,
 ) -> tuple[Float[Array, " T"], list[Array]]:
-    """The losses, and the wanted gradients of `sum(coefficients · loss)` in `x` and `weight`.
+    """The losses, and the wanted gradients of `sum(coefficients · loss)` in `x`, `weight`, `bias`.
 
-    `dweight` is before its last rounding.
+    `dweight` and `dbias` are before their last rounding.
 
     Args:
       settings: Static settings.
       axes: Mesh axes that split the vocabulary. `dx` is then the summand of this device.
       x: Hidden states of the student.
       weight: Output embedding of the student.
+      bias: Bias of the student's logits, if there is one.
       coefficients: Factors of the losses.
-      *teacher: Hidden states and output embedding of the teacher, or its log-probabilities and
-        their columns.
-      wanted: Whether the gradient of `x`, and that of `weight`, are wanted.
+      *teacher: Hidden states and output embedding of the teacher, and its bias if there is one; or
+        its log-probabilities and their columns.
+      wanted: Whether the gradient of each of the three is wanted.
     """
     vocab_size, _ = sizes(weight, settings.weight_layout)
     chunk_size = settings.chunk(x, teacher, vocab_size)
@@ -58,9 +62,14 @@ def losses_and_gradients(
     weight = weight.astype(x.dtype)
     layout, rows = settings.weight_layout, Rows(axes)
     if settings.tail is None:
-        of_tokens, teacher_weight = teacher[:1], teacher[1].astype(teacher[0].dtype)
+        of_tokens = teacher[:1]
+        teacher_weight = teacher[1].astype(teacher[0].dtype)
         of_logits = functools.partial(
-            _of_teacher_logits, settings, rows, teacher_weight=teacher_weight
+            _of_teacher_logits,
+            settings,
+            rows,
+            teacher_weight=teacher_weight,
+            teacher_bias=teacher[2] if settings.has_teacher_bias else None,
         )
     else:
         of_tokens = teacher
@@ -76,29 +85,34 @@ def losses_and_gradients(
         x, coefficients, *teacher = chunk
         logits = product(f"td,{layout}->tv", x, weight, settings.dtype_of_logits(x))
         row = coefficients / settings.temperature if any(wanted) else None
-        losses, dz = of_logits(logits, row, x.dtype, *teacher)
-        dx = dweight = None
+        student = Logits(logits, bias, settings.logit_softcap)
+        losses, dz = of_logits(student, row, x.dtype, *teacher)
+        dx = dweight = dbias = None
         if wanted[0]:
             dx = product(f"tv,{layout}->td", dz, weight, dx_dtype)
         if wanted[1]:
             counted = rows_that_count(x, coefficients)
             dweight = weight_product(dz, counted, weight, layout, jnp.float32)
-        return dweight, (losses[:num_tokens], None if dx is None else dx[:num_tokens])
+        if wanted[2]:
+            assert dz is not None
+            dbias = jnp.sum(dz.astype(jnp.float32), axis=0)
+        return (dweight, dbias), (losses[:num_tokens], None if dx is None else dx[:num_tokens])
 
     arrays = (x, coefficients, *of_tokens)
-    dweight, (losses, dx) = fold_chunks(one_chunk, arrays, chunk_size)
-    gradients = [rescaled(a, scale) for a in (dx, dweight) if a is not None]
+    (dweight, dbias), (losses, dx) = fold_chunks(one_chunk, arrays, chunk_size)
+    gradients = [rescaled(a, scale) for a in (dx, dweight, dbias) if a is not None]
     return losses, gradients
 
 
 def _of_teacher_logits(
     settings: Settings,
     rows: Rows,
-    logits: Float[Array, "T V"],
+    student: Logits,
     row: Float[Array, " T"] | None,
     dtype: Any,
     teacher_x: Float[Array, "T Dt"],
     teacher_weight: TeacherEmbedding,
+    teacher_bias: Float[Array, " V"] | None,
 ) -> tuple[Float[Array, " T"], Float[Array, "T V"] | None]:
     """`(losses, dlogits)`; dlogits, in `dtype`, have the factors `row`, and are None without."""
     teacher_logits = product(
@@ -107,48 +121,57 @@ def _of_teacher_logits(
         teacher_weight,
         settings.dtype_of_logits(teacher_x),
     )
+    teacher = Logits(teacher_logits, teacher_bias, settings.teacher_logit_softcap)
     if settings.kernels:
-        reason = passes.unsupported_reason(logits, teacher_logits)
+        reason = passes.unsupported_reason(student.values, teacher.values)
         if reason is None:
-            return _by_kernels(settings, rows, logits, row, dtype, teacher_logits)
+            return _by_kernels(settings, rows, student, row, dtype, teacher)
         log_once(f"linear_distillation_loss: XLA passes over the logits; {reason}")
-    scaled = lambda logits: logits.astype(jnp.float32) / settings.temperature
-    found = statistics(settings.divergence, scaled(logits), scaled(teacher_logits), rows)
+    temperature = settings.temperature
+    found = statistics(
+        settings.divergence, student.scaled(temperature), teacher.scaled(temperature), rows
+    )
     if row is None:
         return found.loss, None
 
-    def dlogits(logits: Any, teacher_logits: Any, row: Any, found: Statistics) -> Array:
-        gradient = derivative(settings.divergence, scaled(logits), scaled(teacher_logits), found)
-        return _times_row(row, gradient).astype(dtype)
+    def dlogits(values: Any, teacher_values: Any, row: Any, found: Statistics) -> Array:
+        of_student = student._replace(values=values)
+        of_teacher = teacher._replace(values=teacher_values)
+        gradient = derivative(
+            settings.divergence,
+            of_student.scaled(temperature),
+            of_teacher.scaled(temperature),
+            found,
+        )
+        return _times_row(row, of_student.times_slope(gradient)).astype(dtype)
 
-    return found.loss, _in_place(dlogits, dtype, logits, teacher_logits, row, found)
+    return found.loss, _in_place(dlogits, dtype, student.values, teacher.values, row, found)
 
 
 def _by_kernels(
     settings: Settings,
     rows: Rows,
-    logits: Float[Array, "T V"],
+    student: Logits,
     row: Float[Array, " T"] | None,
     dtype: Any,
-    teacher_logits: Float[Array, "T V"],
+    teacher: Logits,
 ) -> tuple[Float[Array, " T"], Float[Array, "T V"] | None]:
     """The same as `_of_teacher_logits`, of the logits of both."""
     options: dict[str, Any] = {"temperature": settings.temperature}
-    found = passes.statistics(settings.divergence, logits, teacher_logits, rows, **options)
+    found = passes.statistics(settings.divergence, student, teacher, rows, **options)
     if row is None:
         return found.loss, None
     # All logits are read before their memory changes, or XLA would copy them.
-    found, logits = jax.lax.optimization_barrier((found, logits))
-    dz = passes.dlogits(
-        settings.divergence, logits, teacher_logits, row, found, dtype=dtype, **options
-    )
+    found, values = jax.lax.optimization_barrier((found, student.values))
+    student = student._replace(values=values)
+    dz = passes.dlogits(settings.divergence, student, teacher, row, found, dtype=dtype, **options)
     return found.loss, dz
 
 
 def _of_top_k(
     settings: Settings,
     rows: Rows,
-    logits: Float[Array, "T V"],
+    student: Logits,
     row: Float[Array, " T"] | None,
     dtype: Any,
     log_probs: Float[Array, "T k"],
@@ -160,6 +183,8 @@ def _of_top_k(
     Their derivatives come back to the same places. So the tail's probability is a sum, and never 1
     minus a sum, which would have lost its digits where the `k` tokens have nearly all probability.
     """
+    logits, bias, softcap = student
+    temperature = settings.temperature
     num_columns = logits.shape[-1]
     first, vocab_size = 0, num_columns
     if rows.axes:
@@ -170,12 +195,22 @@ def _of_top_k(
     local = jnp.where((local >= 0) & (local < num_columns), local, num_columns)
     place: Any = jnp.arange(len(logits))[:, None], local
     own = logits.at[place].get(mode="fill", fill_value=0).astype(jnp.float32)
+    if bias is not None:
+        own += bias.at[local].get(mode="fill", fill_value=0).astype(jnp.float32)
     own = jax.lax.psum(own, rows.axes) if rows.axes else own
-    top = jnp.where(columns < vocab_size, own, -jnp.inf) / settings.temperature
+    top = jnp.where(columns < vocab_size, capped(own, softcap), -jnp.inf) / temperature
     # All logits are read before their memory changes, or XLA would copy them.
     top, logits = jax.lax.optimization_barrier((top, logits))
-    remaining = logits.at[place].set(-jnp.inf, mode="drop", unique_indices=True)
-    rest = remaining.astype(jnp.float32) / settings.temperature
+    # A bound would make -inf finite. No product is exactly the lowest number, other than by chance.
+    absent = -jnp.inf if softcap is None else float(jnp.finfo(logits.dtype).min)
+    remaining = logits.at[place].set(absent, mode="drop", unique_indices=True)
+
+    def tail_of(values: Any) -> tuple[Logits, Array]:
+        of_tail = student._replace(values=values)
+        rest = of_tail.scaled(temperature)
+        return of_tail, rest if softcap is None else jnp.where(values == absent, -jnp.inf, rest)
+
+    _, rest = tail_of(remaining)
     largest = rows.max(rest)
     largest = jnp.where(largest == -jnp.inf, 0.0, largest)
     tail = largest + jnp.log(rows.sum(jnp.exp(rest - largest[:, None])))
@@ -184,12 +219,13 @@ def _of_top_k(
         return loss, None
 
     def dlogits(remaining: Any, factor: Any, tail: Any) -> Array:
-        rest = remaining.astype(jnp.float32) / settings.temperature
-        return _times_row(factor, jnp.exp(rest - tail[:, None])).astype(dtype)
+        of_tail, rest = tail_of(remaining)
+        gradient = of_tail.times_slope(jnp.exp(rest - tail[:, None]))
+        return _times_row(factor, gradient).astype(dtype)
 
     tail = jnp.where(tail == -jnp.inf, 0.0, tail)
     dz = _in_place(dlogits, dtype, remaining, jnp.where(row == 0, 0.0, row * of_tail), tail)
-    of_top = _times_row(row, of_top).astype(dtype)
+    of_top = _times_row(row, times_slope(of_top, own, softcap)).astype(dtype)
     return loss, dz.at[place].set(of_top, mode="drop", unique_indices=True)
 
 

@@ -181,11 +181,23 @@ def _check_options(reduction, ignore_index, label_smoothing, z_loss, logit_softc
     if not 0 <= number("label_smoothing", label_smoothing, remedy="0.0 is none") <= 1:
         raise ValueError(f"{label_smoothing=} must lie in [0, 1]")
     check_number("z_loss", z_loss, least=0.0, remedy="0.0 is none")
+    check_softcap("logit_softcap", logit_softcap)
+
+
+def check_softcap(name: str, softcap: Any) -> float | None:
+    """The bound of logits as a float, if there is one.
+
+    Raises:
+      ValueError: it is not finite and above 0.
+      TypeError: it is no number.
+    """
+    if softcap is None:
+        return None
     remedy = "None turns the cap off"
-    if logit_softcap is not None:
-        if not number("logit_softcap", logit_softcap, remedy=remedy) > 0:
-            raise ValueError(f"{logit_softcap=} must be above 0; {remedy}")
-        check_number("logit_softcap", logit_softcap, remedy=remedy)
+    if not number(name, softcap, remedy=remedy) > 0:
+        raise ValueError(f"{name}={softcap!r} must be above 0; {remedy}")
+    check_number(name, softcap, remedy=remedy)
+    return float(softcap)
 
 
 def _check_chunks(chunk_size, vocab_chunk_size, max_logits_bytes) -> None:

@@ -79,6 +79,37 @@ KERNELS = {
         "jensen_shannon", 151936, implementation="mosaic_gpu", logits_dtype=F32
     ),
 }
+
+
+def capped(divergence: Any, **options: Any) -> Case:
+    """Biases with gradients, and bounds of both logits, as in Gemma 2."""
+
+    def run(x, weight, teacher_x, teacher_weight, bias, teacher_bias):
+        def loss(x, weight, bias):
+            return linear_distillation_loss(
+                x,
+                weight,
+                teacher_x,
+                teacher_weight,
+                divergence=divergence,
+                bias=bias,
+                teacher_bias=teacher_bias,
+                logit_softcap=30.0,
+                teacher_logit_softcap=30.0,
+                **options,
+            )
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(x, weight.astype(F32), bias)
+
+    weights = struct(V, D), struct(T, E), struct(V, E)
+    args = struct(T, D), *weights, struct(V, dtype=F32), struct(V)
+    return Case(run, args, compiler_options=CUBLAS)
+
+
+KERNELS |= {
+    f"{name}, capped": capped(name, implementation="mosaic_gpu")
+    for name in ("forward_kl", "jensen_shannon")
+}
 CASES |= KERNELS
 
 

@@ -32,6 +32,8 @@ def formula(
     divergence="forward_kl",
     beta: Any = None,
     temperature=1.0,
+    logit_softcap=None,
+    teacher_logit_softcap=None,
     reduction="mean",
     tail=None,
     compute: Any = np.float64,
@@ -39,15 +41,18 @@ def formula(
     round_dlogits: Any = None,
     round_teacher_logits: Any = None,
 ):
-    """The loss, and the gradients of `x`, `weight` and `token_weights`, by name.
+    """The loss, and the gradients of the student's arrays, by name.
 
     Args:
       arrays: The student's arrays by name.
-      teacher: `(teacher_x, teacher_weight)`, or `(log_probs, ids)` with `tail`.
+      teacher: `(teacher_x, teacher_weight)` and a bias if it has one; `(log_probs, ids)` with
+        `tail`.
       cotangent: Cotangent of the loss.
       divergence: Options of the loss, as those that follow.
       beta: Share of the teacher.
       temperature: Divisor of the logits.
+      logit_softcap: Bound of the student's logits.
+      teacher_logit_softcap: Bound of the teacher's logits.
       reduction: Reduction.
       tail: Tail of the top-k teacher.
       compute: Dtype of the computation.
@@ -68,13 +73,23 @@ def formula(
         largest = np.max(z, -1, keepdims=True)
         return z - (largest + np.log(np.sum(np.exp(z - largest), -1, keepdims=True)))
 
-    z = coarse(x @ weight.T, round_logits) / compute(temperature)
+    def scaled(z, bias, softcap):
+        z, slope = z + bias, compute(1)
+        if softcap is not None:
+            tanh = np.tanh(z / compute(softcap))
+            z, slope = compute(softcap) * tanh, 1 - tanh**2
+        return z / compute(temperature), slope
+
+    z = coarse(x @ weight.T, round_logits)
+    z, slope = scaled(z, given.get("bias", compute(0)), logit_softcap)
     log_p = log_p_of_logits = log_softmax(z)
     if tail is None:
-        teacher_x, teacher_weight = (np.asarray(a).astype(compute) for a in teacher)
+        teacher_x, teacher_weight, *bias = (np.asarray(a).astype(compute) for a in teacher)
         teacher_x = teacher_x.reshape(len(x), teacher_weight.shape[1])
         teacher_z = coarse(teacher_x @ teacher_weight.T, round_teacher_logits)
-        log_q = log_softmax(teacher_z / compute(temperature))
+        bias = bias[0] if bias else compute(0)
+        teacher_z, _ = scaled(teacher_z, bias, teacher_logit_softcap)
+        log_q = log_softmax(teacher_z)
         members = None
     else:
         log_probs, ids = (np.asarray(a).reshape(len(x), -1) for a in teacher)
@@ -128,7 +143,7 @@ def formula(
     is_none = reduction == "none"
     coefficients = weights * (cotangent.reshape(-1) if is_none else factor)
     row = coefficients[:, None] / compute(temperature)
-    dz = np.where(row == 0, 0, row * dz)
+    dz = np.where(row == 0, 0, row * dz * slope)
     counted_x = np.where(row == 0, 0, x)
     scale = compute(np.max(np.abs(coefficients), initial=0) if round_dlogits == F16 else 1)
     dz = coarse(dz / (scale or 1), round_dlogits) * scale
@@ -143,12 +158,15 @@ def formula(
         "loss": value,
         "x": (dz @ weight * after).reshape(arrays["x"].shape),
         "weight": dz.T @ counted_x * after,
+        "bias": np.sum(dz, 0) * after,
         "token_weights": dweights.reshape(shape),
     }
     return {name: a for name, a in found.items() if name == "loss" or name in arrays}
 
 
-def make_arrays(shape=(T,), vocab=V, dtype=F32, *, seed=0, weights=True, teacher_hidden=E):
+def make_arrays(
+    shape=(T,), vocab=V, dtype=F32, *, seed=0, weights=True, teacher_hidden=E, biases=False
+):
     """`(arrays of the student by name, arrays of the teacher)`. Every fifth token is left out."""
     rng = np.random.default_rng(seed)
     arrays = {
@@ -162,6 +180,9 @@ def make_arrays(shape=(T,), vocab=V, dtype=F32, *, seed=0, weights=True, teacher
         rng.normal(size=(*shape, teacher_hidden)).astype(dtype),
         (2 * rng.normal(size=(vocab, teacher_hidden)) / math.sqrt(teacher_hidden)).astype(dtype),
     )
+    if biases:
+        arrays["bias"] = rng.normal(size=vocab).astype(dtype)
+        teacher = (*teacher, rng.normal(size=vocab).astype(dtype))
     return arrays, teacher
 
 
@@ -184,28 +205,20 @@ def compiled(tail: Any = None, **options):
     """Loss and gradients by name, of `(arrays, teacher, cotangent)`."""
 
     def run(arrays, teacher, cotangent):
-        def loss(arrays):
-            if tail is None:
-                return linear_distillation_loss(
-                    arrays["x"],
-                    arrays["weight"],
-                    *teacher,
-                    token_weights=arrays.get("token_weights"),
-                    **options,
-                )
-            return linear_distillation_loss_top_k(
-                arrays["x"],
-                arrays["weight"],
-                *teacher,
-                tail=tail,
-                token_weights=arrays.get("token_weights"),
-                **options,
-            )
-
-        value, vjp = jax.vjp(loss, arrays)
+        value, vjp = jax.vjp(lambda arrays: loss_of(arrays, teacher, tail, **options), arrays)
         return {"loss": value} | vjp(cotangent)[0]
 
     return quick_jit(run)
+
+
+def loss_of(arrays, teacher, tail: Any = None, **options):
+    """The loss of the arrays of `make_arrays`, or of `make_top_k` with a tail."""
+    options |= {name: arrays.get(name) for name in ("bias", "token_weights")}
+    x, weight = arrays["x"], arrays["weight"]
+    if tail is not None:
+        return linear_distillation_loss_top_k(x, weight, *teacher, tail=tail, **options)
+    *teacher, bias = teacher if len(teacher) == 3 else (*teacher, None)
+    return linear_distillation_loss(x, weight, *teacher, teacher_bias=bias, **options)
 
 
 def run(arrays, teacher, cotangent=None, *, chunk_size: Any = CHUNK, **options):

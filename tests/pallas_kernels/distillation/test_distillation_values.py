@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels import linear_distillation_loss
 from support.distillation_formulas import (
     BF16,
+    CHUNK,
     DIVERGENCES,
     F16,
     F32,
@@ -19,6 +20,7 @@ from support.distillation_formulas import (
     V,
     check,
     check_against_formula,
+    loss_of,
     make_arrays,
     make_cotangent,
     make_top_k,
@@ -79,6 +81,76 @@ def test_kernels_on_whole_tiles_and_narrow_parts(divergence):
     arrays, teacher = make_arrays((6,), 992, BF16)
     options = {"implementation": "mosaic_gpu", "divergence": divergence, "temperature": 0.6}
     check(arrays, teacher, chunk_size=5, **options)
+
+
+# The capped logits of the tests are between -3 and 3 before the cap, so tanh is curved.
+CAPS: dict[str, Any] = {"logit_softcap": 2.0, "teacher_logit_softcap": 3.0}
+
+
+@in_turn(
+    "implementation, divergence, options, dtype",
+    IMPLEMENTATIONS,
+    DIVERGENCES,
+    {
+        "all": {"biases": True, **CAPS},
+        "biases": {"biases": True},
+        "softcap": {"logit_softcap": 2.0},
+        "teacher_softcap": {"teacher_logit_softcap": 2.0},
+    },
+    {"bfloat16": BF16, "float32": F32},
+    also=[
+        ("xla", "forward_kl", "all", "bfloat16"),
+        ("mosaic_gpu", "jensen_shannon", "all", "float32"),
+    ],
+)
+def test_biases_and_softcaps(implementation, divergence, options, dtype):
+    given: dict[str, Any] = {
+        "implementation": implementation,
+        "temperature": 1.7,
+        **divergence,
+        **options,
+    }
+    biases = given.pop("biases", False)
+    arrays, teacher = make_arrays(vocab=KV, dtype=dtype, biases=biases)
+    # XLA's tanh errs by up to four units, and NumPy's by one.
+    check(arrays, teacher, slack=1.5, **given)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_kernels_with_biases_on_whole_tiles_and_narrow_parts():
+    """A row of 544 columns has tiles of 512 and 32. 3 s."""
+    arrays, teacher = make_arrays((6,), 544, BF16, biases=True)
+    options = {"implementation": "mosaic_gpu", "divergence": "reverse_kl"}
+    check(arrays, teacher, chunk_size=6, **CAPS, **options)
+
+
+def test_a_bias_has_a_gradient_of_its_own():
+    """And no product is made for it."""
+    arrays, teacher = as_jax(make_arrays(biases=True))
+
+    def loss(bias):
+        return loss_of(arrays | {"bias": bias}, teacher, chunk_size=CHUNK, implementation="xla")
+
+    want = run(arrays, teacher, implementation="xla")["bias"]
+    np.testing.assert_allclose(jax.grad(loss)(arrays["bias"]), want, rtol=1e-6)
+    program = str(jax.make_jaxpr(jax.grad(loss))(arrays["bias"]))
+    assert program.count("dot_general") == str(jax.make_jaxpr(loss)(arrays["bias"])).count(
+        "dot_general"
+    )
+
+
+def test_large_logits_with_a_softcap():
+    """The bound holds logits of some hundreds and infinities, whose gradients are 0."""
+    arrays, teacher = make_arrays(vocab=KV, biases=True)
+    arrays["weight"] = 100 * arrays["weight"]
+    arrays["bias"] = put(arrays["bias"], 3, -np.inf)
+    *others, bias = teacher
+    teacher = (*others, put(bias, 5, np.inf))
+    options = {"implementation": "xla", "divergence": "reverse_kl", **CAPS}
+    # Nearly all that is left of 1 - tanh² is its rounding.
+    got = check(arrays, teacher, but=("x", "weight", "bias"), **options)
+    assert all(np.all(np.isfinite(a)) for a in got.values())
+    assert got["bias"][3] == 0
 
 
 # Leading axes, vocabulary and tokens of a chunk. Blocks of in-place gradients have 1, 2 or 3 steps.
@@ -371,6 +443,23 @@ def test_top_k(implementation, tail, reduction, dtype):
 def test_top_k_of_each_divergence(implementation, divergence):
     arrays, _ = make_arrays()
     check(arrays, make_top_k(), tail="one_bucket", implementation=implementation, **divergence)
+
+
+@in_turn(
+    "implementation, tail, options",
+    OF_TOP_K,
+    TAILS,
+    {
+        "both": {"biases": True, "logit_softcap": 2.0},
+        "bias": {"biases": True},
+        "softcap": {"logit_softcap": 2.0},
+    },
+    also=[("xla", "one_bucket", "both"), ("xla", "ignore", "both")],
+)
+def test_top_k_with_bias_and_softcap(implementation, tail, options):
+    options = dict(options)
+    arrays, _ = make_arrays(biases=options.pop("biases", False))
+    check(arrays, make_top_k(), tail=tail, implementation=implementation, **options)
 
 
 @in_turn("divergence, k", DIVERGENCES, {"all": V, "most": V - 20, "few": 3})

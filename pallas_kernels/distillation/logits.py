@@ -1,0 +1,45 @@
+"""Logits as they lie in memory, and what becomes of them before the softmax."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class Logits(NamedTuple):
+    """Logits of some tokens.
+
+    Attributes:
+      values: Products of hidden states and output embedding, as they lie in memory.
+      bias: Bias of the logits, if there is one.
+      softcap: Bound c of `c · tanh(z / c)`; None sets no bound.
+    """
+
+    values: Float[Array, "*T V"]
+    bias: Float[Array, " V"] | None
+    softcap: float | None
+
+    def with_bias(self) -> Float[Array, "*T V"]:
+        """The logits with their bias, float32."""
+        z = self.values.astype(jnp.float32)
+        return z if self.bias is None else z + self.bias.astype(jnp.float32)
+
+    def scaled(self, temperature: float) -> Float[Array, "*T V"]:
+        """The logits with bias and softcap, divided by the temperature, float32."""
+        return capped(self.with_bias(), self.softcap) / temperature
+
+    def times_slope(self, gradient: Float[Array, "*T V"]) -> Float[Array, "*T V"]:
+        """The gradient times the derivative of the softcap."""
+        return times_slope(gradient, self.with_bias(), self.softcap)
+
+
+def capped(z: Float[Array, "..."], softcap: float | None) -> Float[Array, "..."]:
+    """`c · tanh(z / c)`, or `z` itself without a cap."""
+    return z if softcap is None else softcap * jnp.tanh(z / softcap)
+
+
+def times_slope(
+    gradient: Float[Array, "..."], z: Float[Array, "..."], softcap: float | None
+) -> Float[Array, "..."]:
+    """`gradient · (1 - tanh²(z / c))`, or the gradient itself without a cap."""
+    return gradient if softcap is None else gradient * (1 - jnp.square(jnp.tanh(z / softcap)))
