@@ -65,11 +65,56 @@ def on_eight_devices(is_explicit: bool) -> Case:
     )
 
 
+def of_parts_of_the_vocabulary(is_manual: bool) -> Case:
+    """Two devices share a vocabulary, as XLA or the caller splits it."""
+    tokens, weights = P("data"), P("tensor")
+    specs = (tokens, weights, tokens, weights, weights)
+
+    def graded(x, weight, *others):
+        def loss(x, weight, bias, teacher_x, teacher_weight):
+            found = linear_distillation_loss(
+                x,
+                weight,
+                teacher_x,
+                teacher_weight,
+                divergence="jensen_shannon",
+                bias=bias,
+                logit_softcap=30.0,
+                implementation="mosaic_gpu",
+                chunk_size=512,
+                vocab_axis="tensor" if is_manual else None,
+            )
+            return jax.lax.pmean(found, "data") if is_manual else found
+
+        if is_manual:
+            in_specs = tokens, weights, weights, tokens, weights
+            loss = jax.shard_map(loss, in_specs=in_specs, out_specs=P())
+        teacher_x, teacher_weight, bias = others
+        value_and_grad = jax.value_and_grad(loss, argnums=(0, 1, 2))
+        return value_and_grad(x, weight.astype(F32), bias, teacher_x, teacher_weight)
+
+    return Case(
+        graded,
+        (
+            struct(MESH_T, MESH_D),
+            struct(MESH_V, MESH_D),
+            struct(MESH_T, MESH_E),
+            struct(MESH_V, MESH_E),
+            struct(MESH_V, dtype=F32),
+        ),
+        mesh={"data": 4, "tensor": 2},
+        specs=specs,
+        compiler_options=CUBLAS,
+    )
+
+
 ON_ONE = ("forward_kl", "reverse_kl", "jensen_shannon", "top_k")
 CASES = {name: on_one_device(name) for name in ON_ONE[:-1]} | {
     "top_k": of_top_k(),
     "auto": on_eight_devices(False),
     "explicit": on_eight_devices(True),
+    "vocabulary": of_parts_of_the_vocabulary(False),
+    "vocab_axis": of_parts_of_the_vocabulary(True),
 }
 KERNELS = {
     f"{name}, kernels": on_one_device(name, implementation="mosaic_gpu") for name in ON_ONE[:-1]
@@ -205,3 +250,21 @@ def test_devices_exchange_weights_and_no_tokens(compiled, chip, case):
     # The halves of dweight over the copies, and the loss.
     assert {size for size in found.pop("all-reduce") if size > 8} == {of_student // 2}
     assert not found
+
+
+@pytest.mark.parametrize("case", ["vocabulary", "vocab_axis"])
+@pytest.mark.parametrize("chip", ["h100"])
+def test_devices_that_share_a_vocabulary_exchange_sums(compiled, chip, case):
+    """10 s each."""
+    program = compiled(chip, case)
+    names = {kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in program.kernels}
+    assert names == {"distillation_sums", "distillation_mixture", "distillation_dlogits"}
+    found: dict[str, int] = {}
+    for collective in Schedule(program.hlo).collectives():
+        sizes = sum(math.prod(shape) for shape in collective.results)
+        found[collective.kind] = found.get(collective.kind, 0) + collective.times * sizes
+    tokens, columns = MESH_T // 4, MESH_V // 2
+    # Two maxima, four sums and a row of dx for each token; dweight, dbias and the loss.
+    expected = tokens * (6 + MESH_D) + columns * (MESH_D + 1)
+    assert found.keys() == {"all-reduce"}
+    assert expected <= found["all-reduce"] <= expected + 8, (found, expected)

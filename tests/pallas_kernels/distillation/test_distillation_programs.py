@@ -19,10 +19,13 @@ from pallas_kernels import (
     require_kernels,
 )
 from support.distillation_formulas import (
+    BF16,
     DIVERGENCES,
     F32,
     check_against_formula,
+    loss_of,
     make_arrays,
+    make_cotangent,
     make_top_k,
     run,
 )
@@ -295,13 +298,19 @@ def on_mesh(mesh_name: str, kind: AxisType, student, teacher, of_top_k=False) ->
     axes, tokens, weight = MESHES[mesh_name]
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
     put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
-    specs = {"x": tokens, "token_weights": tokens, "weight": weight}
-    of_teacher = (tokens, tokens) if of_top_k else (tokens, weight)
+    of_student, of_teacher = specs_of(tokens, weight, of_top_k)
     return (
         mesh,
-        {name: put(a, specs[name]) for name, a in student.items()},
-        [put(a, spec) for a, spec in zip(teacher, of_teacher, strict=True)],
+        {name: put(a, of_student[name]) for name, a in student.items()},
+        [put(a, spec) for a, spec in zip(teacher, of_teacher, strict=False)],
     )
+
+
+def specs_of(tokens: P, weight: P, of_top_k: bool = False) -> tuple[dict[str, P], tuple[P, ...]]:
+    """The specs of the arrays of student and teacher."""
+    of_bias = P(weight[0] if weight else None)
+    specs = {"x": tokens, "token_weights": tokens, "weight": weight, "bias": of_bias}
+    return specs, (tokens, tokens) if of_top_k else (tokens, weight, of_bias)
 
 
 @in_turn(
@@ -318,10 +327,13 @@ def on_mesh(mesh_name: str, kind: AxisType, student, teacher, of_top_k=False) ->
     ],
 )
 def test_on_a_mesh(mesh_name, kind, divergence, reduction, implementation):
+    is_split = mesh_name == "vocabulary"
     arrays, teacher = make_arrays(
-        (4, MESH_T // 4) if mesh_name == "vocabulary" else (MESH_T,), MESH_V
+        (4, MESH_T // 4) if is_split else (MESH_T,), MESH_V, biases=reduction == "mean"
     )
     options = {"implementation": implementation, "reduction": reduction, **divergence}
+    if is_split:
+        options |= {"logit_softcap": 3.0, "teacher_logit_softcap": 2.0}
     mesh, student, of_teacher = on_mesh(mesh_name, kind, arrays, teacher)
     with jax.set_mesh(mesh):
         got = run(student, of_teacher, chunk_size=3, **options)
@@ -365,3 +377,104 @@ def test_inside_of_shard_map():
     value, (dx, dweight) = graded(student["x"], student["weight"], *of_teacher)
     got = {"loss": value, "x": dx, "weight": dweight}
     check_against_formula(got, arrays, teacher)
+
+
+def graded_on_parts(check_vma, arrays, teacher, tail=None, **options):
+    """Loss and gradients where the caller splits tokens and vocabulary, by name.
+
+    A mean is over the tokens of a device, and all devices have as many.
+    """
+    of_top_k = tail is not None
+    mesh, student, of_teacher = on_mesh("vocabulary", AxisType.Auto, arrays, teacher, of_top_k)
+    tokens = P("data")
+    of_student, specs = specs_of(tokens, P("tensor"), of_top_k)
+    is_none = options.get("reduction") == "none"
+
+    def local(arrays, teacher):
+        loss = loss_of(arrays, teacher, tail, vocab_axis="tensor", chunk_size=5, **options)
+        return loss if is_none else jax.lax.pmean(loss, "data")
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=({name: of_student[name] for name in arrays}, specs[: len(of_teacher)]),
+        out_specs=tokens if is_none else P(),
+        check_vma=check_vma,
+    )
+
+    def run(arrays, teacher, cotangent):
+        loss, vjp = jax.vjp(lambda arrays: mapped(arrays, teacher), arrays)
+        return {"loss": loss} | vjp(cotangent)[0]
+
+    cotangent = make_cotangent(options.get("reduction"), arrays["x"].shape[:1])
+    with jax.set_mesh(mesh):
+        return quick_jit(run)(student, tuple(of_teacher), cotangent)
+
+
+@pytest.mark.parametrize(
+    "divergence, check_vma, reduction, dtype",
+    [
+        ("forward_kl", True, "mean", F32),
+        ("reverse_kl", False, "mean", F32),
+        ("jensen_shannon", False, "none", BF16),
+        pytest.param("jensen_shannon", True, "none", F32, marks=pytest.mark.full),
+    ],
+)
+def test_a_vocabulary_that_the_caller_splits(divergence, check_vma, reduction, dtype):
+    """3 s each."""
+    arrays, teacher = make_arrays((MESH_T,), MESH_V, dtype, biases=True)
+    if reduction == "mean":  # or the devices' sums of weights would differ
+        del arrays["token_weights"]
+    options = {"reduction": reduction, "logit_softcap": 3.0, "divergence": divergence}
+    got = graded_on_parts(check_vma, arrays, teacher, implementation="xla", **options)
+    # Each device rounds its summand of dx.
+    check_against_formula(got, arrays, teacher, slack=1.2 * math.sqrt(2), **options)
+
+
+@pytest.mark.parametrize(
+    "tail, check_vma",
+    [
+        ("one_bucket", False),
+        pytest.param("one_bucket", True, marks=pytest.mark.full),
+        ("ignore", True),
+    ],
+)
+def test_top_k_of_a_vocabulary_that_the_caller_splits(tail, check_vma):
+    """3 s each."""
+    arrays, _ = make_arrays((MESH_T,), MESH_V, biases=True)
+    teacher = make_top_k((MESH_T,), MESH_V)
+    options = {"reduction": "none", "logit_softcap": 3.0, "tail": tail}
+    got = graded_on_parts(check_vma, arrays, teacher, implementation="xla", **options)
+    check_against_formula(got, arrays, teacher, slack=1.2 * math.sqrt(2), **options)
+
+
+def test_kernels_of_a_vocabulary_that_the_caller_splits(interpreted):
+    """Each device has 32 columns. 4 s."""
+    arrays, teacher = make_arrays((16,), 4 * 32, weights=False, biases=True)
+    options = {"divergence": "jensen_shannon", "logit_softcap": 3.0}
+    with jax.default_matmul_precision("highest"):
+        got = graded_on_parts(False, arrays, teacher, implementation="mosaic_gpu", **options)
+    check_against_formula(
+        got, arrays, teacher, slack=1.2 * math.sqrt(2), implementation="mosaic_gpu", **options
+    )
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"vocab_axis": "model"}, ValueError, "vocab_axis='model' is not bound; call linear_dis"),
+        ({"vocab_axis": 1}, TypeError, "must be the name of a mesh axis"),
+    ],
+)
+@pytest.mark.parametrize("of_top_k", [False, True], ids=["logits", "top_k"])
+def test_axes_of_the_vocabulary_that_do_not_suit(
+    unchecked_shapes, of_top_k, options, error, message
+):
+    with pytest.raises(error, match=message):
+        call(of_top_k, **options)
+
+
+def test_the_reference_has_the_whole_vocabulary():
+    arrays, teacher = make_arrays((MESH_T,), MESH_V)
+    with pytest.raises(ValueError, match="vocab_axis='tensor': implementation='reference' has"):
+        graded_on_parts(False, arrays, teacher, implementation="reference")
