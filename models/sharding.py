@@ -162,12 +162,13 @@ def _fsdp_axes(mesh: AbstractMesh) -> str | tuple[str, ...]:
 
 
 def sum_over_devices(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn(params, batch, *scalars) -> sums` of a whole Llama, on a mesh with `tensor` above 1.
+    """`fn(params, batch, *scalars) -> sums` of whole Llamas, on a mesh with `tensor` above 1.
 
-    Every device runs `fn` with its part of the parameters and its sequences. `fn` returns sums over
-    these sequences, which must be the same on all devices of `tensor`. The result is differentiable
-    in `params`: the transpose of `jax.shard_map` sums the gradient of a parameter once over the
-    devices that hold it. On any other mesh, and without a mesh, the result is `fn` itself.
+    `params` are the parameters of a Llama, or a tuple of those of several. Every device runs `fn`
+    with its part of the parameters and its sequences. `fn` returns sums over these sequences, which
+    must be the same on all devices of `tensor`. The result is differentiable in `params`: the
+    transpose of `jax.shard_map` sums the gradient of a parameter once over the devices that hold
+    it. On any other mesh, and without a mesh, the result is `fn` itself.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not _xla_partitions() or "tensor" not in mesh.shape:
@@ -180,7 +181,7 @@ def sum_over_devices(fn: Callable[..., Any]) -> Callable[..., Any]:
     def local(*args: Any) -> Any:
         return jax.tree.map(lambda a: a[None], fn(*args))
 
-    def summed(params: nnx.State, batch: Any, *scalars: Any) -> Any:
+    def summed(params: Any, batch: Any, *scalars: Any) -> Any:
         specs = jax.tree_util.tree_map_with_path(spec_of, params)
         batch_spec = PartitionSpec(BATCH_AXES)
         # With check_vma=False the transpose of shard_map sums the gradient of a parameter, once.

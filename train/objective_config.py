@@ -92,8 +92,3 @@ def _check_dpo(config: Any) -> None:
 def _check_distill(config: Any) -> None:
     if config.distill.teacher is None:
         raise ValueError("objective='distill' needs a teacher; name its folder: distill.teacher")
-    if config.mesh.tensor > 1:
-        raise ValueError(
-            f"mesh.tensor={config.mesh.tensor} splits the vocabulary, which the divergence of "
-            "objective='distill' cannot; take mesh.fsdp in its place"
-        )

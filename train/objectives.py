@@ -157,37 +157,44 @@ def distillation_loss_and_sums(
       The loss, and "divergence_sum", the sum of the divergences. With `label_weight` there are
       also the sums of `train.step.loss_and_sums`.
     """
-    model, hidden = model_and_hidden(graphdef, params, batch)
-    frozen, teacher_hidden = model_and_hidden(teacher_graphdef, teacher, batch)
-    labels, implementation = batch["labels"], model.config.implementation
-    counts = labels != IGNORED
-    factor = scale * (1 - config.label_weight) * config.temperature**2
-    loss = linear_distillation_loss(
-        hidden,
-        model.output_weight,
-        jax.lax.stop_gradient(teacher_hidden),
-        frozen.output_weight,
-        divergence="jensen_shannon" if config.divergence == "jsd" else config.divergence,
-        temperature=config.temperature,
-        token_weights=jnp.where(counts, factor, 0.0).astype(jnp.float32),
-        reduction="sum",
-        counted_fraction=counted_fraction,
-        implementation=implementation,
-    )
-    sums: dict[str, Any] = {"divergence_sum": loss / factor}
-    if config.label_weight:
-        of_labels, metrics = linear_cross_entropy(
+
+    def of_batch(both, batch, scale):
+        params, teacher = both
+        model, hidden = model_and_hidden(graphdef, params, batch)
+        frozen, teacher_hidden = model_and_hidden(teacher_graphdef, teacher, batch)
+        labels = batch["labels"]
+        counts = labels != IGNORED
+        factor = scale * (1 - config.label_weight) * config.temperature**2
+        options: dict[str, Any] = {
+            "reduction": "sum",
+            "counted_fraction": counted_fraction,
+            "vocab_axis": tensor_axis(),
+            "implementation": model.config.implementation,
+        }
+        loss = linear_distillation_loss(
             hidden,
             model.output_weight,
-            labels,
-            token_weights=jnp.full(labels.shape, scale * config.label_weight, jnp.float32),
-            ignore_index=IGNORED,
-            reduction="sum",
-            return_metrics=True,
-            counted_fraction=counted_fraction,
-            implementation=implementation,
+            jax.lax.stop_gradient(teacher_hidden),
+            frozen.output_weight,
+            divergence="jensen_shannon" if config.divergence == "jsd" else config.divergence,
+            temperature=config.temperature,
+            token_weights=jnp.where(counts, factor, 0.0).astype(jnp.float32),
+            **options,
         )
-        loss += of_labels
-        count = jnp.sum(counts, dtype=jnp.float32)
-        sums |= {"nll_sum": metrics.nll * count, "correct_sum": metrics.accuracy * count}
-    return loss, jax.lax.stop_gradient(sums)
+        sums: dict[str, Any] = {"divergence_sum": loss / factor}
+        if config.label_weight:
+            of_labels, metrics = linear_cross_entropy(
+                hidden,
+                model.output_weight,
+                labels,
+                token_weights=jnp.full(labels.shape, scale * config.label_weight, jnp.float32),
+                ignore_index=IGNORED,
+                return_metrics=True,
+                **options,
+            )
+            loss += of_labels
+            count = jnp.sum(counts, dtype=jnp.float32)
+            sums |= {"nll_sum": metrics.nll * count, "correct_sum": metrics.accuracy * count}
+        return loss, jax.lax.stop_gradient(sums)
+
+    return sum_over_devices(of_batch)((params, teacher), batch, scale)

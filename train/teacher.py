@@ -1,6 +1,7 @@
 """The teacher of a distillation: a Hugging Face folder, whose parameters are frozen in bfloat16."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import jax
@@ -39,7 +40,7 @@ def teacher_model(config: TrainConfig) -> LlamaConfig:
 
 
 def check_teacher(config: TrainConfig) -> None:
-    """Checks that a teacher has the vocabulary of the run, and positions for its rows.
+    """Checks that a teacher has the run's vocabulary, positions for its rows, and heads to split.
 
     Raises:
       FolderError: it has not, or its folder cannot be read.
@@ -55,6 +56,12 @@ def check_teacher(config: TrainConfig) -> None:
         raise FolderError(
             f"the teacher in {folder} has {longest} positions, fewer than the {length} tokens of a "
             "row; choose a shorter --data.sequence-length"
+        )
+    heads, tensor = teacher.num_key_value_heads, config.mesh.tensor
+    if heads % tensor:
+        raise FolderError(
+            f"the teacher in {folder} has {heads} key/value heads, which mesh.tensor={tensor} does "
+            f"not divide; take mesh.tensor={math.gcd(heads, tensor)}"
         )
     if config.data.is_packed:
         _check_tokenizer(config, folder)

@@ -18,7 +18,14 @@ from support.faults import timeless
 from support.tokenizer_files import write_byte_level, write_config
 from train.__main__ import main
 from train.checkpoints.saved import read_run_config
-from train.config import CheckpointConfig, DataConfig, DistillConfig, DPOConfig, OptimizerConfig
+from train.config import (
+    CheckpointConfig,
+    DataConfig,
+    DistillConfig,
+    DPOConfig,
+    MeshConfig,
+    OptimizerConfig,
+)
 from train.errors import FolderError, RunError
 from train.loop import run
 from train.planner import aot
@@ -160,10 +167,6 @@ def test_label_weight_adds_the_loss_of_the_labels(folder, tmp_path):
         ("--objective distill", r"objective='distill' needs a teacher; .*distill\.teacher"),
         ("--objective distill --distill.teacher nowhere", r"nowhere.*config\.json"),
         (
-            "--objective distill --distill.teacher {teacher} --mesh.tensor 2",
-            r"mesh\.tensor=2 splits the vocabulary.*mesh\.fsdp",
-        ),
-        (
             "--objective distill --distill.teacher {teacher} --model.vocab-size 300",
             r"teacher.* has a vocabulary of 320 tokens, and the model one of 300",
         ),
@@ -182,6 +185,14 @@ def test_settings_that_do_not_go_together(flags, message, folder, capsys):
     error = capsys.readouterr().err
     assert exit_info.value.code == 2 and error.count("\n") == 1
     assert re.search(message, error), error
+
+
+def test_the_heads_of_a_teacher_must_split(folder, tmp_path):
+    config = config_of("distill", folder, tmp_path)
+    config = dataclasses.replace(config, mesh=MeshConfig(tensor=2))
+    message = r"teacher has 1 key/value heads, which mesh\.tensor=2 does not divide; .*tensor=1"
+    with pytest.raises(FolderError, match=message):
+        check_teacher(config)
 
 
 def test_tokenizers_must_be_the_same(folder, tmp_path):
