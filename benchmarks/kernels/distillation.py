@@ -41,6 +41,7 @@ SHAPES: tuple[Shape, ...] = (
     (8192, 2048, 4096, 32000),
 )
 _K = 64
+_SOFTCAP = 30.0  # Gemma 2
 _LOGITS, _TEACHER_LOGITS, _DX, _DWEIGHT = range(4)
 
 
@@ -76,14 +77,42 @@ class Setting:
         return lambda x, weight, *teacher: graded(x, weight.astype(jnp.float32), *teacher)
 
 
-def _log_softmax(x, weight):
+def _log_softmax(x, weight, bias: Any = 0.0, softcap=None):
     logits = jnp.einsum("td,vd->tv", x, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+    logits += bias
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
     return jax.nn.log_softmax(logits, axis=-1)
 
 
-def _all_logits(x, weight, teacher_x, teacher_weight, divergence="forward_kl"):
-    log_p = _log_softmax(x, weight)
-    log_q = jax.lax.stop_gradient(_log_softmax(teacher_x, teacher_weight))
+def _biases(x, teacher_x, vocab_size):
+    """Biases of student and teacher. The student's is made of `x`, so that it has a gradient."""
+    wave = jnp.cos(jnp.arange(vocab_size, dtype=jnp.float32))
+    return tuple(a[0, 0].astype(jnp.float32) * wave for a in (x, teacher_x))
+
+
+def _capped_loss(x, weight, teacher_x, teacher_weight, **options):
+    bias, teacher_bias = _biases(x, teacher_x, len(weight))
+    return linear_distillation_loss(
+        x,
+        weight,
+        teacher_x,
+        teacher_weight,
+        bias=bias,
+        teacher_bias=teacher_bias,
+        logit_softcap=_SOFTCAP,
+        teacher_logit_softcap=_SOFTCAP,
+        **options,
+    )
+
+
+def _all_logits(
+    x, weight, teacher_x, teacher_weight, divergence="forward_kl", capped: bool = False
+):
+    student, teacher = (), ()
+    if capped:
+        student, teacher = ((b, _SOFTCAP) for b in _biases(x, teacher_x, len(weight)))
+    log_p = _log_softmax(x, weight, *student)
+    log_q = jax.lax.stop_gradient(_log_softmax(teacher_x, teacher_weight, *teacher))
     p, q = jnp.exp(log_p), jnp.exp(log_q)
     match divergence:
         case "forward_kl":
@@ -112,11 +141,19 @@ def _dense(name: str, *, gradients: bool = True, **options: Any) -> Setting:
     return Setting(name, loss, formula, gradients)
 
 
+def _capped(divergence: str, name: str) -> Setting:
+    loss = functools.partial(_capped_loss, divergence=divergence)
+    formula = functools.partial(_all_logits, divergence=divergence, capped=True)
+    return Setting(name, loss, formula)
+
+
 _OF_TOP_K = functools.partial(linear_distillation_loss_top_k, implementation="xla")
 SETTINGS = (
     _dense("forward KL"),
     _dense("reverse KL", divergence="reverse_kl"),
     _dense("Jensen-Shannon", divergence="jensen_shannon"),
+    _capped("forward_kl", "forward KL, biases and softcaps"),
+    _capped("jensen_shannon", "Jensen-Shannon, biases and softcaps"),
     _dense("forward KL, loss alone", gradients=False),
     _dense("forward KL, XLA passes", implementation="xla"),
     _dense("Jensen-Shannon, XLA passes", divergence="jensen_shannon", implementation="xla"),

@@ -436,7 +436,7 @@ def test_a_vocabulary_that_the_caller_splits(divergence, check_vma, reduction, d
     [
         ("one_bucket", False),
         pytest.param("one_bucket", True, marks=pytest.mark.full),
-        ("ignore", True),
+        pytest.param("ignore", True, marks=pytest.mark.full),
     ],
 )
 def test_top_k_of_a_vocabulary_that_the_caller_splits(tail, check_vma):

@@ -20,6 +20,7 @@ from support.distillation_formulas import (
     V,
     check,
     check_against_formula,
+    formula,
     loss_of,
     make_arrays,
     make_cotangent,
@@ -27,6 +28,7 @@ from support.distillation_formulas import (
     run,
 )
 from support.loss_formulas import as_jax, full, in_turn, put
+from support.numerics import quick_jit
 
 EPS32 = float(np.finfo(np.float32).eps)
 OF_TOP_K = {name: name for name in ("xla", "reference")}
@@ -92,16 +94,12 @@ CAPS: dict[str, Any] = {"logit_softcap": 2.0, "teacher_logit_softcap": 3.0}
     IMPLEMENTATIONS,
     DIVERGENCES,
     {
-        "all": {"biases": True, **CAPS},
         "biases": {"biases": True},
-        "softcap": {"logit_softcap": 2.0},
         "teacher_softcap": {"teacher_logit_softcap": 2.0},
+        "all": {"biases": True, **CAPS},
+        "softcap": {"logit_softcap": 2.0},
     },
     {"bfloat16": BF16, "float32": F32},
-    also=[
-        ("xla", "forward_kl", "all", "bfloat16"),
-        ("mosaic_gpu", "jensen_shannon", "all", "float32"),
-    ],
 )
 def test_biases_and_softcaps(implementation, divergence, options, dtype):
     given: dict[str, Any] = {
@@ -120,23 +118,24 @@ def test_biases_and_softcaps(implementation, divergence, options, dtype):
 def test_kernels_with_biases_on_whole_tiles_and_narrow_parts():
     """A row of 544 columns has tiles of 512 and 32. 3 s."""
     arrays, teacher = make_arrays((6,), 544, BF16, biases=True)
-    options = {"implementation": "mosaic_gpu", "divergence": "reverse_kl"}
-    check(arrays, teacher, chunk_size=6, **CAPS, **options)
+    options = CAPS | {"implementation": "mosaic_gpu", "divergence": "reverse_kl"}
+    check(arrays, teacher, chunk_size=6, **options)
 
 
 def test_a_bias_has_a_gradient_of_its_own():
     """And no product is made for it."""
-    arrays, teacher = as_jax(make_arrays(biases=True))
+    given, teacher = make_arrays(biases=True)
+    arrays, of_teacher = as_jax((given, teacher))
 
     def loss(bias):
-        return loss_of(arrays | {"bias": bias}, teacher, chunk_size=CHUNK, implementation="xla")
+        return loss_of(arrays | {"bias": bias}, of_teacher, chunk_size=CHUNK, implementation="xla")
 
-    want = run(arrays, teacher, implementation="xla")["bias"]
-    np.testing.assert_allclose(jax.grad(loss)(arrays["bias"]), want, rtol=1e-6)
-    program = str(jax.make_jaxpr(jax.grad(loss))(arrays["bias"]))
-    assert program.count("dot_general") == str(jax.make_jaxpr(loss)(arrays["bias"])).count(
-        "dot_general"
-    )
+    graded = jax.grad(loss)
+    want = formula(given, teacher, 1.0)["bias"]
+    got = quick_jit(graded)(arrays["bias"])
+    np.testing.assert_allclose(got, want, atol=64 * EPS32 * np.max(np.abs(want)))
+    number = lambda fn: str(jax.make_jaxpr(fn)(arrays["bias"])).count("dot_general")
+    assert number(graded) == number(loss)
 
 
 def test_large_logits_with_a_softcap():
@@ -449,12 +448,8 @@ def test_top_k_of_each_divergence(implementation, divergence):
     "implementation, tail, options",
     OF_TOP_K,
     TAILS,
-    {
-        "both": {"biases": True, "logit_softcap": 2.0},
-        "bias": {"biases": True},
-        "softcap": {"logit_softcap": 2.0},
-    },
-    also=[("xla", "one_bucket", "both"), ("xla", "ignore", "both")],
+    {"both": {"biases": True, "logit_softcap": 2.0}, "bias": {"biases": True}},
+    also=[("xla", "ignore", "both")],
 )
 def test_top_k_with_bias_and_softcap(implementation, tail, options):
     options = dict(options)
