@@ -72,9 +72,9 @@ def linear_distillation_loss(
     Student and teacher have hidden sizes D and Dt of their own, and one vocabulary.
 
     **Formula.** Let `z` be the student's logits `x @ weight.T + bias`, or `c·tanh(logits / c)` if
-    `logit_softcap` is a bound `c`; and `t` those of the teacher, with the arguments that begin with
-    `teacher_`. With `p = softmax(z / temperature)`, `q = softmax(t / temperature)` and the mixture
-    `M = beta·q + (1 - beta)·p`, the loss of a token in nats is
+    `logit_softcap` is a bound `c`. Let `t` be those of the teacher, with the arguments that begin
+    with `teacher_`. With `p = softmax(z / temperature)`, `q = softmax(t / temperature)` and the
+    mixture `M = beta·q + (1 - beta)·p`, the loss of a token in nats is
 
         "forward_kl"       KL(q ‖ p) = Σ_v q·(log q - log p)
         "reverse_kl"       KL(p ‖ q) = Σ_v p·(log p - log q)
@@ -121,9 +121,9 @@ def linear_distillation_loss(
 
     **Meshes.** Each device computes the losses of its own tokens. On Auto and Explicit axes a sum
     or mean is over the tokens of all devices. A vocabulary that is split over an axis which splits
-    no tokens stays split, in both weights: devices exchange 20 bytes a token for a KL and 24 for
-    the Jensen-Shannon divergence, and add up `dx`. Inside of `jax.shard_map` a sum or mean is over
-    the tokens of one device. `vocab_axis` names the axis that splits both weights there.
+    no tokens stays split, in both weights. Devices then exchange 20 bytes a token for a KL and 24
+    for the Jensen-Shannon divergence, and add up `dx`. Inside of `jax.shard_map` a sum or mean is
+    over the tokens of one device. `vocab_axis` names the axis that splits both weights there.
 
     Above 80 lines, because most of them are this documentation.
 

@@ -241,11 +241,10 @@ class _Sources(NamedTuple):
     @classmethod
     def make(cls, logits: Sequence[Logits], temperature: float) -> "_Sources":
         """What the kernels read of these logits."""
-        biases = tuple(one.bias for one in logits)
-        arrays = *(one.values for one in logits), *(a for a in biases if a is not None)
+        biases = [one.bias.astype(jnp.float32) for one in logits if one.bias is not None]
         return cls(
-            at_aligned_addresses(arrays),
-            tuple(a is not None for a in biases),
+            at_aligned_addresses((*(one.values for one in logits), *biases)),
+            tuple(one.bias is not None for one in logits),
             tuple(one.softcap for one in logits),
             _LOG2_E / temperature,
         )
@@ -264,7 +263,7 @@ class _Sources(NamedTuple):
         for gmem, has_bias, softcap in zip(gmems, self.biased, self.softcaps, strict=False):
             z = load(gmem.at[rows, columns], part.layout).astype(jnp.float32)
             if has_bias:
-                bias = load(next(biases).at[columns], part.layout.reduce(0)).astype(jnp.float32)
+                bias = load(next(biases).at[columns], part.layout.reduce(0))
                 z += jax.lax.broadcast_in_dim(bias, part.shape, (1,))
             slope = None
             if softcap is not None:

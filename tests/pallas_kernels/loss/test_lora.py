@@ -328,11 +328,13 @@ def test_meshes(loss, layout, kind):
     check(got, loss, arrays, labels)
 
 
-@pytest.mark.parametrize("loss", ["cross_entropy", "token_loss"])
+@pytest.mark.parametrize(
+    "loss", ["cross_entropy", "token_loss", pytest.param("distillation", marks=full)]
+)
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_a_vocabulary_that_the_caller_splits(loss, check_vma):
     arrays, labels = arrays_of((24, 8, 16, 2), F32)
-    specs = {"weight": P("tensor"), "a": P("tensor")}
+    specs = {"weight": P("tensor"), "a": P("tensor"), "teacher_weight": P("tensor")}
     others = {name: a for name, a in arrays.items() if name not in NAMES}
 
     def local(x, a, b, others, labels):
