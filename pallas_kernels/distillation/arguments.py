@@ -10,14 +10,13 @@ from pallas_kernels.arguments import (
     BITS_OF_PRODUCTS,
     as_array,
     check_floating,
-    check_integer,
     check_number,
     floating_arrays,
     number,
 )
 from pallas_kernels.distillation.divergence import Divergence, DivergenceName
 from pallas_kernels.distillation.settings import Settings, Tail
-from pallas_kernels.loss.arguments import check_softcap
+from pallas_kernels.loss.arguments import check_chunks, check_softcap
 from pallas_kernels.loss.layout import Embedding, WeightLayout, sizes
 from pallas_kernels.loss.low_rank import LoRA, extended
 
@@ -103,15 +102,7 @@ def checked_settings(
     teacher_softcap = check_softcap("teacher_logit_softcap", teacher_logit_softcap)
     if not 0 < number("counted_fraction", counted_fraction, remedy="1.0 expects all tokens") <= 1:
         raise ValueError(f"{counted_fraction=} must lie in (0, 1]; 1.0 expects all tokens to count")
-    given = {"chunk_size": chunk_size, "max_logits_bytes": max_logits_bytes}
-    given = {name: size for name, size in given.items() if size is not None}
-    for name, size in given.items():
-        check_integer(name, size, remedy="None chooses one")
-        if size < 1:
-            raise ValueError(f"{name}={size} must be at least 1")
-    if len(given) > 1:
-        sizes = " and ".join(f"{name}={size}" for name, size in given.items())
-        raise ValueError(f"{sizes} each choose the chunks; give one of them")
+    check_chunks(chunk_size=chunk_size, max_logits_bytes=max_logits_bytes)
     return Settings(
         divergence=_divergence(divergence, beta),
         temperature=float(temperature),

@@ -16,6 +16,7 @@ from pallas_kernels.distillation.settings import Settings
 from pallas_kernels.distillation.top_k import log_probs_of_classes
 from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.layout import Embedding
+from pallas_kernels.loss.reference import float32_logits
 from pallas_kernels.partition import Place, Roles, Tokens, split_over_explicit_axes
 
 
@@ -78,14 +79,8 @@ def _log_probs(
 ) -> Any:
     """Log-probabilities; of tokens that do not count only where the hidden states are finite."""
     is_left_out = ~is_counted & ~jnp.all(jnp.isfinite(x), axis=-1)
-    logits = jnp.einsum(
-        f"...d,{layout}->...v",
-        jnp.where(is_left_out[..., None], 0, x).astype(jnp.float32),
-        low_rank.whole(weight).astype(jnp.float32),
-        precision=jax.lax.Precision.HIGHEST,
-    )
-    if bias is not None:
-        logits += bias.astype(jnp.float32)
+    x = jnp.where(is_left_out[..., None], 0, x)
+    logits = float32_logits(layout, x, weight, () if bias is None else (bias,))
     return jax.nn.log_softmax(capped(logits, softcap) / temperature, axis=-1)
 
 

@@ -139,7 +139,11 @@ def checked_request(
         check_no_config(config, chosen)
     check_config(config, Config)
     _check_options(reduction, ignore_index, label_smoothing, z_loss, logit_softcap)
-    _check_chunks(chunk_size, vocab_chunk_size, max_logits_bytes)
+    check_chunks(
+        chunk_size=chunk_size,
+        vocab_chunk_size=vocab_chunk_size,
+        max_logits_bytes=max_logits_bytes,
+    )
     if vocab_chunk_size is not None and isinstance(weight, TwoParts):
         raise ValueError(f"{vocab_chunk_size=} takes no LoRA; set chunk_size or max_logits_bytes")
     if not 0 < number("counted_fraction", counted_fraction, remedy="1.0 expects all tokens") <= 1:
@@ -200,20 +204,21 @@ def check_softcap(name: str, softcap: Any) -> float | None:
     return float(softcap)
 
 
-def _check_chunks(chunk_size, vocab_chunk_size, max_logits_bytes) -> None:
-    given = {
-        "chunk_size": chunk_size,
-        "vocab_chunk_size": vocab_chunk_size,
-        "max_logits_bytes": max_logits_bytes,
-    }
-    given = {name: size for name, size in given.items() if size is not None}
+def check_chunks(**sizes: Any) -> None:
+    """Checks the options that choose the chunks, of which a caller gives at most one.
+
+    Raises:
+      ValueError: a size is below 1, or there are several.
+      TypeError: a size is no integer.
+    """
+    given = {name: size for name, size in sizes.items() if size is not None}
     for name, size in given.items():
         check_integer(name, size, remedy="None chooses one")
         if size < 1:
             raise ValueError(f"{name}={size} must be at least 1")
     if len(given) > 1:
-        sizes = " and ".join(f"{name}={size}" for name, size in given.items())
-        raise ValueError(f"{sizes} each choose the chunks; give one of them")
+        named = " and ".join(f"{name}={size}" for name, size in given.items())
+        raise ValueError(f"{named} each choose the chunks; give one of them")
 
 
 def _check_accum_dtype(accum_dtype) -> None:
