@@ -175,7 +175,7 @@ class _Epilogue:
     def store(
         self,
         rows: Rows,
-        chunks: Sequence[jax.Array],
+        values: Sequence[jax.Array],
         row: Any,
         warpgroup: Any,
         gmems: Sequence[Any],
@@ -183,4 +183,4 @@ class _Epilogue:
     ) -> None:
         values_gmem, scale_gmem = gmems
         exchange = scratch[0], scratch[1]
-        row_kernel.store_quantized(rows, chunks, row, warpgroup, values_gmem, scale_gmem, exchange)
+        row_kernel.store_quantized(rows, values, row, warpgroup, values_gmem, scale_gmem, exchange)

@@ -68,22 +68,21 @@ def _kernel(
     """Quantizes the rows of a block."""
     warpgroup = jax.lax.axis_index("warpgroup")
     first = jax.lax.axis_index("block") * tiles_per_block
-    starts = rows.split.starts
     tiles = [rows.first(first + i) for i in range(tiles_per_block)]
     # All loads come first, so that they are on their way together.
     loaded = [
-        [load(rows.at(x_gmem, row, warpgroup, start), rows.layout) for start in starts]
+        [load(rows.at(x_gmem, row, warpgroup, chunk), chunk.layout) for chunk in rows.split.chunks]
         for row in tiles
     ]
-    for row, chunks in zip(tiles, loaded, strict=True):
+    for row, values in zip(tiles, loaded, strict=True):
         store_quantized(
-            rows, chunks, row, warpgroup, values_gmem, scale_gmem, (partial_smem, barrier)
+            rows, values, row, warpgroup, values_gmem, scale_gmem, (partial_smem, barrier)
         )
 
 
 def store_quantized(
     rows: Rows,
-    chunks: Sequence[jax.Array],
+    values: Sequence[jax.Array],
     row: Any,
     warpgroup: Any,
     values_gmem: Any,
@@ -94,20 +93,21 @@ def store_quantized(
 
     Args:
       rows: Rows of the kernel.
-      chunks: Chunks of the row, of a dtype of at most 32 bits.
+      values: Values of the row's chunks, of a dtype of at most 32 bits.
       row: First row of the tile.
       warpgroup: Number of this warpgroup.
       values_gmem: Values in device memory, of the shape of the rows.
       scale_gmem: Scales in device memory, one for each row.
       exchange: Scratch memory of `exchange_types`, which a block uses once.
     """
-    amax = _amax(rows, chunks, warpgroup, *exchange)
+    amax = _amax(rows, values, warpgroup, *exchange)
     scale = reference.scale_of(amax, values_gmem.dtype)
     rows.store_scalar(scale_gmem, row, warpgroup, scale)
-    inverse = rows.spread(1 / scale)
-    for start, chunk in zip(rows.split.starts, chunks, strict=True):
-        value = (chunk.astype(jnp.float32) * inverse).astype(values_gmem.dtype)
-        store(rows.at(values_gmem, row, warpgroup, start), value)
+    inverse = 1 / scale
+    for chunk, value in zip(rows.split.chunks, values, strict=True):
+        quantized = value.astype(jnp.float32) * rows.spread(inverse, chunk)
+        quantized = quantized.astype(values_gmem.dtype)
+        store(rows.at(values_gmem, row, warpgroup, chunk), quantized)
 
 
 def exchange_types(rows: Rows) -> tuple[Any, Any]:
@@ -120,13 +120,19 @@ def exchange_types(rows: Rows) -> tuple[Any, Any]:
 
 
 def _amax(
-    rows: Rows, chunks: Sequence[jax.Array], warpgroup: Any, partial_smem: Any, barrier: Any
+    rows: Rows, values: Sequence[jax.Array], warpgroup: Any, partial_smem: Any, barrier: Any
 ) -> jax.Array:
     """The largest magnitude of a row: a scalar or, with one warp a row, four of them."""
     # Bits of magnitudes are in the order of the numbers, and a NaN is the largest.
-    magnitudes = [jnp.abs(chunk.astype(jnp.float32)) for chunk in chunks]
+    magnitudes = [jnp.abs(value.astype(jnp.float32)) for value in values]
     bits = [jax.lax.bitcast_convert_type(a, jnp.int32) for a in magnitudes]
-    largest = jnp.max(functools.reduce(jnp.maximum, bits), axis=1)
+    # Chunks of one width are compared lane by lane.
+    widths = [chunk.vector for chunk in rows.split.chunks]
+    of_width = [
+        [a for a, w in zip(bits, widths, strict=True) if w == width] for width in set(widths)
+    ]
+    by_warp = [jnp.max(functools.reduce(jnp.maximum, some), axis=1) for some in of_width]
+    largest = functools.reduce(jnp.maximum, by_warp)
     largest = jax.lax.bitcast_convert_type(largest, jnp.float32)
     if rows.split.warps > 1:
         store(partial_smem.at[warpgroup], largest)

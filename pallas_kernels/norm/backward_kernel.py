@@ -15,12 +15,23 @@ from pallas_kernels.gpu.arrays import at_aligned_addresses
 from pallas_kernels.gpu.device import WARPS_PER_WARPGROUP, target_device
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
-from pallas_kernels.norm.config import Options
-from pallas_kernels.norm.rows import Rows, as_scaled, column_parts, ring_shape, split_row
+from pallas_kernels.norm.config import Options, registers_with_weight
+from pallas_kernels.norm.rows import (
+    Chunk,
+    Rows,
+    as_scaled,
+    column_parts,
+    ring_shapes,
+    split_row,
+    zeros,
+)
 
 # 256 additions of float32 numbers of random sign err by about 8e-7 of the sum. A partial row is
 # then 4 bytes an element to 256 rows of 6: 0.3 % more traffic, and none up to 256 rows a block.
 _ROWS_PER_PARTIAL = 256
+
+# Tiles that a block has at least, if there is a block on each multiprocessor.
+_ROWS_PER_BLOCK = 4
 
 # Order of the kernel's operands that have rows.
 _DY, _SOURCE, _DRESIDUAL_OUT = range(3)
@@ -48,9 +59,12 @@ def backward(
     rows, split = plan.rows, plan.rows.split
     scratch = list(rows.exchange)
     if plan.stages:
-        num_copies = len(arrays) * len(split.starts)
+        num_copies = len(arrays) * len(split.chunks)
         scratch += [
-            plgpu.SMEM(ring_shape(split, plan.stages, len(arrays)), source.dtype),
+            {
+                vector: plgpu.SMEM(shape, source.dtype)
+                for vector, shape in ring_shapes(split, plan.stages, len(arrays)).items()
+            },
             plgpu.Barrier(num_arrivals=num_copies, num_barriers=plan.stages * split.warpgroups),
         ]
     # With one warp a row, each of the four warps of a block has a partial row of its own.
@@ -115,7 +129,12 @@ def _plan(
     num_parts = column_parts(split)
     assert num_parts
     reread = config.bwd_reread or num_parts > 1
-    num_blocks = min(rows.num_full_tiles, config.bwd_blocks * target_device().num_sms)
+    # A partial row is as much to write and read again as four rows of 16 bits. So a block has at
+    # least a few rows, if all multiprocessors have one, and all blocks have about as many.
+    num_sms = target_device().num_sms
+    most_blocks = max(num_sms, rows.num_full_tiles // _ROWS_PER_BLOCK)
+    most_blocks = min(rows.num_full_tiles, config.bwd_blocks * num_sms, most_blocks)
+    num_blocks = -(-rows.num_full_tiles // -(-rows.num_full_tiles // most_blocks))
     return _Plan(
         options=options,
         rows=rows,
@@ -128,7 +147,7 @@ def _plan(
         reread=reread,
         # Otherwise each row loads it from the cache: with 32 elements a lane of 128 registers
         # (16384 wide, 16 warps) ptxas spills 100 bytes, and none without the weight.
-        keep_weight=not reread or 3 * split.elements_per_lane + 40 <= split.registers,
+        keep_weight=not reread or registers_with_weight(split) <= split.registers,
     )
 
 
@@ -145,13 +164,15 @@ class _Block:
         self.steps = plan.rows.num_steps(self.block, plan.num_blocks)
         self.split = split = plan.rows.split
         # The chunks whose `dx` and `dweight` this block computes.
-        self.own_starts: Sequence[Any] = split.starts
+        self.own_chunks: Sequence[Chunk] = split.chunks
         if plan.num_parts > 1:
-            per_part = len(split.starts) // plan.num_parts
+            per_part, size = len(split.chunks) // plan.num_parts, split.chunks[0].size
             first_chunk = part * per_part
-            self.own_starts = [(first_chunk + i) * split.chunk for i in range(per_part)]
+            self.own_chunks = [
+                Chunk((first_chunk + i) * size, split.vector) for i in range(per_part)
+            ]
         # For all rows at once, in its own dtype, which takes less registers.
-        self.weights = [self.load_weight(s) for s in split.starts] if plan.keep_weight else []
+        self.weights = [self.load_weight(c) for c in split.chunks] if plan.keep_weight else []
 
     def run(self) -> None:
         """Walks over the rows of this block."""
@@ -166,21 +187,18 @@ class _Block:
     def partial_row(self, i: Any, _: None) -> None:
         """The gradients of up to `rows_per_partial` rows; stores one partial row of `dweight`."""
         split, per_partial = self.split, self.plan.rows_per_partial
-        zeros = jnp.zeros((WARPS_PER_WARPGROUP, split.chunk), jnp.float32)
-        zeros = plgpu.layout_cast(zeros, self.plan.rows.layout)
         dweight = jax.lax.fori_loop(
             i * per_partial,
             jnp.minimum((i + 1) * per_partial, self.steps),
             self.one_row,
-            (zeros,) * len(self.own_starts),
+            tuple(map(zeros, self.own_chunks)),
         )
-        for start, value in zip(self.own_starts, dweight, strict=True):
-            columns = pl.ds(start, split.chunk)
+        for chunk, value in zip(self.own_chunks, dweight, strict=True):
             if split.warps == 1:
-                ref = self.dweight_gmem.at[i, self.block, :, columns]
+                ref = self.dweight_gmem.at[i, self.block, :, chunk.columns]
             else:
                 warps = pl.ds(WARPS_PER_WARPGROUP * self.warpgroup, WARPS_PER_WARPGROUP)
-                ref = self.dweight_gmem.at[i, self.block, warps, columns]
+                ref = self.dweight_gmem.at[i, self.block, warps, chunk.columns]
             store(ref, value)
 
     def one_row(self, step: Any, dweight: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -192,64 +210,68 @@ class _Block:
         rstd = rows.load_scalar(self.rstd_gmem, row)
         has_residual = plan.num_operands > _DRESIDUAL_OUT
         kept, added, products = [], [], []
-        for k, start in enumerate(split.starts):
-            dy_chunk, x_hat = get(_DY, k), get(_SOURCE, k) * rstd
-            products.append(dy_chunk * x_hat * self.scale(k, start))
+        for k, chunk in enumerate(split.chunks):
+            dy_chunk, x_hat = get(_DY, k), get(_SOURCE, k) * rows.spread(rstd, chunk)
+            products.append(dy_chunk * x_hat * self.scale(k, chunk))
             if not plan.reread:
                 kept.append((dy_chunk, x_hat))
         if has_residual and not plan.reread:
-            added = [get(_DRESIDUAL_OUT, k) for k in range(len(split.starts))]
+            added = [get(_DRESIDUAL_OUT, k) for k in range(len(split.chunks))]
         total = rows.sum(products, self.warpgroup, self.partial_smem, self.barrier, step)
-        mean = rows.spread(total * (1 / split.hidden_size))
+        mean = total * (1 / split.hidden_size)
         if plan.stages and not plan.reread:
             self.refill(step + plan.stages)
         sums = []
-        for k, start in enumerate(self.own_starts):
+        for k, chunk in enumerate(self.own_chunks):
+            row_rstd, row_mean = rows.spread(rstd, chunk), rows.spread(mean, chunk)
             if plan.reread:
-                dy_chunk, x_hat = get_own(_DY, k), get_own(_SOURCE, k) * rstd
+                dy_chunk, x_hat = get_own(_DY, k), get_own(_SOURCE, k) * row_rstd
             else:
                 dy_chunk, x_hat = kept[k]
-            dx = (dy_chunk * self.scale(k, start) - x_hat * mean) * rstd
+            dx = (dy_chunk * self.scale(k, chunk) - x_hat * row_mean) * row_rstd
             if has_residual:
                 dx += get_own(_DRESIDUAL_OUT, k) if plan.reread else added[k]
             dtype = self.dx_gmem.dtype
-            store(rows.at(self.dx_gmem, row, self.warpgroup, start), dx.astype(dtype))
+            store(rows.at(self.dx_gmem, row, self.warpgroup, chunk), dx.astype(dtype))
             x_hat = as_scaled(x_hat, options.casting, dtype)
-            sums.append(dweight[k] + rows.unseen(dy_chunk * x_hat, row, tile))
+            sums.append(dweight[k] + rows.unseen(dy_chunk * x_hat, chunk, row, tile))
         if plan.stages and plan.reread:
             self.refill(step + plan.stages)
         return tuple(sums)
 
     def readers(self, step: Any, row: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Two functions of an operand and k: its float32 k-th chunk, and the k-th of the own."""
-        layout, stages = self.plan.rows.layout, self.plan.stages
-        if stages:
-            rows_smem, arrived = self.ring
+        if stages := self.plan.stages:
             slot = jax.lax.rem(step, stages)
-            plgpu.barrier_wait(arrived.at[slot * self.split.warpgroups + self.warpgroup])
+            plgpu.barrier_wait(self.ring[1].at[slot * self.split.warpgroups + self.warpgroup])
             get = lambda operand, k: load(
-                rows_smem.at[slot, self.warpgroup, operand, k], layout
+                self.in_ring(slot, operand, k), self.split.chunks[k].layout
             ).astype(jnp.float32)
             return get, get
-        get_at = lambda operand, start: load(
-            self.plan.rows.at(self.inputs[operand], row, self.warpgroup, start), layout
+        get_at = lambda operand, chunk: load(
+            self.plan.rows.at(self.inputs[operand], row, self.warpgroup, chunk), chunk.layout
         ).astype(jnp.float32)
         return (
-            lambda operand, k: get_at(operand, self.split.starts[k]),
-            lambda operand, k: get_at(operand, self.own_starts[k]),
+            lambda operand, k: get_at(operand, self.split.chunks[k]),
+            lambda operand, k: get_at(operand, self.own_chunks[k]),
         )
+
+    def in_ring(self, slot: Any, operand: int, k: int) -> Any:
+        """Chunk k of an operand in a slot of shared memory, which has one array for each width."""
+        *before, vector = (chunk.vector for chunk in self.split.chunks[: k + 1])
+        place = before.count(vector)
+        return self.ring[0][vector].at[slot, self.warpgroup, operand, place]
 
     def fetch(self, step: Any) -> None:
         """Starts the copies of a step's rows into their slot of shared memory."""
-        rows_smem, arrived = self.ring
         slot = jax.lax.rem(step, self.plan.stages)
         row = self.plan.rows.first(self.block + step * self.plan.num_blocks)
         for i, ref in enumerate(self.inputs):
-            for k, start in enumerate(self.split.starts):
+            for k, chunk in enumerate(self.split.chunks):
                 plgpu.copy_gmem_to_smem(
-                    self.plan.rows.at(ref, row, self.warpgroup, start),
-                    rows_smem.at[slot, self.warpgroup, i, k],
-                    arrived.at[slot * self.split.warpgroups + self.warpgroup],
+                    self.plan.rows.at(ref, row, self.warpgroup, chunk),
+                    self.in_ring(slot, i, k),
+                    self.ring[1].at[slot * self.split.warpgroups + self.warpgroup],
                 )
 
     def refill(self, step: Any) -> None:
@@ -260,11 +282,11 @@ class _Block:
             plgpu.commit_smem()  # all warps have read the slot
             self.fetch(step)
 
-    def load_weight(self, start: Any) -> jax.Array:
-        """The chunk of the weight that begins there."""
-        return self.plan.rows.load_weight(self.weight_gmem, self.warpgroup, start)
+    def load_weight(self, chunk: Chunk) -> jax.Array:
+        """A chunk of the weight, in its own dtype."""
+        return self.plan.rows.load_weight(self.weight_gmem, self.warpgroup, chunk)
 
-    def scale(self, k: int, start: Any) -> jax.Array:
-        """`weight + weight_offset` for chunk k, which begins at `start`."""
-        weight = self.weights[k] if self.weights else self.load_weight(start)
+    def scale(self, k: int, chunk: Chunk) -> jax.Array:
+        """`weight + weight_offset` for `chunk`, which is chunk k if the weight is kept."""
+        weight = self.weights[k] if self.weights else self.load_weight(chunk)
         return self.plan.rows.scale(weight, self.plan.options.weight_offset)

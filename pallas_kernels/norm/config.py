@@ -1,7 +1,7 @@
 """Launch parameters of the RMSNorm kernels: the choices, the best measured ones, and a guess."""
 
 import dataclasses
-import math
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +18,7 @@ from pallas_kernels.gpu.device import (
     WARPS_PER_WARPGROUP,
     Device,
 )
-from pallas_kernels.norm.rows import RowSplit, column_parts, ring_shape, splits
+from pallas_kernels.norm.rows import RowSplit, column_parts, ring_bytes, ring_shapes, splits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,16 +137,11 @@ def guess_config(device: Device, hidden_size: int, dtype: DTypeLike, *, add: boo
     """Launch parameters derived from registers and shared memory, for sizes without a figure."""
     itemsize = jnp.dtype(dtype).itemsize
     fwd = _pick(splits(hidden_size, itemsize), lambda split: 1)
-    bwd = _pick(splits(hidden_size, itemsize), column_parts)
-    blocks, stages, reread = _guess_backward(device, bwd, itemsize, num_operands=3 if add else 2)
     return Config(
         fwd_warps=fwd.warps,
         # One block at a time would leave the memory idle while it adds up its row.
         fwd_reread=_blocks_per_sm(fwd, 12 + 2 * fwd.elements_per_lane) < 2,
-        bwd_warps=bwd.warps,
-        bwd_blocks=blocks,
-        bwd_stages=stages,
-        bwd_reread=reread,
+        **_backward_choices(device, hidden_size, itemsize, 3 if add else 2)[0],
     )
 
 
@@ -167,44 +162,103 @@ def _widest(candidates: list[RowSplit]) -> list[RowSplit]:
     return [split for split in candidates if split.vector == vector]
 
 
-def _guess_backward(
-    device: Device, split: RowSplit, itemsize: int, *, num_operands: int
-) -> tuple[int, int, bool]:
-    """`(blocks per multiprocessor, stages, reread)`."""
+# Bytes of a multiprocessor's rows, read and written, that are in the works at a time. With fewer
+# the memory is idle while the blocks add up their rows. Tuned rows of the table have 37 to 98 KB.
+_BYTES_IN_THE_WORKS = 36_000
+# Warps of a multiprocessor. 16384 x 4096 on an H200: 8 of them 108.3 us, 16 of them 105.5.
+_FEWEST_WARPS = 12
+# Elements of a lane are at most so many where a split allows it, and rows ahead always.
+_MOST_ELEMENTS, _MOST_STAGES = 32, 8
+
+
+def _backward_choices(
+    device: Device, hidden_size: int, itemsize: int, num_operands: int
+) -> list[dict[str, Any]]:
+    """The backward's part of `Config`: all that fits the device, the most promising first.
+
+    The tensor memory accelerator brings rows wherever it can, as many ahead as shared memory holds.
+    Enough bytes and warps in the works come first, then a row that stays in registers between its
+    sum and its gradient. Then fewer warps are better, and then fewer partial rows of `dweight`.
+    """
+    ranks = {}
+    for split, reread in itertools.product(splits(hidden_size, itemsize), (False, True)):
+        is_aligned = split.segment * itemsize % BYTES_PER_ACCESS == 0
+        if column_parts(split) != 1 or not device.has_tma or not is_aligned:
+            continue
+        rows = split.lanes // LANES // split.warps
+        row_bytes = (num_operands + 1) * hidden_size * itemsize * rows
+        for blocks in range(1, _most_blocks(split, num_operands, reread) + 1):
+            stages = _most_stages(device, split, itemsize, num_operands, blocks)
+            if stages >= 2:
+                ranks[split.warps, blocks, stages, reread] = (
+                    max(split.elements_per_lane, _MOST_ELEMENTS),
+                    blocks * row_bytes < _BYTES_IN_THE_WORKS,
+                    blocks * split.lanes // LANES < _FEWEST_WARPS,
+                    reread,
+                    blocks * split.lanes,
+                    blocks * rows,
+                )
+    return [_backward(*key) for key in sorted(ranks, key=lambda key: ranks[key])] or [
+        _direct_loads(_pick(splits(hidden_size, itemsize), column_parts), num_operands)
+    ]
+
+
+def _direct_loads(split: RowSplit, num_operands: int) -> dict[str, Any]:
+    """The backward's part of `Config` without the tensor memory accelerator."""
     if column_parts(split) != 1:
-        return 1, 0, True
-    if device.has_tma and split.segment * itemsize % BYTES_PER_ACCESS == 0:
-        blocks = _most_blocks(device, split, itemsize, num_operands, 2, True)
-        if blocks:
-            return min(4, blocks), 2, True
-    reread = 16 + 6 * split.elements_per_lane > split.registers
-    return max(1, _most_blocks(device, split, itemsize, num_operands, 0, reread)), 0, reread
+        return _backward(split.warps, 1, 0, True)
+    reread = _most_blocks(split, num_operands, False) == 0
+    blocks = max(1, _most_blocks(split, num_operands, reread))
+    return _backward(split.warps, blocks, 0, reread)
 
 
-def _most_blocks(
-    device: Device, split: RowSplit, itemsize: int, num_operands: int, stages: int, reread: bool
+def _backward(warps: int, blocks: int, stages: int, reread: bool) -> dict[str, Any]:
+    """The backward's part of `Config`."""
+    return {
+        "bwd_warps": warps,
+        "bwd_blocks": blocks,
+        "bwd_stages": stages,
+        "bwd_reread": reread,
+    }
+
+
+def _most_stages(
+    device: Device, split: RowSplit, itemsize: int, num_operands: int, blocks: int
 ) -> int:
-    """Blocks of the backward, up to 8, that a multiprocessor holds at a time.
+    """Rows that each of so many blocks has in shared memory."""
+    # Barriers and sums take less than 4096 bytes, buffers begin at multiples of 1024, and the
+    # driver takes 1024 for each block.
+    other = 1024 * (len(ring_shapes(split, 1, num_operands)) + 4)
+    available = (device.smem_bytes + 1024) // blocks - other
+    return min(_MOST_STAGES, available // ring_bytes(split, 1, num_operands, itemsize))
 
-    Registers as ptxas counts them for sm_90a: 56, 96 and 200 for 8, 16 and 32 elements a lane, and
-    56, 80 and 165 if they are read twice.
+
+def _most_blocks(split: RowSplit, num_operands: int, reread: bool) -> int:
+    """Blocks of the backward, up to 8, whose registers a multiprocessor has.
+
+    The registers are those that ptxas counts for sm_90a (`tests/aot`).
     """
     elements = split.elements_per_lane
-    registers = 40 + 7 * elements // 2 if reread else 16 + 6 * elements
-    if registers > split.registers:
-        registers = split.registers if reread else MAX_REGISTERS_PER_LANE + 1
-    blocks = _blocks_per_sm(split, registers)
-    if stages:
-        ring_bytes = math.prod(ring_shape(split, stages, num_operands)) * itemsize
-        blocks = min(blocks, device.smem_bytes // ring_bytes)
-    return min(8, blocks)
+    registers = 16 + (7 + 2 * num_operands) * elements // 2
+    if reread:
+        registers = registers_with_weight(split)
+        # Without the weight it computes addresses again, and spills nothing down to this number.
+        least = 32 + 2 * elements + (39 if split.overlap else 0)
+        most = split.registers // 8 * 8  # the hardware counts in eights
+        registers = min(registers, most) if least <= most else MAX_REGISTERS_PER_LANE + 1
+    return min(8, _blocks_per_sm(split, registers))
+
+
+def registers_with_weight(split: RowSplit) -> int:
+    """Registers of a backward that reads rows twice, and has the weight in registers."""
+    return 40 + 4 * split.elements_per_lane
 
 
 def _blocks_per_sm(split: RowSplit, registers: int) -> int:
     """Blocks that a multiprocessor holds at a time if a lane has so many registers."""
     if registers > MAX_REGISTERS_PER_LANE:
         return 0
-    return REGISTERS_PER_SM // (registers * split.warpgroups * WARPS_PER_WARPGROUP * LANES)
+    return REGISTERS_PER_SM // (-(-registers // 8) * 8 * split.lanes)
 
 
 # The device for which candidates are made. Another device skips candidates that it cannot run.
@@ -222,24 +276,14 @@ def forward_candidates(hidden_size: int, dtype: DTypeLike, *, add: bool) -> list
 
 
 def backward_candidates(hidden_size: int, dtype: DTypeLike, *, add: bool) -> list[Config]:
-    """Configurations worth timing that differ in the backward alone."""
-    itemsize = jnp.dtype(dtype).itemsize
+    """Configurations worth timing that differ in the backward alone, the most promising first."""
+    itemsize, num_operands = jnp.dtype(dtype).itemsize, 3 if add else 2
     base = guess_config(_TUNED_FOR, hidden_size, dtype, add=add)
-    candidates = []
-    possible = [split for split in splits(hidden_size, itemsize) if column_parts(split)]
-    few = [split for split in possible if split.elements_per_lane <= 32]
-    for split in _widest(few) if few else possible:
-        for stages, reread in ((0, False), (0, True), (2, False), (2, True), (3, True)):
-            most = _most_blocks(_TUNED_FOR, split, itemsize, 3 if add else 2, stages, reread)
-            candidates += [
-                dataclasses.replace(
-                    base,
-                    bwd_warps=split.warps,
-                    bwd_blocks=blocks,
-                    bwd_stages=stages,
-                    bwd_reread=reread,
-                )
-                for blocks in (most, most - 1)
-                if blocks > 0
-            ]
-    return candidates
+    choices = _backward_choices(_TUNED_FOR, hidden_size, itemsize, num_operands)
+    choices += [choice | {"bwd_stages": 3} for choice in choices if choice["bwd_stages"] > 3]
+    choices += [
+        _direct_loads(split, num_operands)
+        for split in splits(hidden_size, itemsize)
+        if column_parts(split) and split.elements_per_lane <= _MOST_ELEMENTS
+    ]
+    return [dataclasses.replace(base, **choice) for choice in choices]

@@ -31,13 +31,13 @@ class Epilogue(Protocol):
     def store(
         self,
         rows: Rows,
-        chunks: Sequence[jax.Array],
+        values: Sequence[jax.Array],
         row: Any,
         warpgroup: Any,
         gmems: Sequence[Any],
         scratch: Sequence[Any],
     ) -> None:
-        """Stores what it makes of the chunks of a tile with this first row."""
+        """Stores what it makes of the chunks' values, of a tile with this first row."""
         ...
 
 
@@ -113,40 +113,40 @@ def _kernel(
     split, dtype, reread = rows.split, x_gmem.dtype, options.config.fwd_reread
     load_weight = functools.partial(rows.load_weight, weight_gmem, warpgroup)
 
-    def total(row, start):
+    def total(row, chunk):
         """The chunk that is normalized, as it is stored."""
-        chunk = load(rows.at(x_gmem, row, warpgroup, start), rows.layout)
+        value = load(rows.at(x_gmem, row, warpgroup, chunk), chunk.layout)
         if residual_gmem is None:
-            return chunk
-        added = load(rows.at(residual_gmem, row, warpgroup, start), rows.layout)
-        return (chunk.astype(jnp.float32) + added.astype(jnp.float32)).astype(dtype)
+            return value
+        added = load(rows.at(residual_gmem, row, warpgroup, chunk), chunk.layout)
+        return (value.astype(jnp.float32) + added.astype(jnp.float32)).astype(dtype)
 
     def normalize(tiles):
         first_rows = [rows.first(tile) for tile in tiles]
         # All loads come first, so that they are on their way together.
-        chunks = [[total(row, start) for start in split.starts] for row in first_rows]
-        weights = [] if reread else [load_weight(start) for start in split.starts]
-        for row, values in zip(first_rows, chunks, strict=True):
+        loaded = [[total(row, chunk) for chunk in split.chunks] for row in first_rows]
+        weights = [] if reread else [load_weight(chunk) for chunk in split.chunks]
+        for row, values in zip(first_rows, loaded, strict=True):
             if residual_out_gmem is not None:
-                for start, value in zip(split.starts, values, strict=True):
-                    store(rows.at(residual_out_gmem, row, warpgroup, start), value)
+                for chunk, value in zip(split.chunks, values, strict=True):
+                    store(rows.at(residual_out_gmem, row, warpgroup, chunk), value)
             squares = [jnp.square(value.astype(jnp.float32)) for value in values]
             mean = rows.sum(squares, warpgroup, partial_smem, barrier) * (1 / split.hidden_size)
             rstd = jax.lax.rsqrt(mean + options.eps)
             rows.store_scalar(rstd_gmem, row, warpgroup, rstd)
-            rstd = rows.spread(rstd)
             normed = []
-            for i, start in enumerate(split.starts):
+            for i, chunk in enumerate(split.chunks):
                 if reread:
                     source_gmem = x_gmem if residual_out_gmem is None else residual_out_gmem
-                    value = load(rows.at(source_gmem, row, warpgroup, start), rows.layout)
-                    weight = load_weight(start)
+                    value = load(rows.at(source_gmem, row, warpgroup, chunk), chunk.layout)
+                    weight = load_weight(chunk)
                 else:
                     value, weight = values[i], weights[i]
-                x_hat = as_scaled(value.astype(jnp.float32) * rstd, options.casting, dtype)
+                x_hat = value.astype(jnp.float32) * rows.spread(rstd, chunk)
+                x_hat = as_scaled(x_hat, options.casting, dtype)
                 y = (x_hat * rows.scale(weight, options.weight_offset)).astype(dtype)
                 if epilogue is None:
-                    store(rows.at(y_gmems[0], row, warpgroup, start), y)
+                    store(rows.at(y_gmems[0], row, warpgroup, chunk), y)
                 else:
                     normed.append(y)
             if epilogue is not None:

@@ -41,7 +41,7 @@ from pallas_kernels.norm import reference
 from pallas_kernels.norm.backward_kernel import backward
 from pallas_kernels.norm.config import Config, Options, default_config
 from pallas_kernels.norm.forward_kernel import forward
-from pallas_kernels.norm.rows import column_parts, ring_shape, split_row, splits, widest_itemsize
+from pallas_kernels.norm.rows import column_parts, ring_bytes, split_row, splits, widest_itemsize
 from pallas_kernels.operation import Mask, Operation, call, with_members
 from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
 
@@ -296,7 +296,7 @@ def check_config(config: Config, x: jax.Array, residual: jax.Array | None) -> No
             f"got {bwd.segment} elements of {x.dtype}; use bwd_stages=0"
         )
     num_operands = 2 if residual is None else 3
-    num_bytes = math.prod(ring_shape(bwd, config.bwd_stages, num_operands)) * x.dtype.itemsize
+    num_bytes = ring_bytes(bwd, config.bwd_stages, num_operands, x.dtype.itemsize)
     if num_bytes > device.smem_bytes:
         raise ValueError(
             f"{config.bwd_stages=} rows of {hidden_size=} take {num_bytes} bytes of shared memory, "

@@ -1,8 +1,9 @@
 """How warps share the rows of `[T, D]` arrays, and sums over a row."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +21,47 @@ from pallas_kernels.gpu.device import (
 from pallas_kernels.gpu.layouts import load, rows_of_warps, store
 
 
+class Chunk(NamedTuple):
+    """A part of a warp's segment that its lanes access together, each `vector` neighbours.
+
+    Attributes:
+      start: Place in the segment where it begins.
+      vector: Number of elements in one access of a lane.
+    """
+
+    start: Any
+    vector: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements of a warp."""
+        return LANES * self.vector
+
+    @property
+    def columns(self) -> Any:
+        """Its elements, as an index of the segment."""
+        return pl.ds(self.start, self.size)
+
+    @property
+    def layout(self) -> Any:
+        """Layout of its `[4, size]` values in registers, for four warps."""
+        return rows_of_warps(self.vector)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowSplit:
     """A row of `hidden_size` elements, dealt to warps.
 
-    Each of the `warps` has `segment` elements and handles `chunk = 32 · vector` of them at a time.
-    If the chunk does not divide the segment, the last chunk starts earlier, so that it ends with
-    the segment, and its first `overlap` elements are also in the chunk before. Nothing outside of
-    the row is touched, and the overlap is written twice with the same values.
+    Each of the `warps` has `segment` elements and handles a chunk of them at a time. Nothing
+    outside of the row is touched. If chunks of `vector` elements a lane do not divide the segment,
+    one or more chunks of narrower accesses follow. The last chunk may start earlier, so that it
+    ends with the segment. Its first `overlap` elements are then also in the chunks before, and are
+    written twice with the same values.
 
     Attributes:
       hidden_size: Size of a row, D.
       warps: Number of warps that share a row.
-      vector: Number of elements in one access of a lane.
+      vector: Number of elements in the widest access of a lane.
     """
 
     hidden_size: int
@@ -45,25 +74,19 @@ class RowSplit:
         return self.hidden_size // self.warps
 
     @property
-    def chunk(self) -> int:
-        """Elements that the lanes of a warp access together."""
-        return LANES * self.vector
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """Where in the segment the chunks start."""
-        whole = range(0, self.segment - self.chunk + 1, self.chunk)
-        return (*whole, self.segment - self.chunk) if self.segment % self.chunk else tuple(whole)
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The chunks of a segment, in the order of their places."""
+        return _chunks(self.segment, self.vector)
 
     @property
     def overlap(self) -> int:
-        """Elements at the start of the last chunk that are also in the chunk before it."""
-        return -self.segment % self.chunk
+        """Elements at the start of the last chunk that are also in the chunks before it."""
+        return sum(chunk.size for chunk in self.chunks) - self.segment
 
     @property
     def elements_per_lane(self) -> int:
         """Elements of a row that a lane has; the overlap counts twice."""
-        return len(self.starts) * self.vector
+        return sum(chunk.vector for chunk in self.chunks)
 
     @property
     def warpgroups(self) -> int:
@@ -71,10 +94,32 @@ class RowSplit:
         return max(1, self.warps // WARPS_PER_WARPGROUP)
 
     @property
+    def lanes(self) -> int:
+        """Lanes in a block."""
+        return self.warpgroups * WARPS_PER_WARPGROUP * LANES
+
+    @property
     def registers(self) -> int:
         """Registers a lane can have, if the block is alone on its multiprocessor."""
-        lanes = self.warpgroups * WARPS_PER_WARPGROUP * LANES
-        return min(MAX_REGISTERS_PER_LANE, REGISTERS_PER_SM // lanes)
+        return min(MAX_REGISTERS_PER_LANE, REGISTERS_PER_SM // self.lanes)
+
+
+@functools.cache
+def _chunks(segment: int, vector: int) -> tuple[Chunk, ...]:
+    """The chunks of a segment; see `RowSplit`."""
+    whole, rest = divmod(segment, LANES * vector)
+    chunks = [Chunk(i * LANES * vector, vector) for i in range(whole)]
+    while rest:
+        # The narrowest access that covers the rest alone, or, if it would repeat more than an
+        # eighth of the segment, the widest that does not reach its end.
+        narrow = 1
+        while LANES * narrow < rest:
+            narrow *= 2
+        if narrow > 1 and LANES * narrow - rest > segment // 8:
+            narrow //= 2
+        chunks.append(Chunk(segment - max(rest, LANES * narrow), narrow))
+        rest = max(0, rest - LANES * narrow)
+    return tuple(chunks)
 
 
 # Chunks are unrolled. With more of them a kernel waits for its code and not for the memory.
@@ -95,10 +140,9 @@ def split_row(hidden_size: int, warps: int, itemsize: int) -> RowSplit | None:
     vector = BYTES_PER_ACCESS // itemsize
     while vector and (segment % vector or LANES * vector > segment):
         vector //= 2
-    if not vector:
+    if not vector or segment > _MAX_CHUNKS * LANES * vector:
         return None
-    split = RowSplit(hidden_size, warps, vector)
-    return split if len(split.starts) <= _MAX_CHUNKS else None
+    return RowSplit(hidden_size, warps, vector)
 
 
 def splits(hidden_size: int, itemsize: int) -> list[RowSplit]:
@@ -111,22 +155,35 @@ def splits(hidden_size: int, itemsize: int) -> list[RowSplit]:
 def column_parts(split: RowSplit) -> int | None:
     """The number of parts of the columns whose `dweight` fits registers in the backward.
 
-    None if a part would not have whole chunks.
+    None if a part would not have whole chunks, all of the same width.
     """
-    num_chunks = len(split.starts)
+    num_chunks = len(split.chunks)
     for parts in range(1, num_chunks + 1):
         elements = split.elements_per_lane // parts
         # As ptxas counts for sm_90a: 64 registers hold the sums of 16 elements, 128 those of 32
         # but not of 64.
         if num_chunks % parts == 0 and 3 * elements // 2 + 40 <= split.registers:
-            return None if parts > 1 and split.overlap else parts
+            is_uniform = split.segment % (LANES * split.vector) == 0
+            return parts if parts == 1 or is_uniform else None
     return None
 
 
-def ring_shape(split: RowSplit, stages: int, num_operands: int) -> tuple[int, ...]:
-    """Shape of the backward's rows in shared memory, where each warpgroup has its own slots."""
-    chunk = (WARPS_PER_WARPGROUP, split.chunk)
-    return (stages, split.warpgroups, num_operands, len(split.starts), *chunk)
+def ring_shapes(split: RowSplit, stages: int, num_operands: int) -> dict[int, tuple[int, ...]]:
+    """Shapes of the backward's rows in shared memory, where each warpgroup has its own slots.
+
+    For each width of access there is an array of the chunks that have it.
+    """
+    vectors = [chunk.vector for chunk in split.chunks]
+    slots = (stages, split.warpgroups, num_operands)
+    return {
+        v: (*slots, vectors.count(v), WARPS_PER_WARPGROUP, LANES * v)
+        for v in dict.fromkeys(vectors)
+    }
+
+
+def ring_bytes(split: RowSplit, stages: int, num_operands: int, itemsize: int) -> int:
+    """Bytes of the arrays of `ring_shapes`."""
+    return stages * num_operands * split.lanes * split.elements_per_lane * itemsize
 
 
 def widest_itemsize(x: jax.Array, residual: jax.Array | None) -> int:
@@ -143,7 +200,6 @@ class Rows:
 
     Attributes:
       split: How warps share a row.
-      layout: Layout of a `[4, chunk]` value in registers.
       shape: Shape of the arrays in global memory.
       weight_shape: Shape of the weight in global memory.
       num_tiles: Number of all tiles. The warpgroups of a block work on one tile together.
@@ -153,7 +209,6 @@ class Rows:
 
     def __init__(self, split: RowSplit, num_tokens: int):
         self.split = split
-        self.layout = rows_of_warps(split.vector)
         self._row_is_one_warp = split.warps == 1
         self._num_tokens = num_tokens
         self.shape: tuple[int, ...]
@@ -181,20 +236,19 @@ class Rows:
         row = WARPS_PER_WARPGROUP * tile
         return jnp.minimum(row, self._num_tokens - WARPS_PER_WARPGROUP) if self._ragged else row
 
-    def at(self, ref: Any, row: Any, warpgroup: Any, start: Any) -> Any:
-        """The `[4, chunk]` part of a tile with this first row, from column `start` on."""
-        columns = pl.ds(start, self.split.chunk)
+    def at(self, ref: Any, row: Any, warpgroup: Any, chunk: Chunk) -> Any:
+        """The `[4, chunk]` part of a tile with this first row."""
         if self._row_is_one_warp:
-            return ref.at[pl.ds(row, WARPS_PER_WARPGROUP), columns]
-        return ref.at[row, pl.ds(WARPS_PER_WARPGROUP * warpgroup, WARPS_PER_WARPGROUP), columns]
-
-    def load_weight(self, ref: Any, warpgroup: Any, start: Any) -> jax.Array:
-        """The weight for the chunk at `start`, in its own dtype; for `scale`."""
-        columns = pl.ds(start, self.split.chunk)
-        if self._row_is_one_warp:
-            return load(ref.at[columns], self.layout.reduce(0))
+            return ref.at[pl.ds(row, WARPS_PER_WARPGROUP), chunk.columns]
         warps = pl.ds(WARPS_PER_WARPGROUP * warpgroup, WARPS_PER_WARPGROUP)
-        return load(ref.at[warps, columns], self.layout)
+        return ref.at[row, warps, chunk.columns]
+
+    def load_weight(self, ref: Any, warpgroup: Any, chunk: Chunk) -> jax.Array:
+        """The weight for a chunk, in its own dtype; for `scale`."""
+        if self._row_is_one_warp:
+            return load(ref.at[chunk.columns], chunk.layout.reduce(0))
+        warps = pl.ds(WARPS_PER_WARPGROUP * warpgroup, WARPS_PER_WARPGROUP)
+        return load(ref.at[warps, chunk.columns], chunk.layout)
 
     def scale(self, weight: jax.Array, offset: float) -> jax.Array:
         """`weight + offset` in float32, `[4, chunk]`."""
@@ -202,13 +256,13 @@ class Rows:
         if offset:
             weight += offset
         if self._row_is_one_warp:
-            shape = (WARPS_PER_WARPGROUP, self.split.chunk)
+            shape = (WARPS_PER_WARPGROUP, *weight.shape)
             return jax.lax.broadcast_in_dim(weight, shape, (1,))
         return weight
 
     def sum(
         self,
-        chunks: Sequence[jax.Array],
+        values: Sequence[jax.Array],
         warpgroup: Any,
         partial_smem: Any,
         barrier: Any,
@@ -217,21 +271,24 @@ class Rows:
         """The sum of a row: a scalar or, with one warp a row, the four sums of a tile.
 
         Args:
-          chunks: Float32 values of the chunks.
+          values: Float32 values of the chunks.
           warpgroup: Number of this warpgroup.
           partial_smem: First scratch of `exchange`.
           barrier: Second scratch of `exchange`.
           step: Number of sums that this block took before.
         """
         split = self.split
-        *most, last = chunks
+        *most, last = values
         if split.overlap:
-            column = plgpu.broadcasted_iota(jnp.int32, last.shape, 1, layout=self.layout)
+            layout = split.chunks[-1].layout
+            column = plgpu.broadcasted_iota(jnp.int32, last.shape, 1, layout=layout)
             last = jnp.where(column >= split.overlap, last, 0.0)
-        total = last
-        for chunk in most:
-            total += chunk
-        by_warp = jnp.sum(total, axis=1)
+        # Values of one width are added lane by lane; others have other layouts.
+        totals = {split.chunks[-1].vector: last}
+        for chunk, value in zip(split.chunks, most, strict=False):
+            vector = chunk.vector
+            totals[vector] = totals[vector] + value if vector in totals else value
+        by_warp = functools.reduce(jnp.add, (jnp.sum(total, axis=1) for total in totals.values()))
         if self._row_is_one_warp:
             return by_warp
         slot = jax.lax.rem(step, 2)
@@ -243,17 +300,17 @@ class Rows:
             row_total += partial_smem[slot, *divmod(warp, WARPS_PER_WARPGROUP)]
         return row_total
 
-    def spread(self, value: jax.Array) -> jax.Array:
-        """One number a row, in a shape that can be multiplied with a chunk."""
+    def spread(self, value: jax.Array, chunk: Chunk) -> jax.Array:
+        """One number a row, in a shape that can be multiplied with the chunk."""
         if self._row_is_one_warp:
-            return jax.lax.broadcast_in_dim(value, (WARPS_PER_WARPGROUP, self.split.chunk), (0,))
+            return jax.lax.broadcast_in_dim(value, (WARPS_PER_WARPGROUP, chunk.size), (0,))
         return value
 
     def load_scalar(self, ref: Any, row: Any) -> jax.Array:
-        """A number for each row, from the tile's first row on, ready to be multiplied."""
+        """A number for each row, from the tile's first row on; for `spread`."""
         if self._row_is_one_warp:
-            rows = ref.at[pl.ds(row, WARPS_PER_WARPGROUP)]
-            return self.spread(load(rows, self.layout.reduce(1)))
+            layout = self.split.chunks[0].layout.reduce(1)
+            return load(ref.at[pl.ds(row, WARPS_PER_WARPGROUP)], layout)
         return ref[row]
 
     def store_scalar(self, ref: Any, row: Any, warpgroup: Any, value: jax.Array) -> None:
@@ -280,15 +337,21 @@ class Rows:
         """The largest `num_steps` of a block."""
         return -(-self.num_full_tiles // num_blocks) + self._ragged
 
-    def unseen(self, chunk: jax.Array, row: Any, tile: Any) -> jax.Array:
-        """`chunk` with zeros for the rows that are also in the tile before."""
+    def unseen(self, value: jax.Array, chunk: Chunk, row: Any, tile: Any) -> jax.Array:
+        """A chunk's value with zeros for the rows that are also in the tile before."""
         if not self._ragged:
-            return chunk
+            return value
         first_unseen = WARPS_PER_WARPGROUP * jnp.minimum(tile, self.num_full_tiles)
-        rows = row + plgpu.broadcasted_iota(jnp.int32, chunk.shape, 0, layout=self.layout)
-        return jnp.where(rows >= first_unseen, chunk, 0.0)
+        rows = row + plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=chunk.layout)
+        return jnp.where(rows >= first_unseen, value, 0.0)
 
 
 def as_scaled(x_hat: jax.Array, casting: str, dtype: jnp.dtype) -> jax.Array:
     """`x · rstd` as it is multiplied with the weight, in float32."""
     return x_hat.astype(dtype).astype(jnp.float32) if casting == "llama" else x_hat
+
+
+def zeros(chunk: Chunk) -> jax.Array:
+    """Float32 zeros in the place of a chunk's values."""
+    value = jnp.zeros((WARPS_PER_WARPGROUP, chunk.size), jnp.float32)
+    return plgpu.layout_cast(value, chunk.layout)

@@ -44,14 +44,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.derivatives import not_differentiable
 from pallas_kernels.gpu.device import WARPS_PER_WARPGROUP, runs_here
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
-from pallas_kernels.norm.rows import RowSplit, as_scaled, splits
+from pallas_kernels.norm.rows import RowSplit, as_scaled, splits, zeros
 from pallas_kernels.sharded_norm.peers import BACKWARD_REGISTERS, FORWARD_REGISTERS, Shards
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -211,28 +210,29 @@ def _forward_kernel(
     warpgroup = jax.lax.axis_index("warpgroup")
     me = jax.lax.axis_index(options.axis_name)
     flags = shards.flags()
-    weights = [own.load_weight(weight_gmem, warpgroup, start) for start in split.starts]
+    weights = [own.load_weight(weight_gmem, warpgroup, chunk) for chunk in split.chunks]
 
     def normalize(step, row, carry):
         token = shards.token(row, me)
         added = [
-            load(own.at(residual_gmem, row, warpgroup, start), own.layout) for start in split.starts
+            load(own.at(residual_gmem, row, warpgroup, chunk), chunk.layout)
+            for chunk in split.chunks
         ]
         sums = shards.sum_of_all(partial_gmem, token, warpgroup)
         values = [
-            (total + chunk.astype(jnp.float32)).astype(dtype)
-            for total, chunk in zip(sums, added, strict=True)
+            (total + value.astype(jnp.float32)).astype(dtype)
+            for total, value in zip(sums, added, strict=True)
         ]
         squares = [jnp.square(value.astype(jnp.float32)) for value in values]
         mean = own.sum(squares, warpgroup, sums_smem, barrier, step) * (1 / split.hidden_size)
         rstd = jax.lax.rsqrt(mean + options.eps)
         own.store_scalar(rstd_gmem, row, warpgroup, rstd)
-        for value, weight, start in zip(values, weights, split.starts, strict=True):
-            store(own.at(residual_out_gmem, row, warpgroup, start), value)
+        for value, weight, chunk in zip(values, weights, split.chunks, strict=True):
+            store(own.at(residual_out_gmem, row, warpgroup, chunk), value)
             x_hat = as_scaled(value.astype(jnp.float32) * rstd, options.casting, dtype)
             y = (x_hat * own.scale(weight, options.weight_offset)).astype(dtype)
             y_rows, y_row = (whole, token) if options.gather else (own, row)
-            store(y_rows.at(y_gmem, y_row, warpgroup, start), y)
+            store(y_rows.at(y_gmem, y_row, warpgroup, chunk), y)
         return carry
 
     shards.for_rows(normalize, None)
@@ -310,44 +310,43 @@ def _backward_kernel(
     warpgroup = jax.lax.axis_index("warpgroup")
     me = jax.lax.axis_index(options.axis_name)
     flags = shards.flags()
-    weights = [own.load_weight(weight_gmem, warpgroup, start) for start in split.starts]
+    weights = [own.load_weight(weight_gmem, warpgroup, chunk) for chunk in split.chunks]
 
     def own_chunks(ref, row):
         return [
-            load(own.at(ref, row, warpgroup, start), own.layout).astype(jnp.float32)
-            for start in split.starts
+            load(own.at(ref, row, warpgroup, chunk), chunk.layout).astype(jnp.float32)
+            for chunk in split.chunks
         ]
 
     def differentiate(step, row, dweight):
         token = shards.token(row, me)
         added = own_chunks(dresidual_out_gmem, row)
         row_rstd = own.load_scalar(rstd_gmem, row)
-        x_hats = [chunk * row_rstd for chunk in own_chunks(source_gmem, row)]
+        x_hats = [value * row_rstd for value in own_chunks(source_gmem, row)]
         if options.gather:
             dys = shards.sum_of_all(dy_gmem, token, warpgroup)
         else:
             dys = own_chunks(dy_gmem, row)
         scaled = [
-            chunk * own.scale(weight, options.weight_offset)
-            for chunk, weight in zip(dys, weights, strict=True)
+            value * own.scale(weight, options.weight_offset)
+            for value, weight in zip(dys, weights, strict=True)
         ]
         products = [a * b for a, b in zip(scaled, x_hats, strict=True)]
         mean = own.sum(products, warpgroup, sums_smem, barrier, step) * (1 / split.hidden_size)
         sums = []
-        for k, start in enumerate(split.starts):
+        for k, chunk in enumerate(split.chunks):
             dx = (scaled[k] - x_hats[k] * mean) * row_rstd + added[k]
             dx = dx.astype(dtype)
-            store(own.at(dresidual_gmem, row, warpgroup, start), dx)
-            store(whole.at(dpartial_gmem, token, warpgroup, start), dx)
+            store(own.at(dresidual_gmem, row, warpgroup, chunk), dx)
+            store(whole.at(dpartial_gmem, token, warpgroup, chunk), dx)
             x_hat = as_scaled(x_hats[k], options.casting, dtype)
             sums.append(dweight[k] + dys[k] * x_hat)
         return tuple(sums)
 
-    zeros = plgpu.layout_cast(jnp.zeros((4, split.chunk), jnp.float32), own.layout)
-    dweight = shards.for_rows(differentiate, (zeros,) * len(split.starts))
-    for start, value in zip(split.starts, dweight, strict=True):
+    dweight = shards.for_rows(differentiate, tuple(map(zeros, split.chunks)))
+    for chunk, value in zip(split.chunks, dweight, strict=True):
         warps = pl.ds(WARPS_PER_WARPGROUP * warpgroup, WARPS_PER_WARPGROUP)
-        store(dweight_gmem.at[block, warps, pl.ds(start, split.chunk)], value)
+        store(dweight_gmem.at[block, warps, chunk.columns], value)
     shards.wait_for_others(flags, 0)
     shards.fetch_from_others(dpartial_gmem)
     shards.wait_for_others(flags, 1)

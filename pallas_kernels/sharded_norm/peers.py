@@ -121,28 +121,28 @@ class Shards:
             found = []
             for device in self.others():
                 token = self.token(row, device)
-                for start in self.split.starts:
-                    here = self.whole.at(ref, token, warpgroup, start)
-                    found.append((here, load(self.remote(here, device), self.whole.layout)))
-            for here, chunk in found:
-                store(here, chunk)
+                for chunk in self.split.chunks:
+                    here = self.whole.at(ref, token, warpgroup, chunk)
+                    found.append((here, load(self.remote(here, device), chunk.layout)))
+            for here, value in found:
+                store(here, value)
             return carry
 
         self.for_rows(fetch, None)
 
     def sum_of_all(self, ref: Any, token: Any, warpgroup: Any) -> list[jax.Array]:
         """The chunks of a token, added up in float32 in the order of the devices."""
-        chunks = [
+        values = [
             [
                 load(
-                    self.remote(self.whole.at(ref, token, warpgroup, start), device),
-                    self.whole.layout,
+                    self.remote(self.whole.at(ref, token, warpgroup, chunk), device),
+                    chunk.layout,
                 )
-                for start in self.split.starts
+                for chunk in self.split.chunks
             ]
             for device in range(self.num_devices)
         ]
-        total = [chunk.astype(jnp.float32) for chunk in chunks[0]]
-        for of_device in chunks[1:]:
+        total = [value.astype(jnp.float32) for value in values[0]]
+        for of_device in values[1:]:
             total = [a + b.astype(jnp.float32) for a, b in zip(total, of_device, strict=True)]
         return total

@@ -11,9 +11,10 @@ import pytest
 
 from pallas_kernels import add_rms_norm, rms_norm, tuning
 from pallas_kernels.gpu.device import Device
-from pallas_kernels.norm import Config, mosaic_gpu
+from pallas_kernels.norm import Config, backward_kernel, mosaic_gpu
 from pallas_kernels.norm import config as config_module
 from pallas_kernels.norm.config import (
+    Options,
     backward_candidates,
     default_config,
     forward_candidates,
@@ -59,17 +60,20 @@ def test_a_split_covers_the_row_and_nothing_else(itemsize):
     for hidden_size in (*range(64, 1400, 7), 2880, 4096, 5120, 16384, 20480, 32768, 65536):
         for split in splits(hidden_size, itemsize):
             times = np.zeros((split.warps, split.segment), int)
-            for start in split.starts:
-                assert start >= 0 and start + split.chunk <= split.segment
+            for start, vector in split.chunks:
+                assert start >= 0 and start + 32 * vector <= split.segment
                 # A lane's access starts at a multiple of its own width.
-                assert start % split.vector == split.segment % split.vector == 0
-                times[:, start : start + split.chunk] += 1
-            # The last chunk repeats `overlap` elements of the chunk before it.
-            times[:, split.starts[-1] : split.starts[-1] + split.overlap] -= 1
+                assert start % vector == split.segment % vector == 0
+                times[:, start : start + 32 * vector] += 1
+            # The last chunk repeats `overlap` elements of the chunks before it.
+            last = split.chunks[-1]
+            times[:, last.start : last.start + split.overlap] -= 1
             assert np.all(times == 1), split
+            assert split.overlap < min(last.size, max(split.segment // 8, 32) + 1)
             assert split.warps * split.segment == hidden_size
-            assert split.vector * itemsize <= 16 and split.chunk == 32 * split.vector
-            assert len(split.starts) * split.vector == split.elements_per_lane
+            assert split.vector * itemsize <= 16
+            assert split.chunks[0].vector == split.vector
+            assert 32 * split.elements_per_lane == split.segment + split.overlap
             assert split.warpgroups * 4 == max(split.warps, 4)
 
 
@@ -90,6 +94,24 @@ def test_a_split_covers_the_row_and_nothing_else(itemsize):
 def test_the_widest_access_that_fits(hidden_size, warps, itemsize, vector):
     split = split_row(hidden_size, warps, itemsize)
     assert (split and split.vector) == vector
+
+
+@pytest.mark.parametrize(
+    "hidden_size, warps, vectors, overlap",
+    [
+        (2304, 4, [8, 8, 2], 0),
+        (7168, 16, [8, 4, 2], 0),
+        (2880, 4, [8, 8, 8], 48),  # a fifteenth of the segment is there twice
+        (2112, 4, [8, 8, 1], 16),
+        (4608, 8, [8, 8, 2], 0),
+    ],
+)
+def test_narrower_chunks_follow_where_wide_ones_would_repeat_much(
+    hidden_size, warps, vectors, overlap
+):
+    split = split_row(hidden_size, warps, 2)
+    assert split is not None
+    assert [chunk.vector for chunk in split.chunks] == vectors and split.overlap == overlap
 
 
 @pytest.mark.parametrize("warps", [1, 4])
@@ -118,9 +140,9 @@ def test_column_parts_are_whole_chunks_with_sums_that_fit_registers():
     for hidden_size in (64, 720, 4096, 16384, 20480, 32768, 65536):
         for split in splits(hidden_size, 2):
             if (parts := column_parts(split)) is not None:
-                assert len(split.starts) % parts == 0
+                assert len(split.chunks) % parts == 0
                 assert split.elements_per_lane // parts < split.registers
-                assert parts == 1 or not split.overlap
+                assert parts == 1 or {chunk.vector for chunk in split.chunks} == {split.vector}
 
 
 # Launch parameters.
@@ -148,7 +170,7 @@ def test_the_guess_can_be_launched_at_every_width(unchecked_shapes, monkeypatch,
 def test_every_candidate_can_be_launched(unchecked_shapes, monkeypatch, hidden_size, dtype, add):
     monkeypatch.setattr(mosaic_gpu, "target_device", lambda: H100)
     x, _, residual = arrays(hidden_size, dtype, dtype if add else None)
-    base = guess_config(H100, hidden_size, dtype, add=add)
+    base = guess_config(config_module._TUNED_FOR, hidden_size, dtype, add=add)
     forward = forward_candidates(hidden_size, dtype, add=add)
     backward = backward_candidates(hidden_size, dtype, add=add)
     assert forward and backward
@@ -162,6 +184,26 @@ def test_every_candidate_can_be_launched(unchecked_shapes, monkeypatch, hidden_s
     )
     assert all(same(chosen, base, "bwd") for chosen in forward)
     assert all(same(chosen, base, "fwd") for chosen in backward)
+
+
+@pytest.mark.parametrize(
+    "num_tokens, blocks, rows",
+    [
+        (1, 1, 1),
+        (128, 128, 1),  # on as many multiprocessors
+        (256, 128, 2),  # two rows each, and not one or two
+        (1024, 256, 4),
+        (4096, 1024, 4),
+        (16384, 1024, 16),
+        (100000, 1053, 95),
+    ],
+)
+def test_blocks_have_a_few_rows_each(monkeypatch, num_tokens, blocks, rows):
+    monkeypatch.setattr(backward_kernel, "target_device", lambda: H100)
+    options = Options(1e-6, 0.0, "float32", dataclasses.replace(BASE, bwd_blocks=8))
+    dtype = jnp.dtype(BF16)
+    plan = backward_kernel._plan(options, num_tokens, 1024, dtype, num_operands=2)
+    assert (plan.num_blocks, plan.rows.max_steps(plan.num_blocks)) == (blocks, rows)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +221,33 @@ def test_every_candidate_can_be_launched(unchecked_shapes, monkeypatch, hidden_s
 def test_invalid_configurations(field, value, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(BASE, **{field: value})
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_the_guess_on_hopper_brings_rows_ahead_at_every_multiple_of_64(add):
+    for hidden_size in range(512, 16385, 64):
+        guess = guess_config(H100, hidden_size, BF16, add=add)
+        split = split_row(hidden_size, guess.bwd_warps, 2)
+        assert split is not None and guess.bwd_stages >= 2
+        # The sums of `dweight` alone leave a quarter of the registers.
+        assert split.elements_per_lane <= 64
+        row_bytes = 2 * hidden_size * (3 if add else 2) * (4 if split.warps == 1 else 1)
+        assert guess.bwd_blocks * guess.bwd_stages * row_bytes <= H100.smem_bytes
+        assert guess.bwd_blocks * (guess.bwd_stages - 1) * row_bytes >= 48 * 1024
+
+
+@pytest.mark.parametrize(
+    "hidden_size, add, warps, blocks, reread",
+    [
+        (2304, False, 4, 3, False),
+        (4096, False, 8, 2, False),
+        (16384, False, 16, 1, True),
+        (16384, True, 16, 1, True),
+    ],
+)
+def test_the_guess_is_like_the_fastest_of_many_on_an_h200(hidden_size, add, warps, blocks, reread):
+    guess = guess_config(H100, hidden_size, BF16, add=add)
+    assert (guess.bwd_warps, guess.bwd_blocks, guess.bwd_reread) == (warps, blocks, reread)
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,11 @@ def test_all_forward_configurations_agree(hidden_size, dtype, residual, every_wa
         pytest.param(720, BF16, 1, False, marks=pytest.mark.full),
         pytest.param(720, F16, 8, False, marks=pytest.mark.full),
         pytest.param(720, F16, 8, True, marks=pytest.mark.full),
+        (576, BF16, 4, False),
+        pytest.param(576, BF16, 1, True, marks=pytest.mark.full),
+        pytest.param(2112, BF16, 4, True, marks=pytest.mark.full),
+        pytest.param(2304, BF16, 8, False, marks=pytest.mark.full),
+        pytest.param(7168, BF16, 16, True, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -172,6 +177,7 @@ def test_all_backward_configurations_agree(
     ways = [*itertools.product(stages, (False, True))]
     if not every_way:  # each number of stages, and both ways to read a row with and without them
         ways = [way for way in ways if way not in ((2, True), (3, False))]
+    monkeypatch.setattr(backward_kernel, "_ROWS_PER_BLOCK", 1)
     for i, (stages, reread) in enumerate(ways):
         # In turn: one block or three, one partial sum a block or one for every second row.
         blocks, rows_per_partial = ((1, 256), (3, 2), (1, 2), (3, 256))[i % 4]
