@@ -448,16 +448,8 @@ def test_top_k_of_a_vocabulary_that_the_caller_splits(tail, check_vma):
     check_against_formula(got, arrays, teacher, slack=1.2 * math.sqrt(2), **options)
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="needs eight devices")
-def test_kernels_of_a_vocabulary_that_the_caller_splits(interpreted):
-    """Each device has 32 columns. 4 s."""
-    arrays, teacher = make_arrays((16,), 4 * 32, weights=False, biases=True)
-    options = {"divergence": "jensen_shannon", "logit_softcap": 3.0}
-    with jax.default_matmul_precision("highest"):
-        got = graded_on_parts(False, arrays, teacher, implementation="mosaic_gpu", **options)
-    check_against_formula(
-        got, arrays, teacher, slack=1.2 * math.sqrt(2), implementation="mosaic_gpu", **options
-    )
+# The kernels of a split vocabulary are compiled (tests/aot) and not interpreted: at the end of a
+# kernel the interpreter waits for all devices, and on two cores some of them wait in an exchange.
 
 
 @pytest.mark.parametrize(
