@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.loss import linear_cross_entropy
 from pallas_kernels.loss.layout import WeightLayout
+from pallas_kernels.loss.token_loss import softcapped
 
 # All but the arrays, which a call or the layer has, and the layout, which the layer decides.
 LOSS_OPTIONS: dict[str, Any] = {
@@ -45,4 +46,4 @@ def logits_of_head(
     )
     if bias is not None:
         z += bias.astype(jnp.float32)
-    return z if softcap is None else softcap * jnp.tanh(z / softcap)
+    return softcapped(z, softcap)

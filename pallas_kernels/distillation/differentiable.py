@@ -19,9 +19,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.distillation import xla
 from pallas_kernels.distillation.settings import Settings
-from pallas_kernels.gpu.kernel import varying_axes
 from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.counted import fraction_in_effect, in_fewer_rows
+from pallas_kernels.loss.differentiable import is_unchecked
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.operation import Mask, Operation, call, with_members
 from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
@@ -53,10 +53,7 @@ def sum_of_losses(
       num_axes: Number of leading axes of the tokens that the sums keep: 0 adds up all losses.
     """
     first, last = low_rank.arguments(weight)
-    axes = {*settings.vocab_axes}
-    operation = _Distillation(
-        settings, num_axes, is_unchecked=bool(axes) and not varying_axes(first) >= axes
-    )
+    operation = _Distillation(settings, num_axes, is_unchecked(settings.vocab_axes, first))
     biases = () if bias is None else (bias,)
     return call(operation, x, first, coefficients, *biases, *teacher, *last)[0]
 
@@ -81,8 +78,7 @@ class _Distillation:
     Attributes:
       settings: Static settings.
       num_axes: Number of leading axes of the tokens that the sums keep.
-      is_unchecked: Whether the vocabulary is split inside of `jax.shard_map(check_vma=False)`. Its
-        transpose divides the cotangent of a result among the devices, and adds up `dx`.
+      is_unchecked: As `loss.differentiable.is_unchecked` says.
     """
 
     settings: Settings
@@ -128,7 +124,7 @@ class _Distillation:
         # The gradient of a factor is the loss.
         every_loss = wanted is not None and wanted[_COEFFICIENTS]
         loss, *gradients = self._partitioned(early, args, every_loss=every_loss)
-        coefficients = args[2]
+        coefficients = args[_COEFFICIENTS]
         # Otherwise infinity or NaN times a coefficient of 0 would make the sum NaN.
         loss = jnp.where((coefficients == 0) & ~jnp.isfinite(loss), 0.0, loss)
         axes = tuple(range(self.num_axes, coefficients.ndim))

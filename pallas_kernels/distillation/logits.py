@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.loss.token_loss import softcapped
+
 
 class Logits(NamedTuple):
     """Logits of some tokens.
@@ -26,16 +28,11 @@ class Logits(NamedTuple):
 
     def scaled(self, temperature: float) -> Float[Array, "*T V"]:
         """The logits with bias and softcap, divided by the temperature, float32."""
-        return capped(self.with_bias(), self.softcap) / temperature
+        return softcapped(self.with_bias(), self.softcap) / temperature
 
     def times_slope(self, gradient: Float[Array, "*T V"]) -> Float[Array, "*T V"]:
         """The gradient times the derivative of the softcap."""
         return times_slope(gradient, self.with_bias(), self.softcap)
-
-
-def capped(z: Float[Array, "..."], softcap: float | None) -> Float[Array, "..."]:
-    """`c · tanh(z / c)`, or `z` itself without a cap."""
-    return z if softcap is None else softcap * jnp.tanh(z / softcap)
 
 
 def times_slope(

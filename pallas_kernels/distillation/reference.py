@@ -11,12 +11,12 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.distillation import divergence
 from pallas_kernels.distillation.differentiable import roles_of
-from pallas_kernels.distillation.logits import capped
 from pallas_kernels.distillation.settings import Settings
 from pallas_kernels.distillation.top_k import log_probs_of_classes
 from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.reference import float32_logits
+from pallas_kernels.loss.token_loss import softcapped
 from pallas_kernels.partition import Place, Roles, Tokens, split_over_explicit_axes
 
 
@@ -81,7 +81,7 @@ def _log_probs(
     is_left_out = ~is_counted & ~jnp.all(jnp.isfinite(x), axis=-1)
     x = jnp.where(is_left_out[..., None], 0, x)
     logits = float32_logits(layout, x, weight, () if bias is None else (bias,))
-    return jax.nn.log_softmax(capped(logits, softcap) / temperature, axis=-1)
+    return jax.nn.log_softmax(softcapped(logits, softcap) / temperature, axis=-1)
 
 
 def _of_top_k(settings: Settings, log_p: Any, log_probs: Any, columns: Any) -> Any:

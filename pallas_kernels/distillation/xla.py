@@ -22,12 +22,13 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.choices import log_once
 from pallas_kernels.distillation import passes
 from pallas_kernels.distillation.divergence import Rows, Statistics, derivative, statistics
-from pallas_kernels.distillation.logits import Logits, capped, times_slope
+from pallas_kernels.distillation.logits import Logits, times_slope
 from pallas_kernels.distillation.settings import Settings, TeacherEmbedding
 from pallas_kernels.distillation.top_k import statistics_of_classes
 from pallas_kernels.folding import fold_chunks
 from pallas_kernels.loss.columns import product, rescaled, rows_that_count, weight_product
 from pallas_kernels.loss.layout import Embedding, sizes
+from pallas_kernels.loss.token_loss import softcapped
 from pallas_kernels.operation import Mask
 
 
@@ -198,7 +199,7 @@ def _of_top_k(
     if bias is not None:
         own += bias.at[local].get(mode="fill", fill_value=0).astype(jnp.float32)
     own = jax.lax.psum(own, rows.axes) if rows.axes else own
-    top = jnp.where(columns < vocab_size, capped(own, softcap), -jnp.inf) / temperature
+    top = jnp.where(columns < vocab_size, softcapped(own, softcap), -jnp.inf) / temperature
     # All logits are read before their memory changes, or XLA would copy them.
     top, logits = jax.lax.optimization_barrier((top, logits))
     # A bound would make -inf finite. No product is exactly the lowest number, other than by chance.

@@ -65,7 +65,11 @@ def log_probs(
     """
     first, last = low_rank.arguments(weight)
     operation = _LogProbs(
-        request, temperature, with_entropy, with_argmax, is_unchecked(request, first)
+        request,
+        temperature,
+        with_entropy,
+        with_argmax,
+        is_unchecked(request.settings.vocab_axes, first),
     )
     biases = () if bias is None else (bias,)
     return call(operation, x, first, labels, *biases, *last)

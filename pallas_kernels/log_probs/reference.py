@@ -13,6 +13,7 @@ from pallas_kernels.loss.arguments import IGNORED
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.plan import Request
 from pallas_kernels.loss.reference import arguments_and_roles, float32_logits
+from pallas_kernels.loss.token_loss import softcapped
 from pallas_kernels.partition import Place, Roles, Tokens, split_over_explicit_axes
 
 
@@ -48,8 +49,7 @@ def _log_probs_of(key: tuple[Any, ...], place: Place) -> Callable[..., Sequence[
         # `jnp.where` gives ignored tokens the gradient 0, and 0 · NaN is NaN.
         x = jnp.where((labels == IGNORED)[..., None], 0, x)
         logits = float32_logits(layout, x, weight, bias)
-        if softcap is not None:
-            logits = softcap * jnp.tanh(logits / softcap)
+        logits = softcapped(logits, softcap)
         found = distribution_of_logits(logits / temperature, labels, with_entropy, with_argmax)
         return of_labels(found, labels, logits.shape[-1])
 

@@ -13,6 +13,7 @@ from pallas_kernels.loss.columns import Columns, place_in_vocabulary
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.mosaic_gpu import statistics as kernels
 from pallas_kernels.loss.plan import Settings
+from pallas_kernels.loss.token_loss import softcapped
 
 _LEAST = -1e4  # finite logarithm of a probability of 0, whose exponential is 0
 
@@ -93,8 +94,7 @@ def distribution_of_linear(
         logits = columns.logits(x)
         if bias is not None:
             logits += bias.astype(jnp.float32)
-        if softcap is not None:
-            logits = softcap * jnp.tanh(logits / softcap)
+        logits = softcapped(logits, softcap)
         found = distribution_of_logits(logits / temperature, labels, with_entropy, with_argmax)
         return None, found
 

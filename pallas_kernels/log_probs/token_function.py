@@ -299,5 +299,11 @@ def results_of_function(
     """
     first, last = low_rank.arguments(weight)
     others = last if bias is None else (bias, *last)
-    operation = kind(request, temperature, function, len(others), is_unchecked(request, first))
+    operation = kind(
+        request,
+        temperature,
+        function,
+        len(others),
+        is_unchecked(request.settings.vocab_axes, first),
+    )
     return call(operation, x, first, labels, *others, *data)

@@ -64,18 +64,17 @@ def sums_of_losses(
       num_axes: Number of leading axes of the tokens that the sums keep: 0 adds up all losses.
     """
     first, last = low_rank.arguments(weight)
-    operation = _CrossEntropy(request, num_axes, is_unchecked(request, first))
+    operation = _CrossEntropy(request, num_axes, is_unchecked(request.settings.vocab_axes, first))
     biases = () if bias is None else (bias,)
     total, *losses = call(operation, x, first, coefficients, labels, *biases, *last)
     return total, TokenLosses(*losses)
 
 
-def is_unchecked(request: Request, weight: Any) -> bool:
+def is_unchecked(axes: Sequence[str], weight: Any) -> bool:
     """Whether the vocabulary is split inside of `jax.shard_map(check_vma=False)`.
 
     Its transpose divides the cotangent of a result among the devices, and adds up `dx`.
     """
-    axes = request.settings.vocab_axes
     return bool(axes) and not varying_axes(weight) >= {*axes}
 
 

@@ -95,11 +95,9 @@ def finite_where_not_counted(losses: TokenLosses, coefficients: Float[Array, "*T
     return TokenLosses(*map(finite, losses))
 
 
-def softcap(logits: Float[Array, "*T V"], options: LossOptions) -> Float[Array, "*T V"]:
+def softcapped(logits: Float[Array, "..."], softcap: float | None) -> Float[Array, "..."]:
     """`c · tanh(logits / c)`, or the logits themselves without a cap."""
-    if options.logit_softcap is None:
-        return logits
-    return options.logit_softcap * jnp.tanh(logits / options.logit_softcap)
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 def token_losses(
@@ -110,7 +108,7 @@ def token_losses(
     A label that is neither `ignore_index` nor in `[0, V)` gives NaN.
     """
     vocab_size = logits.shape[-1]
-    capped = softcap(logits, options)
+    capped = softcapped(logits, options.logit_softcap)
     lse = jax.nn.logsumexp(capped, axis=-1)
     valid = is_valid(labels, options)
     in_range = (labels >= 0) & (labels < vocab_size)
@@ -136,7 +134,7 @@ def statistics(
     A label outside of `[0, V)` is not in these columns.
     """
     vocab_size = logits.shape[-1]
-    capped = softcap(logits, options)
+    capped = softcapped(logits, options.logit_softcap)
     in_range = (labels >= 0) & (labels < vocab_size)
     column = jnp.where(in_range, labels, 0)[:, None]
     label_logit = jnp.take_along_axis(capped, column, axis=-1)[:, 0]
@@ -199,7 +197,7 @@ def dlogits(
     where p is close to 1. A label that is no column changes no entry. `vocab_size` is the size of
     the whole vocabulary, of which the logits may be a part.
     """
-    capped = softcap(logits, options)
+    capped = softcapped(logits, options.logit_softcap)
     probabilities = jnp.exp(capped - lse[:, None])
     smoothing = options.label_smoothing
     columns = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 1)

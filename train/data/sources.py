@@ -1,11 +1,13 @@
 """The datasets that a configuration names."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from train.config import DataConfig
 from train.data.cache import Entry, default_cache_dir, tokenized
-from train.data.chat import load_chat_template
+from train.data.chat import ChatTemplate, load_chat_template
 from train.data.errors import DataError
 from train.data.files import Reader, find_files, has_records
 from train.data.mixture import MixtureDataset
@@ -106,8 +108,14 @@ def _entries(
             f"than the model's {vocab_size=}; set --model.vocab-size {tokenizer.vocab_size} or more"
         )
 
+    @functools.cache
+    def template() -> ChatTemplate | None:
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            return None
+        return load_chat_template(tokenizer)
+
     def entry(path: Path, fraction: float) -> Entry:
-        return _entry(config, tokenizer, path, fraction, preferences)
+        return _entry(config, tokenizer, path, fraction, preferences, template)
 
     # With held-out text of its own, all of `path` is for training.
     fraction = 0.0 if config.held_out_path else config.held_out_fraction
@@ -122,7 +130,12 @@ def _entries(
 
 
 def _entry(
-    config: DataConfig, tokenizer: Tokenizer, path: Path, fraction: float, preferences: bool
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    path: Path,
+    fraction: float,
+    preferences: bool,
+    template: Callable[[], ChatTemplate | None],
 ) -> Entry:
     try:
         files = find_files(path)
@@ -130,9 +143,6 @@ def _entry(
         raise DataError(
             f"{error.filename or path} cannot be read ({error.strerror}); check permissions"
         ) from error
-    template = None
-    if isinstance(tokenizer, HuggingFaceTokenizer) and has_records(files):
-        template = load_chat_template(tokenizer)
     reader = Reader(
         files=files,
         text_field=config.text_field,
@@ -140,7 +150,7 @@ def _entry(
         vocab_size=tokenizer.vocab_size,
         end_of_text=tokenizer.eos,
         preferences=preferences,
-        chat_template=template,
+        chat_template=template() if has_records(files) else None,
     )
     entry = tokenized(
         reader,
