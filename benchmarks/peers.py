@@ -2,11 +2,14 @@
 
     python -m benchmarks.peers
 
-prints which of them are installed, in which versions. The benchmarks `bench`, `loss`, `log_probs`
-and `distillation` of `benchmarks.kernels` measure them with `--peers`. This project does not
-require them:
+prints which of them are installed, in which versions. The benchmarks `bench`, `loss`, `log_probs`,
+`distillation` and `attention` of `benchmarks.kernels` measure them with `--peers`. This project
+does not require them:
 
     pip install torch liger-kernel quack-kernels nvidia-cutlass-dsl==4.7.1 cut-cross-entropy tokamax
+
+FlashAttention-3 (`flash-attn-3`) is built from its source, the folder `hopper` of
+https://github.com/Dao-AILab/flash-attention.
 """
 
 import dataclasses
@@ -23,6 +26,7 @@ import jax.numpy as jnp
 
 from benchmarks.kernels.formulas import (
     ADD_RMS_NORM,
+    ATTENTION,
     EPS,
     LAYER_NORM,
     LINEAR_CROSS_ENTROPY,
@@ -45,6 +49,7 @@ PACKAGES = (
     "quack-kernels",
     "cut-cross-entropy",
     "tokamax",
+    "flash-attn-3",
 )
 
 
@@ -143,7 +148,8 @@ def prepare(peer: Peer, sets: list[Arrays], direction: Direction) -> Prepared:
 
 def to_jax(tensors: dict[str, Any]) -> Arrays:
     """PyTorch's results as JAX arrays."""
-    return {k: jnp.asarray(jax.dlpack.from_dlpack(t.detach())) for k, t in tensors.items()}
+    dense = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    return {name: jnp.asarray(jax.dlpack.from_dlpack(t)) for name, t in dense.items()}
 
 
 def _to_torch(array: jax.Array) -> Any:
@@ -369,6 +375,28 @@ def _cce() -> Callable[..., Any]:
     return importlib.import_module("cut_cross_entropy").linear_cross_entropy
 
 
+def _sdpa(backend: str) -> Callable[..., Any]:
+    module = importlib.import_module("torch.nn.attention")
+    attention = _functional().scaled_dot_product_attention
+
+    def run(q, k, v):
+        heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        with module.sdpa_kernel(getattr(module.SDPBackend, backend)):
+            return attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    return run
+
+
+def _flash_attention_3() -> Callable[..., Any]:
+    attention = importlib.import_module("flash_attn_interface").flash_attn_func
+
+    def run(q, k, v):
+        out = attention(q, k, v, causal=True)
+        return out[0] if isinstance(out, tuple) else out  # some versions return the statistics too
+
+    return run
+
+
 def _of_log_probs(
     op: str, formula: Formula, fn: Callable[..., Any], *, entropy: bool
 ) -> tuple[Peer, ...]:
@@ -451,6 +479,9 @@ _PEERS = (
         LINEAR_JENSEN_SHANNON,
         _liger_jensen_shannon,
     ),
+    Peer("attention", "PyTorch, cuDNN", "torch", ATTENTION, lambda: _sdpa("CUDNN_ATTENTION")),
+    Peer("attention", "PyTorch, flash", "torch", ATTENTION, lambda: _sdpa("FLASH_ATTENTION")),
+    Peer("attention", "FlashAttention-3", "flash-attn-3", ATTENTION, _flash_attention_3),
 )
 
 

@@ -1,6 +1,7 @@
 """The formulas that every implementation of an operation is checked against."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -88,6 +89,30 @@ def _linear_jensen_shannon(x, weight, teacher_x, teacher_weight):
     return jnp.sum(terms) / (2 * len(x))
 
 
+def attention(q, k, v, *, is_causal: bool = True):
+    """Attention of `q` `[B, S, N, H]` to `k` and `v` `[B, S, K, H]`, each for N / K heads of `q`.
+
+    One key head of one sequence at a time, because float32 logits of all heads fill a card.
+    """
+    batch_size, length, num_kv_heads, head_size = k.shape
+    scores = functools.partial(jnp.einsum, precision="highest")
+
+    @jax.checkpoint
+    def of_one_kv_head(arrays):
+        q, k, v = arrays
+        logits = scores("sgh,th->gst", q, k) * head_size**-0.5
+        if is_causal:
+            logits = jnp.where(jnp.tri(length, dtype=bool), logits, -jnp.inf)
+        return scores("gst,th->sgh", jax.nn.softmax(logits), v)
+
+    by_head = lambda a: jnp.moveaxis(a, 2, 1).reshape(-1, length, *a.shape[3:])
+    queries = q.reshape(batch_size, length, num_kv_heads, -1, head_size)
+    out = jax.lax.map(of_one_kv_head, (by_head(queries), by_head(k), by_head(v)))
+    return jnp.moveaxis(out.reshape(batch_size, num_kv_heads, *out.shape[1:]), 1, 2).reshape(
+        q.shape
+    )
+
+
 RMS_NORM = Formula(_rms_norm, ("x", "weight"), ("y",), ("x", "weight"))
 ADD_RMS_NORM = Formula(
     _add_rms_norm, ("x", "residual", "weight"), ("y", "residual_out"), ("x", "weight")
@@ -105,6 +130,10 @@ LINEAR_LOG_PROBS_AND_ENTROPY = Formula(
 )
 POLICY_LOSS = Formula(_policy_loss, (*_OF_LABELS, "advantages"), ("loss",), ("x", "weight"))
 LINEAR_JENSEN_SHANNON = Formula(_linear_jensen_shannon, _OF_TEACHER, ("loss",), ("x", "weight"))
+ATTENTION = Formula(attention, ("q", "k", "v"), ("out",), ("q", "k", "v"))
+FULL_ATTENTION = Formula(
+    functools.partial(attention, is_causal=False), ("q", "k", "v"), ("out",), ("q", "k", "v")
+)
 
 
 def exact(formula: Formula, arrays: Mapping[str, jax.Array]) -> Arrays:

@@ -1,0 +1,410 @@
+"""Times causal attention with grouped queries: cuDNN, the Mosaic GPU kernels of others, PyTorch.
+
+    python -m benchmarks.kernels.attention --peers
+
+A shape is sequences x length x query heads x key heads x head size. Data is random and bfloat16;
+times are kernel times (`benchmarks/timing.py`), medians over interleaved rounds. cuDNN runs as
+`models/llama.py` calls it. The other kernels in JAX have several tiles each; all of them are timed,
+and the table has the fastest. The backward is the forward with the backward less the forward. A
+forward counts 4 B N S² H floating-point operations, half of them if it is causal, and a backward
+2.5 times as many. A result that differs from the formula in float32 by over 2 % is not timed.
+
+JAX's `attention_mgpu` takes float16 alone, scales no logits, so that its queries are scaled before,
+and has a backward without a mask only. The rows "no mask" compare that backward with cuDNN's.
+`--peers` adds tokamax and the PyTorch libraries of `benchmarks/peers.py`. All programs are compiled
+first, in threads. The benchmark writes a table and all numbers into the folder of results.
+"""
+
+import argparse
+import dataclasses
+import functools
+import gc
+import importlib
+import importlib.metadata
+import itertools
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import ceilings, peers, timing
+from benchmarks.kernels import shapes
+from benchmarks.kernels.bench import short_name, write_results
+from benchmarks.kernels.formulas import (
+    ATTENTION,
+    FULL_ATTENTION,
+    Arrays,
+    Formula,
+    exact,
+    wrong_result,
+)
+from benchmarks.kernels.ops import Direction
+from benchmarks.kernels.shapes import Shape
+
+# The attention of Llama 3.2 1B, Llama 3.1 8B and Qwen3 0.6B.
+SHAPES: tuple[Shape, ...] = (
+    (4, 4096, 32, 8, 64),
+    (1, 8192, 32, 8, 128),
+    (2, 4096, 16, 8, 128),
+)
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "forward+backward")
+_PEERS_OP = "attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A contender with its tiles.
+
+    Attributes:
+      name: Name of the contender.
+      tiles: Tiles, as the tables show them; empty if the contender chooses them.
+      attend: Function `(q, k, v) -> out` of `[B, S, heads, H]`.
+      directions: Directions to time.
+      formula: Formula that it computes.
+      dtype: Dtype of its arrays.
+      scales_logits: Whether it divides the logits by √H. If not, its queries are divided before.
+    """
+
+    name: str
+    tiles: str
+    attend: Callable[..., jax.Array]
+    directions: tuple[Direction, ...] = DIRECTIONS
+    formula: Formula = ATTENTION
+    dtype: Any = jnp.bfloat16
+    scales_logits: bool = True
+
+    def program(self, direction: Direction) -> Callable[..., Arrays]:
+        """The function of `q`, `k`, `v` and `dout` to compile."""
+
+        def forward(q, k, v, dout) -> Arrays:
+            del dout
+            return {"out": self.attend(q, k, v)}
+
+        def both(q, k, v, dout) -> Arrays:
+            out, vjp = jax.vjp(self.attend, q, k, v)
+            dq, dk, dv = vjp(dout)
+            return {"out": out, "dq": dq, "dk": dk, "dv": dv}
+
+        return forward if direction == "forward" else both
+
+    def arguments(self, arrays: Arrays) -> tuple[jax.Array, ...]:
+        """The arguments of the program."""
+        q = arrays["q"] if self.scales_logits else arrays["q"] * _scale(arrays["q"])
+        return tuple(a.astype(self.dtype) for a in (q, arrays["k"], arrays["v"], arrays["dout"]))
+
+    def results(self, results: Arrays) -> Arrays:
+        """The results of the program as those of the formula."""
+        if self.scales_logits or "dq" not in results:
+            return results
+        return results | {"dq": results["dq"] * _scale(results["dq"])}
+
+
+def _scale(q: jax.Array) -> float:
+    return q.shape[-1] ** -0.5
+
+
+def variants(*, with_tokamax: bool) -> list[Variant]:
+    """The contenders that run in JAX, each with all of its tiles."""
+    cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    return [
+        Variant("cuDNN", "", functools.partial(cudnn, is_causal=True)),
+        Variant("cuDNN, no mask", "", cudnn, formula=FULL_ATTENTION),
+        *_of_jax(),
+        *(_of_tokamax() if with_tokamax else ()),
+    ]
+
+
+def _of_jax() -> list[Variant]:
+    module = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
+
+    def attend(is_causal: bool, block_q: int, block_kv: int, stages: int, **backward: int):
+        config = module.TuningConfig(block_q, block_kv, stages, causal=is_causal, **backward)
+        return lambda q, k, v: module.attention(q, k, v, config)
+
+    of_float16 = {"dtype": jnp.float16, "scales_logits": False}
+    full = {"formula": FULL_ATTENTION, **of_float16}
+    found = [
+        # Not supported by JAX 0.11 and 0.12.
+        Variant("JAX, bfloat16", "64x128x2", attend(True, 64, 128, 2), scales_logits=False)
+    ]
+    for tiles in ((64, 128, 2), (64, 128, 3), (64, 256, 2), (128, 64, 2)):
+        label, run = "x".join(map(str, tiles)), attend(True, *tiles)
+        # The backward, which raises an error, is asked for once.
+        directions = DIRECTIONS if tiles == (64, 128, 2) else DIRECTIONS[:1]
+        found.append(Variant("JAX, float16", label, run, directions, **of_float16))
+    forward = DIRECTIONS[:1]
+    found.append(
+        Variant("JAX, float16, no mask", "64x128x2", attend(False, 64, 128, 2), forward, **full)
+    )
+    for block_q, block_kv, warpgroups in ((64, 64, 2), (128, 64, 1), (128, 64, 2)):
+        run = attend(
+            False,
+            64,
+            128,
+            2,
+            block_q_dkv=block_q,
+            block_kv_dkv=block_kv,
+            block_q_dq=block_q,
+            block_kv_dq=block_kv,
+            compute_wgs_bwd=warpgroups,
+        )
+        label = f"{block_q}x{block_kv}, warpgroups: {warpgroups}"
+        found.append(Variant("JAX, float16, no mask", label, run, DIRECTIONS[1:], **full))
+    return found
+
+
+def _of_tokamax() -> list[Variant]:
+    attention = importlib.import_module("tokamax").dot_product_attention
+    # Its public function takes a kernel with a configuration, but does not export either.
+    folder = "tokamax._src.ops.attention"
+    kernel = importlib.import_module(f"{folder}.api").IMPLEMENTATIONS["mosaic_gpu"]
+    forward = importlib.import_module(f"{folder}.pallas_mosaic_gpu_kernel_sm90").Config
+    backward = importlib.import_module(f"{folder}.pallas_mosaic_gpu_vjp_common").Config
+
+    def attend(kernel):
+        return functools.partial(attention, is_causal=True, implementation=(kernel,))
+
+    found = []
+    # The first is the default, the third and the fourth are what its own tuning found for rows of
+    # 4096 and head sizes 128 and 64.
+    for block_q, block_kv, stages in ((64, 128, 2), (64, 128, 3), (64, 256, 3), (128, 64, 2)):
+        config = forward(block_q=block_q, block_kv=block_kv, num_stages=stages)
+        run = attend(kernel.replace(config=config, vjp=kernel.vjp))
+        label = f"{block_q}x{block_kv}x{stages}"
+        found.append(Variant("tokamax", label, run, DIRECTIONS[:1]))
+    config = forward(block_q=64, block_kv=128, num_stages=2)
+    # The first is the default and what its own tuning found for rows of 4096.
+    for of_dkv, of_dq, stages in (
+        ((64, 64), (64, 64), 2),
+        ((64, 64), (64, 64), 3),
+        ((64, 64), (64, 128), 2),
+        ((128, 64), (64, 64), 2),
+        ((128, 64), (128, 64), 2),
+    ):
+        of_backward = backward(
+            block_q_dkv=of_dkv[0],
+            block_kv_dkv=of_dkv[1],
+            block_q_dq=of_dq[0],
+            block_kv_dq=of_dq[1],
+            num_stages=stages,
+        )
+        run = attend(kernel.replace(config=config, vjp=kernel.vjp.replace(config=of_backward)))
+        label = f"dk and dv {shapes.label(of_dkv)}, dq {shapes.label(of_dq)}, {stages} stages"
+        found.append(Variant("tokamax", label, run, DIRECTIONS[1:]))
+    return found
+
+
+def operations(shape: Shape, direction: Direction, *, is_causal: bool) -> float:
+    """Floating-point operations of a call."""
+    batch_size, length, num_heads, _, head_size = shape
+    forward = 4 * batch_size * num_heads * length**2 * head_size / (2 if is_causal else 1)
+    return forward if direction == "forward" else 3.5 * forward
+
+
+def specs_of(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+    """The inputs by name, and the cotangent."""
+    batch_size, length, num_heads, num_kv_heads, head_size = shape
+    of_queries = jax.ShapeDtypeStruct((batch_size, length, num_heads, head_size), jnp.bfloat16)
+    of_keys = jax.ShapeDtypeStruct((batch_size, length, num_kv_heads, head_size), jnp.bfloat16)
+    return {"q": of_queries, "k": of_keys, "v": of_keys, "dout": of_queries}
+
+
+type Program = tuple[Shape, Variant, Direction]
+type Compiled = Callable[..., Arrays] | Exception
+
+
+def compile_all(programs: Sequence[Program]) -> dict[Program, Compiled]:
+    """The compiled programs, or the errors of the compilers."""
+
+    def compiled(program: Program) -> Compiled:
+        shape, variant, direction = program
+        specs = jax.eval_shape(variant.arguments, specs_of(shape))
+        try:
+            return jax.jit(variant.program(direction)).lower(*specs).compile()
+        except Exception as error:  # that a contender does not support a case is a result
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(programs, pool.map(compiled, programs), strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """What a record says beside the times."""
+
+    contender: str
+    tiles: str
+    direction: Direction
+    is_causal: bool
+
+
+def measure(
+    shape: Shape, compiled: dict[Program, Compiled], *, with_peers: bool, rounds: int
+) -> list[dict[str, Any]]:
+    """One record for each program of a shape, and for each peer and direction."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = {
+        name: jax.random.normal(key, spec.shape, spec.dtype)
+        for key, (name, spec) in zip(keys, specs_of(shape).items(), strict=True)
+    }
+    formulas = {variant.formula for of_shape, variant, _ in compiled if of_shape == shape}
+    if with_peers:
+        formulas.add(ATTENTION)
+    expected = {formula: exact(formula, arrays) for formula in formulas}
+
+    found: dict[_Row, timing.Case | timing.Timing] = {}
+    for (of_shape, variant, direction), program in compiled.items():
+        if of_shape != shape:
+            continue
+        row = _Row(variant.name, variant.tiles, direction, variant.formula is ATTENTION)
+        prepare = functools.partial(_prepare, program, variant, arrays)
+        found[row] = _checked(row, prepare, variant.results, expected[variant.formula])
+    if with_peers:
+        peers.reset()
+        for peer, direction in itertools.product(peers.peers_of(_PEERS_OP), DIRECTIONS):
+            row = _Row(peer.name, "", direction, is_causal=True)
+            prepare = functools.partial(_prepare_peer, peer, arrays, direction)
+            found[row] = _checked(row, prepare, peers.to_jax, expected[ATTENTION])
+    del expected
+
+    cases = [case for case in found.values() if isinstance(case, timing.Case)]
+    timings = timing.compare(cases, rounds=rounds)
+    records = []
+    for row, case in found.items():
+        measured = timings[case.name] if isinstance(case, timing.Case) else case
+        record: dict[str, Any] = {"shape": list(shape)} | dataclasses.asdict(row)
+        record |= measured.summary()
+        if measured.error is None:
+            work = operations(shape, row.direction, is_causal=row.is_causal)
+            record["tflops"] = work / measured.median_ms / 1e9
+        records.append(record)
+    return records
+
+
+def _prepare(program: Compiled, variant: Variant, arrays: Arrays) -> list[Callable[[], Arrays]]:
+    if isinstance(program, Exception):
+        raise program
+    return [functools.partial(program, *variant.arguments(arrays))]
+
+
+def _prepare_peer(peer: peers.Peer, arrays: Arrays, direction: Direction) -> list[Callable]:
+    return peers.prepare(peer, [arrays], direction).calls
+
+
+def _checked(
+    row: _Row,
+    prepare: Callable[[], list[Callable[[], Any]]],
+    results: Callable[[Any], Arrays],
+    expected: Arrays,
+) -> timing.Case | timing.Timing:
+    """The calls, or why they are not timed."""
+    try:
+        calls = prepare()
+        reason = wrong_result(results(calls[0]()), expected)
+    except Exception as error:  # running out of memory is a result
+        return timing.Timing(error=timing.first_line(error))
+    return timing.Timing(error=reason) if reason else timing.Case(str(row), calls)
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown tables, a section for each shape, with the fastest tiles of each contender."""
+    lines = []
+    for shape in dict.fromkeys(tuple(r["shape"]) for r in records):
+        rows = [r for r in records if tuple(r["shape"]) == shape]
+        lines += [
+            f"## {shapes.label(shape)}",
+            "",
+            "| contender | forward | with the backward | backward | tiles |",
+            "|---|---|---|---|---|",
+        ]
+        failures = []
+        for name in dict.fromkeys(r["contender"] for r in rows):
+            of_name = [r for r in rows if r["contender"] == name]
+            best = {}
+            for direction in dict.fromkeys(r["direction"] for r in of_name):
+                tried = [r for r in of_name if r["direction"] == direction]
+                timed = [r for r in tried if "error" not in r]
+                if timed:
+                    best[direction] = min(timed, key=lambda r: r["median_ms"])
+                failures += [
+                    f"- {', '.join(filter(None, (name, r['tiles'], direction)))}: {r['error']}"
+                    for r in tried
+                    if "error" in r
+                ]
+            if best:
+                lines.append(f"| {name} | {' | '.join(_cells(shape, best))} |")
+        lines += ["", "Milliseconds; in brackets TFLOP/s.", ""]
+        if failures:
+            lines += ["Not timed:", "", *failures, ""]
+    return "\n".join(lines)
+
+
+def _cells(shape: Shape, best: dict[str, dict[str, Any]]) -> list[str]:
+    forward, both = (best.get(direction) for direction in DIRECTIONS)
+    cell = lambda ms, tflops: f"{ms:.3f} ({tflops:.0f})"
+    cells = [cell(r["median_ms"], r["tflops"]) if r else "" for r in (forward, both)]
+    if forward and both:
+        backward_ms = both["median_ms"] - forward["median_ms"]
+        work = 2.5 * operations(shape, "forward", is_causal=both["is_causal"])
+        cells.append(cell(backward_ms, work / backward_ms / 1e9))
+    else:
+        cells.append("")
+    return [*cells, "; ".join(r["tiles"] for r in (forward, both) if r and r["tiles"])]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line, measures, writes the results and prints them."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kernels.attention",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
+    parser.add_argument("--peers", action="store_true", help="add tokamax and PyTorch libraries")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args(argv)
+    for shape in args.shapes:
+        if len(shape) != len(SHAPES[0]):
+            parser.error(f"a shape is such as {shapes.label(SHAPES[0])}, not {shapes.label(shape)}")
+
+    device_kind = timing.require_gpu()
+    absent = peers.missing()
+    if args.peers and "torch" in absent:
+        sys.exit("--peers needs torch, which is not installed")
+    packages = ("jax", "jaxlib", *(peers.PACKAGES if args.peers else ()))
+    found = [f"{p} {importlib.metadata.version(p)}" for p in packages if p not in absent]
+    command = f"python -m benchmarks.kernels.attention {shlex.join(argv)}"
+    title = (
+        f"# Attention on {device_kind}\n\n{time.strftime('%Y-%m-%d')}, {device_kind}, "
+        f"{', '.join(found)}. Kernel time, median of {args.rounds} interleaved rounds; "
+        f"{ceilings.measure()} by wall time.\n\n    {command}\n\n"
+    )
+    contenders = variants(with_tokamax=args.peers and "tokamax" not in absent)
+    programs: list[Program] = [
+        (s, v, d) for s in args.shapes for v in contenders for d in v.directions
+    ]
+    start = time.perf_counter()
+    compiled = compile_all(programs)
+    print(f"{len(programs)} programs in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+
+    device = short_name(device_kind)
+    records: list[dict[str, Any]] = []
+    contents = {"device": device_kind, "versions": found, "command": command, "records": records}
+    for shape in args.shapes:
+        print(f"{shapes.label(shape)} ...", file=sys.stderr, flush=True)
+        records += measure(shape, compiled, with_peers=args.peers, rounds=args.rounds)
+        gc.collect()  # PyTorch's graphs hold their inputs in reference cycles
+        write_results(args.output_dir, "attention", device, contents, title + table(records))
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main()

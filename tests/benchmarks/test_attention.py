@@ -1,0 +1,130 @@
+"""The benchmark of attention without a GPU: the formula, the checks, the figures and the table."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import ceilings, peers, timing
+from benchmarks.kernels import attention, formulas
+from benchmarks.kernels.attention import DIRECTIONS, Variant
+
+SHAPE = (2, 32, 6, 2, 16)
+
+
+def attend(q, k, v, *, is_causal=True, scale=1.0):
+    in_float32 = (a.astype(jnp.float32) for a in (scale * q, k, v))
+    return formulas.attention(*in_float32, is_causal=is_causal).astype(q.dtype)
+
+
+full = functools.partial(attend, is_causal=False)
+# The formula divides by the root of the head size.
+unscaled = functools.partial(attend, scale=4.0)
+
+
+def measure(variants, *, with_peers=False):
+    programs = [(SHAPE, v, d) for v in variants for d in v.directions]
+    compiled = attention.compile_all(programs)
+    return attention.measure(SHAPE, compiled, with_peers=with_peers, rounds=2)
+
+
+def test_the_formula_is_jaxs():
+    """2 s."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        name: jnp.asarray(rng.standard_normal(spec.shape), jnp.float32)
+        for name, spec in attention.specs_of(SHAPE).items()
+    }
+    by_jax = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    variant = Variant("", "", by_jax, dtype=jnp.float32)
+    got = variant.program("forward+backward")(*variant.arguments(arrays))
+    expected = formulas.exact(formulas.ATTENTION, arrays)
+    assert got.keys() == expected.keys()
+    for name, array in got.items():
+        np.testing.assert_allclose(array, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.usefixtures("two_ms_a_call")
+def test_contenders_are_checked_before_they_are_timed():
+    """4 s."""
+
+    def unsupported(q, k, v):
+        raise NotImplementedError("no such mask")
+
+    records = measure(
+        [
+            Variant("right", "", attend),
+            Variant(
+                "unscaled", "", unscaled, DIRECTIONS[1:], scales_logits=False, dtype=jnp.float16
+            ),
+            Variant("full", "", full, DIRECTIONS[:1], formulas.FULL_ATTENTION),
+            Variant("wrong", "", full, DIRECTIONS[:1]),
+            Variant("absent", "", unsupported, DIRECTIONS[:1]),
+        ]
+    )
+    assert [r["median_ms"] for r in records[:4]] == [2.0] * 4
+    # 4 x 2 x 6 x 32² x 16 operations, of which a causal mask leaves half.
+    forward = 786_432 / 2e-3 / 1e12
+    expected = [forward / 2, 1.75 * forward, 1.75 * forward, forward]
+    assert [r["tflops"] for r in records[:4]] == pytest.approx(expected)
+    assert records[4]["error"].startswith("wrong result: relative error")
+    assert records[5]["error"] == "NotImplementedError: no such mask"
+
+
+def test_the_table_has_the_fastest_tiles_and_the_failures():
+    def record(direction, tiles, **measured):
+        row = {"contender": "a", "tiles": tiles, "direction": direction, "is_causal": True}
+        return {"shape": list(SHAPE), **row, **measured}
+
+    work = attention.operations(SHAPE, "forward", is_causal=True)
+    timed = lambda ms: {"median_ms": ms, "tflops": work / ms / 1e9}
+    lines = attention.table(
+        [
+            record("forward", "64x64", **timed(3e-7)),
+            record("forward", "64x128", **timed(2e-7)),
+            record("forward", "64x256", error="too large"),
+            record("forward+backward", "128x64", **timed(7e-7)),
+        ]
+    ).splitlines()
+    (row,) = (line for line in lines if line.startswith("| a |"))
+    rates = [f"{work / 1e9 / ms:.0f}" for ms in (2e-7, 7e-7, 5e-7 / 2.5)]
+    cells = [f"{ms:.3f} ({rate})" for ms, rate in zip((2e-7, 7e-7, 5e-7), rates, strict=True)]
+    assert row == f"| a | {' | '.join(cells)} | 64x128; 128x64 |"
+    assert "- a, 64x256, forward: too large" in lines
+
+
+@pytest.mark.usefixtures("two_ms_a_call", "peers_in_jax")
+def test_peers_are_checked_too(monkeypatch):
+    """2 s."""
+    monkeypatch.setattr(attention, "DIRECTIONS", DIRECTIONS[1:])
+    right, wrong = measure([], with_peers=True)
+    assert right["median_ms"] == 2.0 and right["direction"] == "forward+backward"
+    assert wrong["error"].startswith("wrong result: relative error 3.")
+
+
+@pytest.mark.usefixtures("two_ms_a_call")
+def test_the_program_writes_a_table(tmp_path, capsys, monkeypatch):
+    """1 s."""
+    monkeypatch.setattr(timing, "require_gpu", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(ceilings, "measure", lambda: "no ceilings")
+    variant = Variant("formula", "", attend, DIRECTIONS[:1])
+    monkeypatch.setattr(attention, "variants", lambda **_: [variant])
+    shape = "x".join(map(str, SHAPE))
+    attention.main(["--shapes", shape, "--rounds", "2", "--output-dir", str(tmp_path)])
+    (path,) = tmp_path.glob("attention_h100_*.json")
+    assert len(json.loads(path.read_text())["records"]) == 1
+    assert "| formula | 2.000 (0) |  |  |  |" in capsys.readouterr().out
+
+
+def test_a_shape_has_five_sizes():
+    with pytest.raises(SystemExit):
+        attention.main(["--shapes", "4x4096x32x64"])
+
+
+def test_the_tiles_of_jax_exist():
+    """JAX's own kernels take the tiles that the benchmark asks for."""
+    assert {v.name for v in attention.variants(with_tokamax=False)} >= {"cuDNN", "JAX, float16"}
+    assert {p.name for p in peers._PEERS if p.op == "attention"} >= {"PyTorch, cuDNN"}
