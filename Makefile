@@ -31,7 +31,7 @@ if [ -z "$$found" ]; then \
 fi
 endef
 
-.PHONY: train plan test test-all test-gpu test-gpus test-aot test-foreign wheel docs lint setup \
+.PHONY: train plan tune test test-all test-gpu test-gpus test-aot test-foreign wheel docs lint setup \
   aot-environments clean
 
 train: setup
@@ -41,6 +41,10 @@ train: setup
 plan:
 	@$(MAKE) --silent --no-print-directory .venv-aot/latest/.done
 	@.venv-aot/latest/bin/python -m train plan $(ARGS)
+
+# The fastest launch parameters on this card, for PALLAS_KERNELS_TUNED. It goes on where it ended.
+tune: setup
+	@$(PYTHON) -m benchmarks.kernels.tune --output tuned.json $(ARGS)
 
 # jaxtyping rewrites the sources in every process that finds no bytecode: 5 s of 20 until the tests
 # are collected.

@@ -1,11 +1,12 @@
 """The user's own table of launch parameters.
 
-The environment variable `PALLAS_KERNELS_TUNED` names a JSON file, which
-`python -m benchmarks.kernels.tune` writes. The file is a list of objects with the keys `op`,
-`device_kind`, `dtype`, `size`, `config` (the fields of the `Config` of the operation's kernel) and
-`measured` (free text). `size` is the length of the arrays' last axis: the hidden size of a norm,
-the intermediate size of SwiGLU, the vocabulary (columns of the logits) of the linear cross-entropy.
-A row of the file goes before the rows that come with the library. A process reads the file once.
+The environment variable `PALLAS_KERNELS_TUNED` names a JSON file, which `make tune` writes
+(`python -m benchmarks.kernels.tune`). The file is a list of objects with the keys `op`,
+`device_kind`, `dtype`, `size` and `config`. `config` has the fields of the `Config` of the
+operation's kernel, or is null where the library's own parameters are as fast. `size` is the length
+of the arrays' last axis: the hidden size of a norm, the intermediate size of SwiGLU, the vocabulary
+(columns of the logits) of the linear cross-entropy. A row of the file goes before the rows that
+come with the library. A process reads the file once.
 """
 
 import functools
@@ -56,7 +57,7 @@ def lookup[Config](
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{VARIABLE}={path!r}, the row of {key}: {error}; "
-            "write it again with `python -m benchmarks.kernels.tune --output`"
+            "write it again with `make tune` or `python -m benchmarks.kernels.tune --output`"
         ) from error
 
 
@@ -64,9 +65,9 @@ def lookup[Config](
 def _read(path: str) -> dict[tuple[Any, ...], dict[str, Any]]:
     try:
         rows = json.loads(Path(path).read_text())
-        return {row_key(row): dict(row["config"]) for row in rows}
+        return {row_key(row): dict(row["config"]) for row in rows if row["config"] is not None}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{VARIABLE}={path!r} must be a JSON list of objects with {(*KEYS, 'config')}; "
-            f"write it with `python -m benchmarks.kernels.tune --output`: {error!r}"
+            f"write it with `make tune` or `python -m benchmarks.kernels.tune --output`: {error!r}"
         ) from error

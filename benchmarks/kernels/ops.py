@@ -106,6 +106,9 @@ def prepare(
     direction: Direction,
     *,
     kept: list[list[jax.Array]] | None = None,
+    compile_program: Callable[[jax.stages.Lowered], jax.stages.Compiled] = (
+        jax.stages.Lowered.compile
+    ),
 ) -> Prepared:
     """Compiles a JAX contender.
 
@@ -115,6 +118,7 @@ def prepare(
       direction: Direction to compile.
       kept: For the backward, the result of `keep` for this contender or for one that keeps the same
         arrays. None runs the forward to get them.
+      compile_program: Function that compiles the lowered program.
 
     Raises:
       ValueError: `kept` has other shapes or dtypes than this contender keeps.
@@ -149,7 +153,7 @@ def prepare(
         case "forward+backward":
             run = both
 
-    compiled = jax.jit(run).lower(*arguments[0]).compile()
+    compiled = compile_program(jax.jit(run).lower(*arguments[0]))
 
     def num_bytes() -> int:
         analysis = compiled.memory_analysis()

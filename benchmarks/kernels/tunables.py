@@ -2,18 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 import pallas_kernels
 from benchmarks.kernels import ops
 from benchmarks.kernels.formulas import EPS, Arrays, Formula
 from benchmarks.kernels.ops import Direction
 from benchmarks.kernels.shapes import Shape
+from pallas_kernels.gpu.device import Device
 from pallas_kernels.loss import xla
 from pallas_kernels.loss.mosaic_gpu import logits as logits_kernel
 from pallas_kernels.loss.mosaic_gpu import logits_config
@@ -36,6 +38,11 @@ class Tunable:
       passes: Arrays of the size of an input that it must read or write, by direction.
       candidates: Function, for each swept direction, that makes the candidates from the length of
         the last axis of an input and its dtype.
+      config: Type of the launch parameters.
+      default: Function that gives the launch parameters in use, from device, length and dtype.
+      tuned: Table of tuned rows that comes with the library, by device kind, dtype, length and
+        `variant`.
+      seconds: Seconds that one candidate takes to compile, about.
       sizes: Flag that gives the lengths of the last axis.
       num_elements: Elements of an input, unless a flag gives another number.
       variant: Last entries of its keys in the table of tuned rows, after device, dtype and length.
@@ -46,6 +53,10 @@ class Tunable:
     inputs: Callable[[Shape, jax.Array], Arrays]
     passes: dict[Direction, int]
     candidates: dict[Direction, Callable[[int, str], list[Config]]]
+    config: Callable[..., Config]
+    default: Callable[[Device, int, DTypeLike], Config]
+    tuned: Mapping[Any, Config]
+    seconds: float
     sizes: str = "hidden_sizes"
     num_elements: int = 2**26
     variant: tuple[bool, ...] = ()
@@ -56,7 +67,7 @@ def _of_bench(
     fn: Callable[..., Any],
     forward_candidates: Callable[[int, str], list[Config]],
     backward_candidates: Callable[[int, str], list[Config]],
-    variant: tuple[bool, ...] = (),
+    **options: Any,
 ) -> Tunable:
     """An operation of `bench` that has a kernel for each direction."""
     return Tunable(
@@ -65,7 +76,7 @@ def _of_bench(
         inputs=ops.OPS[op].inputs,
         passes=ops.PASSES[op],
         candidates={"forward": forward_candidates, "backward": backward_candidates},
-        variant=variant,
+        **options,
     )
 
 
@@ -75,6 +86,10 @@ def _norm(op: str, fn: Callable[..., Any], *, add: bool) -> Tunable:
         functools.partial(fn, eps=EPS),
         functools.partial(norm_config.forward_candidates, add=add),
         functools.partial(norm_config.backward_candidates, add=add),
+        config=norm_config.Config,
+        default=functools.partial(norm_config.default_config, add=add),
+        tuned=norm_config.TUNED,
+        seconds=1.0,
         variant=(add,),
     )
 
@@ -122,6 +137,10 @@ TUNABLES: dict[str, Tunable] = {
         pallas_kernels.swiglu,
         lambda _, dtype: swiglu_config.forward_candidates(dtype),
         lambda _, dtype: swiglu_config.backward_candidates(dtype),
+        config=swiglu_config.Config,
+        default=swiglu_config.default_config,
+        tuned=swiglu_config.TUNED,
+        seconds=0.5,
     ),
     "linear_cross_entropy": Tunable(
         fn=_loss_of_logits,
@@ -134,6 +153,10 @@ TUNABLES: dict[str, Tunable] = {
         inputs=_logits_inputs,
         passes={"forward": 2},
         candidates={"forward": logits_config.candidates},
+        config=logits_config.Config,
+        default=logits_config.default_config,
+        tuned=logits_config.TUNED,
+        seconds=15.0,
         sizes="vocab_sizes",
         num_elements=2**28,  # 512 MiB, as in a chunk of the loss
     ),

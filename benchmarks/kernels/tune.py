@@ -1,15 +1,23 @@
-"""Finds the fastest launch parameters of the kernels on this card, by the length of the rows.
+"""Finds the fastest launch parameters of the kernels on this card.
 
+    python -m benchmarks.kernels.tune --output tuned.json  # `make tune`
     python -m benchmarks.kernels.tune rms_norm add_rms_norm --hidden-sizes 4096 --output tuned.json
     python -m benchmarks.kernels.tune linear_cross_entropy --vocab-sizes 128256 --output tuned.json
     PALLAS_KERNELS_TUNED=tuned.json python -m train ...
 
-The sweep runs the candidates of the operation's `config.py`, forward, then backward. For the linear
-cross-entropy it runs those of the kernel over a chunk of logits (`logits_config.py`), which makes
-statistics and gradient in one call. A candidate is listed and not timed if it does not compile,
-spills registers, or errs more against float32 than plain JAX does. The others take turns with a
-copy of as many bytes. The program prints the tables, and rows to paste into the file of the
-candidates; `--output` writes the rows into a JSON file, which the kernels read instead.
+Without an operation, the cases are those of the tables that come with the library, whatever card
+they are for: a new card gets as many rows as the H100. Cases that the output file has for this
+card are skipped.
+
+The sweep runs the default parameters and the candidates of the operation's `config.py`, forward,
+then backward. For the linear cross-entropy it runs those of the kernel over a chunk of logits
+(`logits_config.py`), which makes statistics and gradient in one call. Threads compile them. A
+candidate is listed and not timed if it does not compile, spills registers, or errs more against
+float32 than plain JAX does. The others take turns with a copy of as many bytes. A candidate
+replaces the default if it is at least 1 % faster in the median, and faster in three of four rounds.
+
+The program prints the tables, rows to paste into the file of the candidates, and the gains;
+`--output` writes the rows into a JSON file, which the kernels read instead.
 """
 
 import argparse
@@ -20,10 +28,13 @@ import importlib.metadata
 import json
 import os
 import re
+import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,15 +48,55 @@ from benchmarks.kernels.formulas import Arrays
 from benchmarks.kernels.ops import Contender, Direction
 from benchmarks.kernels.tunables import TUNABLES, Config
 from pallas_kernels import tuning
+from pallas_kernels.gpu.device import target_device
 from pallas_kernels.norm import config as norm_config
 
-_CHECKED_ELEMENTS = 2**23
+_CHECKED_ELEMENTS = 2**21
 # There can be hundreds of candidates. All run a few screening rounds; the finalists, the fastest of
 # them, run all rounds.
 _SCREENING_ROUNDS = 3
 _FINALISTS = 8
+# A candidate replaces the default if it gains this much, and is faster in this part of the rounds.
+_LEAST_GAIN, _FASTER_ROUNDS = 0.01, 0.75
+
+# Lowering holds Python's lock: two thirds of the time of a norm's kernel, 0.85 of the loss's.
+_THREADS = 3
+# Seconds of a sweep beside compilation: inputs, plain JAX, checks and rounds.
+_OTHER_SECONDS = 8.0
 
 _SHORT = {"forward": "fwd", "backward": "bwd"}
+
+
+class Rejected(Exception):
+    """A candidate is not timed, for this reason."""
+
+
+class OutOfTime(Rejected):
+    """A candidate is not compiled, because the time of its sweep is over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An operation at a length of rows and a dtype: what a row of the tables is for."""
+
+    op: str
+    size: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.size} {self.dtype}"
+
+    def key(self, device_kind: str) -> tuple[str, str, str, int]:
+        """The values of `tuning.KEYS` on a card."""
+        return self.op, device_kind, tuning.dtype_name(self.dtype), self.size
+
+    def seconds(self) -> dict[Direction, float]:
+        """Seconds to compile the candidates of each direction, about."""
+        tunable = TUNABLES[self.op]
+        return {
+            direction: tunable.seconds * len(candidates(self.size, self.dtype))
+            for direction, candidates in tunable.candidates.items()
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,20 +104,52 @@ class Sweep:
     """The candidates of one kernel.
 
     Attributes:
-      timings: Timing of every candidate, or its error.
+      timings: Timing of every candidate, or its error; the default is the first.
       copy: Timing of the copy in the same rounds.
+      left_out: Number of candidates that were not compiled, because the time was over.
     """
 
     timings: dict[Config, timing.Timing]
     copy: timing.Timing
+    left_out: int = 0
+
+    @property
+    def default(self) -> Config:
+        """The parameters that the kernel has without a new row."""
+        return next(iter(self.timings))
 
     def best(self) -> Config | None:
         """The fastest candidate; None if all failed."""
         return next(iter(fastest(self.timings)), None)
 
+    def keeps_default(self) -> bool:
+        """Whether the best candidate gains less than the noise."""
+        if self.timings[self.default].error is not None or (best := self.best()) is None:
+            return False
+        before, after = self.timings[self.default], self.timings[best]
+        pairs = list(zip(before.times_ms, after.times_ms, strict=True))
+        faster = sum(old > new for old, new in pairs)
+        gain = before.median_ms / after.median_ms - 1
+        return gain < _LEAST_GAIN or faster < _FASTER_ROUNDS * len(pairs)
+
+    def chosen(self) -> Config | None:
+        """The default or the best candidate; None if all failed."""
+        return self.default if self.keeps_default() else self.best()
+
     def fraction(self, config: Config) -> float:
         """Speed of a candidate over the speed of the copy."""
         return self.copy.median_ms / self.timings[config].median_ms
+
+    def speeds(self) -> dict[str, Any]:
+        """Its part of an entry of the JSON file, from which `report` makes a line."""
+        best, failed = self.best(), self.timings[self.default].error is not None
+        return {
+            "default": None if failed else round(self.fraction(self.default), 4),
+            "best": None if best is None else round(self.fraction(best), 4),
+            "keeps_default": self.keeps_default(),
+            "candidates": len(self.timings),
+            "left_out": self.left_out,
+        }
 
 
 def contender(op: str, config: Config | None) -> Contender:
@@ -84,7 +167,8 @@ def checked(prepared: ops.Prepared) -> dict[str, np.ndarray]:
     got = {}
     for name, array in prepared.calls[0]().items():
         if array.ndim == 2:
-            array = array[:: -max(array.size // _CHECKED_ELEMENTS, 1)]  # with the last row
+            # With the last row. An odd step visits every place in a block of rows.
+            array = array[:: -(array.size // _CHECKED_ELEMENTS | 1)]
         got[name] = np.asarray(array, np.float64)
     return got
 
@@ -132,62 +216,102 @@ def spills(ptxas: str) -> str | None:
     return f"spills {max(found)} bytes" if max(found) else None
 
 
+_compiling = threading.Lock()  # the output of ptxas does not say which candidate it is about
+
+
+def without_spills(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles a candidate; raises `Rejected` if its kernel spills registers."""
+    with _compiling, captured_stdout() as file:
+        compiled = lowered.compile()
+        file.seek(0)
+        ptxas = file.read().decode(errors="replace")
+    if reason := spills(ptxas):
+        raise Rejected(reason)
+    return compiled
+
+
 def sweep(
     op: str,
     shape: tuple[int, int],
-    dtype: np.dtype,
+    sets: list[Arrays],
     direction: Direction,
     candidates: Sequence[Config],
     *,
     rounds: int,
+    deadline: float,
 ) -> Sweep:
     """Compiles, checks and times the candidates of one direction.
 
-    All candidates for the backward must have the same forward, one that works.
+    Args:
+      op: Operation, of `TUNABLES`.
+      shape: Shape of an input.
+      sets: Sets of inputs and cotangents.
+      direction: Direction to time.
+      candidates: Launch parameters, the default ones first. All candidates for the backward must
+        have the same forward, one that works.
+      rounds: Number of measured rounds of the finalists.
+      deadline: Reading of `time.monotonic` after which no candidate is compiled, but for the first
+        of each thread.
     """
-    tunable = TUNABLES[op]
-    sets = [_cast(arrays, dtype) for arrays in ops.input_sets(tunable.inputs, shape)]
-    plain = checked(ops.prepare(contender(op, None), sets[:1], direction))
-    in_float32 = _cast(sets[0], np.dtype(np.float32))
-    exact = checked(ops.prepare(contender(op, None), [in_float32], direction))
-    del in_float32
-
     kept = None
     if direction == "backward":
         # All candidates keep the same arrays, so one forward computes them.
-        kept = ops.keep(contender(op, candidates[0]), sets)
-    cases, timings = {}, {}
-    for config in candidates:
+        with captured_stdout():
+            kept = ops.keep(contender(op, candidates[0]), sets)
+    in_float32 = _cast(sets[0], np.dtype(np.float32))
+
+    def compiled(config: Config) -> ops.Prepared | Exception:
         try:
-            with captured_stdout() as file:
-                prepared = ops.prepare(contender(op, config), sets, direction, kept=kept)
-                got = checked(prepared)
-                file.seek(0)
-                ptxas = file.read().decode(errors="replace")
+            if config not in candidates[:_THREADS] and time.monotonic() > deadline:
+                raise OutOfTime("left out: the time was over")
+            made = contender(op, config)
+            return ops.prepare(made, sets, direction, kept=kept, compile_program=without_spills)
         except Exception as error:  # that a candidate does not compile is a result
+            return error
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        of_plain = pool.submit(ops.prepare, contender(op, None), sets[:1], direction)
+        of_exact = pool.submit(ops.prepare, contender(op, None), [in_float32], direction)
+        found = dict(zip(candidates, pool.map(compiled, candidates), strict=True))
+    plain, exact = checked(of_plain.result()), checked(of_exact.result())
+    del in_float32, of_plain, of_exact
+
+    cases, timings = {}, {}
+    for config, prepared in found.items():
+        try:
+            if isinstance(prepared, Exception):
+                raise prepared
+            if reason := inaccuracy(checked(prepared), plain, exact):
+                raise Rejected(reason)
+        except Rejected as error:
+            timings[config] = timing.Timing(error=str(error))
+        except Exception as error:  # as above
             timings[config] = timing.Timing(error=timing.first_line(error))
-            continue
-        if reason := spills(ptxas) or inaccuracy(got, plain, exact):
-            timings[config] = timing.Timing(error=reason)
         else:
+            timings[config] = timing.Timing()
             cases[config] = timing.Case(str(config), prepared.calls)
 
-    copy = ops.copy(tunable.passes[direction] * dtype.itemsize * shape[0] * shape[1])
+    itemsize = next(iter(sets[0].values())).dtype.itemsize
+    copy = ops.copy(TUNABLES[op].passes[direction] * itemsize * shape[0] * shape[1])
     beside = timing.Case(copy.name, copy.calls)
     screened = timing.compare([beside, *cases.values()], rounds=_SCREENING_ROUNDS)
     timings |= {config: screened[case.name] for config, case in cases.items()}
     finalists = fastest(timings)[:_FINALISTS]
+    if timings[candidates[0]].error is None:
+        finalists = list(dict.fromkeys([candidates[0], *finalists]))
     final = timing.compare([beside, *(cases[config] for config in finalists)], rounds=rounds)
     timings |= {config: final[cases[config].name] for config in finalists}
     if final[copy.name].error is not None:
         sys.exit(f"the copy failed, so there is no limit: {final[copy.name].error}")
-    return Sweep(timings, final[copy.name])
+    left_out = sum(isinstance(prepared, OutOfTime) for prepared in found.values())
+    return Sweep(timings, final[copy.name], left_out)
 
 
 def fastest(timings: dict[Config, timing.Timing]) -> list[Config]:
-    """The candidates that have a time, the fastest first."""
+    """The candidates that have a time, those with most rounds first, then the fastest."""
     timed = [config for config, found in timings.items() if found.error is None]
-    return sorted(timed, key=lambda config: timings[config].median_ms)
+    order = lambda config: (-len(timings[config].times_ms), timings[config].median_ms)
+    return sorted(timed, key=order)
 
 
 def merged(forward: Config, backward: Config) -> Config:
@@ -214,33 +338,114 @@ def table(found: Sweep) -> str:
 
 
 def tune(
-    op: str, shape: tuple[int, int], dtype: str, run: Callable[[Direction, list[Config]], Sweep]
-) -> tuple[Config, str] | None:
+    case: Case,
+    shape: tuple[int, int],
+    default: Config,
+    run: Callable[[Direction, list[Config]], Sweep],
+) -> dict[str, Any] | None:
     """Sweeps all directions and prints their tables.
 
+    Args:
+      case: Case to tune.
+      shape: Shape of an input, for the tables.
+      default: Parameters that the kernel has without a new row.
+      run: Function that sweeps candidates, the default ones first.
+
     Returns:
-      The best configuration and its speed in words; None if no candidate works.
+      The entry of the JSON file, without the device; None if no candidate works. Its `config` is
+      None if every direction keeps the default.
     """
-    best, speeds = None, []
-    for direction, candidates in TUNABLES[op].candidates.items():
-        configs = candidates(shape[1], dtype)
-        if best is not None:
-            configs = [merged(best, config) for config in configs]
-        found = run(direction, configs)
-        print(f"\n{op} {direction}, {shapes.label(shape)} {dtype}\n\n{table(found)}", flush=True)
-        if (best := found.best()) is None:
+    chosen, speeds, texts = default, {}, []
+    for direction, candidates in TUNABLES[case.op].candidates.items():
+        configs = [
+            merged(config, chosen) if direction == "forward" else merged(chosen, config)
+            for config in candidates(case.size, case.dtype)
+        ]
+        found = run(direction, list(dict.fromkeys([chosen, *configs])))
+        print(f"\n{case}, {direction}, {shapes.label(shape)}\n\n{table(found)}", flush=True)
+        if (config := found.chosen()) is None:
             return None
-        speeds.append(f"{_SHORT[direction]} {found.fraction(best):.2f}")
-    return best, f"{', '.join(speeds)} of a copy"
+        chosen, speeds[direction] = config, found.speeds()
+        texts.append(f"{_SHORT[direction]} {found.fraction(chosen):.2f}")
+    return {
+        "op": case.op,
+        "dtype": tuning.dtype_name(case.dtype),
+        "size": case.size,
+        "config": None if chosen == default else dataclasses.asdict(chosen),
+        "measured": f"{time.strftime('%Y-%m-%d')} jax {importlib.metadata.version('jax')}: "
+        f"{', '.join(texts)} of a copy",
+        "speeds": speeds,
+    }
 
 
-def paste(op: str, device_kind: str, dtype: str, size: int, config: Config, measured: str) -> str:
+def paste(entry: dict[str, Any]) -> str:
     """A row for the table of tuned rows beside the operation's candidates."""
-    key = ", ".join(map(str, (f'"{device_kind}", "{dtype}"', size, *TUNABLES[op].variant)))
+    tunable = TUNABLES[entry["op"]]
+    names = f'"{entry["device_kind"]}", "{entry["dtype"]}"'
+    key = ", ".join(map(str, (names, entry["size"], *tunable.variant)))
+    config = tunable.config(**entry["config"])
     if not isinstance(config, norm_config.Config):
-        return f"({key}): {config!r},  # {measured}"
+        return f"({key}): {config!r},  # {entry['measured']}"
     fields = ", ".join(str(value) for value in dataclasses.astuple(config))
-    return f"({key}): _config({fields}),  # {measured}"
+    return f"({key}): _config({fields}),  # {entry['measured']}"
+
+
+def report(entries: Iterable[dict[str, Any]]) -> str:
+    """The table of gains in Markdown, a line for each kernel."""
+    heads = ["case", "default", "best", "gain", "candidates"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    num_left_out = 0
+    for entry, direction, speeds in _directions(entries):
+        before, after, left_out = speeds["default"], speeds["best"], speeds["left_out"]
+        gain = "the default fails" if before is None else _percent(after / before)
+        cells = [
+            f"{entry['op']} {entry['size']} {entry['dtype']} {direction}",
+            "" if before is None else f"{before:.3f}",
+            f"{after:.3f}",
+            f"{gain}, default kept" if speeds["keeps_default"] else gain,
+            f"{speeds['candidates']}" + (f", {left_out} of them left out" if left_out else ""),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+        num_left_out += left_out
+    lines.append(
+        "\nSpeeds are fractions of a copy of as many bytes. A default is kept, without a row, "
+        f"where the best gains less than {_LEAST_GAIN:.0%}, or is faster in fewer than "
+        f"{_FASTER_ROUNDS:.0%} of the rounds."
+    )
+    if num_left_out:
+        lines.append(
+            f"{num_left_out} candidates were left out, because the time was over: a larger "
+            "--seconds with --again, or with the operation's name, measures them."
+        )
+    return "\n".join(lines)
+
+
+def overall(entries: Iterable[dict[str, Any]]) -> str:
+    """The gain over all kernels whose default works, in words."""
+    gains = [
+        1.0 if speeds["keeps_default"] else speeds["best"] / speeds["default"]
+        for _, _, speeds in _directions(entries)
+        if speeds["default"] is not None
+    ]
+    if not gains:
+        return "No gain was measured."
+    return (
+        f"Overall gain {_percent(statistics.geometric_mean(gains))}, the geometric mean of "
+        f"{len(gains)} kernels, of which {gains.count(1.0)} keep their default."
+    )
+
+
+def _directions(
+    entries: Iterable[dict[str, Any]],
+) -> Iterator[tuple[dict[str, Any], str, dict[str, Any]]]:
+    """Each entry with its directions and their speeds; files of older versions have no speeds."""
+    for entry in entries:
+        for direction, speeds in entry.get("speeds", {}).items():
+            yield entry, direction, speeds
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f} %"
 
 
 def merge_entries(
@@ -267,58 +472,147 @@ def _cast(arrays: Arrays, dtype: np.dtype) -> Arrays:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the command line, sweeps, prints and writes the best parameters."""
+def cases_of_tables() -> list[Case]:
+    """The cases of the rows that come with the library, for any card."""
+    cases = [
+        Case(op, size, dtype)
+        for op, tunable in TUNABLES.items()
+        for _, dtype, size, *variant in tunable.tuned
+        if tuple(variant) == tunable.variant
+    ]
+    return list(dict.fromkeys(cases))
+
+
+def read_entries(path: Path | None) -> list[dict[str, Any]]:
+    """The entries of the output file; none without a file."""
+    return json.loads(path.read_text()) if path is not None and path.exists() else []
+
+
+def write_entries(path: Path, entries: list[dict[str, Any]]) -> None:
+    """Writes the output file, the old one stays whole until the new one is."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(entries, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Case]]:
+    """The flags, and the cases that they name."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels.tune",
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("ops", nargs="+", choices=TUNABLES)
+    parser.add_argument("ops", nargs="*", choices=TUNABLES, metavar="op", help=", ".join(TUNABLES))
     parser.add_argument(
         "--hidden-sizes", type=int, nargs="+", help="for norms; for swiglu: intermediate sizes"
     )
     parser.add_argument("--vocab-sizes", type=int, nargs="+", help="for linear_cross_entropy")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16")
     parser.add_argument(
         "--num-elements", type=int, help="elements of an input; the rows follow from it"
     )
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=1200,
+        help="limit of time, shared over the candidates of all cases; 1200 by default",
+    )
+    parser.add_argument("--again", action="store_true", help="measure what the output file has")
     parser.add_argument("--output", type=Path, help="JSON file to create or add to")
     args = parser.parse_args(argv)
+    if args.output is not None and not args.output.parent.is_dir():
+        parser.error(f"--output={args.output}: there is no folder {args.output.parent}")
     for op in args.ops:
         if getattr(args, sizes := TUNABLES[op].sizes) is None:
             parser.error(f"{op} needs --{sizes.replace('_', '-')}")
+    for name in ("hidden_sizes", "vocab_sizes", "dtype"):
+        if not args.ops and getattr(args, name) is not None:
+            parser.error(f"--{name.replace('_', '-')} needs an operation")
+    named = [
+        Case(op, size, args.dtype or "bfloat16")
+        for op in args.ops
+        for size in getattr(args, TUNABLES[op].sizes)
+    ]
+    return args, named or cases_of_tables()
 
+
+def measure(
+    case: Case, args: argparse.Namespace, compile_seconds: Callable[[Direction], float]
+) -> dict[str, Any] | None:
+    """Tunes a case; `compile_seconds` gives the time that a direction has for its candidates."""
+    tunable, dtype = TUNABLES[case.op], np.dtype(jnp.dtype(case.dtype))
+    num_elements = args.num_elements or tunable.num_elements
+    shape = (max(num_elements // case.size, 1), case.size)
+    sets = [_cast(arrays, dtype) for arrays in ops.input_sets(tunable.inputs, shape)]
+    device = target_device()
+
+    def run(direction: Direction, candidates: list[Config]) -> Sweep:
+        deadline = time.monotonic() + compile_seconds(direction)
+        return sweep(
+            case.op, shape, sets, direction, candidates, rounds=args.rounds, deadline=deadline
+        )
+
+    entry = tune(case, shape, tunable.default(device, case.size, dtype), run)
+    return None if entry is None else entry | {"device_kind": device.kind}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line, sweeps, prints and writes the best parameters."""
+    args, cases = parse(argv)
+    end = time.monotonic() + args.seconds
     device_kind = timing.require_gpu()
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # Mosaic GPU reads it when it compiles
     # A program from the cache would not pass through ptxas.
     jax.config.update("jax_enable_compilation_cache", False)
+    if os.environ.pop(tuning.VARIABLE, None):
+        print(f"{tuning.VARIABLE} is ignored here: the default is the library's own row or guess")
 
-    rows, failed = [], []
-    for op in args.ops:
-        for size in getattr(args, TUNABLES[op].sizes):
-            num_elements = args.num_elements or TUNABLES[op].num_elements
-            shape = (max(num_elements // size, 1), size)
-            run = functools.partial(sweep, op, shape, jnp.dtype(args.dtype), rounds=args.rounds)
-            found = tune(op, shape, args.dtype, run)
-            if found is None:
-                failed.append(f"{op} {size}")
-                continue
-            config, speed = found
-            measured = (
-                f"{time.strftime('%Y-%m-%d')} jax {importlib.metadata.version('jax')}: {speed}"
-            )
-            key = (device_kind, tuning.dtype_name(args.dtype), size)
-            rows.append(paste(op, *key, config, measured))
-            entry = dict(zip(tuning.KEYS, (op, *key), strict=True))
-            entry |= {"config": dataclasses.asdict(config), "measured": measured}
-            if args.output is not None:  # after each sweep, which can take minutes
-                old = json.loads(args.output.read_text()) if args.output.exists() else []
-                args.output.write_text(json.dumps(merge_entries(old, [entry]), indent=1) + "\n")
-    print("\n" + "\n".join(rows))
+    entries = read_entries(args.output)
+    if not args.ops and not args.again:
+        done = {tuning.row_key(entry) for entry in entries}
+        skipped = [case for case in cases if case.key(device_kind) in done]
+        cases = [case for case in cases if case not in skipped]
+        if skipped:
+            print(f"{args.output} has {len(skipped)} cases; --again measures them, too")
+    costs = {
+        (case, direction): seconds
+        for case in cases
+        for direction, seconds in case.seconds().items()
+    }
+
+    def compile_seconds(case: Case, direction: Direction) -> float:
+        left = sum(seconds + _OTHER_SECONDS for seconds in costs.values())
+        return costs.pop((case, direction)) / left * (end - time.monotonic())
+
+    failed, left_out = [], []
+    for case in cases:
+        if time.monotonic() > end:
+            left_out.append(str(case))
+            continue
+        entry = measure(case, args, functools.partial(compile_seconds, case))
+        costs = {key: seconds for key, seconds in costs.items() if key[0] != case}
+        if entry is None:
+            failed.append(str(case))
+            continue
+        entries = merge_entries(entries, [entry])
+        if args.output is not None:  # after each case, which can take minutes
+            write_entries(args.output, entries)
+
+    here = [entry for entry in entries if entry["device_kind"] == device_kind]
+    rows = [paste(entry) for entry in here if entry["config"] is not None]
+    print("\n" + "\n".join(["Rows for the source:", *(rows or ["none"])]))
+    print(f"\n{report(here)}")
     if failed:
-        sys.exit(f"no candidate works for {', '.join(failed)}")
+        print(f"No candidate works, so there is no row: {', '.join(failed)}.")
+    if left_out:
+        print(f"--seconds={args.seconds:g} left out: {', '.join(left_out)}. Run it again to go on.")
+    use = "--output writes the rows into a file."
+    if args.output is not None:
+        use = f"To use the rows: export {tuning.VARIABLE}={args.output.resolve()}"
+    print(f"{overall(here)} {use}")
+    if failed and not here:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

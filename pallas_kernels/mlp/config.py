@@ -59,7 +59,7 @@ _H100 = "NVIDIA H100 80GB HBM3"
 # Best of `python -m benchmarks.kernels.tune swiglu` on 2**26 elements, by device kind, dtype and
 # intermediate size. The speeds are fractions of the speed of a copy of as many bytes. 2026-11-21,
 # jax 0.11.2.
-_TUNED: dict[tuple[str, str, int], Config] = {
+TUNED: dict[tuple[str, str, int], Config] = {
     (_H100, "bfloat16", 8192): Config(fwd_accesses=1, bwd_accesses=1),  # fwd 1.01, bwd 1.00
     (_H100, "bfloat16", 14336): Config(fwd_accesses=1, bwd_accesses=1),  # fwd 1.01, bwd 1.00
 }
@@ -74,7 +74,7 @@ def default_config(device: Device, intermediate_size: int, dtype: DTypeLike) -> 
       dtype: Dtype of `gate` and `up`.
     """
     key = device.kind, tuning.dtype_name(dtype), intermediate_size
-    return tuning.lookup(Config, "swiglu", *key) or _TUNED.get(key) or guess_config(device, dtype)
+    return tuning.lookup(Config, "swiglu", *key) or TUNED.get(key) or guess_config(device, dtype)
 
 
 # Bytes that the loads of one multiprocessor should have on their way. A load takes about a

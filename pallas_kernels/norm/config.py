@@ -86,7 +86,7 @@ _H200 = "NVIDIA H200"
 # Best of `python -m benchmarks.kernels.tune` on 2**26 elements, by device kind, dtype, hidden size
 # and whether a residual is added. The speeds are fractions of the speed of a copy of as many bytes.
 # 2026-11-21, jax 0.11.2.
-_TUNED: dict[tuple[str, str, int, bool], Config] = {
+TUNED: dict[tuple[str, str, int, bool], Config] = {
     (_H100, "bfloat16", 1024, False): _config(4, False, 4, 6, 3, True),  # fwd 1.00, bwd 0.98
     (_H100, "bfloat16", 2048, False): _config(4, False, 8, 3, 2, False),  # fwd 1.00, bwd 0.98
     (_H100, "bfloat16", 2880, False): _config(4, False, 4, 3, 2, True),  # fwd 0.99, bwd 0.96
@@ -128,7 +128,7 @@ def default_config(device: Device, hidden_size: int, dtype: DTypeLike, *, add: b
     key = device.kind, tuning.dtype_name(dtype), hidden_size
     return (
         tuning.lookup(Config, "add_rms_norm" if add else "rms_norm", *key)
-        or _TUNED.get((*key, add))
+        or TUNED.get((*key, add))
         or guess_config(device, hidden_size, dtype, add=add)
     )
 

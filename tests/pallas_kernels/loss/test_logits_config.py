@@ -100,7 +100,7 @@ def row(config=BASE, **changes):
 def test_the_users_row_then_the_librarys_then_the_guess(monkeypatch, tuned_file):
     library = dataclasses.replace(BASE, slots=5)
     keys = [(H100.kind, "bfloat16", size) for size in (50257, 32000)]
-    monkeypatch.setattr(logits_config, "_TUNED", dict.fromkeys(keys, library))
+    monkeypatch.setattr(logits_config, "TUNED", dict.fromkeys(keys, library))
     tuned_file.write_text(json.dumps([row(), row(op="swiglu", size=32000)]))
     assert default_config(H100, 50257, BF16) == BASE
     assert default_config(H100, 50257, F16) == BASE  # the same bytes
