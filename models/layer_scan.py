@@ -12,8 +12,9 @@ results are copied into the stacks. A copy moves half the bytes of a second run,
 Inputs that need no gradient get none: neither a stack of gradients nor zeros. FP8 copies of weights
 are such inputs.
 
-XLA's partitioner does not split such an array: each device would hold all of it. So programs for
-several devices use `jax.lax.scan`.
+XLA's partitioner does not split `jax.lax.empty`: each device would hold the whole array. So on Auto
+axes the stacks come from a function that partitions itself (`_partitioned_empty`), and on Explicit
+axes the loop is `jax.lax.scan`.
 """
 
 import dataclasses
@@ -24,7 +25,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Literal, jaxpr_as_fun
+from jax.sharding import AxisType
 
 # Primitives whose result is their operand.
 _VIEWS = frozenset(("name", "reduce_precision", "reshape", "sharding_constraint"))
@@ -44,10 +47,37 @@ def layer_scan(
     Returns:
       The carry after the last layer, and the layers' outputs, stacked.
     """
+    scan = jax.lax.scan if _empty_maker() is None else _scan
+    return scan(layer, carry, inputs)
+
+
+def _empty_maker() -> Callable[..., jax.Array] | None:
+    """A function `(shape, dtype) -> array` without values on the mesh in context, if there is one.
+
+    None where the axes are neither all Manual nor all Auto, and where the program may be for
+    several devices of which JAX does not know.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     num_devices = jax.device_count() if mesh.empty else mesh.size
-    scan = _scan if num_devices == 1 else jax.lax.scan
-    return scan(layer, carry, inputs)
+    if num_devices == 1 or set(mesh.axis_types) == {AxisType.Manual}:
+        return jax.lax.empty
+    if set(mesh.axis_types) == {AxisType.Auto}:
+        return lambda shape, dtype: _partitioned_empty(shape, dtype)(jnp.zeros((), dtype))
+    return None
+
+
+@functools.cache
+def _partitioned_empty(shape: tuple[int, ...], dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    """A function of any scalar: an array without values, split as its users need it."""
+
+    def partition(mesh: Any, args: Any, result: Any) -> Any:
+        part = result.sharding.shard_shape(shape)
+        return mesh, lambda _: jax.lax.empty(part, dtype), result.sharding, (args[0].sharding,)
+
+    empty = custom_partitioning(lambda _: jax.lax.empty(shape, dtype))
+    factors = " ".join(f"a{axis}" for axis in range(len(shape)))
+    empty.def_partition(partition=partition, sharding_rule=f" -> {factors}")
+    return empty
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -128,7 +158,8 @@ def _forward(layer, carry, inputs):
         ]
         return found[:num_carry], _put(stacks, kept, index)
 
-    stacks = [jax.lax.empty((num_layers, *a.shape), a.dtype) for a in shapes]
+    empty = _empty_maker()
+    stacks = [empty((num_layers, *a.shape), a.dtype) for a in shapes]
     state = jax.tree.leaves(carry), stacks
     carry, stacks = jax.lax.fori_loop(0, num_layers, body, state)
     num_outputs = len(results) - num_carry
@@ -157,7 +188,8 @@ def _backward(layer, saved, cotangents):
         dcarry, dinput = vjp((dcarry, _at(doutputs, index)))
         return dcarry, _put(dinputs, jax.tree.leaves(dinput), index)
 
-    dinputs = [jax.lax.empty(a.shape, a.dtype) for a in _where(saved.wanted, leaves)]
+    empty = _empty_maker()
+    dinputs = [empty(a.shape, a.dtype) for a in _where(saved.wanted, leaves)]
     dcarry, dinputs = jax.lax.fori_loop(0, num_layers, body, (dcarry, dinputs))
     found = iter(dinputs)
     return dcarry, tree.unflatten([next(found) if w else None for w in saved.wanted])

@@ -109,6 +109,19 @@ def test_no_logits_are_exchanged_or_kept(programs, case):
     assert 128 <= most < T, of_logits  # a chunk of tokens
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_stacks_of_a_loop_over_layers_are_split_and_not_filled(programs, case):
+    hlo, _, _ = programs[case]
+    found = re.findall(r"= \w+\[([\d,]+)\]\S* custom-call\(\S*\), custom_call_target=\"Alloc", hlo)
+    stacks = {tuple(map(int, dims.split(","))) for dims in found}
+    rows = {"dpo": 2 * ROWS}.get(case, ROWS)  # a pair has two sequences
+    assert {(L, rows, S, D), (L, D // DEVICES, F), (L, F, D // DEVICES)} <= stacks
+    largest = max(L * rows * S * F, L * D * F // DEVICES)
+    assert max(map(math.prod, stacks)) <= largest
+    filled = re.findall(r"= \w+\[([\d,]+)\]\S* fusion\(\), kind=kLoop", hlo)
+    assert not stacks & {tuple(map(int, dims.split(","))) for dims in filled}
+
+
 def test_pairs_exchange_a_number_for_each_token(programs):
     """The log-probabilities and the mask of all tokens, and the reference of all rows."""
     found = collectives(programs["dpo"][0])

@@ -121,7 +121,7 @@ def test_no_activations_are_summed_on_all_devices(programs, case):
         for collective in collectives(programs[case])
         if collective.kind == "all-reduce"
     ]
-    least = (2 * L + 1) * D + 2 * MAXIMA.get(case, 0)
+    least = (2 * L + 1) * D + MAXIMA.get(case, 0)
     assert least <= sum(sizes) < least + 64
 
 
@@ -189,10 +189,10 @@ def test_products_are_in_fp8(programs, case):
 
 @pytest.mark.parametrize("case", MAXIMA)
 def test_scales_take_one_exchange_a_step(programs, case):
-    """The maxima of the weights of all layers, and whether one is NaN."""
+    """The maxima of the weights of all layers."""
     sizes = [
         math.prod(collective.results[0])
         for collective in collectives(programs[case])
         if collective.kind == "all-reduce"
     ]
-    assert sizes.count(MAXIMA[case]) == 2
+    assert sizes.count(MAXIMA[case]) == 1

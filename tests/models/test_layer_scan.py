@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from models.layer_scan import layer_scan
 from models.llama import Llama
@@ -113,10 +115,44 @@ def test_a_scan_without_gradients_keeps_nothing():
         assert not empties(jax.make_jaxpr(lambda: layer_scan(layer, carry, weights(2)))())
 
 
-def test_several_devices_get_lax_scan():
-    for mesh in (make_mesh(data=8, fsdp=1), make_mesh(data=2, fsdp=4)):
-        with jax.set_mesh(mesh):
-            assert not empties(jax.make_jaxpr(lambda: run(layer_scan, *arguments(2)))())
+@pytest.mark.parametrize("in_shard_map", [False, True], ids=["auto", "manual"])  # 3 s each
+def test_on_a_mesh(in_shard_map):
+    """Each device has its columns of the weights, and gathers them for each layer."""
+    mesh = make_mesh(data=2, fsdp=2, devices=jax.devices()[:4])
+    whole = P(), P()
+    of_weights = {"w": P(None, None, "fsdp"), "b": P()}
+
+    def gathered_layer(carry, inputs):
+        return layer(
+            carry, inputs | {"w": jax.lax.all_gather(inputs["w"], "fsdp", axis=1, tiled=True)}
+        )
+
+    def both(scan, carry, given):
+        if not in_shard_map:
+            return run(scan, carry, given)
+        results = (whole, {"squares": P()}), (whole, of_weights)
+        local = functools.partial(run, scan, fn=gathered_layer)
+        return jax.shard_map(
+            local, in_specs=(whole, of_weights), out_specs=results, check_vma=False
+        )(carry, given)
+
+    with jax.set_mesh(mesh):
+        carry, given = arguments(5)
+        given = jax.device_put(given, {n: NamedSharding(mesh, s) for n, s in of_weights.items()})
+        got, low_precision = (
+            quick_jit(functools.partial(both, scan))(carry, given)
+            for scan in (layer_scan, jax.lax.scan)
+        )
+        with jax.enable_x64(True):
+            wide = jax.tree.map(lambda a: np.asarray(a, np.float64), (carry, given))
+            exact = quick_jit(functools.partial(both, jax.lax.scan))(*wide)
+    assert_trees_as_accurate(got, low_precision, exact)
+
+
+def test_devices_that_jax_does_not_know_of_get_lax_scan():
+    explicit = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        assert not empties(jax.make_jaxpr(lambda: run(layer_scan, *arguments(2)))())
     assert jax.device_count() > 1  # and no mesh
     assert not empties(jax.make_jaxpr(lambda: run(layer_scan, *arguments(2)))())
 
