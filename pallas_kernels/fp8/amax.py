@@ -16,10 +16,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.fp8 import reference
+from pallas_kernels.fp8.mosaic_gpu import unchanged
 from pallas_kernels.fp8.types import BLOCK, BlockwiseInt8, dequantized
 from pallas_kernels.gpu.arrays import at_aligned_addresses
 from pallas_kernels.gpu.device import BYTES_PER_ACCESS, LANES, WARPS_PER_WARPGROUP
-from pallas_kernels.gpu.kernel import gpu_kernel
+from pallas_kernels.gpu.kernel import gpu_kernel, shared
 from pallas_kernels.gpu.layouts import load, store
 
 _ROWS = 64
@@ -32,15 +33,16 @@ def amax_of_both(x: Float[Array, "M K"]) -> tuple[Float[Array, "M 1"], Float[Arr
 
     `mosaic_gpu.unsupported_reason` is None for `x`.
     """
-    ((by_row, by_column),) = amax_of_computed((x,), lambda x: (x,), [(True, True)], name="fp8_amax")
+    ((by_row, by_column),) = amax_of_computed((x,), unchanged, ((True, True),), name="fp8_amax")
     assert by_row is not None and by_column is not None
     return by_row, by_column
 
 
+@shared("compute", "wanted", "name")
 def amax_of_computed(
     arrays: Sequence[Float[Array, "M K"] | BlockwiseInt8],
     compute: Callable[..., Sequence[jax.Array]],
-    wanted: Sequence[tuple[bool, bool]],
+    wanted: tuple[tuple[bool, bool], ...],
     *,
     name: str,
 ) -> list[tuple[Float[Array, "M 1"] | None, Float[Array, "K 1"] | None]]:
@@ -49,8 +51,8 @@ def amax_of_computed(
     Args:
       arrays: Arguments of the function, of one shape. Those that are not in int8 have one dtype,
         and there is one of them at least.
-      compute: Function of a tile of each array, in float32 where the array is in int8; it returns a
-        tile of each tensor in the dtype of the other arrays.
+      compute: Function of a module, of a tile of each array, in float32 where the array is in int8;
+        it returns a tile of each tensor in the dtype of the other arrays.
       wanted: Whether to find the maxima of rows and those of columns, for each tensor.
       name: Name of the kernel.
     """

@@ -121,10 +121,10 @@ def cast_computed(
       name: Beginning of the kernels' names.
     """
     # One maximum needs those of rows alone, which stay within a warp.
-    axes = [
+    axes = tuple(
         (any(copies), False) if cast.scaling == "tensor" else copies
         for cast, copies in zip(casts, wanted, strict=True)
-    ]
+    )
     maxima = amax.amax_of_computed(arrays, compute, axes, name=f"{name}_amax")
     copies = []
     for (by_row, by_column), cast, (plain, turned) in zip(maxima, casts, wanted, strict=True):

@@ -35,7 +35,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.fp8.types import BLOCK, BlockwiseInt8, dequantized
 from pallas_kernels.gpu.arrays import at_aligned_addresses
 from pallas_kernels.gpu.device import target_device
-from pallas_kernels.gpu.kernel import gpu_kernel
+from pallas_kernels.gpu.kernel import gpu_kernel, shared
 from pallas_kernels.gpu.layouts import load
 
 PIECE = 64  # rows and columns, as wgmma's layout has them
@@ -102,9 +102,15 @@ def quantize(
       config: Tile of a block; None for the default.
     """
     wanted = [Wanted(scale, turned_scale, dtype)]
-    return quantize_computed((x,), lambda x: (x,), wanted, name="fp8_quantize", config=config)[0]
+    return quantize_computed((x,), unchanged, wanted, name="fp8_quantize", config=config)[0]
 
 
+def unchanged(x: jax.Array) -> tuple[jax.Array]:
+    """The array, as a function that computes the tensors to quantize."""
+    return (x,)
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
     """The copies of a tensor to make. Two scales of shape `[]` must be the same number.
@@ -117,9 +123,10 @@ class Wanted:
 
     scale: Array | None
     turned_scale: Array | None
-    dtype: DTypeLike
+    dtype: DTypeLike = dataclasses.field(metadata={"static": True})
 
 
+@shared("compute", "name", "config")
 def quantize_computed(
     arrays: Sequence[Float[Array, "M K"] | BlockwiseInt8],
     compute: Callable[..., Sequence[jax.Array]],
@@ -132,8 +139,8 @@ def quantize_computed(
 
     Args:
       arrays: Arguments of the function, of one shape.
-      compute: Function of a piece of each array, in float32 where the array is in int8; it returns
-        a piece of each tensor.
+      compute: Function of a module, of a piece of each array, in float32 where the array is in
+        int8; it returns a piece of each tensor.
       wanted: Copies to make of each tensor.
       name: Name of the kernel.
       config: Tile of a block; None for the default.
@@ -223,7 +230,12 @@ def _kernel(
         first = jax.lax.div(column + j * PIECE, BLOCK)
         return dequantized(values, load(gmem.scale.at[first, pl.ds(row + i * PIECE, PIECE)], _ROWS))
 
-    def quantize_piece(i, j):
+    pieces_of_row = shape[1] // PIECE
+
+    # A loop, because code for each piece takes twice as long to compile.
+    @pl.loop(0, shape[0] // PIECE * pieces_of_row)
+    def quantize_piece(piece):
+        i, j = jax.lax.div(piece, pieces_of_row), jax.lax.rem(piece, pieces_of_row)
         in_rows, in_columns = pl.ds(i * PIECE, PIECE), pl.ds(j * PIECE, PIECE)
         inputs = zip(gmems, smems, strict=True)
         pieces = [p.astype(jnp.float32) for p in compute(*(piece_of(*a, i, j) for a in inputs))]
@@ -243,9 +255,6 @@ def _kernel(
             back = plgpu.load(turn_smem.transpose((1, 0)), layout=plgpu.Layout.WGMMA)
             smem[in_columns, in_rows] = back.astype(out.dtype)
 
-    for i in range(shape[0] // PIECE):
-        for j in range(shape[1] // PIECE):
-            quantize_piece(i, j)
     plgpu.commit_smem()
     for (_, turned), out, smem in zip(copies, outs, out_smems, strict=True):
         plgpu.copy_smem_to_gmem(smem, out.at[columns, rows] if turned else out.at[rows, columns])

@@ -34,7 +34,7 @@ from pallas_kernels.gpu.hopper_gemm import (
     wait_for_pieces,
     whole_tiles,
 )
-from pallas_kernels.gpu.kernel import gpu_kernel
+from pallas_kernels.gpu.kernel import gpu_kernel, shared
 
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _PROMOTE_EVERY = 4  # steps of 128: every step costs 12 % more, and does not lower the error
@@ -96,10 +96,22 @@ def product(
     Raises:
       ValueError: The configuration does not fit the device.
     """
+    return _product(a, b, target_device(), jnp.dtype(out_dtype), promoted, config)
+
+
+@shared("device", "out_dtype", "promoted", "config")
+def _product(
+    a: Quantized,
+    b: Quantized,
+    device: Device,
+    out_dtype: jnp.dtype,
+    promoted: bool,
+    config: Config | None,
+) -> jax.Array:
     num_rows, num_columns = len(a.values), len(b.values)
     a_values = whole_tiles(a.values)
     b_values = whole_tiles(with_columns(b.values))
-    depth, device, out_dtype = a_values.shape[1], target_device(), jnp.dtype(out_dtype)
+    depth = a_values.shape[1]
     if config is None:
         config = default_config(num_rows, num_columns, depth, device, promoted=promoted)
     loop = MainLoop(

@@ -1,5 +1,6 @@
 """The launch of a kernel, and the error where it cannot run."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,21 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from pallas_kernels.gpu.device import runs_here, target_device
+
+
+def shared[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator for a function that launches kernels: equal calls launch one kernel.
+
+    JAX lowers a kernel once for each trace of its body. XLA compiles it once for each lowering in
+    JAX 0.11.2, because a kernel's text has the number of its lowering. So the calls share a trace,
+    which goes into the caller's jaxpr equation by equation. A kernel takes 0.5 to 1 s of a core
+    (docs/lab/2026-11-26-fp8-compile-times.md).
+
+    Args:
+      *static: Names of the arguments that are no arrays.
+    """
+    jit: Any = functools.partial(jax.jit, static_argnames=static, inline=True)
+    return jit
 
 
 def gpu_kernel(

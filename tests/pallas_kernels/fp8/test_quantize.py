@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu import lowering
 
 from pallas_kernels.fp8 import (
     Quantized,
+    fp8_matmul,
     mosaic_gpu,
     quantize,
     quantize_both,
@@ -253,3 +255,26 @@ def test_other_functions_need_two_axes(unchecked_shapes):
     for function in (quantize_both, quantize_transposed):
         with pytest.raises(ValueError, match="x must have 2 axes, got shape"):
             function(normal((2, 4, 8)))
+
+
+def test_equal_calls_launch_one_kernel(monkeypatch):
+    """Each kernel is lowered once for all of its calls."""
+    lowered = []
+    lower = lowering.lower_unpipelined_jaxpr_to_module
+
+    def counted(*args, **kwargs):
+        lowered.append(lower(*args, **kwargs))
+        return lowered[-1]
+
+    monkeypatch.setattr(lowering, "lower_unpipelined_jaxpr_to_module", counted)
+    quantize_rows = functools.partial(quantize_both, scaling="row", implementation="mosaic_gpu")
+    product = functools.partial(fp8_matmul, implementation="mosaic_gpu")
+
+    def run(*arrays):
+        both = [quantize_rows(x) for x in arrays]
+        return [product(plain, plain) for plain, _ in both], both
+
+    x = jax.ShapeDtypeStruct((64, 128), BF16)
+    program = jax.jit(run).trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
+    # The maxima, the values and the product, of two arrays.
+    assert program.count("@mosaic_gpu") == 6 and len(lowered) == 3
