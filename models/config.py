@@ -37,6 +37,8 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 class LlamaConfig:
     """A Llama. The fields down to `rope_parameters` have Hugging Face's names and meanings.
 
+    Only `qk_norm` is no key of config.json: the model type says it, and it is true for Qwen 3.
+
     Attributes:
       vocab_size: V.
       hidden_size: D.
@@ -52,6 +54,8 @@ class LlamaConfig:
       tie_word_embeddings: Whether the output embedding is the input embedding.
       attention_bias: Whether the four projections of the attention have biases.
       mlp_bias: Whether the three projections of the MLP have biases.
+      qk_norm: Whether each head of the queries and keys has an RMSNorm over its `head_dim` channels
+        before the rotary embedding, as in Qwen 3. It needs an MLP without biases, as Qwen 3's is.
       attention_dropout: Must be 0.0; the field is there to refuse models that need dropout.
       bos_token_id: Token that a text starts with.
       eos_token_id: Token, or tokens, that a text ends with.
@@ -96,6 +100,7 @@ class LlamaConfig:
     tie_word_embeddings: bool
     attention_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
     attention_dropout: float = 0.0
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
@@ -138,7 +143,7 @@ class LlamaConfig:
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"{self.hidden_size=} is not a multiple of {self.num_attention_heads=}, and "
-                "transformers does not load such a model, whatever its head_dim; change one of them"
+                "transformers does not load such a Llama, whatever its head_dim; change one of them"
             )
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
@@ -148,6 +153,11 @@ class LlamaConfig:
             )
         if self.hidden_act not in ACTIVATIONS:
             raise ValueError(f"{self.hidden_act=} must be one of {sorted(ACTIVATIONS)}")
+        if self.qk_norm and self.mlp_bias:
+            raise ValueError(
+                f"{self.qk_norm=} makes a Qwen 3, whose MLP has no biases in transformers; set "
+                "mlp_bias=False"
+            )
         if self.attention_dropout:
             raise NotImplementedError(
                 f"{self.attention_dropout=} is not implemented; set it to 0.0, Llama's value"

@@ -4,8 +4,8 @@
 transformers: an unknown key with a value, a value of a wrong kind, a setting without an
 implementation here.
 
-Source: transformers 5.23, `models/llama/configuration_llama.py` and
-`models/mistral/configuration_mistral.py`.
+Source: transformers 5.23, `models/llama/configuration_llama.py`,
+`models/mistral/configuration_mistral.py` and `models/qwen3/configuration_qwen3.py`.
 """
 
 import dataclasses
@@ -83,8 +83,19 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
 _DEFAULTS = {
     "llama": _LLAMA_DEFAULTS,
     "mistral": _LLAMA_DEFAULTS | {"max_position_embeddings": 131_072, "num_key_value_heads": 8},
+    "qwen3": _LLAMA_DEFAULTS
+    | {"bos_token_id": None, "eos_token_id": None, "head_dim": 128}
+    | {"max_position_embeddings": 32_768, "num_key_value_heads": 32},
 }
-_MISTRAL_WINDOW = 4096  # of a Mistral whose config.json lacks the key
+# Keys of biases that transformers does not read, because the model has no such biases.
+_NO_BIASES = {"llama": (), "mistral": ("attention_bias", "mlp_bias"), "qwen3": ("mlp_bias",)}
+_WINDOW_KEYS = {
+    "llama": (),
+    "mistral": ("sliding_window",),
+    "qwen3": ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window"),
+}
+_DEFAULT_WINDOW = 4096  # of a Mistral or a Qwen 3 whose config.json lacks the key
+_QWEN3_WHOLE_LAYERS = 28  # the same for `max_window_layers`
 _ROPE_FIELDS = {
     "attention_factor": "a number",
     "beta_fast": "a number",
@@ -149,15 +160,16 @@ def config_from_hf(hf_config: dict[str, Any]) -> LlamaConfig:
     """The `LlamaConfig` of a config.json; our own fields, such as `dtype`, have their defaults.
 
     A Mistral is a Llama with a window on its attention. It is read if the window is null or at
-    least as long as the longest sequence, because then both compute the same.
+    least as long as the longest sequence, because then both compute the same. A Qwen 3 is a Llama
+    with `qk_norm`. Its layers may have a window, too, under the same condition.
 
     There are three forms of the rotary settings: `rope_parameters` (transformers 5), and
     `rope_theta` with a `rope_scaling` that has a `rope_type` or the older `type`, or is null. If a
     file has both, `rope_scaling` wins, as in transformers.
 
     Raises:
-      ValueError: The model is not a Llama, a size is missing, a value is of a wrong kind or out of
-        its range, or a key is unknown and may change the function.
+      ValueError: The model is none of the three, a size is missing, a value is of a wrong kind or
+        out of its range, or a key is unknown and may change the function.
       NotImplementedError: The model needs a feature that `LlamaConfig` does not have.
     """
     if not isinstance(hf_config, dict):
@@ -165,7 +177,7 @@ def config_from_hf(hf_config: dict[str, Any]) -> LlamaConfig:
     model_type = hf_config.get("model_type")
     if not (isinstance(model_type, str) and model_type in _DEFAULTS):
         raise ValueError(
-            f"model_type={_short(model_type)}, only 'llama' and 'mistral' are supported"
+            f"model_type={_short(model_type)}, only 'llama', 'mistral' and 'qwen3' are supported"
         )
     if missing := [name for name in _SIZES if hf_config.get(name) is None]:
         raise ValueError(f"the configuration lacks {missing}")
@@ -188,22 +200,19 @@ def config_from_hf(hf_config: dict[str, Any]) -> LlamaConfig:
     if isinstance(fields["eos_token_id"], list):
         fields["eos_token_id"] = tuple(fields["eos_token_id"])
     rope = _rope_from_hf(hf_config, fields["max_position_embeddings"])
-    config = LlamaConfig(**fields, rope_parameters=rope)
+    config = LlamaConfig(**fields, qk_norm=model_type == "qwen3", rope_parameters=rope)
     if model_type == "mistral":
-        _check_window(hf_config.get("sliding_window", _MISTRAL_WINDOW), config)
+        _check_window(hf_config.get("sliding_window", _DEFAULT_WINDOW), config)
+    elif model_type == "qwen3":
+        _check_window(_window_of_qwen3(hf_config), config)
     return config
 
 
 def _check_keys(hf_config: dict[str, Any], model_type: str) -> None:
     """Raises unless each key is read, is harmless, or has the value that switches it off."""
-    known = {*_FIELDS, *_ROPE_KEYS, *_HARMLESS_KEYS}
-    off = dict(_HARMLESS_VALUES)
-    if model_type == "mistral":
-        known |= {"sliding_window"}
-        # A Mistral has no biases, and transformers does not read these two keys for it.
-        biases = {"attention_bias": False, "mlp_bias": False}
-        known -= biases.keys()
-        off |= biases
+    no_biases = _NO_BIASES[model_type]
+    known = {*_FIELDS, *_ROPE_KEYS, *_HARMLESS_KEYS, *_WINDOW_KEYS[model_type]} - {*no_biases}
+    off = _HARMLESS_VALUES | dict.fromkeys(no_biases, False)
     unknown = {
         key: value
         for key, value in hf_config.items()
@@ -218,8 +227,28 @@ def _check_keys(hf_config: dict[str, Any], model_type: str) -> None:
         )
 
 
+def _window_of_qwen3(hf_config: dict[str, Any]) -> Any:
+    """The window of those layers of a Qwen 3 that have one; None if no layer has."""
+    types = hf_config.get("layer_types")
+    if types is not None:
+        if not (isinstance(types, list) and all(kind == "full_attention" for kind in types)):
+            raise NotImplementedError(
+                f"layer_types={_short(types)}: only 'full_attention' is implemented. If the window "
+                "of the other layers hides no position, set layer_types to null"
+            )
+        return None
+    read = lambda key, default: default if (value := hf_config.get(key)) is None else value
+    first = _checked(
+        "max_window_layers", read("max_window_layers", _QWEN3_WHOLE_LAYERS), "a whole number"
+    )
+    uses = _checked("use_sliding_window", read("use_sliding_window", False), "true or false")
+    if not uses or first >= hf_config["num_hidden_layers"]:
+        return None
+    return hf_config.get("sliding_window", _DEFAULT_WINDOW)
+
+
 def _check_window(window: Any, config: LlamaConfig) -> None:
-    """Raises if a Mistral's window would hide any position of a sequence."""
+    """Raises if a window of the attention would hide any position of a sequence."""
     if window is None:
         return
     _checked("sliding_window", window, "a whole number")
@@ -294,7 +323,8 @@ def _short(value: Any) -> str:
 def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
     """The content of config.json for transformers 5 and, by the legacy keys, for 4.43 and later.
 
-    Version 4.46 had other rules for "yarn" and "longrope", and so computes other logits with them.
+    With `qk_norm` it is that of a Qwen 3, which transformers knows from 4.51 on. Version 4.46 had
+    other rules for "yarn" and "longrope", and so computes other logits with them.
     """
     hf_config = {name: getattr(config, name) for name in sorted(_FIELDS)}
     for name, kind in _FIELDS.items():
@@ -312,10 +342,13 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
         original = rope["original_max_position_embeddings"]
         rope["factor"] = config.max_position_embeddings / original
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    model_type = "qwen3" if config.qk_norm else "llama"
+    for name in _NO_BIASES[model_type]:
+        del hf_config[name]
     return hf_config | {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
         "dtype": config.param_dtype,
-        "model_type": "llama",
+        "model_type": model_type,
         "rope_parameters": rope,
         "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
         "rope_theta": config.rope_parameters.rope_theta,

@@ -25,8 +25,8 @@ from pallas_kernels.layers import SwiGLU
 class Norm(nnx.Module):
     """RMSNorm, with or without a residual addition before it."""
 
-    def __init__(self, config: LlamaConfig):
-        self.weight = nnx.Param(jnp.ones((config.hidden_size,), config.param_dtype))
+    def __init__(self, config: LlamaConfig, size: int):
+        self.weight = nnx.Param(jnp.ones((size,), config.param_dtype))
         self.eps = config.rms_norm_eps
         self.implementation = config.implementation
 
@@ -35,7 +35,7 @@ class Norm(nnx.Module):
         return {"eps": self.eps, "casting": "llama", "implementation": self.implementation}
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
-        """The norm of every token."""
+        """The norm of every token, or of every head of every token."""
         return rms_norm(x, self.weight[...], **self._options)
 
     def add(
@@ -56,7 +56,10 @@ class Norm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """The four projections of grouped-query attention; the caller runs the attention itself."""
+    """The projections of grouped-query attention, and the norms of its queries and keys, if any.
+
+    The caller runs the attention itself.
+    """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         def linear(size_in: int, size_out: int) -> nnx.Linear:
@@ -76,15 +79,20 @@ class Attention(nnx.Module):
         self.k_proj = linear(config.hidden_size, num_kv_channels)
         self.v_proj = linear(config.hidden_size, num_kv_channels)
         self.o_proj = linear(num_channels, config.hidden_size)
+        self.q_norm = Norm(config, config.head_dim) if config.qk_norm else None
+        self.k_norm = Norm(config, config.head_dim) if config.qk_norm else None
         self.head_dim = config.head_dim
         self.fp8: RecipeName | None = config.fp8
 
     def project(
         self, x: Float[Array, "B S D"], cos: Float[Array, "#B S h"], sin: Float[Array, "#B S h"]
     ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-        """Queries and keys, both rotated to their positions, and values."""
+        """Queries and keys, normed if the model norms them and then rotated, and values."""
         heads = lambda a: a.reshape(*a.shape[:-1], -1, self.head_dim)
         q, k, v = map(heads, project(x, (self.q_proj, self.k_proj, self.v_proj), self.fp8))
+        if self.q_norm is not None and self.k_norm is not None:
+            q = self.q_norm(checkpoint_name(q, "q_proj"))
+            k = self.k_norm(checkpoint_name(k, "k_proj"))
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         return checkpoint_name(q, "q"), checkpoint_name(k, "k"), checkpoint_name(v, "v")
 

@@ -37,6 +37,7 @@ from models.sharding import (
     check_tensor_parallel,
     embed_over_devices,
     keep_all_but_weights,
+    parameter_path,
     split_as_table,
     split_batch,
     tensor_axis,
@@ -62,9 +63,9 @@ class Block(nnx.Module):
     """One layer. Its caller runs the first norm and the attention; `finish` is the rest."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.input_layernorm = Norm(config)
+        self.input_layernorm = Norm(config, config.hidden_size)
         self.self_attn = Attention(config, rngs=rngs)
-        self.post_attention_layernorm = Norm(config)
+        self.post_attention_layernorm = Norm(config, config.hidden_size)
         self.mlp = MLP(config, rngs=rngs)
 
     def finish(
@@ -114,7 +115,7 @@ class Llama(nnx.Module):
         graphdef = nnx.graphdef(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
         state = jax.lax.map(lambda key: nnx.state(Block(config, rngs=nnx.Rngs(key))), keys)
         self.layers = nnx.merge(graphdef, state)
-        self.norm = Norm(config)
+        self.norm = Norm(config, config.hidden_size)
         if not config.tie_word_embeddings:
             self.lm_head = OutputEmbedding(config, rngs=rngs)
 
@@ -219,9 +220,11 @@ class Llama(nnx.Module):
             next_norms = jax.tree.map(shifted, first_norms, last_norm)
 
         # Rounded once for all layers and for the backward; inside of the layers it would be twice.
+        # Norms take their weights as they are.
+        rounded = lambda path, a: a if _is_of_norm(path) else a.astype(config.dtype)
         state = nnx.state(self.layers)
         for name in ("self_attn", "mlp"):
-            state[name] = jax.tree.map(lambda a: a.astype(config.dtype), state[name])
+            state[name] = jax.tree_util.tree_map_with_path(rounded, state[name])
             if fp8 is not None:
                 state[name] = quantize_weights(state[name], fp8)
 
@@ -359,6 +362,11 @@ class Llama(nnx.Module):
 
 def _same(a: Any) -> Any:
     return a
+
+
+def _is_of_norm(path: tuple[Any, ...]) -> bool:
+    """Whether a parameter of a half-layer is the weight of a norm."""
+    return parameter_path(path)[-2] in ("q_norm", "k_norm")
 
 
 def _keep_all_but_fills(primitive: Any, *_: Any, **__: Any) -> bool:

@@ -12,6 +12,21 @@ def _llama(**fields: Any) -> LlamaConfig:
     )
 
 
+def _qwen3(**fields: Any) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=151936,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        qk_norm=True,
+        bos_token_id=151643,
+        eos_token_id=151645,
+        rope_parameters=RopeParameters(rope_type="default", rope_theta=1_000_000.0),
+        **fields,
+    )
+
+
 def _llama3_rope(factor: float) -> RopeParameters:
     return RopeParameters(
         rope_type="llama3",
@@ -99,5 +114,33 @@ PRESETS = {
         bos_token_id=1,
         eos_token_id=2,
         rope_parameters=RopeParameters(rope_type="default", rope_theta=10_000.0),
+    ),
+    "qwen3-0.6b": _qwen3(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-1.7b": _qwen3(
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-4b": _qwen3(
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-8b": _qwen3(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        tie_word_embeddings=False,
     ),
 }

@@ -17,6 +17,9 @@ function takes its logsumexp back. Inside of a `jax.checkpoint` the attention's 
 again. A layer is therefore two checkpointed halves, with the attention between them and outside of
 any checkpoint. For the same reason the tensors of the attention cannot go to the host.
 
+`q_proj` and `k_proj` are the queries and keys before their norms, in models that norm them. The
+backward of these norms reads them, beside the normed and rotated q and k that the attention reads.
+
 The device reaches host memory over PCIe. A tensor that a GEMM with K terms made costs 2 K FLOPs an
 element to compute again and, in 16 bits, 4 bytes over the bus. At 600 TFLOP/s and 50 GB/s both take
 equally long at K = 24,000. So the result of one GEMM is worth offloading only while the bus has
@@ -40,6 +43,8 @@ import jax
 
 TENSOR_NAMES = (
     "layer_input",
+    "q_proj",
+    "k_proj",
     "q",
     "k",
     "v",
@@ -121,19 +126,19 @@ POLICIES = {
     # It keeps `normed` because one kernel call makes `normed` and `residual`. Without it, that call
     # would run again, and before it the GEMM that makes its input.
     "mlp_inputs": RematPolicy(
-        tensors=("residual", "rstd", "normed", "fp8_x"),
+        tensors=("residual", "rstd", "normed", "fp8_x", "q_proj", "k_proj"),
         attention=True,
         description="keeps the attention and the norms; gate and up run again",
     ),
     "minimal": RematPolicy(
-        tensors=("residual", "rstd", "normed", "fp8_x", "gate", "up"),
+        tensors=("residual", "rstd", "normed", "fp8_x", "q_proj", "k_proj", "gate", "up"),
         attention=True,
         description="keeps GEMMs, attention and norms; rotations and the activation run again",
     ),
     # `rstd` is 4 bytes a token and stays.
     "offload": RematPolicy(
         tensors=("rstd",),
-        offloaded=("layer_input", "residual", "normed", "gate", "up"),
+        offloaded=("layer_input", "residual", "normed", "q_proj", "k_proj", "gate", "up"),
         attention=True,
         description="keeps what minimal does, all but the attention and rstd in host memory",
     ),

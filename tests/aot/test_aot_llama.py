@@ -57,6 +57,39 @@ CASES = {
 }
 
 
+def queries_and_keys(x: jax.Array, cos: jax.Array, params: Any) -> Any:
+    """The queries and keys of a layer of Qwen 3, and the gradients of a sum of them."""
+    graphdef = nnx.graphdef(_abstract_model(QWEN3).layers.self_attn)
+
+    def total(x, params):
+        q, k, _ = nnx.merge(graphdef, params).project(x, cos, cos)
+        return jnp.sum(jnp.square(q)) + jnp.sum(jnp.square(k))
+
+    return jax.value_and_grad(total, (0, 1))(x, params)
+
+
+QWEN3 = dataclasses.replace(PRESETS["qwen3-0.6b"], num_hidden_layers=1)
+CASES["qwen3"] = Case(
+    queries_and_keys,
+    (
+        jax.ShapeDtypeStruct((2, 2048, QWEN3.hidden_size), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1, 2048, QWEN3.head_dim // 2), jnp.float32),
+        jax.eval_shape(
+            lambda state: jax.tree.map(lambda a: a[0].astype(jnp.bfloat16), state),
+            nnx.state(_abstract_model(QWEN3).layers.self_attn),
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("chip, case", [("h100", "qwen3")])
+def test_queries_and_keys_are_normed_by_kernels(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    assert program.calls == {"rms_norm_fwd": 2, "rms_norm_bwd": 2}
+    for kernel in program.kernels:
+        assert (kernel.spill_bytes, kernel.stack_bytes, kernel.warnings) == (0, 0, ()), kernel
+
+
 @pytest.mark.parametrize("case", ["llama3.2-1b"])
 @pytest.mark.parametrize("chip", ["h100"])
 def test_compiles(compiled, chip, case):

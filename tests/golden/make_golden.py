@@ -19,7 +19,7 @@ import numpy as np
 import safetensors
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 FOLDER = Path(__file__).parent
@@ -87,10 +87,10 @@ ROPE_CASES = {
 ROPE_TOKENS, SHORT_TOKENS = 24, 12
 
 
-def random_model(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
+def random_model(config: Any, seed: int) -> Any:
     """A float32 model with every parameter random."""
     generator = torch.Generator().manual_seed(seed)
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -110,25 +110,33 @@ def random_tokens(batch: int, length: int, vocab_size: int, seed: int) -> torch.
     return torch.randint(3, vocab_size, (batch, length), generator=generator)
 
 
-def load(folder: Path) -> LlamaForCausalLM:
+def load(folder: Path) -> Any:
     """The checkpoint as a user loads it, in float32 with the plain attention."""
-    return LlamaForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
 
 
-def logits_of(model: LlamaForCausalLM, tokens: torch.Tensor, **kwargs) -> np.ndarray:
+def logits_of(model: Any, tokens: torch.Tensor, **kwargs) -> np.ndarray:
     with torch.no_grad():
         return model(tokens, use_cache=False, **kwargs).logits.numpy()
 
 
 def write_case(
-    name: str, config: dict, seed: int, *, save=None, dtype=None, pad=0, gradients=True
+    name: str,
+    config: dict,
+    seed: int,
+    *,
+    config_class=LlamaConfig,
+    save=None,
+    dtype=None,
+    pad=0,
+    gradients=True,
 ) -> None:
     """Checkpoint `name` with its tokens, labels, hidden states, logits, loss and gradients."""
     folder = FOLDER / name
     shutil.rmtree(folder, ignore_errors=True)
-    model = random_model(LlamaConfig(**config), seed)
+    model = random_model(config_class(**config), seed)
     if dtype is not None:
         model = model.to(dtype)
     model.save_pretrained(folder, **(save or {}))
@@ -329,6 +337,8 @@ def main() -> None:
     padded = SMALL | dict(pad_token_id=0)
     write_case("padded_sharded", padded, 18, pad=5, save=dict(max_shard_size="6KB"))
     write_case("bfloat16", SMALL, 20, dtype=torch.bfloat16, gradients=False)
+    qwen3 = SMALL | heads | dict(tie_word_embeddings=True)
+    write_case("qwen3", qwen3, 22, config_class=Qwen3Config)
     write_packed()
     write_variants()
     write_rope_tables()

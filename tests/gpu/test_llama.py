@@ -95,18 +95,28 @@ def small_llama(mesh_shape, dtype="bfloat16", **changes):
     return as_float64(found)
 
 
-def assert_llama_is_as_accurate(got, low_precision):
+def assert_llama_is_as_accurate(got, low_precision, **changes):
     """Compares the errors against float32 without kernels."""
-    exact = small_llama(ONE, "float32", implementation="xla")
+    exact = small_llama(ONE, "float32", implementation="xla", **changes)
     assert_trees_as_accurate(got, low_precision, exact, slack=2.0)
 
 
 @pytest.mark.gpus
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["", "qk_norm"])
 @pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (1, 1, 4)], ids=str)
-def test_several_gpus_compute_what_one_does(shape):
+def test_several_gpus_compute_what_one_does(shape, qk_norm):
     if jax.device_count() < np.prod(shape):
         pytest.skip(f"needs {np.prod(shape)} GPUs, there are {jax.device_count()}")
-    assert_llama_is_as_accurate(small_llama(shape), small_llama(ONE))
+    of_shape, of_one = (small_llama(sizes, qk_norm=qk_norm) for sizes in (shape, ONE))
+    assert_llama_is_as_accurate(of_shape, of_one, qk_norm=qk_norm)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_norms_of_queries_and_keys(head_dim):
+    """By kernels, with a row for each head, and without."""
+    changes = {"qk_norm": True, "head_dim": head_dim}
+    plain = small_llama(ONE, implementation="xla", **changes)
+    assert_llama_is_as_accurate(small_llama(ONE, **changes), plain, **changes)
 
 
 @pytest.mark.parametrize("remat", POLICIES)

@@ -86,6 +86,7 @@ PERTURBATIONS = {
     "tie_word_embeddings": (True, structure),
     "attention_bias": (True, structure),
     "mlp_bias": (True, structure),
+    "qk_norm": (True, structure),
     "attention_dropout": (0.1, hidden_states),
     # The model starts no text. A tokenizer does, from the exported configuration.
     "bos_token_id": (1, exported),
@@ -231,6 +232,7 @@ def test_every_rotary_field_belongs_to_a_type():
             r"hidden_size=30 is not a multiple of .*=4, and transformers does not load",
         ),
         ({"head_dim": 7}, r"head_dim=7 must be even"),
+        ({"qk_norm": True, "mlp_bias": True}, r"qk_norm=True makes a Qwen 3.* set mlp_bias=False"),
         ({"hidden_act": "swish"}, r"hidden_act='swish' must be one of \['gelu'"),
         ({"remat": "everything"}, r"remat='everything': \['everything'\] unknown"),
     ],
@@ -258,6 +260,10 @@ def test_a_missing_head_size_is_computed():
         ("llama3.1-8b", 8_030_261_248),
         ("llama3.1-70b", 70_553_706_496),
         ("llama2-7b", 6_738_415_616),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(preset, num_parameters):

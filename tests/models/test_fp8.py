@@ -35,7 +35,7 @@ from train.step import init_state, make_eval_step, make_gradients, make_train_st
 
 pytestmark = pytest.mark.usefixtures("fast_compilation", "every_size_gains")
 
-CONFIG = changed(tie_word_embeddings=True, attention_bias=True)
+CONFIG = changed(tie_word_embeddings=True, attention_bias=True, qk_norm=True)
 TOKENS = random_tokens(CONFIG)
 COTANGENT = jax.random.normal(jax.random.key(1), (B, S, CONFIG.hidden_size))
 
@@ -170,8 +170,9 @@ def test_devices_that_share_sequences(recipe, sizes, changes):
     # On one device first: JAX would take programs of the other mesh from its caches.
     expected = results(recipe)["gradients"], results(None)["gradients"]
     got, text = on_mesh(recipe, sizes, **changes)
-    # Errors of other roundings are other random numbers: those of 32 numbers differ by 18 %.
-    assert_trees_as_accurate(got, *expected, slack=1.6)
+    # Errors of other roundings are other random numbers: the ratio of two root mean squares of 16
+    # numbers scatters by 25 %.
+    assert_trees_as_accurate(got, *expected, slack=2.0)
     # XLA for CPUs moves FP8 numbers as float16.
     if sizes[1] > 1 and recipe == "tensorwise":
         gathers = re.findall(r"= \(?f16\[\d+,\d+\]\S* all-gather(?:-start)?\(", text)
@@ -287,7 +288,7 @@ def test_the_flag_names_a_recipe():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"mlp_bias": True}, "self.mlp_bias=True"),
+        ({"mlp_bias": True, "qk_norm": False}, "self.mlp_bias=True"),
         ({"hidden_act": "gelu"}, "self.hidden_act='gelu'"),
         ({"mlp_chunk_size": 4, "remat": "full"}, "self.mlp_chunk_size=4"),
     ],

@@ -75,10 +75,12 @@ def test_every_field_of_the_configuration_is_read_and_written():
     for name, value in changed.items():
         assert written[name] == value, name
         assert getattr(config_from_hf(MINIMAL | {name: value}), name) != getattr(base, name), name
-    # The rest of LlamaConfig is the rope's, refused (attention_dropout) or ours.
+    # The rest of LlamaConfig is the rope's, refused (attention_dropout), said by the model type
+    # (qk_norm) or ours.
     rest = {field.name for field in dataclasses.fields(LlamaConfig)} - changed.keys()
     assert rest == {
         "attention_dropout",
+        "qk_norm",
         "implementation",
         "attention_implementation",
         "dtype",
@@ -158,7 +160,8 @@ def test_forms_of_the_rotary_settings(rope, expected):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "qwen2"}, "model_type='qwen2', only 'llama' and 'mistral'"),
+        ({"model_type": "qwen2"}, "model_type='qwen2', only 'llama', 'mistral' and 'qwen3'"),
+        ({"model_type": "qwen3_moe"}, "model_type='qwen3_moe', only 'llama'"),
         ({"model_type": None}, "model_type=None, only 'llama'"),
         ({"model_type": ["llama"]}, r"model_type=\['llama'\], only 'llama'"),
         ({"hidden_size": None}, r"lacks \['hidden_size'\]"),

@@ -80,6 +80,9 @@ BIASED = {
     "rms_norm_eps": 0.1,
 }
 
+# Heads of 12 channels are too small for the kernel, so plain JAX norms them.
+NORMED = {"qk_norm": True, "head_dim": 12, "tie_word_embeddings": True, "num_hidden_layers": 1}
+
 
 # test_tensor_parallel.py compares heads in groups in both dtypes, and tied embeddings.
 @pytest.mark.parametrize(
@@ -90,6 +93,8 @@ BIASED = {
         pytest.param(TIED, "bfloat16", id="mha_tied_bf16", marks=pytest.mark.full),
         pytest.param(BIASED, "float32", id="mqa_biases_gelu", marks=pytest.mark.full),
         pytest.param(BIASED, "bfloat16", id="mqa_biases_gelu_bf16"),
+        pytest.param(NORMED, "float32", id="qk_norm", marks=pytest.mark.full),
+        pytest.param(NORMED, "bfloat16", id="qk_norm_bf16"),
     ],
 )
 def test_equals_the_textbook_in_values_and_gradients(changes, dtype):

@@ -21,7 +21,7 @@ from models.llama_hf import load_pretrained, save_pretrained
 from models.sharding import make_mesh
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-CASES = ("gqa", "mha_tied", "head_dim", "biases", "padded_sharded", "bfloat16")
+CASES = ("gqa", "mha_tied", "head_dim", "biases", "qwen3", "padded_sharded", "bfloat16")
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 

@@ -91,6 +91,34 @@ MISTRAL = {
     "use_cache": True,
     "vocab_size": 32768,
 }
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 LLAMA2 = {
     "_name_or_path": "meta-llama/Llama-2-7b-hf",
     "architectures": ["LlamaForCausalLM"],
@@ -153,6 +181,25 @@ PUBLISHED: dict[str, tuple[dict, dict]] = {
         {name: MISTRAL[name] for name in MISTRAL if name not in ("num_key_value_heads",)}
         | {"num_hidden_layers": 2},
         {"num_key_value_heads": 8},
+    ),
+    "Qwen3-0.6B": (QWEN3, {"qk_norm": True}),
+    "Qwen3-0.6B, all keys": (QWEN3 | ALL_KEYS, {"qk_norm": True}),
+    "Qwen3-0.6B as transformers 5 writes it": (
+        QWEN3 | {"layer_types": ["full_attention"] * 28},
+        {"qk_norm": True},
+    ),
+    "Qwen 3 with absent keys": (
+        {k: v for k, v in QWEN3.items() if k not in ("num_key_value_heads", "head_dim")}
+        | {"num_attention_heads": 32},
+        {"num_key_value_heads": 32, "head_dim": 128},
+    ),
+    "Qwen 3 with the window of its context": (
+        QWEN3 | {"use_sliding_window": True, "sliding_window": 40960, "max_window_layers": 0},
+        {},
+    ),
+    "Qwen 3 whose layers are all below those with a window": (
+        QWEN3 | {"use_sliding_window": True, "sliding_window": 4096},
+        {},
     ),
     "Llama-2-7b": (LLAMA2, {"head_dim": 128}),
     "Llama-2-7b, all keys": (LLAMA2 | ALL_KEYS, {"head_dim": 128}),
@@ -221,10 +268,39 @@ def test_mistrals_that_are_more_than_a_llama(changes, message):
         config_from_hf(hf_config)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 27},
+            r"sliding_window=4096 is shorter than max_position_embeddings=40960",
+        ),
+        (
+            {"use_sliding_window": True, "sliding_window": ..., "max_window_layers": 0},
+            r"sliding_window=4096 is shorter",  # the default
+        ),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "only 'full_attention'"),
+        ({"layer_types": "full_attention"}, r"layer_types='full_attention': only"),
+        ({"use_sliding_window": 1}, "use_sliding_window=1 must be true or false"),
+        ({"max_window_layers": "28"}, "max_window_layers='28' must be a whole number"),
+        ({"mlp_bias": True}, r"unknown configuration keys.*{'mlp_bias': True}"),
+        ({"num_experts": 128}, r"unknown configuration keys.*{'num_experts': 128}"),
+    ],
+)
+def test_qwens_that_are_more_than_a_llama_with_norms(changes, message):
+    hf_config = {key: value for key, value in (QWEN3 | changes).items() if value is not ...}
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        config_from_hf(hf_config)
+
+
 def test_a_mistral_of_short_sequences_needs_no_window():
     """The error message names this remedy."""
     short = {"sliding_window": 4096, "max_position_embeddings": 4096}
     assert config_from_hf(MISTRAL | short).max_position_embeddings == 4096
+
+
+def test_published_qwen3_is_our_preset():
+    assert config_from_hf(QWEN3) == PRESETS["qwen3-0.6b"]
 
 
 def test_published_llama31_is_our_preset():

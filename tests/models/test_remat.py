@@ -122,6 +122,10 @@ def kept(remat: str, scan_layers: bool) -> Counter:
     program = jax.make_jaxpr(
         lambda state, tokens: jax.vjp(lambda s: forward(s, tokens, remat, scan_layers), state)[1]
     )(STATE, TOKENS)
+    return kept_in(program)
+
+
+def kept_in(program) -> Counter:
     shapes = shapes_of(program.out_avals)
     return Counter({shape: number for shape, number in shapes.items() if S in shape})
 
@@ -137,7 +141,25 @@ def test_layers_tag_what_policies_may_name():
         for equation in equations(traced("none", True).jaxpr.jaxpr)
         if equation.primitive.name == "name"
     }
-    assert names == set(TENSOR_NAMES) - {"fp8_x"}  # of layers in FP8 alone
+    # The others belong to layers in FP8, and to models that norm the queries and keys.
+    assert names == set(TENSOR_NAMES) - {"fp8_x", "q_proj", "k_proj"}
+
+
+@pytest.mark.parametrize("remat", ["minimal", "offload", "attention"])
+def test_the_norms_of_queries_and_keys(remat):
+    """A policy that keeps the results of GEMMs keeps queries and keys before their norms."""
+    config = dataclasses.replace(CONFIG, qk_norm=True, remat=remat)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    backward_of = lambda state: jax.vjp(lambda s: nnx.merge(graphdef, s)(TOKENS), state)[1]
+    found = kept_in(jax.make_jaxpr(backward_of)(state)) - kept(remat, True)
+    host = ("host",) if remat == "offload" else ()
+    of_norms = [(*host, L, B, S, heads, H) for heads in (N, K)]
+    of_norms += [(L, B, S, heads, 1) for heads in (N, K)]
+    assert found == (Counter() if remat == "attention" else Counter(of_norms))
+    program = jax.make_jaxpr(lambda state: backward_of(state)(COTANGENT))(state)
+    primitives = Counter(equation.primitive.name for equation in equations(program.jaxpr))
+    of_queries_and_keys = 2 if remat == "attention" else 0  # again
+    assert primitives["dot_general"] == gemms_of_trace(remat) + of_queries_and_keys
 
 
 # The traces below show what each policy runs again and keeps, in both layouts. The normal run

@@ -77,16 +77,18 @@ def continued(model: Llama, prompts, lengths, num_new: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "num_key_value_heads, scan_layers",
+    "num_key_value_heads, scan_layers, qk_norm",
     [
-        pytest.param(1, True, id="mqa-scanned", marks=pytest.mark.full),
-        pytest.param(2, True, id="gqa-scanned"),
-        pytest.param(2, False, id="gqa-unrolled", marks=pytest.mark.full),
-        pytest.param(4, False, id="mha-unrolled"),
+        pytest.param(1, True, False, id="mqa-scanned", marks=pytest.mark.full),
+        pytest.param(2, True, False, id="gqa-scanned"),
+        pytest.param(2, False, False, id="gqa-unrolled", marks=pytest.mark.full),
+        pytest.param(4, False, True, id="mha-unrolled-qk_norm"),
     ],
 )
-def test_greedy_equals_the_loop_without_a_cache(num_key_value_heads, scan_layers):
-    model = make_model(num_key_value_heads=num_key_value_heads, scan_layers=scan_layers)
+def test_greedy_equals_the_loop_without_a_cache(num_key_value_heads, scan_layers, qk_norm):
+    model = make_model(
+        num_key_value_heads=num_key_value_heads, scan_layers=scan_layers, qk_norm=qk_norm
+    )
     expected = continued(model, PROMPTS, np.asarray(LENGTHS), NEW)
     assert len(np.unique(expected)) > 4, "the test needs varied tokens"
     got = generate(model, PROMPTS, max_new_tokens=NEW, prompt_lengths=LENGTHS)

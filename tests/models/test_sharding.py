@@ -45,6 +45,7 @@ CONFIG = LlamaConfig(
     rms_norm_eps=1e-5,
     tie_word_embeddings=False,
     attention_bias=True,
+    qk_norm=True,
     rope_parameters=RopeParameters(rope_theta=100.0),
     dtype="float32",
     remat="minimal",
@@ -169,7 +170,7 @@ def assert_split(tree, fsdp: int, num_devices: int) -> int:
 @pytest.mark.parametrize("data, fsdp", [(8, 1), (1, 8), (2, 4)])
 def test_parameters_are_split(data, fsdp):
     _, params, batch = placed(mesh_of(data, fsdp))
-    assert assert_split(params, fsdp, data * fsdp) == 16
+    assert assert_split(params, fsdp, data * fsdp) == 18
     for array in batch.values():
         assert {shard.data.shape for shard in array.addressable_shards} == {(B // 8, S)}
         assert len({shard.index[0].start for shard in array.addressable_shards}) == 8
@@ -195,7 +196,9 @@ def test_initial_parameters_and_moments_are_split():
 @pytest.mark.parametrize("tie_word_embeddings", [False, True])
 def test_every_matrix_is_split(tie_word_embeddings):
     """A parameter that the table of shardings does not know would be whole on every device."""
-    config = dataclasses.replace(CONFIG, tie_word_embeddings=tie_word_embeddings, mlp_bias=True)
+    config = dataclasses.replace(
+        CONFIG, tie_word_embeddings=tie_word_embeddings, qk_norm=False, mlp_bias=True
+    )
     params = parameters(config)[1]
     shardings = parameter_shardings(params, mesh_of(2, 4))
     for (path, param), sharding in zip(

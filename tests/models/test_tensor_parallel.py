@@ -210,15 +210,17 @@ def test_a_mesh_has_the_axis_if_it_has_devices():
 
 
 def test_parameters_are_split():
-    config = changed(**BIASES)
-    params = parameters(config)
-    shardings = parameter_shardings(params, mesh_of(2, 2, 2))
-    shards = {
-        parameter_path(path)[-2:]: sharding.shard_shape(param.shape)
-        for (path, param), sharding in zip(
-            jax.tree.leaves_with_path(params), jax.tree.leaves(shardings), strict=True
-        )
-    }
+    # No model has both, the biases of an MLP and the norms of queries and keys.
+    shards = {}
+    for config in (changed(**BIASES), changed(qk_norm=True)):
+        params = parameters(config)
+        shardings = parameter_shardings(params, mesh_of(2, 2, 2))
+        shards |= {
+            parameter_path(path)[-2:]: sharding.shard_shape(param.shape)
+            for (path, param), sharding in zip(
+                jax.tree.leaves_with_path(params), jax.tree.leaves(shardings), strict=True
+            )
+        }
     assert shards == {
         ("embed_tokens", "embedding"): (V // 2, D // 2),
         ("lm_head", "weight"): (V // 2, D // 2),
@@ -228,6 +230,8 @@ def test_parameters_are_split():
         ("k_proj", "bias"): (L, KV // 2),
         ("v_proj", "kernel"): (L, D // 2, KV // 2),
         ("v_proj", "bias"): (L, KV // 2),
+        ("q_norm", "weight"): (L, CONFIG.head_dim),
+        ("k_norm", "weight"): (L, CONFIG.head_dim),
         ("o_proj", "kernel"): (L, Q // 2, D // 2),
         ("o_proj", "bias"): (L, D),
         ("gate_proj", "kernel"): (L, D // 2, F // 2),

@@ -21,7 +21,7 @@ from models.llama_hf import load_pretrained, save_pretrained
 from pallas_kernels import linear_cross_entropy
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-CASES = ("gqa", "mha_tied", "head_dim", "biases", "padded_sharded", "bfloat16")
+CASES = ("gqa", "mha_tied", "head_dim", "biases", "qwen3", "padded_sharded", "bfloat16")
 VARIANTS = json.loads((GOLDEN / "variants.json").read_text())
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -140,7 +140,6 @@ def test_golden_packed_documents():
 # transformers itself
 
 MINIMAL = {
-    "model_type": "llama",
     "vocab_size": 48,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -149,6 +148,7 @@ MINIMAL = {
 }
 LIVE = [
     {"num_key_value_heads": 1},
+    {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 12},
     {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 12},
     {
         "rope_parameters": {
@@ -165,7 +165,7 @@ LIVE = [
 
 # The strict warnings of this repository are off, because transformers and torch warn themselves.
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("settings", LIVE, ids=["gqa", "tied_biases", "llama3"])
+@pytest.mark.parametrize("settings", LIVE, ids=["gqa", "qwen3", "tied_biases", "llama3"])
 def test_live_transformers(settings, tmp_path):
     torch = pytest.importorskip("torch", reason="the live comparison needs torch")
     transformers = pytest.importorskip(
@@ -173,13 +173,14 @@ def test_live_transformers(settings, tmp_path):
     )
 
     def load(folder):
-        return transformers.LlamaForCausalLM.from_pretrained(
+        return transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         )
 
-    sizes = {name: value for name, value in MINIMAL.items() if name != "model_type"}
-    config = transformers.LlamaConfig(**sizes, max_position_embeddings=128, **settings)
-    theirs = transformers.LlamaForCausalLM(config)
+    settings = {"model_type": "llama", "max_position_embeddings": 128} | MINIMAL | settings
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**settings)
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in theirs.parameters():

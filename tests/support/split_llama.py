@@ -128,5 +128,5 @@ TWO_LAYERS = {"num_hidden_layers": 2}
 UNROLLED = TWO_LAYERS | {"scan_layers": False}
 VARIANTS = {
     "untied_scanned_biases": changed(**TWO_LAYERS, **BIASES),
-    "tied_unrolled_full": changed(**UNROLLED, tie_word_embeddings=True, remat="full"),
+    "tied_unrolled_full": changed(**UNROLLED, tie_word_embeddings=True, qk_norm=True, remat="full"),
 }

@@ -36,7 +36,10 @@ def textbook_logits(params, *, config: LlamaConfig, tokens, positions, segment_i
     def attention(x, layer):
         heads = lambda name: linear(x, layer[name]).reshape(*x.shape[:2], -1, H)
         groups = config.num_attention_heads // config.num_key_value_heads
-        q, k = rotate(heads("q_proj")), rotate(heads("k_proj"))
+        q, k = heads("q_proj"), heads("k_proj")
+        if config.qk_norm:
+            q, k = norm(q, layer["q_norm"]["weight"]), norm(k, layer["k_norm"]["weight"])
+        q, k = rotate(q), rotate(k)
         k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(heads("v_proj"), groups, axis=2)
         scores = jnp.einsum("bqnh,bknh->bnqk", q, k).astype(at_least_float32) / H**0.5
         order = jnp.arange(x.shape[1])

@@ -451,6 +451,7 @@ FIELDS = {
         "rms_norm_eps": (0.1, model),
         "tie_word_embeddings": (False, model),
         "attention_bias": (True, model),
+        "qk_norm": (True, model),
         "mlp_bias": (True, model),
         "attention_dropout": (0.1, NotImplementedError),
         "bos_token_id": (1, checkpoint),
