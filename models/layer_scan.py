@@ -47,23 +47,19 @@ def layer_scan(
     Returns:
       The carry after the last layer, and the layers' outputs, stacked.
     """
-    scan = jax.lax.scan if _empty_maker() is None else _scan
+    mesh = jax.sharding.get_abstract_mesh()
+    num_devices = jax.device_count() if mesh.empty else mesh.size
+    is_auto_or_manual = set(mesh.axis_types) in ({AxisType.Auto}, {AxisType.Manual})
+    scan = _scan if num_devices == 1 or is_auto_or_manual else jax.lax.scan
     return scan(layer, carry, inputs)
 
 
-def _empty_maker() -> Callable[..., jax.Array] | None:
-    """A function `(shape, dtype) -> array` without values on the mesh in context, if there is one.
-
-    None where the axes are neither all Manual nor all Auto, and where the program may be for
-    several devices of which JAX does not know.
-    """
+def _empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An array without values, on a mesh whose axes are all Auto or all Manual."""
     mesh = jax.sharding.get_abstract_mesh()
-    num_devices = jax.device_count() if mesh.empty else mesh.size
-    if num_devices == 1 or set(mesh.axis_types) == {AxisType.Manual}:
-        return jax.lax.empty
-    if set(mesh.axis_types) == {AxisType.Auto}:
-        return lambda shape, dtype: _partitioned_empty(shape, dtype)(jnp.zeros((), dtype))
-    return None
+    if mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}:
+        return _partitioned_empty(shape, dtype)(jnp.zeros((), dtype))
+    return jax.lax.empty(shape, dtype)
 
 
 @functools.cache
@@ -158,8 +154,7 @@ def _forward(layer, carry, inputs):
         ]
         return found[:num_carry], _put(stacks, kept, index)
 
-    empty = _empty_maker()
-    stacks = [empty((num_layers, *a.shape), a.dtype) for a in shapes]
+    stacks = [_empty((num_layers, *a.shape), a.dtype) for a in shapes]
     state = jax.tree.leaves(carry), stacks
     carry, stacks = jax.lax.fori_loop(0, num_layers, body, state)
     num_outputs = len(results) - num_carry
@@ -188,8 +183,7 @@ def _backward(layer, saved, cotangents):
         dcarry, dinput = vjp((dcarry, _at(doutputs, index)))
         return dcarry, _put(dinputs, jax.tree.leaves(dinput), index)
 
-    empty = _empty_maker()
-    dinputs = [empty(a.shape, a.dtype) for a in _where(saved.wanted, leaves)]
+    dinputs = [_empty(a.shape, a.dtype) for a in _where(saved.wanted, leaves)]
     dcarry, dinputs = jax.lax.fori_loop(0, num_layers, body, (dcarry, dinputs))
     found = iter(dinputs)
     return dcarry, tree.unflatten([next(found) if w else None for w in saved.wanted])
