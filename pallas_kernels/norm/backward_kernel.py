@@ -12,17 +12,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.gpu.arrays import at_aligned_addresses
-from pallas_kernels.gpu.device import WARPS_PER_WARPGROUP, target_device
+from pallas_kernels.gpu.device import BYTES_PER_ACCESS, WARPS_PER_WARPGROUP, target_device
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
-from pallas_kernels.norm.config import Options, registers_with_weight
+from pallas_kernels.norm.config import Options, keeps_rows, keeps_weight, smem_for_rows
 from pallas_kernels.norm.rows import (
     Chunk,
     Rows,
     as_scaled,
     column_parts,
+    place,
+    ring_bytes,
     ring_shapes,
     split_row,
+    sums_shapes,
+    weight_bytes,
+    weight_shapes,
     zeros,
 )
 
@@ -55,31 +60,45 @@ def backward(
     )
     num_tokens, hidden_size = source.shape
     arrays = [dy, source] if dresidual_out is None else [dy, source, dresidual_out]
-    plan = _plan(options, num_tokens, hidden_size, source.dtype, num_operands=len(arrays))
+    dtypes = source.dtype, weight.dtype
+    plan = _plan(options, num_tokens, hidden_size, *dtypes, num_operands=len(arrays))
     rows, split = plan.rows, plan.rows.split
-    scratch = list(rows.exchange)
+    scratch: list[Any] = list(rows.exchange)
+    if split.warps == 1:
+        shapes = sums_shapes(split)
+        scratch.append({v: plgpu.SMEM(shape, jnp.float32) for v, shape in shapes.items()})
     if plan.stages:
+        shapes = ring_shapes(split, plan.stages, len(arrays), rows.rows_per_step)
         num_copies = len(arrays) * len(split.chunks)
         scratch += [
-            {
-                vector: plgpu.SMEM(shape, source.dtype)
-                for vector, shape in ring_shapes(split, plan.stages, len(arrays)).items()
-            },
-            plgpu.Barrier(num_arrivals=num_copies, num_barriers=plan.stages * split.warpgroups),
+            {vector: plgpu.SMEM(shape, source.dtype) for vector, shape in shapes.items()},
+            plgpu.Barrier(num_arrivals=num_copies, num_barriers=plan.stages),
+            plgpu.Barrier(num_arrivals=split.warpgroups),
         ]
-    # With one warp a row, each of the four warps of a block has a partial row of its own.
-    partial_shape = (max(split.warps, WARPS_PER_WARPGROUP), split.segment)
+    if plan.weight_in_smem:
+        shapes = weight_shapes(split)
+        scratch += [
+            {vector: plgpu.SMEM(shape, weight.dtype) for vector, shape in shapes.items()},
+            plgpu.Barrier(num_arrivals=len(split.chunks)),
+        ]
     dx, dweight = gpu_kernel(
         lambda *refs: _Block(plan, *refs).run(),
         out_type=(
             jax.ShapeDtypeStruct(rows.shape, source.dtype),
-            jax.ShapeDtypeStruct((plan.num_partials, plan.num_blocks, *partial_shape), jnp.float32),
+            jax.ShapeDtypeStruct(
+                (plan.num_partials, plan.num_blocks, *rows.weight_shape), jnp.float32
+            ),
         ),
         grid=(plan.num_blocks, plan.num_parts),
         grid_names=("block", "part"),
         num_threads=split.warpgroups,
         thread_name="warpgroup",
         scratch_types=scratch,
+        # Barriers around each store and before each copy would be fifteen a row of 2304. Without
+        # them stores need `commit_smem`, which GPUs before Hopper do not have.
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=plan.stages > 0, reduction_scratch_bytes=0
+        ),
         kernel_name="rms_norm_bwd" if dresidual_out is None else "add_rms_norm_bwd",
     )(*(a.reshape(rows.shape) for a in arrays), weight.reshape(rows.weight_shape), rstd)
     dx = at_aligned_addresses(dx.reshape(source.shape))
@@ -97,11 +116,12 @@ class _Plan:
       num_parts: Parts of the columns, each of which has blocks of its own.
       num_blocks: Blocks of each part.
       num_partials: Partial rows of `dweight` that a block writes, one for every
-        `rows_per_partial` rows.
-      rows_per_partial: Rows whose `dweight` one partial row adds up.
-      stages: Rows that shared memory holds ahead of the computation, 0 for direct loads.
+        `steps_per_partial` tiles.
+      steps_per_partial: Tiles whose `dweight` one partial row adds up.
+      stages: Tiles that shared memory holds, 0 for direct loads.
       reread: Whether a row is read a second time instead of kept in registers.
-      keep_weight: Whether the weight is loaded once for all rows.
+      keep_weight: Whether registers hold the weight.
+      weight_in_smem: Whether shared memory holds the weight.
     """
 
     options: Options
@@ -110,44 +130,65 @@ class _Plan:
     num_parts: int
     num_blocks: int
     num_partials: int
-    rows_per_partial: int
+    steps_per_partial: int
     stages: int
     reread: bool
     keep_weight: bool
+    weight_in_smem: bool
 
 
 def _plan(
-    options: Options, num_tokens: int, hidden_size: int, dtype: jnp.dtype, *, num_operands: int
+    options: Options,
+    num_tokens: int,
+    hidden_size: int,
+    dtype: jnp.dtype,
+    weight_dtype: jnp.dtype,
+    *,
+    num_operands: int,
 ) -> _Plan:
     config = options.config
     split = split_row(hidden_size, config.bwd_warps, dtype.itemsize)
     assert split is not None  # `check_config` has refused other sizes
-    rows = Rows(split, num_tokens)
     # A block computes `dx` and `dweight` of one part of the columns: all of them, unless the sums
     # for a whole row do not fit its registers. Then the blocks with the other parts read the same
     # rows at the same time, so that the rows come from the cache.
     num_parts = column_parts(split)
     assert num_parts
-    reread = config.bwd_reread or num_parts > 1
+    device = target_device()
+    num_sms = device.num_sms
+    # With few tokens, all multiprocessors have some.
+    fours = 1 if split.warps > 1 else WARPS_PER_WARPGROUP
+    most_rows = max(1, num_tokens // (fours * num_sms * config.bwd_blocks))
+    rows = Rows(split, num_tokens, min(config.bwd_rows, most_rows))
     # A partial row is as much to write and read again as four rows of 16 bits. So a block has at
     # least a few rows, if all multiprocessors have one, and all blocks have about as many.
-    num_sms = target_device().num_sms
-    most_blocks = max(num_sms, rows.num_full_tiles // _ROWS_PER_BLOCK)
+    tiles_per_block = max(1, _ROWS_PER_BLOCK // rows.rows_per_step)
+    most_blocks = max(num_sms, rows.num_full_tiles // tiles_per_block)
     most_blocks = min(rows.num_full_tiles, config.bwd_blocks * num_sms, most_blocks)
     num_blocks = -(-rows.num_full_tiles // -(-rows.num_full_tiles // most_blocks))
+    steps_per_partial = max(1, _ROWS_PER_PARTIAL // rows.rows_per_step)
+    stages = config.bwd_stages if num_parts == 1 else 0
     return _Plan(
         options=options,
         rows=rows,
         num_operands=num_operands,
         num_parts=num_parts,
         num_blocks=num_blocks,
-        num_partials=-(-rows.max_steps(num_blocks) // _ROWS_PER_PARTIAL),
-        rows_per_partial=_ROWS_PER_PARTIAL,
-        stages=config.bwd_stages if num_parts == 1 else 0,
-        reread=reread,
-        # Otherwise each row loads it from the cache: with 32 elements a lane of 128 registers
-        # (16384 wide, 16 warps) ptxas spills 100 bytes, and none without the weight.
-        keep_weight=not reread or registers_with_weight(split) <= split.registers,
+        num_partials=-(-rows.max_steps(num_blocks) // steps_per_partial),
+        steps_per_partial=steps_per_partial,
+        stages=stages,
+        reread=stages > 0
+        or num_parts > 1
+        or config.bwd_rows > 1
+        or not keeps_rows(split, num_operands),
+        keep_weight=keeps_weight(split),
+        # Otherwise each tile loads it from the cache.
+        weight_in_smem=stages > 0
+        and not keeps_weight(split)
+        and split.segment * weight_dtype.itemsize % BYTES_PER_ACCESS == 0
+        and weight_bytes(split, weight_dtype.itemsize)
+        + ring_bytes(split, stages, num_operands, rows.rows_per_step, dtype.itemsize)
+        <= smem_for_rows(device, split, num_operands, config.bwd_blocks),
     )
 
 
@@ -158,7 +199,13 @@ class _Block:
         self.plan = plan
         self.inputs, others = refs[: plan.num_operands], refs[plan.num_operands :]
         self.weight_gmem, self.rstd_gmem, self.dx_gmem, self.dweight_gmem, *scratch = others
-        self.partial_smem, self.barrier, *self.ring = scratch
+        self.partial_smem, self.barrier, *scratch = scratch
+        if plan.rows.split.warps == 1:
+            self.sums_smem, *scratch = scratch
+        if plan.stages:
+            self.ring, self.arrived, self.read, *scratch = scratch
+        if plan.weight_in_smem:
+            self.weight_smem, self.weight_arrived = scratch
         self.block, part = jax.lax.axis_index("block"), jax.lax.axis_index("part")
         self.warpgroup = jax.lax.axis_index("warpgroup")
         self.steps = plan.rows.num_steps(self.block, plan.num_blocks)
@@ -171,122 +218,176 @@ class _Block:
             self.own_chunks = [
                 Chunk((first_chunk + i) * size, split.vector) for i in range(per_part)
             ]
-        # For all rows at once, in its own dtype, which takes less registers.
-        self.weights = [self.load_weight(c) for c in split.chunks] if plan.keep_weight else []
+        self.weights: Sequence[jax.Array] = []
 
     def run(self) -> None:
         """Walks over the rows of this block."""
         plan = self.plan
-        for step in range(plan.stages):
-            pl.when(step < self.steps)(functools.partial(self.fetch, step))
+
+        @pl.when(self.warpgroup == 0)
+        def _first():
+            if plan.weight_in_smem:
+                for k, chunk in enumerate(self.split.chunks):
+                    vector, i_chunk = place(self.split, k)
+                    plgpu.copy_gmem_to_smem(
+                        self.weight_gmem.at[:, chunk.columns],
+                        self.weight_smem[vector].at[i_chunk],
+                        self.weight_arrived,
+                    )
+            for step in range(plan.stages):
+                pl.when(step < self.steps)(functools.partial(self.fetch, step))
+
+        if plan.weight_in_smem:
+            plgpu.barrier_wait(self.weight_arrived)
+        if plan.keep_weight:
+            # For all rows at once, in its own dtype, which takes less registers.
+            self.weights = [self.load_weight(chunk) for chunk in self.split.chunks]
         if plan.num_partials == 1:
             self.partial_row(0, None)
         else:
             jax.lax.fori_loop(0, plan.num_partials, self.partial_row, None)
 
     def partial_row(self, i: Any, _: None) -> None:
-        """The gradients of up to `rows_per_partial` rows; stores one partial row of `dweight`."""
-        split, per_partial = self.split, self.plan.rows_per_partial
+        """The gradients of up to `steps_per_partial` tiles; stores one partial row of `dweight`."""
+        split, per_partial = self.split, self.plan.steps_per_partial
         dweight = jax.lax.fori_loop(
             i * per_partial,
             jnp.minimum((i + 1) * per_partial, self.steps),
-            self.one_row,
+            self.one_tile,
             tuple(map(zeros, self.own_chunks)),
         )
-        for chunk, value in zip(self.own_chunks, dweight, strict=True):
-            if split.warps == 1:
-                ref = self.dweight_gmem.at[i, self.block, :, chunk.columns]
-            else:
-                warps = pl.ds(WARPS_PER_WARPGROUP * self.warpgroup, WARPS_PER_WARPGROUP)
-                ref = self.dweight_gmem.at[i, self.block, warps, chunk.columns]
-            store(ref, value)
+        if split.warps > 1:
+            warps = pl.ds(WARPS_PER_WARPGROUP * self.warpgroup, WARPS_PER_WARPGROUP)
+            for chunk, value in zip(self.own_chunks, dweight, strict=True):
+                store(self.dweight_gmem.at[i, self.block, warps, chunk.columns], value)
+            return
+        # The four warps have sums of their own rows. Each warp adds up all four, and stores them.
+        places = [place(split, k) for k in range(len(split.chunks))]
+        for (vector, i_chunk), value in zip(places, dweight, strict=True):
+            store(self.sums_smem[vector].at[i_chunk], value)
+        if self.plan.stages:
+            plgpu.commit_smem()
+        for (vector, i_chunk), chunk in zip(places, split.chunks, strict=True):
+            of_warps = [
+                load(self.sums_smem[vector].at[i_chunk, warp], chunk.layout.reduce(0))
+                for warp in range(WARPS_PER_WARPGROUP)
+            ]
+            total = functools.reduce(jnp.add, of_warps)
+            store(self.dweight_gmem.at[i, self.block, chunk.columns], total)
+        if self.plan.stages:
+            plgpu.commit_smem()  # before the next partial row
 
-    def one_row(self, step: Any, dweight: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def one_tile(self, step: Any, dweight: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Stores `dx` of a tile, and adds its part of `dweight`."""
-        plan, rows, split, options = self.plan, self.plan.rows, self.split, self.plan.options
+        plan, rows, split = self.plan, self.plan.rows, self.split
         tile = self.block + step * plan.num_blocks
-        row = rows.first(tile)
-        get, get_own = self.readers(step, row)
-        rstd = rows.load_scalar(self.rstd_gmem, row)
-        has_residual = plan.num_operands > _DRESIDUAL_OUT
-        kept, added, products = [], [], []
+        of_tile = rows.of_tile(rows.first(tile))
+        # They are on their way while the block waits for the rows and adds them up.
+        rstds = [rows.load_scalar(self.rstd_gmem, row) for row in of_tile]
+        get = self.reader(step, of_tile)
+        products: list[list[jax.Array]] = [[] for _ in of_tile]
         for k, chunk in enumerate(split.chunks):
-            dy_chunk, x_hat = get(_DY, k), get(_SOURCE, k) * rows.spread(rstd, chunk)
-            products.append(dy_chunk * x_hat * self.scale(k, chunk))
-            if not plan.reread:
-                kept.append((dy_chunk, x_hat))
+            scale = self.scale(k, chunk)
+            for i, of_row in enumerate(products):
+                of_row.append(get(_DY, i, chunk, k) * get(_SOURCE, i, chunk, k) * scale)
+        has_residual = plan.num_operands > _DRESIDUAL_OUT
         if has_residual and not plan.reread:
-            added = [get(_DRESIDUAL_OUT, k) for k in range(len(split.chunks))]
-        total = rows.sum(products, self.warpgroup, self.partial_smem, self.barrier, step)
-        mean = total * (1 / split.hidden_size)
-        if plan.stages and not plan.reread:
-            self.refill(step + plan.stages)
-        sums = []
-        for k, chunk in enumerate(self.own_chunks):
-            row_rstd, row_mean = rows.spread(rstd, chunk), rows.spread(mean, chunk)
-            if plan.reread:
-                dy_chunk, x_hat = get_own(_DY, k), get_own(_SOURCE, k) * row_rstd
-            else:
-                dy_chunk, x_hat = kept[k]
-            dx = (dy_chunk * self.scale(k, chunk) - x_hat * row_mean) * row_rstd
-            if has_residual:
-                dx += get_own(_DRESIDUAL_OUT, k) if plan.reread else added[k]
-            dtype = self.dx_gmem.dtype
-            store(rows.at(self.dx_gmem, row, self.warpgroup, chunk), dx.astype(dtype))
-            x_hat = as_scaled(x_hat, options.casting, dtype)
-            sums.append(dweight[k] + rows.unseen(dy_chunk * x_hat, chunk, row, tile))
-        if plan.stages and plan.reread:
+            for k, chunk in enumerate(split.chunks):
+                get(_DRESIDUAL_OUT, 0, chunk, k)
+        totals = rows.sums(
+            products,
+            self.warpgroup,
+            self.partial_smem,
+            self.barrier,
+            step,
+            has_auto_barriers=not plan.stages,
+        )
+        means = [
+            total * rstd * (1 / split.hidden_size)
+            for total, rstd in zip(totals, rstds, strict=True)
+        ]
+        unseen = [rows.unseen(rstd, row, tile) for rstd, row in zip(rstds, of_tile, strict=True)]
+        dtype, sums = self.dx_gmem.dtype, []
+        for k, (chunk, added) in enumerate(zip(self.own_chunks, dweight, strict=True)):
+            scale = self.scale(k, chunk)
+            for i, row in enumerate(of_tile):
+                dy, source = get(_DY, i, chunk, k), get(_SOURCE, i, chunk, k)
+                rstd, mean = rows.spread(rstds[i], chunk), rows.spread(means[i], chunk)
+                dx = (dy * scale - source * rstd * mean) * rstd
+                if has_residual:
+                    dx += get(_DRESIDUAL_OUT, i, chunk, k)
+                store(rows.at(self.dx_gmem, row, self.warpgroup, chunk), dx.astype(dtype))
+                x_hat = source * rows.spread(unseen[i], chunk)
+                added += dy * as_scaled(x_hat, plan.options.casting, dtype)
+            sums.append(added)
+        if plan.stages:
             self.refill(step + plan.stages)
         return tuple(sums)
 
-    def readers(self, step: Any, row: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Two functions of an operand and k: its float32 k-th chunk, and the k-th of the own."""
-        if stages := self.plan.stages:
-            slot = jax.lax.rem(step, stages)
-            plgpu.barrier_wait(self.ring[1].at[slot * self.split.warpgroups + self.warpgroup])
-            get = lambda operand, k: load(
-                self.in_ring(slot, operand, k), self.split.chunks[k].layout
-            ).astype(jnp.float32)
-            return get, get
-        get_at = lambda operand, chunk: load(
-            self.plan.rows.at(self.inputs[operand], row, self.warpgroup, chunk), chunk.layout
-        ).astype(jnp.float32)
-        return (
-            lambda operand, k: get_at(operand, self.split.chunks[k]),
-            lambda operand, k: get_at(operand, self.own_chunks[k]),
-        )
+    def reader(self, step: Any, of_tile: Sequence[Any]) -> Callable[..., jax.Array]:
+        """A function that gives an operand's float32 values of a row of the tile, in a chunk.
+
+        The chunk is the k-th of the row, or of those whose gradients this block computes.
+        """
+        plan, kept, slot = self.plan, {}, None
+        if plan.stages:
+            slot = jax.lax.rem(step, plan.stages)
+            plgpu.barrier_wait(self.arrived.at[slot])
+
+        def get(operand: int, i: int, chunk: Chunk, k: int) -> jax.Array:
+            if (operand, i, k) in kept:
+                return kept[operand, i, k]
+            if plan.stages:
+                ref = plan.rows.in_whole(self.in_ring(slot, operand, k), i, self.warpgroup)
+            else:
+                ref = plan.rows.at(self.inputs[operand], of_tile[i], self.warpgroup, chunk)
+            value = load(ref, chunk.layout).astype(jnp.float32)
+            if not plan.reread:
+                kept[operand, i, k] = value
+            return value
+
+        return get
 
     def in_ring(self, slot: Any, operand: int, k: int) -> Any:
         """Chunk k of an operand in a slot of shared memory, which has one array for each width."""
-        *before, vector = (chunk.vector for chunk in self.split.chunks[: k + 1])
-        place = before.count(vector)
-        return self.ring[0][vector].at[slot, self.warpgroup, operand, place]
+        vector, i_chunk = place(self.split, k)
+        return self.ring[vector].at[slot, operand, i_chunk]
 
     def fetch(self, step: Any) -> None:
-        """Starts the copies of a step's rows into their slot of shared memory."""
+        """Starts the copies of a step's tile into its slot of shared memory."""
         slot = jax.lax.rem(step, self.plan.stages)
         row = self.plan.rows.first(self.block + step * self.plan.num_blocks)
-        for i, ref in enumerate(self.inputs):
+        for operand, ref in enumerate(self.inputs):
             for k, chunk in enumerate(self.split.chunks):
                 plgpu.copy_gmem_to_smem(
-                    self.plan.rows.at(ref, row, self.warpgroup, chunk),
-                    self.in_ring(slot, i, k),
-                    self.ring[1].at[slot * self.split.warpgroups + self.warpgroup],
+                    self.plan.rows.whole(ref, row, chunk),
+                    self.in_ring(slot, operand, k),
+                    self.arrived.at[slot],
                 )
 
     def refill(self, step: Any) -> None:
-        """Fetches the rows of a step, if there is one, into the slot that has just been read."""
+        """Fetches the tile of a step, if there is one, into the slot that has just been read."""
+        plgpu.commit_smem()  # all warps of the warpgroup have read the slot
+        plgpu.barrier_arrive(self.read)
 
-        @pl.when(step < self.steps)
+        @pl.when(self.warpgroup == 0)
         def _fetch():
-            plgpu.commit_smem()  # all warps have read the slot
-            self.fetch(step)
+            plgpu.barrier_wait(self.read)
+            pl.when(step < self.steps)(functools.partial(self.fetch, step))
 
     def load_weight(self, chunk: Chunk) -> jax.Array:
         """A chunk of the weight, in its own dtype."""
         return self.plan.rows.load_weight(self.weight_gmem, self.warpgroup, chunk)
 
     def scale(self, k: int, chunk: Chunk) -> jax.Array:
-        """`weight + weight_offset` for `chunk`, which is chunk k if the weight is kept."""
-        weight = self.weights[k] if self.weights else self.load_weight(chunk)
-        return self.plan.rows.scale(weight, self.plan.options.weight_offset)
+        """`weight + weight_offset` for `chunk`, the k-th that this block reads or computes."""
+        rows = self.plan.rows
+        if self.plan.keep_weight:
+            weight = self.weights[k]
+        elif self.plan.weight_in_smem:
+            vector, i_chunk = place(self.split, k)
+            ref = self.weight_smem[vector].at[i_chunk]
+            weight = load(rows.in_whole(ref, None, self.warpgroup), chunk.layout)
+        else:
+            weight = self.load_weight(chunk)
+        return rows.scale(weight, self.plan.options.weight_offset)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,17 @@ from pallas_kernels.gpu.device import (
     WARPS_PER_WARPGROUP,
     Device,
 )
-from pallas_kernels.norm.rows import RowSplit, column_parts, ring_bytes, ring_shapes, splits
+from pallas_kernels.norm.rows import (
+    RowSplit,
+    column_parts,
+    ring_bytes,
+    ring_shapes,
+    splits,
+    sums_shapes,
+    weight_bytes,
+)
+
+_MAX_BARRIERS = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +44,10 @@ class Config:
       bwd_warps: Number of warps that share a row in the backward, as `fwd_warps`.
       bwd_blocks: Number of thread blocks per multiprocessor in the backward. Each keeps its part of
         `dweight`, so more blocks mean more partial rows to add up.
-      bwd_stages: Number of rows that the tensor memory accelerator (Hopper and later) brings into
-        shared memory ahead of the computation; 0 loads rows directly.
-      bwd_reread: Whether the backward reads a row twice, the second time from shared memory if the
-        rows are there.
+      bwd_stages: Number of steps whose rows shared memory holds. The tensor memory accelerator
+        (Hopper and later) brings them; 0 loads rows directly.
+      bwd_rows: Number of rows that a block of the backward handles in one step, or fours of rows
+        with one warp a row. Few tokens have fewer.
     """
 
     fwd_warps: int
@@ -44,17 +55,23 @@ class Config:
     bwd_warps: int
     bwd_blocks: int
     bwd_stages: int
-    bwd_reread: bool
+    bwd_rows: int
 
     def __post_init__(self):
         for name in ("fwd_warps", "bwd_warps"):
             warps = getattr(self, name)
             if warps != 1 and (warps % WARPS_PER_WARPGROUP or not 4 <= warps <= MAX_WARPS):
                 raise ValueError(f"{name}={warps} must be 1 or a multiple of 4 up to {MAX_WARPS}")
-        if self.bwd_blocks < 1:
-            raise ValueError(f"{self.bwd_blocks=} must be at least 1")
+        for name in ("bwd_blocks", "bwd_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.bwd_stages < 0 or self.bwd_stages == 1:
             raise ValueError(f"{self.bwd_stages=} must be 0 (direct loads) or at least 2")
+        if self.bwd_stages > _MAX_BARRIERS:
+            raise ValueError(
+                f"{self.bwd_stages=} must be at most {_MAX_BARRIERS}, the number of barriers that "
+                "Mosaic GPU has in a group; take fewer stages"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,36 +100,36 @@ def _config(*values: Any) -> Config:
 _H100 = "NVIDIA H100 80GB HBM3"
 _H200 = "NVIDIA H200"
 
-# Best of `python -m benchmarks.kernels.tune` on 2**26 elements, by device kind, dtype, hidden size
-# and whether a residual is added. The speeds are fractions of the speed of a copy of as many bytes.
-# 2026-11-21, jax 0.11.2.
+# By device kind, dtype, hidden size and whether a residual is added. The forward's part is the best
+# of `python -m benchmarks.kernels.tune` on 2**26 elements (2026-11-21, jax 0.11.2). The backward's
+# part is the model's choice: its loop is newer, and not tuned yet.
 TUNED: dict[tuple[str, str, int, bool], Config] = {
-    (_H100, "bfloat16", 1024, False): _config(4, False, 4, 6, 3, True),  # fwd 1.00, bwd 0.98
-    (_H100, "bfloat16", 2048, False): _config(4, False, 8, 3, 2, False),  # fwd 1.00, bwd 0.98
-    (_H100, "bfloat16", 2880, False): _config(4, False, 4, 3, 2, True),  # fwd 0.99, bwd 0.96
-    (_H100, "bfloat16", 4096, False): _config(4, False, 8, 2, 3, True),  # fwd 1.00, bwd 0.97
-    (_H100, "bfloat16", 5120, False): _config(8, False, 8, 2, 2, True),  # fwd 1.00, bwd 0.95
-    (_H100, "bfloat16", 8192, False): _config(8, False, 16, 1, 3, True),  # fwd 1.00, bwd 0.96
-    (_H100, "bfloat16", 16384, False): _config(4, False, 32, 1, 0, True),  # fwd 0.98, bwd 0.90
-    (_H100, "bfloat16", 1024, True): _config(4, False, 4, 6, 3, True),  # fwd 0.99, bwd 1.00
-    (_H100, "bfloat16", 2048, True): _config(4, False, 4, 3, 2, False),  # fwd 0.99, bwd 1.00
-    (_H100, "bfloat16", 2880, True): _config(4, False, 4, 2, 2, False),  # fwd 0.99, bwd 0.98
-    (_H100, "bfloat16", 4096, True): _config(16, False, 8, 2, 2, True),  # fwd 1.00, bwd 1.00
-    (_H100, "bfloat16", 5120, True): _config(8, False, 20, 1, 3, True),  # fwd 0.99, bwd 0.97
-    (_H100, "bfloat16", 8192, True): _config(16, False, 16, 1, 2, False),  # fwd 1.00, bwd 0.99
-    (_H100, "bfloat16", 16384, True): _config(16, False, 32, 1, 0, True),  # fwd 0.99, bwd 0.92
-    (_H200, "bfloat16", 1024, False): _config(1, False, 4, 7, 2, False),  # fwd 0.96, bwd 0.95
-    (_H200, "bfloat16", 2048, False): _config(4, False, 4, 5, 2, True),  # fwd 0.97, bwd 0.96
-    (_H200, "bfloat16", 4096, False): _config(4, False, 4, 3, 2, True),  # fwd 0.97, bwd 0.95
-    (_H200, "bfloat16", 5120, False): _config(4, False, 8, 2, 3, True),  # fwd 0.99, bwd 0.84
-    (_H200, "bfloat16", 8192, False): _config(8, False, 16, 1, 3, True),  # fwd 0.95, bwd 0.84
-    (_H200, "bfloat16", 16384, False): _config(4, False, 16, 1, 2, True),  # fwd 0.95, bwd 0.83
-    (_H200, "bfloat16", 1024, True): _config(4, False, 4, 7, 3, True),  # fwd 0.99, bwd 1.00
-    (_H200, "bfloat16", 2048, True): _config(4, False, 4, 3, 2, False),  # fwd 0.99, bwd 0.99
-    (_H200, "bfloat16", 4096, True): _config(16, False, 8, 2, 2, False),  # fwd 0.97, bwd 0.99
-    (_H200, "bfloat16", 5120, True): _config(4, False, 20, 1, 3, True),  # fwd 0.97, bwd 0.85
-    (_H200, "bfloat16", 8192, True): _config(16, False, 16, 1, 2, True),  # fwd 0.97, bwd 0.96
-    (_H200, "bfloat16", 16384, True): _config(4, False, 32, 1, 0, True),  # fwd 0.96, bwd 0.83
+    (_H100, "bfloat16", 1024, False): _config(4, False, 4, 3, 4, 4),
+    (_H100, "bfloat16", 2048, False): _config(4, False, 4, 3, 4, 2),
+    (_H100, "bfloat16", 2880, False): _config(4, False, 4, 3, 6, 1),
+    (_H100, "bfloat16", 4096, False): _config(4, False, 8, 2, 3, 2),
+    (_H100, "bfloat16", 5120, False): _config(8, False, 20, 1, 2, 4),
+    (_H100, "bfloat16", 8192, False): _config(8, False, 16, 1, 3, 2),
+    (_H100, "bfloat16", 16384, False): _config(4, False, 16, 1, 3, 1),
+    (_H100, "bfloat16", 1024, True): _config(4, False, 4, 3, 3, 4),
+    (_H100, "bfloat16", 2048, True): _config(4, False, 4, 3, 3, 2),
+    (_H100, "bfloat16", 2880, True): _config(4, False, 4, 3, 4, 1),
+    (_H100, "bfloat16", 4096, True): _config(16, False, 8, 2, 4, 1),
+    (_H100, "bfloat16", 5120, True): _config(8, False, 20, 1, 3, 2),
+    (_H100, "bfloat16", 8192, True): _config(16, False, 16, 1, 4, 1),
+    (_H100, "bfloat16", 16384, True): _config(16, False, 16, 1, 2, 1),
+    (_H200, "bfloat16", 1024, False): _config(1, False, 4, 3, 4, 4),
+    (_H200, "bfloat16", 2048, False): _config(4, False, 4, 3, 4, 2),
+    (_H200, "bfloat16", 4096, False): _config(4, False, 8, 2, 3, 2),
+    (_H200, "bfloat16", 5120, False): _config(4, False, 20, 1, 2, 4),
+    (_H200, "bfloat16", 8192, False): _config(8, False, 16, 1, 3, 2),
+    (_H200, "bfloat16", 16384, False): _config(4, False, 16, 1, 3, 1),
+    (_H200, "bfloat16", 1024, True): _config(4, False, 4, 3, 3, 4),
+    (_H200, "bfloat16", 2048, True): _config(4, False, 4, 3, 3, 2),
+    (_H200, "bfloat16", 4096, True): _config(16, False, 8, 2, 4, 1),
+    (_H200, "bfloat16", 5120, True): _config(4, False, 20, 1, 3, 2),
+    (_H200, "bfloat16", 8192, True): _config(16, False, 16, 1, 4, 1),
+    (_H200, "bfloat16", 16384, True): _config(4, False, 16, 1, 2, 1),
 }
 
 
@@ -136,23 +153,40 @@ def default_config(device: Device, hidden_size: int, dtype: DTypeLike, *, add: b
 def guess_config(device: Device, hidden_size: int, dtype: DTypeLike, *, add: bool) -> Config:
     """Launch parameters derived from registers and shared memory, for sizes without a figure."""
     itemsize = jnp.dtype(dtype).itemsize
-    fwd = _pick(splits(hidden_size, itemsize), lambda split: 1)
+    fwd = _forward_split(splits(hidden_size, itemsize), add=add)
     return Config(
         fwd_warps=fwd.warps,
         # One block at a time would leave the memory idle while it adds up its row.
-        fwd_reread=_blocks_per_sm(fwd, 12 + 2 * fwd.elements_per_lane) < 2,
+        fwd_reread=_blocks_per_sm(fwd, 20 + 7 * fwd.elements_per_lane // 4) < 2,
         **_backward_choices(device, hidden_size, itemsize, 3 if add else 2)[0],
     )
+
+
+# Elements of a lane of the forward. On an H200, 16384 with 4 warps of 128 elements a lane runs at
+# 0.97 of a copy, and 13312 with 16 warps of 26 at 0.61. Two blocks of four warps have twice as many
+# bytes on their way. With a residual there are more already, and it may be float32, of
+# which 16 accesses are 64 elements.
+_MOST_ALONE, _MOST_SHARED, _MOST_WITH_RESIDUAL = 36, 128, 64
+
+
+def _forward_split(candidates: list[RowSplit], *, add: bool) -> RowSplit:
+    """The widest accesses, then the fewest warps whose lanes do not have too many elements."""
+    most = _MOST_WITH_RESIDUAL if add else _MOST_SHARED
+    few = [
+        split
+        for split in candidates
+        if split.elements_per_lane <= (_MOST_ALONE if split.warps == 1 else most)
+    ]
+    return _widest(few)[0] if few else candidates[-1]
 
 
 def _pick(candidates: list[RowSplit], parts: Callable[[RowSplit], int | None]) -> RowSplit:
     """At most 32 elements a lane if possible, then the widest accesses, then the fewest warps.
 
-    16 elements are enough for a warp that has a row for itself: rows that are longer are shared.
     `parts` says in how many parts a split is handled, None if it is not possible.
     """
     elements = {s: s.elements_per_lane // n for s in candidates if (n := parts(s))}
-    few = [s for s, number in elements.items() if number <= (16 if s.warps == 1 else 32)]
+    few = [s for s, number in elements.items() if number <= _MOST_ELEMENTS]
     return _widest(few)[0] if few else min(elements, key=lambda split: elements[split])
 
 
@@ -162,12 +196,15 @@ def _widest(candidates: list[RowSplit]) -> list[RowSplit]:
     return [split for split in candidates if split.vector == vector]
 
 
-# Bytes of a multiprocessor's rows, read and written, that are in the works at a time. With fewer
-# the memory is idle while the blocks add up their rows. Tuned rows of the table have 37 to 98 KB.
-_BYTES_IN_THE_WORKS = 36_000
+# Bytes of a multiprocessor that are on their way while it computes. An H200 brings 25 KB in the
+# microsecond from a copy's start to its end.
+_BYTES_AHEAD = 48_000
+# Bytes that its blocks read and write in one step. While they wait for sums and barriers, about 0.4
+# microseconds in each step, nothing of it is computed.
+_BYTES_IN_THE_WORKS = 64_000
 # Warps of a multiprocessor. 16384 x 4096 on an H200: 8 of them 108.3 us, 16 of them 105.5.
 _FEWEST_WARPS = 12
-# Elements of a lane are at most so many where a split allows it, and rows ahead always.
+# Elements of a lane are at most so many where a split allows it, and steps in shared memory always.
 _MOST_ELEMENTS, _MOST_STAGES = 32, 8
 
 
@@ -177,26 +214,28 @@ def _backward_choices(
     """The backward's part of `Config`: all that fits the device, the most promising first.
 
     The tensor memory accelerator brings rows wherever it can, as many ahead as shared memory holds.
-    Enough bytes and warps in the works come first, then a row that stays in registers between its
-    sum and its gradient. Then fewer warps are better, and then fewer partial rows of `dweight`.
+    Enough bytes on their way and enough warps come first. Then fewer accesses to a row are better,
+    then enough rows in the works, then fewer warps, then rows of several blocks, which need not
+    wait for each other.
     """
     ranks = {}
-    for split, reread in itertools.product(splits(hidden_size, itemsize), (False, True)):
+    for split, rows in itertools.product(splits(hidden_size, itemsize), (1, 2, 4, 8)):
         is_aligned = split.segment * itemsize % BYTES_PER_ACCESS == 0
         if column_parts(split) != 1 or not device.has_tma or not is_aligned:
             continue
-        rows = split.lanes // LANES // split.warps
-        row_bytes = (num_operands + 1) * hidden_size * itemsize * rows
-        for blocks in range(1, _most_blocks(split, num_operands, reread) + 1):
-            stages = _most_stages(device, split, itemsize, num_operands, blocks)
+        step_bytes = ring_bytes(split, 1, num_operands, rows, itemsize)
+        for blocks in range(1, _most_blocks(split, rows) + 1):
+            stages = _most_stages(device, split, itemsize, num_operands, rows, blocks)
             if stages >= 2:
-                ranks[split.warps, blocks, stages, reread] = (
+                ranks[split.warps, blocks, stages, rows] = (
                     max(split.elements_per_lane, _MOST_ELEMENTS),
-                    blocks * row_bytes < _BYTES_IN_THE_WORKS,
+                    blocks * (stages - 1) * step_bytes < _BYTES_AHEAD,
                     blocks * split.lanes // LANES < _FEWEST_WARPS,
-                    reread,
+                    split.warps * len(split.chunks),
+                    -min(blocks * (step_bytes + step_bytes // num_operands), _BYTES_IN_THE_WORKS),
                     blocks * split.lanes,
-                    blocks * rows,
+                    -blocks,
+                    rows,
                 )
     return [_backward(*key) for key in sorted(ranks, key=lambda key: ranks[key])] or [
         _direct_loads(_pick(splits(hidden_size, itemsize), column_parts), num_operands)
@@ -206,52 +245,63 @@ def _backward_choices(
 def _direct_loads(split: RowSplit, num_operands: int) -> dict[str, Any]:
     """The backward's part of `Config` without the tensor memory accelerator."""
     if column_parts(split) != 1:
-        return _backward(split.warps, 1, 0, True)
-    reread = _most_blocks(split, num_operands, False) == 0
-    blocks = max(1, _most_blocks(split, num_operands, reread))
-    return _backward(split.warps, blocks, 0, reread)
+        return _backward(split.warps, 1, 0, 1)
+    kept = _blocks_per_sm(split, _registers_with_rows(split, num_operands))
+    return _backward(split.warps, min(8, kept or _most_blocks(split, 1) or 1), 0, 1)
 
 
-def _backward(warps: int, blocks: int, stages: int, reread: bool) -> dict[str, Any]:
+def _backward(warps: int, blocks: int, stages: int, rows: int) -> dict[str, Any]:
     """The backward's part of `Config`."""
-    return {
-        "bwd_warps": warps,
-        "bwd_blocks": blocks,
-        "bwd_stages": stages,
-        "bwd_reread": reread,
-    }
+    return {"bwd_warps": warps, "bwd_blocks": blocks, "bwd_stages": stages, "bwd_rows": rows}
 
 
 def _most_stages(
-    device: Device, split: RowSplit, itemsize: int, num_operands: int, blocks: int
+    device: Device, split: RowSplit, itemsize: int, num_operands: int, rows: int, blocks: int
 ) -> int:
-    """Rows that each of so many blocks has in shared memory."""
-    # Barriers and sums take less than 4096 bytes, buffers begin at multiples of 1024, and the
-    # driver takes 1024 for each block.
-    other = 1024 * (len(ring_shapes(split, 1, num_operands)) + 4)
-    available = (device.smem_bytes + 1024) // blocks - other
-    return min(_MOST_STAGES, available // ring_bytes(split, 1, num_operands, itemsize))
+    """Steps whose rows each of so many blocks has in shared memory."""
+    available = smem_for_rows(device, split, num_operands, blocks)
+    if not keeps_weight(split):
+        available -= weight_bytes(split, itemsize)
+    return min(_MOST_STAGES, available // ring_bytes(split, 1, num_operands, rows, itemsize))
 
 
-def _most_blocks(split: RowSplit, num_operands: int, reread: bool) -> int:
+def smem_for_rows(device: Device, split: RowSplit, num_operands: int, blocks: int) -> int:
+    """Bytes that each of so many blocks has for rows and the weight."""
+    # Barriers take less than 1024 bytes, as the sums of rows do. Buffers begin at multiples of
+    # 1024, and the driver takes 1024 for each block.
+    other = 1024 * (len(ring_shapes(split, 1, num_operands, 1)) + 3)
+    if split.warps == 1:  # the sums of `dweight` of four warps
+        other += 4 * sum(map(math.prod, sums_shapes(split).values()))
+    return (device.smem_bytes + 1024) // blocks - other
+
+
+def _most_blocks(split: RowSplit, rows: int) -> int:
     """Blocks of the backward, up to 8, whose registers a multiprocessor has.
 
     The registers are those that ptxas counts for sm_90a (`tests/aot`).
     """
+    # Without the weight it computes addresses again, and spills nothing down to this number.
+    least = 32 + 2 * split.elements_per_lane + (39 if split.overlap else 0)
+    most = split.registers // 8 * 8  # the hardware counts in eights
     elements = split.elements_per_lane
-    registers = 16 + (7 + 2 * num_operands) * elements // 2
-    if reread:
-        registers = registers_with_weight(split)
-        # Without the weight it computes addresses again, and spills nothing down to this number.
-        least = 32 + 2 * elements + (39 if split.overlap else 0)
-        most = split.registers // 8 * 8  # the hardware counts in eights
-        registers = min(registers, most) if least <= most else MAX_REGISTERS_PER_LANE + 1
-    return min(8, _blocks_per_sm(split, registers))
+    registers = 40 + 5 * elements if rows == 1 else 32 + (2 + 2 * rows) * elements
+    registers = min(registers, most)
+    return min(8, _blocks_per_sm(split, registers)) if least <= most else 0
 
 
-def registers_with_weight(split: RowSplit) -> int:
-    """Registers of a backward that reads rows twice, and has the weight in registers."""
-    return 40 + 4 * split.elements_per_lane
+def keeps_weight(split: RowSplit) -> bool:
+    """Whether a lane's part of the weight fits registers."""
+    return 40 + 4 * split.elements_per_lane <= split.registers
+
+
+def _registers_with_rows(split: RowSplit, num_operands: int) -> int:
+    """Registers of a backward that keeps a row in registers."""
+    return 16 + (7 + 2 * num_operands) * split.elements_per_lane // 2
+
+
+def keeps_rows(split: RowSplit, num_operands: int) -> bool:
+    """Whether a row that is loaded directly fits registers, so that it is read once."""
+    return _blocks_per_sm(split, _registers_with_rows(split, num_operands)) > 0
 
 
 def _blocks_per_sm(split: RowSplit, registers: int) -> int:
@@ -280,7 +330,6 @@ def backward_candidates(hidden_size: int, dtype: DTypeLike, *, add: bool) -> lis
     itemsize, num_operands = jnp.dtype(dtype).itemsize, 3 if add else 2
     base = guess_config(_TUNED_FOR, hidden_size, dtype, add=add)
     choices = _backward_choices(_TUNED_FOR, hidden_size, itemsize, num_operands)
-    choices += [choice | {"bwd_stages": 3} for choice in choices if choice["bwd_stages"] > 3]
     choices += [
         _direct_loads(split, num_operands)
         for split in splits(hidden_size, itemsize)

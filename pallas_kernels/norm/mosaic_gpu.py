@@ -296,9 +296,10 @@ def check_config(config: Config, x: jax.Array, residual: jax.Array | None) -> No
             f"got {bwd.segment} elements of {x.dtype}; use bwd_stages=0"
         )
     num_operands = 2 if residual is None else 3
-    num_bytes = ring_bytes(bwd, config.bwd_stages, num_operands, x.dtype.itemsize)
+    num_bytes = ring_bytes(bwd, config.bwd_stages, num_operands, config.bwd_rows, x.dtype.itemsize)
     if num_bytes > device.smem_bytes:
         raise ValueError(
-            f"{config.bwd_stages=} rows of {hidden_size=} take {num_bytes} bytes of shared memory, "
-            f"a block of {device.kind} can have {device.smem_bytes}; use fewer stages"
+            f"{config.bwd_stages=} times {config.bwd_rows=} rows of {hidden_size=} take "
+            f"{num_bytes} bytes of shared memory, a block of {device.kind} can have "
+            f"{device.smem_bytes}; use fewer stages or rows"
         )

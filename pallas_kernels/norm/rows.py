@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -168,22 +169,57 @@ def column_parts(split: RowSplit) -> int | None:
     return None
 
 
-def ring_shapes(split: RowSplit, stages: int, num_operands: int) -> dict[int, tuple[int, ...]]:
-    """Shapes of the backward's rows in shared memory, where each warpgroup has its own slots.
+def ring_shapes(
+    split: RowSplit, stages: int, num_operands: int, rows_per_step: int
+) -> dict[int, tuple[int, ...]]:
+    """Shapes of the backward's rows in shared memory.
 
     For each width of access there is an array of the chunks that have it.
     """
     vectors = [chunk.vector for chunk in split.chunks]
-    slots = (stages, split.warpgroups, num_operands)
+    if split.warps == 1:
+        shape: tuple[int, ...] = (WARPS_PER_WARPGROUP * rows_per_step,)
+    else:
+        shape = rows_per_step, split.warps
     return {
-        v: (*slots, vectors.count(v), WARPS_PER_WARPGROUP, LANES * v)
+        v: (stages, num_operands, vectors.count(v), *shape, LANES * v)
         for v in dict.fromkeys(vectors)
     }
 
 
-def ring_bytes(split: RowSplit, stages: int, num_operands: int, itemsize: int) -> int:
+def ring_bytes(
+    split: RowSplit, stages: int, num_operands: int, rows_per_step: int, itemsize: int
+) -> int:
     """Bytes of the arrays of `ring_shapes`."""
-    return stages * num_operands * split.lanes * split.elements_per_lane * itemsize
+    shapes = ring_shapes(split, stages, num_operands, rows_per_step).values()
+    return itemsize * sum(map(math.prod, shapes))
+
+
+def sums_shapes(split: RowSplit) -> dict[int, tuple[int, ...]]:
+    """Shapes of the float32 sums of `dweight` of four warps in shared memory.
+
+    As in `ring_shapes`, each chunk has a place of its own: Mosaic GPU reads the places of narrow
+    accesses with instructions for whole 16 bytes.
+    """
+    vectors = [chunk.vector for chunk in split.chunks]
+    return {v: (vectors.count(v), WARPS_PER_WARPGROUP, LANES * v) for v in dict.fromkeys(vectors)}
+
+
+def weight_shapes(split: RowSplit) -> dict[int, tuple[int, ...]]:
+    """Shapes of the weight in shared memory, as in `ring_shapes`, with several warps a row."""
+    vectors = [chunk.vector for chunk in split.chunks]
+    return {v: (vectors.count(v), split.warps, LANES * v) for v in dict.fromkeys(vectors)}
+
+
+def weight_bytes(split: RowSplit, itemsize: int) -> int:
+    """Bytes of the arrays of `weight_shapes`."""
+    return itemsize * split.warps * LANES * split.elements_per_lane
+
+
+def place(split: RowSplit, k: int) -> tuple[int, int]:
+    """The width of access of chunk k, and its number among the chunks of this width."""
+    *before, vector = (chunk.vector for chunk in split.chunks[: k + 1])
+    return vector, before.count(vector)
 
 
 def widest_itemsize(x: jax.Array, residual: jax.Array | None) -> int:
@@ -194,9 +230,10 @@ def widest_itemsize(x: jax.Array, residual: jax.Array | None) -> int:
 class Rows:
     """The rows of arrays as a kernel sees them.
 
-    The four warps of a warpgroup handle a *tile* at a time: their part of a row or, with one warp a
-    row, four rows. If four does not divide the number of rows, the last tile starts earlier and
-    repeats rows of the tile before it. The same block handles both, in order.
+    The four warps of a warpgroup handle a *tile* at a time: their part of one row or more or, with
+    one warp a row, a multiple of four rows. If a tile's number of rows does not divide the number
+    of all rows, the last tile starts earlier and repeats rows of the tile before it. The same block
+    handles both, in order.
 
     Attributes:
       split: How warps share a row.
@@ -204,40 +241,60 @@ class Rows:
       weight_shape: Shape of the weight in global memory.
       num_tiles: Number of all tiles. The warpgroups of a block work on one tile together.
       num_full_tiles: Number of tiles without the one that repeats rows.
-      exchange: Scratch memory for `sum`.
+      rows_per_step: Rows of a tile, or fours of them with one warp a row.
+      exchange: Scratch memory for `sums`.
     """
 
-    def __init__(self, split: RowSplit, num_tokens: int):
-        self.split = split
+    def __init__(self, split: RowSplit, num_tokens: int, rows_per_step: int = 1):
+        self.split, self.rows_per_step = split, rows_per_step
         self._row_is_one_warp = split.warps == 1
         self._num_tokens = num_tokens
         self.shape: tuple[int, ...]
         self.weight_shape: tuple[int, ...]
         if self._row_is_one_warp:
             self.shape, self.weight_shape = (num_tokens, split.segment), (split.segment,)
-            self.num_full_tiles = num_tokens // WARPS_PER_WARPGROUP
         else:
             self.shape = (num_tokens, split.warps, split.segment)
             self.weight_shape = self.shape[1:]
-            self.num_full_tiles = num_tokens
-        self._ragged = self._row_is_one_warp and num_tokens % WARPS_PER_WARPGROUP != 0
+        self._rows_at_once = WARPS_PER_WARPGROUP if self._row_is_one_warp else 1
+        self._height = rows_per_step * self._rows_at_once
+        self.num_full_tiles = num_tokens // self._height
+        self._ragged = num_tokens % self._height != 0
         self.num_tiles = self.num_full_tiles + self._ragged
         # Partial sums have two places, in turn: a warp that is already at the next row must not
         # overwrite the sums that a slower warp still reads.
         self.exchange = (
-            plgpu.SMEM((2, split.warpgroups, WARPS_PER_WARPGROUP), jnp.float32),
+            plgpu.SMEM((2, rows_per_step, split.warpgroups, WARPS_PER_WARPGROUP), jnp.float32),
             plgpu.Barrier(num_arrivals=split.warpgroups),
         )
 
     def first(self, tile: Any) -> Any:
         """The first row of a tile."""
-        if not self._row_is_one_warp:
-            return tile
-        row = WARPS_PER_WARPGROUP * tile
-        return jnp.minimum(row, self._num_tokens - WARPS_PER_WARPGROUP) if self._ragged else row
+        row = self._height * tile
+        return jnp.minimum(row, self._num_tokens - self._height) if self._ragged else row
+
+    def of_tile(self, row: Any) -> list[Any]:
+        """The rows of a tile with this first row, or each fourth one with one warp a row."""
+        return [row + i * self._rows_at_once for i in range(self.rows_per_step)]
+
+    def whole(self, ref: Any, row: Any, chunk: Chunk) -> Any:
+        """A chunk of all warps, for all rows of the tile with this first row."""
+        rows = pl.ds(row, self._height)
+        return ref.at[(rows, *(slice(None),) * (not self._row_is_one_warp), chunk.columns)]
+
+    def in_whole(self, ref: Any, i: int | None, warpgroup: Any) -> Any:
+        """The `[4, chunk]` part of a warpgroup, for the i-th of `of_tile`, in a copy of `whole`.
+
+        In a copy of the weight's chunk, `i` is None.
+        """
+        if self._row_is_one_warp:
+            assert i is not None
+            return ref.at[pl.ds(WARPS_PER_WARPGROUP * i, WARPS_PER_WARPGROUP)]
+        warps = pl.ds(WARPS_PER_WARPGROUP * warpgroup, WARPS_PER_WARPGROUP)
+        return ref.at[warps] if i is None else ref.at[i, warps]
 
     def at(self, ref: Any, row: Any, warpgroup: Any, chunk: Chunk) -> Any:
-        """The `[4, chunk]` part of a tile with this first row."""
+        """The `[4, chunk]` part of a row, or of four rows with one warp a row."""
         if self._row_is_one_warp:
             return ref.at[pl.ds(row, WARPS_PER_WARPGROUP), chunk.columns]
         warps = pl.ds(WARPS_PER_WARPGROUP * warpgroup, WARPS_PER_WARPGROUP)
@@ -268,7 +325,7 @@ class Rows:
         barrier: Any,
         step: Any = 0,
     ) -> jax.Array:
-        """The sum of a row: a scalar or, with one warp a row, the four sums of a tile.
+        """The sum of a row: a scalar or, with one warp a row, the four sums of four rows.
 
         Args:
           values: Float32 values of the chunks.
@@ -277,6 +334,50 @@ class Rows:
           barrier: Second scratch of `exchange`.
           step: Number of sums that this block took before.
         """
+        (total,) = self.sums([values], warpgroup, partial_smem, barrier, step)
+        return total
+
+    def sums(
+        self,
+        values_of_rows: Sequence[Sequence[jax.Array]],
+        warpgroup: Any,
+        partial_smem: Any,
+        barrier: Any,
+        step: Any,
+        *,
+        has_auto_barriers: bool = True,
+    ) -> list[jax.Array]:
+        """`sum` of each row of a tile.
+
+        Args:
+          values_of_rows: Float32 values of the chunks of each row.
+          warpgroup: Number of this warpgroup.
+          partial_smem: First scratch of `exchange`.
+          barrier: Second scratch of `exchange`.
+          step: Number of sums that this block took before.
+          has_auto_barriers: Whether Mosaic GPU puts a barrier after each store.
+        """
+        split = self.split
+        by_warp = list(map(self._sum_by_warp, values_of_rows))
+        if self._row_is_one_warp:
+            return by_warp
+        slot = jax.lax.rem(step, 2)
+        for i, value in enumerate(by_warp):
+            store(partial_smem.at[slot, i, warpgroup], value)
+        if not has_auto_barriers:
+            plgpu.commit_smem()  # one thread arrives for its warpgroup
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
+        totals = []
+        for i in range(len(by_warp)):
+            row_total = partial_smem[slot, i, 0, 0]
+            for warp in range(1, split.warps):
+                row_total += partial_smem[slot, i, *divmod(warp, WARPS_PER_WARPGROUP)]
+            totals.append(row_total)
+        return totals
+
+    def _sum_by_warp(self, values: Sequence[jax.Array]) -> jax.Array:
+        """The four sums of the four warps' values of the chunks."""
         split = self.split
         *most, last = values
         if split.overlap:
@@ -288,17 +389,7 @@ class Rows:
         for chunk, value in zip(split.chunks, most, strict=False):
             vector = chunk.vector
             totals[vector] = totals[vector] + value if vector in totals else value
-        by_warp = functools.reduce(jnp.add, (jnp.sum(total, axis=1) for total in totals.values()))
-        if self._row_is_one_warp:
-            return by_warp
-        slot = jax.lax.rem(step, 2)
-        store(partial_smem.at[slot, warpgroup], by_warp)
-        plgpu.barrier_arrive(barrier)
-        plgpu.barrier_wait(barrier)
-        row_total = partial_smem[slot, 0, 0]
-        for warp in range(1, split.warps):
-            row_total += partial_smem[slot, *divmod(warp, WARPS_PER_WARPGROUP)]
-        return row_total
+        return functools.reduce(jnp.add, (jnp.sum(total, axis=1) for total in totals.values()))
 
     def spread(self, value: jax.Array, chunk: Chunk) -> jax.Array:
         """One number a row, in a shape that can be multiplied with the chunk."""
@@ -337,13 +428,15 @@ class Rows:
         """The largest `num_steps` of a block."""
         return -(-self.num_full_tiles // num_blocks) + self._ragged
 
-    def unseen(self, value: jax.Array, chunk: Chunk, row: Any, tile: Any) -> jax.Array:
-        """A chunk's value with zeros for the rows that are also in the tile before."""
+    def unseen(self, value: jax.Array, row: Any, tile: Any) -> jax.Array:
+        """A number for each row, as of `load_scalar`; 0 for rows that the tile before has, too."""
         if not self._ragged:
             return value
-        first_unseen = WARPS_PER_WARPGROUP * jnp.minimum(tile, self.num_full_tiles)
-        rows = row + plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=chunk.layout)
-        return jnp.where(rows >= first_unseen, value, 0.0)
+        rows = row
+        if self._row_is_one_warp:
+            layout = self.split.chunks[0].layout.reduce(1)
+            rows += plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=layout)
+        return jnp.where(rows >= self._height * jnp.minimum(tile, self.num_full_tiles), value, 0.0)
 
 
 def as_scaled(x_hat: jax.Array, casting: str, dtype: jnp.dtype) -> jax.Array:

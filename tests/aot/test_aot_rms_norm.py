@@ -118,8 +118,9 @@ CASES["members"] = Case(
 )
 CASES |= {name: Case(fn, (_X, _X, _WEIGHT)) for name, (fn, _) in KERNELS.items()}
 
-# A row's `rstd` is one 4-byte scalar, stored by the forward and loaded by the backward.
-MAX_SCALAR_ACCESSES = 1
+# A row's `rstd` is one 4-byte scalar, stored by the forward. The backward loads those of up to four
+# rows at once.
+MAX_SCALAR_ACCESSES = 4
 # Activations, weight and partial sums of dweight move in accesses of 16 bytes a thread, except for
 # the ends of segments of these widths: at most two narrower accesses for each of four arrays.
 WITH_NARROW_ENDS = (2304, 5120, 7168, 14400)
@@ -138,18 +139,17 @@ def test_compiles(compiled, chip, case):
     assert len(program.kernels) == (2 if "backward" in case else 1)
     for kernel in program.kernels:
         assert kernel.arch == ARCHS[chip]
-        if kernel.spill_bytes:  # four registers, on JAX 0.12
-            assert case == "add_rms_norm_backward-14400-bf16" and kernel.spill_bytes == 32, kernel
-        else:
-            assert (kernel.stack_bytes, kernel.warnings) == (0, ()), kernel
+        assert (kernel.spill_bytes, kernel.stack_bytes, kernel.warnings) == (0, 0, ()), kernel
         assert kernel.smem_bytes <= CHIPS[chip].limits.smem_bytes
         for widths in (kernel.loads, kernel.stores):
-            assert widths[16] + widths[32] > 0, kernel
+            # A kernel may bring rows and the weight through shared memory, and store them directly.
+            assert widths[16] + widths[32] > 0 or (kernel.tma_loads and not widths[2]), kernel
             if x.shape[1] in WITH_NARROW_ENDS:
                 narrow = sum(count for width, count in widths.items() if width < 16)
                 assert narrow <= MAX_SCALAR_ACCESSES + MAX_NARROW, kernel
             else:
-                assert set(widths) <= {4, 16, 32} and widths[4] <= MAX_SCALAR_ACCESSES, kernel
+                assert set(widths) <= {4, 8, 16, 32}, kernel
+                assert widths[4] + widths[8] <= MAX_SCALAR_ACCESSES, kernel
         if chip == "h100" and kernel.name.endswith("bwd"):
             config = default_config(H100, x.shape[1], x.dtype, add="add" in case)
             assert _resident_blocks(kernel) >= config.bwd_blocks, (kernel, config)

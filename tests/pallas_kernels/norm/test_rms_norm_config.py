@@ -20,7 +20,7 @@ from pallas_kernels.norm.config import (
     forward_candidates,
     guess_config,
 )
-from pallas_kernels.norm.rows import Rows, column_parts, split_row, splits
+from pallas_kernels.norm.rows import Rows, column_parts, ring_bytes, split_row, splits
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
@@ -30,9 +30,7 @@ DEVICES = [
     H100,
     Device("NVIDIA B200", (10, 0), 148),
 ]
-BASE = Config(
-    fwd_warps=4, fwd_reread=False, bwd_warps=4, bwd_blocks=1, bwd_stages=0, bwd_reread=False
-)
+BASE = Config(fwd_warps=4, fwd_reread=False, bwd_warps=4, bwd_blocks=1, bwd_stages=0, bwd_rows=1)
 
 
 def arrays(hidden_size, dtype: Any = BF16, residual_dtype: Any = None):
@@ -114,12 +112,13 @@ def test_narrower_chunks_follow_where_wide_ones_would_repeat_much(
     assert [chunk.vector for chunk in split.chunks] == vectors and split.overlap == overlap
 
 
-@pytest.mark.parametrize("warps", [1, 4])
-def test_the_tiles_of_all_blocks_are_the_rows(warps):
+@pytest.mark.parametrize("warps, rows_per_step", [(1, 1), (1, 2), (4, 1), (4, 3)])
+def test_the_tiles_of_all_blocks_are_the_rows(warps, rows_per_step):
     split = split_row(256, warps, 2)
     assert split is not None
-    for num_tokens in range(4, 40):
-        rows = Rows(split, num_tokens)
+    num_rows = rows_per_step * (4 if warps == 1 else 1)
+    for num_tokens in range(num_rows, 40):
+        rows = Rows(split, num_tokens, rows_per_step)
         for num_blocks in range(1, min(7, rows.num_full_tiles) + 1):
             times = np.zeros(num_tokens, int)
             for block in range(num_blocks):
@@ -128,7 +127,6 @@ def test_the_tiles_of_all_blocks_are_the_rows(warps):
                 for step in range(steps):
                     tile = block + step * num_blocks
                     first = int(rows.first(tile))
-                    num_rows = 4 if warps == 1 else 1
                     # Rows that an earlier tile also has count as zeros.
                     unseen = num_rows * min(tile, rows.num_full_tiles)
                     assert 0 <= first and first + num_rows <= num_tokens
@@ -202,7 +200,7 @@ def test_blocks_have_a_few_rows_each(monkeypatch, num_tokens, blocks, rows):
     monkeypatch.setattr(backward_kernel, "target_device", lambda: H100)
     options = Options(1e-6, 0.0, "float32", dataclasses.replace(BASE, bwd_blocks=8))
     dtype = jnp.dtype(BF16)
-    plan = backward_kernel._plan(options, num_tokens, 1024, dtype, num_operands=2)
+    plan = backward_kernel._plan(options, num_tokens, 1024, dtype, dtype, num_operands=2)
     assert (plan.num_blocks, plan.rows.max_steps(plan.num_blocks)) == (blocks, rows)
 
 
@@ -214,8 +212,10 @@ def test_blocks_have_a_few_rows_each(monkeypatch, num_tokens, blocks, rows):
         ("bwd_warps", 0, "bwd_warps=0 must be"),
         ("bwd_warps", -4, "bwd_warps=-4 must be"),
         ("bwd_blocks", 0, "bwd_blocks=0 must be at least 1"),
+        ("bwd_rows", 0, "bwd_rows=0 must be at least 1"),
         ("bwd_stages", 1, "bwd_stages=1 must be 0 .* or at least 2"),
         ("bwd_stages", -1, "bwd_stages=-1 must be"),
+        ("bwd_stages", 33, "bwd_stages=33 must be at most 32, the number of barriers"),
     ],
 )
 def test_invalid_configurations(field, value, message):
@@ -231,23 +231,18 @@ def test_the_guess_on_hopper_brings_rows_ahead_at_every_multiple_of_64(add):
         assert split is not None and guess.bwd_stages >= 2
         # The sums of `dweight` alone leave a quarter of the registers.
         assert split.elements_per_lane <= 64
-        row_bytes = 2 * hidden_size * (3 if add else 2) * (4 if split.warps == 1 else 1)
-        assert guess.bwd_blocks * guess.bwd_stages * row_bytes <= H100.smem_bytes
-        assert guess.bwd_blocks * (guess.bwd_stages - 1) * row_bytes >= 48 * 1024
+        step_bytes = ring_bytes(split, 1, 3 if add else 2, guess.bwd_rows, 2)
+        assert guess.bwd_blocks * guess.bwd_stages * step_bytes <= H100.smem_bytes
+        assert guess.bwd_blocks * (guess.bwd_stages - 1) * step_bytes >= 48_000
 
 
 @pytest.mark.parametrize(
-    "hidden_size, add, warps, blocks, reread",
-    [
-        (2304, False, 4, 3, False),
-        (4096, False, 8, 2, False),
-        (16384, False, 16, 1, True),
-        (16384, True, 16, 1, True),
-    ],
+    "hidden_size, add, warps, blocks, rows",
+    [(2304, False, 4, 3, 2), (7168, False, 28, 1, 2), (16384, True, 16, 1, 1)],
 )
-def test_the_guess_is_like_the_fastest_of_many_on_an_h200(hidden_size, add, warps, blocks, reread):
+def test_the_guess_is_like_the_fastest_of_many_on_an_h200(hidden_size, add, warps, blocks, rows):
     guess = guess_config(H100, hidden_size, BF16, add=add)
-    assert (guess.bwd_warps, guess.bwd_blocks, guess.bwd_reread) == (warps, blocks, reread)
+    assert (guess.bwd_warps, guess.bwd_blocks, guess.bwd_rows) == (warps, blocks, rows)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +255,7 @@ def test_the_guess_is_like_the_fastest_of_many_on_an_h200(hidden_size, add, warp
         (4096, {"bwd_stages": 2}, DEVICES[1], "use bwd_stages=0"),
         (720, {"bwd_stages": 2}, H100, "multiple of 16 bytes, got 180 elements of bfloat16"),
         (4096, {"bwd_stages": 8}, H100, "take 196608 .* 232448|"),
+        (4096, {"bwd_stages": 5, "bwd_rows": 2}, H100, "times .*bwd_rows=2 rows of .* take 245760"),
         (4096, {"bwd_stages": 10}, H100, "take 245760 bytes .* can have 232448"),
     ],
 )

@@ -30,9 +30,7 @@ from support.numerics import assert_as_accurate, quick_jit, rounded
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 EPS32 = float(np.finfo(np.float32).eps)
-BASE = Config(
-    fwd_warps=4, fwd_reread=False, bwd_warps=4, bwd_blocks=1, bwd_stages=0, bwd_reread=False
-)
+BASE = Config(fwd_warps=4, fwd_reread=False, bwd_warps=4, bwd_blocks=1, bwd_stages=0, bwd_rows=1)
 
 interpreted = pytest.mark.usefixtures("interpreted")
 
@@ -164,7 +162,8 @@ def test_all_forward_configurations_agree(hidden_size, dtype, residual, every_wa
 def test_all_backward_configurations_agree(
     monkeypatch, hidden_size, dtype, warps, residual, every_way
 ):
-    # With 11 rows and one warp a row the last tile repeats a row, in one block of several or not.
+    # The last tile repeats a row with 11 rows and one warp a row, or with 5 and two rows a step. It
+    # is in one block of several or not.
     shape = (11 if warps == 1 else 5, hidden_size)
     source, weight, dy = make_args(shape, dtype, F32)
     dresidual = make_args(shape, dtype, seed=1)[0] if residual else None
@@ -174,18 +173,31 @@ def test_all_backward_configurations_agree(
     rstd = jnp.asarray(1 / np.sqrt(mean_square + 1e-6), F32)
     whole_accesses = hidden_size // warps * jnp.dtype(dtype).itemsize % 16 == 0
     stages = (0, 2, 3) if whole_accesses else (0,)
-    ways = [*itertools.product(stages, (False, True))]
-    if not every_way:  # each number of stages, and both ways to read a row with and without them
-        ways = [way for way in ways if way not in ((2, True), (3, False))]
+    ways = [*itertools.product(stages, (1, 2))]
+    if not every_way:  # each number of stages, and each number of rows with and without them
+        ways = [way for way in ways if way not in ((2, 2), (3, 1))]
     monkeypatch.setattr(backward_kernel, "_ROWS_PER_BLOCK", 1)
-    for i, (stages, reread) in enumerate(ways):
+    for i, (stages, rows) in enumerate(ways):
         # In turn: one block or three, one partial sum a block or one for every second row.
-        blocks, rows_per_partial = ((1, 256), (3, 2), (1, 2), (3, 256))[i % 4]
+        blocks, rows_per_partial = ((1, 256), (3, 2), (1, 2), (1, 256))[i % 4]
         monkeypatch.setattr(backward_kernel, "_ROWS_PER_PARTIAL", rows_per_partial)
-        chosen = config(bwd_warps=warps, bwd_blocks=blocks, bwd_stages=stages, bwd_reread=reread)
+        chosen = config(bwd_warps=warps, bwd_blocks=blocks, bwd_stages=stages, bwd_rows=rows)
         backward = functools.partial(backward_kernel.backward, options(chosen))
         got = quick_jit(backward)(dy, dresidual, source, weight, rstd)
         assert_as_accurate(got, rounded(exact, got), exact, names=("dx", "dweight"))
+
+
+@interpreted
+def test_the_weight_in_shared_memory(monkeypatch):
+    # It is there where registers do not hold it, which takes rows of 10000 elements and more.
+    monkeypatch.setattr(backward_kernel, "keeps_weight", lambda split: False)
+    chosen = config(bwd_warps=8, bwd_stages=2, bwd_rows=2)
+    plan = backward_kernel._plan(
+        options(chosen), 5, 576, jnp.dtype(BF16), jnp.dtype(F32), num_operands=3
+    )
+    assert plan.weight_in_smem and not plan.keep_weight
+    args, cotangents = make_add_args((5, 576), BF16, weight_dtype=F32)
+    check_add(args, cotangents, implementation="mosaic_gpu", config=chosen, weight_offset=1.0)
 
 
 @interpreted
@@ -234,17 +246,17 @@ def test_three_dtypes(dtypes, warps):
 
 @interpreted
 @pytest.mark.parametrize(
-    "warps, stages, reread, weight_offset",
+    "warps, stages, rows, weight_offset",
     [
-        (1, 0, False, 0.0),
-        (4, 2, True, 1.0),
-        pytest.param(1, 0, False, 1.0, marks=pytest.mark.full),
-        pytest.param(4, 2, True, 0.0, marks=pytest.mark.full),
+        (1, 0, 1, 0.0),
+        (4, 2, 2, 1.0),
+        pytest.param(1, 0, 1, 1.0, marks=pytest.mark.full),
+        pytest.param(4, 2, 2, 0.0, marks=pytest.mark.full),
     ],
 )
-def test_llama_casting(warps, stages, reread, weight_offset):
+def test_llama_casting(warps, stages, rows, weight_offset):
     chosen = config(
-        fwd_warps=warps, fwd_reread=reread, bwd_warps=warps, bwd_stages=stages, bwd_reread=reread
+        fwd_warps=warps, fwd_reread=rows > 1, bwd_warps=warps, bwd_stages=stages, bwd_rows=rows
     )
     x, weight, dy = make_args((5, 256), BF16, F32, weight_mean=1.0 - weight_offset)
     run = lambda **options: compiled(

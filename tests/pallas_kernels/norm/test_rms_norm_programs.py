@@ -25,9 +25,7 @@ from support.norm_formulas import (
 from support.numerics import assert_as_accurate, quick_jit, rounded
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-CONFIG = Config(
-    fwd_warps=4, fwd_reread=False, bwd_warps=4, bwd_blocks=1, bwd_stages=0, bwd_reread=False
-)
+CONFIG = Config(fwd_warps=4, fwd_reread=False, bwd_warps=4, bwd_blocks=1, bwd_stages=0, bwd_rows=1)
 
 kernel = functools.partial(rms_norm, implementation="mosaic_gpu")
 add_kernel = functools.partial(add_rms_norm, implementation="mosaic_gpu")
