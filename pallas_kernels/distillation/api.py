@@ -152,10 +152,11 @@ def linear_distillation_loss(
         wanted, which all tokens have, where the vocabulary is split, or with `"reference"`.
       chunk_size: Largest number of a device's tokens whose logits exist at a time. Two chunks would
         take as much memory as one, so three are made then.
-      max_logits_bytes: Limit in bytes for both logits of a chunk of tokens. The chunks are the
-        largest ones that fit, of at least 128 tokens. `None` means 512 MiB, and at least 768
-        tokens, because each chunk reads and writes all of `dweight`. At most one of `chunk_size`
-        and `max_logits_bytes` may be given.
+      max_logits_bytes: Limit in bytes for both logits of a chunk of tokens, or those of 128 tokens
+        where they are more. The chunks are the fewest that fit, because each one reads and writes
+        all of `dweight`. With kernels the teacher's logits exist for a part of the chunk at a time,
+        so that a chunk has more tokens. `None` means 512 MiB, or both logits of 768 tokens. At most
+        one of `chunk_size` and `max_logits_bytes` may be given.
       vocab_axis: Name of the Manual mesh axis over which both weights and both biases are split by
         vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis gets the same
         loss.
@@ -420,8 +421,6 @@ def _choose(
             if implementation is None
             else (implementation, by_name(implementation))
         )
-    logits = (
-        jax.ShapeDtypeStruct((1, vocab_size), settings.dtype_of_logits(a)) for a in (x, teacher[0])
-    )
-    unsupported = passes.unsupported_reason(*logits)
+    dtypes = (settings.dtype_of_logits(a) for a in (x, teacher[0]))
+    unsupported = passes.unsupported_reason(vocab_size, *dtypes)
     return choose_implementation(implementation, unsupported, fallback="xla")

@@ -18,6 +18,9 @@ tile are parts of their own with narrower loads.
 All three add the bias and apply the softcap to what they read, in float32, so that nothing but the
 products is in memory. The warps of a block load the same part of a bias.
 
+The teacher's logits may be those of a part of the student's rows. The kernels then read and write
+these rows where they lie: XLA might copy a part of an array that a kernel writes in place.
+
 `approx_math` takes exp2 and log2 of the hardware, right to 2^-22; results below 2^-126 are 0. The
 hardware's tanh errs by 2^-11, so tanh is made of exp2, to 1e-7.
 """
@@ -31,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.distillation.divergence import Divergence, Rows, Statistics
 from pallas_kernels.distillation.logits import Logits
@@ -114,12 +117,11 @@ class _Columns:
                 body(narrow, start, 1)
 
 
-def unsupported_reason(*logits: Any) -> str | None:
-    """Why the kernels do not take these logits, or None if they do."""
-    for a in logits:
-        if a.dtype not in _DTYPES:
-            return f"logits are {a.dtype}, not bfloat16, float16 or float32"
-    num_columns = logits[0].shape[-1]
+def unsupported_reason(num_columns: int, *dtypes: Any) -> str | None:
+    """Why the kernels do not take logits of these dtypes, or None if they do."""
+    for dtype in dtypes:
+        if dtype not in _DTYPES:
+            return f"logits are {dtype}, not bfloat16, float16 or float32"
     if num_columns % LANES:
         return f"V = {num_columns} on a device is not a multiple of {LANES}"
     return None
@@ -129,19 +131,28 @@ def statistics(
     divergence: Divergence,
     student: Logits,
     teacher: Logits,
+    first_row: Int[Array, ""],
     rows: Rows,
     *,
     temperature: float,
 ) -> Statistics:
-    """`divergence.statistics` of logits over `temperature`; T is a multiple of `ROWS`.
+    """`divergence.statistics` of logits over `temperature`, of the teacher's rows.
 
     Both logsumexps are in units of log 2, as `dlogits` reads them.
+
+    Args:
+      divergence: The divergence.
+      student: Logits of the student, of as many rows as the teacher's or more.
+      teacher: Logits of the teacher. The number of rows is a multiple of `ROWS`.
+      first_row: The student's row that is the teacher's first, int32.
+      rows: Reductions over the columns.
+      temperature: Divisor of the logits.
     """
     of_kl = {"forward_kl": 1, "reverse_kl": 0}.get(divergence.name)
-    logits = student, teacher
+    sources = _Sources.make(student, teacher, first_row, temperature)
     sums = functools.partial(_sums, of_kl)
     start = (_LOWEST, 0.0) * 2 + (0.0,) * (of_kl is not None)
-    found = _fold("distillation_sums", sums, start, logits, (), temperature)
+    found = _fold("distillation_sums", sums, start, sources, ())
     # Over parts, and over the devices that share the vocabulary. Units are log2 up to the end.
     largest, total = found[0:4:2], found[1:4:2]
     tops = [rows.max(jnp.max(a, axis=0)[:, None]) for a in largest]
@@ -159,7 +170,7 @@ def statistics(
     beta = divergence.beta
     mixture = functools.partial(_mixture, beta)
     of_rows = lse, teacher_lse
-    parts = _fold("distillation_mixture", mixture, (0.0, 0.0), logits, of_rows, temperature)
+    parts = _fold("distillation_mixture", mixture, (0.0, 0.0), sources, of_rows)
     student_part, teacher_part = (add(a) * _LN_2 for a in parts)
     loss = beta * teacher_part + (1 - beta) * student_part
     return Statistics(loss, lse, teacher_lse, student_part)
@@ -169,28 +180,29 @@ def dlogits(
     divergence: Divergence,
     student: Logits,
     teacher: Logits,
+    first_row: Int[Array, ""],
     row: Float[Array, " T"],
     found: Statistics,
     *,
     temperature: float,
     dtype: Any,
-) -> Float[Array, "T V"]:
+) -> Float[Array, "rows V"]:
     """`row · divergence.derivative`, and times the derivative of the softcap; 0 where `row` is 0.
 
-    A gradient of the dtype of the student's logits takes their memory.
+    A gradient of the dtype of the student's logits takes their memory. Rows that the teacher has
+    not stay what they are; there are none with a gradient of another dtype.
     """
     of_student = found.student_part if divergence.name == "jensen_shannon" else found.loss
     numbers = row, found.lse, found.teacher_lse, of_student
     in_place = student.values.dtype == dtype
-    num_rows, num_columns = student.values.shape
-    sources = _Sources.make((student, teacher), temperature)
-    columns = _Columns(num_columns, sources.itemsize)
+    assert in_place or student.values.shape == teacher.values.shape, "one part"
+    sources = _Sources.make(student, teacher, first_row, temperature)
+    columns = _Columns(sources.num_columns, sources.itemsize)
 
     def kernel(*refs: Any) -> None:
         logits_gmem, refs = refs[: len(sources.arrays)], refs[len(sources.arrays) :]
         out = logits_gmem[0] if in_place else refs[len(numbers)]
-        first_row = jax.lax.axis_index("row") * ROWS
-        at = pl.ds(first_row, ROWS)
+        of_student, at = sources.rows(logits_gmem)
 
         def body(part: _Part, first: Any, number: Any) -> None:
             of_rows = [load(ref.at[at], part.layout.reduce(1)) for ref in refs[: len(numbers)]]
@@ -198,24 +210,24 @@ def dlogits(
             factor = to_tile(of_rows[0])
 
             def step(i: Any, _: Any) -> None:
-                place = at, pl.ds(first + i * part.width, part.width)
-                (z, slope), (t, _) = sources.load(logits_gmem, part, *place)
+                place = pl.ds(first + i * part.width, part.width)
+                (z, slope), (t, _) = sources.load(logits_gmem, part, (of_student, at), place)
                 made = _derivative(divergence, z, t, *map(to_tile, of_rows[1:]))
                 made = made if slope is None else made * slope
                 # Also where a logit is NaN, if the row does not count.
                 made = jnp.where(factor == 0.0, 0.0, factor * made)
-                store(out.at[place], made.astype(dtype))
+                store(out.at[of_student, place], made.astype(dtype))
 
             jax.lax.fori_loop(0, number, step, None)
 
         columns.run(jax.lax.axis_index("part"), body)
 
-    result = jax.ShapeDtypeStruct((num_rows, num_columns), dtype)
+    result = jax.ShapeDtypeStruct(student.values.shape, dtype)
     results = gpu_kernel(
         kernel,
         kernel_name="distillation_dlogits",
         out_type=() if in_place else (result,),
-        grid=(num_rows // ROWS, columns.num_parts),
+        grid=(sources.num_rows // ROWS, columns.num_parts),
         grid_names=("row", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         in_place=0 if in_place else None,
@@ -227,7 +239,7 @@ class _Sources(NamedTuple):
     """The arrays of student and teacher that a kernel reads, and how it reads them.
 
     Attributes:
-      arrays: Logits of student and teacher, then the biases that there are.
+      arrays: Logits of student and teacher, the biases that there are, and `[first row]`.
       biased: Whether student and teacher have a bias.
       softcaps: Their bounds.
       scale: Factor of the logits that makes them exponents of 2.
@@ -239,11 +251,15 @@ class _Sources(NamedTuple):
     scale: float
 
     @classmethod
-    def make(cls, logits: Sequence[Logits], temperature: float) -> "_Sources":
+    def make(
+        cls, student: Logits, teacher: Logits, first_row: Int[Array, ""], temperature: float
+    ) -> "_Sources":
         """What the kernels read of these logits."""
+        logits = student, teacher
         biases = [one.bias.astype(jnp.float32) for one in logits if one.bias is not None]
+        values = [one.values for one in logits]
         return cls(
-            at_aligned_addresses((*(one.values for one in logits), *biases)),
+            at_aligned_addresses((*values, *biases, first_row.reshape(1))),
             tuple(one.bias is not None for one in logits),
             tuple(one.softcap for one in logits),
             _LOG2_E / temperature,
@@ -252,16 +268,33 @@ class _Sources(NamedTuple):
     @property
     def itemsize(self) -> int:
         """Bytes of a logit, the larger of both."""
-        return max(a.dtype.itemsize for a in self.arrays[: len(self.biased)])
+        return max(a.dtype.itemsize for a in self.arrays[:2])
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the teacher."""
+        return self.arrays[1].shape[0]
+
+    @property
+    def num_columns(self) -> int:
+        """Number of columns."""
+        return self.arrays[1].shape[1]
+
+    def rows(self, gmems: Sequence[Any]) -> tuple[Any, Any]:
+        """The rows of a block in the student's logits, and in all arrays of the teacher's rows."""
+        row = jax.lax.axis_index("row") * ROWS
+        return pl.ds(gmems[-1][0] + row, ROWS), pl.ds(row, ROWS)
 
     def load(
-        self, gmems: Sequence[Any], part: _Part, rows: Any, columns: Any
+        self, gmems: Sequence[Any], part: _Part, rows: tuple[Any, Any], columns: Any
     ) -> list[tuple[jax.Array, jax.Array | None]]:
         """`(exponent of 2, derivative of the softcap)` of student and teacher in a tile."""
-        biases = iter(gmems[len(self.biased) :])
+        biases = iter(gmems[2:])
         found = []
-        for gmem, has_bias, softcap in zip(gmems, self.biased, self.softcaps, strict=False):
-            z = load(gmem.at[rows, columns], part.layout).astype(jnp.float32)
+        for gmem, at, has_bias, softcap in zip(
+            gmems[:2], rows, self.biased, self.softcaps, strict=True
+        ):
+            z = load(gmem.at[at, columns], part.layout).astype(jnp.float32)
             if has_bias:
                 bias = load(next(biases).at[columns], part.layout.reduce(0))
                 z += jax.lax.broadcast_in_dim(bias, part.shape, (1,))
@@ -279,9 +312,8 @@ def _fold(
     name: str,
     step: Callable[..., list[jax.Array]],
     start: tuple[float, ...],
-    logits: Sequence[Logits],
+    sources: _Sources,
     numbers: Sequence[Float[Array, " T"]],
-    temperature: float,
 ) -> list[Float[Array, "parts T"]]:
     """Running numbers of each part of each row.
 
@@ -290,19 +322,16 @@ def _fold(
       step: Function `(running, *tiles, *numbers) -> running`; the tiles are exponents of 2 in
         float32, and the numbers spread over them.
       start: Running numbers before the first tile.
-      logits: Logits of student and teacher.
+      sources: Logits of student and teacher.
       numbers: Numbers of each row.
-      temperature: Divisor of the logits.
     """
-    num_rows, num_columns = logits[0].values.shape
-    sources = _Sources.make(logits, temperature)
-    columns = _Columns(num_columns, sources.itemsize)
+    columns = _Columns(sources.num_columns, sources.itemsize)
 
     def kernel(*refs: Any) -> None:
         gmems, refs = refs[: len(sources.arrays)], refs[len(sources.arrays) :]
         of_rows, outs = refs[: len(numbers)], refs[len(numbers) :]
         number_of_part = jax.lax.axis_index("part")
-        at = pl.ds(jax.lax.axis_index("row") * ROWS, ROWS)
+        of_student, at = sources.rows(gmems)
 
         def body(part: _Part, first: Any, number: Any) -> None:
             layout = part.layout.reduce(1)
@@ -311,8 +340,8 @@ def _fold(
             filled = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), layout)
 
             def one(i: Any, running: Any) -> Any:
-                place = at, pl.ds(first + i * part.width, part.width)
-                exponents = [z for z, _ in sources.load(gmems, part, *place)]
+                place = pl.ds(first + i * part.width, part.width)
+                exponents = [z for z, _ in sources.load(gmems, part, (of_student, at), place)]
                 return step(running, *exponents, *spread)
 
             running = jax.lax.fori_loop(0, number, one, list(map(filled, start)))
@@ -321,12 +350,12 @@ def _fold(
 
         columns.run(number_of_part, body)
 
-    out = jax.ShapeDtypeStruct((columns.num_parts, num_rows), jnp.float32)
+    out = jax.ShapeDtypeStruct((columns.num_parts, sources.num_rows), jnp.float32)
     found = gpu_kernel(
         kernel,
         kernel_name=name,
         out_type=(out,) * len(start),
-        grid=(num_rows // ROWS, columns.num_parts),
+        grid=(sources.num_rows // ROWS, columns.num_parts),
         grid_names=("row", "part"),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(*sources.arrays, *numbers)

@@ -1,9 +1,12 @@
 """Static settings of a distillation loss, and the chunks that it takes."""
 
 import dataclasses
+import itertools
 import math
-from typing import Literal
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -21,7 +24,33 @@ _LOGITS_BYTES = 512 * 2**20
 # Fewest tokens of a chunk, unless the caller gives a limit. Every chunk reads and writes all of
 # `dweight`: 8 bytes an entry for 2 FLOPs a token.
 _MIN_CHUNK = 768
+# Fewest tokens of a part of a chunk. A product reads all of the teacher's weight for each part: 2
+# bytes an entry for 2 FLOPs a token, which is half of the time of 512 tokens on an H100.
+_MIN_PART = 512
 _TILE = 128
+
+
+class Chunk(NamedTuple):
+    """Tokens whose logits exist at a time.
+
+    Attributes:
+      size: Tokens of the student's logits. They add to `dweight` once.
+      part: Tokens of the teacher's logits, which are made and read by parts of the chunk.
+    """
+
+    size: int
+    part: int
+
+
+def _chunks(num_tokens: int, has_parts: bool) -> Iterator[Chunk]:
+    """Chunks of whole tiles, those that are fewest first, and of them the ones of fewest parts."""
+    tiles = lambda size: _TILE * max(1, math.ceil(size / _TILE))
+    for num_chunks in itertools.count(1):
+        size = even_chunk_size(num_tokens, tiles(num_tokens / num_chunks))
+        for num_parts in range(1, math.ceil(size / _MIN_PART) + 1 if has_parts else 2):
+            part = tiles(size / num_parts)
+            if num_parts == 1 or part >= _MIN_PART:
+                yield Chunk(num_parts * part, part)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,12 +98,13 @@ class Settings:
         """The dtype of the logits of these hidden states in memory."""
         return jnp.dtype(self.logits_dtype or hidden_states.dtype)
 
-    def bytes_of_token(self, x, teacher, vocab_size: int) -> int:
-        """Bytes of all logits of a token, and of what is made of them in memory of its own.
+    def num_bytes(self, chunk: Chunk, x, teacher, vocab_size: int) -> int:
+        """Bytes of all logits of a chunk, and of what is made of them in memory of its own.
 
         The gradient takes the memory of the student's logits if it has as many bytes an entry.
 
         Args:
+          chunk: Tokens of the chunk.
           x: Hidden states of the student, or their shape and dtype.
           teacher: Arrays of the teacher, or their shapes and dtypes.
           vocab_size: Number of columns.
@@ -83,29 +113,45 @@ class Settings:
         gradient = 0 if itemsize == x.dtype.itemsize else x.dtype.itemsize
         if self.is_low_rank and itemsize < 4:
             gradient += 4  # the sum of two products, in float32
-        if self.tail is None:
-            itemsize += self.dtype_of_logits(teacher[0]).itemsize
-        return (itemsize + gradient) * vocab_size
+        of_teacher = self.dtype_of_logits(teacher[0]).itemsize if self.tail is None else 0
+        return ((itemsize + gradient) * chunk.size + of_teacher * chunk.part) * vocab_size
 
-    def chunk(self, x, teacher, vocab_size: int) -> int:
-        """The largest number of tokens of a chunk. The arguments are those of `bytes_of_token`."""
-        num_tokens = math.prod(x.shape[:-1])
+    def chunk(self, x, teacher, vocab_size: int, *, has_dweight: bool) -> Chunk:
+        """The chunk with which the limit allows the fewest chunks.
+
+        Each chunk reads and writes all of `dweight`. So if it is wanted, the teacher's logits exist
+        for a part of the chunk at a time, and the chunk is longer in the same memory. A chunk is
+        one part where XLA makes the passes, which would copy a part of the student's logits. It is
+        one part, too, where the gradient has another dtype than these logits and so memory of its
+        own.
+
+        Args:
+          x: As for `num_bytes`.
+          teacher: As for `num_bytes`.
+          vocab_size: Number of columns.
+          has_dweight: Whether the gradient of the weight is wanted.
+        """
         if self.chunk_size is not None:
-            return self.chunk_size
-        limit = self.max_logits_bytes
-        bytes_of_token = self.bytes_of_token(x, teacher, vocab_size)
-        fitting = (_LOGITS_BYTES if limit is None else limit) // bytes_of_token // _TILE * _TILE
-        most = max(fitting, _MIN_CHUNK if limit is None else _TILE)
-        # Evenly long chunks of whole tiles.
-        num_chunks = max(1, math.ceil(num_tokens / most))
-        return _TILE * max(1, math.ceil(num_tokens / num_chunks / _TILE))
+            return Chunk(self.chunk_size, self.chunk_size)
+        num_tokens = math.prod(x.shape[:-1])
+        limit, least = self.max_logits_bytes, _TILE
+        if limit is None:
+            limit, least = _LOGITS_BYTES, _MIN_CHUNK
+        limit = max(limit, self.num_bytes(Chunk(least, least), x, teacher, vocab_size))
+        in_place = self.dtype_of_logits(x) == x.dtype
+        has_parts = self.kernels and has_dweight and in_place and not self.is_low_rank
+        fits = lambda chunk: self.num_bytes(chunk, x, teacher, vocab_size) <= limit
+        return next(filter(fits, _chunks(num_tokens, has_parts)))
 
     def describe(self, x, teacher, vocab_size: int) -> str:
         """The plan for one device's arrays, in words."""
         num_tokens = num_rows(math.prod(x.shape[:-1]), self.counted_fraction)
-        chunk = min(num_tokens, even_chunk_size(num_tokens, self.chunk(x, teacher, vocab_size)))
+        rows = jax.ShapeDtypeStruct((num_tokens, x.shape[-1]), x.dtype)
+        found = self.chunk(rows, teacher, vocab_size, has_dweight=True)
+        chunk = min(num_tokens, even_chunk_size(num_tokens, found.size))
+        part = min(chunk, found.part)
         number = math.ceil(num_tokens / max(1, chunk))
-        size = chunk * self.bytes_of_token(x, teacher, vocab_size) / 2**20
+        size = self.num_bytes(Chunk(chunk, part), x, teacher, vocab_size) / 2**20
         alone = 2 if self.tail is None else 1
         # The product of the gradient of a low-rank update is small.
         with_gradients = alone + 2 - self.is_low_rank
@@ -114,6 +160,8 @@ class Settings:
             f"chunks of tokens: {products}\n"
             f"  {number} x ({chunk} tokens x {vocab_size} columns), {size:.1f} MiB of logits"
         )
+        if part < chunk:
+            text += f"\n  with gradients, teacher's logits of {part} tokens at a time"
         if num_tokens < math.prod(x.shape[:-1]):
             text += f"\n  of {num_tokens} rows, or of all tokens where more of them count"
         return text

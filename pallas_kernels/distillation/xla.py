@@ -4,6 +4,11 @@ While the logits of a chunk exist, its losses, its `dx` and its share of `dweigh
 them, as in Liger-Kernel's fused losses (https://arxiv.org/abs/2410.10989). The passes over the
 logits between the products are our kernels (`passes.py`), or fusions of XLA.
 
+With our kernels a chunk has the teacher's logits by parts. Each chunk reads and writes all of
+`dweight`, and the teacher's logits are not needed any more when a part's gradient is over the
+student's logits. So in the memory of both logits of 1024 tokens, 1536 tokens are a chunk of three
+parts, and `dweight` is added up 6 times in place of 8 at 8192 tokens.
+
 Numerics. The products take operands of the dtype of the hidden states (a weight of another dtype
 is rounded to it once) and accumulate in float32. Logits in memory have `Settings.logits_dtype`.
 Softmax, losses and derivatives are float32. Coefficients, which include a mean's 1/N, are
@@ -11,7 +16,9 @@ multiplied in float32 before dlogits are rounded once, to `x.dtype`, as the oper
 `dweight` is added up in float32, and rounded once, as `dx` is. `dbias` adds up the rounded dlogits.
 """
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +33,7 @@ from pallas_kernels.distillation.logits import Logits, times_slope
 from pallas_kernels.distillation.settings import Settings, TeacherEmbedding
 from pallas_kernels.distillation.top_k import statistics_of_classes
 from pallas_kernels.folding import fold_chunks
+from pallas_kernels.gpu.kernel import vary, varying_axes
 from pallas_kernels.loss.columns import product, rescaled, rows_that_count, weight_product
 from pallas_kernels.loss.layout import Embedding, sizes
 from pallas_kernels.loss.token_loss import softcapped
@@ -58,7 +66,13 @@ def losses_and_gradients(
       wanted: Whether the gradient of each of the three is wanted.
     """
     vocab_size, _ = sizes(weight, settings.weight_layout)
-    chunk_size = settings.chunk(x, teacher, vocab_size)
+    if settings.kernels:
+        dtypes = (settings.dtype_of_logits(a) for a in (x, teacher[0]))
+        reason = passes.unsupported_reason(vocab_size, *dtypes)
+        if reason is not None:
+            log_once(f"linear_distillation_loss: XLA passes over the logits; {reason}")
+            settings = dataclasses.replace(settings, kernels=False)
+    size, part = settings.chunk(x, teacher, vocab_size, has_dweight=wanted[1])
     coefficients, scale = _scaled(x, coefficients)
     weight = weight.astype(x.dtype)
     layout, rows = settings.weight_layout, Rows(axes)
@@ -66,7 +80,7 @@ def losses_and_gradients(
         of_tokens = teacher[:1]
         teacher_weight = teacher[1].astype(teacher[0].dtype)
         of_logits = functools.partial(
-            _of_teacher_logits,
+            _by_kernels if settings.kernels else _of_teacher_logits,
             settings,
             rows,
             teacher_weight=teacher_weight,
@@ -80,10 +94,15 @@ def losses_and_gradients(
     def one_chunk(chunk: Any, _: Any) -> tuple[Any, Any]:
         num_tokens = len(chunk[0])
         if settings.kernels:
-            # Rows of zeros up to whole blocks, which do not count.
-            pad = lambda a: jnp.pad(a, ((0, -num_tokens % passes.ROWS), *((0, 0),) * (a.ndim - 1)))
-            chunk = tuple(map(pad, chunk))
-        x, coefficients, *teacher = chunk
+            # Rows of zeros up to equal parts of whole blocks, which do not count.
+            num_parts = max(1, math.ceil(num_tokens / part))
+            missing = -num_tokens % (num_parts * passes.ROWS)
+            in_parts = num_parts, (num_tokens + missing) // num_parts
+            pad = lambda a: jnp.pad(a, ((0, missing), *((0, 0),) * (a.ndim - 1)))
+            x, coefficients, teacher_x = map(pad, chunk)
+            teacher = [teacher_x.reshape(*in_parts, teacher_x.shape[1])]
+        else:
+            x, coefficients, *teacher = chunk
         logits = product(f"td,{layout}->tv", x, weight, settings.dtype_of_logits(x))
         row = coefficients / settings.temperature if any(wanted) else None
         student = Logits(logits, bias, settings.logit_softcap)
@@ -100,7 +119,7 @@ def losses_and_gradients(
         return (dweight, dbias), (losses[:num_tokens], None if dx is None else dx[:num_tokens])
 
     arrays = (x, coefficients, *of_tokens)
-    (dweight, dbias), (losses, dx) = fold_chunks(one_chunk, arrays, chunk_size)
+    (dweight, dbias), (losses, dx) = fold_chunks(one_chunk, arrays, size)
     gradients = [rescaled(a, scale) for a in (dx, dweight, dbias) if a is not None]
     return losses, gradients
 
@@ -116,18 +135,7 @@ def _of_teacher_logits(
     teacher_bias: Float[Array, " V"] | None,
 ) -> tuple[Float[Array, " T"], Float[Array, "T V"] | None]:
     """`(losses, dlogits)`; dlogits, in `dtype`, have the factors `row`, and are None without."""
-    teacher_logits = product(
-        f"td,{settings.teacher_weight_layout}->tv",
-        teacher_x,
-        teacher_weight,
-        settings.dtype_of_logits(teacher_x),
-    )
-    teacher = Logits(teacher_logits, teacher_bias, settings.teacher_logit_softcap)
-    if settings.kernels:
-        reason = passes.unsupported_reason(student.values, teacher.values)
-        if reason is None:
-            return _by_kernels(settings, rows, student, row, dtype, teacher)
-        log_once(f"linear_distillation_loss: XLA passes over the logits; {reason}")
+    teacher = _teacher_logits(settings, teacher_x, teacher_weight, teacher_bias)
     temperature = settings.temperature
     found = statistics(
         settings.divergence, student.scaled(temperature), teacher.scaled(temperature), rows
@@ -155,18 +163,52 @@ def _by_kernels(
     student: Logits,
     row: Float[Array, " T"] | None,
     dtype: Any,
-    teacher: Logits,
+    teacher_x: Float[Array, "parts tokens Dt"],
+    teacher_weight: TeacherEmbedding,
+    teacher_bias: Float[Array, " V"] | None,
 ) -> tuple[Float[Array, " T"], Float[Array, "T V"] | None]:
-    """The same as `_of_teacher_logits`, of the logits of both."""
+    """The same as `_of_teacher_logits`, with the teacher's logits of one part at a time."""
     options: dict[str, Any] = {"temperature": settings.temperature}
-    found = passes.statistics(settings.divergence, student, teacher, rows, **options)
-    if row is None:
-        return found.loss, None
-    # All logits are read before their memory changes, or XLA would copy them.
-    found, values = jax.lax.optimization_barrier((found, student.values))
-    student = student._replace(values=values)
-    dz = passes.dlogits(settings.divergence, student, teacher, row, found, dtype=dtype, **options)
-    return found.loss, dz
+    num_parts, size, _ = teacher_x.shape
+
+    def one_part(values: Array, part: Any) -> tuple[Array, Float[Array, " tokens"]]:
+        first_row, teacher_x, row = part
+        teacher = _teacher_logits(settings, teacher_x, teacher_weight, teacher_bias)
+        both = student._replace(values=values), teacher, first_row
+        found = passes.statistics(settings.divergence, *both, rows, **options)
+        if row is None:
+            return values, found.loss
+        # All logits are read before their memory changes, or XLA would copy them.
+        found, values = jax.lax.optimization_barrier((found, values))
+        both = student._replace(values=values), teacher, first_row
+        dz = passes.dlogits(settings.divergence, *both, row, found, dtype=dtype, **options)
+        return dz, found.loss
+
+    first_rows = size * jnp.arange(num_parts, dtype=jnp.int32)
+    parts = first_rows, teacher_x, None if row is None else row.reshape(num_parts, size)
+    if num_parts == 1:
+        dz, losses = one_part(student.values, jax.tree.map(lambda a: a[0], parts))
+    else:
+        others = jax.tree.leaves((student.bias, row, teacher_x, teacher_weight, teacher_bias))
+        varying = frozenset[str]().union(*map(varying_axes, others))
+        dz, losses = jax.lax.scan(one_part, vary(student.values, varying), parts)
+    return losses.reshape(-1), None if row is None else dz
+
+
+def _teacher_logits(
+    settings: Settings,
+    teacher_x: Float[Array, "T Dt"],
+    teacher_weight: TeacherEmbedding,
+    teacher_bias: Float[Array, " V"] | None,
+) -> Logits:
+    """The teacher's logits."""
+    values = product(
+        f"td,{settings.teacher_weight_layout}->tv",
+        teacher_x,
+        teacher_weight,
+        settings.dtype_of_logits(teacher_x),
+    )
+    return Logits(values, teacher_bias, settings.teacher_logit_softcap)
 
 
 def _of_top_k(

@@ -255,11 +255,15 @@ def check_against_formula(
     max_logits_bytes = options.pop("max_logits_bytes", None)
     del max_logits_bytes
     exact = formula(arrays, teacher, cotangent, **options)
+    floor = 8.0
     if implementation == "mosaic_gpu":
         slack *= BASE_2  # and sums and derivatives are multiplied by log(2)
         if jax.default_backend() == "gpu":
             # The GPU's exponential and logarithm err by two units, and NumPy's by half a unit.
             slack *= 4
+            # So, too, where float32's own error is so small that the floor decides: on an H200 two
+            # losses erred by 8.1 epsilons.
+            floor = 16.0
     rounding = {}
     if implementation != "reference":
         rounding = {
@@ -275,5 +279,10 @@ def check_against_formula(
     names = [name for name in exact if name not in but]
     pick = lambda values: [values[name] for name in names]
     assert_as_accurate(
-        pick(got), rounded(pick(low), pick(got)), pick(exact), names=names, slack=slack
+        pick(got),
+        rounded(pick(low), pick(got)),
+        pick(exact),
+        names=names,
+        slack=slack,
+        floor=floor,
     )

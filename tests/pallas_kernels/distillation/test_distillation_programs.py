@@ -1,5 +1,6 @@
 """Memory and products of the compiled losses, what they say of themselves, and meshes."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -18,6 +19,8 @@ from pallas_kernels import (
     linear_distillation_loss_top_k,
     require_kernels,
 )
+from pallas_kernels.distillation.arguments import checked_settings
+from pallas_kernels.distillation.settings import Chunk
 from support.distillation_formulas import (
     BF16,
     DIVERGENCES,
@@ -87,6 +90,49 @@ def test_the_limit_decides_the_chunks(of_top_k):
     assert largest_buffer(limited) == 384 * BIG_V
 
 
+@pytest.mark.parametrize(
+    "num_tokens, vocab_size, options, expected",
+    [
+        (8192, 128256, {}, (1536, 512)),
+        (8192, 262144, {}, (1024, 512)),
+        (8192, 32000, {}, (2816, 2816)),
+        (1536, 128256, {}, (1536, 512)),
+        (8192, 128256, {"max_logits_bytes": 2**30}, (3072, 1024)),
+        (8192, 128256, {"max_logits_bytes": 2**25}, (128, 128)),
+        (8192, 128256, {"chunk_size": 2048}, (2048, 2048)),
+        # No passes by kernels, no large sums, and a gradient that is not over the logits.
+        (8192, 128256, {"kernels": False}, (1024, 1024)),
+        (8192, 128256, {"has_dweight": False}, (1024, 1024)),
+        (8192, 128256, {"is_low_rank": True}, (768, 768)),
+        (8192, 128256, {"logits_dtype": jnp.dtype(F32)}, (768, 768)),
+    ],
+    ids=str,
+)
+def test_chunks_and_parts(num_tokens, vocab_size, options, expected):
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, BF16)
+    teacher = struct(num_tokens, BIG_E), struct(vocab_size, BIG_E)
+    options = dict(options)
+    has_dweight = options.pop("has_dweight", True)
+    settings = dataclasses.replace(
+        checked_settings(
+            divergence="forward_kl",
+            beta=None,
+            temperature=1.0,
+            logit_softcap=None,
+            chunk_size=None,
+            max_logits_bytes=None,
+            vocab_axis=None,
+            weight_layout="vd",
+            logits_dtype=None,
+            counted_fraction=1.0,
+        ),
+        **{"kernels": True, **options},
+    )
+    x = struct(num_tokens, BIG_D)
+    found = settings.chunk(x, teacher, vocab_size, has_dweight=has_dweight)
+    assert found == Chunk(*expected)
+
+
 def executed_flops(jaxpr):
     """FLOPs of the matrix products of a jaxpr, loops multiplied out."""
     total = 0
@@ -151,12 +197,14 @@ def test_it_says_that_xla_computes_it(on_h100, of_top_k):
 
 
 def test_it_says_that_kernels_compute_it(on_h100):
-    sizes = (BIG_T, BIG_D), (1024, BIG_D), (BIG_T, BIG_E), (1024, BIG_E)
+    sizes = (BIG_T, BIG_D), (128256, BIG_D), (BIG_T, BIG_E), (128256, BIG_E)
     args = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]
     with require_kernels():
         (choice,) = explain(linear_distillation_loss, *args).choices
     assert choice.implementation == "mosaic_gpu" and choice.reason is None
     assert choice.plan is not None and "4 matrix products with gradients" in choice.plan
+    assert "3 x (1536 tokens x 128256 columns), 501.0 MiB of logits" in choice.plan
+    assert "with gradients, teacher's logits of 512 tokens at a time" in choice.plan
 
 
 def test_open_sizes_run_the_reference():

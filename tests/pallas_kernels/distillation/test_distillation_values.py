@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import linear_distillation_loss
+from pallas_kernels.distillation.settings import Chunk, Settings
 from support.distillation_formulas import (
     BF16,
     CHUNK,
@@ -83,6 +84,23 @@ def test_kernels_on_whole_tiles_and_narrow_parts(divergence):
     arrays, teacher = make_arrays((6,), 992, BF16)
     options = {"implementation": "mosaic_gpu", "divergence": divergence, "temperature": 0.6}
     check(arrays, teacher, chunk_size=5, **options)
+
+
+@pytest.mark.usefixtures("interpreted", "fresh_operations")
+@pytest.mark.parametrize(
+    "divergence, dtype",
+    [
+        ("jensen_shannon", BF16),
+        pytest.param("forward_kl", F32, marks=full),
+        pytest.param("reverse_kl", BF16, marks=full),
+    ],
+)
+def test_kernels_with_the_teacher_by_parts(monkeypatch, divergence, dtype):
+    """Chunks of 3, 5 and 5 tokens. The last two have two parts of 4 rows, some of zeros. 5 s."""
+    monkeypatch.setattr(Settings, "chunk", lambda *args, **options: Chunk(5, 3))
+    arrays, teacher = make_arrays((13,), vocab=KV, dtype=dtype, biases=True)
+    options = {"implementation": "mosaic_gpu", "divergence": divergence, "temperature": 0.9}
+    check(arrays, teacher, chunk_size=None, logit_softcap=2.0, slack=1.5, **options)
 
 
 # The capped logits of the tests are between -3 and 3 before the cap, so tanh is curved.
