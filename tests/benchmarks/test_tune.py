@@ -269,7 +269,7 @@ def fake_card(monkeypatch):
     base = norm_config.guess_config(L4, 64, "bfloat16", add=False)
     changed = {
         "forward": dataclasses.replace(base, fwd_reread=not base.fwd_reread),
-        "backward": dataclasses.replace(base, bwd_reread=not base.bwd_reread),
+        "backward": dataclasses.replace(base, bwd_blocks=base.bwd_blocks + 1),
     }
     of_swiglu = swiglu_config.guess_config(L4, "bfloat16")
     kinds = {

@@ -189,9 +189,7 @@ def test_the_kernels_themselves(monkeypatch, gather):
 
 # Arguments.
 
-CONFIG = Config(
-    fwd_warps=1, fwd_reread=False, bwd_warps=1, bwd_blocks=1, bwd_stages=0, bwd_rows=1
-)
+CONFIG = Config(fwd_warps=1, fwd_reread=False, bwd_warps=1, bwd_blocks=1, bwd_stages=0, bwd_rows=1)
 
 
 @each_gather
