@@ -291,6 +291,7 @@ class _Block:
             for i, of_row in enumerate(products):
                 of_row.append(get(_DY, i, chunk, k) * get(_SOURCE, i, chunk, k) * scale)
         has_residual = plan.num_operands > _DRESIDUAL_OUT
+        # Also before the wait for the sums.
         if has_residual and not plan.reread:
             for k, chunk in enumerate(split.chunks):
                 get(_DRESIDUAL_OUT, 0, chunk, k)

@@ -87,7 +87,7 @@ def test_a_field_of_a_wrong_type_is_named(field, value, message, finished, tmp_p
         (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON: "),
         (
             lambda folder: write_model_type(folder, "gpt2"),
-            "only 'llama' and 'mistral' are supported",
+            "only 'llama', 'mistral' and 'qwen3' are supported",
         ),
         (lambda folder: None, "the standard library is read as bytes; name other text with"),
     ],
