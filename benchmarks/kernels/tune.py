@@ -507,7 +507,9 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Case]]:
         "--hidden-sizes", type=int, nargs="+", help="for norms; for swiglu: intermediate sizes"
     )
     parser.add_argument("--vocab-sizes", type=int, nargs="+", help="for linear_cross_entropy")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 by default"
+    )
     parser.add_argument(
         "--num-elements", type=int, help="elements of an input; the rows follow from it"
     )

