@@ -120,15 +120,17 @@ def lookup(device_kind: str) -> Hardware | None:
     A CPU gives None silently: it has no figure worth quoting. Any other device outside the table
     gives None and a warning.
     """
-    if device_kind == "cpu":
-        return None
+    found = known(device_kind)
+    if found is None and device_kind != "cpu":
+        warnings.warn(
+            f"no peak rates are known for {device_kind=}, so MFU and bandwidth fractions are left "
+            "out; add a row with its datasheet to pallas_kernels/hardware.py",
+            stacklevel=2,
+        )
+    return found
+
+
+def known(device_kind: str) -> Hardware | None:
+    """The limits of a device in the table, and None, without a warning, of any other."""
     name = device_kind.removeprefix("NVIDIA ").removeprefix("GeForce ")
-    for known, hardware in _TABLE:
-        if name == known:
-            return hardware
-    warnings.warn(
-        f"no peak rates are known for {device_kind=}, so MFU and bandwidth fractions are left "
-        "out; add a row with its datasheet to pallas_kernels/hardware.py",
-        stacklevel=2,
-    )
-    return None
+    return dict(_TABLE).get(name)

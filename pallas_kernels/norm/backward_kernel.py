@@ -282,9 +282,10 @@ class _Block:
         plan, rows, split = self.plan, self.plan.rows, self.split
         tile = self.block + step * plan.num_blocks
         of_tile = rows.of_tile(rows.first(tile))
-        # They are on their way while the block waits for the rows and adds them up.
-        rstds = [rows.load_scalar(self.rstd_gmem, row) for row in of_tile]
         get = self.reader(step, of_tile)
+        # After the wait for the rows. Before it, 16384 x 4096 on an H100 is at 0.93 of a copy and
+        # not at 0.97.
+        rstds = [rows.load_scalar(self.rstd_gmem, row) for row in of_tile]
         products: list[list[jax.Array]] = [[] for _ in of_tile]
         for k, chunk in enumerate(split.chunks):
             scale = self.scale(k, chunk)

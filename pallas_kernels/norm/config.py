@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import tuning
+from pallas_kernels import hardware, tuning
 from pallas_kernels.gpu.device import (
     BYTES_PER_ACCESS,
     LANES,
@@ -101,33 +101,34 @@ _H200 = "NVIDIA H200"
 
 # By device kind, dtype, hidden size and whether a residual is added. The forward's part is the best
 # of `python -m benchmarks.kernels.tune` on 2**26 elements (2026-11-21, jax 0.11.2). The backward's
-# part is the model's choice: its loop is newer, and not tuned yet.
+# part is the model's choice, 0.92 to 1.02 of a copy from 2048 wide on in
+# `python -m benchmarks.kernels.norm_widths` (2026-11-26).
 TUNED: dict[tuple[str, str, int, bool], Config] = {
-    (_H100, "bfloat16", 1024, False): _config(4, False, 4, 3, 4, 4),
-    (_H100, "bfloat16", 2048, False): _config(4, False, 4, 3, 4, 2),
-    (_H100, "bfloat16", 2880, False): _config(4, False, 4, 3, 6, 1),
-    (_H100, "bfloat16", 4096, False): _config(4, False, 8, 2, 3, 2),
-    (_H100, "bfloat16", 5120, False): _config(8, False, 20, 1, 2, 4),
-    (_H100, "bfloat16", 8192, False): _config(8, False, 16, 1, 3, 2),
-    (_H100, "bfloat16", 16384, False): _config(4, False, 16, 1, 3, 1),
-    (_H100, "bfloat16", 1024, True): _config(4, False, 4, 3, 3, 4),
-    (_H100, "bfloat16", 2048, True): _config(4, False, 4, 3, 3, 2),
-    (_H100, "bfloat16", 2880, True): _config(4, False, 4, 3, 4, 1),
-    (_H100, "bfloat16", 4096, True): _config(16, False, 8, 2, 4, 1),
-    (_H100, "bfloat16", 5120, True): _config(8, False, 20, 1, 3, 2),
-    (_H100, "bfloat16", 8192, True): _config(16, False, 16, 1, 4, 1),
+    (_H100, "bfloat16", 1024, False): _config(4, False, 4, 3, 3, 2),
+    (_H100, "bfloat16", 2048, False): _config(4, False, 4, 3, 3, 1),
+    (_H100, "bfloat16", 2880, False): _config(4, False, 4, 3, 2, 1),
+    (_H100, "bfloat16", 4096, False): _config(4, False, 8, 2, 2, 1),
+    (_H100, "bfloat16", 5120, False): _config(8, False, 20, 1, 3, 1),
+    (_H100, "bfloat16", 8192, False): _config(8, False, 16, 1, 2, 1),
+    (_H100, "bfloat16", 16384, False): _config(4, False, 16, 1, 2, 1),
+    (_H100, "bfloat16", 1024, True): _config(4, False, 4, 3, 2, 2),
+    (_H100, "bfloat16", 2048, True): _config(4, False, 4, 3, 2, 1),
+    (_H100, "bfloat16", 2880, True): _config(4, False, 4, 3, 2, 1),
+    (_H100, "bfloat16", 4096, True): _config(16, False, 8, 2, 2, 1),
+    (_H100, "bfloat16", 5120, True): _config(8, False, 20, 1, 2, 1),
+    (_H100, "bfloat16", 8192, True): _config(16, False, 16, 1, 2, 1),
     (_H100, "bfloat16", 16384, True): _config(16, False, 16, 1, 2, 1),
-    (_H200, "bfloat16", 1024, False): _config(1, False, 4, 3, 4, 4),
-    (_H200, "bfloat16", 2048, False): _config(4, False, 4, 3, 4, 2),
-    (_H200, "bfloat16", 4096, False): _config(4, False, 8, 2, 3, 2),
-    (_H200, "bfloat16", 5120, False): _config(4, False, 20, 1, 2, 4),
-    (_H200, "bfloat16", 8192, False): _config(8, False, 16, 1, 3, 2),
-    (_H200, "bfloat16", 16384, False): _config(4, False, 16, 1, 3, 1),
-    (_H200, "bfloat16", 1024, True): _config(4, False, 4, 3, 3, 4),
-    (_H200, "bfloat16", 2048, True): _config(4, False, 4, 3, 3, 2),
-    (_H200, "bfloat16", 4096, True): _config(16, False, 8, 2, 4, 1),
-    (_H200, "bfloat16", 5120, True): _config(4, False, 20, 1, 3, 2),
-    (_H200, "bfloat16", 8192, True): _config(16, False, 16, 1, 4, 1),
+    (_H200, "bfloat16", 1024, False): _config(1, False, 4, 3, 2, 4),
+    (_H200, "bfloat16", 2048, False): _config(4, False, 4, 3, 2, 2),
+    (_H200, "bfloat16", 4096, False): _config(4, False, 8, 2, 3, 1),
+    (_H200, "bfloat16", 5120, False): _config(4, False, 20, 1, 3, 2),
+    (_H200, "bfloat16", 8192, False): _config(8, False, 16, 1, 3, 1),
+    (_H200, "bfloat16", 16384, False): _config(4, False, 16, 1, 2, 1),
+    (_H200, "bfloat16", 1024, True): _config(4, False, 4, 3, 3, 2),
+    (_H200, "bfloat16", 2048, True): _config(4, False, 4, 3, 3, 1),
+    (_H200, "bfloat16", 4096, True): _config(16, False, 8, 2, 2, 1),
+    (_H200, "bfloat16", 5120, True): _config(4, False, 20, 1, 2, 2),
+    (_H200, "bfloat16", 8192, True): _config(16, False, 16, 1, 2, 1),
     (_H200, "bfloat16", 16384, True): _config(4, False, 16, 1, 2, 1),
 }
 
@@ -155,8 +156,7 @@ def guess_config(device: Device, hidden_size: int, dtype: DTypeLike, *, add: boo
     fwd = _forward_split(splits(hidden_size, itemsize), add=add)
     return Config(
         fwd_warps=fwd.warps,
-        # One block at a time would leave the memory idle while it adds up its row.
-        fwd_reread=_blocks_per_sm(fwd, 20 + 7 * fwd.elements_per_lane // 4) < 2,
+        fwd_reread=20 + 7 * fwd.elements_per_lane // 4 > fwd.registers,
         **_backward_choices(device, hidden_size, itemsize, 3 if add else 2)[0],
     )
 
@@ -195,16 +195,16 @@ def _widest(candidates: list[RowSplit]) -> list[RowSplit]:
     return [split for split in candidates if split.vector == vector]
 
 
-# Bytes of a multiprocessor that are on their way while it computes. An H200 brings 25 KB in the
-# microsecond from a copy's start to its end.
-_BYTES_AHEAD = 48_000
-# Bytes that its blocks read and write in one step. While they wait for sums and barriers, about 0.4
-# microseconds in each step, nothing of it is computed.
-_BYTES_IN_THE_WORKS = 64_000
-# Warps of a multiprocessor. 16384 x 4096 on an H200: 8 of them 108.3 us, 16 of them 105.5.
+# A multiprocessor reads and writes at least as many bytes in a step as the memory moves for it in
+# so many seconds. Nothing is computed while its blocks wait for sums and barriers. It has as many
+# on their way besides, because a copy takes about a microsecond. With more, the memory is slower:
+# 16384 x 3072 on an H100 is at 0.91 of a copy with 110 KB in shared memory, and at 0.97 with 74 KB.
+# With fewer, it is idle: 16384 x 1536 on an H200 is at 0.81 with 55 KB, and at 0.91 with 74 KB.
+_SECONDS_OF_A_STEP = 1.15e-6
+# Warps of a multiprocessor. 16384 x 2048 on an H200: 8 of them 0.85 of a copy, 12 of them 0.92.
 _FEWEST_WARPS = 12
 # Elements of a lane are at most so many where a split allows it, and steps in shared memory always.
-_MOST_ELEMENTS, _MOST_STAGES = 32, 8
+_MOST_ELEMENTS, _MOST_STAGES = 32, 4
 
 
 def _backward_choices(
@@ -212,29 +212,34 @@ def _backward_choices(
 ) -> list[dict[str, Any]]:
     """The backward's part of `Config`: all that fits the device, the most promising first.
 
-    The tensor memory accelerator brings rows wherever it can, as many ahead as shared memory holds.
-    Enough bytes on their way and enough warps come first. Then fewer accesses to a row are better,
-    then enough rows in the works, then fewer warps, then rows of several blocks, which need not
-    wait for each other.
+    The tensor memory accelerator brings rows wherever it can. Enough bytes on their way and enough
+    warps come first. Then fewer accesses to a row are better. Then a step has enough bytes. Among
+    equal choices the one with the fewest warps is best, then rows of several blocks, which need not
+    wait for each other, then the fewest bytes on their way.
     """
-    ranks = {}
+    ranks, widest = {}, BYTES_PER_ACCESS // itemsize
+    # The rates of an H200 for a device that is not in the table.
+    limits = hardware.known(device.kind) or hardware.known("H200")
+    assert limits is not None
+    enough = _SECONDS_OF_A_STEP * limits.hbm_bandwidth / limits.num_sms
     for split, rows in itertools.product(splits(hidden_size, itemsize), (1, 2, 4, 8)):
         is_aligned = split.segment * itemsize % BYTES_PER_ACCESS == 0
         if column_parts(split) != 1 or not device.has_tma or not is_aligned:
             continue
         step_bytes = ring_bytes(split, 1, num_operands, rows, itemsize)
         for blocks in range(1, _most_blocks(split, rows) + 1):
-            stages = _most_stages(device, split, itemsize, num_operands, rows, blocks)
-            if stages >= 2:
+            most_stages = _most_stages(device, split, itemsize, num_operands, rows, blocks)
+            for stages in range(2, most_stages + 1):
                 ranks[split.warps, blocks, stages, rows] = (
                     max(split.elements_per_lane, _MOST_ELEMENTS),
-                    blocks * (stages - 1) * step_bytes < _BYTES_AHEAD,
+                    blocks * (stages - 1) * step_bytes < enough,
                     blocks * split.lanes // LANES < _FEWEST_WARPS,
-                    split.warps * len(split.chunks),
-                    -min(blocks * (step_bytes + step_bytes // num_operands), _BYTES_IN_THE_WORKS),
+                    round(2 * split.warps * len(split.chunks) * LANES * widest / hidden_size),
+                    -min(blocks * (step_bytes + step_bytes // num_operands), enough),
                     blocks * split.lanes,
                     -blocks,
                     rows,
+                    stages,
                 )
     return [_backward(*key) for key in sorted(ranks, key=lambda key: ranks[key])] or [
         _direct_loads(_direct_split(splits(hidden_size, itemsize)), num_operands)
