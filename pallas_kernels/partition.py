@@ -395,12 +395,18 @@ def _over_auto_axes(
         return tuple(local(key, whole)(*args))
 
     def partition(mesh: Any, args: Any, results: Any) -> Any:
-        del results
         mesh, specs = _mesh_and_specs([a.sharding for a in args])
         ranks = [len(a.shape) for a in args]
         layout = _Layout.make(roles, whole, list(map(to_splits, specs, ranks)))
         shardings = lambda many: tuple(NamedSharding(mesh, to_spec(s)) for s in many)
-        run = layout.of_device(local, key, roles)
+        of_device = layout.of_device(local, key, roles)
+        # A plan depends on the shapes, so a device's gradient may be in 16 bits where that of the
+        # whole arrays has float32 sums, and the other way round.
+        dtypes = [a.dtype for a in results]
+
+        def run(*args: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(a.astype(d) for a, d in zip(of_device(*args), dtypes, strict=True))
+
         return mesh, run, shardings(layout.results), shardings(layout.args)
 
     rule, factors_that_are_whole = _rule(roles, ranks)

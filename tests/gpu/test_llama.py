@@ -105,10 +105,24 @@ def assert_llama_is_as_accurate(got, low_precision, **changes):
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["", "qk_norm"])
 @pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (1, 1, 4)], ids=str)
 def test_several_gpus_compute_what_one_does(shape, qk_norm):
-    if jax.device_count() < np.prod(shape):
-        pytest.skip(f"needs {np.prod(shape)} GPUs, there are {jax.device_count()}")
+    skip_without_gpus_for(shape)
     of_shape, of_one = (small_llama(sizes, qk_norm=qk_norm) for sizes in (shape, ONE))
     assert_llama_is_as_accurate(of_shape, of_one, qk_norm=qk_norm)
+
+
+@pytest.mark.gpus
+@pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2)], ids=str)
+def test_several_gpus_compute_in_fp8_what_one_does(shape, scan_layers):
+    skip_without_gpus_for(shape)
+    options = {"fp8": "rowwise", "scan_layers": scan_layers}
+    of_shape, of_one = (small_llama(sizes, **options) for sizes in (shape, ONE))
+    assert_llama_is_as_accurate(of_shape, of_one, scan_layers=scan_layers)
+
+
+def skip_without_gpus_for(shape):
+    if jax.device_count() < np.prod(shape):
+        pytest.skip(f"needs {np.prod(shape)} GPUs, there are {jax.device_count()}")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

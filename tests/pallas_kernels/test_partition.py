@@ -120,6 +120,40 @@ def test_axes_in_another_order_are_brought_into_order():
             assert_accurate(jax.jit(jax.grad(loss_of(mlp), (0, 1, 2)))(*args))
 
 
+def _dweight(key, place):
+    """The gradient of a weight, with float32 sums only where a device has many columns."""
+    del key, place
+
+    def run(x, dy, weight):
+        dtype = jnp.float32 if len(weight) > F // 2 else weight.dtype
+        return (jnp.einsum("bsf,bsd->fd", dy, x).astype(dtype),)
+
+    return run
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_a_device_may_have_a_gradient_in_another_dtype(kind):
+    """0.3 s each."""
+    mesh = mesh_of(kind)
+    x, w_in, w_out, _ = make_args()
+    roles = partition.Roles(
+        (partition.Tokens(("d",)), partition.Tokens(("f",)), partition.Weight(("f", "d"))),
+        (partition.GradientOf(2),),
+        ("f",),
+    )
+    arrays = x, x @ w_in, w_out.astype(jnp.bfloat16)
+    specs = P("data"), P("data", None, "tensor"), P("tensor")
+    args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
+    compute = jax.jit(lambda *args: partition.partitioned(_dweight, None, roles, *args)[0])
+    with jax.set_mesh(mesh):
+        got = compute(*args)
+    # Auto axes keep the dtype of the whole arrays, which JAX knows before XLA splits them.
+    assert got.dtype == (jnp.float32 if kind == AUTO else jnp.bfloat16)
+    want = np.einsum("bsf,bsd->fd", *(np.asarray(a, np.float64) for a in arrays[1::-1]))
+    error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+    assert error < 2**-8
+
+
 def test_shardings_of_arguments_are_enough():
     mesh = mesh_of(AUTO)
     args = put(mesh, (*FSDP, TOKENS))
