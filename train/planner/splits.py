@@ -54,7 +54,8 @@ class Splits:
         key = partition, *((a.shape, a.dtype) for a in avals)
         if key not in self._bodies:
             place = lambda a: a.update(sharding=NamedSharding(self._mesh, self.spec(a)))
-            _, fn, results, args = partition(self._mesh, list(map(place, avals)), None)
+            types = [v.aval for v in eqn.outvars]
+            _, fn, results, args = partition(self._mesh, list(map(place, avals)), types)
             specs = [tuple(sharding.spec for sharding in many) for many in (args, results)]
             mapped = jax.shard_map(
                 fn, mesh=self._mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
