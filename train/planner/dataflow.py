@@ -158,9 +158,11 @@ def is_addend(value: Value) -> bool:
 def overwrites(op: Op, value: Value) -> bool:
     """Whether the results of a value's last reader take its memory.
 
-    A fusion overwrites an operand, and a loop its carry. Everything else that a loop reads stays to
-    its end.
+    A fusion overwrites an operand, a loop its carry, and a kernel the operands that it names.
+    Everything else that a loop reads stays to its end.
     """
+    if any(value is op.inputs[i] for i in dict(op.params.get("input_output_aliases", ()))):
+        return True
     if op.name != "scan":
         return op.fusible
     jaxpr = op.params["jaxpr"].jaxpr

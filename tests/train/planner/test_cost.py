@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.sharding import BATCH_AXES, make_mesh
@@ -238,6 +239,18 @@ def test_a_loop_overwrites_its_carry_and_nothing_else():
     )
     # The loop holds a stack that it reads, one that it writes, one carry and a product.
     assert found.temp_bytes == pytest.approx(2 * size + 2 * size / 4)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_kernel_overwrites_the_operand_that_it_names(in_place):
+    rates = cost.Rates(flops=1e12, bandwidth=1e12, host_bandwidth=1e9)
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    kernel = pl.pallas_call(
+        lambda x_ref, y_ref: None, out_shape=x, input_output_aliases={0: 0} if in_place else {}
+    )
+    traced = jax.jit(lambda x: kernel(x @ x)).trace(x)
+    found = cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
+    assert found.temp_bytes == (1 if in_place else 2) * cost.nbytes(x)
 
 
 def test_the_cost_of_the_loss_is_the_part_of_one_device():
