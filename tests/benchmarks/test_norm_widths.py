@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import timing
-from benchmarks.kernels import norm_widths, ops
+from benchmarks.kernels import norm_widths, norm_widths_chart, ops
 from benchmarks.kernels.tunables import TUNABLES
 
 
@@ -42,6 +42,21 @@ def test_each_width_has_a_row(capsys, tmp_path):
     entries = json.loads(path.read_text())["entries"]
     assert len(entries) == 8
     assert all(0 < entry["configs"]["default"]["error_ratio"] < 1.2 for entry in entries)
+
+
+@pytest.mark.usefixtures("fake_kernels")
+def test_the_chart_has_a_line_for_each_card(tmp_path):
+    """2 s."""
+    path, image = tmp_path / "widths.json", tmp_path / "widths.png"
+    norm_widths.main(["--rows", "8", "--widths", "64", "128", "--output", str(path)])
+    norm_widths_chart.main([str(path), str(path), str(image)])
+    assert image.read_bytes()[1:4] == b"PNG"
+    panels = norm_widths_chart.draw([json.loads(path.read_text())] * 2).axes
+    assert len(panels) == 4
+    for panel in panels:
+        lines = panel.get_lines()[:2]
+        assert [list(line.get_xdata()) for line in lines] == [[64, 128]] * 2
+        assert [list(line.get_ydata()) for line in lines] == [[1, 1]] * 2
 
 
 @pytest.mark.usefixtures("fake_kernels")
