@@ -54,9 +54,8 @@ def test_the_chart_has_a_line_for_each_card(tmp_path):
     panels = norm_widths_chart.draw([json.loads(path.read_text())] * 2).axes
     assert len(panels) == 4
     for panel in panels:
-        lines = panel.get_lines()[:2]
-        assert [list(line.get_xdata()) for line in lines] == [[64, 128]] * 2
-        assert [list(line.get_ydata()) for line in lines] == [[1, 1]] * 2
+        for line in panel.get_lines()[:2]:
+            np.testing.assert_array_equal(line.get_xydata(), [[64, 1], [128, 1]])
 
 
 @pytest.mark.usefixtures("fake_kernels")
