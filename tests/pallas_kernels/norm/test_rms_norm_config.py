@@ -226,8 +226,9 @@ def test_invalid_configurations(field, value, message):
 
 @pytest.mark.parametrize("device, enough", [(H100, 29_000), (H200, 41_000)], ids=["h100", "h200"])
 @pytest.mark.parametrize("add", [False, True])
-def test_the_guess_on_hopper_brings_enough_rows_ahead_at_every_multiple_of_64(add, device, enough):
-    for hidden_size in range(512, 16385, 64):
+def test_the_guess_on_hopper_brings_enough_rows_ahead(add, device, enough):
+    """At each fifth multiple of 64; 0.4 s each."""
+    for hidden_size in range(512, 16385, 320):
         guess = guess_config(device, hidden_size, BF16, add=add)
         split = split_row(hidden_size, guess.bwd_warps, 2)
         assert split is not None and guess.bwd_stages >= 2
