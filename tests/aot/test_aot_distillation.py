@@ -173,6 +173,7 @@ CASES["half of the rows"] = Case(
 )
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("case", ON_ONE)
 @pytest.mark.parametrize("chip", ["h100"])
 def test_memory_and_passes(compiled, chip, case):
@@ -226,6 +227,7 @@ def test_kernels_make_all_passes(compiled, chip, case):
         print(kernel.name, kernel.registers, kernel.loads, kernel.stores)
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("case", ["half of the rows"])
 @pytest.mark.parametrize("chip", ["h100"])
 def test_few_rows_and_all_rows_share_memory(compiled, chip, case):
@@ -236,6 +238,7 @@ def test_few_rows_and_all_rows_share_memory(compiled, chip, case):
     assert program.temp_bytes < (560 + 80) * MIB, program.temp_bytes / MIB
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("case", ["auto", "explicit"])
 @pytest.mark.parametrize("chip", ["h100"])
 def test_devices_exchange_weights_and_no_tokens(compiled, chip, case):
@@ -255,6 +258,7 @@ def test_devices_exchange_weights_and_no_tokens(compiled, chip, case):
     assert not found
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("case", ["vocabulary", "vocab_axis"])
 @pytest.mark.parametrize("chip", ["h100"])
 def test_devices_that_share_a_vocabulary_exchange_sums(compiled, chip, case):

@@ -115,10 +115,13 @@ LOSSES = {
 }
 # They differ from the others in sizes alone.
 FULL = {Loss(8192, 4096, 32000), Loss(8192, 3584, 152064), Loss(4096, 8192, 128256)}
-GRADIENTS = [
-    pytest.param(f"gradients-{loss}", marks=pytest.mark.full if loss in FULL else ())
-    for loss in LOSSES
-]
+GRADIENTS, ALONE = (
+    [
+        pytest.param(f"{kind}-{loss}", marks=pytest.mark.full if loss in FULL else ())
+        for loss in LOSSES
+    ]
+    for kind in ("gradients", "loss")
+)
 SMALLEST = Loss(8192, 4096, 128256)
 ODD = Loss(8192, 4096, 32001)
 ON_A_MESH = Loss(8 * 2048, 2048, 32000)
@@ -309,6 +312,7 @@ def test_bfloat16_in_place(compiled, chip, case):
 
 
 @each_chip
+@pytest.mark.oldest  # test_aot_log_probs.py has its kernels
 @pytest.mark.parametrize("case", ["none"])
 def test_losses_that_are_not_added_up(compiled, chip, case):
     """The backward makes dlogits from the logsumexp, once and in place."""
@@ -413,7 +417,7 @@ def test_by_token_chunks(compiled, chip, case):
 
 @each_chip
 @pytest.mark.oldest
-@pytest.mark.parametrize("case", [f"loss-{loss}" for loss in LOSSES])
+@pytest.mark.parametrize("case", ALONE)
 def test_loss_alone(compiled, chip, case):
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")

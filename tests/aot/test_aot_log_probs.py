@@ -9,7 +9,7 @@ import pytest
 
 from aot.harness import Case
 from aot.loss_shapes import MIB, assert_runs_well, floats, labels_of
-from aot.test_aot_linear_cross_entropy import assert_in_place, assert_nothing_runs_beside
+from aot.test_aot_linear_cross_entropy import assert_in_place, assert_nothing_runs_beside, oldest
 from pallas_kernels import linear_log_probs, linear_token_loss
 
 BF16 = jnp.bfloat16
@@ -149,6 +149,7 @@ def test_gradients_in_place(compiled, chip, case):
 
 
 @each_chip
+@pytest.mark.oldest
 @pytest.mark.parametrize("case", ["gradients-long"])
 def test_gradients_of_more_tokens(compiled, chip, case):
     """The tokens that the memory of `dweight` cannot hold come in chunks of at most 512 MiB."""
@@ -183,7 +184,7 @@ def test_a_loss_of_tokens_in_place(compiled, chip, case):
 
 # The exponentials of a chunk wait for its cotangents, so no kernel computes the logits again.
 @each_chip
-@pytest.mark.parametrize("case", ["single-tokens", "single-tokens-entropy"])
+@pytest.mark.parametrize("case", [oldest("single-tokens"), "single-tokens-entropy"])
 def test_losses_of_single_tokens_in_chunks(compiled, chip, case):
     program = compiled(chip, case)
     exponentials = {"linear_exponentials", "linear_exponentials_again"}
@@ -195,6 +196,7 @@ def test_losses_of_single_tokens_in_chunks(compiled, chip, case):
 
 
 @each_chip
+@pytest.mark.oldest
 @pytest.mark.parametrize("case", ["gradients-counted", "token-loss-counted"])
 def test_fewer_rows_and_all_rows_share_memory(compiled, chip, case):
     program = compiled(chip, case)

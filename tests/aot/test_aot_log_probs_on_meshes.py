@@ -88,8 +88,14 @@ CASES = {
 CASES["with_argmax, tensor"] = make_case(with_argmax, "tensor", False)
 
 
+# The normal run has two layouts for each function, and two functions for each layout.
+FULL = {"log_probs, sequence", "token_loss, fsdp", "single_tokens, tensor"}
+
+
 @pytest.mark.parametrize("chip", ["h100"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.full if c in FULL else ()) for c in CASES]
+)
 def test_kernels_and_collectives(compiled, chip, case):
     program = compiled(chip, case)
     name, layout = case.split(", ")

@@ -126,6 +126,7 @@ def test_nothing_is_stored_past_a_single_block_of_columns(compiled, chip, case):
 
 
 @on_h100
+@pytest.mark.oldest
 @pytest.mark.parametrize(
     "case, baseline",
     [
@@ -144,6 +145,7 @@ def test_memory(compiled, chip, case, baseline):
 
 
 @on_h100
+@pytest.mark.oldest
 @pytest.mark.parametrize("case", ["gradients-1b-xla-gate_up"])
 def test_xla_makes_gradients_and_product_in_one_pass(compiled, chip, case):
     assert fusions_of(compiled(chip, case)) == 2  # and the forward's product

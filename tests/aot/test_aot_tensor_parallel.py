@@ -19,7 +19,7 @@ from train.planner import aot
 
 pytestmark = pytest.mark.oldest
 ROOT = pathlib.Path(__file__).parents[2]
-L, D, F, S, V = 3, 2048, 8192, 2048, 128256
+L, D, F, S, V = 2, 2048, 8192, 2048, 128256
 ROWS = 8  # rows of each share of the batch
 T = ROWS * S
 # Sizes of fsdp and tensor, and flags. With so many tokens the loss makes logits in chunks.
