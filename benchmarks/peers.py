@@ -7,6 +7,7 @@ prints which of them are installed, in which versions. The benchmarks `bench`, `
 does not require them:
 
     pip install torch liger-kernel quack-kernels nvidia-cutlass-dsl==4.7.1 cut-cross-entropy tokamax
+    pip install --no-deps nvidia-cudnn-frontend  # it asks for nvidia-cutlass-dsl 4.8, unused here
 
 FlashAttention-3 (`flash-attn-3`) is built from its source, the folder `hopper` of
 https://github.com/Dao-AILab/flash-attention.
@@ -48,6 +49,7 @@ PACKAGES = (
     "liger-kernel",
     "quack-kernels",
     "cut-cross-entropy",
+    "nvidia-cudnn-frontend",
     "tokamax",
     "flash-attn-3",
 )
@@ -356,6 +358,12 @@ def _quack_add_rms_norm() -> Callable[..., Any]:
     return lambda x, residual, weight: rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=True)
 
 
+def _cudnn_rms_norm() -> Callable[..., Any]:
+    # For PyTorch: cuDNN's frontend 1.32 has no RMSNorm for JAX.
+    rms_norm = importlib.import_module("cudnn.ops.norm").rms_norm
+    return lambda x, weight: rms_norm(x, weight, eps=EPS)
+
+
 def _quack_linear_cross_entropy() -> Callable[..., Any]:
     # QuACK 0.6.5 makes a cache key from every object that its GEMM's epilogues refer to. One of
     # them is the logger of nvidia-cutlass-dsl 4.7.1, which it rejects. This attribute gives the
@@ -413,6 +421,7 @@ _PEERS = (
     Peer("rms_norm", "torch.compile", "torch", RMS_NORM, lambda: _compiled(_rms_norm_formula)),
     Peer("rms_norm", "Liger", "liger-kernel", RMS_NORM, _liger_rms_norm),
     Peer("rms_norm", "QuACK", "quack-kernels", RMS_NORM, _quack_rms_norm),
+    Peer("rms_norm", "cuDNN", "nvidia-cudnn-frontend", RMS_NORM, _cudnn_rms_norm),
     Peer("rms_norm", "LayerNorm (torch)", "torch", LAYER_NORM, _eager_layer_norm),
     Peer(
         "rms_norm",

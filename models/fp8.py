@@ -5,36 +5,30 @@ before the first layer, outside of `jax.checkpoint`. The layers then find a `Qua
 place of a kernel, and multiply in FP8. A weight that is too small to gain stays an array, and its
 product stays in the compute dtype.
 
-The projections q, k and v have the same input, so they are one product with one weight, their
-kernels side by side. Keys and values alone are too small to gain from FP8. And the input is only
-read in FP8, so the layers keep no other copy of it.
+The projections q, k and v are one product (`models.projections`). Keys and values alone would be
+too small to gain from FP8. And the input is only read in FP8, so the layers keep no other copy of
+it.
 
 Only the step knows of FP8. The parameters of a model, and the files, are those of any other Llama.
 """
 
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from models.config import LlamaConfig
+from models.projections import join_projections, kernel_of
 from models.sharding import fsdp_split, shape_over_tensor, tensor_axis
 from pallas_kernels.fp8 import (
     RECIPES,
     QuantizedWeight,
     RecipeName,
-    fp8_linear,
     quantize_weight,
 )
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.implementation import Implementation
-
-# Projections of one input. Their kernels, side by side, are one weight in FP8.
-_JOINED = ("q_proj", "k_proj", "v_proj")
 
 
 def check_fp8(recipe: RecipeName) -> None:
@@ -62,7 +56,7 @@ def describe(config: LlamaConfig, tensor: int = 1) -> str:
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     shapes = {
-        ", ".join(_JOINED): (hidden, (queries + 2 * keys) // tensor),
+        "q_proj, k_proj, v_proj": (hidden, (queries + 2 * keys) // tensor),
         "o_proj": (queries // tensor, hidden),
         "mlp": (hidden, config.intermediate_size // tensor),
     }
@@ -77,13 +71,12 @@ def describe(config: LlamaConfig, tensor: int = 1) -> str:
 def quantize_weights(state: nnx.State, recipe: RecipeName) -> nnx.State:
     """The state of stacked layers, with a `QuantizedWeight` for each kernel that gains from FP8.
 
-    The first of the projections q, k and v gets the `QuantizedWeight` of all three, `[L, K, N]`
-    with their columns side by side, and the other two get None. Where `tensor` splits the work, a
-    kernel is the part of this device. Its scales are those of the device's part of the product, so
-    that `whole_weights` can gather the FP8 copies over `fsdp`.
+    Where `tensor` splits the work, a kernel is the part of this device. Its scales are those of the
+    device's part of the product, so that `whole_weights` can gather the FP8 copies over `fsdp`.
 
     Args:
-      state: Part of the state of the layers; kernels are `[L, K, N]`, biases `[L, N]`.
+      state: Part of the state of the layers, after `join_projections`; kernels are `[L, K, N]`,
+        biases `[L, N]`.
       recipe: Name of a recipe.
     """
 
@@ -99,8 +92,6 @@ def quantize_weights(state: nnx.State, recipe: RecipeName) -> nnx.State:
     # XLA does not partition a kernel. On a mesh it would gather the weights in front of it.
     is_split = jax.sharding.get_abstract_mesh().size > 1 and tensor_axis() is None
     implementation: Implementation | None = "reference" if is_split else None
-    if all(name in state for name in _JOINED):
-        state = _joined(state, recipe)
     return jax.tree_util.tree_map_with_path(quantize, state)
 
 
@@ -117,46 +108,15 @@ def size_in_fp8(layers: nnx.State, recipe: RecipeName, tensor: int = 1) -> int:
         # Without the shardings, which do not matter here.
         return jax.ShapeDtypeStruct(shape_over_tensor(path, a.shape, tensor), a.dtype)
 
-    quantized = lambda layers: [quantize_weights(part, recipe) for part in layers.values()]
+    quantized = lambda layers: [
+        quantize_weights(join_projections(part), recipe) for part in layers.values()
+    ]
     shapes = jax.tree_util.tree_map_with_path(part, layers)
     is_weight = lambda a: isinstance(a, QuantizedWeight)
     leaves = jax.tree.leaves(jax.eval_shape(quantized, shapes), is_leaf=is_weight)
     return sum(leaf.weight.size for leaf in filter(is_weight, leaves))
 
 
-def _joined(state: nnx.State, recipe: RecipeName) -> nnx.State:
-    """The state with one kernel for the projections of one input, if this kernel gains."""
-    state = jax.tree.map(lambda a: a, state)  # a copy, whose variables may be set
-    variables: list[Any] = [state[name]["kernel"] for name in _JOINED]
-    # `fsdp` splits K, and `tensor` the heads of each, so no device needs a column of another one.
-    kernel = jnp.concatenate([variable.get_value() for variable in variables], axis=-1)
-    num_parts = jax.lax.axis_size("fsdp") if tensor_axis() else 1
-    if RECIPES[recipe].gains((num_parts * kernel.shape[1], kernel.shape[2])):
-        for variable in variables:
-            variable.set_value(kernel if variable is variables[0] else None)
-    return state
-
-
 def is_quantized(*projections: nnx.Linear) -> bool:
     """Whether the kernel of one of the projections is a `QuantizedWeight`."""
     return any(isinstance(kernel_of(p), QuantizedWeight) for p in projections)
-
-
-def kernel_of(projection: nnx.Linear) -> Any:
-    """The kernel of a projection: an array, a `QuantizedWeight`, or None (`quantize_weights`)."""
-    return projection.kernel.get_value()
-
-
-def project(
-    x: Float[Array, "*T K"], projections: Sequence[nnx.Linear], recipe: RecipeName | None
-) -> list[Float[Array, "*T _"]]:
-    """The results of several projections of `x`, which are one product if it is in FP8."""
-    if recipe is None or not is_quantized(*projections):
-        return [projection(x) for projection in projections]
-    y = fp8_linear(x, kernel_of(projections[0]), recipe=recipe)
-    ends = list(itertools.accumulate(p.out_features for p in projections))
-    num_parts = ends[-1] // y.shape[-1]  # devices that share sequences have columns of their own
-    results = jnp.split(y, [end // num_parts for end in ends[:-1]], axis=-1)
-    return [
-        y if p.bias is None else y + p.bias[...] for y, p in zip(results, projections, strict=True)
-    ]

@@ -31,6 +31,7 @@ from models.config import AUTO_REMAT, LlamaConfig
 from models.fp8 import check_fp8, quantize_weights
 from models.layer_scan import layer_scan
 from models.layers import MLP, Attention, Norm, OutputEmbedding
+from models.projections import join_projections
 from models.remat import remat_policy
 from models.rope import rotary_cos_sin
 from models.sharding import (
@@ -223,6 +224,7 @@ class Llama(nnx.Module):
         # Norms take their weights as they are.
         rounded = lambda path, a: a if _is_of_norm(path) else a.astype(config.dtype)
         state = nnx.state(self.layers)
+        state["self_attn"] = join_projections(state["self_attn"])
         for name in ("self_attn", "mlp"):
             state[name] = jax.tree_util.tree_map_with_path(rounded, state[name])
             if fp8 is not None:

@@ -10,15 +10,16 @@ A variant is `layers:remat`. Suffixes change it:
 - `:loss=logits` leaves the loss to XLA, with all logits in memory.
 - `:xla_gpu_enable_triton_gemm=false` sets an option of XLA.
 
-All variants train one state and take turns: in each round each runs a few steps. Times are wall
-times, the median over the rounds. `--kernels` adds the time by kind of kernel, from a profiler
-trace.
+All variants train one state and take turns: in each round each runs a few steps, in a random order.
+Times are wall times, the median over the rounds. `--kernels` adds the time by kind of kernel, from
+a profiler trace.
 """
 
 import argparse
 import collections
 import dataclasses
 import importlib.metadata
+import random
 import re
 import shlex
 import statistics
@@ -227,9 +228,10 @@ def main() -> None:
                 flush=True,
             )
         limits = []
+        order = random.Random(0)
         for _ in range(arguments.rounds):
             limits.append(ceilings.measure())
-            for variant in variants:
+            for variant in order.sample(variants, len(variants)):
                 jax.block_until_ready(state)
                 start = time.perf_counter()
                 for _ in range(arguments.steps):

@@ -18,7 +18,9 @@ def without_gpu(monkeypatch, two_ms_a_call):
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_every_setting_agrees_with_its_formula_and_is_timed(tmp_path, capsys):
+@pytest.mark.parametrize("number", [2, pytest.param(None, id="all", marks=pytest.mark.full)])
+def test_settings_agree_with_their_formulas_and_are_timed(tmp_path, capsys, monkeypatch, number):
+    monkeypatch.setattr(distillation, "SETTINGS", distillation.SETTINGS[:number])
     distillation.main(["--shapes", "32x64x96x256", "--rounds", "2", "--output-dir", str(tmp_path)])
     (path,) = tmp_path.glob("distillation_h100_*.json")
     records = json.loads(path.read_text())["records"]

@@ -32,8 +32,8 @@ def fake_kernels(monkeypatch, two_ms_a_call):
 
 
 @pytest.mark.usefixtures("fake_kernels")
-def test_each_width_has_a_row(capsys, tmp_path):
-    path = tmp_path / "widths.json"
+def test_each_width_has_a_row_and_a_point_in_the_chart(capsys, tmp_path):
+    path, image = tmp_path / "widths.json", tmp_path / "widths.png"
     norm_widths.main(["--rows", "8", "--widths", "64", "128", "--output", str(path)])
     table = capsys.readouterr().out.split("\n\n")[-1].splitlines()
     assert table[0].startswith("| rows x D | rms_norm forward | rms_norm backward | add_rms_norm f")
@@ -43,12 +43,6 @@ def test_each_width_has_a_row(capsys, tmp_path):
     assert len(entries) == 8
     assert all(0 < entry["configs"]["default"]["error_ratio"] < 1.2 for entry in entries)
 
-
-@pytest.mark.usefixtures("fake_kernels")
-def test_the_chart_has_a_line_for_each_card(tmp_path):
-    """2 s."""
-    path, image = tmp_path / "widths.json", tmp_path / "widths.png"
-    norm_widths.main(["--rows", "8", "--widths", "64", "128", "--output", str(path)])
     norm_widths_chart.main([str(path), str(path), str(image)])
     assert image.read_bytes()[1:4] == b"PNG"
     panels = norm_widths_chart.draw([json.loads(path.read_text())] * 2).axes

@@ -121,6 +121,8 @@ def test_two_gpus_compute_what_one_does(name, mode):
     assert_as_accurate(
         *found,
         names=[*("result", "entropy")[: len(found[0]) - 2], "dx", "dweight"],
-        slack=1.2 * math.sqrt(2),  # each GPU rounds its summand of dx
+        # Each GPU rounds its summand of dx, and the sum is rounded. The cotangent of a mean
+        # multiplies the sum, which rounds it again. One GPU rounds once.
+        slack=1.2 * math.sqrt(3),
         floor=16.0,
     )

@@ -103,7 +103,8 @@ def test_nothing_else_goes_between_devices():
     T = rows * S
     found = collectives(program_of(CONFIG, mesh_of(2, 2, tensor)))
     q, kv, f, v, d, t = Q // tensor, KV // tensor, F // tensor, V // tensor, D // 2, T // tensor
-    weights = {(D, q): 2, (q, D): 2, (D, kv): 4, (D, f): 4, (f, D): 2}
+    qkv = q + 2 * kv
+    weights = {(D, qkv): 2, (q, D): 2, (D, f): 4, (f, D): 2}
     assert Counter({k: n for k, n in found.items() if k[0] == "all-gather"}) == Counter(
         {("all-gather", shape): n for shape, n in weights.items()}  # forward and backward
         | {
@@ -116,9 +117,8 @@ def test_nothing_else_goes_between_devices():
     )
     assert Counter({k: n for k, n in found.items() if k[0] == "reduce-scatter"}) == Counter(
         {
-            ("reduce-scatter", (d, q)): 1,
+            ("reduce-scatter", (d, qkv)): 1,
             ("reduce-scatter", (q, d)): 1,
-            ("reduce-scatter", (d, kv)): 2,
             ("reduce-scatter", (d, f)): 2,
             ("reduce-scatter", (f, d)): 1,
             ("reduce-scatter", (v, d)): 1,
@@ -182,8 +182,9 @@ def kept(config: LlamaConfig, mesh) -> Counter[tuple[int, ...]]:
 def test_the_residual_stream_is_kept_in_parts(data, fsdp, tensor):
     mesh, rows = mesh_of(data, fsdp, tensor), B // (data * fsdp)
     share = rows * S // tensor, D
-    # The input of the layer, normed and not.
-    assert kept(changed(remat="full"), mesh) == {share: 2, (D,): 1}
+    # The input of the layer, normed and not, and the joined kernel of q, k and v.
+    joined = D // fsdp, (Q + 2 * KV) // tensor
+    assert kept(changed(remat="full"), mesh) == {share: 2, (D,): 1, joined: 1}
     minimal = kept(CONFIG, mesh)
     assert minimal[share] == 4
     assert minimal[rows, S, F // tensor] == 2
@@ -191,6 +192,6 @@ def test_the_residual_stream_is_kept_in_parts(data, fsdp, tensor):
     whole = {(rows, S, D), (rows * S, D)}
     assert whole.isdisjoint(minimal) and not whole.isdisjoint(everything)
     # Weights are not kept whole there either.
-    weights = {(D, Q // tensor), (D, KV // tensor), (D, F // tensor), (F // tensor, D)}
+    weights = {(D, (Q + 2 * KV) // tensor), (Q // tensor, D), (D, F // tensor), (F // tensor, D)}
     if fsdp > 1:
         assert weights.isdisjoint(everything)

@@ -22,12 +22,14 @@ from support.log_prob_formulas import (
 )
 from support.loss_formulas import BF16, F16, F32, IGNORED, as_jax, full, put
 from support.numerics import quick_jit
+from support.pairwise import pairwise
 
 SHAPE, D, V = (3, 7), 24, 53
 # 21 tokens make chunks of 5 and twice 8.
 REFERENCE = {"implementation": "reference"}
 XLA = {"implementation": "xla", "chunk_size": 8}
-each = pytest.mark.parametrize("options", [REFERENCE, XLA], ids=["reference", "xla"])
+IMPLEMENTATIONS = {"reference": REFERENCE, "xla": XLA}
+each = pytest.mark.parametrize("options", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 TRANSFORMS = {
     "plain": {},
     "temperature": {"temperature": 0.7},
@@ -36,15 +38,17 @@ TRANSFORMS = {
 }
 
 
-@each
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-def test_values_and_gradients(options, transform, dtype):
+@pytest.mark.parametrize(
+    "implementation, transform, dtype",
+    pairwise(list(IMPLEMENTATIONS), list(TRANSFORMS), [F32, BF16, F16]),
+)
+def test_values_and_gradients(implementation, transform, dtype):
+    changes = TRANSFORMS[transform]
     arrays, labels = arrays_of(SHAPE, D, V, dtype)
     cotangents = make_cotangents(SHAPE)
-    got = run(arrays, labels, cotangents, **options, **transform)
-    is_xla = options is XLA
-    check_against_formula(got, arrays, labels, cotangents, round_dlogits=is_xla, **transform)
+    got = run(arrays, labels, cotangents, **IMPLEMENTATIONS[implementation], **changes)
+    is_xla = implementation == "xla"
+    check_against_formula(got, arrays, labels, cotangents, round_dlogits=is_xla, **changes)
 
 
 @each
