@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from models.config import LlamaConfig
-from models.projections import join_projections, kernel_of
+from models.projections import JOINED, join_projections
 from models.sharding import fsdp_split, shape_over_tensor, tensor_axis
 from pallas_kernels.fp8 import (
     RECIPES,
@@ -56,7 +56,7 @@ def describe(config: LlamaConfig, tensor: int = 1) -> str:
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     shapes = {
-        "q_proj, k_proj, v_proj": (hidden, (queries + 2 * keys) // tensor),
+        ", ".join(JOINED): (hidden, (queries + 2 * keys) // tensor),
         "o_proj": (queries // tensor, hidden),
         "mlp": (hidden, config.intermediate_size // tensor),
     }
@@ -115,8 +115,3 @@ def size_in_fp8(layers: nnx.State, recipe: RecipeName, tensor: int = 1) -> int:
     is_weight = lambda a: isinstance(a, QuantizedWeight)
     leaves = jax.tree.leaves(jax.eval_shape(quantized, shapes), is_leaf=is_weight)
     return sum(leaf.weight.size for leaf in filter(is_weight, leaves))
-
-
-def is_quantized(*projections: nnx.Linear) -> bool:
-    """Whether the kernel of one of the projections is a `QuantizedWeight`."""
-    return any(isinstance(kernel_of(p), QuantizedWeight) for p in projections)

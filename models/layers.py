@@ -13,8 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from models.config import ACTIVATIONS, AUTO_REMAT, LlamaConfig
-from models.fp8 import is_quantized
-from models.projections import kernel_of, project
+from models.projections import is_quantized, kernel_of, project
 from models.remat import remat_policy
 from models.rope import apply_rotary
 from models.sharding import tensor_axis

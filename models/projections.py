@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.fp8 import QuantizedWeight, RecipeName, fp8_linear
 
-_JOINED = ("q_proj", "k_proj", "v_proj")
+JOINED = ("q_proj", "k_proj", "v_proj")
 
 
 def join_projections(state: nnx.State) -> nnx.State:
@@ -29,10 +29,10 @@ def join_projections(state: nnx.State) -> nnx.State:
     Args:
       state: Part of the state of the layers.
     """
-    if not all(name in state and set(state[name]) <= {"kernel", "bias"} for name in _JOINED):
+    if not all(name in state and set(state[name]) <= {"kernel", "bias"} for name in JOINED):
         return state
     state = jax.tree.map(lambda a: a, state)  # a copy, whose variables may be set
-    variables: list[Any] = [state[name]["kernel"] for name in _JOINED]
+    variables: list[Any] = [state[name]["kernel"] for name in JOINED]
     # `fsdp` splits K, and `tensor` the heads of each, so no device needs a column of another one.
     kernel = jnp.concatenate([variable.get_value() for variable in variables], axis=-1)
     for variable in variables:
@@ -45,13 +45,17 @@ def kernel_of(projection: nnx.Linear) -> Any:
     return projection.kernel.get_value()
 
 
+def is_quantized(*projections: nnx.Linear) -> bool:
+    """Whether the kernel of one of the projections is a `QuantizedWeight`."""
+    return any(isinstance(kernel_of(p), QuantizedWeight) for p in projections)
+
+
 def project(
     x: Float[Array, "*T K"], projections: Sequence[nnx.Linear], recipe: RecipeName | None
 ) -> list[Float[Array, "*T _"]]:
     """The results of several projections of `x`, which are one product if they are joined."""
     kernel, *others = map(kernel_of, projections)
-    if isinstance(kernel, QuantizedWeight):
-        assert recipe is not None
+    if recipe is not None and is_quantized(*projections):
         y = fp8_linear(x, kernel, recipe=recipe)
     elif others and all(other is None for other in others):
         y = jnp.matmul(x, kernel)
