@@ -102,8 +102,8 @@ _H200 = "NVIDIA H200"
 # By device kind, dtype, hidden size and whether a residual is added. The forward's part is the best
 # of `python -m benchmarks.kernels.tune` on 2**26 elements (2026-11-21, jax 0.11.2). The backward's
 # part is the model's choice, 0.92 to 1.02 of a copy from 2048 wide on in
-# `python -m benchmarks.kernels.norm_widths` (2026-11-26). At 3072 eight warps a row are 1 to 3 %
-# faster than the model's choice.
+# `python -m benchmarks.kernels.norm_widths` (2026-11-26). At 3072 the rows are the best of
+# four, 1 to 3 % faster than the model's choice in one run.
 TUNED: dict[tuple[str, str, int, bool], Config] = {
     (_H100, "bfloat16", 1024, False): _config(4, False, 4, 3, 3, 2),
     (_H100, "bfloat16", 2048, False): _config(4, False, 4, 3, 3, 1),
