@@ -35,7 +35,9 @@ from benchmarks.kernels.formulas import (
     LINEAR_LOG_PROBS,
     LINEAR_LOG_PROBS_AND_ENTROPY,
     POLICY_LOSS,
+    PREFERENCE_LOSS,
     RMS_NORM,
+    SEQUENCES,
     SWIGLU,
     Arrays,
     Formula,
@@ -341,6 +343,17 @@ def _liger_policy_loss() -> Callable[..., Any]:
     return run
 
 
+def _liger_preference_loss() -> Callable[..., Any]:
+    losses = importlib.import_module("liger_kernel.chunked_loss")
+    loss = losses.LigerFusedLinearDPOLoss(beta=0.1, use_ref_model=False)
+
+    def run(x, weight, labels):
+        labels = labels.reshape(SEQUENCES, -1)
+        return loss(weight, x.reshape(*labels.shape, x.shape[-1]), labels)[0]
+
+    return run
+
+
 def _liger_jensen_shannon() -> Callable[..., Any]:
     function = _liger("LigerFusedLinearJSDFunction")
     return lambda x, weight, teacher_x, teacher_weight: function.apply(
@@ -474,6 +487,7 @@ _PEERS = (
         entropy=True,
     ),
     Peer("policy_loss", "Liger GRPO", "liger-kernel", POLICY_LOSS, _liger_policy_loss),
+    Peer("preference_loss", "Liger DPO", "liger-kernel", PREFERENCE_LOSS, _liger_preference_loss),
     Peer(
         "linear_jensen_shannon",
         "torch.compile",

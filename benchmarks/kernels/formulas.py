@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from benchmarks import agreement
 
 EPS = 1e-6
+SEQUENCES = 8  # of the policy loss and, as four pairs, of the preference loss
 
 type Arrays = dict[str, jax.Array]
 
@@ -81,6 +82,12 @@ def _policy_loss(x, weight, labels, advantages):
     return -jnp.mean(ratio * advantages[:, None])
 
 
+def _preference_loss(x, weight, labels):
+    # DPO's loss with reference log-probabilities of 0 and beta 0.1; the chosen sequences are first.
+    rewards = jnp.sum(_linear_log_probs(x, weight, labels).reshape(2, SEQUENCES // 2, -1), axis=-1)
+    return -jnp.mean(jax.nn.log_sigmoid(0.1 * (rewards[0] - rewards[1])))
+
+
 def _linear_jensen_shannon(x, weight, teacher_x, teacher_weight):
     log_p = jax.nn.log_softmax(x @ weight.T, axis=-1)
     log_q = jax.nn.log_softmax(jax.lax.stop_gradient(teacher_x @ teacher_weight.T), axis=-1)
@@ -129,6 +136,7 @@ LINEAR_LOG_PROBS_AND_ENTROPY = Formula(
     _linear_log_probs_and_entropy, _OF_LABELS, ("log_probs", "entropy"), ("x", "weight")
 )
 POLICY_LOSS = Formula(_policy_loss, (*_OF_LABELS, "advantages"), ("loss",), ("x", "weight"))
+PREFERENCE_LOSS = Formula(_preference_loss, _OF_LABELS, ("loss",), ("x", "weight"))
 LINEAR_JENSEN_SHANNON = Formula(_linear_jensen_shannon, _OF_TEACHER, ("loss",), ("x", "weight"))
 ATTENTION = Formula(attention, ("q", "k", "v"), ("out",), ("q", "k", "v"))
 FULL_ATTENTION = Formula(

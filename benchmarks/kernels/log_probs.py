@@ -5,7 +5,8 @@
 Data is random and bfloat16; the gradient of the weight is float32, unless a setting says otherwise.
 Gradients are those for random cotangents of the log-probabilities, and of the entropies in the
 settings with entropies. A loss of tokens is a sum of products with the same numbers. The policy
-loss is PPO's, of eight sequences with an advantage for each.
+loss is PPO's, of eight sequences with an advantage for each. The preference loss is DPO's, of four
+pairs of sequences; the reference's log-probabilities are 0, so no time goes into a reference.
 
 Times are kernel times (`benchmarks/timing.py`), medians over interleaved rounds. The same rounds
 measure the three bare GEMMs of the same shapes; results without gradients are compared with the
@@ -32,14 +33,13 @@ import jax.numpy as jnp
 from benchmarks import agreement, ceilings, peers, timing
 from benchmarks.kernels import shapes
 from benchmarks.kernels.bench import short_name, write_results
+from benchmarks.kernels.formulas import SEQUENCES
 from benchmarks.kernels.loss import gemms, table
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels import linear_cross_entropy, linear_log_probs, linear_token_loss
-from pallas_kernels.log_probs.objectives import clipped_policy_loss
+from pallas_kernels.log_probs.objectives import clipped_policy_loss, dpo_loss
 
-type Kind = Literal["value", "gradients", "token loss", "policy loss"]
-
-_SEQUENCES = 8  # of the policy loss
+type Kind = Literal["value", "gradients", "token loss", "policy loss", "preference loss"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Setting:
     Attributes:
       name: Name in the table.
       kind: `"value"` for results alone, `"gradients"` for results and gradients with cotangents
-        that only the backward knows, `"token loss"` and `"policy loss"` for a scalar and its
-        gradients.
+        that only the backward knows, `"token loss"`, `"policy loss"` and `"preference loss"` for a
+        scalar and its gradients.
       results: Function `(x, weight, labels) -> (log_probs, entropy)`, the last None without
         entropies; for a loss, `(x, weight, labels, g, h) -> loss`.
       entropy: Whether there are entropies.
@@ -131,7 +131,7 @@ def _token_loss(entropy: bool, **options: Any) -> Callable[..., Any]:
 
 
 def _advantages(g):
-    return g[:_SEQUENCES]
+    return g[:SEQUENCES]
 
 
 def _clipped(log_probs, entropy, advantages):
@@ -139,11 +139,15 @@ def _clipped(log_probs, entropy, advantages):
     return clipped_policy_loss(log_probs, None, of_tokens, jnp.ones(log_probs.shape))
 
 
-def _policy_loss(**options: Any) -> Callable[..., Any]:
+def _preference(log_probs, entropy, advantages):
+    return dpo_loss(log_probs, jnp.zeros(log_probs.shape), jnp.ones(log_probs.shape))
+
+
+def _loss_of_sequences(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     def loss(x, weight, labels, g, h):
-        labels = labels.reshape(_SEQUENCES, -1)
+        labels = labels.reshape(SEQUENCES, -1)
         x = x.reshape(*labels.shape, -1)
-        return linear_token_loss(x, weight, labels, _clipped, _advantages(g), **options)
+        return linear_token_loss(x, weight, labels, fn, _advantages(g), **options)
 
     return loss
 
@@ -207,8 +211,14 @@ SETTINGS = (
         True,
     ),
     Setting("XLA chunks, token loss", "token loss", _token_loss(False, **_XLA)),
-    Setting("ours, policy loss", "policy loss", _policy_loss(**_KERNELS)),
-    Setting("XLA chunks, policy loss", "policy loss", _policy_loss(**_XLA)),
+    Setting("ours, policy loss", "policy loss", _loss_of_sequences(_clipped, **_KERNELS)),
+    Setting("XLA chunks, policy loss", "policy loss", _loss_of_sequences(_clipped, **_XLA)),
+    Setting(
+        "ours, preference loss", "preference loss", _loss_of_sequences(_preference, **_KERNELS)
+    ),
+    Setting(
+        "XLA chunks, preference loss", "preference loss", _loss_of_sequences(_preference, **_XLA)
+    ),
 )
 # The operation of `benchmarks/peers.py` of a kind with or without entropies, and the rows' names.
 _PEERS = {
@@ -217,6 +227,7 @@ _PEERS = {
     ("gradients", False): ("linear_log_probs", "log-probabilities"),
     ("gradients", True): ("linear_log_probs_and_entropy", "entropies"),
     ("policy loss", False): ("policy_loss", "policy loss"),
+    ("preference loss", False): ("preference_loss", "preference loss"),
 }
 
 
@@ -226,7 +237,9 @@ def _expected(kind: Kind, entropy: bool) -> Setting:
         case "token loss":
             results = _token_loss(entropy, **_XLA)
         case "policy loss":
-            results = _policy_loss(**_XLA)
+            results = _loss_of_sequences(_clipped, **_XLA)
+        case "preference loss":
+            results = _loss_of_sequences(_preference, **_XLA)
         case _:
             results = _log_probs(entropy, **_XLA)
     return Setting("expected", kind, results, entropy)

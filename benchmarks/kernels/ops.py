@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -280,6 +281,18 @@ def _layer_norm_xla(x, weight, bias):
     return (y * weight.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
+def _tokamax_rms_norm(x, weight):
+    tokamax = importlib.import_module("tokamax")
+    # Its public function takes a kernel with options, but does not export it.
+    module = importlib.import_module("tokamax._src.ops.normalization.api")
+    # By default a forward without a backward overwrites `x`. XLA then copies `x` first, and the
+    # timing does not count a memcpy.
+    kernel = module.IMPLEMENTATIONS["triton"].replace(input_output_alias=False)
+    return tokamax.layer_norm(
+        x, weight, None, epsilon=EPS, subtract_mean=False, implementation=(kernel,)
+    )
+
+
 def _keeping_inputs(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` that keeps what a model under a remat policy keeps: no float32 copies of the inputs.
 
@@ -366,3 +379,6 @@ OPS: dict[str, Op] = {
         ),
     )
 }
+
+# Peers that run in JAX: `bench` adds them with `--peers`.
+JAX_PEERS: dict[str, Contender] = {"rms_norm": Contender("tokamax", RMS_NORM, _tokamax_rms_norm)}

@@ -51,7 +51,13 @@ def test_peers_are_compared_with_the_same_results():
     records = log_probs.measure((32, 64, 256), settings, with_peers=True, rounds=1)
     found = {r["setting"]: r for r in records}
     of_peers = {name for name in found if name.startswith(("right", "wrong"))}
-    kinds = "log-probabilities alone", "entropies alone", "entropies", "policy loss"
+    kinds = (
+        "log-probabilities alone",
+        "entropies alone",
+        "entropies",
+        "policy loss",
+        "preference loss",
+    )
     assert of_peers == {f"{peer}, {kind}" for peer in ("right", "wrong") for kind in kinds}
     for name in of_peers:
         if name.startswith("right"):
