@@ -181,6 +181,17 @@ SETTINGS = (
         _log_probs(False, **_KERNELS),
         weight="frozen",
     ),
+    Setting(
+        "ours, log-probabilities, kept exponentials",
+        "gradients",
+        _log_probs(False, keep_exponentials=True, **_KERNELS),
+    ),
+    Setting(
+        "ours, entropies, kept exponentials",
+        "gradients",
+        _log_probs(True, keep_exponentials=True, **_KERNELS),
+        True,
+    ),
     Setting("ours, losses of tokens", "gradients", _minus_losses(**_KERNELS)),
     Setting("ours, entropies", "gradients", _log_probs(True, **_KERNELS), True),
     Setting(

@@ -1,5 +1,7 @@
 """The public log-probabilities of a linear layer."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,9 +11,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
 from pallas_kernels.arguments import check_number
-from pallas_kernels.choices import record
+from pallas_kernels.choices import log_once, record
 from pallas_kernels.implementation import Implementation, symbolic_reason
-from pallas_kernels.log_probs import differentiable, reference
+from pallas_kernels.log_probs import differentiable, reference, saved
 from pallas_kernels.log_probs.per_token import OfSingleTokens, sum_of_known
 from pallas_kernels.log_probs.token_function import results_of_function, token_function
 from pallas_kernels.log_probs.token_loss import OfAllTokens
@@ -55,6 +57,7 @@ def linear_log_probs(
     logit_softcap: float | None = None,
     return_entropy: bool = False,
     return_argmax: bool = False,
+    keep_exponentials: bool = False,
     counted_fraction: float = 1.0,
     chunk_size: int | None = None,
     max_logits_bytes: int | None = None,
@@ -87,10 +90,10 @@ def linear_log_probs(
 
     A token does not count if its label is `ignore_index` or both of its cotangents are 0. It adds
     nothing to the gradients, and its row of `dx` is 0, even if its row of `x` holds NaN or
-    infinities. With `"reference"` only the label does this. `dweight` has the dtype of `weight`;
-    `linear_cross_entropy` says how to get a float32 gradient of a bfloat16 weight. Only
-    `"reference"` has second derivatives and forward mode (`jax.jvp`). The argmax and its
-    log-probability have no gradient, as if by `jax.lax.stop_gradient`. For the gradient of that
+    infinities. With `"reference"` or `keep_exponentials` only the label does this. `dweight` has
+    the dtype of `weight`; `linear_cross_entropy` says how to get a float32 gradient of a bfloat16
+    weight. Only `"reference"` has second derivatives and forward mode (`jax.jvp`). The argmax and
+    its log-probability have no gradient, as if by `jax.lax.stop_gradient`. For the gradient of that
     log-probability, pass the argmax as `labels` in a call of its own.
 
     **Labels.** The log-probability of a label that is neither `ignore_index` nor in `[0, V)` is
@@ -101,8 +104,10 @@ def linear_log_probs(
     in memory. The backward takes three more: it computes the logits again, because the forward does
     not know the cotangents. With the kernels and bfloat16 `x` the memory of `dweight`, which is
     made last, holds the gradient in the logits of all tokens, or of the first ones. Other tokens
-    come in chunks of tokens. `linear_token_loss` takes three products in all for a scalar that is
-    made of the log-probabilities. `docs/kernels/log_probs.md` has more.
+    come in chunks of tokens. With `keep_exponentials` the backward takes two products, and memory
+    holds 2 bytes for each token and entry of the vocabulary from the forward on.
+    `linear_token_loss` takes three products in all for a scalar that is made of the
+    log-probabilities. `docs/kernels/log_probs.md` has more.
 
     **Rounding.** Products take operands in the dtype of `x` and accumulate in float32. The softmax
     is float32. The gradient in the logits is rounded once, to the dtype of `x`, and each result
@@ -129,6 +134,11 @@ def linear_log_probs(
       return_entropy: Whether the entropies are returned, too.
       return_argmax: Whether the argmax and its log-probability are returned, too. The vocabulary
         may then have at most 2^24 entries.
+      keep_exponentials: Whether the forward keeps the exponentials of all logits for the backward,
+        `[T, V]` in bfloat16. It takes neither `bias`, `logit_softcap`, `return_argmax`,
+        `vocab_axis`, a `counted_fraction` below 1, nor a size of chunks. The whole vocabulary must
+        be on each device. It has no effect where the kernels do not run or `x` is not bfloat16,
+        which the log says.
       counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1]. The
         tokens that count are then computed in as few rows, and all tokens if more of them do, so
         the share has no influence on results. In reinforcement learning the tokens of a prompt do
@@ -166,12 +176,23 @@ def linear_log_probs(
       jax.experimental.checkify.JaxRuntimeError: `check_labels` found a label out of range.
     """
     x, weight, bias = check_arrays(x, weight, labels, bias, None, weight_layout)
+    if keep_exponentials:
+        _check_alone(
+            bias=bias,
+            logit_softcap=logit_softcap,
+            return_argmax=return_argmax or None,
+            vocab_axis=vocab_axis,
+            counted_fraction=None if counted_fraction == 1 else counted_fraction,
+            chunk_size=chunk_size,
+            max_logits_bytes=max_logits_bytes,
+        )
     request, temperature, labels = checked_options(
         "linear_log_probs",
         x,
         weight,
         bias,
         labels,
+        keep_exponentials=bool(keep_exponentials),
         temperature=temperature,
         ignore_index=ignore_index,
         logit_softcap=logit_softcap,
@@ -191,8 +212,12 @@ def linear_log_probs(
             f"return_argmax=True takes a vocabulary of at most {_MOST_COLUMNS} entries, got "
             f"{vocab_size}"
         )
-    is_reference = request.settings.implementation == "reference"
-    found = (reference if is_reference else differentiable).log_probs(
+    compute = reference.log_probs
+    if request.settings.implementation != "reference":
+        keeps = keep_exponentials and saved.unsupported_reason(request) is None
+        kind = saved.WithExponentials if keeps else differentiable.LogProbs
+        compute = functools.partial(differentiable.log_probs, kind=kind)
+    found = compute(
         request,
         x,
         weight,
@@ -207,6 +232,16 @@ def linear_log_probs(
         argmax = jax.lax.stop_gradient(Argmax(from_1.astype(jnp.int32) - 1, of_argmax))
         return *found, argmax
     return found if return_entropy else found[0]
+
+
+def _check_alone(**others: Any) -> None:
+    """Raises ValueError if an option is not None that saved exponentials do not go with."""
+    for name, value in others.items():
+        if value is not None:
+            shown = "a bias" if name == "bias" else f"{name}={value}"
+            raise ValueError(
+                f"keep_exponentials=True does not go with {shown}; leave one of the two out"
+            )
 
 
 def linear_token_loss(
@@ -376,6 +411,7 @@ def checked_options(
     check_labels: bool,
     implementation: Implementation | None,
     weight_layout: WeightLayout,
+    keep_exponentials: bool = False,
     **options: Any,
 ) -> tuple[Request, float, Int[Array, "*T"]]:
     """`(request, temperature, labels)` of a call, which is noted for `choices.explain`.
@@ -392,6 +428,7 @@ def checked_options(
       check_labels: Whether a label out of range raises an error.
       implementation: Name that the caller gave.
       weight_layout: Layout of the weight.
+      keep_exponentials: Whether exponentials are saved for the backward, where they can be.
       **options: Options that `checked_request` checks.
     """
     check_number("temperature", temperature, remedy=_REMEDY)
@@ -416,7 +453,14 @@ def checked_options(
         also_unsupported=unsupported,
         **options,
     )
-    describe_plan = lambda: str(describe(differentiable.planned(request), "none", why_no_kernel))
+    reduction = "none"
+    if keep_exponentials:
+        if (reason := saved.unsupported_reason(request)) is None:
+            request = dataclasses.replace(request, chunk_size=len(request.x))
+            reduction = "mean"  # the logits exist once, as those of a loss
+        else:
+            log_once(f"{name}: keep_exponentials=True has no effect: {reason}")
+    describe_plan = lambda: str(describe(differentiable.planned(request), reduction, why_no_kernel))
     record(
         name,
         (x, weight, labels, bias),

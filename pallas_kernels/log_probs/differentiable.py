@@ -49,6 +49,7 @@ def log_probs(
     temperature: float,
     with_entropy: bool,
     with_argmax: bool,
+    kind: "type[LogProbs] | None" = None,
 ) -> tuple[Float[Array, "*T"], ...]:
     """Log-probability of each label, and what else is asked for, as `of_labels` says; float32.
 
@@ -62,9 +63,10 @@ def log_probs(
       with_entropy: Whether to compute the entropy.
       with_argmax: Whether to find the argmax and its log-probability. The caller stops their
         gradients.
+      kind: Type of the operation; None is `LogProbs`.
     """
     first, last = low_rank.arguments(weight)
-    operation = _LogProbs(
+    operation = (kind or LogProbs)(
         request,
         temperature,
         with_entropy,
@@ -76,7 +78,7 @@ def log_probs(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _LogProbs:
+class LogProbs:
     """Log-probabilities and more of `(x, weight, labels)`, and the bias if there is one.
 
     Attributes:
@@ -97,6 +99,7 @@ class _LogProbs:
     name = "linear_log_probs"
 
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
+        """The results, and the logsumexp as the residual."""
         num_results = 1 + self.with_entropy + 2 * self.with_argmax + (wanted is not None)
         return split(
             self.request,
@@ -109,6 +112,7 @@ class _LogProbs:
         )
 
     def num_residuals(self, wanted: Mask) -> int:
+        """The logsumexp alone."""
         return 1
 
     def saved(
@@ -118,13 +122,24 @@ class _LogProbs:
         results: Sequence[jax.Array],
         residuals: Sequence[jax.Array],
     ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        """The backward reads the residuals, the entropies and the arguments, in this order."""
         return results, (*residuals, *results[1 : 1 + self.with_entropy], *args)
 
     def backward(
         self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
     ) -> Sequence[jax.Array]:
-        lse, *rest = saved
-        entropy = rest.pop(0) if self.with_entropy else None
+        """The gradients, from logits that are computed again."""
+        numbers, args = self.numbers_and_arguments(saved, cotangents)
+        of_arrays = of_arrays_in(wanted)
+        key, results = (self, of_arrays, len(args)), roles_of_gradients(of_arrays)
+        return split(self.request, _backward_of, key, args, numbers, results, num_numbers=1)
+
+    def numbers_and_arguments(
+        self, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
+    ) -> tuple[list[jax.Array], Sequence[jax.Array]]:
+        """The numbers of each token that `Device.rows` takes, and the operation's arguments."""
+        lse, *args = saved
+        entropy = args.pop(0) if self.with_entropy else None
         of_log_probs, *of_others = cotangents
         if of_log_probs is None:
             of_log_probs = jnp.zeros_like(lse)
@@ -136,13 +151,12 @@ class _LogProbs:
         if self.is_unchecked:
             axes = self.request.settings.vocab_axes
             numbers[1:3] = [jax.lax.psum(a, axes) for a in numbers[1:3]]
-        of_arrays = of_arrays_in(wanted)
-        key, results = (self, of_arrays, len(rest)), roles_of_gradients(of_arrays)
-        return split(self.request, _backward_of, key, rest, numbers, results, num_numbers=1)
+        return numbers, args
 
     def fold(
         self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
     ) -> tuple[Operation, Sequence[jax.Array]] | None:
+        """One call for the tokens of all members, if they share the weights."""
         if is_batched[_WEIGHT] or any(is_batched[_BIAS:]):
             return None
         weights = _WEIGHT, *range(_BIAS, len(args))
@@ -160,7 +174,7 @@ def roles_of_gradients(wanted: Mask) -> tuple[Any, ...]:
     return tuple(role for role, is_wanted in zip(roles, wanted, strict=True) if is_wanted)
 
 
-def _forward_of(key: tuple[_LogProbs, bool], place: Place) -> Callable[..., Sequence[jax.Array]]:
+def _forward_of(key: tuple[LogProbs, bool], place: Place) -> Callable[..., Sequence[jax.Array]]:
     """The results for a device's tokens, and the logsumexp if it is kept."""
     operation, keeps_lse = key
 
@@ -180,7 +194,7 @@ def _forward_of(key: tuple[_LogProbs, bool], place: Place) -> Callable[..., Sequ
 
 
 def _backward_of(
-    key: tuple[_LogProbs, Mask, int], place: Place
+    key: tuple[LogProbs, Mask, int], place: Place
 ) -> Callable[..., Sequence[jax.Array]]:
     """The wanted gradients of a device's arrays."""
     operation, wanted, num_args = key

@@ -78,6 +78,22 @@ class KeptExponentials:
         found, lse = zip(*made, strict=True)
         return cls(device, columns, list(found), in_place.joined(lse))
 
+    @classmethod
+    def of_saved(
+        cls,
+        device: Device,
+        columns: Columns,
+        values: Float[Array, "T Vp"],
+        total: Float[Array, " T"],
+        of_label: Float[Array, " T"],
+        *,
+        lse: Float[Array, " T"],
+    ) -> "KeptExponentials":
+        """What `gradients` needs of the exponentials of one chunk, made before."""
+        unread = jnp.full_like(lse, jnp.nan)  # logits
+        found = exponentials.Exponentials(values, total, of_label, unread, unread, unread, None)
+        return cls(device, columns, [found], lse)
+
     def of_labels(self) -> list[jax.Array]:
         """The log-probabilities, and the entropies if the kernel made them; 0 where ignored."""
         label_logit, total, weighted = in_place.joined(

@@ -9,7 +9,12 @@ import pytest
 
 from aot.harness import Case
 from aot.loss_shapes import MIB, assert_runs_well, floats, labels_of
-from aot.test_aot_linear_cross_entropy import assert_in_place, assert_nothing_runs_beside, oldest
+from aot.test_aot_linear_cross_entropy import (
+    assert_in_place,
+    assert_nothing_runs_beside,
+    makers,
+    oldest,
+)
 from pallas_kernels import linear_log_probs, linear_token_loss
 
 BF16 = jnp.bfloat16
@@ -79,6 +84,12 @@ CASES = {
         backward(**ENTROPY, weight_layout="dv"),
         arguments(*SIZES, layout="dv"),
         compiler_options=CUBLAS,
+    ),
+    "gradients-kept": Case(
+        backward(keep_exponentials=True), arguments(*SIZES), compiler_options=CUBLAS
+    ),
+    "gradients-kept-entropy": Case(
+        backward(**ENTROPY, keep_exponentials=True), arguments(*SIZES), compiler_options=CUBLAS
     ),
     "gradients-long": Case(
         backward(**ENTROPY), arguments(32768, 4096, 128256), compiler_options=CUBLAS
@@ -157,6 +168,19 @@ def test_gradients_of_more_tokens(compiled, chip, case):
     for kernel in program.kernels:
         assert_runs_well(kernel)
     assert program.temp_bytes <= 700 * MIB, program.temp_bytes / MIB
+
+
+@each_chip
+@pytest.mark.parametrize("case", ["gradients-kept", oldest("gradients-kept-entropy")])
+def test_kept_exponentials(compiled, chip, case):
+    """One array of all exponentials, and products by cuBLAS. 20 s for both."""
+    program = compiled(chip, case)
+    assert set(program.calls) == {"linear_exponentials", "linear_exponentials_again"}
+    for kernel in program.kernels:
+        assert_runs_well(kernel)
+    tokens, _, vocab = SIZES
+    assert "copy" not in makers(program, (tokens, vocab))
+    assert program.temp_bytes <= 2 * tokens * vocab + 300 * MIB, program.temp_bytes / MIB
 
 
 # Three products. The pass over the exponentials for the entropy works in place.

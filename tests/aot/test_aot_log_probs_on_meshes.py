@@ -34,6 +34,14 @@ def log_probs(x, weight, labels, g, h):
     return results, vjp((g, h))
 
 
+def kept(x, weight, labels, g, h):
+    fn = lambda x, weight: linear_log_probs(
+        x, weight, labels, keep_exponentials=True, implementation="mosaic_gpu"
+    )
+    results, vjp = jax.vjp(fn, x, weight)
+    return results, vjp(g)
+
+
 def with_argmax(x, weight, labels, g, h):
     fn = lambda x, weight: linear_log_probs(
         x, weight, labels, return_argmax=True, implementation="mosaic_gpu"
@@ -86,6 +94,9 @@ CASES = {
     for layout in LAYOUTS
 }
 CASES["with_argmax, tensor"] = make_case(with_argmax, "tensor", False)
+# 4 s each.
+CASES["kept, sequence"] = make_case(kept, "sequence", False)
+CASES["kept, fsdp"] = make_case(kept, "fsdp", True)
 
 
 # The normal run has two layouts for each function, and two functions for each layout.

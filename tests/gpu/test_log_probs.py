@@ -113,6 +113,36 @@ def test_log_probs_and_entropies(shape, dtype, weight_dtype, options):
     chex.assert_trees_all_equal(got, graded(ours, cotangents)(x, weight))
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_kept_exponentials(with_entropy):
+    """The gradients are as accurate as those of logits in 16 bits."""
+    x, weight, labels, cotangents = make_arguments((4096, 2048, 128256), jnp.bfloat16, jnp.float32)
+    count = 1 + with_entropy
+
+    def of(fn):
+        run = graded(lambda x, weight: fn(x, weight)[:count], cotangents[:count])
+        return run(x, weight)
+
+    def log_probs(x, weight, **options):
+        found = linear_log_probs(x, weight, labels, return_entropy=with_entropy, **options)
+        return found if with_entropy else (found,)
+
+    def exact(x, weight):
+        return log_probs(x.astype(jnp.float32), weight, implementation="xla", chunk_size=512)
+
+    def ours(x, weight):
+        return log_probs(x, weight, implementation="mosaic_gpu", keep_exponentials=True)
+
+    with jax.default_matmul_precision("highest"):
+        want = sampled(of(exact))
+    of_results = sampled(of(plain(labels, jnp.bfloat16)))[:count]
+    of_gradients = sampled(of(plain(labels, jnp.bfloat16, rounds_logits=True)))[count:]
+    got = of(ours)
+    names = [*NAMES[:count], *NAMES[2:]]
+    assert_as_accurate(sampled(got), [*of_results, *of_gradients], want, names=names, floor=16.0)
+    chex.assert_trees_all_equal(got, of(ours))
+
+
 @pytest.mark.parametrize("layout", ["vd", "dv"])
 def test_argmax(layout):
     """Small integers: logits are exact, so the lowest of many equal ones is known."""

@@ -14,17 +14,19 @@ from pallas_kernels.loss import plan as plan_module
 from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.mosaic_gpu import in_place
 from support.log_prob_formulas import (
+    NAMES,
     arrays_of,
     arrays_with_ties,
     both,
     check_against_formula,
     check_argmax,
+    formula,
     make_cotangents,
     with_gradients,
 )
-from support.loss_formulas import BASE_2, BF16, F16, F32, as_jax, full, interpreted, put
+from support.loss_formulas import BASE_2, BF16, F16, F32, IGNORED, as_jax, full, interpreted, put
 from support.loss_kernels import names_in, prefer_in_place, run_and_kernel_names
-from support.numerics import quick_jit
+from support.numerics import assert_as_accurate, quick_jit, rounded
 
 KERNEL: dict[str, Any] = {"implementation": "mosaic_gpu"}
 TRANSFORM: dict[str, Any] = {"temperature": 0.7, "logit_softcap": 2.0}
@@ -108,6 +110,66 @@ def check_in_place(monkeypatch, sizes, weight_dtype, bands, block, options):
     by_columns = options.get("weight_layout") == "dv"
     of_weight = "weight_gradient_columns" if by_columns else "weight_gradient_rows"
     assert {"linear_statistics", "linear_exponentials", "input_gradient", of_weight} <= names
+
+
+# Two products after the forward: no kernel computes logits again.
+@interpreted
+@pytest.mark.parametrize(
+    "num_tokens, vocab, with_entropy, layout",
+    [
+        (9, 250, True, "vd"),
+        (130, 256, False, "dv"),
+        pytest.param(130, 250, False, "vd", marks=full),
+        pytest.param(9, 256, True, "dv", marks=full),
+    ],
+)
+def test_kept_exponentials(num_tokens, vocab, with_entropy, layout):
+    """One token is ignored and holds NaN. 2 s each."""
+    arrays, labels = arrays_of((num_tokens,), 64, vocab, BF16, bias=False, weight_dtype=F32)
+    labels[2], arrays["x"][2] = IGNORED, np.nan
+    g, h = make_cotangents((num_tokens,))
+    h = h if with_entropy else np.zeros_like(h)
+
+    def run(arrays, labels, g, h):
+        def fn(x, weight):
+            weight = weight if layout == "vd" else weight.T
+            options = {"weight_layout": layout, "temperature": 0.7, "keep_exponentials": True}
+            found = linear_log_probs(
+                x, weight, labels, return_entropy=with_entropy, **KERNEL, **options
+            )
+            return dict(zip(NAMES, found if with_entropy else (found,), strict=False))
+
+        results, vjp = jax.vjp(fn, arrays["x"], arrays["weight"])
+        cotangents = {"log_probs": g} | ({"entropy": h} if with_entropy else {})
+        return results | dict(zip(("x", "weight"), vjp(cotangents), strict=True))
+
+    got, names = run_and_kernel_names(run, *as_jax((arrays, labels, g, h)))
+    assert "linear_exponentials" in names
+    assert not names & {"linear_statistics", "input_gradient", "weight_gradient_rows"}
+    arrays["x"][2] = 0
+    of = functools.partial(formula, arrays, labels, (g, h), temperature=0.7)
+    exact, low = of(), of(compute=np.float32, round_exponentials=BF16, by_pass=with_entropy)
+    pick = lambda values: [values[name] for name in got]
+    low = rounded(pick(low), pick(got))
+    options = {"names": list(got), "slack": BASE_2, "floor": 12.0}
+    assert_as_accurate(pick(got), low, pick(exact), **options)
+
+
+@interpreted
+def test_kept_exponentials_of_a_frozen_weight():
+    """One product after the forward, and a forward alone keeps nothing. 1 s."""
+    arrays, labels = as_jax(arrays_of((9,), 64, 128, BF16, bias=False))
+    total = lambda x: jnp.sum(
+        linear_log_probs(x, arrays["weight"], labels, keep_exponentials=True, **KERNEL)
+    )
+    alone = names_in(jax.make_jaxpr(total)(arrays["x"]))
+    assert "linear_statistics" in alone and "linear_exponentials" not in alone
+    dx, names = run_and_kernel_names(jax.grad(total), arrays["x"])
+    assert "linear_exponentials" in names and "linear_statistics" not in names
+    cotangents = np.ones(9), np.zeros(9)
+    of = functools.partial(formula, jax.device_get(arrays), np.asarray(labels), cotangents)
+    low = of(compute=np.float32, round_exponentials=BF16)["x"]
+    assert_as_accurate([dx], rounded([low], [dx]), [of()["x"]], names=["x"], slack=1.2 * BASE_2)
 
 
 # Three groups of rows and ragged tiles of columns. With bands of one group each, the second group

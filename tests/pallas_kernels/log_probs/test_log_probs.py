@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import explain, linear_cross_entropy, linear_log_probs
+from pallas_kernels import choices, explain, linear_cross_entropy, linear_log_probs
 from support.log_prob_formulas import (
     NAMES,
     arrays_of,
@@ -288,3 +288,40 @@ def test_explain_names_the_operation():
     (choice,) = explain(linear_log_probs, x, weight, labels).choices
     assert (choice.operation, choice.implementation) == ("linear_log_probs", "xla")
     assert choice.plan is not None and "4 matrix products with gradients, 1 without" in choice.plan
+
+
+@pytest.mark.parametrize(
+    "options, shown",
+    [
+        ({"bias": jnp.zeros(V)}, "a bias"),
+        ({"logit_softcap": 2.0}, "logit_softcap=2.0"),
+        ({"return_argmax": True}, "return_argmax=True"),
+        ({"counted_fraction": 0.5}, "counted_fraction=0.5"),
+        ({"chunk_size": 8}, "chunk_size=8"),
+        ({"max_logits_bytes": 2**20}, "max_logits_bytes=1048576"),
+        ({"vocab_axis": "tensor"}, "vocab_axis=tensor"),
+    ],
+)
+def test_kept_exponentials_go_with_few_options(options, shown):
+    x, weight, labels = jnp.zeros((3, D)), jnp.zeros((V, D)), jnp.zeros(3, jnp.int32)
+    with pytest.raises(ValueError, match=f"keep_exponentials=True does not go with {shown}"):
+        linear_log_probs(x, weight, labels, keep_exponentials=True, **options)
+
+
+@pytest.mark.usefixtures("on_h100")
+def test_kept_exponentials_take_three_products():
+    x, weight, labels = jnp.zeros((8, 64), BF16), jnp.zeros((256, 64), BF16), jnp.zeros(8, int)
+    for keeps, products in ((True, 3), (False, 4)):
+        fn = functools.partial(linear_log_probs, keep_exponentials=keeps)
+        (choice,) = explain(fn, x, weight, labels).choices
+        assert f"{products} matrix products with gradients" in str(choice.plan)
+
+
+@each
+def test_kept_exponentials_have_no_effect_without_kernels(options, caplog, monkeypatch):
+    monkeypatch.setattr(choices, "_logged", set())
+    arrays, labels = as_jax(arrays_of(SHAPE, D, V, F32, bias=False))
+    options = {"implementation": options["implementation"]}
+    got = linear_log_probs(labels=labels, **arrays, keep_exponentials=True, **options)
+    np.testing.assert_array_equal(got, linear_log_probs(labels=labels, **arrays, **options))
+    assert "keep_exponentials=True has no effect: the kernels do not run" in caplog.text

@@ -54,6 +54,17 @@ def placed(mesh, arrays, labels, cotangents, layout):
     return arrays, put(labels, tokens), tuple(put(c, tokens) for c in cotangents)
 
 
+@pytest.mark.usefixtures("on_h100")
+def test_kept_exponentials_refuse_a_split_vocabulary():
+    mesh = mesh_of(AxisType.Explicit)
+    x, weight, labels = jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((256, 64)), jnp.zeros(8, int)
+    with jax.set_mesh(mesh):
+        weight = jax.device_put(weight, NamedSharding(mesh, P("tensor")))
+        loss = lambda x: jnp.sum(linear_log_probs(x, weight, labels, keep_exponentials=True))
+        with pytest.raises(ValueError, match=r"mesh axes \('tensor',\) split it; use keep_exp"):
+            jax.make_jaxpr(jax.grad(loss))(x)
+
+
 def run(arrays, labels, cotangents):
     return with_gradients(functools.partial(both, labels=labels, **OPTIONS), arrays, cotangents)
 
