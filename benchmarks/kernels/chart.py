@@ -31,6 +31,8 @@ _STYLES = {
     "Liger": ("Liger", "#ddcc77"),
     "QuACK": ("QuACK", "#aa4499"),
     "CCE": ("CCE", "#999933"),
+    "cuDNN": ("cuDNN", "#117733"),
+    "tokamax": ("tokamax", "#6699cc"),
     "LayerNorm (XLA)": ("LayerNorm, XLA", "#6f6f6f"),
     "LayerNorm (torch)": ("LayerNorm, PyTorch", "#929292"),
     "LayerNorm (torch.compile)": ("LayerNorm, torch.compile", "#b3b3b3"),

@@ -89,7 +89,7 @@ class KeptExponentials:
         *,
         lse: Float[Array, " T"],
     ) -> "KeptExponentials":
-        """What `gradients` needs of the exponentials of one chunk, made before."""
+        """The exponentials of one chunk that were saved, with as much as `gradients` reads."""
         unread = jnp.full_like(lse, jnp.nan)  # logits
         found = exponentials.Exponentials(values, total, of_label, unread, unread, unread, None)
         return cls(device, columns, [found], lse)
