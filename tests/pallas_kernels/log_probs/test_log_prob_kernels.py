@@ -172,6 +172,26 @@ def test_kept_exponentials_of_a_frozen_weight():
     assert_as_accurate([dx], rounded([low], [dx]), [of()["x"]], names=["x"], slack=1.2 * BASE_2)
 
 
+@interpreted
+def test_kept_exponentials_of_a_batch():
+    """The gradients of two sequences in one call. 2 s."""
+    arrays, labels = arrays_of((2, 9), 64, 128, BF16, bias=False)
+    g, _ = make_cotangents((2, 9))
+    fn = functools.partial(linear_log_probs, keep_exponentials=True, **KERNEL)
+
+    def loss(arrays, labels, g):
+        return jnp.sum(g * jax.vmap(fn, (0, None, 0))(arrays["x"], arrays["weight"], labels))
+
+    got, names = run_and_kernel_names(jax.grad(loss), *as_jax((arrays, labels, g)))
+    assert "linear_exponentials" in names
+    of = functools.partial(formula, arrays, labels, (g, np.zeros_like(g)))
+    exact, low = of(), of(compute=np.float32, round_exponentials=BF16)
+    pick = lambda values: [values[name] for name in ("x", "weight")]
+    low = rounded(pick(low), pick(got))
+    options = {"names": ["x", "weight"], "slack": BASE_2, "floor": 12.0}
+    assert_as_accurate(pick(got), low, pick(exact), **options)
+
+
 # Three groups of rows and ragged tiles of columns. With bands of one group each, the second group
 # goes through the columns backwards. Two blocks share the tiles of a row, so that clusters tie.
 @interpreted
