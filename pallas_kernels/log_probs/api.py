@@ -453,14 +453,25 @@ def checked_options(
         also_unsupported=unsupported,
         **options,
     )
-    reduction = "none"
+    is_kept = False
     if keep_exponentials:
-        if (reason := saved.unsupported_reason(request)) is None:
+        reason = saved.unsupported_reason(request)
+        if is_kept := reason is None:
             request = dataclasses.replace(request, chunk_size=len(request.x))
-            reduction = "mean"  # the logits exist once, as those of a loss
         else:
-            log_once(f"{name}: keep_exponentials=True has no effect: {reason}")
-    describe_plan = lambda: str(describe(differentiable.planned(request), reduction, why_no_kernel))
+            log_once(
+                f"{name}: keep_exponentials=True has no effect, and the gradients take four "
+                f"products: {reason}"
+            )
+
+    def describe_plan() -> str:
+        # The logits exist once, as those of a loss.
+        reduction = "mean" if is_kept else "none"
+        plan = describe(differentiable.planned(request), reduction, why_no_kernel)
+        if is_kept:
+            plan = dataclasses.replace(plan, reason="The caller asks for keep_exponentials=True.")
+        return str(plan)
+
     record(
         name,
         (x, weight, labels, bias),
