@@ -247,6 +247,7 @@ def dlogits_of_exponentials(
     of_log = jnp.zeros_like(log_sum) if rows.softmax_log is None else rows.softmax_log
     # p · (a + b · log p) of p = e / S as e · (a' + b' · log e). XLA would divide for each logit.
     factors = (rows.softmax - of_log * log_sum) / found.total, of_log / found.total
+    factors = [jnp.where(rows.counts, a, 0.0) for a in factors]
     factors = jax.lax.optimization_barrier(factors)
 
     def without_labels(values, factors):
