@@ -29,7 +29,7 @@ DTYPES = {
 # kernel. On the other chips the normal run alternates between the two operations. The H100 has
 # widths without a tuned row, too: 14400 is an odd multiple of 64 with hardly enough registers.
 HIDDEN_SIZES = {
-    "h100": (1024, 2048, 2304, 2880, 4096, 5120, 7168, 8192, 14400, 16384),
+    "h100": (1024, 2048, 2304, 2880, 4096, 5120, 5376, 7168, 8192, 14400, 16384),
     "a100": (2048, 2880, 4096, 8192, 16384),
     "l4": (2880, 8192),
     "b200": (2048, 2880, 4096, 8192, 16384),
@@ -123,7 +123,7 @@ CASES |= {name: Case(fn, (_X, _X, _WEIGHT)) for name, (fn, _) in KERNELS.items()
 MAX_SCALAR_ACCESSES = 4
 # Activations, weight and partial sums of dweight move in accesses of 16 bytes a thread, except for
 # the ends of segments of these widths: at most two narrower accesses for each of four arrays.
-WITH_NARROW_ENDS = (2304, 5120, 7168, 14400)
+WITH_NARROW_ENDS = (2304, 5120, 5376, 7168, 14400)
 MAX_NARROW = 8
 
 MOVES_NOTHING = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "call")
