@@ -243,17 +243,17 @@ def dlogits_of_exponentials(
     A gradient of the entropy multiplies each probability with a number of its own, so one factor
     for each token is not enough. The logarithms are those of the rounded exponentials.
     """
+    assert rows.softmax_log is not None, "`dlogits_and_factor` needs no pass"
     log_sum = jnp.log(found.total)
-    of_log = jnp.zeros_like(log_sum) if rows.softmax_log is None else rows.softmax_log
-    # p · (a + b · log p) of p = e / S as e · (a' + b' · log e). XLA would divide for each logit.
-    factors = (rows.softmax - of_log * log_sum) / found.total, of_log / found.total
-    factors = [jnp.where(rows.counts, a, 0.0) for a in factors]
-    factors = jax.lax.optimization_barrier(factors)
+    # With p = e / S, p · (a + b · log p) is e · (a' + b' · log e).
+    factors = (rows.softmax - rows.softmax_log * log_sum, rows.softmax_log)
+    factors = [jnp.where(rows.counts, a / found.total, 0.0) for a in factors]
+    factors = jax.lax.optimization_barrier(factors)  # or XLA divides for each logit
 
     def without_labels(values, factors):
         factor, of_log = (_spread(stored, a, values) for a in factors)
-        # A select where e is 0 would read `e` a second time, and XLA would make an array of its
-        # conditions, in as much time as the rest takes. 0 · log(tiny) is 0.
+        # 0 · log(tiny) is 0. With a select where e is 0, XLA writes a boolean of each logit to
+        # memory first, which takes as long as the pass.
         e = values.astype(jnp.float32)
         gradient = e * (factor + of_log * jnp.log(jnp.maximum(e, jnp.finfo(e.dtype).tiny)))
         has_gradient = (factor != 0) | (of_log != 0)
