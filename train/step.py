@@ -315,7 +315,7 @@ def jit_train_step(config: TrainConfig, state: TrainState) -> Any:
     """The jitted step for a state, or for its shapes and shardings. It donates the state."""
     shardings = jax.tree.map(lambda a: a.sharding, state)
     devices = jax.tree.leaves(shardings)[0].device_set
-    options = compiler_options(devices, config.xla_options, scan_layers=config.model.scan_layers)
+    options = compiler_options(devices, config.xla_options)
     return jax.jit(
         make_train_step(config),
         donate_argnums=0,

@@ -47,30 +47,27 @@ OPTIONS: dict[str, OptionValue] = {
     # Limit for the same meeting inside NCCL, which ends the process; the default, -1, is no limit.
     "xla_gpu_nccl_termination_timeout_seconds": 1800,
 }
-# For one GPU and scanned layers. With Triton's GEMMs off, a GEMM reads its layer's weight inside
-# the stack and writes the weight's gradient there: XLA fuses the slice with a call of cuBLAS. With
-# them on, XLA lets Triton and cuBLAS compete for a product, and does not fuse the slice. Llama 3.2
-# 1B on an H100, 4 x 4096 tokens, `minimal`: 265.1 ms a step instead of 269.0. Unrolled layers have
-# no slices and are slower with it: 262.0 instead of 259.7. Several GPUs are slower, too, because
-# such a fusion does not run beside the exchange: on four H200s with fsdp, 209k tokens/s instead of
-# 228k, and 34.0k instead of 37.6k for 8B.
-OPTIONS_OF_SCANS: dict[str, OptionValue] = {"xla_gpu_enable_triton_gemm": False}
+# For one GPU. By default XLA lets Triton and cuBLAS compete for a product. Unrolled layers of Llama
+# 3.2 1B (two H100s, 4 x 4096 tokens, `minimal`) take 257.0 and 252.4 ms a step without Triton. With
+# it they take 259.5 and 255.2, and 8 to 12 s more to compile. Four layers of 8B take the same time
+# with and without. Scanned layers take 265.1 ms instead of 269.0: cuBLAS reads a layer's weight
+# inside the stack, and writes the weight's gradient there, because XLA fuses the slice with the
+# call. On several GPUs such a fusion does not run beside the exchange. So four H200s with fsdp are
+# slower without Triton: 209k tokens/s instead of 228k, and 34.0k instead of 37.6k for 8B.
+OPTIONS_OF_ONE: dict[str, OptionValue] = {"xla_gpu_enable_triton_gemm": False}
 NONE = "none"
 
 
-def compiler_options(
-    devices: Iterable[Any], chosen: Sequence[str] = (), *, scan_layers: bool
-) -> dict[str, OptionValue]:
+def compiler_options(devices: Iterable[Any], chosen: Sequence[str] = ()) -> dict[str, OptionValue]:
     """The options to compile a step with; there are none unless the devices are GPUs.
 
-    The defaults are `OPTIONS` on several GPUs, and `OPTIONS_OF_SCANS` on one GPU with scanned
-    layers. A default that `XLA_FLAGS` sets is left out.
+    The defaults are `OPTIONS` on several GPUs, and `OPTIONS_OF_ONE` on one GPU. A default that
+    `XLA_FLAGS` sets is left out.
 
     Args:
       devices: all devices that the step runs on; they need not be in this machine.
       chosen: options as `name=value`, which come on top of the defaults or replace one; "none"
         drops the defaults.
-      scan_layers: whether the layers are scanned, as in `LlamaConfig`.
 
     Returns:
       The options that this version of XLA knows. A message names each other option once.
@@ -80,10 +77,8 @@ def compiler_options(
         return {}
     if NONE in chosen:
         options = {}
-    elif len(devices) > 1:
-        options = OPTIONS
     else:
-        options = OPTIONS_OF_SCANS if scan_layers else {}
+        options = OPTIONS if len(devices) > 1 else OPTIONS_OF_ONE
     flags = re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", ""))
     options = {name: value for name, value in options.items() if name not in flags}
     options |= parse(chosen)

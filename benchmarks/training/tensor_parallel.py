@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             start = time.perf_counter()
             with contender(name, config) as traced:
                 gradients = jax.jit(make_gradients(traced), out_shardings=(None, shardings))
-                options = compiler_options(devices, scan_layers=traced.model.scan_layers)
+                options = compiler_options(devices)
                 programs[name] = gradients.lower(params, batch).compile(options)
             metrics, _ = programs[name](params, batch)
             losses[name] = metrics["loss"].item(), metrics["grad_norm"].item()

@@ -129,7 +129,7 @@ class Way:
         """The step compiled for these arguments; the first is donated."""
         step = jax.jit(make_train_step(self.config), donate_argnums=0)
         devices = jax.tree.leaves(args)[0].devices()
-        options = compiler_options(devices, self.options, scan_layers=self.config.model.scan_layers)
+        options = compiler_options(devices, self.options)
         changes = self.loss
         if changes is None:
             return step.lower(*args).compile(options)

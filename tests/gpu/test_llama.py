@@ -89,7 +89,7 @@ def small_llama(mesh_shape, dtype="bfloat16", **changes):
         jax.numpy_dtype_promotion("standard"),
         jax.default_matmul_precision("highest" if dtype == "float32" else "default"),
     ):
-        options = compiler_options(devices, scan_layers=config.scan_layers)
+        options = compiler_options(devices)
         gradients = jax.jit(compute, out_shardings=(None, shardings), compiler_options=options)
         found = gradients(jax.device_put(params, shardings))
     return as_float64(found)

@@ -52,27 +52,23 @@ def test_a_value_that_xla_does_not_take_is_left_out_and_named(capsys):
 
 
 def test_this_version_takes_all_options(capsys):
-    options = xla_flags.OPTIONS | xla_flags.OPTIONS_OF_SCANS
+    options = xla_flags.OPTIONS | xla_flags.OPTIONS_OF_ONE
     assert xla_flags.accepted(tuple(options.items()), jax.devices()[0]) == options
     assert not capsys.readouterr().out
 
 
 def test_options_for_each_kind_of_program(gpus):
-    several, scans = xla_flags.OPTIONS, xla_flags.OPTIONS_OF_SCANS
     options = xla_flags.compiler_options
-    assert options(gpus, scan_layers=False) == several
-    assert options(gpus, scan_layers=True) == several
-    one = gpus[1:2]
-    assert options(one, scan_layers=False) == {}
-    assert options(one, scan_layers=True) == scans
+    assert options(gpus) == xla_flags.OPTIONS
+    assert options(gpus[1:2]) == xla_flags.OPTIONS_OF_ONE
     named = [f"{LIMIT}=3"]
-    assert options(one, named, scan_layers=False) == {LIMIT: 3}
-    assert options(jax.devices(), named, scan_layers=True) == {}
+    assert options(gpus[1:2], named) == xla_flags.OPTIONS_OF_ONE | {LIMIT: 3}
+    assert options(jax.devices(), named) == {}
 
 
 def test_named_options_are_added_or_replace(gpus):
     (name, value), *_ = xla_flags.OPTIONS.items()
-    options = lambda *chosen: xla_flags.compiler_options(gpus, chosen, scan_layers=False)
+    options = lambda *chosen: xla_flags.compiler_options(gpus, chosen)
     assert options("xla_other=a=b") == xla_flags.OPTIONS | {"xla_other": "a=b"}
     assert options(f"--{name}=7") == xla_flags.OPTIONS | {name: 7}
     assert value != 7
@@ -84,7 +80,7 @@ def test_the_environment_is_left_alone(gpus, monkeypatch):
     name = next(iter(xla_flags.OPTIONS))
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=x --{name}=9")
     others = {key: value for key, value in xla_flags.OPTIONS.items() if key != name}
-    options = functools.partial(xla_flags.compiler_options, gpus, scan_layers=False)
+    options = functools.partial(xla_flags.compiler_options, gpus)
     assert options() == others
     assert options([f"{name}=4"]) == others | {name: 4}
 
@@ -110,8 +106,8 @@ def test_the_step_is_compiled_with_them(monkeypatch):
     config = dataclasses.replace(CONFIG, xla_options=("xla_no_such_option=1",))
     seen = []
 
-    def options(devices, chosen, *, scan_layers):
-        seen.append((set(devices), scan_layers))
+    def options(devices, chosen):
+        seen.append(set(devices))
         return xla_flags.parse(chosen)
 
     monkeypatch.setattr(train.step, "compiler_options", options)
@@ -120,4 +116,4 @@ def test_the_step_is_compiled_with_them(monkeypatch):
         lowered = jit_train_step(config, state).lower(state, abstract_batch(config, mesh))
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
             lowered.compile()
-    assert seen == [(set(jax.devices()), config.model.scan_layers)]
+    assert seen == [set(jax.devices())]
