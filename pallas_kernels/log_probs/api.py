@@ -97,8 +97,9 @@ def linear_log_probs(
     log-probability, pass the argmax as `labels` in a call of its own.
 
     **Labels.** The log-probability of a label that is neither `ignore_index` nor in `[0, V)` is
-    NaN, and the gradients are NaN, too, unless its cotangent is 0. Its entropy is right. The label
-    never causes a read or write out of bounds. `check_labels` turns it into an error.
+    NaN, and the gradients are NaN, too; with a cotangent of 0 they are NaN for `"reference"` alone.
+    The entropy is right. The label never causes a read or write out of bounds. `check_labels` turns
+    it into an error.
 
     **Cost.** The results take one matrix product of `2·T·D·V` FLOPs, and the kernel keeps no logits
     in memory. The backward takes three more: it computes the logits again, because the forward does
@@ -291,7 +292,9 @@ def linear_token_loss(
     **Gradients.** The loss is differentiable in `x`, `weight`, `bias` and the floating leaves of
     `token_data`. The function is differentiated by JAX in the forward, as soon as all
     log-probabilities are known, so the forward makes all gradients. Only `"reference"` has second
-    derivatives and forward mode. `jax.vmap` calls the function for each member.
+    derivatives and forward mode. `jax.vmap` calls the function for each member. A NaN in a token's
+    hidden state makes all gradients NaN, unless its label is `ignore_index`: a mask inside of
+    `token_fn` is not enough.
 
     **Cost.** A loss with gradients takes three matrix products of `2·T·D·V` FLOPs if the memory of
     `dweight` holds the exponentials of all logits. A float32 `dweight` holds those of 2·D tokens, a
@@ -312,7 +315,8 @@ def linear_token_loss(
       weight: As for `linear_log_probs`.
       labels: As for `linear_log_probs`.
       token_fn: Function of the log-probabilities, the entropies or None, and `token_data`. It
-        returns a float32 scalar, and `(scalar, aux)` with `has_aux`. It must be pure.
+        returns a float32 scalar, and `(scalar, aux)` with `has_aux`. It must be pure and have a
+        hash.
       token_data: Pytree of arrays for the function, such as advantages and masks. With `per_token`
         each begins with the axes of `labels`.
       with_entropy: Whether the function gets the entropies.
@@ -340,10 +344,10 @@ def linear_token_loss(
 
     Raises:
       ValueError: as `linear_log_probs` does; or with `per_token` a leaf of `token_data` or of `aux`
-        does not have the tokens.
+        does not have the tokens, or `token_fn` does not take any number of them.
       NotImplementedError, jax.experimental.checkify.JaxRuntimeError: as `linear_log_probs` does.
-      TypeError: as `linear_log_probs` does; or `token_fn` returns no float32 scalar, or reads a
-        traced array that is not in `token_data`.
+      TypeError: as `linear_log_probs` does; or `token_fn` returns no float32 scalar, reads a traced
+        array that is not in `token_data`, or has no hash.
     """
     x, weight, bias = check_arrays(x, weight, labels, bias, None, weight_layout)
     request, temperature, labels = checked_options(

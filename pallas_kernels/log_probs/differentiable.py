@@ -24,14 +24,13 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.choices import log_once
 from pallas_kernels.log_probs.statistics import distribution_of_linear, of_labels
 from pallas_kernels.loss import low_rank, recomputed
-from pallas_kernels.loss.arguments import IGNORED
 from pallas_kernels.loss.columns import Gradients, place_in_vocabulary
 from pallas_kernels.loss.counted import of_counted
 from pallas_kernels.loss.differentiable import is_unchecked, split, weight_and_biases
 from pallas_kernels.loss.known_rows import Rows
 from pallas_kernels.loss.layout import Embedding, unsupported_reason
 from pallas_kernels.loss.plan import InPlace, Request, TokenChunks, choose
-from pallas_kernels.loss.token_loss import LossOptions
+from pallas_kernels.loss.token_loss import IGNORED, LossOptions
 from pallas_kernels.operation import Mask, Operation, call, with_members
 from pallas_kernels.partition import GradientOf, Place, Tokens
 
@@ -49,7 +48,7 @@ def log_probs(
     temperature: float,
     with_entropy: bool,
     with_argmax: bool,
-    kind: "type[LogProbs] | None" = None,
+    kind: "type[LogProbs]",
 ) -> tuple[Float[Array, "*T"], ...]:
     """Log-probability of each label, and what else is asked for, as `of_labels` says; float32.
 
@@ -63,10 +62,10 @@ def log_probs(
       with_entropy: Whether to compute the entropy.
       with_argmax: Whether to find the argmax and its log-probability. The caller stops their
         gradients.
-      kind: Type of the operation; None is `LogProbs`.
+      kind: Type of the operation.
     """
     first, last = low_rank.arguments(weight)
-    operation = (kind or LogProbs)(
+    operation = kind(
         request,
         temperature,
         with_entropy,
@@ -268,7 +267,7 @@ class Device:
         settings = request.settings
         if settings.implementation == "mosaic_gpu":
             if (reason := unsupported_reason(weight, settings.weight_layout)) is not None:
-                log_once(f"linear_log_probs: each device copies its part; {reason}")
+                log_once(f"log-probabilities: each device copies its part; {reason}")
             if not len(rows):  # no kernel has a grid of no blocks
                 settings = dataclasses.replace(settings, implementation="xla")
                 request = dataclasses.replace(request, settings=settings)

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.log_probs.differentiable import Device
-from pallas_kernels.loss.arguments import IGNORED
 from pallas_kernels.loss.columns import Columns, product, weight_product
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
 from pallas_kernels.loss.mosaic_gpu.statistics import entropy_of
 from pallas_kernels.loss.plan import InPlace, TokenChunks
+from pallas_kernels.loss.token_loss import IGNORED
 
 
 def keeps_all(device: Device, biases: Sequence[Any]) -> bool:

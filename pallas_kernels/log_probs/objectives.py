@@ -8,9 +8,9 @@ of the `token_fn` of `linear_token_loss`::
             log_probs, data["old"], data["advantages"], data["mask"]
         )
 
-A token counts where `mask` is not 0. Other tokens change neither loss nor gradients, whatever they
-hold. A mean over nothing is 0. With pairs of sequences the first half of the batch holds the chosen
-ones, and the second half the rejected ones in the same order.
+A token counts where `mask` is not 0. The numbers of other tokens change neither loss nor gradients,
+whatever they are. A mean over nothing is 0. With pairs of sequences the first half of the batch
+holds the chosen ones, and the second half the rejected ones in the same order.
 """
 
 from typing import Any, Literal, get_args
@@ -81,7 +81,7 @@ def clipped_policy_loss(
 ) -> Float[Array, ""]:
     """PPO's clipped loss of a policy (https://arxiv.org/abs/1707.06347), with GRPO's KL penalty.
 
-        ratio = exp(log_probs - old_log_probs)
+        ratio = exp(min(log_probs - old_log_probs, 80))
         loss = -min(ratio·A, clip(ratio, 1 - clip_low, 1 + clip_high)·A) + kl_weight·kl
 
     `kl` is the estimate `exp(d) - d - 1` with `d = reference_log_probs - log_probs`
@@ -106,7 +106,7 @@ def clipped_policy_loss(
     """
     if kl_weight and reference_log_probs is None:
         raise ValueError(f"{kl_weight=} needs reference_log_probs")
-    ratio = jnp.exp(_difference(log_probs, old_log_probs, mask))
+    ratio = _ratio(_difference(log_probs, old_log_probs, mask))
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     losses = -jnp.minimum(ratio * advantages, clipped * advantages)
     if kl_weight and reference_log_probs is not None:
@@ -127,8 +127,8 @@ def gspo_loss(
     """The clipped loss of whole sequences (GSPO, https://arxiv.org/abs/2507.18071).
 
     The ratio of a sequence is the exponential of the mean of `log_probs - old_log_probs` over its
-    tokens. The loss is the mean of `-min(ratio·A, clip(ratio)·A)` over the sequences that have a
-    token that counts.
+    tokens, of 80 at most. The loss is the mean of `-min(ratio·A, clip(ratio)·A)` over the sequences
+    that have a token that counts.
 
     Args:
       log_probs: Log-probabilities of the policy.
@@ -138,7 +138,7 @@ def gspo_loss(
       clip_low: How far below 1 the ratio is clipped.
       clip_high: How far above 1 the ratio is clipped.
     """
-    ratio = jnp.exp(_means(_difference(log_probs, old_log_probs, mask), mask))
+    ratio = _ratio(_means(_difference(log_probs, old_log_probs, mask), mask))
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     counts = _lengths(mask) > 0
     losses = jnp.where(counts, -jnp.minimum(ratio * advantages, clipped * advantages), 0.0)
@@ -169,7 +169,7 @@ def dpo_loss(
     rewards = _sums(_difference(log_probs, reference_log_probs, mask), mask)
     margin = beta * _chosen_minus_rejected(rewards)
     right, wrong = jax.nn.log_sigmoid(margin), jax.nn.log_sigmoid(-margin)
-    return -jnp.mean((1 - label_smoothing) * right + label_smoothing * wrong)
+    return -_mean((1 - label_smoothing) * right + label_smoothing * wrong)
 
 
 def orpo_loss(log_probs: Numbers, mask: Mask, *, weight: float = 0.1) -> Float[Array, ""]:
@@ -187,7 +187,7 @@ def orpo_loss(log_probs: Numbers, mask: Mask, *, weight: float = 0.1) -> Float[A
     # A sequence that is certain has infinite odds, whose gradient is NaN.
     means = jnp.minimum(_means(log_probs, mask), -jnp.finfo(jnp.float32).eps)
     log_odds = means - jnp.log(-jnp.expm1(means))
-    of_pairs = -jnp.mean(jax.nn.log_sigmoid(_chosen_minus_rejected(log_odds)))
+    of_pairs = -_mean(jax.nn.log_sigmoid(_chosen_minus_rejected(log_odds)))
     half = _half(log_probs)
     return -aggregate(log_probs[:half], mask[:half]) + weight * of_pairs
 
@@ -207,7 +207,7 @@ def simpo_loss(
       gamma: Margin by which the chosen sequence should be ahead.
     """
     margin = beta * _chosen_minus_rejected(_means(log_probs, mask)) - gamma
-    return -jnp.mean(jax.nn.log_sigmoid(margin))
+    return -_mean(jax.nn.log_sigmoid(margin))
 
 
 def kto_loss(
@@ -242,7 +242,7 @@ def kto_loss(
     margin = beta * (rewards - jax.lax.stop_gradient(jnp.maximum(kl, 0.0)))
     desirable = desirable_weight * jax.nn.sigmoid(-margin)  # 1 - σ(m) is σ(-m)
     undesirable = undesirable_weight * jax.nn.sigmoid(margin)
-    return jnp.mean(jnp.where(is_desirable, desirable, undesirable))
+    return _mean(jnp.where(is_desirable, desirable, undesirable))
 
 
 def _difference(log_probs: Numbers, others: Numbers | None, mask: Mask) -> Numbers:
@@ -252,6 +252,15 @@ def _difference(log_probs: Numbers, others: Numbers | None, mask: Mask) -> Numbe
     """
     others = log_probs if others is None else others
     return _where(mask, log_probs - jax.lax.stop_gradient(others))
+
+
+def _ratio(difference: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """The exponential. Infinity times the gradient of a clipped ratio, 0, would be NaN."""
+    return jnp.exp(jnp.minimum(difference, 80.0))
+
+
+def _mean(values: Float[Array, " n"]) -> Float[Array, ""]:
+    return jnp.sum(values) / max(1, values.size)
 
 
 def _where(mask: Mask, values: Numbers) -> Numbers:

@@ -21,11 +21,11 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.log_probs.differentiable import Device, in_one_dtype
 from pallas_kernels.log_probs.kept import KeptExponentials, keeps_chunks
 from pallas_kernels.log_probs.token_function import OfFunction, TokenFunction
-from pallas_kernels.loss.arguments import IGNORED
 from pallas_kernels.loss.chunks import over_tokens
 from pallas_kernels.loss.columns import Columns, Gradients
 from pallas_kernels.loss.counted import of_counted, where_counted
 from pallas_kernels.loss.differentiable import weight_and_biases
+from pallas_kernels.loss.token_loss import IGNORED
 from pallas_kernels.operation import Mask
 from pallas_kernels.partition import (
     Place,

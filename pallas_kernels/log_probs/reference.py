@@ -9,11 +9,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.log_probs.statistics import distribution_of_logits, of_labels
 from pallas_kernels.loss import low_rank
-from pallas_kernels.loss.arguments import IGNORED
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.plan import Request
 from pallas_kernels.loss.reference import arguments_and_roles, float32_logits
-from pallas_kernels.loss.token_loss import softcapped
+from pallas_kernels.loss.token_loss import IGNORED, softcapped
 from pallas_kernels.partition import Place, Roles, Tokens, split_over_explicit_axes
 
 

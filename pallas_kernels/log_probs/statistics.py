@@ -8,14 +8,12 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.folding import fold_chunks
 from pallas_kernels.gpu.kernel import varying_axes
-from pallas_kernels.loss.arguments import IGNORED
 from pallas_kernels.loss.columns import Columns, place_in_vocabulary
+from pallas_kernels.loss.known_rows import LEAST
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.mosaic_gpu import statistics as kernels
 from pallas_kernels.loss.plan import Settings
-from pallas_kernels.loss.token_loss import softcapped
-
-_LEAST = -1e4  # finite logarithm of a probability of 0, whose exponential is 0
+from pallas_kernels.loss.token_loss import IGNORED, softcapped
 
 
 class Distribution(NamedTuple):
@@ -115,7 +113,7 @@ def distribution_of_logits(
         log_p = logits - lse[..., None]
         # A column of probability 0 adds nothing, though its logarithm is -inf. Where all logits are
         # -inf, the logarithms are NaN, and there is no distribution.
-        finite = jnp.where(jnp.isneginf(logits), _LEAST, log_p)
+        finite = jnp.where(jnp.isneginf(logits), LEAST, log_p)
         entropy = -jnp.sum(jnp.exp(finite) * finite, axis=-1)
     argmax = largest = None
     if with_argmax:
@@ -146,7 +144,7 @@ def combine(parts: Distribution) -> Distribution:
     lse = jax.nn.logsumexp(parts.lse, axis=0)
     entropy = None
     if parts.entropy is not None:
-        log_p = jnp.where(jnp.isneginf(parts.lse), _LEAST, parts.lse - lse)
+        log_p = jnp.where(jnp.isneginf(parts.lse), LEAST, parts.lse - lse)
         entropy = jnp.sum(jnp.exp(log_p) * (parts.entropy - log_p), axis=0)
     argmax = largest = None
     if parts.argmax is not None and parts.largest is not None:

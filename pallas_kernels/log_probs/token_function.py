@@ -57,7 +57,7 @@ class TokenFunction:
         leaves, constants = data[:num_leaves], data[num_leaves:]
         args = log_probs, entropy, jax.tree.unflatten(self.treedef, leaves)
         # A function that partitions itself may hold no arrays, so they come as arguments.
-        traced = jax.make_jaxpr(self.fn)(*args)
+        traced = jax.make_jaxpr(_not_cached(self.fn))(*args)
         assert len(traced.consts) == self.num_constants
         run = jaxpr_as_fun(traced.replace(consts=constants))
         loss, *aux = run(*jax.tree.leaves(args))
@@ -100,9 +100,19 @@ def token_function(
 
     Raises:
       TypeError: The function does not return a float32 scalar, or a float32 number for each token
-        with `per_token`; or it reads a traced array that is not among its arguments.
-      ValueError: With `per_token`, a leaf of the data or a result has another number of tokens.
+        with `per_token`; or it reads a traced array that is not among its arguments; or it has no
+        hash.
+      ValueError: With `per_token`, a leaf of the data or a result has another number of tokens, or
+        the function does not take any number of them.
     """
+    try:
+        hash(fn)
+    except TypeError as error:
+        raise TypeError(
+            f"token_fn must have a hash ({error}); pass a function, or give the class a __hash__, "
+            "as a frozen dataclass has"
+        ) from error
+    fn_once = _not_cached(fn)
     leaves, treedef = jax.tree.flatten(data)
     leaves = list(map(jnp.asarray, leaves))
     shapes_of_leaves = [a.shape for a in leaves]
@@ -120,9 +130,8 @@ def token_function(
         jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes_of_leaves, leaves, strict=True)
     ]
     entropy = numbers if with_entropy else None
-    traced, shapes = jax.make_jaxpr(fn, return_shape=True)(
-        numbers, entropy, jax.tree.unflatten(treedef, structs)
-    )
+    args = numbers, entropy, jax.tree.unflatten(treedef, structs)
+    traced, shapes = jax.make_jaxpr(fn_once, return_shape=True)(*args)
     if any(isinstance(a, Tracer) for a in traced.consts):
         raise TypeError(
             "token_fn reads an array that jax.jit or jax.grad traces and that is not among its "
@@ -144,6 +153,8 @@ def token_function(
             f"with per_token=True every array of aux has a row for each of {shape[0]} tokens, got "
             f"{[a.shape for a in jax.tree.leaves(aux)]}"
         )
+    if per_token:
+        _check_any_number(fn_once, args)
     function = TokenFunction(
         fn=fn,
         treedef=treedef,
@@ -156,6 +167,32 @@ def token_function(
         ),
     )
     return function, [*leaves, *map(jnp.asarray, traced.consts)], jax.tree.structure(aux)
+
+
+def _not_cached(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as one that JAX has not traced yet.
+
+    JAX keeps traces by equality. A method is equal to itself after its object has changed.
+    """
+    return lambda *args: fn(*args)
+
+
+def _check_any_number(fn: Callable[..., Any], args: Any) -> None:
+    """Raises ValueError if a function of single tokens does not take one token more."""
+    more = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((a.shape[0] + 1, *a.shape[1:]), a.dtype), args
+    )
+    remedy = (
+        "with per_token=True token_fn gets any number of tokens at a time; pass arrays of tokens "
+        "in token_data"
+    )
+    try:
+        found = jax.tree.leaves(jax.eval_shape(fn, *more))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{remedy}. With one token more it fails: {error}") from error
+    num_tokens = more[0].shape[0]
+    if any(a.shape[:1] != (num_tokens,) for a in found):
+        raise ValueError(f"{remedy}. With {num_tokens} it returns {[a.shape for a in found]}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

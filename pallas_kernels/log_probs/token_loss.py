@@ -24,10 +24,10 @@ import jax
 from pallas_kernels.log_probs.differentiable import Device, in_one_dtype
 from pallas_kernels.log_probs.kept import KeptExponentials, keeps_all
 from pallas_kernels.log_probs.token_function import OfFunction
-from pallas_kernels.loss.arguments import IGNORED
 from pallas_kernels.loss.columns import Columns, Gradients
 from pallas_kernels.loss.counted import FewRows, for_few_or_all, fraction_in_effect
 from pallas_kernels.loss.differentiable import weight_and_biases
+from pallas_kernels.loss.token_loss import IGNORED
 from pallas_kernels.operation import Mask
 from pallas_kernels.partition import Place, Same, Weight, of_all_tokens, of_own_tokens
 

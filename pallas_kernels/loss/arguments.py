@@ -31,12 +31,10 @@ from pallas_kernels.loss.layout import Embedding, WeightLayout, sizes, unsupport
 from pallas_kernels.loss.low_rank import LoRA, TwoParts, extended
 from pallas_kernels.loss.mosaic_gpu import logits
 from pallas_kernels.loss.plan import Request, Settings
-from pallas_kernels.loss.token_loss import LossOptions
+from pallas_kernels.loss.token_loss import IGNORED, OUT_OF_RANGE, LossOptions
 
 type Reduction = Literal["mean", "sum", "none"]
 
-# Labels that are no column of the vocabulary become one of these numbers.
-IGNORED, OUT_OF_RANGE = -1, -2
 _DTYPES_OF_WEIGHTS = jnp.floating, jnp.integer, jnp.bool_
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-_LEAST = -1e4  # finite logarithm of a probability of 0, whose exponential is 0
+LEAST = -1e4  # finite logarithm of a probability of 0, whose exponential is 0
 
 
 class Rows(NamedTuple):
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
         """The label's entry. Where p is close to 1, `p - 1` keeps the digits of the sum."""
         found = (self.softmax + self.label) + self.softmax * (p - 1)
         if self.softmax_log is not None:
-            found += self.softmax_log * p * jnp.maximum(log_p, _LEAST)
+            found += self.softmax_log * p * jnp.maximum(log_p, LEAST)
         return found
 
     def of(self, tokens: slice) -> "Rows":
@@ -89,7 +89,7 @@ def dlogits_of_logits(
     of_rows = jax.tree.map(lambda a: a[:, None], rows)
     factor = of_rows.softmax
     if of_rows.softmax_log is not None:
-        factor = factor + of_rows.softmax_log * jnp.maximum(log_p, _LEAST)
+        factor = factor + of_rows.softmax_log * jnp.maximum(log_p, LEAST)
     columns = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 1)
     is_label = columns == labels[:, None]
     found = jnp.where(is_label, of_rows.at_label(p, log_p), p * factor)

@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+# Labels that are no column of the vocabulary become one of these numbers.
+IGNORED, OUT_OF_RANGE = -1, -2
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LossOptions:

@@ -14,10 +14,11 @@ of `dx`, and the rows of `x` before the GEMM of `dweight`. The label's entry is 
 row. A z-loss multiplies the softmax by `a = 1 + 2 · z_loss · lse`. The factor is then
 `a · coefficient / S`, and the label's entry is `e - S / a`.
 
-The offset is the label's logit, from a dot product of two rows, so S is at least 1. If a logit is
-more than 44 nats (2^64) above the offset, or is NaN, the GEMM runs once more over the chunk, with
-the largest logit as the offset. The second kernel finds on the device whether it is needed, and
-otherwise ends at once. With S up to 2^64 times the size of the vocabulary, `coefficient / S · x`
+The offset is the label's logit, from a dot product of two rows, so S is at least 1. A token whose
+label is ignored has an offset above all logits, and exponentials of 0. If a logit of another token
+is more than 44 nats (2^64) above the offset, or any logit is NaN, the GEMM runs once more over the
+chunk, with the largest logit as the offset. The second kernel finds on the device whether it is
+needed, and otherwise ends at once. With S up to 2^64 times the size of the vocabulary, `coefficient / S · x`
 stays a normal number of bfloat16 for coefficients down to 1e-13.
 
 A backward that computes the logits again knows the logsumexp before its GEMM
@@ -51,10 +52,11 @@ from pallas_kernels.loss.mosaic_gpu.statistics import (
     Stored,
     linear_exponentials,
 )
-from pallas_kernels.loss.token_loss import LogitStatistics, LossOptions
+from pallas_kernels.loss.token_loss import IGNORED, LogitStatistics, LossOptions
 
 _LOG2_E = math.log2(math.e)
 _LARGEST = 64  # log2 of the largest exponential that needs no second GEMM
+_ABOVE_ALL = 1e30  # offset with which the exponential of each finite logit is 0
 
 
 def unsupported_reason(
@@ -164,7 +166,9 @@ def exponentials_of_linear(
     is_column = _is_column(labels, num_columns)
     of_label = entries(weight, jnp.where(is_column, labels, 0), weight_layout)
     label_logit = jnp.sum(x.astype(jnp.float32) * of_label.astype(jnp.float32), axis=1)
-    offset = label_logit * (_LOG2_E / temperature)
+    # Without a label there is no logit that the others are near to, and nothing that counts.
+    is_ignored = labels == IGNORED
+    offset = jnp.where(is_ignored, _ABOVE_ALL, label_logit * (_LOG2_E / temperature))
     exponentials = functools.partial(
         linear_exponentials,
         x,
@@ -185,6 +189,7 @@ def exponentials_of_linear(
     largest = found.largest * _LOG2_E
     # Also true where a number is NaN, or where only one order of the products overflows.
     is_wrong = ~((largest - offset <= _LARGEST) & (found.total > 0))
+    is_wrong = jnp.where(is_ignored, found.total != 0, is_wrong)
     offset = jnp.where(is_wrong, largest, offset)
     found = exponentials(
         offset,
@@ -192,8 +197,8 @@ def exponentials_of_linear(
         repetition=Repetition(found, jnp.any(is_wrong)),
     )
     # The loss is lse - label_logit, and small where the label has nearly all of the sum. This form
-    # keeps its digits.
-    from_label = found.label_logit + jnp.log(found.total / found.of_label)
+    # keeps its digits. A quotient of the two sums overflows 88 nats below the largest logit.
+    from_label = found.label_logit + (jnp.log(found.total) - jnp.log(found.of_label))
     lse = jnp.where(found.of_label > 0, from_label, (offset + jnp.log2(found.total)) / _LOG2_E)
     return found, lse
 

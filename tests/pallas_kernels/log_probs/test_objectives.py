@@ -219,6 +219,24 @@ def test_the_policy_that_sampled_has_a_ratio_of_1():
     np.testing.assert_allclose(gradient, want, rtol=1e-5)
 
 
+def test_a_ratio_that_is_clipped_has_no_gradient_however_large_it_is():
+    log_probs, old = jnp.array([[-2.0, -200.0]]), jnp.array([[-2.0, -300.0]])
+    counts = jnp.ones((1, 2))
+    of = lambda a: objectives.clipped_policy_loss(a, old, counts, counts)
+    value, gradient = jax.value_and_grad(of)(log_probs)
+    np.testing.assert_allclose(value, -1.1, rtol=1e-6)
+    np.testing.assert_allclose(gradient, [[-0.5, 0.0]], rtol=1e-6)
+
+
+def test_no_sequences():
+    none = jnp.zeros((0, S))
+    of_no_sequence = jnp.zeros(0, bool)
+    assert objectives.dpo_loss(none, none, none) == 0
+    assert objectives.simpo_loss(none, none) == 0
+    assert objectives.orpo_loss(none, none) == 0
+    assert objectives.kto_loss(none, none, none, of_no_sequence, jnp.float32(0)) == 0
+
+
 def test_nothing_that_counts():
     n = as_jax({name: a.astype(np.float32) for name, a in make_numbers().items()})
     for options in ({}, {"aggregation": "seq-mean-token-mean"}):

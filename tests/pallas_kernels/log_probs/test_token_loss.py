@@ -1,5 +1,6 @@
 """Scalars made of log-probabilities, values and gradients, against float64."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -373,3 +374,59 @@ def test_errors():
     with pytest.raises(TypeError, match="pass it in token_data"):
         jax.jit(lambda a: of(lambda log_probs, entropy, data: jnp.sum(log_probs * a)))(jnp.ones(2))
     assert of(lambda log_probs, entropy, data: jnp.sum(log_probs * jnp.ones(2))).shape == ()
+
+
+@dataclasses.dataclass
+class Scaled:
+    factor: float
+
+    def of_all(self, log_probs, entropy, data):
+        return -self.factor * jnp.sum(log_probs)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_method_of_an_object_that_changes(implementation):
+    """Equal methods may compute other things."""
+    arrays, labels = as_jax(arrays_of(SHAPE, D, V, F32, bias=False))
+    scaled = Scaled(1.0)
+    of = lambda: loss_of(
+        **arrays, labels=labels, data=(), fn=Identical(scaled), implementation=implementation
+    )
+    once = of()
+    scaled.factor = 2.0
+    chex.assert_trees_all_close(of(), 2 * once, rtol=1e-6)
+
+
+class Identical:
+    """A function with the equality and the hash of its class."""
+
+    def __init__(self, scaled):
+        self.scaled = scaled
+
+    def __call__(self, *args):
+        return self.scaled.of_all(*args)
+
+    def __eq__(self, other):
+        return isinstance(other, Identical)
+
+    def __hash__(self):
+        return 0
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_functions_that_are_refused(implementation):
+    arrays, labels = as_jax(arrays_of(SHAPE, D, V, F32, bias=False))
+    of = functools.partial(loss_of, **arrays, labels=labels, data=(), implementation=implementation)
+
+    @dataclasses.dataclass
+    class Unhashable:
+        def __call__(self, log_probs, entropy, data):
+            return -jnp.sum(log_probs)
+
+    with pytest.raises(TypeError, match=r"token_fn must have a hash .*give the class a __hash__"):
+        of(fn=Unhashable())
+    weights = jnp.ones(labels.size)
+    with pytest.raises(
+        ValueError, match=r"pass arrays of tokens in token_data\. With one token more"
+    ):
+        of(fn=lambda log_probs, entropy, data: -weights * log_probs, per_token=True)
