@@ -1,6 +1,7 @@
 """The offset of stored exponentials, where a logit is far from the label's; interpreted."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from pallas_kernels.loss.mosaic_gpu import exponentials
 from support.loss_formulas import IGNORED, interpreted
 from support.numerics import quick_jit
 
-KERNEL = {"implementation": "mosaic_gpu"}
+KERNEL: Any = {"implementation": "mosaic_gpu"}
 V = 128
 
 
