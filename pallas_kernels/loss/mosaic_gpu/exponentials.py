@@ -18,8 +18,8 @@ The offset is the label's logit, from a dot product of two rows, so S is at leas
 label is ignored has an offset above all logits, and exponentials of 0. If a logit of another token
 is more than 44 nats (2^64) above the offset, or any logit is NaN, the GEMM runs once more over the
 chunk, with the largest logit as the offset. The second kernel finds on the device whether it is
-needed, and otherwise ends at once. With S up to 2^64 times the size of the vocabulary, `coefficient / S · x`
-stays a normal number of bfloat16 for coefficients down to 1e-13.
+needed, and otherwise ends at once. With S up to 2^64 times the size of the vocabulary, `coefficient
+/ S · x` stays a normal number of bfloat16 for coefficients down to 1e-13.
 
 A backward that computes the logits again knows the logsumexp before its GEMM
 (`dlogits_of_linear`). The logsumexp is then the offset, and the GEMM stores dlogits themselves,
