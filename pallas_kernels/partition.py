@@ -396,8 +396,8 @@ def _over_auto_axes(
 
     def partition(mesh: Any, args: Any, results: Any) -> Any:
         mesh, specs = _mesh_and_specs([a.sharding for a in args])
-        ranks = [len(a.shape) for a in args]
-        layout = _Layout.make(roles, whole, list(map(to_splits, specs, ranks)))
+        splits = [_even(spec, a.shape, mesh) for spec, a in zip(specs, args, strict=True)]
+        layout = _Layout.make(roles, whole, splits)
         shardings = lambda many: tuple(NamedSharding(mesh, to_spec(s)) for s in many)
         of_device = layout.of_device(local, key, roles)
         # A plan depends on the shapes, so a device's gradient may be in 16 bits where that of the
@@ -415,6 +415,29 @@ def _over_auto_axes(
         partition=partition, sharding_rule=rule, need_replication_factors=factors_that_are_whole
     )
     return run
+
+
+def _even(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> Splits:
+    """The splits that divide their axes.
+
+    XLA pads the last part of an axis that they do not divide, with numbers of any kind. A local
+    function would take the padding for tokens or for columns.
+    """
+    splits = []
+    for split, size in zip(to_splits(spec, len(shape)), shape, strict=True):
+        num_devices = math.prod(mesh.shape[name] for name in split)
+        if size % num_devices:
+            _logger.warning(
+                "every device gathers an axis of %d and computes all of it, because %s splits it "
+                "over %d devices, which do not divide %d; pad the axis, or split another one",
+                size,
+                " and ".join(split),
+                num_devices,
+                size,
+            )
+            split = ()
+        splits.append(split)
+    return tuple(splits)
 
 
 def _mesh_and_specs(shardings: Sequence[Any]) -> tuple[Mesh, list[PartitionSpec]]:
@@ -453,7 +476,7 @@ def _rule(roles: Roles, ranks: Sequence[int]) -> tuple[str, tuple[str, ...]]:
 
     def of_weight(index: int, role: Any) -> list[str]:
         # An axis that is gathered here is a factor of its own, which XLA need not make whole.
-        return [name if name in roles.parts else f"{name}{index}" for name in role.axes]
+        return [name if name in roles.parts else f"{name}_of{index}" for name in role.axes]
 
     args = [
         of_weight(i, role) if isinstance(role, Weight) else of_tokens(role)

@@ -161,7 +161,9 @@ class _Distillation:
             found = [g.astype(jnp.float32) * whole for g in rest]
         elif any(of_arrays):
             x, weight, coefficients, *others = rest
-            args = x, weight, coefficients * whole[to_tokens], *others
+            # A token that does not count may have an infinite cotangent.
+            of_losses = jnp.where(coefficients == 0, 0.0, coefficients * whole[to_tokens])
+            args = x, weight, of_losses, *others
             _, *found = self._partitioned(of_arrays, args, every_loss=False)
         else:
             found = []

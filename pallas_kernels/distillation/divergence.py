@@ -154,7 +154,8 @@ def losses(
         case "forward_kl":
             return sum_over(has_q, q * (finite_log_q - log_p))
         case "reverse_kl":
-            return sum_over(has_p, p * (finite_log_p - log_q))
+            # Without the selection the gradient of what is left out is 0 times infinity.
+            return sum_over(has_p, p * (finite_log_p - jnp.where(has_p, log_q, 0.0)))
     beta = divergence.beta
     # Not the logarithm of a sum of probabilities, which may all be too small for float32.
     has_any = has_p | has_q

@@ -31,9 +31,12 @@ def checked_classes(
     """
     log_probs = log_probs.astype(jnp.float32)
     is_class = log_probs != -jnp.inf
-    # Compared before they are cast: a cast could make a right column of a wrong one.
-    in_range = (ids >= 0) & (ids < vocab_size)
-    columns = jnp.where(in_range & is_class, ids, vocab_size).astype(jnp.int32)
+    # Compared before they are cast: a cast could make a right column of a wrong one. A narrow dtype
+    # may not hold `vocab_size`.
+    ids = jnp.asarray(ids)
+    in_range = (ids >= 0) & (ids <= min(vocab_size - 1, int(jnp.iinfo(ids.dtype).max)))
+    of_classes = jnp.where(in_range, ids, 0).astype(jnp.int32)
+    columns = jnp.where(in_range & is_class, of_classes, vocab_size)
     # Different numbers for what is no class, so that it is not there twice.
     others = vocab_size + jnp.arange(columns.shape[-1], dtype=jnp.int32)
     in_order = jnp.sort(jnp.where(columns == vocab_size, others, columns), axis=-1)

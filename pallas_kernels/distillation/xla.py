@@ -66,6 +66,8 @@ def losses_and_gradients(
       wanted: Whether the gradient of each of the three is wanted.
     """
     vocab_size, _ = sizes(weight, settings.weight_layout)
+    if not len(x):  # no kernel has a grid of no blocks
+        settings = dataclasses.replace(settings, kernels=False)
     if settings.kernels:
         dtypes = (settings.dtype_of_logits(a) for a in (x, teacher[0]))
         reason = passes.unsupported_reason(vocab_size, *dtypes)

@@ -222,7 +222,7 @@ def roles_of_x(kept: Sequence[jax.Array], feature: str) -> list[Tokens | TokensL
 
 def rows(a: jax.Array) -> jax.Array:
     """`[..., K]` as `[T, K]`."""
-    return a.reshape(-1, a.shape[-1])
+    return a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
 
 
 def gradient_of_weight(
@@ -334,7 +334,7 @@ def _forward_of(key: tuple[Recipe, bool], place: Place) -> Callable[..., tuple[j
             fp8_matmul(quantized, w, out_dtype=x.dtype, accumulation=recipe.forward)
             for w in pairs(arrays)
         ]
-        return *(y.reshape(*x.shape[:-1], -1) for y in ys), *kept
+        return *(y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys), *kept
 
     return run
 
@@ -355,7 +355,7 @@ def _backward_of(
             for dy, w in zip(dys, wanted[1:], strict=True)
         ]
         dx, dweights = gradients(operands, copies, kept, recipe, wanted, dtypes, dys[0].dtype)
-        return dweights if dx is None else [dx.reshape(*dys[0].shape[:-1], -1), *dweights]
+        return dweights if dx is None else [dx.reshape(*dys[0].shape[:-1], dx.shape[-1]), *dweights]
 
     return run
 

@@ -201,7 +201,7 @@ def _forward_of(
 
         def multiply(a: Quantized, w: Quantized) -> jax.Array:
             y = fp8_matmul(a, w, out_dtype=x.dtype, accumulation=recipe.forward)
-            return y.reshape(*x.shape[:-1], -1)
+            return y.reshape(*x.shape[:-1], y.shape[-1])
 
         kept = ()
         if turn:
@@ -223,7 +223,8 @@ def _forward_of(
             activated, maxima = product(*pair), None
             gate_and_up = map(reference.blockwise_int8, pair) if keep else ()
         y = multiply(cast_one(activated, recipe.inputs, place, maxima=maxima), of_down)
-        parts = [(a.values.reshape(*x.shape[:-1], -1), a.scale) for a in gate_and_up]
+        like_x = lambda values: values.reshape(*x.shape[:-1], values.shape[-1])
+        parts = [(like_x(a.values), a.scale) for a in gate_and_up]
         return (y, *parts[0], *parts[1], *kept) if keep else (y,)
 
     return run
@@ -246,7 +247,7 @@ def _backward_of(
         )
         if wanted[3]:
             dweights.append(gradient_of_weight(activated, dy_of_dw, recipe.wgrad, dtypes[2]))
-        return dweights if dx is None else [dx.reshape(*dy.shape[:-1], -1), *dweights]
+        return dweights if dx is None else [dx.reshape(*dy.shape[:-1], dx.shape[-1]), *dweights]
 
     return run
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import floating_arrays
 from pallas_kernels.choices import record
+from pallas_kernels.derivatives import not_differentiable
 from pallas_kernels.fp8 import reference, row_kernel
 from pallas_kernels.fp8.types import E4M3, Quantized, check_dtype
 from pallas_kernels.gpu.device import target_device
@@ -19,7 +20,7 @@ from pallas_kernels.implementation import Implementation, choose_implementation
 from pallas_kernels.norm import api, mosaic_gpu
 from pallas_kernels.norm import reference as norm_reference
 from pallas_kernels.norm.api import Casting
-from pallas_kernels.norm.config import Options, default_config
+from pallas_kernels.norm.config import Options, config_of
 from pallas_kernels.norm.forward_kernel import forward
 from pallas_kernels.norm.rows import Rows
 
@@ -40,7 +41,7 @@ def rms_norm_quantized(
     the kernel the reciprocal of a scale may err in the last bit: a value within one part in 2^23 of
     a tie may become its other neighbour.
 
-    The function has no gradient rule; the caller writes one, for which it has `rstd`. The kernel is
+    The function has no gradient; the caller writes a rule, for which it has `rstd`. The kernel is
     not split over a mesh. Call it inside of `jax.shard_map`.
 
     Args:
@@ -104,6 +105,10 @@ def _quantized(
     x, weight = floating_arrays(least_bits=16, x=x, weight=weight)
     if residual is not None:
         (residual,) = floating_arrays(least_bits=16, residual=residual)
+    x, residual, weight = not_differentiable(
+        f"{name} has no gradient; write a jax.custom_vjp around it, for which it has rstd",
+        (x, residual, weight),
+    )
     check_dtype(dtype)
     api.check_norm_options(**options)
     api.check_shapes(x, residual, weight)
@@ -140,7 +145,7 @@ def _kernel(
 ) -> tuple[Quantized, Array | None, Array]:
     """`_quantized` by the kernel of the norm's forward."""
     leading, width = x.shape[:-1], x.shape[-1]
-    config = default_config(target_device(), width, x.dtype, add=residual is not None)
+    config = config_of(x, residual)
     # Rows stay in registers for the maximum, so there is nothing to read again.
     config = dataclasses.replace(config, fwd_reread=False)
     mosaic_gpu.check_config(config, x, residual)

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.choices import record
+from pallas_kernels.derivatives import not_differentiable
 from pallas_kernels.fp8 import product_kernel
 from pallas_kernels.fp8.types import DTYPES, E5M2, Quantized
 from pallas_kernels.gpu.device import target_device
@@ -31,6 +32,12 @@ from pallas_kernels.implementation import (
     check_implementation,
     check_no_config,
     choose_implementation,
+    symbolic_reason,
+)
+
+_NO_GRADIENT = (
+    "fp8_matmul has no gradient; use fp8_linear, write a jax.custom_vjp around it, or take "
+    "jax.lax.stop_gradient of its operands"
 )
 
 # How the products of a sum are added up.
@@ -52,7 +59,7 @@ def fp8_matmul(
     """`a @ b.T` of two FP8 tensors, `out[i, j] = Σ_k a[i, k] · b[j, k]`.
 
     Sums are float32 or the tensor cores' own, and the result is rounded once, to `out_dtype`. NaN
-    in an operand gives NaN. The function has no gradient rule; `fp8_linear` has.
+    in an operand gives NaN. The function has no gradient; `fp8_linear` has.
 
     Args:
       a: First operand, `[M, K]`, with one scale or one for each row.
@@ -72,9 +79,11 @@ def fp8_matmul(
       ValueError: The shapes or scales disagree, a name is unknown, or there are launch parameters
         for plain JAX.
       TypeError: An operand is not of an FP8 dtype.
-      NotImplementedError: The caller asked for the kernel, and it does not take the arguments.
+      NotImplementedError: The caller asked for the kernel, and it does not take the arguments; or
+        the function is differentiated.
     """
     _check(a, b, out_dtype, accumulation)
+    a, b = not_differentiable(_NO_GRADIENT, (a, b))
     chosen, reason = choose_fp8_matmul(a, b, out_dtype, implementation, config)
     record("fp8_matmul", (a.values, b.values), implementation, chosen, reason)
     if chosen == "mosaic_gpu":
@@ -101,7 +110,8 @@ def choose_fp8_matmul(
     check_implementation(implementation)
     if implementation != "mosaic_gpu":
         check_no_config(config, implementation)
-    unsupported = product_kernel.unsupported_reason(a, b, out_dtype)
+    unsupported = symbolic_reason(a.values, b.values)
+    unsupported = unsupported or product_kernel.unsupported_reason(a, b, out_dtype)
     return choose_implementation(implementation, unsupported, fallback="xla")
 
 

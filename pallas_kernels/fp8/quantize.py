@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import floating_arrays
 from pallas_kernels.choices import record
+from pallas_kernels.derivatives import not_differentiable
 from pallas_kernels.fp8 import amax, mosaic_gpu, reference, row_kernel
 from pallas_kernels.fp8.types import E4M3, Quantized, check_dtype
 from pallas_kernels.implementation import (
@@ -18,6 +19,11 @@ from pallas_kernels.implementation import (
 )
 
 type Scaling = Literal["tensor", "row"]
+
+_NO_GRADIENT = (
+    "quantization to FP8 has no gradient; use fp8_linear or fp8_swiglu_mlp, write a jax.custom_vjp "
+    "around it, or take jax.lax.stop_gradient of its input"
+)
 
 
 def quantize(
@@ -42,7 +48,8 @@ def quantize(
     Hence a product with a NaN or an infinity is NaN, and a training step can be skipped for it.
     Both dtypes follow this rule, although `float8_e5m2` has infinities.
 
-    The function has no gradient rule; a caller writes one for the product that reads the values.
+    The function has no gradient, and differentiating it raises an error. A caller writes a rule for
+    the product that reads the values.
     It does not split a kernel over a mesh yet. On a mesh, call it inside of `jax.shard_map`.
 
     Args:
@@ -59,7 +66,8 @@ def quantize(
     Raises:
       ValueError: A name is unknown, or `dtype` is no dtype of FP8.
       TypeError: `x` is no array, or not of a floating dtype of at least 16 bits.
-      NotImplementedError: The caller asked for a kernel, and it does not take the arguments.
+      NotImplementedError: The caller asked for a kernel, and it does not take the arguments; or the
+        function is differentiated.
     """
     x = _checked(x, dtype, scaling, axes=None)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -145,4 +153,4 @@ def _checked(x: Array, dtype: DTypeLike, scaling: Scaling, *, axes: int | None) 
             f"x must have {'at least one axis' if axes is None else f'{axes} axes'}, got shape "
             f"{x.shape}; reshape it"
         )
-    return x
+    return not_differentiable(_NO_GRADIENT, x)

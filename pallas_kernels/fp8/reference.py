@@ -60,7 +60,9 @@ def blockwise_int8(x: Float[Array, "T F"]) -> BlockwiseInt8:
     zeros has the scale 1. A block with a NaN or an infinity has the scale NaN.
     """
     num_rows, num_columns = x.shape
-    blocks = jnp.pad(x, ((0, 0), (0, -num_columns % BLOCK))).reshape(num_rows, -1, BLOCK)
+    num_blocks = -(-num_columns // BLOCK)
+    padded = jnp.pad(x, ((0, 0), (0, num_blocks * BLOCK - num_columns)))
+    blocks = padded.reshape(num_rows, num_blocks, BLOCK)
     scale = int8_scale_of(amax_of(blocks, axis=2))
     values = jnp.round(blocks.astype(jnp.float32) * (1 / scale)).astype(jnp.int8)
-    return BlockwiseInt8(values.reshape(num_rows, -1)[:, :num_columns], scale[:, :, 0].T)
+    return BlockwiseInt8(values.reshape(padded.shape)[:, :num_columns], scale[:, :, 0].T)

@@ -68,7 +68,7 @@ class SwiGLU(nnx.Module):
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        _check_biases(use_bias, save)
+        _check_biases(use_bias, save, chunk_size)
 
         def linear(size_in: int, size_out: int, own: Mapping[str, Any]) -> nnx.Linear:
             if unknown := sorted(own.keys() - _LINEAR_OPTIONS):
@@ -136,6 +136,8 @@ class SwiGLU(nnx.Module):
             )
         for name in ("dtype", "use_bias"):
             values = {k: getattr(layer, name) for k, layer in layers.items()}
+            if name == "dtype":  # jnp.bfloat16 and np.dtype("bfloat16") are one dtype
+                values = {k: None if d is None else jnp.dtype(d) for k, d in values.items()}
             if len({*values.values()}) > 1:
                 raise ValueError(f"{cls.__name__}.from_nnx: the layers differ in {name}: {values}")
         shapes = {name: layer.kernel.shape for name, layer in layers.items()}
@@ -181,9 +183,11 @@ class SwiGLU(nnx.Module):
         )
 
 
-def _check_biases(use_bias: bool, save: Save) -> None:
+def _check_biases(use_bias: bool, save: Save, chunk_size: int | None) -> None:
     if use_bias and save != "gate_up":
         raise ValueError(f"{save=} is for layers without biases; leave it at 'gate_up'")
+    if use_bias and chunk_size is not None:
+        raise ValueError(f"{chunk_size=} is for layers without biases; leave it at None")
 
 
 def _linear(layer: nnx.Linear, x: Float[Array, "*T D"]) -> Float[Array, "*T F"]:

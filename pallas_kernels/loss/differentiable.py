@@ -141,7 +141,9 @@ class _CrossEntropy:
             found = [g.astype(jnp.float32) * whole for g in rest]
         elif any(of_arrays):
             lse, x, weight, coefficients, *others = rest
-            args = x, weight, coefficients * whole[to_tokens], *others
+            # A token that does not count may have an infinite cotangent.
+            of_losses = jnp.where(coefficients == 0, 0.0, coefficients * whole[to_tokens])
+            args = x, weight, of_losses, *others
             key, results = (self, of_arrays), _gradients(of_arrays)
             found = split(self.request, _backward_of, key, args, (lse,), results, num_numbers=2)
         else:

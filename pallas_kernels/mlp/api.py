@@ -213,7 +213,7 @@ def choose_swiglu_mlp(
     operands = [jax.ShapeDtypeStruct(w.shape, x.dtype) for w in weights]
     unsupported = symbolic_reason(x) or gated_matmul.unsupported_reason([x], operands)
     chosen, reason = choose_implementation(implementation, unsupported, fallback="xla")
-    if chosen == "mosaic_gpu" and implementation is None:
+    if chosen == "mosaic_gpu" and implementation in (None, "require"):
         num_tokens = x.size // x.shape[-1]
         if chunk_size is not None:
             num_tokens = num_tokens // x.shape[-2] * chunk_size

@@ -38,7 +38,8 @@ def rms_norm(
     in float32.
 
     The sum of squares is float32: a row whose Euclidean norm exceeds 1.8e19 overflows, and gives
-    `y = 0` with zero gradients (in bfloat16 and float32; float16 has no such numbers).
+    `y = 0` (in bfloat16 and float32; float16 has no such numbers). Its gradients are 0, or NaN if
+    the sum of `dy · weight · x` overflows, too.
 
     Args:
       x: Activations, of any floating dtype; the leading axes are tokens.

@@ -5,6 +5,7 @@ import itertools
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -17,15 +18,18 @@ from pallas_kernels.gpu.device import (
     REGISTERS_PER_SM,
     WARPS_PER_WARPGROUP,
     Device,
+    target_device,
 )
 from pallas_kernels.norm.rows import (
     RowSplit,
     column_parts,
     ring_bytes,
     ring_shapes,
+    split_row,
     splits,
     sums_shapes,
     weight_bytes,
+    widest_itemsize,
 )
 
 _MAX_BARRIERS = 32
@@ -155,6 +159,19 @@ def default_config(device: Device, hidden_size: int, dtype: DTypeLike, *, add: b
         or TUNED.get((*key, add))
         or guess_config(device, hidden_size, dtype, add=add)
     )
+
+
+def config_of(x: jax.Array, residual: jax.Array | None) -> Config:
+    """The launch parameters to use for these arrays on the default device.
+
+    A row of a table is for a residual in the dtype of `x`. Where it does not fit a wider one, the
+    guess does.
+    """
+    key = target_device(), x.shape[-1], x.dtype
+    config = default_config(*key, add=residual is not None)
+    if split_row(x.shape[-1], config.fwd_warps, widest_itemsize(x, residual)) is None:
+        return guess_config(*key, add=residual is not None)
+    return config
 
 
 def guess_config(device: Device, hidden_size: int, dtype: DTypeLike, *, add: bool) -> Config:

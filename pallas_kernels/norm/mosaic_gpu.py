@@ -39,7 +39,7 @@ from pallas_kernels.gpu.device import BYTES_PER_ACCESS, WARPS_PER_WARPGROUP, tar
 from pallas_kernels.gpu.kernel import vary, varying_axes
 from pallas_kernels.norm import reference
 from pallas_kernels.norm.backward_kernel import backward
-from pallas_kernels.norm.config import Config, Options, default_config
+from pallas_kernels.norm.config import Config, Options, config_of
 from pallas_kernels.norm.forward_kernel import forward
 from pallas_kernels.norm.rows import column_parts, ring_bytes, split_row, splits, widest_itemsize
 from pallas_kernels.operation import Mask, Operation, call, with_members
@@ -97,13 +97,15 @@ def norm(
         `has_tangent`.
     """
     if config is None:
-        config = default_config(target_device(), x.shape[-1], x.dtype, add=residual is not None)
+        config = config_of(x, residual)
     check_config(config, x, residual)
     options = Options(float(eps), float(weight_offset), casting, config)
     if x.size == 0:
         # There is nothing to launch. The gradients of these results are zeros.
-        total = x if residual is None else x + residual.astype(x.dtype)
-        return total * weight.astype(x.dtype), None if residual is None else total
+        how = {"eps": eps, "weight_offset": weight_offset, "casting": casting}
+        if residual is None:
+            return reference.rms_norm(x, weight, **how), None
+        return reference.add_rms_norm(x, residual, weight, **how)
     kind = _NormWithTangent if has_tangent else _Norm
     operation = kind(options, residual is not None)
     if residual is None:

@@ -23,7 +23,7 @@ def rms_norm(
     casting: str,
 ) -> Float[Array, "*T D"]:
     """`x / sqrt(mean(x²) + eps) * (weight + weight_offset)`; see `pallas_kernels.rms_norm`."""
-    key = eps, weight_offset, casting
+    key = float(eps), float(weight_offset), casting
     roles = Roles((_TOKENS, _WEIGHT), (_TOKENS,))
     return split_over_explicit_axes(_norm_of, key, roles, x, weight)[0]
 
@@ -38,7 +38,7 @@ def add_rms_norm(
     casting: str,
 ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
     """`rms_norm` of the rounded sum `x + residual`, and that sum."""
-    key = eps, weight_offset, casting
+    key = float(eps), float(weight_offset), casting
     roles = Roles((_TOKENS, _TOKENS, _WEIGHT), (_TOKENS, _TOKENS))
     y, residual_out = split_over_explicit_axes(_add_norm_of, key, roles, x, residual, weight)
     return y, residual_out

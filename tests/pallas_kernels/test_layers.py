@@ -308,3 +308,16 @@ def test_old_names_work_once_more_and_warn():
     with pytest.raises(TypeError, match="eps is the old name of epsilon; leave it out"):
         with pytest.warns(DeprecationWarning):
             RMSNorm(D, eps=1e-3, epsilon=1e-3)  # pyright: ignore[reportCallIssue]
+
+
+def test_a_chunk_size_with_biases_is_refused():
+    with pytest.raises(ValueError, match="chunk_size=4 is for layers without biases"):
+        swiglu_layer(chunk_size=4)
+
+
+def test_two_names_of_a_dtype_are_one():
+    of = lambda size_in, size_out, dtype: nnx.Linear(
+        size_in, size_out, use_bias=False, dtype=dtype, rngs=nnx.Rngs(0)
+    )
+    layers = of(D, F, jnp.bfloat16), of(D, F, jnp.dtype("bfloat16")), of(F, D, jnp.bfloat16)
+    assert SwiGLU.from_nnx(*layers)(jnp.ones((2, D))).dtype == jnp.bfloat16

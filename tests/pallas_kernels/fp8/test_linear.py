@@ -374,3 +374,16 @@ def test_errors():
     with pytest.raises(NotImplementedError, match="forward mode"):
         recipe = SMALL["rowwise"]
         jax.jvp(lambda x: fp8_linear(x, w, recipe=recipe), (x,), (x,))
+
+
+@mostly("rowwise")
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16)])
+def test_no_tokens(recipe, shape):
+    x = jnp.zeros(shape, BF16)
+    weights = jnp.ones((16, 8)), jnp.ones((16, 8)), jnp.ones((8, 16))
+    of = lambda x, gate, up, down: jnp.sum(
+        fp8_linear(fp8_swiglu_mlp(x, gate, up, down, recipe=recipe), gate, recipe=recipe)
+    )
+    value, gradients = quick_jit(jax.value_and_grad(of, argnums=(0, 1, 2, 3)))(x, *weights)
+    assert value == 0 and not any(np.any(g) for g in gradients)
+    assert [g.shape for g in gradients] == [a.shape for a in (x, *weights)]

@@ -278,3 +278,20 @@ def test_equal_calls_launch_one_kernel(monkeypatch):
     program = jax.jit(run).trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
     # The maxima, the values and the product, of two arrays.
     assert program.count("@mosaic_gpu") == 6 and len(lowered) == 3
+
+
+@pytest.mark.parametrize("fn", [quantize, quantize_transposed, quantize_both])
+def test_there_is_no_gradient(fn):
+    """A cast to FP8 and back would round the cotangent, for instance to 0."""
+    x = jnp.ones((4, 8))
+    total = lambda x: jnp.sum(jax.tree.leaves(fn(x))[0].astype(F32))
+    with pytest.raises(NotImplementedError, match="quantization to FP8 has no gradient"):
+        jax.grad(total)(x)
+    jax.grad(lambda x: total(jax.lax.stop_gradient(x)))(x)
+
+
+def test_a_product_has_no_gradient():
+    a = quantize(jnp.ones((4, 8)))
+    of = lambda scale: jnp.sum(fp8_matmul(Quantized(a.values, scale), a).astype(F32))
+    with pytest.raises(NotImplementedError, match="fp8_matmul has no gradient"):
+        jax.grad(of)(a.scale)

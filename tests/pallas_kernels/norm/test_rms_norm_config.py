@@ -384,3 +384,13 @@ def test_a_malformed_table_names_the_variable_and_the_file(tuned_file, text):
     tuned_file.write_text(text)
     with pytest.raises(ValueError, match=rf"{tuning.VARIABLE}.*tuned\.json"):
         default_config(H100, 4096, BF16, add=False)
+
+
+def test_a_row_that_does_not_fit_a_wider_residual(monkeypatch):
+    """16384 on an H200: 4 warps read 16 bits, and cannot read 32."""
+    monkeypatch.setattr(config_module, "target_device", lambda: H200)
+    x = jnp.zeros((1, 16384), BF16)
+    residual = jnp.zeros(x.shape, F32)
+    assert config_module.config_of(x, x).fwd_warps == 4
+    config = config_module.config_of(x, residual)
+    assert split_row(16384, config.fwd_warps, 4) is not None

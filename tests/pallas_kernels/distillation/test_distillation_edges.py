@@ -1,0 +1,74 @@
+"""Distillation of nothing, of masked classes, from narrow ids, and with infinite cotangents."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import (
+    linear_cross_entropy,
+    linear_distillation_loss,
+    linear_distillation_loss_top_k,
+)
+from support.loss_formulas import interpreted
+from support.numerics import quick_jit
+
+
+def numbers(*shape, seed=0, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("dtype, vocab", [(jnp.uint8, 256), (jnp.uint8, 300), (jnp.int16, 2**15)])
+def test_ids_of_a_dtype_that_does_not_hold_the_vocabulary(dtype, vocab, implementation):
+    """The last entry of each list is no class."""
+    x, weight = numbers(4, 8), numbers(vocab, 8, seed=1)
+    ids = jnp.arange(20).reshape(4, 5)
+    log_probs = jnp.take_along_axis(jax.nn.log_softmax(x @ weight.T), ids, axis=1)
+    log_probs = log_probs.at[:, 4].set(-jnp.inf)
+    of = lambda ids: linear_distillation_loss_top_k(
+        x, weight, log_probs, ids, implementation=implementation
+    )
+    np.testing.assert_array_equal(of(ids.astype(dtype)), of(ids))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_class_without_probability_in_both(implementation):
+    x, weight = numbers(4, 8), numbers(32, 8, seed=1)
+    mask = jnp.zeros(32).at[3].set(-jnp.inf)
+    options = {"divergence": "reverse_kl", "implementation": implementation}
+    of = lambda x, weight, mask: linear_distillation_loss(
+        x, weight, -x, weight, bias=mask, teacher_bias=mask, **options
+    )
+    few = jnp.delete(weight, 3, axis=0)
+    want = jax.value_and_grad(of)(x, few, jnp.zeros(31))
+    for a, b in zip(jax.value_and_grad(of)(x, weight, mask), want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@interpreted
+def test_no_tokens_with_kernels():
+    x, weight = numbers(0, 64, dtype=jnp.bfloat16), numbers(128, 64, seed=1)
+    of = lambda x, weight: linear_distillation_loss(
+        x, weight, x, weight, implementation="mosaic_gpu"
+    )
+    value, (dx, dweight) = quick_jit(jax.value_and_grad(of, argnums=(0, 1)))(x, weight)
+    assert value == 0 and dx.shape == x.shape and not np.any(dweight)
+
+
+@pytest.mark.parametrize("fn", [linear_cross_entropy, linear_distillation_loss])
+def test_an_infinite_cotangent_of_a_token_that_does_not_count(fn):
+    """The square root of a loss of 0 has an infinite derivative."""
+    x, weight = numbers(4, 8), numbers(32, 8, seed=1)
+    teacher = (jnp.array([3, 5, 7, 9]),) if fn is linear_cross_entropy else (-x, weight)
+    counts = jnp.array([1, 1, 0, 1])
+
+    def of(x, weight, counts):
+        losses = fn(
+            x, weight, *teacher, token_weights=counts, reduction="none", implementation="xla"
+        )
+        return jnp.sum(jnp.sqrt(losses))
+
+    dx, dweight = jax.grad(of, argnums=(0, 1))(x, weight, counts)
+    assert np.isfinite(dweight).all() and np.isfinite(dx).all() and not np.any(dx[2])
+    assert np.any(dx[0])
