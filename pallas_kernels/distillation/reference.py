@@ -55,15 +55,17 @@ def _of_device(settings: Settings, place: Place) -> Callable[..., Sequence[jax.A
         is_counted = coefficients != 0
         log_probs = functools.partial(_log_probs, settings.temperature, is_counted)
         student = log_probs(layout, x, weight, bias, settings.logit_softcap)
+        is_finite = jnp.all(jnp.isfinite(x), axis=-1)
         if settings.teacher_weight_layout is None:
             loss = _of_top_k(settings, student, *teacher)
         else:
             layout, softcap = settings.teacher_weight_layout, settings.teacher_logit_softcap
             teacher_x, teacher_weight, *biases = teacher
+            is_finite &= jnp.all(jnp.isfinite(teacher_x), axis=-1)
             bias = biases[0] if biases else None
             of_teacher = log_probs(layout, teacher_x, teacher_weight, bias, softcap)
             loss = divergence.losses(settings.divergence, student, of_teacher)
-        return [jnp.where(is_counted | jnp.isfinite(loss), loss, 0.0)]
+        return [jnp.where(is_counted | (is_finite & jnp.isfinite(loss)), loss, 0.0)]
 
     return run
 

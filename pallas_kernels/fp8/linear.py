@@ -31,6 +31,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
 from pallas_kernels.fp8.casts import cast_both, cast_one, cast_part
+from pallas_kernels.fp8.product_kernel import OUT_DTYPES
 from pallas_kernels.fp8.products import Accumulation, fp8_matmul
 from pallas_kernels.fp8.quantize import quantize_both
 from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
@@ -84,7 +85,7 @@ def quantize_weight(
     several layers, `[L, K, N]`, use `jax.vmap`. The FP8 copies take two bytes an element.
 
     Args:
-      weight: Weight in the layout of Flax's kernels, of a floating dtype of 16 bits or more.
+      weight: Weight in the layout of Flax's kernels, of a floating dtype of 16 or 32 bits.
       recipe: Recipe, or its name. It also decides whether the weight is too small to gain from FP8.
       implementation: Name, as in `quantize`. XLA partitions `"reference"` over a mesh, and gathers
         the weight in front of the kernel.
@@ -97,7 +98,7 @@ def quantize_weight(
       NotImplementedError: The caller asked for the kernel, and it does not take the weight.
     """
     recipe = find_recipe(recipe)
-    (weight,) = floating_arrays(weight=weight, least_bits=BITS_OF_PRODUCTS)
+    weight = operand("weight", weight)
     if weight.ndim != 2:
         raise ValueError(f"weight must be [K, N], got {weight.shape}; use jax.vmap for a stack")
     parts = [math.prod(jax.lax.axis_size(name) for name in axes) for axes in split]
@@ -131,8 +132,8 @@ def fp8_linear(
     NaN and infinity in an operand become NaN in every number of the result that they belong to.
 
     Args:
-      x: Input, of a floating dtype of 16 bits or more; the leading axes are tokens.
-      weight: Weight in the layout of Flax's kernels, of a floating dtype of 16 bits or more; or
+      x: Input, of a floating dtype of 16 or 32 bits; the leading axes are tokens.
+      weight: Weight in the layout of Flax's kernels, of a floating dtype of 16 or 32 bits; or
         what `quantize_weight` made of it with the same recipe.
       recipe: Recipe, or its name: `"tensorwise"`, `"rowwise"` or `"rowwise_with_gw_hp"`.
 
@@ -155,7 +156,7 @@ def fp8_linears(
     The gradient of `x` is the sum of one product for each weight, each rounded to the dtype of `x`.
     """
     recipe = find_recipe(recipe)
-    (x,) = floating_arrays(x=x, least_bits=BITS_OF_PRODUCTS)
+    x = operand("x", x)
     if x.ndim == 0:
         raise ValueError("x must be [..., K], got a scalar")
     if x.ndim == 1:
@@ -218,6 +219,18 @@ def roles_of_x(kept: Sequence[jax.Array], feature: str) -> list[Tokens | TokensL
     if len(kept) < 2:
         return [Tokens((feature,))] * len(kept)
     return [TokensLast((feature,)), Weight((feature, "one")[: kept[1].ndim])]
+
+
+def operand(name: str, a: Any) -> jax.Array:
+    """An argument as an array, whose dtype a product may have as its result.
+
+    Raises:
+      TypeError: It is no array, or not of a floating dtype of 16 or 32 bits.
+    """
+    (a,) = floating_arrays(**{name: a}, least_bits=BITS_OF_PRODUCTS)
+    if a.dtype not in OUT_DTYPES:
+        raise TypeError(f"{name} is {a.dtype}, which no product in FP8 returns; cast it to float32")
+    return a
 
 
 def rows(a: jax.Array) -> jax.Array:

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
 from pallas_kernels.choices import log_once, record
 from pallas_kernels.fp8 import gated_kernel, reference
 from pallas_kernels.fp8.casts import (
@@ -40,6 +39,7 @@ from pallas_kernels.fp8.linear import (
     as_quantized,
     gradient_of_weight,
     gradients,
+    operand,
     operands_of_gradient,
     pairs,
     roles_of_copies,
@@ -87,7 +87,7 @@ def fp8_swiglu_mlp(
     MLP runs in the dtype of `x`, by `swiglu_mlp`.
 
     Args:
-      x: Input, of a floating dtype of 16 bits or more; the leading axes are tokens.
+      x: Input, of a floating dtype of 16 or 32 bits; the leading axes are tokens.
       w_gate: First projection, in the layout of Flax's kernels, or what `quantize_weight` made of
         it with the same recipe.
       w_up: Second projection.
@@ -100,7 +100,7 @@ def fp8_swiglu_mlp(
       NotImplementedError: It is differentiated twice or in forward mode (`jax.jvp`).
     """
     recipe = find_recipe(recipe)
-    (x,) = floating_arrays(x=x, least_bits=BITS_OF_PRODUCTS)
+    x = operand("x", x)
     weights = [as_quantized(w, recipe) for w in (w_gate, w_up, w_down)]
     shapes = [q.weight.shape for q in weights]
     if x.ndim == 0 or shapes[0][0] != x.shape[-1]:

@@ -48,6 +48,11 @@ def check_arrays(
       TypeError: an argument is no array, or its dtype does not suit it.
     """
     if isinstance(weight, LoRA):
+        if isinstance(weight.weight, LoRA):
+            raise TypeError(
+                "weight.weight is a LoRA; it must be an array: concatenate the columns of both a, "
+                "each times its scale, and the rows of both b"
+            )
         x, whole, bias = check_arrays(x, weight.weight, labels, bias, token_weights, weight_layout)
         return *extended(x, weight._replace(weight=whole), weight_layout), bias
     x, weight = floating_arrays(x=x, weight=weight, least_bits=BITS_OF_PRODUCTS)

@@ -97,7 +97,7 @@ def extended(x: Array, lora: LoRA, layout: str) -> tuple[Array, TwoParts]:
 
     Raises:
       ValueError: shapes disagree.
-      TypeError: a factor is no array, or its dtype does not suit it.
+      TypeError: a factor is no array, or its dtype does not suit it; or the scale is no number.
     """
     factors = {"weight.a": lora.a, "weight.b": lora.b}
     a, b = floating_arrays(**factors, least_bits=BITS_OF_PRODUCTS)
@@ -108,9 +108,10 @@ def extended(x: Array, lora: LoRA, layout: str) -> tuple[Array, TwoParts]:
             f"weight.a must be [V, r] and weight.b [r, D] with V = {vocab_size}, D = {hidden_size} "
             f"and r >= 1, got {a.shape} and {b.shape}"
         )
-    u = (_product_of_finite(x, b.astype(x.dtype)) * jnp.asarray(lora.scale, jnp.float32)).astype(
-        x.dtype
-    )
+    if not isinstance(lora.scale, int | float) and getattr(lora.scale, "shape", None) != ():
+        raise TypeError(f"weight.scale must be a number or a scalar array, got {lora.scale!r}")
+    scale = jnp.asarray(lora.scale, jnp.float32)
+    u = (_product_of_finite(x, b.astype(x.dtype)) * scale).astype(x.dtype)
     padding = -rank % _STEP
     u = jnp.pad(u, (*[(0, 0)] * (x.ndim - 1), (0, padding)))
     low_rank = jnp.pad(a, ((0, 0), (0, padding)))

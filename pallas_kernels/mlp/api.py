@@ -247,3 +247,8 @@ def _check_options(x: Array, save: Save, chunk_size: int | None) -> None:
             f"{chunk_size=} must be at least 1, and needs save='x' and x [..., S, D]; got {save=} "
             f"and x {x.shape}"
         )
+    if not isinstance(x.shape[-2], int):
+        raise ValueError(
+            f"{chunk_size=} needs a number of positions, got x {x.shape}; export numbers, or leave "
+            "chunk_size at None"
+        )

@@ -110,3 +110,11 @@ def test_open_sizes():
     x, weights, labels = shapes(size)
     with pytest.raises(NotImplementedError, match="has open sizes"):
         jax.eval_shape(named, x, weights[-1], labels)
+
+
+def test_a_number_of_positions_at_a_time_needs_their_number():
+    (size,) = jax.export.symbolic_shape("t")
+    weights = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 16), (8, 16), (16, 8))]
+    of = functools.partial(swiglu_mlp, save="x", chunk_size=4)
+    with pytest.raises(ValueError, match="chunk_size=4 needs a number of positions"):
+        jax.eval_shape(of, jax.ShapeDtypeStruct((2, size, 8), jnp.float32), *weights)

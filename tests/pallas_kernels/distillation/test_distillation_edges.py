@@ -72,3 +72,23 @@ def test_an_infinite_cotangent_of_a_token_that_does_not_count(fn):
     dx, dweight = jax.grad(of, argnums=(0, 1))(x, weight, counts)
     assert np.isfinite(dweight).all() and np.isfinite(dx).all() and not np.any(dx[2])
     assert np.any(dx[0])
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("is_of_teacher", [False, True])
+def test_the_gradient_of_a_weight_of_0_with_nan(implementation, is_of_teacher):
+    """There is no loss to take."""
+    x, weight = numbers(4, 8), numbers(32, 8, seed=1)
+    broken = x.at[2].set(jnp.nan)
+    student, teacher = (x, broken) if is_of_teacher else (broken, x)
+    of = lambda counts: linear_distillation_loss(
+        student,
+        weight,
+        -teacher,
+        weight,
+        token_weights=counts,
+        reduction="sum",
+        implementation=implementation,
+    )
+    gradient = jax.grad(of)(jnp.array([1.0, 1, 0, 1]))
+    assert gradient[2] == 0 and np.all(gradient[jnp.array([0, 1, 3])] > 0)

@@ -387,3 +387,11 @@ def test_no_tokens(recipe, shape):
     value, gradients = quick_jit(jax.value_and_grad(of, argnums=(0, 1, 2, 3)))(x, *weights)
     assert value == 0 and not any(np.any(g) for g in gradients)
     assert [g.shape for g in gradients] == [a.shape for a in (x, *weights)]
+
+
+def test_float64_is_refused():
+    with jax.enable_x64(True):
+        x, weight = jnp.ones((4, 16), jnp.float64), jnp.ones((16, 8), jnp.float64)
+        for args in ((x, weight.astype(F32)), (x.astype(F32), weight)):
+            with pytest.raises(TypeError, match="is float64, which no product in FP8 returns"):
+                fp8_linear(*args, recipe=SMALL["rowwise"])

@@ -375,3 +375,14 @@ def test_errors(a, b, options, match):
     lora = LoRA(jnp.zeros((12, 8)), jnp.zeros(a), jnp.zeros(b))
     with pytest.raises(ValueError, match=match):
         linear_cross_entropy(jnp.zeros((3, 8)), lora, jnp.zeros(3, jnp.int32), **options)
+
+
+def test_errors_of_the_update():
+    x, weight, a, b = jnp.ones((3, 8)), jnp.ones((12, 8)), jnp.ones((12, 2)), jnp.ones((2, 8))
+    of = lambda weight: linear_cross_entropy(x, weight, jnp.zeros(3, jnp.int32))
+    for scale in ("a", None, jnp.ones(2)):
+        with pytest.raises(TypeError, match=r"weight\.scale must be a number or a scalar array"):
+            of(LoRA(weight, a, b, scale))
+    with pytest.raises(TypeError, match=r"weight\.weight is a LoRA; it must be an array"):
+        nested: Any = LoRA(weight, a, b)
+        of(LoRA(nested, a, b))
