@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.distillation.divergence import Rows, derivative, statistics
 from pallas_kernels.distillation.settings import Settings
+from pallas_kernels.loss.arguments import columns_of
 
 # Largest sum of the teacher's probabilities of a token that can be rounding. Log-probabilities in
 # bfloat16 err by up to 2^-9 of their size. That is 1 % for a distribution of 5 nats.
@@ -31,11 +32,7 @@ def checked_classes(
     """
     log_probs = log_probs.astype(jnp.float32)
     is_class = log_probs != -jnp.inf
-    # Compared before they are cast: a cast could make a right column of a wrong one. A narrow dtype
-    # may not hold `vocab_size`.
-    ids = jnp.asarray(ids)
-    in_range = (ids >= 0) & (ids <= min(vocab_size - 1, int(jnp.iinfo(ids.dtype).max)))
-    of_classes = jnp.where(in_range, ids, 0).astype(jnp.int32)
+    in_range, of_classes = columns_of(ids, vocab_size)
     columns = jnp.where(in_range & is_class, of_classes, vocab_size)
     # Different numbers for what is no class, so that it is not there twice.
     others = vocab_size + jnp.arange(columns.shape[-1], dtype=jnp.int32)

@@ -261,11 +261,9 @@ def labels_and_weights(
     """`(labels, counts, weights)`: int32, whether each is not `ignore_index`, and token weights.
 
     An ignored label becomes -1. A label out of range becomes -2, or -1 where its weight is 0.
-    Labels are compared before they are cast, and NumPy compares NumPy's: JAX would cut them to 32
-    bits, and 2^32 + 1 would be label 1.
     """
     kind = jnp.iinfo(labels.dtype)
-    in_range = (labels >= 0) & (labels <= min(vocab_size - 1, int(kind.max)))
+    in_range, column = columns_of(labels, vocab_size)
     ignored = labels != labels
     if kind.min <= ignore_index <= kind.max:
         ignored = labels == np.asarray(ignore_index, labels.dtype)
@@ -275,9 +273,18 @@ def labels_and_weights(
     weights = counts.astype(jnp.float32)
     if token_weights is not None:
         weights = jnp.where(counts, jnp.asarray(token_weights).astype(jnp.float32), 0.0)
-    column = jnp.where(in_range, labels, 0).astype(jnp.int32)
     outside = jnp.where(weights == 0, IGNORED, OUT_OF_RANGE)
     return jnp.where(counts & in_range, column, outside), counts, weights
+
+
+def columns_of(ids: Any, vocab_size: int) -> tuple[Any, Int[Array, "*T"]]:
+    """`(in_range, columns)`: whether ids of any integer dtype are columns, and int32, 0 if not.
+
+    Ids are compared before they are cast, and NumPy compares NumPy's: JAX would cut them to 32
+    bits, and 2^32 + 1 would be column 1. A narrow dtype may not hold `vocab_size`.
+    """
+    in_range = (ids >= 0) & (ids <= min(vocab_size - 1, int(jnp.iinfo(ids.dtype).max)))
+    return in_range, jnp.where(in_range, ids, 0).astype(jnp.int32)
 
 
 def _check_labels(

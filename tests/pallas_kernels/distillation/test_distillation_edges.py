@@ -1,5 +1,7 @@
 """Distillation of nothing, of masked classes, from narrow ids, and with infinite cotangents."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,3 +94,16 @@ def test_the_gradient_of_a_weight_of_0_with_nan(implementation, is_of_teacher):
     )
     gradient = jax.grad(of)(jnp.array([1.0, 1, 0, 1]))
     assert gradient[2] == 0 and np.all(gradient[jnp.array([0, 1, 3])] > 0)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_long_ids_are_not_cut(unchecked_shapes, implementation):
+    """2^32 + 1 is no column 1. JAX has 32 bits, NumPy 64."""
+    x, weight = numbers(4, 8), numbers(32, 8, seed=1)
+    ids: Any = np.arange(20).reshape(4, 5)
+    log_probs = jnp.log(jnp.full(ids.shape, 0.1))
+    ids[2, 1] += 2**32
+    losses = linear_distillation_loss_top_k(
+        x, weight, log_probs, ids, reduction="none", implementation=implementation
+    )
+    np.testing.assert_array_equal(np.isnan(losses), [False, False, True, False])
