@@ -6,8 +6,7 @@
     PALLAS_KERNELS_TUNED=tuned.json python -m train ...
 
 Without an operation, the cases are those of the tables that come with the library, whatever card
-they are for: a new card gets as many rows as the H100. Cases that the output file has for this
-card are skipped.
+they are for. Cases that the output file has for this card are skipped.
 
 The sweep runs the default parameters and the candidates of the operation's `config.py`, forward,
 then backward. For the linear cross-entropy it runs those of the kernel over a chunk of logits
