@@ -30,7 +30,9 @@ type OptionValue = bool | int | float | str
 # collective matmuls (XLA's partitioner makes them, a `jax.shard_map` does not need them).
 # Thresholds of 512 MiB for combining make it worse, and so does pipelining all kinds of
 # collectives: scanned over four layers at 4x1, 6.9 ms become 14.8 and 9.3. On the H200s none of
-# them is faster, and the windows turn 61.6 ms a step into 73.4 at 4x1.
+# them is faster, and the windows turn 61.6 ms a step into 73.4 at 4x1. NCCL's symmetric buffers
+# change nothing: 480.9 ms for 479.1 with eight layers at 4x1 on H200s, and 478.2 if NCCL gathers by
+# copy engines (`NCCL_CTA_POLICY=2`).
 OPTIONS: dict[str, OptionValue] = {
     # At 4x1, 8.9 of 9.6 ms without it and 3.8 with it. JAX 0.12 has it on by default.
     "xla_gpu_enable_latency_hiding_scheduler": True,

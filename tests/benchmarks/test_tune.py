@@ -251,9 +251,7 @@ def test_the_cases_are_the_rows_of_all_cards():
         (swiglu_config, "swiglu", ()),
         (logits_config, "linear_cross_entropy", ()),
     ):
-        rows = {
-            (dtype, size) for _, dtype, size, *rest in module.TUNED if tuple(rest) == variant
-        }
+        rows = {(dtype, size) for _, dtype, size, *rest in module.TUNED if tuple(rest) == variant}
         assert rows == {(case.dtype, case.size) for case in found if case.op == op}
 
 
