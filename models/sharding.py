@@ -57,6 +57,11 @@ _PARAMETER_SPECS: dict[tuple[str, ...], PartitionSpec] = {
     ("gate_proj", "bias"): PartitionSpec(None, "tensor"),
     ("up_proj", "bias"): PartitionSpec(None, "tensor"),
 }
+# Without the axis `tensor`, `fsdp` splits the rows of these weights in place of their columns. XLA
+# gathers rows as they are in memory. Columns it gathers transposed, and it transposes them before
+# our kernels. It also transposes the gradient of columns before their reduce-scatter and in the
+# optimizer. On two H200s (JAX 0.11.2), a step of 8 layers of Llama 8B takes 476.9 ms for 484.7.
+_ROWS_FIRST = (("lm_head", "weight"), ("o_proj", "kernel"), ("down_proj", "kernel"))
 _BIASES_OF_SUMS = (("o_proj", "bias"), ("down_proj", "bias"))
 
 
@@ -93,12 +98,20 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def parameter_shardings(params: nnx.State, mesh: Mesh) -> nnx.State:
     """The sharding of each parameter of a Llama, in the structure of `params` (or of their shapes).
 
+    `fsdp` splits the rows of every weight but the embedding's, whose columns it splits. It also
+    splits the columns of a weight whose rows it does not divide, such as those of a head with an
+    odd vocabulary, and on a mesh with the axis `tensor` those of the head, `o_proj` and
+    `down_proj`, whose rows `tensor` splits.
+
     Raises:
       ValueError: `fsdp` or `tensor` does not divide the axis that it splits.
     """
 
     def sharding(path: tuple[Any, ...], param: Any) -> NamedSharding:
-        axes = (axis if axis in mesh.shape else None for axis in _parameter_spec(path))
+        axes = [axis if axis in mesh.shape else None for axis in _parameter_spec(path)]
+        is_rows_first = parameter_path(path)[-2:] in _ROWS_FIRST and "tensor" not in mesh.shape
+        if is_rows_first and param.shape[-2] % mesh.shape["fsdp"] == 0:
+            axes[-2:] = axes[:-3:-1]
         spec = PartitionSpec(*axes)
         for size, axis in zip(param.shape, spec, strict=False):
             if axis is not None and size % mesh.shape[axis]:

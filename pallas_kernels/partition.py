@@ -260,8 +260,13 @@ class _Layout:
                 args.append(of_tokens(role))
                 gathered.append(((),) * len(split))
                 continue
-            names = zip(role.axes, split, strict=True)
-            pairs = [_kept_and_gathered(kept.get(name, ()), s) for name, s in names]
+            stay = [kept.get(name, ()) for name in role.axes]
+            # A mesh axis that stays at one axis of the weight can split no other one of it.
+            of_one = {name for names in stay for name in names}
+            pairs = [
+                _kept_and_gathered(own, tuple(n for n in names if n in own or n not in of_one))
+                for own, names in zip(stay, split, strict=True)
+            ]
             args.append(tuple(keep + rest for keep, rest in pairs))
             gathered.append(tuple(rest for _, rest in pairs))
         results = []

@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
+import jax
+
 from models.config import LlamaConfig
 from models.presets import PRESETS as MODELS
 from pallas_kernels.gpu.device import target_device
@@ -335,9 +337,13 @@ class TrainConfig:
       save: whether the trained model is written to the run's folder, in Hugging Face's format.
       tensorboard: whether TensorBoard gets the metrics, in `tensorboard` of the run's folder.
       wandb: project of Weights & Biases that gets the metrics; None sends nothing.
+      pgle: whether XLA compiles the step again after three steps, with the times that its kernels
+        took in them (`train.xla_flags.with_measured_latencies`). It hides more of the exchange
+        between GPUs, and costs two more compilations.
       profile_steps: steps `A:B`, counted from 1, whose trace is written to `profile` in the run's
-        folder.
+        folder. With `pgle`, A is above 3.
       dump_hlo: whether the compiled step and its memory are written to `hlo` in the run's folder.
+        With `pgle` that is the step before it was compiled again.
       xla_options: options of XLA for the step on GPUs, as `name=value`. They come on top of the
         defaults in `train.xla_flags` or replace one; `none` drops the defaults.
     """
@@ -368,6 +374,7 @@ class TrainConfig:
     save: bool
     tensorboard: bool = False
     wandb: str | None = None
+    pgle: bool = False
     profile_steps: str | None = None
     dump_hlo: bool = False
     xla_options: tuple[str, ...] = ()
@@ -413,6 +420,12 @@ class TrainConfig:
             raise ValueError(
                 f"profile_steps={self.profile_steps!r} must name steps A:B with 1 <= A <= B <= "
                 f"{self.steps}"
+            )
+        by_pgle = jax.config.jax_pgle_profiling_runs if self.pgle else 0
+        if self.profiled and first <= by_pgle:
+            raise ValueError(
+                f"profile_steps={self.profile_steps!r} must begin after step {by_pgle}, because "
+                "pgle profiles the steps up to it and JAX has one profiler; name later steps"
             )
 
     @property

@@ -98,7 +98,7 @@ def run(config: TrainConfig) -> Path:
             # next run of its name would have to agree with.
             with open_writer(config, run_dir, step, written) as writer:
                 if config.dump_hlo and is_first():
-                    write_hlo(run_dir / "hlo", steps.train, memory_report(steps.train))
+                    write_hlo(run_dir / "hlo", steps.program, memory_report(steps.program))
                 loop = _Loop(config, mesh, datasets, steps, writer, checkpoints, watchdog)
                 state, step = loop.run(step, state)
             if step < config.steps:

@@ -29,6 +29,7 @@ from train.step import (
     state_with,
 )
 from train.teacher import load_teacher
+from train.xla_flags import with_measured_latencies
 
 
 class Datasets(NamedTuple):
@@ -52,11 +53,13 @@ class CompiledSteps(NamedTuple):
       train: takes and donates a state, takes a batch and `frozen`, and returns the new state and
         metrics.
       evaluate: takes parameters and a batch and returns sums; None without held-out text.
+      program: the step as it was compiled before the first one, for its text and its memory.
       frozen: parameters that no step changes: those of a teacher.
     """
 
     train: Callable[..., Any]
     evaluate: Callable[..., Any] | None
+    program: Any = None
     frozen: tuple[nnx.State, ...] = ()
 
 
@@ -146,18 +149,21 @@ def compile_steps(
         print(describe(config.model, config.mesh.tensor))
     frozen = (load_teacher(config, mesh),) if config.objective == "distill" else ()
     start = time.perf_counter()
+    step = jit_train_step(config, state)
     with recording() as choices:
-        lowered = jit_train_step(config, state).lower(state, batch, *frozen)
+        lowered = step.lower(state, batch, *frozen)
     print(Explanation(tuple(choices)).summary)
-    train_step = lowered.compile()
+    program = lowered.compile()
     print(f"compiled the step in {time.perf_counter() - start:.1f} s")
-    print(memory_report(train_step))
+    print(memory_report(program))
+    # Only a call of the jitted function is profiled and compiled again.
+    train_step = with_measured_latencies(step) if config.pgle else program
     eval_step = None
     if datasets.held_out is not None and config.eval_every:
         eval_batch = next(datasets.held_out.eval_batches(config.data.batch_size, 1))
         eval_batch = to_devices(eval_batch, batch_sharding(mesh))
         eval_step = jax.jit(make_eval_step(config)).lower(state.params, eval_batch).compile()
-    return CompiledSteps(train_step, eval_step, frozen)
+    return CompiledSteps(train_step, eval_step, program, frozen)
 
 
 def train_batches(

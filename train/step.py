@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Key
 
@@ -219,6 +220,7 @@ def make_gradients(config: TrainConfig) -> Callable[..., tuple[Metrics, nnx.Stat
             zeros = (zero, dict.fromkeys(names.values(), zero))
             zeros = zeros, jax.tree.map(jnp.zeros_like, params)
             ((loss, sums), gradients), _ = jax.lax.scan(accumulate, zeros, batch)
+        gradients = jax.tree.map(_in_rows, gradients)
 
         metrics = {
             "loss": loss,
@@ -229,6 +231,16 @@ def make_gradients(config: TrainConfig) -> Callable[..., tuple[Metrics, nnx.Stat
         return metrics, gradients
 
     return gradients_of
+
+
+def _in_rows(gradient: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The gradient in row-major order, as its parameter is.
+
+    With `fsdp`, the gradient of a tied table leaves its reduce-scatter in column-major order.
+    Without this constraint XLA scatters the gradient of the embeddings into columns, too. Then the
+    optimizer transposes the table and its moments.
+    """
+    return with_layout_constraint(gradient, Layout(tuple(range(gradient.ndim))))
 
 
 def _loss_of(config: TrainConfig) -> Callable[..., tuple[Float[Array, ""], Metrics]]:

@@ -8,7 +8,7 @@ caught here. `compiler_options` also apply when the devices are not in this mach
 import functools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -139,3 +139,28 @@ def accepted(options: tuple[tuple[str, OptionValue], ...], device: Any) -> dict[
                 raise
             print(f"XLA option left out: {found[1]}={as_text(taken.pop(found[1]))}: {error}")
     return taken
+
+
+def with_measured_latencies(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A jitted function that XLA compiles again with the times that its kernels took.
+
+    JAX calls that profile-guided latency estimation. It profiles the first calls, three by default
+    (`jax_pgle_profiling_runs`), and compiles the function again at the next call. XLA then knows
+    how long kernels and exchange take, and so which kernels to start beside an exchange. Without a
+    profile it takes all kernels that are not its own as equally long. On several hosts all take the
+    profile of the first.
+
+    The profiled calls and the second compilation wait for the device. They need JAX's profiler,
+    so no other trace may run.
+    """
+
+    def run(*args: Any) -> Any:
+        # For this function alone; JAX would profile every other one, too.
+        with_all = jax.config.jax_enable_pgle
+        jax.config.update("jax_enable_pgle", True)
+        try:
+            return step(*args)
+        finally:
+            jax.config.update("jax_enable_pgle", with_all)
+
+    return run

@@ -8,6 +8,7 @@ A variant is `layers:remat`. Suffixes change it:
 - `:xla` runs none of our kernels in products of 16 bits and in norms.
 - `:loss=xla` leaves the loss to XLA, in chunks.
 - `:loss=logits` leaves the loss to XLA, with all logits in memory.
+- `:pgle` compiles again after three steps, with the times that the kernels took in them.
 - `:xla_gpu_enable_triton_gemm=false` sets an option of XLA.
 
 All variants train one state and take turns: in each round each runs a few steps, in a random order.
@@ -26,6 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,7 +42,7 @@ from train.config import PRESET_NAMES, TrainConfig, preset
 from train.data import SyntheticDataset
 from train.reporting import metrics
 from train.step import init_state, make_train_step, memory_in_bytes
-from train.xla_flags import compiler_options
+from train.xla_flags import compiler_options, with_measured_latencies
 
 # The first pattern that occurs in the name of a kernel gives its kind. XLA names its fusions after
 # their operations.
@@ -73,6 +75,7 @@ class Variant:
 
     name: str
     compiled: Any
+    run: Callable[..., Any]
     compile_s: float
     times_s: list[float] = dataclasses.field(default_factory=list)
     kernels: list[tuple[str, float]] = dataclasses.field(default_factory=list)
@@ -110,11 +113,14 @@ class Way:
         options = [word for word in rest if word.startswith("xla_")]
         recipes = [word.removeprefix("fp8=") for word in rest if word.startswith("fp8=")]
         if layers not in ("scanned", "unrolled") or len(rest) != (
-            len(options) + len(recipes[:1]) + ("xla" in rest) + (loss is not None)
+            len(options)
+            + len(recipes[:1])
+            + sum(word in rest for word in ("xla", "pgle"))
+            + (loss is not None)
         ):
             raise ValueError(
                 f"variant {name!r} must be (scanned|unrolled):REMAT, with ':fp8=RECIPE', ':xla', "
-                "':loss=xla', ':loss=logits' or ':xla_OPTION=VALUE' after it"
+                "':loss=xla', ':loss=logits', ':pgle' or ':xla_OPTION=VALUE' after it"
             )
         model = dataclasses.replace(
             base.model,
@@ -123,22 +129,20 @@ class Way:
             implementation="xla" if "xla" in rest else None,
             fp8=next(iter(recipes), None),
         )
-        return cls(dataclasses.replace(base, model=model), loss, tuple(options))
+        config = dataclasses.replace(base, model=model, pgle="pgle" in rest)
+        return cls(config, loss, tuple(options))
 
-    def compile(self, *args: Any) -> Any:
-        """The step compiled for these arguments; the first is donated."""
-        step = jax.jit(make_train_step(self.config), donate_argnums=0)
-        devices = jax.tree.leaves(args)[0].devices()
-        options = compiler_options(devices, self.options)
-        changes = self.loss
-        if changes is None:
-            return step.lower(*args).compile(options)
+    def compile(self, *args: Any) -> tuple[Any, Callable[..., Any]]:
+        """The step compiled for these arguments, and the function to run; the first is donated."""
+        options = compiler_options(jax.tree.leaves(args)[0].devices(), self.options)
+        step = jax.jit(make_train_step(self.config), donate_argnums=0, compiler_options=options)
 
         def loss(*args: Any, **options: Any) -> Any:
-            return linear_cross_entropy(*args, **options | changes)
+            return linear_cross_entropy(*args, **options | (self.loss or {}))
 
         with mock.patch.object(train.step, "linear_cross_entropy", loss):
-            return step.lower(*args).compile(options)
+            compiled = step.lower(*args).compile()
+        return compiled, with_measured_latencies(step) if self.config.pgle else compiled
 
 
 def kernel_table(kernels: list[tuple[str, float]]) -> list[tuple[str, int, float]]:
@@ -220,9 +224,11 @@ def main() -> None:
         variants = []
         for name, way in ways.items():
             start = time.perf_counter()
-            compiled = way.compile(state, batch)
-            variants.append(Variant(name, compiled, time.perf_counter() - start))
-            state, values = compiled(state, batch)
+            compiled, run = way.compile(state, batch)
+            for _ in range(jax.config.jax_pgle_profiling_runs if way.config.pgle else 0):
+                state, _ = run(state, batch)  # profiled; the next step is compiled again
+            state, values = run(state, batch)
+            variants.append(Variant(name, compiled, run, time.perf_counter() - start))
             print(
                 f"{name}: compiled in {variants[-1].compile_s:.1f} s, loss {values['loss']:.3f}",
                 flush=True,
@@ -235,14 +241,12 @@ def main() -> None:
                 jax.block_until_ready(state)
                 start = time.perf_counter()
                 for _ in range(arguments.steps):
-                    state, _ = variant.compiled(state, batch)
+                    state, _ = variant.run(state, batch)
                 jax.block_until_ready(state)
                 variant.times_s.append((time.perf_counter() - start) / arguments.steps)
         if arguments.kernels:
             for variant in variants:
-                state, variant.kernels, variant.traced_ms = device_times(
-                    variant.compiled, state, batch
-                )
+                state, variant.kernels, variant.traced_ms = device_times(variant.run, state, batch)
     text = report(base, variants, limits, num_gpus)
     print(text)
     if arguments.output:
@@ -250,7 +254,7 @@ def main() -> None:
 
 
 def device_times(
-    compiled: Any, state: Any, batch: Any
+    run: Callable[..., Any], state: Any, batch: Any
 ) -> tuple[Any, list[tuple[str, float]], float]:
     """Runs one more step under the profiler, whose trace has copies as well as kernels.
 
@@ -260,7 +264,7 @@ def device_times(
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            state, _ = jax.block_until_ready(compiled(state, batch))
+            state, _ = jax.block_until_ready(run(state, batch))
         (file,) = Path(folder).rglob("*.xplane.pb")
         profile = jax.profiler.ProfileData.from_file(str(file))
         streams = [

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from models.config import LlamaConfig
 from models.llama import Llama
@@ -35,7 +36,7 @@ from train.step import init_state
 CONFIG = LlamaConfig(
     vocab_size=1008,
     hidden_size=64,
-    intermediate_size=96,
+    intermediate_size=104,
     num_hidden_layers=3,
     num_attention_heads=4,
     num_key_value_heads=2,
@@ -51,7 +52,7 @@ CONFIG = LlamaConfig(
     remat="minimal",
 )
 B, S = 24, 28
-L, D, F, V, Q, KV = 3, 64, 96, 1008, 80, 40
+L, D, F, V, Q, KV = 3, 64, 104, 1008, 80, 40
 
 # The last has both axes, so that the normal run need not compile for one axis alone.
 ONE_COPY = pytest.param(1, 8, marks=pytest.mark.full)
@@ -150,12 +151,11 @@ def test_loss_and_gradients_are_those_of_one_device(data, fsdp):
 
 
 def expected_shard(names: tuple[str, ...], shape: tuple[int, ...], fsdp: int) -> tuple[int, ...]:
-    """The documentation says that matrices are split along D, and norms and biases are whole."""
+    """Rows of matrices and channels of embeddings are split, and norms and biases are whole."""
     if "norm" in names[-2] or names[-1] == "bias":
         return shape
-    axis = len(shape) - 1 if names[-2] in ("embed_tokens", "lm_head", "o_proj", "down_proj") else 1
-    assert shape[axis] == D
-    return *shape[:axis], D // fsdp, *shape[axis + 1 :]
+    axis = len(shape) - (1 if names[-2] == "embed_tokens" else 2)
+    return *shape[:axis], shape[axis] // fsdp, *shape[axis + 1 :]
 
 
 def assert_split(tree, fsdp: int, num_devices: int) -> int:
@@ -208,6 +208,15 @@ def test_every_matrix_is_split(tie_word_embeddings):
         split = Counter(sharding.spec)["fsdp"]
         assert split == (len(per_layer) == 2), parameter_path(path)
         assert param.shape[0] != L or not sharding.spec or sharding.spec[0] is None
+
+
+def test_a_head_whose_rows_do_not_divide_is_split_by_columns():
+    config = dataclasses.replace(CONFIG, vocab_size=1009, tie_word_embeddings=False)
+    shardings = parameter_shardings(parameters(config)[1], mesh_of(2, 4))
+    assert shardings["lm_head"]["weight"].spec == PartitionSpec(None, "fsdp")
+    assert shardings["layers"]["mlp"]["down_proj"]["kernel"].spec == PartitionSpec(
+        None, "fsdp", None
+    )
 
 
 @pytest.mark.parametrize("fsdp", [1, 2, 4, 8])
@@ -295,7 +304,7 @@ def test_weights_are_gathered_one_layer_at_a_time(data, fsdp):
     ]
     # Whole matrices of a layer (q with k and v, o, the three of the MLP; forward and backward) and
     # once the output embedding.
-    head = tuple(sorted((fsdp, D // fsdp, V)))
+    head = tuple(sorted((fsdp, D, V // fsdp)))
     assert Counter(gathered) == {(D, Q + 2 * KV): 2, (D, Q): 2, (D, F): 6, head: 1}
 
 

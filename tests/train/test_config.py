@@ -46,8 +46,9 @@ from train.config import (
     TrainConfig,
     preset,
 )
-from train.data import Corpus
+from train.data import Corpus, SyntheticDataset
 from train.optimizers import make_optimizer
+from train.setup import Datasets, compile_steps
 from train.step import init_state, jit_train_step, loss_sum, make_train_step, model_graph
 from train.teacher import abstract_frozen
 
@@ -186,6 +187,19 @@ def compiler_options(config):
         patch.setattr(train.step, "compiler_options", options)
         jit_train_step(config, train.step.abstract_state(config, mesh))
     return seen
+
+
+def compiled_steps(config):
+    """The compiled step, and the one that the loop calls."""
+    state, mesh = abstract_state(config.model), make_mesh(data=8, fsdp=1)
+    jitted = types.SimpleNamespace(lower=lambda *_: types.SimpleNamespace(compile=lambda: "step"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.setup, "jit_train_step", lambda *_: jitted)
+        patch.setattr(train.setup, "memory_report", lambda _: "")
+        patch.setattr(train.setup, "with_measured_latencies", lambda _: "step with latencies")
+        random = Datasets(SyntheticDataset(16, config.data.sequence_length), None, {})
+        steps = compile_steps(config, mesh, state, random)
+    return steps.program, steps.train
 
 
 def initial_parameters(config):
@@ -385,6 +399,7 @@ FIELDS = {
         "save": (False, run),
         "tensorboard": (True, run),
         "wandb": ("project", run),
+        "pgle": (True, compiled_steps),
         "profile_steps": ("2:3", run),
         "dump_hlo": (True, run),
         "xla_options": (("none",), compiler_options),

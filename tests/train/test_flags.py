@@ -195,6 +195,7 @@ def test_unknown_preset():
         ("", {"profile_steps": "2"}, "profile_steps='2' must name steps A:B"),
         ("", {"profile_steps": "3:2"}, "1 <= A <= B <= 4"),
         ("", {"profile_steps": "1:5"}, "profile_steps='1:5'"),
+        ("", {"profile_steps": "3:4", "pgle": True}, "'3:4' must begin after step 3, because pgle"),
         # 1 + 4 + 28 tokens.
         ("", {"sample_tokens": 28}, "33 tokens.*max_position_embeddings=32"),
     ],

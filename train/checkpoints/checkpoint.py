@@ -61,6 +61,7 @@ MAY_CHANGE = (
     "save",
     "tensorboard",
     "wandb",
+    "pgle",
     "profile_steps",
     "dump_hlo",
     "xla_options",
