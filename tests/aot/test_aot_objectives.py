@@ -25,8 +25,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 L, D, F, S, V, DEVICES, ROWS = 2, 1024, 3072, 2048, 40960, 8, 4
 T, OF_TEACHER = ROWS * S, 1536  # tokens of a device, hidden size of the teacher
 CASES = {
-    "dpo": "--objective=dpo --data.path=pairs.jsonl --counted-fraction=0.5",
-    "distill": "--objective=distill --distill.teacher={teacher} --distill.label-weight=0.5",
+    "dpo": "--objective=dpo --data.path=pairs.jsonl --counted-fraction=0.5 "
+    "--model.no-tie-word-embeddings",
+    "distill": "--objective=distill --distill.teacher={teacher} --distill.label-weight=0.5 "
+    "--model.tie-word-embeddings",
 }
 # Each case runs in a process of its own, because JAX must not look for a GPU.
 SCRIPT = """
@@ -62,7 +64,7 @@ def programs(tmp_path_factory):
 
     def compile_case(name):
         flags = [
-            *("--preset", "llama3.2-1b", "--model.no-tie-word-embeddings", "--model.scan-layers"),
+            *("--preset", "llama3.2-1b", "--model.scan-layers"),
             *(f"--model.num-hidden-layers={L}", f"--model.vocab-size={V}"),
             *(f"--model.hidden-size={D}", f"--model.intermediate-size={F}"),
             *(f"--mesh.fsdp={DEVICES}", f"--data.batch-size={ROWS * DEVICES}"),
@@ -119,6 +121,21 @@ def test_the_stacks_of_a_loop_over_layers_are_split_and_not_filled(programs, cas
     assert max(map(math.prod, stacks)) <= largest
     filled = re.findall(r"= \w+\[([\d,]+)\]\S* fusion\(\), kind=kLoop", hlo)
     assert not stacks & {tuple(map(int, dims.split(","))) for dims in filled}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tables_have_gradients_in_rows(programs, case):
+    """In columns, the optimizer would transpose a table and its moments.
+
+    The table of the student is tied: the gradient of the head is in columns, and transposed once.
+    """
+    hlo, _, _ = programs[case]
+    scattered = re.findall(r"= f32\[([\d,]+)\]\S* scatter\(", hlo)
+    assert set(scattered) == {f"{V},{D // DEVICES}"}
+    assert not re.search(r"transpose_fusion\S* = \(f32", hlo)
+    summed = [shape for kind, shape in collectives(hlo) if kind == "reduce-scatter"]
+    head = {shape for shape in summed if math.prod(shape) == V * D // DEVICES}
+    assert head == {(V, D // DEVICES) if case == "distill" else (V // DEVICES, D)}
 
 
 def test_pairs_exchange_a_number_for_each_token(programs):
