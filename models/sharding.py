@@ -98,10 +98,9 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def parameter_shardings(params: nnx.State, mesh: Mesh) -> nnx.State:
     """The sharding of each parameter of a Llama, in the structure of `params` (or of their shapes).
 
-    `fsdp` splits the rows of every weight but the embedding's, whose columns it splits. It also
-    splits the columns of a weight whose rows it does not divide, such as those of a head with an
-    odd vocabulary, and on a mesh with the axis `tensor` those of the head, `o_proj` and
-    `down_proj`, whose rows `tensor` splits.
+    `fsdp` splits the rows of weights and the columns of the embedding. Two exceptions are split by
+    columns: weights whose rows `tensor` splits (the head, `o_proj` and `down_proj`), and the same
+    weights where `fsdp` does not divide their rows, such as a head with an odd vocabulary.
 
     Raises:
       ValueError: `fsdp` or `tensor` does not divide the axis that it splits.
