@@ -10,8 +10,6 @@ import re
 from pathlib import Path
 from typing import Literal
 
-import jax
-
 from models.config import LlamaConfig
 from models.presets import PRESETS as MODELS
 from pallas_kernels.gpu.device import target_device
@@ -338,10 +336,10 @@ class TrainConfig:
       tensorboard: whether TensorBoard gets the metrics, in `tensorboard` of the run's folder.
       wandb: project of Weights & Biases that gets the metrics; None sends nothing.
       pgle: whether XLA compiles the step again after three steps, with the times that its kernels
-        took in them (`train.xla_flags.with_measured_latencies`). It hides more of the exchange
-        between GPUs, and costs two more compilations.
+        took in them (`train.xla_flags.with_measured_latencies`). XLA then hides more of the
+        exchange between GPUs. It costs two more compilations, in a resumed run as well.
       profile_steps: steps `A:B`, counted from 1, whose trace is written to `profile` in the run's
-        folder. With `pgle`, A is above 3.
+        folder. With `pgle` the first four steps of a start are not in it.
       dump_hlo: whether the compiled step and its memory are written to `hlo` in the run's folder.
         With `pgle` that is the step before it was compiled again.
       xla_options: options of XLA for the step on GPUs, as `name=value`. They come on top of the
@@ -421,11 +419,16 @@ class TrainConfig:
                 f"profile_steps={self.profile_steps!r} must name steps A:B with 1 <= A <= B <= "
                 f"{self.steps}"
             )
-        by_pgle = jax.config.jax_pgle_profiling_runs if self.pgle else 0
-        if self.profiled and first <= by_pgle:
+        of_pgle = xla_flags.calls_until_compiled_again() if self.pgle else 0
+        if self.steps <= of_pgle:
             raise ValueError(
-                f"profile_steps={self.profile_steps!r} must begin after step {by_pgle}, because "
-                "pgle profiles the steps up to it and JAX has one profiler; name later steps"
+                f"pgle compiles again at step {of_pgle}, and the run has steps={self.steps}; "
+                "leave pgle out, or take more steps"
+            )
+        if self.profiled and first <= of_pgle:
+            raise ValueError(
+                f"profile_steps={self.profile_steps!r} must begin after step {of_pgle}, because "
+                "pgle profiles the steps before and JAX has one profiler; name later steps"
             )
 
     @property

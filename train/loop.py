@@ -171,6 +171,7 @@ class _Loop:
         self._progress = Progress(config.steps, every=config.log_every)
         self._flops = metrics.flops_of_run(config)
         self._device = hardware.lookup(jax.devices()[0].device_kind)
+        self._last_early = 0  # the last step that JAX profiles or compiles for `pgle`
         # The step that has no row yet: its number, values, and seconds of waiting for its batch.
         self._pending: tuple[int, dict[str, Any], float] | None = None
         self._told_of_many_labels = False
@@ -189,7 +190,8 @@ class _Loop:
         config, self._state, step = self._config, state, first_step
         # Python handles signals in the main thread alone.
         in_main_thread = threading.current_thread() is threading.main_thread()
-        traced = config.profiled if is_first() else None
+        self._last_early = first_step + self._steps.num_early
+        traced = self._traced(first_step) if is_first() else None
         batches_on_devices = lambda: train_batches(
             config, self._mesh, self._datasets.train, first_step
         )
@@ -214,10 +216,26 @@ class _Loop:
             self._wait_for_checkpoint(step)
         return self._state, step
 
+    def _traced(self, first_step: int) -> tuple[int, int] | None:
+        """The steps of the trace, without those that JAX profiles itself (`pgle`)."""
+        if self._config.profiled is None or not self._steps.num_early:
+            return self._config.profiled
+        first, last = self._config.profiled
+        if first <= self._last_early and last > first_step:
+            print(
+                f"profile_steps={self._config.profile_steps!r}: no trace up to step "
+                f"{self._last_early}, because pgle profiles these steps"
+            )
+        return max(first, self._last_early + 1), last
+
     def _dispatch(self, step: int, batch: Batch, wait_s: float, profile: Profile) -> None:
         """Sends a step to the devices, then writes the row of the step before."""
+        if step <= self._last_early:
+            self._watchdog.begin_other(f"step {step}, profiled or compiled again for pgle")
         profile.begin(step)
         self._state, values = self._steps.train(self._state, batch, *self._steps.frozen)
+        if self._steps.num_early and step == self._last_early:
+            self._throughput = metrics.Throughput()  # of the program from here on
         with self._throughput.pause():
             profile.end(step, values)
         self._log_pending()

@@ -29,7 +29,7 @@ from train.step import (
     state_with,
 )
 from train.teacher import load_teacher
-from train.xla_flags import with_measured_latencies
+from train.xla_flags import calls_until_compiled_again, with_measured_latencies
 
 
 class Datasets(NamedTuple):
@@ -53,13 +53,16 @@ class CompiledSteps(NamedTuple):
       train: takes and donates a state, takes a batch and `frozen`, and returns the new state and
         metrics.
       evaluate: takes parameters and a batch and returns sums; None without held-out text.
-      program: the step as it was compiled before the first one, for its text and its memory.
+      program: the step compiled ahead of time, for its text and its memory. With `pgle` the steps
+        run other programs.
+      num_early: number of first calls of `train` that JAX profiles or compiles for `pgle`.
       frozen: parameters that no step changes: those of a teacher.
     """
 
     train: Callable[..., Any]
     evaluate: Callable[..., Any] | None
     program: Any = None
+    num_early: int = 0
     frozen: tuple[nnx.State, ...] = ()
 
 
@@ -156,14 +159,18 @@ def compile_steps(
     program = lowered.compile()
     print(f"compiled the step in {time.perf_counter() - start:.1f} s")
     print(memory_report(program))
-    # Only a call of the jitted function is profiled and compiled again.
-    train_step = with_measured_latencies(step) if config.pgle else program
+    train_step, num_early = program, 0
+    if config.pgle and mesh.size == 1:
+        print("pgle is left out, because one device exchanges nothing")
+    elif config.pgle:
+        # Only a call of the jitted function is profiled and compiled again.
+        train_step, num_early = with_measured_latencies(step), calls_until_compiled_again()
     eval_step = None
     if datasets.held_out is not None and config.eval_every:
         eval_batch = next(datasets.held_out.eval_batches(config.data.batch_size, 1))
         eval_batch = to_devices(eval_batch, batch_sharding(mesh))
         eval_step = jax.jit(make_eval_step(config)).lower(state.params, eval_batch).compile()
-    return CompiledSteps(train_step, eval_step, program, frozen)
+    return CompiledSteps(train_step, eval_step, program, num_early, frozen)
 
 
 def train_batches(

@@ -238,7 +238,8 @@ def _in_rows(gradient: Float[Array, "..."]) -> Float[Array, "..."]:
 
     With `fsdp`, the gradient of a tied table leaves its reduce-scatter in column-major order.
     Without this constraint XLA scatters the gradient of the embeddings into columns, too. Then the
-    optimizer transposes the table and its moments.
+    optimizer transposes the table and its moments. On one GPU, and on a mesh with `data` alone, the
+    constraint changes no kernel.
     """
     return with_layout_constraint(gradient, Layout(tuple(range(gradient.ndim))))
 

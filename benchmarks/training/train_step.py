@@ -8,7 +8,8 @@ A variant is `layers:remat`. Suffixes change it:
 - `:xla` runs none of our kernels in products of 16 bits and in norms.
 - `:loss=xla` leaves the loss to XLA, in chunks.
 - `:loss=logits` leaves the loss to XLA, with all logits in memory.
-- `:pgle` compiles again after three steps, with the times that the kernels took in them.
+- `:pgle` compiles again after three steps, with the times that the kernels took in them. The
+  memory of that program is not known.
 - `:xla_gpu_enable_triton_gemm=false` sets an option of XLA.
 
 All variants train one state and take turns: in each round each runs a few steps, in a random order.
@@ -19,6 +20,7 @@ a profiler trace.
 import argparse
 import collections
 import dataclasses
+import functools
 import importlib.metadata
 import random
 import re
@@ -42,7 +44,11 @@ from train.config import PRESET_NAMES, TrainConfig, preset
 from train.data import SyntheticDataset
 from train.reporting import metrics
 from train.step import init_state, make_train_step, memory_in_bytes
-from train.xla_flags import compiler_options, with_measured_latencies
+from train.xla_flags import (
+    calls_until_compiled_again,
+    compiler_options,
+    with_measured_latencies,
+)
 
 # The first pattern that occurs in the name of a kernel gives its kind. XLA names its fusions after
 # their operations.
@@ -95,11 +101,13 @@ class Way:
       config: Configuration of the run.
       loss: Options of the loss; None leaves them to the configuration.
       options: Options of XLA, in addition to those of training.
+      pgle: Whether XLA compiles again with the times of the first steps.
     """
 
     config: TrainConfig
     loss: dict[str, Any] | None
     options: tuple[str, ...]
+    pgle: bool
 
     @classmethod
     def parse(cls, base: TrainConfig, name: str) -> "Way":
@@ -129,20 +137,27 @@ class Way:
             implementation="xla" if "xla" in rest else None,
             fp8=next(iter(recipes), None),
         )
-        config = dataclasses.replace(base, model=model, pgle="pgle" in rest)
-        return cls(config, loss, tuple(options))
+        return cls(dataclasses.replace(base, model=model), loss, tuple(options), "pgle" in rest)
 
     def compile(self, *args: Any) -> tuple[Any, Callable[..., Any]]:
-        """The step compiled for these arguments, and the function to run; the first is donated."""
+        """The step compiled for these arguments, and the function to run; the first is donated.
+
+        With `pgle` the first is None: calls of the function compile.
+        """
         options = compiler_options(jax.tree.leaves(args)[0].devices(), self.options)
         step = jax.jit(make_train_step(self.config), donate_argnums=0, compiler_options=options)
 
         def loss(*args: Any, **options: Any) -> Any:
             return linear_cross_entropy(*args, **options | (self.loss or {}))
 
-        with mock.patch.object(train.step, "linear_cross_entropy", loss):
-            compiled = step.lower(*args).compile()
-        return compiled, with_measured_latencies(step) if self.config.pgle else compiled
+        def with_loss(fn: Callable[..., Any], *args: Any) -> Any:
+            with mock.patch.object(train.step, "linear_cross_entropy", loss):
+                return fn(*args)
+
+        if self.pgle:
+            return None, functools.partial(with_loss, with_measured_latencies(step))
+        compiled = with_loss(step.lower, *args).compile()
+        return compiled, compiled
 
 
 def kernel_table(kernels: list[tuple[str, float]]) -> list[tuple[str, int, float]]:
@@ -225,7 +240,7 @@ def main() -> None:
         for name, way in ways.items():
             start = time.perf_counter()
             compiled, run = way.compile(state, batch)
-            for _ in range(jax.config.jax_pgle_profiling_runs if way.config.pgle else 0):
+            for _ in range(calls_until_compiled_again() - 1 if way.pgle else 0):
                 state, _ = run(state, batch)  # profiled; the next step is compiled again
             state, values = run(state, batch)
             variants.append(Variant(name, compiled, run, time.perf_counter() - start))
@@ -316,7 +331,7 @@ def report(
             variant.name,
             *speed_cells(config, variant.times_s, num_gpus),
             f"{speed * flops / (gemm * num_gpus):.1%}",
-            f"{memory_in_bytes(variant.compiled) / 2**30:.1f} GiB",
+            f"{memory_in_bytes(variant.compiled) / 2**30:.1f} GiB" if variant.compiled else "-",
             f"{variant.compile_s:.0f} s",
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -80,16 +80,17 @@ def default_config(device: Device, intermediate_size: int, dtype: DTypeLike) -> 
 # Bytes that the loads of one multiprocessor should have on their way. A load takes about a
 # microsecond while the memory is busy. In that time a B200 moves 54 KB for each of its
 # multiprocessors, an H100 25 KB, an L4 5 KB (bandwidth and number of multiprocessors:
-# pallas_kernels/hardware.py). This is a third more than a B200 needs, because a lane that computes
-# or stores has nothing on its way. With 80 KB the guess for 16-bit arrays was 4 accesses in the
-# forward, which move 0.98 of a copy on an H200; 2 move 1.02 (2026-11-27, jax 0.11.2).
-_BYTES_ON_THEIR_WAY = 72 * 1024
+# pallas_kernels/hardware.py). 70 KB are a third more than a B200 needs: a lane that computes or
+# stores has nothing on its way. With 80 KB the guess for 16-bit arrays was 4 accesses in the
+# forward and 2 in the backward. On an H200 (2026-11-27, jax 0.11.2) 4 move 0.98 of a copy in the
+# forward, and 2 move 1.02. In the backward 2 and 1 move 1.01.
+_BYTES_ON_THEIR_WAY = 70 * 1024
 
 
 def guess_config(device: Device, dtype: DTypeLike) -> Config:
     """The fewest accesses with which enough bytes are on their way.
 
-    For 16-bit arrays 2 in the forward and 1 in the backward, the best of all on an H200.
+    For 16-bit arrays 2 in the forward and 1 in the backward.
     """
     vector = BYTES_PER_ACCESS // jnp.dtype(dtype).itemsize
 

@@ -130,8 +130,8 @@ def test_tables_have_gradients_in_rows(programs, case):
     The table of the student is tied: the gradient of the head is in columns, and transposed once.
     """
     hlo, _, _ = programs[case]
-    scattered = re.findall(r"= f32\[([\d,]+)\]\S* scatter\(", hlo)
-    assert set(scattered) == {f"{V},{D // DEVICES}"}
+    scattered = re.findall(r"= f32\[([\d,]+\]\{[\d,]+)\S* scatter\(", hlo)
+    assert set(scattered) == {f"{V},{D // DEVICES}]{{1,0"}
     assert not re.search(r"transpose_fusion\S* = \(f32", hlo)
     summed = [shape for kind, shape in collectives(hlo) if kind == "reduce-scatter"]
     head = {shape for shape in summed if math.prod(shape) == V * D // DEVICES}

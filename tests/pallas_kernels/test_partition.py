@@ -83,12 +83,14 @@ def collectives(text):
 # CPUs gathers a weight once more for the backward, which the numbers include.
 WHOLE = TOKENS, P(), P()
 FSDP = TOKENS, P("fsdp"), P(None, "fsdp")
+ROWS = TOKENS, P("fsdp"), P("fsdp")
 BOTH = TOKENS, P("fsdp", "tensor"), P("tensor", "fsdp")
 COLUMNS = P("data"), P(None, ("tensor", "fsdp")), P(("tensor", "fsdp"))
 SEQUENCE = P(("data", "fsdp"), "tensor"), P(), P()
 LAYOUTS = {
     "whole": (WHOLE, (0, 1, 0, 0, 0)),
     "fsdp": (FSDP, (3, 1, 2, 0, 0)),
+    "fsdp by rows": (ROWS, (3, 1, 2, 0, 0)),
     "fsdp and tensor": (BOTH, (3, 2, 2, 0, 0)),
     "tensor": (COLUMNS, (0, 2, 0, 0, 0)),
     "sequence": (SEQUENCE, (0, 1, 0, 0, 0)),

@@ -195,7 +195,8 @@ def test_unknown_preset():
         ("", {"profile_steps": "2"}, "profile_steps='2' must name steps A:B"),
         ("", {"profile_steps": "3:2"}, "1 <= A <= B <= 4"),
         ("", {"profile_steps": "1:5"}, "profile_steps='1:5'"),
-        ("", {"profile_steps": "3:4", "pgle": True}, "'3:4' must begin after step 3, because pgle"),
+        ("", {"pgle": True}, "pgle compiles again at step 4, and the run has steps=4"),
+        ("", {"profile_steps": "4:6", "pgle": True, "steps": 9}, "'4:6' must begin after step 4"),
         # 1 + 4 + 28 tokens.
         ("", {"sample_tokens": 28}, "33 tokens.*max_position_embeddings=32"),
     ],

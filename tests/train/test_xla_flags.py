@@ -140,5 +140,6 @@ def test_the_fourth_call_compiles_again_with_measured_latencies():
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert counts == [1, 0, 0, 1, 0, 0]
+    assert counts.index(1, 1) + 1 == xla_flags.calls_until_compiled_again()
     assert x.tolist() == [6.0] * 8
     assert not jax.config.jax_enable_pgle
