@@ -47,7 +47,7 @@ def test_a_run_compiles_again_and_traces_later_steps(tmp_path):
     """4 s."""
     compiled = []
 
-    def listen(event: str, duration: float, **metadata: Any) -> None:
+    def listen(event: str, duration_secs: float, **metadata: Any) -> None:
         if event.endswith("backend_compile_duration"):
             compiled.append(metadata.get("fun_name", ""))
 
