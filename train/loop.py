@@ -59,8 +59,8 @@ def run(config: TrainConfig) -> Path:
 
     With checkpoints the folder is `runs_dir/name`. A run that is there already goes on, to the same
     bits as if it had not stopped (`pgle` may change the last bits). A run that has all of its steps
-    writes its model and its report again. Without checkpoints the folder is always new, and a run that a signal stops writes the
-    model and the report of the steps that it took.
+    writes its model and its report again. Without checkpoints the folder is always new, and a run
+    that a signal stops writes the model and the report of the steps that it took.
 
     If there are several processes (`train.distributed`), all must call this function and share the
     folder. Process 0 writes its files; each process writes its part of a checkpoint.
