@@ -111,7 +111,7 @@ def parameter_shardings(params: nnx.State, mesh: Mesh) -> nnx.State:
         axes = [axis if axis in mesh.shape else None for axis in _parameter_spec(path)]
         is_rows_first = parameter_path(path)[-2:] in _ROWS_FIRST and "tensor" not in mesh.shape
         if is_rows_first and param.shape[-2] % mesh.shape.get("fsdp", 1) == 0:
-            axes[-2:] = axes[:-3:-1]
+            axes[-2:] = axes[-1], axes[-2]
         spec = PartitionSpec(*axes)
         for size, axis in zip(param.shape, spec, strict=False):
             if axis is not None and size % mesh.shape[axis]:

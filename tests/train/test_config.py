@@ -399,7 +399,7 @@ FIELDS = {
         "save": (False, run),
         "tensorboard": (True, run),
         "wandb": ("project", run),
-        "pgle": (True, compiled_steps),
+        "pgle": (True, compiled_steps, {"steps": 6}),
         "profile_steps": ("2:3", run),
         "dump_hlo": (True, run),
         "xla_options": (("none",), compiler_options),
