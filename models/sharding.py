@@ -99,9 +99,9 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def parameter_shardings(params: nnx.State, mesh: Mesh) -> nnx.State:
     """The sharding of each parameter of a Llama, in the structure of `params` (or of their shapes).
 
-    `fsdp` splits the rows of weights and the columns of the embedding. It splits the columns of
-    `o_proj`, `down_proj` and the head in two cases: `tensor` splits their rows, or `fsdp` does not
-    divide them, such as those of a head with an odd vocabulary.
+    `fsdp` splits the rows of weights and the columns of the embedding. Two cases leave it the
+    columns of `o_proj`, `down_proj` and the head. Either `tensor` splits their rows, or `fsdp` does
+    not divide them. A head with an odd vocabulary is such a weight.
 
     Raises:
       ValueError: `fsdp` or `tensor` does not divide the axis that it splits.

@@ -4,8 +4,10 @@ A CPU has no kernels to time, so JAX compiles the same program again. What the l
 for shows on several GPUs alone. The step here counts itself and compiles in milliseconds.
 """
 
+import contextlib
 import dataclasses
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ from train.loop import _Loop, run
 from train.reporting.results import load_metrics
 from train.setup import CompiledSteps, compile_steps, open_datasets
 from train.step import init_state
+from train.xla_flags import calls_until_compiled_again, with_measured_latencies
 
 CONFIG = dataclasses.replace(tiny_run.CONFIG, mesh=MeshConfig(fsdp=2), steps=8, pgle=True)
 
@@ -42,20 +45,43 @@ def counting_step(monkeypatch):
     monkeypatch.setattr(train.setup, "jit_train_step", jitted)
 
 
-@pytest.mark.filterwarnings("ignore:PGLE collected an empty trace:RuntimeWarning")
-def test_a_run_compiles_again_and_traces_later_steps(tmp_path):
-    """4 s."""
-    compiled = []
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The names of the functions that are compiled in the context."""
+    names: list[str] = []
 
     def listen(event: str, duration_secs: float, **metadata: Any) -> None:
         if event.endswith("backend_compile_duration"):
-            compiled.append(metadata.get("fun_name", ""))
+            names.append(metadata.get("fun_name", ""))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        folder = run(dataclasses.replace(CONFIG, runs_dir=tmp_path, profile_steps="5:6"))
+        yield names
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.filterwarnings("ignore:PGLE collected an empty trace:RuntimeWarning")
+def test_the_fourth_call_compiles_again():
+    """0.1 s."""
+    step = with_measured_latencies(jax.jit(lambda x, y: (x + y, y), donate_argnums=0))
+    x, counts = jnp.zeros(8), []
+    with compilations() as compiled:
+        for _ in range(6):
+            before = len(compiled)
+            x, _ = step(x, 1.0)
+            counts.append(len(compiled) - before)
+    assert counts == [1, 0, 0, 1, 0, 0]
+    assert counts.index(1, 1) + 1 == calls_until_compiled_again()
+    assert x.tolist() == [6.0] * 8
+    assert not jax.config.jax_enable_pgle
+
+
+@pytest.mark.filterwarnings("ignore:PGLE collected an empty trace:RuntimeWarning")
+def test_a_run_compiles_again_and_traces_later_steps(tmp_path):
+    """4 s."""
+    with compilations() as compiled:
+        folder = run(dataclasses.replace(CONFIG, runs_dir=tmp_path, profile_steps="5:6"))
     # Ahead of time, at the first step, and at the fourth.
     assert sum("step" in name for name in compiled) == 3, compiled
     rows = load_metrics(folder).train

@@ -5,7 +5,6 @@ import functools
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import train.step
@@ -118,28 +117,3 @@ def test_the_step_is_compiled_with_them(monkeypatch):
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
             lowered.compile()
     assert seen == [set(jax.devices())]
-
-
-@pytest.mark.filterwarnings("ignore:PGLE collected an empty trace:RuntimeWarning")
-def test_the_fourth_call_compiles_again_with_measured_latencies():
-    """A CPU has no kernels to time, so this does not show what the profile is good for. 0.1 s."""
-    compilations = []
-
-    def listen(event, *_, **__):
-        if event.endswith("backend_compile_duration"):
-            compilations.append(event)
-
-    step = xla_flags.with_measured_latencies(jax.jit(lambda x, y: (x + y, y), donate_argnums=0))
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        x, counts = jnp.zeros(8), []
-        for _ in range(6):
-            before = len(compilations)
-            x, _ = step(x, 1.0)
-            counts.append(len(compilations) - before)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert counts == [1, 0, 0, 1, 0, 0]
-    assert counts.index(1, 1) + 1 == xla_flags.calls_until_compiled_again()
-    assert x.tolist() == [6.0] * 8
-    assert not jax.config.jax_enable_pgle
