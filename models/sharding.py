@@ -57,12 +57,13 @@ _PARAMETER_SPECS: dict[tuple[str, ...], PartitionSpec] = {
     ("gate_proj", "bias"): PartitionSpec(None, "tensor"),
     ("up_proj", "bias"): PartitionSpec(None, "tensor"),
 }
-# Without the axis `tensor`, `fsdp` splits the rows of these weights in place of their columns. XLA
-# gathers rows in their order in memory. It gathers columns as rows of the transposed weight, and
-# transposes them back before our kernels. It also transposes their gradients, before the
-# reduce-scatter and in the optimizer. With rows, and gradients in rows (`train.step`), a step of 8
-# layers of Llama 8B on two H200s takes 476.9 ms in place of 484.7 (JAX 0.11.2).
-_ROWS_FIRST = (("lm_head", "weight"), ("o_proj", "kernel"), ("down_proj", "kernel"))
+# Without the axis `tensor`, `fsdp` splits the rows of the head in place of its columns. XLA gathers
+# rows in their order in memory. It gathers columns as rows of the transposed weight, and transposes
+# them back before our kernels. It also transposes the gradient, before the reduce-scatter and in
+# the optimizer. A step of 8 layers of Llama 8B takes 463.9 ms by rows and 480.6 by columns on two
+# H200s, and 455.1 and 464.2 on four. Rows of `o_proj` and `down_proj` save transposes, too, but
+# they make the step slower (JAX 0.11.2, docs/lab/2026-11-27-rows-on-four-gpus.md).
+_HEAD = ("lm_head", "weight")
 _BIASES_OF_SUMS = (("o_proj", "bias"), ("down_proj", "bias"))
 
 
@@ -99,9 +100,9 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def parameter_shardings(params: nnx.State, mesh: Mesh) -> nnx.State:
     """The sharding of each parameter of a Llama, in the structure of `params` (or of their shapes).
 
-    `fsdp` splits the rows of weights and the columns of the embedding. Two cases leave it the
-    columns of `o_proj`, `down_proj` and the head. Either `tensor` splits their rows, or `fsdp` does
-    not divide them. A head with an odd vocabulary is such a weight.
+    `fsdp` splits each matrix along the hidden size D, but for the head: there it splits the rows,
+    which are the vocabulary. If `tensor` splits these rows, or `fsdp` does not divide them, it
+    splits the head along D, too.
 
     Raises:
       ValueError: `fsdp` or `tensor` does not divide the axis that it splits.
@@ -109,9 +110,13 @@ def parameter_shardings(params: nnx.State, mesh: Mesh) -> nnx.State:
 
     def sharding(path: tuple[Any, ...], param: Any) -> NamedSharding:
         axes = [axis if axis in mesh.shape else None for axis in _parameter_spec(path)]
-        is_rows_first = parameter_path(path)[-2:] in _ROWS_FIRST and "tensor" not in mesh.shape
-        if is_rows_first and param.shape[-2] % mesh.shape.get("fsdp", 1) == 0:
-            axes[-2:] = axes[-1], axes[-2]
+        is_head = parameter_path(path)[-2:] == _HEAD
+        if (
+            is_head
+            and "tensor" not in mesh.shape
+            and param.shape[0] % mesh.shape.get("fsdp", 1) == 0
+        ):
+            axes.reverse()
         spec = PartitionSpec(*axes)
         for size, axis in zip(param.shape, spec, strict=False):
             if axis is not None and size % mesh.shape[axis]:

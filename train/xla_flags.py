@@ -26,13 +26,13 @@ type OptionValue = bool | int | float | str
 # 64.1 with latency hiding off at 4x1, and 18.6, 18.9 and 19.5 ms at 1x4.
 #
 # Some options change nothing in that schedule and are left out: effort O1, the analytical latency
-# estimator, the stream's priority, no command buffers, double-buffered loops, and the windows of
-# collective matmuls (XLA's partitioner makes them, a `jax.shard_map` does not need them).
-# Thresholds of 512 MiB for combining make it worse, and so does pipelining all kinds of
-# collectives: scanned over four layers at 4x1, 6.9 ms become 14.8 and 9.3. On the H200s none of
-# them is faster, and the windows turn 61.6 ms a step into 73.4 at 4x1. NCCL's symmetric buffers
-# change nothing: 480.9 ms for 479.1 with eight layers at 4x1 on H200s, and 478.2 if NCCL gathers by
-# copy engines (`NCCL_CTA_POLICY=2`).
+# estimator (XLA has it on by default), the stream's priority, no command buffers, double-buffered
+# loops, and the windows of collective matmuls (XLA's partitioner makes them, a `jax.shard_map` does
+# not need them). Thresholds of 512 MiB for combining make it worse, and so does pipelining all
+# kinds of collectives: scanned over four layers at 4x1, 6.9 ms become 14.8 and 9.3. On the H200s
+# none of them is faster, and the windows turn 61.6 ms a step into 73.4 at 4x1. NCCL's symmetric
+# buffers change nothing: 480.9 ms for 479.1 with eight layers at 4x1 on H200s, and 478.2 if NCCL
+# gathers by copy engines (`NCCL_CTA_POLICY=2`).
 OPTIONS: dict[str, OptionValue] = {
     # At 4x1, 8.9 of 9.6 ms without it and 3.8 with it. JAX 0.12 has it on by default.
     "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -152,9 +152,8 @@ def with_measured_latencies(step: Callable[..., Any]) -> Callable[..., Any]:
     JAX calls that profile-guided latency estimation. It profiles the first calls, and compiles the
     function again at call `calls_until_compiled_again()`. XLA then knows how long kernels and
     exchange take, and so which kernels to start beside an exchange. Without a profile it assumes
-    one time for every call of a library and of our kernels. On several hosts all take the profile
-    of the first. With a profile of two traced steps, a step of 8 layers of Llama 8B on two H200s
-    takes 464.3 ms in place of 476.9 (JAX 0.11.2).
+    10 us for every call of cuDNN and of our kernels. On several hosts all take the profile of the
+    first. On four H200s a step of Llama 8B takes 1586.8 ms in place of 1591.0 (JAX 0.11.2).
 
     The profiled calls run without command buffers, and wait for the device. They need JAX's
     profiler, so no other trace may run. Where another tool holds CUPTI the profile is empty: JAX

@@ -117,27 +117,25 @@ def placed(mesh, config: LlamaConfig = CONFIG):
 
 
 @functools.cache
-def compiled(data: int, fsdp: int):
+def compiled(data: int, fsdp: int, config: LlamaConfig = CONFIG):
     """The compiled loss and gradients, and its arguments on the mesh."""
     mesh = mesh_of(data, fsdp)
-    graphdef, params, batch = placed(mesh)
+    graphdef, params, batch = placed(mesh, config)
     shardings = replicated(mesh), parameter_shardings(params, mesh)
     compute = jax.jit(loss_and_gradients, static_argnums=0, out_shardings=shardings)
     with jax.set_mesh(mesh):
         return compute.lower(graphdef, params, batch).compile(), params, batch
 
 
-@functools.cache
-def without_a_mesh():
-    graphdef, params = parameters()
+def without_a_mesh(config: LlamaConfig):
+    graphdef, params = parameters(config)
     return jax.jit(loss_and_gradients, static_argnums=0)(graphdef, params, packed_batch())
 
 
-@pytest.mark.parametrize("data, fsdp", MESHES)
-def test_loss_and_gradients_are_those_of_one_device(data, fsdp):
-    program, params, batch = compiled(data, fsdp)
+def assert_like_one_device(data: int, fsdp: int, config: LlamaConfig) -> None:
+    program, params, batch = compiled(data, fsdp, config)
     loss, gradients = program(params, batch)
-    expected_loss, expected = without_a_mesh()
+    expected_loss, expected = without_a_mesh(config)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(expected))
     # The sums over tokens have another order: some float32 epsilons of the largest gradient.
@@ -147,14 +145,25 @@ def test_loss_and_gradients_are_those_of_one_device(data, fsdp):
         assert gradient.sharding.is_equivalent_to(param.sharding, param.ndim)
 
 
+@pytest.mark.parametrize("data, fsdp", MESHES)
+def test_loss_and_gradients_are_those_of_one_device(data, fsdp):
+    assert_like_one_device(data, fsdp, CONFIG)
+
+
+def test_a_head_of_an_odd_vocabulary_gives_what_one_device_gives():
+    """`fsdp` splits this head by columns. 8 s."""
+    config = dataclasses.replace(CONFIG, vocab_size=V + 1, num_hidden_layers=1)
+    assert_like_one_device(2, 4, config)
+
+
 # The placement of parameters
 
 
 def expected_shard(names: tuple[str, ...], shape: tuple[int, ...], fsdp: int) -> tuple[int, ...]:
-    """Rows of matrices and channels of embeddings are split, and norms and biases are whole."""
+    """Matrices are split along D, but for the head. Norms and biases are whole."""
     if "norm" in names[-2] or names[-1] == "bias":
         return shape
-    axis = len(shape) - (1 if names[-2] == "embed_tokens" else 2)
+    axis = shape.index(V if names[-2] == "lm_head" else D)
     return *shape[:axis], shape[axis] // fsdp, *shape[axis + 1 :]
 
 
@@ -211,12 +220,13 @@ def test_every_matrix_is_split(tie_word_embeddings):
 
 
 def test_a_head_whose_rows_do_not_divide_is_split_by_columns():
-    config = dataclasses.replace(CONFIG, vocab_size=1009, tie_word_embeddings=False)
-    shardings = parameter_shardings(parameters(config)[1], mesh_of(2, 4))
-    assert shardings["lm_head"]["weight"].spec == PartitionSpec(None, "fsdp")
-    assert shardings["layers"]["mlp"]["down_proj"]["kernel"].spec == PartitionSpec(
-        None, "fsdp", None
-    )
+    for vocab_size, spec in (
+        (1008, PartitionSpec("fsdp", None)),
+        (1009, PartitionSpec(None, "fsdp")),
+    ):
+        config = dataclasses.replace(CONFIG, vocab_size=vocab_size, tie_word_embeddings=False)
+        shardings = parameter_shardings(parameters(config)[1], mesh_of(2, 4))
+        assert shardings["lm_head"]["weight"].spec == spec
 
 
 @pytest.mark.parametrize("fsdp", [1, 2, 4, 8])
