@@ -60,9 +60,10 @@ _PARAMETER_SPECS: dict[tuple[str, ...], PartitionSpec] = {
 # Without the axis `tensor`, `fsdp` splits the rows of the head in place of its columns. XLA gathers
 # rows in their order in memory. It gathers columns as rows of the transposed weight, and transposes
 # them back before our kernels. It also transposes the gradient, before the reduce-scatter and in
-# the optimizer. A step of 8 layers of Llama 8B takes 463.9 ms by rows and 480.6 by columns on two
-# H200s, and 455.1 and 464.2 on four. Rows of `o_proj` and `down_proj` save transposes, too, but
-# they make the step slower (JAX 0.11.2, docs/lab/2026-11-27-rows-on-four-gpus.md).
+# the optimizer. With rows of the head, and all gradients in rows (`train.step`), a step of 8 layers
+# of Llama 8B takes 463.9 ms in place of 480.6 on two H200s, and 455.1 in place of 464.2 on four.
+# With rows of `o_proj` and `down_proj` as well, it takes 471.7 and 467.5 ms, although XLA
+# transposes less (JAX 0.11.2, docs/lab/2026-11-27-rows-on-four-gpus.md).
 _HEAD = ("lm_head", "weight")
 _BIASES_OF_SUMS = (("o_proj", "bias"), ("down_proj", "bias"))
 

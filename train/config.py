@@ -336,8 +336,8 @@ class TrainConfig:
       tensorboard: whether TensorBoard gets the metrics, in `tensorboard` of the run's folder.
       wandb: project of Weights & Biases that gets the metrics; None sends nothing.
       pgle: whether XLA compiles the step again after three steps, with the times that its kernels
-        took in them (`train.xla_flags.with_measured_latencies`). XLA then hides more of the
-        exchange between GPUs. It costs two more compilations, in a resumed run as well.
+        took in them (`train.xla_flags.with_measured_latencies`). XLA then schedules the exchange
+        between GPUs by these times. It costs two more compilations, in a resumed run as well.
       profile_steps: steps `A:B`, counted from 1, whose trace is written to `profile` in the run's
         folder. With `pgle` the first four steps of a start are not in it.
       dump_hlo: whether the compiled step and its memory are written to `hlo` in the run's folder.

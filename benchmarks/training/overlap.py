@@ -44,7 +44,7 @@ SETS: dict[str, dict[str, xla_flags.OptionValue]] = {
     "none": {},
     "no-latency-hiding": {"xla_gpu_enable_latency_hiding_scheduler": False},
     "effort-O1": {"optimization_level": "O1"},
-    "measured-latencies": {"xla_gpu_enable_analytical_sol_latency_estimator": True},
+    "analytical-latencies": {"xla_gpu_enable_analytical_sol_latency_estimator": True},
     "priority": {"xla_gpu_enable_highest_priority_async_stream": True},
     "two-at-a-time": {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
     "four-at-a-time": {"xla_gpu_experimental_parallel_collective_overlap_limit": 4},

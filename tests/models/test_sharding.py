@@ -219,7 +219,7 @@ def test_every_matrix_is_split(tie_word_embeddings):
         assert param.shape[0] != L or not sharding.spec or sharding.spec[0] is None
 
 
-def test_a_head_whose_rows_do_not_divide_is_split_by_columns():
+def test_a_head_is_split_by_rows_or_by_columns_if_its_rows_do_not_divide():
     for vocab_size, spec in (
         (1008, PartitionSpec("fsdp", None)),
         (1009, PartitionSpec(None, "fsdp")),
