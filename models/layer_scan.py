@@ -30,7 +30,9 @@ from jax.extend.core import Literal, jaxpr_as_fun
 from jax.sharding import AxisType
 
 # Primitives whose result is their operand.
-_VIEWS = frozenset(("name", "reduce_precision", "reshape", "sharding_constraint"))
+_VIEWS = frozenset(
+    ("name", "operation_follows", "reduce_precision", "reshape", "sharding_constraint")
+)
 
 
 def layer_scan(

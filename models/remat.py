@@ -123,8 +123,8 @@ POLICIES = {
     ),
     # It keeps the inputs of products in FP8, `fp8_x`, so that they are not quantized again. Then
     # `normed` is kept only where the backward reads it as it is.
-    # It keeps `normed` because one kernel call makes `normed` and `residual`. Without it, that call
-    # would run again, and before it the GEMM that makes its input.
+    # Without `normed` it would norm each residual again in the backward, and the first norm of a
+    # layer would be a kernel of its own.
     "mlp_inputs": RematPolicy(
         tensors=("residual", "rstd", "normed", "fp8_x", "q_proj", "k_proj"),
         attention=True,

@@ -7,6 +7,8 @@ Three primitives make a differentiable function of an `Operation`:
   forward mode.
 - `operation_backward`, its transpose, computes the gradients that are asked for, and no others.
 
+A fourth one, `operation_follows`, tells `jax.checkpoint` how to compute a result again.
+
 An operation that is a `HasTangent` has forward mode and second derivatives, in plain JAX. The
 others raise NotImplementedError.
 
@@ -24,7 +26,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import AxisType
 
 from pallas_kernels.choices import TANGENT_REASON, record
@@ -138,6 +140,25 @@ def call(operation: Operation, *args: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(_bind_forward(operation, None, *args))
 
 
+def follows(
+    result: jax.Array, operation: Operation, *args: jax.Array, where_kept: Sequence[jax.Array]
+) -> jax.Array:
+    """`result`, which a `jax.checkpoint` may compute again as `call(operation, *args)`.
+
+    A checkpoint computes an array again by the operation that made it, from arguments which it may
+    have to compute again, too. Here it takes `operation` if its policy keeps all of `where_kept`
+    and not `result`.
+
+    Args:
+      result: Array with the values of `call(operation, *args)[0]`.
+      operation: Operation with one result.
+      *args: Arguments of the operation.
+      where_kept: Arrays that the policy must keep.
+    """
+    params = {"operation": operation, "num_args": len(args)}
+    return _follows_p.bind(result, *args, *where_kept, **params)[0]
+
+
 def _primitive(name: str) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -147,6 +168,7 @@ def _primitive(name: str) -> Primitive:
 _operation_p = _primitive("operation")
 _tangent_p = _primitive("operation_tangent")
 _backward_p = _primitive("operation_backward")
+_follows_p = _primitive("operation_follows")
 
 
 # Jitted functions, so that JAX traces and lowers equal calls once.
@@ -373,3 +395,49 @@ def _at_front(args, axes) -> tuple[list[jax.Array], Mask]:
 
 batching.primitive_batchers[_operation_p] = _batch_forward
 batching.primitive_batchers[_backward_p] = _batch_backward
+
+
+# Results that follow from others.
+
+
+def _recompute(saveable, is_unknown, is_instantiated, eqn):
+    """The rule of `follows` for `jax.checkpoint`: equations of the forward and of the backward.
+
+    Args:
+      saveable: Policy of the checkpoint.
+      is_unknown: Operands that only the backward knows.
+      is_instantiated: Operands that the backward has without keeping them: arguments of the
+        checkpoint, and what the backward computes again.
+      eqn: Equation of the primitive.
+
+    Returns:
+      The equation of the forward, that of the backward, whether the result is unknown and
+      instantiated, and operands to keep. Each equation may be None.
+    """
+    del saveable
+    num_args = eqn.params["num_args"]
+    read = [v for v, given in zip(eqn.invars, is_instantiated, strict=True) if not given]
+    if any(is_unknown):
+        return None, eqn, [True], [True], read
+    if not is_instantiated[0]:  # the policy keeps the result
+        return eqn, None, [False], [False], []
+    if any(is_instantiated[1 + num_args :]):
+        return eqn, eqn, [False], [True], read
+    args, operation = eqn.invars[1 : 1 + num_args], eqn.params["operation"]
+    fn: Any = _forward(operation, None)
+    jaxpr = fn.trace(*(_struct(v.aval) for v in args)).jaxpr
+    params = {"fn": fn, "jaxpr": jaxpr, "operation": operation, "wanted": None}
+    again = eqn.replace(primitive=_operation_p, invars=args, params=params, effects=jaxpr.effects)
+    return eqn, again, [False], [True], [v for v in args if v in read]
+
+
+_follows_p.def_impl(lambda result, *_, **__: [result])
+_follows_p.def_abstract_eval(lambda result, *_, **__: [result])
+mlir.register_lowering(_follows_p, lambda context, result, *_, **__: [result])
+ad.primitive_jvps[_follows_p] = lambda primals, tangents, **params: (
+    _follows_p.bind(*primals, **params),
+    [tangents[0]],
+)
+# A batch computes the result by the operation that made it.
+batching.primitive_batchers[_follows_p] = lambda args, axes, **_: ([args[0]], [axes[0]])
+partial_eval.partial_eval_jaxpr_custom_rules[_follows_p] = _recompute

@@ -42,7 +42,7 @@ from pallas_kernels.norm.backward_kernel import backward
 from pallas_kernels.norm.config import Config, Options, config_of
 from pallas_kernels.norm.forward_kernel import forward
 from pallas_kernels.norm.rows import column_parts, ring_bytes, split_row, splits, widest_itemsize
-from pallas_kernels.operation import Mask, Operation, call, with_members
+from pallas_kernels.operation import Mask, Operation, call, follows, with_members
 from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
 
 _MIN_HIDDEN_SIZE = 64
@@ -154,7 +154,15 @@ class _Norm:
         names = ("normed", "residual")[: len(results)]
         results = [checkpoint_name(a, n) for a, n in zip(results, names, strict=True)]
         source = results[1] if self.has_residual else args[0]
-        return results, (source, args[-1], checkpoint_name(residuals[0], "rstd"))
+        rstd = checkpoint_name(residuals[0], "rstd")
+        if self.has_residual:
+            # `y` is the norm of the rounded sum, bit for bit. A checkpoint that keeps the sum need
+            # not add again, which would need the product before the addition.
+            alone = dataclasses.replace(self.options, config=config_of(source, None))
+            operation = type(self)(alone, has_residual=False)
+            kept = source, rstd
+            results[0] = follows(results[0], operation, source, args[-1], where_kept=kept)
+        return results, (source, args[-1], rstd)
 
     def backward(
         self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]

@@ -44,6 +44,7 @@ COTANGENT = jax.random.normal(jax.random.key(1), (B, S, D))
 
 CUSTOM = "attention, gate,up"
 TO_HOST = "attention,residual,gate@host,up@host"
+SUMS = "attention,residual,rstd,gate,up"
 # Number of a layer's 7 GEMMs that the backward runs again. The GEMMs are q with k and v, scores,
 # weighted values, o, gate, up, down.
 RECOMPUTED_GEMMS = {
@@ -57,8 +58,10 @@ RECOMPUTED_GEMMS = {
     # With `normed`, the norm that ends the layer needs that output to make its input again.
     "normed,attn_proj,attention": 3,
     CUSTOM: 1,
-    # The norms run again, from the residuals. (A kernel would make the residual again with them.)
+    # The norms run again, from the residuals. (Without `rstd` a kernel would make the residual
+    # again with them.)
     TO_HOST: 0,
+    SUMS: 0,
     "attention": 3,
     "q,k,v": 5,
     "gate": 5,
@@ -315,6 +318,7 @@ KEPT = {
         MASKS,
     ),
     TO_HOST: (ATTENTION + [(B, S, D)] * 2 + [("host", B, S, F)] * 2, MASKS),
+    SUMS: (ATTENTION + [(B, S, D)] * 2 + [(B, S, 1)] * 2 + [(B, S, F)] * 2, MASKS),
     # Without a checkpoint the forward keeps every factor of a derivative, gate and up of the MLP.
     "none": (SOFTMAX + [(B, S, D)] * 9 + [(B, S, 1)] * 4 + [(B, S, F)] * 2, MASKS + POSITIONS),
 }
