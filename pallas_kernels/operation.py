@@ -150,7 +150,7 @@ def follows(
     and not `result`.
 
     Args:
-      result: Array with the values of `call(operation, *args)[0]`.
+      result: Array with the values of `call(operation, *args)[0]`, up to rounding.
       operation: Operation with one result.
       *args: Arguments of the operation.
       where_kept: Arrays that the policy must keep.

@@ -156,8 +156,9 @@ class _Norm:
         source = results[1] if self.has_residual else args[0]
         rstd = checkpoint_name(residuals[0], "rstd")
         if self.has_residual:
-            # `y` is the norm of the rounded sum, bit for bit. A checkpoint that keeps the sum need
-            # not add again, which would need the product before the addition.
+            # `y` is the norm of the rounded sum. So a checkpoint that keeps the sum need not add
+            # again, which would need the product before the addition. The last bits may differ,
+            # because another kernel adds the squares in another order.
             alone = dataclasses.replace(self.options, config=config_of(source, None))
             operation = type(self)(alone, has_residual=False)
             kept = source, rstd
