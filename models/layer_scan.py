@@ -29,7 +29,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Literal, jaxpr_as_fun
 from jax.sharding import AxisType
 
-# Primitives whose result is their operand.
+# Primitives whose result is their first operand.
 _VIEWS = frozenset(
     ("name", "operation_follows", "reduce_precision", "reshape", "sharding_constraint")
 )

@@ -60,10 +60,10 @@ _PARAMETER_SPECS: dict[tuple[str, ...], PartitionSpec] = {
 # Without the axis `tensor`, `fsdp` splits the rows of the head in place of its columns. XLA gathers
 # rows in their order in memory. It gathers columns as rows of the transposed weight, and transposes
 # them back before our kernels. It also transposes the gradient, before the reduce-scatter and in
-# the optimizer. With rows of the head, and all gradients in rows (`train.step`), a step of 8 layers
-# of Llama 8B takes 463.9 ms in place of 480.6 on two H200s, and 455.1 in place of 464.2 on four.
-# With rows of `o_proj` and `down_proj` as well, it takes 471.7 and 467.5 ms, although XLA
-# transposes less (JAX 0.11.2, docs/lab/2026-11-27-rows-on-four-gpus.md).
+# the optimizer. The head was measured with a step of 8 layers of Llama 8B, on two and four H200s
+# (JAX 0.11.2, docs/lab/2026-11-27-rows-on-four-gpus.md). By columns it takes 480.6 and 464.2 ms. By
+# rows, with all gradients in rows (`train.step`), it takes 463.9 and 455.1. With rows of `o_proj`
+# and `down_proj` as well, it takes 471.7 and 467.5, although XLA transposes less.
 _HEAD = ("lm_head", "weight")
 _BIASES_OF_SUMS = (("o_proj", "bias"), ("down_proj", "bias"))
 
@@ -111,13 +111,9 @@ def parameter_shardings(params: nnx.State, mesh: Mesh) -> nnx.State:
 
     def sharding(path: tuple[Any, ...], param: Any) -> NamedSharding:
         axes = [axis if axis in mesh.shape else None for axis in _parameter_spec(path)]
-        is_head = parameter_path(path)[-2:] == _HEAD
-        if (
-            is_head
-            and "tensor" not in mesh.shape
-            and param.shape[0] % mesh.shape.get("fsdp", 1) == 0
-        ):
-            axes.reverse()
+        if parameter_path(path)[-2:] == _HEAD and "tensor" not in mesh.shape:
+            if param.shape[0] % mesh.shape.get("fsdp", 1) == 0:
+                axes.reverse()
         spec = PartitionSpec(*axes)
         for size, axis in zip(param.shape, spec, strict=False):
             if axis is not None and size % mesh.shape[axis]:

@@ -20,7 +20,7 @@ which makes one gradient of the weight. `vmap(grad(f))` still makes one for each
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -214,8 +214,11 @@ def _bind(primitive: Primitive, fn: Any, *args: jax.Array, **params: Any) -> Any
     in the jaxprs of an equation. Whoever counts kernels in a program finds them there, too.
     """
     args = tuple(map(jnp.asarray, args))
-    jaxpr = fn.trace(*(_struct(jax.typeof(a)) for a in args)).jaxpr
-    return primitive.bind(*args, fn=fn, jaxpr=jaxpr, **params)
+    return primitive.bind(*args, fn=fn, jaxpr=_traced(fn, map(jax.typeof, args)), **params)
+
+
+def _traced(fn: Any, avals: Iterable[Any]) -> Any:
+    return fn.trace(*map(_struct, avals)).jaxpr
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
@@ -424,8 +427,8 @@ def _recompute(saveable, is_unknown, is_instantiated, eqn):
     if any(is_instantiated[1 + num_args :]):
         return eqn, eqn, [False], [True], read
     args, operation = eqn.invars[1 : 1 + num_args], eqn.params["operation"]
-    fn: Any = _forward(operation, None)
-    jaxpr = fn.trace(*(_struct(v.aval) for v in args)).jaxpr
+    fn = _forward(operation, None)
+    jaxpr = _traced(fn, (v.aval for v in args))
     params = {"fn": fn, "jaxpr": jaxpr, "operation": operation, "wanted": None}
     again = eqn.replace(primitive=_operation_p, invars=args, params=params, effects=jaxpr.effects)
     return eqn, again, [False], [True], [v for v in args if v in read]

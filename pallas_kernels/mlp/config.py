@@ -80,10 +80,10 @@ def default_config(device: Device, intermediate_size: int, dtype: DTypeLike) -> 
 # Bytes that the loads of one multiprocessor should have on their way. A load takes about a
 # microsecond while the memory is busy. In that time a B200 moves 54 KB for each of its
 # multiprocessors, an H100 25 KB, and an L4 5 KB. That follows from the bandwidths and the numbers
-# of multiprocessors in pallas_kernels/hardware.py. 70 KB are a third more than a B200 needs: a
-# lane that computes or stores has nothing on its way. With 80 KB the guess for 16-bit arrays was 4
-# accesses in the forward and 2 in the backward. On an H200 (2026-11-27, jax 0.11.2) 4 move 0.98 of
-# a copy in the forward, and 2 move 1.02. In the backward 2 and 1 move 1.01.
+# of multiprocessors in pallas_kernels/hardware.py. 70 KB are a third more than a B200 needs,
+# because a lane that computes or stores has nothing on its way. With 80 KB the guess for 16-bit
+# arrays was 4 accesses in the forward and 2 in the backward. On an H200 (2026-11-27, jax 0.11.2) 4
+# move 0.98 of a copy in the forward, and 2 move 1.02. In the backward 2 and 1 move 1.01.
 _BYTES_ON_THEIR_WAY = 70 * 1024
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -20,7 +19,7 @@ from models.rope import RopeParameters
 from models.sharding import make_mesh
 from pallas_kernels import add_rms_norm
 from support.jaxprs import equations
-from support.numerics import quick_jit
+from support.numerics import assert_close, quick_jit
 
 CONFIG = LlamaConfig(
     vocab_size=48,
@@ -174,16 +173,6 @@ SCANNED = [(name, True) for name in ("attention", "offload", CUSTOM, TO_HOST)]
 @in_each_layout([*POLICIES, CUSTOM, TO_HOST], full=UNROLLED + SCANNED)
 def test_no_policy_changes_values_or_gradients(remat, scan_layers):
     assert_close(compiled(remat, scan_layers)(STATE), compiled("none", True)(STATE))
-
-
-def assert_close(got, expected):
-    # XLA fuses the programs differently, so they differ by some float32 epsilons of the largest
-    # element.
-    chex.assert_trees_all_close(
-        *(jax.tree.map(lambda a, e: a / jnp.max(jnp.abs(e)), t, expected) for t in (got, expected)),
-        rtol=0,
-        atol=2e-6,
-    )
 
 
 # Some chunks divide the sequence, others do not.

@@ -127,6 +127,7 @@ def compiled(data: int, fsdp: int, config: LlamaConfig = CONFIG):
         return compute.lower(graphdef, params, batch).compile(), params, batch
 
 
+@functools.cache
 def without_a_mesh(config: LlamaConfig):
     graphdef, params = parameters(config)
     return jax.jit(loss_and_gradients, static_argnums=0)(graphdef, params, packed_batch())

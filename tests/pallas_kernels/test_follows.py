@@ -7,7 +7,6 @@ operations are small ones in plain JAX.
 import dataclasses
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -15,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.operation import call, follows
 from support.jaxprs import equations
+from support.numerics import assert_close
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +72,6 @@ def loss(x, y):
 def under(policy):
     names = jax.checkpoint_policies.save_only_these_names(*policy)
     return jax.grad(jax.checkpoint(loss, policy=names), argnums=(0, 1))
-
-
-def assert_close(got, expected):
-    """Up to some float32 epsilons of the largest element."""
-    scaled = lambda tree: jax.tree.map(lambda a, e: a / jnp.max(jnp.abs(e)), tree, expected)
-    chex.assert_trees_all_close(scaled(got), scaled(expected), rtol=0, atol=2e-6)
 
 
 POLICIES = {

@@ -2,6 +2,7 @@
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -62,3 +63,15 @@ def assert_trees_as_accurate(got, low_precision, exact, **options):
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(exact)]
     leaves = map(jax.tree.leaves, (got, low_precision, exact))
     assert_as_accurate(*leaves, names=names, **options)
+
+
+def assert_close(got, expected):
+    """Equal up to some float32 epsilons of the largest element of each array.
+
+    For one computation in two programs, which XLA fuses differently.
+    """
+    chex.assert_trees_all_close(
+        *(jax.tree.map(lambda a, e: a / jnp.max(jnp.abs(e)), t, expected) for t in (got, expected)),
+        rtol=0,
+        atol=2e-6,
+    )
