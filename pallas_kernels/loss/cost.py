@@ -5,7 +5,8 @@ between plans:
 
 - *Products.* A product is done in waves of tiles, one tile for each multiprocessor. The last wave
   takes as long as the others, even if it has few tiles. XLA's products may split the depth, which
-  is V for `dx`, and so lose little. Our product for `dx` in place may lose most of a wave.
+  is V for `dx`, and so lose little if they have few waves. Our product for `dx` in place may lose
+  most of a wave.
 - *Passes over `dweight`.* Each chunk of tokens but the first reads and writes all of it.
 - *Launches.* Each kernel of a chunk, and each band of `dweight`, has a start and an end.
 
@@ -22,12 +23,19 @@ from pallas_kernels.loss.layout import WeightLayout
 from pallas_kernels.loss.mosaic_gpu import in_place, products
 
 _H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
-_TILE_N = 256  # columns of a tile of XLA's products
+_TILE_N = 256  # columns of a tile of our product for `dweight` in place
+# Rows and columns of a tile of XLA's products, by the names of cuBLAS's kernels. By tiles of 128 x
+# 256, chunks of 8320 tokens would be chosen at 32768 x 4096 x 32000 in place of 8192. They are
+# 5.6 % slower (H200).
+_XLA_TILE = 256, 128
 # Parts of its depth that a product of XLA can share out. With a depth of 128256 cuBLAS reaches 791
-# TFLOP/s at 512 x 4096, which has 64 tiles of 128 x 256, and 834 at 2048 x 2048, which has 128. It
-# reaches 728 at 1664 x 3584, which has 182. Errors of the estimates are 4.0 % with 4 parts, 3.1 %
-# with 8 and 3.0 % with 16.
+# TFLOP/s at 512 x 4096, which has 64 tiles, and 834 at 2048 x 2048, which has 128. It reaches 728
+# at 1664 x 3584, which has 196.
 _PARTS_OF_DEPTH = 8
+# From two waves on it shares out less. At 16384 x 2560 x 100352, chunks of 4352 tokens have 2.6
+# waves of `dx`, chunks of 4096 have 2.4. By eighths 4352 seem to be faster. They are 2 and 3 %
+# slower (two H200s, docs/lab/2026-11-27-waves-of-the-loss.md).
+_MANY_WAVES, _PARTS_OF_MANY_WAVES = 2, 2
 # Bytes of a copied exponential: 2 are read and 2 are written, at 3.35 TB/s and not at the rate of
 # passes. At 8192 x 4096 x 128256 that makes 1.3 ms, and measurements differ by 1.0 ms.
 _BYTES_OF_COPY = 3
@@ -148,9 +156,11 @@ def _logits(sizes: Sizes, num_tokens: int, rates: Rates) -> float:
 
 def _product(num_rows: int, num_columns: int, depth: int, rates: Rates) -> float:
     """Seconds of a product by XLA."""
-    tiles = math.ceil(num_rows / BLOCK_M) * math.ceil(num_columns / _TILE_N)
-    waves = math.ceil(_PARTS_OF_DEPTH * tiles / _H100.num_sms) / _PARTS_OF_DEPTH
-    return waves * _H100.num_sms * 2 * BLOCK_M * _TILE_N * depth / rates.flops
+    rows, columns = _XLA_TILE
+    waves = math.ceil(num_rows / rows) * math.ceil(num_columns / columns) / _H100.num_sms
+    parts = _PARTS_OF_DEPTH if waves < _MANY_WAVES else _PARTS_OF_MANY_WAVES
+    waves = math.ceil(parts * waves) / parts
+    return waves * _H100.num_sms * 2 * rows * columns * depth / rates.flops
 
 
 def _without_store(tile_n: int) -> float:

@@ -126,7 +126,7 @@ def test_sizes_of_chunks(chosen, num_tokens, vocab_size, dtype, max_bytes, want)
         # Rows of zeros follow the vocabulary, up to whole blocks.
         ((8192, 4096, 50257), F32, None, (8192, 0, None, (4096, 11, 5248), F32)),
         # Chunks alone are faster.
-        ((8192, 4096, 49 * 128), F32, None, None),
+        ((65536, 2048, 32000), F32, None, None),
         ((16384, 1024, 128256), F32, None, None),
         ((16384, 2048, 128256), F32, 1024 * MIB, None),
         ((8192, 4000, 128256), F32, None, None),
@@ -146,6 +146,24 @@ def test_what_is_in_place(chosen, shape, weight_dtype, limit, want):
     size, number, num_copied = bands
     assert size * max(1, number) + num_copied == shape[2] + -shape[2] % 128
     assert plan.without_dweight.by_exponentials
+
+
+@pytest.mark.usefixtures("h100")
+@pytest.mark.parametrize(
+    "shape, limit, want",
+    [
+        # Each is at most 1 % slower than the fastest measured chunks on an H200.
+        ((16384, 2048, 49152), 1024 * MIB, 6144),
+        ((16384, 2560, 100352), 1024 * MIB, 4096),
+        ((32768, 2048, 100352), 1024 * MIB, 5120),
+        ((65536, 2048, 32000), None, 8192),
+    ],
+    ids=str,
+)
+def test_chunks_by_the_waves_of_dx(chosen, shape, limit, want):
+    options = {"max_logits_bytes": limit, "implementation": "mosaic_gpu"}
+    plan = chosen(*shape, weight_dtype=F32, **options)
+    assert plan == TokenChunks(chunk_size=want, by_exponentials=True)
 
 
 @pytest.mark.usefixtures("h100")
