@@ -10,8 +10,9 @@ between plans:
 - *Passes over `dweight`.* Each chunk of tokens but the first reads and writes all of it.
 - *Launches.* Each kernel of a chunk, and each band of `dweight`, has a start and an end.
 
-All numbers are for bfloat16 on an H100 with 132 multiprocessors. Other devices and dtypes take the
-plan of an H100, so that a plan depends on sizes and options alone.
+The rates are for bfloat16 on an H100 with 132 multiprocessors. The tile and the waves of XLA's
+products were chosen by measurements on an H200, too. Other devices and dtypes take the plan of an
+H100, so that a plan depends on sizes and options alone.
 """
 
 import math
@@ -24,17 +25,17 @@ from pallas_kernels.loss.mosaic_gpu import in_place, products
 
 _H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
 _TILE_N = 256  # columns of a tile of our product for `dweight` in place
-# Rows and columns of a tile of XLA's products, by the names of cuBLAS's kernels. By tiles of 128 x
-# 256, chunks of 8320 tokens would be chosen at 32768 x 4096 x 32000 in place of 8192. They are
-# 5.6 % slower (H200).
+# Rows and columns of a tile of XLA's products. With tiles of 128 x 256 and the halves below, the
+# estimate would choose chunks of 8320 tokens at 32768 x 4096 x 32000. They are 5.7 % slower than
+# 8192 (H200). Over all measured plans both sizes have the same error.
 _XLA_TILE = 256, 128
 # Parts of its depth that a product of XLA can share out. With a depth of 128256 cuBLAS reaches 791
 # TFLOP/s at 512 x 4096, which has 64 tiles, and 834 at 2048 x 2048, which has 128. It reaches 728
 # at 1664 x 3584, which has 196.
 _PARTS_OF_DEPTH = 8
-# From two waves on it shares out less. At 16384 x 2560 x 100352, chunks of 4352 tokens have 2.6
-# waves of `dx`, chunks of 4096 have 2.4. By eighths 4352 seem to be faster. They are 2 and 3 %
-# slower (two H200s, docs/lab/2026-11-27-waves-of-the-loss.md).
+# From two waves on, a product shares out less of its depth. At 16384 x 2560 x 100352, `dx` has 2.6
+# waves with chunks of 4352 tokens, and 2.4 with 4096. By eighths the estimate prefers 4352. Two
+# H200s ran them 3.5 and 2.0 % slower than 4096 (docs/lab/2026-11-27-waves-of-the-loss.md).
 _MANY_WAVES, _PARTS_OF_MANY_WAVES = 2, 2
 # Bytes of a copied exponential: 2 are read and 2 are written, at 3.35 TB/s and not at the rate of
 # passes. At 8192 x 4096 x 128256 that makes 1.3 ms, and measurements differ by 1.0 ms.
@@ -63,9 +64,10 @@ class Rates(NamedTuple):
     launch: float
 
 
-# Fitted by hand to 37 ratios over three bare GEMMs in benchmarks/results and docs/lab. Errors are
-# 3.1 % (docs/lab/2026-11-25-loss-cost-model.md), and ratios of one program differ by up to 5 % from
-# run to run. Profiles of an H100 agree with the rates:
+# Fitted by hand to 37 ratios over three bare GEMMs in benchmarks/results and docs/lab, with errors
+# of 3.1 % (docs/lab/2026-11-25-loss-cost-model.md). Errors of 45 measurements on an H100 are 4.2 %,
+# of 174 on an H200 4.6 %. Ratios of one program differ by up to 5 % from run to run. Profiles of an
+# H100 agree with the rates:
 # - Bare products take 31.8 ms at 8192 x 4096 x 128256, which is 812 TFLOP/s.
 # - Sums over chunks of 512 tokens at 4096 x 128256 take 2.05 ms: 4.2 GB, and products of 0.69 ms.
 # - Sums over chunks of 1024 tokens at 2304 x 256000 take 2.36 ms: 4.7 GB, and products of 1.55 ms.

@@ -152,7 +152,7 @@ def test_what_is_in_place(chosen, shape, weight_dtype, limit, want):
 @pytest.mark.parametrize(
     "shape, limit, want",
     [
-        # Each is at most 1 % slower than the fastest measured chunks on an H200.
+        # Each is at most 1 % slower than the fastest plan that an H200 measured within the limit.
         ((16384, 2048, 49152), 1024 * MIB, 6144),
         ((16384, 2560, 100352), 1024 * MIB, 4096),
         ((32768, 2048, 100352), 1024 * MIB, 5120),
