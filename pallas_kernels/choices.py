@@ -123,6 +123,12 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         pytrees for JAX, so two NNX modules that share a parameter get a copy each. If the function
         updates such modules, pass the state of `nnx.split` and merge it inside.
       **kwargs: Keyword arguments of the function.
+
+    Returns:
+      One `Choice` for each call that JAX traces: implementation, reason and plan.
+
+    Raises:
+      NotImplementedError: A kernel is required, and a call would not run it.
     """
     # Functions that are jitted and traced already are traced again, because the metadata is a part
     # of the key under which JAX keeps a trace.
@@ -161,9 +167,13 @@ def require_kernels() -> Iterator[None]:
 
     It acts while JAX traces: a function that was traced before is not checked. The environment
     variable `PALLAS_KERNELS_REQUIRE=1` does the same for a whole process, and
-    `implementation="require"` for one call. Two kinds of calls are not checked: calls that name
-    `"reference"` or `"xla"`, and `swiglu` with `implementation=None`, which takes no kernel on
-    purpose.
+    `implementation="require"` for one call. Not checked are
+
+    - calls that name `"reference"` or `"xla"`, and calls whose first array is empty;
+    - `swiglu` and `linear_distillation_loss_top_k` with `None`, which take no kernel on purpose;
+    - the sums over devices of `sharded_add_rms_norm` with `None`;
+    - the backward of `swiglu_mlp` below 2048 tokens;
+    - `fp8_linear` with a weight too small for FP8, and FP8's casts of tokens split over a mesh.
     """
     token = _required.set(True)
     try:

@@ -52,9 +52,11 @@ class RMSNorm(_Norm):
 
     Args:
       epsilon: Number that is added to the mean square.
-      dtype: Dtype of the result, which is rounded once, at the end, as in `nn.RMSNorm`. (NNX's norm
-        casts its input.) `None` takes the dtype of the input. (`nn.RMSNorm` would take the
-        common dtype of input and scale, so a float32 scale would make a bfloat16 stream float32.)
+      dtype: Dtype of the result. The norm is computed in the wider of it and the dtype of `x`, and
+        then cast to it, as in `nn.RMSNorm`. With `casting="llama"`, `x · rstd` is rounded to that
+        wider dtype. (NNX's norm casts its input.) `None` takes the dtype of the input.
+        (`nn.RMSNorm` would take the common dtype of input and scale, so a float32 scale would make
+        a bfloat16 stream float32.)
       param_dtype: Dtype of `scale`.
       scale_init: Initializer of `scale`; `None` starts at `1 - weight_offset`.
       weight_offset: Number that is added to `scale`, as in `rms_norm`.
@@ -72,7 +74,8 @@ class RMSNorm(_Norm):
 class AddRMSNorm(_Norm):
     """`pallas_kernels.add_rms_norm` with its weight; it has the fields of `RMSNorm`.
 
-    `dtype` is the dtype of the norm. The sum has the dtype of `x`.
+    `dtype` is the dtype of the norm. The sum is returned in the dtype of `x`. If `dtype` is wider,
+    the norm reads the sum in `dtype`, before it is rounded.
     """
 
     @nn.compact

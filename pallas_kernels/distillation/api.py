@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, as_array, floating_arrays
-from pallas_kernels.choices import record
+from pallas_kernels.choices import record, required_by
 from pallas_kernels.distillation import differentiable, passes, reference
 from pallas_kernels.distillation.arguments import (
     check_layer,
@@ -93,10 +93,10 @@ def linear_distillation_loss(
     of tokens. `"none"` returns the losses. If no token counts, loss and gradients are 0. Losses
     are float32.
 
-    **What counts.** A token does not count if its weight is exactly 0; `token_weights=labels !=
-    -100` leaves out what a cross-entropy would ignore. It adds nothing to loss and gradients, and
-    its row of `dx` is 0, even if its hidden states hold NaN or infinities. NaN of another token
-    makes its loss NaN, and the gradients.
+    **Tokens that count.** A token does not count if its weight is exactly 0; `token_weights=labels
+    != -100` leaves out what a cross-entropy would ignore. Such a token adds nothing to loss and
+    gradients, and its row of `dx` is 0, even if its hidden states hold NaN or infinities. NaN of
+    another token makes its loss NaN, and the gradients.
 
     **Zeros.** A token `v` that has no probability adds nothing: `0·log 0` is 0. The reverse KL is
     infinite where the teacher gives no probability to a token that the student may choose, and the
@@ -117,7 +117,7 @@ def linear_distillation_loss(
     **Rounding.** Products take operands in the dtype of `x` or `teacher_x`, and accumulate in
     float32. Logits in memory are rounded to `logits_dtype`. Bias, softcap, softmax and losses are
     float32. The gradient in the logits is rounded once, to the dtype of `x`, and each gradient
-    once.
+    once. The operands of `"reference"` are float32.
 
     **Meshes.** Each device computes the losses of its own tokens. On Auto and Explicit axes a sum
     or mean is over the tokens of all devices. A vocabulary that is split over an axis which splits
@@ -167,11 +167,15 @@ def linear_distillation_loss(
         of `x` for the student and of `teacher_x` for the teacher. bfloat16
         logits between 8 and 16 err by up to 2^-5. Their errors add about 3e-4 nats to a KL. float32
         takes twice the memory.
-      implementation: `"mosaic_gpu"` works on chunks of tokens: the products are XLA's, by cuBLAS,
-        and our kernels pass over the logits. `"xla"` leaves the passes to XLA as well.
-        `"reference"` keeps all logits, in float32, and ignores chunks and `logits_dtype`; it takes
-        no `vocab_axis`. `None` takes the kernels where they run, and `"xla"` elsewhere. `"require"`
-        raises there.
+      implementation: Name of the program. `"mosaic_gpu"` works on chunks of tokens: the products
+        are XLA's, by cuBLAS, and our kernels pass over the logits. They take a V that is a multiple
+        of 32. `"xla"` leaves the passes to XLA as well. `"reference"` keeps all logits, in float32,
+        and ignores chunks and `logits_dtype`; it takes no `vocab_axis`. `None` takes the kernels
+        where they run, `"reference"` for open sizes (`jax.export.symbolic_shape`), and `"xla"`
+        elsewhere. A name is binding, with one exception: if a mesh splits V so that a device's part
+        is no multiple of 32, XLA makes the passes for `"mosaic_gpu"` too, and a warning is logged.
+        `"require"` takes the kernels that `None` takes, and raises where XLA would run in their
+        place, for parts too.
 
     Returns:
       The loss, a scalar or of the shape of the tokens.
@@ -255,7 +259,7 @@ def linear_distillation_loss_top_k(
     vocabulary, at `temperature`: the temperature here divides the student's logits alone. An entry
     of -inf is no entry, whatever its id is, so shorter lists can be padded.
 
-    **Tail.** The other `V - k` tokens are the tail.
+    **Tail.** The tail is all tokens of the vocabulary without an entry. An entry of -inf is none.
 
     - `"one_bucket"`: the tail is one class, beside `k` classes. Its teacher's probability is what
       the `k` tokens leave of 1, and its student's probability is the sum over the tail. The loss is
@@ -280,14 +284,14 @@ def linear_distillation_loss_top_k(
       weight: Output embedding of the student.
       teacher_log_probs: Log-probabilities of the teacher, of any floating dtype.
       teacher_ids: Tokens that have them, of any integer dtype. Their order is free.
-      tail: `"one_bucket"` or `"ignore"`.
-      divergence: As in `linear_distillation_loss`, and so are the arguments that follow.
+      tail: Treatment of the tail: `"one_bucket"` or `"ignore"`.
+      divergence: Name, as in `linear_distillation_loss`; so for the arguments below.
       beta: Share of the teacher in the mixture.
       temperature: Divisor of the student's logits.
       bias: Bias of the student's logits.
       logit_softcap: Bound of the student's logits.
       token_weights: Factor for each token's loss.
-      reduction: `"mean"`, `"sum"` or `"none"`.
+      reduction: Name of the reduction: `"mean"`, `"sum"` or `"none"`.
       counted_fraction: Largest share of a device's tokens that is expected to count.
       chunk_size: Largest number of a device's tokens whose logits exist at a time.
       max_logits_bytes: Limit in bytes for the logits of a chunk of tokens.
@@ -295,8 +299,9 @@ def linear_distillation_loss_top_k(
         numbers in the whole vocabulary.
       weight_layout: Order of the axes of `weight`.
       logits_dtype: Dtype of logits in memory.
-      implementation: `"xla"`, `"reference"` or `None`, which picks `"xla"`. There is no kernel, so
-        `"mosaic_gpu"` and `"require"` always raise.
+      implementation: Name of the program: `"xla"`, `"reference"` or `None`. `None` picks `"xla"`,
+        and `"reference"` for open sizes. There is no kernel, so `"mosaic_gpu"` and `"require"`
+        always raise. `require_kernels` does not check `None`.
 
     Returns:
       The loss, a scalar or of the shape of the tokens.
@@ -373,17 +378,21 @@ def _loss(
     chosen, reason = _choose(implementation, settings, x, teacher, vocab_size)
     if settings.vocab_axes and chosen == "reference":
         (vocab_axis,) = settings.vocab_axes
-        raise ValueError(f"{vocab_axis=}: implementation='reference' has the whole vocabulary")
+        raise ValueError(
+            f"{vocab_axis=}: implementation='reference' has the whole vocabulary; gather the "
+            "weights and leave vocab_axis=None, or take implementation='xla'"
+        )
+    # Stored log-probabilities have no kernel on purpose, so `require_kernels` refuses nothing.
+    asked_for = implementation if settings.tail is None else implementation or chosen
     settings = dataclasses.replace(
         settings,
         kernels=chosen == "mosaic_gpu",
         is_low_rank=isinstance(weight, TwoParts),
         has_bias=bias is not None,
+        required_by=required_by(asked_for),
     )
     is_planned = chosen != "reference" and x.size > 0
     describe = lambda: settings.describe(x, teacher, vocab_size)
-    # Stored log-probabilities have no kernel on purpose, so `require_kernels` refuses nothing.
-    asked_for = implementation if settings.tail is None else implementation or chosen
     record(
         name,
         (*student, *teacher, token_weights),

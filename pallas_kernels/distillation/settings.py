@@ -75,6 +75,8 @@ class Settings:
       is_low_rank: Whether the student's weight has a frozen and a low-rank part.
       has_bias: Whether the student's logits have a bias.
       has_teacher_bias: Whether the teacher's logits have one.
+      required_by: Who demands the kernels, also for a device's part of the vocabulary; None if
+        nobody.
     """
 
     divergence: Divergence
@@ -93,6 +95,7 @@ class Settings:
     is_low_rank: bool = False
     has_bias: bool = False
     has_teacher_bias: bool = False
+    required_by: str | None = None
 
     def dtype_of_logits(self, hidden_states) -> jnp.dtype:
         """The dtype of the logits of these hidden states in memory."""

@@ -71,6 +71,11 @@ def losses_and_gradients(
     if settings.kernels:
         dtypes = (settings.dtype_of_logits(a) for a in (x, teacher[0]))
         reason = passes.unsupported_reason(vocab_size, *dtypes)
+        if reason is not None and settings.required_by is not None:
+            raise NotImplementedError(
+                f"linear_distillation_loss: kernels are required by {settings.required_by}, and "
+                f"{reason}"
+            )
         if reason is not None:
             log_once(f"linear_distillation_loss: XLA passes over the logits; {reason}")
             settings = dataclasses.replace(settings, kernels=False)

@@ -30,6 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
+from pallas_kernels.choices import log_once
 from pallas_kernels.fp8.casts import cast_both, cast_one, cast_part
 from pallas_kernels.fp8.product_kernel import OUT_DTYPES
 from pallas_kernels.fp8.products import Accumulation, fp8_matmul
@@ -122,19 +123,21 @@ def fp8_linear(
     *,
     recipe: Recipe | RecipeName,
 ) -> Float[Array, "*T N"]:
-    """`x @ weight` with the forward, the gradient of `x` and that of the weight in FP8.
+    """`x @ weight` with the forward and the gradient of `x` in FP8.
 
-    Operands are quantized as the recipe says, and each product rounds once, to the dtype of `x`.
-    The gradient of the weight has the dtype of the weight, and is rounded to it from float32. It is
-    the gradient of the weight before it was quantized. A weight that is too small to gain
-    (`Recipe.gains`) is multiplied in the dtype of `x`.
+    The gradient of the weight is in FP8 too, unless the recipe's `wgrad` is None. Operands are
+    quantized as the recipe says, and each product rounds once, to the dtype of `x`, which is also
+    the dtype of the result and of the gradient of `x`. The gradient of the weight has the dtype of
+    the weight, and is rounded to it from float32. It is the gradient of the weight before it was
+    quantized. A weight that is too small to gain (`Recipe.gains`) is multiplied in the dtype of
+    `x`, which is logged once.
 
     NaN and infinity in an operand become NaN in every number of the result that they belong to.
 
     Args:
       x: Input, of a floating dtype of 16 or 32 bits; the leading axes are tokens.
-      weight: Weight in the layout of Flax's kernels, of a floating dtype of 16 or 32 bits; or
-        what `quantize_weight` made of it with the same recipe.
+      weight: Weight in the layout of Flax's kernels, of a floating dtype of 16 or 32 bits; or the
+        result of `quantize_weight` for it with the same recipe, which is not checked.
       recipe: Recipe, or its name: `"tensorwise"`, `"rowwise"` or `"rowwise_with_gw_hp"`.
 
     Raises:
@@ -154,6 +157,19 @@ def fp8_linears(
     """`x @ weight` for several weights, as `fp8_linear`: `x` is quantized and kept once.
 
     The gradient of `x` is the sum of one product for each weight, each rounded to the dtype of `x`.
+
+    Args:
+      x: Input, as in `fp8_linear`.
+      weights: Weights `[K, N]` with one K, each as in `fp8_linear`.
+      recipe: Recipe of all weights, or its name.
+
+    Returns:
+      The products in the order of the weights, each `[..., N]` in the dtype of `x`.
+
+    Raises:
+      ValueError: The shapes disagree, or there is no recipe of that name.
+      TypeError: An array is not of a floating dtype of 16 or 32 bits.
+      NotImplementedError: It is differentiated twice or in forward mode (`jax.jvp`).
     """
     recipe = find_recipe(recipe)
     x = operand("x", x)
@@ -165,6 +181,9 @@ def fp8_linears(
     for q in quantized:
         if q.weight.shape[0] != x.shape[-1]:
             raise ValueError(f"weight must be [K, N], got {q.weight.shape} for x {x.shape}")
+        if q.forward is None:
+            shape = q.weight.shape
+            log_once(f"fp8_linear: a weight {shape} is too small for {recipe.name}: no FP8")
     in_fp8 = [q for q in quantized if q.forward is not None]
     results = iter(())
     if in_fp8:

@@ -77,19 +77,20 @@ def fp8_swiglu_mlp(
     *,
     recipe: Recipe | RecipeName,
 ) -> Float[Array, "*T D"]:
-    """The gated MLP `(silu(x @ w_gate) · (x @ w_up)) @ w_down` with its products in FP8.
+    """The gated MLP `(silu(x @ w_gate) · (x @ w_up)) @ w_down`, whose products are in FP8.
 
-    Operands of products are quantized as the recipe says, and each product is rounded once to the
-    dtype of `x`. `silu(gate) · up` and its gradients are float32, and rounded to the dtype of `x`
-    before they are quantized. The forward computes from gate and up in the dtype of `x`. The
-    backward reads both in int8, with a float32 scale for 128 columns of a row. Gradients of weights
-    have the dtypes of the weights. If a weight is too small to gain (`Recipe.gains`), all of the
-    MLP runs in the dtype of `x`, by `swiglu_mlp`.
+    Products of weight gradients are in FP8 unless the recipe's `wgrad` is None. Operands of FP8
+    products are quantized as the recipe says, and each product is rounded once to the dtype of `x`.
+    `silu(gate) · up` and its gradients are float32, and rounded to the dtype of `x` before they are
+    quantized. The forward computes from gate and up in the dtype of `x`. The backward reads both in
+    int8, with a float32 scale for 128 columns of a row. Gradients of weights have the dtypes of the
+    weights. If a weight is too small to gain (`Recipe.gains`), all of the MLP runs in the dtype of
+    `x`, by `swiglu_mlp`, which is logged once.
 
     Args:
       x: Input, of a floating dtype of 16 or 32 bits; the leading axes are tokens.
-      w_gate: First projection, in the layout of Flax's kernels, or what `quantize_weight` made of
-        it with the same recipe.
+      w_gate: First projection, in the layout of Flax's kernels; or the result of `quantize_weight`
+        for it with the same recipe, which is not checked.
       w_up: Second projection.
       w_down: Projection of the product.
       recipe: Recipe, or its name.

@@ -45,21 +45,24 @@ def rms_norm_quantized(
     not split over a mesh. Call it inside of `jax.shard_map`.
 
     Args:
-      x: Activations, as in `pallas_kernels.rms_norm`.
-      weight: Scale of the norm, one number a channel.
-      dtype: `float8_e4m3fn` or `float8_e5m2`.
+      x: Activations, of a floating dtype of 16 bits or more; the leading axes are tokens.
+      weight: Scale of the norm, one number a channel, of a floating dtype of 16 bits or more.
+      dtype: Dtype of the values: `float8_e4m3fn` or `float8_e5m2`.
       eps: Number added to the mean square.
       weight_offset: Number added to the weight in float32.
       casting: Place where the norm is rounded.
-      implementation: Name, as in `pallas_kernels.rms_norm`; the kernel needs Ada, Hopper or later.
+      implementation: Name, as in `pallas_kernels.rms_norm`; the kernel needs Ada, Hopper or later,
+        and at least 4 rows.
 
     Returns:
       `(y, rstd)`, with `y` of values `[*T, D]` and scales `[*T, 1]`, and `rstd` in float32.
 
     Raises:
       ValueError: The same as in `rms_norm` and `quantize`.
-      TypeError: The same as in `rms_norm`.
-      NotImplementedError: The caller asked for the kernel, and it does not take the arguments.
+      TypeError: An array is not of a floating dtype of 16 bits or more, or an option is of a wrong
+        type.
+      NotImplementedError: The caller asked for the kernel or requires it, and it does not run; or
+        the function is differentiated.
     """
     options = dict(eps=eps, weight_offset=weight_offset, casting=casting)
     name = "rms_norm_quantized"
@@ -80,7 +83,7 @@ def add_rms_norm_quantized(
 ) -> tuple[Quantized, Float[Array, "*T D"], Float[Array, "*T"]]:
     """`rms_norm_quantized` of the rounded sum `x + residual`, and that sum.
 
-    Arguments and errors are those of `rms_norm_quantized` and `pallas_kernels.add_rms_norm`.
+    Arguments and errors are as in `rms_norm_quantized` and `pallas_kernels.add_rms_norm`.
 
     Returns:
       `(y, residual_out, rstd)`; `residual_out` has the dtype of `x`.

@@ -58,8 +58,10 @@ def fp8_matmul(
 ) -> Float[Array, "M N"]:
     """`a @ b.T` of two FP8 tensors, `out[i, j] = Σ_k a[i, k] · b[j, k]`.
 
-    Sums are float32 or the tensor cores' own, and the result is rounded once, to `out_dtype`. NaN
-    in an operand gives NaN. The function has no gradient; `fp8_linear` has.
+    Sums are float32 or the tensor cores' own, and the result is rounded once, to `out_dtype`. There
+    is one exception. Where XLA does not replace the product of `"xla"` by cublasLt's, an operand
+    times its single scale is rounded to `out_dtype` before the product. NaN in an operand gives
+    NaN. The function has no gradient; `fp8_linear` has.
 
     Args:
       a: First operand, `[M, K]`, with one scale or one for each row.

@@ -55,7 +55,7 @@ def quantize(
     Args:
       x: Array of any floating dtype of at least 16 bits. The last axis is the one that products
         contract.
-      dtype: `float8_e4m3fn` or `float8_e5m2`.
+      dtype: Dtype of the values: `float8_e4m3fn` or `float8_e5m2`.
       scaling: `"tensor"` for one scale, `"row"` for one scale for each row.
       implementation: `"mosaic_gpu"` is a kernel for Hopper; the number of rows and the last axis
         must be multiples of 64. `"reference"` is plain JAX, which XLA fuses; `"xla"` is the same.
@@ -64,7 +64,7 @@ def quantize(
         kernel.
 
     Raises:
-      ValueError: A name is unknown, or `dtype` is no dtype of FP8.
+      ValueError: A name is unknown, `dtype` is no dtype of FP8, or `x` has no axis.
       TypeError: `x` is no array, or not of a floating dtype of at least 16 bits.
       NotImplementedError: The caller asked for a kernel, and it does not take the arguments; or the
         function is differentiated.
@@ -85,7 +85,7 @@ def quantize_transposed(
 ) -> Quantized:
     """`quantize(x.T, ...)`: values `[K, M]` in memory order, whose rows are the columns of `x`.
 
-    Arguments and errors are those of `quantize`; `x` has two axes.
+    Arguments and errors are as in `quantize`; another number of axes than two is a ValueError.
     """
     x = _checked(x, dtype, scaling, axes=2)
     name = "quantize_transposed"
@@ -102,7 +102,8 @@ def quantize_both(
     """`(quantize(x, ...), quantize_transposed(x, ...))`.
 
     With `scaling="tensor"` both have the same scale. With `"row"` the second has one scale for each
-    column of `x`. Arguments and errors are those of `quantize`; `x` has two axes.
+    column of `x`. Arguments and errors are as in `quantize`; another number of axes than two is a
+    ValueError.
     """
     x = _checked(x, dtype, scaling, axes=2)
     return _quantize("quantize_both", x, dtype, scaling, implementation, plain=True, turned=True)

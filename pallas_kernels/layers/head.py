@@ -27,7 +27,7 @@ class LinearCrossEntropy(nnx.Module):
 
     Args:
       hidden_size: D, the size of the hidden states.
-      vocab_size: V.
+      vocab_size: Size V of the vocabulary.
       use_bias: Whether the logits have a bias.
       dtype: Dtype of the operands of the GEMMs; `None` takes the dtype of the hidden states.
       param_dtype: Dtype of the parameters.
@@ -39,8 +39,9 @@ class LinearCrossEntropy(nnx.Module):
       **loss_options: Keyword arguments of `linear_cross_entropy` for every call.
 
     Raises:
-      TypeError: `loss_options` has another name.
-      ValueError: `weight_layout` has another value.
+      TypeError: A name in `loss_options` is no option of `linear_cross_entropy`. Their values are
+        checked when the layer is called.
+      ValueError: `weight_layout` is neither `"dv"` nor `"vd"`.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class LinearCrossEntropy(nnx.Module):
 
         Args:
           head: Layer whose product with the hidden states gives the logits.
-          **loss_options: As in the constructor.
+          **loss_options: Keyword arguments of the loss, as in the constructor.
 
         Raises:
           TypeError: `head` is of another class, or `loss_options` has another name.

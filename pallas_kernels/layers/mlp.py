@@ -43,11 +43,12 @@ class SwiGLU(nnx.Module):
       down: The same options for `down_proj`.
       save: Tensors kept for the backward, as in `swiglu_mlp`; only "gate_up" with biases.
       chunk_size: Number of positions at a time, as in `swiglu_mlp`; it needs `save="x"`.
-      implementation: Implementation of `swiglu_mlp` or, with biases, of `swiglu`.
+      implementation: Implementation of `swiglu_mlp` or, with biases, of `swiglu`. Then `None` takes
+        no kernel, and `"require"` raises in the call.
       rngs: Source of the kernels' random numbers.
 
     Raises:
-      ValueError: `save` has another value, and the layer has biases.
+      ValueError: The layer has biases, and `save` is not `"gate_up"` or there is a `chunk_size`.
       TypeError: An option of one projection has another name.
     """
 
@@ -115,9 +116,9 @@ class SwiGLU(nnx.Module):
           gate: Projection that `silu` acts on.
           up: Second projection.
           down: Projection of the product.
-          save: As in the constructor.
-          chunk_size: As in the constructor.
-          implementation: As in the constructor.
+          save: Tensors kept for the backward, as in the constructor.
+          chunk_size: Number of positions at a time, as in the constructor.
+          implementation: Name, as in the constructor.
 
         Raises:
           TypeError: One of the layers is no `nnx.Linear`.
@@ -139,7 +140,10 @@ class SwiGLU(nnx.Module):
             if name == "dtype":  # jnp.bfloat16 and np.dtype("bfloat16") are one dtype
                 values = {k: None if d is None else jnp.dtype(d) for k, d in values.items()}
             if len({*values.values()}) > 1:
-                raise ValueError(f"{cls.__name__}.from_nnx: the layers differ in {name}: {values}")
+                raise ValueError(
+                    f"{cls.__name__}.from_nnx: the layers differ in {name}: {values}; make them "
+                    f"with one {name}"
+                )
         shapes = {name: layer.kernel.shape for name, layer in layers.items()}
         if shapes["up"] != shapes["gate"] or shapes["down"] != shapes["gate"][::-1]:
             raise ValueError(

@@ -66,8 +66,8 @@ class _Norm(nnx.Module):
 
         Args:
           norm: Norm of Flax.
-          casting: As in `rms_norm`.
-          implementation: As in `rms_norm`.
+          casting: Place where the result is rounded, as in `rms_norm`.
+          implementation: Name, as in `rms_norm`.
 
         Raises:
           TypeError: `norm` is of another class.
@@ -124,7 +124,11 @@ class RMSNorm(_Norm):
 
 
 class AddRMSNorm(_Norm):
-    """`pallas_kernels.add_rms_norm` with its parameter; it takes the arguments of `RMSNorm`."""
+    """`pallas_kernels.add_rms_norm` with its parameter; it takes the arguments of `RMSNorm`.
+
+    With a `dtype`, `x` and `residual` are cast to it before the addition, and both results have it:
+    `bfloat16` rounds a float32 residual stream. With `None` both results have the dtype of `x`.
+    """
 
     def __call__(
         self, x: Float[Array, "*T D"], residual: Float[Array, "*T D"]

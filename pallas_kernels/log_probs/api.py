@@ -112,7 +112,7 @@ def linear_log_probs(
 
     **Rounding.** Products take operands in the dtype of `x` and accumulate in float32. The softmax
     is float32. The gradient in the logits is rounded once, to the dtype of `x`, and each result
-    once.
+    once. The operands of `"reference"` are float32.
 
     **Meshes.** Each device computes its own tokens. A vocabulary that is split over an axis which
     splits no tokens stays split: devices exchange 8 bytes a token, 4 more with the entropy and 8
@@ -141,9 +141,10 @@ def linear_log_probs(
         be on each device. It has no effect where the kernels do not run or `x` is not bfloat16,
         which the log says.
       counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1]. The
-        tokens that count are then computed in as few rows, and all tokens if more of them do, so
-        the share has no influence on results. In reinforcement learning the tokens of a prompt do
-        not count. It has no effect where the vocabulary is split, which the log says.
+        tokens that count are then computed in as few rows, and all tokens if more of them do. So
+        the share changes no result but the order of sums. In reinforcement learning the tokens of a
+        prompt do not count. It has no effect with `"reference"`, nor where the vocabulary is split;
+        the log says the latter.
       chunk_size: Largest number of a device's tokens whose logits exist at a time.
       max_logits_bytes: Limit in bytes for the logits of a chunk of tokens, as in
         `linear_cross_entropy`. At most one of `chunk_size` and `max_logits_bytes` may be given.
@@ -156,11 +157,11 @@ def linear_log_probs(
         float64 needs `jax_enable_x64`.
       check_labels: Whether a label out of range raises an error with its value: at once outside of
         `jax.jit`, through `jax.experimental.checkify.checkify` inside.
-      implementation: `"mosaic_gpu"` uses kernels for Hopper and 16-bit `x`. `"xla"` has float32
-        logits of a chunk of tokens in memory. `"reference"` keeps all logits, in float32, and
-        ignores chunks and `accum_dtype`. `None` picks the kernels where they run, and `"xla"`
-        elsewhere. A name is binding. `"require"` picks the kernels, and raises where they do not
-        run.
+      implementation: Name of the program. `"mosaic_gpu"` uses kernels for Hopper and 16-bit `x`.
+        `"xla"` has float32 logits of a chunk of tokens in memory. `"reference"` keeps all logits,
+        in float32, and ignores chunks and `accum_dtype`. `None` picks the kernels where they run,
+        `"reference"` for open sizes (`jax.export.symbolic_shape`), and `"xla"` elsewhere. A name is
+        binding. `"require"` picks the kernels, and raises where they do not run.
       config: Launch parameters of the kernels. `None` derives them.
 
     Returns:
@@ -169,11 +170,14 @@ def linear_log_probs(
       `(log_probs, entropy, argmax)`.
 
     Raises:
-      ValueError: shapes disagree, an option is out of its range, or a name is unknown.
+      ValueError: shapes disagree, an option is out of its range, or a name is unknown. Or
+        `keep_exponentials` comes with an option that it does not take or a split vocabulary, or
+        `return_argmax` with a vocabulary above 2^24.
       TypeError: labels are not integers, another array is of a dtype that is not described here, or
         an option is of a wrong type.
-      NotImplementedError: the caller names the kernels or requires them, and they do not run. Or
-        another implementation than `"reference"` is differentiated twice or in forward mode.
+      NotImplementedError: the caller names the kernels or requires them, and they do not run; or
+        names `"xla"`, and a size is open. Or another implementation than `"reference"` is
+        differentiated twice or in forward mode.
       jax.experimental.checkify.JaxRuntimeError: `check_labels` found a label out of range.
     """
     x, weight, bias = check_arrays(x, weight, labels, bias, None, weight_layout)
@@ -311,9 +315,9 @@ def linear_token_loss(
     Above 80 lines, because most of them are this documentation.
 
     Args:
-      x: As for `linear_log_probs`.
-      weight: As for `linear_log_probs`.
-      labels: As for `linear_log_probs`.
+      x: Hidden states, as in `linear_log_probs`.
+      weight: Output embedding, as in `linear_log_probs`.
+      labels: Tokens whose log-probabilities are wanted, as in `linear_log_probs`.
       token_fn: Function of the log-probabilities, the entropies or None, and `token_data`. It
         returns a float32 scalar, and `(scalar, aux)` with `has_aux`. It must be pure and have a
         hash.
@@ -324,12 +328,13 @@ def linear_token_loss(
       per_token: Whether the function returns a float32 number for each token. Arrays of `aux` then
         begin with the axis of tokens. The call returns them with the axes of `labels`, and zeros
         where the label is ignored.
-      temperature: As for `linear_log_probs`, and so are the arguments that follow.
+      temperature: Divisor of the logits, as in `linear_log_probs`; so for the arguments below.
       bias: Bias of the logits.
       ignore_index: Label of the tokens that do not count; their log-probability is 0.
       logit_softcap: Bound of the logits.
       counted_fraction: Largest share of a device's tokens whose labels are not ignored, in (0, 1].
         They are then computed in as few rows. All devices compute all rows if one has more of them.
+        It has no effect with `"reference"`.
       chunk_size: Largest number of a device's tokens whose logits exist at a time.
       max_logits_bytes: Limit in bytes for the logits of a chunk of tokens.
       vocab_axis: Name of the Manual mesh axis that splits the vocabulary.

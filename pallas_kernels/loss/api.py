@@ -83,11 +83,11 @@ def linear_cross_entropy(
     `token_weights` it divides by their number. `"none"` returns the losses. If no token counts,
     loss and gradients are 0, never NaN. Losses are float32.
 
-    **What counts.** A token does not count if its label is `ignore_index` or its weight is exactly
-    0. It adds nothing to loss, metrics and gradients, and its row of `dx` is 0, even if its row of
-    `x` holds NaN or infinities. The weight of an ignored token counts as 0, whatever it is, and has
-    no gradient. The gradient of a weight of 0 is its token's loss, or 0 if that loss is not finite.
-    A NaN weight of a token whose label counts makes loss and gradients NaN.
+    **Tokens that count.** A token does not count if its label is `ignore_index` or its weight is
+    exactly 0. It adds nothing to loss, metrics and gradients, and its row of `dx` is 0, even if its
+    row of `x` holds NaN or infinities. The weight of an ignored token counts as 0, whatever it is,
+    and has no gradient. The gradient of a weight of 0 is its token's loss, or 0 if that loss is not
+    finite. A NaN weight of a token whose label counts makes loss and gradients NaN.
 
     **Labels.** A label that is neither `ignore_index` nor in `[0, V)` makes its token's loss NaN.
     The reduced loss and the gradients are then NaN, too, unless the token's weight is 0. The
@@ -110,9 +110,11 @@ def linear_cross_entropy(
     `linear_cross_entropy_plan` says what a call does and why; `docs/kernels/loss.md` describes the
     plans.
 
-    **Rounding.** Products take operands in the dtype of `x` and accumulate in float32. Softmax and
-    losses are float32, and every gradient is rounded once. `pallas_kernels/loss/by_tokens.py` has
-    the details.
+    **Rounding.** Products take operands in the dtype of `x` and accumulate in float32. In memory,
+    `"mosaic_gpu"` has logits or their exponentials rounded to the dtype of `x`, and `"xla"` has
+    float32 logits. Softmax and losses are float32. The gradient in the logits is rounded once, to
+    the dtype of `x`, or an exponential is in its place. Every gradient is rounded once. The
+    operands of `"reference"` are float32. `pallas_kernels/loss/by_tokens.py` has the details.
 
     **Meshes.** Each device computes the losses of its own tokens, and plans for its own arrays. On
     Auto and Explicit axes a sum or mean is over the tokens of all devices. A vocabulary that is
@@ -132,7 +134,7 @@ def linear_cross_entropy(
       token_weights: Factor for each token's loss, taken as float32. A mask of integers or bools
         will do.
       ignore_index: Label of the tokens that do not count. It may lie inside `[0, V)`.
-      reduction: `"mean"`, `"sum"` or `"none"`.
+      reduction: Name of the reduction: `"mean"`, `"sum"` or `"none"`.
       label_smoothing: Share `s` of the target that is spread evenly over the vocabulary
         (https://arxiv.org/abs/1512.00567), in [0, 1].
       z_loss: Weight of `lse²`, which keeps the logits from drifting (PaLM,
@@ -156,24 +158,26 @@ def linear_cross_entropy(
         tokens that count are gathered into so many rows before the products, so that the others
         take no time. If more tokens count, all are computed, in the time and memory of 1.0. So the
         share changes no result but the order of sums. Both programs are compiled. A vocabulary that
-        is split over devices, and `"reference"`, compute all tokens.
+        is split over devices, which the log says, and `"reference"` compute all tokens.
       vocab_axis: Name of the Manual mesh axis over which `weight` and `bias` are split by
         vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis gets the same
         loss. `labels` are numbers in the whole vocabulary.
       weight_layout: Order of the axes of `weight` and of its gradient. `"vd"` is `[V, D]`, as in
         Hugging Face's models and `flax.nnx.Embed`. `"dv"` is `[D, V]`, the kernel of a
         `flax.nnx.Linear`; it stands for `weight.T` in the formula. Neither is ever transposed in
-        memory. The kernels take `"dv"` if V is a multiple of 128, and are faster with `"vd"`.
+        memory. The kernels take `"dv"` if V is a multiple of 128, and are faster with `"vd"`. If V
+        on a device is no multiple of 128, they may read a copy of the weight, padded with zeros.
       accum_dtype: Dtype in which chunks of tokens add up `dweight`: floating, of 16 bits or more.
         float64 needs `jax_enable_x64`.
       check_labels: Whether a label out of range raises an error with its value, whatever its
         weight: at once outside of `jax.jit`, through `jax.experimental.checkify.checkify` inside.
       return_metrics: Whether `LossMetrics` are returned, too.
-      implementation: `"mosaic_gpu"` uses kernels for Hopper and later and 16-bit `x`. `"xla"` runs
-        the same algorithms with float32 logits. `"reference"` keeps all logits, in float32, and
-        ignores chunks and `accum_dtype`. `None` picks the kernels where they run, and `"xla"`
-        elsewhere, for example inside of a `jax.shard_map` that leaves Auto axes out. A name is
-        binding. `"require"` picks the kernels, and raises where they do not run.
+      implementation: Name of the program. `"mosaic_gpu"` uses kernels for Hopper and later and
+        16-bit `x`. `"xla"` runs the same algorithms with float32 logits. `"reference"` keeps all
+        logits, in float32, and ignores chunks and `accum_dtype`. `None` picks the kernels where
+        they run, `"reference"` for open sizes (`jax.export.symbolic_shape`), and `"xla"` elsewhere,
+        for example inside of a `jax.shard_map` that leaves Auto axes out. A name is binding.
+        `"require"` picks the kernels, and raises where they do not run.
       config: Launch parameters of the kernels. `None` takes measured ones.
 
     Returns:
@@ -183,8 +187,9 @@ def linear_cross_entropy(
       ValueError: shapes disagree, an option is out of its range, or a name is unknown.
       TypeError: labels are not integers, another array is of a dtype that is not described here, or
         an option is of a wrong type.
-      NotImplementedError: the caller names the kernels or requires them, and they do not run. Or
-        another implementation than `"reference"` is differentiated twice or in forward mode.
+      NotImplementedError: the caller names the kernels or requires them, and they do not run; or
+        names `"xla"`, and a size is open. Or another implementation than `"reference"` is
+        differentiated twice or in forward mode.
       jax.experimental.checkify.JaxRuntimeError: `check_labels` found a label out of range.
     """
     x, weight, bias = check_arrays(x, weight, labels, bias, token_weights, weight_layout)

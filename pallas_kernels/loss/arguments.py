@@ -153,7 +153,10 @@ def checked_request(
         raise ValueError(f"{counted_fraction=} must lie in (0, 1]; 1.0 expects all tokens to count")
     _check_accum_dtype(accum_dtype)
     if vocab_axis is not None and chosen == "reference":
-        raise ValueError(f"{vocab_axis=}: implementation='reference' has the whole vocabulary")
+        raise ValueError(
+            f"{vocab_axis=}: implementation='reference' has the whole vocabulary; gather the "
+            "weight and leave vocab_axis=None, or take implementation='xla'"
+        )
     settings = Settings(
         options=LossOptions(
             ignore_index=IGNORED,
@@ -186,7 +189,7 @@ def _check_options(reduction, ignore_index, label_smoothing, z_loss, logit_softc
         raise ValueError(f"{reduction=} must be one of {get_args(Reduction.__value__)}")
     check_integer("ignore_index", ignore_index, remedy="a label that no token has ignores none")
     if not 0 <= number("label_smoothing", label_smoothing, remedy="0.0 is none") <= 1:
-        raise ValueError(f"{label_smoothing=} must lie in [0, 1]")
+        raise ValueError(f"{label_smoothing=} must lie in [0, 1]; 0.0 is none")
     check_number("z_loss", z_loss, least=0.0, remedy="0.0 is none")
     check_softcap("logit_softcap", logit_softcap)
 
@@ -218,7 +221,7 @@ def check_chunks(**sizes: Any) -> None:
     for name, size in given.items():
         check_integer(name, size, remedy="None chooses one")
         if size < 1:
-            raise ValueError(f"{name}={size} must be at least 1")
+            raise ValueError(f"{name}={size} must be at least 1; None chooses one")
     if len(given) > 1:
         named = " and ".join(f"{name}={size}" for name, size in given.items())
         raise ValueError(f"{named} each choose the chunks; give one of them")

@@ -36,6 +36,10 @@ class LoRA(NamedTuple):
     dtype of `x`. No option of the loss is lost, but for `vocab_chunk_size`. On a mesh, `a` may be
     split as `weight` is; on Explicit axes `b` must be whole.
 
+    `a` and `b` have floating dtypes of 16 bits or more, and each gradient the dtype of its array.
+    The functions that take a `LoRA` raise ValueError if its shapes disagree or for
+    `vocab_chunk_size`, and TypeError for other dtypes or a `scale` that is no number.
+
     Source: https://arxiv.org/abs/2106.09685, whose B is `a` and whose A is `b`.
 
     Attributes:
@@ -109,7 +113,9 @@ def extended(x: Array, lora: LoRA, layout: str) -> tuple[Array, TwoParts]:
             f"and r >= 1, got {a.shape} and {b.shape}"
         )
     if not isinstance(lora.scale, int | float) and getattr(lora.scale, "shape", None) != ():
-        raise TypeError(f"weight.scale must be a number or a scalar array, got {lora.scale!r}")
+        raise TypeError(
+            f"weight.scale must be a number or a scalar array, got {lora.scale!r}; 1.0 is none"
+        )
     scale = jnp.asarray(lora.scale, jnp.float32)
     u = (_product_of_finite(x, b.astype(x.dtype)) * scale).astype(x.dtype)
     padding = -rank % _STEP

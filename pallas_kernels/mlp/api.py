@@ -120,7 +120,11 @@ def swiglu_mlp(
     """The gated MLP (https://arxiv.org/abs/2002.05202), `(silu(gate) · up) @ w_down`.
 
     Here `gate = x @ w_gate` and `up = x @ w_up`. The MLP is differentiable in all four arrays. The
-    docstring of `pallas_kernels/mlp/gated.py` has the algorithm and the rounding.
+    result has the shape and dtype of `x`, and each gradient the dtype of its argument. Products
+    take operands in the dtype of `x`, to which weights are rounded, and accumulate in float32.
+    `gate`, `up`, their product `silu(gate) · up` and the result are each rounded once, to the dtype
+    of `x`. Gradients of weights are rounded once, to their dtype; `"reference"` rounds them to the
+    dtype of `x` first. `pallas_kernels/mlp/gated.py` has the algorithm and the other roundings.
 
     `save` says what the forward keeps for the backward beside `x`:
 
@@ -147,14 +151,16 @@ def swiglu_mlp(
         exist at a time; `None` means all. It is for sequences so long that gate and up are the
         largest arrays of the step. It needs `save="x"`. Under `jax.checkpoint` nothing is kept
         then, whatever the policy says.
-      implementation: `"mosaic_gpu"` runs the elementwise work in the epilogues of GEMMs, on Hopper
-        and in 16 bits, for D and F that are multiples of 64. `"xla"` is the same
-        algorithm in plain JAX. `"reference"` is the formula, differentiated by JAX, which keeps
-        everything. `None` takes the kernels where they run, and `"xla"` elsewhere, for example
-        inside of a `jax.shard_map` that leaves Auto axes out. The backward kernel runs from 2048
-        tokens on. A name is binding, with one exception that logs a warning: if F is split and the
-        kernels do not take a device's part, XLA computes the part. `"require"` takes the kernels
-        that `None` would take, and raises where XLA would run in their place, for parts too.
+      implementation: Name of the program. `"mosaic_gpu"` runs the elementwise work in the epilogues
+        of GEMMs, on Hopper and in 16 bits, for D and F that are multiples of 64. `"xla"` is the
+        same algorithm in plain JAX. `"reference"` is the formula, differentiated by JAX, which
+        keeps everything: it ignores `save` and `chunk_size`. `None` takes the kernels where they
+        run, and `"xla"` elsewhere, for example inside of a `jax.shard_map` that leaves Auto axes
+        out. With `None` and `"require"` the backward kernel runs from 2048 tokens on. A name is
+        binding, with two exceptions. If F is split and the kernels do not take a device's part, XLA
+        computes the part, and a warning is logged. An empty `x` is computed by `"xla"`. `"require"`
+        takes the kernels that `None` would take, and raises where XLA would run in their place, for
+        parts too.
       config: Launch parameters of the kernels, for `"mosaic_gpu"` by name.
 
     Raises:

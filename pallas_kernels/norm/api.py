@@ -44,22 +44,27 @@ def rms_norm(
     Args:
       x: Activations, of any floating dtype; the leading axes are tokens.
       weight: Scale, one number a channel, of any floating dtype.
-      eps: Number added to the mean square, in units of x²; at least 0.
+      eps: Number added to the mean square, in units of x²; at least 0. With 0, a row of zeros gives
+        NaN.
       weight_offset: Number added to the weight in float32. Gemma stores the scale minus one, so its
         offset is 1.0.
       casting: Place where the result is rounded. With `"float32"` and `"gemma"` everything is
         float32 and rounded once, at the end. Other libraries call this `"gemma"`; the name sets no
         offset. With `"llama"`, `x · rstd` is rounded to `x.dtype` before the scale, as in Hugging
         Face.
-      implementation: `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere. `"reference"` is
-        plain JAX, which XLA fuses; `"xla"` is the same. `None` picks the kernel if JAX's default
-        device is such a GPU and the kernel takes the arguments. On a mesh each device norms its own
-        tokens. XLA cannot partition a kernel inside of a `jax.shard_map` that leaves Auto axes out,
-        so `None` picks plain JAX there. With `None`, plain JAX computes forward mode and second
-        derivatives too, which no kernel has. A name is binding. `"require"` picks the kernel, and
-        raises where it does not run.
+      implementation: Name of the program. `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere.
+        It takes bfloat16, float16 and float32, and a D that is a multiple of 64 up to 16384, or a
+        power of two from 64 to 65536. `"reference"` is plain JAX, which XLA fuses; `"xla"` is the
+        same. `None` picks the kernel if JAX's default device is such a GPU and the kernel takes the
+        arguments. On a mesh each device norms its own tokens. XLA cannot partition a kernel inside
+        of a `jax.shard_map` that leaves Auto axes out, so `None` picks plain JAX there. With
+        `None`, plain JAX computes forward mode and second derivatives too, which no kernel has. A
+        name is binding. `"require"` picks the kernel, and raises where it does not run.
       config: Launch parameters of the kernel. `None` takes measured ones, or a guess from the
         device and the sizes.
+
+    Returns:
+      `y`, of the shape and dtype of `x`.
 
     Raises:
       ValueError: The shapes disagree, a name is unknown, a number is out of range, or `config` does

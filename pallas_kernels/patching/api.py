@@ -86,9 +86,11 @@ class Patched:
 
         Raises:
           NotImplementedError: The logits are no product with one matrix, something else happens to
-            them afterwards, or the product is inside of a `jax.checkpoint` or a loop.
+            them afterwards, the product is inside of a `jax.checkpoint` or a loop, or the call adds
+            or removes variables.
           ValueError: No output of the call, or more than one, has logits for the labels.
-          TypeError: An option is not one of the loss, or is found in the model.
+          TypeError: An option is not one of the loss; or it is `bias`, `logit_softcap`,
+            `vocab_axis` or `weight_layout`, which the model decides.
         """
         # No argument of its own, because NNX's transforms take no keyword-only arguments.
         options = kwargs.pop("loss_options", {})

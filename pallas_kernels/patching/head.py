@@ -73,7 +73,8 @@ def loss(
 ) -> Any:
     """`linear_cross_entropy` of the model's logits for `labels`; see `Patched.loss`."""
     if unfit := {"bias", "logit_softcap", "vocab_axis", "weight_layout"} & options.keys():
-        raise TypeError(f"loss_options: {', '.join(sorted(unfit))} is found in the model; leave it")
+        names = ", ".join(sorted(unfit))
+        raise TypeError(f"loss_options: the model decides {names}; leave {names} out")
     graphdef, state = nnx.split(model)
     found = {}
 
@@ -154,7 +155,9 @@ def _only_head(program: Program, outputs: Mapping[str, Atom], labels: Any) -> _H
     if len(heads) == 1:
         return next(iter(heads.values()))
     if heads:
-        raise ValueError(f"several outputs of the model are logits: {', '.join(heads)}")
+        raise ValueError(
+            f"several outputs of the model are logits: {', '.join(heads)}; return one of them"
+        )
     if reasons:
         raise NotImplementedError(
             f"the loss cannot take the head of the model: {'; '.join(reasons)}. Compute the logits "

@@ -17,6 +17,7 @@ from pallas_kernels import (
     choices,
     linear_cross_entropy,
     linear_cross_entropy_plan,
+    linear_distillation_loss,
     rms_norm,
     sharded_add_rms_norm,
     swiglu,
@@ -284,6 +285,23 @@ def test_over_auto_axes_compilation_raises_for_a_part(on_h100):
     run = functools.partial(swiglu_mlp, implementation="require")
     with jax.set_mesh(mesh), pytest.raises(jax.errors.JaxRuntimeError, match=NO_PART):
         jax.jit(run).lower(*args).compile()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+def test_a_part_of_the_vocabulary_that_no_kernel_takes(on_h100, kind):
+    # 128 columns over 8 devices are 16 each. A kernel takes multiples of 32.
+    mesh = jax.make_mesh((1, 8), ("data", "tensor"), (kind,) * 2)
+    put = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
+    x, weight = put(X, P("data")), put(HEAD[:128], P("tensor"))
+    run = jax.jit(linear_distillation_loss, static_argnames="implementation")
+    message = "linear_distillation_loss: kernels are required by .*, and V = 16 on a device is not"
+    with jax.set_mesh(mesh), pytest.raises(Exception, match=message) as found:
+        run.lower(x, weight, x, weight, implementation="require").compile()
+    # XLA wraps an error that is raised while it partitions.
+    is_auto = kind == AxisType.Auto
+    assert found.type is (jax.errors.JaxRuntimeError if is_auto else NotImplementedError)
+    with jax.set_mesh(mesh):
+        run.trace(x, weight, x, weight, implementation="mosaic_gpu")
 
 
 def test_an_empty_array_needs_no_kernel():

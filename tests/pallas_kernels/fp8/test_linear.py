@@ -291,11 +291,14 @@ def test_scan_over_quantized_layers(recipe):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_small_weights_stay_in_their_dtype():
+def test_small_weights_stay_in_their_dtype(caplog):
     x, (w,), _ = make_args((4, 2048), (512,))
     prepared = quantize_weight(w, "tensorwise")
     assert prepared.forward is None and prepared.dgrad is None
     y = fp8_linear(x, prepared, recipe="tensorwise")
+    assert caplog.messages == [
+        "fp8_linear: a weight (2048, 512) is too small for tensorwise: no FP8"
+    ]
     np.testing.assert_array_equal(y, x @ w.astype(BF16))
     assert RECIPES["tensorwise"].gains((2048, 2048))
     assert not RECIPES["tensorwise"].gains((2048, 1024))
