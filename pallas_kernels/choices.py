@@ -167,7 +167,7 @@ def require_kernels() -> Iterator[None]:
 
     It acts while JAX traces: a function that was traced before is not checked. The environment
     variable `PALLAS_KERNELS_REQUIRE=1` does the same for a whole process, and
-    `implementation="require"` for one call. Not checked are
+    `implementation="require"` for one call. It does not check
 
     - calls that name `"reference"` or `"xla"`, and calls whose first array is empty;
     - `swiglu` and `linear_distillation_loss_top_k` with `None`, which take no kernel on purpose;
@@ -187,6 +187,23 @@ def log_once(message: str) -> None:
     if message not in _logged:
         _logged.add(message)
         _logger.warning("%s", message)
+
+
+def fall_back_on_a_part(operation: str, required: str | None, reason: str, instead: str) -> None:
+    """Logs once that no kernel takes a device's part of the arrays.
+
+    Args:
+      operation: Name of the operation.
+      required: Result of `required_by` for the call.
+      reason: Reason why no kernel takes the part.
+      instead: Statement of what XLA does instead.
+
+    Raises:
+      NotImplementedError: Kernels are required.
+    """
+    if required is not None:
+        raise NotImplementedError(f"{operation}: kernels are required by {required}, and {reason}")
+    log_once(f"{operation}: {instead}: {reason}")
 
 
 def required_by(asked_for: Implementation | None) -> str | None:

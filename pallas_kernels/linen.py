@@ -54,9 +54,9 @@ class RMSNorm(_Norm):
       epsilon: Number that is added to the mean square.
       dtype: Dtype of the result. The norm is computed in the wider of it and the dtype of `x`, and
         then cast to it, as in `nn.RMSNorm`. With `casting="llama"`, `x · rstd` is rounded to that
-        wider dtype. (NNX's norm casts its input.) `None` takes the dtype of the input.
-        (`nn.RMSNorm` would take the common dtype of input and scale, so a float32 scale would make
-        a bfloat16 stream float32.)
+        wider dtype. NNX's norm casts its input instead. `None` takes the dtype of the input.
+        `nn.RMSNorm` would take the common dtype of input and scale. There a float32 scale makes a
+        bfloat16 stream float32.
       param_dtype: Dtype of `scale`.
       scale_init: Initializer of `scale`; `None` starts at `1 - weight_offset`.
       weight_offset: Number that is added to `scale`, as in `rms_norm`.

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.choices import log_once
+from pallas_kernels.choices import fall_back_on_a_part
 from pallas_kernels.distillation import passes
 from pallas_kernels.distillation.divergence import Rows, Statistics, derivative, statistics
 from pallas_kernels.distillation.logits import Logits, times_slope
@@ -71,13 +71,13 @@ def losses_and_gradients(
     if settings.kernels:
         dtypes = (settings.dtype_of_logits(a) for a in (x, teacher[0]))
         reason = passes.unsupported_reason(vocab_size, *dtypes)
-        if reason is not None and settings.required_by is not None:
-            raise NotImplementedError(
-                f"linear_distillation_loss: kernels are required by {settings.required_by}, and "
-                f"{reason}"
-            )
         if reason is not None:
-            log_once(f"linear_distillation_loss: XLA passes over the logits; {reason}")
+            fall_back_on_a_part(
+                "linear_distillation_loss",
+                settings.required_by,
+                reason,
+                instead="XLA passes over the logits",
+            )
             settings = dataclasses.replace(settings, kernels=False)
     size, part = settings.chunk(x, teacher, vocab_size, has_dweight=wanted[1])
     coefficients, scale = _scaled(x, coefficients)

@@ -44,7 +44,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from pallas_kernels.choices import log_once
+from pallas_kernels.choices import fall_back_on_a_part
 from pallas_kernels.folding import fold_chunks
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.mlp import formula, gated_matmul
@@ -289,11 +289,12 @@ def _kernels_run(plan: Plan, tokens: jax.Array, weight: jax.Array) -> bool:
     reason = gated_matmul.unsupported_reason([tokens], [operand])
     if reason is None:
         return True
-    if plan.required_by is not None:
-        raise NotImplementedError(
-            f"swiglu_mlp: kernels are required by {plan.required_by}, and on each device {reason}"
-        )
-    log_once(f"swiglu_mlp: XLA runs in place of the kernels: on each device {reason}")
+    fall_back_on_a_part(
+        "swiglu_mlp",
+        plan.required_by,
+        f"on each device {reason}",
+        instead="XLA runs in place of the kernels",
+    )
     return False
 
 

@@ -288,7 +288,7 @@ def test_over_auto_axes_compilation_raises_for_a_part(on_h100):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
-def test_a_part_of_the_vocabulary_that_no_kernel_takes(on_h100, kind):
+def test_a_part_of_the_vocabulary_that_no_kernel_takes(on_h100, caplog, kind):
     # 128 columns over 8 devices are 16 each. A kernel takes multiples of 32.
     mesh = jax.make_mesh((1, 8), ("data", "tensor"), (kind,) * 2)
     put = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
@@ -300,8 +300,11 @@ def test_a_part_of_the_vocabulary_that_no_kernel_takes(on_h100, kind):
     # XLA wraps an error that is raised while it partitions.
     is_auto = kind == AxisType.Auto
     assert found.type is (jax.errors.JaxRuntimeError if is_auto else NotImplementedError)
+    # By name XLA runs in the kernel's place, which the log says.
     with jax.set_mesh(mesh):
-        run.trace(x, weight, x, weight, implementation="mosaic_gpu")
+        run.lower(x, weight, x, weight, implementation="mosaic_gpu").compile()
+    (line,) = caplog.messages
+    assert line.startswith("linear_distillation_loss: XLA passes over the logits: V = 16 on a dev")
 
 
 def test_an_empty_array_needs_no_kernel():

@@ -215,7 +215,7 @@ def test_errors():
     both = model_of_one_layer(head=lambda model, x: (model.lm_head(x), 2 * x, model.lm_head(x)))
     with pytest.raises(ValueError, match=r"several outputs of the model are logits: \[0\], \[2\]"):
         loss_of(both, tokens, labels)
-    with pytest.raises(TypeError, match="the model decides logit_softcap; leave logit_softcap out"):
+    with pytest.raises(TypeError, match="loss_options: the model decides logit_softcap; leave"):
         loss_of(model, tokens, labels, loss_options={"logit_softcap": 1.0})
     with pytest.raises(TypeError, match="label_smooth"):
         loss_of(model, tokens, labels, loss_options={"label_smooth": 0.1})

@@ -125,6 +125,7 @@ def test_sizes_of_chunks(chosen, num_tokens, vocab_size, dtype, max_bytes, want)
         ((8192, 4096, 256), F32, 1, (8192, 0, None, (256, 0, 0), F32)),
         # Rows of zeros follow the vocabulary, up to whole blocks.
         ((8192, 4096, 50257), F32, None, (8192, 0, None, (4096, 11, 5248), F32)),
+        ((8192, 4096, 49 * 128), F32, None, (8192, 0, None, (1536, 3, 1664), F32)),
         # Chunks alone are faster.
         ((65536, 2048, 32000), F32, None, None),
         ((16384, 1024, 128256), F32, None, None),
