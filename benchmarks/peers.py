@@ -318,6 +318,12 @@ def _liger_linear_cross_entropy() -> Callable[..., Any]:
     return lambda x, weight, labels: function.apply(x, weight, labels)[0]
 
 
+def _liger_hopper_linear_cross_entropy() -> Callable[..., Any]:
+    # Nothing in Liger calls it. `LIGER_KERNEL_IMPL=cutedsl` takes a loss for Blackwell GPUs alone.
+    module = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
+    return module.liger_fused_linear_cross_entropy_sm90
+
+
 def _liger_linear_log_probs(*, entropy: bool) -> Callable[..., Any]:
     # On Hopper its kernels of the CuTe DSL, elsewhere chunks.
     module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
@@ -470,6 +476,13 @@ _PEERS = (
         "liger-kernel",
         LINEAR_CROSS_ENTROPY,
         _liger_linear_cross_entropy,
+    ),
+    Peer(
+        "linear_cross_entropy",
+        "Liger CuTe",
+        "liger-kernel",
+        LINEAR_CROSS_ENTROPY,
+        _liger_hopper_linear_cross_entropy,
     ),
     Peer(
         "linear_cross_entropy",

@@ -59,7 +59,8 @@ class LlamaConfig:
       attention_dropout: Must be 0.0; the field is there to refuse models that need dropout.
       bos_token_id: Token that a text starts with.
       eos_token_id: Token, or tokens, that a text ends with.
-      pad_token_id: Token whose embedding is not trained.
+      pad_token_id: Token whose look-up has no gradient, as in torch. A tied output embedding and
+        weight decay still change its row.
       rope_parameters: Rotary position embedding.
       dtype: Dtype of the activations and of the operands of the GEMMs.
       param_dtype: Dtype of the parameters.
@@ -83,7 +84,8 @@ class LlamaConfig:
         MLP without biases and chunks. The parameters stay as they are. Cached generation
         (`models.sampling`) runs in `dtype`.
       attention_implementation: Implementation of `jax.nn.dot_product_attention`; `None` takes
-        cuDNN's where it runs.
+        cuDNN's where it runs: in 16 bits, with heads of 8, 16, ... or 128 channels and an even
+        number of positions. XLA's runs elsewhere, which keeps all scores; a GPU logs the reason.
     """
 
     vocab_size: int
@@ -134,6 +136,11 @@ class LlamaConfig:
         if not 0 <= self.initializer_range <= 1:
             raise ValueError(
                 f"{self.initializer_range=} must be from 0 to 1; transformers loads no other model"
+            )
+        if self.hidden_act != "silu" and self.implementation in ("mosaic_gpu", "require"):
+            raise ValueError(
+                f"implementation={self.implementation!r}: no kernel computes an MLP with "
+                f"{self.hidden_act=}; take implementation=None"
             )
         self._check_tokens()
         if self.num_attention_heads % self.num_key_value_heads:

@@ -196,6 +196,10 @@ def _open(file: Path) -> safe_open:
     try:
         check_file(file)
     except FileNotFoundError as error:
+        if file.is_symlink():
+            raise FileNotFoundError(
+                f"{file} is a link to {file.readlink()}, which does not exist; download it again"
+            ) from error
         raise FileNotFoundError(f"{file}, which {INDEX_FILE} names, does not exist") from error
     try:
         return safe_open(file, framework="numpy")

@@ -46,6 +46,7 @@ from models.sharding import (
     whole_weight,
     whole_weights,
 )
+from pallas_kernels.choices import log_once
 from pallas_kernels.fp8 import RecipeName
 from pallas_kernels.gpu.device import runs_here
 
@@ -159,7 +160,10 @@ class Llama(nnx.Module):
         def attend(q, k, v, _):
             implementation = self.config.attention_implementation
             if implementation is None:
-                implementation = "cudnn" if _cudnn_attention_runs(q) else "xla"
+                reason = _why_no_cudnn(q)
+                implementation = "cudnn" if reason is None else "xla"
+                if reason is not None and runs_here() is None:
+                    log_once(f"attention: XLA's runs, which keeps all S² scores, because {reason}")
             return jax.nn.dot_product_attention(
                 q, k, v, mask=mask, is_causal=True, implementation=implementation
             ), None
@@ -383,14 +387,18 @@ def _unstack(tree: Any, num_slices: int) -> list[Any]:
     return [structure.unflatten([parts[i][0] for parts in split]) for i in range(num_slices)]
 
 
-def _cudnn_attention_runs(q: Float[Array, "B S N H"]) -> bool:
-    """Whether cuDNN's attention takes `q`: 16-bit floats, head sizes up to 128 in steps of 8.
+def _why_no_cudnn(q: Float[Array, "B S N H"]) -> str | None:
+    """Why cuDNN's attention does not take `q`, or None if it does.
 
     Like the kernels, it runs on the default device, which may be one that is only compiled for.
     """
-    return (
-        runs_here() is None
-        and q.dtype in (jnp.bfloat16, jnp.float16)
-        and q.shape[-1] % 8 == 0
-        and q.shape[-1] <= 128
-    )
+    _, num_positions, _, head_dim = q.shape
+    if (reason := runs_here()) is not None:
+        return reason
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN's takes bfloat16 and float16, not {q.dtype}; set dtype"
+    if head_dim % 8 or head_dim > 128:
+        return f"cuDNN's takes heads of 8, 16, ... or 128 channels, not {head_dim}"
+    if num_positions % 2:  # JAX's gradient refuses them
+        return f"cuDNN's takes an even number of positions, not {num_positions}; pad the sequences"
+    return None

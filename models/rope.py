@@ -10,9 +10,10 @@ are within 1 ulp of Hugging Face's and nearly always equal; computed in float64 
 end, they would differ in a third of the channels.
 
 Two types look at the data: "dynamic" and "longrope" choose their frequencies by the largest
-position in the whole array. They are traced, and never wait for the device. A "dynamic" model of
-Hugging Face also remembers the longest sequence that it has seen. Here the result depends on the
-arguments alone, and equals a freshly loaded model's.
+position in the whole array. So the loss of such a model depends on which rows are in one batch, and
+with `mesh.tensor` above 1 on which rows are on one device. They are traced, and never wait for the
+device. A "dynamic" model of Hugging Face also remembers the longest sequence that it has seen. Here
+the result depends on the arguments alone, and equals a freshly loaded model's.
 
 Source: transformers 5.23, `modeling_rope_utils.py` and `models/llama/modeling_llama.py`.
 """

@@ -121,7 +121,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       fn: Function, jitted or not.
       *args: Arguments of the function, or `jax.ShapeDtypeStruct` in the place of arrays. They are
         pytrees for JAX, so two NNX modules that share a parameter get a copy each. If the function
-        updates such modules, pass the state of `nnx.split` and merge it inside.
+        updates such modules, pass the state of `nnx.split` and merge it inside. JAX traces every
+        argument; bind static ones first: `explain(functools.partial(fn, mode="a"), x)`.
       **kwargs: Keyword arguments of the function.
 
     Returns:
@@ -173,7 +174,8 @@ def require_kernels() -> Iterator[None]:
     - `swiglu` and `linear_distillation_loss_top_k` with `None`, which take no kernel on purpose;
     - the sums over devices of `sharded_add_rms_norm` with `None`;
     - the backward of `swiglu_mlp` below 2048 tokens;
-    - `fp8_linear` with a weight too small for FP8, and FP8's casts of tokens split over a mesh.
+    - `fp8_linear` with a weight too small for FP8, and FP8's casts of tokens or weights that are
+      split over a mesh.
     """
     token = _required.set(True)
     try:

@@ -72,7 +72,10 @@ def symbolic_reason(*arrays: Any) -> str | None:
 
 def by_name(name: Chosen) -> str:
     """The reason for what the caller asked for."""
-    return f"the caller asked for implementation={name!r}; implementation=None takes the fastest"
+    return (
+        f"the caller asked for implementation={name!r}; implementation=None takes the kernel where "
+        "it runs"
+    )
 
 
 def check_no_config(config: Any, implementation: Implementation | None) -> None:

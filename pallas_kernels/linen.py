@@ -6,6 +6,7 @@ metadata, by `nn.with_partitioning` or `nn.with_logical_partitioning`. The modul
 run on any mesh, as their operations do.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.typing import Initializer
@@ -40,9 +41,9 @@ class _Norm(nn.Module):
         return self.param("scale", init, x.shape[-1:], self.param_dtype)
 
     def _widened(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
-        """`x` in the dtype of the result if that is wider, so that nothing is rounded too early."""
-        dtype = self.dtype or x.dtype
-        return x.astype(dtype) if jnp.finfo(dtype).bits > jnp.finfo(x.dtype).bits else x
+        """`x` in the common dtype of input and result, so that nothing is rounded too early."""
+        with jax.numpy_dtype_promotion("standard"):  # the caller may have set "strict"
+            return x.astype(jnp.promote_types(x.dtype, self.dtype or x.dtype))
 
 
 class RMSNorm(_Norm):
@@ -52,9 +53,9 @@ class RMSNorm(_Norm):
 
     Args:
       epsilon: Number that is added to the mean square.
-      dtype: Dtype of the result. The norm is computed in the wider of it and the dtype of `x`, and
-        then cast to it, as in `nn.RMSNorm`. With `casting="llama"`, `x · rstd` is rounded to that
-        wider dtype. NNX's norm casts its input instead. `None` takes the dtype of the input.
+      dtype: Dtype of the result. The norm is computed in the common dtype of it and `x`, and then
+        cast to it, as in `nn.RMSNorm`. With `casting="llama"`, `x · rstd` is rounded to that
+        common dtype. NNX's norm casts its input instead. `None` takes the dtype of the input.
         `nn.RMSNorm` would take the common dtype of input and scale. There a float32 scale makes a
         bfloat16 stream float32.
       param_dtype: Dtype of `scale`.

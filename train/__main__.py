@@ -22,13 +22,19 @@ def main(arguments: Sequence[str]) -> None:
     from train.cli.command_line import COMMANDS, DEBUG
 
     debug = DEBUG in arguments
-    arguments = [argument for argument in arguments if argument != DEBUG]
+    arguments = [_with_hyphens(argument) for argument in arguments if argument != DEBUG]
     if arguments and arguments[0] in COMMANDS:
         _, module, function = COMMANDS[arguments[0]]
         with errors(f"python -m train {arguments[0]}: ", debug=debug):
             getattr(importlib.import_module(module), function)(arguments[1:])
     else:
         _train(arguments, debug=debug)
+
+
+def _with_hyphens(argument: str) -> str:
+    """The argument; the name of a flag may have underscores, as the fields do."""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
 
 
 def _train(arguments: list[str], *, debug: bool) -> None:

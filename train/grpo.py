@@ -150,7 +150,7 @@ def policy_loss(
         labels,
         token_fn,
         data | {"mask": labels != IGNORED},
-        # Of 2·digits tokens, `digits` have a label.
+        # Half of the tokens have a label: `digits` of 2·digits.
         counted_fraction=0.5,
     )
 

@@ -1,6 +1,7 @@
 """The training loop: `run` lists what a run does, `_Loop` what it does for each step."""
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -287,7 +288,9 @@ class _Loop:
         self._tell_of_many_labels(step, row["labeled_share"])
         if values["skipped_in_a_row"]:
             found = f"loss {values['loss']}, gradient norm {values['grad_norm']}"
-            self._progress.print(f"step {step} was skipped: {found}")
+            is_finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+            why = "a spike of the loss (--skip-loss-spikes)" if is_finite else "not finite"
+            self._progress.print(f"step {step} was skipped, {why}: {found}")
         if values["skipped_in_a_row"] >= self._config.max_skipped_steps:
             self._give_up(step)
 
@@ -308,12 +311,15 @@ class _Loop:
         }
 
     def _tell_of_many_labels(self, step: int, share: float) -> None:
-        """Says once that a batch has more labels than the loss expects, which takes longer."""
+        """Says once that batches have more labels than the loss expects, which takes longer."""
+        if self._config.mesh.tensor > 1:  # the fraction has no effect, which the log says
+            return
         if share > self._config.counted_fraction and not self._told_of_many_labels:
             self._told_of_many_labels = True
             self._progress.print(
-                f"step {step}: {share:.3f} of the tokens have a label, more than counted_fraction="
-                f"{self._config.counted_fraction}; the loss of such a batch takes the time of 1.0"
+                f"step {step}: {share:.3f} of the tokens of its batches have a label, more than "
+                f"counted_fraction={self._config.counted_fraction}; the loss of such a batch takes "
+                "the time of 1.0"
             )
 
     def _give_up(self, step: int) -> None:

@@ -46,7 +46,6 @@ __all__ = [
     "init_state",
     "jit_train_step",
     "loss_and_sums",
-    "loss_sum",
     "make_eval_step",
     "make_gradients",
     "make_train_step",
@@ -180,20 +179,14 @@ def loss_and_sums(
     return sum_over_devices(of_batch)(params, batch, scale)
 
 
-def loss_sum(
-    graphdef: nnx.GraphDef, params: nnx.State, batch: Batch, *, z_loss: float = 0.0
-) -> Float[Array, ""]:
-    """The summed loss of a batch `[B, S]`, in nats; divide by the number of its labels."""
-    return loss_and_sums(graphdef, params, batch, z_loss=z_loss)[0]
-
-
 def make_gradients(config: TrainConfig) -> Callable[..., tuple[Metrics, nnx.State]]:
     """Makes a function from parameters and a batch `[A, B, S]` to metrics and gradients.
 
     With the objective `distill`, the function takes the parameters of the teacher, too.
 
     A is the number of accumulation steps. The loss is the sum over all examples of the step divided
-    by their number, so neither the split into A batches nor the split over devices changes it. An
+    by their number, so neither the split into A batches nor the split over devices changes it. The
+    rope types "dynamic" and "longrope" are an exception (`models/rope.py`). An
     example is a token with a label, or a pair. The gradients of the A batches are added up in the
     parameters' dtype.
     """

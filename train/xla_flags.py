@@ -76,6 +76,8 @@ def compiler_options(devices: Iterable[Any], chosen: Sequence[str] = ()) -> dict
     """
     devices = list(devices)
     if devices[0].platform != "gpu":
+        if chosen and NONE not in chosen:
+            print(f"xla_options are for GPUs, so a {devices[0].platform} leaves them out")
         return {}
     if NONE in chosen:
         options = {}

@@ -236,7 +236,7 @@ def compile_all(programs: Sequence[Program]) -> dict[Program, Compiled]:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """What a record says beside the times."""
+    """The entries of a record besides the times."""
 
     contender: str
     tiles: str

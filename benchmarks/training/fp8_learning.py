@@ -158,7 +158,7 @@ class Programs:
       step: Training step; it donates the state.
       evaluate: Sums over a held-out batch in bfloat16.
       evaluate_own: The same sums in the recipe's forward; None if that is bfloat16.
-      facts: What a run writes about them.
+      facts: Entries that a run writes about them.
     """
 
     step: Callable[..., Any]

@@ -82,8 +82,10 @@ def linear_distillation_loss(
 
     The last one is the generalized Jensen-Shannon divergence of GKD
     (https://arxiv.org/abs/2306.13649), with `beta` as in TRL's `GKDTrainer` and in Liger-Kernel.
-    As `beta` goes to 0 or 1, it goes to 0, and over `beta` or `1 - beta` it goes to a KL. As there,
-    `beta=0` is the forward KL and `beta=1` the reverse KL.
+    The divergence goes to 0 as `beta` goes to 0 or to 1. Divided by `beta`, it goes to the forward
+    KL as `beta` goes to 0. Divided by `1 - beta`, it goes to the reverse KL as `beta` goes to 1.
+    TRL and Liger-Kernel take the forward KL for `beta=0` and the reverse KL for `beta=1`, and so
+    does this function.
 
     The loss is not multiplied by `temperature²`, as it is not in TRL and Liger-Kernel. Multiply it
     yourself, if the gradients should keep their size (https://arxiv.org/abs/1503.02531).
@@ -125,8 +127,6 @@ def linear_distillation_loss(
     for the Jensen-Shannon divergence, and add up `dx`. Inside of `jax.shard_map` a sum or mean is
     over the tokens of one device. `vocab_axis` names the axis that splits both weights there.
 
-    Above 80 lines, because most of them are this documentation.
-
     Args:
       x: Hidden states of the student, of a floating dtype of 16 bits or more. The leading axes are
         tokens.
@@ -144,14 +144,16 @@ def linear_distillation_loss(
         finite and above 0. `None` sets no bound.
       teacher_logit_softcap: Bound of the teacher's logits.
       token_weights: Factor for each token's loss, taken as float32. A mask of integers or bools
-        will do.
+        will do. If their sum is 0, the mean and its gradients are 0. For weights of both signs,
+        such as advantages, take `reduction="sum"`.
       reduction: `"mean"`, `"sum"` or `"none"`.
       counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1]. The
         tokens that count are then computed in as few rows, and all tokens if more of them do, so
-        the results do not depend on it. It has no effect where the gradient of `token_weights` is
-        wanted, which all tokens have, where the vocabulary is split, or with `"reference"`.
-      chunk_size: Largest number of a device's tokens whose logits exist at a time. Two chunks would
-        take as much memory as one, so three are made then.
+        the share changes no result but the order of sums. It has no effect where the gradient of
+        `token_weights` is wanted, which all tokens have, where the vocabulary is split, which the
+        log says, or with `"reference"`.
+      chunk_size: Largest number of a device's tokens whose logits exist at a time. If this size
+        makes two chunks, three are made: XLA would keep the logits of both in memory.
       max_logits_bytes: Limit in bytes for both logits of a chunk of tokens, or those of 128 tokens
         where they are more. The chunks are the fewest that fit, because each one reads and writes
         all of `dweight`. With kernels the teacher's logits exist for a part of the chunk at a time,
@@ -186,6 +188,7 @@ def linear_distillation_loss(
       NotImplementedError: the caller asks for kernels that do not take the arguments; or anything
         but `"reference"` is differentiated twice or in forward mode, or has open sizes.
     """
+    # Above 80 lines, because most of them are documentation.
     x, weight = student_arrays(x, weight, weight_layout)
     teacher_x, teacher_weight = floating_arrays(
         teacher_x=teacher_x, teacher_weight=teacher_weight, least_bits=BITS_OF_PRODUCTS
@@ -259,13 +262,14 @@ def linear_distillation_loss_top_k(
     vocabulary, at `temperature`: the temperature here divides the student's logits alone. An entry
     of -inf is no entry, whatever its id is, so shorter lists can be padded.
 
-    **Tail.** The tail is all tokens of the vocabulary without an entry. An entry of -inf is none.
+    **Tail.** The tail is all tokens of the vocabulary without an entry.
 
     - `"one_bucket"`: the tail is one class, beside `k` classes. Its teacher's probability is what
       the `k` tokens leave of 1, and its student's probability is the sum over the tail. The loss is
       the divergence of both distributions over the `k + 1` classes, for each `divergence`. It is
       never above that of the whole distributions. How the student spreads probability within the
-      tail has no effect on it. Probabilities whose sum is above 1 by rounding are divided by it.
+      tail has no effect on it. The teacher's tail counts as at least 2^-24, by which a float32 sum
+      near 1 errs; then all probabilities are divided by their sum.
     - `"ignore"`: the sum of the forward KL over the `k` tokens alone, `Σ_k q·(log q - log p)`, with
       `p` of the softmax over the whole vocabulary. Its gradient in the logits, over `temperature`,
       is `(Σ_k q)·p - q`: the student is drawn to give the tail no probability. It is no divergence

@@ -16,7 +16,7 @@ from pallas_kernels.arguments import (
 )
 from pallas_kernels.distillation.divergence import Divergence, DivergenceName
 from pallas_kernels.distillation.settings import Settings, Tail
-from pallas_kernels.loss.arguments import check_chunks, check_softcap
+from pallas_kernels.loss.arguments import check_softcap, checked_chunks
 from pallas_kernels.loss.layout import Embedding, WeightLayout, sizes
 from pallas_kernels.loss.low_rank import LoRA, extended
 
@@ -102,7 +102,7 @@ def checked_settings(
     teacher_softcap = check_softcap("teacher_logit_softcap", teacher_logit_softcap)
     if not 0 < number("counted_fraction", counted_fraction, remedy="1.0 expects all tokens") <= 1:
         raise ValueError(f"{counted_fraction=} must lie in (0, 1]; 1.0 expects all tokens to count")
-    check_chunks(chunk_size=chunk_size, max_logits_bytes=max_logits_bytes)
+    sizes = checked_chunks(chunk_size=chunk_size, max_logits_bytes=max_logits_bytes)
     return Settings(
         divergence=_divergence(divergence, beta),
         temperature=float(temperature),
@@ -112,8 +112,8 @@ def checked_settings(
         teacher_weight_layout=teacher_weight_layout,
         tail=tail,
         logits_dtype=None if logits_dtype is None else _logits_dtype(logits_dtype),
-        chunk_size=chunk_size,
-        max_logits_bytes=max_logits_bytes,
+        chunk_size=sizes["chunk_size"],
+        max_logits_bytes=sizes["max_logits_bytes"],
         vocab_axes=() if vocab_axis is None else (vocab_axis,),
         counted_fraction=float(counted_fraction),
     )
@@ -126,7 +126,8 @@ def _divergence(name: Any, beta: Any) -> Divergence:
     if beta is None:
         return Divergence(name, 0.5)
     remedy = "None is 0.5"
-    if not 0 <= number("beta", beta, remedy=remedy) <= 1:
+    beta = number("beta", beta, remedy=remedy)
+    if not 0 <= beta <= 1:
         raise ValueError(f"{beta=} must lie in [0, 1]; {remedy}")
     if name != "jensen_shannon":
         raise ValueError(
@@ -135,7 +136,7 @@ def _divergence(name: Any, beta: Any) -> Divergence:
         )
     ends: dict[float, DivergenceName] = {0.0: "forward_kl", 1.0: "reverse_kl"}
     # One program for a divergence that has two spellings.
-    return Divergence(ends[beta], 0.5) if beta in ends else Divergence(name, float(beta))
+    return Divergence(ends[beta], 0.5) if beta in ends else Divergence(name, beta)
 
 
 def _logits_dtype(dtype: Any) -> jnp.dtype:

@@ -85,7 +85,10 @@ class _Distillation:
     num_axes: int
     is_unchecked: bool
 
-    name = "linear_distillation_loss"
+    @property
+    def name(self) -> str:
+        """The name of the public function."""
+        return "linear_distillation_loss" + ("" if self.settings.tail is None else "_top_k")
 
     @property
     def _is_early(self) -> bool:
@@ -227,7 +230,7 @@ def _of_device(
 
         tokens = [merged(x), merged(coefficients), *map(merged, of_tokens)]
         fraction = 1.0 if every_loss else settings.counted_fraction
-        fraction = fraction_in_effect(_Distillation.name, fraction, place, coefficients.size)
+        fraction = fraction_in_effect(operation.name, fraction, place, coefficients.size)
         counts = merged(coefficients) != 0
         (losses, *dx), of_weight = in_fewer_rows(
             compute, tokens, (0,) * len(tokens), counts, fraction

@@ -57,15 +57,19 @@ def _of_device(settings: Settings, place: Place) -> Callable[..., Sequence[jax.A
         student = log_probs(layout, x, weight, bias, settings.logit_softcap)
         is_finite = jnp.all(jnp.isfinite(x), axis=-1)
         if settings.teacher_weight_layout is None:
-            loss = _of_top_k(settings, student, *teacher)
+            loss_of = lambda log_p: _of_top_k(settings, log_p, *teacher)
         else:
             layout, softcap = settings.teacher_weight_layout, settings.teacher_logit_softcap
             teacher_x, teacher_weight, *biases = teacher
             is_finite &= jnp.all(jnp.isfinite(teacher_x), axis=-1)
             bias = biases[0] if biases else None
             of_teacher = log_probs(layout, teacher_x, teacher_weight, bias, softcap)
-            loss = divergence.losses(settings.divergence, student, of_teacher)
-        return [jnp.where(is_counted | (is_finite & jnp.isfinite(loss)), loss, 0.0)]
+            loss_of = lambda log_p: divergence.losses(settings.divergence, log_p, of_teacher)
+        # The gradient of a loss that is left out must not read its derivative: 0 · NaN is NaN.
+        constant = jax.lax.stop_gradient(student)
+        has_loss = is_counted | (is_finite & jnp.isfinite(loss_of(constant)))
+        student = jnp.where(has_loss[..., None], student, constant)
+        return [jnp.where(has_loss, loss_of(student), 0.0)]
 
     return run
 

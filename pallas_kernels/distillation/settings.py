@@ -148,7 +148,8 @@ class Settings:
 
     def describe(self, x, teacher, vocab_size: int) -> str:
         """The plan for one device's arrays, in words."""
-        num_tokens = num_rows(math.prod(x.shape[:-1]), self.counted_fraction)
+        fraction = 1.0 if self.vocab_axes else self.counted_fraction
+        num_tokens = num_rows(math.prod(x.shape[:-1]), fraction)
         rows = jax.ShapeDtypeStruct((num_tokens, x.shape[-1]), x.dtype)
         found = self.chunk(rows, teacher, vocab_size, has_dweight=True)
         chunk = min(num_tokens, even_chunk_size(num_tokens, found.size))
@@ -166,5 +167,8 @@ class Settings:
         if part < chunk:
             text += f"\n  with gradients, teacher's logits of {part} tokens at a time"
         if num_tokens < math.prod(x.shape[:-1]):
-            text += f"\n  of {num_tokens} rows, or of all tokens where more of them count"
+            text += (
+                f"\n  for {num_tokens} rows of tokens that count; if more count, all tokens are "
+                "computed"
+            )
         return text

@@ -48,12 +48,14 @@ def log_probs_of_classes(
 ) -> Float[Array, "*T k1"]:
     """The teacher's log-probabilities of all classes, the tail last.
 
-    The tail has what is missing to 1; nothing if the `k` tokens are the whole vocabulary.
+    The tail has what is missing to 1, and at least 2^-24: a float32 sum near 1 errs by that much,
+    and the reverse KL to a tail of 0 is infinite. It has nothing if the `k` tokens are the whole
+    vocabulary.
     """
     if settings.tail == "ignore":
         return log_probs
     total = jnp.sum(jnp.exp(log_probs), axis=-1)
-    tail = jnp.log1p(-jnp.minimum(total, 1.0))
+    tail = jnp.log1p(-jnp.minimum(total, 1 - jnp.finfo(jnp.float32).epsneg))
     tail = jnp.where(has_tail | jnp.isnan(total), tail, -jnp.inf)
     return jnp.concatenate([log_probs, tail[..., None]], axis=-1)
 

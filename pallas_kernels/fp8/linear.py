@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
@@ -38,7 +39,7 @@ from pallas_kernels.fp8.quantize import quantize_both
 from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
 from pallas_kernels.fp8.types import Quantized
 from pallas_kernels.gpu.device import target_device
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.mlp.reference import matmul
 from pallas_kernels.operation import Mask, call
 from pallas_kernels.partition import (
@@ -88,17 +89,21 @@ def quantize_weight(
     Args:
       weight: Weight in the layout of Flax's kernels, of a floating dtype of 16 or 32 bits.
       recipe: Recipe, or its name. It also decides whether the weight is too small to gain from FP8.
-      implementation: Name, as in `quantize`. XLA partitions `"reference"` over a mesh, and gathers
-        the weight in front of the kernel.
+      implementation: Name, as in `quantize`, for a weight that is not split. XLA partitions
+        `"reference"` over a mesh, and gathers the weight in front of the kernel.
       split: Mesh axes that split K, and those that split N, inside of `jax.shard_map`. The scales
         are then those of the whole weight, so that devices may gather the FP8 copies.
 
     Raises:
-      ValueError: The weight does not have two axes, or there is no recipe of that name.
+      ValueError: The weight does not have two axes, a name is unknown, or `split` comes with an
+        `implementation`.
       TypeError: The weight is not of such a dtype.
-      NotImplementedError: The caller asked for the kernel, and it does not take the weight.
+      NotImplementedError: The caller asked for the kernel or requires it, and it does not run.
     """
     recipe = find_recipe(recipe)
+    check_implementation(implementation)
+    if any(split) and implementation is not None:
+        raise ValueError(f"{implementation=} is for a whole weight; with {split=} leave it at None")
     weight = operand("weight", weight)
     if weight.ndim != 2:
         raise ValueError(f"weight must be [K, N], got {weight.shape}; use jax.vmap for a stack")
@@ -132,7 +137,11 @@ def fp8_linear(
     quantized. A weight that is too small to gain (`Recipe.gains`) is multiplied in the dtype of
     `x`, which is logged once.
 
-    NaN and infinity in an operand become NaN in every number of the result that they belong to.
+    In an FP8 product a NaN or an infinity in an operand gives NaN in every number of the result
+    that it belongs to. A weight that stays in the dtype of `x` keeps infinities.
+
+    Under `jax.vmap` the members are computed one after the other, and each has scales of its own.
+    Put the batch into the leading axes of `x` for one call.
 
     Args:
       x: Input, of a floating dtype of 16 or 32 bits; the leading axes are tokens.
@@ -143,7 +152,8 @@ def fp8_linear(
     Raises:
       ValueError: The shapes disagree, or there is no recipe of that name.
       TypeError: An array is not of such a dtype.
-      NotImplementedError: It is differentiated twice or in forward mode (`jax.jvp`).
+      NotImplementedError: Kernels are required and do not run; or it is differentiated twice or in
+        forward mode (`jax.jvp`).
     """
     return fp8_linears(x, (weight,), recipe=recipe)[0]
 
@@ -169,7 +179,7 @@ def fp8_linears(
     Raises:
       ValueError: The shapes disagree, or there is no recipe of that name.
       TypeError: An array is not of a floating dtype of 16 or 32 bits.
-      NotImplementedError: It is differentiated twice or in forward mode (`jax.jvp`).
+      NotImplementedError: As in `fp8_linear`.
     """
     recipe = find_recipe(recipe)
     x = operand("x", x)
@@ -182,14 +192,22 @@ def fp8_linears(
         if q.weight.shape[0] != x.shape[-1]:
             raise ValueError(f"weight must be [K, N], got {q.weight.shape} for x {x.shape}")
         if q.forward is None:
-            shape = q.weight.shape
-            log_once(f"fp8_linear: a weight {shape} is too small for {recipe.name}: no FP8")
+            log_too_small("fp8_linear: a weight", q.weight.shape, x.dtype, recipe)
     in_fp8 = [q for q in quantized if q.forward is not None]
     results = iter(())
     if in_fp8:
         operation = _Linears(recipe, tuple(jnp.dtype(q.weight.dtype) for q in in_fp8))
         results = iter(call(operation, x, *arguments(in_fp8)))
     return tuple(matmul(x, q.weight) if q.forward is None else next(results) for q in quantized)
+
+
+def log_too_small(what: str, shape: tuple[int, ...], dtype: DTypeLike, recipe: Recipe) -> None:
+    """Logs once that weights of a shape are multiplied in the dtype of the input."""
+    log_once(
+        f"{what} {shape} is multiplied in {jnp.dtype(dtype).name}, because K·N / (K + N) is below "
+        f"{recipe.least_size}, from which {recipe.name} saves time; a recipe with least_size=0 "
+        "takes FP8"
+    )
 
 
 def as_quantized(weight: Any, recipe: Recipe) -> QuantizedWeight:

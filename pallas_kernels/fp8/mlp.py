@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from pallas_kernels.choices import log_once, record
+from pallas_kernels.choices import record
 from pallas_kernels.fp8 import gated_kernel, reference
 from pallas_kernels.fp8.casts import (
     cast_both,
@@ -39,6 +39,7 @@ from pallas_kernels.fp8.linear import (
     as_quantized,
     gradient_of_weight,
     gradients,
+    log_too_small,
     operand,
     operands_of_gradient,
     pairs,
@@ -85,7 +86,8 @@ def fp8_swiglu_mlp(
     quantized. The forward computes from gate and up in the dtype of `x`. The backward reads both in
     int8, with a float32 scale for 128 columns of a row. Gradients of weights have the dtypes of the
     weights. If a weight is too small to gain (`Recipe.gains`), all of the MLP runs in the dtype of
-    `x`, by `swiglu_mlp`, which is logged once.
+    `x`, by `swiglu_mlp`, which is logged once. Under `jax.vmap` each member has scales of its own,
+    as in `fp8_linear`.
 
     Args:
       x: Input, of a floating dtype of 16 or 32 bits; the leading axes are tokens.
@@ -98,7 +100,8 @@ def fp8_swiglu_mlp(
     Raises:
       ValueError: The shapes disagree, or there is no recipe of that name.
       TypeError: An array is not of such a dtype.
-      NotImplementedError: It is differentiated twice or in forward mode (`jax.jvp`).
+      NotImplementedError: Kernels are required and do not run; or it is differentiated twice or in
+        forward mode (`jax.jvp`).
     """
     recipe = find_recipe(recipe)
     x = operand("x", x)
@@ -112,7 +115,7 @@ def fp8_swiglu_mlp(
             f"{shapes[1]} and {shapes[2]}"
         )
     if any(q.forward is None for q in weights):
-        log_once(f"fp8_swiglu_mlp: weights {shapes[0]} are too small for {recipe.name}: no FP8")
+        log_too_small("fp8_swiglu_mlp: w_gate", shapes[0], x.dtype, recipe)
         return swiglu_mlp(x, *(q.weight for q in weights))
     if x.ndim == 1:
         return fp8_swiglu_mlp(x[None], *weights, recipe=recipe)[0]

@@ -118,7 +118,7 @@ def _quantized(
     chosen, reason = api.choose_norm(x, residual, weight, implementation, None)
     if chosen == "mosaic_gpu" and (unsupported := _unsupported_reason(x)) is not None:
         chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
-    record(name, (x, weight), implementation, chosen, reason)
+    record(name, (x, residual, weight), implementation, chosen, reason)
     if chosen == "mosaic_gpu":
         return _kernel(x, residual, weight, dtype, options)
     if residual is None:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.arguments import check_config
 from pallas_kernels.choices import record
 from pallas_kernels.derivatives import not_differentiable
 from pallas_kernels.fp8 import product_kernel
@@ -75,13 +76,14 @@ def fp8_matmul(
       implementation: `"mosaic_gpu"` is our kernel for Hopper. `"xla"` is a product that XLA may
         replace by cublasLt's in FP8, on GPUs since Ada. `"reference"` multiplies float32 numbers,
         as `"xla"` does elsewhere. `None` takes the kernel where it runs, and `"xla"` otherwise.
+        `"require"` picks as `None` does, and raises where that would not be the kernel.
       config: Launch parameters of the kernel, for `"mosaic_gpu"` by name.
 
     Raises:
-      ValueError: The shapes or scales disagree, a name is unknown, or there are launch parameters
-        for plain JAX.
-      TypeError: An operand is not of an FP8 dtype.
-      NotImplementedError: The caller asked for the kernel, and it does not take the arguments; or
+      ValueError: The shapes or scales disagree, both operands are `float8_e5m2`, `out_dtype` is
+        another dtype, a name is unknown, or there are launch parameters for plain JAX.
+      TypeError: An operand is not of an FP8 dtype, or `config` is no `Config`.
+      NotImplementedError: The caller asked for the kernel or requires it, and it does not run; or
         the function is differentiated.
     """
     _check(a, b, out_dtype, accumulation)
@@ -107,11 +109,13 @@ def choose_fp8_matmul(
 
     Raises:
       ValueError: The name is unknown, or there are launch parameters for plain JAX.
-      NotImplementedError: The caller asked for the kernel, which does not take the arguments.
+      TypeError: `config` is no `Config`.
+      NotImplementedError: The caller asked for the kernel or requires it, and it does not run.
     """
     check_implementation(implementation)
     if implementation != "mosaic_gpu":
         check_no_config(config, implementation)
+    check_config(config, Config)
     unsupported = symbolic_reason(a.values, b.values)
     unsupported = unsupported or product_kernel.unsupported_reason(a, b, out_dtype)
     return choose_implementation(implementation, unsupported, fallback="xla")
@@ -130,20 +134,19 @@ def _by_xla(
 
     XLA looks for a product of operands that are converted and multiplied by a scalar. It reads the
     scalar before its cast to 16 bits, so that the scale stays float32. cublasLt takes 16-bit
-    products of float32 operands for none of its own, hence `wide`.
+    products of float32 operands for none of its own, hence operands in `out_dtype`.
     """
-    wide = jnp.float32 if jnp.dtype(out_dtype) == jnp.float32 else out_dtype
 
     def operand(q: Quantized) -> jax.Array:
-        values = q.values.astype(wide)
-        return values if q.scale.ndim else values * q.scale.astype(wide)
+        values = q.values.astype(out_dtype)
+        return values if q.scale.ndim else values * q.scale.astype(out_dtype)
 
     product = jax.lax.dot_general(
         operand(a),
         operand(b),
         _K_MAJOR,
         precision=_PRECISION[accumulation],
-        preferred_element_type=jnp.float32 if a.scale.ndim or b.scale.ndim else wide,
+        preferred_element_type=jnp.float32 if a.scale.ndim or b.scale.ndim else out_dtype,
     )
     return _scaled(product, a, b, out_dtype)
 

@@ -35,10 +35,11 @@ def quantize(
 ) -> Quantized:
     """Rounds `x` to 8-bit floating-point values with float32 scales.
 
-    `scale = amax / max_finite(dtype)`, where `amax` is the largest magnitude in the tensor or in
-    a row. `values = x · (1 / scale)`, computed in float32 and rounded to the nearest number of
-    `dtype`, ties to even. The largest magnitude becomes 448 (`float8_e4m3fn`) or 57344
-    (`float8_e5m2`), so no value overflows.
+    `scale = amax · (1 / max_finite(dtype))` in float32, where `amax` is the largest magnitude in
+    the tensor or in a row. `values = x · (1 / scale)`, computed in float32 and rounded to the
+    nearest number of `dtype`, ties to even. With `scaling="row"` the kernel's reciprocal may err in
+    the last bit, so that a value within 2^-23 of a tie may become its other neighbour. The largest
+    magnitude becomes 448 (`float8_e4m3fn`) or 57344 (`float8_e5m2`), so no value overflows.
 
     - An `amax` below 2^-90 counts as 0: the scale is 1 and all values are 0.
     - If there is a NaN, `amax`, the scale and all values of the tensor or row are NaN.
@@ -49,8 +50,8 @@ def quantize(
     Both dtypes follow this rule, although `float8_e5m2` has infinities.
 
     The function has no gradient, and differentiating it raises an error. A caller writes a rule for
-    the product that reads the values.
-    It does not split a kernel over a mesh yet. On a mesh, call it inside of `jax.shard_map`.
+    the product that reads the values. On a mesh, call it inside of `jax.shard_map`, where the scale
+    is that of the device's part: no kernel of this function is split over a mesh.
 
     Args:
       x: Array of any floating dtype of at least 16 bits. The last axis is the one that products

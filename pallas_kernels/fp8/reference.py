@@ -26,7 +26,7 @@ def amax_of(x: Float[Array, "*T K"], *, axis: int | None) -> Array:
 
 
 def scale_of(amax: Array, dtype: DTypeLike) -> Array:
-    """`amax / max_finite(dtype)`, or 1 if `amax` is below `LEAST_AMAX`."""
+    """`amax · (1 / max_finite(dtype))`, or 1 if `amax` is below `LEAST_AMAX`."""
     # XLA multiplies by the reciprocal of a constant. It is written here, so that every backend
     # rounds in the same place.
     return jnp.where(amax < LEAST_AMAX, 1.0, amax * (1 / max_finite(dtype))).astype(jnp.float32)
@@ -48,7 +48,7 @@ def values_of_both(
 
 
 def int8_scale_of(amax: Array) -> Array:
-    """`amax / 127`, 1 if `amax` is below `LEAST_AMAX`, and NaN if it is infinite or NaN."""
+    """`amax · (1 / 127)`, 1 if `amax` is below `LEAST_AMAX`, and NaN if it is infinite or NaN."""
     scale = jnp.where(amax < LEAST_AMAX, 1.0, amax * (1 / 127))
     return jnp.where(amax < jnp.inf, scale, jnp.nan).astype(jnp.float32)
 
@@ -56,8 +56,8 @@ def int8_scale_of(amax: Array) -> Array:
 def blockwise_int8(x: Float[Array, "T F"]) -> BlockwiseInt8:
     """`x` in int8: `round(x · (1 / scale))` in float32, to the nearest integer, ties to even.
 
-    `scale = amax / 127`, where `amax` is the largest magnitude of 128 columns of a row. A block of
-    zeros has the scale 1. A block with a NaN or an infinity has the scale NaN.
+    `scale = amax · (1 / 127)`, where `amax` is the largest magnitude of 128 columns of a row. A
+    block of zeros has the scale 1. A block with a NaN or an infinity has the scale NaN.
     """
     num_rows, num_columns = x.shape
     num_blocks = -(-num_columns // BLOCK)

@@ -14,6 +14,7 @@ from pallas_kernels.arguments import check_number
 from pallas_kernels.choices import log_once, record
 from pallas_kernels.implementation import Implementation, symbolic_reason
 from pallas_kernels.log_probs import differentiable, reference, saved
+from pallas_kernels.log_probs.kept import keeps_all, keeps_chunks
 from pallas_kernels.log_probs.per_token import OfSingleTokens, sum_of_known
 from pallas_kernels.log_probs.token_function import results_of_function, token_function
 from pallas_kernels.log_probs.token_loss import OfAllTokens
@@ -28,7 +29,7 @@ from pallas_kernels.loss.description import describe
 from pallas_kernels.loss.layout import Embedding, WeightLayout
 from pallas_kernels.loss.low_rank import LoRA
 from pallas_kernels.loss.mosaic_gpu import statistics
-from pallas_kernels.loss.plan import Request
+from pallas_kernels.loss.plan import InPlace, Request, TokenChunks, choose
 
 _REMEDY = "1.0 leaves the logits as they are"
 _MOST_COLUMNS = 2**24  # the kernel keeps the argmax as a float32 number
@@ -119,8 +120,6 @@ def linear_log_probs(
     more with the argmax, and add up `dx`. Inside of `jax.shard_map`, `vocab_axis` names the axis
     that splits `weight`.
 
-    Above 80 lines, because most of them are this documentation.
-
     Args:
       x: Hidden states, of a floating dtype of 16 bits or more. The leading axes are tokens.
       weight: Output embedding of the layout `weight_layout`, of a floating dtype of 16 bits or
@@ -180,6 +179,7 @@ def linear_log_probs(
         differentiated twice or in forward mode.
       jax.experimental.checkify.JaxRuntimeError: `check_labels` found a label out of range.
     """
+    # Above 80 lines, because most of them are documentation.
     x, weight, bias = check_arrays(x, weight, labels, bias, None, weight_layout)
     if keep_exponentials:
         _check_alone(
@@ -302,17 +302,16 @@ def linear_token_loss(
 
     **Cost.** A loss with gradients takes three matrix products of `2·T·D·V` FLOPs if the memory of
     `dweight` holds the exponentials of all logits. A float32 `dweight` holds those of 2·D tokens, a
-    16-bit one those of D tokens, and a chunk more lies beside. This needs the kernels, bfloat16
-    `x`, a gradient of the weight, and no bias, softcap or split vocabulary. With `per_token` any
-    number of tokens takes three products, in chunks, and two where the weight has no gradient. The
-    gradient of the entropy adds a pass over the exponentials. Other calls take four products, as
-    `linear_log_probs` does. A loss without gradients takes one.
+    16-bit one those of D tokens. The exponentials of one more chunk, of at most `max_logits_bytes`,
+    get memory of their own. This needs the kernels, bfloat16 `x`, a gradient of the weight, and no
+    bias, softcap or split vocabulary. With `per_token` any number of tokens takes three products,
+    in chunks, and two where the weight has no gradient. The gradient of the entropy adds a pass
+    over the exponentials. Other calls take four products, as `linear_log_probs` does. A loss
+    without gradients takes one.
 
     **Rounding.** As in `linear_cross_entropy`, exponentials are rounded once to the dtype of `x`,
     and so is `x` times a factor of each token for `dweight`. With the entropy's gradient, the
     exponentials and the gradient in the logits are rounded instead.
-
-    Above 80 lines, because most of them are this documentation.
 
     Args:
       x: Hidden states, as in `linear_log_probs`.
@@ -333,8 +332,9 @@ def linear_token_loss(
       ignore_index: Label of the tokens that do not count; their log-probability is 0.
       logit_softcap: Bound of the logits.
       counted_fraction: Largest share of a device's tokens whose labels are not ignored, in (0, 1].
-        They are then computed in as few rows. All devices compute all rows if one has more of them.
-        It has no effect with `"reference"`.
+        They are then computed in as few rows. All devices compute all rows if one has more of them;
+        with `per_token` each device decides for itself. It has no effect with `"reference"`, nor
+        where the vocabulary is split, which the log says.
       chunk_size: Largest number of a device's tokens whose logits exist at a time.
       max_logits_bytes: Limit in bytes for the logits of a chunk of tokens.
       vocab_axis: Name of the Manual mesh axis that splits the vocabulary.
@@ -354,6 +354,7 @@ def linear_token_loss(
       TypeError: as `linear_log_probs` does; or `token_fn` returns no float32 scalar, reads a traced
         array that is not in `token_data`, or has no hash.
     """
+    # Above 80 lines, because most of them are documentation.
     x, weight, bias = check_arrays(x, weight, labels, bias, None, weight_layout)
     request, temperature, labels = checked_options(
         "linear_token_loss",
@@ -361,6 +362,7 @@ def linear_token_loss(
         weight,
         bias,
         labels,
+        per_token=bool(per_token),
         temperature=temperature,
         ignore_index=ignore_index,
         logit_softcap=logit_softcap,
@@ -421,6 +423,7 @@ def checked_options(
     implementation: Implementation | None,
     weight_layout: WeightLayout,
     keep_exponentials: bool = False,
+    per_token: bool | None = None,
     **options: Any,
 ) -> tuple[Request, float, Int[Array, "*T"]]:
     """`(request, temperature, labels)` of a call, which is noted for `choices.explain`.
@@ -438,6 +441,7 @@ def checked_options(
       implementation: Name that the caller gave.
       weight_layout: Layout of the weight.
       keep_exponentials: Whether exponentials are saved for the backward, where they can be.
+      per_token: As for `linear_token_loss`; None for other functions.
       **options: Options that `checked_request` checks.
     """
     check_number("temperature", temperature, remedy=_REMEDY)
@@ -468,14 +472,17 @@ def checked_options(
         if is_kept := reason is None:
             request = dataclasses.replace(request, chunk_size=len(request.x))
         else:
-            log_once(
-                f"{name}: keep_exponentials=True has no effect, and the gradients take four "
-                f"products: {reason}"
-            )
+            log_once(f"{name}: keep_exponentials=True has no effect: {reason}")
 
     def describe_plan() -> str:
-        # The logits exist once, as those of a loss.
-        reduction = "mean" if is_kept else "none"
+        # With three products the logits exist once, as those of a loss with a reduction.
+        is_three = is_kept
+        if per_token is not None and request.settings.implementation == "mosaic_gpu":
+            rows = request if request.settings.vocab_axes else request.of_counted
+            chosen = choose(differentiable.planned(rows)).plan
+            assert isinstance(chosen, TokenChunks | InPlace)
+            is_three = (keeps_chunks if per_token else keeps_all)(rows, chosen)
+        reduction = "mean" if is_three else "none"
         plan = describe(differentiable.planned(request), reduction, why_no_kernel)
         if is_kept:
             plan = dataclasses.replace(plan, reason="The caller asks for keep_exponentials=True.")

@@ -6,7 +6,6 @@ GEMMs more, and no logits.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,25 +16,23 @@ from pallas_kernels.log_probs.differentiable import Device
 from pallas_kernels.loss.columns import Columns, product, weight_product
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
 from pallas_kernels.loss.mosaic_gpu.statistics import entropy_of
-from pallas_kernels.loss.plan import InPlace, TokenChunks
+from pallas_kernels.loss.plan import InPlace, Request, TokenChunks
 from pallas_kernels.loss.token_loss import IGNORED
 
 
-def keeps_all(device: Device, biases: Sequence[Any]) -> bool:
+def keeps_all(request: Request, plan: TokenChunks | InPlace) -> bool:
     """Whether the exponentials of all of a device's tokens can wait for the cotangents."""
-    plan, num_tokens = device.plan, len(device.x)
     at_once = plan.chunk_size if isinstance(plan, TokenChunks) else plan.extent.num_tokens
-    return num_tokens <= at_once and keeps_chunks(device, biases)
+    return len(request.x) <= at_once and keeps_chunks(request, plan)
 
 
-def keeps_chunks(device: Device, biases: Sequence[Any]) -> bool:
+def keeps_chunks(request: Request, plan: TokenChunks | InPlace) -> bool:
     """Whether the exponentials of a chunk can wait for the cotangents of its tokens."""
-    settings = device.request.settings
+    settings = request.settings
     return (
-        device.plan.without_dweight.by_exponentials
+        plan.without_dweight.by_exponentials
         and settings.options.logit_softcap is None
         and not settings.vocab_axes
-        and not biases
     )
 
 

@@ -10,7 +10,9 @@ of the `token_fn` of `linear_token_loss`::
 
 A token counts where `mask` is not 0. The numbers of other tokens change neither loss nor gradients,
 whatever they are. A mean over nothing is 0. With pairs of sequences the first half of the batch
-holds the chosen ones, and the second half the rejected ones in the same order.
+holds the chosen ones, and the second half the rejected ones in the same order. Losses of pairs and
+`kto_loss` count every sequence. A sequence without a token that counts has the reward 0, or the
+mean log-probability 0, so leave such sequences out of the batch.
 """
 
 from typing import Any, Literal, get_args

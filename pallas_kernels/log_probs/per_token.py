@@ -111,7 +111,7 @@ class OfSingleTokens(OfFunction):
 
             def compute(x, labels, *leaves) -> Any:
                 device = Device.make(request, self.temperature, place, x, weight, labels)
-                if any(of_arrays) and keeps_chunks(device, biases):
+                if any(of_arrays) and keeps_chunks(device.request, device.plan):
                     found, per_token = _by_chunks(device, function, evaluate, of_arrays[1], leaves)
                     found = device.pick(found, of_arrays, exchanged)
                 else:

@@ -62,7 +62,7 @@ class OfAllTokens(OfFunction):
                 of_rows = take(flat_x, 0), weight, take(flat_labels, IGNORED)
                 device = Device.make(request, self.temperature, place, *of_rows)
                 stored = None
-                if of_arrays[1] and keeps_all(device, biases):
+                if of_arrays[1] and keeps_all(device.request, device.plan):
                     columns = Columns.make(device.request.settings, weight.astype(x.dtype), None)
                     stored = KeptExponentials.make(device, columns, with_entropy=with_entropy)
                     lse, own = stored.lse, stored.of_labels()

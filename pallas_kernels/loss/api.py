@@ -103,18 +103,19 @@ def linear_cross_entropy(
     float32 copy of the weight; such chunks suit a weight that is stored in float32. Only
     `"reference"` has second derivatives and forward mode (`jax.jvp`).
 
-    **Plans.** `dweight` is made last, so its memory is free before. By default the kernels keep
-    exponentials of the logits there, for all tokens or for the first ones. Other tokens are
-    computed in chunks of tokens. Loss and gradients take three matrix products, or four with
-    `reduction="none"`. `vocab_chunk_size` asks for chunks of columns, which take four.
-    `linear_cross_entropy_plan` says what a call does and why; `docs/kernels/loss.md` describes the
-    plans.
+    **Plans.** The gradient of `weight`, `dweight`, is made last, and its memory is unused until
+    then. By default the kernels store exponentials of the logits in this memory: those of all
+    tokens, or those of the first ones. Chunks of tokens compute the rest. Loss and gradients take
+    three matrix products, or four with `reduction="none"`. `vocab_chunk_size` asks for chunks of
+    columns, which take four. `linear_cross_entropy_plan` says what a call does and why;
+    `docs/kernels/loss.md` describes the plans.
 
     **Rounding.** Products take operands in the dtype of `x` and accumulate in float32. In memory,
     `"mosaic_gpu"` has logits or their exponentials rounded to the dtype of `x`, and `"xla"` has
     float32 logits. Softmax and losses are float32. The gradient in the logits is rounded once, to
-    the dtype of `x`, or an exponential is in its place. Every gradient is rounded once. The
-    operands of `"reference"` are float32. `pallas_kernels/loss/by_tokens.py` has the details.
+    the dtype of `x`. Plans that store exponentials round the exponentials instead. Every gradient
+    is rounded once. The operands of `"reference"` are float32. `pallas_kernels/loss/by_tokens.py`
+    has the details.
 
     **Meshes.** Each device computes the losses of its own tokens, and plans for its own arrays. On
     Auto and Explicit axes a sum or mean is over the tokens of all devices. A vocabulary that is
@@ -123,8 +124,6 @@ def linear_cross_entropy(
     over all tokens, take `reduction="sum"`, and divide the `jax.lax.psum` of the losses by the
     `jax.lax.psum` of the numbers of tokens. `vocab_axis` names the axis that splits `weight` there.
 
-    Above 80 lines, because most of them are this documentation.
-
     Args:
       x: Hidden states, of a floating dtype of 16 bits or more. The leading axes are tokens.
       weight: Output embedding of the layout `weight_layout`, of a floating dtype of 16 bits or
@@ -132,7 +131,8 @@ def linear_cross_entropy(
       labels: Token to predict at each position, of any integer dtype.
       bias: Bias of the logits, of a floating dtype of 16 bits or more.
       token_weights: Factor for each token's loss, taken as float32. A mask of integers or bools
-        will do.
+        will do. If their sum is 0, the mean and its gradients are 0. For weights of both signs,
+        such as advantages, take `reduction="sum"`.
       ignore_index: Label of the tokens that do not count. It may lie inside `[0, V)`.
       reduction: Name of the reduction: `"mean"`, `"sum"` or `"none"`.
       label_smoothing: Share `s` of the target that is spread evenly over the vocabulary
@@ -141,15 +141,17 @@ def linear_cross_entropy(
         https://arxiv.org/abs/2204.02311), at least 0.
       logit_softcap: Bound `c` of the logits (Gemma 2, https://arxiv.org/abs/2408.00118), finite and
         above 0. `None` sets no bound.
-      chunk_size: Largest number of a device's tokens whose logits exist at a time. Two chunks would
-        take as much memory as one, so three are made then.
+      chunk_size: Largest number of a device's tokens whose logits exist at a time. If this size
+        makes two chunks, three are made: XLA would keep the logits of both in memory.
       vocab_chunk_size: Largest number of columns whose logits exist at a time, for all tokens. Each
         row of `dweight` is then written once and not added up, and `dx` is added up in float32. A
-        weight that is stored in float32 is cast a chunk at a time and not copied.
+        weight that is stored in float32 is cast a chunk at a time and not copied. For a weight
+        `[D, V]` the kernels take multiples of 128 below it, and at least 128.
       max_logits_bytes: Limit in bytes for the logits or exponentials of a chunk of tokens. The
         planner takes the plan with the least estimated time of those that fit. A chunk has at least
         128 tokens, and one of few tokens is slow: each chunk reads and writes all of `dweight`.
-        `None` means 512 MiB (`"mosaic_gpu"`) or 1 GiB (`"xla"`, whose logits are float32). Copies
+        `None` means 512 MiB (`"mosaic_gpu"`) or 1 GiB (`"xla"`, whose logits are float32). It is
+        1.5 GiB with the kernels for a `LoRA` in a plan without exponentials, as with a bias. Copies
         of exponentials out of the memory of `dweight` have the same limit, and never more than 96
         MiB. They may exist beside one chunk. The plan depends on sizes alone, and not on the
         device's free memory, so all processes of a run compile the same program. At most one of
@@ -176,9 +178,10 @@ def linear_cross_entropy(
         16-bit `x`. `"xla"` runs the same algorithms with float32 logits. `"reference"` keeps all
         logits, in float32, and ignores chunks and `accum_dtype`. `None` picks the kernels where
         they run, `"reference"` for open sizes (`jax.export.symbolic_shape`), and `"xla"` elsewhere,
-        for example inside of a `jax.shard_map` that leaves Auto axes out. A name is binding.
-        `"require"` picks the kernels, and raises where they do not run.
-      config: Launch parameters of the kernels. `None` takes measured ones.
+        for example inside of a `jax.shard_map` whose `axis_names` omit an Auto axis. A name is
+        binding. `"require"` picks the kernels, and raises where they do not run.
+      config: Launch parameters of the kernels, where they run. `None` takes measured or derived
+        ones, as `Config` says.
 
     Returns:
       The loss, a scalar or of the shape of `labels`; with `return_metrics`, `(loss, LossMetrics)`.
@@ -192,6 +195,7 @@ def linear_cross_entropy(
         differentiated twice or in forward mode.
       jax.experimental.checkify.JaxRuntimeError: `check_labels` found a label out of range.
     """
+    # Above 80 lines, because most of them are documentation.
     x, weight, bias = check_arrays(x, weight, labels, bias, token_weights, weight_layout)
     request, why_no_kernel = checked_request(
         x,
@@ -263,6 +267,7 @@ def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) 
     Raises:
       ValueError, TypeError, NotImplementedError: a call of `linear_cross_entropy` would
         raise the same error.
+      NotImplementedError: a size of `x` is open (`jax.export.symbolic_shape`); there is no plan.
     """
     bound = inspect.signature(linear_cross_entropy).bind(x, weight, labels, **options)
     bound.apply_defaults()
@@ -271,6 +276,8 @@ def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) 
     plans = []
 
     def trace(arrays):
+        if (reason := symbolic_reason(arrays["x"])) is not None:
+            raise NotImplementedError(f"there is no plan: {reason}")
         x, weight, bias = check_arrays(**arrays, weight_layout=given["weight_layout"])
         request, why_no_kernel = checked_request(x, weight, bias, **given)
         refuse_fallback(

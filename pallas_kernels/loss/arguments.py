@@ -1,6 +1,7 @@
 """Checks of the arguments of the linear cross-entropy, and labels as its programs take them."""
 
 import math
+import operator
 from typing import Any, Literal, get_args
 
 import jax
@@ -142,7 +143,7 @@ def checked_request(
         check_no_config(config, chosen)
     check_config(config, Config)
     _check_options(reduction, ignore_index, label_smoothing, z_loss, logit_softcap)
-    check_chunks(
+    sizes = checked_chunks(
         chunk_size=chunk_size,
         vocab_chunk_size=vocab_chunk_size,
         max_logits_bytes=max_logits_bytes,
@@ -176,9 +177,7 @@ def checked_request(
         weight=jax.ShapeDtypeStruct(weight.shape, weight.dtype),
         has_bias=bias is not None,
         is_low_rank=isinstance(weight, TwoParts),
-        chunk_size=chunk_size,
-        vocab_chunk_size=vocab_chunk_size,
-        max_logits_bytes=max_logits_bytes,
+        **sizes,
         counted_fraction=float(counted_fraction),
     )
     return request, why_no_kernel
@@ -210,21 +209,25 @@ def check_softcap(name: str, softcap: Any) -> float | None:
     return float(softcap)
 
 
-def check_chunks(**sizes: Any) -> None:
-    """Checks the options that choose the chunks, of which a caller gives at most one.
+def checked_chunks(**sizes: Any) -> dict[str, int | None]:
+    """The options that choose the chunks as integers; a caller gives at most one.
 
     Raises:
       ValueError: a size is below 1, or there are several.
       TypeError: a size is no integer.
     """
-    given = {name: size for name, size in sizes.items() if size is not None}
-    for name, size in given.items():
+    given = {}
+    for name, size in sizes.items():
+        if size is None:
+            continue
         check_integer(name, size, remedy="None chooses one")
-        if size < 1:
+        given[name] = operator.index(size)
+        if given[name] < 1:
             raise ValueError(f"{name}={size} must be at least 1; None chooses one")
     if len(given) > 1:
         named = " and ".join(f"{name}={size}" for name, size in given.items())
         raise ValueError(f"{named} each choose the chunks; give one of them")
+    return dict.fromkeys(sizes) | given
 
 
 def _check_accum_dtype(accum_dtype) -> None:

@@ -65,7 +65,7 @@ class Rates(NamedTuple):
 
 
 # Fitted by hand to 37 ratios over three bare GEMMs in benchmarks/results and docs/lab, with errors
-# of 3.1 % (docs/lab/2026-11-25-loss-cost-model.md). Errors of 45 measurements on an H100 are 4.2 %,
+# of 3.1 % (docs/lab/2026-11-25-loss-cost-model.md). Errors of 70 measurements on an H100 are 3.9 %,
 # of 174 on an H200 4.6 %. Ratios of one program differ by up to 5 % from run to run. Profiles of an
 # H100 agree with the rates:
 # - Bare products take 31.8 ms at 8192 x 4096 x 128256, which is 812 TFLOP/s.

@@ -5,8 +5,8 @@ the tokens that count are gathered, and the results are put back: a read and a w
 beside products with V columns.
 
 Sizes are static, so the caller names the largest share of tokens that should count. A batch with
-more of them is computed whole, by a second program under `jax.lax.cond`. So the share has no
-influence on results, only on time.
+more of them is computed whole, by a second program under `jax.lax.cond`. So the share
+changes the time, and of the results only the order of sums.
 """
 
 import dataclasses

@@ -53,9 +53,10 @@ def swiglu(
       implementation: `"reference"` is plain JAX, which XLA fuses; `"xla"` is the same.
         `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere. It keeps `gate` and `up` and
         nothing more, and takes both in one dtype. On a mesh each device computes its own part of
-        them. The kernel cannot run inside of a `jax.shard_map` that leaves Auto axes out. `None`
-        picks `"reference"`, which is as fast alone, and which XLA can fuse with its neighbours. A
-        name is binding. `"require"` always raises, because `None` picks no kernel.
+        them. The kernel cannot run inside of a `jax.shard_map` whose `axis_names` omit an Auto axis
+        of the mesh. `None` picks `"reference"`, which is as fast alone, and which XLA can fuse with
+        its neighbours. A name is binding. `"require"` always raises, because `None` picks no
+        kernel.
       config: Launch parameters of the kernel. `None` takes measured ones, or a guess from the
         device and the dtype.
 

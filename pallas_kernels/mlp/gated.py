@@ -160,7 +160,7 @@ def _forward_of(key: tuple[Plan, bool], place: Place) -> Callable[..., tuple[jax
         def one_chunk(x: jax.Array, _: Any) -> tuple[Any, jax.Array]:
             return None, matmul(_project(plan, x, w_gate, w_up, keep=False)[0], w_down)
 
-        if plan.chunk_size is not None and not keep:
+        if plan.chunk_size is not None:
             size = min(plan.chunk_size, x.shape[-2])
             return (_sum_of_parts(fold_chunks(one_chunk, x, size, axis=x.ndim - 2)[1], place),)
         activated, *kept = _project(plan, x, w_gate, w_up, keep=keep)

@@ -57,9 +57,10 @@ def rms_norm(
         power of two from 64 to 65536. `"reference"` is plain JAX, which XLA fuses; `"xla"` is the
         same. `None` picks the kernel if JAX's default device is such a GPU and the kernel takes the
         arguments. On a mesh each device norms its own tokens. XLA cannot partition a kernel inside
-        of a `jax.shard_map` that leaves Auto axes out, so `None` picks plain JAX there. With
-        `None`, plain JAX computes forward mode and second derivatives too, which no kernel has. A
-        name is binding. `"require"` picks the kernel, and raises where it does not run.
+        of a `jax.shard_map` whose `axis_names` omit an Auto axis of the mesh, so `None` picks plain
+        JAX there. With `None`, plain JAX computes forward mode and second derivatives too, which no
+        kernel has. A name is binding. `"require"` picks the kernel, and raises where it does not
+        run.
       config: Launch parameters of the kernel. `None` takes measured ones, or a guess from the
         device and the sizes.
 

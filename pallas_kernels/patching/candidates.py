@@ -119,7 +119,8 @@ def describe(shapes: Mapping[Path, Shape]) -> str:
 
 def looks_like_a_norm(shapes: Mapping[Path, Shape]) -> bool:
     """Whether all parameters are vectors of one size, so that a reason is of interest."""
-    return 1 <= len(shapes) <= 2 and len({*shapes.values()}) == 1 and _ranks(shapes) == [1]
+    different = {*shapes.values()}
+    return len(shapes) <= 2 and len(different) == 1 and len(different.pop()) == 1
 
 
 def looks_like_an_mlp(shapes: Mapping[Path, Shape]) -> bool:
@@ -127,10 +128,6 @@ def looks_like_an_mlp(shapes: Mapping[Path, Shape]) -> bool:
     matrices = {path: shape for path, shape in shapes.items() if len(shape) > 1}
     vectors = len(shapes) - len(matrices)
     return 0 < vectors <= 3 and bool(readings_as_mlp(matrices))
-
-
-def _ranks(shapes: Mapping[Path, Shape]) -> list[int]:
-    return sorted({len(shape) for shape in shapes.values()})
 
 
 def standard_deviation(shape: Shape) -> float:

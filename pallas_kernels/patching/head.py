@@ -212,10 +212,10 @@ def _bias_and_rest(program: Program, equation: Equation) -> tuple[Atom, Atom]:
     """The vector that is added to the logits, and the logits before."""
     size = equation.outvars[0].aval.shape[-1]
     for bias, rest in (equation.invars, equation.invars[::-1]):
-        source, is_vector = bias, True
+        source, is_vector = bias, bias.aval.shape[-1:] == (size,)
         while is_vector and source.aval.shape != (size,):
             inner = program.producer(source)
-            if inner is None or inner.primitive.name not in ("broadcast_in_dim", "reshape"):
+            if inner is None or not _keeps_last_axis(inner):
                 is_vector = False
                 continue
             source = inner.invars[0]
@@ -223,6 +223,14 @@ def _bias_and_rest(program: Program, equation: Equation) -> tuple[Atom, Atom]:
         if is_vector and rest.aval.shape == equation.outvars[0].aval.shape:
             return source, rest
     raise _NoHead("something is added to it that is no vector with a number for each column")
+
+
+def _keeps_last_axis(equation: Equation) -> bool:
+    """Whether the last axis of the operand is the last one of the result."""
+    if _is(equation, "broadcast_in_dim"):
+        last = equation.outvars[0].aval.ndim - 1
+        return equation.params["broadcast_dimensions"][-1:] == (last,)
+    return _is(equation, "reshape")
 
 
 def _softcap_and_rest(program: Program, equation: Equation) -> tuple[float, Atom]:

@@ -82,9 +82,11 @@ class NormRule:
     operation = "rms_norm"
 
     def run(self, module: nnx.Module, x: jax.Array, dtype: np.dtype) -> jax.Array:
-        """The norm of `x` in `dtype`, computed in the wider one of both dtypes."""
+        """The norm of `x` in `dtype`, computed in the common one of both dtypes."""
+        with jax.numpy_dtype_promotion("standard"):  # the caller may have set "strict"
+            common = jnp.promote_types(x.dtype, dtype)
         y = rms_norm(
-            x.astype(jnp.promote_types(x.dtype, dtype)),
+            x.astype(common),
             value_at(module, self.scale),
             eps=self.eps,
             weight_offset=self.weight_offset,

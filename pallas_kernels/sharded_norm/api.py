@@ -6,14 +6,13 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import floating_arrays
+from pallas_kernels.arguments import check_config, floating_arrays
 from pallas_kernels.choices import record
 from pallas_kernels.implementation import (
     Chosen,
     Implementation,
     by_name,
     check_implementation,
-    check_no_config,
     choose_implementation,
 )
 from pallas_kernels.norm import Casting, Config
@@ -60,8 +59,8 @@ def sharded_add_rms_norm(
     **Gradients.** The operation is differentiable in all three arrays, and each gradient has the
     dtype of its argument. The backward mirrors the forward in three steps:
 
-    1. A reduce-scatter of `dy`, if `y` was gathered. Each device has the share that its own use of
-       `y` gives, in the dtype of `y`.
+    1. A reduce-scatter of `dy` in the dtype of `y`, if `y` was gathered. It adds up the gradients
+       that the devices computed from their own copies of `y`.
     2. One pass over the device's tokens.
     3. An all-gather of the gradient. The `partial` of every device has the same gradient.
 
@@ -74,8 +73,6 @@ def sharded_add_rms_norm(
     For the policies of `jax.checkpoint`, `add_rms_norm` names the token shards `residual`, `rstd`
     and `normed`. A policy that keeps these names takes 1/n of the memory, and gathers `y` again.
     `"mosaic_gpu"` names `y` as it is returned.
-
-    Above 80 lines, because most of them are this documentation.
 
     Args:
       partial: `[..., T, D]`, this device's summand of a sublayer's output for all tokens, such as
@@ -106,16 +103,22 @@ def sharded_add_rms_norm(
     Raises:
       ValueError: The shapes disagree, the devices do not divide T, `axis_name` is not bound, a name
         is unknown, a number is out of range, or there is no kernel for `config`.
-      TypeError: The same as in `rms_norm`. JAX also raises it for forward mode of `"mosaic_gpu"`.
+      TypeError: The same as in `rms_norm`, or `axis_name` is no name of one axis. JAX also raises
+        it for forward mode of `"mosaic_gpu"`.
       NotImplementedError: The caller asked for `"mosaic_gpu"`, and it takes neither these arrays
         nor these devices, or it is differentiated twice. For the norm of `"xla"`, as in `rms_norm`.
     """
+    # Above 80 lines, because most of them are documentation.
     partial, residual, weight = floating_arrays(partial=partial, residual=residual, weight=weight)
     check_norm_options(eps, weight_offset, casting)
     _check_shapes(partial, residual, weight, axis_name)
     check_implementation(implementation)
-    if implementation in ("reference", "mosaic_gpu"):
-        check_no_config(config, implementation)
+    check_config(config, Config)
+    if config is not None and implementation in ("reference", "mosaic_gpu"):
+        raise ValueError(
+            f"{config=} is for the norm between XLA's collectives; leave config=None, or ask for "
+            "implementation='xla'"
+        )
     if partial.shape[-2] == 0:
         # XLA has no collectives over an axis of size 0. There is nothing to compute, and all
         # gradients are 0.
@@ -162,6 +165,10 @@ def choose_sharded_norm(
 
 def _check_shapes(partial: Array, residual: Array, weight: Array, axis_name: str) -> None:
     """Raises if the shapes do not fit each other and the axis."""
+    if not isinstance(axis_name, str):
+        raise TypeError(
+            f"{axis_name=} must be the name of one mesh axis; give the devices one axis in the mesh"
+        )
     try:
         num_devices = jax.lax.axis_size(axis_name)
     except NameError:

@@ -233,6 +233,10 @@ def test_every_rotary_field_belongs_to_a_type():
         ),
         ({"head_dim": 7}, r"head_dim=7 must be even"),
         ({"qk_norm": True, "mlp_bias": True}, r"qk_norm=True makes a Qwen 3.* set mlp_bias=False"),
+        (
+            {"hidden_act": "gelu", "implementation": "require"},
+            r"implementation='require': no kernel computes an MLP with self\.hidden_act='gelu'",
+        ),
         ({"hidden_act": "swish"}, r"hidden_act='swish' must be one of \['gelu'"),
         ({"remat": "everything"}, r"remat='everything': \['everything'\] unknown"),
     ],

@@ -11,7 +11,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
-from pallas_kernels import linear_cross_entropy, rms_norm, swiglu_mlp
+from pallas_kernels import (
+    linear_cross_entropy,
+    linear_cross_entropy_plan,
+    rms_norm,
+    swiglu_mlp,
+)
 
 F32 = jnp.float32
 T, D, F, V = 64, 16, 32, 48
@@ -110,6 +115,8 @@ def test_open_sizes():
     x, weights, labels = shapes(size)
     with pytest.raises(NotImplementedError, match="has open sizes"):
         jax.eval_shape(named, x, weights[-1], labels)
+    with pytest.raises(NotImplementedError, match=r"there is no plan: .* has open sizes"):
+        linear_cross_entropy_plan(x, weights[-1], labels)
 
 
 def test_a_number_of_positions_at_a_time_needs_their_number():

@@ -126,7 +126,7 @@ def test_the_dtype_of_the_result(name):
             assert all(a.dtype == stream for a in rest)  # the residual stream
 
 
-@pytest.mark.parametrize("stream, dtype", [(BF16, F32), (F32, BF16)])
+@pytest.mark.parametrize("stream, dtype", [(BF16, F32), (F32, BF16), (BF16, jnp.float16)])
 def test_the_norm_rounds_its_result_alone_as_linen_does(stream, dtype):
     x = 3 * normal((B, S, D), stream)
     params = {"params": {"scale": jnp.linspace(0.5, 1.5, D)}}
@@ -147,6 +147,11 @@ def test_a_wider_result_is_rounded_once():
     got, total = AddRMSNorm(dtype=F32).apply({"params": {"scale": jnp.ones(D)}}, x, x)
     chex.assert_trees_all_close(got, rms_norm(2 * x.astype(F32), jnp.ones(D)), rtol=1e-6)
     chex.assert_trees_all_equal(total, 2 * x)
+
+
+def test_a_norm_of_integers_says_what_to_do(unchecked_shapes):
+    with pytest.raises(TypeError, match="x is int32, not a floating dtype; cast x to float32"):
+        RMSNorm().init(KEY, jnp.zeros((2, D), jnp.int32))
 
 
 def test_options_reach_the_operations():

@@ -207,6 +207,14 @@ def test_heads_that_are_refused(name):
         jax.eval_shape(lambda: loss_of(model_of_one_layer(head=head), *tokens_and_labels()))
 
 
+def test_a_number_for_each_position_is_no_bias():
+    """Although there are as many positions as columns."""
+    head = lambda model, x: model.lm_head(x) + jnp.arange(V, dtype=x.dtype)[:, None]
+    tokens = jnp.zeros((2, V), jnp.int32)
+    with pytest.raises(NotImplementedError, match="something is added to it that is no vector"):
+        jax.eval_shape(lambda: loss_of(model_of_one_layer(head=head), tokens, tokens))
+
+
 def test_errors():
     tokens, labels = tokens_and_labels()
     model = model_of_one_layer()

@@ -49,7 +49,7 @@ from train.config import (
 from train.data import Corpus, SyntheticDataset
 from train.optimizers import make_optimizer
 from train.setup import Datasets, compile_steps
-from train.step import init_state, jit_train_step, loss_sum, make_train_step, model_graph
+from train.step import init_state, jit_train_step, loss_and_sums, make_train_step, model_graph
 from train.teacher import abstract_frozen
 
 MODEL = dataclasses.replace(
@@ -152,7 +152,9 @@ def loss(config):
     state = abstract_state(config.model)
     batch = {name: jnp.zeros((1, 8), jnp.int32) for name in ("tokens", "labels")}
     graphdef = model_graph(config.model)
-    return program(lambda p: loss_sum(graphdef, p, batch, z_loss=config.z_loss), state.params)
+    return program(
+        lambda p: loss_and_sums(graphdef, p, batch, z_loss=config.z_loss)[0], state.params
+    )
 
 
 @functools.cache

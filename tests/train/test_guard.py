@@ -174,7 +174,9 @@ def test_a_run_that_only_skips_ends_and_its_step_can_be_replayed(
     with pytest.raises(RunError, match=r"^3 steps in a row .* replay (\S+)$") as caught:
         run(config)
     assert "\n" not in str(caught.value)
-    assert "step 2 was skipped: loss nan, gradient norm nan\n" in capsys.readouterr().out
+    assert (
+        "step 2 was skipped, not finite: loss nan, gradient norm nan\n" in capsys.readouterr().out
+    )
     rows = load_metrics(tmp_path / "tiny").train
     assert [row["skipped_steps"] for row in rows] == [1, 2, 3]
     folder = str(caught.value).split()[-1]

@@ -21,7 +21,7 @@ from train.data import IGNORED, PackedDataset
 from train.optimizers import make_optimizer
 from train.step import (
     init_state,
-    loss_sum,
+    loss_and_sums,
     make_eval_step,
     make_train_step,
     model_graph,
@@ -241,7 +241,7 @@ def test_positions_without_a_label_do_not_matter():
 
 def test_a_packed_row_is_its_documents():
     params = state_0().params
-    total = jax.jit(lambda batch: loss_sum(model_graph(MODEL), params, batch))
+    total = jax.jit(lambda batch: loss_and_sums(model_graph(MODEL), params, batch)[0])
     rng = np.random.default_rng(0)
     documents = [rng.integers(MODEL.vocab_size, size=n, dtype=np.int32) for n in (5, 7, 5)]
     dataset = PackedDataset.from_documents(documents, sequence_length=LENGTH)

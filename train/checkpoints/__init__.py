@@ -2,6 +2,5 @@
 
 - `checkpoint`: the checkpoints of a run, written and restored by `Checkpoints`.
 - `files`: the files of checkpoints: their names, their lock, and kinds of errors.
-- `hf_folder`: Hugging Face folders that a run starts from or leaves.
 - `saved`: the model of a run, a checkpoint or a Hugging Face folder, for the commands.
 """

@@ -107,7 +107,7 @@ def _check_not_empty(arguments: Sequence[str]) -> None:
         name, is_assigned, value = argument.partition("=")
         flag = name if name.startswith("--") else flag
         is_empty = not argument or (name.startswith("--") and is_assigned and not value)
-        if is_empty and flag.replace("_", "-") not in _MAY_BE_EMPTY:
+        if is_empty and flag not in _MAY_BE_EMPTY:
             raise FlagError(f"{flag}: the value is empty; give a value or leave out the flag")
 
 

@@ -53,7 +53,7 @@ def export(arguments: Sequence[str]) -> None:
         # Before the model is written, because this may refuse a link.
         copy_tokenizer(saved.tokenizer, flags.output, bos_token=bos_token, eos_token=eos_token)
     with jax.set_mesh(mesh):
-        params = saved.load(mesh)
+        params = _finite(saved, mesh)
         config = saved.model
         if flags.dtype:
             config = dataclasses.replace(config, param_dtype=flags.dtype)

@@ -22,9 +22,15 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
     """The tokenizer of a configuration; bytes if the configuration names none.
 
     Raises:
-      DataError: the tokenizer cannot be read.
+      DataError: the tokenizer cannot be read, or a token is named for bytes.
     """
     if config.tokenizer is None:
+        for name in ("bos_token", "eos_token"):
+            if (token := getattr(config, name)) is not None:
+                raise DataError(
+                    f"--data.{name.replace('_', '-')} {token!r} is for a tokenizer, and bytes have "
+                    "none; name one with --data.tokenizer, or leave the flag out"
+                )
         return BYTES
     return HuggingFaceTokenizer(
         config.tokenizer, bos_token=config.bos_token, eos_token=config.eos_token

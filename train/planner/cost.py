@@ -133,7 +133,6 @@ class Cost:
     Attributes:
       seconds: time.
       flops: FLOPs in GEMMs and attention.
-      host_bytes: bytes that cross the bus to the host, in both directions.
       link_bytes: bytes from other devices, in collectives that do not hide.
       temp_bytes: memory at the fullest moment, without the arguments and the results that replace
         them.
@@ -141,7 +140,6 @@ class Cost:
 
     seconds: float = 0.0
     flops: float = 0.0
-    host_bytes: float = 0.0
     link_bytes: float = 0.0
     temp_bytes: float = 0.0
 
@@ -149,7 +147,6 @@ class Cost:
         return Cost(
             seconds=self.seconds + other.seconds,
             flops=self.flops + other.flops,
-            host_bytes=self.host_bytes + other.host_bytes,
             link_bytes=self.link_bytes + other.link_bytes,
             temp_bytes=max(self.temp_bytes, other.temp_bytes),
         )
@@ -159,7 +156,6 @@ class Cost:
         return Cost(
             seconds=self.seconds * number,
             flops=self.flops * number,
-            host_bytes=self.host_bytes * number,
             link_bytes=self.link_bytes * number,
             temp_bytes=self.temp_bytes,
         )
@@ -268,7 +264,7 @@ class _Program:
             if not any(kinds) and not from_host:
                 return Cost()
             moved = sum(self.size(value.aval) for value in op.outputs)
-            return Cost(seconds=moved / self.rates.host_bandwidth, host_bytes=moved)
+            return Cost(seconds=moved / self.rates.host_bandwidth)
         if op.name == "scan":
             body = self.cost(op.params["jaxpr"].jaxpr)
             copied = self._scan_copies(op)

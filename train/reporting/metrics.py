@@ -282,10 +282,10 @@ class Throughput:
             maxlen=window + 1
         )
 
-    def update(self, tokens: int, steps: int = 1) -> None:
-        """Reports that `steps` more steps with `tokens` tokens in all are done."""
+    def update(self, tokens: int) -> None:
+        """Reports that one more step with so many tokens is done."""
         is_first = not self._steps
-        self._steps += steps
+        self._steps += 1
         self._tokens += tokens
         if not is_first:
             self._marks.append((self._clock() - self._paused, self._steps, self._tokens))

@@ -177,5 +177,7 @@ def test_errors():
         fp8_matmul(a, b, out_dtype=jnp.int8)
     with pytest.raises(ValueError, match="no launch parameters"):
         fp8_matmul(a, b, config=CONFIG)
+    with pytest.raises(TypeError, match=r"config=1 must be a .*hopper_gemm\.Config"):
+        fp8_matmul(a, b, implementation="mosaic_gpu", config=cast(Any, 1))
     with pytest.raises(NotImplementedError, match="NVIDIA GPU"):
         jax.jit(lambda a, b: fp8_matmul(a, b, implementation="mosaic_gpu"))(a, b)

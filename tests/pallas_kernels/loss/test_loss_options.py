@@ -267,3 +267,11 @@ def test_wrong_arguments(unchecked_shapes, change, error, message):
     }
     with pytest.raises(error, match=message):
         linear_cross_entropy(**(arguments | change))
+
+
+@pytest.mark.parametrize("name", ["chunk_size", "vocab_chunk_size", "max_logits_bytes"])
+@pytest.mark.parametrize("kind", [np.int64, np.array, jnp.int32])
+def test_sizes_may_be_integers_of_numpy_and_jax(unchecked_shapes, name, kind):
+    x, weight, labels = jnp.ones((4, 8)), jnp.ones((16, 8)), jnp.arange(4)
+    of = lambda size: linear_cross_entropy(x, weight, labels, **{name: size})
+    np.testing.assert_array_equal(of(kind(4)), of(4))

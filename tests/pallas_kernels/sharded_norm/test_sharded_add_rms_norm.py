@@ -240,13 +240,13 @@ def call_on_shards(partial=(16, 8), residual=(2, 8), weight=(8,), **options):
         ({"implementation": "triton"}, r"'triton' must be None or one of \('reference',"),
         (
             {"config": CONFIG, "implementation": "mosaic_gpu"},
-            "implementation='mosaic_gpu' has no launch parameters",
+            "is for the norm between XLA's collectives; .* implementation='xla'",
         ),
         ({"casting": "fp32"}, "casting='fp32' must be one of"),
         ({"casting": "fp32", "implementation": "reference"}, "casting='fp32' must be one of"),
         (
             {"config": CONFIG, "implementation": "reference"},
-            "implementation='reference' has no launch parameters",
+            "is for the norm between XLA's collectives; .* implementation='xla'",
         ),
         ({"config": CONFIG}, "has no launch parameters"),
     ],
@@ -256,6 +256,13 @@ def test_wrong_arguments(unchecked_shapes, arguments, message):
     assert call_on_shards()
     with pytest.raises(ValueError, match=message):
         call_on_shards(**arguments)
+
+
+def test_several_axes_are_refused(unchecked_shapes):
+    with pytest.raises(
+        TypeError, match=r"axis_name=\('tensor',\) must be the name of one mesh axis"
+    ):
+        call_on_shards(axis_name=("tensor",))
 
 
 def test_outside_of_shard_map():

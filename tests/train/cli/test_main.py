@@ -86,6 +86,13 @@ def test_errors_of_users_and_machines_are_a_line(error, line, capsys, monkeypatc
     assert printed.count("\n") == 1
 
 
+def test_names_of_flags_may_have_underscores(monkeypatch):
+    given = []
+    monkeypatch.setattr(commands, "evaluate", given.append)
+    main(["eval", "--data.batch_size=3_0", "--batch_size", "a_b"])
+    assert given == [["--data.batch-size=3_0", "--batch-size", "a_b"]]
+
+
 def test_bugs_keep_their_traceback(monkeypatch):
     for error in (Bug("a"), TypeError("b"), AssertionError("c")):
         monkeypatch.setattr(commands, "evaluate", functools.partial(throw, error))

@@ -75,9 +75,8 @@ def test_cost_of_tensors_that_go_to_the_host_and_back():
 
     host, device = jax.memory.Space.Host, jax.memory.Space.Device
     both_ways = cost_of(host, device)
-    assert both_ways.host_bytes == 2 * 4000
     assert both_ways.seconds == pytest.approx(2 * 4000 / 1e9)
-    assert cost_of(device).host_bytes == 0
+    assert cost_of(device).seconds < 1e-12
 
 
 def test_cost_of_kernels_with_products(monkeypatch):
