@@ -262,7 +262,7 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
         for r in records
         if r["shape"] == first and "error" not in r and "alone" not in r["setting"]
     ]
-    figure = Figure(figsize=(8.5, 5), layout="constrained")
+    figure = Figure(figsize=(8.5, 6), layout="constrained")
     axes = figure.subplots()
     marks = {}
     for r in points:
@@ -298,7 +298,7 @@ def _label(figure: Any, axes: Any, marks: Sequence[tuple[str, tuple[float, float
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in pixels]
     directions = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
     for name, place, color in marks:
-        for distance, (right, up) in itertools.product((5, 9), directions):
+        for distance, (right, up) in itertools.product((5, 9, 20), directions):
             text = axes.annotate(
                 name,
                 place,
@@ -312,6 +312,8 @@ def _label(figure: Any, axes: Any, marks: Sequence[tuple[str, tuple[float, float
             box = text.get_window_extent()
             if not any(box.overlaps(other) for other in taken):
                 taken.append(box)
+                line = {"arrowstyle": "-", "color": color, "linewidth": 0.6, "shrinkA": 0}
+                axes.annotate("", place, text.xyann, textcoords="offset points", arrowprops=line)
                 break
             text.remove()
         else:
