@@ -137,7 +137,7 @@ def test_the_first_batch_with_too_many_labels_is_reported(
     assert {row["labeled_share"] for row in load_metrics(folder).train} == {1 / 512}
     printed = capsys.readouterr().out
     assert printed.count("more than counted_fraction=0.001") == times
-    assert ("step 1: 0.002 of the tokens have a label" in printed) == bool(times)
+    assert ("step 1: 0.002 of the tokens of its batches have a label" in printed) == bool(times)
 
 
 def test_a_run_that_fails_before_its_first_step_leaves_nothing(tmp_path, fake_steps, monkeypatch):
