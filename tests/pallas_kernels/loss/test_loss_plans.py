@@ -114,6 +114,8 @@ def test_sizes_of_chunks(chosen, num_tokens, vocab_size, dtype, max_bytes, want)
         ((16384, 2048, 128256), F32, None, (4096, 0, 2048, (8448, 14, 9984), F32)),
         ((8192, 3584, 152064), F32, None, (7168, 1024, None, (3584, 41, 5120), F32)),
         ((8192, 2304, 256000), F32, None, (4096, 0, 1024, (5632, 44, 8192), F32)),
+        # By the products alone, 4608 tokens in place and chunks of 1792 would be as fast.
+        ((8192, 2304, 256000), F32, 1024 * MIB, (4096, 0, 2048, (5632, 44, 8192), F32)),
         # 5120 tokens fit. Their dx would have 400 tiles, for 132 multiprocessors.
         ((8192, 2560, 151936), F32, None, (4864, 0, 1664, (4992, 29, 7168), F32)),
         ((8192, 2560, 151936), F32, 1024 * MIB, None),
@@ -158,6 +160,7 @@ def test_what_is_in_place(chosen, shape, weight_dtype, limit, want):
         ((16384, 2560, 100352), 1024 * MIB, 4096),
         ((32768, 2048, 100352), 1024 * MIB, 5120),
         ((65536, 2048, 32000), None, 8192),
+        ((8192, 1152, 262144), 1024 * MIB, 2048),
     ],
     ids=str,
 )
