@@ -102,6 +102,12 @@ def check_integer(name: str, value: Any, *, remedy: str) -> None:
         raise TypeError(f"{name} must be an integer, got {_got(value)}; {remedy}")
 
 
+def common_dtype(a: DTypeLike, b: DTypeLike) -> Any:
+    """The common dtype, also where the caller has set `jax_numpy_dtype_promotion` to "strict"."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(a, b)
+
+
 def check_config(config: Any, *classes: type) -> None:
     """Raises a TypeError unless the launch parameters are None or of one of the classes."""
     if config is not None and not isinstance(config, classes):

@@ -6,7 +6,6 @@ metadata, by `nn.with_partitioning` or `nn.with_logical_partitioning`. The modul
 run on any mesh, as their operations do.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.typing import Initializer
@@ -14,6 +13,7 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
+from pallas_kernels.arguments import common_dtype
 from pallas_kernels.head import LOSS_OPTIONS, logits_of_head
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.loss import LossMetrics, linear_cross_entropy
@@ -42,8 +42,7 @@ class _Norm(nn.Module):
 
     def _widened(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """`x` in the common dtype of input and result, so that nothing is rounded too early."""
-        with jax.numpy_dtype_promotion("standard"):  # the caller may have set "strict"
-            return x.astype(jnp.promote_types(x.dtype, self.dtype or x.dtype))
+        return x.astype(common_dtype(x.dtype, self.dtype or x.dtype))
 
 
 class RMSNorm(_Norm):

@@ -98,12 +98,9 @@ class DataConfig:
             raise ValueError("text_field='' must be the name of a field")
         if len(set(self.path)) < len(self.path):
             raise ValueError("path names the same file twice; raise its weight instead")
-        for name in ("tokenizer", "held_out_path"):
-            if getattr(self, name) and not self.path:
-                raise ValueError(f"{name} is for text of your own; name the text with path")
-        for name in ("text_field", "token_dtype", "held_out_fraction"):
-            usual = type(self).__dataclass_fields__[name].default
-            if getattr(self, name) != usual and not self.path:
+        of_text = "tokenizer", "held_out_path", "text_field", "token_dtype", "held_out_fraction"
+        for name in of_text:
+            if getattr(self, name) != getattr(DataConfig, name) and not self.path:
                 raise ValueError(f"{name} is for text of your own; name the text with path")
 
     @property
@@ -198,10 +195,9 @@ class OptimizerConfig:
             if usual is None and getattr(self, name) is not None:
                 value = getattr(self, name)
                 raise ValueError(f"{name}={value}: {self.name} has no {name}; leave it out")
-        usual = {name: field.default for name, field in self.__dataclass_fields__.items()}
-        if self.eps != usual["eps"] and self.name not in ("adamw", "muon"):
+        if self.eps != OptimizerConfig.eps and self.name not in ("adamw", "muon"):
             raise ValueError(f"eps={self.eps}: {self.name} has no eps; leave it out")
-        if self.decay_fraction != usual["decay_fraction"] and self.schedule != "wsd":
+        if self.decay_fraction != OptimizerConfig.decay_fraction and self.schedule != "wsd":
             raise ValueError(
                 f"decay_fraction={self.decay_fraction} is for schedule='wsd'; leave it out"
             )

@@ -105,8 +105,10 @@ def open_datasets(config: TrainConfig) -> Datasets:
         return Datasets(*opened(config.data, vocab_size=vocab_size, evaluates=evaluates))
     if config.data.source == "synthetic":
         if config.eval_every:
-            print("random tokens have no held-out text, so there are no evaluations; name text of")
-            print("your own with --data.path")
+            print(
+                "random tokens have no held-out text, so there are no evaluations; name text of "
+                "your own with --data.path"
+            )
         return Datasets(data.SyntheticDataset(config.model.vocab_size, length), None, {})
     if config.model.vocab_size < data.BYTE_VOCAB_SIZE:
         raise data.DataError(

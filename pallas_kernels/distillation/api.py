@@ -268,8 +268,8 @@ def linear_distillation_loss_top_k(
       the `k` tokens leave of 1, and its student's probability is the sum over the tail. The loss is
       the divergence of both distributions over the `k + 1` classes, for each `divergence`. It is
       never above that of the whole distributions. How the student spreads probability within the
-      tail has no effect on it. The teacher's tail counts as at least 2^-24, by which a float32 sum
-      near 1 errs; then all probabilities are divided by their sum.
+      tail has no effect on it. The teacher's tail counts as at least 2^-24, because a float32 sum
+      near 1 errs by that much. All probabilities are then divided by their sum.
     - `"ignore"`: the sum of the forward KL over the `k` tokens alone, `Σ_k q·(log q - log p)`, with
       `p` of the softmax over the whole vocabulary. Its gradient in the logits, over `temperature`,
       is `(Σ_k q)·p - q`: the student is drawn to give the tail no probability. It is no divergence

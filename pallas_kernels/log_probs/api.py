@@ -478,7 +478,7 @@ def checked_options(
         # With three products the logits exist once, as those of a loss with a reduction.
         is_three = is_kept
         if per_token is not None and request.settings.implementation == "mosaic_gpu":
-            rows = request if request.settings.vocab_axes else request.of_counted
+            rows = request.of_counted
             chosen = choose(differentiable.planned(rows)).plan
             assert isinstance(chosen, TokenChunks | InPlace)
             is_three = (keeps_chunks if per_token else keeps_all)(rows, chosen)

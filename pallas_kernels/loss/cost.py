@@ -142,6 +142,7 @@ def of_in_place(
 
 
 def _factor_of(chunk_size: int) -> float:
+    """The factor for the time of a plan with several chunks of this size."""
     return 1 + _COST_OF_OTHER_CHUNKS * (chunk_size % _EVEN_CHUNK != 0)
 
 

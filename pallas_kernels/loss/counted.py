@@ -6,7 +6,7 @@ beside products with V columns.
 
 Sizes are static, so the caller names the largest share of tokens that should count. A batch with
 more of them is computed whole, by a second program under `jax.lax.cond`. So the share
-changes the time, and of the results only the order of sums.
+changes the time and the order of sums, and nothing else.
 """
 
 import dataclasses

@@ -77,9 +77,7 @@ class LossPlan:
 
 def describe(request: Request, reduction: str, why_no_kernel: str | None) -> LossPlan:
     """The description of the plan that `choose` has for the call."""
-    all_tokens, is_reference = len(request.x), request.settings.implementation == "reference"
-    if not request.settings.vocab_axes and not is_reference:
-        request = request.of_counted
+    all_tokens, request = len(request.x), request.of_counted
     plan, reason = choose(request)
     if len(request.x) < all_tokens:
         reason += (

@@ -5,10 +5,10 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pallas_kernels.arguments import common_dtype
 from pallas_kernels.mlp import Save, swiglu_mlp
 from pallas_kernels.norm import Casting, rms_norm
 
@@ -83,10 +83,8 @@ class NormRule:
 
     def run(self, module: nnx.Module, x: jax.Array, dtype: np.dtype) -> jax.Array:
         """The norm of `x` in `dtype`, computed in the common one of both dtypes."""
-        with jax.numpy_dtype_promotion("standard"):  # the caller may have set "strict"
-            common = jnp.promote_types(x.dtype, dtype)
         y = rms_norm(
-            x.astype(common),
+            x.astype(common_dtype(x.dtype, dtype)),
             value_at(module, self.scale),
             eps=self.eps,
             weight_offset=self.weight_offset,
