@@ -9,28 +9,34 @@ the 791 TF/s that cuBLAS reaches on an H100. `weight` has 1.05 GB and `x` 67 MB,
 takes 0.37 ms of device memory's time. Logits in memory would be 2.1 GB, to write and to read. So
 the tensor cores bound the kernel, and all other work has to hide behind a wgmma.
 
-The loop is the one in `pallas_kernels/gpu/hopper_gemm.py`. Here 66 pairs of blocks of an H100 work
-on 8 row groups of 256 (17 MB of `x`, which stay in the L2) and 8 tiles of `weight` (17 MB). Each
-band of row groups goes through all of `weight`: 4 bands read it 4 times, 1.3 ms of memory time
-under 11 ms of arithmetic. There are 242.9 tiles a pair, and no pair has more than 243.
+The loop is the one in `pallas_kernels/gpu/hopper_gemm.py`, in turns: a warpgroup computes tiles of
+128 x 192 for itself, and its statistics run beside the steps of the other warpgroup. On an H200
+`linear_exponentials` takes 1.07 of cuBLAS' GEMM of 8192 x 1024 x 151936 so. With tiles that the
+warpgroups share it took 1.30 (docs/lab/2026-11-28-exponentials-in-turns.md).
 
-- A block comes back to a row with other columns in between. So each cluster keeps the running
-  statistics of every row in its own part of a float32 array. It loads them before the steps of a
-  tile and stores them after. They take 16 or 20 bytes a token and cluster (8.7 MB at the shape
-  above; in the L2). XLA combines the clusters.
+Here 66 pairs of blocks of an H100 work on 8 row groups of 256 (17 MB of `x`, which stay in the L2)
+and 8 tiles of `weight` (13 MB). Each band of row groups goes through all of `weight`: 4 bands read
+it 4 times, 1.3 ms of memory time under 11 ms of arithmetic. There are 323.9 tiles a pair, and no
+pair has more than 324.
+
+- A warpgroup comes back to a row with other columns in between. So it keeps the running statistics
+  of every row of its block in its own part of a float32 array. They take 16 or 20 bytes a token and
+  part, and each pair of blocks has two parts (17 MB at the shape above; in the L2). XLA combines
+  the parts.
+- A tile has 192 accumulators a lane, of 232 registers. So the statistics go through it by pieces of
+  64 columns, and only the values of one piece are in registers.
 - The statistics take four instructions an element: a maximum, one fma that scales by log2(e) and
   subtracts the maximum, exp2, and an addition. exp2 is the slow one, with 16 a clock and
-  multiprocessor: 2048 clocks against the 65536 of the tile's multiplications.
+  multiprocessor: 1536 clocks against the 49152 of the tile's multiplications.
 - Comparing columns with the label would double this cost. So it happens only in tiles that have the
   label of one of the warpgroup's 64 rows, one tile in eight at the shape above. A table says which.
 - The column of the largest logit takes a comparison, a selection and a minimum an element in every
-  tile. It is tracked only on request. A row meets its clusters' tiles in either order of columns,
+  tile. It is tracked only on request. A row meets the tiles of a part in either order of columns,
   so of equal logits the lower column is kept by comparison.
 
 `linear_exponentials` is the same GEMM for a loss with gradients. Through shared memory it stores
 the exponentials of the logits relative to an offset of each row, times a factor of the row. It
-keeps the same statistics, which cost nothing more. For 2048 tokens at D=2048 it takes 1.42 ms;
-cuBLAS' GEMM, which stores logits, takes 1.31.
+keeps the same statistics, which cost nothing more.
 
 TMA fills in zeros for rows past T and V. Results of tokens past T are dropped. Logits of columns
 past V become -inf before any statistic. Running maxima start at -1e30 and not at -inf, because -inf
@@ -83,8 +89,8 @@ _COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def default_config(num_tokens: int, vocab_size: int, hidden_size: int, device: Device) -> Config:
-    """Launch parameters to use: derived, not measured."""
-    tile_n, stages = (256, 4) if vocab_size > 128 else (128, 6)
+    """Launch parameters to use: the widest tiles that a warpgroup has registers for."""
+    tile_n, stages = (192, 4) if vocab_size > 128 else (128, 6)
     return hopper_gemm.default_config(
         num_tokens, vocab_size, hidden_size, device, tile_n=tile_n, stages=stages
     )
@@ -222,6 +228,7 @@ def _statistics(
         x,
         weight,
         labels,
+        num_columns=num_columns,
         bias=_padded_bias(loop, bias),
         softcap=softcap,
         temperature=temperature,
@@ -433,23 +440,17 @@ def linear_exponentials(
 
     Raises:
       NotImplementedError: `unsupported_reason` gives a reason.
-      ValueError: The configuration does not fit the device, or its tiles leave out a part of the
-        padding.
+      ValueError: The configuration does not fit the device.
     """
     extra_bytes = x.dtype.itemsize * math.prod(_PIECES)
     padded_columns, _ = sizes(weight, weight_layout)
-    loop, x, weight = _loop(x, weight, weight_layout, config, num_columns, extra_bytes)
-    tile_n = loop.config.tile_n
-    if loop.column_tiles * tile_n < padded_columns:
-        raise ValueError(
-            f"config.{tile_n=} leaves out columns of {padded_columns}, {num_columns} of them "
-            "without padding; take a multiple of 128"
-        )
+    loop, x, weight = _loop(x, weight, weight_layout, config, padded_columns, extra_bytes)
     running, values = _running_statistics(
         loop,
         x,
         weight,
         labels,
+        num_columns=num_columns,
         bias=_padded_bias(loop, bias),
         softcap=softcap,
         temperature=temperature,
@@ -506,6 +507,7 @@ def _loop(
         depth=x.shape[1],
         dtype=x.dtype,
         b_layout="NK" if weight_layout == "vd" else "KN",
+        in_turns=True,
     )
     loop.check_fits(device, extra_bytes=extra_bytes)
     return loop, x, weight
@@ -527,6 +529,7 @@ def _running_statistics(
     weight: Float[Array, "some_V some_D"] | Float[Array, "some_D some_V"] | TwoParts,
     labels: Int[Array, " T"],
     *,
+    num_columns: int,
     bias: Float[Array, " padded_V"] | None = None,
     softcap: float | None = None,
     temperature: float = 1.0,
@@ -538,8 +541,8 @@ def _running_statistics(
     slope: Float[Array, " T"] | None = None,
     repetition: Repetition | None = None,
     stored: Stored | None = None,
-) -> tuple[Float[Array, "statistics clusters T"], Any]:
-    """`(running, exponentials)`: statistics of each cluster's tiles, in the order of `_START`.
+) -> tuple[Float[Array, "statistics parts T"], Any]:
+    """`(running, exponentials)`: statistics of each part's tiles, in the order of `_START`.
 
     Without an offset there are no exponentials, and the second result is None. With one the
     exponentials are relative to it. The first statistic is then their sum, the last the label's
@@ -547,9 +550,11 @@ def _running_statistics(
 
     Above 80 lines, because the kernel's body needs the static choices that are made before it.
     """
-    num_tokens, vocab_size = loop.num_rows, loop.num_columns
+    num_tokens = loop.num_rows
     tile_n, cluster = loop.config.tile_n, loop.config.cluster
-    num_pieces = tile_n // _PIECE
+    pieces_of_row = tile_n // _PIECE
+    num_pieces = pieces_of_row * BLOCK_M // TILE_M  # of a warpgroup's tile
+    all_full = loop.column_tiles * tile_n == num_columns
     parts = (weight.frozen, weight.low_rank) if isinstance(weight, TwoParts) else (weight,)
     padded_vocab = parts[0].shape[loop.b_layout.index("N")]
     padding = (0, loop.groups * cluster * BLOCK_M - num_tokens)
@@ -571,7 +576,9 @@ def _running_statistics(
     if len(parts) > 1:
         arguments["low_rank"] = parts[1]
     out_type = {
-        "running": jax.ShapeDtypeStruct((len(starts), loop.num_clusters, labels.size), jnp.float32)
+        "running": jax.ShapeDtypeStruct(
+            (len(starts), loop.num_clusters * WARPGROUPS, labels.size), jnp.float32
+        )
     }
     if bias is not None:
         arguments["bias"] = bias
@@ -606,24 +613,26 @@ def _running_statistics(
         pieces_smem: Any = scratch.pop(0) if stores else None
 
         def running_at(statistic, row):
-            group_of_blocks = jax.lax.axis_index("group")
-            return running_gmem.at[statistic, group_of_blocks, pl.ds(row, TILE_M)]
+            part = jax.lax.axis_index("group") * WARPGROUPS + jax.lax.axis_index("warpgroup")
+            return running_gmem.at[statistic, part, pl.ds(row, TILE_M)]
 
         def start():
-            first = jax.lax.axis_index("member") * BLOCK_M
-            first += jax.lax.axis_index("warpgroup") * TILE_M
-
             def start_group(group, _):
-                row = group * cluster * BLOCK_M + first
-                for i, value in enumerate(starts):
-                    store(running_at(i, row), _filled(value, (TILE_M,), _ROW))
+                first = (group * cluster + jax.lax.axis_index("member")) * BLOCK_M
+                for row in range(0, BLOCK_M, TILE_M):
+                    for i, value in enumerate(starts):
+                        store(running_at(i, first + row), _filled(value, (TILE_M,), _ROW))
 
             jax.lax.fori_loop(0, loop.groups, start_group, None)
 
         def tile(row, column, multiply):
+            for half, logits in enumerate(multiply()):
+                add_half(row + half * TILE_M, column, logits, half * pieces_of_row)
+
+        def add_half(row, column, logits, first_piece):
             of_rows = lambda name: load(of[name].at[pl.ds(row, TILE_M)], _ROW)
-            # The loads run during the multiplications. The label's exponential is not loaded: it is
-            # computed anew from the running logit of the label.
+            # The label's exponential is not loaded: it is computed anew from the running logit of
+            # the label.
             num_added = len(starts) - stores
             running = [load(running_at(i, row), _ROW) for i in range(num_added)]
             label = of_rows("labels")
@@ -631,20 +640,8 @@ def _running_statistics(
             scale = of_rows("scale") if "scale" in of else None
             slope = of_rows("slope") if "slope" in of else None
             label_here = of["has_label"][jax.lax.div(row, TILE_M), jax.lax.div(column, tile_n)]
-            (logits,) = multiply()
-            if "bias" in of:
-                values = load(of["bias"].at[pl.ds(column, tile_n)], _COLUMN)
-                logits += jax.lax.broadcast_in_dim(values, logits.shape, (1,))
-            if softcap is not None:
-                logits = softcap * _tanh(logits * (1 / softcap))
-            if temperature != 1:
-                logits *= 1 / temperature
-            # Columns of the vocabulary from this tile on; None if all tiles are full.
-            num_columns = vocab_size - column if vocab_size % tile_n else None
 
-            def store_exp(i, exp):
-                first = column + i * _PIECE
-
+            def store_exp(i, first, exp):
                 def put():
                     slots = pieces_smem.at[jax.lax.axis_index("warpgroup")]
                     at = row, first
@@ -680,33 +677,43 @@ def _running_statistics(
                     exp *= 1 - jnp.minimum(jnp.square(tanh), 1.0)
                 return jnp.where(to_piece(counts != 0), exp, _filled(0.0, exp.shape, _TILE))
 
-            def add_and_store(sum_exp, weighted, logits):
-                for i in range(num_pieces):
-                    piece = logits[:, i * _PIECE : (i + 1) * _PIECE]
-                    to_piece = lambda a, shape=piece.shape: jax.lax.broadcast_in_dim(a, shape, (0,))
-                    exponent = piece * _LOG2_E - to_piece(offset)
-                    exp = jnp.exp2(exponent)
-                    sum_exp += jnp.sum(exp, axis=1)
-                    if weighted is not None:
-                        weighted += _weighted_sum(exp, exponent)
-                    if scale is not None:
-                        exp = scaled(exp, exponent, piece, scale)
-                    store_exp(i, exp.astype(x.dtype))
+            def add_and_store(i, first, sum_exp, weighted, piece):
+                exponent = piece * _LOG2_E - jax.lax.broadcast_in_dim(offset, piece.shape, (0,))
+                exp = jnp.exp2(exponent)
+                sum_exp += jnp.sum(exp, axis=1)
+                if weighted is not None:
+                    weighted += _weighted_sum(exp, exponent)
+                if scale is not None:
+                    exp = scaled(exp, exponent, piece, scale)
+                store_exp(i, first, exp.astype(x.dtype))
                 return sum_exp, weighted
 
-            running = _with_tile(
-                running,
-                logits,
-                label - column,
-                label_here != 0,
-                num_columns,
-                with_total=with_total,
-                with_weighted=with_weighted,
-                first_column=column if with_argmax else None,
-                add_exp=add_and_store if stores else None,
-            )
+            for i in range(pieces_of_row):
+                first = column + i * _PIECE
+                piece = logits[:, i * _PIECE : (i + 1) * _PIECE]
+                if "bias" in of:
+                    values = load(of["bias"].at[pl.ds(first, _PIECE)], _COLUMN)
+                    piece += jax.lax.broadcast_in_dim(values, piece.shape, (1,))
+                if softcap is not None:
+                    piece = softcap * _tanh(piece * (1 / softcap))
+                if temperature != 1:
+                    piece *= 1 / temperature
+                running = _with_piece(
+                    running,
+                    piece,
+                    label - first,
+                    label_here != 0,
+                    # Columns of the vocabulary from this piece on; None if all tiles are full.
+                    None if all_full else num_columns - first,
+                    with_total=with_total,
+                    with_weighted=with_weighted,
+                    first_column=first if with_argmax else None,
+                    add_exp=functools.partial(add_and_store, first_piece + i, first)
+                    if stores
+                    else None,
+                )
             if stores:
-                # -1e30 in all clusters except the label's; its exponential is 0.
+                # -1e30 in all parts except the label's; its exponential is 0.
                 label_logit = running[2]
                 running.append(jnp.exp2(label_logit * _LOG2_E - offset))
             for i, value in enumerate(running):
@@ -733,14 +740,16 @@ def _running_statistics(
             *loop.scratch_types,
         ],
         kernel_name=name,
-        # With it exp2 is one instruction. Without it, three more serve results below 1e-38.
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # With approx_math exp2 is one instruction, without it four, for results below 1e-38. No
+        # automatic barriers: `store_piece` synchronizes, and each lane loads the running statistics
+        # that it stored itself.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         in_place=None if repetition is None else [*arguments].index("values"),
     )(*arguments.values())
     return running[..., :num_tokens], written[0] if stores else None
 
 
-def _with_tile(
+def _with_piece(
     running,
     logits,
     label,
@@ -752,23 +761,22 @@ def _with_tile(
     first_column=None,
     add_exp=None,
 ):
-    """The running statistics after one more tile.
+    """The running statistics after one more piece of a tile.
 
     Args:
-      running: Statistics before the tile, in the order of `_START`.
-      logits: Logits of the tile.
-      label: Label of each row, counted from the tile's first column.
-      label_here: Whether a label may be one of the tile's columns.
-      num_columns: Number of columns of the vocabulary from the tile's first column on; None if they
-        fill the tile.
+      running: Statistics before the piece, in the order of `_START`.
+      logits: Logits of the piece.
+      label: Label of each row, counted from the piece's first column.
+      label_here: Whether a label may be one of the piece's columns.
+      num_columns: Number of columns of the vocabulary from the piece's first column on; None if
+        they fill the piece.
       with_total: Whether the statistics have the sum of the logits.
       with_weighted: Whether they have the weighted sum, which is None for `add_exp` if not.
-      first_column: First column of the tile, if the statistics have the argmax.
+      first_column: First column of the piece, if the statistics have the argmax.
       add_exp: Function `(sum_exp, weighted, logits) -> (sum_exp, weighted)`; None keeps the sums
         relative to the maximum.
     """
-    tile_n = logits.shape[1]
-    to_tile = lambda row: jax.lax.broadcast_in_dim(row, logits.shape, (0,))
+    to_piece = lambda row: jax.lax.broadcast_in_dim(row, logits.shape, (0,))
     columns = lambda: plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=_TILE)
     lowest = lambda: _filled(_LOWEST, logits.shape, _TILE)
 
@@ -777,7 +785,7 @@ def _with_tile(
         if num_columns is None:
             return logits
         return jax.lax.cond(
-            num_columns < tile_n,
+            num_columns < _PIECE,
             lambda: jnp.where(columns() < num_columns, logits, _filled(fill, logits.shape, _TILE)),
             lambda: logits,
         )
@@ -786,28 +794,28 @@ def _with_tile(
     total = [more.pop(0) + jnp.sum(without(logits, 0.0), axis=1)] if with_total else []
     weighted = more.pop(0) if with_weighted else None
     logits = without(logits, -jnp.inf)
-    tile_largest = jnp.max(logits, axis=1)
+    piece_largest = jnp.max(logits, axis=1)
     argmax = []
     if first_column is not None:
-        is_largest = logits == to_tile(tile_largest)
-        none = plgpu.layout_cast(jnp.full(logits.shape, tile_n, jnp.int32), _TILE)
+        is_largest = logits == to_piece(piece_largest)
+        none = plgpu.layout_cast(jnp.full(logits.shape, _PIECE, jnp.int32), _TILE)
         here = first_column + jnp.min(jnp.where(is_largest, columns(), none), axis=1)
         here, before = here.astype(jnp.float32), more.pop(0)
-        # A tile of -inf alone is below _LOWEST, and changes nothing.
-        lower = jnp.where(tile_largest == largest, jnp.minimum(here, before), before)
-        argmax = [jnp.where(tile_largest > largest, here, lower)]
+        # A piece of -inf alone is below _LOWEST, and changes nothing.
+        lower = jnp.where(piece_largest == largest, jnp.minimum(here, before), before)
+        argmax = [jnp.where(piece_largest > largest, here, lower)]
 
     def with_label():
-        at_label = jnp.where(columns() == to_tile(label), logits, lowest())
-        before = jnp.where(columns() < to_tile(label), logits, lowest())
+        at_label = jnp.where(columns() == to_piece(label), logits, lowest())
+        before = jnp.where(columns() < to_piece(label), logits, lowest())
         return jnp.max(at_label, axis=1), jnp.max(before, axis=1)
 
     def without_label():
         none = _filled(_LOWEST, label.shape, _ROW)
-        return none, jnp.where(label >= tile_n, tile_largest, none)
+        return none, jnp.where(label >= _PIECE, piece_largest, none)
 
     at_label, before = jax.lax.cond(label_here, with_label, without_label)
-    new_largest = jnp.maximum(largest, tile_largest)
+    new_largest = jnp.maximum(largest, piece_largest)
     if add_exp is not None:
         sum_exp, weighted = add_exp(sum_exp, weighted, logits)
     else:
@@ -818,15 +826,11 @@ def _with_tile(
             weighted = (weighted + sum_exp * change) * jnp.exp2(change)
         sum_exp *= jnp.exp2(change)
         offset = new_largest * _LOG2_E
-        # In pieces, so that exponents and exponentials of a piece alone are in registers.
-        width = tile_n if weighted is None else _PIECE
-        for i in range(0, tile_n, width):
-            piece = logits[:, i : i + width]
-            exponent = piece * _LOG2_E - jax.lax.broadcast_in_dim(offset, piece.shape, (0,))
-            exp = jnp.exp2(exponent)
-            sum_exp += jnp.sum(exp, axis=1)
-            if weighted is not None:
-                weighted += _weighted_sum(exp, exponent)
+        exponent = logits * _LOG2_E - to_piece(offset)
+        exp = jnp.exp2(exponent)
+        sum_exp += jnp.sum(exp, axis=1)
+        if weighted is not None:
+            weighted += _weighted_sum(exp, exponent)
     return [
         sum_exp,
         new_largest,
