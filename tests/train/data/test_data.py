@@ -380,10 +380,9 @@ def test_the_fingerprint_sees_names_and_contents_apart():
     )
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("sequence_length", [1, 31])
-def test_synthetic_batches(packed, sequence_length):
-    dataset = SyntheticDataset(1009, sequence_length, packed=packed)
+def test_synthetic_batches(sequence_length):
+    dataset = SyntheticDataset(1009, sequence_length)
     batch = dataset.batch(5, batch_size=3, seed=2)
     chex.assert_trees_all_equal(dataset.batch(5, batch_size=3, seed=2), batch)
     assert not np.array_equal(dataset.batch(6, batch_size=3, seed=2)["tokens"], batch["tokens"])
@@ -393,11 +392,7 @@ def test_synthetic_batches(packed, sequence_length):
         chex.assert_shape(array, (3, sequence_length))
     np.testing.assert_array_equal(batch["labels"][:, :-1], batch["tokens"][:, 1:])
     assert 0 <= batch["labels"].min() and batch["labels"].max() < 1009
-    if packed:
-        assert (batch["segment_ids"] == 1).all()
-        assert (batch["positions"] == np.arange(sequence_length)).all()
-    else:
-        assert batch.keys() == {"tokens", "labels"}
+    assert batch.keys() == {"tokens", "labels"}
 
 
 def test_synthetic_tokens_cover_the_vocabulary():
