@@ -357,13 +357,13 @@ def test_read_corpus_keeps_one_of_equal_files_and_no_empty_one(tmp_path):
     (tmp_path / "a.py").write_text("same")
     (tmp_path / "b.py").write_text("same")
     (tmp_path / "empty.py").write_text("")
-    (tmp_path / "notes.txt").write_text("text")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "notes.txt").write_text("text")
     (tmp_path / "pkg" / "c.py").write_text("other")
     (tmp_path / "pkg" / "tests" / "d.py").write_text("a test")
     assert read_corpus(tmp_path).files == {"a.py": b"same", "pkg/c.py": b"other"}
-    assert read_corpus(tmp_path, "*.txt").files == {"notes.txt": b"text"}
-    with pytest.raises(ValueError, match=r"matches '\*\.md'; give another directory"):
-        read_corpus(tmp_path, "*.md")
+    with pytest.raises(ValueError, match=r"no Python file under .*text; give another directory"):
+        read_corpus(tmp_path / "text")
 
 
 def test_the_fingerprint_sees_names_and_contents_apart():
