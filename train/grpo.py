@@ -217,9 +217,9 @@ class Trainer:
             key=self.next_key(),
         )
 
-    def accuracy(self, number: int = 512) -> float:
-        """Share of new prompts whose likeliest completion is right."""
-        prompts = draw_prompts(jax.random.key(2**31 - 1), number, self.config.digits)
+    def accuracy(self) -> float:
+        """Share of 512 new prompts whose likeliest completion is right."""
+        prompts = draw_prompts(jax.random.key(2**31 - 1), 512, self.config.digits)
         return float(jnp.mean(rewards_of(prompts, self.complete(prompts, 0.0))))
 
     def learn(self) -> list[dict[str, Any]]:

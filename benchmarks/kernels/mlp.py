@@ -9,8 +9,8 @@ The shapes are tokens x D x F. The data are random bfloat16 numbers; times are k
   epilogue of its GEMM. It is timed with gate and up written, as a training step needs them, and
   without.
 - `gradients`: dgate, dup and the product, from dy, gate and up, beside one GEMM. Three ways are
-  timed: a GEMM and one elementwise pass by XLA, a GEMM and our elementwise kernel, and our GEMM
-  with the elementwise work in its epilogue.
+  timed: a GEMM and one elementwise pass by XLA, a GEMM and our two elementwise kernels, and our
+  GEMM with the elementwise work in its epilogue.
 - `mlp`: forward and backward by implementation and by saved arrays, beside nine GEMMs.
 
 Each candidate for the launch parameters is checked against XLA's result, then timed; `--sweep` adds
@@ -34,10 +34,10 @@ from benchmarks import agreement, ceilings, timing
 from benchmarks.kernels import shapes
 from benchmarks.kernels.bench import short_name, write_results
 from benchmarks.kernels.shapes import Shape
-from pallas_kernels import swiglu_mlp
+from pallas_kernels import swiglu, swiglu_mlp
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.gpu.hopper_gemm import Config
-from pallas_kernels.mlp import formula, gated_matmul, mosaic_gpu
+from pallas_kernels.mlp import formula, gated_matmul
 
 SHAPES: tuple[Shape, ...] = ((8192, 4096, 14336), (16384, 2048, 8192))
 
@@ -128,7 +128,7 @@ def parts(shape: Shape, *, sweep: bool) -> list[Part]:
             projections.append(Way(f"kernel{', gate and up kept' if keep else ''}{name}", kernel))
     gradients = [
         Way("XLA", _gradients_xla),
-        Way("XLA's GEMM, our elementwise kernel", _gradients_kernel),
+        Way("XLA's GEMM, our elementwise kernels", _gradients_kernels),
     ]
     for name, config in variants(backward, sweep=sweep):
         kernel = functools.partial(gated_matmul.gated_matmul_backward, config=config)
@@ -165,8 +165,9 @@ def _gradients_xla(dy, w_down, gate, up):
     return tuple(a.astype(dy.dtype) for a in formula.gradients(*in_float32))
 
 
-def _gradients_kernel(dy, w_down, gate, up):
-    return mosaic_gpu.backward(gate, up, dy @ w_down.T, emit_product=True)
+def _gradients_kernels(dy, w_down, gate, up):
+    product, vjp = jax.vjp(functools.partial(swiglu, implementation="mosaic_gpu"), gate, up)
+    return *vjp(dy @ w_down.T), product
 
 
 def _whole(implementation, save, *arrays):

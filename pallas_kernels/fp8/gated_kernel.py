@@ -64,7 +64,7 @@ _ROUNDING = 12582912.0
 def runs(x: Quantized, w_gate: Quantized, out_dtype: DTypeLike) -> bool:
     """Whether the kernel runs on the default device for these arrays."""
     is_16_bits = jnp.dtype(out_dtype).itemsize == 2
-    return is_16_bits and not (unsupported_reason(x, w_gate, out_dtype) or runs_here())
+    return is_16_bits and not (unsupported_reason(x, w_gate) or runs_here())
 
 
 def gated(

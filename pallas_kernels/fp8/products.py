@@ -88,7 +88,7 @@ def fp8_matmul(
     """
     _check(a, b, out_dtype, accumulation)
     a, b = not_differentiable(_NO_GRADIENT, (a, b))
-    chosen, reason = choose_fp8_matmul(a, b, out_dtype, implementation, config)
+    chosen, reason = choose_fp8_matmul(a, b, implementation, config)
     record("fp8_matmul", (a.values, b.values), implementation, chosen, reason)
     if chosen == "mosaic_gpu":
         promoted = accumulation == "promoted"
@@ -101,7 +101,6 @@ def fp8_matmul(
 def choose_fp8_matmul(
     a: Quantized,
     b: Quantized,
-    out_dtype: DTypeLike,
     implementation: Implementation | None,
     config: Config | None,
 ) -> tuple[Chosen, str | None]:
@@ -117,7 +116,7 @@ def choose_fp8_matmul(
         check_no_config(config, implementation)
     check_config(config, Config)
     unsupported = symbolic_reason(a.values, b.values)
-    unsupported = unsupported or product_kernel.unsupported_reason(a, b, out_dtype)
+    unsupported = unsupported or product_kernel.unsupported_reason(a, b)
     return choose_implementation(implementation, unsupported, fallback="xla")
 
 

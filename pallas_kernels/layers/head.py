@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
 from pallas_kernels.head import checked_options, logits_of_head
-from pallas_kernels.layers.names import check_class, check_defaults, warn_renamed
+from pallas_kernels.layers.from_nnx import check_class, check_defaults
 from pallas_kernels.loss import LossMetrics, linear_cross_entropy
 from pallas_kernels.loss.layout import WeightLayout
 
@@ -147,12 +147,6 @@ class LinearCrossEntropy(nnx.Module):
             self.weight_layout,
             dict(self.loss_options).get("logit_softcap"),
         )
-
-    @property
-    def weight(self) -> nnx.Param[Any]:
-        """The kernel or embedding, by the old name of the embedding."""
-        warn_renamed("the parameter weight", "kernel [D, V] or embedding [V, D]")
-        return self._weight
 
     @property
     def _weight(self) -> nnx.Param[Any]:

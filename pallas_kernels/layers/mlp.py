@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.implementation import Implementation
-from pallas_kernels.layers.names import check_class, check_defaults
+from pallas_kernels.layers.from_nnx import check_class, check_defaults
 from pallas_kernels.mlp import Save, swiglu, swiglu_mlp
 
 _LECUN_NORMAL = initializers.lecun_normal()

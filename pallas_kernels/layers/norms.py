@@ -11,19 +11,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.implementation import Implementation
-from pallas_kernels.layers.names import (
-    check_class,
-    check_defaults,
-    renamed_arguments,
-    warn_renamed,
-)
+from pallas_kernels.layers.from_nnx import check_class, check_defaults
 from pallas_kernels.norm import Casting, add_rms_norm, norm_options, rms_norm
 
 
 class _Norm(nnx.Module):
     """The scale and the options that both norms share."""
 
-    @renamed_arguments(hidden_size="num_features", eps="epsilon")
     def __init__(
         self,
         num_features: int,
@@ -89,12 +83,6 @@ class _Norm(nnx.Module):
         layer = nnx.eval_shape(lambda: cls(norm.num_features, **options))
         layer.scale = norm.scale
         return layer
-
-    @property
-    def weight(self) -> nnx.Param[Any]:
-        """The scale, by its old name."""
-        warn_renamed("the parameter weight", "scale")
-        return self.scale
 
 
 class RMSNorm(_Norm):

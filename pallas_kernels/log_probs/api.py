@@ -175,8 +175,8 @@ def linear_log_probs(
       TypeError: labels are not integers, another array is of a dtype that is not described here, or
         an option is of a wrong type.
       NotImplementedError: the caller names the kernels or requires them, and they do not run; or
-        names `"xla"`, and a size is open. Or another implementation than `"reference"` is
-        differentiated twice or in forward mode.
+        names `"xla"`, and a size is open; or V is open. Or another implementation than
+        `"reference"` is differentiated twice or in forward mode.
       jax.experimental.checkify.JaxRuntimeError: `check_labels` found a label out of range.
     """
     # Above 80 lines, because most of them are documentation.

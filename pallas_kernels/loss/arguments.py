@@ -47,6 +47,7 @@ def check_arrays(
     Raises:
       ValueError: shapes disagree, or the layout is unknown.
       TypeError: an argument is no array, or its dtype does not suit it.
+      NotImplementedError: V is open (`jax.export.symbolic_shape`).
     """
     if isinstance(weight, LoRA):
         if isinstance(weight.weight, LoRA):
@@ -64,6 +65,11 @@ def check_arrays(
     axes = f"[{', '.join(weight_layout.upper())}]"
     if weight.ndim != 2 or 0 in weight.shape:
         raise ValueError(f"weight must be {axes} with D >= 1 and V >= 1, got {weight.shape}")
+    if not isinstance(size := weight.shape[weight_layout.index("v")], int):
+        raise NotImplementedError(
+            f"weight {weight.shape} has an open size, V = {size}; labels are compared with V, so "
+            "export a number for it"
+        )
     vocab_size, hidden_size = sizes(weight, weight_layout)
     if x.ndim == 0 or x.shape[-1] != hidden_size:
         raise ValueError(

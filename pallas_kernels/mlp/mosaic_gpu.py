@@ -1,9 +1,8 @@
 """Elementwise SwiGLU as Mosaic GPU kernels, forward and backward.
 
 Device memory bounds both, so each array goes through it once. Bytes moved, in units of one array
-`[T, F]`: forward 3 (gate, up; the product), backward 5 (gate, up, dy; dgate, dup), or 6 if it also
-writes the product. XLA moves as many where it fuses the formula. The kernels can write the product
-in the same pass, for the weight gradient of the projection after it.
+`[T, F]`: forward 3 (gate, up; the product), backward 5 (gate, up, dy; dgate, dup). XLA moves as
+many where it fuses the formula.
 
 Kept for the backward: the arguments `gate` and `up`. The backward computes sigmoid and product
 again.
@@ -62,39 +61,8 @@ def swiglu(
     Raises:
       NotImplementedError: The result is differentiated in forward mode, or twice.
     """
-    return call(_SwiGLU(_config(gate, config)), gate, up)[0]
-
-
-def backward(
-    gate: Float[Array, "*T F"],
-    up: Float[Array, "*T F"],
-    dy: Float[Array, "*T F"],
-    *,
-    emit_product: bool = False,
-    config: Config | None = None,
-) -> tuple[Float[Array, "*T F"], Float[Array, "*T F"], Float[Array, "*T F"] | None]:
-    """`(dgate, dup, product)`, not differentiable.
-
-    `dgate = dy · up · s · (1 + gate · (1 - s))` with `s = sigmoid(gate)`, `dup = dy · gate · s`, in
-    float32, each rounded once to the dtype that all arguments share.
-
-    `unsupported_reason` must be None for the arguments.
-
-    Args:
-      gate: Gate projection, as in the forward.
-      up: Up projection, as in the forward.
-      dy: Gradient of the product.
-      emit_product: Whether to write `silu(gate) · up` as well, with the bits of the forward's
-        result; otherwise `product` is None.
-      config: Launch parameters; `None` takes measured ones, or a guess.
-    """
-    run = _backward_of((_config(gate, config), emit_product), Place())
-    dgate, dup, *product = run(gate, up, dy)
-    return dgate, dup, product[0] if product else None
-
-
-def _config(gate: jax.Array, config: Config | None) -> Config:
-    return config or default_config(target_device(), gate.shape[-1], gate.dtype)
+    config = config or default_config(target_device(), gate.shape[-1], gate.dtype)
+    return call(_SwiGLU(config), gate, up)[0]
 
 
 _ARRAY = Tokens()  # no axis has a meaning, so a mesh may split all of them
@@ -129,7 +97,7 @@ class _SwiGLU:
         (dy,) = cotangents
         assert dy is not None  # JAX asks for no gradient of a result without one
         roles = Roles((_ARRAY,) * 3, (_ARRAY,) * 2)
-        gradients = partitioned(_backward_of, (self.config, False), roles, *saved, dy)
+        gradients = partitioned(_backward_of, self.config, roles, *saved, dy)
         return [g for g, is_wanted in zip(gradients, wanted, strict=True) if is_wanted]
 
     def fold(
@@ -149,16 +117,14 @@ def _forward_of(config: Config, place: Place) -> Callable[..., tuple[jax.Array, 
     )
 
 
-def _backward_of(key: tuple[Config, bool], place: Place) -> Callable[..., tuple[jax.Array, ...]]:
-    """The backward of a device's arrays: `(dgate, dup)`, and the product if asked for."""
-    config, emit_product = key
-    num_results = 3 if emit_product else 2
+def _backward_of(config: Config, place: Place) -> Callable[..., tuple[jax.Array, ...]]:
+    """The backward of a device's arrays: `(dgate, dup)`."""
     return lambda *args: _elementwise(
-        lambda gate, up, dy: formula.gradients(gate, up, dy)[:num_results],
+        lambda gate, up, dy: formula.gradients(gate, up, dy)[:2],
         args,
-        num_results=num_results,
+        num_results=2,
         accesses=config.bwd_accesses,
-        name="swiglu_bwd_product" if emit_product else "swiglu_bwd",
+        name="swiglu_bwd",
     )
 
 

@@ -144,10 +144,11 @@ def test_cudnn_attention_is_the_default_and_as_accurate_as_xla(packed):
     config = dataclasses.replace(
         PRESETS["llama3.2-1b"], num_hidden_layers=2, vocab_size=1024, initializer_range=0.05
     )
-    batch = SyntheticDataset(config.vocab_size, 1024, packed=packed).batch(0, batch_size=2, seed=0)
+    batch = SyntheticDataset(config.vocab_size, 1024).batch(0, batch_size=2, seed=0)
     if packed:
-        batch["segment_ids"][:, 300:] += 1
-        batch["positions"][:, 300:] -= 300
+        positions = np.tile(np.arange(1024, dtype=np.int32), (2, 1))
+        second = (positions >= 300).astype(np.int32)
+        batch |= {"segment_ids": 1 + second, "positions": positions - 300 * second}
     batch = jax.tree.map(jnp.asarray, batch)
     params = nnx.state(Llama(config, rngs=nnx.Rngs(0)), nnx.Param)
     direction = jax.random.normal(jax.random.key(1), (2, 1024, config.hidden_size))

@@ -119,6 +119,19 @@ def test_open_sizes():
         linear_cross_entropy_plan(x, weights[-1], labels)
 
 
+@pytest.mark.parametrize("implementation", [None, "reference", "xla"])
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+def test_an_open_vocabulary_is_refused_with_a_remedy(implementation, layout):
+    (size,) = jax.export.symbolic_shape("v")
+    x, _, labels = shapes()
+    weight = jax.ShapeDtypeStruct((size, D) if layout == "vd" else (D, size), F32)
+    loss = functools.partial(
+        linear_cross_entropy, implementation=implementation, weight_layout=layout
+    )
+    with pytest.raises(NotImplementedError, match=r"open size, V = v; .* so export a number"):
+        jax.eval_shape(loss, x, weight, labels)
+
+
 def test_a_number_of_positions_at_a_time_needs_their_number():
     (size,) = jax.export.symbolic_shape("t")
     weights = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 16), (8, 16), (16, 8))]

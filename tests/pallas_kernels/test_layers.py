@@ -294,22 +294,6 @@ def test_the_two_layouts_of_a_head(use_bias):
     np.testing.assert_allclose(logits, want_logits, rtol=1e-5, atol=1e-5)
 
 
-def test_old_names_work_once_more_and_warn():
-    with pytest.warns(DeprecationWarning, match="the argument eps is called epsilon now"):
-        norm: Any = RMSNorm(D, eps=1e-3)  # pyright: ignore[reportCallIssue]
-    assert norm.epsilon == 1e-3
-    with pytest.warns(DeprecationWarning, match="the argument hidden_size is called num_features"):
-        RMSNorm(hidden_size=D)  # pyright: ignore[reportCallIssue]
-    with pytest.warns(DeprecationWarning, match="the parameter weight is called scale now"):
-        assert norm.weight is norm.scale
-    head = LinearCrossEntropy(D, V, rngs=nnx.Rngs(0))
-    with pytest.warns(DeprecationWarning, match=r"weight is called kernel \[D, V\] or embedding"):
-        assert head.weight is head.kernel
-    with pytest.raises(TypeError, match="eps is the old name of epsilon; leave it out"):
-        with pytest.warns(DeprecationWarning):
-            RMSNorm(D, eps=1e-3, epsilon=1e-3)  # pyright: ignore[reportCallIssue]
-
-
 def test_a_chunk_size_with_biases_is_refused():
     with pytest.raises(ValueError, match="chunk_size=4 is for layers without biases"):
         swiglu_layer(chunk_size=4)

@@ -79,18 +79,18 @@ def _document(content: bytes) -> UInt16[np.ndarray, " _"]:
     return np.concatenate([[BOS], np.frombuffer(content, np.uint8), [EOS]]).astype(np.uint16)
 
 
-def read_corpus(root: Path, pattern: str = "*.py") -> Corpus:
-    """All files under `root` whose name matches `pattern`.
+def read_corpus(root: Path) -> Corpus:
+    """All Python files under `root`.
 
     Empty files are left out. If files have equal contents, only the first by path is kept, so no
     held-out document is also a training document under another name.
 
     Raises:
-      ValueError: no file matches.
+      ValueError: there is none.
     """
     files: dict[str, bytes] = {}
     seen: set[bytes] = set()
-    for path in sorted(root.rglob(pattern), key=lambda path: path.relative_to(root).as_posix()):
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         relative = path.relative_to(root)
         excluded = not _EXCLUDED_DIRECTORIES.isdisjoint(relative.parts[:-1]) or any(
             part.startswith(_EXCLUDED_PREFIXES) for part in relative.parts
@@ -102,7 +102,7 @@ def read_corpus(root: Path, pattern: str = "*.py") -> Corpus:
             seen.add(content)
             files[relative.as_posix()] = content
     if not files:
-        raise ValueError(f"no file under {root} matches {pattern!r}; give another directory")
+        raise ValueError(f"no Python file under {root}; give another directory")
     return Corpus(files)
 
 

@@ -15,13 +15,10 @@ class SyntheticDataset:
     Attributes:
       vocab_size: number of tokens to draw from, [0, vocab_size).
       sequence_length: number of tokens in a row, S.
-      packed: whether a batch has `segment_ids` and `positions`, with one segment a row. Without
-        them attention is plain causal.
     """
 
     vocab_size: int
     sequence_length: int
-    packed: bool = False
 
     def __post_init__(self):
         if self.vocab_size < 1 or self.sequence_length < 1:
@@ -39,9 +36,4 @@ class SyntheticDataset:
         stream = generator.integers(self.vocab_size, size=shape, dtype=np.int32)
         if rows is not None:
             stream = stream[rows]
-        batch = {"tokens": stream[:, :-1].copy(), "labels": stream[:, 1:].copy()}
-        if self.packed:
-            positions = np.arange(self.sequence_length, dtype=np.int32)
-            batch["segment_ids"] = np.ones_like(batch["tokens"])
-            batch["positions"] = np.tile(positions, (len(stream), 1))
-        return batch
+        return {"tokens": stream[:, :-1].copy(), "labels": stream[:, 1:].copy()}

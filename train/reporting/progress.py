@@ -16,7 +16,6 @@ class Progress:
     """A progress bar on a terminal, or a line of text every `every` steps; a context manager.
 
     Held-out results get a line of their own in both. Values that are missing or None are left out.
-    `live` decides whether there is a bar; None asks whether standard output is a terminal.
     """
 
     def __init__(
@@ -24,13 +23,12 @@ class Progress:
         total_steps: int,
         *,
         every: int = 10,
-        live: bool | None = None,
         console: rich.console.Console | None = None,
     ):
         self._total = total_steps
         self._every = every
         self._console = console or rich.console.Console(highlight=False)
-        self._live = self._console.file.isatty() if live is None else live
+        self._live = self._console.file.isatty()
         self._latest: dict[str, Any] = {}
         self._first: tuple[int, float] | None = None
         self._printed: int | None = None

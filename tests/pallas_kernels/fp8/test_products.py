@@ -154,9 +154,9 @@ def test_no_rows():
 
 def test_choice(on_h100):
     operands = make_operands(256, 256, 256)
-    assert choose_fp8_matmul(*operands, BF16, "mosaic_gpu", None) == ("mosaic_gpu", None)
-    assert choose_fp8_matmul(*operands, BF16, "xla", None)[0] == "xla"
-    chosen, reason = choose_fp8_matmul(*make_operands(0, 4, 8), BF16, None, None)
+    assert choose_fp8_matmul(*operands, "mosaic_gpu", None) == ("mosaic_gpu", None)
+    assert choose_fp8_matmul(*operands, "xla", None)[0] == "xla"
+    chosen, reason = choose_fp8_matmul(*make_operands(0, 4, 8), None, None)
     assert chosen == "xla" and "empty" in str(reason)
 
 

@@ -145,40 +145,6 @@ def test_gates_that_saturate():
     assert y[0] == 0 and np.signbit(y[0]) and y[1] == 2e4 and np.isnan(y[2])
 
 
-@interpreted
-@pytest.mark.parametrize(
-    "shape, dtype",
-    [
-        pytest.param((2, 4096), BF16, marks=pytest.mark.full),
-        ((1, 2055), F16),
-        pytest.param((1, 1030), F32, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
-def test_the_product_of_the_backward_is_that_of_the_forward(shape, dtype):
-    gate, up, dy = make_args(shape, dtype)
-    backward = lambda *args, **options: quick_jit(
-        functools.partial(mosaic_gpu.backward, **options)
-    )(*args)
-    dgate, dup, product = backward(gate, up, dy, emit_product=True)
-    *gradients, nothing = backward(gate, up, dy)
-    assert nothing is None
-    exact = formula(gate, up, dy)
-    for got in ((product, dgate, dup), (product, *gradients)):
-        assert_as_accurate(got, rounded(exact, got), exact, names=NAMES)
-    # A CPU's compiler fuses other multiplications with additions in each interpreted program.
-    if jax.default_backend() == "gpu":
-        np.testing.assert_array_equal(product, quick_jit(kernel)(gate, up))
-        chex.assert_trees_all_equal(gradients, [dgate, dup])
-
-
-@interpreted
-def test_no_elements():
-    empty = jnp.zeros((0, 64), BF16)
-    results = mosaic_gpu.backward(empty, empty, empty, emit_product=True)
-    assert [(a.shape, a.dtype) for a in results if a is not None] == [((0, 64), BF16)] * 3
-
-
 # Launch parameters.
 
 

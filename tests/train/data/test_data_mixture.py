@@ -36,7 +36,7 @@ def sources_of(batch):
 DATASETS = {
     "packed": SOURCES[0],
     "mixture": MIXTURE,
-    "synthetic": SyntheticDataset(100, LENGTH, packed=True),
+    "synthetic": SyntheticDataset(100, LENGTH),
 }
 
 
@@ -73,7 +73,7 @@ def test_a_run_that_starts_later_has_the_same_batches(name):
     again = {
         "packed": make_source(0, 40),
         "mixture": MixtureDataset(SOURCES, (5.0, 3.0, 2.0)),
-        "synthetic": SyntheticDataset(100, LENGTH, packed=True),
+        "synthetic": SyntheticDataset(100, LENGTH),
     }[name]
     expected = [DATASETS[name].batch(step, batch_size=8, seed=3) for step in range(40)]
     for step in (39, 11, 12):

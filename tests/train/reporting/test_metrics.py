@@ -275,10 +275,15 @@ TRAIN_ROW = {
 }
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
 def shown(total_steps, updates, *, width=200, live=None, every=10):
-    file = io.StringIO()
+    file = Terminal() if live else io.StringIO()
     console = Console(file=file, width=width, force_terminal=live, color_system=None)
-    with Progress(total_steps, every=every, console=console, live=live) as progress:
+    with Progress(total_steps, every=every, console=console) as progress:
         for step, metrics in updates:
             progress.update(step, metrics)
         progress.print("a [bold]line[/bold]")

@@ -1,40 +1,9 @@
-"""Names that layers had before, and modules of Flax that a layer can stand for."""
+"""Checks of the modules of Flax that `from_nnx` takes."""
 
-import functools
 import inspect
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
-
-
-def renamed_arguments(**new_names: str) -> Callable[[Any], Any]:
-    """A decorator for functions that take old names of their arguments for one more version.
-
-    Args:
-      **new_names: New names by old ones.
-    """
-
-    def decorate(function: Any) -> Any:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for old, new in new_names.items():
-                if old in kwargs:
-                    warn_renamed(f"the argument {old}", new)
-                    if new in kwargs:
-                        raise TypeError(f"{old} is the old name of {new}; leave it out")
-                    kwargs[new] = kwargs.pop(old)
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-def warn_renamed(old: str, new: str) -> None:
-    """Warns a caller of the layer about a name that the next version removes."""
-    warnings.warn(f"{old} is called {new} now", DeprecationWarning, stacklevel=3)
 
 
 def check_class(layer: str, module: Any, *classes: type) -> None:
