@@ -195,7 +195,6 @@ def checked_request(
         )
     settings = Settings(
         options=LossOptions(
-            ignore_index=IGNORED,
             label_smoothing=float(label_smoothing),
             z_loss=float(z_loss),
             logit_softcap=None if logit_softcap is None else float(logit_softcap),
