@@ -2,7 +2,7 @@
 
 import math
 import operator
-from typing import Any
+from typing import Any, TypeAliasType, get_args
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,31 @@ def check_floating(what: str, dtype: DTypeLike, remedy: str, *, least_bits: int)
         raise TypeError(f"{what}, of less than {least_bits} bits; {remedy} to bfloat16 or float16")
 
 
+def checked_dtype(name: str, dtype: Any) -> jnp.dtype:
+    """The value as a dtype of operands or results of matrix products.
+
+    Raises:
+      TypeError: The value is no dtype, or one that is not floating or has fewer than 16 bits.
+      ValueError: JAX has this dtype only with `jax_enable_x64`.
+    """
+    try:
+        # NumPy takes None for float64.
+        found = jnp.dtype("None" if dtype is None else dtype)
+    except TypeError:
+        raise TypeError(f"{name}={dtype!r} must be a dtype, such as jnp.float32") from None
+    check_floating(f"{name}={found}", found, "change it", least_bits=BITS_OF_PRODUCTS)
+    if jax.dtypes.canonicalize_dtype(found) != found:
+        raise ValueError(f"{name}={found} needs jax_enable_x64; change it to float32")
+    return found
+
+
+def check_choice(name: str, value: Any, choices: TypeAliasType) -> None:
+    """Raises a ValueError unless the value is one of those that a type of literals names."""
+    values = get_args(choices.__value__)
+    if value not in values:
+        raise ValueError(f"{name}={value!r} must be one of {values}")
+
+
 def number(name: str, value: Any, *, remedy: str) -> float:
     """The value as a float.
 
@@ -89,6 +114,20 @@ def check_number(name: str, value: Any, *, least: float = -math.inf, remedy: str
     if not (math.isfinite(found) and found >= least):
         bound = "" if least == -math.inf else f" of at least {least:g}"
         raise ValueError(f"{name}={value!r} must be a finite number{bound}; {remedy}")
+
+
+def positive_number(name: str, value: Any, *, remedy: str) -> float:
+    """The value as a float.
+
+    Raises:
+      TypeError: The value is no number, or JAX traces it.
+      ValueError: The value is not finite and above 0.
+    """
+    found = number(name, value, remedy=remedy)
+    if not found > 0:
+        raise ValueError(f"{name}={value!r} must be above 0; {remedy}")
+    check_number(name, value, remedy=remedy)
+    return found
 
 
 def check_integer(name: str, value: Any, *, remedy: str) -> None:

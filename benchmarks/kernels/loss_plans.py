@@ -60,7 +60,7 @@ _SHARE_OF_COMPILING = 0.6  # of a shape's time, after which no further plan is c
 def request_of(shape: Shape, limit: int | None) -> Request:
     """The planner's request for a float32 gradient of a bfloat16 weight."""
     tokens, hidden_size, vocab_size = shape
-    options = LossOptions(ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_softcap=None)
+    options = LossOptions(label_smoothing=0.0, z_loss=0.0, logit_softcap=None)
     settings = Settings(
         options=options,
         implementation=_IMPLEMENTATION,

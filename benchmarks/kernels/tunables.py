@@ -111,7 +111,7 @@ def _loss_of_logits(logits, labels, *, implementation, config):
 
     The gradient overwrites the logits, so XLA copies them first; the timing does not count copies.
     """
-    plain = LossOptions(ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_softcap=None)
+    plain = LossOptions(label_smoothing=0.0, z_loss=0.0, logit_softcap=None)
     # XLA would make equal coefficients with a kernel, so they differ. They are powers of two, so
     # that the label's entry, by far the largest, has next to no rounding error and those of the
     # other entries count.

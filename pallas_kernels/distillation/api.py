@@ -2,23 +2,17 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
-from pallas_kernels.arguments import BITS_OF_PRODUCTS, as_array, floating_arrays
+from pallas_kernels.arguments import BITS_OF_PRODUCTS, as_array, check_choice, floating_arrays
 from pallas_kernels.choices import record, required_by
 from pallas_kernels.distillation import differentiable, passes, reference
-from pallas_kernels.distillation.arguments import (
-    check_layer,
-    checked_bias,
-    checked_settings,
-    student_arrays,
-    weights_of_tokens,
-)
+from pallas_kernels.distillation.arguments import checked_settings, weights_of_tokens
 from pallas_kernels.distillation.divergence import DivergenceName
 from pallas_kernels.distillation.settings import Settings, Tail, TeacherEmbedding
 from pallas_kernels.distillation.top_k import checked_classes
@@ -30,7 +24,13 @@ from pallas_kernels.implementation import (
     choose_implementation,
     symbolic_reason,
 )
-from pallas_kernels.loss.arguments import Reduction, num_parts
+from pallas_kernels.loss.arguments import (
+    Reduction,
+    check_layer,
+    checked_bias,
+    checked_layer,
+    num_parts,
+)
 from pallas_kernels.loss.layout import Embedding, WeightLayout, sizes
 from pallas_kernels.loss.low_rank import LoRA, TwoParts
 from pallas_kernels.loss.token_loss import coefficients_of_mean
@@ -189,7 +189,7 @@ def linear_distillation_loss(
         but `"reference"` is differentiated twice or in forward mode, or has open sizes.
     """
     # Above 80 lines, because most of them are documentation.
-    x, weight = student_arrays(x, weight, weight_layout)
+    x, weight = checked_layer(x, weight, weight_layout)
     teacher_x, teacher_weight = floating_arrays(
         teacher_x=teacher_x, teacher_weight=teacher_weight, least_bits=BITS_OF_PRODUCTS
     )
@@ -315,7 +315,7 @@ def linear_distillation_loss_top_k(
       TypeError: an array is of a dtype that is not described here, or an option is of a wrong type.
       NotImplementedError: as in `linear_distillation_loss`.
     """
-    x, weight = student_arrays(x, weight, weight_layout)
+    x, weight = checked_layer(x, weight, weight_layout)
     (teacher_log_probs,) = floating_arrays(teacher_log_probs=teacher_log_probs)
     as_array("teacher_ids", teacher_ids)
     if not jnp.issubdtype(teacher_ids.dtype, jnp.integer):
@@ -332,8 +332,7 @@ def linear_distillation_loss_top_k(
             f"teacher_log_probs {teacher_log_probs.shape} and teacher_ids {teacher_ids.shape} must "
             f"have one k in [1, V = {vocab_size}]"
         )
-    if tail not in get_args(Tail.__value__):
-        raise ValueError(f"{tail=} must be one of {get_args(Tail.__value__)}")
+    check_choice("tail", tail, Tail)
     settings = checked_settings(
         divergence=divergence,
         beta=beta,
@@ -375,8 +374,7 @@ def _loss(
 ) -> Float[Array, "..."]:
     """The loss of checked arrays, by the implementation that the caller asks for."""
     x, weight, bias = student
-    if reduction not in get_args(Reduction.__value__):
-        raise ValueError(f"{reduction=} must be one of {get_args(Reduction.__value__)}")
+    check_choice("reduction", reduction, Reduction)
     weights = weights_of_tokens(token_weights, x.shape[:-1])
     vocab_size, _ = sizes(weight, settings.weight_layout)
     chosen, reason = _choose(implementation, settings, x, teacher, vocab_size)

@@ -21,12 +21,12 @@ from pallas_kernels.distillation import xla
 from pallas_kernels.distillation.settings import Settings
 from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.counted import fraction_in_effect, in_fewer_rows
-from pallas_kernels.loss.differentiable import is_unchecked
+from pallas_kernels.loss.differentiable import is_unchecked, roles_of_gradients
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.operation import Mask, Operation, call, with_members
-from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
+from pallas_kernels.partition import Place, Roles, Tokens, Weight, partitioned
 
-_WEIGHT, _COEFFICIENTS, _BIAS = 1, 2, 3  # positions among the arguments
+_COEFFICIENTS, _BIAS = 2, 3  # positions among the arguments
 
 
 def sum_of_losses(
@@ -107,11 +107,8 @@ class _Distillation:
         A token that does not count has the loss 0 unless `every_loss`.
         """
         x, teacher = args[0], args[_BIAS + self.settings.has_bias :]
-        of_arrays = Tokens(("d",)), GradientOf(_WEIGHT), GradientOf(_BIAS)
-        gradients = [role for role, is_wanted in zip(of_arrays, wanted, strict=True) if is_wanted]
-        roles = Roles(
-            tuple(roles_of(self.settings, x, teacher)), (Tokens(), *gradients), parts=("v",)
-        )
+        results = Tokens(), *roles_of_gradients(wanted, _BIAS)
+        roles = Roles(tuple(roles_of(self.settings, x, teacher)), results, parts=("v",))
         return partitioned(
             _of_device,
             (self, wanted, every_loss),

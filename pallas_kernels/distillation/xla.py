@@ -34,7 +34,13 @@ from pallas_kernels.distillation.settings import Settings, TeacherEmbedding
 from pallas_kernels.distillation.top_k import statistics_of_classes
 from pallas_kernels.folding import fold_chunks
 from pallas_kernels.gpu.kernel import vary, varying_axes
-from pallas_kernels.loss.columns import product, rescaled, rows_that_count, weight_product
+from pallas_kernels.loss.columns import (
+    product,
+    rescaled,
+    rows_that_count,
+    scale_for,
+    weight_product,
+)
 from pallas_kernels.loss.layout import Embedding, sizes
 from pallas_kernels.loss.token_loss import softcapped
 from pallas_kernels.operation import Mask
@@ -80,7 +86,8 @@ def losses_and_gradients(
             )
             settings = dataclasses.replace(settings, kernels=False)
     size, part = settings.chunk(x, teacher, vocab_size, has_dweight=wanted[1])
-    coefficients, scale = _scaled(x, coefficients)
+    if (scale := scale_for(x.dtype, coefficients)) is not None:
+        coefficients = coefficients / scale
     weight = weight.astype(x.dtype)
     layout, rows = settings.weight_layout, Rows(axes)
     if settings.tail is None:
@@ -306,19 +313,3 @@ def _in_place(
         return jax.lax.dynamic_update_slice_in_dim(logits, new, i * size, 0)
 
     return jax.lax.fori_loop(0, number, step, logits)
-
-
-def _scaled(
-    x: Float[Array, "T D"], coefficients: Float[Array, " T"]
-) -> tuple[Float[Array, " T"], Float[Array, ""] | None]:
-    """`(coefficients / scale, scale)`; `scale` is None where it would be 1.
-
-    The coefficients of a mean are powers of ten below 1. Divided by their maximum, the dlogits of a
-    float16 model stay clear of its smallest number.
-    """
-    if x.dtype != jnp.float16:
-        return coefficients, None
-    finite = jnp.where(jnp.isfinite(coefficients), jnp.abs(coefficients), 0.0)
-    largest = jnp.max(finite, initial=0.0)
-    scale = jnp.where(largest > 0, largest, 1.0)
-    return coefficients / scale, scale

@@ -13,14 +13,14 @@ Three programs compute it:
   numbers is exact in float32, so only the sums round.
 """
 
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import check_config
+from pallas_kernels.arguments import check_choice, check_config
 from pallas_kernels.choices import record
 from pallas_kernels.derivatives import not_differentiable
 from pallas_kernels.fp8 import product_kernel
@@ -193,7 +193,6 @@ def _check(a: Quantized, b: Quantized, out_dtype: DTypeLike, accumulation: Accum
         raise ValueError(
             f"a and b must have the same last axis, got {a.values.shape} and {b.values.shape}"
         )
-    if accumulation not in get_args(Accumulation.__value__):
-        raise ValueError(f"{accumulation=} must be one of {get_args(Accumulation.__value__)}")
+    check_choice("accumulation", accumulation, Accumulation)
     if jnp.dtype(out_dtype) not in product_kernel.OUT_DTYPES:
         raise ValueError(f"out_dtype={jnp.dtype(out_dtype).name} must be a float of 16 or 32 bits")

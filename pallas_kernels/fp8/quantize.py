@@ -1,12 +1,12 @@
 """The public functions that quantize a tensor to FP8."""
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import floating_arrays
+from pallas_kernels.arguments import check_choice, floating_arrays
 from pallas_kernels.choices import record
 from pallas_kernels.derivatives import not_differentiable
 from pallas_kernels.fp8 import amax, mosaic_gpu, reference, row_kernel
@@ -148,8 +148,7 @@ def _checked(x: Array, dtype: DTypeLike, scaling: Scaling, *, axes: int | None) 
     """`x` as an array. Raises if an argument is wrong."""
     (x,) = floating_arrays(least_bits=16, x=x)
     check_dtype(dtype)
-    if scaling not in get_args(Scaling.__value__):
-        raise ValueError(f"{scaling=} must be one of {get_args(Scaling.__value__)}")
+    check_choice("scaling", scaling, Scaling)
     if x.ndim == 0 or (axes is not None and x.ndim != axes):
         raise ValueError(
             f"x must have {'at least one axis' if axes is None else f'{axes} axes'}, got shape "

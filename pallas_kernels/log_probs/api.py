@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
-from pallas_kernels.arguments import check_number
 from pallas_kernels.choices import log_once, record
 from pallas_kernels.implementation import Implementation, symbolic_reason
 from pallas_kernels.log_probs import differentiable, reference, saved
@@ -21,6 +20,7 @@ from pallas_kernels.log_probs.token_loss import OfAllTokens
 from pallas_kernels.loss.arguments import (
     check_arrays,
     checked_request,
+    checked_temperature,
     labels_and_weights,
     num_parts,
 )
@@ -31,7 +31,6 @@ from pallas_kernels.loss.low_rank import LoRA
 from pallas_kernels.loss.mosaic_gpu import statistics
 from pallas_kernels.loss.plan import InPlace, Request, TokenChunks, choose
 
-_REMEDY = "1.0 leaves the logits as they are"
 _MOST_COLUMNS = 2**24  # the kernel keeps the argmax as a float32 number
 
 
@@ -444,9 +443,7 @@ def checked_options(
       per_token: As for `linear_token_loss`; None for other functions.
       **options: Options that `checked_request` checks.
     """
-    check_number("temperature", temperature, remedy=_REMEDY)
-    if temperature <= 0:
-        raise ValueError(f"{temperature=} must be above 0; {_REMEDY}")
+    temperature = checked_temperature(temperature)
     unsupported = None
     if symbolic_reason(x) is None and x.size:
         operand = jax.ShapeDtypeStruct(weight.shape, x.dtype)
@@ -498,4 +495,4 @@ def checked_options(
     )
     vocab_size = num_parts(vocab_axis, name) * request.sizes[0]
     labels, _, _ = labels_and_weights(labels, None, vocab_size, ignore_index, check_labels, name)
-    return request, float(temperature), labels
+    return request, temperature, labels

@@ -26,16 +26,23 @@ from pallas_kernels.log_probs.statistics import distribution_of_linear, of_label
 from pallas_kernels.loss import low_rank, recomputed
 from pallas_kernels.loss.columns import Gradients, place_in_vocabulary
 from pallas_kernels.loss.counted import of_counted
-from pallas_kernels.loss.differentiable import is_unchecked, split, weight_and_biases
+from pallas_kernels.loss.differentiable import (
+    is_unchecked,
+    of_arrays_in,
+    picked,
+    roles_of_gradients,
+    split,
+    weight_and_biases,
+)
 from pallas_kernels.loss.known_rows import Rows
 from pallas_kernels.loss.layout import Embedding, unsupported_reason
 from pallas_kernels.loss.plan import InPlace, Request, TokenChunks, choose
 from pallas_kernels.loss.token_loss import IGNORED, LossOptions
 from pallas_kernels.operation import Mask, Operation, call, with_members
-from pallas_kernels.partition import GradientOf, Place, Tokens
+from pallas_kernels.partition import Place, Tokens
 
-_X, _NUMBERS = Tokens(("d",)), Tokens()
-_WEIGHT, _BIAS = 1, 3  # positions among the arguments
+_WEIGHT, BIAS = 1, 3  # positions among the arguments
+_NUMBERS = Tokens()
 
 
 def log_probs(
@@ -129,8 +136,8 @@ class LogProbs:
     ) -> Sequence[jax.Array]:
         """The gradients, from logits that are computed again."""
         numbers, args = self.numbers_and_arguments(saved, cotangents)
-        of_arrays = of_arrays_in(wanted)
-        key, results = (self, of_arrays, len(args)), roles_of_gradients(of_arrays)
+        of_arrays = of_arrays_in(wanted, BIAS)
+        key, results = (self, of_arrays, len(args)), roles_of_gradients(of_arrays, BIAS)
         return split(self.request, _backward_of, key, args, numbers, results, num_numbers=1)
 
     def numbers_and_arguments(
@@ -156,21 +163,10 @@ class LogProbs:
         self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
     ) -> tuple[Operation, Sequence[jax.Array]] | None:
         """One call for the tokens of all members, if they share the weights."""
-        if is_batched[_WEIGHT] or any(is_batched[_BIAS:]):
+        if is_batched[_WEIGHT] or any(is_batched[BIAS:]):
             return None
-        weights = _WEIGHT, *range(_BIAS, len(args))
+        weights = _WEIGHT, *range(BIAS, len(args))
         return self, with_members(args, is_batched, weights=weights)
-
-
-def of_arrays_in(wanted: Mask) -> Mask:
-    """Whether the gradients of x, weight and bias are wanted."""
-    return (*wanted[:2], any(wanted[_BIAS:]))
-
-
-def roles_of_gradients(wanted: Mask) -> tuple[Any, ...]:
-    """The roles of the wanted gradients of x, weight and bias."""
-    roles = _X, GradientOf(_WEIGHT), GradientOf(_BIAS)
-    return tuple(role for role, is_wanted in zip(roles, wanted, strict=True) if is_wanted)
 
 
 def _forward_of(key: tuple[LogProbs, bool], place: Place) -> Callable[..., Sequence[jax.Array]]:
@@ -205,10 +201,7 @@ def _backward_of(
 
         def compute(x, labels, *numbers) -> Any:
             device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
-            found = device.gradients(biases, device.rows(*numbers), wanted, exchanged)
-            num_per_token = int(wanted[0])
-            of_weights = in_one_dtype(operation.request, wanted, found[num_per_token:])
-            return found[:num_per_token], of_weights
+            return device.gradients(biases, device.rows(*numbers), wanted, exchanged)
 
         weight, biases = weight_and_biases(operation.request, x, weight, biases)
         _, of_log_probs, *more = numbers
@@ -220,18 +213,6 @@ def _backward_of(
         return of_counted(operation, place, compute, counts, (x, labels, *numbers), fills)
 
     return run
-
-
-def in_one_dtype(
-    request: Request, wanted: Mask, of_weights: Sequence[jax.Array]
-) -> Sequence[jax.Array]:
-    """The wanted gradients of weight and bias, in dtypes that do not depend on the rows.
-
-    Few rows may fit a gradient of 16 bits, and all of them may need sums in float32.
-    """
-    if request.counted_fraction == 1 or not wanted[1]:
-        return of_weights
-    return [of_weights[0].astype(request.weight.dtype), *of_weights[1:]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -324,7 +305,7 @@ class Device:
 
     def gradients(
         self, biases: Sequence[Any], rows: Rows, wanted: Mask, exchanged: tuple[str, ...]
-    ) -> Sequence[jax.Array]:
+    ) -> tuple[list[Any], list[Any]]:
         """The wanted gradients, by computing the logits again."""
         found = recomputed.gradients(
             self.request.settings,
@@ -338,13 +319,12 @@ class Device:
         )
         return self.pick(found, wanted, exchanged)
 
-    def pick(self, found: Gradients, wanted: Mask, exchanged: tuple[str, ...]) -> Sequence[Any]:
-        """The wanted gradients; `dx` in the shape of x, and added up over the vocabulary."""
-        dx = found.dx.reshape(self.shape)
-        if wanted[0] and exchanged:
-            dx = jax.lax.psum(dx, exchanged)
-        every = zip((dx, found.dweight, found.dbias), wanted, strict=True)
-        return [g for g, is_wanted in every if is_wanted]
+    def pick(
+        self, found: Gradients, wanted: Mask, exchanged: tuple[str, ...]
+    ) -> tuple[list[Any], list[Any]]:
+        """The wanted gradients, as `picked` says; `dx` in the shape of x."""
+        of_x, of_weights = picked(self.request, found, wanted, exchanged)
+        return [dx.reshape(self.shape) for dx in of_x], of_weights
 
 
 def planned(request: Request) -> Request:
@@ -352,6 +332,6 @@ def planned(request: Request) -> Request:
 
     The logsumexp is known, so a softcap or a split vocabulary rules out no plan.
     """
-    options = LossOptions(ignore_index=IGNORED, label_smoothing=0.0, z_loss=0.0, logit_softcap=None)
+    options = LossOptions(label_smoothing=0.0, z_loss=0.0, logit_softcap=None)
     settings = dataclasses.replace(request.settings, options=options, vocab_axes=())
     return dataclasses.replace(request, settings=settings)

@@ -15,11 +15,13 @@ holds the chosen ones, and the second half the rejected ones in the same order. 
 mean log-probability 0, so leave such sequences out of the batch.
 """
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from pallas_kernels.arguments import check_choice
 
 # Names of verl (https://github.com/volcengine/verl).
 type Aggregation = Literal[
@@ -52,8 +54,7 @@ def aggregate(
     Raises:
       ValueError: The aggregation is unknown, or `max_length` does not go with it.
     """
-    if aggregation not in get_args(Aggregation.__value__):
-        raise ValueError(f"{aggregation=} must be one of {get_args(Aggregation.__value__)}")
+    check_choice("aggregation", aggregation, Aggregation)
     if (max_length is None) == (aggregation == "seq-mean-token-sum-norm"):
         raise ValueError(
             f"{max_length=}: give a divisor with aggregation='seq-mean-token-sum-norm' and with no "

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.log_probs.differentiable import Device, in_one_dtype
+from pallas_kernels.log_probs.differentiable import Device
 from pallas_kernels.log_probs.kept import KeptExponentials, keeps_chunks
 from pallas_kernels.log_probs.token_function import OfFunction, TokenFunction
 from pallas_kernels.loss.chunks import over_tokens
@@ -113,17 +113,15 @@ class OfSingleTokens(OfFunction):
                 device = Device.make(request, self.temperature, place, x, weight, labels)
                 if any(of_arrays) and keeps_chunks(device.request, device.plan):
                     found, per_token = _by_chunks(device, function, evaluate, of_arrays[1], leaves)
-                    found = device.pick(found, of_arrays, exchanged)
+                    of_x, of_weights = device.pick(found, of_arrays, exchanged)
                 else:
                     lse, own = device.log_probs(biases, with_entropy=function.with_entropy)
                     per_token, cotangents = evaluate(own, labels, leaves)
-                    found = ()
+                    of_x, of_weights = [], []
                     if any(of_arrays):
                         rows = device.rows(lse, *cotangents, *own[1:])
-                        found = device.gradients(biases, rows, of_arrays, exchanged)
-                num_per_token = int(of_arrays[0])
-                of_weights = in_one_dtype(request, of_arrays, found[num_per_token:])
-                return [*per_token, *found[:num_per_token]], of_weights
+                        of_x, of_weights = device.gradients(biases, rows, of_arrays, exchanged)
+                return [*per_token, *of_x], of_weights
 
             tokens, fills = (x, labels, *leaves), (0, IGNORED, *(0,) * num_leaves)
             losses, *found = of_counted(self, place, compute, labels != IGNORED, tokens, fills)

@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from pallas_kernels.log_probs.differentiable import (
-    Device,
-    LogProbs,
-    of_arrays_in,
-    roles_of_gradients,
-)
+from pallas_kernels.log_probs.differentiable import BIAS, Device, LogProbs
 from pallas_kernels.log_probs.kept import KeptExponentials
 from pallas_kernels.loss.columns import Columns, Gradients
-from pallas_kernels.loss.differentiable import split, weight_and_biases
+from pallas_kernels.loss.differentiable import (
+    of_arrays_in,
+    roles_of_gradients,
+    split,
+    weight_and_biases,
+)
 from pallas_kernels.loss.mosaic_gpu import exponentials
 from pallas_kernels.loss.plan import Request
 from pallas_kernels.operation import Mask
@@ -61,7 +61,7 @@ class WithExponentials(LogProbs):
         """The gradients, from the saved exponentials."""
         total, of_label, values, *rest = saved
         numbers, args = self.numbers_and_arguments(rest, cotangents)
-        of_arrays = of_arrays_in(wanted)
+        of_arrays = of_arrays_in(wanted, BIAS)
         others = *numbers, total, of_label, values
         return split(
             self.request,
@@ -69,7 +69,7 @@ class WithExponentials(LogProbs):
             (self, of_arrays, len(args)),
             args,
             others,
-            roles_of_gradients(of_arrays),
+            roles_of_gradients(of_arrays, BIAS),
             num_numbers=1,
             roles_of_others=[*[_NUMBERS] * (len(others) - 1), _EXPONENTIALS],
         )
@@ -103,7 +103,8 @@ def _backward_of(
         kept = KeptExponentials.of_saved(device, columns, values, total, of_label, lse=numbers[0])
         dx, dweight = kept.gradients(device.rows(*numbers), with_dweight=wanted[1])
         dweight = jax.tree.map(columns.without_padding, dweight)  # None without a gradient
-        return device.pick(Gradients(dx, dweight, None), wanted, ())
+        of_x, of_weights = device.pick(Gradients(dx, dweight, None), wanted, ())
+        return [*of_x, *of_weights]
 
     return run
 

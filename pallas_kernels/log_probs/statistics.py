@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.folding import fold_chunks
-from pallas_kernels.gpu.kernel import varying_axes
-from pallas_kernels.loss.columns import Columns, place_in_vocabulary
+from pallas_kernels.loss.columns import Columns, of_all_parts, place_in_vocabulary
 from pallas_kernels.loss.known_rows import LEAST
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.mosaic_gpu import statistics as kernels
@@ -65,8 +64,8 @@ def distribution_of_linear(
     first_column, _ = place_in_vocabulary(settings, weight)
     labels, weight = labels - first_column, weight.astype(x.dtype)
     softcap = settings.options.logit_softcap
+    columns = Columns.make(settings, weight, bias)
     if settings.implementation == "mosaic_gpu":
-        columns = Columns.make(settings, weight, bias)
         is_readable = kernels.unsupported_reason(x, weight, columns.layout) is None
         found, entropy, argmax = kernels.linear_entropy(
             x,
@@ -84,8 +83,6 @@ def distribution_of_linear(
         largest = found.largest if with_argmax else None
         part = Distribution(found.lse, found.label_logit, entropy, argmax, largest)
         return _over_axes(settings, part, first_column)
-
-    columns = Columns.make(settings, weight, bias)
 
     def one_chunk(chunk, _):
         x, labels = chunk
@@ -129,11 +126,7 @@ def _over_axes(settings: Settings, found: Distribution, first_column: Any) -> Di
         return found
     if found.argmax is not None:
         found = found._replace(argmax=found.argmax + jnp.float32(first_column))
-    stacked = jnp.stack(jax.tree.leaves(found))
-    # Where types say over which axes an array varies, they say that the result does not.
-    to = "invarying" if varying_axes(stacked) else "varying"
-    parts = jax.lax.all_gather(stacked, settings.vocab_axes, axis=1, to=to)
-    return combine(jax.tree.unflatten(jax.tree.structure(found), list(parts)))
+    return combine(of_all_parts(settings, found))
 
 
 def combine(parts: Distribution) -> Distribution:

@@ -17,9 +17,14 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.log_probs.differentiable import of_arrays_in, roles_of_gradients
+from pallas_kernels.log_probs.differentiable import BIAS
 from pallas_kernels.loss import low_rank
-from pallas_kernels.loss.differentiable import is_unchecked, split
+from pallas_kernels.loss.differentiable import (
+    is_unchecked,
+    of_arrays_in,
+    roles_of_gradients,
+    split,
+)
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.plan import Request
 from pallas_kernels.operation import Mask, Operation, call
@@ -241,7 +246,7 @@ class OfFunction(abc.ABC):
 
     def of_arrays(self, wanted: Mask | None) -> Mask:
         """Whether the gradients of x, weight and bias are wanted."""
-        return (False,) * 3 if wanted is None else of_arrays_in(wanted[: self.num_arrays])
+        return (False,) * 3 if wanted is None else of_arrays_in(wanted[: self.num_arrays], BIAS)
 
     def of_data(self, wanted: Mask) -> Mask:
         """Whether the gradient of each leaf of the data is wanted, and False for the constants."""
@@ -253,7 +258,7 @@ class OfFunction(abc.ABC):
         """The results, and the wanted gradients of the loss as residuals."""
         arrays, data = args[: self.num_arrays], args[self.num_arrays :]
         roles, results, of_gradients = self.roles(args[2].ndim, data)
-        results = [*results, *roles_of_gradients(self.of_arrays(wanted))]
+        results = [*results, *roles_of_gradients(self.of_arrays(wanted), BIAS)]
         if wanted is not None:
             results += [r for r, w in zip(of_gradients, self.of_data(wanted), strict=True) if w]
         return split(

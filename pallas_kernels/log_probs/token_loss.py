@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.log_probs.differentiable import Device, in_one_dtype
+from pallas_kernels.log_probs.differentiable import Device
 from pallas_kernels.log_probs.kept import KeptExponentials, keeps_all
 from pallas_kernels.log_probs.token_function import OfFunction
 from pallas_kernels.loss.columns import Columns, Gradients
@@ -77,17 +77,16 @@ class OfAllTokens(OfFunction):
                 )
                 cotangents = [take(of_own_tokens(a, place).reshape(-1), 0) for a in of_numbers]
                 rows = device.rows(lse, *cotangents, *own[1:])
-                found: Sequence[jax.Array] = ()
+                of_x, of_weights = [], []
                 if stored is not None:
                     dx, dweight = stored.gradients(rows)
                     dweight = stored.columns.without_padding(dweight)
-                    found = device.pick(Gradients(dx, dweight, None), of_arrays, exchanged)
+                    found = Gradients(dx, dweight, None)
+                    of_x, of_weights = device.pick(found, of_arrays, exchanged)
                 elif any(of_arrays):
-                    found = device.gradients(biases, rows, of_arrays, exchanged)
-                num_per_token = int(of_arrays[0])
-                dx = [put_back(a).reshape(x.shape) for a in found[:num_per_token]]
-                of_weights = in_one_dtype(request, of_arrays, found[num_per_token:])
-                return [*results, *dx, *of_weights, *of_data]
+                    of_x, of_weights = device.gradients(biases, rows, of_arrays, exchanged)
+                of_x = [put_back(a).reshape(x.shape) for a in of_x]
+                return [*results, *of_x, *of_weights, *of_data]
 
             fraction = request.counted_fraction
             fraction = fraction_in_effect(self.name, fraction, place, labels.size)

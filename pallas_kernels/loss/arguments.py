@@ -2,7 +2,7 @@
 
 import math
 import operator
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,14 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.arguments import (
     BITS_OF_PRODUCTS,
     as_array,
+    check_choice,
     check_config,
-    check_floating,
     check_integer,
     check_number,
+    checked_dtype,
     floating_arrays,
     number,
+    positive_number,
 )
 from pallas_kernels.implementation import (
     Implementation,
@@ -49,32 +51,8 @@ def check_arrays(
       TypeError: an argument is no array, or its dtype does not suit it.
       NotImplementedError: V is open (`jax.export.symbolic_shape`).
     """
-    if isinstance(weight, LoRA):
-        if isinstance(weight.weight, LoRA):
-            raise TypeError(
-                "weight.weight is a LoRA; it must be an array: concatenate the columns of both a, "
-                "each times its scale, and the rows of both b"
-            )
-        x, whole, bias = check_arrays(x, weight.weight, labels, bias, token_weights, weight_layout)
-        return *extended(x, weight._replace(weight=whole), weight_layout), bias
-    x, weight = floating_arrays(x=x, weight=weight, least_bits=BITS_OF_PRODUCTS)
-    if bias is not None:
-        (bias,) = floating_arrays(bias=bias, least_bits=BITS_OF_PRODUCTS)
-    if weight_layout not in get_args(WeightLayout.__value__):
-        raise ValueError(f"{weight_layout=} must be one of {get_args(WeightLayout.__value__)}")
-    axes = f"[{', '.join(weight_layout.upper())}]"
-    if weight.ndim != 2 or 0 in weight.shape:
-        raise ValueError(f"weight must be {axes} with D >= 1 and V >= 1, got {weight.shape}")
-    if not isinstance(size := weight.shape[weight_layout.index("v")], int):
-        raise NotImplementedError(
-            f"weight {weight.shape} has an open size, V = {size}; labels are compared with V, so "
-            "export a number for it"
-        )
-    vocab_size, hidden_size = sizes(weight, weight_layout)
-    if x.ndim == 0 or x.shape[-1] != hidden_size:
-        raise ValueError(
-            f"x {x.shape} and weight {weight.shape} must agree in D: {weight_layout=} is {axes}"
-        )
+    x, weight = checked_layer(x, weight, weight_layout)
+    bias = checked_bias("", bias, sizes(weight, weight_layout)[0])
     as_array("labels", labels)
     if labels.shape != x.shape[:-1]:
         raise ValueError(
@@ -82,19 +60,81 @@ def check_arrays(
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels must be integers, got {labels.dtype}; cast labels to int32")
-    if bias is not None and bias.shape != (vocab_size,):
-        raise ValueError(f"bias must have shape {(vocab_size,)}, got {bias.shape}")
     if token_weights is not None:
-        _check_token_weights(token_weights, labels)
+        check_token_weights(token_weights, labels.shape)
     return x, weight, bias
 
 
-def _check_token_weights(token_weights: Any, labels: Any) -> None:
-    as_array("token_weights", token_weights)
-    if token_weights.shape != labels.shape:
+def checked_layer(x: Any, weight: Any, weight_layout: Any) -> tuple[Array, Embedding]:
+    """`(x, weight)` as JAX arrays of shapes that agree; with the hidden units of a `LoRA`."""
+    if isinstance(weight, LoRA):
+        if isinstance(weight.weight, LoRA):
+            raise TypeError(
+                "weight.weight is a LoRA; it must be an array: concatenate the columns of both a, "
+                "each times its scale, and the rows of both b"
+            )
+        x, whole = checked_layer(x, weight.weight, weight_layout)
+        return extended(x, weight._replace(weight=whole), weight_layout)
+    x, weight = floating_arrays(x=x, weight=weight, least_bits=BITS_OF_PRODUCTS)
+    check_layer("", x, weight, weight_layout)
+    return x, weight
+
+
+def check_layer(prefix: str, x: Array, weight: Array, layout: Any) -> None:
+    """Checks that hidden states and output embedding agree.
+
+    Args:
+      prefix: Beginning of the arguments' names.
+      x: Hidden states.
+      weight: Output embedding.
+      layout: Layout of the weight.
+
+    Raises:
+      ValueError: They disagree, or the layout is unknown.
+      NotImplementedError: V is open (`jax.export.symbolic_shape`).
+    """
+    name = f"{prefix}weight_layout"
+    check_choice(name, layout, WeightLayout)
+    axes = f"[{', '.join(layout.upper())}]"
+    if weight.ndim != 2 or 0 in weight.shape:
         raise ValueError(
-            f"token_weights must have the shape of labels, {labels.shape}, got "
-            f"{token_weights.shape}"
+            f"{prefix}weight must be {axes} with D >= 1 and V >= 1, got {weight.shape}"
+        )
+    vocab_size, hidden_size = sizes(weight, layout)
+    if not isinstance(vocab_size, int):
+        raise NotImplementedError(
+            f"{prefix}weight {weight.shape} has an open size, V = {vocab_size}; labels are "
+            "compared with V, so export a number for it"
+        )
+    if x.ndim == 0 or x.shape[-1] != hidden_size:
+        raise ValueError(
+            f"{prefix}x {x.shape} and {prefix}weight {weight.shape} must agree in D: "
+            f"{name}={layout!r} is {axes}"
+        )
+
+
+def checked_bias(prefix: str, bias: Any, vocab_size: int) -> Array | None:
+    """The bias as a JAX array, if there is one.
+
+    Raises:
+      ValueError: it has another shape than `[V]`.
+      TypeError: it is no array, or its dtype does not suit it.
+    """
+    if bias is None:
+        return None
+    name = f"{prefix}bias"
+    (bias,) = floating_arrays(**{name: bias}, least_bits=BITS_OF_PRODUCTS)
+    if bias.shape != (vocab_size,):
+        raise ValueError(f"{name} must have shape {(vocab_size,)}, got {bias.shape}")
+    return bias
+
+
+def check_token_weights(token_weights: Any, shape: tuple[Any, ...]) -> None:
+    """Raises ValueError or TypeError unless the weights are numbers for tokens of this shape."""
+    as_array("token_weights", token_weights)
+    if token_weights.shape != shape:
+        raise ValueError(
+            f"token_weights must have the shape of the tokens, {shape}, got {token_weights.shape}"
         )
     if not any(jnp.issubdtype(token_weights.dtype, t) for t in _DTYPES_OF_WEIGHTS):
         raise TypeError(
@@ -156,9 +196,8 @@ def checked_request(
     )
     if vocab_chunk_size is not None and isinstance(weight, TwoParts):
         raise ValueError(f"{vocab_chunk_size=} takes no LoRA; set chunk_size or max_logits_bytes")
-    if not 0 < number("counted_fraction", counted_fraction, remedy="1.0 expects all tokens") <= 1:
-        raise ValueError(f"{counted_fraction=} must lie in (0, 1]; 1.0 expects all tokens to count")
-    _check_accum_dtype(accum_dtype)
+    fraction = checked_fraction(counted_fraction)
+    accum_dtype = checked_dtype("accum_dtype", accum_dtype)
     if vocab_axis is not None and chosen == "reference":
         raise ValueError(
             f"{vocab_axis=}: implementation='reference' has the whole vocabulary; gather the "
@@ -166,13 +205,12 @@ def checked_request(
         )
     settings = Settings(
         options=LossOptions(
-            ignore_index=IGNORED,
             label_smoothing=float(label_smoothing),
             z_loss=float(z_loss),
             logit_softcap=None if logit_softcap is None else float(logit_softcap),
         ),
         implementation=chosen,
-        accum_dtype=jnp.dtype(accum_dtype),
+        accum_dtype=accum_dtype,
         weight_layout=weight_layout,
         vocab_axes=() if vocab_axis is None else (vocab_axis,),
         config=config or Config(),
@@ -184,14 +222,13 @@ def checked_request(
         has_bias=bias is not None,
         is_low_rank=isinstance(weight, TwoParts),
         **sizes,
-        counted_fraction=float(counted_fraction),
+        counted_fraction=fraction,
     )
     return request, why_no_kernel
 
 
 def _check_options(reduction, ignore_index, label_smoothing, z_loss, logit_softcap) -> None:
-    if reduction not in get_args(Reduction.__value__):
-        raise ValueError(f"{reduction=} must be one of {get_args(Reduction.__value__)}")
+    check_choice("reduction", reduction, Reduction)
     check_integer("ignore_index", ignore_index, remedy="a label that no token has ignores none")
     if not 0 <= number("label_smoothing", label_smoothing, remedy="0.0 is none") <= 1:
         raise ValueError(f"{label_smoothing=} must lie in [0, 1]; 0.0 is none")
@@ -206,13 +243,32 @@ def check_softcap(name: str, softcap: Any) -> float | None:
       ValueError: it is not finite and above 0.
       TypeError: it is no number.
     """
-    if softcap is None:
-        return None
-    remedy = "None turns the cap off"
-    if not number(name, softcap, remedy=remedy) > 0:
-        raise ValueError(f"{name}={softcap!r} must be above 0; {remedy}")
-    check_number(name, softcap, remedy=remedy)
-    return float(softcap)
+    return (
+        None if softcap is None else positive_number(name, softcap, remedy="None turns the cap off")
+    )
+
+
+def checked_temperature(temperature: Any) -> float:
+    """The divisor of the logits as a float.
+
+    Raises:
+      ValueError: it is not finite and above 0.
+      TypeError: it is no number.
+    """
+    return positive_number("temperature", temperature, remedy="1.0 leaves the logits as they are")
+
+
+def checked_fraction(counted_fraction: Any) -> float:
+    """The largest share of the tokens that count as a float.
+
+    Raises:
+      ValueError: it is not in (0, 1].
+      TypeError: it is no number.
+    """
+    found = number("counted_fraction", counted_fraction, remedy="1.0 expects all tokens")
+    if not 0 < found <= 1:
+        raise ValueError(f"{counted_fraction=} must lie in (0, 1]; 1.0 expects all tokens to count")
+    return found
 
 
 def checked_chunks(**sizes: Any) -> dict[str, int | None]:
@@ -234,17 +290,6 @@ def checked_chunks(**sizes: Any) -> dict[str, int | None]:
         named = " and ".join(f"{name}={size}" for name, size in given.items())
         raise ValueError(f"{named} each choose the chunks; give one of them")
     return dict.fromkeys(sizes) | given
-
-
-def _check_accum_dtype(accum_dtype) -> None:
-    try:
-        # NumPy takes None for float64.
-        dtype = jnp.dtype("None" if accum_dtype is None else accum_dtype)
-    except TypeError:
-        raise TypeError(f"{accum_dtype=} must be a dtype, such as jnp.float32") from None
-    check_floating(f"accum_dtype={dtype}", dtype, "change it", least_bits=BITS_OF_PRODUCTS)
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise ValueError(f"accum_dtype={dtype} needs jax_enable_x64; change it to float32")
 
 
 def num_parts(vocab_axis: str | None, operation: str) -> int:

@@ -104,7 +104,7 @@ def gradients(
     `dx` and `dbias` have the dtypes of `x` and `bias`.
     """
     first_column, vocab_size = place_in_vocabulary(settings, weight)
-    coefficients, scale = scaled_coefficients(settings, x, coefficients, labels, vocab_size)
+    coefficients, scale = scaled_coefficients(x, coefficients, labels, vocab_size)
     tokens = _Tokens(
         x=x,
         labels=labels - first_column,

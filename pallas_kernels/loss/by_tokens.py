@@ -78,7 +78,7 @@ def losses_and_gradients(
     """Losses and gradients of `sum(coefficients · loss)`, before the last rounding of `dweight`."""
     place = place_in_vocabulary(settings, weight)
     columns = Columns.make(settings, weight.astype(x.dtype), bias)
-    coefficients, scale = scaled_coefficients(settings, x, coefficients, labels, place[1])
+    coefficients, scale = scaled_coefficients(x, coefficients, labels, place[1])
     one_chunk = functools.partial(_chunk_by_exponentials, settings, columns)
     if not plan.without_dweight.by_exponentials:
         dx_dtype = x.dtype if scale is None else jnp.float32

@@ -22,7 +22,7 @@ from pallas_kernels.loss.low_rank import TwoParts
 from pallas_kernels.loss.mosaic_gpu import logits as logits_kernel
 from pallas_kernels.loss.mosaic_gpu import statistics
 from pallas_kernels.loss.plan import Settings
-from pallas_kernels.loss.token_loss import LogitStatistics, combine
+from pallas_kernels.loss.token_loss import IGNORED, LogitStatistics, combine
 
 
 class Gradients(NamedTuple):
@@ -152,22 +152,29 @@ def loss_of_logits(
     )
 
 
-def scaled_coefficients(settings: Settings, x, coefficients, labels, vocab_size):
-    """`(coefficients / scale, scale)`; `scale` is None where it would be 1.
+def scale_for(dtype: jnp.dtype, *factors: Float[Array, " T"]) -> Float[Array, ""] | None:
+    """The number to divide factors of dlogits of this dtype by; None if it is 1.
 
-    A label that is neither ignored nor a column of the vocabulary makes its coefficient NaN. In a
-    mean the coefficients are powers of ten below 1. Divided by their maximum, the dlogits of a
+    In a mean the factors are powers of ten below 1. Divided by their maximum, the dlogits of a
     float16 model stay clear of its smallest number. The exponents of the other dtypes reach far
     enough.
     """
-    wrong = (labels != settings.options.ignore_index) & ((labels < 0) | (labels >= vocab_size))
+    if dtype != jnp.float16:
+        return None
+    found = jnp.abs(jnp.stack(factors))
+    largest = jnp.max(jnp.where(jnp.isfinite(found), found, 0.0), initial=0.0)
+    return jnp.where(largest > 0, largest, 1.0)
+
+
+def scaled_coefficients(x, coefficients, labels, vocab_size):
+    """`(coefficients / scale, scale)`; `scale` is None where it would be 1.
+
+    A label that is neither ignored nor a column of the vocabulary makes its coefficient NaN.
+    """
+    wrong = (labels != IGNORED) & ((labels < 0) | (labels >= vocab_size))
     with_nan = jnp.where(wrong, jnp.nan, coefficients)
-    if x.dtype != jnp.float16:
-        return with_nan, None
-    finite = jnp.where(jnp.isfinite(coefficients), jnp.abs(coefficients), 0.0)
-    largest = jnp.max(finite, initial=0.0)
-    scale = jnp.where(largest > 0, largest, 1.0)
-    return with_nan / scale, scale
+    scale = scale_for(x.dtype, coefficients)
+    return with_nan if scale is None else with_nan / scale, scale
 
 
 def rescaled(gradient, scale):
@@ -199,10 +206,14 @@ def place_in_vocabulary(settings: Settings, weight) -> tuple[Any, int]:
 
 def over_axes(settings: Settings, found: LogitStatistics) -> LogitStatistics:
     """Statistics of the whole vocabulary from those of each device's part: 20 bytes a token."""
-    if not settings.vocab_axes:
-        return found
-    stacked = jnp.stack(found)
+    return combine(of_all_parts(settings, found)) if settings.vocab_axes else found
+
+
+def of_all_parts[T](settings: Settings, found: T) -> T:
+    """Numbers of each token from all devices of a split vocabulary, along a new axis 0."""
+    leaves, structure = jax.tree.flatten(found)
+    stacked = jnp.stack(leaves)
     # Where types say over which axes an array varies, they say that the result does not.
     to = "invarying" if varying_axes(stacked) else "varying"
     parts = jax.lax.all_gather(stacked, settings.vocab_axes, axis=1, to=to)
-    return combine(LogitStatistics(*parts))
+    return jax.tree.unflatten(structure, list(parts))

@@ -14,6 +14,7 @@ split no tokens. Then the devices exchange 20 bytes of statistics a token, and a
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from pallas_kernels.loss.counted import of_counted
 from pallas_kernels.loss.layout import Embedding, unsupported_reason
 from pallas_kernels.loss.mosaic_gpu import exponentials
 from pallas_kernels.loss.plan import ColumnChunks, Request, choose
-from pallas_kernels.loss.token_loss import TokenLosses, finite_where_not_counted
+from pallas_kernels.loss.token_loss import IGNORED, TokenLosses, finite_where_not_counted
 from pallas_kernels.operation import Mask, Operation, call, with_members
 from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
 
@@ -101,8 +102,8 @@ class _CrossEntropy:
         return self.num_axes == 0 and self.request.vocab_chunk_size is None
 
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
-        early = _of_arrays(wanted) if wanted is not None and self._is_early else ()
-        results = *(_NUMBERS,) * _NUM_LOSSES, *_gradients(early)
+        early = of_arrays_in(wanted, _BIAS) if wanted is not None and self._is_early else ()
+        results = *(_NUMBERS,) * _NUM_LOSSES, *roles_of_gradients(early, _BIAS)
         # The gradient of a coefficient is its token's loss, even where the coefficient is 0.
         has_all_losses = wanted is not None and wanted[_COEFFICIENTS]
         key = self, early, has_all_losses
@@ -112,7 +113,7 @@ class _CrossEntropy:
         return jnp.sum(coefficients * out[0], axis=axes), *out
 
     def num_residuals(self, wanted: Mask) -> int:
-        return sum(_of_arrays(wanted)) if self._is_early else 0
+        return sum(of_arrays_in(wanted, _BIAS)) if self._is_early else 0
 
     def saved(
         self,
@@ -136,7 +137,7 @@ class _CrossEntropy:
         if self.is_unchecked:
             whole = jax.lax.psum(of_sums, self.request.settings.vocab_axes)
         to_tokens = (..., *(None,) * (loss.ndim - self.num_axes))
-        of_arrays = _of_arrays(wanted)
+        of_arrays = of_arrays_in(wanted, _BIAS)
         if self._is_early:
             found = [g.astype(jnp.float32) * whole for g in rest]
         elif any(of_arrays):
@@ -144,7 +145,7 @@ class _CrossEntropy:
             # A token that does not count may have an infinite cotangent.
             of_losses = jnp.where(coefficients == 0, 0.0, coefficients * whole[to_tokens])
             args = x, weight, of_losses, *others
-            key, results = (self, of_arrays), _gradients(of_arrays)
+            key, results = (self, of_arrays), roles_of_gradients(of_arrays, _BIAS)
             found = split(self.request, _backward_of, key, args, (lse,), results, num_numbers=2)
         else:
             found = ()
@@ -207,15 +208,29 @@ def split(
     )
 
 
-def _of_arrays(wanted: Mask) -> Mask:
-    """Whether the gradients of x, weight and bias are wanted."""
-    return (*wanted[:2], any(wanted[_BIAS:]))
+def of_arrays_in(wanted: Mask, bias: int) -> Mask:
+    """Whether the gradients of x, weight and bias are wanted; `bias` is the bias's position."""
+    return (*wanted[:2], any(wanted[bias:]))
 
 
-def _gradients(wanted: Sequence[bool]) -> list[Any]:
+def roles_of_gradients(wanted: Sequence[bool], bias: int) -> list[Any]:
     """The roles of the wanted gradients of x, weight and bias; none for an empty `wanted`."""
-    roles = _X, GradientOf(_WEIGHT), GradientOf(_BIAS)
-    return [role for role, is_wanted in zip(roles, wanted, strict=False) if is_wanted]
+    return list(itertools.compress((_X, GradientOf(_WEIGHT), GradientOf(bias)), wanted))
+
+
+def picked(
+    request: Request, found: Gradients, wanted: Mask, exchanged: tuple[str, ...]
+) -> tuple[list[Any], list[Any]]:
+    """The wanted gradients: `dx` added up over mesh axes, then those of weight and bias."""
+    dx, dweight, dbias = found
+    if wanted[0] and exchanged:
+        dx = jax.lax.psum(dx, exchanged)
+    if wanted[1] and request.counted_fraction < 1:
+        # Few rows may fit a gradient of 16 bits, and all of them may need sums in float32. Both
+        # programs return one dtype.
+        dweight = dweight.astype(request.weight.dtype)
+    of_weights = itertools.compress((dweight, dbias), wanted[1:])
+    return [dx] if wanted[0] else [], list(of_weights)
 
 
 def _forward_of(
@@ -223,7 +238,6 @@ def _forward_of(
 ) -> Callable[..., Sequence[jax.Array]]:
     """The losses of a device's tokens, and the wanted gradients of their sum."""
     operation, wanted, has_all_losses = key
-    ignored = operation.request.settings.options.ignore_index
 
     def run(x, weight, coefficients, labels, *biases) -> Sequence[jax.Array]:
         weight, biases = weight_and_biases(operation.request, x, weight, biases)
@@ -240,11 +254,11 @@ def _forward_of(
             losses = finite_where_not_counted(losses, coefficients)
             return device.results(wanted, losses, gradients)
 
-        counts = labels != ignored
+        counts = labels != IGNORED
         if not has_all_losses:
             counts &= coefficients != 0
         tokens = x, coefficients, labels
-        return of_counted(operation, place, compute, counts, tokens, (0, 0, ignored))
+        return of_counted(operation, place, compute, counts, tokens, (0, 0, IGNORED))
 
     return run
 
@@ -254,7 +268,6 @@ def _backward_of(
 ) -> Callable[..., Sequence[jax.Array]]:
     """The wanted gradients of the sum of a device's losses."""
     operation, wanted = key
-    ignored = operation.request.settings.options.ignore_index
 
     def run(x, weight, coefficients, labels, *biases_and_lse) -> Sequence[jax.Array]:
         *biases, lse = biases_and_lse
@@ -277,9 +290,9 @@ def _backward_of(
                 _, gradients = device.losses_and_gradients(wanted)
             return device.results(wanted, (), gradients)
 
-        counts = (labels != ignored) & (coefficients != 0)
+        counts = (labels != IGNORED) & (coefficients != 0)
         tokens = x, coefficients, labels, lse
-        return of_counted(operation, place, compute, counts, tokens, (0, 0, ignored, 0))
+        return of_counted(operation, place, compute, counts, tokens, (0, 0, IGNORED, 0))
 
     return run
 
@@ -352,7 +365,7 @@ class _Device:
         settings = self.request.settings
         _, vocab_size = place_in_vocabulary(settings, self.weight)
         coefficients, scale = scaled_coefficients(
-            settings, self.x, self.coefficients, self.labels, vocab_size
+            self.x, self.coefficients, self.labels, vocab_size
         )
         assert scale is None  # exponentials are bfloat16
         rows = exponentials.rows_of_loss(lse, coefficients, settings.options.z_loss)
@@ -365,17 +378,5 @@ class _Device:
         """Losses and the wanted `dx`, then the other wanted gradients."""
         if gradients is None:
             return losses, ()
-        dx, dweight, dbias = gradients
-        if self.request.counted_fraction < 1:
-            # Few rows may fit a gradient of 16 bits, and all of them may need sums in float32. Both
-            # programs return one dtype.
-            dweight = dweight.astype(self.request.weight.dtype)
-        of_weights = [dweight] if wanted[1] else []
-        if wanted[2]:
-            assert dbias is not None
-            of_weights.append(dbias)
-        if not wanted[0]:
-            return losses, of_weights
-        if self.exchanged:
-            dx = jax.lax.psum(dx, self.exchanged)
-        return (*losses, dx), of_weights
+        of_x, of_weights = picked(self.request, gradients, wanted, self.exchanged)
+        return (*losses, *of_x), of_weights

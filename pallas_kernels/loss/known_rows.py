@@ -57,19 +57,6 @@ class Rows(NamedTuple):
         return Rows(self.lse, *terms)
 
 
-def scale_for(rows: Rows, dtype: jnp.dtype) -> Float[Array, ""] | None:
-    """The number to divide the terms by, for dlogits of this dtype; None if it is 1.
-
-    The dlogits of a float16 model then stay clear of its smallest number. The exponents of the
-    other dtypes reach far enough.
-    """
-    if dtype != jnp.float16:
-        return None
-    terms = jnp.abs(jnp.stack(jax.tree.leaves(rows[1:])))
-    largest = jnp.max(jnp.where(jnp.isfinite(terms), terms, 0.0), initial=0.0)
-    return jnp.where(largest > 0, largest, 1.0)
-
-
 def dlogits_of_logits(
     logits: Float[Array, "T V"],
     labels: Int[Array, " T"],

@@ -22,9 +22,10 @@ from pallas_kernels.loss.columns import (
     place_in_vocabulary,
     product,
     rescaled,
+    scale_for,
     weight_product,
 )
-from pallas_kernels.loss.known_rows import Rows, dlogits_of_logits, scale_for
+from pallas_kernels.loss.known_rows import Rows, dlogits_of_logits
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
 from pallas_kernels.loss.plan import InPlace, Settings, TokenChunks
@@ -58,7 +59,7 @@ def gradients(
     """
     first_column, _ = place_in_vocabulary(settings, weight)
     columns = Columns.make(settings, weight.astype(x.dtype), bias)
-    scale = scale_for(rows, x.dtype)
+    scale = scale_for(x.dtype, *jax.tree.leaves(rows[1:]))
     arrays = x, labels - first_column, rows.divided(scale)
     dx_dtype = x.dtype if scale is None else jnp.float32
     one_chunk = functools.partial(_one_chunk, settings, columns, temperature, dx_dtype)

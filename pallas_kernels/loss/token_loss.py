@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 # Labels that are no column of the vocabulary become one of these numbers.
 IGNORED, OUT_OF_RANGE = -1, -2
@@ -18,7 +18,6 @@ IGNORED, OUT_OF_RANGE = -1, -2
 class LossOptions:
     """The options of the loss that do not change while a program runs."""
 
-    ignore_index: int
     label_smoothing: float
     z_loss: float
     logit_softcap: float | None
@@ -53,11 +52,6 @@ class LogitStatistics(NamedTuple):
     largest: Float[Array, " T"]
     largest_before: Float[Array, " T"]
     total: Float[Array, " T"]
-
-
-def is_valid(labels: Int[Array, "*T"], options: LossOptions) -> Bool[Array, "*T"]:
-    """True for tokens that count: the label is not `ignore_index`."""
-    return labels != options.ignore_index
 
 
 @jax.custom_jvp
@@ -108,12 +102,12 @@ def token_losses(
 ) -> TokenLosses:
     """Losses of tokens from their float32 logits, before the softcap.
 
-    A label that is neither `ignore_index` nor in `[0, V)` gives NaN.
+    A label that is neither `IGNORED` nor in `[0, V)` gives NaN.
     """
     vocab_size = logits.shape[-1]
     capped = softcapped(logits, options.logit_softcap)
     lse = jax.nn.logsumexp(capped, axis=-1)
-    valid = is_valid(labels, options)
+    valid = labels != IGNORED
     in_range = (labels >= 0) & (labels < vocab_size)
     column = jnp.where(in_range, labels, 0)[..., None]
     label_logit = jnp.take_along_axis(capped, column, axis=-1)[..., 0]
@@ -168,7 +162,7 @@ def losses_of(
 ) -> TokenLosses:
     """The same as `token_losses`, from the statistics of the whole vocabulary."""
     lse, label_logit = statistics.lse, statistics.label_logit
-    valid = is_valid(labels, options)
+    valid = labels != IGNORED
     in_range = (labels >= 0) & (labels < vocab_size)
     nll = jnp.where(in_range, lse - label_logit, jnp.nan)
     loss = nll

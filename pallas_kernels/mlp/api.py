@@ -1,12 +1,11 @@
 """The public SwiGLU and gated MLP."""
 
-from typing import get_args
-
 import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import (
     BITS_OF_PRODUCTS,
+    check_choice,
     check_config,
     check_integer,
     floating_arrays,
@@ -244,8 +243,7 @@ def _check_shapes(x: Array, weights: tuple[Array, Array, Array]) -> None:
 
 
 def _check_options(x: Array, save: Save, chunk_size: int | None) -> None:
-    if save not in get_args(Save.__value__):
-        raise ValueError(f"{save=} must be one of {get_args(Save.__value__)}")
+    check_choice("save", save, Save)
     if chunk_size is None:
         return
     check_integer("chunk_size", chunk_size, remedy="None takes all positions at once")

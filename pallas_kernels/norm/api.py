@@ -1,10 +1,10 @@
 """The public RMSNorm and residual-add RMSNorm."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import check_config, check_number, floating_arrays
+from pallas_kernels.arguments import check_choice, check_config, check_number, floating_arrays
 from pallas_kernels.choices import record, required_by
 from pallas_kernels.implementation import (
     Chosen,
@@ -185,8 +185,7 @@ def check_norm_options(eps: float, weight_offset: float, casting: Casting) -> No
     """Raises ValueError or TypeError for an option that no norm takes."""
     check_number("eps", eps, least=0.0, remedy="models have 1e-5 or 1e-6")
     check_number("weight_offset", weight_offset, remedy="0.0 is none, Gemma has 1.0")
-    if casting not in get_args(Casting.__value__):
-        raise ValueError(f"{casting=} must be one of {get_args(Casting.__value__)}")
+    check_choice("casting", casting, Casting)
 
 
 def norm_options(layer: Any, eps: float) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pallas_kernels.loss.mosaic_gpu.statistics import linear_statistics
 from pallas_kernels.loss.token_loss import LossOptions
 
 BF16 = jnp.bfloat16
-OPTIONS = LossOptions(ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_softcap=None)
+OPTIONS = LossOptions(label_smoothing=0.0, z_loss=0.0, logit_softcap=None)
 
 each_chip = pytest.mark.parametrize("chip", ["h100"])
 

@@ -66,12 +66,7 @@ def unsupported_reason(
     if x.dtype != jnp.bfloat16:
         return f"{x.dtype} has not the exponents of bfloat16"
     # LossOptions has no defaults: a new option fails here until somebody decides about it.
-    known = LossOptions(
-        ignore_index=options.ignore_index,
-        label_smoothing=0.0,
-        z_loss=options.z_loss,
-        logit_softcap=None,
-    )
+    known = LossOptions(label_smoothing=0.0, z_loss=options.z_loss, logit_softcap=None)
     if options != known:
         return f"{options} change entries of dlogits other than the label's, each in its own way"
     return linear_statistics.unsupported_reason(x, weight, weight_layout)

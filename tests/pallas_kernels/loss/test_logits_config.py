@@ -28,7 +28,7 @@ BASE = Config(warpgroups=1, slots=2, max_lines=4)
 
 def run_kernel(num_columns, config):
     """The statistics of one token."""
-    options = LossOptions(ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_softcap=None)
+    options = LossOptions(label_smoothing=0.0, z_loss=0.0, logit_softcap=None)
     logits = jnp.zeros((1, num_columns + -num_columns % LINE), BF16)
     return loss_of_logits(
         logits, jnp.zeros(1, jnp.int32), options, num_columns=num_columns, config=config

@@ -20,8 +20,8 @@ EPS32 = float(np.finfo(np.float32).eps)
 BASE = Config(warpgroups=1, slots=2, max_lines=4)
 NUM_COLUMNS = 1600
 STATISTICS = LogitStatistics._fields
-PLAIN = LossOptions(ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_softcap=None)
-ALL = LossOptions(ignore_index=-100, label_smoothing=0.1, z_loss=1e-2, logit_softcap=10.0)
+PLAIN = LossOptions(label_smoothing=0.0, z_loss=0.0, logit_softcap=None)
+ALL = LossOptions(label_smoothing=0.1, z_loss=1e-2, logit_softcap=10.0)
 interpreted = pytest.mark.usefixtures("interpreted")
 full = pytest.mark.full
 
