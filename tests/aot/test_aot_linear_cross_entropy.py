@@ -422,8 +422,8 @@ def test_loss_alone(compiled, chip, case):
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
     loss = next(k for k in LOSSES if case == f"loss-{k}")
-    # 4 statistics of each of 66 clusters: 9 MiB for 8192 tokens.
-    assert program.temp_bytes <= loss.tokens * (4 * 4 * 66 + 96)
+    # 4 statistics of each of 132 parts: 17 MiB for 8192 tokens.
+    assert program.temp_bytes <= loss.tokens * (4 * 4 * 132 + 96)
     assert {kernel.name for kernel in program.kernels} == {"linear_statistics"}
     assert not makers(program, (loss.vocab, loss.hidden)) - MAKES_NOTHING
 
@@ -433,9 +433,9 @@ def test_loss_alone(compiled, chip, case):
 def test_by_column_chunks(compiled, chip, case):
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")
-    # dx in float32, and the logits of 2048 columns.
+    # dx in float32, the logits of 2048 columns, and 4 MiB of their statistics.
     t, d = SMALLEST.tokens, SMALLEST.hidden
-    assert program.temp_bytes <= 4 * t * d + 2 * t * 2048 + MIB
+    assert program.temp_bytes <= 4 * t * d + 2 * t * 2048 + 5 * MIB
     assert names_of(program) == {"linear_exponentials", "linear_statistics", "weight_gradient"}
     for kernel in program.kernels:
         assert_runs_well(kernel)

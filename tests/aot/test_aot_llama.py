@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from aot.harness import Case, Program
+from aot.loss_shapes import assert_spills_little
 from models.config import LlamaConfig
 from models.llama import Llama
 from models.presets import PRESETS
@@ -101,9 +102,8 @@ def test_compiles(compiled, chip, case):
     norms = {"rms_norm_fwd", "rms_norm_bwd", "add_rms_norm_fwd", "add_rms_norm_bwd"}
     assert names == {*norms, "gated_matmul", "gated_matmul_backward", *loss}
     for kernel in program.kernels:
-        if kernel.name == "gated_matmul_backward":
-            continue  # test_aot_swiglu_mlp.py says what it spills
-        assert (kernel.spill_bytes, kernel.stack_bytes, kernel.warnings) == (0, 0, ()), kernel
+        if kernel.name != "gated_matmul_backward":  # test_aot_swiglu_mlp.py says what it spills
+            assert_spills_little(kernel)
     # A copy or transpose beside a kernel would be 4096 tokens in bfloat16 whose layout the kernel,
     # or the next operation, could not take.
     for name, instruction in program.instructions.items():
