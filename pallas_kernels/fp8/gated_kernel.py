@@ -173,7 +173,6 @@ def _kernel(
     warpgroup = jax.lax.axis_index("warpgroup")
     slots, *int8_slots = (slot.at[warpgroup] for slot in take(1 + keep))
     num_pieces = loop.config.tile_n // _PIECE
-    num_stores = num_pieces + 2 * keep
 
     def tile(row, column, multiply):
         rows, column_tile = pl.ds(row, TILE_M), jax.lax.div(column, loop.config.tile_n)
@@ -194,7 +193,7 @@ def _kernel(
             scale = int8_scale_of(amax.astype(jnp.float32))
             inverse = jax.lax.broadcast_in_dim(1 / scale, pieces[0].shape, (0,))
             (slot,) = int8_slots
-            wait_for_slot(num_stores)
+            wait_for_slot(1)  # after a piece of the product
             for i, piece in enumerate(pieces):
                 shifted = piece.astype(jnp.float32) * inverse + _ROUNDING
                 values = jax.lax.bitcast_convert_type(shifted, jnp.int32).astype(jnp.int8)
@@ -213,7 +212,7 @@ def _kernel(
                 # Rounding keeps the order of numbers, so it can wait until the maximum is known.
                 largest = jnp.maximum(largest, jnp.max(jnp.abs(product), axis=1))
             slot, value = slots.at[0 if keep else i % 2], product.astype(output.dtype)
-            wait_for_slot(num_stores)
+            wait_for_slot(i * (1 + keep))
             slot[...] = value
             store_slot(slot, output.at[rows, pl.ds(column + i * _PIECE, _PIECE)])
             if keep:  # after the first piece gate, after the second one up

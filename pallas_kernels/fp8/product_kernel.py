@@ -183,6 +183,6 @@ def _kernel(
             piece = sums[:, i * width : (i + 1) * width]
             piece = scaled(piece, scale_of_rows, load_scale(column_gmem, columns, COLUMN))
             to = output.at[rows, columns]
-            store_piece(i, num_pieces, piece.astype(output.dtype), slots, to)
+            store_piece(i, piece.astype(output.dtype), slots, to)
 
     loop.run([a_gmem], [b_gmem], scratch, tile=tile, end=wait_for_pieces)

@@ -156,12 +156,12 @@ def whole_tiles(a: Float[Array, "N D"]) -> Float[Array, "padded_N padded_D"]:
 
 
 def store_piece(
-    i: int, num_pieces: int, value: Float[Array, "64 width"], slots: Any, to: Any, *, turned=False
+    i: int, value: Float[Array, "64 width"], slots: Any, to: Any, *, turned=False
 ) -> None:
     """Stores columns of a warpgroup's accumulators through shared memory.
 
-    The caller calls it for each piece of a tile in turn. One slot is filled while the other is
-    stored. `wait_for_pieces` waits for the last stores.
+    The caller calls it for each piece of a tile in turn, and may leave out the last ones. One slot
+    is filled while the other is stored. `wait_for_pieces` waits for the last stores.
 
     TMA stores nothing past the last row or column of an array, with one exception. Where an array
     has a single block of columns and a piece is one block wide, Mosaic leaves the number of the
@@ -170,14 +170,13 @@ def store_piece(
 
     Args:
       i: Number of the piece in the tile.
-      num_pieces: Number of pieces of a tile.
       value: Values to store, in the dtype of `to`, so that the rounding is done before the wait.
       slots: `[2, 64, width]` in shared memory, the warpgroup's own.
       to: Destination in device memory, `[64, width]`.
       turned: Whether to store the transpose; `width` is then 64.
     """
     smem = slots.at[i % 2]
-    wait_for_slot(num_pieces)
+    wait_for_slot(i)
     if turned:
         smem.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
     else:
@@ -185,13 +184,13 @@ def store_piece(
     store_slot(smem, to)
 
 
-def wait_for_slot(num_pieces: int) -> None:
-    """Waits until a warpgroup may fill the next of its two slots, the one that it filled first.
+def wait_for_slot(i: int) -> None:
+    """Waits until a warpgroup may fill slot `i % 2` with the i-th piece of a tile.
 
-    Only the store from the other slot may then still be reading. With an odd number of pieces the
-    next tile starts with the slot that this one ends with.
+    Only the store from the other slot may then still be reading. The tile before may have ended
+    with either slot, so the first piece waits for both.
     """
-    plgpu.wait_smem_to_gmem(1 - num_pieces % 2, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(min(i, 1), wait_read_only=True)
 
 
 def store_slot(smem: Any, to: Any) -> None:

@@ -162,7 +162,6 @@ def _forward_kernel(
     warpgroup = jax.lax.axis_index("warpgroup")
     # `store_piece` says why no piece may lie past the only block of columns of an array.
     num_pieces = min(loop.config.tile_n, loop.num_columns) // _PIECE
-    num_stores = num_pieces * num_outputs
 
     def tile(row, column, multiply):
         accumulators = multiply()
@@ -173,7 +172,7 @@ def _forward_kernel(
             values = (product.astype(loop.dtype), gate, up)[:num_outputs]
             for j, (value, output) in enumerate(zip(values, outputs, strict=True)):
                 to = output.at[pl.ds(row, TILE_M), pl.ds(column + i * _PIECE, _PIECE)]
-                store_piece(i * num_outputs + j, num_stores, value, piece_smem.at[warpgroup], to)
+                store_piece(i * num_outputs + j, value, piece_smem.at[warpgroup], to)
 
     loop.run([x_gmem], [w_gate_gmem, w_up_gmem], scratch, tile=tile, end=wait_for_pieces)
 

@@ -136,7 +136,7 @@ def store_tile(
     for i in range(num_pieces):
         to = result_gmem.at[pl.ds(row, TILE_M), pl.ds(column + i * width, width)]
         piece = found[:, i * width : (i + 1) * width].astype(result_gmem.dtype)
-        store_piece(i, num_pieces, piece, slots, to)
+        store_piece(i, piece, slots, to)
 
 
 def product(

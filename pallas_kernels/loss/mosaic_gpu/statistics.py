@@ -552,8 +552,7 @@ def _running_statistics(
     """
     num_tokens = loop.num_rows
     tile_n, cluster = loop.config.tile_n, loop.config.cluster
-    pieces_of_row = tile_n // _PIECE
-    num_pieces = pieces_of_row * BLOCK_M // TILE_M  # of a warpgroup's tile
+    num_pieces = tile_n // _PIECE
     all_full = loop.column_tiles * tile_n == num_columns
     parts = (weight.frozen, weight.low_rank) if isinstance(weight, TwoParts) else (weight,)
     padded_vocab = parts[0].shape[loop.b_layout.index("N")]
@@ -627,9 +626,9 @@ def _running_statistics(
 
         def tile(row, column, multiply):
             for half, logits in enumerate(multiply()):
-                add_half(row + half * TILE_M, column, logits, half * pieces_of_row)
+                add_half(row + half * TILE_M, column, logits)
 
-        def add_half(row, column, logits, first_piece):
+        def add_half(row, column, logits):
             of_rows = lambda name: load(of[name].at[pl.ds(row, TILE_M)], _ROW)
             # The label's exponential is not loaded: it is computed anew from the running logit of
             # the label.
@@ -651,7 +650,7 @@ def _running_statistics(
                     # A piece has as many columns as rows.
                     to = values_gmem.at[pl.ds(at[0], TILE_M), pl.ds(at[1], _PIECE)]
                     is_turned = stored is not None and stored.is_turned
-                    store_piece(i, num_pieces, exp, slots, to, turned=is_turned)
+                    store_piece(i, exp, slots, to, turned=is_turned)
 
                 is_inside = None
                 if padded_vocab % tile_n:
@@ -688,7 +687,7 @@ def _running_statistics(
                 store_exp(i, first, exp.astype(x.dtype))
                 return sum_exp, weighted
 
-            for i in range(pieces_of_row):
+            for i in range(num_pieces):
                 first = column + i * _PIECE
                 piece = logits[:, i * _PIECE : (i + 1) * _PIECE]
                 if "bias" in of:
@@ -708,9 +707,7 @@ def _running_statistics(
                     with_total=with_total,
                     with_weighted=with_weighted,
                     first_column=first if with_argmax else None,
-                    add_exp=functools.partial(add_and_store, first_piece + i, first)
-                    if stores
-                    else None,
+                    add_exp=functools.partial(add_and_store, i, first) if stores else None,
                 )
             if stores:
                 # -1e30 in all parts except the label's; its exponential is 0.
