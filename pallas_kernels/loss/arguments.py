@@ -100,12 +100,12 @@ def check_layer(prefix: str, x: Array, weight: Array, layout: Any) -> None:
         raise ValueError(
             f"{prefix}weight must be {axes} with D >= 1 and V >= 1, got {weight.shape}"
         )
-    vocab_size, hidden_size = sizes(weight, layout)
-    if not isinstance(vocab_size, int):
+    if not isinstance(size := weight.shape[layout.index("v")], int):
         raise NotImplementedError(
-            f"{prefix}weight {weight.shape} has an open size, V = {vocab_size}; labels are "
-            "compared with V, so export a number for it"
+            f"{prefix}weight {weight.shape} has an open size, V = {size}; labels are compared with "
+            "V, so export a number for it"
         )
+    _, hidden_size = sizes(weight, layout)
     if x.ndim == 0 or x.shape[-1] != hidden_size:
         raise ValueError(
             f"{prefix}x {x.shape} and {prefix}weight {weight.shape} must agree in D: "
