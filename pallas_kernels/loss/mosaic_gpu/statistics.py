@@ -635,7 +635,7 @@ def _running_statistics(
             num_added = len(starts) - stores
             running = [load(running_at(i, row), _ROW) for i in range(num_added)]
             label = of_rows("labels")
-            offset = of_rows("offset") if stores else None
+            offset: Any = of_rows("offset") if stores else None
             scale = of_rows("scale") if "scale" in of else None
             slope = of_rows("slope") if "slope" in of else None
             label_here = of["has_label"][jax.lax.div(row, TILE_M), jax.lax.div(column, tile_n)]
