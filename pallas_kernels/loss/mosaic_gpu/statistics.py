@@ -11,8 +11,8 @@ the tensor cores bound the kernel, and all other work has to hide behind a wgmma
 
 The loop is the one in `pallas_kernels/gpu/hopper_gemm.py`, in turns: a warpgroup computes tiles of
 128 x 192 for itself, and its statistics run beside the steps of the other warpgroup. On an H200
-`linear_exponentials` takes 1.07 of cuBLAS' GEMM of 8192 x 1024 x 151936 so. With tiles that the
-warpgroups share it took 1.30 (docs/lab/2026-11-28-exponentials-in-turns.md).
+`linear_exponentials` takes 1.13 times as long as cuBLAS' GEMM at 8192 x 1024 x 151936. With tiles
+that the warpgroups share it took 1.35 (docs/lab/2026-11-28-exponentials-in-turns.md).
 
 Here 66 pairs of blocks of an H100 work on 8 row groups of 256 (17 MB of `x`, which stay in the L2)
 and 8 tiles of `weight` (13 MB). Each band of row groups goes through all of `weight`: 4 bands read
