@@ -132,7 +132,8 @@ def test_values_take_one_kernel_and_no_logits(compiled, chip, case):
     assert program.calls == {"linear_statistics": 1}
     (kernel,) = program.kernels
     assert_runs_well(kernel)
-    assert program.temp_bytes <= 24 * MIB
+    # Six numbers of each token in 132 parts are 25 MiB.
+    assert program.temp_bytes <= 32 * MIB
 
 
 # Four products, of which one makes dlogits in the memory of `dweight`. The temporary memory holds

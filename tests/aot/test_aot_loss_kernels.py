@@ -135,7 +135,8 @@ def test_linear_statistics(compiled, chip, case):
     (kernel,) = program.kernels
     assert_runs_well(kernel)
     assert kernel.tma_loads > 0
-    assert program.temp_bytes <= 32 * MIB
+    # Five numbers of each token in 132 parts are 41 MiB for 16384 tokens.
+    assert program.temp_bytes <= 48 * MIB
 
 
 # A product whose result is narrower than its tiles: dx or dweight at D = 64.
