@@ -9,12 +9,12 @@ from aot.harness import ARCHS, CHIPS, Kernel
 
 MIB = 2**20
 # Tiles of a warpgroup's own take 192 of a lane's 232 registers. These kernels spill some of the
-# others around the pieces of a tile: bytes that are stored and loaded. The most, 576, is with a
+# others around the pieces of a tile: bytes that are stored and loaded. The most, 584, is with a
 # softcap and the sums for the entropy; without them it is 400.
 MOST_SPILLED = {
     "linear_statistics": 104,
-    "linear_exponentials": 576,
-    "linear_exponentials_again": 576,
+    "linear_exponentials": 584,
+    "linear_exponentials_again": 584,
 }
 
 
