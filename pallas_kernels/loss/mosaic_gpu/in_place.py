@@ -113,7 +113,7 @@ def unsupported_reason(
     if hidden_size % BLOCK_M:
         return f"weight is [D, V], and D = {hidden_size} is no multiple of {BLOCK_M}"
     values = jax.ShapeDtypeStruct((hidden_size, vocab_size * width // hidden_size), x.dtype)
-    return products.unsupported_reason(values, weight, dtype, "NK")
+    return products.unsupported_reason(values, weight, dtype)
 
 
 def columns_of_block(weight_layout: WeightLayout) -> int:

@@ -96,9 +96,7 @@ def best_tile(num_rows: int, num_columns: int, device: Device) -> tuple[int, int
     return cost, -tile_n
 
 
-def unsupported_reason(
-    a: Operand, b: Operand, dtype: DTypeLike, b_layout: Literal["KN", "NK"] = "KN"
-) -> str | None:
+def unsupported_reason(a: Operand, b: Operand, dtype: DTypeLike) -> str | None:
     """Why the kernel cannot run these arguments on the default device, or None if it can."""
     reason = hopper_gemm.unsupported_reason(target_device(), a, b)
     for name, operand in (("a", a), ("b", b)):
@@ -180,7 +178,7 @@ def product(
     """
     parts = [a] if isinstance(a, jax.Array) else list(a)
     for part in parts:
-        if (reason := unsupported_reason(part, b, dtype, b_layout)) is not None:
+        if (reason := unsupported_reason(part, b, dtype)) is not None:
             raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
     depth, num_columns = (b.shape[b_layout.index(axis)] for axis in "KN")
     shape = parts[0].shape

@@ -676,16 +676,10 @@ def _running_statistics(
                     exp *= 1 - jnp.minimum(jnp.square(tanh), 1.0)
                 return jnp.where(to_piece(counts != 0), exp, _filled(0.0, exp.shape, _TILE))
 
-            def add_and_store(i, first, sum_exp, weighted, piece):
-                exponent = piece * _LOG2_E - jax.lax.broadcast_in_dim(offset, piece.shape, (0,))
-                exp = jnp.exp2(exponent)
-                sum_exp += jnp.sum(exp, axis=1)
-                if weighted is not None:
-                    weighted += _weighted_sum(exp, exponent)
+            def scale_and_store(i, first, exp, exponent, piece):
                 if scale is not None:
                     exp = scaled(exp, exponent, piece, scale)
                 store_exp(i, first, exp.astype(x.dtype))
-                return sum_exp, weighted
 
             for i in range(num_pieces):
                 first = column + i * _PIECE
@@ -707,7 +701,8 @@ def _running_statistics(
                     with_total=with_total,
                     with_weighted=with_weighted,
                     first_column=first if with_argmax else None,
-                    add_exp=functools.partial(add_and_store, i, first) if stores else None,
+                    offset=offset,
+                    use_exp=functools.partial(scale_and_store, i, first) if stores else None,
                 )
             if stores:
                 # -1e30 in all parts except the label's; its exponential is 0.
@@ -756,7 +751,8 @@ def _with_piece(
     with_total,
     with_weighted,
     first_column=None,
-    add_exp=None,
+    offset=None,
+    use_exp=None,
 ):
     """The running statistics after one more piece of a tile.
 
@@ -768,10 +764,10 @@ def _with_piece(
       num_columns: Number of columns of the vocabulary from the piece's first column on; None if
         they fill the piece.
       with_total: Whether the statistics have the sum of the logits.
-      with_weighted: Whether they have the weighted sum, which is None for `add_exp` if not.
+      with_weighted: Whether they have the weighted sum.
       first_column: First column of the piece, if the statistics have the argmax.
-      add_exp: Function `(sum_exp, weighted, logits) -> (sum_exp, weighted)`; None keeps the sums
-        relative to the maximum.
+      offset: Offset of the exponents; None keeps the sums relative to the maximum.
+      use_exp: Function that takes the exponentials, exponents and logits of the piece.
     """
     to_piece = lambda row: jax.lax.broadcast_in_dim(row, logits.shape, (0,))
     columns = lambda: plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=_TILE)
@@ -813,9 +809,7 @@ def _with_piece(
 
     at_label, before = jax.lax.cond(label_here, with_label, without_label)
     new_largest = jnp.maximum(largest, piece_largest)
-    if add_exp is not None:
-        sum_exp, weighted = add_exp(sum_exp, weighted, logits)
-    else:
+    if offset is None:
         # Subtracts before it multiplies: for -1e30, an fma as below would leave the rounding error
         # of the product.
         change = (largest - new_largest) * _LOG2_E
@@ -823,11 +817,14 @@ def _with_piece(
             weighted = (weighted + sum_exp * change) * jnp.exp2(change)
         sum_exp *= jnp.exp2(change)
         offset = new_largest * _LOG2_E
-        exponent = logits * _LOG2_E - to_piece(offset)
-        exp = jnp.exp2(exponent)
-        sum_exp += jnp.sum(exp, axis=1)
-        if weighted is not None:
-            weighted += _weighted_sum(exp, exponent)
+    exponent = logits * _LOG2_E - to_piece(offset)
+    exp = jnp.exp2(exponent)
+    sum_exp += jnp.sum(exp, axis=1)
+    if weighted is not None:
+        # An exponent of -inf adds nothing.
+        weighted += jnp.sum(exp * jnp.maximum(exponent, _LEAST), axis=1)
+    if use_exp is not None:
+        use_exp(exp, exponent, logits)
     return [
         sum_exp,
         new_largest,
@@ -837,11 +834,6 @@ def _with_piece(
         *([] if weighted is None else [weighted]),
         *argmax,
     ]
-
-
-def _weighted_sum(exp, exponent):
-    """Sum of each row of `exp · exponent`; an exponent of -inf adds nothing."""
-    return jnp.sum(exp * jnp.maximum(exponent, _LEAST), axis=1)
 
 
 def _tanh(x):
