@@ -193,10 +193,14 @@ def test_a_confident_token_in_the_kernels(strategy):
         "bias": np.zeros(KV, BF16),
     }
     ones = np.ones(KT, np.float32)
-    got = check(arrays, labels, ones, reduction="none", slack=BASE_2, **strategy)
+    # Nine gradients of the bias are rounded twice. Four of them lie so close to the middle of two
+    # bfloat16 numbers that an ulp of the logsumexp decides, which differs between devices.
+    got = check(arrays, labels, ones, but=["bias"], reduction="none", slack=BASE_2, **strategy)
     exact = formula(arrays, labels, ones, reduction="none")
-    # 1 - p is 9e-4 at the label, which p rounded to bfloat16 does not show.
+    # 1 - p is 9e-4 at the label, which p rounded to bfloat16 does not show. Two roundings to
+    # bfloat16 err by 2**-7 at most.
     at_label = (np.arange(KT), labels)
-    np.testing.assert_allclose(
-        np.asarray(got["x"], np.float64)[at_label], exact["x"][at_label], rtol=2**-7
-    )
+    for name, at in (("x", at_label), ("bias", slice(None))):
+        np.testing.assert_allclose(
+            np.asarray(got[name], np.float64)[at], exact[name][at], rtol=2**-7, err_msg=name
+        )
