@@ -52,8 +52,8 @@ from pallas_kernels.fp8.linear import (
 from pallas_kernels.fp8.products import fp8_matmul
 from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
 from pallas_kernels.fp8.types import BlockwiseInt8, Quantized
-from pallas_kernels.mlp import formula, swiglu_mlp
-from pallas_kernels.mlp.reference import product
+from pallas_kernels.mlp import swiglu_mlp
+from pallas_kernels.mlp.reference import product, swiglu_gradients
 from pallas_kernels.operation import Mask, call
 from pallas_kernels.partition import (
     GradientOf,
@@ -273,14 +273,14 @@ def swiglu_backward(
     if is_in_fp8 and reason is None:
         of_dgate, of_dup, (_, turned) = cast_computed(
             (gate, up, dproduct),
-            gradients_of_swiglu,
+            swiglu_gradients,
             (recipe.gradients, recipe.gradients, recipe.inputs),
             ((wanted[0], wanted[1]), (wanted[0], wanted[2]), (False, wanted[3])),
             place,
             name="fp8_swiglu_bwd",
         )
         return of_dgate, of_dup, turned
-    dgate, dup, activated = gradients_of_swiglu(gate.dequantize(), up.dequantize(), dproduct)
+    dgate, dup, activated = swiglu_gradients(gate.dequantize(), up.dequantize(), dproduct)
     if is_in_fp8 and wanted[3]:
         activated = cast_turned(activated, recipe.inputs, place)
     of_dgate, of_dup = (
@@ -288,11 +288,3 @@ def swiglu_backward(
         for d, w in zip((dgate, dup), wanted[1:3], strict=True)
     )
     return of_dgate, of_dup, activated
-
-
-def gradients_of_swiglu(
-    gate: jax.Array, up: jax.Array, dproduct: jax.Array
-) -> tuple[jax.Array, ...]:
-    """`(dgate, dup, product)` in float32, rounded to the dtype of `dproduct`."""
-    found = formula.gradients(*(a.astype(jnp.float32) for a in (gate, up, dproduct)))
-    return tuple(a.astype(dproduct.dtype) for a in found)

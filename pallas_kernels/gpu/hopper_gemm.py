@@ -15,8 +15,9 @@ decides what to do with the float32 accumulators of a tile.
 - `cluster=2` blocks with different rows share the tiles of `b`. Each loads half and multicasts it,
   which takes a step's reads of the L2 from 48 to 32 KiB a block (256 columns).
 - The blocks take the tiles in turn, so the numbers of tiles of two blocks differ by at most one.
-  Tiles that run together must share operands in the L2. So they are numbered rows first in bands of
-  `band` clusters' rows, and every other band goes through the columns backwards.
+  Tiles that run together must share operands in the L2. So `band` groups of `128 · cluster` rows
+  are a band. Tiles are numbered band by band, and rows first inside of a band. Every other band
+  goes through the columns backwards.
 
 Above 450 lines, because the loop, its launch parameters and its stores belong together.
 """
@@ -51,7 +52,8 @@ type Parts = list[tuple[Any, Any]]
 # `unsupported_reason` needs only a shape and a dtype, so an array need not exist yet.
 type Operand = jax.Array | jax.ShapeDtypeStruct
 
-# A block has 65536 registers. The memory warpgroup keeps 40 a lane. The others can then have 240.
+# A block has 65536 registers. The memory warpgroup keeps 40 a lane. The others can then have 232,
+# because the hardware counts in eights.
 _MEMORY_REGISTERS = 40
 _COMPUTE_REGISTERS = 232
 # Accumulators of a lane that leave enough registers for an epilogue.
@@ -364,10 +366,12 @@ class MainLoop:
           start: Function that each computing warpgroup calls before its first tile.
           end: Function that each computing warpgroup calls after its last tile.
           is_needed: Scalar. If it is False, there are no tiles, and `start` is not called.
-          first_step_of_b: Step in K at which each `b` begins; its beginning follows its end.
-          parts_of_a: Function `(row, step)` that gives the tile of `a` from this row and step of K
-            on, for an `a` that does not lie as `a_gmems` do. Then `a_gmems` are not read.
-          parts_of_b: Function `(column, step)` that gives the tile of the only `b`.
+          first_step_of_b: Step in K of each `b` that goes with the first step of `a`. The steps
+            before it follow the last.
+          parts_of_a: Function `(row, step)` that gives the `Parts` of `a` from this row and step of
+            K on, for an `a` of another layout than `a_gmems`. Then `a_gmems` are not read.
+          parts_of_b: Function `(column, step)` that gives the `Parts` of the only `b`. Then
+            `b_gmems` are not read.
         """
         tile_n, stages, cluster = self.config.tile_n, self.config.stages, self.config.cluster
         num_clusters = self.num_clusters

@@ -41,8 +41,9 @@ _MANY_WAVES, _PARTS_OF_MANY_WAVES = 2, 2
 # with two limits this changes three choices. The new ones are 1 to 8 % faster in all measurements
 # (docs/lab/2026-11-28-loss-beside-peers.md). The cause is not known.
 _EVEN_CHUNK, _COST_OF_OTHER_CHUNKS = 512, 0.005
-# Bytes of a copied exponential: 2 are read and 2 are written, at 3.35 TB/s and not at the rate of
-# passes. At 8192 x 4096 x 128256 that makes 1.3 ms, and measurements differ by 1.0 ms.
+# Bytes that a pass moves in the time of a copied exponential. The copy reads 2 bytes and writes 2,
+# at 3.35 TB/s and not at the rate of passes. At 8192 x 4096 x 128256 that makes 1.3 ms, and
+# measurements differ by 1.0 ms.
 _BYTES_OF_COPY = 3
 # XLA's `dx` of a chunk is float32, and another pass multiplies it with factors and rounds it. Our
 # product in place does both before it stores.

@@ -35,7 +35,7 @@ def num_rows(num_tokens: int, fraction: float) -> int:
 def fraction_in_effect(name: str, fraction: float, place: Place, num_tokens: int) -> float:
     """The share of a device's tokens that is computed in fewer rows.
 
-    It is 1 where the vocabulary is split, whose devices exchange statistics; the log says so.
+    It is 1 where the vocabulary is split, because its devices exchange statistics; the log says so.
 
     Args:
       name: Name of the public function, for the log.
@@ -65,7 +65,7 @@ class FewRows:
     Attributes:
       counts: Whether each token counts.
       rows: Row of each token that counts.
-      size: Number of rows. At least as many as tokens that count.
+      size: Number of rows, at least the number of tokens that count.
     """
 
     counts: Bool[Array, " T"]

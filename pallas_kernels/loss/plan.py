@@ -42,9 +42,9 @@ _TILE = 128  # tokens or columns of a tile of the GEMMs
 # of three GEMMs, where chunks of 2048 take 1.042.
 _COST_OF_LIMIT = 0.01
 _MOST_SIZES = 128  # of chunks that are compared, which takes about 2 ms
-# Memory of the exponentials that are copied out of `dweight` (in_place.py). It holds 45 blocks of
-# 128 rows of a float32 `dweight` at D = 4096. So bands can have 33 blocks: 4 tiles for each of the
-# 132 multiprocessors of an H100.
+# Memory of the exponentials that are copied out of `dweight` (in_place.py). It holds 48 blocks of
+# 128 rows of a float32 `dweight` at D = 4096. Bands of 33 blocks leave 45 of the 1002 blocks of
+# V = 128256, and have 4 tiles for each of the 132 multiprocessors of an H100.
 _COPIED_BYTES = 96 * 2**20
 
 

@@ -47,9 +47,9 @@ from jaxtyping import Array, Float
 from pallas_kernels.choices import fall_back_on_a_part
 from pallas_kernels.folding import fold_chunks
 from pallas_kernels.gpu.device import target_device
-from pallas_kernels.mlp import formula, gated_matmul
+from pallas_kernels.mlp import gated_matmul
 from pallas_kernels.mlp.config import MLPConfig
-from pallas_kernels.mlp.reference import matmul, product
+from pallas_kernels.mlp.reference import matmul, product, swiglu_gradients
 from pallas_kernels.operation import Mask, Operation, call
 from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
 
@@ -273,9 +273,7 @@ def _differentiate(
         )
         dgate, dup, activated = (a.reshape(gate.shape) for a in found)
         return dgate, dup, activated
-    dproduct = matmul(dy, w_down.T)
-    found = formula.gradients(*(a.astype(jnp.float32) for a in (gate, up, dproduct)))
-    dgate, dup, activated = (a.astype(dy.dtype) for a in found)
+    dgate, dup, activated = swiglu_gradients(gate, up, matmul(dy, w_down.T))
     return dgate, dup, activated
 
 

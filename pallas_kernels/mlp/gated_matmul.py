@@ -2,8 +2,8 @@
 
 *Forward*, `silu(x @ w_gate) · (x @ w_up)`: both products of a tile are wgmma accumulators of the
 same warpgroup, so that their activation needs no memory. At T=8192, D=4096, F=14336 in bfloat16
-that is 1.92 Tflop, 2.4 ms at the 808 TF/s of the two bare GEMMs on an H100. XLA writes gate and up
-(470 MB), reads them and writes the product (705 MB in all): 0.24 ms at 3 TB/s.
+that is 1.92 Tflop, 2.4 ms at the 808 TF/s of the two bare GEMMs on an H100. XLA's GEMMs write gate
+and up (470 MB). Another kernel reads both and writes the product: 705 MB, 0.24 ms at 3 TB/s.
 
 *Backward*, from `dy` to `dgate`, `dup` and the product again: `dproduct = dy @ w_down.T` exists as
 an accumulator only. The warpgroups of a block take turns: one reads gate and up and writes three
@@ -12,8 +12,8 @@ tile (`docs/lab/2026-11-23-mlp-epilogues.md`). XLA writes `dproduct`, and then a
 arrays and writes three.
 
 The loop is in `pallas_kernels/gpu/hopper_gemm.py`. The epilogues go through the tile in pieces of
-columns by way of shared memory, because a warpgroup holds two neighbouring columns of a row in a
-lane, and TMA makes whole lines of them.
+columns by way of shared memory. The reason: a lane holds pairs of neighbouring columns of a row,
+and TMA makes whole lines of them.
 
 Rounding: gate and up are rounded to the dtype of `x` before anything is computed from them, as if
 they had been stored. So the results equal, bit by bit, those that are computed from stored ones
@@ -245,7 +245,7 @@ def _backward_kernel(
 
     def tile(row, column, multiply):
         def first_of(i):
-            """The first row and column of a piece in the tile. Those past all columns are last."""
+            """The first row and column of a piece in the tile; pieces past all columns are last."""
             return i % halves * TILE_M, i // halves * _BACKWARD_PIECE
 
         def of_piece(i, gmem):

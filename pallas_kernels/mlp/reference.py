@@ -47,6 +47,12 @@ def product(gate: Float[Array, "*T F"], up: Float[Array, "*T F"]) -> Float[Array
     return formula.product(gate.astype(jnp.float32), up.astype(jnp.float32)).astype(gate.dtype)
 
 
+def swiglu_gradients(gate: jax.Array, up: jax.Array, dproduct: jax.Array) -> tuple[jax.Array, ...]:
+    """`(dgate, dup, product)` in float32, rounded to the dtype of `dproduct`."""
+    found = formula.gradients(*(a.astype(jnp.float32) for a in (gate, up, dproduct)))
+    return tuple(a.astype(dproduct.dtype) for a in found)
+
+
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     """`x @ weight`, accumulated in float32 and rounded once, to the dtype of `x`."""
     return jnp.matmul(x, weight.astype(x.dtype), preferred_element_type=x.dtype)

@@ -53,14 +53,14 @@ def rms_norm(
         offset. With `"llama"`, `x · rstd` is rounded to `x.dtype` before the scale, as in Hugging
         Face.
       implementation: Name of the program. `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere.
-        It takes bfloat16, float16 and float32, and a D that is a multiple of 64 up to 16384, or a
-        power of two from 64 to 65536. `"reference"` is plain JAX, which XLA fuses; `"xla"` is the
-        same. `None` picks the kernel if JAX's default device is such a GPU and the kernel takes the
-        arguments. On a mesh each device norms its own tokens. XLA cannot partition a kernel inside
-        of a `jax.shard_map` whose `axis_names` omit an Auto axis of the mesh, so `None` picks plain
-        JAX there. With `None`, plain JAX computes forward mode and second derivatives too, which no
-        kernel has. A name is binding. `"require"` picks the kernel, and raises where it does not
-        run.
+        It takes bfloat16, float16 and float32. It takes every D that is a multiple of 64 up to
+        16384 or a power of two from 64 to 65536, and others (`docs/dtypes_and_sizes.md`).
+        `"reference"` is plain JAX, which XLA fuses; `"xla"` is the same. `None` picks the kernel if
+        JAX's default device is such a GPU and the kernel takes the arguments. On a mesh each device
+        norms its own tokens. XLA cannot partition a kernel inside of a `jax.shard_map` whose
+        `axis_names` omit an Auto axis of the mesh, so `None` picks plain JAX there. With `None`,
+        plain JAX computes forward mode and second derivatives too, which no kernel has. A name is
+        binding. `"require"` picks the kernel, and raises where it does not run.
       config: Launch parameters of the kernel. `None` takes measured ones, or a guess from the
         device and the sizes.
 

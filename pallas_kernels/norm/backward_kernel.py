@@ -35,7 +35,8 @@ from pallas_kernels.norm.rows import (
 # then 4 bytes an element to 256 rows of 6: 0.3 % more traffic, and none up to 256 rows a block.
 _ROWS_PER_PARTIAL = 256
 
-# Tiles that a block has at least, if there is a block on each multiprocessor.
+# Rows that a block has at least, if there is a block on each multiprocessor; fours of rows
+# with one warp a row.
 _ROWS_PER_BLOCK = 4
 
 # Order of the kernel's operands that have rows.
@@ -292,7 +293,7 @@ class _Block:
             for i, of_row in enumerate(products):
                 of_row.append(get(_DY, i, chunk, k) * get(_SOURCE, i, chunk, k) * scale)
         has_residual = plan.num_operands > _DRESIDUAL_OUT
-        # Also before the wait for the sums.
+        # Loads dresidual_out, too, before the wait for the sums.
         if has_residual and not plan.reread:
             for k, chunk in enumerate(split.chunks):
                 get(_DRESIDUAL_OUT, 0, chunk, k)

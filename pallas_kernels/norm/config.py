@@ -169,8 +169,8 @@ def default_config(device: Device, hidden_size: int, dtype: DTypeLike, *, add: b
 def config_of(x: jax.Array, residual: jax.Array | None) -> Config:
     """The launch parameters to use for these arrays on the default device.
 
-    A row of a table is for a residual in the dtype of `x`. Where it does not fit a wider one, the
-    guess does.
+    A row of `TUNED` is for a residual in the dtype of `x`. Where the row does not fit a wider
+    residual, the guess does.
     """
     key = target_device(), x.shape[-1], x.dtype
     config = default_config(*key, add=residual is not None)
@@ -224,15 +224,17 @@ def _widest(candidates: list[RowSplit]) -> list[RowSplit]:
     return [split for split in candidates if split.vector == vector]
 
 
-# A multiprocessor reads and writes at least as many bytes in a step as the memory moves for it in
-# so many seconds. Nothing is computed while its blocks wait for sums and barriers. It has as many
-# on their way besides, because a copy takes about a microsecond. With more, the memory is slower:
+# Seconds for which a step should keep the memory busy. A multiprocessor reads and writes at least
+# the bytes that the memory moves for it in this time. The reason: it computes nothing while its
+# blocks wait for sums and barriers. As many bytes are on their way to it besides, because a copy
+# takes about a microsecond. With more bytes, the memory is slower:
 # 16384 x 3072 on an H100 is at 0.91 of a copy with 110 KB in shared memory, and at 0.97 with 74 KB.
-# With fewer, it is idle: 16384 x 1536 on an H200 is at 0.81 with 55 KB, and at 0.91 with 74 KB.
+# With fewer bytes, it is idle: 16384 x 1536 on an H200 is at 0.81 with 55 KB, and at 0.91 with
+# 74 KB.
 _SECONDS_OF_A_STEP = 1.15e-6
 # Warps of a multiprocessor. 16384 x 2048 on an H200: 8 of them 0.85 of a copy, 12 of them 0.92.
 _FEWEST_WARPS = 12
-# Elements of a lane are at most so many where a split allows it, and steps in shared memory always.
+# Most elements of a lane, where a split allows it, and most steps in shared memory, always.
 _MOST_ELEMENTS, _MOST_STAGES = 32, 4
 
 
@@ -241,10 +243,11 @@ def _backward_choices(
 ) -> list[dict[str, Any]]:
     """The backward's part of `Config`: all that fits the device, the most promising first.
 
-    The tensor memory accelerator brings rows wherever it can. Enough bytes on their way and enough
-    warps come first. Then fewer accesses to a row are better. Then a step has enough bytes. Among
-    equal choices the one with the fewest warps is best, then rows of several blocks, which need not
-    wait for each other, then the fewest bytes on their way.
+    The tensor memory accelerator brings rows wherever it can. At most `_MOST_ELEMENTS` elements a
+    lane come first, then enough bytes on their way, then enough warps. Then fewer accesses to a
+    row are better. Then a step has enough bytes. Among equal choices the one with the fewest warps
+    is best, then rows of several blocks, which need not wait for each other, then the fewest
+    bytes on their way.
     """
     ranks, widest = {}, BYTES_PER_ACCESS // itemsize
     # The rates of an H200 for a device that is not in the table.

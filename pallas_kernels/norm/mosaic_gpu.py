@@ -17,8 +17,8 @@ backward computes `x · rstd` again.
 The gradient of the weight is a sum over all tokens, taken in two levels. Each block of a grid that
 fills the GPU once walks over rows and keeps a float32 row of partial sums in registers; then XLA
 adds up the few partial rows. There are no atomics: the order of the additions is fixed, so repeated
-runs agree bit by bit. A partial row covers at most `backward_kernel._ROWS_PER_PARTIAL` rows, so the
-rounding error does not grow with the number of tokens.
+runs agree bit by bit. A lane adds up at most `backward_kernel._ROWS_PER_PARTIAL` rows for a partial
+row, so the rounding error does not grow with the number of tokens.
 
 Arithmetic is float32. Rounded: `residual_out` and `y` to the dtype of `x`, with
 `casting="llama"` also `x · rstd`; `dx` once, after `dresidual_out` was added; `dweight` once.

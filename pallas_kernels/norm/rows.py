@@ -230,10 +230,10 @@ def widest_itemsize(x: jax.Array, residual: jax.Array | None) -> int:
 class Rows:
     """The rows of arrays as a kernel sees them.
 
-    The four warps of a warpgroup handle a *tile* at a time: their part of one row or more or, with
-    one warp a row, a multiple of four rows. If a tile's number of rows does not divide the number
-    of all rows, the last tile starts earlier and repeats rows of the tile before it. The same block
-    handles both, in order.
+    The four warps of a warpgroup handle a *tile* at a time. It is their part of one or more rows.
+    With one warp a row, it is a multiple of four whole rows. If a tile's number of rows does not
+    divide the number of all rows, the last tile starts earlier and repeats rows of the tile before
+    it. The same block handles both, in order.
 
     Attributes:
       split: How warps share a row.

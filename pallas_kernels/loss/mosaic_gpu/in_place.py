@@ -58,8 +58,9 @@ class Bands(NamedTuple):
         them if there are no bands.
       number: Number of bands, which make the last rows. It is 0 or at least 2, because XLA makes no
         loop of a single step.
-      num_copied: Number of rows before the bands, whose exponentials are copied: a multiple as
-        `size`, and at least a band; 0 without bands.
+      num_copied: Number of rows or columns before the bands, a multiple as `size`, and at least a
+        band; 0 without bands. They are made last, from copied exponentials. In `[D, V]` a band is
+        made from a copy, too.
     """
 
     size: int

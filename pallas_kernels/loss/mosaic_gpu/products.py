@@ -156,10 +156,10 @@ def product(
     Above 80 lines, because it documents and checks many arguments that its kernel's body needs.
 
     Args:
-      a: Array of layout `a_layout`, bfloat16 or float16; J is a multiple of 64. Columns past K,
-        or M, are not read. `"MK"` may have several arrays that follow each other in K; all except
-        the last are read whole.
-      b: Matrix of layout `b_layout`, in the dtype of `a`; rows as in `a`.
+      a: Array of layout `a_layout`, bfloat16 or float16; J is a multiple of 64. Columns past K
+        (`"MK"`) or M (`"KM"`) are not read. With `"MK"` several arrays may follow each other in
+        K; all except the last are read whole.
+      b: Matrix of layout `b_layout`, in the dtype of `a`; its width is a multiple of 64.
       a_layout: Layout of `a`: `"MK"` for `a @ b`, `"KM"` for `a.T @ b`.
       b_layout: Layout of `b`: `"NK"` for a product with `b.T`.
       a_stored: Layout of an `a` that is `"MK"`, whose rows are tokens; None for a plain array.

@@ -20,19 +20,20 @@ it 4 times, 1.3 ms of memory time under 11 ms of arithmetic. There are 323.9 til
 pair has more than 324.
 
 - A warpgroup comes back to a row with other columns in between. So it keeps the running statistics
-  of every row of its block in its own part of a float32 array. They take 16 or 20 bytes a token and
-  part, and each pair of blocks has two parts (17 MB at the shape above; in the L2). XLA combines
-  the parts.
+  of every row of its block in its own part of a float32 array. They take 16 bytes a token and part,
+  and 4 for each statistic more. Each pair of blocks has two parts (17 MB at the shape above; in the
+  L2). XLA combines the parts.
 - A tile has 192 accumulators a lane, of 232 registers. So the statistics go through it by pieces of
   64 columns, and only the values of one piece are in registers.
 - The statistics take four instructions an element: a maximum, one fma that scales by log2(e) and
   subtracts the maximum, exp2, and an addition. exp2 is the slow one, with 16 a clock and
   multiprocessor: 1536 clocks against the 49152 of the tile's multiplications.
-- Comparing columns with the label would double this cost. So it happens only in tiles that have the
-  label of one of the warpgroup's 64 rows, one tile in eight at the shape above. A table says which.
+- Comparing columns with the label would double this cost. So it happens only for halves of tiles
+  that have the label of one of their 64 rows, one half in eleven at the shape above. A table says
+  which.
 - The column of the largest logit takes a comparison, a selection and a minimum an element in every
-  tile. It is tracked only on request. A row meets the tiles of a part in either order of columns,
-  so of equal logits the lower column is kept by comparison.
+  tile. It is tracked only on request. The tiles of a row come in rising or falling order of
+  columns. So the kernel compares the columns of equal logits, and keeps the lower one.
 
 `linear_exponentials` is the same GEMM for a loss with gradients. Through shared memory it stores
 the exponentials of the logits relative to an offset of each row, times a factor of the row. It
@@ -43,7 +44,8 @@ past V become -inf before any statistic. Running maxima start at -1e30 and not a
 minus itself is NaN. So logits of -inf count as nothing, and -inf is put back at the end. The kernel
 takes every logit to be -inf or above -1e30.
 
-Above 450 lines, because both functions share the kernel.
+Above 450 lines, because `linear_statistics`, `linear_entropy` and `linear_exponentials` share the
+kernel.
 """
 
 import functools
@@ -310,9 +312,9 @@ class Transposed(NamedTuple):
     """Layout of exponentials with a row for each column of the vocabulary.
 
     Attributes:
-      width: Width of the rows, a multiple of 64. A row begins with the tokens. Up to the next
-        multiple of 64 follow values that the kernel makes of zeros for `x` and scale. The rest of
-        the row is not written.
+      width: Width of the rows, a multiple of 64. A row begins with the tokens. Padding follows up
+        to the next multiple of 64: the kernel makes its values from zeros for `x` and scale. The
+        rest of the row is not written.
       shift: Number of rows by which each column lies above the row of its number, a multiple of 64.
         The first columns lie at the end.
     """
@@ -544,9 +546,9 @@ def _running_statistics(
 ) -> tuple[Float[Array, "statistics parts T"], Any]:
     """`(running, exponentials)`: statistics of each part's tiles, in the order of `_START`.
 
-    Without an offset there are no exponentials, and the second result is None. With one the
-    exponentials are relative to it. The first statistic is then their sum, the last the label's
-    exponential, and the second result the array of all of them, for the rows of `x`.
+    Without an offset the second result is None. With an offset it is the array of the exponentials
+    relative to the offset, for the rows of `x`. The first statistic is then their sum, and the last
+    one the label's exponential.
 
     Above 80 lines, because the kernel's body needs the static choices that are made before it.
     """

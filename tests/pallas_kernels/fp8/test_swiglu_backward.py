@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.fp8 import RECIPES, mosaic_gpu, quantize_both, reference
 from pallas_kernels.fp8.casts import cast_computed
-from pallas_kernels.fp8.mlp import gradients_of_swiglu
+from pallas_kernels.mlp.reference import swiglu_gradients
 from pallas_kernels.partition import Place
 from support.numerics import assert_as_accurate, quick_jit
 from support.pairwise import pairwise
@@ -38,7 +38,7 @@ def casts_of(recipe):
 def by_kernels(recipe, wanted=((True, True),) * 3):
     def run(*args):
         return cast_computed(
-            args, gradients_of_swiglu, casts_of(recipe), wanted, Place(), name="fp8_swiglu_bwd"
+            args, swiglu_gradients, casts_of(recipe), wanted, Place(), name="fp8_swiglu_bwd"
         )
 
     return quick_jit(run)
@@ -49,7 +49,7 @@ def by_pieces(recipe):
     """The gradients in the dtype of dproduct, then a cast of each."""
 
     def run(gate, up, dproduct):
-        found = gradients_of_swiglu(gate.dequantize(), up.dequantize(), dproduct)
+        found = swiglu_gradients(gate.dequantize(), up.dequantize(), dproduct)
         casts = zip(found, casts_of(recipe), strict=True)
         return [quantize_both(a, c.dtype, scaling=c.scaling) for a, c in casts]
 
@@ -123,7 +123,7 @@ def test_every_tile_gives_the_same_bits(interpreted, rows, columns):
     args = operands((192, 128), BF16)
     wanted = [mosaic_gpu.Wanted(jnp.float32(1 / 64), jnp.float32(1 / 64), jnp.float8_e4m3fn)] * 3
     run = functools.partial(
-        mosaic_gpu.quantize_computed, args, gradients_of_swiglu, wanted, name="fp8_swiglu_bwd"
+        mosaic_gpu.quantize_computed, args, swiglu_gradients, wanted, name="fp8_swiglu_bwd"
     )
     config = mosaic_gpu.Config(rows=rows, columns=columns)
     for a, b in zip(jax.tree.leaves(run(config=config)), jax.tree.leaves(run()), strict=True):
