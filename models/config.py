@@ -73,12 +73,12 @@ class LlamaConfig:
       mlp_chunk_size: Number of positions of a sequence whose gate and up exist at a time, for
         sequences that make these two the largest arrays; 0 means all positions. It needs a `remat`
         that keeps neither, and an MLP without biases.
-      implementation: Implementation of every operation of `pallas_kernels`. `None` takes kernels
-        where they run. "xla" is plain JAX, for comparison. "reference" is each operation's formula.
-        "mosaic_gpu" takes the kernels, and fails where one cannot run. "require" takes what `None`
-        takes, and fails where no kernel runs. Where devices share sequences (`--mesh.tensor`),
-        `sharded_add_rms_norm` takes the place of `add_rms_norm`. The docstrings of this function
-        and of `linear_cross_entropy` say which names they take.
+      implementation: Implementation of every operation of `pallas_kernels`, except for those of
+        FP8. `None` takes kernels where they run. "xla" is plain JAX, for comparison. "reference" is
+        each operation's formula. "mosaic_gpu" takes the kernels, and fails where one cannot run.
+        "require" takes what `None` takes, and fails where no kernel runs. Where devices share
+        sequences (`--mesh.tensor`), `sharded_add_rms_norm` takes the place of `add_rms_norm`. The
+        docstrings of `sharded_add_rms_norm` and `linear_cross_entropy` say which names they take.
       fp8: Recipe by which training multiplies in FP8 in the layers' projections and MLPs, one of
         `pallas_kernels.fp8.RECIPES`; None multiplies in `dtype`. It needs hidden_act "silu" and an
         MLP without biases and chunks. The parameters stay as they are. Cached generation

@@ -1,8 +1,9 @@
-"""The layers' products in FP8: weights that are quantized once a step, and the projections.
+"""The layers' products in FP8: weights that are quantized once a forward, and the projections.
 
-`LlamaConfig.fp8` names a recipe of `pallas_kernels.fp8`. The step quantizes the stacked weights
-before the first layer, outside of `jax.checkpoint`. The layers then find a `QuantizedWeight` in the
-place of a kernel, and multiply in FP8. A weight that is too small to gain stays an array, and its
+`LlamaConfig.fp8` names a recipe of `pallas_kernels.fp8`. The forward quantizes the stacked weights
+before the first layer, outside of `jax.checkpoint`. So a step that accumulates gradients quantizes
+them for each part of its batch. The layers then find a `QuantizedWeight` in the place of a kernel,
+and multiply in FP8. A weight that is too small to gain stays an array, and its
 product stays in the compute dtype.
 
 The projections q, k and v are one product (`models.projections`). Keys and values alone would be

@@ -24,8 +24,9 @@ The device reaches host memory over PCIe. A tensor that a GEMM with K terms made
 element to compute again and, in 16 bits, 4 bytes over the bus. At 600 TFLOP/s and 50 GB/s both take
 equally long at K = 24,000. So the result of one GEMM is worth offloading only while the bus has
 nothing else to do. In the forward, a layer of hidden size 8192 computes a little longer than its
-gate and up travel, a layer of 2048 a third as long. To compute a layer's inputs again, all layers
-before it would have to run, so the inputs come first.
+gate and up travel. A layer of hidden size 2048 computes for a third of the time that they travel.
+To compute a layer's inputs again, all layers before it would have to run. So the inputs are the
+first to go to host memory.
 
 Only scanned layers offload. In the loop XLA sends and fetches a layer's tensors while that layer
 runs. With unrolled layers, XLA's scheduler hides copies behind any work of the whole program. It
@@ -121,10 +122,10 @@ POLICIES = {
         attention=True,
         description="keeps the attention; projections, norms and MLP run again",
     ),
-    # It keeps the inputs of products in FP8, `fp8_x`, so that they are not quantized again. Then
-    # `normed` is kept only where the backward reads it as it is.
-    # Without `normed` it would norm each residual again in the backward, and the first norm of a
-    # layer would be a kernel of its own.
+    # `fp8_x` names the inputs of products in FP8, which are then not quantized again. In FP8,
+    # `normed` is kept only where the backward reads it as it is. Without `normed` in the list, the
+    # backward would norm each residual again, and the first norm of a layer would be a kernel of
+    # its own.
     "mlp_inputs": RematPolicy(
         tensors=("residual", "rstd", "normed", "fp8_x", "q_proj", "k_proj"),
         attention=True,

@@ -46,7 +46,8 @@ class Choice:
     """The implementation that one call of an operation runs.
 
     Attributes:
-      operation: Name of the public function.
+      operation: Name of the public function, with `.backward` after it for a backward whose
+        implementation is chosen on its own.
       arrays: Dtypes and shapes of its arrays.
       implementation: Implementation that runs.
       reason: Reason why it is not the kernel, or not the kernel alone; None if it is.

@@ -15,7 +15,10 @@ _TILES = (256, 128, 1)
 
 
 def even_chunk_size(size: int, chunk_size: int) -> int:
-    """Elements of a chunk of `fold_chunks`: `chunk_size`, or a third where that would make two."""
+    """Elements of a chunk of `fold_chunks`.
+
+    They are `chunk_size`. If that makes two chunks, they are about a third of the axis.
+    """
     if not size > chunk_size >= size / 2:
         return chunk_size
     third = math.ceil(size / 3)

@@ -70,7 +70,10 @@ class Operation(Protocol):
         results: Sequence[jax.Array],
         residuals: Sequence[jax.Array],
     ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
-        """`(results, what the backward reads)`, each named for `jax.checkpoint` policies."""
+        """`(results, what the backward reads)`.
+
+        An operation may give these arrays names here, for the policies of `jax.checkpoint`.
+        """
         ...
 
     def backward(
@@ -85,7 +88,7 @@ class Operation(Protocol):
         """One call that computes all members of a batch, or None if there is no such call.
 
         Args:
-          wanted: What `forward` was asked for.
+          wanted: Mask with which `forward` was called.
           args: Arguments, with the batch as axis 0 of those that have it.
           is_batched: Arguments that have it.
 

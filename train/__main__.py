@@ -1,8 +1,9 @@
 """`python -m train`: trains a Llama, or runs a command; `python -m train --help` lists them.
 
-A mistake in a flag or a file ends the program with one line and status 2. A run that cannot go on
-ends it with one line and status 1. With `--debug` the traceback comes first. Other exceptions are
-bugs of this program, and keep their traceback.
+A mistake in a flag, a bad file or a full disk ends the program with one line and status 2. A run
+that cannot go on, and a plan in which nothing fits, end it with one line and status 1. A command
+that reads a run has status 2 for its errors, too. With `--debug` the traceback comes first. Other
+exceptions are bugs of this program, and keep their traceback.
 """
 
 import contextlib

@@ -49,7 +49,8 @@ class DataConfig:
       eos_token: token that ends a document; "" for none. None chooses as for `bos_token`. In files
         with token ids it separates documents.
       text_field: field of the text in `.jsonl` and `.parquet`. Records without this field have
-        "prompt" and "completion"; only the completion is learned.
+        "prompt" and "completion", or "messages"; only the completion, or the last message, is
+        learned.
       token_dtype: dtype of the token ids in `.bin`.
       held_out_fraction: share of the documents that are held out, chosen by a hash of their
         content.
@@ -153,7 +154,8 @@ class OptimizerConfig:
       warmup_steps: number of steps of the linear rise from 0.
       decay_fraction: share of the steps in which `wsd` falls.
       final_fraction: last learning rate, as a share of the highest.
-      b1: decay of the first moment, or momentum. None is 0.9, and 0.95 for the matrices of `muon`,
+      b1: decay of the first moment, or momentum. For `lion`, share of the moment in the sum with
+        the gradient whose sign is the update. None is 0.9, and 0.95 for the matrices of `muon`,
         whose AdamW always has 0.9. `adafactor` has no b1.
       b2: decay of the second moment, and of the moment of `lion`. None is 0.95, and 0.99 for
         `lion`. `adafactor` and `sgd` have no b2.

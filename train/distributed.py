@@ -8,8 +8,8 @@ every second each process tells process 0 that it is alive, or why it ends, and 
 others (`started`).
 
 JAX has heartbeats of its own, which end in an abort with a page of stack traces. They get twice the
-time, so they only catch failures that this module misses. JAX itself notices at once when process 0
-dies, which holds the store for all messages; then JAX's page comes first.
+time, so they only catch failures that this module misses. Process 0 holds the store for all
+messages. When it dies, JAX itself notices at once, and JAX's page comes first.
 """
 
 import contextlib

@@ -69,7 +69,11 @@ def run(config: TrainConfig) -> Path:
     Raises:
       RunError: the run in the folder cannot go on, a file cannot be written, too many steps in a
         row were skipped, or a package is missing.
-      FolderError: the model to start from cannot be read, or differs from the configuration's.
+      FolderError: the model to start from, or the teacher, cannot be read or does not fit the
+        configuration.
+      DataError: the text or the tokenizer cannot be used.
+      PlanError: `remat="auto"`, and no policy fits.
+      ValueError: the mesh does not fit the devices, the batch or the model.
     """
     mesh = mesh_of(config)
     tracking.check_installed(config)
@@ -277,9 +281,9 @@ class _Loop:
         """
         self._watchdog.begin(f"step {step}")
         values = {name: value.item() for name, value in jax.device_get(values).items()}
-        # The host reads the results of a step when it has sent the next one, for which it waits
-        # until there is room in the device's queue. No step follows the last, which would seem up
-        # to a step shorter.
+        # The host sends the next step, and then reads the results of this one. To send a step, it
+        # waits until there is room in the device's queue. No step follows the last one, so the last
+        # one would seem up to a step shorter.
         if step < self._config.steps or self._throughput.tokens_per_s is None:
             self._throughput.update(self._config.data.tokens_per_step)
         row = self._row(step, values, wait_s)

@@ -151,7 +151,11 @@ def first_state(config: TrainConfig, mesh: Mesh) -> TrainState:
 def compile_steps(
     config: TrainConfig, mesh: Mesh, state: TrainState, datasets: Datasets
 ) -> CompiledSteps:
-    """Compiles both steps ahead of time; prints one's time, its memory and what runs kernels."""
+    """Compiles the training step and, if the run has evaluations, the evaluation step.
+
+    It prints which operations of the training step run kernels, the time of its compilation, and
+    its memory.
+    """
     batch = batch_on_devices(config, mesh, datasets.train, 0)
     if config.model.fp8 is not None:
         print(describe(config.model, config.mesh.tensor))

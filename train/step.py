@@ -148,7 +148,7 @@ def loss_and_sums(
 ) -> tuple[Float[Array, ""], Metrics]:
     """`scale` times the summed loss of a batch `[B, S]`, in nats, and sums for metrics.
 
-    The factor goes into the loss; outside of the loss it would be multiplied with every gradient.
+    `scale` is a factor inside the loss. Outside, it would cost a product with every gradient.
     `linear_cross_entropy` describes `z_loss` and `counted_fraction`.
 
     Returns:
@@ -184,11 +184,11 @@ def make_gradients(config: TrainConfig) -> Callable[..., tuple[Metrics, nnx.Stat
 
     With the objective `distill`, the function takes the parameters of the teacher, too.
 
-    A is the number of accumulation steps. The loss is the sum over all examples of the step divided
-    by their number, so neither the split into A batches nor the split over devices changes it. The
-    rope types "dynamic" and "longrope" are an exception (`models/rope.py`). An
-    example is a token with a label, or a pair. The gradients of the A batches are added up in the
-    parameters' dtype.
+    A is the number of accumulation steps. An example is a token with a label, or a pair with the
+    objective `dpo`. The loss is the sum over all examples of the step divided by their number. So
+    neither the split into A batches nor the split over devices changes it. The rope types "dynamic"
+    and "longrope" are an exception (`models/rope.py`). The gradients of the A batches are added up
+    in the parameters' dtype.
     """
     loss_of = _loss_of(config)
     names = metrics_of(config)
@@ -341,10 +341,10 @@ def make_eval_step(config: TrainConfig) -> Callable[[nnx.State, Batch], Metrics]
     """Makes a function from parameters and a batch `[B, S]` to sums over its examples.
 
     The sums are "nll_sum" and "correct_sum" of `loss_and_sums`, and "num_tokens". The model runs
-    without FP8, because that is the model in the files.
+    without FP8, because the files of the run hold the model without FP8.
 
-    With the objective `dpo` they are "loss_sum", the sums of `preference_loss_and_sums`, and
-    "num_pairs". The model runs in the arithmetic of the reference, that of the training.
+    With the objective `dpo` the sums are "loss_sum", those of `preference_loss_and_sums`, and
+    "num_pairs". Then the model runs as in training, also in FP8, because the reference ran so.
     """
     if config.objective == "dpo":
         return _make_preference_eval_step(config)

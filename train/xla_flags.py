@@ -144,7 +144,7 @@ def accepted(options: tuple[tuple[str, OptionValue], ...], device: Any) -> dict[
 
 
 def calls_until_compiled_again() -> int:
-    """The call of `with_measured_latencies` that compiles again, 4 by default, counted from 1."""
+    """Number of the call that compiles again (`with_measured_latencies`), from 1; 4 by default."""
     return jax.config.jax_pgle_profiling_runs + 1
 
 

@@ -148,17 +148,17 @@ def linear_distillation_loss(
         such as advantages, take `reduction="sum"`.
       reduction: `"mean"`, `"sum"` or `"none"`.
       counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1]. The
-        tokens that count are then computed in as few rows, and all tokens if more of them do, so
-        the share changes no result but the order of sums. It has no effect where the gradient of
-        `token_weights` is wanted, which all tokens have, where the vocabulary is split, which the
-        log says, or with `"reference"`.
+        tokens that count are then computed in as few rows, and all tokens if more of them do. So
+        the share changes no result but the order of sums. It has no effect with `"reference"`. Nor
+        has it where the gradient of `token_weights` is wanted, because all tokens have one, or
+        where the vocabulary is split; the log says the latter.
       chunk_size: Largest number of a device's tokens whose logits exist at a time. If this size
         makes two chunks, three are made: XLA would keep the logits of both in memory.
       max_logits_bytes: Limit in bytes for both logits of a chunk of tokens, or those of 128 tokens
         where they are more. The chunks are the fewest that fit, because each one reads and writes
         all of `dweight`. With kernels the teacher's logits exist for a part of the chunk at a time,
-        so that a chunk has more tokens. `None` means 512 MiB, or both logits of 768 tokens. At most
-        one of `chunk_size` and `max_logits_bytes` may be given.
+        so that a chunk has more tokens. `None` means 512 MiB, or both logits of 768 tokens where
+        they are more. At most one of `chunk_size` and `max_logits_bytes` may be given.
       vocab_axis: Name of the Manual mesh axis over which both weights and both biases are split by
         vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis gets the same
         loss.
@@ -166,9 +166,9 @@ def linear_distillation_loss(
         for `[D, V]`.
       teacher_weight_layout: Order of the axes of `teacher_weight`.
       logits_dtype: Dtype of logits in memory: floating, of 16 bits or more. `None` takes the dtype
-        of `x` for the student and of `teacher_x` for the teacher. bfloat16
-        logits between 8 and 16 err by up to 2^-5. Their errors add about 3e-4 nats to a KL. float32
-        takes twice the memory.
+        of `x` for the student and of `teacher_x` for the teacher. Logits in bfloat16 between 8 and
+        16 err by up to 2^-5. Their errors add about 3e-4 nats to a KL. Logits in float32 take twice
+        the memory.
       implementation: Name of the program. `"mosaic_gpu"` works on chunks of tokens: the products
         are XLA's, by cuBLAS, and our kernels pass over the logits. They take a V that is a multiple
         of 32. `"xla"` leaves the passes to XLA as well. `"reference"` keeps all logits, in float32,
@@ -425,7 +425,7 @@ def _choose(
     if open_sizes is not None:
         if implementation in ("xla", "mosaic_gpu"):
             raise NotImplementedError(f"{implementation=}: {open_sizes}, or with 'reference'")
-        return "reference", by_name("reference") if implementation else open_sizes
+        return "reference", by_name("reference") if implementation == "reference" else open_sizes
     if settings.tail is not None:
         return (
             ("xla", NO_KERNEL)

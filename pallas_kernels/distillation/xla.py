@@ -298,8 +298,8 @@ def _in_place(
 
     A result of the dtype of the logits takes their memory. XLA shares memory in a loop that
     overwrites a part of it in each step, but not in one fusion, where a library's product has made
-    the logits (JAX 0.11.2). The loop has the fewest steps of equal size. If the number of tokens
-    has no divisor up to 16, the result takes other memory.
+    the logits (JAX 0.11.2). The loop has the fewest steps of equal size, from 2 on. If the number
+    of tokens has no divisor from 2 to 16, the result takes other memory.
     """
     num_tokens = len(logits)
     number = next((n for n in range(2, 17) if num_tokens % n == 0), None)

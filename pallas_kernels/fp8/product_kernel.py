@@ -7,7 +7,8 @@ epilogue multiplies the float32 sums by the scale of their row and of their colu
 wgmma adds FP8 products with about 14 bits. Over a depth of 16384 a sum then errs by 3.5e-3, twice
 the rounding of a bfloat16 result (1.7e-3). With `accumulation="promoted"` the loop adds the sums to
 float32 numbers after every 512 of K, and the error is 1.7e-3. That takes as many registers as the
-accumulators, so tiles are half as wide: 1304 to 1334 TFLOP/s in place of 1400 to 1567 on an H200.
+accumulators, so tiles are narrower: 192 or 128 columns in place of 256. A sketch of this kernel had
+1304 to 1334 TFLOP/s with it on an H200, in place of 1400 to 1567.
 """
 
 import functools
@@ -37,7 +38,9 @@ from pallas_kernels.gpu.hopper_gemm import (
 from pallas_kernels.gpu.kernel import gpu_kernel, shared
 
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-_PROMOTE_EVERY = 4  # steps of 128: every step costs 12 % more, and does not lower the error
+# Steps of 128 along K between promotions. A promotion after every step costs 12 % more, and does
+# not lower the error.
+_PROMOTE_EVERY = 4
 _WIDE = 192  # columns of a tile: the most whose accumulators and sums fit the registers
 _PIECE_BYTES = 128  # of a row of the result that go through shared memory at a time
 ROW = plgpu.Layout.WGMMA.reduce(1)

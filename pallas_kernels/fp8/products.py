@@ -8,7 +8,7 @@ Three programs compute it:
   does so depends on its flags. With `xla_gpu_enable_triton_gemm=false` it does. By default a Triton
   kernel multiplied in bfloat16 on an H100 (JAX 0.11.2): 610 to 757 TFLOP/s, where the bare bfloat16
   product had 774 to 826 and our kernel 1358 to 1547. Hence our kernel on Hopper, although
-  cublasLt's FP8 measured 1559 to 1589 there, and 1364 to 1484 with split accumulation.
+  cublasLt's FP8 measured 1559 to 1589 on an H200, and 1364 to 1484 with split accumulation.
 - *emulation* everywhere else: the values are multiplied as float32 numbers. A product of two FP8
   numbers is exact in float32, so only the sums round.
 """

@@ -17,9 +17,9 @@ scales of its own.
 
 A small product stays in the dtype of `x`. FP8 saves time that grows with `T·K·N`, and quantizing
 `x` and `dy` takes time that grows with `T·(K + N)`. So a weight `[K, N]` gains if
-`K·N / (K + N) >= least_size`. The three figures are where both times were equal on an H100, for the
-forward with both gradients of four layers from 2048 x 2048 to 8192 x 2048 and 16384 tokens
-(docs/lab/2026-11-25-fp8-layers.md).
+`K·N / (K + N) >= least_size`. At the `least_size` of each recipe both times were equal on an H100.
+They were measured for the forward with both gradients of four layers, from 2048 x 2048 to
+8192 x 2048, and 16384 tokens (docs/lab/2026-11-25-fp8-layers.md).
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ def check_defaults(layer: str, module: nnx.Module, **remedies: str) -> None:
     Args:
       layer: Name of the layer, for the message.
       module: Module of Flax.
-      **remedies: What the layer does instead, by the name of the option.
+      **remedies: Statement of what the layer does instead, by the name of the option.
     """
     parameters = inspect.signature(type(module).__init__).parameters
     for name, remedy in remedies.items():

@@ -44,8 +44,8 @@ class KeptExponentials:
       device: The plan and the arrays. The plan is for these tokens alone: all of them in place, or
         one chunk.
       columns: The columns of the vocabulary.
-      found: Exponentials of the tokens inside of `dweight`'s memory, and of those beside if there
-        are any; or of the chunk.
+      found: Exponentials of the chunk. For a plan in place: those in the memory of `dweight`, then
+        those in memory of their own, if there are any.
       lse: Logsumexp of each token.
     """
 

@@ -97,12 +97,12 @@ def clipped_policy_loss(
       old_log_probs: Log-probabilities of the policy that sampled; None if it is the same policy.
       advantages: Advantage A of each token.
       mask: Tokens that count.
-      clip_low: How far below 1 the ratio is clipped.
-      clip_high: How far above 1 the ratio is clipped.
+      clip_low: Distance below 1 at which the ratio is clipped.
+      clip_high: Distance above 1 at which the ratio is clipped.
       reference_log_probs: Log-probabilities of the reference of the KL penalty.
       kl_weight: Weight of the KL penalty; needs `reference_log_probs` unless it is 0.
-      aggregation: As for `aggregate`.
-      max_length: As for `aggregate`.
+      aggregation: Name of the aggregation, as for `aggregate`.
+      max_length: Divisor, as for `aggregate`.
 
     Raises:
       ValueError: A weight without a reference, or as `aggregate` does.
@@ -138,8 +138,8 @@ def gspo_loss(
       old_log_probs: Log-probabilities of the policy that sampled; None if it is the same policy.
       advantages: Advantage A of each sequence.
       mask: Tokens that count.
-      clip_low: How far below 1 the ratio is clipped.
-      clip_high: How far above 1 the ratio is clipped.
+      clip_low: Distance below 1 at which the ratio is clipped.
+      clip_high: Distance above 1 at which the ratio is clipped.
     """
     ratio = _ratio(_means(_difference(log_probs, old_log_probs, mask), mask))
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)

@@ -19,8 +19,8 @@ from pallas_kernels.patching.rules import MLPRule, NormRule, Rule
 # One rounding to nearest errs by 0.29 epsilons in the root mean square.
 _NORM_EPSILONS = 2.0
 _MLP_EPSILONS = 4.0
-# An error above this multiple of those is never excused by the error of our operation. Long float32
-# sums err by more than a few roundings.
+# Our operation may excuse an error of up to this multiple of the allowed epsilons, because long
+# float32 sums err by more than a few roundings. It excuses no larger error.
 _MOST = 8.0
 _DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
 # Sizes of the tokens. Small ones show epsilon, large ones a bound of the activations.

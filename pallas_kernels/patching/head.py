@@ -19,9 +19,10 @@ from pallas_kernels.loss import linear_cross_entropy
 from pallas_kernels.loss.layout import WeightLayout
 from pallas_kernels.patching.programs import Atom, Equation, Program
 
-# They change neither a value nor its place in the array. Rounding logits to 16 bits is left out,
-# because the loss has float32 logits.
+# Primitives that change neither a value nor its place in the array. A cast that rounds logits to 16
+# bits counts as one, and the loss leaves it out, because its logits are float32.
 _TRANSPARENT = {"convert_element_type", "copy", "copy_p", "name", "reshard", "sharding_constraint"}
+# Primitives with a program of their own, for the message of an error.
 _TRACED_INSIDE = {
     "checkpoint",
     "cond",

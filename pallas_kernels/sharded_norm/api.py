@@ -94,7 +94,7 @@ def sharded_add_rms_norm(
         collective beside the kernel, the two could wait for each other for ever. So `None` is
         `"xla"`. A name is binding. `"require"` is `"xla"` too, and raises where `add_rms_norm`
         would not run its kernel.
-      config: Launch parameters of `add_rms_norm`, for `"xla"`.
+      config: Launch parameters of `add_rms_norm`, for `None`, `"xla"` and `"require"`.
 
     Returns:
       `(y, residual_out)`. `y` is `[..., T, D]`, the same on all devices of the axis. With

@@ -80,8 +80,8 @@ def check_config(run_dir: Path, config: TrainConfig, data: Mapping[str, Any]) ->
       data: JSON that identifies its corpus.
 
     Raises:
-      RunError: the folder has a run without checkpoints, or checkpoints without a config.json that
-        can be read, or a run whose settings differ in more than `MAY_CHANGE`.
+      RunError: the folder has checkpoints but no config.json, or a config.json of no run. Or it has
+        a run without checkpoints, or a run whose settings differ in more than `MAY_CHANGE`.
     """
     path = run_dir / "config.json"
     has_checkpoints = bool(steps_in(run_dir / "checkpoints"))
@@ -258,7 +258,9 @@ class Checkpoints:
             self._malformed.clear()
 
     def _read(self, step: int, like: TrainState) -> tuple[Any, Exception | None]:
-        """The state, or the error if it is damaged, in all processes if one has an error.
+        """The state, or the error if the checkpoint is damaged.
+
+        If one process has an error, all processes get one.
 
         Raises:
           RunError: a file cannot be read, or the checkpoint is of another step.

@@ -107,7 +107,7 @@ def find_model(source: Path, *, step: int | None = None, best: bool = False) -> 
             sequence_length=config.data.sequence_length,
         )
     if chooses or step is not None:
-        raise FolderError(f"{source} has no checkpoints")
+        raise FolderError(f"{source} has no checkpoints; leave out --step and --best")
     if not is_hf_folder(source / "model"):
         raise FolderError(
             f"{source} has neither checkpoints nor a model; the run did not finish, start it again"
@@ -131,9 +131,11 @@ def _in_hf_folder(folder: Path, like: LlamaConfig | None = None) -> Saved:
 def _chosen(folder: Path, steps: dict[int, float | None], step: int | None, best: bool) -> int:
     measured = {step: loss for step, loss in steps.items() if loss is not None}
     if best and step is not None:
-        raise FolderError("--best and --step exclude each other")
+        raise FolderError("--best and --step exclude each other; leave out one")
     if best and not measured:
-        raise FolderError(f"{folder}: no checkpoint has a held-out loss")
+        raise FolderError(
+            f"{folder}: no checkpoint has a held-out loss; leave out --best, or choose with --step"
+        )
     if best:
         return min(measured, key=lambda step: measured[step])
     if step is not None and step not in steps:

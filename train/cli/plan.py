@@ -47,6 +47,7 @@ def run(arguments: Sequence[str]) -> None:
 
     Raises:
       FlagError: a flag is wrong, or the compilers are missing.
+      ValueError: there is no such GPU, or the flags contradict each other or the devices.
       PlanError: no configuration fits.
     """
     flags, rest = _parser().parse_known_args(arguments)
@@ -155,7 +156,8 @@ def _config_and_targets(
         devices = jax.devices()[: flags.num_devices]
         if flags.num_devices and len(devices) < flags.num_devices:
             raise ValueError(
-                f"this machine has only {len(devices)} devices; name the GPU with --device"
+                f"this machine has only {len(devices)} of {flags.num_devices} devices; name the "
+                "GPU with --device"
             )
     if not _given(rest, "--model.remat"):
         config = with_remat(config, AUTO_REMAT)

@@ -2,10 +2,10 @@
 
 Each program has a JSON file in `$XDG_CACHE_HOME/pallas-kernels/plans`, or in `~/.cache` if that
 variable is not set. `TRAIN_PLAN_CACHE` names another folder; if it is empty, there is no cache. The
-name of a file is a hash of everything that decides the program: the configuration, the mesh, the
-device with its memory, the versions and this project's source. The limit of memory changes no
-program, so plans for another limit use the same files. A file that cannot be read or written counts
-as missing.
+name of a file is a hash of everything that decides the program and its estimates. This is the
+configuration, the mesh, the device and its speeds, some variables of the environment, the versions
+and this project's source. The limit of memory changes no program, so plans for another limit use
+the same files. A file that cannot be read or written counts as missing.
 """
 
 import contextlib
@@ -27,7 +27,8 @@ from train.teacher import teacher_model
 VARIABLE = "TRAIN_PLAN_CACHE"
 _ROOT = pathlib.Path(__file__).parents[2]
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "flax", "optax")
-# The fields of a configuration that change the step.
+# The fields of a configuration that change the time or the memory of the step. The limits of
+# `train.guard` change the step as well, but only a few scalars of it.
 _FIELDS = (
     *("objective", "dpo", "distill", "model", "data", "optimizer", "steps", "z_loss"),
     *("counted_fraction", "xla_options"),

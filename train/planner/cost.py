@@ -8,13 +8,13 @@ every GEMM, also those that rematerialization runs again:
 - A GEMM or an attention takes the time of its FLOPs or of its bytes, whichever is longer.
 - Elementwise operations that depend on each other, with no GEMM, kernel or reduction between them,
   count as one fusion, which reads its inputs and writes its outputs once.
-- GEMMs and kernels read and write whole buffers, not slices. So a loop over layers copies their
-  part of its stacked inputs and outputs. On one device, with the options of `train.xla_flags`, all
-  of them except attention use slices, and there are no copies.
+- GEMMs and kernels read and write whole buffers, not slices. So a loop over layers copies the
+  slices of its stacked inputs and outputs that they use. On one device, with the options of
+  `train.xla_flags`, GEMMs and our kernels use slices without a copy, and attention does not.
 - Data that goes to host memory or comes back takes the time of its bytes on the bus. Nothing else
   runs at that time.
-- The loss holds its results beside its inputs. On several devices each computes it for its own
-  tokens, with the whole weight. The other operations are split evenly.
+- The loss holds its results beside its inputs. On several devices, each device computes the loss
+  for its own tokens, with the whole weight. The other operations are split evenly.
 - A collective in a `jax.shard_map` takes the time in which a device receives its bytes over the
   link. Nothing else runs at that time, unless the planner assumes that the exchange over its axis
   hides (`train.planner.plan`).
@@ -60,8 +60,8 @@ ATTENTION_BACKWARD_EFFICIENCY = 0.33
 LINK_EFFICIENCY = 0.60
 
 
-# Number of GEMMs in a kernel, by its name. On GPUs where FP8 products run by XLA, they count as
-# products in 16 bits of operands that are cast back.
+# Number of GEMMs in a kernel, by its name. Where XLA runs the FP8 products in place of a kernel,
+# they count as products in 16 bits, of operands that are cast back.
 _PRODUCTS = {
     "gated_matmul": 2,
     "gated_matmul_backward": 1,
@@ -70,9 +70,10 @@ _PRODUCTS = {
     "linear_statistics": 1,
     "linear_exponentials": 1,
 }
-# Their GEMMs run at twice the rate of those in 16 bits: 1400 to 1570 TFLOP/s on an H200.
+# The kernels named `fp8_*` run GEMMs at twice the rate of 16 bits: 1400 to 1570 TFLOP/s on an H200.
 _FP8_RATE = 2.0
-# Kernels with one GEMM whose first dimension of the result is not a dimension of the first operand.
+# Kernels with one GEMM. The first dimension of the result is no dimension of the first operand. So
+# the FLOPs are twice that dimension times the size of that operand.
 _GRADIENTS = {"input_gradient", "weight_gradient", "weight_gradient_rows"}
 # A kernel without work, unless a logit is far above its label's.
 _WITHOUT_WORK = {"linear_exponentials_again"}
@@ -180,7 +181,8 @@ def estimate(
       num_devices: number of devices that share GEMMs and attention.
       num_aliased: number of results, from the first, that take the memory of arguments.
       hidden_axes: axes of the mesh over which a collective takes no time.
-      body_of_device: what each device runs of the loss; see `dataflow.operations`.
+      body_of_device: function that gives each device's part of the loss; see
+        `dataflow.operations`.
     """
     is_alone = num_devices == 1
     program = _Program(
@@ -192,8 +194,9 @@ def estimate(
 class _Program:
     """Estimates the cost of jaxprs.
 
-    Its arguments are those of `estimate`, then `is_alone`, whether one device runs the whole
-    program, and `axis_sizes`, the mesh inside a `shard_map`.
+    Arguments with the names of `estimate` mean the same. `size` is its `bytes_per_device`.
+    `is_alone` says whether one device runs the whole program. `axis_sizes` is the mesh inside a
+    `shard_map`.
     """
 
     def __init__(

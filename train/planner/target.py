@@ -49,12 +49,23 @@ class Target:
 
 
 def memory_fraction() -> float:
-    """The share of a GPU's memory that XLA takes, from the environment."""
+    """The share of a GPU's memory that XLA takes, from the environment.
+
+    Raises:
+      ValueError: the variable is not a number.
+    """
     if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":
         return 1.0
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-    text = next((os.environ[name] for name in names if os.environ.get(name)), DEFAULT_FRACTION)
-    return float(text)
+    for name in names:
+        if text := os.environ.get(name):
+            try:
+                return float(text)
+            except ValueError:
+                raise ValueError(
+                    f"{name}={text!r} is not a number; set the share of a GPU's memory, as in 0.92"
+                ) from None
+    return DEFAULT_FRACTION
 
 
 def target_here(mesh: Mesh, memory_bytes: int | None = None) -> Target:

@@ -218,8 +218,9 @@ def test_open_sizes_run_the_reference():
     )
     (choice,) = explain(linear_distillation_loss, *args).choices
     assert choice.implementation == "reference" and "open sizes" in str(choice.reason)
-    with pytest.raises(NotImplementedError, match="open sizes"):
-        jax.eval_shape(functools.partial(linear_distillation_loss, implementation="xla"), *args)
+    for name in ("xla", "require"):
+        with pytest.raises(NotImplementedError, match="open sizes"):
+            jax.eval_shape(functools.partial(linear_distillation_loss, implementation=name), *args)
 
 
 def test_only_the_reference_has_second_derivatives():

@@ -93,6 +93,9 @@ def test_the_limit_is_the_memory_of_xla_less_a_margin(monkeypatch):
     assert "90% of 80.0 GiB" in target().pool
     own = target_elsewhere(H100, target().mesh)
     assert own.pool_bytes == int(H100.limits.hbm_bytes * 0.9)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "90%")
+    with pytest.raises(ValueError, match="XLA_CLIENT_MEM_FRACTION='90%' is not a number; set the"):
+        target()
 
 
 @pytest.mark.parametrize(
