@@ -70,12 +70,14 @@ def symbolic_reason(*arrays: Any) -> str | None:
     return None
 
 
-def by_name(name: Chosen) -> str:
-    """The reason for what the caller asked for."""
-    return (
-        f"the caller asked for implementation={name!r}; implementation=None takes the kernel where "
-        "it runs"
-    )
+def by_name(name: Chosen, kernel: str = "None takes the kernel where it runs") -> str:
+    """The reason for what the caller asked for.
+
+    Args:
+      name: Name that the caller gave.
+      kernel: Statement which implementation is the kernel.
+    """
+    return f"the caller asked for implementation={name!r}; implementation={kernel}"
 
 
 def check_no_config(config: Any, implementation: Implementation | None) -> None:

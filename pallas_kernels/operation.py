@@ -312,7 +312,8 @@ def _like(gradient: jax.Array, aval: Any) -> jax.Array:
 def _no_forward_mode(operation: Operation) -> NotImplementedError:
     return NotImplementedError(
         f"{operation.name} has a gradient rule of its own, so it has no forward mode (jax.jvp, "
-        "jax.jacfwd) and no second derivative; use implementation='reference'"
+        "jax.jacfwd) and no second derivative; use implementation='reference' if the function "
+        "takes it"
     )
 
 

@@ -427,11 +427,7 @@ def _choose(
             raise NotImplementedError(f"{implementation=}: {open_sizes}, or with 'reference'")
         return "reference", by_name("reference") if implementation == "reference" else open_sizes
     if settings.tail is not None:
-        return (
-            ("xla", NO_KERNEL)
-            if implementation is None
-            else (implementation, by_name(implementation))
-        )
+        return implementation or "xla", NO_KERNEL
     dtypes = (settings.dtype_of_logits(a) for a in (x, teacher[0]))
     unsupported = passes.unsupported_reason(vocab_size, *dtypes)
     return choose_implementation(implementation, unsupported, fallback="xla")

@@ -99,7 +99,7 @@ def choose_swiglu(
     # cannot.
     check_no_config(config, implementation or "reference")
     if implementation == "reference" or implementation == "xla":
-        return implementation, by_name(implementation)
+        return implementation, by_name(implementation, "'mosaic_gpu' takes the kernel")
     return "reference", (
         "XLA's fusion is as fast as the kernel and can take in the operations around it; "
         "implementation='mosaic_gpu' takes the kernel"

@@ -156,7 +156,7 @@ def choose_sharded_norm(
         unsupported = mosaic_gpu.unsupported_reason(partial, residual, weight)
         return choose_implementation(implementation, unsupported, fallback="xla")
     if implementation == "reference" or implementation == "xla":
-        return implementation, by_name(implementation)
+        return implementation, by_name(implementation, "'mosaic_gpu' takes the kernel")
     return "xla", (
         "the kernel over peer memory could wait for ever if XLA runs another collective beside it, "
         "so it runs only with implementation='mosaic_gpu'"
