@@ -48,6 +48,7 @@ from pallas_kernels.fp8 import (
     reference,
 )
 from pallas_kernels.fp8.types import E4M3, BlockwiseInt8
+from pallas_kernels.mlp.reference import swiglu_gradients
 from pallas_kernels.partition import Place
 
 # Tokens x hidden or intermediate size of Llama 1B and 8B, and a weight.
@@ -108,7 +109,7 @@ def _swiglu_by_kernels(
 def _swiglu_in_pieces(
     recipe: Recipe, gate: BlockwiseInt8, up: BlockwiseInt8, dproduct: jax.Array
 ) -> Any:
-    found = mlp.gradients_of_swiglu(gate.dequantize(), up.dequantize(), dproduct)
+    found = swiglu_gradients(gate.dequantize(), up.dequantize(), dproduct)
     # XLA would compute the gradients again for each of their readers.
     dgate, dup, product = jax.lax.optimization_barrier(found)
     cast, of_product = recipe.gradients, recipe.inputs
