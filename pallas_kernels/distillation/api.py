@@ -149,9 +149,9 @@ def linear_distillation_loss(
       reduction: `"mean"`, `"sum"` or `"none"`.
       counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1]. The
         tokens that count are then computed in as few rows, and all tokens if more of them do. So
-        the share changes no result but the order of sums. It has no effect with `"reference"`. Nor
-        has it where the gradient of `token_weights` is wanted, because all tokens have one, or
-        where the vocabulary is split; the log says the latter.
+        the share changes no result but the order of sums. It has no effect with `"reference"`, or
+        where the gradient of `token_weights` is wanted, because all tokens have one. It also has
+        none where the vocabulary is split, and the log says so.
       chunk_size: Largest number of a device's tokens whose logits exist at a time. If this size
         makes two chunks, three are made: XLA would keep the logits of both in memory.
       max_logits_bytes: Limit in bytes for both logits of a chunk of tokens, or those of 128 tokens
