@@ -84,8 +84,9 @@ class LlamaConfig:
         MLP without biases and chunks. The parameters stay as they are. Cached generation
         (`models.sampling`) runs in `dtype`.
       attention_implementation: Implementation of `jax.nn.dot_product_attention`; `None` takes
-        cuDNN's where it runs: in 16 bits, with heads of 8, 16, ... or 128 channels and an even
-        number of positions. XLA's runs elsewhere, which keeps all scores; a GPU logs the reason.
+        cuDNN's where it runs: in 16 bits, with heads of 8, 16, ... or 128 channels (on Hopper up to
+        256) and an even number of positions. XLA's runs elsewhere, which keeps all scores; a GPU
+        logs the reason.
     """
 
     vocab_size: int

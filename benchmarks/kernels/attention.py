@@ -1,13 +1,14 @@
-"""Times causal attention with grouped queries: cuDNN, the Mosaic GPU kernels of others, PyTorch.
+"""Times causal attention with grouped queries: cuDNN, XLA, others' Mosaic GPU kernels, PyTorch.
 
     python -m benchmarks.kernels.attention --peers
 
 A shape is sequences x length x query heads x key heads x head size. Data is random and bfloat16;
-times are kernel times (`benchmarks/timing.py`), medians over interleaved rounds. cuDNN runs as
-`models/llama.py` calls it. The other kernels in JAX have several tiles each; all of them are timed,
-and the table has the fastest. The backward is the forward with the backward less the forward. A
-forward counts 4 B N S² H floating-point operations, half of them if it is causal, and a backward
-2.5 times as many. A result that differs from the formula in float32 by over 2 % is not timed.
+times are kernel times (`benchmarks/timing.py`), medians over interleaved rounds. cuDNN and XLA run
+as `models/llama.py` calls them. The other kernels in JAX have several tiles each; all of them are
+timed, and the table has the fastest. The backward is the forward with the backward less the
+forward. A forward counts 4 B N S² H floating-point operations, half of them if it is causal, and a
+backward 2.5 times as many. A result that differs from the formula in float32 by over 2 % is not
+timed.
 
 JAX's `attention_mgpu` takes float16 alone, scales no logits, so that its queries are scaled before,
 and has a backward without a mask only. The rows "no mask" compare that backward with cuDNN's.
@@ -112,8 +113,10 @@ def _scale(q: jax.Array) -> float:
 def variants(*, with_tokamax: bool) -> list[Variant]:
     """The contenders that run in JAX, each with all of its tiles."""
     cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    xla = functools.partial(jax.nn.dot_product_attention, implementation="xla")
     return [
         Variant("cuDNN", "", functools.partial(cudnn, is_causal=True)),
+        Variant("XLA", "", functools.partial(xla, is_causal=True)),
         Variant("cuDNN, no mask", "", cudnn, formula=FULL_ATTENTION),
         *_of_jax(),
         *(_of_tokamax() if with_tokamax else ()),

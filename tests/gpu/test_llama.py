@@ -18,6 +18,7 @@ from models.llama import Llama
 from models.presets import PRESETS
 from models.remat import POLICIES
 from models.sharding import batch_sharding, make_mesh, parameter_shardings
+from pallas_kernels.gpu.device import target_device
 from support.numerics import assert_as_accurate, assert_trees_as_accurate
 from support.on_gpu import as_float64, large
 from train.data import SyntheticDataset
@@ -139,11 +140,22 @@ def test_scanned_layers_compute_what_unrolled_ones_do(remat):
     assert_llama_is_as_accurate(small_llama(ONE, remat=remat), unrolled)
 
 
+def skip_without_cudnn_for(head_dim):
+    if head_dim > 128 and not target_device().kind.startswith(("NVIDIA H100", "NVIDIA H200")):
+        pytest.skip("cuDNN takes heads above 128 channels on Hopper")
+
+
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
 @pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])
-def test_cudnn_attention_is_the_default_and_as_accurate_as_xla(packed):
+def test_cudnn_attention_is_the_default_and_as_accurate_as_xla(packed, head_dim):
     config = dataclasses.replace(
-        PRESETS["llama3.2-1b"], num_hidden_layers=2, vocab_size=1024, initializer_range=0.05
+        PRESETS["llama3.2-1b"],
+        num_hidden_layers=2,
+        vocab_size=1024,
+        initializer_range=0.05,
+        head_dim=head_dim,
     )
+    skip_without_cudnn_for(head_dim)
     batch = SyntheticDataset(config.vocab_size, 1024).batch(0, batch_size=2, seed=0)
     if packed:
         positions = np.tile(np.arange(1024, dtype=np.int32), (2, 1))

@@ -12,6 +12,7 @@ from flax import nnx
 from models import llama
 from models.config import LlamaConfig
 from models.llama import Llama
+from pallas_kernels.gpu.device import Device
 from support.numerics import assert_trees_as_accurate, quick_jit
 from support.small_llama import (
     CONFIG,
@@ -327,18 +328,21 @@ def test_flax_tree_mode_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    "shape, dtype, reason",
+    "capability, shape, dtype, reason",
     [
-        ((1, 6, 2, 128), jnp.bfloat16, None),
-        ((1, 6, 2, 8), jnp.float16, None),
-        ((1, 6, 2, 64), jnp.float32, "takes bfloat16 and float16, not float32; set dtype"),
-        ((1, 6, 2, 136), jnp.bfloat16, "heads of 8, 16, ... or 128 channels, not 136"),
-        ((1, 6, 2, 12), jnp.bfloat16, "heads of 8, 16, ... or 128 channels, not 12"),
-        ((1, 7, 2, 64), jnp.bfloat16, "an even number of positions, not 7; pad the sequences"),
+        ((8, 0), (1, 6, 2, 128), jnp.bfloat16, None),
+        ((9, 0), (1, 6, 2, 8), jnp.float16, None),
+        ((9, 0), (1, 6, 2, 256), jnp.bfloat16, None),
+        ((9, 0), (1, 6, 2, 64), jnp.float32, "takes bfloat16 and float16, not float32; set dtype"),
+        ((9, 0), (1, 6, 2, 264), jnp.bfloat16, "heads of 8, 16, ... or 256 channels here, not 264"),
+        ((8, 0), (1, 6, 2, 136), jnp.bfloat16, "heads of 8, 16, ... or 128 channels here, not 136"),
+        ((8, 0), (1, 6, 2, 12), jnp.bfloat16, "heads of 8, 16, ... or 128 channels here, not 12"),
+        ((9, 0), (1, 7, 2, 64), jnp.bfloat16, "an even number of positions, not 7; pad the"),
     ],
 )
-def test_what_the_attention_of_cudnn_takes(monkeypatch, shape, dtype, reason):
+def test_what_the_attention_of_cudnn_takes(monkeypatch, capability, shape, dtype, reason):
     """JAX says the same when it traces a gradient for a GPU."""
     monkeypatch.setattr(llama, "runs_here", lambda: None)
+    monkeypatch.setattr(llama, "target_device", lambda: Device("a GPU", capability, 132))
     found = llama._why_no_cudnn(jnp.zeros(shape, dtype))
     assert found is None if reason is None else found is not None and reason in found
