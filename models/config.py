@@ -190,7 +190,7 @@ class LlamaConfig:
         if size and (self.mlp_bias or self.hidden_act != "silu"):
             raise ValueError(
                 f"mlp_chunk_size={size} is for hidden_act='silu' without biases, got "
-                f"{self.hidden_act=} and {self.mlp_bias=}"
+                f"{self.hidden_act=} and {self.mlp_bias=}; set mlp_chunk_size=0"
             )
         if size and policy is not None and {"gate", "up"} & policy.kept:
             raise ValueError(
@@ -208,7 +208,8 @@ class LlamaConfig:
         if self.mlp_chunk_size or self.mlp_bias or self.hidden_act != "silu":
             raise ValueError(
                 f"fp8={self.fp8!r} is for hidden_act='silu' without biases and chunks of the MLP, "
-                f"got {self.hidden_act=}, {self.mlp_bias=} and {self.mlp_chunk_size=}"
+                f"got {self.hidden_act=}, {self.mlp_bias=} and {self.mlp_chunk_size=}; set "
+                "fp8=None"
             )
 
     def _check_tokens(self) -> None:

@@ -173,14 +173,17 @@ def config_from_hf(hf_config: dict[str, Any]) -> LlamaConfig:
       NotImplementedError: The model needs a feature that `LlamaConfig` does not have.
     """
     if not isinstance(hf_config, dict):
-        raise ValueError(f"an object is expected, got {_short(hf_config)}")
+        raise ValueError(
+            f"an object is expected, got {_short(hf_config)}; take the config.json of a model"
+        )
     model_type = hf_config.get("model_type")
     if not (isinstance(model_type, str) and model_type in _DEFAULTS):
         raise ValueError(
-            f"model_type={_short(model_type)}, only 'llama', 'mistral' and 'qwen3' are supported"
+            f"model_type={_short(model_type)} is not supported; take a model of type 'llama', "
+            "'mistral' or 'qwen3'"
         )
     if missing := [name for name in _SIZES if hf_config.get(name) is None]:
-        raise ValueError(f"the configuration lacks {missing}")
+        raise ValueError(f"the configuration lacks {missing}; add the sizes of the model")
     _check_keys(hf_config, model_type)
 
     fields = {name: _checked(name, hf_config[name], _FIELDS[name]) for name in _SIZES}
@@ -196,7 +199,9 @@ def config_from_hf(hf_config: dict[str, Any]) -> LlamaConfig:
     if fields["head_dim"] is None:
         del fields["head_dim"]
     elif fields["head_dim"] < 1:
-        raise ValueError(f"head_dim={fields['head_dim']} must be at least 1")
+        raise ValueError(
+            f"head_dim={fields['head_dim']} must be at least 1; leave it out for the default"
+        )
     if isinstance(fields["eos_token_id"], list):
         fields["eos_token_id"] = tuple(fields["eos_token_id"])
     rope = _rope_from_hf(hf_config, fields["max_position_embeddings"])
@@ -281,12 +286,16 @@ def _rope_from_hf(hf_config: dict[str, Any], max_position_embeddings: int) -> Ro
     theta = 10_000.0 if theta is None else _checked("rope_theta", theta, "a number")
     partial = settings.pop("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
     if partial not in (None, 1):
-        raise ValueError(f"partial_rotary_factor={_short(partial)}: Llama rotates whole heads")
+        raise ValueError(
+            f"partial_rotary_factor={_short(partial)}: Llama rotates whole heads; take a model "
+            "whose factor is 1"
+        )
     settings.pop("finetuned", None)  # a remark in the first YaRN checkpoints
     unknown = {k: v for k, v in settings.items() if k not in _ROPE_FIELDS and v is not None}
     if unknown:
         raise ValueError(
-            f"unknown rope parameters, which may change the rotation: {_short(unknown)}"
+            f"unknown rope parameters, which may change the rotation: {_short(unknown)}. Remove "
+            "them from the configuration if they do not"
         )
 
     # Like transformers, leave aside the settings that another rope type would read.

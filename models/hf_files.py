@@ -55,15 +55,19 @@ def read_json(file: Path) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
+        raise ValueError(f"{file} is not JSON: {error}; repair it, or download it again") from error
 
 
 def _check_status(file: Path, status: os.stat_result, max_bytes: int | None) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{file} is not a regular file but a {_kind(status.st_mode)}")
+        raise ValueError(
+            f"{file} is not a regular file but a {_kind(status.st_mode)}; put a copy of the file "
+            "in its place"
+        )
     if max_bytes is not None and status.st_size > max_bytes:
         raise ValueError(
-            f"{file} has {status.st_size:,} bytes, more than the {max_bytes:,} that are read"
+            f"{file} has {status.st_size:,} bytes, more than the {max_bytes:,} that are read; "
+            "put the right file in its place"
         )
 
 
@@ -116,12 +120,14 @@ class Checkpoint:
             self._check_index()
         else:
             pickles = [f.name for f in folder.iterdir() if f.suffix in (".bin", ".pt", ".pth")]
-            remedy = (
-                f"; {sorted(pickles)} are not read, because unpickling runs the code in a file: "
-                "save the model again with transformers, as safetensors"
-            )
+            remedy = "name a folder with the weights of a model"
+            if pickles:
+                remedy = (
+                    f"{sorted(pickles)} are not read, because unpickling runs the code in a file: "
+                    "save the model again with transformers, as safetensors"
+                )
             raise FileNotFoundError(
-                f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{remedy if pickles else ''}"
+                f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; {remedy}"
             )
 
     def _check_index(self) -> None:
@@ -129,14 +135,17 @@ class Checkpoint:
         in_files = {name: set(file.keys()) for name, file in self._files.items()}
         for tensor, file in self._file_of.items():
             if tensor not in in_files[file]:
-                raise ValueError(f"{self.folder / file} lacks {tensor!r}, which {INDEX_FILE} names")
+                raise ValueError(
+                    f"{self.folder / file} lacks {tensor!r}, which {INDEX_FILE} names; download "
+                    "both files again"
+                )
         for file, tensors in in_files.items():
             for tensor in sorted(tensors, key=natural):
                 if (indexed := self._file_of.get(tensor)) != file:
                     said = f"is in {indexed}" if indexed else "is nowhere"
                     raise ValueError(
                         f"{self.folder / file} has {tensor!r}, which {said} according to "
-                        f"{INDEX_FILE}"
+                        f"{INDEX_FILE}; download both files again"
                     )
 
     @property
@@ -166,7 +175,9 @@ class Checkpoint:
         if problems:
             more = f"\n... and {len(problems) - 20} more" if len(problems) > 20 else ""
             raise ValueError(
-                f"{self.folder} does not fit its {CONFIG_FILE}:\n" + "\n".join(problems[:20]) + more
+                f"{self.folder} does not fit its {CONFIG_FILE}; take both from one model:\n"
+                + "\n".join(problems[:20])
+                + more
             )
 
     def __contains__(self, name: str) -> bool:
@@ -200,26 +211,38 @@ def _open(file: Path) -> safe_open:
             raise FileNotFoundError(
                 f"{file} is a link to {file.readlink()}, which does not exist; download it again"
             ) from error
-        raise FileNotFoundError(f"{file}, which {INDEX_FILE} names, does not exist") from error
+        raise FileNotFoundError(
+            f"{file}, which {INDEX_FILE} names, does not exist; download it again"
+        ) from error
     try:
         return safe_open(file, framework="numpy")
     except SafetensorError as error:
-        raise ValueError(f"{file} is damaged or incomplete: {error}") from error
+        raise ValueError(f"{file} is damaged or incomplete: {error}; download it again") from error
 
 
 def _read_index(file: Path) -> dict[str, str]:
     content = read_json(file)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict):
-        raise ValueError(f"{file} is not an index of tensors: it has no object 'weight_map'")
+        raise ValueError(
+            f"{file} is not an index of tensors: it has no object 'weight_map'; download it again"
+        )
     for tensor, name in weight_map.items():
         if not isinstance(name, str):
-            raise ValueError(f"{file}: the file of {tensor!r} must be a text, got {name!r}")
+            raise ValueError(
+                f"{file}: the file of {tensor!r} must be a text, got {name!r}; download it again"
+            )
     files = sorted(set(weight_map.values()))
     if outside := [name for name in files if "/" in name]:
-        raise ValueError(f"{file} names files outside of its folder: {outside}")
+        raise ValueError(
+            f"{file} names files outside of its folder: {outside}; put them into the folder, and "
+            "name them without a path"
+        )
     if other := [name for name in files if not re.fullmatch(r"[^\0]+\.safetensors", name)]:
-        raise ValueError(f"{file} names files that are not safetensors: {other}")
+        raise ValueError(
+            f"{file} names files that are not safetensors: {other}; save the model again with "
+            "transformers, as safetensors"
+        )
     return weight_map
 
 

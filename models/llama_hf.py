@@ -107,7 +107,9 @@ def read_config(path: str | os.PathLike[str]) -> LlamaConfig:
     """
     file = Path(path) / CONFIG_FILE
     if not os.path.lexists(file):
-        raise FileNotFoundError(f"{file} does not exist: not a Hugging Face checkpoint")
+        raise FileNotFoundError(
+            f"{file} does not exist; name the folder of a Hugging Face checkpoint"
+        )
     content = read_json(file)
     try:
         return config_from_hf(content)
@@ -134,7 +136,8 @@ def _checked(folder: Path, config: LlamaConfig) -> tuple[Checkpoint, Any, nnx.St
     if config.num_hidden_layers > checkpoint.num_tensors:
         raise ValueError(
             f"{folder} does not fit its {CONFIG_FILE}: num_hidden_layers="
-            f"{config.num_hidden_layers}, but its files have {checkpoint.num_tensors} tensors"
+            f"{config.num_hidden_layers}, but its files have {checkpoint.num_tensors} tensors; "
+            "take both from one model"
         )
     # Shapes only: nothing is initialized.
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))

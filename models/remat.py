@@ -169,7 +169,9 @@ def remat_policy(name: str) -> RematPolicy:
             "to keep it in host memory"
         )
     if twice := sorted({*kept} & {*offloaded}):
-        raise ValueError(f"remat={name!r}: {twice} both on the device and in host memory")
+        raise ValueError(
+            f"remat={name!r}: {twice} both on the device and in host memory; name each tensor once"
+        )
     attention = "attention" in kept
     on_device = ("attention", *(_KEPT_BY_ATTENTION if attention else ()))
     if stuck := [part for part in offloaded if part in on_device]:

@@ -302,7 +302,8 @@ def _longrope_frequencies(
     short_factor, long_factor = _set(rope.short_factor), _set(rope.long_factor)
     if not len(short_factor) == len(long_factor) == head_dim // 2:
         raise ValueError(
-            f"{len(short_factor)=} and {len(long_factor)=} must be half of {head_dim=}"
+            f"{len(short_factor)=} and {len(long_factor)=} must be half of {head_dim=}; give each "
+            "pair of channels one factor"
         )
     factor = rope.factor or max_position_embeddings / original
     if (attention_factor := rope.attention_factor) is None:

@@ -97,7 +97,8 @@ def generate(
     limit = model.config.max_position_embeddings
     if prompt_size + max_new_tokens > limit:
         raise ValueError(
-            f"{prompt_size=} + {max_new_tokens=} exceeds max_position_embeddings={limit}"
+            f"{prompt_size=} + {max_new_tokens=} exceeds max_position_embeddings={limit}; "
+            "take shorter prompts, or fewer new tokens"
         )
     if prompt_lengths is None:
         prompt_lengths = jnp.full((batch_size,), prompt_size, jnp.int32)
@@ -109,7 +110,8 @@ def generate(
         row, place = np.argwhere(values < 0)[0]
         raise FloatingPointError(
             f"the logits of new token {place} of row {row} are not finite: the parameters hold NaN "
-            f"or infinities, or they overflow in {model.config.dtype}"
+            f"or infinities, or they overflow in {model.config.dtype}; load other parameters, or "
+            "set a dtype with a larger range"
         )
     return tokens
 
@@ -129,7 +131,10 @@ def _check_options(
     if temperature != 0 and not smallest <= temperature < math.inf:  # NaN is not
         raise ValueError(f"{temperature=} must be 0, or finite and from {smallest:.3g} up")
     if temperature != 0 and key is None:
-        raise ValueError(f"{temperature=} must be 0 without a key, got {key=}")
+        raise ValueError(
+            f"{temperature=} draws tokens at random, which needs a key; pass a jax.random.key, or "
+            "temperature=0"
+        )
 
 
 def _check_prompts(vocab_size: int, prompts: jax.Array, lengths: jax.Array | None) -> None:
@@ -145,7 +150,9 @@ def _check_prompts(vocab_size: int, prompts: jax.Array, lengths: jax.Array | Non
     if prompt_size < 1:
         raise ValueError(f"{prompts.shape=}: a prompt must have at least 1 token")
     if jnp.iinfo(prompts.dtype).max < vocab_size - 1:
-        raise ValueError(f"{prompts.dtype=} does not hold the tokens of {vocab_size=}")
+        raise ValueError(
+            f"{prompts.dtype=} does not hold the tokens of {vocab_size=}; cast prompts to int32"
+        )
     if (values := _values(prompts)) is not None:
         outside = (values < 0) | (values >= vocab_size)
         if outside.any():

@@ -47,7 +47,7 @@ class Tokens:
     """An array whose leading axes are tokens.
 
     Attributes:
-      features: names of the axes that follow.
+      features: Names of the axes that follow.
     """
 
     features: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class TokensLast:
     tokens in the same way.
 
     Attributes:
-      features: names of the axes before the last.
+      features: Names of the axes before the last.
     """
 
     features: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class Same:
     """A result that is the same on all devices, such as a scale.
 
     Attributes:
-      num_axes: number of its axes.
+      num_axes: Number of its axes.
     """
 
     num_axes: int = 0
@@ -84,10 +84,10 @@ class Weight:
     """An array that every token reads.
 
     Attributes:
-      axes: names of its axes.
-      dtype: dtype to which it is cast before it is gathered; None keeps its own. A weight that is
+      axes: Names of its axes.
+      dtype: Dtype to which it is cast before it is gathered; None keeps its own. A weight that is
         not gathered comes as it is.
-      by_rows: whether a gathered weight lies row by row in memory, as kernels read it. Otherwise
+      by_rows: Whether a gathered weight lies row by row in memory, as kernels read it. Otherwise
         XLA lays it out as the exchange delivers it, and may copy it for each kernel.
     """
 
@@ -101,7 +101,7 @@ class GradientOf:
     """The gradient of a weight. The local function returns the sum over a device's own tokens.
 
     Attributes:
-      index: position of the weight among the arguments.
+      index: Position of the weight among the arguments.
     """
 
     index: int
@@ -112,9 +112,9 @@ class Roles:
     """The roles of a local function's arguments and results.
 
     Attributes:
-      args: roles of the arguments.
-      results: roles of the results.
-      parts: names of the axes of which a device may have a part.
+      args: Roles of the arguments.
+      results: Roles of the results.
+      parts: Names of the axes of which a device may have a part.
     """
 
     args: tuple[Tokens | TokensLast | Weight, ...]
@@ -127,9 +127,9 @@ class Place:
     """The mesh axes that split what a local function sees. Empty where nothing is split.
 
     Attributes:
-      tokens: mesh axes that split the tokens.
-      parts: mesh axes that split each of `Roles.parts`, in that order.
-      leading: mesh axes that split each leading axis of the tokens; empty if none is split.
+      tokens: Mesh axes that split the tokens.
+      parts: Mesh axes that split each of `Roles.parts`, in that order.
+      leading: Mesh axes that split each leading axis of the tokens; empty if none is split.
     """
 
     tokens: Split = ()
@@ -159,11 +159,11 @@ def partitioned(
     """`local(key, place)(*args)`, computed by each device for its own tokens.
 
     Args:
-      local: maker of the function of a device's arrays. That function takes weights that are whole,
+      local: Maker of the function of a device's arrays. That function takes weights that are whole,
         except for the parts that `place` names, and returns a value for each result.
-      key: static options of `local`.
-      roles: roles of the arguments and of the results.
-      *args: the arrays.
+      key: Static options of `local`.
+      roles: Roles of the arguments and of the results.
+      *args: The arrays.
       manual_parts: Manual axes over which the caller has split each of `roles.parts`.
     """
     mesh = _mesh(args)
@@ -231,10 +231,10 @@ class _Layout:
     """How arrays are split.
 
     Attributes:
-      args: splits of the arguments.
-      gathered: splits of the weights' axes that each device gathers; empty splits for tokens.
-      results: splits of the results.
-      place: what the local function is told.
+      args: Splits of the arguments.
+      gathered: Splits of the weights' axes that each device gathers; empty splits for tokens.
+      results: Splits of the results.
+      place: Place that the local function is told.
     """
 
     args: tuple[Splits, ...]

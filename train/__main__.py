@@ -74,7 +74,7 @@ def errors(prefix: str = "", *, debug: bool = False) -> Iterator[None]:
     """
     from train.cli.command_line import DEBUG
     from train.data import DataError
-    from train.errors import DiskError, FolderError, RunError
+    from train.errors import DiskError, FolderError, RunError, text_of
     from train.flag_errors import FlagError
     from train.planner.plan import PlanError
 
@@ -83,7 +83,7 @@ def errors(prefix: str = "", *, debug: bool = False) -> Iterator[None]:
     except (ValueError, OSError, NotImplementedError, FloatingPointError, RunError, PlanError) as e:
         if debug:
             traceback.print_exc()
-        message = " ".join(str(e).split()) or type(e).__name__
+        message = text_of(e) or type(e).__name__
         if isinstance(e, DataError) and prefix:  # the message names the flags of training
             message = message.replace("--data.", "--")
         line = f"{prefix}error: {message}"

@@ -34,7 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Int
 
 from train.config import DistributedConfig
-from train.errors import RunError
+from train.errors import RunError, one_line
 from train.flag_errors import tyro_errors
 
 _POLL_S = 1.0
@@ -119,7 +119,7 @@ def _connect(config: DistributedConfig) -> None:
         )
     except (ValueError, KeyError) as error:  # a variable of the launcher is missing
         raise RunError(
-            f"{config.cluster} does not say which processes there are ({_one_line(error)}); start "
+            f"{config.cluster} does not say which processes there are ({one_line(error)}); start "
             "the processes with its launcher, or name them with "
             "--distributed.coordinator-address, --distributed.num-processes and "
             "--distributed.process-id"
@@ -167,7 +167,7 @@ class _Peers(threading.Thread):
                 self._tell(next(self._beats), "")
                 reason = self._judge_all() if self._index == 0 else self._hear_first()
             except jax.errors.JaxRuntimeError as error:
-                reason = f"process 0 cannot be reached ({_one_line(error)})"
+                reason = f"process 0 cannot be reached ({one_line(error)})"
             if reason and not self._left.is_set():
                 self._end(f"error: {reason}. {_AGAIN}\n", 1, reason)
 
@@ -185,12 +185,12 @@ class _Peers(threading.Thread):
             self.join(self._timeout_s + 3 * self._poll_s)
         self._left.set()
         if not isinstance(error, SystemExit):
-            text, code, why = "".join(traceback.format_exception(error)), 1, _one_line(error)
+            text, code, why = "".join(traceback.format_exception(error)), 1, one_line(error)
         elif isinstance(error.code, str):
             text, code, why = f"{error.code}\n", 1, error.code.removeprefix("error: ")
         else:  # the program has printed the reason
             text, code, why = "", error.code or 0, f"exit status {error.code or 0}"
-            why = _one_line(error.__cause__) if error.__cause__ else why
+            why = one_line(error.__cause__) if error.__cause__ else why
         self._end(text, code, f"process {self._index} ended: {why}")
 
     def _end(self, text: str, code: int, reason: str) -> NoReturn:
@@ -254,11 +254,6 @@ def _may_be_of_a_collective(error: BaseException | None) -> bool:
             return "RESOURCE_EXHAUSTED" not in str(error)
         error = error.__cause__ or error.__context__
     return False
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"
 
 
 class Watchdog:

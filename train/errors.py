@@ -1,6 +1,7 @@
 """The errors that are for the user of a run, each in one line."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,19 @@ class FolderError(ValueError):
     """Why a folder cannot be read or used, in one line that needs no traceback."""
 
 
+def text_of(error: BaseException) -> str:
+    """The text of an error in one line."""
+    return " ".join(str(error).split())
+
+
+def one_line(error: BaseException) -> str:
+    """An error in one line: its kind and its text, cut, and without TensorStore's settings."""
+    # TensorStore's text has the long name of the file, then the error, then its own settings.
+    text = re.sub(r" \[\w+='.*", "", text_of(error))
+    text = text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
+    return f"{type(error).__name__}: {text}"
+
+
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Adds the name of a file to errors of the disk; the error of a full disk has none.
@@ -31,4 +45,4 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         raise DiskError(f"{error.filename or path}: {error.strerror or error}") from error
     except SafetensorError as error:
-        raise DiskError(f"{path}: {' '.join(str(error).split())}") from error
+        raise DiskError(f"{path}: {text_of(error)}") from error

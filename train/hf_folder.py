@@ -24,7 +24,7 @@ from models.hf_files import (
 )
 from models.llama_hf import check_pretrained, load_pretrained, read_config
 from models.sharding import parameter_path
-from train.errors import FolderError
+from train.errors import FolderError, text_of
 
 TOKENIZER_FILE = "tokenizer.json"
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -54,11 +54,11 @@ def is_hf_folder(folder: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError) as error:
-        raise FolderError(_one_line(error)) from error
+        raise FolderError(text_of(error)) from error
     try:
         content = read_json(file)
     except OSError as error:
-        raise FolderError(_one_line(error)) from error
+        raise FolderError(text_of(error)) from error
     except ValueError:
         return False
     return isinstance(content, dict) and "model_type" in content
@@ -81,7 +81,7 @@ def read_model_config(folder: Path, like: LlamaConfig) -> LlamaConfig:
             check_pretrained(folder, config)
         return config
     except (OSError, ValueError, NotImplementedError) as error:
-        raise FolderError(_one_line(error)) from error
+        raise FolderError(text_of(error)) from error
 
 
 def check_model(folder: Path, config: LlamaConfig) -> None:
@@ -113,7 +113,7 @@ def load_params(folder: Path, config: LlamaConfig, mesh: Mesh) -> nnx.State:
     try:
         model = load_pretrained(folder, mesh=mesh, **own)
     except (OSError, ValueError, NotImplementedError) as error:
-        raise FolderError(_one_line(error)) from error
+        raise FolderError(text_of(error)) from error
     return nnx.state(model, nnx.Param)
 
 
@@ -148,7 +148,7 @@ def has_tokenizer(folder: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError) as error:
-        raise FolderError(_one_line(error)) from error
+        raise FolderError(text_of(error)) from error
     return True
 
 
@@ -190,9 +190,9 @@ def copy_tokenizer(
         if given and (config_file := sources.get(_TOKENIZER_CONFIG_FILE)):
             content = read_json(config_file)
             if not isinstance(content, dict):
-                raise ValueError(f"{config_file} must be a JSON object")
+                raise ValueError(f"{config_file} must be a JSON object; repair or remove it")
     except (OSError, ValueError) as error:
-        raise FolderError(_one_line(error)) from error
+        raise FolderError(text_of(error)) from error
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, source in {TOKENIZER_FILE: file, **sources}.items():
@@ -203,7 +203,3 @@ def copy_tokenizer(
         config_file = folder / _TOKENIZER_CONFIG_FILE
         config_file.unlink(missing_ok=True)
         config_file.write_text(json.dumps(content | given, indent=2) + "\n")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -38,7 +38,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.distillation.divergence import Divergence, Rows, Statistics
 from pallas_kernels.distillation.logits import Logits
-from pallas_kernels.gpu.arrays import at_aligned_addresses
+from pallas_kernels.gpu.arrays import at_aligned_addresses, unsupported_dtype
 from pallas_kernels.gpu.device import BYTES_PER_ACCESS, LANES, WARPS_PER_WARPGROUP
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, rows_of_warps, store
@@ -53,7 +53,6 @@ _TILES = 24
 _LOWEST = -1e30
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _LOG2_E, _LN_2 = math.log2(math.e), math.log(2)
-_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 class _Part(NamedTuple):
@@ -120,10 +119,14 @@ class _Columns:
 def unsupported_reason(num_columns: int, *dtypes: Any) -> str | None:
     """Why the kernels do not take logits of these dtypes, or None if they do."""
     for dtype in dtypes:
-        if dtype not in _DTYPES:
-            return f"logits are {dtype}, not bfloat16, float16 or float32"
+        reason = unsupported_dtype("dtype of logits", dtype, "set logits_dtype to")
+        if reason is not None:
+            return reason
     if num_columns % LANES:
-        return f"V = {num_columns} on a device is not a multiple of {LANES}"
+        return (
+            f"V = {num_columns} on a device is not a multiple of {LANES}; pad the vocabulary, or "
+            "split it over fewer devices"
+        )
     return None
 
 

@@ -33,13 +33,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.fp8.types import BLOCK, BlockwiseInt8, dequantized
-from pallas_kernels.gpu.arrays import at_aligned_addresses
+from pallas_kernels.gpu.arrays import at_aligned_addresses, unsupported_dtype
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.gpu.kernel import gpu_kernel, shared
 from pallas_kernels.gpu.layouts import load
 
 PIECE = 64  # rows and columns, as wgmma's layout has them
-_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -71,12 +70,15 @@ def unsupported_reason(x: jax.Array) -> str | None:
     device = target_device()
     if device.capability is not None and device.capability[0] != 9:
         return f"the kernel is for compute capability (9, x), {device.kind} has {device.capability}"
-    if x.dtype not in _DTYPES:
-        return f"x is {x.dtype}, not bfloat16, float16 or float32; cast it to one of these dtypes"
+    if (reason := unsupported_dtype("x", x.dtype)) is not None:
+        return reason
     if x.size == 0:
         return f"x of shape {x.shape} is empty"
     if x.ndim != 2 or any(size % PIECE for size in x.shape):
-        return f"x has shape {x.shape}; the kernel takes two axes of multiples of {PIECE}"
+        return (
+            f"x has shape {x.shape}; the kernel takes two axes of multiples of {PIECE}, so pad x "
+            "with zeros"
+        )
     return None
 
 

@@ -139,7 +139,10 @@ def _unsupported_reason(x: Array) -> str | None:
     if not device.has_fp8:
         return f"FP8 needs compute capability (8, 9), {device.kind} has {device.capability}"
     if math.prod(x.shape[:-1]) < 4 or x.size == 0:
-        return f"x of shape {x.shape} has fewer than 4 rows"
+        return (
+            f"x of shape {x.shape} has fewer than 4 rows; pad it to 4, or take "
+            "implementation='reference'"
+        )
     return None
 
 

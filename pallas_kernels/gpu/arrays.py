@@ -1,10 +1,28 @@
-"""Alignment of a kernel's arrays in device memory."""
+"""A kernel's arrays in device memory: their dtypes and their alignment."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+# Dtypes that kernels without matrix products read. They compute in float32.
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _ALIGNMENT = 256  # bytes, of the addresses of operands and results
+
+
+def unsupported_dtype(name: str, dtype: DTypeLike, remedy: str | None = None) -> str | None:
+    """Why a kernel without matrix products does not read an array, or None if it does.
+
+    Args:
+      name: Name of the array.
+      dtype: Dtype of the array.
+      remedy: Remedy up to the words "one of these dtypes"; None is to cast the array.
+    """
+    if dtype in _DTYPES:
+        return None
+    remedy = remedy or f"cast {name} to"
+    return f"{name} is {dtype}, not bfloat16, float16 or float32; {remedy} one of these dtypes"
 
 
 def at_aligned_addresses(arrays: Any) -> Any:

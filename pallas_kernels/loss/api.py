@@ -33,11 +33,11 @@ class LossMetrics(NamedTuple):
     `token_weights` weight all means. A mean is 0 if no token counts.
 
     Attributes:
-      num_tokens: number of labels that differ from `ignore_index`.
-      nll: mean negative log-likelihood in nats, without smoothing and z-loss.
-      z_loss: mean of `z_loss · lse²`.
-      accuracy: share of tokens whose label is the first largest logit.
-      lse: mean logsumexp of the logits.
+      num_tokens: Number of labels that differ from `ignore_index`.
+      nll: Mean negative log-likelihood in nats, without smoothing and z-loss.
+      z_loss: Mean of `z_loss · lse²`.
+      accuracy: Share of tokens whose label is the first largest logit.
+      lse: Mean logsumexp of the logits.
     """
 
     num_tokens: Int[Array, ""]

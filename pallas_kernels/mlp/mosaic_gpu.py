@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.gpu.arrays import at_aligned_addresses
+from pallas_kernels.gpu.arrays import at_aligned_addresses, unsupported_dtype
 from pallas_kernels.gpu.device import BYTES_PER_ACCESS, LANES, WARPS_PER_WARPGROUP, target_device
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
@@ -30,7 +30,6 @@ from pallas_kernels.mlp.config import Config, default_config
 from pallas_kernels.operation import Mask, Operation, call, with_members
 from pallas_kernels.partition import Place, Roles, Tokens, partitioned
 
-_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _LANES_PER_BLOCK = WARPS_PER_WARPGROUP * LANES
 # Mosaic GPU computes indices in 32 bits, and the offset of a row in 64.
 _MAX_INDEX = 2**31
@@ -38,11 +37,8 @@ _MAX_INDEX = 2**31
 
 def unsupported_reason(gate: jax.Array, up: jax.Array) -> str | None:
     """Why the kernels do not take these arguments, or None if they do."""
-    if gate.dtype not in _DTYPES:
-        return (
-            f"gate is {gate.dtype}, not bfloat16, float16 or float32; cast gate and up to one of "
-            "these dtypes"
-        )
+    if (reason := unsupported_dtype("gate", gate.dtype, "cast gate and up to")) is not None:
+        return reason
     if gate.dtype != up.dtype:
         return (
             f"gate is {gate.dtype} and up is {up.dtype}; the kernels take one dtype, so cast one "

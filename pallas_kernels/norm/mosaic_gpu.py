@@ -35,6 +35,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from pallas_kernels.gpu.arrays import unsupported_dtype
 from pallas_kernels.gpu.device import BYTES_PER_ACCESS, WARPS_PER_WARPGROUP, target_device
 from pallas_kernels.gpu.kernel import vary, varying_axes
 from pallas_kernels.norm import reference
@@ -46,7 +47,6 @@ from pallas_kernels.operation import Mask, Operation, call, follows, with_member
 from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
 
 _MIN_HIDDEN_SIZE = 64
-_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def unsupported_reason(
@@ -55,11 +55,8 @@ def unsupported_reason(
     """Why the kernels do not take these arguments, or None if they do."""
     hidden_size = x.shape[-1]
     for name, array in (("x", x), ("weight", weight), ("residual", residual)):
-        if array is not None and array.dtype not in _DTYPES:
-            return (
-                f"{name} is {array.dtype}, not bfloat16, float16 or float32; cast {name} to one of "
-                "these dtypes"
-            )
+        if array is not None and (reason := unsupported_dtype(name, array.dtype)) is not None:
+            return reason
     if hidden_size < _MIN_HIDDEN_SIZE:
         return (
             f"{hidden_size=} is below {_MIN_HIDDEN_SIZE}, two elements for each lane of a warp; "

@@ -47,13 +47,13 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels.derivatives import not_differentiable
+from pallas_kernels.gpu.arrays import unsupported_dtype
 from pallas_kernels.gpu.device import WARPS_PER_WARPGROUP, runs_here
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
 from pallas_kernels.norm.rows import RowSplit, as_scaled, splits, zeros
 from pallas_kernels.sharded_norm.peers import BACKWARD_REGISTERS, FORWARD_REGISTERS, Shards
 
-_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _MAX_DEVICES = 8  # of one host
 _ELEMENTS_PER_LANE = 16
 
@@ -70,11 +70,8 @@ class _Options:
 def unsupported_reason(partial: jax.Array, residual: jax.Array, weight: jax.Array) -> str | None:
     """Why the kernel cannot run, or None if it can. To be called inside of `jax.shard_map`."""
     for name, array in (("partial", partial), ("residual", residual), ("weight", weight)):
-        if array.dtype not in _DTYPES:
-            return (
-                f"{name} is {array.dtype}, not bfloat16, float16 or float32; cast {name} to one of "
-                "these dtypes"
-            )
+        if (reason := unsupported_dtype(name, array.dtype)) is not None:
+            return reason
     if partial.dtype != residual.dtype:
         return (
             f"partial is {partial.dtype} and residual {residual.dtype}; the kernel takes one "

@@ -470,7 +470,7 @@ def test_the_loss_is_tuned_from_flags_to_lookup(monkeypatch, tmp_path, capsys):
     assert "linear_cross_entropy 300 float16, forward, 3x300" in lines
     assert "| warpgroups=1, slots=2, max_lines=4 | 1.000 | 1000.0 | 1000.0 - 1000.0 |" in lines
     failed = [next(line for line in lines if f"slots={n}," in line) for n in (16, 3)]
-    assert "use less slots" in failed[0] and "dlogits errs" in failed[1]
+    assert "use fewer slots" in failed[0] and "dlogits errs" in failed[1]
 
     (row,) = json.loads(table.read_text())
     # float16 shares the row of bfloat16.

@@ -237,6 +237,11 @@ def test_every_rotary_field_belongs_to_a_type():
             {"hidden_act": "gelu", "implementation": "require"},
             r"implementation='require': no kernel computes an MLP with self\.hidden_act='gelu'",
         ),
+        (
+            {"mlp_chunk_size": 8, "mlp_bias": True},
+            "mlp_chunk_size=8 is for .* set mlp_chunk_size=0",
+        ),
+        ({"fp8": "tensorwise", "mlp_bias": True}, "fp8='tensorwise' is for .* set fp8=None"),
         ({"hidden_act": "swish"}, r"hidden_act='swish' must be one of \['gelu'"),
         ({"remat": "everything"}, r"remat='everything': \['everything'\] unknown"),
     ],

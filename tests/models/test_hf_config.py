@@ -160,20 +160,27 @@ def test_forms_of_the_rotary_settings(rope, expected):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "qwen2"}, "model_type='qwen2', only 'llama', 'mistral' and 'qwen3'"),
-        ({"model_type": "qwen3_moe"}, "model_type='qwen3_moe', only 'llama'"),
-        ({"model_type": None}, "model_type=None, only 'llama'"),
-        ({"model_type": ["llama"]}, r"model_type=\['llama'\], only 'llama'"),
-        ({"hidden_size": None}, r"lacks \['hidden_size'\]"),
+        (
+            {"model_type": "qwen2"},
+            "model_type='qwen2' is not supported; take .* 'llama', 'mistral' or 'qwen3'",
+        ),
+        ({"model_type": "qwen3_moe"}, "model_type='qwen3_moe' is not supported; take"),
+        ({"model_type": None}, "model_type=None is not supported; take"),
+        ({"model_type": ["llama"]}, r"model_type=\['llama'\] is not supported; take"),
+        ({"hidden_size": None}, r"lacks \['hidden_size'\]; add the sizes"),
+        ({"head_dim": 0}, "head_dim=0 must be at least 1; leave it out"),
         ({"sliding_window": 4096}, r"unknown configuration keys.*{'sliding_window': 4096}"),
         ({"quantization_config": {"bits": 4}}, "unknown configuration keys.*quantization_config"),
         ({"hidden_act": "mish"}, "hidden_act='mish' must be one of"),
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5: Llama rotates whole heads"),
+        (
+            {"partial_rotary_factor": 0.5},
+            r"partial_rotary_factor=0\.5: Llama rotates whole heads; take",
+        ),
         ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type='ntk' must be one of"),
         ({"rope_scaling": {"type": "linear"}}, r"needs \['factor'\]"),
         (
             {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
-            r"unknown rope parameters.*{'mrope_section': \[2, 1, 1\]}",
+            r"unknown rope parameters.*{'mrope_section': \[2, 1, 1\]}. Remove",
         ),
     ],
 )
@@ -280,7 +287,9 @@ def test_a_length_of_zero_beside_the_rotary_settings_is_refused(unchecked_shapes
 @pytest.mark.parametrize("content", [[], 3, None, "llama"])
 def test_a_configuration_that_is_no_object_is_refused(content, tmp_path, unchecked_shapes):
     (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"config\.json: an object is expected"):
+    with pytest.raises(
+        ValueError, match=r"config\.json: an object is expected, got .*; take the config"
+    ):
         read_config(tmp_path)
 
 

@@ -43,9 +43,9 @@ def make_link_to_itself(path: Path) -> None:
 
 
 UNREADABLE = {
-    make_pipe: "is not a regular file but a pipe",
-    make_endless: "is not a regular file but a device",
-    make_folder: "is not a regular file but a folder",
+    make_pipe: "is not a regular file but a pipe; put a copy",
+    make_endless: "is not a regular file but a device; put a copy",
+    make_folder: "is not a regular file but a folder; put a copy",
     make_large: "has 1,099,511,627,776 bytes, more than",
     make_link_to_itself: "symbolic links",
 }
@@ -78,7 +78,7 @@ def test_weights_that_are_no_file_are_named(name, make, tmp_path):
 )
 def test_files_that_are_not_json_are_refused(content, tmp_path):
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"config\.json is not JSON: "):
+    with pytest.raises(ValueError, match=r"config\.json is not JSON: .*; repair it"):
         read_config(tmp_path)
 
 
@@ -88,7 +88,7 @@ def test_files_within_their_bounds_are_read(tmp_path, monkeypatch):
     check_file(file, 3)
     assert read_json(file) == [1]
     monkeypatch.setattr(models.hf_files, "MAX_JSON_BYTES", 2)
-    with pytest.raises(ValueError, match="has 3 bytes, more than the 2 that are read"):
+    with pytest.raises(ValueError, match="has 3 bytes, more than the 2 that are read; put"):
         read_json(file)
 
 
@@ -130,14 +130,18 @@ DAMAGED = {
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damaged_safetensors_are_named(name, tmp_path):
     write_safetensors(tmp_path / "model.safetensors", *DAMAGED[name])
-    with pytest.raises(ValueError, match=r"model\.safetensors is damaged or incomplete: "):
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors is damaged or incomplete: .*; download"
+    ):
         Checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"1234567"])
 def test_a_file_without_a_header_is_named(content, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match=r"model\.safetensors is damaged or incomplete: "):
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors is damaged or incomplete: .*; download"
+    ):
         Checkpoint(tmp_path)
 
 
@@ -172,19 +176,25 @@ def write_index(folder: Path, weight_map: Any) -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ({}, "it has no object 'weight_map'"),
-        ([], "it has no object 'weight_map'"),
-        ({"weight_map": None}, "it has no object 'weight_map'"),
-        ({"weight_map": ["a"]}, "it has no object 'weight_map'"),
-        ({"weight_map": {"a": 3}}, "the file of 'a' must be a text, got 3"),
+        ({}, "it has no object 'weight_map'; download"),
+        ([], "it has no object 'weight_map'; download"),
+        ({"weight_map": None}, "it has no object 'weight_map'; download"),
+        ({"weight_map": ["a"]}, "it has no object 'weight_map'; download"),
+        ({"weight_map": {"a": 3}}, "the file of 'a' must be a text, got 3; download"),
         ({"weight_map": {"a": ["b.safetensors"]}}, "the file of 'a' must be a text"),
-        ({"weight_map": {"a": "../gqa.safetensors"}}, "names files outside of its folder"),
-        ({"weight_map": {"a": "/etc/x.safetensors"}}, "names files outside of its folder"),
-        ({"weight_map": {"a": "b/c.safetensors"}}, "names files outside of its folder"),
-        ({"weight_map": {"a": ".."}}, "names files that are not safetensors"),
-        ({"weight_map": {"a": ""}}, "names files that are not safetensors"),
-        ({"weight_map": {"a": "b\0.safetensors"}}, "names files that are not safetensors"),
-        ({"weight_map": {"a": "pytorch_model.bin"}}, "names files that are not safetensors"),
+        ({"weight_map": {"a": "../gqa.safetensors"}}, "names files outside of its folder: .*; put"),
+        ({"weight_map": {"a": "/etc/x.safetensors"}}, "names files outside of its folder: .*; put"),
+        ({"weight_map": {"a": "b/c.safetensors"}}, "names files outside of its folder: .*; put"),
+        ({"weight_map": {"a": ".."}}, "names files that are not safetensors: .*; save"),
+        ({"weight_map": {"a": ""}}, "names files that are not safetensors: .*; save"),
+        (
+            {"weight_map": {"a": "b\0.safetensors"}},
+            "names files that are not safetensors: .*; save",
+        ),
+        (
+            {"weight_map": {"a": "pytorch_model.bin"}},
+            "names files that are not safetensors: .*; save",
+        ),
     ],
 )
 def test_a_bad_index_is_refused(index, message, tmp_path):
@@ -198,7 +208,9 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
     save_file({"a": one, "b": one}, tmp_path / "1.safetensors")
     save_file({"b": 2 * one}, tmp_path / "2.safetensors")
     write_index(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"})
-    with pytest.raises(ValueError, match=r"1\.safetensors has 'b', which is in 2\.safetensors acc"):
+    with pytest.raises(
+        ValueError, match=r"1\.safetensors has 'b', which is in 2\.safetensors acc.*; download"
+    ):
         Checkpoint(tmp_path)
     write_index(tmp_path, {"a": "1.safetensors"})
     with pytest.raises(ValueError, match=r"1\.safetensors has 'b', which is nowhere according"):

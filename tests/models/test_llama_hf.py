@@ -231,7 +231,8 @@ def test_other_float_dtypes_are_converted(dtype, tmp_path):
     [
         (
             {"model__layers__1__mlp__up_proj__weight": None},
-            r"does not fit its config\.json:\nmodel\.layers\.1\.mlp\.up_proj\.weight is missing",
+            r"does not fit its config\.json; take both from one model:\n"
+            r"model\.layers\.1\.mlp\.up_proj\.weight is missing",
         ),
         ({"lm_head__weight": None}, r"lm_head\.weight is missing"),
         (
@@ -267,11 +268,11 @@ def test_a_long_list_of_problems_is_cut(tmp_path):
 
 
 def test_missing_files_raise(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist; name"):
         load_pretrained(tmp_path)
     folder = copy_of("gqa", tmp_path)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor .*json$"):
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor .*json; name"):
         load_pretrained(folder)
     (folder / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(FileNotFoundError, match=r"\['pytorch_model\.bin'\] are not read, because"):
@@ -282,11 +283,14 @@ def test_a_missing_or_wrong_shard_raises(tmp_path):
     folder = copy_of("padded_sharded", tmp_path)
     shard = folder / "model-00002-of-00005.safetensors"
     shutil.copy(folder / "model-00001-of-00005.safetensors", shard)
-    with pytest.raises(ValueError, match=r"model-00002-of-00005\.safetensors lacks 'model\.layers"):
+    with pytest.raises(
+        ValueError, match=r"model-00002-of-00005\.safetensors lacks 'model\.layers.*; download"
+    ):
         load_pretrained(folder)
     shard.unlink()
     with pytest.raises(
-        FileNotFoundError, match=r"model-00002-of-00005.*index\.json names, does not"
+        FileNotFoundError,
+        match=r"model-00002-of-00005.*index\.json names, does not exist; download",
     ):
         load_pretrained(folder)
 
@@ -298,7 +302,7 @@ def test_sizes_that_no_file_has_are_refused_before_anything_is_made(tmp_path):
         (
             "num_hidden_layers",
             10**9,
-            r"num_hidden_layers=1000000000, but its files have 21 tensors",
+            r"num_hidden_layers=1000000000, but its files have 21 tensors; take both",
         ),
         ("vocab_size", huge, r"embed_tokens\.weight in .* expected \(2147483644, 32\)"),
         ("hidden_size", huge, r"expected \(48, 2147483644\)"),

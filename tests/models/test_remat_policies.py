@@ -46,7 +46,7 @@ def test_unknown_names_raise(remat, unknown):
 @pytest.mark.parametrize(
     "remat, message",
     [
-        ("gate,up,gate@host", r"['gate'] both on the device and in host memory"),
+        ("gate,up,gate@host", r"['gate'] both on the device and in host memory; name each"),
         ("attention@host,gate", r"['attention'] cannot go to host memory, because the attention"),
         ("attention,q@host,up@host", r"['q'] cannot go to host memory, because the attention"),
     ],

@@ -185,7 +185,9 @@ def test_head_size_that_does_not_fit_raises():
         compute(7)
     with pytest.raises(ValueError, match="head_dim=2 must be at least 4"):
         compute(2, rope_type="dynamic", factor=2.0)
-    with pytest.raises(ValueError, match=r"len\(short_factor\)=3 .* must be half of head_dim=8"):
+    with pytest.raises(
+        ValueError, match=r"len\(short_factor\)=3 .* must be half of head_dim=8; give"
+    ):
         compute(
             8,
             rope_type="longrope",

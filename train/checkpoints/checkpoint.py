@@ -33,13 +33,12 @@ from train.checkpoints.files import (
     check_step,
     locked,
     not_damage,
-    one_line,
     steps_in,
     stored_val_loss,
 )
 from train.config import TrainConfig
 from train.distributed import all_say, is_first
-from train.errors import RunError
+from train.errors import RunError, one_line
 from train.reporting.metrics import jsonable
 from train.step import TrainState
 
@@ -143,9 +142,15 @@ class Checkpoints:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
-            raise RunError(f"{folder} cannot be made: a file is in its place") from error
+            raise RunError(
+                f"{folder} cannot be made: a file is in its place; move it away, or choose another "
+                "--name"
+            ) from error
         except OSError as error:
-            raise RunError(f"{folder} cannot be made: {error.strerror}") from error
+            raise RunError(
+                f"{folder} cannot be made: {error.strerror}; repair this, or choose another "
+                "--runs-dir"
+            ) from error
         self._folder = folder.absolute()
         self._lock = locked(folder) if is_first() else None
         try:
@@ -245,7 +250,7 @@ class Checkpoints:
             except OSError as failure:
                 raise RunError(
                     f"{folder} is damaged ({one_line(error)}) and cannot be renamed: "
-                    f"{failure.strerror}"
+                    f"{failure.strerror}; move it away"
                 ) from error
             warnings.warn(
                 f"{folder} is damaged and was renamed to {name.name}; going on from step {step} "
@@ -340,7 +345,10 @@ class Checkpoints:
             left = (
                 "there is no earlier one" if good is None else f"the last good one is step {good}"
             )
-            raise RunError(f"a checkpoint was not saved; {left}: {one_line(error)}") from error
+            raise RunError(
+                f"a checkpoint was not saved; {left}: {one_line(error)}. Repair this, and start "
+                "the same command again"
+            ) from error
 
 
 def saved_steps(folder: Path) -> dict[int, float | None]:
@@ -385,7 +393,9 @@ def read_params(folder: Path, step: int, like: nnx.State) -> nnx.State:
             )
         _compare(read["state"], read["checksums"])
     except Exception as error:  # damage causes errors of many kinds
-        raise RunError(f"{folder / str(step)} cannot be read: {one_line(error)}") from error
+        raise RunError(
+            f"{folder / str(step)} cannot be read: {one_line(error)}; choose another --step"
+        ) from error
     check_step(folder / str(step), read["state"])
     return jax.tree.unflatten(jax.tree.structure(like), [read["state"][name] for name in names])
 

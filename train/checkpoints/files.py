@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from train.errors import RunError
+from train.errors import RunError, one_line
 
 
 def locked(folder: Path) -> int:
@@ -26,7 +26,9 @@ def locked(folder: Path) -> int:
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise RunError(f"{path} cannot be made: {error.strerror}") from error
+        raise RunError(
+            f"{path} cannot be made: {error.strerror}; repair this, or choose another --runs-dir"
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -35,7 +37,9 @@ def locked(folder: Path) -> int:
             raise RunError(
                 f"another process is training in {folder.parent}; end it, or choose another --name"
             ) from None
-        raise RunError(f"{path} cannot be locked: {error.strerror}") from error
+        raise RunError(
+            f"{path} cannot be locked: {error.strerror}; choose a --runs-dir on a disk with locks"
+        ) from error
     return lock
 
 
@@ -58,7 +62,10 @@ def stored_val_loss(folder: Path) -> float | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}; nothing was changed") from error
+        raise RunError(
+            f"{path} cannot be read: {error.strerror}; nothing was changed. Check its permissions, "
+            "then try again"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{path} is malformed: {error}") from error
     match content:
@@ -129,11 +136,3 @@ def check_step(folder: Path, state: Mapping[str, Any]) -> None:
             f"{folder} is the checkpoint of step {step} under another name; rename it to {step} or "
             "move it away"
         )
-
-
-def one_line(error: BaseException) -> str:
-    """An error in one line: its kind and its text, without TensorStore's settings."""
-    # TensorStore's text has the long name of the file, then the error, then its own settings.
-    text = re.sub(r" \[\w+='.*", "", " ".join(str(error).split()))
-    text = text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
-    return f"{type(error).__name__}: {text}"

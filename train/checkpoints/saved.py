@@ -20,7 +20,7 @@ from models.presets import PRESETS
 from models.sharding import parameter_shardings
 from train.checkpoints.checkpoint import read_params, saved_steps
 from train.config import TrainConfig, fast_dtype
-from train.errors import FolderError
+from train.errors import FolderError, text_of
 from train.hf_folder import (
     has_tokenizer,
     is_hf_folder,
@@ -163,7 +163,8 @@ def read_run_config(run_dir: Path) -> TrainConfig:
     except (KeyError, TypeError, ValueError, NotImplementedError) as error:
         reason = f"{type(error).__name__}: " if isinstance(error, KeyError | TypeError) else ""
         raise FolderError(
-            f"{file} is no configuration of this version: {reason}{' '.join(str(error).split())}"
+            f"{file} is no configuration of this version: {reason}{text_of(error)}; correct it, or "
+            "take the version that wrote it"
         ) from error
 
 

@@ -236,7 +236,9 @@ def _fingerprint(reader: Reader, tokenizer: Tokenizer, held_out_fraction: float)
         try:
             status = path.stat()
         except OSError as error:
-            raise DataError(f"{path} cannot be read ({error.strerror})") from error
+            raise DataError(
+                f"{path} cannot be read ({error.strerror}); check the file and its permissions"
+            ) from error
         files.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
     # Only where records are read in this way, so that other text keeps its key.
     of_records = {}

@@ -71,12 +71,19 @@ class PackedDataset:
             if first + _OFFSETS_AT_ONCE >= len(offsets):
                 ends = np.append(ends, len(self.tokens))
             sizes = ends - offsets[first : first + _OFFSETS_AT_ONCE]
-            if np.any(sizes <= 0):
-                raise ValueError("document_offsets must be strictly increasing: no empty documents")
+            if len(empty := np.flatnonzero(sizes <= 0)):
+                raise ValueError(
+                    "document_offsets must be strictly increasing: document "
+                    f"{first + empty[0]} has {sizes[empty[0]]} tokens; leave out empty documents"
+                )
             if prompts is not None:
                 some = prompts[first : first + _OFFSETS_AT_ONCE]
-                if np.any((some < 0) | (some > sizes)):
-                    raise ValueError("prompt_sizes must lie between 0 and the document's tokens")
+                if len(wrong := np.flatnonzero((some < 0) | (some > sizes))):
+                    i = wrong[0]
+                    raise ValueError(
+                        f"prompt_sizes[{first + i}]={some[i]} must lie between 0 and the "
+                        f"document's {sizes[i]} tokens"
+                    )
 
     @classmethod
     def from_documents(

@@ -43,5 +43,8 @@ def read_regular(path: Path, limit: int) -> bytes:
     """
     size = check_regular(path).st_size
     if size > limit:
-        raise DataError(f"{path} has {size:,} bytes, more than the allowed {limit:,}")
+        raise DataError(
+            f"{path} has {size:,} bytes, more than the allowed {limit:,}; put the right file in "
+            "its place"
+        )
     return path.read_bytes()

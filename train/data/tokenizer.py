@@ -132,7 +132,8 @@ class HuggingFaceTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the bindings raise `Exception` itself
             raise DataError(
-                f"{path} is not a tokenizer.json of Hugging Face's tokenizers: {error}"
+                f"{path} is not a tokenizer.json of Hugging Face's tokenizers ({error}); name one "
+                "with --data.tokenizer"
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

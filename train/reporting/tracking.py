@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from train.config import TrainConfig
-from train.errors import RunError
+from train.errors import RunError, text_of
 from train.reporting.metrics import Metrics, jsonable
 
 
@@ -90,7 +90,9 @@ class _WandB:
                 config=jsonable(config),
             )
         except Exception as error:  # the network, the account or the settings
-            raise RunError(f"--wandb: {' '.join(str(error).split())}") from error
+            raise RunError(
+                f"--wandb: {text_of(error)}; repair this, or leave the flag out"
+            ) from error
 
     def write(self, row: Metrics) -> None:
         self._run.log(_numbers(row), step=row["step"])

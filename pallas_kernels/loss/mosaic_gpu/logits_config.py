@@ -109,7 +109,7 @@ def check_fits(config: Config, device: Device, dtype: DTypeLike) -> None:
     if num_bytes > device.smem_bytes:
         raise ValueError(
             f"{config} takes {num_bytes} bytes of shared memory for {dtype}, a block of "
-            f"{device.kind} can have {device.smem_bytes}; use less slots or lines"
+            f"{device.kind} can have {device.smem_bytes}; use fewer slots or lines"
         )
 
 

@@ -19,6 +19,7 @@ from pallas_kernels import (
     linear_distillation_loss_top_k,
     require_kernels,
 )
+from pallas_kernels.distillation import passes
 from pallas_kernels.distillation.arguments import checked_settings
 from pallas_kernels.distillation.settings import Chunk
 from support.distillation_formulas import (
@@ -178,7 +179,7 @@ def test_it_says_that_xla_computes_it(on_h100, of_top_k):
     reason = (
         "no kernel computes a loss of stored log-probabilities"
         if of_top_k
-        else (f"V = {BIG_V} on a device is not a multiple of 32")
+        else (f"V = {BIG_V} on a device is not a multiple of 32; pad the vocabulary")
     )
     assert choice.reason is not None and reason in choice.reason
     size = BIG_CHUNK * BIG_V * 4 * (1 if of_top_k else 2) / 2**20
@@ -194,6 +195,12 @@ def test_it_says_that_xla_computes_it(on_h100, of_top_k):
         else:
             with pytest.raises(NotImplementedError, match=reason):
                 jax.eval_shape(fn, *shapes(of_top_k))
+
+
+def test_the_kernels_take_no_logits_of_64_bits():
+    reason = passes.unsupported_reason(BIG_V, jnp.dtype("float64"))
+    assert reason is not None and reason.startswith("dtype of logits is float64, not bfloat16, ")
+    assert reason.endswith("; set logits_dtype to one of these dtypes")
 
 
 def test_it_says_that_kernels_compute_it(on_h100):

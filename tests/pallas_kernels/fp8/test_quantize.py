@@ -241,7 +241,7 @@ def test_a_quantized_tensor_is_a_pytree():
             normal((60, 64)),
             dict(implementation="mosaic_gpu"),
             NotImplementedError,
-            r"shape \(60, 64\); the kernel takes .* multiples of 64",
+            r"shape \(60, 64\); the kernel takes .* multiples of 64, so pad x",
         ),
     ],
     ids=str,

@@ -101,5 +101,5 @@ def test_errors(unchecked_shapes):
         rms_norm_quantized(x, weight[:3])
     with pytest.raises(ValueError, match="residual must have the shape of x"):
         add_rms_norm_quantized(x, residual[:2], weight)
-    with pytest.raises(NotImplementedError, match="fewer than 4 rows"):
+    with pytest.raises(NotImplementedError, match="fewer than 4 rows; pad it to 4"):
         rms_norm_quantized(x[:3], weight, implementation="mosaic_gpu")

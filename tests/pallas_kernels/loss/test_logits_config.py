@@ -55,7 +55,7 @@ def test_wrong_configurations(changes, message):
 def test_more_slots_than_shared_memory_has(monkeypatch):
     monkeypatch.setattr(logits_kernel, "target_device", lambda: H100)
     config = Config(warpgroups=4, slots=8, max_lines=32)
-    with pytest.raises(ValueError, match=r"264192 bytes of shared memory .*use less slots"):
+    with pytest.raises(ValueError, match=r"264192 bytes of shared memory .*use fewer slots"):
         run_kernel(128, config)
 
 
@@ -83,7 +83,7 @@ def test_candidates_fit_and_are_different_kernels(num_columns):
         rings.add((config.warpgroups, config.slots, split.lines))
         # With one more slot the memory or the barriers would not suffice.
         more = lambda config=config: dataclasses.replace(config, slots=config.slots + 1)
-        with pytest.raises(ValueError, match=r"at most 32|use less slots"):
+        with pytest.raises(ValueError, match=r"at most 32|use fewer slots"):
             logits_config.check_fits(more(), H100, BF16)
     assert len(rings) == len(found) >= 3
     # The guess runs where nobody has measured.

@@ -214,7 +214,10 @@ def launches(fn, *args):
 @pytest.mark.parametrize(
     "dtypes, message",
     [
-        ((jnp.float8_e4m3fn, BF16), "gate is float8_e4m3fn, not bfloat16, float16 or float32"),
+        (
+            (jnp.float8_e4m3fn, BF16),
+            "gate is float8_e4m3fn, not bfloat16, float16 or float32; cast gate and up to",
+        ),
         ((BF16, F32), "gate is bfloat16 and up is float32; the kernels take one dtype"),
     ],
 )

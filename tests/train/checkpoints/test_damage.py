@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import fcntl
 import json
 import shutil
 import warnings
@@ -206,6 +207,37 @@ def test_an_error_of_the_disk_is_told_and_changes_nothing(kind, copied):
     file.write_bytes(content)
     with Checkpoints(copied, keep=2) as checkpoints:
         assert restore(checkpoints, like())[0] == 2
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_made_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(b"")
+    for folder in (tmp_path / "file", tmp_path / "file" / "checkpoints"):
+        with pytest.raises(RunError, match=r"a file is in its place; .* choose another --name"):
+            Checkpoints(folder, keep=2)
+
+    def refuse(*args, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", refuse)
+        with pytest.raises(RunError, match=r"Read-only file system; .* another --runs-dir"):
+            Checkpoints(tmp_path / "checkpoints", keep=2)
+    (tmp_path / "checkpoints.lock").mkdir()
+    with pytest.raises(RunError, match=r"checkpoints\.lock cannot be made: .* another --runs-dir"):
+        Checkpoints(tmp_path / "checkpoints", keep=2)
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(RunError, match=r"cannot be locked: Read-only .*; choose a --runs-dir"):
+        Checkpoints(tmp_path / "other", keep=2)
+
+
+def test_a_damaged_checkpoint_that_cannot_be_renamed_is_named(copied, monkeypatch):
+    def refuse(*args, **options):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with Checkpoints(copied, keep=2) as checkpoints:
+        monkeypatch.setattr(Path, "rename", refuse)
+        with pytest.raises(RunError, match=r"cannot be renamed: Permission denied; move it away"):
+            checkpoints._set_aside({2: ValueError("short")}, 1)
 
 
 def test_no_permission_is_told_and_changes_nothing(copied, monkeypatch):

@@ -307,6 +307,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_leaves_the_last_checkpoint(
     message = str(caught.value)
     assert message.startswith("a checkpoint was not saved; the last good one is step 5: ")
     assert "too large" in message and "\n" not in message
+    assert message.endswith(". Repair this, and start the same command again")
     wait_for_writers(folder)
     run(config)
     chex.assert_trees_all_equal(saved(folder), saved(whole))

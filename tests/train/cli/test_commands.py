@@ -75,6 +75,7 @@ def test_a_field_of_a_wrong_type_is_named(field, value, message, finished, tmp_p
     (tmp_path / "config.json").write_text(json.dumps(content))
     line = fails("sample", [tmp_path, "--prompt", "a"], capsys)
     assert f"{tmp_path / 'config.json'} is no configuration of this version: {message}" in line
+    assert "; correct it, or take the version that wrote it" in line
 
 
 @pytest.mark.parametrize(
@@ -82,12 +83,15 @@ def test_a_field_of_a_wrong_type_is_named(field, value, message, finished, tmp_p
     [
         (
             lambda folder: shutil.rmtree(folder),
-            "config.json does not exist: not a Hugging Face checkpoint",
+            "config.json does not exist; name the folder of a Hugging Face checkpoint",
         ),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON: "),
+        (
+            lambda folder: (folder / "config.json").write_text("{"),
+            "config.json is not JSON: .*; repair it",
+        ),
         (
             lambda folder: write_model_type(folder, "gpt2"),
-            "only 'llama', 'mistral' and 'qwen3' are supported",
+            "model_type='gpt2' is not supported; take .* 'llama', 'mistral' or 'qwen3'",
         ),
         (lambda folder: None, "the standard library is read as bytes; name other text with"),
     ],
@@ -179,6 +183,7 @@ def test_a_damaged_checkpoint_is_said_and_not_deleted(finished, tmp_path, capsys
     file.write_text(json.dumps({name: value ^ 1 for name, value in checksums.items()}))
     line = fails("export", [copy, tmp_path / "out"], capsys)
     assert "checkpoints/4 cannot be read: ValueError: " in line and "differ from" in line
+    assert line.rstrip().endswith("; choose another --step")
     assert file.exists()
     commands.export([str(copy), str(tmp_path / "out"), "--step", "2"])
 
@@ -260,7 +265,7 @@ def test_a_folder_without_a_tokenizer_is_of_bytes(finished, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--max-new-tokens", 100], "exceeds max_position_embeddings=64"),
+        (["--max-new-tokens", 100], "exceeds max_position_embeddings=64; take shorter prompts"),
         (["--temperature", -1], "argument --temperature: -1 must lie in [0, 3.4e+38]"),
         (["--temperature", "nan"], "argument --temperature: nan must lie in"),
         (["--max-new-tokens", 0], "argument --max-new-tokens: 0 must lie in"),

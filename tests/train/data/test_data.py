@@ -216,7 +216,7 @@ def test_the_smallest_corpus():
         PackedDataset.from_documents([], sequence_length=2)
     with pytest.raises(ValueError, match="sequence_length=0"):
         PackedDataset.from_documents([document], sequence_length=0)
-    with pytest.raises(ValueError, match="no empty documents"):
+    with pytest.raises(ValueError, match="leave out empty documents"):
         PackedDataset.from_documents([document, document[:0], document], sequence_length=2)
     with pytest.raises(ValueError, match="start at 0 and stay below 3"):
         PackedDataset(document, np.array([1]), 2)
@@ -251,10 +251,13 @@ def test_a_token_outside_of_the_vocabulary_is_refused(token, dtype):
         ({"tokens": np.arange(9.0)}, "tokens must be integers, got float64"),
         ({"tokens": np.ones(9, bool)}, "tokens must be integers, got bool"),
         ({"prompt_sizes": np.array([1], np.int32)}, "1 prompt_sizes for 2 documents"),
-        ({"prompt_sizes": np.array([-1, 0], np.int32)}, "must lie between 0 and the document's"),
-        ({"prompt_sizes": np.array([5, 0], np.int32)}, "must lie between 0 and the document's"),
-        ({"prompt_sizes": np.array([0, 6], np.int32)}, "must lie between 0 and the document's"),
-        ({"document_offsets": np.array([0, 0])}, "strictly increasing"),
+        (
+            {"prompt_sizes": np.array([-1, 0], np.int32)},
+            r"\[0\]=-1 must lie .* document's 4 tokens",
+        ),
+        ({"prompt_sizes": np.array([5, 0], np.int32)}, r"\[0\]=5 must lie .* document's 4 tokens"),
+        ({"prompt_sizes": np.array([0, 6], np.int32)}, r"\[1\]=6 must lie .* document's 5 tokens"),
+        ({"document_offsets": np.array([0, 0])}, "strictly increasing: document 0 has 0 tokens"),
         ({"document_offsets": np.array([0, 9])}, "start at 0 and stay below 9"),
     ],
 )

@@ -18,7 +18,7 @@ import pytest
 from support.tokenizer_files import write_byte_level
 from train import data
 from train.config import DataConfig
-from train.data import BOS, EOS, IGNORED, HuggingFaceTokenizer, cache, lock, progress
+from train.data import BOS, EOS, IGNORED, HuggingFaceTokenizer, cache, files, lock, progress
 from train.data.folder import OwnFolder
 
 ROOT = Path(data.__file__).parents[2]
@@ -372,3 +372,15 @@ def test_progress_where_there_is_no_terminal(config, monkeypatch, capsys):
     assert len(lines) == 3
     assert re.search(r"text: \d\d%  [\d.k]+ tokens", lines[0])
     assert re.search(r"text: 100%  [\d.k]+ tokens  [\d.kM]+ tok/s  eta 0:00$", lines[2])
+
+
+def test_a_file_that_vanishes_before_it_is_read_is_named(tmp_path):
+    reader = files.Reader(
+        files=(tmp_path / "a.txt",),
+        text_field="text",
+        token_dtype="uint16",
+        vocab_size=data.BYTES.vocab_size,
+        end_of_text=data.BYTES.vocab_size - 1,
+    )
+    with pytest.raises(data.DataError, match=r"a\.txt cannot be read \(No such .*; check the file"):
+        cache._fingerprint(reader, data.BYTES, 0.0)

@@ -119,7 +119,9 @@ def test_broken_tokenizers_are_named(byte_level, tmp_path):
         HuggingFaceTokenizer(tmp_path)
     for content in ("{}", "not JSON", '{"model": 3}'):
         path.write_text(content)
-        with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer\.json of"):
+        with pytest.raises(
+            DataError, match=r"tokenizer\.json is not a tokenizer\.json of .*; name one"
+        ):
             HuggingFaceTokenizer(path)
     path.write_bytes(b"\xff")
     with pytest.raises(DataError, match="is not a tokenizer"):
@@ -146,6 +148,6 @@ def test_tokenizers_of_absurd_sizes_are_refused(tmp_path, monkeypatch):
         HuggingFaceTokenizer(path)
     monkeypatch.setattr(tokenizer_module, "_FILE_BYTES", 1000)
     with pytest.raises(
-        DataError, match=r"tokenizer\.json has [\d,]+ bytes, more than the allowed 1,000"
+        DataError, match=r"tokenizer\.json has [\d,]+ bytes, more than the allowed 1,000; put"
     ):
         HuggingFaceTokenizer(path)

@@ -78,7 +78,9 @@ def test_weights_and_biases(tmp_path, monkeypatch):
         raise OSError("no\nnetwork")
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
-    with pytest.raises(RunError, match=r"^--wandb: no network$"):
+    with pytest.raises(
+        RunError, match=r"^--wandb: no network; repair this, or leave the flag out$"
+    ):
         tracked(config, tmp_path)
 
 
