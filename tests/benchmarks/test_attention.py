@@ -31,6 +31,7 @@ def measure(variants, *, with_peers=False):
     return attention.measure(SHAPE, compiled, with_peers=with_peers, rounds=2)
 
 
+@pytest.mark.full
 def test_the_formula_is_jaxs():
     """2 s."""
     rng = np.random.default_rng(0)
@@ -47,6 +48,7 @@ def test_the_formula_is_jaxs():
         np.testing.assert_allclose(array, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("two_ms_a_call")
 def test_contenders_are_checked_before_they_are_timed():
     """4 s."""
@@ -96,6 +98,7 @@ def test_the_table_has_the_fastest_tiles_and_the_failures():
     assert "- a, 64x256, forward: too large" in lines
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("two_ms_a_call", "peers_in_jax")
 def test_peers_are_checked_too(monkeypatch):
     """2 s."""

@@ -17,8 +17,9 @@ def without_gpu(monkeypatch, two_ms_a_call):
     monkeypatch.setattr(ceilings, "measure", lambda: "no ceilings")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("without_gpu")
-@pytest.mark.parametrize("number", [2, pytest.param(None, id="all", marks=pytest.mark.full)])
+@pytest.mark.parametrize("number", [2, pytest.param(None, id="all")])
 def test_settings_agree_with_their_formulas_and_are_timed(tmp_path, capsys, monkeypatch, number):
     monkeypatch.setattr(distillation, "SETTINGS", distillation.SETTINGS[:number])
     distillation.main(["--shapes", "32x64x96x256", "--rounds", "2", "--output-dir", str(tmp_path)])
@@ -32,6 +33,7 @@ def test_settings_agree_with_their_formulas_and_are_timed(tmp_path, capsys, monk
     assert "| forward KL | 2.0 | 4: 2.0 ms | 1.000 |" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("without_gpu")
 def test_a_wrong_result_is_not_timed():
     right = distillation.SETTINGS[0]
@@ -47,6 +49,7 @@ def test_a_shape_has_four_sizes():
         distillation.main(["--shapes", "32x64x96"])
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("without_gpu", "peers_in_jax")
 def test_peers_are_compared_with_the_same_results():
     """2 s."""

@@ -70,6 +70,7 @@ def test_runs_of_a_seed_are_pairs(folder):
     assert RECIPES["tensorwise"].least_size > 0
 
 
+@pytest.mark.full
 def test_a_run_alone_is_the_same_run(folder, tokens, tmp_path):
     flags = ["--tokens", str(tokens), "--output", str(tmp_path)]
     fp8_learning.main([*flags, *TINY, "--only", "0:none"])

@@ -15,6 +15,7 @@ def without_gpu(monkeypatch, two_ms_a_call):
     monkeypatch.setattr(ceilings, "measure", lambda: "no ceilings")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("without_gpu")
 def test_settings_that_run_here_are_timed_and_the_others_listed(tmp_path, capsys):
     log_probs.main(["--shapes", "32x64x256", "--rounds", "2", "--output-dir", str(tmp_path)])
@@ -43,6 +44,7 @@ def test_a_wrong_result_is_not_timed():
     assert "wrong result: relative error" in of_wrong["error"]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("without_gpu", "peers_in_jax")
 def test_peers_are_compared_with_the_same_results():
     """3 s."""

@@ -42,7 +42,7 @@ def right():
 
 
 @pytest.mark.usefixtures("without_gpu")
-@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("gradients", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_wrong_result_is_not_timed(right, gradients):
     settings = [
         loss.Setting(name, functools.partial(_scaled, right, scale), gradients=gradients)

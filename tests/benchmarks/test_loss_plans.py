@@ -30,6 +30,7 @@ def h100(monkeypatch):
         monkeypatch.setattr(module, "target_device", lambda: device)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("without_gpu")
 def test_a_sweep_times_every_plan_by_itself(monkeypatch, tmp_path):
     sizes = []
@@ -58,6 +59,7 @@ def test_a_sweep_times_every_plan_by_itself(monkeypatch, tmp_path):
     assert "| 600x64x256 | 2.0 ms | chunks of" in path.with_suffix(".md").read_text()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("without_gpu")
 def test_a_wrong_plan_is_not_timed(monkeypatch):
     compiled = loss_plans.compiled

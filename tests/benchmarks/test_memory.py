@@ -30,6 +30,7 @@ def test_peak(tmp_path):
         memory.peak_gib(path)
 
 
+@pytest.mark.full
 def test_a_run_that_fails_says_why():
     with pytest.raises(RuntimeError, match="comma-separated list of"):
         memory.run("demo", "unrolled:nonsense", 1, 64)

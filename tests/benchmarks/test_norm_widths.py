@@ -31,6 +31,7 @@ def fake_kernels(monkeypatch, two_ms_a_call):
     monkeypatch.setattr(timing, "_ROTATION_BYTES", 1)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("fake_kernels")
 def test_each_width_has_a_row_and_a_point_in_the_chart(capsys, tmp_path):
     path, image = tmp_path / "widths.json", tmp_path / "widths.png"

@@ -34,12 +34,13 @@ def test_the_copy_moves_as_many_bytes_as_the_operation_must(op, direction, array
     assert not np.any(np.asarray(call() == source))  # an elementwise kernel, not a memcpy
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("op", "shape"),
     [
         ("rms_norm", (32, 64)),
-        pytest.param("add_rms_norm", (32, 64), marks=pytest.mark.full),
-        pytest.param("swiglu", (32, 64), marks=pytest.mark.full),
+        ("add_rms_norm", (32, 64)),
+        ("swiglu", (32, 64)),
         ("linear_cross_entropy", (16, 8, 50)),
     ],
 )

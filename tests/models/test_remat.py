@@ -167,7 +167,7 @@ def test_the_norms_of_queries_and_keys(remat):
 # The traces below show what each policy runs again and keeps, in both layouts. The normal run
 # compiles only some of them. It compiles `offload` on a mesh, in `test_offloading_from_a_mesh`.
 UNROLLED = [(name, False) for name in ("none", "minimal", "attention", "mlp_inputs", CUSTOM)]
-SCANNED = [(name, True) for name in ("attention", "offload", CUSTOM, TO_HOST)]
+SCANNED = [(name, True) for name in ("full", "attention", "mlp_inputs", "offload", CUSTOM, TO_HOST)]
 
 
 @in_each_layout([*POLICIES, CUSTOM, TO_HOST], full=UNROLLED + SCANNED)

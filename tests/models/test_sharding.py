@@ -146,6 +146,8 @@ def assert_like_one_device(data: int, fsdp: int, config: LlamaConfig) -> None:
         assert gradient.sharding.is_equivalent_to(param.sharding, param.ndim)
 
 
+# The next test has the mesh of both axes.
+@pytest.mark.full
 @pytest.mark.parametrize("data, fsdp", MESHES)
 def test_loss_and_gradients_are_those_of_one_device(data, fsdp):
     assert_like_one_device(data, fsdp, CONFIG)

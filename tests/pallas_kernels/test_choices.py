@@ -85,7 +85,7 @@ def explained(stream, params):
     [
         pytest.param(BF16, F32, marks=pytest.mark.full),
         (F16, BF16),
-        (BF16, F16),
+        pytest.param(BF16, F16, marks=pytest.mark.full),
         *(pytest.param(*dtypes, marks=pytest.mark.full) for dtypes in [(BF16, BF16), (F16, F16)]),
         pytest.param(F16, F32, marks=pytest.mark.full),
     ],

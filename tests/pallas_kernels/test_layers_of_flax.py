@@ -136,10 +136,9 @@ def of_their_model():
     return ours(params(theirs)), loss, ours(gradients)
 
 
+@pytest.mark.full
 @in_both_modes
-@pytest.mark.parametrize(
-    "nnx_mode", ["graph_mode", pytest.param("tree_mode", marks=pytest.mark.full)], indirect=True
-)
+@pytest.mark.parametrize("nnx_mode", ["graph_mode", "tree_mode"], indirect=True)
 def test_inside_somebody_elses_model():
     ours = ModelWithOurs(nnx.Rngs(1))
     converted, want, their_gradients = of_their_model()

@@ -61,15 +61,22 @@ def exact(transform):
         return jax.tree.map(np.asarray, jax.jit(fn)(arrays))
 
 
-# Another layout has both of these splits, and test_partition.py has each of them.
-LONGER = "fsdp", "tensor"
+# The normal run has each mode and each transformation, and the layout with both splits of a weight
+# twice. test_partition.py has each split.
+IN_NORMAL_RUN = {
+    ("batch", "auto", "plain"),
+    ("sequence", "manual", "plain"),
+    ("sequence", "auto", "remat"),
+    ("fsdp and tensor", "explicit", "scan"),
+    ("fsdp and tensor", "auto", "remat"),
+}
 
 
 @pytest.mark.parametrize(
     "layout, mode, transform",
     [
-        pytest.param(*case, marks=pytest.mark.full if is_full or case[0] in LONGER else ())
-        for *case, is_full in mesh_programs.cases()
+        pytest.param(*case, marks=() if tuple(case) in IN_NORMAL_RUN else pytest.mark.full)
+        for *case, _ in mesh_programs.cases()
     ],
 )
 def test_values_and_gradients(layout, mode, transform):

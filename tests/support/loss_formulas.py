@@ -31,17 +31,19 @@ interpreted = pytest.mark.usefixtures("interpreted")
 full = pytest.mark.full
 
 
-def in_turn(names, *axes, also=()):
+def in_turn(names, *axes, also=(), but=()):
     """A cross of parameters. The normal run has every value, but not every pair of values.
 
     Args:
       names: Names of the parameters.
       *axes: Values of each parameter, by the names that they have in the test's name.
       also: Further cases of the normal run, each by the names of its values.
+      but: Cases in turn that are not in the normal run, because other tests have their values.
     """
     longest = max(map(len, axes))
     chosen = {tuple(list(axis)[i % len(axis)] for axis in axes) for i in range(longest)}
-    chosen |= set(also)
+    assert set(but) <= chosen
+    chosen = chosen - set(but) | set(also)
     cases = [
         pytest.param(
             *(axis[name] for axis, name in zip(axes, case, strict=True)),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 
-def pairwise(*axes: Sequence[Any]) -> list[Any]:
+def pairwise(*axes: Sequence[Any], but: Sequence[Any] = ()) -> list[Any]:
     """The cross of the axes, for one `pytest.mark.parametrize` with a name for each axis.
 
     The cases without a mark cover every pair of values of two axes. The others have the mark
@@ -15,6 +15,7 @@ def pairwise(*axes: Sequence[Any]) -> list[Any]:
 
     Args:
       *axes: Values of each parameter.
+      but: Cases with the mark `full` although they cover pairs, which other tests have, too.
     """
     cross = list(itertools.product(*(range(len(axis)) for axis in axes)))
     pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in cross}
@@ -24,10 +25,13 @@ def pairwise(*axes: Sequence[Any]) -> list[Any]:
         case = max(cross, key=lambda case: len(pairs[case] & missing))
         chosen.add(case)
         missing -= pairs[case]
+    values = {case: tuple(axis[i] for axis, i in zip(axes, case, strict=True)) for case in cross}
+    left_out = {case for case in chosen if values[case] in but}
+    assert len(left_out) == len(but)
     return [
         pytest.param(
-            *(axis[i] for axis, i in zip(axes, case, strict=True)),
-            marks=() if case in chosen else pytest.mark.full,
+            *values[case],
+            marks=() if case in chosen - left_out else pytest.mark.full,
         )
         for case in cross
     ]

@@ -1,6 +1,7 @@
 """Whole runs on preferences and with a teacher: what they learn, resume and refuse."""
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -90,9 +91,17 @@ class KilledError(Exception):
     pass
 
 
-@pytest.mark.parametrize("objective", ["dpo", "distill"])
+@pytest.mark.parametrize("objective", ["dpo", pytest.param("distill", marks=pytest.mark.full)])
 def test_a_run_learns_and_resumes_to_the_same_losses(objective, folder, tmp_path, monkeypatch):
-    """15 s each: three runs."""
+    """15 s each: three runs, which share their programs."""
+    programs, compile_steps = [], train.loop.compile_steps
+
+    def compile_once(*args):
+        if not programs:
+            programs.append(compile_steps(*args))
+        return programs[0]
+
+    monkeypatch.setattr(train.loop, "compile_steps", compile_once)
     whole = rows_of(run(config_of(objective, folder, tmp_path / "whole")))
     steps = [row for row in whole if "loss" in row]
     held_out = [row for row in whole if "val_loss" in row]
@@ -231,10 +240,11 @@ def test_the_planner_counts_what_the_objective_holds(objective, folder, tmp_path
     target = target_elsewhere(aot.CHIPS["h100"], mesh)
     config = config_of(objective, folder, tmp_path)
     sft = dataclasses.replace(config, objective="sft", dpo=DPOConfig(), distill=DistillConfig())
-    chosen = plan([config], target, cached(Programs(target), target), report=lambda line: None)
+    programs = Programs(target)
+    monkeypatch.setattr(programs, "compile", functools.cache(programs.compile))
+    chosen = plan([config], target, cached(programs, target), report=lambda line: None)
     frozen = abstract_frozen(config, mesh)
     size = sum(np.prod(a.shape) * 2 for a in jax.tree.leaves(frozen))
-    programs = Programs(target)
     estimated = programs.estimate(config)[1] - programs.estimate(sft)[1]
     assert "counted" in table(chosen) if size else "takes no memory in a step" in table(chosen)
     if objective == "distill":

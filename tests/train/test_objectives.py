@@ -158,7 +158,12 @@ def step_on(mesh, config, batch):
 
 
 @pytest.mark.parametrize(
-    "case", ["dpo", "forward_kl", pytest.param("reverse_kl", marks=pytest.mark.full), "jsd"]
+    "case",
+    [
+        "dpo",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("forward_kl", "reverse_kl")),
+        "jsd",
+    ],
 )
 def test_value_and_gradients_of_the_step(case, teacher_folder):
     """Two batches are added up. 5 s a case."""
@@ -204,10 +209,10 @@ def test_gradients_of_a_step_in_bfloat16(case, teacher_folder):
 @pytest.mark.parametrize(
     ("case", "sizes"),
     [
-        ("dpo", (2, 2, 1)),
+        pytest.param("dpo", (2, 2, 1), marks=pytest.mark.full),
         ("dpo", (1, 2, 2)),
         ("forward_kl", (2, 2, 1)),
-        ("jsd", (1, 2, 2)),
+        pytest.param("jsd", (1, 2, 2), marks=pytest.mark.full),
         pytest.param("jsd", (1, 4, 1), marks=pytest.mark.full),
     ],
 )
@@ -231,7 +236,7 @@ def test_a_mesh_changes_nothing(case, sizes, teacher_folder):
 
 
 @pytest.mark.parametrize(
-    "sizes", [(1, 1, 1), pytest.param((2, 2, 1), marks=pytest.mark.full), (1, 2, 2)]
+    "sizes", [*(pytest.param(s, marks=pytest.mark.full) for s in ((1, 1, 1), (2, 2, 1))), (1, 2, 2)]
 )
 def test_log_probabilities_of_sequences(sizes):
     """Those of the model itself as reference make every reward 0. 3 s a case."""

@@ -61,8 +61,11 @@ each_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
     {"bfloat16": BF16, "float32": F32},
     also=[
         (implementation, name, "mean", "bfloat16")
-        for implementation in ("xla", "mosaic_gpu")
-        for name in DIVERGENCES
+        for implementation, names in (
+            ("xla", ("forward_kl", "reverse_kl")),
+            ("mosaic_gpu", ("forward_kl", "reverse_kl", "jensen_shannon_0.9")),
+        )
+        for name in names
     ],
 )
 def test_values_and_gradients(implementation, divergence, reduction, dtype):
@@ -294,7 +297,13 @@ def test_a_teacher_with_probabilities_of_zero(implementation, divergence):
     )
 
 
-@in_turn("implementation, divergence, of_teacher", IMPLEMENTATIONS, DIVERGENCES, {"0": 0, "1": 1})
+@in_turn(
+    "implementation, divergence, of_teacher",
+    IMPLEMENTATIONS,
+    DIVERGENCES,
+    {"0": 0, "1": 1},
+    but=[("xla", "forward_kl", "0")],
+)
 def test_nan_of_a_token_that_counts_arrives(implementation, divergence, of_teacher):
     arrays, teacher = make_arrays(vocab=KV)
     token = 9
@@ -348,8 +357,15 @@ def test_a_mask_counts_tokens():
     assert loss(jnp.asarray(labels != -100, jnp.int8)) == got
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("num_counted", [100, 129])
+@pytest.mark.parametrize(
+    "num_counted, reduction",
+    [
+        (100, "mean"),
+        (129, "none"),
+        pytest.param(100, "none", marks=full),
+        pytest.param(129, "mean", marks=full),
+    ],
+)
 def test_fewer_rows(num_counted, reduction):
     """`counted_fraction` changes nothing but the rows: 128 of 300, or all where more count. 2 s."""
     arrays, teacher = make_arrays((300,))
@@ -449,6 +465,7 @@ def test_members_of_vmap():
     TAILS,
     REDUCTIONS,
     {"bfloat16": BF16, "float32": F32},
+    but=[("xla", "one_bucket", "mean", "bfloat16")],
 )
 def test_top_k(implementation, tail, reduction, dtype):
     arrays, _ = make_arrays(dtype=dtype)
@@ -468,6 +485,7 @@ def test_top_k_of_each_divergence(implementation, divergence):
     TAILS,
     {"both": {"biases": True, "logit_softcap": 2.0}, "bias": {"biases": True}},
     also=[("xla", "ignore", "both")],
+    but=[("xla", "one_bucket", "both")],
 )
 def test_top_k_with_bias_and_softcap(implementation, tail, options):
     options = dict(options)
@@ -475,7 +493,12 @@ def test_top_k_with_bias_and_softcap(implementation, tail, options):
     check(arrays, make_top_k(), tail=tail, implementation=implementation, **options)
 
 
-@in_turn("divergence, k", DIVERGENCES, {"all": V, "most": V - 20, "few": 3})
+@in_turn(
+    "divergence, k",
+    DIVERGENCES,
+    {"all": V, "most": V - 20, "few": 3},
+    but=[("jensen_shannon", "few"), ("jensen_shannon_0.9", "all")],
+)
 def test_top_k_of_the_whole_vocabulary(divergence, k):
     # With all tokens it is the divergence of the whole distributions.
     arrays, _ = make_arrays()
@@ -512,7 +535,7 @@ def test_the_tail_keeps_its_digits():
         )
 
 
-@in_turn("implementation, tail", OF_TOP_K, TAILS, also=[("xla", "ignore")])
+@in_turn("implementation, tail", OF_TOP_K, TAILS)
 def test_lists_may_be_padded(implementation, tail):
     arrays, _ = make_arrays()
     log_probs, ids = make_top_k()

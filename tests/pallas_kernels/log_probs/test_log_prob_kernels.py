@@ -83,7 +83,7 @@ def test_in_place(monkeypatch, num_tokens, hidden, vocab, weight_dtype, bands, o
 @pytest.mark.parametrize(
     "num_tokens, weight_dtype, bands, options",
     [
-        (130, F32, (1, 2, 1), {}),
+        pytest.param(130, F32, (1, 2, 1), {}, marks=full),
         pytest.param(129, BF16, (1, 1, 2), TRANSFORM, marks=full),  # one beside
         pytest.param(400, F32, (1, 2, 1), TRANSFORM, marks=full),  # 144 and twice 128
     ],
@@ -117,10 +117,10 @@ def check_in_place(monkeypatch, sizes, weight_dtype, bands, block, options):
 @pytest.mark.parametrize(
     "num_tokens, vocab, with_entropy, layout",
     [
-        (9, 250, True, "vd"),
-        (130, 256, False, "dv"),
+        pytest.param(9, 250, True, "vd", marks=full),
+        pytest.param(130, 256, False, "dv", marks=full),
         pytest.param(130, 250, False, "vd", marks=full),
-        pytest.param(9, 256, True, "dv", marks=full),
+        (9, 256, True, "dv"),
     ],
 )
 def test_kept_exponentials(num_tokens, vocab, with_entropy, layout):
@@ -199,7 +199,9 @@ def test_kept_exponentials_of_a_batch():
     "dtype, linear, options",
     [
         (BF16, {"tile_n": 64, "band": 1, "blocks": 2}, {"return_entropy": True}),
-        (BF16, {"tile_n": 128, "band": 3, "blocks": 3}, {"weight_layout": "dv"}),
+        pytest.param(
+            BF16, {"tile_n": 128, "band": 3, "blocks": 3}, {"weight_layout": "dv"}, marks=full
+        ),
         pytest.param(F16, {"tile_n": 256, "band": 3, "blocks": 1}, {}, marks=full),
     ],
 )

@@ -26,7 +26,7 @@ from support.log_prob_formulas import (
     run,
     with_argmax,
 )
-from support.loss_formulas import BF16, F16, F32, IGNORED, as_jax, full, put
+from support.loss_formulas import BF16, F16, F32, IGNORED, as_jax, full, in_turn, put
 from support.numerics import quick_jit
 from support.pairwise import pairwise
 
@@ -46,7 +46,18 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize(
     "implementation, transform, dtype",
-    pairwise(list(IMPLEMENTATIONS), list(TRANSFORMS), [F32, BF16, F16]),
+    pairwise(
+        list(IMPLEMENTATIONS),
+        list(TRANSFORMS),
+        [F32, BF16, F16],
+        but=[
+            ("xla", "softcap", F32),
+            ("reference", "temperature", BF16),
+            ("reference", "softcap", F16),
+            ("reference", "both", BF16),
+            ("reference", "plain", F16),
+        ],
+    ),
 )
 def test_values_and_gradients(implementation, transform, dtype):
     changes = TRANSFORMS[transform]
@@ -57,17 +68,19 @@ def test_values_and_gradients(implementation, transform, dtype):
     check_against_formula(got, arrays, labels, cotangents, round_dlogits=is_xla, **changes)
 
 
-@each
-@pytest.mark.parametrize(
-    "dtype, transform",
-    [
-        (F32, TRANSFORMS["both"]),
-        (BF16, TRANSFORMS["plain"]),
-        pytest.param(F16, TRANSFORMS["softcap"], marks=full),
-    ],
+@in_turn(
+    "case, options",
+    {
+        "bfloat16-plain": (BF16, TRANSFORMS["plain"]),
+        "float32-both": (F32, TRANSFORMS["both"]),
+        "float16-softcap": (F16, TRANSFORMS["softcap"]),
+    },
+    {"xla": XLA, "reference": REFERENCE},
+    but=[("float16-softcap", "xla")],
 )
-def test_argmax_beside_results_and_gradients(options, dtype, transform):
+def test_argmax_beside_results_and_gradients(options, case):
     """The argmax is right and has no gradient; the other results keep theirs."""
+    dtype, transform = case
     arrays, labels = arrays_of(SHAPE, D, V, dtype)
     cotangents = make_cotangents(SHAPE)
     fn = functools.partial(with_argmax, labels=jnp.asarray(labels), **options, **transform)
@@ -149,7 +162,9 @@ def test_layouts_and_parts(options):
         check_against_formula(got, arrays, labels, cotangents, floor=12.0)
 
 
-@each
+@pytest.mark.parametrize(
+    "options", [pytest.param(REFERENCE, id="reference", marks=full), pytest.param(XLA, id="xla")]
+)
 def test_the_log_probability_alone_is_minus_the_loss(options):
     arrays, labels = as_jax(arrays_of(SHAPE, D, V, F32))
     g = jnp.asarray(make_cotangents(SHAPE)[0])

@@ -20,7 +20,7 @@ from support.log_prob_formulas import (
     make_cotangents,
     with_gradients,
 )
-from support.loss_formulas import F32
+from support.loss_formulas import F32, in_turn
 from support.numerics import quick_jit
 
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -69,8 +69,7 @@ def run(arrays, labels, cotangents):
     return with_gradients(functools.partial(both, labels=labels, **OPTIONS), arrays, cotangents)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@in_turn("layout, kind", LAYOUTS, {str(kind): kind for kind in (AxisType.Auto, AxisType.Explicit)})
 def test_results_and_gradients(kind, layout):
     arrays, labels = arrays_of(SHAPE, D, V, F32)
     cotangents = make_cotangents(SHAPE)

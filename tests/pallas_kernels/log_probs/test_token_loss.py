@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import chex
@@ -95,9 +96,18 @@ def check(got, arrays, data, labels, *, with_entropy=True, slack=1.2, floor=12.0
 
 
 @pytest.mark.parametrize(
-    "with_entropy, per_token", [(False, False), (True, False), (False, True), (True, True)]
+    "implementation, with_entropy, per_token",
+    [
+        ("xla", False, False),
+        ("xla", True, True),
+        ("reference", True, False),
+        ("reference", False, True),
+        pytest.param("xla", True, False, marks=full),
+        pytest.param("xla", False, True, marks=full),
+        pytest.param("reference", False, False, marks=full),
+        pytest.param("reference", True, True, marks=full),
+    ],
 )
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_value_and_gradients(implementation, with_entropy, per_token):
     arrays, labels = arrays_of(SHAPE, D, V, F32)
     data = make_data(SHAPE)
@@ -109,20 +119,31 @@ def test_value_and_gradients(implementation, with_entropy, per_token):
     chex.assert_trees_all_close(alone, got["loss"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+# Specs of the tokens, of the weight and of the data.
+LAYOUTS = {
+    "sequence": (P("data", "tensor"), P(None, "data"), P("data", "tensor")),
+    "vocabulary": (P(("data", "fsdp")), P("tensor", "fsdp"), P()),
+}
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+# The normal run has every pair of values.
+ON_MESHES = {
+    (False, "xla", "sequence", AUTO),
+    (True, "xla", "sequence", EXPLICIT),
+    (False, "xla", "vocabulary", EXPLICIT),
+    (True, "xla", "vocabulary", AUTO),
+}
+
+
 @pytest.mark.parametrize(
-    "tokens, of_weight, of_data",
+    "per_token, implementation, layout, kind",
     [
-        (P("data", "tensor"), P(None, "data"), P("data", "tensor")),
-        (P(("data", "fsdp")), P("tensor", "fsdp"), P()),
+        pytest.param(*(case := (*which, *where)), marks=() if case in ON_MESHES else full)
+        for which in ((False, "xla"), (True, "xla"), (True, "reference"))
+        for where in itertools.product(LAYOUTS, (AUTO, EXPLICIT))
     ],
-    ids=["sequence", "vocabulary"],
 )
-@pytest.mark.parametrize(
-    "per_token, implementation",
-    [(False, "xla"), (True, "xla"), pytest.param(True, "reference", marks=full)],
-)
-def test_the_tokens_of_all_devices(kind, tokens, of_weight, of_data, per_token, implementation):
+def test_the_tokens_of_all_devices(per_token, implementation, layout, kind):
+    tokens, of_weight, of_data = LAYOUTS[layout]
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(kind,) * 3)
     arrays, labels = arrays_of(SHAPE, D, V, F32, bias=False)
     data = make_data(SHAPE)
@@ -140,7 +161,10 @@ def test_the_tokens_of_all_devices(kind, tokens, of_weight, of_data, per_token, 
     check(got, arrays, data, labels)
 
 
-@pytest.mark.parametrize("num_counted, per_token", [(100, False), (129, False), (100, True)])
+@pytest.mark.parametrize(
+    "num_counted, per_token",
+    [pytest.param(100, False, marks=full), (129, False), (100, True)],
+)
 def test_fewer_rows(num_counted, per_token):
     """`counted_fraction` changes nothing but the rows: 128 of 300, or all where more count. 4 s."""
     arrays, labels = arrays_of((3, 100), D, V, F32)
@@ -264,7 +288,7 @@ def test_chunks_of_tokens(with_entropy):
     [
         (300, 250, {"with_entropy": True}),
         pytest.param(300, 250, {"with_entropy": False}, marks=full),
-        (130, 128, {"with_entropy": False, "chunk_size": 64}),
+        pytest.param(130, 128, {"with_entropy": False, "chunk_size": 64}, marks=full),
         pytest.param(130, 128, {"with_entropy": True, "weight_layout": "dv"}, marks=full),
     ],
 )
@@ -286,6 +310,7 @@ def test_chunks_of_single_tokens(num_tokens, vocab, options):
 
 
 @interpreted
+@full
 def test_a_frozen_weight_of_single_tokens():
     arrays, labels = arrays_of((20,), 64, 128, BF16, bias=False)
     data = make_data((20,))

@@ -252,7 +252,7 @@ def test_weights_of_tokens_and_split_vocabulary(chunks, reduction):
         pytest.param(F32, 4, 2, "none", COLUMN_CHUNKS, marks=full),
         pytest.param(BF16, 2, 4, "none", TOKEN_CHUNKS, marks=full),
         pytest.param(BF16, 2, 4, "none", COLUMN_CHUNKS, marks=full),
-        (BF16, 4, 2, "none", TOKEN_CHUNKS),
+        pytest.param(BF16, 4, 2, "none", TOKEN_CHUNKS, marks=full),
         pytest.param(BF16, 4, 2, "sum", TOKEN_CHUNKS, marks=full),
         pytest.param(BF16, 4, 2, "sum", COLUMN_CHUNKS, marks=full),
     ],

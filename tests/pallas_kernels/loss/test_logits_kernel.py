@@ -155,7 +155,7 @@ def check(args, *, alone=True, **options):
         (F16, PLAIN, False),
         pytest.param(F16, PLAIN, True, marks=full),
         pytest.param(F16, ALL, False, marks=full),
-        (F32, PLAIN, False),
+        pytest.param(F32, PLAIN, False, marks=full),
         pytest.param(F32, ALL, True, marks=full),
     ],
     ids=lambda value: {PLAIN: "plain", ALL: "all"}.get(value),

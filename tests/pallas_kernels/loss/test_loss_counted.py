@@ -48,12 +48,15 @@ def arrays_and_labels(num_counted=100, dtype=F32, shape=(T,), **options):
     return arrays, np.where(order < num_counted, labels, np.int32(IGNORED))
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
 @in_turn(
-    "strategy, reduction, num_counted",
+    "strategy, reduction, num_counted, dtype",
     STRATEGIES,
     {reduction: reduction for reduction in REDUCTIONS},
     {"few": 100, "as many as rows": 128, "too many": 129, "none": 0},
+    {"float32": F32, "bfloat16": BF16},
+    # Each strategy has both dtypes.
+    also=[("tokens", "mean", "few", "bfloat16"), ("columns", "sum", "as many as rows", "float32")],
+    but=[("tokens", "mean", "few", "float32"), ("columns", "sum", "as many as rows", "bfloat16")],
 )
 def test_values_and_gradients(strategy, reduction, num_counted, dtype):
     arrays, labels = arrays_and_labels(num_counted, dtype)
@@ -248,7 +251,7 @@ def test_vmap_over_sequences():
     check_against_formula(got, arrays, labels, np.float32(1), reduction="sum", chunk_size=50)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=pytest.mark.full)])
 def test_few_rows_and_all_rows_may_have_other_plans(on_h100, reduction):
     """A 16-bit `dweight` holds 3712 rows of 4096; all 12288 need sums in float32."""
     x, weight = (jax.ShapeDtypeStruct((n, 4096), BF16) for n in (12288, 128256))

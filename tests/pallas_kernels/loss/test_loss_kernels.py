@@ -96,7 +96,7 @@ def test_kernels_with_all_options(strategy, reduction, dtype):
 
 
 @interpreted
-@kernel_strategies("tokens", "in place")
+@kernel_strategies("tokens")
 def test_a_loss_alone_has_float32_logits(strategy):
     arrays, labels = kernel_arrays()
     options = {name: value for name, value in strategy.items() if name != "config"}

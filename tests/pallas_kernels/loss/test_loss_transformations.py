@@ -43,7 +43,7 @@ def test_gradients_of_some_arrays_only(strategy):
         chex.assert_trees_all_close(got, want[name], rtol=1e-5, atol=1e-7)
 
 
-@in_turn("strategy, reduction", BY_XLA_STRATEGY, BY_REDUCTION)
+@in_turn("strategy, reduction", BY_XLA_STRATEGY, BY_REDUCTION, but=[("tokens", "mean")])
 def test_a_vjp_can_be_called_again(strategy, reduction):
     check_repeated_vjp(*as_jax(make_arrays()), reduction=reduction, **strategy)
 

@@ -49,6 +49,11 @@ SHAPES = [
     "sizes, chunks",
     {str(sizes): sizes for sizes in SHAPES},
     {str(c): c for c in ((True, None), (False, 16), (False, 100))},
+    but=[
+        (str(((1,), 128, 2, 1)), str((False, 100))),
+        (str(((7,), 1, 127, 3)), str((True, None))),
+        (str(((127,), 64, 128, 64)), str((False, 16))),
+    ],
 )
 def test_every_shape_in_bfloat16(sizes, chunks):
     shape, hidden, vocab, chunk_size = sizes

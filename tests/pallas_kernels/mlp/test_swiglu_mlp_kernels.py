@@ -82,7 +82,7 @@ def test_chunks_with_kernels():
     [
         dict(stages=2, tile_n=64, cluster=2, blocks=4, band=1),
         # One block, whose warpgroups take turns: the backward has four tiles.
-        dict(tile_n=64, blocks=1),
+        pytest.param(dict(tile_n=64, blocks=1), marks=pytest.mark.full),
         pytest.param(dict(stages=2, tile_n=64), marks=pytest.mark.full),
         pytest.param(dict(cluster=2, blocks=4, band=1), marks=pytest.mark.full),
     ],

@@ -150,7 +150,7 @@ def test_all_forward_configurations_agree(hidden_size, dtype, residual, every_wa
         pytest.param(720, BF16, 1, False, marks=pytest.mark.full),
         pytest.param(720, F16, 8, False, marks=pytest.mark.full),
         pytest.param(720, F16, 8, True, marks=pytest.mark.full),
-        (576, BF16, 4, False),
+        pytest.param(576, BF16, 4, False, marks=pytest.mark.full),
         pytest.param(576, BF16, 1, True, marks=pytest.mark.full),
         pytest.param(2112, BF16, 4, True, marks=pytest.mark.full),
         pytest.param(2304, BF16, 8, False, marks=pytest.mark.full),

@@ -141,7 +141,11 @@ def test_tokens_split_over_a_mesh(monkeypatch, mesh, fresh_operations):
 @interpreted
 @pytest.mark.parametrize(
     "axes",
-    [(0, 0, None), pytest.param((1, None, None), marks=pytest.mark.full), (0, 0, 0)],
+    [
+        (0, 0, None),
+        pytest.param((1, None, None), marks=pytest.mark.full),
+        pytest.param((0, 0, 0), marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_vmap_is_the_loop(axes):

@@ -8,6 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -124,7 +125,13 @@ def test_kept_is_a_part_of_what_one_device_keeps(implementation, gather):
 # Transformations.
 
 
-@each_norm
+def normally(name):
+    """Both norms, of which the normal run has this one."""
+    norms = [pytest.param(norm, marks=() if norm == name else pytest.mark.full) for norm in NORMS]
+    return pytest.mark.parametrize("implementation", norms, indirect=True)
+
+
+@normally("xla_kernel")
 def test_remat_keeps_names_and_does_not_sum_again(implementation):
     policy = jax.checkpoint_policies.save_only_these_names("residual", "rstd", "normed")
 
@@ -147,7 +154,7 @@ def test_remat_keeps_names_and_does_not_sum_again(implementation):
     assert +again == Counter({("all-gather", (40, D)): 1}) and not -again
 
 
-@each_norm
+@normally("xla")
 def test_scan_over_layers(implementation):
     n, num_layers, tokens = 4, 3, 8
     rng = np.random.default_rng(0)
