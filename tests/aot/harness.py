@@ -10,6 +10,7 @@ select instructions for aborts the whole process.
 """
 
 import dataclasses
+import itertools
 import math
 import os
 import pathlib
@@ -159,18 +160,20 @@ def missing_toolchain() -> str | None:
     return missing and f"not installed here: {missing}; `make test-aot` installs it"
 
 
-def compile_cases(chip: str, module: str, names: Sequence[str]) -> dict[str, Program | Failure]:
-    """Compiles `CASES[name]` of a module for a chip, each of the names.
+def compile_cases(
+    chip: str, cases: Sequence[tuple[str, str]]
+) -> dict[tuple[str, str], Program | Failure]:
+    """Compiles `CASES[name]` of a module for a chip, each of the pairs of module and name.
 
     A case that kills its process fails; those after it run in a new one.
     """
-    results: dict[str, Program | Failure] = {}
-    while remaining := [name for name in names if name not in results]:
+    results: dict[tuple[str, str], Program | Failure] = {}
+    while remaining := [case for case in cases if case not in results]:
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder, "results")
             path.touch()
             process = subprocess.run(
-                [sys.executable, "-m", "aot.worker", chip, module, path, *remaining],
+                [sys.executable, "-m", "aot.worker", chip, path, *itertools.chain(*remaining)],
                 env=_worker_environment(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -181,7 +184,7 @@ def compile_cases(chip: str, module: str, names: Sequence[str]) -> dict[str, Pro
         if process.returncode > 0:
             raise RuntimeError(f"aot.worker failed for {chip}:\n{process.stdout[-4000:]}")
         if process.returncode < 0:
-            killer = next(name for name in remaining if name not in results)
+            killer = next(case for case in remaining if case not in results)
             results[killer] = Failure(
                 f"the process died of signal {-process.returncode}:\n{process.stdout[-4000:]}"
             )

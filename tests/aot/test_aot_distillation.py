@@ -200,7 +200,11 @@ def test_memory_and_passes(compiled, chip, case):
     assert re.search(r"f32\[128256,2048\].*cublas.*output_to_operand_aliasing", program.hlo)
 
 
-@pytest.mark.parametrize("case", KERNELS)
+@pytest.mark.parametrize(
+    "case",
+    # "jensen_shannon, capped" has its conditions, and one more kernel.
+    [pytest.param(c, marks=pytest.mark.full if c == "forward_kl, capped" else ()) for c in KERNELS],
+)
 @pytest.mark.parametrize("chip", ["h100"])
 def test_kernels_make_all_passes(compiled, chip, case):
     """5 s each."""

@@ -28,9 +28,14 @@ CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 each_chip = pytest.mark.parametrize("chip", ["h100"])
 
 
-def oldest(case: str) -> Any:
+def oldest(case: str, *marks: Any) -> Any:
     """A case whose kernels other cases have, so that the oldest JAX is enough."""
-    return pytest.param(case, marks=pytest.mark.oldest)
+    return pytest.param(case, marks=(pytest.mark.oldest, *marks))
+
+
+def full(case: str) -> Any:
+    """A case whose kernels and conditions other cases of the normal run have."""
+    return pytest.param(case, marks=pytest.mark.full)
 
 
 def plan_for_h100(loss: "Loss") -> LossPlan:
@@ -113,16 +118,17 @@ LOSSES = {
     Loss(8192, 3584, 152064): Expected(0, 41, 480),
     Loss(4096, 8192, 128256): Expected(0, 49, 160),
 }
-# They differ from the others in sizes alone.
-FULL = {Loss(8192, 4096, 32000), Loss(8192, 3584, 152064), Loss(4096, 8192, 128256)}
+SMALLEST = Loss(8192, 4096, 128256)
+# The others differ from them in sizes alone. Tiles of D = 2304 are narrower, and its tokens come in
+# chunks.
+NORMAL = {"gradients": (SMALLEST, Loss(8192, 2304, 256000)), "loss": (SMALLEST,)}
 GRADIENTS, ALONE = (
     [
-        pytest.param(f"{kind}-{loss}", marks=pytest.mark.full if loss in FULL else ())
+        pytest.param(f"{kind}-{loss}", marks=() if loss in normal else pytest.mark.full)
         for loss in LOSSES
     ]
-    for kind in ("gradients", "loss")
+    for kind, normal in NORMAL.items()
 )
-SMALLEST = Loss(8192, 4096, 128256)
 ODD = Loss(8192, 4096, 32001)
 ON_A_MESH = Loss(8 * 2048, 2048, 32000)
 
@@ -283,7 +289,9 @@ def test_loss_with_gradients(compiled, chip, case):
 
 
 @each_chip
-@pytest.mark.parametrize("case", ["small-bands", oldest("small-bands-by-default")])
+@pytest.mark.parametrize(
+    "case", ["small-bands", oldest("small-bands-by-default", pytest.mark.full)]
+)
 def test_small_bands(compiled, chip, case):
     """Where all tokens fit in place, the limit on logits bounds the copied exponentials."""
     program: Program = compiled(chip, case)
@@ -312,8 +320,8 @@ def test_bfloat16_in_place(compiled, chip, case):
 
 
 @each_chip
-@pytest.mark.oldest  # test_aot_log_probs.py has its kernels
-@pytest.mark.parametrize("case", ["none"])
+@pytest.mark.oldest  # "gradients" of test_aot_log_probs.py has its kernels and conditions
+@pytest.mark.parametrize("case", [full("none")])
 def test_losses_that_are_not_added_up(compiled, chip, case):
     """The backward makes dlogits from the logsumexp, once and in place."""
     program: Program = compiled(chip, case)
@@ -326,7 +334,7 @@ def test_losses_that_are_not_added_up(compiled, chip, case):
 
 
 @each_chip
-@pytest.mark.parametrize("case", ["dv-bfloat16", oldest("dv-float32")])
+@pytest.mark.parametrize("case", ["dv-bfloat16", oldest("dv-float32", pytest.mark.full)])
 def test_a_weight_of_columns(compiled, chip, case):
     """Neither a weight `[D, V]` nor its gradient has a copy, transposed or not."""
     program: Program = compiled(chip, case)
@@ -428,8 +436,9 @@ def test_loss_alone(compiled, chip, case):
     assert not makers(program, (loss.vocab, loss.hidden)) - MAKES_NOTHING
 
 
+# test_aot_slices.py has the kernels of a bfloat16 weight, and finds them in place.
 @each_chip
-@pytest.mark.parametrize("case", ["by-columns", oldest("by-columns-float32")])
+@pytest.mark.parametrize("case", [full("by-columns"), oldest("by-columns-float32")])
 def test_by_column_chunks(compiled, chip, case):
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s, {program.temp_bytes / MIB:.1f} MiB")

@@ -13,6 +13,7 @@ from aot.loss_shapes import MIB, assert_runs_well, floats, labels_of
 from aot.test_aot_linear_cross_entropy import (
     assert_in_place,
     assert_nothing_runs_beside,
+    full,
     makers,
     oldest,
 )
@@ -126,7 +127,9 @@ CASES |= {
 
 
 @each_chip
-@pytest.mark.parametrize("case", ["value", "value-entropy", "value-argmax", "value-entropy-argmax"])
+@pytest.mark.parametrize(
+    "case", [full("value"), "value-entropy", full("value-argmax"), "value-entropy-argmax"]
+)
 def test_values_take_one_kernel_and_no_logits(compiled, chip, case):
     program = compiled(chip, case)
     assert program.calls == {"linear_statistics": 1}
@@ -140,7 +143,7 @@ def test_values_take_one_kernel_and_no_logits(compiled, chip, case):
 # copies of dlogits (96 MiB at most), and x without the tokens that do not count (64 MiB).
 @each_chip
 @pytest.mark.parametrize(
-    "case", ["gradients", "gradients-entropy", "gradients-softcap", "gradients-dv"]
+    "case", [oldest("gradients"), full("gradients-entropy"), "gradients-softcap", "gradients-dv"]
 )
 def test_gradients_in_place(compiled, chip, case):
     program = compiled(chip, case)
@@ -164,7 +167,7 @@ def test_gradients_in_place(compiled, chip, case):
 
 @each_chip
 @pytest.mark.oldest
-@pytest.mark.parametrize("case", ["gradients-long"])
+@pytest.mark.parametrize("case", [full("gradients-long")])
 def test_gradients_of_more_tokens(compiled, chip, case):
     """The tokens that the memory of `dweight` cannot hold come in chunks of at most 512 MiB."""
     program = compiled(chip, case)
@@ -186,7 +189,9 @@ def assert_no_conditions(program: Program) -> None:
 
 
 @each_chip
-@pytest.mark.parametrize("case", ["gradients-kept", oldest("gradients-kept-entropy")])
+@pytest.mark.parametrize(
+    "case", ["gradients-kept", oldest("gradients-kept-entropy", pytest.mark.full)]
+)
 def test_kept_exponentials(compiled, chip, case):
     """One array of all exponentials, and products by cuBLAS. 20 s for both."""
     program = compiled(chip, case)
@@ -201,7 +206,7 @@ def test_kept_exponentials(compiled, chip, case):
 
 # Three products. The pass over the exponentials for the entropy works in place.
 @each_chip
-@pytest.mark.parametrize("case", ["token-loss", "token-loss-entropy", "token-loss-dv"])
+@pytest.mark.parametrize("case", [full("token-loss"), "token-loss-entropy", full("token-loss-dv")])
 def test_a_loss_of_tokens_in_place(compiled, chip, case):
     program = compiled(chip, case)
     of_weight = "weight_gradient_columns" if case.endswith("dv") else "weight_gradient_rows"
@@ -224,7 +229,9 @@ def test_a_loss_of_tokens_in_place(compiled, chip, case):
 
 # The exponentials of a chunk wait for its cotangents, so no kernel computes the logits again.
 @each_chip
-@pytest.mark.parametrize("case", [oldest("single-tokens"), "single-tokens-entropy"])
+@pytest.mark.parametrize(
+    "case", [oldest("single-tokens", pytest.mark.full), "single-tokens-entropy"]
+)
 def test_losses_of_single_tokens_in_chunks(compiled, chip, case):
     program = compiled(chip, case)
     exponentials = {"linear_exponentials", "linear_exponentials_again"}
@@ -236,9 +243,10 @@ def test_losses_of_single_tokens_in_chunks(compiled, chip, case):
     assert program.temp_bytes <= 600 * MIB, program.temp_bytes / MIB
 
 
+# "counted" of test_aot_linear_cross_entropy.py has the same condition.
 @each_chip
 @pytest.mark.oldest
-@pytest.mark.parametrize("case", ["gradients-counted", "token-loss-counted"])
+@pytest.mark.parametrize("case", [full("gradients-counted"), full("token-loss-counted")])
 def test_fewer_rows_and_all_rows_share_memory(compiled, chip, case):
     program = compiled(chip, case)
     for kernel in program.kernels:

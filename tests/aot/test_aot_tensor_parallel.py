@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -34,6 +35,9 @@ QKV, HEADS, COLUMNS = (D + 2 * 512) // 2, D // 2, F // 2
 # Numbers of maxima that the devices of `fsdp` exchange for the four weights of each layer: one a
 # weight, or one for each of the columns that `fsdp` splits, or rows of down.
 MAXIMA = {"fp8": 4 * L, "fp8 by row": (QKV + 3 * COLUMNS) * L}
+# "fp8 by row" has its conditions. test_aot_fp8.py has one scale a tensor on a mesh, and
+# test_aot_fp8_llama.py in a loop over layers.
+FULL = {"fp8"}
 # Each case runs in a process of its own, because JAX must not look for a GPU.
 SCRIPT = """
 import json, sys
@@ -75,12 +79,25 @@ def compile_case(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def programs():
+def programs(request):
+    """Text of each case that a selected test reads."""
     if reason := missing_toolchain() or aot.missing_toolchain():
         # `make test-aot` installs it, and must not pass if nothing was checked.
         (pytest.fail if "AOT_REQUIRED" in os.environ else pytest.skip)(str(reason))
+    cases = {
+        str(item.callspec.params["case"]): None
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+    }
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        return dict(zip(CASES, pool.map(compile_case, CASES), strict=True))
+        return dict(zip(cases, pool.map(compile_case, cases), strict=True))
+
+
+def each(cases: Iterable[str]) -> pytest.MarkDecorator:
+    """The mark of a test of these cases."""
+    return pytest.mark.parametrize(
+        "case", [pytest.param(c, marks=pytest.mark.full if c in FULL else ()) for c in cases]
+    )
 
 
 @functools.cache
@@ -99,7 +116,7 @@ def of_tokens(hlo: str, tensor: int) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@each(CASES)
 def test_a_half_layer_gathers_tokens_once_and_scatters_their_sums_once(programs, case):
     fsdp, tensor, _ = CASES[case]
     forward = backward = Counter({"all-gather": 2 * L, "reduce-scatter": 2 * L})
@@ -113,7 +130,7 @@ def test_a_half_layer_gathers_tokens_once_and_scatters_their_sums_once(programs,
     assert found == forward + backward + again + loss + embeddings
 
 
-@pytest.mark.parametrize("case", CASES)
+@each(CASES)
 def test_no_activations_are_summed_on_all_devices(programs, case):
     """All-reduces sum only gradients of norms, and scalars, and find maxima of weights."""
     sizes = [
@@ -125,7 +142,7 @@ def test_no_activations_are_summed_on_all_devices(programs, case):
     assert least <= sum(sizes) < least + 64
 
 
-@pytest.mark.parametrize("case", CASES)
+@each(CASES)
 def test_the_loss_gathers_statistics_in_its_loop_and_no_weight(programs, case):
     fsdp, tensor, _ = CASES[case]
     found = collectives(programs[case])
@@ -159,7 +176,7 @@ def test_the_residual_stream_is_kept_in_parts(programs, case):
     assert not {(L, T, D), (L, ROWS, S, D)} & kept.keys()
 
 
-@pytest.mark.parametrize("case", MAXIMA)
+@each(MAXIMA)
 def test_weights_in_fp8_are_gathered_in_fp8(programs, case):
     """Forward copies and dgrad copies of all four weights; o is too small for FP8."""
     gathered: dict[str, set[int]] = {"f8e4m3fn": set(), "bf16": set()}
@@ -173,7 +190,7 @@ def test_weights_in_fp8_are_gathered_in_fp8(programs, case):
     assert HEADS * D in gathered["bf16"]
 
 
-@pytest.mark.parametrize("case", MAXIMA)
+@each(MAXIMA)
 def test_products_are_in_fp8(programs, case):
     """Kernels make what products with weights in FP8 have as results, and other GEMMs do not."""
     wanted = {(T, QKV), (D, QKV), (T, COLUMNS), (D, COLUMNS)}  # of forward or dgrad, and of wgrad
@@ -187,7 +204,7 @@ def test_products_are_in_fp8(programs, case):
     assert not others & wanted
 
 
-@pytest.mark.parametrize("case", MAXIMA)
+@each(MAXIMA)
 def test_scales_take_one_exchange_a_step(programs, case):
     """The maxima of the weights of all layers."""
     sizes = [

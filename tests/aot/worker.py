@@ -1,6 +1,6 @@
-"""Compiles cases for one chip: `python -m aot.worker CHIP MODULE RESULTS NAME...`.
+"""Compiles cases for one chip: `python -m aot.worker CHIP RESULTS [MODULE NAME]...`.
 
-Appends a pickled `Program` or `Failure` to RESULTS for each named case of `MODULE.CASES`, in order,
+Appends a pickled `Program` or `Failure` to RESULTS for each case `MODULE.CASES[NAME]`, in order,
 so that the reader knows which case killed the process. Expects the environment that
 `aot.harness.compile_cases` gives it.
 """
@@ -41,14 +41,15 @@ from benchmarks.training.schedule import kernel_calls
 from train.planner import aot
 
 
-def main(chip: str, module: str, results: str, *names: str) -> None:
-    """Compiles the named cases and appends their results to a file."""
-    cases: dict[str, Case] = importlib.import_module(module).CASES
+def main(chip: str, results: str, *cases: str) -> None:
+    """Compiles cases, given as module and name each, and appends their results to a file."""
+    pairs = list(zip(cases[::2], cases[1::2], strict=True))
+    found = {(module, name): importlib.import_module(module).CASES[name] for module, name in pairs}
     dumps = Dumps(pathlib.Path(results).with_name("stdout"))
     kernels: dict[str, Kernel] = {}
-    for name in names:
+    for pair in pairs:
         try:
-            result = _compile(cases[name], chip, kernels, dumps)
+            result = _compile(found[pair], chip, kernels, dumps)
         except Exception:
             result = Failure(traceback.format_exc())
         with open(results, "ab") as file:

@@ -194,7 +194,8 @@ def compile_for_h100(module: str) -> dict[str, Program]:
     """The programs of a test module's `CASES`."""
     if missing := missing_toolchain():
         raise RuntimeError(missing)
-    programs = compile_cases("h100", module, ["before", "patched"])
+    found = compile_cases("h100", [(module, "before"), (module, "patched")])
+    programs = {name: program for (_, name), program in found.items()}
     for name, program in programs.items():
         if isinstance(program, Failure):
             raise AssertionError(f"{name} does not compile:\n{program.message}")
