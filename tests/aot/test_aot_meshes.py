@@ -43,7 +43,7 @@ def name_of(*parts: str) -> str:
     return ", ".join(parts)
 
 
-CASES = {name_of(*case): make_case(*case) for *case, _ in mesh_programs.cases()}
+CASES = {name_of(*case): make_case(*case) for case in mesh_programs.cases()}
 NORMAL = {
     "batch, auto, plain",
     "sequence, explicit, scan",

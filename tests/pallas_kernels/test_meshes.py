@@ -75,8 +75,8 @@ IN_NORMAL_RUN = {
 @pytest.mark.parametrize(
     "layout, mode, transform",
     [
-        pytest.param(*case, marks=() if tuple(case) in IN_NORMAL_RUN else pytest.mark.full)
-        for *case, _ in mesh_programs.cases()
+        pytest.param(*case, marks=() if case in IN_NORMAL_RUN else pytest.mark.full)
+        for case in mesh_programs.cases()
     ],
 )
 def test_values_and_gradients(layout, mode, transform):
