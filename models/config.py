@@ -37,7 +37,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 class LlamaConfig:
     """A Llama. The fields down to `rope_parameters` have Hugging Face's names and meanings.
 
-    Only `qk_norm` is no key of config.json: the model type says it, and it is true for Qwen 3.
+    `qk_norm` is the exception: config.json has no such key. It is true if the model type is Qwen 3.
 
     Attributes:
       vocab_size: V.
@@ -70,9 +70,9 @@ class LlamaConfig:
         "attention,residual,gate@host,up@host"; see `models.remat`. Host memory needs
         `scan_layers`. "auto" leaves the choice to `python -m train`, which takes the fastest policy
         that fits the device.
-      mlp_chunk_size: Number of positions of a sequence whose gate and up exist at a time, for
-        sequences that make these two the largest arrays; 0 means all positions. It needs a `remat`
-        that keeps neither, and an MLP without biases.
+      mlp_chunk_size: Number of positions that the MLP computes at a time; 0 means all positions. It
+        is for long sequences, in which gate and up are the largest arrays. It needs a `remat` that
+        keeps neither, and an MLP without biases.
       implementation: Implementation of every operation of `pallas_kernels`, except for those of
         FP8. `None` takes kernels where they run. "xla" is plain JAX, for comparison. "reference" is
         each operation's formula. "mosaic_gpu" takes the kernels, and fails where one cannot run.
@@ -185,8 +185,7 @@ class LlamaConfig:
                 "any memory"
             )
         size = self.mlp_chunk_size
-        if not isinstance(size, int) or size < 0:
-            raise ValueError(f"mlp_chunk_size={size!r} must be a whole number from 0 up")
+        _check_whole("mlp_chunk_size", size, 0)
         if size and (self.mlp_bias or self.hidden_act != "silu"):
             raise ValueError(
                 f"mlp_chunk_size={size} is for hidden_act='silu' without biases, got "

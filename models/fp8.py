@@ -1,14 +1,14 @@
-"""The layers' products in FP8: weights that are quantized once a forward, and the projections.
+"""The layers' products in FP8, with weights that are quantized once in each forward.
 
 `LlamaConfig.fp8` names a recipe of `pallas_kernels.fp8`. The forward quantizes the stacked weights
 before the first layer, outside of `jax.checkpoint`. So a step that accumulates gradients quantizes
-them for each part of its batch. The layers then find a `QuantizedWeight` in the place of a kernel,
-and multiply in FP8. A weight that is too small to gain stays an array, and its
-product stays in the compute dtype.
+them once for each part of its batch. The layers then find a `QuantizedWeight` in the place of a
+kernel, and multiply in FP8. A weight that is too small to gain stays an array, and its product
+stays in the compute dtype.
 
-The projections q, k and v are one product (`models.projections`). Keys and values alone would be
-too small to gain from FP8. And the input is only read in FP8, so the layers keep no other copy of
-it.
+The projections q, k and v are one product (`models.projections`), which has two advantages in FP8.
+Keys and values alone would be too small to gain. And nothing reads their input in the compute
+dtype, so the layers keep only its FP8 copy.
 
 Only the step knows of FP8. The parameters of a model, and the files, are those of any other Llama.
 """
@@ -90,7 +90,8 @@ def quantize_weights(state: nnx.State, recipe: RecipeName) -> nnx.State:
         )(a)
         return a if quantized.forward is None else quantized
 
-    # XLA does not partition a kernel. On a mesh it would gather the weights in front of it.
+    # XLA cannot partition our kernel: on a mesh it would gather the weights for it. So the plain
+    # formula runs there. Inside of `sum_over_devices` arrays are local, and the kernel can run.
     is_split = jax.sharding.get_abstract_mesh().size > 1 and tensor_axis() is None
     implementation: Implementation | None = "reference" if is_split else None
     return jax.tree_util.tree_map_with_path(quantize, state)

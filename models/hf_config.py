@@ -94,8 +94,8 @@ _WINDOW_KEYS = {
     "mistral": ("sliding_window",),
     "qwen3": ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window"),
 }
-_DEFAULT_WINDOW = 4096  # of a Mistral or a Qwen 3 whose config.json lacks the key
-_QWEN3_WHOLE_LAYERS = 28  # the same for `max_window_layers`
+_DEFAULT_WINDOW = 4096  # `sliding_window` of a Mistral or Qwen 3 whose config.json lacks the key
+_QWEN3_WHOLE_LAYERS = 28  # `max_window_layers` of a Qwen 3 without it: first layers, without window
 _ROPE_FIELDS = {
     "attention_factor": "a number",
     "beta_fast": "a number",
@@ -163,9 +163,9 @@ def config_from_hf(hf_config: dict[str, Any]) -> LlamaConfig:
     least as long as the longest sequence, because then both compute the same. A Qwen 3 is a Llama
     with `qk_norm`. Its layers may have a window, too, under the same condition.
 
-    There are three forms of the rotary settings: `rope_parameters` (transformers 5), and
-    `rope_theta` with a `rope_scaling` that has a `rope_type` or the older `type`, or is null. If a
-    file has both, `rope_scaling` wins, as in transformers.
+    The rotary settings are in `rope_parameters` (transformers 5), or in `rope_theta` and
+    `rope_scaling` (older versions). `rope_scaling` is null or has a `rope_type`, whose older name
+    is `type`. If a file has both forms, `rope_scaling` wins, as in transformers.
 
     Raises:
       ValueError: The model is none of the three, a size is missing, a value is of a wrong kind or

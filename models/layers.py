@@ -87,7 +87,7 @@ class Attention(nnx.Module):
     def project(
         self, x: Float[Array, "B S D"], cos: Float[Array, "#B S h"], sin: Float[Array, "#B S h"]
     ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-        """Queries and keys, normed if the model norms them and then rotated, and values."""
+        """Queries, keys and values. The first two are normed, with `qk_norm`, and then rotated."""
         heads = lambda a: a.reshape(*a.shape[:-1], -1, self.head_dim)
         q, k, v = map(heads, project(x, (self.q_proj, self.k_proj, self.v_proj), self.fp8))
         if self.q_norm is not None and self.k_norm is not None:
@@ -137,9 +137,9 @@ class MLP(SwiGLU):
 def _kept_by_mlp(config: LlamaConfig) -> Literal["gate_up", "x"]:
     """The tensors that the MLP keeps for its backward: gate and up, or only its input.
 
-    The input alone is faster where the policy keeps the norm after the MLP, so that the MLP's
-    forward runs only once. That forward never writes gate and up. The backward makes them again, as
-    it would in any case.
+    The input alone is faster if the policy keeps `residual` and `rstd`, but neither gate nor up.
+    The backward of the norm after the MLP then needs no output of the MLP, so the MLP's forward
+    runs only once, and never writes gate and up. The backward recomputes them in either case.
     """
     if config.mlp_chunk_size:
         return "x"

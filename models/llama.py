@@ -169,9 +169,9 @@ class Llama(nnx.Module):
             ), None
 
         if tensor_axis():
-            # The backward computes the mask again: cuDNN's rule keeps an empty array, and the
-            # compiler of JAX 0.11.2 ends with a segmentation fault where one leaves a scan inside
-            # of shard_map.
+            # cuDNN's gradient rule keeps an empty array. If an empty array leaves a scan inside of
+            # a `shard_map`, the compiler of JAX 0.11.2 ends with a segmentation fault. So the
+            # backward recomputes arrays that are filled with one value.
             attend = jax.checkpoint(attend, policy=_keep_all_but_fills, prevent_cse=False)
         return attend
 
@@ -207,11 +207,12 @@ class Llama(nnx.Module):
             max_position_embeddings=config.max_position_embeddings,
         )
 
-        # A layer ends with the next one's first norm, because one kernel adds and norms. Where the
-        # policy does not keep that norm, only the residual enters a layer, which norms it itself.
-        # Then there is half as much to keep, and the backward need not add again, which would take
-        # the down projection. Over `tensor` the addition is a sum over devices, and the operation
-        # that exchanges the summands also norms.
+        # A layer ends with the first norm of the next layer, because one kernel adds and norms. If
+        # the policy does not keep that norm, only the residual enters a layer, and the layer norms
+        # it. Then there is half as much to keep. And the backward need not repeat the addition, for
+        # which it would run the down projection again. Over `tensor` a layer always ends with the
+        # norm: the addition is a sum over devices, and the operation that exchanges its summands
+        # norms, too.
         policy = remat_policy(config.remat)
         carries_norm = policy.tensors is None or "normed" in policy.kept or bool(tensor_axis())
 
@@ -224,8 +225,8 @@ class Llama(nnx.Module):
             shifted = lambda first, last: jnp.concatenate([first[1:], last[None]])
             next_norms = jax.tree.map(shifted, first_norms, last_norm)
 
-        # Rounded once for all layers and for the backward; inside of the layers it would be twice.
-        # Norms take their weights as they are.
+        # The weights are rounded here, once. Inside of a layer each would be rounded twice, in the
+        # forward and again in the backward. Norms take their weights as they are.
         rounded = lambda path, a: a if _is_of_norm(path) else a.astype(config.dtype)
         state = nnx.state(self.layers)
         state["self_attn"] = join_projections(state["self_attn"])
@@ -280,8 +281,9 @@ class Llama(nnx.Module):
         # Each half asks for all weights of the layer; XLA gathers only those that the half reads.
         block_of = lambda state: nnx.merge(graphdef, whole_weights(state))
 
-        # The inputs of a checkpoint stay on the device, unless it reads them by a name. An input
-        # must have only one name: two names would be two copies in host memory.
+        # The inputs of a `jax.checkpoint` stay on the device, unless its function tags them with a
+        # name that is offloaded. So the halves tag their inputs, or else the layer does. Both
+        # together would make two copies in host memory.
         name_input = lambda a: checkpoint_name(a, "layer_input")
         of_half, of_layer = (name_input, _same) if policy.attention else (_same, name_input)
 
@@ -381,7 +383,7 @@ def _keep_all_but_fills(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def _unstack(tree: Any, num_slices: int) -> list[Any]:
-    """Slices along axis 0, whose gradients meet in one concatenation; with `a[i]` they do not."""
+    """Slices along axis 0. Unlike with `a[i]`, one concatenation makes the gradient of an array."""
     leaves, structure = jax.tree.flatten(tree)
     split = [jax.lax.split(a, (1,) * num_slices) for a in leaves]
     return [structure.unflatten([parts[i][0] for parts in split]) for i in range(num_slices)]
@@ -390,7 +392,7 @@ def _unstack(tree: Any, num_slices: int) -> list[Any]:
 def _why_no_cudnn(q: Float[Array, "B S N H"]) -> str | None:
     """Why cuDNN's attention does not take `q`, or None if it does.
 
-    Like the kernels, it runs on the default device, which may be one that is only compiled for.
+    As for the kernels, the default device decides. It may be a GPU that is only compiled for.
     """
     _, num_positions, _, head_dim = q.shape
     if (reason := runs_here()) is not None:

@@ -118,9 +118,9 @@ def read_config(path: str | os.PathLike[str]) -> LlamaConfig:
 
 
 def check_pretrained(path: str | os.PathLike[str], config: LlamaConfig) -> None:
-    """Raises unless folder `path` has the tensors of a model, by the headers of its files.
+    """Raises unless the headers of the files in folder `path` have the tensors of a model.
 
-    It makes nothing of the model's size, whatever the configuration says.
+    It allocates no array, so a wrong configuration cannot take all memory.
 
     Raises:
       FileNotFoundError: A file is missing.

@@ -1,8 +1,10 @@
-"""The projections q, k and v of the attention, which have one input and so are one product.
+"""The projections q, k and v of the attention as one product, because they have one input.
 
-Before the first layer, `join_projections` sets the stacked kernels of the three side by side. The
-layers then multiply once. The gradient of the input is one product too, where three products would
-be added up. The parameters of a model, and the files, have three kernels as those of any Llama.
+Before the first layer, `join_projections` concatenates the stacked kernels of the three. The layers
+then multiply once. The gradient of the input is one product, too, instead of a sum of three. The
+parameters of a model and its files have three kernels, as those of any Llama have.
+
+In shapes, K is the size of a product's input and N the size of its output.
 """
 
 import itertools

@@ -11,8 +11,8 @@ end, they would differ in a third of the channels.
 
 Two types look at the data: "dynamic" and "longrope" choose their frequencies by the largest
 position in the whole array. So the loss of such a model depends on which rows are in one batch, and
-with `mesh.tensor` above 1 on which rows are on one device. They are traced, and never wait for the
-device. A "dynamic" model of Hugging Face also remembers the longest sequence that it has seen. Here
+with `mesh.tensor` above 1 on which rows are on one device. The choice is traced, so the host never
+waits for it. A "dynamic" model of Hugging Face also remembers the longest sequence so far. Here
 the result depends on the arguments alone, and equals a freshly loaded model's.
 
 Source: transformers 5.23, `modeling_rope_utils.py` and `models/llama/modeling_llama.py`.

@@ -128,7 +128,7 @@ def _check_options(
         raise ValueError(f"{top_k=} must be between 1 and {vocab_size=}")
     # The softmax is computed in float32, in which a smaller temperature is 0.
     smallest = float(np.finfo(np.float32).tiny)
-    if temperature != 0 and not smallest <= temperature < math.inf:  # NaN is not
+    if temperature != 0 and not smallest <= temperature < math.inf:  # NaN fails this, too
         raise ValueError(f"{temperature=} must be 0, or finite and from {smallest:.3g} up")
     if temperature != 0 and key is None:
         raise ValueError(
@@ -194,7 +194,7 @@ def _generate(graphdef, state, prompts, lengths, temperature, key, max_new_token
     if fill is None:
         fill = eos[0] if eos.size else 0
 
-    # The values that `generate` cannot look at under a trace.
+    # Checked in the program, because `generate` cannot check values under a trace.
     in_range = jnp.all((prompts >= 0) & (prompts < model.config.vocab_size), axis=1)
     in_range &= (lengths >= 1) & (lengths <= prompt_size)
 
@@ -207,7 +207,7 @@ def _generate(graphdef, state, prompts, lengths, temperature, key, max_new_token
         if greedy:
             chosen = jnp.argmax(logits, axis=-1)
         else:
-            # No temperature turns differences to the largest logit into +infinity.
+            # Now no logit is above 0, so a small temperature cannot turn one into +infinity.
             logits -= jnp.max(logits, axis=-1, keepdims=True)
             chosen = jax.random.categorical(key, logits / temperature)
         return jnp.where(good, chosen, -1).astype(prompts.dtype)

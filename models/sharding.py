@@ -1,4 +1,4 @@
-"""The layout of parameters and batches on a mesh; the only module that names mesh axes.
+"""The layout of parameters and batches on a mesh; the only module of `models` that names its axes.
 
 `data` holds copies of the model. `fsdp` splits parameters and optimizer state
 (https://arxiv.org/abs/2304.11277) as XLA derives it: XLA gathers a layer's parameters when the
@@ -173,7 +173,7 @@ def _fsdp_axes(mesh: AbstractMesh) -> str | tuple[str, ...]:
     return BATCH_AXES if mesh.shape["data"] == 1 else "fsdp"
 
 
-# With more than one device on the axis `tensor`.
+# From here on: functions for meshes with more than one device on the axis `tensor`.
 
 
 def sum_over_devices(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -308,9 +308,9 @@ def shape_over_tensor(
 
 
 def fsdp_split(path: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that split K and N of a stacked kernel `[L, K, N]` and that are gathered for a use.
+    """The mesh axes over which K and N of a stacked kernel `[L, K, N]` are gathered before use.
 
-    Only inside of `sum_over_devices`; elsewhere arrays are whole.
+    There are none outside of `sum_over_devices`, where arrays are global.
     """
     spec = _parameter_spec(path)[1:]
     if tensor_axis() is None or jax.lax.axis_size("fsdp") == 1:
@@ -329,7 +329,8 @@ def whole_weight(weight: Float[Array, "..."], fsdp_axis: int) -> Float[Array, ".
 def keep_all_but_weights(primitive: Any, *_: Any, **params: Any) -> bool:
     """A policy of `jax.checkpoint` that keeps everything except for gathered weights.
 
-    It goes by the primitive and not by a name, because the input of a name would be kept.
+    It looks at the primitive. A policy that leaves out a `checkpoint_name` would still keep the
+    input of that name, which is the same weight.
     """
     return not (primitive.name == "all_gather" and "fsdp" in params["axis_name"])
 

@@ -4,7 +4,7 @@ import importlib.metadata
 
 import jax
 
-# As in pyproject.toml, which pip reads: from the first, below the second.
+# The range in pyproject.toml, which pip reads: the first version or later, below the second.
 SUPPORTED_JAX = (0, 11, 2), (0, 13)
 
 

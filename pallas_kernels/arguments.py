@@ -22,8 +22,8 @@ def floating_arrays(*, least_bits: int = 0, **arrays: Any) -> list[jax.Array]:
     fraction, and bool would keep only whether it is 0.
 
     Args:
-      least_bits: Fewest bits that a dtype may have. Elementwise operations compute in float32 and
-        take any number.
+      least_bits: Fewest bits that a dtype may have. Elementwise operations take any number of bits,
+        because they compute in float32.
       **arrays: Arrays of NumPy or JAX, by the names of the arguments.
 
     Raises:
@@ -76,7 +76,7 @@ def checked_dtype(name: str, dtype: Any) -> jnp.dtype:
 
 
 def check_choice(name: str, value: Any, choices: TypeAliasType) -> None:
-    """Raises a ValueError unless the value is one of those that a type of literals names."""
+    """Raises a ValueError unless the value is one of the literals of the type `choices`."""
     values = get_args(choices.__value__)
     if value not in values:
         raise ValueError(f"{name}={value!r} must be one of {values}")

@@ -80,7 +80,7 @@ class RMSNorm(_Norm):
       ValueError: `shape` has several axes, or a bias is asked for.
     """
 
-    __init__ = _Norm.__init__  # for type checkers, which else make one of the fields
+    __init__ = _Norm.__init__  # type checkers would derive another from the fields
 
     def __call__(self, x: Float[Array, "*T D"], *, key: Any = None) -> Float[Array, "*T D"]:
         """The norm of one token or several, in the dtype of `x`; `key` is not used."""

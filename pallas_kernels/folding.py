@@ -15,9 +15,9 @@ _TILES = (256, 128, 1)
 
 
 def even_chunk_size(size: int, chunk_size: int) -> int:
-    """Elements of a chunk of `fold_chunks`.
+    """The size of the chunks of `fold_chunks`.
 
-    They are `chunk_size`. If that makes two chunks, they are about a third of the axis.
+    It is `chunk_size`, or about a third of the axis if `chunk_size` would make two chunks.
     """
     if not size > chunk_size >= size / 2:
         return chunk_size
@@ -75,8 +75,8 @@ def fold_chunks(
         sums, part, arrays = jax.lax.optimization_barrier((sums, part, arrays))
     length = num_chunks if stack else size
 
-    # GEMMs also read and write chunks where they lie. Arrays of one number a row are for XLA's own
-    # code, which takes any address.
+    # GEMMs read and write chunks in place, as kernels do. So a chunk that might not be aligned is
+    # kept apart. Arrays of one number a row are for XLA's own code, which takes any address.
     apart = lambda a: at_aligned_addresses(a) if a.ndim > 1 else a
 
     def put(all_parts, part, start):

@@ -55,13 +55,13 @@ class Hardware:
     """Limits of one device.
 
     Attributes:
-      name: what to call it in a table.
-      bf16_flops: dense bfloat16 matmul with float32 accumulation, FLOP/s.
-      hbm_bandwidth: device memory, bytes/s.
-      hbm_bytes: device memory as sold (NVIDIA's GB are GiB); the driver reports a little less.
-      num_sms: streaming multiprocessors.
-      smem_bytes: shared memory one thread block may ask for.
-      source: where rate, bandwidth and size are published.
+      name: Name of the device in tables.
+      bf16_flops: Rate of dense bfloat16 matmuls with float32 accumulation, FLOP/s.
+      hbm_bandwidth: Bandwidth of device memory, bytes/s.
+      hbm_bytes: Device memory as sold (NVIDIA's GB are GiB); the driver reports a little less.
+      num_sms: Number of streaming multiprocessors.
+      smem_bytes: Shared memory that one thread block may ask for.
+      source: Page that publishes rate, bandwidth and size.
     """
 
     name: str
@@ -76,8 +76,8 @@ class Hardware:
 # One row per `jax.Device.device_kind`, without the leading "NVIDIA " and "GeForce ". The whole
 # name must match, not a part of it: "A10" is in "A100", "H200" in "GH200", "L4" in "L40S", and
 # "RTX 4090 Laptop GPU" or "H100 80GB HBM3 MIG 1g.10gb" are different, slower devices.
-# Where the datasheet has only the rate with sparsity, half of it. SM counts of A100, H100, H200,
-# B200 and GB200 are those in XLA's descriptions of these devices
+# If a datasheet has only the rate with sparsity, the row has half of it. SM counts of A100, H100,
+# H200, B200 and GB200 are from XLA's descriptions of these devices
 # (github.com/openxla/xla, xla/backends/gpu/target_config/specs).
 _TABLE: tuple[tuple[str, Hardware], ...] = tuple(
     (device_kind, Hardware(name, flops, bandwidth, size * _GIB, num_sms, smem, source))

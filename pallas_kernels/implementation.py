@@ -71,11 +71,11 @@ def symbolic_reason(*arrays: Any) -> str | None:
 
 
 def by_name(name: Chosen, kernel: str = "None takes the kernel where it runs") -> str:
-    """The reason for what the caller asked for.
+    """The reason why no kernel runs where the caller named another implementation.
 
     Args:
       name: Name that the caller gave.
-      kernel: Statement which implementation is the kernel.
+      kernel: Statement about the value of `implementation` that takes the kernel.
     """
     return f"the caller asked for implementation={name!r}; implementation={kernel}"
 

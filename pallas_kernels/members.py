@@ -70,6 +70,7 @@ def _split(
         check_vma=False,
     )
     results = looped(*map(jax.sharding.reshard, args, shardings))
-    # The results have no type of their own for Manual axes around this shard_map.
+    # With check_vma=False the results do not say over which Manual axes around this shard_map they
+    # vary.
     varying = frozenset().union(*map(varying_axes, args))
     return [vary(a, varying) for a in results]

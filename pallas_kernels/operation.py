@@ -192,7 +192,7 @@ def _backward(operation: Operation, wanted: Mask, given: Mask) -> Callable[..., 
 
 @functools.lru_cache(maxsize=4096)
 def _tangent(operation: HasTangent, wanted: Mask) -> Callable[..., Any]:
-    """The tangents of the results, of the wanted tangents followed by what is saved."""
+    """A function from the wanted tangents and the saved arrays to the tangents of the results."""
 
     def tangent(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         tangents, saved = arrays[: sum(wanted)], arrays[sum(wanted) :]
@@ -203,8 +203,9 @@ def _tangent(operation: HasTangent, wanted: Mask) -> Callable[..., Any]:
 
 
 def _jit(operation: Operation, fn: Callable[..., Any], *options: Any) -> Callable[..., Any]:
-    # XLA's text of a function that partitions itself shows nothing of what a device computes. A
-    # name that depends on all options keeps apart what a compilation cache must not take for one.
+    # The program text of a function that partitions itself does not show what a device computes.
+    # So two functions could have one text, and a compilation cache would take them for one. A name
+    # with a hash of all options keeps them apart.
     digest = hashlib.sha256(repr((operation, options)).encode()).hexdigest()[:12]
     fn.__name__ = fn.__qualname__ = f"{operation.name}_{digest}"
     return jax.jit(fn)
@@ -213,8 +214,8 @@ def _jit(operation: Operation, fn: Callable[..., Any], *options: Any) -> Callabl
 def _bind(primitive: Primitive, fn: Any, *args: jax.Array, **params: Any) -> Any:
     """Binds the primitive that computes `fn`.
 
-    The jaxpr of `fn` is a parameter, because JAX looks for primitives that need to know the devices
-    in the jaxprs of an equation. Whoever counts kernels in a program finds them there, too.
+    The jaxpr of `fn` is a parameter, because JAX searches the jaxprs of an equation for primitives
+    that need to know the devices. Code that counts the kernels of a program finds them there, too.
     """
     args = tuple(map(jnp.asarray, args))
     return primitive.bind(*args, fn=fn, jaxpr=_traced(fn, map(jax.typeof, args)), **params)
@@ -339,8 +340,9 @@ def _jvp_of_tangent(primals, tangents, **params: Any):
 def _jvp_of_backward(primals, tangents, *, operation: Operation, wanted: Mask, given: Mask, **_):
     run = _tangent(_checked(operation), wanted)
     gradients = _bind_backward(operation, wanted, given, *primals)
-    # Zeros have the types of the gradients. On Manual axes a gradient may vary over an axis over
-    # which its argument does not.
+    # The point at which the linear function `tangent` is transposed. Its arrays have the types of
+    # the gradients: on Manual axes a gradient may vary over an axis over which its argument does
+    # not.
     zeros = [ad.instantiate_zeros(_zero(g)) for g in gradients]
 
     def backward(*arrays: jax.Array) -> Any:
@@ -445,6 +447,7 @@ ad.primitive_jvps[_follows_p] = lambda primals, tangents, **params: (
     _follows_p.bind(*primals, **params),
     [tangents[0]],
 )
-# A batch computes the result by the operation that made it.
+# `jax.vmap` removes the primitive. A checkpoint then computes the result again by the operation
+# that made it.
 batching.primitive_batchers[_follows_p] = lambda args, axes, **_: ([args[0]], [axes[0]])
 partial_eval.partial_eval_jaxpr_custom_rules[_follows_p] = _recompute

@@ -137,7 +137,8 @@ class Place:
     leading: Splits = ()
 
 
-# Makes the function of a device's arrays. A function of a module, so that equal calls are one.
+# `local(key, place)` makes the function of a device's arrays. It is defined at the top level of a
+# module, so that equal calls share an entry of the cache of `_over_auto_axes`.
 type Local = Callable[[Any, Place], Callable[..., Sequence[jax.Array]]]
 
 
@@ -172,8 +173,9 @@ def partitioned(
     if explicit := _explicit_axes(mesh, args):
         return _over_explicit_axes(local, key, roles, whole, mesh, explicit, args)
     if interpreted() or (not mesh.empty and (manual or not auto)):
-        # The interpreter's effects have no place in a function that XLA partitions. Where
-        # `unsupported_reason` is not None, XLA partitions what `local` computes as any program.
+        # On Manual axes the arrays are a device's parts already. A function that XLA partitions
+        # cannot have the effects of the interpreter. Where `unsupported_reason` is not None, XLA
+        # partitions the operations of `local` as those of any program.
         return tuple(local(key, whole)(*args))
     return tuple(_over_auto_axes(local, key, roles, whole, tuple(a.ndim for a in args))(*args))
 
@@ -343,7 +345,7 @@ def _whole(a: jax.Array, role: Tokens | TokensLast | Weight, splits: Splits) -> 
 
 
 def _reduce(a: jax.Array, splits: Splits, tokens: Split) -> jax.Array:
-    """The sum over the mesh axes that split tokens, split over the axes that were gathered."""
+    """The sum over the mesh axes `tokens`, split as the weight was before it was gathered."""
     left = tokens
     for axis, names in enumerate(splits):
         if names and set(names) <= set(left):
@@ -423,10 +425,10 @@ def _over_auto_axes(
 
 
 def _even(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> Splits:
-    """The splits that divide their axes.
+    """The splits of the spec, without those whose devices do not divide the axis.
 
-    XLA pads the last part of an axis that they do not divide, with numbers of any kind. A local
-    function would take the padding for tokens or for columns.
+    Without even parts XLA pads the last part with arbitrary numbers. A local function would take
+    the padding for tokens or for columns.
     """
     splits = []
     for split, size in zip(to_splits(spec, len(shape)), shape, strict=True):
@@ -531,8 +533,9 @@ def _over_explicit_axes(
     )
     shardings = [NamedSharding(mesh, to_spec(s)) for s in layout.args]
     results = run(*map(jax.sharding.reshard, args, shardings))
-    # The results have no type of their own for Manual axes around this shard_map. Where a caller
-    # split a part over some, the local functions have exchanged what is missing.
+    # With check_vma=False the results do not say over which Manual axes around this shard_map they
+    # vary. They vary as the arguments do, but not over axes over which the caller has split a part:
+    # there the local functions have exchanged what is missing.
     exchanged = {name for split in whole.parts for name in split}
     varying = frozenset().union(*map(varying_axes, args)) - exchanged
     return tuple(vary(a, varying) for a in results)

@@ -1,9 +1,9 @@
 """`python -m train`: trains a Llama, or runs a command; `python -m train --help` lists them.
 
 A mistake in a flag, a bad file or a full disk ends the program with one line and status 2. A run
-that cannot go on, and a plan in which nothing fits, end it with one line and status 1. A command
-that reads a run has status 2 for its errors, too. With `--debug` the traceback comes first. Other
-exceptions are bugs of this program, and keep their traceback.
+that cannot go on, and a plan in which nothing fits, end it with one line and status 1. In a command
+that reads a run, such as `eval`, a run that cannot be read has status 2. With `--debug` the
+traceback comes first. Other exceptions are bugs of this program, and keep their traceback.
 """
 
 import contextlib
@@ -53,7 +53,8 @@ def _train(arguments: list[str], *, debug: bool) -> None:
             )
         # First, because the defaults of other flags depend on the devices.
         with distributed.started(distributed.flags(arguments)):
-            # Here as well, because `started` ends one of several processes on any exception.
+            # Again, because `started` ends one of several processes on any exception, and prints
+            # the traceback unless it is a SystemExit.
             with errors(debug=debug):
                 config = parse_command_line(arguments)
                 try:

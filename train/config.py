@@ -40,8 +40,8 @@ class DataConfig:
         standard library, as bytes; `synthetic` is random tokens, for measuring speed.
       path: files and folders to train on, with text, `.jsonl`, `.parquet`, or token ids in `.bin`
         or `.npy`; see `train.data.files`.
-      weights: share of the rows from each path, as relative numbers. Without weights a path counts
-        by its size.
+      weights: share of the rows from each path, as relative numbers. Without weights each
+        path has its share of all rows.
       tokenizer: a tokenizer.json of Hugging Face's tokenizers, or the folder with one. None makes
         each byte a token. For files with token ids, name the tokenizer that made them.
       bos_token: token that begins a document; "" for none. None takes the token that
@@ -154,14 +154,15 @@ class OptimizerConfig:
       warmup_steps: number of steps of the linear rise from 0.
       decay_fraction: share of the steps in which `wsd` falls.
       final_fraction: last learning rate, as a share of the highest.
-      b1: decay of the first moment, or momentum. For `lion`, share of the moment in the sum with
-        the gradient whose sign is the update. None is 0.9, and 0.95 for the matrices of `muon`,
+      b1: decay of the first moment, or momentum. The update of `lion` is the sign of b1 times the
+        moment plus (1 - b1) times the gradient. None is 0.9, and 0.95 for the matrices of `muon`,
         whose AdamW always has 0.9. `adafactor` has no b1.
       b2: decay of the second moment, and of the moment of `lion`. None is 0.95, and 0.99 for
         `lion`. `adafactor` and `sgd` have no b2.
       eps: number that `adamw` and `muon` add to the root of the second moment.
       weight_decay: weight decay of embeddings and kernels; norms and biases do not decay.
-      clip_norm: longest norm of a gradient; longer gradients are scaled down. 0 turns this off.
+      clip_norm: largest norm of all gradients together. Larger ones are scaled down to it. 0 turns
+        this off.
       momentum_dtype: dtype of the first moment; None is the dtype of the parameters. bfloat16 saves
         2 bytes a parameter. `adafactor` has no first moment.
     """
@@ -329,9 +330,10 @@ class TrainConfig:
       steps: number of optimizer steps.
       seed: seed of the parameters and of the order of the data.
       z_loss: weight of the squared logsumexp in the loss.
-      counted_fraction: largest share of the tokens of a batch that is expected to have a label, in
-        (0, 1]; the tokens of prompts have none. The loss skips the others. A batch with more takes
-        the time of 1.0, and gives the same loss. It has no effect with `mesh.tensor` above 1.
+      counted_fraction: largest expected share of a batch's tokens that have a label, in (0, 1].
+        Tokens of prompts, for example, have none. The loss skips them. A batch with a larger share
+        takes as long as with 1.0, and has the same loss. It has no effect with `mesh.tensor` above
+        1.
       max_skipped_steps: number of skipped steps in a row that ends the run. A step is skipped if
         its loss or gradient is not finite.
       skip_loss_spikes: number of standard deviations above the running mean of the loss from which

@@ -43,7 +43,7 @@ class Sums:
 
     @property
     def accuracy(self) -> float:
-        """Share of the tokens predicted."""
+        """Share of the tokens that the model thought likeliest."""
         return self.correct / self.tokens
 
     @property

@@ -118,7 +118,11 @@ def run(config: TrainConfig) -> Path:
 def _open_folder(
     config: TrainConfig, written: dict[str, Any], stack: contextlib.ExitStack
 ) -> tuple[Path, Checkpoints | None]:
-    """The folder of the run, and its checkpoints if it has them; `stack` closes both."""
+    """The folder of the run, and its checkpoints if it has them.
+
+    At its end, `stack` closes the checkpoints. Without checkpoints it removes the folder if it is
+    empty.
+    """
     if not config.checkpoint.every:
         run_dir = Path(of_first(lambda: str(new_run_dir(config.runs_dir, config.name))))
         stack.callback(remove_if_empty, run_dir)
@@ -240,7 +244,7 @@ class _Loop:
         profile.begin(step)
         self._state, values = self._steps.train(self._state, batch, *self._steps.frozen)
         if self._steps.num_early and step == self._last_early:
-            self._throughput = metrics.Throughput()  # of the program from here on
+            self._throughput = metrics.Throughput()  # counts only the final program
         with self._throughput.pause():
             profile.end(step, values)
         self._log_pending()
@@ -365,7 +369,7 @@ def _held_out_loss(
     params: nnx.State,
     held_out: data.Dataset | data.PairDataset,
 ) -> dict[str, float]:
-    """The held-out loss: nats per token, share of tokens predicted, and bits per byte of a text.
+    """The held-out metrics. For text: nats per token, accuracy, and bits per byte.
 
     For preferences: the loss, the margin of rewards, and the share of pairs with a margin above 0.
     """

@@ -32,8 +32,8 @@ class DistillConfig:
     Attributes:
       teacher: a Hugging Face folder with the teacher, which has the tokenizer and the vocabulary of
         the run. Its parameters are frozen, in bfloat16.
-      divergence: `forward_kl` is the divergence of the model from the teacher, `reverse_kl` that of
-        the teacher from the model, `jsd` the Jensen-Shannon divergence of both.
+      divergence: `forward_kl` is KL(teacher ‖ model), `reverse_kl` is KL(model ‖ teacher), and
+        `jsd` is the Jensen-Shannon divergence of both.
       temperature: divisor of the logits of both.
       label_weight: share of the cross-entropy of the labels in the loss, in [0, 1).
     """
@@ -47,7 +47,7 @@ class DistillConfig:
         check_ranges(self, temperature=POSITIVE, label_weight=BELOW_ONE)
 
 
-# The settings of runs with another objective.
+# The defaults. `check_objective` refuses other values in runs with another objective.
 NO_DPO, NO_DISTILL = DPOConfig(), DistillConfig()
 
 

@@ -33,7 +33,7 @@ _OF_PAIRS = {"reward_margin": "reward_margin_sum", "reward_accuracy": "reward_ac
 
 
 def metrics_of(config: TrainConfig) -> dict[str, str]:
-    """The metrics of a step besides its loss, and the sums of which they are means."""
+    """A step's metrics besides its loss: for each, the name of the sum that it is the mean of."""
     match config.objective:
         case "dpo":
             return _OF_PAIRS
@@ -82,7 +82,8 @@ def preference_loss_and_sums(
 
     def token_fn(log_probs, entropy, data):
         mask = data["mask"]
-        # The rewards need the sum of the reference alone, so the parts of all tokens are equal.
+        # The rewards need only the sum of the reference's log-probabilities, so each token gets an
+        # equal part of it.
         lengths = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.float32), 1)
         reference = jnp.broadcast_to(data["reference"] / lengths, log_probs.shape)
         pairs = map(in_pairs, (log_probs, reference, mask))

@@ -64,13 +64,14 @@ def open_writer(
         yield metrics.SilentWriter(run_dir)
         return
     run_dir.mkdir(parents=True, exist_ok=True)
-    # A run that died before its first checkpoint evaluates its first parameters again: step 0.
+    # A run that died before its first checkpoint evaluates step 0 again. -1 drops its rows.
     last_step = first_step or -1
     with (
         tracking.trackers(config, run_dir, last_step=last_step) as trackers,
         metrics.MetricsWriter(run_dir, last_step=last_step, trackers=trackers) as writer,
     ):
-        # An earlier run may have left both files, but no checkpoint, and had other settings.
+        # They replace the files of a run that died before its first checkpoint. That run may have
+        # had other settings.
         if not first_step:
             keep_tokenizer(config, run_dir / "tokenizer")
             writer.write_config(written)

@@ -303,8 +303,8 @@ def make_train_step(config: TrainConfig) -> Callable[..., tuple[TrainState, Metr
             )
             learning_rate = jnp.asarray(schedule(state.step - state.guard.skipped), jnp.float32)
         # XLA makes this choice in the loop that writes the new parameters over the old ones, so it
-        # costs no memory and no pass. The update must wait for the gradient norm, but it has to
-        # wait for it because of clipping, too.
+        # costs no memory and no pass. The update waits for the gradient norm, but clipping makes it
+        # wait in any case.
         new: Any = optax.apply_updates(state.params, updates)
         params = jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, state.params)
         metrics |= {

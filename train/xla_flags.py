@@ -28,11 +28,11 @@ type OptionValue = bool | int | float | str
 # Some options change nothing in that schedule and are left out: effort O1, the analytical latency
 # estimator (XLA has it on by default), the stream's priority, no command buffers, double-buffered
 # loops, and the windows of collective matmuls (XLA's partitioner makes them, a `jax.shard_map` does
-# not need them). Thresholds of 512 MiB for combining make it worse, and so does pipelining all
-# kinds of collectives: scanned over four layers at 4x1, 6.9 ms become 14.8 and 9.3. On the H200s
-# none of them is faster, and the windows turn 61.6 ms a step into 73.4 at 4x1. NCCL's symmetric
-# buffers change nothing: 480.9 ms for 479.1 with eight layers at 4x1 on H200s, and 478.2 if NCCL
-# gathers by copy engines (`NCCL_CTA_POLICY=2`).
+# not need them). Two options make it worse: thresholds of 512 MiB for combining, and pipelining of
+# all kinds of collectives. With four scanned layers at 4x1, 6.9 ms become 14.8 and 9.3. On the
+# H200s none of them is faster, and the windows turn 61.6 ms a step into 73.4 at 4x1. NCCL's
+# symmetric buffers change nothing: a step of eight layers at 4x1 on H200s takes 480.9 ms with them
+# and 479.1 without them. It takes 478.2 if NCCL also gathers by copy engines (`NCCL_CTA_POLICY=2`).
 OPTIONS: dict[str, OptionValue] = {
     # At 4x1, 8.9 of 9.6 ms without it and 3.8 with it. JAX 0.12 has it on by default.
     "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -164,8 +164,8 @@ def with_measured_latencies(step: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Any) -> Any:
-        # For this function alone; JAX would profile every other one, too. The option is one of the
-        # process, so no other thread may call a jitted function meanwhile.
+        # Set only for this call, because JAX would profile all other functions, too. The option is
+        # one of the process, so no other thread may call a jitted function meanwhile.
         with_all = jax.config.jax_enable_pgle
         jax.config.update("jax_enable_pgle", True)
         try:

@@ -168,7 +168,8 @@ class _Distillation:
         else:
             found = []
         gradients = iter(found)
-        # The coefficients' gradient is no sum over parts of the vocabulary: it takes the share.
+        # Each device has the whole loss of its tokens, and not one for its part of the vocabulary.
+        # So the coefficients' gradient takes the device's share of the cotangent, `of_sums`.
         return [
             of_sums[to_tokens] * loss if i == _COEFFICIENTS else next(gradients)
             for i, is_wanted in enumerate(wanted)
@@ -205,7 +206,7 @@ def _of_device(
         merged = lambda a: a.reshape(coefficients.size, *a.shape[coefficients.ndim :])
         has_weight = settings.tail is None
         weights = [weight.astype(x.dtype)]
-        if has_weight:  # both before the branches, as XLA does not simplify across one
+        if has_weight:  # both weights are cast outside of branches, which XLA does not see through
             weights.append(teacher[1].astype(teacher[0].dtype))
             weights += teacher[2:]
         of_tokens = teacher[:1] if has_weight else teacher

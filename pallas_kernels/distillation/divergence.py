@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# Exponentials below this one are 0 on a GPU, which has no smaller float32 number than 2^-126.
+# Logarithms below it count as -inf. Exponentials below 2^-126, whose logarithm is -87.3, are 0 on a
+# GPU, which has no smaller float32 number.
 _LOG_OF_ZERO = -87.0
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
@@ -90,10 +91,11 @@ def statistics(
 ) -> Statistics:
     """The divergences of the softmaxes of two float32 arrays of logits.
 
-    A KL takes two passes over the logits: the maxima, then all sums. Its sum is of exponentials
-    that are not normalized yet, so it needs no logsumexp of that pass. Differences are between
-    logits below their maxima, and equal logits give a loss of exactly 0. The Jensen-Shannon
-    divergence takes a third pass, because its mixture needs both logsumexps.
+    A KL takes two passes over the logits: the maxima, then all sums. The second pass does not know
+    the logsumexps yet, so the terms have exponentials relative to the maximum, and their sum is
+    divided by the total. Terms are differences of logits relative to their maxima, so equal logits
+    give a loss of exactly 0. The Jensen-Shannon divergence takes a third pass, because its mixture
+    needs both logsumexps.
     """
     largest, teacher_largest = rows.max(student), rows.max(teacher)
     below, teacher_below = student - largest[..., None], teacher - teacher_largest[..., None]
@@ -113,8 +115,8 @@ def statistics(
     log_p, log_q = found.log_probs(student, teacher)
     log_m = _log_mixture(log_p, log_q, divergence.beta)
     student_part = rows.sum(_exp_times(log_p, log_p - log_m))
-    # XLA would store the mixture for both sums. It makes one loop of them all the same, which
-    # computes the mixture twice (JAX 0.11.2).
+    # Without the barrier XLA would store the mixture for both sums. With it, both sums are still in
+    # one loop, which computes the mixture twice (JAX 0.11.2).
     again = Statistics(*jax.lax.optimization_barrier(tuple(found)))
     log_p, log_q = again.log_probs(student, teacher)
     log_m = _log_mixture(log_p, log_q, divergence.beta)

@@ -1,7 +1,7 @@
 """The passes over the logits of student and teacher, as Mosaic GPU kernels.
 
-Three kernels take the place of XLA's fusions. Memory bounds them, where arithmetic bound the
-fusions (docs/lab/2026-11-25-distillation-passes.md).
+Three kernels take the place of XLA's fusions. Device memory bounds the kernels, and arithmetic
+bounds the fusions (docs/lab/2026-11-25-distillation-passes.md).
 
 - `distillation_sums` reads both logits once. It keeps the maxima of each row, the sums of
   exponentials relative to them, and for a KL the sum of its terms. If a maximum grows by d, a
@@ -13,7 +13,7 @@ fusions (docs/lab/2026-11-25-distillation-passes.md).
 A warp has a row at a time, so that sums stay within a warp: no shared memory, and no waiting for
 other warps. The columns are split into parts, because a chunk of 1024 rows alone would not fill the
 card. A part writes its numbers, and XLA combines the parts of a row. Columns after the last whole
-tile are parts of their own with narrower loads.
+tile are parts of their own, in narrower tiles.
 
 All three add the bias and apply the softcap to what they read, in float32, so that nothing but the
 products is in memory. The warps of a block load the same part of a bias.
@@ -303,7 +303,7 @@ class _Sources(NamedTuple):
                 z += jax.lax.broadcast_in_dim(bias, part.shape, (1,))
             slope = None
             if softcap is not None:
-                # The square of rsqrt is the hardware's only fast division.
+                # The square of rsqrt, because the hardware has no other fast division.
                 power = jnp.exp2(z * (2 * _LOG2_E / softcap))
                 tanh = 1 - 2 * jnp.square(jax.lax.rsqrt(1 + power))
                 z, slope = softcap * tanh, 1 - jnp.square(tanh)
@@ -366,7 +366,10 @@ def _fold(
 
 
 def _sums(of_kl: int | None, running: Any, *exponents: jax.Array) -> list[jax.Array]:
-    """Maxima, sums of powers of 2 and, for the KL whose probabilities are `of_kl`, of its terms."""
+    """Running maxima, sums of powers of 2 relative to them and, for a KL, the sum of its terms.
+
+    `of_kl` is the source of the KL's probabilities, 0 the student or 1 the teacher; None is no KL.
+    """
     to_tile = lambda a: jax.lax.broadcast_in_dim(a, exponents[0].shape, (0,))
     results, changes, powers = [], [], []
     for exponent, largest, total in zip(exponents, running[0:4:2], running[1:4:2], strict=True):

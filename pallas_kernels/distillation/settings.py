@@ -43,7 +43,7 @@ class Chunk(NamedTuple):
 
 
 def _chunks(num_tokens: int, has_parts: bool) -> Iterator[Chunk]:
-    """Chunks of whole tiles, those that are fewest first, and of them the ones of fewest parts."""
+    """Sizes of whole tiles: the fewest chunks first, and among them the fewest parts."""
     tiles = lambda size: _TILE * max(1, math.ceil(size / _TILE))
     for num_chunks in itertools.count(1):
         size = even_chunk_size(num_tokens, tiles(num_tokens / num_chunks))
@@ -122,11 +122,11 @@ class Settings:
     def chunk(self, x, teacher, vocab_size: int, *, has_dweight: bool) -> Chunk:
         """The chunk with which the limit allows the fewest chunks.
 
-        Each chunk reads and writes all of `dweight`. So if it is wanted, the teacher's logits exist
-        for a part of the chunk at a time, and the chunk is longer in the same memory. A chunk is
-        one part where XLA makes the passes, which would copy a part of the student's logits. It is
-        one part, too, where the gradient has another dtype than these logits and so memory of its
-        own.
+        Each chunk reads and writes all of `dweight`. So if `dweight` is wanted, the teacher's
+        logits exist for a part of the chunk at a time, and the chunk is longer in the same memory.
+        A chunk is one part if XLA makes the passes, because XLA would copy a part of the student's
+        logits. It is one part, too, if the gradient has another dtype than these logits and so
+        memory of its own, or if the student's weight has a low-rank part.
 
         Args:
           x: As for `num_bytes`.

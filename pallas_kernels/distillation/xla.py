@@ -4,10 +4,11 @@ While the logits of a chunk exist, its losses, its `dx` and its share of `dweigh
 them, as in Liger-Kernel's fused losses (https://arxiv.org/abs/2410.10989). The passes over the
 logits between the products are our kernels (`passes.py`), or fusions of XLA.
 
-With our kernels a chunk has the teacher's logits by parts. Each chunk reads and writes all of
-`dweight`, and the teacher's logits are not needed any more when a part's gradient is over the
-student's logits. So in the memory of both logits of 1024 tokens, 1536 tokens are a chunk of three
-parts, and `dweight` is added up 6 times in place of 8 at 8192 tokens.
+With our kernels the teacher's logits exist for a part of a chunk at a time. They are not needed any
+more once the part's gradient is written over the student's logits. The memory saved goes to longer
+chunks, because each chunk reads and writes all of `dweight`. In the memory of both logits of 1024
+tokens, 1536 tokens are a chunk of three parts. At 8192 tokens `dweight` is then added up 6 times in
+place of 8.
 
 Numerics. The products take operands of the dtype of the hidden states (a weight of another dtype
 is rounded to it once) and accumulate in float32. Logits in memory have `Settings.logits_dtype`.
@@ -248,8 +249,10 @@ def _of_top_k(
         first = jax.lax.axis_index(rows.axes) * num_columns
         vocab_size *= jax.lax.axis_size(rows.axes)
     local = columns - first
-    # The number of columns is the place of what this device does not have: nothing is there.
-    local = jnp.where((local >= 0) & (local < num_columns), local, num_columns)
+    # A column that this device does not have gets an index out of bounds, where reads give 0 and
+    # writes are dropped. Each has an index of its own, because the writes say that indices differ.
+    outside = num_columns + jnp.arange(local.shape[-1], dtype=local.dtype)
+    local = jnp.where((local >= 0) & (local < num_columns), local, outside)
     place: Any = jnp.arange(len(logits))[:, None], local
     own = logits.at[place].get(mode="fill", fill_value=0).astype(jnp.float32)
     if bias is not None:
@@ -258,7 +261,8 @@ def _of_top_k(
     top = jnp.where(columns < vocab_size, softcapped(own, softcap), -jnp.inf) / temperature
     # All logits are read before their memory changes, or XLA would copy them.
     top, logits = jax.lax.optimization_barrier((top, logits))
-    # A bound would make -inf finite. No product is exactly the lowest number, other than by chance.
+    # A softcap would make -inf finite. With one, the lowest finite number marks an absent column. A
+    # product is this number only by chance.
     absent = -jnp.inf if softcap is None else float(jnp.finfo(logits.dtype).min)
     remaining = logits.at[place].set(absent, mode="drop", unique_indices=True)
 

@@ -89,8 +89,8 @@ def _largest(maxima: jax.Array, axes: Split) -> jax.Array:
     """The maxima over all devices of mesh axes; NaN where one of them is."""
     if not axes:
         return maxima
-    # A maximum over devices need not be NaN where one of the numbers is. Without signs, bits are in
-    # the order of the numbers, and a NaN is the largest. So one exchange of integers is enough.
+    # `pmax` of floats may lose a NaN. Without signs, the bits of floats as integers are in the
+    # order of the numbers, and those of a NaN are the largest. So one `pmax` of integers keeps it.
     bits = jax.lax.bitcast_convert_type(jnp.abs(maxima), jnp.int32)
     return jax.lax.bitcast_convert_type(jax.lax.pmax(bits, axes), jnp.float32)
 
@@ -120,7 +120,8 @@ def cast_computed(
       place: Place of the device in the mesh.
       name: Beginning of the kernels' names.
     """
-    # One maximum needs those of rows alone, which stay within a warp.
+    # For the maximum of a tensor the maxima of its rows are enough. A row's maximum stays within a
+    # warp.
     axes = tuple(
         (any(copies), False) if cast.scaling == "tensor" else copies
         for cast, copies in zip(casts, wanted, strict=True)

@@ -10,7 +10,7 @@ they had been stored. The activation is float32 and rounded once.
 
 The backward reads gate and up in int8, with a scale for 128 columns of a row (`BlockwiseInt8`). A
 tile is 128 columns wide, so the warpgroup that has a row of it also has all numbers of a scale.
-Their rounded gate and up take half the registers of the accumulators, which are free by then. A
+The rounded gate and up take half as many registers as their accumulators, which are free by then. A
 piece of 128 columns in int8 has the bytes of one of 64 columns in 16 bits. So the two slots of a
 warpgroup become one for 16 bits and one for int8, filled in turn.
 """
@@ -56,8 +56,8 @@ from pallas_kernels.gpu.layouts import store
 from pallas_kernels.mlp import formula
 
 _PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
-# 1.5 · 2^23, whose float32 neighbours are integers. The bits of a sum with it end in those of the
-# other summand, rounded to the nearest integer, ties to even.
+# 1.5 · 2^23, whose float32 neighbours are integers. The low bits of `x + _ROUNDING` are `x` as an
+# integer, rounded to the nearest one, ties to even.
 _ROUNDING = 12582912.0
 
 

@@ -197,7 +197,7 @@ def _has_kernel(recipe: Recipe, of_gate: Quantized, tokens: jax.Array) -> bool:
 def _forward_of(
     key: tuple[Recipe, bool, bool], place: Place
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """The forward of a device's tokens: `(y, gate, up, *x.T)`, as far as they are kept."""
+    """The forward of a device's tokens: `y`, then values and scales of what is kept."""
     recipe, keep, turn = key
 
     def run(x: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -90,7 +90,7 @@ def quantize(
     *,
     config: Config | None = None,
 ) -> tuple[Array | None, Array | None]:
-    """`x / scale` and `x.T / turned_scale`, rounded to `dtype`; None where the scale is None.
+    """`x · (1 / scale)`, and the same of `x.T`, rounded to `dtype`; None where a scale is None.
 
     The caller has asked `unsupported_reason`, which is None. A scale must come from a maximum over
     `x`: the GPU's cast clips larger numbers, and an infinity over a finite scale would become the

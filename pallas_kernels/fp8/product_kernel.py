@@ -140,7 +140,9 @@ def _product(
 
 
 def with_columns(b: jax.Array) -> jax.Array:
-    """`[N, K]` with zeros up to a multiple of 64 rows from 128 on, the columns of a result.
+    """`[N, K]` with rows of zeros, up to a multiple of 64 that is at least 128.
+
+    The rows are the columns of a result.
 
     Mosaic stores whole blocks of 8 rows by 128 bytes. A result of one block must not exist: Mosaic
     drops the number of a block where there is one alone, so the pieces of a tile that lie outside

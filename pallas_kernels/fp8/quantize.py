@@ -125,7 +125,7 @@ def _quantize(
     unsupported = symbolic_reason(x) or mosaic_gpu.unsupported_reason(x)
     chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
     record(name, (x,), implementation, chosen, reason)
-    if scaling == "row" and chosen == "mosaic_gpu" and not turned:
+    if scaling == "row" and chosen == "mosaic_gpu" and not turned and row_kernel.fits(x):
         return Quantized(*row_kernel.quantize_rows(x, dtype)), None
     if scaling == "tensor":
         largest = reference.amax_of(x, axis=None)

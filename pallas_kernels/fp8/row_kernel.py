@@ -2,7 +2,7 @@
 
 A row stays in registers between its maximum and its rounding. So device memory sees 2 bytes read
 and 1 written for an element of bfloat16. The transposed copy needs the maxima of columns before its
-first value, and is for `mosaic_gpu.py`.
+first value. So `mosaic_gpu.py` makes it, in a second pass.
 
 Mosaic computes a reciprocal by an instruction that may err in the last bit. Hence a value within
 one part in 2^23 of a tie may be rounded to the other of its two neighbours. Scales are exact.
@@ -21,21 +21,25 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.fp8 import reference
 from pallas_kernels.gpu.arrays import at_aligned_addresses
-from pallas_kernels.gpu.device import WARPS_PER_WARPGROUP, target_device
+from pallas_kernels.gpu.device import WARPS_PER_WARPGROUP
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
-from pallas_kernels.norm.config import default_config
-from pallas_kernels.norm.rows import Rows, split_row
+from pallas_kernels.norm.config import config_of
+from pallas_kernels.norm.rows import Rows, split_row, splits
+
+
+def fits(x: Float[Array, "M K"]) -> bool:
+    """Whether the warps of a block can share a row; 33088 columns is the first width without."""
+    return bool(splits(x.shape[-1], x.dtype.itemsize))
 
 
 def quantize_rows(x: Float[Array, "M K"], dtype: DTypeLike) -> tuple[Array, Float[Array, "M 1"]]:
-    """`(values, scale)` of `reference`, for an `x` that `mosaic_gpu.unsupported_reason` takes."""
+    """`(values, scale)` of `reference`, for an `x` that fits and that `mosaic_gpu` supports."""
     x = at_aligned_addresses(x)
     num_rows, num_columns = x.shape
     # The norm's forward reads and writes a row in the same way, and its parameters are measured.
-    config = default_config(target_device(), num_columns, x.dtype, add=False)
-    split = split_row(num_columns, config.fwd_warps, x.dtype.itemsize)
-    assert split is not None  # a default fits its row
+    split = split_row(num_columns, config_of(x, None).fwd_warps, x.dtype.itemsize)
+    assert split is not None  # `fits` is true
     rows = Rows(split, num_rows)
     # Narrow rows: a lane has some 16 elements on their way.
     most = max(1, min(8, 16 // split.elements_per_lane)) if split.warps == 1 else 1

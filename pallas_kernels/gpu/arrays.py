@@ -17,7 +17,7 @@ def unsupported_dtype(name: str, dtype: DTypeLike, remedy: str | None = None) ->
     Args:
       name: Name of the array.
       dtype: Dtype of the array.
-      remedy: Remedy up to the words "one of these dtypes"; None is to cast the array.
+      remedy: Words before "one of these dtypes" in the message; None says to cast the array.
     """
     if dtype in _DTYPES:
         return None

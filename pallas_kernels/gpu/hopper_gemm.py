@@ -42,7 +42,7 @@ TILE_M = 64  # rows of a warpgroup's tile, as wgmma has them
 WARPGROUPS = 2  # warpgroups that compute
 BLOCK_M = WARPGROUPS * TILE_M
 TILE_K = 64  # depth of a step in 16 bits: 128 bytes, the widest swizzle
-_STEP_BYTES = 128  # of a row or column of an operand
+_STEP_BYTES = 128  # bytes along K that a step takes of each row of `a` and column of `b`
 DTYPES = (jnp.bfloat16, jnp.float16)
 
 # Parts of an operand, of which a step loads one: `(condition, tile in device memory)`. The
@@ -52,8 +52,8 @@ type Parts = list[tuple[Any, Any]]
 # `unsupported_reason` needs only a shape and a dtype, so an array need not exist yet.
 type Operand = jax.Array | jax.ShapeDtypeStruct
 
-# A block has 65536 registers. The memory warpgroup keeps 40 a lane. The others can then have 232,
-# because the hardware counts in eights.
+# A block has 65536 registers. The memory warpgroup keeps 40 a lane. That leaves 236 a lane to the
+# other two, and so 232, because the hardware hands registers out in eights.
 _MEMORY_REGISTERS = 40
 _COMPUTE_REGISTERS = 232
 # Accumulators of a lane that leave enough registers for an epilogue.
@@ -300,8 +300,8 @@ class MainLoop:
                 collective_axes=("member",), num_arrivals=readers, num_barriers=c.stages
             )
         )
-        # A thread must wait for each phase of a barrier. So warpgroups that read different steps
-        # have different barriers.
+        # A waiting warpgroup must not skip a phase of a barrier. In turns the warpgroups read
+        # different steps, so each has barriers of its own.
         num_filled = c.stages * WARPGROUPS if self.in_turns else c.stages
         return [
             plgpu.SMEM((c.stages, *a_tile), self.dtype),
@@ -450,7 +450,8 @@ class MainLoop:
                 return jax.lax.fori_loop(0, k_steps, bring, step)
 
             steps = jax.lax.fori_loop(0, tiles_here, bring_tile, 0)
-            # The other block of the cluster must not free a slot of a block that is gone.
+            # Waits until the last slots are free. Otherwise the other block of the cluster would
+            # arrive at a barrier of a block that has ended.
             jax.lax.fori_loop(
                 jnp.maximum(steps - stages, 0),
                 steps,
@@ -491,8 +492,8 @@ class MainLoop:
                             b = b.transpose((1, 0)) if self.b_layout == "NK" else b
                             plgpu.wgmma(acc, a, b)
                         if self.in_turns:
-                            # The tensor cores have nothing else to do. So a step is issued before
-                            # the one before it has ended.
+                            # The tensor cores have only this warpgroup's steps. So it issues a
+                            # step before the one before it has ended.
                             plgpu.wgmma_wait(len(accs))
                             pl.when(step > first)(lambda: free(step - 1))
                         else:

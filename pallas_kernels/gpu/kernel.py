@@ -18,10 +18,10 @@ from pallas_kernels.gpu.device import runs_here, target_device
 def shared[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator for a function that launches kernels: equal calls launch one kernel.
 
-    JAX lowers a kernel once for each trace of its body. XLA compiles it once for each lowering in
-    JAX 0.11.2, because a kernel's text has the number of its lowering. So the calls share a trace,
-    which goes into the caller's jaxpr equation by equation. A kernel takes 0.5 to 1 s of a core
-    (docs/lab/2026-11-26-fp8-compile-times.md).
+    JAX lowers a kernel once for each trace of its body. XLA compiles it once for each lowering,
+    because a kernel's text has the number of its lowering (JAX 0.11.2). To compile a kernel takes
+    0.5 to 1 s of a core (docs/lab/2026-11-26-fp8-compile-times.md). So equal calls share a trace,
+    whose equations become equations of the caller's jaxpr (`inline=True`).
 
     Args:
       *static: Names of the arguments that are no arrays.
@@ -79,8 +79,9 @@ def _writing(run: Callable[..., Any], in_place: int) -> Callable[..., Any]:
         return *results, jax.freeze(refs[in_place])
 
     def without_references(*operands: jax.Array) -> list[jax.Array]:
-        # JAX knows references in its own primitives only, and not in ours. It has none to arrays
-        # that vary over Manual axes, so the types here do not say that (JAX 0.11.2 and 0.12).
+        # JAX allows references inside of its own primitives, and not inside of ours. So they are
+        # discharged here. JAX has no references to arrays that vary over Manual axes, so the types
+        # here leave the axes out (JAX 0.11.2 and 0.12).
         types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands]
         return jaxpr_as_fun(discharge_state(jax.make_jaxpr(launch)(*types)))(*operands)
 

@@ -32,7 +32,8 @@ class _Norm(nnx.Module):
         implementation: Implementation | None = None,
         rngs: nnx.Rngs | None = None,
     ):
-        # Flax's norm takes a key for its constant, too, so layers behind this one start as there.
+        # Flax's norm takes a key, although its scale starts as a constant. So this one does, too,
+        # and later layers start from the same numbers as in Flax.
         key: Any = None if rngs is None else rngs.params()
         if scale_init is None:
             scale_init = initializers.constant(1.0 - weight_offset)

@@ -92,7 +92,7 @@ class LogProbs:
         those in the request.
       temperature: Divisor of the logits after the softcap.
       with_entropy: Whether there are entropies.
-      with_argmax: Whether there are two results more, whose cotangents are None.
+      with_argmax: Whether argmax and its log-probability are results, whose cotangents are None.
       is_unchecked: As `is_unchecked` says.
     """
 

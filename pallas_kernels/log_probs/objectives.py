@@ -258,7 +258,10 @@ def _difference(log_probs: Numbers, others: Numbers | None, mask: Mask) -> Numbe
 
 
 def _ratio(difference: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """The exponential. Infinity times the gradient of a clipped ratio, 0, would be NaN."""
+    """The exponential of the difference, or of 80 if that is less.
+
+    An infinite ratio is clipped, and infinity times the gradient of the clip, 0, would be NaN.
+    """
     return jnp.exp(jnp.minimum(difference, 80.0))
 
 

@@ -43,7 +43,8 @@ class TokenFunction:
         the leaves of the data.
       with_entropy: Whether the function gets entropies; otherwise None.
       has_aux: Whether it returns more than the loss.
-      digest: Number that tells apart what functions compute, in every process.
+      digest: SHA-256 of the function's jaxpr, which tells apart what functions compute, in every
+        process.
       results: Shapes and dtypes of what it returns, the loss first.
     """
 
@@ -296,7 +297,8 @@ class OfFunction(abc.ABC):
         if self.is_unchecked:
             whole = jax.lax.psum(of_loss, self.request.settings.vocab_axes)
         num_of_arrays = sum(self.of_arrays(wanted))
-        # The gradients of the data are no sums over parts of the vocabulary: they take the share.
+        # Each device has the whole gradients of the data, and not summands for its part of the
+        # vocabulary. So they take the device's share of the cotangent, `of_loss`.
         factors = [whole if i < num_of_arrays else of_loss for i in range(len(saved))]
         return [g.astype(jnp.float32) * c for g, c in zip(saved, factors, strict=True)]
 

@@ -321,7 +321,7 @@ def labels_and_weights(
     """
     kind = jnp.iinfo(labels.dtype)
     in_range, column = columns_of(labels, vocab_size)
-    ignored = labels != labels
+    ignored = labels != labels  # no label, if the dtype does not hold `ignore_index`
     if kind.min <= ignore_index <= kind.max:
         ignored = labels == np.asarray(ignore_index, labels.dtype)
     if check:

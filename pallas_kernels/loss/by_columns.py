@@ -194,9 +194,10 @@ def _without_rows_that_do_not_count(
 ):
     """`dweight`, made again if a row of `x` that does not count is not finite.
 
-    `rows_that_count` would copy all tokens here: 64 MiB beside 43 at 8192 x 4096 x 128256 in 16
-    bits. So a loop makes `dweight` again, a few columns of x at a time, if it has to, and otherwise
-    has no iteration. XLA copies the slices of the weight in such a loop, so they are small.
+    The GEMM of such a row would multiply 0 with NaN or infinity. `rows_that_count` would copy all
+    tokens here: 64 MiB beside 43 at 8192 x 4096 x 128256 in 16 bits. So a loop makes `dweight`
+    again, a few columns of x at a time. Where all rows are finite, the loop has no iteration. XLA
+    copies the slices of the weight in this loop, so they are small.
     """
     x, coefficients = tokens.x, tokens.coefficients
     layout, axis = settings.weight_layout, settings.column_axis

@@ -7,8 +7,9 @@ sum of `dweight`. The GEMMs of the other chunks add to it in place: each reads a
 once, which is why chunks should be large.
 
 *In place.* The first chunk does not have to be small: as long as nothing is in `dweight`, its
-memory can hold the exponentials of `2D` tokens (`mosaic_gpu/in_place.py`). If no more than a chunk
-of tokens is left over, there is no sum at all.
+memory can hold exponentials (`mosaic_gpu/in_place.py`). A float32 `dweight` has room for `2D`
+tokens, and one of 16 bits for `D`. If no more than a chunk of tokens is left over, there is no sum
+at all.
 
 Numerics. The GEMMs take operands of `x.dtype` (a weight of another dtype is rounded to it once) and
 accumulate in float32. With `xla` logits are float32. With `mosaic_gpu` logits in memory are rounded

@@ -37,12 +37,12 @@ class Columns(NamedTuple):
     """Columns of logits: all of this device's, or a chunk.
 
     Attributes:
-      weight: entries of the embedding in the dtype of x, and entries of zeros where the kernel
-        wants whole lines.
-      layout: layout of the weight.
-      bias: bias of the columns, if there is one.
-      num_columns: number of columns without the padding.
-      logits_dtype: dtype of the logits in memory.
+      weight: Entries of the embedding in the dtype of x. For the kernels, zeros follow up to a
+        multiple of 128 entries.
+      layout: Layout of the weight.
+      bias: Bias of the columns, if there is one.
+      num_columns: Number of columns without the padding.
+      logits_dtype: Dtype of the logits in memory.
     """
 
     weight: Embedding
@@ -76,8 +76,8 @@ class Columns(NamedTuple):
 def product(subscripts: str, rows, matrix, dtype) -> jax.Array:
     """`einsum` that rounds only its result to `dtype`, of an embedding in one or two parts.
 
-    For a single row XLA for GPUs makes no GEMM: it multiplies in this dtype before it adds up in
-    float32 (JAX 0.11.2).
+    For a single row XLA for GPUs makes no GEMM: it multiplies in the dtype of the result before it
+    adds up in float32 (JAX 0.11.2). So a single row asks for float32, and is rounded afterwards.
     """
     if isinstance(matrix, TwoParts):
         parts = matrix.frozen, matrix.low_rank
@@ -155,9 +155,9 @@ def loss_of_logits(
 def scale_for(dtype: jnp.dtype, *factors: Float[Array, " T"]) -> Float[Array, ""] | None:
     """The number to divide factors of dlogits of this dtype by; None if it is 1.
 
-    In a mean the factors are powers of ten below 1. Divided by their maximum, the dlogits of a
-    float16 model stay clear of its smallest number. The exponents of the other dtypes reach far
-    enough.
+    The factors of a mean are far below 1, and may take dlogits below the smallest number of
+    float16. Divided by their maximum, the factors keep dlogits clear of it. The exponents of the
+    other dtypes reach far enough.
     """
     if dtype != jnp.float16:
         return None

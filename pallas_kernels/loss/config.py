@@ -11,7 +11,7 @@ class Config:
     """Launch parameters of `implementation="mosaic_gpu"`, one set for each kind of kernel.
 
     Attributes:
-      logits: kernel over logits in memory. None takes the user's parameters
+      logits: Kernel over logits in memory. None takes the user's parameters
         (`pallas_kernels.tuning`), then measured ones, then a guess.
       linear: GEMMs of the logits, which store statistics or exponentials. None derives the
         parameters from device and sizes.

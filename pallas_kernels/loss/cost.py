@@ -29,13 +29,14 @@ _TILE_N = 256  # columns of a tile of our product for `dweight` in place
 # estimate would choose chunks of 8320 tokens at 32768 x 4096 x 32000. They are 5.7 % slower than
 # 8192 (H200). Over all measured plans both sizes have the same error.
 _XLA_TILE = 256, 128
-# Parts of its depth that a product of XLA can share out. With a depth of 128256 cuBLAS reaches 791
-# TFLOP/s at 512 x 4096, which has 64 tiles, and 834 at 2048 x 2048, which has 128. It reaches 728
-# at 1664 x 3584, which has 196.
+# A product of XLA may share out the depth of its tiles. So its waves are rounded up to eighths, and
+# not to whole waves. With a depth of 128256 cuBLAS reaches 791 TFLOP/s at 512 x 4096, which has 64
+# tiles, and 834 at 2048 x 2048, which has 128. It reaches 728 at 1664 x 3584, which has 196.
 _PARTS_OF_DEPTH = 8
-# From two waves on, a product shares out less of its depth. At 16384 x 2560 x 100352, `dx` has 2.6
-# waves with chunks of 4352 tokens, and 2.4 with 4096. By eighths the estimate prefers 4352. Two
-# H200s ran them 3.5 and 2.0 % slower than 4096 (docs/lab/2026-11-27-waves-of-the-loss.md).
+# From two waves on, a product shares out less of its depth, and its waves are rounded up to halves.
+# At 16384 x 2560 x 100352, `dx` has 2.6 waves with chunks of 4352 tokens, and 2.4 with 4096. With
+# eighths the estimate would prefer 4352. Chunks of 4352 were 3.5 and 2.0 % slower on two H200s
+# (docs/lab/2026-11-27-waves-of-the-loss.md).
 _MANY_WAVES, _PARTS_OF_MANY_WAVES = 2, 2
 # A plan with several chunks that are no multiple of 512 tokens counts as 0.5 % slower. At 32 shapes
 # with two limits this changes three choices. The new ones are 1 to 8 % faster in all measurements
@@ -148,7 +149,7 @@ def _factor_of(chunk_size: int) -> float:
 
 
 def _chunk(sizes: Sizes, num_tokens: int, bytes_of_entry: int, rates: Rates) -> float:
-    """Seconds of a chunk of tokens, whose share of `dweight` moves so many bytes of an entry."""
+    """Seconds of a chunk of tokens; its sum moves `bytes_of_entry` for each entry of `dweight`."""
     hidden_size, vocab_size = sizes.hidden_size, sizes.vocab_size
     dx = _product(num_tokens, hidden_size, vocab_size, rates)
     dx += _BYTES_OF_DX * num_tokens * hidden_size / rates.bandwidth

@@ -150,7 +150,8 @@ class _CrossEntropy:
         else:
             found = ()
         gradients = iter(found)
-        # The coefficients' gradient is no sum over parts of the vocabulary: it takes the share.
+        # Each device has the whole loss of its tokens, and not one for its part of the vocabulary.
+        # So the coefficients' gradient takes the device's share of the cotangent, `of_sums`.
         return [
             of_sums[to_tokens] * loss if i == _COEFFICIENTS else next(gradients)
             for i, is_wanted in enumerate(wanted)
@@ -226,8 +227,8 @@ def picked(
     if wanted[0] and exchanged:
         dx = jax.lax.psum(dx, exchanged)
     if wanted[1] and request.counted_fraction < 1:
-        # Few rows may fit a gradient of 16 bits, and all of them may need sums in float32. Both
-        # programs return one dtype.
+        # Few rows may make a `dweight` of 16 bits, where all tokens need sums in float32. Both
+        # branches of the `lax.cond` return one dtype.
         dweight = dweight.astype(request.weight.dtype)
     of_weights = itertools.compress((dweight, dbias), wanted[1:])
     return [dx] if wanted[0] else [], list(of_weights)
@@ -300,10 +301,11 @@ def _backward_of(
 def weight_and_biases(
     request: Request, x: jax.Array, weight: jax.Array, biases: Sequence[jax.Array]
 ) -> tuple[Any, Sequence[jax.Array]]:
-    """The weight as the products take it, if they may stand in a branch of a `lax.cond`.
+    """Weight and biases; the weight in the dtype of x if a `lax.cond` may hold the products.
 
-    XLA does not simplify across a branch. A weight that the caller has widened to float32, for a
-    float32 gradient, would exist in float32. Chunks of columns are rounded one at a time.
+    The caller may have widened the weight to float32, for a float32 gradient. XLA drops that cast
+    and the cast back, but not across a branch, where the weight would exist in float32. Chunks of
+    columns are rounded one at a time.
     """
     layout = request.settings.weight_layout
     weight, biases = low_rank.joined(request.is_low_rank, layout, weight, biases)

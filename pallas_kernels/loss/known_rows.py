@@ -39,7 +39,10 @@ class Rows(NamedTuple):
         return counts if self.softmax_log is None else counts | (self.softmax_log != 0)
 
     def at_label(self, p: Float[Array, "..."], log_p: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The label's entry. Where p is close to 1, `p - 1` keeps the digits of the sum."""
+        """The label's entry, with `a · p + c` as `(a + c) + a · (p - 1)`.
+
+        In a cross-entropy `a + c` is small, so near p = 1 the digits of `p - 1` remain.
+        """
         found = (self.softmax + self.label) + self.softmax * (p - 1)
         if self.softmax_log is not None:
             found += self.softmax_log * p * jnp.maximum(log_p, LEAST)

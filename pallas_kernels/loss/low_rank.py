@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
 from pallas_kernels.partition import Weight
 
-_STEP = 64  # columns of a step of the kernels; of a 16-bit `a` with V = 128256 they are 16 MB
+_STEP = 64  # hidden units of a step of the kernels: 16 MB of a 16-bit `a` with V = 128256
 
 
 class LoRA(NamedTuple):

@@ -41,10 +41,10 @@ _TILE = 128  # tokens or columns of a tile of the GEMMs
 # 2 %, 8192 x 2304 x 256000 (H100) with 1 GiB took chunks of 1792 after 4608 tokens in place: 1.130
 # of three GEMMs, where chunks of 2048 take 1.042.
 _COST_OF_LIMIT = 0.01
-_MOST_SIZES = 128  # of chunks that are compared, which takes about 2 ms
+_MOST_SIZES = 128  # chunk sizes that are compared, which takes about 2 ms
 # Memory of the exponentials that are copied out of `dweight` (in_place.py). It holds 48 blocks of
-# 128 rows of a float32 `dweight` at D = 4096. Bands of 33 blocks leave 45 of the 1002 blocks of
-# V = 128256, and have 4 tiles for each of the 132 multiprocessors of an H100.
+# 128 rows of a float32 `dweight` at D = 4096. V = 128256 has 1002 blocks: 29 bands of 33, which
+# have 4 tiles for each of the 132 multiprocessors of an H100, and 45 that are copied.
 _COPIED_BYTES = 96 * 2**20
 
 
@@ -148,7 +148,11 @@ class Request:
 
     @property
     def bytes_of_logit(self) -> int:
-        """Bytes of a logit in memory, of its float32 sum of two products among them."""
+        """Bytes of a logit in memory.
+
+        With a low-rank update it is the sum of two products. Unless the GEMM stores exponentials,
+        the sum is float32 at first, which takes 4 bytes more for logits of 16 bits.
+        """
         itemsize = self.logits_dtype.itemsize
         has_sum = self.is_low_rank and not _token_chunks(self, 1).by_exponentials
         return itemsize + 4 if has_sum and itemsize < 4 else itemsize
@@ -327,7 +331,8 @@ def _token_chunks(request: Request, chunk_size: int) -> TokenChunks:
 def _column_chunks(request: Request, num_columns: int) -> ColumnChunks:
     settings = request.settings
     if settings.implementation == "mosaic_gpu" and settings.weight_layout == "dv":
-        # The kernels read whole lines of a part of [D, V]; other parts would have 16-bit logits.
+        # The GEMMs read parts of [D, V] in whole lines. With other parts, logits would lie in
+        # memory, in 16 bits.
         num_columns = max(LINE, num_columns // LINE * LINE)
     by_exponentials = _no_exponentials(request) is None
     return ColumnChunks(num_columns=num_columns, by_exponentials=by_exponentials)

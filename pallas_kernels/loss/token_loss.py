@@ -60,10 +60,10 @@ def coefficients_of_mean(
 ) -> tuple[Float[Array, "*T"], Float[Array, ""]]:
     """`(weights / Σ weights, 1 / Σ weights)`; zeros if all weights are 0.
 
-    The gradient of a mean in the weight of token `i` is `(loss_i - mean) / Σ weights`. The losses
-    of a model that starts are nearly equal, so the rounding of the mean may dominate it: JAX's own
-    derivative divides both by `Σ weights`, rounds the mean four times, and all tokens have the same
-    error. In this one the error of the mean is subtracted once more.
+    The gradient of a mean in the weight of token `i` is `(loss_i - mean) / Σ weights`. At the start
+    of training all losses are nearly equal, so the rounding of the mean may dominate the gradient.
+    JAX's own derivative divides both by `Σ weights` and rounds the mean four times, and all tokens
+    have the same error. This derivative subtracts the mean a second time, and so that error.
     """
     total = jnp.sum(weights)
     per_weight = jnp.where(total == 0, 0.0, 1 / jnp.where(total == 0, 1.0, total))

@@ -20,8 +20,8 @@ gate and up. Then `dw_down = product.T @ dy`, `dw_gate = x.T @ dgate`, `dw_up = 
 
 XLA's backward takes its operands through an `optimization_barrier`. Without it XLA would find that
 the forward has computed the same values, projections or a sigmoid, and would keep them. XLA cannot
-match what kernels compute, so the kernels need no barrier; in a `lax.scan` over layers it would
-copy gate and up, which the backward kernel reads where they are stacked.
+match what kernels compute, so the kernels need no barrier. In a `lax.scan` over layers a barrier
+would copy gate and up, which the backward kernel reads from the stack of all layers.
 
 The weights of gate and up are two arrays, as in checkpoints. In one, `[D, 2, F]`, `dx` would be one
 GEMM; but stacking dgate and dup keeps XLA from making them with the product in one pass (it wrote
@@ -44,7 +44,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from pallas_kernels.choices import fall_back_on_a_part
+from pallas_kernels.choices import fall_back_on_a_part, log_once
 from pallas_kernels.folding import fold_chunks
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.mlp import gated_matmul
@@ -65,7 +65,7 @@ _X, _H = Tokens(("d",)), Tokens(("f",))
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """All that is static.
+    """The static options of the MLP.
 
     Attributes:
       save: Arrays that the backward finds.
@@ -184,8 +184,16 @@ def _backward_of(
         if plan.chunk_size is not None:
             size = min(plan.chunk_size, x.shape[-2])
             num_tokens = num_tokens // x.shape[-2] * size
-        is_long = plan.has_kernels and num_tokens >= plan.min_tokens_of_backward
-        has_kernel = is_long and _kernels_run(plan, dy, w_down)
+        has_kernel = plan.has_kernels and _kernels_run(plan, dy, w_down)
+        if has_kernel and num_tokens < plan.min_tokens_of_backward:
+            has_kernel = False
+            if place.tokens:  # the choice of the implementation knew the tokens of all devices
+                log_once(
+                    f"swiglu_mlp: XLA makes the backward, because a device has {num_tokens=} at a "
+                    "time, and the kernel is faster from "
+                    f"{plan.min_tokens_of_backward} on; implementation='mosaic_gpu' takes the "
+                    "kernel"
+                )
         if not has_kernel:  # see the module's docstring
             x, kept, dy = jax.lax.optimization_barrier((x, kept, dy))
         differentiate = lambda x, kept, dy, dtypes: _backward(

@@ -287,7 +287,8 @@ def _backward_kernel(
                 plgpu.commit_smem()
                 for slot, output in zip(slots, outputs, strict=True):
                     plgpu.copy_smem_to_gmem(slot, of_piece(i, output))
-                # All stores but these three have read their slots, so the slots before are free.
+                # Waits until all stores but these three have read their slots. So the slots of the
+                # piece before are free.
                 plgpu.wait_smem_to_gmem(3, wait_read_only=True)
                 following = i + _SLOTS - 1
                 if following < num_pieces:

@@ -69,17 +69,17 @@ class Config:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.bwd_stages < 0 or self.bwd_stages == 1:
-            raise ValueError(f"{self.bwd_stages=} must be 0 (direct loads) or at least 2")
+            raise ValueError(f"bwd_stages={self.bwd_stages} must be 0 (direct loads) or at least 2")
         if self.bwd_stages > _MAX_BARRIERS:
             raise ValueError(
-                f"{self.bwd_stages=} must be at most {_MAX_BARRIERS}, the number of barriers that "
-                "Mosaic GPU has in a group; take fewer stages"
+                f"bwd_stages={self.bwd_stages} must be at most {_MAX_BARRIERS}, the number of "
+                "barriers that Mosaic GPU has in a group; take fewer stages"
             )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """All of a norm that is not an array; hashable, because operations are static.
+    """The arguments of a norm that are not arrays; hashable, because operations are static.
 
     Attributes:
       eps: Number added to the mean square.
@@ -190,10 +190,11 @@ def guess_config(device: Device, hidden_size: int, dtype: DTypeLike, *, add: boo
     )
 
 
-# Elements of a lane of the forward. On an H200, 16384 with 4 warps of 128 elements a lane runs at
-# 0.97 of a copy, and 13312 with 16 warps of 26 at 0.61. Two blocks of four warps have twice as many
-# bytes on their way. With a residual there are more already. The residual may be float32, of which
-# 16 accesses are 64 elements.
+# Most elements of a lane in the forward: with one warp a row, with several, and with a residual.
+# Many elements a lane are fast: on an H200, 16384 with 4 warps of 128 elements a lane runs at 0.97
+# of a copy, and 13312 with 16 warps of 26 at 0.61. The reason: two blocks of four warps have twice
+# as many bytes on their way. With a residual more bytes are on their way already. The residual may
+# be float32, and 64 elements are 16 accesses of float32.
 _MOST_ALONE, _MOST_SHARED, _MOST_WITH_RESIDUAL = 36, 128, 64
 
 
@@ -224,15 +225,16 @@ def _widest(candidates: list[RowSplit]) -> list[RowSplit]:
     return [split for split in candidates if split.vector == vector]
 
 
-# Seconds for which a step should keep the memory busy. A multiprocessor reads and writes at least
-# the bytes that the memory moves for it in this time. The reason: it computes nothing while its
-# blocks wait for sums and barriers. As many bytes are on their way to it besides, because a copy
-# takes about a microsecond. With more bytes, the memory is slower:
+# Seconds for which a step should keep the memory busy. In a step, the blocks of a multiprocessor
+# read and write at least the bytes that the memory moves for it in this time. The reason: they
+# compute nothing while they wait for sums and barriers. As many bytes should be on their way at the
+# same time, because a copy takes about a microsecond. With more bytes, the memory is slower:
 # 16384 x 3072 on an H100 is at 0.91 of a copy with 110 KB in shared memory, and at 0.97 with 74 KB.
 # With fewer bytes, it is idle: 16384 x 1536 on an H200 is at 0.81 with 55 KB, and at 0.91 with
 # 74 KB.
 _SECONDS_OF_A_STEP = 1.15e-6
-# Warps of a multiprocessor. 16384 x 2048 on an H200: 8 of them 0.85 of a copy, 12 of them 0.92.
+# Fewest warps of a multiprocessor. 16384 x 2048 on an H200 is at 0.85 of a copy with 8 of them,
+# and at 0.92 with 12.
 _FEWEST_WARPS = 12
 # Most elements of a lane, where a split allows it, and most steps in shared memory, always.
 _MOST_ELEMENTS, _MOST_STAGES = 32, 4
@@ -243,11 +245,16 @@ def _backward_choices(
 ) -> list[dict[str, Any]]:
     """The backward's part of `Config`: all that fits the device, the most promising first.
 
-    The tensor memory accelerator brings rows wherever it can. At most `_MOST_ELEMENTS` elements a
-    lane come first, then enough bytes on their way, then enough warps. Then fewer accesses to a
-    row are better. Then a step has enough bytes. Among equal choices the one with the fewest warps
-    is best, then rows of several blocks, which need not wait for each other, then the fewest
-    bytes on their way.
+    The tensor memory accelerator brings rows wherever it can. The criteria, the first one first:
+
+    1. At most `_MOST_ELEMENTS` elements a lane, or as few as possible.
+    2. Enough bytes on their way.
+    3. Enough warps.
+    4. Few accesses to a row, in halves of the fewest possible number.
+    5. Enough bytes that a step reads and writes, or as many as possible.
+    6. Few warps.
+    7. Many blocks, because blocks need not wait for each other.
+    8. Few bytes on their way: few rows in a step, then few steps.
     """
     ranks, widest = {}, BYTES_PER_ACCESS // itemsize
     # The rates of an H200 for a device that is not in the table.
@@ -302,9 +309,9 @@ def _most_stages(
 
 
 def smem_for_rows(device: Device, split: RowSplit, num_operands: int, blocks: int) -> int:
-    """Bytes that each of so many blocks has for rows and the weight."""
-    # Barriers take less than 1024 bytes, as the sums of rows do. Buffers begin at multiples of
-    # 1024, and the driver takes 1024 for each block.
+    """Bytes of shared memory that each of `blocks` blocks has for rows and the weight."""
+    # Barriers take less than 1024 bytes, and so do the sums of rows. The driver takes 1024 for each
+    # block. Each buffer of rows may lose up to 1024, because it begins at a multiple of 1024.
     other = 1024 * (len(ring_shapes(split, 1, num_operands, 1)) + 3)
     if split.warps == 1:  # the sums of `dweight` of four warps
         other += 4 * sum(map(math.prod, sums_shapes(split).values()))
@@ -316,7 +323,8 @@ def _most_blocks(split: RowSplit, rows: int) -> int:
 
     The registers are those that ptxas counts for sm_90a (`tests/aot`).
     """
-    # Without the weight it computes addresses again, and spills nothing down to this number.
+    # A kernel that does not keep the weight spills nothing with this number or more, because it
+    # computes addresses again.
     least = 32 + 2 * split.elements_per_lane + (39 if split.overlap else 0)
     most = split.registers // 8 * 8  # the hardware counts in eights
     elements = split.elements_per_lane

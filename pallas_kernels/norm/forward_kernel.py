@@ -37,7 +37,7 @@ class Epilogue(Protocol):
         gmems: Sequence[Any],
         scratch: Sequence[Any],
     ) -> None:
-        """Stores what it makes of the chunks' values, of a tile with this first row."""
+        """Stores its arrays for a tile: `values` are those of the chunks, `row` the first row."""
         ...
 
 
@@ -55,7 +55,7 @@ def forward(
     assert split is not None  # `check_config` has refused other sizes
     rows = Rows(split, num_tokens)
     has_residual = residual is not None
-    # Narrow rows: a block has so many of them that each lane has some 16 elements on their way.
+    # With narrow rows a block has up to 8 tiles, so that a lane has about 16 elements on their way.
     tiles_per_block = max(1, min(8, 16 // split.elements_per_lane)) if split.warps == 1 else 1
     tiles_per_block = min(tiles_per_block, rows.num_full_tiles)
     num_blocks = rows.num_full_tiles // tiles_per_block

@@ -153,9 +153,10 @@ class _Norm:
         source = results[1] if self.has_residual else args[0]
         rstd = checkpoint_name(residuals[0], "rstd")
         if self.has_residual:
-            # `y` is the norm of the rounded sum. So a checkpoint that keeps the sum need not add
-            # again, which would need the product before the addition. The last bits may differ,
-            # because another kernel adds the squares in another order.
+            # `y` is the norm of the rounded sum. So a checkpoint that keeps the sum norms it, and
+            # need not add again, for which it would compute the product before the addition again.
+            # The last bits may differ, because the kernel without a residual adds the squares in
+            # another order.
             alone = dataclasses.replace(self.options, config=config_of(source, None))
             operation = type(self)(alone, has_residual=False)
             kept = source, rstd
@@ -204,8 +205,8 @@ class _NormWithTangent(_Norm):
         dsource = sum(parts[1:], parts[0]) if parts else jnp.zeros_like(source)
         dweight = jnp.zeros_like(weight) if dweight is None else dweight
         dsource, dweight = dsource.astype(source.dtype), dweight.astype(weight.dtype)
-        # Each device has a gradient of its own of a weight that is the same on all of them, before
-        # JAX adds them up.
+        # The arrays vary over devices as their tangents do. For a weight that is the same on all
+        # devices, each device has a gradient of its own, and JAX adds them up later.
         source = vary(source, varying_axes(dsource))
         weight = vary(weight, varying_axes(dweight))
         norm = functools.partial(
@@ -259,7 +260,7 @@ class _Rows(NamedTuple):
     @classmethod
     def of(cls, x: jax.Array, config: Config) -> "_Rows":
         """For an array `[*T, D]`."""
-        # Where a warp has a row for itself, a tile has four rows, and fewer are padded.
+        # With one warp a row a tile has four rows, so fewer than four tokens are padded.
         has_tiles = 1 in (config.fwd_warps, config.bwd_warps)
         num_tokens = math.prod(x.shape[:-1])
         return cls(x.shape[:-1], max(0, WARPS_PER_WARPGROUP - num_tokens) if has_tiles else 0)

@@ -82,8 +82,9 @@ def _rounded(x_f32: Float[Array, "*T D"], dtype: jnp.dtype) -> Float[Array, "*T 
     """`x_f32` in `dtype`, so that a reader in float32 sees the rounded values."""
     if dtype in (jnp.bfloat16, jnp.float16):
         # In a compiled program XLA for GPUs drops the rounding of a cast to 16 bits and back
-        # (https://github.com/openxla/xla/issues/41605). It keeps this one, which has no subnormal
-        # numbers: those of float16 are left to the cast, or they would be rounded twice.
+        # (https://github.com/openxla/xla/issues/41605). It keeps `reduce_precision`, which has no
+        # subnormal numbers. The subnormal numbers of float16 are left to the cast, or they would be
+        # rounded twice.
         info = jnp.finfo(dtype)
         reduced = jax.lax.reduce_precision(x_f32, exponent_bits=8, mantissa_bits=info.nmant)
         x_f32 = jnp.where(jnp.abs(x_f32) < float(info.tiny), x_f32, reduced)

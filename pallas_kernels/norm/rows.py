@@ -154,7 +154,7 @@ def splits(hidden_size: int, itemsize: int) -> list[RowSplit]:
 
 
 def column_parts(split: RowSplit) -> int | None:
-    """The number of parts of the columns whose `dweight` fits registers in the backward.
+    """The fewest parts of the columns, each with sums of `dweight` that fit registers.
 
     None if a part would not have whole chunks, all of the same width.
     """
@@ -230,8 +230,8 @@ def widest_itemsize(x: jax.Array, residual: jax.Array | None) -> int:
 class Rows:
     """The rows of arrays as a kernel sees them.
 
-    The four warps of a warpgroup handle a *tile* at a time. It is their part of one or more rows.
-    With one warp a row, it is a multiple of four whole rows. If a tile's number of rows does not
+    A block handles a *tile* at a time: one or more rows, or a multiple of four rows with one warp a
+    row. Each warpgroup has its part of every row of the tile. If a tile's number of rows does not
     divide the number of all rows, the last tile starts earlier and repeats rows of the tile before
     it. The same block handles both, in order.
 
@@ -239,7 +239,7 @@ class Rows:
       split: How warps share a row.
       shape: Shape of the arrays in global memory.
       weight_shape: Shape of the weight in global memory.
-      num_tiles: Number of all tiles. The warpgroups of a block work on one tile together.
+      num_tiles: Number of all tiles.
       num_full_tiles: Number of tiles without the one that repeats rows.
       rows_per_step: Rows of a tile, or fours of them with one warp a row.
       exchange: Scratch memory for `sums`.
@@ -417,7 +417,10 @@ class Rows:
     # The rest is for the backward, where block b has tiles b, b + num_blocks, b + 2·num_blocks, ...
 
     def num_steps(self, block: Any, num_blocks: int) -> Any:
-        """Tiles of a block. The tile that repeats rows is the last one of its owner."""
+        """Tiles of a block. The block of the last full tile also has the one that repeats rows.
+
+        The number of that tile may exceed `num_full_tiles`; `first` and `unseen` allow for it.
+        """
         full = (self.num_full_tiles - block + num_blocks - 1) // num_blocks
         if not self._ragged:
             return full

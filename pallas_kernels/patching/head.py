@@ -51,7 +51,7 @@ class _Head:
         as the last.
       weight: Output embedding.
       weight_layout: Its layout.
-      bias: Bias of the logits and the shape of a vector; None if there is none.
+      bias: Bias of the logits, a vector; None if there is none.
       softcap: Bound of the logits.
       precision: Precision of the product.
     """
@@ -244,13 +244,13 @@ def _softcap_and_rest(program: Program, equation: Equation) -> tuple[float, Atom
         if bound is None or bound <= 0 or tanh is None or tanh.primitive.name != "tanh":
             continue
         scaled = program.producer(tanh.invars[0])
-        if scaled is None:
+        if scaled is None or not _is(scaled, "div", "mul"):
             continue
         for logits, number in (scaled.invars, scaled.invars[::-1])[
             : 2 if _is(scaled, "mul") else 1
         ]:
             value = _scalar(number)
-            if value and _is(scaled, "div", "mul"):
+            if value:
                 found = value if _is(scaled, "div") else 1 / value
                 # A literal has the dtype of the logits.
                 if abs(found - bound) <= 2 * float(jnp.finfo(logits.aval.dtype).eps) * bound:

@@ -70,7 +70,7 @@ class Program:
 
 
 def _opened(equation: core.JaxprEqn) -> Any:
-    """The program that a call of `jax.jit` runs, unless it fixes shardings or donates."""
+    """The program that a call of `jax.jit` runs, or None if the call fixes shardings."""
     if equation.primitive.name not in ("jit", "pjit"):
         return None
     shardings = *equation.params["in_shardings"], *equation.params["out_shardings"]

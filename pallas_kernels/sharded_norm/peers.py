@@ -14,7 +14,7 @@ from pallas_kernels.gpu.layouts import load, store
 from pallas_kernels.norm.rows import Rows, RowSplit
 
 # The most registers of a lane that ptxas for sm_90a counts with 16 elements a lane (`tests/aot`).
-# They tell how many blocks are on a multiprocessor at a time for certain.
+# From them follows the number of blocks that a multiprocessor holds at a time for certain.
 FORWARD_REGISTERS, BACKWARD_REGISTERS = 128, 168
 _MAX_BLOCKS_PER_SM = 2
 # Rows of a shard for each multiprocessor from which one block there is faster than two: fewer reads
@@ -64,7 +64,7 @@ class Shards:
 
     @property
     def launch(self) -> dict[str, Any]:
-        """Keyword arguments of `plgpu.kernel`."""
+        """Keyword arguments of `gpu_kernel`."""
         return {
             "grid": (self.num_blocks,),
             "grid_names": ("block",),

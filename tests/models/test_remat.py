@@ -213,6 +213,7 @@ def test_chunks_of_the_mlp(remat, chunk_size, scan_layers):
         (dict(remat="full", mlp_bias=True), "without biases"),
         (dict(remat="full", hidden_act="relu"), "got self.hidden_act='relu'"),
         (dict(remat="full", mlp_chunk_size=-1), "mlp_chunk_size=-1 must be a whole number"),
+        (dict(remat="full", mlp_chunk_size=True), "mlp_chunk_size=True must be a whole number"),
     ],
     ids=str,
 )

@@ -307,6 +307,18 @@ def test_a_part_of_the_vocabulary_that_no_kernel_takes(on_h100, caplog, kind):
     assert line.startswith("linear_distillation_loss: XLA passes over the logits: V = 16 on a dev")
 
 
+def test_a_device_with_few_tokens_says_that_xla_makes_the_backward(on_h100, caplog):
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Explicit,))
+    x = jax.ShapeDtypeStruct((4096, 128), X.dtype, sharding=NamedSharding(mesh, P("data")))
+    total = lambda x: jnp.sum(swiglu_mlp(x, *MLP).astype(F32))
+    with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, logger=choices.__name__):
+        jax.eval_shape(jax.grad(total), x)
+    (line,) = caplog.messages
+    assert line.startswith(
+        "swiglu_mlp: XLA makes the backward, because a device has num_tokens=512"
+    )
+
+
 def test_an_empty_array_needs_no_kernel():
     for call in (CALLS["rms_norm"], CALLS["add_rms_norm"], CALLS["swiglu_mlp"]):
         assert jax.tree.leaves(call(X[:0], implementation="require"))[0].shape == (0, 128)

@@ -168,6 +168,10 @@ def scaled(model, x):
     return model.lm_head(x) * 0.5
 
 
+def cast_inside(model, x):
+    return 30.0 * jnp.tanh((model.lm_head(x) / 30).astype(jnp.bfloat16))
+
+
 def masked(model, x):
     return jnp.where(jnp.arange(V) < 30, model.lm_head(x), -1e9)
 
@@ -192,6 +196,7 @@ def batched(model, x):
 
 REFUSED = {
     "scaled": (scaled, "is multiplied by something, and is no c"),
+    "cast inside": (cast_inside, "is multiplied by something, and is no c"),
     "masked": (masked, "result of 'select_n'"),
     "checkpoint": (in_a_checkpoint, "result of 'remat2' which the loss does not see into"),
     "scan": (in_a_scan, "result of 'scan' which the loss does not see into"),

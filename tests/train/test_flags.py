@@ -102,6 +102,7 @@ def test_flags_override_the_preset():
     [
         ("--preset llama9", "'llama9'.*llama3.2-1b"),
         ("--preset", "^--preset: .*expected one argument"),
+        ("--init-from", "^--init-from: expected one argument"),
         ("--optimizer.learning-rat 1", r"rat.*did you mean --optimizer\.learning-rate\?"),
         ("--pre demo", "--pre"),
         ("--steps many", "^--steps: .*'many'"),

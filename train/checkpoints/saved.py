@@ -86,7 +86,7 @@ def find_model(source: Path, *, step: int | None = None, best: bool = False) -> 
                 f"{source} is a Hugging Face folder with one model; leave out --step and --best"
             )
         return _in_hf_folder(source)
-    if source.parent.name == "checkpoints" and source.name.isdigit():
+    if source.parent.name == "checkpoints" and source.name.isdecimal():
         if chooses:
             raise FolderError(f"{source} is a checkpoint; to choose another, name its run")
         source, step = source.parent.parent, int(source.name)
@@ -119,6 +119,7 @@ def find_model(source: Path, *, step: int | None = None, best: bool = False) -> 
 
 
 def _in_hf_folder(folder: Path, like: LlamaConfig | None = None) -> Saved:
+    """The model in a Hugging Face folder. `like` says how it runs here; its sizes are not used."""
     like = like or dataclasses.replace(PRESETS["demo"], dtype=fast_dtype(), remat="none")
     return Saved(
         name=str(folder),

@@ -49,7 +49,9 @@ def parse_command_line(arguments: Sequence[str]) -> TrainConfig:
     try:
         chosen, rest = parser.parse_known_args(arguments)
         default = preset(chosen.preset)
-    except (argparse.ArgumentError, ValueError) as error:
+    except argparse.ArgumentError as error:
+        raise FlagError(f"{error.argument_name}: {error.message}") from error
+    except ValueError as error:
         raise FlagError(f"--preset: {error}") from error
     if chosen.init_from:
         model = read_model_config(chosen.init_from, default.model)
@@ -101,7 +103,7 @@ _MAY_BE_EMPTY = ("--data.bos-token", "--data.eos-token", "--sample-prompt")
 
 
 def _check_not_empty(arguments: Sequence[str]) -> None:
-    """Refuses flags without a value. An empty path, for example, would be the current folder."""
+    """Refuses flags with an empty value. An empty path, for example, is the current folder."""
     flag = ""
     for argument in arguments:
         name, is_assigned, value = argument.partition("=")

@@ -174,7 +174,10 @@ def _eval_config(saved: Saved, flags: argparse.Namespace) -> TrainConfig:
 
 
 def _open(config: TrainConfig, path: Path) -> data.Dataset:
-    """The dataset of all documents of a file or folder."""
+    """The dataset of all documents of a file or folder.
+
+    `batch_size` is 1, because `open_files` refuses text with fewer rows than a step has.
+    """
     alone = dataclasses.replace(config.data, path=(path,), batch_size=1)
     return data.open_files(alone, vocab_size=config.model.vocab_size, evaluates=False)[0]
 
@@ -245,6 +248,12 @@ def _with_tokenizer(saved: Saved, flags: argparse.Namespace) -> Saved:
         if (value := getattr(flags, name)) is not None
     }
     saved = dataclasses.replace(saved, **given)
+    if saved.tokenizer is None and given:
+        name, token = next(iter(given.items()))
+        raise FlagError(
+            f"--{name.replace('_', '-')} {token!r} is for a tokenizer, and {saved.name} has none, "
+            "so that a token is a byte; name one with --tokenizer, or leave the flag out"
+        )
     _tokenizer_of(saved)
     if saved.tokenizer is None and saved.step is None:
         print(f"{saved.name} has no tokenizer: a token is a byte", file=sys.stderr)

@@ -186,7 +186,7 @@ def _all_sizes(mesh: MeshConfig, num_devices: int, *, fixed_fsdp: bool) -> MeshC
 
 
 def _train_arguments(flags: argparse.Namespace, rest: list[str]) -> list[str]:
-    """The flags of training, without those that are planned."""
+    """The command line of training with the settings that the flags of `plan` give."""
     arguments = ["--preset", flags.preset, *rest]
     if flags.sequence_length is not None:
         arguments += ["--data.sequence-length", str(flags.sequence_length)]

@@ -1,8 +1,8 @@
 """The cache of tokens: text is tokenized once, and training maps the tokens into memory.
 
-Each source has a folder `CACHE/<key>/`, an entry. The key is a hash of every file's path, size and
-time of change, of the tokenizer, of all settings that change tokens, and of the version of this
-format. So an entry is never out of date, and any folder may be removed. A folder belongs to one
+Each source has an entry, the folder `CACHE/<key>/`. The key is a hash of every file's path, size
+and time of change, of the tokenizer, of all settings that change tokens, and of the version of this
+format. So an entry is never out of date, and any entry may be removed. An entry belongs to one
 user, and no link in it is followed. It has three files for each split, `train` and `held_out`:
 
 - `*.tokens`: the documents one after the other, as little-endian uint16, or uint32 if the tokenizer

@@ -87,7 +87,7 @@ class ChatTemplate:
                 documents=None,
                 **dict(self.tokens),
             )
-            text.encode()  # which half of a surrogate pair would end
+            text.encode()  # raises if the text has half of a surrogate pair
             return text
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(

@@ -346,8 +346,8 @@ def find_files(path: Path) -> tuple[Path, ...]:
     """`path`, or the files with a known suffix in the folder `path` and below it, sorted.
 
     Hidden files and folders are left out. Links to folders are left out, too, because two of them
-    may lead to the same text, or in a circle, and so is every file that is no regular file; for
-    both a line is printed.
+    may lead to the same text, or in a circle. So are files that are not regular files. One line
+    tells how many links and files of these two kinds there are.
 
     Raises:
       DataError: no file was found, or `path` is neither a folder nor a regular file.

@@ -2,8 +2,8 @@
 
 Other users may know the folder's name and write to the folder above it, for example `/tmp`. They
 could put a link in the place of the folder or of its files. So the folder must belong to the user
-who runs this code, it is made with mode 0700, it is opened once and never looked up again, and no
-link in it is followed.
+who runs this code, or to root. It is made with mode 0700. It is opened once, and its path is not
+looked up again. No link in it is followed.
 """
 
 import contextlib

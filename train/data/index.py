@@ -1,7 +1,8 @@
 """`progress.json` and `index.json`: the contents of an entry's files, and their checksums.
 
-The checksum is CRC-32. It misses one damage in four billion, and it continues from a number, so it
-survives a kill. Opening a file reads it once, which takes 1.1 s a GiB on one core from memory.
+The checksum is CRC-32. It misses one damaged file in four billion. Its state is a single number, so
+another process can continue it after a kill. Opening a file reads it once, which takes 1.1 s a GiB
+on one core, if the file is in memory.
 """
 
 import json

@@ -222,7 +222,7 @@ def filled_up(batch: dict[str, Int32[np.ndarray, "R S"]], batch_size: int) -> Ba
 def walk(
     step: int, batch_size: int, seed: int, rows: Int[np.ndarray, " R"] | None
 ) -> Int64[np.ndarray, " R"]:
-    """Numbers, counted from step 0, of the rows of a step's batch, or only of its `rows`."""
+    """The places of a step's rows in the endless walk over epochs; only of `rows` if given."""
     if step < 0 or not 0 <= seed < 1 << 63:
         raise ValueError(f"{step=} and {seed=} must not be negative, and the seed below 2^63")
     if rows is None:

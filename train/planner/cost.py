@@ -400,6 +400,8 @@ class _Program:
             for operand in op.inputs:
                 for value in (operand, *(self._sources(operand) if op.fusible else ())):
                     last[id(value)] = index
+        # For the index of an operation: bytes whose memory its results take, and bytes that are
+        # free after it.
         overwritten: dict[int, float] = {}
         freed: dict[int, float] = {}
         live = peak = 0.0
@@ -430,7 +432,7 @@ def _dot_flops(op: Op) -> float:
 
 
 def _kernel_flops(op: Op) -> float:
-    """FLOPs of our kernels with GEMMs: each token of operand 1 times each weight of operand 2."""
+    """FLOPs of our kernels with GEMMs: the first operand has tokens, the second is the weight."""
     name = op.params.get("name", "")
     if name in _GRADIENTS:
         return 2.0 * op.outputs[0].aval.shape[0] * math.prod(op.shapes[0])

@@ -38,7 +38,11 @@ COLLECTIVES = frozenset(("all_gather", "reduce_scatter", "all_to_all", "psum"))
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Value:
-    """An array of the program, under all of its names."""
+    """An array of the program, under all of its names.
+
+    `stage` is the number of stages before it (`fuse`). `maker` is None for inputs and constants.
+    `sources` is a cache of `train.planner.cost`.
+    """
 
     aval: Any
     stage: int = 0

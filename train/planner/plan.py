@@ -6,10 +6,11 @@ first, and takes the first whose memory fits. No device needs to be in this mach
 (`train.planner.aot`). It skips programs whose estimated memory is far above the limit.
 
 *On several devices* the planner assumes that the exchange of parameters and gradients over `data`
-and `fsdp` hides behind the computation, up to the length of the computation. On four H200s a step
-of the 1B model took 5 % (data) and 8 % (fsdp) longer than on one, because a hidden exchange slows
-the GEMMs beside it. The next operation waits for the exchange of tokens over `tensor`, so its time
-is added; a profile of layers of Llama 8B on the H200s showed this.
+and `fsdp` hides behind the computation: a step takes the longer of the two times. On four H200s a
+step of the 1B model took 5 % (data) and 8 % (fsdp) longer than on one, because a hidden exchange
+slows the GEMMs beside it. The exchange of tokens over `tensor` hides behind nothing, because the
+next operation waits for it. So its time is added. A profile of layers of Llama 8B on the H200s
+showed this.
 """
 
 import contextlib
@@ -30,6 +31,7 @@ from models.remat import POLICIES, remat_policy
 from models.sharding import BATCH_AXES, batch_sharding
 from pallas_kernels import hardware
 from train.config import MeshConfig, TrainConfig
+from train.errors import one_line
 from train.formats import format_count
 from train.planner import cost
 from train.planner.splits import Splits
@@ -246,7 +248,7 @@ def plan(
         try:
             candidate.memory_bytes = measures.memory(candidate.config)
         except Exception as error:
-            candidate.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            candidate.failure = one_line(error)
             report(f"  does not compile: {candidate.failure}")
             return False
         return candidate.memory_bytes <= target.limit_bytes
@@ -267,7 +269,7 @@ def _nothing_fits(candidates: list[Candidate], target: Target) -> str:
     compiled = [c for c in candidates if c.memory_bytes is not None]
     if not compiled:
         reason = next(candidate.failure for candidate in candidates if candidate.failure)
-        return f"no candidate compiles: {reason}"
+        return f"no candidate compiles: {reason}; try another --model.remat"
     closest = min(compiled, key=lambda candidate: candidate.bytes)
     config, limit = closest.config, target.limit_bytes
     data, tensor, num_devices = config.data, config.mesh.tensor, target.mesh.size
@@ -295,7 +297,7 @@ def _nothing_fits(candidates: list[Candidate], target: Target) -> str:
         )
     if len({c.remat for c in candidates}) == 1 and config.model.remat != "full":
         advice.append("--model.remat auto")
-    if target.pool.startswith("XLA's") and memory_fraction() < 0.9:
+    if "XLA's" in target.pool and memory_fraction() < 0.9:
         advice.append("XLA_CLIENT_MEM_FRACTION=0.92 in the environment")
     advice.append("a shorter --data.sequence-length")
     return (

@@ -21,7 +21,8 @@ class Splits:
     """The splits of the arrays of a step.
 
     Args:
-      state: Shapes and shardings of the state, as `train.step.abstract_state` makes them.
+      state: Pytree of the step's arguments that stay on the devices: the state and the frozen
+        parameters, as shapes with shardings.
       mesh: The devices.
     """
 

@@ -36,7 +36,7 @@ from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.loss.mosaic_gpu import products
 from pallas_kernels.loss.mosaic_gpu.statistics import Interleaved
 
-TILE = 256  # columns that keep their memory; those of the kernel's tiles
+TILE = 256  # columns of a tile of `Interleaved`, and of the kernel's widest tile
 
 
 class Part(NamedTuple):

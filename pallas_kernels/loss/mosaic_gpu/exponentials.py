@@ -161,7 +161,7 @@ def exponentials_of_linear(
     is_column = _is_column(labels, num_columns)
     of_label = entries(weight, jnp.where(is_column, labels, 0), weight_layout)
     label_logit = jnp.sum(x.astype(jnp.float32) * of_label.astype(jnp.float32), axis=1)
-    # Without a label there is no logit that the others are near to, and nothing that counts.
+    # An ignored token has no label whose logit could be the offset, and it does not count.
     is_ignored = labels == IGNORED
     offset = jnp.where(is_ignored, _ABOVE_ALL, label_logit * (_LOG2_E / temperature))
     exponentials = functools.partial(
@@ -182,7 +182,8 @@ def exponentials_of_linear(
     has_scale = stored is not None and len(x) % TILE_K != 0
     found = exponentials(offset, scale=scale if has_scale else None)
     largest = found.largest * _LOG2_E
-    # Also true where a number is NaN, or where only one order of the products overflows.
+    # Also true where a number is NaN. The offset adds up the same products as the GEMM in another
+    # order, and may overflow alone. The total is 0 if it overflows to infinity.
     is_wrong = ~((largest - offset <= _LARGEST) & (found.total > 0))
     is_wrong = jnp.where(is_ignored, found.total != 0, is_wrong)
     offset = jnp.where(is_wrong, largest, offset)
@@ -191,8 +192,9 @@ def exponentials_of_linear(
         scale=scale,
         repetition=Repetition(found, jnp.any(is_wrong)),
     )
-    # The loss is lse - label_logit, and small where the label has nearly all of the sum. This form
-    # keeps its digits. A quotient of the two sums overflows 88 nats below the largest logit.
+    # The loss is `lse - label_logit`, and small where the label has nearly all of the sum. Such a
+    # loss keeps its digits in this form. It has a difference of logarithms, because a quotient of
+    # the two sums overflows where the label is 88 nats below the largest logit.
     from_label = found.label_logit + (jnp.log(found.total) - jnp.log(found.of_label))
     lse = jnp.where(found.of_label > 0, from_label, (offset + jnp.log2(found.total)) / _LOG2_E)
     return found, lse
@@ -221,7 +223,7 @@ def dlogits_and_factor(
     """`(dz, factor)`, whose product is `coefficients · (slope · softmax - onehot)`."""
     has_gradient = _is_column(labels, num_columns) & (coefficients != 0)
     at_label = found.of_label - found.total / slope
-    # Not a cast to 16 bits and back, which XLA drops.
+    # `reduce_precision`, because XLA drops a cast to 16 bits and back.
     bits = jnp.finfo(found.values.dtype)
     rounded = jax.lax.reduce_precision(at_label, bits.nexp, bits.nmant)
     dz = _with_labels(found.values, labels, rounded, has_gradient, stored=stored)
@@ -364,9 +366,10 @@ def rows_of_loss(lse: Float[Array, " T"], coefficients: Float[Array, " T"], z_lo
 
 
 def slope_of_softmax(z_loss: float, lse: Float[Array, " T"]) -> Any:
-    """`a`, the derivative of `lse + z_loss · lse²`; never 0, because it divides the label's entry.
+    """`a`, the derivative of `lse + z_loss · lse²`; never 0, as the label's entry is `e - S / a`.
 
-    Below 1e-6 its product with the softmax is lost beside the label's 1.
+    Where |a| is below 1e-6, it becomes 1e-6. The product of such an a with the softmax is lost
+    beside the label's 1.
     """
     if not z_loss:
         return 1.0
@@ -389,6 +392,6 @@ def _with_labels(
     """The values, with `at_label` in the label's entry of each token that `where` selects."""
     tokens = jnp.arange(len(labels), dtype=labels.dtype)
     place = (tokens, labels) if stored is None else stored.place(tokens, labels, len(values))
-    # A place of its own for each entry that is dropped.
+    # An entry that is dropped gets a row after the last, one for each, because indices are unique.
     place = jnp.where(where, place[0], len(values) + tokens), place[1]
     return values.at[place].set(at_label.astype(values.dtype), mode="drop", unique_indices=True)

@@ -8,11 +8,11 @@ logits in other memory. A `dweight` of 16 bits has room for `D` tokens.
 1. The GEMM of the logits stores the exponentials, with a row for each column of the vocabulary.
 2. One GEMM of all exponentials makes `dx`.
 3. GEMMs make `dweight` in bands of rows, each from the exponentials of its rows. A GEMM cannot
-   write where its other blocks still read. So the exponentials of each row lie above the row's
-   place in `dweight`, higher by at least a band. There is no such place for the first rows: their
-   exponentials lie at the end, and are copied from there. The bands are made from the last one
-   upwards, and each writes over exponentials of rows below it, which are done. The first rows are
-   made last, from the copies.
+   write where its other blocks still read. So the exponentials of row v lie in row
+   `v - num_copied`, and `num_copied` is at least a band. The first `num_copied` rows have no place
+   above them. Their exponentials lie in the last rows, and are copied from there first. Then the
+   bands are made from the last one upwards. Each writes over exponentials of rows below it, which
+   are done. The first rows are made last, from the copies.
 
 XLA knows one array both as bfloat16 and as float32 (a bitcast), and a band's GEMM reads from it and
 writes into it. It reads other rows than it writes, so the result is right whether XLA works in
@@ -56,11 +56,11 @@ class Bands(NamedTuple):
     Attributes:
       size: Number of rows of a band, a multiple of 128, or of columns, a multiple of 256; all of
         them if there are no bands.
-      number: Number of bands, which make the last rows. It is 0 or at least 2, because XLA makes no
-        loop of a single step.
-      num_copied: Number of rows or columns before the bands, a multiple as `size`, and at least a
-        band; 0 without bands. They are made last, from copied exponentials. In `[D, V]` a band is
-        made from a copy, too.
+      number: Number of bands. They cover the rows or columns after the first `num_copied`. It is 0
+        or at least 2, because XLA makes no loop of a single step.
+      num_copied: Number of rows or columns before the bands, which are made last, from copied
+        exponentials. It is a multiple of 128 or 256, as `size` is, and at least `size`; 0 without
+        bands. In `[D, V]` each band is made from a copy, too.
     """
 
     size: int
@@ -73,11 +73,11 @@ class Extent(NamedTuple):
 
     Attributes:
       num_inside: Number of tokens whose exponentials are in the memory of `dweight`.
-      num_beside: Number of tokens after them whose exponentials are in other memory; 0 unless no
-        token is then left. The products read the memory of `dweight` whole, so those inside then
-        fill it. A single chunk to add would be a loop of one step, which XLA unrolls. It then does
-        not sum `dweight` in place: at 8192 x 3584 x 152064 on an H100 that took another array of
-        this size, and 2 of 39 ms.
+      num_beside: Number of tokens after them whose exponentials are in other memory. If it is not
+        0, no tokens are left, and the tokens inside fill the memory of `dweight`, because the
+        products read all of it. Otherwise the tokens beside would be a single chunk, in a loop of
+        one step, which XLA unrolls. XLA then does not sum `dweight` in place: at 8192 x 3584 x
+        152064 on an H100 that took another array of this size, and 2 of 39 ms.
       dtype: Dtype of `dweight`.
       bands: Bands of rows in which `dweight` is made.
     """

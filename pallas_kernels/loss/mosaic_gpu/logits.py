@@ -7,7 +7,7 @@ has a multiprocessor to itself, walks over rows and makes two passes over each.
 The first pass loads the row by TMA through a ring of slots in shared memory. It takes the maximum
 and the sum of exponentials as slots arrive. The second pass writes the gradient. The last slots of
 the row stay in shared memory for it: the whole row up to 114688 columns of 16 bits. It reads the
-other slots again from the cache: at 128256 columns 132 blocks have 3 MB in such slots. It stores
+other slots again from the cache: at 128256 columns 132 blocks have 3.8 MB in such slots. It stores
 the gradient from the same ring, and loads the next row into the slots that it frees.
 
 All arithmetic is float32. The gradient is rounded once, to the dtype of the logits. Its entry for
@@ -266,7 +266,8 @@ def _kernel(
             z += bias
         if cap is None:
             return z
-        # tanh(u) = 1 - 2 / (1 + exp(2u)), to 1e-7. rsqrt is the hardware's only fast division.
+        # tanh(u) = 1 - 2 / (1 + exp(2u)), to 1e-7. The square of rsqrt is the quotient, because
+        # the hardware has no other fast division.
         return cap - 2 * cap * jnp.square(jax.lax.rsqrt(1 + exp(z * (2 / cap))))
 
     def tile_at(use, line, i):
@@ -279,7 +280,10 @@ def _kernel(
         return None if bias_gmem is None else bias_gmem[column // LINE, column % LINE]
 
     def only_active(i, run, otherwise):
-        """`run()`, unless this is the last round and the row ended before the warpgroup's slot."""
+        """`run()`; `otherwise()` if the row ends before the warpgroup's slot.
+
+        Only the last round may have such a slot. `i` is None for the last round.
+        """
         always = i is not None or split.num_lines > (split.warpgroups * rounds - 1) * lines
         return (
             run()

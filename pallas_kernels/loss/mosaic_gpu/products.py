@@ -50,7 +50,8 @@ from pallas_kernels.loss.mosaic_gpu.statistics import Interleaved
 _LINE_BYTES = 128  # bytes of a row that go through shared memory at a time
 _TILES = (256, 192, 128)  # columns
 _STAGES = {256: 4, 192: 4, 128: 6}
-# Time to store a tile's result, in columns of a tile. Its warpgroup multiplies nothing meanwhile.
+# Time to store a tile's result, as the number of columns of a tile that take as long to multiply.
+# The warpgroup multiplies nothing while it stores.
 # The results of 132 tiles of 128 x 256 float32 are 17 MB: 5.2 us at the 3.35 TB/s of an H100. In
 # 5.6 us a multiprocessor does 16 columns of a tile with 8192 tokens, at 791 TF/s for all 132.
 STORE_COST = 16
@@ -84,10 +85,10 @@ def default_config(depth: int, num_rows: int, num_columns: int, device: Device) 
 def best_tile(num_rows: int, num_columns: int, device: Device) -> tuple[int, int]:
     """`(cost, tile_n)` of the tiles that take the least time.
 
-    The cost is in columns of the tiles of one multiprocessor. An example is dx of 4096 tokens at
-    D = 2304, which has 288 tiles of 256 columns. Some of the 132 multiprocessors of an H100 have
-    three tiles, and the product takes 9.5 ms; cuBLAS takes 6.8. With 192 columns they have three
-    tiles as well.
+    The cost is the number of columns of all tiles of the busiest multiprocessor, and `STORE_COST`
+    for each tile. An example is dx of 4096 tokens at D = 2304, which has 288 tiles of 256 columns.
+    Some of the 132 multiprocessors of an H100 have three tiles, and the product takes 9.5 ms;
+    cuBLAS takes 6.8. With 192 columns they have three tiles as well, which are narrower.
     """
     blocks = pl.cdiv(num_rows, BLOCK_M)
     widths = [n for n in _TILES if num_columns % n == 0] or _TILES

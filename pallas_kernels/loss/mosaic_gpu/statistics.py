@@ -28,9 +28,9 @@ pair has more than 324.
 - The statistics take four instructions an element: a maximum, one fma that scales by log2(e) and
   subtracts the maximum, exp2, and an addition. exp2 is the slow one, with 16 a clock and
   multiprocessor: 1536 clocks against the 49152 of the tile's multiplications.
-- Comparing columns with the label would double this cost. So it happens only for halves of tiles
-  that have the label of one of their 64 rows, one half in eleven at the shape above. A table says
-  which.
+- Comparing columns with the label would double this cost. So the kernel compares only in those
+  halves of tiles (64 rows) whose columns include a label of their rows. They are one half in eleven
+  at the shape above. XLA makes a table of them before the kernel.
 - The column of the largest logit takes a comparison, a selection and a minimum an element in every
   tile. It is tracked only on request. The tiles of a row come in rising or falling order of
   columns. So the kernel compares the columns of equal logits, and keeps the lower one.
@@ -169,7 +169,8 @@ def linear_entropy(
     The third result is the column of the largest logit, as a float32 number: exact up to 2^24.
 
     The entropy is `log S - W / S` with `S = Σ e^(z - m)` and `W = Σ e^(z - m) · (z - m)`, where m
-    is the largest logit. The kernel adds up W beside S. If m grows by d, S times d leaves W.
+    is the largest logit. The kernel adds up W beside S. If m grows by d, W becomes
+    `e^-d · (W - d · S)`.
 
     Args:
       x: As for `linear_statistics`.
@@ -335,11 +336,11 @@ class Transposed(NamedTuple):
 
 
 class Interleaved(NamedTuple):
-    """Layout of exponentials in the memory of `[height, V]`, so that columns keep their bytes.
+    """Layout of exponentials in the memory of `[height, V]`, where each tile of columns stays.
 
-    `tile` columns of a float32 `[height, V]` have the memory of the exponentials of `2 · height`
-    tokens and as many columns. A row of the array holds, for each tile of columns in turn, the
-    exponentials of each of its tokens.
+    The bytes of `tile` columns of `[height, V]` hold exponentials in the same columns: for
+    `2 · height` tokens if the array is float32. A row of the array holds, for each tile of columns
+    in turn, the exponentials of each of its tokens.
 
     Attributes:
       height: Number of rows, a multiple of 128. Row r holds the tokens r, r + height and so on. Up
@@ -463,7 +464,7 @@ def linear_exponentials(
         repetition=repetition,
         stored=stored,
     )
-    # One reduction instead of four.
+    # One reduction instead of four. The maximum of the weighted sums is not used.
     largest, label_logit, largest_before, *_, of_label = jnp.max(running[1:], axis=1)
     found = Exponentials(
         values=values if stored is not None else values[: loop.num_rows],
@@ -495,7 +496,7 @@ def _loop(
     device = target_device()
     if config is None:
         config = default_config(num_tokens, vocab_size, hidden_size, device)
-    # TMA fills in the rows of a `[D, V]` that a last step of 64 has no more.
+    # If D of a `[D, V]` is no multiple of 64, TMA fills the rows that the last step lacks.
     if isinstance(weight, TwoParts):
         # Each part begins with a step in K.
         x = jnp.concatenate([whole_tiles(part) for part in weight.split(x)], axis=1)
@@ -602,7 +603,8 @@ def _running_statistics(
         arguments, values = jax.lax.optimization_barrier((arguments, values))
         arguments["values"] = values
     else:
-        # One by one, because JAX sorts a dictionary: `train/planner` reads `x` and `weight` first.
+        # One by one, because `jax.tree.map` sorts the keys of a dictionary. `train/planner` takes
+        # `x` and `weight` for the first operands.
         arguments = {name: at_aligned_addresses(a) for name, a in arguments.items()}
 
     def kernel(*refs):
@@ -707,7 +709,7 @@ def _running_statistics(
                     use_exp=functools.partial(scale_and_store, i, first) if stores else None,
                 )
             if stores:
-                # -1e30 in all parts except the label's; its exponential is 0.
+                # In a part without the label the logit is -1e30, whose exponential is 0.
                 label_logit = running[2]
                 running.append(jnp.exp2(label_logit * _LOG2_E - offset))
             for i, value in enumerate(running):

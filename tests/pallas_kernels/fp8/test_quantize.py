@@ -17,6 +17,7 @@ from pallas_kernels.fp8 import (
     quantize_both,
     quantize_transposed,
     reference,
+    row_kernel,
 )
 from support.numerics import quick_jit
 from support.pairwise import pairwise
@@ -84,6 +85,17 @@ def normal(shape, dtype=BF16):
 )
 def test_both_orders_have_the_bits_of_the_formula(implementation, scaling, dtype, x_dtype, shape):
     check(normal(shape, x_dtype), dtype, scaling, implementation)
+
+
+@pytest.mark.parametrize("width, dtype", [(33088, BF16), (151936, BF16), (128256, F32)])
+def test_rows_that_no_block_holds(interpreted, monkeypatch, width, dtype):
+    """Another kernel reads them after a pass for their maxima. 1 s."""
+    run = functools.partial(quantize, scaling="row", implementation="mosaic_gpu")
+    program = str(jax.make_jaxpr(run)(jax.ShapeDtypeStruct((64, width), dtype)))
+    assert "fp8_quantize" in program and "fp8_quantize_rows" not in program
+    monkeypatch.setattr(row_kernel, "splits", lambda *_: [])
+    x = normal((64, 128), dtype)
+    assert_same(quick_jit(run)(x), x, E4M3, "row")
 
 
 @pytest.mark.full

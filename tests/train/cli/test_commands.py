@@ -260,6 +260,9 @@ def test_a_folder_without_a_tokenizer_is_of_bytes(finished, tmp_path, capsys):
     commands.sample([str(folder), "--prompt", "a", "--max-new-tokens", "2"])
     output = capsys.readouterr()
     assert output.out.startswith("a") and "has no tokenizer: a token is a byte" in output.err
+    line = fails("sample", [folder, "--prompt", "a", "--bos-token", "<s>"], capsys)
+    assert "--bos-token '<s>' is for a tokenizer, and" in line
+    assert "name one with --tokenizer, or leave the flag out" in line
 
 
 @pytest.mark.parametrize(

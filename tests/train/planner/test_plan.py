@@ -151,7 +151,10 @@ def test_nothing_fits():
         assert advice in message
     with pytest.raises(PlanError, match=r"--model\.remat auto"):
         planned(20, config=with_remat(BASE, "attention"))
-    with pytest.raises(PlanError, match=r"no candidate compiles.*no such kernel"):
+    here = dataclasses.replace(target(20), pool="the share that XLA's allocator may take here")
+    with pytest.raises(PlanError, match=r"MEM_FRACTION=0\.92"):
+        plan(with_policies(BASE), here, Measures(), report=lambda line: None)
+    with pytest.raises(PlanError, match=r"no candidate compiles.*no such kernel.*--model\.remat"):
         planned(80, Measures(failing=MEASURES))
     # There are as many sequences as devices, so only devices that share sequences can have fewer.
     of_four = dataclasses.replace(BASE, mesh=MeshConfig(fsdp=4))
