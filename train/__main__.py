@@ -70,8 +70,8 @@ def errors(prefix: str = "", *, debug: bool = False) -> Iterator[None]:
     """Turns exceptions that users and machines cause into one line, and ends the program.
 
     Args:
-      prefix: beginning of the line.
-      debug: print the traceback, too.
+      prefix: Beginning of the line.
+      debug: Print the traceback, too.
     """
     from train.cli.command_line import DEBUG
     from train.data import DataError

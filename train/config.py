@@ -36,30 +36,30 @@ class DataConfig:
     """The tokens of a run.
 
     Attributes:
-      source: text to train on if there is no `path`. `stdlib` is the source of the running Python's
+      source: Text to train on if there is no `path`. `stdlib` is the source of the running Python's
         standard library, as bytes; `synthetic` is random tokens, for measuring speed.
-      path: files and folders to train on, with text, `.jsonl`, `.parquet`, or token ids in `.bin`
+      path: Files and folders to train on, with text, `.jsonl`, `.parquet`, or token ids in `.bin`
         or `.npy`; see `train.data.files`.
-      weights: share of the rows from each path, as relative numbers. Without weights each
+      weights: Share of the rows from each path, as relative numbers. Without weights each
         path has its share of all rows.
-      tokenizer: a tokenizer.json of Hugging Face's tokenizers, or the folder with one. None makes
+      tokenizer: A tokenizer.json of Hugging Face's tokenizers, or the folder with one. None makes
         each byte a token. For files with token ids, name the tokenizer that made them.
-      bos_token: token that begins a document; "" for none. None takes the token that
+      bos_token: Token that begins a document; "" for none. None takes the token that
         tokenizer_config.json beside the tokenizer names or, without that file, a usual name.
-      eos_token: token that ends a document; "" for none. None chooses as for `bos_token`. In files
+      eos_token: Token that ends a document; "" for none. None chooses as for `bos_token`. In files
         with token ids it separates documents.
-      text_field: field of the text in `.jsonl` and `.parquet`. Records without this field have
+      text_field: Field of the text in `.jsonl` and `.parquet`. Records without this field have
         "prompt" and "completion", or "messages"; only the completion, or the last message, is
         learned.
-      token_dtype: dtype of the token ids in `.bin`.
-      held_out_fraction: share of the documents that are held out, chosen by a hash of their
+      token_dtype: Dtype of the token ids in `.bin`.
+      held_out_fraction: Share of the documents that are held out, chosen by a hash of their
         content.
-      held_out_path: files and folders to hold out, in place of a share of `path`.
-      cache_dir: folder for tokens, 2 or 4 bytes each; None takes `pallas-kernels/tokens` in
+      held_out_path: Files and folders to hold out, in place of a share of `path`.
+      cache_dir: Folder for tokens, 2 or 4 bytes each; None takes `pallas-kernels/tokens` in
         `$XDG_CACHE_HOME` or `~/.cache`.
-      sequence_length: number of tokens in a row, S.
-      batch_size: number of rows in a forward and backward, B, over all devices.
-      accumulation_steps: number of batches whose gradients are added up for one step.
+      sequence_length: Number of tokens in a row, S.
+      batch_size: Number of rows in a forward and backward, B, over all devices.
+      accumulation_steps: Number of batches whose gradients are added up for one step.
     """
 
     source: Literal["stdlib", "synthetic"]
@@ -146,24 +146,24 @@ class OptimizerConfig:
     | `sgd` with momentum | 4 | a hundred times, or more |
 
     Attributes:
-      name: name of the optimizer.
-      learning_rate: highest learning rate.
-      schedule: course of the learning rate after the warm-up. `cosine` falls to the end along half
+      name: Name of the optimizer.
+      learning_rate: Highest learning rate.
+      schedule: Course of the learning rate after the warm-up. `cosine` falls to the end along half
         a cosine. `wsd` (warm-up, stable, decay; https://arxiv.org/abs/2404.06395) stays up and
         falls linearly over the last `decay_fraction` of the steps.
-      warmup_steps: number of steps of the linear rise from 0.
-      decay_fraction: share of the steps in which `wsd` falls.
-      final_fraction: last learning rate, as a share of the highest.
-      b1: decay of the first moment, or momentum. The update of `lion` is the sign of b1 times the
+      warmup_steps: Number of steps of the linear rise from 0.
+      decay_fraction: Share of the steps in which `wsd` falls.
+      final_fraction: Last learning rate, as a share of the highest.
+      b1: Decay of the first moment, or momentum. The update of `lion` is the sign of b1 times the
         moment plus (1 - b1) times the gradient. None is 0.9, and 0.95 for the matrices of `muon`,
         whose AdamW always has 0.9. `adafactor` has no b1.
-      b2: decay of the second moment, and of the moment of `lion`. None is 0.95, and 0.99 for
+      b2: Decay of the second moment, and of the moment of `lion`. None is 0.95, and 0.99 for
         `lion`. `adafactor` and `sgd` have no b2.
-      eps: number that `adamw` and `muon` add to the root of the second moment.
-      weight_decay: weight decay of embeddings and kernels; norms and biases do not decay.
-      clip_norm: largest norm of all gradients together. Larger ones are scaled down to it. 0 turns
+      eps: Number that `adamw` and `muon` add to the root of the second moment.
+      weight_decay: Weight decay of embeddings and kernels; norms and biases do not decay.
+      clip_norm: Largest norm of all gradients together. Larger ones are scaled down to it. 0 turns
         this off.
-      momentum_dtype: dtype of the first moment; None is the dtype of the parameters. bfloat16 saves
+      momentum_dtype: Dtype of the first moment; None is the dtype of the parameters. bfloat16 saves
         2 bytes a parameter. `adafactor` has no first moment.
     """
 
@@ -220,9 +220,9 @@ class MeshConfig:
     """The number of devices along each axis of the mesh.
 
     Attributes:
-      data: number of copies of the model; -1 takes all devices that the other axes leave.
-      fsdp: number of devices over which parameters and optimizer state are split.
-      tensor: number of devices that share each sequence: its attention by heads, its MLP and
+      data: Number of copies of the model; -1 takes all devices that the other axes leave.
+      fsdp: Number of devices over which parameters and optimizer state are split.
+      tensor: Number of devices that share each sequence: its attention by heads, its MLP and
         vocabulary by columns, its residual stream by tokens.
     """
 
@@ -241,9 +241,9 @@ class CheckpointConfig:
     """The checkpoints in the run's folder.
 
     Attributes:
-      every: number of steps between checkpoints; the last step has one, too. With checkpoints, the
+      every: Number of steps between checkpoints; the last step has one, too. With checkpoints, the
         same command resumes the run in the folder `name`. 0 makes no checkpoints.
-      keep: number of newest checkpoints that are kept, besides the one with the lowest held-out
+      keep: Number of newest checkpoints that are kept, besides the one with the lowest held-out
         loss.
     """
 
@@ -259,15 +259,15 @@ class DistributedConfig:
     """The processes that train together; see `train.distributed`.
 
     Attributes:
-      cluster: launcher that names the processes: `slurm` (`srun`) or `ompi` (Open MPI's `mpirun`),
+      cluster: Launcher that names the processes: `slurm` (`srun`) or `ompi` (Open MPI's `mpirun`),
         with a process for each GPU. None reads the next three flags.
-      coordinator_address: address of process 0, as `host:port` with a port that is free there.
-      num_processes: number of processes. Each process uses the GPUs that it can see.
-      process_id: number of this process, from 0.
-      initialization_timeout_s: seconds within which all processes must have started.
-      heartbeat_timeout_s: seconds without a sign of life after which a process counts as dead and
+      coordinator_address: Address of process 0, as `host:port` with a port that is free there.
+      num_processes: Number of processes. Each process uses the GPUs that it can see.
+      process_id: Number of this process, from 0.
+      initialization_timeout_s: Seconds within which all processes must have started.
+      heartbeat_timeout_s: Seconds without a sign of life after which a process counts as dead and
         the others end.
-      step_timeout_s: limit in seconds for a step, and for the wait for its batch. When it is over,
+      step_timeout_s: Limit in seconds for a step, and for the wait for its batch. When it is over,
         the process prints the stacks of its threads and ends. Compilation, evaluation, checkpoints
         and the files at the end get ten times as long. 0 sets no limit.
     """
@@ -311,49 +311,49 @@ class TrainConfig:
     """A training run.
 
     Attributes:
-      name: name of the folder in `runs_dir`. Without checkpoints, a number is appended if the
+      name: Name of the folder in `runs_dir`. Without checkpoints, a number is appended if the
         folder exists.
-      runs_dir: folder of all runs.
-      init_from: a Hugging Face folder whose parameters the run starts with. Its model, and its
+      runs_dir: Folder of all runs.
+      init_from: A Hugging Face folder whose parameters the run starts with. Its model, and its
         tokenizer if it has one, set the defaults of the flags. None draws random parameters.
-      objective: what the run learns. `sft` learns to predict the tokens of the text, or of
+      objective: Goal of the run. `sft` learns to predict the tokens of the text, or of
         completions alone. `dpo` learns from pairs of a chosen and a rejected completion. `distill`
         learns the next-token distributions of a teacher, on the text of `sft`.
-      dpo: settings of `dpo`.
-      distill: settings of `distill`.
-      model: the architecture.
-      data: the tokens.
-      optimizer: the optimizer.
-      mesh: the devices.
-      checkpoint: the checkpoints.
-      distributed: the processes.
-      steps: number of optimizer steps.
-      seed: seed of the parameters and of the order of the data.
-      z_loss: weight of the squared logsumexp in the loss.
-      counted_fraction: largest expected share of a batch's tokens that have a label, in (0, 1].
+      dpo: Settings of `dpo`.
+      distill: Settings of `distill`.
+      model: The architecture.
+      data: The tokens.
+      optimizer: The optimizer.
+      mesh: The devices.
+      checkpoint: The checkpoints.
+      distributed: The processes.
+      steps: Number of optimizer steps.
+      seed: Seed of the parameters and of the order of the data.
+      z_loss: Weight of the squared logsumexp in the loss.
+      counted_fraction: Largest expected share of a batch's tokens that have a label, in (0, 1].
         Tokens of prompts, for example, have none. The loss skips them. A batch with a larger share
         takes as long as with 1.0, and has the same loss. It has no effect with `mesh.tensor` above
         1.
-      max_skipped_steps: number of skipped steps in a row that ends the run. A step is skipped if
+      max_skipped_steps: Number of skipped steps in a row that ends the run. A step is skipped if
         its loss or gradient is not finite.
-      skip_loss_spikes: number of standard deviations above the running mean of the loss from which
+      skip_loss_spikes: Number of standard deviations above the running mean of the loss from which
         a step is skipped (6 is usual; `train.guard.judge` has the formula). 0 skips none.
-      eval_every: number of steps between measurements of the held-out loss; 0 never measures it.
-      eval_batches: number of batches in a measurement, spread over the held-out text.
-      log_every: number of steps between lines of output if there is no terminal.
-      sample_prompt: beginning of the text that is generated at every evaluation and at the end.
-      sample_tokens: number of tokens of the generated text; 0 generates none.
-      save: whether the trained model is written to the run's folder, in Hugging Face's format.
-      tensorboard: whether TensorBoard gets the metrics, in `tensorboard` of the run's folder.
-      wandb: project of Weights & Biases that gets the metrics; None sends nothing.
-      pgle: whether XLA compiles the step again after three steps, with the times that its kernels
+      eval_every: Number of steps between measurements of the held-out loss; 0 never measures it.
+      eval_batches: Number of batches in a measurement, spread over the held-out text.
+      log_every: Number of steps between lines of output if there is no terminal.
+      sample_prompt: Beginning of the text that is generated at every evaluation and at the end.
+      sample_tokens: Number of tokens of the generated text; 0 generates none.
+      save: Whether the trained model is written to the run's folder, in Hugging Face's format.
+      tensorboard: Whether TensorBoard gets the metrics, in `tensorboard` of the run's folder.
+      wandb: Project of Weights & Biases that gets the metrics; None sends nothing.
+      pgle: Whether XLA compiles the step again after three steps, with the times that its kernels
         took in them (`train.xla_flags.with_measured_latencies`). XLA then schedules the exchange
         between GPUs by these times. It costs two more compilations, in a resumed run as well.
-      profile_steps: steps `A:B`, counted from 1, whose trace is written to `profile` in the run's
+      profile_steps: Steps `A:B`, counted from 1, whose trace is written to `profile` in the run's
         folder. With `pgle` the first four steps of a start are not in it.
-      dump_hlo: whether the compiled step and its memory are written to `hlo` in the run's folder.
+      dump_hlo: Whether the compiled step and its memory are written to `hlo` in the run's folder.
         With `pgle` that is the step before it was compiled again.
-      xla_options: options of XLA for the step on GPUs, as `name=value`. They come on top of the
+      xla_options: Options of XLA for the step on GPUs, as `name=value`. They come on top of the
         defaults in `train.xla_flags` or replace one; `none` drops the defaults.
     """
 
@@ -463,7 +463,7 @@ def preset(name: str) -> TrainConfig:
     """The run called `name`: `demo` trains on text, the others train a Llama on random tokens.
 
     Raises:
-      ValueError: no preset has that name; the message names a similar one.
+      ValueError: No preset has that name; the message names a similar one.
     """
     if name not in MODELS:
         close = difflib.get_close_matches(name, PRESET_NAMES, n=1)

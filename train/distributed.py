@@ -55,7 +55,7 @@ def flags(arguments: Sequence[str]) -> DistributedConfig:
     """Reads the `--distributed` flags of a command line; the defaults of others need a device.
 
     Raises:
-      FlagError: a flag has a wrong value.
+      FlagError: A flag has a wrong value.
     """
     known = [text for text in arguments if text not in ("-h", "--help")]
     with tyro_errors(_Flags.__name__):
@@ -74,7 +74,7 @@ def started(config: DistributedConfig) -> Iterator[None]:
     dies, the others end in the same way within `heartbeat_timeout_s`.
 
     Raises:
-      RunError: the cluster does not say which processes there are.
+      RunError: The cluster does not say which processes there are.
     """
     if config.num_processes == 1 and config.cluster is None:
         yield
@@ -263,7 +263,7 @@ class Watchdog:
     from the last call of `begin`.
 
     Args:
-      step_timeout_s: limit in seconds for a step or its batch; 0 sets no limit.
+      step_timeout_s: Limit in seconds for a step or its batch; 0 sets no limit.
     """
 
     def __init__(self, step_timeout_s: float):
@@ -366,7 +366,7 @@ class StopVote:
         """Whether to stop after this step. Call it once a step, after the step was dispatched.
 
         Args:
-          asked: whether this process was asked to stop.
+          asked: Whether this process was asked to stop.
         """
         if self._alone:
             return asked
@@ -392,9 +392,9 @@ def rows_to_devices(
     """A batch `[A, B, S]` on the devices; each process makes only the rows of its own devices.
 
     Args:
-      rows_of: function from R row numbers below A * B to arrays `[R, S]`.
-      shape: the sizes (A, B).
-      sharding: sharding of the batch, which splits B.
+      rows_of: Function from R row numbers below A * B to arrays `[R, S]`.
+      shape: The sizes (A, B).
+      sharding: Sharding of the batch, which splits B.
     """
     accumulation_steps, batch_size = shape
     indices = sharding.addressable_devices_indices_map((accumulation_steps, batch_size, 1))

@@ -38,7 +38,7 @@ def naming(path: Path) -> Iterator[None]:
     """Adds the name of a file to errors of the disk; the error of a full disk has none.
 
     Raises:
-      DiskError: a file cannot be read or written.
+      DiskError: A file cannot be read or written.
     """
     try:
         yield

@@ -21,10 +21,10 @@ class Sums:
     """Sums over the predicted tokens of a text; the sums of two texts add up.
 
     Attributes:
-      nll: negative log-likelihood in nats.
-      correct: number of tokens that the model thought likeliest.
-      tokens: number of predicted tokens.
-      bytes: number of bytes of text that the tokens stand for.
+      nll: Negative log-likelihood in nats.
+      correct: Number of tokens that the model thought likeliest.
+      tokens: Number of predicted tokens.
+      bytes: Number of bytes of text that the tokens stand for.
     """
 
     nll: float = 0.0

@@ -16,7 +16,7 @@ def tyro_errors(root: str) -> Iterator[None]:
     """Turns tyro's box around a mistake into a FlagError.
 
     Args:
-      root: name of the class that the flags make; its own flags have no prefix.
+      root: Name of the class that the flags make; its own flags have no prefix.
 
     Raises:
       FlagError: tyro ended the program with status 2.

@@ -21,10 +21,10 @@ class Guard:
     """The statistics of earlier steps that the decision needs.
 
     Attributes:
-      skipped: number of steps skipped so far, int32.
-      in_a_row: number of steps skipped since the last step that was taken, int32.
-      loss_mean: running mean of the losses of the steps taken, float32.
-      loss_variance: running variance of the same losses, float32.
+      skipped: Number of steps skipped so far, int32.
+      in_a_row: Number of steps skipped since the last step that was taken, int32.
+      loss_mean: Running mean of the losses of the steps taken, float32.
+      loss_variance: Running variance of the same losses, float32.
     """
 
     skipped: Any
@@ -65,12 +65,12 @@ def judge(
     step when the next one runs, so it still finds the parameters with which things went wrong.
 
     Args:
-      guard: statistics before the step.
-      step: number of earlier steps, taken or skipped.
-      loss: loss of the step.
-      grad_norm: gradient norm of the step, before clipping.
-      max_skipped_steps: number of skipped steps in a row that ends the run.
-      spike_factor: limit of a loss in standard deviations above the mean; 0 skips no spikes.
+      guard: Statistics before the step.
+      step: Number of earlier steps, taken or skipped.
+      loss: Loss of the step.
+      grad_norm: Gradient norm of the step, before clipping.
+      max_skipped_steps: Number of skipped steps in a row that ends the run.
+      spike_factor: Limit of a loss in standard deviations above the mean; 0 skips no spikes.
     """
     taken_before = step - guard.skipped
     deviation = loss - guard.loss_mean

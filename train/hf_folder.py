@@ -88,7 +88,7 @@ def check_model(folder: Path, config: LlamaConfig) -> None:
     """Checks that `config` is the model in a folder.
 
     Raises:
-      FolderError: it is not; the message names the fields that differ.
+      FolderError: It is not; the message names the fields that differ.
     """
     found = read_model_config(folder, config)
     differences = [
@@ -106,7 +106,7 @@ def load_params(folder: Path, config: LlamaConfig, mesh: Mesh) -> nnx.State:
     """The parameters of the model in a folder, split over the mesh.
 
     Raises:
-      FolderError: a file is missing or damaged, or the model differs from `config`.
+      FolderError: A file is missing or damaged, or the model differs from `config`.
     """
     check_model(folder, config)
     own = {name: getattr(config, name) for name in _OWN_FIELDS}
@@ -121,12 +121,12 @@ def check_finite(name: str, params: nnx.State, remedy: str) -> None:
     """Checks that all parameters are finite; a single NaN makes every result NaN.
 
     Args:
-      name: name of the model, for the message.
-      params: parameters of the model.
-      remedy: remedy, for the end of the message.
+      name: Name of the model, for the message.
+      params: Parameters of the model.
+      remedy: Remedy, for the end of the message.
 
     Raises:
-      FolderError: a parameter has values that are NaN or infinite.
+      FolderError: A parameter has values that are NaN or infinite.
     """
     finite = jax.jit(lambda params: jax.tree.map(lambda a: jnp.isfinite(a).all(), params))(params)
     for path, is_finite in jax.tree.leaves_with_path(jax.device_get(finite)):
@@ -164,13 +164,13 @@ def copy_tokenizer(
     For a link, the file that it leads to is copied, if `check_stays_inside` allows it.
 
     Args:
-      tokenizer: tokenizer.json, or its folder; None for bytes, which have no files.
-      folder: folder to copy to; it is made if it is missing.
-      bos_token: token as in `DataConfig`; if it is not None, the copy names it.
-      eos_token: token as in `DataConfig`; if it is not None, the copy names it.
+      tokenizer: A tokenizer.json, or its folder; None for bytes, which have no files.
+      folder: Folder to copy to; it is made if it is missing.
+      bos_token: Token as in `DataConfig`; if it is not None, the copy names it.
+      eos_token: Token as in `DataConfig`; if it is not None, the copy names it.
 
     Raises:
-      FolderError: a file cannot be read, or is a link that leaves its folder. Nothing is copied.
+      FolderError: A file cannot be read, or is a link that leaves its folder. Nothing is copied.
     """
     if tokenizer is None:
         return

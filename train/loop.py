@@ -67,13 +67,13 @@ def run(config: TrainConfig) -> Path:
     folder. Process 0 writes its files; each process writes its part of a checkpoint.
 
     Raises:
-      RunError: the run in the folder cannot go on, a file cannot be written, too many steps in a
+      RunError: The run in the folder cannot go on, a file cannot be written, too many steps in a
         row were skipped, or a package is missing.
-      FolderError: the model to start from, or the teacher, cannot be read or does not fit the
+      FolderError: The model to start from, or the teacher, cannot be read or does not fit the
         configuration.
-      DataError: the text or the tokenizer cannot be used.
+      DataError: The text or the tokenizer cannot be used.
       PlanError: `remat="auto"`, and no policy fits.
-      ValueError: the mesh does not fit the devices, the batch or the model.
+      ValueError: The mesh does not fit the devices, the batch or the model.
     """
     mesh = mesh_of(config)
     tracking.check_installed(config)
@@ -189,8 +189,8 @@ class _Loop:
         """Trains from a state, which it takes over.
 
         Args:
-          first_step: number of steps that led to the state.
-          state: parameters, optimizer state and counters.
+          first_step: Number of steps that led to the state.
+          state: Parameters, optimizer state and counters.
 
         Returns:
           The last state, and its step: the last step of the run, or the one at which a signal asked
@@ -281,7 +281,7 @@ class _Loop:
         """Writes and shows the row of a step, whose numbers this waits for.
 
         Raises:
-          RunError: too many steps in a row were skipped.
+          RunError: Too many steps in a row were skipped.
         """
         self._watchdog.begin(f"step {step}")
         values = {name: value.item() for name, value in jax.device_get(values).items()}

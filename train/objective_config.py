@@ -12,7 +12,7 @@ class DPOConfig:
     """Direct preference optimization (https://arxiv.org/abs/2305.18290).
 
     Attributes:
-      beta: factor of the rewards. A larger one keeps the model closer to the reference.
+      beta: Factor of the rewards. A larger one keeps the model closer to the reference.
     """
 
     beta: float = 0.1
@@ -30,12 +30,12 @@ class DistillConfig:
     gradients.
 
     Attributes:
-      teacher: a Hugging Face folder with the teacher, which has the tokenizer and the vocabulary of
+      teacher: A Hugging Face folder with the teacher, which has the tokenizer and the vocabulary of
         the run. Its parameters are frozen, in bfloat16.
       divergence: `forward_kl` is KL(teacher ‖ model), `reverse_kl` is KL(model ‖ teacher), and
         `jsd` is the Jensen-Shannon divergence of both.
-      temperature: divisor of the logits of both.
-      label_weight: share of the cross-entropy of the labels in the loss, in [0, 1).
+      temperature: Divisor of the logits of both.
+      label_weight: Share of the cross-entropy of the labels in the loss, in [0, 1).
     """
 
     teacher: Path | None = None
@@ -55,7 +55,7 @@ def check_objective(config: Any) -> None:
     """Refuses settings that the objective of a `TrainConfig` would ignore, or that it lacks.
 
     Raises:
-      ValueError: a setting does not go with the objective; the message says what to change.
+      ValueError: A setting does not go with the objective; the message says what to change.
     """
     objective = config.objective
     for name, default in (("dpo", NO_DPO), ("distill", NO_DISTILL)):

@@ -52,13 +52,13 @@ def open_writer(
     """Opens the run's files of rows, in process 0 alone.
 
     Args:
-      config: the configuration of the run.
-      run_dir: the folder of the run.
-      first_step: number of steps that the run has already.
-      written: content of `config.json`, which a run writes when it begins.
+      config: The configuration of the run.
+      run_dir: The folder of the run.
+      first_step: Number of steps that the run has already.
+      written: Content of `config.json`, which a run writes when it begins.
 
     Raises:
-      RunError: a file cannot be written, or a tracker cannot be reached.
+      RunError: A file cannot be written, or a tracker cannot be reached.
     """
     if not is_first():
         yield metrics.SilentWriter(run_dir)
@@ -90,7 +90,7 @@ def finish(config: TrainConfig, run_dir: Path, state: TrainState) -> None:
     """Writes the model, the text samples, the plot and the report.
 
     Raises:
-      RunError: a file cannot be written; the files before it and the rows of metrics stay.
+      RunError: A file cannot be written; the files before it and the rows of metrics stay.
     """
     if config.save:
         model: Llama = nnx.merge(model_graph(config.model), state.params)

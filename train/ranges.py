@@ -44,12 +44,12 @@ def check_ranges(config: Any, **ranges: Range) -> None:
     """Checks that the fields of a configuration are in their ranges.
 
     Args:
-      config: a dataclass.
-      **ranges: the range of each field, by name. None is in every range. For a tuple, each entry
+      config: A dataclass.
+      **ranges: The range of each field, by name. None is in every range. For a tuple, each entry
         must be in the range.
 
     Raises:
-      ValueError: a field is out of its range; the message has its name, value and range.
+      ValueError: A field is out of its range; the message has its name, value and range.
     """
     for name, allowed in ranges.items():
         value = getattr(config, name)
@@ -62,7 +62,7 @@ def check_folder_name(name: str) -> None:
     """Checks that a folder may have this name, also with a number appended.
 
     Raises:
-      ValueError: it may not; the message says why.
+      ValueError: It may not; the message says why.
     """
     # Linux allows 255 bytes.
     if not name.strip() or name in (".", "..") or len(name.encode()) > 200:

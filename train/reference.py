@@ -45,16 +45,16 @@ def with_reference(
     """The preferences with the reference's log-probabilities.
 
     Args:
-      config: configuration of the run.
-      mesh: mesh in context.
-      datasets: preferences without them.
-      run_dir: folder of the run.
-      step: number of steps that the run has.
-      params: parameters after these steps.
-      watchdog: watchdog of the run, which is told of the pass.
+      config: Configuration of the run.
+      mesh: Mesh in context.
+      datasets: Preferences without them.
+      run_dir: Folder of the run.
+      step: Number of steps that the run has.
+      params: Parameters after these steps.
+      watchdog: Watchdog of the run, which is told of the pass.
 
     Raises:
-      RunError: the run resumes, and its folder does not have the log-probabilities of these
+      RunError: The run resumes, and its folder does not have the log-probabilities of these
         preferences; or they cannot be written.
     """
     file = run_dir / FILE

@@ -36,8 +36,8 @@ class Datasets(NamedTuple):
     """The text of a run.
 
     Attributes:
-      train: batches by step number.
-      held_out: batches for evaluations; None if the run has no evaluations or no such text.
+      train: Batches by step number.
+      held_out: Batches for evaluations; None if the run has no evaluations or no such text.
       fingerprint: JSON that identifies the text, so that a resume refuses another one.
     """
 
@@ -50,13 +50,13 @@ class CompiledSteps(NamedTuple):
     """The programs of a run.
 
     Attributes:
-      train: takes and donates a state, takes a batch and `frozen`, and returns the new state and
+      train: Takes and donates a state, takes a batch and `frozen`, and returns the new state and
         metrics.
-      evaluate: takes parameters and a batch and returns sums; None without held-out text.
-      program: the step compiled ahead of time, for its text and its memory. With `pgle` the steps
+      evaluate: Takes parameters and a batch and returns sums; None without held-out text.
+      program: The step compiled ahead of time, for its text and its memory. With `pgle` the steps
         run other programs.
-      num_early: number of first calls of `train` that JAX profiles or compiles for `pgle`.
-      frozen: parameters that no step changes: those of a teacher.
+      num_early: Number of first calls of `train` that JAX profiles or compiles for `pgle`.
+      frozen: Parameters that no step changes: those of a teacher.
     """
 
     train: Callable[..., Any]
@@ -70,7 +70,7 @@ def mesh_of(config: TrainConfig) -> Mesh:
     """The mesh over all devices.
 
     Raises:
-      ValueError: the sizes of the mesh do not fit the devices, the batch or the model.
+      ValueError: The sizes of the mesh do not fit the devices, the batch or the model.
     """
     data_axis, fsdp, tensor = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
     if data_axis == -1:
@@ -96,7 +96,7 @@ def open_datasets(config: TrainConfig) -> Datasets:
     """Opens the text that a configuration names, and tokenizes it if no cache has it.
 
     Raises:
-      DataError: the text cannot be used, or the vocabulary is too small for it.
+      DataError: The text cannot be used, or the vocabulary is too small for it.
     """
     length = config.data.sequence_length
     if config.data.path:
@@ -128,7 +128,7 @@ def with_planned_remat(config: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, di
       The configuration with the fastest policy that fits, and the choice for `config.json`.
 
     Raises:
-      PlanError: no policy fits.
+      PlanError: No policy fits.
     """
     target = target_here(mesh)
     chosen = plan(with_policies(config), target, cached(Programs(target), target))

@@ -64,10 +64,10 @@ class TrainState:
     """Everything that a step changes; also its shapes, or its shardings.
 
     Attributes:
-      step: number of steps taken or skipped, int32.
-      params: parameters of the model.
-      opt_state: state of the optimizer.
-      guard: statistics that decide whether a step is skipped.
+      step: Number of steps taken or skipped, int32.
+      params: Parameters of the model.
+      opt_state: State of the optimizer.
+      guard: Statistics that decide whether a step is skipped.
     """
 
     step: Any

@@ -31,7 +31,7 @@ def teacher_model(config: TrainConfig) -> LlamaConfig:
     """The configuration of the teacher, which computes in the dtype of the run's model.
 
     Raises:
-      FolderError: the folder cannot be read.
+      FolderError: The folder cannot be read.
     """
     like = dataclasses.replace(
         config.model, param_dtype="bfloat16", fp8=None, remat="none", mlp_chunk_size=0
@@ -43,7 +43,7 @@ def check_teacher(config: TrainConfig) -> None:
     """Checks that a teacher has the run's vocabulary, positions for its rows, and heads to split.
 
     Raises:
-      FolderError: it has not, or its folder cannot be read.
+      FolderError: It has not, or its folder cannot be read.
     """
     folder, teacher = _folder(config), teacher_model(config)
     if teacher.vocab_size != config.model.vocab_size:
@@ -100,7 +100,7 @@ def load_teacher(config: TrainConfig, mesh: Mesh) -> nnx.State:
     """The parameters of the teacher, split over the mesh as the run's parameters are.
 
     Raises:
-      FolderError: a file is missing or damaged, or a parameter is not finite.
+      FolderError: A file is missing or damaged, or a parameter is not finite.
     """
     folder = _folder(config)
     params = load_params(folder, teacher_model(config), mesh)

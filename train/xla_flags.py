@@ -67,8 +67,8 @@ def compiler_options(devices: Iterable[Any], chosen: Sequence[str] = ()) -> dict
     `XLA_FLAGS` sets is left out.
 
     Args:
-      devices: all devices that the step runs on; they need not be in this machine.
-      chosen: options as `name=value`, which come on top of the defaults or replace one; "none"
+      devices: All devices that the step runs on; they need not be in this machine.
+      chosen: Options as `name=value`, which come on top of the defaults or replace one; "none"
         drops the defaults.
 
     Returns:
@@ -94,7 +94,7 @@ def parse(chosen: Sequence[str]) -> dict[str, OptionValue]:
     """Reads options of the form `name=value`; "none" stands for no option.
 
     Raises:
-      ValueError: a text is neither.
+      ValueError: A text is neither.
     """
     options: dict[str, OptionValue] = {}
     for text in chosen:

@@ -183,9 +183,9 @@ def linear_distillation_loss(
       The loss, a scalar or of the shape of the tokens.
 
     Raises:
-      ValueError: shapes disagree, an option is out of its range, or a name is unknown.
-      TypeError: an array is of a dtype that is not described here, or an option is of a wrong type.
-      NotImplementedError: the caller asks for kernels that do not take the arguments; or anything
+      ValueError: Shapes disagree, an option is out of its range, or a name is unknown.
+      TypeError: An array is of a dtype that is not described here, or an option is of a wrong type.
+      NotImplementedError: The caller asks for kernels that do not take the arguments; or anything
         but `"reference"` is differentiated twice or in forward mode, or has open sizes.
     """
     # Above 80 lines, because most of them are documentation.
@@ -311,9 +311,9 @@ def linear_distillation_loss_top_k(
       The loss, a scalar or of the shape of the tokens.
 
     Raises:
-      ValueError: shapes disagree, an option is out of its range, or a name is unknown.
-      TypeError: an array is of a dtype that is not described here, or an option is of a wrong type.
-      NotImplementedError: as in `linear_distillation_loss`.
+      ValueError: Shapes disagree, an option is out of its range, or a name is unknown.
+      TypeError: An array is of a dtype that is not described here, or an option is of a wrong type.
+      NotImplementedError: As in `linear_distillation_loss`.
     """
     x, weight = checked_layer(x, weight, weight_layout)
     (teacher_log_probs,) = floating_arrays(teacher_log_probs=teacher_log_probs)

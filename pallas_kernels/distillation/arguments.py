@@ -37,8 +37,8 @@ def checked_settings(
     """The settings of a call. The arguments are those of the public functions.
 
     Raises:
-      ValueError: an option is out of its range, or a name is unknown.
-      TypeError: an option is of a wrong type.
+      ValueError: An option is out of its range, or a name is unknown.
+      TypeError: An option is of a wrong type.
     """
     sizes = checked_chunks(chunk_size=chunk_size, max_logits_bytes=max_logits_bytes)
     return Settings(

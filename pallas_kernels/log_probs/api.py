@@ -168,12 +168,12 @@ def linear_log_probs(
       `(log_probs, entropy, argmax)`.
 
     Raises:
-      ValueError: shapes disagree, an option is out of its range, or a name is unknown. Or
+      ValueError: Shapes disagree, an option is out of its range, or a name is unknown. Or
         `keep_exponentials` comes with an option that it does not take or a split vocabulary, or
         `return_argmax` with a vocabulary above 2^24.
-      TypeError: labels are not integers, another array is of a dtype that is not described here, or
+      TypeError: Labels are not integers, another array is of a dtype that is not described here, or
         an option is of a wrong type.
-      NotImplementedError: the caller names the kernels or requires them, and they do not run; or
+      NotImplementedError: The caller names the kernels or requires them, and they do not run; or
         names `"xla"`, and a size is open; or V is open. Or another implementation than
         `"reference"` is differentiated twice or in forward mode.
       jax.experimental.checkify.JaxRuntimeError: `check_labels` found a label out of range.
@@ -347,10 +347,10 @@ def linear_token_loss(
       The loss, or `(loss, aux)` with `has_aux`.
 
     Raises:
-      ValueError: as `linear_log_probs` does; or with `per_token` a leaf of `token_data` or of `aux`
+      ValueError: As `linear_log_probs` does; or with `per_token` a leaf of `token_data` or of `aux`
         does not have the tokens, or `token_fn` does not take any number of them.
       NotImplementedError, jax.experimental.checkify.JaxRuntimeError: as `linear_log_probs` does.
-      TypeError: as `linear_log_probs` does; or `token_fn` returns no float32 scalar, reads a traced
+      TypeError: As `linear_log_probs` does; or `token_fn` returns no float32 scalar, reads a traced
         array that is not in `token_data`, or has no hash.
     """
     # Above 80 lines, because most of them are documentation.

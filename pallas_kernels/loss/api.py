@@ -187,10 +187,10 @@ def linear_cross_entropy(
       The loss, a scalar or of the shape of `labels`; with `return_metrics`, `(loss, LossMetrics)`.
 
     Raises:
-      ValueError: shapes disagree, an option is out of its range, or a name is unknown.
-      TypeError: labels are not integers, another array is of a dtype that is not described here, or
+      ValueError: Shapes disagree, an option is out of its range, or a name is unknown.
+      TypeError: Labels are not integers, another array is of a dtype that is not described here, or
         an option is of a wrong type.
-      NotImplementedError: the caller names the kernels or requires them, and they do not run; or
+      NotImplementedError: The caller names the kernels or requires them, and they do not run; or
         names `"xla"`, and a size is open; or V is open. Or another implementation than
         `"reference"` is differentiated twice or in forward mode.
       jax.experimental.checkify.JaxRuntimeError: `check_labels` found a label out of range.
@@ -267,7 +267,7 @@ def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) 
     Raises:
       ValueError, TypeError, NotImplementedError: a call of `linear_cross_entropy` would
         raise the same error.
-      NotImplementedError: a size of `x` is open (`jax.export.symbolic_shape`); there is no plan.
+      NotImplementedError: A size of `x` is open (`jax.export.symbolic_shape`); there is no plan.
     """
     bound = inspect.signature(linear_cross_entropy).bind(x, weight, labels, **options)
     bound.apply_defaults()

@@ -47,8 +47,8 @@ def check_arrays(
     """`(x, weight, bias)` as JAX arrays; both with the hidden units of a low-rank update.
 
     Raises:
-      ValueError: shapes disagree, or the layout is unknown.
-      TypeError: an argument is no array, or its dtype does not suit it.
+      ValueError: Shapes disagree, or the layout is unknown.
+      TypeError: An argument is no array, or its dtype does not suit it.
       NotImplementedError: V is open (`jax.export.symbolic_shape`).
     """
     x, weight = checked_layer(x, weight, weight_layout)
@@ -117,8 +117,8 @@ def checked_bias(prefix: str, bias: Any, vocab_size: int) -> Array | None:
     """The bias as a JAX array, if there is one.
 
     Raises:
-      ValueError: it has another shape than `[V]`.
-      TypeError: it is no array, or its dtype does not suit it.
+      ValueError: It has another shape than `[V]`.
+      TypeError: It is no array, or its dtype does not suit it.
     """
     if bias is None:
         return None
@@ -169,9 +169,9 @@ def checked_request(
     `also_unsupported` is a reason that only the calling operation has.
 
     Raises:
-      ValueError: an option is out of its range, or a name is unknown.
-      TypeError: an option is of a wrong type.
-      NotImplementedError: the caller names the kernels, and they do not take the arguments.
+      ValueError: An option is out of its range, or a name is unknown.
+      TypeError: An option is of a wrong type.
+      NotImplementedError: The caller names the kernels, and they do not take the arguments.
     """
     check_implementation(implementation)
     open_sizes = symbolic_reason(x)
@@ -240,8 +240,8 @@ def check_softcap(name: str, softcap: Any) -> float | None:
     """The bound of logits as a float, if there is one.
 
     Raises:
-      ValueError: it is not finite and above 0.
-      TypeError: it is no number.
+      ValueError: It is not finite and above 0.
+      TypeError: It is no number.
     """
     return (
         None if softcap is None else positive_number(name, softcap, remedy="None turns the cap off")
@@ -252,8 +252,8 @@ def checked_temperature(temperature: Any) -> float:
     """The divisor of the logits as a float.
 
     Raises:
-      ValueError: it is not finite and above 0.
-      TypeError: it is no number.
+      ValueError: It is not finite and above 0.
+      TypeError: It is no number.
     """
     return positive_number("temperature", temperature, remedy="1.0 leaves the logits as they are")
 
@@ -262,8 +262,8 @@ def checked_fraction(counted_fraction: Any) -> float:
     """The largest share of the tokens that count as a float.
 
     Raises:
-      ValueError: it is not in (0, 1].
-      TypeError: it is no number.
+      ValueError: It is not in (0, 1].
+      TypeError: It is no number.
     """
     found = number("counted_fraction", counted_fraction, remedy="1.0 expects all tokens")
     if not 0 < found <= 1:
@@ -275,8 +275,8 @@ def checked_chunks(**sizes: Any) -> dict[str, int | None]:
     """The options that choose the chunks as integers; a caller gives at most one.
 
     Raises:
-      ValueError: a size is below 1, or there are several.
-      TypeError: a size is no integer.
+      ValueError: A size is below 1, or there are several.
+      TypeError: A size is no integer.
     """
     given = {}
     for name, size in sizes.items():

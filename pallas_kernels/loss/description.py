@@ -31,17 +31,17 @@ class LossPlan:
     Attributes:
       name: `"all logits"`, `"token chunks"`, `"column chunks"` or `"in place"`.
       implementation: `"reference"`, `"xla"` or `"mosaic_gpu"`.
-      why_no_kernel: reason why the kernels do not run; None if they do.
-      reason: one sentence that says why this plan was chosen.
-      num_products: products of a loss with gradients.
-      num_products_alone: products of a loss without gradients.
-      num_chunks: number of chunks, one after the other; 1 if nothing is split. `"in place"` counts
+      why_no_kernel: Reason why the kernels do not run; None if they do.
+      reason: One sentence that says why this plan was chosen.
+      num_products: Products of a loss with gradients.
+      num_products_alone: Products of a loss without gradients.
+      num_chunks: Number of chunks, one after the other; 1 if nothing is split. `"in place"` counts
         the tokens whose exponentials are in `dweight`'s memory as one.
-      chunk_size: tokens of a chunk; all tokens where chunks are of columns.
-      num_columns: columns of a chunk; all columns where chunks are of tokens.
-      logits_bytes: logits or exponentials in memory at a time, with gradients.
-      logits_bytes_alone: logits in memory at a time, without gradients.
-      bytes_in_dweight: exponentials in the memory that `dweight` takes later.
+      chunk_size: Tokens of a chunk; all tokens where chunks are of columns.
+      num_columns: Columns of a chunk; all columns where chunks are of tokens.
+      logits_bytes: Logits or exponentials in memory at a time, with gradients.
+      logits_bytes_alone: Logits in memory at a time, without gradients.
+      bytes_in_dweight: Exponentials in the memory that `dweight` takes later.
     """
 
     name: str

@@ -100,8 +100,8 @@ def extended(x: Array, lora: LoRA, layout: str) -> tuple[Array, TwoParts]:
     """`([x, u], [W, a])`, of checked `x` and `lora.weight`; u and a with columns of zeros.
 
     Raises:
-      ValueError: shapes disagree.
-      TypeError: a factor is no array, or its dtype does not suit it; or the scale is no number.
+      ValueError: Shapes disagree.
+      TypeError: A factor is no array, or its dtype does not suit it; or the scale is no number.
     """
     factors = {"weight.a": lora.a, "weight.b": lora.b}
     a, b = floating_arrays(**factors, least_bits=BITS_OF_PRODUCTS)

@@ -74,12 +74,12 @@ def check_config(run_dir: Path, config: TrainConfig, data: Mapping[str, Any]) ->
     resume, and the next run of that name starts anew with its own settings.
 
     Args:
-      run_dir: folder of the run; it need not exist.
-      config: configuration of the run to start.
+      run_dir: Folder of the run; it need not exist.
+      config: Configuration of the run to start.
       data: JSON that identifies its corpus.
 
     Raises:
-      RunError: the folder has checkpoints but no config.json, or a config.json of no run. Or it has
+      RunError: The folder has checkpoints but no config.json, or a config.json of no run. Or it has
         a run without checkpoints, or a run whose settings differ in more than `MAY_CHANGE`.
     """
     path = run_dir / "config.json"
@@ -135,7 +135,7 @@ class Checkpoints:
     all share. All must make the same calls in the same order.
 
     Raises:
-      RunError: another process has the folder open, or the folder cannot be made or read.
+      RunError: Another process has the folder open, or the folder cannot be made or read.
     """
 
     def __init__(self, folder: Path, *, keep: int):
@@ -211,10 +211,10 @@ class Checkpoints:
         Damaged checkpoints are renamed, `10` to `10.damaged`, with a warning.
 
         Args:
-          like: shapes, dtypes and shardings of the state.
+          like: Shapes, dtypes and shardings of the state.
 
         Raises:
-          RunError: all checkpoints are damaged, a file cannot be read, or the folder of a
+          RunError: All checkpoints are damaged, a file cannot be read, or the folder of a
             checkpoint has the name of another step.
         """
         steps = self._manager.all_steps()
@@ -268,7 +268,7 @@ class Checkpoints:
         If one process has an error, all processes get one.
 
         Raises:
-          RunError: a file cannot be read, or the checkpoint is of another step.
+          RunError: A file cannot be read, or the checkpoint is of another step.
         """
         read: Any = None
         error: Exception | None = None
@@ -305,12 +305,12 @@ class Checkpoints:
         """Starts to save a state, and returns when its memory may be overwritten.
 
         Args:
-          step: step of the state.
-          state: state to save.
-          val_loss: held-out loss at this step; None if it was not measured.
+          step: Step of the state.
+          state: State to save.
+          val_loss: Held-out loss at this step; None if it was not measured.
 
         Raises:
-          RunError: this save or the one before failed.
+          RunError: This save or the one before failed.
         """
         arrays = _by_name(state)
         checksums = {name: int(a) for name, a in jax.device_get(_checksums(arrays)).items()}
@@ -370,12 +370,12 @@ def read_params(folder: Path, step: int, like: nnx.State) -> nnx.State:
     """Reads only the parameters of a checkpoint. A run may write other checkpoints meanwhile.
 
     Args:
-      folder: folder of the checkpoints.
-      step: step of the checkpoint.
-      like: shapes, dtypes and shardings of the parameters.
+      folder: Folder of the checkpoints.
+      step: Step of the checkpoint.
+      like: Shapes, dtypes and shardings of the parameters.
 
     Raises:
-      RunError: the checkpoint is damaged, cannot be read, is of another step, or has other
+      RunError: The checkpoint is damaged, cannot be read, is of another step, or has other
         parameters.
     """
     names = [f"params.{name}" for name in _by_name(like)]

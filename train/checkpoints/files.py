@@ -19,7 +19,7 @@ def locked(folder: Path) -> int:
     """Locks a folder until the descriptor is closed or the process ends, for whatever reason.
 
     Raises:
-      RunError: another process has the lock, or the file of the lock cannot be made.
+      RunError: Another process has the lock, or the file of the lock cannot be made.
     """
     # A file beside the folder, because NFS locks only files that are open for writing.
     path = folder.with_name(f"{folder.name}.lock")
@@ -53,8 +53,8 @@ def stored_val_loss(folder: Path) -> float | None:
     """The held-out loss in the folder of a checkpoint; None if it was not measured.
 
     Raises:
-      ValueError: the file of metrics is malformed.
-      RunError: the file cannot be read.
+      ValueError: The file of metrics is malformed.
+      RunError: The file cannot be read.
     """
     path = folder / "metrics" / "metrics"
     try:
@@ -92,8 +92,8 @@ def not_damage(error: BaseException, folder: Path) -> str | None:
     all files of the folder once more.
 
     Args:
-      error: error of reading the checkpoint.
-      folder: folder of the checkpoint.
+      error: Error of reading the checkpoint.
+      folder: Folder of the checkpoint.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -128,7 +128,7 @@ def check_step(folder: Path, state: Mapping[str, Any]) -> None:
     """Checks that a checkpoint's folder is named by the step of its state.
 
     Raises:
-      RunError: the folder has another name.
+      RunError: The folder has another name.
     """
     step = int(state["step"])
     if folder.name != str(step):

@@ -34,14 +34,14 @@ class Saved:
     """A model on the disk whose parameters are not read yet.
 
     Attributes:
-      name: name of the model, for messages.
-      model: configuration of the model, without rematerialization.
-      folder: folder of the checkpoints, or the Hugging Face folder.
-      step: step of the checkpoint; None for a Hugging Face folder.
-      tokenizer: tokenizer as in `DataConfig`.
-      bos_token: token as in `DataConfig`.
-      eos_token: token as in `DataConfig`.
-      sequence_length: length of the rows in training; None if it is not known.
+      name: Name of the model, for messages.
+      model: Configuration of the model, without rematerialization.
+      folder: Folder of the checkpoints, or the Hugging Face folder.
+      step: Step of the checkpoint; None for a Hugging Face folder.
+      tokenizer: Tokenizer as in `DataConfig`.
+      bos_token: Token as in `DataConfig`.
+      eos_token: Token as in `DataConfig`.
+      sequence_length: Length of the rows in training; None if it is not known.
     """
 
     name: str
@@ -57,8 +57,8 @@ class Saved:
         """The parameters, split over the mesh.
 
         Raises:
-          FolderError: a file of a Hugging Face folder is missing, damaged or of another model.
-          RunError: a checkpoint is missing, damaged or of another model.
+          FolderError: A file of a Hugging Face folder is missing, damaged or of another model.
+          RunError: A checkpoint is missing, damaged or of another model.
         """
         if self.step is None:
             return load_params(self.folder, self.model, mesh)
@@ -72,12 +72,12 @@ def find_model(source: Path, *, step: int | None = None, best: bool = False) -> 
     """The model that `source` names.
 
     Args:
-      source: a run, one of its checkpoints (`run/checkpoints/120`), or a Hugging Face folder.
-      step: step of the run's checkpoint; None takes the newest.
-      best: take the checkpoint with the lowest held-out loss.
+      source: A run, one of its checkpoints (`run/checkpoints/120`), or a Hugging Face folder.
+      step: Step of the run's checkpoint; None takes the newest.
+      best: Take the checkpoint with the lowest held-out loss.
 
     Raises:
-      FolderError: there is no such model; the message names the checkpoints that exist.
+      FolderError: There is no such model; the message names the checkpoints that exist.
     """
     chooses = best or step is not None
     if is_hf_folder(source):
@@ -148,7 +148,7 @@ def read_run_config(run_dir: Path) -> TrainConfig:
     """The configuration in a run's config.json; missing fields have their defaults.
 
     Raises:
-      FolderError: the file is missing, or is not the configuration of a run.
+      FolderError: The file is missing, or is not the configuration of a run.
     """
     file = run_dir / "config.json"
     if not file.is_file():
@@ -173,12 +173,12 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
     """The part of a configuration from which `train.reporting.metrics.jsonable` made `value`.
 
     Args:
-      hint: type that the part must have.
-      value: value from JSON.
-      where: name of the part, for errors.
+      hint: Type that the part must have.
+      value: Value from JSON.
+      where: Name of the part, for errors.
 
     Raises:
-      FolderError: the value has another type.
+      FolderError: The value has another type.
     """
     wrong = FolderError(f"{where}={value!r} is not {_name_of(hint)}")
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):

@@ -36,8 +36,8 @@ def parse_command_line(arguments: Sequence[str]) -> TrainConfig:
     With `--init-from FOLDER` the model and the tokenizer in the folder are the defaults.
 
     Raises:
-      FlagError: a flag is unknown or has a wrong value.
-      FolderError: a run cannot start from the folder.
+      FlagError: A flag is unknown or has a wrong value.
+      FolderError: A run cannot start from the folder.
     """
     prog = "python -m train"
     parser = argparse.ArgumentParser(

@@ -46,9 +46,9 @@ def run(arguments: Sequence[str]) -> None:
     """Prints the table and the command line that trains as planned.
 
     Raises:
-      FlagError: a flag is wrong, or the compilers are missing.
-      ValueError: there is no such GPU, or the flags contradict each other or the devices.
-      PlanError: no configuration fits.
+      FlagError: A flag is wrong, or the compilers are missing.
+      ValueError: There is no such GPU, or the flags contradict each other or the devices.
+      PlanError: No configuration fits.
     """
     flags, rest = _parser().parse_known_args(arguments)
     if flags.no_cache:

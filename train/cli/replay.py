@@ -53,7 +53,7 @@ def _read_config(folder: Path) -> TrainConfig:
     """The configuration of the run.
 
     Raises:
-      FolderError: the folder is not the folder of a failed step.
+      FolderError: The folder is not the folder of a failed step.
     """
     if (folder / "config.pickle").exists():
         raise FolderError(
@@ -69,7 +69,7 @@ def read_batch(folder: Path) -> dict[str, np.ndarray]:
     """The arrays of the step's batch, `[A, B, S]`.
 
     Raises:
-      ValueError: the file is damaged, or has Python objects in it.
+      ValueError: The file is damaged, or has Python objects in it.
     """
     with np.load(folder / "batch.npz", allow_pickle=False) as arrays:
         return dict(arrays)

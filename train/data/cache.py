@@ -68,7 +68,7 @@ def default_cache_dir() -> Path:
     """`$XDG_CACHE_HOME/pallas-kernels/tokens`, or in `~/.cache` if that variable is not set.
 
     Raises:
-      DataError: the user has no home.
+      DataError: The user has no home.
     """
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -84,10 +84,10 @@ class Entry:
     """The tokens of a source.
 
     Attributes:
-      folder: folder of the files.
-      index: number of tokens, documents and prompts by split, a hash of all documents, and the
+      folder: Folder of the files.
+      index: Number of tokens, documents and prompts by split, a hash of all documents, and the
         checksums of the files.
-      tokenizer: tokenizer that made the tokens.
+      tokenizer: Tokenizer that made the tokens.
     """
 
     folder: Path
@@ -102,7 +102,7 @@ class Entry:
         """The rows of a split.
 
         Raises:
-          DataError: the split has too few tokens for a row, or a file is damaged.
+          DataError: The split has too few tokens for a row, or a file is damaged.
         """
         stream = self.stream(split)
         return PackedDataset(
@@ -117,7 +117,7 @@ class Entry:
         """The documents of a split, mapped into memory after its files were read and checked.
 
         Raises:
-          DataError: a file is damaged.
+          DataError: A file is damaged.
         """
         counts = self.index[split]
         try:
@@ -163,14 +163,14 @@ def tokenized(
     """The tokens of all documents of a reader, from the cache if it has them.
 
     Args:
-      reader: reader of the documents.
-      tokenizer: tokenizer of the text, or the one that made files with token ids.
-      held_out_fraction: share of the documents that go to `held_out`.
-      cache_dir: folder of all entries.
-      name: name of the source, for messages.
+      reader: Reader of the documents.
+      tokenizer: Tokenizer of the text, or the one that made files with token ids.
+      held_out_fraction: Share of the documents that go to `held_out`.
+      cache_dir: Folder of all entries.
+      name: Name of the source, for messages.
 
     Raises:
-      DataError: the text cannot be read or used, the cache cannot be written, or another process
+      DataError: The text cannot be read or used, the cache cannot be written, or another process
         holds the lock without progress.
     """
     fingerprint = _fingerprint(reader, tokenizer, held_out_fraction)
@@ -286,9 +286,9 @@ class _Writing:
         """Reads, tokenizes and writes the documents that are missing.
 
         Args:
-          sizes: sizes of the reader's files, in bytes.
-          touch: function that tells waiting processes of progress.
-          name: name of the source, for messages.
+          sizes: Sizes of the reader's files, in bytes.
+          touch: Function that tells waiting processes of progress.
+          name: Name of the source, for messages.
         """
         before = np.cumsum([0, *sizes]).tolist()
         with contextlib.ExitStack() as stack:

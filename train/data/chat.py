@@ -29,8 +29,8 @@ class ChatTemplate:
     """A chat template with the special tokens that it may write.
 
     Attributes:
-      text: the template.
-      tokens: special tokens by the names that templates use.
+      text: The template.
+      tokens: Special tokens by the names that templates use.
     """
 
     text: str
@@ -45,12 +45,12 @@ class ChatTemplate:
         that if the answer is there.
 
         Args:
-          prompt: messages, one at least.
-          answers: lists of messages by the names of their fields.
-          where: place of the record, for messages.
+          prompt: Messages, one at least.
+          answers: Lists of messages by the names of their fields.
+          where: Place of the record, for messages.
 
         Raises:
-          DataError: the messages cannot be rendered.
+          DataError: The messages cannot be rendered.
         """
         begin = self._render(prompt, where, begin_answer=True)
         texts = [begin]
@@ -117,7 +117,7 @@ def load_chat_template(tokenizer: HuggingFaceTokenizer) -> ChatTemplate | None:
     """The chat template beside a tokenizer; None if there is none.
 
     Raises:
-      DataError: a file that may have the template cannot be read.
+      DataError: A file that may have the template cannot be read.
     """
     text = _text_beside(tokenizer.path)
     if text is None:

@@ -86,7 +86,7 @@ def read_corpus(root: Path) -> Corpus:
     held-out document is also a training document under another name.
 
     Raises:
-      ValueError: there is none.
+      ValueError: There is none.
     """
     files: dict[str, bytes] = {}
     seen: set[bytes] = set()

@@ -53,10 +53,10 @@ class Position:
     """A place between two documents.
 
     Attributes:
-      file: index of the file.
-      offset: place in the file, in bytes of text, rows of a parquet file, or tokens.
-      line: number of lines or rows before the place.
-      num_bytes: number of bytes of the file before the place, for a progress bar.
+      file: Index of the file.
+      offset: Place in the file, in bytes of text, rows of a parquet file, or tokens.
+      line: Number of lines or rows before the place.
+      num_bytes: Number of bytes of the file before the place, for a progress bar.
     """
 
     file: int = 0
@@ -70,15 +70,15 @@ class Document:
     """A document, or a piece of a long one.
 
     Attributes:
-      path: file of the document.
-      after: start of the next document.
-      line: line or row in the file, from 1; 0 if the file has none.
-      text: text in UTF-8, after the prompt if there is one.
-      prompt: text before it that is not predicted.
-      rejected: the other text after the prompt, of a preference; `text` is the chosen one.
-      tokens: tokens of a token file, in place of text.
-      begins: whether this is the first piece.
-      ends: whether this is the last piece.
+      path: File of the document.
+      after: Start of the next document.
+      line: Line or row in the file, from 1; 0 if the file has none.
+      text: Text in UTF-8, after the prompt if there is one.
+      prompt: Text before it that is not predicted.
+      rejected: The other text after the prompt, of a preference; `text` is the chosen one.
+      tokens: Tokens of a token file, in place of text.
+      begins: Whether this is the first piece.
+      ends: Whether this is the last piece.
     """
 
     path: Path
@@ -124,13 +124,13 @@ class Reader:
     """All documents of some files, in the order of the files.
 
     Attributes:
-      files: files, from `find_files`.
-      text_field: field, or column, of the text.
-      token_dtype: dtype of `.bin` files.
-      vocab_size: bound of the ids in token files.
-      end_of_text: id that ends a document in token files.
-      preferences: whether every record is a preference.
-      chat_template: template for messages, of files that have records.
+      files: Files, from `find_files`.
+      text_field: Field, or column, of the text.
+      token_dtype: Dtype of `.bin` files.
+      vocab_size: Bound of the ids in token files.
+      end_of_text: Id that ends a document in token files.
+      preferences: Whether every record is a preference.
+      chat_template: Template for messages, of files that have records.
     """
 
     files: tuple[Path, ...]
@@ -145,7 +145,7 @@ class Reader:
         """The documents from `start` on.
 
         Raises:
-          DataError: a file cannot be read or used; the message names the file, the place and the
+          DataError: A file cannot be read or used; the message names the file, the place and the
             remedy.
         """
         for index in range(start.file, len(self.files)):
@@ -350,8 +350,8 @@ def find_files(path: Path) -> tuple[Path, ...]:
     tells how many links and files of these two kinds there are.
 
     Raises:
-      DataError: no file was found, or `path` is neither a folder nor a regular file.
-      OSError: a folder or file cannot be read.
+      DataError: No file was found, or `path` is neither a folder nor a regular file.
+      OSError: A folder or file cannot be read.
     """
     if path.is_dir():
         files, left_out = _walk(path)

@@ -28,19 +28,19 @@ class OwnFolder(contextlib.AbstractContextManager):
     """An open folder that belongs to this user; a context manager that closes it.
 
     Attributes:
-      path: path of the folder, for messages.
+      path: Path of the folder, for messages.
     """
 
     def __init__(self, path: Path, *, make: bool = False):
         """Opens the folder.
 
         Args:
-          path: path of the folder.
-          make: make the folder, and the folders above it, if they are missing.
+          path: Path of the folder.
+          make: Make the folder, and the folders above it, if they are missing.
 
         Raises:
-          DataError: the path is a link or no folder, or the folder belongs to another user.
-          OSError: the folder cannot be opened or made.
+          DataError: The path is a link or no folder, or the folder belongs to another user.
+          OSError: The folder cannot be opened or made.
         """
         self.path = path
         if make:
@@ -68,8 +68,8 @@ class OwnFolder(contextlib.AbstractContextManager):
         """Opens a file of the folder to read it, to read and extend it, or to create it.
 
         Raises:
-          DataError: the file is no regular file, or a file to write has a second name elsewhere.
-          OSError: the file cannot be opened.
+          DataError: The file is no regular file, or a file to write has a second name elsewhere.
+          OSError: The file cannot be opened.
         """
         path = self.path / name
         try:

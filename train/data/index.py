@@ -42,8 +42,8 @@ def read(folder: OwnFolder, name: str) -> dict[str, Any]:
     """Reads an index.
 
     Raises:
-      DataError: the file is damaged; the message names the wrong field.
-      OSError: the file cannot be read.
+      DataError: The file is damaged; the message names the wrong field.
+      OSError: The file cannot be read.
     """
     with folder.open(name, "read") as file:
         content = file.read(_LIMIT_BYTES + 1)
@@ -81,17 +81,17 @@ def check_content(
     """Checks the first `size` bytes of a file, in pieces.
 
     Args:
-      folder: folder of the file.
-      name: name of the file.
-      file: the file, open at its start.
-      size: number of bytes to check; more may follow.
-      checksum: checksum that the bytes must have.
-      dtype: dtype of the items.
-      below: number that every item must be below; None for no bound.
+      folder: Folder of the file.
+      name: Name of the file.
+      file: The file, open at its start.
+      size: Number of bytes to check; more may follow.
+      checksum: Checksum that the bytes must have.
+      dtype: Dtype of the items.
+      below: Number that every item must be below; None for no bound.
 
     Raises:
-      DataError: the file is too short, its checksum is wrong, or an item is out of bounds.
-      OSError: the file cannot be read.
+      DataError: The file is too short, its checksum is wrong, or an item is out of bounds.
+      OSError: The file cannot be read.
     """
     if (found := os.fstat(file.fileno()).st_size) < size:
         raise damaged(folder, name, f"it has {found:,} bytes, but {size:,} were written")

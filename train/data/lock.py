@@ -24,11 +24,11 @@ def locked(folder: OwnFolder, name: str) -> Iterator[Callable[[], None]]:
     the file's time, and counts the minutes with its own clock.
 
     Args:
-      folder: folder of the entry.
-      name: name of the source, for messages.
+      folder: Folder of the entry.
+      name: Name of the source, for messages.
 
     Raises:
-      DataError: the holder made no progress for ten minutes.
+      DataError: The holder made no progress for ten minutes.
     """
     with folder.open("lock", "append") as file:
         seen, since, waiting = -1, time.monotonic(), False

@@ -22,8 +22,8 @@ class MixtureDataset:
     from n times the share by less than the number of sources. Each source has its own epochs.
 
     Attributes:
-      sources: datasets with one sequence length and one tokenizer.
-      weights: weight of the rows of each source; the weights need not add up to 1.
+      sources: Datasets with one sequence length and one tokenizer.
+      weights: Weight of the rows of each source; the weights need not add up to 1.
     """
 
     sources: tuple[PackedDataset, ...]

@@ -30,12 +30,12 @@ class PackedDataset:
     arrays, so no memory grows with the stream. Several threads may use a dataset.
 
     Attributes:
-      tokens: the stream of tokens.
-      document_offsets: start of each document in the stream: first 0, then strictly increasing.
-      sequence_length: number of predicted tokens in a row, S.
-      prompt_sizes: number of tokens at each document's start that are not predicted; None for 0
+      tokens: The stream of tokens.
+      document_offsets: Start of each document in the stream: first 0, then strictly increasing.
+      sequence_length: Number of predicted tokens in a row, S.
+      prompt_sizes: Number of tokens at each document's start that are not predicted; None for 0
         everywhere.
-      token_bytes: number of bytes of text that each token stands for, for `predicted_bytes`. Tokens
+      token_bytes: Number of bytes of text that each token stands for, for `predicted_bytes`. Tokens
         are below its length V.
     """
 
@@ -92,7 +92,7 @@ class PackedDataset:
         """A dataset of token arrays of the byte vocabulary, in the order given.
 
         Raises:
-          ValueError: there are too few tokens for one row, or a document is empty.
+          ValueError: There are too few tokens for one row, or a document is empty.
         """
         sizes = np.array([len(document) for document in documents], np.int64)
         tokens = np.concatenate(documents) if documents else np.zeros(0, np.uint16)
@@ -112,14 +112,14 @@ class PackedDataset:
         `eval_batches` describes the arrays of a batch.
 
         Args:
-          step: number of the step, from 0.
-          batch_size: number of rows over all hosts, B.
-          seed: seed of the permutations.
-          rows: numbers of the rows to build, below B; None builds all. Each host builds the rows of
+          step: Number of the step, from 0.
+          batch_size: Number of rows over all hosts, B.
+          seed: Seed of the permutations.
+          rows: Numbers of the rows to build, below B; None builds all. Each host builds the rows of
             its devices, and together they have the same global batch.
 
         Raises:
-          ValueError: the batch has more rows than an epoch, or `step` or `seed` is negative.
+          ValueError: The batch has more rows than an epoch, or `step` or `seed` is negative.
         """
         if not 1 <= batch_size <= self.num_rows:
             raise DataError(
@@ -163,7 +163,7 @@ class PackedDataset:
         """The four arrays of some rows of the stream.
 
         Raises:
-          DataError: a token is outside of [0, V): the stream has another vocabulary, or its file
+          DataError: A token is outside of [0, V): the stream has another vocabulary, or its file
             changed after it was opened.
         """
         length = self.sequence_length

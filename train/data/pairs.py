@@ -18,9 +18,9 @@ class Stream(NamedTuple):
     """Documents one after the other.
 
     Attributes:
-      tokens: tokens of all documents.
-      offsets: start of each document in the tokens.
-      prompts: number of tokens at each document's start that are a prompt; None for 0 everywhere.
+      tokens: Tokens of all documents.
+      offsets: Start of each document in the tokens.
+      prompts: Number of tokens at each document's start that are a prompt; None for 0 everywhere.
     """
 
     tokens: Integer[np.ndarray, " T"]
@@ -35,9 +35,9 @@ class PairDataset:
     A pair is left out if one of its sequences has more than S + 1 tokens.
 
     Attributes:
-      streams: documents, in which a rejected sequence follows each chosen one.
-      sequence_length: number of predicted tokens in a row, S.
-      reference: sum of the reference's log-probabilities of each pair's completions. None leaves
+      streams: Documents, in which a rejected sequence follows each chosen one.
+      sequence_length: Number of predicted tokens in a row, S.
+      reference: Sum of the reference's log-probabilities of each pair's completions. None leaves
         them out of the batches.
     """
 

@@ -14,7 +14,7 @@ def utf8(record: dict[str, Any], name: str, where: str) -> bytes:
     """The text in a field of a record.
 
     Raises:
-      DataError: the field has no text, or half of a surrogate pair.
+      DataError: The field has no text, or half of a surrogate pair.
     """
     value = record[name]
     if not isinstance(value, str):

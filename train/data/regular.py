@@ -25,8 +25,8 @@ def check_regular(path: Path) -> os.stat_result:
     """The status of a regular file, or of the regular file that a link leads to.
 
     Raises:
-      DataError: the path is no regular file.
-      OSError: the path does not exist, or its status cannot be read.
+      DataError: The path is no regular file.
+      OSError: The path does not exist, or its status cannot be read.
     """
     status = path.stat()
     if found := kind(status.st_mode):
@@ -38,8 +38,8 @@ def read_regular(path: Path, limit: int) -> bytes:
     """The content of a regular file with at most `limit` bytes.
 
     Raises:
-      DataError: the path is no regular file, or the file is longer.
-      OSError: the file cannot be read.
+      DataError: The path is no regular file, or the file is longer.
+      OSError: The file cannot be read.
     """
     size = check_regular(path).st_size
     if size > limit:

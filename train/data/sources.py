@@ -22,7 +22,7 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
     """The tokenizer of a configuration; bytes if the configuration names none.
 
     Raises:
-      DataError: the tokenizer cannot be read, or a token is named for bytes.
+      DataError: The tokenizer cannot be read, or a token is named for bytes.
     """
     if config.tokenizer is None:
         for name in ("bos_token", "eos_token"):
@@ -43,15 +43,15 @@ def open_files(
     """Opens the files in `config.path`, and tokenizes those that the cache does not have.
 
     Args:
-      config: configuration with a path.
-      vocab_size: vocabulary size of the model.
-      evaluates: whether held-out data is needed. If not, its text may be too short.
+      config: Configuration with a path.
+      vocab_size: Vocabulary size of the model.
+      evaluates: Whether held-out data is needed. If not, its text may be too short.
 
     Returns:
       Training data, held-out data, and JSON that identifies their tokens.
 
     Raises:
-      DataError: a file cannot be used; the message names the file, the reason and the remedy.
+      DataError: A file cannot be used; the message names the file, the reason and the remedy.
     """
     entries, held_out_entries, fingerprint = _entries(config, vocab_size, preferences=False)
     train_data = _mixed(config, config.path, entries, "train", config.weights)

@@ -13,8 +13,8 @@ class SyntheticDataset:
     """Uniformly random tokens, to measure speed at any vocabulary and sequence length.
 
     Attributes:
-      vocab_size: number of tokens to draw from, [0, vocab_size).
-      sequence_length: number of tokens in a row, S.
+      vocab_size: Number of tokens to draw from, [0, vocab_size).
+      sequence_length: Number of tokens in a row, S.
     """
 
     vocab_size: int

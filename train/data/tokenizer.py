@@ -33,11 +33,11 @@ class Tokenizer(Protocol):
     """The interface of a tokenizer.
 
     Attributes:
-      vocab_size: largest token plus one.
-      bos: token before a document, or None.
-      eos: token after a document.
-      fingerprint: text that differs between tokenizers that make different tokens.
-      token_bytes: number of bytes of text that each token stands for.
+      vocab_size: Largest token plus one.
+      bos: Token before a document, or None.
+      eos: Token after a document.
+      fingerprint: Text that differs between tokenizers that make different tokens.
+      token_bytes: Number of bytes of text that each token stands for.
     """
 
     vocab_size: int
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
         """The tokens of each text, without BOS and EOS.
 
         Raises:
-          UnicodeDecodeError: a text is not UTF-8, and the tokenizer needs UTF-8.
+          UnicodeDecodeError: A text is not UTF-8, and the tokenizer needs UTF-8.
         """
         ...
 
@@ -109,21 +109,21 @@ class HuggingFaceTokenizer:
     unknown or special token for none.
 
     Attributes:
-      path: path of the file.
-      tokens_of_bytes: whether the tokenizer counts bytes exactly.
+      path: Path of the file.
+      tokens_of_bytes: Whether the tokenizer counts bytes exactly.
     """
 
     def __init__(self, path: Path, *, bos_token: str | None = None, eos_token: str | None = None):
         """Reads `path`, or tokenizer.json in the folder `path`.
 
         Args:
-          path: path of the file or of its folder.
-          bos_token: token that begins a document; "" for none. None takes the token that
+          path: Path of the file or of its folder.
+          bos_token: Token that begins a document; "" for none. None takes the token that
             tokenizer_config.json names or, without that file, a usual name.
-          eos_token: token that ends a document, chosen in the same way.
+          eos_token: Token that ends a document, chosen in the same way.
 
         Raises:
-          DataError: the file cannot be read, or has no such token.
+          DataError: The file cannot be read, or has no such token.
         """
         if path.is_dir():
             path = path / "tokenizer.json"

@@ -25,11 +25,11 @@ class Chip:
 
     Attributes:
       device_kind: `jax.Device.device_kind`, the key of its row in `pallas_kernels.hardware`.
-      compute_capability: major and minor version.
-      l2_mib: second-level cache, MiB.
-      host_bandwidth: bandwidth to the host's memory in one direction, bytes/s; 80 % of the bus's
+      compute_capability: Major and minor version.
+      l2_mib: Second-level cache, MiB.
+      host_bandwidth: Bandwidth to the host's memory in one direction, bytes/s; 80 % of the bus's
         rate.
-      link_bandwidth: bandwidth to the other GPUs of its host in one direction, bytes/s, over NVLink
+      link_bandwidth: Bandwidth to the other GPUs of its host in one direction, bytes/s, over NVLink
         or the bus.
     """
 
@@ -114,7 +114,7 @@ def chip(name: str) -> Chip:
     """The GPU called `name`: a key of `CHIPS`, or a name or device kind of `hardware`.
 
     Raises:
-      ValueError: no GPU has that name; the message names similar ones.
+      ValueError: No GPU has that name; the message names similar ones.
     """
     for key, found in CHIPS.items():
         if name.lower().replace(" ", "-") in _names(key, found):
@@ -159,7 +159,7 @@ def devices(chip: Chip, number: int) -> list[Any]:
     Set `jax_platforms` to "cpu" before the call, so that JAX does not look for real GPUs.
 
     Raises:
-      RuntimeError: the compilers are not installed.
+      RuntimeError: The compilers are not installed.
     """
     if missing := missing_toolchain():
         raise RuntimeError(

@@ -84,12 +84,12 @@ class Rates:
     """The speeds of a device.
 
     Attributes:
-      flops: peak of dense 16-bit matrix products, FLOP/s.
-      bandwidth: peak of its memory, bytes/s.
-      host_bandwidth: bandwidth to its host, bytes/s in one direction.
-      link_bandwidth: bandwidth to the other devices, bytes/s in one direction. 0 means unknown, and
+      flops: Peak of dense 16-bit matrix products, FLOP/s.
+      bandwidth: Peak of its memory, bytes/s.
+      host_bandwidth: Bandwidth to its host, bytes/s in one direction.
+      link_bandwidth: Bandwidth to the other devices, bytes/s in one direction. 0 means unknown, and
         then exchanges take no time.
-      known: whether the figures are this device's; otherwise they only put programs in order.
+      known: Whether the figures are this device's; otherwise they only put programs in order.
     """
 
     flops: float
@@ -132,10 +132,10 @@ class Cost:
     """The cost of one run of a program, on each device.
 
     Attributes:
-      seconds: time.
+      seconds: Time in seconds.
       flops: FLOPs in GEMMs and attention.
-      link_bytes: bytes from other devices, in collectives that do not hide.
-      temp_bytes: memory at the fullest moment, without the arguments and the results that replace
+      link_bytes: Bytes from other devices, in collectives that do not hide.
+      temp_bytes: Memory at the fullest moment, without the arguments and the results that replace
         them.
     """
 
@@ -175,13 +175,13 @@ def estimate(
     """The cost of a traced program on each of its devices.
 
     Args:
-      jaxpr: closed jaxpr; arrays have their global sizes, except inside a `jax.shard_map`.
-      rates: speeds of a device.
-      bytes_per_device: function from an array's abstract value to the bytes that a device holds.
-      num_devices: number of devices that share GEMMs and attention.
-      num_aliased: number of results, from the first, that take the memory of arguments.
-      hidden_axes: axes of the mesh over which a collective takes no time.
-      body_of_device: function that gives each device's part of the loss; see
+      jaxpr: Closed jaxpr; arrays have their global sizes, except inside a `jax.shard_map`.
+      rates: Speeds of a device.
+      bytes_per_device: Function from an array's abstract value to the bytes that a device holds.
+      num_devices: Number of devices that share GEMMs and attention.
+      num_aliased: Number of results, from the first, that take the memory of arguments.
+      hidden_axes: Axes of the mesh over which a collective takes no time.
+      body_of_device: Function that gives each device's part of the loss; see
         `dataflow.operations`.
     """
     is_alone = num_devices == 1

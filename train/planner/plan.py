@@ -176,11 +176,11 @@ class Candidate:
     """A configuration and its measurements.
 
     Attributes:
-      config: configuration with a concrete policy.
-      seconds: estimated time of a step.
-      estimated_bytes: estimated memory on each device.
-      memory_bytes: memory on each device, from the compiler; None before compilation.
-      failure: error of the compilation; None if there was none.
+      config: Configuration with a concrete policy.
+      seconds: Estimated time of a step.
+      estimated_bytes: Estimated memory on each device.
+      memory_bytes: Memory on each device, from the compiler; None before compilation.
+      failure: Error of the compilation; None if there was none.
     """
 
     config: TrainConfig
@@ -224,13 +224,13 @@ def plan(
     """Chooses the configuration with the most tokens a second among those that fit.
 
     Args:
-      configs: configurations with concrete policies.
-      target: devices to plan for. Its mesh is one of the meshes of the configurations.
+      configs: Configurations with concrete policies.
+      target: Devices to plan for. Its mesh is one of the meshes of the configurations.
       measures: `Programs`, or an object that answers the same questions.
-      report: function that shows a line of progress; by default it prints to standard error.
+      report: Function that shows a line of progress; by default it prints to standard error.
 
     Raises:
-      PlanError: no configuration fits.
+      PlanError: No configuration fits.
     """
     report = report or (lambda line: print(line, file=sys.stderr, flush=True))
     candidates = []

@@ -27,12 +27,12 @@ class Target:
     """The devices of a plan.
 
     Attributes:
-      mesh: mesh of devices in this machine, or of `train.planner.aot.devices`.
+      mesh: Mesh of devices in this machine, or of `train.planner.aot.devices`.
       device_kind: JAX's name for each device.
-      pool_bytes: memory that XLA may allocate on each device.
-      pool: where `pool_bytes` comes from, in words.
-      rates: speeds of each device.
-      description: everything that changes the compiled program, for the key of the cache.
+      pool_bytes: Memory that XLA may allocate on each device.
+      pool: Origin of `pool_bytes`, in words.
+      rates: Speeds of each device.
+      description: Everything that changes the compiled program, for the key of the cache.
     """
 
     mesh: Mesh
@@ -52,7 +52,7 @@ def memory_fraction() -> float:
     """The share of a GPU's memory that XLA takes, from the environment.
 
     Raises:
-      ValueError: the variable is not a number.
+      ValueError: The variable is not a number.
     """
     if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":
         return 1.0

@@ -25,8 +25,8 @@ def write_comparison(first: Path, second: Path, output: Path) -> None:
     """Writes the page about two runs to `output`. Like the report, it needs no network.
 
     Raises:
-      FolderError: a folder is not a run.
-      DiskError: a file cannot be read or written.
+      FolderError: A folder is not a run.
+      DiskError: A file cannot be read or written.
     """
     for run_dir in (first, second):
         if not (run_dir / "metrics.jsonl").is_file():

@@ -53,7 +53,7 @@ def flops_per_token(config: Any, sequence_length: int) -> float:
 
     Args:
       config: `LlamaConfig`, or an object with its Hugging Face size fields.
-      sequence_length: number of tokens in a row, S.
+      sequence_length: Number of tokens in a row, S.
     """
     query_size = config.num_attention_heads * config.head_dim
     key_value_size = config.num_key_value_heads * config.head_dim
@@ -129,11 +129,11 @@ class MetricsWriter:
     `last_step`. Rows of metrics go to each of `trackers`, too.
 
     Attributes:
-      run_dir: directory of the run.
+      run_dir: Directory of the run.
       elapsed_s: `elapsed_s` of the last row that was there before; 0 without rows.
 
     Raises:
-      RunError: a file cannot be read or written, for example on a full disk.
+      RunError: A file cannot be read or written, for example on a full disk.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ def figure_html(text: str, pictures: Sequence[bytes], narrow: Sequence[bytes] = 
     """A picture in the colours of the page.
 
     Args:
-      text: description for readers who cannot see the picture.
+      text: Description for readers who cannot see the picture.
       pictures: PNGs for a light and a dark page.
       narrow: PNGs for a narrow light and dark page; empty if `pictures` suit it.
     """

@@ -31,13 +31,13 @@ def write_report(
     """Writes `report.html` and `loss.png` in a run's directory, and returns the page's path.
 
     Args:
-      run_dir: directory with metrics.jsonl and perhaps config.json and samples.jsonl.
-      samples: generated texts, each with a heading, for example its temperature.
-      summary: figures to show after the headline numbers, by label. A figure with the label of a
+      run_dir: Directory with metrics.jsonl and perhaps config.json and samples.jsonl.
+      samples: Generated texts, each with a heading, for example its temperature.
+      summary: Figures to show after the headline numbers, by label. A figure with the label of a
         headline number replaces that number.
 
     Raises:
-      RunError: a file cannot be read or written.
+      RunError: A file cannot be read or written.
     """
     run_dir = Path(run_dir)
     metrics = load_metrics(run_dir)

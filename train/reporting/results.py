@@ -28,7 +28,7 @@ def load_metrics(run_dir: RunDir) -> RunMetrics:
     row, such as an incomplete last line of a run that died, is left out with a warning.
 
     Raises:
-      RunError: the file cannot be read.
+      RunError: The file cannot be read.
     """
     train: list[Row] = []
     held_out: list[Row] = []

@@ -16,7 +16,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """Writes a file in one piece: if the process ends, the old or the new file is there.
 
     Raises:
-      DiskError: the file cannot be written, for example on a full disk.
+      DiskError: The file cannot be written, for example on a full disk.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     with naming(path):
@@ -38,7 +38,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     names each of them.
 
     Raises:
-      DiskError: the file cannot be read.
+      DiskError: The file cannot be read.
     """
     for number, (line, row) in enumerate(_lines(path), 1):
         if not line.endswith(b"\n"):
@@ -56,14 +56,14 @@ def cut_rows(path: Path, last_step: int | None) -> tuple[Row, set[int]]:
     An earlier line that is no row stays, and a warning names it.
 
     Args:
-      path: path of the file.
-      last_step: last step whose rows stay; None keeps the rows of all steps.
+      path: Path of the file.
+      last_step: Last step whose rows stay; None keeps the rows of all steps.
 
     Returns:
       The last row that stays, and the steps that have a row of training.
 
     Raises:
-      DiskError: the file cannot be read or written.
+      DiskError: The file cannot be read or written.
     """
     end = size = 0
     last_row: Row = {}

@@ -31,7 +31,7 @@ def check_installed(config: TrainConfig) -> None:
     """Checks that the packages for a configuration's trackers can be imported.
 
     Raises:
-      RunError: a package is missing; the message says how to install it.
+      RunError: A package is missing; the message says how to install it.
     """
     if config.tensorboard:
         _module("tensorboardX", "--tensorboard")
@@ -44,9 +44,9 @@ def trackers(config: TrainConfig, run_dir: Path, *, last_step: int) -> Iterator[
     """The trackers that a configuration asks for; the end of the block closes them.
 
     Args:
-      config: configuration of the run.
-      run_dir: folder of the run.
-      last_step: step from which the run goes on. TensorBoard drops its rows of later steps, which
+      config: Configuration of the run.
+      run_dir: Folder of the run.
+      last_step: Step from which the run goes on. TensorBoard drops its rows of later steps, which
         are of a run that died.
     """
     with contextlib.ExitStack() as stack:
