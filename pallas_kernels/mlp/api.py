@@ -224,10 +224,7 @@ def choose_swiglu_mlp(
         if chunk_size is not None:
             num_tokens = num_tokens // x.shape[-2] * chunk_size
         if num_tokens < _MIN_TOKENS_OF_BACKWARD:
-            reason = (
-                f"the backward has {num_tokens=} at a time, and its kernel is faster than XLA from "
-                f"{_MIN_TOKENS_OF_BACKWARD} on; implementation='mosaic_gpu' takes the kernel"
-            )
+            reason = gated.few_tokens("the backward", num_tokens, _MIN_TOKENS_OF_BACKWARD)
     return chosen, reason
 
 

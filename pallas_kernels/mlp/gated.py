@@ -188,12 +188,8 @@ def _backward_of(
         if has_kernel and num_tokens < plan.min_tokens_of_backward:
             has_kernel = False
             if place.tokens:  # the choice of the implementation knew the tokens of all devices
-                log_once(
-                    f"swiglu_mlp: XLA makes the backward, because a device has {num_tokens=} at a "
-                    "time, and the kernel is faster from "
-                    f"{plan.min_tokens_of_backward} on; implementation='mosaic_gpu' takes the "
-                    "kernel"
-                )
+                reason = few_tokens("a device", num_tokens, plan.min_tokens_of_backward)
+                log_once(f"swiglu_mlp: XLA makes the backward, because {reason}")
         if not has_kernel:  # see the module's docstring
             x, kept, dy = jax.lax.optimization_barrier((x, kept, dy))
         differentiate = lambda x, kept, dy, dtypes: _backward(
@@ -283,6 +279,14 @@ def _differentiate(
         return dgate, dup, activated
     dgate, dup, activated = swiglu_gradients(gate, up, matmul(dy, w_down.T))
     return dgate, dup, activated
+
+
+def few_tokens(owner: str, num_tokens: int, least: int) -> str:
+    """The reason why XLA makes the backward: its owner has fewer tokens at a time than `least`."""
+    return (
+        f"{owner} has {num_tokens=} at a time, and its kernel is faster than XLA from {least} on; "
+        "implementation='mosaic_gpu' takes the kernel"
+    )
 
 
 def _kernels_run(plan: Plan, tokens: jax.Array, weight: jax.Array) -> bool:

@@ -297,7 +297,7 @@ def _nothing_fits(candidates: list[Candidate], target: Target) -> str:
         )
     if len({c.remat for c in candidates}) == 1 and config.model.remat != "full":
         advice.append("--model.remat auto")
-    if "XLA's" in target.pool and memory_fraction() < 0.9:
+    if target.is_share and memory_fraction() < 0.9:
         advice.append("XLA_CLIENT_MEM_FRACTION=0.92 in the environment")
     advice.append("a shorter --data.sequence-length")
     return (

@@ -31,6 +31,7 @@ class Target:
       device_kind: JAX's name for each device.
       pool_bytes: Memory that XLA may allocate on each device.
       pool: Origin of `pool_bytes`, in words.
+      is_share: Whether `pool_bytes` is the share that `XLA_CLIENT_MEM_FRACTION` sets.
       rates: Speeds of each device.
       description: Everything that changes the compiled program, for the key of the cache.
     """
@@ -39,6 +40,7 @@ class Target:
     device_kind: str
     pool_bytes: int
     pool: str
+    is_share: bool
     rates: cost.Rates
     description: str
 
@@ -86,6 +88,7 @@ def target_here(mesh: Mesh, memory_bytes: int | None = None) -> Target:
         device_kind=device.device_kind,
         pool_bytes=pool_bytes,
         pool=pool,
+        is_share=memory_bytes is not None or bool(reported),
         rates=cost.Rates.of(
             hardware.lookup(device.device_kind),
             chip.host_bandwidth if chip else None,
@@ -103,6 +106,7 @@ def target_elsewhere(chip: aot.Chip, mesh: Mesh, memory_bytes: int | None = None
         device_kind=chip.device_kind,
         pool_bytes=pool_bytes,
         pool=pool,
+        is_share=True,
         rates=cost.Rates.of(chip.limits, chip.host_bandwidth, chip.link_bandwidth),
         description=chip.target_config(),
     )

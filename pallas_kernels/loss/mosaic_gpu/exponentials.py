@@ -192,7 +192,7 @@ def exponentials_of_linear(
         scale=scale,
         repetition=Repetition(found, jnp.any(is_wrong)),
     )
-    # The loss is `lse - label_logit`, and small where the label has nearly all of the sum. Such a
+    # The loss is `lse - label_logit`, and small where the label has nearly all of the sum. A small
     # loss keeps its digits in this form. It has a difference of logarithms, because a quotient of
     # the two sums overflows where the label is 88 nats below the largest logit.
     from_label = found.label_logit + (jnp.log(found.total) - jnp.log(found.of_label))

@@ -154,6 +154,10 @@ def test_nothing_fits():
     here = dataclasses.replace(target(20), pool="the share that XLA's allocator may take here")
     with pytest.raises(PlanError, match=r"MEM_FRACTION=0\.92"):
         plan(with_policies(BASE), here, Measures(), report=lambda line: None)
+    with pytest.raises(PlanError) as error:
+        whole = dataclasses.replace(here, is_share=False)
+        plan(with_policies(BASE), whole, Measures(), report=lambda line: None)
+    assert "MEM_FRACTION" not in str(error.value)
     with pytest.raises(PlanError, match=r"no candidate compiles.*no such kernel.*--model\.remat"):
         planned(80, Measures(failing=MEASURES))
     # There are as many sequences as devices, so only devices that share sequences can have fewer.
