@@ -138,6 +138,8 @@ class LlamaConfig:
             raise ValueError(
                 f"{self.initializer_range=} must be from 0 to 1; transformers loads no other model"
             )
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"{self.hidden_act=} must be one of {sorted(ACTIVATIONS)}")
         if self.hidden_act != "silu" and self.implementation in ("mosaic_gpu", "require"):
             raise ValueError(
                 f"implementation={self.implementation!r}: no kernel computes an MLP with "
@@ -159,8 +161,6 @@ class LlamaConfig:
             raise ValueError(
                 f"{self.head_dim=} must be even: rotary embedding turns pairs of channels"
             )
-        if self.hidden_act not in ACTIVATIONS:
-            raise ValueError(f"{self.hidden_act=} must be one of {sorted(ACTIVATIONS)}")
         if self.qk_norm and self.mlp_bias:
             raise ValueError(
                 f"{self.qk_norm=} makes a Qwen 3, whose MLP has no biases in transformers; set "

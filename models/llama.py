@@ -48,7 +48,7 @@ from models.sharding import (
 )
 from pallas_kernels.choices import log_once
 from pallas_kernels.fp8 import RecipeName
-from pallas_kernels.gpu.device import runs_here, target_device
+from pallas_kernels.gpu.device import reason_not_here, target_device
 
 # `(q, k, v, layer_input) -> (attn_out, layer_output)`
 type Attend = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
@@ -162,7 +162,7 @@ class Llama(nnx.Module):
             if implementation is None:
                 reason = _why_no_cudnn(q)
                 implementation = "cudnn" if reason is None else "xla"
-                if reason is not None and runs_here() is None:
+                if reason is not None and reason_not_here() is None:
                     log_once(f"attention: XLA's runs, which keeps all S² scores, because {reason}")
             return jax.nn.dot_product_attention(
                 q, k, v, mask=mask, is_causal=True, implementation=implementation
@@ -395,7 +395,7 @@ def _why_no_cudnn(q: Float[Array, "B S N H"]) -> str | None:
     As for the kernels, the default device decides. It may be a GPU that is only compiled for.
     """
     _, num_positions, _, head_dim = q.shape
-    if (reason := runs_here()) is not None:
+    if (reason := reason_not_here()) is not None:
         return reason
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN's takes bfloat16 and float16, not {q.dtype}; set dtype"

@@ -258,8 +258,10 @@ class _Parameter:
             host[layer if self.stacked else ...] = tensor.T if self.transposed else tensor
         if sharding is not None and not sharding.is_fully_addressable:
             # `device_put` would gather the arrays of all processes to compare them.
-            return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-        return jax.device_put(host, sharding).block_until_ready()
+            array = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+        else:
+            array = jax.device_put(host, sharding)
+        return array.block_until_ready()  # and so only one parameter is on the host at a time
 
     def tensors(self) -> "Iterator[_Tensor]":
         for layer, name in enumerate(self.tensor_names):

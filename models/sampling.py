@@ -158,7 +158,8 @@ def _check_prompts(vocab_size: int, prompts: jax.Array, lengths: jax.Array | Non
         if outside.any():
             row, place = np.argwhere(outside)[0]
             raise ValueError(
-                f"prompts[{row}, {place}]={values[row, place]} is no token: {vocab_size=}"
+                f"prompts[{row}, {place}]={values[row, place]} is no token of {vocab_size=}; take "
+                "the tokenizer of the model"
             )
     if lengths is None:
         return

@@ -13,7 +13,7 @@ none runs. `choices.py` raises it.
 from typing import Any, Literal, get_args
 
 from pallas_kernels import partition
-from pallas_kernels.gpu.device import runs_here
+from pallas_kernels.gpu.device import reason_not_here
 
 # Values of an operation's argument `implementation`, beside None.
 type Implementation = Literal["reference", "xla", "mosaic_gpu", "require"]
@@ -55,7 +55,7 @@ def choose_implementation(
         return asked_for, None
     if asked_for == "reference" or asked_for == "xla":
         return asked_for, by_name(asked_for)
-    reason = unsupported or runs_here()
+    reason = unsupported or reason_not_here()
     return ("mosaic_gpu", None) if reason is None else (fallback, reason)
 
 

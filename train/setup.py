@@ -112,8 +112,8 @@ def open_datasets(config: TrainConfig) -> Datasets:
         return Datasets(data.SyntheticDataset(config.model.vocab_size, length), None, {})
     if config.model.vocab_size < data.BYTE_VOCAB_SIZE:
         raise data.DataError(
-            f"vocab_size={config.model.vocab_size} is too small for bytes, which need "
-            f"{data.BYTE_VOCAB_SIZE}"
+            f"vocab_size={config.model.vocab_size} is too small for bytes; take a model with at "
+            f"least {data.BYTE_VOCAB_SIZE}"
         )
     corpus = data.stdlib_corpus()
     train_data = data.PackedDataset.from_documents(corpus.train, sequence_length=length)

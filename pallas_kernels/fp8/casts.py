@@ -14,7 +14,7 @@ from pallas_kernels.fp8 import amax, mosaic_gpu, reference
 from pallas_kernels.fp8.quantize import quantize, quantize_both, quantize_transposed
 from pallas_kernels.fp8.recipes import Cast
 from pallas_kernels.fp8.types import BlockwiseInt8, Quantized
-from pallas_kernels.gpu.device import runs_here
+from pallas_kernels.gpu.device import reason_not_here
 from pallas_kernels.partition import Place, Split
 
 
@@ -82,7 +82,7 @@ def cast_part(
 
 def kernel_is_out(a: jax.Array) -> str | None:
     """Why no kernel quantizes the array on the default device, or None if one does."""
-    return mosaic_gpu.unsupported_reason(a) or runs_here()
+    return mosaic_gpu.unsupported_reason(a) or reason_not_here()
 
 
 def _largest(maxima: jax.Array, axes: Split) -> jax.Array:

@@ -39,7 +39,7 @@ from pallas_kernels.fp8.product_kernel import (
 from pallas_kernels.fp8.reference import int8_scale_of
 from pallas_kernels.fp8.types import BLOCK, BlockwiseInt8, Quantized
 from pallas_kernels.gpu import hopper_gemm
-from pallas_kernels.gpu.device import runs_here, target_device
+from pallas_kernels.gpu.device import reason_not_here, target_device
 from pallas_kernels.gpu.hopper_gemm import (
     BLOCK_M,
     TILE_M,
@@ -64,7 +64,7 @@ _ROUNDING = 12582912.0
 def runs(x: Quantized, w_gate: Quantized, out_dtype: DTypeLike) -> bool:
     """Whether the kernel runs on the default device for these arrays."""
     is_16_bits = jnp.dtype(out_dtype).itemsize == 2
-    return is_16_bits and not (unsupported_reason(x, w_gate) or runs_here())
+    return is_16_bits and not (unsupported_reason(x, w_gate) or reason_not_here())
 
 
 def gated(

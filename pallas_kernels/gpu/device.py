@@ -77,7 +77,7 @@ def target_device() -> Device:
     return Device(device.device_kind, (int(major), int(minor)), device.core_count)
 
 
-def runs_here() -> str | None:
+def reason_not_here() -> str | None:
     """Why no kernel can be compiled for the default device, or None if it can."""
     device = target_device()
     if device.capability is None:

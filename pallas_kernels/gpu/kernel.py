@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
-from pallas_kernels.gpu.device import runs_here, target_device
+from pallas_kernels.gpu.device import reason_not_here, target_device
 
 
 def shared[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -56,7 +56,7 @@ def gpu_kernel(
             return run(*operands)
 
     def checked(*operands: Any) -> Any:
-        if target_device().capability is not None and (reason := runs_here()) is not None:
+        if target_device().capability is not None and (reason := reason_not_here()) is not None:
             raise NotImplementedError(f"implementation='mosaic_gpu': {reason}")
         if interpreted():
             return launch(*operands)

@@ -40,7 +40,7 @@ from pallas_kernels.gpu.device import BYTES_PER_ACCESS, WARPS_PER_WARPGROUP, tar
 from pallas_kernels.gpu.kernel import vary, varying_axes
 from pallas_kernels.norm import reference
 from pallas_kernels.norm.backward_kernel import backward
-from pallas_kernels.norm.config import Config, Options, config_of
+from pallas_kernels.norm.config import Config, Options, config_of, smem_for_rows
 from pallas_kernels.norm.forward_kernel import forward
 from pallas_kernels.norm.rows import column_parts, ring_bytes, split_row, splits, widest_itemsize
 from pallas_kernels.operation import Mask, Operation, call, follows, with_members
@@ -306,9 +306,10 @@ def check_config(config: Config, x: jax.Array, residual: jax.Array | None) -> No
         )
     num_operands = 2 if residual is None else 3
     num_bytes = ring_bytes(bwd, config.bwd_stages, num_operands, config.bwd_rows, x.dtype.itemsize)
-    if num_bytes > device.smem_bytes:
+    available = smem_for_rows(device, bwd, num_operands, 1)
+    if num_bytes > available:
         raise ValueError(
             f"{config.bwd_stages=} times {config.bwd_rows=} rows of {hidden_size=} take "
-            f"{num_bytes} bytes of shared memory, a block of {device.kind} can have "
-            f"{device.smem_bytes}; use fewer stages or rows"
+            f"{num_bytes} bytes of shared memory, a block of {device.kind} can have {available} "
+            "for rows; use fewer stages or rows"
         )

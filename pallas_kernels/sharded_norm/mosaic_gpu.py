@@ -48,7 +48,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.derivatives import not_differentiable
 from pallas_kernels.gpu.arrays import unsupported_dtype
-from pallas_kernels.gpu.device import WARPS_PER_WARPGROUP, runs_here
+from pallas_kernels.gpu.device import WARPS_PER_WARPGROUP, reason_not_here
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
 from pallas_kernels.norm.rows import RowSplit, as_scaled, splits, zeros
@@ -82,7 +82,7 @@ def unsupported_reason(partial: jax.Array, residual: jax.Array, weight: jax.Arra
             f"hidden_size={partial.shape[-1]} cannot be dealt to 4 warps or more with at most "
             f"{_ELEMENTS_PER_LANE} elements a lane; implementation='xla' takes any size"
         )
-    if (reason := runs_here()) is not None:
+    if (reason := reason_not_here()) is not None:
         return reason
     if (num_processes := jax.process_count()) != 1:
         return (

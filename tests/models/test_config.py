@@ -242,7 +242,10 @@ def test_every_rotary_field_belongs_to_a_type():
             "mlp_chunk_size=8 is for .* set mlp_chunk_size=0",
         ),
         ({"fp8": "tensorwise", "mlp_bias": True}, "fp8='tensorwise' is for .* set fp8=None"),
-        ({"hidden_act": "swish"}, r"hidden_act='swish' must be one of \['gelu'"),
+        (
+            {"hidden_act": "swish", "implementation": "require"},
+            r"hidden_act='swish' must be one of \['gelu'",
+        ),
         ({"remat": "everything"}, r"remat='everything': \['everything'\] unknown"),
     ],
 )

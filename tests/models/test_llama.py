@@ -342,7 +342,7 @@ def test_flax_tree_mode_changes_nothing():
 )
 def test_what_the_attention_of_cudnn_takes(monkeypatch, capability, shape, dtype, reason):
     """JAX says the same when it traces a gradient for a GPU."""
-    monkeypatch.setattr(llama, "runs_here", lambda: None)
+    monkeypatch.setattr(llama, "reason_not_here", lambda: None)
     monkeypatch.setattr(llama, "target_device", lambda: Device("a GPU", capability, 132))
     found = llama._why_no_cudnn(jnp.zeros(shape, dtype))
     assert found is None if reason is None else found is not None and reason in found

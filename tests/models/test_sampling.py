@@ -247,7 +247,7 @@ def test_wrong_arguments_raise(shape, kwargs, message, unchecked_shapes):
 @pytest.mark.parametrize(
     "prompts, lengths, message",
     [
-        ([[1, 2, 24]], None, r"prompts\[0, 2\]=24 is no token: vocab_size=24"),
+        ([[1, 2, 24]], None, r"prompts\[0, 2\]=24 is no token of vocab_size=24"),
         ([[1, 2], [-1, 3]], None, r"prompts\[1, 0\]=-1 is no token"),
         ([[1, 2], [1, 2]], [2, 0], r"prompt_lengths\[1\]=0 must be from 1 to 2"),
         ([[1, 2], [1, 2]], [3, 2], r"prompt_lengths\[0\]=3 must be from 1 to 2"),

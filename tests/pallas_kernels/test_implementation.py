@@ -23,7 +23,7 @@ WEIGHTS = SQUARE, SQUARE, SQUARE
 
 @pytest.fixture
 def on_h100(monkeypatch):
-    monkeypatch.setattr(implementation, "runs_here", lambda: None)
+    monkeypatch.setattr(implementation, "reason_not_here", lambda: None)
     device = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
     monkeypatch.setattr(gated_matmul, "target_device", lambda: device)
 

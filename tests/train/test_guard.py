@@ -193,7 +193,7 @@ def test_a_run_that_only_skips_ends_and_its_step_can_be_replayed(
 
 
 def test_replay_of_something_else(tmp_path):
-    with pytest.raises(FolderError, match="nowhere is no failed-step-N of a run"):
+    with pytest.raises(FolderError, match=r"nowhere has no batch\.npz; name a folder failed-"):
         replay.run(["nowhere"])
     (tmp_path / "batch.npz").touch()
     with pytest.raises(FolderError, match=r"has no config\.json"):

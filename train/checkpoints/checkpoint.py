@@ -432,7 +432,8 @@ def checksum(array: Shaped[Array, "..."]) -> UInt32[Array, ""]:
 
     Integers can be added in any order, so the sum is the same on every mesh. The product with an
     odd number loses no bit. So a single wrong value always changes the sum, and several wrong or
-    exchanged values do with a probability of 1 - 2**-32.
+    exchanged values do with a probability of 1 - 2**-32. Dtypes of 64 bits are not for it: only the
+    lower half of their bits would count.
     """
     bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
     index = jnp.zeros(array.shape, jnp.uint32)

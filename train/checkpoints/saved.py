@@ -159,7 +159,7 @@ def read_run_config(run_dir: Path) -> TrainConfig:
     try:
         content = json.loads(file.read_text())
         if not isinstance(content, dict) or "config" not in content:
-            raise FolderError("it has no entry config")
+            raise FolderError("it has no entry config; name the folder of a run")
         return _typed(TrainConfig, content["config"], "config")
     except (KeyError, TypeError, ValueError, NotImplementedError) as error:
         reason = f"{type(error).__name__}: " if isinstance(error, KeyError | TypeError) else ""

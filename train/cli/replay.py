@@ -61,7 +61,7 @@ def _read_config(folder: Path) -> TrainConfig:
             "run the code in it; run the training again"
         )
     if not (folder / "batch.npz").is_file():
-        raise FolderError(f"{folder} is no failed-step-N of a run: it has no batch.npz")
+        raise FolderError(f"{folder} has no batch.npz; name a folder failed-step-N of a run")
     return read_run_config(folder)
 
 

@@ -268,7 +268,10 @@ def test_large_logits(implementation, divergence):
     )
     # The reference has the roundings of JAX's derivatives.
     but = ("x", "weight") if implementation == "reference" else ()
-    got = check(arrays, teacher, implementation=implementation, but=but, **divergence)
+    # The kernels round a logit and a logsumexp in base 2, numbers up to 512. Half an ulp of both
+    # changes a probability by up to 178 epsilons. In 8 draws gradients erred by 50 to 81.
+    floor = 178.0 if implementation == "mosaic_gpu" else 8.0
+    got = check(arrays, teacher, implementation=implementation, but=but, floor=floor, **divergence)
     assert all(np.all(np.isfinite(a)) for a in got.values())
 
 

@@ -196,7 +196,9 @@ IN_PLAIN_JAX = [
 def test_in_plain_jax(dtype, options, loss):
     arrays, labels = arrays_of((11, 24, 53, 3), dtype)
     got = quick_jit(with_update(loss, labels, **options))(arrays)
-    check(got, loss, arrays, labels)
+    # A few roundings to float16 decide: of 24 draws the factors' gradients err 0.4 to 1.7 times as
+    # much as plain JAX's.
+    check(got, loss, arrays, labels, slack=2.0 if dtype == F16 else 1.2)
 
 
 # Two steps in K of the weight and one or two of the update, the last ones ragged.

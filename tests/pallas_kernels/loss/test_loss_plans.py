@@ -22,7 +22,7 @@ def h100(monkeypatch):
     """The planner's device."""
     for module in (plan_module, logits, products, statistics):
         monkeypatch.setattr(module, "target_device", lambda: H100)
-    monkeypatch.setattr(implementation, "runs_here", lambda: None)
+    monkeypatch.setattr(implementation, "reason_not_here", lambda: None)
 
 
 def arguments(num_tokens, hidden, vocab, dtype=BF16, weight_dtype=F32, weight_layout="vd"):

@@ -174,7 +174,7 @@ def test_a_second_derivative_of_the_kernels_is_refused():
 def kernels_run(monkeypatch, x, weights, *, chunk_size=None, device=H100):
     """Whether the forward's and the backward's GEMM are kernels by default."""
     monkeypatch.setattr(gated_matmul, "target_device", lambda: device)
-    monkeypatch.setattr(implementation_module, "runs_here", lambda: None)
+    monkeypatch.setattr(implementation_module, "reason_not_here", lambda: None)
     chosen, reason = choose_swiglu_mlp(x, weights, chunk_size, None, None)
     assert chosen == "mosaic_gpu" or reason
     return chosen == "mosaic_gpu", reason is None

@@ -36,7 +36,7 @@ def kernel_formulas(monkeypatch, fresh_operations):
 
     The interpreter knows only one device, so it cannot run the kernels of a mesh.
     """
-    monkeypatch.setattr(implementation_module, "runs_here", lambda: None)
+    monkeypatch.setattr(implementation_module, "reason_not_here", lambda: None)
     monkeypatch.setattr(mosaic_gpu, "forward", forward_formula)
     monkeypatch.setattr(mosaic_gpu, "backward", backward_formula)
 

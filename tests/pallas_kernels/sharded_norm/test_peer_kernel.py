@@ -49,7 +49,7 @@ def test_what_the_kernel_refuses(shapes, dtypes, message):
 
 
 def test_the_kernel_refuses_several_processes(monkeypatch):
-    monkeypatch.setattr(peer_kernel, "runs_here", lambda: None)
+    monkeypatch.setattr(peer_kernel, "reason_not_here", lambda: None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     x = jnp.ones((16, 256), BF16)
     assert "there are 2 processes" in str(peer_kernel.unsupported_reason(x, x, x))

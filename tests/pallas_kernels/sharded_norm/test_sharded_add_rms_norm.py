@@ -163,7 +163,7 @@ def test_a_gathered_result_that_leaves_as_one_array(implementation):
 @each_gather
 def test_the_kernels_themselves(monkeypatch, gather):
     # The interpreter knows only one device, and `vmap` binds the axis there.
-    monkeypatch.setattr(implementation_module, "runs_here", lambda: None)
+    monkeypatch.setattr(implementation_module, "reason_not_here", lambda: None)
     n, shape = 2, (8, D)
     args, cotangents = make_args(n, shape, (BF16, BF16, F32), gather=gather)
     split = lambda a: a.reshape(n, -1, D)
