@@ -119,10 +119,11 @@ def sharded_add_rms_norm(
             f"{config=} is for the norm between XLA's collectives; leave config=None, or ask for "
             "implementation='xla'"
         )
-    if partial.shape[-2] == 0:
-        # XLA has no collectives over an axis of size 0. There is nothing to compute, and all
-        # gradients are 0.
-        return partial, residual.astype(partial.dtype)
+    if partial.size == 0:
+        # XLA has no collectives over an axis of size 0, and a kernel no grid of 0 blocks. There is
+        # nothing to compute, and all gradients are 0.
+        residual_out = residual.astype(partial.dtype)
+        return partial if gather else residual_out, residual_out
     options: dict[str, Any] = {
         "axis_name": axis_name,
         "eps": eps,
