@@ -88,7 +88,7 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B S D"], cos: Float[Array, "#B S h"], sin: Float[Array, "#B S h"]
     ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
         """Queries, keys and values. The first two are normed, with `qk_norm`, and then rotated."""
-        heads = lambda a: a.reshape(*a.shape[:-1], -1, self.head_dim)
+        heads = lambda a: a.reshape(*a.shape[:-1], a.shape[-1] // self.head_dim, self.head_dim)
         q, k, v = map(heads, project(x, (self.q_proj, self.k_proj, self.v_proj), self.fp8))
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(checkpoint_name(q, "q_proj"))

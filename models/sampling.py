@@ -126,6 +126,8 @@ def _check_options(
         raise ValueError(f"{max_new_tokens=} must be at least 1")
     if top_k is not None and not 1 <= top_k <= vocab_size:
         raise ValueError(f"{top_k=} must be between 1 and {vocab_size=}")
+    if not isinstance(temperature, int | float | np.number):
+        raise ValueError(f"{temperature=} must be a number")
     # The softmax is computed in float32, in which a smaller temperature is 0.
     smallest = float(np.finfo(np.float32).tiny)
     if temperature != 0 and not smallest <= temperature < math.inf:  # NaN fails this, too
@@ -141,12 +143,18 @@ def _check_prompts(vocab_size: int, prompts: jax.Array, lengths: jax.Array | Non
     for name, array, ndim in (("prompts", prompts, 2), ("prompt_lengths", lengths, 1)):
         if array is None:
             continue
+        if not hasattr(array, "dtype"):
+            raise ValueError(
+                f"{name} must be an array, got {type(array).__name__}; pass jnp.asarray"
+            )
         # Signed, because -1 stands for a missing token.
         if not jnp.issubdtype(array.dtype, jnp.signedinteger):
             raise ValueError(f"{name} must be signed integers such as int32, got {array.dtype}")
         if array.ndim != ndim:
             raise ValueError(f"{name} must have {ndim} axes, got the shape {array.shape}")
     batch_size, prompt_size = prompts.shape
+    if batch_size < 1:
+        raise ValueError(f"{prompts.shape=}: there must be at least 1 prompt")
     if prompt_size < 1:
         raise ValueError(f"{prompts.shape=}: a prompt must have at least 1 token")
     if jnp.iinfo(prompts.dtype).max < vocab_size - 1:

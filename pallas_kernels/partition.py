@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.gpu.device import reason_not_here
 from pallas_kernels.gpu.kernel import interpreted, vary, varying_axes
 
 _logger = logging.getLogger(__name__)
@@ -170,7 +171,7 @@ def partitioned(
     mesh = _mesh(args)
     auto, manual = axes_of_kind(mesh, AxisType.Auto), axes_of_kind(mesh, AxisType.Manual)
     whole = Place(parts=manual_parts or ((),) * len(roles.parts))
-    if explicit := _explicit_axes(mesh, args):
+    if explicit := _explicit_beside_auto(mesh) or _explicit_axes(mesh, args):
         return _over_explicit_axes(local, key, roles, whole, mesh, explicit, args)
     if interpreted() or (not mesh.empty and (manual or not auto)):
         # On Manual axes the arrays are a device's parts already. A function that XLA partitions
@@ -217,6 +218,32 @@ def _explicit_axes(mesh: Any, args: Sequence[jax.Array]) -> Split:
     axes = axes_of_kind(mesh, AxisType.Explicit)
     is_split = any(name is not None for a in args for name in jax.typeof(a).sharding.spec)
     return axes if is_split or not axes_of_kind(mesh, AxisType.Auto) else ()
+
+
+def _explicit_beside_auto(mesh: Any) -> Split:
+    """The Explicit axes of a mesh that has Auto axes, too, among them axes of one device.
+
+    JAX cannot compile a function that XLA partitions on such a mesh. So `partitioned` maps over all
+    axes, and splits the tokens over the Explicit ones alone.
+    """
+    if not (auto := axes_of_kind(mesh, AxisType.Auto)):
+        return ()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+    if explicit and reason_not_here() is None:
+        _warn_of_mixed_axes(explicit, auto)
+    return explicit
+
+
+@functools.cache
+def _warn_of_mixed_axes(explicit: Split, auto: Split) -> None:
+    _logger.warning(
+        "the mesh has the Explicit axes %s and the Auto axes %s: operations with kernels are not "
+        "split over the Auto axes there, and all their devices compute the same; make all axes "
+        "Explicit, or all Auto",
+        explicit,
+        auto,
+    )
 
 
 def axes_of_kind(mesh: Any, kind: AxisType) -> Split:
@@ -435,10 +462,11 @@ def _even(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> Splits:
         num_devices = math.prod(mesh.shape[name] for name in split)
         if size % num_devices:
             _logger.warning(
-                "every device gathers an axis of %d and computes all of it, because %s splits it "
-                "over %d devices, which do not divide %d; pad the axis, or split another one",
+                "every device gathers an axis of %d and computes all of it, because the mesh axes "
+                "%s split it over %d devices, which do not divide %d; pad the axis, or split "
+                "another one",
                 size,
-                " and ".join(split),
+                split,
                 num_devices,
                 size,
             )
@@ -527,8 +555,8 @@ def _over_explicit_axes(
         mesh=mesh,
         in_specs=tuple(map(to_spec, layout.args)),
         out_specs=tuple(map(to_spec, layout.results)),
-        # By default all axes, except for one over which `jax.vmap` splits its members.
-        axis_names=set(axes) if axes_of_kind(mesh, AxisType.Auto) else frozenset(),
+        # No axis is named, so that it maps over all axes except for one over which `jax.vmap`
+        # splits its members. JAX refuses to name that one.
         check_vma=False,
     )
     shardings = [NamedSharding(mesh, to_spec(s)) for s in layout.args]

@@ -272,6 +272,17 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main(config: Config) -> None:
     """Trains, prints, and writes the files that the configuration names."""
+    for name in ("digits", "prompts", "updates"):
+        if getattr(config, name) < 1:
+            raise SystemExit(f"error: --{name} {getattr(config, name)} must be at least 1")
+    if config.group < 2:
+        raise SystemExit(
+            f"error: --group {config.group} must be at least 2: an advantage is a reward less the "
+            "mean of its group"
+        )
+    for path in (config.output, config.chart):
+        if path is not None and not path.parent.is_dir():
+            raise SystemExit(f"error: {path.parent} is not a folder; make it for {path.name}")
     trainer = Trainer(config)
     trainer.warm_up()
     print(f"after the warm-up: right {trainer.accuracy():.3f}")

@@ -221,7 +221,7 @@ def linear_distillation_loss(
         logits_dtype=logits_dtype,
         counted_fraction=counted_fraction,
     )
-    num_parts(vocab_axis, "linear_distillation_loss")
+    num_parts(vocab_axis, "linear_distillation_loss", weight)
     of_teacher = (teacher_x, teacher_weight)
     return _loss(
         "linear_distillation_loss",
@@ -322,7 +322,7 @@ def linear_distillation_loss_top_k(
         raise TypeError(f"teacher_ids must be integers, got {teacher_ids.dtype}; cast them")
     num_columns, _ = sizes(weight, weight_layout)
     bias = checked_bias("", bias, num_columns)
-    vocab_size = num_columns * num_parts(vocab_axis, "linear_distillation_loss_top_k")
+    vocab_size = num_columns * num_parts(vocab_axis, "linear_distillation_loss_top_k", weight)
     for name, a in {"teacher_log_probs": teacher_log_probs, "teacher_ids": teacher_ids}.items():
         if a.ndim != x.ndim or a.shape[:-1] != x.shape[:-1]:
             raise ValueError(f"{name} must be {(*x.shape[:-1], 'k')}, got {a.shape}")

@@ -192,7 +192,7 @@ def fp8_linears(
         if q.weight.shape[0] != x.shape[-1]:
             raise ValueError(f"weight must be [K, N], got {q.weight.shape} for x {x.shape}")
         if q.forward is None:
-            log_too_small("fp8_linear: a weight", q.weight.shape, x.dtype, recipe)
+            log_too_small("fp8_linear: a weight", q.weight.shape, x.dtype)
     in_fp8 = [q for q in quantized if q.forward is not None]
     results = iter(())
     if in_fp8:
@@ -201,12 +201,12 @@ def fp8_linears(
     return tuple(matmul(x, q.weight) if q.forward is None else next(results) for q in quantized)
 
 
-def log_too_small(what: str, shape: tuple[int, ...], dtype: DTypeLike, recipe: Recipe) -> None:
+def log_too_small(what: str, shape: tuple[int, ...], dtype: DTypeLike) -> None:
     """Logs once that weights of a shape are multiplied in the dtype of the input."""
     log_once(
-        f"{what} {shape} is multiplied in {jnp.dtype(dtype).name}, because K·N / (K + N) is below "
-        f"{recipe.least_size}, from which {recipe.name} saves time; a recipe with least_size=0 "
-        "takes FP8"
+        f"{what} {shape} is multiplied in {jnp.dtype(dtype).name}, because its K·N / (K + N), "
+        f"{math.prod(shape) // sum(shape)}, is below the least_size of the recipe that quantized "
+        "it, from which FP8 saves time; least_size=0 in that recipe takes FP8"
     )
 
 

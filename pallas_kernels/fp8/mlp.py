@@ -115,7 +115,7 @@ def fp8_swiglu_mlp(
             f"{shapes[1]} and {shapes[2]}"
         )
     if any(q.forward is None for q in weights):
-        log_too_small("fp8_swiglu_mlp: w_gate", shapes[0], x.dtype, recipe)
+        log_too_small("fp8_swiglu_mlp: w_gate", shapes[0], x.dtype)
         return swiglu_mlp(x, *(q.weight for q in weights))
     if x.ndim == 1:
         return fp8_swiglu_mlp(x[None], *weights, recipe=recipe)[0]

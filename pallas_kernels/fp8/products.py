@@ -176,6 +176,10 @@ def _scaled(product: jax.Array, a: Quantized, b: Quantized, out_dtype: DTypeLike
 
 def _check(a: Quantized, b: Quantized, out_dtype: DTypeLike, accumulation: Accumulation) -> None:
     for name, q in (("a", a), ("b", b)):
+        if not isinstance(q, Quantized):
+            raise TypeError(
+                f"{name} must be a Quantized, got {type(q).__name__}; pass quantize({name})"
+            )
         if q.values.dtype not in DTYPES:
             raise TypeError(
                 f"{name} has values of dtype {q.values.dtype}; quantize it to float8_e4m3fn or "

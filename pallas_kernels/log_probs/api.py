@@ -210,7 +210,7 @@ def linear_log_probs(
         implementation=implementation,
         config=config,
     )
-    vocab_size = num_parts(vocab_axis, "linear_log_probs") * request.sizes[0]
+    vocab_size = num_parts(vocab_axis, "linear_log_probs", weight) * request.sizes[0]
     if return_argmax and vocab_size > _MOST_COLUMNS:
         raise ValueError(
             f"return_argmax=True takes a vocabulary of at most {_MOST_COLUMNS} entries, got "
@@ -493,6 +493,6 @@ def checked_options(
         why_no_kernel,
         plan=describe_plan if symbolic_reason(x) is None else None,
     )
-    vocab_size = num_parts(vocab_axis, name) * request.sizes[0]
+    vocab_size = num_parts(vocab_axis, name, weight) * request.sizes[0]
     labels, _, _ = labels_and_weights(labels, None, vocab_size, ignore_index, check_labels, name)
     return request, temperature, labels

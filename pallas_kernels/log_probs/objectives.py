@@ -52,8 +52,10 @@ def aggregate(
       max_length: Divisor of `"seq-mean-token-sum-norm"`.
 
     Raises:
-      ValueError: The aggregation is unknown, or `max_length` does not go with it.
+      ValueError: The aggregation is unknown, `max_length` does not go with it, or the mask has
+        another shape than the values.
     """
+    _check_shapes(values, "values", mask=mask)
     check_choice("aggregation", aggregation, Aggregation)
     if (max_length is None) == (aggregation == "seq-mean-token-sum-norm"):
         raise ValueError(
@@ -105,8 +107,16 @@ def clipped_policy_loss(
       max_length: Divisor, as for `aggregate`.
 
     Raises:
-      ValueError: A weight without a reference, or as `aggregate` does.
+      ValueError: A weight without a reference, an array of another shape than `log_probs`, or as
+        `aggregate` does.
     """
+    _check_shapes(
+        log_probs,
+        old_log_probs=old_log_probs,
+        advantages=advantages,
+        mask=mask,
+        reference_log_probs=reference_log_probs,
+    )
     if kl_weight and reference_log_probs is None:
         raise ValueError(f"{kl_weight=} needs reference_log_probs")
     ratio = _ratio(_difference(log_probs, old_log_probs, mask))
@@ -140,7 +150,12 @@ def gspo_loss(
       mask: Tokens that count.
       clip_low: Distance below 1 at which the ratio is clipped.
       clip_high: Distance above 1 at which the ratio is clipped.
+
+    Raises:
+      ValueError: The shape of an array is not the described one.
     """
+    _check_shapes(log_probs, old_log_probs=old_log_probs, mask=mask)
+    _check_sequences(log_probs, advantages=advantages)
     ratio = _ratio(_means(_difference(log_probs, old_log_probs, mask), mask))
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     counts = _lengths(mask) > 0
@@ -168,7 +183,11 @@ def dpo_loss(
       mask: Tokens that count.
       beta: Factor of the rewards.
       label_smoothing: Probability that a preference is the wrong way round.
+
+    Raises:
+      ValueError: The shape of an array is not the described one.
     """
+    _check_shapes(log_probs, reference_log_probs=reference_log_probs, mask=mask)
     rewards = _sums(_difference(log_probs, reference_log_probs, mask), mask)
     margin = beta * _chosen_minus_rejected(rewards)
     right, wrong = jax.nn.log_sigmoid(margin), jax.nn.log_sigmoid(-margin)
@@ -186,7 +205,11 @@ def orpo_loss(log_probs: Numbers, mask: Mask, *, weight: float = 0.1) -> Float[A
       log_probs: Log-probabilities of the policy.
       mask: Tokens that count.
       weight: Weight of the odds ratio.
+
+    Raises:
+      ValueError: The shape of an array is not the described one.
     """
+    _check_shapes(log_probs, mask=mask)
     # A sequence that is certain has infinite odds, whose gradient is NaN.
     means = jnp.minimum(_means(log_probs, mask), -jnp.finfo(jnp.float32).eps)
     log_odds = means - jnp.log(-jnp.expm1(means))
@@ -208,7 +231,11 @@ def simpo_loss(
       mask: Tokens that count.
       beta: Factor of the means.
       gamma: Margin by which the chosen sequence should be ahead.
+
+    Raises:
+      ValueError: The shape of an array is not the described one.
     """
+    _check_shapes(log_probs, mask=mask)
     margin = beta * _chosen_minus_rejected(_means(log_probs, mask)) - gamma
     return -_mean(jax.nn.log_sigmoid(margin))
 
@@ -240,12 +267,39 @@ def kto_loss(
       beta: Factor of the rewards.
       desirable_weight: Weight of the desirable sequences.
       undesirable_weight: Weight of the others.
+
+    Raises:
+      ValueError: The shape of an array is not the described one.
     """
+    _check_shapes(log_probs, reference_log_probs=reference_log_probs, mask=mask)
+    _check_sequences(log_probs, is_desirable=is_desirable)
+    if jnp.shape(kl):
+        raise ValueError(f"kl must be a scalar, got the shape {jnp.shape(kl)}; take its mean")
     rewards = _sums(_difference(log_probs, reference_log_probs, mask), mask)
     margin = beta * (rewards - jax.lax.stop_gradient(jnp.maximum(kl, 0.0)))
     desirable = desirable_weight * jax.nn.sigmoid(-margin)  # 1 - σ(m) is σ(-m)
     undesirable = undesirable_weight * jax.nn.sigmoid(margin)
     return _mean(jnp.where(is_desirable, desirable, undesirable))
+
+
+def _check_shapes(like: Numbers, name: str = "log_probs", **arrays: Any) -> None:
+    """Raises ValueError for an array that broadcasting would give another meaning."""
+    for other, a in arrays.items():
+        if a is not None and jnp.shape(a) != like.shape:
+            raise ValueError(
+                f"{other} must have the shape of {name}, {like.shape}, got {jnp.shape(a)}; give a "
+                "number for each token, for instance by jnp.broadcast_to"
+            )
+
+
+def _check_sequences(log_probs: Numbers, **arrays: Any) -> None:
+    """Raises ValueError for an array that has no number for each sequence."""
+    for name, a in arrays.items():
+        if jnp.shape(a) != log_probs.shape[:1]:
+            raise ValueError(
+                f"{name} must have a number for each of {log_probs.shape[0]} sequences, got the "
+                f"shape {jnp.shape(a)}"
+            )
 
 
 def _difference(log_probs: Numbers, others: Numbers | None, mask: Mask) -> Numbers:

@@ -228,7 +228,7 @@ def linear_cross_entropy(
     labels, counts, weights = labels_and_weights(
         labels,
         token_weights,
-        num_parts(vocab_axis, _NAME) * request.sizes[0],
+        num_parts(vocab_axis, _NAME, weight) * request.sizes[0],
         ignore_index,
         check_labels,
         _NAME,
@@ -287,7 +287,7 @@ def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) 
             request.settings.implementation,
             why_no_kernel,
         )
-        num_parts(given["vocab_axis"], _NAME)
+        num_parts(given["vocab_axis"], _NAME, weight)
         plans.append(describe(request, given["reduction"], why_no_kernel))
 
     jax.eval_shape(trace, arrays)

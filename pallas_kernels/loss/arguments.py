@@ -22,6 +22,7 @@ from pallas_kernels.arguments import (
     number,
     positive_number,
 )
+from pallas_kernels.gpu.kernel import varying_axes
 from pallas_kernels.implementation import (
     Implementation,
     check_implementation,
@@ -29,6 +30,7 @@ from pallas_kernels.implementation import (
     choose_implementation,
     symbolic_reason,
 )
+from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.layout import Embedding, WeightLayout, sizes, unsupported_reason
 from pallas_kernels.loss.low_rank import LoRA, TwoParts, extended
@@ -292,19 +294,33 @@ def checked_chunks(**sizes: Any) -> dict[str, int | None]:
     return dict.fromkeys(sizes) | given
 
 
-def num_parts(vocab_axis: str | None, operation: str) -> int:
-    """Number of devices over which the vocabulary is split."""
+def num_parts(vocab_axis: str | None, operation: str, weight: Embedding) -> int:
+    """Number of devices over which the vocabulary is split.
+
+    Raises:
+      TypeError: The axis is no name.
+      ValueError: The axis is not bound, or by its type the weight is whole on all of its devices.
+    """
     if vocab_axis is None:
         return 1
     if not isinstance(vocab_axis, str):
         raise TypeError(f"{vocab_axis=} must be the name of a mesh axis, or None")
     try:
-        return jax.lax.axis_size(vocab_axis)
+        size = jax.lax.axis_size(vocab_axis)
     except NameError:
         raise ValueError(
             f"{vocab_axis=} is not bound; call {operation} inside of jax.shard_map over a mesh "
             "with this axis, or leave it out where the weight is whole"
         ) from None
+    # With check_vma=False no type says over which axes an array varies.
+    is_checked = vocab_axis in varying_axes(jax.lax.axis_index(vocab_axis))
+    if size > 1 and is_checked and vocab_axis not in varying_axes(low_rank.arguments(weight)[0]):
+        raise ValueError(
+            f"{vocab_axis=} does not split the weight, which is the same on all {size} devices of "
+            "this axis; split its vocabulary in the in_specs of jax.shard_map, or call "
+            f"{operation} without vocab_axis"
+        )
+    return size
 
 
 def labels_and_weights(

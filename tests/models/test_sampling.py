@@ -266,6 +266,20 @@ def test_wrong_prompts_raise(prompts, lengths, message, unchecked_shapes):
         generate(SHAPES, jnp.asarray(prompts), max_new_tokens=2, prompt_lengths=lengths)
 
 
+def test_what_is_no_array_raises(unchecked_shapes):
+    prompts = jnp.ones((1, 2), jnp.int32)
+    lists: Any = [[1, 2]], [2]
+    text: Any = "a"
+    with pytest.raises(ValueError, match="prompts must be an array, got list; pass jnp"):
+        generate(SHAPES, lists[0], max_new_tokens=2)
+    with pytest.raises(ValueError, match="prompt_lengths must be an array, got list"):
+        generate(SHAPES, prompts, max_new_tokens=2, prompt_lengths=lists[1])
+    with pytest.raises(ValueError, match="temperature='a' must be a number"):
+        generate(SHAPES, prompts, max_new_tokens=2, temperature=text)
+    with pytest.raises(ValueError, match="there must be at least 1 prompt"):
+        generate(SHAPES, prompts[:0], max_new_tokens=2)
+
+
 def test_a_dtype_that_does_not_hold_the_vocabulary_raises(unchecked_shapes):
     config = dataclasses.replace(CONFIG, vocab_size=129)
     model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))

@@ -343,3 +343,14 @@ def test_a_compilation_cache_keeps_options_apart(without_pointer, tmp_path):
             jax.config.update(name, value)
         compilation_cache.reset_cache()
     assert found == ([0, 0, 1, 1] if without_pointer else [0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (1, 8)], ids=str)
+@pytest.mark.parametrize("tokens", [P(), P("b")], ids=str)
+def test_explicit_axes_that_split_nothing_beside_auto_axes(sizes, tokens):
+    """JAX cannot compile a function that XLA partitions on such a mesh. 1 s."""
+    mesh = jax.make_mesh(sizes, ("a", "b"), (EXPLICIT, AUTO))
+    x, *others = make_args()
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, NamedSharding(mesh, tokens))
+        assert_accurate(jax.jit(jax.grad(loss_of(mlp), (0, 1, 2)))(x, *others))

@@ -76,7 +76,7 @@ def test_an_axis_that_devices_do_not_divide(caplog, name):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(b))))
     assert "every device gathers an axis" in caplog.text
-    assert "tokens splits it over 4 devices" in caplog.text
+    assert "('tokens',) split it over 4 devices" in caplog.text
 
 
 def test_many_weights_have_names_of_their_own():

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -109,3 +110,17 @@ def test_a_short_run(tmp_path, capsys):
     assert rows[-1]["accuracy"] and not rows[0]["accuracy"]
     assert (tmp_path / "grpo.png").stat().st_size > 10_000
     assert "after the warm-up: right" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"digits": 0}, "--digits 0 must be at least 1"),
+        ({"group": 1}, "--group 1 must be at least 2"),
+        ({"output": Path("nowhere/a.csv")}, r"nowhere is not a folder; make it for a\.csv"),
+        ({"chart": Path("nowhere/a.png")}, r"nowhere is not a folder; make it for a\.png"),
+    ],
+)
+def test_a_run_that_would_fail_does_not_begin(changes, message):
+    with pytest.raises(SystemExit, match=message):
+        grpo.main(dataclasses.replace(CONFIG, **changes))

@@ -208,6 +208,10 @@ def sample(arguments: Sequence[str]) -> None:
     )
     _add_tokenizer_flags(parser)
     flags = parser.parse_args(arguments)
+    try:
+        flags.prompt.encode()
+    except UnicodeEncodeError:
+        raise FolderError("--prompt is not UTF-8; give it in this encoding") from None
     saved = _with_tokenizer(_find(flags), flags)
     tokenizer = _tokenizer_of(saved)
     prompt = data.start_of_document(flags.prompt, tokenizer)

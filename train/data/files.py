@@ -309,10 +309,16 @@ class Reader:
             piece = np.asarray(tokens[start : start + _PIECE_TOKENS])
             bad = np.flatnonzero((piece < 0) | (piece >= self.vocab_size))
             if len(bad):
+                # A .npy file has its own dtype.
+                or_dtype = (
+                    ", or its dtype with --data.token-dtype"
+                    if path.suffix.lower() == ".bin"
+                    else ""
+                )
                 raise DataError(
                     f"{path}: token {piece[bad[0]]} at index {start + bad[0]} is not one of the "
                     f"tokenizer's {self.vocab_size}; name the tokenizer that made the file with "
-                    "--data.tokenizer, or its dtype with --data.token-dtype"
+                    f"--data.tokenizer{or_dtype}"
                 )
             ends = (np.flatnonzero(piece == self.end_of_text) + 1).tolist()
             if start + len(piece) == len(tokens) or not ends:
@@ -365,7 +371,7 @@ def find_files(path: Path) -> tuple[Path, ...]:
         check_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
-            f"{path} does not exist; give another --data.path or --data.held-out-path"
+            f"{path} does not exist; give the path of a file or folder that does"
         ) from None
     if path.suffix.lower() not in SUFFIXES:
         raise DataError(

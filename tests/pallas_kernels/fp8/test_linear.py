@@ -300,8 +300,9 @@ def test_small_weights_stay_in_their_dtype(caplog):
     assert prepared.forward is None and prepared.dgrad is None
     y = fp8_linear(x, prepared, recipe="tensorwise")
     assert caplog.messages == [
-        "fp8_linear: a weight (2048, 512) is multiplied in bfloat16, because K·N / (K + N) is "
-        "below 750, from which tensorwise saves time; a recipe with least_size=0 takes FP8"
+        "fp8_linear: a weight (2048, 512) is multiplied in bfloat16, because its K·N / (K + N), "
+        "409, is below the least_size of the recipe that quantized it, from which FP8 saves time; "
+        "least_size=0 in that recipe takes FP8"
     ]
     np.testing.assert_array_equal(y, x @ w.astype(BF16))
     assert RECIPES["tensorwise"].gains((2048, 2048))

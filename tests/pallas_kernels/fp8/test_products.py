@@ -167,6 +167,9 @@ def test_errors():
         fp8_matmul(a, make_operands(4, 4, 9)[1])
     with pytest.raises(ValueError, match="both float8_e5m2"):
         fp8_matmul(*make_operands(4, 4, 8, dtypes=(E5M2, E5M2)))
+    plain: Any = jnp.ones((8, 16))
+    with pytest.raises(TypeError, match=r"a must be a Quantized, .*; pass quantize\(a\)"):
+        fp8_matmul(plain, b)
     with pytest.raises(TypeError, match="a has values of dtype float32"):
         fp8_matmul(Quantized(a.dequantize(), a.scale), b)
     with pytest.raises(ValueError, match=r"b must be \[M, K\]"):

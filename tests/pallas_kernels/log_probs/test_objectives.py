@@ -268,5 +268,19 @@ def test_errors(unchecked_shapes):
         objectives.aggregate(a, a, max_length=3)
     with pytest.raises(ValueError, match="needs reference_log_probs"):
         objectives.clipped_policy_loss(a, a, a, a, kl_weight=0.1)
+    square, mask, numbers = jnp.ones((3, 3)), jnp.ones((3, 3)), jnp.ones(3)
+    # Broadcasting would compute another loss of each of them.
+    with pytest.raises(ValueError, match=r"advantages must have the shape of log_probs, \(3, 3\)"):
+        objectives.clipped_policy_loss(square, square, numbers, mask)
+    with pytest.raises(ValueError, match=r"advantages .* each of 3 sequences, .* \(3, 1\)"):
+        objectives.gspo_loss(square, square, numbers[:, None], mask)
+    with pytest.raises(ValueError, match=r"is_desirable .* each of 3 sequences, .* \(3, 1\)"):
+        objectives.kto_loss(square, square, mask, numbers[:, None] > 0, jnp.float32(0))
+    with pytest.raises(ValueError, match=r"kl must be a scalar, got the shape \(3,\)"):
+        objectives.kto_loss(square, square, mask, numbers > 0, numbers)
+    with pytest.raises(ValueError, match="reference_log_probs must have the shape of log_probs"):
+        objectives.dpo_loss(square, numbers, mask)
+    with pytest.raises(ValueError, match=r"mask must have the shape of values, .* got \(3,\)"):
+        objectives.aggregate(square, numbers)
     with pytest.raises(ValueError, match="3 sequences are no pairs"):
         objectives.simpo_loss(a, a)

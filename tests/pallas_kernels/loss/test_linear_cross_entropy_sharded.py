@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import linear_cross_entropy
+from pallas_kernels import linear_cross_entropy, linear_log_probs
 from support.numerics import assert_as_accurate, quick_jit
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -430,3 +430,15 @@ def test_a_weight_split_along_d_is_gathered_once(chunks):
     }
     # The last sum is over the copies of the weight.
     assert moved["all-reduce", (V, D // 4)] == 1
+
+
+@pytest.mark.parametrize("fn", [linear_cross_entropy, linear_log_probs], ids=lambda f: f.__name__)
+def test_a_vocab_axis_that_does_not_split_the_weight(fn):
+    """Each device would count the whole vocabulary again: an error of log 4."""
+    mesh = jax.make_mesh((4,), ("tensor",), (AxisType.Auto,))
+    x, weight, labels = jnp.ones((8, 16)), jnp.ones((32, 16)), jnp.zeros(8, jnp.int32)
+    run = lambda *args: fn(*args, vocab_axis="tensor")
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(P(), P(), P()), out_specs=P())
+    message = "vocab_axis='tensor' does not split the weight, which is the same on all 4 devices"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(mapped, x, weight, labels)

@@ -278,6 +278,7 @@ def test_a_folder_without_a_tokenizer_is_of_bytes(finished, tmp_path, capsys):
         (["--top-k", 0], "argument --top-k: 0 must lie in"),
         (["--top-k", 10**6], "top_k=1000000 must be between 1 and"),
         (["--prompt", ""], "the prompt has no tokens"),
+        (["--prompt", "\udcff"], "--prompt is not UTF-8; give it in this encoding"),
     ],
 )
 def test_samples_that_cannot_be_drawn(options, message, finished, capsys):

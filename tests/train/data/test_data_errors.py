@@ -76,7 +76,7 @@ GOOD = {"text": TEXT.decode()}
 # The files of the folder, the paths that are asked for, and the message.
 CASES = {
     # Files
-    "no such file": (nothing, {"path": "a.txt"}, r"/a\.txt does not exist; give another"),
+    "no such file": (nothing, {"path": "a.txt"}, r"/a\.txt does not exist; give the path"),
     "empty folder": (nothing, {}, r"folder has no file with text or tokens \(.*\.txt"),
     "unknown suffix": (
         text("a.doc"),
