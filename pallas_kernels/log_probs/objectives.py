@@ -298,7 +298,7 @@ def _check_sequences(log_probs: Numbers, **arrays: Any) -> None:
         if jnp.shape(a) != log_probs.shape[:1]:
             raise ValueError(
                 f"{name} must have a number for each of {log_probs.shape[0]} sequences, got the "
-                f"shape {jnp.shape(a)}"
+                f"shape {jnp.shape(a)}; reshape it"
             )
 
 
