@@ -164,10 +164,6 @@ class Llama(nnx.Module):
                 implementation = "cudnn" if reason is None else "xla"
                 if reason is not None and reason_not_here() is None:
                     log_once(f"attention: XLA's runs, which keeps all S² scores, because {reason}")
-            elif implementation == "cudnn" and (reason := reason_not_here()) is not None:
-                raise NotImplementedError(
-                    f"attention_implementation='cudnn': {reason}; take 'xla', or None to choose"
-                )
             return jax.nn.dot_product_attention(
                 q, k, v, mask=mask, is_causal=True, implementation=implementation
             ), None
