@@ -193,7 +193,10 @@ def split_over_explicit_axes(
     mesh = _mesh(args)
     whole = Place(parts=((),) * len(roles.parts))
     if explicit := _explicit_axes(mesh, args):
-        return _over_explicit_axes(local, key, roles, whole, mesh, explicit, args)
+        is_mixed = bool(axes_of_kind(mesh, AxisType.Auto))
+        return _over_explicit_axes(
+            local, key, roles, whole, mesh, explicit, args, leaves_auto=is_mixed
+        )
     return tuple(local(key, whole)(*args))
 
 
@@ -543,6 +546,8 @@ def _over_explicit_axes(
     mesh: Any,
     axes: Split,
     args: Sequence[jax.Array],
+    *,
+    leaves_auto: bool = False,
 ) -> tuple[jax.Array, ...]:
     named = lambda split: tuple(name for name in split if name in axes)
     specs = [jax.typeof(a).sharding.spec for a in args]
@@ -555,8 +560,9 @@ def _over_explicit_axes(
         mesh=mesh,
         in_specs=tuple(map(to_spec, layout.args)),
         out_specs=tuple(map(to_spec, layout.results)),
-        # No axis is named, so that it maps over all axes except for one over which `jax.vmap`
-        # splits its members. JAX refuses to name that one.
+        # Without names it maps over all axes except for one over which `jax.vmap` splits its
+        # members. JAX refuses to name that one. With names it leaves Auto axes to XLA.
+        axis_names=set(axes) if leaves_auto else frozenset(),
         check_vma=False,
     )
     shardings = [NamedSharding(mesh, to_spec(s)) for s in layout.args]

@@ -16,7 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import operation, partition
+from pallas_kernels import operation, partition, rms_norm
 from support.partitioned import TanhMLP
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -354,3 +354,14 @@ def test_explicit_axes_that_split_nothing_beside_auto_axes(sizes, tokens):
     with jax.set_mesh(mesh):
         x = jax.device_put(x, NamedSharding(mesh, tokens))
         assert_accurate(jax.jit(jax.grad(loss_of(mlp), (0, 1, 2)))(x, *others))
+
+
+def test_plain_jax_stays_split_over_auto_axes_beside_explicit_ones():
+    """XLA splits the reference over the Auto axis, as it does any program. 1 s."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), (EXPLICIT, AUTO))
+    x, weight = jnp.ones(SHAPE), jnp.ones(D)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, NamedSharding(mesh, P("a", "b")))
+        norm = functools.partial(rms_norm, implementation="reference")
+        compiled = jax.jit(norm).lower(x, weight).compile()
+    assert collectives(compiled.as_text()) == (0, 0, 0, 0, 0)
