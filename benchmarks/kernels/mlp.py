@@ -14,7 +14,8 @@ The shapes are tokens x D x F. The data are random bfloat16 numbers; times are k
 - `mlp`: forward and backward by implementation and by saved arrays, beside nine GEMMs.
 
 Each candidate for the launch parameters is checked against XLA's result, then timed; `--sweep` adds
-candidates. The benchmark writes a table and all numbers into the folder of results.
+candidates. The benchmark writes a table and all numbers into the folder of results, anew after each
+shape. The last table has a row for each shape: the kernels beside XLA.
 """
 
 import argparse
@@ -116,13 +117,15 @@ def parts(shape: Shape, *, sweep: bool) -> list[Part]:
     dw_down = functools.partial(weight_gradient, gate, dy)
 
     device = target_device()
-    forward = gated_matmul.default_config(tokens, intermediate_size, hidden_size, device)
     backward = gated_matmul.default_backward_config(tokens, intermediate_size, hidden_size, device)
     projections = [
         Way("XLA, gate and up kept", _project_xla),
         Way("XLA", lambda *a: _project_xla(*a)[:1]),
     ]
     for keep in (True, False):
+        forward = gated_matmul.default_config(
+            tokens, intermediate_size, hidden_size, device, keep=keep
+        )
         for name, config in variants(forward, sweep=sweep):
             kernel = functools.partial(gated_matmul.gated_matmul, keep=keep, config=config)
             projections.append(Way(f"kernel{', gate and up kept' if keep else ''}{name}", kernel))
@@ -232,6 +235,42 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+# The columns of the summary: a part, the way of the kernels, and XLA's way for the same arrays.
+_COMPARED = (
+    ("projections", "kernel, gate and up kept", "XLA, gate and up kept"),
+    ("gradients", "kernel", "XLA"),
+    ("mlp", "mosaic_gpu, save=gate_up", "xla, save=gate_up"),
+)
+
+
+def summary(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown with a row for each shape: times over the GEMMs, the kernels' and XLA's."""
+    lines = [
+        "## All shapes: time over the GEMMs, by the kernels (by XLA)",
+        "",
+        "| tokens x D x F | gate, up and product | dgate, dup and product | forward and backward |",
+        "|---|---|---|---|",
+    ]
+    by_shape: dict[Shape, dict[str, dict[str, Any]]] = {}
+    for record in records:
+        by_shape.setdefault(tuple(record["shape"]), {})[record["part"]] = record
+    for shape, by_part in by_shape.items():
+        cells = [
+            f"{_over_gemms(by_part.get(part), kernel)} ({_over_gemms(by_part.get(part), xla)})"
+            for part, kernel, xla in _COMPARED
+        ]
+        lines.append(f"| {shapes.label(shape)} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _over_gemms(record: dict[str, Any] | None, name: str) -> str:
+    """The time of a way over that of the GEMMs, or a dash if there is none."""
+    for way in record["ways"] if record else []:
+        if way["name"] == name and "error" not in way:
+            return f"{way['median_ms'] / record['gemms_ms']:.3f}"
+    return "-"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes and prints."""
     argv = sys.argv[1:] if argv is None else argv
@@ -247,21 +286,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(argv)
     device_kind = timing.require_gpu()
-    records = []
-    for shape in args.shapes:
-        for part in parts(shape, sweep=args.sweep):
-            if args.parts and part.name not in args.parts:
-                continue
-            print(f"{shapes.label(shape)} {part.name} ...", file=sys.stderr, flush=True)
-            records.append({"shape": list(shape)} | measure(part, args.rounds))
     header = (
         f"# swiglu_mlp on {device_kind}\n\n{time.strftime('%Y-%m-%d')}, jax {jax.__version__}. "
         f"bfloat16, kernel time, median of {args.rounds} interleaved rounds; in the same run, by "
         f"wall time, {ceilings.measure()}.\n\n"
         f"    {shlex.join(['python', '-m', 'benchmarks.kernels.mlp', *argv])}\n\n"
     )
-    text = header + table(records)
-    write_results(args.output_dir, "swiglu_mlp", short_name(device_kind), records, text)
+    records, text = [], header
+    for shape in args.shapes:
+        for part in parts(shape, sweep=args.sweep):
+            if args.parts and part.name not in args.parts:
+                continue
+            print(f"{shapes.label(shape)} {part.name} ...", file=sys.stderr, flush=True)
+            records.append({"shape": list(shape)} | measure(part, args.rounds))
+        text = header + table(records) + "\n" + summary(records)
+        write_results(args.output_dir, "swiglu_mlp", short_name(device_kind), records, text)
     print(text)
 
 

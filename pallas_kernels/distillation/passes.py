@@ -21,12 +21,10 @@ products is in memory. The warps of a block load the same part of a bias.
 The teacher's logits may be those of a part of the student's rows. The kernels then read and write
 these rows where they lie: XLA might copy a part of an array that a kernel writes in place.
 
-`approx_math` takes exp2 and log2 of the hardware, right to 2^-22; results below 2^-126 are 0. The
-hardware's tanh errs by 2^-11, so tanh is made of exp2, to 1e-7.
+`approx_math` takes exp2 and log2 of the hardware, right to 2^-22; results below 2^-126 are 0.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +40,7 @@ from pallas_kernels.gpu.arrays import at_aligned_addresses, unsupported_dtype
 from pallas_kernels.gpu.device import BYTES_PER_ACCESS, LANES, WARPS_PER_WARPGROUP
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, rows_of_warps, store
+from pallas_kernels.gpu.math import LN_2, LOG2_E, tanh
 
 # Rows of a block, one for each warp.
 ROWS = WARPS_PER_WARPGROUP
@@ -52,7 +51,6 @@ _TILES = 24
 # Maximum before the first logit. With -inf, -inf minus itself would be NaN.
 _LOWEST = -1e30
 _LARGEST = float(jnp.finfo(jnp.float32).max)
-_LOG2_E, _LN_2 = math.log2(math.e), math.log(2)
 
 
 class _Part(NamedTuple):
@@ -166,15 +164,15 @@ def statistics(
     none = jnp.zeros_like(lse)
     if of_kl is not None:
         factor = factors[of_kl]
-        terms = add(jnp.where(factor == 0, 0.0, found[4] * factor)) / totals[of_kl] * _LN_2
+        terms = add(jnp.where(factor == 0, 0.0, found[4] * factor)) / totals[of_kl] * LN_2
         other = (lse, teacher_lse) if of_kl == 1 else (teacher_lse, lse)
         # Equal logits have equal sums, so the difference is exactly 0.
-        return Statistics(terms + (other[0] - other[1]) * _LN_2, lse, teacher_lse, none)
+        return Statistics(terms + (other[0] - other[1]) * LN_2, lse, teacher_lse, none)
     beta = divergence.beta
     mixture = functools.partial(_mixture, beta)
     of_rows = lse, teacher_lse
     parts = _fold("distillation_mixture", mixture, (0.0, 0.0), sources, of_rows)
-    student_part, teacher_part = (add(a) * _LN_2 for a in parts)
+    student_part, teacher_part = (add(a) * LN_2 for a in parts)
     loss = beta * teacher_part + (1 - beta) * student_part
     return Statistics(loss, lse, teacher_lse, student_part)
 
@@ -265,7 +263,7 @@ class _Sources(NamedTuple):
             at_aligned_addresses((*values, *biases, first_row.reshape(1))),
             tuple(one.bias is not None for one in logits),
             tuple(one.softcap for one in logits),
-            _LOG2_E / temperature,
+            LOG2_E / temperature,
         )
 
     @property
@@ -303,10 +301,8 @@ class _Sources(NamedTuple):
                 z += jax.lax.broadcast_in_dim(bias, part.shape, (1,))
             slope = None
             if softcap is not None:
-                # The square of rsqrt, because the hardware has no other fast division.
-                power = jnp.exp2(z * (2 * _LOG2_E / softcap))
-                tanh = 1 - 2 * jnp.square(jax.lax.rsqrt(1 + power))
-                z, slope = softcap * tanh, 1 - jnp.square(tanh)
+                bounded = tanh(z * (1 / softcap))
+                z, slope = softcap * bounded, 1 - jnp.square(bounded)
             found.append((z * self.scale, slope))
         return found
 
@@ -419,8 +415,8 @@ def _derivative(
             return jnp.exp2(log_p) - jnp.exp2(log_q)
         case "reverse_kl":
             p = jnp.exp2(log_p)
-            above = (log_p - log_q) * _LN_2 - of_row
+            above = (log_p - log_q) * LN_2 - of_row
             return jnp.where(p == 0.0, 0.0, p * jnp.minimum(above, _LARGEST))
     p, _, of_p, _ = _log2_ratios(divergence.beta, z, t, lse, teacher_lse)
-    above = of_p * _LN_2 - of_row
+    above = of_p * LN_2 - of_row
     return (1 - divergence.beta) * jnp.where(p == 0.0, 0.0, p * above)

@@ -52,6 +52,7 @@ from pallas_kernels.fp8.linear import (
 from pallas_kernels.fp8.products import fp8_matmul
 from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
 from pallas_kernels.fp8.types import BlockwiseInt8, Quantized
+from pallas_kernels.gpu.math import logistic
 from pallas_kernels.mlp import swiglu_mlp
 from pallas_kernels.mlp.reference import product, swiglu_gradients
 from pallas_kernels.operation import Mask, call
@@ -273,7 +274,7 @@ def swiglu_backward(
     if is_in_fp8 and reason is None:
         of_dgate, of_dup, (_, turned) = cast_computed(
             (gate, up, dproduct),
-            swiglu_gradients,
+            _gradients_in_kernels,
             (recipe.gradients, recipe.gradients, recipe.inputs),
             ((wanted[0], wanted[1]), (wanted[0], wanted[2]), (False, wanted[3])),
             place,
@@ -288,3 +289,7 @@ def swiglu_backward(
         for d, w in zip((dgate, dup), wanted[1:3], strict=True)
     )
     return of_dgate, of_dup, activated
+
+
+def _gradients_in_kernels(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return swiglu_gradients(*arrays, logistic=logistic)

@@ -37,6 +37,7 @@ from pallas_kernels.gpu.arrays import at_aligned_addresses, unsupported_dtype
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.gpu.kernel import gpu_kernel, shared
 from pallas_kernels.gpu.layouts import load
+from pallas_kernels.gpu.math import rounded
 
 PIECE = 64  # rows and columns, as wgmma's layout has them
 _ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -166,6 +167,7 @@ def quantize_computed(
     out = gpu_kernel(
         functools.partial(_kernel, tile, column_tiles, compute, structure, [c[:2] for c in copies]),
         kernel_name=name,
+        compiler_params=plgpu.CompilerParams(approx_math=True),  # exp2 in one instruction
         out_type=tuple(
             jax.ShapeDtypeStruct(turn((num_rows, num_columns), turned), wanted[i].dtype)
             for i, turned, _ in copies
@@ -240,7 +242,8 @@ def _kernel(
         i, j = jax.lax.div(piece, pieces_of_row), jax.lax.rem(piece, pieces_of_row)
         in_rows, in_columns = pl.ds(i * PIECE, PIECE), pl.ds(j * PIECE, PIECE)
         inputs = zip(gmems, smems, strict=True)
-        pieces = [p.astype(jnp.float32) for p in compute(*(piece_of(*a, i, j) for a in inputs))]
+        computed = compute(*(piece_of(*a, i, j) for a in inputs))
+        pieces = [rounded(p, p.dtype).astype(jnp.float32) for p in computed]
         of_tensor = {}  # values that serve both orders, because they have one scale
         for (k, turned), inverse_ref, out, smem in zip(
             copies, inverses, outs, out_smems, strict=True

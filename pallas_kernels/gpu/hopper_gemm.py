@@ -162,8 +162,8 @@ def store_piece(
 ) -> None:
     """Stores columns of a warpgroup's accumulators through shared memory.
 
-    The caller calls it for each piece of a tile in turn, and may leave out the last ones. One slot
-    is filled while the other is stored. `wait_for_pieces` waits for the last stores.
+    The caller calls it for each piece of a tile in turn, and may leave out the last ones. A slot is
+    filled while the others are stored. `wait_for_pieces` waits for the last stores.
 
     TMA stores nothing past the last row or column of an array, with one exception. Where an array
     has a single block of columns and a piece is one block wide, Mosaic leaves the number of the
@@ -173,12 +173,13 @@ def store_piece(
     Args:
       i: Number of the piece in the tile.
       value: Values to store, in the dtype of `to`, so that the rounding is done before the wait.
-      slots: `[2, 64, width]` in shared memory, the warpgroup's own.
+      slots: `[num_slots, 64, width]` in shared memory, the warpgroup's own, with 2 slots or more.
       to: Destination in device memory, `[64, width]`.
       turned: Whether to store the transpose; `width` is then 64.
     """
-    smem = slots.at[i % 2]
-    wait_for_slot(i)
+    num_slots = slots.shape[0]
+    smem = slots.at[i % num_slots]
+    wait_for_slot(i, num_slots)
     if turned:
         smem.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
     else:
@@ -186,13 +187,14 @@ def store_piece(
     store_slot(smem, to)
 
 
-def wait_for_slot(i: int) -> None:
-    """Waits until a warpgroup may fill slot `i % 2` with the i-th piece of a tile.
+def wait_for_slot(i: int, num_slots: int = 2) -> None:
+    """Waits until a warpgroup may fill slot `i % num_slots` with the i-th piece of a tile.
 
-    Only the store from the other slot may then still be reading. The tile before may have ended
-    with either slot, so the first piece waits for both.
+    Only the stores from the other slots may then still be reading. The tile before may have ended
+    with any slot, so the first piece waits for all. The pieces after it have a free slot each.
     """
-    plgpu.wait_smem_to_gmem(min(i, 1), wait_read_only=True)
+    if i == 0 or i >= num_slots - 1:
+        plgpu.wait_smem_to_gmem(min(i, num_slots - 1), wait_read_only=True)
 
 
 def store_slot(smem: Any, to: Any) -> None:

@@ -46,20 +46,26 @@ from pallas_kernels.gpu.hopper_gemm import (
     whole_tiles,
 )
 from pallas_kernels.gpu.kernel import gpu_kernel
+from pallas_kernels.gpu.math import logistic, rounded
 from pallas_kernels.mlp import formula
 
 _MULTIPLE = TILE_K  # of D and F, because Mosaic copies whole blocks of 8 rows by 64 columns
 _PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
 _BACKWARD_PIECE = 32  # columns as well, but of three arrays
+_COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True)  # exp2 in one instruction
 _SLOTS = 3  # places for pieces in shared memory: one at work, one arriving, one leaving
 
 
 def default_config(
-    num_tokens: int, intermediate_size: int, hidden_size: int, device: Device
+    num_tokens: int, intermediate_size: int, hidden_size: int, device: Device, *, keep: bool
 ) -> Config:
-    """Launch parameters of the forward: the best of a sweep at two sizes on an H100."""
+    """Launch parameters of the forward: the best of a sweep at two sizes on an H100.
+
+    With gate and up, three stages leave room for five of a warpgroup's six pieces. Their stores
+    then run beside the next tile (docs/lab/2026-11-29-instructions-of-epilogues.md).
+    """
     return hopper_gemm.default_config(
-        num_tokens, intermediate_size, hidden_size, device, tile_n=128, stages=4
+        num_tokens, intermediate_size, hidden_size, device, tile_n=128, stages=3 if keep else 4
     )
 
 
@@ -123,7 +129,7 @@ def gated_matmul(
     num_columns = w_gate.shape[1]
     device = target_device()
     if config is None:
-        config = default_config(num_tokens, num_columns, hidden_size, device)
+        config = default_config(num_tokens, num_columns, hidden_size, device, keep=keep)
     loop = MainLoop(
         config=config,
         num_rows=num_tokens,
@@ -133,17 +139,23 @@ def gated_matmul(
         num_b=2,
         b_layout="KN",
     )
-    # Two pieces: one is filled while the other is on its way.
-    pieces = (WARPGROUPS, 2, TILE_M, _PIECE)
-    loop.check_fits(device, extra_bytes=x.dtype.itemsize * math.prod(pieces))
+    num_outputs = 3 if keep else 1
+    # Slots for a tile's pieces, as many as fit. With two, one is filled while the other is stored.
+    slot_bytes = x.dtype.itemsize * WARPGROUPS * TILE_M * _PIECE
+    free_slots = (device.smem_bytes - loop.smem_bytes) // slot_bytes
+    num_slots = max(2, min(config.tile_n // _PIECE * num_outputs, free_slots))
+    loop.check_fits(device, extra_bytes=num_slots * slot_bytes)
     x = whole_tiles(x)
     output = jax.ShapeDtypeStruct((x.shape[0], num_columns), x.dtype)
-    num_outputs = 3 if keep else 1
     outputs = gpu_kernel(
         functools.partial(_forward_kernel, loop, num_outputs),
         out_type=(output,) * num_outputs,
         **loop.launch,
-        scratch_types=[plgpu.SMEM(pieces, x.dtype), *loop.scratch_types],
+        scratch_types=[
+            plgpu.SMEM((WARPGROUPS, num_slots, TILE_M, _PIECE), x.dtype),
+            *loop.scratch_types,
+        ],
+        compiler_params=_COMPILER_PARAMS,
         kernel_name="gated_matmul",
     )(x, w_gate, w_up)
     return tuple(a[:num_tokens] for a in outputs)
@@ -167,10 +179,13 @@ def _forward_kernel(
         accumulators = multiply()
         for i in range(num_pieces):
             columns = slice(i * _PIECE, (i + 1) * _PIECE)
-            gate, up = (acc[:, columns].astype(loop.dtype) for acc in accumulators)
-            product = formula.product(gate.astype(jnp.float32), up.astype(jnp.float32))
-            values = (product.astype(loop.dtype), gate, up)[:num_outputs]
-            for j, (value, output) in enumerate(zip(values, outputs, strict=True)):
+            gate, up = (rounded(acc[:, columns], loop.dtype) for acc in accumulators)
+            in_float32 = gate.astype(jnp.float32), up.astype(jnp.float32)
+            product = formula.product(*in_float32, logistic=logistic).astype(loop.dtype)
+            # Gate and up leave while the product is computed.
+            values = (product, gate, up)[:num_outputs]
+            stores = reversed(list(zip(values, outputs, strict=True)))
+            for j, (value, output) in enumerate(stores):
                 to = output.at[pl.ds(row, TILE_M), pl.ds(column + i * _PIECE, _PIECE)]
                 store_piece(i * num_outputs + j, value, piece_smem.at[warpgroup], to)
 
@@ -229,6 +244,7 @@ def gated_matmul_backward(
             plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS * _SLOTS),
             *loop.scratch_types,
         ],
+        compiler_params=_COMPILER_PARAMS,
         kernel_name="gated_matmul_backward",
     )(dy, w_down, gate, up)
     return dgate[:num_tokens], dup[:num_tokens], product[:num_tokens]
@@ -280,7 +296,7 @@ def _backward_kernel(
                 c = first_of(i)[1]
                 dproduct = dproducts[i % halves][:, c : c + _BACKWARD_PIECE]
                 gate, up = smem[0].astype(jnp.float32), smem[1].astype(jnp.float32)
-                results = formula.gradients(gate, up, dproduct)
+                results = formula.gradients(gate, up, dproduct, logistic=logistic)
                 slots = smem.at[0], smem.at[1], product_smem.at[warpgroup, i % (_SLOTS - 1)]
                 for slot, result in zip(slots, results, strict=True):
                     slot[...] = result.astype(loop.dtype)

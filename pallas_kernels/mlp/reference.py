@@ -47,9 +47,16 @@ def product(gate: Float[Array, "*T F"], up: Float[Array, "*T F"]) -> Float[Array
     return formula.product(gate.astype(jnp.float32), up.astype(jnp.float32)).astype(gate.dtype)
 
 
-def swiglu_gradients(gate: jax.Array, up: jax.Array, dproduct: jax.Array) -> tuple[jax.Array, ...]:
+def swiglu_gradients(
+    gate: jax.Array,
+    up: jax.Array,
+    dproduct: jax.Array,
+    *,
+    logistic: formula.Logistic = jax.lax.logistic,
+) -> tuple[jax.Array, ...]:
     """`(dgate, dup, product)` in float32, rounded to the dtype of `dproduct`."""
-    found = formula.gradients(*(a.astype(jnp.float32) for a in (gate, up, dproduct)))
+    in_float32 = (a.astype(jnp.float32) for a in (gate, up, dproduct))
+    found = formula.gradients(*in_float32, logistic=logistic)
     return tuple(a.astype(dproduct.dtype) for a in found)
 
 

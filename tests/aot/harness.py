@@ -81,6 +81,8 @@ class Kernel:
       loads: Number of instructions that load from global memory, by bytes a thread.
       stores: Number of instructions that store to global memory, by bytes a thread.
       early_conversions: Number of roundings to 16 bits between a wgmma and the wait for it.
+      lone_roundings: Number of instructions that round one number to bfloat16. The hardware runs 16
+        of them a clock, and 64 that round two.
       peer_signals: Number of atomic additions that other devices see.
       multicasts: Number of instructions for NVLink multicast.
     """
@@ -98,6 +100,7 @@ class Kernel:
     loads: Counter[int]
     stores: Counter[int]
     early_conversions: int
+    lone_roundings: int
     peer_signals: int
     multicasts: int
 
@@ -240,6 +243,7 @@ def parse_kernel(ptx: str, ptxas: str, resources: str) -> Kernel:
             part.count("cvt.rn.")
             for part in re.findall(r"wgmma\.commit_group.*?wgmma\.wait_group\S* 0;", ptx, re.DOTALL)
         ),
+        lone_roundings=ptx.count("cvt.rn.bf16.f32"),
         peer_signals=ptx.count("red.release.sys"),
         multicasts=ptx.count("multimem"),
     )

@@ -88,6 +88,7 @@ def test_compiles(compiled, chip, case):
     for kernel in program.kernels:
         assert kernel.arch == ARCHS[chip]
         assert (kernel.spill_bytes, kernel.stack_bytes, kernel.warnings) == (0, 0, ()), kernel
+        assert kernel.lone_roundings == 0, kernel
         if kernel.name.startswith("fp8_amax"):
             # 16 accesses of 16 bytes a lane are 64 rows of 256 columns; 2880 is 15 times 192.
             assert kernel.loads == {16: 12 if case == "row-2880" else 16}, kernel

@@ -74,6 +74,8 @@ def assert_runs_well(kernel: Any) -> None:
     assert kernel.spill_bytes <= most and not any("serialized" in w for w in kernel.warnings)
     # LLVM once converted sums before the wgmma that adds to them had finished.
     assert kernel.early_conversions == 0
+    # With numbers rounded one by one, the forward took 2 to 5 % longer.
+    assert kernel.lone_roundings == 0
     # Only TMA moves activations.
     assert kernel.tma_loads > 0 and kernel.tma_stores > 0
     assert not kernel.loads and not kernel.stores, kernel

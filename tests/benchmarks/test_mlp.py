@@ -1,5 +1,7 @@
 """The benchmark of the gated MLP without a GPU: the comparisons and the tables."""
 
+import functools
+
 import pytest
 
 from benchmarks.kernels import mlp
@@ -28,6 +30,23 @@ def test_ways_that_run_here_agree_and_the_others_are_listed(records):
     text = mlp.table(records)
     assert "## 32x128x256, mlp: GEMMs 2.000 ms" in text
     assert "| xla, save=x | 2.000 | 1.000 |" in text
+    assert mlp.summary(records).splitlines()[-1] == (
+        "| 32x128x256 | - (1.000) | - (1.000) | - (1.000) |"
+    )
+
+
+def test_the_summary_has_a_row_for_each_shape():
+    way = lambda name, ms: {"name": name, "median_ms": ms}
+    records = [
+        {"shape": [64, 128, 256], "part": "mlp", "gemms_ms": 4.0}
+        | {"ways": [way("mosaic_gpu, save=gate_up", 5.0), way("xla, save=gate_up", 6.0)]},
+        {"shape": [64, 128, 512], "part": "gradients", "gemms_ms": 2.0}
+        | {"ways": [way("kernel", 3.0), {"name": "XLA", "error": "does not fit"}]},
+    ]
+    assert mlp.summary(records).splitlines()[-2:] == [
+        "| 64x128x256 | - (-) | - (-) | 1.250 (1.500) |",
+        "| 64x128x512 | - (-) | 1.500 (-) | - (-) |",
+    ]
 
 
 def test_a_wrong_result_is_not_timed(two_ms_a_call):
@@ -39,7 +58,8 @@ def test_a_wrong_result_is_not_timed(two_ms_a_call):
 
 
 def test_sweep_has_the_default_once_and_fits_the_kernel():
-    for make in (gated_matmul.default_config, gated_matmul.default_backward_config):
+    of_forward = functools.partial(gated_matmul.default_config, keep=True)
+    for make in (of_forward, gated_matmul.default_backward_config):
         base = make(8192, 14336, 4096, H100)
         assert list(mlp.variants(base, sweep=False)) == [("", base)]
         names, configs = zip(*mlp.variants(base, sweep=True), strict=True)

@@ -33,7 +33,6 @@ times its factor is rounded to bfloat16 for the GEMM of `dweight`, which adds on
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -41,6 +40,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.gpu.hopper_gemm import TILE_K, Operand
+from pallas_kernels.gpu.math import LOG2_E
 from pallas_kernels.loss.known_rows import Rows
 from pallas_kernels.loss.layout import Embedding, WeightLayout, entries
 from pallas_kernels.loss.mosaic_gpu import statistics as linear_statistics
@@ -54,7 +54,6 @@ from pallas_kernels.loss.mosaic_gpu.statistics import (
 )
 from pallas_kernels.loss.token_loss import IGNORED, LogitStatistics, LossOptions
 
-_LOG2_E = math.log2(math.e)
 _LARGEST = 64  # log2 of the largest exponential that needs no second GEMM
 _ABOVE_ALL = 1e30  # offset with which the exponential of each finite logit is 0
 
@@ -163,7 +162,7 @@ def exponentials_of_linear(
     label_logit = jnp.sum(x.astype(jnp.float32) * of_label.astype(jnp.float32), axis=1)
     # An ignored token has no label whose logit could be the offset, and it does not count.
     is_ignored = labels == IGNORED
-    offset = jnp.where(is_ignored, _ABOVE_ALL, label_logit * (_LOG2_E / temperature))
+    offset = jnp.where(is_ignored, _ABOVE_ALL, label_logit * (LOG2_E / temperature))
     exponentials = functools.partial(
         linear_exponentials,
         x,
@@ -181,7 +180,7 @@ def exponentials_of_linear(
     # finite. A scale makes it 0. Without one, an infinite weight times the zeros for x makes NaN.
     has_scale = stored is not None and len(x) % TILE_K != 0
     found = exponentials(offset, scale=scale if has_scale else None)
-    largest = found.largest * _LOG2_E
+    largest = found.largest * LOG2_E
     # Also true where a number is NaN. The offset adds up the same products as the GEMM in another
     # order, and may overflow alone. The total is 0 if it overflows to infinity.
     is_wrong = ~((largest - offset <= _LARGEST) & (found.total > 0))
@@ -196,7 +195,7 @@ def exponentials_of_linear(
     # loss keeps its digits in this form. It has a difference of logarithms, because a quotient of
     # the two sums overflows where the label is 88 nats below the largest logit.
     from_label = found.label_logit + (jnp.log(found.total) - jnp.log(found.of_label))
-    lse = jnp.where(found.of_label > 0, from_label, (offset + jnp.log2(found.total)) / _LOG2_E)
+    lse = jnp.where(found.of_label > 0, from_label, (offset + jnp.log2(found.total)) / LOG2_E)
     return found, lse
 
 
@@ -334,13 +333,13 @@ def dlogits_of_linear(
         x,
         weight,
         labels,
-        rows.lse * _LOG2_E,
+        rows.lse * LOG2_E,
         num_columns=num_columns,
         bias=bias,
         softcap=softcap,
         temperature=temperature,
         scale=rows.softmax,
-        slope=None if slope is None else slope / _LOG2_E,
+        slope=None if slope is None else slope / LOG2_E,
         stored=stored,
         weight_layout=weight_layout,
         config=config,

@@ -17,7 +17,6 @@ Above 450 lines, because the two passes share the ring and are one kernel.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -30,6 +29,7 @@ from pallas_kernels.gpu.arrays import at_aligned_addresses
 from pallas_kernels.gpu.device import LANES, WARPS_PER_WARPGROUP, target_device
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, rows_of_warps, store
+from pallas_kernels.gpu.math import LOG2_E, tanh
 from pallas_kernels.loss.mosaic_gpu.logits_config import (
     LINE,
     Config,
@@ -40,7 +40,6 @@ from pallas_kernels.loss.mosaic_gpu.logits_config import (
 from pallas_kernels.loss.token_loss import LogitStatistics, LossOptions
 
 _VECTOR = LINE // LANES
-_LOG2_E = math.log2(math.e)
 # Finite, because the difference of two infinities is NaN.
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -202,7 +201,7 @@ def _kernel(
     uses_per_row = rounds + num_reread
 
     def exp(z):
-        return jnp.exp2(z * _LOG2_E)
+        return jnp.exp2(z * LOG2_E)
 
     def splat(value):
         return plgpu.layout_cast(jnp.full(tile, value, jnp.float32), layout)
@@ -266,9 +265,7 @@ def _kernel(
             z += bias
         if cap is None:
             return z
-        # tanh(u) = 1 - 2 / (1 + exp(2u)), to 1e-7. The square of rsqrt is the quotient, because
-        # the hardware has no other fast division.
-        return cap - 2 * cap * jnp.square(jax.lax.rsqrt(1 + exp(z * (2 / cap))))
+        return cap * tanh(z * (1 / cap))
 
     def tile_at(use, line, i):
         raw = load(ring_smem.at[jax.lax.rem(use, slots), warpgroup, pl.ds(i, tile[0])], layout)
@@ -345,7 +342,7 @@ def _kernel(
         largest = functools.reduce(jnp.maximum, maxima)
         exp_sum = sum(s * exp(m - largest) for s, m in zip(get(1), maxima, strict=True))
         # Where all logits are -inf, exp_sum has counted the masked columns.
-        lse = jnp.where(largest == _LOWEST, -jnp.inf, largest + jnp.log2(exp_sum) / _LOG2_E)
+        lse = jnp.where(largest == _LOWEST, -jnp.inf, largest + jnp.log2(exp_sum) / LOG2_E)
         total = functools.reduce(jnp.add, get(3)) if smoothing else jnp.float32(0)
         return lse, largest, functools.reduce(jnp.maximum, get(2)), total
 

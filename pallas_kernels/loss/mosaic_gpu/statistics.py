@@ -75,6 +75,7 @@ from pallas_kernels.gpu.hopper_gemm import (
 )
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
+from pallas_kernels.gpu.math import LN_2, LOG2_E, tanh
 from pallas_kernels.loss.layout import Embedding, WeightLayout, sizes
 from pallas_kernels.loss.low_rank import TwoParts
 from pallas_kernels.loss.token_loss import LogitStatistics
@@ -83,7 +84,6 @@ _PIECE = 64  # columns of a tile that go through shared memory at a time: 128 by
 _PIECES = (WARPGROUPS, 2, TILE_M, _PIECE)  # one of two is filled while the other is stored
 _LOWEST = -1e30
 _LEAST = -1e4  # finite exponent whose power of 2 is 0, as that of -inf
-_LOG2_E = math.log2(math.e)
 
 _TILE = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each row of a tile
@@ -255,7 +255,7 @@ def _statistics(
     total = jnp.sum(more.pop(0), axis=0) if with_total else None
     entropy = argmax = None
     if with_entropy:
-        weighted = more.pop(0) + sum_exp * ((largest - top) * _LOG2_E)
+        weighted = more.pop(0) + sum_exp * ((largest - top) * LOG2_E)
         entropy = entropy_of(sums, jnp.sum(weighted * factor, axis=0))
     if with_argmax:
         argmax = lowest_of_largest(largest, more.pop(0))
@@ -272,7 +272,7 @@ def lowest_of_largest(
 
 def entropy_of(sum_exp: Float[Array, " T"], weighted: Float[Array, " T"]) -> Float[Array, " T"]:
     """The entropy of `2^u / Σ 2^u` from `Σ 2^u` and `Σ 2^u · u`; 0 where all `2^u` are 0."""
-    entropy = jnp.log(sum_exp) - weighted / sum_exp * math.log(2)
+    entropy = jnp.log(sum_exp) - weighted / sum_exp * LN_2
     # Rounding of large logits may leave -1e-6 where one of them has all of the probability.
     return jnp.where(sum_exp == 0, 0.0, jnp.maximum(entropy, 0.0))
 
@@ -676,8 +676,8 @@ def _running_statistics(
                 exp *= factor
                 if softcap is not None:
                     # Columns after the vocabulary are -inf, and their exponential is 0.
-                    tanh = piece * (temperature / softcap)
-                    exp *= 1 - jnp.minimum(jnp.square(tanh), 1.0)
+                    bounded = piece * (temperature / softcap)
+                    exp *= 1 - jnp.minimum(jnp.square(bounded), 1.0)
                 return jnp.where(to_piece(counts != 0), exp, _filled(0.0, exp.shape, _TILE))
 
             def scale_and_store(i, first, exp, exponent, piece):
@@ -692,7 +692,7 @@ def _running_statistics(
                     values = load(of["bias"].at[pl.ds(first, _PIECE)], _COLUMN)
                     piece += jax.lax.broadcast_in_dim(values, piece.shape, (1,))
                 if softcap is not None:
-                    piece = softcap * _tanh(piece * (1 / softcap))
+                    piece = softcap * tanh(piece * (1 / softcap))
                 if temperature != 1:
                     piece *= 1 / temperature
                 running = _with_piece(
@@ -711,7 +711,7 @@ def _running_statistics(
             if stores:
                 # In a part without the label the logit is -1e30, whose exponential is 0.
                 label_logit = running[2]
-                running.append(jnp.exp2(label_logit * _LOG2_E - offset))
+                running.append(jnp.exp2(label_logit * LOG2_E - offset))
             for i, value in enumerate(running):
                 store(running_at(i, row), value)
 
@@ -816,12 +816,12 @@ def _with_piece(
     if offset is None:
         # Subtracts before it multiplies: for -1e30, an fma as below would leave the rounding error
         # of the product.
-        change = (largest - new_largest) * _LOG2_E
+        change = (largest - new_largest) * LOG2_E
         if weighted is not None:
             weighted = (weighted + sum_exp * change) * jnp.exp2(change)
         sum_exp *= jnp.exp2(change)
-        offset = new_largest * _LOG2_E
-    exponent = logits * _LOG2_E - to_piece(offset)
+        offset = new_largest * LOG2_E
+    exponent = logits * LOG2_E - to_piece(offset)
     exp = jnp.exp2(exponent)
     sum_exp += jnp.sum(exp, axis=1)
     if weighted is not None:
@@ -838,11 +838,6 @@ def _with_piece(
         *([] if weighted is None else [weighted]),
         *argmax,
     ]
-
-
-def _tanh(x):
-    """tanh by exp2, with an error of 1e-7 of the largest value and a fifth of the instructions."""
-    return 1 - 2 / (jnp.exp2(x * (2 * _LOG2_E)) + 1)
 
 
 def _filled(value: float, shape: tuple[int, ...], layout) -> jax.Array:

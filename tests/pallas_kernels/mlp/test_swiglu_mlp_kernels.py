@@ -127,9 +127,12 @@ def test_a_wrong_row_stays_in_its_row():
 
 
 def test_default_configurations_fit():
+    of_forward = lambda keep: functools.partial(gated_matmul.default_config, keep=keep)
+    piece = 2 * 64 * 64 * 2  # bytes, of both warpgroups
     for tokens, hidden_size, columns in ((8192, 4096, 14336), (16384, 2048, 8192), (1, 128, 128)):
         for make, num_b, extra, in_turns in (
-            (gated_matmul.default_config, 2, 2 * 2 * 64 * 64 * 2, False),
+            (of_forward(keep=False), 2, 2 * piece, False),  # the product of a tile
+            (of_forward(keep=True), 2, 5 * piece, False),  # all but one of gate, up and product
             (gated_matmul.default_backward_config, 1, 2 * (3 * 2 + 2) * 64 * 32 * 2, True),
         ):
             config = make(tokens, columns, hidden_size, H100)
