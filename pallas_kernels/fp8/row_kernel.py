@@ -24,6 +24,7 @@ from pallas_kernels.gpu.arrays import at_aligned_addresses
 from pallas_kernels.gpu.device import WARPS_PER_WARPGROUP
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
+from pallas_kernels.gpu.math import rounded
 from pallas_kernels.norm.config import config_of
 from pallas_kernels.norm.rows import Rows, split_row, splits
 
@@ -104,6 +105,7 @@ def store_quantized(
       scale_gmem: Scales in device memory, one for each row.
       exchange: Scratch memory of `exchange_types`, which a block uses once.
     """
+    values = [rounded(value, value.dtype) for value in values]
     amax = _amax(rows, values, warpgroup, *exchange)
     scale = reference.scale_of(amax, values_gmem.dtype)
     rows.store_scalar(scale_gmem, row, warpgroup, scale)

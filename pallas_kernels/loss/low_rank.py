@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -34,7 +35,7 @@ class LoRA(NamedTuple):
 
     Products take `a` and `b` in the dtype of `x`. `scale · x @ b.T` is float32, and rounded to the
     dtype of `x`. No option of the loss is lost, but for `vocab_chunk_size`. On a mesh, `a` may be
-    split as `weight` is; on Explicit axes `b` must be whole.
+    split as `weight` is. Each device gathers all of `b`, which is small.
 
     `a` and `b` have floating dtypes of 16 bits or more, and each gradient the dtype of its array.
     The functions that take a `LoRA` raise ValueError if its shapes disagree or for
@@ -117,6 +118,7 @@ def extended(x: Array, lora: LoRA, layout: str) -> tuple[Array, TwoParts]:
             f"weight.scale must be a number or a scalar array, got {lora.scale!r}; 1.0 is none"
         )
     scale = jnp.asarray(lora.scale, jnp.float32)
+    b = _on_every_device(b)
     u = (_product_of_finite(x, b.astype(x.dtype)) * scale).astype(x.dtype)
     padding = -rank % _STEP
     u = jnp.pad(u, (*[(0, 0)] * (x.ndim - 1), (0, padding)))
@@ -132,6 +134,14 @@ def whole(weight: Any) -> jax.Array:
         return weight
     parts = jax.tree.leaves(weight.astype(jnp.float32))
     return jnp.concatenate(parts, axis=weight.layout.index("d"))
+
+
+def _on_every_device(b: Array) -> Array:
+    """The array, gathered where Explicit axes split it; JAX refuses its product with `x` there."""
+    sharding = jax.typeof(b).sharding
+    if all(names is None for names in sharding.spec):
+        return b
+    return jax.sharding.reshard(b, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 @jax.checkpoint  # or a copy of x would be kept for the backward, 64 MiB at 8192 x 4096

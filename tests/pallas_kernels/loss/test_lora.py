@@ -311,9 +311,9 @@ def test_stored_log_probabilities():
 
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
 LAYOUTS: dict[str, Any] = {
-    "fsdp": (P(("data", "fsdp")), P(None, "fsdp"), P()),
-    "tensor": (P(("data", "fsdp")), P("tensor"), P("tensor")),
-    "weight alone": (P("data"), P("tensor", "fsdp"), P()),
+    "fsdp": (P(("data", "fsdp")), P(None, "fsdp"), P(), P()),
+    "tensor": (P(("data", "fsdp")), P("tensor"), P("tensor"), P("data")),
+    "weight alone": (P("data"), P("tensor", "fsdp"), P(), P(None, "fsdp")),
 }
 
 
@@ -332,9 +332,9 @@ LAYOUTS: dict[str, Any] = {
 )
 def test_meshes(loss, layout, kind):
     arrays, labels = arrays_of((24, 8, 16, 2), F32)
-    tokens, of_weight, of_a = LAYOUTS[layout]
+    tokens, of_weight, of_a, of_b = LAYOUTS[layout]
     mesh = jax.make_mesh(tuple(AXES.values()), tuple(AXES), axis_types=(kind,) * len(AXES))
-    specs = {"weight": of_weight, "a": of_a, "b": P(), "teacher_weight": P()}
+    specs = {"weight": of_weight, "a": of_a, "b": of_b, "teacher_weight": P()}
     place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
         placed = {name: place(a, specs.get(name, tokens)) for name, a in arrays.items()}
