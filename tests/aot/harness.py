@@ -52,6 +52,7 @@ class Case:
       mesh: Names and sizes of the axes of the mesh in context; empty for one device.
       specs: Specs of the arguments on the mesh; without any, each device has all arguments whole.
       is_explicit: Whether the axes of the mesh are Explicit, and not Auto.
+      auto: Names of axes that are Auto all the same.
     """
 
     function: Callable[..., Any]
@@ -61,6 +62,7 @@ class Case:
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)
     specs: tuple[PartitionSpec, ...] = ()
     is_explicit: bool = False
+    auto: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

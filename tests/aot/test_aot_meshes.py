@@ -10,11 +10,14 @@ import math
 import re
 from collections import Counter
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from aot.harness import Case
 from benchmarks.training.schedule import Schedule
+from pallas_kernels import linear_cross_entropy, rms_norm
 from support import mesh_programs
 from support.mesh_programs import LAYOUTS
 
@@ -43,7 +46,27 @@ def name_of(*parts: str) -> str:
     return ", ".join(parts)
 
 
-CASES = {name_of(*case): make_case(*case) for case in mesh_programs.cases()}
+def _loss_beside_an_auto_axis(x, scale, weight, labels):
+    return linear_cross_entropy(
+        rms_norm(x, scale, implementation="require"), weight, labels, implementation="require"
+    )
+
+
+# Tokens are split over an Explicit axis, beside an Auto axis that splits nothing.
+MIXED = Case(
+    jax.grad(_loss_beside_an_auto_axis, (0, 1, 2)),
+    (
+        jax.ShapeDtypeStruct((B, S, D), jnp.bfloat16),
+        jax.ShapeDtypeStruct((D,), jnp.float32),
+        jax.ShapeDtypeStruct((V, D), jnp.float32),
+        jax.ShapeDtypeStruct((B, S), jnp.int32),
+    ),
+    mesh={"data": 4, "others": 2},
+    specs=(P("data"), P(), P(), P("data")),
+    is_explicit=True,
+    auto=("others",),
+)
+CASES = {name_of(*case): make_case(*case) for case in mesh_programs.cases()} | {"mixed": MIXED}
 NORMAL = {
     "batch, auto, plain",
     "sequence, explicit, scan",
@@ -55,6 +78,7 @@ NORMAL = {
 PARAMS = [
     pytest.param("h100", name, id=name, marks=() if name in NORMAL else pytest.mark.full)
     for name in CASES
+    if name != "mixed"
 ]
 each_program = pytest.mark.parametrize("chip, case", PARAMS)
 
@@ -116,3 +140,16 @@ def test_devices_exchange_only_what_the_layout_needs(compiled, chip, case):
     # sums whole gradients first.
     assert found["reduce-scatter"] == of_model // 2
     assert of_model // 2 <= found["all-reduce"] <= of_model + SCALARS
+
+
+@pytest.mark.parametrize("chip, case", [("h100", "mixed")])
+def test_explicit_axes_beside_an_auto_axis(compiled, chip, case):
+    """The kernels run, and devices exchange the gradients of the weights alone. It takes 20 s."""
+    program = compiled(chip, case)
+    names = {kernel.name for kernel in program.kernels}
+    assert names >= {"rms_norm_fwd", "rms_norm_bwd", "linear_exponentials"}, names
+    found: Counter[str] = Counter()
+    for collective in Schedule(program.hlo).collectives():
+        found[collective.kind] += collective.times * sum(map(math.prod, collective.results))
+    assert found.keys() == {"all-reduce"}
+    assert V * D + D <= found["all-reduce"] <= V * D + D + SCALARS

@@ -122,8 +122,11 @@ def _compile(case: Case, chip: str, kernels: dict[str, Kernel], dumps: Dumps) ->
     """Compiles a case and adds its new kernels to those by digest."""
     sizes = case.mesh or {"x": 1}
     devices = np.array(aot.devices(CHIPS[chip], math.prod(sizes.values())))
-    kind = AxisType.Explicit if case.is_explicit else AxisType.Auto
-    mesh = Mesh(devices.reshape(*sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+    kinds = tuple(
+        AxisType.Explicit if case.is_explicit and name not in case.auto else AxisType.Auto
+        for name in sizes
+    )
+    mesh = Mesh(devices.reshape(*sizes.values()), tuple(sizes), axis_types=kinds)
 
     specs = case.specs or (PartitionSpec(),) * len(case.args)
     shardings = [NamedSharding(mesh, spec) for spec in specs]
