@@ -59,8 +59,9 @@ def unsupported_reason(weight: Any, layout: WeightLayout) -> str | None:
     if layout == "vd" or not missing:
         return None
     return (
-        f"weight is [D, V], and its rows of V = {vocab_size} are no multiple of {LINE}; pad the "
-        f'vocabulary to {vocab_size + missing}, or give a weight [V, D] with weight_layout="vd"'
+        f"weight is [D, V], and its rows of V = {vocab_size} on a device are no multiple of "
+        f"{LINE}; pad the vocabulary, so that a device has {vocab_size + missing} columns, or give "
+        'a weight [V, D] with weight_layout="vd"'
     )
 
 

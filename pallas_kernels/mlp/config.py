@@ -113,9 +113,12 @@ def guess_config(device: Device, dtype: DTypeLike) -> Config:
 def _lanes_per_sm(device: Device, registers: int) -> int:
     """Lanes that a multiprocessor has at a time, in whole blocks."""
     # https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
-    small = device.capability is not None and device.capability in ((8, 6), (8, 7), (8, 9), (12, 0))
+    match device.capability:
+        case (8, 6 | 7 | 9) | (12, _):
+            most = 1536
+        case _:
+            most = 2048
     lanes_per_block = WARPS_PER_WARPGROUP * LANES
-    most = 1536 if small else 2048
     return min(most, REGISTERS_PER_SM // registers // lanes_per_block * lanes_per_block)
 
 

@@ -192,7 +192,7 @@ SHAPE = jax.ShapeDtypeStruct
 def test_the_remedy_for_rows_of_a_length_that_no_kernel_reads():
     x, labels = SHAPE((16, 128), BF16), SHAPE((16,), jnp.int32)
     weight = SHAPE((128, 32001), BF16)
-    remedy = "pad the vocabulary to 32128, or give a weight"
+    remedy = "pad the vocabulary, so that a device has 32128 columns, or give a weight"
     assert remedy in str(explain(functools.partial(linear_cross_entropy, **DV), x, weight, labels))
     assert remedy in str(linear_cross_entropy_plan(x, weight, labels, **DV))
     with pytest.raises(NotImplementedError, match=remedy):
