@@ -21,7 +21,7 @@ def logistic(z: jax.Array) -> jax.Array:
 
 
 def tanh(z: jax.Array) -> jax.Array:
-    """The hyperbolic tangent, to 1e-7; the hardware's own errs by 2**-11."""
+    """The hyperbolic tangent, to 1e-6; the hardware's own errs by 2**-11."""
     return 1.0 - 2.0 * jnp.square(jax.lax.rsqrt(1.0 + jnp.exp2(z * (2.0 * LOG2_E))))
 
 
