@@ -265,7 +265,9 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
 
 def _over_gemms(record: dict[str, Any] | None, name: str) -> str:
     """The time of a way over that of the GEMMs, or a dash if there is none."""
-    for way in record["ways"] if record else []:
+    if record is None:
+        return "-"
+    for way in record["ways"]:
         if way["name"] == name and "error" not in way:
             return f"{way['median_ms'] / record['gemms_ms']:.3f}"
     return "-"
