@@ -12,7 +12,7 @@ user, and no link in it is followed. It has three files for each split, `train` 
 
 A preference is two documents in a row, the chosen one and the rejected one, of the same split.
 
-Empty documents, and prompts without a completion, are left out.
+Empty documents, and prompts without a completion, are left out. The index has their number.
 
 While a process makes an entry, `progress.json` holds the sizes of the files that are valid so far,
 their checksums, and the place in the text to continue from. It is replaced by a rename, after the
@@ -245,7 +245,8 @@ def _fingerprint(reader: Reader, tokenizer: Tokenizer, held_out_fraction: float)
     if reader.preferences:
         of_records["preferences"] = True
     if reader.chat_template is not None:
-        of_records["chat_template"] = reader.chat_template.text
+        # Not "chat_template" as before: such entries may hold messages without a content.
+        of_records["template"] = reader.chat_template.text
     return {
         "version": FORMAT_VERSION,
         "files": files,
@@ -275,6 +276,7 @@ class _Writing:
         self.counts: dict[str, dict[str, int]] = {split: index[split] for split in SPLITS}
         self.checksums: dict[str, int] = index["checksums"]
         self.content_hash: str = index["content_hash"]
+        self.num_left_out: int = index.get("left_out", 0)  # which older entries do not count
         self._parts = _parts(tokenizer)
 
     @property
@@ -342,6 +344,7 @@ class _Writing:
                 "position": dataclasses.asdict(self.position),
                 "content_hash": self.content_hash,
                 "checksums": self.checksums,
+                "left_out": self.num_left_out,
                 **self.counts,
             },
         )
@@ -378,6 +381,7 @@ class _Writing:
         A preference has two sequences of tokens, the chosen one first.
         """
         documents = [document for document in batch if not document.is_empty]
+        self.num_left_out += len(batch) - len(documents)
         try:
             encoded = iter(self.tokenizer.encode([text for d in documents for text in d.texts]))
         except UnicodeDecodeError:

@@ -7,11 +7,13 @@ the date, so that the same text has the same tokens tomorrow.
 
 import dataclasses
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any, NoReturn
 
 from train.data.errors import DataError
+from train.data.records import shortened
 from train.data.regular import read_regular
 from train.data.tokenizer import HuggingFaceTokenizer
 
@@ -50,8 +52,16 @@ class ChatTemplate:
           where: Place of the record, for messages.
 
         Raises:
-          DataError: The messages cannot be rendered.
+          DataError: A message has no content, or the messages cannot be rendered.
         """
+        for message in itertools.chain(prompt, *answers.values()):
+            # A template writes None as a word, and nothing in the place of a missing content.
+            content = message.get("content")
+            if not isinstance(content, str | list):
+                raise DataError(
+                    f"{where}: 'content' of a message of {message['role']!r} is "
+                    f"{shortened(content)}, not a text; repair or remove the record"
+                )
         begin = self._render(prompt, where, begin_answer=True)
         texts = [begin]
         for name, answer in answers.items():

@@ -126,7 +126,7 @@ class Reader:
     Attributes:
       files: Files, from `find_files`.
       text_field: Field, or column, of the text.
-      token_dtype: Dtype of `.bin` files.
+      token_dtype: Dtype of `.bin` files, which holds every id below `vocab_size`.
       vocab_size: Bound of the ids in token files.
       end_of_text: Id that ends a document in token files.
       preferences: Whether every record is a preference.
@@ -140,6 +140,16 @@ class Reader:
     end_of_text: int
     preferences: bool = False
     chat_template: ChatTemplate | None = None
+
+    def __post_init__(self):
+        for path in self.files:
+            is_bin = path.suffix.lower() == ".bin"
+            if is_bin and self.vocab_size - 1 > np.iinfo(self.token_dtype).max:
+                raise DataError(
+                    f"{path}: --data.token-dtype {self.token_dtype} cannot hold the tokenizer's "
+                    f"{self.vocab_size:,} tokens; write the file as uint32, and set "
+                    "--data.token-dtype uint32"
+                )
 
     def documents(self, start: Position = Position()) -> Iterator[Document]:
         """The documents from `start` on.
@@ -258,7 +268,12 @@ class Reader:
                 "--data.tokenizer, or write texts in place of messages"
             )
         for name in fields:
-            if not is_messages(record[name]) or not record[name]:
+            if record[name] == []:
+                raise DataError(
+                    f"{where}: {name!r} is an empty list; give it at least one message, or remove "
+                    "the record"
+                )
+            if not is_messages(record[name]):
                 raise DataError(
                     f"{where}: {name!r} is no list of messages, but another field is one; write "
                     "all of them as texts, or all as lists of messages"

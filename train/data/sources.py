@@ -1,6 +1,7 @@
 """The datasets that a configuration names."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from train.data.cache import Entry, default_cache_dir, tokenized
 from train.data.chat import ChatTemplate, load_chat_template
 from train.data.errors import DataError
 from train.data.files import Reader, find_files, has_records
+from train.data.index import SPLITS
 from train.data.mixture import MixtureDataset
 from train.data.packing import PackedDataset
 from train.data.pairs import PairDataset
@@ -120,13 +122,25 @@ def _entries(
             return None
         return load_chat_template(tokenizer)
 
-    def entry(path: Path, fraction: float) -> Entry:
-        return _entry(config, tokenizer, path, fraction, preferences, template)
+    def entry(path: Path, files: tuple[Path, ...], fraction: float) -> Entry:
+        return _entry(config, tokenizer, path, files, fraction, preferences, template)
 
+    files = [_files(path) for path in config.path]
+    held_out_files = [_files(path) for path in config.held_out_path]
+    trained = {file.resolve() for some in files for file in some}
+    for file in itertools.chain(*held_out_files):
+        if file.resolve() in trained:
+            raise DataError(
+                f"{file} is in --data.path and in --data.held-out-path; leave it out of one, "
+                "because the loss of text that is trained on says nothing about other text"
+            )
     # With held-out text of its own, all of `path` is for training.
     fraction = 0.0 if config.held_out_path else config.held_out_fraction
-    entries = [entry(path, fraction) for path in config.path]
-    held_out_entries = [entry(path, 1.0) for path in config.held_out_path]
+    entries = [entry(path, some, fraction) for path, some in zip(config.path, files, strict=True)]
+    held_out_entries = [
+        entry(path, some, 1.0)
+        for path, some in zip(config.held_out_path, held_out_files, strict=True)
+    ]
     fingerprint = {
         "tokenizer": tokenizer.fingerprint,
         "path": [entry.identity() for entry in entries],
@@ -135,20 +149,24 @@ def _entries(
     return entries, held_out_entries, fingerprint
 
 
-def _entry(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    path: Path,
-    fraction: float,
-    preferences: bool,
-    template: Callable[[], ChatTemplate | None],
-) -> Entry:
+def _files(path: Path) -> tuple[Path, ...]:
     try:
-        files = find_files(path)
+        return find_files(path)
     except OSError as error:
         raise DataError(
             f"{error.filename or path} cannot be read ({error.strerror}); check permissions"
         ) from error
+
+
+def _entry(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    path: Path,
+    files: tuple[Path, ...],
+    fraction: float,
+    preferences: bool,
+    template: Callable[[], ChatTemplate | None],
+) -> Entry:
     reader = Reader(
         files=files,
         text_field=config.text_field,
@@ -171,6 +189,9 @@ def _entry(
         f"{held_out['tokens']:,} in {held_out['documents']:,} held out; in {entry.folder}",
         flush=True,
     )
+    if number := entry.index.get("left_out", 0):
+        records = "record without text is" if number == 1 else "records without text are"
+        print(f"{path}: {number:,} {records} left out", flush=True)
     return entry
 
 
@@ -184,6 +205,14 @@ def _mixed(
     """One split of all sources. Without `weights`, a source counts by its number of rows."""
     parts = []
     for path, entry in zip(paths, entries, strict=True):
+        total = sum(entry.index[name]["tokens"] for name in SPLITS)
+        if not total:
+            raise DataError(f"{path} is empty: it has no text; name other text, or leave it out")
+        if split == "train" and not entry.index[split]["tokens"]:
+            raise DataError(
+                f"all {total:,} tokens of {path} are held out; name the held-out text with "
+                "--data.held-out-path, or set --data.held-out-fraction 0 and --eval-every 0"
+            )
         try:
             parts.append(entry.dataset(split, config.sequence_length))
         except DataError as error:

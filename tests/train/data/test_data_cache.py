@@ -119,12 +119,32 @@ def test_a_held_out_path_leaves_the_other_whole(config, tmp_path):
     texts = texts_of()
     write_texts(config.path[0], texts[:40])
     write_texts(tmp_path / "other", texts[40:])
-    config = dataclasses.replace(config, held_out_path=(tmp_path / "other",))
+    config = dataclasses.replace(
+        config, held_out_path=(tmp_path / "other",), held_out_fraction=DataConfig.held_out_fraction
+    )
     train_data, held_out, fingerprint = opened(config)
     assert documents_of(train_data) == [[BOS, *text, EOS] for text in texts[:40]]
     assert documents_of(held_out) == [[BOS, *text, EOS] for text in texts[40:]]
     assert fingerprint["path"][0]["train"]["documents"] == 40
     assert fingerprint["held_out_path"][0]["held_out"]["documents"] == 20
+
+
+def test_records_without_text_are_counted(config, tmp_path, capsys):
+    records = [{"text": "some text " * 5}] * 9
+    records += [{"text": ""}, {"prompt": "a question", "completion": ""}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = dataclasses.replace(config, path=(path,), held_out_fraction=0.0)
+    for _ in range(2):  # the second time from the cache
+        train_data, _, _ = opened(config, evaluates=False)
+        assert len(documents_of(train_data)) == 9
+        assert "a.jsonl: 2 records without text are left out\n" in capsys.readouterr().out
+    path.write_text("".join(json.dumps(record) + "\n" for record in records[:10]))
+    opened(config, evaluates=False)
+    assert "a.jsonl: 1 record without text is left out\n" in capsys.readouterr().out
+    path.write_text("".join(json.dumps(record) + "\n" for record in records[:9]))
+    opened(config, evaluates=False)
+    assert "left out" not in capsys.readouterr().out
 
 
 def test_several_sources(config, tmp_path):

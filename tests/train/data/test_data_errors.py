@@ -84,8 +84,12 @@ CASES = {
         r"/a\.doc: .*suffix '\.doc' .* rename .*\.txt",
     ),
     "no suffix": (text("README"), {"path": "README"}, r"/README: .* rename .*\.md"),
-    "empty file": (text(content=b""), {}, r"folder, train: 0 tokens .*use more text"),
-    "mark only": (text(content=b"\xef\xbb\xbf"), {}, r"folder, train: 0 tokens .*use more text"),
+    "empty file": (text(content=b""), {}, r"folder is empty: it has no text; name other"),
+    "mark only": (
+        text(content=b"\xef\xbb\xbf"),
+        {},
+        r"folder is empty: it has no text; name other",
+    ),
     "dangling link": (
         lambda folder: (folder / "a.txt").symlink_to(folder / "b"),
         {"path": "a.txt"},
@@ -116,6 +120,16 @@ CASES = {
         text(),
         {"held_out_fraction": 0.0, "evaluates": True},
         r"held out: 0 tokens .*raise --data\.held-out-fraction.*--eval-every 0",
+    ),
+    "all is held out": (
+        text(),
+        {"path": "a.txt", "held_out_fraction": 1 - 1e-9, "evaluates": True},
+        r"all 1,302 tokens of .*/a\.txt are held out; name .*--data\.held-out-path, .*fraction 0",
+    ),
+    "held-out file is trained on": (
+        text(),
+        {"held_out_path": "a.txt", "evaluates": True},
+        r"/a\.txt is in --data\.path and in --data\.held-out-path; leave it out of one",
     ),
     "held-out path is missing": (text(), {"held_out_path": "b.txt"}, r"/b\.txt does not exist"),
     "held-out path is short": (
@@ -177,11 +191,11 @@ CASES = {
         {},
         r"/a\.bin: token \d+ at index \d+ is not .*--data\.token-dtype",
     ),
-    "no tokens": (text("a.bin", b""), {}, r"train: 0 tokens"),
+    "no tokens": (text("a.bin", b""), {}, r"folder is empty: it has no text"),
     "negative token": (array("a.npy", [1, -100], "i4"), {}, r"/a\.npy: token -100 at index 1"),
     "floats": (array("a.npy", [1, 2], "f4"), {}, r"/a\.npy has .* dtype float32; write one axis"),
     "two axes": (array("a.npy", [[1], [2]], "u2"), {}, r"/a\.npy has shape \(2, 1\)"),
-    "no tokens in .npy": (array("a.npy", [], "u2"), {}, r"train: 0 tokens"),
+    "no tokens in .npy": (array("a.npy", [], "u2"), {}, r"folder is empty: it has no text"),
     "not .npy": (text("a.npy"), {}, r"/a\.npy is not an \.npy file of numbers"),
     "empty .npy": (text("a.npy", b""), {}, r"/a\.npy is not an \.npy file of numbers"),
     "header of code": (

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 
+from train.data.errors import DataError
 from train.data.files import Position, Reader, find_files
 
 EOT = 299
@@ -111,6 +112,18 @@ def test_long_token_documents_are_cut(tmp_path):
     tokens.tofile(tmp_path / "x.bin")
     documents = list(reader(tmp_path / "x.bin", token_dtype="uint32").documents())
     assert [len(tokens) for _, tokens in contents(documents)] == [2**20, 8, 2]
+
+
+def test_a_dtype_too_small_for_the_vocabulary_is_refused(tmp_path):
+    """Tokens of uint32, read as uint16, would be two small ids each."""
+    path = tmp_path / "x.bin"
+    np.array([1, 2, 69_999], "<u4").tofile(path)
+    assert reader(path, vocab_size=1 << 16)
+    with pytest.raises(DataError, match=r"x\.bin: --data\.token-dtype uint16 cannot .* 65,537 tok"):
+        reader(path, vocab_size=(1 << 16) + 1)
+    (one,) = reader(path, vocab_size=70_000, token_dtype="uint32").documents()
+    assert one.tokens is not None and one.tokens.tolist() == [1, 2, 69_999]
+    assert reader(tmp_path / "x.npy", vocab_size=70_000)  # it has a dtype of its own
 
 
 def test_any_integer_dtype(tmp_path):

@@ -105,7 +105,13 @@ ERRORS = {
     "no roles": ({"messages": ["hi", "hello"]}, r"'messages' is .*, not a list of two or more"),
     "last of the user": ({"messages": TURNS}, r"the last message is of 'user', .*'assistant'"),
     "a text": ({"prompt": "hi", "completion": [ANSWER]}, r"'prompt' is no list of messages"),
-    "no messages": ({"prompt": TURNS, "completion": []}, r"'completion' is no list of messages"),
+    "no messages": ({"prompt": TURNS, "completion": []}, r"'completion' is an empty list; give"),
+    "null": (
+        {"messages": [*TURNS, message("assistant", None)]},
+        r"'content' .*'assistant' is null",
+    ),
+    "a number": ({"messages": [message("user", 4), ANSWER]}, r"'content' of .*'user' is 4, not a"),
+    "no content": ({"prompt": TURNS, "completion": [{"role": "assistant"}]}, r"'content' .* null"),
 }
 
 
