@@ -30,7 +30,7 @@ _SIZES = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,42 +133,46 @@ class LlamaConfig:
         _check_whole("head_dim", self.head_dim, 0)
         # NaN is outside of both ranges.
         if not 0 <= self.rms_norm_eps <= float(jnp.finfo(jnp.float32).max):
-            raise ValueError(f"{self.rms_norm_eps=} must be finite and at least 0")
+            raise ValueError(f"rms_norm_eps={self.rms_norm_eps!r} must be finite and at least 0")
         if not 0 <= self.initializer_range <= 1:
             raise ValueError(
-                f"{self.initializer_range=} must be from 0 to 1; transformers loads no other model"
+                f"initializer_range={self.initializer_range!r} must be from 0 to 1; transformers "
+                "loads no other model"
             )
         if self.hidden_act not in ACTIVATIONS:
-            raise ValueError(f"{self.hidden_act=} must be one of {sorted(ACTIVATIONS)}")
+            raise ValueError(f"hidden_act={self.hidden_act!r} must be one of {sorted(ACTIVATIONS)}")
         if self.hidden_act != "silu" and self.implementation in ("mosaic_gpu", "require"):
             raise ValueError(
                 f"implementation={self.implementation!r}: no kernel computes an MLP with "
-                f"{self.hidden_act=}; take implementation=None"
+                f"hidden_act={self.hidden_act!r}; take implementation=None"
             )
         self._check_tokens()
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"{self.num_attention_heads=} must be a multiple of {self.num_key_value_heads=}"
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
             )
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
-                f"{self.hidden_size=} is not a multiple of {self.num_attention_heads=}, and "
-                "transformers does not load such a Llama, whatever its head_dim; change one of them"
+                f"hidden_size={self.hidden_size} is not a multiple of "
+                f"num_attention_heads={self.num_attention_heads}, and transformers does not load "
+                "such a Llama, whatever its head_dim; change one of them"
             )
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         if self.head_dim % 2:
             raise ValueError(
-                f"{self.head_dim=} must be even: rotary embedding turns pairs of channels"
+                f"head_dim={self.head_dim!r} must be even: rotary embedding turns pairs of channels"
             )
         if self.qk_norm and self.mlp_bias:
             raise ValueError(
-                f"{self.qk_norm=} makes a Qwen 3, whose MLP has no biases in transformers; set "
-                "mlp_bias=False"
+                f"qk_norm={self.qk_norm} makes a Qwen 3, whose MLP has no biases in transformers; "
+                "set mlp_bias=False"
             )
         if self.attention_dropout:
             raise NotImplementedError(
-                f"{self.attention_dropout=} is not implemented; set it to 0.0, Llama's value"
+                f"attention_dropout={self.attention_dropout!r} is not implemented; set it to 0.0, "
+                "Llama's value"
             )
         rope, longest = self.rope_parameters, self.max_position_embeddings
         original = rope.original_max_position_embeddings or longest
@@ -180,21 +184,22 @@ class LlamaConfig:
         policy = None if self.remat == AUTO_REMAT else remat_policy(self.remat)
         if policy is not None and policy.offloaded and not self.scan_layers:
             raise ValueError(
-                f"{self.remat=} keeps tensors in host memory, which needs scan_layers=True: with "
-                "unrolled layers XLA sends tensors late and fetches them early, and saves hardly "
-                "any memory"
+                f"remat={self.remat!r} keeps tensors in host memory, which needs scan_layers=True: "
+                "with unrolled layers XLA sends tensors late and fetches them early, and saves "
+                "hardly any memory"
             )
         size = self.mlp_chunk_size
         _check_whole("mlp_chunk_size", size, 0)
         if size and (self.mlp_bias or self.hidden_act != "silu"):
             raise ValueError(
                 f"mlp_chunk_size={size} is for hidden_act='silu' without biases, got "
-                f"{self.hidden_act=} and {self.mlp_bias=}; set mlp_chunk_size=0"
+                f"hidden_act={self.hidden_act!r} and mlp_bias={self.mlp_bias}; set "
+                "mlp_chunk_size=0"
             )
         if size and policy is not None and {"gate", "up"} & policy.kept:
             raise ValueError(
-                f"mlp_chunk_size={size} makes gate and up again, which {self.remat=} keeps; use "
-                "'full', 'attention', 'mlp_inputs' or 'layer_input@host'"
+                f"mlp_chunk_size={size} makes gate and up again, which remat={self.remat!r} keeps; "
+                "use 'full', 'attention', 'mlp_inputs' or 'layer_input@host'"
             )
 
         self._check_fp8()
@@ -207,8 +212,8 @@ class LlamaConfig:
         if self.mlp_chunk_size or self.mlp_bias or self.hidden_act != "silu":
             raise ValueError(
                 f"fp8={self.fp8!r} is for hidden_act='silu' without biases and chunks of the MLP, "
-                f"got {self.hidden_act=}, {self.mlp_bias=} and {self.mlp_chunk_size=}; set "
-                "fp8=None"
+                f"got hidden_act={self.hidden_act!r}, mlp_bias={self.mlp_bias} and "
+                f"mlp_chunk_size={self.mlp_chunk_size}; set fp8=None"
             )
 
     def _check_tokens(self) -> None:
@@ -222,7 +227,8 @@ class LlamaConfig:
                 _check_whole(name, token, 0)
         if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
             raise ValueError(
-                f"{self.pad_token_id=} must be below {self.vocab_size=}; None is for no padding"
+                f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}; "
+                "None is for no padding"
             )
 
 

@@ -101,7 +101,9 @@ class RopeParameters:
 
     def __post_init__(self):
         if self.rope_type not in REQUIRED_FIELDS:
-            raise ValueError(f"{self.rope_type=} must be one of {sorted(REQUIRED_FIELDS)}")
+            raise ValueError(
+                f"rope_type={self.rope_type!r} must be one of {sorted(REQUIRED_FIELDS)}"
+            )
         required = REQUIRED_FIELDS[self.rope_type]
         read = {"rope_type", "rope_theta", *required, *OPTIONAL_FIELDS[self.rope_type]}
         given = {
@@ -118,21 +120,23 @@ class RopeParameters:
                 if isinstance(number, float | int) and not abs(number) <= _LARGEST:  # or NaN
                     raise ValueError(f"{name}={value!r} must be finite, also in float32")
         if not self.rope_theta > 1:
-            raise ValueError(f"{self.rope_theta=} must be greater than 1")
+            raise ValueError(f"rope_theta={self.rope_theta!r} must be greater than 1")
         if self.factor is not None and not self.factor >= 1:
-            raise ValueError(f"{self.factor=} must be at least 1")
+            raise ValueError(f"factor={self.factor!r} must be at least 1")
         original = self.original_max_position_embeddings
         if original is not None and not original > 1:
-            raise ValueError(f"{self.original_max_position_embeddings=} must be greater than 1")
+            raise ValueError(
+                f"original_max_position_embeddings={original!r} must be greater than 1"
+            )
         if self.attention_factor is not None and not self.attention_factor > 0:
-            raise ValueError(f"{self.attention_factor=} must be positive")
+            raise ValueError(f"attention_factor={self.attention_factor!r} must be positive")
         if self.rope_type == "yarn":
             fast = 32.0 if self.beta_fast is None else self.beta_fast
             slow = 1.0 if self.beta_slow is None else self.beta_slow
             if not fast >= slow > 0:
                 raise ValueError(
-                    f"{self.beta_fast=} (32 if None) must be at least {self.beta_slow=} (1 if None)"
-                    ", and both positive"
+                    f"beta_fast={self.beta_fast!r} (32 if None) must be at least "
+                    f"beta_slow={self.beta_slow!r} (1 if None), and both positive"
                 )
         for name in ("mscale", "mscale_all_dim"):
             if (value := given.get(name)) is not None and not value > 0:
@@ -143,12 +147,15 @@ class RopeParameters:
         if self.low_freq_factor is not None and self.high_freq_factor is not None:
             if not self.high_freq_factor > self.low_freq_factor > 0:
                 raise ValueError(
-                    f"{self.high_freq_factor=} must be greater than {self.low_freq_factor=}, "
-                    "and both positive"
+                    f"high_freq_factor={self.high_freq_factor!r} must be greater than "
+                    f"low_freq_factor={self.low_freq_factor!r}, and both positive"
                 )
         for factors in (self.short_factor, self.long_factor):
             if factors is not None and not all(factor > 0 for factor in factors):
-                raise ValueError(f"{self.short_factor=} and {self.long_factor=} must be positive")
+                raise ValueError(
+                    f"short_factor={self.short_factor!r} and long_factor={self.long_factor!r} must "
+                    "be positive"
+                )
 
 
 def rotary_cos_sin(

@@ -51,7 +51,8 @@ class DataConfig:
       text_field: Field of the text in `.jsonl` and `.parquet`. Records without this field have
         "prompt" and "completion", or "messages"; only the completion, or the last message, is
         learned.
-      token_dtype: Dtype of the token ids in `.bin`.
+      token_dtype: Dtype of the token ids in `.bin`. It must hold every id of the tokenizer: with
+        more than 65,536 tokens it is uint32.
       held_out_fraction: Share of the documents that are held out, chosen by a hash of their
         content.
       held_out_path: Files and folders to hold out, in place of a share of `path`.
@@ -88,21 +89,41 @@ class DataConfig:
         )
         if self.tokens_per_step not in range(2**31):  # counted in an int32
             raise ValueError(
-                f"batch_size={self.batch_size} times {self.accumulation_steps=} times "
-                f"{self.sequence_length=} must stay below 2**31 tokens; make one of them smaller"
+                f"batch_size={self.batch_size} times accumulation_steps={self.accumulation_steps} "
+                f"times sequence_length={self.sequence_length} must stay below 2**31 tokens; make "
+                "one of them smaller"
             )
         if self.weights and len(self.weights) != len(self.path):
             raise ValueError(
-                f"{len(self.weights)} weights for {len(self.path)} paths; give each path a weight"
+                f"weights={self.weights}: {len(self.weights)} weights for {len(self.path)} paths; "
+                "give each path a weight"
             )
         if not self.text_field:
-            raise ValueError("text_field='' must be the name of a field")
+            raise ValueError("text_field='' must be the name of a field, as in 'text'")
         if len(set(self.path)) < len(self.path):
-            raise ValueError("path names the same file twice; raise its weight instead")
+            raise ValueError(
+                f"path={' '.join(map(str, self.path))} names the same file twice; name it once and "
+                "raise its weight"
+            )
+        if both := sorted(map(str, {*self.path} & {*self.held_out_path})):
+            raise ValueError(
+                f"held_out_path={both[0]} is in path, too; leave it out of one, because the loss "
+                "of text that is trained on says nothing about other text"
+            )
+        if self.held_out_path and self.held_out_fraction != DataConfig.held_out_fraction:
+            raise ValueError(
+                f"held_out_fraction={self.held_out_fraction} has no effect with held_out_path, "
+                "which names all held-out text; leave one of them out"
+            )
         of_text = "tokenizer", "held_out_path", "text_field", "token_dtype", "held_out_fraction"
         for name in of_text:
-            if getattr(self, name) != getattr(DataConfig, name) and not self.path:
-                raise ValueError(f"{name} is for text of your own; name the text with path")
+            value = getattr(self, name)
+            if value != getattr(DataConfig, name) and not self.path:
+                shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                raise ValueError(
+                    f"{name}={shown} is for text of your own; name the text with path, or leave "
+                    f"{name} out"
+                )
 
     @property
     def is_packed(self) -> bool:
@@ -151,9 +172,10 @@ class OptimizerConfig:
       schedule: Course of the learning rate after the warm-up. `cosine` falls to the end along half
         a cosine. `wsd` (warm-up, stable, decay; https://arxiv.org/abs/2404.06395) stays up and
         falls linearly over the last `decay_fraction` of the steps.
-      warmup_steps: Number of steps of the linear rise from 0.
+      warmup_steps: Number of steps of the linear rise from 0. The rate of the first step is 0.
       decay_fraction: Share of the steps in which `wsd` falls.
-      final_fraction: Last learning rate, as a share of the highest.
+      final_fraction: Learning rate at the end of the fall, as a share of the highest. The last step
+        comes one step before the end, and its rate is a little higher.
       b1: Decay of the first moment, or momentum. The update of `lion` is the sign of b1 times the
         moment plus (1 - b1) times the gradient. None is 0.9, and 0.95 for the matrices of `muon`,
         whose AdamW always has 0.9. `adafactor` has no b1.
@@ -415,14 +437,17 @@ class TrainConfig:
             )
         if self.optimizer.warmup_steps >= self.steps:
             raise ValueError(
-                f"{self.optimizer.warmup_steps=} must be below {self.steps=}; shorten the warm-up"
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps} must be below "
+                f"steps={self.steps}; shorten the warm-up"
             )
         # Checked here, because samples are generated after the last step.
         sample_size = 1 + len(self.sample_prompt.encode()) + self.sample_tokens
         if self.sample_tokens and sample_size > self.model.max_position_embeddings:
             raise ValueError(
-                f"a sample of {sample_size} tokens (prompt and {self.sample_tokens=}) exceeds "
-                f"{self.model.max_position_embeddings=}; ask for fewer sample_tokens"
+                f"a sample of up to {sample_size} tokens (sample_prompt={self.sample_prompt!r} and "
+                f"sample_tokens={self.sample_tokens}) exceeds model.max_position_embeddings="
+                f"{self.model.max_position_embeddings}; ask for fewer sample_tokens, or shorten "
+                "sample_prompt"
             )
         first, last = self.profiled or (1, 1)
         if not 1 <= first <= last <= self.steps:

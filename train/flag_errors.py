@@ -41,7 +41,7 @@ def _unboxed(box: str, root: str) -> str:
     message = " ".join(sections[0].split())
     if found := re.fullmatch(r"Error parsing (?:--)?([\w.-]+): (.*)", message):
         part, message = found.groups()
-        field = re.match(r"(?:self\.)?([a-z][\w.]*)=", message)
+        field = re.match(r"([a-z][\w.]*)=", message)
         names = [name for name in (part, field and field[1]) if name and name != root]
         if names:
             flag = "--" + ".".join(names).replace("_", "-")

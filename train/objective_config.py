@@ -4,7 +4,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from train.ranges import BELOW_ONE, POSITIVE, check_ranges
+from train.ranges import BELOW_ONE, POSITIVE, Range, check_ranges
+
+# The loss has the square of a temperature, which must stay far from the ends of float32.
+_TEMPERATURE = Range(1e-3, 1e3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,7 @@ class DistillConfig:
         the run. Its parameters are frozen, in bfloat16.
       divergence: `forward_kl` is KL(teacher ‖ model), `reverse_kl` is KL(model ‖ teacher), and
         `jsd` is the Jensen-Shannon divergence of both.
-      temperature: Divisor of the logits of both.
+      temperature: Divisor of the logits of both, in [1e-3, 1e3].
       label_weight: Share of the cross-entropy of the labels in the loss, in [0, 1).
     """
 
@@ -44,7 +47,7 @@ class DistillConfig:
     label_weight: float = 0.0
 
     def __post_init__(self):
-        check_ranges(self, temperature=POSITIVE, label_weight=BELOW_ONE)
+        check_ranges(self, temperature=_TEMPERATURE, label_weight=BELOW_ONE)
 
 
 # The defaults. `check_objective` refuses other values in runs with another objective.
@@ -84,11 +87,13 @@ def _check_dpo(config: Any) -> None:
             )
     if config.data.batch_size % 2:
         raise ValueError(
-            f"batch_size={config.data.batch_size} must be even: with objective='dpo' a chosen and "
-            "a rejected completion take a row each"
+            f"data.batch_size={config.data.batch_size} must be even: with objective='dpo' a chosen "
+            "and a rejected completion take a row each"
         )
 
 
 def _check_distill(config: Any) -> None:
     if config.distill.teacher is None:
-        raise ValueError("objective='distill' needs a teacher; name its folder: distill.teacher")
+        raise ValueError(
+            "objective='distill' needs a teacher; name its folder with --distill.teacher"
+        )

@@ -235,7 +235,7 @@ def test_every_rotary_field_belongs_to_a_type():
         ({"qk_norm": True, "mlp_bias": True}, r"qk_norm=True makes a Qwen 3.* set mlp_bias=False"),
         (
             {"hidden_act": "gelu", "implementation": "require"},
-            r"implementation='require': no kernel computes an MLP with self\.hidden_act='gelu'",
+            r"implementation='require': no kernel computes an MLP with hidden_act='gelu'",
         ),
         (
             {"mlp_chunk_size": 8, "mlp_bias": True},

@@ -288,9 +288,9 @@ def test_the_flag_names_a_recipe():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"mlp_bias": True, "qk_norm": False}, "self.mlp_bias=True"),
-        ({"hidden_act": "gelu"}, "self.hidden_act='gelu'"),
-        ({"mlp_chunk_size": 4, "remat": "full"}, "self.mlp_chunk_size=4"),
+        ({"mlp_bias": True, "qk_norm": False}, " mlp_bias=True"),
+        ({"hidden_act": "gelu"}, "got hidden_act='gelu'"),
+        ({"mlp_chunk_size": 4, "remat": "full"}, " mlp_chunk_size=4"),
     ],
 )
 def test_configurations_that_cannot_run_raise(changes, message):

@@ -39,6 +39,7 @@ CONFIG = TrainConfig(
     log_every=2,
     save=True,
 )
+ONE_FILE = {"path": (Path("a"),)}
 TOGETHER = {"num_processes": 2, "coordinator_address": "host:1"}
 
 
@@ -114,7 +115,9 @@ def test_flags_override_the_preset():
         ("--model.attention-dropout 0.1", r"attention_dropout=0\.1 is not implemented"),
         ("--data.batch-size 0", r"^--data\.batch-size: batch_size=0"),
         ("--steps 5", r"^--optimizer\.warmup-steps: .*warmup_steps=20.*steps=5"),
-        ("--data.weights 1 2 --data.path a", "^--data: 2 weights for 1 paths"),
+        ("--data.source stdlib --data.path a", "^--data.source stdlib has no effect with"),
+        ("--model.dtype float64", r"^--model\.dtype: dtype='float64' must be one of bfloat16"),
+        ("--data.weights 1 2 --data.path a", r"^--data\.weights: .*2 weights for 1 paths"),
     ],
 )
 def test_mistakes_on_the_command_line_are_named(arguments, message, capsys):
@@ -162,10 +165,17 @@ def test_unknown_preset():
         ("", {"name": "a\nb"}, "must not have line breaks"),
         ("", {"name": "é" * 101}, "of 1 to 200 bytes"),
         ("data", {"path": (Path("a"), Path("a"))}, "same file twice"),
-        ("data", {"tokenizer": Path("a")}, "tokenizer is for text of your own"),
-        ("data", {"text_field": "a"}, "text_field is for text of your own"),
-        ("data", {"held_out_fraction": 0.5}, "held_out_fraction is for text of your own"),
-        ("data", {"held_out_path": (Path("a"),)}, "held_out_path is for text of your own"),
+        ("data", {"tokenizer": Path("a")}, "tokenizer=a is for text of your own"),
+        ("data", {"text_field": "a"}, "text_field=a is for text of your own"),
+        ("data", {"held_out_fraction": 0.5}, r"held_out_fraction=0\.5 is for text of your own"),
+        ("data", {"held_out_path": (Path("a"),)}, "held_out_path=a is for text of your own"),
+        ("data", ONE_FILE | {"held_out_path": (Path("a"),)}, "held_out_path=a is in path, too"),
+        (
+            "data",
+            ONE_FILE | {"held_out_path": (Path("b"),), "held_out_fraction": 0.1},
+            r"held_out_fraction=0\.1 has no effect with held_out_path",
+        ),
+        ("distill", {"temperature": 1e-25}, r"temperature=1e-25 must lie in"),
         ("optimizer", {"warmup_steps": -1}, "warmup_steps=-1"),
         ("optimizer", {"warmup_steps": 4}, "warmup_steps=4.*steps=4"),
         ("optimizer", {"clip_norm": -1.0}, r"clip_norm=-1\.0"),

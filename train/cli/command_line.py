@@ -81,6 +81,12 @@ def parse_command_line(arguments: Sequence[str]) -> TrainConfig:
             )
     except NotImplementedError as error:  # which tyro does not expect
         raise FlagError(str(error)) from error
+    named = [argument for argument in rest if argument.partition("=")[0] == "--data.source"]
+    if named and config.data.path:
+        raise FlagError(
+            f"--data.source {config.data.source} has no effect with --data.path, which names the "
+            "text; leave one of them out"
+        )
     return _with_tokenizer(config)
 
 

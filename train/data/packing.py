@@ -50,7 +50,7 @@ class PackedDataset:
     def __post_init__(self):
         offsets = self.document_offsets
         if self.sequence_length < 1:
-            raise ValueError(f"{self.sequence_length=} must be at least 1")
+            raise ValueError(f"sequence_length={self.sequence_length!r} must be at least 1")
         if self.num_rows < 1:
             raise DataError(
                 f"{len(self.tokens)} tokens in {len(offsets)} documents do not fill one row of "

@@ -22,7 +22,10 @@ class SyntheticDataset:
 
     def __post_init__(self):
         if self.vocab_size < 1 or self.sequence_length < 1:
-            raise ValueError(f"{self.vocab_size=} and {self.sequence_length=} must be at least 1")
+            raise ValueError(
+                f"vocab_size={self.vocab_size} and sequence_length={self.sequence_length} must be "
+                "at least 1"
+            )
 
     def batch(
         self, step: int, *, batch_size: int, seed: int, rows: Int[np.ndarray, " R"] | None = None

@@ -134,7 +134,8 @@ FLAG_CASES = {
     "profile": ({"profile-steps": "9:3"}, r"profile_steps='9:3'"),
     "mesh": ({"mesh.fsdp": "0"}, r"fsdp=0"),
     "folder": ({"init-from": "/no/such/folder"}, r"/no/such/folder"),
-    "data": ({"data.path": "/no/such/text"}, r"/no/such/text does not exist|/no/such/text"),
+    "data": ({"data.tokenizer": "t"}, r"tokenizer=t is for text of your own"),
+    "two sources": ({"data.path": "/no/such/text"}, r"--data\.source synthetic has no effect"),
     # Flags whose error names them.
     **{
         f"{flag} {value!r}"[:40]: ({flag: value}, rf"error: --{re.escape(flag)}: ")
@@ -318,11 +319,10 @@ def test_folders_to_start_from(name, error_of, runs, tmp_path):
         "runs-dir": str(tmp_path / "new"),
         "data.cache-dir": str(tmp_path / "cache"),
         "data.path": str(tmp_path / "text.txt"),
-        "data.source": "stdlib",
     }
     arguments = flags(runs, changes)
     names = [f"--{name}" for name in FLAGS if name.startswith("model.")]
-    for name in names:  # which the folder says
+    for name in [*names, "--data.source"]:  # which the folder and the path say
         position = arguments.index(name)
         del arguments[position : position + 2]
     error = error_of(arguments)
