@@ -79,11 +79,12 @@ def measure(
         num_bytes += data.predicted_bytes(batch, token_bytes)
         sums.append(eval_step(params, to_devices(batch, batch_sharding(mesh))))
     if not num_bytes:
-        return Sums()  # nothing is predicted
+        return Sums()  # no text is predicted
     sums = jax.device_get(sums)
     return Sums(
-        nll=float(sum(values["nll_sum"] for values in sums)),
-        correct=float(sum(values["correct_sum"] for values in sums)),
-        tokens=int(sum(values["num_tokens"] for values in sums)),
+        # As Python's numbers: int32 overflows, and a sum in float32 loses small terms.
+        nll=sum(float(values["nll_sum"]) for values in sums),
+        correct=sum(float(values["correct_sum"]) for values in sums),
+        tokens=sum(int(values["num_tokens"]) for values in sums),
         bytes=num_bytes,
     )

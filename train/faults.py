@@ -26,10 +26,11 @@ def stop_signals() -> Iterator[threading.Event]:
     """
     stop = threading.Event()
 
-    def handle(*_: Any) -> None:
+    def handle(number: int, _: Any) -> None:
         # It must not print: the signal may have interrupted a print.
         stop.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for number in before:

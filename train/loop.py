@@ -26,6 +26,7 @@ from train.objectives import metrics_of
 from train.outputs import (
     TEMPERATURE,
     Writer,
+    check_sample,
     finish,
     new_run_dir,
     open_writer,
@@ -81,6 +82,7 @@ def run(config: TrainConfig) -> Path:
         check_model(config.init_from, config.model)
     if config.objective == "distill":
         check_teacher(config)
+    check_sample(config)
     datasets = open_datasets(config)
     written: dict[str, Any] = {"config": config, "data": datasets.fingerprint}
     if config.model.remat == AUTO_REMAT:
@@ -380,8 +382,8 @@ def _held_out_loss(
     sums = measure(eval_step, params, batches, held_out.token_bytes, mesh)
     if not sums.bytes:
         raise data.DataError(
-            f"the {config.eval_batches} held-out batches hold prompts alone; use a longer "
-            "--data.sequence-length or more --eval-batches"
+            f"the {config.eval_batches} held-out batches have no text to predict, but prompts or "
+            "ends of documents alone; use a longer --data.sequence-length or more --eval-batches"
         )
     return {
         "val_loss": sums.loss,

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Key
 
 from models.llama import Llama
 from models.llama_hf import save_pretrained
@@ -112,6 +113,27 @@ def finish(config: TrainConfig, run_dir: Path, state: TrainState) -> None:
     print(f"\nreport: {page}")
 
 
+def check_sample(config: TrainConfig) -> None:
+    """Checks that a sample can begin, before the first step.
+
+    Raises:
+      DataError: The prompt has no tokens, or the tokenizer cannot be read.
+    """
+    if not config.sample_tokens:
+        return
+    tokenizer = data.load_tokenizer(config.data)
+    if not len(data.start_of_document(config.sample_prompt, tokenizer)):
+        raise data.DataError(
+            "the prompt has no tokens; give some text with --sample-prompt, or set "
+            "--sample-tokens 0"
+        )
+
+
+def sample_key(seed: int) -> Key[Array, ""]:
+    """The key of the draws of samples. That of the seed itself draws the parameters."""
+    return jax.random.fold_in(jax.random.key(seed), 2**31)
+
+
 def sample(config: TrainConfig, params: nnx.State, temperature: float) -> str:
     """The prompt of a configuration, and the text that the model continues it with."""
     tokenizer = data.load_tokenizer(config.data)
@@ -120,6 +142,6 @@ def sample(config: TrainConfig, params: nnx.State, temperature: float) -> str:
         jnp.asarray(data.start_of_document(config.sample_prompt, tokenizer), jnp.int32)[None],
         max_new_tokens=config.sample_tokens,
         temperature=temperature,
-        key=jax.random.key(config.seed),
+        key=sample_key(config.seed),
     )
     return config.sample_prompt + tokenizer.decode(gathered(tokens)[0])

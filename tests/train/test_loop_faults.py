@@ -16,16 +16,20 @@ from safetensors import SafetensorError
 
 import train.loop
 import train.outputs
+import train.reporting.profiling
 import train.reporting.report
 import train.setup
 from models.sharding import make_mesh
 from support import tiny_run
+from support.tokenizer_files import write_byte_level
 from train import data
 from train.__main__ import main
 from train.config import DataConfig
 from train.errors import RunError
+from train.faults import stop_signals
 from train.guard import initial_guard
 from train.loop import run
+from train.reporting.profiling import Profile
 from train.reporting.results import load_metrics
 from train.step import TrainState
 
@@ -128,6 +132,48 @@ def test_a_signal_without_checkpoints_leaves_model_and_report(
     assert ("the parameters are not saved (--no-save)" in printed) == (not save)
 
 
+def test_only_sigint_gives_sigint_back():
+    """After SIGTERM, Ctrl-C still lets the run save."""
+    for number, is_default in ((signal.SIGTERM, False), (signal.SIGINT, True)):
+        with stop_signals() as stop:
+            os.kill(os.getpid(), number)
+            assert stop.wait(timeout=5)
+            assert (signal.getsignal(signal.SIGINT) == signal.default_int_handler) == is_default
+
+
+def test_a_trace_names_the_last_step_that_it_has(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train.reporting.profiling.jax.profiler, "start_trace", lambda folder: None)
+    monkeypatch.setattr(train.reporting.profiling.jax.profiler, "stop_trace", lambda: None)
+    for end in (10, 30):
+        with Profile(tmp_path, (5, 20)) as profile:
+            for step in range(1, end + 1):
+                profile.begin(step)
+                profile.end(step, ())
+        assert f"trace of the steps up to {min(end, 20)}: " in capsys.readouterr().out
+
+
+def test_a_sample_without_a_prompt_is_refused_before_the_first_step(tmp_path, no_compilation):
+    write_byte_level(tmp_path / "tokenizer.json")
+    (tmp_path / "a.txt").write_text("some text " * 500)
+    config = DataConfig(
+        source="stdlib",
+        path=(tmp_path / "a.txt",),
+        tokenizer=tmp_path / "tokenizer.json",
+        bos_token="",
+        cache_dir=tmp_path / "cache",
+        sequence_length=16,
+        batch_size=8,
+    )
+    config = dataclasses.replace(
+        CONFIG, data=config, runs_dir=tmp_path / "runs", sample_prompt="", sample_tokens=4
+    )
+    with pytest.raises(
+        data.DataError, match=r"the prompt has no tokens; .*--sample-prompt, or set"
+    ):
+        run(config)
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("fraction, times", [(1.0, 0), (1 / 512, 0), (0.001, 1)])
 def test_the_first_batch_with_too_many_labels_is_reported(
     fraction, times, tmp_path, fake_steps, capsys
@@ -158,6 +204,7 @@ def test_a_full_disk_at_the_model_keeps_the_metrics(error, tmp_path, fake_steps,
     finish = train.loop.finish
     fake_steps(float)
     monkeypatch.setattr(train.loop, "finish", finish)
+    monkeypatch.setattr(train.outputs, "model_graph", lambda *args: None)  # which is cached
     monkeypatch.setattr(train.outputs.nnx, "merge", lambda *args: None)
 
     def full(model, folder):
@@ -201,11 +248,13 @@ def test_held_out_rows_of_prompts_alone_are_an_error(tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"prompt": "long " * 500, "completion": "x"}) + "\n")
     options = {"source": "stdlib", "path": (text,), "cache_dir": tmp_path / "cache"}
-    config = DataConfig(**options, held_out_path=(text,), sequence_length=32, batch_size=8)
+    other = tmp_path / "other.jsonl"
+    other.write_text(text.read_text())
+    config = DataConfig(**options, held_out_path=(other,), sequence_length=32, batch_size=8)
     _, held_out, _ = data.open_files(config, vocab_size=320, evaluates=True)
     assert held_out is not None
     config = dataclasses.replace(CONFIG, data=config, eval_batches=1)
-    with pytest.raises(data.DataError, match="the 1 held-out batches hold prompts alone; use"):
+    with pytest.raises(data.DataError, match="the 1 held-out batches have no text to predict"):
         train.loop._held_out_loss(
             config, make_mesh(data=4, fsdp=2), lambda *args: {}, nnx.State({}), held_out
         )

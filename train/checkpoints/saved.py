@@ -110,7 +110,8 @@ def find_model(source: Path, *, step: int | None = None, best: bool = False) -> 
         raise FolderError(f"{source} has no checkpoints; leave out --step and --best")
     if not is_hf_folder(source / "model"):
         raise FolderError(
-            f"{source} has neither checkpoints nor a model; the run did not finish, start it again"
+            f"{source} has neither checkpoints nor a model: the run has not ended, or ran with "
+            "--no-save; start it again with --save or --checkpoint.every"
         )
     like = dataclasses.replace(config.model, remat="none")
     return dataclasses.replace(

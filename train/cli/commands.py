@@ -26,6 +26,7 @@ from train.errors import FolderError, naming
 from train.evaluate import Sums, measure
 from train.flag_errors import FlagError
 from train.hf_folder import check_finite, copy_tokenizer
+from train.outputs import sample_key
 from train.ranges import COUNT, NOT_NEGATIVE, SEED, SIZE
 from train.step import make_eval_step, model_graph
 
@@ -133,7 +134,7 @@ def evaluate(arguments: Sequence[str]) -> None:
 
 def _print_sums(name: str, sums: Sums) -> None:
     if not sums.bytes:
-        print(f"{name}: there is nothing to predict; its rows hold prompts alone")
+        print(f"{name}: no text to predict; its rows hold prompts or ends of documents alone")
         return
     print(
         f"{name}: {sums.loss:.4f} nats per token, accuracy {sums.accuracy:.4f}, "
@@ -144,7 +145,8 @@ def _print_sums(name: str, sums: Sums) -> None:
 def _eval_config(saved: Saved, flags: argparse.Namespace) -> TrainConfig:
     length = flags.sequence_length or saved.sequence_length
     length = length or min(2048, saved.model.max_position_embeddings)
-    if length > saved.model.max_position_embeddings:
+    grows = saved.model.rope_parameters.rope_type == "dynamic"
+    if length > saved.model.max_position_embeddings and not grows:
         raise FolderError(
             f"--sequence-length {length} exceeds the {saved.model.max_position_embeddings} "
             "positions of the model; choose a smaller one"
@@ -225,7 +227,7 @@ def sample(arguments: Sequence[str]) -> None:
             max_new_tokens=flags.max_new_tokens,
             temperature=flags.temperature,
             top_k=flags.top_k,
-            key=jax.random.key(flags.seed),
+            key=sample_key(flags.seed),
         )
     print(flags.prompt + tokenizer.decode(jax.device_get(tokens)[0]))
 

@@ -21,20 +21,23 @@ def write_hlo(folder: Path, compiled: Any, memory: str) -> None:
 def memory_report(compiled: Any) -> str:
     """The memory that a compiled step needs on each device, and its share of the device."""
     sizes = compiled.memory_analysis()
-    gib = lambda size: f"{size / 2**30:.2f} GiB"
     peak = memory_in_bytes(compiled)
     parts = [
-        f"memory of the step: arguments {gib(sizes.argument_size_in_bytes)}",
-        f"temporaries {gib(sizes.temp_size_in_bytes)}",
+        f"memory of the step: arguments {_shown(sizes.argument_size_in_bytes)}",
+        f"temporaries {_shown(sizes.temp_size_in_bytes)}",
         f"outputs that are not arguments {
-            gib(sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
+            _shown(sizes.output_size_in_bytes - sizes.alias_size_in_bytes)
         }",
-        f"in all {gib(peak)}",
+        f"in all {_shown(peak)}",
     ]
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit:
-        parts.append(f"of {gib(limit)} ({peak / limit:.0%})")
+        parts.append(f"of {_shown(limit)} ({peak / limit:.0%})")
     return ", ".join(parts)
+
+
+def _shown(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 class Profile:
@@ -48,6 +51,7 @@ class Profile:
         self._folder = folder
         self._first, self._last = steps or (1, 0)
         self._running = False
+        self._traced = 0  # the last step that began
 
     def __enter__(self) -> "Profile":
         return self
@@ -60,6 +64,7 @@ class Profile:
         if not self._running and self._first <= step <= self._last:
             jax.profiler.start_trace(str(self._folder))
             self._running = True
+        self._traced = step
 
     def end(self, step: int, results: Any) -> None:
         """Ends the trace, with the results of its last step. Call it after a step is dispatched."""
@@ -71,4 +76,4 @@ class Profile:
         if self._running:
             self._running = False
             jax.profiler.stop_trace()
-            print(f"trace of the steps up to {self._last}: {self._folder}")
+            print(f"trace of the steps up to {self._traced}: {self._folder}")

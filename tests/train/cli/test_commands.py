@@ -225,11 +225,14 @@ def test_eval_is_the_held_out_loss_of_the_run(finished, config, capsys):
         (["--path", "DEV", "--tokenizer", "nowhere"], "nowhere cannot be read"),
         (["--path", "DEV", "--text-field", "body"], "--text-field"),
         (["--path", "SHORT"], "do not fill one row"),
+        (["--path", "EMPTY"], "is empty: it has no text"),
     ],
 )
 def test_text_that_cannot_be_measured(options, message, finished, config, tmp_path, capsys):
     (tmp_path / "short.txt").write_text("short")
-    files = {"DEV": str(config.data.held_out_path[0]), "SHORT": str(tmp_path / "short.txt")}
+    (tmp_path / "empty.txt").write_text("")
+    files = {"DEV": str(config.data.held_out_path[0])}
+    files |= {name.upper(): str(tmp_path / f"{name}.txt") for name in ("short", "empty")}
     options = [files.get(option, option) for option in options]
     line = fails("eval", [finished, "--cache-dir", tmp_path, *options], capsys)
     assert message in line and "--data." not in line
