@@ -32,9 +32,11 @@ from models.sampling import generate
 from pallas_kernels import linear_cross_entropy, linear_log_probs, linear_token_loss
 from pallas_kernels.log_probs.objectives import clipped_policy_loss
 from train.data import IGNORED
+from train.ranges import COUNT, NOT_NEGATIVE, SEED, SHARE, SIZE, Range, check_ranges
 
 _END = 10  # the token ">"; digits are tokens 0 to 9
 _WARM_UP_RATE = 3e-3  # learning rate
+_GROUP = Range(2, SIZE.most)  # an advantage is a reward less the mean of its group
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,22 @@ class Config:
     seed: int = 0
     output: Path | None = None
     chart: Path | None = None
+
+    def __post_init__(self):
+        check_ranges(
+            self,
+            digits=SIZE,
+            warm_up=COUNT,
+            steps=COUNT,
+            prompts=SIZE,
+            group=_GROUP,
+            updates=SIZE,
+            learning_rate=NOT_NEGATIVE,
+            clip_low=SHARE,
+            clip_high=NOT_NEGATIVE,
+            kl_weight=NOT_NEGATIVE,
+            seed=SEED,
+        )
 
     @property
     def model(self) -> LlamaConfig:
@@ -139,7 +157,7 @@ def policy_loss(
             data["mask"],
             clip_low=config.clip_low,
             clip_high=config.clip_high,
-            reference_log_probs=data["reference"],
+            reference_log_probs=data.get("reference"),
             kl_weight=config.kl_weight,
             aggregation="seq-mean-token-mean",
         )
@@ -160,7 +178,8 @@ class Trainer:
 
     def __init__(self, config: Config):
         self.config = config
-        self.key = jax.random.key(config.seed)
+        # The parameters come from the key of the seed, and everything that is drawn from this one.
+        self.key = jax.random.fold_in(jax.random.key(config.seed), 2**31)
         model = Llama(config.model, rngs=nnx.Rngs(config.seed))
         self.graphdef, self.params = nnx.split(model, nnx.Param)
         clipped = lambda rate: optax.chain(
@@ -207,14 +226,16 @@ class Trainer:
         for _ in range(self.config.warm_up):
             self.params, opt_state = self._warm_up(self.params, opt_state, self.next_key())
 
-    def complete(self, prompts: Array, temperature: float) -> Int[Array, "B _"]:
-        """A completion of each prompt."""
+    def complete(
+        self, prompts: Array, temperature: float, key: Key[Array, ""] | None = None
+    ) -> Int[Array, "B _"]:
+        """A completion of each prompt; without a key the temperature is 0."""
         return generate(
             self._model(self.params),
             prompts,
             max_new_tokens=self.config.digits,
             temperature=temperature,
-            key=self.next_key(),
+            key=key,
         )
 
     def accuracy(self) -> float:
@@ -229,14 +250,15 @@ class Trainer:
         for step in range(config.steps):
             prompts = draw_prompts(self.next_key(), config.prompts, config.digits)
             prompts = jnp.repeat(prompts, config.group, axis=0)
-            completions = self.complete(prompts, 1.0)
+            completions = self.complete(prompts, 1.0, self.next_key())
             rewards = rewards_of(prompts, completions)
             tokens, labels = tokens_and_labels(prompts, completions)
             data = {
                 "advantages": advantages_of(rewards, config.group),
                 "old": self._log_probs(self.params, tokens, labels),
-                "reference": self._log_probs(reference, tokens, labels),
             }
+            if config.kl_weight:
+                data["reference"] = self._log_probs(reference, tokens, labels)
             for _ in range(config.updates):
                 self.params, opt_state = self._update(self.params, opt_state, tokens, labels, data)
             row: dict[str, Any] = {"step": step, "reward": float(jnp.mean(rewards))}
@@ -272,14 +294,6 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main(config: Config) -> None:
     """Trains, prints, and writes the files that the configuration names."""
-    for name in ("digits", "prompts", "updates"):
-        if getattr(config, name) < 1:
-            raise SystemExit(f"error: --{name} {getattr(config, name)} must be at least 1")
-    if config.group < 2:
-        raise SystemExit(
-            f"error: --group {config.group} must be at least 2: an advantage is a reward less the "
-            "mean of its group"
-        )
     for path in (config.output, config.chart):
         if path is not None and not path.parent.is_dir():
             raise SystemExit(f"error: {path.parent} is not a folder; make it for {path.name}")

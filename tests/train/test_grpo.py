@@ -115,8 +115,6 @@ def test_a_short_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"digits": 0}, "--digits 0 must be at least 1"),
-        ({"group": 1}, "--group 1 must be at least 2"),
         ({"output": Path("nowhere/a.csv")}, r"nowhere is not a folder; make it for a\.csv"),
         ({"chart": Path("nowhere/a.png")}, r"nowhere is not a folder; make it for a\.png"),
     ],
@@ -124,3 +122,31 @@ def test_a_short_run(tmp_path, capsys):
 def test_a_run_that_would_fail_does_not_begin(changes, message):
     with pytest.raises(SystemExit, match=message):
         grpo.main(dataclasses.replace(CONFIG, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"digits": 0}, r"digits=0 must lie in \[1, "),
+        ({"group": 1}, r"group=1 must lie in \[2, "),
+        ({"learning_rate": float("nan")}, "learning_rate=nan must lie in"),
+        ({"clip_low": 1.5}, r"clip_low=1\.5 must lie in"),
+        ({"kl_weight": -1.0}, r"kl_weight=-1\.0 must lie in"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **changes)
+
+
+def test_keys_are_used_once():
+    """No draw has the key of a parameter, and measuring the accuracy changes no later draw."""
+    trainer = grpo.Trainer(dataclasses.replace(CONFIG, kl_weight=0.0))
+    words = lambda key: jax.random.key_data(key).tolist()
+    before = words(trainer.key)
+    with jax.numpy_dtype_promotion("standard"):
+        trainer.accuracy()
+    assert words(trainer.key) == before
+    rngs = nnx.Rngs(CONFIG.seed)
+    of_params = [words(rngs.params()) for _ in range(40)]
+    assert not [key for _ in range(5) if (key := words(trainer.next_key())) in of_params]
