@@ -9,6 +9,7 @@ traceback comes first. Other exceptions are bugs of this program, and keep their
 import contextlib
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -65,6 +66,16 @@ def _train(arguments: list[str], *, debug: bool) -> None:
                     loop.run(config)
 
 
+def _end_if_nobody_reads(error: BrokenPipeError) -> None:
+    """Ends the program if its output is a pipe whose reader has ended, such as that to `head`."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        # Python flushes again at its end, and would print an error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from error  # the status that shells give it
+
+
 @contextlib.contextmanager
 def errors(prefix: str = "", *, debug: bool = False) -> Iterator[None]:
     """Turns exceptions that users and machines cause into one line, and ends the program.
@@ -80,7 +91,13 @@ def errors(prefix: str = "", *, debug: bool = False) -> Iterator[None]:
     from train.planner.plan import PlanError
 
     try:
-        yield
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError as e:
+        _end_if_nobody_reads(e)
+        raise
     except (ValueError, OSError, NotImplementedError, FloatingPointError, RunError, PlanError) as e:
         if debug:
             traceback.print_exc()

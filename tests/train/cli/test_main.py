@@ -1,7 +1,9 @@
 """`python -m train`: its help, and its last line after an error."""
 
 import functools
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +33,23 @@ def test_the_module_ends_with_one_line(tmp_path):
     )
     assert result.returncode == 2 and not result.stdout
     assert re.fullmatch(r"python -m train sample: error: .*has no config\.json\n", result.stderr)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_reads_ends_the_program_quietly(unbuffered):
+    """As of `python -m train --help | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(
+        [sys.executable, "-m", "train", "--help"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=120,
+        cwd=Path(train.__file__).parents[1],
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
