@@ -120,10 +120,10 @@ class Programs:
             yield
 
     def _hidden_link_bytes(self, config: TrainConfig, state: Any, frozen: Any) -> float:
-        """Bytes received to gather the parameters twice and to sum the gradients.
+        """Bytes received to gather the parameters twice and to sum the gradients, for each batch.
 
         Weights whose products run in FP8 are gathered in FP8. Their gradients are not in FP8. The
-        parameters of a teacher are gathered once.
+        parameters of a teacher are gathered once a batch.
         """
         shape, recipe = self.target.mesh.shape, config.model.fp8
         tensor = shape.get("tensor", 1)
@@ -135,7 +135,7 @@ class Programs:
         gathered *= 1 - 1 / shape["fsdp"]
         itemsize = jnp.dtype(config.model.param_dtype).itemsize
         summed = 2 * number * itemsize / shape["fsdp"] * (1 - 1 / shape["data"])
-        return gathered + summed
+        return (gathered + summed) * config.data.accumulation_steps
 
 
 def abstract_batch(config: TrainConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

@@ -54,7 +54,7 @@ def memory_fraction() -> float:
     """The share of a GPU's memory that XLA takes, from the environment.
 
     Raises:
-      ValueError: The variable is not a number.
+      ValueError: The variable is not a number above 0 and at most 1.
     """
     if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":
         return 1.0
@@ -62,11 +62,14 @@ def memory_fraction() -> float:
     for name in names:
         if text := os.environ.get(name):
             try:
-                return float(text)
+                fraction = float(text)
             except ValueError:
                 raise ValueError(
                     f"{name}={text!r} is not a number; set the share of a GPU's memory, as in 0.92"
                 ) from None
+            if not 0 < fraction <= 1:  # or NaN
+                raise ValueError(f"{name}={text!r} must be above 0 and at most 1, as in 0.92")
+            return fraction
     return DEFAULT_FRACTION
 
 

@@ -96,6 +96,10 @@ def test_the_limit_is_the_memory_of_xla_less_a_margin(monkeypatch):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "90%")
     with pytest.raises(ValueError, match="XLA_CLIENT_MEM_FRACTION='90%' is not a number; set the"):
         target()
+    for share in ("92", "0", "nan"):
+        monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", share)
+        with pytest.raises(ValueError, match=f"='{share}' must be above 0 and at most 1, as in 0"):
+            target()
 
 
 @pytest.mark.parametrize(
@@ -262,6 +266,18 @@ def test_weights_in_fp8_are_gathered_in_fp8(tensor, monkeypatch):
     # The devices of `fsdp` share what one device of `tensor` works with. Each has half of it. It
     # gathers the other half in the forward and in the backward, with one byte less each time.
     assert received() - received(fp8="tensorwise") == pytest.approx(in_fp8 / tensor)
+
+
+def test_every_accumulated_batch_gathers_the_parameters():
+    mesh = make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])
+    programs, config = Programs(target_elsewhere(H100, mesh)), with_remat(TINY, "full")
+    state = abstract_state(config, mesh)
+
+    def received(number: int) -> float:
+        data = dataclasses.replace(config.data, accumulation_steps=number)
+        return programs._hidden_link_bytes(dataclasses.replace(config, data=data), state, ())
+
+    assert received(4) == 4 * received(1) > 0
 
 
 @pytest.mark.full
