@@ -31,15 +31,15 @@ _MUON_RMS = 0.2
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by step: a linear warm-up, then half a cosine, or a plateau and a fall."""
+    """Learning rate by step: a linear warm-up, then half a cosine, or a plateau and a fall.
+
+    The first step has the rate at 0, and the last one the rate at `steps - 1`.
+    """
     peak, last = config.learning_rate, config.learning_rate * config.final_fraction
+    if config.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(0.0, peak, config.warmup_steps, steps, last)
     warmup = optax.linear_schedule(0.0, peak, config.warmup_steps)
     rest = steps - config.warmup_steps
-    if config.schedule == "cosine":
-        return optax.join_schedules(
-            [warmup, optax.cosine_decay_schedule(peak, rest, config.final_fraction)],
-            [config.warmup_steps],
-        )
     decay_steps = min(rest, max(1, round(config.decay_fraction * steps)))
     return optax.join_schedules(
         [
