@@ -255,9 +255,9 @@ def test_memory_report_counts_donated_arguments_once():
         lowered = jax.jit(lambda a: a + 1, **options).lower(big)
         return memory_report(lowered.compile())
 
-    assert "arguments 0.50 GiB" in report() and "in all 1.00 GiB" in report()
-    assert "outputs that are not arguments 0.00 GiB" in report(donate_argnums=0)
-    assert "in all 0.50 GiB" in report(donate_argnums=0)
+    assert "arguments 512.00 MiB" in report() and "in all 1.00 GiB" in report()
+    assert "outputs that are not arguments 0.00 MiB" in report(donate_argnums=0)
+    assert "in all 512.00 MiB" in report(donate_argnums=0)
 
 
 @pytest.mark.usefixtures("nothing_compiled")

@@ -1,5 +1,6 @@
 """Finished runs and folders: exported, measured, sampled and compared by commands."""
 
+import argparse
 import dataclasses
 import errno
 import functools
@@ -22,10 +23,12 @@ import train.loop
 import train.outputs
 import train.setup
 from models.llama_hf import load_pretrained
+from models.rope import RopeParameters
 from support import tiny_run
 from train.__main__ import main
-from train.checkpoints.saved import find_model
+from train.checkpoints.saved import Saved, find_model
 from train.cli import commands, compare
+from train.errors import FolderError
 from train.evaluate import Sums
 from train.reporting.results import load_metrics
 
@@ -238,7 +241,36 @@ def test_text_that_cannot_be_measured(options, message, finished, config, tmp_pa
     assert message in line and "--data." not in line
 
 
+def test_eval_takes_the_rows_of_training_where_the_rope_type_is_dynamic():
+    """Such a model may be trained on rows that are longer than its positions."""
+    rope = RopeParameters(rope_type="dynamic", rope_theta=1e4, factor=2.0)
+    model = dataclasses.replace(MODEL, rope_parameters=rope)
+    length = 2 * model.max_position_embeddings
+    saved = Saved(name="run", model=model, folder=Path("run"), sequence_length=length)
+    flags = argparse.Namespace(sequence_length=None, batch_size=1, path=[Path("a.txt")])
+    flags.text_field, flags.token_dtype, flags.cache_dir = "text", "uint16", None
+    assert commands._eval_config(saved, flags).data.sequence_length == length
+
+
+def test_a_run_without_a_model_says_how_to_get_one(finished, tmp_path):
+    shutil.copy(finished / "config.json", tmp_path)
+    with pytest.raises(
+        FolderError, match=r"or ran with --no-save; .* --save or --checkpoint\.every"
+    ):
+        find_model(tmp_path)
+
+
 # Sampling
+
+
+def test_samples_share_no_key_with_the_parameters():
+    words = lambda key: jax.random.key_data(key).tolist()
+    rngs = nnx.Rngs(jax.random.key(3))
+    of_params = [words(rngs.params()) for _ in range(40)]
+    # `generate` splits the key.
+    of_samples = [words(key) for key in jax.random.split(train.outputs.sample_key(3), 40)]
+    assert not [key for key in of_samples if key in of_params]
+    assert words(jax.random.split(jax.random.key(3), 40)[1]) in of_params  # as it was
 
 
 def sampled(capsys, source, *options):
