@@ -187,9 +187,9 @@ def make_gradients(config: TrainConfig) -> Callable[..., tuple[Metrics, nnx.Stat
     A is the number of accumulation steps. An example is a token with a label, or a pair with the
     objective `dpo`. The loss is the sum over all examples of the step divided by their number. So
     neither the split into A batches nor the split over devices changes it. The rope types "dynamic"
-    and "longrope" are exceptions (`models/rope.py`). So is the FP8 recipe "tensorwise", whose scale
-    is that of a whole batch. The gradients of the A batches are added up
-    in the parameters' dtype.
+    and "longrope" are exceptions (`models/rope.py`). So is the FP8 recipe "tensorwise", which makes
+    one scale of each of the A batches. The gradients of the A batches are added up in the
+    parameters' dtype.
     """
     loss_of = _loss_of(config)
     names = metrics_of(config)

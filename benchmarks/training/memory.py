@@ -27,10 +27,10 @@ def announced_gib(output: str) -> float:
     Raises:
       ValueError: The output has no line about the memory of the step.
     """
-    match = re.search(r"memory of the step: .*in all ([\d.]+) GiB", output)
+    match = re.search(r"memory of the step: .*in all ([\d.]+) ([GM])iB", output)
     if match is None:
         raise ValueError(f"no line about the memory of the step in:\n{output[-2000:]}")
-    return float(match[1])
+    return float(match[1]) / (1 if match[2] == "G" else 1024)
 
 
 def peak_gib(metrics: Path) -> float:

@@ -12,6 +12,8 @@ def test_announced_memory():
         "memory of the step: arguments 13.81 GiB, temporaries 18.51 GiB, in all 32.32 GiB of 75 GiB"
     )
     assert memory.announced_gib(f"compiled\n{line}\n") == 32.32
+    small = line.replace("32.32 GiB", "512.00 MiB")
+    assert memory.announced_gib(small) == 0.5
     with pytest.raises(ValueError, match="no line about the memory"):
         memory.announced_gib("compiled")
 
