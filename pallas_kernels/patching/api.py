@@ -125,7 +125,8 @@ def patch(model: nnx.Module) -> Patched:
     A module is recognized by what it computes, not by the name of its class. Its parameters must be
     one vector, or the three matrices of a gated MLP in any layout, with gate and up also in one
     array. Its result on random inputs must equal the formula up to a few roundings, in float32 and
-    bfloat16. A module with another result, with biases, dropout or effects stays as it is.
+    bfloat16. A module with another result, with biases, dropout or effects stays as it is. So does
+    one with a floating variable that is no `nnx.Param`, such as an epsilon in an `nnx.Variable`.
 
     Only the call of a replaced module changes. The model keeps its parameters, their paths, its
     attributes, and `isinstance`, so checkpoints, optimizers and NNX's transforms work as before.

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels.patching import candidates
-from pallas_kernels.patching.rules import MLPRule, NormRule, Path
+from pallas_kernels.patching.rules import MLPRule, NormRule, Path, name_of
 
 # Quick to compile, and every rounding is kept that the module writes.
 _COMPILER_OPTIONS: dict[str, Any] = {
@@ -57,7 +57,8 @@ class Original:
       ranks: Path and rank of each parameter.
 
     Raises:
-      Refused: The module's call needs another number of arguments than one.
+      Refused: The module's call needs another number of arguments than one, or may read a floating
+        variable that is no parameter.
     """
 
     def __init__(self, module: nnx.Module, axis: int | None):
@@ -70,6 +71,12 @@ class Original:
             if path in floating:
                 value = _random(rng, candidates.without_axis(tuple(v.shape), axis), v.dtype)
                 self.arrays[path] = value.astype(np.float64)
+            elif jnp.issubdtype(v.dtype, jnp.floating):
+                # The variable may change later, and an abstract one has no value.
+                raise Refused(
+                    f"its result may depend on the variable `{name_of(path)}`, which is no "
+                    "parameter"
+                )
             else:
                 value = _first_layer(v.get_value(), axis)
             flat.append((path, v.replace(jnp.asarray(value))))

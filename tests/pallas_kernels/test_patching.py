@@ -208,6 +208,18 @@ class Adding(nnx.Module):
         return (x + residual) * self.scale[...]
 
 
+class VariableEpsilon(nnx.Module):
+    """Has its epsilon in a variable, which may have another value in each module."""
+
+    def __init__(self, eps):
+        self.scale = nnx.Param(jnp.ones(D))
+        self.eps = nnx.Variable(jnp.float32(eps))
+
+    def __call__(self, x):
+        mean = jnp.mean(x * x, -1, keepdims=True)
+        return x * jax.lax.rsqrt(mean + self.eps[...]) * self.scale[...]
+
+
 class Failing(FloatNorm):
     def __call__(self, x):
         raise RuntimeError("only under a mesh")
@@ -231,6 +243,14 @@ REFUSED = {
     "dropout in evaluation": (lambda: WithDropout(deterministic=True), "in training mode"),
     "attributes": (Counting, "changes its attributes"),
     "two inputs": (Adding, r"its call takes \(x, residual\), and not one array"),
+    "epsilon in a variable": (
+        lambda: VariableEpsilon(1e-6),
+        "may depend on the variable `eps`, which is no parameter",
+    ),
+    "abstract epsilon": (
+        lambda: nnx.eval_shape(lambda: VariableEpsilon(1e-2)),
+        "may depend on the variable `eps`, which is no parameter",
+    ),
     "failing": (Failing, "raises only under a mesh"),
 }
 
