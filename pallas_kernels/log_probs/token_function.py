@@ -8,13 +8,14 @@ import abc
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.log_probs.differentiable import BIAS
@@ -43,8 +44,8 @@ class TokenFunction:
         the leaves of the data.
       with_entropy: Whether the function gets entropies; otherwise None.
       has_aux: Whether it returns more than the loss.
-      digest: SHA-256 of the function's jaxpr, which tells apart what functions compute, in every
-        process.
+      digest: SHA-256 of the function's jaxpr and of the constants inside of it, which tells apart
+        what functions compute, in every process.
       results: Shapes and dtypes of what it returns, the loss first.
     """
 
@@ -167,7 +168,7 @@ def token_function(
         num_constants=len(traced.consts),
         with_entropy=with_entropy,
         has_aux=has_aux,
-        digest=hashlib.sha256(str(traced.jaxpr).encode()).hexdigest(),
+        digest=_digest(traced.jaxpr),
         results=tuple(
             jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (loss, *jax.tree.leaves(aux))
         ),
@@ -181,6 +182,31 @@ def _not_cached(fn: Callable[..., Any]) -> Callable[..., Any]:
     JAX keeps traces by equality. A method is equal to itself after its object has changed.
     """
     return lambda *args: fn(*args)
+
+
+def _digest(jaxpr: Any) -> str:
+    """SHA-256 of a program. Its text does not show the constants of an inner `jax.jit`."""
+    digest = hashlib.sha256(str(jaxpr).encode())
+    for a in _constants_in(jaxpr):
+        a = jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a
+        a = np.asarray(a)
+        digest.update(f"{a.dtype}{a.shape}".encode() + a.tobytes())
+    return digest.hexdigest()
+
+
+def _constants_in(jaxpr: Any) -> Iterator[Any]:
+    """The constants of the closed programs inside of a program, at all depths."""
+    for equation in jaxpr.eqns:
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):
+            if isinstance(value, ClosedJaxpr):
+                yield from value.consts
+                yield from _constants_in(value.jaxpr)
+            elif isinstance(value, Jaxpr):
+                yield from _constants_in(value)
+
+
+def _is_program(value: Any) -> bool:
+    return isinstance(value, ClosedJaxpr | Jaxpr)
 
 
 def _check_any_number(fn: Callable[..., Any], args: Any) -> None:

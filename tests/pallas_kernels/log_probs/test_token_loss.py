@@ -409,11 +409,20 @@ class Scaled:
         return -self.factor * jnp.sum(log_probs)
 
 
+class ScaledInside(Scaled):
+    """Multiplies with an array inside of a `jax.jit`, whose text does not show the array."""
+
+    def of_all(self, log_probs, entropy, data):
+        factor = np.float32([self.factor])
+        return jax.jit(lambda a: -jnp.sum(jnp.asarray(factor)[0] * a))(log_probs)
+
+
+@pytest.mark.parametrize("kind", [Scaled, ScaledInside])
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_a_method_of_an_object_that_changes(implementation):
+def test_a_method_of_an_object_that_changes(implementation, kind):
     """Equal methods may compute other things."""
     arrays, labels = as_jax(arrays_of(SHAPE, D, V, F32, bias=False))
-    scaled = Scaled(1.0)
+    scaled = kind(1.0)
     of = lambda: loss_of(
         **arrays, labels=labels, data=(), fn=Identical(scaled), implementation=implementation
     )
