@@ -105,10 +105,11 @@ class Explanation:
 
 
 _found: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("found", default=None)
+_calling: contextvars.ContextVar[str | None] = contextvars.ContextVar("calling", default=None)
 _required: contextvars.ContextVar[bool] = contextvars.ContextVar("required", default=False)
 
 
-def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
     """Says which implementation each operation in `fn(*args, **kwargs)` runs, and why.
 
         print(pallas_kernels.explain(train_step, state, batch))
@@ -185,6 +186,19 @@ def require_kernels() -> Iterator[None]:
         _required.reset(token)
 
 
+@contextlib.contextmanager
+def inside_of(operation: str) -> Iterator[None]:
+    """Makes errors about operations inside of the context name the operation that the user called.
+
+    The outermost context counts.
+    """
+    token = _calling.set(_calling.get() or operation)
+    try:
+        yield
+    finally:
+        _calling.reset(token)
+
+
 def log_once(message: str) -> None:
     """Logs a warning, unless this process has logged it before."""
     if message not in _logged:
@@ -210,7 +224,11 @@ def fall_back_on_a_part(operation: str, required: str | None, reason: str, inste
 
 
 def required_by(asked_for: Implementation | None) -> str | None:
-    """The demand that a call runs kernels, as the caller wrote it, or None if there is none."""
+    """The demand that a call runs kernels, as the caller wrote it, or None if there is none.
+
+    Raises:
+      ValueError: The environment variable is neither 0 nor 1.
+    """
     if asked_for == "require":
         return f"implementation={asked_for!r}"
     if asked_for == "reference" or asked_for == "xla":
@@ -218,7 +236,9 @@ def required_by(asked_for: Implementation | None) -> str | None:
     if _required.get():
         return "require_kernels()"
     value = os.environ.get(VARIABLE, "0")
-    return None if value in ("", "0") else f"{VARIABLE}={value}"
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE}={value!r} must be 0 or 1")
+    return f"{VARIABLE}={value}" if value == "1" else None
 
 
 def refuse_fallback(
@@ -237,8 +257,11 @@ def refuse_fallback(
     if asked_for not in (None, "require") or chosen == "mosaic_gpu" or 0 in x.shape:
         return False
     if (required := required_by(asked_for)) is not None:
+        calling = _calling.get()
+        is_called = calling in (None, operation.removesuffix(".backward"))
+        name = operation if is_called else f"{calling}, in {operation}"
         raise NotImplementedError(
-            f"{operation}: kernels are required by {required}, and {reason}; without this "
+            f"{name}: kernels are required by {required}, and {reason}; without this "
             f"requirement {chosen!r} runs"
         )
     return True

@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
-from pallas_kernels.choices import log_once
+from pallas_kernels.choices import inside_of, log_once, required_by
 from pallas_kernels.fp8.casts import cast_both, cast_one, cast_part
 from pallas_kernels.fp8.product_kernel import OUT_DTYPES
 from pallas_kernels.fp8.products import Accumulation, fp8_matmul
@@ -74,6 +74,7 @@ class QuantizedWeight:
     dgrad: Quantized | Any
 
 
+@inside_of("quantize_weight")
 def quantize_weight(
     weight: Float[Array, "K N"],
     recipe: Recipe | RecipeName,
@@ -158,6 +159,7 @@ def fp8_linear(
     return fp8_linears(x, (weight,), recipe=recipe)[0]
 
 
+@inside_of("fp8_linear")
 def fp8_linears(
     x: Float[Array, "*T K"],
     weights: Sequence[Float[Array, "K _"] | QuantizedWeight],
@@ -196,7 +198,8 @@ def fp8_linears(
     in_fp8 = [q for q in quantized if q.forward is not None]
     results = iter(())
     if in_fp8:
-        operation = _Linears(recipe, tuple(jnp.dtype(q.weight.dtype) for q in in_fp8))
+        dtypes = tuple(jnp.dtype(q.weight.dtype) for q in in_fp8)
+        operation = _Linears(recipe, dtypes, required_by(None))
         results = iter(call(operation, x, *arguments(in_fp8)))
     return tuple(matmul(x, q.weight) if q.forward is None else next(results) for q in quantized)
 
@@ -305,10 +308,13 @@ class _Linears:
     Attributes:
       recipe: Recipe.
       dtypes: Dtypes of the weights.
+      required_by: Who demands the kernels; None if nobody. A trace without the demand has not
+        checked it, so a call with the demand is another operation.
     """
 
     recipe: Recipe
     dtypes: tuple[Any, ...]
+    required_by: str | None
 
     name = "fp8_linear"
 
@@ -327,7 +333,8 @@ class _Linears:
             (*results, *(roles_of_kept(self.recipe, "k") if keep else ())),
         )
         arrays = jax.tree.leaves(copies)
-        return partitioned(_forward_of, (self.recipe, keep), roles, args[0], *arrays)
+        key = self.recipe, keep, self.required_by
+        return partitioned(_forward_of, key, roles, args[0], *arrays)
 
     def num_residuals(self, wanted: Mask) -> int:
         needs_x = any(wanted[1 : 1 + self.number])
@@ -359,7 +366,7 @@ class _Linears:
         gradients = Tokens(("k",)), *(GradientOf(len(of_tokens) + 2 * i) for i in range(n))
         asked_for = tuple(g for g, w in zip(gradients, wanted[: 1 + n], strict=True) if w)
         of_copies = roles_of_copies(copies, [("k", f"n{i}") for i in range(n)])
-        key = self.recipe, wanted[: 1 + n], self.dtypes
+        key = self.recipe, wanted[: 1 + n], self.dtypes, self.required_by
         arrays = *dys, *kept, *jax.tree.leaves(copies)
         roles = Roles((*of_tokens, *of_copies), asked_for)
         gradients = partitioned(_backward_of, key, roles, *arrays)
@@ -370,10 +377,13 @@ class _Linears:
         return None
 
 
-def _forward_of(key: tuple[Recipe, bool], place: Place) -> Callable[..., tuple[jax.Array, ...]]:
+def _forward_of(
+    key: tuple[Recipe, bool, str | None], place: Place
+) -> Callable[..., tuple[jax.Array, ...]]:
     """The forward of a device's tokens: `(*ys, *kept)`."""
-    recipe, keep = key
+    recipe, keep, _ = key
 
+    @inside_of("fp8_linear")
     def run(x: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         if keep:
             quantized, turned = cast_both(rows(x), recipe.inputs, place)
@@ -390,12 +400,13 @@ def _forward_of(key: tuple[Recipe, bool], place: Place) -> Callable[..., tuple[j
 
 
 def _backward_of(
-    key: tuple[Recipe, Mask, tuple[Any, ...]], place: Place
+    key: tuple[Recipe, Mask, tuple[Any, ...], str | None], place: Place
 ) -> Callable[..., Sequence[jax.Array]]:
     """The backward of a device's tokens: the wanted of `(dx, *dweights)`."""
-    recipe, wanted, dtypes = key
+    recipe, wanted, dtypes, _ = key
     n = len(dtypes)
 
+    @inside_of("fp8_linear")
     def run(*arrays: jax.Array) -> Sequence[jax.Array]:
         # Without the barrier XLA repeats the operations that make dy to find its maximum.
         dys, rest = jax.lax.optimization_barrier(arrays[:n]), arrays[n:]

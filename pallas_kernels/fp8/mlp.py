@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from pallas_kernels.choices import record
+from pallas_kernels.choices import inside_of, record, required_by
 from pallas_kernels.fp8 import gated_kernel, reference
 from pallas_kernels.fp8.casts import (
     cast_both,
@@ -71,6 +71,7 @@ _FORWARD_AXES = ("f", "d"), ("f", "d"), ("d", "f")  # of the copies [N, K]
 _DGRAD_AXES = ("d", "f"), ("d", "f"), ("f", "d")
 
 
+@inside_of("fp8_swiglu_mlp")
 def fp8_swiglu_mlp(
     x: Float[Array, "*T D"],
     w_gate: Float[Array, "D F"] | QuantizedWeight,
@@ -120,7 +121,8 @@ def fp8_swiglu_mlp(
         return swiglu_mlp(x, *(q.weight for q in weights))
     if x.ndim == 1:
         return fp8_swiglu_mlp(x[None], *weights, recipe=recipe)[0]
-    operation = _MLP(recipe, tuple(jnp.dtype(q.weight.dtype) for q in weights))
+    dtypes = tuple(jnp.dtype(q.weight.dtype) for q in weights)
+    operation = _MLP(recipe, dtypes, required_by(None))
     return call(operation, x, *arguments(weights))[0]
 
 
@@ -131,10 +133,12 @@ class _MLP:
     Attributes:
       recipe: Recipe.
       dtypes: Dtypes of the weights.
+      required_by: Who demands the kernels, as for `fp8_linear`.
     """
 
     recipe: Recipe
     dtypes: tuple[Any, ...]
+    required_by: str | None
 
     name = "fp8_swiglu_mlp"
 
@@ -147,7 +151,7 @@ class _MLP:
             *(roles_of_kept(self.recipe, "d") if turn else ()),
         )
         roles = Roles((_X, *roles_of_copies(copies, _FORWARD_AXES)), (_X, *kept))
-        key = self.recipe, keep, turn
+        key = self.recipe, keep, turn, self.required_by
         return partitioned(_forward_of, key, roles, args[0], *jax.tree.leaves(copies))
 
     def _keeps_turned(self, wanted: Mask) -> bool:
@@ -179,7 +183,7 @@ class _MLP:
         gradients = _X, *(GradientOf(len(of_tokens) + 2 * i) for i in range(3))
         asked_for = tuple(g for g, w in zip(gradients, wanted[:4], strict=True) if w)
         roles = Roles((*of_tokens, *roles_of_copies(copies, _DGRAD_AXES)), asked_for)
-        key = self.recipe, wanted[:4], self.dtypes
+        key = self.recipe, wanted[:4], self.dtypes, self.required_by
         arrays = dy, *kept, *jax.tree.leaves(copies)
         found = partitioned(_backward_of, key, roles, *arrays)
         return [*found, *zeros_of_copies(copies, wanted[4:])]
@@ -196,11 +200,12 @@ def _has_kernel(recipe: Recipe, of_gate: Quantized, tokens: jax.Array) -> bool:
 
 
 def _forward_of(
-    key: tuple[Recipe, bool, bool], place: Place
+    key: tuple[Recipe, bool, bool, str | None], place: Place
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """The forward of a device's tokens: `y`, then values and scales of what is kept."""
-    recipe, keep, turn = key
+    recipe, keep, turn, _ = key
 
+    @inside_of("fp8_swiglu_mlp")
     def run(x: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         of_gate, of_up, of_down = pairs(arrays)
 
@@ -236,11 +241,12 @@ def _forward_of(
 
 
 def _backward_of(
-    key: tuple[Recipe, Mask, tuple[Any, ...]], place: Place
+    key: tuple[Recipe, Mask, tuple[Any, ...], str | None], place: Place
 ) -> Callable[..., Sequence[jax.Array]]:
     """The backward of a device's tokens: the wanted of `(dx, dw_gate, dw_up, dw_down)`."""
-    recipe, wanted, dtypes = key
+    recipe, wanted, dtypes, _ = key
 
+    @inside_of("fp8_swiglu_mlp")
     def run(dy: jax.Array, *rest: jax.Array) -> Any:
         kept, copies = rest[4:-6], pairs(rest[-6:])
         gate, up = (BlockwiseInt8(rows(v), s) for v, s in (rest[:2], rest[2:4]))

@@ -191,6 +191,20 @@ def test_required_kernels_turn_a_fallback_into_an_error(on_h100, monkeypatch):
     jax.eval_shape(fits, too_wide)
 
 
+def test_another_value_of_the_variable_is_an_error(monkeypatch):
+    for value in ("", "0"):
+        monkeypatch.setenv(choices.VARIABLE, value)
+        assert choices.required_by(None) is None
+    monkeypatch.setenv(choices.VARIABLE, "false")
+    with pytest.raises(ValueError, match="PALLAS_KERNELS_REQUIRE='false' must be 0 or 1"):
+        rms_norm(X, WEIGHT)
+
+
+def test_a_function_with_a_keyword_fn_is_explained():
+    found = pallas_kernels.explain(lambda *, fn: rms_norm(fn, WEIGHT), fn=X)
+    assert [c.operation for c in found.choices] == ["rms_norm"]
+
+
 CALLS = {
     "rms_norm": lambda x, **o: rms_norm(x, WEIGHT, **o),
     "add_rms_norm": lambda x, **o: add_rms_norm(x, x, WEIGHT, **o),

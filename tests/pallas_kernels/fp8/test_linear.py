@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import require_kernels
 from pallas_kernels.fp8 import (
     RECIPES,
     QuantizedWeight,
@@ -307,6 +308,23 @@ def test_small_weights_stay_in_their_dtype(caplog):
     np.testing.assert_array_equal(y, x @ w.astype(BF16))
     assert RECIPES["tensorwise"].gains((2048, 2048))
     assert not RECIPES["tensorwise"].gains((2048, 1024))
+
+
+def test_kernels_are_required_of_a_call_that_was_traced_before():
+    x, (gate, up), _ = make_args((4, 16), (16, 16))
+    recipe = SMALL["rowwise"]
+    weights = [quantize_weight(w, recipe) for w in (gate, up, gate)]
+    linear = lambda x: fp8_linear(x, weights[0], recipe=recipe)
+    mlp = lambda x: fp8_swiglu_mlp(x, *weights, recipe=recipe)
+    calls = {"fp8_linear, in quantize": linear, "fp8_swiglu_mlp, in quantize": mlp}
+    for name, call in calls.items():
+        jax.eval_shape(call, x)
+        message = f"^{name}: kernels are required by require_kernels"
+        with require_kernels(), pytest.raises(NotImplementedError, match=message):
+            jax.eval_shape(functools.partial(call), x)
+    message = "^quantize_weight, in quantize_both: kernels are required"
+    with require_kernels(), pytest.raises(NotImplementedError, match=message):
+        quantize_weight(gate, recipe)
 
 
 def test_gradients_that_are_asked_for():
