@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from pallas_kernels.arguments import check_choice
+from pallas_kernels.arguments import check_choice, check_number
 
 # Names of verl (https://github.com/volcengine/verl).
 type Aggregation = Literal[
@@ -52,8 +52,9 @@ def aggregate(
       max_length: Divisor of `"seq-mean-token-sum-norm"`.
 
     Raises:
-      ValueError: The aggregation is unknown, `max_length` does not go with it, or the mask has
-        another shape than the values.
+      ValueError: The aggregation is unknown, `max_length` does not go with it or is below 1, or the
+        mask has another shape than the values.
+      TypeError: `max_length` is no number, or JAX traces it.
     """
     _check_shapes(values, "values", mask=mask)
     check_choice("aggregation", aggregation, Aggregation)
@@ -61,6 +62,10 @@ def aggregate(
         raise ValueError(
             f"{max_length=}: give a divisor with aggregation='seq-mean-token-sum-norm' and with no "
             f"other; got {aggregation=}"
+        )
+    if max_length is not None:
+        check_number(
+            "max_length", max_length, least=1, remedy="it is the longest sequence's length"
         )
     sums, lengths = _sums(values, mask), _lengths(mask)
     if aggregation == "token-mean":
@@ -89,7 +94,7 @@ def clipped_policy_loss(
         ratio = exp(min(log_probs - old_log_probs, 80))
         loss = -min(ratio·A, clip(ratio, 1 - clip_low, 1 + clip_high)·A) + kl_weight·kl
 
-    `kl` is the estimate `exp(d) - d - 1` with `d = reference_log_probs - log_probs`
+    `kl` is the estimate `exp(d) - d - 1` with `d = min(reference_log_probs - log_probs, 80)`
     (http://joschu.net/blog/kl-approx.html). DAPO (https://arxiv.org/abs/2503.14476) takes
     `clip_high=0.28` and no KL; GRPO (https://arxiv.org/abs/2402.03300) takes `kl_weight=0.04` and
     `aggregation="seq-mean-token-mean"`.
@@ -118,12 +123,15 @@ def clipped_policy_loss(
         reference_log_probs=reference_log_probs,
     )
     if kl_weight and reference_log_probs is None:
-        raise ValueError(f"{kl_weight=} needs reference_log_probs")
+        raise ValueError(
+            f"{kl_weight=} needs reference_log_probs; pass the reference's log-probabilities, or "
+            "kl_weight=0.0"
+        )
     ratio = _ratio(_difference(log_probs, old_log_probs, mask))
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     losses = -jnp.minimum(ratio * advantages, clipped * advantages)
     if kl_weight and reference_log_probs is not None:
-        difference = -_difference(log_probs, reference_log_probs, mask)
+        difference = _bounded(-_difference(log_probs, reference_log_probs, mask))
         losses += kl_weight * (jnp.expm1(difference) - difference)
     return aggregate(losses, mask, aggregation, max_length=max_length)
 
@@ -316,7 +324,12 @@ def _ratio(difference: Float[Array, "*n"]) -> Float[Array, "*n"]:
 
     An infinite ratio is clipped, and infinity times the gradient of the clip, 0, would be NaN.
     """
-    return jnp.exp(jnp.minimum(difference, 80.0))
+    return jnp.exp(_bounded(difference))
+
+
+def _bounded(difference: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """The difference, or 80 if that is less. Its exponential is finite."""
+    return jnp.minimum(difference, 80.0)
 
 
 def _mean(values: Float[Array, " n"]) -> Float[Array, ""]:

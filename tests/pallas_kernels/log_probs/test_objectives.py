@@ -238,6 +238,15 @@ def test_a_ratio_that_is_clipped_has_no_gradient_however_large_it_is():
     np.testing.assert_allclose(gradient, [[-0.5, 0.0]], rtol=1e-6)
 
 
+def test_a_penalty_stays_finite_however_far_the_reference_is():
+    zeros = jnp.zeros((1, 2))
+    loss = lambda a: objectives.clipped_policy_loss(
+        a, None, zeros, jnp.ones((1, 2)), reference_log_probs=zeros, kl_weight=0.04
+    )
+    value, gradient = jax.value_and_grad(loss)(jnp.array([[-100.0, -1.0]]))
+    assert np.isfinite(value) and np.all(np.isfinite(gradient)) and gradient[0, 1] < 0
+
+
 def test_no_sequences():
     none = jnp.zeros((0, S))
     of_no_sequence = jnp.zeros(0, bool)
@@ -266,7 +275,9 @@ def test_errors(unchecked_shapes):
         objectives.aggregate(a, a, "seq-mean-token-sum-norm")
     with pytest.raises(ValueError, match="max_length=3"):
         objectives.aggregate(a, a, max_length=3)
-    with pytest.raises(ValueError, match="needs reference_log_probs"):
+    with pytest.raises(ValueError, match="max_length=0 must be a finite number of at least 1"):
+        objectives.aggregate(a, a, "seq-mean-token-sum-norm", max_length=0)
+    with pytest.raises(ValueError, match=r"needs reference_log_probs; .* or kl_weight=0\.0"):
         objectives.clipped_policy_loss(a, a, a, a, kl_weight=0.1)
     square, mask, numbers = jnp.ones((3, 3)), jnp.ones((3, 3)), jnp.ones(3)
     # Broadcasting would compute another loss of each of them.
