@@ -63,11 +63,23 @@ def unsupported_reason(
 ) -> str | None:
     """Why dlogits cannot have this form, or None if they can."""
     if x.dtype != jnp.bfloat16:
-        return f"{x.dtype} has not the exponents of bfloat16"
+        return (
+            f"x is {x.dtype}, and stored exponentials need the range of bfloat16; cast x to "
+            "bfloat16"
+        )
     # LossOptions has no defaults: a new option fails here until somebody decides about it.
     known = LossOptions(label_smoothing=0.0, z_loss=options.z_loss, logit_softcap=None)
-    if options != known:
-        return f"{options} change entries of dlogits other than the label's, each in its own way"
+    if options.label_smoothing:
+        return (
+            f"label_smoothing={options.label_smoothing} adds to every entry of the gradient; 0.0 "
+            "allows stored exponentials"
+        )
+    if options.logit_softcap is not None:
+        return (
+            f"logit_softcap={options.logit_softcap} scales every entry of the gradient in its own "
+            "way; None allows stored exponentials"
+        )
+    assert options == known
     return linear_statistics.unsupported_reason(x, weight, weight_layout)
 
 

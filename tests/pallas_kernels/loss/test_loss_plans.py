@@ -214,7 +214,7 @@ def test_what_is_in_place_of_columns(chosen, shape, weight_dtype, want):
         (
             {"label_smoothing": 0.1},
             ("token chunks", 3, 1, 4, 128256 * 2**12, 0, 0),
-            "entries of dlogits other than the label's",
+            "label_smoothing=0.1 adds to every entry",
         ),
         ({"vocab_chunk_size": 2048}, ("column chunks", 4, 1, 63, 2**25, 0, 0), "vocab_chunk_size"),
         (
@@ -253,7 +253,9 @@ def test_a_plan_says_why_no_kernel_runs():
     assert "the caller asked" in str(described(8, 8, 8, implementation="xla"))
     with jax.set_mesh(jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))):
         assert described(8, 8, 8).why_no_kernel is None
-    assert "exponents of bfloat16" in described(8, 8, 8, dtype=F16).reason
+    assert "need the range of bfloat16" in described(8, 8, 8, dtype=F16).reason
+    assert "label_smoothing=0.1 adds to" in described(8, 8, 8, label_smoothing=0.1).reason
+    assert "logit_softcap=30.0 scales" in described(8, 8, 8, logit_softcap=30.0).reason
 
 
 def test_a_plan_refuses_what_the_loss_refuses():
