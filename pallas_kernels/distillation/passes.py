@@ -153,7 +153,7 @@ def statistics(
     sources = _Sources.make(student, teacher, first_row, temperature)
     sums = functools.partial(_sums, of_kl)
     start = (_LOWEST, 0.0) * 2 + (0.0,) * (of_kl is not None)
-    found = _fold("distillation_sums", sums, start, sources, ())
+    found = _reduce_columns("distillation_sums", sums, start, sources, ())
     # Over parts, and over the devices that share the vocabulary. Units are log2 up to the end.
     largest, total = found[0:4:2], found[1:4:2]
     tops = [rows.max(jnp.max(a, axis=0)[:, None]) for a in largest]
@@ -171,7 +171,7 @@ def statistics(
     beta = divergence.beta
     mixture = functools.partial(_mixture, beta)
     of_rows = lse, teacher_lse
-    parts = _fold("distillation_mixture", mixture, (0.0, 0.0), sources, of_rows)
+    parts = _reduce_columns("distillation_mixture", mixture, (0.0, 0.0), sources, of_rows)
     student_part, teacher_part = (add(a) * LN_2 for a in parts)
     loss = beta * teacher_part + (1 - beta) * student_part
     return Statistics(loss, lse, teacher_lse, student_part)
@@ -307,7 +307,7 @@ class _Sources(NamedTuple):
         return found
 
 
-def _fold(
+def _reduce_columns(
     name: str,
     step: Callable[..., list[jax.Array]],
     start: tuple[float, ...],

@@ -80,15 +80,17 @@ class Config:
 
     def __post_init__(self):
         if self.tile_n % 64 or not 64 <= self.tile_n <= 256:
-            raise ValueError(f"{self.tile_n=} must be a multiple of 64 from 64 to 256")
+            raise ValueError(f"tile_n={self.tile_n} must be a multiple of 64 from 64 to 256")
         if self.stages < 2:
-            raise ValueError(f"{self.stages=} must be at least 2")
+            raise ValueError(f"stages={self.stages} must be at least 2")
         if self.cluster not in (1, 2):
-            raise ValueError(f"{self.cluster=} must be 1 or 2")
+            raise ValueError(f"cluster={self.cluster} must be 1 or 2")
         if self.band < 1:
-            raise ValueError(f"{self.band=} must be at least 1")
+            raise ValueError(f"band={self.band} must be at least 1")
         if self.blocks < 1 or self.blocks % self.cluster:
-            raise ValueError(f"{self.blocks=} must be a positive multiple of {self.cluster=}")
+            raise ValueError(
+                f"blocks={self.blocks} must be a positive multiple of cluster={self.cluster}"
+            )
 
 
 def default_config(

@@ -30,13 +30,16 @@ class Config:
 
     def __post_init__(self):
         if not 1 <= self.warpgroups <= 8:
-            raise ValueError(f"{self.warpgroups=} must be from 1 to 8")
+            raise ValueError(f"warpgroups={self.warpgroups} must be from 1 to 8")
         if self.slots < 2 or self.slots * self.warpgroups > _MAX_BARRIERS:
             raise ValueError(
-                f"{self.slots=} must be at least 2, and {self.warpgroups=} times it at most 32"
+                f"slots={self.slots} must be at least 2, and warpgroups={self.warpgroups} times it "
+                "at most 32"
             )
         if self.max_lines < 4 or self.max_lines % WARPS_PER_WARPGROUP:
-            raise ValueError(f"{self.max_lines=} must be a multiple of {WARPS_PER_WARPGROUP}")
+            raise ValueError(
+                f"max_lines={self.max_lines} must be a multiple of {WARPS_PER_WARPGROUP}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,12 +38,12 @@ def run_kernel(num_columns, config):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"warpgroups": 0}, "self.warpgroups=0 must be from 1 to 8"),
-        ({"warpgroups": 9}, "self.warpgroups=9 must be from 1 to 8"),
-        ({"slots": 1}, "self.slots=1 must be at least 2"),
-        ({"warpgroups": 8, "slots": 5}, "self.warpgroups=8 times it at most 32"),
-        ({"max_lines": 0}, "self.max_lines=0 must be a multiple of 4"),
-        ({"max_lines": 6}, "self.max_lines=6 must be a multiple of 4"),
+        ({"warpgroups": 0}, "^warpgroups=0 must be from 1 to 8"),
+        ({"warpgroups": 9}, "^warpgroups=9 must be from 1 to 8"),
+        ({"slots": 1}, "^slots=1 must be at least 2"),
+        ({"warpgroups": 8, "slots": 5}, "and warpgroups=8 times it at most 32"),
+        ({"max_lines": 0}, "^max_lines=0 must be a multiple of 4"),
+        ({"max_lines": 6}, "^max_lines=6 must be a multiple of 4"),
     ],
     ids=str,
 )

@@ -250,12 +250,12 @@ def test_a_configuration_that_does_not_fit():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(tile_n=100), "tile_n=100 must be a multiple of 64"),
+        (dict(tile_n=100), "^tile_n=100 must be a multiple of 64"),
         (dict(tile_n=320), "from 64 to 256"),
-        (dict(stages=1), "stages=1 must be at least 2"),
-        (dict(cluster=4), "cluster=4 must be 1 or 2"),
-        (dict(band=0), "band=0 must be at least 1"),
-        (dict(blocks=3, cluster=2), "blocks=3 must be a positive multiple"),
+        (dict(stages=1), "^stages=1 must be at least 2"),
+        (dict(cluster=4), "^cluster=4 must be 1 or 2"),
+        (dict(band=0), "^band=0 must be at least 1"),
+        (dict(blocks=3, cluster=2), "^blocks=3 must be a positive multiple"),
     ],
 )
 def test_wrong_configurations(change, message):
