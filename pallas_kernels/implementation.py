@@ -80,10 +80,26 @@ def by_name(name: Chosen, kernel: str = "None takes the kernel where it runs") -
     return f"the caller asked for implementation={name!r}; implementation={kernel}"
 
 
-def check_no_config(config: Any, implementation: Implementation | None) -> None:
-    """Raises ValueError if there are launch parameters for what is no kernel."""
-    if config is not None:
+def check_config_has_name(config: Any, implementation: Implementation | None) -> None:
+    """Raises ValueError if there are launch parameters and the caller has not named the kernel."""
+    if config is not None and implementation != "mosaic_gpu":
         raise ValueError(
-            f"{config=}: {implementation=} has no launch parameters; leave config=None, or ask for "
-            "implementation='mosaic_gpu'"
+            f"{config=} is for implementation='mosaic_gpu' by name, got {implementation=}; leave "
+            "config=None, or ask for implementation='mosaic_gpu'"
+        )
+
+
+def check_no_config(config: Any, implementation: Chosen, reason: str | None) -> None:
+    """Raises ValueError if there are launch parameters for what is no kernel.
+
+    Args:
+      config: Launch parameters, or None.
+      implementation: Implementation that runs.
+      reason: Reason why it runs; None if the caller has named it.
+    """
+    if config is not None:
+        why = "" if reason is None else f", and it runs because {reason}"
+        raise ValueError(
+            f"{config=}: {implementation=} has no launch parameters{why}; leave config=None, or "
+            "ask for implementation='mosaic_gpu'"
         )

@@ -9,8 +9,8 @@ Three programs compute it:
   kernel multiplied in bfloat16 on an H100 (JAX 0.11.2): 610 to 757 TFLOP/s, where the bare bfloat16
   product had 774 to 826 and our kernel 1358 to 1547. Hence our kernel on Hopper, although
   cublasLt's FP8 measured 1559 to 1589 on an H200, and 1364 to 1484 with split accumulation.
-- *emulation* everywhere else: the values are multiplied as float32 numbers. A product of two FP8
-  numbers is exact in float32, so only the sums round.
+- *emulation* everywhere else, and for results in float16: the values are multiplied as float32
+  numbers. A product of two FP8 numbers is exact in float32, so only the sums round.
 """
 
 from typing import Literal
@@ -30,8 +30,8 @@ from pallas_kernels.gpu.hopper_gemm import Config
 from pallas_kernels.implementation import (
     Chosen,
     Implementation,
+    check_config_has_name,
     check_implementation,
-    check_no_config,
     choose_implementation,
     symbolic_reason,
 )
@@ -75,8 +75,9 @@ def fp8_matmul(
         devices ignore the choice.
       implementation: `"mosaic_gpu"` is our kernel for Hopper. `"xla"` is a product that XLA may
         replace by cublasLt's in FP8, on GPUs since Ada. `"reference"` multiplies float32 numbers,
-        as `"xla"` does elsewhere. `None` takes the kernel where it runs, and `"xla"` otherwise.
-        `"require"` picks as `None` does, and raises where that would not be the kernel.
+        as `"xla"` does elsewhere and for a result in float16. `None` takes the kernel where it
+        runs, and `"xla"` otherwise. `"require"` picks as `None` does, and raises where that would
+        not be the kernel.
       config: Launch parameters of the kernel, for `"mosaic_gpu"` by name.
 
     Raises:
@@ -93,7 +94,7 @@ def fp8_matmul(
     if chosen == "mosaic_gpu":
         promoted = accumulation == "promoted"
         return product_kernel.product(a, b, out_dtype=out_dtype, promoted=promoted, config=config)
-    if chosen == "xla" and _has_fp8_products():
+    if chosen == "xla" and _xla_multiplies(out_dtype):
         return _by_xla(a, b, out_dtype, accumulation)
     return _emulated(a, b, out_dtype)
 
@@ -112,18 +113,22 @@ def choose_fp8_matmul(
       NotImplementedError: The caller asked for the kernel or requires it, and it does not run.
     """
     check_implementation(implementation)
-    if implementation != "mosaic_gpu":
-        check_no_config(config, implementation)
     check_config(config, Config)
+    check_config_has_name(config, implementation)
     unsupported = symbolic_reason(a.values, b.values)
     unsupported = unsupported or product_kernel.unsupported_reason(a, b)
     return choose_implementation(implementation, unsupported, fallback="xla")
 
 
-def _has_fp8_products() -> bool:
-    """Whether cublasLt multiplies FP8 on the default device: on GPUs since Ada."""
+def _xla_multiplies(out_dtype: DTypeLike) -> bool:
+    """Whether `_by_xla` computes the product.
+
+    cublasLt multiplies FP8 on GPUs since Ada. A scale is often above or below all numbers of
+    float16, so no operand in float16 can hold it.
+    """
     device = target_device()
-    return device.capability is not None and device.has_fp8
+    is_f16 = jnp.dtype(out_dtype) == jnp.float16
+    return device.capability is not None and device.has_fp8 and not is_f16
 
 
 def _by_xla(

@@ -33,7 +33,6 @@ from pallas_kernels.implementation import (
 from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.layout import Embedding, WeightLayout, sizes, unsupported_reason
-from pallas_kernels.loss.low_rank import LoRA, TwoParts, extended
 from pallas_kernels.loss.mosaic_gpu import logits
 from pallas_kernels.loss.plan import Request, Settings
 from pallas_kernels.loss.token_loss import IGNORED, OUT_OF_RANGE, LossOptions
@@ -69,14 +68,14 @@ def check_arrays(
 
 def checked_layer(x: Any, weight: Any, weight_layout: Any) -> tuple[Array, Embedding]:
     """`(x, weight)` as JAX arrays of shapes that agree; with the hidden units of a `LoRA`."""
-    if isinstance(weight, LoRA):
-        if isinstance(weight.weight, LoRA):
+    if isinstance(weight, low_rank.LoRA):
+        if isinstance(weight.weight, low_rank.LoRA):
             raise TypeError(
                 "weight.weight is a LoRA; it must be an array: concatenate the columns of both a, "
                 "each times its scale, and the rows of both b"
             )
         x, whole = checked_layer(x, weight.weight, weight_layout)
-        return extended(x, weight._replace(weight=whole), weight_layout)
+        return low_rank.extended(x, weight._replace(weight=whole), weight_layout)
     x, weight = floating_arrays(x=x, weight=weight, least_bits=BITS_OF_PRODUCTS)
     check_layer("", x, weight, weight_layout)
     return x, weight
@@ -176,6 +175,7 @@ def checked_request(
       NotImplementedError: The caller names the kernels, and they do not take the arguments.
     """
     check_implementation(implementation)
+    check_config(config, Config)
     open_sizes = symbolic_reason(x)
     chosen, why_no_kernel = choose_implementation(
         implementation,
@@ -188,15 +188,14 @@ def checked_request(
     if open_sizes is not None and chosen == "xla":
         raise NotImplementedError(f"implementation='xla': {open_sizes}, or with 'reference'")
     if chosen != "mosaic_gpu":
-        check_no_config(config, chosen)
-    check_config(config, Config)
+        check_no_config(config, chosen, None if chosen == implementation else why_no_kernel)
     _check_options(reduction, ignore_index, label_smoothing, z_loss, logit_softcap)
     sizes = checked_chunks(
         chunk_size=chunk_size,
         vocab_chunk_size=vocab_chunk_size,
         max_logits_bytes=max_logits_bytes,
     )
-    if vocab_chunk_size is not None and isinstance(weight, TwoParts):
+    if vocab_chunk_size is not None and isinstance(weight, low_rank.TwoParts):
         raise ValueError(f"{vocab_chunk_size=} takes no LoRA; set chunk_size or max_logits_bytes")
     fraction = checked_fraction(counted_fraction)
     accum_dtype = checked_dtype("accum_dtype", accum_dtype)
@@ -222,7 +221,7 @@ def checked_request(
         x=jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype),
         weight=jax.ShapeDtypeStruct(weight.shape, weight.dtype),
         has_bias=bias is not None,
-        is_low_rank=isinstance(weight, TwoParts),
+        is_low_rank=isinstance(weight, low_rank.TwoParts),
         **sizes,
         counted_fraction=fraction,
     )
@@ -365,11 +364,16 @@ def _check_labels(
 ) -> None:
     if labels.size == 0:
         return
-    position = jnp.argmax(wrong)
+    where = "label {label} at token {position}"
+    numbers = {}
+    if isinstance(labels, jax.Array):
+        numbers["position"] = jnp.argmax(wrong)
+        numbers["label"] = labels.reshape(-1)[numbers["position"]]
+    else:  # NumPy's labels may have 64 bits, which an array of JAX would cut to 32
+        position = np.argmax(wrong)
+        where = where.format(label=labels.reshape(-1)[position], position=position)
     checkify.check(
         ~jnp.any(wrong),
-        operation + ": label {label} at token {position} is neither in "
-        f"[0, {vocab_size}) nor {ignore_index=}",
-        label=jnp.asarray(labels).reshape(-1)[position],
-        position=position,
+        f"{operation}: {where} is neither in [0, {vocab_size}) nor {ignore_index=}",
+        **numbers,
     )

@@ -15,8 +15,8 @@ from pallas_kernels.implementation import (
     Chosen,
     Implementation,
     by_name,
+    check_config_has_name,
     check_implementation,
-    check_no_config,
     choose_implementation,
     symbolic_reason,
 )
@@ -90,14 +90,14 @@ def choose_swiglu(
       NotImplementedError: The caller asked for the kernel, which does not take the arguments.
     """
     check_implementation(implementation)
+    check_config(config, Config)
+    check_config_has_name(config, implementation)
     if implementation == "mosaic_gpu":
-        check_config(config, Config)
         unsupported = symbolic_reason(gate) or mosaic_gpu.unsupported_reason(gate, up)
         return choose_implementation(implementation, unsupported, fallback="reference")
     # On an H100 XLA's fusion is as fast: 1.02 of a copy forward and 1.00 backward, where the kernel
     # has 1.01 and 1.00. Inside of a model the fusion takes in operations around it, too. A kernel
     # cannot.
-    check_no_config(config, implementation or "reference")
     if implementation == "reference" or implementation == "xla":
         return implementation, by_name(implementation, "'mosaic_gpu' takes the kernel")
     return "reference", (
@@ -211,9 +211,8 @@ def choose_swiglu_mlp(
       NotImplementedError: The caller asked for the kernels, which do not take the arguments.
     """
     check_implementation(implementation)
-    if implementation != "mosaic_gpu":
-        check_no_config(config, implementation)
     check_config(config, MLPConfig)
+    check_config_has_name(config, implementation)
     if x.size == 0 and implementation != "reference":
         return "xla", f"x has shape {x.shape}, so there is nothing to launch a kernel for"
     operands = [jax.ShapeDtypeStruct(w.shape, x.dtype) for w in weights]

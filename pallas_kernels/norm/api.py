@@ -168,11 +168,11 @@ def choose_norm(
       NotImplementedError: The caller asked for the kernel, which does not take the arguments.
     """
     check_implementation(implementation)
+    check_config(config, Config)
     unsupported = symbolic_reason(x) or mosaic_gpu.unsupported_reason(x, weight, residual)
     chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
     if chosen != "mosaic_gpu":
-        check_no_config(config, chosen)
-    check_config(config, Config)
+        check_no_config(config, chosen, None if chosen == implementation else reason)
     return chosen, reason
 
 

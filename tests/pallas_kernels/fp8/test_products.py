@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.fp8 import Quantized, fp8_matmul, gated_kernel, quantize, reference
+from pallas_kernels.fp8 import Quantized, fp8_matmul, gated_kernel, products, quantize, reference
 from pallas_kernels.fp8.products import choose_fp8_matmul
+from pallas_kernels.gpu.device import Device
 from pallas_kernels.gpu.hopper_gemm import Config
 from support.numerics import assert_as_accurate, quick_jit, rounded
 
@@ -145,6 +146,15 @@ def test_gated_keeps_nan_and_zeros():
         gated_kernel.gated(x, w, w, out_dtype=BF16, keep=True, config=narrow)
 
 
+@pytest.mark.parametrize("scales", [(1e-9, 1e5), (1e-8, 1e3)])
+def test_scales_beyond_float16(monkeypatch, scales):
+    """On a GPU with products of cublasLt, too, no scale is rounded to float16."""
+    monkeypatch.setattr(products, "target_device", lambda: Device("NVIDIA L4", (8, 9), 58))
+    a, b = make_operands(4, 8, 16)
+    a, b = (Quantized(q.values, jnp.float32(s)) for q, s in zip((a, b), scales, strict=True))
+    check(a, b, F16, implementation="xla")
+
+
 def test_no_rows():
     a, b = make_operands(0, 4, 8)
     assert fp8_matmul(a, b).shape == (0, 4)
@@ -178,9 +188,9 @@ def test_errors():
         fp8_matmul(a, b, accumulation=cast(Any, "slow"))
     with pytest.raises(ValueError, match="out_dtype=int8"):
         fp8_matmul(a, b, out_dtype=jnp.int8)
-    with pytest.raises(ValueError, match="no launch parameters"):
+    with pytest.raises(ValueError, match="'mosaic_gpu' by name, got implementation=None"):
         fp8_matmul(a, b, config=CONFIG)
     with pytest.raises(TypeError, match=r"config=1 must be a .*hopper_gemm\.Config"):
-        fp8_matmul(a, b, implementation="mosaic_gpu", config=cast(Any, 1))
+        fp8_matmul(a, b, config=cast(Any, 1))
     with pytest.raises(NotImplementedError, match="NVIDIA GPU"):
         jax.jit(lambda a, b: fp8_matmul(a, b, implementation="mosaic_gpu"))(a, b)

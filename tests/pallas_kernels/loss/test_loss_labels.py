@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 
-from pallas_kernels import linear_cross_entropy
+from pallas_kernels import linear_cross_entropy, linear_log_probs
 from support.loss_formulas import (
     BY_XLA_STRATEGY,
     CHUNK,
@@ -116,6 +116,14 @@ def test_check_labels_raises_at_once():
         loss(labels.at[1, 2].set(57))
     with pytest.raises(checkify.JaxRuntimeError, match=r"label -7 at token 0 .* ignore_index=-100"):
         loss(labels.at[0, 0].set(-7))
+
+
+def test_check_labels_prints_a_label_of_64_bits(unchecked_shapes):
+    x, weight = jnp.ones((2, 4)), jnp.ones((5, 4))
+    labels = np.array([1, 2**33 + 1])
+    for fn in (linear_cross_entropy, linear_log_probs):
+        with pytest.raises(checkify.JaxRuntimeError, match="label 8589934593 at token 1 is"):
+            fn(x, weight, labels, check_labels=True)
 
 
 def test_check_labels_raises_through_checkify_under_jit():

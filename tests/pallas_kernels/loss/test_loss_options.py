@@ -242,7 +242,12 @@ def test_metrics_without_a_token(strategy):
             ValueError,
             "implementation='triton' must be None or one of",
         ),
-        ({"config": 1}, ValueError, "config=1: .* no launch parameters"),
+        ({"config": 1}, TypeError, "config=1 must be a .*, or None for the default"),
+        (
+            {"config": Config()},
+            ValueError,
+            "no launch parameters, and it runs because x and its logits are",
+        ),
         ({"weight": np.ones(4, np.float32)}, ValueError, r"weight must be \[V, D\].* got \(4,\)"),
         ({"weight": np.ones((0, 4), np.float32)}, ValueError, r"V >= 1, got \(0, 4\)"),
         ({"weight": np.ones((5, 3), np.float32)}, ValueError, r"x \(6, 4\) and weight \(5, 3\)"),

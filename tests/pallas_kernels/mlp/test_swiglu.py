@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import swiglu
+from pallas_kernels.mlp.config import Config
 from support.numerics import assert_as_accurate, quick_jit, rounded, value_and_grads
 from support.pairwise import pairwise
 from support.swiglu_formulas import NAMES, formula, make_args
@@ -157,7 +158,10 @@ def test_no_name_and_xla_are_the_reference():
         ({"up": np.ones((3, 7), np.float32)}, r"one shape, got \(3, 8\) and \(3, 7\)"),
         ({"up": np.ones(8, np.float32)}, r"one shape, got \(3, 8\) and \(8,\)"),
         ({"implementation": "triton"}, "implementation='triton' must be None or one of"),
-        ({"config": 1}, "config=1: implementation='reference' has no launch parameters"),
+        (
+            {"config": Config(fwd_accesses=1, bwd_accesses=1)},
+            "for implementation='mosaic_gpu' by name, got implementation=None",
+        ),
     ],
 )
 def test_wrong_arguments(unchecked_shapes, change, message):

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import chex
 import jax
@@ -231,7 +232,7 @@ def test_second_derivatives():
         (dict(chunk_size=0, save="x"), "chunk_size=0 must be at least 1"),
         (dict(x=jnp.zeros(24), chunk_size=4, save="x"), r"x \[..., S, D\].* x \(24,\)"),
         (dict(implementation="triton"), "implementation='triton' must be None or one of"),
-        (dict(config=MLPConfig()), "implementation=None has no launch parameters"),
+        (dict(config=MLPConfig()), "'mosaic_gpu' by name, got implementation=None"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -239,3 +240,6 @@ def test_wrong_arguments(unchecked_shapes, change, message):
     args = dict(zip(("x", "w_gate", "w_up", "w_down"), make_args((13, 24), 40, F32), strict=False))
     with pytest.raises(ValueError, match=message):
         swiglu_mlp(**args | change)
+    wrong: Any = 1
+    with pytest.raises(TypeError, match=r"config=1 must be a .*, or None for the default"):
+        swiglu_mlp(**args, config=wrong)

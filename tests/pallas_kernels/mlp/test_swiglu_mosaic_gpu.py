@@ -244,7 +244,7 @@ def test_the_default_on_an_h100_is_the_reference(on_h100):
     gate, up, _ = make_args((8, 64), BF16)
     assert not launches(swiglu, gate, up)
     assert launches(kernel, gate, up) == ["swiglu_fwd"]
-    with pytest.raises(ValueError, match="implementation='reference' has no launch parameters"):
+    with pytest.raises(ValueError, match="for implementation='mosaic_gpu' by name, got"):
         swiglu(gate, up, config=ONE)
 
 

@@ -1,6 +1,7 @@
 """RMSNorm and residual-add RMSNorm, each implementation, against formulas in float64 numpy."""
 
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import add_rms_norm, rms_norm
+from pallas_kernels.norm.config import Config
 from support.norm_formulas import (
     add_formula,
     check,
@@ -399,6 +401,9 @@ def test_no_name_and_xla_are_the_reference_on_a_cpu():
             chex.assert_trees_all_equal(norm(*args, implementation=name), want)
 
 
+CONFIG = Config(fwd_warps=1, fwd_reread=False, bwd_warps=1, bwd_blocks=1, bwd_stages=0, bwd_rows=1)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -407,7 +412,10 @@ def test_no_name_and_xla_are_the_reference_on_a_cpu():
         ({"x": np.float32(1)}, "weight must have shape"),
         ({"casting": "fp32"}, r"casting='fp32' must be one of \('float32', 'llama', 'gemma'\)"),
         ({"implementation": "triton"}, "implementation='triton' must be None or one of"),
-        ({"config": 1}, "config=1: .* no launch parameters"),
+        (
+            {"config": CONFIG},
+            "'reference' has no launch parameters, and it runs because ",
+        ),
     ],
 )
 def test_wrong_arguments(unchecked_shapes, change, message):
@@ -416,6 +424,13 @@ def test_wrong_arguments(unchecked_shapes, change, message):
         rms_norm(**arguments)
     with pytest.raises(ValueError, match=message):
         add_rms_norm(residual=arguments["x"], **arguments)
+
+
+def test_launch_parameters_of_another_type(unchecked_shapes):
+    wrong: Any = 1
+    x, weight, _ = make_args((3, 8))
+    with pytest.raises(TypeError, match=r"config=1 must be a .*, or None for the default"):
+        rms_norm(x, weight, config=wrong)
 
 
 def test_a_residual_of_another_shape(unchecked_shapes):
