@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.log_probs.differentiable import BIAS
@@ -196,17 +196,12 @@ def _digest(jaxpr: Any) -> str:
 
 def _constants_in(jaxpr: Any) -> Iterator[Any]:
     """The constants of the closed programs inside of a program, at all depths."""
+    is_program = lambda value: hasattr(value, "eqns")
     for equation in jaxpr.eqns:
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):
-            if isinstance(value, ClosedJaxpr):
-                yield from value.consts
-                yield from _constants_in(value.jaxpr)
-            elif isinstance(value, Jaxpr):
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
+            if is_program(value):
+                yield from getattr(value, "consts", ())
                 yield from _constants_in(value)
-
-
-def _is_program(value: Any) -> bool:
-    return isinstance(value, ClosedJaxpr | Jaxpr)
 
 
 def _check_any_number(fn: Callable[..., Any], args: Any) -> None:

@@ -413,7 +413,7 @@ class ScaledInside(Scaled):
     """Multiplies with an array inside of a `jax.jit`, whose text does not show the array."""
 
     def of_all(self, log_probs, entropy, data):
-        factor = np.float32([self.factor])
+        factor = np.array([self.factor], np.float32)
         return jax.jit(lambda a: -jnp.sum(jnp.asarray(factor)[0] * a))(log_probs)
 
 

@@ -1,6 +1,7 @@
 """Labels: ignored labels, labels out of range, and dtypes."""
 
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -120,7 +121,7 @@ def test_check_labels_raises_at_once():
 
 def test_check_labels_prints_a_label_of_64_bits(unchecked_shapes):
     x, weight = jnp.ones((2, 4)), jnp.ones((5, 4))
-    labels = np.array([1, 2**33 + 1])
+    labels: Any = np.array([1, 2**33 + 1])
     for fn in (linear_cross_entropy, linear_log_probs):
         with pytest.raises(checkify.JaxRuntimeError, match="label 8589934593 at token 1 is"):
             fn(x, weight, labels, check_labels=True)
