@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -45,5 +46,5 @@ def logits_of_head(
         f"...d,{layout}->...v", x, weight.astype(x.dtype), preferred_element_type=jnp.float32
     )
     if bias is not None:
-        z += bias.astype(jnp.float32)
+        z += jax.lax.broadcast_to_rank(bias.astype(jnp.float32), z.ndim)
     return softcapped(z, softcap)

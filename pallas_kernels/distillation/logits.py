@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -24,7 +25,9 @@ class Logits(NamedTuple):
     def with_bias(self) -> Float[Array, "*T V"]:
         """The logits with their bias, float32."""
         z = self.values.astype(jnp.float32)
-        return z if self.bias is None else z + self.bias.astype(jnp.float32)
+        if self.bias is None:
+            return z
+        return z + jax.lax.broadcast_to_rank(self.bias.astype(jnp.float32), z.ndim)
 
     def scaled(self, temperature: float) -> Float[Array, "*T V"]:
         """The logits with bias and softcap, divided by the temperature, float32."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -197,4 +198,5 @@ def _check_biases(use_bias: bool, save: Save, chunk_size: int | None) -> None:
 def _linear(layer: nnx.Linear, x: Float[Array, "*T D"]) -> Float[Array, "*T F"]:
     """The linear layer with a bias, in the dtype of `x`."""
     assert layer.bias is not None
-    return x @ layer.kernel[...].astype(x.dtype) + layer.bias[...].astype(x.dtype)
+    y = x @ layer.kernel[...].astype(x.dtype)
+    return y + jax.lax.broadcast_to_rank(layer.bias[...].astype(x.dtype), y.ndim)

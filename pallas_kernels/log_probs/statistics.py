@@ -88,7 +88,7 @@ def distribution_of_linear(
         x, labels = chunk
         logits = columns.logits(x)
         if bias is not None:
-            logits += bias.astype(jnp.float32)
+            logits += jax.lax.broadcast_to_rank(bias.astype(jnp.float32), logits.ndim)
         logits = softcapped(logits, softcap)
         found = distribution_of_logits(logits / temperature, labels, with_entropy, with_argmax)
         return None, found

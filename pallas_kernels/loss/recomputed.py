@@ -89,7 +89,7 @@ def _one_chunk(settings: Settings, columns: Columns, temperature, dx_dtype, chun
     else:
         logits = columns.logits(x)
         if columns.bias is not None:
-            logits += columns.bias.astype(jnp.float32)
+            logits += jax.lax.broadcast_to_rank(columns.bias.astype(jnp.float32), logits.ndim)
         dlogits = dlogits_of_logits(
             logits,
             labels,

@@ -71,7 +71,9 @@ def float32_logits(
         low_rank.whole(weight).astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
     )
-    return logits + bias[0].astype(jnp.float32) if bias else logits
+    if not bias:
+        return logits
+    return logits + jax.lax.broadcast_to_rank(bias[0].astype(jnp.float32), logits.ndim)
 
 
 def _losses_of(

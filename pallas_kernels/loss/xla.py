@@ -1,5 +1,6 @@
 """The loss of a chunk of logits, by XLA: three passes over float32 logits."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -24,7 +25,7 @@ def loss_of_logits(
     """
     logits = logits.astype(jnp.float32)
     if bias is not None:
-        logits += bias.astype(jnp.float32)
+        logits += jax.lax.broadcast_to_rank(bias.astype(jnp.float32), logits.ndim)
     found = None
     if lse is None:
         found = token_loss.statistics(logits, labels, options)

@@ -57,7 +57,8 @@ def _norm_of(key: tuple[float, float, str], place: Place) -> Callable[..., tuple
             # The product of two 16-bit numbers is exact in float32, so rounding it once below gives
             # the bits of a 16-bit multiplication, whatever the dtype of the weight.
             x_hat = _rounded(x_hat, x.dtype).astype(jnp.float32)
-        y = (x_hat * (weight.astype(jnp.float32) + weight_offset)).astype(x.dtype)
+        scale = jax.lax.broadcast_to_rank(weight.astype(jnp.float32) + weight_offset, x.ndim)
+        y = (x_hat * scale).astype(x.dtype)
         return (checkpoint_name(y, "normed"),)
 
     return run

@@ -1,0 +1,52 @@
+"""Operations in plain JAX where the caller forbids JAX to promote ranks. Nothing is compiled."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from pallas_kernels import (
+    add_rms_norm,
+    fp8,
+    linear_cross_entropy,
+    linear_distillation_loss,
+    linear_log_probs,
+    rms_norm,
+)
+from pallas_kernels.layers import LinearCrossEntropy, SwiGLU
+
+X, SCALE = jnp.ones((2, 3, 16)), jnp.ones(16)
+HEAD, BIAS, LABELS = jnp.ones((8, 16)), jnp.ones(8), jnp.zeros((2, 3), jnp.int32)
+LOSSES = {
+    "cross-entropy": lambda x, **o: linear_cross_entropy(x, HEAD, LABELS, bias=BIAS, **o),
+    "log-probabilities": lambda x, **o: linear_log_probs(x, HEAD, LABELS, bias=BIAS, **o),
+    "distillation": lambda x, **o: linear_distillation_loss(x, HEAD, x, HEAD, bias=BIAS, **o),
+}
+CALLS = {
+    "norm": lambda x: rms_norm(x, SCALE),
+    "norm of a sum": lambda x: add_rms_norm(x, x, SCALE),
+    "MLP with biases": lambda x: SwiGLU(16, 32, use_bias=True, rngs=nnx.Rngs(0))(x),
+    "logits": lambda x: LinearCrossEntropy(16, 8, use_bias=True, rngs=nnx.Rngs(0)).logits(x),
+    **{
+        f"{name}, {implementation}": lambda x, fn=fn, name=implementation: fn(
+            x, implementation=name
+        )
+        for name, fn in LOSSES.items()
+        for implementation in ("xla", "reference")
+    },
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_rank_is_promoted(name):
+    def total(x):
+        return sum(jnp.sum(a) for a in jax.tree.leaves(CALLS[name](x)))
+
+    with jax.numpy_rank_promotion("raise"):
+        assert jax.eval_shape(jax.grad(total), X).shape == X.shape
+
+
+def test_no_rank_is_promoted_in_a_quantized_norm():
+    with jax.numpy_rank_promotion("raise"):
+        y, _ = jax.eval_shape(lambda x: fp8.rms_norm_quantized(x, SCALE), X)
+    assert y.values.shape == X.shape
