@@ -199,6 +199,11 @@ def inside_of(operation: str) -> Iterator[None]:
         _calling.reset(token)
 
 
+def called(operation: str) -> str:
+    """The name of the operation that the user called, where `operation` runs; see `inside_of`."""
+    return _calling.get() or operation
+
+
 def log_once(message: str) -> None:
     """Logs a warning, unless this process has logged it before."""
     if message not in _logged:
@@ -257,9 +262,9 @@ def refuse_fallback(
     if asked_for not in (None, "require") or chosen == "mosaic_gpu" or 0 in x.shape:
         return False
     if (required := required_by(asked_for)) is not None:
-        calling = _calling.get()
-        is_called = calling in (None, operation.removesuffix(".backward"))
-        name = operation if is_called else f"{calling}, in {operation}"
+        outer = called(operation)
+        is_called = outer in (operation, operation.removesuffix(".backward"))
+        name = operation if is_called else f"{outer}, in {operation}"
         raise NotImplementedError(
             f"{name}: kernels are required by {required}, and {reason}; without this "
             f"requirement {chosen!r} runs"

@@ -10,7 +10,7 @@ from pallas_kernels.arguments import (
     check_integer,
     floating_arrays,
 )
-from pallas_kernels.choices import record, required_by
+from pallas_kernels.choices import called, record, required_by
 from pallas_kernels.implementation import (
     Chosen,
     Implementation,
@@ -191,7 +191,7 @@ def swiglu_mlp(
         required_by=required_by(implementation),
         config=config or MLPConfig(),
     )
-    return gated.mlp(plan, x, *weights)
+    return gated.mlp(plan, x, *weights, name=called("swiglu_mlp"))
 
 
 def choose_swiglu_mlp(

@@ -91,9 +91,11 @@ def mlp(
     w_gate: Float[Array, "D F"],
     w_up: Float[Array, "D F"],
     w_down: Float[Array, "F D"],
+    *,
+    name: str,
 ) -> Float[Array, "*T D"]:
-    """The gated MLP, as the plan says."""
-    return call(_MLP(plan), x, w_gate, w_up, w_down)[0]
+    """The gated MLP, as the plan says. `name` is the function that the user called, for errors."""
+    return call(_MLP(plan, name), x, w_gate, w_up, w_down)[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,8 +103,7 @@ class _MLP:
     """The MLP of `(x, w_gate, w_up, w_down)`; the columns F may be split over devices."""
 
     plan: Plan
-
-    name = "swiglu_mlp"
+    name: str
 
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
         keep = wanted is not None and self.plan.save != "x"

@@ -310,6 +310,16 @@ def test_small_weights_stay_in_their_dtype(caplog):
     assert not RECIPES["tensorwise"].gains((2048, 1024))
 
 
+def test_a_small_mlp_is_named_in_errors():
+    x, (w,), _ = make_args((4, 16), (16,))
+    mlp = lambda x: fp8_swiglu_mlp(x, w, w, w, recipe="tensorwise")
+    with pytest.raises(NotImplementedError, match=r"^fp8_swiglu_mlp has a gradient rule"):
+        jax.jvp(mlp, (x,), (x,))
+    message = "^fp8_swiglu_mlp, in swiglu_mlp: kernels are required"
+    with require_kernels(), pytest.raises(NotImplementedError, match=message):
+        mlp(x)
+
+
 def test_kernels_are_required_of_a_call_that_was_traced_before():
     x, (gate, up), _ = make_args((4, 16), (16, 16))
     recipe = SMALL["rowwise"]
