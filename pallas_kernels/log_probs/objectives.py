@@ -65,7 +65,7 @@ def aggregate(
         )
     if max_length is not None:
         check_number(
-            "max_length", max_length, least=1, remedy="it is the longest sequence's length"
+            "max_length", max_length, least=1.0, remedy="it is the longest sequence's length"
         )
     sums, lengths = _sums(values, mask), _lengths(mask)
     if aggregation == "token-mean":
