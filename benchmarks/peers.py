@@ -11,6 +11,8 @@ does not require them:
 
 FlashAttention-3 (`flash-attn-3`) is built from its source, the folder `hopper` of
 https://github.com/Dao-AILab/flash-attention.
+
+Above 450 lines, because the table of peers and the functions that make them belong together.
 """
 
 import dataclasses

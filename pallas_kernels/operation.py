@@ -16,6 +16,8 @@ The difference to `jax.custom_vjp` is `jax.vmap`. Over a `custom_vjp`, `vmap` ba
 it makes one gradient of a weight for each member of the batch, and JAX adds them up. Here `vmap`
 acts before the derivative. `grad(vmap(f))` differentiates one call on the tokens of all members,
 which makes one gradient of the weight. `vmap(grad(f))` still makes one for each member.
+
+Above 450 lines, because the rules of the four primitives refer to each other.
 """
 
 import functools
