@@ -14,6 +14,8 @@ The fields have TRL's names: "messages", "prompt" and "completion", and "prompt"
 
 A reader holds a line, a batch of rows or a piece of a file at a time, never a whole file. It reads
 only regular files and links to them, because a FIFO would block and a device has no end.
+
+Above 450 lines, because a reader finds a place again only if all formats count places in one way.
 """
 
 import dataclasses
