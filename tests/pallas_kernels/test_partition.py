@@ -260,6 +260,16 @@ def test_vmap_before_the_gradient_is_one_call():
             assert_accurate(jax.jit(gradient)(*args))
 
 
+def test_weights_gathered_inside_of_vmap():
+    """docs/transforms.md advises this where Explicit axes split both members and weights."""
+    gather = lambda w: jax.sharding.reshard(w, P())
+    batched = lambda x, *ws: jax.vmap(lambda x: mlp(x, *map(gather, ws)))(x)
+    mesh = mesh_of(EXPLICIT)
+    with jax.set_mesh(mesh):
+        gradient = jax.jit(jax.grad(loss_of(batched), (0, 1, 2)))
+        assert_accurate(gradient(*put(mesh, (*FSDP, TOKENS))))
+
+
 def test_the_gradient_before_vmap_is_one_for_each_member():
     x, w_in, w_out, c = make_args()
     gradient = jax.grad(loss_of(mlp), (0, 1, 2))
