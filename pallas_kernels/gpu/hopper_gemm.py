@@ -193,7 +193,8 @@ def wait_for_slot(i: int, num_slots: int = 2) -> None:
     """Waits until a warpgroup may fill slot `i % num_slots` with the i-th piece of a tile.
 
     Only the stores from the other slots may then still be reading. The tile before may have ended
-    with any slot, so the first piece waits for all. The pieces after it have a free slot each.
+    with any slot, so the first piece waits for all. The pieces up to the last slot then have free
+    slots.
     """
     if i == 0 or i >= num_slots - 1:
         plgpu.wait_smem_to_gmem(min(i, num_slots - 1), wait_read_only=True)
