@@ -204,6 +204,11 @@ class LlamaConfig:
 
         self._check_fp8()
 
+    def fits(self, sequence_length: int) -> bool:
+        """Whether the model takes sequences of this length. The rope type "dynamic" takes any."""
+        grows = self.rope_parameters.rope_type == "dynamic"
+        return grows or sequence_length <= self.max_position_embeddings
+
     def _check_fp8(self) -> None:
         if self.fp8 is None:
             return

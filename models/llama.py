@@ -141,7 +141,7 @@ class Llama(nnx.Module):
         """
         sequence_length = tokens.shape[1]
         limit = self.config.max_position_embeddings
-        if sequence_length > limit and self.config.rope_parameters.rope_type != "dynamic":
+        if not self.config.fits(sequence_length):
             raise ValueError(
                 f"{sequence_length=} exceeds max_position_embeddings={limit}; raise it, with "
                 "rope_parameters that scale the positions"

@@ -428,8 +428,7 @@ class TrainConfig:
         )
         check_objective(self)
         longest = self.model.max_position_embeddings
-        grows = self.model.rope_parameters.rope_type == "dynamic"
-        if self.data.sequence_length > longest and not grows:
+        if not self.model.fits(self.data.sequence_length):
             raise ValueError(
                 f"data.sequence_length={self.data.sequence_length} exceeds "
                 f"model.max_position_embeddings={longest}; shorten the rows, or raise "

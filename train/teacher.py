@@ -52,7 +52,7 @@ def check_teacher(config: TrainConfig) -> None:
             f"model one of {config.model.vocab_size}; take a teacher with the model's vocabulary"
         )
     length, longest = config.data.sequence_length, teacher.max_position_embeddings
-    if length > longest and teacher.rope_parameters.rope_type != "dynamic":
+    if not teacher.fits(length):
         raise FolderError(
             f"the teacher in {folder} has {longest} positions, fewer than the {length} tokens of a "
             "row; choose a shorter --data.sequence-length"

@@ -22,6 +22,7 @@ from pallas_kernels.gpu.arrays import at_aligned_addresses
 from pallas_kernels.gpu.device import BYTES_PER_ACCESS, LANES, WARPS_PER_WARPGROUP
 from pallas_kernels.gpu.kernel import gpu_kernel, shared
 from pallas_kernels.gpu.layouts import load, store
+from pallas_kernels.gpu.math import APPROXIMATE
 
 _ROWS = 64
 _ACCESSES = 16  # of a lane, all on their way together: 64 registers
@@ -100,7 +101,7 @@ def amax_of_computed(
     out = gpu_kernel(
         kernel,
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(approx_math=True),  # exp2 in one instruction
+        compiler_params=APPROXIMATE,
         out_type=tuple(
             jax.ShapeDtypeStruct(
                 (column_blocks, num_rows) if axis else (row_blocks, num_columns), dtype

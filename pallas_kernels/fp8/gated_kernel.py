@@ -53,7 +53,7 @@ from pallas_kernels.gpu.hopper_gemm import (
 )
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import store
-from pallas_kernels.gpu.math import logistic, rounded
+from pallas_kernels.gpu.math import APPROXIMATE, logistic, rounded
 from pallas_kernels.mlp import formula
 
 _PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
@@ -139,7 +139,7 @@ def gated(
         out_type=(product, *(kept, kept, of_rows, of_rows) * keep, *(of_rows,) * find_amax),
         **loop.launch,
         scratch_types=[*slots, *loop.scratch_types],
-        compiler_params=plgpu.CompilerParams(approx_math=True),  # exp2 in one instruction
+        compiler_params=APPROXIMATE,
         kernel_name="fp8_gated_matmul",
     )(
         x_values,

@@ -37,7 +37,7 @@ from pallas_kernels.gpu.arrays import at_aligned_addresses, unsupported_dtype
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.gpu.kernel import gpu_kernel, shared
 from pallas_kernels.gpu.layouts import load
-from pallas_kernels.gpu.math import rounded
+from pallas_kernels.gpu.math import APPROXIMATE, rounded
 
 PIECE = 64  # rows and columns, as wgmma's layout has them
 _ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -167,7 +167,7 @@ def quantize_computed(
     out = gpu_kernel(
         functools.partial(_kernel, tile, column_tiles, compute, structure, [c[:2] for c in copies]),
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(approx_math=True),  # exp2 in one instruction
+        compiler_params=APPROXIMATE,
         out_type=tuple(
             jax.ShapeDtypeStruct(turn((num_rows, num_columns), turned), wanted[i].dtype)
             for i, turned, _ in copies

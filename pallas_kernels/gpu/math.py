@@ -9,10 +9,13 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
+# For kernels that need no other option of the compiler: exp2 in one instruction.
+APPROXIMATE = plgpu.CompilerParams(approx_math=True)
 
 
 def logistic(z: jax.Array) -> jax.Array:

@@ -46,13 +46,12 @@ from pallas_kernels.gpu.hopper_gemm import (
     whole_tiles,
 )
 from pallas_kernels.gpu.kernel import gpu_kernel
-from pallas_kernels.gpu.math import logistic, rounded
+from pallas_kernels.gpu.math import APPROXIMATE, logistic, rounded
 from pallas_kernels.mlp import formula
 
 _MULTIPLE = TILE_K  # of D and F, because Mosaic copies whole blocks of 8 rows by 64 columns
 _PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
 _BACKWARD_PIECE = 32  # columns as well, but of three arrays
-_COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True)  # exp2 in one instruction
 _SLOTS = 3  # places for pieces in shared memory: one at work, one arriving, one leaving
 
 
@@ -155,7 +154,7 @@ def gated_matmul(
             plgpu.SMEM((WARPGROUPS, num_slots, TILE_M, _PIECE), x.dtype),
             *loop.scratch_types,
         ],
-        compiler_params=_COMPILER_PARAMS,
+        compiler_params=APPROXIMATE,
         kernel_name="gated_matmul",
     )(x, w_gate, w_up)
     return tuple(a[:num_tokens] for a in outputs)
@@ -244,7 +243,7 @@ def gated_matmul_backward(
             plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS * _SLOTS),
             *loop.scratch_types,
         ],
-        compiler_params=_COMPILER_PARAMS,
+        compiler_params=APPROXIMATE,
         kernel_name="gated_matmul_backward",
     )(dy, w_down, gate, up)
     return dgate[:num_tokens], dup[:num_tokens], product[:num_tokens]

@@ -145,8 +145,7 @@ def _print_sums(name: str, sums: Sums) -> None:
 def _eval_config(saved: Saved, flags: argparse.Namespace) -> TrainConfig:
     length = flags.sequence_length or saved.sequence_length
     length = length or min(2048, saved.model.max_position_embeddings)
-    grows = saved.model.rope_parameters.rope_type == "dynamic"
-    if length > saved.model.max_position_embeddings and not grows:
+    if not saved.model.fits(length):
         raise FolderError(
             f"--sequence-length {length} exceeds the {saved.model.max_position_embeddings} "
             "positions of the model; choose a smaller one"
