@@ -49,9 +49,12 @@ from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.math import APPROXIMATE, logistic, rounded
 from pallas_kernels.mlp import formula
 
-_MULTIPLE = TILE_K  # of D and F, because Mosaic copies whole blocks of 8 rows by 64 columns
-_PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
-_BACKWARD_PIECE = 32  # columns as well, but of three arrays
+# D and F are multiples of this, because Mosaic copies whole blocks of 8 rows by 64 columns.
+_MULTIPLE = TILE_K
+# Columns of a piece of the forward. A piece goes through shared memory, 128 bytes of a row.
+_PIECE = 64
+# Columns of a piece of the backward, which has pieces of three arrays in shared memory.
+_BACKWARD_PIECE = 32
 _SLOTS = 3  # places for pieces in shared memory: one at work, one arriving, one leaving
 
 
