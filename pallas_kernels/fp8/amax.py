@@ -1,11 +1,14 @@
 """The largest magnitudes of rows and of columns in one pass, as a Mosaic GPU kernel.
 
-A block is one warpgroup with a tile of 64 rows in registers. Its warps have 4 rows at a time. 8
-lanes share 128 bytes of a row, so that maxima of rows need three shuffles and those of columns two.
-The block writes a maximum for each of its rows and columns, and XLA takes the maxima over blocks. A
-maximum does not depend on the order, so it has the same bits as the reference.
+A block is one warpgroup with a strip of columns, 128 bytes of a row wide. It goes down up to 512
+rows, 64 of which TMA brings into shared memory while the warpgroup handles others. Its warps have 4
+rows at a time, and 8 lanes share a row. A lane keeps the maxima of its own columns in registers, so
+maxima of rows need three shuffles, and those of columns two at the end of the strip. The block
+writes maxima of its rows and columns, and XLA takes the maxima over blocks. A maximum does not
+depend on the order, so it has the same bits as the reference.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,16 +19,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.fp8 import reference
+from pallas_kernels.fp8.inputs import Inputs, slot_types, tiles_of_block
 from pallas_kernels.fp8.mosaic_gpu import unchanged
-from pallas_kernels.fp8.types import BLOCK, BlockwiseInt8, dequantized
+from pallas_kernels.fp8.types import BlockwiseInt8
 from pallas_kernels.gpu.arrays import at_aligned_addresses
 from pallas_kernels.gpu.device import BYTES_PER_ACCESS, LANES, WARPS_PER_WARPGROUP
 from pallas_kernels.gpu.kernel import gpu_kernel, shared
-from pallas_kernels.gpu.layouts import load, store
+from pallas_kernels.gpu.layouts import store
 from pallas_kernels.gpu.math import APPROXIMATE
 
-_ROWS = 64
-_ACCESSES = 16  # of a lane, all on their way together: 64 registers
+_ROWS = 64  # of a tile
+# Tiles of a block. With 4 in place of 8, XLA has twice as many maxima left to compare.
+_MOST_TILES = 8
+# With three arrays and 2 slots, six blocks share a multiprocessor. A third slot costs 6 %.
+_SLOTS = 2
+_ACCESSES = 4  # of a lane at a time, in all arrays
 _ROWS_OF_WARP = 4
 
 
@@ -61,42 +69,70 @@ def amax_of_computed(
     num_rows, num_columns = leaves[0].shape
     dtype = next(a.dtype for a in arrays if not isinstance(a, BlockwiseInt8))
     vector = BYTES_PER_ACCESS // dtype.itemsize
-    lanes_of_row = LANES // _ROWS_OF_WARP
-    step = lanes_of_row * vector  # 64 columns, or 32 of float32
-    rows_of_step = WARPS_PER_WARPGROUP * _ROWS_OF_WARP
-    most = max(1, _ACCESSES // (_ROWS // rows_of_step) // len(arrays)) * step
-    # A row of a tile has one scale.
-    whole = BLOCK if len(leaves) > len(arrays) else num_columns
-    width = next(w for w in range(most, 0, -step) if num_columns % w == 0 == whole % w)
+    width = LANES // _ROWS_OF_WARP * vector  # 64 columns, or 32 of float32
+    rows_of_access = WARPS_PER_WARPGROUP * _ROWS_OF_WARP
     layout = plgpu.Layout.TILED(
-        plgpu.Tiling(((rows_of_step, step), (_ROWS_OF_WARP, vector))),
+        plgpu.Tiling(((rows_of_access, width), (_ROWS_OF_WARP, vector))),
         warp_dims=(-4,),
         lane_dims=(-2, -3),
         vector_dim=-1,
     )
-    row_blocks, column_blocks = num_rows // _ROWS, num_columns // width
+    column_blocks = num_columns // width
+    steps = tiles_of_block(num_rows // _ROWS, column_blocks, _MOST_TILES)
+    rows_of_block = steps * _ROWS
+    row_blocks = num_rows // rows_of_block
+    num_slots = min(_SLOTS, steps)
+    rows_of_piece = rows_of_access * max(1, _ACCESSES // len(arrays))
     # The tensor's number and the axis of the maximum, for each result.
     results = [(i, axis) for i, w in enumerate(wanted) for axis in (1, 0) if w[1 - axis]]
+    of_columns = [i for i, axis in results if axis == 0]
 
     def kernel(*refs: Any) -> None:
-        gmems, outs = refs[: len(leaves)], refs[len(leaves) :]
+        rest = iter(refs)
+        take = lambda count: list(itertools.islice(rest, count))
+        gmems, outs = take(len(leaves)), take(len(results))
+        smems, (arrived,) = take(len(leaves)), take(1)
+        inputs = Inputs(
+            jax.tree.unflatten(structure, gmems), jax.tree.unflatten(structure, smems), arrived
+        )
         block = jax.lax.axis_index("block")
         row_block = jax.lax.div(block, column_blocks)
         column_block = jax.lax.rem(block, column_blocks)
-        rows, columns = pl.ds(row_block * _ROWS, _ROWS), pl.ds(column_block * width, width)
+        first_row, column = row_block * rows_of_block, column_block * width
+        fetch = lambda step, slot: inputs.fetch(first_row + step * _ROWS, column, slot)
+        for slot in range(num_slots):
+            fetch(slot, slot)
 
-        def tile_of(gmem: Any) -> jax.Array:
-            if not isinstance(gmem, BlockwiseInt8):
-                return load(gmem.at[rows, columns], layout)
-            first = jax.lax.div(column_block * width, BLOCK)
-            scale = load(gmem.scale.at[first, rows], layout.reduce(1))
-            return dequantized(load(gmem.values.at[rows, columns], layout), scale)
+        def of_step(step: Any, largest: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            slot = jax.lax.rem(step, num_slots)
+            plgpu.barrier_wait(arrived.at[slot])
 
-        tiles = compute(*map(tile_of, jax.tree.unflatten(structure, gmems)))
+            def of_piece(piece: Any, largest: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                row = piece * rows_of_piece
+                tiles = inputs.load(slot, pl.ds(row, rows_of_piece), layout)
+                magnitudes = [jnp.abs(tensor) for tensor in compute(*tiles)]
+                rows = pl.ds(first_row + step * _ROWS + row, rows_of_piece)
+                for (i, axis), out in zip(results, outs, strict=True):
+                    if axis == 1:
+                        store(out.at[column_block, rows], jnp.max(magnitudes[i], axis=1))
+                return tuple(
+                    jnp.maximum(a, magnitudes[i]) for a, i in zip(largest, of_columns, strict=True)
+                )
+
+            largest = jax.lax.fori_loop(0, _ROWS // rows_of_piece, of_piece, largest)
+            if steps > num_slots:
+                plgpu.commit_smem()  # all warps have read the slot
+                pl.when(step + num_slots < steps)(lambda: fetch(step + num_slots, slot))
+            return largest
+
+        zeros = plgpu.layout_cast(jnp.zeros((rows_of_piece, width), dtype), layout)
+        largest = jax.lax.fori_loop(0, steps, of_step, (zeros,) * len(of_columns))
+        columns = pl.ds(column, width)
+        of_tensor = dict(zip(of_columns, largest, strict=True))
         for (i, axis), out in zip(results, outs, strict=True):
-            # The maximum over warps goes through one scratch buffer a block: one warpgroup a block.
-            to = out.at[column_block, rows] if axis else out.at[row_block, columns]
-            store(to, jnp.max(jnp.abs(tiles[i]), axis=axis))
+            if axis == 0:
+                # The maximum over warps goes through one scratch buffer a block: one warpgroup.
+                store(out.at[row_block, columns], jnp.max(of_tensor[i], axis=0))
 
     out = gpu_kernel(
         kernel,
@@ -110,6 +146,10 @@ def amax_of_computed(
         ),
         grid=(row_blocks * column_blocks,),
         grid_names=("block",),
+        scratch_types=(
+            *slot_types(arrays, (_ROWS, width), num_slots),
+            plgpu.Barrier(num_arrivals=len(leaves), num_barriers=num_slots),
+        ),
     )(*leaves)
     maxima = (reference.amax_of(a, axis=0).reshape(-1, 1) for a in at_aligned_addresses(out))
     return [(next(maxima) if w[0] else None, next(maxima) if w[1] else None) for w in wanted]

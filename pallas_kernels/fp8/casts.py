@@ -120,17 +120,16 @@ def cast_computed(
       place: Place of the device in the mesh.
       name: Beginning of the kernels' names.
     """
-    # For the maximum of a tensor the maxima of its rows are enough. A row's maximum stays within a
-    # warp.
+    # For the maximum of a tensor those of its columns are enough. Lanes compare them once a block.
     axes = tuple(
-        (any(copies), False) if cast.scaling == "tensor" else copies
+        (False, any(copies)) if cast.scaling == "tensor" else copies
         for cast, copies in zip(casts, wanted, strict=True)
     )
     maxima = amax.amax_of_computed(arrays, compute, axes, name=f"{name}_amax")
     copies = []
     for (by_row, by_column), cast, (plain, turned) in zip(maxima, casts, wanted, strict=True):
-        if cast.scaling == "tensor" and by_row is not None:
-            by_row = by_column = _largest(reference.amax_of(by_row, axis=None), place.tokens)
+        if cast.scaling == "tensor" and by_column is not None:
+            by_row = by_column = _largest(reference.amax_of(by_column, axis=None), place.tokens)
         elif by_column is not None:
             by_column = _largest(by_column, place.tokens)
         of_rows = reference.scale_of(by_row, cast.dtype) if plain and by_row is not None else None

@@ -53,13 +53,10 @@ from pallas_kernels.gpu.hopper_gemm import (
 )
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import store
-from pallas_kernels.gpu.math import APPROXIMATE, logistic, rounded
+from pallas_kernels.gpu.math import APPROXIMATE, float32_to_int8, logistic, rounded
 from pallas_kernels.mlp import formula
 
 _PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
-# 1.5 · 2^23, whose float32 neighbours are integers. The low bits of `x + _ROUNDING` are `x` as an
-# integer, rounded to the nearest one, ties to even.
-_ROUNDING = 12582912.0
 
 
 def runs(x: Quantized, w_gate: Quantized, out_dtype: DTypeLike) -> bool:
@@ -196,8 +193,7 @@ def _kernel(
             (slot,) = int8_slots
             wait_for_slot(1)  # after a piece of the product
             for i, piece in enumerate(pieces):
-                shifted = piece.astype(jnp.float32) * inverse + _ROUNDING
-                values = jax.lax.bitcast_convert_type(shifted, jnp.int32).astype(jnp.int8)
+                values = float32_to_int8(piece.astype(jnp.float32) * inverse)
                 slot[:, i * _PIECE : (i + 1) * _PIECE] = values
             store_slot(slot, gmem.at[rows, pl.ds(column, BLOCK)])
             store(scale_gmem.at[column_tile, rows], scale)

@@ -1,27 +1,26 @@
 """Quantization to FP8 as a Mosaic GPU kernel for Hopper: both memory orders in one pass.
 
 Device memory bounds the kernel: it reads an element once and writes it twice, a byte each. A block
-is one warpgroup with a tile of `x`, which TMA brings into shared memory. The warpgroup goes through
-pieces of 64 x 64:
+is one warpgroup, which goes along a strip of up to 4 tiles of 64 x 64:
 
-1. It loads a piece in the layout of wgmma's results, multiplies, and rounds to 8 bits.
-2. It stores the piece for the row-major copy.
-3. It turns the piece by `ldmatrix`, which transposes 16-bit elements only. Every 8-bit number is a
-   float16 number, so the piece takes this way as float16, and no number changes. (For bfloat16,
-   `ldmatrix` can turn the piece of `x` itself. That saves 0.3 %, and float32 cannot go this way.)
+1. TMA brings tiles of `x` into shared memory, up to three of them ahead.
+2. The warpgroup loads a tile in the layout of wgmma's results, multiplies, and rounds to 8 bits.
+3. It stores the tile for the row-major copy.
+4. It turns the tile by `ldmatrix`, which transposes 16-bit elements only. Every 8-bit number is a
+   float16 number, so the tile takes this way as float16, and no number changes. (For bfloat16,
+   `ldmatrix` can turn the tile of `x` itself. That saves 0.3 %, and float32 cannot go this way.)
+5. TMA stores both copies, while the warpgroup handles the next tile.
 
-TMA stores both copies of the tile. Blocks go along the rows of `x`; down the columns they take 3 to
-4 % longer. Scales come from another pass over `x`, because the first tile needs the maximum of all
-tiles.
+Strips go along the rows of `x`; down the columns tiles take 3 to 4 % longer. Scales come from
+another pass over `x`, because the first tile needs the maximum of all tiles.
 
-The kernel can also take several arrays, and compute the tensors to quantize from a piece of each
-(`quantize_computed`).
+The kernel can also take several arrays, and compute the tensors to quantize from a tile of each
+(`quantize_computed`). Then its instructions bound it, about 54 for an element of SwiGLU's backward.
 """
 
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,38 +31,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.fp8.types import BLOCK, BlockwiseInt8, dequantized
+from pallas_kernels.fp8.inputs import Inputs, slot_types, tiles_of_block
+from pallas_kernels.fp8.types import BlockwiseInt8
 from pallas_kernels.gpu.arrays import at_aligned_addresses, unsupported_dtype
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.gpu.kernel import gpu_kernel, shared
 from pallas_kernels.gpu.layouts import load
 from pallas_kernels.gpu.math import APPROXIMATE, rounded
 
-PIECE = 64  # rows and columns, as wgmma's layout has them
-_ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """The tile of a block.
-
-    Speeds of six tiles from 64 x 64 to 256 x 64 differ by 1.5 % on an H100 (2026-11-24, jax
-    0.11.2): 187 to 190 us for 16384 x 8192 bfloat16, where a copy of as many bytes takes 178.
-
-    Attributes:
-      rows: Most rows of `x`, a multiple of 64 up to 256; a tile has the largest number of them that
-        divides both this number and that of all rows.
-      columns: Most columns of `x`, in the same way.
-    """
-
-    rows: int = 64
-    columns: int = 128
-
-    def __post_init__(self):
-        for name in ("rows", "columns"):
-            size = getattr(self, name)
-            if size % PIECE or not PIECE <= size <= 256:
-                raise ValueError(f"{name}={size} must be a multiple of {PIECE} up to 256")
+TILE = 64  # rows and columns, as wgmma's layout has them
+_LAYOUT = plgpu.Layout.WGMMA
+_ROWS, _COLUMNS = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
+_MOST_TILES = 4  # of a block; with 8, one array takes up to 4 % longer
+_SLOTS = 3  # for tiles of the arrays
+_BUFFERS = 2  # for tiles of the copies
 
 
 def unsupported_reason(x: jax.Array) -> str | None:
@@ -75,9 +56,9 @@ def unsupported_reason(x: jax.Array) -> str | None:
         return reason
     if x.size == 0:
         return f"x of shape {x.shape} is empty"
-    if x.ndim != 2 or any(size % PIECE for size in x.shape):
+    if x.ndim != 2 or any(size % TILE for size in x.shape):
         return (
-            f"x has shape {x.shape}; the kernel takes two axes of multiples of {PIECE}, so pad x "
+            f"x has shape {x.shape}; the kernel takes two axes of multiples of {TILE}, so pad x "
             "with zeros"
         )
     return None
@@ -88,8 +69,6 @@ def quantize(
     scale: Array | None,
     turned_scale: Array | None,
     dtype: DTypeLike,
-    *,
-    config: Config | None = None,
 ) -> tuple[Array | None, Array | None]:
     """`x · (1 / scale)`, and the same of `x.T`, rounded to `dtype`; None where a scale is None.
 
@@ -102,10 +81,9 @@ def quantize(
       scale: Float32 scale `[]`, or scales `[M, 1]` of the rows of `x`.
       turned_scale: Float32 scale `[]`, or scales `[K, 1]` of the columns of `x`.
       dtype: `float8_e4m3fn` or `float8_e5m2`.
-      config: Tile of a block; None for the default.
     """
     wanted = [Wanted(scale, turned_scale, dtype)]
-    return quantize_computed((x,), unchanged, wanted, name="fp8_quantize", config=config)[0]
+    return quantize_computed((x,), unchanged, wanted, name="fp8_quantize")[0]
 
 
 def unchanged(x: jax.Array) -> tuple[jax.Array]:
@@ -129,58 +107,55 @@ class Wanted:
     dtype: DTypeLike = dataclasses.field(metadata={"static": True})
 
 
-@shared("compute", "name", "config")
+@shared("compute", "name")
 def quantize_computed(
     arrays: Sequence[Float[Array, "M K"] | BlockwiseInt8],
     compute: Callable[..., Sequence[jax.Array]],
     wanted: Sequence[Wanted],
     *,
     name: str,
-    config: Config | None = None,
 ) -> list[tuple[Array | None, Array | None]]:
     """`quantize` of tensors that an elementwise function makes of arrays, in the same pass.
 
     Args:
       arrays: Arguments of the function, of one shape.
-      compute: Function of a module, of a piece of each array, in float32 where the array is in
-        int8; it returns a piece of each tensor.
+      compute: Function of a module, of a tile of each array, in float32 where the array is in int8;
+        it returns a tile of each tensor.
       wanted: Copies to make of each tensor.
       name: Name of the kernel.
-      config: Tile of a block; None for the default.
     """
-    config = config or Config()
     leaves, structure = jax.tree.flatten(at_aligned_addresses(list(arrays)))
-    in_tiles = [a.values if isinstance(a, BlockwiseInt8) else a for a in arrays]
     num_rows, num_columns = leaves[0].shape
-    # A tile divides the array. So no copy ends outside of it, and none lies beside a block of TMA
-    # that is the only one of a dimension, whose index Mosaic drops.
-    tile = math.gcd(config.rows, num_rows), math.gcd(config.columns, num_columns)
-    column_tiles = num_columns // tile[1]
-    # The tensor's number, whether the copy is turned, and its scale, for each copy.
     copies = [
-        (i, turned, scale)
+        _Copy(i, turned, scale.size == 1, w.dtype)
         for i, w in enumerate(wanted)
         for turned, scale in ((False, w.scale), (True, w.turned_scale))
         if scale is not None
     ]
-    turn = lambda shape, turned: shape[::-1] if turned else shape
+    scales = [s for w in wanted for s in (w.scale, w.turned_scale) if s is not None]
+    column_tiles = num_columns // TILE
+    num_tiles = tiles_of_block(column_tiles, num_rows // TILE, _MOST_TILES)
+    strips = column_tiles // num_tiles
+    num_slots, num_buffers = min(_SLOTS, num_tiles), min(_BUFFERS, num_tiles)
+    num_of_columns = sum(c.has_scale_of_column for c in copies)
+    turn = lambda shape, c: shape[::-1] if c.turned else shape
     out = gpu_kernel(
-        functools.partial(_kernel, tile, column_tiles, compute, structure, [c[:2] for c in copies]),
+        functools.partial(_kernel, strips, num_tiles, compute, structure, copies),
         kernel_name=name,
         compiler_params=APPROXIMATE,
         out_type=tuple(
-            jax.ShapeDtypeStruct(turn((num_rows, num_columns), turned), wanted[i].dtype)
-            for i, turned, _ in copies
+            jax.ShapeDtypeStruct(turn((num_rows, num_columns), c), c.dtype) for c in copies
         ),
-        grid=(num_rows // tile[0] * column_tiles,),
-        grid_names=("tile",),
+        grid=(num_rows // TILE * strips,),
+        grid_names=("block",),
         scratch_types=(
-            *(plgpu.SMEM(tile, a.dtype) for a in in_tiles),
-            plgpu.SMEM((PIECE, PIECE), jnp.float16),
-            *(plgpu.SMEM(turn(tile, turned), wanted[i].dtype) for i, turned, _ in copies),
-            plgpu.Barrier(num_arrivals=len(arrays)),
+            *slot_types(arrays, (TILE, TILE), num_slots),
+            *(plgpu.SMEM((num_slots, TILE), jnp.float32) for _ in range(num_of_columns)),
+            *(plgpu.SMEM((num_buffers, TILE, TILE), c.dtype) for c in copies),
+            plgpu.SMEM((TILE, TILE), jnp.float16),
+            plgpu.Barrier(num_arrivals=len(leaves) + num_of_columns, num_barriers=num_slots),
         ),
-    )(*leaves, *((1 / scale).reshape(-1) for _, _, scale in copies))
+    )(*leaves, *((1 / scale).reshape(-1) for scale in scales))
     made = iter(at_aligned_addresses(out))
     return [
         (
@@ -191,76 +166,99 @@ def quantize_computed(
     ]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy that the kernel makes.
+
+    Attributes:
+      tensor: Number of the tensor.
+      turned: Whether the copy is transposed.
+      one_scale: Whether the tensor has one scale.
+      dtype: Dtype of the copy.
+    """
+
+    tensor: int
+    turned: bool
+    one_scale: bool
+    dtype: DTypeLike
+
+    @property
+    def has_scale_of_column(self) -> bool:
+        """Whether each column of the tensor has a scale."""
+        return self.turned and not self.one_scale
+
+
 def _kernel(
-    shape: tuple[int, int],
-    column_tiles: int,
+    strips: int,
+    num_tiles: int,
     compute: Callable[..., Sequence[jax.Array]],
     structure: Any,
-    copies: Sequence[tuple[int, bool]],
+    copies: Sequence[_Copy],
     *refs: Any,
 ) -> None:
-    """Computes and quantizes the tile of a block."""
+    """Computes and quantizes the tiles of a strip."""
     rest = iter(refs)
     take = lambda count: list(itertools.islice(rest, count))
-    gmems = jax.tree.unflatten(structure, take(structure.num_leaves))
-    inverses, outs = take(len(copies)), take(len(copies))
-    smems, turn_smem, out_smems, barrier = (
-        take(len(gmems)),
-        next(rest),
-        take(len(copies)),
-        next(rest),
+    num_leaves = structure.num_leaves
+    gmems, inverses, outs = take(num_leaves), take(len(copies)), take(len(copies))
+    smems = take(num_leaves)
+    of_columns = {i: next(rest) for i, c in enumerate(copies) if c.has_scale_of_column}
+    out_smems, (turn_smem, arrived) = take(len(copies)), take(2)
+    inputs = Inputs(
+        jax.tree.unflatten(structure, gmems), jax.tree.unflatten(structure, smems), arrived
     )
-    tile = jax.lax.axis_index("tile")
-    row = jax.lax.div(tile, column_tiles) * shape[0]
-    column = jax.lax.rem(tile, column_tiles) * shape[1]
-    rows, columns = pl.ds(row, shape[0]), pl.ds(column, shape[1])
-    for gmem, smem in zip(gmems, smems, strict=True):
-        matrix: Any = gmem.values if isinstance(gmem, BlockwiseInt8) else gmem
-        plgpu.copy_gmem_to_smem(matrix.at[rows, columns], smem, barrier)
-    plgpu.barrier_wait(barrier)
+    num_slots, num_buffers = smems[0].shape[0], out_smems[0].shape[0]
+    block = jax.lax.axis_index("block")
+    row = jax.lax.div(block, strips) * TILE
+    first_column = jax.lax.rem(block, strips) * (num_tiles * TILE)
+    rows = pl.ds(row, TILE)
 
-    def inverse(ref, first, axis):
-        """The reciprocal scales of a piece, or of all."""
-        if ref.shape == (1,):
-            return ref[0]
-        vector = load(ref.at[pl.ds(first, PIECE)], _ROWS if axis == 0 else _COLUMNS)
-        return jax.lax.broadcast_in_dim(vector, (PIECE, PIECE), (axis,))
+    def fetch(tile: Any, slot: Any) -> None:
+        column = first_column + tile * TILE
+        inputs.fetch(row, column, slot)
+        for i, smem in of_columns.items():
+            plgpu.copy_gmem_to_smem(
+                inverses[i].at[pl.ds(column, TILE)], smem.at[slot], arrived.at[slot]
+            )
 
-    def piece_of(gmem, smem, i, j):
-        piece = smem.at[pl.ds(i * PIECE, PIECE), pl.ds(j * PIECE, PIECE)]
-        values = plgpu.load(piece, layout=plgpu.Layout.WGMMA)
-        if not isinstance(gmem, BlockwiseInt8):
-            return values
-        first = jax.lax.div(column + j * PIECE, BLOCK)
-        return dequantized(values, load(gmem.scale.at[first, pl.ds(row + i * PIECE, PIECE)], _ROWS))
+    for slot in range(num_slots):
+        fetch(slot, slot)
 
-    pieces_of_row = shape[1] // PIECE
+    def inverse(i: int, slot: Any) -> jax.Array:
+        """The reciprocal scales of a copy's tile, or of all tiles."""
+        if copies[i].one_scale:
+            return inverses[i][0]
+        if i in of_columns:
+            vector, axis = load(of_columns[i].at[slot], _COLUMNS), 1
+        else:
+            vector, axis = load(inverses[i].at[rows], _ROWS), 0
+        return jax.lax.broadcast_in_dim(vector, (TILE, TILE), (axis,))
 
-    # A loop, because code for each piece takes twice as long to compile.
-    @pl.loop(0, shape[0] // PIECE * pieces_of_row)
-    def quantize_piece(piece):
-        i, j = jax.lax.div(piece, pieces_of_row), jax.lax.rem(piece, pieces_of_row)
-        in_rows, in_columns = pl.ds(i * PIECE, PIECE), pl.ds(j * PIECE, PIECE)
-        inputs = zip(gmems, smems, strict=True)
-        computed = compute(*(piece_of(*a, i, j) for a in inputs))
-        pieces = [rounded(p, p.dtype).astype(jnp.float32) for p in computed]
+    @pl.loop(0, num_tiles)
+    def quantize_tile(tile):
+        slot, buffer = jax.lax.rem(tile, num_slots), jax.lax.rem(tile, num_buffers)
+        columns = pl.ds(first_column + tile * TILE, TILE)
+        plgpu.barrier_wait(arrived.at[slot])
+        computed = compute(*inputs.load(slot, pl.ds(0, TILE), _LAYOUT))
+        tensors = [rounded(t, t.dtype).astype(jnp.float32) for t in computed]
+        plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
         of_tensor = {}  # values that serve both orders, because they have one scale
-        for (k, turned), inverse_ref, out, smem in zip(
-            copies, inverses, outs, out_smems, strict=True
-        ):
-            first, axis = (column + j * PIECE, 1) if turned else (row + i * PIECE, 0)
-            values = of_tensor.get(k)
-            if values is None or inverse_ref.shape != (1,):
-                values = (pieces[k] * inverse(inverse_ref, first, axis)).astype(out.dtype)
-                of_tensor[k] = values
-            if not turned:
-                smem[in_rows, in_columns] = values
-                continue
-            turn_smem[...] = values.astype(jnp.float16)
-            back = plgpu.load(turn_smem.transpose((1, 0)), layout=plgpu.Layout.WGMMA)
-            smem[in_columns, in_rows] = back.astype(out.dtype)
+        for i, (copy, smem) in enumerate(zip(copies, out_smems, strict=True)):
+            values = of_tensor.get(copy.tensor)
+            if values is None or not copy.one_scale:
+                values = (tensors[copy.tensor] * inverse(i, slot)).astype(copy.dtype)
+                of_tensor[copy.tensor] = values
+            if copy.turned:
+                turn_smem[...] = values.astype(jnp.float16)
+                values = plgpu.load(turn_smem.transpose((1, 0)), layout=_LAYOUT).astype(copy.dtype)
+            smem[buffer] = values
 
-    plgpu.commit_smem()
-    for (_, turned), out, smem in zip(copies, outs, out_smems, strict=True):
-        plgpu.copy_smem_to_gmem(smem, out.at[columns, rows] if turned else out.at[rows, columns])
+        plgpu.commit_smem()  # all warps have also read the slot
+        for i, (copy, out, smem) in enumerate(zip(copies, outs, out_smems, strict=True)):
+            to = out.at[columns, rows] if copy.turned else out.at[rows, columns]
+            # The copies of a tile are one group, so that a wait counts tiles.
+            plgpu.copy_smem_to_gmem(smem.at[buffer], to, commit_group=i == len(copies) - 1)
+        if num_tiles > num_slots:
+            pl.when(tile + num_slots < num_tiles)(lambda: fetch(tile + num_slots, slot))
+
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -61,11 +61,6 @@ class BlockwiseInt8:
         return self.values.astype(jnp.float32) * scale
 
 
-def dequantized(values: jax.Array, scale: jax.Array) -> jax.Array:
-    """`values · scale` in float32 for rows in int8 `[R, N]`, each with one scale `[R]`."""
-    return values.astype(jnp.float32) * jax.lax.broadcast_in_dim(scale, values.shape, (0,))
-
-
 def max_finite(dtype: DTypeLike) -> float:
     """The largest finite number of a dtype: 448 for `float8_e4m3fn`, 57344 for `float8_e5m2`."""
     return float(jnp.finfo(dtype).max)

@@ -25,7 +25,7 @@ def two_sets(monkeypatch):
 
 @pytest.mark.full
 def test_ways_that_run_here_are_timed_and_the_kernels_listed(two_ms_a_call, two_sets):
-    record = quantize.measure((64, 128), "bfloat16", quantize.ways(sweep=False), 2)
+    record = quantize.measure((64, 128), "bfloat16", quantize.ways(), 2)
     errors = {name: "error" in way for name, way in record["ways"].items()}
     assert errors == {
         f"{part}, {name}": name == "kernel" for part in PARTS for name in ("XLA", "kernel")
@@ -36,14 +36,14 @@ def test_ways_that_run_here_are_timed_and_the_kernels_listed(two_ms_a_call, two_
 
 
 def test_a_wrong_result_is_not_timed(two_ms_a_call, two_sets):
-    right = quantize.ways(sweep=False)[0]
+    right = quantize.ways()[0]
     wrong = dataclasses.replace(right, name="wrong", fn=lambda x: right.fn(2 * x))
     record = quantize.measure((64, 128), "bfloat16", [right, wrong], 2)
     assert "wrong result" in record["ways"]["given scale, wrong"]["error"]
-    a = jnp.array([0.0, jnp.nan, 1.0])
-    assert quantize.different_elements(a, -a) == 3
-
-
-def test_a_sweep_has_every_tile_once():
-    names = [way.name for way in quantize.ways(sweep=True) if way.part == "given scale"]
-    assert len(set(names)) == len(names) == 1 + len(quantize.TILES)
+    values = jnp.zeros(100_000, jnp.float8_e4m3fn)
+    assert quantize.difference(values, values.at[0].set(1)) is None
+    assert quantize.difference(values, values.at[:2].set(1)) == "2 values differ"
+    scale = jnp.float32(1)
+    assert quantize.difference(scale, scale + 2.0**-23) is None
+    assert quantize.difference(scale, scale + 2.0**-19) == "a scale differs by 1.9e-06 of itself"
+    assert quantize.difference(scale, jnp.nan * scale) == "a scale differs by nan of itself"
