@@ -105,11 +105,6 @@ class DataConfig:
                 f"path={' '.join(map(str, self.path))} names the same file twice; name it once and "
                 "raise its weight"
             )
-        if both := sorted(map(str, {*self.path} & {*self.held_out_path})):
-            raise ValueError(
-                f"held_out_path={both[0]} is in path, too; leave it out of one, because the loss "
-                "of text that is trained on says nothing about other text"
-            )
         if self.held_out_path and self.held_out_fraction != DataConfig.held_out_fraction:
             raise ValueError(
                 f"held_out_fraction={self.held_out_fraction} has no effect with held_out_path, "

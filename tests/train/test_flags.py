@@ -169,7 +169,6 @@ def test_unknown_preset():
         ("data", {"text_field": "a"}, "text_field=a is for text of your own"),
         ("data", {"held_out_fraction": 0.5}, r"held_out_fraction=0\.5 is for text of your own"),
         ("data", {"held_out_path": (Path("a"),)}, "held_out_path=a is for text of your own"),
-        ("data", ONE_FILE | {"held_out_path": (Path("a"),)}, "held_out_path=a is in path, too"),
         (
             "data",
             ONE_FILE | {"held_out_path": (Path("b"),), "held_out_fraction": 0.1},

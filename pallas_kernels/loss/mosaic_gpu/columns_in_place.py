@@ -53,7 +53,7 @@ class Part(NamedTuple):
     first: Any
 
 
-def default_config(depth: int, num_rows: int, num_columns: int, device: Device) -> Config:
+def default_config(num_rows: int, num_columns: int, depth: int, device: Device) -> Config:
     """Launch parameters to use: derived from those of the other products."""
     return hopper_gemm.default_config(
         num_rows,
@@ -99,7 +99,7 @@ def with_columns(
     device = target_device()
     num_tokens, hidden_size = x.shape
     if config is None:
-        config = default_config(num_tokens, hidden_size, num_columns, device)
+        config = default_config(hidden_size, num_columns, num_tokens, device)
     if TILE % config.tile_n or config.cluster > 1:
         raise ValueError(f"{config}: {TILE} columns must have whole tiles, and a cluster one block")
     x = jnp.pad(x, ((0, -num_tokens % TILE_K), (0, 0)))

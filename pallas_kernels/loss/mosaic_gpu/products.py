@@ -63,7 +63,7 @@ _ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each row of a tile
 _RESULTS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
-def default_config(depth: int, num_rows: int, num_columns: int, device: Device) -> Config:
+def default_config(num_rows: int, num_columns: int, depth: int, device: Device) -> Config:
     """Launch parameters to use: derived, except the cluster of one block, which is measured.
 
     Pairs of blocks that share `x` are as fast as single blocks if nothing runs before and after. In
@@ -195,7 +195,7 @@ def product(
         raise ValueError(f"a has {rows_of_a} of the {num_rows=} of the result")
     dtype, device = jnp.dtype(dtype), target_device()
     if config is None:
-        config = default_config(depth, num_rows, num_columns, device)
+        config = default_config(num_rows, num_columns, depth, device)
     rows = BLOCK_M * config.cluster
     groups = pl.cdiv(num_rows, rows)
     # This makes copies if K is not a multiple of 64.

@@ -276,12 +276,12 @@ def test_operands_that_disagree(monkeypatch, a_layout, shapes):
 
 
 def test_default_configurations():
-    config = default_config(8192, 2048, 4096, H100)
+    config = default_config(2048, 4096, 8192, H100)
     assert config == Config(tile_n=256, stages=4, cluster=1, band=8, blocks=132)
-    assert default_config(8192, 2048, 2880, H100).tile_n == 192
-    assert default_config(8192, 2048, 1152, H100).tile_n == 192
-    assert default_config(8192, 2048, 640, H100).tile_n == 128
-    assert default_config(8192, 2048, 1600, H100).tile_n == 256  # the last tile is a quarter
+    assert default_config(2048, 2880, 8192, H100).tile_n == 192
+    assert default_config(2048, 1152, 8192, H100).tile_n == 192
+    assert default_config(2048, 640, 8192, H100).tile_n == 128
+    assert default_config(2048, 1600, 8192, H100).tile_n == 256  # the last tile is a quarter
 
 
 def test_tiles_that_keep_all_multiprocessors_busy():
