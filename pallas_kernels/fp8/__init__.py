@@ -1,4 +1,4 @@
-"""FP8 for training: tensors in 8-bit floating point, their products, and layers of these."""
+"""FP8 for training: tensors in 8-bit floating point, their products, and layers of products."""
 
 from pallas_kernels.fp8.linear import QuantizedWeight as QuantizedWeight
 from pallas_kernels.fp8.linear import fp8_linear as fp8_linear

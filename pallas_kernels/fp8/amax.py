@@ -1,11 +1,11 @@
 """The largest magnitudes of rows and of columns in one pass, as a Mosaic GPU kernel.
 
 A block is one warpgroup with a strip of columns, 128 bytes of a row wide. It goes down up to 512
-rows, 64 of which TMA brings into shared memory while the warpgroup handles others. Its warps have 4
-rows at a time, and 8 lanes share a row. A lane keeps the maxima of its own columns in registers, so
-maxima of rows need three shuffles, and those of columns two at the end of the strip. The block
-writes maxima of its rows and columns, and XLA takes the maxima over blocks. A maximum does not
-depend on the order, so it has the same bits as the reference.
+rows. TMA brings 64 rows at a time into shared memory, while the warpgroup handles those before. A
+warp has 4 rows at a time, and 8 lanes share a row. A lane keeps the maxima of its own columns in
+registers, so maxima of rows need three shuffles, and those of columns two at the end of the strip.
+The block writes maxima of its rows and columns, and XLA takes the maxima over blocks. A maximum
+does not depend on the order, so it has the same bits as the reference.
 """
 
 import itertools
@@ -33,7 +33,7 @@ _ROWS = 64  # of a tile
 _MOST_TILES = 8
 # With three arrays and 2 slots, six blocks share a multiprocessor. A third slot costs 6 %.
 _SLOTS = 2
-_ACCESSES = 4  # of a lane at a time, in all arrays
+_ACCESSES = 4  # loads of 16 bytes by a lane at a time, in all arrays together
 _ROWS_OF_WARP = 4
 
 

@@ -120,7 +120,7 @@ def cast_computed(
       place: Place of the device in the mesh.
       name: Beginning of the kernels' names.
     """
-    # For the maximum of a tensor those of its columns are enough. Lanes compare them once a block.
+    # The maximum of a tensor comes from those of its columns, which lanes compare once a block.
     axes = tuple(
         (False, any(copies)) if cast.scaling == "tensor" else copies
         for cast, copies in zip(casts, wanted, strict=True)

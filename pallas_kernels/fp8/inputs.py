@@ -39,8 +39,8 @@ class Inputs:
 
     Attributes:
       arrays: References to matrices `[M, K]` in device memory, or `BlockwiseInt8` of references.
-      slots: References to shared memory `[slots, R, C]`, of the same structure. A scale has
-        `[slots, R]`, so the columns of a tile lie in one block of 128.
+      slots: References to shared memory `[slots, R, C]`, of the same structure. Those of scales are
+        `[slots, R]`, because the columns of a tile lie in one group of 128 that shares a scale.
       arrived: A barrier for each slot.
     """
 

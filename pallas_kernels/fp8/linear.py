@@ -17,7 +17,7 @@ gradient goes to the weight that was quantized, as if it had not been rounded.
 On a mesh each device computes its own tokens, and the weights are gathered in FP8. The scales of
 activations are those of all tokens, so a result does not depend on the number of devices.
 
-Above 450 lines, because `fp8_linear` and the MLP share its helpers for weights and gradients.
+More than 450 lines, because `fp8_linear` and the MLP share its helpers for weights and gradients.
 """
 
 import dataclasses
@@ -220,7 +220,7 @@ def as_quantized(weight: Any, recipe: Recipe) -> QuantizedWeight:
     return weight if isinstance(weight, QuantizedWeight) else quantize_weight(weight, recipe)
 
 
-# What the operations of this folder share.
+# Helpers that the operations of this folder share.
 
 
 def arguments(weights: Sequence[QuantizedWeight]) -> list[jax.Array]:

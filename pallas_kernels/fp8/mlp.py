@@ -1,18 +1,19 @@
 """The gated MLP with its nine products in FP8.
 
-`y = (silu(gate) · up) @ w_down` with `gate = x @ w_gate` and `up = x @ w_up`. The operands of all
-products are FP8, quantized once in both memory orders (`linear.py`). The forward's gate and up,
-`dproduct`, dgate and dup are rounded to the dtype of `x`. On Hopper one kernel makes gate, up and
-their product (`gated_kernel.py`). In the backward two kernels compute dgate, dup and the product:
-the first one for their maxima, the second one for their FP8 copies (`casts.cast_computed`). So none
-of the three is written in 16 bits. Where the kernels do not run, XLA computes the three in a pass
-of its own.
+`y = (silu(gate) · up) @ w_down` with `gate = x @ w_gate` and `up = x @ w_up`. The operands of the
+products in FP8 are quantized as in `linear.py`. But the product `silu(gate) · up` is quantized
+twice: in the forward, and transposed in the backward. A recipe may leave the three gradients of
+weights in the dtype of `x`. The forward's gate and up, `dproduct`, dgate and dup are rounded to the
+dtype of `x`. On Hopper one kernel makes gate, up and their product (`gated_kernel.py`). In the
+backward two kernels compute dgate, dup and the product: the first one for their maxima, the second
+one for their FP8 copies (`casts.cast_computed`). So none of the three is written in 16 bits. Where
+the kernels do not run, XLA computes the three in a pass of its own.
 
 Kept for the backward beside the weights: `x.T` in FP8 under the name `fp8_x`, and gate and up under
 the names `gate` and `up` of `jax.checkpoint` policies. Gate and up are in int8, with a scale for
-128 columns of a row. This adds 0.06 to 0.23 of the recipe's own error to a gradient. E4m3 would add
-up to 0.7 (docs/lab/2026-11-25-fp8-saved-tensors.md). The product is made again from gate and up, in
-the pass that makes dgate and dup.
+128 columns of a row. Its error in a gradient is 0.06 to 0.23 of the recipe's own, and that of e4m3
+would be up to 0.7 (docs/lab/2026-11-25-fp8-saved-tensors.md). The product is made again from gate
+and up, in the pass that makes dgate and dup.
 """
 
 import dataclasses

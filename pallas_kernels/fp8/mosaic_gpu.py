@@ -15,7 +15,8 @@ Strips go along the rows of `x`; down the columns tiles take 3 to 4 % longer. Sc
 another pass over `x`, because the first tile needs the maximum of all tiles.
 
 The kernel can also take several arrays, and compute the tensors to quantize from a tile of each
-(`quantize_computed`). Then its instructions bound it, about 54 for an element of SwiGLU's backward.
+(`quantize_computed`). SwiGLU's backward takes about 54 instructions an element, and 1.5 times as
+long as a copy of its bytes.
 """
 
 import dataclasses

@@ -7,8 +7,8 @@ epilogue multiplies the float32 sums by the scale of their row and of their colu
 wgmma adds FP8 products with about 14 bits. Over a depth of 16384 a sum then errs by 3.5e-3, twice
 the rounding of a bfloat16 result (1.7e-3). With `accumulation="promoted"` the loop adds the sums to
 float32 numbers after every 512 of K, and the error is 1.7e-3. That takes as many registers as the
-accumulators, so tiles are narrower: 192 or 128 columns in place of 256. A sketch of this kernel had
-1304 to 1334 TFLOP/s with it on an H200, in place of 1400 to 1567.
+accumulators, so tiles are narrower: 192 or 128 columns in place of 256. With row scales it has
+1227 to 1452 TFLOP/s in place of 1349 to 1584 (H100, docs/lab/2026-11-25-fp8-layers.md).
 """
 
 import functools

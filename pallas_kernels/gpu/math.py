@@ -1,8 +1,9 @@
 """Functions of float32 values inside of kernels, in few instructions.
 
-A multiprocessor computes exp2, rsqrt and a reciprocal 16 numbers a clock, and products and sums
-128. It has no other fast division than a reciprocal, for which ptxas adds instructions for numbers
-below 2**-126. The square of rsqrt needs none of them. With `approx_math` exp2 is one instruction.
+In a clock a multiprocessor computes 16 numbers by exp2, rsqrt or a reciprocal, and 128 products or
+sums. Its only fast division is by a reciprocal, to which ptxas adds instructions for numbers below
+2**-126. The square of rsqrt is a reciprocal without them. With `approx_math` exp2 is one
+instruction.
 """
 
 import math
@@ -43,7 +44,7 @@ _SHIFT_BITS = 0x4B400000
 
 
 def int8_to_float32(values: jax.Array) -> jax.Array:
-    """`values` of int8 in float32, by their bits: the hardware's conversion runs at 16 a clock."""
+    """`values` of int8 in float32, from their bits. The hardware converts 16 a clock only."""
     bits = values.astype(jnp.int32) + _SHIFT_BITS
     return jax.lax.bitcast_convert_type(bits, jnp.float32) - _SHIFT
 
