@@ -138,7 +138,14 @@ def token_function(
     ]
     entropy = numbers if with_entropy else None
     args = numbers, entropy, jax.tree.unflatten(treedef, structs)
-    traced, shapes = jax.make_jaxpr(fn_once, return_shape=True)(*args)
+    try:
+        traced, shapes = jax.make_jaxpr(fn_once, return_shape=True)(*args)
+    except (AttributeError, TypeError) as error:
+        if not with_entropy and "NoneType" in str(error):
+            error.add_note(
+                "token_fn got entropy=None; pass with_entropy=True if it reads entropies"
+            )
+        raise
     if any(isinstance(a, Tracer) for a in traced.consts):
         raise TypeError(
             "token_fn reads an array that jax.jit or jax.grad traces and that is not among its "

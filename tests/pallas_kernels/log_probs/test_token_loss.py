@@ -396,6 +396,9 @@ def test_errors():
         of(lambda log_probs, entropy, data: jnp.sum(log_probs).astype(BF16))
     with pytest.raises(TypeError, match="has_aux=True"):
         of(lambda log_probs, entropy, data: jnp.sum(log_probs), has_aux=True)
+    for fn in (lambda p, entropy, data: p - 0.1 * entropy, lambda p, entropy, data: entropy.sum()):
+        with pytest.raises((TypeError, AttributeError), match="entropy=None; pass with_entropy"):
+            of(fn)
     with pytest.raises(TypeError, match="pass it in token_data"):
         jax.jit(lambda a: of(lambda log_probs, entropy, data: jnp.sum(log_probs * a)))(jnp.ones(2))
     assert of(lambda log_probs, entropy, data: jnp.sum(log_probs * jnp.ones(2))).shape == ()
