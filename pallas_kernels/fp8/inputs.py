@@ -13,8 +13,8 @@ from pallas_kernels.gpu.device import target_device
 from pallas_kernels.gpu.layouts import load
 from pallas_kernels.gpu.math import int8_to_float32
 
-# With 7.8, 3.9, 1.9 and 1 blocks a multiprocessor, both FP8 copies of 2048 x 2048 bfloat16 take 7.4,
-# 6.9, 7.2 and 9.0 us (H200, 2026-11-29).
+# With 7.8, 3.9, 1.9 and 1 blocks a multiprocessor, both FP8 copies of 2048 x 2048 bfloat16 take
+# 7.4, 6.9, 7.2 and 9.0 us (H200, 2026-11-29).
 _BLOCKS_PER_SM = 2
 
 
@@ -41,8 +41,8 @@ class Inputs:
 
     Attributes:
       arrays: References to matrices `[M, K]` in device memory, or `BlockwiseInt8` of references.
-      slots: References to shared memory `[slots, R, C]`, of the same structure. Those of scales are
-        `[slots, R]`, because the columns of a tile lie in one group of 128 that shares a scale.
+      slots: References to shared memory `[slots, R, C]`, of the same structure. References to
+        scales are `[slots, R]`, because the columns of a tile lie in one group that shares a scale.
       arrived: A barrier for each slot.
     """
 
