@@ -3,7 +3,7 @@
 Device memory bounds the kernel: it reads an element once and writes it twice, a byte each. A block
 is one warpgroup, which goes along a strip of up to 4 tiles of 64 x 64:
 
-1. TMA brings tiles of `x` into shared memory, up to three of them ahead.
+1. TMA brings tiles of `x` into three slots of shared memory: the tile in use and the next two.
 2. The warpgroup loads a tile in the layout of wgmma's results, multiplies, and rounds to 8 bits.
 3. It stores the tile for the row-major copy.
 4. It turns the tile by `ldmatrix`, which transposes 16-bit elements only. Every 8-bit number is a
@@ -11,12 +11,13 @@ is one warpgroup, which goes along a strip of up to 4 tiles of 64 x 64:
    `ldmatrix` can turn the tile of `x` itself. That saves 0.3 %, and float32 cannot go this way.)
 5. TMA stores both copies, while the warpgroup handles the next tile.
 
-Strips go along the rows of `x`; down the columns tiles take 3 to 4 % longer. Scales come from
+Strips go along the rows of `x`. Blocks of one tile took 3 to 4 % longer in the order of columns
+(H100, docs/lab/2026-11-24-fp8-quantization.md). Scales come from
 another pass over `x`, because the first tile needs the maximum of all tiles.
 
 The kernel can also take several arrays, and compute the tensors to quantize from a tile of each
-(`quantize_computed`). SwiGLU's backward takes about 54 instructions an element, and 1.5 times as
-long as a copy of its bytes.
+(`quantize_computed`). With SwiGLU's backward it takes 1.3 to 1.5 times as long as a copy of its
+bytes.
 """
 
 import dataclasses
@@ -44,8 +45,9 @@ TILE = 64  # rows and columns, as wgmma's layout has them
 _LAYOUT = plgpu.Layout.WGMMA
 _ROWS, _COLUMNS = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
 _MOST_TILES = 4  # of a block; with 8, one array takes up to 4 % longer
-_SLOTS = 3  # for tiles of the arrays
-_BUFFERS = 2  # for tiles of the copies
+# Slots for tiles of the arrays, and buffers for tiles of the copies. With 2 and 1, the copies of
+# SwiGLU's backward take 430 us in place of 421 (16384 x 8192, `rowwise`, H200, 2026-11-29).
+_SLOTS, _BUFFERS = 3, 2
 
 
 def unsupported_reason(x: jax.Array) -> str | None:
@@ -133,6 +135,8 @@ def quantize_computed(
         for turned, scale in ((False, w.scale), (True, w.turned_scale))
         if scale is not None
     ]
+    if not copies:
+        return [(None, None)] * len(wanted)
     scales = [s for w in wanted for s in (w.scale, w.turned_scale) if s is not None]
     column_tiles = num_columns // TILE
     num_tiles = tiles_of_block(column_tiles, num_rows // TILE, _MOST_TILES)
@@ -248,7 +252,8 @@ def _kernel(
             values = of_tensor.get(copy.tensor)
             if values is None or not copy.one_scale:
                 values = (tensors[copy.tensor] * inverse(i, slot)).astype(copy.dtype)
-                of_tensor[copy.tensor] = values
+                if copy.one_scale:
+                    of_tensor[copy.tensor] = values
             if copy.turned:
                 turn_smem[...] = values.astype(jnp.float16)
                 values = plgpu.load(turn_smem.transpose((1, 0)), layout=_LAYOUT).astype(copy.dtype)

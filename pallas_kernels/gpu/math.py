@@ -30,7 +30,7 @@ def tanh(z: jax.Array) -> jax.Array:
 
 
 def rounded(value: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`value` in a dtype of 16 bits, for a kernel that also computes with the rounded numbers.
+    """`value` in 16 bits, or in its own dtype, for a kernel that computes with rounded numbers.
 
     Two numbers are rounded in one instruction, 64 a clock. Without the barrier LLVM rounds each
     number by itself, and ptxas takes an instruction that runs at 16 a clock.
@@ -38,7 +38,8 @@ def rounded(value: jax.Array, dtype: DTypeLike) -> jax.Array:
     return jax.lax.optimization_barrier(value.astype(dtype))
 
 
-# 1.5 · 2**23, whose float32 neighbours are integers, and its bits.
+# 1.5 · 2**23 and its bits. The low bits of `x + _SHIFT` are `x`, rounded to an integer with ties to
+# even. The factor of 1.5 keeps the exponent where `x` is negative.
 _SHIFT = 12582912.0
 _SHIFT_BITS = 0x4B400000
 
@@ -50,5 +51,5 @@ def int8_to_float32(values: jax.Array) -> jax.Array:
 
 
 def float32_to_int8(values: jax.Array) -> jax.Array:
-    """`values`, at most 127 in magnitude, rounded to the nearest int8; ties to even."""
+    """`values` up to 127 in magnitude, rounded to the nearest int8, ties to even; NaN gives any."""
     return jax.lax.bitcast_convert_type(values + _SHIFT, jnp.int32).astype(jnp.int8)

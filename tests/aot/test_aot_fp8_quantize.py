@@ -32,7 +32,7 @@ CASES = {
         "tensor": (tensor, (16384, 8192), BF16),
         "row": (row, (16384, 8192), BF16),
         "row-f32": (row, (2048, 8192), F32),
-        # No tile divides it.
+        # 45 tiles in a row and 65 in a column, so blocks have 3 and 5.
         "row-2880": (row, (4160, 2880), BF16),
         "e5m2": (e5m2, (8192, 4096), BF16),
         "one": (one, (8192, 4096), BF16),
@@ -110,7 +110,7 @@ def test_compiles(compiled, chip, case):
             assert kernel.tma_loads == 0, kernel
             continue
         # TMA moves tiles and scales of columns in, and the copies out. The text has three first
-        # copies and a refill. A block has 2 tiles of 151936 columns, and 3 of 2880.
+        # copies and a refill. Blocks of 2 and 3 tiles have no refill.
         num_fetches = {"one-151936": 2, "row-2880": 3}.get(case, 4)
         num_copies = 1 if case.startswith("one") else 2
         leaves = 1 + case.startswith("row")

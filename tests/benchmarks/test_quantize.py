@@ -46,4 +46,6 @@ def test_a_wrong_result_is_not_timed(two_ms_a_call, two_sets):
     scale = jnp.float32(1)
     assert quantize.difference(scale, scale + 2.0**-23) is None
     assert quantize.difference(scale, scale + 2.0**-19) == "a scale differs by 1.9e-06 of itself"
-    assert quantize.difference(scale, jnp.nan * scale) == "a scale differs by nan of itself"
+    nan = jnp.nan * scale
+    assert quantize.difference([scale, nan], [scale, scale]) == "a scale differs by nan of itself"
+    assert quantize.difference(values, values[:1]) == "a shape differs"

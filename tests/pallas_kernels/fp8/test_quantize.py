@@ -12,11 +12,15 @@ from jax._src.pallas.mosaic_gpu import lowering
 from pallas_kernels.fp8 import (
     Quantized,
     fp8_matmul,
+    mosaic_gpu,
     quantize,
     quantize_both,
     quantize_transposed,
+    reference,
     row_kernel,
 )
+from pallas_kernels.fp8.inputs import tiles_of_block
+from pallas_kernels.gpu.math import float32_to_int8, int8_to_float32
 from support.numerics import quick_jit
 from support.pairwise import pairwise
 
@@ -96,10 +100,48 @@ def test_rows_that_no_block_holds(interpreted, monkeypatch, width, dtype):
     assert_same(quick_jit(run)(x), x, E4M3, "row")
 
 
-@pytest.mark.parametrize("scaling, x_dtype", [("row", BF16), ("tensor", F32)])
-def test_strips_of_more_tiles_than_slots(interpreted, scaling, x_dtype):
-    """A block waits for slots that it has read, and for buffers that TMA has stored."""
-    check(normal((256, 256), x_dtype), E4M3, scaling, "mosaic_gpu")
+@pytest.mark.parametrize(
+    "shape, x_dtype", [((256, 256), BF16), ((64, 512), F32), ((640, 64), F16)], ids=str
+)
+def test_strips_of_several_tiles(interpreted, shape, x_dtype):
+    """A slot is filled again after all warps have read it, a buffer after TMA has stored it."""
+    rows, columns = (jnp.exp2(jnp.arange(n) % 7) for n in shape)
+    x = (normal(shape, F32) * rows[:, None] * columns / 64).astype(x_dtype)
+    check(x, E4M3, "row", "mosaic_gpu")
+
+
+@pytest.mark.parametrize("row, column", [(3, 5), (200, 200)])
+def test_nan_in_a_tile_of_a_strip(interpreted, row, column):
+    plain, turned = check(
+        normal((256, 256)).at[row, column].set(jnp.nan), E4M3, "row", "mosaic_gpu"
+    )
+    for q, i in ((plain, row), (turned, column)):
+        np.testing.assert_array_equal(np.isnan(np.asarray(q.scale))[:, 0], np.arange(256) == i)
+
+
+def test_a_scale_for_each_row_and_one_for_all_columns(interpreted):
+    x, of_rows, of_all = normal((64, 128)), jnp.exp2(jnp.arange(64.0) % 5)[:, None], jnp.float32(2)
+    want = reference.values_of_both(x, of_rows, of_all, E4M3)
+    got = quick_jit(functools.partial(mosaic_gpu.quantize, dtype=E4M3))(x, of_rows, of_all)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, F32), np.asarray(b, F32))
+    assert mosaic_gpu.quantize(x, None, None, E4M3) == (None, None)
+
+
+def test_tiles_of_a_block():
+    assert tiles_of_block(8, 1, most=4) == 4  # two blocks, as many as one multiprocessor wants
+    assert tiles_of_block(4, 1, most=4) == 2
+    assert tiles_of_block(7, 1, most=4) == 1
+    assert tiles_of_block(1, 1, most=4) == 1
+
+
+def test_int8_from_bits_and_back():
+    values = jnp.arange(-127, 128, dtype=jnp.int8)
+    in_float32 = int8_to_float32(values)
+    np.testing.assert_array_equal(in_float32, np.arange(-127.0, 128.0))
+    np.testing.assert_array_equal(float32_to_int8(in_float32), values)
+    ties = jnp.float32([-126.5, -1.5, -0.5, 0.5, 1.5, 126.5])
+    np.testing.assert_array_equal(float32_to_int8(ties), [-126, -2, 0, 0, 2, 126])
 
 
 @each_scaling

@@ -85,7 +85,7 @@ def test_every_copy_is_as_accurate_as_a_cast_of_its_own(interpreted, recipe, dty
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_strips_of_more_tiles_than_slots(interpreted, recipe):
+def test_strips_of_several_tiles(interpreted, recipe):
     assert_accurate(recipe, BF16, (256, 256))
 
 
