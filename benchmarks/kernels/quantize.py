@@ -90,22 +90,24 @@ def ways() -> list[Way]:
         found.append(Way(part, "XLA", functools.partial(fn, implementation="reference")))
         found.append(Way(part, "kernel", functools.partial(fn, implementation="mosaic_gpu")))
     for recipe in ("tensorwise", "rowwise"):
-        for name, fn in (("XLA", _swiglu_in_pieces), ("kernel", _swiglu_by_kernels)):
+        for name, fn in (("XLA", swiglu_in_pieces), ("kernel", swiglu_by_kernels)):
             fn = functools.partial(fn, RECIPES[recipe])
             found.append(Way(f"swiglu, {recipe}", name, fn, num_arrays=3, num_int8=2))
     return found
 
 
-def _swiglu_by_kernels(
+def swiglu_by_kernels(
     recipe: Recipe, gate: BlockwiseInt8, up: BlockwiseInt8, dproduct: jax.Array
 ) -> Any:
+    """All FP8 copies that the backward of `fp8_swiglu_mlp` needs, by its two kernels."""
     with require_kernels():
         return mlp.swiglu_backward(gate, up, dproduct, recipe, (True,) * 4, Place())
 
 
-def _swiglu_in_pieces(
+def swiglu_in_pieces(
     recipe: Recipe, gate: BlockwiseInt8, up: BlockwiseInt8, dproduct: jax.Array
 ) -> Any:
+    """The same from gradients that XLA computes, each quantized by itself."""
     found = swiglu_gradients(gate.dequantize(), up.dequantize(), dproduct)
     # XLA would compute the gradients again for each of their readers.
     dgate, dup, product = jax.lax.optimization_barrier(found)

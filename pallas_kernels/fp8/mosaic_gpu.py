@@ -209,9 +209,7 @@ def _kernel(
     smems = take(num_leaves)
     of_columns = {i: next(rest) for i, c in enumerate(copies) if c.has_scale_of_column}
     out_smems, (turn_smem, arrived) = take(len(copies)), take(2)
-    inputs = Inputs(
-        jax.tree.unflatten(structure, gmems), jax.tree.unflatten(structure, smems), arrived
-    )
+    inputs = Inputs.of_leaves(structure, gmems, smems, arrived)
     num_slots, num_buffers = smems[0].shape[0], out_smems[0].shape[0]
     block = jax.lax.axis_index("block")
     row = jax.lax.div(block, strips) * TILE
@@ -249,8 +247,8 @@ def _kernel(
         plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
         of_tensor = {}  # values that serve both orders, because they have one scale
         for i, (copy, smem) in enumerate(zip(copies, out_smems, strict=True)):
-            values = of_tensor.get(copy.tensor)
-            if values is None or not copy.one_scale:
+            values = of_tensor.get(copy.tensor) if copy.one_scale else None
+            if values is None:
                 values = (tensors[copy.tensor] * inverse(i, slot)).astype(copy.dtype)
                 if copy.one_scale:
                     of_tensor[copy.tensor] = values

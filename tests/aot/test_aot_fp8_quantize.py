@@ -99,8 +99,8 @@ def test_compiles(compiled, chip, case):
         if kernel.name.startswith("fp8_swiglu_bwd_quantize"):
             # Five arrays come in, and the scales of columns; dgate and dup go out in both orders,
             # and the product in one. The text has three first copies and a refill.
-            leaves = 5 + 3 * (case == "swiglu-rowwise")
-            assert (kernel.tma_loads, kernel.tma_stores) == (4 * leaves, 5), kernel
+            copies_of_fetch = 5 + 3 * (case == "swiglu-rowwise")
+            assert (kernel.tma_loads, kernel.tma_stores) == (4 * copies_of_fetch, 5), kernel
             # Two blocks share a multiprocessor.
             assert kernel.smem_bytes <= 113 * 1024, kernel
             continue
@@ -113,8 +113,8 @@ def test_compiles(compiled, chip, case):
         # copies and a refill. Blocks of 2 and 3 tiles have no refill.
         num_fetches = {"one-151936": 2, "row-2880": 3}.get(case, 4)
         num_copies = 1 if case.startswith("one") else 2
-        leaves = 1 + case.startswith("row")
-        assert (kernel.tma_loads, kernel.tma_stores) == (num_fetches * leaves, num_copies), kernel
+        num_loads = num_fetches * (1 + case.startswith("row"))
+        assert (kernel.tma_loads, kernel.tma_stores) == (num_loads, num_copies), kernel
     # XLA converts, transposes and copies no array: nothing but the kernel writes one.
     arg = jax.tree.leaves(CASES[case].args)[0]
     for part in program.instructions.values():

@@ -7,19 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import add_rms_norm, require_kernels, rms_norm
+from benchmarks.kernels.quantize import swiglu_by_kernels, swiglu_in_pieces
+from pallas_kernels import add_rms_norm, rms_norm
 from pallas_kernels.fp8 import (
     RECIPES,
     add_rms_norm_quantized,
-    mlp,
     quantize,
     quantize_both,
-    quantize_transposed,
     reference,
     rms_norm_quantized,
 )
-from pallas_kernels.mlp.reference import swiglu_gradients
-from pallas_kernels.partition import Place
 from support.on_gpu import same_bits
 from support.pairwise import pairwise
 
@@ -102,23 +99,9 @@ def test_swiglu_backward_in_strips(name):
     keys = jax.random.split(jax.random.key(0), 3)
     gate, up, dproduct = (jax.random.normal(key, (2048, 2112), BF16) for key in keys)
     args = *map(jax.jit(reference.blockwise_int8), (gate, up)), dproduct
-
-    def in_pieces(gate, up, dproduct):
-        found = swiglu_gradients(gate.dequantize(), up.dequantize(), dproduct)
-        dgate, dup, product = jax.lax.optimization_barrier(found)
-        cast, of_product = recipe.gradients, recipe.inputs
-        both = lambda a: quantize_both(
-            a, cast.dtype, scaling=cast.scaling, implementation="reference"
-        )
-        turned = quantize_transposed(
-            product, of_product.dtype, scaling=of_product.scaling, implementation="reference"
-        )
-        return both(dgate), both(dup), turned
-
-    run = jax.jit(lambda g, u, d: mlp.swiglu_backward(g, u, d, recipe, (True,) * 4, Place()))
-    with require_kernels():
-        got = run(*args)
-    assert_same(got, jax.jit(in_pieces)(*args), 1e-4)
+    run = jax.jit(functools.partial(swiglu_by_kernels, recipe))
+    got = run(*args)
+    assert_same(got, jax.jit(functools.partial(swiglu_in_pieces, recipe))(*args), 1e-4)
     for _ in range(20):
         assert np.all(same_bits(jax.tree.leaves(run(*args)), jax.tree.leaves(got)))
 
