@@ -4,6 +4,7 @@ On a mesh a scale that spans tokens comes from the maxima of all devices. So a r
 depend on the number of devices.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,9 +76,7 @@ def cast_part(
         scales = [reference.scale_of(m, cast.dtype) for m in (by_row, by_column)]
     wanted = scales[0] if plain else None, scales[1] if turned else None
     values_of = reference.values_of_both if kernel_is_out(a) else mosaic_gpu.quantize
-    found = zip(values_of(a, wanted[0], wanted[1], cast.dtype), wanted, strict=True)
-    first, second = (v if v is None else Quantized(v, s) for v, s in found)
-    return first, second
+    return jax.tree.map(Quantized, values_of(a, *wanted, cast.dtype), wanted)  # None is no leaf
 
 
 def kernel_is_out(a: jax.Array) -> str | None:
@@ -126,20 +125,15 @@ def cast_computed(
         for cast, copies in zip(casts, wanted, strict=True)
     )
     maxima = amax.amax_of_computed(arrays, compute, axes, name=f"{name}_amax")
-    copies = []
-    for (by_row, by_column), cast, (plain, turned) in zip(maxima, casts, wanted, strict=True):
-        if cast.scaling == "tensor" and by_column is not None:
-            by_row = by_column = _largest(reference.amax_of(by_column, axis=None), place.tokens)
+    scales = []
+    for (by_row, by_column), cast, copies in zip(maxima, casts, wanted, strict=True):
+        if by_column is not None and cast.scaling == "tensor":
+            largest = _largest(reference.amax_of(by_column, axis=None), place.tokens)
+            by_row, by_column = (largest if is_wanted else None for is_wanted in copies)
         elif by_column is not None:
             by_column = _largest(by_column, place.tokens)
-        of_rows = reference.scale_of(by_row, cast.dtype) if plain and by_row is not None else None
-        of_columns = (
-            reference.scale_of(by_column, cast.dtype) if turned and by_column is not None else None
-        )
-        copies.append(mosaic_gpu.Wanted(of_rows, of_columns, cast.dtype))
-    values = mosaic_gpu.quantize_computed(arrays, compute, copies, name=f"{name}_quantize")
-    pair = lambda v, s: None if v is None else Quantized(v, s)
-    return [
-        (pair(plain, w.scale), pair(turned, w.turned_scale))
-        for (plain, turned), w in zip(values, copies, strict=True)
-    ]
+        scale_of = functools.partial(reference.scale_of, dtype=cast.dtype)
+        scales.append(jax.tree.map(scale_of, (by_row, by_column)))  # None is no leaf
+    to_make = [mosaic_gpu.Wanted(*s, dtype=c.dtype) for s, c in zip(scales, casts, strict=True)]
+    values = mosaic_gpu.quantize_computed(arrays, compute, to_make, name=f"{name}_quantize")
+    return jax.tree.map(Quantized, values, scales)

@@ -127,6 +127,10 @@ def quantize_computed(
       wanted: Copies to make of each tensor.
       name: Name of the kernel.
     """
+    pairs = [(w.scale, w.turned_scale) for w in wanted]
+    scales, structure_of_pairs = jax.tree.flatten(pairs)  # None is no leaf
+    if not scales:
+        return pairs
     leaves, structure = jax.tree.flatten(at_aligned_addresses(list(arrays)))
     num_rows, num_columns = leaves[0].shape
     copies = [
@@ -135,9 +139,6 @@ def quantize_computed(
         for turned, scale in ((False, w.scale), (True, w.turned_scale))
         if scale is not None
     ]
-    if not copies:
-        return [(None, None)] * len(wanted)
-    scales = [s for w in wanted for s in (w.scale, w.turned_scale) if s is not None]
     column_tiles = num_columns // TILE
     num_tiles = tiles_of_block(column_tiles, num_rows // TILE, _MOST_TILES)
     strips = column_tiles // num_tiles
@@ -161,14 +162,7 @@ def quantize_computed(
             plgpu.Barrier(num_arrivals=len(leaves) + num_of_columns, num_barriers=num_slots),
         ),
     )(*leaves, *((1 / scale).reshape(-1) for scale in scales))
-    made = iter(at_aligned_addresses(out))
-    return [
-        (
-            None if w.scale is None else next(made),
-            None if w.turned_scale is None else next(made),
-        )
-        for w in wanted
-    ]
+    return jax.tree.unflatten(structure_of_pairs, at_aligned_addresses(out))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 import math
 from typing import Any, Literal
 
+import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -137,11 +138,9 @@ def _quantize(
             reference.amax_of(x, axis=1) if plain else None,
             reference.amax_of(x, axis=0).reshape(-1, 1) if turned else None,
         )
-    scale, turned_scale = (None if m is None else reference.scale_of(m, dtype) for m in maxima)
+    scales = jax.tree.map(lambda m: reference.scale_of(m, dtype), maxima)  # None is no leaf
     run = mosaic_gpu.quantize if chosen == "mosaic_gpu" else reference.values_of_both
-    values = run(x, scale, turned_scale, dtype)
-    found = zip(values, (scale, turned_scale), strict=True)
-    return tuple(None if v is None or s is None else Quantized(v, s) for v, s in found)
+    return jax.tree.map(Quantized, run(x, *scales, dtype=dtype), scales)
 
 
 def _checked(x: Array, dtype: DTypeLike, scaling: Scaling, *, axes: int | None) -> Array:
