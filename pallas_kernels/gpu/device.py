@@ -60,6 +60,14 @@ class Device:
                 return hardware.SMEM_SM86
 
 
+def blocks_per_sm(registers: int, lanes: int) -> int:
+    """Blocks that a multiprocessor holds at a time, by registers of a lane and lanes of a block."""
+    if registers > MAX_REGISTERS_PER_LANE:
+        return 0
+    registers = -(-registers // 8) * 8  # the hardware hands them out in eights
+    return REGISTERS_PER_SM // (registers * lanes)
+
+
 def target_device() -> Device:
     """The device that Pallas compiles for: JAX's default device.
 

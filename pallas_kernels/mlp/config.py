@@ -11,9 +11,9 @@ from pallas_kernels.gpu import hopper_gemm
 from pallas_kernels.gpu.device import (
     BYTES_PER_ACCESS,
     LANES,
-    REGISTERS_PER_SM,
     WARPS_PER_WARPGROUP,
     Device,
+    blocks_per_sm,
 )
 
 _MAX_ACCESSES = {"fwd_accesses": 8, "bwd_accesses": 4}
@@ -119,7 +119,7 @@ def _lanes_per_sm(device: Device, registers: int) -> int:
         case _:
             most = 2048
     lanes_per_block = WARPS_PER_WARPGROUP * LANES
-    return min(most, REGISTERS_PER_SM // registers // lanes_per_block * lanes_per_block)
+    return min(most, blocks_per_sm(registers, lanes_per_block) * lanes_per_block)
 
 
 def forward_candidates(dtype: DTypeLike) -> list[Config]:

@@ -13,11 +13,10 @@ from pallas_kernels import hardware, tuning
 from pallas_kernels.gpu.device import (
     BYTES_PER_ACCESS,
     LANES,
-    MAX_REGISTERS_PER_LANE,
     MAX_WARPS,
-    REGISTERS_PER_SM,
     WARPS_PER_WARPGROUP,
     Device,
+    blocks_per_sm,
     target_device,
 )
 from pallas_kernels.norm.rows import (
@@ -289,7 +288,7 @@ def _direct_loads(split: RowSplit, num_operands: int) -> dict[str, Any]:
     """The backward's part of `Config` without the tensor memory accelerator."""
     if column_parts(split) != 1:
         return _backward(split.warps, 1, 0, 1)
-    kept = _blocks_per_sm(split, _registers_with_rows(split, num_operands))
+    kept = blocks_per_sm(_registers_with_rows(split, num_operands), split.lanes)
     return _backward(split.warps, min(8, kept or _most_blocks(split, 1) or 1), 0, 1)
 
 
@@ -330,7 +329,7 @@ def _most_blocks(split: RowSplit, rows: int) -> int:
     elements = split.elements_per_lane
     registers = 40 + 5 * elements if rows == 1 else 32 + (2 + 2 * rows) * elements
     registers = min(registers, most)
-    return min(8, _blocks_per_sm(split, registers)) if least <= most else 0
+    return min(8, blocks_per_sm(registers, split.lanes)) if least <= most else 0
 
 
 def keeps_weight(split: RowSplit) -> bool:
@@ -345,14 +344,7 @@ def _registers_with_rows(split: RowSplit, num_operands: int) -> int:
 
 def keeps_rows(split: RowSplit, num_operands: int) -> bool:
     """Whether a row that is loaded directly fits registers, so that it is read once."""
-    return _blocks_per_sm(split, _registers_with_rows(split, num_operands)) > 0
-
-
-def _blocks_per_sm(split: RowSplit, registers: int) -> int:
-    """Blocks that a multiprocessor holds at a time if a lane has so many registers."""
-    if registers > MAX_REGISTERS_PER_LANE:
-        return 0
-    return REGISTERS_PER_SM // (-(-registers // 8) * 8 * split.lanes)
+    return blocks_per_sm(_registers_with_rows(split, num_operands), split.lanes) > 0
 
 
 # The device for which candidates are made. Another device skips candidates that it cannot run.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu.device import LANES, REGISTERS_PER_SM, WARPS_PER_WARPGROUP, target_device
+from pallas_kernels.gpu.device import blocks_per_sm, target_device
 from pallas_kernels.gpu.layouts import load, store
 from pallas_kernels.norm.rows import Rows, RowSplit
 
@@ -53,12 +53,10 @@ class Shards:
         self._tokens = num_tokens
         self._shard = num_tokens // self.num_devices
         self.num_rows = num_sequences * self._shard
-        lanes = split.warpgroups * WARPS_PER_WARPGROUP * LANES
-        blocks_per_sm = max(1, min(_MAX_BLOCKS_PER_SM, REGISTERS_PER_SM // (registers * lanes)))
         num_sms = target_device().num_sms
-        if self.num_rows >= _MANY_ROWS * num_sms:
-            blocks_per_sm = 1
-        self.num_blocks = min(self.num_rows, blocks_per_sm * num_sms)
+        most = 1 if self.num_rows >= _MANY_ROWS * num_sms else _MAX_BLOCKS_PER_SM
+        blocks = max(1, min(most, blocks_per_sm(registers, split.lanes)))
+        self.num_blocks = min(self.num_rows, blocks * num_sms)
         self.whole = Rows(split, num_sequences * num_tokens)
         self.own = Rows(split, self.num_rows)
 
