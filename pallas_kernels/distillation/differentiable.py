@@ -157,24 +157,20 @@ class _Distillation:
             whole = jax.lax.psum(of_sums, self.settings.vocab_axes)
         to_tokens = (..., *(None,) * (loss.ndim - self.num_axes))
         of_arrays = self._of_arrays(wanted)
+        gradients = []
         if self._is_early:
-            found = [g.astype(jnp.float32) * whole for g in rest]
+            gradients += [g.astype(jnp.float32) * whole for g in rest]
         elif any(of_arrays):
             x, weight, coefficients, *others = rest
             # A token that does not count may have an infinite cotangent.
             of_losses = jnp.where(coefficients == 0, 0.0, coefficients * whole[to_tokens])
             args = x, weight, of_losses, *others
-            _, *found = self._partitioned(of_arrays, args, every_loss=False)
-        else:
-            found = []
-        gradients = iter(found)
-        # Each device has the whole loss of its tokens, and not one for its part of the vocabulary.
-        # So the coefficients' gradient takes the device's share of the cotangent, `of_sums`.
-        return [
-            of_sums[to_tokens] * loss if i == _COEFFICIENTS else next(gradients)
-            for i, is_wanted in enumerate(wanted)
-            if is_wanted
-        ]
+            gradients += self._partitioned(of_arrays, args, every_loss=False)[1:]
+        if wanted[_COEFFICIENTS]:
+            # Each device has the whole loss of its tokens, and not one for its part of the
+            # vocabulary. So this gradient takes the device's share of the cotangent, `of_sums`.
+            gradients.insert(sum(wanted[:_COEFFICIENTS]), of_sums[to_tokens] * loss)
+        return gradients
 
     def fold(
         self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask

@@ -138,25 +138,23 @@ class _CrossEntropy:
             whole = jax.lax.psum(of_sums, self.request.settings.vocab_axes)
         to_tokens = (..., *(None,) * (loss.ndim - self.num_axes))
         of_arrays = of_arrays_in(wanted, _BIAS)
+        gradients = []
         if self._is_early:
-            found = [g.astype(jnp.float32) * whole for g in rest]
+            gradients += [g.astype(jnp.float32) * whole for g in rest]
         elif any(of_arrays):
             lse, x, weight, coefficients, *others = rest
             # A token that does not count may have an infinite cotangent.
             of_losses = jnp.where(coefficients == 0, 0.0, coefficients * whole[to_tokens])
             args = x, weight, of_losses, *others
             key, results = (self, of_arrays), roles_of_gradients(of_arrays, _BIAS)
-            found = split(self.request, _backward_of, key, args, (lse,), results, num_numbers=2)
-        else:
-            found = ()
-        gradients = iter(found)
-        # Each device has the whole loss of its tokens, and not one for its part of the vocabulary.
-        # So the coefficients' gradient takes the device's share of the cotangent, `of_sums`.
-        return [
-            of_sums[to_tokens] * loss if i == _COEFFICIENTS else next(gradients)
-            for i, is_wanted in enumerate(wanted)
-            if is_wanted
-        ]
+            gradients += split(
+                self.request, _backward_of, key, args, (lse,), results, num_numbers=2
+            )
+        if wanted[_COEFFICIENTS]:
+            # Each device has the whole loss of its tokens, and not one for its part of the
+            # vocabulary. So this gradient takes the device's share of the cotangent, `of_sums`.
+            gradients.insert(sum(wanted[:_COEFFICIENTS]), of_sums[to_tokens] * loss)
+        return gradients
 
     def fold(
         self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
