@@ -417,8 +417,7 @@ def _backward_of(
             operands_of_gradient(dy, recipe, w, place)
             for dy, w in zip(dys, wanted[1:], strict=True)
         ]
-        dx, dweights = gradients(operands, copies, kept, recipe, wanted, dtypes, dys[0].dtype)
-        return dweights if dx is None else [dx.reshape(*dys[0].shape[:-1], dx.shape[-1]), *dweights]
+        return gradients(operands, copies, kept, recipe, wanted, dtypes, like=dys[0])
 
     return run
 
@@ -430,9 +429,12 @@ def gradients(
     recipe: Recipe,
     wanted: Mask,
     dtypes: Sequence[Any],
-    dtype: Any,
-) -> tuple[jax.Array | None, list[jax.Array]]:
-    """The gradients of products `x @ w` of one `x`, on a device with its own tokens.
+    *,
+    like: jax.Array,
+) -> list[jax.Array]:
+    """The wanted of `(dx, *dweights)` for products `x @ w` of one `x`, of a device's own tokens.
+
+    `dx` is the sum of one product for each weight.
 
     Args:
       operands: Operands of dgrad and of wgrad for each result, from `operands_of_gradient`.
@@ -441,11 +443,7 @@ def gradients(
       recipe: Recipe.
       wanted: Whether the gradients of `x` and of each weight are wanted.
       dtypes: Dtypes of the weights.
-      dtype: Dtype of `x`.
-
-    Returns:
-      `(dx, dweights)`: the sum `[T, K]` of a product for each weight, or None, and the wanted
-      gradients of weights.
+      like: An array with the axes of tokens and the dtype of `x`.
     """
     x = rows(kept[0]) if len(kept) == 1 else Quantized(*kept) if kept else None
     dx, dweights = None, []
@@ -453,12 +451,12 @@ def gradients(
         operands, copies, dtypes, wanted[1:], strict=True
     ):
         if wanted[0]:
-            part = fp8_matmul(of_dx, copy, out_dtype=dtype, accumulation=recipe.dgrad)
+            part = fp8_matmul(of_dx, copy, out_dtype=like.dtype, accumulation=recipe.dgrad)
             dx = part if dx is None else dx + part
         if is_wanted:
             assert x is not None  # the forward has kept it
             dweights.append(gradient_of_weight(x, of_dw, recipe.wgrad, of_weight))
-    return dx, dweights
+    return dweights if dx is None else [dx.reshape(*like.shape[:-1], dx.shape[-1]), *dweights]
 
 
 def operands_of_gradient(

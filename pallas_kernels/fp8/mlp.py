@@ -254,12 +254,10 @@ def _backward_of(
         of_dy, dy_of_dw = operands_of_gradient(dy, recipe, wanted[3], place)
         dproduct = fp8_matmul(of_dy, copies[2], out_dtype=dy.dtype, accumulation=recipe.dgrad)
         *operands, activated = swiglu_backward(gate, up, dproduct, recipe, wanted, place)
-        dx, dweights = gradients(
-            operands, copies[:2], kept, recipe, wanted[:3], dtypes[:2], dy.dtype
-        )
+        found = gradients(operands, copies[:2], kept, recipe, wanted[:3], dtypes[:2], like=dy)
         if wanted[3]:
-            dweights.append(gradient_of_weight(activated, dy_of_dw, recipe.wgrad, dtypes[2]))
-        return dweights if dx is None else [dx.reshape(*dy.shape[:-1], dx.shape[-1]), *dweights]
+            found.append(gradient_of_weight(activated, dy_of_dw, recipe.wgrad, dtypes[2]))
+        return found
 
     return run
 

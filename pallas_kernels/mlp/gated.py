@@ -266,7 +266,7 @@ def _project(
 
 def _differentiate(
     plan: Plan, has_kernel: bool, dy: jax.Array, w_down: jax.Array, gate: jax.Array, up: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """`(dgate, dup, product)`."""
     if has_kernel:
         found = gated_matmul.gated_matmul_backward(
@@ -276,10 +276,8 @@ def _differentiate(
             _rows(up),
             config=plan.config.backward,
         )
-        dgate, dup, activated = (a.reshape(gate.shape) for a in found)
-        return dgate, dup, activated
-    dgate, dup, activated = swiglu_gradients(gate, up, matmul(dy, w_down.T))
-    return dgate, dup, activated
+        return tuple(a.reshape(gate.shape) for a in found)
+    return swiglu_gradients(gate, up, matmul(dy, w_down.T))
 
 
 def few_tokens(owner: str, num_tokens: int, least: int) -> str:
