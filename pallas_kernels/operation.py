@@ -16,8 +16,6 @@ The difference to `jax.custom_vjp` is `jax.vmap`. Over a `custom_vjp`, `vmap` ba
 it makes one gradient of a weight for each member of the batch, and JAX adds them up. Here `vmap`
 acts before the derivative. `grad(vmap(f))` differentiates one call on the tokens of all members,
 which makes one gradient of the weight. `vmap(grad(f))` still makes one for each member.
-
-Above 450 lines, because the rules of the four primitives refer to each other.
 """
 
 import functools
@@ -37,6 +35,9 @@ from pallas_kernels.members import loop_over_members
 
 # One bool for each argument, result or array.
 type Mask = tuple[bool, ...]
+type Arrays = Sequence[jax.Array]
+# One for each result. A cotangent that is None is 0.
+type Cotangents = Sequence[jax.Array | None]
 
 
 @runtime_checkable  # for the checks of types in tests
@@ -66,27 +67,21 @@ class Operation(Protocol):
         ...
 
     def saved(
-        self,
-        wanted: Mask,
-        args: Sequence[jax.Array],
-        results: Sequence[jax.Array],
-        residuals: Sequence[jax.Array],
-    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
+    ) -> tuple[Arrays, Arrays]:
         """`(results, what the backward reads)`.
 
         An operation may give these arrays names here, for the policies of `jax.checkpoint`.
         """
         ...
 
-    def backward(
-        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
-    ) -> Sequence[jax.Array]:
-        """The gradients of the wanted arguments, of any dtype. A cotangent that is None is 0."""
+    def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
+        """The gradients of the wanted arguments, of any dtype."""
         ...
 
     def fold(
-        self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
-    ) -> "tuple[Operation, Sequence[jax.Array]] | None":
+        self, wanted: Mask | None, args: Arrays, is_batched: Mask
+    ) -> "tuple[Operation, Arrays] | None":
         """One call that computes all members of a batch, or None if there is no such call.
 
         Args:
@@ -107,9 +102,7 @@ class HasTangent(Operation, Protocol):
     `Operation.saved` takes the same residuals whatever is wanted.
     """
 
-    def tangent(
-        self, wanted: Mask, saved: Sequence[jax.Array], tangents: Sequence[jax.Array]
-    ) -> Sequence[jax.Array]:
+    def tangent(self, wanted: Mask, saved: Arrays, tangents: Arrays) -> Arrays:
         """The tangents of the results, in plain JAX, which JAX differentiates further.
 
         Residuals have no tangents. So this function reads no residual, and computes the same
@@ -123,9 +116,7 @@ class HasTangent(Operation, Protocol):
         ...
 
 
-def with_members(
-    args: Sequence[jax.Array], is_batched: Mask, weights: Sequence[int] = ()
-) -> list[jax.Array]:
+def with_members(args: Arrays, is_batched: Mask, weights: Sequence[int] = ()) -> list[jax.Array]:
     """The arguments of a call that computes all members of a batch, for `Operation.fold`.
 
     Args:
@@ -146,7 +137,7 @@ def call(operation: Operation, *args: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def follows(
-    result: jax.Array, operation: Operation, *args: jax.Array, where_kept: Sequence[jax.Array]
+    result: jax.Array, operation: Operation, *args: jax.Array, where_kept: Arrays
 ) -> jax.Array:
     """`result`, which a `jax.checkpoint` may compute again as `call(operation, *args)`.
 

@@ -23,7 +23,7 @@ from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.counted import fraction_in_effect, in_fewer_rows
 from pallas_kernels.loss.differentiable import is_unchecked, roles_of_gradients
 from pallas_kernels.loss.layout import Embedding
-from pallas_kernels.operation import Mask, Operation, call, with_members
+from pallas_kernels.operation import Arrays, Cotangents, Mask, Operation, call, with_members
 from pallas_kernels.partition import Place, Roles, Tokens, Weight, partitioned
 
 _COEFFICIENTS, _BIAS = 2, 3  # positions among the arguments
@@ -100,7 +100,7 @@ class _Distillation:
         return (*wanted[:2], self.settings.has_bias and wanted[_BIAS])
 
     def _partitioned(
-        self, wanted: Mask, args: Sequence[jax.Array], *, every_loss: bool
+        self, wanted: Mask, args: Arrays, *, every_loss: bool
     ) -> tuple[jax.Array, ...]:
         """Losses, and the wanted gradients of x, weight and bias.
 
@@ -135,19 +135,13 @@ class _Distillation:
         return 1 + (sum(self._of_arrays(wanted)) if self._is_early else 0)
 
     def saved(
-        self,
-        wanted: Mask,
-        args: Sequence[jax.Array],
-        results: Sequence[jax.Array],
-        residuals: Sequence[jax.Array],
-    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
+    ) -> tuple[Arrays, Arrays]:
         if self._is_early:
             return results, residuals
         return results, (*residuals, *args)
 
-    def backward(
-        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
-    ) -> Sequence[jax.Array]:
+    def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
         assert not any(wanted[_BIAS + self.settings.has_bias :]), "the teacher has no gradient"
         (of_sums,) = cotangents
         assert of_sums is not None
@@ -173,8 +167,8 @@ class _Distillation:
         return gradients
 
     def fold(
-        self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
-    ) -> tuple[Operation, Sequence[jax.Array]] | None:
+        self, wanted: Mask | None, args: Arrays, is_batched: Mask
+    ) -> tuple[Operation, Arrays] | None:
         roles = enumerate(roles_of(self.settings, args[0], args[_BIAS + self.settings.has_bias :]))
         weights = [i for i, role in roles if isinstance(role, Weight)]
         if any(is_batched[i] for i in weights):
@@ -185,16 +179,14 @@ class _Distillation:
         return dataclasses.replace(self, num_axes=self.num_axes + 1), folded
 
 
-def _of_device(
-    key: tuple[_Distillation, Mask, bool], place: Place
-) -> Callable[..., Sequence[jax.Array]]:
+def _of_device(key: tuple[_Distillation, Mask, bool], place: Place) -> Callable[..., Arrays]:
     """The losses of a device's tokens, and the wanted gradients of their sum."""
     operation, wanted, every_loss = key
     settings = operation.settings
     (axes,) = place.parts
     exchanged = () if operation.is_unchecked else axes
 
-    def run(*args: jax.Array) -> Sequence[jax.Array]:
+    def run(*args: jax.Array) -> Arrays:
         x, weight, coefficients, *teacher = args
         bias = teacher.pop(0) if settings.has_bias else None
         layout = settings.weight_layout

@@ -43,7 +43,7 @@ from pallas_kernels.fp8.types import Quantized
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.implementation import Implementation, check_implementation
 from pallas_kernels.mlp.reference import matmul
-from pallas_kernels.operation import Mask, call
+from pallas_kernels.operation import Arrays, Cotangents, Mask, call
 from pallas_kernels.partition import (
     GradientOf,
     Place,
@@ -229,7 +229,7 @@ def arguments(weights: Sequence[QuantizedWeight]) -> list[jax.Array]:
     return [*(w.weight for w in weights), *(a for q in copies for a in (q.values, q.scale))]
 
 
-def pairs(arrays: Sequence[jax.Array]) -> list[Quantized]:
+def pairs(arrays: Arrays) -> list[Quantized]:
     """Tensors from their values and scales in turn."""
     return [Quantized(v, s) for v, s in zip(arrays[::2], arrays[1::2], strict=True)]
 
@@ -256,7 +256,7 @@ def roles_of_kept(recipe: Recipe, feature: str) -> tuple[TokensLast, Same]:
     return TokensLast((feature,)), Same(0 if recipe.inputs.scaling == "tensor" else 2)
 
 
-def roles_of_x(kept: Sequence[jax.Array], feature: str) -> list[Tokens | TokensLast | Weight]:
+def roles_of_x(kept: Arrays, feature: str) -> list[Tokens | TokensLast | Weight]:
     """The roles of what the backward reads of the input: nothing, `x`, or `x.T` and its scale."""
     if len(kept) < 2:
         return [Tokens((feature,))] * len(kept)
@@ -343,20 +343,14 @@ class _Linears:
         return 2 if needs_x and self.recipe.wgrad is not None else 0
 
     def saved(
-        self,
-        wanted: Mask,
-        args: Sequence[jax.Array],
-        results: Sequence[jax.Array],
-        residuals: Sequence[jax.Array],
-    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
+    ) -> tuple[Arrays, Arrays]:
         kept = [checkpoint_name(a, "fp8_x") for a in residuals]
         if any(wanted[1 : 1 + self.number]) and self.recipe.wgrad is None:
             kept = [args[0]]
         return results, (*args[1 + 3 * self.number :], *kept)
 
-    def backward(
-        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
-    ) -> Sequence[jax.Array]:
+    def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
         n = self.number
         copies, kept = pairs(saved[: 2 * n]), saved[2 * n :]
         given = next(c for c in cotangents if c is not None)
@@ -374,7 +368,7 @@ class _Linears:
         gradients = partitioned(_backward_of, key, roles, *arrays)
         return [*gradients, *zeros_of_copies(copies, wanted[1 + n :])]
 
-    def fold(self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask) -> None:
+    def fold(self, wanted: Mask | None, args: Arrays, is_batched: Mask) -> None:
         # Members of a batch have scales of their own.
         return None
 
@@ -403,13 +397,13 @@ def _forward_of(
 
 def _backward_of(
     key: tuple[Recipe, Mask, tuple[Any, ...], str | None], place: Place
-) -> Callable[..., Sequence[jax.Array]]:
+) -> Callable[..., Arrays]:
     """The backward of a device's tokens: the wanted of `(dx, *dweights)`."""
     recipe, wanted, dtypes, _ = key
     n = len(dtypes)
 
     @inside_of("fp8_linear")
-    def run(*arrays: jax.Array) -> Sequence[jax.Array]:
+    def run(*arrays: jax.Array) -> Arrays:
         # Without the barrier XLA repeats the operations that make dy to find its maximum.
         dys, rest = jax.lax.optimization_barrier(arrays[:n]), arrays[n:]
         copies, kept = pairs(rest[len(rest) - 2 * n :]), rest[: len(rest) - 2 * n]
@@ -425,7 +419,7 @@ def _backward_of(
 def gradients(
     operands: Sequence[tuple[Quantized, Quantized | jax.Array]],
     copies: Sequence[Quantized],
-    kept: Sequence[jax.Array],
+    kept: Arrays,
     recipe: Recipe,
     wanted: Mask,
     dtypes: Sequence[Any],

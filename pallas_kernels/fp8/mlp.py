@@ -17,7 +17,7 @@ and up, in the pass that makes dgate and dup.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -56,7 +56,7 @@ from pallas_kernels.fp8.types import BlockwiseInt8, Quantized
 from pallas_kernels.gpu.math import logistic
 from pallas_kernels.mlp import swiglu_mlp
 from pallas_kernels.mlp.reference import product, swiglu_gradients
-from pallas_kernels.operation import Mask, call
+from pallas_kernels.operation import Arrays, Cotangents, Mask, call
 from pallas_kernels.partition import (
     GradientOf,
     Place,
@@ -162,21 +162,15 @@ class _MLP:
         return 6 if self._keeps_turned(wanted) else 4
 
     def saved(
-        self,
-        wanted: Mask,
-        args: Sequence[jax.Array],
-        results: Sequence[jax.Array],
-        residuals: Sequence[jax.Array],
-    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
+    ) -> tuple[Arrays, Arrays]:
         names = ("gate", "gate", "up", "up", "fp8_x", "fp8_x")[: len(residuals)]
         kept = [checkpoint_name(a, n) for a, n in zip(residuals, names, strict=True)]
         if any(wanted[1:3]) and self.recipe.wgrad is None:
             kept.append(args[0])
         return results, (*args[10:], *kept)
 
-    def backward(
-        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
-    ) -> Sequence[jax.Array]:
+    def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
         (dy,) = cotangents
         assert dy is not None  # JAX asks for no gradient of a result without one
         copies, kept = pairs(saved[:6]), saved[6:]
@@ -189,7 +183,7 @@ class _MLP:
         found = partitioned(_backward_of, key, roles, *arrays)
         return [*found, *zeros_of_copies(copies, wanted[4:])]
 
-    def fold(self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask) -> None:
+    def fold(self, wanted: Mask | None, args: Arrays, is_batched: Mask) -> None:
         # Members of a batch have scales of their own.
         return None
 
@@ -243,7 +237,7 @@ def _forward_of(
 
 def _backward_of(
     key: tuple[Recipe, Mask, tuple[Any, ...], str | None], place: Place
-) -> Callable[..., Sequence[jax.Array]]:
+) -> Callable[..., Arrays]:
     """The backward of a device's tokens: the wanted of `(dx, dw_gate, dw_up, dw_down)`."""
     recipe, wanted, dtypes, _ = key
 

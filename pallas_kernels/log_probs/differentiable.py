@@ -38,7 +38,7 @@ from pallas_kernels.loss.known_rows import Rows
 from pallas_kernels.loss.layout import Embedding, unsupported_reason
 from pallas_kernels.loss.plan import InPlace, Request, TokenChunks, choose
 from pallas_kernels.loss.token_loss import IGNORED, LossOptions
-from pallas_kernels.operation import Mask, Operation, call, with_members
+from pallas_kernels.operation import Arrays, Cotangents, Mask, Operation, call, with_members
 from pallas_kernels.partition import Place, Tokens
 
 _WEIGHT, BIAS = 1, 3  # positions among the arguments
@@ -122,18 +122,12 @@ class LogProbs:
         return 1
 
     def saved(
-        self,
-        wanted: Mask,
-        args: Sequence[jax.Array],
-        results: Sequence[jax.Array],
-        residuals: Sequence[jax.Array],
-    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
+    ) -> tuple[Arrays, Arrays]:
         """The backward reads the residuals, the entropies and the arguments, in this order."""
         return results, (*residuals, *results[1 : 1 + self.with_entropy], *args)
 
-    def backward(
-        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
-    ) -> Sequence[jax.Array]:
+    def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
         """The gradients, from logits that are computed again."""
         numbers, args = self.numbers_and_arguments(saved, cotangents)
         of_arrays = of_arrays_in(wanted, BIAS)
@@ -141,8 +135,8 @@ class LogProbs:
         return split(self.request, _backward_of, key, args, numbers, results, num_numbers=1)
 
     def numbers_and_arguments(
-        self, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
-    ) -> tuple[list[jax.Array], Sequence[jax.Array]]:
+        self, saved: Arrays, cotangents: Cotangents
+    ) -> tuple[list[jax.Array], Arrays]:
         """The numbers of each token that `Device.rows` takes, and the operation's arguments."""
         lse, *args = saved
         entropy = args.pop(0) if self.with_entropy else None
@@ -160,8 +154,8 @@ class LogProbs:
         return numbers, args
 
     def fold(
-        self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
-    ) -> tuple[Operation, Sequence[jax.Array]] | None:
+        self, wanted: Mask | None, args: Arrays, is_batched: Mask
+    ) -> tuple[Operation, Arrays] | None:
         """One call for the tokens of all members, if they share the weights."""
         if is_batched[_WEIGHT] or any(is_batched[BIAS:]):
             return None
@@ -169,11 +163,11 @@ class LogProbs:
         return self, with_members(args, is_batched, weights=weights)
 
 
-def _forward_of(key: tuple[LogProbs, bool], place: Place) -> Callable[..., Sequence[jax.Array]]:
+def _forward_of(key: tuple[LogProbs, bool], place: Place) -> Callable[..., Arrays]:
     """The results for a device's tokens, and the logsumexp if it is kept."""
     operation, keeps_lse = key
 
-    def run(x, weight, labels, *biases) -> Sequence[jax.Array]:
+    def run(x, weight, labels, *biases) -> Arrays:
         def compute(x, labels) -> Any:
             device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
             lse, found = device.log_probs(
@@ -188,13 +182,11 @@ def _forward_of(key: tuple[LogProbs, bool], place: Place) -> Callable[..., Seque
     return run
 
 
-def _backward_of(
-    key: tuple[LogProbs, Mask, int], place: Place
-) -> Callable[..., Sequence[jax.Array]]:
+def _backward_of(key: tuple[LogProbs, Mask, int], place: Place) -> Callable[..., Arrays]:
     """The wanted gradients of a device's arrays."""
     operation, wanted, num_args = key
 
-    def run(*arrays) -> Sequence[jax.Array]:
+    def run(*arrays) -> Arrays:
         x, weight, labels, *biases = arrays[:num_args]
         numbers = arrays[num_args:]
         exchanged = () if operation.is_unchecked else place.parts[0]
@@ -266,7 +258,7 @@ class Device:
 
     def log_probs(
         self, biases: Sequence[Any], *, with_entropy: bool, with_argmax: bool = False
-    ) -> tuple[jax.Array, Sequence[jax.Array]]:
+    ) -> tuple[jax.Array, Arrays]:
         """`(lse, results)`."""
         settings = self.request.settings
         found = distribution_of_linear(

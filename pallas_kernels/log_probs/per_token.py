@@ -26,7 +26,7 @@ from pallas_kernels.loss.columns import Columns, Gradients
 from pallas_kernels.loss.counted import of_counted, where_counted
 from pallas_kernels.loss.differentiable import weight_and_biases
 from pallas_kernels.loss.token_loss import IGNORED
-from pallas_kernels.operation import Mask
+from pallas_kernels.operation import Arrays, Mask
 from pallas_kernels.partition import (
     Place,
     Roles,
@@ -53,12 +53,10 @@ def sum_of_known(
     return jnp.sum(found[0]), found[1:]
 
 
-def _known_of(
-    key: tuple[TokenFunction, int, int], place: Place
-) -> Callable[..., Sequence[jax.Array]]:
+def _known_of(key: tuple[TokenFunction, int, int], place: Place) -> Callable[..., Arrays]:
     function, num_numbers, num_leaves = key
 
-    def run(*arrays) -> Sequence[jax.Array]:
+    def run(*arrays) -> Arrays:
         labels = arrays[num_numbers]
         of_tokens = arrays[: num_numbers + 1 + num_leaves]
         flat = [a.reshape(labels.size, *a.shape[labels.ndim :]) for a in of_tokens]
@@ -71,7 +69,7 @@ def _known_of(
 
 
 def _roles(
-    function: TokenFunction, num_axes: int, data: Sequence[jax.Array]
+    function: TokenFunction, num_axes: int, data: Arrays
 ) -> tuple[list[Tokens | Weight], list[Tokens]]:
     """The roles of the data, and of the results after the losses."""
     names = lambda of, count: tuple(f"{of}x{axis}" for axis in range(count))
@@ -89,19 +87,19 @@ class OfSingleTokens(OfFunction):
     """The sum of a function's losses of single tokens, and its other results for each token."""
 
     def roles(
-        self, num_axes: int, data: Sequence[jax.Array]
+        self, num_axes: int, data: Arrays
     ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """Each leaf of the data, its gradient and each result but the sum has rows of tokens."""
         of_data, of_aux = _roles(self.function, num_axes, data)
         return of_data, [Same(), *of_aux], of_data
 
-    def on_device(self, wanted: Mask | None, place: Place) -> Callable[..., Sequence[jax.Array]]:
+    def on_device(self, wanted: Mask | None, place: Place) -> Callable[..., Arrays]:
         """Calls the function for the device's own tokens, or for a chunk of them at a time."""
         request, function, of_arrays = self.request, self.function, self.of_arrays(wanted)
         of_data = None if wanted is None else self.of_data(wanted)
         exchanged = () if self.is_unchecked else place.parts[0]
 
-        def run(*arrays) -> Sequence[jax.Array]:
+        def run(*arrays) -> Arrays:
             x, weight, labels, *biases = arrays[: self.num_arrays]
             data = arrays[self.num_arrays :]
             num_leaves = len(data) - function.num_constants
@@ -138,11 +136,11 @@ class OfSingleTokens(OfFunction):
 def _evaluated(
     function: TokenFunction,
     of_data: Mask | None,
-    constants: Sequence[jax.Array],
-    own: Sequence[jax.Array],
+    constants: Arrays,
+    own: Arrays,
     labels: jax.Array,
-    leaves: Sequence[jax.Array],
-) -> tuple[list[jax.Array], Sequence[jax.Array]]:
+    leaves: Arrays,
+) -> tuple[list[jax.Array], Arrays]:
     """The function of some tokens, where those that are ignored have zeros.
 
     Returns:
@@ -164,7 +162,7 @@ def _by_chunks(
     function: TokenFunction,
     evaluate: Callable[..., Any],
     with_dweight: bool,
-    leaves: Sequence[jax.Array],
+    leaves: Arrays,
 ) -> tuple[Gradients, list[jax.Array]]:
     """The gradients of a device's arrays, and what `evaluate` returns first."""
     plan = device.plan if with_dweight else device.plan.without_dweight

@@ -7,7 +7,7 @@ token and column from the forward to the backward.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 
@@ -22,7 +22,7 @@ from pallas_kernels.loss.differentiable import (
 )
 from pallas_kernels.loss.mosaic_gpu import exponentials
 from pallas_kernels.loss.plan import Request
-from pallas_kernels.operation import Mask
+from pallas_kernels.operation import Arrays, Cotangents, Mask
 from pallas_kernels.partition import Place, Tokens
 
 _NUMBERS, _EXPONENTIALS = Tokens(), Tokens(("column",))
@@ -55,9 +55,7 @@ class WithExponentials(LogProbs):
         """The four arrays that follow the results."""
         return 4
 
-    def backward(
-        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
-    ) -> Sequence[jax.Array]:
+    def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
         """The gradients, from the saved exponentials."""
         total, of_label, values, *rest = saved
         numbers, args = self.numbers_and_arguments(rest, cotangents)
@@ -75,10 +73,10 @@ class WithExponentials(LogProbs):
         )
 
 
-def _forward_of(key: WithExponentials, place: Place) -> Callable[..., Sequence[jax.Array]]:
+def _forward_of(key: WithExponentials, place: Place) -> Callable[..., Arrays]:
     """The results for a device's tokens, then what the backward needs."""
 
-    def run(x, weight, labels, *last) -> Sequence[jax.Array]:
+    def run(x, weight, labels, *last) -> Arrays:
         device, columns = _whole(key, place, x, weight, labels, last)
         kept = KeptExponentials.make(device, columns, with_entropy=key.with_entropy)
         (found,) = kept.found
@@ -88,13 +86,11 @@ def _forward_of(key: WithExponentials, place: Place) -> Callable[..., Sequence[j
     return run
 
 
-def _backward_of(
-    key: tuple[WithExponentials, Mask, int], place: Place
-) -> Callable[..., Sequence[jax.Array]]:
+def _backward_of(key: tuple[WithExponentials, Mask, int], place: Place) -> Callable[..., Arrays]:
     """The wanted gradients of a device's arrays."""
     operation, wanted, num_args = key
 
-    def run(*arrays) -> Sequence[jax.Array]:
+    def run(*arrays) -> Arrays:
         x, weight, labels, *last = arrays[:num_args]
         device, columns = _whole(operation, place, x, weight, labels, last)
         per_token = arrays[num_args:]

@@ -28,7 +28,7 @@ from pallas_kernels.loss.differentiable import (
 )
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.plan import Request
-from pallas_kernels.operation import Mask, Operation, call
+from pallas_kernels.operation import Arrays, Cotangents, Mask, Operation, call
 from pallas_kernels.partition import Place
 
 
@@ -72,11 +72,11 @@ class TokenFunction:
 
     def differentiated(
         self,
-        of_tokens: Sequence[jax.Array],
-        data: Sequence[jax.Array],
+        of_tokens: Arrays,
+        data: Arrays,
         wanted: Mask,
         total: Callable[[jax.Array], jax.Array],
-    ) -> tuple[list[jax.Array], Sequence[jax.Array], Sequence[jax.Array]]:
+    ) -> tuple[list[jax.Array], Arrays, Arrays]:
         """`([loss, *other results], cotangents of of_tokens, gradients of the wanted data)`.
 
         The gradients are those of `total(loss)`, a scalar.
@@ -252,7 +252,7 @@ class OfFunction(abc.ABC):
 
     @abc.abstractmethod
     def roles(
-        self, num_axes: int, data: Sequence[jax.Array]
+        self, num_axes: int, data: Arrays
     ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """The roles of the data, of the results, and of the gradients of the data.
 
@@ -262,7 +262,7 @@ class OfFunction(abc.ABC):
         """
 
     @abc.abstractmethod
-    def on_device(self, wanted: Mask | None, place: Place) -> Callable[..., Sequence[jax.Array]]:
+    def on_device(self, wanted: Mask | None, place: Place) -> Callable[..., Arrays]:
         """The function of a device's arrays.
 
         It returns the results, and then the wanted gradients of x, weight, bias and the data.
@@ -306,18 +306,12 @@ class OfFunction(abc.ABC):
         return sum(self.of_arrays(wanted)) + sum(self.of_data(wanted))
 
     def saved(
-        self,
-        wanted: Mask,
-        args: Sequence[jax.Array],
-        results: Sequence[jax.Array],
-        residuals: Sequence[jax.Array],
-    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
+    ) -> tuple[Arrays, Arrays]:
         """The results, and the gradients."""
         return results, residuals
 
-    def backward(
-        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
-    ) -> Sequence[jax.Array]:
+    def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
         """The gradients of the loss times its cotangent, in float32."""
         of_loss, *of_aux = cotangents
         assert of_loss is not None and not any(a is not None for a in of_aux)
@@ -331,15 +325,13 @@ class OfFunction(abc.ABC):
         return [g.astype(jnp.float32) * c for g, c in zip(saved, factors, strict=True)]
 
     def fold(
-        self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
-    ) -> tuple[Operation, Sequence[jax.Array]] | None:
+        self, wanted: Mask | None, args: Arrays, is_batched: Mask
+    ) -> tuple[Operation, Arrays] | None:
         """None: the function sees the tokens of one member."""
         return None
 
 
-def _on_device(
-    key: tuple[OfFunction, Mask | None], place: Place
-) -> Callable[..., Sequence[jax.Array]]:
+def _on_device(key: tuple[OfFunction, Mask | None], place: Place) -> Callable[..., Arrays]:
     operation, wanted = key
     return operation.on_device(wanted, place)
 

@@ -28,7 +28,7 @@ from pallas_kernels.loss.columns import Columns, Gradients
 from pallas_kernels.loss.counted import FewRows, for_few_or_all, fraction_in_effect
 from pallas_kernels.loss.differentiable import weight_and_biases
 from pallas_kernels.loss.token_loss import IGNORED
-from pallas_kernels.operation import Mask
+from pallas_kernels.operation import Arrays, Mask
 from pallas_kernels.partition import Place, Same, Weight, of_all_tokens, of_own_tokens
 
 
@@ -37,20 +37,20 @@ class OfAllTokens(OfFunction):
     """Results of a function of all log-probabilities."""
 
     def roles(
-        self, num_axes: int, data: Sequence[jax.Array]
+        self, num_axes: int, data: Arrays
     ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """Data are whole on each device, and so are results and gradients of data."""
         of_data = [Weight(tuple(f"data{axis}" for axis in range(a.ndim))) for a in data]
         results = [Same(len(a.shape)) for a in self.function.results]
         return of_data, results, [Same(a.ndim) for a in data]
 
-    def on_device(self, wanted: Mask | None, place: Place) -> Callable[..., Sequence[jax.Array]]:
+    def on_device(self, wanted: Mask | None, place: Place) -> Callable[..., Arrays]:
         """Calls the function once, with the numbers of all devices."""
         request, function = self.request, self.function
         with_entropy, of_arrays = function.with_entropy, self.of_arrays(wanted)
         exchanged = () if self.is_unchecked else place.parts[0]
 
-        def run(*arrays) -> Sequence[jax.Array]:
+        def run(*arrays) -> Arrays:
             x, weight, labels, *biases = arrays[: self.num_arrays]
             data = arrays[self.num_arrays :]
             flat_x, flat_labels = x.reshape(labels.size, x.shape[-1]), labels.reshape(-1)

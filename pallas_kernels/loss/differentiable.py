@@ -31,7 +31,7 @@ from pallas_kernels.loss.layout import Embedding, unsupported_reason
 from pallas_kernels.loss.mosaic_gpu import exponentials
 from pallas_kernels.loss.plan import ColumnChunks, Request, choose
 from pallas_kernels.loss.token_loss import IGNORED, TokenLosses, finite_where_not_counted
-from pallas_kernels.operation import Mask, Operation, call, with_members
+from pallas_kernels.operation import Arrays, Cotangents, Mask, Operation, call, with_members
 from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
 
 _X, _NUMBERS = Tokens(("d",)), Tokens()
@@ -116,20 +116,14 @@ class _CrossEntropy:
         return sum(of_arrays_in(wanted, _BIAS)) if self._is_early else 0
 
     def saved(
-        self,
-        wanted: Mask,
-        args: Sequence[jax.Array],
-        results: Sequence[jax.Array],
-        residuals: Sequence[jax.Array],
-    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
+    ) -> tuple[Arrays, Arrays]:
         losses = TokenLosses(*results[1:])
         if self._is_early:
             return results, (losses.loss, *residuals)
         return results, (losses.loss, losses.lse, *args)
 
-    def backward(
-        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
-    ) -> Sequence[jax.Array]:
+    def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
         of_sums, *of_metrics = cotangents
         assert of_sums is not None and not any(a is not None for a in of_metrics)
         loss, *rest = saved
@@ -157,8 +151,8 @@ class _CrossEntropy:
         return gradients
 
     def fold(
-        self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
-    ) -> tuple[Operation, Sequence[jax.Array]] | None:
+        self, wanted: Mask | None, args: Arrays, is_batched: Mask
+    ) -> tuple[Operation, Arrays] | None:
         if is_batched[_WEIGHT] or any(is_batched[_BIAS:]):
             return None
         if wanted is not None and self._is_early:
@@ -172,8 +166,8 @@ def split(
     request: Request,
     local: Any,
     key: Any,
-    args: Sequence[jax.Array],
-    others: Sequence[jax.Array],
+    args: Arrays,
+    others: Arrays,
     results: Sequence[Any],
     *,
     num_numbers: int,
@@ -232,13 +226,11 @@ def picked(
     return [dx] if wanted[0] else [], list(of_weights)
 
 
-def _forward_of(
-    key: tuple[_CrossEntropy, Mask, bool], place: Place
-) -> Callable[..., Sequence[jax.Array]]:
+def _forward_of(key: tuple[_CrossEntropy, Mask, bool], place: Place) -> Callable[..., Arrays]:
     """The losses of a device's tokens, and the wanted gradients of their sum."""
     operation, wanted, has_all_losses = key
 
-    def run(x, weight, coefficients, labels, *biases) -> Sequence[jax.Array]:
+    def run(x, weight, coefficients, labels, *biases) -> Arrays:
         weight, biases = weight_and_biases(operation.request, x, weight, biases)
 
         def compute(x, coefficients, labels) -> Any:
@@ -262,13 +254,11 @@ def _forward_of(
     return run
 
 
-def _backward_of(
-    key: tuple[_CrossEntropy, Mask], place: Place
-) -> Callable[..., Sequence[jax.Array]]:
+def _backward_of(key: tuple[_CrossEntropy, Mask], place: Place) -> Callable[..., Arrays]:
     """The wanted gradients of the sum of a device's losses."""
     operation, wanted = key
 
-    def run(x, weight, coefficients, labels, *biases_and_lse) -> Sequence[jax.Array]:
+    def run(x, weight, coefficients, labels, *biases_and_lse) -> Arrays:
         *biases, lse = biases_and_lse
         weight, biases = weight_and_biases(operation.request, x, weight, biases)
 
@@ -297,8 +287,8 @@ def _backward_of(
 
 
 def weight_and_biases(
-    request: Request, x: jax.Array, weight: jax.Array, biases: Sequence[jax.Array]
-) -> tuple[Any, Sequence[jax.Array]]:
+    request: Request, x: jax.Array, weight: jax.Array, biases: Arrays
+) -> tuple[Any, Arrays]:
     """Weight and biases; the weight in the dtype of x if a `lax.cond` may hold the products.
 
     The caller may have widened the weight to float32, for a float32 gradient. XLA drops that cast
@@ -373,8 +363,8 @@ class _Device:
         return recomputed.gradients(settings, plan, *self.arrays, self.labels, rows)
 
     def results(
-        self, wanted: Mask, losses: Sequence[jax.Array], gradients: Gradients | None
-    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        self, wanted: Mask, losses: Arrays, gradients: Gradients | None
+    ) -> tuple[Arrays, Arrays]:
         """Losses and the wanted `dx`, then the other wanted gradients."""
         if gradients is None:
             return losses, ()

@@ -50,7 +50,7 @@ from pallas_kernels.gpu.device import target_device
 from pallas_kernels.mlp import gated_matmul
 from pallas_kernels.mlp.config import MLPConfig
 from pallas_kernels.mlp.reference import matmul, product, swiglu_gradients
-from pallas_kernels.operation import Mask, Operation, call
+from pallas_kernels.operation import Arrays, Cotangents, Mask, Operation, call
 from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
 
 type Save = Literal["all", "gate_up", "x"]
@@ -115,19 +115,13 @@ class _MLP:
         return len(_NAMES_KEPT[self.plan.save])
 
     def saved(
-        self,
-        wanted: Mask,
-        args: Sequence[jax.Array],
-        results: Sequence[jax.Array],
-        residuals: Sequence[jax.Array],
-    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
+    ) -> tuple[Arrays, Arrays]:
         names = _NAMES_KEPT[self.plan.save]
         kept = [checkpoint_name(a, n) for a, n in zip(residuals, names, strict=True)]
         return results, (*args, *kept)
 
-    def backward(
-        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
-    ) -> Sequence[jax.Array]:
+    def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
         (dy,) = cotangents
         assert dy is not None  # JAX asks for no gradient of a result without one
         x, *weights = saved[:4]
@@ -140,8 +134,8 @@ class _MLP:
         return partitioned(_backward_of, key, roles, dy, x, *kept, *weights)
 
     def fold(
-        self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
-    ) -> tuple[Operation, Sequence[jax.Array]] | None:
+        self, wanted: Mask | None, args: Arrays, is_batched: Mask
+    ) -> tuple[Operation, Arrays] | None:
         return None if any(is_batched[1:]) else (self, args)
 
 
@@ -172,13 +166,11 @@ def _forward_of(key: tuple[Plan, bool], place: Place) -> Callable[..., tuple[jax
     return run
 
 
-def _backward_of(
-    key: tuple[Plan, Mask, tuple[Any, ...]], place: Place
-) -> Callable[..., Sequence[jax.Array]]:
+def _backward_of(key: tuple[Plan, Mask, tuple[Any, ...]], place: Place) -> Callable[..., Arrays]:
     """The backward of a device's arrays: the wanted of `(dx, dw_gate, dw_up, dw_down)`."""
     plan, wanted, dtypes = key
 
-    def run(dy: jax.Array, x: jax.Array, *kept_and_weights: jax.Array) -> Sequence[jax.Array]:
+    def run(dy: jax.Array, x: jax.Array, *kept_and_weights: jax.Array) -> Arrays:
         *kept, w_gate, w_up, w_down = kept_and_weights
         weights = w_gate, w_up, w_down
         num_tokens, size = math.prod(x.shape[:-1]), 0
@@ -227,8 +219,8 @@ def _backward(
     wanted: Mask,
     has_kernel: bool,
     x: jax.Array,
-    weights: Sequence[jax.Array],
-    kept: Sequence[jax.Array],
+    weights: Arrays,
+    kept: Arrays,
     dy: jax.Array,
     dtypes: Sequence[Any],
 ) -> tuple[jax.Array | None, list[jax.Array]]:

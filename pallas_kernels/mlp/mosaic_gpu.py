@@ -13,7 +13,7 @@ added up, so results depend neither on the launch parameters nor on the order of
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
 from pallas_kernels.mlp import formula
 from pallas_kernels.mlp.config import Config, default_config
-from pallas_kernels.operation import Mask, Operation, call, with_members
+from pallas_kernels.operation import Arrays, Cotangents, Mask, Operation, call, with_members
 from pallas_kernels.partition import Place, Roles, Tokens, partitioned
 
 _LANES_PER_BLOCK = WARPS_PER_WARPGROUP * LANES
@@ -79,26 +79,18 @@ class _SwiGLU:
         return 0
 
     def saved(
-        self,
-        wanted: Mask,
-        args: Sequence[jax.Array],
-        results: Sequence[jax.Array],
-        residuals: Sequence[jax.Array],
-    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
+    ) -> tuple[Arrays, Arrays]:
         return results, args
 
-    def backward(
-        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
-    ) -> Sequence[jax.Array]:
+    def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
         (dy,) = cotangents
         assert dy is not None  # JAX asks for no gradient of a result without one
         roles = Roles((_ARRAY,) * 3, (_ARRAY,) * 2)
         gradients = partitioned(_backward_of, self.config, roles, *saved, dy)
         return [g for g, is_wanted in zip(gradients, wanted, strict=True) if is_wanted]
 
-    def fold(
-        self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
-    ) -> tuple[Operation, Sequence[jax.Array]]:
+    def fold(self, wanted: Mask | None, args: Arrays, is_batched: Mask) -> tuple[Operation, Arrays]:
         return self, with_members(args, is_batched)
 
 

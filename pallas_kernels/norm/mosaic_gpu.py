@@ -27,7 +27,7 @@ Arithmetic is float32. Rounded: `residual_out` and `y` to the dtype of `x`, with
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -43,7 +43,15 @@ from pallas_kernels.norm.backward_kernel import backward
 from pallas_kernels.norm.config import Config, Options, config_of, smem_for_rows
 from pallas_kernels.norm.forward_kernel import forward
 from pallas_kernels.norm.rows import column_parts, ring_bytes, split_row, splits, widest_itemsize
-from pallas_kernels.operation import Mask, Operation, call, follows, with_members
+from pallas_kernels.operation import (
+    Arrays,
+    Cotangents,
+    Mask,
+    Operation,
+    call,
+    follows,
+    with_members,
+)
 from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
 
 _MIN_HIDDEN_SIZE = 64
@@ -141,12 +149,8 @@ class _Norm:
         return 1
 
     def saved(
-        self,
-        wanted: Mask,
-        args: Sequence[jax.Array],
-        results: Sequence[jax.Array],
-        residuals: Sequence[jax.Array],
-    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
+    ) -> tuple[Arrays, Arrays]:
         # The names are here because a `jax.checkpoint` policy must see what the backward reads.
         names = ("normed", "residual")[: len(results)]
         results = [checkpoint_name(a, n) for a, n in zip(results, names, strict=True)]
@@ -163,9 +167,7 @@ class _Norm:
             results[0] = follows(results[0], operation, source, args[-1], where_kept=kept)
         return results, (source, args[-1], rstd)
 
-    def backward(
-        self, wanted: Mask, saved: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
-    ) -> Sequence[jax.Array]:
+    def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
         source, weight, rstd = saved
         dy, *rest = cotangents
         dresidual_out = rest[0] if rest else None
@@ -183,8 +185,8 @@ class _Norm:
         return [g for g, is_wanted in zip(gradients, wanted, strict=True) if is_wanted]
 
     def fold(
-        self, wanted: Mask | None, args: Sequence[jax.Array], is_batched: Mask
-    ) -> tuple[Operation, Sequence[jax.Array]] | None:
+        self, wanted: Mask | None, args: Arrays, is_batched: Mask
+    ) -> tuple[Operation, Arrays] | None:
         if is_batched[-1]:
             return None
         return self, with_members(args, is_batched, weights=[len(args) - 1])
@@ -194,9 +196,7 @@ class _Norm:
 class _NormWithTangent(_Norm):
     """RMSNorm with forward mode and second derivatives, which are those of the reference."""
 
-    def tangent(
-        self, wanted: Mask, saved: Sequence[jax.Array], tangents: Sequence[jax.Array]
-    ) -> Sequence[jax.Array]:
+    def tangent(self, wanted: Mask, saved: Arrays, tangents: Arrays) -> Arrays:
         source, weight, _ = saved
         rest = iter(tangents)
         *of_tokens, dweight = (next(rest) if is_wanted else None for is_wanted in wanted)
