@@ -3,13 +3,12 @@
 import inspect
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.loss import linear_cross_entropy
 from pallas_kernels.loss.layout import WeightLayout
-from pallas_kernels.loss.token_loss import softcapped
+from pallas_kernels.loss.token_loss import softcapped, with_bias
 
 # All but the arrays, which a call or the layer has, and the layout, which the layer decides.
 LOSS_OPTIONS: dict[str, Any] = {
@@ -45,6 +44,4 @@ def logits_of_head(
     z = jnp.einsum(
         f"...d,{layout}->...v", x, weight.astype(x.dtype), preferred_element_type=jnp.float32
     )
-    if bias is not None:
-        z += jax.lax.broadcast_to_rank(bias.astype(jnp.float32), z.ndim)
-    return softcapped(z, softcap)
+    return softcapped(with_bias(z, bias), softcap)

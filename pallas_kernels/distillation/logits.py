@@ -2,11 +2,10 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.loss.token_loss import softcapped
+from pallas_kernels.loss.token_loss import softcapped, with_bias
 
 
 class Logits(NamedTuple):
@@ -24,10 +23,7 @@ class Logits(NamedTuple):
 
     def with_bias(self) -> Float[Array, "*T V"]:
         """The logits with their bias, float32."""
-        z = self.values.astype(jnp.float32)
-        if self.bias is None:
-            return z
-        return z + jax.lax.broadcast_to_rank(self.bias.astype(jnp.float32), z.ndim)
+        return with_bias(self.values.astype(jnp.float32), self.bias)
 
     def scaled(self, temperature: float) -> Float[Array, "*T V"]:
         """The logits with bias and softcap, divided by the temperature, float32."""

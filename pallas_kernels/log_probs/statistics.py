@@ -12,7 +12,7 @@ from pallas_kernels.loss.known_rows import LEAST
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.mosaic_gpu import statistics as kernels
 from pallas_kernels.loss.plan import Settings
-from pallas_kernels.loss.token_loss import IGNORED, softcapped
+from pallas_kernels.loss.token_loss import IGNORED, softcapped, with_bias
 
 
 class Distribution(NamedTuple):
@@ -86,10 +86,7 @@ def distribution_of_linear(
 
     def one_chunk(chunk, _):
         x, labels = chunk
-        logits = columns.logits(x)
-        if bias is not None:
-            logits += jax.lax.broadcast_to_rank(bias.astype(jnp.float32), logits.ndim)
-        logits = softcapped(logits, softcap)
+        logits = softcapped(with_bias(columns.logits(x), bias), softcap)
         found = distribution_of_logits(logits / temperature, labels, with_entropy, with_argmax)
         return None, found
 

@@ -29,6 +29,7 @@ from pallas_kernels.loss.known_rows import Rows, dlogits_of_logits
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
 from pallas_kernels.loss.plan import InPlace, Settings, TokenChunks
+from pallas_kernels.loss.token_loss import with_bias
 
 
 def gradients(
@@ -87,11 +88,8 @@ def _one_chunk(settings: Settings, columns: Columns, temperature, dx_dtype, chun
             config=settings.config.linear,
         )
     else:
-        logits = columns.logits(x)
-        if columns.bias is not None:
-            logits += jax.lax.broadcast_to_rank(columns.bias.astype(jnp.float32), logits.ndim)
         dlogits = dlogits_of_logits(
-            logits,
+            with_bias(columns.logits(x), columns.bias),
             labels,
             rows,
             softcap=settings.options.logit_softcap,

@@ -15,6 +15,7 @@ from pallas_kernels.loss.token_loss import (
     TokenLosses,
     finite_where_not_counted,
     token_losses,
+    with_bias,
 )
 from pallas_kernels.partition import Place, Roles, Tokens, Weight, split_over_explicit_axes
 
@@ -71,9 +72,7 @@ def float32_logits(
         low_rank.whole(weight).astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
     )
-    if not bias:
-        return logits
-    return logits + jax.lax.broadcast_to_rank(bias[0].astype(jnp.float32), logits.ndim)
+    return with_bias(logits, *bias) if bias else logits
 
 
 def _losses_of(

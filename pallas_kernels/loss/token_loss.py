@@ -92,6 +92,15 @@ def finite_where_not_counted(losses: TokenLosses, coefficients: Float[Array, "*T
     return TokenLosses(*map(finite, losses))
 
 
+def with_bias(
+    logits: Float[Array, "*T V"], bias: Float[Array, " V"] | None
+) -> Float[Array, "*T V"]:
+    """Float32 logits plus their bias, or the logits themselves without one."""
+    if bias is None:
+        return logits
+    return logits + jax.lax.broadcast_to_rank(bias.astype(jnp.float32), logits.ndim)
+
+
 def softcapped(logits: Float[Array, "..."], softcap: float | None) -> Float[Array, "..."]:
     """`c · tanh(logits / c)`, or the logits themselves without a cap."""
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)

@@ -1,6 +1,5 @@
 """The loss of a chunk of logits, by XLA: three passes over float32 logits."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -23,9 +22,7 @@ def loss_of_logits(
 
     `mosaic_gpu/logits.py` describes the arguments. Here rows are not padded.
     """
-    logits = logits.astype(jnp.float32)
-    if bias is not None:
-        logits += jax.lax.broadcast_to_rank(bias.astype(jnp.float32), logits.ndim)
+    logits = token_loss.with_bias(logits.astype(jnp.float32), bias)
     found = None
     if lse is None:
         found = token_loss.statistics(logits, labels, options)
