@@ -190,11 +190,11 @@ def test_every_candidate_can_be_launched(unchecked_shapes, monkeypatch, hidden_s
     [
         (1, 1, 1),
         (128, 128, 1),  # on as many multiprocessors
-        (256, 128, 2),  # two rows each, and not one or two
+        (256, 132, 2),  # no multiprocessor is idle
         (1024, 256, 4),
         (4096, 1024, 4),
-        (16384, 1024, 16),
-        (100000, 1053, 95),
+        (16384, 1056, 16),
+        (100000, 1056, 95),
     ],
 )
 def test_blocks_have_a_few_rows_each(monkeypatch, num_tokens, blocks, rows):
