@@ -164,9 +164,18 @@ class Llama(nnx.Module):
                 implementation = "cudnn" if reason is None else "xla"
                 if reason is not None and reason_not_here() is None:
                     log_once(f"attention: XLA's runs, which keeps all S² scores, because {reason}")
-            return jax.nn.dot_product_attention(
-                q, k, v, mask=mask, is_causal=True, implementation=implementation
-            ), None
+            try:
+                return jax.nn.dot_product_attention(
+                    q, k, v, mask=mask, is_causal=True, implementation=implementation
+                ), None
+            except RuntimeError as error:
+                if type(error) is not RuntimeError:  # a class of XLA's errors
+                    raise
+                # JAX's check found no cuDNN, or one that is too old.
+                raise NotImplementedError(
+                    f"attention_implementation={implementation!r}: {error} Leave it None, which "
+                    "takes what runs here."
+                ) from error
 
         if tensor_axis():
             # cuDNN's gradient rule keeps an empty array. If an empty array leaves a scan inside of

@@ -346,3 +346,11 @@ def test_what_the_attention_of_cudnn_takes(monkeypatch, capability, shape, dtype
     monkeypatch.setattr(llama, "target_device", lambda: Device("a GPU", capability, 132))
     found = llama._why_no_cudnn(jnp.zeros(shape, dtype))
     assert found is None if reason is None else found is not None and reason in found
+
+
+def test_attention_of_cudnn_where_there_is_none():
+    config = changed(attention_implementation="cudnn")
+    with pytest.raises(
+        NotImplementedError, match=r"'cudnn': cuDNN is not detected\. Leave it None"
+    ):
+        hidden_of(config, random_tokens(config))
