@@ -61,7 +61,12 @@ class Device:
 
 
 def blocks_per_sm(registers: int, lanes: int) -> int:
-    """Blocks that a multiprocessor holds at a time, by registers of a lane and lanes of a block."""
+    """Blocks that a multiprocessor holds at a time; 0 if a lane cannot have so many registers.
+
+    Args:
+      registers: Number of registers of a lane.
+      lanes: Number of lanes of a block.
+    """
     if registers > MAX_REGISTERS_PER_LANE:
         return 0
     registers = -(-registers // 8) * 8  # the hardware hands them out in eights

@@ -165,8 +165,8 @@ def _plan(
     rows = Rows(split, num_tokens, min(config.bwd_rows, most_rows))
     # To write a partial row and read it again moves as many bytes as four rows of 16 bits. So there
     # are no more blocks than multiprocessors, unless each block has a few rows. Every block counts:
-    # 4096 x 8192 on an H200 takes 58 us with 128 blocks of 32 rows, and 54 us with 132 blocks, most
-    # of which have 31.
+    # at 4096 x 8192 on an H200 this kernel takes 58 us with 128 blocks of 32 rows, and 54 us with
+    # 132 blocks, most of which have 31.
     tiles_per_block = max(1, _ROWS_PER_BLOCK // rows.rows_per_step)
     num_blocks = max(num_sms, rows.num_full_tiles // tiles_per_block)
     num_blocks = min(rows.num_full_tiles, config.bwd_blocks * num_sms, num_blocks)
