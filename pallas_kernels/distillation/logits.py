@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -20,6 +21,15 @@ class Logits(NamedTuple):
     values: Float[Array, "*T V"]
     bias: Float[Array, " V"] | None
     softcap: float | None
+
+    def stored(self) -> "Logits":
+        """The same logits, such that all readers see the numbers that are in memory.
+
+        XLA fuses small products with their readers, and there drops the rounding of a cast to 16
+        bits and back. The derivative then reads other numbers than the sums. At T = 64, D = 3 and
+        V = 300 on a CPU, the gradient of a reverse KL erred by 90 % of itself, and now by 19 %.
+        """
+        return self._replace(values=jax.lax.optimization_barrier(self.values))
 
     def with_bias(self) -> Float[Array, "*T V"]:
         """The logits with their bias, float32."""

@@ -151,6 +151,7 @@ def _of_teacher_logits(
 ) -> tuple[Float[Array, " T"], Float[Array, "T V"] | None]:
     """`(losses, dlogits)`; dlogits, in `dtype`, have the factors `row`, and are None without."""
     teacher = _teacher_logits(settings, teacher_x, teacher_weight, teacher_bias)
+    student, teacher = student.stored(), teacher.stored()
     temperature = settings.temperature
     found = statistics(
         settings.divergence, student.scaled(temperature), teacher.scaled(temperature), rows
@@ -241,7 +242,7 @@ def _of_top_k(
     Their derivatives come back to the same places. So the tail's probability is a sum, and never 1
     minus a sum, which would have lost its digits where the `k` tokens have nearly all probability.
     """
-    logits, bias, softcap = student
+    logits, bias, softcap = student.stored()
     temperature = settings.temperature
     num_columns = logits.shape[-1]
     first, vocab_size = 0, num_columns
