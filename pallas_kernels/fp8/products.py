@@ -7,8 +7,8 @@ Three programs compute it:
   cublasLt in FP8, if each has one scale; a pass over the result applies row scales. But whether it
   does so depends on its flags. With `xla_gpu_enable_triton_gemm=false` it does. By default a Triton
   kernel multiplied in bfloat16 on an H100 (JAX 0.11.2): 610 to 757 TFLOP/s, where the bare bfloat16
-  product had 774 to 826 and our kernel 1358 to 1547. So our kernel runs on Hopper. CublasLt's FP8
-  measured 1559 to 1589 on an H200, and 1364 to 1484 with split accumulation.
+  product had 774 to 826 and our kernel 1358 to 1547. So our kernel runs on Hopper. On an H200 the
+  FP8 product of cublasLt had 1559 to 1589, and 1364 to 1484 with split accumulation.
 - *emulation* on other devices, and in place of XLA for results in float16: the values are
   multiplied as float32 numbers. A product of two FP8 numbers is exact in float32, so only the sums
   round.
