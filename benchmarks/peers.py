@@ -51,6 +51,7 @@ PACKAGES = (
     "triton",
     "transformers",
     "liger-kernel",
+    "torchao",
     "quack-kernels",
     "cut-cross-entropy",
     "nvidia-cudnn-frontend",

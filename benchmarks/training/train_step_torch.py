@@ -1,18 +1,31 @@
 """Times the same training step in PyTorch: transformers' Llama, with and without Liger-Kernel.
 
-    python -m benchmarks.training.train_step_torch --preset llama3.2-1b --variants liger liger:full
+    python -m benchmarks.training.train_step_torch --preset llama3.2-1b --variants liger \
+        liger_loss:compile liger_loss:compile:fp8=tensorwise
 
 The set-up is that of `benchmarks.training.train_step`: float32 parameters and AdamW moments (fused
 AdamW), bfloat16 compute (autocast), clipped gradients, random tokens, wall time, median over
-rounds. A variant is `huggingface` or `liger`. The suffix `:full` checkpoints every layer, and
-`:compile` uses `torch.compile`. The benchmark needs torch, transformers and liger-kernel, which
-this project does not require. JAX only tells the device and counts the FLOPs.
+rounds. A variant is `huggingface`, `liger` with all of Liger's kernels, or `liger_loss` with its
+loss alone. Options may follow:
+
+- `:full` checkpoints every layer.
+- `:compile` uses `torch.compile` for each layer, as torchtitan does. The loss is not compiled.
+- `:cudnn` takes cuDNN's attention. PyTorch's own choice is FlashAttention-2.
+- `:fp8=RECIPE` trains the layers' linear maps in FP8 by torchao, with a recipe of its
+  `Float8LinearConfig.from_recipe_name`. The output layer stays in bfloat16.
+
+Each variant runs in a process of its own, because Liger's patches change the classes of
+transformers for good. The benchmark needs torch, transformers and, for some variants, liger-kernel
+or torchao, which this project does not require. JAX only tells the device and counts the FLOPs.
 """
 
 import argparse
+import concurrent.futures
+import contextlib
 import dataclasses
-import gc
 import importlib
+import multiprocessing
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +38,8 @@ from models.config import LlamaConfig
 from models.llama_hf import config_to_hf
 from train.config import TrainConfig
 
-_OPTIONS = ("full", "compile")
+_LIBRARIES = ("huggingface", "liger", "liger_loss")
+_OPTIONS = ("full", "compile", "cudnn", "fp8")
 
 
 @dataclasses.dataclass
@@ -38,30 +52,56 @@ class Measured:
     loss: float
 
 
-def model_of(config: LlamaConfig, name: str, device: str) -> Any:
-    """Transformers' Llama with new parameters, patched by Liger if the variant says so.
+def options_of(name: str) -> tuple[str, dict[str, str]]:
+    """The library of a variant, and its options: `huggingface:compile` -> `{"compile": ""}`.
 
     Raises:
       ValueError: The name of the variant has an unknown part.
     """
-    library, *options = name.split(":")
-    if library not in ("huggingface", "liger") or not set(options) <= set(_OPTIONS):
+    library, *parts = name.split(":")
+    options = {key: value for key, _, value in (part.partition("=") for part in parts)}
+    if library not in _LIBRARIES or not set(options) <= set(_OPTIONS):
         raise ValueError(
-            f"variant {name!r} must be huggingface or liger, with :full or :compile after it"
+            f"variant {name!r} must be one of {', '.join(_LIBRARIES)}, with :full, :compile, "
+            ":cudnn or :fp8=RECIPE after it"
         )
+    return library, options
+
+
+def model_of(config: LlamaConfig, name: str, device: str) -> Any:
+    """Transformers' Llama with new parameters, and what the options of the variant make of it."""
+    library, options = options_of(name)
     torch = importlib.import_module("torch")
     transformers = importlib.import_module("transformers")
     fields = config_to_hf(config) | {"use_cache": False}
     hf_config = transformers.LlamaConfig(**fields, attn_implementation="sdpa")
     with torch.device(device):
         model = transformers.LlamaForCausalLM(hf_config).to(torch.float32)
-    if library == "liger":
+    if library != "huggingface":
         patch = importlib.import_module("liger_kernel.transformers")
-        patch.apply_liger_kernel_to_llama(model=model)
+        others = dict.fromkeys(("rope", "rms_norm", "swiglu"), library == "liger")
+        patch.apply_liger_kernel_to_llama(model=model, **others)
+    if "fp8" in options:
+        float8 = importlib.import_module("torchao.float8")
+        float8.convert_to_float8_training(
+            model,
+            config=float8.Float8LinearConfig.from_recipe_name(options["fp8"]),
+            module_filter_fn=lambda module, path: path != "lm_head",
+        )
     if "full" in options:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    return torch.compile(model) if "compile" in options else model
+    if "compile" in options:
+        for layer in model.model.layers:
+            layer.compile()
+    return model.train()
+
+
+def attention_of(name: str) -> contextlib.AbstractContextManager[None]:
+    """The context in which the model runs: cuDNN's attention alone if the variant says so."""
+    if "cudnn" not in options_of(name)[1]:
+        return contextlib.nullcontext()
+    attention = importlib.import_module("torch.nn.attention")
+    return attention.sdpa_kernel(attention.SDPBackend.CUDNN_ATTENTION)
 
 
 def measure(config: TrainConfig, name: str, rounds: int, steps: int) -> Measured:
@@ -83,7 +123,7 @@ def measure(config: TrainConfig, name: str, rounds: int, steps: int) -> Measured
     tokens = torch.randint(config.model.vocab_size, shape, device=device)
 
     def step() -> Any:
-        with torch.autocast(device, torch.bfloat16):
+        with attention_of(name), torch.autocast(device, torch.bfloat16):
             loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), adamw.clip_norm)
@@ -144,18 +184,20 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="file to write the table to")
     arguments = parser.parse_args()
     config = workload(arguments)
-    torch = importlib.import_module("torch")
+    # JAX only names the device. Its memory must be left to PyTorch.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    processes = concurrent.futures.ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
+    )
+    for name in arguments.variants:
+        options_of(name)
     results = []
     for name in arguments.variants:
-        results.append(measure(config, name, arguments.rounds, arguments.steps))
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-    text = report(config, results)
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(text)
+        result = processes.submit(measure, config, name, arguments.rounds, arguments.steps)
+        results.append(result.result())
+        if arguments.output:  # a variant that fails does not take the others with it
+            arguments.output.write_text(report(config, results))
+    print(report(config, results))
 
 
 if __name__ == "__main__":
