@@ -17,11 +17,15 @@ from benchmarks import tables
 
 _OURS, _THEIRS = "#c1440e", "#33418a"
 _INK, _PALE = "#333333", "#777777"
-_NAMES = {
+# PyTorch's variants begin with the name of a library, ours with that of a layer loop.
+_THEIR_NAMES = {
     "liger": "transformers with Liger",
-    "liger:full": "transformers with Liger, checkpointed",
+    "liger_loss": "transformers with Liger's loss",
     "huggingface": "transformers",
-    "huggingface:full": "transformers, checkpointed",
+    "full": "checkpointed",
+    "compile": "compiled",
+    "fp8=tensorwise": "FP8 tensorwise (torchao)",
+    "fp8=rowwise": "FP8 rowwise (torchao)",
 }
 
 
@@ -41,8 +45,15 @@ def draw(texts: Sequence[str]) -> Figure:
     """The figure. Its title is the first line of the first file, with date and device."""
     by_variant = {row[0]: row for text in texts for row in rows_of(text)}
     rows = sorted(by_variant.values(), key=lambda row: row[1])
-    labels = [_NAMES.get(name, name.replace(":", ", ")) for name, _, _ in rows]
-    colors = [_THEIRS if name in _NAMES else _OURS for name, _, _ in rows]
+    parts = [name.split(":") for name, _, _ in rows]
+    is_theirs = [words[0] in _THEIR_NAMES for words in parts]
+    labels = [
+        ", ".join(_THEIR_NAMES.get(word, word) for word in words)
+        if theirs
+        else f"ours: {', '.join(words)}"
+        for words, theirs in zip(parts, is_theirs, strict=True)
+    ]
+    colors = [_THEIRS if theirs else _OURS for theirs in is_theirs]
     layout = ConstrainedLayoutEngine(w_pad=0.1)
     figure = Figure(figsize=(11, 0.42 * len(rows) + 1.3), dpi=150, layout=layout)
     heading, details = [line for line in texts[0].splitlines() if line][:2]

@@ -10,7 +10,7 @@ loss alone. Options may follow:
 
 - `:full` checkpoints every layer.
 - `:compile` uses `torch.compile` for each layer, as torchtitan does. The loss is not compiled.
-- `:cudnn` takes cuDNN's attention. PyTorch's own choice is FlashAttention-2.
+- `:cudnn` allows cuDNN's attention alone. Without it PyTorch chooses.
 - `:fp8=RECIPE` trains the layers' linear maps in FP8 by torchao, with a recipe of its
   `Float8LinearConfig.from_recipe_name`. The output layer stays in bfloat16.
 

@@ -41,7 +41,8 @@ def test_chart(tmp_path):
     figure = step_chart.draw([TABLE, newer.replace("280.6", "281.6")])
     assert figure.get_suptitle() == "Training step of a model, 2026-11-21, NVIDIA H100"
     left, right = figure.axes
-    assert left.get_yticklabels()[0].get_text() == "scanned, minimal"
+    names = [label.get_text() for label in left.get_yticklabels()]
+    assert names == ["ours: scanned, minimal", "transformers with Liger, checkpointed"]
     bars = [bar for bar in right.patches if isinstance(bar, Rectangle)]
     assert [bar.get_width() for bar in bars] == [34.7, 20.1]
     bars = [bar for bar in left.patches if isinstance(bar, Rectangle)]
