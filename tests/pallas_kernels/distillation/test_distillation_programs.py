@@ -442,6 +442,44 @@ def test_inside_of_shard_map():
     check_against_formula(got, arrays, teacher)
 
 
+@pytest.mark.parametrize(
+    "of_top_k, of_devices",
+    [
+        (False, "teacher"),
+        (False, "token_weights"),
+        pytest.param(False, "bias", marks=pytest.mark.full),
+        (True, "teacher"),
+        pytest.param(True, "bias", marks=pytest.mark.full),
+    ],
+)
+def test_students_logits_that_are_the_same_on_all_devices(of_top_k, of_devices):
+    """The student's logits vary over fewer Manual axes than their derivatives; 0.6 s each.
+
+    Each device has one copy of an array along an axis that makes it vary. So each has the loss of
+    one device.
+    """
+    arrays, teacher = make_arrays((8,), MESH_V, biases=True)
+    tail = "one_bucket" if of_top_k else None
+    teacher = make_top_k((8,), MESH_V) if of_top_k else teacher
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    copies = lambda a: jnp.concatenate([a, a])
+    specs = dict.fromkeys(arrays, P()), [P()] * len(teacher)
+    given = dict(arrays), list(teacher)
+    place, key = (1, 0) if of_devices == "teacher" else (0, of_devices)
+    specs[place][key], given[place][key] = P("data"), copies(given[place][key])
+
+    def local(arrays, teacher):
+        loss = loss_of(arrays, teacher, tail, implementation="xla")
+        return jax.lax.pmean(loss, "data")
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+    loss, gradients = quick_jit(jax.value_and_grad(mapped))(*given)
+    if of_devices in gradients:
+        first, second = jnp.split(gradients[of_devices], 2)
+        gradients[of_devices] = first + second
+    check_against_formula({"loss": loss} | gradients, arrays, teacher, tail=tail)
+
+
 def graded_on_parts(check_vma, arrays, teacher, tail=None, **options):
     """Loss and gradients where the caller splits tokens and vocabulary, by name.
 
