@@ -7,6 +7,7 @@ gradients, and the backward only multiplies them with the cotangent of the loss.
 import abc
 import dataclasses
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,6 +32,9 @@ from pallas_kernels.loss.plan import Request
 from pallas_kernels.operation import Arrays, Cotangents, Mask, Operation, call
 from pallas_kernels.partition import Place
 
+_logger = logging.getLogger(__name__)
+_HAS_RULE = "custom_jvp_call", "custom_vjp_call"  # primitives with a rule that no text shows
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenFunction:
@@ -44,8 +48,9 @@ class TokenFunction:
         the leaves of the data.
       with_entropy: Whether the function gets entropies; otherwise None.
       has_aux: Whether it returns more than the loss.
-      digest: SHA-256 of the function's jaxpr and of the constants inside of it, which tells apart
-        what functions compute, in every process.
+      digest: SHA-256 of the function's jaxpr and of the constants inside of it, and of those of its
+        gradients if it has a rule of its own for them (`jax.custom_vjp`, `jax.custom_jvp`). It
+        tells apart what functions compute, in every process.
       results: Shapes and dtypes of what it returns, the loss first.
     """
 
@@ -175,7 +180,7 @@ def token_function(
         num_constants=len(traced.consts),
         with_entropy=with_entropy,
         has_aux=has_aux,
-        digest=_digest(traced.jaxpr),
+        digest=_digest(traced, fn_once, args, has_aux),
         results=tuple(
             jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (loss, *jax.tree.leaves(aux))
         ),
@@ -191,24 +196,66 @@ def _not_cached(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: fn(*args)
 
 
-def _digest(jaxpr: Any) -> str:
-    """SHA-256 of a program. Its text does not show the constants of an inner `jax.jit`."""
-    digest = hashlib.sha256(str(jaxpr).encode())
-    for a in _constants_in(jaxpr):
-        a = jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a
-        a = np.asarray(a)
-        digest.update(f"{a.dtype}{a.shape}".encode() + a.tobytes())
+def _digest(traced: Any, fn: Callable[..., Any], args: Any, has_aux: bool) -> str:
+    """SHA-256 of a function's program, and of its gradients' where the text does not show them.
+
+    A program's text does not show its constants either. Those of the function itself are arguments
+    of the operation.
+    """
+    programs = list(_programs_in(traced))
+    equations = [equation for program in programs for equation in program.eqns]
+    if any(equation.primitive.name in _HAS_RULE for equation in equations):
+        for gradient in _gradients_of(fn, args, has_aux):
+            programs += _programs_in(gradient)
+    are_arguments = set(map(id, traced.consts))
+    digest = hashlib.sha256()
+    for program in programs:
+        digest.update(str(program).encode())
+        for a in getattr(program, "consts", ()):
+            if id(a) in are_arguments:
+                continue
+            a = jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a
+            a = np.asarray(a)
+            digest.update(f"{a.dtype}{a.shape}".encode() + a.tobytes())
     return digest.hexdigest()
 
 
-def _constants_in(jaxpr: Any) -> Iterator[Any]:
-    """The constants of the closed programs inside of a program, at all depths."""
+def _programs_in(jaxpr: Any) -> Iterator[Any]:
+    """The program, and the programs inside of it at all depths."""
+    yield jaxpr
     is_program = lambda value: hasattr(value, "eqns")
     for equation in jaxpr.eqns:
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
             if is_program(value):
-                yield from getattr(value, "consts", ())
-                yield from _constants_in(value)
+                yield from _programs_in(value)
+
+
+def _gradients_of(fn: Callable[..., Any], args: Any, has_aux: bool) -> list[Any]:
+    """The programs of the loss's gradients in all floating arguments.
+
+    A function may have no gradient in some arguments, which nobody asks for then. So each argument
+    has a program of its own if there is none for all of them.
+    """
+    leaves, treedef = jax.tree.flatten(args)
+
+    def program(wanted: list[int]) -> Any:
+        def total(some: Any, leaves: Any) -> Any:
+            given = dict(enumerate(leaves)) | dict(zip(wanted, some, strict=True))
+            results = fn(*jax.tree.unflatten(treedef, given.values()))
+            return jnp.sum(results[0] if has_aux else results)
+
+        return jax.make_jaxpr(jax.grad(total))([leaves[i] for i in wanted], leaves)
+
+    floating = [i for i, a in enumerate(leaves) if jnp.issubdtype(a.dtype, jnp.floating)]
+    found = []
+    for wanted in (floating, *([i] for i in floating)):
+        try:
+            found.append(program(wanted))
+        except Exception as error:  # whatever a rule raises: it comes again if somebody asks for it
+            _logger.debug("linear_token_loss: token_fn has no such gradient: %s", error)
+        if wanted == floating and found:
+            break
+    return found
 
 
 def _check_any_number(fn: Callable[..., Any], args: Any) -> None:

@@ -462,11 +462,13 @@ def test_students_logits_that_are_the_same_on_all_devices(of_top_k, of_devices):
     tail = "one_bucket" if of_top_k else None
     teacher = make_top_k((8,), MESH_V) if of_top_k else teacher
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    copies = lambda a: jnp.concatenate([a, a])
     specs = dict.fromkeys(arrays, P()), [P()] * len(teacher)
     given = dict(arrays), list(teacher)
-    place, key = (1, 0) if of_devices == "teacher" else (0, of_devices)
-    specs[place][key], given[place][key] = P("data"), copies(given[place][key])
+    if of_devices == "teacher":
+        specs[1][0], given[1][0] = P("data"), np.concatenate([teacher[0]] * 2)
+    else:
+        specs[0][of_devices] = P("data")
+        given[0][of_devices] = np.concatenate([arrays[of_devices]] * 2)
 
     def local(arrays, teacher):
         loss = loss_of(arrays, teacher, tail, implementation="xla")

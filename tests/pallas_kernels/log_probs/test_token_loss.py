@@ -434,6 +434,46 @@ def test_a_method_of_an_object_that_changes(implementation, kind):
     chex.assert_trees_all_close(of(), 2 * once, rtol=1e-6)
 
 
+@dataclasses.dataclass
+class RuleOfVjp:
+    """Has the value of a sum, and a gradient of its own."""
+
+    factor: float
+
+    def of_all(self, log_probs, entropy, data):
+        double = jax.custom_vjp(lambda a: 2 * a)
+        factor = np.array([self.factor], np.float32)
+        times_factor = jax.jit(lambda a: jnp.asarray(factor)[0] * a)
+        double.defvjp(lambda a: (2 * a, None), lambda _, cotangent: (times_factor(cotangent),))
+        return jnp.sum(double(log_probs))
+
+
+class RuleOfJvp(RuleOfVjp):
+    """The same by a rule inside of a loop, beside data that have no gradient."""
+
+    def of_all(self, log_probs, entropy, data):
+        double = jax.custom_jvp(lambda a, number: number * a)
+        rule = lambda primals, tangents: (double(*primals), self.factor * tangents[0])
+        double.defjvp(rule)
+        total, _ = jax.lax.scan(lambda c, row: (c + double(row, 2), None), 0 * data, log_probs)
+        one = jax.pure_callback(lambda a: a, data, data)  # JAX cannot differentiate it
+        return jnp.sum(total) * one[0]
+
+
+@pytest.mark.parametrize("kind", [RuleOfVjp, RuleOfJvp])
+def test_a_rule_of_an_object_that_changes(kind):
+    """Programs with equal values may have other gradients; 0.6 s each."""
+    arrays, labels = as_jax(arrays_of(SHAPE, D, V, F32, bias=False))
+    rule, data = kind(2.0), jnp.ones(SHAPE[-1])
+    options = {"labels": labels, "data": data, "implementation": "xla"}
+    of = lambda arrays: loss_of(**arrays, fn=Identical(rule), **options)
+    value, once = jax.value_and_grad(of)(arrays)
+    rule.factor = 4.0
+    same, twice = jax.value_and_grad(of)(arrays)
+    assert value == same
+    chex.assert_trees_all_close(twice, jax.tree.map(lambda a: 2 * a, once), rtol=1e-6)
+
+
 class Identical:
     """A function with the equality and the hash of its class."""
 
