@@ -33,7 +33,6 @@ from pallas_kernels.fp8.product_kernel import (
     load_scale,
     scaled,
     scales_of_tiles,
-    unsupported_reason,
     with_columns,
 )
 from pallas_kernels.fp8.reference import int8_scale_of
@@ -54,15 +53,17 @@ from pallas_kernels.gpu.hopper_gemm import (
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import store
 from pallas_kernels.gpu.math import APPROXIMATE, float32_to_int8, logistic, rounded
+from pallas_kernels.implementation import symbolic_reason
 from pallas_kernels.mlp import formula
 
 _PIECE = 64  # columns of a tile that go through shared memory at a time: 128 bytes of a row
 
 
-def runs(x: Quantized, w_gate: Quantized, out_dtype: DTypeLike) -> bool:
-    """Whether the kernel runs on the default device for these arrays."""
-    is_16_bits = jnp.dtype(out_dtype).itemsize == 2
-    return is_16_bits and not (unsupported_reason(x, w_gate) or reason_not_here())
+def runs(x: jax.Array, w_gate: Quantized) -> bool:
+    """Whether the kernel runs on the default device for tokens `x`, whose dtype gate and up get."""
+    device = target_device()
+    reason = symbolic_reason(x) or hopper_gemm.unsupported_device(device) or reason_not_here()
+    return reason is None and x.dtype.itemsize == 2 and x.size > 0 and w_gate.values.size > 0
 
 
 def gated(
@@ -77,7 +78,7 @@ def gated(
 ) -> tuple[Float[Array, "T F"], tuple[BlockwiseInt8, ...], Float[Array, "N padded_T"] | None]:
     """`silu(gate) · up` with `gate = x @ w_gate.T` and `up = x @ w_up.T`.
 
-    `runs` must be True for the arguments, except in the interpreter.
+    `runs` must be True for the tokens, except in the interpreter.
 
     Args:
       x: Input, `[T, D]`.

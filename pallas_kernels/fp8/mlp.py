@@ -188,12 +188,6 @@ class _MLP:
         return None
 
 
-def _has_kernel(recipe: Recipe, of_gate: Quantized, tokens: jax.Array) -> bool:
-    """Whether one kernel makes gate, up and their product of a device's tokens."""
-    is_fast = recipe.forward == "fast"  # the kernel has no other sums
-    return is_fast and tokens.size > 0 and gated_kernel.runs(of_gate, of_gate, tokens.dtype)
-
-
 def _forward_of(
     key: tuple[Recipe, bool, bool, str | None], place: Place
 ) -> Callable[..., tuple[jax.Array, ...]]:
@@ -214,7 +208,8 @@ def _forward_of(
             kept = turned.values, turned.scale
         else:
             quantized = cast_one(rows(x), recipe.inputs, place)
-        if _has_kernel(recipe, of_gate, x):
+        # The kernel has no sums but the fast ones.
+        if recipe.forward == "fast" and gated_kernel.runs(x, of_gate):
             activated, gate_and_up, maxima = gated_kernel.gated(
                 quantized,
                 of_gate,

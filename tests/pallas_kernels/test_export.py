@@ -11,12 +11,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
+from pallas_kernels import implementation as implementation_module
 from pallas_kernels import (
     linear_cross_entropy,
     linear_cross_entropy_plan,
     rms_norm,
     swiglu_mlp,
 )
+from pallas_kernels.fp8 import casts, fp8_swiglu_mlp, gated_kernel
 
 F32 = jnp.float32
 T, D, F, V = 64, 16, 32, 48
@@ -117,6 +119,22 @@ def test_open_sizes():
         jax.eval_shape(named, x, weights[-1], labels)
     with pytest.raises(NotImplementedError, match=r"there is no plan: .* has open sizes"):
         linear_cross_entropy_plan(x, weights[-1], labels)
+
+
+def test_open_sizes_where_the_kernels_of_fp8_run(monkeypatch):
+    """The MLP asks for the kernels of a GPU, and none of them takes an open number of tokens."""
+    for module in (casts, gated_kernel, implementation_module):
+        monkeypatch.setattr(module, "reason_not_here", lambda: None)
+    (size,) = jax.export.symbolic_shape("t")
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    weights = array(8192, 16384), array(8192, 16384), array(16384, 8192)
+
+    def loss(x, *weights):
+        return jnp.sum(fp8_swiglu_mlp(x, *weights, recipe="tensorwise"), dtype=jnp.float32)
+
+    x = array(size, 8192)
+    gradients = jax.eval_shape(jax.grad(loss, argnums=(0, 1, 2, 3)), x, *weights)
+    assert [a.shape for a in gradients] == [a.shape for a in (x, *weights)]
 
 
 @pytest.mark.parametrize("implementation", [None, "reference", "xla"])
