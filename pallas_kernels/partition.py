@@ -410,6 +410,25 @@ def of_own_tokens(a: jax.Array, place: Place) -> jax.Array:
     return a
 
 
+def split_alike(x: jax.Array, *numbers: jax.Array) -> list[jax.Array]:
+    """Numbers for each token, split over Explicit axes as the tokens of `x` are.
+
+    If `x` is whole, all are split as the first one that is split. JAX refuses to combine arrays
+    that Explicit axes split in other ways. The last axis of `x` is no axis of tokens.
+    """
+    mesh = _mesh((x, *numbers))
+    if not axes_of_kind(mesh, AxisType.Explicit):
+        return list(numbers)
+    specs = [to_splits(jax.typeof(a).sharding.spec, a.ndim) for a in (x, *numbers)]
+    specs[0] = specs[0][:-1]
+    wanted = next(filter(any, specs), specs[0])
+    sharding = NamedSharding(mesh, to_spec(wanted))
+    return [
+        a if own == wanted else jax.sharding.reshard(a, sharding)
+        for a, own in zip(numbers, specs[1:], strict=True)
+    ]
+
+
 def to_splits(spec: PartitionSpec, ndim: int) -> Splits:
     """The mesh axes that split each axis of an array."""
     entries = [*spec, *[None] * (ndim - len(spec))]

@@ -375,7 +375,7 @@ def _loss(
     """The loss of checked arrays, by the implementation that the caller asks for."""
     x, weight, bias = student
     check_choice("reduction", reduction, Reduction)
-    weights = weights_of_tokens(token_weights, x.shape[:-1])
+    weights = weights_of_tokens(token_weights, x)
     vocab_size, _ = sizes(weight, settings.weight_layout)
     chosen, reason = _choose(implementation, settings, x, teacher, vocab_size)
     if settings.vocab_axes and chosen == "reference":

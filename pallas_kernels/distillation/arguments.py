@@ -16,6 +16,7 @@ from pallas_kernels.loss.arguments import (
     checked_temperature,
 )
 from pallas_kernels.loss.layout import WeightLayout
+from pallas_kernels.partition import split_alike
 
 
 def checked_settings(
@@ -75,9 +76,10 @@ def _divergence(name: Any, beta: Any) -> Divergence:
     return Divergence(ends[beta], 0.5) if beta in ends else Divergence(name, beta)
 
 
-def weights_of_tokens(token_weights: Any, shape: tuple[Any, ...]) -> Float[Array, "*T"]:
-    """The factors of the losses in float32, of tokens of this shape."""
+def weights_of_tokens(token_weights: Any, x: Array) -> Float[Array, "*T"]:
+    """The factors of the losses in float32, which Explicit axes split as the tokens of `x`."""
+    shape = x.shape[:-1]
     if token_weights is None:
         return jnp.ones(shape, jnp.float32)
     check_token_weights(token_weights, shape)
-    return jnp.asarray(token_weights).astype(jnp.float32)
+    return split_alike(x, jnp.asarray(token_weights).astype(jnp.float32))[0]

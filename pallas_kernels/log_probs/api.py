@@ -497,5 +497,5 @@ def checked_options(
         plan=describe_plan if symbolic_reason(x) is None else None,
     )
     vocab_size = num_parts(vocab_axis, name, weight) * request.sizes[0]
-    labels, _, _ = labels_and_weights(labels, None, vocab_size, ignore_index, check_labels, name)
+    labels, _, _ = labels_and_weights(x, labels, None, vocab_size, ignore_index, check_labels, name)
     return request, temperature, labels

@@ -226,6 +226,7 @@ def linear_cross_entropy(
         plan=describe_plan if symbolic_reason(x) is None else None,
     )
     labels, counts, weights = labels_and_weights(
+        x,
         labels,
         token_weights,
         num_parts(vocab_axis, _NAME, weight) * request.sizes[0],

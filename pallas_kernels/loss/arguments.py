@@ -36,6 +36,7 @@ from pallas_kernels.loss.layout import Embedding, WeightLayout, sizes, unsupport
 from pallas_kernels.loss.mosaic_gpu import logits
 from pallas_kernels.loss.plan import Request, Settings
 from pallas_kernels.loss.token_loss import IGNORED, OUT_OF_RANGE, LossOptions
+from pallas_kernels.partition import split_alike
 
 type Reduction = Literal["mean", "sum", "none"]
 
@@ -323,6 +324,7 @@ def num_parts(vocab_axis: str | None, operation: str, weight: Embedding) -> int:
 
 
 def labels_and_weights(
+    x: Array,
     labels: Any,
     token_weights: Any,
     vocab_size: int,
@@ -333,6 +335,7 @@ def labels_and_weights(
     """`(labels, counts, weights)`: int32, whether each is not `ignore_index`, and token weights.
 
     An ignored label becomes -1. A label out of range becomes -2, or -1 where its weight is 0.
+    Explicit axes split all three as the tokens of `x`.
     """
     kind = jnp.iinfo(labels.dtype)
     in_range, column = columns_of(labels, vocab_size)
@@ -341,10 +344,10 @@ def labels_and_weights(
         ignored = labels == np.asarray(ignore_index, labels.dtype)
     if check:
         _check_labels(labels, ~(in_range | ignored), vocab_size, ignore_index, operation)
-    counts = jnp.asarray(~ignored)
-    weights = counts.astype(jnp.float32)
-    if token_weights is not None:
-        weights = jnp.where(counts, jnp.asarray(token_weights).astype(jnp.float32), 0.0)
+    weights = ~ignored if token_weights is None else token_weights
+    arrays = map(jnp.asarray, (~ignored, in_range, column, weights))
+    counts, in_range, column, weights = split_alike(x, *arrays)
+    weights = jnp.where(counts, weights.astype(jnp.float32), 0.0)
     outside = jnp.where(weights == 0, IGNORED, OUT_OF_RANGE)
     return jnp.where(counts & in_range, column, outside), counts, weights
 

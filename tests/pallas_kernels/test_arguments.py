@@ -182,7 +182,9 @@ def test_integers_and_bools_as_token_weights():
     for dtype in (jnp.bool, jnp.int32, jnp.uint8):
         token_weights = mask.astype(dtype)
         jax.eval_shape(lambda a: call("linear_cross_entropy", token_weights=a), token_weights)
-        weights = arguments.labels_and_weights(labels, token_weights, 5, -100, False, "f")[2]
+        weights = arguments.labels_and_weights(
+            jnp.ones((4, 2)), labels, token_weights, 5, -100, False, "f"
+        )[2]
         assert weights.dtype == F32 and list(weights) == [1, 0, 1, 1]
 
 
@@ -369,7 +371,7 @@ def test_labels_are_what_they_are(x64):
             given = [labels] if labels.itemsize == 8 and not x64 else [labels, jnp.asarray(labels)]
             for form in given:
                 got, counts, weights = arguments.labels_and_weights(
-                    form, None, V, ignore_index, False, "f"
+                    jnp.ones((*form.shape, 2)), form, None, V, ignore_index, False, "f"
                 )
                 assert got.dtype == jnp.int32
                 want = list(cases.values())

@@ -16,7 +16,13 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import operation, partition, rms_norm
+from pallas_kernels import (
+    linear_cross_entropy,
+    linear_distillation_loss,
+    operation,
+    partition,
+    rms_norm,
+)
 from support.partitioned import TanhMLP
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -375,3 +381,53 @@ def test_plain_jax_stays_split_over_auto_axes_beside_explicit_ones():
         norm = functools.partial(rms_norm, implementation="reference")
         compiled = jax.jit(norm).lower(x, weight).compile()
     assert collectives(compiled.as_text()) == (0, 0, 0, 0, 0)
+
+
+def plain_loss(x, weight, target, token_weights):
+    """The mean cross-entropy of labels, or the mean KL divergence of a teacher's hidden states."""
+    log_p = jax.nn.log_softmax(x @ weight.T)
+    if target.ndim == 2:
+        losses = -jnp.take_along_axis(log_p, target[..., None], axis=-1)[..., 0]
+    else:
+        log_q = jax.nn.log_softmax(target @ jax.lax.stop_gradient(weight).T)
+        losses = jnp.sum(jnp.exp(log_q) * (log_q - log_p), axis=-1)
+    return jnp.sum(token_weights * losses) / jnp.sum(token_weights)
+
+
+@pytest.mark.parametrize(
+    "of_x, of_target, of_weights, implementation",
+    [
+        (P("a", "b"), P(), P("b", "a"), "xla"),
+        (P(), P(None, "a"), P("a", "b"), "reference"),
+        pytest.param(P("a", "b"), P("b", "a"), P(None, "a"), "xla", marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.parametrize("distils", [False, True], ids=["labels", "teacher"])
+def test_numbers_of_tokens_that_are_split_otherwise(
+    distils, of_x, of_target, of_weights, implementation
+):
+    """Labels and weights follow `x`, or the first of them that Explicit axes split; 0.5 s each."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(EXPLICIT,) * 2)
+    numbers = np.random.default_rng(1)
+    normal = lambda *shape: numbers.standard_normal(shape).astype(np.float32)
+    target = normal(*SHAPE) if distils else numbers.integers(F, size=(B, S)).astype(np.int32)
+    arrays = normal(*SHAPE), normal(F, D), target, numbers.uniform(0.5, 2, (B, S)).astype("float32")
+    with jax.enable_x64(True):
+        wide = [np.asarray(a, np.float64) if a.dtype == np.float32 else a for a in arrays]
+        want = jax.grad(plain_loss, (0, 1, 3))(*wide)
+
+    def loss(x, weight, target, token_weights):
+        options = {"token_weights": token_weights, "implementation": implementation}
+        if distils:
+            return linear_distillation_loss(x, weight, target, weight, **options)
+        return linear_cross_entropy(x, weight, target, **options)
+
+    with jax.set_mesh(mesh):
+        specs = of_x, P(), of_target, of_weights
+        given = [
+            jax.device_put(a, NamedSharding(mesh, spec))
+            for a, spec in zip(arrays, specs, strict=True)
+        ]
+        got = jax.jit(jax.grad(loss, (0, 1, 3)))(*given)
+    assert_accurate(got, [np.asarray(a) for a in want])
+    assert jax.typeof(got[2]).sharding.spec == jax.typeof(given[3]).sharding.spec
