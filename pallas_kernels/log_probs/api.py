@@ -143,9 +143,10 @@ def linear_log_probs(
         which the log says.
       counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1]. The
         tokens that count are then computed in as few rows, and all tokens if more of them do. So
-        the share changes no result but the order of sums. In reinforcement learning the tokens of a
-        prompt do not count. It has no effect with `"reference"`, nor where the vocabulary is split;
-        the log says the latter.
+        the share changes no result but the order of sums. With the kernels `dweight` has one more
+        rounding, as in `linear_cross_entropy`. In reinforcement learning the tokens of a prompt do
+        not count. It has no effect with `"reference"`, nor where the vocabulary is split; the log
+        says the latter.
       chunk_size: Largest number of a device's tokens whose logits exist at a time.
       max_logits_bytes: Limit in bytes for the logits of a chunk of tokens, as in
         `linear_cross_entropy`. At most one of `chunk_size` and `max_logits_bytes` may be given.

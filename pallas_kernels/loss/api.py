@@ -159,7 +159,9 @@ def linear_cross_entropy(
       counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1]. The
         tokens that count are gathered into so many rows before the products, so that the others
         take no time. If more tokens count, all are computed, in the time and memory of 1.0. So the
-        share changes no result but the order of sums. Both programs are compiled. A vocabulary that
+        share changes no result but the order of sums. With the kernels, `dweight` of a device is
+        also rounded before the sum over devices and before the product with a cotangent, and then
+        once more. Both programs are compiled. A vocabulary that
         is split over devices, which the log says, and `"reference"` compute all tokens.
       vocab_axis: Name of the Manual mesh axis over which `weight` and `bias` are split by
         vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis gets the same

@@ -6,7 +6,9 @@ beside products with V columns.
 
 Sizes are static, so the caller names the largest share of tokens that should count. A batch with
 more of them is computed whole, by a second program under `jax.lax.cond`. So the share
-changes the time and the order of sums, and nothing else.
+changes the time and the order of sums. With the kernels a device also rounds its `dweight` to the
+dtype of the weight before devices add up theirs, and before a cotangent multiplies it: only some
+plans have sums in float32, and both programs return one dtype.
 """
 
 import dataclasses

@@ -218,9 +218,10 @@ def picked(
     dx, dweight, dbias = found
     if wanted[0] and exchanged:
         dx = jax.lax.psum(dx, exchanged)
-    if wanted[1] and request.counted_fraction < 1:
-        # Few rows may make a `dweight` of 16 bits, where all tokens need sums in float32. Both
-        # branches of the `lax.cond` return one dtype.
+    has_kernels = request.settings.implementation == "mosaic_gpu"
+    if wanted[1] and has_kernels and request.counted_fraction < 1:
+        # Few rows may make a `dweight` of 16 bits in place, where all tokens need sums in float32.
+        # Both branches of the `lax.cond` return one dtype. Those of XLA have one anyway.
         dweight = dweight.astype(request.weight.dtype)
     of_weights = itertools.compress((dweight, dbias), wanted[1:])
     return [dx] if wanted[0] else [], list(of_weights)
