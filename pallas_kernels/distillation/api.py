@@ -380,6 +380,8 @@ def _loss(
     chosen, reason = _choose(implementation, settings, x, teacher, vocab_size)
     if settings.vocab_axes and chosen == "reference":
         (vocab_axis,) = settings.vocab_axes
+        if (open_sizes := symbolic_reason(x)) is not None:
+            raise ValueError(f"{vocab_axis=}: {open_sizes}, as for a split vocabulary")
         raise ValueError(
             f"{vocab_axis=}: implementation='reference' has the whole vocabulary; gather the "
             "weights and leave vocab_axis=None, or take implementation='xla'"

@@ -200,6 +200,8 @@ def checked_request(
         raise ValueError(f"{vocab_chunk_size=} takes no LoRA; set chunk_size or max_logits_bytes")
     fraction = checked_fraction(counted_fraction)
     accum_dtype = checked_dtype("accum_dtype", accum_dtype)
+    if vocab_axis is not None and open_sizes is not None:
+        raise ValueError(f"{vocab_axis=}: {open_sizes}, as for a split vocabulary")
     if vocab_axis is not None and chosen == "reference":
         raise ValueError(
             f"{vocab_axis=}: implementation='reference' has the whole vocabulary; gather the "

@@ -15,6 +15,7 @@ from pallas_kernels import implementation as implementation_module
 from pallas_kernels import (
     linear_cross_entropy,
     linear_cross_entropy_plan,
+    linear_distillation_loss,
     rms_norm,
     swiglu_mlp,
 )
@@ -135,6 +136,24 @@ def test_open_sizes_where_the_kernels_of_fp8_run(monkeypatch):
     x = array(size, 8192)
     gradients = jax.eval_shape(jax.grad(loss, argnums=(0, 1, 2, 3)), x, *weights)
     assert [a.shape for a in gradients] == [a.shape for a in (x, *weights)]
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("distils", [False, True], ids=["labels", "teacher"])
+def test_open_sizes_of_a_split_vocabulary_are_refused_with_a_remedy(distils, implementation):
+    (size,) = jax.export.symbolic_shape("t")
+    x, (*_, weight), labels = shapes(size)
+    options: Any = {"implementation": implementation, "vocab_axis": "data"}
+
+    def loss(x, weight, labels):
+        if distils:
+            return linear_distillation_loss(x, weight, x, weight, **options)
+        return linear_cross_entropy(x, weight, labels, **options)
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    split = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P())
+    with pytest.raises(ValueError, match="vocab_axis='data': .* has open sizes; export numbers"):
+        jax.eval_shape(split, x, weight, labels)
 
 
 @pytest.mark.parametrize("implementation", [None, "reference", "xla"])
