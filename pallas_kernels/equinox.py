@@ -177,7 +177,7 @@ class LinearCrossEntropy(eqx.Module):
       **loss_options: Keyword arguments of `linear_cross_entropy` for every call.
 
     Raises:
-      TypeError: `loss_options` has another name.
+      TypeError: `loss_options` has another name or an array.
     """
 
     weight: jax.Array

@@ -3,7 +3,9 @@
 import inspect
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels.loss import linear_cross_entropy
@@ -23,13 +25,19 @@ def checked_options(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """The loss options in the order of their names, hashable.
 
     Raises:
-      TypeError: `linear_cross_entropy` has no such option.
+      TypeError: `linear_cross_entropy` has no such option, or a value is an array.
     """
     if unknown := sorted(options.keys() - LOSS_OPTIONS.keys()):
         raise TypeError(
             f"{', '.join(unknown)}: not among the options of linear_cross_entropy, which are "
             f"{', '.join(sorted(LOSS_OPTIONS))}"
         )
+    for name, value in options.items():
+        if isinstance(value, jax.Array | np.ndarray):
+            raise TypeError(
+                f"{name}={value!r} is an array, and an option is a constant of the layer; pass a "
+                f"Python number, such as {name}=float(...)"
+            )
     return tuple(sorted(options.items()))
 
 

@@ -39,8 +39,8 @@ class LinearCrossEntropy(nnx.Module):
       **loss_options: Keyword arguments of `linear_cross_entropy` for every call.
 
     Raises:
-      TypeError: A name in `loss_options` is no option of `linear_cross_entropy`. Their values are
-        checked when the layer is called.
+      TypeError: A name in `loss_options` is no option of `linear_cross_entropy`, or its value is an
+        array. Other values are checked when the layer is called.
       ValueError: `weight_layout` is neither `"dv"` nor `"vd"`.
     """
 
@@ -90,7 +90,7 @@ class LinearCrossEntropy(nnx.Module):
           **loss_options: Keyword arguments of the loss, as in the constructor.
 
         Raises:
-          TypeError: `head` is of another class, or `loss_options` has another name.
+          TypeError: `head` is of another class, or `loss_options` has another name or an array.
           ValueError: The layer has an option that the loss does not have.
         """
         check_class(cls.__name__, head, nnx.Linear, nnx.Embed)

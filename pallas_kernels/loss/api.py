@@ -153,9 +153,10 @@ def linear_cross_entropy(
         `None` means 512 MiB (`"mosaic_gpu"`) or 1 GiB (`"xla"`, whose logits are float32). It is
         1.5 GiB with the kernels for a `LoRA` in a plan without exponentials, as with a bias. Copies
         of exponentials out of the memory of `dweight` have the same limit, and never more than 96
-        MiB. They may exist beside one chunk. The plan depends on sizes alone, and not on the
-        device's free memory, so all processes of a run compile the same program. At most one of
-        `chunk_size`, `vocab_chunk_size` and `max_logits_bytes` may be given.
+        MiB. They may exist beside one chunk. The plan depends on sizes, and its bands of
+        `dweight` on the kind of the device. It does not depend on the device's free memory, so all
+        processes of a run compile the same program. At most one of `chunk_size`, `vocab_chunk_size`
+        and `max_logits_bytes` may be given.
       counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1]. The
         tokens that count are gathered into so many rows before the products, so that the others
         take no time. If more tokens count, all are computed, in the time and memory of 1.0. So the

@@ -12,7 +12,8 @@ between plans:
 
 The rates are for bfloat16 on an H100 with 132 multiprocessors. The tile and the waves of XLA's
 products were chosen by measurements on an H200, too. Other devices and dtypes take the plan of an
-H100, so that a plan depends on sizes and options alone.
+H100. So a plan depends on sizes and options alone, except for the bands of a plan in place. Those
+with the least time on the device at hand are taken (`plan.py`).
 """
 
 import math

@@ -229,6 +229,12 @@ def test_loss_options_reach_the_loss():
     chex.assert_trees_all_close(layer(x, labels), want, rtol=1e-6)
 
 
+@pytest.mark.parametrize("value", [jnp.float32(0.1), np.array(0.1)], ids=["jax", "numpy"])
+def test_arrays_are_no_options_of_the_loss(value):
+    with pytest.raises(TypeError, match=r"z_loss=.* is an array.* such as z_loss=float\(\.\.\.\)"):
+        LinearCrossEntropy(D, V, rngs=nnx.Rngs(0), z_loss=value)
+
+
 @pytest.mark.parametrize("dtype", [None, BF16])
 def test_logits_are_those_of_the_loss(dtype):
     x, _, labels = make_inputs()

@@ -65,7 +65,7 @@ def test_values_and_gradients(strategy, reduction, num_counted, dtype):
 
 @pytest.mark.parametrize("num_counted", [100, 129], ids=["few", "too many"])
 def test_gradients_are_rounded_once(num_counted):
-    """A cotangent multiplies float32 sums, which are as accurate as those of all tokens; 0.7 s each."""
+    """A cotangent multiplies sums in float32, as accurate as those of all tokens; 0.7 s each."""
     arrays, labels = as_jax(arrays_and_labels(num_counted, BF16, only=("x", "weight")))
 
     def dweight(fraction):
