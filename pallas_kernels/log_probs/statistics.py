@@ -12,7 +12,7 @@ from pallas_kernels.loss.known_rows import LEAST
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.mosaic_gpu import statistics as kernels
 from pallas_kernels.loss.plan import Settings
-from pallas_kernels.loss.token_loss import IGNORED, softcapped, with_bias
+from pallas_kernels.loss.token_loss import IGNORED, at_labels, softcapped, with_bias
 
 
 class Distribution(NamedTuple):
@@ -99,9 +99,7 @@ def distribution_of_logits(
 ) -> Distribution:
     """The distribution of float32 logits, after softcap and temperature; in plain JAX."""
     lse = jax.nn.logsumexp(logits, axis=-1)
-    in_range = (labels >= 0) & (labels < logits.shape[-1])
-    column = jnp.where(in_range, labels, 0)[..., None]
-    label_logit = jnp.take_along_axis(logits, column, axis=-1)[..., 0]
+    in_range, label_logit = at_labels(logits, labels)
     entropy = None
     if with_entropy:
         log_p = logits - lse[..., None]

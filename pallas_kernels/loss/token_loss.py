@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 # Labels that are no column of the vocabulary become one of these numbers.
 IGNORED, OUT_OF_RANGE = -1, -2
@@ -113,23 +113,39 @@ def token_losses(
 
     A label that is neither `IGNORED` nor in `[0, V)` gives NaN.
     """
-    vocab_size = logits.shape[-1]
     capped = softcapped(logits, options.logit_softcap)
     lse = jax.nn.logsumexp(capped, axis=-1)
-    valid = labels != IGNORED
-    in_range = (labels >= 0) & (labels < vocab_size)
-    column = jnp.where(in_range, labels, 0)[..., None]
-    label_logit = jnp.take_along_axis(capped, column, axis=-1)[..., 0]
+    in_range, label_logit = at_labels(capped, labels)
     # NaN is a factor, so that the gradient is NaN as well.
-    nll = (lse - label_logit) * jnp.where(valid & ~in_range, jnp.nan, 1.0)
+    nll = (lse - label_logit) * jnp.where((labels != IGNORED) & ~in_range, jnp.nan, 1.0)
+    correct = jnp.argmax(capped, axis=-1).astype(labels.dtype) == labels
+    return _losses(labels, nll, lse, jnp.mean(capped, axis=-1), correct, options)
+
+
+def at_labels(
+    logits: Float[Array, "*T V"], labels: Int[Array, "*T"]
+) -> tuple[Bool[Array, "*T"], Float[Array, "*T"]]:
+    """`(in_range, logits)`: whether labels are columns, and their logits; column 0's if not."""
+    in_range = (labels >= 0) & (labels < logits.shape[-1])
+    column = jnp.where(in_range, labels, 0)[..., None]
+    return in_range, jnp.take_along_axis(logits, column, axis=-1)[..., 0]
+
+
+def _losses(
+    labels: Int[Array, "*T"],
+    nll: Float[Array, "*T"],
+    lse: Float[Array, "*T"],
+    mean: Float[Array, "*T"],
+    correct: Bool[Array, "*T"],
+    options: LossOptions,
+) -> TokenLosses:
+    """The losses; `mean` is that of a token's logits, which only label smoothing uses."""
     loss = nll
     if options.label_smoothing:
-        uniform = lse - jnp.mean(capped, axis=-1)
-        loss = (1 - options.label_smoothing) * nll + options.label_smoothing * uniform
+        loss = (1 - options.label_smoothing) * nll + options.label_smoothing * (lse - mean)
     z_loss = options.z_loss * jnp.square(lse)
-    correct = (jnp.argmax(capped, axis=-1).astype(labels.dtype) == labels).astype(jnp.float32)
-    zero_if_ignored = lambda a: jnp.where(valid, a, 0.0)
-    return TokenLosses(*map(zero_if_ignored, (loss + z_loss, nll, z_loss, correct, lse)))
+    values = loss + z_loss, nll, z_loss, correct.astype(jnp.float32), lse
+    return TokenLosses(*(jnp.where(labels != IGNORED, a, 0.0) for a in values))
 
 
 def statistics(
@@ -139,11 +155,8 @@ def statistics(
 
     A label outside of `[0, V)` is not in these columns.
     """
-    vocab_size = logits.shape[-1]
     capped = softcapped(logits, options.logit_softcap)
-    in_range = (labels >= 0) & (labels < vocab_size)
-    column = jnp.where(in_range, labels, 0)[:, None]
-    label_logit = jnp.take_along_axis(capped, column, axis=-1)[:, 0]
+    in_range, label_logit = at_labels(capped, labels)
     columns = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 1)
     before = jnp.where(columns < labels[:, None], capped, -jnp.inf)
     return LogitStatistics(
@@ -171,22 +184,14 @@ def losses_of(
 ) -> TokenLosses:
     """The same as `token_losses`, from the statistics of the whole vocabulary."""
     lse, label_logit = statistics.lse, statistics.label_logit
-    valid = labels != IGNORED
     in_range = (labels >= 0) & (labels < vocab_size)
     nll = jnp.where(in_range, lse - label_logit, jnp.nan)
-    loss = nll
-    if options.label_smoothing:
-        uniform = lse - statistics.total / vocab_size
-        loss = (1 - options.label_smoothing) * nll + options.label_smoothing * uniform
-    z_loss = options.z_loss * jnp.square(lse)
     is_first_largest = (label_logit >= statistics.largest) & (
         label_logit > statistics.largest_before
     )
     # If all logits are -inf, the first column is the first largest.
     correct = is_first_largest | ((labels == 0) & (label_logit >= statistics.largest))
-    zero_if_ignored = lambda a: jnp.where(valid, a, 0.0)
-    correct = correct.astype(jnp.float32)
-    return TokenLosses(*map(zero_if_ignored, (loss + z_loss, nll, z_loss, correct, lse)))
+    return _losses(labels, nll, lse, statistics.total / vocab_size, correct, options)
 
 
 def dlogits(
