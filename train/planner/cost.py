@@ -106,20 +106,12 @@ class Rates:
         link_bandwidth: float = 0.0,
     ) -> "Rates":
         """The speeds of a device; without `hardware` those of an A100, which only give an order."""
-        host_bandwidth = host_bandwidth or 25e9  # PCIe 4.0 x16, 80 % of 31.5 GB/s
-        if hardware is None:
-            return cls(
-                flops=312e12,
-                bandwidth=2e12,
-                host_bandwidth=host_bandwidth,
-                link_bandwidth=link_bandwidth,
-                known=False,
-            )
         return cls(
-            flops=hardware.bf16_flops,
-            bandwidth=hardware.hbm_bandwidth,
-            host_bandwidth=host_bandwidth,
+            flops=hardware.bf16_flops if hardware else 312e12,
+            bandwidth=hardware.hbm_bandwidth if hardware else 2e12,
+            host_bandwidth=host_bandwidth or 25e9,  # PCIe 4.0 x16, 80 % of 31.5 GB/s
             link_bandwidth=link_bandwidth,
+            known=hardware is not None,
         )
 
     def link_seconds(self, size: float) -> float:
@@ -184,38 +176,33 @@ def estimate(
       body_of_device: Function that gives each device's part of the loss; see
         `dataflow.operations`.
     """
-    is_alone = num_devices == 1
     program = _Program(
-        rates, bytes_per_device, num_devices, hidden_axes, is_alone, body_of_device=body_of_device
+        rates=rates,
+        size=bytes_per_device,
+        num_devices=num_devices,
+        hidden_axes=hidden_axes,
+        is_alone=num_devices == 1,
+        body_of_device=body_of_device,
     )
     return program.cost(jaxpr.jaxpr, num_aliased=num_aliased)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Program:
     """Estimates the cost of jaxprs.
 
-    Arguments with the names of `estimate` mean the same. `size` is its `bytes_per_device`.
-    `is_alone` says whether one device runs the whole program. `axis_sizes` is the mesh inside a
-    `shard_map`.
+    Attributes with the names of arguments of `estimate` mean the same. `size` is its
+    `bytes_per_device`. `is_alone` says whether one device runs the whole program. `axis_sizes` is
+    the mesh inside a `shard_map`.
     """
 
-    def __init__(
-        self,
-        rates: Rates,
-        size: Callable[[Any], float],
-        num_devices: int,
-        hidden_axes: Collection[str],
-        is_alone: bool,
-        axis_sizes: Mapping[str, int] | None = None,
-        body_of_device: Callable[[Any], Any] | None = None,
-    ):
-        self.rates = rates
-        self.size = size
-        self.num_devices = num_devices
-        self.hidden_axes = hidden_axes
-        self.is_alone = is_alone
-        self.axis_sizes = axis_sizes or {}
-        self.body_of_device = body_of_device
+    rates: Rates
+    size: Callable[[Any], float]
+    num_devices: int
+    hidden_axes: Collection[str]
+    is_alone: bool
+    axis_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    body_of_device: Callable[[Any], Any] | None = None
 
     def cost(
         self,
@@ -247,11 +234,8 @@ class _Program:
         if op.params.get("name") in _WITHOUT_WORK:
             return Cost()
         sizes = sum(self.size(value.aval) for value in (*op.inputs, *op.outputs))
-        if op.name == "dot_general":
-            flops = _dot_flops(op) / self.num_devices
-            rate = self.rates.flops * GEMM_EFFICIENCY
-            return Cost(seconds=max(flops / rate, self._copy(sizes)), flops=flops)
-        if flops := _kernel_flops(op) / self.num_devices:
+        flops = _dot_flops(op) if op.name == "dot_general" else _kernel_flops(op)
+        if flops := flops / self.num_devices:
             rate = self.rates.flops * GEMM_EFFICIENCY
             if op.params.get("name", "").startswith("fp8_"):
                 rate *= _FP8_RATE
@@ -278,8 +262,13 @@ class _Program:
             branches = [self.cost(branch.jaxpr) for branch in op.params["branches"]]
             return max(branches, key=lambda cost: cost.seconds)
         if op.name == "shard_map":
-            axis_sizes = op.params["mesh"].shape
-            local = _Program(self.rates, nbytes, 1, self.hidden_axes, self.is_alone, axis_sizes)
+            local = dataclasses.replace(
+                self,
+                size=nbytes,
+                num_devices=1,
+                axis_sizes=op.params["mesh"].shape,
+                body_of_device=None,
+            )
             return self._without_results(local.cost(op.params["jaxpr"], num_aliased=0), op)
         if op.name in LOSSES:
             jaxpr = op.params["jaxpr"].jaxpr

@@ -134,8 +134,9 @@ def _flatten(
             outputs = operands[: len(eqn.outvars)]
         else:
             shapes = [getattr(atom.aval, "shape", ()) for atom in eqn.invars]
-            used = [values[atom] for atom in eqn.invars if not hasattr(atom, "val")]
-            used = operands if name == "scan" else used
+            used = operands
+            if name != "scan":
+                used = [values[atom] for atom in eqn.invars if not hasattr(atom, "val")]
             fusible = not _is_opaque(name)
             stage = max((value.stage for value in used), default=0)
             op = Op(name, eqn.params, shapes, used, [], fusible, stage)
