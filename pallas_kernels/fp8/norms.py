@@ -155,11 +155,11 @@ def _kernel(
     # Rows stay in registers for the maximum, so there is nothing to read again.
     config = dataclasses.replace(config, fwd_reread=False)
     mosaic_gpu.check_config(config, x, residual)
-    rows = lambda a: None if a is None else a.reshape(math.prod(leading), width)
+    rows = lambda a: a.reshape(math.prod(leading), width)
     (values, scale), residual_out, rstd = forward(
         Options(float(options["eps"]), float(options["weight_offset"]), options["casting"], config),
-        x.reshape(-1, width),
-        rows(residual),
+        rows(x),
+        None if residual is None else rows(residual),
         weight,
         _Epilogue(jnp.dtype(dtype)),
     )
@@ -193,5 +193,4 @@ class _Epilogue:
         scratch: Sequence[Any],
     ) -> None:
         values_gmem, scale_gmem = gmems
-        exchange = scratch[0], scratch[1]
-        row_kernel.store_quantized(rows, values, row, warpgroup, values_gmem, scale_gmem, exchange)
+        row_kernel.store_quantized(rows, values, row, warpgroup, values_gmem, scale_gmem, scratch)

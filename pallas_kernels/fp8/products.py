@@ -165,10 +165,7 @@ def _emulated(a: Quantized, b: Quantized, out_dtype: DTypeLike) -> jax.Array:
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    scalars = [q.scale for q in (a, b) if not q.scale.ndim]
-    for scale in scalars:
-        product *= scale
-    return _scaled(product, a, b, out_dtype)
+    return (product * a.scale * b.scale.T).astype(out_dtype)
 
 
 def _scaled(product: jax.Array, a: Quantized, b: Quantized, out_dtype: DTypeLike) -> jax.Array:

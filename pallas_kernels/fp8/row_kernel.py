@@ -92,7 +92,7 @@ def store_quantized(
     warpgroup: Any,
     values_gmem: Any,
     scale_gmem: Any,
-    exchange: tuple[Any, Any],
+    exchange: Sequence[Any],
 ) -> None:
     """Stores the values and the scale of a row that a kernel has in registers.
 

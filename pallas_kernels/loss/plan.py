@@ -267,7 +267,7 @@ def candidates(request: Request) -> tuple[list[Candidate], str | None]:
     took 1.1 to 2.5 GiB, and 1.76 to 2.16 times the three GEMMs (H100, D from 2048 to 4096, more
     than 2 D tokens).
     """
-    num_tokens, bytes_of_token = len(request.x), _bytes_of_token(request)
+    num_tokens, bytes_of_token = len(request.x), request.bytes_of_logit * request.sizes[0]
     fitting = min(limit_of(request) // bytes_of_token, num_tokens + -num_tokens % _TILE)
     num_tiles = max(1, fitting // _TILE)
     step = math.ceil(num_tiles / _MOST_SIZES)
@@ -303,11 +303,6 @@ def limit_of(request: Request) -> int:
     """Bytes of logits that a plan may have in memory."""
     by_default = _LOGITS_BYTES * request.bytes_of_logit // 2
     return by_default if request.max_logits_bytes is None else request.max_logits_bytes
-
-
-def _bytes_of_token(request: Request) -> int:
-    """Bytes of the logits of a token."""
-    return request.bytes_of_logit * request.sizes[0]
 
 
 def _sizes(request: Request) -> cost.Sizes:
