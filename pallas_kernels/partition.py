@@ -70,7 +70,7 @@ class TokensLast:
 
 
 @dataclasses.dataclass(frozen=True)
-class Same:
+class Replicated:
     """A result that is the same on all devices, such as a scale.
 
     Attributes:
@@ -119,7 +119,7 @@ class Roles:
     """
 
     args: tuple[Tokens | TokensLast | Weight, ...]
-    results: tuple[Tokens | TokensLast | Same | GradientOf, ...]
+    results: tuple[Tokens | TokensLast | Replicated | GradientOf, ...]
     parts: tuple[str, ...] = ()
 
 
@@ -306,7 +306,7 @@ class _Layout:
             match role:
                 case GradientOf(index):
                     results.append(args[index])
-                case Same(num_axes):
+                case Replicated(num_axes):
                     results.append(((),) * num_axes)
                 case _:
                     results.append(of_tokens(role))
@@ -386,10 +386,14 @@ def _reduce(a: jax.Array, splits: Splits, tokens: Split) -> jax.Array:
             both = tuple(name for name in names if name in left)
             a = jax.lax.psum(a, both) if both else a
             left = tuple(name for name in left if name not in both)
-            size = a.shape[axis] // math.prod(jax.lax.axis_size(name) for name in names)
-            start = jax.lax.axis_index(names) * size
-            a = jax.lax.dynamic_slice_in_dim(a, start, size, axis)
+            a = _own_part(a, names, axis)
     return jax.lax.psum(a, left) if left else a
+
+
+def _own_part(a: jax.Array, names: Split, axis: int) -> jax.Array:
+    """This device's part of an axis that mesh axes split."""
+    size = a.shape[axis] // jax.lax.axis_size(names)
+    return jax.lax.dynamic_slice_in_dim(a, jax.lax.axis_index(names) * size, size, axis)
 
 
 def of_all_tokens(a: jax.Array, place: Place) -> jax.Array:
@@ -404,9 +408,7 @@ def of_own_tokens(a: jax.Array, place: Place) -> jax.Array:
     """The numbers of this device's tokens, from those of all tokens."""
     for axis, names in enumerate(place.leading):
         if names:
-            size = a.shape[axis] // math.prod(jax.lax.axis_size(name) for name in names)
-            start = jax.lax.axis_index(names) * size
-            a = jax.lax.dynamic_slice_in_dim(a, start, size, axis)
+            a = _own_part(a, names, axis)
     return a
 
 
@@ -544,7 +546,7 @@ def _rule(roles: Roles, ranks: Sequence[int]) -> tuple[str, tuple[str, ...]]:
         match role:
             case GradientOf(index):
                 results.append(args[index])
-            case Same(num_axes):
+            case Replicated(num_axes):
                 own = [f"r{i}x{axis}" for axis in range(num_axes)]
                 whole.extend(own)
                 results.append(own)

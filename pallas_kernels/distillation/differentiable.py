@@ -192,23 +192,23 @@ def _of_device(key: tuple[_Distillation, Mask, bool], place: Place) -> Callable[
         layout = settings.weight_layout
         weight, teacher = low_rank.joined(settings.is_low_rank, layout, weight, teacher)
         merged = lambda a: a.reshape(coefficients.size, *a.shape[coefficients.ndim :])
-        has_weight = settings.tail is None
-        weights = [weight.astype(x.dtype)]
-        if has_weight:  # both weights are cast outside of branches, which XLA does not see through
-            weights.append(teacher[1].astype(teacher[0].dtype))
-            weights += teacher[2:]
-        of_tokens = teacher[:1] if has_weight else teacher
+        # Both weights are cast outside of branches, which XLA does not see through.
+        weight, of_tokens, of_vocabulary = weight.astype(x.dtype), teacher, []
+        if settings.tail is None:
+            teacher_x, teacher_weight, *biases = teacher
+            of_tokens = [teacher_x]
+            of_vocabulary = [teacher_weight.astype(teacher_x.dtype), *biases]
 
         def compute(x: Any, coefficients: Any, *teacher: Any) -> Any:
             losses, gradients = xla.losses_and_gradients(
                 settings,
                 axes,
                 x,
-                weights[0],
+                weight,
                 bias,
                 coefficients,
                 *teacher,
-                *weights[1:],
+                *of_vocabulary,
                 wanted=wanted,
             )
             num_per_token = int(wanted[0])

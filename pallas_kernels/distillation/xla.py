@@ -65,11 +65,11 @@ def losses_and_gradients(
       settings: Static settings.
       axes: Mesh axes that split the vocabulary. `dx` is then the summand of this device.
       x: Hidden states of the student.
-      weight: Output embedding of the student.
+      weight: Output embedding of the student, in the dtype of `x`.
       bias: Bias of the student's logits, if there is one.
       coefficients: Factors of the losses.
-      *teacher: Hidden states and output embedding of the teacher, and its bias if there is one; or
-        its log-probabilities and their columns.
+      *teacher: Hidden states and output embedding of the teacher, both in one dtype, and its bias
+        if there is one; or its log-probabilities and their columns.
       wanted: Whether the gradient of each of the three is wanted.
     """
     vocab_size, _ = sizes(weight, settings.weight_layout)
@@ -89,16 +89,14 @@ def losses_and_gradients(
     size, part = settings.chunk(x, teacher, vocab_size, has_dweight=wanted[1])
     if (scale := scale_for(x.dtype, coefficients)) is not None:
         coefficients = coefficients / scale
-    weight = weight.astype(x.dtype)
     layout, rows = settings.weight_layout, Rows(axes)
     if settings.tail is None:
         of_tokens = teacher[:1]
-        teacher_weight = teacher[1].astype(teacher[0].dtype)
         of_logits = functools.partial(
             _by_kernels if settings.kernels else _of_teacher_logits,
             settings,
             rows,
-            teacher_weight=teacher_weight,
+            teacher_weight=teacher[1],
             teacher_bias=teacher[2] if settings.has_teacher_bias else None,
         )
     else:

@@ -75,11 +75,11 @@ def cast_part(
         by_row = _largest(reference.amax_of(a, axis=1), row_axes)
         scales = [reference.scale_of(m, cast.dtype) for m in (by_row, by_column)]
     wanted = scales[0] if plain else None, scales[1] if turned else None
-    values_of = reference.values_of_both if kernel_is_out(a) else mosaic_gpu.quantize
+    values_of = reference.values_of_both if why_no_kernel(a) else mosaic_gpu.quantize
     return jax.tree.map(Quantized, values_of(a, *wanted, cast.dtype), wanted)  # None is no leaf
 
 
-def kernel_is_out(a: jax.Array) -> str | None:
+def why_no_kernel(a: jax.Array) -> str | None:
     """Why no kernel quantizes the array on the default device, or None if one does."""
     return mosaic_gpu.unsupported_reason(a) or reason_not_here()
 
@@ -107,7 +107,7 @@ def cast_computed(
 
     The first kernel finds the maxima of the tensors, and the second one writes the FP8 copies. Both
     compute the tensors from the arrays, so no tensor is written in 16 bits. The caller has asked
-    `kernel_is_out`, which is None.
+    `why_no_kernel`, which is None.
 
     Args:
       arrays: Arguments of the function, `[T, K]`. One of them at least is not in int8; all that are

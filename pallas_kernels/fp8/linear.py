@@ -47,8 +47,8 @@ from pallas_kernels.operation import Arrays, Cotangents, Mask, call
 from pallas_kernels.partition import (
     GradientOf,
     Place,
+    Replicated,
     Roles,
-    Same,
     Split,
     Tokens,
     TokensLast,
@@ -251,9 +251,9 @@ def roles_of_copies(copies: Sequence[Quantized], axes: Sequence[tuple[str, str]]
     return roles
 
 
-def roles_of_kept(recipe: Recipe, feature: str) -> tuple[TokensLast, Same]:
+def roles_of_kept(recipe: Recipe, feature: str) -> tuple[TokensLast, Replicated]:
     """The roles of an input that the forward has quantized for wgrad."""
-    return TokensLast((feature,)), Same(0 if recipe.inputs.scaling == "tensor" else 2)
+    return TokensLast((feature,)), Replicated(0 if recipe.inputs.scaling == "tensor" else 2)
 
 
 def roles_of_x(kept: Arrays, feature: str) -> list[Tokens | TokensLast | Weight]:

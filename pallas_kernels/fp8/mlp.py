@@ -32,7 +32,7 @@ from pallas_kernels.fp8.casts import (
     cast_computed,
     cast_one,
     cast_turned,
-    kernel_is_out,
+    why_no_kernel,
 )
 from pallas_kernels.fp8.linear import (
     QuantizedWeight,
@@ -147,10 +147,7 @@ class _MLP:
         copies = pairs(args[4:10])
         keep = wanted is not None
         turn = wanted is not None and self._keeps_turned(wanted)
-        kept = (
-            *((*_KEPT, *_KEPT) if keep else ()),
-            *(roles_of_kept(self.recipe, "d") if turn else ()),
-        )
+        kept = *(2 * _KEPT if keep else ()), *(roles_of_kept(self.recipe, "d") if turn else ())
         roles = Roles((_X, *roles_of_copies(copies, _FORWARD_AXES)), (_X, *kept))
         key = self.recipe, keep, turn, self.required_by
         return partitioned(_forward_of, key, roles, args[0], *jax.tree.leaves(copies))
@@ -224,8 +221,7 @@ def _forward_of(
             gate_and_up = map(reference.blockwise_int8, pair) if keep else ()
         y = multiply(cast_one(activated, recipe.inputs, place, maxima=maxima), of_down)
         like_x = lambda values: values.reshape(*x.shape[:-1], values.shape[-1])
-        parts = [(like_x(a.values), a.scale) for a in gate_and_up]
-        return (y, *parts[0], *parts[1], *kept) if keep else (y,)
+        return y, *(a for q in gate_and_up for a in (like_x(q.values), q.scale)), *kept
 
     return run
 
@@ -260,7 +256,7 @@ def swiglu_backward(
     place: Place,
 ) -> tuple[Any, Any, Any]:
     """The operands of dgrad and wgrad for dgate and for dup, and the product as one of wgrad."""
-    reason = kernel_is_out(dproduct)
+    reason = why_no_kernel(dproduct)
     is_in_fp8 = recipe.wgrad is not None  # otherwise wgrad reads what the kernels do not write
     if is_in_fp8:
         chosen = "xla" if reason else "mosaic_gpu"

@@ -114,7 +114,7 @@ class LogProbs:
             args,
             (),
             (_NUMBERS,) * num_results,
-            num_numbers=1,
+            num_per_token=1,
         )
 
     def num_residuals(self, wanted: Mask) -> int:
@@ -132,7 +132,7 @@ class LogProbs:
         numbers, args = self.numbers_and_arguments(saved, cotangents)
         of_arrays = of_arrays_in(wanted, BIAS)
         key, results = (self, of_arrays, len(args)), roles_of_gradients(of_arrays, BIAS)
-        return split(self.request, _backward_of, key, args, numbers, results, num_numbers=1)
+        return split(self.request, _backward_of, key, args, numbers, results, num_per_token=1)
 
     def numbers_and_arguments(
         self, saved: Arrays, cotangents: Cotangents

@@ -29,8 +29,8 @@ from pallas_kernels.loss.token_loss import IGNORED
 from pallas_kernels.operation import Arrays, Mask
 from pallas_kernels.partition import (
     Place,
+    Replicated,
     Roles,
-    Same,
     Tokens,
     Weight,
     split_over_explicit_axes,
@@ -44,11 +44,10 @@ def sum_of_known(
     data: Sequence[Array],
 ) -> tuple[Array, Sequence[Array]]:
     """`(sum of the losses, other results)` of known log-probabilities, which JAX differentiates."""
-    num_leaves = len(data) - function.num_constants
     args, results = _roles(function, labels.ndim, data)
     of_numbers = [Tokens()] * (len(own) + 1)
     roles = Roles((*of_numbers, *args), (Tokens(), *results))
-    key = function, len(own), num_leaves
+    key = function, len(own), len(function.split(data)[0])
     found = split_over_explicit_axes(_known_of, key, roles, *own, labels, *data)
     return jnp.sum(found[0]), found[1:]
 
@@ -73,11 +72,11 @@ def _roles(
 ) -> tuple[list[Tokens | Weight], list[Tokens]]:
     """The roles of the data, and of the results after the losses."""
     names = lambda of, count: tuple(f"{of}x{axis}" for axis in range(count))
-    num_leaves = len(data) - function.num_constants
+    leaves, constants = function.split(data)
     roles: list[Tokens | Weight] = [
-        Tokens(names(f"leaf{i}", a.ndim - num_axes)) for i, a in enumerate(data[:num_leaves])
+        Tokens(names(f"leaf{i}", a.ndim - num_axes)) for i, a in enumerate(leaves)
     ]
-    roles += [Weight(names(f"constant{i}", a.ndim)) for i, a in enumerate(data[num_leaves:])]
+    roles += [Weight(names(f"constant{i}", a.ndim)) for i, a in enumerate(constants)]
     of_aux = function.results[1:]
     return roles, [Tokens(names(f"aux{i}", len(a.shape) - 1)) for i, a in enumerate(of_aux)]
 
@@ -91,7 +90,7 @@ class OfSingleTokens(OfFunction):
     ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """Each leaf of the data, its gradient and each result but the sum has rows of tokens."""
         of_data, of_aux = _roles(self.function, num_axes, data)
-        return of_data, [Same(), *of_aux], of_data
+        return of_data, [Replicated(), *of_aux], of_data
 
     def on_device(self, wanted: Mask | None, place: Place) -> Callable[..., Arrays]:
         """Calls the function for the device's own tokens, or for a chunk of them at a time."""
@@ -101,9 +100,7 @@ class OfSingleTokens(OfFunction):
 
         def run(*arrays) -> Arrays:
             x, weight, labels, *biases = arrays[: self.num_arrays]
-            data = arrays[self.num_arrays :]
-            num_leaves = len(data) - function.num_constants
-            leaves, constants = data[:num_leaves], data[num_leaves:]
+            leaves, constants = function.split(arrays[self.num_arrays :])
             weight, biases = weight_and_biases(request, x, weight, biases)
             evaluate = functools.partial(_evaluated, function, of_data, constants)
 
@@ -121,7 +118,7 @@ class OfSingleTokens(OfFunction):
                         of_x, of_weights = device.gradients(biases, rows, of_arrays, exchanged)
                 return [*per_token, *of_x], of_weights
 
-            tokens, fills = (x, labels, *leaves), (0, IGNORED, *(0,) * num_leaves)
+            tokens, fills = (x, labels, *leaves), (0, IGNORED, *(0,) * len(leaves))
             losses, *found = of_counted(self, place, compute, labels != IGNORED, tokens, fills)
             total = jnp.sum(losses)
             if place.tokens:

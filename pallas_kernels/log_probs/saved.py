@@ -49,7 +49,7 @@ class WithExponentials(LogProbs):
         if wanted is None:
             return LogProbs.forward(self, wanted, *args)
         roles = *(_NUMBERS,) * (1 + self.with_entropy + 2), _EXPONENTIALS, _NUMBERS
-        return split(self.request, _forward_of, self, args, (), roles, num_numbers=1)
+        return split(self.request, _forward_of, self, args, (), roles, num_per_token=1)
 
     def num_residuals(self, wanted: Mask) -> int:
         """The four arrays that follow the results."""
@@ -68,7 +68,7 @@ class WithExponentials(LogProbs):
             args,
             others,
             roles_of_gradients(of_arrays, BIAS),
-            num_numbers=1,
+            num_per_token=1,
             roles_of_others=[*[_NUMBERS] * (len(others) - 1), _EXPONENTIALS],
         )
 

@@ -65,8 +65,7 @@ class TokenFunction:
     def __call__(self, of_tokens: Sequence[Any], data: Sequence[Any]) -> tuple[Any, list[Any]]:
         """`(loss, other results)` of log-probabilities, entropies, leaves of data and constants."""
         log_probs, entropy = of_tokens if self.with_entropy else (of_tokens[0], None)
-        num_leaves = len(data) - self.num_constants
-        leaves, constants = data[:num_leaves], data[num_leaves:]
+        leaves, constants = self.split(data)
         args = log_probs, entropy, jax.tree.unflatten(self.treedef, leaves)
         # A function that partitions itself may hold no arrays, so they come as arguments.
         traced = jax.make_jaxpr(_not_cached(self.fn))(*args)
@@ -74,6 +73,11 @@ class TokenFunction:
         run = jaxpr_as_fun(traced.replace(consts=constants))
         loss, *aux = run(*jax.tree.leaves(args))
         return loss, aux
+
+    def split[T](self, data: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+        """Leaves of `token_data`, and constants."""
+        num_leaves = len(data) - self.num_constants
+        return data[:num_leaves], data[num_leaves:]
 
     def differentiated(
         self,
@@ -327,7 +331,7 @@ class OfFunction(abc.ABC):
     def of_data(self, wanted: Mask) -> Mask:
         """Whether the gradient of each leaf of the data is wanted, and False for the constants."""
         found = wanted[self.num_arrays :]
-        assert not any(found[len(found) - self.function.num_constants :])
+        assert not any(self.function.split(found)[1])
         return found
 
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
@@ -344,7 +348,7 @@ class OfFunction(abc.ABC):
             arrays,
             data,
             results,
-            num_numbers=1,
+            num_per_token=1,
             roles_of_others=roles,
         )
 

@@ -29,7 +29,7 @@ from pallas_kernels.loss.counted import FewRows, for_few_or_all, fraction_in_eff
 from pallas_kernels.loss.differentiable import weight_and_biases
 from pallas_kernels.loss.token_loss import IGNORED
 from pallas_kernels.operation import Arrays, Mask
-from pallas_kernels.partition import Place, Same, Weight, of_all_tokens, of_own_tokens
+from pallas_kernels.partition import Place, Replicated, Weight, of_all_tokens, of_own_tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class OfAllTokens(OfFunction):
     ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """Data are whole on each device, and so are results and gradients of data."""
         of_data = [Weight(tuple(f"data{axis}" for axis in range(a.ndim))) for a in data]
-        results = [Same(len(a.shape)) for a in self.function.results]
-        return of_data, results, [Same(a.ndim) for a in data]
+        results = [Replicated(len(a.shape)) for a in self.function.results]
+        return of_data, results, [Replicated(a.ndim) for a in data]
 
     def on_device(self, wanted: Mask | None, place: Place) -> Callable[..., Arrays]:
         """Calls the function once, with the numbers of all devices."""

@@ -107,7 +107,7 @@ class _CrossEntropy:
         # The gradient of a coefficient is its token's loss, even where the coefficient is 0.
         has_all_losses = wanted is not None and wanted[_COEFFICIENTS]
         key = self, early, has_all_losses
-        out = split(self.request, _forward_of, key, args, (), results, num_numbers=2)
+        out = split(self.request, _forward_of, key, args, (), results, num_per_token=2)
         coefficients = args[2]
         axes = tuple(range(self.num_axes, coefficients.ndim))
         return jnp.sum(coefficients * out[0], axis=axes), *out
@@ -142,7 +142,7 @@ class _CrossEntropy:
             args = x, weight, of_losses, *others
             key, results = (self, of_arrays), roles_of_gradients(of_arrays, _BIAS)
             gradients += split(
-                self.request, _backward_of, key, args, (lse,), results, num_numbers=2
+                self.request, _backward_of, key, args, (lse,), results, num_per_token=2
             )
         if wanted[_COEFFICIENTS]:
             # Each device has the whole loss of its tokens, and not one for its part of the
@@ -170,7 +170,7 @@ def split(
     others: Arrays,
     results: Sequence[Any],
     *,
-    num_numbers: int,
+    num_per_token: int,
     roles_of_others: Sequence[Any] | None = None,
 ) -> tuple[jax.Array, ...]:
     """`partitioned` for `(x, weight, *numbers, *bias, *frozen weight)` and other arrays.
@@ -182,12 +182,12 @@ def split(
       args: Arguments of the operation.
       others: More arguments of the function.
       results: Roles of the results.
-      num_numbers: Number of the arguments that have a number for each token.
+      num_per_token: Number of the arguments that have a number for each token.
       roles_of_others: Roles of `others`; None if they have a number for each token.
     """
     settings = request.settings
     weight, last = low_rank.roles(request.is_low_rank, settings.weight_layout, request.x.dtype)
-    roles = [_X, weight, *[_NUMBERS] * num_numbers]
+    roles = [_X, weight, *[_NUMBERS] * num_per_token]
     roles += [Weight(("v",))] * (len(args) - len(roles) - len(last))
     roles += last
     roles += [_NUMBERS] * len(others) if roles_of_others is None else roles_of_others
@@ -239,10 +239,9 @@ def _forward_of(key: tuple[_CrossEntropy, Mask, bool], place: Place) -> Callable
             gradients = None
             if any(wanted):
                 losses, gradients = device.losses_and_gradients(wanted)
-            elif isinstance(device.plan, ColumnChunks):
-                losses = by_columns.losses(*device.settings_and_plan, *device.arrays, labels)
             else:
-                losses = by_tokens.losses(*device.settings_and_plan, *device.arrays, labels)
+                module = by_columns if isinstance(device.plan, ColumnChunks) else by_tokens
+                losses = module.losses(*device.settings_and_plan, *device.arrays, labels)
             losses = finite_where_not_counted(losses, coefficients)
             return device.results(wanted, losses, gradients)
 
