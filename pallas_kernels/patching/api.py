@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Integer
 
 from pallas_kernels.patching import candidates, classes, head
-from pallas_kernels.patching.check import rule_for
+from pallas_kernels.patching.check import Comparison, comparison_of
 from pallas_kernels.patching.original import Refused
 from pallas_kernels.patching.rules import Path, Rule, name_of
 
@@ -150,7 +150,7 @@ def patch(model: nnx.Module) -> Patched:
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"patch takes an nnx.Module, got a {type(model).__name__}")
-    known: dict[Any, Rule | str | None] = {}
+    known: dict[Any, Comparison | str | None] = {}
     modules, replaced, done = [], [], set()
     for path, module in _inner_first(model):
         paths = {(*path, *p) for p in candidates.parameters(module)}
@@ -181,10 +181,11 @@ def _inner_first(model: nnx.Module) -> list[tuple[Path, nnx.Module]]:
     return sorted(nnx.iter_modules(model), key=lambda item: -len(item[0]))
 
 
-def _rule(module: nnx.Module, known: dict[Any, Rule | str | None]) -> Rule | str | None:
+def _rule(module: nnx.Module, known: dict[Any, Comparison | str | None]) -> Rule | str | None:
     """The rule of a module, the reason why there is none, or None if it is no candidate.
 
-    Equal modules, such as those of all layers, are compared once.
+    Modules such as those of all layers are compared once. Their graph definitions are equal, and so
+    are their traced calls: attributes may be equal and differ, as `True` and 1 do.
     """
     graphdef, state = nnx.split(module)
     arrays = tuple((p, v.shape, v.dtype) for p, v in nnx.to_flat_state(state))
@@ -193,9 +194,11 @@ def _rule(module: nnx.Module, known: dict[Any, Rule | str | None]) -> Rule | str
         hash(key)
     except TypeError:
         key = id(module)
-    if key not in known:
+    found = known.get(key)
+    if key not in known or (isinstance(found, Comparison) and not found.holds_for(module)):
         try:
-            known[key] = rule_for(module)
+            found = comparison_of(module)
         except Refused as e:
-            known[key] = str(e)
-    return known[key]
+            found = str(e)
+        known[key] = found
+    return found.rule if isinstance(found, Comparison) else found

@@ -6,7 +6,9 @@ our operation in the same dtypes.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from flax import nnx
 
 from pallas_kernels.patching import candidates
 from pallas_kernels.patching.original import Failed, Original, Refused, plain_numbers
-from pallas_kernels.patching.rules import MLPRule, NormRule, Rule
+from pallas_kernels.patching.rules import Call, MLPRule, NormRule, Rule
 
 # One rounding to nearest errs by 0.29 epsilons in the root mean square.
 _NORM_EPSILONS = 2.0
@@ -23,13 +25,46 @@ _MLP_EPSILONS = 4.0
 # float32 sums err by more than a few roundings. It excuses no larger error.
 _MOST = 8.0
 _DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
-# Sizes of the tokens. Small ones show epsilon, large ones a bound of the activations.
-_NORM_SIZES = (1e-5, 1e-3, 0.03, 1.0, 1.0, 30.0)
-_MLP_SIZES = (0.03, 0.3, 1.0, 1.0, 3.0, 30.0)
-_USUAL_EPSILONS = (1e-6, 1e-5, 1e-8, 1e-7, 1e-12, 0.0)
+# Sizes of the tokens. Small ones show epsilon. Zeros show whether there is one.
+_NORM_SIZES = (1e-5, 1e-3, 0.03, 0.0, 1.0, 1.0, 30.0, 1e3)
+_MLP_SIZES = (0.03, 0.3, 0.0, 1.0, 1.0, 3.0, 30.0, 1e3)
+# Shapes of the tokens, with the usual one first. A call of another rank is not covered.
+_SHAPES = ((2, 4), (8,), (2, 2, 2))
 
 
-def rule_for(module: nnx.Module) -> Rule | None:
+@dataclasses.dataclass(frozen=True)
+class _Sample:
+    """An input, and the result of the module."""
+
+    x: np.ndarray
+    y: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A module that computes what an operation does.
+
+    Attributes:
+      rule: Operation, and when it runs.
+      axis: Axis along which its parameters are stacked; None for one layer.
+      samples: Inputs of rank 3.
+      texts: Traced call for each of the inputs.
+    """
+
+    rule: Rule
+    axis: int | None
+    samples: tuple[np.ndarray, ...]
+    texts: tuple[str, ...]
+
+    def holds_for(self, module: nnx.Module) -> bool:
+        """Whether the traced calls of a module with an equal graph definition are the same."""
+        try:
+            return _alone(_texts, Original(module, self.axis), self.samples) == self.texts
+        except Refused:
+            return False
+
+
+def comparison_of(module: nnx.Module) -> Comparison | None:
     """The operation that computes what the module does, or None if its parameters are others.
 
     Raises:
@@ -46,9 +81,7 @@ def rule_for(module: nnx.Module) -> Rule | None:
         if not is_norm and not readings:
             continue
         try:
-            # A thread of its own has no mesh in context, and nothing is traced in it.
-            with ThreadPoolExecutor(1) as thread:
-                return thread.submit(_compare, module, axis, readings).result()
+            return _alone(_compare, module, axis, readings)
         except Refused:
             # Any matrix could be many stacked norms. Only a success says something.
             if axis is None or readings:
@@ -60,48 +93,89 @@ def rule_for(module: nnx.Module) -> Rule | None:
     return None
 
 
-def _compare(module: nnx.Module, axis: int | None, readings: list[candidates.Matrices]) -> Rule:
-    with plain_numbers():
-        original = Original(module, axis)
-        if readings:
-            return _compare_mlp(original, readings)
-        return _compare_norm(original, module)
+def _alone(fn: Any, *args: Any) -> Any:
+    """The result of a function that runs without a mesh in context and outside of any trace."""
+
+    def run() -> Any:
+        with plain_numbers():
+            return fn(*args)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sample:
-    """Inputs of one dtype, and the results of the module."""
+def _texts(original: Original, samples: Sequence[np.ndarray]) -> tuple[str, ...]:
+    return tuple(original.text(x) for x in samples)
 
-    x: np.ndarray
-    y: np.ndarray
+
+def _compare(
+    module: nnx.Module, axis: int | None, readings: list[candidates.Matrices]
+) -> Comparison:
+    original = Original(module, axis)
+    rule, samples = _compare_mlp(original, readings) if readings else _compare_norm(original)
+    # A training step may cast the parameters to the dtype of its products.
+    if {*original.dtypes} != {np.dtype(jnp.bfloat16)}:
+        calls = _calls_after_cast(Original(module, axis, jnp.bfloat16), rule, samples)
+        rule = dataclasses.replace(rule, calls=rule.calls + calls)
+    usual = tuple(s.x for s in samples if s.x.ndim == 3)
+    return Comparison(rule, axis, usual, _texts(original, usual))
+
+
+def _calls_after_cast(
+    original: Original, rule: Rule, samples: list[_Sample]
+) -> tuple[tuple[Call, np.dtype], ...]:
+    """The calls in which the module with cast parameters computes what the operation does."""
+    try:
+        found = _results(original, [s.x for s in samples])
+        for sample in found:
+            original.check_derivatives(sample.x)
+    except Refused:
+        return ()
+    epsilons = _NORM_EPSILONS if isinstance(rule.run, NormRule) else _MLP_EPSILONS
+    return _calls(
+        original, [s for s in found if _excess(rule.run, original, [s], epsilons)[0] <= 1]
+    )
 
 
 def _samples(original: Original, size: int, scales: tuple[float, ...]) -> list[_Sample]:
-    """Results for float32 and bfloat16, of those that the module takes.
+    """Results for all dtypes and ranks that the module takes.
 
     Raises:
-      Refused: The module takes neither.
+      Refused: The module takes none.
     """
     rng = np.random.default_rng(1)
     x = rng.standard_normal((len(scales), size)) * np.array(scales)[:, None]
-    x = x.reshape(2, len(scales) // 2, size)
-    found, reasons = [], []
-    for dtype in _DTYPES:
+    return _results(
+        original, [x.reshape(*s, size).astype(dtype) for dtype in _DTYPES for s in _SHAPES]
+    )
+
+
+def _results(original: Original, xs: list[np.ndarray]) -> list[_Sample]:
+    """The inputs that the module takes, with its results.
+
+    Raises:
+      Refused: The module takes none.
+    """
+    taken, reasons = [], []
+    for x in xs:
         try:
-            found.append(_Sample(x.astype(dtype), original.result(x.astype(dtype))))
+            original.check(x)
+            taken.append(x)
         except Refused as e:
             reasons.append(e)
-    if not found:
+    if not taken:
         raise reasons[0]
-    return found
+    return [_Sample(*pair) for pair in zip(taken, original.results(taken), strict=True)]
 
 
 def _errors(y: np.ndarray, exact: np.ndarray) -> np.ndarray:
-    """The relative error of each token; infinite where the result is not finite."""
+    """The relative error of each token; infinite where only one result is not finite."""
     rms = lambda a: np.sqrt(np.mean(np.square(a), axis=-1))
+    y = y.astype(np.float64)
+    is_equal = np.all((y == exact) | (np.isnan(y) & np.isnan(exact)), axis=-1)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        errors = rms(y.astype(np.float64) - exact) / rms(exact)
-    return np.where(np.isfinite(errors), errors, np.inf)
+        errors = rms(y - exact) / rms(exact)
+    return np.where(is_equal, 0.0, np.where(np.isfinite(errors), errors, np.inf))
 
 
 def _excess(
@@ -116,50 +190,62 @@ def _excess(
       epsilons: Error that is always allowed, in epsilons of the dtype of the result.
     """
     ratio = error = 0.0
+    exact: dict[np.dtype, np.ndarray] = {}
     for sample in samples:
-        exact = rule.exact(original.arrays, sample.x.astype(np.float64))
-        errors = _errors(sample.y, exact)
+        dtype, size = sample.x.dtype, sample.x.shape[-1]
+        if dtype not in exact:
+            exact[dtype] = rule.exact(
+                original.arrays, sample.x.reshape(-1, size).astype(np.float64)
+            )
+        errors = _errors(sample.y.reshape(-1, size), exact[dtype])
         always = epsilons * float(jnp.finfo(sample.y.dtype).eps)
         allowed = np.full_like(errors, always)
         if always < np.max(errors) <= _MOST * always:
             (ours,) = original.ours([rule], sample.x, sample.y.dtype)
-            allowed = np.maximum(allowed, 2 * _errors(ours, exact))
+            ours = ours.reshape(-1, size)
+            allowed = np.maximum(allowed, 2 * _errors(ours, exact[dtype]))
         ratio = max(ratio, float(np.max(errors / allowed)))
         error = max(error, float(np.max(errors)))
     return ratio, error
 
 
 def _rule(run: NormRule | MLPRule, original: Original, samples: list[_Sample]) -> Rule:
+    """The rule for a module whose results are equal.
+
+    Raises:
+      Refused: Equal results do not mean equal functions.
+    """
+    for sample in samples:
+        original.check_derivatives(sample.x)
     return Rule(
         run=run,
-        dtypes=tuple((np.dtype(s.x.dtype), np.dtype(s.y.dtype)) for s in samples),
-        ranks=original.ranks,
-        ignored=original.ignored(samples[0].x),
+        calls=_calls(original, samples),
+        ranks=tuple((path, len(shape)) for path, shape in original.shapes.items()),
+        ignored=original.ignored([s.x for s in samples]),
     )
 
 
-def _compare_norm(original: Original, module: nnx.Module) -> Rule:
-    (path,) = original.arrays
-    samples = _samples(original, len(original.arrays[path]), _NORM_SIZES)
+def _calls(original: Original, samples: list[_Sample]) -> tuple[tuple[Call, np.dtype], ...]:
+    """The kind of call of each sample, with the dtype of its result."""
+    kind = lambda s: Call(np.dtype(s.x.dtype), s.x.ndim, original.dtypes)
+    return tuple((kind(s), np.dtype(s.y.dtype)) for s in samples)
+
+
+def _compare_norm(original: Original) -> tuple[Rule, list[_Sample]]:
+    (path,) = original.shapes
+    samples = _samples(original, original.shapes[path][0], _NORM_SIZES)
     closest = np.inf
     for offset in (0.0, 1.0):
-        for eps in _epsilons(module, original.arrays[path] + offset, samples[0]):
+        for eps in sorted({0.0, *original.scalars(samples[0].x)}):
+            if eps < 0:
+                continue
             rule = NormRule(path, eps, offset)
             ratio, error = _excess(rule, original, samples, _NORM_EPSILONS)
             if ratio <= 1:
-                return _rule(_with_casting(rule, original, samples), original, samples)
+                rule = _with_casting(rule, original, samples)
+                return _rule(rule, original, samples), samples
             closest = min(closest, error)
     raise Refused(f"its result differs from RMSNorm by {closest:.2g} of its size")
-
-
-def _epsilons(module: nnx.Module, scale: np.ndarray, sample: _Sample) -> list[float]:
-    """Numbers that may be the epsilon: attributes, what the result says, and usual ones."""
-    attributes = [v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1]
-    x, y = (a.reshape(-1, a.shape[-1])[0].astype(np.float64) for a in (sample.x, sample.y))
-    rstd = np.sum(y * x * scale) / np.sum(np.square(x * scale))
-    solved = 1 / rstd**2 - np.mean(np.square(x)) if rstd > 0 else 0.0
-    solved = [float(f"{solved:.1e}")] if 0 < solved < 0.1 else []
-    return list(dict.fromkeys([*attributes, *solved, *_USUAL_EPSILONS]))
 
 
 def _with_casting(rule: NormRule, original: Original, samples: list[_Sample]) -> NormRule:
@@ -177,7 +263,9 @@ def _with_casting(rule: NormRule, original: Original, samples: list[_Sample]) ->
     return rules[1] if distances[1] < 0.75 * distances[0] else rules[0]
 
 
-def _compare_mlp(original: Original, readings: list[candidates.Matrices]) -> Rule:
+def _compare_mlp(
+    original: Original, readings: list[candidates.Matrices]
+) -> tuple[Rule, list[_Sample]]:
     closest, reasons = np.inf, []
     samples: dict[int, list[_Sample]] = {}
     for reading in readings:
@@ -193,7 +281,7 @@ def _compare_mlp(original: Original, readings: list[candidates.Matrices]) -> Rul
         rule = MLPRule(reading.gate, reading.up, reading.down, save)
         ratio, error = _excess(rule, original, samples[reading.size], _MLP_EPSILONS)
         if ratio <= 1:
-            return _rule(rule, original, samples[reading.size])
+            return _rule(rule, original, samples[reading.size]), samples[reading.size]
         closest = min(closest, error)
     if np.isinf(closest):
         # D may have two sizes, and the call fails for the wrong one.

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.choices import record
 from pallas_kernels.patching.candidates import parameters
-from pallas_kernels.patching.rules import Rule, name_of
+from pallas_kernels.patching.rules import Call, Rule, name_of
 
 
 @functools.cache
@@ -34,13 +34,14 @@ def patched_class(base: type[nnx.Module], rule: Rule) -> type[nnx.Module]:
         del given[next(iter(signature.parameters))]
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             return own_call(self, *args, **kwargs)
-        reason = _dtype_reason(x, rule) or _state_reason(self, rule)
-        reason = reason or _argument_reason(given, signature, rule)
+        kind = _kind_of(self, x, rule)
+        reason = _state_reason(self, rule) or _argument_reason(given, signature, rule)
+        reason = reason or _kind_reason(kind, rule)
         if reason is not None:
             why = f"the patched {base.__name__} runs its own code, because {reason}"
             record(rule.run.operation, (x,), asked_for=None, chosen="reference", reason=why)
             return own_call(self, *args, **kwargs)
-        y = rule.run.run(self, jnp.asarray(x), dict(rule.dtypes)[jnp.dtype(x.dtype)])
+        y = rule.run.run(self, jnp.asarray(x), dict(rule.calls)[kind])
         return _constrained(y, given.get("out_sharding"))
 
     namespace = {
@@ -80,12 +81,29 @@ def is_sharding(value: Any) -> bool:
     return isinstance(value, NamedSharding | PartitionSpec)
 
 
-def _dtype_reason(x: jax.Array, rule: Rule) -> str | None:
-    """Why nothing is known about an input of this dtype, or None."""
-    known = [dtype for dtype, _ in rule.dtypes]
-    if jnp.dtype(x.dtype) in known:
+def _kind_of(module: nnx.Module, x: jax.Array, rule: Rule) -> Call:
+    """The kind of a call of the module for an input."""
+    found = parameters(module)
+    dtypes = tuple(jnp.dtype(found[path].dtype) for path, _ in rule.ranks if path in found)
+    return Call(jnp.dtype(x.dtype), x.ndim, dtypes)
+
+
+def _kind_reason(kind: Call, rule: Rule) -> str | None:
+    """Why nothing is known about calls of this kind, or None."""
+    known = [call for call, _ in rule.calls]
+    if kind in known:
         return None
-    return f"its input is {x.dtype}, and it was compared for {', '.join(map(str, known))}"
+    for what, of in (
+        ("its input is {}", lambda call: call.dtype),
+        ("the rank of its input is {}", lambda call: call.rank),
+        ("its parameters are {}", lambda call: ", ".join(map(str, dict.fromkeys(call.parameters)))),
+    ):
+        values = dict.fromkeys(map(of, known))
+        if of(kind) not in values:
+            return f"{what.format(of(kind))}, and it was compared for {', '.join(map(str, values))}"
+    return (
+        f"it was not compared for an input of {kind.dtype} and rank {kind.rank} with its parameters"
+    )
 
 
 def _state_reason(module: nnx.Module, rule: Rule) -> str | None:
@@ -106,7 +124,8 @@ def _argument_reason(given: dict[str, Any], signature: inspect.Signature, rule: 
         default = signature.parameters[name].default
         is_default = value is default or (type(value) is type(default) and _equal(value, default))
         is_ignored = isinstance(value, bool) and name in rule.ignored
-        if not (is_default or is_ignored or is_sharding(value)):
+        is_layout = name == "out_sharding" and is_sharding(value)
+        if not (is_default or is_ignored or is_layout):
             return f"its argument {name}={_short(value)} may change the result"
     return None
 

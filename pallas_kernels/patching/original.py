@@ -5,9 +5,10 @@ zeros hides nothing, and so that the parameters may be `jax.ShapeDtypeStruct`.
 """
 
 import contextlib
+import functools
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,12 +17,48 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels.patching import candidates
+from pallas_kernels.patching.programs import CHECKPOINTS, JITS, Program
 from pallas_kernels.patching.rules import MLPRule, NormRule, Path, name_of
 
 # Quick to compile, and every rounding is kept that the module writes.
 _COMPILER_OPTIONS: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_allow_excess_precision": False,
+}
+# A result of smooth operations is a smooth function, and its values determine its derivatives.
+_SMOOTH = {
+    "add",
+    "add_any",
+    "broadcast_in_dim",
+    "concatenate",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "div",
+    "dot_general",
+    "dynamic_slice",
+    "exp",
+    "expand_dims",
+    "gather",
+    "integer_pow",
+    "logistic",
+    "mul",
+    "name",
+    "neg",
+    "pow",
+    "reduce_sum",
+    "reshape",
+    "reshard",
+    "rsqrt",
+    "sharding_constraint",
+    "slice",
+    "split",
+    "sqrt",
+    "square",
+    "squeeze",
+    "sub",
+    "tanh",
+    "transpose",
 }
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -51,92 +88,168 @@ class Original:
     Args:
       module: Module to copy.
       axis: Axis along which the parameters of several layers are stacked; None for one layer.
+      dtype: Dtype to which the parameters are cast; None if they stay.
 
     Attributes:
-      arrays: Parameters, as float64.
-      ranks: Path and rank of each parameter.
+      shapes: Path and shape of each parameter.
 
     Raises:
-      Refused: The module's call needs another number of arguments than one, or may read a floating
-        variable that is no parameter.
+      Refused: The module's call needs another number of arguments than one.
     """
 
-    def __init__(self, module: nnx.Module, axis: int | None):
+    def __init__(self, module: nnx.Module, axis: int | None, dtype: Any = None):
         self._graphdef, state = nnx.split(module)
+        self._flat = nnx.to_flat_state(state)
         floating = candidates.parameters(module).keys()
-        rng = np.random.default_rng(0)
-        self.arrays: dict[Path, np.ndarray] = {}
-        flat = []
-        for path, v in nnx.to_flat_state(state):
+        self.shapes: dict[Path, tuple[int, ...]] = {}
+        self._own_dtypes: dict[Path, np.dtype] = {}
+        self._avals: list[jax.ShapeDtypeStruct] = []
+        for path, v in self._flat:
+            shape = candidates.without_axis(tuple(v.shape), axis if path in floating else None)
+            kept = v.dtype
             if path in floating:
-                value = _random(rng, candidates.without_axis(tuple(v.shape), axis), v.dtype)
-                self.arrays[path] = value.astype(np.float64)
-            elif jnp.issubdtype(v.dtype, jnp.floating):
-                # The variable may change later, and an abstract one has no value.
-                raise Refused(
-                    f"its result may depend on the variable `{name_of(path)}`, which is no "
-                    "parameter"
-                )
-            else:
-                value = _first_layer(v.get_value(), axis)
-            flat.append((path, v.replace(jnp.asarray(value))))
-        self._state = nnx.from_flat_state(flat)
+                self.shapes[path], self._own_dtypes[path] = shape, np.dtype(v.dtype)
+                kept = dtype or v.dtype
+            elif axis is not None:
+                # Counters and keys of stacked layers have the layers as their only axis.
+                shape = shape[1:]
+            self._avals.append(jax.ShapeDtypeStruct(shape, kept))
+        self._dtypes = {p: a.dtype for (p, _), a in zip(self._flat, self._avals, strict=True)}
         self._call: Any = type(module).__call__
         self._bools = _names_of_bools(self._call)
-        self.ranks = tuple((path, a.ndim) for path, a in self.arrays.items())
         self._has_modes = any(
             hasattr(m, "deterministic") or hasattr(m, "use_running_average")
             for _, m in nnx.iter_modules(module)
         )
+        self._traces: dict[Any, Any] = {}
 
-    def result(self, x: np.ndarray) -> np.ndarray:
-        """The result of the module's own call, which must have no effect.
+    @property
+    def dtypes(self) -> tuple[np.dtype, ...]:
+        """The dtypes of the parameters, in the order of `shapes`."""
+        return tuple(np.dtype(self._dtypes[path]) for path in self.shapes)
+
+    @functools.cached_property
+    def arrays(self) -> dict[Path, np.ndarray]:
+        """The parameters, as float64."""
+        rng = np.random.default_rng(0)
+        draw = lambda path: _random(rng, self.shapes[path]).astype(self._own_dtypes[path])
+        return {p: draw(p).astype(self._dtypes[p]).astype(np.float64) for p in self.shapes}
+
+    def results(self, xs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The results of the module's own call, compiled as one program."""
+        run = lambda leaves, xs: [self._called(leaves, x)[0] for x in xs]
+        compiled = self._compiled(run)
+        return [np.asarray(y) for y in compiled(self._leaves, [jnp.asarray(x) for x in xs])]
+
+    def check(self, x: np.ndarray) -> None:
+        """Checks that the result of the call is a function of the input and the parameters.
 
         Raises:
-          Refused: The call fails, changes the module, depends on its mode, or returns something
-            else than an array like `x`.
+          Refused: The call fails, changes the module, depends on its mode or on a variable that is
+            no parameter, or returns something else than an array like `x`.
         """
-        text = self._traced(x)
+        text = self.text(x)
         if re.search(r"precision=\S*HIGH", text):
             raise Refused("its products have a precision of their own")
         if self._has_modes:
             for trains in (True, False):
-                if self._traced(x, trains=trains) != text:
+                if self.text(x, trains=trains) != text:
                     mode = "training" if trains else "evaluation"
                     raise Refused(f"its call is another one in {mode} mode, for example by dropout")
-        y, after = self._compiled(self._called)(self._state, jnp.asarray(x))
-        before, after = jax.tree.leaves(self._state), jax.tree.leaves(after)
-        if not all(np.array_equal(_data(a), _data(b)) for a, b in zip(before, after, strict=True)):
+        program = self._program(x)
+        y, *after = program.outputs
+        if any(a is not b for a, b in zip(after, program.inputs[:-1], strict=True)):
             raise Refused("its call changes variables, for example a stream of random numbers")
-        return np.asarray(y)
+        _, needed = program.needed([y])
+        for (path, _), variable in zip(self._flat, program.inputs[:-1], strict=True):
+            if variable in needed and path not in self.shapes:
+                # The variable may change later, and an abstract one has no value.
+                raise Refused(
+                    f"its result depends on the variable `{name_of(path)}`, which is no parameter"
+                )
 
-    def ignored(self, x: np.ndarray) -> frozenset[str]:
-        """Names of arguments that change nothing, whether they are True or False."""
-        text, found = self._traced(x), set()
+    def check_derivatives(self, x: np.ndarray) -> None:
+        """Checks that equal results on random numbers mean equal functions and derivatives.
+
+        Raises:
+          Refused: The call has an operation that is not smooth, such as a bound, or that has a
+            derivative of its own.
+        """
+        program = self._program(x)
+        equations, _ = program.needed(program.outputs[:1])
+        data = {*program.inputs}
+        for equation in equations:
+            if not data.intersection(a for a in equation.invars if not _is_literal(a)):
+                continue
+            name = equation.primitive.name
+            if name not in _SMOOTH or not all(map(_is_floating, equation.outvars)):
+                raise Refused(
+                    f"its call contains `{name}`, and only smooth operations with their usual "
+                    "derivatives can be compared"
+                )
+            data.update(equation.outvars)
+
+    def scalars(self, x: np.ndarray) -> list[float]:
+        """The floating numbers in the traced call, with the fewest digits that float32 needs."""
+        return [float(str(np.float32(a))) for a in self._program(x).scalars()]
+
+    def ignored(self, xs: Sequence[np.ndarray]) -> frozenset[str]:
+        """Names of arguments that change nothing for any input, whether they are True or False."""
+        found = set()
         for name in self._bools:
             with contextlib.suppress(Refused):
-                if all(self._traced(x, **{name: b}) == text for b in (True, False)):
+                if all(
+                    self.text(x, **{name: b}) == self.text(x) for x in xs for b in (True, False)
+                ):
                     found.add(name)
         return frozenset(found)
 
     def has_checkpoint(self, x: np.ndarray) -> bool:
         """Whether the call is under `jax.checkpoint`, so that the backward finds its input only."""
-        return re.search(r"\b(checkpoint|remat2?)\[", self._traced(x)) is not None
+        return re.search(r"\b(checkpoint|remat2?)\[", self.text(x)) is not None
 
     def ours(self, rules: list[NormRule | MLPRule], x: np.ndarray, dtype: Any) -> list[np.ndarray]:
         """The results of our operations in plain JAX for an input and a dtype of the result."""
 
-        def run(state: Any, x: jax.Array) -> list[jax.Array]:
-            module = nnx.merge(self._graphdef, state)
-            return [rule.run(module, x, dtype) for rule in rules]
+        def run(leaves: Any, x: jax.Array) -> list[jax.Array]:
+            return [rule.run(self._merged(leaves), x, dtype) for rule in rules]
 
-        return [np.asarray(y) for y in self._compiled(run)(self._state, jnp.asarray(x))]
+        return [np.asarray(y) for y in self._compiled(run)(self._leaves, jnp.asarray(x))]
+
+    def text(self, x: np.ndarray, **options: Any) -> str:
+        """The text of the traced call, with its constants.
+
+        Raises:
+          Refused: The call fails, changes attributes, or has effects.
+        """
+        return self._traced(x, **options)[0]
+
+    @functools.cached_property
+    def _leaves(self) -> list[jax.Array]:
+        """Random parameters. No result depends on the other variables, so they are zeros."""
+        leaves = []
+        for (path, _), aval in zip(self._flat, self._avals, strict=True):
+            if path in self.shapes:
+                leaves.append(jnp.asarray(self.arrays[path].astype(aval.dtype)))
+            elif jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+                leaves.append(jnp.broadcast_to(jax.random.key(0), aval.shape))
+            else:
+                leaves.append(jnp.zeros(aval.shape, aval.dtype))
+        return leaves
 
     def _compiled(self, fn: Any) -> Any:
         return jax.jit(fn, compiler_options=_COMPILER_OPTIONS)
 
-    def _called(self, state: Any, x: jax.Array, trains: bool | None = None, **options: Any) -> Any:
-        module = nnx.merge(self._graphdef, state)
+    def _merged(self, leaves: Sequence[Any]) -> Any:
+        flat = [
+            (path, v.replace(leaf) if isinstance(v, nnx.Variable) else leaf)
+            for (path, v), leaf in zip(self._flat, leaves, strict=True)
+        ]
+        return nnx.merge(self._graphdef, nnx.from_flat_state(flat))
+
+    def _called(self, leaves: Any, x: jax.Array, trains: bool | None = None, **options: Any) -> Any:
+        """The result, and all variables after the call."""
+        module = self._merged(leaves)
         if trains is not None:
             module.set_attributes(
                 deterministic=not trains,
@@ -150,19 +263,28 @@ class Original:
             raise Refused("its call changes its attributes")
         if not isinstance(y, jax.Array) or y.shape != x.shape or not _is_floating(y):
             raise Refused(f"it does not return one floating array of the shape {list(x.shape)}")
-        return y, state
+        values = dict(nnx.to_flat_state(state))
+        return y, [jax.tree.leaves(values[path])[0] for path, _ in self._flat]
 
-    def _traced(self, x: np.ndarray, **options: Any) -> str:
-        """The text of the traced call.
+    def _traced(self, x: np.ndarray, **options: Any) -> tuple[str, Any]:
+        """The text of the traced call and its jaxpr, from one trace for each kind of input."""
+        key = x.shape, x.dtype, *options.items()
+        if key not in self._traces:
+            try:
+                self._traces[key] = self._trace(x, options)
+            except Refused as e:
+                self._traces[key] = e
+        found = self._traces[key]
+        if isinstance(found, Refused):
+            raise found
+        return found
 
-        Raises:
-          Refused: The call fails, changes attributes, or has effects.
-        """
-        call = lambda state, x: self._called(state, x, **options)
+    def _trace(self, x: np.ndarray, options: dict[str, Any]) -> tuple[str, Any]:
+        call = lambda leaves, x: self._called(leaves, x, **options)
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
         try:
             with jax.default_matmul_precision(None):  # so that the text has the module's own
-                jaxpr = jax.make_jaxpr(call)(self._state, shape)
+                jaxpr = jax.make_jaxpr(call)(self._avals, shape)
         except Refused:
             raise
         except Exception as e:
@@ -172,7 +294,10 @@ class Original:
         if jaxpr.effects:
             raise Refused(f"its call has effects: {', '.join(map(str, jaxpr.effects))}")
         constants = [_data(jnp.asarray(c)).tobytes() for c in jaxpr.consts]
-        return re.sub(r"0x[0-9a-f]+", "", f"{jaxpr} {constants}")
+        return re.sub(r"0x[0-9a-f]+", "", f"{jaxpr} {constants}"), jaxpr
+
+    def _program(self, x: np.ndarray) -> Program:
+        return Program(self._traced(x)[1], opens=(*JITS, *CHECKPOINTS))
 
 
 def _data(a: jax.Array) -> np.ndarray:
@@ -180,27 +305,20 @@ def _data(a: jax.Array) -> np.ndarray:
     return np.asarray(jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a)
 
 
-def _is_floating(a: jax.Array) -> bool:
-    return jnp.issubdtype(a.dtype, jnp.floating)
+def _is_literal(atom: Any) -> bool:
+    return hasattr(atom, "val")
 
 
-def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """A scale around 1, or a matrix with products of order one."""
+def _is_floating(a: Any) -> bool:
+    return jnp.issubdtype(getattr(a, "aval", a).dtype, jnp.floating)
+
+
+def _random(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """A scale around 1 or -1, or a matrix with products of order one."""
     if len(shape) == 1:
-        return rng.uniform(0.5, 1.5, shape).astype(dtype)
+        return rng.uniform(0.5, 1.5, shape) * rng.choice([-1, 1], shape)
     numbers = rng.standard_normal(shape, np.float32)
-    return (numbers * np.float32(candidates.standard_deviation(shape))).astype(dtype)
-
-
-def _first_layer(value: Any, axis: int | None) -> jax.Array:
-    """The value of a variable that is no parameter, or zeros in the place of an abstract one."""
-    if isinstance(value, jax.ShapeDtypeStruct):
-        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            value = jnp.broadcast_to(jax.random.key(0), value.shape)
-        else:
-            value = jnp.zeros(value.shape, value.dtype)
-    # Counters and keys of stacked layers have the layers as their only axis.
-    return value[0] if axis is not None and value.ndim else value
+    return numbers * np.float32(candidates.standard_deviation(shape))
 
 
 def _names_of_bools(call: Any) -> list[str]:

@@ -1,24 +1,33 @@
 """Traced programs: calls of `jax.jit` opened, and the part of a program that some values need."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core
 
 # A core.Var or a core.Literal, and a core.JaxprEqn. JAX declares no shape for their avals.
 Atom = Any
 Equation = Any
 
+JITS = ("jit", "pjit")
+CHECKPOINTS = ("checkpoint", "remat2")
+
 
 class Program:
-    """The equations of a traced function, without calls of `jax.jit`.
+    """The equations of a traced function, with some calls opened.
+
+    Args:
+      jaxpr: Traced function.
+      opens: Names of the primitives whose programs are opened.
 
     Attributes:
       inputs: Variables of the arguments.
       outputs: Variables or literals of the results.
     """
 
-    def __init__(self, jaxpr: Any):
+    def __init__(self, jaxpr: Any, opens: Collection[str] = JITS):
+        self._opens = opens
         self._values: dict[core.Var, Any] = {}
         self._equations: list[core.JaxprEqn] = []
         self._producers: dict[core.Var, core.JaxprEqn] = {}
@@ -29,15 +38,26 @@ class Program:
         """The equation that computes a value; None for arguments and constants."""
         return None if isinstance(atom, core.Literal) else self._producers.get(atom)
 
-    def run(self, atoms: Sequence[Atom], arguments: Sequence[Any]) -> list[Any]:
-        """The values of the atoms, from the equations that they need and those with effects."""
+    def needed(self, atoms: Sequence[Atom]) -> tuple[list[Equation], set[Atom]]:
+        """The equations that the atoms need and those with effects, and all variables in them."""
         needed = {a for a in atoms if not isinstance(a, core.Literal)}
         equations = []
         for equation in reversed(self._equations):
             if equation.effects or needed & {*equation.outvars}:
                 equations.append(equation)
                 needed |= {a for a in equation.invars if not isinstance(a, core.Literal)}
-        equations.reverse()
+        return equations[::-1], needed
+
+    def scalars(self) -> set[float]:
+        """All floating numbers that are literals or constants."""
+        literals = [a for e in self._equations for a in e.invars if isinstance(a, core.Literal)]
+        values = [a.val for a in literals] + [*self._values.values()]
+        is_one = lambda v: jnp.shape(v) == () and jnp.issubdtype(jnp.result_type(v), jnp.floating)
+        return {float(v) for v in values if is_one(v)}
+
+    def run(self, atoms: Sequence[Atom], arguments: Sequence[Any]) -> list[Any]:
+        """The values of the atoms, from the equations that they need and those with effects."""
+        equations, needed = self.needed(atoms)
         constants = [v for v in self._values if v in needed]
         effects = frozenset().union(*(equation.effects for equation in equations))
         debug_info = core.DebugInfo("jit", "model", None, None)
@@ -55,7 +75,7 @@ class Program:
         read = lambda atom: atom if isinstance(atom, core.Literal) else renamed[atom]
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
-            if (inner := _opened(equation)) is not None:
+            if (inner := self._opened(equation)) is not None:
                 results: Sequence[Atom] = self._open(inner, operands)
                 renamed |= zip(equation.outvars, results, strict=True)
                 continue
@@ -68,11 +88,14 @@ class Program:
             self._producers |= dict.fromkeys(variables, copied)
         return [read(atom) for atom in jaxpr.outvars]
 
+    def _opened(self, equation: core.JaxprEqn) -> Any:
+        """The program that an equation runs, or None if it stays closed.
 
-def _opened(equation: core.JaxprEqn) -> Any:
-    """The program that a call of `jax.jit` runs, or None if the call fixes shardings."""
-    if equation.primitive.name not in ("jit", "pjit"):
-        return None
-    shardings = *equation.params["in_shardings"], *equation.params["out_shardings"]
-    is_plain = all(type(s).__name__ == "UnspecifiedValue" for s in shardings)
-    return equation.params["jaxpr"] if is_plain else None
+        A call of `jax.jit` that fixes shardings stays closed.
+        """
+        if equation.primitive.name not in self._opens:
+            return None
+        names = "in_shardings", "out_shardings"
+        shardings = [s for name in names for s in equation.params.get(name, ())]
+        is_plain = all(type(s).__name__ == "UnspecifiedValue" for s in shardings)
+        return equation.params["jaxpr"] if is_plain else None

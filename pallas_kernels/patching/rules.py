@@ -94,8 +94,10 @@ class NormRule:
 
     def exact(self, arrays: dict[Path, np.ndarray], x: np.ndarray) -> np.ndarray:
         """The formula in float64."""
-        rstd = 1 / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + self.eps)
-        return x * rstd * (arrays[self.scale] + self.weight_offset)
+        # Without an epsilon, a row of zeros gives NaN.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rstd = 1 / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + self.eps)
+            return x * rstd * (arrays[self.scale] + self.weight_offset)
 
     def __str__(self) -> str:
         text = f"rms_norm(weight={name_of(self.scale)}, eps={self.eps:g}"
@@ -142,17 +144,32 @@ class MLPRule:
 
 
 @dataclasses.dataclass(frozen=True)
+class Call:
+    """A kind of call of a module.
+
+    Attributes:
+      dtype: Dtype of the input.
+      rank: Rank of the input.
+      parameters: Dtypes of the parameters, in the order of `Rule.ranks`.
+    """
+
+    dtype: np.dtype
+    rank: int
+    parameters: tuple[np.dtype, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Rule:
     """The operation of one module, and when it runs.
 
     Attributes:
       run: Operation and its arguments.
-      dtypes: Pairs of an input's dtype and the dtype of the result, as the module has them.
+      calls: Kinds of calls that were compared, each with the dtype of the module's result.
       ranks: Path and rank of each parameter of the module.
       ignored: Names of arguments of the module's call that change no result if they are bools.
     """
 
     run: NormRule | MLPRule
-    dtypes: tuple[tuple[np.dtype, np.dtype], ...]
+    calls: tuple[tuple[Call, np.dtype], ...]
     ranks: tuple[tuple[Path, int], ...]
     ignored: frozenset[str] = frozenset()

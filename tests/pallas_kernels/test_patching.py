@@ -245,11 +245,11 @@ REFUSED = {
     "two inputs": (Adding, r"its call takes \(x, residual\), and not one array"),
     "epsilon in a variable": (
         lambda: VariableEpsilon(1e-6),
-        "may depend on the variable `eps`, which is no parameter",
+        "its result depends on the variable `eps`, which is no parameter",
     ),
     "abstract epsilon": (
         lambda: nnx.eval_shape(lambda: VariableEpsilon(1e-2)),
-        "may depend on the variable `eps`, which is no parameter",
+        "its result depends on the variable `eps`, which is no parameter",
     ),
     "failing": (Failing, "raises only under a mesh"),
 }
