@@ -19,8 +19,7 @@ from pallas_kernels.loss import linear_cross_entropy
 from pallas_kernels.loss.layout import WeightLayout
 from pallas_kernels.patching.programs import Atom, Equation, Program
 
-# Primitives that change neither a value nor its place in the array. A cast that rounds logits to 16
-# bits counts as one, and the loss leaves it out, because its logits are float32.
+# Primitives that change neither a value nor its place in the array, and casts.
 _TRANSPARENT = {"convert_element_type", "copy", "copy_p", "name", "reshard", "sharding_constraint"}
 # Primitives with a program of their own, for the message of an error.
 _TRACED_INSIDE = {
@@ -128,8 +127,8 @@ def _precision(hidden: jax.Array, precision: Any) -> contextlib.AbstractContextM
     """The context in which float32 products have the precision of the model's."""
     if precision is None or hidden.dtype != jnp.float32:
         return contextlib.nullcontext()
-    one = precision[0] if isinstance(precision, tuple) else precision
-    return jax.default_matmul_precision(one.name.lower() if one in _PRECISIONS else one.name)
+    is_usual = precision in _PRECISIONS
+    return jax.default_matmul_precision(precision.name.lower() if is_usual else precision.name)
 
 
 _PRECISIONS = set(jax.lax.Precision)
@@ -183,7 +182,7 @@ def _head_of(program: Program, atom: Atom) -> _Head:
         name, operand = equation.primitive.name, equation.invars[0]
         if name == "dot_general":
             return _of_product(program, equation, axes, bias, softcap)
-        if name in _TRANSPARENT and _is_floating(operand):
+        if _is_transparent(equation):
             atom = operand
         elif name == "transpose":
             axes = tuple(equation.params["permutation"][i] for i in axes)
@@ -199,8 +198,15 @@ def _head_of(program: Program, atom: Atom) -> _Head:
             raise _NoHead(f"it is the result of {name!r}{inside}, and not of a product")
 
 
-def _is_floating(atom: Atom) -> bool:
-    return jnp.issubdtype(atom.aval.dtype, jnp.floating)
+def _is_transparent(equation: Equation) -> bool:
+    """Whether the loss may take the operand in the place of the result.
+
+    It leaves out a cast that rounds logits to 16 bits, because its logits are float32. Eight bits
+    are too few for that, and the loss takes no such array.
+    """
+    dtypes = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    is_wide = all(jnp.issubdtype(d, jnp.floating) and d.itemsize > 1 for d in dtypes)
+    return equation.primitive.name in _TRANSPARENT and is_wide
 
 
 def _keeps_rows(old: Atom, new: Atom, axes: tuple[int, ...]) -> bool:
@@ -239,7 +245,7 @@ def _softcap_and_rest(program: Program, equation: Equation) -> tuple[float, Atom
     for factor, rest in (equation.invars, equation.invars[::-1]):
         bound = _scalar(factor)
         tanh = program.producer(rest)
-        while tanh is not None and tanh.primitive.name in _TRANSPARENT:
+        while tanh is not None and _is_transparent(tanh):
             tanh = program.producer(tanh.invars[0])
         if bound is None or bound <= 0 or tanh is None or tanh.primitive.name != "tanh":
             continue
@@ -287,8 +293,11 @@ def _of_product(
     *tokens, (side, _) = (free[i] for i in axes)
     if equation.invars[side].aval.ndim != 2 or any(other == side for other, _ in tokens):
         raise _NoHead("it is no product of hidden states with one matrix")
-    weight, is_swapped = _parameter_of(program, equation.invars[side])
     hidden = 1 - side
+    dtypes = [equation.invars[i].aval.dtype for i in (hidden, side)]
+    if dtypes[0] != dtypes[1]:
+        raise _NoHead(f"it is a product of {dtypes[0]} with {dtypes[1]}; cast one of them before")
+    weight, is_swapped = _parameter_of(program, equation.invars[side])
     return _Head(
         hidden=equation.invars[hidden],
         hidden_axes=(*(i for _, i in tokens), contracted[hidden][0]),
@@ -296,21 +305,38 @@ def _of_product(
         weight_layout="vd" if (contracted[side][0] == 1) != is_swapped else "dv",
         bias=bias,
         softcap=softcap,
-        precision=equation.params["precision"],
+        precision=_one_precision(equation.params["precision"]),
     )
+
+
+def _one_precision(precision: Any) -> Any:
+    """The precision of both operands; a preset of an algorithm counts as one."""
+    if isinstance(precision, jax.lax.DotAlgorithm):
+        raise _NoHead(f"its product has the precision {precision}, which the loss does not have")
+    first, second = precision if isinstance(precision, tuple) else (precision, precision)
+    if first != second:
+        raise _NoHead(f"its product has two precisions, {first} and {second}; give it one")
+    return first
 
 
 def _parameter_of(program: Program, atom: Atom) -> tuple[Atom, bool]:
     """The array under casts and transpositions of a matrix, and whether it is transposed.
 
-    The loss casts it to the dtype of the hidden states itself, a part at a time.
+    The loss casts it to the dtype of the hidden states itself, a part at a time. So the array is
+    the result of the last cast that dropped bits of that dtype, or float8 that is cast back.
     """
-    is_swapped = False
+    is_swapped, dtype = False, atom.aval.dtype
     while (equation := program.producer(atom)) is not None:
         name = equation.primitive.name
         if name == "transpose" and equation.params["permutation"] == (1, 0):
             is_swapped = not is_swapped
-        elif name not in _TRANSPARENT or not _is_floating(equation.invars[0]):
+        elif not _is_transparent(equation) or not _holds(equation.outvars[0].aval.dtype, dtype):
             break
         atom = equation.invars[0]
     return atom, is_swapped
+
+
+def _holds(one: Any, other: Any) -> bool:
+    """Whether a floating dtype has all numbers of another, except for the smallest."""
+    one, other = jnp.finfo(one), jnp.finfo(other)
+    return one.nmant >= other.nmant and one.maxexp >= other.maxexp

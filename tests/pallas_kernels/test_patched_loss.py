@@ -194,6 +194,26 @@ def batched(model, x):
     return x @ kernel
 
 
+def rounded_to_float8(model, x):
+    return model.lm_head(x).astype(jnp.float8_e4m3fn).astype(F32)
+
+
+def with_precision(precision):
+    """A head whose product has a precision of its own."""
+    dot = functools.partial(jax.lax.dot_general, dimension_numbers=(((2,), (0,)), ((), ())))
+    return lambda model, x: dot(x, model.lm_head.kernel[...], precision=precision)
+
+
+def of_two_dtypes(model, x):
+    return jax.lax.dot_general(
+        x.astype(jnp.bfloat16),
+        model.lm_head.kernel[...],
+        (((2,), (0,)), ((), ())),
+        preferred_element_type=F32,
+    )
+
+
+ALGORITHM = jax.lax.DotAlgorithm(F32, F32, F32)
 REFUSED = {
     "scaled": (scaled, "is multiplied by something, and is no c"),
     "cast inside": (cast_inside, "is multiplied by something, and is no c"),
@@ -202,6 +222,10 @@ REFUSED = {
     "scan": (in_a_scan, "result of 'scan' which the loss does not see into"),
     "added": (shifted, "something is added to it that is no vector"),
     "batched": (batched, "a product with batches"),
+    "float8": (rounded_to_float8, "result of 'convert_element_type', and not of a product"),
+    "precisions": (with_precision(("default", "highest")), "two precisions, DEFAULT and HIGHEST"),
+    "algorithm": (with_precision(ALGORITHM), "DotAlgorithm.*, which the loss does not have"),
+    "two dtypes": (of_two_dtypes, "it is a product of bfloat16 with float32; cast one of them"),
 }
 
 
@@ -210,6 +234,25 @@ def test_heads_that_are_refused(name):
     head, reason = REFUSED[name]
     with pytest.raises(NotImplementedError, match=reason):
         jax.eval_shape(lambda: loss_of(model_of_one_layer(head=head), *tokens_and_labels()))
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [(jnp.float8_e4m3fn, F32), (jnp.bfloat16, F32), (jnp.float8_e4m3fn, jnp.bfloat16, F32)],
+)
+def test_roundings_of_the_weight_are_kept(dtypes):
+    """The loss is that of the rounded weight, and not closer to the one of the parameter."""
+
+    def head(model, x):
+        return x @ functools.reduce(jnp.astype, dtypes, model.lm_head.kernel[...])
+
+    model = shuffled(model_of_one_layer(head=head))
+    expected = usual_loss(model, *tokens_and_labels())
+    got = loss_of(model, *tokens_and_labels())
+    model.head = None
+    without = usual_loss(model, *tokens_and_labels())
+    assert abs(got - expected) <= 4 * np.finfo(np.float32).eps * expected
+    assert abs(without - expected) > 32 * np.finfo(np.float32).eps * expected
 
 
 def test_a_number_for_each_position_is_no_bias():
