@@ -125,8 +125,10 @@ def patch(model: nnx.Module) -> Patched:
     A module is recognized by what it computes, not by the name of its class. Its parameters must be
     one vector, or the three matrices of a gated MLP in any layout, with gate and up also in one
     array. Its result on random inputs must equal the formula up to a few roundings, in float32 and
-    bfloat16. A module with another result, with biases, dropout or effects stays as it is. So does
-    one with a floating variable that is no `nnx.Param`, such as an epsilon in an `nnx.Variable`.
+    bfloat16, and its traced call must have smooth operations alone, so that its derivatives are
+    equal, too. A module with another result, with biases, dropout or effects stays as it is. So
+    does one whose result depends on a variable that is no `nnx.Param`, such as an epsilon in an
+    `nnx.Variable`.
 
     Only the call of a replaced module changes. The model keeps its parameters, their paths, its
     attributes, and `isinstance`, so checkpoints, optimizers and NNX's transforms work as before.
@@ -134,7 +136,8 @@ def patch(model: nnx.Module) -> Patched:
     layers are replaced, too. The parameters may be `jax.ShapeDtypeStruct`.
 
     A replaced module runs its own code in calls that the comparison did not cover: for an input of
-    another dtype, an argument that may change the result, or parameters that were added later.
+    another dtype or of a rank other than 2, 3 and 4, an argument that may change the result, or
+    parameters that were added or have another dtype than bfloat16 and their own.
     `explain` shows the reason, and under `require_kernels` it is an error. An attribute that is
     changed later, such as an epsilon, has no effect: `undo` and patch again.
 

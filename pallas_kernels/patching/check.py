@@ -113,12 +113,15 @@ def _compare(
 ) -> Comparison:
     original = Original(module, axis)
     rule, samples = _compare_mlp(original, readings) if readings else _compare_norm(original)
+    usual = tuple(s.x for s in samples if s.x.ndim == 3)
+    texts = _texts(original, usual)
     # A training step may cast the parameters to the dtype of its products.
     if {*original.dtypes} != {np.dtype(jnp.bfloat16)}:
-        calls = _calls_after_cast(Original(module, axis, jnp.bfloat16), rule, samples)
-        rule = dataclasses.replace(rule, calls=rule.calls + calls)
-    usual = tuple(s.x for s in samples if s.x.ndim == 3)
-    return Comparison(rule, axis, usual, _texts(original, usual))
+        original = Original(module, axis, jnp.bfloat16)  # in the place of the other, which is large
+        rule = dataclasses.replace(
+            rule, calls=rule.calls + _calls_after_cast(original, rule, samples)
+        )
+    return Comparison(rule, axis, usual, texts)
 
 
 def _calls_after_cast(

@@ -102,19 +102,18 @@ class Original:
         self._flat = nnx.to_flat_state(state)
         floating = candidates.parameters(module).keys()
         self.shapes: dict[Path, tuple[int, ...]] = {}
-        self._own_dtypes: dict[Path, np.dtype] = {}
+        self._dtypes: dict[Path, np.dtype] = {}
         self._avals: list[jax.ShapeDtypeStruct] = []
         for path, v in self._flat:
-            shape = candidates.without_axis(tuple(v.shape), axis if path in floating else None)
-            kept = v.dtype
+            aval = jax.ShapeDtypeStruct(v.shape, v.dtype)
             if path in floating:
-                self.shapes[path], self._own_dtypes[path] = shape, np.dtype(v.dtype)
-                kept = dtype or v.dtype
+                self.shapes[path] = candidates.without_axis(tuple(v.shape), axis)
+                self._dtypes[path] = np.dtype(dtype or v.dtype)
+                aval = jax.ShapeDtypeStruct(self.shapes[path], self._dtypes[path])
             elif axis is not None:
                 # Counters and keys of stacked layers have the layers as their only axis.
-                shape = shape[1:]
-            self._avals.append(jax.ShapeDtypeStruct(shape, kept))
-        self._dtypes = {p: a.dtype for (p, _), a in zip(self._flat, self._avals, strict=True)}
+                aval = jax.ShapeDtypeStruct(v.shape[1:], v.dtype)
+            self._avals.append(aval)
         self._call: Any = type(module).__call__
         self._bools = _names_of_bools(self._call)
         self._has_modes = any(
@@ -126,20 +125,27 @@ class Original:
     @property
     def dtypes(self) -> tuple[np.dtype, ...]:
         """The dtypes of the parameters, in the order of `shapes`."""
-        return tuple(np.dtype(self._dtypes[path]) for path in self.shapes)
+        return tuple(self._dtypes.values())
 
     @functools.cached_property
     def arrays(self) -> dict[Path, np.ndarray]:
         """The parameters, as float64."""
         rng = np.random.default_rng(0)
-        draw = lambda path: _random(rng, self.shapes[path]).astype(self._own_dtypes[path])
-        return {p: draw(p).astype(self._dtypes[p]).astype(np.float64) for p in self.shapes}
+        draw = lambda path: _random(rng, self.shapes[path]).astype(self._dtypes[path])
+        return {path: draw(path).astype(np.float64) for path in self.shapes}
 
     def results(self, xs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The results of the module's own call, compiled as one program."""
-        run = lambda leaves, xs: [self._called(leaves, x)[0] for x in xs]
-        compiled = self._compiled(run)
-        return [np.asarray(y) for y in compiled(self._leaves, [jnp.asarray(x) for x in xs])]
+        """The results of the module's own call, compiled as one program.
+
+        Raises:
+          Failed: The program does not compile or run, for example on this platform.
+        """
+        compiled = self._compiled(lambda leaves, xs: [self._called(leaves, x)[0] for x in xs])
+        leaves = self._leaves
+        try:
+            return [np.asarray(y) for y in compiled(leaves, [jnp.asarray(x) for x in xs])]
+        except Exception as e:
+            raise Failed(f"its call on random numbers raises {_shortened(e)}") from e
 
     def check(self, x: np.ndarray) -> None:
         """Checks that the result of the call is a function of the input and the parameters.
@@ -288,9 +294,7 @@ class Original:
         except Refused:
             raise
         except Exception as e:
-            text = " ".join(str(e).split())
-            text = text if len(text) <= 160 else text[:160] + "..."
-            raise Failed(f"its call on {x.dtype} {list(x.shape)} raises {text}") from e
+            raise Failed(f"its call on {x.dtype} {list(x.shape)} raises {_shortened(e)}") from e
         if jaxpr.effects:
             raise Refused(f"its call has effects: {', '.join(map(str, jaxpr.effects))}")
         constants = [_data(jnp.asarray(c)).tobytes() for c in jaxpr.consts]
@@ -303,6 +307,11 @@ class Original:
 def _data(a: jax.Array) -> np.ndarray:
     """The numbers of an array, which may be a key."""
     return np.asarray(jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a)
+
+
+def _shortened(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 160 else text[:160] + "..."
 
 
 def _is_literal(atom: Any) -> bool:

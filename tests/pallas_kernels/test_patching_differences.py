@@ -69,6 +69,15 @@ def frozen_size(scale, x):
     )
 
 
+def only_traced(scale, x):
+    """Raises where it runs, and not where it is traced."""
+
+    def fail(x):
+        raise RuntimeError("without this device")
+
+    return rms(x + jax.pure_callback(fail, x, x), scale)
+
+
 class Flagged(nnx.Module):
     """Has its epsilon chosen by a variable that is not floating."""
 
@@ -102,6 +111,7 @@ REFUSED = {
         lambda: Norm(lambda scale, x: rms(x, scale, axes=(-2, -1) if x.ndim == 4 else -1)),
         "differs from RMSNorm by",
     ),
+    "runs nowhere": (lambda: Norm(only_traced), "its call on random numbers raises"),
     "flag": (lambda: Flagged(True), VARIABLE),
     "abstract flag": (lambda: nnx.eval_shape(lambda: Flagged(True)), VARIABLE),
 }
