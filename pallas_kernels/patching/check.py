@@ -28,8 +28,8 @@ _DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
 # Sizes of the tokens. Small ones show epsilon. Zeros show whether there is one.
 _NORM_SIZES = (1e-5, 1e-3, 0.03, 0.0, 1.0, 1.0, 30.0, 1e3)
 _MLP_SIZES = (0.03, 0.3, 0.0, 1.0, 1.0, 3.0, 30.0, 1e3)
-# Shapes of the tokens, with the usual one first. A call of another rank is not covered.
-_SHAPES = ((2, 4), (8,), (2, 2, 2))
+# Shapes of the tokens. A call of another rank is not covered.
+_SHAPES = ((8,), (2, 4), (2, 2, 2))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -105,14 +105,17 @@ class Original:
         self._dtypes: dict[Path, np.dtype] = {}
         self._avals: list[jax.ShapeDtypeStruct] = []
         for path, v in self._flat:
-            aval = jax.ShapeDtypeStruct(v.shape, v.dtype)
+            own_dtype = v.dtype
+            if not jnp.issubdtype(own_dtype, jax.dtypes.prng_key):
+                own_dtype = jax.dtypes.canonicalize_dtype(own_dtype)
+            aval = jax.ShapeDtypeStruct(v.shape, own_dtype)
             if path in floating:
                 self.shapes[path] = candidates.without_axis(tuple(v.shape), axis)
                 self._dtypes[path] = np.dtype(dtype or v.dtype)
                 aval = jax.ShapeDtypeStruct(self.shapes[path], self._dtypes[path])
             elif axis is not None:
                 # Counters and keys of stacked layers have the layers as their only axis.
-                aval = jax.ShapeDtypeStruct(v.shape[1:], v.dtype)
+                aval = jax.ShapeDtypeStruct(v.shape[1:], own_dtype)
             self._avals.append(aval)
         self._call: Any = type(module).__call__
         self._bools = _names_of_bools(self._call)

@@ -160,17 +160,17 @@ def test_modules_with_equal_attributes_may_differ():
     ]
 
 
-class WithIntegers(Norm):
+class WithArrays(Norm):
     """Has arrays that its call does not read, one of them in no variable."""
 
-    def __init__(self, dtype: Any):
+    def __init__(self, array: Any):
         super().__init__()
-        self.ids, self.mean = nnx.data(jnp.arange(3, dtype=dtype)), nnx.BatchStat(jnp.ones(D))
+        self.ids, self.mean = nnx.data(array), nnx.BatchStat(jnp.ones(D))
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, F32])
-def test_arrays_that_no_result_depends_on(dtype):
-    assert len(patch(WithIntegers(dtype)).replaced) == 1
+@pytest.mark.parametrize("array", [jnp.arange(3), np.arange(3.0)])
+def test_arrays_that_no_result_depends_on(array):
+    assert len(patch(WithArrays(array)).replaced) == 1
 
 
 def test_parameters_that_are_cast_later():
@@ -212,7 +212,7 @@ class Layered(Norm):
             {"layout": jax.sharding.PartitionSpec()},
             "its argument layout=P() may change the result",
         ),
-        (F32, (1, 1, 2, 3, D), {}, "the rank of its input is 5, and it was compared for 3, 2, 4"),
+        (F32, (1, 1, 2, 3, D), {}, "the rank of its input is 5, and it was compared for 2, 3, 4"),
         (jnp.float16, (2, 3, D), {}, "its input is float16, and it was compared for float32, bfl"),
     ],
 )
