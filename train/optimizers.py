@@ -60,17 +60,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         case "adamw":
             return optax.chain(clip, _adamw(config, schedule))
         case "muon":
-            # With rate -1 it returns directions, as the other optimizers do.
-            direction = optax.contrib.muon(
-                -1.0,
-                beta=b1,
-                eps=config.eps,
-                mu_dtype=config.momentum_dtype,
-                adam_b1=0.9,
-                adam_b2=b2,
-                muon_weight_dimension_numbers=_matrices_of_layers,
-                consistent_rms=_MUON_RMS,
-            )
+            direction = _muon(config)
         case "lion":
             direction = optax.scale_by_lion(b1, b2, config.momentum_dtype)
         case "adafactor":
@@ -80,6 +70,29 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     decayed = optax.add_decayed_weights(config.weight_decay, _decays)
     rate = optax.scale_by_learning_rate(schedule)
     return optax.chain(clip, _skippable(optax.chain(direction, decayed, rate)))
+
+
+def _muon(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+    """Directions of Muon for the matrices of layers, and of AdamW for the other parameters.
+
+    `optax.contrib.muon` has one switch for Nesterov's momentum of both. It would make AdamW NAdamW.
+    """
+    b1, b2 = config.decays
+    momentum = optax.contrib.scale_by_muon(
+        beta=b1,
+        eps=config.eps,
+        mu_dtype=config.momentum_dtype,
+        weight_dimension_numbers=_matrices,
+    )
+    # A chain of one, because checkpoints have its name in the state.
+    adam = optax.chain(optax.scale_by_adam(0.9, b2, config.eps, mu_dtype=config.momentum_dtype))
+    return optax.partition({"muon": optax.chain(momentum, _muon_scale()), "adam": adam}, _labels)
+
+
+def _muon_scale() -> optax.GradientTransformation:
+    """Gives orthogonal matrices `[L, in, out]` the root mean square `_MUON_RMS`."""
+    scale = lambda u: u * (_MUON_RMS * max(u.shape[1:]) ** 0.5)
+    return optax.stateless(lambda updates, _: jax.tree.map(scale, updates))
 
 
 def _skippable(
@@ -148,12 +161,16 @@ def _decays(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
-def _matrices_of_layers(params: Any) -> Any:
-    """The axes of the parameters that Muon updates, stacked on axis 0; None for the others."""
+def _labels(params: Any) -> Any:
+    """The optimizer of each parameter: "muon" for the kernels of layers, "adam" for the others."""
 
-    def axes(path: tuple[Any, ...], _: Any) -> optax.contrib.MuonDimensionNumbers | None:
+    def label(path: tuple[Any, ...], _: Any) -> str:
         names = parameter_path(path)
-        in_layers = names[0] == "layers" and names[-1] == "kernel"
-        return optax.contrib.MuonDimensionNumbers(1, 2) if in_layers else None
+        return "muon" if names[0] == "layers" and names[-1] == "kernel" else "adam"
 
-    return jax.tree_util.tree_map_with_path(axes, params)
+    return jax.tree_util.tree_map_with_path(label, params)
+
+
+def _matrices(updates: Any) -> Any:
+    """The two axes of each matrix; axis 0 is that of the layers."""
+    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(1, 2), updates)
