@@ -45,6 +45,7 @@ def _train(arguments: list[str], *, debug: bool) -> None:
     from train.errors import naming
     from train.faults import hide_given_up_transfers
     from train.flag_errors import FlagError
+    from train.token_ids import with_ids_of_text
 
     hide_given_up_transfers()
     with errors(debug=debug):
@@ -57,7 +58,7 @@ def _train(arguments: list[str], *, debug: bool) -> None:
             # Again, because `started` ends one of several processes on any exception, and prints
             # the traceback unless it is a SystemExit.
             with errors(debug=debug):
-                config = parse_command_line(arguments)
+                config = with_ids_of_text(parse_command_line(arguments), arguments)
                 try:
                     setup.mesh_of(config)
                 except ValueError as error:

@@ -85,7 +85,7 @@ def read_model_config(folder: Path, like: LlamaConfig) -> LlamaConfig:
 
 
 def check_model(folder: Path, config: LlamaConfig) -> None:
-    """Checks that `config` is the model in a folder.
+    """Checks that `config` is the model in a folder, with any tokens that begin and end a text.
 
     Raises:
       FolderError: It is not; the message names the fields that differ.
@@ -94,7 +94,8 @@ def check_model(folder: Path, config: LlamaConfig) -> None:
     differences = [
         f"{field.name} {getattr(found, field.name)!r}, not {getattr(config, field.name)!r}"
         for field in dataclasses.fields(LlamaConfig)
-        if getattr(found, field.name) != getattr(config, field.name)
+        if field.name not in ("bos_token_id", "eos_token_id")
+        and getattr(found, field.name) != getattr(config, field.name)
     ]
     if differences:
         raise FolderError(

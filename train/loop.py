@@ -50,6 +50,7 @@ from train.setup import (
 )
 from train.step import Batch, TrainState, abstract_state
 from train.teacher import check_teacher
+from train.token_ids import tell_of_contradiction
 
 
 def run(config: TrainConfig) -> Path:
@@ -83,6 +84,8 @@ def run(config: TrainConfig) -> Path:
     if config.objective == "distill":
         check_teacher(config)
     check_sample(config)
+    if is_first():
+        tell_of_contradiction(config)
     datasets = open_datasets(config)
     written: dict[str, Any] = {"config": config, "data": datasets.fingerprint}
     if config.model.remat == AUTO_REMAT:

@@ -14,7 +14,7 @@ FLOORS = (
     ("objective_config", "hf_folder"),
     ("config",),
     ("data", "guard", "optimizers"),
-    ("objectives", "teacher"),
+    ("objectives", "teacher", "token_ids"),
     ("step",),
     ("distributed",),
     ("reporting", "evaluate"),

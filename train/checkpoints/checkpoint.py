@@ -52,6 +52,8 @@ MAY_CHANGE = (
     "distributed",
     "model.remat",
     "model.mlp_chunk_size",
+    "model.bos_token_id",
+    "model.eos_token_id",
     "data.cache_dir",
     "max_skipped_steps",
     "log_every",

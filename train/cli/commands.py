@@ -29,6 +29,7 @@ from train.hf_folder import check_finite, copy_tokenizer
 from train.outputs import sample_key
 from train.ranges import COUNT, NOT_NEGATIVE, SEED, SIZE
 from train.step import make_eval_step, model_graph
+from train.token_ids import contradiction, with_tokenizer_ids
 
 _SOURCE = "a run, one of its checkpoints (run/checkpoints/120), or a Hugging Face folder"
 
@@ -49,6 +50,8 @@ def export(arguments: Sequence[str]) -> None:
     if (flags.output / "config.json").exists():
         raise FolderError(f"{flags.output} has a config.json; name a folder without a model")
     mesh = _mesh(flags)
+    if saved.step is not None:  # trained here, so that its tokenizer can be read
+        _tell_of_contradiction(saved)
     bos_token, eos_token = saved.bos_token, saved.eos_token
     with naming(flags.output):
         # Before the model is written, because this may refuse a link.
@@ -215,6 +218,7 @@ def sample(arguments: Sequence[str]) -> None:
         raise FolderError("--prompt is not UTF-8; give it in this encoding") from None
     saved = _with_tokenizer(_find(flags), flags)
     tokenizer = _tokenizer_of(saved)
+    _tell_of_contradiction(saved)
     prompt = data.start_of_document(flags.prompt, tokenizer)
     if not len(prompt):
         raise FolderError("the prompt has no tokens; give some text with --prompt")
@@ -259,10 +263,18 @@ def _with_tokenizer(saved: Saved, flags: argparse.Namespace) -> Saved:
             f"--{name.replace('_', '-')} {token!r} is for a tokenizer, and {saved.name} has none, "
             "so that a token is a byte; name one with --tokenizer, or leave the flag out"
         )
-    _tokenizer_of(saved)
+    tokenizer = _tokenizer_of(saved)
+    if given:
+        saved = dataclasses.replace(saved, model=with_tokenizer_ids(saved.model, tokenizer))
     if saved.tokenizer is None and saved.step is None:
         print(f"{saved.name} has no tokenizer: a token is a byte", file=sys.stderr)
     return saved
+
+
+def _tell_of_contradiction(saved: Saved) -> None:
+    if text := contradiction(saved.model, _tokenizer_of(saved)):
+        file = saved.folder if saved.step is None else saved.folder.parent
+        print(f"{saved.name}: {text}; correct them in {file / 'config.json'}", file=sys.stderr)
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:

@@ -1,0 +1,82 @@
+"""The tokens that begin and end a text: the model's, and the tokenizer's."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from models.config import LlamaConfig
+from train import data
+from train.config import TrainConfig
+
+_FIELDS = {"bos_token_id": "begins", "eos_token_id": "ends"}
+
+
+def with_tokenizer_ids(model: LlamaConfig, tokenizer: data.Tokenizer) -> LlamaConfig:
+    """The model with the tokenizer's `bos_token_id` and `eos_token_id`.
+
+    Several tokens that end a text stay if the tokenizer's is one of them.
+    """
+    eos = model.eos_token_id if _ends(model, tokenizer) else tokenizer.eos
+    return dataclasses.replace(model, bos_token_id=tokenizer.bos, eos_token_id=eos)
+
+
+def contradiction(model: LlamaConfig, tokenizer: data.Tokenizer) -> str | None:
+    """A sentence on tokens of the model that are not the tokenizer's; None if all are."""
+    wrong = []
+    if tokenizer.bos is not None and model.bos_token_id != tokenizer.bos:
+        wrong.append(f"bos_token_id={model.bos_token_id}, and the tokenizer's is {tokenizer.bos}")
+    if not _ends(model, tokenizer):
+        wrong.append(f"eos_token_id={model.eos_token_id}, and the tokenizer's is {tokenizer.eos}")
+    if not wrong:
+        return None
+    return f"the model has {'; '.join(wrong)}. Samples and config.json have the model's"
+
+
+def with_ids_of_text(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
+    """The configuration whose model has the ids of the tokenizer, unless something names others.
+
+    A model of `init_from` keeps its own, and a flag in `arguments` keeps the value that it gives.
+    One line tells of a change.
+
+    Raises:
+      DataError: The tokenizer cannot be read.
+    """
+    if config.init_from or not config.data.is_packed:
+        return config
+    flags = {argument.partition("=")[0] for argument in arguments}
+    tokenizer = data.load_tokenizer(config.data)
+    found = with_tokenizer_ids(config.model, tokenizer)
+    changes = {
+        name: getattr(found, name)
+        for name in _FIELDS
+        if f"--model.{name.replace('_', '-')}" not in flags
+        and getattr(found, name) != getattr(config.model, name)
+    }
+    if not changes:
+        return config
+    for name, value in changes.items():
+        print(
+            f"the model's {name} is {value}, the token that {_FIELDS[name]} a text of "
+            f"{config.data.tokenizer or 'bytes'}, not {getattr(config.model, name)}"
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
+
+
+def tell_of_contradiction(config: TrainConfig) -> None:
+    """Prints a line if the model's tokens are not the tokenizer's.
+
+    Raises:
+      DataError: The tokenizer cannot be read.
+    """
+    if not config.data.is_packed:
+        return
+    tokenizer = data.load_tokenizer(config.data)
+    if text := contradiction(config.model, tokenizer):
+        print(
+            f"{config.data.tokenizer or 'bytes'}: {text}; --model.bos-token-id and "
+            "--model.eos-token-id set them"
+        )
+
+
+def _ends(model: LlamaConfig, tokenizer: data.Tokenizer) -> bool:
+    eos = model.eos_token_id
+    return tokenizer.eos in (eos if isinstance(eos, tuple) else (eos,))
