@@ -137,11 +137,12 @@ def sample_key(seed: int) -> Key[Array, ""]:
 def sample(config: TrainConfig, params: nnx.State, temperature: float) -> str:
     """The prompt of a configuration, and the text that the model continues it with."""
     tokenizer = data.load_tokenizer(config.data)
+    prompt = data.start_of_document(config.sample_prompt, tokenizer)
     tokens = generate(
         nnx.merge(model_graph(config.model), params),
-        jnp.asarray(data.start_of_document(config.sample_prompt, tokenizer), jnp.int32)[None],
+        jnp.asarray(prompt, jnp.int32)[None],
         max_new_tokens=config.sample_tokens,
         temperature=temperature,
         key=sample_key(config.seed),
     )
-    return config.sample_prompt + tokenizer.decode(gathered(tokens)[0])
+    return config.sample_prompt + data.decode_after(prompt, gathered(tokens)[0], tokenizer)

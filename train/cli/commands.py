@@ -232,7 +232,7 @@ def sample(arguments: Sequence[str]) -> None:
             top_k=flags.top_k,
             key=sample_key(flags.seed),
         )
-    print(flags.prompt + tokenizer.decode(jax.device_get(tokens)[0]))
+    print(flags.prompt + data.decode_after(prompt, jax.device_get(tokens)[0], tokenizer))
 
 
 def _tokenizer_of(saved: Saved) -> data.Tokenizer:

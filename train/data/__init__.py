@@ -31,6 +31,7 @@ from train.data.tokenizer import (
     HuggingFaceTokenizer,
     Tokenizer,
     decode,
+    decode_after,
     encode,
     start_of_document,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "SyntheticDataset",
     "Tokenizer",
     "decode",
+    "decode_after",
     "encode",
     "load_tokenizer",
     "open_files",

@@ -382,12 +382,20 @@ class _Writing:
         """
         documents = [document for document in batch if not document.is_empty]
         self.num_left_out += len(batch) - len(documents)
+        first, later = [], []
+        for document in documents:
+            prompt, *texts = document.texts
+            first.append(prompt)
+            (later if document.goes_on else first).extend(texts)
         try:
-            encoded = iter(self.tokenizer.encode([text for d in documents for text in d.texts]))
+            from_start = iter(self.tokenizer.encode(first))
+            after_start = iter(self.tokenizer.encode_after(later))
         except UnicodeDecodeError:
             raise _not_utf8(documents) from None
         for document in documents:
-            prompt, *texts = itertools.islice(encoded, len(document.texts))
+            prompt = next(from_start)
+            encoded = after_start if document.goes_on else from_start
+            texts = list(itertools.islice(encoded, len(document.texts) - 1))
             if document.tokens is not None:
                 yield document, [(document.tokens, 0)]
                 continue

@@ -111,6 +111,11 @@ class Document:
         return self.prompt or b"", self.text, *(() if self.rejected is None else (self.rejected,))
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the texts after the prompt go on after a prompt, or after an earlier piece."""
+        return not self.begins if self.prompt is None else bool(self.prompt)
+
+    @property
     def num_bytes(self) -> int:
         """The number of bytes that it holds."""
         return sum(map(len, self.texts)) + (0 if self.tokens is None else self.tokens.nbytes)

@@ -54,6 +54,16 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def encode_after(self, texts: Sequence[bytes]) -> list[Integer[np.ndarray, " _"]]:
+        """The tokens of each text, where each goes on after another text.
+
+        `encode` may put a space in front of a text, as Llama 2's tokenizer does. This does not.
+
+        Raises:
+          UnicodeDecodeError: A text is not UTF-8, and the tokenizer needs UTF-8.
+        """
+        ...
+
     def decode(self, tokens: Iterable[Any]) -> str:
         """The text of tokens, without special tokens; broken UTF-8 is replaced."""
         ...
@@ -73,6 +83,10 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[bytes]) -> list[Integer[np.ndarray, " _"]]:
         """See `Tokenizer`."""
         return [np.frombuffer(text, np.uint8) for text in texts]
+
+    def encode_after(self, texts: Sequence[bytes]) -> list[Integer[np.ndarray, " _"]]:
+        """See `Tokenizer`."""
+        return self.encode(texts)
 
     def decode(self, tokens: Iterable[Any]) -> str:
         """See `Tokenizer`."""
@@ -96,6 +110,19 @@ def start_of_document(text: str, tokenizer: Tokenizer) -> Integer[np.ndarray, " 
     """BOS, if the tokenizer has one, and the tokens of `text`."""
     bos = [] if tokenizer.bos is None else [tokenizer.bos]
     return np.concatenate([np.array(bos, np.int64), tokenizer.encode([text.encode()])[0]])
+
+
+def decode_after(prompt: Iterable[Any], tokens: Iterable[Any], tokenizer: Tokenizer) -> str:
+    """The text that `tokens` add to the text of `prompt`.
+
+    `tokenizer.decode(tokens)` may lack their first space, because it takes off the space that
+    `encode` puts in front of a text.
+    """
+    prompt, tokens = list(prompt), list(tokens)
+    before, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + tokens)
+    if whole.startswith(before):
+        return whole[len(before) :]
+    return tokenizer.decode(tokens)  # a decoder that changes the text before
 
 
 class HuggingFaceTokenizer:
@@ -150,18 +177,25 @@ class HuggingFaceTokenizer:
                 f"{path} does not say which token ends a text; name one with --data.eos-token"
             )
         self.eos = eos
-        digest = hashlib.sha256(content + f"{self.bos} {self.eos}".encode())
+        description = json.loads(content)
+        self._after, suffix = self._tokenizer, ""
+        if (plain := _without_space_in_front(description)) != description:
+            self._after, suffix = tokenizers.Tokenizer.from_str(json.dumps(plain)), " after"
+            self._after.no_truncation()
+            self._after.no_padding()
+        digest = hashlib.sha256(content + f"{self.bos} {self.eos}{suffix}".encode())
         self.fingerprint = digest.hexdigest()
         self.path = path
-        description = json.loads(content)
         self.tokens_of_bytes = "ByteLevel" in _types(description.get("decoder"))
         self.token_bytes = self._token_bytes()
 
     def encode(self, texts: Sequence[bytes]) -> list[Integer[np.ndarray, " _"]]:
         """See `Tokenizer`. This uses all cores."""
-        decoded = [text.decode() for text in texts]
-        encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        return _encoded(self._tokenizer, texts)
+
+    def encode_after(self, texts: Sequence[bytes]) -> list[Integer[np.ndarray, " _"]]:
+        """See `Tokenizer`. This uses all cores."""
+        return _encoded(self._after, texts)
 
     def decode(self, tokens: Iterable[Any]) -> str:
         """See `Tokenizer`."""
@@ -241,6 +275,47 @@ def _from_config(path: Path, name: str, usual: Sequence[str]) -> Sequence[str]:
             return [content]
         case _:
             return []
+
+
+def _encoded(
+    tokenizer: tokenizers.Tokenizer, texts: Sequence[bytes]
+) -> list[Integer[np.ndarray, " _"]]:
+    decoded = [text.decode() for text in texts]
+    encodings = tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+    return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+
+def _without_space_in_front(part: Any) -> Any:
+    """A tokenizer.json, or a part of it, that puts nothing in front of a text.
+
+    SentencePiece's tokenizers have the normalizer Prepend or the pre-tokenizer Metaspace for that,
+    and GPT-2's the field "add_prefix_space".
+    """
+    match part:
+        case {"normalizer": normalizer, "pre_tokenizer": splitter}:
+            changed = {
+                "normalizer": _without_space_in_front(normalizer),
+                "pre_tokenizer": _without_space_in_front(splitter),
+            }
+            return part | changed
+        case {"type": "Sequence"}:
+            names = part.keys() & {"normalizers", "pretokenizers"}
+            return part | {
+                name: [p for p in map(_without_space_in_front, part[name]) if p is not None]
+                for name in names
+            }
+        case {"type": "Prepend"}:
+            return None
+        case {"type": "Metaspace"}:
+            return part | {"prepend_scheme": "never"} | _no_prefix_space(part)
+        case {"add_prefix_space": True}:
+            return part | _no_prefix_space(part)
+        case _:
+            return part
+
+
+def _no_prefix_space(part: dict[str, Any]) -> dict[str, Any]:
+    return {"add_prefix_space": False} if "add_prefix_space" in part else {}
 
 
 def _types(decoder: Any) -> set[str]:
