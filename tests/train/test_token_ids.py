@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 
+import train.hf_folder
 import train.loop
 from support import tiny_run
 from support.tokenizer_files import write_byte_level

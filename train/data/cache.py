@@ -245,8 +245,8 @@ def _fingerprint(reader: Reader, tokenizer: Tokenizer, held_out_fraction: float)
     if reader.preferences:
         of_records["preferences"] = True
     if reader.chat_template is not None:
-        # Not "chat_template" as before: such entries may hold messages without a content.
-        of_records["template"] = reader.chat_template.text
+        # Not "template" as before: such entries lack tools and some special tokens.
+        of_records["chat"] = dataclasses.asdict(reader.chat_template)
     return {
         "version": FORMAT_VERSION,
         "files": files,

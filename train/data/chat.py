@@ -36,10 +36,15 @@ class ChatTemplate:
     """
 
     text: str
-    tokens: tuple[tuple[str, str | None], ...] = ()
+    tokens: tuple[tuple[str, str | tuple[str, ...]], ...] = ()
 
     def texts(
-        self, prompt: list[Any], answers: dict[str, list[Any]], where: str
+        self,
+        prompt: list[Any],
+        answers: dict[str, list[Any]],
+        where: str,
+        *,
+        tools: list[Any] | None = None,
     ) -> tuple[bytes, ...]:
         """The prompt and the answers that may follow it, as text.
 
@@ -50,6 +55,7 @@ class ChatTemplate:
           prompt: Messages, one at least.
           answers: Lists of messages by the names of their fields.
           where: Place of the record, for messages.
+          tools: Descriptions of the functions that an answer may call.
 
         Raises:
           DataError: A message has no content, or the messages cannot be rendered.
@@ -62,10 +68,10 @@ class ChatTemplate:
                     f"{where}: 'content' of a message of {message['role']!r} is "
                     f"{shortened(content)}, not a text; repair or remove the record"
                 )
-        begin = self._render(prompt, where, begin_answer=True)
+        begin = self._render(prompt, where, tools, begin_answer=True)
         texts = [begin]
         for name, answer in answers.items():
-            whole = self._render(prompt + answer, where, begin_answer=False)
+            whole = self._render(prompt + answer, where, tools, begin_answer=False)
             if not whole.startswith(begin) or whole == begin:
                 raise DataError(
                     f"{where}: the chat template does not put {name!r} after the prompt: it writes "
@@ -74,7 +80,9 @@ class ChatTemplate:
             texts.append(whole[len(begin) :])
         return tuple(text.encode() for text in texts)
 
-    def _render(self, messages: list[Any], where: str, *, begin_answer: bool) -> str:
+    def _render(
+        self, messages: list[Any], where: str, tools: list[Any] | None, *, begin_answer: bool
+    ) -> str:
         try:
             import jinja2
         except ImportError as error:
@@ -93,7 +101,7 @@ class ChatTemplate:
             text = template.render(
                 messages=messages,
                 add_generation_prompt=begin_answer,
-                tools=None,
+                tools=tools,
                 documents=None,
                 **dict(self.tokens),
             )
@@ -111,12 +119,23 @@ def _compiled(text: str) -> Any:
     """The template, with the settings and functions that it has in transformers."""
     import jinja2.ext
     import jinja2.sandbox
+    from jinja2 import nodes
+
+    class Generation(jinja2.ext.Extension):
+        """Renders what is between the tags generation and endgeneration, which mark an answer."""
+
+        tags = {"generation"}  # noqa: RUF012, the name and type are those of jinja2
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
 
     def refuse(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
@@ -129,28 +148,61 @@ def load_chat_template(tokenizer: HuggingFaceTokenizer) -> ChatTemplate | None:
     Raises:
       DataError: A file that may have the template cannot be read.
     """
-    text = _text_beside(tokenizer.path)
+    config = _config_beside(tokenizer.path)
+    text = _text_beside(tokenizer.path, config)
     if text is None:
         return None
-    tokens = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}
-    return ChatTemplate(text, tuple((name, tokenizer.token(i) or "") for name, i in tokens.items()))
+    tokens = _special_tokens(config)
+    for name, index in {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}.items():
+        tokens[name] = tokenizer.token(index) or ""
+    return ChatTemplate(text, tuple(tokens.items()))
 
 
-def _text_beside(path: Path) -> str | None:
+def _special_tokens(config: dict[str, Any]) -> dict[str, str | tuple[str, ...]]:
+    """The special tokens that tokenizer_config.json names, as transformers gives them to templates.
+
+    A token is a text, or an object with the text as its "content".
+    """
+
+    def text(value: Any) -> str | None:
+        value = value.get("content") if isinstance(value, dict) else value
+        return value if isinstance(value, str) else None
+
+    tokens: dict[str, str | tuple[str, ...]] = {
+        name: token
+        for name, value in config.items()
+        if name.endswith("_token") and (token := text(value)) is not None
+    }
+    more = config.get("additional_special_tokens")
+    if isinstance(more, list):
+        tokens["additional_special_tokens"] = tuple(t for t in map(text, more) if t is not None)
+    return tokens
+
+
+def _config_beside(path: Path) -> dict[str, Any]:
+    """The content of tokenizer_config.json; nothing if there is none."""
+    file = path.with_name(_CONFIG)
+    try:
+        content = json.loads(read_regular(file, _FILE_BYTES))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{file} cannot be read: {error}; repair or remove it") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{file} is no JSON object; repair or remove it")
+    return content
+
+
+def _text_beside(path: Path, config: dict[str, Any]) -> str | None:
     """The text of a template, from one of the two files that may have it."""
-    template, config = path.with_name("chat_template.jinja"), path.with_name(_CONFIG)
+    template = path.with_name("chat_template.jinja")
     try:
         return read_regular(template, _FILE_BYTES).decode()
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         raise DataError(f"{template} cannot be read: {error}; repair or remove it") from error
-    try:
-        found = json.loads(read_regular(config, _FILE_BYTES)).get("chat_template")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise DataError(f"{config} cannot be read: {error}; repair or remove it") from error
+    found = config.get("chat_template")
     if isinstance(found, list):  # several templates with names
         named = {entry.get("name"): entry for entry in found if isinstance(entry, dict)}
         found = named.get("default", {}).get("template")

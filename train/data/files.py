@@ -10,7 +10,8 @@
 
 The fields have TRL's names: "messages", "prompt" and "completion", and "prompt", "chosen" and
 "rejected" for a preference. Prompts and what follows them are texts or lists of messages, which
-`chat` makes into texts. The last one of "messages" is the completion.
+`chat` makes into texts. The last one of "messages" is the completion. The field "tools" goes to
+the chat template.
 
 A reader holds a line, a batch of rows or a piece of a file at a time, never a whole file. It reads
 only regular files and links to them, because a FIFO would block and a device has no end.
@@ -18,6 +19,7 @@ only regular files and links to them, because a FIFO would block and a device ha
 Above 450 lines, because a reader finds a place again only if all formats count places in one way.
 """
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -245,7 +247,7 @@ class Reader:
         elif record.keys() >= set(_COMPLETION):
             fields = _COMPLETION
         elif "messages" in record:
-            record, fields = _last_message_apart(record["messages"], where), _COMPLETION
+            record, fields = record | _last_message_apart(record["messages"], where), _COMPLETION
         else:
             raise self._no_text(list(record), where)
         from_messages = any(is_messages(record[name]) for name in fields)
@@ -286,7 +288,8 @@ class Reader:
                     "all of them as texts, or all as lists of messages"
                 )
         answers = {name: record[name] for name in fields[1:]}
-        return self.chat_template.texts(record[fields[0]], answers, where)
+        tools = _tools(record.get("tools"), where)
+        return self.chat_template.texts(record[fields[0]], answers, where, tools=tools)
 
     def _no_text(self, names: list[str], where: str) -> DataError:
         remedy = "name one with --data.text-field"
@@ -313,6 +316,8 @@ class Reader:
                     columns = ["messages"]
                 else:
                     raise self._no_text(names, str(path))
+                if columns != [self.text_field] and "tools" in names:
+                    columns.append("tools")
                 for number, record in parquet_rows(file, columns, begin.offset):
                     read = size * number // max(file.metadata.num_rows, 1)
                     after = Position(begin.file, number, number, read)
@@ -355,7 +360,7 @@ class Reader:
 
 
 def _last_message_apart(messages: Any, where: str) -> dict[str, Any]:
-    """The record with the last message as the completion of the others."""
+    """The last message as the completion of the others."""
     if not is_messages(messages) or len(messages) < 2:
         raise DataError(
             f"{where}: 'messages' is {shortened(messages)}, not a list of two or more messages "
@@ -368,6 +373,21 @@ def _last_message_apart(messages: Any, where: str) -> dict[str, Any]:
             "with a message of 'assistant'"
         )
     return {"prompt": messages[:-1], "completion": messages[-1:]}
+
+
+def _tools(value: Any, where: str) -> list[Any] | None:
+    """The tools of a record, which may be JSON in a text, as in TRL."""
+    tools = value
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            tools = json.loads(value)
+    is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    if tools is not None and not is_list:
+        raise DataError(
+            f"{where}: 'tools' is {shortened(value)}, not a list of objects or such a list as "
+            "JSON; repair or remove it"
+        )
+    return tools
 
 
 def find_files(path: Path) -> tuple[Path, ...]:

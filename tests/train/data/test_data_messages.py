@@ -1,4 +1,4 @@
-"""Messages in the place of text, for `--objective sft`. About 2 s."""
+"""Messages in the place of text, for `--objective sft`. About 3 s."""
 
 import dataclasses
 import json
@@ -126,3 +126,79 @@ def test_messages_without_a_template(config):
     config = dataclasses.replace(config, tokenizer=None)
     with pytest.raises(data.DataError, match=r"messages need a chat template; .*--data\.tokenizer"):
         opened(config, [RECORDS["messages"]])
+
+
+# What templates may use
+
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def learned_text(config, record):
+    """The text of a record, which is repeated so that it fills a row."""
+    tokens, _ = stream_of(opened(config, [record] * 3))
+    return data.HuggingFaceTokenizer(config.tokenizer).decode(tokens)
+
+
+def with_template(config, template, **values):
+    write_config(config.tokenizer, chat_template=template, bos_token=BEGIN, eos_token=END, **values)
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["objects", "a text"])
+@pytest.mark.parametrize("name", RECORDS)
+def test_tools_go_to_the_template(name, tools, config):
+    with_template(config, "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE)
+    record = RECORDS[name] | {"tools": tools}
+    assert json.dumps(TOOLS) in learned_text(config, record)
+    assert "function" not in learned_text(config, RECORDS[name] | {"tools": None})
+    # In a preference, too.
+    pair = {"prompt": TURNS, "chosen": [ANSWER], "rejected": [ANSWER], "tools": tools}
+    config.path[0].write_text(json.dumps(pair) + "\n")
+    longer = dataclasses.replace(config, sequence_length=200, batch_size=2)
+    dataset: Any = data.open_preferences(longer, vocab_size=320, evaluates=False)[0]
+    tokens = dataset.expand(np.arange(2))["tokens"][0]
+    decoded = data.HuggingFaceTokenizer(config.tokenizer).decode(tokens.tolist())
+    assert json.dumps(TOOLS) in decoded
+
+
+def test_tools_in_parquet(config, tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    with_template(config, "{{ tools | tojson }}" + TEMPLATE)
+    record = RECORDS["messages"] | {"tools": json.dumps(TOOLS)}
+    expected = stream_of(opened(config, [record] * 3))
+    pq.write_table(pa.Table.from_pylist([record] * 3), tmp_path / "chat.parquet")
+    config = dataclasses.replace(config, path=(tmp_path / "chat.parquet",))
+    assert stream_of(data.open_files(config, vocab_size=320, evaluates=False)[0]) == expected
+
+
+@pytest.mark.parametrize("tools", [{"name": "add"}, ["add"], "add", 3])
+def test_malformed_tools(tools, config):
+    with pytest.raises(data.DataError, match=r"chat\.jsonl:1: 'tools' is .*, not a list of object"):
+        opened(config, [RECORDS["messages"] | {"tools": tools}])
+
+
+def test_all_special_tokens_go_to_the_template(config):
+    names = "{{ pad_token }},{{ unk_token }},{{ additional_special_tokens | join(';') }}."
+    tokens = {
+        "pad_token": {"content": "fox"},
+        "unk_token": "dog",
+        "additional_special_tokens": ["lazy", {"content": "over"}],
+        "add_bos_token": True,
+    }
+    with_template(config, names + TEMPLATE, **tokens)
+    assert learned_text(config, RECORDS["messages"]).startswith("fox,dog,lazy;over.")
+    # Other tokens are other text, and the cache must not give the old one.
+    with_template(config, names + TEMPLATE, **tokens | {"pad_token": "jumps"})
+    dataset = data.open_files(config, vocab_size=320, evaluates=False)[0]
+    tokens, _ = stream_of(dataset)
+    text = data.HuggingFaceTokenizer(config.tokenizer).decode(tokens)
+    assert text.startswith("jumps,dog")
+
+
+def test_marks_of_answers_change_nothing(config):
+    expected = stream_of(opened(config, [RECORDS["messages"]] * 3))
+    content = "{{ m['content'] }}"
+    marked = f"{{% generation %}}{content}{{% endgeneration %}}"
+    assert content in TEMPLATE
+    with_template(config, TEMPLATE.replace(content, marked))
+    assert stream_of(data.open_files(config, vocab_size=320, evaluates=False)[0]) == expected
