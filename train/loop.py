@@ -49,7 +49,7 @@ from train.setup import (
     with_planned_remat,
 )
 from train.step import Batch, TrainState, abstract_state
-from train.teacher import check_teacher
+from train.teacher import check_teacher, teacher_digest
 from train.token_ids import tell_of_contradiction
 
 
@@ -88,6 +88,8 @@ def run(config: TrainConfig) -> Path:
         tell_of_contradiction(config)
     datasets = open_datasets(config)
     written: dict[str, Any] = {"config": config, "data": datasets.fingerprint}
+    if config.objective == "distill":
+        written["data"] = datasets.fingerprint | {"teacher": teacher_digest(config)}
     if config.model.remat == AUTO_REMAT:
         config, written["plan"] = with_planned_remat(config, mesh)
     with contextlib.ExitStack() as stack:

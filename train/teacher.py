@@ -1,6 +1,7 @@
 """The teacher of a distillation: a Hugging Face folder, whose parameters are frozen in bfloat16."""
 
 import dataclasses
+import hashlib
 import math
 from pathlib import Path
 
@@ -9,11 +10,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from models.config import LlamaConfig
+from models.hf_files import Checkpoint
 from models.llama import Llama
+from models.llama_hf import read_config
 from models.sharding import parameter_shardings
 from train import data
 from train.config import TrainConfig
-from train.errors import FolderError
+from train.errors import FolderError, text_of
 from train.hf_folder import (
     check_finite,
     has_tokenizer,
@@ -94,6 +97,22 @@ def _check_tokenizer(config: TrainConfig, folder: Path) -> None:
             f"{of_teacher.get(token)} of the teacher and {of_run.get(token)} of the run; take a "
             "teacher with the run's tokenizer"
         )
+
+
+def teacher_digest(config: TrainConfig) -> str:
+    """A hash of the teacher's configuration and of a part of its parameters (`Checkpoint.digest`).
+
+    A run that resumes refuses a teacher with another one, also if it is in the same folder.
+
+    Raises:
+      FolderError: A file is missing or damaged.
+    """
+    folder = _folder(config)
+    try:
+        content = f"{read_config(folder)} {Checkpoint(folder).digest()}"
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise FolderError(text_of(error)) from error
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def load_teacher(config: TrainConfig, mesh: Mesh) -> nnx.State:

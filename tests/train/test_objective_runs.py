@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import json
 import re
+import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -33,9 +35,9 @@ from train.planner import aot
 from train.planner.cache import cached
 from train.planner.plan import Programs, abstract_batch, plan, table
 from train.planner.target import target_elsewhere
-from train.reporting.metrics import MetricsWriter
+from train.reporting.metrics import MetricsWriter, jsonable
 from train.setup import batch_on_devices, mesh_of, open_datasets
-from train.teacher import abstract_frozen, check_teacher
+from train.teacher import abstract_frozen, check_teacher, teacher_digest
 
 pytestmark = pytest.mark.usefixtures("one_device", "no_plots")
 TEACHER = dataclasses.replace(tiny_run.MODEL, hidden_size=24, num_hidden_layers=1)
@@ -233,6 +235,37 @@ def test_tokenizers_must_be_the_same(folder, tmp_path):
         check_teacher(dataclasses.replace(other, data=config.data))
     data = dataclasses.replace(data, tokenizer=teacher)
     check_teacher(dataclasses.replace(other, data=data))
+
+
+def test_a_resume_refuses_another_teacher_in_the_same_folder(folder, tmp_path, monkeypatch):
+    """3 s: the run ends before it compiles."""
+    teacher = Path(shutil.copytree(folder / "teacher", tmp_path / "teacher"))
+    config = config_of("distill", folder, tmp_path)
+    config = dataclasses.replace(config, distill=DistillConfig(teacher=teacher))
+    digest = teacher_digest(config)
+    run_dir = tmp_path / "tiny"
+    (run_dir / "checkpoints" / "3").mkdir(parents=True)
+    written = {"config": config, "data": open_datasets(config).fingerprint | {"teacher": digest}}
+    (run_dir / "config.json").write_text(json.dumps(jsonable(written)))
+
+    def die(*args, **options):
+        raise KilledError
+
+    with monkeypatch.context() as patch:  # the same teacher, in other files
+        patch.setattr(train.loop, "Checkpoints", die)
+        (teacher / "model.safetensors").unlink()
+        save_pretrained(Llama(TEACHER, rngs=nnx.Rngs(7)), teacher, max_shard_size=10_000)
+        assert (teacher / "model.safetensors.index.json").exists()
+        with pytest.raises(KilledError):
+            run(config)
+    save_pretrained(Llama(TEACHER, rngs=nnx.Rngs(8)), teacher)
+    with pytest.raises(RunError, match=rf"started with corpus\.teacher '{digest}', now '\w+'\. Go"):
+        run(config)
+    save_pretrained(Llama(TEACHER, rngs=nnx.Rngs(7)), teacher)
+    assert teacher_digest(config) == digest
+    content = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps(content | {"rms_norm_eps": 0.1}))
+    assert teacher_digest(config) != digest
 
 
 @pytest.mark.parametrize("objective", ["dpo", "distill"])

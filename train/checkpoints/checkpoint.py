@@ -78,7 +78,7 @@ def check_config(run_dir: Path, config: TrainConfig, data: Mapping[str, Any]) ->
     Args:
       run_dir: Folder of the run; it need not exist.
       config: Configuration of the run to start.
-      data: JSON that identifies its corpus.
+      data: JSON that identifies its corpus, and its teacher if it has one.
 
     Raises:
       RunError: The folder has checkpoints but no config.json, or a config.json of no run. Or it has
