@@ -277,7 +277,7 @@ def _nothing_fits(candidates: list[Candidate], target: Target) -> str:
     advice = []
     least = num_shares * config.rows_of_example
     if data.batch_size > least:
-        smaller = max(least, data.batch_size // 2)
+        smaller = max(least, data.batch_size // 2 // least * least)
         advice.append(
             f"--data.batch-size {smaller} (--data.accumulation-steps keeps the tokens of a step)"
         )

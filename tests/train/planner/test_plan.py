@@ -169,6 +169,10 @@ def test_nothing_fits():
     with pytest.raises(PlanError) as error:
         plan(with_policies(of_four), target(20, 4), measures, report=lambda line: None)
     assert "--mesh.tensor 2 --mesh.fsdp 2 --data.batch-size 2" in str(error.value)
+    # Four devices share 12 rows. Half of them, 6, would not be a multiple of 4.
+    twelve = dataclasses.replace(of_four, data=dataclasses.replace(of_four.data, batch_size=12))
+    with pytest.raises(PlanError, match=r"--data\.batch-size 4 \(--data\.accumulation-steps"):
+        plan(with_policies(twelve), target(20, 4), measures, report=lambda line: None)
 
 
 def test_table():
