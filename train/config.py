@@ -46,8 +46,8 @@ class DataConfig:
         each byte a token. For files with token ids, name the tokenizer that made them.
       bos_token: Token that begins a document; "" for none. None takes the token that
         tokenizer_config.json beside the tokenizer names or, without that file, a usual name.
-      eos_token: Token that ends a document; "" for none. None chooses as for `bos_token`. In files
-        with token ids it separates documents.
+      eos_token: Token that ends a document; every tokenizer needs one. None chooses as for
+        `bos_token`. In files with token ids it separates documents.
       text_field: Field of the text in `.jsonl` and `.parquet`. Records without this field have
         "prompt" and "completion", or "messages"; only the completion, or the last message, is
         learned.

@@ -113,6 +113,7 @@ def test_flags_override_the_preset():
         ("--model.remat most", r"^--model\.remat: .*'most'.*minimal"),
         ("--model.num-attention-heads 5 --model.num-key-value-heads 2", "=5 .*=2"),
         ("--model.attention-dropout 0.1", r"attention_dropout=0\.1 is not implemented"),
+        ("--data.eos-token=", r"^--data\.eos-token: the value is empty; give a value or leave"),
         ("--data.batch-size 0", r"^--data\.batch-size: batch_size=0"),
         ("--steps 5", r"^--optimizer\.warmup-steps: .*warmup_steps=20.*steps=5"),
         ("--data.source stdlib --data.path a", "^--data.source stdlib has no effect with"),

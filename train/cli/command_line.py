@@ -105,7 +105,7 @@ def _description(preset_name: str) -> str:
 
 
 # Flags for which an empty text has a meaning.
-_MAY_BE_EMPTY = ("--data.bos-token", "--data.eos-token", "--sample-prompt")
+_MAY_BE_EMPTY = ("--data.bos-token", "--sample-prompt")
 
 
 def _check_not_empty(arguments: Sequence[str]) -> None:

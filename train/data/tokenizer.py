@@ -147,7 +147,7 @@ class HuggingFaceTokenizer:
           path: Path of the file or of its folder.
           bos_token: Token that begins a document; "" for none. None takes the token that
             tokenizer_config.json names or, without that file, a usual name.
-          eos_token: Token that ends a document, chosen in the same way.
+          eos_token: Token that ends a document. None chooses as for `bos_token`; "" is refused.
 
         Raises:
           DataError: The file cannot be read, or has no such token.
@@ -171,6 +171,11 @@ class HuggingFaceTokenizer:
                 "repair its vocabulary"
             )
         self.bos = self._special(path, "bos_token", bos_token, _BOS_TOKENS)
+        if eos_token == "":
+            raise DataError(
+                "--data.eos-token '' names no token, and every text needs one that ends it; name "
+                f"one of {path}, or leave the flag out"
+            )
         eos = self._special(path, "eos_token", eos_token, _EOS_TOKENS)
         if eos is None:
             raise DataError(

@@ -131,6 +131,8 @@ def test_broken_tokenizers_are_named(byte_level, tmp_path):
         HuggingFaceTokenizer(path)
     with pytest.raises(DataError, match=r"no token '<end>'; .*--data\.eos-token"):
         HuggingFaceTokenizer(path, eos_token="<end>")
+    with pytest.raises(DataError, match=r"--data\.eos-token '' names no token, .*; name one of"):
+        HuggingFaceTokenizer(path, eos_token="")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps([1]))
     with pytest.raises(DataError, match=r"tokenizer_config\.json cannot be read"):
         HuggingFaceTokenizer(path)
