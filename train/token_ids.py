@@ -7,7 +7,7 @@ from models.config import LlamaConfig
 from train import data
 from train.config import TrainConfig
 
-_FIELDS = {"bos_token_id": "begins", "eos_token_id": "ends"}
+_FIELDS = ("bos_token_id", "eos_token_id")
 
 
 def with_tokenizer_ids(model: LlamaConfig, tokenizer: data.Tokenizer) -> LlamaConfig:
@@ -55,8 +55,8 @@ def with_ids_of_text(config: TrainConfig, arguments: Sequence[str]) -> TrainConf
         return config
     for name, value in changes.items():
         print(
-            f"the model's {name} is {value}, the token that {_FIELDS[name]} a text of "
-            f"{config.data.tokenizer or 'bytes'}, not {getattr(config.model, name)}"
+            f"the model takes {name} {value} from {config.data.tokenizer or 'bytes'}, in place of "
+            f"{getattr(config.model, name)}"
         )
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
 

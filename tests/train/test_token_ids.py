@@ -41,7 +41,7 @@ def configured(own, tmp_path, monkeypatch, capsys):
 def test_they_come_from_the_tokenizer(configured, own):
     config, said = configured()
     assert (config.model.bos_token_id, config.model.eos_token_id) == (1, 0)
-    assert f"the model's eos_token_id is 0, the token that ends a text of {own}, not 257" in said
+    assert f"the model takes eos_token_id 0 from {own}, in place of 257" in said
     config, said = configured("--data.bos-token", "", "--data.eos-token", "fox")
     assert (config.model.bos_token_id, config.model.eos_token_id) == (None, 2)
 

@@ -184,7 +184,9 @@ class HuggingFaceTokenizer:
         self.eos = eos
         description = json.loads(content)
         self._after, suffix = self._tokenizer, ""
-        if (plain := _without_space_in_front(description)) != description:
+        parts = ("normalizer", "pre_tokenizer")
+        plain = description | {p: _without_space_in_front(description.get(p)) for p in parts}
+        if any(plain[p] != description.get(p) for p in parts):
             self._after, suffix = tokenizers.Tokenizer.from_str(json.dumps(plain)), " after"
             self._after.no_truncation()
             self._after.no_padding()
@@ -291,18 +293,12 @@ def _encoded(
 
 
 def _without_space_in_front(part: Any) -> Any:
-    """A tokenizer.json, or a part of it, that puts nothing in front of a text.
+    """A normalizer or pre-tokenizer of a tokenizer.json that puts nothing in front of a text.
 
     SentencePiece's tokenizers have the normalizer Prepend or the pre-tokenizer Metaspace for that,
     and GPT-2's the field "add_prefix_space".
     """
     match part:
-        case {"normalizer": normalizer, "pre_tokenizer": splitter}:
-            changed = {
-                "normalizer": _without_space_in_front(normalizer),
-                "pre_tokenizer": _without_space_in_front(splitter),
-            }
-            return part | changed
         case {"type": "Sequence"}:
             names = part.keys() & {"normalizers", "pretokenizers"}
             return part | {
