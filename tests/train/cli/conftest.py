@@ -17,7 +17,7 @@ from support.tokenizer_files import write_byte_level, write_config
 from train.config import CheckpointConfig, DataConfig, OptimizerConfig, TrainConfig
 from train.loop import run
 
-MODEL = dataclasses.replace(tiny_run.MODEL, eos_token_id=(1, 257))
+MODEL = dataclasses.replace(tiny_run.MODEL, bos_token_id=None, eos_token_id=(1, 257))
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ from train.errors import FolderError
 from train.evaluate import Sums
 from train.reporting.results import load_metrics
 
-MODEL = dataclasses.replace(tiny_run.MODEL, eos_token_id=(1, 257))
+MODEL = dataclasses.replace(tiny_run.MODEL, bos_token_id=None, eos_token_id=(1, 257))
 
 pytestmark = pytest.mark.usefixtures("one_device", "no_plots")
 

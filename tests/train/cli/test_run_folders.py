@@ -30,7 +30,7 @@ from train.reporting.metrics import MetricsWriter
 from train.reporting.results import load_metrics
 from train.step import init_state
 
-MODEL = dataclasses.replace(tiny_run.MODEL, eos_token_id=(1, 257))
+MODEL = dataclasses.replace(tiny_run.MODEL, bos_token_id=None, eos_token_id=(1, 257))
 
 pytestmark = pytest.mark.usefixtures("one_device", "no_plots")
 
