@@ -203,8 +203,8 @@ def _not_cached(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _digest(traced: Any, fn: Callable[..., Any], args: Any, has_aux: bool) -> str:
     """SHA-256 of a function's program, and of its gradients' where the text does not show them.
 
-    A program's text does not show its constants either. Those of the function itself are arguments
-    of the operation.
+    A program's text does not show its constants either. The digest leaves out the constants of the
+    function itself, which are arguments of the operation.
     """
     programs = list(_programs_in(traced))
     equations = [equation for program in programs for equation in program.eqns]
