@@ -20,6 +20,11 @@ from pallas_kernels.patching.candidates import parameters
 from pallas_kernels.patching.rules import Call, Rule, name_of
 
 
+# The result gets the first one. The second one is that of gate and up, which the operations lay out
+# themselves. Arguments of other names may constrain anything.
+_LAYOUTS = ("out_sharding", "intermediate_sharding")
+
+
 @functools.cache
 def patched_class(base: type[nnx.Module], rule: Rule) -> type[nnx.Module]:
     """The subclass of `base` whose call follows the rule."""
@@ -124,7 +129,7 @@ def _argument_reason(given: dict[str, Any], signature: inspect.Signature, rule: 
         default = signature.parameters[name].default
         is_default = value is default or (type(value) is type(default) and _equal(value, default))
         is_ignored = isinstance(value, bool) and name in rule.ignored
-        is_layout = name == "out_sharding" and is_sharding(value)
+        is_layout = name in _LAYOUTS and is_sharding(value)
         if not (is_default or is_ignored or is_layout):
             return f"its argument {name}={_short(value)} may change the result"
     return None
