@@ -19,7 +19,6 @@ from pallas_kernels.choices import record
 from pallas_kernels.patching.candidates import parameters
 from pallas_kernels.patching.rules import Call, Rule, name_of
 
-
 # The result gets the first one. The second one is that of gate and up, which the operations lay out
 # themselves. Arguments of other names may constrain anything.
 _LAYOUTS = ("out_sharding", "intermediate_sharding")
