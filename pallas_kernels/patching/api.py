@@ -125,7 +125,7 @@ def patch(model: nnx.Module) -> Patched:
     A module is recognized by what it computes, not by the name of its class. Its parameters must be
     one vector, or the three matrices of a gated MLP in any layout, with gate and up also in one
     array. Its result on random inputs must equal the formula up to a few roundings, in float32 and
-    bfloat16, and its traced call must have smooth operations alone, so that its derivatives are
+    bfloat16. Its traced call must have smooth operations alone, because then its derivatives are
     equal, too. A module with another result, with biases, dropout or effects stays as it is. So
     does one whose result depends on a variable that is no `nnx.Param`, such as an epsilon in an
     `nnx.Variable`.

@@ -278,13 +278,14 @@ def _compare_mlp(
                 samples[reading.size] = _samples(original, reading.size, _MLP_SIZES)
             except Refused as e:
                 reasons.append(e)
-        if not samples[reading.size]:
+        found = samples[reading.size]
+        if not found:
             continue
-        save = "x" if original.has_checkpoint(samples[reading.size][0].x) else "gate_up"
+        save = "x" if original.has_checkpoint(found[0].x) else "gate_up"
         rule = MLPRule(reading.gate, reading.up, reading.down, save)
-        ratio, error = _excess(rule, original, samples[reading.size], _MLP_EPSILONS)
+        ratio, error = _excess(rule, original, found, _MLP_EPSILONS)
         if ratio <= 1:
-            return _rule(rule, original, samples[reading.size]), samples[reading.size]
+            return _rule(rule, original, found), found
         closest = min(closest, error)
     if np.isinf(closest):
         # D may have two sizes, and the call fails for the wrong one.

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from train.data.errors import DataError
 from train.data.records import shortened
 from train.data.regular import read_regular
-from train.data.tokenizer import HuggingFaceTokenizer
+from train.data.tokenizer import HuggingFaceTokenizer, token_text
 
 _CONFIG = "tokenizer_config.json"
 _FILE_BYTES = 1 << 24
@@ -159,23 +159,17 @@ def load_chat_template(tokenizer: HuggingFaceTokenizer) -> ChatTemplate | None:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str | tuple[str, ...]]:
-    """The special tokens that tokenizer_config.json names, as transformers gives them to templates.
-
-    A token is a text, or an object with the text as its "content".
-    """
-
-    def text(value: Any) -> str | None:
-        value = value.get("content") if isinstance(value, dict) else value
-        return value if isinstance(value, str) else None
-
+    """The special tokens of a tokenizer_config.json, which transformers gives to templates."""
     tokens: dict[str, str | tuple[str, ...]] = {
         name: token
         for name, value in config.items()
-        if name.endswith("_token") and (token := text(value)) is not None
+        if name.endswith("_token") and (token := token_text(value)) is not None
     }
     more = config.get("additional_special_tokens")
     if isinstance(more, list):
-        tokens["additional_special_tokens"] = tuple(t for t in map(text, more) if t is not None)
+        tokens["additional_special_tokens"] = tuple(
+            text for text in map(token_text, more) if text is not None
+        )
     return tokens
 
 

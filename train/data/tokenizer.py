@@ -275,13 +275,22 @@ def _from_config(path: Path, name: str, usual: Sequence[str]) -> Sequence[str]:
         raise
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: {error}; repair or remove it") from error
+    text = token_text(value)
+    return [] if text is None else [text]
+
+
+def token_text(value: Any) -> str | None:
+    """The text of a special token in tokenizer_config.json; None if the value is no token.
+
+    A token is a text, or an object with the text as its "content".
+    """
     match value:
         case str():
-            return [value]
+            return value
         case {"content": str(content)}:
-            return [content]
+            return content
         case _:
-            return []
+            return None
 
 
 def _encoded(
