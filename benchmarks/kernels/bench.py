@@ -7,8 +7,8 @@ over interleaved rounds. Each table gives the speed of an implementation as a fr
 that is measured in the same rounds. The limit is a kernel that copies the least number of bytes
 that the operation must move, or the operation's bare matrix products. An implementation whose
 result differs from the formula by over 2 % is not timed. The benchmark writes a table and all
-numbers of each operation into the folder of results. `--peers` adds tokamax's RMSNorm and the
-PyTorch libraries of `benchmarks/peers.py`.
+numbers of each operation into the folder of results. `--peers` adds the RMSNorms of tokamax and
+TransformerEngine, and the PyTorch libraries of `benchmarks/peers.py`.
 
 The backward is timed alone, from the arrays that the forward keeps. `reference`, `default` and the
 layer norm in XLA keep what a model under a remat policy keeps: inputs and statistics of each row.
@@ -55,8 +55,10 @@ type Column = tuple[
 def columns_of(op: Op, *, with_peers: bool, names: Sequence[str] | None) -> list[Column]:
     """The columns of an operation's tables: the named ones, all if `names` is None."""
     contenders = list(op.contenders)
-    if with_peers and op.name in JAX_PEERS and "tokamax" not in peers.missing():
-        contenders.append(JAX_PEERS[op.name])
+    if with_peers:
+        absent = peers.missing()
+        of_op = JAX_PEERS.get(op.name, {})
+        contenders += [peer for package, peer in of_op.items() if package not in absent]
     columns: list[Column] = [
         (c.name, c.formula, functools.partial(prepare, c), lambda arrays: arrays)
         for c in contenders
@@ -220,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ops", nargs="+", choices=OPS, default=["rms_norm", "add_rms_norm"])
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, help="such as 16384x4096")
     parser.add_argument("--implementations", nargs="+", help="names of columns; default: all")
-    parser.add_argument("--peers", action="store_true", help="add tokamax and PyTorch libraries")
+    parser.add_argument("--peers", action="store_true", help="add other libraries")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(argv)

@@ -33,6 +33,7 @@ _STYLES = {
     "CCE": ("CCE", "#999933"),
     "cuDNN": ("cuDNN", "#117733"),
     "tokamax": ("tokamax", "#6699cc"),
+    "TransformerEngine": ("TransformerEngine", "#661100"),
     "LayerNorm (XLA)": ("LayerNorm, XLA", "#6f6f6f"),
     "LayerNorm (torch)": ("LayerNorm, PyTorch", "#929292"),
     "LayerNorm (torch.compile)": ("LayerNorm, torch.compile", "#b3b3b3"),

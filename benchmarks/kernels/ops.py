@@ -293,6 +293,11 @@ def _tokamax_rms_norm(x, weight):
     )
 
 
+def _te_rms_norm(x, weight):
+    layernorm = importlib.import_module("transformer_engine.jax.layernorm").layernorm
+    return layernorm(x, weight, None, norm_type="rmsnorm", epsilon=EPS)
+
+
 def _keeping_inputs(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` that keeps what a model under a remat policy keeps: no float32 copies of the inputs.
 
@@ -380,5 +385,10 @@ OPS: dict[str, Op] = {
     )
 }
 
-# Peers that run in JAX: `bench` adds them with `--peers`.
-JAX_PEERS: dict[str, Contender] = {"rms_norm": Contender("tokamax", RMS_NORM, _tokamax_rms_norm)}
+# Peers that run in JAX, by operation and package: `bench` adds them with `--peers`.
+JAX_PEERS: dict[str, dict[str, Contender]] = {
+    "rms_norm": {
+        "tokamax": Contender("tokamax", RMS_NORM, _tokamax_rms_norm),
+        "transformer-engine": Contender("TransformerEngine", RMS_NORM, _te_rms_norm),
+    }
+}

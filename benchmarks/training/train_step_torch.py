@@ -27,6 +27,7 @@ import importlib
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,17 +147,16 @@ def measure(config: TrainConfig, name: str, rounds: int, steps: int) -> Measured
     return Measured(name, times, peak, float(loss))
 
 
-def report(config: TrainConfig, results: list[Measured]) -> str:
+def report(config: TrainConfig, results: list[Measured], title: str, setup: str) -> str:
     """The table in Markdown, with the columns of `benchmarks.training.train_step`."""
     device = jax.devices()[0]
     installed = {name: version for name, version in peers.versions().items() if version}
     versions = ", ".join(f"{name} {version}" for name, version in installed.items())
     lines = [
-        f"# Training step of {config.name} in PyTorch, "
+        f"# Training step of {config.name} {title}, "
         f"{config.data.batch_size} x {config.data.sequence_length} tokens",
         "",
-        f"{time.strftime('%Y-%m-%d')}, {device.device_kind}, {versions}. Parameters and AdamW "
-        "moments float32, compute bfloat16 by autocast.",
+        f"{time.strftime('%Y-%m-%d')}, {device.device_kind}, {versions}. {setup}",
         "",
         "| variant | ms/step | min - max | tokens/s | MFU | memory | loss |",
         "|---|---|---|---|---|---|---|",
@@ -172,32 +172,62 @@ def report(config: TrainConfig, results: list[Measured]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Parses the command line, measures, prints and writes the table."""
+def compare(
+    measure: Callable[[TrainConfig, str, int, int], Measured],
+    check: Callable[[str], Any],
+    *,
+    description: str | None,
+    default: list[str],
+    title: str,
+    setup: str,
+) -> None:
+    """The command of a benchmark whose variants each run in a process of their own.
+
+    Args:
+      measure: Function that trains one variant: of the configuration, the name of the variant, and
+        the numbers of rounds and of steps in a round.
+      check: Function that refuses the name of an unknown variant.
+      description: Text of `--help`.
+      default: Variants that run without `--variants`.
+      title: End of the table's heading.
+      setup: Sentences above the table.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        description=description, formatter_class=argparse.RawTextHelpFormatter
     )
     add_workload(parser)
-    parser.add_argument("--variants", nargs="+", default=["liger", "liger:full"])
+    parser.add_argument("--variants", nargs="+", default=default)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=2, help="steps in a round")
     parser.add_argument("--output", type=Path, help="file to write the table to")
     arguments = parser.parse_args()
     config = workload(arguments)
-    # JAX only names the device. Its memory must be left to PyTorch.
+    for name in arguments.variants:
+        check(name)
+    # JAX only names the device in this process. The memory is for the processes of the variants.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     processes = concurrent.futures.ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
     )
-    for name in arguments.variants:
-        options_of(name)
     results = []
     for name in arguments.variants:
         result = processes.submit(measure, config, name, arguments.rounds, arguments.steps)
         results.append(result.result())
         if arguments.output:  # a variant that fails does not take the others with it
-            arguments.output.write_text(report(config, results))
-    print(report(config, results))
+            arguments.output.write_text(report(config, results, title, setup))
+    print(report(config, results, title, setup))
+
+
+def main() -> None:
+    """Parses the command line, measures, prints and writes the table."""
+    compare(
+        measure,
+        options_of,
+        description=__doc__,
+        default=["liger", "liger:full"],
+        title="in PyTorch",
+        setup="Parameters and AdamW moments float32, compute bfloat16 by autocast.",
+    )
 
 
 if __name__ == "__main__":
