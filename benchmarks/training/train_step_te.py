@@ -118,7 +118,7 @@ class Model(nn.Module):
                 scale_attn_logits=True,
                 scaled_query_init=False,
             )
-            x = layer(x, deterministic=True)
+            x = layer(x)
         x = te.LayerNorm(epsilon=config.rms_norm_eps, layernorm_type="rmsnorm")(x)
         loss = linear_cross_entropy if self.loss == "ours" else logits_loss
         return loss(x, output.astype(config.dtype), labels)
