@@ -22,6 +22,7 @@ import collections
 import dataclasses
 import functools
 import importlib.metadata
+import math
 import random
 import re
 import shlex
@@ -83,6 +84,7 @@ class Variant:
     compiled: Any
     run: Callable[..., Any]
     compile_s: float
+    loss: Any = math.nan
     times_s: list[float] = dataclasses.field(default_factory=list)
     kernels: list[tuple[str, float]] = dataclasses.field(default_factory=list)
     traced_ms: float = 0.0
@@ -178,6 +180,9 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=4096)
     parser.add_argument("--num-layers", type=int, help="layers of the model; default: the preset's")
+    # The batch is the same in each step. With a usual learning rate the model knows it by heart
+    # after 20 steps, and its gradients are then unlike those of a training run.
+    parser.add_argument("--learning-rate", type=float, default=1e-9)
 
 
 def workload(arguments: argparse.Namespace) -> TrainConfig:
@@ -192,7 +197,8 @@ def workload(arguments: argparse.Namespace) -> TrainConfig:
     model = base.model
     if arguments.num_layers is not None:
         model = dataclasses.replace(model, num_hidden_layers=arguments.num_layers)
-    return dataclasses.replace(base, data=data, model=model)
+    optimizer = dataclasses.replace(base.optimizer, learning_rate=arguments.learning_rate)
+    return dataclasses.replace(base, data=data, model=model, optimizer=optimizer)
 
 
 def speed_cells(config: TrainConfig, times_s: list[float], num_gpus: int = 1) -> list[str]:
@@ -256,7 +262,8 @@ def main() -> None:
                 jax.block_until_ready(state)
                 start = time.perf_counter()
                 for _ in range(arguments.steps):
-                    state, _ = variant.run(state, batch)
+                    state, values = variant.run(state, batch)
+                    variant.loss = values["loss"]
                 jax.block_until_ready(state)
                 variant.times_s.append((time.perf_counter() - start) / arguments.steps)
         if arguments.kernels:
@@ -315,15 +322,16 @@ def report(
         "",
         f"{time.strftime('%Y-%m-%d')}, {num_gpus} x {device.device_kind}, {versions}. Parameters "
         f"and AdamW moments {config.model.param_dtype}, compute {config.model.dtype}. Wall time, "
-        f"median of {len(limits)} interleaved rounds. In the same run: {limit}.",
+        f"median of {len(limits)} interleaved rounds. Learning rate "
+        f"{config.optimizer.learning_rate}. In the same run: {limit}.",
         "",
         f"    python -m benchmarks.training.train_step {shlex.join(sys.argv[1:])}",
         "",
         "MFU counts causal attention at half and no recomputation, against the card's dense "
         "bfloat16 peak. Memory is arguments plus temporaries of the compiled step, on one GPU.",
         "",
-        "| variant | ms/step | min - max | tokens/s | MFU | of the GEMM | memory | compile |",
-        "|---|---|---|---|---|---|---|---|",
+        "| variant | ms/step | min - max | tokens/s | MFU | of GEMM | memory | compile | loss |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for variant in variants:
         speed = config.data.tokens_per_step / variant.step_s
@@ -333,6 +341,7 @@ def report(
             f"{speed * flops / (gemm * num_gpus):.1%}",
             f"{memory_in_bytes(variant.compiled) / 2**30:.1f} GiB" if variant.compiled else "-",
             f"{variant.compile_s:.0f} s",
+            f"{variant.loss:.3f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     for variant in variants:

@@ -192,7 +192,7 @@ def main() -> None:
         options_of,
         description=__doc__,
         default=["logits", "ours"],
-        title="with TransformerEngine's layers",
+        module="benchmarks.training.train_step_te",
         setup="Parameters and AdamW moments float32, compute bfloat16. Memory is arguments plus "
         "temporaries of the compiled step.",
     )

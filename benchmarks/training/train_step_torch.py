@@ -26,6 +26,8 @@ import dataclasses
 import importlib
 import multiprocessing
 import os
+import shlex
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -147,16 +149,19 @@ def measure(config: TrainConfig, name: str, rounds: int, steps: int) -> Measured
     return Measured(name, times, peak, float(loss))
 
 
-def report(config: TrainConfig, results: list[Measured], title: str, setup: str) -> str:
+def report(config: TrainConfig, results: list[Measured], module: str, setup: str) -> str:
     """The table in Markdown, with the columns of `benchmarks.training.train_step`."""
     device = jax.devices()[0]
     installed = {name: version for name, version in peers.versions().items() if version}
     versions = ", ".join(f"{name} {version}" for name, version in installed.items())
     lines = [
-        f"# Training step of {config.name} {title}, "
+        f"# Training step of {config.name} by {module.rpartition('.')[2]}, "
         f"{config.data.batch_size} x {config.data.sequence_length} tokens",
         "",
-        f"{time.strftime('%Y-%m-%d')}, {device.device_kind}, {versions}. {setup}",
+        f"{time.strftime('%Y-%m-%d')}, {device.device_kind}, {versions}. {setup} "
+        f"Learning rate {config.optimizer.learning_rate}.",
+        "",
+        f"    python -m {module} {shlex.join(sys.argv[1:])}",
         "",
         "| variant | ms/step | min - max | tokens/s | MFU | memory | loss |",
         "|---|---|---|---|---|---|---|",
@@ -178,7 +183,7 @@ def compare(
     *,
     description: str | None,
     default: list[str],
-    title: str,
+    module: str,
     setup: str,
 ) -> None:
     """The command of a benchmark whose variants each run in a process of their own.
@@ -189,7 +194,7 @@ def compare(
       check: Function that refuses the name of an unknown variant.
       description: Text of `--help`.
       default: Variants that run without `--variants`.
-      title: End of the table's heading.
+      module: Name of the benchmark's module.
       setup: Sentences above the table.
     """
     parser = argparse.ArgumentParser(
@@ -214,8 +219,8 @@ def compare(
         result = processes.submit(measure, config, name, arguments.rounds, arguments.steps)
         results.append(result.result())
         if arguments.output:  # a variant that fails does not take the others with it
-            arguments.output.write_text(report(config, results, title, setup))
-    print(report(config, results, title, setup))
+            arguments.output.write_text(report(config, results, module, setup))
+    print(report(config, results, module, setup))
 
 
 def main() -> None:
@@ -225,8 +230,9 @@ def main() -> None:
         options_of,
         description=__doc__,
         default=["liger", "liger:full"],
-        title="in PyTorch",
-        setup="Parameters and AdamW moments float32, compute bfloat16 by autocast.",
+        module="benchmarks.training.train_step_torch",
+        setup="Parameters and AdamW moments float32, compute bfloat16 by autocast. Memory is the "
+        "peak of PyTorch's allocator.",
     )
 
 
