@@ -8,7 +8,7 @@ does not require them:
 
     pip install torch liger-kernel quack-kernels nvidia-cutlass-dsl==4.7.1 cut-cross-entropy tokamax
     pip install --no-deps nvidia-cudnn-frontend  # it asks for nvidia-cutlass-dsl 4.8, unused here
-    pip install --no-build-isolation transformer-engine[core-cu13,jax]  # compiles its JAX extension
+    pip install --no-build-isolation 'transformer-engine[core-cu13,jax]'  # compiles C++
 
 FlashAttention-3 (`flash-attn-3`) is built from its source, the folder `hopper` of
 https://github.com/Dao-AILab/flash-attention.

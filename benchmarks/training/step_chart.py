@@ -1,8 +1,8 @@
 """Draws time and memory of training steps, a bar for each row of the tables of results.
 
-    python -m benchmarks.training.step_chart OURS.md NEWER.md TORCH.md OUT.png
+    python -m benchmarks.training.step_chart OURS.md NEWER.md TE.md TORCH.md OUT.png
 
-`benchmarks.training.train_step` and `benchmarks.training.train_step_torch` write the tables. If
+`train_step`, `train_step_te` and `train_step_torch` of `benchmarks.training` write the tables. If
 several tables have the same variant, the last one counts.
 """
 
@@ -17,8 +17,13 @@ from benchmarks import tables
 
 _OURS, _THEIRS = "#c1440e", "#33418a"
 _INK, _PALE = "#333333", "#777777"
-# PyTorch's variants begin with the name of a library, ours with that of a layer loop.
+# Variants of PyTorch begin with the name of a library, those of TransformerEngine with that of a
+# loss, and ours with that of a layer loop.
 _THEIR_NAMES = {
+    "logits": "TransformerEngine",
+    "ours": "TransformerEngine with our loss",
+    "fp8=current": "FP8 current",
+    "fp8=delayed": "FP8 delayed",
     "liger": "transformers with Liger",
     "liger_loss": "transformers with Liger's loss",
     "huggingface": "transformers",
