@@ -48,6 +48,11 @@ class MixtureDataset:
         """Bytes of text that each token stands for."""
         return self.sources[0].token_bytes
 
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of all sources."""
+        return sum(source.num_rows for source in self.sources)
+
     def batch(
         self, step: int, *, batch_size: int, seed: int, rows: Int[np.ndarray, " R"] | None = None
     ) -> Batch:
@@ -75,8 +80,7 @@ class MixtureDataset:
         """
         if batch_size < 1:
             raise ValueError(f"{batch_size=} must be at least 1")
-        num_rows = sum(source.num_rows for source in self.sources)
-        most = num_rows if limit is None else min(limit * batch_size, num_rows)
+        most = self.num_rows if limit is None else min(limit * batch_size, self.num_rows)
         counts = [min(source.num_rows, most) for source in self.sources]
         chosen = _interleaved(counts, self.weights)[0][:most]
         row_in_source = np.empty_like(chosen)

@@ -57,11 +57,11 @@ def open_files(
     """
     entries, held_out_entries, fingerprint = _entries(config, vocab_size, preferences=False)
     train_data = _mixed(config, config.path, entries, "train", config.weights)
-    if isinstance(train_data, PackedDataset) and train_data.num_rows < config.rows_per_step:
+    if train_data.num_rows < config.rows_per_step:
         raise DataError(
-            f"{config.path[0]} makes {train_data.num_rows} rows of {config.sequence_length} tokens,"
-            f" fewer than the {config.rows_per_step} rows of a step; use more text, a smaller "
-            "--data.batch-size or a shorter --data.sequence-length"
+            f"{', '.join(map(str, config.path))}: {train_data.num_rows} rows of "
+            f"{config.sequence_length} tokens, fewer than the {config.rows_per_step} rows of a "
+            "step; use more text, a smaller --data.batch-size or a shorter --data.sequence-length"
         )
     held_out = None
     if evaluates and held_out_entries:
@@ -127,6 +127,8 @@ def _entries(
 
     files = [_files(path) for path in config.path]
     held_out_files = [_files(path) for path in config.held_out_path]
+    _check_named_once("--data.path", config.path, files)
+    _check_named_once("--data.held-out-path", config.held_out_path, held_out_files)
     trained = {file.resolve() for some in files for file in some}
     for file in itertools.chain(*held_out_files):
         if file.resolve() in trained:
@@ -147,6 +149,19 @@ def _entries(
         "held_out_path": [entry.identity() for entry in held_out_entries],
     }
     return entries, held_out_entries, fingerprint
+
+
+def _check_named_once(flag: str, paths: tuple[Path, ...], files: list[tuple[Path, ...]]) -> None:
+    """Refuses a file that two paths have: its text would come twice as often as other text."""
+    owners: dict[Path, Path] = {}
+    for path, some in zip(paths, files, strict=True):
+        for file in some:
+            owner = owners.setdefault(file.resolve(), path)
+            if owner != path:
+                raise DataError(
+                    f"{file} is in {owner} and in {path} of {flag}, so its text would come twice; "
+                    "leave one of them out"
+                )
 
 
 def _files(path: Path) -> tuple[Path, ...]:

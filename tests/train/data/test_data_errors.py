@@ -114,7 +114,26 @@ CASES = {
     "fewer rows than a step": (
         text(),
         {"batch_size": 64, "accumulation_steps": 2},
-        r"makes \d+ rows of 16 tokens, fewer than the 128 rows of a step; .*--data\.batch-size",
+        r"folder: \d+ rows of 16 tokens, fewer than the 128 rows of a step; .*--data\.batch-size",
+    ),
+    "fewer rows than a step in two files": (
+        lambda folder: (text()(folder), text("b.txt", TEXT[1:])(folder)),
+        {"path": ("a.txt", "b.txt"), "held_out_fraction": 0.0, "batch_size": 163},
+        r"/a\.txt, .*/b\.txt: 162 rows of 16 tokens, fewer than the 163 rows of a step; ",
+    ),
+    "a file and its folder": (
+        text(),
+        {"path": (".", "a.txt")},
+        r"/a\.txt is in .*folder and in .*/a\.txt of --data\.path, .* twice; leave one of them out",
+    ),
+    "a held-out file and a link to it": (
+        lambda folder: (
+            text()(folder),
+            text("b.txt")(folder),
+            (folder / "c.txt").symlink_to("b.txt"),
+        ),
+        {"path": "a.txt", "held_out_path": ("b.txt", "c.txt"), "evaluates": True},
+        r"/c\.txt is in .*/b\.txt and in .*/c\.txt of --data\.held-out-path, .* twice; ",
     ),
     "nothing held out": (
         text(),
@@ -255,7 +274,8 @@ def open_case(tmp_path, write, options):
     arguments["evaluates"] = options.pop("evaluates", False)
     for name in ("path", "held_out_path"):
         if name in options:
-            options[name] = (folder / options[name],)
+            names = options[name] if isinstance(options[name], tuple) else (options[name],)
+            options[name] = tuple(folder / name for name in names)
     for name in ("tokenizer", "cache_dir"):
         if name in options:
             options[name] = folder / options[name]
