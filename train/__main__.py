@@ -3,7 +3,8 @@
 A mistake in a flag, a bad file or a full disk ends the program with one line and status 2. A run
 that cannot go on, and a plan in which nothing fits, end it with one line and status 1. In a command
 that reads a run, such as `eval`, a run that cannot be read has status 2. With `--debug` the
-traceback comes first. Other exceptions are bugs of this program, and keep their traceback.
+traceback comes first. Other exceptions are bugs of this program, and keep their traceback. A device
+without enough memory is no bug: it ends the program with one line and status 1.
 """
 
 import contextlib
@@ -81,13 +82,17 @@ def _end_if_nobody_reads(error: BrokenPipeError) -> None:
 def errors(prefix: str = "", *, debug: bool = False) -> Iterator[None]:
     """Turns exceptions that users and machines cause into one line, and ends the program.
 
+    Beside exceptions of this program that is XLA's error of a device that is out of memory.
+
     Args:
       prefix: Beginning of the line.
       debug: Print the traceback, too.
     """
+    import jax
+
     from train.cli.command_line import DEBUG
     from train.data import DataError
-    from train.errors import DiskError, FolderError, RunError, text_of
+    from train.errors import DiskError, FolderError, RunError, is_out_of_memory, one_line, text_of
     from train.flag_errors import FlagError
     from train.planner.plan import PlanError
 
@@ -99,6 +104,16 @@ def errors(prefix: str = "", *, debug: bool = False) -> Iterator[None]:
     except BrokenPipeError as e:
         _end_if_nobody_reads(e)
         raise
+    except jax.errors.JaxRuntimeError as e:
+        if not is_out_of_memory(e):
+            raise
+        if debug:
+            traceback.print_exc()
+        smaller = "" if prefix else "--data.batch-size, with more --data.accumulation-steps"
+        sys.exit(
+            f"{prefix}error: a device has too little memory ({one_line(e)}); take a smaller "
+            f"{smaller or '--batch-size, or --fsdp'}; docs/troubleshooting.md has more remedies"
+        )
     except (ValueError, OSError, NotImplementedError, FloatingPointError, RunError, PlanError) as e:
         if debug:
             traceback.print_exc()

@@ -33,6 +33,14 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether XLA says that a device has too little memory.
+
+    The code is RESOURCE_EXHAUSTED or INTERNAL, which other errors have too. So the text decides.
+    """
+    return "out of memory" in str(error).lower()
+
+
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Adds the name of a file to errors of the disk; the error of a full disk has none.

@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 import train
-from train import data
+from train import data, loop
 from train.__main__ import main
 from train.cli import commands
 from train.cli.command_line import COMMANDS
@@ -105,6 +106,29 @@ def test_errors_of_users_and_machines_are_a_line(error, line, capsys, monkeypatc
     assert printed.count("\n") == 1
 
 
+OUT_OF_MEMORY = jax.errors.JaxRuntimeError(
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 135296561064 bytes.\n"
+    + "allocation of a page\n" * 99
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], r"error: .*allocate 135296561064 bytes.*smaller --data\.batch-size, .*accumulation"),
+        (["eval"], r"python -m train eval: error: .* take a smaller --batch-size, or --fsdp; "),
+    ],
+)
+def test_a_device_without_memory_is_a_line(arguments, line, monkeypatch):
+    for module, name in (commands, "evaluate"), (loop, "run"):
+        monkeypatch.setattr(module, name, functools.partial(throw, OUT_OF_MEMORY))
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    printed = str(exit_info.value.code)
+    assert re.match(line, printed), printed
+    assert "\n" not in printed and len(printed) < 700
+
+
 def test_names_of_flags_may_have_underscores(monkeypatch):
     given = []
     monkeypatch.setattr(commands, "evaluate", given.append)
@@ -113,7 +137,8 @@ def test_names_of_flags_may_have_underscores(monkeypatch):
 
 
 def test_bugs_keep_their_traceback(monkeypatch):
-    for error in (Bug("a"), TypeError("b"), AssertionError("c")):
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no space left on the disk")
+    for error in (Bug("a"), TypeError("b"), AssertionError("c"), full):
         monkeypatch.setattr(commands, "evaluate", functools.partial(throw, error))
         with pytest.raises(type(error)):
             main(["eval"])
