@@ -155,7 +155,22 @@ def split_as_table(x: Array) -> Array:
 
 
 def _constrained(x: Array, spec: PartitionSpec) -> Array:
-    return jax.lax.with_sharding_constraint(x, spec) if _xla_partitions() else x
+    """`x` with the spec as a hint for XLA.
+
+    An axis stays whole if the devices do not divide it, such as the one row of a sample. The
+    kernels would gather it from all devices again, with a warning.
+    """
+    if not _xla_partitions():
+        return x
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def fitting(size: int, axes: Any) -> Any:
+        names = axes if isinstance(axes, tuple) else (axes,)
+        number = math.prod(mesh.shape.get(name, 1) for name in names)
+        return None if size % number else axes
+
+    spec = PartitionSpec(*map(fitting, x.shape, spec))
+    return jax.lax.with_sharding_constraint(x, spec)
 
 
 def _xla_partitions() -> bool:

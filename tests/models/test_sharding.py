@@ -362,8 +362,8 @@ def test_activations_are_split_on_a_mesh_and_untouched_without():
     assert y.sharding.is_equivalent_to(batch_sharding(mesh), 3)
 
 
-def test_the_devices_need_not_divide_a_batch():
-    """A few prompts, for example."""
+def test_the_devices_need_not_divide_a_batch(caplog):
+    """A few prompts, for example: no kernel warns that it gathers them again."""
     mesh = mesh_of(2, 4)
     graphdef, params = parameters()
     tokens = packed_batch()["tokens"][:3]
@@ -372,3 +372,4 @@ def test_the_devices_need_not_divide_a_batch():
     with jax.set_mesh(mesh):
         hidden = hidden_of(jax.device_put(params, parameter_shardings(params, mesh)), tokens)
     np.testing.assert_allclose(hidden, expected, rtol=0, atol=3e-6 * np.abs(expected).max())
+    assert "every device gathers" not in caplog.text
