@@ -122,6 +122,11 @@ def evaluate(arguments: Sequence[str]) -> None:
         print(saved.name)
         total = Sums()
         for path, text in zip(flags.path, texts, strict=True):
+            if not flags.batches and (rest := text.num_unread_tokens):
+                print(
+                    f"{path}: its last {rest:,} tokens fill no row of {text.sequence_length} and "
+                    "are not measured; --sequence-length makes shorter rows"
+                )
             batches = text.eval_batches(config.data.batch_size, flags.batches)
             sums = measure(eval_step, params, batches, text.token_bytes, mesh)
             if not math.isfinite(sums.nll):
@@ -177,13 +182,15 @@ def _eval_config(saved: Saved, flags: argparse.Namespace) -> TrainConfig:
     )
 
 
-def _open(config: TrainConfig, path: Path) -> data.Dataset:
+def _open(config: TrainConfig, path: Path) -> data.PackedDataset:
     """The dataset of all documents of a file or folder.
 
     `batch_size` is 1, because `open_files` refuses text with fewer rows than a step has.
     """
     alone = dataclasses.replace(config.data, path=(path,), batch_size=1)
-    return data.open_files(alone, vocab_size=config.model.vocab_size, evaluates=False)[0]
+    text = data.open_files(alone, vocab_size=config.model.vocab_size, evaluates=False)[0]
+    assert isinstance(text, data.PackedDataset)  # several paths would be a mixture
+    return text
 
 
 def sample(arguments: Sequence[str]) -> None:

@@ -103,6 +103,11 @@ class PackedDataset:
         """The number of rows in an epoch."""
         return max(len(self.tokens) - 1, 0) // self.sequence_length
 
+    @property
+    def num_unread_tokens(self) -> int:
+        """The number of tokens after the last full row, which no row predicts."""
+        return (len(self.tokens) - 1) % self.sequence_length
+
     def batch(
         self, step: int, *, batch_size: int, seed: int, rows: Int[np.ndarray, " R"] | None = None
     ) -> Batch:

@@ -213,6 +213,19 @@ def test_eval_is_the_held_out_loss_of_the_run(finished, config, capsys):
     assert min(numbers[:2]) <= numbers[2] <= max(numbers[:2]) and lines[2].startswith("all: ")
 
 
+def test_eval_tells_of_the_tokens_after_the_last_row(finished, config, tmp_path, capsys):
+    """100 bytes and an end are 100 tokens to predict: six rows of 16, and four."""
+    text = tmp_path / "a.txt"
+    text.write_text("x" * 100)
+    options = ["--cache-dir", str(config.data.cache_dir), "--sequence-length", "16"]
+    commands.evaluate([str(finished), "--path", str(text), *options])
+    *_, left_out, line = capsys.readouterr().out.splitlines()
+    assert left_out.startswith(f"{text}: its last 4 tokens fill no row of 16 and are not measured;")
+    assert line.endswith("(96 tokens, 96 bytes)")
+    commands.evaluate([str(finished), "--path", str(text), *options, "--batches", "1"])
+    assert "are not measured" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
