@@ -228,6 +228,11 @@ def _mixed(
                 f"all {total:,} tokens of {path} are held out; name the held-out text with "
                 "--data.held-out-path, or set --data.held-out-fraction 0 and --eval-every 0"
             )
+        if not entry.index[split]["tokens"]:
+            raise DataError(
+                f"{path}: no document is held out, of {entry.index['train']['documents']:,}; "
+                f"{_HELD_OUT_REMEDY}"
+            )
         try:
             parts.append(entry.dataset(split, config.sequence_length))
         except DataError as error:

@@ -138,7 +138,7 @@ CASES = {
     "nothing held out": (
         text(),
         {"held_out_fraction": 0.0, "evaluates": True},
-        r"held out: 0 tokens .*raise --data\.held-out-fraction.*--eval-every 0",
+        r"folder: no document is held out, of 1; raise --data\.held-out-fraction.*--eval-every 0",
     ),
     "all is held out": (
         text(),
