@@ -190,7 +190,7 @@ class _Loop:
         self._last_early = 0  # the last step that JAX profiles or compiles for `pgle`
         # The step that has no row yet: its number, values, and seconds of waiting for its batch.
         self._pending: tuple[int, dict[str, Any], float] | None = None
-        self._told_of_many_labels = False
+        self._told_of_many_labels = self._told_of_no_labels = False
 
     def run(self, first_step: int, state: TrainState) -> tuple[TrainState, int]:
         """Trains from a state, which it takes over.
@@ -300,6 +300,7 @@ class _Loop:
         row = self._row(step, values, wait_s)
         self._writer.write(row)
         self._progress.update(step, row)
+        self._tell_of_no_labels(step, row["labeled_share"])
         self._tell_of_many_labels(step, row["labeled_share"])
         if values["skipped_in_a_row"]:
             found = f"loss {values['loss']}, gradient norm {values['grad_norm']}"
@@ -324,6 +325,15 @@ class _Loop:
             **metrics.device_memory(),
             "elapsed_s": self._elapsed_s(),
         }
+
+    def _tell_of_no_labels(self, step: int, share: float) -> None:
+        """Says once that the loss of a step is 0 because nothing was to be predicted."""
+        if not share and not self._told_of_no_labels:
+            self._told_of_no_labels = True
+            self._progress.print(
+                f"step {step}: no token of its batches has a label, so its loss and gradient are 0 "
+                "(its rows hold prompts alone); use a longer --data.sequence-length, or more rows"
+            )
 
     def _tell_of_many_labels(self, step: int, share: float) -> None:
         """Says once that batches have more labels than the loss expects, which takes longer."""

@@ -84,7 +84,7 @@ def test_impossible_runs_are_refused_and_leave_nothing(
 def fake_steps(monkeypatch):
     """Replaces model and steps by `train_step(step number) -> loss`."""
 
-    def install(train_step):
+    def install(train_step, num_tokens=1):
         steps = iter(range(1, 10**6))
         values = lambda loss: {
             "loss": np.float32(loss),
@@ -94,7 +94,7 @@ def fake_steps(monkeypatch):
             "grad_norm": np.float32(loss),
             "skipped_steps": np.int32(0),
             "skipped_in_a_row": np.int32(0),
-            "num_tokens": np.int32(1),
+            "num_tokens": np.int32(num_tokens),
         }
 
         def compile_nothing(*args):
@@ -184,6 +184,17 @@ def test_the_first_batch_with_too_many_labels_is_reported(
     printed = capsys.readouterr().out
     assert printed.count("more than counted_fraction=0.001") == times
     assert ("step 1: 0.002 of the tokens of its batches have a label" in printed) == bool(times)
+
+
+@pytest.mark.parametrize("num_tokens, times", [(0, 1), (1, 0)])
+def test_the_first_batch_without_a_label_is_reported(
+    num_tokens, times, tmp_path, fake_steps, capsys
+):
+    fake_steps(float, num_tokens)
+    run(dataclasses.replace(CONFIG, runs_dir=tmp_path))
+    printed = capsys.readouterr().out
+    assert printed.count("no token of its batches has a label, so its loss") == times
+    assert ("step 1: no token" in printed) == bool(times)
 
 
 def test_a_run_that_fails_before_its_first_step_leaves_nothing(tmp_path, fake_steps, monkeypatch):
