@@ -86,29 +86,30 @@ def linear_cross_entropy(
     **Tokens that count.** A token does not count if its label is `ignore_index` or its weight is
     exactly 0. It adds nothing to loss, metrics and gradients, and its row of `dx` is 0, even if its
     row of `x` holds NaN or infinities. The weight of an ignored token counts as 0, whatever it is,
-    and has no gradient. The gradient of a weight of 0 is its token's loss, or 0 if that loss is not
-    finite. A NaN weight of a token whose label counts makes loss and gradients NaN.
+    and has no gradient. The gradient of a weight of 0 is the loss of its token, or 0 if this loss
+    is not finite. If the label of a token counts and its weight is NaN, loss and gradients are NaN.
 
-    **Labels.** A label that is neither `ignore_index` nor in `[0, V)` makes its token's loss NaN.
-    The reduced loss and the gradients are then NaN, too, unless the token's weight is 0. The
-    label never causes a read or write out of bounds. `check_labels` turns it into an error. Labels
-    are compared in their own dtype.
-    (Without `jax_enable_x64`, JAX itself cuts 64-bit arguments of `jax.jit` to 32 bits.)
+    **Labels.** If a label is neither `ignore_index` nor in `[0, V)`, the loss of its token is NaN.
+    The reduced loss and the gradients are then NaN, too, unless the weight of the token is 0. The
+    label never causes a read or write out of bounds. With `check_labels` it raises an error. Labels
+    are compared in their own dtype. (Without `jax_enable_x64`, JAX itself cuts 64-bit arguments of
+    `jax.jit` to 32 bits.)
 
     **Gradients.** The loss is differentiable in `x`, `weight`, `bias` and `token_weights`. A call
-    that is not differentiated does no gradient work. `dweight` has the dtype of `weight`, so a
-    bfloat16 weight gets a rounded gradient. For a float32 gradient of a bfloat16 weight,
+    that is not differentiated computes no gradients. `dweight` has the dtype of `weight`, so the
+    gradient of a bfloat16 weight is rounded. For a float32 gradient of a bfloat16 weight,
     differentiate with respect to `weight.astype(jnp.float32)` inside of the compiled function: XLA
     drops the cast and its inverse, and makes no copy. With chunks of columns XLA would keep a
     float32 copy of the weight; such chunks suit a weight that is stored in float32. Only
     `"reference"` has second derivatives and forward mode (`jax.jvp`).
 
-    **Plans.** The gradient of `weight`, `dweight`, is made last, and its memory is unused until
-    then. By default the kernels store exponentials of the logits in this memory: those of all
-    tokens, or those of the first ones. Chunks of tokens compute the rest. Loss and gradients take
-    three matrix products, or four with `reduction="none"`. `vocab_chunk_size` asks for chunks of
-    columns, which take four. `linear_cross_entropy_plan` says what a call does and why;
-    `docs/kernels/loss.md` describes the plans.
+    **Plans.** A plan decides which part of the logits is in memory. The gradient of `weight`,
+    `dweight`, is made last, and its memory is unused until then. By default the kernels store
+    exponentials of the logits in this memory, for all tokens or for the first tokens. The other
+    tokens are computed in chunks. Loss and gradients take three matrix products, or four with
+    `reduction="none"`. With `vocab_chunk_size` they are computed in chunks of columns, and take
+    four. `linear_cross_entropy_plan` says what a call does and why; `docs/kernels/loss.md`
+    describes the plans.
 
     **Rounding.** Products take operands in the dtype of `x` and accumulate in float32. In memory,
     `"mosaic_gpu"` has logits or their exponentials rounded to the dtype of `x`, and `"xla"` has
@@ -118,11 +119,11 @@ def linear_cross_entropy(
     has the details.
 
     **Meshes.** Each device computes the losses of its own tokens, and plans for its own arrays. On
-    Auto and Explicit axes a sum or mean is over the tokens of all devices. A vocabulary that is
-    split over an axis which splits no tokens stays split: devices exchange 20 bytes a token and add
-    up `dx`. Inside of `jax.shard_map` a sum or mean is over the tokens of one device. For the mean
-    over all tokens, take `reduction="sum"`, and divide the `jax.lax.psum` of the losses by the
-    `jax.lax.psum` of the numbers of tokens. `vocab_axis` names the axis that splits `weight` there.
+    Auto and Explicit axes a sum or mean is over the tokens of all devices. If an axis that splits
+    no tokens splits the vocabulary, its devices exchange 20 bytes a token and add up `dx`. Inside
+    of `jax.shard_map` a sum or mean is over the tokens of one device. For the mean over all tokens,
+    take `reduction="sum"`, and divide the `jax.lax.psum` of the losses by the `jax.lax.psum` of the
+    numbers of tokens. Inside of `jax.shard_map`, `vocab_axis` names the axis that splits `weight`.
 
     Args:
       x: Hidden states, of a floating dtype of 16 bits or more. The leading axes are tokens.
@@ -147,23 +148,23 @@ def linear_cross_entropy(
         row of `dweight` is then written once and not added up, and `dx` is added up in float32. A
         weight that is stored in float32 is cast a chunk at a time and not copied. For a weight
         `[D, V]` the kernels take multiples of 128 below it, and at least 128.
-      max_logits_bytes: Limit in bytes for the logits or exponentials of a chunk of tokens. The
-        planner takes the plan with the least estimated time of those that fit. A chunk has at least
-        128 tokens, and one of few tokens is slow: each chunk reads and writes all of `dweight`.
+      max_logits_bytes: Limit in bytes for the logits or exponentials of a chunk of tokens. Among
+        the plans that fit, the plan with the least estimated time runs. A chunk has at least 128
+        tokens. A chunk of few tokens is slow, because each chunk reads and writes all of `dweight`.
         `None` means 512 MiB (`"mosaic_gpu"`) or 1 GiB (`"xla"`, whose logits are float32). It is
         1.5 GiB with the kernels for a `LoRA` in a plan without exponentials, as with a bias. Copies
-        of exponentials out of the memory of `dweight` have the same limit, and never more than 96
-        MiB. They may exist beside one chunk. The plan depends on sizes, and its bands of
-        `dweight` on the kind of the device. It does not depend on the device's free memory, so all
-        processes of a run compile the same program. At most one of `chunk_size`, `vocab_chunk_size`
-        and `max_logits_bytes` may be given.
+        of exponentials out of the memory of `dweight` have the same limit, and never take more than
+        96 MiB. They may exist beside one chunk. The plan depends on sizes, and its bands of
+        `dweight` on the kind of the device. It does not depend on the free memory of the device, so
+        all processes of a run compile the same program. At most one of `chunk_size`,
+        `vocab_chunk_size` and `max_logits_bytes` may be given.
       counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1]. The
-        tokens that count are gathered into so many rows before the products, so that the others
-        take no time. If more tokens count, all are computed, in the time and memory of 1.0. So the
-        share changes no result but the order of sums. With the kernels, `dweight` of a device is
-        also rounded before the sum over devices and before the product with a cotangent, and then
-        once more. Both programs are compiled. A vocabulary that
-        is split over devices, which the log says, and `"reference"` compute all tokens.
+        tokens that count are gathered into this share of the rows before the products, so that the
+        other tokens take no time. If more tokens count, all tokens are computed, in the time and
+        memory of 1.0. So the fraction changes only the order of sums. With the kernels, `dweight`
+        of a device is also rounded before the sum over devices and before the product with a
+        cotangent, and then once more. Both programs are compiled. `"reference"` computes all
+        tokens. So do devices that split the vocabulary, and the log says so.
       vocab_axis: Name of the Manual mesh axis over which `weight` and `bias` are split by
         vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis gets the same
         loss. `labels` are numbers in the whole vocabulary.
@@ -177,12 +178,13 @@ def linear_cross_entropy(
       check_labels: Whether a label out of range raises an error with its value, whatever its
         weight: at once outside of `jax.jit`, through `jax.experimental.checkify.checkify` inside.
       return_metrics: Whether `LossMetrics` are returned, too.
-      implementation: Name of the program. `"mosaic_gpu"` uses kernels for Hopper and later and
-        16-bit `x`. `"xla"` runs the same algorithms with float32 logits. `"reference"` keeps all
-        logits, in float32, and ignores chunks and `accum_dtype`. `None` picks the kernels where
-        they run, `"reference"` for open sizes (`jax.export.symbolic_shape`), and `"xla"` elsewhere,
-        for example inside of a `jax.shard_map` whose `axis_names` omit an Auto axis. A name is
-        binding. `"require"` picks the kernels, and raises where they do not run.
+      implementation: Name of the program. `None`, the default, runs the kernels where they take the
+        arguments, `"reference"` for symbolic sizes (`jax.export.symbolic_shape`), and `"xla"`
+        elsewhere, for example inside of a `jax.shard_map` whose `axis_names` omit an Auto axis.
+        `"mosaic_gpu"` uses kernels for Hopper and later and a 16-bit `x`, and raises where they do
+        not run. `"xla"` runs the same algorithms with float32 logits. `"reference"` keeps all
+        logits, in float32, and ignores chunks and `accum_dtype`. `"require"` runs the kernels, and
+        raises where they do not run.
       config: Launch parameters of the kernels, where they run. `None` takes measured or derived
         ones, as `Config` says.
 
@@ -194,7 +196,7 @@ def linear_cross_entropy(
       TypeError: Labels are not integers, another array is of a dtype that is not described here, or
         an option is of a wrong type.
       NotImplementedError: The caller names the kernels or requires them, and they do not run; or
-        names `"xla"`, and a size is open; or V is open. Or another implementation than
+        names `"xla"`, and a size is symbolic; or V is symbolic. Or another implementation than
         `"reference"` is differentiated twice or in forward mode.
       jax.experimental.checkify.JaxRuntimeError: `check_labels` found a label out of range.
     """
@@ -266,12 +268,13 @@ def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) 
 
     Returns:
       The plan, its matrix products, its memory and the reason for it. It is for JAX's default
-      device and the given shapes. On a mesh give the shapes of one device's arrays.
+      device and the given shapes. On a mesh, give the shapes of the arrays of one device.
 
     Raises:
-      ValueError, TypeError, NotImplementedError: a call of `linear_cross_entropy` would
-        raise the same error.
-      NotImplementedError: A size of `x` is open (`jax.export.symbolic_shape`); there is no plan.
+      ValueError, TypeError, NotImplementedError: A call of `linear_cross_entropy` would raise the
+        same error.
+      NotImplementedError: A size of `x` is symbolic (`jax.export.symbolic_shape`); there is no
+        plan.
     """
     bound = inspect.signature(linear_cross_entropy).bind(x, weight, labels, **options)
     bound.apply_defaults()

@@ -31,10 +31,10 @@ class LoRA(NamedTuple):
 
     `linear_cross_entropy`, `linear_log_probs`, `linear_token_loss` and the student of the
     distillation losses take it in the place of `weight`. Only `x`, `a`, `b` and `scale` have
-    gradients; that of `weight` is 0, so differentiate with respect to the others alone.
+    gradients. The gradient of `weight` is 0, so differentiate only with respect to the others.
 
     Products take `a` and `b` in the dtype of `x`. `scale · x @ b.T` is float32, and rounded to the
-    dtype of `x`. No option of the loss is lost, but for `vocab_chunk_size`. On a mesh, `a` may be
+    dtype of `x`. All options of the loss work except `vocab_chunk_size`. On a mesh, `a` may be
     split as `weight` is. Each device gathers all of `b`, which is small.
 
     `a` and `b` have floating dtypes of 16 bits or more, and each gradient the dtype of its array.

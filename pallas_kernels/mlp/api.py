@@ -49,15 +49,14 @@ def swiglu(
     Args:
       gate: Gate projection, of any floating dtype; the leading axes are tokens.
       up: Up projection, of the same shape.
-      implementation: `"reference"` is plain JAX, which XLA fuses; `"xla"` is the same.
-        `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere. It keeps `gate` and `up` and
-        nothing more, and takes both in one dtype. On a mesh each device computes its own part of
-        them. The kernel cannot run inside of a `jax.shard_map` whose `axis_names` omit an Auto axis
-        of the mesh. `None` picks `"reference"`, which is as fast alone, and which XLA can fuse with
-        its neighbours. A name is binding. `"require"` always raises, because `None` picks no
-        kernel.
-      config: Launch parameters of the kernel. `None` takes measured ones, or a guess from the
-        device and the dtype.
+      implementation: Name of the program. `None`, the default, runs `"reference"`, plain JAX. Alone
+        it is as fast as the kernel, and XLA can fuse it with the operations around it. `"xla"` is
+        the same. `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere. It keeps only `gate` and
+        `up` for the backward, and takes both in one dtype. On a mesh each device computes its own
+        part. The kernel cannot run inside of a `jax.shard_map` whose `axis_names` omit an Auto axis
+        of the mesh. `"require"` always raises, because `None` runs no kernel.
+      config: Launch parameters of the kernel. `None` takes measured parameters, or a guess from
+        the device and the dtype.
 
     Raises:
       ValueError: The shapes disagree, a name is unknown, or there are launch parameters for plain
@@ -128,17 +127,17 @@ def swiglu_mlp(
 
     `save` says what the forward keeps for the backward beside `x`:
 
-    - `"gate_up"`: the two projections.
-    - `"all"`: the two projections and the product `silu(gate) · up`.
-    - `"x"`: nothing. Two of the nine GEMMs (matrix products) then run again.
+    - `"gate_up"`: gate and up.
+    - `"all"`: gate, up and the product `silu(gate) · up`.
+    - `"x"`: nothing more. Two of the nine GEMMs (matrix products) then run again.
 
     Under `jax.checkpoint` the policy decides, by the names `gate`, `up` and `mlp_product`. `save`
     should then be `"gate_up"` or `"all"`.
 
     On a mesh each device computes its own tokens. F may be split over mesh axes that split no
-    tokens. Over Auto and Explicit axes the MLP adds up its result over these axes, and in the
-    backward `dx`. Inside of `jax.shard_map` it takes a device's columns, and returns the summand of
-    the result that they give.
+    tokens. On Auto and Explicit axes the MLP adds up its result over these axes, and `dx` in the
+    backward. Inside of `jax.shard_map` the MLP takes the columns of one device, and returns the
+    summand of the result that these columns give.
 
     Args:
       x: Input, of a floating dtype of 16 bits or more; the leading axes are tokens.
@@ -147,20 +146,20 @@ def swiglu_mlp(
       w_up: Second projection.
       w_down: Projection of the product.
       save: Arrays that the forward keeps: `"gate_up"`, `"all"` or `"x"`.
-      chunk_size: Number of a device's positions, along the axis before the last, whose gate and up
-        exist at a time; `None` means all. It is for sequences so long that gate and up are the
-        largest arrays of the step. It needs `save="x"`. Under `jax.checkpoint` nothing is kept
-        then, whatever the policy says.
-      implementation: Name of the program. `"mosaic_gpu"` runs the elementwise work in the epilogues
-        of GEMMs, on Hopper and in 16 bits, for D and F that are multiples of 64. `"xla"` is the
-        same algorithm in plain JAX. `"reference"` is the formula, differentiated by JAX, which
-        keeps everything: it ignores `save` and `chunk_size`. `None` takes the kernels where they
-        run, and `"xla"` elsewhere, for example inside of a `jax.shard_map` that leaves Auto axes
-        out. With `None` and `"require"` the backward kernel runs from 2048 tokens on. A name is
-        binding, with two exceptions. If F is split and the kernels do not take a device's part, XLA
-        computes the part, and a warning is logged. An empty `x` is computed by `"xla"`. `"require"`
-        takes the kernels that `None` would take, and raises where XLA would run in their place, for
-        parts too.
+      chunk_size: Number of a device's positions, along the axis before the last, that the MLP
+        computes at a time; `None` means all. It is for sequences so long that gate and up are the
+        largest arrays of the step. It needs `save="x"`. Then nothing is kept under
+        `jax.checkpoint`, whatever the policy says.
+      implementation: Name of the program. `None`, the default, runs the kernels where they take the
+        arguments, and `"xla"` elsewhere, for example inside of a `jax.shard_map` whose `axis_names`
+        omit an Auto axis. `"mosaic_gpu"` runs the elementwise work in the epilogues of GEMMs, on
+        Hopper and in 16 bits, for D and F that are multiples of 64. `"xla"` is the same algorithm
+        in plain JAX. `"reference"` is the formula, differentiated by JAX, which keeps everything:
+        it ignores `save` and `chunk_size`. With `None` and `"require"` the backward kernel runs
+        from 2048 tokens on. `"mosaic_gpu"` raises where it cannot run, with two exceptions: if F is
+        split and the kernels do not take a device's part, XLA computes the part, and a warning is
+        logged; and `"xla"` computes an empty `x`. `"require"` runs the kernels that `None` would
+        run, and raises where XLA would run in their place, also for a device's part.
       config: Launch parameters of the kernels, for `"mosaic_gpu"` by name.
 
     Raises:

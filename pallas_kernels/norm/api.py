@@ -48,21 +48,21 @@ def rms_norm(
         NaN.
       weight_offset: Number added to the weight in float32. Gemma stores the scale minus one, so its
         offset is 1.0.
-      casting: Place where the result is rounded. With `"float32"` and `"gemma"` everything is
-        float32 and rounded once, at the end. Other libraries call this `"gemma"`; the name sets no
-        offset. With `"llama"`, `x · rstd` is rounded to `x.dtype` before the scale, as in Hugging
-        Face.
-      implementation: Name of the program. `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere.
-        It takes bfloat16, float16 and float32. It takes every D that is a multiple of 64 up to
-        16384 or a power of two from 64 to 65536, and others (`docs/dtypes_and_sizes.md`).
-        `"reference"` is plain JAX, which XLA fuses; `"xla"` is the same. `None` picks the kernel if
-        JAX's default device is such a GPU and the kernel takes the arguments. On a mesh each device
-        norms its own tokens. XLA cannot partition a kernel inside of a `jax.shard_map` whose
-        `axis_names` omit an Auto axis of the mesh, so `None` picks plain JAX there. With `None`,
-        plain JAX computes forward mode and second derivatives too, which no kernel has. A name is
-        binding. `"require"` picks the kernel, and raises where it does not run.
-      config: Launch parameters of the kernel. `None` takes measured ones, or a guess from the
-        device and the sizes.
+      casting: Place where the result is rounded. `"float32"` and `"gemma"` mean the same: all
+        arithmetic is float32, and the result is rounded once, at the end. `"gemma"` is the name in
+        other libraries, and sets no offset. With `"llama"`, `x · rstd` is rounded to `x.dtype`
+        before the multiplication by the weight, as in Hugging Face.
+      implementation: Name of the program. `None`, the default, runs the kernel if JAX's default
+        device and the arguments allow it, and plain JAX otherwise. `"mosaic_gpu"` is a kernel for
+        NVIDIA GPUs since Ampere. It takes bfloat16, float16 and float32, and every D that is a
+        multiple of 64 up to 16384 or a power of two from 64 to 65536, and other sizes
+        (`docs/dtypes_and_sizes.md`). `"reference"` is plain JAX, which XLA fuses; `"xla"` is the
+        same. `"require"` runs the kernel, or raises. On a mesh each device normalizes its own
+        tokens. XLA cannot partition a kernel inside of a `jax.shard_map` whose `axis_names` omit an
+        Auto axis of the mesh. There `None` runs plain JAX, and `"mosaic_gpu"` raises. With `None`,
+        plain JAX also computes forward mode and second derivatives, which no kernel has.
+      config: Launch parameters of the kernel. `None` takes measured parameters, or a guess from
+        the device and the sizes.
 
     Returns:
       `y`, of the shape and dtype of `x`.
@@ -107,10 +107,10 @@ def add_rms_norm(
 ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
     """Residual addition, then RMSNorm: `residual_out = x + residual`, `y = rms_norm(residual_out)`.
 
-    The sum is taken in float32 and rounded to `x.dtype`. The norm reads `residual_out` as it is
-    stored. So the pair equals the addition and the norm, one after the other, up to the last bit of
-    `rstd`, which the order of the sum decides. The operation is differentiable in all three arrays.
-    The gradients of `x` and `residual` are equal up to their dtypes.
+    The sum is taken in float32 and rounded to `x.dtype`. The norm reads the rounded sum. So the
+    results equal those of an addition and a separate `rms_norm`, up to the last bit of `rstd`,
+    which depends on the order of a sum. The operation is differentiable in all three arrays. The
+    gradients of `x` and `residual` are equal up to their dtypes.
 
     Args:
       x: Output of a sublayer; the leading axes are tokens.
