@@ -62,11 +62,11 @@ def choose_implementation(
 def symbolic_reason(*arrays: Any) -> str | None:
     """Why no kernel and no loop over chunks takes the arrays, or None if sizes are numbers.
 
-    `jax.export.symbolic_shape` leaves sizes open.
+    `jax.export.symbolic_shape` makes sizes that are symbols.
     """
     for a in arrays:
         if not all(isinstance(size, int) for size in a.shape):
-            return f"an array of shape {a.shape} has open sizes; export numbers for a kernel"
+            return f"an array of shape {a.shape} has symbolic sizes; a kernel needs numbers"
     return None
 
 

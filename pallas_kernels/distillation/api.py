@@ -69,10 +69,10 @@ def linear_distillation_loss(
 ) -> Float[Array, "..."]:
     """Divergence of a student's next-token distribution from a teacher's, without all logits.
 
-    Student and teacher have hidden sizes D and Dt of their own, and one vocabulary.
+    The student has hidden size D and the teacher Dt. Both have the same vocabulary.
 
     **Formula.** Let `z` be the student's logits `x @ weight.T + bias`, or `c·tanh(logits / c)` if
-    `logit_softcap` is a bound `c`. Let `t` be those of the teacher, with the arguments that begin
+    `logit_softcap` is a bound `c`. Let `t` be the teacher's logits, from the arguments that begin
     with `teacher_`. With `p = softmax(z / temperature)`, `q = softmax(t / temperature)` and the
     mixture `M = beta·q + (1 - beta)·p`, the loss of a token in nats is
 
@@ -80,29 +80,29 @@ def linear_distillation_loss(
         "reverse_kl"       KL(p ‖ q) = Σ_v p·(log p - log q)
         "jensen_shannon"   beta·KL(q ‖ M) + (1 - beta)·KL(p ‖ M)
 
-    The last one is the generalized Jensen-Shannon divergence of GKD
+    `"jensen_shannon"` is the generalized Jensen-Shannon divergence of GKD
     (https://arxiv.org/abs/2306.13649), with `beta` as in TRL's `GKDTrainer` and in Liger-Kernel.
     The divergence goes to 0 as `beta` goes to 0 or to 1. Divided by `beta`, it goes to the forward
     KL as `beta` goes to 0. Divided by `1 - beta`, it goes to the reverse KL as `beta` goes to 1.
-    TRL and Liger-Kernel take the forward KL for `beta=0` and the reverse KL for `beta=1`, and so
-    does this function.
+    For `beta=0` the function computes the forward KL, and for `beta=1` the reverse KL, as TRL and
+    Liger-Kernel do.
 
-    The loss is not multiplied by `temperature²`, as it is not in TRL and Liger-Kernel. Multiply it
-    yourself, if the gradients should keep their size (https://arxiv.org/abs/1503.02531).
+    The loss is not multiplied by `temperature²`, as in TRL and Liger-Kernel. To keep the size of
+    the gradients, multiply it yourself (https://arxiv.org/abs/1503.02531).
 
-    The loss of a token is multiplied by its token weight. `reduction="sum"` adds the losses up.
-    `"mean"` divides this sum by the sum of the weights, and without `token_weights` by the number
-    of tokens. `"none"` returns the losses. If no token counts, loss and gradients are 0. Losses
-    are float32.
+    The loss of a token is multiplied by its token weight. `reduction="sum"` adds up the losses.
+    `"mean"` divides this sum by the sum of the weights, or by the number of tokens without
+    `token_weights`. `"none"` returns the losses. If no token counts, loss and gradients are 0.
+    Losses are float32.
 
     **Tokens that count.** A token does not count if its weight is exactly 0; `token_weights=labels
-    != -100` leaves out what a cross-entropy would ignore. Such a token adds nothing to loss and
-    gradients, and its row of `dx` is 0, even if its hidden states hold NaN or infinities. NaN of
-    another token makes its loss NaN, and the gradients.
+    != -100` leaves out the tokens that a cross-entropy would ignore. Such a token adds nothing to
+    loss and gradients, and its row of `dx` is 0, even if its hidden states hold NaN or infinities.
+    A NaN in the hidden states of another token makes its loss and the gradients NaN.
 
-    **Zeros.** A token `v` that has no probability adds nothing: `0·log 0` is 0. The reverse KL is
-    infinite where the teacher gives no probability to a token that the student may choose, and the
-    forward KL in the opposite case.
+    **Zeros.** An entry `v` of the vocabulary without probability adds nothing: `0·log 0` is 0. The
+    reverse KL is infinite if the teacher gives no probability to an entry that the student may
+    choose, and the forward KL in the opposite case.
 
     **Gradients.** The loss is differentiable in `x`, `weight`, `bias` and `token_weights`. The
     teacher is constant: the gradients of its arrays are 0, as after `jax.lax.stop_gradient`. A call
@@ -111,10 +111,10 @@ def linear_distillation_loss(
     `weight.astype(jnp.float32)` inside of the compiled function. Only `"reference"` has second
     derivatives and forward mode (`jax.jvp`).
 
-    **Cost.** A chunk of tokens at a time has its logits in memory, of student and teacher. A loss
-    takes two products, `2·T·V·(D + Dt)` FLOPs. With its gradients it takes two more of `2·T·V·D`.
-    With `reduction="none"` the backward computes the logits again. `docs/kernels/distillation.md`
-    has more.
+    **Cost.** The logits of student and teacher are in memory for one chunk of tokens at a time. A
+    loss takes two products, `2·T·V·(D + Dt)` FLOPs. The gradients take two more products of
+    `2·T·V·D` FLOPs. With `reduction="none"` the backward computes the logits again.
+    `docs/kernels/distillation.md` has more.
 
     **Rounding.** Products take operands in the dtype of `x` or `teacher_x`, and accumulate in
     float32. Logits in memory are rounded to `logits_dtype`. Bias, softcap, softmax and losses are
@@ -122,10 +122,10 @@ def linear_distillation_loss(
     once. The operands of `"reference"` are float32.
 
     **Meshes.** Each device computes the losses of its own tokens. On Auto and Explicit axes a sum
-    or mean is over the tokens of all devices. A vocabulary that is split over an axis which splits
-    no tokens stays split, in both weights. Devices then exchange 20 bytes a token for a KL and 24
-    for the Jensen-Shannon divergence, and add up `dx`. Inside of `jax.shard_map` a sum or mean is
-    over the tokens of one device. `vocab_axis` names the axis that splits both weights there.
+    or mean is over the tokens of all devices. If an axis that splits no tokens splits the
+    vocabulary of both weights, its devices exchange 20 bytes a token for a KL and 24 for the
+    Jensen-Shannon divergence, and add up `dx`. Inside of `jax.shard_map` a sum or mean is over the
+    tokens of one device, and `vocab_axis` names the axis that splits both weights.
 
     Args:
       x: Hidden states of the student, of a floating dtype of 16 bits or more. The leading axes are
@@ -147,18 +147,18 @@ def linear_distillation_loss(
         will do. If their sum is 0, the mean and its gradients are 0. For weights of both signs,
         such as advantages, take `reduction="sum"`.
       reduction: `"mean"`, `"sum"` or `"none"`.
-      counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1]. The
-        tokens that count are then computed in as few rows, and all tokens if more of them do. So
-        the share changes no result but the order of sums. It has no effect with `"reference"`, or
-        where the gradient of `token_weights` is wanted, because all tokens have one. It also has
-        none where the vocabulary is split, and the log says so.
+      counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1].
+        Only this share of the rows is computed. If more tokens count, all rows are computed. So the
+        fraction changes only the order of sums. It has no effect with `"reference"`, or if the
+        gradient of `token_weights` is wanted, because all tokens have one. It has none either if
+        the vocabulary is split, and the log says so.
       chunk_size: Largest number of a device's tokens whose logits exist at a time. If this size
         makes two chunks, three are made: XLA would keep the logits of both in memory.
-      max_logits_bytes: Limit in bytes for both logits of a chunk of tokens, or those of 128 tokens
-        where they are more. The chunks are the fewest that fit, because each one reads and writes
-        all of `dweight`. With kernels the teacher's logits exist for a part of the chunk at a time,
-        so that a chunk has more tokens. `None` means 512 MiB, or both logits of 768 tokens where
-        they are more. At most one of `chunk_size` and `max_logits_bytes` may be given.
+      max_logits_bytes: Limit in bytes for the logits of student and teacher in a chunk of tokens. A
+        chunk has at least 128 tokens. There are as few chunks as possible, because each chunk reads
+        and writes all of `dweight`. With kernels the teacher's logits exist for a part of the chunk
+        at a time, so that a chunk has more tokens. `None` means 512 MiB, and at least 768 tokens.
+        At most one of `chunk_size` and `max_logits_bytes` may be given.
       vocab_axis: Name of the Manual mesh axis over which both weights and both biases are split by
         vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis gets the same
         loss.
@@ -169,15 +169,15 @@ def linear_distillation_loss(
         of `x` for the student and of `teacher_x` for the teacher. Logits in bfloat16 between 8 and
         16 err by up to 2^-5. Their errors add about 3e-4 nats to a KL. Logits in float32 take twice
         the memory.
-      implementation: Name of the program. `"mosaic_gpu"` works on chunks of tokens: the products
-        are XLA's, by cuBLAS, and our kernels pass over the logits. They take a V that is a multiple
-        of 32. `"xla"` leaves the passes to XLA as well. `"reference"` keeps all logits, in float32,
-        and ignores chunks and `logits_dtype`; it takes no `vocab_axis`. `None` takes the kernels
-        where they run, `"reference"` for open sizes (`jax.export.symbolic_shape`), and `"xla"`
-        elsewhere. A name is binding, with one exception: if a mesh splits V so that a device's part
-        is no multiple of 32, XLA makes the passes for `"mosaic_gpu"` too, and a warning is logged.
-        `"require"` takes the kernels that `None` takes, and raises where XLA would run in their
-        place, for parts too.
+      implementation: Name of the program. `None`, the default, runs the kernels where they take the
+        arguments, `"reference"` for symbolic sizes (`jax.export.symbolic_shape`), and `"xla"`
+        elsewhere. `"mosaic_gpu"` works on chunks of tokens: XLA computes the products, with cuBLAS,
+        and our kernels pass over the logits. The kernels take a V that is a multiple of 32. With
+        `"xla"`, XLA also makes the passes. `"reference"` keeps all logits, in float32, and ignores
+        chunks and `logits_dtype`; it takes no `vocab_axis`. `"mosaic_gpu"` raises where the kernels
+        do not run, with one exception: if a mesh splits V so that a device's part is no multiple of
+        32, XLA makes the passes, and a warning is logged. `"require"` runs the kernels that `None`
+        would run, and raises where XLA would run in their place, also for a device's part.
 
     Returns:
       The loss, a scalar or of the shape of the tokens.
@@ -186,7 +186,7 @@ def linear_distillation_loss(
       ValueError: Shapes disagree, an option is out of its range, or a name is unknown.
       TypeError: An array is of a dtype that is not described here, or an option is of a wrong type.
       NotImplementedError: The caller asks for kernels that do not take the arguments; or anything
-        but `"reference"` is differentiated twice or in forward mode, or has open sizes.
+        but `"reference"` is differentiated twice or in forward mode, or has symbolic sizes.
     """
     # Above 80 lines, because most of them are documentation.
     x, weight = checked_layer(x, weight, weight_layout)
@@ -256,32 +256,34 @@ def linear_distillation_loss_top_k(
     logits_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "..."]:
-    """`linear_distillation_loss` of a teacher of which `k` log-probabilities a token are stored.
+    """`linear_distillation_loss` with `k` stored log-probabilities a token in place of a teacher.
 
     **Teacher.** `teacher_log_probs` are logarithms of the teacher's softmax over its whole
-    vocabulary, at `temperature`: the temperature here divides the student's logits alone. An entry
-    of -inf is no entry, whatever its id is, so shorter lists can be padded.
+    vocabulary, at `temperature`. The argument `temperature` divides only the student's logits. To
+    pad shorter lists, use entries of -inf, with any id.
 
     **Tail.** The tail is all tokens of the vocabulary without an entry.
 
-    - `"one_bucket"`: the tail is one class, beside `k` classes. Its teacher's probability is what
-      the `k` tokens leave of 1, and its student's probability is the sum over the tail. The loss is
-      the divergence of both distributions over the `k + 1` classes, for each `divergence`. It is
-      never above that of the whole distributions. How the student spreads probability within the
-      tail has no effect on it. The teacher's tail counts as at least 2^-24, because a float32 sum
-      near 1 errs by that much. All probabilities are then divided by their sum.
-    - `"ignore"`: the sum of the forward KL over the `k` tokens alone, `Σ_k q·(log q - log p)`, with
-      `p` of the softmax over the whole vocabulary. Its gradient in the logits, over `temperature`,
-      is `(Σ_k q)·p - q`: the student is drawn to give the tail no probability. It is no divergence
-      and may be below 0. Only `"forward_kl"` has it.
+    - `"one_bucket"`: the tail is one class, beside `k` classes. The teacher's probability of the
+      tail is 1 minus the sum of the `k` probabilities, and the student's is the sum over the tail.
+      The loss is the divergence of both distributions over the `k + 1` classes, for each
+      `divergence`. It is never larger than the divergence of the whole distributions. The student's
+      distribution within the tail has no effect. The teacher's tail counts as at least 2^-24,
+      because a float32 sum near 1 errs by that much. All probabilities are then divided by their
+      sum.
+    - `"ignore"`: the sum of the forward KL over only the `k` tokens, `Σ_k q·(log q - log p)`, where
+      `p` is from the softmax over the whole vocabulary. Its gradient in the logits, times
+      `temperature`, is `(Σ_k q)·p - q`, which moves the student's probability out of the tail. It
+      is no divergence and may be negative. Only `"forward_kl"` has it.
 
-    **Wrong entries.** A token's loss is NaN if an id is not in `[0, V)`, or if it is there twice.
-    It is also NaN if the probabilities have a sum above 1.05: logits, for example, are no
-    log-probabilities. If the token counts, the reduced loss and the gradients are NaN, too.
+    **Wrong entries.** The loss of a token is NaN if an id is not in `[0, V)`, or if an id appears
+    twice. It is also NaN if the probabilities have a sum above 1.05, for example if logits are
+    passed as log-probabilities. If the token counts, the reduced loss and the gradients are NaN,
+    too.
 
     **Cost.** One product for a loss, and three with its gradients.
 
-    All else is as in `linear_distillation_loss`. The stored arrays have no gradient.
+    Everything else is as in `linear_distillation_loss`. The stored arrays have no gradient.
 
     Args:
       x: Hidden states of the student. The leading axes are tokens.
@@ -304,7 +306,7 @@ def linear_distillation_loss_top_k(
       weight_layout: Order of the axes of `weight`.
       logits_dtype: Dtype of logits in memory.
       implementation: Name of the program: `"xla"`, `"reference"` or `None`. `None` picks `"xla"`,
-        and `"reference"` for open sizes. There is no kernel, so `"mosaic_gpu"` and `"require"`
+        and `"reference"` for symbolic sizes. There is no kernel, so `"mosaic_gpu"` and `"require"`
         always raise. `require_kernels` does not check `None`.
 
     Returns:

@@ -82,9 +82,10 @@ def linear_log_probs(
     Both are float32, in nats, and 0 where `label == ignore_index`.
 
     With `return_argmax`, the argmax is the lowest `v` with the largest `z[v]`, and its
-    log-probability is `max(z) - logsumexp(z)`. Where `label == ignore_index` the argmax is -1 and
-    its log-probability is 0. A label out of range changes neither. Where all logits are -inf the
-    argmax is 0, and where one is NaN it is any index. Both log-probabilities are then NaN.
+    log-probability is `max(z) - logsumexp(z)`. If `label == ignore_index`, the argmax is -1 and its
+    log-probability is 0. A label out of range changes neither. If all logits of a token are -inf,
+    the argmax is 0. If a logit is NaN, the argmax is any index. In both cases the log-probabilities
+    of the label and of the argmax are NaN.
 
     **Gradients.** Log-probability and entropy are differentiable in `x`, `weight` and `bias`, with
     any cotangents. With the cotangents g of the log-probability and h of the entropy H
@@ -93,34 +94,34 @@ def linear_log_probs(
 
     A token does not count if its label is `ignore_index` or both of its cotangents are 0. It adds
     nothing to the gradients, and its row of `dx` is 0, even if its row of `x` holds NaN or
-    infinities. With `"reference"` or `keep_exponentials` only the label does this. `dweight` has
-    the dtype of `weight`; `linear_cross_entropy` says how to get a float32 gradient of a bfloat16
+    infinities. With `"reference"` or `keep_exponentials` only the label decides. `dweight` has the
+    dtype of `weight`; `linear_cross_entropy` says how to get a float32 gradient of a bfloat16
     weight. Only `"reference"` has second derivatives and forward mode (`jax.jvp`). The argmax and
-    its log-probability have no gradient, as if by `jax.lax.stop_gradient`. For the gradient of that
-    log-probability, pass the argmax as `labels` in a call of its own.
+    its log-probability have no gradient, as if by `jax.lax.stop_gradient`. For the gradient of this
+    log-probability, pass the argmax as `labels` in a second call.
 
-    **Labels.** The log-probability of a label that is neither `ignore_index` nor in `[0, V)` is
-    NaN, and the gradients are NaN, too; with a cotangent of 0 they are NaN for `"reference"` alone.
-    The entropy is right. The label never causes a read or write out of bounds. `check_labels` turns
-    it into an error.
+    **Labels.** If a label is neither `ignore_index` nor in `[0, V)`, its log-probability and the
+    gradients are NaN. (If its cotangent is 0, only the gradients of `"reference"` are NaN.) The
+    entropy is right. The label never causes a read or write out of bounds. With `check_labels` it
+    raises an error.
 
     **Cost.** The results take one matrix product of `2·T·D·V` FLOPs, and the kernel keeps no logits
-    in memory. The backward takes three more: it computes the logits again, because the forward does
-    not know the cotangents. With the kernels and bfloat16 `x` the memory of `dweight`, which is
-    made last, holds the gradient in the logits of all tokens, or of the first ones. Other tokens
-    come in chunks of tokens. With `keep_exponentials` the backward takes two products, and memory
-    holds 2 bytes for each token and entry of the vocabulary from the forward on.
-    `linear_token_loss` takes three products in all for a scalar that is made of the
-    log-probabilities. `docs/kernels/log_probs.md` has more.
+    in memory. The backward takes three more products: it computes the logits again, because the
+    forward does not know the cotangents. With the kernels and a bfloat16 `x`, the memory of
+    `dweight`, which is made last, holds the gradient in the logits of all tokens, or of the first
+    tokens. The other tokens are computed in chunks. With `keep_exponentials` the backward takes two
+    products, and the exponentials take 2 bytes for each token and entry of the vocabulary, from the
+    forward on. `linear_token_loss` takes only three products for a scalar that a function makes of
+    the log-probabilities. `docs/kernels/log_probs.md` has more.
 
     **Rounding.** Products take operands in the dtype of `x` and accumulate in float32. The softmax
     is float32. The gradient in the logits is rounded once, to the dtype of `x`, and each result
     once. The operands of `"reference"` are float32.
 
-    **Meshes.** Each device computes its own tokens. A vocabulary that is split over an axis which
-    splits no tokens stays split: devices exchange 8 bytes a token, 4 more with the entropy and 8
-    more with the argmax, and add up `dx`. Inside of `jax.shard_map`, `vocab_axis` names the axis
-    that splits `weight`.
+    **Meshes.** Each device computes its own tokens. If an axis that splits no tokens splits the
+    vocabulary, its devices exchange 8 bytes a token, 4 more with the entropy and 8 more with the
+    argmax, and add up `dx`. Inside of `jax.shard_map`, `vocab_axis` names the axis that splits
+    `weight`.
 
     Args:
       x: Hidden states, of a floating dtype of 16 bits or more. The leading axes are tokens.
@@ -128,8 +129,8 @@ def linear_log_probs(
         more; or a `LoRA`, whose `weight` has this layout and no gradient.
       labels: Token whose log-probability is wanted at each position, of any integer dtype.
       temperature: Divisor of the logits after the softcap, finite and above 0.
-      bias: Bias of the logits, of a floating dtype of 16 bits or more. With it the backward goes by
-        chunks of tokens.
+      bias: Bias of the logits, of a floating dtype of 16 bits or more. With a bias the backward
+        computes chunks of tokens.
       ignore_index: Label of the tokens that do not count. It may lie inside `[0, V)`.
       logit_softcap: Bound `c` of the logits (Gemma 2, https://arxiv.org/abs/2408.00118), finite and
         above 0. `None` sets no bound.
@@ -137,16 +138,16 @@ def linear_log_probs(
       return_argmax: Whether the argmax and its log-probability are returned, too. The vocabulary
         may then have at most 2^24 entries.
       keep_exponentials: Whether the forward keeps the exponentials of all logits for the backward,
-        `[T, V]` in bfloat16. It takes neither `bias`, `logit_softcap`, `return_argmax`,
-        `vocab_axis`, a `counted_fraction` below 1, nor a size of chunks. The whole vocabulary must
-        be on each device. It has no effect where the kernels do not run or `x` is not bfloat16,
-        which the log says.
-      counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1]. The
-        tokens that count are then computed in as few rows, and all tokens if more of them do. So
-        the share changes no result but the order of sums. With the kernels `dweight` has one more
-        rounding, as in `linear_cross_entropy`. In reinforcement learning the tokens of a prompt do
-        not count. It has no effect with `"reference"`, nor where the vocabulary is split; the log
-        says the latter.
+        `[T, V]` in bfloat16. It does not go with `bias`, `logit_softcap`, `return_argmax`,
+        `vocab_axis`, a `counted_fraction` below 1, or a size of chunks. The whole vocabulary must
+        be on each device. If the kernels do not run or `x` is not bfloat16, it has no effect, and
+        the log says so.
+      counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1].
+        Only this share of the rows is computed. If more tokens count, all rows are computed. So the
+        fraction changes only the order of sums. With the kernels `dweight` has one more rounding,
+        as in `linear_cross_entropy`. In reinforcement learning the tokens of a prompt do not count.
+        It has no effect with `"reference"`. It has none either if the vocabulary is split, and the
+        log says so.
       chunk_size: Largest number of a device's tokens whose logits exist at a time.
       max_logits_bytes: Limit in bytes for the logits of a chunk of tokens, as in
         `linear_cross_entropy`. At most one of `chunk_size` and `max_logits_bytes` may be given.
@@ -159,11 +160,12 @@ def linear_log_probs(
         float64 needs `jax_enable_x64`.
       check_labels: Whether a label out of range raises an error with its value: at once outside of
         `jax.jit`, through `jax.experimental.checkify.checkify` inside.
-      implementation: Name of the program. `"mosaic_gpu"` uses kernels for Hopper and 16-bit `x`.
-        `"xla"` has float32 logits of a chunk of tokens in memory. `"reference"` keeps all logits,
-        in float32, and ignores chunks and `accum_dtype`. `None` picks the kernels where they run,
-        `"reference"` for open sizes (`jax.export.symbolic_shape`), and `"xla"` elsewhere. A name is
-        binding. `"require"` picks the kernels, and raises where they do not run.
+      implementation: Name of the program. `None`, the default, runs the kernels where they take the
+        arguments, `"reference"` for symbolic sizes (`jax.export.symbolic_shape`), and `"xla"`
+        elsewhere. `"mosaic_gpu"` uses kernels for Hopper and a 16-bit `x`, and raises where they do
+        not run. `"xla"` has float32 logits of a chunk of tokens in memory. `"reference"` keeps all
+        logits, in float32, and ignores chunks and `accum_dtype`. `"require"` runs the kernels, and
+        raises where they do not run.
       config: Launch parameters of the kernels. `None` derives them.
 
     Returns:
@@ -173,12 +175,12 @@ def linear_log_probs(
 
     Raises:
       ValueError: Shapes disagree, an option is out of its range, or a name is unknown. Or
-        `keep_exponentials` comes with an option that it does not take or a split vocabulary, or
-        `return_argmax` with a vocabulary above 2^24.
+        `keep_exponentials` is given with an option that it does not go with or a split vocabulary,
+        or `return_argmax` with a vocabulary above 2^24.
       TypeError: Labels are not integers, another array is of a dtype that is not described here, or
         an option is of a wrong type.
       NotImplementedError: The caller names the kernels or requires them, and they do not run; or
-        names `"xla"`, and a size is open; or V is open. Or another implementation than
+        names `"xla"`, and a size is symbolic; or V is. Or another implementation than
         `"reference"` is differentiated twice or in forward mode.
       jax.experimental.checkify.JaxRuntimeError: `check_labels` found a label out of range.
     """
@@ -276,7 +278,7 @@ def linear_token_loss(
     implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> Any:
-    """A scalar that a function makes of log-probabilities, with gradients in three products.
+    """The loss that a function computes from log-probabilities, with gradients in three products.
 
     Example::
 
@@ -286,31 +288,31 @@ def linear_token_loss(
         loss = linear_token_loss(x, weight, labels, token_fn, {"advantages": advantages})
 
     **Formula.** The loss is `token_fn(log_probs, entropy, token_data)` with the results of
-    `linear_log_probs`; `entropy` is None unless `with_entropy`. Arrays that the function reads come
-    in `token_data`. The function sees the tokens of all devices, or those of one device inside of
-    `jax.shard_map`.
+    `linear_log_probs`; `entropy` is None unless `with_entropy`. Arrays that the function reads must
+    be in `token_data`. The function sees the tokens of all devices, or those of one device inside
+    of `jax.shard_map`.
 
-    **Single tokens.** With `per_token` the function returns the loss of each token, from that
-    token's numbers alone, and the result is their sum over the tokens whose labels are not ignored.
-    A mean over tokens takes its weights from `token_data`. The function then sees some tokens at a
-    time, in one axis: arrays `[N]`, and leaves of `token_data` as `[N, ...]`. JAX cannot check that
-    a token's loss depends on its own numbers alone.
+    **Single tokens.** With `per_token` the function returns the loss of each token, computed only
+    from the numbers of this token. The result is the sum over the tokens whose labels are not
+    ignored. For a mean over tokens, put the weights into `token_data`. The function then sees some
+    tokens at a time, in one axis: arrays `[N]`, and leaves of `token_data` as `[N, ...]`. JAX
+    cannot check that the loss of a token depends only on its own numbers.
 
     **Gradients.** The loss is differentiable in `x`, `weight`, `bias` and the floating leaves of
-    `token_data`. The function is differentiated by JAX in the forward, as soon as all
-    log-probabilities are known, so the forward makes all gradients. Only `"reference"` has second
-    derivatives and forward mode. `jax.vmap` calls the function for each member. A NaN in a token's
-    hidden state makes all gradients NaN, unless its label is `ignore_index`: a mask inside of
-    `token_fn` is not enough.
+    `token_data`. JAX differentiates the function in the forward, as soon as all log-probabilities
+    are known, so the forward makes all gradients. Only `"reference"` has second derivatives and
+    forward mode. `jax.vmap` calls the function for each member. A NaN in the hidden state of a
+    token makes all gradients NaN, unless its label is `ignore_index`: a mask inside of `token_fn`
+    is not enough.
 
     **Cost.** A loss with gradients takes three matrix products of `2·T·D·V` FLOPs if the memory of
-    `dweight` holds the exponentials of all logits. A float32 `dweight` holds those of 2·D tokens, a
-    16-bit one those of D tokens. The exponentials of one more chunk, of at most `max_logits_bytes`,
-    get memory of their own. This needs the kernels, bfloat16 `x`, a gradient of the weight, and no
-    bias, softcap or split vocabulary. With `per_token` any number of tokens takes three products,
-    in chunks, and two where the weight has no gradient. The gradient of the entropy adds a pass
-    over the exponentials. Other calls take four products, as `linear_log_probs` does. A loss
-    without gradients takes one.
+    `dweight` has room for the exponentials of all logits. A float32 `dweight` has room for 2·D
+    tokens, and a 16-bit `dweight` for D tokens. The exponentials of one more chunk, of at most
+    `max_logits_bytes`, get separate memory. Three products also need the kernels, a bfloat16 `x`, a
+    gradient of the weight, and no bias, softcap or split vocabulary. With `per_token` any number of
+    tokens takes three products, in chunks, and two if the weight has no gradient. The gradient of
+    the entropy adds a pass over the exponentials. Other calls take four products, as
+    `linear_log_probs` does. A loss without gradients takes one product.
 
     **Rounding.** As in `linear_cross_entropy`, exponentials are rounded once to the dtype of `x`,
     and so is `x` times a factor of each token for `dweight`. With the entropy's gradient, the
@@ -335,9 +337,9 @@ def linear_token_loss(
       ignore_index: Label of the tokens that do not count; their log-probability is 0.
       logit_softcap: Bound of the logits.
       counted_fraction: Largest share of a device's tokens whose labels are not ignored, in (0, 1].
-        They are then computed in as few rows. All devices compute all rows if one has more of them;
-        with `per_token` each device decides for itself. It has no effect with `"reference"`, nor
-        where the vocabulary is split, which the log says.
+        Only this share of the rows is computed. If one device has more such tokens, all devices
+        compute all rows; with `per_token` each device decides for itself. It has no effect with
+        `"reference"`. It has none either if the vocabulary is split, and the log says so.
       chunk_size: Largest number of a device's tokens whose logits exist at a time.
       max_logits_bytes: Limit in bytes for the logits of a chunk of tokens.
       vocab_axis: Name of the Manual mesh axis that splits the vocabulary.

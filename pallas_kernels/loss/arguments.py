@@ -51,7 +51,7 @@ def check_arrays(
     Raises:
       ValueError: Shapes disagree, or the layout is unknown.
       TypeError: An argument is no array, or its dtype does not suit it.
-      NotImplementedError: V is open (`jax.export.symbolic_shape`).
+      NotImplementedError: V is symbolic (`jax.export.symbolic_shape`).
     """
     x, weight = checked_layer(x, weight, weight_layout)
     bias = checked_bias("", bias, sizes(weight, weight_layout)[0])
@@ -93,7 +93,7 @@ def check_layer(prefix: str, x: Array, weight: Array, layout: Any) -> None:
 
     Raises:
       ValueError: They disagree, or the layout is unknown.
-      NotImplementedError: V is open (`jax.export.symbolic_shape`).
+      NotImplementedError: V is symbolic (`jax.export.symbolic_shape`).
     """
     name = f"{prefix}weight_layout"
     check_choice(name, layout, WeightLayout)
@@ -104,8 +104,8 @@ def check_layer(prefix: str, x: Array, weight: Array, layout: Any) -> None:
         )
     if not isinstance(size := weight.shape[layout.index("v")], int):
         raise NotImplementedError(
-            f"{prefix}weight {weight.shape} has an open size, V = {size}; labels are compared with "
-            "V, so export a number for it"
+            f"{prefix}weight {weight.shape} has a symbolic size, V = {size}; labels are compared "
+            "with V, so export with a number for it"
         )
     _, hidden_size = sizes(weight, layout)
     if x.ndim == 0 or x.shape[-1] != hidden_size:

@@ -40,21 +40,21 @@ def sharded_add_rms_norm(
         residual_out = (Σ_devices partial)[i·T/n : (i+1)·T/n] + residual
         y            = all_gather(rms_norm(residual_out))
 
-    With `gather=False`, `y` is not gathered. The operation replaces an all-reduce, `add_rms_norm`
-    and a replicated residual stream (LMDeploy's AllreduceResidualRMSnorm). Each device then has 1/n
-    of the norm's work and of the residual's memory, as in Megatron's sequence parallelism
-    (https://arxiv.org/abs/2205.05198).
+    With `gather=False`, `y` is not gathered. The operation replaces an all-reduce and
+    `add_rms_norm` over a replicated residual stream (LMDeploy's AllreduceResidualRMSnorm). Each
+    device has 1/n of the work of the norm and of the memory of the residual, as in Megatron's
+    sequence parallelism (https://arxiv.org/abs/2205.05198).
 
     Call it inside of `jax.shard_map(check_vma=False)`. The tokens are split along the second-last
     axis. Leading axes stay whole, so a `[B, S, D]` stream is split by sequence. With B above 1, XLA
-    for GPUs copies `partial` and `y`, because a collective wants the split axis first. Tokens are
-    independent, so a stream can as well be `[B·S, D]`.
+    for GPUs copies `partial` and `y`, because a collective needs the split axis first. Tokens are
+    independent, so a stream may also be `[B·S, D]`.
 
-    **Dtypes and rounding.** The collective adds up partial sums in the dtype of `partial`. XLA for
-    GPUs leaves 16 bits to NCCL, whose ring rounds after each of the n - 1 additions. XLA for CPUs
-    adds in float32 and rounds once. For a float32 sum make `partial` float32, at twice the bytes
-    between devices. The rounded sum goes through `add_rms_norm`, which adds in float32, rounds
-    `residual_out`, and normalizes it as stored. `y` and `residual_out` have the dtype of `partial`.
+    **Dtypes and rounding.** The collective adds up `partial` in its dtype. In 16 bits on GPUs, the
+    ring of NCCL rounds after each of the n - 1 additions. XLA for CPUs adds in float32 and rounds
+    once. For a float32 sum make `partial` float32, which doubles the bytes between devices. The
+    rounded sum goes through `add_rms_norm`, which adds in float32, rounds `residual_out`, and
+    normalizes the rounded sum. `y` and `residual_out` have the dtype of `partial`.
 
     **Gradients.** The operation is differentiable in all three arrays, and each gradient has the
     dtype of its argument. The backward mirrors the forward in three steps:
@@ -65,35 +65,35 @@ def sharded_add_rms_norm(
     3. An all-gather of the gradient. The `partial` of every device has the same gradient.
 
     Each device returns the gradient of `weight` for its own tokens, rounded to the dtype of
-    `weight`. The operation does not add these gradients up. The transpose of `jax.shard_map` adds
-    them up over every axis of the mesh that is not in the weight's `in_specs`. So the weight should
-    enter whole, with `PartitionSpec()`. A caller who differentiates inside of `shard_map` gets the
-    gradient for the device's own tokens, and has to `psum` it.
+    `weight`. The operation does not add up these gradients. The transpose of `jax.shard_map` adds
+    them up over every axis of the mesh that is not in the weight's `in_specs`. So pass the whole
+    weight, with `PartitionSpec()`. If you differentiate inside of `shard_map`, you get the gradient
+    for the device's own tokens, and have to `psum` it.
 
-    For the policies of `jax.checkpoint`, `add_rms_norm` names the token shards `residual`, `rstd`
-    and `normed`. A policy that keeps these names takes 1/n of the memory, and gathers `y` again.
-    `"mosaic_gpu"` names `y` as it is returned.
+    For policies of `jax.checkpoint`, the arrays of a device's tokens have the names `residual`,
+    `rstd` and `normed`. A policy that keeps these names takes 1/n of the memory, and gathers `y`
+    again. With `"mosaic_gpu"`, `normed` is `y` as it is returned.
 
     Args:
-      partial: `[..., T, D]`, this device's summand of a sublayer's output for all tokens, such as
+      partial: This device's summand of a sublayer's output for all tokens, `[..., T, D]`, such as
         the product with its rows of a weight. All three arrays may have any floating dtype.
-      residual: `[..., T/n, D]`, the residual stream at this device's tokens.
-      weight: `[D]`, scale of the norm, the same on all devices.
+      residual: Residual stream of this device's tokens, `[..., T/n, D]`.
+      weight: Scale of the norm, `[D]`, the same on all devices.
       axis_name: Mesh axis over which `partial` is summed and the tokens are split.
       eps: Number added to the mean square, as in `rms_norm`.
       weight_offset: Number added to the weight, as in `rms_norm`.
       casting: Place where the result is rounded, as in `rms_norm`.
       gather: Whether `y` has all tokens. Otherwise it has the tokens of this device, for a caller
         that gathers them in its GEMM.
-      implementation: `"xla"` uses XLA's collectives and between them `add_rms_norm` with its
-        default, which is a Mosaic GPU kernel where that runs. `"reference"` sums and normalizes all
-        tokens on every device and slices. `"mosaic_gpu"` is one kernel over NVLink peer memory, for
-        the devices of one host in one process, with sums in float32 that are not rounded before the
-        residual is added. On four H200s it takes 0.85 to 0.95 of the time of `"xla"`, but all of
-        its blocks must run at once on all devices. XLA does not know that: if it runs another
-        collective beside the kernel, the two could wait for each other for ever. So `None` is
-        `"xla"`. A name is binding. `"require"` is `"xla"` too, and raises where `add_rms_norm`
-        would not run its kernel.
+      implementation: Name of the program. `None`, the default, is `"xla"`: XLA's collectives, and
+        between them `add_rms_norm`, with its kernel where that runs. `"require"` also runs `"xla"`,
+        and raises where `add_rms_norm` would not run its kernel. `"reference"` sums and normalizes
+        all tokens on every device and slices. `"mosaic_gpu"` is one kernel that reads the memory of
+        the other devices over NVLink, for the devices of one host in one process. It sums in
+        float32, and does not round before it adds the residual. On four H200s it takes 0.85 to 0.95
+        of the time of `"xla"`, but all of its blocks must run at once on all devices. XLA does not
+        know this: if it runs another collective beside the kernel, the two could wait for each
+        other for ever.
       config: Launch parameters of `add_rms_norm`, for `None`, `"xla"` and `"require"`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""`jax.export` of operations from a CPU: platforms, meshes and open sizes. 10 s."""
+"""`jax.export` of operations from a CPU: platforms, meshes and symbolic sizes. 10 s."""
 
 import functools
 from typing import Any
@@ -113,17 +113,17 @@ def test_open_sizes():
     got = exported.call(*arrays())
     assert_equal_gradients(got)
     text = str(pallas_kernels.explain(model, *shapes(size)))
-    assert text.count("has open sizes") == 3 and "linear_cross_entropy" in text
+    assert text.count("has symbolic sizes") == 3 and "linear_cross_entropy" in text
     named = functools.partial(linear_cross_entropy, implementation="xla")
     x, weights, labels = shapes(size)
-    with pytest.raises(NotImplementedError, match="has open sizes"):
+    with pytest.raises(NotImplementedError, match="has symbolic sizes"):
         jax.eval_shape(named, x, weights[-1], labels)
-    with pytest.raises(NotImplementedError, match=r"there is no plan: .* has open sizes"):
+    with pytest.raises(NotImplementedError, match=r"there is no plan: .* has symbolic sizes"):
         linear_cross_entropy_plan(x, weights[-1], labels)
 
 
 def test_open_sizes_where_the_kernels_of_fp8_run(monkeypatch):
-    """The MLP asks for the kernels of a GPU, and none of them takes an open number of tokens."""
+    """The MLP asks for the kernels of a GPU, and none of them takes a symbolic number of tokens."""
     for module in (casts, gated_kernel, implementation_module):
         monkeypatch.setattr(module, "reason_not_here", lambda: None)
     (size,) = jax.export.symbolic_shape("t")
@@ -152,7 +152,9 @@ def test_open_sizes_of_a_split_vocabulary_are_refused_with_a_remedy(distils, imp
 
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     split = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P())
-    with pytest.raises(ValueError, match=r"vocab_axis='data': .* has open sizes; export numbers"):
+    with pytest.raises(
+        ValueError, match=r"vocab_axis='data': .* has symbolic sizes; a kernel needs numbers"
+    ):
         jax.eval_shape(split, x, weight, labels)
 
 
@@ -165,7 +167,9 @@ def test_an_open_vocabulary_is_refused_with_a_remedy(implementation, layout):
     loss = functools.partial(
         linear_cross_entropy, implementation=implementation, weight_layout=layout
     )
-    with pytest.raises(NotImplementedError, match=r"open size, V = v; .* so export a number"):
+    with pytest.raises(
+        NotImplementedError, match=r"symbolic size, V = v; .* so export with a number"
+    ):
         jax.eval_shape(loss, x, weight, labels)
 
 

@@ -231,9 +231,9 @@ def test_open_sizes_run_the_reference():
         teacher_weight,
     )
     (choice,) = explain(linear_distillation_loss, *args).choices
-    assert choice.implementation == "reference" and "open sizes" in str(choice.reason)
+    assert choice.implementation == "reference" and "symbolic sizes" in str(choice.reason)
     for name in ("xla", "require"):
-        with pytest.raises(NotImplementedError, match="open sizes"):
+        with pytest.raises(NotImplementedError, match="symbolic sizes"):
             jax.eval_shape(functools.partial(linear_distillation_loss, implementation=name), *args)
 
 
