@@ -153,7 +153,8 @@ def test_open_sizes_of_a_split_vocabulary_are_refused_with_a_remedy(distils, imp
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     split = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P())
     with pytest.raises(
-        ValueError, match=r"vocab_axis='data': .* has symbolic sizes; a kernel needs numbers"
+        ValueError,
+        match=r"vocab_axis='data': .* has symbolic sizes; export with numbers to run a kernel",
     ):
         jax.eval_shape(split, x, weight, labels)
 
