@@ -114,17 +114,18 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
 
         print(pallas_kernels.explain(train_step, state, batch))
 
-    It traces the function for JAX's default device and runs nothing. On a mesh it prints the shapes
-    of whole arrays, and the plan of the loss for them. A device's part of the MLP's columns may be
-    too narrow for a kernel. XLA finds that out later, when it splits the arrays, and the log says
-    so then.
+    It traces the function for JAX's default device and runs nothing. On a mesh it shows the shapes
+    of whole arrays, and the plan of the loss for whole arrays. It does not show that a device's
+    part of the MLP's columns is too narrow for a kernel: this is known only later, when XLA splits
+    the arrays, and the log says so then.
 
     Args:
       fn: Function, jitted or not.
       *args: Arguments of the function, or `jax.ShapeDtypeStruct` in the place of arrays. They are
-        pytrees for JAX, so two NNX modules that share a parameter get a copy each. If the function
-        updates such modules, pass the state of `nnx.split` and merge it inside. JAX traces every
-        argument; bind static ones first: `explain(functools.partial(fn, mode="a"), x)`.
+        pytrees, in which two NNX modules that share a parameter become two copies. If the function
+        updates such modules, pass the state from `nnx.split` and merge it inside of the function.
+        JAX traces every argument. Bind static arguments first: `explain(functools.partial(fn,
+        mode="a"), x)`.
       **kwargs: Keyword arguments of the function.
 
     Returns:
@@ -166,11 +167,11 @@ def recording() -> Iterator[list[Choice]]:
 
 @contextlib.contextmanager
 def require_kernels() -> Iterator[None]:
-    """Makes an operation that would not run its kernel raise NotImplementedError.
+    """A context in which an operation that would not run its kernel raises NotImplementedError.
 
-    It acts while JAX traces: a function that was traced before is not checked. The environment
-    variable `PALLAS_KERNELS_REQUIRE=1` does the same for a whole process, and
-    `implementation="require"` for one call. It does not check
+    The check happens while JAX traces: a function that was traced before is not checked. The
+    environment variable `PALLAS_KERNELS_REQUIRE=1` does the same for a whole process, and
+    `implementation="require"` for one call. The context does not check
 
     - calls that name `"reference"` or `"xla"`, and calls whose first array is empty;
     - `swiglu` and `linear_distillation_loss_top_k` with `None`, which take no kernel on purpose;

@@ -66,7 +66,10 @@ def symbolic_reason(*arrays: Any) -> str | None:
     """
     for a in arrays:
         if not all(isinstance(size, int) for size in a.shape):
-            return f"an array of shape {a.shape} has symbolic sizes; export with numbers to run a kernel"
+            return (
+                f"an array of shape {a.shape} has symbolic sizes; export with numbers to run a "
+                "kernel"
+            )
     return None
 
 

@@ -86,16 +86,16 @@ def quantize_weight(
 ) -> QuantizedWeight:
     """The weight with its FP8 copies, for several calls of `fp8_linear` in a step.
 
-    Call it outside of `jax.checkpoint`, which would quantize again in the backward. For weights of
+    Call it outside of `jax.checkpoint`; inside, the backward would quantize again. For weights of
     several layers, `[L, K, N]`, use `jax.vmap`. The FP8 copies take two bytes an element.
 
     Args:
       weight: Weight in the layout of Flax's kernels, of a floating dtype of 16 or 32 bits.
       recipe: Recipe, or its name. It also decides whether the weight is too small to gain from FP8.
-      implementation: Name, as in `quantize`, for a weight that is not split. XLA partitions
-        `"reference"` over a mesh, and gathers the weight in front of the kernel.
-      split: Mesh axes that split K, and those that split N, inside of `jax.shard_map`. The scales
-        are then those of the whole weight, so that devices may gather the FP8 copies.
+      implementation: Name, as in `quantize`, for a weight that is not split. On a mesh XLA
+        partitions `"reference"`, and gathers the weight before the kernel.
+      split: Mesh axes that split K, and mesh axes that split N, inside of `jax.shard_map`. The
+        scales are then those of the whole weight, so that devices may gather the FP8 copies.
 
     Raises:
       ValueError: The weight does not have two axes, a name is unknown, or `split` comes with an
@@ -140,11 +140,11 @@ def fp8_linear(
     quantized. A weight that is too small to gain (`Recipe.gains`) is multiplied in the dtype of
     `x`, which is logged once.
 
-    In an FP8 product a NaN or an infinity in an operand gives NaN in every number of the result
-    that it belongs to. A weight that stays in the dtype of `x` keeps infinities.
+    In an FP8 product, a NaN or an infinity in an operand makes every number of the result NaN that
+    shares its scale. A weight that stays in the dtype of `x` keeps infinities.
 
-    Under `jax.vmap` the members are computed one after the other, and each has scales of its own.
-    Put the batch into the leading axes of `x` for one call.
+    Under `jax.vmap` the members are computed one after the other, and each has its own scales. For
+    a single call, put the batch into the leading axes of `x`.
 
     Args:
       x: Input, of a floating dtype of 16 or 32 bits; the leading axes are tokens.

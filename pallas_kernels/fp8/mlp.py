@@ -87,10 +87,10 @@ def fp8_swiglu_mlp(
     products are quantized as the recipe says, and each product is rounded once to the dtype of `x`.
     `silu(gate) · up` and its gradients are float32, and rounded to the dtype of `x` before they are
     quantized. The forward computes from gate and up in the dtype of `x`. The backward reads both in
-    int8, with a float32 scale for 128 columns of a row. Gradients of weights have the dtypes of the
-    weights. If a weight is too small to gain (`Recipe.gains`), all of the MLP runs in the dtype of
-    `x`, by `swiglu_mlp`, which is logged once. Under `jax.vmap` each member has scales of its own,
-    as in `fp8_linear`.
+    int8, with a float32 scale for each 128 columns of a row. Gradients of weights have the dtypes
+    of the weights. If a weight is too small to gain (`Recipe.gains`), all of the MLP runs in the
+    dtype of `x`, by `swiglu_mlp`, and the log says so once. Under `jax.vmap` each member has its
+    own scales, as in `fp8_linear`.
 
     Args:
       x: Input, of a floating dtype of 16 or 32 bits; the leading axes are tokens.

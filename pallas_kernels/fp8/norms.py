@@ -38,11 +38,11 @@ def rms_norm_quantized(
     """`quantize(rms_norm(x, weight), dtype, scaling="row")`, which writes no 16-bit result.
 
     The norm is rounded to the dtype of `x` first, so the values are those of the two functions. In
-    the kernel the reciprocal of a scale may err in the last bit: a value within one part in 2^23 of
-    a tie may become its other neighbour.
+    the kernel the reciprocal of a scale may err in the last bit, so a value within one part in 2^23
+    of a tie may be rounded the other way.
 
-    The function has no gradient; the caller writes a rule, for which it has `rstd`. The kernel is
-    not split over a mesh. Call it inside of `jax.shard_map`.
+    The function has no gradient. Write a `jax.custom_vjp` around it; its backward needs `rstd`. The
+    kernel is not split over a mesh. Call it inside of `jax.shard_map`.
 
     Args:
       x: Activations, of a floating dtype of 16 bits or more; the leading axes are tokens.

@@ -60,10 +60,10 @@ def fp8_matmul(
 ) -> Float[Array, "M N"]:
     """`a @ b.T` of two FP8 tensors, `out[i, j] = Σ_k a[i, k] · b[j, k]`.
 
-    Sums are float32 or the tensor cores' own, and the result is rounded once, to `out_dtype`. There
-    is one exception. Where XLA does not replace the product of `"xla"` by cublasLt's, an operand
-    times its single scale is rounded to `out_dtype` before the product. NaN in an operand gives
-    NaN. The function has no gradient; `fp8_linear` has.
+    Sums are float32 or those of the tensor cores (`accumulation`), and the result is rounded once,
+    to `out_dtype`. There is one exception: where XLA does not replace the product of `"xla"` by
+    cublasLt's, an operand times its single scale is rounded to `out_dtype` before the product. A
+    NaN in an operand gives NaN. This function has no gradient; `fp8_linear` has one.
 
     Args:
       a: First operand, `[M, K]`, with one scale or one for each row.
@@ -74,11 +74,11 @@ def fp8_matmul(
         K = 16384 the result errs by 3.5e-3. `"promoted"` adds parts of such a sum in float32: it
         errs by no more than the rounding to bfloat16, 1.7e-3, and takes 7 to 12 % more time.
         `"xla"` asks cublasLt for the same. The emulation ignores the choice.
-      implementation: `"mosaic_gpu"` is our kernel for Hopper. `"xla"` is a product that XLA may
-        replace by cublasLt's in FP8, on GPUs since Ada. `"reference"` multiplies float32 numbers,
-        as `"xla"` does elsewhere and for a result in float16. `None` takes the kernel where it
-        runs, and `"xla"` otherwise. `"require"` picks as `None` does, and raises where that would
-        not be the kernel.
+      implementation: Name of the program. `None`, the default, runs the kernel where it takes the
+        arguments, and `"xla"` elsewhere. `"mosaic_gpu"` is our kernel for Hopper. `"xla"` is a
+        product that XLA may replace by cublasLt's in FP8, on GPUs since Ada. `"reference"`
+        multiplies float32 numbers, as `"xla"` does elsewhere and for a result in float16.
+        `"require"` runs the kernel, or raises.
       config: Launch parameters of the kernel, for `"mosaic_gpu"` by name.
 
     Raises:

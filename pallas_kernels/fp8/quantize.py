@@ -39,7 +39,7 @@ def quantize(
     `scale = amax · (1 / max_finite(dtype))` in float32, where `amax` is the largest magnitude in
     the tensor or in a row. `values = x · (1 / scale)`, computed in float32 and rounded to the
     nearest number of `dtype`, ties to even. With `scaling="row"` the kernel's reciprocal may err in
-    the last bit, so that a value within 2^-23 of a tie may become its other neighbour. The largest
+    the last bit, so a value within 2^-23 of a tie may be rounded the other way. The largest
     magnitude becomes 448 (`float8_e4m3fn`) or 57344 (`float8_e5m2`), so no value overflows.
 
     - An `amax` below 2^-90 counts as 0: the scale is 1 and all values are 0.
@@ -50,20 +50,20 @@ def quantize(
     Hence a product with a NaN or an infinity is NaN, and a training step can be skipped for it.
     Both dtypes follow this rule, although `float8_e5m2` has infinities.
 
-    The function has no gradient, and differentiating it raises an error. A caller writes a rule for
-    the product that reads the values. On a mesh, call it inside of `jax.shard_map`, where the scale
-    is that of the device's part: no kernel of this function is split over a mesh.
+    The function has no gradient: differentiating it raises an error. Write a `jax.custom_vjp`
+    around the product that reads the values. On a mesh, call it inside of `jax.shard_map`, where
+    the scale is that of the device's part: no kernel of this function is split over a mesh.
 
     Args:
       x: Array of any floating dtype of at least 16 bits. The last axis is the one that products
         contract.
       dtype: Dtype of the values: `float8_e4m3fn` or `float8_e5m2`.
       scaling: `"tensor"` for one scale, `"row"` for one scale for each row.
-      implementation: `"mosaic_gpu"` is a kernel for Hopper; the number of rows and the last axis
-        must be multiples of 64. `"reference"` is plain JAX, which XLA fuses; `"xla"` is the same.
-        `None` picks the kernel if JAX's default device is a Hopper GPU and the kernel takes `x`. A
-        name is binding. `"require"` picks as `None` does, and raises where that would not be the
-        kernel.
+      implementation: Name of the program. `None`, the default, runs the kernel if JAX's default
+        device is a Hopper GPU and the kernel takes `x`, and plain JAX otherwise. `"mosaic_gpu"` is
+        a kernel for Hopper; the number of rows and the last axis must be multiples of 64.
+        `"reference"` is plain JAX, which XLA fuses; `"xla"` is the same. `"require"` runs the
+        kernel, or raises.
 
     Raises:
       ValueError: A name is unknown, `dtype` is no dtype of FP8, or `x` has no axis.

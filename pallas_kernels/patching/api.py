@@ -40,7 +40,7 @@ class Patched:
     """The modules that `patch` replaced in a model. Its `str` is a table.
 
     Attributes:
-      modules: All modules that were replaced, or left for a reason.
+      modules: All modules that were replaced, or that were left for a reason.
     """
 
     def __init__(self, modules: tuple[Module, ...], replaced: tuple[nnx.Module, ...]):
@@ -54,7 +54,7 @@ class Patched:
 
     @property
     def left(self) -> tuple[Module, ...]:
-        """The modules that have the parameters of a norm or MLP and compute something else."""
+        """The modules that have the parameters of a norm or MLP, but compute something else."""
         return tuple(m for m in self.modules if m.operation is None)
 
     def loss(
@@ -68,10 +68,10 @@ class Patched:
 
             loss, grads = nnx.value_and_grad(patched.loss)(model, labels, tokens)
 
-        It equals `linear_cross_entropy` of the hidden states and the matrix of the head, which are
-        found in the traced call. The output embedding may have either layout, a bias and a softcap,
-        and may be the input embedding, too. One output of the call must be logits for the labels.
-        Variables that the call changes are changed as by the call itself.
+        The loss is `linear_cross_entropy` of the hidden states and the matrix of the head, which
+        are found in the traced call. The output embedding may have either layout, a bias and a
+        softcap, and may be the input embedding. One output of the call must be logits for the
+        labels. Variables that the call changes are changed as by the call itself.
 
         Args:
           model: The model, or a copy with other parameters, such as `nnx.merge` returns.
@@ -123,23 +123,23 @@ def patch(model: nnx.Module) -> Patched:
         print(patched)
 
     A module is recognized by what it computes, not by the name of its class. Its parameters must be
-    one vector, or the three matrices of a gated MLP in any layout, with gate and up also in one
-    array. Its result on random inputs must equal the formula up to a few roundings, in float32 and
-    bfloat16. Its traced call must have smooth operations alone, because then its derivatives are
-    equal, too. A module with another result, with biases, dropout or effects stays as it is. So
-    does one whose result depends on a variable that is no `nnx.Param`, such as an epsilon in an
-    `nnx.Variable`.
+    one vector, or the three matrices of a gated MLP in any layout; gate and up may be in one array.
+    Its result on random inputs must equal the formula up to a few roundings, in float32 and
+    bfloat16. Its traced call must have only smooth operations, because then its derivatives are
+    equal, too. A module with another result, with biases, dropout or effects stays as it is. A
+    module also stays if its result depends on a variable that is no `nnx.Param`, such as an epsilon
+    in an `nnx.Variable`.
 
     Only the call of a replaced module changes. The model keeps its parameters, their paths, its
     attributes, and `isinstance`, so checkpoints, optimizers and NNX's transforms work as before.
     Results have the same dtypes. Modules whose parameters are stacked for a scan or vmap over
     layers are replaced, too. The parameters may be `jax.ShapeDtypeStruct`.
 
-    A replaced module runs its own code in calls that the comparison did not cover: for an input of
-    another dtype or of a rank other than 2, 3 and 4, an argument that may change the result, or
-    parameters that were added or have another dtype than bfloat16 and their own.
-    `explain` shows the reason, and under `require_kernels` it is an error. An attribute that is
-    changed later, such as an epsilon, has no effect: `undo` and patch again.
+    A replaced module runs its original code in calls that the comparison did not cover: with an
+    input of another dtype or of a rank other than 2, 3 and 4, with an argument that may change the
+    result, with added parameters, or with parameters in another dtype than their own or bfloat16.
+    `explain` shows the reason, and under `require_kernels` the call is an error. Changing an
+    attribute later, such as an epsilon, has no effect: `undo` and patch again.
 
     Args:
       model: Model to change, outside of `jax.jit`.
