@@ -64,8 +64,8 @@ class LlamaConfig:
       rope_parameters: Rotary position embedding.
       dtype: Dtype of the activations and of the operands of the GEMMs.
       param_dtype: Dtype of the parameters.
-      scan_layers: Whether the layers run in one loop, which compiles faster, or unrolled, which
-        runs faster.
+      scan_layers: Whether the layers run in one loop, which compiles faster. Unrolled layers run
+        faster in most measurements.
       remat: Tensors that the layers keep for the backward: the name of a policy, or names such as
         "attention,residual,gate@host,up@host"; see `models.remat`. Host memory needs
         `scan_layers`. "auto" leaves the choice to `python -m train`, which takes the fastest policy
@@ -74,19 +74,20 @@ class LlamaConfig:
         is for long sequences, in which gate and up are the largest arrays. It needs a `remat` that
         keeps neither, and an MLP without biases.
       implementation: Implementation of every operation of `pallas_kernels`, except for those of
-        FP8. `None` takes kernels where they run. "xla" is plain JAX, for comparison. "reference" is
-        each operation's formula. "mosaic_gpu" takes the kernels, and fails where one cannot run.
-        "require" takes what `None` takes, and fails where no kernel runs. Where devices share
-        sequences (`--mesh.tensor`), `sharded_add_rms_norm` takes the place of `add_rms_norm`. The
-        docstrings of `sharded_add_rms_norm` and `linear_cross_entropy` say which names they take.
-      fp8: Recipe by which training multiplies in FP8 in the layers' projections and MLPs, one of
-        `pallas_kernels.fp8.RECIPES`; None multiplies in `dtype`. It needs hidden_act "silu" and an
-        MLP without biases and chunks. The parameters stay as they are. Cached generation
+        FP8. `None` runs the kernels where they take the arguments, and XLA elsewhere. "xla" is
+        plain JAX, for comparison. "reference" is the formula of each operation. "mosaic_gpu" runs
+        the kernels, and raises where one cannot run. "require" runs the kernels that `None` would
+        run, and raises where no kernel runs. If devices share sequences (`--mesh.tensor`),
+        `sharded_add_rms_norm` replaces `add_rms_norm`. The docstrings of `sharded_add_rms_norm` and
+        `linear_cross_entropy` say which values they take.
+      fp8: Recipe by which training multiplies in FP8 in the projections and MLPs of the layers, one
+        of `pallas_kernels.fp8.RECIPES`; None multiplies in `dtype`. It needs hidden_act "silu" and
+        an MLP without biases and chunks. The parameters stay as they are. Cached generation
         (`models.sampling`) runs in `dtype`.
-      attention_implementation: Implementation of `jax.nn.dot_product_attention`; `None` takes
-        cuDNN's where it runs: in 16 bits, with heads of 8, 16, ... or 128 channels (on Hopper up to
-        256) and an even number of positions. XLA's runs elsewhere, which keeps all scores; a GPU
-        logs the reason.
+      attention_implementation: Implementation of `jax.nn.dot_product_attention`. `None` takes cuDNN
+        where it runs: in 16 bits, with heads of 8, 16, ... or 128 channels (on Hopper up to 256)
+        and an even number of positions. Elsewhere XLA computes the attention and keeps all scores;
+        on a GPU the log says why.
     """
 
     vocab_size: int

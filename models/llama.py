@@ -1,19 +1,19 @@
 """Llama in Flax NNX, with the residual stream and its norm carried from half-layer to half-layer.
 
-The textbook layer is `h += attention(norm(h)); h += mlp(norm(h))`. Here the first norm stands
-alone, and every half-layer ends in an addition and the norm that comes next. So the carry is the
-pair `(normed, residual)`, and one kernel does each addition with its norm. LMDeploy arranges its
-layers in this way too. Values and gradients are the textbook's. Where the backward computes the
-norms again, a layer hands on the residual alone; see `models.remat`.
+The textbook layer is `h += attention(norm(h)); h += mlp(norm(h))`. Here the first norm is a
+separate operation, and every half-layer (attention or MLP) ends with the addition and the next
+norm. So a half-layer returns the pair `(normed, residual)`, and one kernel computes each addition
+with its norm. LMDeploy does the same. Values and gradients are those of the textbook layer. Where
+the backward computes the norms again, a layer returns only the residual; see `models.remat`.
 
-Parameter names are Hugging Face's. The layers' parameters are stacked on axis 0, whether the layers
-run in a scan or unrolled.
+The parameters have Hugging Face's names. The parameters of all layers are stacked on axis 0,
+whether the layers run in a scan or unrolled.
 
-Where several devices share sequences (`models.sharding.sum_over_devices`), the carry is a device's
-share of the tokens, `[t, D]`. A half-layer gathers the normed tokens of its sequences, works on the
-device's heads or columns, and ends in `sharded_add_rms_norm`, which sums over the devices. The
-gather is at the start of the half-layer, and not in that function, because every policy keeps the
-carry, which should be the share.
+If several devices share sequences (`models.sharding.sum_over_devices`), the pair has a device's
+share of the tokens, `[t, D]`. A half-layer gathers the normalized tokens of its sequences, computes
+the device's heads or columns, and ends with `sharded_add_rms_norm`, which sums over the devices.
+The gather is at the start of the half-layer, and not in that function, because every policy keeps
+the pair, and should keep only the share.
 """
 
 import functools
@@ -55,7 +55,7 @@ type Attend = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
 class _Carry(NamedTuple):
-    """Input of a layer: the residual stream, and its norm unless the layer computes that."""
+    """Input of a layer: the residual stream, and its norm unless the layer computes the norm."""
 
     normed: Float[Array, "*T D"] | None
     residual: Float[Array, "*T D"]
@@ -96,7 +96,7 @@ class Block(nnx.Module):
 class Llama(nnx.Module):
     """The model, from tokens to normalized hidden states.
 
-    `logits` computes logits from them, and `linear_cross_entropy` the loss.
+    `logits` computes logits from the hidden states. `linear_cross_entropy` computes the loss.
 
     Args:
       config: Sizes and options.
@@ -131,10 +131,10 @@ class Llama(nnx.Module):
         """Normalized hidden states of the last layer, in the compute dtype.
 
         Args:
-          tokens: Token ids; one outside of `[0, V)` makes the hidden states of its row NaN.
+          tokens: Token ids. An id outside of `[0, V)` makes the hidden states of its row NaN.
           positions: Position of each token in its document; `None` counts from 0 in every row.
-          segment_ids: Number of each token's document in its row; a token attends to earlier ones
-            of its own document. `None` takes a row for one document.
+          segment_ids: Number of each token's document in its row. A token attends to earlier tokens
+            of its own document. `None` treats each row as one document.
 
         Raises:
           ValueError: The sequence is longer than `max_position_embeddings`.
@@ -163,7 +163,9 @@ class Llama(nnx.Module):
                 reason = _why_no_cudnn(q)
                 implementation = "cudnn" if reason is None else "xla"
                 if reason is not None and reason_not_here() is None:
-                    log_once(f"attention: XLA's runs, which keeps all S² scores, because {reason}")
+                    log_once(
+                        f"attention: XLA computes it and keeps all S² scores, because {reason}"
+                    )
             try:
                 return jax.nn.dot_product_attention(
                     q, k, v, mask=mask, is_causal=True, implementation=implementation
@@ -216,12 +218,12 @@ class Llama(nnx.Module):
             max_position_embeddings=config.max_position_embeddings,
         )
 
-        # A layer ends with the first norm of the next layer, because one kernel adds and norms. If
-        # the policy does not keep that norm, only the residual enters a layer, and the layer norms
-        # it. Then there is half as much to keep. And the backward need not repeat the addition, for
-        # which it would run the down projection again. Over `tensor` a layer always ends with the
-        # norm: the addition is a sum over devices, and the operation that exchanges its summands
-        # norms, too.
+        # A layer ends with the first norm of the next layer, because one kernel computes the
+        # addition and the norm. If the policy does not keep that norm, only the residual enters a
+        # layer, and the layer computes the norm. Then there is half as much to keep, and the
+        # backward need not repeat the addition, for which it would run the down projection again.
+        # Over `tensor` a layer always ends with the norm: the addition is a sum over devices, and
+        # the operation that exchanges the summands also computes the norm.
         policy = remat_policy(config.remat)
         carries_norm = policy.tensors is None or "normed" in policy.kept or bool(tensor_axis())
 
@@ -407,12 +409,12 @@ def _why_no_cudnn(q: Float[Array, "B S N H"]) -> str | None:
     if (reason := reason_not_here()) is not None:
         return reason
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"cuDNN's takes bfloat16 and float16, not {q.dtype}; set dtype"
+        return f"cuDNN takes bfloat16 and float16, not {q.dtype}; set dtype='bfloat16'"
     # With 256 channels on an H200 it takes 0.18 of the time of XLA's, and errs as little.
     capability = target_device().capability
     largest = 256 if capability is not None and capability[0] == 9 else 128
     if head_dim % 8 or head_dim > largest:
-        return f"cuDNN's takes heads of 8, 16, ... or {largest} channels here, not {head_dim}"
+        return f"cuDNN takes heads of 8, 16, ... or {largest} channels here, not {head_dim}"
     if num_positions % 2:  # JAX's gradient refuses them
-        return f"cuDNN's takes an even number of positions, not {num_positions}; pad the sequences"
+        return f"cuDNN takes an even number of positions, not {num_positions}; pad the sequences"
     return None

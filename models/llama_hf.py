@@ -1,13 +1,13 @@
 """Hugging Face Llama checkpoints, read and written: a folder of config.json and safetensors files.
 
-`load_pretrained` and `save_pretrained` go tensor by tensor. Loading holds on the host one parameter
-of ours and one tensor of the file. A parameter is a projection of all layers, stacked, transposed
-from torch's `[out, in]`. Saving holds the tensors of one file. Loading and saving with the same
-dtype changes no bit.
+`load_pretrained` and `save_pretrained` go tensor by tensor. While loading, one parameter of the
+Llama and one tensor of the file are in host memory. A parameter is a projection of all layers,
+stacked, transposed from torch's `[out, in]`. While saving, the tensors of one file are in host
+memory. Loading and saving with the same dtype changes no bit.
 
-`load_pretrained` refuses a checkpoint that would compute something else here than in transformers.
-Examples are an unknown key in config.json, a tensor too many or too few, or tied embeddings that
-differ. It reads only safetensors, never a pickle.
+`load_pretrained` raises an error for a checkpoint that would compute something else here than in
+transformers. Examples are an unknown key in config.json, a tensor too many or too few, or tied
+embeddings that differ. It reads only safetensors, never a pickle.
 """
 
 import dataclasses
@@ -57,8 +57,8 @@ def load_pretrained(
 ) -> Llama:
     """The Llama in folder `path`.
 
-    The parameters become float32, whatever dtype the files have; `param_dtype="bfloat16"` keeps or
-    rounds to bfloat16, and halves the memory.
+    The parameters become float32, whatever dtype the files have. With `param_dtype="bfloat16"` they
+    are bfloat16, in half the memory.
 
     Args:
       path: Folder with config.json and model.safetensors, or its shards and their index.
@@ -164,8 +164,8 @@ def save_pretrained(
     Args:
       model: Model to write.
       path: Folder, which is made if there is none; its other files stay.
-      max_shard_size: Bytes of tensors in one file; a larger model has shards and an index. A larger
-        tensor gets a file of its own.
+      max_shard_size: Most bytes of tensors in one file. A larger model is written as shards and an
+        index, and a larger tensor into a separate file.
     """
     folder = Path(path)
     writes = jax.process_index() == 0

@@ -65,7 +65,7 @@ class _Norm(eqx.Module):
 
 
 class RMSNorm(_Norm):
-    """`pallas_kernels.rms_norm` with its weight; it stands where `eqx.nn.RMSNorm` does.
+    """`pallas_kernels.rms_norm` with its weight, in the place of `eqx.nn.RMSNorm`.
 
     Args:
       shape: D, the size of the normalized last axis.
@@ -103,9 +103,9 @@ class SwiGLU(eqx.Module):
     """Llama's MLP, `down_proj(silu(gate_proj(x)) · up_proj(x))`, by `pallas_kernels.swiglu_mlp`.
 
     The weights are in three `eqx.nn.Linear`, `[F, D]`, `[F, D]` and `[D, F]`. The operation takes
-    them the other way round, so XLA transposes them in each step. On an H100, with bfloat16
-    activations of 8192 x 4096 x 14336, that adds 8 % to the gradients' time with float32 weights
-    and 2 % with bfloat16 weights (`docs/lab/2026-11-24-transposed-mlp-weights.md`).
+    the transposed layouts, so XLA transposes the weights in each step. On an H100, with bfloat16
+    activations of 8192 x 4096 x 14336, this adds 8 % to the time of the gradients with float32
+    weights and 2 % with bfloat16 weights (`docs/lab/2026-11-24-transposed-mlp-weights.md`).
 
     Args:
       hidden_size: D, the size of input and output.

@@ -1,9 +1,9 @@
 """Flax Linen modules over the operations, for use in any Linen model.
 
-Parameters have the names and shapes that Linen's own modules give them, and start from the same
-numbers, so that a checkpoint of `nn.RMSNorm` and `nn.Dense` loads unchanged. Initializers may carry
-metadata, by `nn.with_partitioning` or `nn.with_logical_partitioning`. The modules
-run on any mesh, as their operations do.
+Parameters have the names, shapes and initial values of Linen's own modules, so that a checkpoint of
+`nn.RMSNorm` and `nn.Dense` loads unchanged. Initializers may carry metadata, from
+`nn.with_partitioning` or `nn.with_logical_partitioning`. The modules run on any mesh, as their
+operations do.
 """
 
 import jax.numpy as jnp
@@ -46,17 +46,17 @@ class _Norm(nn.Module):
 
 
 class RMSNorm(_Norm):
-    """`pallas_kernels.rms_norm` with its weight; it stands where `nn.RMSNorm` does.
+    """`pallas_kernels.rms_norm` with its weight, in the place of `nn.RMSNorm`.
 
     The parameter is `scale` `[D]`. The statistics are float32.
 
     Args:
       epsilon: Number that is added to the mean square.
-      dtype: Dtype of the result. The norm is computed in the common dtype of it and `x`, and then
-        cast to it, as in `nn.RMSNorm`. With `casting="llama"`, `x · rstd` is rounded to that
-        common dtype. NNX's norm casts its input instead. `None` takes the dtype of the input.
-        `nn.RMSNorm` would take the common dtype of input and scale. There a float32 scale makes a
-        bfloat16 stream float32.
+      dtype: Dtype of the result; `None` takes the dtype of the input. The norm is computed in the
+        common dtype of `dtype` and `x`, and then cast to `dtype`, as in `nn.RMSNorm`. (NNX's norm
+        casts its input instead.) With `casting="llama"`, `x · rstd` is rounded to the common dtype.
+        With `None`, `nn.RMSNorm` would take the common dtype of input and scale, in which a float32
+        scale makes a bfloat16 stream float32.
       param_dtype: Dtype of `scale`.
       scale_init: Initializer of `scale`; `None` starts at `1 - weight_offset`.
       weight_offset: Number that is added to `scale`, as in `rms_norm`.
