@@ -96,8 +96,9 @@ def linear_distillation_loss(
     Losses are float32.
 
     **Tokens that count.** A token does not count if its weight is exactly 0; `token_weights=labels
-    != -100` leaves out the tokens that a cross-entropy would ignore. Such a token adds nothing to
-    loss and gradients, and its row of `dx` is 0, even if its hidden states hold NaN or infinities.
+    != -100` leaves out the tokens that a cross-entropy would ignore. A token that does not count
+    adds nothing to loss and gradients, and its row of `dx` is 0, even if its hidden states hold NaN
+    or infinities.
     A NaN in the hidden states of another token makes its loss and the gradients NaN.
 
     **Zeros.** An entry `v` of the vocabulary without probability adds nothing: `0·log 0` is 0. The

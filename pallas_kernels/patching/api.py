@@ -135,9 +135,9 @@ def patch(model: nnx.Module) -> Patched:
     Results have the same dtypes. Modules whose parameters are stacked for a scan or vmap over
     layers are replaced, too. The parameters may be `jax.ShapeDtypeStruct`.
 
-    A replaced module runs its original code in calls that the comparison did not cover: with an
-    input of another dtype or of a rank other than 2, 3 and 4, with an argument that may change the
-    result, with added parameters, or with parameters in another dtype than their own or bfloat16.
+    A replaced module runs its original code in calls that the comparison did not cover. Examples
+    are an input of another dtype or of a rank other than 2, 3 and 4, an argument that may change
+    the result, added parameters, and parameters in another dtype than their own or bfloat16.
     `explain` shows the reason, and under `require_kernels` the call is an error. Changing an
     attribute later, such as an epsilon, has no effect: `undo` and patch again.
 
