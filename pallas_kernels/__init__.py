@@ -3,17 +3,17 @@
 - `rms_norm`: RMSNorm.
 - `add_rms_norm`: residual addition, then RMSNorm.
 - `swiglu`: the gated activation of Llama's MLP.
-- `swiglu_mlp`: the whole gated MLP, which chooses what the backward keeps.
+- `swiglu_mlp`: the whole gated MLP; its argument `save` says what is kept for the backward.
 - `linear_cross_entropy`: output projection and cross-entropy, without all logits in memory.
-- `linear_cross_entropy_plan`: which program that function would run, as a `LossPlan` to print.
+- `linear_cross_entropy_plan`: the program that `linear_cross_entropy` would run, as a `LossPlan`.
 - `linear_log_probs`: log-probabilities of labels and entropies, without all logits in memory.
-- `linear_token_loss`: a scalar made of log-probabilities, with gradients in three products.
-- `linear_distillation_loss`: divergence of a student's output projection from a teacher's.
+- `linear_token_loss`: a loss of log-probabilities, with gradients in three products.
+- `linear_distillation_loss`: divergence of a student's next-token distribution from a teacher's.
 - `linear_distillation_loss_top_k`: the same for stored log-probabilities of the teacher.
-- `LoRA`: a low-rank update of a frozen output embedding, for these functions of its logits.
+- `LoRA`: a low-rank update of a frozen output embedding, for the losses and log-probabilities.
 - `sharded_add_rms_norm`: `add_rms_norm` of sums over devices, for tensor parallelism.
 - `explain`: which implementation each operation in a function runs, and why, as an `Explanation`.
-- `patch`: puts the norms and the MLP into a Flax NNX model that exists, as a `Patched`.
+- `patch`: puts the norms and the MLP into an existing Flax NNX model, and returns a `Patched`.
 - `require_kernels`: a context in which an operation that would not run its kernel raises.
 
 The operations run on any mesh, and each device computes its own tokens (`docs/meshes.md`). Only

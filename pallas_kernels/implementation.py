@@ -36,9 +36,9 @@ def choose_implementation(
 ) -> tuple[Chosen, str | None]:
     """The implementation to run, and the reason why it is not the kernel.
 
-    A name is binding. With None and "require" the kernel runs if it takes the arguments and the
-    mesh, and the default device is a GPU that can run it. `choices.record` turns another choice
-    into an error for "require".
+    A named implementation runs, or the call raises. With None and "require" the kernel runs if it
+    takes the arguments and the mesh, and the default device is a GPU that can run it. For
+    "require", `choices.record` turns another choice into an error.
 
     Args:
       asked_for: Name that the caller gave.
