@@ -162,7 +162,7 @@ def linear_distillation_loss(
         At most one of `chunk_size` and `max_logits_bytes` may be given.
       vocab_axis: Name of the Manual mesh axis over which both weights and both biases are split by
         vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis gets the same
-        loss.
+        loss. It must have the same tokens, as `linear_cross_entropy` says.
       weight_layout: Order of the axes of `weight` and of its gradient: `"vd"` for `[V, D]`, `"dv"`
         for `[D, V]`.
       teacher_weight_layout: Order of the axes of `teacher_weight`.
@@ -222,7 +222,8 @@ def linear_distillation_loss(
         logits_dtype=logits_dtype,
         counted_fraction=counted_fraction,
     )
-    num_parts(vocab_axis, "linear_distillation_loss", weight)
+    of_tokens = {"x": x, "teacher_x": teacher_x, "token_weights": token_weights}
+    num_parts(vocab_axis, "linear_distillation_loss", weight, **of_tokens)
     of_teacher = (teacher_x, teacher_weight)
     return _loss(
         "linear_distillation_loss",
@@ -302,8 +303,8 @@ def linear_distillation_loss_top_k(
       counted_fraction: Largest share of a device's tokens that is expected to count.
       chunk_size: Largest number of a device's tokens whose logits exist at a time.
       max_logits_bytes: Limit in bytes for the logits of a chunk of tokens.
-      vocab_axis: Name of the Manual mesh axis over which `weight` and `bias` are split. The ids are
-        numbers in the whole vocabulary.
+      vocab_axis: Name of the Manual mesh axis over which `weight` and `bias` are split, and no
+        array of the tokens. The ids are numbers in the whole vocabulary.
       weight_layout: Order of the axes of `weight`.
       logits_dtype: Dtype of logits in memory.
       implementation: Name of the program: `"xla"`, `"reference"` or `None`. `None` picks `"xla"`,
@@ -325,8 +326,12 @@ def linear_distillation_loss_top_k(
         raise TypeError(f"teacher_ids must be integers, got {teacher_ids.dtype}; cast them")
     num_columns, _ = sizes(weight, weight_layout)
     bias = checked_bias("", bias, num_columns)
-    vocab_size = num_columns * num_parts(vocab_axis, "linear_distillation_loss_top_k", weight)
-    for name, a in {"teacher_log_probs": teacher_log_probs, "teacher_ids": teacher_ids}.items():
+    of_teacher = {"teacher_log_probs": teacher_log_probs, "teacher_ids": teacher_ids}
+    of_tokens = {"x": x, "token_weights": token_weights} | of_teacher
+    vocab_size = num_columns * num_parts(
+        vocab_axis, "linear_distillation_loss_top_k", weight, **of_tokens
+    )
+    for name, a in of_teacher.items():
         if a.ndim != x.ndim or a.shape[:-1] != x.shape[:-1]:
             raise ValueError(f"{name} must be {(*x.shape[:-1], 'k')}, got {a.shape}")
     k = teacher_ids.shape[-1]

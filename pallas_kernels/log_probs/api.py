@@ -153,7 +153,8 @@ def linear_log_probs(
         `linear_cross_entropy`. At most one of `chunk_size` and `max_logits_bytes` may be given.
       vocab_axis: Name of the Manual mesh axis over which `weight` and `bias` are split by
         vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis gets the same
-        results. `labels` are numbers in the whole vocabulary.
+        results. It must have the same tokens, as `linear_cross_entropy` says. `labels` are numbers
+        in the whole vocabulary.
       weight_layout: Order of the axes of `weight` and of its gradient: `"vd"` for `[V, D]`, `"dv"`
         for `[D, V]`. The kernels take `"dv"` if V is a multiple of 128.
       accum_dtype: Dtype in which chunks of tokens add up `dweight`: floating, of 16 bits or more.
@@ -342,7 +343,8 @@ def linear_token_loss(
         `"reference"`. It has none either if the vocabulary is split, and the log says so.
       chunk_size: Largest number of a device's tokens whose logits exist at a time.
       max_logits_bytes: Limit in bytes for the logits of a chunk of tokens.
-      vocab_axis: Name of the Manual mesh axis that splits the vocabulary.
+      vocab_axis: Name of the Manual mesh axis that splits the vocabulary. `token_data` must be the
+        same on all devices of the axis, too.
       weight_layout: Order of the axes of `weight`.
       accum_dtype: Dtype in which chunks of tokens add up `dweight`.
       check_labels: Whether a label out of range raises an error.
@@ -381,6 +383,7 @@ def linear_token_loss(
         implementation=implementation,
         config=config,
     )
+    num_parts(vocab_axis, "linear_token_loss", weight, token_data=token_data)
     function, data, aux_tree = token_function(
         token_fn,
         labels.shape,
@@ -499,6 +502,6 @@ def checked_options(
         why_no_kernel,
         plan=describe_plan if symbolic_reason(x) is None else None,
     )
-    vocab_size = num_parts(vocab_axis, name, weight) * request.sizes[0]
+    vocab_size = num_parts(vocab_axis, name, weight, x=x, labels=labels) * request.sizes[0]
     labels, _, _ = labels_and_weights(x, labels, None, vocab_size, ignore_index, check_labels, name)
     return request, temperature, labels

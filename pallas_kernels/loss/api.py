@@ -167,7 +167,10 @@ def linear_cross_entropy(
         tokens. So do devices that split the vocabulary, and the log says so.
       vocab_axis: Name of the Manual mesh axis over which `weight` and `bias` are split by
         vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis gets the same
-        loss. `labels` are numbers in the whole vocabulary.
+        loss. It must have the same tokens: an axis that splits `x` or `labels`, too, gives wrong
+        numbers. This is an error, unless `jax.shard_map` has `check_vma=False`: no type tells then.
+        Gather tokens with `jax.lax.all_gather(..., to="invarying")`, because by their types other
+        gathered tokens differ between devices. `labels` are numbers in the whole vocabulary.
       weight_layout: Order of the axes of `weight` and of its gradient. `"vd"` is `[V, D]`, as in
         Hugging Face's models and `flax.nnx.Embed`. `"dv"` is `[D, V]`, the kernel of a
         `flax.nnx.Linear`; it stands for `weight.T` in the formula. Neither is ever transposed in
@@ -221,6 +224,8 @@ def linear_cross_entropy(
         implementation=implementation,
         config=config,
     )
+    of_tokens = {"x": x, "labels": labels, "token_weights": token_weights}
+    parts = num_parts(vocab_axis, _NAME, weight, **of_tokens)
     describe_plan = lambda: str(describe(request, reduction, why_no_kernel))
     record(
         _NAME,
@@ -234,7 +239,7 @@ def linear_cross_entropy(
         x,
         labels,
         token_weights,
-        num_parts(vocab_axis, _NAME, weight) * request.sizes[0],
+        parts * request.sizes[0],
         ignore_index,
         check_labels,
         _NAME,
@@ -294,7 +299,8 @@ def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) 
             request.settings.implementation,
             why_no_kernel,
         )
-        num_parts(given["vocab_axis"], _NAME, weight)
+        of_tokens = {name: arrays[name] for name in ("labels", "token_weights")}
+        num_parts(given["vocab_axis"], _NAME, weight, x=x, **of_tokens)
         plans.append(describe(request, given["reduction"], why_no_kernel))
 
     jax.eval_shape(trace, arrays)

@@ -296,32 +296,52 @@ def checked_chunks(**sizes: Any) -> dict[str, int | None]:
     return dict.fromkeys(sizes) | given
 
 
-def num_parts(vocab_axis: str | None, operation: str, weight: Embedding) -> int:
+def num_parts(vocab_axis: str | None, operation: str, weight: Embedding, **of_tokens: Any) -> int:
     """Number of devices over which the vocabulary is split.
+
+    Args:
+      vocab_axis: Name of the mesh axis, or None for a whole vocabulary.
+      operation: Name of the public function.
+      weight: Output embedding.
+      **of_tokens: Arrays of the tokens, or pytrees of them, by the names of the arguments.
 
     Raises:
       TypeError: The axis is no name.
       ValueError: The axis is not bound, or by its type the weight is whole on all of its devices.
+        Or by its type an array of the tokens differs between them. Each device would take the
+        tokens of all for its own, and losses or gradients would be wrong.
     """
     if vocab_axis is None:
         return 1
     if not isinstance(vocab_axis, str):
         raise TypeError(f"{vocab_axis=} must be the name of a mesh axis, or None")
-    try:
-        size = jax.lax.axis_size(vocab_axis)
-    except NameError:
+    if vocab_axis not in jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
             f"{vocab_axis=} is not bound; call {operation} inside of jax.shard_map over a mesh "
             "with this axis, or leave it out where the weight is whole"
-        ) from None
+        )
+    size = jax.lax.axis_size(vocab_axis)
     # With check_vma=False no type says over which axes an array varies.
     is_checked = vocab_axis in varying_axes(jax.lax.axis_index(vocab_axis))
-    if size > 1 and is_checked and vocab_axis not in varying_axes(low_rank.arguments(weight)[0]):
+    if size == 1 or not is_checked:
+        return size
+    varies = lambda a: vocab_axis in varying_axes(a)
+    if not varies(low_rank.arguments(weight)[0]):
         raise ValueError(
             f"{vocab_axis=} does not split the weight, which is the same on all {size} devices of "
             "this axis; split its vocabulary in the in_specs of jax.shard_map, or call "
             f"{operation} without vocab_axis"
         )
+    for name, arrays in of_tokens.items():
+        if name == "x" and isinstance(weight, low_rank.TwoParts):
+            name = "x or weight.b"
+        if any(map(varies, jax.tree.leaves(arrays))):
+            raise ValueError(
+                f"{name} differs by its type between the {size} devices of {vocab_axis=}, which "
+                "must have the same tokens; split the tokens over another axis in the in_specs of "
+                "jax.shard_map, or gather them with jax.lax.all_gather(..., tiled=True, "
+                "to='invarying')"
+            )
     return size
 
 
