@@ -144,13 +144,13 @@ def _evaluated(
       `([losses, *other results, *gradients of the wanted data], cotangents of the numbers)`. There
       are no gradients and no cotangents if `of_data` is None.
     """
-    counted = functools.partial(where_counted, labels != IGNORED)
+    counts = labels != IGNORED
+    counted = functools.partial(where_counted, counts)
     data = [*leaves, *constants]
     if of_data is None:
         losses, aux = function(own, data)
         return list(map(counted, [losses, *aux])), ()
-    total = lambda losses: jnp.sum(counted(losses))
-    results, of_numbers, of_leaves = function.differentiated(own, data, of_data, total)
+    results, of_numbers, of_leaves = function.differentiated(own, data, of_data, counts)
     return list(map(counted, [*results, *of_leaves])), list(map(counted, of_numbers))
 
 

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.log_probs.differentiable import BIAS
 from pallas_kernels.loss import low_rank
+from pallas_kernels.loss.counted import where_counted
 from pallas_kernels.loss.differentiable import (
     is_unchecked,
     of_arrays_in,
@@ -48,6 +49,7 @@ class TokenFunction:
         the leaves of the data.
       with_entropy: Whether the function gets entropies; otherwise None.
       has_aux: Whether it returns more than the loss.
+      rules_read_arrays: Whether its own rules for derivatives may read arrays.
       digest: SHA-256 of the function's jaxpr and of the constants inside of it, and of those of its
         gradients if it has a rule of its own for them (`jax.custom_vjp`, `jax.custom_jvp`). It
         tells apart what functions compute, in every process.
@@ -59,6 +61,7 @@ class TokenFunction:
     num_constants: int
     with_entropy: bool
     has_aux: bool
+    rules_read_arrays: bool = dataclasses.field(repr=False)  # the digest shows it
     digest: str
     results: tuple[jax.ShapeDtypeStruct, ...]
 
@@ -84,22 +87,27 @@ class TokenFunction:
         of_tokens: Arrays,
         data: Arrays,
         wanted: Mask,
-        total: Callable[[jax.Array], jax.Array],
+        counts: jax.Array | None = None,
     ) -> tuple[list[jax.Array], Arrays, Arrays]:
         """`([loss, *other results], cotangents of of_tokens, gradients of the wanted data)`.
 
-        The gradients are those of `total(loss)`, a scalar.
+        The gradients are those of the loss, or of the sum of the losses of tokens that count.
         """
 
-        def of_wanted(of_tokens: Any, some: Any) -> Any:
-            some = iter(some)
-            given = [next(some) if w else a for a, w in zip(data, wanted, strict=True)]
-            loss, aux = self(of_tokens, given)
-            return total(loss), [loss, *aux]
+        def run(of_tokens: Arrays, data: Arrays, counts: jax.Array | None) -> Any:
+            def of_wanted(of_tokens: Any, some: Any) -> Any:
+                some = iter(some)
+                given = [next(some) if w else a for a, w in zip(data, wanted, strict=True)]
+                loss, aux = self(of_tokens, given)
+                total = loss if counts is None else jnp.sum(where_counted(counts, loss))
+                return total, [loss, *aux]
 
-        some = [a for a, w in zip(data, wanted, strict=True) if w]
-        gradients = jax.grad(of_wanted, argnums=(0, 1), has_aux=True)
-        (of_numbers, of_data), results = gradients(list(of_tokens), some)
+            some = [a for a, w in zip(data, wanted, strict=True) if w]
+            return jax.grad(of_wanted, argnums=(0, 1), has_aux=True)(list(of_tokens), some)
+
+        # A function that partitions itself may hold no arrays. `jax.jit` holds those of a rule.
+        run = jax.jit(run) if self.rules_read_arrays else run
+        (of_numbers, of_data), results = run(of_tokens, data, counts)
         return results, of_numbers, of_data
 
 
@@ -178,13 +186,15 @@ def token_function(
         )
     if per_token:
         _check_any_number(fn_once, args)
+    digest, rules_read_arrays = _digest(traced, fn_once, args, has_aux)
     function = TokenFunction(
         fn=fn,
         treedef=treedef,
         num_constants=len(traced.consts),
         with_entropy=with_entropy,
         has_aux=has_aux,
-        digest=_digest(traced, fn_once, args, has_aux),
+        rules_read_arrays=rules_read_arrays,
+        digest=digest,
         results=tuple(
             jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (loss, *jax.tree.leaves(aux))
         ),
@@ -200,28 +210,28 @@ def _not_cached(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: fn(*args)
 
 
-def _digest(traced: Any, fn: Callable[..., Any], args: Any, has_aux: bool) -> str:
-    """SHA-256 of a function's program, and of its gradients' where the text does not show them.
+def _digest(traced: Any, fn: Callable[..., Any], args: Any, has_aux: bool) -> tuple[str, bool]:
+    """`(digest, rules_read_arrays)` of a `TokenFunction`.
 
-    A program's text does not show its constants either. The digest leaves out the constants of the
-    function itself, which are arguments of the operation.
+    The digest is the SHA-256 of the function's program, and of its gradients' where the text does
+    not show them. A program's text does not show its constants either. The digest leaves out those
+    of the function itself, which are arguments of the operation. A rule keeps what it reads.
     """
     programs = list(_programs_in(traced))
     equations = [equation for program in programs for equation in program.eqns]
+    gradients = []
     if any(equation.primitive.name in _HAS_RULE for equation in equations):
-        for gradient in _gradients_of(fn, args, has_aux):
-            programs += _programs_in(gradient)
-    are_arguments = set(map(id, traced.consts))
+        gradients = _gradients_of(fn, args, has_aux)
+    for gradient in gradients:
+        programs += _programs_in(gradient)
     digest = hashlib.sha256()
     for program in programs:
         digest.update(str(program).encode())
-        for a in getattr(program, "consts", ()):
-            if id(a) in are_arguments:
-                continue
+        for a in () if program is traced else getattr(program, "consts", ()):
             a = jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a
             a = np.asarray(a)
             digest.update(f"{a.dtype}{a.shape}".encode() + a.tobytes())
-    return digest.hexdigest()
+    return digest.hexdigest(), any(gradient.consts for gradient in gradients)
 
 
 def _programs_in(jaxpr: Any) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import chex
@@ -472,6 +473,30 @@ def test_a_rule_of_an_object_that_changes(kind):
     same, twice = jax.value_and_grad(of)(arrays)
     assert value == same
     chex.assert_trees_all_close(twice, jax.tree.map(lambda a: 2 * a, once), rtol=1e-6)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_arrays_that_a_rule_reads(per_token):
+    """They have no place in a function that partitions itself; 1 s each."""
+    arrays, labels = as_jax(arrays_of(SHAPE, D, V, F32, bias=False))
+    options = {"data": jnp.ones(SHAPE), "per_token": per_token, "implementation": "xla"}
+
+    def gradients(times):
+        total = (lambda a: a) if per_token else jnp.sum
+        fn = Identical(SimpleNamespace(of_all=lambda p, _, data: total(data * times(p))))
+        return jax.grad(lambda a: loss_of(**a, labels=labels, fn=fn, **options))(arrays)
+
+    def by_rule(numbers):
+        times = lambda a: jnp.sum(jnp.asarray(numbers)) * a
+        found = jax.custom_vjp(times)
+        found.defvjp(lambda a: (times(a), ()), lambda _, cotangent: (times(cotangent),))
+        return found
+
+    once = gradients(lambda a: a)
+    for factor in (2.0, 4.0):
+        got = gradients(by_rule(np.array([1, factor - 1], np.float32)))
+        wanted = jax.tree.map(functools.partial(jnp.multiply, factor), once)
+        chex.assert_trees_all_close(got, wanted, rtol=1e-6)
 
 
 class Identical:
