@@ -17,7 +17,6 @@ from train.data.records import shortened
 from train.data.regular import read_regular
 from train.data.tokenizer import HuggingFaceTokenizer, token_text
 
-_CONFIG = "tokenizer_config.json"
 _FILE_BYTES = 1 << 24
 
 
@@ -148,11 +147,10 @@ def load_chat_template(tokenizer: HuggingFaceTokenizer) -> ChatTemplate | None:
     Raises:
       DataError: A file that may have the template cannot be read.
     """
-    config = _config_beside(tokenizer.path)
-    text = _text_beside(tokenizer.path, config)
+    text = _text_beside(tokenizer.path, tokenizer.config)
     if text is None:
         return None
-    tokens = _special_tokens(config)
+    tokens = _special_tokens(tokenizer.config)
     for name, index in {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}.items():
         tokens[name] = tokenizer.token(index) or ""
     return ChatTemplate(text, tuple(tokens.items()))
@@ -171,20 +169,6 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str | tuple[str, ...]]:
             text for text in map(token_text, more) if text is not None
         )
     return tokens
-
-
-def _config_beside(path: Path) -> dict[str, Any]:
-    """The content of tokenizer_config.json; nothing if there is none."""
-    file = path.with_name(_CONFIG)
-    try:
-        content = json.loads(read_regular(file, _FILE_BYTES))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{file} cannot be read: {error}; repair or remove it") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{file} is no JSON object; repair or remove it")
-    return content
 
 
 def _text_beside(path: Path, config: dict[str, Any]) -> str | None:

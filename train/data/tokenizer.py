@@ -1,5 +1,6 @@
 """Tokenizers: bytes, or a tokenizer.json of Hugging Face's tokenizers."""
 
+import functools
 import hashlib
 import json
 import re
@@ -154,6 +155,7 @@ class HuggingFaceTokenizer:
         """
         if path.is_dir():
             path = path / "tokenizer.json"
+        self.path = path
         content = _read_tokenizer(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
@@ -170,13 +172,13 @@ class HuggingFaceTokenizer:
                 f"{path} has a token {self.vocab_size - 1}, above the allowed {_VOCAB_SIZE - 1}; "
                 "repair its vocabulary"
             )
-        self.bos = self._special(path, "bos_token", bos_token, _BOS_TOKENS)
+        self.bos = self._special("bos_token", bos_token, _BOS_TOKENS)
         if eos_token == "":
             raise DataError(
                 "--data.eos-token '' names no token, and every text needs one that ends it; name "
                 f"one of {path}, or leave the flag out"
             )
-        eos = self._special(path, "eos_token", eos_token, _EOS_TOKENS)
+        eos = self._special("eos_token", eos_token, _EOS_TOKENS)
         if eos is None:
             raise DataError(
                 f"{path} does not say which token ends a text; name one with --data.eos-token"
@@ -192,7 +194,6 @@ class HuggingFaceTokenizer:
             self._after.no_padding()
         digest = hashlib.sha256(content + f"{self.bos} {self.eos}{suffix}".encode())
         self.fingerprint = digest.hexdigest()
-        self.path = path
         self.tokens_of_bytes = "ByteLevel" in _types(description.get("decoder"))
         self.token_bytes = self._token_bytes()
 
@@ -208,6 +209,26 @@ class HuggingFaceTokenizer:
         """See `Tokenizer`."""
         known = [t for t in map(int, tokens) if t < self.vocab_size]  # a model may have more tokens
         return self._tokenizer.decode(known, skip_special_tokens=True)
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """The content of tokenizer_config.json beside the file; nothing if there is none.
+
+        Raises:
+          DataError: It cannot be read.
+        """
+        file = self.path.with_name("tokenizer_config.json")
+        try:
+            content = json.loads(read_regular(file, _FILE_BYTES))
+        except FileNotFoundError:
+            return {}
+        except DataError:  # it is a ValueError with a remedy of its own
+            raise
+        except (OSError, ValueError, RecursionError) as error:
+            raise DataError(f"{file} cannot be read: {error}; repair or remove it") from error
+        if not isinstance(content, dict):
+            raise DataError(f"{file} is no JSON object; repair or remove it")
+        return content
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -235,23 +256,20 @@ class HuggingFaceTokenizer:
                 sizes[index] = len(token.replace("▁", " ").encode())
         return sizes
 
-    def _special(
-        self, path: Path, name: str, given: str | None, usual: Sequence[str]
-    ) -> int | None:
+    def _special(self, name: str, given: str | None, usual: Sequence[str]) -> int | None:
         if given == "":
             return None
-        flag = f"--data.{name.replace('_', '-')}"
         if given is None:
-            found = _from_config(path.with_name("tokenizer_config.json"), name, usual)
-            candidates = [
-                token for token in found if self._tokenizer.token_to_id(token) is not None
-            ]
-            if not candidates:
-                return None
-            given = candidates[0]
+            # Without a token in tokenizer_config.json, the usual names.
+            found = (token_text(self.config[name]),) if name in self.config else usual
+            indices = (self._tokenizer.token_to_id(token) for token in found if token is not None)
+            return next((i for i in indices if i is not None), None)
         index = self._tokenizer.token_to_id(given)
         if index is None:
-            raise DataError(f"{path} has no token {given!r}; name one of its tokens with {flag}")
+            flag = f"--data.{name.replace('_', '-')}"
+            raise DataError(
+                f"{self.path} has no token {given!r}; name one of its tokens with {flag}"
+            )
         return index
 
 
@@ -263,20 +281,6 @@ def _read_tokenizer(path: Path) -> bytes:
             f"{path} cannot be read ({error.strerror}); --data.tokenizer names a tokenizer.json or "
             "its folder"
         ) from error
-
-
-def _from_config(path: Path, name: str, usual: Sequence[str]) -> Sequence[str]:
-    """The special token that tokenizer_config.json names; without that file, the usual names."""
-    try:
-        value = json.loads(read_regular(path, _FILE_BYTES))[name]
-    except (FileNotFoundError, KeyError):
-        return usual
-    except DataError:
-        raise
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {error}; repair or remove it") from error
-    text = token_text(value)
-    return [] if text is None else [text]
 
 
 def token_text(value: Any) -> str | None:
