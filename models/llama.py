@@ -172,11 +172,11 @@ class Llama(nnx.Module):
                 ), None
             except RuntimeError as error:
                 # XLA's errors are of other classes. This one says that there is no cuDNN.
-                if type(error) is not RuntimeError or not self.config.attention_implementation:
+                if type(error) is not RuntimeError or implementation != "cudnn":
                     raise
                 raise NotImplementedError(
-                    f"attention_implementation={implementation!r}: {error} Leave it None, which "
-                    "takes what runs here."
+                    f"attention_implementation='cudnn': {error} Leave it None, which takes what "
+                    "runs here."
                 ) from error
 
         if tensor_axis():
