@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels.patching import candidates
-from pallas_kernels.patching.programs import CHECKPOINTS, JITS, Program
+from pallas_kernels.patching.programs import CHECKPOINTS, JITS, Program, variables
 from pallas_kernels.patching.rules import MLPRule, NormRule, Path, name_of
 
 # Quick to compile, and every rounding is kept that the module writes.
@@ -99,24 +99,21 @@ class Original:
 
     def __init__(self, module: nnx.Module, axis: int | None, dtype: Any = None):
         self._graphdef, state = nnx.split(module)
-        self._flat = nnx.to_flat_state(state)
-        floating = candidates.parameters(module).keys()
-        self.shapes: dict[Path, tuple[int, ...]] = {}
-        self._dtypes: dict[Path, np.dtype] = {}
-        self._avals: list[jax.ShapeDtypeStruct] = []
-        for path, v in self._flat:
-            own_dtype = v.dtype
-            if not jnp.issubdtype(own_dtype, jax.dtypes.prng_key):
-                own_dtype = jax.dtypes.canonicalize_dtype(own_dtype)
-            aval = jax.ShapeDtypeStruct(v.shape, own_dtype)
-            if path in floating:
-                self.shapes[path] = candidates.without_axis(tuple(v.shape), axis)
-                self._dtypes[path] = np.dtype(dtype or v.dtype)
-                aval = jax.ShapeDtypeStruct(self.shapes[path], self._dtypes[path])
-            elif axis is not None:
-                # Counters and keys of stacked layers have the layers as their only axis.
-                aval = jax.ShapeDtypeStruct(v.shape[1:], own_dtype)
-            self._avals.append(aval)
+        self._variables: dict[Path, Any] = dict(nnx.to_flat_state(state))
+        parameters = candidates.parameters(module)
+
+        def of_layer(path: Path, v: Any) -> jax.ShapeDtypeStruct:
+            if path in parameters:
+                shape = candidates.without_axis(tuple(v.shape), axis)
+                return jax.ShapeDtypeStruct(shape, np.dtype(dtype or v.dtype))
+            # Counters and keys of stacked layers have the layers as their only axis.
+            shape = v.shape if axis is None else v.shape[1:]
+            is_key = jnp.issubdtype(v.dtype, jax.dtypes.prng_key)
+            own_dtype = v.dtype if is_key else jax.dtypes.canonicalize_dtype(v.dtype)
+            return jax.ShapeDtypeStruct(shape, own_dtype)
+
+        self._avals = {path: of_layer(path, v) for path, v in self._variables.items()}
+        self.shapes = {path: self._avals[path].shape for path in parameters}
         self._call: Any = type(module).__call__
         self._bools = _names_of_bools(self._call)
         self._has_modes = any(
@@ -128,14 +125,16 @@ class Original:
     @property
     def dtypes(self) -> tuple[np.dtype, ...]:
         """The dtypes of the parameters, in the order of `shapes`."""
-        return tuple(self._dtypes.values())
+        return tuple(self._avals[path].dtype for path in self.shapes)
 
     @functools.cached_property
     def arrays(self) -> dict[Path, np.ndarray]:
         """The parameters, as float64."""
         rng = np.random.default_rng(0)
-        draw = lambda path: _random(rng, self.shapes[path]).astype(self._dtypes[path])
-        return {path: draw(path).astype(np.float64) for path in self.shapes}
+        return {
+            path: _random(rng, shape).astype(self._avals[path].dtype).astype(np.float64)
+            for path, shape in self.shapes.items()
+        }
 
     def results(self, xs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The results of the module's own call, compiled as one program.
@@ -170,7 +169,7 @@ class Original:
         if any(a is not b for a, b in zip(after, program.inputs[:-1], strict=True)):
             raise Refused("its call changes variables, for example a stream of random numbers")
         _, needed = program.needed([y])
-        for (path, _), variable in zip(self._flat, program.inputs[:-1], strict=True):
+        for path, variable in zip(self._variables, program.inputs[:-1], strict=True):
             if variable in needed and path not in self.shapes:
                 # The variable may change later, and an abstract one has no value.
                 raise Refused(
@@ -188,7 +187,7 @@ class Original:
         equations, _ = program.needed(program.outputs[:1])
         data = {*program.inputs}
         for equation in equations:
-            if not data.intersection(a for a in equation.invars if not _is_literal(a)):
+            if not data & variables(equation.invars):
                 continue
             name = equation.primitive.name
             if name not in _SMOOTH or not all(map(_is_floating, equation.outvars)):
@@ -237,7 +236,7 @@ class Original:
     def _leaves(self) -> list[jax.Array]:
         """Random parameters. No result depends on the other variables, so they are zeros."""
         leaves = []
-        for (path, _), aval in zip(self._flat, self._avals, strict=True):
+        for path, aval in self._avals.items():
             if path in self.shapes:
                 leaves.append(jnp.asarray(self.arrays[path].astype(aval.dtype)))
             elif jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
@@ -252,7 +251,7 @@ class Original:
     def _merged(self, leaves: Sequence[Any]) -> Any:
         flat = [
             (path, v.replace(leaf) if isinstance(v, nnx.Variable) else leaf)
-            for (path, v), leaf in zip(self._flat, leaves, strict=True)
+            for (path, v), leaf in zip(self._variables.items(), leaves, strict=True)
         ]
         return nnx.merge(self._graphdef, nnx.from_flat_state(flat))
 
@@ -273,7 +272,7 @@ class Original:
         if not isinstance(y, jax.Array) or y.shape != x.shape or not _is_floating(y):
             raise Refused(f"it does not return one floating array of the shape {list(x.shape)}")
         values = dict(nnx.to_flat_state(state))
-        return y, [jax.tree.leaves(values[path])[0] for path, _ in self._flat]
+        return y, [jax.tree.leaves(values[path])[0] for path in self._variables]
 
     def _traced(self, x: np.ndarray, **options: Any) -> tuple[str, Any]:
         """The text of the traced call and its jaxpr, from one trace for each kind of input."""
@@ -293,7 +292,7 @@ class Original:
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
         try:
             with jax.default_matmul_precision(None):  # so that the text has the module's own
-                jaxpr = jax.make_jaxpr(call)(self._avals, shape)
+                jaxpr = jax.make_jaxpr(call)(list(self._avals.values()), shape)
         except Refused:
             raise
         except Exception as e:
@@ -315,10 +314,6 @@ def _data(a: jax.Array) -> np.ndarray:
 def _shortened(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= 160 else text[:160] + "..."
-
-
-def _is_literal(atom: Any) -> bool:
-    return hasattr(atom, "val")
 
 
 def _is_floating(a: Any) -> bool:

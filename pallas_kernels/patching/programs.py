@@ -14,6 +14,11 @@ JITS = ("jit", "pjit")
 CHECKPOINTS = ("checkpoint", "remat2")
 
 
+def variables(atoms: Sequence[Atom]) -> set[core.Var]:
+    """The atoms that are no literals."""
+    return {a for a in atoms if not isinstance(a, core.Literal)}
+
+
 class Program:
     """The equations of a traced function, with some calls opened.
 
@@ -40,12 +45,12 @@ class Program:
 
     def needed(self, atoms: Sequence[Atom]) -> tuple[list[Equation], set[Atom]]:
         """The equations that the atoms need and those with effects, and all variables in them."""
-        needed = {a for a in atoms if not isinstance(a, core.Literal)}
+        needed = variables(atoms)
         equations = []
         for equation in reversed(self._equations):
             if equation.effects or needed & {*equation.outvars}:
                 equations.append(equation)
-                needed |= {a for a in equation.invars if not isinstance(a, core.Literal)}
+                needed |= variables(equation.invars)
         return equations[::-1], needed
 
     def scalars(self) -> set[float]:
@@ -79,13 +84,13 @@ class Program:
                 results: Sequence[Atom] = self._open(inner, operands)
                 renamed |= zip(equation.outvars, results, strict=True)
                 continue
-            variables = [
+            outvars = [
                 v if isinstance(v, core.DropVar) else core.Var(v.aval) for v in equation.outvars
             ]
-            renamed |= zip(equation.outvars, variables, strict=True)
-            copied: core.JaxprEqn = equation.replace(invars=operands, outvars=variables)
+            renamed |= zip(equation.outvars, outvars, strict=True)
+            copied: core.JaxprEqn = equation.replace(invars=operands, outvars=outvars)
             self._equations.append(copied)
-            self._producers |= dict.fromkeys(variables, copied)
+            self._producers |= dict.fromkeys(outvars, copied)
         return [read(atom) for atom in jaxpr.outvars]
 
     def _opened(self, equation: core.JaxprEqn) -> Any:
