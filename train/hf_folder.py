@@ -71,8 +71,8 @@ def read_model_config(folder: Path, like: LlamaConfig) -> LlamaConfig:
     wrong config.json could ask for more memory than the machine has.
 
     Raises:
-      FolderError: config.json is missing or broken, the model is not implemented, or the weights
-        are of another model.
+      FolderError: config.json is missing, broken or that of a run, the model is not implemented, or
+        the weights are of another model.
     """
     own = {name: getattr(like, name) for name in _OWN_FIELDS}
     try:
@@ -81,6 +81,8 @@ def read_model_config(folder: Path, like: LlamaConfig) -> LlamaConfig:
             check_pretrained(folder, config)
         return config
     except (OSError, ValueError, NotImplementedError) as error:
+        if not is_hf_folder(folder) and is_hf_folder(folder / "model"):
+            raise FolderError(f"{folder} is a run; name its model, {folder / 'model'}") from error
         raise FolderError(text_of(error)) from error
 
 

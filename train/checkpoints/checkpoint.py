@@ -396,7 +396,8 @@ def read_params(folder: Path, step: int, like: nnx.State) -> nnx.State:
         _compare(read["state"], read["checksums"])
     except Exception as error:  # damage causes errors of many kinds
         raise RunError(
-            f"{folder / str(step)} cannot be read: {one_line(error)}; choose another --step"
+            f"{folder / str(step)} cannot be read: {one_line(error)}; choose another step of "
+            f"{folder.parent} with --step"
         ) from error
     check_step(folder / str(step), read["state"])
     return jax.tree.unflatten(jax.tree.structure(like), [read["state"][name] for name in names])

@@ -106,8 +106,10 @@ def find_model(source: Path, *, step: int | None = None, best: bool = False) -> 
             eos_token=config.data.eos_token,
             sequence_length=config.data.sequence_length,
         )
-    if chooses or step is not None:
+    if chooses:
         raise FolderError(f"{source} has no checkpoints; leave out --step and --best")
+    if step is not None:
+        raise FolderError(f"{source} has no checkpoints, and so no {step}; name the run alone")
     if not is_hf_folder(source / "model"):
         raise FolderError(
             f"{source} has neither checkpoints nor a model: the run has not ended, or ran with "

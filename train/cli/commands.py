@@ -325,7 +325,8 @@ def _find(flags: argparse.Namespace) -> Saved:
 def _finite(saved: Saved, mesh: Mesh) -> nnx.State:
     """The parameters, after a check that all are finite."""
     params = saved.load(mesh)
-    check_finite(saved.name, params, "take another model, or an earlier checkpoint with --step")
+    of_run = "" if saved.step is None else ", or an earlier checkpoint with --step"
+    check_finite(saved.name, params, f"take another model{of_run}")
     return params
 
 

@@ -152,7 +152,11 @@ def test_a_finished_run_without_checkpoints(finished, tmp_path, capsys):
     shutil.rmtree(copy / "checkpoints")
     assert find_model(copy).folder == copy / "model"
     line = fails("export", [copy, tmp_path / "out", "--best"], capsys)
-    assert "has no checkpoints" in line
+    assert "has no checkpoints; leave out --step and --best" in line
+    line = fails("export", [copy / "checkpoints" / "4", tmp_path / "out"], capsys)
+    assert "has no checkpoints, and so no 4; name the run alone" in line
+    line = fails("", ["--init-from", copy], capsys)
+    assert f"{copy} is a run; name its model, {copy / 'model'}" in line
     shutil.rmtree(copy / "model")
     assert "neither checkpoints nor a model" in fails("export", [copy, tmp_path / "out"], capsys)
 
@@ -186,7 +190,7 @@ def test_a_damaged_checkpoint_is_said_and_not_deleted(finished, tmp_path, capsys
     file.write_text(json.dumps({name: value ^ 1 for name, value in checksums.items()}))
     line = fails("export", [copy, tmp_path / "out"], capsys)
     assert "checkpoints/4 cannot be read: ValueError: " in line and "differ from" in line
-    assert line.rstrip().endswith("; choose another --step")
+    assert line.rstrip().endswith(f"; choose another step of {copy} with --step")
     assert file.exists()
     commands.export([str(copy), str(tmp_path / "out"), "--step", "2"])
 
@@ -344,7 +348,7 @@ def test_a_model_that_is_not_finite_is_not_used(finished, tmp_path, capsys):
     for command, options in (("sample", ["--prompt", "the fox"]), ("eval", text)):
         line = fails(command, [folder, *options], capsys)
         assert line.startswith(f"python -m train {command}: error: {folder}: the parameter "), line
-        assert "norm.weight has values that are not finite" in line, line
+        assert line.endswith("norm.weight has values that are not finite; take another model"), line
 
 
 def test_a_loss_that_is_not_finite_is_an_error(finished, tmp_path, capsys, monkeypatch):
