@@ -141,6 +141,19 @@ def check_integer(name: str, value: Any, *, remedy: str) -> None:
         raise TypeError(f"{name} must be an integer, got {_got(value)}; {remedy}")
 
 
+def check_sizes(**sizes: Any) -> None:
+    """Checks the sizes of the axes that the parameters of a layer have.
+
+    Raises:
+      TypeError: A size is no integer.
+      ValueError: A size is below 0.
+    """
+    for name, size in sizes.items():
+        check_integer(name, size, remedy="give the number of entries of the axis")
+        if size < 0:
+            raise ValueError(f"{name}={size} must not be below 0; give the size of the axis")
+
+
 def common_dtype(a: DTypeLike, b: DTypeLike) -> Any:
     """The common dtype, also where the caller has set `jax_numpy_dtype_promotion` to "strict"."""
     with jax.numpy_dtype_promotion("standard"):

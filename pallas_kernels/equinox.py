@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
+from pallas_kernels.arguments import check_sizes
 from pallas_kernels.head import checked_options, logits_of_head
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.loss import LossMetrics, linear_cross_entropy
@@ -51,11 +52,12 @@ class _Norm(eqx.Module):
         casting: Casting = "float32",
         implementation: Implementation | None = None,
     ):
-        axes = (shape,) if isinstance(shape, int) else tuple(shape)
+        axes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
         if len(axes) != 1:
             raise ValueError(f"{shape=}: only the last axis can be normalized, so give its size")
         if use_bias:
             raise ValueError("use_bias=True: the operation has no bias; use eqx.nn.RMSNorm")
+        check_sizes(shape=axes[0])
         self.weight = jnp.ones(axes, dtype) - weight_offset
         self.shape = axes
         self.eps = eps
@@ -136,6 +138,7 @@ class SwiGLU(eqx.Module):
         implementation: Implementation | None = None,
         key: PRNGKeyArray,
     ):
+        check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
         sizes = [(hidden_size, intermediate_size)] * 2 + [(intermediate_size, hidden_size)]
         self.gate_proj, self.up_proj, self.down_proj = (
             eqx.nn.Linear(*size, use_bias=False, dtype=dtype, key=part)
@@ -194,6 +197,7 @@ class LinearCrossEntropy(eqx.Module):
         key: PRNGKeyArray,
         **loss_options: Any,
     ):
+        check_sizes(in_features=in_features, out_features=out_features)
         linear = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
         self.weight = linear.weight
         self.bias = linear.bias

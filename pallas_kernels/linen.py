@@ -13,7 +13,7 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from pallas_kernels.arguments import common_dtype
+from pallas_kernels.arguments import check_sizes, common_dtype
 from pallas_kernels.head import LOSS_OPTIONS, logits_of_head
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.loss import LossMetrics, linear_cross_entropy
@@ -132,6 +132,7 @@ class SwiGLU(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
         """The MLP of every token."""
+        check_sizes(intermediate_size=self.intermediate_size)
         hidden_size = x.shape[-1]
         across = hidden_size, self.intermediate_size
         down = self.intermediate_size, hidden_size
@@ -190,6 +191,7 @@ class LinearCrossEntropy(nn.Module):
     def _parameters(
         self, x: Float[Array, "*T D"]
     ) -> tuple[Float[Array, "D V"], Float[Array, " V"] | None]:
+        check_sizes(features=self.features)
         shape = x.shape[-1], self.features
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         if not self.use_bias:

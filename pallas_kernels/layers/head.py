@@ -10,6 +10,7 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
+from pallas_kernels.arguments import check_sizes
 from pallas_kernels.head import checked_options, logits_of_head
 from pallas_kernels.layers.from_nnx import check_class, check_defaults
 from pallas_kernels.loss import LossMetrics, linear_cross_entropy
@@ -59,6 +60,7 @@ class LinearCrossEntropy(nnx.Module):
         rngs: nnx.Rngs,
         **loss_options: Any,
     ):
+        check_sizes(hidden_size=hidden_size, vocab_size=vocab_size)
         options = checked_options(loss_options)
         shapes = {"dv": (hidden_size, vocab_size), "vd": (vocab_size, hidden_size)}
         if weight_layout not in shapes:

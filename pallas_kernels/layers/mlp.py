@@ -12,6 +12,7 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.arguments import check_sizes
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.layers.from_nnx import check_class, check_defaults
 from pallas_kernels.mlp import Save, swiglu, swiglu_mlp
@@ -70,6 +71,7 @@ class SwiGLU(nnx.Module):
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
+        check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
         _check_biases(use_bias, save, chunk_size)
 
         def linear(size_in: int, size_out: int, own: Mapping[str, Any]) -> nnx.Linear:

@@ -10,6 +10,7 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.arguments import check_sizes
 from pallas_kernels.implementation import Implementation
 from pallas_kernels.layers.from_nnx import check_class, check_defaults
 from pallas_kernels.norm import Casting, add_rms_norm, norm_options, rms_norm
@@ -32,6 +33,7 @@ class _Norm(nnx.Module):
         implementation: Implementation | None = None,
         rngs: nnx.Rngs | None = None,
     ):
+        check_sizes(num_features=num_features)
         # Flax's norm takes a key, although its scale starts as a constant. So this one does, too,
         # and later layers start from the same numbers as in Flax.
         key: Any = None if rngs is None else rngs.params()

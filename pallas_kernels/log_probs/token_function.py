@@ -123,12 +123,17 @@ def token_function(
     """`(function, data and constants, structure of the other results)`, checked.
 
     Raises:
-      TypeError: The function does not return a float32 scalar, or a float32 number for each token
-        with `per_token`; or it reads a traced array that is not among its arguments; or it has no
-        hash.
+      TypeError: It is no function. Or it does not return a float32 scalar, or a float32 number for
+        each token with `per_token`; or it reads a traced array that is not among its arguments; or
+        it has no hash.
       ValueError: With `per_token`, a leaf of the data or a result has another number of tokens, or
         the function does not take any number of them.
     """
+    if not callable(fn):
+        raise TypeError(
+            f"token_fn must be a function, got {fn!r}; pass one of log-probabilities, entropies "
+            "and token_data, or call linear_log_probs"
+        )
     try:
         hash(fn)
     except TypeError as error:

@@ -281,7 +281,13 @@ def linear_cross_entropy_plan(x: Any, weight: Any, labels: Any, **options: Any) 
       NotImplementedError: A size of `x` is symbolic (`jax.export.symbolic_shape`); there is no
         plan.
     """
-    bound = inspect.signature(linear_cross_entropy).bind(x, weight, labels, **options)
+    signature = inspect.signature(linear_cross_entropy)
+    if unknown := ", ".join(sorted(options.keys() - signature.parameters.keys())):
+        raise TypeError(
+            f"{unknown}: not among the arguments of linear_cross_entropy, which are "
+            f"{', '.join(signature.parameters)}"
+        )
+    bound = signature.bind(x, weight, labels, **options)
     bound.apply_defaults()
     given = {name: a for name, a in bound.arguments.items() if name not in _WITHOUT_A_PLAN}
     arrays = {name: given.pop(name) for name in _ARRAYS}

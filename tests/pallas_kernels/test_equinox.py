@@ -195,9 +195,13 @@ HEAD = functools.partial(LinearCrossEntropy, out_features=V, key=KEY)
         (HEAD, {"token_weights": None}, TypeError, "token_weights: not among the options of"),
     ],
 )
-def test_a_wrong_argument_fails_at_construction(make, options, error, message):
+def test_a_wrong_argument_fails_at_construction(unchecked_shapes, make, options, error, message):
     with pytest.raises(error, match=message):
         make(D, **options)
+    with pytest.raises(ValueError, match="=-1 must not be below 0; give the size"):
+        make(-1)
+    with pytest.raises(TypeError, match=r" must be an integer, got 2\.5; give the number"):
+        make(2.5)
     with pytest.raises(ValueError, match=r"shape=\(9, 20\): only the last axis"):
         AddRMSNorm((S, D))
 

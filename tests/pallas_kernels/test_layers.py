@@ -305,6 +305,19 @@ def test_a_chunk_size_with_biases_is_refused():
         swiglu_layer(chunk_size=4)
 
 
+@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "vocab_size", "num_features"])
+def test_wrong_sizes_are_refused(unchecked_shapes, name):
+    sizes: dict[str, Any]
+    layer, sizes = {
+        "num_features": (RMSNorm, {}),
+        "vocab_size": (LinearCrossEntropy, {"hidden_size": 8}),
+    }.get(name, (SwiGLU, {"hidden_size": 8, "intermediate_size": 8}))
+    with pytest.raises(ValueError, match=f"^{name}=-1 must not be below 0; give the size"):
+        layer(**sizes | {name: -1}, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=rf"^{name} must be an integer, got 2\.5; give the number"):
+        layer(**sizes | {name: 2.5}, rngs=nnx.Rngs(0))
+
+
 def test_two_names_of_a_dtype_are_one():
     of = lambda size_in, size_out, dtype: nnx.Linear(
         size_in, size_out, use_bias=False, dtype=dtype, rngs=nnx.Rngs(0)

@@ -195,6 +195,15 @@ def test_an_unknown_argument_fails_at_construction(make, option):
         make(**{option: 1})
 
 
+@pytest.mark.parametrize(
+    "layer, name", [(SwiGLU(-1), "intermediate_size"), (LinearCrossEntropy(-1), "features")]
+)
+def test_wrong_sizes_are_refused(unchecked_shapes, layer, name):
+    args = (jnp.ones((2, D)), jnp.zeros(2, jnp.int32))[: 1 if name[0] == "i" else 2]
+    with pytest.raises(ValueError, match=f"^{name}=-1 must not be below 0; give the size"):
+        layer.init(jax.random.key(0), *args)
+
+
 def test_logits_are_those_of_the_loss():
     x = normal((B, S, D), F32)
     head = LinearCrossEntropy(V, use_bias=True, logit_softcap=5.0)

@@ -515,6 +515,12 @@ class Identical:
         return 0
 
 
+def test_no_function(unchecked_shapes):
+    arrays, labels = as_jax(arrays_of(SHAPE, D, V, F32, bias=False))
+    with pytest.raises(TypeError, match=r"token_fn must be a function, got None; .*_log_probs"):
+        loss_of(**arrays, labels=labels, data=(), fn=None)
+
+
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_functions_that_are_refused(implementation):
     arrays, labels = as_jax(arrays_of(SHAPE, D, V, F32, bias=False))
