@@ -171,7 +171,7 @@ def patch(model: nnx.Module) -> Patched:
             modules.append(Module(path, name, None, rule))
             continue
         classes.set_class(module, classes.patched_class(type(module), rule))
-        modules.append(Module(path, name, str(rule.run), None))
+        modules.append(Module(path, name, str(rule.operation), None))
         replaced.append(module)
         done |= paths
     in_order = {path: i for i, (path, _) in enumerate(nnx.iter_modules(model))}

@@ -134,9 +134,9 @@ def _calls_after_cast(
             original.check_derivatives(sample.x)
     except Refused:
         return ()
-    epsilons = _NORM_EPSILONS if isinstance(rule.run, NormRule) else _MLP_EPSILONS
+    epsilons = _NORM_EPSILONS if isinstance(rule.operation, NormRule) else _MLP_EPSILONS
     return _calls(
-        original, [s for s in found if _excess(rule.run, original, [s], epsilons)[0] <= 1]
+        original, [s for s in found if _excess(rule.operation, original, [s], epsilons)[0] <= 1]
     )
 
 
@@ -212,7 +212,7 @@ def _excess(
     return ratio, error
 
 
-def _rule(run: NormRule | MLPRule, original: Original, samples: list[_Sample]) -> Rule:
+def _rule(operation: NormRule | MLPRule, original: Original, samples: list[_Sample]) -> Rule:
     """The rule for a module whose results are equal.
 
     Raises:
@@ -221,7 +221,7 @@ def _rule(run: NormRule | MLPRule, original: Original, samples: list[_Sample]) -
     for sample in samples:
         original.check_derivatives(sample.x)
     return Rule(
-        run=run,
+        operation=operation,
         calls=_calls(original, samples),
         ranks=tuple((path, len(shape)) for path, shape in original.shapes.items()),
         ignored=original.ignored([s.x for s in samples]),

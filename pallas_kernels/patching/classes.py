@@ -43,9 +43,9 @@ def patched_class(base: type[nnx.Module], rule: Rule) -> type[nnx.Module]:
         reason = reason or _kind_reason(kind, rule)
         if reason is not None:
             why = f"the patched {base.__name__} runs its own code, because {reason}"
-            record(rule.run.operation, (x,), asked_for=None, chosen="reference", reason=why)
+            record(rule.operation.name, (x,), asked_for=None, chosen="reference", reason=why)
             return own_call(self, *args, **kwargs)
-        y = rule.run.run(self, jnp.asarray(x), dict(rule.calls)[kind])
+        y = rule.operation.run(self, jnp.asarray(x), dict(rule.calls)[kind])
         return _constrained(y, given.get("out_sharding"))
 
     namespace = {

@@ -79,7 +79,7 @@ class NormRule:
     weight_offset: float = 0.0
     casting: Casting = "float32"
 
-    operation = "rms_norm"
+    name = "rms_norm"
 
     def run(self, module: nnx.Module, x: jax.Array, dtype: np.dtype) -> jax.Array:
         """The norm of `x` in `dtype`, computed in the common one of both dtypes."""
@@ -122,7 +122,7 @@ class MLPRule:
     down: Matrix
     save: Save = "gate_up"
 
-    operation = "swiglu_mlp"
+    name = "swiglu_mlp"
 
     def run(self, module: nnx.Module, x: jax.Array, dtype: np.dtype) -> jax.Array:
         """The MLP of `x`, computed in `dtype`."""
@@ -163,13 +163,13 @@ class Rule:
     """The operation of one module, and when it runs.
 
     Attributes:
-      run: Operation and its arguments.
+      operation: Operation and its arguments.
       calls: Kinds of calls that were compared, each with the dtype of the module's result.
       ranks: Path and rank of each parameter of the module.
       ignored: Names of arguments of the module's call that change no result if they are bools.
     """
 
-    run: NormRule | MLPRule
+    operation: NormRule | MLPRule
     calls: tuple[tuple[Call, np.dtype], ...]
     ranks: tuple[tuple[Path, int], ...]
     ignored: frozenset[str] = frozenset()
