@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from models.config import AUTO_REMAT, LlamaConfig
@@ -39,6 +40,7 @@ from models.sharding import (
     embed_over_devices,
     keep_all_but_weights,
     parameter_path,
+    parameter_shardings,
     split_as_table,
     split_batch,
     tensor_axis,
@@ -398,6 +400,13 @@ def _unstack(tree: Any, num_slices: int) -> list[Any]:
     leaves, structure = jax.tree.flatten(tree)
     split = [jax.lax.split(a, (1,) * num_slices) for a in leaves]
     return [structure.unflatten([parts[i][0] for parts in split]) for i in range(num_slices)]
+
+
+def abstract_parameters(config: LlamaConfig, mesh: Mesh) -> nnx.State:
+    """Shapes, dtypes and shardings of the parameters on a mesh."""
+    shapes = nnx.eval_shape(lambda: nnx.state(Llama(config, rngs=nnx.Rngs(0)), nnx.Param))
+    place = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+    return jax.tree.map(place, shapes, parameter_shardings(shapes, mesh))
 
 
 def _why_no_cudnn(q: Float[Array, "B S N H"]) -> str | None:

@@ -49,12 +49,8 @@ def is_hf_folder(folder: Path) -> bool:
       FolderError: config.json cannot be read, is a pipe, a device or a folder, or is too large.
     """
     file = folder / CONFIG_FILE
-    try:
-        check_file(file, MAX_JSON_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
+    if not _is_there(file, MAX_JSON_BYTES):
         return False
-    except (OSError, ValueError) as error:
-        raise FolderError(text_of(error)) from error
     try:
         content = read_json(file)
     except OSError as error:
@@ -146,8 +142,12 @@ def has_tokenizer(folder: Path) -> bool:
     Raises:
       FolderError: tokenizer.json is a pipe, a device or a folder, or is too large.
     """
+    return _is_there(folder / TOKENIZER_FILE, MAX_TOKENIZER_BYTES)
+
+
+def _is_there(file: Path, most: int) -> bool:
     try:
-        check_file(folder / TOKENIZER_FILE, MAX_TOKENIZER_BYTES)
+        check_file(file, most)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError) as error:

@@ -11,9 +11,8 @@ from jax.sharding import Mesh
 
 from models.config import LlamaConfig
 from models.hf_files import Checkpoint
-from models.llama import Llama
+from models.llama import abstract_parameters
 from models.llama_hf import read_config
-from models.sharding import parameter_shardings
 from train import data
 from train.config import TrainConfig
 from train.errors import FolderError, text_of
@@ -137,7 +136,4 @@ def abstract_frozen(config: TrainConfig, mesh: Mesh) -> tuple[nnx.State, ...]:
     """Shapes, dtypes and shardings of what the step takes besides state and batch."""
     if config.objective != "distill":
         return ()
-    model = teacher_model(config)
-    shapes = nnx.eval_shape(lambda: nnx.state(Llama(model, rngs=nnx.Rngs(0)), nnx.Param))
-    place = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
-    return (jax.tree.map(place, shapes, parameter_shardings(shapes, mesh)),)
+    return (abstract_parameters(teacher_model(config), mesh),)

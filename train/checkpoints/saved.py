@@ -10,14 +10,12 @@ import typing
 from pathlib import Path
 from typing import Any
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh
 
 from models.config import LlamaConfig
-from models.llama import Llama
+from models.llama import abstract_parameters
 from models.presets import PRESETS
-from models.sharding import parameter_shardings
 from train.checkpoints.checkpoint import read_params, saved_steps
 from train.config import TrainConfig, fast_dtype
 from train.errors import FolderError, text_of
@@ -62,10 +60,7 @@ class Saved:
         """
         if self.step is None:
             return load_params(self.folder, self.model, mesh)
-        shapes = nnx.eval_shape(lambda: nnx.state(Llama(self.model, rngs=nnx.Rngs(0)), nnx.Param))
-        place = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
-        like = jax.tree.map(place, shapes, parameter_shardings(shapes, mesh))
-        return read_params(self.folder, self.step, like)
+        return read_params(self.folder, self.step, abstract_parameters(self.model, mesh))
 
 
 def find_model(source: Path, *, step: int | None = None, best: bool = False) -> Saved:
