@@ -92,16 +92,19 @@ def check_config_has_name(config: Any, implementation: Implementation | None) ->
         )
 
 
-def check_no_config(config: Any, implementation: Chosen, reason: str | None) -> None:
-    """Raises ValueError if there are launch parameters for what is no kernel.
+def check_config_has_kernel(
+    config: Any, asked_for: Implementation | None, implementation: Chosen, reason: str | None
+) -> None:
+    """Raises ValueError if there are launch parameters and no kernel runs.
 
     Args:
       config: Launch parameters, or None.
+      asked_for: Name that the caller gave.
       implementation: Implementation that runs.
-      reason: Reason why it runs; None if the caller has named it.
+      reason: Reason why it is not the kernel.
     """
-    if config is not None:
-        why = "" if reason is None else f", and it runs because {reason}"
+    if config is not None and implementation != "mosaic_gpu":
+        why = "" if implementation == asked_for else f", and it runs because {reason}"
         raise ValueError(
             f"{config=}: {implementation=} has no launch parameters{why}; leave config=None, or "
             "ask for implementation='mosaic_gpu'"

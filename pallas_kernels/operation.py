@@ -262,7 +262,7 @@ for _p in (_operation_p, _backward_p):
 def _jvp(primals, tangents, *, operation: Operation, wanted: Mask | None, **_: Any):
     has_tangent = tuple(type(t) is not ad.Zero for t in tangents)
     if wanted is not None:  # a derivative of a derivative
-        _checked(operation)
+        _with_tangent(operation)
     out = _bind_forward(operation, has_tangent if wanted is None else wanted, *primals)
     num_results = len(out) - operation.num_residuals(has_tangent)
     residuals = out[num_results:]
@@ -303,26 +303,22 @@ def _like(gradient: jax.Array, aval: Any) -> jax.Array:
     return gradient
 
 
-def _no_forward_mode(operation: Operation) -> NotImplementedError:
-    return NotImplementedError(
-        f"{operation.name} has a gradient rule of its own, so it has no forward mode (jax.jvp, "
-        "jax.jacfwd) and no second derivative; use implementation='reference' if the function "
-        "takes it"
-    )
-
-
 def _zero(a: jax.Array) -> Any:
     return ad.Zero(jax.typeof(a))
 
 
-def _checked(operation: Operation) -> HasTangent:
+def _with_tangent(operation: Operation) -> HasTangent:
     if not isinstance(operation, HasTangent):
-        raise _no_forward_mode(operation)
+        raise NotImplementedError(
+            f"{operation.name} has a gradient rule of its own, so it has no forward mode (jax.jvp, "
+            "jax.jacfwd) and no second derivative; use implementation='reference' if the function "
+            "takes it"
+        )
     return operation
 
 
 def _in_plain_jax(*arrays: jax.Array, operation: Operation, wanted: Mask, **_: Any) -> Any:
-    return list(_tangent(_checked(operation), wanted)(*arrays))
+    return list(_tangent(_with_tangent(operation), wanted)(*arrays))
 
 
 def _jvp_of_tangent(primals, tangents, **params: Any):
@@ -331,7 +327,7 @@ def _jvp_of_tangent(primals, tangents, **params: Any):
 
 
 def _jvp_of_backward(primals, tangents, *, operation: Operation, wanted: Mask, given: Mask, **_):
-    run = _tangent(_checked(operation), wanted)
+    run = _tangent(_with_tangent(operation), wanted)
     gradients = _bind_backward(operation, wanted, given, *primals)
     # The point at which the linear function `tangent` is transposed. Its arrays have the types of
     # the gradients: on Manual axes a gradient may vary over an axis over which its argument does

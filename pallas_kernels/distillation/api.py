@@ -27,6 +27,7 @@ from pallas_kernels.implementation import (
 from pallas_kernels.loss.arguments import (
     Reduction,
     check_layer,
+    check_may_be_split,
     checked_bias,
     checked_layer,
     num_parts,
@@ -386,14 +387,8 @@ def _loss(
     weights = weights_of_tokens(token_weights, x)
     vocab_size, _ = sizes(weight, settings.weight_layout)
     chosen, reason = _choose(implementation, settings, x, teacher, vocab_size)
-    if settings.vocab_axes and chosen == "reference":
-        (vocab_axis,) = settings.vocab_axes
-        if (open_sizes := symbolic_reason(x)) is not None:
-            raise ValueError(f"{vocab_axis=}: {open_sizes}, as for a split vocabulary")
-        raise ValueError(
-            f"{vocab_axis=}: implementation='reference' has the whole vocabulary; gather the "
-            "weights and leave vocab_axis=None, or take implementation='xla'"
-        )
+    for vocab_axis in settings.vocab_axes:
+        check_may_be_split(vocab_axis, chosen, symbolic_reason(x))
     # Stored log-probabilities have no kernel on purpose, so `require_kernels` refuses nothing.
     asked_for = implementation if settings.tail is None else implementation or chosen
     settings = dataclasses.replace(

@@ -24,9 +24,10 @@ from pallas_kernels.arguments import (
 )
 from pallas_kernels.gpu.kernel import varying_axes
 from pallas_kernels.implementation import (
+    Chosen,
     Implementation,
+    check_config_has_kernel,
     check_implementation,
-    check_no_config,
     choose_implementation,
     symbolic_reason,
 )
@@ -188,8 +189,7 @@ def checked_request(
     )
     if open_sizes is not None and chosen == "xla":
         raise NotImplementedError(f"implementation='xla': {open_sizes}, or with 'reference'")
-    if chosen != "mosaic_gpu":
-        check_no_config(config, chosen, None if chosen == implementation else why_no_kernel)
+    check_config_has_kernel(config, implementation, chosen, why_no_kernel)
     _check_options(reduction, ignore_index, label_smoothing, z_loss, logit_softcap)
     sizes = checked_chunks(
         chunk_size=chunk_size,
@@ -200,13 +200,7 @@ def checked_request(
         raise ValueError(f"{vocab_chunk_size=} takes no LoRA; set chunk_size or max_logits_bytes")
     fraction = checked_fraction(counted_fraction)
     accum_dtype = checked_dtype("accum_dtype", accum_dtype)
-    if vocab_axis is not None and open_sizes is not None:
-        raise ValueError(f"{vocab_axis=}: {open_sizes}, as for a split vocabulary")
-    if vocab_axis is not None and chosen == "reference":
-        raise ValueError(
-            f"{vocab_axis=}: implementation='reference' has the whole vocabulary; gather the "
-            "weight and leave vocab_axis=None, or take implementation='xla'"
-        )
+    check_may_be_split(vocab_axis, chosen, open_sizes)
     settings = Settings(
         options=LossOptions(
             label_smoothing=float(label_smoothing),
@@ -294,6 +288,17 @@ def checked_chunks(**sizes: Any) -> dict[str, int | None]:
         named = " and ".join(f"{name}={size}" for name, size in given.items())
         raise ValueError(f"{named} each choose the chunks; give one of them")
     return dict.fromkeys(sizes) | given
+
+
+def check_may_be_split(vocab_axis: str | None, chosen: Chosen, open_sizes: str | None) -> None:
+    """Raises a ValueError if the vocabulary is split, and sizes are open or the reference runs."""
+    if vocab_axis is not None and open_sizes is not None:
+        raise ValueError(f"{vocab_axis=}: {open_sizes}, as for a split vocabulary")
+    if vocab_axis is not None and chosen == "reference":
+        raise ValueError(
+            f"{vocab_axis=}: implementation='reference' has the whole vocabulary; gather the "
+            "weight and leave vocab_axis=None, or take implementation='xla'"
+        )
 
 
 def num_parts(vocab_axis: str | None, operation: str, weight: Embedding, **of_tokens: Any) -> int:

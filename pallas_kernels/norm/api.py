@@ -9,8 +9,8 @@ from pallas_kernels.choices import record, required_by
 from pallas_kernels.implementation import (
     Chosen,
     Implementation,
+    check_config_has_kernel,
     check_implementation,
-    check_no_config,
     choose_implementation,
     symbolic_reason,
 )
@@ -171,8 +171,7 @@ def choose_norm(
     check_config(config, Config)
     unsupported = symbolic_reason(x) or mosaic_gpu.unsupported_reason(x, weight, residual)
     chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
-    if chosen != "mosaic_gpu":
-        check_no_config(config, chosen, None if chosen == implementation else reason)
+    check_config_has_kernel(config, implementation, chosen, reason)
     return chosen, reason
 
 
