@@ -83,9 +83,10 @@ def run(config: TrainConfig) -> Path:
         check_model(config.init_from, config.model)
     if config.objective == "distill":
         check_teacher(config)
-    check_sample(config)
+    tokenizer = data.load_tokenizer(config.data)
+    check_sample(config, tokenizer)
     if is_first():
-        tell_of_contradiction(config)
+        tell_of_contradiction(config, tokenizer)
     datasets = open_datasets(config)
     written: dict[str, Any] = {"config": config, "data": datasets.fingerprint}
     if config.objective == "distill":

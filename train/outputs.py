@@ -113,16 +113,13 @@ def finish(config: TrainConfig, run_dir: Path, state: TrainState) -> None:
     print(f"\nreport: {page}")
 
 
-def check_sample(config: TrainConfig) -> None:
+def check_sample(config: TrainConfig, tokenizer: data.Tokenizer) -> None:
     """Checks that a sample can begin, before the first step.
 
     Raises:
-      DataError: The prompt has no tokens, or the tokenizer cannot be read.
+      DataError: The prompt has no tokens.
     """
-    if not config.sample_tokens:
-        return
-    tokenizer = data.load_tokenizer(config.data)
-    if not len(data.start_of_document(config.sample_prompt, tokenizer)):
+    if config.sample_tokens and not len(data.start_of_document(config.sample_prompt, tokenizer)):
         raise data.DataError(
             "the prompt has no tokens; give some text with --sample-prompt, or set "
             "--sample-tokens 0"

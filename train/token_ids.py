@@ -61,16 +61,9 @@ def with_ids_of_text(config: TrainConfig, arguments: Sequence[str]) -> TrainConf
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
 
 
-def tell_of_contradiction(config: TrainConfig) -> None:
-    """Prints a line if the model's tokens are not the tokenizer's.
-
-    Raises:
-      DataError: The tokenizer cannot be read.
-    """
-    if not config.data.is_packed:
-        return
-    tokenizer = data.load_tokenizer(config.data)
-    if text := contradiction(config.model, tokenizer):
+def tell_of_contradiction(config: TrainConfig, tokenizer: data.Tokenizer) -> None:
+    """Prints a line if the model's tokens are not the tokenizer's, unless it reads no text."""
+    if config.data.is_packed and (text := contradiction(config.model, tokenizer)):
         print(
             f"{config.data.tokenizer or 'bytes'}: {text}; --model.bos-token-id and "
             "--model.eos-token-id set them"

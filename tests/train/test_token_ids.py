@@ -50,7 +50,7 @@ def test_flags_name_others_and_the_run_says_so(configured, capsys):
     config, said = configured("--model.eos-token-id", "5")
     assert (config.model.bos_token_id, config.model.eos_token_id) == (1, 5)
     assert "eos_token_id" not in said
-    tell_of_contradiction(config)
+    tell_of_contradiction(config, data.load_tokenizer(config.data))
     said = capsys.readouterr().out
     assert "the model has eos_token_id=5, and the tokenizer's is 0" in said
     assert "bos_token_id=" not in said
