@@ -223,8 +223,8 @@ def linear_distillation_loss(
         logits_dtype=logits_dtype,
         counted_fraction=counted_fraction,
     )
-    of_tokens = {"x": x, "teacher_x": teacher_x, "token_weights": token_weights}
-    num_parts(vocab_axis, "linear_distillation_loss", weight, **of_tokens)
+    # The statistics of the teacher are gathered, so `teacher_x` may be of any type.
+    num_parts(vocab_axis, "linear_distillation_loss", weight, x=x, token_weights=token_weights)
     of_teacher = (teacher_x, teacher_weight)
     return _loss(
         "linear_distillation_loss",

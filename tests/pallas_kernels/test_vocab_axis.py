@@ -63,7 +63,7 @@ SPLIT = [
     *(("log_probs", name, name) for name in ("x", "labels")),
     *(("token_loss", name, name) for name in ("x", "labels")),
     ("token_loss", "numbers", "token_data"),
-    *(("distillation", name, name) for name in ("x", "teacher_x")),
+    ("distillation", "x", "x"),
     ("distillation", "numbers", "token_weights"),
     *(("top_k", name, name) for name in ("x", "teacher_log_probs", "teacher_ids")),
     ("top_k", "numbers", "token_weights"),
@@ -106,6 +106,23 @@ def test_tokens_that_are_gathered_as_the_error_says():
         for fn in (over_tensor(local, P("tensor")), on_one)
     )
     chex.assert_trees_all_close(got, wanted, rtol=1e-5)
+
+
+def test_hidden_states_of_a_teacher_may_be_gathered_in_any_way():
+    """They have no gradient; 1 s."""
+    x, weight, teacher_x = (jnp.asarray(ARRAYS[name]) for name in ("x", "weight", "teacher_x"))
+
+    def loss(x, weight, teacher_x, **options):
+        return linear_distillation_loss(x, weight, teacher_x, 2 * weight, **options)
+
+    def local(x, weight, teacher_x):
+        return loss(x, weight, jax.lax.all_gather(teacher_x, "tensor", tiled=True), **OPTIONS)
+
+    got, wanted = (
+        quick_jit(jax.value_and_grad(fn, (0, 1)))(x, weight, teacher_x)
+        for fn in (over_tensor(local, (P(), P("tensor"), P("tensor"))), loss)
+    )
+    chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_an_axis_of_vmap():
