@@ -294,7 +294,10 @@ class Reader:
     def _no_text(self, names: list[str], where: str) -> DataError:
         remedy = "name one with --data.text-field"
         if set(_PREFERENCE) <= set(names):
-            remedy += ", or train on these preferences with --objective dpo"
+            remedy += (
+                "; only training with --objective dpo reads preferences, so elsewhere write the "
+                "chosen text as 'completion'"
+            )
         return DataError(
             f"{where}: no field {self.text_field!r} or 'messages', and not both of 'prompt' and "
             f"'completion'; it has {shortened(names)}; {remedy}"

@@ -246,12 +246,14 @@ def test_eval_tells_of_the_tokens_after_the_last_row(finished, config, tmp_path,
         (["--path", "DEV", "--text-field", "body"], "--text-field"),
         (["--path", "SHORT"], "do not fill one row"),
         (["--path", "EMPTY"], "is empty: it has no text"),
+        (["--path", "PAIRS"], "only training with --objective dpo reads preferences"),
     ],
 )
 def test_text_that_cannot_be_measured(options, message, finished, config, tmp_path, capsys):
     (tmp_path / "short.txt").write_text("short")
     (tmp_path / "empty.txt").write_text("")
-    files = {"DEV": str(config.data.held_out_path[0])}
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    files = {"DEV": str(config.data.held_out_path[0]), "PAIRS": str(tmp_path / "pairs.jsonl")}
     files |= {name.upper(): str(tmp_path / f"{name}.txt") for name in ("short", "empty")}
     options = [files.get(option, option) for option in options]
     line = fails("eval", [finished, "--cache-dir", tmp_path, *options], capsys)
