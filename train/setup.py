@@ -100,6 +100,7 @@ def open_datasets(config: TrainConfig) -> Datasets:
     """
     length = config.data.sequence_length
     if config.data.path:
+        data.check_effects(config.data)
         opened = data.open_preferences if config.objective == "dpo" else data.open_files
         vocab_size, evaluates = config.model.vocab_size, config.eval_every > 0
         return Datasets(*opened(config.data, vocab_size=vocab_size, evaluates=evaluates))

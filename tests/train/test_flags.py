@@ -119,6 +119,9 @@ def test_flags_override_the_preset():
         ("--data.source stdlib --data.path a", "^--data.source stdlib has no effect with"),
         ("--model.dtype float64", r"^--model\.dtype: dtype='float64' must be one of bfloat16"),
         ("--data.weights 1 2 --data.path a", r"^--data\.weights: .*2 weights for 1 paths"),
+        ("--data.weights 3 --data.path a", r"^--data\.weights 3\.0 has no effect.* one path"),
+        ("--checkpoint.keep 2", r"^--checkpoint\.keep 2 has no effect without --checkpoint\.every"),
+        ("--eval-batches=8 --eval-every 0", "^--eval-batches 8 has no effect with --eval-every 0"),
     ],
 )
 def test_mistakes_on_the_command_line_are_named(arguments, message, capsys):

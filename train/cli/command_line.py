@@ -81,13 +81,35 @@ def parse_command_line(arguments: Sequence[str]) -> TrainConfig:
             )
     except NotImplementedError as error:  # which tyro does not expect
         raise FlagError(str(error)) from error
-    named = [argument for argument in rest if argument.partition("=")[0] == "--data.source"]
-    if named and config.data.path:
+    _check_effects(config, {argument.partition("=")[0] for argument in rest})
+    return _with_tokenizer(config)
+
+
+def _check_effects(config: TrainConfig, given: set[str]) -> None:
+    """Refuses flags that were given, even with their default, and that other flags make useless.
+
+    `train.data.check_effects` has the flags for which the files must be known.
+    """
+    if "--data.source" in given and config.data.path:
         raise FlagError(
             f"--data.source {config.data.source} has no effect with --data.path, which names the "
             "text; leave one of them out"
         )
-    return _with_tokenizer(config)
+    if "--data.weights" in given and len(config.data.path) == 1:
+        raise FlagError(
+            f"--data.weights {config.data.weights[0]} has no effect, because --data.path names one "
+            "path, which has all rows; leave it out, or name more paths"
+        )
+    if "--checkpoint.keep" in given and not config.checkpoint.every:
+        raise FlagError(
+            f"--checkpoint.keep {config.checkpoint.keep} has no effect without --checkpoint.every, "
+            "because the run makes no checkpoints; set it, or leave --checkpoint.keep out"
+        )
+    if "--eval-batches" in given and not config.eval_every:
+        raise FlagError(
+            f"--eval-batches {config.eval_batches} has no effect with --eval-every 0, because the "
+            "run has no evaluations; set --eval-every, or leave --eval-batches out"
+        )
 
 
 def _description(preset_name: str) -> str:

@@ -116,6 +116,7 @@ def evaluate(arguments: Sequence[str]) -> None:
                 f"--batch-size {config.data.batch_size} must be a multiple of the {mesh.size} "
                 "devices"
             )
+        data.check_effects(config.data)
         texts = [_open(config, path) for path in flags.path]
         params = _finite(saved, mesh)
         eval_step = jax.jit(make_eval_step(config))

@@ -21,7 +21,13 @@ from train.data.mixture import MixtureDataset
 from train.data.packing import IGNORED, Batch, PackedDataset, predicted_bytes
 from train.data.pairs import PairDataset
 from train.data.prefetch import prefetch, timed
-from train.data.sources import Dataset, load_tokenizer, open_files, open_preferences
+from train.data.sources import (
+    Dataset,
+    check_effects,
+    load_tokenizer,
+    open_files,
+    open_preferences,
+)
 from train.data.synthetic import SyntheticDataset
 from train.data.tokenizer import (
     BOS,
@@ -52,6 +58,7 @@ __all__ = [
     "PairDataset",
     "SyntheticDataset",
     "Tokenizer",
+    "check_effects",
     "decode",
     "decode_after",
     "encode",

@@ -41,8 +41,8 @@ TEXT_SUFFIXES = frozenset(
     ".rst .scala .sh .sql .swift .tex .ts .txt .yaml".split()
 )
 TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
-_RECORD_SUFFIXES = frozenset({".jsonl", ".parquet"})
-SUFFIXES = TEXT_SUFFIXES | TOKEN_SUFFIXES | _RECORD_SUFFIXES
+RECORD_SUFFIXES = frozenset({".jsonl", ".parquet"})
+SUFFIXES = TEXT_SUFFIXES | TOKEN_SUFFIXES | RECORD_SUFFIXES
 
 _PIECE_BYTES = 1 << 16  # of a text file
 _LINE_BYTES = 1 << 26  # ten times the longest book; a longer line is a file without line ends
@@ -181,7 +181,7 @@ class Reader:
 
     def _read(self, path: Path, begin: Position) -> Iterator[Document]:
         suffix = path.suffix.lower()
-        if self.preferences and suffix not in _RECORD_SUFFIXES:
+        if self.preferences and suffix not in RECORD_SUFFIXES:
             raise DataError(
                 f"{path} has no preferences, which are records in .jsonl or .parquet; name those "
                 "files alone with --data.path"
@@ -426,9 +426,15 @@ def find_files(path: Path) -> tuple[Path, ...]:
     return (path,)
 
 
+def suffixes_in(path: Path) -> frozenset[str]:
+    """The suffixes, in lower case, of the files that `find_files` finds."""
+    files = _walk(path)[0] if path.is_dir() else [path]
+    return frozenset(file.suffix.lower() for file in files)
+
+
 def has_records(files: tuple[Path, ...]) -> bool:
     """Whether a file has records, whose fields may be messages."""
-    return any(path.suffix.lower() in _RECORD_SUFFIXES for path in files)
+    return any(path.suffix.lower() in RECORD_SUFFIXES for path in files)
 
 
 def _walk(top: Path) -> tuple[list[Path], list[tuple[Path, str]]]:

@@ -10,7 +10,13 @@ from train.config import DataConfig
 from train.data.cache import Entry, default_cache_dir, tokenized
 from train.data.chat import ChatTemplate, load_chat_template
 from train.data.errors import DataError
-from train.data.files import Reader, find_files, has_records
+from train.data.files import (
+    RECORD_SUFFIXES,
+    Reader,
+    find_files,
+    has_records,
+    suffixes_in,
+)
 from train.data.index import SPLITS
 from train.data.mixture import MixtureDataset
 from train.data.packing import PackedDataset
@@ -37,6 +43,26 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
     return HuggingFaceTokenizer(
         config.tokenizer, bos_token=config.bos_token, eos_token=config.eos_token
     )
+
+
+def check_effects(config: DataConfig) -> None:
+    """Refuses settings that none of the files in the paths of a configuration needs.
+
+    Raises:
+      DataError: A setting that is not the default has no effect.
+    """
+    try:
+        found = frozenset().union(*map(suffixes_in, config.path + config.held_out_path))
+    except OSError:
+        return  # the error of opening the files names the folder
+    for name, suffixes in (("token_dtype", {".bin"}), ("text_field", RECORD_SUFFIXES)):
+        value = getattr(config, name)
+        if value != getattr(DataConfig, name) and found and not found & suffixes:
+            raise DataError(
+                f"--data.{name.replace('_', '-')} {value} has no effect, because no file is a "
+                f"{' or '.join(sorted(suffixes))} (there are {' '.join(sorted(found))}); leave it "
+                "out"
+            )
 
 
 def open_files(

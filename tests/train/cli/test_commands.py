@@ -246,6 +246,7 @@ def test_eval_tells_of_the_tokens_after_the_last_row(finished, config, tmp_path,
         (["--path", "DEV", "--text-field", "body"], "--text-field"),
         (["--path", "SHORT"], "do not fill one row"),
         (["--path", "EMPTY"], "is empty: it has no text"),
+        (["--path", "EMPTY", "--text-field", "body"], "--text-field body has no effect"),
         (["--path", "PAIRS"], "only training with --objective dpo reads preferences"),
     ],
 )

@@ -370,6 +370,36 @@ def test_a_line_without_an_end_is_named(tmp_path, monkeypatch):
         open_case(tmp_path / "again", text("b.jsonl", b" " * 2000 + b"\n"), {})
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "name", "needed"),
+    [
+        ("token-dtype", "uint32", "a.npy", r"\.bin"),
+        ("text-field", "body", "a.md", r"\.jsonl or \.parquet"),
+    ],
+)
+def test_settings_that_no_file_needs_are_refused(flag, value, name, needed, tmp_path, capsys):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    text(name)(folder)
+    arguments = ["--data.path", str(folder), f"--data.{flag}", value]
+    with pytest.raises(SystemExit):
+        main(arguments)
+    suffix = re.escape(Path(name).suffix)
+    line = rf"error: --data\.{flag} {value} has no effect, .* {needed} \(there are {suffix}\); .*\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
+    # A file of the format in any of the paths makes it useful.
+    other = {"token-dtype": tmp_path / "a.bin", "text-field": tmp_path / "a.jsonl"}[flag]
+    config = DataConfig(
+        source="stdlib",
+        path=(folder,),
+        held_out_path=(other,),
+        sequence_length=16,
+        batch_size=2,
+        **{flag.replace("-", "_"): value},
+    )
+    data.check_effects(config)
+
+
 def test_the_command_prints_one_line_and_exits_with_2(tmp_path, capsys):
     lines(GOOD, "{")(tmp_path)
     arguments = ["--data.path", str(tmp_path / "a.jsonl"), "--runs-dir", str(tmp_path / "runs")]
