@@ -67,13 +67,21 @@ MAY_CHANGE = (
     "dump_hlo",
     "xla_options",
 )
+# Settings that name files, and the hash of what they held when the run started. With the same hash
+# such a setting may differ: the files have moved, or their path is spelt in another way.
+_BY_CONTENT = {
+    "data.path": "corpus.path",
+    "data.held_out_path": "corpus.held_out_path",
+    "data.tokenizer": "corpus.tokenizer",
+}
 
 
 def check_config(run_dir: Path, config: TrainConfig, data: Mapping[str, Any]) -> None:
     """Checks that a run with `config` and `data` may start or resume in `run_dir`.
 
     The first checkpoint fixes the settings of a run. Without a checkpoint there is nothing to
-    resume, and the next run of that name starts anew with its own settings.
+    resume, and the next run of that name starts anew with its own settings. A line tells of moved
+    files.
 
     Args:
       run_dir: Folder of the run; it need not exist.
@@ -108,17 +116,25 @@ def check_config(run_dir: Path, config: TrainConfig, data: Mapping[str, Any]) ->
         return
     old = _flat(content["config"] | {"corpus": corpus})
     new = _flat(jsonable(config) | {"corpus": jsonable(data)})
-    differences = [
-        f"{name} {old.get(name)!r}, now {new.get(name)!r}"
+    differences = {
+        name: f"{name} {old.get(name)!r}, now {new.get(name)!r}"
         for name in sorted(old | new)
         if old.get(name) != new.get(name)
         and not any(f"{name}.".startswith(f"{exempt}.") for exempt in MAY_CHANGE)
+    }
+    moved = [
+        differences.pop(name)
+        for name, content in _BY_CONTENT.items()
+        if name in differences and old.get(content) == new.get(content) is not None
     ]
     if differences:
         raise RunError(
-            f"{run_dir} was started with {'; '.join(differences)}. Go on with the old values, or "
-            f"choose another --name; to go on with the new values, write them into {path}"
+            f"{run_dir} was started with {'; '.join(differences.values())}. Go on with the "
+            "old values, or choose another --name; to go on with the new values, write them into "
+            f"{path}"
         )
+    if moved and is_first():
+        print(f"{run_dir}: {'; '.join(moved)}, with the same content, so the run goes on")
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -351,21 +367,6 @@ class Checkpoints:
                 f"a checkpoint was not saved; {left}: {one_line(error)}. Repair this, and start "
                 "the same command again"
             ) from error
-
-
-def saved_steps(folder: Path) -> dict[int, float | None]:
-    """The held-out loss of each checkpoint in a folder, by step; None if it was not measured.
-
-    A malformed file of metrics counts as not measured, with a warning.
-    """
-    losses: dict[int, float | None] = {}
-    for step in steps_in(folder):
-        losses[step] = None
-        try:
-            losses[step] = stored_val_loss(folder / str(step))
-        except ValueError as error:
-            warnings.warn(f"step {step} counts as not measured: {error}", stacklevel=2)
-    return losses
 
 
 def read_params(folder: Path, step: int, like: nnx.State) -> nnx.State:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,21 @@ _CODES = re.compile(
 )
 # The errors of a file that is missing or has become a folder.
 _MALFORMED = (None, errno.ENOENT, errno.EISDIR, errno.ENOTDIR)
+
+
+def saved_steps(folder: Path) -> dict[int, float | None]:
+    """The held-out loss of each checkpoint in a folder, by step; None if it was not measured.
+
+    A malformed file of metrics counts as not measured, with a warning.
+    """
+    losses: dict[int, float | None] = {}
+    for step in steps_in(folder):
+        losses[step] = None
+        try:
+            losses[step] = stored_val_loss(folder / str(step))
+        except ValueError as error:
+            warnings.warn(f"step {step} counts as not measured: {error}", stacklevel=2)
+    return losses
 
 
 def not_damage(error: BaseException, folder: Path) -> str | None:

@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 from models.config import LlamaConfig
 from models.llama import abstract_parameters
 from models.presets import PRESETS
-from train.checkpoints.checkpoint import read_params, saved_steps
+from train.checkpoints.checkpoint import read_params
+from train.checkpoints.files import saved_steps
 from train.config import TrainConfig, fast_dtype
 from train.errors import FolderError, text_of
 from train.hf_folder import (

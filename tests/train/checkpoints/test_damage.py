@@ -24,9 +24,8 @@ from train.checkpoints.checkpoint import (
     Checkpoints,
     checksum,
     read_params,
-    saved_steps,
 )
-from train.checkpoints.files import not_damage
+from train.checkpoints.files import not_damage, saved_steps
 from train.errors import RunError
 from train.step import init_state
 

@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import chex
 import jax
@@ -15,9 +16,12 @@ import pytest
 
 import train.checkpoints.checkpoint
 import train.loop
+import train.setup
 from models.sharding import make_mesh
 from support.checkpoint_runs import CANCELLED, CONFIG, like, restore
 from support.faults import timeless
+from support.tiny_run import ON_LIBRARY
+from support.tokenizer_files import write_byte_level
 from train.__main__ import main
 from train.checkpoints.checkpoint import (
     Checkpoints,
@@ -253,6 +257,57 @@ def test_other_text_and_runs_without_checkpoints_are_refused(whole, tmp_path):
         writer.write({"step": 1})
     with pytest.raises(RunError, match="tiny is a run without checkpoints; choose another --name"):
         run(dataclasses.replace(CONFIG, runs_dir=tmp_path))
+
+
+TEXT = {"a": "one text of two\n" * 40, "b": "and the other\n" * 40}
+
+
+def check_text(run_dir, config, *paths, **changes):
+    """Checks that a run may go on with other paths of its text."""
+    of_text = dataclasses.replace(config.data, path=paths, **changes)
+    datasets = train.setup.open_datasets(dataclasses.replace(config, data=of_text, eval_every=0))
+    check_config(run_dir, dataclasses.replace(config, data=of_text), datasets.fingerprint)
+
+
+def test_text_may_move_but_not_change(whole, tmp_path, monkeypatch, capsys):
+    for name, content in TEXT.items():
+        (tmp_path / f"{name}.txt").write_text(content)
+    write_byte_level(tmp_path / "tokenizer.json")
+    monkeypatch.chdir(tmp_path)
+    data = dataclasses.replace(
+        CONFIG.data,
+        path=(Path("a.txt"), Path("b.txt")),
+        weights=(1.0, 2.0),
+        tokenizer=Path("tokenizer.json"),
+        held_out_fraction=0.0,
+        cache_dir=tmp_path / "cache",
+        batch_size=1,
+    )
+    config = dataclasses.replace(CONFIG, model=ON_LIBRARY.model, data=data)
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole / "checkpoints", run_dir / "checkpoints")
+    with MetricsWriter(run_dir) as writer:
+        opened = train.setup.open_datasets(dataclasses.replace(config, eval_every=0))
+        writer.write_config({"config": config, "data": opened.fingerprint})
+    capsys.readouterr()
+    check_text(run_dir, config, *data.path)
+    assert "same content" not in capsys.readouterr().out
+
+    (tmp_path / "a.txt").rename(tmp_path / "moved.txt")
+    moved, b = tmp_path / "moved.txt", tmp_path / "b.txt"
+    check_text(run_dir, config, moved, b, tokenizer=tmp_path)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"{run_dir}: data.path ['a.txt', 'b.txt'], now ['{moved}', '{b}']; data.tokenizer "
+        f"'tokenizer.json', now '{tmp_path}', with the same content, so the run goes on"
+    )
+    with pytest.raises(RunError, match=r"corpus\.path .*; data\.path .*"):  # weights of the other
+        check_text(run_dir, config, b, moved)
+    with pytest.raises(RunError, match=r"with data\.weights \[1\.0, 2\.0\], now \[2\.0, 1\.0\]\. "):
+        check_text(run_dir, config, moved, b, weights=(2.0, 1.0))
+    with b.open("a") as file:
+        file.write("more\n")
+    with pytest.raises(RunError, match=r"corpus\.path .*; data\.path .*"):
+        check_text(run_dir, config, moved, b)
 
 
 @pytest.mark.parametrize("at", [pytest.param("compilation", marks=pytest.mark.full), "step 2"])
