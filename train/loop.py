@@ -101,6 +101,7 @@ def run(config: TrainConfig) -> Path:
         if step:
             print(f"{run_dir}: going on after step {step} of {config.steps}")
         if step < config.steps:
+            _check_skipped(config, run_dir, step, state)
             if config.objective == "dpo":
                 datasets = with_reference(
                     config, mesh, datasets, run_dir, step, state.params, watchdog
@@ -151,6 +152,23 @@ def _restored_or_first_state(
         restored = checkpoints.restore(abstract_state(config, mesh))
     watchdog.begin_other("the first state")
     return restored or (0, first_state(config, mesh))
+
+
+def _check_skipped(config: TrainConfig, run_dir: Path, step: int, state: TrainState) -> None:
+    """Refuses a state after so many skipped steps in a row that all further ones are skipped.
+
+    A run ends before it saves such a state, so a resume has it only with a lower limit.
+
+    Raises:
+      RunError: The limit is not above the number of skipped steps in a row.
+    """
+    number, limit = int(state.guard.in_a_row), config.max_skipped_steps
+    if number >= limit:
+        raise RunError(
+            f"{run_dir}: the last {number} of its {step} steps were skipped, and "
+            f"--max-skipped-steps {limit} ends a run after {limit} in a row; to go on, set it to "
+            f"{number + 1} or more"
+        )
 
 
 def _print_stopped(config: TrainConfig, step: int) -> None:

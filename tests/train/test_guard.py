@@ -19,6 +19,7 @@ import train.step
 from models.sharding import make_mesh, parameter_path
 from support import tiny_run
 from train.cli import replay
+from train.config import CheckpointConfig
 from train.errors import FolderError, RunError
 from train.guard import WINDOW, initial_guard, judge
 from train.loop import run
@@ -244,3 +245,35 @@ def test_steps_that_are_skipped_now_and_then_do_not_end_a_run(tmp_path, step, mo
     assert [row["skipped_steps"] for row in rows.train] == [0, 0, 1, 2, 2, 2, 3, 3]
     rates = [row["lr"] for row in rows.train]
     assert rates[2] == rates[3] == rates[4] != rates[5]
+
+
+def test_a_lower_limit_than_the_skipped_steps_of_a_checkpoint_is_refused(
+    tmp_path, step, monkeypatch, capsys
+):
+    """All steps would be skipped, with a line that calls their losses a spike."""
+    ends_at = [4]
+
+    def train_step(state, batch):
+        if int(state.step) in ends_at:
+            raise KeyboardInterrupt
+        if int(state.step) not in (2, 3):
+            return step(state, batch)
+        after, metrics = step(poisoned(state), batch)
+        return dataclasses.replace(after, params=state.params), metrics
+
+    monkeypatch.setattr(train.loop, "compile_steps", lambda *args: CompiledSteps(train_step, None))
+    config = dataclasses.replace(
+        CONFIG, runs_dir=tmp_path, checkpoint=CheckpointConfig(every=4), steps=6
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run(config)
+    ends_at.clear()
+    capsys.readouterr()
+    message = (
+        r"last 2 of its 4 steps were skipped, and --max-skipped-steps 2 .* set it to 3 or more"
+    )
+    with pytest.raises(RunError, match=message):
+        run(dataclasses.replace(config, max_skipped_steps=2))
+    assert "spike" not in capsys.readouterr().out
+    rows = load_metrics(run(config)).train
+    assert [row["skipped_steps"] for row in rows] == [0, 0, 1, 2, 2, 2]
