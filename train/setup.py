@@ -101,9 +101,16 @@ def open_datasets(config: TrainConfig) -> Datasets:
     length = config.data.sequence_length
     if config.data.path:
         data.check_effects(config.data)
-        opened = data.open_preferences if config.objective == "dpo" else data.open_files
-        vocab_size, evaluates = config.model.vocab_size, config.eval_every > 0
-        return Datasets(*opened(config.data, vocab_size=vocab_size, evaluates=evaluates))
+        options = {"vocab_size": config.model.vocab_size, "evaluates": config.eval_every > 0}
+        if config.objective == "dpo":  # whose pairs are never cut
+            return Datasets(*data.open_preferences(config.data, **options))
+        train_data, held_out, fingerprint = data.open_files(config.data, **options)
+        flag = "--data.sequence-length"
+        data.tell_of_cut_records(config.data.path, train_data, flag)
+        if held_out is not None:
+            paths = config.data.held_out_path or config.data.path
+            data.tell_of_cut_records(paths, held_out, flag, note=", held out")
+        return Datasets(train_data, held_out, fingerprint)
     if config.data.source == "synthetic":
         if config.eval_every:
             print(

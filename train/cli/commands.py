@@ -191,6 +191,7 @@ def _open(config: TrainConfig, path: Path) -> data.PackedDataset:
     alone = dataclasses.replace(config.data, path=(path,), batch_size=1)
     text = data.open_files(alone, vocab_size=config.model.vocab_size, evaluates=False)[0]
     assert isinstance(text, data.PackedDataset)  # several paths would be a mixture
+    data.tell_of_cut_records((path,), text, "--sequence-length")
     return text
 
 

@@ -27,6 +27,7 @@ from train.data.sources import (
     load_tokenizer,
     open_files,
     open_preferences,
+    tell_of_cut_records,
 )
 from train.data.synthetic import SyntheticDataset
 from train.data.tokenizer import (
@@ -70,5 +71,6 @@ __all__ = [
     "read_corpus",
     "start_of_document",
     "stdlib_corpus",
+    "tell_of_cut_records",
     "timed",
 ]

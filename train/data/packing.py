@@ -108,6 +108,29 @@ class PackedDataset:
         """The number of tokens after the last full row, which no row predicts."""
         return (len(self.tokens) - 1) % self.sequence_length
 
+    def count_records(self) -> tuple[int, int, int]:
+        """The number of documents with a prompt, of the cut ones, and of those longer than a row.
+
+        A document is cut if its predictions are in several rows, so that those in a later row are
+        made without the tokens before it. One of more than S+1 tokens always is.
+        """
+        total = cut = longer = 0
+        if self.prompt_sizes is None:
+            return total, cut, longer
+        for first in range(0, len(self.document_offsets), _OFFSETS_AT_ONCE):
+            some = slice(first, first + _OFFSETS_AT_ONCE)
+            starts = self.document_offsets[some]
+            ends = self.document_offsets[first + 1 : first + _OFFSETS_AT_ONCE + 1]
+            if len(ends) < len(starts):
+                ends = np.append(ends, len(self.tokens))
+            of_record = self.prompt_sizes[some] > 0
+            # The last prediction is made at the token before the last.
+            last_rows = (ends - 2) // self.sequence_length
+            total += int(np.sum(of_record))
+            cut += int(np.sum(of_record & (last_rows > starts // self.sequence_length)))
+            longer += int(np.sum(of_record & (ends - starts > self.sequence_length + 1)))
+        return total, cut, longer
+
     def batch(
         self, step: int, *, batch_size: int, seed: int, rows: Int[np.ndarray, " R"] | None = None
     ) -> Batch:

@@ -97,6 +97,30 @@ def open_files(
     return train_data, held_out, fingerprint
 
 
+def tell_of_cut_records(
+    paths: tuple[Path, ...], dataset: Dataset, flag: str, *, note: str = ""
+) -> None:
+    """Prints how many prompts with completions are cut at the ends of rows, for each path.
+
+    Args:
+      paths: Paths of the dataset, from `open_files`.
+      dataset: Rows of the paths.
+      flag: Flag that sets the length of a row.
+      note: Text after the path, for held-out rows.
+    """
+    parts = dataset.sources if isinstance(dataset, MixtureDataset) else (dataset,)
+    for path, part in zip(paths, parts, strict=True):
+        total, cut, longer = part.count_records()
+        if cut:
+            print(
+                f"{path}{note}: {cut:,} of {total:,} records ({cut / total:.1%}) are cut at the "
+                f"end of a row, {longer:,} of them because they have more than "
+                f"{part.sequence_length + 1} tokens; the part in a later row is without what comes "
+                f"before it, and a longer {flag} cuts fewer",
+                flush=True,
+            )
+
+
 def open_preferences(
     config: DataConfig, *, vocab_size: int, evaluates: bool
 ) -> tuple[PairDataset, PairDataset | None, dict[str, Any]]:

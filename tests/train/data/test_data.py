@@ -4,6 +4,7 @@ The reconstruction in `expected_rows` walks the stream one token at a time with 
 shares nothing with the vectorized code.
 """
 
+import dataclasses
 import itertools
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
@@ -396,6 +397,25 @@ def test_synthetic_batches(sequence_length):
     np.testing.assert_array_equal(batch["labels"][:, :-1], batch["tokens"][:, 1:])
     assert 0 <= batch["labels"].min() and batch["labels"].max() < 1009
     assert batch.keys() == {"tokens", "labels"}
+
+
+@pytest.mark.parametrize("sequence_length", [1, 7, 16, 61])
+def test_cut_records_are_those_with_predictions_in_several_rows(sequence_length, monkeypatch):
+    monkeypatch.setattr(packing, "_OFFSETS_AT_ONCE", 3)
+    documents = make_documents()
+    dataset = PackedDataset.from_documents(documents, sequence_length=sequence_length)
+    assert dataset.count_records() == (0, 0, 0)  # no prompts
+    prompts = np.arange(len(documents), dtype=np.int32) % 3
+    counts, position = [0, 0, 0], 0
+    for document, prompt in zip(documents, prompts, strict=True):
+        rows = {(position + i) // sequence_length for i in range(len(document) - 1)}
+        longer = len(document) > sequence_length + 1
+        assert len(rows) > 1 or not longer
+        if prompt:
+            counts = np.add(counts, [1, len(rows) > 1, longer])
+        position += len(document)
+    dataset = dataclasses.replace(dataset, prompt_sizes=prompts)
+    assert dataset.count_records() == tuple(counts)
 
 
 def test_synthetic_tokens_cover_the_vocabulary():

@@ -1,14 +1,17 @@
 """Texts that go on after another text: completions, later pieces of a file, and samples."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
+from support import tiny_run
 from support.tokenizer_files import write_byte_level, write_sentence_piece
 from train.data import HuggingFaceTokenizer, decode_after, files
 from train.data.cache import tokenized
 from train.data.files import Reader
+from train.setup import open_datasets
 
 
 @pytest.fixture(params=["normalizer", "pre-tokenizer", "byte level"])
@@ -68,3 +71,33 @@ def test_the_first_space_of_a_sample_stays(tmp_path):
     prompt = [tokenizer.bos, ids["▁t"], ids["he"]]
     assert decode_after(prompt, [ids["▁t"], ids["he"]], tokenizer) == " the"
     assert decode_after([tokenizer.bos], [ids["▁t"]], tokenizer) == "t"
+
+
+def test_a_line_tells_how_many_records_are_cut(tmp_path, capsys):
+    """A record has 16 tokens or 40, with the first and the last one, in rows of 32."""
+    for name, sizes in {"a": [14, 14] * 5, "b": [14, 38] * 5, "c": [14, 14, 14]}.items():
+        records = [{"prompt": "p", "completion": "x" * (size - 1)} for size in sizes]
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    of_text = dataclasses.replace(
+        tiny_run.ON_LIBRARY.data,
+        path=(tmp_path / "a.jsonl", tmp_path / "b.jsonl"),
+        held_out_path=(tmp_path / "c.jsonl",),
+        cache_dir=tmp_path / "cache",
+        sequence_length=32,
+        batch_size=2,
+    )
+    config = dataclasses.replace(tiny_run.ON_LIBRARY, data=of_text, eval_every=1)
+    told = lambda: [line for line in capsys.readouterr().out.splitlines() if " cut " in line]
+    open_datasets(config)
+    (line,) = told()  # in a and c every record is within a row
+    start = f"{tmp_path}/b.jsonl: 6 of 10 records (60.0%) are cut at the end of a row, 5 of them "
+    assert line.startswith(start + "because they have more than 33 tokens; ")
+    assert line.endswith("a longer --data.sequence-length cuts fewer")
+    longer = dataclasses.replace(of_text, sequence_length=24)
+    open_datasets(dataclasses.replace(config, data=longer))
+    assert [line.partition(" of ")[0] for line in told()] == [
+        f"{tmp_path}/a.jsonl: 3",
+        f"{tmp_path}/b.jsonl: 6",
+        f"{tmp_path}/c.jsonl, held out: 1",
+    ]
