@@ -8,6 +8,7 @@ it.
 - `files`, `chat`, `tokenizer`, `cache`, `sources`: text of your own, tokenized once into a cache.
 - `errors`, `records`, `progress`: errors that name a remedy, lines of JSON, and what is shown
   meanwhile.
+- `held_out`: which documents are held out.
 - `folder`, `index`, `lock`, `regular`: guards of the cache against links, damaged files, other
   processes, and files that are no regular files.
 - `packing`, `mixture`: rows and batches of the tokens.

@@ -24,8 +24,7 @@ lock when the process ends, for whatever reason.
 Opening an entry reads its files whole, once, and compares the checksums, so damage ends the run
 before its first step.
 
-A hash of a document's content decides whether it is held out. The same text is therefore on the
-same side in every file, source and run.
+A hash of a document's content decides whether it is held out (`held_out`).
 """
 
 import contextlib
@@ -45,8 +44,9 @@ from jaxtyping import Integer
 
 from train.data import index as index_file
 from train.data.errors import DataError
-from train.data.files import Document, Position, Reader
+from train.data.files import PIECE_BYTES, Document, Position, Reader
 from train.data.folder import OwnFolder
+from train.data.held_out import digest_of, is_held_out
 from train.data.index import PARTS, SPLITS
 from train.data.lock import locked
 from train.data.packing import PackedDataset
@@ -240,13 +240,15 @@ def _fingerprint(reader: Reader, tokenizer: Tokenizer, held_out_fraction: float)
                 f"{path} cannot be read ({error.strerror}); check the file and its permissions"
             ) from error
         files.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
-    # Only where records are read in this way, so that other text keeps its key.
-    of_records = {}
+    # Only where files are read in this way, so that other text keeps its key.
+    of_reading = {}
+    if reader.piece_bytes != PIECE_BYTES:
+        of_reading["piece_bytes"] = reader.piece_bytes
     if reader.preferences:
-        of_records["preferences"] = True
+        of_reading["preferences"] = True
     if reader.chat_template is not None:
         # Not "template" as before: such entries lack tools and some special tokens.
-        of_records["chat"] = dataclasses.asdict(reader.chat_template)
+        of_reading["chat"] = dataclasses.asdict(reader.chat_template)
     return {
         "version": FORMAT_VERSION,
         "files": files,
@@ -254,7 +256,7 @@ def _fingerprint(reader: Reader, tokenizer: Tokenizer, held_out_fraction: float)
         "text_field": reader.text_field,
         "token_dtype": reader.token_dtype,
         "held_out_fraction": held_out_fraction,
-        **of_records,
+        **of_reading,
     }
 
 
@@ -352,13 +354,11 @@ class _Writing:
     def _write(self, batch: list[Document], files: dict[tuple[str, str], BinaryIO]) -> None:
         items = {key: [] for key in files}
         for document, sequences in self._tokenize(batch):
-            digest = hashlib.blake2b(document.content, digest_size=16).digest()
+            digest = digest_of(document)
             # A chain of hashes, because progress.json cannot hold the state of one hash.
             chain = bytes.fromhex(self.content_hash) + digest
             self.content_hash = hashlib.blake2b(chain, digest_size=16).hexdigest()
-            # A document is held out if its hash, as a fraction of 1, is below the share.
-            is_held_out = int.from_bytes(digest[:8]) < self.held_out_fraction * 2**64
-            split = SPLITS[is_held_out]
+            split = SPLITS[is_held_out(digest, self.held_out_fraction)]
             counts = self.counts[split]
             for tokens, prompt_size in sequences:
                 items[split, "tokens"].append(tokens)

@@ -44,7 +44,7 @@ TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
 RECORD_SUFFIXES = frozenset({".jsonl", ".parquet"})
 SUFFIXES = TEXT_SUFFIXES | TOKEN_SUFFIXES | RECORD_SUFFIXES
 
-_PIECE_BYTES = 1 << 16  # of a text file
+PIECE_BYTES = 1 << 16  # of a text file, unless `held_out` makes them smaller
 _LINE_BYTES = 1 << 26  # ten times the longest book; a longer line is a file without line ends
 _PIECE_TOKENS = 1 << 20  # of a document in a token file
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -140,6 +140,7 @@ class Reader:
       end_of_text: Id that ends a document in token files.
       preferences: Whether every record is a preference.
       chat_template: Template for messages, of files that have records.
+      piece_bytes: Largest size of a piece of a text file.
     """
 
     files: tuple[Path, ...]
@@ -149,6 +150,7 @@ class Reader:
     end_of_text: int
     preferences: bool = False
     chat_template: ChatTemplate | None = None
+    piece_bytes: int = PIECE_BYTES
 
     def __post_init__(self):
         for path in self.files:
@@ -194,7 +196,7 @@ class Reader:
             case suffix if suffix in TOKEN_SUFFIXES:
                 return self._tokens(path, begin)
             case _:
-                return _text(path, begin)
+                return _text(path, begin, self.piece_bytes)
 
     def _json_lines(self, path: Path, begin: Position) -> Iterator[Document]:
         with path.open("rb") as file:
@@ -471,17 +473,17 @@ def _known_suffixes() -> str:
     return " ".join(sorted(SUFFIXES))
 
 
-def _text(path: Path, begin: Position) -> Iterator[Document]:
+def _text(path: Path, begin: Position, piece_bytes: int) -> Iterator[Document]:
     with path.open("rb") as file:
         marked = file.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK
         first = len(_BYTE_ORDER_MARK) if marked else 0
         offset = max(begin.offset, first)
         while True:
             file.seek(offset)
-            piece = file.read(_PIECE_BYTES + 1)  # a byte more shows whether this is the last piece
+            piece = file.read(piece_bytes + 1)  # a byte more shows whether this is the last piece
             if not piece:
                 return
-            last = len(piece) <= _PIECE_BYTES
+            last = len(piece) <= piece_bytes
             size = len(piece) if last else _cut(piece)
             after = Position(begin.file, offset + size, num_bytes=offset + size)
             yield Document(path, after, text=piece[:size], begins=offset == first, ends=last)

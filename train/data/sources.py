@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from train.data.files import (
     has_records,
     suffixes_in,
 )
+from train.data.held_out import with_both_sides
 from train.data.index import SPLITS
 from train.data.mixture import MixtureDataset
 from train.data.packing import PackedDataset
@@ -81,7 +81,7 @@ def open_files(
     Raises:
       DataError: A file cannot be used; the message names the file, the reason and the remedy.
     """
-    entries, held_out_entries, fingerprint = _entries(config, vocab_size, preferences=False)
+    entries, held_out_entries, fingerprint = _entries(config, vocab_size, evaluates=evaluates)
     train_data = _mixed(config, config.path, entries, "train", config.weights)
     if train_data.num_rows < config.rows_per_step:
         raise DataError(
@@ -125,7 +125,9 @@ def open_preferences(
     config: DataConfig, *, vocab_size: int, evaluates: bool
 ) -> tuple[PairDataset, PairDataset | None, dict[str, Any]]:
     """Opens the preferences in `config.path`, as `open_files` opens text."""
-    entries, held_out_entries, fingerprint = _entries(config, vocab_size, preferences=True)
+    entries, held_out_entries, fingerprint = _entries(
+        config, vocab_size, evaluates=evaluates, preferences=True
+    )
 
     def pairs(split: str, some: list[Entry]) -> PairDataset:
         dataset = PairDataset([entry.stream(split) for entry in some], config.sequence_length)
@@ -156,7 +158,7 @@ def open_preferences(
 
 
 def _entries(
-    config: DataConfig, vocab_size: int, *, preferences: bool
+    config: DataConfig, vocab_size: int, *, evaluates: bool, preferences: bool = False
 ) -> tuple[list[Entry], list[Entry], dict[str, Any]]:
     """The entries of `config.path`, those of `config.held_out_path`, and what identifies them."""
     tokenizer = load_tokenizer(config)
@@ -173,7 +175,18 @@ def _entries(
         return load_chat_template(tokenizer)
 
     def entry(path: Path, files: tuple[Path, ...], fraction: float) -> Entry:
-        return _entry(config, tokenizer, path, files, fraction, preferences, template)
+        reader = Reader(
+            files=files,
+            text_field=config.text_field,
+            token_dtype=config.token_dtype,
+            vocab_size=tokenizer.vocab_size,
+            end_of_text=tokenizer.eos,
+            preferences=preferences,
+            chat_template=template() if has_records(files) else None,
+        )
+        if evaluates and not preferences:
+            reader = with_both_sides(reader, fraction, str(path))
+        return _entry(config, tokenizer, path, reader, fraction)
 
     files = [_files(path) for path in config.path]
     held_out_files = [_files(path) for path in config.held_out_path]
@@ -224,23 +237,8 @@ def _files(path: Path) -> tuple[Path, ...]:
 
 
 def _entry(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    path: Path,
-    files: tuple[Path, ...],
-    fraction: float,
-    preferences: bool,
-    template: Callable[[], ChatTemplate | None],
+    config: DataConfig, tokenizer: Tokenizer, path: Path, reader: Reader, fraction: float
 ) -> Entry:
-    reader = Reader(
-        files=files,
-        text_field=config.text_field,
-        token_dtype=config.token_dtype,
-        vocab_size=tokenizer.vocab_size,
-        end_of_text=tokenizer.eos,
-        preferences=preferences,
-        chat_template=template() if has_records(files) else None,
-    )
     entry = tokenized(
         reader,
         tokenizer,

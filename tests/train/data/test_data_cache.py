@@ -20,6 +20,7 @@ from train import data
 from train.config import DataConfig
 from train.data import BOS, EOS, IGNORED, HuggingFaceTokenizer, cache, files, lock, progress
 from train.data.folder import OwnFolder
+from train.data.held_out import is_held_out
 
 ROOT = Path(data.__file__).parents[2]
 
@@ -145,6 +146,31 @@ def test_records_without_text_are_counted(config, tmp_path, capsys):
     path.write_text("".join(json.dumps(record) + "\n" for record in records[:9]))
     opened(config, evaluates=False)
     assert "left out" not in capsys.readouterr().out
+
+
+def test_pieces_of_a_small_text_are_halved_until_one_is_held_out(config, tmp_path, capsys):
+    """No piece of 64 KiB is held out. A run without evaluations keeps such pieces."""
+    book = tmp_path / "book.txt"
+    book.write_bytes(b"".join(b"line %d of the book\n" % line for line in range(15_000)))
+    config = dataclasses.replace(config, path=(book,), held_out_fraction=0.05)
+    train, held_out, identity = opened(config)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "pieces of" in line]
+    size = int(re.fullmatch(rf"{book}: read in pieces of (\d+) KiB, because .*", line)[1])
+    assert size in (1, 2, 4, 8, 16, 32)
+    documents = documents_of(train) + documents_of(held_out)
+    assert max(map(len, documents)) <= (size << 10) + 2  # with the first and the last token
+    text = sorted(bytes(t for t in document if t < BOS) for document in documents)
+    assert sorted(b"".join(text).splitlines()) == sorted(book.read_bytes().splitlines())
+    for document in documents_of(held_out):
+        assert is_held_out(
+            hashlib.blake2b(bytes(t for t in document if t < BOS), digest_size=16).digest(), 0.05
+        )
+    before = files_of(config.cache_dir)
+    assert opened(config)[2] == identity and files_of(config.cache_dir) == before
+    assert "pieces of" in capsys.readouterr().out
+    plain, _, _ = opened(config, evaluates=False)
+    assert len(documents_of(plain)) == -(-book.stat().st_size // (64 << 10))
+    assert "pieces of" not in capsys.readouterr().out
 
 
 def test_several_sources(config, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from support import tiny_run
 from support.tokenizer_files import write_byte_level, write_sentence_piece
-from train.data import HuggingFaceTokenizer, decode_after, files
+from train.data import HuggingFaceTokenizer, decode_after
 from train.data.cache import tokenized
 from train.data.files import Reader
 from train.setup import open_datasets
@@ -41,11 +41,10 @@ def test_they_get_no_space_in_front(before, text, tokenizer):
     assert decode_after([tokenizer.bos, *prompt], other, tokenizer) == text
 
 
-def test_the_cache_has_their_tokens(tokenizer, tmp_path, monkeypatch):
+def test_the_cache_has_their_tokens(tokenizer, tmp_path):
     records = [{"prompt": "the", "completion": "he"}, {"prompt": "", "completion": "he"}]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     (tmp_path / "long.txt").write_text("one two")
-    monkeypatch.setattr(files, "_PIECE_BYTES", 5)  # "one " and "two"
 
     def stream_of(name):
         reader = Reader(
@@ -54,6 +53,7 @@ def test_the_cache_has_their_tokens(tokenizer, tmp_path, monkeypatch):
             token_dtype="uint16",
             vocab_size=tokenizer.vocab_size,
             end_of_text=tokenizer.eos,
+            piece_bytes=5,  # "one " and "two"
         )
         cache = tmp_path / "cache"
         entry = tokenized(reader, tokenizer, held_out_fraction=0.0, cache_dir=cache, name=name)
