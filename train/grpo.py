@@ -124,7 +124,11 @@ def rewards_of(prompts: Int[Array, "B P"], completions: Int[Array, "B _"]) -> Fl
 
 
 def advantages_of(rewards: Float[Array, " B"], group: int) -> Float[Array, " B"]:
-    """Rewards less the mean of their group, over its standard deviation; 0 where all are equal."""
+    """`(reward - mean) / (deviation + 1e-4)` in each group of rewards; 0 where all are equal.
+
+    The deviation is the root of the mean of the squared distances, over `group` and not
+    `group - 1` rewards.
+    """
     of_group = rewards.reshape(-1, group)
     centered = of_group - jnp.mean(of_group, axis=1, keepdims=True)
     return (centered / (jnp.std(of_group, axis=1, keepdims=True) + 1e-4)).reshape(-1)

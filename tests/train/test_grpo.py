@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from flax import nnx
 
 from models.llama import Llama
-from support.numerics import quick_jit
+from support.numerics import assert_as_accurate, quick_jit, rounded
 from train import grpo
 from train.data import IGNORED
 
@@ -88,6 +89,81 @@ def test_the_loss_is_that_of_all_logits():
     assert scale > 1e-3
     for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale)
+
+
+class Head:
+    """What the loss needs of a model: hidden states and the weight of the output layer."""
+
+    def __init__(self, hidden, output_weight):
+        self.hidden, self.output_weight = hidden, output_weight
+
+    def __call__(self, tokens):
+        return self.hidden
+
+
+def step_in_float64(config, labels, hidden, weight, rewards, old, reference):
+    """Loss, gradients in the hidden states and the weight, and the ratios, in NumPy."""
+    exp = np.exp
+    advantages = []
+    for group in rewards.reshape(-1, config.group):
+        deviation = np.sqrt(np.mean((group - np.mean(group)) ** 2))
+        advantages += [(reward - np.mean(group)) / (deviation + 1e-4) for reward in group]
+    loss, dhidden, dweight, ratios = 0.0, np.zeros_like(hidden), np.zeros_like(weight), []
+    for b, t in np.argwhere(labels != IGNORED):
+        logits = weight @ hidden[b, t]
+        p = exp(logits - np.max(logits))
+        p /= np.sum(p)
+        log_prob = np.log(p[labels[b, t]])
+        ratio = exp(log_prob - old[b, t])
+        low, high = 1 - config.clip_low, 1 + config.clip_high
+        whole, clipped = ratio * advantages[b], min(max(ratio, low), high) * advantages[b]
+        d = reference[b, t] - log_prob
+        share = 1 / (np.sum(labels[b] != IGNORED) * len(labels))  # of a sequence, then of all
+        loss += share * (-min(whole, clipped) + config.kl_weight * (exp(d) - d - 1))
+        slope = -whole if whole <= clipped else 0.0  # of the ratio, in the log-probability
+        slope += config.kl_weight * (1 - exp(d))
+        dlogits = share * slope * ((np.arange(len(p)) == labels[b, t]) - p)
+        dhidden[b, t] = dlogits @ weight
+        dweight += np.outer(dlogits, hidden[b, t])
+        ratios.append(ratio * np.sign(advantages[b]))
+    return loss, dhidden, dweight, np.array(ratios)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")  # the head is no Llama
+def test_a_step_is_that_of_the_paper_in_float64():
+    """Advantages, ratios that are clipped on both sides, the KL penalty and the means. 2 s."""
+    config = dataclasses.replace(CONFIG, prompts=4, group=4, kl_weight=0.5)
+    rng = np.random.default_rng(0)
+    prompts = np.repeat(rng.integers(10, size=(4, 4)), 4, axis=0).astype(np.int32)
+    completions = rng.integers(10, size=(16, 3)).astype(np.int32)
+    rewards = np.array([0, 0, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 0, 1, 0, 1.0])
+    tokens, labels = grpo.tokens_and_labels(jnp.asarray(prompts), jnp.asarray(completions))
+    labels = labels.at[::3, -1].set(IGNORED)  # completions that end earlier
+    hidden, weight = rng.normal(size=(16, 6, 32)), rng.normal(size=(128, 32)) / 4
+    hidden, weight = (a.astype(np.float32) for a in (hidden, weight))
+    model: Any = Head(hidden, weight)
+    log_probs = np.asarray(grpo.log_probs_of(model, tokens, labels))
+    old, reference = (log_probs + 0.3 * rng.normal(size=(2, 16, 6))).astype(np.float32)
+    data = {
+        "advantages": grpo.advantages_of(jnp.asarray(rewards, jnp.float32), 4),
+        "old": jnp.asarray(old),
+        "reference": jnp.asarray(reference),
+    }
+
+    def loss(hidden, weight):
+        model: Any = Head(hidden, weight)
+        return grpo.policy_loss(config, model, tokens, labels, data)
+
+    value, grads = quick_jit(jax.value_and_grad(loss, argnums=(0, 1)))(hidden, weight)
+    arrays = (hidden, weight, rewards, old, reference)
+    in_float64 = [np.asarray(a, np.float64) for a in arrays]
+    *exact, ratios = step_in_float64(config, np.asarray(labels), *in_float64)
+    # Clipped below where the advantage is negative, and above where it is positive; and not.
+    assert np.sum(ratios > 1.28) > 2 and np.sum((ratios < 0) & (ratios > -0.8)) > 2
+    assert np.sum(ratios == 0) == 11 and np.sum((ratios > 0) & (ratios < 1.28)) > 2
+    got = [value, *grads]
+    names = ["loss", "gradient in the hidden states", "gradient in the weight"]
+    assert_as_accurate(got, rounded(exact, got), exact, names=names)
 
 
 def test_a_short_run(tmp_path, capsys):
