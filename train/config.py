@@ -1,7 +1,7 @@
 """A training run as a frozen dataclass, and its presets.
 
-`train.cli.command_line` makes a flag of each field, with the text of "Attributes" as its help. The
-module is long because that text is.
+`train.cli.command_line` makes a flag of each field, with its text in "Attributes" as the help of
+the flag. The module is long because these texts are long.
 """
 
 import dataclasses
@@ -38,26 +38,27 @@ class DataConfig:
     Attributes:
       source: Text to train on if there is no `path`. `stdlib` is the source of the running Python's
         standard library, as bytes; `synthetic` is random tokens, for measuring speed.
-      path: Files and folders to train on, with text, `.jsonl`, `.parquet`, or token ids in `.bin`
-        or `.npy`; see `train.data.files`.
-      weights: Share of the rows from each path, as relative numbers. Without weights each
-        path has its share of all rows.
-      tokenizer: A tokenizer.json of Hugging Face's tokenizers, or the folder with one. None makes
+      path: Files and folders to train on: text, `.jsonl`, `.parquet`, or token ids in `.bin` or
+        `.npy` (docs/data.md).
+      weights: Share of the rows from each path, as relative numbers. Without weights each path has
+        the share that it has of all rows.
+      tokenizer: A tokenizer.json of Hugging Face's tokenizers, or a folder with one. None makes
         each byte a token. For files with token ids, name the tokenizer that made them.
       bos_token: Token that begins a document; "" for none. None takes the token that
-        tokenizer_config.json beside the tokenizer names or, without that file, a usual name.
+        tokenizer_config.json beside the tokenizer names. If it names none, None takes a usual
+        token.
       eos_token: Token that ends a document; every tokenizer needs one. None chooses as for
         `bos_token`. In files with token ids it separates documents.
       text_field: Field of the text in `.jsonl` and `.parquet`. Records without this field have
-        "prompt" and "completion", or "messages"; only the completion, or the last message, is
+        "prompt" and "completion", or "messages". Then only the completion, or the last message, is
         learned.
-      token_dtype: Dtype of the token ids in `.bin`. It must hold every id of the tokenizer: with
-        more than 65,536 tokens it is uint32.
+      token_dtype: Dtype of the token ids in `.bin`. It must hold every id of the tokenizer: a
+        tokenizer with more than 65,536 tokens needs uint32.
       held_out_fraction: Share of the documents that are held out, chosen by a hash of their
         content.
-      held_out_path: Files and folders to hold out, in place of a share of `path`.
-      cache_dir: Folder for tokens, 2 or 4 bytes each; None takes `pallas-kernels/tokens` in
-        `$XDG_CACHE_HOME` or `~/.cache`.
+      held_out_path: Files and folders that are held out, in place of a share of `path`.
+      cache_dir: Folder for the cache of tokens, 2 or 4 bytes each; None takes
+        `pallas-kernels/tokens` in `$XDG_CACHE_HOME` or `~/.cache`.
       sequence_length: Number of tokens in a row, S.
       batch_size: Number of rows in a forward and backward, B, over all devices.
       accumulation_steps: Number of batches whose gradients are added up for one step.
@@ -122,17 +123,17 @@ class DataConfig:
 
     @property
     def is_packed(self) -> bool:
-        """Whether rows hold documents; the alternative is random tokens."""
+        """Whether rows hold documents, not random tokens."""
         return bool(self.path) or self.source == "stdlib"
 
     @property
     def rows_per_step(self) -> int:
-        """Sequences in one step of the optimizer."""
+        """Number of rows in one step of the optimizer."""
         return self.batch_size * self.accumulation_steps
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in one step of the optimizer."""
+        """Number of tokens in one step of the optimizer."""
         return self.rows_per_step * self.sequence_length
 
 
@@ -150,7 +151,7 @@ _DECAYS: dict[str, tuple[float | None, float | None]] = {
 class OptimizerConfig:
     """The optimizer, its decoupled weight decay and its learning rate.
 
-    Besides parameters and gradients, each optimizer has a state, here in bytes a parameter:
+    The table has the memory of each optimizer's state, in bytes a parameter:
 
     | name | state | learning rate, compared with AdamW's |
     |---|---|---|
@@ -164,22 +165,25 @@ class OptimizerConfig:
     Attributes:
       name: Name of the optimizer.
       learning_rate: Highest learning rate.
-      schedule: Course of the learning rate after the warm-up. `cosine` falls to the end along half
-        a cosine. `wsd` (warm-up, stable, decay; https://arxiv.org/abs/2404.06395) stays up and
-        falls linearly over the last `decay_fraction` of the steps.
-      warmup_steps: Number of steps of the linear rise from 0. The rate of the first step is 0.
-      decay_fraction: Share of the steps in which `wsd` falls.
-      final_fraction: Learning rate at the end of the fall, as a share of the highest. The last step
-        comes one step before the end, and its rate is a little higher.
+      schedule: Schedule of the learning rate after the warm-up. With `cosine` the rate falls along
+        half a cosine until the end of the run. With `wsd` (warm-up, stable, decay;
+        https://arxiv.org/abs/2404.06395) it stays at the highest, and falls linearly over the last
+        `decay_fraction` of the steps.
+      warmup_steps: Number of steps in which the rate rises linearly from 0. The rate of the first
+        step is 0.
+      decay_fraction: Share of the steps in which the rate falls with `wsd`.
+      final_fraction: Learning rate at the end of the schedule, as a share of the highest. The rate
+        of the last step is a little higher.
       b1: Decay of the first moment, or momentum. The update of `lion` is the sign of b1 times the
-        moment plus (1 - b1) times the gradient. None is 0.9, and 0.95 for the matrices of `muon`,
-        whose AdamW always has 0.9. `adafactor` has no b1.
+        moment plus (1 - b1) times the gradient. None is 0.9, and 0.95 for the matrices of `muon`;
+        the AdamW of `muon` always has 0.9. `adafactor` has no b1.
       b2: Decay of the second moment, and of the moment of `lion`. None is 0.95, and 0.99 for
         `lion`. `adafactor` and `sgd` have no b2.
-      eps: Number that `adamw` and `muon` add to the root of the second moment.
+      eps: Number that `adamw` and `muon` add to the root of the second moment, and `muon` to the
+        norm of a matrix before it divides by the norm.
       weight_decay: Weight decay of embeddings and kernels; norms and biases do not decay.
-      clip_norm: Largest norm of all gradients together. Larger ones are scaled down to it. 0 turns
-        this off.
+      clip_norm: Largest allowed norm of all gradients together. Larger gradients are scaled down to
+        this norm. 0 turns clipping off.
       momentum_dtype: Dtype of the first moment; None is the dtype of the parameters. bfloat16 saves
         2 bytes a parameter. `adafactor` has no first moment.
     """
@@ -239,8 +243,8 @@ class MeshConfig:
     Attributes:
       data: Number of copies of the model; -1 takes all devices that the other axes leave.
       fsdp: Number of devices over which parameters and optimizer state are split.
-      tensor: Number of devices that share each sequence: its attention by heads, its MLP and
-        vocabulary by columns, its residual stream by tokens.
+      tensor: Number of devices that share each sequence. They split the attention by heads, the MLP
+        and the vocabulary by columns, and the residual stream by tokens.
     """
 
     data: int = -1
@@ -258,10 +262,10 @@ class CheckpointConfig:
     """The checkpoints in the run's folder.
 
     Attributes:
-      every: Number of steps between checkpoints; the last step has one, too. With checkpoints, the
-        same command resumes the run in the folder `name`. 0 makes no checkpoints.
-      keep: Number of newest checkpoints that are kept, besides the one with the lowest held-out
-        loss.
+      every: Number of steps between checkpoints; the last step has a checkpoint, too. With
+        checkpoints, the same command resumes the run in the folder `name`. 0 writes no checkpoints.
+      keep: Number of newest checkpoints that the run keeps. It also keeps the checkpoint with the
+        lowest held-out loss.
     """
 
     every: int = 0
@@ -273,20 +277,20 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """The processes that train together; see `train.distributed`.
+    """The processes that train together (docs/multihost.md).
 
     Attributes:
-      cluster: Launcher that names the processes: `slurm` (`srun`) or `ompi` (Open MPI's `mpirun`),
-        with a process for each GPU. None reads the next three flags.
-      coordinator_address: Address of process 0, as `host:port` with a port that is free there.
+      cluster: Launcher of the processes: `slurm` (`srun`) or `ompi` (Open MPI's `mpirun`), with a
+        process for each GPU. None takes the number and the address from the next three flags.
+      coordinator_address: Address of process 0, as `host:port` with a free port of that host.
       num_processes: Number of processes. Each process uses the GPUs that it can see.
       process_id: Number of this process, from 0.
       initialization_timeout_s: Seconds within which all processes must have started.
       heartbeat_timeout_s: Seconds without a sign of life after which a process counts as dead and
         the others end.
-      step_timeout_s: Limit in seconds for a step, and for the wait for its batch. When it is over,
-        the process prints the stacks of its threads and ends. Compilation, evaluation, checkpoints
-        and the files at the end get ten times as long. 0 sets no limit.
+      step_timeout_s: Limit in seconds for a step, and for the wait for its batch. After that the
+        process prints the stacks of its threads and ends. Compilation, evaluation, checkpoints and
+        the files at the end may take ten times as long. 0 sets no limit.
     """
 
     cluster: Literal["slurm", "ompi"] | None = None
@@ -331,11 +335,11 @@ class TrainConfig:
       name: Name of the folder in `runs_dir`. Without checkpoints, a number is appended if the
         folder exists.
       runs_dir: Folder of all runs.
-      init_from: A Hugging Face folder whose parameters the run starts with. Its model, and its
+      init_from: A Hugging Face folder whose parameters the run starts from. Its model, and its
         tokenizer if it has one, set the defaults of the flags. None draws random parameters.
-      objective: Goal of the run. `sft` learns to predict the tokens of the text, or of
-        completions alone. `dpo` learns from pairs of a chosen and a rejected completion. `distill`
-        learns the next-token distributions of a teacher, on the text of `sft`.
+      objective: Goal of the run. `sft` learns to predict the tokens of the text, or only the tokens
+        of completions. `dpo` learns from pairs of a chosen and a rejected completion. `distill`
+        learns the next-token distributions of a teacher, on the same data as `sft`.
       dpo: Settings of `dpo`.
       distill: Settings of `distill`.
       model: The architecture.
@@ -353,25 +357,27 @@ class TrainConfig:
         1.
       max_skipped_steps: Number of skipped steps in a row that ends the run. A step is skipped if
         its loss or gradient is not finite.
-      skip_loss_spikes: Number of standard deviations above the running mean of the loss from which
-        a step is skipped (6 is usual; `train.guard.judge` has the formula). 0 skips none.
-      eval_every: Number of steps between measurements of the held-out loss; 0 never measures it.
-      eval_batches: Number of batches in a measurement, spread over the held-out text.
+      skip_loss_spikes: Number of standard deviations. A step whose loss is further above the
+        running mean of the losses is skipped, too (6 is usual; `train.guard.judge` has the
+        formula). 0 turns this off.
+      eval_every: Number of steps between evaluations of the held-out loss; 0 runs no evaluation.
+      eval_batches: Number of batches in an evaluation, spread over the held-out text.
       log_every: Number of steps between lines of output if there is no terminal.
       sample_prompt: Beginning of the text that is generated at every evaluation and at the end.
       sample_tokens: Number of tokens of the generated text; 0 generates none.
-      save: Whether the trained model is written to the run's folder, in Hugging Face's format.
-      tensorboard: Whether TensorBoard gets the metrics, in `tensorboard` of the run's folder.
+      save: Whether the run writes the trained model to its folder, in Hugging Face's format.
+      tensorboard: Whether the run writes the metrics for TensorBoard, to `tensorboard` in its
+        folder.
       wandb: Project of Weights & Biases that gets the metrics; None sends nothing.
-      pgle: Whether XLA compiles the step again after three steps, with the times that its kernels
-        took in them (`train.xla_flags.with_measured_latencies`). XLA then schedules the exchange
-        between GPUs by these times. It costs two more compilations, in a resumed run as well.
+      pgle: Whether XLA compiles the step again after three steps, with the measured times of its
+        kernels (`train.xla_flags.with_measured_latencies`). XLA then schedules the exchange between
+        GPUs by these times. It costs two more compilations, also in a resumed run.
       profile_steps: Steps `A:B`, counted from 1, whose trace is written to `profile` in the run's
-        folder. With `pgle` the first four steps of a start are not in it.
+        folder. With `pgle` the trace cannot have the first four steps after a start.
       dump_hlo: Whether the compiled step and its memory are written to `hlo` in the run's folder.
-        With `pgle` that is the step before it was compiled again.
-      xla_options: Options of XLA for the step on GPUs, as `name=value`. They come on top of the
-        defaults in `train.xla_flags` or replace one; `none` drops the defaults.
+        With `pgle` this is the step before it is compiled again.
+      xla_options: Options of XLA for the step on GPUs, as `name=value`. They extend the defaults in
+        `train.xla_flags`, or replace one of them; `none` drops the defaults.
     """
 
     name: str
@@ -463,7 +469,7 @@ class TrainConfig:
 
     @property
     def rows_of_example(self) -> int:
-        """The rows of a batch that belong together, on one device: two for a preference."""
+        """Number of rows that belong together on one device: two for a preference, else one."""
         return 2 if self.objective == "dpo" else 1
 
     @property

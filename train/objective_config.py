@@ -1,4 +1,4 @@
-"""The objectives of a run: their settings, and the settings that do not go with them."""
+"""The settings of each objective of a run, and checks that refuse settings of other objectives."""
 
 import dataclasses
 from pathlib import Path
@@ -15,7 +15,7 @@ class DPOConfig:
     """Direct preference optimization (https://arxiv.org/abs/2305.18290).
 
     Attributes:
-      beta: Factor of the rewards. A larger one keeps the model closer to the reference.
+      beta: Factor of the rewards. A larger factor keeps the model closer to the reference.
     """
 
     beta: float = 0.1
@@ -28,16 +28,16 @@ class DPOConfig:
 class DistillConfig:
     """Distillation of a teacher's next-token distributions (https://arxiv.org/abs/1503.02531).
 
-    With the divergence D of a token, at the temperature T, its loss is
-    `(1 - label_weight) * T**2 * D + label_weight * nll`. The factor `T**2` keeps the size of the
-    gradients.
+    Let D be the divergence of a token, nll the cross-entropy of its label, and T the temperature.
+    The loss of the token is `(1 - label_weight) * T**2 * D + label_weight * nll`. With the factor
+    `T**2` the size of the gradients hardly depends on T.
 
     Attributes:
-      teacher: A Hugging Face folder with the teacher, which has the tokenizer and the vocabulary of
-        the run. Its parameters are frozen, in bfloat16.
+      teacher: A Hugging Face folder with the teacher. It must have the tokenizer and the vocabulary
+        of the run. Its parameters are frozen, in bfloat16.
       divergence: `forward_kl` is KL(teacher ‖ model), `reverse_kl` is KL(model ‖ teacher), and
         `jsd` is the Jensen-Shannon divergence of both.
-      temperature: Divisor of the logits of both, in [1e-3, 1e3].
+      temperature: Divisor of the logits of both models, in [1e-3, 1e3].
       label_weight: Share of the cross-entropy of the labels in the loss, in [0, 1).
     """
 
@@ -55,10 +55,10 @@ NO_DPO, NO_DISTILL = DPOConfig(), DistillConfig()
 
 
 def check_objective(config: Any) -> None:
-    """Refuses settings that the objective of a `TrainConfig` would ignore, or that it lacks.
+    """Refuses a `TrainConfig` with settings that its objective ignores, or without one it needs.
 
     Raises:
-      ValueError: A setting does not go with the objective; the message says what to change.
+      ValueError: A setting is for another objective, or missing; the message says what to change.
     """
     objective = config.objective
     for name, default in (("dpo", NO_DPO), ("distill", NO_DISTILL)):
