@@ -1,9 +1,9 @@
 """Training of a Llama.
 
-The list begins with the lowest floor. A module imports only modules of earlier lines, or of its
-own folder (`tests/train/test_rooms.py`):
+A module imports only modules of earlier lines of this list, or of its own folder
+(`tests/train/test_rooms.py` checks it):
 
-- `errors`, `ranges`, `formats`, `flag_errors`, `xla_flags`: small parts that all others use.
+- `errors`, `ranges`, `formats`, `flag_errors`, `xla_flags`: small parts that the others use.
 - `objective_config`, `hf_folder`: the settings of the objectives, and Hugging Face folders.
 - `config`: the configuration of a run and its presets.
 - `data`: batches. `guard`, `optimizers`: parts of the step.
@@ -11,9 +11,10 @@ own folder (`tests/train/test_rooms.py`):
 - `step`: the training step, a pure function.
 - `distributed`: several processes.
 - `reporting`, `evaluate`: metrics, reports and the held-out loss.
-- `checkpoints`, `planner`, `faults`: saved states, policies that fit, ends before the last step.
-- `setup`, `outputs`: what a run starts from and the files it writes.
+- `checkpoints`: saved states. `planner`: policies that fit the memory. `faults`: the end of a run
+  before its last step.
+- `setup`, `outputs`: the start of a run, and the files that it writes.
 - `reference`: log-probabilities for `dpo`.
-- `loop`: the list of what a run does.
+- `loop`: the training loop.
 - `cli`: the command line. `grpo`: an example of its own.
 """

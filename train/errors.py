@@ -1,4 +1,4 @@
-"""The errors that are for the user of a run, each in one line."""
+"""Errors that the user of a run can repair, each in one line."""
 
 import contextlib
 import re

@@ -1,4 +1,4 @@
-"""How well a model predicts text: nats per token, accuracy and bits per byte."""
+"""Measures how well a model predicts text: nats per token, accuracy and bits per byte."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Mistakes in flags, each in one line that names the flag."""
+"""Turns a mistake in a flag into one line that names the flag."""
 
 import contextlib
 import io

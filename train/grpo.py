@@ -3,14 +3,14 @@
     python -m train.grpo --output grpo.csv --chart grpo.png
 
 A prompt is a few digits and ">", such as "5293140>". The right completion has the same digits in
-order. The model first sees right completions, until it sorts some of the prompts. From then on it
-sees only its own. For each prompt it draws a group of completions, and a completion is rewarded if
-it is right. Its advantage is its reward less the mean of its group, over their standard deviation
-(https://arxiv.org/abs/2402.03300).
+order. The model first learns from right completions, until it sorts some of the prompts. After that
+it learns only from its own. For each prompt it draws a group of completions, and a right completion
+gets a reward. The advantage of a completion is its reward less the mean reward of the group,
+divided by their standard deviation (https://arxiv.org/abs/2402.03300).
 
-`policy_loss` is the part to copy. `linear_token_loss` makes the loss of all completions and its
-gradients in three matrix products, and never has all logits in memory. The prompts cost no
-products: their labels are ignored, and `counted_fraction` says how many tokens are left.
+`policy_loss` is the part to copy. `linear_token_loss` computes the loss of all completions and its
+gradients in three matrix products, and never has all logits in memory. The prompts take no time in
+these products: their labels are ignored, and `counted_fraction` says how many tokens are left.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""The training loop: `run` lists what a run does, `_Loop` what it does for each step."""
+"""The training loop: `run` does a whole run, and `_Loop` its steps."""
 
 import contextlib
 import math

@@ -1,10 +1,10 @@
 """The reference of `dpo`: log-probabilities of all completions under the first parameters.
 
-The loss needs one number of each completion, the sum of its log-probabilities. One pass before the
-first step computes these sums, with the parameters that the run starts from. So no second model is
-in memory, and no step runs one. The pass reads only the preferences that the run reads. It is a
-forward, and takes about a third of the time of as many training steps. With checkpoints the sums
-are in the run's folder, for a run that resumes.
+The loss needs one number for each completion, the sum of its log-probabilities. One pass before the
+first step computes these sums, with the parameters that the run starts from. So a step needs no
+second model, neither its memory nor its time. The pass reads only the preferences that the run
+reads. It has no backward, so it takes about a third of the time of the training steps for the same
+preferences. With checkpoints the sums are in the run's folder, for a run that resumes.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """The options of XLA for a training step on GPUs.
 
-`jax.jit` passes them to the compiler with the step (`compiler_options`). `XLA_FLAGS` is no
-alternative: an option that XLA does not know ends the process there, and is an error that can be
-caught here. `compiler_options` also apply when the devices are not in this machine.
+`jax.jit` passes them to the compiler with the step (`compiler_options`). The variable `XLA_FLAGS`
+is not used: an unknown option in it ends the process, while an unknown compiler option raises an
+error that can be caught. `compiler_options` also work for devices that are not in this machine.
 """
 
 import functools

@@ -1,13 +1,12 @@
 """Training batches, addressed by step number.
 
-A batch is a pure function of (seed, step). So a restarted run needs only the step number to
-continue with the batches it would have seen, and any process can build any batch, or any rows of
-it.
+A batch is a pure function of (seed, step). So a run that resumes needs only the step number to
+continue with the same batches, and any process can build any rows of any batch.
 
 - `corpus`, `synthetic`: data that every machine has.
 - `files`, `chat`, `tokenizer`, `cache`, `sources`: text of your own, tokenized once into a cache.
-- `errors`, `records`, `progress`: errors that name a remedy, lines of JSON, and what is shown
-  meanwhile.
+- `errors`, `records`, `progress`: errors that name a remedy, the fields of records, and progress on
+  the terminal.
 - `held_out`: which documents are held out.
 - `folder`, `index`, `lock`, `regular`: guards of the cache against links, damaged files, other
   processes, and files that are no regular files.

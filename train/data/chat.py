@@ -1,8 +1,8 @@
-"""Chat templates: messages as the text that a tokenizer's model was trained on.
+"""Chat templates, which turn messages into the text that the model of a tokenizer expects.
 
 A template is Jinja. It is in `chat_template.jinja` or in `tokenizer_config.json`, beside
 tokenizer.json, and it is rendered as transformers renders it, in Jinja's sandbox. It cannot ask for
-the date, so that the same text has the same tokens tomorrow.
+the date, so the same messages always have the same tokens.
 """
 
 import dataclasses

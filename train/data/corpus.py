@@ -1,6 +1,6 @@
 """Text without a download: the source of the running Python's standard library, as bytes.
 
-It has about 10 MB.
+The text has about 10 MB.
 """
 
 import dataclasses

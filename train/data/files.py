@@ -1,4 +1,4 @@
-"""Documents from files, one at a time, from any place on.
+"""Reads documents from files, one at a time, from any document on.
 
 | suffix | documents |
 |---|---|
@@ -16,7 +16,7 @@ the chat template.
 A reader holds a line, a batch of rows or a piece of a file at a time, never a whole file. It reads
 only regular files and links to them, because a FIFO would block and a device has no end.
 
-Above 450 lines, because a reader finds a place again only if all formats count places in one way.
+Above 450 lines, because the readers of all formats must count places in a file in the same way.
 """
 
 import contextlib

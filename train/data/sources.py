@@ -1,4 +1,4 @@
-"""The datasets that a configuration names."""
+"""Opens the datasets that a configuration names."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""The frame, the style and common parts of pages, each in one file that needs no network."""
+"""The frame, the style and common parts of pages. A page is one file that needs no network."""
 
 import base64
 import html

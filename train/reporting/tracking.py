@@ -1,6 +1,7 @@
 """Sends the rows of metrics.jsonl to TensorBoard and to Weights & Biases as well.
 
-Training needs neither package, and the project's requirements have neither. A flag imports them.
+Training needs neither package, and the requirements of the project have neither. A package is
+imported only if its flag is given.
 """
 
 import contextlib
