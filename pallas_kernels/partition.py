@@ -34,7 +34,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.gpu.device import reason_not_here
-from pallas_kernels.gpu.kernel import interpreted, vary, varying_axes
+from pallas_kernels.gpu.kernel import interpreted, retyped, vary, varying_axes
 
 _logger = logging.getLogger(__name__)
 
@@ -194,9 +194,14 @@ def split_over_explicit_axes(
     whole = Place(parts=((),) * len(roles.parts))
     if explicit := _explicit_axes(mesh, args):
         is_mixed = bool(axes_of_kind(mesh, AxisType.Auto))
-        return _over_explicit_axes(
-            local, key, roles, whole, mesh, explicit, args, leaves_auto=is_mixed
+        # Inside of another `jax.shard_map`, JAX makes gradients of types that do not vary, because
+        # `_over_explicit_axes` maps with check_vma=False. So its arguments do not vary either.
+        varying = frozenset().union(*map(varying_axes, args))
+        own = [retyped(vary(a, varying), frozenset()) for a in args]
+        results = _over_explicit_axes(
+            local, key, roles, whole, mesh, explicit, own, leaves_auto=is_mixed
         )
+        return tuple(retyped(a, varying) for a in results)
     return tuple(local(key, whole)(*args))
 
 

@@ -10,7 +10,7 @@ from jax._src import config as jax_config
 from jax._src.state.discharge import discharge_state
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from pallas_kernels.gpu.device import reason_not_here, target_device
 
@@ -97,6 +97,28 @@ def vary(a: jax.Array, axes: frozenset[str]) -> jax.Array:
     """The array, with a type that says that it varies over these Manual axes, too."""
     missing = tuple(sorted(axes - varying_axes(a)))
     return jax.lax.pcast(a, missing, to="varying") if missing else a
+
+
+# A change of an array's type alone. `jax.lax.pcast` cannot take an axis away, and its transpose
+# adds up the gradient.
+_retyped_p = Primitive("retyped")
+_retyped_p.def_impl(lambda a, *, varying: a)
+_retyped_p.def_abstract_eval(
+    lambda a, *, varying: a.update(
+        manual_axis_type=a.manual_axis_type.update(varying=frozenset(varying))
+    )
+)
+ad.deflinear2(
+    _retyped_p,
+    lambda gradient, a, *, varying: [retyped(gradient, a.aval.manual_axis_type.varying)],
+)
+batching.defvectorized(_retyped_p)
+mlir.register_lowering(_retyped_p, lambda context, a, *, varying: [a])
+
+
+def retyped(a: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """The array, with a type that says that it varies over these Manual axes and no others."""
+    return a if varying_axes(a) == axes else _retyped_p.bind(a, varying=tuple(sorted(axes)))
 
 
 def interpreted() -> bool:

@@ -207,6 +207,41 @@ def test_explicit_axes_inside_of_a_shard_map_over_others():
         assert_accurate(jax.jit(jax.grad(loss_of(split), (0, 1, 2)))(*args))
 
 
+@pytest.mark.parametrize("weight_spec", [P(), P("data")], ids=["whole weight", "split weight"])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_plain_jax_on_explicit_axes_inside_of_a_shard_map_over_others(kind, weight_spec):
+    """Gradients, and their derivatives, of arrays that vary over an axis outside."""
+    kinds = kind, EXPLICIT
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=kinds)
+    x, c = make_args()[0], make_args()[3]
+    scales = jnp.linspace(0.5, 1.5, 2 * D).reshape(2, D)
+    weight = scales if weight_spec else scales[0]
+    norm = lambda x, w: rms_norm(x, w, implementation="reference")
+    of_device = lambda x, w: norm(x, w[0] if weight_spec else w)
+    split = jax.shard_map(
+        of_device,
+        mesh=mesh,
+        in_specs=(P("data"), weight_spec),
+        out_specs=P("data"),
+        axis_names={"data"},
+    )
+
+    def derivatives(fn):
+        gradient = jax.grad(lambda x, w, c: jnp.sum(fn(x, w) * c), (0, 1))
+        return jax.jit(lambda *args: (gradient(*args), jax.jvp(gradient, args, args)[1]))
+
+    whole = lambda x, w: jnp.concatenate(
+        [norm(part, w[i] if weight_spec else w) for i, part in enumerate(jnp.split(x, 2))]
+    )
+    want = derivatives(whole)(x, weight, c)
+    tokens = NamedSharding(mesh, TOKENS)
+    args = jax.device_put((x, weight, c), (tokens, NamedSharding(mesh, weight_spec), tokens))
+    with jax.set_mesh(mesh):
+        got = derivatives(split)(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 def test_auto_axes_inside_of_a_shard_map_over_others_have_a_reason():
     mesh = mesh_of(AUTO)
     reasons = []
