@@ -6,18 +6,23 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from pallas_kernels.choices import called, log_once
+from pallas_kernels.gpu.device import reason_not_here
 from pallas_kernels.gpu.kernel import vary, varying_axes
-from pallas_kernels.partition import Split, axes_of_kind, to_spec, to_splits
+from pallas_kernels.partition import Split, axes_of_kind, mesh_of, to_spec, to_splits
 
 
 def loop_over_members(
-    fn: Callable[..., Any], args: Sequence[jax.Array], is_batched: Sequence[bool]
+    operation: str, fn: Callable[..., Any], args: Sequence[jax.Array], is_batched: Sequence[bool]
 ) -> list[jax.Array]:
     """The results of `fn` for one member after the other. The members are their axis 0.
 
-    Explicit axes of a mesh may split the members. Then each device computes its own.
+    Explicit axes of a mesh may split the members. Then each device computes its own. If Auto axes
+    split them, every device computes all members. No type says whether they do, so a warning is
+    logged on every mesh of Auto axes.
 
     Args:
+      operation: Name of the operation.
       fn: Function of one member's arrays.
       args: Arrays, with the members as axis 0 of those that have them.
       is_batched: Arguments that have members.
@@ -36,6 +41,14 @@ def loop_over_members(
     for a, b in zip(args, is_batched, strict=True):
         if b and (members := to_splits(jax.typeof(a).sharding.spec, a.ndim)[0]):
             return _split(run, members, jax.typeof(a).sharding.mesh, args, is_batched)
+    auto = axes_of_kind(mesh_of(args), AxisType.Auto)
+    if auto and reason_not_here() is None:
+        log_once(
+            f"{called(operation)}: a loop computes one member of jax.vmap after the other, because "
+            f"each has a weight or a gradient of its own; if the Auto axes {auto} split the "
+            "members, every device gathers and computes all of them; make the axes Explicit, or "
+            "put jax.vmap into a jax.shard_map over all axes"
+        )
     return run(*args)
 
 

@@ -370,7 +370,7 @@ def _batch_forward(args, axes, *, operation: Operation, wanted: Mask | None, **_
     folded = operation.fold(wanted, args, is_batched)
     if folded is None:
         out = loop_over_members(
-            functools.partial(_bind_forward, operation, wanted), args, is_batched
+            operation.name, functools.partial(_bind_forward, operation, wanted), args, is_batched
         )
     else:
         out = _bind_forward(folded[0], wanted, *folded[1])
@@ -380,7 +380,10 @@ def _batch_forward(args, axes, *, operation: Operation, wanted: Mask | None, **_
 def _batch_backward(args, axes, *, operation: Operation, wanted: Mask, given: Mask, **_: Any):
     args, is_batched = _at_front(args, axes)
     out = loop_over_members(
-        functools.partial(_bind_backward, operation, wanted, given), args, is_batched
+        operation.name,
+        functools.partial(_bind_backward, operation, wanted, given),
+        args,
+        is_batched,
     )
     return out, [0] * len(out)
 

@@ -168,7 +168,7 @@ def partitioned(
       *args: The arrays.
       manual_parts: Manual axes over which the caller has split each of `roles.parts`.
     """
-    mesh = _mesh(args)
+    mesh = mesh_of(args)
     auto, manual = axes_of_kind(mesh, AxisType.Auto), axes_of_kind(mesh, AxisType.Manual)
     whole = Place(parts=manual_parts or ((),) * len(roles.parts))
     if explicit := _explicit_beside_auto(mesh) or _explicit_axes(mesh, args):
@@ -190,7 +190,7 @@ def split_over_explicit_axes(
     instance, the product of tokens and a weight that the same axis splits. So there each device
     gathers the weights and computes its own tokens.
     """
-    mesh = _mesh(args)
+    mesh = mesh_of(args)
     whole = Place(parts=((),) * len(roles.parts))
     if explicit := _explicit_axes(mesh, args):
         is_mixed = bool(axes_of_kind(mesh, AxisType.Auto))
@@ -205,7 +205,7 @@ def split_over_explicit_axes(
     return tuple(local(key, whole)(*args))
 
 
-def _mesh(args: Sequence[jax.Array]) -> Any:
+def mesh_of(args: Sequence[jax.Array]) -> Any:
     """The mesh in context, or that of the arrays' types.
 
     `jax.vmap` takes the axis that splits its members off the mesh in context.
@@ -423,7 +423,7 @@ def split_alike(x: jax.Array, *numbers: jax.Array) -> list[jax.Array]:
     If `x` is whole, all are split as the first one that is split. JAX refuses to combine arrays
     that Explicit axes split in other ways. The last axis of `x` is no axis of tokens.
     """
-    mesh = _mesh((x, *numbers))
+    mesh = mesh_of((x, *numbers))
     if not axes_of_kind(mesh, AxisType.Explicit):
         return list(numbers)
     specs = [to_splits(jax.typeof(a).sharding.spec, a.ndim) for a in (x, *numbers)]

@@ -333,6 +333,24 @@ def test_a_device_with_few_tokens_says_that_xla_makes_the_backward(on_h100, capl
     )
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("by_member", ["weights", "gradients"])
+def test_a_loop_over_members_says_that_auto_axes_do_not_split_it(on_h100, caplog, by_member, kind):
+    mesh = jax.make_mesh((8,), ("expert",), (kind,))
+    split = lambda *shape: jax.ShapeDtypeStruct(
+        shape, X.dtype, sharding=NamedSharding(mesh, P("expert"))
+    )
+    x, norm = split(8, 4096, 128), lambda x, w: jnp.sum(rms_norm(x, w).astype(F32))
+    with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, logger=choices.__name__):
+        if by_member == "weights":
+            jax.eval_shape(jax.vmap(norm), x, split(8, 128))
+        else:
+            of_one = lambda x, w: jax.grad(norm, 1)(x, w)
+            jax.eval_shape(jax.vmap(of_one, (0, None)), x, jnp.ones(128))
+    assert len(caplog.messages) == (kind == AxisType.Auto)
+    assert all("the Auto axes ('expert',) split the members" in line for line in caplog.messages)
+
+
 def test_an_empty_array_needs_no_kernel():
     for call in (CALLS["rms_norm"], CALLS["add_rms_norm"], CALLS["swiglu_mlp"]):
         assert jax.tree.leaves(call(X[:0], implementation="require"))[0].shape == (0, 128)
