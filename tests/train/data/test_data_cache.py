@@ -155,7 +155,9 @@ def test_pieces_of_a_small_text_are_halved_until_one_is_held_out(config, tmp_pat
     config = dataclasses.replace(config, path=(book,), held_out_fraction=0.05)
     train, held_out, identity = opened(config)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "pieces of" in line]
-    size = int(re.fullmatch(rf"{book}: read in pieces of (\d+) KiB, because .*", line)[1])
+    match = re.fullmatch(rf"{book}: read in pieces of (\d+) KiB, because .*", line)
+    assert match is not None
+    size = int(match[1])
     assert size in (1, 2, 4, 8, 16, 32)
     documents = documents_of(train) + documents_of(held_out)
     assert max(map(len, documents)) <= (size << 10) + 2  # with the first and the last token
