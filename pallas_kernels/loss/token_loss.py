@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.partition import unsupported_reason
+
 # Labels that are no column of the vocabulary become one of these numbers.
 IGNORED, OUT_OF_RANGE = -1, -2
 
@@ -128,6 +130,11 @@ def at_labels(
     """`(in_range, logits)`: whether labels are columns, and their logits; column 0's if not."""
     in_range = (labels >= 0) & (labels < logits.shape[-1])
     column = jnp.where(in_range, labels, 0)[..., None]
+    if unsupported_reason() is not None:
+        # Inside of a `jax.shard_map` that leaves axes to XLA, XLA aborts the process when it splits
+        # the gather over a vocabulary that is split (JAX 0.11.2 and 0.12).
+        columns = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
+        return in_range, jnp.sum(jnp.where(columns == column, logits, 0), axis=-1)
     return in_range, jnp.take_along_axis(logits, column, axis=-1)[..., 0]
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import linear_cross_entropy, linear_log_probs
-from support.numerics import assert_as_accurate, quick_jit
+from support.numerics import assert_as_accurate, assert_close, quick_jit
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 IGNORED = -100
@@ -266,6 +266,39 @@ def test_split_tokens_and_vocabulary(dtype, data, tensor, reduction, chunks):
 
 
 # Traps of a split vocabulary.
+
+
+@pytest.mark.parametrize("fn", [linear_cross_entropy, linear_log_probs])
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_axes_that_are_left_to_xla_inside_of_a_shard_map(fn, implementation):
+    """A gather of the logits of labels made XLA abort the process (JAX 0.11.2 and 0.12)."""
+    mesh = mesh_of(stage=2, data=2, tensor=2)
+    arrays, labels = make_arrays()
+    arrays.pop("bias")
+    options = {"chunk_size": 10} if implementation == "xla" else {}
+
+    def of_tokens(arrays, labels):
+        options_of_fn = {"reduction": "none"} if fn is linear_cross_entropy else {}
+        return fn(
+            labels=labels, implementation=implementation, **arrays, **options, **options_of_fn
+        )
+
+    split = jax.shard_map(
+        of_tokens,
+        mesh=mesh,
+        in_specs=({"x": P("stage"), "weight": P()}, P("stage")),
+        out_specs=P("stage"),
+        axis_names={"stage"},
+    )
+    specs = {"x": P(("stage", "data")), "weight": P("tensor")}
+    graded_sum = lambda fn: quick_jit(
+        jax.value_and_grad(lambda *args: jnp.sum(jax.tree.leaves(fn(*args))[0]))
+    )
+    with jax.set_mesh(mesh):
+        placed_labels = jax.device_put(labels, NamedSharding(mesh, P(("stage", "data"))))
+        got = graded_sum(split)(placed(mesh, arrays, specs), placed_labels)
+    assert_close(got, graded_sum(of_tokens)(arrays, labels))
+
 
 PARTS = 4
 PART = V // PARTS
