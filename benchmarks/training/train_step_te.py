@@ -20,7 +20,6 @@ require. Each variant runs in a process of its own.
 
 import contextlib
 import importlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.training.train_step_torch import Measured, compare
+from benchmarks.training.variants import Measured, compare, timed
 from models.config import LlamaConfig
 from pallas_kernels import linear_cross_entropy
 from train.config import TrainConfig
@@ -172,16 +171,13 @@ def measure(config: TrainConfig, name: str, rounds: int, steps: int) -> Measured
             compiler_options=compiler_options(jax.devices()[:1]),
         )
         compiled = step.lower(state, batch).compile()
-    times: list[float] = []
-    loss: Any = None
-    for measured in [False] + [True] * rounds:
-        jax.block_until_ready(state)
-        start = time.perf_counter()
-        for _ in range(steps):
-            state, loss = compiled(state, batch)
-        jax.block_until_ready(state)
-        if measured:
-            times.append((time.perf_counter() - start) / steps)
+
+    def run() -> Any:
+        nonlocal state
+        state, loss = compiled(state, batch)
+        return loss
+
+    times, loss = timed(run, lambda: jax.block_until_ready(state), rounds, steps)
     return Measured(name, times, memory_in_bytes(compiled), float(loss))
 
 
