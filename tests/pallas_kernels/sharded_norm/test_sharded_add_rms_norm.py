@@ -89,6 +89,8 @@ def test_token_counts_and_leading_axes(implementation, shape):
 )
 def test_no_tokens(implementation, axes, gather):
     """The kernel would raise on a CPU; there is nothing to launch."""
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices; nothing is launched, so eight CPU devices show the same")
     cases = [((2, 0, D), ("data",))] if "data" in axes else [((0, D), ()), ((0, 16, D), (None,))]
     for shape, leading in cases:
         args, cotangents = make_args(axes["tensor"], shape, gather=gather)
