@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.fp8 import amax, mosaic_gpu, reference
-from pallas_kernels.fp8.quantize import quantize, quantize_both, quantize_transposed
+from pallas_kernels.fp8.quantize import maxima_of, quantize, quantize_both, quantize_transposed
 from pallas_kernels.fp8.recipes import Cast
 from pallas_kernels.fp8.types import BlockwiseInt8, Quantized
 from pallas_kernels.gpu.device import reason_not_here
@@ -67,16 +67,18 @@ def cast_part(
       turned: Whether to make the transposed copy.
       maxima: As for `cast_one`.
     """
+    in_kernel = why_no_kernel(a) is None
     if cast.scaling == "tensor":
         largest = reference.amax_of(a if maxima is None else maxima, axis=None)
-        scales = [reference.scale_of(_largest(largest, (*row_axes, *column_axes)), cast.dtype)] * 2
+        largest = _largest(largest, (*row_axes, *column_axes))
+        of_copies = (largest if plain else None, largest if turned else None)
     else:
-        by_column = _largest(reference.amax_of(a.T, axis=1), column_axes)
-        by_row = _largest(reference.amax_of(a, axis=1), row_axes)
-        scales = [reference.scale_of(m, cast.dtype) for m in (by_row, by_column)]
-    wanted = scales[0] if plain else None, scales[1] if turned else None
-    values_of = reference.values_of_both if why_no_kernel(a) else mosaic_gpu.quantize
-    return jax.tree.map(Quantized, values_of(a, *wanted, cast.dtype), wanted)  # None is no leaf
+        by_row, by_column = maxima_of(a, plain=plain, turned=turned, in_kernel=in_kernel)
+        of_copies = (_largest(by_row, row_axes), _largest(by_column, column_axes))
+    scale_of = functools.partial(reference.scale_of, dtype=cast.dtype)
+    scales = jax.tree.map(scale_of, of_copies)  # None is no leaf
+    values_of = mosaic_gpu.quantize if in_kernel else reference.values_of_both
+    return jax.tree.map(Quantized, values_of(a, *scales, dtype=cast.dtype), scales)
 
 
 def why_no_kernel(a: jax.Array) -> str | None:
@@ -84,9 +86,9 @@ def why_no_kernel(a: jax.Array) -> str | None:
     return mosaic_gpu.unsupported_reason(a) or reason_not_here()
 
 
-def _largest(maxima: jax.Array, axes: Split) -> jax.Array:
-    """The maxima over all devices of mesh axes; NaN where one of them is."""
-    if not axes:
+def _largest(maxima: jax.Array | None, axes: Split) -> jax.Array | None:
+    """The maxima over all devices of mesh axes; NaN where one of them is, None for None."""
+    if maxima is None or not axes:
         return maxima
     # `pmax` of floats may lose a NaN. Without signs, the bits of floats as integers are in the
     # order of the numbers, and those of a NaN are the largest. So one `pmax` of integers keeps it.
@@ -130,7 +132,7 @@ def cast_computed(
         if by_column is not None and cast.scaling == "tensor":
             largest = _largest(reference.amax_of(by_column, axis=None), place.tokens)
             by_row, by_column = (largest if is_wanted else None for is_wanted in copies)
-        elif by_column is not None:
+        else:
             by_column = _largest(by_column, place.tokens)
         scale_of = functools.partial(reference.scale_of, dtype=cast.dtype)
         scales.append(jax.tree.map(scale_of, (by_row, by_column)))  # None is no leaf

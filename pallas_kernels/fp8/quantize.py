@@ -131,16 +131,26 @@ def _quantize(
     if scaling == "tensor":
         largest = reference.amax_of(x, axis=None)
         maxima = (largest if plain else None, largest if turned else None)
-    elif chosen == "mosaic_gpu" and plain and turned:
-        maxima = amax.amax_of_both(x)
     else:
-        maxima = (
-            reference.amax_of(x, axis=1) if plain else None,
-            reference.amax_of(x, axis=0).reshape(-1, 1) if turned else None,
-        )
+        maxima = maxima_of(x, plain=plain, turned=turned, in_kernel=chosen == "mosaic_gpu")
     scales = jax.tree.map(lambda m: reference.scale_of(m, dtype), maxima)  # None is no leaf
     run = mosaic_gpu.quantize if chosen == "mosaic_gpu" else reference.values_of_both
     return jax.tree.map(Quantized, run(x, *scales, dtype=dtype), scales)
+
+
+def maxima_of(
+    x: Float[Array, "M K"], *, plain: bool, turned: bool, in_kernel: bool
+) -> tuple[Float[Array, "M 1"] | None, Float[Array, "K 1"] | None]:
+    """The largest magnitudes of the rows and of the columns; None for those that are not wanted.
+
+    One kernel finds both. XLA would read `x` twice.
+    """
+    if in_kernel and plain and turned:
+        return amax.amax_of_both(x)
+    return (
+        reference.amax_of(x, axis=1) if plain else None,
+        reference.amax_of(x, axis=0).reshape(-1, 1) if turned else None,
+    )
 
 
 def _checked(x: Array, dtype: DTypeLike, scaling: Scaling, *, axes: int | None) -> Array:

@@ -202,14 +202,16 @@ def test_gradients(compiled, chip, case, in_fp8, wide):
 @on_h100
 @pytest.mark.oldest
 @pytest.mark.parametrize(
-    "case", ["mesh-tensorwise", pytest.param("mesh-rowwise", marks=pytest.mark.full)]
+    "case", ["mesh-rowwise", pytest.param("mesh-tensorwise", marks=pytest.mark.full)]
 )
 def test_on_a_mesh_devices_exchange_maxima_and_gradients(compiled, chip, case):
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s", program.calls)
     assert '"__cublas$lt$matmul"' not in program.hlo
     names = {kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in program.kernels}
-    assert names >= {"fp8_gated_matmul", "fp8_matmul", "fp8_quantize", *SWIGLU_BACKWARD}, names
+    kernels = {"fp8_gated_matmul", "fp8_matmul", "fp8_quantize", *SWIGLU_BACKWARD}
+    # One kernel finds the maxima of a device's rows and columns.
+    assert names >= kernels | ({"fp8_amax"} if case == "mesh-rowwise" else set()), names
     found: Counter[str] = Counter()
     for collective in Schedule(program.hlo).collectives():
         found[collective.kind] += sum(collective.times * math.prod(s) for s in collective.results)
