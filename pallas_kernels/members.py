@@ -9,7 +9,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pallas_kernels.choices import called, log_once
 from pallas_kernels.gpu.device import reason_not_here
 from pallas_kernels.gpu.kernel import vary, varying_axes
-from pallas_kernels.partition import Split, axes_of_kind, mesh_of, to_spec, to_splits
+from pallas_kernels.layout import Split, to_spec, to_splits
+from pallas_kernels.partition import axes_of_kind, mesh_of
 
 
 def loop_over_members(

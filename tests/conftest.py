@@ -99,10 +99,10 @@ def unchecked_shapes():
 def fresh_operations():
     """Operations are traced anew, for a test that replaces a part of them, and after it."""
 
-    from pallas_kernels import operation, partition  # not before jaxtyping's import hook
+    from pallas_kernels import auto_axes, operation  # not before jaxtyping's import hook
 
     def forget():
-        for made in (operation._forward, operation._backward, partition._over_auto_axes):
+        for made in (operation._forward, operation._backward, auto_axes.over_auto_axes):
             made.cache_clear()
 
     forget()

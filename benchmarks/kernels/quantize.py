@@ -49,8 +49,8 @@ from pallas_kernels.fp8 import (
     reference,
 )
 from pallas_kernels.fp8.types import E4M3, BlockwiseInt8
+from pallas_kernels.layout import Place
 from pallas_kernels.mlp.reference import swiglu_gradients
-from pallas_kernels.partition import Place
 
 # Tokens x hidden or intermediate size of Llama 1B and 8B, and a weight.
 SHAPES: tuple[Shape, ...] = ((16384, 2048), (16384, 8192), (8192, 14336), (2048, 8192))

@@ -19,12 +19,13 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.distillation import xla
 from pallas_kernels.distillation.settings import Settings
+from pallas_kernels.layout import Place, Roles, Tokens, Weight
 from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.counted import fraction_in_effect, in_fewer_rows
 from pallas_kernels.loss.differentiable import is_unchecked, roles_of_gradients
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.operation import Arrays, Cotangents, Mask, Operation, call, with_members
-from pallas_kernels.partition import Place, Roles, Tokens, Weight, partitioned
+from pallas_kernels.partition import partitioned
 
 _COEFFICIENTS, _BIAS = 2, 3  # positions among the arguments
 

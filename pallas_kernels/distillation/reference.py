@@ -13,11 +13,12 @@ from pallas_kernels.distillation import divergence
 from pallas_kernels.distillation.differentiable import roles_of
 from pallas_kernels.distillation.settings import Settings
 from pallas_kernels.distillation.top_k import log_probs_of_classes
+from pallas_kernels.layout import Place, Roles, Tokens
 from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.reference import float32_logits
 from pallas_kernels.loss.token_loss import softcapped
-from pallas_kernels.partition import Place, Roles, Tokens, split_over_explicit_axes
+from pallas_kernels.partition import split_over_explicit_axes
 
 
 def sum_of_losses(

@@ -16,7 +16,7 @@ from pallas_kernels.fp8.quantize import maxima_of, quantize, quantize_both, quan
 from pallas_kernels.fp8.recipes import Cast
 from pallas_kernels.fp8.types import BlockwiseInt8, Quantized
 from pallas_kernels.gpu.device import reason_not_here
-from pallas_kernels.partition import Place, Split
+from pallas_kernels.layout import Place, Split
 
 
 def cast_one(

@@ -42,9 +42,7 @@ from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
 from pallas_kernels.fp8.types import Quantized
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.implementation import Implementation, check_implementation
-from pallas_kernels.mlp.reference import matmul
-from pallas_kernels.operation import Arrays, Cotangents, Mask, call
-from pallas_kernels.partition import (
+from pallas_kernels.layout import (
     GradientOf,
     Place,
     Replicated,
@@ -53,8 +51,10 @@ from pallas_kernels.partition import (
     Tokens,
     TokensLast,
     Weight,
-    partitioned,
 )
+from pallas_kernels.mlp.reference import matmul
+from pallas_kernels.operation import Arrays, Cotangents, Mask, call
+from pallas_kernels.partition import partitioned
 
 
 @jax.tree_util.register_dataclass

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choices import log_once
+from pallas_kernels.layout import Place, Tokens
 from pallas_kernels.log_probs.statistics import distribution_of_linear, of_labels
 from pallas_kernels.loss import low_rank, recomputed
 from pallas_kernels.loss.columns import Gradients, place_in_vocabulary
@@ -39,7 +40,6 @@ from pallas_kernels.loss.layout import Embedding, unsupported_reason
 from pallas_kernels.loss.plan import InPlace, Request, TokenChunks, choose
 from pallas_kernels.loss.token_loss import IGNORED, LossOptions
 from pallas_kernels.operation import Arrays, Cotangents, Mask, Operation, call, with_members
-from pallas_kernels.partition import Place, Tokens
 
 _WEIGHT, BIAS = 1, 3  # positions among the arguments
 _NUMBERS = Tokens()

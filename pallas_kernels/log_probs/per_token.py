@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.layout import Place, Replicated, Roles, Tokens, Weight
 from pallas_kernels.log_probs.differentiable import Device
 from pallas_kernels.log_probs.kept import KeptExponentials, keeps_chunks
 from pallas_kernels.log_probs.token_function import OfFunction, TokenFunction
@@ -27,14 +28,7 @@ from pallas_kernels.loss.counted import of_counted, where_counted
 from pallas_kernels.loss.differentiable import weight_and_biases
 from pallas_kernels.loss.token_loss import IGNORED
 from pallas_kernels.operation import Arrays, Mask
-from pallas_kernels.partition import (
-    Place,
-    Replicated,
-    Roles,
-    Tokens,
-    Weight,
-    split_over_explicit_axes,
-)
+from pallas_kernels.partition import split_over_explicit_axes
 
 
 def sum_of_known(

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.layout import Place, Roles, Tokens
 from pallas_kernels.log_probs.statistics import distribution_of_logits, of_labels
 from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.plan import Request
 from pallas_kernels.loss.reference import arguments_and_roles, float32_logits
 from pallas_kernels.loss.token_loss import IGNORED, softcapped
-from pallas_kernels.partition import Place, Roles, Tokens, split_over_explicit_axes
+from pallas_kernels.partition import split_over_explicit_axes
 
 
 def log_probs(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 
+from pallas_kernels.layout import Place, Tokens
 from pallas_kernels.log_probs.differentiable import BIAS, Device, LogProbs
 from pallas_kernels.log_probs.kept import KeptExponentials
 from pallas_kernels.loss.columns import Columns, Gradients
@@ -23,7 +24,6 @@ from pallas_kernels.loss.differentiable import (
 from pallas_kernels.loss.mosaic_gpu import exponentials
 from pallas_kernels.loss.plan import Request
 from pallas_kernels.operation import Arrays, Cotangents, Mask
-from pallas_kernels.partition import Place, Tokens
 
 _NUMBERS, _EXPONENTIALS = Tokens(), Tokens(("column",))
 

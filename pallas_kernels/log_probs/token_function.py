@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.layout import Place
 from pallas_kernels.log_probs.differentiable import BIAS
 from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.counted import where_counted
@@ -31,7 +32,6 @@ from pallas_kernels.loss.differentiable import (
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.plan import Request
 from pallas_kernels.operation import Arrays, Cotangents, Mask, Operation, call
-from pallas_kernels.partition import Place
 
 _logger = logging.getLogger(__name__)
 _HAS_RULE = "custom_jvp_call", "custom_vjp_call"  # primitives with a rule that no text shows

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.layout import Place, Replicated, Weight, of_all_tokens, of_own_tokens
 from pallas_kernels.log_probs.differentiable import Device
 from pallas_kernels.log_probs.kept import KeptExponentials, keeps_all
 from pallas_kernels.log_probs.token_function import OfFunction
@@ -29,7 +30,6 @@ from pallas_kernels.loss.counted import FewRows, for_few_or_all, fraction_in_eff
 from pallas_kernels.loss.differentiable import weight_and_biases
 from pallas_kernels.loss.token_loss import IGNORED
 from pallas_kernels.operation import Arrays, Mask
-from pallas_kernels.partition import Place, Replicated, Weight, of_all_tokens, of_own_tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

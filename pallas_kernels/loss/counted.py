@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from pallas_kernels.choices import log_once
-from pallas_kernels.partition import Place
+from pallas_kernels.layout import Place
 
 _TILE = 128  # rows of a tile of the products
 

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choices import log_once
 from pallas_kernels.gpu.kernel import varying_axes
+from pallas_kernels.layout import GradientOf, Place, Roles, Tokens, Weight
 from pallas_kernels.loss import by_columns, by_tokens, low_rank, recomputed
 from pallas_kernels.loss.columns import Gradients, place_in_vocabulary, scaled_coefficients
 from pallas_kernels.loss.counted import of_counted
@@ -32,7 +33,7 @@ from pallas_kernels.loss.mosaic_gpu import exponentials
 from pallas_kernels.loss.plan import ColumnChunks, Request, choose
 from pallas_kernels.loss.token_loss import IGNORED, TokenLosses, finite_where_not_counted
 from pallas_kernels.operation import Arrays, Cotangents, Mask, Operation, call, with_members
-from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
+from pallas_kernels.partition import partitioned
 
 _X, _NUMBERS = Tokens(("d",)), Tokens()
 _WEIGHT, _COEFFICIENTS, _BIAS = 1, 2, 4  # positions among the arguments

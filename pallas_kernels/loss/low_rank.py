@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import BITS_OF_PRODUCTS, floating_arrays
-from pallas_kernels.partition import Weight
+from pallas_kernels.layout import Weight
 
 _STEP = 64  # hidden units of a step of the kernels: 16 MB of a 16-bit `a` with V = 128256
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.layout import Place, Roles, Tokens, Weight
 from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.layout import Embedding, WeightLayout
 from pallas_kernels.loss.plan import Request
@@ -17,7 +18,7 @@ from pallas_kernels.loss.token_loss import (
     token_losses,
     with_bias,
 )
-from pallas_kernels.partition import Place, Roles, Tokens, Weight, split_over_explicit_axes
+from pallas_kernels.partition import split_over_explicit_axes
 
 
 def sums_of_losses(

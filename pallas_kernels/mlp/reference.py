@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.layout import Place, Roles, Tokens, Weight
 from pallas_kernels.mlp import formula
-from pallas_kernels.partition import Place, Roles, Tokens, Weight, split_over_explicit_axes
+from pallas_kernels.partition import split_over_explicit_axes
 
 
 def swiglu(gate: Float[Array, "*T F"], up: Float[Array, "*T F"]) -> Float[Array, "*T F"]:

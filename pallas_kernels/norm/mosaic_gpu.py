@@ -38,6 +38,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.gpu.arrays import unsupported_dtype
 from pallas_kernels.gpu.device import BYTES_PER_ACCESS, WARPS_PER_WARPGROUP, target_device
 from pallas_kernels.gpu.kernel import vary, varying_axes
+from pallas_kernels.layout import GradientOf, Place, Roles, Tokens, Weight
 from pallas_kernels.norm import reference
 from pallas_kernels.norm.backward_kernel import backward
 from pallas_kernels.norm.config import Config, Options, config_of, smem_for_rows
@@ -52,7 +53,7 @@ from pallas_kernels.operation import (
     follows,
     with_members,
 )
-from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
+from pallas_kernels.partition import partitioned
 
 _MIN_HIDDEN_SIZE = 64
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from pallas_kernels.partition import Place, Roles, Tokens, Weight, split_over_explicit_axes
+from pallas_kernels.layout import Place, Roles, Tokens, Weight
+from pallas_kernels.partition import split_over_explicit_axes
 
 _TOKENS, _WEIGHT = Tokens(("d",)), Weight(("d",))
 

@@ -16,7 +16,7 @@ from pallas_kernels.fp8 import (
 )
 from pallas_kernels.fp8.mlp import swiglu_backward
 from pallas_kernels.fp8.types import BlockwiseInt8
-from pallas_kernels.partition import Place
+from pallas_kernels.layout import Place
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 kernel = dict(implementation="mosaic_gpu")

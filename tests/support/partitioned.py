@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.partition import GradientOf, Place, Roles, Tokens, Weight, partitioned
+from pallas_kernels.layout import GradientOf, Place, Roles, Tokens, Weight
+from pallas_kernels.partition import partitioned
 
 _X, _H = Tokens(("d",)), Tokens(("f",))
 _W_IN, _W_OUT = Weight(("d", "f")), Weight(("f", "d"))

@@ -9,8 +9,8 @@ import pytest
 
 from pallas_kernels.fp8 import RECIPES, quantize_both, reference
 from pallas_kernels.fp8.casts import cast_computed
+from pallas_kernels.layout import Place
 from pallas_kernels.mlp.reference import swiglu_gradients
-from pallas_kernels.partition import Place
 from support.numerics import assert_as_accurate, quick_jit
 from support.pairwise import pairwise
 

@@ -1,0 +1,200 @@
+"""Functions of tokens that XLA partitions over Auto axes, by `custom_partitioning`.
+
+XLA decides how the arrays are split, by a rule for Shardy. Then it asks here for the function of a
+device's arrays.
+
+Under `jax.vmap` such a function computes one member after the other, in a loop. XLA may split the
+members over mesh axes. Then each device has a loop over its own members. A mesh axis that splits
+members splits neither tokens nor weights of the same call.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.layout import (
+    GradientOf,
+    Layout,
+    Local,
+    Place,
+    Replicated,
+    Roles,
+    Splits,
+    Tokens,
+    TokensLast,
+    Weight,
+    to_spec,
+    to_splits,
+)
+from pallas_kernels.mapping import Levels, loop, num_levels
+
+_logger = logging.getLogger(__name__)
+
+
+@functools.lru_cache(maxsize=4096)
+def over_auto_axes(
+    local: Local,
+    key: Hashable,
+    roles: Roles,
+    whole: Place,
+    ranks: tuple[int, ...],
+    levels: Levels = (),
+) -> Callable[..., Any]:
+    """The function `local(key, whole)` of whole arrays, which XLA partitions.
+
+    Args:
+      local: Maker of the function of a device's arrays.
+      key: Static options of `local`.
+      roles: Roles of the arguments and of the results.
+      whole: Place of whole arrays.
+      ranks: Number of axes of each argument, without those of members.
+      levels: Arguments that have members.
+    """
+
+    def of_whole_arrays(*args: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(loop(local(key, whole), levels)(*args))
+
+    def partition(mesh: Any, args: Any, results: Any) -> Any:
+        mesh, specs = _mesh_and_specs([a.sharding for a in args])
+        splits = [_even(spec, a.shape, mesh) for spec, a in zip(specs, args, strict=True)]
+        members, splits = _members_apart(levels, splits)
+        layout = Layout.make(roles, whole, splits)
+        of_args = [
+            (*(split for split, level in zip(members, levels, strict=True) if level[i]), *rest)
+            for i, rest in enumerate(layout.args)
+        ]
+        of_results = [(*members, *rest) for rest in layout.results]
+        shardings = lambda many: tuple(NamedSharding(mesh, to_spec(s)) for s in many)
+        # A plan depends on the shapes, so a device's gradient may be in 16 bits where that of the
+        # whole arrays has float32 sums, and the other way round.
+        dtypes = [a.dtype for a in results]
+        run = layout.of_device(local, key, roles, levels, dtypes)
+        return mesh, run, shardings(of_results), shardings(of_args)
+
+    rule, factors_that_are_whole = _rule(roles, ranks, levels)
+    split = custom_partitioning(of_whole_arrays)
+    split.def_partition(
+        partition=partition, sharding_rule=rule, need_replication_factors=factors_that_are_whole
+    )
+    # JAX cannot batch a function that XLA partitions.
+    run = jax.custom_batching.custom_vmap(split)
+
+    @run.def_vmap
+    def of_members(size: int, is_batched: Sequence[bool], *args: jax.Array) -> Any:
+        more = (tuple(is_batched), *levels)
+        results = over_auto_axes(local, key, roles, whole, ranks, more)(*args)
+        return results, (True,) * len(results)
+
+    return run
+
+
+def _members_apart(levels: Levels, splits: Sequence[Splits]) -> tuple[Splits, list[Splits]]:
+    """The mesh axes that split the members of each level, and the splits of the other axes.
+
+    Members are split as in the first argument whose members are split.
+    """
+    found: list[tuple[str, ...]] = []
+    used: set[str] = set()
+    for depth, level in enumerate(levels):
+        axes = num_levels(levels[:depth]) if depth else [0] * len(splits)
+        own = [s[axis] for s, axis, b in zip(splits, axes, level, strict=True) if b]
+        candidates = [tuple(name for name in names if name not in used) for names in own]
+        found.append(next(filter(None, candidates), ()))
+        used.update(found[-1])
+    without = lambda names: tuple(name for name in names if name not in used)
+    axes = num_levels(levels) if levels else [0] * len(splits)
+    rest = [tuple(map(without, s[n:])) for s, n in zip(splits, axes, strict=True)]
+    return tuple(found), rest
+
+
+def _even(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> Splits:
+    """The splits of the spec, without those whose devices do not divide the axis.
+
+    Without even parts XLA pads the last part with arbitrary numbers. A local function would take
+    the padding for tokens or for columns.
+    """
+    splits = []
+    for split, size in zip(to_splits(spec, len(shape)), shape, strict=True):
+        num_devices = math.prod(mesh.shape[name] for name in split)
+        if size % num_devices:
+            _logger.warning(
+                "every device gathers an axis of %d and computes all of it, because the mesh axes "
+                "%s split it over %d devices, which do not divide %d; pad the axis, or split "
+                "another one",
+                size,
+                split,
+                num_devices,
+                size,
+            )
+            split = ()
+        splits.append(split)
+    return tuple(splits)
+
+
+def _mesh_and_specs(shardings: Sequence[Any]) -> tuple[Mesh, list[PartitionSpec]]:
+    """The mesh and the specs of shardings that XLA chose.
+
+    A program of several devices may have no mesh: neither in the types of its arguments nor in the
+    context in which JAX traced it. Then every device computes all.
+    """
+    if all(isinstance(s, NamedSharding) for s in shardings):
+        return shardings[0].mesh, [s.spec for s in shardings]
+    if not all(s.is_fully_replicated for s in shardings):
+        _logger.warning(
+            "every device computes all tokens, because the program has no mesh; give its arguments "
+            "a NamedSharding, or call it under jax.set_mesh"
+        )
+    devices = sorted(shardings[0].device_set, key=lambda device: device.id)
+    return Mesh(devices, ("devices",)), [PartitionSpec() for _ in shardings]
+
+
+def _rule(roles: Roles, ranks: Sequence[int], levels: Levels) -> tuple[str, tuple[str, ...]]:
+    """Shardy's rule, and the factors in it that are whole on every device."""
+    num_leading = next(
+        rank - len(role.features)
+        for role, rank in zip(roles.args, ranks, strict=True)
+        if isinstance(role, Tokens)
+    )
+    leading = [f"t{i}" for i in range(num_leading)]
+    whole: list[str] = []
+
+    def of_tokens(role: Any) -> list[str]:
+        whole.extend(name for name in role.features if name not in roles.parts)
+        if isinstance(role, TokensLast):
+            merged = f"({' '.join(leading)})" if num_leading > 1 else leading[0]
+            return [*role.features, merged]
+        return [*leading, *role.features]
+
+    def of_weight(index: int, role: Any) -> list[str]:
+        # An axis that is gathered here is a factor of its own, which XLA need not make whole.
+        return [name if name in roles.parts else f"{name}_of{index}" for name in role.axes]
+
+    args = [
+        of_weight(i, role) if isinstance(role, Weight) else of_tokens(role)
+        for i, role in enumerate(roles.args)
+    ]
+    results = []
+    for i, role in enumerate(roles.results):
+        match role:
+            case GradientOf(index):
+                results.append(args[index])
+            case Replicated(num_axes):
+                own = [f"r{i}x{axis}" for axis in range(num_axes)]
+                whole.extend(own)
+                results.append(own)
+            case _:
+                results.append(of_tokens(role))
+    members = [f"m{i}" for i in range(len(levels))]
+    of_args = [
+        [*(m for m, level in zip(members, levels, strict=True) if level[i]), *factors]
+        for i, factors in enumerate(args)
+    ]
+    of_results = [[*members, *factors] for factors in results]
+    text = lambda many: ", ".join(" ".join(factors) for factors in many)
+    return f"{text(of_args)} -> {text(of_results)}", tuple(dict.fromkeys(whole))

@@ -1,0 +1,311 @@
+"""What each device of a mesh has of the arrays of a function of tokens.
+
+*Roles* say what the arrays are. From the roles, and from how the arguments are split, `Layout`
+makes the splits to compute in and the function of a device's arrays.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from pallas_kernels.mapping import Levels, loop
+
+# The mesh axes that split an axis of an array, major first; empty where the axis is whole.
+type Split = tuple[str, ...]
+type Splits = tuple[Split, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """An array whose leading axes are tokens.
+
+    Attributes:
+      features: Names of the axes that follow.
+    """
+
+    features: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class TokensLast:
+    """An array of all tokens, merged into the last axis: `[*features, T]`.
+
+    A device has the columns of its own tokens. Where several leading axes are split, the columns
+    lie in another order than those of one device. So the array is only for a call that splits the
+    tokens in the same way.
+
+    Attributes:
+      features: Names of the axes before the last.
+    """
+
+    features: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicated:
+    """A result that is the same on all devices, such as a scale.
+
+    Attributes:
+      num_axes: Number of its axes.
+    """
+
+    num_axes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """An array that every token reads.
+
+    Attributes:
+      axes: Names of its axes.
+      dtype: Dtype to which it is cast before it is gathered; None keeps its own. A weight that is
+        not gathered comes as it is.
+      by_rows: Whether a gathered weight lies row by row in memory, as kernels read it. Otherwise
+        XLA lays it out as the exchange delivers it, and may copy it for each kernel.
+    """
+
+    axes: tuple[str, ...]
+    dtype: Any = None
+    by_rows: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientOf:
+    """The gradient of a weight. The local function returns the sum over a device's own tokens.
+
+    Attributes:
+      index: Position of the weight among the arguments.
+    """
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """The roles of a local function's arguments and results.
+
+    Attributes:
+      args: Roles of the arguments.
+      results: Roles of the results.
+      parts: Names of the axes of which a device may have a part.
+    """
+
+    args: tuple[Tokens | TokensLast | Weight, ...]
+    results: tuple[Tokens | TokensLast | Replicated | GradientOf, ...]
+    parts: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The mesh axes that split what a local function sees. Empty where nothing is split.
+
+    Attributes:
+      tokens: Mesh axes that split the tokens.
+      parts: Mesh axes that split each of `Roles.parts`, in that order.
+      leading: Mesh axes that split each leading axis of the tokens; empty if none is split.
+    """
+
+    tokens: Split = ()
+    parts: Splits = ()
+    leading: Splits = ()
+
+
+# `local(key, place)` makes the function of a device's arrays. It is defined at the top level of a
+# module, so that equal calls share an entry of the cache of `over_auto_axes`.
+type Local = Callable[[Any, Place], Callable[..., Sequence[jax.Array]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How arrays are split.
+
+    Attributes:
+      args: Splits of the arguments.
+      gathered: Splits of the weights' axes that each device gathers; empty splits for tokens.
+      results: Splits of the results.
+      place: Place that the local function is told.
+    """
+
+    args: tuple[Splits, ...]
+    gathered: tuple[Splits, ...]
+    results: tuple[Splits, ...]
+    place: Place
+
+    @classmethod
+    def make(cls, roles: Roles, whole: Place, splits: Sequence[Splits]) -> "Layout":
+        """The layout to compute in, for arguments that are split so."""
+        leading = _leading(roles, splits)
+        tokens = tuple(name for split in leading for name in split)
+        parts = tuple(_part(name, roles, splits, tokens) for name in roles.parts)
+        kept = dict(zip(roles.parts, parts, strict=True))
+
+        def of_tokens(role: Any) -> Splits:
+            features = tuple(kept.get(name, ()) for name in role.features)
+            return (*features, tokens) if isinstance(role, TokensLast) else (*leading, *features)
+
+        args, gathered = [], []
+        for role, split in zip(roles.args, splits, strict=True):
+            if isinstance(role, Tokens | TokensLast):
+                args.append(of_tokens(role))
+                gathered.append(((),) * len(split))
+                continue
+            stay = [kept.get(name, ()) for name in role.axes]
+            # A mesh axis that stays at one axis of the weight can split no other one of it.
+            of_one = {name for names in stay for name in names}
+            pairs = [
+                _kept_and_gathered(own, tuple(n for n in names if n in own or n not in of_one))
+                for own, names in zip(stay, split, strict=True)
+            ]
+            args.append(tuple(keep + rest for keep, rest in pairs))
+            gathered.append(tuple(rest for _, rest in pairs))
+        results = []
+        for role in roles.results:
+            match role:
+                case GradientOf(index):
+                    results.append(args[index])
+                case Replicated(num_axes):
+                    results.append(((),) * num_axes)
+                case _:
+                    results.append(of_tokens(role))
+        all_parts = tuple(map(operator.add, whole.parts, parts))
+        return cls(tuple(args), tuple(gathered), tuple(results), Place(tokens, all_parts, leading))
+
+    def of_device(
+        self,
+        local: Local,
+        key: Hashable,
+        roles: Roles,
+        levels: Levels = (),
+        dtypes: Sequence[Any] = (),
+    ) -> Callable[..., Any]:
+        """The function of a device's arrays, which gathers weights and adds up their gradients.
+
+        A loop computes one member of `jax.vmap` after the other. Weights that all members share are
+        gathered before it.
+
+        Args:
+          local: Maker of the function of a device's arrays.
+          key: Static options of `local`.
+          roles: Roles of the arguments and of the results.
+          levels: Arguments that have members, of which a device has its own.
+          dtypes: Dtypes of the results; () keeps those of `local`.
+        """
+        of_args = list(zip(roles.args, self.gathered, strict=True))
+        is_shared = [not any(level[i] for level in levels) for i in range(len(of_args))]
+
+        def gathered(args: Sequence[jax.Array], where: Sequence[bool]) -> list[jax.Array]:
+            many = zip(args, of_args, where, strict=True)
+            return [_whole(a, *how) if is_here else a for a, how, is_here in many]
+
+        def of_one(*args: jax.Array) -> list[jax.Array]:
+            results = local(key, self.place)(*gathered(args, [not shared for shared in is_shared]))
+            results = [
+                _reduce(a, self.gathered[role.index], self.place.tokens)
+                if isinstance(role, GradientOf)
+                else a
+                for a, role in zip(results, roles.results, strict=True)
+            ]
+            if not dtypes:
+                return results
+            return [a.astype(dtype) for a, dtype in zip(results, dtypes, strict=True)]
+
+        return lambda *args: tuple(loop(of_one, levels)(*gathered(args, is_shared)))
+
+
+def _leading(roles: Roles, splits: Sequence[Splits]) -> Splits:
+    """How tokens are split: as in the first array that is split, or not at all."""
+    of_tokens = [
+        split[: len(split) - len(role.features)]
+        for role, split in zip(roles.args, splits, strict=True)
+        if isinstance(role, Tokens)
+    ]
+    return next((s for s in of_tokens if any(s)), of_tokens[0])
+
+
+def _part(name: str, roles: Roles, splits: Sequence[Splits], tokens: Split) -> Split:
+    """The mesh axes over which a named axis stays split: those of a weight that split no tokens."""
+    for role, split in zip(roles.args, splits, strict=True):
+        if isinstance(role, Weight) and name in role.axes:
+            found = tuple(n for n in split[role.axes.index(name)] if n not in tokens)
+            if found:
+                return found
+    return ()
+
+
+def _kept_and_gathered(kept: Split, split: Split) -> tuple[Split, Split]:
+    """An axis of a weight: what stays split, and what is gathered.
+
+    An axis is gathered here only where the axes that stay split are the major ones: then a device's
+    part is contiguous. Otherwise XLA brings the weight into the split that is kept.
+    """
+    if split[: len(kept)] == kept:
+        return kept, split[len(kept) :]
+    return kept, ()
+
+
+def _whole(a: jax.Array, role: Tokens | TokensLast | Weight, splits: Splits) -> jax.Array:
+    """The argument, gathered over the axes of the splits."""
+    if isinstance(role, Weight) and role.dtype is not None and any(splits):
+        a = a.astype(role.dtype)
+    by_rows = isinstance(role, Weight) and role.by_rows
+    for axis, names in enumerate(splits):
+        if names and by_rows:
+            a = jnp.moveaxis(jax.lax.all_gather(a, names, axis=0), 0, axis)
+            a = jax.lax.collapse(a, axis, axis + 2)
+        elif names:
+            a = jax.lax.all_gather(a, names, axis=axis, tiled=True)
+    return a
+
+
+def _reduce(a: jax.Array, splits: Splits, tokens: Split) -> jax.Array:
+    """The sum over the mesh axes `tokens`, split as the weight was before it was gathered."""
+    left = tokens
+    for axis, names in enumerate(splits):
+        if names and set(names) <= set(left):
+            a = jax.lax.psum_scatter(a, names, scatter_dimension=axis, tiled=True)
+            left = tuple(name for name in left if name not in names)
+        elif names:
+            # Devices along an axis that splits no tokens have the same sum.
+            both = tuple(name for name in names if name in left)
+            a = jax.lax.psum(a, both) if both else a
+            left = tuple(name for name in left if name not in both)
+            a = _own_part(a, names, axis)
+    return jax.lax.psum(a, left) if left else a
+
+
+def _own_part(a: jax.Array, names: Split, axis: int) -> jax.Array:
+    """This device's part of an axis that mesh axes split."""
+    size = a.shape[axis] // jax.lax.axis_size(names)
+    return jax.lax.dynamic_slice_in_dim(a, jax.lax.axis_index(names) * size, size, axis)
+
+
+def of_all_tokens(a: jax.Array, place: Place) -> jax.Array:
+    """The numbers of all tokens, from those of this device's tokens."""
+    for axis, names in enumerate(place.leading):
+        if names:
+            a = jax.lax.all_gather(a, names, axis=axis, tiled=True)
+    return a
+
+
+def of_own_tokens(a: jax.Array, place: Place) -> jax.Array:
+    """The numbers of this device's tokens, from those of all tokens."""
+    for axis, names in enumerate(place.leading):
+        if names:
+            a = _own_part(a, names, axis)
+    return a
+
+
+def to_splits(spec: PartitionSpec, ndim: int) -> Splits:
+    """The mesh axes that split each axis of an array."""
+    entries = [*spec, *[None] * (ndim - len(spec))]
+    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
+
+
+def to_spec(splits: Splits) -> PartitionSpec:
+    """The inverse of `to_splits`."""
+    return PartitionSpec(*(split or None for split in splits))

@@ -1,0 +1,118 @@
+"""Functions of one member of `jax.vmap`, applied to all members: in a loop, or by `jax.vmap`.
+
+*Levels* say which arrays have members. A level is a mask over the arrays, and there is one for each
+`jax.vmap` around the function, outermost first. An array has an axis in front for each level that
+has it. Its results have one for each level, except for those that are summed.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+# One bool for each array.
+type Mask = tuple[bool, ...]
+type Levels = tuple[Mask, ...]
+
+
+def loop(fn: Callable[..., Any], levels: Levels, summed: Levels = ()) -> Callable[..., Any]:
+    """The function of all members that computes one after the other.
+
+    Args:
+      fn: Function of one member's arrays, with several results.
+      levels: Arrays that have members.
+      summed: Results to add up over the members, for each level; () if there are none.
+    """
+    for level, sums in reversed(_pairs(levels, summed)):
+        fn = functools.partial(_loop_over_one_level, fn, level, sums)
+    return fn
+
+
+def by_vmap(fn: Callable[..., Any], levels: Levels, summed: Levels = ()) -> Callable[..., Any]:
+    """As `loop`, but by `jax.vmap`."""
+    for level, sums in reversed(_pairs(levels, summed)):
+        fn = functools.partial(_vmap_of_one_level, fn, level, sums)
+    return fn
+
+
+def whole_where_equal(
+    fn: Callable[..., Any], levels: Levels, args: Sequence[jax.Array]
+) -> tuple[list[jax.Array], Levels]:
+    """The results for all members, and the levels of the results.
+
+    A result has no members where it depends on no argument that has them. So a weight that all
+    members share is not repeated for each.
+    """
+    if not levels:
+        return list(fn(*args)), ()
+    members = [_struct_of_member(a, num) for a, num in zip(args, num_levels(levels), strict=True)]
+    read = _arguments_read(jax.make_jaxpr(fn)(*members).jaxpr)
+    found = tuple(tuple(any(level[i] for i in reads) for reads in read) for level in levels)
+    for level, of_results in reversed(list(zip(levels, found, strict=True))):
+        fn = jax.vmap(fn, _axes(level), _axes(of_results))
+    return list(fn(*args)), found
+
+
+def num_levels(levels: Levels) -> list[int]:
+    """The number of axes of members that each array has."""
+    return [sum(masks) for masks in zip(*levels, strict=True)]
+
+
+def _pairs(levels: Levels, summed: Levels) -> list[tuple[Mask, Mask]]:
+    return list(zip(levels, summed or ((),) * len(levels), strict=True))
+
+
+def _axes(level: Mask) -> list[int | None]:
+    return [0 if is_member else None for is_member in level]
+
+
+def _loop_over_one_level(
+    fn: Callable[..., Any], level: Mask, summed: Mask, *args: jax.Array
+) -> list[jax.Array]:
+    def of_one(parts: Sequence[jax.Array]) -> list[jax.Array]:
+        part = iter(parts)
+        return list(fn(*(next(part) if m else a for a, m in zip(args, level, strict=True))))
+
+    parts = [a for a, is_member in zip(args, level, strict=True) if is_member]
+    if not any(summed):
+        return jax.lax.map(of_one, parts)
+
+    def step(sums: list[jax.Array], parts: list[jax.Array]) -> tuple[Any, Any]:
+        results = of_one(parts)
+        sum_, own = iter(sums), zip(results, summed, strict=True)
+        added = [next(sum_) + a for a, is_summed in zip(results, summed, strict=True) if is_summed]
+        return added, [a for a, is_summed in own if not is_summed]
+
+    types = jax.eval_shape(of_one, [a[0] for a in parts])
+    zeros = [jnp.zeros(t.shape, t.dtype) for t, s in zip(types, summed, strict=True) if s]
+    sums, own = map(iter, jax.lax.scan(step, zeros, parts))
+    return [next(sums) if is_summed else next(own) for is_summed in summed]
+
+
+def _vmap_of_one_level(
+    fn: Callable[..., Any], level: Mask, summed: Mask, *args: jax.Array
+) -> list[jax.Array]:
+    results = list(jax.vmap(lambda *args: list(fn(*args)), _axes(level))(*args))
+    if not any(summed):
+        return results
+    return [
+        jnp.sum(a, axis=0, dtype=a.dtype) if is_summed else a
+        for a, is_summed in zip(results, summed, strict=True)
+    ]
+
+
+def _struct_of_member(a: jax.Array, num_levels: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(a.shape[num_levels:], a.dtype)
+
+
+def _arguments_read(jaxpr: Any) -> list[frozenset[int]]:
+    """The positions of the arguments that each result of a jaxpr depends on."""
+    read = {var: frozenset([i]) for i, var in enumerate(jaxpr.invars)}
+    of = lambda v: frozenset() if isinstance(v, Literal) else read.get(v, frozenset())
+    for eqn in jaxpr.eqns:
+        of_equation = frozenset().union(*map(of, eqn.invars))
+        read.update(dict.fromkeys(eqn.outvars, of_equation))
+    return [of(v) for v in jaxpr.outvars]
