@@ -102,14 +102,14 @@ def _members_apart(levels: Levels, splits: Sequence[Splits]) -> tuple[Splits, li
     found: list[tuple[str, ...]] = []
     used: set[str] = set()
     for depth, level in enumerate(levels):
-        axes = num_levels(levels[:depth]) if depth else [0] * len(splits)
+        axes = num_levels(levels[:depth], len(splits))
         own = [s[axis] for s, axis, b in zip(splits, axes, level, strict=True) if b]
         candidates = [tuple(name for name in names if name not in used) for names in own]
         found.append(next(filter(None, candidates), ()))
         used.update(found[-1])
     without = lambda names: tuple(name for name in names if name not in used)
-    axes = num_levels(levels) if levels else [0] * len(splits)
-    rest = [tuple(map(without, s[n:])) for s, n in zip(splits, axes, strict=True)]
+    nums = num_levels(levels, len(splits))
+    rest = [tuple(map(without, s[num:])) for s, num in zip(splits, nums, strict=True)]
     return tuple(found), rest
 
 

@@ -48,7 +48,8 @@ def whole_where_equal(
     """
     if not levels:
         return list(fn(*args)), ()
-    members = [_struct_of_member(a, num) for a, num in zip(args, num_levels(levels), strict=True)]
+    nums = num_levels(levels, len(args))
+    members = [_struct_of_member(a, num) for a, num in zip(args, nums, strict=True)]
     read = _arguments_read(jax.make_jaxpr(fn)(*members).jaxpr)
     found = tuple(tuple(any(level[i] for i in reads) for reads in read) for level in levels)
     for level, of_results in reversed(list(zip(levels, found, strict=True))):
@@ -56,9 +57,9 @@ def whole_where_equal(
     return list(fn(*args)), found
 
 
-def num_levels(levels: Levels) -> list[int]:
+def num_levels(levels: Levels, num_arrays: int) -> list[int]:
     """The number of axes of members that each array has."""
-    return [sum(masks) for masks in zip(*levels, strict=True)]
+    return [sum(level[i] for level in levels) for i in range(num_arrays)]
 
 
 def _pairs(levels: Levels, summed: Levels) -> list[tuple[Mask, Mask]]:

@@ -1,15 +1,21 @@
-"""A loop over the members of `jax.vmap`, on any mesh."""
+"""Members of `jax.vmap` that one call of an operation does not compute.
+
+On Auto axes, and without a mesh, XLA splits them (`auto_axes.py`). Elsewhere a loop computes one
+member after the other.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.choices import called, log_once
 from pallas_kernels.gpu.device import reason_not_here
 from pallas_kernels.gpu.kernel import vary, varying_axes
 from pallas_kernels.layout import Split, to_spec, to_splits
+from pallas_kernels.mapping import Levels, Mask, loop, num_levels, whole_where_equal
 from pallas_kernels.partition import axes_of_kind, mesh_of
 
 
@@ -18,9 +24,10 @@ def loop_over_members(
 ) -> list[jax.Array]:
     """The results of `fn` for one member after the other. The members are their axis 0.
 
-    Explicit axes of a mesh may split the members. Then each device computes its own. If Auto axes
-    split them, every device computes all members. No type says whether they do, so a warning is
-    logged on every mesh of Auto axes.
+    Explicit axes of a mesh may split the members. Then each device computes its own. Inside of a
+    `jax.shard_map` that leaves Auto axes to XLA, every device computes all members, and a warning
+    is logged: XLA cannot partition a kernel there, and no type says whether these axes split the
+    members.
 
     Args:
       operation: Name of the operation.
@@ -32,25 +39,76 @@ def loop_over_members(
       NotImplementedError: Explicit axes split the members, and the mesh has Auto axes, too.
     """
 
-    def run(*args: jax.Array) -> list[jax.Array]:
-        def one(parts: list[jax.Array]) -> Any:
-            part = iter(parts)
-            return fn(*(next(part) if b else a for a, b in zip(args, is_batched, strict=True)))
-
-        return list(jax.lax.map(one, [a for a, b in zip(args, is_batched, strict=True) if b]))
-
+    run = loop(fn, (tuple(is_batched),))
     for a, b in zip(args, is_batched, strict=True):
         if b and (members := to_splits(jax.typeof(a).sharding.spec, a.ndim)[0]):
             return _split(run, members, jax.typeof(a).sharding.mesh, args, is_batched)
-    auto = axes_of_kind(mesh_of(args), AxisType.Auto)
-    if auto and reason_not_here() is None:
+    mesh = mesh_of(args)
+    auto = axes_of_kind(mesh, AxisType.Auto)
+    if auto and axes_of_kind(mesh, AxisType.Manual) and reason_not_here() is None:
         log_once(
             f"{called(operation)}: a loop computes one member of jax.vmap after the other, because "
-            f"each has a weight or a gradient of its own; if the Auto axes {auto} split the "
-            "members, every device gathers and computes all of them; make the axes Explicit, or "
-            "put jax.vmap into a jax.shard_map over all axes"
+            f"each has a weight or a gradient of its own; if the Auto axes {auto}, which "
+            "jax.shard_map leaves to XLA, split the members, every device gathers and computes all "
+            "of them; name these axes in axis_names of jax.shard_map, too"
         )
     return run(*args)
+
+
+def saved_of_members(
+    saved: Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]],
+    levels: Levels,
+    *arrays: Sequence[jax.Array],
+) -> tuple[list[jax.Array], list[jax.Array], Levels]:
+    """`saved(*arrays)` for all members: results, what the backward reads, and the levels of that.
+
+    Args:
+      saved: `Operation.saved`, without its first argument.
+      levels: Arguments that have members.
+      *arrays: Arguments, results and residuals.
+    """
+    args, results, residuals = arrays
+    cuts = len(args), len(args) + len(results)
+
+    def of_one(*arrays: jax.Array) -> list[jax.Array]:
+        found = saved(arrays[: cuts[0]], arrays[cuts[0] : cuts[1]], arrays[cuts[1] :])
+        return [*found[0], *found[1]]
+
+    others = (True,) * (len(results) + len(residuals))
+    of_arrays = tuple((*level, *others) for level in levels)
+    found, of_found = whole_where_equal(of_one, of_arrays, (*args, *results, *residuals))
+    num = len(results)
+    return found[:num], found[num:], tuple(level[num:] for level in of_found)
+
+
+def fold_members(
+    fold: Callable[..., Any], levels: Levels, args: Sequence[jax.Array], is_batched: Mask
+) -> tuple[Any, list[jax.Array], Levels] | None:
+    """`fold(args, is_batched)` for each member: operation, arguments and their levels, or None.
+
+    All results of the operation have the new batch behind the axes of members.
+
+    Args:
+      fold: `Operation.fold`, without its first argument.
+      levels: Arguments that have members, apart from the new batch.
+      args: Arguments, with the new batch as axis 0 of those that have it.
+      is_batched: Arguments that have it.
+    """
+    operations: list[Any] = []
+
+    def of_one(*args: jax.Array) -> list[jax.Array]:
+        found = fold(args, is_batched)
+        if found is None:
+            return []
+        operations.append(found[0])
+        return list(found[1])
+
+    behind = [
+        jnp.moveaxis(a, 0, num) if is_here else a
+        for a, is_here, num in zip(args, is_batched, num_levels(levels, len(args)), strict=True)
+    ]
+    arrays, of_arrays = whole_where_equal(of_one, levels, behind)
+    return (operations[0], arrays, of_arrays) if operations else None
 
 
 def _split(

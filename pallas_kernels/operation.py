@@ -20,6 +20,7 @@ which makes one gradient of the weight. `vmap(grad(f))` still makes one for each
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,10 +32,10 @@ from jax.sharding import AxisType
 
 from pallas_kernels.choices import TANGENT_REASON, record
 from pallas_kernels.gpu.kernel import vary, varying_axes
-from pallas_kernels.members import loop_over_members
+from pallas_kernels.mapping import Levels, Mask, by_vmap, loop
+from pallas_kernels.members import fold_members, loop_over_members, saved_of_members
+from pallas_kernels.partition import splits_itself, xla_partitions
 
-# One bool for each argument, result or array.
-type Mask = tuple[bool, ...]
 type Arrays = Sequence[jax.Array]
 # One for each result. A cotangent that is None is 0.
 type Cotangents = Sequence[jax.Array | None]
@@ -133,7 +134,7 @@ def with_members(args: Arrays, is_batched: Mask, weights: Sequence[int] = ()) ->
 
 def call(operation: Operation, *args: jax.Array) -> tuple[jax.Array, ...]:
     """The results of the operation."""
-    return tuple(_bind_forward(operation, None, *args))
+    return tuple(_bind_forward(operation, None, (), *args))
 
 
 def follows(
@@ -169,18 +170,24 @@ _follows_p = _primitive("operation_follows")
 
 # Jitted functions, so that JAX traces and lowers equal calls once.
 @functools.lru_cache(maxsize=4096)
-def _forward(operation: Operation, wanted: Mask | None) -> Callable[..., Any]:
-    return _jit(operation, lambda *args: operation.forward(wanted, *args), wanted)
+def _forward(operation: Operation, wanted: Mask | None, levels: Levels = ()) -> Callable[..., Any]:
+    forward = by_vmap(functools.partial(operation.forward, wanted), levels)
+    return _jit(operation, lambda *args: tuple(forward(*args)), wanted, levels)
 
 
 @functools.lru_cache(maxsize=4096)
-def _backward(operation: Operation, wanted: Mask, given: Mask) -> Callable[..., Any]:
+def _backward(
+    operation: Operation, wanted: Mask, given: Mask, levels: Levels = (), summed: Levels = ()
+) -> Callable[..., Any]:
     def backward(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         rest = iter(arrays)
         cotangents = [next(rest) if is_given else None for is_given in given]
         return tuple(operation.backward(wanted, list(rest), cotangents))
 
-    return _jit(operation, backward, wanted, given)
+    of_members = by_vmap(backward, levels, summed)
+    return _jit(
+        operation, lambda *arrays: tuple(of_members(*arrays)), wanted, given, levels, summed
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -225,23 +232,44 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-def _bind_forward(operation: Operation, wanted: Mask | None, *args: jax.Array) -> Any:
-    fn = _forward(operation, wanted)
-    return _bind(_operation_p, fn, *args, operation=operation, wanted=wanted)
+def _bind_forward(
+    operation: Operation, wanted: Mask | None, levels: Levels, *args: jax.Array
+) -> Any:
+    fn = _forward(operation, wanted, levels)
+    return _bind(_operation_p, fn, *args, operation=operation, wanted=wanted, levels=levels)
 
 
-def _bind_backward(operation: Operation, wanted: Mask, given: Mask, *arrays: jax.Array) -> Any:
-    fn = _backward(operation, wanted, given)
-    return _bind(_backward_p, fn, *arrays, operation=operation, wanted=wanted, given=given)
+def _bind_backward(
+    operation: Operation,
+    wanted: Mask,
+    given: Mask,
+    levels: Levels,
+    summed: Levels,
+    *arrays: jax.Array,
+) -> Any:
+    fn = _backward(operation, wanted, given, levels, summed)
+    params = {"operation": operation, "wanted": wanted, "given": given}
+    return _bind(_backward_p, fn, *arrays, **params, levels=levels, summed=summed)
+
+
+def _forward_in_a_loop(operation: Operation, wanted: Mask | None, levels: Levels) -> Any:
+    return loop(functools.partial(_bind_forward, operation, wanted, ()), levels)
+
+
+def _backward_in_a_loop(
+    operation: Operation, wanted: Mask, given: Mask, levels: Levels, summed: Levels
+) -> Any:
+    return loop(functools.partial(_bind_backward, operation, wanted, given, (), ()), levels, summed)
 
 
 def _lower(
-    context: Any, *args: Any, fn: Callable[..., Any], operation: Operation, jaxpr: Any, **_: Any
+    in_a_loop: Callable[..., Any], context: Any, *args: Any, fn: Any, jaxpr: Any, **params: Any
 ) -> Any:
-    module = context.module_context
+    operation, module = params["operation"], context.module_context
     num_devices = getattr(module.axis_context, "num_devices", 1)
-    splits_itself = any(e.primitive.name == "custom_partitioning" for e in jaxpr.jaxpr.eqns)
-    if module.lowering_parameters.for_export and num_devices > 1 and splits_itself:
+    if params["levels"] and num_devices == 1:
+        fn = in_a_loop(**params)
+    elif module.lowering_parameters.for_export and num_devices > 1 and splits_itself(jaxpr):
         raise NotImplementedError(
             f"jax.export of {operation.name} for {num_devices} devices: on Auto axes XLA asks "
             "Python how to split it, which no file can hold; use a mesh of Explicit axes, or "
@@ -250,38 +278,47 @@ def _lower(
     return mlir.lower_fun(fn, multiple_results=True)(context, *args)
 
 
-for _p in (_operation_p, _backward_p):
+for _p, _in_a_loop in ((_operation_p, _forward_in_a_loop), (_backward_p, _backward_in_a_loop)):
     _p.def_impl(lambda *args, fn, **_: fn(*args))
     _p.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
-    mlir.register_lowering(_p, _lower)
+    mlir.register_lowering(_p, functools.partial(_lower, _in_a_loop))
 
 
 # Derivatives.
 
 
-def _jvp(primals, tangents, *, operation: Operation, wanted: Mask | None, **_: Any):
+def _jvp(primals, tangents, *, operation: Operation, wanted: Mask | None, levels: Levels, **_):
     has_tangent = tuple(type(t) is not ad.Zero for t in tangents)
     if wanted is not None:  # a derivative of a derivative
         _with_tangent(operation)
-    out = _bind_forward(operation, has_tangent if wanted is None else wanted, *primals)
+    out = _bind_forward(operation, has_tangent if wanted is None else wanted, levels, *primals)
     num_results = len(out) - operation.num_residuals(has_tangent)
     residuals = out[num_results:]
-    results, saved = operation.saved(has_tangent, primals, out[:num_results], residuals)
+    saved_of = functools.partial(operation.saved, has_tangent)
+    arrays = primals, out[:num_results], residuals
+    results, saved, levels_of_saved = saved_of_members(saved_of, levels, *arrays)
     given = [t for t, is_given in zip(tangents, has_tangent, strict=True) if is_given]
+    levels = tuple(
+        (*itertools.compress(level, has_tangent), *of_saved)
+        for level, of_saved in zip(levels, levels_of_saved, strict=True)
+    )
     types = tuple(jax.typeof(a) for a in results)
-    params = {"operation": operation, "wanted": has_tangent, "result_types": types}
-    of_results = _tangent_p.bind(*given, *saved, **params)
+    params = {"operation": operation, "wanted": has_tangent, "levels": levels}
+    of_results = _tangent_p.bind(*given, *saved, result_types=types, **params)
     if wanted is None:
         return list(results), of_results
     return [*results, *residuals], [*of_results, *map(_zero, residuals)]
 
 
-def _transpose(cotangents, *args, operation: Operation, wanted: Mask, result_types: Any):
-    del result_types
+def _transpose(cotangents, *args, operation: Operation, wanted: Mask, levels: Levels, **_: Any):
     num_tangents = sum(wanted)
     given = tuple(type(c) is not ad.Zero for c in cotangents)
     arrays = [c for c, is_given in zip(cotangents, given, strict=True) if is_given]
-    gradients = _bind_backward(operation, wanted, given, *arrays, *args[num_tangents:])
+    # A member has a cotangent of its own. Members that share an argument share its gradient.
+    summed = tuple(tuple(not own for own in level[:num_tangents]) for level in levels)
+    levels = tuple((*(True,) * len(arrays), *level[num_tangents:]) for level in levels)
+    arrays += args[num_tangents:]
+    gradients = _bind_backward(operation, wanted, given, levels, summed, *arrays)
     gradients = [_like(g, a.aval) for g, a in zip(gradients, args[:num_tangents], strict=True)]
     return [*gradients, *[None] * (len(args) - num_tangents)]
 
@@ -317,8 +354,10 @@ def _with_tangent(operation: Operation) -> HasTangent:
     return operation
 
 
-def _in_plain_jax(*arrays: jax.Array, operation: Operation, wanted: Mask, **_: Any) -> Any:
-    return list(_tangent(_with_tangent(operation), wanted)(*arrays))
+def _in_plain_jax(
+    *arrays: jax.Array, operation: Operation, wanted: Mask, levels: Levels, **_: Any
+) -> Any:
+    return list(by_vmap(_tangent(_with_tangent(operation), wanted), levels)(*arrays))
 
 
 def _jvp_of_tangent(primals, tangents, **params: Any):
@@ -326,15 +365,26 @@ def _jvp_of_tangent(primals, tangents, **params: Any):
     return jax.jvp(functools.partial(_in_plain_jax, **params), primals, tangents)
 
 
-def _jvp_of_backward(primals, tangents, *, operation: Operation, wanted: Mask, given: Mask, **_):
+def _jvp_of_backward(
+    primals,
+    tangents,
+    *,
+    operation: Operation,
+    wanted: Mask,
+    given: Mask,
+    levels: Levels,
+    summed: Levels,
+    **_: Any,
+):
     run = _tangent(_with_tangent(operation), wanted)
-    gradients = _bind_backward(operation, wanted, given, *primals)
-    # The point at which the linear function `tangent` is transposed. Its arrays have the types of
-    # the gradients: on Manual axes a gradient may vary over an axis over which its argument does
-    # not.
-    zeros = [ad.instantiate_zeros(_zero(g)) for g in gradients]
+    gradients = _bind_backward(operation, wanted, given, levels, summed, *primals)
 
     def backward(*arrays: jax.Array) -> Any:
+        # The point at which the linear function `tangent` is transposed. Its arrays have the types
+        # of the gradients: on Manual axes a gradient may vary over an axis over which its argument
+        # does not.
+        types = _traced(_backward(operation, wanted, given), map(jax.typeof, arrays)).out_avals
+        zeros = [ad.instantiate_zeros(ad.Zero(t)) for t in types]
         cotangents, saved = arrays[: sum(given)], arrays[sum(given) :]
 
         def tangent(*tangents: jax.Array) -> list[jax.Array]:
@@ -343,7 +393,8 @@ def _jvp_of_backward(primals, tangents, *, operation: Operation, wanted: Mask, g
 
         return jax.vjp(tangent, *zeros)[1](list(cotangents))
 
-    _, found = jax.jvp(backward, primals, tuple(map(ad.instantiate_zeros, tangents)))
+    of_members = by_vmap(backward, levels, summed)
+    _, found = jax.jvp(of_members, primals, tuple(map(ad.instantiate_zeros, tangents)))
     return gradients, list(found)
 
 
@@ -365,26 +416,43 @@ batching.primitive_batchers[_tangent_p] = _batch_tangent
 # Batches.
 
 
-def _batch_forward(args, axes, *, operation: Operation, wanted: Mask | None, **_: Any):
+def _batch_forward(
+    args, axes, *, operation: Operation, wanted: Mask | None, levels: Levels, **_: Any
+):
     args, is_batched = _at_front(args, axes)
-    folded = operation.fold(wanted, args, is_batched)
-    if folded is None:
-        out = loop_over_members(
-            operation.name, functools.partial(_bind_forward, operation, wanted), args, is_batched
-        )
+    fold = functools.partial(operation.fold, wanted)
+    folded = fold_members(fold, levels, args, is_batched)
+    if folded is not None:
+        of_all, arrays, levels = folded
+        out = _bind_forward(of_all, wanted, levels, *arrays)
+        return out, [len(levels)] * len(out)
+    if xla_partitions(args):
+        out = _bind_forward(operation, wanted, (is_batched, *levels), *args)
     else:
-        out = _bind_forward(folded[0], wanted, *folded[1])
+        of_one = functools.partial(_bind_forward, operation, wanted, levels)
+        out = loop_over_members(operation.name, of_one, args, is_batched)
     return out, [0] * len(out)
 
 
-def _batch_backward(args, axes, *, operation: Operation, wanted: Mask, given: Mask, **_: Any):
+def _batch_backward(
+    args,
+    axes,
+    *,
+    operation: Operation,
+    wanted: Mask,
+    given: Mask,
+    levels: Levels,
+    summed: Levels,
+    **_: Any,
+):
     args, is_batched = _at_front(args, axes)
-    out = loop_over_members(
-        operation.name,
-        functools.partial(_bind_backward, operation, wanted, given),
-        args,
-        is_batched,
-    )
+    bind = functools.partial(_bind_backward, operation, wanted, given)
+    if xla_partitions(args):
+        of_own = (False,) * sum(wanted)  # each member has gradients of its own
+        out = bind((is_batched, *levels), (of_own, *summed), *args)
+    else:
+        of_one = functools.partial(bind, levels, summed)
+        out = loop_over_members(operation.name, of_one, args, is_batched)
     return out, [0] * len(out)
 
 
@@ -427,7 +495,7 @@ def _recompute(saveable, is_unknown, is_instantiated, eqn):
     args, operation = eqn.invars[1 : 1 + num_args], eqn.params["operation"]
     fn = _forward(operation, None)
     jaxpr = _traced(fn, (v.aval for v in args))
-    params = {"fn": fn, "jaxpr": jaxpr, "operation": operation, "wanted": None}
+    params = {"fn": fn, "jaxpr": jaxpr, "operation": operation, "wanted": None, "levels": ()}
     again = eqn.replace(primitive=_operation_p, invars=args, params=params, effects=jaxpr.effects)
     return eqn, again, [False], [True], [v for v in args if v in read]
 

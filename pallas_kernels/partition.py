@@ -86,6 +86,18 @@ def xla_partitions(args: Sequence[jax.Array]) -> bool:
     return mesh.empty or (is_auto and not is_manual and AxisType.Explicit not in mesh.axis_types)
 
 
+def splits_itself(jaxpr: Any) -> bool:
+    """Whether a jaxpr has functions that XLA asks Python to split."""
+    return any(
+        eqn.primitive.name == "custom_partitioning" or any(map(splits_itself, _jaxprs_of(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _jaxprs_of(eqn: Any) -> list[Any]:
+    return [a for a in eqn.params.values() if hasattr(a, "eqns")]
+
+
 def split_over_explicit_axes(
     local: Local, key: Hashable, roles: Roles, *args: jax.Array
 ) -> tuple[jax.Array, ...]:

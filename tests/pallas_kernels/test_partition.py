@@ -17,13 +17,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import (
-    layout,
     linear_cross_entropy,
     linear_distillation_loss,
     operation,
     partition,
     rms_norm,
 )
+from pallas_kernels.layout import GradientOf, Roles, Tokens, Weight
 from support.partitioned import TanhMLP
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -154,9 +154,9 @@ def test_a_device_may_have_a_gradient_in_another_dtype(kind):
     """0.3 s each."""
     mesh = mesh_of(kind)
     x, w_in, w_out, _ = make_args()
-    roles = layout.Roles(
-        (layout.Tokens(("d",)), layout.Tokens(("f",)), layout.Weight(("f", "d"))),
-        (layout.GradientOf(2),),
+    roles = Roles(
+        (Tokens(("d",)), Tokens(("f",)), Weight(("f", "d"))),
+        (GradientOf(2),),
         ("f",),
     )
     arrays = x, x @ w_in, w_out.astype(jnp.bfloat16)
