@@ -18,11 +18,12 @@ acts before the derivative. `grad(vmap(f))` differentiates one call on the token
 which makes one gradient of the weight. `vmap(grad(f))` still makes one for each member.
 """
 
+import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,101 +36,7 @@ from pallas_kernels.gpu.kernel import vary, varying_axes
 from pallas_kernels.mapping import Levels, Mask, by_vmap, loop
 from pallas_kernels.members import fold_members, loop_over_members, saved_of_members
 from pallas_kernels.partition import splits_itself, xla_partitions
-
-type Arrays = Sequence[jax.Array]
-# One for each result. A cotangent that is None is 0.
-type Cotangents = Sequence[jax.Array | None]
-
-
-@runtime_checkable  # for the checks of types in tests
-class Operation(Protocol):
-    """A differentiable function of arrays.
-
-    An operation is static: frozen, hashable, and equal to another with the same options. Its `repr`
-    names all options, because it becomes a part of the compiled program's text.
-    """
-
-    @property
-    def name(self) -> str:
-        """The name in errors and profiles."""
-        ...
-
-    def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
-        """The results, followed by the residuals unless `wanted` is None.
-
-        Args:
-          wanted: Arguments whose gradients will be asked for; None if no gradient will be.
-          *args: Arguments of the operation.
-        """
-        ...
-
-    def num_residuals(self, wanted: Mask) -> int:
-        """The number of residuals that follow the results."""
-        ...
-
-    def saved(
-        self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
-    ) -> tuple[Arrays, Arrays]:
-        """`(results, what the backward reads)`.
-
-        An operation may give these arrays names here, for the policies of `jax.checkpoint`.
-        """
-        ...
-
-    def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
-        """The gradients of the wanted arguments, of any dtype."""
-        ...
-
-    def fold(
-        self, wanted: Mask | None, args: Arrays, is_batched: Mask
-    ) -> "tuple[Operation, Arrays] | None":
-        """One call that computes all members of a batch, or None if there is no such call.
-
-        Args:
-          wanted: Mask with which `forward` was called.
-          args: Arguments, with the batch as axis 0 of those that have it.
-          is_batched: Arguments that have it.
-
-        Returns:
-          An operation and its arguments. All its results have the batch as axis 0.
-        """
-        ...
-
-
-@runtime_checkable
-class HasTangent(Operation, Protocol):
-    """An operation with forward mode and second derivatives, which plain JAX computes.
-
-    `Operation.saved` takes the same residuals whatever is wanted.
-    """
-
-    def tangent(self, wanted: Mask, saved: Arrays, tangents: Arrays) -> Arrays:
-        """The tangents of the results, in plain JAX, which JAX differentiates further.
-
-        Residuals have no tangents. So this function reads no residual, and computes the same
-        numbers again from the other saved arrays.
-
-        Args:
-          wanted: Arguments that have a tangent.
-          saved: Arrays that the backward reads.
-          tangents: Tangents of the wanted arguments, of any dtype.
-        """
-        ...
-
-
-def with_members(args: Arrays, is_batched: Mask, weights: Sequence[int] = ()) -> list[jax.Array]:
-    """The arguments of a call that computes all members of a batch, for `Operation.fold`.
-
-    Args:
-      args: Arguments, with the batch as axis 0 of those that have it.
-      is_batched: Arguments that have it.
-      weights: Positions of the arguments that all members share. The others are repeated.
-    """
-    size = next(len(a) for a, b in zip(args, is_batched, strict=True) if b)
-    return [
-        a if b or i in weights else jnp.broadcast_to(a, (size, *a.shape))
-        for i, (a, b) in enumerate(zip(args, is_batched, strict=True))
-    ]
+from pallas_kernels.protocol import Arrays, HasTangent, Operation
 
 
 def call(operation: Operation, *args: jax.Array) -> tuple[jax.Array, ...]:
@@ -168,6 +75,21 @@ _backward_p = _primitive("operation_backward")
 _follows_p = _primitive("operation_follows")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """The gradients that a backward is asked for.
+
+    Attributes:
+      wanted: Arguments whose gradients are wanted.
+      dtypes: Dtypes of these gradients.
+      given: Results that have a cotangent.
+    """
+
+    wanted: Mask
+    dtypes: tuple[Any, ...]
+    given: Mask
+
+
 # Jitted functions, so that JAX traces and lowers equal calls once.
 @functools.lru_cache(maxsize=4096)
 def _forward(operation: Operation, wanted: Mask | None, levels: Levels = ()) -> Callable[..., Any]:
@@ -177,17 +99,16 @@ def _forward(operation: Operation, wanted: Mask | None, levels: Levels = ()) -> 
 
 @functools.lru_cache(maxsize=4096)
 def _backward(
-    operation: Operation, wanted: Mask, given: Mask, levels: Levels = (), summed: Levels = ()
+    operation: Operation, asked: "_Asked", levels: Levels = (), summed: Levels = ()
 ) -> Callable[..., Any]:
-    def backward(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def backward(*arrays: jax.Array) -> list[jax.Array]:
         rest = iter(arrays)
-        cotangents = [next(rest) if is_given else None for is_given in given]
-        return tuple(operation.backward(wanted, list(rest), cotangents))
+        cotangents = [next(rest) if is_given else None for is_given in asked.given]
+        gradients = operation.backward(asked.wanted, list(rest), cotangents)
+        return [g.astype(dtype) for g, dtype in zip(gradients, asked.dtypes, strict=True)]
 
     of_members = by_vmap(backward, levels, summed)
-    return _jit(
-        operation, lambda *arrays: tuple(of_members(*arrays)), wanted, given, levels, summed
-    )
+    return _jit(operation, lambda *arrays: tuple(of_members(*arrays)), asked, levels, summed)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -240,26 +161,19 @@ def _bind_forward(
 
 
 def _bind_backward(
-    operation: Operation,
-    wanted: Mask,
-    given: Mask,
-    levels: Levels,
-    summed: Levels,
-    *arrays: jax.Array,
+    operation: Operation, asked: _Asked, levels: Levels, summed: Levels, *arrays: jax.Array
 ) -> Any:
-    fn = _backward(operation, wanted, given, levels, summed)
-    params = {"operation": operation, "wanted": wanted, "given": given}
-    return _bind(_backward_p, fn, *arrays, **params, levels=levels, summed=summed)
+    fn = _backward(operation, asked, levels, summed)
+    params = {"operation": operation, "asked": asked, "levels": levels, "summed": summed}
+    return _bind(_backward_p, fn, *arrays, **params)
 
 
 def _forward_in_a_loop(operation: Operation, wanted: Mask | None, levels: Levels) -> Any:
     return loop(functools.partial(_bind_forward, operation, wanted, ()), levels)
 
 
-def _backward_in_a_loop(
-    operation: Operation, wanted: Mask, given: Mask, levels: Levels, summed: Levels
-) -> Any:
-    return loop(functools.partial(_bind_backward, operation, wanted, given, (), ()), levels, summed)
+def _backward_in_a_loop(operation: Operation, asked: _Asked, levels: Levels, summed: Levels) -> Any:
+    return loop(functools.partial(_bind_backward, operation, asked, (), ()), levels, summed)
 
 
 def _lower(
@@ -318,19 +232,19 @@ def _transpose(cotangents, *args, operation: Operation, wanted: Mask, levels: Le
     summed = tuple(tuple(not own for own in level[:num_tangents]) for level in levels)
     levels = tuple((*(True,) * len(arrays), *level[num_tangents:]) for level in levels)
     arrays += args[num_tangents:]
-    gradients = _bind_backward(operation, wanted, given, levels, summed, *arrays)
+    asked = _Asked(wanted, tuple(a.aval.dtype for a in args[:num_tangents]), given)
+    gradients = _bind_backward(operation, asked, levels, summed, *arrays)
     gradients = [_like(g, a.aval) for g, a in zip(gradients, args[:num_tangents], strict=True)]
     return [*gradients, *[None] * (len(args) - num_tangents)]
 
 
 def _like(gradient: jax.Array, aval: Any) -> jax.Array:
-    """The gradient in the dtype of its argument, and split over a mesh as the argument is.
+    """The gradient, split over a mesh as its argument is.
 
     Inside of `jax.shard_map`, the gradient of an array that is the same on several devices is the
     sum of their gradients. With `check_vma=False` no type says which arrays are the same, and the
     transpose of `shard_map` takes the sum.
     """
-    gradient = gradient.astype(aval.dtype)
     varying = aval.manual_axis_type.varying
     if same := tuple(sorted(varying_axes(gradient) - varying)):
         gradient = jax.lax.psum(gradient, same)
@@ -370,20 +284,20 @@ def _jvp_of_backward(
     tangents,
     *,
     operation: Operation,
-    wanted: Mask,
-    given: Mask,
+    asked: _Asked,
     levels: Levels,
     summed: Levels,
     **_: Any,
 ):
-    run = _tangent(_with_tangent(operation), wanted)
-    gradients = _bind_backward(operation, wanted, given, levels, summed, *primals)
+    run = _tangent(_with_tangent(operation), asked.wanted)
+    gradients = _bind_backward(operation, asked, levels, summed, *primals)
+    given = asked.given
 
     def backward(*arrays: jax.Array) -> Any:
         # The point at which the linear function `tangent` is transposed. Its arrays have the types
         # of the gradients: on Manual axes a gradient may vary over an axis over which its argument
         # does not.
-        types = _traced(_backward(operation, wanted, given), map(jax.typeof, arrays)).out_avals
+        types = _traced(_backward(operation, asked), map(jax.typeof, arrays)).out_avals
         zeros = [ad.instantiate_zeros(ad.Zero(t)) for t in types]
         cotangents, saved = arrays[: sum(given)], arrays[sum(given) :]
 
@@ -439,16 +353,15 @@ def _batch_backward(
     axes,
     *,
     operation: Operation,
-    wanted: Mask,
-    given: Mask,
+    asked: _Asked,
     levels: Levels,
     summed: Levels,
     **_: Any,
 ):
     args, is_batched = _at_front(args, axes)
-    bind = functools.partial(_bind_backward, operation, wanted, given)
+    bind = functools.partial(_bind_backward, operation, asked)
     if xla_partitions(args):
-        of_own = (False,) * sum(wanted)  # each member has gradients of its own
+        of_own = (False,) * sum(asked.wanted)  # each member has gradients of its own
         out = bind((is_batched, *levels), (of_own, *summed), *args)
     else:
         of_one = functools.partial(bind, levels, summed)

@@ -24,8 +24,10 @@ from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.counted import fraction_in_effect, in_fewer_rows
 from pallas_kernels.loss.differentiable import is_unchecked, roles_of_gradients
 from pallas_kernels.loss.layout import Embedding
-from pallas_kernels.operation import Arrays, Cotangents, Mask, Operation, call, with_members
+from pallas_kernels.mapping import Mask
+from pallas_kernels.operation import call
 from pallas_kernels.partition import partitioned
+from pallas_kernels.protocol import Arrays, Cotangents, Operation, with_members
 
 _COEFFICIENTS, _BIAS = 2, 3  # positions among the arguments
 

@@ -44,7 +44,7 @@ from pallas_kernels.loss.columns import (
 )
 from pallas_kernels.loss.layout import Embedding, sizes
 from pallas_kernels.loss.token_loss import softcapped
-from pallas_kernels.operation import Mask
+from pallas_kernels.mapping import Mask
 
 
 def losses_and_gradients(

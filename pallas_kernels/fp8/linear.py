@@ -52,9 +52,11 @@ from pallas_kernels.layout import (
     TokensLast,
     Weight,
 )
+from pallas_kernels.mapping import Mask
 from pallas_kernels.mlp.reference import matmul
-from pallas_kernels.operation import Arrays, Cotangents, Mask, call
+from pallas_kernels.operation import call
 from pallas_kernels.partition import partitioned
+from pallas_kernels.protocol import Arrays, Cotangents
 
 
 @jax.tree_util.register_dataclass

@@ -55,10 +55,12 @@ from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
 from pallas_kernels.fp8.types import BlockwiseInt8, Quantized
 from pallas_kernels.gpu.math import logistic
 from pallas_kernels.layout import GradientOf, Place, Roles, Tokens, TokensLast
+from pallas_kernels.mapping import Mask
 from pallas_kernels.mlp import swiglu_mlp
 from pallas_kernels.mlp.reference import product, swiglu_gradients
-from pallas_kernels.operation import Arrays, Cotangents, Mask, call
+from pallas_kernels.operation import call
 from pallas_kernels.partition import partitioned
+from pallas_kernels.protocol import Arrays, Cotangents
 
 _X = Tokens(("d",))
 _KEPT = Tokens(("f",)), TokensLast(("blocks",))  # values and scales of gate, and those of up

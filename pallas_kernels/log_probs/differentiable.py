@@ -39,7 +39,9 @@ from pallas_kernels.loss.known_rows import Rows
 from pallas_kernels.loss.layout import Embedding, unsupported_reason
 from pallas_kernels.loss.plan import InPlace, Request, TokenChunks, choose
 from pallas_kernels.loss.token_loss import IGNORED, LossOptions
-from pallas_kernels.operation import Arrays, Cotangents, Mask, Operation, call, with_members
+from pallas_kernels.mapping import Mask
+from pallas_kernels.operation import call
+from pallas_kernels.protocol import Arrays, Cotangents, Operation, with_members
 
 _WEIGHT, BIAS = 1, 3  # positions among the arguments
 _NUMBERS = Tokens()

@@ -27,8 +27,9 @@ from pallas_kernels.loss.columns import Columns, Gradients
 from pallas_kernels.loss.counted import of_counted, where_counted
 from pallas_kernels.loss.differentiable import weight_and_biases
 from pallas_kernels.loss.token_loss import IGNORED
-from pallas_kernels.operation import Arrays, Mask
+from pallas_kernels.mapping import Mask
 from pallas_kernels.partition import split_over_explicit_axes
+from pallas_kernels.protocol import Arrays
 
 
 def sum_of_known(

@@ -23,7 +23,8 @@ from pallas_kernels.loss.differentiable import (
 )
 from pallas_kernels.loss.mosaic_gpu import exponentials
 from pallas_kernels.loss.plan import Request
-from pallas_kernels.operation import Arrays, Cotangents, Mask
+from pallas_kernels.mapping import Mask
+from pallas_kernels.protocol import Arrays, Cotangents
 
 _NUMBERS, _EXPONENTIALS = Tokens(), Tokens(("column",))
 

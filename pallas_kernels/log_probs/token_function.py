@@ -31,7 +31,9 @@ from pallas_kernels.loss.differentiable import (
 )
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.plan import Request
-from pallas_kernels.operation import Arrays, Cotangents, Mask, Operation, call
+from pallas_kernels.mapping import Mask
+from pallas_kernels.operation import call
+from pallas_kernels.protocol import Arrays, Cotangents, Operation
 
 _logger = logging.getLogger(__name__)
 _HAS_RULE = "custom_jvp_call", "custom_vjp_call"  # primitives with a rule that no text shows

@@ -29,7 +29,8 @@ from pallas_kernels.loss.columns import Columns, Gradients
 from pallas_kernels.loss.counted import FewRows, for_few_or_all, fraction_in_effect
 from pallas_kernels.loss.differentiable import weight_and_biases
 from pallas_kernels.loss.token_loss import IGNORED
-from pallas_kernels.operation import Arrays, Mask
+from pallas_kernels.mapping import Mask
+from pallas_kernels.protocol import Arrays
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

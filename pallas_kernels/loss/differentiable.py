@@ -32,8 +32,10 @@ from pallas_kernels.loss.layout import Embedding, unsupported_reason
 from pallas_kernels.loss.mosaic_gpu import exponentials
 from pallas_kernels.loss.plan import ColumnChunks, Request, choose
 from pallas_kernels.loss.token_loss import IGNORED, TokenLosses, finite_where_not_counted
-from pallas_kernels.operation import Arrays, Cotangents, Mask, Operation, call, with_members
+from pallas_kernels.mapping import Mask
+from pallas_kernels.operation import call
 from pallas_kernels.partition import partitioned
+from pallas_kernels.protocol import Arrays, Cotangents, Operation, with_members
 
 _X, _NUMBERS = Tokens(("d",)), Tokens()
 _WEIGHT, _COEFFICIENTS, _BIAS = 1, 2, 4  # positions among the arguments

@@ -48,11 +48,13 @@ from pallas_kernels.choices import fall_back_on_a_part, log_once
 from pallas_kernels.folding import fold_chunks
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.layout import GradientOf, Place, Roles, Tokens, Weight
+from pallas_kernels.mapping import Mask
 from pallas_kernels.mlp import gated_matmul
 from pallas_kernels.mlp.config import MLPConfig
 from pallas_kernels.mlp.reference import matmul, product, swiglu_gradients
-from pallas_kernels.operation import Arrays, Cotangents, Mask, Operation, call
+from pallas_kernels.operation import call
 from pallas_kernels.partition import partitioned
+from pallas_kernels.protocol import Arrays, Cotangents, Operation
 
 type Save = Literal["all", "gate_up", "x"]
 

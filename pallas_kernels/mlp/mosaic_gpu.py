@@ -26,10 +26,12 @@ from pallas_kernels.gpu.device import BYTES_PER_ACCESS, LANES, WARPS_PER_WARPGRO
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
 from pallas_kernels.layout import Place, Roles, Tokens
+from pallas_kernels.mapping import Mask
 from pallas_kernels.mlp import formula
 from pallas_kernels.mlp.config import Config, default_config
-from pallas_kernels.operation import Arrays, Cotangents, Mask, Operation, call, with_members
+from pallas_kernels.operation import call
 from pallas_kernels.partition import partitioned
+from pallas_kernels.protocol import Arrays, Cotangents, Operation, with_members
 
 _LANES_PER_BLOCK = WARPS_PER_WARPGROUP * LANES
 # Mosaic GPU computes indices in 32 bits, and the offset of a row in 64.

@@ -39,21 +39,15 @@ from pallas_kernels.gpu.arrays import unsupported_dtype
 from pallas_kernels.gpu.device import BYTES_PER_ACCESS, WARPS_PER_WARPGROUP, target_device
 from pallas_kernels.gpu.kernel import vary, varying_axes
 from pallas_kernels.layout import GradientOf, Place, Roles, Tokens, Weight
+from pallas_kernels.mapping import Mask
 from pallas_kernels.norm import reference
 from pallas_kernels.norm.backward_kernel import backward
 from pallas_kernels.norm.config import Config, Options, config_of, smem_for_rows
 from pallas_kernels.norm.forward_kernel import forward
 from pallas_kernels.norm.rows import column_parts, ring_bytes, split_row, splits, widest_itemsize
-from pallas_kernels.operation import (
-    Arrays,
-    Cotangents,
-    Mask,
-    Operation,
-    call,
-    follows,
-    with_members,
-)
+from pallas_kernels.operation import call, follows
 from pallas_kernels.partition import partitioned
+from pallas_kernels.protocol import Arrays, Cotangents, Operation, with_members
 
 _MIN_HIDDEN_SIZE = 64
 
