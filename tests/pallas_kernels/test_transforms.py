@@ -293,6 +293,7 @@ def nested(x, weights, labels):
     return jax.tree.map(lambda a: jnp.squeeze(a, 1), each)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
     "run, tokens, specs",
     [
@@ -305,9 +306,9 @@ def nested(x, weights, labels):
         pytest.param(None, P("data"), OWN, id="weights of their own", marks=pytest.mark.full),
     ],
 )
-def test_gradients_of_members_that_an_explicit_axis_splits(run, tokens, specs):
-    """Another Explicit axis splits what a member has."""
-    mesh = jax.make_mesh((4, 2), ("data", "tensor"), (AxisType.Explicit,) * 2)
+def test_gradients_of_members_that_a_mesh_splits(run, tokens, specs, kind):
+    """Another axis splits what a member has."""
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), (kind,) * 2)
     x, weights, labels = make_model_args()
     want = on_one_device(of_each_member)
     if run is None:
@@ -362,6 +363,30 @@ def test_second_derivatives_of_kernels_of_norms_on_a_mesh(layout, kernel_formula
         found = pallas_kernels.explain(norm, *args[:2]).choices
         assert [c.implementation for c in found] == ["mosaic_gpu"] * 2
         assert_equal(jax.jit(functools.partial(tangents, norm))(*args), want)
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["one device", "auto"])
+def test_second_derivatives_of_norms_with_a_weight_for_each_member(
+    is_split, kernel_formulas, on_h100
+):
+    """The gradients before `jax.vmap`, and after it."""
+    numbers = np.random.default_rng(0)
+    arrays = [jnp.asarray(numbers.standard_normal((8, *s)), F32) for s in ((5, 64), (64,)) * 2]
+
+    def loss(norm, x, weight):
+        return jnp.sum(jnp.sin(norm(x, weight)))
+
+    def tangents(norm, *args):
+        each = jax.vmap(jax.grad(functools.partial(loss, norm), (0, 1)))
+        together = jax.grad(functools.partial(loss, jax.vmap(norm)), (0, 1))
+        return [jax.jvp(gradient, args[:2], args[2:]) for gradient in (each, together)]
+
+    plain = functools.partial(rms_norm, implementation="reference")
+    want = jax.tree.map(np.asarray, jax.jit(functools.partial(tangents, plain))(*arrays))
+    if is_split:
+        mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+        arrays = jax.device_put(arrays, NamedSharding(mesh, P("data")))
+    assert_equal(jax.jit(functools.partial(tangents, rms_norm))(*arrays), want)
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
