@@ -1,6 +1,6 @@
 """Members of `jax.vmap` with weights or gradients of their own, on eight CPU devices.
 
-About 15 small programs, 15 s on one core.
+About 20 small programs, 8 s on one core.
 """
 
 import functools
@@ -64,8 +64,8 @@ FSDP = P("expert", "data"), P("expert", None, "data")
 COLUMNS = FSDP[::-1]
 IN_GROUPS = P("data", "expert")
 # Programs: function, shapes, specs, and the numbers of all-gathers, all-reduces and
-# reduce-scatters. The compiler for CPUs gathers a weight once more for the backward. A collective in
-# the body of a loop counts once.
+# reduce-scatters. The compiler for CPUs gathers a weight once more for the backward. A collective
+# in the body of a loop counts once.
 PROGRAMS = {
     "experts": (own, SHAPES, (EXPERT,) * 4, (0, 0, 0)),
     "tokens": (own, SHAPES, (BOTH, EXPERT, EXPERT, BOTH), (0, 2, 0)),
@@ -125,7 +125,7 @@ def shardings(specs, kind=AxisType.Auto):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_device_computes_its_own_members(name):
-    """0.7 s each."""
+    """0.5 s each."""
     make, shapes, specs, most = PROGRAMS[name]
     args = jax.device_put(make_args(shapes, np.float32), shardings(specs))
     compiled = jax.jit(make(mlp)).lower(*args).compile()
@@ -164,8 +164,9 @@ def test_members_add_up_the_gradient_of_what_they_share():
     make, shapes, *_ = PROGRAMS["shared weight"]
     args = make_args(shapes, np.float32)
     compiled = jax.jit(make(mlp)).lower(*args).compile()
-    assert f"f32[{E},{D},{F}]" in compiled.as_text()
-    assert f"f32[{E},{F},{D}]" not in compiled.as_text()
+    text = str(compiled.as_text())
+    assert f"f32[{E},{D},{F}]" in text
+    assert f"f32[{E},{F},{D}]" not in text
     assert_accurate(compiled(*args), "shared weight")
 
 
@@ -191,5 +192,5 @@ def test_members_in_an_exported_program():
     exported = jax.export.export(jax.jit(make(mlp)))(*args)
     assert_accurate(exported.call(*args), "tokens")
     split = jax.jit(make(mlp), in_shardings=shardings(specs))
-    with pytest.raises(NotImplementedError, match="jax.export of tanh_mlp for 8 devices"):
+    with pytest.raises(NotImplementedError, match="jax.export of tanh_mlp for 8"):
         jax.export.export(split)(*args)
