@@ -83,11 +83,15 @@ def _loop_over_one_level(
 
     def step(sums: list[jax.Array], parts: list[jax.Array]) -> tuple[Any, Any]:
         results = of_one(parts)
-        sum_, own = iter(sums), zip(results, summed, strict=True)
-        added = [next(sum_) + a for a, is_summed in zip(results, summed, strict=True) if is_summed]
-        return added, [a for a, is_summed in own if not is_summed]
+        so_far, added, own = iter(sums), [], []
+        for a, is_summed in zip(results, summed, strict=True):
+            if is_summed:
+                added.append(next(so_far) + a)
+            else:
+                own.append(a)
+        return added, own
 
-    types = jax.eval_shape(of_one, [a[0] for a in parts])
+    types = jax.eval_shape(of_one, [_struct_of_member(a, 1) for a in parts])
     zeros = [jnp.zeros(t.shape, t.dtype) for t, s in zip(types, summed, strict=True) if s]
     sums, own = map(iter, jax.lax.scan(step, zeros, parts))
     return [next(sums) if is_summed else next(own) for is_summed in summed]

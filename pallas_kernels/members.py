@@ -38,7 +38,6 @@ def loop_over_members(
     Raises:
       NotImplementedError: Explicit axes split the members, and the mesh has Auto axes, too.
     """
-
     run = loop(fn, (tuple(is_batched),))
     for a, b in zip(args, is_batched, strict=True):
         if b and (members := to_splits(jax.typeof(a).sharding.spec, a.ndim)[0]):

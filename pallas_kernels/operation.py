@@ -16,6 +16,11 @@ The difference to `jax.custom_vjp` is `jax.vmap`. Over a `custom_vjp`, `vmap` ba
 it makes one gradient of a weight for each member of the batch, and JAX adds them up. Here `vmap`
 acts before the derivative. `grad(vmap(f))` differentiates one call on the tokens of all members,
 which makes one gradient of the weight. `vmap(grad(f))` still makes one for each member.
+
+Members that no single call computes are *levels* (`mapping.py`), a parameter of the primitives. On
+several devices the function of one member goes through `jax.vmap`, and the functions that XLA
+partitions inside of it become loops over a device's own members. On one device there is one loop
+around everything.
 """
 
 import dataclasses

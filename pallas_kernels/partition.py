@@ -4,7 +4,8 @@ A kernel computes the tokens that it is given, and so does a loop over chunks of
 split either, so it gathers all tokens on every device. `partitioned` tells XLA how to split them,
 in each of the three ways in which JAX uses the axes of a mesh:
 
-- Auto axes: by `custom_partitioning` with a rule for Shardy. XLA decides how the tokens are split.
+- Auto axes: by `custom_partitioning` with a rule for Shardy (`auto_axes.py`). XLA decides how the
+  tokens are split, and the members of a `jax.vmap`.
 - Explicit axes: by `jax.shard_map` over the axes that the types of the arrays name.
 - Manual axes, inside of `jax.shard_map`: the arrays are a device's parts already, and nothing is
   left to do. `operation.py` sums the gradients.
@@ -16,8 +17,6 @@ device computes with its part, and the local function exchanges what is missing.
 
 The leading axes of tokens stay apart until the local function merges them. A reshape that merges an
 axis that is split with another one would make XLA gather both.
-
-Above 450 lines, because all three kinds of axes read the same roles and layout.
 """
 
 import functools

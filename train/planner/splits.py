@@ -48,7 +48,7 @@ class Splits:
         for a device's own tokens, and gathers its weight.
 
         Args:
-          eqn: Equation of `custom_partitioning`, as `pallas_kernels.partition` makes them.
+          eqn: Equation of `custom_partitioning`, as `pallas_kernels.auto_axes` makes them.
         """
         partition = eqn.params["partition"]
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
