@@ -1,7 +1,7 @@
-"""What each device of a mesh has of the arrays of a function of tokens.
+"""The part of each array that a device of a mesh has, for a function of tokens.
 
-*Roles* say what the arrays are. From the roles, and from how the arguments are split, `Layout`
-makes the splits to compute in and the function of a device's arrays.
+*Roles* say which arrays are tokens and which are weights. `Layout` takes the roles and the splits
+of the arguments. It makes the splits to compute in, and the function of a device's arrays.
 """
 
 import dataclasses

@@ -24,10 +24,11 @@ def loop_over_members(
 ) -> list[jax.Array]:
     """The results of `fn` for one member after the other. The members are their axis 0.
 
-    Explicit axes of a mesh may split the members. Then each device computes its own. Inside of a
-    `jax.shard_map` that leaves Auto axes to XLA, every device computes all members, and a warning
-    is logged: XLA cannot partition a kernel there, and no type says whether these axes split the
-    members.
+    Explicit axes of a mesh may split the members. Then each device computes its own.
+
+    XLA cannot partition a kernel inside of a `jax.shard_map` that leaves Auto axes to XLA. There
+    every device computes all members. No type says whether such an axis splits the members, so a
+    warning is logged for every loop there.
 
     Args:
       operation: Name of the operation.

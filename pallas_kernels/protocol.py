@@ -1,4 +1,4 @@
-"""What an operation is, for `operation.py`, and types of its arguments."""
+"""The methods that an operation has, for `operation.py`, and the types of their arguments."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
