@@ -67,7 +67,7 @@ def distribution_of_linear(
     columns = Columns.make(settings, weight, bias)
     if settings.implementation == "mosaic_gpu":
         is_readable = kernels.unsupported_reason(x, weight, columns.layout) is None
-        found, entropy, argmax = kernels.linear_entropy(
+        found, entropy, argmax = kernels.linear_statistics(
             x,
             weight if is_readable else columns.weight,
             bias,

@@ -114,7 +114,7 @@ def statistics_of_linear(
     layout = settings.weight_layout
     is_kernel = settings.implementation == "mosaic_gpu"
     if is_kernel and statistics.unsupported_reason(x, weight, layout) is None:
-        return statistics.linear_statistics(
+        found, _, _ = statistics.linear_statistics(
             x,
             weight,
             bias,
@@ -124,6 +124,7 @@ def statistics_of_linear(
             weight_layout=layout,
             config=settings.config.linear,
         )
+        return found
 
     columns = Columns.make(settings, weight, bias)
 

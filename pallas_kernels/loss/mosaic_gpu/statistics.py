@@ -44,8 +44,7 @@ past V become -inf before any statistic. Running maxima start at -1e30 and not a
 minus itself is NaN. So logits of -inf count as nothing, and -inf is put back at the end. The kernel
 takes every logit to be -inf or above -1e30.
 
-Above 450 lines, because `linear_statistics`, `linear_entropy` and `linear_exponentials` share the
-kernel.
+Above 450 lines, because `linear_statistics` and `linear_exponentials` share the kernel.
 """
 
 import functools
@@ -113,105 +112,8 @@ def unsupported_reason(
 def linear_statistics(
     x: Float[Array, "T D"],
     weight: Embedding,
-    bias: Float[Array, " V"] | None,
-    labels: Int[Array, " T"],
-    *,
-    softcap: float | None,
-    with_total: bool = False,
-    weight_layout: WeightLayout = "vd",
-    config: Config | None = None,
-) -> LogitStatistics:
-    """Statistics of `z = x @ weight.T + bias`, or of `softcap · tanh(z / softcap)`, in float32.
-
-    Args:
-      x: Hidden states, bfloat16 or float16.
-      weight: Entries of the output embedding, in the dtype of `x`.
-      bias: Bias of the logits, added in float32.
-      labels: Column of each token. A number that is no entry of `weight` is no column.
-      softcap: Bound c of `c · tanh(z / c)`.
-      with_total: Whether to compute the sum of the logits.
-      weight_layout: Layout of `weight`.
-      config: Launch parameters; chosen if None.
-
-    Raises:
-      NotImplementedError: `unsupported_reason` gives a reason.
-      ValueError: The configuration does not fit the device.
-    """
-    found, total, *_ = _statistics(
-        x,
-        weight,
-        bias,
-        labels,
-        softcap=softcap,
-        with_total=with_total,
-        weight_layout=weight_layout,
-        config=config,
-    )
-    return found._replace(total=total) if with_total else found
-
-
-def linear_entropy(
-    x: Float[Array, "T D"],
-    weight: Embedding,
     bias: Float[Array, " _"] | None,
     labels: Int[Array, " T"],
-    *,
-    num_columns: int,
-    softcap: float | None,
-    temperature: float,
-    with_entropy: bool,
-    with_argmax: bool = False,
-    weight_layout: WeightLayout = "vd",
-    config: Config | None = None,
-) -> tuple[LogitStatistics, Float[Array, " T"] | None, Float[Array, " T"] | None]:
-    """Statistics of logits divided by a temperature, their softmax's entropy in nats, the argmax.
-
-    The third result is the column of the largest logit, as a float32 number: exact up to 2^24.
-
-    The entropy is `log S - W / S` with `S = Σ e^(z - m)` and `W = Σ e^(z - m) · (z - m)`, where m
-    is the largest logit. The kernel adds up W beside S. If m grows by d, W becomes
-    `e^-d · (W - d · S)`.
-
-    Args:
-      x: As for `linear_statistics`.
-      weight: Entries of the output embedding, with or without padding.
-      bias: Bias of the logits without padding, added in float32.
-      labels: As for `linear_statistics`.
-      num_columns: Number of columns without padding.
-      softcap: Bound c of `c · tanh(z / c)`, applied before the temperature.
-      temperature: Divisor of the logits.
-      with_entropy: Whether to compute the entropy. Without it the second result is None. Where all
-        logits are -inf the entropy is 0.
-      with_argmax: Whether to compute the argmax. Without it the third result is None. It is the
-        lowest column of several with the largest logit, and 0 where all logits are -inf.
-      weight_layout: Layout of `weight`.
-      config: Launch parameters; chosen if None.
-
-    Raises:
-      NotImplementedError: `unsupported_reason` gives a reason.
-      ValueError: The configuration does not fit the device.
-    """
-    found, _, entropy, argmax = _statistics(
-        x,
-        weight,
-        bias,
-        labels,
-        num_columns=num_columns,
-        softcap=softcap,
-        temperature=temperature,
-        with_entropy=with_entropy,
-        with_argmax=with_argmax,
-        weight_layout=weight_layout,
-        config=config,
-    )
-    return found, entropy, argmax
-
-
-def _statistics(
-    x,
-    weight,
-    bias,
-    labels,
     *,
     softcap: float | None,
     num_columns: int | None = None,
@@ -219,10 +121,39 @@ def _statistics(
     with_total: bool = False,
     with_entropy: bool = False,
     with_argmax: bool = False,
-    weight_layout: WeightLayout,
-    config: Config | None,
-) -> tuple[LogitStatistics, Any, Any, Any]:
-    """`(statistics, sum of the logits, entropy, argmax)`; None for what was not asked for."""
+    weight_layout: WeightLayout = "vd",
+    config: Config | None = None,
+) -> tuple[LogitStatistics, Float[Array, " T"] | None, Float[Array, " T"] | None]:
+    """`(statistics, entropy, argmax)` of the logits, in float32; None for what is not asked for.
+
+    The logits are `z = (x @ weight.T + bias) / temperature`, or `softcap · tanh(...) / temperature`
+    with a softcap.
+
+    The entropy of their softmax in nats is `log S - W / S` with `S = Σ e^(z - m)` and
+    `W = Σ e^(z - m) · (z - m)`, where m is the largest logit. The kernel adds up W beside S. If m
+    grows by d, W becomes `e^-d · (W - d · S)`. Where all logits are -inf, the entropy is 0.
+
+    The argmax is the lowest column with the largest logit, and 0 where all logits are -inf. As a
+    float32 number it is exact up to 2^24.
+
+    Args:
+      x: Hidden states, bfloat16 or float16.
+      weight: Entries of the output embedding, in the dtype of `x`, with or without padding.
+      bias: Bias of the logits without padding, added in float32.
+      labels: Column of each token. A number that is no entry of `weight` is no column.
+      softcap: Bound c of `c · tanh(z / c)`, applied before the temperature.
+      num_columns: Number of columns without padding; None if `weight` has no padding.
+      temperature: Divisor of the logits.
+      with_total: Whether to compute the sum of the logits. Otherwise it is 0.
+      with_entropy: Whether to compute the entropy.
+      with_argmax: Whether to compute the argmax.
+      weight_layout: Layout of `weight`.
+      config: Launch parameters; chosen if None.
+
+    Raises:
+      NotImplementedError: `unsupported_reason` gives a reason.
+      ValueError: The configuration does not fit the device.
+    """
     if num_columns is None:
         num_columns, _ = sizes(weight, weight_layout)
     loop, x, weight = _loop(x, weight, weight_layout, config, num_columns)
@@ -250,16 +181,15 @@ def _statistics(
         label_logit=_lowest_to_inf(jnp.max(label_logit, axis=0)),
         largest=_lowest_to_inf(top),
         largest_before=_lowest_to_inf(jnp.max(largest_before, axis=0)),
-        total=jnp.zeros_like(lse),
+        total=jnp.sum(more.pop(0), axis=0) if with_total else jnp.zeros_like(lse),
     )
-    total = jnp.sum(more.pop(0), axis=0) if with_total else None
     entropy = argmax = None
     if with_entropy:
         weighted = more.pop(0) + sum_exp * ((largest - top) * LOG2_E)
         entropy = entropy_of(sums, jnp.sum(weighted * factor, axis=0))
     if with_argmax:
         argmax = lowest_of_largest(largest, more.pop(0))
-    return found, total, entropy, argmax
+    return found, entropy, argmax
 
 
 def lowest_of_largest(
