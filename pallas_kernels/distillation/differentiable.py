@@ -21,7 +21,7 @@ from pallas_kernels.distillation import xla
 from pallas_kernels.distillation.settings import Settings
 from pallas_kernels.layout import Place, Roles, Tokens, Weight
 from pallas_kernels.loss import low_rank
-from pallas_kernels.loss.counted import fraction_in_effect, in_fewer_rows
+from pallas_kernels.loss.counted import compute_counted
 from pallas_kernels.loss.differentiable import is_unchecked, roles_of_gradients
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.mapping import Mask
@@ -194,7 +194,6 @@ def _of_device(key: tuple[_Distillation, Mask, bool], place: Place) -> Callable[
         bias = teacher.pop(0) if settings.has_bias else None
         layout = settings.weight_layout
         weight, teacher = low_rank.joined(settings.is_low_rank, layout, weight, teacher)
-        merged = lambda a: a.reshape(coefficients.size, *a.shape[coefficients.ndim :])
         # Both weights are cast outside of branches, which XLA does not see through.
         weight, of_tokens, of_vocabulary = weight.astype(x.dtype), teacher, []
         if settings.tail is None:
@@ -217,15 +216,16 @@ def _of_device(key: tuple[_Distillation, Mask, bool], place: Place) -> Callable[
             num_per_token = int(wanted[0])
             return [losses, *gradients[:num_per_token]], gradients[num_per_token:]
 
-        tokens = [merged(x), merged(coefficients), *map(merged, of_tokens)]
+        merged = lambda a: a.reshape(coefficients.size, *a.shape[coefficients.ndim :])
+        tokens = [merged(a) for a in (x, coefficients, *of_tokens)]
+        fills, counts = (0,) * len(tokens), tokens[1] != 0
         fraction = 1.0 if every_loss else settings.counted_fraction
-        fraction = fraction_in_effect(operation.name, fraction, place, coefficients.size)
-        counts = merged(coefficients) != 0
-        (losses, *dx), of_weight = in_fewer_rows(
-            compute, tokens, (0,) * len(tokens), counts, fraction
+        losses, *gradients = compute_counted(
+            compute, tokens, fills, counts, fraction, place, name=operation.name
         )
-        dx = [a.reshape(x.shape) for a in dx]
-        dx = [jax.lax.psum(a, exchanged) if exchanged else a for a in dx]
-        return losses.reshape(coefficients.shape), *dx, *of_weight
+        if wanted[0]:
+            dx = gradients[0].reshape(x.shape)
+            gradients[0] = jax.lax.psum(dx, exchanged) if exchanged else dx
+        return losses.reshape(coefficients.shape), *gradients
 
     return run

@@ -26,7 +26,7 @@ from pallas_kernels.layout import Place, Tokens
 from pallas_kernels.log_probs.statistics import distribution_of_linear, of_labels
 from pallas_kernels.loss import low_rank, recomputed
 from pallas_kernels.loss.columns import Gradients, place_in_vocabulary
-from pallas_kernels.loss.counted import of_counted
+from pallas_kernels.loss.counted import compute_counted
 from pallas_kernels.loss.differentiable import (
     is_unchecked,
     of_arrays_in,
@@ -178,8 +178,10 @@ def _forward_of(key: tuple[LogProbs, bool], place: Place) -> Callable[..., Array
             return [*found, lse] if keeps_lse else list(found), []
 
         weight, biases = weight_and_biases(operation.request, x, weight, biases)
-        counts = labels != IGNORED
-        return of_counted(operation, place, compute, counts, (x, labels), (0, IGNORED))
+        counts, fraction = labels != IGNORED, operation.request.counted_fraction
+        return compute_counted(
+            compute, (x, labels), (0, IGNORED), counts, fraction, place, name=operation.name
+        )
 
     return run
 
@@ -203,8 +205,9 @@ def _backward_of(key: tuple[LogProbs, Mask, int], place: Place) -> Callable[...,
         if more:
             has_cotangent |= more[0] != 0
         counts = (labels != IGNORED) & has_cotangent
-        fills = 0, IGNORED, *(0,) * len(numbers)
-        return of_counted(operation, place, compute, counts, (x, labels, *numbers), fills)
+        tokens, fills = (x, labels, *numbers), (0, IGNORED, *(0,) * len(numbers))
+        fraction = operation.request.counted_fraction
+        return compute_counted(compute, tokens, fills, counts, fraction, place, name=operation.name)
 
     return run
 

@@ -24,7 +24,7 @@ from pallas_kernels.log_probs.kept import KeptExponentials, keeps_chunks
 from pallas_kernels.log_probs.token_function import OfFunction, TokenFunction
 from pallas_kernels.loss.chunks import over_tokens
 from pallas_kernels.loss.columns import Columns, Gradients
-from pallas_kernels.loss.counted import of_counted, where_counted
+from pallas_kernels.loss.counted import compute_counted, where_counted
 from pallas_kernels.loss.differentiable import weight_and_biases
 from pallas_kernels.loss.token_loss import IGNORED
 from pallas_kernels.mapping import Mask
@@ -114,7 +114,10 @@ class OfSingleTokens(OfFunction):
                 return [*per_token, *of_x], of_weights
 
             tokens, fills = (x, labels, *leaves), (0, IGNORED, *(0,) * len(leaves))
-            losses, *found = of_counted(self, place, compute, labels != IGNORED, tokens, fills)
+            counts, fraction = labels != IGNORED, request.counted_fraction
+            losses, *found = compute_counted(
+                compute, tokens, fills, counts, fraction, place, name=self.name
+            )
             total = jnp.sum(losses)
             if place.tokens:
                 total = jax.lax.psum(total, place.tokens)

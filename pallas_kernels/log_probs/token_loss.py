@@ -26,7 +26,7 @@ from pallas_kernels.log_probs.differentiable import Device
 from pallas_kernels.log_probs.kept import KeptExponentials, keeps_all
 from pallas_kernels.log_probs.token_function import OfFunction
 from pallas_kernels.loss.columns import Columns, Gradients
-from pallas_kernels.loss.counted import FewRows, for_few_or_all, fraction_in_effect
+from pallas_kernels.loss.counted import FewRows, for_few_or_all
 from pallas_kernels.loss.differentiable import weight_and_biases
 from pallas_kernels.loss.token_loss import IGNORED
 from pallas_kernels.mapping import Mask
@@ -89,8 +89,9 @@ class OfAllTokens(OfFunction):
                 of_x = [put_back(a).reshape(x.shape) for a in of_x]
                 return [*results, *of_x, *of_weights, *of_data]
 
-            fraction = request.counted_fraction
-            fraction = fraction_in_effect(self.name, fraction, place, labels.size)
-            return for_few_or_all(compute, flat_labels != IGNORED, fraction, agreeing=place.tokens)
+            counts, fraction = flat_labels != IGNORED, request.counted_fraction
+            return for_few_or_all(
+                compute, counts, fraction, place, name=self.name, agreeing=place.tokens
+            )
 
         return run

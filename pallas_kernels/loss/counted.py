@@ -14,7 +14,6 @@ plans have sums in float32, and both programs return one dtype.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,34 +24,10 @@ from pallas_kernels.layout import Place
 
 _TILE = 128  # rows of a tile of the products
 
-type PerToken = Sequence[Shaped[Array, "T ..."]]
-type Others = Sequence[Array]
-
 
 def num_rows(num_tokens: int, fraction: float) -> int:
     """Rows for the tokens that count: whole tiles, or all tokens if they would not be fewer."""
     return min(num_tokens, math.ceil(fraction * num_tokens / _TILE) * _TILE)
-
-
-def fraction_in_effect(name: str, fraction: float, place: Place, num_tokens: int) -> float:
-    """The share of a device's tokens that is computed in fewer rows.
-
-    It is 1 where the vocabulary is split, because its devices exchange statistics; the log says so.
-
-    Args:
-      name: Name of the public function, for the log.
-      fraction: Share that the caller names.
-      place: The device's place on the mesh, whose only part is the vocabulary.
-      num_tokens: Number of the device's tokens.
-    """
-    (axes,) = place.parts
-    if axes and num_rows(num_tokens, fraction) < num_tokens:
-        log_once(
-            f"{name}: counted_fraction={fraction} has no effect, because the vocabulary is split "
-            "over devices; all tokens are computed"
-        )
-        return 1.0
-    return fraction
 
 
 def where_counted(counts: Bool[Array, " T"], a: Shaped[Array, "T ..."]) -> Shaped[Array, "T ..."]:
@@ -92,20 +67,33 @@ def for_few_or_all[T](
     compute: Callable[[FewRows | None], T],
     counts: Bool[Array, " T"],
     fraction: float,
+    place: Place,
     *,
+    name: str,
     agreeing: Sequence[str] = (),
 ) -> T:
     """`compute` of the rows of the tokens that count, or of None if they are too many.
 
+    It is `compute(None)`, too, where the vocabulary is split, because its devices exchange
+    statistics. The log says so.
+
     Args:
       compute: Function that returns arrays of the same shapes for rows and for None.
-      counts: Whether each token counts.
+      counts: Whether each of the device's tokens counts.
       fraction: Largest share of the tokens that is computed in fewer rows.
+      place: The device's place on the mesh, whose only part is the vocabulary.
+      name: Name of the public function, for the log.
       agreeing: Mesh axes whose devices must compute the same, because `compute` exchanges data.
     """
     num_tokens = len(counts)
     size = num_rows(num_tokens, fraction)
     if size == num_tokens:
+        return compute(None)
+    if any(place.parts):
+        log_once(
+            f"{name}: counted_fraction={fraction} has no effect, because the vocabulary is split "
+            "over devices; all tokens are computed"
+        )
         return compute(None)
     rows = jnp.cumsum(counts, dtype=jnp.int32) - 1
     last = jax.lax.pmax(rows[-1], tuple(agreeing)) if agreeing else rows[-1]
@@ -113,55 +101,37 @@ def for_few_or_all[T](
     return jax.lax.cond(last < size, lambda: compute(few), lambda: compute(None))
 
 
-def in_fewer_rows(
-    compute: Callable[..., tuple[PerToken, Others]],
-    tokens: PerToken,
+def compute_counted(
+    compute: Callable[..., tuple[Sequence[Array], Sequence[Array]]],
+    tokens: Sequence[Shaped[Array, "..."]],
     fills: Sequence[int],
-    counts: Bool[Array, " T"],
+    counts: Bool[Array, "*T"],
     fraction: float,
-) -> tuple[PerToken, Others]:
+    place: Place,
+    *,
+    name: str,
+) -> list[Array]:
     """The results of `compute(*tokens)`, where the results of tokens that do not count are 0.
 
     Args:
-      compute: Function of arrays of rows. It returns arrays of as many rows, and other arrays,
-        which must not depend on rows that do not count.
-      tokens: Arguments of `compute`.
+      compute: Function of arrays with one axis of rows. It returns arrays of as many rows, and
+        other arrays, which must not depend on rows that do not count.
+      tokens: Arguments of `compute`, each with all axes of tokens.
       fills: Value of each argument in a row that has no token. Such a row must not count.
       counts: Whether each token counts.
-      fraction: Largest share of the tokens that is computed in fewer rows.
-    """
-
-    def run(few: FewRows | None) -> tuple[PerToken, Others]:
-        if few is None:
-            per_token, others = compute(*tokens)
-            return list(per_token), list(others)
-        per_token, others = compute(*map(few.take, tokens, fills))
-        return [few.put_back(a) for a in per_token], list(others)
-
-    return for_few_or_all(run, counts, fraction)
-
-
-def of_counted(
-    operation: Any,
-    place: Place,
-    compute: Callable[..., tuple[PerToken, Others]],
-    counts: Bool[Array, "*T"],
-    tokens: Sequence[Shaped[Array, "..."]],
-    fills: Sequence[int],
-) -> list[Array]:
-    """The results of `in_fewer_rows`, in one list, for tokens of any number of axes.
-
-    Args:
-      operation: Operation with a `name`, and a `request` that has the `counted_fraction`.
+      fraction: As for `for_few_or_all`, and so are the arguments that follow.
       place: The device's place on the mesh.
-      compute: Function of arrays with one axis of tokens, as `in_fewer_rows` takes it.
-      counts: Whether each token counts.
-      tokens: Arguments of `compute`, each with all axes of tokens.
-      fills: Value of each argument in a row that has no token.
+      name: Name of the public function.
     """
     shape = counts.shape
     flat = [a.reshape(counts.size, *a.shape[len(shape) :]) for a in tokens]
-    fraction = operation.request.counted_fraction
-    fraction = fraction_in_effect(operation.name, fraction, place, counts.size)
-    per_token, others = in_fewer_rows(compute, flat, fills, counts.reshape(-1), fraction)
-    return [a.reshape(*shape, *a.shape[1:]) for a in per_token] + list(others)
+
+    def run(few: FewRows | None) -> tuple[list[Array], list[Array]]:
+        if few is None:
+            per_token, others = compute(*flat)
+            return list(per_token), list(others)
+        per_token, others = compute(*map(few.take, flat, fills))
+        return [few.put_back(a) for a in per_token], list(others)
+
+    per_token, others = for_few_or_all(run, counts.reshape(-1), fraction, place, name=name)
+    return [a.reshape(*shape, *a.shape[1:]) for a in per_token] + others

@@ -27,7 +27,7 @@ from pallas_kernels.gpu.kernel import varying_axes
 from pallas_kernels.layout import GradientOf, Place, Roles, Tokens, Weight
 from pallas_kernels.loss import by_columns, by_tokens, low_rank, recomputed
 from pallas_kernels.loss.columns import Gradients, place_in_vocabulary, scaled_coefficients
-from pallas_kernels.loss.counted import of_counted
+from pallas_kernels.loss.counted import compute_counted
 from pallas_kernels.loss.layout import Embedding, unsupported_reason
 from pallas_kernels.loss.mosaic_gpu import exponentials
 from pallas_kernels.loss.plan import ColumnChunks, Request, choose
@@ -251,8 +251,9 @@ def _forward_of(key: tuple[_CrossEntropy, Mask, bool], place: Place) -> Callable
         counts = labels != IGNORED
         if not has_all_losses:
             counts &= coefficients != 0
-        tokens = x, coefficients, labels
-        return of_counted(operation, place, compute, counts, tokens, (0, 0, IGNORED))
+        tokens, fills = (x, coefficients, labels), (0, 0, IGNORED)
+        fraction = operation.request.counted_fraction
+        return compute_counted(compute, tokens, fills, counts, fraction, place, name=operation.name)
 
     return run
 
@@ -283,8 +284,9 @@ def _backward_of(key: tuple[_CrossEntropy, Mask], place: Place) -> Callable[...,
             return device.results(wanted, (), gradients)
 
         counts = (labels != IGNORED) & (coefficients != 0)
-        tokens = x, coefficients, labels, lse
-        return of_counted(operation, place, compute, counts, tokens, (0, 0, IGNORED, 0))
+        tokens, fills = (x, coefficients, labels, lse), (0, 0, IGNORED, 0)
+        fraction = operation.request.counted_fraction
+        return compute_counted(compute, tokens, fills, counts, fraction, place, name=operation.name)
 
     return run
 
