@@ -13,15 +13,13 @@ entropy and 8 more with the argmax, and add up `dx`.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.choices import log_once
 from pallas_kernels.layout import Place, Tokens
 from pallas_kernels.log_probs.statistics import distribution_of_linear, of_labels
 from pallas_kernels.loss import low_rank, recomputed
@@ -30,13 +28,14 @@ from pallas_kernels.loss.counted import compute_counted
 from pallas_kernels.loss.differentiable import (
     is_unchecked,
     of_arrays_in,
+    on_device,
     picked,
     roles_of_gradients,
     split,
-    weight_and_biases,
+    weight_and_bias,
 )
 from pallas_kernels.loss.known_rows import Rows
-from pallas_kernels.loss.layout import Embedding, unsupported_reason
+from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.plan import InPlace, Request, TokenChunks, choose
 from pallas_kernels.loss.token_loss import IGNORED, LossOptions
 from pallas_kernels.mapping import Mask
@@ -169,15 +168,15 @@ def _forward_of(key: tuple[LogProbs, bool], place: Place) -> Callable[..., Array
     """The results for a device's tokens, and the logsumexp if it is kept."""
     operation, keeps_lse = key
 
-    def run(x, weight, labels, *biases) -> Arrays:
+    def run(x, weight, labels, *last) -> Arrays:
         def compute(x, labels) -> Any:
             device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
             lse, found = device.log_probs(
-                biases, with_entropy=operation.with_entropy, with_argmax=operation.with_argmax
+                bias, with_entropy=operation.with_entropy, with_argmax=operation.with_argmax
             )
             return [*found, lse] if keeps_lse else list(found), []
 
-        weight, biases = weight_and_biases(operation.request, x, weight, biases)
+        weight, bias = weight_and_bias(operation.request, x, weight, last)
         counts, fraction = labels != IGNORED, operation.request.counted_fraction
         return compute_counted(
             compute, (x, labels), (0, IGNORED), counts, fraction, place, name=operation.name
@@ -191,15 +190,17 @@ def _backward_of(key: tuple[LogProbs, Mask, int], place: Place) -> Callable[...,
     operation, wanted, num_args = key
 
     def run(*arrays) -> Arrays:
-        x, weight, labels, *biases = arrays[:num_args]
+        x, weight, labels, *last = arrays[:num_args]
         numbers = arrays[num_args:]
-        exchanged = () if operation.is_unchecked else place.parts[0]
 
         def compute(x, labels, *numbers) -> Any:
             device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
-            return device.gradients(biases, device.rows(*numbers), wanted, exchanged)
+            gradients = device.gradients(bias, device.rows(*numbers), wanted)
+            return picked(
+                device.request, gradients, wanted, place, is_unchecked=operation.is_unchecked
+            )
 
-        weight, biases = weight_and_biases(operation.request, x, weight, biases)
+        weight, bias = weight_and_bias(operation.request, x, weight, last)
         _, of_log_probs, *more = numbers
         has_cotangent = of_log_probs != 0
         if more:
@@ -223,7 +224,6 @@ class Device:
       x: Hidden states.
       weight: Output embedding.
       labels: Column of each token.
-      shape: Shape of the hidden states before their axes of tokens were merged.
     """
 
     request: Request
@@ -232,37 +232,25 @@ class Device:
     x: Any
     weight: Any
     labels: Any
-    shape: tuple[int, ...]
 
     @classmethod
     def make(
         cls, request: Request, temperature: float, place: Place, x: Any, weight: Any, labels: Any
     ) -> "Device":
         """The plan for the arrays of one device."""
-        rows = x.reshape(math.prod(labels.shape), x.shape[-1])
-        (axes,) = place.parts
-        request = request.on_device(rows, weight, axes)
-        settings = request.settings
-        if settings.implementation == "mosaic_gpu":
-            if (reason := unsupported_reason(weight, settings.weight_layout)) is not None:
-                log_once(f"log-probabilities: each device copies its part; {reason}")
-            if not len(rows):  # no kernel has a grid of no blocks
-                settings = dataclasses.replace(settings, implementation="xla")
-                request = dataclasses.replace(request, settings=settings)
+        request = on_device(request, place, x, weight, name="log-probabilities")
+        if request.settings.implementation == "mosaic_gpu" and not len(x):
+            # No kernel has a grid of no blocks.
+            settings = dataclasses.replace(request.settings, implementation="xla")
+            request = dataclasses.replace(request, settings=settings)
         plan = choose(planned(request)).plan
         assert isinstance(plan, TokenChunks | InPlace)
         return cls(
-            request=request,
-            plan=plan,
-            temperature=temperature,
-            x=rows,
-            weight=weight,
-            labels=labels.reshape(-1),
-            shape=x.shape,
+            request=request, plan=plan, temperature=temperature, x=x, weight=weight, labels=labels
         )
 
     def log_probs(
-        self, biases: Sequence[Any], *, with_entropy: bool, with_argmax: bool = False
+        self, bias: jax.Array | None, *, with_entropy: bool, with_argmax: bool = False
     ) -> tuple[jax.Array, Arrays]:
         """`(lse, results)`."""
         settings = self.request.settings
@@ -270,7 +258,7 @@ class Device:
             settings,
             self.x,
             self.weight,
-            biases[0] if biases else None,
+            bias,
             self.labels,
             self.plan.without_dweight.chunk_size,
             temperature=self.temperature,
@@ -300,28 +288,18 @@ class Device:
         softmax = jnp.where(is_zero, 0.0, -(g + h * entropy))  # 0 · NaN is NaN
         return Rows(jnp.where(is_zero, 0.0, lse), softmax, -h, g)
 
-    def gradients(
-        self, biases: Sequence[Any], rows: Rows, wanted: Mask, exchanged: tuple[str, ...]
-    ) -> tuple[list[Any], list[Any]]:
-        """The wanted gradients, by computing the logits again."""
-        found = recomputed.gradients(
+    def gradients(self, bias: jax.Array | None, rows: Rows, wanted: Mask) -> Gradients:
+        """The gradients, by computing the logits again."""
+        return recomputed.gradients(
             self.request.settings,
             self.plan if wanted[1] else self.plan.without_dweight,
             self.x,
             self.weight,
-            biases[0] if biases else None,
+            bias,
             self.labels,
             rows,
             temperature=self.temperature,
         )
-        return self.pick(found, wanted, exchanged)
-
-    def pick(
-        self, found: Gradients, wanted: Mask, exchanged: tuple[str, ...]
-    ) -> tuple[list[Any], list[Any]]:
-        """The wanted gradients, as `picked` says; `dx` in the shape of x."""
-        of_x, of_weights = picked(self.request, found, wanted, exchanged)
-        return [dx.reshape(self.shape) for dx in of_x], of_weights
 
 
 def planned(request: Request) -> Request:

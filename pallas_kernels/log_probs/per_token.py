@@ -25,7 +25,7 @@ from pallas_kernels.log_probs.token_function import OfFunction, TokenFunction
 from pallas_kernels.loss.chunks import over_tokens
 from pallas_kernels.loss.columns import Columns, Gradients
 from pallas_kernels.loss.counted import compute_counted, where_counted
-from pallas_kernels.loss.differentiable import weight_and_biases
+from pallas_kernels.loss.differentiable import picked, weight_and_bias
 from pallas_kernels.loss.token_loss import IGNORED
 from pallas_kernels.mapping import Mask
 from pallas_kernels.partition import split_over_explicit_axes
@@ -91,26 +91,27 @@ class OfSingleTokens(OfFunction):
         """Calls the function for the device's own tokens, or for a chunk of them at a time."""
         request, function, of_arrays = self.request, self.function, self.of_arrays(wanted)
         of_data = None if wanted is None else self.of_data(wanted)
-        exchanged = () if self.is_unchecked else place.parts[0]
 
         def run(*arrays) -> Arrays:
-            x, weight, labels, *biases = arrays[: self.num_arrays]
+            x, weight, labels, *last = arrays[: self.num_arrays]
             leaves, constants = function.split(arrays[self.num_arrays :])
-            weight, biases = weight_and_biases(request, x, weight, biases)
+            weight, bias = weight_and_bias(request, x, weight, last)
             evaluate = functools.partial(_evaluated, function, of_data, constants)
 
             def compute(x, labels, *leaves) -> Any:
                 device = Device.make(request, self.temperature, place, x, weight, labels)
                 if any(of_arrays) and keeps_chunks(device.request, device.plan):
                     found, per_token = _by_chunks(device, function, evaluate, of_arrays[1], leaves)
-                    of_x, of_weights = device.pick(found, of_arrays, exchanged)
                 else:
-                    lse, own = device.log_probs(biases, with_entropy=function.with_entropy)
+                    lse, own = device.log_probs(bias, with_entropy=function.with_entropy)
                     per_token, cotangents = evaluate(own, labels, leaves)
-                    of_x, of_weights = [], []
-                    if any(of_arrays):
-                        rows = device.rows(lse, *cotangents, *own[1:])
-                        of_x, of_weights = device.gradients(biases, rows, of_arrays, exchanged)
+                    if not any(of_arrays):
+                        return per_token, ()
+                    rows = device.rows(lse, *cotangents, *own[1:])
+                    found = device.gradients(bias, rows, of_arrays)
+                of_x, of_weights = picked(
+                    device.request, found, of_arrays, place, is_unchecked=self.is_unchecked
+                )
                 return [*per_token, *of_x], of_weights
 
             tokens, fills = (x, labels, *leaves), (0, IGNORED, *(0,) * len(leaves))

@@ -17,9 +17,10 @@ from pallas_kernels.log_probs.kept import KeptExponentials
 from pallas_kernels.loss.columns import Columns, Gradients
 from pallas_kernels.loss.differentiable import (
     of_arrays_in,
+    picked,
     roles_of_gradients,
     split,
-    weight_and_biases,
+    weight_and_bias,
 )
 from pallas_kernels.loss.mosaic_gpu import exponentials
 from pallas_kernels.loss.plan import Request
@@ -100,8 +101,9 @@ def _backward_of(key: tuple[WithExponentials, Mask, int], place: Place) -> Calla
         kept = KeptExponentials.of_saved(device, columns, values, total, of_label, lse=numbers[0])
         dx, dweight = kept.gradients(device.rows(*numbers), with_dweight=wanted[1])
         dweight = jax.tree.map(columns.without_padding, dweight)  # None without a gradient
-        of_x, of_weights = device.pick(Gradients(dx, dweight, None), wanted, ())
-        return [*of_x, *of_weights]
+        found = Gradients(dx, dweight, None)
+        of_x, of_weights = picked(device.request, found, wanted, place, is_unchecked=False)
+        return [*(a.reshape(x.shape) for a in of_x), *of_weights]
 
     return run
 
@@ -114,6 +116,7 @@ def _whole(operation: WithExponentials, place: Place, x, weight, labels, last):
             "linear_log_probs: keep_exponentials=True needs the whole vocabulary on each device, "
             f"and the mesh axes {axes} split it; use keep_exponentials=False"
         )
-    weight, _ = weight_and_biases(operation.request, x, weight, last)
-    device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
+    weight, _ = weight_and_bias(operation.request, x, weight, last)
+    flat = x.reshape(labels.size, x.shape[-1]), weight, labels.reshape(-1)
+    device = Device.make(operation.request, operation.temperature, place, *flat)
     return device, Columns.make(device.request.settings, weight.astype(x.dtype), None)

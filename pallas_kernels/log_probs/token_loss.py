@@ -27,7 +27,7 @@ from pallas_kernels.log_probs.kept import KeptExponentials, keeps_all
 from pallas_kernels.log_probs.token_function import OfFunction
 from pallas_kernels.loss.columns import Columns, Gradients
 from pallas_kernels.loss.counted import FewRows, for_few_or_all
-from pallas_kernels.loss.differentiable import weight_and_biases
+from pallas_kernels.loss.differentiable import picked, weight_and_bias
 from pallas_kernels.loss.token_loss import IGNORED
 from pallas_kernels.mapping import Mask
 from pallas_kernels.protocol import Arrays
@@ -49,13 +49,12 @@ class OfAllTokens(OfFunction):
         """Calls the function once, with the numbers of all devices."""
         request, function = self.request, self.function
         with_entropy, of_arrays = function.with_entropy, self.of_arrays(wanted)
-        exchanged = () if self.is_unchecked else place.parts[0]
 
         def run(*arrays) -> Arrays:
-            x, weight, labels, *biases = arrays[: self.num_arrays]
+            x, weight, labels, *last = arrays[: self.num_arrays]
             data = arrays[self.num_arrays :]
             flat_x, flat_labels = x.reshape(labels.size, x.shape[-1]), labels.reshape(-1)
-            weight, biases = weight_and_biases(request, x, weight, biases)
+            weight, bias = weight_and_bias(request, x, weight, last)
 
             def compute(few: FewRows | None) -> list[jax.Array]:
                 take = lambda a, fill: a if few is None else few.take(a, fill)
@@ -68,7 +67,7 @@ class OfAllTokens(OfFunction):
                     stored = KeptExponentials.make(device, columns, with_entropy=with_entropy)
                     lse, own = stored.lse, stored.of_labels()
                 else:
-                    lse, own = device.log_probs(biases, with_entropy=with_entropy)
+                    lse, own = device.log_probs(bias, with_entropy=with_entropy)
                 numbers = [of_all_tokens(put_back(a).reshape(labels.shape), place) for a in own]
                 if wanted is None:
                     loss, aux = function(numbers, data)
@@ -79,13 +78,15 @@ class OfAllTokens(OfFunction):
                 cotangents = [take(of_own_tokens(a, place).reshape(-1), 0) for a in of_numbers]
                 rows = device.rows(lse, *cotangents, *own[1:])
                 of_x, of_weights = [], []
-                if stored is not None:
-                    dx, dweight = stored.gradients(rows)
-                    dweight = stored.columns.without_padding(dweight)
-                    found = Gradients(dx, dweight, None)
-                    of_x, of_weights = device.pick(found, of_arrays, exchanged)
-                elif any(of_arrays):
-                    of_x, of_weights = device.gradients(biases, rows, of_arrays, exchanged)
+                if any(of_arrays):
+                    if stored is not None:
+                        dx, dweight = stored.gradients(rows)
+                        found = Gradients(dx, stored.columns.without_padding(dweight), None)
+                    else:
+                        found = device.gradients(bias, rows, of_arrays)
+                    of_x, of_weights = picked(
+                        device.request, found, of_arrays, place, is_unchecked=self.is_unchecked
+                    )
                 of_x = [put_back(a).reshape(x.shape) for a in of_x]
                 return [*results, *of_x, *of_weights, *of_data]
 

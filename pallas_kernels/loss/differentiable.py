@@ -26,10 +26,9 @@ from pallas_kernels.choices import log_once
 from pallas_kernels.gpu.kernel import varying_axes
 from pallas_kernels.layout import GradientOf, Place, Roles, Tokens, Weight
 from pallas_kernels.loss import by_columns, by_tokens, low_rank, recomputed
-from pallas_kernels.loss.columns import Gradients, place_in_vocabulary, scaled_coefficients
+from pallas_kernels.loss.columns import Gradients
 from pallas_kernels.loss.counted import compute_counted
 from pallas_kernels.loss.layout import Embedding, unsupported_reason
-from pallas_kernels.loss.mosaic_gpu import exponentials
 from pallas_kernels.loss.plan import ColumnChunks, Request, choose
 from pallas_kernels.loss.token_loss import IGNORED, TokenLosses, finite_where_not_counted
 from pallas_kernels.mapping import Mask
@@ -215,12 +214,21 @@ def roles_of_gradients(wanted: Sequence[bool], bias: int) -> list[Any]:
 
 
 def picked(
-    request: Request, found: Gradients, wanted: Mask, exchanged: tuple[str, ...]
+    request: Request, found: Gradients, wanted: Mask, place: Place, *, is_unchecked: bool
 ) -> tuple[list[Any], list[Any]]:
-    """The wanted gradients: `dx` added up over mesh axes, then those of weight and bias."""
+    """The wanted gradients of a device: `dx` of the whole vocabulary, then of weight and bias.
+
+    Args:
+      request: The device's request.
+      found: Gradients of the device.
+      wanted: Whether the gradients of x, weight and bias are wanted.
+      place: The device's place on the mesh, whose only part is the vocabulary.
+      is_unchecked: As `is_unchecked` says.
+    """
+    (axes,) = place.parts
     dx, dweight, dbias = found
-    if wanted[0] and exchanged:
-        dx = jax.lax.psum(dx, exchanged)
+    if wanted[0] and axes and not is_unchecked:
+        dx = jax.lax.psum(dx, axes)
     has_kernels = request.settings.implementation == "mosaic_gpu"
     if wanted[1] and has_kernels and request.counted_fraction < 1:
         # Few rows may make a `dweight` of 16 bits in place, where all tokens need sums in float32.
@@ -234,19 +242,28 @@ def _forward_of(key: tuple[_CrossEntropy, Mask, bool], place: Place) -> Callable
     """The losses of a device's tokens, and the wanted gradients of their sum."""
     operation, wanted, has_all_losses = key
 
-    def run(x, weight, coefficients, labels, *biases) -> Arrays:
-        weight, biases = weight_and_biases(operation.request, x, weight, biases)
+    def run(x, weight, coefficients, labels, *last) -> Arrays:
+        weight, bias = weight_and_bias(operation.request, x, weight, last)
 
         def compute(x, coefficients, labels) -> Any:
-            device = _Device.make(operation, place, x, weight, coefficients, labels, biases)
+            request = on_device(operation.request, place, x, weight, name=operation.name)
+            plan: Any = choose(request).plan
             gradients = None
             if any(wanted):
-                losses, gradients = device.losses_and_gradients(wanted)
+                plan = plan if wanted[1] else plan.without_dweight
+                losses, gradients = by_tokens.losses_and_gradients(
+                    request.settings, plan, x, weight, bias, coefficients, labels
+                )
             else:
-                module = by_columns if isinstance(device.plan, ColumnChunks) else by_tokens
-                losses = module.losses(*device.settings_and_plan, *device.arrays, labels)
+                module: Any = by_columns if isinstance(plan, ColumnChunks) else by_tokens
+                losses = module.losses(request.settings, plan, x, weight, bias, labels)
             losses = finite_where_not_counted(losses, coefficients)
-            return device.results(wanted, losses, gradients)
+            if gradients is None:
+                return losses, ()
+            of_x, of_weights = picked(
+                request, gradients, wanted, place, is_unchecked=operation.is_unchecked
+            )
+            return [*losses, *of_x], of_weights
 
         counts = labels != IGNORED
         if not has_all_losses:
@@ -262,26 +279,25 @@ def _backward_of(key: tuple[_CrossEntropy, Mask], place: Place) -> Callable[...,
     """The wanted gradients of the sum of a device's losses."""
     operation, wanted = key
 
-    def run(x, weight, coefficients, labels, *biases_and_lse) -> Arrays:
-        *biases, lse = biases_and_lse
-        weight, biases = weight_and_biases(operation.request, x, weight, biases)
+    def run(x, weight, coefficients, labels, *last_and_lse) -> Arrays:
+        *last, lse = last_and_lse
+        weight, bias = weight_and_bias(operation.request, x, weight, last)
 
         def compute(x, coefficients, labels, lse) -> Any:
-            device = _Device.make(operation, place, x, weight, coefficients, labels, biases)
-            if isinstance(device.plan, ColumnChunks):
+            request = on_device(operation.request, place, x, weight, name=operation.name)
+            plan: Any = choose(request).plan
+            args = x, weight, bias, coefficients, labels
+            if isinstance(plan, ColumnChunks):
                 gradients = by_columns.gradients(
-                    *device.settings_and_plan,
-                    *device.arrays,
-                    coefficients,
-                    labels,
-                    lse,
-                    dweight_dtype=operation.request.weight.dtype,
+                    request.settings, plan, *args, lse, dweight_dtype=request.weight.dtype
                 )
-            elif device.plan.without_dweight.by_exponentials:
-                gradients = device.gradients_of_known(wanted, lse)
             else:
-                _, gradients = device.losses_and_gradients(wanted)
-            return device.results(wanted, (), gradients)
+                plan = plan if wanted[1] else plan.without_dweight
+                if plan.without_dweight.by_exponentials:
+                    gradients = recomputed.gradients_of_losses(request.settings, plan, *args, lse)
+                else:
+                    _, gradients = by_tokens.losses_and_gradients(request.settings, plan, *args)
+            return picked(request, gradients, wanted, place, is_unchecked=operation.is_unchecked)
 
         counts = (labels != IGNORED) & (coefficients != 0)
         tokens, fills = (x, coefficients, labels, lse), (0, 0, IGNORED, 0)
@@ -291,87 +307,28 @@ def _backward_of(key: tuple[_CrossEntropy, Mask], place: Place) -> Callable[...,
     return run
 
 
-def weight_and_biases(
-    request: Request, x: jax.Array, weight: jax.Array, biases: Arrays
-) -> tuple[Any, Arrays]:
-    """Weight and biases; the weight in the dtype of x if a `lax.cond` may hold the products.
+def weight_and_bias(
+    request: Request, x: jax.Array, weight: jax.Array, last: Arrays
+) -> tuple[Any, jax.Array | None]:
+    """Weight and bias; the weight in the dtype of x if a `lax.cond` may hold the products.
 
     The caller may have widened the weight to float32, for a float32 gradient. XLA drops that cast
     and the cast back, but not across a branch, where the weight would exist in float32. Chunks of
     columns are rounded one at a time.
     """
     layout = request.settings.weight_layout
-    weight, biases = low_rank.joined(request.is_low_rank, layout, weight, biases)
+    weight, biases = low_rank.joined(request.is_low_rank, layout, weight, last)
     if request.counted_fraction < 1 and request.vocab_chunk_size is None:
         weight = weight.astype(x.dtype)
-    return weight, biases
+    return weight, biases[0] if biases else None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Device:
-    """The plan of one device, and its arrays with one axis of tokens."""
-
-    request: Request
-    plan: Any
-    x: Any
-    weight: Any
-    bias: Any
-    coefficients: Any
-    labels: Any
-    exchanged: tuple[str, ...]
-
-    @classmethod
-    def make(
-        cls, operation: _CrossEntropy, place: Place, x, weight, coefficients, labels, biases
-    ) -> "_Device":
-        (axes,) = place.parts
-        request = operation.request.on_device(x, weight, axes)
-        if request.settings.implementation == "mosaic_gpu":
-            reason = unsupported_reason(weight, request.settings.weight_layout)
-            if reason is not None:
-                log_once(f"linear_cross_entropy: each device copies its part; {reason}")
-        return cls(
-            request=request,
-            plan=choose(request).plan,
-            x=x,
-            weight=weight,
-            bias=biases[0] if biases else None,
-            coefficients=coefficients,
-            labels=labels,
-            exchanged=() if operation.is_unchecked else axes,
-        )
-
-    @property
-    def settings_and_plan(self) -> tuple[Any, Any]:
-        return self.request.settings, self.plan
-
-    @property
-    def arrays(self) -> tuple[Any, Any, Any]:
-        return self.x, self.weight, self.bias
-
-    def losses_and_gradients(self, wanted: Mask) -> tuple[TokenLosses, Gradients]:
-        plan = self.plan if wanted[1] else self.plan.without_dweight
-        return by_tokens.losses_and_gradients(
-            self.request.settings, plan, *self.arrays, self.coefficients, self.labels
-        )
-
-    def gradients_of_known(self, wanted: Mask, lse: Any) -> Gradients:
-        """The gradients by dlogits that the GEMM of the logits makes from the logsumexp."""
-        settings = self.request.settings
-        _, vocab_size = place_in_vocabulary(settings, self.weight)
-        coefficients, scale = scaled_coefficients(
-            self.x, self.coefficients, self.labels, vocab_size
-        )
-        assert scale is None  # exponentials are bfloat16
-        rows = exponentials.rows_of_loss(lse, coefficients, settings.options.z_loss)
-        plan = self.plan if wanted[1] else self.plan.without_dweight
-        return recomputed.gradients(settings, plan, *self.arrays, self.labels, rows)
-
-    def results(
-        self, wanted: Mask, losses: Arrays, gradients: Gradients | None
-    ) -> tuple[Arrays, Arrays]:
-        """Losses and the wanted `dx`, then the other wanted gradients."""
-        if gradients is None:
-            return losses, ()
-        of_x, of_weights = picked(self.request, gradients, wanted, self.exchanged)
-        return (*losses, *of_x), of_weights
+def on_device(request: Request, place: Place, x: jax.Array, weight: Any, *, name: str) -> Request:
+    """The request for the arrays of a device. The log says if it copies its part of the weight."""
+    (axes,) = place.parts
+    request = request.on_device(x, weight, axes)
+    if request.settings.implementation == "mosaic_gpu":
+        reason = unsupported_reason(weight, request.settings.weight_layout)
+        if reason is not None:
+            log_once(f"{name}: each device copies its part; {reason}")
+    return request

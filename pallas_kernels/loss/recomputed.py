@@ -23,6 +23,7 @@ from pallas_kernels.loss.columns import (
     product,
     rescaled,
     scale_for,
+    scaled_coefficients,
     weight_product,
 )
 from pallas_kernels.loss.known_rows import Rows, dlogits_of_logits
@@ -69,6 +70,24 @@ def gradients(
     finished = lambda g: rescaled(columns.without_padding(g), scale)
     dweight, dbias = jax.tree.map(finished, sums)
     return Gradients(rescaled(dx, scale).astype(x.dtype), dweight, dbias)
+
+
+def gradients_of_losses(
+    settings: Settings,
+    plan: TokenChunks | InPlace,
+    x: Float[Array, "T D"],
+    weight: Embedding,
+    bias: Float[Array, " V"] | None,
+    coefficients: Float[Array, " T"],
+    labels: Int[Array, " T"],
+    lse: Float[Array, " T"],
+) -> Gradients:
+    """Gradients of `sum(coefficients · loss)`, for a plan that stores exponentials."""
+    _, vocab_size = place_in_vocabulary(settings, weight)
+    coefficients, scale = scaled_coefficients(x, coefficients, labels, vocab_size)
+    assert scale is None  # exponentials are bfloat16
+    rows = exponentials.rows_of_loss(lse, coefficients, settings.options.z_loss)
+    return gradients(settings, plan, x, weight, bias, labels, rows)
 
 
 def _one_chunk(settings: Settings, columns: Columns, temperature, dx_dtype, chunk, _):
