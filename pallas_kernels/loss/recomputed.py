@@ -126,8 +126,8 @@ def _first_in_place(settings: Settings, columns: Columns, temperature, plan: InP
     # The GEMM of dweight multiplies every row of x, and 0 · NaN is NaN.
     x = jnp.where(rows.counts[:, None], x, 0)
 
-    def dlogits(tokens: slice, place) -> tuple[jax.Array, None]:
-        found = exponentials.dlogits_of_linear(
+    values = [
+        exponentials.dlogits_of_linear(
             x[tokens],
             columns.weight,
             None,
@@ -140,9 +140,8 @@ def _first_in_place(settings: Settings, columns: Columns, temperature, plan: InP
             weight_layout=columns.layout,
             config=settings.config.linear,
         )
-        return found, None
-
-    values, _ = in_place.of_parts(dlogits, plan.extent, x.shape[1], columns.layout)
+        for tokens, place in in_place.parts_of(plan.extent, x.shape[1], columns.layout)
+    ]
     dx, dweight = in_place.gradients(
         values,
         None,

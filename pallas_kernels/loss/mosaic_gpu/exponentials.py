@@ -135,7 +135,14 @@ def loss_of_linear(
         num_columns=num_columns,
         stored=stored,
     )
-    return statistics_of(found, lse), dz, factor
+    statistics = LogitStatistics(
+        lse=lse,
+        label_logit=found.label_logit,
+        largest=found.largest,
+        largest_before=found.largest_before,
+        total=jnp.zeros_like(lse),
+    )
+    return statistics, dz, factor
 
 
 def exponentials_of_linear(
@@ -209,17 +216,6 @@ def exponentials_of_linear(
     from_label = found.label_logit + (jnp.log(found.total) - jnp.log(found.of_label))
     lse = jnp.where(found.of_label > 0, from_label, (offset + jnp.log2(found.total)) / LOG2_E)
     return found, lse
-
-
-def statistics_of(found: Exponentials, lse: Float[Array, " T"]) -> LogitStatistics:
-    """The statistics of the logits whose exponentials are stored."""
-    return LogitStatistics(
-        lse=lse,
-        label_logit=found.label_logit,
-        largest=found.largest,
-        largest_before=found.largest_before,
-        total=jnp.zeros_like(lse),
-    )
 
 
 def dlogits_and_factor(

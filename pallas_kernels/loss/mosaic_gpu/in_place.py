@@ -32,7 +32,7 @@ The price: if the loss of one token is above 44 nats, the first GEMM runs again 
 not only for a chunk.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -171,9 +171,8 @@ def loss_and_gradients(
       weight_layout: Layout of `weight` and `dweight`.
       config: Launch parameters.
     """
-
-    def loss(tokens: slice, place: Stored) -> tuple[Any, Any]:
-        found, values, factor = exponentials.loss_of_linear(
+    made = [
+        exponentials.loss_of_linear(
             x[tokens],
             weight,
             labels[tokens],
@@ -184,9 +183,10 @@ def loss_and_gradients(
             weight_layout=weight_layout,
             config=config.linear,
         )
-        return values, (found, factor)
-
-    values, (found, factor) = of_parts(loss, extent, x.shape[1], weight_layout)
+        for tokens, place in parts_of(extent, x.shape[1], weight_layout)
+    ]
+    found, values, factor = zip(*made, strict=True)
+    found, factor = joined(found), joined(factor)
     dx, dweight = gradients(
         values, factor, x, weight, extent=extent, weight_layout=weight_layout, config=config
     )
@@ -202,28 +202,6 @@ def parts_of(
     if extent.num_beside:
         parts.append((slice(extent.num_inside, None), outside))
     return parts
-
-
-def of_parts(
-    make: Callable[[slice, Stored], tuple[Any, Any]],
-    extent: Extent,
-    hidden_size: int,
-    weight_layout: WeightLayout,
-) -> tuple[list[Any], Any]:
-    """`make(tokens, layout)` for the tokens inside, and for those beside if there are any.
-
-    Args:
-      make: Function that returns exponentials or dlogits in a layout, and arrays of the tokens.
-      extent: Tokens inside and beside, dtype and bands of `dweight`.
-      hidden_size: D.
-      weight_layout: Layout of `dweight`.
-
-    Returns:
-      The first results, and the second ones for all tokens.
-    """
-    made = [make(*part) for part in parts_of(extent, hidden_size, weight_layout)]
-    values, of_tokens = zip(*made, strict=True)
-    return list(values), joined(of_tokens)
 
 
 def joined(of_parts: Sequence[Any]) -> Any:
