@@ -153,7 +153,11 @@ def _by_xla(
         precision=_PRECISION[accumulation],
         preferred_element_type=jnp.float32 if a.scale.ndim or b.scale.ndim else out_dtype,
     )
-    return _scaled(product, a, b, out_dtype)
+    if a.scale.ndim:
+        product = product * a.scale
+    if b.scale.ndim:
+        product = product * b.scale.T
+    return product.astype(out_dtype)
 
 
 def _emulated(a: Quantized, b: Quantized, out_dtype: DTypeLike) -> jax.Array:
@@ -166,15 +170,6 @@ def _emulated(a: Quantized, b: Quantized, out_dtype: DTypeLike) -> jax.Array:
         preferred_element_type=jnp.float32,
     )
     return (product * a.scale * b.scale.T).astype(out_dtype)
-
-
-def _scaled(product: jax.Array, a: Quantized, b: Quantized, out_dtype: DTypeLike) -> jax.Array:
-    """The product times the scales of its rows and columns, rounded to `out_dtype`."""
-    if a.scale.ndim:
-        product = product * a.scale
-    if b.scale.ndim:
-        product = product * b.scale.T
-    return product.astype(out_dtype)
 
 
 def _check(a: Quantized, b: Quantized, out_dtype: DTypeLike, accumulation: Accumulation) -> None:
