@@ -41,7 +41,7 @@ class Divergence:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rows:
+class RowReductions:
     """Reductions over the last axis, which mesh axes may split.
 
     Attributes:
@@ -87,7 +87,7 @@ def statistics(
     divergence: Divergence,
     student: Float[Array, "*T C"],
     teacher: Float[Array, "*T C"],
-    rows: Rows,
+    rows: RowReductions,
 ) -> Statistics:
     """The divergences of the softmaxes of two float32 arrays of logits.
 

@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.distillation.divergence import Divergence, Rows, Statistics
+from pallas_kernels.distillation.divergence import Divergence, RowReductions, Statistics
 from pallas_kernels.distillation.logits import Logits
 from pallas_kernels.gpu.arrays import at_aligned_addresses, unsupported_dtype
 from pallas_kernels.gpu.device import BYTES_PER_ACCESS, LANES, WARPS_PER_WARPGROUP
@@ -133,7 +133,7 @@ def statistics(
     student: Logits,
     teacher: Logits,
     first_row: Int[Array, ""],
-    rows: Rows,
+    rows: RowReductions,
     *,
     temperature: float,
 ) -> Statistics:

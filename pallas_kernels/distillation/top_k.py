@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.distillation.divergence import Rows, derivative, statistics
+from pallas_kernels.distillation.divergence import RowReductions, derivative, statistics
 from pallas_kernels.distillation.settings import Settings
 from pallas_kernels.loss.arguments import columns_of
 
@@ -78,7 +78,7 @@ def statistics_of_classes(
     teacher = log_probs_of_classes(settings, log_probs, tail != -jnp.inf)
     if settings.tail == "one_bucket":
         # The teacher's classes have a sum of 1 already, but for rounding.
-        found = statistics(settings.divergence, student, teacher, Rows())
+        found = statistics(settings.divergence, student, teacher, RowReductions())
         gradient = derivative(settings.divergence, student, teacher, found)
         return found.loss, gradient[:, :-1], gradient[:, -1]
     lse = jax.nn.logsumexp(student, axis=-1)

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choices import fall_back_on_a_part
 from pallas_kernels.distillation import passes
-from pallas_kernels.distillation.divergence import Rows, Statistics, derivative, statistics
+from pallas_kernels.distillation.divergence import RowReductions, Statistics, derivative, statistics
 from pallas_kernels.distillation.logits import Logits, times_slope
 from pallas_kernels.distillation.settings import Settings, TeacherEmbedding
 from pallas_kernels.distillation.top_k import statistics_of_classes
@@ -89,7 +89,7 @@ def losses_and_gradients(
     size, part = settings.chunk(x, teacher, vocab_size, has_dweight=wanted[1])
     if (scale := scale_for(x.dtype, coefficients)) is not None:
         coefficients = coefficients / scale
-    layout, rows = settings.weight_layout, Rows(axes)
+    layout, rows = settings.weight_layout, RowReductions(axes)
     if settings.tail is None:
         of_tokens = teacher[:1]
         of_logits = functools.partial(
@@ -139,7 +139,7 @@ def losses_and_gradients(
 
 def _of_teacher_logits(
     settings: Settings,
-    rows: Rows,
+    rows: RowReductions,
     student: Logits,
     row: Float[Array, " T"] | None,
     dtype: Any,
@@ -173,7 +173,7 @@ def _of_teacher_logits(
 
 def _by_kernels(
     settings: Settings,
-    rows: Rows,
+    rows: RowReductions,
     student: Logits,
     row: Float[Array, " T"] | None,
     dtype: Any,
@@ -226,7 +226,7 @@ def _teacher_logits(
 
 def _of_top_k(
     settings: Settings,
-    rows: Rows,
+    rows: RowReductions,
     student: Logits,
     row: Float[Array, " T"] | None,
     dtype: Any,

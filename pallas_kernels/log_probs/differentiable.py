@@ -34,7 +34,7 @@ from pallas_kernels.loss.differentiable import (
     split,
     weight_and_bias,
 )
-from pallas_kernels.loss.known_rows import Rows
+from pallas_kernels.loss.gradient_terms import GradientTerms
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.plan import InPlace, Request, TokenChunks, choose
 from pallas_kernels.loss.token_loss import IGNORED, LossOptions
@@ -138,7 +138,7 @@ class LogProbs:
     def numbers_and_arguments(
         self, saved: Arrays, cotangents: Cotangents
     ) -> tuple[list[jax.Array], Arrays]:
-        """The numbers of each token that `Device.rows` takes, and the operation's arguments."""
+        """The numbers of each token that `Device.terms` takes, and the operation's arguments."""
         lse, *args = saved
         entropy = args.pop(0) if self.with_entropy else None
         of_log_probs, *of_others = cotangents
@@ -195,7 +195,7 @@ def _backward_of(key: tuple[LogProbs, Mask, int], place: Place) -> Callable[...,
 
         def compute(x, labels, *numbers) -> Any:
             device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
-            gradients = device.gradients(bias, device.rows(*numbers), wanted)
+            gradients = device.gradients(bias, device.terms(*numbers), wanted)
             return picked(
                 device.request, gradients, wanted, place, is_unchecked=operation.is_unchecked
             )
@@ -268,13 +268,13 @@ class Device:
         _, vocab_size = place_in_vocabulary(settings, self.weight)
         return found.lse, of_labels(found, self.labels, vocab_size)
 
-    def rows(
+    def terms(
         self,
         lse: jax.Array,
         of_log_probs: jax.Array,
         of_entropy: jax.Array | None = None,
         entropy: jax.Array | None = None,
-    ) -> Rows:
+    ) -> GradientTerms:
         """The terms of the gradient in the logits, for cotangents of the results."""
         _, vocab_size = place_in_vocabulary(self.request.settings, self.weight)
         is_ignored = self.labels == IGNORED
@@ -282,13 +282,13 @@ class Device:
         wrong = ~(is_ignored | in_range) & (of_log_probs != 0)
         g = jnp.where(wrong, jnp.nan, jnp.where(is_ignored, 0.0, of_log_probs)) / self.temperature
         if entropy is None or of_entropy is None:
-            return Rows(jnp.where(g == 0, 0.0, lse), -g, None, g)
+            return GradientTerms(jnp.where(g == 0, 0.0, lse), -g, None, g)
         h = jnp.where(is_ignored, 0.0, of_entropy) / self.temperature
         is_zero = (g == 0) & (h == 0)
         softmax = jnp.where(is_zero, 0.0, -(g + h * entropy))  # 0 · NaN is NaN
-        return Rows(jnp.where(is_zero, 0.0, lse), softmax, -h, g)
+        return GradientTerms(jnp.where(is_zero, 0.0, lse), softmax, -h, g)
 
-    def gradients(self, bias: jax.Array | None, rows: Rows, wanted: Mask) -> Gradients:
+    def gradients(self, bias: jax.Array | None, terms: GradientTerms, wanted: Mask) -> Gradients:
         """The gradients, by computing the logits again."""
         return recomputed.gradients(
             self.request.settings,
@@ -297,7 +297,7 @@ class Device:
             self.weight,
             bias,
             self.labels,
-            rows,
+            terms,
             temperature=self.temperature,
         )
 

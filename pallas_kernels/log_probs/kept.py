@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.log_probs.differentiable import Device
 from pallas_kernels.loss.columns import Columns, product, weight_product
+from pallas_kernels.loss.gradient_terms import GradientTerms
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
 from pallas_kernels.loss.mosaic_gpu.statistics import entropy_of
 from pallas_kernels.loss.plan import InPlace, Request, TokenChunks
@@ -104,9 +105,9 @@ class KeptExponentials:
         return [jnp.where(labels == IGNORED, 0.0, a) for a in values]
 
     def gradients(
-        self, rows: exponentials.Rows, *, with_dweight: bool = True
+        self, terms: GradientTerms, *, with_dweight: bool = True
     ) -> tuple[Float[Array, "T D"], Any]:
-        """`(dx, dweight)` of the gradient that `rows` describes: a GEMM for each.
+        """`(dx, dweight)` of the gradient that `terms` describes: a GEMM for each.
 
         `dweight` has the padding of `columns`. It is None without `with_dweight`, which a plan in
         place does not take.
@@ -114,9 +115,9 @@ class KeptExponentials:
         device, columns = self.device, self.columns
         x, factor, values, factors = device.x, None, [], []
         for found, (tokens, place) in zip(self.found, _parts(device), strict=True):
-            labels, of_part = device.labels[tokens], rows.of(tokens)
+            labels, of_part = device.labels[tokens], terms.of(tokens)
             options = {"num_columns": columns.num_columns, "stored": place}
-            if rows.softmax_log is None:
+            if terms.softmax_log is None:
                 # Without entropies the gradient is that of a loss whose coefficients are -g.
                 part, factor = exponentials.dlogits_and_factor(
                     found, labels, of_part.softmax, 1.0, **options
@@ -128,7 +129,7 @@ class KeptExponentials:
         if factors:
             factor = in_place.joined(factors)
         else:
-            x = jnp.where(rows.counts[:, None], x, 0)  # 0 · NaN is NaN
+            x = jnp.where(terms.counts[:, None], x, 0)  # 0 · NaN is NaN
         plan, settings = device.plan, device.request.settings
         if isinstance(plan, InPlace):
             return in_place.gradients(

@@ -107,8 +107,8 @@ class OfSingleTokens(OfFunction):
                     per_token, cotangents = evaluate(own, labels, leaves)
                     if not any(of_arrays):
                         return per_token, ()
-                    rows = device.rows(lse, *cotangents, *own[1:])
-                    found = device.gradients(bias, rows, of_arrays)
+                    terms = device.terms(lse, *cotangents, *own[1:])
+                    found = device.gradients(bias, terms, of_arrays)
                 of_x, of_weights = picked(
                     device.request, found, of_arrays, place, is_unchecked=self.is_unchecked
                 )
@@ -171,8 +171,8 @@ def _by_chunks(
         kept = KeptExponentials.make(some, columns, with_entropy=function.with_entropy)
         own = kept.of_labels()
         per_token, cotangents = evaluate(own, labels, leaves)
-        rows = some.rows(kept.lse, *cotangents, *own[1:])
-        dx, dweight = kept.gradients(rows, with_dweight=with_dweight)
+        terms = some.terms(kept.lse, *cotangents, *own[1:])
+        dx, dweight = kept.gradients(terms, with_dweight=with_dweight)
         return dweight, (per_token, dx)
 
     one_chunk = lambda chunk, _: part(plan.without_dweight, chunk)

@@ -99,7 +99,7 @@ def _backward_of(key: tuple[WithExponentials, Mask, int], place: Place) -> Calla
         flat = [a.reshape(labels.size, *a.shape[labels.ndim :]) for a in per_token]
         *numbers, total, of_label, values = flat
         kept = KeptExponentials.of_saved(device, columns, values, total, of_label, lse=numbers[0])
-        dx, dweight = kept.gradients(device.rows(*numbers), with_dweight=wanted[1])
+        dx, dweight = kept.gradients(device.terms(*numbers), with_dweight=wanted[1])
         dweight = jax.tree.map(columns.without_padding, dweight)  # None without a gradient
         found = Gradients(dx, dweight, None)
         of_x, of_weights = picked(device.request, found, wanted, place, is_unchecked=False)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.folding import fold_chunks
 from pallas_kernels.loss.columns import Columns, of_all_parts, place_in_vocabulary
-from pallas_kernels.loss.known_rows import LEAST
+from pallas_kernels.loss.gradient_terms import LEAST
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.mosaic_gpu import statistics as kernels
 from pallas_kernels.loss.plan import Settings

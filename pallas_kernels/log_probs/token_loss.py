@@ -76,14 +76,14 @@ class OfAllTokens(OfFunction):
                     numbers, data, self.of_data(wanted)
                 )
                 cotangents = [take(of_own_tokens(a, place).reshape(-1), 0) for a in of_numbers]
-                rows = device.rows(lse, *cotangents, *own[1:])
+                terms = device.terms(lse, *cotangents, *own[1:])
                 of_x, of_weights = [], []
                 if any(of_arrays):
                     if stored is not None:
-                        dx, dweight = stored.gradients(rows)
+                        dx, dweight = stored.gradients(terms)
                         found = Gradients(dx, stored.columns.without_padding(dweight), None)
                     else:
-                        found = device.gradients(bias, rows, of_arrays)
+                        found = device.gradients(bias, terms, of_arrays)
                     of_x, of_weights = picked(
                         device.request, found, of_arrays, place, is_unchecked=self.is_unchecked
                     )

@@ -30,7 +30,7 @@ from pallas_kernels.loss.columns import (
     scaled_coefficients,
     statistics_of_linear,
 )
-from pallas_kernels.loss.known_rows import Rows
+from pallas_kernels.loss.gradient_terms import GradientTerms
 from pallas_kernels.loss.layout import Embedding, sizes
 from pallas_kernels.loss.mosaic_gpu import exponentials, products
 from pallas_kernels.loss.plan import ColumnChunks, Settings
@@ -74,7 +74,7 @@ class _Tokens(NamedTuple):
       coefficients: Coefficients of the losses, divided by `scale`.
       scale: Factor taken out of the coefficients; None if it is 1.
       lse: Logsumexp over the whole vocabulary.
-      rows: Terms of the gradient in the logits.
+      terms: Terms of the gradient in the logits.
       vocab_size: Size of the whole vocabulary.
     """
 
@@ -83,7 +83,7 @@ class _Tokens(NamedTuple):
     coefficients: Float[Array, " T"]
     scale: Float[Array, ""] | None
     lse: Float[Array, " T"]
-    rows: Rows
+    terms: GradientTerms
     vocab_size: int
 
 
@@ -111,7 +111,7 @@ def gradients(
         coefficients=coefficients,
         scale=scale,
         lse=lse,
-        rows=exponentials.rows_of_loss(lse, coefficients, settings.options.z_loss),
+        terms=exponentials.terms_of_loss(lse, coefficients, settings.options.z_loss),
         vocab_size=vocab_size,
     )
 
@@ -153,7 +153,7 @@ def _dlogits(settings: Settings, plan: ColumnChunks, tokens: _Tokens, part, star
             columns.weight,
             None,
             labels,
-            tokens.rows,
+            tokens.terms,
             num_columns=columns.num_columns,
             weight_layout=settings.weight_layout,
             config=settings.config.linear,

@@ -1,9 +1,9 @@
 """Gradients of tokens whose logsumexp is known, for any cotangents: three GEMMs.
 
 The forward keeps the logsumexp of each token. So the backward computes the logits again and forms
-the gradient in the logits at once (`known_rows.py`), without another pass: a kernel stores dlogits
-and never logits. They lie in the memory of `dweight`, for all tokens or for the first ones, or in
-chunks of tokens, as `plan.py` chooses. `by_columns.py` is the same for chunks of columns.
+the gradient in the logits at once (`gradient_terms.py`), without another pass: a kernel stores
+dlogits and never logits. They lie in the memory of `dweight`, for all tokens or for the first ones,
+or in chunks of tokens, as `plan.py` chooses. `by_columns.py` is the same for chunks of columns.
 
 With `xla` logits and dlogits of a chunk are float32. Dlogits are rounded once, to `x.dtype`, as the
 operand of two GEMMs. `dx` is rounded once. `dweight` accumulates in `accum_dtype`.
@@ -26,7 +26,7 @@ from pallas_kernels.loss.columns import (
     scaled_coefficients,
     weight_product,
 )
-from pallas_kernels.loss.known_rows import Rows, dlogits_of_logits
+from pallas_kernels.loss.gradient_terms import GradientTerms, dlogits_of_logits
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
 from pallas_kernels.loss.plan import InPlace, Settings, TokenChunks
@@ -40,11 +40,11 @@ def gradients(
     weight: Embedding,
     bias: Float[Array, " V"] | None,
     labels: Int[Array, " T"],
-    rows: Rows,
+    terms: GradientTerms,
     *,
     temperature: float = 1.0,
 ) -> Gradients:
-    """The gradients that follow from the gradient in the logits, which `rows` describes.
+    """The gradients that follow from the gradient in the logits, which `terms` describes.
 
     A row that does not count adds nothing, whatever `x` holds, and its `dx` is 0. The dtype of
     `dweight` is the one before its last rounding.
@@ -56,13 +56,13 @@ def gradients(
       weight: Output embedding; this device's part of a split one.
       bias: Bias of the logits, if there is one.
       labels: Column of each token in the whole vocabulary. Another number is no column.
-      rows: Terms of each token's gradient. The factor `1 / temperature` is a part of them.
+      terms: Terms of each token's gradient. The factor `1 / temperature` is a part of them.
       temperature: Divisor of the logits after the softcap.
     """
     first_column, _ = place_in_vocabulary(settings, weight)
     columns = Columns.make(settings, weight.astype(x.dtype), bias)
-    scale = scale_for(x.dtype, *jax.tree.leaves(rows[1:]))
-    arrays = x, labels - first_column, rows.divided(scale)
+    scale = scale_for(x.dtype, *jax.tree.leaves(terms[1:]))
+    arrays = x, labels - first_column, terms.divided(scale)
     dx_dtype = x.dtype if scale is None else jnp.float32
     one_chunk = functools.partial(_one_chunk, settings, columns, temperature, dx_dtype)
     first = functools.partial(_first_in_place, settings, columns, temperature)
@@ -86,20 +86,20 @@ def gradients_of_losses(
     _, vocab_size = place_in_vocabulary(settings, weight)
     coefficients, scale = scaled_coefficients(x, coefficients, labels, vocab_size)
     assert scale is None  # exponentials are bfloat16
-    rows = exponentials.rows_of_loss(lse, coefficients, settings.options.z_loss)
-    return gradients(settings, plan, x, weight, bias, labels, rows)
+    terms = exponentials.terms_of_loss(lse, coefficients, settings.options.z_loss)
+    return gradients(settings, plan, x, weight, bias, labels, terms)
 
 
 def _one_chunk(settings: Settings, columns: Columns, temperature, dx_dtype, chunk, _):
-    x, labels, rows = chunk
-    x = jnp.where(rows.counts[:, None], x, 0)
+    x, labels, terms = chunk
+    x = jnp.where(terms.counts[:, None], x, 0)
     if settings.implementation == "mosaic_gpu":
         dlogits = exponentials.dlogits_of_linear(
             x,
             columns.weight,
             columns.bias,
             labels,
-            rows,
+            terms,
             num_columns=columns.num_columns,
             softcap=settings.options.logit_softcap,
             temperature=temperature,
@@ -110,7 +110,7 @@ def _one_chunk(settings: Settings, columns: Columns, temperature, dx_dtype, chun
         dlogits = dlogits_of_logits(
             with_bias(columns.logits(x), columns.bias),
             labels,
-            rows,
+            terms,
             softcap=settings.options.logit_softcap,
             temperature=temperature,
         )
@@ -122,9 +122,9 @@ def _one_chunk(settings: Settings, columns: Columns, temperature, dx_dtype, chun
 
 
 def _first_in_place(settings: Settings, columns: Columns, temperature, plan: InPlace, chunk):
-    x, labels, rows = chunk
+    x, labels, terms = chunk
     # The GEMM of dweight multiplies every row of x, and 0 · NaN is NaN.
-    x = jnp.where(rows.counts[:, None], x, 0)
+    x = jnp.where(terms.counts[:, None], x, 0)
 
     values = [
         exponentials.dlogits_of_linear(
@@ -132,7 +132,7 @@ def _first_in_place(settings: Settings, columns: Columns, temperature, plan: InP
             columns.weight,
             None,
             labels[tokens],
-            rows.of(tokens),
+            terms.of(tokens),
             num_columns=columns.num_columns,
             softcap=settings.options.logit_softcap,
             temperature=temperature,

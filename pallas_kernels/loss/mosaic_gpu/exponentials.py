@@ -41,7 +41,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.gpu.hopper_gemm import TILE_K, Operand
 from pallas_kernels.gpu.math import LOG2_E
-from pallas_kernels.loss.known_rows import Rows
+from pallas_kernels.loss.gradient_terms import GradientTerms
 from pallas_kernels.loss.layout import Embedding, WeightLayout, entries
 from pallas_kernels.loss.mosaic_gpu import statistics as linear_statistics
 from pallas_kernels.loss.mosaic_gpu.statistics import (
@@ -242,7 +242,7 @@ def dlogits_and_factor(
 def dlogits_of_exponentials(
     found: Exponentials,
     labels: Int[Array, " T"],
-    rows: Rows,
+    terms: GradientTerms,
     *,
     num_columns: int,
     stored: Stored | None,
@@ -252,11 +252,11 @@ def dlogits_of_exponentials(
     A gradient of the entropy multiplies each probability with a number of its own, so one factor
     for each token is not enough. The logarithms are those of the rounded exponentials.
     """
-    assert rows.softmax_log is not None, "`dlogits_and_factor` needs no pass"
+    assert terms.softmax_log is not None, "`dlogits_and_factor` needs no pass"
     log_sum = jnp.log(found.total)
     # With p = e / S, p · (a + b · log p) is e · (a' + b' · log e).
-    factors = (rows.softmax - rows.softmax_log * log_sum, rows.softmax_log)
-    factors = [jnp.where(rows.counts, a / found.total, 0.0) for a in factors]
+    factors = (terms.softmax - terms.softmax_log * log_sum, terms.softmax_log)
+    factors = [jnp.where(terms.counts, a / found.total, 0.0) for a in factors]
     factors = jax.lax.optimization_barrier(factors)  # or XLA divides for each logit
 
     def without_labels(values, factors):
@@ -282,8 +282,8 @@ def dlogits_of_exponentials(
 
         values = jax.lax.fori_loop(0, 2, of_half, found.values)
     p = found.of_label / found.total
-    at_label = rows.at_label(p, jnp.log(found.of_label) - log_sum)
-    has_gradient = _is_column(labels, num_columns) & rows.counts
+    at_label = terms.at_label(p, jnp.log(found.of_label) - log_sum)
+    has_gradient = _is_column(labels, num_columns) & terms.counts
     return _with_labels(values, labels, at_label, has_gradient, stored=stored)
 
 
@@ -308,7 +308,7 @@ def dlogits_of_linear(
     weight: Embedding,
     bias: Float[Array, " _"] | None,
     labels: Int[Array, " T"],
-    rows: Rows,
+    terms: GradientTerms,
     *,
     num_columns: int,
     softcap: float | None = None,
@@ -317,7 +317,7 @@ def dlogits_of_linear(
     weight_layout: WeightLayout = "vd",
     config: Config | None = None,
 ) -> Float[Array, "rows columns"]:
-    """The gradient in the logits that `rows` describes, where the logsumexp is known.
+    """The gradient in the logits that `terms` describes, where the logsumexp is known.
 
     Dlogits are computed in float32 and rounded once. A row that does not count is 0, whatever the
     logits are.
@@ -328,7 +328,7 @@ def dlogits_of_linear(
         128, is `num_columns` with padding.
       bias: Bias of the logits, without padding.
       labels: Column of each token. A label outside of `[0, num_columns)` is no column.
-      rows: Terms of each token's gradient.
+      terms: Terms of each token's gradient.
       num_columns: Number of entries of `weight` without padding.
       softcap: Bound c of `c · tanh(z / c)`.
       temperature: Divisor of the logits after the softcap.
@@ -336,26 +336,26 @@ def dlogits_of_linear(
       weight_layout: Layout of `weight`.
       config: Launch parameters; chosen if None.
     """
-    slope = rows.softmax_log
+    slope = terms.softmax_log
     found = linear_exponentials(
         x,
         weight,
         labels,
-        rows.lse * LOG2_E,
+        terms.lse * LOG2_E,
         num_columns=num_columns,
         bias=bias,
         softcap=softcap,
         temperature=temperature,
-        scale=rows.softmax,
+        scale=terms.softmax,
         slope=None if slope is None else slope / LOG2_E,
         stored=stored,
         weight_layout=weight_layout,
         config=config,
     )
-    at_label = rows.at_label(found.of_label, found.label_logit - rows.lse)
+    at_label = terms.at_label(found.of_label, found.label_logit - terms.lse)
     if softcap is not None:
         at_label *= 1 - jnp.square(found.label_logit * (temperature / softcap))
-    has_gradient = _is_column(labels, num_columns) & rows.counts
+    has_gradient = _is_column(labels, num_columns) & terms.counts
     return _with_labels(found.values, labels, at_label, has_gradient, stored=stored)
 
 
@@ -365,11 +365,13 @@ def scaled(x: Float[Array, "T D"], factor: Float[Array, " T"]) -> Float[Array, "
     return jnp.where(factor[:, None] == 0, 0.0, product).astype(x.dtype)
 
 
-def rows_of_loss(lse: Float[Array, " T"], coefficients: Float[Array, " T"], z_loss: float) -> Rows:
+def terms_of_loss(
+    lse: Float[Array, " T"], coefficients: Float[Array, " T"], z_loss: float
+) -> GradientTerms:
     """The terms of the gradient of `coefficients · loss`, for a loss of these kernels."""
     # Not a product alone, because 0 · NaN is NaN.
     scale = jnp.where(coefficients == 0, 0.0, coefficients * slope_of_softmax(z_loss, lse))
-    return Rows(lse, scale, None, -coefficients)
+    return GradientTerms(lse, scale, None, -coefficients)
 
 
 def slope_of_softmax(z_loss: float, lse: Float[Array, " T"]) -> Any:

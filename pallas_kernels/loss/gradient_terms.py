@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 LEAST = -1e4  # finite logarithm of a probability of 0, whose exponential is 0
 
 
-class Rows(NamedTuple):
+class GradientTerms(NamedTuple):
     """Terms of each token's gradient in its logits, float32.
 
     Attributes:
@@ -48,41 +48,41 @@ class Rows(NamedTuple):
             found += self.softmax_log * p * jnp.maximum(log_p, LEAST)
         return found
 
-    def of(self, tokens: slice) -> "Rows":
+    def of(self, tokens: slice) -> "GradientTerms":
         """The terms of some tokens."""
         return jax.tree.map(lambda a: a[tokens], self)
 
-    def divided(self, scale: Float[Array, ""] | None) -> "Rows":
+    def divided(self, scale: Float[Array, ""] | None) -> "GradientTerms":
         """The terms of the gradient divided by a number; the same if it is None."""
         if scale is None:
             return self
         terms = jax.tree.map(lambda a: a / scale, self[1:])
-        return Rows(self.lse, *terms)
+        return GradientTerms(self.lse, *terms)
 
 
 def dlogits_of_logits(
     logits: Float[Array, "T V"],
     labels: Int[Array, " T"],
-    rows: Rows,
+    terms: GradientTerms,
     *,
     softcap: float | None,
     temperature: float,
 ) -> Float[Array, "T V"]:
     """The gradient in float32 logits, before softcap and temperature; 0 for rows without one.
 
-    The temperature's own factor `1 / temperature` is a part of `rows`.
+    The temperature's own factor `1 / temperature` is a part of `terms`.
     """
     tanh = None if softcap is None else jnp.tanh(logits / softcap)
     z = logits if softcap is None or tanh is None else softcap * tanh
-    log_p = z / temperature - rows.lse[:, None]
+    log_p = z / temperature - terms.lse[:, None]
     p = jnp.exp(log_p)
-    of_rows = jax.tree.map(lambda a: a[:, None], rows)
-    factor = of_rows.softmax
-    if of_rows.softmax_log is not None:
-        factor = factor + of_rows.softmax_log * jnp.maximum(log_p, LEAST)
+    of_terms = jax.tree.map(lambda a: a[:, None], terms)
+    factor = of_terms.softmax
+    if of_terms.softmax_log is not None:
+        factor = factor + of_terms.softmax_log * jnp.maximum(log_p, LEAST)
     columns = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 1)
     is_label = columns == labels[:, None]
-    found = jnp.where(is_label, of_rows.at_label(p, log_p), p * factor)
+    found = jnp.where(is_label, of_terms.at_label(p, log_p), p * factor)
     if tanh is not None:
         found *= 1 - jnp.square(tanh)
-    return jnp.where(rows.counts[:, None], found, 0.0)
+    return jnp.where(terms.counts[:, None], found, 0.0)
