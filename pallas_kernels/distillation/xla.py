@@ -20,7 +20,7 @@ multiplied in float32 before dlogits are rounded once, to `x.dtype`, as the oper
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -73,19 +73,7 @@ def losses_and_gradients(
       wanted: Whether the gradient of each of the three is wanted.
     """
     vocab_size, _ = sizes(weight, settings.weight_layout)
-    if not len(x):  # no kernel has a grid of no blocks
-        settings = dataclasses.replace(settings, kernels=False)
-    if settings.kernels:
-        dtypes = (settings.dtype_of_logits(a) for a in (x, teacher[0]))
-        reason = passes.unsupported_reason(vocab_size, *dtypes)
-        if reason is not None:
-            fall_back_on_a_part(
-                "linear_distillation_loss",
-                settings.required_by,
-                reason,
-                instead="XLA passes over the logits",
-            )
-            settings = dataclasses.replace(settings, kernels=False)
+    settings = dataclasses.replace(settings, kernels=_has_kernels(settings, x, teacher, vocab_size))
     size, part = settings.chunk(x, teacher, vocab_size, has_dweight=wanted[1])
     if (scale := scale_for(x.dtype, coefficients)) is not None:
         coefficients = coefficients / scale
@@ -135,6 +123,26 @@ def losses_and_gradients(
     (dweight, dbias), (losses, dx) = fold_chunks(one_chunk, arrays, size)
     gradients = [rescaled(a, scale) for a in (dx, dweight, dbias) if a is not None]
     return losses, gradients
+
+
+def _has_kernels(settings: Settings, x: Array, teacher: Sequence[Array], vocab_size: int) -> bool:
+    """Whether our kernels pass over the logits of a device's part of the arrays.
+
+    Raises:
+      NotImplementedError: The kernels are required, and do not take the device's part.
+    """
+    if not (settings.kernels and len(x)):  # no kernel has a grid of no blocks
+        return False
+    dtypes = (settings.dtype_of_logits(a) for a in (x, teacher[0]))
+    reason = passes.unsupported_reason(vocab_size, *dtypes)
+    if reason is not None:
+        fall_back_on_a_part(
+            "linear_distillation_loss",
+            settings.required_by,
+            reason,
+            instead="XLA passes over the logits",
+        )
+    return reason is None
 
 
 def _of_teacher_logits(

@@ -479,21 +479,7 @@ def checked_options(
             request = dataclasses.replace(request, chunk_size=len(request.x))
         else:
             log_once(f"{name}: keep_exponentials=True has no effect: {reason}")
-
-    def describe_plan() -> str:
-        # With three products the logits exist once, as those of a loss with a reduction.
-        is_three = is_kept
-        if per_token is not None and request.settings.implementation == "mosaic_gpu":
-            rows = request.of_counted
-            chosen = choose(differentiable.planned(rows)).plan
-            assert isinstance(chosen, TokenChunks | InPlace)
-            is_three = (keeps_chunks if per_token else keeps_all)(rows, chosen)
-        reduction = "mean" if is_three else "none"
-        plan = describe(differentiable.planned(request), reduction, why_no_kernel)
-        if is_kept:
-            plan = dataclasses.replace(plan, reason="The caller asks for keep_exponentials=True.")
-        return str(plan)
-
+    describe_plan = lambda: _described(request, why_no_kernel, is_kept, per_token)
     record(
         name,
         (x, weight, labels, bias),
@@ -505,3 +491,21 @@ def checked_options(
     vocab_size = num_parts(vocab_axis, name, weight, x=x, labels=labels) * request.sizes[0]
     labels, _, _ = labels_and_weights(x, labels, None, vocab_size, ignore_index, check_labels, name)
     return request, temperature, labels
+
+
+def _described(
+    request: Request, why_no_kernel: str | None, is_kept: bool, per_token: bool | None
+) -> str:
+    """The plan in words, for `checked_options`, which has these values."""
+    # With three products the logits exist once, as those of a loss with a reduction.
+    is_three = is_kept
+    if per_token is not None and request.settings.implementation == "mosaic_gpu":
+        rows = request.of_counted
+        chosen = choose(differentiable.planned(rows)).plan
+        assert isinstance(chosen, TokenChunks | InPlace)
+        is_three = (keeps_chunks if per_token else keeps_all)(rows, chosen)
+    reduction = "mean" if is_three else "none"
+    plan = describe(differentiable.planned(request), reduction, why_no_kernel)
+    if is_kept:
+        plan = dataclasses.replace(plan, reason="The caller asks for keep_exponentials=True.")
+    return str(plan)

@@ -175,22 +175,7 @@ def token_function(
             "token_fn reads an array that jax.jit or jax.grad traces and that is not among its "
             "arguments; pass it in token_data"
         )
-    if has_aux and not (isinstance(shapes, tuple) and len(shapes) == 2):
-        raise TypeError(f"token_fn must return (loss, aux), because has_aux=True; got {shapes}")
-    loss: Any
-    loss, aux = shapes if has_aux else (shapes, ())
-    is_array = hasattr(loss, "shape") and hasattr(loss, "dtype")
-    wanted = shape if per_token else ()
-    if not is_array or loss.shape != wanted or loss.dtype != jnp.float32:
-        what = f"a float32 array {wanted}" if per_token else "a float32 scalar"
-        remedy = "return a number for each token" if per_token else "sum or average over tokens"
-        more = "" if has_aux else ", and pass has_aux=True to return more"
-        raise TypeError(f"token_fn must return {what}, got {loss}; {remedy}{more}")
-    if per_token and any(a.shape[:1] != shape for a in jax.tree.leaves(aux)):
-        raise ValueError(
-            f"with per_token=True every array of aux has a row for each of {shape[0]} tokens, got "
-            f"{[a.shape for a in jax.tree.leaves(aux)]}"
-        )
+    loss, aux = _checked_results(shapes, shape, has_aux=has_aux, per_token=per_token)
     if per_token:
         _check_any_number(fn_once, args)
     digest, rules_read_arrays = _digest(traced, fn_once, args, has_aux)
@@ -207,6 +192,29 @@ def token_function(
         ),
     )
     return function, [*leaves, *map(jnp.asarray, traced.consts)], jax.tree.structure(aux)
+
+
+def _checked_results(
+    shapes: Any, of_tokens: tuple[int, ...], *, has_aux: bool, per_token: bool
+) -> tuple[Any, Any]:
+    """`(loss, aux)` of what a function returns; raises as `token_function` says."""
+    if has_aux and not (isinstance(shapes, tuple) and len(shapes) == 2):
+        raise TypeError(f"token_fn must return (loss, aux), because has_aux=True; got {shapes}")
+    loss: Any
+    loss, aux = shapes if has_aux else (shapes, ())
+    is_array = hasattr(loss, "shape") and hasattr(loss, "dtype")
+    wanted = of_tokens if per_token else ()
+    if not is_array or loss.shape != wanted or loss.dtype != jnp.float32:
+        what = f"a float32 array {wanted}" if per_token else "a float32 scalar"
+        remedy = "return a number for each token" if per_token else "sum or average over tokens"
+        more = "" if has_aux else ", and pass has_aux=True to return more"
+        raise TypeError(f"token_fn must return {what}, got {loss}; {remedy}{more}")
+    if per_token and any(a.shape[:1] != of_tokens for a in jax.tree.leaves(aux)):
+        raise ValueError(
+            f"with per_token=True every array of aux has a row for each of {of_tokens[0]} tokens, "
+            f"got {[a.shape for a in jax.tree.leaves(aux)]}"
+        )
+    return loss, aux
 
 
 def _not_cached(fn: Callable[..., Any]) -> Callable[..., Any]:

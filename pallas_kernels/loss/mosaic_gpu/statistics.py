@@ -126,8 +126,7 @@ def linear_statistics(
 ) -> tuple[LogitStatistics, Float[Array, " T"] | None, Float[Array, " T"] | None]:
     """`(statistics, entropy, argmax)` of the logits, in float32; None for what is not asked for.
 
-    The logits are `z = (x @ weight.T + bias) / temperature`, or `softcap · tanh(...) / temperature`
-    with a softcap.
+    The logits are `z = (x @ weight.T + bias) / temperature`, with the softcap before the division.
 
     The entropy of their softmax in nats is `log S - W / S` with `S = Σ e^(z - m)` and
     `W = Σ e^(z - m) · (z - m)`, where m is the largest logit. The kernel adds up W beside S. If m
