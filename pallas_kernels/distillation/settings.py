@@ -70,8 +70,8 @@ class Settings:
       chunk_size: Tokens of a chunk that the caller asks for.
       max_logits_bytes: Limit that the caller sets for logits in memory.
       vocab_axes: Manual mesh axes over which the caller has split the vocabulary.
-      kernels: Whether our kernels make the passes over the logits.
       counted_fraction: Largest share of a device's tokens that the caller expects to count.
+      kernels: Whether our kernels make the passes over the logits.
       is_low_rank: Whether the student's weight has a frozen and a low-rank part.
       has_bias: Whether the student's logits have a bias.
       has_teacher_bias: Whether the teacher's logits have one.
@@ -89,9 +89,9 @@ class Settings:
     logits_dtype: jnp.dtype | None
     chunk_size: int | None
     max_logits_bytes: int | None
-    vocab_axes: tuple[str, ...] = ()
+    vocab_axes: tuple[str, ...]
+    counted_fraction: float
     kernels: bool = False
-    counted_fraction: float = 1.0
     is_low_rank: bool = False
     has_bias: bool = False
     has_teacher_bias: bool = False

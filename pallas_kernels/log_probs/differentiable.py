@@ -37,7 +37,7 @@ from pallas_kernels.loss.differentiable import (
 from pallas_kernels.loss.gradient_terms import GradientTerms
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.plan import InPlace, Request, TokenChunks, choose
-from pallas_kernels.loss.token_loss import IGNORED, LossOptions
+from pallas_kernels.loss.token_loss import IGNORED, LossOptions, is_column
 from pallas_kernels.mapping import Mask
 from pallas_kernels.operation import call
 from pallas_kernels.protocol import Arrays, Cotangents, Operation, with_members
@@ -278,8 +278,7 @@ class Device:
         """The terms of the gradient in the logits, for cotangents of the results."""
         _, vocab_size = place_in_vocabulary(self.request.settings, self.weight)
         is_ignored = self.labels == IGNORED
-        in_range = (self.labels >= 0) & (self.labels < vocab_size)
-        wrong = ~(is_ignored | in_range) & (of_log_probs != 0)
+        wrong = ~(is_ignored | is_column(self.labels, vocab_size)) & (of_log_probs != 0)
         g = jnp.where(wrong, jnp.nan, jnp.where(is_ignored, 0.0, of_log_probs)) / self.temperature
         if entropy is None or of_entropy is None:
             return GradientTerms(jnp.where(g == 0, 0.0, lse), -g, None, g)

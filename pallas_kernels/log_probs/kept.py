@@ -18,7 +18,7 @@ from pallas_kernels.loss.gradient_terms import GradientTerms
 from pallas_kernels.loss.mosaic_gpu import exponentials, in_place
 from pallas_kernels.loss.mosaic_gpu.statistics import entropy_of
 from pallas_kernels.loss.plan import InPlace, Request, TokenChunks
-from pallas_kernels.loss.token_loss import IGNORED
+from pallas_kernels.loss.token_loss import IGNORED, is_column
 
 
 def keeps_all(request: Request, plan: TokenChunks | InPlace) -> bool:
@@ -98,8 +98,8 @@ class KeptExponentials:
             [(f.label_logit, f.total, f.weighted) for f in self.found]
         )
         labels = self.device.labels
-        is_column = (labels >= 0) & (labels < self.columns.num_columns)
-        values = [jnp.where(is_column, label_logit - self.lse, jnp.nan)]
+        in_range = is_column(labels, self.columns.num_columns)
+        values = [jnp.where(in_range, label_logit - self.lse, jnp.nan)]
         if weighted is not None:
             values.append(entropy_of(total, weighted))
         return [jnp.where(labels == IGNORED, 0.0, a) for a in values]

@@ -128,8 +128,7 @@ def clipped_policy_loss(
             "kl_weight=0.0"
         )
     ratio = _ratio(_difference(log_probs, old_log_probs, mask))
-    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-    losses = -jnp.minimum(ratio * advantages, clipped * advantages)
+    losses = _clipped_loss(ratio, advantages, clip_low, clip_high)
     if kl_weight and reference_log_probs is not None:
         difference = _bounded(-_difference(log_probs, reference_log_probs, mask))
         losses += kl_weight * (jnp.expm1(difference) - difference)
@@ -165,9 +164,8 @@ def gspo_loss(
     _check_shapes(log_probs, old_log_probs=old_log_probs, mask=mask)
     _check_sequences(log_probs, advantages=advantages)
     ratio = _ratio(_means(_difference(log_probs, old_log_probs, mask), mask))
-    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     counts = _lengths(mask) > 0
-    losses = jnp.where(counts, -jnp.minimum(ratio * advantages, clipped * advantages), 0.0)
+    losses = jnp.where(counts, _clipped_loss(ratio, advantages, clip_low, clip_high), 0.0)
     return jnp.sum(losses) / jnp.maximum(jnp.sum(counts.astype(jnp.float32)), 1)
 
 
@@ -325,6 +323,14 @@ def _ratio(difference: Float[Array, "*n"]) -> Float[Array, "*n"]:
     An infinite ratio is clipped, and infinity times the gradient of the clip, 0, would be NaN.
     """
     return jnp.exp(_bounded(difference))
+
+
+def _clipped_loss(
+    ratio: Float[Array, "*n"], advantages: Float[Array, "*n"], clip_low: float, clip_high: float
+) -> Float[Array, "*n"]:
+    """`-min(ratio·A, clip(ratio, 1 - clip_low, 1 + clip_high)·A)`."""
+    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    return -jnp.minimum(ratio * advantages, clipped * advantages)
 
 
 def _bounded(difference: Float[Array, "*n"]) -> Float[Array, "*n"]:

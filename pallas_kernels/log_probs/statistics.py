@@ -12,7 +12,7 @@ from pallas_kernels.loss.gradient_terms import LEAST
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.mosaic_gpu import statistics as kernels
 from pallas_kernels.loss.plan import Settings
-from pallas_kernels.loss.token_loss import IGNORED, at_labels, softcapped, with_bias
+from pallas_kernels.loss.token_loss import IGNORED, at_labels, is_column, softcapped, with_bias
 
 
 class Distribution(NamedTuple):
@@ -150,7 +150,7 @@ def of_labels(
     if there is one. Then come the argmax, counted from 1, and its log-probability.
     """
     is_ignored = labels == IGNORED
-    is_right = is_ignored | (labels >= 0) & (labels < vocab_size)
+    is_right = is_ignored | is_column(labels, vocab_size)
     # A factor, so that JAX's own gradient is NaN as well.
     log_probs = (found.label_logit - found.lse) * jnp.where(is_right, 1.0, jnp.nan)
     values = [log_probs] + ([] if found.entropy is None else [found.entropy])

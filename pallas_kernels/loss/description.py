@@ -87,7 +87,8 @@ def describe(request: Request, reduction: str, why_no_kernel: str | None) -> Los
     num_tokens, (vocab_size, hidden_size) = len(request.x), request.sizes
     settings = request.settings
     itemsize = request.bytes_of_logit
-    padded = lambda n: n + padding(n) if request.settings.implementation == "mosaic_gpu" else n
+    is_kernel = settings.implementation == "mosaic_gpu"
+    padded = lambda n: n + padding(n) if is_kernel else n
     # Without a reduction the forward does not know the cotangents, so the backward makes the logits
     # again.
     num_products = 4 if reduction == "none" else 3
@@ -112,13 +113,12 @@ def describe(request: Request, reduction: str, why_no_kernel: str | None) -> Los
             num_chunks += math.ceil((num_tokens - extent.num_tokens) / tokens)
             in_dweight, num_bytes = _bytes_in_place(extent, padded(vocab_size), hidden_size)
             num_bytes = max(num_bytes, tokens * padded(vocab_size) * itemsize if size else 0)
-    is_kernel = settings.implementation == "mosaic_gpu"
     operands = request.x, request.operand
     if is_kernel and statistics.unsupported_reason(*operands, settings.weight_layout) is None:
         alone = 0
     return LossPlan(
         name=name,
-        implementation=request.settings.implementation,
+        implementation=settings.implementation,
         why_no_kernel=why_no_kernel,
         reason=reason,
         # The product of the gradient of a low-rank update is small.

@@ -124,11 +124,16 @@ def token_losses(
     return _losses(labels, nll, lse, jnp.mean(capped, axis=-1), correct, options)
 
 
+def is_column(labels: Int[Array, "*T"], num_columns: int) -> Bool[Array, "*T"]:
+    """Whether labels are in `[0, num_columns)`."""
+    return (labels >= 0) & (labels < num_columns)
+
+
 def at_labels(
     logits: Float[Array, "*T V"], labels: Int[Array, "*T"]
 ) -> tuple[Bool[Array, "*T"], Float[Array, "*T"]]:
     """`(in_range, logits)`: whether labels are columns, and their logits; column 0's if not."""
-    in_range = (labels >= 0) & (labels < logits.shape[-1])
+    in_range = is_column(labels, logits.shape[-1])
     column = jnp.where(in_range, labels, 0)[..., None]
     if unsupported_reason() is not None:
         # Inside of a `jax.shard_map` that leaves axes to XLA, XLA aborts the process when it splits
@@ -191,8 +196,7 @@ def losses_of(
 ) -> TokenLosses:
     """The same as `token_losses`, from the statistics of the whole vocabulary."""
     lse, label_logit = statistics.lse, statistics.label_logit
-    in_range = (labels >= 0) & (labels < vocab_size)
-    nll = jnp.where(in_range, lse - label_logit, jnp.nan)
+    nll = jnp.where(is_column(labels, vocab_size), lse - label_logit, jnp.nan)
     is_first_largest = (label_logit >= statistics.largest) & (
         label_logit > statistics.largest_before
     )

@@ -52,7 +52,7 @@ from pallas_kernels.loss.mosaic_gpu.statistics import (
     Stored,
     linear_exponentials,
 )
-from pallas_kernels.loss.token_loss import IGNORED, LogitStatistics, LossOptions
+from pallas_kernels.loss.token_loss import IGNORED, LogitStatistics, LossOptions, is_column
 
 _LARGEST = 64  # log2 of the largest exponential that needs no second GEMM
 _ABOVE_ALL = 1e30  # offset with which the exponential of each finite logit is 0
@@ -176,8 +176,8 @@ def exponentials_of_linear(
     """
     # Without the barrier XLA slices a chunk out of all tokens twice, once for each kernel.
     x, labels, counts = jax.lax.optimization_barrier((x, labels, counts))
-    is_column = _is_column(labels, num_columns)
-    of_label = entries(weight, jnp.where(is_column, labels, 0), weight_layout)
+    column = jnp.where(is_column(labels, num_columns), labels, 0)
+    of_label = entries(weight, column, weight_layout)
     label_logit = jnp.sum(x.astype(jnp.float32) * of_label.astype(jnp.float32), axis=1)
     # An ignored token has no label whose logit could be the offset, and it does not count.
     is_ignored = labels == IGNORED
@@ -228,7 +228,7 @@ def dlogits_and_factor(
     stored: Stored | None,
 ) -> tuple[Float[Array, "rows columns"], Float[Array, " T"]]:
     """`(dz, factor)`, whose product is `coefficients · (slope · softmax - onehot)`."""
-    has_gradient = _is_column(labels, num_columns) & (coefficients != 0)
+    has_gradient = is_column(labels, num_columns) & (coefficients != 0)
     at_label = found.of_label - found.total / slope
     # `reduce_precision`, because XLA drops a cast to 16 bits and back.
     bits = jnp.finfo(found.values.dtype)
@@ -283,7 +283,7 @@ def dlogits_of_exponentials(
         values = jax.lax.fori_loop(0, 2, of_half, found.values)
     p = found.of_label / found.total
     at_label = terms.at_label(p, jnp.log(found.of_label) - log_sum)
-    has_gradient = _is_column(labels, num_columns) & terms.counts
+    has_gradient = is_column(labels, num_columns) & terms.counts
     return _with_labels(values, labels, at_label, has_gradient, stored=stored)
 
 
@@ -355,7 +355,7 @@ def dlogits_of_linear(
     at_label = terms.at_label(found.of_label, found.label_logit - terms.lse)
     if softcap is not None:
         at_label *= 1 - jnp.square(found.label_logit * (temperature / softcap))
-    has_gradient = _is_column(labels, num_columns) & terms.counts
+    has_gradient = is_column(labels, num_columns) & terms.counts
     return _with_labels(found.values, labels, at_label, has_gradient, stored=stored)
 
 
@@ -384,10 +384,6 @@ def slope_of_softmax(z_loss: float, lse: Float[Array, " T"]) -> Any:
         return 1.0
     slope = 1 + 2 * z_loss * lse
     return jnp.where(jnp.abs(slope) < 1e-6, 1e-6, slope)
-
-
-def _is_column(labels: Int[Array, " T"], num_columns: int) -> Bool[Array, " T"]:
-    return (labels >= 0) & (labels < num_columns)
 
 
 def _with_labels(
