@@ -27,11 +27,11 @@ from pallas_kernels.loss.columns import Gradients, place_in_vocabulary
 from pallas_kernels.loss.counted import compute_counted
 from pallas_kernels.loss.differentiable import (
     is_unchecked,
-    of_arrays_in,
     on_device,
-    picked,
     roles_of_gradients,
     split,
+    wanted_arrays,
+    wanted_gradients,
     weight_and_bias,
 )
 from pallas_kernels.loss.gradient_terms import GradientTerms
@@ -131,7 +131,7 @@ class LogProbs:
     def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
         """The gradients, from logits that are computed again."""
         numbers, args = self.numbers_and_arguments(saved, cotangents)
-        of_arrays = of_arrays_in(wanted, BIAS)
+        of_arrays = wanted_arrays(wanted, BIAS)
         key, results = (self, of_arrays, len(args)), roles_of_gradients(of_arrays, BIAS)
         return split(self.request, _backward_of, key, args, numbers, results, num_per_token=1)
 
@@ -196,7 +196,7 @@ def _backward_of(key: tuple[LogProbs, Mask, int], place: Place) -> Callable[...,
         def compute(x, labels, *numbers) -> Any:
             device = Device.make(operation.request, operation.temperature, place, x, weight, labels)
             gradients = device.gradients(bias, device.terms(*numbers), wanted)
-            return picked(
+            return wanted_gradients(
                 device.request, gradients, wanted, place, is_unchecked=operation.is_unchecked
             )
 

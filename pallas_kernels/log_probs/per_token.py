@@ -25,7 +25,7 @@ from pallas_kernels.log_probs.token_function import OfFunction, TokenFunction
 from pallas_kernels.loss.chunks import over_tokens
 from pallas_kernels.loss.columns import Columns, Gradients
 from pallas_kernels.loss.counted import compute_counted, where_counted
-from pallas_kernels.loss.differentiable import picked, weight_and_bias
+from pallas_kernels.loss.differentiable import wanted_gradients, weight_and_bias
 from pallas_kernels.loss.token_loss import IGNORED
 from pallas_kernels.mapping import Mask
 from pallas_kernels.partition import split_over_explicit_axes
@@ -109,7 +109,7 @@ class OfSingleTokens(OfFunction):
                         return per_token, ()
                     terms = device.terms(lse, *cotangents, *own[1:])
                     found = device.gradients(bias, terms, of_arrays)
-                of_x, of_weights = picked(
+                of_x, of_weights = wanted_gradients(
                     device.request, found, of_arrays, place, is_unchecked=self.is_unchecked
                 )
                 return [*per_token, *of_x], of_weights

@@ -16,10 +16,10 @@ from pallas_kernels.log_probs.differentiable import BIAS, Device, LogProbs
 from pallas_kernels.log_probs.kept import KeptExponentials
 from pallas_kernels.loss.columns import Columns, Gradients
 from pallas_kernels.loss.differentiable import (
-    of_arrays_in,
-    picked,
     roles_of_gradients,
     split,
+    wanted_arrays,
+    wanted_gradients,
     weight_and_bias,
 )
 from pallas_kernels.loss.mosaic_gpu import exponentials
@@ -61,7 +61,7 @@ class WithExponentials(LogProbs):
         """The gradients, from the saved exponentials."""
         total, of_label, values, *rest = saved
         numbers, args = self.numbers_and_arguments(rest, cotangents)
-        of_arrays = of_arrays_in(wanted, BIAS)
+        of_arrays = wanted_arrays(wanted, BIAS)
         others = *numbers, total, of_label, values
         return split(
             self.request,
@@ -102,7 +102,9 @@ def _backward_of(key: tuple[WithExponentials, Mask, int], place: Place) -> Calla
         dx, dweight = kept.gradients(device.terms(*numbers), with_dweight=wanted[1])
         dweight = jax.tree.map(columns.without_padding, dweight)  # None without a gradient
         found = Gradients(dx, dweight, None)
-        of_x, of_weights = picked(device.request, found, wanted, place, is_unchecked=False)
+        of_x, of_weights = wanted_gradients(
+            device.request, found, wanted, place, is_unchecked=False
+        )
         return [*(a.reshape(x.shape) for a in of_x), *of_weights]
 
     return run

@@ -25,9 +25,9 @@ from pallas_kernels.loss import low_rank
 from pallas_kernels.loss.counted import where_counted
 from pallas_kernels.loss.differentiable import (
     is_unchecked,
-    of_arrays_in,
     roles_of_gradients,
     split,
+    wanted_arrays,
 )
 from pallas_kernels.loss.layout import Embedding
 from pallas_kernels.loss.plan import Request
@@ -351,7 +351,7 @@ class OfFunction(abc.ABC):
 
     def of_arrays(self, wanted: Mask | None) -> Mask:
         """Whether the gradients of x, weight and bias are wanted."""
-        return (False,) * 3 if wanted is None else of_arrays_in(wanted[: self.num_arrays], BIAS)
+        return (False,) * 3 if wanted is None else wanted_arrays(wanted[: self.num_arrays], BIAS)
 
     def of_data(self, wanted: Mask) -> Mask:
         """Whether the gradient of each leaf of the data is wanted, and False for the constants."""

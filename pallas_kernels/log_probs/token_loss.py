@@ -27,7 +27,7 @@ from pallas_kernels.log_probs.kept import KeptExponentials, keeps_all
 from pallas_kernels.log_probs.token_function import OfFunction
 from pallas_kernels.loss.columns import Columns, Gradients
 from pallas_kernels.loss.counted import FewRows, for_few_or_all
-from pallas_kernels.loss.differentiable import picked, weight_and_bias
+from pallas_kernels.loss.differentiable import wanted_gradients, weight_and_bias
 from pallas_kernels.loss.token_loss import IGNORED
 from pallas_kernels.mapping import Mask
 from pallas_kernels.protocol import Arrays
@@ -84,7 +84,7 @@ class OfAllTokens(OfFunction):
                         found = Gradients(dx, stored.columns.without_padding(dweight), None)
                     else:
                         found = device.gradients(bias, terms, of_arrays)
-                    of_x, of_weights = picked(
+                    of_x, of_weights = wanted_gradients(
                         device.request, found, of_arrays, place, is_unchecked=self.is_unchecked
                     )
                 of_x = [put_back(a).reshape(x.shape) for a in of_x]

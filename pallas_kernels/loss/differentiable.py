@@ -104,7 +104,7 @@ class _CrossEntropy:
         return self.num_axes == 0 and self.request.vocab_chunk_size is None
 
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
-        early = of_arrays_in(wanted, _BIAS) if wanted is not None and self._is_early else ()
+        early = wanted_arrays(wanted, _BIAS) if wanted is not None and self._is_early else ()
         results = *(_NUMBERS,) * _NUM_LOSSES, *roles_of_gradients(early, _BIAS)
         # The gradient of a coefficient is its token's loss, even where the coefficient is 0.
         has_all_losses = wanted is not None and wanted[_COEFFICIENTS]
@@ -115,7 +115,7 @@ class _CrossEntropy:
         return jnp.sum(coefficients * out[0], axis=axes), *out
 
     def num_residuals(self, wanted: Mask) -> int:
-        return sum(of_arrays_in(wanted, _BIAS)) if self._is_early else 0
+        return sum(wanted_arrays(wanted, _BIAS)) if self._is_early else 0
 
     def saved(
         self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
@@ -133,7 +133,7 @@ class _CrossEntropy:
         if self.is_unchecked:
             whole = jax.lax.psum(of_sums, self.request.settings.vocab_axes)
         to_tokens = (..., *(None,) * (loss.ndim - self.num_axes))
-        of_arrays = of_arrays_in(wanted, _BIAS)
+        of_arrays = wanted_arrays(wanted, _BIAS)
         gradients = []
         if self._is_early:
             gradients += [g.astype(jnp.float32) * whole for g in rest]
@@ -203,7 +203,7 @@ def split(
     )
 
 
-def of_arrays_in(wanted: Mask, bias: int) -> Mask:
+def wanted_arrays(wanted: Mask, bias: int) -> Mask:
     """Whether the gradients of x, weight and bias are wanted; `bias` is the bias's position."""
     return (*wanted[:2], any(wanted[bias:]))
 
@@ -213,7 +213,7 @@ def roles_of_gradients(wanted: Sequence[bool], bias: int) -> list[Any]:
     return list(itertools.compress((_X, GradientOf(_WEIGHT), GradientOf(bias)), wanted))
 
 
-def picked(
+def wanted_gradients(
     request: Request, found: Gradients, wanted: Mask, place: Place, *, is_unchecked: bool
 ) -> tuple[list[Any], list[Any]]:
     """The wanted gradients of a device: `dx` of the whole vocabulary, then of weight and bias.
@@ -260,7 +260,7 @@ def _forward_of(key: tuple[_CrossEntropy, Mask, bool], place: Place) -> Callable
             losses = finite_where_not_counted(losses, coefficients)
             if gradients is None:
                 return losses, ()
-            of_x, of_weights = picked(
+            of_x, of_weights = wanted_gradients(
                 request, gradients, wanted, place, is_unchecked=operation.is_unchecked
             )
             return [*losses, *of_x], of_weights
@@ -297,7 +297,9 @@ def _backward_of(key: tuple[_CrossEntropy, Mask], place: Place) -> Callable[...,
                     gradients = recomputed.gradients_of_losses(request.settings, plan, *args, lse)
                 else:
                     _, gradients = by_tokens.losses_and_gradients(request.settings, plan, *args)
-            return picked(request, gradients, wanted, place, is_unchecked=operation.is_unchecked)
+            return wanted_gradients(
+                request, gradients, wanted, place, is_unchecked=operation.is_unchecked
+            )
 
         counts = (labels != IGNORED) & (coefficients != 0)
         tokens, fills = (x, coefficients, labels, lse), (0, 0, IGNORED, 0)
