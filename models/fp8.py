@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from models.config import LlamaConfig
 from models.projections import JOINED, join_projections
-from models.sharding import fsdp_split, shape_over_tensor, tensor_axis
+from models.sharding import fsdp_split, shape_over_tensor
 from pallas_kernels.fp8 import (
     RECIPES,
     QuantizedWeight,
@@ -29,7 +29,6 @@ from pallas_kernels.fp8 import (
     quantize_weight,
 )
 from pallas_kernels.gpu.device import target_device
-from pallas_kernels.implementation import Implementation
 
 
 def check_fp8(recipe: RecipeName) -> None:
@@ -85,15 +84,9 @@ def quantize_weights(state: nnx.State, recipe: RecipeName) -> nnx.State:
         if a.ndim != 3:
             return a
         split = fsdp_split(path)
-        quantized = jax.vmap(
-            lambda w: quantize_weight(w, recipe, implementation=implementation, split=split)
-        )(a)
+        quantized = jax.vmap(lambda w: quantize_weight(w, recipe, split=split))(a)
         return a if quantized.forward is None else quantized
 
-    # XLA cannot partition our kernel: on a mesh it would gather the weights for it. So the plain
-    # formula runs there. Inside of `sum_over_devices` arrays are local, and the kernel can run.
-    is_split = jax.sharding.get_abstract_mesh().size > 1 and tensor_axis() is None
-    implementation: Implementation | None = "reference" if is_split else None
     return jax.tree_util.tree_map_with_path(quantize, state)
 
 

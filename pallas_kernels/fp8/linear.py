@@ -29,6 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -37,7 +38,7 @@ from pallas_kernels.choices import inside_of, log_once, required_by
 from pallas_kernels.fp8.casts import cast_both, cast_one, cast_part
 from pallas_kernels.fp8.product_kernel import OUT_DTYPES
 from pallas_kernels.fp8.products import Accumulation, fp8_matmul
-from pallas_kernels.fp8.quantize import quantize_both
+from pallas_kernels.fp8.quantize import quantize_both, quantize_both_on_a_mesh
 from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
 from pallas_kernels.fp8.types import Quantized
 from pallas_kernels.gpu.device import target_device
@@ -55,7 +56,7 @@ from pallas_kernels.layout import (
 from pallas_kernels.mapping import Mask
 from pallas_kernels.mlp.reference import matmul
 from pallas_kernels.operation import call
-from pallas_kernels.partition import partitioned
+from pallas_kernels.partition import axes_of_kind, mesh_of, partitioned
 from pallas_kernels.protocol import Arrays, Cotangents
 
 
@@ -94,8 +95,9 @@ def quantize_weight(
     Args:
       weight: Weight in the layout of Flax's kernels, of a floating dtype of 16 or 32 bits.
       recipe: Recipe, or its name. It also decides whether the weight is too small to gain from FP8.
-      implementation: Name, as in `quantize`, for a weight that is not split. On a mesh XLA
-        partitions `"reference"`, and gathers the weight before the kernel.
+      implementation: Name, as in `quantize`, without `split`. On a mesh with Auto or Explicit axes
+        None takes `"reference"`, which XLA splits as the weight. For a kernel by name XLA gathers
+        a weight that Auto axes split.
       split: Mesh axes that split K, and mesh axes that split N, inside of `jax.shard_map`. The
         scales are then those of the whole weight, so that devices may gather the FP8 copies.
 
@@ -120,11 +122,19 @@ def quantize_weight(
     if any(split):
         of_k, of_n = split
         dgrad, forward = cast_part(values, cast, row_axes=of_n, column_axes=of_k)
+    elif implementation is None and _may_be_split(values):
+        dgrad, forward = quantize_both_on_a_mesh(values, cast.dtype, cast.scaling)
     else:
         dgrad, forward = quantize_both(
             values, cast.dtype, scaling=cast.scaling, implementation=implementation
         )
     return QuantizedWeight(weight, forward, dgrad)
+
+
+def _may_be_split(weight: jax.Array) -> bool:
+    """Whether the mesh has axes over which XLA may split a weight."""
+    mesh = mesh_of((weight,))
+    return bool(axes_of_kind(mesh, AxisType.Auto) or axes_of_kind(mesh, AxisType.Explicit))
 
 
 def fp8_linear(

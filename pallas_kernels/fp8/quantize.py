@@ -111,6 +111,18 @@ def quantize_both(
     return _quantize("quantize_both", x, dtype, scaling, implementation, plain=True, turned=True)
 
 
+def quantize_both_on_a_mesh(x: Float[Array, "M K"], dtype: DTypeLike, scaling: Scaling) -> Any:
+    """`quantize_both` by XLA, which splits it over the mesh as it splits `x`."""
+    reason = (
+        "on Auto and Explicit axes XLA quantizes each device's part, and would gather the whole "
+        "array for a kernel; inside of a jax.shard_map over all axes a kernel runs"
+    )
+    _checked(x, dtype, scaling, axes=2)
+    return _quantize(
+        "quantize_both", x, dtype, scaling, "reference", plain=True, turned=True, reason=reason
+    )
+
+
 def _quantize(
     name: str,
     x: Float[Array, "M K"],
@@ -120,12 +132,16 @@ def _quantize(
     *,
     plain: bool = False,
     turned: bool = False,
+    reason: str | None = None,
 ) -> Any:
-    """The copies that are wanted, each a `Quantized`; None in the place of the other."""
+    """The copies that are wanted, each a `Quantized`; None in the place of the other.
+
+    `reason` says why `implementation` has a name, if the user has not given it.
+    """
     check_implementation(implementation)
-    unsupported = symbolic_reason(x) or mosaic_gpu.unsupported_reason(x)
-    chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
-    record(name, (x,), implementation, chosen, reason)
+    unsupported = symbolic_reason(x) or _split_reason(x) or mosaic_gpu.unsupported_reason(x)
+    chosen, why = choose_implementation(implementation, unsupported, fallback="reference")
+    record(name, (x,), implementation, chosen, reason or why)
     if scaling == "row" and chosen == "mosaic_gpu" and not turned and row_kernel.fits(x):
         return Quantized(*row_kernel.quantize_rows(x, dtype)), None
     if scaling == "tensor":
@@ -151,6 +167,14 @@ def maxima_of(
         reference.amax_of(x, axis=1) if plain else None,
         reference.amax_of(x, axis=0).reshape(-1, 1) if turned else None,
     )
+
+
+def _split_reason(x: Array) -> str | None:
+    """Why no kernel takes an array that Explicit axes split, or None."""
+    spec = jax.typeof(x).sharding.spec
+    if all(names is None for names in spec):
+        return None
+    return f"Explicit axes split it as {spec}; call it inside of a jax.shard_map over these axes"
 
 
 def _checked(x: Array, dtype: DTypeLike, scaling: Scaling, *, axes: int | None) -> Array:

@@ -114,6 +114,15 @@ def _cases() -> dict[str, Case]:
             mesh={"data": 8},
             specs=(batch, whole, whole, whole, batch),
         )
+    # A weight that the devices of the tokens split, on Auto and on Explicit axes.
+    for recipe, is_explicit in (("tensorwise", False), ("rowwise", True)):
+        cases[f"fsdp-{recipe}"] = dataclasses.replace(
+            cases[f"linear-{recipe}"],
+            args=(array((8 * T, D), BF16), across, array((8 * T, F), BF16)),
+            mesh={"fsdp": 8},
+            specs=(jax.sharding.PartitionSpec("fsdp"),) * 3,
+            is_explicit=is_explicit,
+        )
     return cases
 
 
@@ -220,3 +229,22 @@ def test_on_a_mesh_devices_exchange_maxima_and_gradients(compiled, chip, case):
     # Columns of x, dy, the product, dgate and dup: the operands that are summed over the tokens.
     gradients, maxima = 3 * D * F, 0 if case == "mesh-tensorwise" else 2 * D + 3 * F
     assert gradients + maxima <= found["all-reduce"] <= gradients + maxima + 32
+
+
+@on_h100
+@pytest.mark.oldest
+@pytest.mark.parametrize("case", ["fsdp-tensorwise", "fsdp-rowwise"])
+def test_fsdp_gathers_weights_in_fp8(compiled, chip, case):
+    """Once, for dgrad: nothing needs the product. Scales are rows. A case takes 8 s."""
+    program: Program = compiled(chip, case)
+    dtypes, found = set(), Counter()
+    for line in program.hlo.splitlines():
+        if gather := re.search(r"= (.*) all-gather(?:-start)?\(", line):
+            dtypes |= set(re.findall(r"(\w+)\[\d+,\d\d+\]", gather[1]))
+    for collective in Schedule(program.hlo).collectives():
+        found[collective.kind] += sum(collective.times * math.prod(s) for s in collective.results)
+    print(f"{program.seconds:.1f} s", dtypes, found)
+    assert dtypes == {"f8e4m3fn"}
+    assert D * F <= found["all-gather"] <= D * F + D
+    assert found["reduce-scatter"] == D * F // 8
+    assert found["all-reduce"] <= 3 * (D + F)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import require_kernels
+from pallas_kernels import explain, require_kernels
 from pallas_kernels.fp8 import (
     RECIPES,
     QuantizedWeight,
@@ -396,6 +396,22 @@ def test_mesh(name, is_explicit):
     exact = exact_of_quantized(recipe, x, weights, dys)
     exact = [e.reshape(g.shape) for e, g in zip(exact, got, strict=True)]
     assert_as_accurate(got, rounded(exact, got), exact, names=("y", "dx", "dw"))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_weight_on_a_mesh_is_quantized_in_parts(on_h100, kind):
+    """XLA cannot split a kernel: it would gather a float32 weight, or raise on Explicit axes."""
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(kind,))
+    weight = jax.ShapeDtypeStruct((2048, 2048), F32, sharding=NamedSharding(mesh, P("fsdp")))
+    quantized = jax.jit(lambda w: quantize_weight(w, "rowwise"))
+    with jax.set_mesh(mesh):
+        (choice,) = explain(quantized, weight).choices
+        assert choice.implementation == "reference" and "Auto and Explicit" in str(choice.reason)
+        with require_kernels():
+            jax.eval_shape(lambda w: quantize_weight(w, "tensorwise"), weight)
+        if kind == AxisType.Explicit:
+            with pytest.raises(NotImplementedError, match=r"Explicit axes split it as .*'fsdp'"):
+                jax.eval_shape(lambda w: quantize(w, implementation="mosaic_gpu"), weight)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
