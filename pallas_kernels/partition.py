@@ -25,7 +25,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.auto_axes import over_auto_axes
 from pallas_kernels.gpu.device import reason_not_here
@@ -193,6 +193,14 @@ def split_alike(x: jax.Array, *numbers: jax.Array) -> list[jax.Array]:
         a if own == wanted else jax.sharding.reshard(a, sharding)
         for a, own in zip(numbers, specs[1:], strict=True)
     ]
+
+
+def gathered(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays, whole on each device of Explicit axes."""
+    whole = lambda a: jax.sharding.reshard(
+        a, NamedSharding(jax.typeof(a).sharding.mesh, PartitionSpec())
+    )
+    return [whole(a) if any(jax.typeof(a).sharding.spec) else a for a in arrays]
 
 
 def _over_explicit_axes(

@@ -33,6 +33,7 @@ from pallas_kernels.loss.layout import Embedding, WeightLayout
 from pallas_kernels.loss.low_rank import LoRA
 from pallas_kernels.loss.mosaic_gpu import statistics
 from pallas_kernels.loss.plan import InPlace, Request, TokenChunks, choose
+from pallas_kernels.partition import gathered
 
 _MOST_COLUMNS = 2**24  # the kernel keeps the argmax as a float32 number
 
@@ -406,7 +407,8 @@ def linear_token_loss(
         if per_token:
             loss, aux = sum_of_known(function, found, labels, data)
         else:
-            loss, aux = function(found, data)
+            # A function may slice the tokens, which JAX refuses where Explicit axes split them.
+            loss, aux = function(gathered(found), gathered(data))
     else:
         kind = OfSingleTokens if per_token else OfAllTokens
         loss, *aux = results_of_function(

@@ -162,6 +162,29 @@ def test_the_tokens_of_all_devices(per_token, implementation, layout, kind):
     check(got, arrays, data, labels)
 
 
+def in_two_parts(log_probs, entropy, data):
+    """`token_fn`, one sequence apart from the others, as losses of pairs part a batch."""
+    arrays = log_probs, entropy, data
+    parts = [jax.tree.map(lambda a, s=s: a[s], arrays) for s in (slice(1), slice(1, None))]
+    return sum(token_fn(*part) * (part[0].size / log_probs.size) for part in parts)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_function_may_slice_tokens_that_explicit_axes_split(implementation):
+    """JAX refuses slices that the devices do not divide. 2 s a case."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(EXPLICIT,))
+    arrays, labels = arrays_of((2, 6), D, V, F32, bias=False)
+    data = make_data((2, 6))
+    options = {"implementation": implementation, "fn": in_two_parts, **OPTIONS}
+    with jax.set_mesh(mesh):
+        split = lambda tree: jax.device_put(tree, NamedSharding(mesh, P("data")))
+        x, data_parts, label_parts = split((arrays["x"], data, labels))
+        given = {"x": x, "weight": jnp.asarray(arrays["weight"])}
+        fn = functools.partial(graded, with_entropy=True, **options)
+        got = jax.tree.map(np.asarray, quick_jit(fn)(given, data_parts, label_parts))
+    check(got, arrays, data, labels)
+
+
 @pytest.mark.parametrize(
     "num_counted, per_token",
     [pytest.param(100, False, marks=full), (129, False), (100, True)],
