@@ -36,6 +36,7 @@ from models.projections import join_projections
 from models.remat import remat_policy
 from models.rope import rotary_cos_sin
 from models.sharding import (
+    check_mesh,
     check_tensor_parallel,
     embed_over_devices,
     keep_all_but_weights,
@@ -254,8 +255,9 @@ class Llama(nnx.Module):
         return tokens_of_sequences(normed, tokens.shape), outputs
 
     def _check(self, tokens: Int[Array, "B S"]) -> None:
-        """Raises a ValueError if the layers cannot run as they are configured."""
+        """Raises a ValueError if the layers cannot run as they are configured, or on the mesh."""
         config = self.config
+        check_mesh()
         if config.remat == AUTO_REMAT:
             raise ValueError(
                 f"remat={config.remat!r} is not a policy: `python -m train` replaces it with one "

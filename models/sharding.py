@@ -179,6 +179,23 @@ def _xla_partitions() -> bool:
     return not mesh.empty and not mesh.are_all_axes_manual
 
 
+def check_mesh() -> None:
+    """Raises a ValueError unless XLA can split the model over the mesh in context, if there is one.
+
+    The layout names the axes `data` and `fsdp`, and leaves what is between them to XLA.
+    """
+    if not _xla_partitions():
+        return
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if any(name not in kinds for name in BATCH_AXES) or AxisType.Explicit in kinds.values():
+        axes = ", ".join(f"{name!r} ({kind.name})" for name, kind in kinds.items())
+        raise ValueError(
+            f"the model runs on a mesh with the Auto axes 'data' and 'fsdp', and the mesh in "
+            f"context has {axes}; make it with models.sharding.make_mesh"
+        )
+
+
 def _fsdp_axes(mesh: AbstractMesh) -> str | tuple[str, ...]:
     """The axes to name in a spec of `jax.shard_map` for an array axis that `fsdp` splits.
 

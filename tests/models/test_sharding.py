@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from models.config import LlamaConfig
 from models.llama import Llama
@@ -360,6 +360,20 @@ def test_activations_are_split_on_a_mesh_and_untouched_without():
     with jax.set_mesh(mesh):
         y = jax.jit(lambda x: split_batch(x) * 2)(jax.device_put(x, replicated(mesh)))
     assert y.sharding.is_equivalent_to(batch_sharding(mesh), 3)
+
+
+@pytest.mark.parametrize(
+    "sizes, kind, found",
+    [
+        ({"replica": 2, "fsdp": 4}, AxisType.Auto, r"'replica' \(Auto\), 'fsdp' \(Auto\)"),
+        ({"data": 2, "fsdp": 4}, AxisType.Explicit, r"'data' \(Explicit\), 'fsdp' \(Explicit\)"),
+    ],
+)
+def test_a_mesh_that_the_model_does_not_know_raises(sizes, kind, found):
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * 2)
+    graphdef, params = parameters()
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=f"{found}; make it with"):
+        jax.eval_shape(nnx.merge(graphdef, params), packed_batch()["tokens"])
 
 
 def test_the_devices_need_not_divide_a_batch(caplog):
