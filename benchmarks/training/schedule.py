@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
+_BRANCHES = r"(?:(?:true|false)_computation=%[\w.-]+|branch_computations=\{[^}]*\})"
 type _Shape = tuple[str, tuple[int, ...]]
 
 
@@ -62,6 +63,7 @@ class _Line:
     opcode: str
     operands: tuple[str, ...]
     called: tuple[str, ...]
+    branches: tuple[str, ...]
     text: str
 
     @property
@@ -86,7 +88,7 @@ class Schedule:
         self._flops = functools.cache(self._flops_of_computation)
 
     def collectives(self) -> list[Collective]:
-        """All collectives, in the order of the schedule."""
+        """All collectives, in the order of the schedule, those of every branch among them."""
         return self._collectives(self._entry, 1)
 
     def seconds(self, bytes_per_s: float, flops_per_s: float) -> tuple[float, float]:
@@ -127,7 +129,7 @@ class Schedule:
         found, lines = [], self._computations[computation]
         for i, line in enumerate(lines):
             if line.opcode in ("while", "call", "conditional"):
-                for called in line.called:
+                for called in (*line.called, *line.branches):
                     found += self._collectives(called, times * _trip_count(line))
             elif collective := self._collective(line, computation, times):
                 if collective.is_async:
@@ -212,6 +214,7 @@ def _parse(text: str) -> _Line:
         opcode,
         tuple(re.findall(r"%([\w.-]+)", rest.split(")", 1)[0])),
         tuple(called),
+        tuple(re.findall(r"%([\w.-]+)", " ".join(re.findall(_BRANCHES, rest)))),
         re.sub(r'(custom_call_target="mosaic_gpu\w*").*', r"\1", text),  # drops the binary
     )
 
