@@ -1,6 +1,7 @@
 """Times causal attention with grouped queries: cuDNN, XLA, others' Mosaic GPU kernels, PyTorch.
 
     python -m benchmarks.kernels.attention --peers
+    python -m benchmarks.kernels.attention --documents 8
 
 A shape is sequences x length x query heads x key heads x head size. Data is random and bfloat16;
 times are kernel times (`benchmarks/timing.py`), medians over interleaved rounds. cuDNN and XLA run
@@ -12,6 +13,12 @@ timed.
 
 JAX's `attention_mgpu` takes float16 alone, scales no logits, so that its queries are scaled before,
 and has a backward without a mask only. The rows "no mask" compare that backward with cuDNN's.
+
+`--documents N` times cuDNN alone, on rows of N documents of random lengths. "Mask" is the call of
+`models/llama.py`, which gives cuDNN a mask of S² numbers. "Packed, M" tells cuDNN where each of up
+to M documents begins, by a function that JAX does not export. The rates of all rows count the
+causal attention of a whole row, so they compare times.
+
 `--peers` adds tokamax and the PyTorch libraries of `benchmarks/peers.py`. All programs are compiled
 first, in threads. The benchmark writes a table and all numbers into the folder of results.
 """
@@ -35,10 +42,11 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import ceilings, peers, timing
-from benchmarks.kernels import shapes
+from benchmarks.kernels import documents, shapes
 from benchmarks.kernels.bench import short_name, write_results
 from benchmarks.kernels.formulas import (
     ATTENTION,
+    DOCUMENT_ATTENTION,
     FULL_ATTENTION,
     Arrays,
     Formula,
@@ -65,7 +73,8 @@ class Variant:
     Attributes:
       name: Name of the contender.
       tiles: Tiles, as the tables show them; empty if the contender chooses them.
-      attend: Function `(q, k, v) -> out` of `[B, S, heads, H]`.
+      attend: Function `(q, k, v) -> out` of `[B, S, heads, H]`. With `DOCUMENT_ATTENTION` it also
+        takes the number of each token's document, `[B, S]`.
       directions: Directions to time.
       formula: Formula that it computes.
       dtype: Dtype of its arrays.
@@ -81,14 +90,14 @@ class Variant:
     scales_logits: bool = True
 
     def program(self, direction: Direction) -> Callable[..., Arrays]:
-        """The function of `q`, `k`, `v` and `dout` to compile."""
+        """The function of `q`, `k`, `v`, `dout` and the documents, if any, to compile."""
 
-        def forward(q, k, v, dout) -> Arrays:
+        def forward(q, k, v, dout, *ids) -> Arrays:
             del dout
-            return {"out": self.attend(q, k, v)}
+            return {"out": self.attend(q, k, v, *ids)}
 
-        def both(q, k, v, dout) -> Arrays:
-            out, vjp = jax.vjp(self.attend, q, k, v)
+        def both(q, k, v, dout, *ids) -> Arrays:
+            out, vjp = jax.vjp(lambda *qkv: self.attend(*qkv, *ids), q, k, v)
             dq, dk, dv = vjp(dout)
             return {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
@@ -97,7 +106,9 @@ class Variant:
     def arguments(self, arrays: Arrays) -> tuple[jax.Array, ...]:
         """The arguments of the program."""
         q = arrays["q"] if self.scales_logits else arrays["q"] * _scale(arrays["q"])
-        return tuple(a.astype(self.dtype) for a in (q, arrays["k"], arrays["v"], arrays["dout"]))
+        floats = (a.astype(self.dtype) for a in (q, arrays["k"], arrays["v"], arrays["dout"]))
+        ids = (arrays["segment_ids"],) if "segment_ids" in self.formula.inputs else ()
+        return (*floats, *ids)
 
     def results(self, results: Arrays) -> Arrays:
         """The results of the program as those of the formula."""
@@ -120,6 +131,18 @@ def variants(*, with_tokamax: bool) -> list[Variant]:
         Variant("cuDNN, no mask", "", cudnn, formula=FULL_ATTENTION),
         *_of_jax(),
         *(_of_tokamax() if with_tokamax else ()),
+    ]
+
+
+def of_documents(num_documents: int) -> list[Variant]:
+    """cuDNN on rows of so many documents, and on whole rows."""
+    attends = {"cuDNN, mask": documents.masked}
+    for most in sorted({num_documents, max(64, num_documents)}):
+        attends[f"cuDNN, packed, {most}"] = functools.partial(documents.packed, most=most)
+    cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=True)
+    return [
+        Variant("cuDNN, whole rows", "", cudnn),
+        *(Variant(name, "", fn, formula=DOCUMENT_ATTENTION) for name, fn in attends.items()),
     ]
 
 
@@ -210,14 +233,6 @@ def operations(shape: Shape, direction: Direction, *, is_causal: bool) -> float:
     return forward if direction == "forward" else 3.5 * forward
 
 
-def specs_of(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
-    """The inputs by name, and the cotangent."""
-    batch_size, length, num_heads, num_kv_heads, head_size = shape
-    of_queries = jax.ShapeDtypeStruct((batch_size, length, num_heads, head_size), jnp.bfloat16)
-    of_keys = jax.ShapeDtypeStruct((batch_size, length, num_kv_heads, head_size), jnp.bfloat16)
-    return {"q": of_queries, "k": of_keys, "v": of_keys, "dout": of_queries}
-
-
 type Program = tuple[Shape, Variant, Direction]
 type Compiled = Callable[..., Arrays] | Exception
 
@@ -227,7 +242,7 @@ def compile_all(programs: Sequence[Program]) -> dict[Program, Compiled]:
 
     def compiled(program: Program) -> Compiled:
         shape, variant, direction = program
-        specs = jax.eval_shape(variant.arguments, specs_of(shape))
+        specs = jax.eval_shape(variant.arguments, documents.specs_of(shape))
         try:
             return jax.jit(variant.program(direction)).lower(*specs).compile()
         except Exception as error:  # that a contender does not support a case is a result
@@ -248,14 +263,15 @@ class _Row:
 
 
 def measure(
-    shape: Shape, compiled: dict[Program, Compiled], *, with_peers: bool, rounds: int
+    shape: Shape,
+    compiled: dict[Program, Compiled],
+    *,
+    with_peers: bool,
+    rounds: int,
+    num_documents: int = 1,
 ) -> list[dict[str, Any]]:
     """One record for each program of a shape, and for each peer and direction."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    arrays = {
-        name: jax.random.normal(key, spec.shape, spec.dtype)
-        for key, (name, spec) in zip(keys, specs_of(shape).items(), strict=True)
-    }
+    arrays = documents.arrays_of(shape, num_documents)
     formulas = {variant.formula for of_shape, variant, _ in compiled if of_shape == shape}
     if with_peers:
         formulas.add(ATTENTION)
@@ -265,7 +281,7 @@ def measure(
     for (of_shape, variant, direction), program in compiled.items():
         if of_shape != shape:
             continue
-        row = _Row(variant.name, variant.tiles, direction, variant.formula is ATTENTION)
+        row = _Row(variant.name, variant.tiles, direction, variant.formula is not FULL_ATTENTION)
         prepare = functools.partial(_prepare, program, variant, arrays)
         found[row] = _checked(row, prepare, variant.results, expected[variant.formula])
     if with_peers:
@@ -371,12 +387,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
     parser.add_argument("--peers", action="store_true", help="add tokamax and PyTorch libraries")
+    parser.add_argument("--documents", type=int, help="documents of a row, for cuDNN alone")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(argv)
     for shape in args.shapes:
         if len(shape) != len(SHAPES[0]):
             parser.error(f"a shape is such as {shapes.label(SHAPES[0])}, not {shapes.label(shape)}")
+
+    if args.documents is not None:
+        if args.peers:
+            parser.error("--documents is for cuDNN alone; leave --peers out")
+        if args.documents < 1 or any(s[1] < args.documents for s in args.shapes):
+            parser.error(f"a row of S tokens has 1 to S documents, not {args.documents}")
 
     device_kind = timing.require_gpu()
     absent = peers.missing()
@@ -390,7 +413,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{', '.join(found)}. Kernel time, median of {args.rounds} interleaved rounds; "
         f"{ceilings.measure()} by wall time.\n\n    {command}\n\n"
     )
-    contenders = variants(with_tokamax=args.peers and "tokamax" not in absent)
+    if args.documents is None:
+        contenders = variants(with_tokamax=args.peers and "tokamax" not in absent)
+    else:
+        contenders = of_documents(args.documents)
     programs: list[Program] = [
         (s, v, d) for s in args.shapes for v in contenders for d in v.directions
     ]
@@ -403,9 +429,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     contents = {"device": device_kind, "versions": found, "command": command, "records": records}
     for shape in args.shapes:
         print(f"{shapes.label(shape)} ...", file=sys.stderr, flush=True)
-        records += measure(shape, compiled, with_peers=args.peers, rounds=args.rounds)
+        records += measure(
+            shape,
+            compiled,
+            with_peers=args.peers,
+            rounds=args.rounds,
+            num_documents=args.documents or 1,
+        )
         gc.collect()  # PyTorch's graphs hold their inputs in reference cycles
-        write_results(args.output_dir, "attention", device, contents, title + table(records))
+        name = "attention" if args.documents is None else f"attention_documents_{args.documents}"
+        write_results(args.output_dir, name, device, contents, title + table(records))
     print(table(records))
 
 

@@ -96,25 +96,32 @@ def _linear_jensen_shannon(x, weight, teacher_x, teacher_weight):
     return jnp.sum(terms) / (2 * len(x))
 
 
-def attention(q, k, v, *, is_causal: bool = True):
+def attention(q, k, v, segment_ids=None, *, is_causal: bool = True):
     """Attention of `q` `[B, S, N, H]` to `k` and `v` `[B, S, K, H]`, each for N / K heads of `q`.
+
+    With `segment_ids` `[B, S]` a token attends to tokens of its own segment.
 
     One key head of one sequence at a time, because float32 logits of all heads fill a card.
     """
     batch_size, length, num_kv_heads, head_size = k.shape
+    if segment_ids is None:
+        segment_ids = jnp.zeros((batch_size, length), jnp.int32)
     scores = functools.partial(jnp.einsum, precision="highest")
 
     @jax.checkpoint
     def of_one_kv_head(arrays):
-        q, k, v = arrays
+        q, k, v, ids = arrays
         logits = scores("sgh,th->gst", q, k) * head_size**-0.5
+        mask = ids[:, None] == ids
         if is_causal:
-            logits = jnp.where(jnp.tri(length, dtype=bool), logits, -jnp.inf)
+            mask &= jnp.tri(length, dtype=bool)
+        logits = jnp.where(mask, logits, -jnp.inf)
         return scores("gst,th->sgh", jax.nn.softmax(logits), v)
 
     by_head = lambda a: jnp.moveaxis(a, 2, 1).reshape(-1, length, *a.shape[3:])
     queries = q.reshape(batch_size, length, num_kv_heads, -1, head_size)
-    out = jax.lax.map(of_one_kv_head, (by_head(queries), by_head(k), by_head(v)))
+    ids = jnp.repeat(segment_ids, num_kv_heads, axis=0)
+    out = jax.lax.map(of_one_kv_head, (by_head(queries), by_head(k), by_head(v), ids))
     return jnp.moveaxis(out.reshape(batch_size, num_kv_heads, *out.shape[1:]), 1, 2).reshape(
         q.shape
     )
@@ -142,6 +149,7 @@ ATTENTION = Formula(attention, ("q", "k", "v"), ("out",), ("q", "k", "v"))
 FULL_ATTENTION = Formula(
     functools.partial(attention, is_causal=False), ("q", "k", "v"), ("out",), ("q", "k", "v")
 )
+DOCUMENT_ATTENTION = Formula(attention, ("q", "k", "v", "segment_ids"), ("out",), ("q", "k", "v"))
 
 
 def exact(formula: Formula, arrays: Mapping[str, jax.Array]) -> Arrays:

@@ -8,6 +8,7 @@ A variant is `layers:remat`. Suffixes change it:
 - `:xla` runs none of our kernels in products of 16 bits and in norms.
 - `:loss=xla` leaves the loss to XLA, in chunks.
 - `:loss=logits` leaves the loss to XLA, with all logits in memory.
+- `:documents=N` has rows of N documents of random lengths, whose tokens do not attend to others'.
 - `:pgle` compiles again after three steps, with the times that the kernels took in them. The
   memory of that program is not known.
 - `:xla_gpu_enable_triton_gemm=false` sets an option of XLA.
@@ -36,9 +37,11 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 
 import train.step
 from benchmarks import ceilings
+from benchmarks.kernels.documents import positions_of, random_segment_ids
 from models.sharding import batch_sharding, make_mesh
 from pallas_kernels import hardware, linear_cross_entropy
 from train.config import PRESET_NAMES, TrainConfig, preset
@@ -81,6 +84,7 @@ class Variant:
     """A compiled variant of the step, and its measurements."""
 
     name: str
+    batch: dict[str, jax.Array]
     compiled: Any
     run: Callable[..., Any]
     compile_s: float
@@ -104,12 +108,14 @@ class Way:
       loss: Options of the loss; None leaves them to the configuration.
       options: Options of XLA, in addition to those of training.
       pgle: Whether XLA compiles again with the times of the first steps.
+      documents: Documents of a row; None has rows without `segment_ids`.
     """
 
     config: TrainConfig
     loss: dict[str, Any] | None
     options: tuple[str, ...]
     pgle: bool
+    documents: int | None
 
     @classmethod
     def parse(cls, base: TrainConfig, name: str) -> "Way":
@@ -122,15 +128,19 @@ class Way:
         loss = next((_LOSSES[word] for word in rest if word in _LOSSES), None)
         options = [word for word in rest if word.startswith("xla_")]
         recipes = [word.removeprefix("fp8=") for word in rest if word.startswith("fp8=")]
+        prefix = "documents="
+        documents = [int(w.removeprefix(prefix)) for w in rest if w.startswith(prefix)]
         if layers not in ("scanned", "unrolled") or len(rest) != (
             len(options)
             + len(recipes[:1])
+            + len(documents[:1])
             + sum(word in rest for word in ("xla", "pgle"))
             + (loss is not None)
         ):
             raise ValueError(
                 f"variant {name!r} must be (scanned|unrolled):REMAT, with ':fp8=RECIPE', ':xla', "
-                "':loss=xla', ':loss=logits', ':pgle' or ':xla_OPTION=VALUE' after it"
+                "':loss=xla', ':loss=logits', ':documents=N', ':pgle' or ':xla_OPTION=VALUE' after "
+                "it"
             )
         model = dataclasses.replace(
             base.model,
@@ -139,7 +149,21 @@ class Way:
             implementation="xla" if "xla" in rest else None,
             fp8=next(iter(recipes), None),
         )
-        return cls(dataclasses.replace(base, model=model), loss, tuple(options), "pgle" in rest)
+        config = dataclasses.replace(base, model=model)
+        number = next(iter(documents), None)
+        return cls(config, loss, tuple(options), "pgle" in rest, number)
+
+    def batch(self) -> dict[str, jax.Array]:
+        """The batch of all steps, on one device."""
+        data = self.config.data
+        dataset = SyntheticDataset(self.config.model.vocab_size, data.sequence_length)
+        rows = dataset.batch(0, batch_size=data.batch_size, seed=0)
+        batch = {name: jnp.asarray(array) for name, array in rows.items()}
+        if self.documents is not None:
+            sizes = data.batch_size, data.sequence_length
+            ids = random_segment_ids(jax.random.key(0), *sizes, self.documents)
+            batch |= {"segment_ids": ids, "positions": positions_of(ids)}
+        return batch
 
     def compile(self, *args: Any) -> tuple[Any, Callable[..., Any]]:
         """The step compiled for these arguments, and the function to run; the first is donated.
@@ -232,24 +256,20 @@ def main() -> None:
     base = workload(arguments)
     # Names are checked before the first variant compiles, which takes half a minute.
     ways = {name: Way.parse(base, name) for name in arguments.variants}
-    data = base.data
     num_gpus = arguments.fsdp
     mesh = make_mesh(data=1, fsdp=num_gpus, devices=jax.devices()[:num_gpus])
-    dataset = SyntheticDataset(base.model.vocab_size, data.sequence_length)
-    rows = dataset.batch(0, batch_size=data.batch_size, seed=0)
     with jax.set_mesh(mesh):
-        batch = jax.device_put(
-            {name: array[None] for name, array in rows.items()}, batch_sharding(mesh, batch_axis=1)
-        )
+        sharding = batch_sharding(mesh, batch_axis=1)
         state = init_state(base, mesh)
         variants = []
         for name, way in ways.items():
+            batch = jax.device_put({name: a[None] for name, a in way.batch().items()}, sharding)
             start = time.perf_counter()
             compiled, run = way.compile(state, batch)
             for _ in range(calls_until_compiled_again() - 1 if way.pgle else 0):
                 state, _ = run(state, batch)  # profiled; the next step is compiled again
             state, values = run(state, batch)
-            variants.append(Variant(name, compiled, run, time.perf_counter() - start))
+            variants.append(Variant(name, batch, compiled, run, time.perf_counter() - start))
             print(
                 f"{name}: compiled in {variants[-1].compile_s:.1f} s, loss {values['loss']:.3f}",
                 flush=True,
@@ -262,13 +282,14 @@ def main() -> None:
                 jax.block_until_ready(state)
                 start = time.perf_counter()
                 for _ in range(arguments.steps):
-                    state, values = variant.run(state, batch)
+                    state, values = variant.run(state, variant.batch)
                     variant.loss = values["loss"]
                 jax.block_until_ready(state)
                 variant.times_s.append((time.perf_counter() - start) / arguments.steps)
         if arguments.kernels:
             for variant in variants:
-                state, variant.kernels, variant.traced_ms = device_times(variant.run, state, batch)
+                found = device_times(variant.run, state, variant.batch)
+                state, variant.kernels, variant.traced_ms = found
     text = report(base, variants, limits, num_gpus)
     print(text)
     if arguments.output:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import ceilings, peers, timing
-from benchmarks.kernels import attention, formulas
+from benchmarks.kernels import attention, documents, formulas
 from benchmarks.kernels.attention import DIRECTIONS, Variant
 
 SHAPE = (2, 32, 6, 2, 16)
@@ -37,7 +37,7 @@ def test_the_formula_is_jaxs():
     rng = np.random.default_rng(0)
     arrays = {
         name: jnp.asarray(rng.standard_normal(spec.shape), jnp.float32)
-        for name, spec in attention.specs_of(SHAPE).items()
+        for name, spec in documents.specs_of(SHAPE).items()
     }
     by_jax = functools.partial(jax.nn.dot_product_attention, is_causal=True)
     variant = Variant("", "", by_jax, dtype=jnp.float32)
@@ -98,6 +98,41 @@ def test_the_table_has_the_fastest_tiles_and_the_failures():
     assert "- a, 64x256, forward: too large" in lines
 
 
+def test_documents_begin_at_their_offsets():
+    """1 s."""
+    batch_size, length, num_documents = 3, 40, 5
+    key = jax.random.key(1)
+    ids = np.asarray(documents.random_segment_ids(key, batch_size, length, num_documents))
+    assert all(set(row) == set(range(num_documents)) for row in ids)
+    assert (np.diff(ids, axis=1) >= 0).all() and len({tuple(row) for row in ids}) > 1
+    lengths, offsets = documents.lengths_and_offsets(jnp.asarray(ids), num_documents + 2)
+    positions = documents.positions_of(jnp.asarray(ids))
+    for row, of_row, begins, of_tokens in zip(ids, lengths, offsets, positions, strict=True):
+        counts = np.bincount(row)
+        np.testing.assert_array_equal(of_tokens, np.concatenate([*map(np.arange, counts)]))
+        np.testing.assert_array_equal(of_row, [*counts, -1, -1])
+        np.testing.assert_array_equal(begins, [0, *np.cumsum(counts), -1, -1])
+
+
+def test_the_formula_of_documents_is_that_of_each_alone():
+    """2 s."""
+    rng = np.random.default_rng(0)
+    specs = documents.specs_of((2, 12, 4, 2, 8))
+    q, k, v = (jnp.asarray(rng.standard_normal(specs[n].shape), jnp.float32) for n in "qkv")
+    ids = jnp.asarray([[0] * 5 + [1] * 7, [0] * 1 + [1] * 11], jnp.int32)
+    got = formulas.attention(q, k, v, ids)
+    for row, cut in enumerate((5, 1)):
+        for part in (slice(cut), slice(cut, None)):
+            alone = formulas.attention(*(a[row : row + 1, part] for a in (q, k, v)))
+            np.testing.assert_allclose(got[row, part], alone[0], rtol=1e-5, atol=1e-6)
+
+
+def test_documents_are_for_cudnn_alone():
+    for flags in (["--documents", "2", "--peers"], ["--documents", "0"]):
+        with pytest.raises(SystemExit):
+            attention.main(flags)
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("two_ms_a_call", "peers_in_jax")
 def test_peers_are_checked_too(monkeypatch):
@@ -128,6 +163,8 @@ def test_a_shape_has_five_sizes():
 
 
 def test_the_tiles_of_jax_exist():
-    """JAX's own kernels take the tiles that the benchmark asks for."""
+    """JAX's own kernels take the tiles that the benchmark asks for, and cuDNN the documents."""
     assert {v.name for v in attention.variants(with_tokamax=False)} >= {"cuDNN", "JAX, float16"}
     assert {p.name for p in peers._PEERS if p.op == "attention"} >= {"PyTorch, cuDNN"}
+    found = [v.name for v in attention.of_documents(8)]
+    assert found == ["cuDNN, whole rows", "cuDNN, mask", "cuDNN, packed, 8", "cuDNN, packed, 64"]

@@ -1,0 +1,91 @@
+"""Inputs of `benchmarks/kernels/attention.py`, and cuDNN's attention of rows of several documents.
+
+A token attends to earlier tokens of its own document. `segment_ids` `[B, S]` are the numbers of the
+documents, which count from 0 in every row.
+"""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.kernels.formulas import Arrays
+from benchmarks.kernels.shapes import Shape
+
+
+def specs_of(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+    """The inputs by name, and the cotangent."""
+    batch_size, length, num_heads, num_kv_heads, head_size = shape
+    of_queries = jax.ShapeDtypeStruct((batch_size, length, num_heads, head_size), jnp.bfloat16)
+    of_keys = jax.ShapeDtypeStruct((batch_size, length, num_kv_heads, head_size), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((batch_size, length), jnp.int32)
+    floats = {"q": of_queries, "k": of_keys, "v": of_keys, "dout": of_queries}
+    return floats | {"segment_ids": ids}
+
+
+def arrays_of(shape: Shape, num_documents: int) -> Arrays:
+    """Random inputs and a random cotangent, in rows of so many documents of random lengths."""
+    key_of_documents, *keys = jax.random.split(jax.random.key(0), 5)
+    specs = specs_of(shape)
+    batch_size, length = specs.pop("segment_ids").shape
+    arrays = {
+        name: jax.random.normal(key, spec.shape, spec.dtype)
+        for key, (name, spec) in zip(keys, specs.items(), strict=True)
+    }
+    ids = random_segment_ids(key_of_documents, batch_size, length, num_documents)
+    return arrays | {"segment_ids": ids}
+
+
+def masked(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """The attention as `models/llama.py` calls it: cuDNN reads a mask of S² numbers for a row."""
+    mask = (segment_ids[:, :, None] == segment_ids[:, None])[:, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
+
+
+def packed(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, most: int
+) -> jax.Array:
+    """The attention of up to `most` documents in a row, which cuDNN finds by their offsets."""
+    # JAX has no public function for it (0.11.2 and 0.12).
+    module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    lengths, offsets = lengths_and_offsets(segment_ids, most)
+    return module.dot_product_attention(
+        q,
+        k,
+        v,
+        q_seqlen=lengths,
+        kv_seqlen=lengths,
+        q_offsets=offsets,
+        kv_offsets=offsets,
+        scale=q.shape[-1] ** -0.5,
+        mask_type=module.MaskType.PADDING_CAUSAL,
+    )
+
+
+def lengths_and_offsets(segment_ids: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+    """The length of each document, `[B, most]`, and where it begins, `[B, most + 1]`.
+
+    The offset behind a row's last document is its end. The places behind are -1.
+    """
+    lengths = jnp.sum(segment_ids[:, None] == jnp.arange(most)[:, None], axis=2, dtype=jnp.int32)
+    offsets = jnp.pad(jnp.cumsum(lengths, axis=1), ((0, 0), (1, 0)))
+    is_absent = lengths == 0
+    after_absent = jnp.pad(is_absent, ((0, 0), (1, 0)))
+    return jnp.where(is_absent, -1, lengths), jnp.where(after_absent, -1, offsets)
+
+
+def random_segment_ids(
+    key: jax.Array, batch_size: int, length: int, num_documents: int
+) -> jax.Array:
+    """Rows of so many documents, each of which begins at a random token."""
+    begins = lambda key: 1 + jax.random.permutation(key, length - 1)[: num_documents - 1]
+    of_rows = jax.vmap(begins)(jax.random.split(key, batch_size))
+    is_begun = of_rows[:, None] <= jnp.arange(length)[:, None]
+    return jnp.sum(is_begun, axis=2, dtype=jnp.int32)
+
+
+def positions_of(segment_ids: jax.Array) -> jax.Array:
+    """The position of each token in its document."""
+    places = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
+    is_first = jnp.diff(segment_ids, axis=1, prepend=-1) > 0
+    return places - jax.lax.cummax(jnp.where(is_first, places, 0), axis=1)
