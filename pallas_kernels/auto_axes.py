@@ -65,6 +65,7 @@ def over_auto_axes(
         splits = [_even(spec, a.shape, mesh) for spec, a in zip(specs, args, strict=True)]
         members, splits = _members_apart(levels, splits)
         layout = Layout.make(roles, whole, splits)
+        layout.warn_of_repeated_work()
         of_args = [
             (*(split for split, level in zip(members, levels, strict=True) if level[i]), *rest)
             for i, rest in enumerate(layout.args)

@@ -5,6 +5,8 @@ of the arguments. It makes the splits to compute in, and the function of a devic
 """
 
 import dataclasses
+import functools
+import logging
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -14,6 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.mapping import Levels, loop
+
+_logger = logging.getLogger(__name__)
 
 # The mesh axes that split an axis of an array, major first; empty where the axis is whole.
 type Split = tuple[str, ...]
@@ -175,6 +179,18 @@ class Layout:
         all_parts = tuple(map(operator.add, whole.parts, parts))
         return cls(tuple(args), tuple(gathered), tuple(results), Place(tokens, all_parts, leading))
 
+    def warn_of_repeated_work(self) -> None:
+        """Logs the mesh axes that split a gathered matrix and no tokens, if others split tokens.
+
+        Tokens that no axis splits are left alone: they may be a single row, such as a sample. So
+        are vectors, because a norm beside tensor parallelism computes the same on several devices.
+        """
+        matrices = (splits for splits in self.gathered if len(splits) > 1)
+        axes = {name for splits in matrices for split in splits for name in split}
+        axes -= {*self.place.tokens, *(name for split in self.place.parts for name in split)}
+        if axes and self.place.tokens:
+            _warn_of_repeated_work(tuple(sorted(axes)), self.place.tokens)
+
     def of_device(
         self,
         local: Local,
@@ -215,6 +231,16 @@ class Layout:
             return [a.astype(dtype) for a, dtype in zip(results, dtypes, strict=True)]
 
         return lambda *args: tuple(loop(of_one, levels)(*gathered(args, is_shared)))
+
+
+@functools.cache
+def _warn_of_repeated_work(axes: Split, of_tokens: Split) -> None:
+    _logger.warning(
+        "the mesh axes %s split a weight and no tokens: each device gathers the weight, and the "
+        "devices along these axes compute the same; split the tokens over them as well as over %s",
+        axes,
+        of_tokens,
+    )
 
 
 def _leading(roles: Roles, splits: Sequence[Splits]) -> Splits:

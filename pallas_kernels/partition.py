@@ -221,6 +221,7 @@ def _over_explicit_axes(
         tuple(map(named, to_splits(spec, a.ndim))) for spec, a in zip(specs, args, strict=True)
     ]
     layout = Layout.make(roles, whole, splits)
+    layout.warn_of_repeated_work()
     run = jax.shard_map(
         layout.of_device(local, key, roles),
         mesh=mesh,

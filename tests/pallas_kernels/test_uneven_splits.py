@@ -1,4 +1,4 @@
-"""Splits that do not divide an axis, on Auto axes: results of plain JAX, and a warning."""
+"""Splits with a warning: those that do not divide an axis, and axes that repeat work."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import linear_cross_entropy, linear_log_probs, swiglu_mlp
+from pallas_kernels import layout, linear_cross_entropy, linear_log_probs, swiglu_mlp
 from pallas_kernels.fp8 import RECIPES, fp8_linear, fp8_linears
 from support.numerics import quick_jit
 
@@ -43,12 +43,13 @@ def linear(x, weight):
 
 
 OF_MLP = numbers(D, F, seed=1), numbers(D, F, seed=2), numbers(F, D, seed=3)
+OF_LOSS, OF_FP8 = numbers(V, D, seed=4), numbers(D, F, seed=5)
 CASES = {
     "MLP": (mlp, OF_MLP, P("tokens"), None),
     "width of the MLP": (mlp, OF_MLP, P(), P(None, "tokens")),
-    "loss": (loss, numbers(V, D, seed=4), P("tokens"), None),
-    "log-probs": (log_probs, numbers(V, D, seed=4), P("tokens"), None),
-    "FP8": (linear, numbers(D, F, seed=5), P("tokens"), None),
+    "loss": (loss, OF_LOSS, P("tokens"), None),
+    "log-probs": (log_probs, OF_LOSS, P("tokens"), None),
+    "FP8": (linear, OF_FP8, P("tokens"), None),
 }
 
 
@@ -86,3 +87,33 @@ def test_many_weights_have_names_of_their_own():
     weights = [numbers(D, 8 + i, seed=i) for i in range(15)]
     found = quick_jit(lambda x, weights: fp8_linears(x, weights, recipe=RECIPE))(x, weights)
     assert [y.shape for y in found] == [(8, 8 + i) for i in range(15)]
+
+
+WARNING = "the mesh axes ('tensor',) split a weight and no tokens"
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "fn, weights, of_x, of_weights, warns",
+    [
+        (linear, OF_FP8, P("data"), P(None, "tensor"), True),
+        (linear, OF_FP8, P(("data", "tensor")), P(None, "tensor"), False),
+        (linear, OF_FP8, P(), P(None, "tensor"), False),  # such as the single row of a sample
+        (loss, OF_LOSS, P("data"), P(None, "tensor"), True),
+        (loss, OF_LOSS, P("data"), P("tensor"), False),
+    ],
+    ids=["columns", "tokens over both", "no tokens split", "hidden size", "vocabulary"],
+)
+def test_an_axis_that_splits_a_weight_and_no_tokens(
+    caplog, fn, weights, of_x, of_weights, warns, kind
+):
+    """0.5 s each."""
+    layout._warn_of_repeated_work.cache_clear()
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), (kind,) * 2, devices=jax.devices()[:4])
+    struct = lambda a, spec: jax.ShapeDtypeStruct(
+        a.shape, a.dtype, sharding=NamedSharding(mesh, spec)
+    )
+    args = struct(numbers(8, D), of_x), struct(weights, of_weights)
+    with jax.set_mesh(mesh), caplog.at_level(logging.WARNING):
+        jax.jit(fn).lower(*args).compile()
+    assert (WARNING in caplog.text) == warns, caplog.text
