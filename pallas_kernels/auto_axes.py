@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from pallas_kernels.layout import (
     GradientOf,
@@ -30,9 +30,9 @@ from pallas_kernels.layout import (
     TokensLast,
     Weight,
     to_spec,
-    to_splits,
 )
 from pallas_kernels.mapping import Levels, loop, num_levels
+from pallas_kernels.shardings import mesh_and_splits
 
 _logger = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ def over_auto_axes(
         return tuple(loop(local(key, whole), levels)(*args))
 
     def partition(mesh: Any, args: Any, results: Any) -> Any:
-        mesh, specs = _mesh_and_specs([a.sharding for a in args])
-        splits = [_even(spec, a.shape, mesh) for spec, a in zip(specs, args, strict=True)]
+        mesh, splits = mesh_and_splits(mesh, [a.sharding for a in args], [a.ndim for a in args])
+        splits = [_even(split, a.shape, mesh) for split, a in zip(splits, args, strict=True)]
         members, splits = _members_apart(levels, splits)
         layout = Layout.make(roles, whole, splits)
         layout.warn_of_repeated_work()
@@ -81,7 +81,10 @@ def over_auto_axes(
     rule, factors_that_are_whole = _rule(roles, ranks, levels)
     split = custom_partitioning(of_whole_arrays)
     split.def_partition(
-        partition=partition, sharding_rule=rule, need_replication_factors=factors_that_are_whole
+        partition=partition,
+        sharding_rule=rule,
+        need_replication_factors=factors_that_are_whole,
+        decode_shardings=False,  # JAX raises where a part of a mesh axis splits an array
     )
     # JAX cannot batch a function that XLA partitions.
     run = jax.custom_batching.custom_vmap(split)
@@ -114,14 +117,14 @@ def _members_apart(levels: Levels, splits: Sequence[Splits]) -> tuple[Splits, li
     return tuple(found), rest
 
 
-def _even(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> Splits:
-    """The splits of the spec, without those whose devices do not divide the axis.
+def _even(splits: Splits, shape: Sequence[int], mesh: Mesh) -> Splits:
+    """The splits, without those whose devices do not divide the axis.
 
     Without even parts XLA pads the last part with arbitrary numbers. A local function would take
     the padding for tokens or for columns.
     """
-    splits = []
-    for split, size in zip(to_splits(spec, len(shape)), shape, strict=True):
+    even = []
+    for split, size in zip(splits, shape, strict=True):
         num_devices = math.prod(mesh.shape[name] for name in split)
         if size % num_devices:
             _logger.warning(
@@ -134,25 +137,8 @@ def _even(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> Splits:
                 size,
             )
             split = ()
-        splits.append(split)
-    return tuple(splits)
-
-
-def _mesh_and_specs(shardings: Sequence[Any]) -> tuple[Mesh, list[PartitionSpec]]:
-    """The mesh and the specs of shardings that XLA chose.
-
-    A program of several devices may have no mesh: neither in the types of its arguments nor in the
-    context in which JAX traced it. Then every device computes all.
-    """
-    if all(isinstance(s, NamedSharding) for s in shardings):
-        return shardings[0].mesh, [s.spec for s in shardings]
-    if not all(s.is_fully_replicated for s in shardings):
-        _logger.warning(
-            "every device computes all tokens, because the program has no mesh; give its arguments "
-            "a NamedSharding, or call it under jax.set_mesh"
-        )
-    devices = sorted(shardings[0].device_set, key=lambda device: device.id)
-    return Mesh(devices, ("devices",)), [PartitionSpec() for _ in shardings]
+        even.append(split)
+    return tuple(even)
 
 
 def _rule(roles: Roles, ranks: Sequence[int], levels: Levels) -> tuple[str, tuple[str, ...]]:

