@@ -1,7 +1,8 @@
 """The mesh axes that split an array, from a sharding that XLA chose."""
 
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,17 +39,18 @@ def mesh_and_splits(
             )
         devices = sorted(shardings[0].device_set, key=lambda device: device.id)
         return Mesh(devices, ("devices",)), [((),) * ndim for ndim in ndims]
-    for candidate in (mesh, fine := _of_primes(mesh)):
-        found = [splits_of(s, ndim, candidate) for s, ndim in zip(shardings, ndims, strict=True)]
-        splits = [s for s in found if s is not None]
-        if len(splits) == len(found):
+    for candidate in itertools.chain([mesh], _finer(mesh)):
+        many = [splits_of(s, ndim, candidate) for s, ndim in zip(shardings, ndims, strict=True)]
+        splits = [s for s in many if s is not None]
+        if len(splits) == len(many):
             return candidate, splits
     _logger.warning(
         "every device gathers the arrays that XLA splits in an order of devices that the mesh %s "
         "does not have, and computes all of them; split them by jax.lax.with_sharding_constraint",
         mesh.shape,
     )
-    return fine, [s or ((),) * ndim for s, ndim in zip(found, ndims, strict=True)]
+    many = [splits_of(s, ndim, mesh) for s, ndim in zip(shardings, ndims, strict=True)]
+    return mesh, [s or ((),) * ndim for s, ndim in zip(many, ndims, strict=True)]
 
 
 def splits_of(sharding: Any, ndim: int, mesh: Mesh) -> Splits | None:
@@ -80,21 +82,20 @@ def _parts(split: Sequence[str], mesh: Mesh) -> np.ndarray:
     return part
 
 
-def _of_primes(mesh: Mesh) -> Mesh:
-    """The mesh, with an axis for each prime factor of the size of an axis, major first."""
-    names, sizes = [], []
-    for name, size in mesh.shape.items():
-        factors = _prime_factors(size)
-        names += [f"{name}.{i}" for i in range(len(factors))] if len(factors) > 1 else [name]
-        sizes += factors or [1]
-    return Mesh(mesh.devices.reshape(sizes), tuple(names))
+def _finer(mesh: Mesh) -> Iterator[Mesh]:
+    """The mesh, with an axis for each prime factor of the size of an axis, in all orders.
+
+    Parts of an axis of 6 devices may be 2 groups of 3, or 3 groups of 2.
+    """
+    for orders in itertools.product(*map(_orders_of_prime_factors, mesh.shape.values())):
+        names, sizes = [], []
+        for name, factors in zip(mesh.axis_names, orders, strict=True):
+            names += [f"{name}.{i}" for i in range(len(factors))] if len(factors) > 1 else [name]
+            sizes += factors or [1]
+        yield Mesh(mesh.devices.reshape(sizes), tuple(names))
 
 
-def _prime_factors(size: int) -> list[int]:
-    factors, factor = [], 2
-    while size > 1:
-        while size % factor == 0:
-            factors.append(factor)
-            size //= factor
-        factor += 1
-    return factors
+def _orders_of_prime_factors(size: int) -> list[list[int]]:
+    divisors = [n for n in range(2, size + 1) if size % n == 0]
+    primes = [n for n in divisors if all(n % smaller for smaller in divisors if smaller < n)]
+    return [[p, *rest] for p in primes for rest in _orders_of_prime_factors(size // p)] or [[]]

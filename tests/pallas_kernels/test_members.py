@@ -118,8 +118,8 @@ def assert_accurate(got, name):
     assert_as_accurate(got, *expected(name), names=range(len(got)))
 
 
-def shardings(specs, kind=AxisType.Auto):
-    mesh = jax.make_mesh(tuple(AXES.values()), tuple(AXES), (kind,) * 2)
+def shardings(specs):
+    mesh = jax.make_mesh(tuple(AXES.values()), tuple(AXES), (AxisType.Auto,) * 2)
     return [NamedSharding(mesh, spec) for spec in specs]
 
 
@@ -169,8 +169,9 @@ def test_batches_of_members_that_a_part_of_a_mesh_axis_splits():
 def test_explicit_axes_split_members_around_a_shard_map():
     _, shapes, specs, _ = PROGRAMS["tokens"]
     tokens, whole = P("data"), P()
-    placed = shardings(specs, AxisType.Explicit)
-    with jax.set_mesh(placed[0].mesh):
+    mesh = jax.make_mesh(tuple(AXES.values()), tuple(AXES))
+    placed = [NamedSharding(mesh, spec) for spec in specs]
+    with jax.set_mesh(mesh):
         inside = jax.shard_map(mlp, in_specs=(tokens, whole, whole), out_specs=tokens)
         args = jax.device_put(make_args(shapes, np.float32), placed)
 

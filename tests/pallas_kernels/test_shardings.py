@@ -34,13 +34,22 @@ def test_a_part_of_an_axis():
     assert splits == [(all_devices[:1], all_devices[1:]), ((), all_devices)]
 
 
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
+def test_parts_of_an_axis_of_six(sizes):
+    mesh = Mesh(np.array(jax.devices()[:6]), ("data",))
+    groups = Mesh(mesh.devices.reshape(sizes), ("group", "own"))
+    found, splits = mesh_and_splits(mesh, [NamedSharding(groups, P("group", "own"))], [2])
+    assert tuple(found.shape.values()) == sizes
+    assert splits == [(("data.0",), ("data.1",))]
+
+
 def test_an_order_of_devices_that_the_mesh_does_not_have(caplog):
     mesh = mesh_of((8,), ("data",))
     other = NamedSharding(Mesh(mesh.devices[::-1], ("data",)), P("data"))
     own = NamedSharding(mesh, P("data"))
     assert splits_of(other, 1, mesh) is None
     _, splits = mesh_and_splits(mesh, [other, own], [1, 1])
-    assert splits == [((),), (("data.0", "data.1", "data.2"),)]
+    assert splits == [((),), (("data",),)]
     assert "in an order of devices that the mesh" in caplog.text
 
 
