@@ -8,9 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu import lowering
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.fp8 import (
     Quantized,
+    casts,
     fp8_matmul,
     mosaic_gpu,
     quantize,
@@ -20,6 +23,7 @@ from pallas_kernels.fp8 import (
     row_kernel,
 )
 from pallas_kernels.fp8.inputs import tiles_of_block
+from pallas_kernels.fp8.recipes import Cast
 from pallas_kernels.gpu.math import float32_to_int8, int8_to_float32
 from support.numerics import quick_jit
 from support.pairwise import pairwise
@@ -87,6 +91,30 @@ def normal(shape, dtype=BF16):
 )
 def test_both_orders_have_the_bits_of_the_formula(implementation, scaling, dtype, x_dtype, shape):
     check(normal(shape, x_dtype), dtype, scaling, implementation)
+
+
+@pytest.mark.parametrize("plain, turned", [(True, True), (True, False), (False, True)])
+@each_scaling
+def test_a_part_of_an_array_on_a_mesh(interpreted, monkeypatch, scaling, plain, turned):
+    """The maxima of a device are exchanged. On one device they are those of the array. 2 s."""
+    monkeypatch.setattr(casts, "why_no_kernel", lambda _: None)  # kernels run on GPUs alone
+    x, cast = normal((128, 192)), Cast(dtype=E4M3, scaling=scaling)
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
+    run = jax.shard_map(
+        lambda a: casts.cast_part(a, cast, column_axes=("data",), plain=plain, turned=turned),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=False,
+    )
+    program = str(jax.make_jaxpr(run)(x))
+    assert "fp8_quantize" in program
+    assert ("fp8_amax" in program) == (scaling == "row" and plain and turned)
+    for got, of_x, wanted in zip(quick_jit(run)(x), (x, x.T), (plain, turned), strict=True):
+        if wanted:
+            assert_same(got, of_x, E4M3, scaling)
+        else:
+            assert got is None
 
 
 @pytest.mark.parametrize("width, dtype", [(33088, BF16), (151936, BF16), (128256, F32)])
