@@ -13,10 +13,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.choices import called, log_once
 from pallas_kernels.gpu.device import reason_not_here
-from pallas_kernels.gpu.kernel import retyped, vary, varying_axes
 from pallas_kernels.layout import Split, to_spec, to_splits
 from pallas_kernels.mapping import Levels, Mask, loop, num_levels, whole_where_equal
-from pallas_kernels.partition import axes_of_kind, mesh_of
+from pallas_kernels.partition import axes_of_kind, in_types_that_do_not_vary, mesh_of
 
 
 def loop_over_members(
@@ -141,9 +140,5 @@ def _split(
         axis_names=set(members),
         check_vma=False,
     )
-    # With check_vma=False neither the results nor the gradients of this shard_map say over which
-    # Manual axes around it they vary. So its arguments do not vary either.
-    varying = frozenset().union(*map(varying_axes, args))
-    own = [retyped(vary(a, varying), frozenset()) for a in args]
-    results = looped(*map(jax.sharding.reshard, own, shardings))
-    return [retyped(a, varying) for a in results]
+    on_mesh = lambda *args: looped(*map(jax.sharding.reshard, args, shardings))
+    return in_types_that_do_not_vary(on_mesh, args)

@@ -11,9 +11,9 @@ in each of the three ways in which JAX uses the axes of a mesh:
   left to do. `operation.py` sums the gradients.
 
 A weight may be split over any axes. Each device gathers the weight once for a call, in the dtype of
-the computation, and its part of the gradient is reduce-scattered. A named axis of a weight (the
-columns of an MLP, the vocabulary) may stay split over mesh axes that do not split tokens: then each
-device computes with its part, and the local function exchanges what is missing.
+the computation, and its part of the gradient is reduce-scattered. A named axis of a weight is the
+columns of an MLP, or the vocabulary. It may stay split over mesh axes that do not split tokens.
+Then each device computes with its part, and the local function exchanges what is missing.
 
 The leading axes of tokens stay apart until the local function merges them. A reshape that merges an
 axis that is split with another one would make XLA gather both.
@@ -21,7 +21,7 @@ axis that is split with another one would make XLA gather both.
 
 import functools
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -111,15 +111,24 @@ def split_over_explicit_axes(
     whole = Place(parts=((),) * len(roles.parts))
     if explicit := _explicit_axes(mesh, args):
         is_mixed = bool(axes_of_kind(mesh, AxisType.Auto))
-        # Inside of another `jax.shard_map`, JAX makes gradients of types that do not vary, because
-        # `_over_explicit_axes` maps with check_vma=False. So its arguments do not vary either.
-        varying = frozenset().union(*map(varying_axes, args))
-        own = [retyped(vary(a, varying), frozenset()) for a in args]
-        results = _over_explicit_axes(
-            local, key, roles, whole, mesh, explicit, own, leaves_auto=is_mixed
+        run = lambda *args: _over_explicit_axes(
+            local, key, roles, whole, mesh, explicit, args, leaves_auto=is_mixed
         )
-        return tuple(retyped(a, varying) for a in results)
+        return tuple(in_types_that_do_not_vary(run, args))
     return tuple(local(key, whole)(*args))
+
+
+def in_types_that_do_not_vary(
+    run: Callable[..., Sequence[jax.Array]], args: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """`run(*args)`, for a `jax.shard_map` with check_vma=False that JAX differentiates.
+
+    Neither its results nor its gradients say over which Manual axes around it they vary. So its
+    arguments do not vary either. The results vary as the arguments did.
+    """
+    varying = frozenset().union(*map(varying_axes, args))
+    own = (retyped(vary(a, varying), frozenset()) for a in args)
+    return [retyped(a, varying) for a in run(*own)]
 
 
 def mesh_of(args: Sequence[jax.Array]) -> Any:
