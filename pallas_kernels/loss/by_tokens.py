@@ -22,7 +22,6 @@ dlogits. `dweight` accumulates in `accum_dtype` and is rounded once, and `dx` is
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -87,8 +86,7 @@ def losses_and_gradients(
     first = functools.partial(_first_in_place, settings, columns)
     sums, (losses, dx) = over_tokens(one_chunk, first, (x, labels, coefficients), plan)
     dx = rescaled(dx, scale)
-    finished = lambda g: rescaled(columns.without_padding(g), scale)
-    dweight, dbias = jax.tree.map(finished, sums)
+    dweight, dbias = columns.finished(sums, scale)
     return losses, Gradients(dx, dweight, dbias)
 
 

@@ -72,6 +72,10 @@ class Columns(NamedTuple):
         axis = column_axis(self.layout)
         return jax.lax.slice_in_dim(gradient, 0, self.num_columns, axis=axis)
 
+    def finished(self, sums: Any, scale: Float[Array, ""] | None) -> Any:
+        """Sums of the gradients of weight and bias: without padding, and `rescaled`."""
+        return jax.tree.map(lambda g: rescaled(self.without_padding(g), scale), sums)
+
 
 def product(subscripts: str, rows, matrix, dtype) -> jax.Array:
     """`einsum` that rounds only its result to `dtype`, of an embedding in one or two parts.

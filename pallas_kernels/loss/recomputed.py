@@ -67,8 +67,7 @@ def gradients(
     one_chunk = functools.partial(_one_chunk, settings, columns, temperature, dx_dtype)
     first = functools.partial(_first_in_place, settings, columns, temperature)
     sums, dx = over_tokens(one_chunk, first, arrays, plan)
-    finished = lambda g: rescaled(columns.without_padding(g), scale)
-    dweight, dbias = jax.tree.map(finished, sums)
+    dweight, dbias = columns.finished(sums, scale)
     return Gradients(rescaled(dx, scale).astype(x.dtype), dweight, dbias)
 
 
