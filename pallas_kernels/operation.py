@@ -104,7 +104,7 @@ def _forward(operation: Operation, wanted: Mask | None, levels: Levels = ()) -> 
 
 @functools.lru_cache(maxsize=4096)
 def _backward(
-    operation: Operation, asked: "_Asked", levels: Levels = (), summed: Levels = ()
+    operation: Operation, asked: _Asked, levels: Levels = (), summed: Levels = ()
 ) -> Callable[..., Any]:
     def backward(*arrays: jax.Array) -> list[jax.Array]:
         rest = iter(arrays)

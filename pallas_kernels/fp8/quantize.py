@@ -117,7 +117,7 @@ def quantize_both_on_a_mesh(x: Float[Array, "M K"], dtype: DTypeLike, scaling: S
         "on Auto and Explicit axes XLA quantizes each device's part, and would gather the whole "
         "array for a kernel; inside of a jax.shard_map over all axes a kernel runs"
     )
-    _checked(x, dtype, scaling, axes=2)
+    x = _checked(x, dtype, scaling, axes=2)
     return _quantize(
         "quantize_both", x, dtype, scaling, "reference", plain=True, turned=True, reason=reason
     )
