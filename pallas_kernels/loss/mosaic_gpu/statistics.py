@@ -128,9 +128,9 @@ def linear_statistics(
 
     The logits are `z = (x @ weight.T + bias) / temperature`, with the softcap before the division.
 
-    The entropy of their softmax in nats is `log S - W / S` with `S = Σ e^(z - m)` and
-    `W = Σ e^(z - m) · (z - m)`, where m is the largest logit. The kernel adds up W beside S. If m
-    grows by d, W becomes `e^-d · (W - d · S)`. Where all logits are -inf, the entropy is 0.
+    Let m be the largest logit, `S = Σ e^(z - m)` and `W = Σ e^(z - m) · (z - m)`. Then the entropy
+    of the softmax is `log S - W / S` nats. The kernel adds up W beside S. If m grows by d, W
+    becomes `e^-d · (W - d · S)`. Where all logits are -inf, the entropy is 0.
 
     The argmax is the lowest column with the largest logit, and 0 where all logits are -inf. As a
     float32 number it is exact up to 2^24.
