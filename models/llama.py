@@ -28,10 +28,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from models.attention import causal_attention
 from models.config import AUTO_REMAT, LlamaConfig
 from models.fp8 import check_fp8, quantize_weights
 from models.layer_scan import layer_scan
 from models.layers import MLP, Attention, Norm, OutputEmbedding
+from models.packed_attention import documents_of
 from models.projections import join_projections
 from models.remat import remat_policy
 from models.rope import rotary_cos_sin
@@ -49,9 +51,7 @@ from models.sharding import (
     whole_weight,
     whole_weights,
 )
-from pallas_kernels.choices import log_once
 from pallas_kernels.fp8 import RecipeName
-from pallas_kernels.gpu.device import reason_not_here, target_device
 
 # `(q, k, v, layer_input) -> (attn_out, layer_output)`
 type Attend = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
@@ -156,31 +156,11 @@ class Llama(nnx.Module):
 
     def _attention(self, segment_ids: Int[Array, "B S"] | None) -> Attend:
         """The causal attention of whole sequences."""
-        mask = None
-        if segment_ids is not None:
-            mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+        documents = None if segment_ids is None else documents_of(segment_ids)
 
         def attend(q, k, v, _):
             implementation = self.config.attention_implementation
-            if implementation is None:
-                reason = _why_no_cudnn(q)
-                implementation = "cudnn" if reason is None else "xla"
-                if reason is not None and reason_not_here() is None:
-                    log_once(
-                        f"attention: XLA computes it and keeps all S² scores, because {reason}"
-                    )
-            try:
-                return jax.nn.dot_product_attention(
-                    q, k, v, mask=mask, is_causal=True, implementation=implementation
-                ), None
-            except RuntimeError as error:
-                # XLA's errors are of other classes. This one says that there is no cuDNN.
-                if type(error) is not RuntimeError or implementation != "cudnn":
-                    raise
-                raise NotImplementedError(
-                    f"attention_implementation='cudnn': {error} Leave it None, which takes what "
-                    "runs here."
-                ) from error
+            return causal_attention(q, k, v, documents, implementation), None
 
         if tensor_axis():
             # cuDNN's gradient rule keeps an empty array. If an empty array leaves a scan inside of
@@ -409,23 +389,3 @@ def abstract_parameters(config: LlamaConfig, mesh: Mesh) -> nnx.State:
     shapes = nnx.eval_shape(lambda: nnx.state(Llama(config, rngs=nnx.Rngs(0)), nnx.Param))
     place = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
     return jax.tree.map(place, shapes, parameter_shardings(shapes, mesh))
-
-
-def _why_no_cudnn(q: Float[Array, "B S N H"]) -> str | None:
-    """Why cuDNN's attention does not take `q`, or None if it does.
-
-    As for the kernels, the default device decides. It may be a GPU that is only compiled for.
-    """
-    _, num_positions, _, head_dim = q.shape
-    if (reason := reason_not_here()) is not None:
-        return reason
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"cuDNN takes bfloat16 and float16, not {q.dtype}; set dtype='bfloat16'"
-    # With 256 channels on an H200 it takes 0.18 of the time of XLA's, and errs as little.
-    capability = target_device().capability
-    largest = 256 if capability is not None and capability[0] == 9 else 128
-    if head_dim % 8 or head_dim > largest:
-        return f"cuDNN takes heads of 8, 16, ... or {largest} channels here, not {head_dim}"
-    if num_positions % 2:  # JAX's gradient refuses them
-        return f"cuDNN takes an even number of positions, not {num_positions}; pad the sequences"
-    return None

@@ -14,9 +14,9 @@ timed.
 JAX's `attention_mgpu` takes float16 alone, scales no logits, so that its queries are scaled before,
 and has a backward without a mask only. The rows "no mask" compare that backward with cuDNN's.
 
-`--documents N` times cuDNN alone, on rows of N documents of random lengths. "Mask" is the call of
-`models/llama.py`, which gives cuDNN a mask of S² numbers. "Packed, M" tells cuDNN where each of up
-to M documents begins, by a function that JAX does not export. The rates of all rows count the
+`--documents N` times cuDNN alone, on rows of N documents of random lengths. "Mask" gives cuDNN a
+mask of S² numbers. "Packed" is the call of the model, which tells cuDNN where each document begins
+(`models/packed_attention.py`). The rates of all rows count the
 causal attention of a whole row, so they compare times.
 
 `--peers` adds tokamax and the PyTorch libraries of `benchmarks/peers.py`. All programs are compiled
@@ -136,9 +136,7 @@ def variants(*, with_tokamax: bool) -> list[Variant]:
 
 def of_documents(num_documents: int) -> list[Variant]:
     """cuDNN on rows of so many documents, and on whole rows."""
-    attends = {"cuDNN, mask": documents.masked}
-    for most in sorted({num_documents, max(64, num_documents)}):
-        attends[f"cuDNN, packed, {most}"] = functools.partial(documents.packed, most=most)
+    attends = {"cuDNN, mask": documents.masked, "cuDNN, packed": documents.packed}
     cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=True)
     return [
         Variant("cuDNN, whole rows", "", cudnn),

@@ -4,13 +4,12 @@ A token attends to earlier tokens of its own document. `segment_ids` `[B, S]` ar
 documents, which count from 0 in every row.
 """
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels.formulas import Arrays
 from benchmarks.kernels.shapes import Shape
+from models.packed_attention import documents_of, packed_attention
 
 
 def specs_of(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
@@ -37,41 +36,14 @@ def arrays_of(shape: Shape, num_documents: int) -> Arrays:
 
 
 def masked(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """The attention as `models/llama.py` calls it: cuDNN reads a mask of S² numbers for a row."""
+    """cuDNN's attention with a mask of S² numbers for each row."""
     mask = (segment_ids[:, :, None] == segment_ids[:, None])[:, None]
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
 
 
-def packed(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, most: int
-) -> jax.Array:
-    """The attention of up to `most` documents in a row, which cuDNN finds by their offsets."""
-    # JAX has no public function for it (0.11.2 and 0.12).
-    module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
-    lengths, offsets = lengths_and_offsets(segment_ids, most)
-    return module.dot_product_attention(
-        q,
-        k,
-        v,
-        q_seqlen=lengths,
-        kv_seqlen=lengths,
-        q_offsets=offsets,
-        kv_offsets=offsets,
-        scale=q.shape[-1] ** -0.5,
-        mask_type=module.MaskType.PADDING_CAUSAL,
-    )
-
-
-def lengths_and_offsets(segment_ids: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
-    """The length of each document, `[B, most]`, and where it begins, `[B, most + 1]`.
-
-    The offset behind a row's last document is its end. The places behind are -1.
-    """
-    lengths = jnp.sum(segment_ids[:, None] == jnp.arange(most)[:, None], axis=2, dtype=jnp.int32)
-    offsets = jnp.pad(jnp.cumsum(lengths, axis=1), ((0, 0), (1, 0)))
-    is_absent = lengths == 0
-    after_absent = jnp.pad(is_absent, ((0, 0), (1, 0)))
-    return jnp.where(is_absent, -1, lengths), jnp.where(after_absent, -1, offsets)
+def packed(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """The attention of `models/llama.py`: cuDNN computes some documents of each row at a time."""
+    return packed_attention(q, k, v, documents_of(segment_ids))
 
 
 def random_segment_ids(
