@@ -84,10 +84,10 @@ class LlamaConfig:
         of `pallas_kernels.fp8.RECIPES`; None multiplies in `dtype`. It needs hidden_act "silu" and
         an MLP without biases and chunks. The parameters stay as they are. Cached generation
         (`models.sampling`) runs in `dtype`.
-      attention_implementation: Implementation of `jax.nn.dot_product_attention`. `None` takes cuDNN
-        where it runs: in 16 bits, with heads of 8, 16, ... or 128 channels (on Hopper up to 256)
-        and an even number of positions. Elsewhere XLA computes the attention and keeps all scores;
-        on a GPU the log says why.
+      attention_implementation: Library that computes the attention. `None` takes cuDNN where it
+        runs: in 16 bits, with heads of 8, 16, ... or 128 channels (on Hopper up to 256) and an even
+        number of positions. Elsewhere XLA computes the attention and keeps all scores; on a GPU the
+        log says why.
     """
 
     vocab_size: int

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-# 4 x 4096 tokens, 32 heads of 64 channels, an H200: forward and backward take 0.025 ms for each
-# document that a row may have more, of 1.23 ms with 16. Another step of the loop takes as long as
-# 16 documents. The statistics of 64 documents have as many bytes as queries of 128 channels.
-_LEAST, _TOKENS_EACH, _MOST = 8, 256, 64
+# On an H200, for 4 x 4096 tokens and 32 heads of 64 channels, forward and backward take 1.04 ms with
+# room for 8 documents in a row, and 0.025 ms more for each further place. Another step of the loop
+# costs as much as 20 places (docs/lab/2026-11-29-rows-of-documents.md). The statistics of 64
+# documents have as many bytes as queries of 128 channels.
+_LEAST, _TOKENS_EACH, _MOST = 8, 512, 64
 
 
 def documents_at_a_time(sequence_length: int) -> int:
