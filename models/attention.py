@@ -1,12 +1,14 @@
 """Causal attention of whole sequences, and which library computes it."""
 
-from typing import Literal
+import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from models.packed_attention import Documents, packed_attention
+from models.sharding import tensor_axis
 from pallas_kernels.choices import log_once
 from pallas_kernels.gpu.device import reason_not_here, target_device
 
@@ -28,7 +30,8 @@ def causal_attention(
       implementation: `LlamaConfig.attention_implementation`.
 
     Raises:
-      NotImplementedError: `implementation` is "cudnn", and there is no cuDNN.
+      NotImplementedError: `implementation` is "cudnn", and there is no cuDNN, or it does not take
+        the arguments.
     """
     if implementation is None:
         reason = _why_no_cudnn(q)
@@ -37,16 +40,14 @@ def causal_attention(
             log_once(f"attention: XLA computes it and keeps all S² scores, because {reason}")
     try:
         if documents is None:
-            return jax.nn.dot_product_attention(
-                q, k, v, is_causal=True, implementation=implementation
-            )
+            return _of_jax(q, k, v, None, implementation)
         if implementation == "cudnn" and _has_packed_attention():
+            if (reason := _why_refused(q)) is not None:
+                raise NotImplementedError(f"attention_implementation='cudnn': {reason}")
             return packed_attention(q, k, v, documents)
         numbers = documents.numbers
         mask = (numbers[:, :, None] == numbers[:, None, :])[:, None]
-        return jax.nn.dot_product_attention(
-            q, k, v, mask=mask, is_causal=True, implementation=implementation
-        )
+        return _of_jax(q, k, v, mask, implementation)
     except RuntimeError as error:
         # XLA's errors are of other classes. This one says that there is no cuDNN.
         if type(error) is not RuntimeError or implementation != "cudnn":
@@ -56,14 +57,42 @@ def causal_attention(
         ) from error
 
 
+def _of_jax(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    mask: Bool[Array, "B 1 S S"] | None,
+    implementation: Literal["xla", "cudnn"],
+) -> Float[Array, "B S N H"]:
+    """`jax.nn.dot_product_attention`, causal."""
+    attend: Any = functools.partial(
+        jax.nn.dot_product_attention, is_causal=True, implementation=implementation
+    )
+    if tensor_axis():
+        # cuDNN's gradient rule keeps an empty array. If an empty array leaves a scan inside of a
+        # `shard_map`, the compiler of JAX 0.11.2 ends with a segmentation fault. So the backward
+        # recomputes arrays that are filled with one value. `packed_attention` keeps no empty array,
+        # and inside of this checkpoint the backward would repeat its loop.
+        attend = jax.checkpoint(attend, policy=_keep_all_but_fills, prevent_cse=False)
+    return attend(q, k, v, mask=mask)
+
+
+def _keep_all_but_fills(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy of `jax.checkpoint` that keeps all but arrays filled with one value."""
+    return primitive.name != "broadcast_in_dim"
+
+
 def _why_no_cudnn(q: Float[Array, "B S N H"]) -> str | None:
     """Why cuDNN's attention does not take `q`, or None if it does.
 
     As for the kernels, the default device decides. It may be a GPU that is only compiled for.
     """
+    return reason_not_here() or _why_refused(q)
+
+
+def _why_refused(q: Float[Array, "B S N H"]) -> str | None:
+    """Why cuDNN's attention takes no queries of this shape and dtype, or None if it does."""
     _, num_positions, _, head_dim = q.shape
-    if (reason := reason_not_here()) is not None:
-        return reason
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN takes bfloat16 and float16, not {q.dtype}; set dtype='bfloat16'"
     # With 256 channels on an H200 it takes 0.18 of the time of XLA's, and errs as little.

@@ -162,11 +162,6 @@ class Llama(nnx.Module):
             implementation = self.config.attention_implementation
             return causal_attention(q, k, v, documents, implementation), None
 
-        if tensor_axis():
-            # cuDNN's gradient rule keeps an empty array. If an empty array leaves a scan inside of
-            # a `shard_map`, the compiler of JAX 0.11.2 ends with a segmentation fault. So the
-            # backward recomputes arrays that are filled with one value.
-            attend = jax.checkpoint(attend, policy=_keep_all_but_fills, prevent_cse=False)
         return attend
 
     def run_layers(
@@ -370,11 +365,6 @@ def _same(a: Any) -> Any:
 def _is_of_norm(path: tuple[Any, ...]) -> bool:
     """Whether a parameter of a half-layer is the weight of a norm."""
     return parameter_path(path)[-2] in ("q_norm", "k_norm")
-
-
-def _keep_all_but_fills(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy of `jax.checkpoint` that keeps all but arrays filled with one value."""
-    return primitive.name != "broadcast_in_dim"
 
 
 def _unstack(tree: Any, num_slices: int) -> list[Any]:

@@ -3,10 +3,12 @@
 cuDNN computes each document by itself, from where it begins and how long it is. So it skips the
 pairs of tokens of two documents, and needs no mask of S² numbers. It takes a fixed number of
 documents in a row, M, and its statistics have M times as many numbers as the attention of whole
-rows. So a loop computes M documents of every row at a time, and the backward keeps the statistics
-of each token alone. Most rows have at most M documents, and then the loop has one step.
+rows. So M documents of every row are computed at a time, and a loop computes those of the rows that
+have more. The backward keeps the statistics of each token alone.
 
-JAX has no public function for it, and its own gradient keeps the statistics of all documents.
+JAX has no public function for it, and the gradient of its own function keeps the statistics of M
+documents. This module calls the primitives below that function. `partitioned` gives each device its
+own rows on a mesh, and computes the members of `jax.vmap` one after the other.
 """
 
 from collections.abc import Callable
@@ -17,10 +19,13 @@ import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from pallas_kernels.layout import Place, Roles, Tokens
+from pallas_kernels.partition import partitioned
+
 # On an H200, for 4 x 4096 tokens and 32 heads of 64 channels, forward and backward take 1.04 ms with
-# room for 8 documents in a row, and 0.025 ms more for each further place. Another step of the loop
-# costs as much as 20 places (docs/lab/2026-11-29-rows-of-documents.md). The statistics of 64
-# documents have as many bytes as queries of 128 channels.
+# M = 8, and 0.025 ms more for each further document that a row may have. Another step of the loop
+# costs as much as 20 documents (docs/lab/2026-11-29-rows-of-documents.md). With M = 64 the
+# statistics have as many bytes as queries of 128 channels.
 _LEAST, _TOKENS_EACH, _MOST = 8, 512, 64
 
 
@@ -36,13 +41,11 @@ class Documents(NamedTuple):
       numbers: Number of each token's document in its row, from 0.
       places: Place of each token in its document, from 0.
       begins: Where each document of a row begins, then S for every document that it lacks.
-      num_steps: Steps of the loop for the row of most documents.
     """
 
     numbers: Int32[Array, "B S"]
     places: Int32[Array, "B S"]
     begins: Int32[Array, "B _"]
-    num_steps: Int32[Array, ""]
 
     def some(self, first: Int[Array, ""] | int) -> tuple[Int32[Array, "B M"], Int32[Array, "B M"]]:
         """Where M documents begin, and how long they are. Documents that a row lacks have 0."""
@@ -62,7 +65,13 @@ def documents_of(segment_ids: Int[Array, "B S"]) -> Documents:
     begins = jnp.sort(jnp.where(is_first, places, length), axis=1)
     padding = -length % count + 1
     begins = jnp.pad(begins, ((0, 0), (0, padding)), constant_values=length)
-    return Documents(numbers, places - starts, begins, jnp.max(numbers) // count + 1)
+    return Documents(numbers, places - starts, begins)
+
+
+_Q, _K, _LOGSUMEXP = Tokens(("s", "n", "h")), Tokens(("s", "k", "h")), Tokens(("s", "n"))
+_DOCUMENTS = (Tokens(("s",)), Tokens(("s",)), Tokens(("m",)))
+_FORWARD = Roles((_Q, _K, _K, *_DOCUMENTS), (_Q, _LOGSUMEXP))
+_BACKWARD = Roles((_Q, _K, _K, _Q, _LOGSUMEXP, _Q, *_DOCUMENTS), (_Q, _K, _K))
 
 
 @jax.custom_vjp
@@ -75,6 +84,7 @@ def packed_attention(
     """The causal attention of each document by itself; logits are divided by √H.
 
     Raises:
+      NotImplementedError: A device's queries have 2³¹ numbers or more.
       RuntimeError: There is no cuDNN.
     """
     return _forward(q, k, v, documents)[0]
@@ -83,29 +93,61 @@ def packed_attention(
 def _forward(q: Array, k: Array, v: Array, documents: Documents) -> tuple[Array, Array]:
     """The output, and the logsumexp of each token's logits, `[B, S, N]`."""
     cudnn.check_cudnn_version()
+    out, logsumexp = partitioned(_forward_of, None, _FORWARD, q, k, v, *documents)
+    return out, logsumexp
 
-    def some(first: Any) -> tuple[Array, Array]:
-        out, stats = _bind(cudnn._dot_product_attention_fwd_p_wrapper, q, k, v, documents, first)
-        return out, _of_tokens(stats, documents, first)
 
-    return _over_all(some, documents)
+def _forward_of(_: None, place: Place) -> Callable[..., tuple[Array, Array]]:
+    def forward(q: Array, k: Array, v: Array, *arrays: Array) -> tuple[Array, Array]:
+        _check_size(q, place)
+        documents = Documents(*arrays)
+
+        def some(first: Any) -> tuple[Array, Array]:
+            out, stats = _bind(cudnn._dot_product_attention_fwd_p, q, k, v, documents, first)
+            return out, _of_tokens(stats, documents, first)
+
+        return _over_all(some, documents)
+
+    return forward
+
+
+def _check_size(q: Array, place: Place) -> None:
+    """Raises if offsets into the queries of a device, which are int32, would overflow."""
+    mesh = jax.sharding.get_abstract_mesh()
+    num_devices = jax.device_count() if mesh.empty else mesh.size
+    is_of_device = bool(place.leading) or num_devices == 1 or mesh.are_all_axes_manual
+    if is_of_device and q.size >= 2**31:
+        raise NotImplementedError(
+            f"cuDNN finds documents in fewer than 2**31 numbers, and a device's queries {q.shape} "
+            f"have {q.size}; give a device fewer rows, or split them over more devices"
+        )
 
 
 def _forward_rule(q: Array, k: Array, v: Array, documents: Documents) -> tuple[Array, Any]:
     out, logsumexp = _forward(q, k, v, documents)
-    return out, (q, k, v, documents, out, logsumexp)
+    return out, (q, k, v, out, logsumexp, documents)
 
 
 def _backward_rule(residuals: Any, dout: Array) -> tuple[Array | None, ...]:
-    q, k, v, documents, out, logsumexp = residuals
+    *kept, documents = residuals
+    return *partitioned(_backward_of, None, _BACKWARD, *kept, dout, *documents), None
 
-    def some(first: Any) -> tuple[Array, Array, Array]:
-        stats = _of_documents(logsumexp, documents, first)
-        primitive = cudnn._dot_product_attention_bwd_p_wrapper
-        dq, dk, dv = _bind(primitive, q, k, v, documents, first, stats, out, dout)
-        return dq, dk, dv
 
-    return *_over_all(some, documents), None
+def _backward_of(_: None, place: Place) -> Callable[..., tuple[Array, Array, Array]]:
+    def backward(
+        q: Array, k: Array, v: Array, out: Array, logsumexp: Array, dout: Array, *arrays: Array
+    ) -> tuple[Array, Array, Array]:
+        documents = Documents(*arrays)
+
+        def some(first: Any) -> tuple[Array, Array, Array]:
+            stats = _of_documents(logsumexp, documents, first)
+            primitive = cudnn._dot_product_attention_bwd_p
+            dq, dk, dv = _bind(primitive, q, k, v, documents, first, stats, out, dout)
+            return dq, dk, dv
+
+        return _over_all(some, documents)
+
+    return backward
 
 
 packed_attention.defvjp(_forward_rule, _backward_rule)
@@ -126,7 +168,8 @@ def _over_all[T](some: Callable[[Any], T], documents: Documents) -> T:
 
         return jax.tree.map(replaced, results, some(i * count))
 
-    return jax.lax.fori_loop(1, documents.num_steps, step, some(0))
+    num_steps = jnp.max(documents.numbers[:, -1]) // count + 1
+    return jax.lax.fori_loop(1, num_steps, step, some(0))
 
 
 def _of_tokens(
@@ -163,15 +206,13 @@ def _bind(
 ) -> Any:
     """cuDNN's forward or backward of M documents of each row, from `first`."""
     begins, lengths = documents.some(first)
-    # JAX expects one place more. It moves all places that are not negative to the front.
-    begins = jnp.pad(begins, ((0, 0), (0, 1)), constant_values=-1)
     unused = jnp.zeros(0, q.dtype)
     options: dict[str, Any] = {} if of_backward else {"is_training": True}
     if jax.__version_info__ >= (0, 12):
-        options["score_mod"] = None
+        options |= {"score_mod_name": None, "score_mod_jaxpr": None}
     return primitive.bind(
-        *(q, k, v, unused, lengths, lengths, begins, begins, unused, unused),
-        *of_backward,
+        *(q, k, v, unused, lengths, lengths, _offsets(begins, q), _offsets(begins, k)),
+        *(unused, unused, *of_backward),
         scale=q.shape[-1] ** -0.5,
         seed=0,
         dropout_rate=0.0,
@@ -181,3 +222,17 @@ def _bind(
         sliding_window_length=None,
         **options,
     )
+
+
+def _offsets(begins: Int32[Array, "B M"], x: Float[Array, "B S N H"]) -> Int32[Array, "B M+1"]:
+    """The number in `x` at which each document begins, those of all rows in a row.
+
+    cuDNN reads B M + 1 numbers, and the last is the size of `x`. The others are not read.
+    """
+    batch_size, length, *_ = x.shape
+    rows = jnp.arange(batch_size, dtype=jnp.int32)[:, None] * length
+    tokens = jnp.pad(
+        (begins + rows).reshape(-1), (0, batch_size), constant_values=batch_size * length
+    )
+    size = x.shape[2] * x.shape[3]
+    return tokens.reshape(batch_size, -1) * size
