@@ -1,0 +1,178 @@
+"""The attention of packed documents on meshes and under `jax.vmap`, and what its programs repeat.
+
+A CPU has no cuDNN. Here plain JAX takes its place, which reads the places of documents as cuDNN
+does: those of all rows of a device, one after the other.
+"""
+
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from models import packed_attention
+from models.llama import Llama
+from models.packed_attention import documents_at_a_time, documents_of
+from models.sharding import make_mesh
+from support.numerics import assert_as_accurate, quick_jit, value_and_grads
+from support.split_llama import changed, loss_and_gradients, packed_batch
+from train.step import model_graph
+
+B, S, N, K, H = 4, 20, 4, 2, 8
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def forward_of_cudnn(q, k, v, _, lengths, _k, offsets, *_unused, **_options):
+    """cuDNN's forward in plain JAX: the output, and statistics that nothing reads here."""
+    batch_size, length, num_heads, head_dim = q.shape
+    count = lengths.shape[1]
+    num_documents = batch_size * count
+    begins = offsets.reshape(-1)[:num_documents] // (num_heads * head_dim)
+    ends = begins + lengths.reshape(-1)[:num_documents]
+    tokens = jnp.arange(batch_size * length, dtype=jnp.int32)
+    is_in = (begins <= tokens[:, None]) & (tokens[:, None] < ends)
+    numbers = jnp.where(is_in.any(1), jnp.argmax(is_in, 1), -1)
+    visible = (numbers[:, None] == numbers) & (tokens[:, None] >= tokens)
+    flat = lambda a: jnp.repeat(a, num_heads // a.shape[2], axis=2).reshape(-1, num_heads, head_dim)
+    logits = jnp.einsum("qnh,knh->nqk", flat(q), flat(k)) * head_dim**-0.5
+    weights = jax.nn.softmax(logits, where=visible, axis=-1)
+    out = jnp.einsum("nqk,knh->qnh", weights, flat(v)).reshape(q.shape)
+    return out, jnp.zeros((num_documents, num_heads, length), jnp.float32)
+
+
+def backward_of_cudnn(q, k, v, unused, lengths, lengths_k, offsets, *others, **_):
+    forward = lambda q, k, v: forward_of_cudnn(q, k, v, unused, lengths, lengths_k, offsets)[0]
+    return jax.vjp(forward, q, k, v)[1](others[-1])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_cudnn_needed():
+    primitives = (cudnn._dot_product_attention_fwd_p, cudnn._dot_product_attention_bwd_p)
+    for primitive, fn in zip(primitives, (forward_of_cudnn, backward_of_cudnn), strict=True):
+        rule = mlir.lower_fun(fn, multiple_results=True)
+        mlir.register_lowering(primitive, rule, platform="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cudnn, "check_cudnn_version", lambda: 0)
+        yield
+
+
+def segment_ids() -> np.ndarray:
+    """Rows of 1 to 16 documents, so that the loop has up to two steps."""
+    ids = np.stack([np.arange(S) * number // S for number in (1, 3, 9, 16)]).astype(np.int32)
+    assert np.max(ids) >= documents_at_a_time(S)
+    return ids
+
+
+def arrays(*leading: int) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = [(*leading, B, S, heads, H) for heads in (N, K, K, N)]
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def packed(q, k, v, ids):
+    return packed_attention.packed_attention(q, k, v, documents_of(ids))
+
+
+def masked(q, k, v, ids):
+    visible = (ids[:, :, None] == ids[:, None]) & np.tri(S, dtype=bool)
+    k, v = (jnp.repeat(a, N // K, axis=2) for a in (k, v))
+    logits = jnp.einsum("bqnh,bknh->bnqk", q, k) * H**-0.5
+    weights = jax.nn.softmax(logits, where=visible[:, None], axis=-1)
+    return jnp.einsum("bnqk,bknh->bqnh", weights, v)
+
+
+def float64_of(fn, args, cotangent):
+    with jax.enable_x64():
+        args, cotangent = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (args, cotangent))
+        return value_and_grads(fn, args, cotangent)
+
+
+@pytest.mark.parametrize("axes", [(), ("data", "fsdp"), ("fsdp",)])
+def test_each_device_reads_the_documents_of_its_own_rows(axes):
+    """8 s. The documents may be split otherwise than the rows. XLA splits no constant."""
+    mesh = make_mesh(data=2, fsdp=2, devices=jax.devices()[:4])
+    split_over = lambda *axes: NamedSharding(mesh, PartitionSpec(axes))
+    *qkv, dout = jax.device_put(arrays(), split_over("data", "fsdp"))
+    ids = segment_ids()
+    documents = jax.device_put(documents_of(jnp.asarray(ids)), split_over(*axes))
+
+    def grads(qkv, dout, documents):
+        of_qkv = lambda q, k, v: packed_attention.packed_attention(q, k, v, documents)
+        return value_and_grads(of_qkv, qkv, dout)
+
+    with jax.set_mesh(mesh):
+        got = quick_jit(grads)(qkv, dout, documents)
+    of_mask = lambda q, k, v: masked(q, k, v, ids)
+    *qkv, dout = arrays()
+    expected = float64_of(of_mask, qkv, dout)
+    assert_as_accurate(got, value_and_grads(of_mask, qkv, dout), expected, names=NAMES)
+
+
+def test_members_of_vmap():
+    """3 s."""
+    *qkv, dout = arrays(3)
+    ids = np.stack([segment_ids()[order] for order in ([0, 1, 2, 3], [3, 1, 0, 2], [1, 1, 1, 3])])
+
+    of_members = lambda fn: lambda q, k, v: jax.vmap(fn)(q, k, v, ids)
+    got = quick_jit(functools.partial(value_and_grads, of_members(packed)))(qkv, dout)
+    plain = value_and_grads(of_members(masked), qkv, dout)
+    expected = float64_of(of_members(masked), qkv, dout)
+    assert_as_accurate(got, plain, expected, names=NAMES)
+
+
+def attentions(jaxpr) -> Counter[str]:
+    """How often cuDNN is called, by the primitive."""
+    found = Counter()
+    for eqn in jaxpr.eqns:
+        if "dot_product_attention" in (name := eqn.primitive.name):
+            found[name.removeprefix("dot_product_attention_").removesuffix("_wrapper")] += 1
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            found += attentions(getattr(value, "jaxpr", value)) if _is_jaxpr(value) else Counter()
+    return found
+
+
+def _is_jaxpr(value) -> bool:
+    return hasattr(getattr(value, "jaxpr", value), "eqns")
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_backward_repeats_no_attention(tensor):
+    """A layer calls cuDNN once before the loop and once in it, forward and backward."""
+    options = {"dtype": "bfloat16", "head_dim": 16, "attention_implementation": "cudnn"}
+    config = changed(**options)
+    params = nnx.eval_shape(lambda: nnx.state(Llama(config, rngs=nnx.Rngs(0)), nnx.Param))
+    mesh = make_mesh(data=1, fsdp=2, tensor=tensor, devices=jax.devices()[: 2 * tensor])
+    with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
+        step = functools.partial(loss_and_gradients, model_graph(config))
+        jaxpr = jax.make_jaxpr(step)(params, packed_batch()).jaxpr
+    assert attentions(jaxpr) == {"fwd": 2, "bwd": 2}
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"dtype": "float32", "head_dim": 16}, "takes bfloat16 and float16, not float32"),
+        ({"dtype": "bfloat16", "head_dim": 10}, "takes heads of 8, 16, ... or 128 channels here"),
+    ],
+)
+def test_what_cudnn_refuses_is_said_before_it_compiles(changes, reason):
+    config = changed(attention_implementation="cudnn", **changes)
+    model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
+    batch = jax.tree.map(jnp.asarray, packed_batch())
+    run = lambda model: model(batch["tokens"], segment_ids=batch["segment_ids"])
+    with pytest.raises(NotImplementedError, match=reason):
+        nnx.eval_shape(run, model)
+
+
+def test_offsets_that_int32_does_not_hold():
+    of = lambda heads: jax.ShapeDtypeStruct((4, 2**17, heads, 128), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((4, 2**17), jnp.int32)
+    mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="have 2147483648; give a"):
+        jax.eval_shape(packed, of(32), of(8), of(8), ids)
