@@ -137,7 +137,8 @@ class Llama(nnx.Module):
           tokens: Token ids. An id outside of `[0, V)` makes the hidden states of its row NaN.
           positions: Position of each token in its document; `None` counts from 0 in every row.
           segment_ids: Number of each token's document in its row. A token attends to earlier tokens
-            of its own document. `None` treats each row as one document.
+            of its own document. A document begins wherever the number changes, also where an
+            earlier number comes again. `None` treats each row as one document.
 
         Raises:
           ValueError: The sequence is longer than `max_position_embeddings`.
