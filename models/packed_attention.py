@@ -8,10 +8,11 @@ have more. The backward keeps the statistics of each token alone.
 
 JAX has no public function for it, and the gradient of its own function keeps the statistics of M
 documents. This module calls the primitives below that function. `partitioned` gives each device its
-own rows on a mesh, and computes the members of `jax.vmap` one after the other.
+own rows on a mesh, and computes the members of `jax.vmap` one after the other. Where it has nothing
+to split, the rows of all members are computed at once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -108,7 +109,28 @@ def _forward_of(_: None, place: Place) -> Callable[..., tuple[Array, Array]]:
 
         return _over_all(some, documents)
 
-    return forward
+    return _of_all_rows(forward)
+
+
+def _of_all_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of arrays of rows, which under `jax.vmap` takes the rows of all members at once.
+
+    JAX cannot batch cuDNN's primitives, and `partitioned` batches only what XLA partitions. That is
+    nothing on a mesh of one device, and inside of `jax.shard_map`.
+    """
+    run = jax.custom_batching.custom_vmap(function)
+
+    @run.def_vmap
+    def of_members(size: int, is_batched: Sequence[bool], *args: Array) -> Any:
+        each = [
+            a if has_members else jnp.broadcast_to(a, (size, *a.shape))
+            for a, has_members in zip(args, is_batched, strict=True)
+        ]
+        results = run(*(a.reshape(-1, *a.shape[2:]) for a in each))
+        members = tuple(a.reshape(size, -1, *a.shape[1:]) for a in results)
+        return members, (True,) * len(members)
+
+    return run
 
 
 def _check_size(q: Array, place: Place) -> None:
@@ -147,7 +169,7 @@ def _backward_of(_: None, place: Place) -> Callable[..., tuple[Array, Array, Arr
 
         return _over_all(some, documents)
 
-    return backward
+    return _of_all_rows(backward)
 
 
 packed_attention.defvjp(_forward_rule, _backward_rule)

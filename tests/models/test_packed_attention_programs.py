@@ -1,9 +1,9 @@
 """The attention of packed documents on meshes and under `jax.vmap`, and what its programs repeat.
 
-A CPU has no cuDNN. Here plain JAX takes its place, which reads the places of documents as cuDNN
-does: those of all rows of a device, one after the other.
+A CPU has no cuDNN, so an emulation takes its place.
 """
 
+import contextlib
 import functools
 from collections import Counter
 
@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
-from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models import packed_attention
 from models.llama import Llama
 from models.packed_attention import documents_at_a_time, documents_of
 from models.sharding import make_mesh
+from support.emulated_cudnn import emulate
 from support.numerics import assert_as_accurate, quick_jit, value_and_grads
 from support.split_llama import changed, loss_and_gradients, packed_batch
 from train.step import model_graph
@@ -28,38 +27,9 @@ B, S, N, K, H = 4, 20, 4, 2, 8
 NAMES = ("out", "dq", "dk", "dv")
 
 
-def forward_of_cudnn(q, k, v, _, lengths, _k, offsets, *_unused, **_options):
-    """cuDNN's forward in plain JAX: the output, and statistics that nothing reads here."""
-    batch_size, length, num_heads, head_dim = q.shape
-    count = lengths.shape[1]
-    num_documents = batch_size * count
-    begins = offsets.reshape(-1)[:num_documents] // (num_heads * head_dim)
-    ends = begins + lengths.reshape(-1)[:num_documents]
-    tokens = jnp.arange(batch_size * length, dtype=jnp.int32)
-    is_in = (begins <= tokens[:, None]) & (tokens[:, None] < ends)
-    numbers = jnp.where(is_in.any(1), jnp.argmax(is_in, 1), -1)
-    visible = (numbers[:, None] == numbers) & (tokens[:, None] >= tokens)
-    flat = lambda a: jnp.repeat(a, num_heads // a.shape[2], axis=2).reshape(-1, num_heads, head_dim)
-    logits = jnp.einsum("qnh,knh->nqk", flat(q), flat(k)) * head_dim**-0.5
-    weights = jax.nn.softmax(logits, where=visible, axis=-1)
-    out = jnp.einsum("nqk,knh->qnh", weights, flat(v)).reshape(q.shape)
-    return out, jnp.zeros((num_documents, num_heads, length), jnp.float32)
-
-
-def backward_of_cudnn(q, k, v, unused, lengths, lengths_k, offsets, *others, **_):
-    forward = lambda q, k, v: forward_of_cudnn(q, k, v, unused, lengths, lengths_k, offsets)[0]
-    return jax.vjp(forward, q, k, v)[1](others[-1])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_cudnn_needed():
-    primitives = (cudnn._dot_product_attention_fwd_p, cudnn._dot_product_attention_bwd_p)
-    for primitive, fn in zip(primitives, (forward_of_cudnn, backward_of_cudnn), strict=True):
-        rule = mlir.lower_fun(fn, multiple_results=True)
-        mlir.register_lowering(primitive, rule, platform="cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cudnn, "check_cudnn_version", lambda: 0)
-        yield
+@pytest.fixture(autouse=True)
+def no_cudnn_needed(monkeypatch):
+    emulate(monkeypatch)
 
 
 def segment_ids() -> np.ndarray:
@@ -114,13 +84,23 @@ def test_each_device_reads_the_documents_of_its_own_rows(axes):
     assert_as_accurate(got, value_and_grads(of_mask, qkv, dout), expected, names=NAMES)
 
 
-def test_members_of_vmap():
-    """3 s."""
+@pytest.mark.parametrize("context", ["none", "one device", "shard_map"])
+def test_members_of_vmap(context):
+    """3 s each. XLA splits nothing on a mesh of one device, and inside of `jax.shard_map`."""
     *qkv, dout = arrays(3)
     ids = np.stack([segment_ids()[order] for order in ([0, 1, 2, 3], [3, 1, 0, 2], [1, 1, 1, 3])])
 
     of_members = lambda fn: lambda q, k, v: jax.vmap(fn)(q, k, v, ids)
-    got = quick_jit(functools.partial(value_and_grads, of_members(packed)))(qkv, dout)
+    attend = of_members(packed)
+    mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
+    if context == "shard_map":
+        mesh = make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])
+        rows = PartitionSpec(None, "fsdp")
+        of_rows = lambda q, k, v, ids: jax.vmap(packed)(q, k, v, ids)
+        split = jax.shard_map(of_rows, in_specs=rows, out_specs=rows)
+        attend = lambda q, k, v: split(q, k, v, ids)
+    with contextlib.nullcontext() if context == "none" else jax.set_mesh(mesh):
+        got = quick_jit(functools.partial(value_and_grads, attend))(qkv, dout)
     plain = value_and_grads(of_members(masked), qkv, dout)
     expected = float64_of(of_members(masked), qkv, dout)
     assert_as_accurate(got, plain, expected, names=NAMES)
