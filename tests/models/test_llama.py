@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import llama
+from models import attention, packed_attention
 from models.config import LlamaConfig
 from models.llama import Llama
-from pallas_kernels.gpu.device import Device
+from support.emulated_cudnn import emulate
 from support.numerics import assert_trees_as_accurate, quick_jit
 from support.small_llama import (
     CONFIG,
@@ -100,7 +100,27 @@ NORMED = {"qk_norm": True, "head_dim": 12, "tie_word_embeddings": True, "num_hid
     ],
 )
 def test_equals_the_textbook_in_values_and_gradients(changes, dtype):
-    config = changed(**changes)
+    assert_equals_the_textbook(changed(**changes), dtype)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"scan_layers": False}, id="unrolled", marks=pytest.mark.full),
+        pytest.param({"remat": "full"}, id="scanned"),
+    ],
+)
+def test_documents_one_by_one_equal_the_textbook(monkeypatch, changes):
+    """An emulation of cuDNN computes two of a row's three documents at a time. 4 s."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(packed_attention, "documents_at_a_time", lambda length: 2)
+    for name in ("_why_no_cudnn", "_why_refused"):
+        monkeypatch.setattr(attention, name, lambda q: None)
+    monkeypatch.setattr(attention.jax.nn, "dot_product_attention", None)  # the one with a mask
+    assert_equals_the_textbook(changed(**changes), "float32")
+
+
+def assert_equals_the_textbook(config, dtype):
     graphdef, state = nnx.split(make_model(changed(config, dtype=dtype)))
 
     def carried(state):
@@ -325,32 +345,3 @@ def test_flax_tree_mode_changes_nothing():
         assert not nnx.set_graph_mode.current_value()
         assert traced_anew() == before
     assert all("mul" in program for program in before)
-
-
-@pytest.mark.parametrize(
-    "capability, shape, dtype, reason",
-    [
-        ((8, 0), (1, 6, 2, 128), jnp.bfloat16, None),
-        ((9, 0), (1, 6, 2, 8), jnp.float16, None),
-        ((9, 0), (1, 6, 2, 256), jnp.bfloat16, None),
-        ((9, 0), (1, 6, 2, 64), jnp.float32, "takes bfloat16 and float16, not float32; set dtype"),
-        ((9, 0), (1, 6, 2, 264), jnp.bfloat16, "heads of 8, 16, ... or 256 channels here, not 264"),
-        ((8, 0), (1, 6, 2, 136), jnp.bfloat16, "heads of 8, 16, ... or 128 channels here, not 136"),
-        ((8, 0), (1, 6, 2, 12), jnp.bfloat16, "heads of 8, 16, ... or 128 channels here, not 12"),
-        ((9, 0), (1, 7, 2, 64), jnp.bfloat16, "an even number of positions, not 7; pad the"),
-    ],
-)
-def test_what_the_attention_of_cudnn_takes(monkeypatch, capability, shape, dtype, reason):
-    """JAX says the same when it traces a gradient for a GPU."""
-    monkeypatch.setattr(llama, "reason_not_here", lambda: None)
-    monkeypatch.setattr(llama, "target_device", lambda: Device("a GPU", capability, 132))
-    found = llama._why_no_cudnn(jnp.zeros(shape, dtype))
-    assert found is None if reason is None else found is not None and reason in found
-
-
-def test_attention_of_cudnn_where_there_is_none():
-    config = changed(attention_implementation="cudnn")
-    with pytest.raises(
-        NotImplementedError, match=r"'cudnn': cuDNN is not detected\. Leave it None"
-    ):
-        hidden_of(config, random_tokens(config))

@@ -36,6 +36,11 @@ def test_cost_of_products_and_loops():
     assert one.seconds == pytest.approx(one.flops / (1e12 * cost.GEMM_EFFICIENCY))
     loop = cost_of(lambda a, b: jax.lax.fori_loop(0, 7, lambda _, c: c @ b, a), square, square)
     assert loop.flops == 7 * one.flops
+    # How often a loop runs whose number of steps is an array is not known; its memory is.
+    steps = lambda n, a, b: jax.lax.fori_loop(0, n[0].astype(int), lambda _, c: c @ b @ b, a)
+    unknown = cost_of(steps, (1,), square, square)
+    assert unknown.flops == 0 and unknown.seconds < one.seconds / 10
+    assert unknown.temp_bytes >= 4 * 256**2  # the first of the two products
 
     # Elementwise operations that are used are one pass together, jitted or not.
     def gelu_twice(x):
