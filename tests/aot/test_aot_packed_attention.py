@@ -1,0 +1,98 @@
+"""cuDNN's attention of rows of several documents, compiled for one H100 and for eight.
+
+A program takes 3 s.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from aot.harness import Case, Program
+from benchmarks.training.schedule import Schedule
+from models.packed_attention import documents_at_a_time, documents_of, packed_attention
+
+B, S, N, K, H = 8, 2048, 6, 2, 128
+MEMBERS = 3
+array = jax.ShapeDtypeStruct
+ARRAYS = [array((B, S, heads, H), jnp.bfloat16) for heads in (N, K, K, N)]
+ARGS = (*ARRAYS, array((B, S), jnp.int32))
+
+
+def value_and_gradients(q, k, v, dout, segment_ids):
+    documents = documents_of(segment_ids)
+    out, vjp = jax.vjp(lambda *arrays: packed_attention(*arrays, documents), q, k, v)
+    return out, *vjp(dout)
+
+
+def of_each_device(*args):
+    return jax.shard_map(value_and_gradients, in_specs=ROWS, out_specs=ROWS)(*args)
+
+
+MESH = {"data": 2, "fsdp": 4}
+ROWS = P(("data", "fsdp"))
+CASES = {
+    "one": Case(value_and_gradients, ARGS),
+    "rows": Case(value_and_gradients, ARGS, mesh=MESH, specs=(ROWS,) * 5),
+    # XLA splits the documents as the queries.
+    "whole ids": Case(value_and_gradients, ARGS, mesh=MESH, specs=(*(ROWS,) * 4, P())),
+    "shard_map": Case(of_each_device, ARGS, mesh=MESH, specs=(ROWS,) * 5),
+    "members": Case(
+        jax.vmap(value_and_gradients), tuple(array((MEMBERS, *a.shape), a.dtype) for a in ARGS)
+    ),
+}
+ROWS_OF_A_DEVICE = {"one": B, "members": MEMBERS * B}  # 1 in the others
+
+
+def calls(hlo: str) -> list[tuple[bool, str, str]]:
+    """cuDNN's calls: whether in the entry, the target and the line."""
+    found, in_entry = [], False
+    for line in hlo.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            in_entry = line.startswith("ENTRY")
+        if match := re.search(r'custom_call_target="__cudnn\$(\w+)"', line):
+            found.append((in_entry, match[1], line))
+    return found
+
+
+@pytest.mark.parametrize("chip", ["h100"])
+@pytest.mark.parametrize("case", CASES)
+def test_cudnn_computes_documents_before_the_loop_and_in_it(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    found = calls(program.hlo)
+    assert sorted((in_entry, target) for in_entry, target, _ in found) == [
+        (in_entry, target)
+        for in_entry in (False, True)
+        for target in ("fmhaSoftmax", "fmhaSoftmaxBackward")
+    ]
+    rows = ROWS_OF_A_DEVICE.get(case, 1)
+    count = documents_at_a_time(S)
+    for _, target, line in found:
+        assert re.search(r'"mask_type":\s*"PADDING_CAUSAL"', line)
+        # JAX does not see to it that all operands have the rows of the queries of a device.
+        operands = line.partition("operand_layout_constraints={")[2].partition("}}")[0]
+        shapes = re.findall(r"(\w+\[[\d,]*\])", operands)
+        q, k = (f"bf16[{rows},{S},{heads},{H}]" for heads in (N, K))
+        of_documents = [f"s32[{rows},{count}]"] * 2 + [f"s32[{rows},{count + 1}]"] * 2
+        backward = [f"f32[{rows * count},{N},{S}]", q, q] if "Backward" in target else []
+        assert shapes == [q, k, k, *backward, *of_documents]
+
+
+@pytest.mark.parametrize("chip", ["h100"])
+@pytest.mark.parametrize("case", CASES)
+def test_no_scores_and_no_copies(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    assert not re.findall(rf"\w+\[[\d,]*\b{S},(?:\d+,)*{S}\b[\d,]*\]", program.hlo)
+    for name, instruction in program.instructions.items():
+        if instruction.opcode.startswith(("copy", "transpose")):
+            assert instruction.largest_size < S, f"{name}: {instruction}"
+
+
+@pytest.mark.parametrize("chip", ["h100"])
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.mesh])
+def test_devices_exchange_nothing(compiled, chip, case):
+    """Each has as many steps as its own rows need."""
+    program: Program = compiled(chip, case)
+    assert not Schedule(program.hlo).collectives()
