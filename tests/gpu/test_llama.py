@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks.kernels import documents
 from models.llama import Llama
 from models.presets import PRESETS
 from models.remat import POLICIES
@@ -147,21 +148,28 @@ def skip_without_cudnn_for(head_dim):
 
 
 @pytest.mark.parametrize("head_dim", [64, 192, 256])
-@pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])
-def test_cudnn_attention_is_the_default_and_as_accurate_as_xla(packed, head_dim):
+@pytest.mark.parametrize(
+    "num_documents, scan_layers",
+    [(1, True), (2, True), (20, True), (20, False)],
+    ids=["causal", "packed", "several steps", "several steps, unrolled"],
+)
+def test_cudnn_attention_is_the_default_and_as_accurate_as_xla(
+    num_documents, scan_layers, head_dim
+):
+    """From Hopper on cuDNN takes 8 documents of a row at a time."""
     config = dataclasses.replace(
         PRESETS["llama3.2-1b"],
         num_hidden_layers=2,
         vocab_size=1024,
         initializer_range=0.05,
         head_dim=head_dim,
+        scan_layers=scan_layers,
     )
     skip_without_cudnn_for(head_dim)
     batch = SyntheticDataset(config.vocab_size, 1024).batch(0, batch_size=2, seed=0)
-    if packed:
-        positions = np.tile(np.arange(1024, dtype=np.int32), (2, 1))
-        second = (positions >= 300).astype(np.int32)
-        batch |= {"segment_ids": 1 + second, "positions": positions - 300 * second}
+    if num_documents > 1:
+        ids = documents.random_segment_ids(jax.random.key(2), 2, 1024, num_documents)
+        batch |= {"segment_ids": 1 + ids, "positions": documents.positions_of(ids)}
     batch = jax.tree.map(jnp.asarray, batch)
     params = nnx.state(Llama(config, rngs=nnx.Rngs(0)), nnx.Param)
     direction = jax.random.normal(jax.random.key(1), (2, 1024, config.hidden_size))

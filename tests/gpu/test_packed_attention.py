@@ -1,0 +1,97 @@
+"""cuDNN's attention of rows of several documents, against float32 and cuDNN with a mask."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.kernels import documents, formulas
+from models.packed_attention import documents_of, packed_attention
+from pallas_kernels.gpu.device import target_device
+from support.numerics import assert_as_accurate, value_and_grads
+from support.on_gpu import as_float64
+
+pytestmark = pytest.mark.gpu
+NAMES = ["out", "dq", "dk", "dv"]
+UNEVEN, LARGE, WIDE = (3, 1000, 8, 2, 64), (2, 4096, 8, 8, 128), (1, 2048, 4, 2, 256)
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    capability = target_device().capability
+    if capability is None or capability < (9, 0):
+        pytest.skip("cuDNN takes documents one by one from Hopper on")
+
+
+def packed(q, k, v, segment_ids):
+    return packed_attention(q, k, v, documents_of(segment_ids))
+
+
+def inputs(shape, num_documents, dtype):
+    """Queries, keys, values, a cotangent, and rows of so many documents and of one."""
+    batch_size, length, num_heads, num_kv_heads, head_dim = shape
+    rng = np.random.default_rng(0)
+    heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    arrays = [jnp.asarray(rng.normal(size=(batch_size, length, n, head_dim)), dtype) for n in heads]
+    ids = documents.random_segment_ids(jax.random.key(1), batch_size, length, num_documents)
+    return arrays, ids.at[1:2].set(0)
+
+
+def computed(fn, arrays, ids, *, jit=jax.jit):
+    *arrays, cotangent = arrays
+    # JAX's attention with a mask does not lower in 16 bits under strict promotion.
+    with jax.numpy_dtype_promotion("strict" if fn is packed else "standard"):
+        of_arrays = lambda *arrays: value_and_grads(lambda *a: fn(*a, ids), arrays, cotangent)
+        return as_float64(jit(of_arrays)(*arrays))
+
+
+def exact_of(arrays, ids):
+    return computed(formulas.attention, [a.astype(jnp.float32) for a in arrays], ids)
+
+
+@pytest.mark.parametrize(
+    "shape, num_documents, dtype",
+    [
+        *((UNEVEN, number, dtype) for number in (1, 5, 40) for dtype in ("bfloat16", "float16")),
+        (LARGE, 7, "bfloat16"),
+        (LARGE, 60, "bfloat16"),
+        (LARGE, 60, "float16"),
+        (WIDE, 20, "bfloat16"),
+    ],
+)
+def test_as_accurate_as_with_a_mask(shape, num_documents, dtype):
+    """A call of cuDNN takes 8 documents of a row."""
+    if shape == WIDE and target_device().capability != (9, 0):
+        pytest.skip("cuDNN takes heads above 128 channels on Hopper")
+    arrays, ids = inputs(shape, num_documents, dtype)
+    got, masked = (computed(fn, arrays, ids) for fn in (packed, documents.masked))
+    assert_as_accurate(got, masked, exact_of(arrays, ids), names=NAMES)
+
+
+def test_documents_of_one_token():
+    """500 of them before a longer one: 63 steps."""
+    arrays, _ = inputs(UNEVEN, 1, "bfloat16")
+    ids = jnp.tile(jnp.minimum(jnp.arange(1000, dtype=jnp.int32), 500), (3, 1))
+    got, masked = (computed(fn, arrays, ids) for fn in (packed, documents.masked))
+    assert_as_accurate(got, masked, exact_of(arrays, ids), names=NAMES)
+
+
+def test_without_jit():
+    arrays, ids = inputs(UNEVEN, 20, "bfloat16")
+    got = computed(packed, arrays, ids, jit=lambda fn: fn)
+    assert_as_accurate(got, computed(packed, arrays, ids), exact_of(arrays, ids), names=NAMES)
+
+
+def test_members_of_vmap():
+    """Two members of different numbers of documents."""
+    several, ids = inputs(UNEVEN, 20, "bfloat16")
+    members = [jnp.stack([a, a[::-1]]) for a in several]
+    all_ids = jnp.stack([ids, inputs(UNEVEN, 3, "bfloat16")[1]])
+    *arrays, cotangent = members
+    of_members = lambda q, k, v: jax.vmap(packed)(q, k, v, all_ids)
+    of_arrays = lambda *arrays: value_and_grads(of_members, arrays, cotangent)
+    got = as_float64(jax.jit(of_arrays)(*arrays))
+    for i in range(2):
+        of_member, ids = [a[i] for a in members], all_ids[i]
+        plain, exact = computed(packed, of_member, ids), exact_of(of_member, ids)
+        assert_as_accurate([a[i] for a in got], plain, exact, names=NAMES)
