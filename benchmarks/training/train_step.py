@@ -348,7 +348,8 @@ def report(
         f"    python -m benchmarks.training.train_step {shlex.join(sys.argv[1:])}",
         "",
         "MFU counts the causal attention of whole rows at half and no recomputation, against the "
-        "card's dense bfloat16 peak. Memory is arguments plus temporaries of the compiled step, on one GPU.",
+        "card's dense bfloat16 peak. Memory is arguments plus temporaries of the compiled step, on "
+        "one GPU.",
         "",
         "| variant | ms/step | min - max | tokens/s | MFU | of GEMM | memory | compile | loss |",
         "|---|---|---|---|---|---|---|---|---|",
