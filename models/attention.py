@@ -43,13 +43,13 @@ def causal_attention(
             return _of_jax(q, k, v, None, implementation)
         if implementation == "cudnn" and _has_packed_attention():
             if (reason := _why_refused(q)) is not None:
-                raise NotImplementedError(f"attention_implementation='cudnn': {reason}")
+                raise RuntimeError(f"{reason}.")
             return packed_attention(q, k, v, documents)
         numbers = documents.numbers
         mask = (numbers[:, :, None] == numbers[:, None, :])[:, None]
         return _of_jax(q, k, v, mask, implementation)
     except RuntimeError as error:
-        # XLA's errors are of other classes. This one says that there is no cuDNN.
+        # XLA's errors are of other classes. This one says why cuDNN cannot compute it.
         if type(error) is not RuntimeError or implementation != "cudnn":
             raise
         raise NotImplementedError(

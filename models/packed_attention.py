@@ -23,10 +23,10 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from pallas_kernels.layout import Place, Roles, Tokens
 from pallas_kernels.partition import partitioned
 
-# On an H200, forward and backward of 4 x 4096 tokens and 32 heads of 64 channels take 1.04 ms with
-# M = 8, and 0.025 ms more for each further document that a row may have. Another step of the loop
-# costs as much as 20 documents (docs/lab/2026-11-29-rows-of-documents.md). With M = 64 the
-# statistics have as many bytes as queries of 128 channels.
+# Forward and backward of 4 x 4096 tokens and 32 heads of 64 channels take 1.04 ms on an H200 with
+# M = 8. Each further document that a row may have costs 0.025 ms. Another step of the loop costs as
+# much as 20 documents (docs/lab/2026-11-29-rows-of-documents.md). With M = 64 the statistics have
+# as many bytes as queries of 128 channels.
 _LEAST, _TOKENS_EACH, _MOST = 8, 512, 64
 
 
