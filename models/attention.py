@@ -30,8 +30,9 @@ def causal_attention(
       implementation: `LlamaConfig.attention_implementation`.
 
     Raises:
-      NotImplementedError: `implementation` is "cudnn", and there is no cuDNN, or it does not take
-        the arguments.
+      NotImplementedError: There is no cuDNN on a GPU, or `implementation` is "cudnn" and cuDNN does
+        not take the arguments, or a device's queries have 2³¹ elements or more and there are
+        documents.
     """
     if implementation is None:
         reason = _why_no_cudnn(q)
@@ -53,7 +54,8 @@ def causal_attention(
         if type(error) is not RuntimeError or implementation != "cudnn":
             raise
         raise NotImplementedError(
-            f"attention_implementation='cudnn': {error} Leave it None, which takes what runs here."
+            f"attention_implementation='cudnn': {error} Set it to 'xla', or leave it None, which "
+            "takes what runs here."
         ) from error
 
 
@@ -110,8 +112,9 @@ def _has_packed_attention() -> bool:
     capability = target_device().capability
     if capability is not None and capability < (9, 0):
         log_once(
-            "attention: cuDNN reads a mask of S² numbers for each row of documents, because it "
-            f"takes documents one by one only from compute capability (9, 0) on, not {capability}"
+            "attention: cuDNN reads a mask of S² elements for each row of documents, because it "
+            "computes each document by itself only from compute capability (9, 0) on, not "
+            f"{capability}"
         )
         return False
     return True

@@ -1,15 +1,16 @@
 """cuDNN's causal attention of rows that hold several documents.
 
 cuDNN computes each document by itself, from where it begins and how long it is. So it skips the
-pairs of tokens of two documents, and needs no mask of S² numbers. It takes a fixed number of
-documents in a row, M, and its statistics have M times as many numbers as the attention of whole
-rows. So M documents of every row are computed at a time, and a loop computes those of the rows that
-have more. The backward keeps the statistics of each token alone.
+pairs of tokens of two documents, and needs no mask of S² elements. A call has room for M documents
+of each row, a constant, and its statistics have M times as many elements as those of whole rows. So
+a call computes M documents of every row, and a loop calls again for the rows that have more. The
+backward keeps the statistics of each token alone.
 
 JAX has no public function for it, and the gradient of its own function keeps the statistics of M
 documents. This module calls the primitives below that function. `partitioned` gives each device its
-own rows on a mesh, and computes the members of `jax.vmap` one after the other. Where it has nothing
-to split, the rows of all members are computed at once.
+own rows on a mesh. On Auto axes it computes the members of `jax.vmap` one after the other. On a
+mesh of one device and inside of `jax.shard_map` it splits nothing, and `_of_all_rows` computes the
+rows of all members in one call.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +25,9 @@ from pallas_kernels.layout import Place, Roles, Tokens
 from pallas_kernels.partition import partitioned
 
 # Forward and backward of 4 x 4096 tokens and 32 heads of 64 channels take 1.04 ms on an H200 with
-# M = 8. Each further document that a row may have costs 0.025 ms. Another step of the loop costs as
-# much as 20 documents (docs/lab/2026-11-29-rows-of-documents.md). With M = 64 the statistics have
-# as many bytes as queries of 128 channels.
+# M = 8. Room for each further document costs 0.025 ms. Another call with M = 8 costs 0.30 ms, as
+# much as room for 12 documents (docs/lab/2026-11-29-rows-of-documents.md). With M = 64 the
+# statistics have as many bytes as queries of 128 channels.
 _LEAST, _TOKENS_EACH, _MOST = 8, 512, 64
 
 
@@ -39,34 +40,34 @@ class Documents(NamedTuple):
     """The documents of a batch of rows.
 
     Attributes:
-      numbers: Number of each token's document in its row, from 0.
-      places: Place of each token in its document, from 0.
-      begins: Where each document of a row begins, then S for every document that it lacks.
+      numbers: Index of each token's document in its row.
+      positions: Position of each token in its document, from 0.
+      begins: Where each document of a row begins, then S for every document that the row lacks.
     """
 
     numbers: Int32[Array, "B S"]
-    places: Int32[Array, "B S"]
+    positions: Int32[Array, "B S"]
     begins: Int32[Array, "B _"]
 
     def some(self, first: Int[Array, ""] | int) -> tuple[Int32[Array, "B M"], Int32[Array, "B M"]]:
-        """Where M documents begin, and how long they are. Documents that a row lacks have 0."""
+        """Where M documents begin, and their lengths, which are 0 for those that a row lacks."""
         count = documents_at_a_time(self.numbers.shape[1])
         bounds = jax.lax.dynamic_slice_in_dim(self.begins, first, count + 1, axis=1)
         return bounds[:, :-1], jnp.diff(bounds, axis=1)
 
 
 def documents_of(segment_ids: Int[Array, "B S"]) -> Documents:
-    """The documents of rows in which a document begins wherever the number changes."""
+    """The documents of rows. A document begins wherever `segment_ids` changes along a row."""
     length = segment_ids.shape[1]
     count = documents_at_a_time(length)
-    places = jnp.arange(length, dtype=jnp.int32)
+    tokens = jnp.arange(length, dtype=jnp.int32)
     is_first = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1] - 1) != 0
     numbers = jnp.cumsum(is_first, axis=1, dtype=jnp.int32) - 1
-    starts = jax.lax.cummax(jnp.where(is_first, places, 0), axis=1)
-    begins = jnp.sort(jnp.where(is_first, places, length), axis=1)
+    starts = jax.lax.cummax(jnp.where(is_first, tokens, 0), axis=1)
+    begins = jnp.sort(jnp.where(is_first, tokens, length), axis=1)
     padding = -length % count + 1
     begins = jnp.pad(begins, ((0, 0), (0, padding)), constant_values=length)
-    return Documents(numbers, places - starts, begins)
+    return Documents(numbers, tokens - starts, begins)
 
 
 _Q, _K, _LOGSUMEXP = Tokens(("s", "n", "h")), Tokens(("s", "k", "h")), Tokens(("s", "n"))
@@ -84,8 +85,11 @@ def packed_attention(
 ) -> Float[Array, "B S N H"]:
     """The causal attention of each document by itself; logits are divided by √H.
 
+    If a device's queries have 2³¹ elements or more, it raises an error. Where JAX does not tell how
+    the arrays are split, the output is NaN instead.
+
     Raises:
-      NotImplementedError: A device's queries have 2³¹ numbers or more.
+      NotImplementedError: A device's queries are too large.
       RuntimeError: There is no cuDNN.
     """
     return _forward(q, k, v, documents)[0]
@@ -100,8 +104,9 @@ def _forward(q: Array, k: Array, v: Array, documents: Documents) -> tuple[Array,
 
 def _forward_of(_: None, place: Place) -> Callable[..., tuple[Array, Array]]:
     def forward(q: Array, k: Array, v: Array, *arrays: Array) -> tuple[Array, Array]:
-        _check_size(q, place)
         documents = Documents(*arrays)
+        if not _fits(q, place):
+            return jnp.full_like(q, jnp.nan), jnp.full(q.shape[:3], jnp.nan, jnp.float32)
 
         def some(first: Any) -> tuple[Array, Array]:
             out, stats = _bind(cudnn._dot_product_attention_fwd_p, q, k, v, documents, first)
@@ -115,8 +120,7 @@ def _forward_of(_: None, place: Place) -> Callable[..., tuple[Array, Array]]:
 def _of_all_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of arrays of rows, which under `jax.vmap` takes the rows of all members at once.
 
-    JAX cannot batch cuDNN's primitives, and `partitioned` batches only what XLA partitions. That is
-    nothing on a mesh of one device, and inside of `jax.shard_map`.
+    JAX cannot batch cuDNN's primitives, and `partitioned` batches only on Auto axes.
     """
     run = jax.custom_batching.custom_vmap(function)
 
@@ -133,16 +137,25 @@ def _of_all_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _check_size(q: Array, place: Place) -> None:
-    """Raises if offsets into the queries of a device, which are int32, would overflow."""
+def _fits(q: Array, place: Place) -> bool:
+    """Whether int32 has the offsets into the queries.
+
+    Where JAX traces the arrays of all devices, the answer may be False, and the results are not
+    used. Where it cannot be known whether `q` is a device's part, a device has NaN.
+
+    Raises:
+      NotImplementedError: It has not, and `q` is a device's part.
+    """
+    if q.size < 2**31:
+        return True
     mesh = jax.sharding.get_abstract_mesh()
     num_devices = jax.device_count() if mesh.empty else mesh.size
-    is_of_device = bool(place.leading) or num_devices == 1 or mesh.are_all_axes_manual
-    if is_of_device and q.size >= 2**31:
+    if place.leading or num_devices == 1 or mesh.are_all_axes_manual:
         raise NotImplementedError(
-            f"cuDNN finds documents in fewer than 2**31 numbers, and a device's queries {q.shape} "
-            f"have {q.size}; give a device fewer rows, or split them over more devices"
+            "cuDNN finds documents in fewer than 2**31 elements, and a device's queries "
+            f"{q.shape} have {q.size}; give a device fewer rows, or split them over more devices"
         )
+    return False
 
 
 def _forward_rule(q: Array, k: Array, v: Array, documents: Documents) -> tuple[Array, Any]:
@@ -197,18 +210,18 @@ def _over_all[T](some: Callable[[Any], T], documents: Documents) -> T:
 def _of_tokens(
     stats: Float32[Array, "BM N S"], documents: Documents, first: Any
 ) -> Float32[Array, "B S N"]:
-    """The statistics of each token, of those of M documents by the place in the document."""
+    """The statistics of each token, from those of M documents, which are stored by position."""
     batch_size = len(documents.numbers)
     stats = stats.reshape(batch_size, -1, *stats.shape[1:])
     numbers = jnp.clip(documents.numbers - first, 0, stats.shape[1] - 1)
     of_row = lambda stats, number, place: stats[number, :, place]
-    return jax.vmap(of_row)(stats, numbers, documents.places)
+    return jax.vmap(of_row)(stats, numbers, documents.positions)
 
 
 def _of_documents(
     stats: Float32[Array, "B S N"], documents: Documents, first: Any
 ) -> Float32[Array, "BM N S"]:
-    """The statistics of M documents by the place in the document; the reverse of `_of_tokens`."""
+    """The statistics of M documents, stored by position; the reverse of `_of_tokens`."""
     length = stats.shape[1]
     begins, _ = documents.some(first)
     tokens = jnp.minimum(begins[:, :, None] + jnp.arange(length, dtype=jnp.int32), length - 1)
@@ -247,9 +260,10 @@ def _bind(
 
 
 def _offsets(begins: Int32[Array, "B M"], x: Float[Array, "B S N H"]) -> Int32[Array, "B M+1"]:
-    """The number in `x` at which each document begins, those of all rows in a row.
+    """The index of each document's first element among all elements of `x`.
 
-    cuDNN reads B M + 1 numbers, and the last is the size of `x`. The others are not read.
+    The first B M entries are for the documents of all rows, in order. The next one is the size of
+    `x`. cuDNN reads no entry after it.
     """
     batch_size, length, *_ = x.shape
     rows = jnp.arange(batch_size, dtype=jnp.int32)[:, None] * length

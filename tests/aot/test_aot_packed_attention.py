@@ -93,6 +93,6 @@ def test_no_scores_and_no_copies(compiled, chip, case):
 @pytest.mark.parametrize("chip", ["h100"])
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.mesh])
 def test_devices_exchange_nothing(compiled, chip, case):
-    """Each has as many steps as its own rows need."""
+    """No device waits for another."""
     program: Program = compiled(chip, case)
     assert not Schedule(program.hlo).collectives()

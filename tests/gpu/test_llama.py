@@ -151,7 +151,7 @@ def skip_without_cudnn_for(head_dim):
 @pytest.mark.parametrize(
     "num_documents, scan_layers",
     [(1, True), (2, True), (20, True), (20, False)],
-    ids=["causal", "packed", "several steps", "several steps, unrolled"],
+    ids=["causal", "packed", "several calls", "several calls, unrolled"],
 )
 def test_cudnn_attention_is_the_default_and_as_accurate_as_xla(
     num_documents, scan_layers, head_dim

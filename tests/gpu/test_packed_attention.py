@@ -69,7 +69,7 @@ def test_as_accurate_as_with_a_mask(shape, num_documents, dtype):
 
 
 def test_documents_of_one_token():
-    """500 of them before a longer one: 63 steps."""
+    """500 of them before a longer one: 63 calls."""
     arrays, _ = inputs(UNEVEN, 1, "bfloat16")
     ids = jnp.tile(jnp.minimum(jnp.arange(1000, dtype=jnp.int32), 500), (3, 1))
     got, masked = (computed(fn, arrays, ids) for fn in (packed, documents.masked))

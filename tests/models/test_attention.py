@@ -76,7 +76,6 @@ def attend(ids=None, *, implementation=None, shape=(1, 10, 2, 16), dtype=jnp.bfl
     ],
 )
 def test_what_the_attention_of_cudnn_takes(on_gpu, capability, shape, dtype, reason):
-    """JAX says the same when it traces a gradient for a GPU."""
     on_gpu(capability)
     found = attention._why_no_cudnn(jnp.zeros(shape, dtype))
     assert found is None if reason is None else found is not None and reason in found
@@ -84,7 +83,7 @@ def test_what_the_attention_of_cudnn_takes(on_gpu, capability, shape, dtype, rea
 
 @pytest.mark.parametrize("implementation", [None, "cudnn"])
 @pytest.mark.parametrize("capability", [H100, (10, 0)], ids=str)
-def test_documents_one_by_one_from_hopper_on(on_gpu, calls, caplog, capability, implementation):
+def test_each_document_by_itself_from_hopper_on(on_gpu, calls, caplog, capability, implementation):
     on_gpu(capability)
     attend(TEN_OF_TWO, implementation=implementation)
     attend(implementation=implementation)
@@ -102,7 +101,8 @@ def test_before_hopper_cudnn_reads_a_mask_and_the_log_says_so(
         for _ in range(2):
             attend(TEN_OF_TWO, implementation=implementation)
     (message,) = caplog.messages
-    assert "mask of S² numbers" in message and "from compute capability (9, 0) on" in message
+    assert "mask of S² elements" in message and "from compute capability (9, 0) on" in message
+    assert len(calls) == 3
     for mask, by in calls[1:]:
         row = np.asarray(TEN_OF_TWO[0])
         np.testing.assert_array_equal(mask, (row[:, None] == row)[None, None])
@@ -128,12 +128,13 @@ def test_without_a_gpu_xla_computes_it_and_nothing_is_logged(calls, caplog):
 def test_attention_of_cudnn_where_there_is_none(without_cudnn, packing):
     config = changed(attention_implementation="cudnn", dtype="bfloat16")
     with pytest.raises(
-        NotImplementedError, match=r"'cudnn': cuDNN is not detected\. Leave it None"
+        NotImplementedError,
+        match=r"'cudnn': cuDNN is not detected\. Set it to 'xla', or leave it None",
     ):
         hidden_of(config, random_tokens(config, (1, 10)), **packing)
 
 
 def test_a_gpu_without_cudnn(on_gpu, without_cudnn):
     on_gpu(H100)
-    with pytest.raises(NotImplementedError, match=r"'cudnn': cuDNN is not detected\. Leave it"):
+    with pytest.raises(NotImplementedError, match=r"'cudnn': cuDNN is not detected\. Set it to"):
         attend(TEN_OF_TWO, implementation="cudnn")

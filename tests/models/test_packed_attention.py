@@ -37,9 +37,9 @@ ROWS = {
     "one token each": np.arange(S, dtype=np.int32),
 }
 BATCHES = {
-    "one step": ["one", "from 1, one token", "padding", "not in order", "8"],
-    "two steps": ["16", "9", "one"],
-    "eight steps": ["one", "one token each", "19, and two numbers", "not in order"],
+    "one call": ["one", "from 1, one token", "padding", "not in order", "8"],
+    "two calls": ["16", "9", "one"],
+    "eight calls": ["one", "one token each", "19, and two numbers", "not in order"],
 }
 
 
@@ -102,12 +102,12 @@ def cudnn(monkeypatch):
 @pytest.mark.parametrize(
     "batch, dtype",
     [
-        ("one step", "float32"),
-        pytest.param("one step", "bfloat16", marks=pytest.mark.full),
-        pytest.param("two steps", "float32", marks=pytest.mark.full),
-        ("two steps", "bfloat16"),
-        ("eight steps", "float32"),
-        ("eight steps", "bfloat16"),
+        ("one call", "float32"),
+        pytest.param("one call", "bfloat16", marks=pytest.mark.full),
+        pytest.param("two calls", "float32", marks=pytest.mark.full),
+        ("two calls", "bfloat16"),
+        ("eight calls", "float32"),
+        ("eight calls", "bfloat16"),
     ],
 )
 @pytest.mark.usefixtures("cudnn")
@@ -136,14 +136,14 @@ def with_documents_outside(fn):
 @pytest.mark.usefixtures("cudnn")
 def test_layers_that_are_computed_again(transform):
     """2 s each."""
-    ids = segment_ids("two steps")
+    ids = segment_ids("two calls")
     assert_equals_the_formula(inputs(len(ids)), ids, transform)
 
 
 @pytest.mark.usefixtures("cudnn")
 def test_members_that_share_documents_and_keys():
     """Members of members, where XLA partitions nothing. 2 s."""
-    ids = segment_ids("two steps")
+    ids = segment_ids("two calls")
     q, *_, cotangent = inputs(3, more=(2, 2))
     _, k, v, _ = inputs(3)
     twice = lambda fn: jax.vmap(jax.vmap(fn, (0, None, None, None)), (0, None, None, None))
@@ -152,10 +152,10 @@ def test_members_that_share_documents_and_keys():
 
 
 def test_a_call_of_cudnn_gets_each_document_by_itself():
-    """Where documents begin in all rows, as a number of numbers, and how long they are."""
+    """The first element of each document in all rows, and the lengths."""
     found = []
     primitive = types.SimpleNamespace(bind=lambda *args, **options: found.append((args, options)))
-    ids = segment_ids("two steps")
+    ids = segment_ids("two calls")
     q, k, v, _ = inputs(3, jnp.bfloat16)
     documents = documents_of(ids)
     for first in (0, 8):
@@ -190,11 +190,11 @@ def test_documents(length):
             parts = [np.arange(e - b) for b, e in zip(begins, [*begins[1:], length], strict=True)]
             expected = np.repeat(np.arange(len(parts)), [*map(len, parts)])
             np.testing.assert_array_equal(documents.numbers[row], expected)
-            np.testing.assert_array_equal(documents.places[row], np.concatenate(parts))
+            np.testing.assert_array_equal(documents.positions[row], np.concatenate(parts))
             of_row = np.asarray(documents.begins[row])
             np.testing.assert_array_equal(of_row[: len(begins)], begins)
             assert (of_row[len(begins) :] == length).all()
-            # A call of cuDNN after the last document of all rows would still be in the array.
+            # `Documents.some` takes M + 1 entries from a multiple of M. No slice passes the end.
             assert len(of_row) % count == 1
         assert {a.dtype.name for a in documents} == {"int32"}
 

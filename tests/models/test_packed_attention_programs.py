@@ -33,7 +33,7 @@ def no_cudnn_needed(monkeypatch):
 
 
 def segment_ids() -> np.ndarray:
-    """Rows of 1 to 16 documents, so that the loop has up to two steps."""
+    """Rows of 1 to 16 documents, which need up to two calls."""
     ids = np.stack([np.arange(S) * number // S for number in (1, 3, 9, 16)]).astype(np.int32)
     assert np.max(ids) >= documents_at_a_time(S)
     return ids
@@ -65,7 +65,7 @@ def float64_of(fn, args, cotangent):
 
 @pytest.mark.parametrize("axes", [(), ("data", "fsdp"), ("fsdp",)])
 def test_each_device_reads_the_documents_of_its_own_rows(axes):
-    """8 s. The documents may be split otherwise than the rows. XLA splits no constant."""
+    """8 s. The documents may be split otherwise than the rows, or not at all."""
     mesh = make_mesh(data=2, fsdp=2, devices=jax.devices()[:4])
     split_over = lambda *axes: NamedSharding(mesh, PartitionSpec(axes))
     *qkv, dout = jax.device_put(arrays(), split_over("data", "fsdp"))
@@ -151,8 +151,15 @@ def test_what_cudnn_refuses_is_said_before_it_compiles(changes, reason):
 
 
 def test_offsets_that_int32_does_not_hold():
+    """Of all devices the queries may be larger. If it is not known which are a device's: NaN."""
     of = lambda heads: jax.ShapeDtypeStruct((4, 2**17, heads, 128), jnp.bfloat16)
-    ids = jax.ShapeDtypeStruct((4, 2**17), jnp.int32)
-    mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
-    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="have 2147483648; give a"):
-        jax.eval_shape(packed, of(32), of(8), of(8), ids)
+    args = of(32), of(8), of(8), jax.ShapeDtypeStruct((4, 2**17), jnp.int32)
+    mesh_of = lambda number: make_mesh(data=1, fsdp=number, devices=jax.devices()[:number])
+    with jax.set_mesh(mesh_of(1)), pytest.raises(NotImplementedError, match="have 2147483648; giv"):
+        jax.eval_shape(packed, *args)
+    with jax.set_mesh(mesh_of(2)):
+        assert jax.eval_shape(packed, *args) == of(32)
+    jaxpr = jax.make_jaxpr(packed)(*args).jaxpr
+    assert not attentions(jaxpr) and "nan" in str(jaxpr)
+    smaller = [jax.ShapeDtypeStruct((2, *a.shape[1:]), a.dtype) for a in args]
+    assert attentions(jax.make_jaxpr(packed)(*smaller).jaxpr) == {"fwd": 2}

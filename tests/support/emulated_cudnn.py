@@ -1,7 +1,7 @@
 """cuDNN's attention of some documents of each row in plain JAX, for machines without cuDNN.
 
-Of tokens of other documents cuDNN says nothing, so their results are NaN here. So are those of all
-tokens if the places of documents in queries and keys do not agree.
+cuDNN leaves the results of tokens of other documents undefined, so they are NaN here. All results
+are NaN if the offsets of queries and keys disagree.
 """
 
 from typing import Any, NamedTuple

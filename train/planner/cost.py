@@ -257,8 +257,8 @@ class _Program:
             copied = self._scan_copies(op)
             return body.times(op.params["length"]) + Cost(seconds=self._copy(copied))
         if op.name == "while":
-            # The documents of a row beyond the first ones (`models.packed_attention`). Few rows
-            # have any.
+            # The number of steps is not known here. `models.packed_attention` has a loop for rows
+            # of more documents than one call of cuDNN computes, and its time is left out.
             inside = self.cost(op.params["body_jaxpr"].jaxpr)
             return Cost(temp_bytes=inside.temp_bytes)
         if op.name == "cond":
