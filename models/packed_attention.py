@@ -144,7 +144,7 @@ def _fits(q: Array, place: Place) -> bool:
     used. Where it cannot be known whether `q` is a device's part, a device has NaN.
 
     Raises:
-      NotImplementedError: It has not, and `q` is a device's part.
+      NotImplementedError: int32 is too small, and `q` is a device's part.
     """
     if q.size < 2**31:
         return True
@@ -214,7 +214,7 @@ def _of_tokens(
     batch_size = len(documents.numbers)
     stats = stats.reshape(batch_size, -1, *stats.shape[1:])
     numbers = jnp.clip(documents.numbers - first, 0, stats.shape[1] - 1)
-    of_row = lambda stats, number, place: stats[number, :, place]
+    of_row = lambda stats, number, position: stats[number, :, position]
     return jax.vmap(of_row)(stats, numbers, documents.positions)
 
 

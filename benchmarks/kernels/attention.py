@@ -15,9 +15,9 @@ JAX's `attention_mgpu` takes float16 alone, scales no logits, so that its querie
 and has a backward without a mask only. The rows "no mask" compare that backward with cuDNN's.
 
 `--documents N` times cuDNN alone, on rows of N documents of random lengths. "Mask" gives cuDNN a
-mask of S² numbers. "Packed" is the call of the model, which tells cuDNN where each document begins
-(`models/packed_attention.py`). The rates of all rows count the
-causal attention of a whole row, so they compare times.
+mask of S² elements. "Packed" is the call of the model, which tells cuDNN where each document begins
+(`models/packed_attention.py`). The rates of all rows count the causal attention of a whole row, so
+they compare times.
 
 `--peers` adds tokamax and the PyTorch libraries of `benchmarks/peers.py`. All programs are compiled
 first, in threads. The benchmark writes a table and all numbers into the folder of results.

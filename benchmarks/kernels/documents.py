@@ -36,7 +36,7 @@ def arrays_of(shape: Shape, num_documents: int) -> Arrays:
 
 
 def masked(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """cuDNN's attention with a mask of S² numbers for each row."""
+    """cuDNN's attention with a mask of S² elements for each row."""
     mask = (segment_ids[:, :, None] == segment_ids[:, None])[:, None]
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
 
@@ -54,10 +54,3 @@ def random_segment_ids(
     of_rows = jax.vmap(begins)(jax.random.split(key, batch_size))
     is_begun = of_rows[:, None] <= jnp.arange(length)[:, None]
     return jnp.sum(is_begun, axis=2, dtype=jnp.int32)
-
-
-def positions_of(segment_ids: jax.Array) -> jax.Array:
-    """The position of each token in its document."""
-    places = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
-    is_first = jnp.diff(segment_ids, axis=1, prepend=-1) > 0
-    return places - jax.lax.cummax(jnp.where(is_first, places, 0), axis=1)

@@ -11,6 +11,7 @@ import pytest
 from benchmarks import ceilings, peers, timing
 from benchmarks.kernels import attention, documents, formulas
 from benchmarks.kernels.attention import DIRECTIONS, Variant
+from models.packed_attention import documents_of
 
 SHAPE = (2, 32, 6, 2, 16)
 
@@ -104,7 +105,7 @@ def test_rows_have_as_many_documents_as_asked_for():
     ids = np.asarray(documents.random_segment_ids(key, batch_size, length, num_documents))
     assert all(set(row) == set(range(num_documents)) for row in ids)
     assert (np.diff(ids, axis=1) >= 0).all() and len({tuple(row) for row in ids}) > 1
-    positions = documents.positions_of(jnp.asarray(ids))
+    positions = documents_of(jnp.asarray(ids)).positions
     for row, of_tokens in zip(ids, positions, strict=True):
         expected = np.concatenate([*map(np.arange, np.bincount(row))])
         np.testing.assert_array_equal(of_tokens, expected)

@@ -16,6 +16,7 @@ from flax import nnx
 
 from benchmarks.kernels import documents
 from models.llama import Llama
+from models.packed_attention import documents_of
 from models.presets import PRESETS
 from models.remat import POLICIES
 from models.sharding import batch_sharding, make_mesh, parameter_shardings
@@ -169,7 +170,7 @@ def test_cudnn_attention_is_the_default_and_as_accurate_as_xla(
     batch = SyntheticDataset(config.vocab_size, 1024).batch(0, batch_size=2, seed=0)
     if num_documents > 1:
         ids = documents.random_segment_ids(jax.random.key(2), 2, 1024, num_documents)
-        batch |= {"segment_ids": 1 + ids, "positions": documents.positions_of(ids)}
+        batch |= {"segment_ids": 1 + ids, "positions": documents_of(ids).positions}
     batch = jax.tree.map(jnp.asarray, batch)
     params = nnx.state(Llama(config, rngs=nnx.Rngs(0)), nnx.Param)
     direction = jax.random.normal(jax.random.key(1), (2, 1024, config.hidden_size))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.kernels import documents, formulas
-from models.packed_attention import documents_of, packed_attention
+from benchmarks.kernels.documents import packed
 from pallas_kernels.gpu.device import target_device
 from support.numerics import assert_as_accurate, value_and_grads
 from support.on_gpu import as_float64
@@ -21,10 +21,6 @@ def hopper():
     capability = target_device().capability
     if capability is None or capability < (9, 0):
         pytest.skip("cuDNN takes documents one by one from Hopper on")
-
-
-def packed(q, k, v, segment_ids):
-    return packed_attention(q, k, v, documents_of(segment_ids))
 
 
 def inputs(shape, num_documents, dtype):

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.kernels.documents import packed
 from models import packed_attention as module
-from models.packed_attention import documents_at_a_time, documents_of, packed_attention
+from models.packed_attention import documents_at_a_time, documents_of
 from models.sharding import make_mesh
 from support.emulated_cudnn import emulate
 from support.numerics import assert_as_accurate, quick_jit, value_and_grads
@@ -57,10 +58,6 @@ def inputs(batch_size, dtype=jnp.float32, more=()):
     rng = np.random.default_rng(0)
     shapes = ((*more, batch_size, S, heads, H) for heads in (N, K, K, N))
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
-
-
-def packed(q, k, v, ids):
-    return packed_attention(q, k, v, documents_of(ids))
 
 
 def formula(q, k, v, ids):

@@ -14,6 +14,8 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.kernels.documents import packed
+from benchmarks.kernels.formulas import attention as masked
 from models import packed_attention
 from models.llama import Llama
 from models.packed_attention import documents_at_a_time, documents_of
@@ -43,18 +45,6 @@ def arrays(*leading: int) -> list[jax.Array]:
     rng = np.random.default_rng(0)
     shapes = [(*leading, B, S, heads, H) for heads in (N, K, K, N)]
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
-
-
-def packed(q, k, v, ids):
-    return packed_attention.packed_attention(q, k, v, documents_of(ids))
-
-
-def masked(q, k, v, ids):
-    visible = (ids[:, :, None] == ids[:, None]) & np.tri(S, dtype=bool)
-    k, v = (jnp.repeat(a, N // K, axis=2) for a in (k, v))
-    logits = jnp.einsum("bqnh,bknh->bnqk", q, k) * H**-0.5
-    weights = jax.nn.softmax(logits, where=visible[:, None], axis=-1)
-    return jnp.einsum("bnqk,bknh->bqnh", weights, v)
 
 
 def float64_of(fn, args, cotangent):
