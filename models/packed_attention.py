@@ -7,13 +7,12 @@ a call computes M documents of every row, and a loop calls again for the rows th
 backward keeps the statistics of each token alone.
 
 JAX has no public function for it, and the gradient of its own function keeps the statistics of M
-documents. This module calls the primitives below that function. `partitioned` gives each device its
-own rows on a mesh. On Auto axes it computes the members of `jax.vmap` one after the other. On a
-mesh of one device and inside of `jax.shard_map` it splits nothing, and `_of_all_rows` computes the
-rows of all members in one call.
+documents. This module makes an `Operation` of the primitives below that function. So each device of
+a mesh computes its own rows.
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,10 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from pallas_kernels.layout import Place, Roles, Tokens
+from pallas_kernels.mapping import Mask
+from pallas_kernels.operation import call
 from pallas_kernels.partition import partitioned
+from pallas_kernels.protocol import Arrays, Cotangents, Operation, with_members
 
 # Forward and backward of 4 x 4096 tokens and 32 heads of 64 channels take 1.04 ms on an H200 with
 # M = 8. Room for each further document costs 0.025 ms. Another call with M = 8 costs 0.30 ms, as
@@ -70,13 +72,6 @@ def documents_of(segment_ids: Int[Array, "B S"]) -> Documents:
     return Documents(numbers, tokens - starts, begins)
 
 
-_Q, _K, _LOGSUMEXP = Tokens(("s", "n", "h")), Tokens(("s", "k", "h")), Tokens(("s", "n"))
-_DOCUMENTS = (Tokens(("s",)), Tokens(("s",)), Tokens(("m",)))
-_FORWARD = Roles((_Q, _K, _K, *_DOCUMENTS), (_Q, _LOGSUMEXP))
-_BACKWARD = Roles((_Q, _K, _K, _Q, _LOGSUMEXP, _Q, *_DOCUMENTS), (_Q, _K, _K))
-
-
-@jax.custom_vjp
 def packed_attention(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B S K H"],
@@ -89,17 +84,50 @@ def packed_attention(
     the arrays are split, the output is NaN instead.
 
     Raises:
-      NotImplementedError: A device's queries are too large.
+      NotImplementedError: A device's queries are too large, or the result is differentiated in
+        forward mode, or twice.
       RuntimeError: There is no cuDNN.
     """
-    return _forward(q, k, v, documents)[0]
-
-
-def _forward(q: Array, k: Array, v: Array, documents: Documents) -> tuple[Array, Array]:
-    """The output, and the logsumexp of each token's logits, `[B, S, N]`."""
     cudnn.check_cudnn_version()
-    out, logsumexp = partitioned(_forward_of, None, _FORWARD, q, k, v, *documents)
-    return out, logsumexp
+    return call(_PackedAttention(), q, k, v, *documents)[0]
+
+
+_Q, _K, _LOGSUMEXP = Tokens(("s", "n", "h")), Tokens(("s", "k", "h")), Tokens(("s", "n"))
+_DOCUMENTS = (Tokens(("s",)), Tokens(("s",)), Tokens(("m",)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PackedAttention:
+    """The output of `(q, k, v, *documents)`.
+
+    The residual is the logsumexp of each token's logits, `[B, S, N]`. The members of `jax.vmap` are
+    an axis before the rows.
+    """
+
+    name = "packed_attention"
+
+    def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
+        roles = Roles((_Q, _K, _K, *_DOCUMENTS), (_Q, _LOGSUMEXP))
+        out, logsumexp = partitioned(_forward_of, None, roles, *args)
+        return (out,) if wanted is None else (out, logsumexp)
+
+    def num_residuals(self, wanted: Mask) -> int:
+        return 1
+
+    def saved(
+        self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        return results, (*args, *results, *residuals)
+
+    def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
+        (dout,) = cotangents
+        assert dout is not None  # JAX asks for no gradient of a result without one
+        roles = Roles((_Q, _K, _K, *_DOCUMENTS, _Q, _LOGSUMEXP, _Q), (_Q, _K, _K))
+        gradients = partitioned(_backward_of, None, roles, *saved, dout)
+        return [g for g, is_wanted in zip(gradients, wanted[:3], strict=True) if is_wanted]
+
+    def fold(self, wanted: Mask | None, args: Arrays, is_batched: Mask) -> tuple[Operation, Arrays]:
+        return self, with_members(args, is_batched)
 
 
 def _forward_of(_: None, place: Place) -> Callable[..., tuple[Array, Array]]:
@@ -117,22 +145,29 @@ def _forward_of(_: None, place: Place) -> Callable[..., tuple[Array, Array]]:
     return _of_all_rows(forward)
 
 
+def _backward_of(_: None, place: Place) -> Callable[..., tuple[Array, Array, Array]]:
+    def backward(q: Array, k: Array, v: Array, *arrays: Array) -> tuple[Array, Array, Array]:
+        *of_documents, out, logsumexp, dout = arrays
+        documents = Documents(*of_documents)
+
+        def some(first: Any) -> tuple[Array, Array, Array]:
+            stats = _of_documents(logsumexp, documents, first)
+            primitive = cudnn._dot_product_attention_bwd_p
+            dq, dk, dv = _bind(primitive, q, k, v, documents, first, stats, out, dout)
+            return dq, dk, dv
+
+        return _over_all(some, documents)
+
+    return _of_all_rows(backward)
+
+
 def _of_all_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of arrays of rows, which under `jax.vmap` takes the rows of all members at once.
+    """`function` of rows, for arrays that also have axes of members before the axis of rows."""
 
-    JAX cannot batch cuDNN's primitives, and `partitioned` batches only on Auto axes.
-    """
-    run = jax.custom_batching.custom_vmap(function)
-
-    @run.def_vmap
-    def of_members(size: int, is_batched: Sequence[bool], *args: Array) -> Any:
-        each = [
-            a if has_members else jnp.broadcast_to(a, (size, *a.shape))
-            for a, has_members in zip(args, is_batched, strict=True)
-        ]
-        results = run(*(a.reshape(-1, *a.shape[2:]) for a in each))
-        members = tuple(a.reshape(size, -1, *a.shape[1:]) for a in results)
-        return members, (True,) * len(members)
+    def run(q: Array, *others: Array) -> Any:
+        leading = q.shape[:-3]
+        rows = (jax.lax.collapse(a, 0, len(leading)) for a in (q, *others))
+        return tuple(a.reshape(*leading, *a.shape[1:]) for a in function(*rows))
 
     return run
 
@@ -156,36 +191,6 @@ def _fits(q: Array, place: Place) -> bool:
             f"{q.shape} have {q.size}; give a device fewer rows, or split them over more devices"
         )
     return False
-
-
-def _forward_rule(q: Array, k: Array, v: Array, documents: Documents) -> tuple[Array, Any]:
-    out, logsumexp = _forward(q, k, v, documents)
-    return out, (q, k, v, out, logsumexp, documents)
-
-
-def _backward_rule(residuals: Any, dout: Array) -> tuple[Array | None, ...]:
-    *kept, documents = residuals
-    return *partitioned(_backward_of, None, _BACKWARD, *kept, dout, *documents), None
-
-
-def _backward_of(_: None, place: Place) -> Callable[..., tuple[Array, Array, Array]]:
-    def backward(
-        q: Array, k: Array, v: Array, out: Array, logsumexp: Array, dout: Array, *arrays: Array
-    ) -> tuple[Array, Array, Array]:
-        documents = Documents(*arrays)
-
-        def some(first: Any) -> tuple[Array, Array, Array]:
-            stats = _of_documents(logsumexp, documents, first)
-            primitive = cudnn._dot_product_attention_bwd_p
-            dq, dk, dv = _bind(primitive, q, k, v, documents, first, stats, out, dout)
-            return dq, dk, dv
-
-        return _over_all(some, documents)
-
-    return _of_all_rows(backward)
-
-
-packed_attention.defvjp(_forward_rule, _backward_rule)
 
 
 def _over_all[T](some: Callable[[Any], T], documents: Documents) -> T:

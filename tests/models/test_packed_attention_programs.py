@@ -74,13 +74,26 @@ def test_each_device_reads_the_documents_of_its_own_rows(axes):
     assert_as_accurate(got, value_and_grads(of_mask, qkv, dout), expected, names=NAMES)
 
 
+IDS_OF_MEMBERS = np.stack(
+    [segment_ids()[order] for order in ([0, 1, 2, 3], [3, 1, 0, 2], [1, 1, 1, 3])]
+)
+
+
+def of_members(fn):
+    return lambda q, k, v: jax.vmap(fn)(q, k, v, IDS_OF_MEMBERS)
+
+
+def assert_equals_members_with_a_mask(got):
+    *qkv, dout = arrays(3)
+    plain = value_and_grads(of_members(masked), qkv, dout)
+    expected = float64_of(of_members(masked), qkv, dout)
+    assert_as_accurate(got, plain, expected, names=NAMES)
+
+
 @pytest.mark.parametrize("context", ["none", "one device", "shard_map"])
 def test_members_of_vmap(context):
     """3 s each. XLA splits nothing on a mesh of one device, and inside of `jax.shard_map`."""
     *qkv, dout = arrays(3)
-    ids = np.stack([segment_ids()[order] for order in ([0, 1, 2, 3], [3, 1, 0, 2], [1, 1, 1, 3])])
-
-    of_members = lambda fn: lambda q, k, v: jax.vmap(fn)(q, k, v, ids)
     attend = of_members(packed)
     mesh = make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])
     if context == "shard_map":
@@ -88,12 +101,19 @@ def test_members_of_vmap(context):
         rows = PartitionSpec(None, "fsdp")
         of_rows = lambda q, k, v, ids: jax.vmap(packed)(q, k, v, ids)
         split = jax.shard_map(of_rows, in_specs=rows, out_specs=rows)
-        attend = lambda q, k, v: split(q, k, v, ids)
+        attend = lambda q, k, v: split(q, k, v, IDS_OF_MEMBERS)
     with contextlib.nullcontext() if context == "none" else jax.set_mesh(mesh):
         got = quick_jit(functools.partial(value_and_grads, attend))(qkv, dout)
-    plain = value_and_grads(of_members(masked), qkv, dout)
-    expected = float64_of(of_members(masked), qkv, dout)
-    assert_as_accurate(got, plain, expected, names=NAMES)
+    assert_equals_members_with_a_mask(got)
+
+
+def test_gradients_of_members():
+    """`jax.vmap` of the gradients. 3 s."""
+
+    def gradients(q, k, v, dout, ids):
+        return value_and_grads(lambda *qkv: packed(*qkv, ids), (q, k, v), dout)
+
+    assert_equals_members_with_a_mask(quick_jit(jax.vmap(gradients))(*arrays(3), IDS_OF_MEMBERS))
 
 
 def attentions(jaxpr) -> Counter[str]:
