@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from models.packed_attention import Documents, packed_attention
+from models.documents import Documents
+from models.packed_attention import packed_attention
 from models.sharding import tensor_axis
 from pallas_kernels.choices import log_once
 from pallas_kernels.gpu.device import reason_not_here, target_device
@@ -46,8 +47,8 @@ def causal_attention(
             if (reason := _why_refused(q)) is not None:
                 raise RuntimeError(f"{reason}.")
             return packed_attention(q, k, v, documents)
-        numbers = documents.numbers
-        mask = (numbers[:, :, None] == numbers[:, None, :])[:, None]
+        begins = jnp.arange(q.shape[1], dtype=jnp.int32) - documents.positions
+        mask = (begins[:, :, None] == begins[:, None, :])[:, None]
         return _of_jax(q, k, v, mask, implementation)
     except RuntimeError as error:
         # XLA's errors are of other classes. This one says why cuDNN cannot compute it.

@@ -30,10 +30,10 @@ from jaxtyping import Array, Float, Int
 
 from models.attention import causal_attention
 from models.config import AUTO_REMAT, LlamaConfig
+from models.documents import documents_of
 from models.fp8 import check_fp8, quantize_weights
 from models.layer_scan import layer_scan
 from models.layers import MLP, Attention, Norm, OutputEmbedding
-from models.packed_attention import documents_of
 from models.projections import join_projections
 from models.remat import remat_policy
 from models.rope import rotary_cos_sin

@@ -1,75 +1,35 @@
 """cuDNN's causal attention of rows that hold several documents.
 
 cuDNN computes each document by itself, from where it begins and how long it is. So it skips the
-pairs of tokens of two documents, and needs no mask of S² elements. A call has room for M documents
-of each row, a constant, and its statistics have M times as many elements as those of whole rows. So
-a call computes M documents of every row, and a loop calls again for the rows that have more. The
+pairs of tokens of two documents, and needs no mask of S² elements. But a call has room for a
+constant number of documents, and needs memory for that number times the largest length. So there is
+a call for each bucket of lengths (`documents.py`), with memory for three times the tokens. The
 backward keeps the statistics of each token alone.
 
-JAX has no public function for it, and the gradient of its own function keeps the statistics of M
-documents. This module makes an `Operation` of the primitives below that function. So each device of
-a mesh computes its own rows.
+JAX has no public function for it, and the gradient of its own function keeps the statistics of all
+documents for which there is room. This module makes an `Operation` of the primitives below that
+function. So each device of a mesh computes its own rows.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
+from models.documents import ROOM, Documents, Part, buckets, num_calls, part_of
 from pallas_kernels.layout import Place, Roles, Tokens
 from pallas_kernels.mapping import Mask
 from pallas_kernels.operation import call
 from pallas_kernels.partition import partitioned
 from pallas_kernels.protocol import Arrays, Cotangents, Operation, with_members
 
-# Forward and backward of 4 x 4096 tokens and 32 heads of 64 channels take 1.04 ms on an H200 with
-# M = 8. Room for each further document costs 0.025 ms. Another call with M = 8 costs 0.30 ms, as
-# much as room for 12 documents (docs/lab/2026-11-29-rows-of-documents.md). With M = 64 the
-# statistics have as many bytes as queries of 128 channels.
-_LEAST, _TOKENS_EACH, _MOST = 8, 512, 64
-
-
-def documents_at_a_time(sequence_length: int) -> int:
-    """The number of documents of a row that one call of cuDNN computes, M."""
-    return min(max(_LEAST, sequence_length // _TOKENS_EACH), _MOST)
-
-
-class Documents(NamedTuple):
-    """The documents of a batch of rows.
-
-    Attributes:
-      numbers: Index of each token's document in its row.
-      positions: Position of each token in its document, from 0.
-      begins: Where each document of a row begins, then S for every document that the row lacks.
-    """
-
-    numbers: Int32[Array, "B S"]
-    positions: Int32[Array, "B S"]
-    begins: Int32[Array, "B _"]
-
-    def some(self, first: Int[Array, ""] | int) -> tuple[Int32[Array, "B M"], Int32[Array, "B M"]]:
-        """Where M documents begin, and their lengths, which are 0 for those that a row lacks."""
-        count = documents_at_a_time(self.numbers.shape[1])
-        bounds = jax.lax.dynamic_slice_in_dim(self.begins, first, count + 1, axis=1)
-        return bounds[:, :-1], jnp.diff(bounds, axis=1)
-
-
-def documents_of(segment_ids: Int[Array, "B S"]) -> Documents:
-    """The documents of rows. A document begins wherever `segment_ids` changes along a row."""
-    length = segment_ids.shape[1]
-    count = documents_at_a_time(length)
-    tokens = jnp.arange(length, dtype=jnp.int32)
-    is_first = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1] - 1) != 0
-    numbers = jnp.cumsum(is_first, axis=1, dtype=jnp.int32) - 1
-    starts = jax.lax.cummax(jnp.where(is_first, tokens, 0), axis=1)
-    begins = jnp.sort(jnp.where(is_first, tokens, length), axis=1)
-    padding = -length % count + 1
-    begins = jnp.pad(begins, ((0, 0), (0, padding)), constant_values=length)
-    return Documents(numbers, tokens - starts, begins)
+# cuDNN finds the float32 sums of `dq` of a document by an index of 32 bits. Beyond it `dq` is wrong
+# (docs/lab/2026-11-30-buckets-of-documents.md). It counts the tokens of a document in tiles.
+_MOST_SUMS, _TILE = 2**32, 128
 
 
 def packed_attention(
@@ -80,8 +40,8 @@ def packed_attention(
 ) -> Float[Array, "B S N H"]:
     """The causal attention of each document by itself; logits are divided by √H.
 
-    If a device's queries have 2³¹ elements or more, it raises an error. Where JAX does not tell how
-    the arrays are split, the output is NaN instead.
+    cuDNN takes a device's queries if they have at most about 1.4 · 10⁹ elements. If they have more,
+    an error is raised. Where JAX does not tell how the arrays are split, the output is NaN instead.
 
     Raises:
       NotImplementedError: A device's queries are too large, or the result is differentiated in
@@ -89,16 +49,16 @@ def packed_attention(
       RuntimeError: There is no cuDNN.
     """
     cudnn.check_cudnn_version()
-    return call(_PackedAttention(), q, k, v, *documents)[0]
+    *of_tokens, begins = documents
+    return call(_PackedAttention(), q, k, v, *of_tokens, *begins)[0]
 
 
 _Q, _K, _LOGSUMEXP = Tokens(("s", "n", "h")), Tokens(("s", "k", "h")), Tokens(("s", "n"))
-_DOCUMENTS = (Tokens(("s",)), Tokens(("s",)), Tokens(("m",)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _PackedAttention:
-    """The output of `(q, k, v, *documents)`.
+    """The output of `(q, k, v, *arrays of the documents)`.
 
     The residual is the logsumexp of each token's logits, `[B, S, N]`. The members of `jax.vmap` are
     an axis before the rows.
@@ -107,7 +67,7 @@ class _PackedAttention:
     name = "packed_attention"
 
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
-        roles = Roles((_Q, _K, _K, *_DOCUMENTS), (_Q, _LOGSUMEXP))
+        roles = Roles((_Q, _K, _K, *_roles_of_documents(args[3:])), (_Q, _LOGSUMEXP))
         out, logsumexp = partitioned(_forward_of, None, roles, *args)
         return (out,) if wanted is None else (out, logsumexp)
 
@@ -117,46 +77,58 @@ class _PackedAttention:
     def saved(
         self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
     ) -> tuple[Arrays, Arrays]:
-        return results, (*args, *results, *residuals)
+        q, k, v, *of_documents = args
+        return results, (q, k, v, *results, *residuals, *of_documents)
 
     def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
         (dout,) = cotangents
         assert dout is not None  # JAX asks for no gradient of a result without one
-        roles = Roles((_Q, _K, _K, *_DOCUMENTS, _Q, _LOGSUMEXP, _Q), (_Q, _K, _K))
-        gradients = partitioned(_backward_of, None, roles, *saved, dout)
+        of_documents = _roles_of_documents(saved[5:])
+        roles = Roles((_Q, _Q, _K, _K, _Q, _LOGSUMEXP, *of_documents), (_Q, _K, _K))
+        gradients = partitioned(_backward_of, None, roles, dout, *saved)
         return [g for g, is_wanted in zip(gradients, wanted[:3], strict=True) if is_wanted]
 
     def fold(self, wanted: Mask | None, args: Arrays, is_batched: Mask) -> tuple[Operation, Arrays]:
         return self, with_members(args, is_batched)
 
 
+def _roles_of_documents(arrays: Arrays) -> tuple[Tokens, ...]:
+    of_begins = (Tokens((f"m{bucket}",)) for bucket in range(len(arrays) - 3))
+    return (*(Tokens(("s",)),) * 3, *of_begins)
+
+
+def _documents_from(arrays: Sequence[Array]) -> Documents:
+    positions, lengths, numbers, *begins = arrays
+    return Documents(positions, lengths, numbers, tuple(begins))
+
+
 def _forward_of(_: None, place: Place) -> Callable[..., tuple[Array, Array]]:
     def forward(q: Array, k: Array, v: Array, *arrays: Array) -> tuple[Array, Array]:
-        documents = Documents(*arrays)
+        documents = _documents_from(arrays)
         if not _fits(q, place):
             return jnp.full_like(q, jnp.nan), jnp.full(q.shape[:3], jnp.nan, jnp.float32)
 
-        def some(first: Any) -> tuple[Array, Array]:
-            out, stats = _bind(cudnn._dot_product_attention_fwd_p, q, k, v, documents, first)
-            return out, _of_tokens(stats, documents, first)
+        def attend(part: Part, largest: int) -> tuple[Array, Array]:
+            primitive = cudnn._dot_product_attention_fwd_p
+            out, stats = _bind(primitive, part, largest, q, k, v)
+            return out.reshape(q.shape), _of_tokens(stats, part, documents)
 
-        return _over_all(some, documents)
+        return _over_all(attend, documents)
 
     return _of_all_rows(forward)
 
 
 def _backward_of(_: None, place: Place) -> Callable[..., tuple[Array, Array, Array]]:
-    def backward(q: Array, k: Array, v: Array, *arrays: Array) -> tuple[Array, Array, Array]:
-        *of_documents, out, logsumexp, dout = arrays
-        documents = Documents(*of_documents)
-
-        def some(first: Any) -> tuple[Array, Array, Array]:
-            stats = _of_documents(logsumexp, documents, first)
+    def backward(
+        dout: Array, q: Array, k: Array, v: Array, out: Array, logsumexp: Array, *arrays: Array
+    ) -> tuple[Array, ...]:
+        def gradients(part: Part, largest: int) -> tuple[Array, ...]:
+            stats = _of_documents(logsumexp, part, largest)
             primitive = cudnn._dot_product_attention_bwd_p
-            dq, dk, dv = _bind(primitive, q, k, v, documents, first, stats, out, dout)
-            return dq, dk, dv
+            found = _bind(primitive, part, largest, q, k, v, stats, out, dout)
+            return tuple(g.reshape(a.shape) for g, a in zip(found, (q, k, v), strict=True))
 
-        return _over_all(some, documents)
+        return _over_all(gradients, _documents_from(arrays))
 
     return _of_all_rows(backward)
 
@@ -173,86 +145,93 @@ def _of_all_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fits(q: Array, place: Place) -> bool:
-    """Whether int32 has the offsets into the queries.
+    """Whether cuDNN's indices reach all sums of the gradient of `q`.
 
     Where JAX traces the arrays of all devices, the answer may be False, and the results are not
     used. Where it cannot be known whether `q` is a device's part, a device has NaN.
 
     Raises:
-      NotImplementedError: int32 is too small, and `q` is a device's part.
+      NotImplementedError: They do not, and `q` is a device's part.
     """
-    if q.size < 2**31:
+    largest = buckets(q.shape[1])[-1]
+    num_sums = ROOM * q.size // largest * (-(-largest // _TILE) * _TILE)
+    if num_sums <= _MOST_SUMS:
         return True
     mesh = jax.sharding.get_abstract_mesh()
     num_devices = jax.device_count() if mesh.empty else mesh.size
     if place.leading or num_devices == 1 or mesh.are_all_axes_manual:
         raise NotImplementedError(
-            "cuDNN finds documents in fewer than 2**31 elements, and a device's queries "
-            f"{q.shape} have {q.size}; give a device fewer rows, or split them over more devices"
+            f"a device's queries {q.shape} are too many for cuDNN's attention of documents, whose "
+            f"{num_sums} sums need indices of more than 32 bits; give a device fewer rows, split "
+            "them over more devices, or leave out segment_ids"
         )
     return False
 
 
-def _over_all[T](some: Callable[[Any], T], documents: Documents) -> T:
-    """The results of `some(first)`, of M documents from `first`, for the tokens of all documents.
+def _over_all[T](attend: Callable[[Part, int], T], documents: Documents) -> T:
+    """The results of `attend(part, largest length)` for the tokens of all documents.
 
     Each result is a tuple of arrays `[B, S, ...]`, with any value for tokens of other documents.
     """
-    count = documents_at_a_time(documents.numbers.shape[1])
+    lengths = buckets(documents.lengths.shape[1])
 
-    def step(i: Array, results: T) -> T:
-        is_here = documents.numbers // count == i
+    def with_part(bucket: int, index: Any, results: T | None) -> T:
+        part = part_of(documents, bucket, index)
 
         def replaced(old: Array, new: Array) -> Array:
-            return jnp.where(jnp.expand_dims(is_here, range(2, old.ndim)), new, old)
+            return jnp.where(jnp.expand_dims(part.is_here, range(2, old.ndim)), new, old)
 
-        return jax.tree.map(replaced, results, some(i * count))
+        found = attend(part, lengths[bucket])
+        return found if results is None else jax.tree.map(replaced, results, found)
 
-    num_steps = jnp.max(documents.numbers[:, -1]) // count + 1
-    return jax.lax.fori_loop(1, num_steps, step, some(0))
+    results, last = None, len(lengths) - 1
+    for bucket in range(len(lengths)):
+        results = with_part(bucket, 0, results)
+        if bucket in range(2, last, 2):
+            # Without a barrier XLA keeps the results of all buckets, and then reads them at once.
+            results = jax.lax.optimization_barrier(results)
+    step = lambda index, results: with_part(last, index, results)
+    return jax.lax.fori_loop(1, num_calls(documents, last), step, results)
 
 
 def _of_tokens(
-    stats: Float32[Array, "BM N S"], documents: Documents, first: Any
+    stats: Float32[Array, "_ N L"], part: Part, documents: Documents
 ) -> Float32[Array, "B S N"]:
-    """The statistics of each token, from those of M documents, which are stored by position."""
-    batch_size = len(documents.numbers)
-    stats = stats.reshape(batch_size, -1, *stats.shape[1:])
-    numbers = jnp.clip(documents.numbers - first, 0, stats.shape[1] - 1)
+    """The statistics of each token, from those of the documents, which are stored by position."""
+    stats = stats.reshape(*part.begins.shape, *stats.shape[1:])
+    positions = jnp.where(part.is_here, documents.positions, 0)
     of_row = lambda stats, number, position: stats[number, :, position]
-    return jax.vmap(of_row)(stats, numbers, documents.positions)
+    return jax.vmap(of_row)(stats, part.numbers, positions)
 
 
 def _of_documents(
-    stats: Float32[Array, "B S N"], documents: Documents, first: Any
-) -> Float32[Array, "BM N S"]:
-    """The statistics of M documents, stored by position; the reverse of `_of_tokens`."""
-    length = stats.shape[1]
-    begins, _ = documents.some(first)
-    tokens = jnp.minimum(begins[:, :, None] + jnp.arange(length, dtype=jnp.int32), length - 1)
+    stats: Float32[Array, "B S N"], part: Part, largest: int
+) -> Float32[Array, "_ N L"]:
+    """The statistics of the documents, stored by position; the reverse of `_of_tokens`."""
+    tokens = part.begins[:, :, None] + jnp.arange(largest, dtype=jnp.int32)
     of_row = lambda stats, tokens: jnp.moveaxis(stats[tokens], 2, 1)
-    of_documents = jax.vmap(of_row)(stats, tokens)
+    of_documents = jax.vmap(of_row)(stats, jnp.minimum(tokens, stats.shape[1] - 1))
     return of_documents.reshape(-1, *of_documents.shape[2:])
 
 
 def _bind(
-    primitive: Any,
-    q: Array,
-    k: Array,
-    v: Array,
-    documents: Documents,
-    first: Any,
-    *of_backward: Array,
+    primitive: Any, part: Part, largest: int, q: Array, k: Array, v: Array, *of_backward: Array
 ) -> Any:
-    """cuDNN's forward or backward of M documents of each row, from `first`."""
-    begins, lengths = documents.some(first)
+    """cuDNN's forward or backward of some documents, in rows of the largest length.
+
+    cuDNN finds a document by its offset among all tokens. So it may be longer than what is left of
+    the row in which it begins.
+    """
+    in_rows = lambda a: a.reshape(-1, largest, *a.shape[2:]) if a.ndim == 4 else a
+    q, k, v, *rest = map(in_rows, (q, k, v, *of_backward))
+    lengths = part.lengths.reshape(-1, ROOM)
     unused = jnp.zeros(0, q.dtype)
     options: dict[str, Any] = {} if of_backward else {"is_training": True}
     if jax.__version_info__ >= (0, 12):
         options |= {"score_mod_name": None, "score_mod_jaxpr": None}
     return primitive.bind(
-        *(q, k, v, unused, lengths, lengths, _offsets(begins, q), _offsets(begins, k)),
-        *(unused, unused, *of_backward),
+        *(q, k, v, unused, lengths, lengths, _offsets(part, q), _offsets(part, k)),
+        *(unused, unused, *rest),
         scale=q.shape[-1] ** -0.5,
         seed=0,
         dropout_rate=0.0,
@@ -264,16 +243,14 @@ def _bind(
     )
 
 
-def _offsets(begins: Int32[Array, "B M"], x: Float[Array, "B S N H"]) -> Int32[Array, "B M+1"]:
+def _offsets(part: Part, x: Float[Array, "R L N H"]) -> Int32[Array, "R _"]:
     """The index of each document's first element among all elements of `x`.
 
-    The first B M entries are for the documents of all rows, in order. The next one is the size of
-    `x`. cuDNN reads no entry after it.
+    The first entries are for the documents of all rows, in order. The next one is the size of `x`.
+    cuDNN reads no entry after it.
     """
-    batch_size, length, *_ = x.shape
+    batch_size, length = part.numbers.shape
     rows = jnp.arange(batch_size, dtype=jnp.int32)[:, None] * length
-    tokens = jnp.pad(
-        (begins + rows).reshape(-1), (0, batch_size), constant_values=batch_size * length
-    )
-    size = x.shape[2] * x.shape[3]
-    return tokens.reshape(batch_size, -1) * size
+    padding = (0, len(x))
+    begins = jnp.pad((part.begins + rows).reshape(-1), padding, constant_values=batch_size * length)
+    return begins.reshape(len(x), -1) * (x.shape[2] * x.shape[3])

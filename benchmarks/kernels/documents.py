@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from benchmarks.kernels.formulas import Arrays
 from benchmarks.kernels.shapes import Shape
-from models.packed_attention import documents_of, packed_attention
+from models.documents import documents_of
+from models.packed_attention import packed_attention
 
 
 def specs_of(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:

@@ -41,7 +41,7 @@ import jax
 import train.step
 from benchmarks import ceilings
 from benchmarks.kernels.documents import random_segment_ids
-from models.packed_attention import documents_of
+from models.documents import documents_of
 from models.sharding import batch_sharding, make_mesh
 from pallas_kernels import hardware, linear_cross_entropy
 from train.config import PRESET_NAMES, TrainConfig, preset

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from aot.harness import Case, Program
 from benchmarks.training.schedule import Schedule
-from models.packed_attention import documents_at_a_time, documents_of, packed_attention
+from models.documents import ROOM, buckets, documents_of
+from models.packed_attention import packed_attention
 
 B, S, N, K, H = 8, 2048, 6, 2, 128
 MEMBERS = 3
@@ -64,25 +65,28 @@ def calls(hlo: str) -> list[tuple[bool, str, str]]:
 
 @pytest.mark.parametrize("chip", ["h100"])
 @pytest.mark.parametrize("case", CASES)
-def test_cudnn_computes_documents_before_the_loop_and_in_it(compiled, chip, case):
+def test_cudnn_computes_each_bucket_and_more_documents_in_a_loop(compiled, chip, case):
     program: Program = compiled(chip, case)
     found = calls(program.hlo)
-    assert sorted((in_entry, target) for in_entry, target, _ in found) == [
-        (in_entry, target)
-        for in_entry in (False, True)
-        for target in ("fmhaSoftmax", "fmhaSoftmaxBackward")
-    ]
-    rows = ROWS_OF_A_DEVICE.get(case, 1)
-    count = documents_at_a_time(S)
+    for target in ("fmhaSoftmax", "fmhaSoftmaxBackward"):
+        in_entry = [where for where, name, _ in found if name == target]
+        assert sorted(in_entry) == [False, *[True] * len(buckets(S))]
+    num_tokens = ROWS_OF_A_DEVICE.get(case, 1) * S
+    all_shapes = []
     for _, target, line in found:
         assert re.search(r'"mask_type":\s*"PADDING_CAUSAL"', line)
-        # JAX does not see to it that all operands have the rows of the queries of a device.
+        # JAX does not see to it that all operands have the tokens of a device.
         operands = line.partition("operand_layout_constraints={")[2].partition("}}")[0]
-        shapes = re.findall(r"(\w+\[[\d,]*\])", operands)
-        q, k = (f"bf16[{rows},{S},{heads},{H}]" for heads in (N, K))
-        of_documents = [f"s32[{rows},{count}]"] * 2 + [f"s32[{rows},{count + 1}]"] * 2
-        backward = [f"f32[{rows * count},{N},{S}]", q, q] if "Backward" in target else []
-        assert shapes == [q, k, k, *backward, *of_documents]
+        all_shapes.append((target, re.findall(r"(\w+\[[\d,]*\])", operands)))
+    expected = []
+    for largest in (*buckets(S), buckets(S)[-1]):
+        rows = num_tokens // largest
+        q, k = (f"bf16[{rows},{largest},{heads},{H}]" for heads in (N, K))
+        of_documents = [f"s32[{rows},{ROOM}]"] * 2 + [f"s32[{rows},{ROOM + 1}]"] * 2
+        stats = f"f32[{rows * ROOM},{N},{largest}]"
+        expected.append(("fmhaSoftmax", [q, k, k, *of_documents]))
+        expected.append(("fmhaSoftmaxBackward", [q, k, k, stats, q, q, *of_documents]))
+    assert sorted(all_shapes) == sorted(expected)
 
 
 @pytest.mark.parametrize("chip", ["h100"])

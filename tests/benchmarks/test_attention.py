@@ -11,7 +11,7 @@ import pytest
 from benchmarks import ceilings, peers, timing
 from benchmarks.kernels import attention, documents, formulas
 from benchmarks.kernels.attention import DIRECTIONS, Variant
-from models.packed_attention import documents_of
+from models.documents import documents_of
 
 SHAPE = (2, 32, 6, 2, 16)
 

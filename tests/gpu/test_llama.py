@@ -15,8 +15,8 @@ import pytest
 from flax import nnx
 
 from benchmarks.kernels import documents
+from models.documents import documents_of
 from models.llama import Llama
-from models.packed_attention import documents_of
 from models.presets import PRESETS
 from models.remat import POLICIES
 from models.sharding import batch_sharding, make_mesh, parameter_shardings

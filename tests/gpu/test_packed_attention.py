@@ -14,6 +14,7 @@ from support.on_gpu import as_float64
 pytestmark = pytest.mark.gpu
 NAMES = ["out", "dq", "dk", "dv"]
 UNEVEN, LARGE, WIDE = (3, 1000, 8, 2, 64), (2, 4096, 8, 8, 128), (1, 2048, 4, 2, 256)
+SHORT, SHORTEST, LONG = (3, 64, 4, 2, 64), (2, 8, 4, 2, 64), (1, 16384, 8, 2, 64)
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +54,12 @@ def exact_of(arrays, ids):
         (LARGE, 60, "bfloat16"),
         (LARGE, 60, "float16"),
         (WIDE, 20, "bfloat16"),
+        (SHORT, 9, "bfloat16"),
+        (SHORTEST, 3, "bfloat16"),
+        (LONG, 12, "bfloat16"),
     ],
 )
 def test_as_accurate_as_with_a_mask(shape, num_documents, dtype):
-    """A call of cuDNN takes 8 documents of a row."""
     if shape == WIDE and target_device().capability != (9, 0):
         pytest.skip("cuDNN takes heads above 128 channels on Hopper")
     arrays, ids = inputs(shape, num_documents, dtype)
@@ -65,11 +68,26 @@ def test_as_accurate_as_with_a_mask(shape, num_documents, dtype):
 
 
 def test_documents_of_one_token():
-    """500 of them before a longer one: 63 calls."""
+    """500 of them before a longer one: 43 calls."""
     arrays, _ = inputs(UNEVEN, 1, "bfloat16")
     ids = jnp.tile(jnp.minimum(jnp.arange(1000, dtype=jnp.int32), 500), (3, 1))
     got, masked = (computed(fn, arrays, ids) for fn in (packed, documents.masked))
     assert_as_accurate(got, masked, exact_of(arrays, ids), names=NAMES)
+
+
+@pytest.mark.large
+def test_as_many_sums_as_cudnn_finds():
+    """0.75 of 2³² sums of `dq`. With more than 2³² of them, cuDNN's `dq` would be wrong."""
+    length, size = 2**18, 256
+    arrays, _ = inputs((1, length, 32, 8, 128), 1, "bfloat16")
+    ids = jnp.arange(length, dtype=jnp.int32)[None] // size
+    got = computed(packed, arrays, ids)
+    of_last_heads = [a[:, :, a.shape[2] * 7 // 8 :] for a in arrays]
+    rows = [a.reshape(-1, size, *a.shape[2:]) for a in of_last_heads]
+    ids = jnp.zeros((length // size, size), jnp.int32)
+    plain, exact = computed(documents.masked, rows, ids), exact_of(rows, ids)
+    got = [a[:, :, a.shape[2] * 7 // 8 :].reshape(b.shape) for a, b in zip(got, plain, strict=True)]
+    assert_as_accurate(got, plain, exact, names=NAMES)
 
 
 def test_without_jit():

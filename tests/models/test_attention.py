@@ -9,7 +9,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from models import attention
 from models.attention import causal_attention
-from models.packed_attention import documents_of
+from models.documents import documents_of
 from pallas_kernels import choices
 from pallas_kernels.gpu.device import Device
 from support.small_llama import changed, hidden_of, random_tokens

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import attention, packed_attention
+from models import attention
 from models.config import LlamaConfig
 from models.llama import Llama
 from support.emulated_cudnn import emulate
@@ -111,9 +111,8 @@ def test_equals_the_textbook_in_values_and_gradients(changes, dtype):
     ],
 )
 def test_documents_one_by_one_equal_the_textbook(monkeypatch, changes):
-    """An emulation of cuDNN computes two of a row's three documents at a time. 4 s."""
+    """An emulation of cuDNN computes the documents. 4 s."""
     emulate(monkeypatch)
-    monkeypatch.setattr(packed_attention, "documents_at_a_time", lambda length: 2)
     for name in ("_why_no_cudnn", "_why_refused"):
         monkeypatch.setattr(attention, name, lambda q: None)
     monkeypatch.setattr(attention.jax.nn, "dot_product_attention", None)  # the one with a mask

@@ -9,43 +9,47 @@ import numpy as np
 import pytest
 
 from benchmarks.kernels.documents import packed
-from models import packed_attention as module
-from models.packed_attention import documents_at_a_time, documents_of
+from models import documents as module
+from models import packed_attention
 from models.sharding import make_mesh
 from support.emulated_cudnn import emulate
 from support.numerics import assert_as_accurate, quick_jit, value_and_grads
 
-S, N, K, H = 58, 4, 2, 12
+N, K, H = 4, 2, 12
 NAMES = ["out", "dq", "dk", "dv"]
-
-
-def ids_of(*documents):
-    """A row of documents `(number, length)`, the last of which fills the row."""
-    numbers, lengths = zip(*documents, strict=True)
-    return np.repeat(numbers, (*lengths[:-1], S - sum(lengths[:-1]))).astype(np.int32)
-
-
-# By the documents of their rows; a call of cuDNN takes 8 of each row.
-ROWS = {
-    "one": ids_of((0, S)),
-    "from 1, one token": ids_of((1, 29), (2, 1), (3, 0)),
-    "padding": ids_of((1, 20), (2, 21), (0, 0)),
-    "not in order": ids_of((5, 2), (2, 2), (9, 20), (-1, 7), (5, 11), (2, 0)),
-    "8": ids_of(*((i, 7) for i in range(8))),
-    "9": ids_of(*((i, 3) for i in range(9))),
-    "16": ids_of(*((i, 1 + i % 4) for i in range(16))),
-    "19, and two numbers": ids_of(*((i % 2, 3) for i in range(19))),
-    "one token each": np.arange(S, dtype=np.int32),
+# The length of the rows, the largest length at which there is no further bucket, and the buckets.
+LENGTHS = {
+    "one": (58, 1024, (58,)),
+    "two": (64, 1024, (64, 16)),
+    "three": (64, 4, (64, 16, 4)),
 }
+
+
+def segment_ids(batch, length):
+    """Rows of documents of every bucket."""
+
+    def of_rest(number, *documents):
+        """A row of documents `(number, length)`, and one with this number to its end."""
+        numbers, sizes = zip(*documents, (number, length), strict=True)
+        return np.repeat(numbers, sizes)[:length].astype(np.int32)
+
+    rows = {
+        "one": of_rest(0),
+        "from 1, one token": of_rest(3, (1, 29), (2, 1)),
+        "padding": of_rest(0, (1, 20), (2, 21)),
+        "not in order": of_rest(2, (5, 2), (2, 2), (9, 20), (-1, 7), (5, 11)),
+        "largest of a bucket": of_rest(4, (0, 16), (1, 17), (2, 4), (3, 5)),
+        "nine": of_rest(8, *((i, 4) for i in range(8))),
+        "19, and two numbers": of_rest(0, *((1 + i % 2, 3) for i in range(18))),
+        "one token each": np.arange(length, dtype=np.int32),
+    }
+    return jnp.asarray(np.stack([rows[name] for name in BATCHES[batch]]))
+
+
 BATCHES = {
-    "one call": ["one", "from 1, one token", "padding", "not in order", "8"],
-    "two calls": ["16", "9", "one"],
-    "eight calls": ["one", "one token each", "19, and two numbers", "not in order"],
+    "few": ["one", "from 1, one token", "padding", "largest of a bucket", "not in order"],
+    "many": ["one", "one token each", "19, and two numbers", "nine"],
 }
-
-
-def segment_ids(batch):
-    return jnp.asarray(np.stack([ROWS[name] for name in BATCHES[batch]]))
 
 
 def numbers_of(ids):
@@ -53,10 +57,10 @@ def numbers_of(ids):
     return np.cumsum(np.diff(ids, axis=-1, prepend=ids[..., :1]) != 0, axis=-1)
 
 
-def inputs(batch_size, dtype=jnp.float32, more=()):
-    """Queries, keys, values and a cotangent, rounded to `dtype`."""
+def inputs(shape, dtype=jnp.float32, more=()):
+    """Queries, keys, values and a cotangent of rows `[B, S]`, rounded to `dtype`."""
     rng = np.random.default_rng(0)
-    shapes = ((*more, batch_size, S, heads, H) for heads in (N, K, K, N))
+    shapes = ((*more, *shape, heads, H) for heads in (N, K, K, N))
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
@@ -67,7 +71,7 @@ def formula(q, k, v, ids):
     logits = jnp.einsum("bskgh,btkh->bkgst", queries, k.astype(wide)) * H**-0.5
     is_new = jnp.diff(ids, axis=1, prepend=ids[:, :1]) != 0
     numbers = jnp.cumsum(is_new, axis=1, dtype=jnp.int32)
-    mask = (numbers[:, :, None] == numbers[:, None]) & jnp.tri(S, dtype=bool)
+    mask = (numbers[:, :, None] == numbers[:, None]) & jnp.tri(q.shape[1], dtype=bool)
     logits = jnp.where(mask[:, None, None], logits, -jnp.inf)
     # The operands of both products are rounded, as in cuDNN.
     probabilities = jax.nn.softmax(logits, axis=-1).astype(q.dtype).astype(wide)
@@ -97,21 +101,24 @@ def cudnn(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "batch, dtype",
+    "lengths, batch, dtype",
     [
-        ("one call", "float32"),
-        pytest.param("one call", "bfloat16", marks=pytest.mark.full),
-        pytest.param("two calls", "float32", marks=pytest.mark.full),
-        ("two calls", "bfloat16"),
-        ("eight calls", "float32"),
-        ("eight calls", "bfloat16"),
+        ("one", "few", "float32"),
+        pytest.param("one", "many", "bfloat16", marks=pytest.mark.full),
+        pytest.param("two", "few", "float32", marks=pytest.mark.full),
+        ("two", "many", "float32"),
+        ("two", "many", "bfloat16"),
+        ("three", "few", "bfloat16"),
+        ("three", "many", "float32"),
     ],
 )
 @pytest.mark.usefixtures("cudnn")
-def test_equals_the_attention_with_a_mask(batch, dtype):
+def test_equals_the_attention_with_a_mask(monkeypatch, lengths, batch, dtype):
     """2 s each."""
-    ids = segment_ids(batch)
-    assert_equals_the_formula(inputs(len(ids), dtype), ids)
+    length, last, _ = LENGTHS[lengths]
+    monkeypatch.setattr(module, "_LAST", last)
+    ids = segment_ids(batch, length)
+    assert_equals_the_formula(inputs(ids.shape, dtype), ids)
 
 
 def in_a_scan(fn):
@@ -133,69 +140,97 @@ def with_documents_outside(fn):
 @pytest.mark.usefixtures("cudnn")
 def test_layers_that_are_computed_again(transform):
     """2 s each."""
-    ids = segment_ids("two calls")
-    assert_equals_the_formula(inputs(len(ids)), ids, transform)
+    ids = segment_ids("many", 64)
+    assert_equals_the_formula(inputs(ids.shape), ids, transform)
 
 
 @pytest.mark.usefixtures("cudnn")
 def test_members_that_share_documents_and_keys():
     """Members of members, where XLA partitions nothing. 2 s."""
-    ids = segment_ids("two calls")
-    q, *_, cotangent = inputs(3, more=(2, 2))
-    _, k, v, _ = inputs(3)
+    ids = segment_ids("many", 64)
+    q, *_, cotangent = inputs(ids.shape, more=(2, 2))
+    _, k, v, _ = inputs(ids.shape)
     twice = lambda fn: jax.vmap(jax.vmap(fn, (0, None, None, None)), (0, None, None, None))
     with jax.set_mesh(make_mesh(data=1, fsdp=1, devices=jax.devices()[:1])):
         assert_equals_the_formula([q, k, v, cotangent], ids, twice)
 
 
-def test_a_call_of_cudnn_gets_each_document_by_itself():
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_a_call_of_cudnn_gets_each_document_by_itself(monkeypatch, lengths):
     """The first element of each document in all rows, and the lengths."""
+    length, last, buckets = LENGTHS[lengths]
+    monkeypatch.setattr(module, "_LAST", last)
     found = []
     primitive = types.SimpleNamespace(bind=lambda *args, **options: found.append((args, options)))
-    ids = segment_ids("two calls")
-    q, k, v, _ = inputs(3, jnp.bfloat16)
-    documents = documents_of(ids)
-    for first in (0, 8):
-        module._bind(primitive, q, k, v, documents, first)
-        args, options = found.pop()
-        assert options["mask_type"] == module.cudnn.MaskType.PADDING_CAUSAL
-        assert options["scale"] == pytest.approx(H**-0.5)
-        lengths, lengths_k, offsets, offsets_k = map(np.asarray, args[4:8])
-        assert lengths.shape == (3, 8) and offsets.shape == (3, 9)
-        np.testing.assert_array_equal(lengths_k, lengths)
-        # Documents that a row lacks begin behind the row. Then come the ends of the arrays.
-        begins = []
-        for row, numbers in enumerate(numbers_of(np.asarray(ids))):
-            for place in range(8):
-                here = np.flatnonzero(numbers == first + place)
-                begins.append(row * S + (here[0] if len(here) else S))
-                assert lengths[row, place] == len(here)
-        begins = np.array([*begins, 3 * S, 3 * S, 3 * S]).reshape(3, 9)
-        np.testing.assert_array_equal(offsets, begins * N * H)
-        np.testing.assert_array_equal(offsets_k, begins * K * H)
+    ids = segment_ids("many", length)
+    batch_size = len(ids)
+    q, k, v, _ = inputs(ids.shape, jnp.bfloat16)
+    documents = module.documents_of(ids)
+    assert module.buckets(length) == buckets
+    computed = []
+    for bucket, largest in enumerate(buckets):
+        calls = int(module.num_calls(documents, bucket)) if largest == buckets[-1] else 1
+        for index in range(calls):
+            part = module.part_of(documents, bucket, index)
+            packed_attention._bind(primitive, part, largest, q, k, v)
+            args, options = found.pop()
+            assert options["mask_type"] == packed_attention.cudnn.MaskType.PADDING_CAUSAL
+            assert options["scale"] == pytest.approx(H**-0.5)
+            num_rows = batch_size * length // largest
+            assert [a.shape for a in args[:3]] == [(num_rows, largest, n, H) for n in (N, K, K)]
+            sizes, sizes_k, offsets, offsets_k = map(np.asarray, args[4:8])
+            assert sizes.shape == (num_rows, 3) and offsets.shape == (num_rows, 4)
+            np.testing.assert_array_equal(sizes_k, sizes)
+            np.testing.assert_array_equal(offsets_k * N, offsets * K)
+            # The documents of all rows come first, in order, and then the ends of the arrays.
+            begins, ends = np.split(offsets.reshape(-1) // (N * H), [sizes.size])
+            np.testing.assert_array_equal(ends, batch_size * length)
+            of_call = list(zip(begins, sizes.reshape(-1), strict=True))
+            assert all(b % length == 0 for b, size in of_call if size == 0)  # the end of a row
+            of_call = [(b, size) for b, size in of_call if size]
+            assert all(size <= largest for _, size in of_call)
+            is_computed = np.zeros((batch_size * length,), bool)
+            for b, size in of_call:
+                is_computed[b : b + size] = True
+            np.testing.assert_array_equal(part.is_here.reshape(-1), is_computed)
+            computed += of_call
+    numbers = np.asarray(numbers_of(np.asarray(ids)) + length * np.arange(batch_size)[:, None])
+    _, begins, sizes = np.unique(numbers, return_index=True, return_counts=True)
+    assert sorted(computed) == list(zip(begins, sizes, strict=True))
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 24, 61])
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 24, 61, 64])
 def test_documents(length):
     rng = np.random.default_rng(length)
-    count = documents_at_a_time(length)
     for most in (1, 3, length):
         ids = rng.integers(0, most, (5, length)).astype(np.int32)
-        documents = documents_of(jnp.asarray(ids))
+        documents = module.documents_of(jnp.asarray(ids))
         for row in range(5):
             begins = [t for t in range(length) if t == 0 or ids[row, t] != ids[row, t - 1]]
-            parts = [np.arange(e - b) for b, e in zip(begins, [*begins[1:], length], strict=True)]
-            expected = np.repeat(np.arange(len(parts)), [*map(len, parts)])
-            np.testing.assert_array_equal(documents.numbers[row], expected)
-            np.testing.assert_array_equal(documents.positions[row], np.concatenate(parts))
-            of_row = np.asarray(documents.begins[row])
-            np.testing.assert_array_equal(of_row[: len(begins)], begins)
-            assert (of_row[len(begins) :] == length).all()
-            # `Documents.some` takes M + 1 entries from a multiple of M. No slice passes the end.
-            assert len(of_row) % count == 1
-        assert {a.dtype.name for a in documents} == {"int32"}
+            sizes = np.diff([*begins, length])
+            np.testing.assert_array_equal(documents.lengths[row], np.repeat(sizes, sizes))
+            positions = np.concatenate([np.arange(size) for size in sizes])
+            np.testing.assert_array_equal(documents.positions[row], positions)
+            for bucket, largest in enumerate(module.buckets(length)):
+                smaller = (*module.buckets(length), 0)[bucket + 1]
+                is_here = (smaller < sizes) & (sizes <= largest)
+                of_row, here = np.asarray(documents.begins[bucket][row]), np.array(begins)[is_here]
+                np.testing.assert_array_equal(of_row[: len(here)], here)
+                assert (of_row[len(here) :] == length).all()
+                assert len(of_row) % module.documents_in_a_call(length, bucket) == 0
+                numbers = np.asarray(documents.numbers)[row, np.repeat(is_here, sizes)]
+                expected = np.repeat(np.arange(len(here)), sizes[is_here])
+                np.testing.assert_array_equal(numbers, expected)
+        assert {a.dtype.name for a in jax.tree.leaves(documents)} == {"int32"}
 
 
-def test_documents_at_a_time():
-    found = [documents_at_a_time(length) for length in (2, 4096, 8192, 2**19)]
-    assert found == [8, 8, 16, 64]
+def test_buckets():
+    found = [module.buckets(length) for length in (2, 1000, 1024, 4096, 8192, 542720)]
+    assert found == [
+        (2,),
+        (1000, 250),
+        (1024, 256),
+        (4096, 1024),
+        (8192, 2048, 512),
+        (542720, 135680, 33920, 8480, 2120, 530),
+    ]

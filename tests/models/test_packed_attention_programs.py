@@ -17,15 +17,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.kernels.documents import packed
 from benchmarks.kernels.formulas import attention as masked
 from models import packed_attention
+from models.documents import buckets, documents_in_a_call, documents_of
 from models.llama import Llama
-from models.packed_attention import documents_at_a_time, documents_of
 from models.sharding import make_mesh
 from support.emulated_cudnn import emulate
 from support.numerics import assert_as_accurate, quick_jit, value_and_grads
 from support.split_llama import changed, loss_and_gradients, packed_batch
 from train.step import model_graph
 
-B, S, N, K, H = 4, 20, 4, 2, 8
+B, S, N, K, H = 4, 32, 4, 2, 8
 NAMES = ("out", "dq", "dk", "dv")
 
 
@@ -35,9 +35,9 @@ def no_cudnn_needed(monkeypatch):
 
 
 def segment_ids() -> np.ndarray:
-    """Rows of 1 to 16 documents, which need up to two calls."""
+    """Rows of 1 to 16 documents, in two buckets. The last one needs up to two calls."""
     ids = np.stack([np.arange(S) * number // S for number in (1, 3, 9, 16)]).astype(np.int32)
-    assert np.max(ids) >= documents_at_a_time(S)
+    assert buckets(S) == (32, 8) and np.max(ids) >= documents_in_a_call(S, 1)
     return ids
 
 
@@ -111,7 +111,7 @@ def test_gradients_of_members():
     """`jax.vmap` of the gradients. 3 s."""
 
     def gradients(q, k, v, dout, ids):
-        return value_and_grads(lambda *qkv: packed(*qkv, ids), (q, k, v), dout)
+        return value_and_grads(lambda q, k, v: packed(q, k, v, ids), (q, k, v), dout)
 
     assert_equals_members_with_a_mask(quick_jit(jax.vmap(gradients))(*arrays(3), IDS_OF_MEMBERS))
 
@@ -133,7 +133,7 @@ def _is_jaxpr(value) -> bool:
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_the_backward_repeats_no_attention(tensor):
-    """A layer calls cuDNN once before the loop and once in it, forward and backward."""
+    """A layer calls cuDNN for the one bucket of a row and in the loop, forward and backward."""
     options = {"dtype": "bfloat16", "head_dim": 16, "attention_implementation": "cudnn"}
     config = changed(**options)
     params = nnx.eval_shape(lambda: nnx.state(Llama(config, rngs=nnx.Rngs(0)), nnx.Param))
@@ -160,16 +160,17 @@ def test_what_cudnn_refuses_is_said_before_it_compiles(changes, reason):
         nnx.eval_shape(run, model)
 
 
-def test_offsets_that_int32_does_not_hold():
+def test_sums_that_cudnn_does_not_find():
     """Of all devices the queries may be larger. If it is not known which are a device's: NaN."""
-    of = lambda heads: jax.ShapeDtypeStruct((4, 2**17, heads, 128), jnp.bfloat16)
-    args = of(32), of(8), of(8), jax.ShapeDtypeStruct((4, 2**17), jnp.int32)
+    of = lambda heads: jax.ShapeDtypeStruct((3, 2**17, heads, 128), jnp.bfloat16)
+    args = of(32), of(8), of(8), jax.ShapeDtypeStruct((3, 2**17), jnp.int32)
     mesh_of = lambda number: make_mesh(data=1, fsdp=number, devices=jax.devices()[:number])
-    with jax.set_mesh(mesh_of(1)), pytest.raises(NotImplementedError, match="have 2147483648; giv"):
+    with jax.set_mesh(mesh_of(1)), pytest.raises(NotImplementedError, match="4831838208 sums need"):
         jax.eval_shape(packed, *args)
     with jax.set_mesh(mesh_of(2)):
         assert jax.eval_shape(packed, *args) == of(32)
     jaxpr = jax.make_jaxpr(packed)(*args).jaxpr
     assert not attentions(jaxpr) and "nan" in str(jaxpr)
     smaller = [jax.ShapeDtypeStruct((2, *a.shape[1:]), a.dtype) for a in args]
-    assert attentions(jax.make_jaxpr(packed)(*smaller).jaxpr) == {"fwd": 2}
+    num_buckets = len(buckets(2**17))
+    assert attentions(jax.make_jaxpr(packed)(*smaller).jaxpr) == {"fwd": num_buckets + 1}

@@ -1,7 +1,7 @@
 """cuDNN's attention of some documents of each row in plain JAX, for machines without cuDNN.
 
 cuDNN leaves the results of tokens of other documents undefined, so they are NaN here. All results
-are NaN if the offsets of queries and keys disagree.
+are NaN if the offsets of queries and keys disagree, or if a document is longer than the rows.
 """
 
 from typing import Any, NamedTuple
@@ -54,6 +54,7 @@ class _Places(NamedTuple):
         is_in = (begins <= tokens[:, None]) & (tokens[:, None] < begins + lengths)
         numbers = jnp.argmax(is_in, axis=1)
         agree = jnp.all(by_queries == by_keys) & jnp.all(lengths == k_lengths.reshape(-1))
+        agree &= jnp.all(lengths <= length)
         is_here = jnp.any(is_in, axis=1) & agree & (by_queries[-1] == num_tokens)
         is_pair = is_here[:, None] & is_here & (numbers[:, None] == numbers)
         mask = is_pair & (tokens[:, None] >= tokens)
