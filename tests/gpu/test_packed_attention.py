@@ -9,7 +9,7 @@ from benchmarks.kernels import documents, formulas
 from benchmarks.kernels.documents import packed
 from pallas_kernels.gpu.device import target_device
 from support.numerics import assert_as_accurate, value_and_grads
-from support.on_gpu import as_float64
+from support.on_gpu import as_float64, large
 
 pytestmark = pytest.mark.gpu
 NAMES = ["out", "dq", "dk", "dv"]
@@ -75,18 +75,28 @@ def test_documents_of_one_token():
     assert_as_accurate(got, masked, exact_of(arrays, ids), names=NAMES)
 
 
-@pytest.mark.large
+@large
 def test_as_many_sums_as_cudnn_finds():
-    """0.75 of 2³² sums of `dq`. With more than 2³² of them, cuDNN's `dq` would be wrong."""
-    length, size = 2**18, 256
-    arrays, _ = inputs((1, length, 32, 8, 128), 1, "bfloat16")
-    ids = jnp.arange(length, dtype=jnp.int32)[None] // size
-    got = computed(packed, arrays, ids)
-    of_last_heads = [a[:, :, a.shape[2] * 7 // 8 :] for a in arrays]
-    rows = [a.reshape(-1, size, *a.shape[2:]) for a in of_last_heads]
-    ids = jnp.zeros((length // size, size), jnp.int32)
+    """0.75 of 2³² sums of `dq`, and documents whose sums are the last ones.
+
+    With more than 2³² sums, cuDNN's `dq` would be wrong for the documents beyond.
+    """
+    num_documents, size, num_compared = 680, 384, 170
+    shape = (1, num_documents * size, 32, 8, 128)
+    *arrays, _ = documents.arrays_of(shape, 1).values()
+    of_documents = jnp.repeat(jnp.arange(num_documents, dtype=jnp.int32), size)[None]
+    *arrays, cotangent = arrays
+    run = lambda *arrays: value_and_grads(lambda *a: packed(*a, of_documents), arrays, cotangent)
+
+    def last(a):
+        """The last documents and an eighth of the heads, with a row for each document."""
+        num_heads = a.shape[2] // 8
+        return a[:, -num_compared * size :, -num_heads:].reshape(-1, size, num_heads, a.shape[3])
+
+    got = as_float64([*map(last, jax.jit(run)(*arrays))])
+    rows = [*map(last, arrays), last(cotangent)]
+    ids = jnp.zeros((num_compared, size), jnp.int32)
     plain, exact = computed(documents.masked, rows, ids), exact_of(rows, ids)
-    got = [a[:, :, a.shape[2] * 7 // 8 :].reshape(b.shape) for a, b in zip(got, plain, strict=True)]
     assert_as_accurate(got, plain, exact, names=NAMES)
 
 
