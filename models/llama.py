@@ -128,21 +128,23 @@ class Llama(nnx.Module):
         self,
         tokens: Int[Array, "B S"],
         *,
-        positions: Int[Array, "B S"] | None = None,
+        positions: Int[Array, "#B S"] | None = None,
         segment_ids: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
         """Normalized hidden states of the last layer, in the compute dtype.
 
         Args:
           tokens: Token ids. An id outside of `[0, V)` makes the hidden states of its row NaN.
-          positions: Position of each token in its document; `None` counts from 0 in every row.
+          positions: Position of each token in its document, or one row of positions for all rows;
+            `None` counts from 0 in every row.
           segment_ids: Number of each token's document in its row. A token attends to earlier tokens
             of its own document. A document begins wherever the number changes, also where an
             earlier number comes again. `None` treats each row as one document.
 
         Raises:
-          ValueError: The sequence is longer than `max_position_embeddings`.
+          ValueError: The sequence is longer than `max_position_embeddings`, or a shape is wrong.
         """
+        _check_shapes(tokens, positions, segment_ids)
         sequence_length = tokens.shape[1]
         limit = self.config.max_position_embeddings
         if not self.config.fits(sequence_length):
@@ -356,6 +358,22 @@ class Llama(nnx.Module):
             hidden,
             self.output_weight.astype(hidden.dtype),
             preferred_element_type=jnp.float32,
+        )
+
+
+def _check_shapes(tokens: Array, positions: Array | None, segment_ids: Array | None) -> None:
+    if tokens.ndim != 2:
+        raise ValueError(f"{tokens.shape=} must be [B, S]; give a single row an axis: tokens[None]")
+    one_row = (1, tokens.shape[1])
+    if positions is not None and positions.shape not in (tokens.shape, one_row):
+        raise ValueError(
+            f"{positions.shape=} must be {tokens.shape}, the shape of the tokens, or {one_row}"
+        )
+    # XLA's mask would broadcast one row, and cuDNN would read past its end.
+    if segment_ids is not None and segment_ids.shape != tokens.shape:
+        raise ValueError(
+            f"{segment_ids.shape=} must be {tokens.shape}, the shape of the tokens; give each row "
+            "its own numbers, for example with jnp.broadcast_to"
         )
 
 

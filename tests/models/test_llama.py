@@ -163,6 +163,25 @@ def test_a_too_long_sequence_raises():
         make_model(config)(random_tokens(config, (B, S + 1)))
 
 
+@pytest.mark.parametrize(
+    "tokens, packing, message",
+    [
+        ((S,), {}, r"tokens.shape=\(20,\) must be \[B, S\]; give a single row an axis"),
+        (
+            (B, S),
+            {"positions": (S,)},
+            r"positions.shape=\(20,\) must be \(2, 20\), .* or \(1, 20\)",
+        ),
+        ((B, S), {"segment_ids": (1, S)}, r"segment_ids.shape=\(1, 20\) must be \(2, 20\)"),
+        ((B, S), {"segment_ids": (B, S + 1)}, r"segment_ids.shape=\(2, 21\) must be \(2, 20\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_raise(tokens, packing, message, unchecked_shapes):
+    ids = lambda shape: jnp.zeros(shape, jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        make_model(CONFIG)(ids(tokens), **{name: ids(shape) for name, shape in packing.items()})
+
+
 # Packed documents
 
 
