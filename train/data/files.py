@@ -400,14 +400,22 @@ def find_files(path: Path) -> tuple[Path, ...]:
 
     Hidden files and folders are left out. Links to folders are left out, too, because two of them
     may lead to the same text, or in a circle. So are files that are not regular files. One line
-    tells how many links and files of these two kinds there are.
+    tells how many links and files of these two kinds there are, and one line how many files have
+    another suffix.
 
     Raises:
       DataError: No file was found, or `path` is neither a folder nor a regular file.
       OSError: A folder or file cannot be read.
     """
     if path.is_dir():
-        files, left_out = _walk(path)
+        files, left_out, others = _walk(path)
+        if others:
+            suffixes = sorted({file.suffix or file.name for file in others})
+            more = " ..." if len(suffixes) > 10 else ""
+            print(
+                f"{path}: {len(others)} of other types left out: {' '.join(suffixes[:10])}{more}",
+                flush=True,
+            )
         if left_out:
             first, found = left_out[0]
             print(f"{path}: {len(left_out)} left out, the first: {first} is {found}", flush=True)
@@ -439,13 +447,16 @@ def has_records(files: tuple[Path, ...]) -> bool:
     return any(path.suffix.lower() in RECORD_SUFFIXES for path in files)
 
 
-def _walk(top: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
-    """The files in a folder and below it, and the files left out with the reason; both sorted."""
+def _walk(top: Path) -> tuple[list[Path], list[tuple[Path, str]], list[Path]]:
+    """The files in a folder and below it, those left out with the reason, and those of other types.
+
+    The first two lists are sorted.
+    """
 
     def fail(error: OSError) -> None:
         raise error  # os.walk would silently leave out a folder that cannot be listed
 
-    files, left_out = [], []
+    files, left_out, others = [], [], []
     for root, folders, names in os.walk(top, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
         left_out += [
@@ -453,7 +464,10 @@ def _walk(top: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
         ]
         for name in names:
             file = Path(root, name)
-            if file.suffix.lower() not in SUFFIXES or name.startswith("."):
+            if name.startswith("."):
+                continue
+            if file.suffix.lower() not in SUFFIXES:
+                others.append(file)
                 continue
             try:
                 found = kind(file.stat().st_mode)
@@ -466,7 +480,7 @@ def _walk(top: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
             else:
                 files.append(file)
     parts = lambda file: file.relative_to(top).parts
-    return sorted(files, key=parts), sorted(left_out, key=lambda entry: parts(entry[0]))
+    return sorted(files, key=parts), sorted(left_out, key=lambda entry: parts(entry[0])), others
 
 
 def _known_suffixes() -> str:

@@ -84,6 +84,16 @@ def test_links_to_folders_are_left_out_with_a_line(tmp_path, capsys):
     assert capsys.readouterr().out == line
 
 
+def test_files_of_other_types_are_left_out_with_a_line(tmp_path, capsys):
+    (tmp_path / "sub").mkdir()
+    for name in ("a.txt", "sub/b.jsonl.gz", "sub/c.GZ", "d.json", "LICENSE", ".hidden.zst"):
+        (tmp_path / name).write_bytes(TEXT)
+    assert find_files(tmp_path) == (tmp_path / "a.txt",)
+    assert (
+        capsys.readouterr().out == f"{tmp_path}: 4 of other types left out: .GZ .gz .json LICENSE\n"
+    )
+
+
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
     (tmp_path / "texts" / "secret").mkdir(parents=True)
     (tmp_path / "texts" / "a.txt").write_bytes(TEXT)
