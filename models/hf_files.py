@@ -154,14 +154,28 @@ class Checkpoint:
         """Number of tensors in all files."""
         return len(self._file_of)
 
+    @property
+    def _parameters(self) -> set[str]:
+        """The names of all tensors, without the rotary frequencies in checkpoints of before 2023.
+
+        The configuration gives these frequencies.
+        """
+        return {name for name in self._file_of if not name.endswith(".rotary_emb.inv_freq")}
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the parameters if they have one of 16 bits; otherwise float32."""
+        names = {"BF16": "bfloat16", "F16": "float16"}
+        found = {names.get(self._slice(name).get_dtype(), "float32") for name in self._parameters}
+        return found.pop() if len(found) == 1 else "float32"
+
     def check(self, expected: dict[str, tuple[int, ...]]) -> None:
         """Raises a ValueError unless the files have the expected tensors, of floats, and no others.
 
         Args:
           expected: Shape of each tensor, by name.
         """
-        # Checkpoints of before 2023 hold the rotary frequencies, which the configuration gives.
-        found = {name for name in self._file_of if not name.endswith(".rotary_emb.inv_freq")}
+        found = self._parameters
         problems = [f"{name} is missing" for name in sorted(expected.keys() - found, key=natural)]
         for name in sorted(found, key=natural):
             tensor = self._slice(name)

@@ -18,6 +18,7 @@ from models.hf_files import (
     MAX_JSON_BYTES,
     MAX_TOKENIZER_BYTES,
     WEIGHTS_FILE,
+    Checkpoint,
     check_file,
     check_stays_inside,
     read_json,
@@ -79,6 +80,18 @@ def read_model_config(folder: Path, like: LlamaConfig) -> LlamaConfig:
     except (OSError, ValueError, NotImplementedError) as error:
         if not is_hf_folder(folder) and is_hf_folder(folder / "model"):
             raise FolderError(f"{folder} is a run; name its model, {folder / 'model'}") from error
+        raise FolderError(text_of(error)) from error
+
+
+def stored_dtype(folder: Path) -> str:
+    """The dtype of the parameters in a folder; float32 if they have several.
+
+    Raises:
+      FolderError: A file is missing or damaged.
+    """
+    try:
+        return Checkpoint(folder).dtype
+    except (OSError, ValueError) as error:
         raise FolderError(text_of(error)) from error
 
 

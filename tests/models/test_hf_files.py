@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -157,6 +158,22 @@ def test_a_dtype_of_8_bits_is_no_parameter(tmp_path):
     write_safetensors(tmp_path / "model.safetensors", {"a": entry("F8_E4M3", [16], 0, 16)}, 16)
     with pytest.raises(ValueError, match=r"a in model\.safetensors has dtype F8_E4M3, expected a"):
         Checkpoint(tmp_path).check({"a": (16,)})
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ({"a": ml_dtypes.bfloat16, "b": ml_dtypes.bfloat16}, "bfloat16"),
+        ({"a": np.float16, "layers.0.rotary_emb.inv_freq": np.float32}, "float16"),
+        ({"a": ml_dtypes.bfloat16, "b": np.float32}, "float32"),
+        ({"a": ml_dtypes.bfloat16, "b": np.float16}, "float32"),
+        ({"a": np.float64}, "float32"),
+    ],
+)
+def test_the_dtype_that_holds_all_parameters(dtypes, expected, tmp_path):
+    tensors = {name: np.zeros(2, dtype) for name, dtype in dtypes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert Checkpoint(tmp_path).dtype == expected
 
 
 @pytest.mark.parametrize("name", ["layers.²", "layers." + "9" * 5000, "layers.-1", "", "."])

@@ -25,6 +25,7 @@ from train.hf_folder import (
     is_hf_folder,
     load_params,
     read_model_config,
+    stored_dtype,
 )
 
 
@@ -119,10 +120,12 @@ def find_model(source: Path, *, step: int | None = None, best: bool = False) -> 
 
 def _in_hf_folder(folder: Path, like: LlamaConfig | None = None) -> Saved:
     """The model in a Hugging Face folder. `like` says how it runs here; its sizes are not used."""
-    like = like or dataclasses.replace(PRESETS["demo"], dtype=fast_dtype(), remat="none")
+    if like is None:
+        like = dataclasses.replace(PRESETS["demo"], dtype=fast_dtype(), remat="none")
+    model = read_model_config(folder, like)
     return Saved(
         name=str(folder),
-        model=read_model_config(folder, like),
+        model=dataclasses.replace(model, param_dtype=stored_dtype(folder)),
         folder=folder,
         tokenizer=folder if has_tokenizer(folder) else None,
     )

@@ -43,7 +43,7 @@ def export(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="dtype of the tensors; default: as trained",
+        help="dtype of the tensors; default: that of the source, or float32 if it has several",
     )
     flags = parser.parse_args(arguments)
     saved = _find(flags)

@@ -133,6 +133,11 @@ def test_export_of_every_kind(finished, tmp_path, capsys):
     named = exported("named", finished / "checkpoints" / "2")
     chex.assert_trees_all_equal(host_params(named), earlier)
     small = exported("small", finished, "--dtype", "bfloat16")
+    for dtype, arguments in {"bfloat16": (), "float32": ("--dtype", "float32")}.items():
+        name = f"small in {dtype}"
+        exported(name, tmp_path / "small", *arguments)
+        tensors = safetensors.numpy.load_file(tmp_path / name / "model.safetensors")
+        assert {str(tensor.dtype) for tensor in tensors.values()} == {dtype}
     rounded = jax.tree.map(lambda a: a.astype("bfloat16").astype("float32"), host_params(model))
     chex.assert_trees_all_equal(host_params(small), rounded)
     assert "bfloat16" in (tmp_path / "small" / "config.json").read_text()
