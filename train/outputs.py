@@ -20,6 +20,7 @@ from train.errors import naming
 from train.hf_folder import copy_tokenizer
 from train.reporting import metrics, report, tracking
 from train.step import TrainState, model_graph
+from train.token_ids import before_end
 
 # For the samples during a run. At temperature 0 a small model soon repeats itself.
 TEMPERATURE = 0.8
@@ -142,4 +143,5 @@ def sample(config: TrainConfig, params: nnx.State, temperature: float) -> str:
         temperature=temperature,
         key=sample_key(config.seed),
     )
-    return config.sample_prompt + data.decode_after(prompt, gathered(tokens)[0], tokenizer)
+    answer = before_end(gathered(tokens)[0], config.model)
+    return config.sample_prompt + data.decode_after(prompt, answer, tokenizer)

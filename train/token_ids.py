@@ -3,6 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+from jaxtyping import Int
+
 from models.config import LlamaConfig
 from train import data
 from train.config import TrainConfig
@@ -68,6 +71,16 @@ def tell_of_contradiction(config: TrainConfig, tokenizer: data.Tokenizer) -> Non
             f"{config.data.tokenizer or 'bytes'}: {text}; --model.bos-token-id and "
             "--model.eos-token-id set them"
         )
+
+
+def before_end(tokens: Int[np.ndarray, " S"], model: LlamaConfig) -> Int[np.ndarray, " _"]:
+    """The generated tokens before the first that ends the text.
+
+    `generate` fills a row up after that token. A tokenizer leaves the tokens there out of the text
+    only if it has them as special tokens.
+    """
+    ends = np.flatnonzero(np.isin(tokens, [] if model.eos_token_id is None else model.eos_token_id))
+    return tokens[: ends[0]] if len(ends) else tokens
 
 
 def _ends(model: LlamaConfig, tokenizer: data.Tokenizer) -> bool:

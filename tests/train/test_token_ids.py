@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 
+import numpy as np
 import pytest
 
 import train.hf_folder
@@ -14,7 +15,7 @@ from train.__main__ import main
 from train.checkpoints.saved import Saved
 from train.cli import commands
 from train.hf_folder import check_model
-from train.token_ids import contradiction, tell_of_contradiction, with_tokenizer_ids
+from train.token_ids import before_end, contradiction, tell_of_contradiction, with_tokenizer_ids
 
 
 @pytest.fixture
@@ -64,6 +65,13 @@ def test_bytes_have_their_own():
     several = dataclasses.replace(tiny_run.MODEL, eos_token_id=(2, 257))
     assert contradiction(several, data.BYTES) is None
     assert with_tokenizer_ids(several, data.BYTES) == several
+
+
+@pytest.mark.parametrize("ends, size", [(None, 4), (9, 4), (5, 1), ((9, 7), 2), ((7, 5), 1)])
+def test_tokens_before_the_end(ends, size):
+    tokens = np.array([3, 5, 7, 7])
+    model = dataclasses.replace(tiny_run.MODEL, eos_token_id=ends)
+    assert before_end(tokens, model).tolist() == tokens[:size].tolist()
 
 
 def test_a_folder_allows_other_tokens(monkeypatch, tmp_path):

@@ -29,7 +29,7 @@ from train.hf_folder import check_finite, copy_tokenizer
 from train.outputs import sample_key
 from train.ranges import COUNT, NOT_NEGATIVE, SEED, SIZE
 from train.step import make_eval_step, model_graph
-from train.token_ids import contradiction, with_tokenizer_ids
+from train.token_ids import before_end, contradiction, with_tokenizer_ids
 
 _SOURCE = "a run, one of its checkpoints (run/checkpoints/120), or a Hugging Face folder"
 
@@ -241,7 +241,8 @@ def sample(arguments: Sequence[str]) -> None:
             top_k=flags.top_k,
             key=sample_key(flags.seed),
         )
-    print(flags.prompt + data.decode_after(prompt, jax.device_get(tokens)[0], tokenizer))
+    answer = before_end(jax.device_get(tokens)[0], saved.model)
+    print(flags.prompt + data.decode_after(prompt, answer, tokenizer))
 
 
 def _tokenizer_of(saved: Saved) -> data.Tokenizer:

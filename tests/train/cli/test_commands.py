@@ -28,6 +28,7 @@ from support import tiny_run
 from train.__main__ import main
 from train.checkpoints.saved import Saved, find_model
 from train.cli import commands, compare
+from train.data import HuggingFaceTokenizer
 from train.errors import FolderError
 from train.evaluate import Sums
 from train.reporting.results import load_metrics
@@ -312,6 +313,20 @@ def test_samples(finished, capsys):
     assert sampled(capsys, finished, "--top-k", "1", "--temperature", "9") == greedy
     hot = [sampled(capsys, finished, "--temperature", "9", "--seed", s) for s in "12"]
     assert hot[0] != hot[1]
+
+
+def test_nothing_is_printed_after_the_end(finished, capsys, monkeypatch):
+    """The end is a token of the text here, which the tokenizer does not leave out."""
+    found = []
+    generate = commands.generate
+    monkeypatch.setattr(
+        commands, "generate", lambda *a, **k: found.append(generate(*a, **k)) or found[-1]
+    )
+    assert sampled(capsys, finished, "--temperature", "0") != "the fox\n"
+    first = HuggingFaceTokenizer(finished / "tokenizer").token(int(found[0][0, 0]))
+    options = "--temperature", "0", "--eos-token", first
+    assert sampled(capsys, finished, *options) == "the fox\n"
+    assert len(set(found[1][0].tolist())) == 1
 
 
 def test_a_folder_without_a_tokenizer_is_of_bytes(finished, tmp_path, capsys):
