@@ -111,7 +111,10 @@ class DataConfig:
                 f"held_out_fraction={self.held_out_fraction} has no effect with held_out_path, "
                 "which names all held-out text; leave one of them out"
             )
-        of_text = "tokenizer", "held_out_path", "text_field", "token_dtype", "held_out_fraction"
+        of_text = (
+            *("tokenizer", "held_out_path", "text_field", "token_dtype", "held_out_fraction"),
+            "cache_dir",
+        )
         for name in of_text:
             value = getattr(self, name)
             if value != getattr(DataConfig, name) and not self.path:

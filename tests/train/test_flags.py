@@ -121,6 +121,18 @@ def test_flags_override_the_preset():
         ("--data.weights 1 2 --data.path a", r"^--data\.weights: .*2 weights for 1 paths"),
         ("--data.weights 3 --data.path a", r"^--data\.weights 3\.0 has no effect.* one path"),
         ("--checkpoint.keep 2", r"^--checkpoint\.keep 2 has no effect without --checkpoint\.every"),
+        (
+            "--data.cache-dir tokens",
+            r"^--data\.cache-dir: cache_dir=tokens is for text of your own",
+        ),
+        (
+            "--preset llama3.2-1b --data.path a --data.held-out-path b c",
+            r"^--data\.held-out-path b c has no effect with --eval-every 0",
+        ),
+        (
+            "--preset llama3.2-1b --sample-prompt Hello",
+            "^--sample-prompt 'Hello' has no effect with --sample-tokens 0",
+        ),
         ("--eval-batches=8 --eval-every 0", "^--eval-batches 8 has no effect with --eval-every 0"),
     ],
 )

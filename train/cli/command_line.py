@@ -110,6 +110,17 @@ def _check_effects(config: TrainConfig, given: set[str]) -> None:
             f"--eval-batches {config.eval_batches} has no effect with --eval-every 0, because the "
             "run has no evaluations; set --eval-every, or leave --eval-batches out"
         )
+    if config.data.held_out_path and not config.eval_every:
+        raise FlagError(
+            f"--data.held-out-path {' '.join(map(str, config.data.held_out_path))} has no effect "
+            "with --eval-every 0, because the run has no evaluations; set --eval-every, or leave "
+            "--data.held-out-path out"
+        )
+    if "--sample-prompt" in given and not config.sample_tokens:
+        raise FlagError(
+            f"--sample-prompt {config.sample_prompt!r} has no effect with --sample-tokens 0, "
+            "because the run writes no samples; set --sample-tokens, or leave --sample-prompt out"
+        )
 
 
 def _description(preset_name: str) -> str:
