@@ -104,7 +104,11 @@ def preference_loss_and_sums(
             model.output_weight,
             batch["labels"],
             token_fn,
-            {"mask": mask, "reference": batch["reference"], "scale": jnp.asarray(scale)},
+            {
+                "mask": mask,
+                "reference": batch["reference"],
+                "scale": jnp.asarray(scale, jnp.float32),
+            },
             has_aux=True,
             ignore_index=IGNORED,
             counted_fraction=counted_fraction,
@@ -133,7 +137,7 @@ def sequence_log_probs(
             implementation=model.config.implementation,
         )
         # A device has a part of the rows, and `sum_over_devices` adds up what the devices return.
-        return jnp.zeros(num_rows).at[batch["row"]].set(jnp.sum(log_probs, axis=-1))
+        return jnp.zeros(num_rows, jnp.float32).at[batch["row"]].set(jnp.sum(log_probs, axis=-1))
 
     rows = jnp.arange(num_rows)
     return sum_over_devices(of_batch)(params, batch | {"row": rows})

@@ -210,7 +210,7 @@ def make_gradients(config: TrainConfig) -> Callable[..., tuple[Metrics, nnx.Stat
             part = jax.tree.map(lambda a: a[0], batch)
             (loss, sums), gradients = of_part(part)
         else:
-            zero = jnp.zeros(())
+            zero = jnp.zeros((), jnp.float32)  # also with jax_enable_x64
             zeros = (zero, dict.fromkeys(names.values(), zero))
             zeros = zeros, jax.tree.map(jnp.zeros_like, params)
             ((loss, sums), gradients), _ = jax.lax.scan(accumulate, zeros, batch)

@@ -150,6 +150,14 @@ def test_a_skipped_step_leaves_parameters_and_moments_as_they_are(step, first_st
     assert int(metrics["skipped_in_a_row"]) == 0
 
 
+def test_with_64_bits_the_statistics_stay_in_32(first_state):
+    """The program of a run is compiled ahead of time, and refuses a state of another dtype."""
+    batch = jax.tree.map(lambda a: a.reshape(2, -1, *a.shape[2:]), batch_of(0))
+    with jax.enable_x64(), jax.numpy_dtype_promotion("standard"):
+        state, _ = jax.eval_shape(train.step.make_train_step(CONFIG), first_state, batch)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, first_state)
+
+
 # The normal run has it for each optimizer in test_optimizers.py.
 @pytest.mark.full
 def test_skipping_takes_no_memory(compiled, first_state, monkeypatch):

@@ -274,3 +274,13 @@ def test_rows_without_labels_are_no_pairs():
     chex.assert_trees_all_close(
         step(parameters(), padded), step(parameters(), batch), rtol=1e-5, atol=1e-6
     )
+
+
+def test_preferences_with_64_bits():
+    """Sums stay in float32, which `linear_token_loss` asks of its function."""
+    batch = {name: a[0] for name, a in batch_of().items()}
+    log_probs = functools.partial(sequence_log_probs, model_graph(MODEL))
+    with jax.enable_x64(), jax.numpy_dtype_promotion("standard"):
+        sums = jax.eval_shape(make_eval_step(DPO), parameters(), batch)
+        of_rows = jax.eval_shape(log_probs, parameters(), batch)
+    assert sums["loss_sum"].dtype == of_rows.dtype == jnp.float32
