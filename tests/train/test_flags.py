@@ -14,6 +14,7 @@ from train.config import (
     TrainConfig,
     preset,
 )
+from train.data import DataError
 from train.flag_errors import FlagError
 
 MODEL = dataclasses.replace(
@@ -141,6 +142,13 @@ def test_mistakes_on_the_command_line_are_named(arguments, message, capsys):
         parse_command_line(arguments.split())
     assert not re.search("[\n│─╭]|Error parsing", str(caught.value))
     assert not any(capsys.readouterr())
+
+
+@pytest.mark.parametrize("flag", ["--data.token-dtype uint16", "--data.text-field text"])
+def test_defaults_that_are_given_without_effect_are_refused(flag):
+    with pytest.raises(DataError, match=f"^{flag} has no effect, because no file is a .*leave it"):
+        parse_command_line(["--data.path", "a.txt", *flag.split()])
+    parse_command_line(["--data.path", "a.txt", "b.bin", "c.jsonl", *flag.split()])
 
 
 def test_help_names_presets_and_flags(capsys):

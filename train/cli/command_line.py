@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import tyro
 
 from train.config import PRESET_NAMES, TrainConfig, preset
+from train.data import check_effects
 from train.errors import FolderError
 from train.flag_errors import FlagError, tyro_errors
 from train.hf_folder import has_tokenizer, read_model_config
@@ -86,10 +87,9 @@ def parse_command_line(arguments: Sequence[str]) -> TrainConfig:
 
 
 def _check_effects(config: TrainConfig, given: set[str]) -> None:
-    """Refuses flags that were given, even with their default, and that other flags make useless.
-
-    `train.data.check_effects` has the flags for which the files must be known.
-    """
+    """Refuses flags that were given, even with their default, and that other flags make useless."""
+    if config.data.path:
+        check_effects(config.data, given)
     if "--data.source" in given and config.data.path:
         raise FlagError(
             f"--data.source {config.data.source} has no effect with --data.path, which names the "

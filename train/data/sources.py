@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +46,26 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
     )
 
 
-def check_effects(config: DataConfig) -> None:
+def check_effects(config: DataConfig, given: Collection[str] = ()) -> None:
     """Refuses settings that none of the files in the paths of a configuration needs.
 
+    Args:
+      config: Configuration with a path.
+      given: Flags on the command line, which may give the default.
+
     Raises:
-      DataError: A setting that is not the default has no effect.
+      DataError: A setting that is given, or is not the default, has no effect.
     """
     try:
         found = frozenset().union(*map(suffixes_in, config.path + config.held_out_path))
     except OSError:
         return  # the error of opening the files names the folder
     for name, suffixes in (("token_dtype", {".bin"}), ("text_field", RECORD_SUFFIXES)):
-        value = getattr(config, name)
-        if value != getattr(DataConfig, name) and found and not found & suffixes:
+        value, flag = getattr(config, name), f"--data.{name.replace('_', '-')}"
+        is_set = flag in given or value != getattr(DataConfig, name)
+        if is_set and found and not found & suffixes:
             raise DataError(
-                f"--data.{name.replace('_', '-')} {value} has no effect, because no file is a "
+                f"{flag} {value} has no effect, because no file is a "
                 f"{' or '.join(sorted(suffixes))} (there are {' '.join(sorted(found))}); leave it "
                 "out"
             )
