@@ -7,9 +7,10 @@
 - `linear_cross_entropy`: output projection and cross-entropy, without all logits in memory.
 - `linear_cross_entropy_plan`: the program that `linear_cross_entropy` would run, as a `LossPlan`.
 - `linear_log_probs`: log-probabilities of labels and entropies, without all logits in memory.
-- `linear_token_loss`: a loss of log-probabilities, with gradients in three products.
+- `linear_token_loss`: a loss that your function makes of log-probabilities, such as that of PPO.
 - `linear_distillation_loss`: divergence of a student's next-token distribution from a teacher's.
-- `linear_distillation_loss_top_k`: the same for stored log-probabilities of the teacher.
+- `linear_distillation_loss_top_k`: the same for `k` stored log-probabilities of the teacher a
+  token.
 - `LoRA`: a low-rank update of a frozen output embedding, for the losses and log-probabilities.
 - `sharded_add_rms_norm`: `add_rms_norm` of sums over devices, for tensor parallelism.
 - `explain`: which implementation each operation in a function runs, and why, as an `Explanation`.
@@ -19,9 +20,9 @@
 The operations run on any mesh, and each device computes its own tokens (`docs/meshes.md`). Only
 `sharded_add_rms_norm` must be called inside of `jax.shard_map`.
 
-`LossMetrics` is the second result of `linear_cross_entropy` on request. Layers over the
-operations are in `pallas_kernels.layers` (Flax NNX), `pallas_kernels.linen` (Flax Linen) and
-`pallas_kernels.equinox`.
+With `return_metrics=True`, `linear_cross_entropy` returns `LossMetrics` as its second result.
+Layers that call the operations are in `pallas_kernels.layers` (Flax NNX), `pallas_kernels.linen`
+(Flax Linen) and `pallas_kernels.equinox`.
 
 Shape letters used everywhere: B batch, S sequence, T tokens (B·S, or any leading axes), D hidden
 size, F intermediate size, V vocabulary, N query heads, K key/value heads, H head size, L layers.

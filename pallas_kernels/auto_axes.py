@@ -1,11 +1,13 @@
 """Functions of tokens that XLA partitions over Auto axes, by `custom_partitioning`.
 
-XLA decides how the arrays are split, by a rule for Shardy. Then it asks here for the function of a
-device's arrays.
+First XLA decides how the arrays are split. A rule for Shardy, its partitioner, says which axes of
+the arrays belong together. Then XLA calls `partition`, which returns the function of a device's
+arrays.
 
-Under `jax.vmap` such a function computes one member after the other, in a loop. XLA may split the
-members over mesh axes. Then each device has a loop over its own members. A mesh axis that splits
-members splits neither tokens nor weights of the same call.
+Under `jax.vmap` such a function computes one member (one element of the mapped axis) after the
+other, in a loop. XLA may split the members over mesh axes. Then each device has a loop over its own
+members. A mesh axis that splits members splits neither tokens nor weights of the same call.
+`layout.py` explains the words *local function*, *roles*, *place* and *splits*.
 """
 
 import functools
@@ -46,10 +48,10 @@ def over_auto_axes(
     ranks: tuple[int, ...],
     levels: Levels = (),
 ) -> Callable[..., Any]:
-    """The function `local(key, whole)` of whole arrays, which XLA partitions.
+    """The local function `local(key, whole)`, applied to whole arrays, which XLA partitions.
 
     Args:
-      local: Maker of the function of a device's arrays.
+      local: Maker of the local function.
       key: Static options of `local`.
       roles: Roles of the arguments and of the results.
       whole: Place of whole arrays.
@@ -118,9 +120,9 @@ def _members_apart(levels: Levels, splits: Sequence[Splits]) -> tuple[Splits, li
 
 
 def _even(splits: Splits, shape: Sequence[int], mesh: Mesh) -> Splits:
-    """The splits, without those whose devices do not divide the axis.
+    """The splits of an array, but with each axis whole whose size the devices do not divide.
 
-    Without even parts XLA pads the last part with arbitrary numbers. A local function would take
+    XLA pads the last part of an uneven split with arbitrary numbers. A local function would take
     the padding for tokens or for columns.
     """
     even = []
@@ -142,7 +144,7 @@ def _even(splits: Splits, shape: Sequence[int], mesh: Mesh) -> Splits:
 
 
 def _rule(roles: Roles, ranks: Sequence[int], levels: Levels) -> tuple[str, tuple[str, ...]]:
-    """Shardy's rule, and the factors in it that are whole on every device."""
+    """Shardy's rule, and the factors (names of axes) in it that are whole on every device."""
     num_leading = next(
         rank - len(role.features)
         for role, rank in zip(roles.args, ranks, strict=True)

@@ -1,13 +1,13 @@
-"""Tells what each operation runs, and can demand that it is a kernel.
+"""Reports which implementation each operation runs, and can require that it is a kernel.
+
+A *fallback* is an implementation that runs in place of the kernel, because the device, the arrays
+or the mesh rule the kernel out. An implementation that the caller named is no fallback.
 
 - `explain(fn, *args)` says for each operation in a function which implementation runs, and why it
   is no kernel.
 - Every fallback is an error with `implementation="require"` for one call, with `require_kernels()`
   for a part of a program, or with the environment variable `PALLAS_KERNELS_REQUIRE=1`.
 - On a GPU, every new reason for a fallback is logged once.
-
-A fallback is another implementation than the kernel, where the caller did not name it and the
-device, the arrays or the mesh rule the kernel out.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The calls of operations in a function and what they run; its `str` is for people.
+    """The calls of operations in a function, and what each runs; `str` makes a text to print.
 
     Attributes:
       choices: The calls, in the order in which JAX traces them.
@@ -114,10 +114,10 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
 
         print(pallas_kernels.explain(train_step, state, batch))
 
-    It traces the function for JAX's default device and runs nothing. On a mesh it shows the shapes
-    of whole arrays, and the plan of the loss for whole arrays. It does not show that a device's
-    part of the MLP's columns is too narrow for a kernel: this is known only later, when XLA splits
-    the arrays, and the log says so then.
+    `explain` traces the function for JAX's default device and runs nothing. On a mesh it shows the
+    shapes of whole arrays, and the plan of the loss for whole arrays. It cannot show that a
+    device's part of the MLP's columns is too narrow for a kernel. XLA splits the arrays only later,
+    and then the log says so.
 
     Args:
       fn: Function, jitted or not.
@@ -134,7 +134,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
     Raises:
       NotImplementedError: A kernel is required, and a call would not run it.
     """
-    # Functions that are jitted and traced already are traced again, because the metadata is a part
+    # A function that is jitted and traced already is traced again, because the metadata is a part
     # of the key under which JAX keeps a trace.
     metadata = set_xla_metadata(pallas_kernels_explanation=str(next(_numbers)))
     with recording() as found, metadata:
@@ -156,7 +156,7 @@ def _tangents_in(jaxpr: Any) -> Iterator[Choice]:
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Choice]]:
-    """The choices that JAX traces inside of the context, for a caller who traces anyway."""
+    """The list of choices that JAX traces inside of the context, for a caller who traces anyway."""
     found: list[Choice] = []
     token = _found.set(found)
     try:
@@ -174,8 +174,9 @@ def require_kernels() -> Iterator[None]:
     `implementation="require"` for one call. The context does not check
 
     - calls that name `"reference"` or `"xla"`, and calls whose first array is empty;
-    - `swiglu` and `linear_distillation_loss_top_k` with `None`, which take no kernel on purpose;
-    - the sums over devices of `sharded_add_rms_norm` with `None`;
+    - `swiglu` and `linear_distillation_loss_top_k` with `implementation=None`, which by design
+      takes no kernel there;
+    - the sums over devices of `sharded_add_rms_norm` with `implementation=None`;
     - the backward of `swiglu_mlp` below 2048 tokens;
     - `fp8_linear` with a weight too small for FP8, and FP8's casts of tokens or weights that are
       split over a mesh.
@@ -191,7 +192,7 @@ def require_kernels() -> Iterator[None]:
 def inside_of(operation: str) -> Iterator[None]:
     """Makes errors about operations inside of the context name the operation that the user called.
 
-    The outermost context counts.
+    If contexts are nested, the outermost one sets the name.
     """
     token = _calling.set(_calling.get() or operation)
     try:

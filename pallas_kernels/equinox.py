@@ -1,9 +1,9 @@
-"""Equinox modules over the operations, for use in any Equinox model.
+"""Equinox modules that call the operations, for use in any Equinox model.
 
-A module takes a sequence of tokens, or a single one, as `jax.vmap(model)(batch)` gives it. The
-operations compute all members of a `vmap` in one call, so a weight has one gradient, and not one
-for each member. Weights have the names and shapes that Equinox's own layers give them. The modules
-run on any mesh, as their operations do.
+A module takes a sequence of tokens or a single token, so `jax.vmap(model)(batch)` works. The
+operations compute all sequences of a `jax.vmap` in one call. So `grad(vmap(f))` makes one gradient
+of a weight, and not one for each sequence. Weights have the names and shapes that Equinox's own
+layers give them. The modules run on any mesh, as their operations do.
 """
 
 from collections.abc import Sequence
@@ -166,9 +166,9 @@ class LinearCrossEntropy(eqx.Module):
 
     The parameters are as in `eqx.nn.Linear(D, V)`: `weight` `[V, D]` and `bias` `[V]`.
 
-    Under `jax.vmap` the loss of each member is the mean over its own tokens. If the members have
-    different numbers of tokens that count, the mean of their losses is not the mean over all
-    tokens. Call the module outside of `vmap` then, on the hidden states of the batch.
+    Under `jax.vmap` over sequences, the loss of each sequence is the mean over its own tokens. If
+    the sequences have different numbers of tokens that count, the mean of their losses is not the
+    mean over all tokens. Then call the module outside of `vmap`, on the hidden states of the batch.
 
     Args:
       in_features: D, the size of the hidden states.

@@ -1,7 +1,20 @@
-"""The part of each array that a device of a mesh has, for a function of tokens.
+"""How the arrays of a function of tokens are split over a mesh, and what a device computes.
 
-*Roles* say which arrays are tokens and which are weights. `Layout` takes the roles and the splits
-of the arguments. It makes the splits to compute in, and the function of a device's arrays.
+`partition.py` and `auto_axes.py` use these words:
+
+- The *local function* computes the results of a device's tokens from the device's arrays.
+- A *role* says what an array is for the local function: it has tokens (`Tokens`, `TokensLast`), it
+  is a weight that every token reads (`Weight`), it is the gradient of a weight (`GradientOf`), or
+  it is the same on all devices (`Replicated`).
+- The *splits* of an array name, for each of its axes, the mesh axes that split it.
+- The *parts* are named axes of weights that may stay split while a device computes: the columns of
+  an MLP, or the vocabulary.
+- The *place* tells the local function which mesh axes split the tokens and the parts. With it the
+  function exchanges between devices what is missing.
+
+`Layout.make` takes the roles and the splits that the arguments have, and chooses the splits to
+compute in. `Layout.of_device` wraps the local function: it gathers weights before, and adds up
+their gradients after.
 """
 
 import dataclasses
@@ -96,7 +109,7 @@ class Roles:
     Attributes:
       args: Roles of the arguments.
       results: Roles of the results.
-      parts: Names of the axes of which a device may have a part.
+      parts: Names of the axes that may stay split while a device computes.
     """
 
     args: tuple[Tokens | TokensLast | Weight, ...]
@@ -106,7 +119,7 @@ class Roles:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The mesh axes that split what a local function sees. Empty where nothing is split.
+    """The mesh axes that split the arrays of a local function; empty where nothing is split.
 
     Attributes:
       tokens: Mesh axes that split the tokens.
@@ -119,20 +132,21 @@ class Place:
     leading: Splits = ()
 
 
-# `local(key, place)` makes the function of a device's arrays. It is defined at the top level of a
-# module, so that equal calls share an entry of the cache of `over_auto_axes`.
+# `local(key, place)` makes the local function. `local` is defined at the top level of a module, so
+# that equal calls share an entry of the cache of `over_auto_axes`.
 type Local = Callable[[Any, Place], Callable[..., Sequence[jax.Array]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How arrays are split.
+    """The splits to compute in.
 
     Attributes:
       args: Splits of the arguments.
-      gathered: Splits of the weights' axes that each device gathers; empty splits for tokens.
+      gathered: For each argument, the mesh axes over which a device gathers each of its axes; empty
+        for tokens.
       results: Splits of the results.
-      place: Place that the local function is told.
+      place: Place for the local function.
     """
 
     args: tuple[Splits, ...]
@@ -142,7 +156,13 @@ class Layout:
 
     @classmethod
     def make(cls, roles: Roles, whole: Place, splits: Sequence[Splits]) -> "Layout":
-        """The layout to compute in, for arguments that are split so."""
+        """The layout to compute in, for arguments with these splits.
+
+        Args:
+          roles: Roles of the arguments and of the results.
+          whole: Place of whole arrays, with the Manual axes over which the caller has split parts.
+          splits: Splits that the arguments have.
+        """
         leading = _leading(roles, splits)
         tokens = tuple(name for split in leading for name in split)
         parts = tuple(_part(name, roles, splits, tokens) for name in roles.parts)
@@ -199,13 +219,13 @@ class Layout:
         levels: Levels = (),
         dtypes: Sequence[Any] = (),
     ) -> Callable[..., Any]:
-        """The function of a device's arrays, which gathers weights and adds up their gradients.
+        """The function of a device's arrays: gathers weights, computes, and adds up gradients.
 
-        A loop computes one member of `jax.vmap` after the other. Weights that all members share are
-        gathered before it.
+        If arguments have members of a `jax.vmap`, a loop computes one member after the other.
+        Weights that all members share are gathered before the loop.
 
         Args:
-          local: Maker of the function of a device's arrays.
+          local: Maker of the local function.
           key: Static options of `local`.
           roles: Roles of the arguments and of the results.
           levels: Arguments that have members, of which a device has its own.

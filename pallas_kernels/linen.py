@@ -1,4 +1,4 @@
-"""Flax Linen modules over the operations, for use in any Linen model.
+"""Flax Linen modules that call the operations, for use in any Linen model.
 
 Parameters have the names, shapes and initial values of Linen's own modules, so that a checkpoint of
 `nn.RMSNorm` and `nn.Dense` loads unchanged. Initializers may carry metadata, from
@@ -55,8 +55,8 @@ class RMSNorm(_Norm):
       dtype: Dtype of the result; `None` takes the dtype of the input. The norm is computed in the
         common dtype of `dtype` and `x`, and then cast to `dtype`, as in `nn.RMSNorm`. (NNX's norm
         casts its input instead.) With `casting="llama"`, `x · rstd` is rounded to the common dtype.
-        With `None`, `nn.RMSNorm` would take the common dtype of input and scale, in which a float32
-        scale makes a bfloat16 stream float32.
+        With `None`, `nn.RMSNorm` would take the common dtype of input and scale. Then a float32
+        scale would make a bfloat16 residual stream float32.
       param_dtype: Dtype of `scale`.
       scale_init: Initializer of `scale`; `None` starts at `1 - weight_offset`.
       weight_offset: Number that is added to `scale`, as in `rms_norm`.
@@ -113,8 +113,8 @@ class SwiGLU(nn.Module):
         the parameters is.
       param_dtype: Dtype of the parameters.
       kernel_init: Initializer of the kernels.
-      down_kernel_init: Initializer of `down_proj/kernel`; `None` takes `kernel_init`. Its axes are
-        the other way round, which metadata for meshes must say.
+      down_kernel_init: Initializer of `down_proj/kernel`; `None` takes `kernel_init`. The axes of
+        this kernel are in the opposite order, so metadata for meshes needs another initializer.
       save: Tensors kept for the backward, as in `swiglu_mlp`.
       chunk_size: Number of positions at a time, as in `swiglu_mlp`; it needs `save="x"`.
       implementation: Implementation of `swiglu_mlp`.

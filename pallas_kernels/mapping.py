@@ -1,8 +1,10 @@
-"""Functions of one member of `jax.vmap`, applied to all members: in a loop, or by `jax.vmap`.
+"""Applies a function of one member of a `jax.vmap` to all members: in a loop, or by `jax.vmap`.
 
-*Levels* say which arrays have members. A level is a mask over the arrays, and there is one for each
-`jax.vmap` around the function, outermost first. An array has an axis in front for each level that
-has it. Its results have one for each level, except for those that are summed.
+A *member* is one element of the axis that `jax.vmap` maps over. Calls of `jax.vmap` may be nested.
+*Levels* say which arrays have members: a level is a mask over the arrays, and there is one level
+for each `jax.vmap`, the outermost first. An array has one leading axis for each level whose mask
+includes the array. A result has one leading axis for every level, except for the levels over whose
+members it is summed.
 """
 
 import functools
@@ -19,7 +21,7 @@ type Levels = tuple[Mask, ...]
 
 
 def loop(fn: Callable[..., Any], levels: Levels, summed: Levels = ()) -> Callable[..., Any]:
-    """The function of all members that computes one after the other.
+    """A function of the arrays of all members, which computes one member after the other.
 
     Args:
       fn: Function of one member's arrays, with several results.

@@ -1,7 +1,10 @@
-"""Members of `jax.vmap` that one call of an operation does not compute.
+"""Computes the members of a `jax.vmap`, also where one call of an operation cannot.
 
-On Auto axes, and without a mesh, XLA splits them (`auto_axes.py`). Elsewhere a loop computes one
-member after the other.
+A *member* is one element of the axis that `jax.vmap` maps over. For most operations one call
+computes all members that share their weights (`fold_members`). One call is not enough if each
+member has a weight or a gradient of its own. On Auto axes, and without a mesh, XLA then splits the
+members over devices (`auto_axes.py`). Elsewhere a loop computes one member after the other
+(`loop_over_members`).
 """
 
 from collections.abc import Callable, Sequence
@@ -59,7 +62,7 @@ def saved_of_members(
     levels: Levels,
     *arrays: Sequence[jax.Array],
 ) -> tuple[list[jax.Array], list[jax.Array], Levels]:
-    """`saved(*arrays)` for all members: results, what the backward reads, and the levels of that.
+    """`saved(*arrays)` for all members: results, arrays that the backward reads, and their levels.
 
     Args:
       saved: `Operation.saved`, without its first argument.

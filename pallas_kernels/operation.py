@@ -1,26 +1,34 @@
-"""Operations as JAX primitives, differentiated and batched by rules of their own.
+"""Operations as JAX primitives, with their own rules for derivatives and for `jax.vmap`.
+
+`jax.custom_vjp` would be simpler, but makes too many gradients under `jax.vmap`. A *member* is one
+element of the axis that `jax.vmap` maps over. Over a `custom_vjp`, `vmap` batches the backward: the
+backward makes one gradient of a shared weight for each member, and JAX adds these gradients up.
+Over a primitive, `vmap` acts before the derivative. So `grad(vmap(f))` differentiates one call on
+the tokens of all members, which makes one gradient of the weight. `vmap(grad(f))` still makes one
+gradient for each member.
 
 Three primitives make a differentiable function of an `Operation`:
 
 - `operation` computes the results. Its JVP rule also computes what the backward reads.
-- `operation_tangent` is linear in the tangents. It exists to be transposed, because kernels have no
-  forward mode.
-- `operation_backward`, its transpose, computes the gradients that are asked for, and no others.
+- `operation_tangent` is the linear function from the tangents of the arguments to those of the
+  results. It exists to be transposed, because kernels have no forward mode.
+- `operation_backward`, the transpose of `operation_tangent`, computes the gradients that are asked
+  for, and no others.
 
-A fourth one, `operation_follows`, tells `jax.checkpoint` how to compute a result again.
+A fourth primitive, `operation_follows`, tells `jax.checkpoint` how to compute a result again.
 
-An operation that is a `HasTangent` has forward mode and second derivatives, in plain JAX. The
-others raise NotImplementedError.
+An operation that is a `HasTangent` has forward mode and second derivatives, in plain JAX. All other
+operations raise NotImplementedError for both.
 
-The difference to `jax.custom_vjp` is `jax.vmap`. Over a `custom_vjp`, `vmap` batches the backward:
-it makes one gradient of a weight for each member of the batch, and JAX adds them up. Here `vmap`
-acts before the derivative. `grad(vmap(f))` differentiates one call on the tokens of all members,
-which makes one gradient of the weight. `vmap(grad(f))` still makes one for each member.
+Some calls cannot compute all members at once, for example if each member has a weight of its own.
+Where XLA partitions the program, the primitive then stays a function of one member, and its
+parameter `levels` (`mapping.py`) says which arrays have members:
 
-Members that no single call computes are *levels* (`mapping.py`), a parameter of the primitives. On
-several devices the function of one member goes through `jax.vmap`, and the functions that XLA
-partitions inside of it become loops over a device's own members. On one device there is one loop
-around everything.
+- On several devices, `jax.vmap` maps the function. The functions inside of it that XLA partitions
+  become loops over a device's own members.
+- On one device, the lowering makes one loop over the members around the whole function.
+
+Elsewhere the batching rule makes a loop at once (`members.py`).
 """
 
 import dataclasses

@@ -1,22 +1,26 @@
-"""Functions of tokens that each device computes for its own tokens, on any mesh.
+"""Splits a function of tokens over a mesh, so that each device computes its own tokens.
 
-A kernel computes the tokens that it is given, and so does a loop over chunks of tokens. XLA cannot
-split either, so it gathers all tokens on every device. `partitioned` tells XLA how to split them,
-in each of the three ways in which JAX uses the axes of a mesh:
+XLA cannot split a kernel or a loop over chunks of tokens. Left alone, it would gather all tokens on
+every device. So `partitioned` says how the function is split, for each of JAX's three kinds of mesh
+axes:
 
 - Auto axes: by `custom_partitioning` with a rule for Shardy (`auto_axes.py`). XLA decides how the
-  tokens are split, and the members of a `jax.vmap`.
+  tokens, and the members of a `jax.vmap`, are split.
 - Explicit axes: by `jax.shard_map` over the axes that the types of the arrays name.
 - Manual axes, inside of `jax.shard_map`: the arrays are a device's parts already, and nothing is
   left to do. `operation.py` sums the gradients.
 
-A weight may be split over any axes. Each device gathers the weight once for a call, in the dtype of
-the computation, and its part of the gradient is reduce-scattered. A named axis of a weight is the
-columns of an MLP, or the vocabulary. It may stay split over mesh axes that do not split tokens.
-Then each device computes with its part, and the local function exchanges what is missing.
+The caller gives a *local function*, which computes one device's tokens from the device's arrays,
+and the *roles* of its arrays (`layout.py`). A weight may be split over any axes. Each device
+gathers the weight once for a call, in the dtype of the computation. The gradient of the weight is
+reduce-scattered.
 
-The leading axes of tokens stay apart until the local function merges them. A reshape that merges an
-axis that is split with another one would make XLA gather both.
+An axis of a weight that is named in `Roles.parts` need not be gathered: the columns of an MLP, or
+the vocabulary. It may stay split over mesh axes that split no tokens. Then each device computes
+with its part of the weight, and the local function exchanges between devices what is missing.
+
+The leading axes of tokens stay separate until the local function merges them. A reshape that merges
+a split axis with another axis would make XLA gather both.
 """
 
 import functools
@@ -54,8 +58,8 @@ def partitioned(
     """`local(key, place)(*args)`, computed by each device for its own tokens.
 
     Args:
-      local: Maker of the function of a device's arrays. That function takes weights that are whole,
-        except for the parts that `place` names, and returns a value for each result.
+      local: Maker of the local function. The local function takes whole weights, except for the
+        axes that `place` says are split, and returns an array for each of `roles.results`.
       key: Static options of `local`.
       roles: Roles of the arguments and of the results.
       *args: The arrays.
@@ -121,10 +125,11 @@ def split_over_explicit_axes(
 def in_types_that_do_not_vary(
     run: Callable[..., Sequence[jax.Array]], args: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """`run(*args)`, for a `jax.shard_map` with check_vma=False that JAX differentiates.
+    """`run(*args)`, where `run` is a `jax.shard_map` with check_vma=False that JAX differentiates.
 
-    Neither its results nor its gradients say over which Manual axes around it they vary. So its
-    arguments do not vary either. The results vary as the arguments did.
+    By their types, neither the results of such a map nor its gradients vary over the Manual axes
+    around the map. So `run` gets arguments whose types do not vary either. The returned results
+    vary over the axes over which `args` vary.
     """
     varying = frozenset().union(*map(varying_axes, args))
     own = (retyped(vary(a, varying), frozenset()) for a in args)
@@ -236,8 +241,8 @@ def _over_explicit_axes(
         mesh=mesh,
         in_specs=tuple(map(to_spec, layout.args)),
         out_specs=tuple(map(to_spec, layout.results)),
-        # Without names it maps over all axes except for one over which `jax.vmap` splits its
-        # members. JAX refuses to name that one. With names it leaves Auto axes to XLA.
+        # Without names `shard_map` maps over all axes except for one over which `jax.vmap` splits
+        # its members, which JAX refuses to name. With names it leaves Auto axes to XLA.
         axis_names=set(axes) if leaves_auto else frozenset(),
         check_vma=False,
     )

@@ -19,12 +19,12 @@ def mesh_and_splits(
     """A mesh of the same devices, and its axes that split each array.
 
     XLA may split an array over a part of a mesh axis. For instance, an axis of 8 devices splits the
-    rows of `x`, and the program reads `x.reshape(2, -1, D)`: then two groups of devices have one
-    half each. For such shardings every axis of the returned mesh has a prime number of devices. An
-    axis `data` of 8 devices becomes `data.0`, `data.1` and `data.2`.
+    rows of `x`, and the program reads `x.reshape(2, -1, D)`. Then two groups of four devices have
+    one half each. For such shardings every axis of the returned mesh has a prime number of devices:
+    an axis `data` of 8 devices becomes `data.0`, `data.1` and `data.2`.
 
     A program of several devices may have no mesh: neither in the types of its arguments nor in the
-    context in which JAX traced it. Then every device computes all.
+    context in which JAX traced it. Then every device computes all tokens.
 
     Args:
       mesh: Mesh of the program; empty if there is none.

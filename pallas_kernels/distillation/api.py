@@ -88,23 +88,24 @@ def linear_distillation_loss(
     For `beta=0` the function computes the forward KL, and for `beta=1` the reverse KL, as TRL and
     Liger-Kernel do.
 
-    The loss is not multiplied by `temperature²`, as in TRL and Liger-Kernel. To keep the size of
-    the gradients, multiply it yourself (https://arxiv.org/abs/1503.02531).
+    Like TRL and Liger-Kernel, the function does not multiply the loss by `temperature²`. To keep
+    the size of the gradients at any temperature, multiply it yourself
+    (https://arxiv.org/abs/1503.02531).
 
     The loss of a token is multiplied by its token weight. `reduction="sum"` adds up the losses.
     `"mean"` divides this sum by the sum of the weights, or by the number of tokens without
     `token_weights`. `"none"` returns the losses. If no token counts, loss and gradients are 0.
     Losses are float32.
 
-    **Tokens that count.** A token does not count if its weight is exactly 0; `token_weights=labels
-    != -100` leaves out the tokens that a cross-entropy would ignore. A token that does not count
-    adds nothing to loss and gradients, and its row of `dx` is 0, even if its hidden states hold NaN
-    or infinities.
-    A NaN in the hidden states of another token makes its loss and the gradients NaN.
+    **Tokens that count.** A token does not count if its weight is exactly 0. Pass
+    `token_weights=(labels != -100)` to leave out the tokens that a cross-entropy would ignore. A
+    token that does not count adds nothing to loss and gradients, and its row of `dx` is 0, even if
+    its hidden states hold NaN or infinities. A NaN in the hidden states of a token that counts
+    makes its loss and the gradients NaN.
 
-    **Zeros.** An entry `v` of the vocabulary without probability adds nothing: `0·log 0` is 0. The
-    reverse KL is infinite if the teacher gives no probability to an entry that the student may
-    choose, and the forward KL in the opposite case.
+    **Zeros.** An entry `v` of the vocabulary with the probability 0 adds nothing: `0·log 0` is 0.
+    The reverse KL is infinite if the teacher's probability of an entry is 0 and the student's is
+    not. The forward KL is infinite in the opposite case.
 
     **Gradients.** The loss is differentiable in `x`, `weight`, `bias` and `token_weights`. The
     teacher is constant: the gradients of its arrays are 0, as after `jax.lax.stop_gradient`. A call
@@ -123,11 +124,11 @@ def linear_distillation_loss(
     float32. The gradient in the logits is rounded once, to the dtype of `x`, and each gradient
     once. The operands of `"reference"` are float32.
 
-    **Meshes.** Each device computes the losses of its own tokens. On Auto and Explicit axes a sum
-    or mean is over the tokens of all devices. If an axis that splits no tokens splits the
-    vocabulary of both weights, its devices exchange 20 bytes a token for a KL and 24 for the
-    Jensen-Shannon divergence, and add up `dx`. Inside of `jax.shard_map` a sum or mean is over the
-    tokens of one device, and `vocab_axis` names the axis that splits both weights.
+    **Meshes.** Each device computes the losses of its own tokens. A mesh axis that splits no tokens
+    may split the vocabulary of both weights. Its devices exchange 20 bytes a token for a KL and 24
+    for the Jensen-Shannon divergence, and add up `dx`. On Auto and Explicit axes a sum or mean is
+    over the tokens of all devices. Inside of `jax.shard_map` a sum or mean is over the tokens of
+    one device, and `vocab_axis` names the axis that splits both weights.
 
     Args:
       x: Hidden states of the student, of a floating dtype of 16 bits or more. The leading axes are
@@ -162,15 +163,16 @@ def linear_distillation_loss(
         at a time, so that a chunk has more tokens. `None` means 512 MiB, and at least 768 tokens.
         At most one of `chunk_size` and `max_logits_bytes` may be given.
       vocab_axis: Name of the Manual mesh axis over which both weights and both biases are split by
-        vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis gets the same
-        loss. It must have the same tokens, as `linear_cross_entropy` says.
+        vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis returns the
+        same loss. All devices of the axis must have the same tokens, as `linear_cross_entropy`
+        says.
       weight_layout: Order of the axes of `weight` and of its gradient: `"vd"` for `[V, D]`, `"dv"`
         for `[D, V]`.
       teacher_weight_layout: Order of the axes of `teacher_weight`.
       logits_dtype: Dtype of logits in memory: floating, of 16 bits or more. `None` takes the dtype
-        of `x` for the student and of `teacher_x` for the teacher. Logits in bfloat16 between 8 and
-        16 err by up to 2^-5. Their errors add about 3e-4 nats to a KL. Logits in float32 take twice
-        the memory.
+        of `x` for the student and of `teacher_x` for the teacher. Rounding a logit between 8 and 16
+        to bfloat16 makes an error of up to 2^-5. Such errors add about 3e-4 nats to a KL. Logits in
+        float32 take twice the memory.
       implementation: Name of the program. `None`, the default, runs the kernels where they take the
         arguments, `"reference"` for symbolic sizes (`jax.export.symbolic_shape`), and `"xla"`
         elsewhere. `"mosaic_gpu"` works on chunks of tokens: XLA computes the products, with cuBLAS,
@@ -262,18 +264,19 @@ def linear_distillation_loss_top_k(
     """`linear_distillation_loss` with `k` stored log-probabilities a token in place of a teacher.
 
     **Teacher.** `teacher_log_probs` are logarithms of the teacher's softmax over its whole
-    vocabulary, at `temperature`. The argument `temperature` divides only the student's logits. To
-    pad shorter lists, use entries of -inf, with any id.
+    vocabulary. They must be computed at the same temperature as the loss, because here
+    `temperature` divides only the student's logits. To pad a list of fewer than `k` entries, use
+    log-probabilities of -inf, with any id.
 
-    **Tail.** The tail is all tokens of the vocabulary without an entry.
+    **Tail.** The tail is all tokens of the vocabulary without a stored log-probability.
 
     - `"one_bucket"`: the tail is one class, beside `k` classes. The teacher's probability of the
       tail is 1 minus the sum of the `k` probabilities, and the student's is the sum over the tail.
       The loss is the divergence of both distributions over the `k + 1` classes, for each
       `divergence`. It is never larger than the divergence of the whole distributions. The student's
-      distribution within the tail has no effect. The teacher's tail counts as at least 2^-24,
-      because a float32 sum near 1 errs by that much. All probabilities are then divided by their
-      sum.
+      distribution within the tail has no effect. The teacher's probability of the tail is at least
+      2^-24, because a float32 sum near 1 errs by that much. All probabilities are then divided by
+      their sum.
     - `"ignore"`: the sum of the forward KL over only the `k` tokens, `Σ_k q·(log q - log p)`, where
       `p` is from the softmax over the whole vocabulary. Its gradient in the logits, times
       `temperature`, is `(Σ_k q)·p - q`, which moves the student's probability out of the tail. It
@@ -294,7 +297,8 @@ def linear_distillation_loss_top_k(
       teacher_log_probs: Log-probabilities of the teacher, of any floating dtype.
       teacher_ids: Tokens that have them, of any integer dtype. Their order is free.
       tail: Treatment of the tail: `"one_bucket"` or `"ignore"`.
-      divergence: Name, as in `linear_distillation_loss`; so for the arguments below.
+      divergence: Name of the divergence. This argument and the following ones are as in
+        `linear_distillation_loss`.
       beta: Share of the teacher in the mixture.
       temperature: Divisor of the student's logits.
       bias: Bias of the student's logits.
@@ -304,8 +308,8 @@ def linear_distillation_loss_top_k(
       counted_fraction: Largest share of a device's tokens that is expected to count.
       chunk_size: Largest number of a device's tokens whose logits exist at a time.
       max_logits_bytes: Limit in bytes for the logits of a chunk of tokens.
-      vocab_axis: Name of the Manual mesh axis over which `weight` and `bias` are split, and no
-        array of the tokens. The ids are numbers in the whole vocabulary.
+      vocab_axis: Name of the Manual mesh axis over which `weight` and `bias` are split. It must not
+        split the arrays of tokens. `teacher_ids` are indices into the whole vocabulary.
       weight_layout: Order of the axes of `weight`.
       logits_dtype: Dtype of logits in memory.
       implementation: Name of the program: `"xla"`, `"reference"` or `None`. `None` picks `"xla"`,

@@ -1,7 +1,8 @@
 """Linear layers whose products run in FP8, with their gradients.
 
-`y = x @ w` for `x [..., K]` and `w [K, N]`. The products are those of `fp8_matmul`, which reads
-operands `[rows, contracted]`. So every tensor is needed in two memory orders:
+A linear layer is `y = x @ w` for `x [..., K]` and `w [K, N]`. Its three products are calls of
+`fp8_matmul`, which reads both operands with the contracted axis last. So every tensor is needed in
+two memory orders:
 
 | product | operands |
 |---|---|
@@ -11,8 +12,8 @@ operands `[rows, contracted]`. So every tensor is needed in two memory orders:
 
 Each tensor is quantized once, in both orders. The forward keeps `x.T` in FP8 for the backward, half
 the bytes of `x`, under the name `fp8_x` of `jax.checkpoint` policies. If the recipe's wgrad is not
-in FP8, the backward reads `x`. Weights are quantized by `quantize_weight`, once a step. Their
-gradient goes to the weight that was quantized, as if it had not been rounded.
+in FP8, the backward reads `x`. Weights are quantized by `quantize_weight`, once a step. The
+gradient goes to the weight before quantization, as if quantization were the identity.
 
 On a mesh each device computes its own tokens, and the weights are gathered in FP8. The scales of
 activations are those of all tokens, so a result does not depend on the number of devices.
@@ -89,8 +90,9 @@ def quantize_weight(
 ) -> QuantizedWeight:
     """The weight with its FP8 copies, for several calls of `fp8_linear` in a step.
 
-    Call it outside of `jax.checkpoint`; inside, the backward would quantize again. For weights of
-    several layers, `[L, K, N]`, use `jax.vmap`. The FP8 copies take two bytes an element.
+    Call it outside of `jax.checkpoint`; inside, the backward would quantize again. For the stacked
+    weights of several layers, `[L, K, N]`, use `jax.vmap`. The two FP8 copies together take two
+    bytes for each element of the weight.
 
     Args:
       weight: Weight in the layout of Flax's kernels, of a floating dtype of 16 or 32 bits.
@@ -143,20 +145,20 @@ def fp8_linear(
     *,
     recipe: Recipe | RecipeName,
 ) -> Float[Array, "*T N"]:
-    """`x @ weight` with the forward and the gradient of `x` in FP8.
+    """`x @ weight`, whose products in the forward and in the backward are in FP8.
 
-    The gradient of the weight is in FP8 too, unless the recipe's `wgrad` is None. Operands are
-    quantized as the recipe says, and each product rounds once, to the dtype of `x`, which is also
-    the dtype of the result and of the gradient of `x`. The gradient of the weight has the dtype of
-    the weight, and is rounded to it from float32. It is the gradient of the weight before it was
-    quantized. A weight that is too small to gain (`Recipe.gains`) is multiplied in the dtype of
-    `x`, which is logged once.
+    The product for the gradient of the weight is in the dtype of `x` if the recipe's `wgrad` is
+    None. Operands are quantized as the recipe says. The result and the gradient of `x` are each
+    rounded once, to the dtype of `x`. The gradient of the weight is rounded from float32 to the
+    dtype of the weight. It goes to the weight before quantization, as if quantization were the
+    identity. A weight that is too small to gain from FP8 (`Recipe.gains`) is multiplied in the
+    dtype of `x`, and the log says so once.
 
-    In an FP8 product, a NaN or an infinity in an operand makes every number of the result NaN that
-    shares its scale. A weight that stays in the dtype of `x` keeps infinities.
+    In an FP8 product, a NaN or an infinity in an operand makes all results NaN that are computed
+    with the same scale. A product in the dtype of `x` keeps infinities.
 
-    Under `jax.vmap` the members are computed one after the other, and each has its own scales. For
-    a single call, put the batch into the leading axes of `x`.
+    Under `jax.vmap` the elements of the mapped axis are computed one after the other, each with its
+    own scales. For a single call, put the batch into the leading axes of `x`.
 
     Args:
       x: Input, of a floating dtype of 16 or 32 bits; the leading axes are tokens.

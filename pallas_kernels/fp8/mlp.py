@@ -1,19 +1,21 @@
 """The gated MLP with its nine products in FP8.
 
-`y = (silu(gate) · up) @ w_down` with `gate = x @ w_gate` and `up = x @ w_up`. The operands of the
-products in FP8 are quantized as in `linear.py`. But the product `silu(gate) · up` is quantized
-twice: in the forward, and transposed in the backward. A recipe may leave the three gradients of
-weights in the dtype of `x`. The forward's gate and up, `dproduct`, dgate and dup are rounded to the
-dtype of `x`. On Hopper one kernel makes gate, up and their product (`gated_kernel.py`). In the
-backward two kernels compute dgate, dup and the product: the first one for their maxima, the second
-one for their FP8 copies (`casts.cast_computed`). So none of the three is written in 16 bits. Where
-the kernels do not run, XLA computes the three in a pass of its own.
+`y = product @ w_down` with `product = silu(gate) · up`, `gate = x @ w_gate` and `up = x @ w_up`.
+Names that begin with d are gradients. The operands of the FP8 products are quantized as in
+`linear.py`. But `product` is quantized twice: in the forward, and transposed in the backward. A
+recipe may leave the three gradients of weights in the dtype of `x`. The forward's gate and up,
+`dproduct`, dgate and dup are rounded to the dtype of `x`.
+
+On Hopper one kernel makes gate, up and `product` (`gated_kernel.py`). In the backward two kernels
+compute dgate, dup and `product`: the first one for their maxima, the second one for their FP8
+copies (`casts.cast_computed`). So none of the three is written in 16 bits. Where the kernels do not
+run, XLA computes the three in a pass of its own.
 
 Kept for the backward beside the weights: `x.T` in FP8 under the name `fp8_x`, and gate and up under
 the names `gate` and `up` of `jax.checkpoint` policies. Gate and up are in int8, with a scale for
-128 columns of a row. Its error in a gradient is 0.06 to 0.23 of the recipe's own, and that of e4m3
-would be up to 0.7 (docs/lab/2026-11-25-fp8-saved-tensors.md). The product is made again from gate
-and up, in the pass that makes dgate and dup.
+each 128 columns of a row. The error of int8 in a gradient is 0.06 to 0.23 of the recipe's own
+error, and that of e4m3 would be up to 0.7 (docs/lab/2026-11-25-fp8-saved-tensors.md). `product` is
+made again from gate and up, in the pass that makes dgate and dup.
 """
 
 import dataclasses
@@ -84,9 +86,9 @@ def fp8_swiglu_mlp(
     `silu(gate) · up` and its gradients are float32, and rounded to the dtype of `x` before they are
     quantized. The forward computes from gate and up in the dtype of `x`. The backward reads both in
     int8, with a float32 scale for each 128 columns of a row. Gradients of weights have the dtypes
-    of the weights. If a weight is too small to gain (`Recipe.gains`), all of the MLP runs in the
-    dtype of `x`, by `swiglu_mlp`, and the log says so once. Under `jax.vmap` each member has its
-    own scales, as in `fp8_linear`.
+    of the weights. If a weight is too small to gain from FP8 (`Recipe.gains`), all of the MLP runs
+    in the dtype of `x`, by `swiglu_mlp`, and the log says so once. Under `jax.vmap` each element of
+    the mapped axis has its own scales, as in `fp8_linear`.
 
     Args:
       x: Input, of a floating dtype of 16 or 32 bits; the leading axes are tokens.

@@ -11,9 +11,10 @@ accumulation of `fp8_matmul`.
 | `rowwise` | e4m3 | e4m3 | one a row | fast | fast | fast |
 | `rowwise_with_gw_hp` | e4m3 | e4m3 | one a row | fast | fast | in the dtype of `x` |
 
-All scales are current: they come from the tensor that they scale, and no state is kept between
-steps. "A row" lies along the axis that the product contracts. So each memory order of a tensor has
-scales of its own.
+"Fast" is the tensor cores' own accumulation; "promoted" adds to float32 sums at intervals
+(`products.py`). All scales are current: they come from the tensor that they scale, and no state is
+kept between steps. "A row" lies along the axis that the product contracts. So each memory order of
+a tensor has scales of its own.
 
 A small product stays in the dtype of `x`. FP8 saves time that grows with `T·K·N`, and quantizing
 `x` and `dy` takes time that grows with `T·(K + N)`. So a weight `[K, N]` gains if

@@ -1,11 +1,11 @@
-"""Flax NNX layers over the operations, for use in any NNX model.
+"""Flax NNX layers that call the operations, for use in any NNX model.
 
 Arguments, parameters and layouts have Flax's names where Flax has them, so a checkpoint of
 `nnx.RMSNorm`, `nnx.Linear` or `nnx.Embed` loads. `from_nnx` makes a layer of existing modules and
 shares their parameters.
 
-The layers run on any mesh, as their operations do. They create no parameters after construction,
-and work in NNX's graph mode and in its tree mode.
+The layers run on any mesh, as their operations do. They create all parameters when they are
+constructed, and work in NNX's graph mode and in its tree mode.
 """
 
 from pallas_kernels.layers.head import LinearCrossEntropy

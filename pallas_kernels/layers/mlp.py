@@ -26,8 +26,8 @@ _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 class SwiGLU(nnx.Module):
     """Llama's MLP, `down_proj(silu(gate_proj(x)) · up_proj(x))`, by `pallas_kernels.swiglu_mlp`.
 
-    The policies of `jax.checkpoint` can name the first two projections, `gate` and `up`.
-    `swiglu_mlp` has no biases; with `use_bias` the layer is three `nnx.Linear` layers and
+    For policies of `jax.checkpoint`, the results of the first two projections have the names `gate`
+    and `up`. `swiglu_mlp` has no biases; with `use_bias` the layer is three `nnx.Linear` layers and
     `pallas_kernels.swiglu`.
 
     Args:
@@ -36,7 +36,7 @@ class SwiGLU(nnx.Module):
       use_bias: Whether the three linear layers have biases.
       dtype: Dtype of the computation; `None` takes the dtype of the input, whatever the dtypes of
         the parameters are. `nnx.Linear` would take the common dtype. Then float32 parameters would
-        make a bfloat16 stream float32, for which there is no kernel.
+        make a bfloat16 residual stream float32, for which there is no kernel.
       param_dtype: Dtype of the parameters.
       kernel_init: Initializer of the three kernels.
       gate: Options of `nnx.Linear` for `gate_proj` alone: `kernel_init`, `kernel_metadata`,
@@ -45,8 +45,8 @@ class SwiGLU(nnx.Module):
       down: The same options for `down_proj`.
       save: Tensors kept for the backward, as in `swiglu_mlp`; only "gate_up" with biases.
       chunk_size: Number of positions at a time, as in `swiglu_mlp`; it needs `save="x"`.
-      implementation: Implementation of `swiglu_mlp` or, with biases, of `swiglu`. Then `None` takes
-        no kernel, and `"require"` raises in the call.
+      implementation: Implementation of `swiglu_mlp` or, with biases, of `swiglu`. With biases,
+        `None` takes no kernel, and `"require"` raises in the call.
       rngs: Source of the kernels' random numbers.
 
     Raises:

@@ -39,7 +39,7 @@ _MOST_COLUMNS = 2**24  # the kernel keeps the argmax as a float32 number
 
 
 class Argmax(NamedTuple):
-    """The entry of the vocabulary that each token's softmax ranks first.
+    """The likeliest entry of the vocabulary for each token.
 
     Attributes:
       ids: Lowest index with the largest logit, int32.
@@ -103,24 +103,26 @@ def linear_log_probs(
 
     **Labels.** If a label is neither `ignore_index` nor in `[0, V)`, its log-probability and the
     gradients are NaN. (If its cotangent is 0, only the gradients of `"reference"` are NaN.) The
-    entropy is right. The label never causes a read or write out of bounds. With `check_labels` it
-    raises an error.
+    entropy is not affected. The label never causes a read or write out of bounds. With
+    `check_labels` it raises an error.
 
     **Cost.** The results take one matrix product of `2·T·D·V` FLOPs, and the kernel keeps no logits
     in memory. The backward takes three more products: it computes the logits again, because the
-    forward does not know the cotangents. With the kernels and a bfloat16 `x`, the memory of
-    `dweight`, which is made last, holds the gradient in the logits of all tokens, or of the first
-    tokens. The other tokens are computed in chunks. With `keep_exponentials` the backward takes two
-    products, and the exponentials take 2 bytes for each token and entry of the vocabulary, from the
-    forward on. `linear_token_loss` takes only three products for a scalar that a function makes of
-    the log-probabilities. `docs/kernels/log_probs.md` has more.
+    forward does not know the cotangents. With the kernels and a bfloat16 `x`, the gradient in the
+    logits is stored in the memory of `dweight`, which is free until `dweight` is made, last. If
+    this memory has room only for the first tokens, the other tokens are computed in chunks.
+
+    Two calls need one product less. With `keep_exponentials` the backward takes two products, but
+    the exponentials take 2 bytes for each token and entry of the vocabulary, from the forward on.
+    `linear_token_loss` takes three products in all for a scalar that your function makes of the
+    log-probabilities. `docs/kernels/log_probs.md` has more.
 
     **Rounding.** Products take operands in the dtype of `x` and accumulate in float32. The softmax
     is float32. The gradient in the logits is rounded once, to the dtype of `x`, and each result
     once. The operands of `"reference"` are float32.
 
-    **Meshes.** Each device computes its own tokens. If an axis that splits no tokens splits the
-    vocabulary, its devices exchange 8 bytes a token, 4 more with the entropy and 8 more with the
+    **Meshes.** Each device computes its own tokens. A mesh axis that splits no tokens may split the
+    vocabulary. Its devices exchange 8 bytes a token, 4 more with the entropy and 8 more with the
     argmax, and add up `dx`. Inside of `jax.shard_map`, `vocab_axis` names the axis that splits
     `weight`.
 
@@ -153,9 +155,9 @@ def linear_log_probs(
       max_logits_bytes: Limit in bytes for the logits of a chunk of tokens, as in
         `linear_cross_entropy`. At most one of `chunk_size` and `max_logits_bytes` may be given.
       vocab_axis: Name of the Manual mesh axis over which `weight` and `bias` are split by
-        vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis gets the same
-        results. It must have the same tokens, as `linear_cross_entropy` says. `labels` are numbers
-        in the whole vocabulary.
+        vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis returns the
+        same results. All devices of the axis must have the same tokens, as `linear_cross_entropy`
+        says. `labels` are indices into the whole vocabulary.
       weight_layout: Order of the axes of `weight` and of its gradient: `"vd"` for `[V, D]`, `"dv"`
         for `[D, V]`. The kernels take `"dv"` if V is a multiple of 128.
       accum_dtype: Dtype in which chunks of tokens add up `dweight`: floating, of 16 bits or more.
@@ -280,7 +282,7 @@ def linear_token_loss(
     implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> Any:
-    """The loss that a function computes from log-probabilities, with gradients in three products.
+    """The loss that `token_fn` computes from log-probabilities, with cheaper gradients.
 
     Example::
 
@@ -295,17 +297,17 @@ def linear_token_loss(
     of `jax.shard_map`.
 
     **Single tokens.** With `per_token` the function returns the loss of each token, computed only
-    from the numbers of this token. The result is the sum over the tokens whose labels are not
+    from the values of this token. The result is the sum over the tokens whose labels are not
     ignored. For a mean over tokens, put the weights into `token_data`. The function then sees some
-    tokens at a time, in one axis: arrays `[N]`, and leaves of `token_data` as `[N, ...]`. JAX
-    cannot check that the loss of a token depends only on its own numbers.
+    tokens at a time, along one axis: arrays `[N]`, and leaves of `token_data` as `[N, ...]`. JAX
+    cannot check that the loss of a token depends only on the values of that token.
 
     **Gradients.** The loss is differentiable in `x`, `weight`, `bias` and the floating leaves of
-    `token_data`. JAX differentiates the function in the forward, as soon as all log-probabilities
-    are known, so the forward makes all gradients. Only `"reference"` has second derivatives and
-    forward mode. `jax.vmap` calls the function for each member. A NaN in the hidden state of a
-    token makes all gradients NaN, unless its label is `ignore_index`: a mask inside of `token_fn`
-    is not enough.
+    `token_data`. The forward makes all gradients: it differentiates `token_fn` as soon as all
+    log-probabilities are known. Only `"reference"` has second derivatives and forward mode. Under
+    `jax.vmap`, `token_fn` is called for each element of the mapped axis. A NaN in the hidden state
+    of a token makes all gradients NaN, unless its label is `ignore_index`: a mask inside of
+    `token_fn` is not enough.
 
     **Cost.** A loss with gradients takes three matrix products of `2·T·D·V` FLOPs if the memory of
     `dweight` has room for the exponentials of all logits. A float32 `dweight` has room for 2·D
@@ -316,9 +318,10 @@ def linear_token_loss(
     the entropy adds a pass over the exponentials. Other calls take four products, as
     `linear_log_probs` does. A loss without gradients takes one product.
 
-    **Rounding.** As in `linear_cross_entropy`, exponentials are rounded once to the dtype of `x`,
-    and so is `x` times a factor of each token for `dweight`. With the entropy's gradient, the
-    exponentials and the gradient in the logits are rounded instead.
+    **Rounding.** The loss and its gradients are rounded as in `linear_cross_entropy`: exponentials
+    are rounded once to the dtype of `x`, and so is the product of `x` and a factor for each token,
+    from which `dweight` is made. With the entropy's gradient, the exponentials and the gradient in
+    the logits are rounded instead.
 
     Args:
       x: Hidden states, as in `linear_log_probs`.
@@ -334,7 +337,8 @@ def linear_token_loss(
       per_token: Whether the function returns a float32 number for each token. Arrays of `aux` then
         begin with the axis of tokens. The call returns them with the axes of `labels`, and zeros
         where the label is ignored.
-      temperature: Divisor of the logits, as in `linear_log_probs`; so for the arguments below.
+      temperature: Divisor of the logits. This argument and the following ones, except
+        `counted_fraction`, are as in `linear_log_probs`.
       bias: Bias of the logits.
       ignore_index: Label of the tokens that do not count; their log-probability is 0.
       logit_softcap: Bound of the logits.

@@ -8,11 +8,11 @@ of the `token_fn` of `linear_token_loss`::
             log_probs, data["old"], data["advantages"], data["mask"]
         )
 
-A token counts where `mask` is not 0. The numbers of other tokens change neither loss nor gradients,
-whatever they are. A mean over nothing is 0. With pairs of sequences the first half of the batch
-holds the chosen ones, and the second half the rejected ones in the same order. Losses of pairs and
-`kto_loss` count every sequence. A sequence without a token that counts has the reward 0, or the
-mean log-probability 0, so leave such sequences out of the batch.
+A token counts where `mask` is not 0. The values of other tokens change neither loss nor gradients,
+even if they are NaN. A mean over no tokens is 0. For losses of pairs, the first half of the batch
+has the chosen sequences, and the second half the rejected sequences in the same order. Losses of
+pairs and `kto_loss` count every sequence. A sequence without a token that counts has the reward 0,
+or the mean log-probability 0, so leave such sequences out of the batch.
 """
 
 from typing import Any, Literal
@@ -38,17 +38,19 @@ def aggregate(
     *,
     max_length: int | None = None,
 ) -> Float[Array, ""]:
-    """One number from the numbers of all tokens.
+    """A scalar made of one value for each token, such as the mean over tokens.
 
     Args:
-      values: Number of each token.
+      values: Values of the tokens.
       mask: Tokens that count.
       aggregation: `"token-mean"` is the mean over all tokens that count (DAPO,
-        https://arxiv.org/abs/2503.14476). `"seq-mean-token-mean"` is the mean over the sequences of
-        each one's mean (GRPO, https://arxiv.org/abs/2402.03300). `"seq-mean-token-sum"` is the mean
-        over the sequences of each one's sum. `"seq-mean-token-sum-norm"` divides it by `max_length`
-        (Dr. GRPO, https://arxiv.org/abs/2503.20783). A sequence without a token that counts is no
-        sequence.
+        https://arxiv.org/abs/2503.14476). `"seq-mean-token-mean"` takes the mean of each sequence
+        over its tokens, and then the mean over the sequences (GRPO,
+        https://arxiv.org/abs/2402.03300). `"seq-mean-token-sum"` takes the sum of each sequence
+        over its tokens, and then the mean over the sequences. `"seq-mean-token-sum-norm"` divides
+        the result of `"seq-mean-token-sum"` by `max_length` (Dr. GRPO,
+        https://arxiv.org/abs/2503.20783). The means over sequences leave out each sequence without
+        a token that counts.
       max_length: Divisor of `"seq-mean-token-sum-norm"`.
 
     Raises:
@@ -146,9 +148,10 @@ def gspo_loss(
 ) -> Float[Array, ""]:
     """The clipped loss of whole sequences (GSPO, https://arxiv.org/abs/2507.18071).
 
-    The ratio of a sequence is the exponential of the mean of `log_probs - old_log_probs` over its
-    tokens, of 80 at most. The loss is the mean of `-min(ratio·A, clip(ratio)·A)` over the sequences
-    that have a token that counts.
+    The ratio of a sequence is `exp(min(d, 80))`, where d is the mean of
+    `log_probs - old_log_probs` over its tokens. The loss is the mean of
+    `-min(ratio·A, clip(ratio, 1 - clip_low, 1 + clip_high)·A)` over the sequences that have a token
+    that counts.
 
     Args:
       log_probs: Log-probabilities of the policy.
@@ -268,8 +271,8 @@ def kto_loss(
       reference_log_probs: Log-probabilities of the reference.
       mask: Tokens that count.
       is_desirable: Whether each sequence is desirable.
-      kl: Estimate of the KL divergence of the policy from the reference. The paper takes the mean
-        reward of mismatched prompts and answers, and 0 if it is below. It has no gradient.
+      kl: Estimate of the KL divergence of the policy from the reference, without a gradient. The
+        paper takes the mean reward of mismatched prompts and answers, or 0 if the mean is negative.
       beta: Factor of the rewards.
       desirable_weight: Weight of the desirable sequences.
       undesirable_weight: Weight of the others.

@@ -28,9 +28,10 @@ _NAME = "linear_cross_entropy"
 
 
 class LossMetrics(NamedTuple):
-    """Figures of one call, without gradients.
+    """Metrics of one call, scalars without gradients: `num_tokens` is int32, the others float32.
 
-    `token_weights` weight all means. A mean is 0 if no token counts.
+    The means are over the tokens that count, weighted by `token_weights`. A mean is 0 if no token
+    counts.
 
     Attributes:
       num_tokens: Number of labels that differ from `ignore_index`.
@@ -92,24 +93,25 @@ def linear_cross_entropy(
     **Labels.** If a label is neither `ignore_index` nor in `[0, V)`, the loss of its token is NaN.
     The reduced loss and the gradients are then NaN, too, unless the weight of the token is 0. The
     label never causes a read or write out of bounds. With `check_labels` it raises an error. Labels
-    are compared in their own dtype. (Without `jax_enable_x64`, JAX itself cuts 64-bit arguments of
-    `jax.jit` to 32 bits.)
+    are compared in their own dtype. (Without `jax_enable_x64`, JAX itself truncates 64-bit
+    arguments of `jax.jit` to 32 bits.)
 
     **Gradients.** The loss is differentiable in `x`, `weight`, `bias` and `token_weights`. A call
-    that is not differentiated computes no gradients. `dweight` has the dtype of `weight`, so the
-    gradient of a bfloat16 weight is rounded. For a float32 gradient of a bfloat16 weight,
-    differentiate with respect to `weight.astype(jnp.float32)` inside of the compiled function: XLA
-    drops the cast and its inverse, and makes no copy. With chunks of columns XLA would keep a
-    float32 copy of the weight; such chunks suit a weight that is stored in float32. Only
-    `"reference"` has second derivatives and forward mode (`jax.jvp`).
+    that is not differentiated computes no gradients. `dweight`, the gradient of `weight`, has the
+    dtype of `weight`, so it is rounded for a bfloat16 weight. For a float32 gradient of a bfloat16
+    weight, differentiate with respect to `weight.astype(jnp.float32)` inside of the compiled
+    function: XLA drops this cast and the cast back to bfloat16, and makes no copy. With
+    `vocab_chunk_size`, however, XLA keeps a float32 copy of the weight. Only `"reference"` has
+    second derivatives and forward mode (`jax.jvp`).
 
-    **Plans.** A plan decides which part of the logits is in memory. The gradient of `weight`,
-    `dweight`, is made last, and its memory is unused until then. By default the kernels store
-    exponentials of the logits in this memory, for all tokens or for the first tokens. The other
-    tokens are computed in chunks. Loss and gradients take three matrix products, or four with
-    `reduction="none"`. With `vocab_chunk_size` they are computed in chunks of columns, and take
-    four. `linear_cross_entropy_plan` says what a call does and why; `docs/kernels/loss.md`
-    describes the plans.
+    **Plans.** A plan decides which part of the logits is in memory at a time. By default the
+    kernels store exponentials of the logits in the memory of `dweight`, which is free until
+    `dweight` is made, last. If this memory has room only for the first tokens, the other tokens are
+    computed in chunks. Loss and gradients take three matrix products of `2·T·D·V` FLOPs, or four
+    with `reduction="none"`. With `vocab_chunk_size` they are computed in chunks of columns (slices
+    of the vocabulary), and take four products.
+    `linear_cross_entropy_plan` says which plan a call has and why; `docs/kernels/loss.md` describes
+    the plans.
 
     **Rounding.** Products take operands in the dtype of `x` and accumulate in float32. In memory,
     `"mosaic_gpu"` has logits or their exponentials rounded to the dtype of `x`, and `"xla"` has
@@ -118,12 +120,12 @@ def linear_cross_entropy(
     is rounded once. The operands of `"reference"` are float32. `pallas_kernels/loss/by_tokens.py`
     has the details.
 
-    **Meshes.** Each device computes the losses of its own tokens, and plans for its own arrays. On
-    Auto and Explicit axes a sum or mean is over the tokens of all devices. If an axis that splits
-    no tokens splits the vocabulary, its devices exchange 20 bytes a token and add up `dx`. Inside
-    of `jax.shard_map` a sum or mean is over the tokens of one device. For the mean over all tokens,
-    take `reduction="sum"`, and divide the `jax.lax.psum` of the losses by the `jax.lax.psum` of the
-    numbers of tokens. Inside of `jax.shard_map`, `vocab_axis` names the axis that splits `weight`.
+    **Meshes.** Each device computes the losses of its own tokens, by a plan for its own arrays. A
+    mesh axis that splits no tokens may split the vocabulary; its devices exchange 20 bytes a token
+    and add up `dx`. On Auto and Explicit axes a sum or mean is over the tokens of all devices.
+    Inside of `jax.shard_map` a sum or mean is over the tokens of one device. There, for the mean
+    over all tokens, take `reduction="sum"`, and divide the `jax.lax.psum` of the losses by the
+    `jax.lax.psum` of the numbers of tokens; `vocab_axis` names the axis that splits `weight`.
 
     Args:
       x: Hidden states, of a floating dtype of 16 bits or more. The leading axes are tokens.
@@ -152,25 +154,26 @@ def linear_cross_entropy(
         the plans that fit, the plan with the least estimated time runs. A chunk has at least 128
         tokens. A chunk of few tokens is slow, because each chunk reads and writes all of `dweight`.
         `None` means 512 MiB (`"mosaic_gpu"`) or 1 GiB (`"xla"`, whose logits are float32). It is
-        1.5 GiB with the kernels for a `LoRA` in a plan without exponentials, as with a bias. Copies
-        of exponentials out of the memory of `dweight` have the same limit, and never take more than
-        96 MiB. They may exist beside one chunk. The plan depends on sizes, and its bands of
-        `dweight` on the kind of the device. It does not depend on the free memory of the device, so
-        all processes of a run compile the same program. At most one of `chunk_size`,
-        `vocab_chunk_size` and `max_logits_bytes` may be given.
+        1.5 GiB with the kernels for a `LoRA` in a plan without exponentials, as with a bias. Where
+        `dweight` is written over exponentials, some of them are copied first. The copies have the
+        same limit, and never take more than 96 MiB. They may exist beside one chunk. The program
+        depends on the sizes and the kind of the device, but not on its free memory, so all
+        processes of a run compile the same program. At most one of `chunk_size`, `vocab_chunk_size`
+        and `max_logits_bytes` may be given.
       counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1]. The
         tokens that count are gathered into this share of the rows before the products, so that the
         other tokens take no time. If more tokens count, all tokens are computed, in the time and
-        memory of 1.0. So the fraction changes only the order of sums. With the kernels, `dweight`
-        of a device is also rounded before the sum over devices and before the product with a
-        cotangent, and then once more. Both programs are compiled. `"reference"` computes all
-        tokens. So do devices that split the vocabulary, and the log says so.
+        memory of 1.0. Both programs are compiled. So the fraction changes results only by rounding:
+        sums have another order. With the kernels, `dweight` of a device is also rounded before the
+        sum over devices and before the product with a cotangent, and then once more. `"reference"`
+        computes all tokens. So do devices that split the vocabulary, and the log says so.
       vocab_axis: Name of the Manual mesh axis over which `weight` and `bias` are split by
-        vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis gets the same
-        loss. It must have the same tokens: an axis that splits `x` or `labels`, too, gives wrong
-        numbers. This is an error, unless `jax.shard_map` has `check_vma=False`: no type tells then.
-        Gather tokens with `jax.lax.all_gather(..., to="invarying")`, because by their types other
-        gathered tokens differ between devices. `labels` are numbers in the whole vocabulary.
+        vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis returns the
+        same loss. All devices of the axis must have the same tokens: the axis must not split `x` or
+        `labels`, too. By default that is an error. With `check_vma=False` no type shows it, and the
+        numbers are wrong. Gather tokens with `jax.lax.all_gather(..., to="invarying")`; without
+        `to`, the type of the result says that it differs between devices. `labels` are indices into
+        the whole vocabulary.
       weight_layout: Order of the axes of `weight` and of its gradient. `"vd"` is `[V, D]`, as in
         Hugging Face's models and `flax.nnx.Embed`. `"dv"` is `[D, V]`, the kernel of a
         `flax.nnx.Linear`; it stands for `weight.T` in the formula. Neither is ever transposed in
@@ -188,8 +191,8 @@ def linear_cross_entropy(
         not run. `"xla"` runs the same algorithms with float32 logits. `"reference"` keeps all
         logits, in float32, and ignores chunks and `accum_dtype`. `"require"` runs the kernels, and
         raises where they do not run.
-      config: Launch parameters of the kernels, where they run. `None` takes measured or derived
-        ones, as `Config` says.
+      config: Launch parameters of the kernels, where they run. `None` takes the defaults that
+        `Config` describes.
 
     Returns:
       The loss, a scalar or of the shape of `labels`; with `return_metrics`, `(loss, LossMetrics)`.

@@ -22,11 +22,12 @@ _MIB = 2**20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossPlan:
-    """The plan of `linear_cross_entropy` for arguments of some shapes; its `str` is for people.
+    """The plan of `linear_cross_entropy` for some shapes; `str` makes a text to print.
 
-    Products are matrix products of `2·T·D·V` FLOPs. "With gradients" means the gradients of `x` and
-    `weight`. Memory is in bytes on each device. It counts logits, or the exponentials that some
-    plans keep in place of logits. It counts neither arguments nor results.
+    A plan decides which part of the logits is in memory at a time. Products are matrix products of
+    `2·T·D·V` FLOPs. "With gradients" means the gradients of `x` and `weight`. Memory is in bytes on
+    each device. It counts logits, or the exponentials that some plans keep in place of logits. It
+    counts neither arguments nor results.
 
     Attributes:
       name: `"all logits"`, `"token chunks"`, `"column chunks"` or `"in place"`.

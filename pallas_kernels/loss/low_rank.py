@@ -27,15 +27,15 @@ _STEP = 64  # hidden units of a step of the kernels: 16 MB of a 16-bit `a` with 
 
 
 class LoRA(NamedTuple):
-    """The output embedding `weight + scale · a @ b` with a frozen `weight`, which is never formed.
+    """The output embedding `weight + scale · a @ b` with a frozen `weight`.
 
-    `linear_cross_entropy`, `linear_log_probs`, `linear_token_loss` and the student of the
-    distillation losses take it in the place of `weight`. Only `x`, `a`, `b` and `scale` have
-    gradients. The gradient of `weight` is 0, so differentiate only with respect to the others.
+    `linear_cross_entropy`, `linear_log_probs`, `linear_token_loss` and the distillation losses take
+    a `LoRA` as their argument `weight`. The sum is never formed. Only `x`, `a`, `b` and `scale`
+    have gradients. The gradient of the frozen `weight` is 0, so do not ask for it.
 
-    Products take `a` and `b` in the dtype of `x`. `scale · x @ b.T` is float32, and rounded to the
-    dtype of `x`. All options of the loss work except `vocab_chunk_size`. On a mesh, `a` may be
-    split as `weight` is. Each device gathers all of `b`, which is small.
+    Products take `a` and `b` in the dtype of `x`. `scale · x @ b.T` is computed in float32 and
+    rounded once, to the dtype of `x`. All options of the loss work except `vocab_chunk_size`. On a
+    mesh, `a` may be split as `weight` is. Each device gathers all of `b`, which is small.
 
     `a` and `b` have floating dtypes of 16 bits or more, and each gradient the dtype of its array.
     The functions that take a `LoRA` raise ValueError if its shapes disagree or for
@@ -45,8 +45,8 @@ class LoRA(NamedTuple):
 
     Attributes:
       weight: Frozen embedding, `[V, D]` or as `weight_layout` says.
-      a: Left factor. It is `[V, r]` in both layouts.
-      b: Right factor.
+      a: Left factor, `[V, r]` in both layouts.
+      b: Right factor, `[r, D]`.
       scale: Factor of the update, such as alpha / r.
     """
 

@@ -42,19 +42,19 @@ def swiglu(
 ) -> Float[Array, "*T F"]:
     """The gated activation of Llama's MLP (https://arxiv.org/abs/2002.05202).
 
-    `silu(gate) · up` with `silu(z) = z · sigmoid(z)`, computed in float32 and rounded once to
-    `gate.dtype`. It is differentiable in both arguments. `gate = -inf` gives NaN, as `jax.nn.silu`
-    does.
+    `silu(gate) · up` with `silu(z) = z · sigmoid(z)`, computed in float32 and rounded once. The
+    result has the shape and dtype of `gate`. The function is differentiable in both arguments, and
+    each gradient has the dtype of its argument. `gate = -inf` gives NaN, as `jax.nn.silu` does.
 
     Args:
       gate: Gate projection, of any floating dtype; the leading axes are tokens.
       up: Up projection, of the same shape.
-      implementation: Name of the program. `None`, the default, runs `"reference"`, plain JAX. Alone
-        it is as fast as the kernel, and XLA can fuse it with the operations around it. `"xla"` is
+      implementation: Name of the program. `None`, the default, runs `"reference"`, plain JAX. It is
+        as fast as the kernel, and XLA can also fuse it with the operations around it. `"xla"` is
         the same. `"mosaic_gpu"` is a kernel for NVIDIA GPUs since Ampere. It keeps only `gate` and
-        `up` for the backward, and takes both in one dtype. On a mesh each device computes its own
-        part. The kernel cannot run inside of a `jax.shard_map` whose `axis_names` omit an Auto axis
-        of the mesh. `"require"` always raises, because `None` runs no kernel.
+        `up` for the backward, and needs both in the same dtype. On a mesh each device computes its
+        own part. The kernel cannot run inside of a `jax.shard_map` whose `axis_names` omit an Auto
+        axis of the mesh. `"require"` always raises, because `None` runs no kernel.
       config: Launch parameters of the kernel. `None` takes measured parameters, or a guess from
         the device and the dtype.
 
@@ -125,7 +125,7 @@ def swiglu_mlp(
     of `x`. Gradients of weights are rounded once, to their dtype; `"reference"` rounds them to the
     dtype of `x` first. `pallas_kernels/mlp/gated.py` has the algorithm and the other roundings.
 
-    `save` says what the forward keeps for the backward beside `x`:
+    `save` says which arrays the forward keeps for the backward beside `x` and the weights:
 
     - `"gate_up"`: gate and up.
     - `"all"`: gate, up and the product `silu(gate) · up`.
@@ -136,8 +136,9 @@ def swiglu_mlp(
 
     On a mesh each device computes its own tokens. F may be split over mesh axes that split no
     tokens. On Auto and Explicit axes the MLP adds up its result over these axes, and `dx` in the
-    backward. Inside of `jax.shard_map` the MLP takes the columns of one device, and returns the
-    summand of the result that these columns give.
+    backward. Inside of `jax.shard_map` the MLP takes a device's columns of `w_gate` and `w_up` and
+    rows of `w_down`, and returns that device's summand of the result: add the summands up with
+    `jax.lax.psum`.
 
     Args:
       x: Input, of a floating dtype of 16 bits or more; the leading axes are tokens.
@@ -146,21 +147,22 @@ def swiglu_mlp(
       w_up: Second projection.
       w_down: Projection of the product.
       save: Arrays that the forward keeps: `"gate_up"`, `"all"` or `"x"`.
-      chunk_size: Number of a device's positions, along the axis before the last, that the MLP
+      chunk_size: Number of a device's positions, along the second-last axis of `x`, that the MLP
         computes at a time; `None` means all. It is for sequences so long that gate and up are the
-        largest arrays of the step. It needs `save="x"`. Then nothing is kept under
-        `jax.checkpoint`, whatever the policy says.
+        largest arrays of the step. It needs `save="x"`. Under `jax.checkpoint` no array of the MLP
+        is then kept, whatever the policy says.
       implementation: Name of the program. `None`, the default, runs the kernels where they take the
         arguments, and `"xla"` elsewhere, for example inside of a `jax.shard_map` whose `axis_names`
-        omit an Auto axis. `"mosaic_gpu"` runs the elementwise work in the epilogues of GEMMs, on
-        Hopper and in 16 bits, for D and F that are multiples of 64. `"xla"` is the same algorithm
-        in plain JAX. `"reference"` is the formula, differentiated by JAX, which keeps everything:
-        it ignores `save` and `chunk_size`. With `None` and `"require"` the backward kernel runs
-        from 2048 tokens on. `"mosaic_gpu"` raises where it cannot run, with two exceptions: if F is
-        split and the kernels do not take a device's part, XLA computes the part, and a warning is
-        logged; and `"xla"` computes an empty `x`. `"require"` runs the kernels that `None` would
-        run, and raises where XLA would run in their place, also for a device's part.
-      config: Launch parameters of the kernels, for `"mosaic_gpu"` by name.
+        omit an Auto axis. `"mosaic_gpu"` is GEMM kernels that compute the activation in their
+        epilogues. They run on Hopper, for an `x` of 16 bits, and for D and F that are multiples of
+        64. `"xla"` is the same algorithm in plain JAX. `"reference"` is the formula, differentiated
+        by JAX. JAX keeps all arrays for the backward, so `save` and `chunk_size` have no effect.
+        With `None` and `"require"` the backward kernel runs from 2048 tokens on. `"mosaic_gpu"`
+        raises where it cannot run, with two exceptions: if F is split and the kernels do not take a
+        device's part, XLA computes the part, and a warning is logged; and `"xla"` computes an empty
+        `x`. `"require"` runs the kernels that `None` would run, and raises where XLA would run in
+        their place, also for a device's part.
+      config: Launch parameters of the kernels. They need `implementation="mosaic_gpu"`.
 
     Raises:
       ValueError: The shapes disagree, a name is unknown, or there are launch parameters for plain

@@ -37,9 +37,9 @@ def rms_norm(
     and `weight`. Each gradient has the dtype of its argument. `dweight` is summed over the tokens
     in float32.
 
-    The sum of squares is float32: a row whose Euclidean norm exceeds 1.8e19 overflows, and gives
-    `y = 0` (in bfloat16 and float32; float16 has no such numbers). Its gradients are 0, or NaN if
-    the sum of `dy · weight · x` overflows, too.
+    The sum of squares is float32. A row whose Euclidean norm exceeds 1.8e19 overflows, and gives
+    `y = 0` (in bfloat16 and float32; float16 has no such numbers). The gradients of such a row are
+    0, or NaN if the sum of `dy · weight · x` overflows, too.
 
     Args:
       x: Activations, of any floating dtype; the leading axes are tokens.
@@ -49,15 +49,15 @@ def rms_norm(
       weight_offset: Number added to the weight in float32. Gemma stores the scale minus one, so its
         offset is 1.0.
       casting: Place where the result is rounded. `"float32"` and `"gemma"` mean the same: all
-        arithmetic is float32, and the result is rounded once, at the end. `"gemma"` is the name in
-        other libraries, and sets no offset. With `"llama"`, `x · rstd` is rounded to `x.dtype`
-        before the multiplication by the weight, as in Hugging Face.
+        arithmetic is float32, and the result is rounded once, at the end. Other libraries call this
+        `"gemma"`; it sets no offset. With `"llama"`, `x · rstd` is rounded to `x.dtype` before the
+        multiplication by the weight, as in Hugging Face.
       implementation: Name of the program. `None`, the default, runs the kernel if JAX's default
         device and the arguments allow it, and plain JAX otherwise. `"mosaic_gpu"` is a kernel for
-        NVIDIA GPUs since Ampere. It takes bfloat16, float16 and float32, and every D that is a
-        multiple of 64 up to 16384 or a power of two from 64 to 65536, and other sizes
-        (`docs/dtypes_and_sizes.md`). `"reference"` is plain JAX, which XLA fuses; `"xla"` is the
-        same. `"require"` runs the kernel, or raises. On a mesh each device normalizes its own
+        NVIDIA GPUs since Ampere. It takes bfloat16, float16 and float32. D may be any multiple of
+        64 up to 16384, any power of two from 64 to 65536, and other sizes that
+        `docs/dtypes_and_sizes.md` lists. `"reference"` is plain JAX, which XLA fuses; `"xla"` is
+        the same. `"require"` runs the kernel, or raises. On a mesh each device normalizes its own
         tokens. XLA cannot partition a kernel inside of a `jax.shard_map` whose `axis_names` omit an
         Auto axis of the mesh. There `None` runs plain JAX, and `"mosaic_gpu"` raises. With `None`,
         plain JAX also computes forward mode and second derivatives, which no kernel has.

@@ -117,7 +117,7 @@ class Patched:
 
 
 def patch(model: nnx.Module) -> Patched:
-    """Replaces the RMSNorms and gated MLPs of a Flax NNX model by our operations, in place.
+    """Replaces the RMSNorms and gated MLPs of a Flax NNX model by this library's, in place.
 
         patched = pallas_kernels.patch(model)
         print(patched)
@@ -135,9 +135,12 @@ def patch(model: nnx.Module) -> Patched:
     Results have the same dtypes. Modules whose parameters are stacked for a scan or vmap over
     layers are replaced, too. The parameters may be `jax.ShapeDtypeStruct`.
 
-    A replaced module runs its original code in calls that the comparison did not cover. Examples
-    are an input of another dtype or of a rank other than 2, 3 and 4, an argument that may change
-    the result, added parameters, and parameters in another dtype than their own or bfloat16.
+    A replaced module runs its original code in calls that the comparison did not cover:
+
+    - an input of another dtype than float32 and bfloat16, or of a rank other than 2, 3 and 4;
+    - an argument that may change the result;
+    - added parameters, and parameters in another dtype than their own or bfloat16.
+
     `explain` shows the reason, and under `require_kernels` the call is an error. Changing an
     attribute later, such as an epsilon, has no effect: `undo` and patch again.
 

@@ -33,22 +33,22 @@ def sharded_add_rms_norm(
     implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> tuple[Float[Array, "*B tokens D"], Float[Array, "*B shard D"]]:
-    """Sum over devices, residual addition and RMSNorm, for a stream that is split by tokens.
+    """Sum over devices, residual addition and RMSNorm, for a residual stream split by tokens.
 
     With n devices along `axis_name`, device i returns
 
         residual_out = (Σ_devices partial)[i·T/n : (i+1)·T/n] + residual
         y            = all_gather(rms_norm(residual_out))
 
-    With `gather=False`, `y` is not gathered. The operation replaces an all-reduce and
-    `add_rms_norm` over a replicated residual stream (LMDeploy's AllreduceResidualRMSnorm). Each
-    device has 1/n of the work of the norm and of the memory of the residual, as in Megatron's
-    sequence parallelism (https://arxiv.org/abs/2205.05198).
+    With `gather=False`, `y` is not gathered. In tensor parallelism, this function replaces an
+    all-reduce followed by an `add_rms_norm` of a whole residual stream on every device (LMDeploy's
+    AllreduceResidualRMSnorm). Here each device has 1/n of the work of the norm and of the memory of
+    the residual, as in Megatron's sequence parallelism (https://arxiv.org/abs/2205.05198).
 
     Call it inside of `jax.shard_map(check_vma=False)`. The tokens are split along the second-last
-    axis. Leading axes stay whole, so a `[B, S, D]` stream is split by sequence. With B above 1, XLA
-    for GPUs copies `partial` and `y`, because a collective needs the split axis first. Tokens are
-    independent, so a stream may also be `[B·S, D]`.
+    axis. Leading axes stay whole, so a `[B, S, D]` residual stream is split along S. With B above
+    1, XLA for GPUs copies `partial` and `y`, because a collective needs the split axis first.
+    Tokens are independent, so the arrays may also be `[B·S, D]`, which needs no copies.
 
     **Dtypes and rounding.** The collective adds up `partial` in its dtype. In 16 bits on GPUs, the
     ring of NCCL rounds after each of the n - 1 additions. XLA for CPUs adds in float32 and rounds
@@ -61,18 +61,19 @@ def sharded_add_rms_norm(
 
     1. A reduce-scatter of `dy` in the dtype of `y`, if `y` was gathered. It adds up the gradients
        that the devices computed from their own copies of `y`.
-    2. One pass over the device's tokens.
+    2. The backward of the norm, in one pass over the device's tokens.
     3. An all-gather of the gradient. The `partial` of every device has the same gradient.
 
     Each device returns the gradient of `weight` for its own tokens, rounded to the dtype of
-    `weight`. The operation does not add up these gradients. The transpose of `jax.shard_map` adds
-    them up over every axis of the mesh that is not in the weight's `in_specs`. So pass the whole
-    weight, with `PartitionSpec()`. If you differentiate inside of `shard_map`, you get the gradient
-    for the device's own tokens, and have to `psum` it.
+    `weight`. The operation does not add up the gradients of the devices. If you differentiate
+    outside of `jax.shard_map`, its transpose adds them up over every axis of the mesh that is not
+    in the weight's `in_specs`. So pass the whole weight, with `PartitionSpec()`. If you
+    differentiate inside, you have to `psum` the gradient.
 
-    For policies of `jax.checkpoint`, the arrays of a device's tokens have the names `residual`,
-    `rstd` and `normed`. A policy that keeps these names takes 1/n of the memory, and gathers `y`
-    again. With `"mosaic_gpu"`, `normed` is `y` as it is returned.
+    For policies of `jax.checkpoint`, `residual_out` of a device's tokens has the name `residual`,
+    `rstd` the name `rstd`, and the norm before it is gathered the name `normed`. A policy that
+    keeps these names takes 1/n of the memory, and the backward gathers `y` again. With
+    `"mosaic_gpu"`, `normed` is `y` as it is returned.
 
     Args:
       partial: This device's summand of a sublayer's output for all tokens, `[..., T, D]`, such as
@@ -83,7 +84,7 @@ def sharded_add_rms_norm(
       eps: Number added to the mean square, as in `rms_norm`.
       weight_offset: Number added to the weight, as in `rms_norm`.
       casting: Place where the result is rounded, as in `rms_norm`.
-      gather: Whether `y` has all tokens. Otherwise it has the tokens of this device, for a caller
+      gather: Whether `y` has all tokens. With False it has the tokens of this device, for a caller
         that gathers them in its GEMM.
       implementation: Name of the program. `None`, the default, is `"xla"`: XLA's collectives, and
         between them `add_rms_norm`, with its kernel where that runs. `"require"` also runs `"xla"`,
