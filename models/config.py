@@ -40,54 +40,59 @@ class LlamaConfig:
     `qk_norm` is the exception: config.json has no such key. It is true if the model type is Qwen 3.
 
     Attributes:
-      vocab_size: V.
-      hidden_size: D.
-      intermediate_size: F, the width of the MLP.
-      num_hidden_layers: L.
-      num_attention_heads: N, the number of query heads.
-      num_key_value_heads: K, the number of key and value heads; each serves N/K query heads.
-      head_dim: H; 0 means D/N. D must be a multiple of N in either case, as in transformers.
-      hidden_act: Activation of the MLP's gate, one of `ACTIVATIONS`.
-      max_position_embeddings: Longest sequence; only the rope type "dynamic" takes longer ones.
+      vocab_size: Number of tokens in the vocabulary, V.
+      hidden_size: Size of the hidden states, D.
+      intermediate_size: Width of the MLP, F.
+      num_hidden_layers: Number of layers, L.
+      num_attention_heads: Number of query heads, N.
+      num_key_value_heads: Number of key and value heads, K; each serves N/K query heads.
+      head_dim: Number of channels of a head, H; 0 means D/N. D must be a multiple of N in either
+        case, as in transformers.
+      hidden_act: Activation of the MLP's gate: "silu", "gelu", "gelu_pytorch_tanh" or "relu".
+      max_position_embeddings: Longest sequence, in tokens; only the rope type "dynamic" takes
+        longer ones.
       initializer_range: Standard deviation of the initial embeddings and kernels.
-      rms_norm_eps: Constant that every norm adds to the mean square.
+      rms_norm_eps: Number that every norm adds to the mean square.
       tie_word_embeddings: Whether the output embedding is the input embedding.
       attention_bias: Whether the four projections of the attention have biases.
       mlp_bias: Whether the three projections of the MLP have biases.
       qk_norm: Whether each head of the queries and keys has an RMSNorm over its `head_dim` channels
         before the rotary embedding, as in Qwen 3. It needs an MLP without biases, as Qwen 3's is.
-      attention_dropout: Must be 0.0; the field is there to refuse models that need dropout.
+      attention_dropout: Dropout of the attention, which must be 0.0. The field is there to refuse
+        models that need dropout.
       bos_token_id: Token that a text starts with.
       eos_token_id: Token, or tokens, that a text ends with.
       pad_token_id: Token whose look-up has no gradient, as in torch. A tied output embedding and
         weight decay still change its row.
       rope_parameters: Rotary position embedding.
-      dtype: Dtype of the activations and of the operands of the GEMMs.
-      param_dtype: Dtype of the parameters.
+      dtype: Dtype of the activations and of the operands of matrix products: bfloat16, float16 or
+        float32.
+      param_dtype: Dtype of the parameters: bfloat16, float16 or float32.
       scan_layers: Whether the layers run in one loop, which compiles faster. Unrolled layers run
         faster in most measurements.
-      remat: Tensors that the layers keep for the backward: the name of a policy, or names such as
-        "attention,residual,gate@host,up@host"; see `models.remat`. Host memory needs
-        `scan_layers`. "auto" leaves the choice to `python -m train`, which takes the fastest policy
-        that fits the device.
+      remat: Policy that says which tensors the layers keep for the backward (see
+        docs/remat_and_planner.md): none, minimal, mlp_inputs, attention, full or offload. A list of
+        tensors is also a policy, such as "attention,residual,gate@host,up@host". There "@host"
+        means host memory, which needs `scan_layers`. With auto, `python -m train` takes the fastest
+        policy that fits the device.
       mlp_chunk_size: Number of positions that the MLP computes at a time; 0 means all positions. It
         is for long sequences, in which gate and up are the largest arrays. It needs a `remat` that
-        keeps neither, and an MLP without biases.
+        keeps neither gate nor up, and an MLP without biases.
       implementation: Implementation of every operation of `pallas_kernels`, except for those of
         FP8. `None` runs the kernels where they take the arguments, and XLA elsewhere. "xla" is
         plain JAX, for comparison. "reference" is the formula of each operation. "mosaic_gpu" runs
         the kernels, and raises where one cannot run. "require" runs the kernels that `None` would
-        run, and raises where no kernel runs. If devices share sequences (`--mesh.tensor`),
-        `sharded_add_rms_norm` replaces `add_rms_norm`. The docstrings of `sharded_add_rms_norm` and
-        `linear_cross_entropy` say which values they take.
-      fp8: Recipe by which training multiplies in FP8 in the projections and MLPs of the layers, one
-        of `pallas_kernels.fp8.RECIPES`; None multiplies in `dtype`. It needs hidden_act "silu" and
-        an MLP without biases and chunks. The parameters stay as they are. Cached generation
-        (`models.sampling`) runs in `dtype`.
+        run, and raises where no kernel runs. If devices share sequences, as `mesh.tensor` says, the
+        function `sharded_add_rms_norm` replaces `add_rms_norm`. The docstrings of this function and
+        of `linear_cross_entropy` say which values they take.
+      fp8: Recipe by which training multiplies in FP8 in the projections and MLPs of the layers:
+        tensorwise, rowwise or rowwise_with_gw_hp. None multiplies in `dtype`. FP8 needs the
+        activation "silu", and an MLP without biases and chunks. The dtype of the parameters stays
+        the same. Generation of text runs in `dtype`.
       attention_implementation: Library that computes the attention. `None` takes cuDNN where it
         runs: in 16 bits, with heads of 8, 16, ... or 128 channels (on Hopper up to 256) and an even
-        number of positions. Elsewhere XLA computes the attention and keeps all scores; on a GPU the
-        log says why.
+        number of positions. Elsewhere XLA computes the attention and keeps all scores in memory; on
+        a GPU the log says why.
     """
 
     vocab_size: int

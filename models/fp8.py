@@ -3,12 +3,12 @@
 `LlamaConfig.fp8` names a recipe of `pallas_kernels.fp8`. The forward quantizes the stacked weights
 before the first layer, outside of `jax.checkpoint`. So a step that accumulates gradients quantizes
 them once for each part of its batch. The layers then find a `QuantizedWeight` in the place of a
-kernel, and multiply in FP8. A weight that is too small to gain stays an array, and its product
-stays in the compute dtype.
+kernel, and multiply in FP8. A weight that is too small to gain from FP8 stays an array, and its
+product stays in the compute dtype.
 
 The projections q, k and v are one product (`models.projections`), which has two advantages in FP8.
-Keys and values alone would be too small to gain. And nothing reads their input in the compute
-dtype, so the layers keep only its FP8 copy.
+The projections of keys and values alone would be too small to gain. And no product reads the input
+of the projections in the compute dtype, so the layers keep only its FP8 copy.
 
 Only the step knows of FP8. The parameters of a model, and the files, are those of any other Llama.
 """

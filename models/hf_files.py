@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder, which are checked before they are read.
+"""Reads the files of a Hugging Face folder, and checks them before.
 
 A folder can come from anywhere. One of its files may be a pipe that never ends, may be larger than
 the memory or damaged, or may name files outside of the folder. Each error names the file and the

@@ -1,12 +1,13 @@
-"""`jax.lax.scan` over layers, with a backward that starts from no zeros.
+"""A scan over layers that does not fill the arrays for its backward with zeros first.
 
-`jax.lax.scan` keeps what its backward reads in stacked arrays. It fills each stack with zeros, and
-its loop then overwrites all of them (its source says that this will change). Llama 3.2 1B with
-4 x 4096 tokens keeps 14 GiB under the policy `minimal` and returns 3 GiB of gradients. The zeros
-take 5.9 ms of a step of 268 ms on an H100. Here the stacks are `jax.lax.empty`.
+`jax.lax.scan` stacks the arrays that its backward reads, one entry for each layer. It fills each
+stack with zeros, and its loop then overwrites all of them (the source of `scan` says that this will
+change). Llama 3.2 1B with 4 x 4096 tokens keeps 14 GiB under the policy `minimal` and returns 3 GiB
+of gradients. The zeros take 5.9 ms of a step of 268 ms on an H100. Here the stacks are
+`jax.lax.empty`.
 
-XLA lets a kernel write its result into the stack. But if the layer also reads that result, XLA runs
-the kernel twice, once for each use. Both norms of a Llama's layer are kernels of this kind. So an
+XLA lets a kernel write its result directly into the stack. But if the layer also reads that result,
+XLA runs the kernel twice, once for each use. Both norms of a Llama's layer are such kernels. So an
 optimization barrier makes XLA copy their results into the stacks (`_read_in_layer`). A copy moves
 half the bytes of a second run, for each result.
 

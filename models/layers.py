@@ -1,8 +1,8 @@
 """The layers of a Llama: norms, the projections of the attention, and the MLP.
 
-Their parameters have Hugging Face's names. `config.implementation` goes unchanged to each operation
-of `pallas_kernels`, except for those of FP8, which run where kernels are `QuantizedWeight`
-(`models.fp8`).
+Their parameters have Hugging Face's names. Each operation of `pallas_kernels` gets
+`config.implementation`, except for those of FP8. They run where a layer's kernel is a
+`QuantizedWeight` (`models.fp8`).
 """
 
 from typing import Any, Literal
@@ -58,7 +58,7 @@ class Norm(nnx.Module):
 class Attention(nnx.Module):
     """The projections of grouped-query attention, and the norms of its queries and keys, if any.
 
-    The caller runs the attention itself.
+    The caller computes the attention between `project` and `output`.
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):

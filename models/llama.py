@@ -1,19 +1,20 @@
-"""Llama in Flax NNX, with the residual stream and its norm carried from half-layer to half-layer.
+"""Llama in Flax NNX, whose sublayers end with the addition and the next norm.
 
-The textbook layer is `h += attention(norm(h)); h += mlp(norm(h))`. Here the first norm is a
-separate operation, and every half-layer (attention or MLP) ends with the addition and the next
-norm. So a half-layer returns the pair `(normed, residual)`, and one kernel computes each addition
-with its norm. LMDeploy does the same. Values and gradients are those of the textbook layer. Where
-the backward computes the norms again, a layer returns only the residual; see `models.remat`.
+A sublayer is the attention or the MLP. The textbook layer is
+`h += attention(norm(h)); h += mlp(norm(h))`. Here every sublayer ends with the addition and the
+norm of the next sublayer, because one kernel computes both. So a sublayer returns the pair
+`(normed, residual)`, and the first norm of the model is a separate operation. LMDeploy does the
+same. Values and gradients are those of the textbook layer. Where the backward computes the norms
+again, a layer returns only the residual stream; see `models.remat`.
 
 The parameters have Hugging Face's names. The parameters of all layers are stacked on axis 0,
 whether the layers run in a scan or unrolled.
 
-If several devices share sequences (`models.sharding.sum_over_devices`), the pair has a device's
-share of the tokens, `[t, D]`. A half-layer gathers the normalized tokens of its sequences, computes
-the device's heads or columns, and ends with `sharded_add_rms_norm`, which sums over the devices.
-The gather is at the start of the half-layer, and not in that function, because every policy keeps
-the pair, and should keep only the share.
+If several devices share sequences (`models.sharding.sum_over_devices`), the pair has only a
+device's share of the tokens, `[t, D]`. A sublayer gathers the normalized tokens of its sequences,
+computes the device's heads or columns, and ends with `sharded_add_rms_norm`, which sums over the
+devices. That function could also gather, but then the pair would have all tokens. Every remat
+policy keeps the pair, and should keep only the device's share.
 """
 
 import functools
@@ -97,9 +98,10 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """The model, from tokens to normalized hidden states.
+    """The model, from tokens `[B, S]` to normalized hidden states `[B, S, D]`.
 
-    `logits` computes logits from the hidden states. `linear_cross_entropy` computes the loss.
+    `logits` computes logits from the hidden states. `linear_cross_entropy` computes the loss
+    without all logits in memory.
 
     Args:
       config: Sizes and options.
@@ -382,7 +384,7 @@ def _same(a: Any) -> Any:
 
 
 def _is_of_norm(path: tuple[Any, ...]) -> bool:
-    """Whether a parameter of a half-layer is the weight of a norm."""
+    """Whether a parameter of a sublayer is the weight of a norm."""
     return parameter_path(path)[-2] in ("q_norm", "k_norm")
 
 

@@ -1,9 +1,9 @@
 """Hugging Face Llama checkpoints, read and written: a folder of config.json and safetensors files.
 
-`load_pretrained` and `save_pretrained` go tensor by tensor. While loading, one parameter of the
-Llama and one tensor of the file are in host memory. A parameter is a projection of all layers,
-stacked, transposed from torch's `[out, in]`. While saving, the tensors of one file are in host
-memory. Loading and saving with the same dtype changes no bit.
+Host memory stays small. While loading, it has one parameter of the Llama (for example one
+projection of all layers, stacked and transposed from torch's `[out, in]`) and one tensor of the
+file. While saving, it has the tensors of one file. Loading and saving with the same dtype changes
+no bit.
 
 `load_pretrained` raises an error for a checkpoint that would compute something else here than in
 transformers. Examples are an unknown key in config.json, a tensor too many or too few, or tied

@@ -2,7 +2,7 @@
 
 Before the first layer, `join_projections` concatenates the stacked kernels of the three. The layers
 then multiply once. The gradient of the input is one product, too, instead of a sum of three. The
-parameters of a model and its files have three kernels, as those of any Llama have.
+model's parameters and its files still have three kernels.
 
 In shapes, K is the size of a product's input and N the size of its output.
 """

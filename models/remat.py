@@ -4,36 +4,40 @@ The layers tag their tensors and their inputs with `jax.ad_checkpoint.checkpoint
 data: the names to keep on the device and the names to keep in host memory. The backward computes
 all other tensors again, from the nearest ones that are kept.
 
-Where a policy does not keep `normed`, a layer begins with the residual stream alone and ends with
-`residual + mlp_out`, so that the GEMM of `mlp_out` runs only once. Where it keeps `normed`, a layer
-begins with the residual and its norm, and ends with the next layer's pair, because one kernel
-computes sum and norm. A layer that is split over `tensor` does the same. There each device has a
-summand of `mlp_out`, and the exchange adds the summands up.
+**Where a layer begins.** If a policy keeps `normed`, a layer begins with the residual stream and
+its norm, and ends with the same pair for the next layer, because one kernel computes sum and norm.
+If a policy does not keep `normed`, a layer begins with the residual stream alone and ends with
+`residual + mlp_out`, so that the GEMM of `mlp_out` runs only once. A layer that is split over
+`tensor` always has the pair. There each device has a summand of `mlp_out`, and the exchange adds
+the summands up.
 
-`attention` is not a tensor. It keeps on the device everything that the backward of the attention
-needs: q, k, v, the output and the softmax statistics. A name cannot do that, because the statistics
-are inside of the attention's own gradient rule. We cannot tag them in cuDNN's rule, and no public
-function takes its logsumexp back. So inside of a `jax.checkpoint` the attention's forward would run
-again. A layer is therefore two checkpointed halves, with the attention between them and outside of
-any checkpoint. For the same reason the tensors of the attention cannot go to the host.
+**The attention.** The name `attention` is not a tensor. It keeps on the device everything that the
+backward of the attention needs: q, k, v, the output and the softmax statistics. The name of a
+tensor cannot do that, because the statistics are inside of the attention's own gradient rule. We
+cannot tag them in cuDNN's rule, and no public function takes cuDNN's logsumexp as an argument. So
+inside of a `jax.checkpoint` the attention's forward would run again. A layer is therefore two
+checkpointed halves, with the attention between them and outside of any checkpoint. For the same
+reason the tensors of the attention cannot go to the host.
 
 `q_proj` and `k_proj` are the queries and keys before their norms, in models that norm them. The
-backward of these norms reads them, beside the normed and rotated q and k that the attention reads.
+backward of these norms reads them. The attention reads the normed and rotated q and k.
 
-The device reaches host memory over PCIe. Take a tensor that a GEMM with K terms made. To recompute
-it costs 2 K FLOPs an element. To offload it costs 4 bytes an element on the bus in 16 bits: 2 out
-and 2 back. At 600 TFLOP/s and 50 GB/s both take equally long at K = 24,000. So the result of one
-GEMM is worth offloading only while the bus has nothing else to do. In the forward, a layer of
-hidden size 8192 computes a little longer than its gate and up travel. A layer of hidden size 2048
-computes for a third of the time that they travel. To recompute a layer's inputs, all layers before
-it would have to run. So the inputs are the first to go to host memory.
+**Host memory.** The device reaches host memory over PCIe. Take a tensor in 16 bits that a GEMM
+with K terms made. To recompute it costs 2 K FLOPs an element. To offload it costs 4 bytes an
+element on the bus: 2 out and 2 back. At 600 TFLOP/s and 50 GB/s both take equally long at
+K = 24,000. So the result of one GEMM is worth offloading only while the bus has nothing else to do.
+In the forward, a layer of hidden size 8192 computes a little longer than the transfer of its gate
+and up takes. A layer of hidden size 2048 computes for a third of the time of the transfer. To
+recompute a layer's inputs, all layers before it would have to run. So the inputs are the first to
+go to host memory.
 
 Only scanned layers offload. In the loop XLA sends and fetches a layer's tensors while that layer
-runs. With unrolled layers, XLA's scheduler hides copies behind any work of the whole program. It
-starts some copies only when the backward needs the tensor, and puts off the GEMMs of weight
-gradients to the end, with their operands on the device. Unrolled, Llama 3.2 1B with 4 x 4096 tokens
-would need 17.5 GiB beside its arguments, against 18.5 under `minimal`, although 11.9 GiB went to
-the host. Scanned, it needs 8.9 against 20.5 (compiled for an H100, jax 0.11.2).
+runs. With unrolled layers, XLA's scheduler may hide copies behind any work of the whole program. It
+starts some copies only when the backward needs the tensor. It also moves the GEMMs of weight
+gradients to the end, and their operands stay on the device until then. Unrolled, Llama 3.2 1B with
+4 x 4096 tokens would need 17.5 GiB beside its arguments, against 18.5 GiB under `minimal`, although
+11.9 GiB went to the host. Scanned, it needs 8.9 GiB against 20.5 GiB (compiled for an H100, jax
+0.11.2).
 """
 
 import dataclasses

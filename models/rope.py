@@ -1,7 +1,8 @@
 """Rotary position embedding as Hugging Face's Llama computes it, for each of its rope types.
 
-Channel `i` and channel `i + H/2` of a head are one pair, turned by `position * inv_freq[i]`. This
-is the "rotate-half" layout of Hugging Face, so checkpoints need no permutation of q and k.
+Channel `i` and channel `i + H/2` of a head form a pair, which is rotated by the angle
+`position * inv_freq[i]`. This is the "rotate-half" layout of Hugging Face, so checkpoints need no
+permutation of q and k.
 
 Numerics: angles, cos and sin are float32, and the rotation is float32 with one rounding to the
 input's dtype. Hugging Face rounds cos and sin to the model's dtype first; in float32 both are the
@@ -65,23 +66,28 @@ class RopeParameters:
     """Hugging Face's `rope_parameters`; a field is None unless its rope type reads it.
 
     Attributes:
-      rope_type: Name of the rule that makes the frequencies, a key of `REQUIRED_FIELDS`.
-      rope_theta: Base; channel pair `i` of a head of size H has the frequency
-        `rope_theta ** (-2i / H)` before the type's own scaling.
+      rope_type: Rule that makes the frequencies: default, linear, dynamic, yarn, longrope or
+        llama3.
+      rope_theta: Base of the frequencies. Channel pair i of a head of size H has the frequency
+        rope_theta ** (-2i / H) before the scaling of the type.
       factor: Ratio of the context length to the original length. With "yarn" and "longrope", None
         means `max_position_embeddings / original_max_position_embeddings`.
-      low_freq_factor: "llama3": wavelengths above `original / low_freq_factor` are divided.
-      high_freq_factor: "llama3": wavelengths below `original / high_freq_factor` are kept.
+      low_freq_factor: "llama3": let C be `original_max_position_embeddings`. Frequencies whose
+        wavelength is above C / low_freq_factor are divided by `factor`.
+      high_freq_factor: "llama3": frequencies whose wavelength is below C / high_freq_factor are
+        kept.
       original_max_position_embeddings: Context length before scaling, in tokens.
       attention_factor: "yarn", "longrope": factor of cos and sin; None computes it from `factor`.
-      beta_fast: "yarn": number of turns over the original context above which a frequency is kept;
-        None is 32.
-      beta_slow: "yarn": number of turns below which a frequency is divided by `factor`; None is 1.
+      beta_fast: "yarn": number of rotations over the original context above which a frequency is
+        kept; None is 32.
+      beta_slow: "yarn": number of rotations over the original context below which a frequency is
+        divided by `factor`; None is 1.
       mscale: "yarn": with `mscale_all_dim`, the numerator of `attention_factor`.
       mscale_all_dim: "yarn": the denominator of `attention_factor`.
       truncate: "yarn": whether the ends of the ramp are rounded to whole channels; None is True.
-      short_factor: "longrope": H/2 divisors of the frequencies, up to the original length.
-      long_factor: "longrope": H/2 divisors of the frequencies, past the original length.
+      short_factor: "longrope": H/2 divisors of the frequencies, for sequences up to the original
+        length.
+      long_factor: "longrope": H/2 divisors of the frequencies, for longer sequences.
     """
 
     rope_type: str = "default"
@@ -253,12 +259,12 @@ def _yarn_frequencies(
         if rope.mscale and rope.mscale_all_dim:
             attention_factor = _mscale(factor, rope.mscale) / _mscale(factor, rope.mscale_all_dim)
 
-    def channel_turning(turns: float) -> float:
-        """The channel pair, as a real number, that turns this often over the original context."""
-        wavelength_ratio = math.log(original / (turns * 2 * math.pi))
+    def channel_rotating(rotations: float) -> float:
+        """The channel pair, as a real number, that rotates this often over the original context."""
+        wavelength_ratio = math.log(original / (rotations * 2 * math.pi))
         return head_dim * wavelength_ratio / (2 * math.log(rope.rope_theta))
 
-    first, last = channel_turning(rope.beta_fast or 32.0), channel_turning(rope.beta_slow or 1.0)
+    first, last = channel_rotating(rope.beta_fast or 32.0), channel_rotating(rope.beta_slow or 1.0)
     if rope.truncate is None or rope.truncate:
         first, last = math.floor(first), math.ceil(last)
     # Hugging Face bounds the ramp by head_dim - 1, although there are only head_dim / 2 pairs.

@@ -1,27 +1,30 @@
-"""The layout of parameters and batches on a mesh; the only module of `models` that names its axes.
+"""The layout of parameters and batches on a mesh; the only module of `models` that names mesh axes.
 
-`data` holds copies of the model. `fsdp` splits parameters and optimizer state
-(https://arxiv.org/abs/2304.11277) as XLA derives it: XLA gathers a layer's parameters when the
-layer runs. Both axes split the batch.
+The mesh has three axes:
 
-`tensor` splits the work on a sequence (https://arxiv.org/abs/1909.08053): the heads of the
-attention, the columns of the MLP and the vocabulary. Between the half-layers all devices of the
-axis would do the same work, so there it splits the tokens (https://arxiv.org/abs/2205.05198):
+- The devices of `data` hold copies of the model and split the batch.
+- The devices of `fsdp` split parameters and optimizer state (https://arxiv.org/abs/2304.11277), and
+  the batch, too. XLA makes the exchanges: it gathers a layer's parameters when the layer runs.
+- The devices of `tensor` split the work on a sequence (https://arxiv.org/abs/1909.08053): the heads
+  of the attention, the columns of the MLP, and the vocabulary.
 
-    normed tokens of a device --all-gather--> half-layer --reduce-scatter--> tokens of a device
+Between the sublayers (attention or MLP) all devices of `tensor` would do the same work. So there
+they split the tokens (https://arxiv.org/abs/2205.05198):
 
-XLA does not find that: on Auto axes it keeps the stream whole on every device. For two layers of
-Llama 1B with 4096 tokens on four H100s it exchanges as many bytes, and the temporaries take 473 MiB
-instead of 378. So with more than one device on this axis, model and loss run inside of one
-`jax.shard_map` (`sum_over_devices`), where every array is the part of one device:
+    normed tokens of a device --all-gather--> sublayer --reduce-scatter--> tokens of a device
+
+XLA does not find this layout: on Auto axes it keeps the residual stream whole on every device. For
+two layers of Llama 1B with 4096 tokens on four H100s it exchanges as many bytes, but its
+temporaries take 473 MiB instead of 378. So with more than one device on `tensor`, model and loss
+run inside of one `jax.shard_map` (`sum_over_devices`), where every array is the part of one device:
 
 - The residual stream is `[T/tensor, D]` for the T tokens of a device's sequences. It is flat,
   because a collective over an axis other than the first costs XLA copies.
 - `whole_weights` gathers a layer's weights over `fsdp`.
 - The transposes of these collectives and of the `shard_map` sum the gradients.
 
-Without that axis there is no `shard_map`. The operations of `pallas_kernels` partition themselves,
-and `split_batch` and `split_as_table` tell XLA how to split what is between them.
+With one device on `tensor` there is no `shard_map`. The operations of `pallas_kernels` partition
+themselves, and `split_batch` and `split_as_table` tell XLA how to split the arrays between them.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""A training run as a frozen dataclass, and its presets.
+"""The configuration of a training run, as frozen dataclasses, and its presets.
 
-`train.cli.command_line` makes a flag of each field, with its text in "Attributes" as the help of
-the flag. The module is long because these texts are long.
+`train.cli.command_line` makes a flag of each field. The text of the field in "Attributes" is the
+help of the flag. The module is long because the texts are long.
 """
 
 import dataclasses
@@ -38,30 +38,32 @@ class DataConfig:
     Attributes:
       source: Text to train on if there is no `path`. `stdlib` is the source of the running Python's
         standard library, as bytes; `synthetic` is random tokens, for measuring speed.
-      path: Files and folders to train on: text, `.jsonl`, `.parquet`, or token ids in `.bin` or
-        `.npy` (docs/data.md).
+      path: Files and folders to train on: text, `.jsonl`, `.parquet`, and token ids in `.bin` and
+        in `.npy` (docs/data.md).
       weights: Share of the rows from each path, as relative numbers. Without weights each path has
         the share that it has of all rows.
       tokenizer: A tokenizer.json of Hugging Face's tokenizers, or a folder with one. None makes
-        each byte a token. For files with token ids, name the tokenizer that made them.
+        each byte a token. For files of token ids, name the tokenizer that made them.
       bos_token: Token that begins a document; "" for none. None takes the token that
         tokenizer_config.json beside the tokenizer names. If it names none, None takes a usual
         token.
-      eos_token: Token that ends a document; every tokenizer needs one. None chooses as for
-        `bos_token`. In files with token ids it separates documents.
+      eos_token: Token that ends a document; every tokenizer needs one. None chooses the token as
+        for `bos_token`. In files of token ids it separates documents.
       text_field: Field of the text in `.jsonl` and `.parquet`. Records without this field have
-        "prompt" and "completion", or "messages". Then only the completion, or the last message, is
-        learned.
+        the fields "prompt" and "completion", or "messages". Then only the completion, or the last
+        message, has a loss.
       token_dtype: Dtype of the token ids in `.bin`. It must hold every id of the tokenizer: a
         tokenizer with more than 65,536 tokens needs uint32.
       held_out_fraction: Share of the documents that are held out, chosen by a hash of their
         content.
       held_out_path: Files and folders that are held out, in place of a share of `path`.
-      cache_dir: Folder for the cache of tokens, 2 or 4 bytes each; None takes
-        `pallas-kernels/tokens` in `$XDG_CACHE_HOME` or `~/.cache`.
-      sequence_length: Number of tokens in a row, S.
-      batch_size: Number of rows in a forward and backward, B, over all devices.
-      accumulation_steps: Number of batches whose gradients are added up for one step.
+      cache_dir: Folder for the cache of tokens, which takes 2 or 4 bytes a token. None takes the
+        folder `pallas-kernels/tokens` in `$XDG_CACHE_HOME` or `~/.cache`.
+      sequence_length: Number of tokens in a row of a batch, S.
+      batch_size: Number of rows in a batch, B, over all devices. One forward and backward computes
+        a batch.
+      accumulation_steps: Number of batches whose gradients are added up for one step of the
+        optimizer.
     """
 
     source: Literal["stdlib", "synthetic"]
@@ -170,25 +172,25 @@ class OptimizerConfig:
       learning_rate: Highest learning rate.
       schedule: Schedule of the learning rate after the warm-up. With `cosine` the rate falls along
         half a cosine until the end of the run. With `wsd` (warm-up, stable, decay;
-        https://arxiv.org/abs/2404.06395) it stays at the highest, and falls linearly over the last
-        `decay_fraction` of the steps.
+        https://arxiv.org/abs/2404.06395) the rate stays at the highest, and falls linearly over the
+        steps that `decay_fraction` names.
       warmup_steps: Number of steps in which the rate rises linearly from 0. The rate of the first
         step is 0.
-      decay_fraction: Share of the steps in which the rate falls with `wsd`.
+      decay_fraction: Share of all steps, at the end of the run, in which the rate falls with `wsd`.
       final_fraction: Learning rate at the end of the schedule, as a share of the highest. The rate
         of the last step is a little higher.
-      b1: Decay of the first moment, or momentum. The update of `lion` is the sign of b1 times the
-        moment plus (1 - b1) times the gradient. None is 0.9, and 0.95 for the matrices of `muon`;
-        the AdamW of `muon` always has 0.9. `adafactor` has no b1.
-      b2: Decay of the second moment, and of the moment of `lion`. None is 0.95, and 0.99 for
-        `lion`. `adafactor` and `sgd` have no b2.
-      eps: Number that `adamw` and `muon` add to the root of the second moment, and `muon` to the
-        norm of a matrix before it divides by the norm.
+      b1: Decay of the first moment, or momentum. With `lion` it is not a decay: the update is the
+        sign of b1 times the moment plus (1 - b1) times the gradient. None is 0.9, and 0.95 for the
+        matrices of `muon`; the AdamW of `muon` always has 0.9. `adafactor` has no b1.
+      b2: Decay of the second moment, or of the one moment of `lion`. None is 0.95, or 0.99 for
+        lion. `adafactor` and `sgd` have no b2.
+      eps: Number that `adamw` and `muon` add to the root of the second moment. `muon` also adds it
+        to the norm of a matrix before it divides the matrix by the norm.
       weight_decay: Weight decay of embeddings and kernels; norms and biases do not decay.
       clip_norm: Largest allowed norm of all gradients together. Larger gradients are scaled down to
         this norm. 0 turns clipping off.
-      momentum_dtype: Dtype of the first moment; None is the dtype of the parameters. bfloat16 saves
-        2 bytes a parameter. `adafactor` has no first moment.
+      momentum_dtype: Dtype of the first moment; None is the dtype of the parameters. With float32
+        parameters, bfloat16 saves two bytes a parameter. `adafactor` has no first moment.
     """
 
     name: Literal["adamw", "lion", "adafactor", "muon", "sgd"] = "adamw"
@@ -244,7 +246,8 @@ class MeshConfig:
     """The number of devices along each axis of the mesh.
 
     Attributes:
-      data: Number of copies of the model; -1 takes all devices that the other axes leave.
+      data: Number of copies of the model, each of which computes its own rows of a batch. -1 takes
+        all devices that the other axes leave.
       fsdp: Number of devices over which parameters and optimizer state are split.
       tensor: Number of devices that share each sequence. They split the attention by heads, the MLP
         and the vocabulary by columns, and the residual stream by tokens.
@@ -267,8 +270,8 @@ class CheckpointConfig:
     Attributes:
       every: Number of steps between checkpoints; the last step has a checkpoint, too. With
         checkpoints, the same command resumes the run in the folder `name`. 0 writes no checkpoints.
-      keep: Number of newest checkpoints that the run keeps. It also keeps the checkpoint with the
-        lowest held-out loss.
+      keep: Number of newest checkpoints that the run keeps. The run also keeps the checkpoint with
+        the lowest held-out loss.
     """
 
     every: int = 0
@@ -284,16 +287,16 @@ class DistributedConfig:
 
     Attributes:
       cluster: Launcher of the processes: `slurm` (`srun`) or `ompi` (Open MPI's `mpirun`), with a
-        process for each GPU. None takes the number and the address from the next three flags.
+        process for each GPU. None takes the next three settings instead.
       coordinator_address: Address of process 0, as `host:port` with a free port of that host.
       num_processes: Number of processes. Each process uses the GPUs that it can see.
       process_id: Number of this process, from 0.
       initialization_timeout_s: Seconds within which all processes must have started.
       heartbeat_timeout_s: Seconds without a sign of life after which a process counts as dead and
         the others end.
-      step_timeout_s: Limit in seconds for a step, and for the wait for its batch. After that the
-        process prints the stacks of its threads and ends. Compilation, evaluation, checkpoints and
-        the files at the end may take ten times as long. 0 sets no limit.
+      step_timeout_s: Limit in seconds for a step, and for the wait for its batch. After this time
+        the process prints the stacks of its threads and ends. Compilation, evaluation, checkpoints
+        and the files at the end may take ten times as long. 0 sets no limit.
     """
 
     cluster: Literal["slurm", "ompi"] | None = None
@@ -343,29 +346,30 @@ class TrainConfig:
       objective: Goal of the run. `sft` learns to predict the tokens of the text, or only the tokens
         of completions. `dpo` learns from pairs of a chosen and a rejected completion. `distill`
         learns the next-token distributions of a teacher, on the same data as `sft`.
-      dpo: Settings of `dpo`.
-      distill: Settings of `distill`.
-      model: The architecture.
-      data: The tokens.
-      optimizer: The optimizer.
-      mesh: The devices.
-      checkpoint: The checkpoints.
-      distributed: The processes.
+      dpo: Settings of the objective `dpo`.
+      distill: Settings of the objective `distill`.
+      model: The sizes of the Llama, and how it runs.
+      data: The text to train on and to hold out, and the size of a batch.
+      optimizer: The optimizer and the learning rate.
+      mesh: The number of devices along each axis of the mesh.
+      checkpoint: The checkpoints of the run.
+      distributed: The processes that train together.
       steps: Number of optimizer steps.
       seed: Seed of the parameters and of the order of the data.
       z_loss: Weight of the squared logsumexp in the loss.
-      counted_fraction: Largest expected share of a batch's tokens that have a label, in (0, 1].
-        Tokens of prompts, for example, have none. The loss skips them. A batch with a larger share
-        takes as long as with 1.0, and has the same loss. It has no effect with `mesh.tensor` above
-        1.
-      max_skipped_steps: Number of skipped steps in a row that ends the run. A step is skipped if
-        its loss or gradient is not finite.
-      skip_loss_spikes: Number of standard deviations. A step whose loss is further above the
-        running mean of the losses is skipped, too (6 is usual; `train.guard.judge` has the
-        formula). 0 turns this off.
+      counted_fraction: Largest share of a batch's tokens that is expected to have a label, above 0
+        and at most 1. Tokens of prompts, for example, have none, and the loss skips tokens without
+        a label. A batch with a larger share has the same loss, but takes as long as with 1.0. The
+        setting has no effect if `mesh.tensor` is more than 1.
+      max_skipped_steps: Number of skipped steps in a row after which the run ends. A step is
+        skipped if its loss or gradient is not finite.
+      skip_loss_spikes: Number of standard deviations by which a loss may exceed the running mean of
+        the losses. A step with a larger loss is skipped, too. 6 is usual; 0 turns this off. The
+        formula is in `train.guard.judge`.
       eval_every: Number of steps between evaluations of the held-out loss; 0 runs no evaluation.
       eval_batches: Number of batches in an evaluation, spread over the held-out text.
-      log_every: Number of steps between lines of output if there is no terminal.
+      log_every: Number of steps between printed lines where the output is not a terminal. On a
+        terminal the run shows a progress bar.
       sample_prompt: Beginning of the text that is generated at every evaluation and at the end.
       sample_tokens: Number of tokens of the generated text; 0 generates none.
       save: Whether the run writes the trained model to its folder, in Hugging Face's format.
@@ -373,14 +377,14 @@ class TrainConfig:
         folder.
       wandb: Project of Weights & Biases that gets the metrics; None sends nothing.
       pgle: Whether XLA compiles the step again after three steps, with the measured times of its
-        kernels (`train.xla_flags.with_measured_latencies`). XLA then schedules the exchange between
-        GPUs by these times. It costs two more compilations, also in a resumed run.
+        kernels (profile-guided latency estimation). XLA then schedules the exchange between GPUs by
+        these times. It costs two more compilations, also in a resumed run.
       profile_steps: Steps `A:B`, counted from 1, whose trace is written to `profile` in the run's
         folder. With `pgle` the trace cannot have the first four steps after a start.
       dump_hlo: Whether the compiled step and its memory are written to `hlo` in the run's folder.
         With `pgle` this is the step before it is compiled again.
-      xla_options: Options of XLA for the step on GPUs, as `name=value`. They extend the defaults in
-        `train.xla_flags`, or replace one of them; `none` drops the defaults.
+      xla_options: Options of XLA for the step on GPUs, as `name=value`. They are added to the
+        defaults in `train.xla_flags`, or replace one of them; `none` drops the defaults.
     """
 
     name: str

@@ -15,7 +15,8 @@ class DPOConfig:
     """Direct preference optimization (https://arxiv.org/abs/2305.18290).
 
     Attributes:
-      beta: Factor of the rewards. A larger factor keeps the model closer to the reference.
+      beta: Factor of the rewards. A larger factor keeps the model closer to the reference, which is
+        the model that the run starts from.
     """
 
     beta: float = 0.1
@@ -35,8 +36,8 @@ class DistillConfig:
     Attributes:
       teacher: A Hugging Face folder with the teacher. It must have the tokenizer and the vocabulary
         of the run. Its parameters are frozen, in bfloat16.
-      divergence: `forward_kl` is KL(teacher ‖ model), `reverse_kl` is KL(model ‖ teacher), and
-        `jsd` is the Jensen-Shannon divergence of both.
+      divergence: Divergence of model and teacher. `forward_kl` is KL(teacher ‖ model), `reverse_kl`
+        is KL(model ‖ teacher), and `jsd` is the Jensen-Shannon divergence of both.
       temperature: Divisor of the logits of both models, in [1e-3, 1e3].
       label_weight: Share of the cross-entropy of the labels in the loss, in [0, 1).
     """

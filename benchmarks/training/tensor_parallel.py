@@ -5,11 +5,11 @@
 All GPUs of this host share the sequences. There are three contenders:
 
 - `all-reduce`: XLA partitions the Llama from the shardings of its parameters alone. It runs without
-  kernels, which XLA cannot partition, sums after each half-layer, and computes the norms of all
+  kernels, which XLA cannot partition, sums after each sublayer, and computes the norms of all
   tokens on every device.
 - `ours`: the residual stream is split by tokens.
 - `peer kernel`: as `ours`, with the peer-memory kernel of `sharded_add_rms_norm` between the
-  half-layers.
+  sublayers.
 
 The model has a few layers, a small vocabulary and bfloat16 parameters; the tokens are random. A
 time is the wall time of loss and gradients over the number of layers, the median over interleaved

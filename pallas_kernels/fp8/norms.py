@@ -1,4 +1,4 @@
-"""RMSNorm whose result is quantized by row in the pass that makes it."""
+"""RMSNorm with a quantized result: one kernel normalizes a row and quantizes it."""
 
 import dataclasses
 import math
@@ -35,11 +35,12 @@ def rms_norm_quantized(
     casting: Casting = "float32",
     implementation: Implementation | None = None,
 ) -> tuple[Quantized, Float[Array, "*T"]]:
-    """`quantize(rms_norm(x, weight), dtype, scaling="row")`, which writes no 16-bit result.
+    """`quantize(rms_norm(x, weight), dtype, scaling="row")`, in one pass where the kernel runs.
 
-    The norm is rounded to the dtype of `x` first, so the values are those of the two functions. In
-    the kernel the reciprocal of a scale may err in the last bit, so a value within one part in 2^23
-    of a tie may be rounded the other way.
+    The kernel does not write the norm to memory in 16 bits. It rounds the norm to the dtype of `x`
+    before it quantizes, so the values are those of the two functions. In the kernel the reciprocal
+    of a scale may err in the last bit, so a value within one part in 2^23 of a tie may be rounded
+    the other way.
 
     The function has no gradient. Write a `jax.custom_vjp` around it; its backward needs `rstd`. The
     kernel is not split over a mesh. Call it inside of `jax.shard_map`.

@@ -117,7 +117,7 @@ def of_tokens(hlo: str, tensor: int) -> Counter[str]:
 
 
 @each(CASES)
-def test_a_half_layer_gathers_tokens_once_and_scatters_their_sums_once(programs, case):
+def test_a_sublayer_gathers_tokens_once_and_scatters_their_sums_once(programs, case):
     fsdp, tensor, _ = CASES[case]
     forward = backward = Counter({"all-gather": 2 * L, "reduce-scatter": 2 * L})
     # Of inputs that are kept in parts. In FP8 they are kept whole.

@@ -84,7 +84,7 @@ def program_of(config, mesh) -> str:
         pytest.param(1, 1, 4, "minimal", marks=pytest.mark.full),
     ],
 )
-def test_a_half_layer_gathers_tokens_once_and_scatters_their_sums_once(data, fsdp, tensor, remat):
+def test_a_sublayer_gathers_tokens_once_and_scatters_their_sums_once(data, fsdp, tensor, remat):
     config = changed(**UNROLLED, **BIASES, remat=remat)
     mesh, tokens = mesh_of(data, fsdp, tensor), B // (data * fsdp) * S
     num_layers = config.num_hidden_layers

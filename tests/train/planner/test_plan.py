@@ -291,7 +291,7 @@ def test_devices_that_share_sequences_share_the_cost(fsdp, tensor, monkeypatch):
     part, seconds, nbytes = cost_of_step(fsdp, tensor, monkeypatch)
     assert part.flops == one.flops / (fsdp * tensor)
     assert nbytes == pytest.approx(bytes_of_one / (fsdp * tensor), rel=0.2)
-    # A half-layer gathers its tokens and scatters their sums, forward and backward. It also gathers
+    # A sublayer gathers its tokens and scatters their sums, forward and backward. It also gathers
     # tensors that were kept in parts. Embeddings and loss do the same once in each direction.
     arrays = (10 * L + 4) * T // fsdp * D * 4
     statistics = 5 * 4 * tensor * T // fsdp
