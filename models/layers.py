@@ -1,8 +1,8 @@
 """The layers of a Llama: norms, the projections of the attention, and the MLP.
 
 Their parameters have Hugging Face's names. Each operation of `pallas_kernels` gets
-`config.implementation`, except for those of FP8. They run where a layer's kernel is a
-`QuantizedWeight` (`models.fp8`).
+`config.implementation`, except for the operations of FP8. An operation of FP8 runs where the kernel
+of a layer is a `QuantizedWeight` (`models.fp8`).
 """
 
 from typing import Any, Literal

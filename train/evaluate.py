@@ -22,7 +22,7 @@ class Sums:
 
     Attributes:
       nll: Negative log-likelihood in nats.
-      correct: Number of tokens that the model thought likeliest.
+      correct: Number of tokens whose label has the largest logit.
       tokens: Number of predicted tokens.
       bytes: Number of bytes of text that the tokens stand for.
     """

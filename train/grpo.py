@@ -4,9 +4,10 @@
 
 A prompt is a few digits and ">", such as "5293140>". The right completion has the same digits in
 order. The model first learns from right completions, until it sorts some of the prompts. After that
-it learns only from its own. For each prompt it draws a group of completions, and a right completion
-gets a reward. The advantage of a completion is its reward less the mean reward of the group,
-divided by their standard deviation (https://arxiv.org/abs/2402.03300).
+it learns only from completions that it draws itself. For each prompt it draws a group of
+completions, and a right completion gets a reward. The advantage of a completion is its reward less
+the mean reward of the group, divided by the standard deviation of the rewards of the group
+(https://arxiv.org/abs/2402.03300).
 
 `policy_loss` is the part to copy. `linear_token_loss` computes the loss of all completions and its
 gradients in three matrix products, and never has all logits in memory. The prompts take no time in
@@ -45,11 +46,12 @@ class Config:
 
     Attributes:
       digits: Number of digits of a prompt.
-      warm_up: Steps with right completions.
-      steps: Batches of completions to learn from.
-      prompts: Prompts of a batch.
-      group: Completions of a prompt.
-      updates: Updates for each batch. The ratio of probabilities is 1 in the first one.
+      warm_up: Number of first steps, in which the model learns from right completions.
+      steps: Number of batches of its own completions that the model then learns from.
+      prompts: Number of prompts of a batch.
+      group: Number of completions that the model draws for a prompt.
+      updates: Number of updates of the parameters for each batch. In the first update the ratio of
+        probabilities is 1.
       learning_rate: Learning rate after the warm-up.
       clip_low: How far below 1 the ratio is clipped.
       clip_high: How far above 1 the ratio is clipped.

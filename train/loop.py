@@ -183,10 +183,10 @@ def _print_stopped(config: TrainConfig, step: int) -> None:
 
 
 class _Loop:
-    """The steps of a run, with the evaluations, rows and checkpoints between them.
+    """The steps of a run, with the evaluations, rows of metrics and checkpoints between them.
 
-    The row of a step is written after the next step was sent to the device. Its numbers have
-    arrived by then, so the device never waits for the host.
+    The row of a step is written after the next step was sent to the device. The numbers of the row
+    have arrived by then, so the device never waits for the host.
     """
 
     def __init__(

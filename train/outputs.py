@@ -1,4 +1,4 @@
-"""The files of a run: its folder, the rows it writes while it trains, and what it leaves."""
+"""The files of a run: its folder, the rows of metrics while it trains, and the report and model."""
 
 import contextlib
 from collections.abc import Iterator

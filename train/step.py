@@ -61,7 +61,7 @@ type Metrics = dict[str, Float[Array, ""]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a step changes; also its shapes, or its shardings.
+    """Everything that a step changes: arrays, or in their place their shapes or their shardings.
 
     Attributes:
       step: Number of steps taken or skipped, int32.
