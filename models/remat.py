@@ -5,7 +5,7 @@ data: the names to keep on the device and the names to keep in host memory. The 
 all other tensors again, from the nearest ones that are kept.
 
 **Where a layer begins.** If a policy keeps `normed`, a layer begins with the residual stream and
-its norm, and ends with the same pair for the next layer, because one kernel computes sum and norm.
+its norm. It ends with the same pair for the next layer, because one kernel computes sum and norm.
 If a policy does not keep `normed`, a layer begins with the residual stream alone and ends with
 `residual + mlp_out`, so that the GEMM of `mlp_out` runs only once. A layer that is split over
 `tensor` always has the pair. There each device has a summand of `mlp_out`, and the exchange adds

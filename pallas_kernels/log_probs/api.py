@@ -318,10 +318,10 @@ def linear_token_loss(
     the entropy adds a pass over the exponentials. Other calls take four products, as
     `linear_log_probs` does. A loss without gradients takes one product.
 
-    **Rounding.** The loss and its gradients are rounded as in `linear_cross_entropy`: exponentials
-    are rounded once to the dtype of `x`, and so is the product of `x` and a factor for each token,
-    from which `dweight` is made. With the entropy's gradient, the exponentials and the gradient in
-    the logits are rounded instead.
+    **Rounding.** The loss and its gradients are rounded as in `linear_cross_entropy`. Exponentials
+    are rounded once to the dtype of `x`. So is the product of `x` and a factor for each token, from
+    which `dweight` is made. With the entropy's gradient, the exponentials and the gradient in the
+    logits are rounded instead.
 
     Args:
       x: Hidden states, as in `linear_log_probs`.
