@@ -309,14 +309,18 @@ def linear_token_loss(
     of a token makes all gradients NaN, unless its label is `ignore_index`: a mask inside of
     `token_fn` is not enough.
 
-    **Cost.** A loss with gradients takes three matrix products of `2·T·D·V` FLOPs if the memory of
-    `dweight` has room for the exponentials of all logits. A float32 `dweight` has room for 2·D
-    tokens, and a 16-bit `dweight` for D tokens. The exponentials of one more chunk, of at most
-    `max_logits_bytes`, get separate memory. Three products also need the kernels, a bfloat16 `x`, a
-    gradient of the weight, and no bias, softcap or split vocabulary. With `per_token` any number of
-    tokens takes three products, in chunks, and two if the weight has no gradient. The gradient of
-    the entropy adds a pass over the exponentials. Other calls take four products, as
-    `linear_log_probs` does. A loss without gradients takes one product.
+    **Cost.** A loss without gradients takes one matrix product of `2·T·D·V` FLOPs. With gradients
+    it takes four, as `linear_log_probs` does, or three in the following cases:
+
+    - Without `per_token`: the exponentials of all logits fit into memory. The memory of `dweight`
+      has room for those of 2·D tokens if `dweight` is float32, or of D tokens if it has 16 bits.
+      One more chunk, of at most `max_logits_bytes`, gets separate memory. The kernels must run,
+      `x` must be bfloat16, and the weight must have a gradient. There may be no bias, softcap or
+      split vocabulary.
+    - With `per_token`: any number of tokens, in chunks. The other conditions are the same, but if
+      the weight has no gradient, two products are enough.
+
+    The gradient of the entropy adds a pass over the exponentials.
 
     **Rounding.** The loss and its gradients are rounded as in `linear_cross_entropy`. Exponentials
     are rounded once to the dtype of `x`. So is the product of `x` and a factor for each token, from
@@ -328,8 +332,8 @@ def linear_token_loss(
       weight: Output embedding, as in `linear_log_probs`.
       labels: Tokens whose log-probabilities are wanted, as in `linear_log_probs`.
       token_fn: Function of the log-probabilities, the entropies or None, and `token_data`. It
-        returns a float32 scalar, and `(scalar, aux)` with `has_aux`. It must be pure and have a
-        hash.
+        returns a float32 scalar, and `(scalar, aux)` with `has_aux`. It must be pure and
+        hashable.
       token_data: Pytree of arrays for the function, such as advantages and masks. With `per_token`
         each begins with the axes of `labels`.
       with_entropy: Whether the function gets the entropies.

@@ -21,7 +21,7 @@ _MAX_ACCESSES = {"fwd_accesses": 8, "bwd_accesses": 4}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """How many elements a thread block has.
+    """Launch parameters of the `swiglu` kernels: how many elements a thread block computes.
 
     A block is one warpgroup, 128 lanes. Each lane makes this many loads of 16 bytes from every
     array, all of them before it uses the first.

@@ -36,20 +36,20 @@ _MAX_BARRIERS = 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """How warps, blocks and shared memory share the rows.
+    """Launch parameters of the norms: how warps, blocks and shared memory share the rows.
 
     Attributes:
       fwd_warps: Number of warps that share a row in the forward: 1, or a multiple of 4 up to 32
         that divides the hidden size. With 1, a block has four warps and so four rows.
-      fwd_reread: Whether the forward reads a row twice, the second time from the cache, and does
-        not keep it in registers: fewer registers, so more rows at a time.
+      fwd_reread: Whether the forward reads a row twice, the second time from the cache, in place of
+        keeping it in registers. Fewer registers let more rows run at a time.
       bwd_warps: Number of warps that share a row in the backward, as `fwd_warps`.
       bwd_blocks: Number of thread blocks per multiprocessor in the backward. Each keeps its part of
         `dweight`, so more blocks mean more partial rows to add up.
       bwd_stages: Number of steps whose rows shared memory holds. The tensor memory accelerator
         (Hopper and later) brings them; 0 loads rows directly.
-      bwd_rows: Number of rows that a block of the backward handles in one step, or fours of rows
-        with one warp a row. Few tokens have fewer.
+      bwd_rows: Number of rows that a block of the backward handles in one step. With one warp a
+        row, it is the number of groups of four rows. With few tokens a step has fewer rows.
     """
 
     fwd_warps: int
