@@ -60,10 +60,11 @@ def fp8_matmul(
 ) -> Float[Array, "M N"]:
     """`a @ b.T` of two FP8 tensors, `out[i, j] = Σ_k a[i, k] · b[j, k]`.
 
-    Sums are float32 or those of the tensor cores (`accumulation`), and the result is rounded once,
-    to `out_dtype`. There is one exception: where XLA does not replace the product of `"xla"` by
-    cublasLt's, an operand times its single scale is rounded to `out_dtype` before the product. A
-    NaN in an operand gives NaN. This function has no gradient; `fp8_linear` has one.
+    Here `a` and `b` stand for `values · scale`. `accumulation` sets the precision of the sums. The
+    result is rounded once, to `out_dtype`. There is one exception: with `"xla"`, where XLA does not
+    take cublasLt's FP8 product, an operand with a single scale is dequantized and rounded to
+    `out_dtype` before the product. A NaN in an operand gives NaN. This function has no gradient;
+    `fp8_linear` has one.
 
     Args:
       a: First operand, `[M, K]`, with one scale or one for each row.
@@ -71,15 +72,16 @@ def fp8_matmul(
         is `float8_e5m2`.
       out_dtype: Dtype of the result: bfloat16, float16 or float32.
       accumulation: `"fast"` adds up in the tensor cores of Hopper, which keep about 14 bits: over
-        K = 16384 the result errs by 3.5e-3. `"promoted"` adds parts of such a sum in float32: it
-        errs by no more than the rounding to bfloat16, 1.7e-3, and takes 7 to 12 % more time.
-        `"xla"` asks cublasLt for the same. The emulation ignores the choice.
+        K = 16384 the relative error of the result is 3.5e-3. `"promoted"` adds parts of such a sum
+        in float32. Its error is no more than that of the rounding to bfloat16, 1.7e-3, and it takes
+        7 to 12 % more time. The implementation `"xla"` asks cublasLt for the same accumulation. The
+        emulation ignores the choice.
       implementation: Name of the program. `None`, the default, runs the kernel where it takes the
         arguments, and `"xla"` elsewhere. `"mosaic_gpu"` is our kernel for Hopper. `"xla"` is a
         product that XLA may replace by cublasLt's in FP8, on GPUs since Ada. `"reference"`
         multiplies float32 numbers, as `"xla"` does elsewhere and for a result in float16.
         `"require"` runs the kernel, or raises.
-      config: Launch parameters of the kernel, for `"mosaic_gpu"` by name.
+      config: Launch parameters of the kernel. They need `implementation="mosaic_gpu"`.
 
     Raises:
       ValueError: The shapes or scales disagree, both operands are `float8_e5m2`, `out_dtype` is

@@ -158,8 +158,8 @@ def swiglu_mlp(
         64. `"xla"` is the same algorithm in plain JAX. `"reference"` is the formula, differentiated
         by JAX. JAX keeps all arrays for the backward, so `save` and `chunk_size` have no effect.
         With `None` and `"require"` the backward kernel runs from 2048 tokens on. `"mosaic_gpu"`
-        raises where it cannot run, with two exceptions: `"xla"` computes an empty `x`; and if F is
-        split and the kernels do not take a device's part, XLA computes the part and logs a warning.
+        raises where it cannot run, with two exceptions. `"xla"` computes an empty `x`. If F is
+        split and the kernels do not take a device's part, XLA computes it, and a warning is logged.
         `"require"` runs the kernels that `None` would run, and raises where XLA would run in their
         place, also for a device's part.
       config: Launch parameters of the kernels. They need `implementation="mosaic_gpu"`.
