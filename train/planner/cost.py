@@ -30,6 +30,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from pallas_kernels.hardware import Hardware
+from train.planner import attention
 from train.planner.dataflow import (
     COLLECTIVES,
     LOSSES,
@@ -163,6 +164,7 @@ def estimate(
     num_aliased: int = 0,
     hidden_axes: Collection[str] = (),
     body_of_device: Callable[[Any], Any] | None = None,
+    has_workspace: bool = True,
 ) -> Cost:
     """The cost of a traced program on each of its devices.
 
@@ -175,6 +177,7 @@ def estimate(
       hidden_axes: Axes of the mesh over which a collective takes no time.
       body_of_device: Function that gives each device's part of the loss; see
         `dataflow.operations`.
+      has_workspace: Whether the memory includes the workspace of the attention's backward.
     """
     program = _Program(
         rates=rates,
@@ -183,6 +186,7 @@ def estimate(
         hidden_axes=hidden_axes,
         is_alone=num_devices == 1,
         body_of_device=body_of_device,
+        has_workspace=has_workspace,
     )
     return program.cost(jaxpr.jaxpr, num_aliased=num_aliased)
 
@@ -203,6 +207,7 @@ class _Program:
     is_alone: bool
     axis_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     body_of_device: Callable[[Any], Any] | None = None
+    has_workspace: bool = True
 
     def cost(
         self,
@@ -242,9 +247,13 @@ class _Program:
             return Cost(seconds=max(flops / rate, self._copy(sizes)), flops=flops)
         if "dot_product_attention" in op.name:
             backward = "bwd" in op.name
-            flops = _attention_flops(op) / self.num_devices * (2.5 if backward else 1)
+            flops = attention.forward_flops(op) / self.num_devices * (2.5 if backward else 1)
             efficiency = ATTENTION_BACKWARD_EFFICIENCY if backward else ATTENTION_EFFICIENCY
-            return Cost(seconds=flops / (self.rates.flops * efficiency), flops=flops)
+            seconds = flops / (self.rates.flops * efficiency)
+            workspace = 0.0
+            if backward and self.has_workspace:
+                workspace = attention.workspace_bytes(op) / self.num_devices
+            return Cost(seconds=seconds, flops=flops, temp_bytes=workspace)
         if op.name == "device_put":
             kinds = ["Host" in str(kind) for kind in op.params.get("devices", ())]
             from_host = any("host" in str(value.aval).lower() for value in op.inputs)
@@ -258,7 +267,7 @@ class _Program:
             return body.times(op.params["length"]) + Cost(seconds=self._copy(copied))
         if op.name == "while":
             # The number of steps is not known here. `models.packed_attention` has a loop for rows
-            # of more documents than one call of cuDNN computes, and its time is left out.
+            # of very many short documents, and its time is left out.
             inside = self.cost(op.params["body_jaxpr"].jaxpr)
             return Cost(temp_bytes=inside.temp_bytes)
         if op.name == "cond":
@@ -431,11 +440,3 @@ def _kernel_flops(op: Op) -> float:
     if name not in _PRODUCTS:
         return 0.0
     return 2.0 * _PRODUCTS[name] * op.shapes[0][0] * math.prod(op.shapes[1])
-
-
-def _attention_flops(op: Op) -> float:
-    """FLOPs of cuDNN's forward: two products over all pairs, or over half of them if causal."""
-    batch, length, heads, head_dim = op.shapes[0]
-    keys = op.shapes[1][1]
-    causal = "CAUSAL" in str(op.params.get("mask_type", ""))
-    return 4.0 * batch * heads * length * keys * head_dim * (0.5 if causal else 1.0)

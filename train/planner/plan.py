@@ -15,6 +15,7 @@ showed this.
 
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +74,7 @@ class Programs:
     def __init__(self, target: Target):
         self.target = target
         self._traced: dict[TrainConfig, Any] = {}
+        self._workspace: dict[TrainConfig, float] = {}
 
     def estimate(self, config: TrainConfig) -> tuple[float, int]:
         """Traces the step."""
@@ -82,7 +84,8 @@ class Programs:
         with self._context():
             batch = abstract_batch(config, mesh)
             traced = jit_train_step(config, state).trace(state, batch, *frozen)
-            found = cost.estimate(
+            estimate = functools.partial(
+                cost.estimate,
                 traced.jaxpr,
                 rates,
                 bytes_per_device=splits.bytes_per_device,
@@ -91,6 +94,10 @@ class Programs:
                 hidden_axes=BATCH_AXES,
                 body_of_device=splits.body_of_device,
             )
+            found = estimate()
+            if not self._is_here():
+                without = estimate(has_workspace=False)
+                self._workspace[config] = found.temp_bytes - without.temp_bytes
         self._traced[config] = traced
         received = found.link_bytes + self._hidden_link_bytes(config, state, frozen)
         seconds = max(found.seconds, rates.link_seconds(received))
@@ -98,8 +105,9 @@ class Programs:
         return seconds, int(held + found.temp_bytes)
 
     def memory(self, config: TrainConfig) -> int:
-        """Compiles the step."""
-        return memory_in_bytes(self.compile(config))
+        """Compiles the step. Without the device, a compilation leaves out cuDNN's workspace."""
+        memory = memory_in_bytes(self.compile(config))
+        return memory if self._is_here() else memory + int(self._workspace[config])
 
     def compile(self, config: TrainConfig) -> Any:
         """The compiled step."""
@@ -113,11 +121,13 @@ class Programs:
     def _context(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(jax.set_mesh(self.target.mesh))
-            device = self.target.mesh.devices.flat[0]
-            if device not in jax.local_devices():
+            if not self._is_here():
                 # The default device decides which kernels run, and for which architecture.
-                stack.enter_context(jax.default_device(device))
+                stack.enter_context(jax.default_device(self.target.mesh.devices.flat[0]))
             yield
+
+    def _is_here(self) -> bool:
+        return self.target.mesh.devices.flat[0] in jax.local_devices()
 
     def _hidden_link_bytes(self, config: TrainConfig, state: Any, frozen: Any) -> float:
         """Bytes received to gather the parameters twice and to sum the gradients, for each batch.

@@ -1,0 +1,28 @@
+"""FLOPs and memory of cuDNN's attention, from its shapes."""
+
+import math
+
+from train.planner.dataflow import Op
+
+# Position of the statistics, one for each softmax, among the operands of the backward.
+_STATISTICS = 10
+
+
+def forward_flops(op: Op) -> float:
+    """FLOPs of the forward: two products over all pairs, or over half of them if causal."""
+    batch, length, heads, head_dim = op.shapes[0]
+    keys = op.shapes[1][1]
+    causal = "CAUSAL" in str(op.params.get("mask_type", ""))
+    return 4.0 * batch * heads * length * keys * head_dim * (0.5 if causal else 1.0)
+
+
+def workspace_bytes(op: Op) -> int:
+    """Bytes that the backward takes beside its arguments and results.
+
+    It has a float32 sum of each element of `dq`, and 4 bytes for each softmax. If several heads of
+    queries share keys, it also has 16-bit gradients of keys and values for each head of queries.
+    Calls with shared keys took as much on an H200 (docs/lab/2026-11-30-buckets-of-documents.md).
+    """
+    (*_, num_heads, head_dim), (*_, num_kv_heads, _) = op.shapes[:2]
+    bytes_each = 4 * head_dim + 4 + (4 * head_dim if num_kv_heads < num_heads else 0)
+    return math.prod(op.shapes[_STATISTICS]) * bytes_each
