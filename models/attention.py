@@ -32,8 +32,8 @@ def causal_attention(
 
     Raises:
       NotImplementedError: There is no cuDNN on a GPU, or `implementation` is "cudnn" and cuDNN does
-        not take the arguments, or a device's queries have 2³¹ elements or more and there are
-        documents.
+        not take the arguments, or there are documents and a device's queries have more elements
+        than `packed_attention` takes.
     """
     if implementation is None:
         reason = _why_no_cudnn(q)
