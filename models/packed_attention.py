@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jaxtyping import Array, Float, Float32, Int32
 
-from models.documents import ROOM, Documents, Part, buckets, num_calls, part_of
+from models.documents import ROOM, Documents, Part, buckets, num_calls_of_last, part_of
 from pallas_kernels.layout import Place, Roles, Tokens
 from pallas_kernels.mapping import Mask
 from pallas_kernels.operation import call
@@ -191,7 +191,7 @@ def _over_all[T](attend: Callable[[Part, int], T], documents: Documents) -> T:
             # Without a barrier XLA keeps the results of all buckets, and then reads them at once.
             results = jax.lax.optimization_barrier(results)
     step = lambda index, results: with_part(last, index, results)
-    return jax.lax.fori_loop(1, num_calls(documents, last), step, results)
+    return jax.lax.fori_loop(1, num_calls_of_last(documents), step, results)
 
 
 def _of_tokens(

@@ -75,6 +75,14 @@ def test_documents_of_one_token():
     assert_as_accurate(got, masked, exact_of(arrays, ids), names=NAMES)
 
 
+def test_more_documents_than_a_bucket_has_room_for():
+    """15 documents of 546 tokens, where the bucket of their length has room for 12."""
+    arrays, _ = inputs((2, 8192, 4, 2, 64), 1, "bfloat16")
+    ids = jnp.tile(jnp.arange(8192, dtype=jnp.int32) // 546, (2, 1))
+    got, masked = (computed(fn, arrays, ids) for fn in (packed, documents.masked))
+    assert_as_accurate(got, masked, exact_of(arrays, ids), names=NAMES)
+
+
 @large
 def test_as_many_sums_as_cudnn_finds():
     """0.75 of 2³² sums of `dq`, and documents whose sums are the last ones.

@@ -1,6 +1,7 @@
 """Attention of rows of several documents, with cuDNN in plain JAX."""
 
 import functools
+import itertools
 import types
 
 import jax
@@ -22,6 +23,8 @@ LENGTHS = {
     "one": (58, 1024, (58,)),
     "two": (64, 1024, (64, 16)),
     "three": (64, 4, (64, 16, 4)),
+    # A row has 14 documents of 9 tokens, and a call of the second bucket has room for 12.
+    "full": (128, 8, (128, 32, 8)),
 }
 
 
@@ -42,6 +45,7 @@ def segment_ids(batch, length):
         "nine": of_rest(8, *((i, 4) for i in range(8))),
         "19, and two numbers": of_rest(0, *((1 + i % 2, 3) for i in range(18))),
         "one token each": np.arange(length, dtype=np.int32),
+        "nine tokens each": np.arange(length, dtype=np.int32) // 9,
     }
     return jnp.asarray(np.stack([rows[name] for name in BATCHES[batch]]))
 
@@ -49,6 +53,7 @@ def segment_ids(batch, length):
 BATCHES = {
     "few": ["one", "from 1, one token", "padding", "largest of a bucket", "not in order"],
     "many": ["one", "one token each", "19, and two numbers", "nine"],
+    "nines": ["nine tokens each", "largest of a bucket"],
 }
 
 
@@ -110,6 +115,7 @@ def cudnn(monkeypatch):
         ("two", "many", "bfloat16"),
         ("three", "few", "bfloat16"),
         ("three", "many", "float32"),
+        ("full", "nines", "float32"),
     ],
 )
 @pytest.mark.usefixtures("cudnn")
@@ -155,6 +161,14 @@ def test_members_that_share_documents_and_keys():
         assert_equals_the_formula([q, k, v, cotangent], ids, twice)
 
 
+@pytest.mark.usefixtures("cudnn")
+def test_with_x64():
+    """Numbers of documents keep 32 bits. 2 s."""
+    ids = segment_ids("many", 64)
+    with jax.enable_x64(True):
+        assert_equals_the_formula(inputs(ids.shape), ids)
+
+
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_a_call_of_cudnn_gets_each_document_by_itself(monkeypatch, lengths):
     """The first element of each document in all rows, and the lengths."""
@@ -162,14 +176,14 @@ def test_a_call_of_cudnn_gets_each_document_by_itself(monkeypatch, lengths):
     monkeypatch.setattr(module, "_LAST", last)
     found = []
     primitive = types.SimpleNamespace(bind=lambda *args, **options: found.append((args, options)))
-    ids = segment_ids("many", length)
+    ids = segment_ids("nines" if lengths == "full" else "many", length)
     batch_size = len(ids)
     q, k, v, _ = inputs(ids.shape, jnp.bfloat16)
     documents = module.documents_of(ids)
     assert module.buckets(length) == buckets
     computed = []
     for bucket, largest in enumerate(buckets):
-        calls = int(module.num_calls(documents, bucket)) if largest == buckets[-1] else 1
+        calls = int(module.num_calls_of_last(documents)) if largest == buckets[-1] else 1
         for index in range(calls):
             part = module.part_of(documents, bucket, index)
             packed_attention._bind(primitive, part, largest, q, k, v)
@@ -199,29 +213,44 @@ def test_a_call_of_cudnn_gets_each_document_by_itself(monkeypatch, lengths):
     assert sorted(computed) == list(zip(begins, sizes, strict=True))
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 8, 24, 61, 64])
-def test_documents(length):
+@pytest.mark.parametrize(
+    "length, last",
+    [*((length, 1024) for length in (1, 2, 7, 8, 24, 61, 64)), (128, 8), (512, 8), (256, 1)],
+)
+def test_documents(monkeypatch, length, last):
+    """Up to 1 s each."""
+    monkeypatch.setattr(module, "_LAST", last)
     rng = np.random.default_rng(length)
-    for most in (1, 3, length):
-        ids = rng.integers(0, most, (5, length)).astype(np.int32)
-        documents = module.documents_of(jnp.asarray(ids))
-        for row in range(5):
-            begins = [t for t in range(length) if t == 0 or ids[row, t] != ids[row, t - 1]]
-            sizes = np.diff([*begins, length])
-            np.testing.assert_array_equal(documents.lengths[row], np.repeat(sizes, sizes))
-            positions = np.concatenate([np.arange(size) for size in sizes])
-            np.testing.assert_array_equal(documents.positions[row], positions)
-            for bucket, largest in enumerate(module.buckets(length)):
-                smaller = (*module.buckets(length), 0)[bucket + 1]
-                is_here = (smaller < sizes) & (sizes <= largest)
-                of_row, here = np.asarray(documents.begins[bucket][row]), np.array(begins)[is_here]
-                np.testing.assert_array_equal(of_row[: len(here)], here)
-                assert (of_row[len(here) :] == length).all()
-                assert len(of_row) % module.documents_in_a_call(length, bucket) == 0
-                numbers = np.asarray(documents.numbers)[row, np.repeat(is_here, sizes)]
-                expected = np.repeat(np.arange(len(here)), sizes[is_here])
-                np.testing.assert_array_equal(numbers, expected)
-        assert {a.dtype.name for a in jax.tree.leaves(documents)} == {"int32"}
+    rows = [rng.integers(0, most, length) for most in (1, 2, 3, length) for _ in range(2)]
+    # As many documents as there can be that are too long for the bucket of a length.
+    all_largest = (*module.buckets(length), 0)
+    rows += [np.arange(length) // (largest + 1) for largest in all_largest[1:]]
+    ids = np.stack(rows).astype(np.int32)
+    documents = module.documents_of(jnp.asarray(ids))
+    assert {a.dtype.name for a in jax.tree.leaves(documents)} == {"int32"}
+    documents = jax.tree.map(np.asarray, documents)
+    for row in range(len(ids)):
+        begins = [t for t in range(length) if t == 0 or ids[row, t] != ids[row, t - 1]]
+        sizes = np.diff([*begins, length])
+        np.testing.assert_array_equal(documents.lengths[row], np.repeat(sizes, sizes))
+        positions = np.concatenate([np.arange(size) for size in sizes])
+        np.testing.assert_array_equal(documents.positions[row], positions)
+        found, first = [], 0
+        for bucket, (largest, smaller) in enumerate(itertools.pairwise(all_largest)):
+            of_bucket = documents.begins[bucket][row]
+            room = module.documents_in_a_call(length, bucket)
+            here = of_bucket[of_bucket < length]
+            np.testing.assert_array_equal(of_bucket[: len(here)], np.sort(here))
+            assert len(of_bucket) == room or (not smaller and len(of_bucket) % room == 0)
+            assert (documents.lengths[row, here] <= largest).all()
+            # Shorter documents are here only if there is no room for them in the next bucket.
+            if (documents.lengths[row, here] <= smaller).any():
+                assert (documents.begins[bucket + 1][row] < length).all()
+            numbers = np.repeat(first + np.arange(len(here)), documents.lengths[row, here])
+            is_here = np.isin(np.repeat(begins, sizes), here)
+            np.testing.assert_array_equal(documents.numbers[row, is_here], numbers)
+            found, first = [*found, *here], first + room
+        assert sorted(found) == begins
 
 
 def test_buckets():
