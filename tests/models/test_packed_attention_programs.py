@@ -161,7 +161,7 @@ def test_what_cudnn_refuses_is_said_before_it_compiles(changes, reason):
 
 
 def test_sums_that_cudnn_does_not_find():
-    """Of all devices the queries may be larger. If it is not known which are a device's: NaN."""
+    """The queries of all devices may be larger. The output is NaN if a device's are not known."""
     of = lambda heads: jax.ShapeDtypeStruct((3, 2**17, heads, 128), jnp.bfloat16)
     args = of(32), of(8), of(8), jax.ShapeDtypeStruct((3, 2**17), jnp.int32)
     mesh_of = lambda number: make_mesh(data=1, fsdp=number, devices=jax.devices()[:number])

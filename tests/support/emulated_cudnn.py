@@ -80,7 +80,7 @@ def _forward(q: Any, k: Any, v: Any, _: Any, *others: Any, **__: Any) -> tuple[j
     places = _Places.of(q, k, *others[:4])
     *_, values, logits = _in_float32(q, k, v, places.mask)
     out = jnp.einsum("kgtu,ukh->tkgh", jax.nn.softmax(logits, axis=-1), values)
-    # By the document and the place in it.
+    # The statistics are stored by document and position.
     logsumexp = jax.nn.logsumexp(logits, axis=-1).reshape(-1, logits.shape[-1])
     steps = jnp.arange(q.shape[1], dtype=jnp.int32)
     tokens = jnp.clip(places.begins[:, None] + steps, 0, logits.shape[-1] - 1)

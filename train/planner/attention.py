@@ -19,9 +19,10 @@ def forward_flops(op: Op) -> float:
 def workspace_bytes(op: Op) -> int:
     """Bytes that the backward takes beside its arguments and results.
 
-    It has a float32 sum of each element of `dq`, and 4 bytes for each softmax. If several heads of
-    queries share keys, it also has 16-bit gradients of keys and values for each head of queries.
-    Calls with shared keys took as much on an H200 (docs/lab/2026-11-30-buckets-of-documents.md).
+    This workspace has a float32 sum for each element of `dq`, and 4 bytes for each softmax. If
+    several heads of queries share keys, it also has 16-bit gradients of keys and values for each
+    head of queries. On an H200, calls with shared keys took the size that this function gives
+    (docs/lab/2026-11-30-buckets-of-documents.md).
     """
     (*_, num_heads, head_dim), (*_, num_kv_heads, _) = op.shapes[:2]
     bytes_each = 4 * head_dim + 4 + (4 * head_dim if num_kv_heads < num_heads else 0)

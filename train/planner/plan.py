@@ -105,7 +105,11 @@ class Programs:
         return seconds, int(held + found.temp_bytes)
 
     def memory(self, config: TrainConfig) -> int:
-        """Compiles the step. Without the device, a compilation leaves out cuDNN's workspace."""
+        """Compiles the step.
+
+        A compilation without the device leaves out cuDNN's workspace. So what the workspace adds to
+        the estimate is added here.
+        """
         memory = memory_in_bytes(self.compile(config))
         return memory if self._is_here() else memory + int(self._workspace[config])
 
