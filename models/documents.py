@@ -3,19 +3,12 @@
 `packed_attention.py` computes documents of a bucket in one call. A call needs memory for the
 product of its number of documents and their largest length, L. In the first bucket L is the length
 of a row, S. In each further bucket L is a quarter of that before. A call has room for 3 S / L
-documents of each row.
+documents of each row, which is 3, 12, 48 and so on.
 
-A document belongs to the last bucket that takes its length. The last bucket has any number of
-documents, and a loop makes its calls. Each other bucket has one call. If a row has more documents
-than this call has room for, the rest of them are in the bucket before. For example, with 8192
-tokens the second bucket takes documents of 513 to 2048 tokens and has room for 12. If a row has 15
-documents of 546 tokens, three of them are in the first bucket.
-
-The first bucket never has more than its three documents. Assume that it had a fourth one. Then it
-and perhaps some buckets after it had more documents than room. Let L be the largest length of the
-last of these buckets. The next bucket gave none of its documents away, so all documents of these
-buckets are longer than L / 4. The buckets have room for 3 + 12 + ... + 3 S / L = 4 S / L - 1 of
-them. So there were 4 S / L documents or more, which together are longer than S.
+The three longest documents of a row are in the first bucket, the next twelve are in the second, and
+so on. The last bucket has all that are left, and a loop makes its calls. The document with `i - 1`
+longer ones has at most S / i tokens. The longest document of the second bucket is the fourth, that
+of the third bucket is the sixteenth. So no document is too long for its bucket.
 """
 
 from typing import Any, NamedTuple
@@ -34,8 +27,7 @@ _LAST = 1024
 def buckets(sequence_length: int) -> tuple[int, ...]:
     """The largest length of the documents of each bucket, L, in falling order.
 
-    A row is a multiple of each L. cuDNN takes even lengths, so a length that is no multiple of 8 is
-    not divided further. If the length of a row is none, there is one bucket.
+    A row is a multiple of each L. cuDNN takes even lengths, so only a multiple of 8 is divided.
     """
     lengths = [sequence_length]
     while lengths[-1] > min(_LAST, sequence_length // _RATIO) and lengths[-1] % (2 * _RATIO) == 0:
@@ -51,20 +43,20 @@ def documents_in_a_call(sequence_length: int, bucket: int) -> int:
 class Documents(NamedTuple):
     """The documents of a batch of rows.
 
+    A row has a place for each document. The places of the first bucket come first. Each bucket has
+    `documents_in_a_call` places, and the last one has a multiple of that.
+
     Attributes:
       positions: Position of each token in its document, from 0.
       lengths: Length of each token's document.
-      numbers: Place of each token's document among the places of its row. The places of the first
-        bucket come first. Each bucket has `documents_in_a_call` places, and the last one has any
-        number of them.
-      begins: For each bucket, where its documents begin in each row, in rising order, then S for
-        every document that the row lacks. Their number is a multiple of `documents_in_a_call`.
+      places: Place of each token's document.
+      begins: Where the document of each place begins, S if there is none. It rises within a bucket.
     """
 
     positions: Int32[Array, "B S"]
     lengths: Int32[Array, "B S"]
-    numbers: Int32[Array, "B S"]
-    begins: tuple[Int32[Array, "B _"], ...]
+    places: Int32[Array, "B S"]
+    begins: Int32[Array, "B _"]
 
 
 class Part(NamedTuple):
@@ -93,37 +85,32 @@ def documents_of(segment_ids: Int[Array, "B S"]) -> Documents:
     is_last = jnp.pad(is_first[:, 1:], ((0, 0), (0, 1)), constant_values=True)
     ends = jax.lax.cummin(jnp.where(is_last, tokens + 1, length), axis=1, reverse=True)
     lengths = ends - starts
-    largest, last = buckets(length), len(buckets(length)) - 1
-    bucket_of = jnp.zeros_like(lengths)
-    for bucket in range(1, len(largest)):
-        bucket_of = jnp.where(lengths <= largest[bucket], bucket, bucket_of)
-    numbers, all_begins = jnp.zeros_like(lengths), []
-    for bucket in reversed(range(len(largest))):
-        is_here = bucket_of == bucket
-        indices = jnp.cumsum(is_first & is_here, axis=1, dtype=jnp.int32) - 1
-        count = documents_in_a_call(length, bucket)
-        if bucket < last:
-            bucket_of = jnp.where(is_here & (indices >= count), bucket - 1, bucket_of)
-            is_here &= indices < count
-        numbers = jnp.where(is_here, indices + _first_place(length, bucket), numbers)
-        begins = jnp.sort(jnp.where(is_first & is_here, tokens, length), axis=1)
-        if bucket < last:
-            all_begins.append(begins[:, :count])
-        else:
-            padding = ((0, 0), (0, -length % count))
-            all_begins.append(jnp.pad(begins, padding, constant_values=length))
-    return Documents(tokens - starts, lengths, numbers, tuple(reversed(all_begins)))
+    # The beginnings, those of the longest documents first.
+    keys = jnp.where(is_first, -lengths, 0)
+    begins = jnp.where(is_first, tokens, length)
+    _, begins = jax.lax.sort((keys, begins), dimension=1, num_keys=1)
+    last = len(buckets(length)) - 1
+    padding = -(length - _first_place(length, last)) % documents_in_a_call(length, last)
+    begins = jnp.pad(begins, ((0, 0), (0, padding)), constant_values=length)
+    bounds = [_first_place(length, bucket) for bucket in range(1, last + 1)]
+    of_buckets = jnp.split(begins, bounds, axis=1)
+    begins = jnp.concatenate([jnp.sort(of_bucket, axis=1) for of_bucket in of_buckets], axis=1)
+    all_places = jnp.arange(begins.shape[1], dtype=jnp.int32)
+    places_of = lambda begins: jnp.zeros_like(tokens).at[begins].set(all_places, mode="drop")
+    places = jnp.take_along_axis(jax.vmap(places_of)(begins), starts, axis=1)
+    return Documents(tokens - starts, lengths, places, begins)
 
 
 def part_of(documents: Documents, bucket: int, index: Any) -> Part:
     """The documents of a bucket that its call with this index computes."""
     length = documents.lengths.shape[1]
     count = documents_in_a_call(length, bucket)
-    begins = jax.lax.dynamic_slice_in_dim(documents.begins[bucket], index * count, count, axis=1)
+    first = _first_place(length, bucket) + index * count
+    begins = jax.lax.dynamic_slice_in_dim(documents.begins, first, count, axis=1)
     at_begins = jnp.minimum(begins, length - 1)
     lengths = jnp.take_along_axis(documents.lengths, at_begins, axis=1)
     lengths = jnp.where(begins < length, lengths, 0)
-    numbers = documents.numbers - (_first_place(length, bucket) + index * count)
+    numbers = documents.places - first
     is_here = (numbers >= 0) & (numbers < count)
     return Part(begins, lengths, jnp.where(is_here, numbers, 0), is_here)
 
@@ -131,12 +118,11 @@ def part_of(documents: Documents, bucket: int, index: Any) -> Part:
 def num_calls_of_last(documents: Documents) -> Int32[Array, ""]:
     """The number of calls that the documents of the last bucket need, or 1 if there are none."""
     length = documents.lengths.shape[1]
-    last = len(documents.begins) - 1
+    last = len(buckets(length)) - 1
     first = _first_place(length, last)
-    highest = jnp.max(documents.numbers, initial=first)
+    highest = jnp.max(documents.places, initial=first)
     return (highest - first) // documents_in_a_call(length, last) + 1
 
 
 def _first_place(sequence_length: int, bucket: int) -> int:
-    """The place of the first document of a bucket; see `Documents.numbers`."""
     return sum(documents_in_a_call(sequence_length, earlier) for earlier in range(bucket))

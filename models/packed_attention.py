@@ -13,7 +13,7 @@ own rows.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,11 +52,11 @@ def packed_attention(
       RuntimeError: There is no cuDNN.
     """
     cudnn.check_cudnn_version()
-    *of_tokens, begins = documents
-    return call(_PackedAttention(), q, k, v, *of_tokens, *begins)[0]
+    return call(_PackedAttention(), q, k, v, *documents)[0]
 
 
 _Q, _K, _LOGSUMEXP = Tokens(("s", "n", "h")), Tokens(("s", "k", "h")), Tokens(("s", "n"))
+_DOCUMENTS = (*(Tokens(("s",)),) * 3, Tokens(("m",)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class _PackedAttention:
     name = "packed_attention"
 
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
-        roles = Roles((_Q, _K, _K, *_roles_of_documents(args[3:])), (_Q, _LOGSUMEXP))
+        roles = Roles((_Q, _K, _K, *_DOCUMENTS), (_Q, _LOGSUMEXP))
         out, logsumexp = partitioned(_forward_of, None, roles, *args)
         return (out,) if wanted is None else (out, logsumexp)
 
@@ -86,8 +86,7 @@ class _PackedAttention:
     def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
         (dout,) = cotangents
         assert dout is not None  # JAX asks for no gradient of a result without one
-        of_documents = _roles_of_documents(saved[5:])
-        roles = Roles((_Q, _Q, _K, _K, _Q, _LOGSUMEXP, *of_documents), (_Q, _K, _K))
+        roles = Roles((_Q, _Q, _K, _K, _Q, _LOGSUMEXP, *_DOCUMENTS), (_Q, _K, _K))
         gradients = partitioned(_backward_of, None, roles, dout, *saved)
         return [g for g, is_wanted in zip(gradients, wanted[:3], strict=True) if is_wanted]
 
@@ -95,19 +94,9 @@ class _PackedAttention:
         return self, with_members(args, is_batched)
 
 
-def _roles_of_documents(arrays: Arrays) -> tuple[Tokens, ...]:
-    of_begins = (Tokens((f"m{bucket}",)) for bucket in range(len(arrays) - 3))
-    return (*(Tokens(("s",)),) * 3, *of_begins)
-
-
-def _documents_from(arrays: Sequence[Array]) -> Documents:
-    positions, lengths, numbers, *begins = arrays
-    return Documents(positions, lengths, numbers, tuple(begins))
-
-
 def _forward_of(_: None, place: Place) -> Callable[..., tuple[Array, Array]]:
     def forward(q: Array, k: Array, v: Array, *arrays: Array) -> tuple[Array, Array]:
-        documents = _documents_from(arrays)
+        documents = Documents(*arrays)
         if not _fits(q, place):
             return jnp.full_like(q, jnp.nan), jnp.full(q.shape[:3], jnp.nan, jnp.float32)
 
@@ -131,7 +120,7 @@ def _backward_of(_: None, place: Place) -> Callable[..., tuple[Array, Array, Arr
             found = _bind(primitive, part, largest, q, k, v, stats, out, dout)
             return tuple(g.reshape(a.shape) for g, a in zip(found, (q, k, v), strict=True))
 
-        return _over_all(gradients, _documents_from(arrays))
+        return _over_all(gradients, Documents(*arrays))
 
     return _of_all_rows(backward)
 

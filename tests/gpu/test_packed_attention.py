@@ -76,7 +76,7 @@ def test_documents_of_one_token():
 
 
 def test_more_documents_than_a_bucket_has_room_for():
-    """15 documents of 546 tokens, where the bucket of their length has room for 12."""
+    """15 documents of 546 tokens, too long for the third bucket; the second has room for 12."""
     arrays, _ = inputs((2, 8192, 4, 2, 64), 1, "bfloat16")
     ids = jnp.tile(jnp.arange(8192, dtype=jnp.int32) // 546, (2, 1))
     got, masked = (computed(fn, arrays, ids) for fn in (packed, documents.masked))

@@ -1,7 +1,6 @@
 """Attention of rows of several documents, with cuDNN in plain JAX."""
 
 import functools
-import itertools
 import types
 
 import jax
@@ -23,7 +22,7 @@ LENGTHS = {
     "one": (58, 1024, (58,)),
     "two": (64, 1024, (64, 16)),
     "three": (64, 4, (64, 16, 4)),
-    # A row has 14 documents of 9 tokens, and a call of the second bucket has room for 12.
+    # A row has 14 documents of 9 tokens, and the call of the second bucket has room for 12.
     "full": (128, 8, (128, 32, 8)),
 }
 
@@ -222,7 +221,7 @@ def test_documents(monkeypatch, length, last):
     monkeypatch.setattr(module, "_LAST", last)
     rng = np.random.default_rng(length)
     rows = [rng.integers(0, most, length) for most in (1, 2, 3, length) for _ in range(2)]
-    # As many documents as there can be that are too long for the bucket of a length.
+    # As many documents as there can be that are longer than those of a bucket.
     all_largest = (*module.buckets(length), 0)
     rows += [np.arange(length) // (largest + 1) for largest in all_largest[1:]]
     ids = np.stack(rows).astype(np.int32)
@@ -236,19 +235,19 @@ def test_documents(monkeypatch, length, last):
         positions = np.concatenate([np.arange(size) for size in sizes])
         np.testing.assert_array_equal(documents.positions[row], positions)
         found, first = [], 0
-        for bucket, (largest, smaller) in enumerate(itertools.pairwise(all_largest)):
-            of_bucket = documents.begins[bucket][row]
+        for bucket, largest in enumerate(module.buckets(length)):
+            is_last = bucket + 1 == len(module.buckets(length))
             room = module.documents_in_a_call(length, bucket)
+            of_bucket = documents.begins[row, first : None if is_last else first + room]
             here = of_bucket[of_bucket < length]
             np.testing.assert_array_equal(of_bucket[: len(here)], np.sort(here))
-            assert len(of_bucket) == room or (not smaller and len(of_bucket) % room == 0)
+            assert len(of_bucket) % room == 0
             assert (documents.lengths[row, here] <= largest).all()
-            # Shorter documents are here only if there is no room for them in the next bucket.
-            if (documents.lengths[row, here] <= smaller).any():
-                assert (documents.begins[bucket + 1][row] < length).all()
-            numbers = np.repeat(first + np.arange(len(here)), documents.lengths[row, here])
+            if not is_last and len(here) < room:
+                assert (documents.begins[row, first + room :] == length).all()
+            places = np.repeat(first + np.arange(len(here)), documents.lengths[row, here])
             is_here = np.isin(np.repeat(begins, sizes), here)
-            np.testing.assert_array_equal(documents.numbers[row, is_here], numbers)
+            np.testing.assert_array_equal(documents.places[row, is_here], places)
             found, first = [*found, *here], first + room
         assert sorted(found) == begins
 
