@@ -95,7 +95,9 @@ def test_no_scores_and_no_copies(compiled, chip, case):
     program: Program = compiled(chip, case)
     assert not re.findall(rf"\w+\[[\d,]*\b{S},(?:\d+,)*{S}\b[\d,]*\]", program.hlo)
     for name, instruction in program.instructions.items():
-        if instruction.opcode.startswith(("copy", "transpose")):
+        # XLA copies the integers that `documents_of` sorts, once for all layers.
+        is_of_integers = all(dtype == "s32" for dtype, _ in instruction.outputs)
+        if instruction.opcode.startswith(("copy", "transpose")) and not is_of_integers:
             assert instruction.largest_size < S, f"{name}: {instruction}"
 
 
