@@ -110,7 +110,7 @@ def cudnn(monkeypatch):
         ("one", "few", "float32"),
         pytest.param("one", "many", "bfloat16", marks=pytest.mark.full),
         pytest.param("two", "few", "float32", marks=pytest.mark.full),
-        ("two", "many", "float32"),
+        pytest.param("two", "many", "float32", marks=pytest.mark.full),
         ("two", "many", "bfloat16"),
         ("three", "few", "bfloat16"),
         ("three", "many", "float32"),
@@ -119,7 +119,7 @@ def cudnn(monkeypatch):
 )
 @pytest.mark.usefixtures("cudnn")
 def test_equals_the_attention_with_a_mask(monkeypatch, lengths, batch, dtype):
-    """2 s each."""
+    """3 s each."""
     length, last, _ = LENGTHS[lengths]
     monkeypatch.setattr(module, "_LAST", last)
     ids = segment_ids(batch, length)

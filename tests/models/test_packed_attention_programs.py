@@ -53,9 +53,11 @@ def float64_of(fn, args, cotangent):
         return value_and_grads(fn, args, cotangent)
 
 
-@pytest.mark.parametrize("axes", [(), ("data", "fsdp"), ("fsdp",)])
+@pytest.mark.parametrize(
+    "axes", [(), pytest.param(("data", "fsdp"), marks=pytest.mark.full), ("fsdp",)]
+)
 def test_each_device_reads_the_documents_of_its_own_rows(axes):
-    """8 s. The documents may be split otherwise than the rows, or not at all."""
+    """3 s each. The documents may be split otherwise than the rows, or not at all."""
     mesh = make_mesh(data=2, fsdp=2, devices=jax.devices()[:4])
     split_over = lambda *axes: NamedSharding(mesh, PartitionSpec(axes))
     *qkv, dout = jax.device_put(arrays(), split_over("data", "fsdp"))
@@ -90,7 +92,9 @@ def assert_equals_members_with_a_mask(got):
     assert_as_accurate(got, plain, expected, names=NAMES)
 
 
-@pytest.mark.parametrize("context", ["none", "one device", "shard_map"])
+@pytest.mark.parametrize(
+    "context", ["none", pytest.param("one device", marks=pytest.mark.full), "shard_map"]
+)
 def test_members_of_vmap(context):
     """3 s each. XLA splits nothing on a mesh of one device, and inside of `jax.shard_map`."""
     *qkv, dout = arrays(3)
