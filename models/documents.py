@@ -35,9 +35,9 @@ def buckets(sequence_length: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def documents_in_a_call(sequence_length: int, bucket: int) -> int:
+def documents_in_a_call(bucket: int) -> int:
     """The number of documents of a row that one call computes, M."""
-    return ROOM * (sequence_length // buckets(sequence_length)[bucket])
+    return ROOM * _RATIO**bucket
 
 
 class Documents(NamedTuple):
@@ -48,15 +48,15 @@ class Documents(NamedTuple):
 
     Attributes:
       positions: Position of each token in its document, from 0.
-      lengths: Length of each token's document.
       places: Place of each token's document.
       begins: Where the document of each place begins, S if there is none. It rises within a bucket.
+      lengths: Length of the document of each place, 0 if there is none.
     """
 
     positions: Int32[Array, "B S"]
-    lengths: Int32[Array, "B S"]
     places: Int32[Array, "B S"]
-    begins: Int32[Array, "B _"]
+    begins: Int32[Array, "B P"]
+    lengths: Int32[Array, "B P"]
 
 
 class Part(NamedTuple):
@@ -90,26 +90,26 @@ def documents_of(segment_ids: Int[Array, "B S"]) -> Documents:
     begins = jnp.where(is_first, tokens, length)
     _, begins = jax.lax.sort((keys, begins), dimension=1, num_keys=1)
     last = len(buckets(length)) - 1
-    padding = -(length - _first_place(length, last)) % documents_in_a_call(length, last)
+    padding = -(length - _first_place(last)) % documents_in_a_call(last)
     begins = jnp.pad(begins, ((0, 0), (0, padding)), constant_values=length)
-    bounds = [_first_place(length, bucket) for bucket in range(1, last + 1)]
+    bounds = [_first_place(bucket) for bucket in range(1, last + 1)]
     of_buckets = jnp.split(begins, bounds, axis=1)
     begins = jnp.concatenate([jnp.sort(of_bucket, axis=1) for of_bucket in of_buckets], axis=1)
     all_places = jnp.arange(begins.shape[1], dtype=jnp.int32)
     places_of = lambda begins: jnp.zeros_like(tokens).at[begins].set(all_places, mode="drop")
     places = jnp.take_along_axis(jax.vmap(places_of)(begins), starts, axis=1)
-    return Documents(tokens - starts, lengths, places, begins)
+    lengths = jnp.take_along_axis(lengths, jnp.minimum(begins, length - 1), axis=1)
+    return Documents(tokens - starts, places, begins, jnp.where(begins < length, lengths, 0))
 
 
 def part_of(documents: Documents, bucket: int, index: Any) -> Part:
     """The documents of a bucket that its call with this index computes."""
-    length = documents.lengths.shape[1]
-    count = documents_in_a_call(length, bucket)
-    first = _first_place(length, bucket) + index * count
-    begins = jax.lax.dynamic_slice_in_dim(documents.begins, first, count, axis=1)
-    at_begins = jnp.minimum(begins, length - 1)
-    lengths = jnp.take_along_axis(documents.lengths, at_begins, axis=1)
-    lengths = jnp.where(begins < length, lengths, 0)
+    count = documents_in_a_call(bucket)
+    first = _first_place(bucket) + index * count
+    begins, lengths = (
+        jax.lax.dynamic_slice_in_dim(a, first, count, axis=1)
+        for a in (documents.begins, documents.lengths)
+    )
     numbers = documents.places - first
     is_here = (numbers >= 0) & (numbers < count)
     return Part(begins, lengths, jnp.where(is_here, numbers, 0), is_here)
@@ -117,12 +117,11 @@ def part_of(documents: Documents, bucket: int, index: Any) -> Part:
 
 def num_calls_of_last(documents: Documents) -> Int32[Array, ""]:
     """The number of calls that the documents of the last bucket need, or 1 if there are none."""
-    length = documents.lengths.shape[1]
-    last = len(buckets(length)) - 1
-    first = _first_place(length, last)
+    last = len(buckets(documents.places.shape[1])) - 1
+    first = _first_place(last)
     highest = jnp.max(documents.places, initial=first)
-    return (highest - first) // documents_in_a_call(length, last) + 1
+    return (highest - first) // documents_in_a_call(last) + 1
 
 
-def _first_place(sequence_length: int, bucket: int) -> int:
-    return sum(documents_in_a_call(sequence_length, earlier) for earlier in range(bucket))
+def _first_place(bucket: int) -> int:
+    return _RATIO**bucket - 1  # the sum of `documents_in_a_call` of the buckets before

@@ -56,7 +56,7 @@ def packed_attention(
 
 
 _Q, _K, _LOGSUMEXP = Tokens(("s", "n", "h")), Tokens(("s", "k", "h")), Tokens(("s", "n"))
-_DOCUMENTS = (*(Tokens(("s",)),) * 3, Tokens(("m",)))
+_DOCUMENTS = (Tokens(("s",)), Tokens(("s",)), Tokens(("p",)), Tokens(("p",)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def _over_all[T](attend: Callable[[Part, int], T], documents: Documents) -> T:
 
     Each result is a tuple of arrays `[B, S, ...]`, with any value for tokens of other documents.
     """
-    lengths = buckets(documents.lengths.shape[1])
+    lengths = buckets(documents.places.shape[1])
 
     def with_part(bucket: int, index: Any, results: T | None) -> T:
         part = part_of(documents, bucket, index)

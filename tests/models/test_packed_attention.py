@@ -231,21 +231,26 @@ def test_documents(monkeypatch, length, last):
     for row in range(len(ids)):
         begins = [t for t in range(length) if t == 0 or ids[row, t] != ids[row, t - 1]]
         sizes = np.diff([*begins, length])
-        np.testing.assert_array_equal(documents.lengths[row], np.repeat(sizes, sizes))
         positions = np.concatenate([np.arange(size) for size in sizes])
         np.testing.assert_array_equal(documents.positions[row], positions)
         found, first = [], 0
         for bucket, largest in enumerate(module.buckets(length)):
             is_last = bucket + 1 == len(module.buckets(length))
-            room = module.documents_in_a_call(length, bucket)
-            of_bucket = documents.begins[row, first : None if is_last else first + room]
+            room = module.documents_in_a_call(bucket)
+            of_bucket, sizes_here = (
+                a[row, first : None if is_last else first + room]
+                for a in (documents.begins, documents.lengths)
+            )
             here = of_bucket[of_bucket < length]
             np.testing.assert_array_equal(of_bucket[: len(here)], np.sort(here))
             assert len(of_bucket) % room == 0
-            assert (documents.lengths[row, here] <= largest).all()
+            assert (sizes_here[len(here) :] == 0).all()
+            sizes_here = sizes_here[: len(here)]
+            np.testing.assert_array_equal(sizes_here, sizes[np.searchsorted(begins, here)])
+            assert (sizes_here <= largest).all()
             if not is_last and len(here) < room:
                 assert (documents.begins[row, first + room :] == length).all()
-            places = np.repeat(first + np.arange(len(here)), documents.lengths[row, here])
+            places = np.repeat(first + np.arange(len(here)), sizes_here)
             is_here = np.isin(np.repeat(begins, sizes), here)
             np.testing.assert_array_equal(documents.places[row, is_here], places)
             found, first = [*found, *here], first + room

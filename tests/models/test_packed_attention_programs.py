@@ -37,7 +37,7 @@ def no_cudnn_needed(monkeypatch):
 def segment_ids() -> np.ndarray:
     """Rows of 1 to 16 documents, in two buckets. The last one needs up to two calls."""
     ids = np.stack([np.arange(S) * number // S for number in (1, 3, 9, 16)]).astype(np.int32)
-    assert buckets(S) == (32, 8) and np.max(ids) >= documents_in_a_call(S, 1)
+    assert buckets(S) == (32, 8) and np.max(ids) >= documents_in_a_call(1)
     return ids
 
 
