@@ -204,7 +204,6 @@ class _Loop:
         self._start = time.perf_counter() - writer.elapsed_s
         self._throughput = metrics.Throughput()
         self._progress = Progress(config.steps, every=config.log_every)
-        self._flops = metrics.flops_of_run(config)
         self._device = hardware.lookup(jax.devices()[0].device_kind)
         self._last_early = 0  # the last step that JAX profiles or compiles for `pgle`
         # The step that has no row yet: its number, values, and seconds of waiting for its batch.
@@ -315,7 +314,9 @@ class _Loop:
         # waits until there is room in the device's queue. No step follows the last one, so the last
         # one would seem up to a step shorter.
         if step < self._config.steps or self._throughput.tokens_per_s is None:
-            self._throughput.update(self._config.data.tokens_per_step)
+            tokens = self._config.data.tokens_per_step
+            flops = tokens * metrics.flops_of_run(self._config, values["mean_context"])
+            self._throughput.update(tokens, flops)
         row = self._row(step, values, wait_s)
         self._writer.write(row)
         self._progress.update(step, row)
@@ -330,16 +331,17 @@ class _Loop:
             self._give_up(step)
 
     def _row(self, step: int, values: dict[str, Any], wait_s: float) -> dict[str, Any]:
-        speed = self._throughput.tokens_per_s
+        speed = self._throughput
         names = "loss", *metrics_of(self._config), "lr", "grad_norm", "skipped_steps"
         return {
             "step": step,
             **{name: values[name] for name in names},
             "tokens": step * self._config.data.tokens_per_step,
             "labeled_share": values["num_tokens"] / self._config.data.tokens_per_step,
-            "tokens_per_s": speed,
-            "mfu": metrics.mfu(speed, self._flops, self._device, self._mesh.size),
-            "step_time_s": self._throughput.step_time_s,
+            "mean_context": values["mean_context"],
+            "tokens_per_s": speed.tokens_per_s,
+            "mfu": metrics.mfu(speed.flops_per_s, self._device, self._mesh.size),
+            "step_time_s": speed.step_time_s,
             "data_wait_s": wait_s,
             **metrics.device_memory(),
             "elapsed_s": self._elapsed_s(),

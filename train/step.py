@@ -221,10 +221,18 @@ def make_gradients(config: TrainConfig) -> Callable[..., tuple[Metrics, nnx.Stat
             **{name: sums[of_sum] * scale for name, of_sum in names.items()},
             "grad_norm": optax.tree.norm(gradients),
             "num_tokens": num_tokens,
+            "mean_context": _mean_context(batch),
         }
         return metrics, gradients
 
     return gradients_of
+
+
+def _mean_context(batch: Batch) -> Float[Array, ""]:
+    """The mean number of tokens that a token attends to. The token itself counts half."""
+    if "positions" not in batch:
+        return jnp.asarray(batch["labels"].shape[-1] / 2, jnp.float32)
+    return jnp.mean(batch["positions"], dtype=jnp.float32) + 0.5
 
 
 def _in_rows(gradient: Float[Array, "..."]) -> Float[Array, "..."]:

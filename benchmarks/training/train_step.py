@@ -227,10 +227,10 @@ def workload(arguments: argparse.Namespace) -> TrainConfig:
 
 def speed_cells(config: TrainConfig, times_s: list[float], num_gpus: int = 1) -> list[str]:
     """Cells of a table: median and range of the milliseconds a step, tokens/s of all GPUs, MFU."""
-    flops = metrics.flops_per_token(config.model, config.data.sequence_length)
+    flops = metrics.flops_per_token(config.model, config.data.sequence_length / 2)
     step_s = statistics.median(times_s)
     speed = config.data.tokens_per_step / step_s
-    used = metrics.mfu(speed, flops, hardware.lookup(jax.devices()[0].device_kind), num_gpus)
+    used = metrics.mfu(speed * flops, hardware.lookup(jax.devices()[0].device_kind), num_gpus)
     return [
         f"{step_s * 1e3:.1f}",
         f"{min(times_s) * 1e3:.1f} - {max(times_s) * 1e3:.1f}",
@@ -329,7 +329,7 @@ def report(
 ) -> str:
     """The tables, in Markdown."""
     device = jax.devices()[0]
-    flops = metrics.flops_per_token(config.model, config.data.sequence_length)
+    flops = metrics.flops_per_token(config.model, config.data.sequence_length / 2)
     gemm = statistics.median(limit.gemm for limit in limits)
     copy = statistics.median(limit.copy for limit in limits)
     versions = ", ".join(

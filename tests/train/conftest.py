@@ -36,7 +36,9 @@ def no_plots(monkeypatch):
 @pytest.fixture(scope="session")
 def compile_nothing():
     """Takes the place of `compile_steps`. Its step counts itself and computes nothing."""
-    floats = dict.fromkeys(("loss", "nll", "accuracy", "lr", "grad_norm"), np.float32(1))
+    floats = dict.fromkeys(
+        ("loss", "nll", "accuracy", "lr", "grad_norm", "mean_context"), np.float32(1)
+    )
     integers = dict.fromkeys(("skipped_steps", "skipped_in_a_row", "num_tokens"), np.int32(0))
     next_state = lambda state: dataclasses.replace(state, step=state.step + 1)
     return lambda *args: CompiledSteps(

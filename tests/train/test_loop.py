@@ -120,8 +120,15 @@ def by_hand(initial):
             batch = jax.device_put(batch, batch_sharding(mesh, batch_axis=1))
             state, values = step(state, batch)
             rows.append({name: value.item() for name, value in values.items()})
+            rows[-1]["attended"] = tokens_attended_to(np.asarray(batch["segment_ids"]))
         params[5] = state.params
     return rows, params
+
+
+def tokens_attended_to(segment_ids):
+    """The mean number, of a mask that has one half for the token itself."""
+    is_same = segment_ids[..., :, None] == segment_ids[..., None, :]
+    return np.mean(np.sum(np.tril(is_same) - 0.5 * np.eye(is_same.shape[-1]), axis=-1))
 
 
 def rows_of(folder):
@@ -163,6 +170,7 @@ def test_one_row_a_step_and_the_held_out_rows_between(finished):
         else:
             want |= {"loss", "nll", "accuracy", "lr", "grad_norm", "tokens", "tokens_per_s"}
             want |= {"mfu", "step_time_s", "skipped_steps", "data_wait_s", "labeled_share"}
+            want |= {"mean_context"}
             assert 0.9 < row["labeled_share"] <= 1
             assert row["tokens"] == row["step"] * 2 * 8 * 32
             assert row["mfu"] is None  # the peak of a CPU is not known
@@ -181,6 +189,7 @@ def test_losses_are_those_of_stepping_by_hand(finished, by_hand):
         names = "loss", "nll", "accuracy", "lr", "grad_norm"
         assert {name: row[name] for name in names} == {name: want[name] for name in names}
         assert 0 <= row["accuracy"] <= 1
+        np.testing.assert_allclose(row["mean_context"], want["attended"], rtol=1e-6)
     assert trained[-1]["loss"] < trained[0]["loss"]
 
 

@@ -352,7 +352,7 @@ def table(chosen: Plan) -> str:
         f"  {'remat':<12} {'mesh':>6} {'batch':>6} {'GiB':>7} {'fits':>5} {'ms/step':>8} "
         f"{'tokens/s':>9} {'MFU':>6}  policy",
     ]
-    flops = metrics.flops_of_run(config)
+    flops = metrics.flops_of_run(config, config.data.sequence_length / 2)
     if of_objective := _memory_of_objective(config, target):
         lines.insert(1, of_objective)
     peak = hardware.lookup(target.device_kind)
@@ -362,7 +362,7 @@ def table(chosen: Plan) -> str:
         chosen.candidates,
         key=lambda c: (c.config.mesh.tensor, order.index(c.remat), c.config.data.batch_size),
     ):
-        used = metrics.mfu(row.tokens_per_s, flops, peak, target.mesh.size)
+        used = metrics.mfu(row.tokens_per_s * flops, peak, target.mesh.size)
         guess = "~" if row.memory_bytes is None else " "
         fits = guess + ("yes" if row.bytes <= target.limit_bytes else "no")
         if row.failure:

@@ -201,7 +201,10 @@ def _draw_loss(axes: Any, metrics: RunMetrics, theme: Theme) -> None:
 
 
 def _draw_speed(axes: Any, metrics: RunMetrics, theme: Theme) -> list[Any]:
-    """Draws tokens/s. Returns the axes of MFU, a second scale of the same curve, if any."""
+    """Draws tokens/s. Returns the axes of MFU, a second scale of the same curve, if any.
+
+    The scale is that of the median FLOPs of a token. Those of a step depend on its documents.
+    """
     from matplotlib.ticker import FuncFormatter
 
     steps, speed = series(metrics.train, "tokens_per_s")

@@ -37,23 +37,23 @@ from train.teacher import teacher_model
 type Metrics = Mapping[str, Any]
 
 
-def flops_per_token(config: Any, sequence_length: int) -> float:
+def flops_per_token(config: Any, mean_context: float) -> float:
     """Model FLOPs of one training token: forward plus backward, nothing recomputed.
 
-    `6 * matmul parameters + 6 * layers * N * H * S`. The backward of a matmul is two matmuls, so
+    `6 * matmul parameters + 12 * layers * N * H * C`. The backward of a matmul is two matmuls, so
     training is three times the forward, as in PaLM (https://arxiv.org/abs/2204.02311, appendix
     B). The embedding lookup is no matmul; the output projection is one, tied or not.
 
-    QKᵀ and PV have `2 * 2 * N * H * S` FLOPs per token and layer. Causal attention needs half of
-    them, and this function counts half, as torchtitan and MaxText do. PaLM and nanoGPT count all of
-    them, and report a higher MFU for the same speed.
+    QKᵀ and PV have `2 * 2 * N * H * C` FLOPs per token and layer, for a context of C tokens. In a
+    row of one document with causal attention, C is half of the row in the mean, as torchtitan and
+    MaxText count. PaLM and nanoGPT count the whole row, and report a higher MFU for the same speed.
 
     The count leaves out rematerialization (with it, the figure would be hardware FLOPs, HFU),
-    document boundaries inside a row, norms, softmax and the optimizer.
+    norms, softmax and the optimizer.
 
     Args:
       config: `LlamaConfig`, or an object with its Hugging Face size fields.
-      sequence_length: Number of tokens in a row, S.
+      mean_context: Mean number of tokens that a token attends to, C. The token itself counts half.
     """
     query_size = config.num_attention_heads * config.head_dim
     key_value_size = config.num_key_value_heads * config.head_dim
@@ -63,32 +63,26 @@ def flops_per_token(config: Any, sequence_length: int) -> float:
     mlp = 3 * config.hidden_size * config.intermediate_size
     head = config.hidden_size * config.vocab_size
     matmul_parameters = config.num_hidden_layers * (attention + mlp) + head
-    scores = config.num_hidden_layers * 2 * 2 * query_size * sequence_length / 2
+    scores = config.num_hidden_layers * 2 * 2 * query_size * mean_context
     return 3.0 * (2 * matmul_parameters + scores)
 
 
-def flops_of_run(config: TrainConfig) -> float:
+def flops_of_run(config: TrainConfig, mean_context: float) -> float:
     """Model FLOPs of a training token of a run, with the forward of a teacher if there is one."""
-    length = config.data.sequence_length
-    flops = flops_per_token(config.model, length)
+    flops = flops_per_token(config.model, mean_context)
     if config.objective == "distill":
-        flops += flops_per_token(teacher_model(config), length) / 3
+        flops += flops_per_token(teacher_model(config), mean_context) / 3
     return flops
 
 
-def mfu(
-    tokens_per_second: float | None,
-    flops_per_token: float,
-    hardware: Hardware | None,
-    num_devices: int,
-) -> float | None:
+def mfu(flops_per_s: float | None, hardware: Hardware | None, num_devices: int) -> float | None:
     """Model FLOPs utilization: the share, up to 1, of the devices' dense bfloat16 peak.
 
-    It is None if the speed or the peak is unknown. `tokens_per_second` counts all devices.
+    It is None if the speed or the peak is unknown. `flops_per_s` counts all devices.
     """
-    if hardware is None or tokens_per_second is None:
+    if hardware is None or flops_per_s is None:
         return None
-    return tokens_per_second * flops_per_token / (hardware.bf16_flops * num_devices)
+    return flops_per_s / (hardware.bf16_flops * num_devices)
 
 
 def device_memory() -> dict[str, float]:
@@ -261,7 +255,7 @@ def jsonable(value: Any) -> Any:
 
 
 class Throughput:
-    """Tokens per second over the last `window` steps, without the time spent in `pause`.
+    """Tokens and FLOPs per second over the last `window` steps, without the time in `pause`.
 
     Report a step when its results have arrived, because a jitted call returns before the device has
     finished. The clock starts with the report of the second step. The first step may have waited
@@ -277,18 +271,22 @@ class Throughput:
         self._paused = 0.0
         self._steps = 0
         self._tokens = 0
-        # (seconds of training, steps, tokens) at each report; `window` intervals have one more end.
-        self._marks: collections.deque[tuple[float, int, int]] = collections.deque(
+        self._flops = 0.0
+        # (seconds of training, steps, tokens, FLOPs) at each report; `window` intervals have one
+        # more end.
+        self._marks: collections.deque[tuple[float, int, int, float]] = collections.deque(
             maxlen=window + 1
         )
 
-    def update(self, tokens: int) -> None:
-        """Reports that one more step with so many tokens is done."""
+    def update(self, tokens: int, flops: float) -> None:
+        """Reports that one more step with so many tokens and FLOPs is done."""
         is_first = not self._steps
         self._steps += 1
         self._tokens += tokens
+        self._flops += flops
         if not is_first:
-            self._marks.append((self._clock() - self._paused, self._steps, self._tokens))
+            now = self._clock() - self._paused
+            self._marks.append((now, self._steps, self._tokens, self._flops))
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -302,9 +300,12 @@ class Throughput:
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens per second; None before the third report."""
-        if len(self._marks) < 2 or not self._seconds:
-            return None
-        return (self._marks[-1][2] - self._marks[0][2]) / self._seconds
+        return self._per_second(2)
+
+    @property
+    def flops_per_s(self) -> float | None:
+        """FLOPs per second; None before the third report."""
+        return self._per_second(3)
 
     @property
     def step_time_s(self) -> float | None:
@@ -312,6 +313,11 @@ class Throughput:
         if len(self._marks) < 2:
             return None
         return self._seconds / (self._marks[-1][1] - self._marks[0][1])
+
+    def _per_second(self, part: int) -> float | None:
+        if len(self._marks) < 2 or not self._seconds:
+            return None
+        return (self._marks[-1][part] - self._marks[0][part]) / self._seconds
 
     @property
     def _seconds(self) -> float:

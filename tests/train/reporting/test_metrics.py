@@ -39,18 +39,18 @@ def test_flops_of_llama_3_2_1b_by_hand():
     # One layer: q and o 2048x2048, k and v 2048x512, three 2048x8192; then the tied head. All
     # parameters but the norms (33 of 2048) are in matmuls, and the model has 1,235,814,400.
     matmul_parameters = 1_235_814_400 - 33 * 2048
-    assert flops_per_token(LLAMA_3_2_1B, 0) == 6 * matmul_parameters == 7_414_480_896
-    # At S=8192 a token sees 4096 keys on average. In each layer, QK and PV take 2 FLOPs for each of
-    # 32 heads x 64 x 4096 in the forward. Training takes three times as much.
+    assert flops_per_token(LLAMA_3_2_1B, 0.0) == 6 * matmul_parameters == 7_414_480_896
+    # In a row of 8192 a token sees 4096 keys on average. In each layer, QK and PV take 2 FLOPs for
+    # each of 32 heads x 64 x 4096 in the forward. Training takes three times as much.
     attention = 16 * 2 * (2 * 32 * 64 * 4096)
-    assert flops_per_token(LLAMA_3_2_1B, 8192) == 6 * matmul_parameters + 3 * attention
-    assert flops_per_token(LLAMA_3_2_1B, 8192) == 9_025_093_632
+    assert flops_per_token(LLAMA_3_2_1B, 4096.0) == 6 * matmul_parameters + 3 * attention
+    assert flops_per_token(LLAMA_3_2_1B, 4096.0) == 9_025_093_632
 
 
 @pytest.mark.parametrize("field", vars(LLAMA_3_2_1B))
 def test_every_config_field_counts(field):
     larger = SimpleNamespace(**vars(LLAMA_3_2_1B) | {field: 2 * getattr(LLAMA_3_2_1B, field)})
-    assert flops_per_token(larger, 1024) > flops_per_token(LLAMA_3_2_1B, 1024)
+    assert flops_per_token(larger, 512.0) > flops_per_token(LLAMA_3_2_1B, 512.0)
 
 
 def test_flops_when_the_heads_are_not_as_wide_as_the_model():
@@ -64,15 +64,15 @@ def test_flops_when_the_heads_are_not_as_wide_as_the_model():
         head_dim=4,
     )
     layer = 5 * 24 + 2 * 5 * 12 + 24 * 5 + 3 * 5 * 11
-    assert flops_per_token(config, 13) == 6 * (2 * layer + 5 * 7) + 2 * 3 * 2 * 24 * 13
+    assert flops_per_token(config, 6.5) == 6 * (2 * layer + 5 * 7) + 2 * 3 * 2 * 24 * 13
 
 
 def test_mfu():
     device = Hardware("x", 1000e12, 1e12, 1, 1, 1, "https://")
-    assert mfu(50_000.0, 10e9, device, 1) == pytest.approx(0.5)
-    assert mfu(50_000.0, 10e9, device, 4) == pytest.approx(0.125)
-    assert mfu(50_000.0, 10e9, None, 1) is None
-    assert mfu(None, 10e9, device, 1) is None
+    assert mfu(500e12, device, 1) == pytest.approx(0.5)
+    assert mfu(500e12, device, 4) == pytest.approx(0.125)
+    assert mfu(500e12, None, 1) is None
+    assert mfu(None, device, 1) is None
 
 
 def read(path):
@@ -223,12 +223,13 @@ def test_throughput_leaves_out_the_first_two_steps_and_pauses():
     assert throughput.tokens_per_s is None and throughput.step_time_s is None
     for _ in range(2):
         clock.now += 300
-        throughput.update(1000)
+        throughput.update(1000, 5e6)
         assert throughput.tokens_per_s is None and throughput.step_time_s is None
     for _ in range(5):
         clock.now += 2
-        throughput.update(1000)
+        throughput.update(1000, 5e6)
     assert throughput.tokens_per_s == pytest.approx(500)
+    assert throughput.flops_per_s == pytest.approx(2.5e6)
     assert throughput.step_time_s == pytest.approx(2)
     with throughput.pause():
         clock.now += 1000
@@ -236,7 +237,7 @@ def test_throughput_leaves_out_the_first_two_steps_and_pauses():
         clock.now += 1000
         raise KeyError
     clock.now += 2
-    throughput.update(1000)
+    throughput.update(1000, 5e6)
     assert throughput.tokens_per_s == pytest.approx(500)
 
 
@@ -245,11 +246,12 @@ def test_throughput_forgets_times_before_its_window():
     throughput = Throughput(window=3, clock=clock)
     for seconds in (9, 9, 9, 9, 1, 1, 1):
         clock.now += seconds
-        throughput.update(60)
+        throughput.update(60, 120.0)
     assert throughput.tokens_per_s == pytest.approx(60)
     clock.now += 4
-    throughput.update(240)
+    throughput.update(240, 120.0)
     assert throughput.tokens_per_s == pytest.approx(360 / 6)
+    assert throughput.flops_per_s == pytest.approx(360 / 6)
     assert throughput.step_time_s == pytest.approx(6 / 3)
     with pytest.raises(ValueError, match="window=0"):
         Throughput(window=0)
@@ -257,9 +259,9 @@ def test_throughput_forgets_times_before_its_window():
 
 def test_throughput_with_a_clock_that_stands_still():
     throughput = Throughput(clock=Clock())
-    throughput.update(1)
-    throughput.update(1)
-    assert throughput.tokens_per_s is None
+    throughput.update(1, 1.0)
+    throughput.update(1, 1.0)
+    assert throughput.tokens_per_s is None and throughput.flops_per_s is None
 
 
 TRAIN_ROW = {
