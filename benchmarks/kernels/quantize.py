@@ -113,8 +113,8 @@ def swiglu_in_pieces(
     dgate, dup, product = jax.lax.optimization_barrier(found)
     cast, of_product = recipe.gradients, recipe.inputs
     both = functools.partial(quantize_both, dtype=cast.dtype, scaling=cast.scaling)
-    turned = quantize_transposed(product, of_product.dtype, scaling=of_product.scaling)
-    return both(dgate), both(dup), turned
+    transposed = quantize_transposed(product, of_product.dtype, scaling=of_product.scaling)
+    return both(dgate), both(dup), transposed
 
 
 def measure(shape: Shape, dtype: str, found: Sequence[Way], rounds: int) -> dict[str, Any]:

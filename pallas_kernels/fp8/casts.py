@@ -28,7 +28,7 @@ def cast_one(
     over `a` if it has one scale.
     """
     if cast.scaling == "tensor" and (place.tokens or maxima is not None):
-        return cast_part(a, cast, column_axes=place.tokens, turned=False, maxima=maxima)[0]
+        return cast_part(a, cast, column_axes=place.tokens, transposed=False, maxima=maxima)[0]
     return quantize(a, cast.dtype, scaling=cast.scaling)
 
 
@@ -39,10 +39,10 @@ def cast_both(a: jax.Array, cast: Cast, place: Place) -> tuple[Quantized, Quanti
     return quantize_both(a, cast.dtype, scaling=cast.scaling)
 
 
-def cast_turned(a: jax.Array, cast: Cast, place: Place) -> Quantized:
+def cast_transposed(a: jax.Array, cast: Cast, place: Place) -> Quantized:
     """The second result of `cast_both` alone."""
     if place.tokens:
-        return cast_part(a, cast, column_axes=place.tokens, plain=False)[1]
+        return cast_part(a, cast, column_axes=place.tokens, row_major=False)[1]
     return quantize_transposed(a, cast.dtype, scaling=cast.scaling)
 
 
@@ -52,28 +52,32 @@ def cast_part(
     *,
     row_axes: Split = (),
     column_axes: Split = (),
-    plain: bool = True,
-    turned: bool = True,
+    row_major: bool = True,
+    transposed: bool = True,
     maxima: jax.Array | None = None,
 ) -> tuple[Any, Any]:
-    """Both copies of a device's part of an array, as far as wanted, with the scales of the whole.
+    """`(row-major copy, transposed copy)` of a device's part, with the scales of the whole array.
+
+    A copy that is not wanted is None.
 
     Args:
       a: Part of this device, `[M, K]`.
       cast: Cast.
       row_axes: Mesh axes over whose devices a row extends.
       column_axes: Mesh axes over whose devices a column extends.
-      plain: Whether to make the copy as it is.
-      turned: Whether to make the transposed copy.
+      row_major: Whether to make the copy `[M, K]`.
+      transposed: Whether to make the copy `[K, M]`.
       maxima: As for `cast_one`.
     """
     in_kernel = why_no_kernel(a) is None
     if cast.scaling == "tensor":
         largest = reference.amax_of(a if maxima is None else maxima, axis=None)
         largest = _largest(largest, (*row_axes, *column_axes))
-        of_copies = (largest if plain else None, largest if turned else None)
+        of_copies = (largest if row_major else None, largest if transposed else None)
     else:
-        by_row, by_column = maxima_of(a, plain=plain, turned=turned, in_kernel=in_kernel)
+        by_row, by_column = maxima_of(
+            a, row_major=row_major, transposed=transposed, in_kernel=in_kernel
+        )
         of_copies = (_largest(by_row, row_axes), _largest(by_column, column_axes))
     scale_of = functools.partial(reference.scale_of, dtype=cast.dtype)
     scales = jax.tree.map(scale_of, of_copies)  # None is no leaf
@@ -117,7 +121,7 @@ def cast_computed(
       compute: Function of pieces of the arrays, in float32 where they are in int8; it returns
         pieces of the tensors in the dtype of the other arrays.
       casts: Cast of each tensor.
-      wanted: Whether to make the copy of each tensor as it is, and the transposed one.
+      wanted: Whether to make the row-major copy of each tensor, and the transposed copy.
       place: Place of the device in the mesh.
       name: Beginning of the kernels' names.
     """

@@ -396,8 +396,8 @@ def _forward_of(
     @inside_of("fp8_linear")
     def run(x: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         if keep:
-            quantized, turned = cast_both(rows(x), recipe.inputs, place)
-            kept = turned.values, turned.scale
+            quantized, transposed = cast_both(rows(x), recipe.inputs, place)
+            kept = transposed.values, transposed.scale
         else:
             quantized, kept = cast_one(rows(x), recipe.inputs, place), ()
         ys = [

@@ -33,7 +33,7 @@ from pallas_kernels.fp8.casts import (
     cast_both,
     cast_computed,
     cast_one,
-    cast_turned,
+    cast_transposed,
     why_no_kernel,
 )
 from pallas_kernels.fp8.linear import (
@@ -144,17 +144,20 @@ class _MLP:
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
         copies = pairs(args[4:10])
         keep = wanted is not None
-        turn = wanted is not None and self._keeps_turned(wanted)
-        kept = *(2 * _KEPT if keep else ()), *(roles_of_kept(self.recipe, "d") if turn else ())
+        keep_transposed = wanted is not None and self._keeps_transposed(wanted)
+        kept = (
+            *(2 * _KEPT if keep else ()),
+            *(roles_of_kept(self.recipe, "d") if keep_transposed else ()),
+        )
         roles = Roles((_X, *roles_of_copies(copies, _FORWARD_AXES)), (_X, *kept))
-        key = self.recipe, keep, turn, self.required_by
+        key = self.recipe, keep, keep_transposed, self.required_by
         return partitioned(_forward_of, key, roles, args[0], *jax.tree.leaves(copies))
 
-    def _keeps_turned(self, wanted: Mask) -> bool:
+    def _keeps_transposed(self, wanted: Mask) -> bool:
         return any(wanted[1:3]) and self.recipe.wgrad is not None
 
     def num_residuals(self, wanted: Mask) -> int:
-        return 6 if self._keeps_turned(wanted) else 4
+        return 6 if self._keeps_transposed(wanted) else 4
 
     def saved(
         self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
@@ -187,7 +190,7 @@ def _forward_of(
     key: tuple[Recipe, bool, bool, str | None], place: Place
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """The forward of a device's tokens: `y`, then values and scales of what is kept."""
-    recipe, keep, turn, _ = key
+    recipe, keep, keep_transposed, _ = key
 
     @inside_of("fp8_swiglu_mlp")
     def run(x: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -198,9 +201,9 @@ def _forward_of(
             return y.reshape(*x.shape[:-1], y.shape[-1])
 
         kept = ()
-        if turn:
-            quantized, turned = cast_both(rows(x), recipe.inputs, place)
-            kept = turned.values, turned.scale
+        if keep_transposed:
+            quantized, transposed = cast_both(rows(x), recipe.inputs, place)
+            kept = transposed.values, transposed.scale
         else:
             quantized = cast_one(rows(x), recipe.inputs, place)
         # The kernel has no sums but the fast ones.
@@ -260,7 +263,7 @@ def swiglu_backward(
         chosen = "xla" if reason else "mosaic_gpu"
         record("fp8_swiglu_mlp.backward", (gate.values, up.values, dproduct), None, chosen, reason)
     if is_in_fp8 and reason is None:
-        of_dgate, of_dup, (_, turned) = cast_computed(
+        of_dgate, of_dup, (_, transposed) = cast_computed(
             (gate, up, dproduct),
             _gradients_in_kernels,
             (recipe.gradients, recipe.gradients, recipe.inputs),
@@ -268,10 +271,10 @@ def swiglu_backward(
             place,
             name="fp8_swiglu_bwd",
         )
-        return of_dgate, of_dup, turned
+        return of_dgate, of_dup, transposed
     dgate, dup, activated = swiglu_gradients(gate.dequantize(), up.dequantize(), dproduct)
     if is_in_fp8 and wanted[3]:
-        activated = cast_turned(activated, recipe.inputs, place)
+        activated = cast_transposed(activated, recipe.inputs, place)
     of_dgate, of_dup = (
         operands_of_gradient(d, recipe, w, place)
         for d, w in zip((dgate, dup), wanted[1:3], strict=True)

@@ -6,14 +6,14 @@ is one warpgroup, which goes along a strip of up to 4 tiles of 64 x 64:
 1. TMA brings tiles of `x` into three slots of shared memory: the tile in use and the next two.
 2. The warpgroup loads a tile in the layout of wgmma's results, multiplies, and rounds to 8 bits.
 3. It stores the tile for the row-major copy.
-4. It turns the tile by `ldmatrix`, which transposes 16-bit elements only. Every 8-bit number is a
-   float16 number, so the tile takes this way as float16, and no number changes. (For bfloat16,
-   `ldmatrix` can turn the tile of `x` itself. That saves 0.3 %, and float32 cannot go this way.)
+4. It transposes the tile by `ldmatrix`, which takes 16-bit elements only. Every 8-bit number is a
+   float16 number, so the tile is transposed as float16, and no number changes. (A bfloat16 tile of
+   `x` could be transposed before it is rounded. That saves 0.3 %, and is not possible in float32.)
 5. TMA stores both copies, while the warpgroup handles the next tile.
 
 Strips go along the rows of `x`. Blocks of one tile took 3 to 4 % longer in the order of columns
-(H100, docs/lab/2026-11-24-fp8-quantization.md). Scales come from
-another pass over `x`, because the first tile needs the maximum of all tiles.
+(H100, docs/lab/2026-11-24-fp8-quantization.md). Scales come from another pass over `x`, because the
+first tile needs the maximum of all tiles.
 
 The kernel can also take several arrays, and compute the tensors to quantize from a tile of each
 (`quantize_computed`). With SwiGLU's backward it takes 1.3 to 1.5 times as long as a copy of its
@@ -70,7 +70,7 @@ def unsupported_reason(x: jax.Array) -> str | None:
 def quantize(
     x: Float[Array, "M K"],
     scale: Array | None,
-    turned_scale: Array | None,
+    transposed_scale: Array | None,
     dtype: DTypeLike,
 ) -> tuple[Array | None, Array | None]:
     """`x · (1 / scale)`, and the same of `x.T`, rounded to `dtype`; None where a scale is None.
@@ -82,10 +82,10 @@ def quantize(
     Args:
       x: Array to quantize.
       scale: Float32 scale `[]`, or scales `[M, 1]` of the rows of `x`.
-      turned_scale: Float32 scale `[]`, or scales `[K, 1]` of the columns of `x`.
+      transposed_scale: Float32 scale `[]`, or scales `[K, 1]` of the columns of `x`.
       dtype: `float8_e4m3fn` or `float8_e5m2`.
     """
-    wanted = [Wanted(scale, turned_scale, dtype)]
+    wanted = [Wanted(scale, transposed_scale, dtype)]
     return quantize_computed((x,), unchanged, wanted, name="fp8_quantize")[0]
 
 
@@ -100,13 +100,13 @@ class Wanted:
     """The copies of a tensor to make. Two scales of shape `[]` must be the same number.
 
     Attributes:
-      scale: Scale or scales of the copy as it is, as in `quantize`; None for no such copy.
-      turned_scale: Scale or scales of the transposed copy; None for no such copy.
+      scale: Scale or scales of the row-major copy, as in `quantize`; None for no such copy.
+      transposed_scale: Scale or scales of the transposed copy; None for no such copy.
       dtype: Dtype of the copies.
     """
 
     scale: Array | None
-    turned_scale: Array | None
+    transposed_scale: Array | None
     dtype: DTypeLike = dataclasses.field(metadata={"static": True})
 
 
@@ -127,16 +127,16 @@ def quantize_computed(
       wanted: Copies to make of each tensor.
       name: Name of the kernel.
     """
-    pairs = [(w.scale, w.turned_scale) for w in wanted]
+    pairs = [(w.scale, w.transposed_scale) for w in wanted]
     scales, structure_of_pairs = jax.tree.flatten(pairs)  # None is no leaf
     if not scales:
         return pairs
     leaves, structure = jax.tree.flatten(at_aligned_addresses(list(arrays)))
     num_rows, num_columns = leaves[0].shape
     copies = [
-        _Copy(i, turned, scale.size == 1, w.dtype)
+        _Copy(i, transposed, scale.size == 1, w.dtype)
         for i, w in enumerate(wanted)
-        for turned, scale in ((False, w.scale), (True, w.turned_scale))
+        for transposed, scale in ((False, w.scale), (True, w.transposed_scale))
         if scale is not None
     ]
     column_tiles = num_columns // TILE
@@ -144,13 +144,13 @@ def quantize_computed(
     strips = column_tiles // num_tiles
     num_slots, num_buffers = min(_SLOTS, num_tiles), min(_BUFFERS, num_tiles)
     num_of_columns = sum(c.has_scale_of_column for c in copies)
-    turn = lambda shape, c: shape[::-1] if c.turned else shape
+    shape_of = lambda shape, c: shape[::-1] if c.transposed else shape
     out = gpu_kernel(
         functools.partial(_kernel, strips, num_tiles, compute, structure, copies),
         kernel_name=name,
         compiler_params=APPROXIMATE,
         out_type=tuple(
-            jax.ShapeDtypeStruct(turn((num_rows, num_columns), c), c.dtype) for c in copies
+            jax.ShapeDtypeStruct(shape_of((num_rows, num_columns), c), c.dtype) for c in copies
         ),
         grid=(num_rows // TILE * strips,),
         grid_names=("block",),
@@ -171,20 +171,20 @@ class _Copy:
 
     Attributes:
       tensor: Number of the tensor.
-      turned: Whether the copy is transposed.
+      transposed: Whether the copy is transposed.
       one_scale: Whether the tensor has one scale.
       dtype: Dtype of the copy.
     """
 
     tensor: int
-    turned: bool
+    transposed: bool
     one_scale: bool
     dtype: DTypeLike
 
     @property
     def has_scale_of_column(self) -> bool:
         """Whether each column of the tensor has a scale."""
-        return self.turned and not self.one_scale
+        return self.transposed and not self.one_scale
 
 
 def _kernel(
@@ -202,7 +202,7 @@ def _kernel(
     gmems, inverses, outs = take(num_leaves), take(len(copies)), take(len(copies))
     smems = take(num_leaves)
     of_columns = {i: next(rest) for i, c in enumerate(copies) if c.has_scale_of_column}
-    out_smems, (turn_smem, arrived) = take(len(copies)), take(2)
+    out_smems, (tile_smem, arrived) = take(len(copies)), take(2)
     inputs = Inputs.of_leaves(structure, gmems, smems, arrived)
     num_slots, num_buffers = smems[0].shape[0], out_smems[0].shape[0]
     block = jax.lax.axis_index("block")
@@ -246,14 +246,14 @@ def _kernel(
                 values = (tensors[copy.tensor] * inverse(i, slot)).astype(copy.dtype)
                 if copy.one_scale:
                     of_tensor[copy.tensor] = values
-            if copy.turned:
-                turn_smem[...] = values.astype(jnp.float16)
-                values = plgpu.load(turn_smem.transpose((1, 0)), layout=_LAYOUT).astype(copy.dtype)
+            if copy.transposed:
+                tile_smem[...] = values.astype(jnp.float16)
+                values = plgpu.load(tile_smem.transpose((1, 0)), layout=_LAYOUT).astype(copy.dtype)
             smem[buffer] = values
 
         plgpu.commit_smem()  # all warps have also read the slot
         for i, (copy, out, smem) in enumerate(zip(copies, outs, out_smems, strict=True)):
-            to = out.at[columns, rows] if copy.turned else out.at[rows, columns]
+            to = out.at[columns, rows] if copy.transposed else out.at[rows, columns]
             # The copies of a tile are one group, so that a wait counts tiles.
             plgpu.copy_smem_to_gmem(smem.at[buffer], to, commit_group=i == len(copies) - 1)
         if num_tiles > num_slots:

@@ -73,9 +73,9 @@ def quantize(
     """
     x = _checked(x, dtype, scaling, axes=None)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    plain, _ = _quantize("quantize", rows, dtype, scaling, implementation, plain=True)
-    scale = plain.scale.reshape(*x.shape[:-1], 1) if scaling == "row" else plain.scale
-    return Quantized(plain.values.reshape(x.shape), scale)
+    found, _ = _quantize("quantize", rows, dtype, scaling, implementation, row_major=True)
+    scale = found.scale.reshape(*x.shape[:-1], 1) if scaling == "row" else found.scale
+    return Quantized(found.values.reshape(x.shape), scale)
 
 
 def quantize_transposed(
@@ -91,7 +91,7 @@ def quantize_transposed(
     """
     x = _checked(x, dtype, scaling, axes=2)
     name = "quantize_transposed"
-    return _quantize(name, x, dtype, scaling, implementation, turned=True)[1]
+    return _quantize(name, x, dtype, scaling, implementation, transposed=True)[1]
 
 
 def quantize_both(
@@ -108,7 +108,9 @@ def quantize_both(
     ValueError.
     """
     x = _checked(x, dtype, scaling, axes=2)
-    return _quantize("quantize_both", x, dtype, scaling, implementation, plain=True, turned=True)
+    return _quantize(
+        "quantize_both", x, dtype, scaling, implementation, row_major=True, transposed=True
+    )
 
 
 def quantize_both_on_a_mesh(x: Float[Array, "M K"], dtype: DTypeLike, scaling: Scaling) -> Any:
@@ -119,7 +121,14 @@ def quantize_both_on_a_mesh(x: Float[Array, "M K"], dtype: DTypeLike, scaling: S
     )
     x = _checked(x, dtype, scaling, axes=2)
     return _quantize(
-        "quantize_both", x, dtype, scaling, "reference", plain=True, turned=True, reason=reason
+        "quantize_both",
+        x,
+        dtype,
+        scaling,
+        "reference",
+        row_major=True,
+        transposed=True,
+        reason=reason,
     )
 
 
@@ -130,42 +139,45 @@ def _quantize(
     scaling: Scaling,
     implementation: Implementation | None,
     *,
-    plain: bool = False,
-    turned: bool = False,
+    row_major: bool = False,
+    transposed: bool = False,
     reason: str | None = None,
 ) -> Any:
-    """The copies that are wanted, each a `Quantized`; None in the place of the other.
+    """`(row-major copy, transposed copy)`, each a `Quantized`, or None if it is not wanted.
 
-    `reason` says why `implementation` has a name, if the user has not given it.
+    The row-major copy is `quantize(x)`, and the transposed copy is `quantize(x.T)`. `reason` says
+    why `implementation` has a name, if the user has not given it.
     """
     check_implementation(implementation)
     unsupported = symbolic_reason(x) or _split_reason(x) or mosaic_gpu.unsupported_reason(x)
     chosen, why = choose_implementation(implementation, unsupported, fallback="reference")
     record(name, (x,), implementation, chosen, reason or why)
-    if scaling == "row" and chosen == "mosaic_gpu" and not turned and row_kernel.fits(x):
+    if scaling == "row" and chosen == "mosaic_gpu" and not transposed and row_kernel.fits(x):
         return Quantized(*row_kernel.quantize_rows(x, dtype)), None
     if scaling == "tensor":
         largest = reference.amax_of(x, axis=None)
-        maxima = (largest if plain else None, largest if turned else None)
+        maxima = (largest if row_major else None, largest if transposed else None)
     else:
-        maxima = maxima_of(x, plain=plain, turned=turned, in_kernel=chosen == "mosaic_gpu")
+        maxima = maxima_of(
+            x, row_major=row_major, transposed=transposed, in_kernel=chosen == "mosaic_gpu"
+        )
     scales = jax.tree.map(lambda m: reference.scale_of(m, dtype), maxima)  # None is no leaf
     run = mosaic_gpu.quantize if chosen == "mosaic_gpu" else reference.values_of_both
     return jax.tree.map(Quantized, run(x, *scales, dtype=dtype), scales)
 
 
 def maxima_of(
-    x: Float[Array, "M K"], *, plain: bool, turned: bool, in_kernel: bool
+    x: Float[Array, "M K"], *, row_major: bool, transposed: bool, in_kernel: bool
 ) -> tuple[Float[Array, "M 1"] | None, Float[Array, "K 1"] | None]:
     """The largest magnitudes of the rows and of the columns; None for those that are not wanted.
 
     One kernel finds both. XLA would read `x` twice.
     """
-    if in_kernel and plain and turned:
+    if in_kernel and row_major and transposed:
         return amax.amax_of_both(x)
     return (
-        reference.amax_of(x, axis=1) if plain else None,
-        reference.amax_of(x, axis=0).reshape(-1, 1) if turned else None,
+        reference.amax_of(x, axis=1) if row_major else None,
+        reference.amax_of(x, axis=0).reshape(-1, 1) if transposed else None,
     )
 
 

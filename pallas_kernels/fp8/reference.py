@@ -38,12 +38,12 @@ def values_of(x: Float[Array, "*T K"], scale: Array, dtype: DTypeLike) -> Array:
 
 
 def values_of_both(
-    x: Float[Array, "M K"], scale: Array | None, turned_scale: Array | None, dtype: DTypeLike
+    x: Float[Array, "M K"], scale: Array | None, transposed_scale: Array | None, dtype: DTypeLike
 ) -> tuple[Array | None, Array | None]:
     """`values_of` of `x` and of `x.T`; None where the scale is None."""
     return (
         None if scale is None else values_of(x, scale, dtype),
-        None if turned_scale is None else values_of(x.T, turned_scale, dtype),
+        None if transposed_scale is None else values_of(x.T, transposed_scale, dtype),
     )
 
 

@@ -160,7 +160,7 @@ def whole_tiles(a: Float[Array, "N D"]) -> Float[Array, "padded_N padded_D"]:
 
 
 def store_piece(
-    i: int, value: Float[Array, "64 width"], slots: Any, to: Any, *, turned=False
+    i: int, value: Float[Array, "64 width"], slots: Any, to: Any, *, transposed=False
 ) -> None:
     """Stores columns of a warpgroup's accumulators through shared memory.
 
@@ -177,12 +177,12 @@ def store_piece(
       value: Values to store, in the dtype of `to`, so that the rounding is done before the wait.
       slots: `[num_slots, 64, width]` in shared memory, the warpgroup's own, with 2 slots or more.
       to: Destination in device memory, `[64, width]`.
-      turned: Whether to store the transpose; `width` is then 64.
+      transposed: Whether to store the transpose; `width` is then 64.
     """
     num_slots = slots.shape[0]
     smem = slots.at[i % num_slots]
     wait_for_slot(i, num_slots)
-    if turned:
+    if transposed:
         smem.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
     else:
         smem[...] = value

@@ -87,8 +87,8 @@ def test_nan_and_infinity_arrive_as_nan(scaling, dtype, bad):
     x = jax.random.normal(jax.random.key(0), (128, 192), dtype).at[70, 5].set(bad)
     got = compiled(quantize_both, "mosaic_gpu", scaling=scaling)(x)
     assert_same(got, compiled(quantize_both, "reference", scaling=scaling)(x))
-    (plain, turned) = got
-    for q, row in ((plain, 70), (turned, 5)):
+    (row_major, transposed) = got
+    for q, row in ((row_major, 70), (transposed, 5)):
         is_nan = np.isnan(np.asarray(q.dequantize()))
         assert is_nan[row].all() and (scaling == "tensor") == is_nan.all()
 

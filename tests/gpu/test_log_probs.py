@@ -82,7 +82,7 @@ def graded(fn, cotangents):
 def test_log_probs_and_entropies(shape, dtype, weight_dtype, options):
     x, weight, labels, cotangents = make_arguments(shape, dtype, weight_dtype)
     transform = {k: v for k, v in options.items() if k in TRANSFORM}
-    is_turned = options.get("weight_layout") == "dv"
+    is_transposed = options.get("weight_layout") == "dv"
 
     def exact(x, weight):
         floats = x.astype(jnp.float32), weight.astype(jnp.float32)
@@ -98,7 +98,7 @@ def test_log_probs_and_entropies(shape, dtype, weight_dtype, options):
     def ours(x, weight):
         return linear_log_probs(
             x,
-            weight.T if is_turned else weight,
+            weight.T if is_transposed else weight,
             labels,
             return_entropy=True,
             implementation="mosaic_gpu",

@@ -24,7 +24,7 @@ def assert_loss_is_as_accurate(shape, *, dtype=jnp.bfloat16, weight_dtype=jnp.bf
     weight = (jax.random.normal(keys[1], (vocab_size, hidden_size)) * 0.05).astype(weight_dtype)
     labels = jax.random.randint(keys[2], (num_tokens,), 0, vocab_size).at[::7].set(-100)
     bias = jax.random.normal(keys[3], (vocab_size,))
-    is_turned = options.get("weight_layout") == "dv"
+    is_transposed = options.get("weight_layout") == "dv"
     loss_options = {k: v for k, v in options.items() if k in ALL_OPTIONS or k == "reduction"}
 
     @jax.custom_jvp
@@ -61,7 +61,7 @@ def assert_loss_is_as_accurate(shape, *, dtype=jnp.bfloat16, weight_dtype=jnp.bf
         return jnp.sum(losses) / jnp.sum(labels >= 0, dtype=jnp.float32)
 
     def ours(x, weight, bias):
-        weight = weight.T if is_turned else weight
+        weight = weight.T if is_transposed else weight
         return linear_cross_entropy(
             x, weight, labels, bias=bias, implementation="mosaic_gpu", **options
         )

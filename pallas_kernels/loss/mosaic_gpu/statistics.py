@@ -252,7 +252,7 @@ class Transposed(NamedTuple):
     width: int
     shift: int
 
-    is_turned = True
+    is_transposed = True
 
     def shape(self, num_columns: int) -> tuple[int, int]:
         """Shape of the array."""
@@ -283,7 +283,7 @@ class Interleaved(NamedTuple):
     tokens_of_row: int
     tile: int
 
-    is_turned = False
+    is_transposed = False
 
     def shape(self, num_columns: int) -> tuple[int, int]:
         """Shape of the array."""
@@ -582,8 +582,8 @@ def _running_statistics(
                         at = pl.multiple_of(at[0], TILE_M), pl.multiple_of(at[1], TILE_M)
                     # A piece has as many columns as rows.
                     to = values_gmem.at[pl.ds(at[0], TILE_M), pl.ds(at[1], _PIECE)]
-                    is_turned = stored is not None and stored.is_turned
-                    store_piece(i, exp, slots, to, turned=is_turned)
+                    is_transposed = stored is not None and stored.is_transposed
+                    store_piece(i, exp, slots, to, transposed=is_transposed)
 
                 is_inside = None
                 if padded_vocab % tile_n:

@@ -75,8 +75,8 @@ def exact_of_quantized(recipe, x, weights, dys):
     if recipe.wgrad is None:
         pairs = [(np.asarray(x.T, np.float64), np.asarray(dy.T, np.float64)) for dy in dys]
     else:
-        turned = dequantized(x.T, recipe.inputs)
-        pairs = [(turned, dequantized(dy.T, recipe.gradients)) for dy in dys]
+        transposed = dequantized(x.T, recipe.inputs)
+        pairs = [(transposed, dequantized(dy.T, recipe.gradients)) for dy in dys]
     ys = [of_x @ w.T for w in forward]
     dx = sum(dy @ w.T for dy, w in zip(of_dys, dgrad, strict=True))
     return [*ys, dx, *(a @ b.T for a, b in pairs)]

@@ -67,10 +67,10 @@ def check(x, dtype, scaling, implementation):
     both = functools.partial(
         quantize_both, dtype=dtype, scaling=scaling, implementation=implementation
     )
-    plain, turned = quick_jit(both)(x)
-    assert_same(plain, x, dtype, scaling)
-    assert_same(turned, np.asarray(x).T, dtype, scaling)
-    return plain, turned
+    row_major, transposed = quick_jit(both)(x)
+    assert_same(row_major, x, dtype, scaling)
+    assert_same(transposed, np.asarray(x).T, dtype, scaling)
+    return row_major, transposed
 
 
 def normal(shape, dtype=BF16):
@@ -93,15 +93,17 @@ def test_both_orders_have_the_bits_of_the_formula(implementation, scaling, dtype
     check(normal(shape, x_dtype), dtype, scaling, implementation)
 
 
-@pytest.mark.parametrize("plain, turned", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("row_major, transposed", [(True, True), (True, False), (False, True)])
 @each_scaling
-def test_a_part_of_an_array_on_a_mesh(interpreted, monkeypatch, scaling, plain, turned):
+def test_a_part_of_an_array_on_a_mesh(interpreted, monkeypatch, scaling, row_major, transposed):
     """The maxima of a device are exchanged. On one device they are those of the array. 2 s."""
     monkeypatch.setattr(casts, "why_no_kernel", lambda _: None)  # kernels run on GPUs alone
     x, cast = normal((128, 192)), Cast(dtype=E4M3, scaling=scaling)
     mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
     run = jax.shard_map(
-        lambda a: casts.cast_part(a, cast, column_axes=("data",), plain=plain, turned=turned),
+        lambda a: casts.cast_part(
+            a, cast, column_axes=("data",), row_major=row_major, transposed=transposed
+        ),
         mesh=mesh,
         in_specs=P(),
         out_specs=P(),
@@ -109,8 +111,8 @@ def test_a_part_of_an_array_on_a_mesh(interpreted, monkeypatch, scaling, plain, 
     )
     program = str(jax.make_jaxpr(run)(x))
     assert "fp8_quantize" in program
-    assert ("fp8_amax" in program) == (scaling == "row" and plain and turned)
-    for got, of_x, wanted in zip(quick_jit(run)(x), (x, x.T), (plain, turned), strict=True):
+    assert ("fp8_amax" in program) == (scaling == "row" and row_major and transposed)
+    for got, of_x, wanted in zip(quick_jit(run)(x), (x, x.T), (row_major, transposed), strict=True):
         if wanted:
             assert_same(got, of_x, E4M3, scaling)
         else:
@@ -140,10 +142,10 @@ def test_strips_of_several_tiles(interpreted, shape, x_dtype):
 
 @pytest.mark.parametrize("row, column", [(3, 5), (200, 200)])
 def test_nan_in_a_tile_of_a_strip(interpreted, row, column):
-    plain, turned = check(
+    row_major, transposed = check(
         normal((256, 256)).at[row, column].set(jnp.nan), E4M3, "row", "mosaic_gpu"
     )
-    for q, i in ((plain, row), (turned, column)):
+    for q, i in ((row_major, row), (transposed, column)):
         np.testing.assert_array_equal(np.isnan(np.asarray(q.scale))[:, 0], np.arange(256) == i)
 
 
@@ -176,12 +178,12 @@ def test_int8_from_bits_and_back():
 @pytest.mark.parametrize("shape", [(1, 1), (3, 100), (0, 8), (8, 0)], ids=str)
 def test_sizes_that_no_kernel_takes(scaling, shape):
     x = normal(shape)
-    plain, turned = quick_jit(functools.partial(quantize_both, scaling=scaling))(x)
-    assert (plain.values.shape, turned.values.shape) == (shape, shape[::-1])
+    row_major, transposed = quick_jit(functools.partial(quantize_both, scaling=scaling))(x)
+    assert (row_major.values.shape, transposed.values.shape) == (shape, shape[::-1])
     if x.size:
         check(x, E4M3, scaling, None)
     else:
-        assert np.all(np.asarray(plain.scale) == 1) and np.all(np.asarray(turned.scale) == 1)
+        assert all(np.all(np.asarray(q.scale) == 1) for q in (row_major, transposed))
 
 
 @each_implementation
@@ -265,16 +267,16 @@ def test_ties_go_to_even_and_subnormal_results_are_rounded_once(dtype):
 )
 def test_nan_and_infinity_arrive_as_nan(implementation, scaling, dtype, bad):
     x = normal((64, 64)).at[3, 5].set(bad)
-    plain, turned = check(x, dtype, scaling, implementation)
-    assert np.isnan(np.asarray(plain.values, F32)[3, 5])
-    assert np.isnan(np.asarray(turned.values, F32)[5, 3])
-    is_nan = np.isnan(np.asarray(plain.dequantize()))
-    turned_is_nan = np.isnan(np.asarray(turned.dequantize()))
+    row_major, transposed = check(x, dtype, scaling, implementation)
+    assert np.isnan(np.asarray(row_major.values, F32)[3, 5])
+    assert np.isnan(np.asarray(transposed.values, F32)[5, 3])
+    is_nan = np.isnan(np.asarray(row_major.dequantize()))
+    transposed_is_nan = np.isnan(np.asarray(transposed.dequantize()))
     if scaling == "tensor":
-        assert is_nan.all() and turned_is_nan.all()
+        assert is_nan.all() and transposed_is_nan.all()
     else:
-        assert is_nan[3].all() and turned_is_nan[5].all()
-        assert is_nan.sum() == turned_is_nan.sum() == 64
+        assert is_nan[3].all() and transposed_is_nan[5].all()
+        assert is_nan.sum() == transposed_is_nan.sum() == 64
 
 
 def test_dequantized_numbers_err_by_half_a_unit():
@@ -339,7 +341,7 @@ def test_equal_calls_launch_one_kernel(monkeypatch):
 
     def run(*arrays):
         both = [quantize_rows(x) for x in arrays]
-        return [product(plain, plain) for plain, _ in both], both
+        return [product(q, q) for q, _ in both], both
 
     x = jax.ShapeDtypeStruct((64, 128), BF16)
     program = jax.jit(run).trace(x, x).lower(lowering_platforms=("cuda",)).as_text()

@@ -117,17 +117,17 @@ def test_copies_that_are_asked_for(interpreted, recipe):
 def test_nan_and_infinity_arrive_as_nan(interpreted, recipe, bad):
     gate, up, dproduct = operands((64, 64), BF16)
     of_dgate, of_dup, of_product = by_kernels(recipe)(gate, up, dproduct.at[5, 7].set(bad))
-    for plain, turned in (of_dgate, of_dup):
-        for q, row in ((plain, 5), (turned, 7)):
+    for row_major, transposed in (of_dgate, of_dup):
+        for q, row in ((row_major, 5), (transposed, 7)):
             is_nan = np.isnan(np.asarray(q.dequantize()))
             assert is_nan[row].all() and is_nan.all() == (recipe == "tensorwise")
     assert all(np.isfinite(np.asarray(q.dequantize())).all() for q in of_product)
     # In int8 it makes 128 columns of its row NaN.
     up = reference.blockwise_int8(up.dequantize().at[5, 7].set(bad))
-    for plain, turned in by_kernels(recipe)(gate, up, dproduct)[::2]:
-        is_nan = np.isnan(np.asarray(plain.dequantize()))
+    for row_major, transposed in by_kernels(recipe)(gate, up, dproduct)[::2]:
+        is_nan = np.isnan(np.asarray(row_major.dequantize()))
         assert is_nan[5].all() and is_nan.all() == (recipe == "tensorwise")
-        assert np.isnan(np.asarray(turned.dequantize())).all()
+        assert np.isnan(np.asarray(transposed.dequantize())).all()
 
 
 def test_zeros(interpreted):
