@@ -22,14 +22,19 @@ reason the tensors of the attention cannot go to the host.
 `q_proj` and `k_proj` are the queries and keys before their norms, in models that norm them. The
 backward of these norms reads them. The attention reads the normed and rotated q and k.
 
-**Host memory.** The device reaches host memory over PCIe. Take a tensor in 16 bits that a GEMM
-with K terms made. To recompute it costs 2 K FLOPs an element. To offload it costs 4 bytes an
-element on the bus: 2 out and 2 back. At 600 TFLOP/s and 50 GB/s both take equally long at
-K = 24,000. So the result of one GEMM is worth offloading only while the bus has nothing else to do.
-In the forward, a layer of hidden size 8192 computes a little longer than the transfer of its gate
-and up takes. A layer of hidden size 2048 computes for a third of the time of the transfer. To
-recompute a layer's inputs, all layers before it would have to run. So the inputs are the first to
-go to host memory.
+**Host memory.** The device reaches host memory over PCIe, at 50 GB/s. A transfer is slow beside a
+GEMM. Take one 16-bit element of a tensor that a GEMM made, as a sum of K products:
+
+- The transfer takes 4 bytes on the bus, 2 out and 2 back: 4 B / (50 GB/s) = 80 ps.
+- To compute the element again takes 2 K FLOPs: 2 K / (600 TFLOP/s), or 80 ps at K = 24,000.
+
+For gate and up, K is the hidden size, at most 8192 in our presets. So it is faster to compute them
+again, unless the transfer runs beside other work. That works in large models: at hidden size 8192
+the forward of a layer takes a little longer than the transfer of its gate and up. At 2048 it takes
+a third of the time of the transfer.
+
+The inputs of a layer are the first tensors to go to host memory: to compute them again, all layers
+before it would have to run.
 
 Only scanned layers offload. In the loop XLA sends and fetches a layer's tensors while that layer
 runs. With unrolled layers, XLA's scheduler may hide copies behind any work of the whole program. It

@@ -158,6 +158,28 @@ class Layout:
     def make(cls, roles: Roles, whole: Place, splits: Sequence[Splits]) -> "Layout":
         """The layout to compute in, for arguments with these splits.
 
+        Example: the mesh axis `data` splits the batch of `x [B, S, D]`. A weight `[D, F]` is split
+        over `data` and `tensor`, and F is a part. The results are `[B, S, F]` and the gradient of
+        the weight::
+
+            roles = Roles(
+                args=(Tokens(("D",)), Weight(("D", "F"))),
+                results=(Tokens(("F",)), GradientOf(1)),
+                parts=("F",),
+            )
+            of_x, of_weight = (("data",), (), ()), (("data",), ("tensor",))
+            layout = Layout.make(roles, Place(parts=((),)), (of_x, of_weight))
+
+        A device gathers the weight's axis D over `data`, which splits tokens, and keeps its own
+        columns of F. Its result has these columns, and its gradient is split as the weight is::
+
+            layout.args == (of_x, of_weight)
+            layout.gathered == (((), (), ()), (("data",), ()))
+            layout.results == ((("data",), (), ("tensor",)), of_weight)
+            layout.place == Place(
+                tokens=("data",), parts=(("tensor",),), leading=(("data",), ())
+            )
+
         Args:
           roles: Roles of the arguments and of the results.
           whole: Place of whole arrays, with the Manual axes over which the caller has split parts.

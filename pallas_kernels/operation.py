@@ -22,13 +22,18 @@ operations raise NotImplementedError for both.
 
 Some calls cannot compute all members at once, for example if each member has a weight of its own.
 Where XLA partitions the program, the primitive then stays a function of one member, and its
-parameter `levels` (`mapping.py`) says which arrays have members:
+parameter `levels` (`mapping.py`) says which arrays have members. On several devices `jax.vmap` maps
+the function, and functions inside of it that XLA partitions loop over a device's own members. On
+one device the lowering makes one loop around the whole function. Elsewhere the batching rule makes
+a loop at once (`members.py`).
 
-- On several devices, `jax.vmap` maps the function. The functions inside of it that XLA partitions
-  become loops over a device's own members.
-- On one device, the lowering makes one loop over the members around the whole function.
+A mask has a bool for each array. For example, `f(x, w, b)` has one result, each member of one
+`jax.vmap` has its own `x` and `w`, and the gradients of `w` and `b` are asked for:
 
-Elsewhere the batching rule makes a loop at once (`members.py`).
+- `wanted = (False, True, True)`: the arguments whose gradients are asked for.
+- `given = (True,)`: the results that have a cotangent.
+- `levels = ((True, True, False),)`: the arguments that have members, for each `jax.vmap`.
+- `summed = ((False, True),)`: the wanted gradients to add up over the members; `b` has one for all.
 """
 
 import dataclasses

@@ -173,15 +173,19 @@ def linear_distillation_loss(
         of `x` for the student and of `teacher_x` for the teacher. Rounding a logit between 8 and 16
         to bfloat16 makes an error of up to 2^-5. Such errors add about 3e-4 nats to a KL. Logits in
         float32 take twice the memory.
-      implementation: Name of the program. `None`, the default, runs the kernels where they take the
-        arguments, `"reference"` for symbolic sizes (`jax.export.symbolic_shape`), and `"xla"`
-        elsewhere. `"mosaic_gpu"` works on chunks of tokens: XLA computes the products, with cuBLAS,
-        and our kernels pass over the logits. The kernels take a V that is a multiple of 32. With
-        `"xla"`, XLA also makes the passes. `"reference"` keeps all logits, in float32, and ignores
-        chunks and `logits_dtype`; it takes no `vocab_axis`. `"mosaic_gpu"` raises where the kernels
-        do not run, with one exception: if a mesh splits V so that a device's part is no multiple of
-        32, XLA makes the passes, and a warning is logged. `"require"` runs the kernels that `None`
-        would run, and raises where XLA would run in their place, also for a device's part.
+      implementation: Name of the program.
+
+        - `None`, the default: the kernels where they take the arguments, `"reference"` for symbolic
+          sizes (`jax.export.symbolic_shape`), and `"xla"` elsewhere.
+        - `"mosaic_gpu"`: chunks of tokens. XLA computes the products, with cuBLAS, and our kernels
+          pass over the logits. V must be a multiple of 32. Where the kernels do not run, the call
+          raises, with one exception: if a mesh splits V and a device's part is no multiple of 32,
+          XLA makes the passes, and a warning is logged.
+        - `"require"`: the same as `None`, but the call raises where XLA would run in place of the
+          kernels, also for a device's part.
+        - `"xla"`: the same chunks, in which XLA also makes the passes.
+        - `"reference"`: all logits, in float32. It ignores chunks and `logits_dtype`, and takes no
+          `vocab_axis`.
 
     Returns:
       The loss, a scalar or of the shape of the tokens.
@@ -312,9 +316,9 @@ def linear_distillation_loss_top_k(
         split the arrays of tokens. `teacher_ids` are indices into the whole vocabulary.
       weight_layout: Order of the axes of `weight`.
       logits_dtype: Dtype of logits in memory.
-      implementation: Name of the program: `"xla"`, `"reference"` or `None`. `None` picks `"xla"`,
-        and `"reference"` for symbolic sizes. There is no kernel, so `"mosaic_gpu"` and `"require"`
-        always raise. `require_kernels` does not check `None`.
+      implementation: Name of the program. There is no kernel. `None`, the default, runs `"xla"`, or
+        `"reference"` for symbolic sizes, also under `require_kernels`. `"mosaic_gpu"` and
+        `"require"` always raise.
 
     Returns:
       The loss, a scalar or of the shape of the tokens.

@@ -150,23 +150,24 @@ def linear_cross_entropy(
         row of `dweight` is then written once and not added up, and `dx` is added up in float32. A
         weight that is stored in float32 is cast a chunk at a time and not copied. For a weight
         `[D, V]` the kernels take multiples of 128 below it, and at least 128.
-      max_logits_bytes: Limit in bytes for the logits or exponentials of a chunk of tokens. Among
-        the plans that fit, the plan with the least estimated time runs. A chunk has at least 128
-        tokens. A chunk of few tokens is slow, because each chunk reads and writes all of `dweight`.
-        `None` means 512 MiB (`"mosaic_gpu"`) or 1 GiB (`"xla"`, whose logits are float32). It is
-        1.5 GiB with the kernels for a `LoRA` in a plan without exponentials, as with a bias. Where
-        `dweight` is written over exponentials, some of them are copied first. The copies have the
-        same limit, and never take more than 96 MiB. They may exist beside one chunk. The program
-        depends on the sizes and the kind of the device, but not on its free memory, so all
-        processes of a run compile the same program. At most one of `chunk_size`, `vocab_chunk_size`
-        and `max_logits_bytes` may be given.
-      counted_fraction: Largest share of a device's tokens that is expected to count, in (0, 1]. The
-        tokens that count are gathered into this share of the rows before the products, so that the
-        other tokens take no time. If more tokens count, all tokens are computed, in the time and
-        memory of 1.0. Both programs are compiled. So the fraction changes results only by rounding:
-        sums have another order. With the kernels, `dweight` of a device is also rounded before the
-        sum over devices and before the product with a cotangent, and then once more. `"reference"`
-        computes all tokens. So do devices that split the vocabulary, and the log says so.
+      max_logits_bytes: Limit in bytes for the logits, or exponentials, of a chunk of tokens. The
+        fastest plan within the limit runs, by an estimate. Small chunks are slow, because each
+        chunk reads and writes all of `dweight`. So a chunk has at least 128 tokens, even above the
+        limit. A plan in place also copies some exponentials: at most 96 MiB at a time, or the limit
+        if that is less, beside the chunk. The plan depends on the sizes and the kind of device, and
+        not on free memory, so all processes of a run compile the same program. At most one of
+        `chunk_size`, `vocab_chunk_size` and `max_logits_bytes` may be given. `None` means
+
+        - 1 GiB for `"xla"`, whose logits are float32;
+        - 1.5 GiB for the kernels, if `weight` is a `LoRA` and logits are in memory, as with a bias;
+        - 512 MiB for the kernels otherwise.
+      counted_fraction: Largest share of a device's tokens that you expect to count, in (0, 1]. With
+        0.5, the tokens that count are gathered into half of the rows, and only these rows are
+        computed. If more tokens of a batch count, all rows are computed, in the time and memory of
+        1.0. Both programs are compiled. Results differ only by rounding: sums have another order,
+        and the kernels round a device's `dweight` once more, before the sum over devices and
+        before the product with a cotangent. `"reference"` computes all tokens. So do devices that
+        split the vocabulary, and the log says so.
       vocab_axis: Name of the Manual mesh axis over which `weight` and `bias` are split by
         vocabulary inside of `jax.shard_map`, in equal parts. Every device of the axis returns the
         same loss. All devices of the axis must have the same tokens: the axis must not split `x` or

@@ -151,17 +151,20 @@ def swiglu_mlp(
         computes at a time; `None` means all. It is for sequences so long that gate and up are the
         largest arrays of the step. It needs `save="x"`. Under `jax.checkpoint` no array of the MLP
         is then kept, whatever the policy says.
-      implementation: Name of the program. `None`, the default, runs the kernels where they take the
-        arguments, and `"xla"` elsewhere, for example inside of a `jax.shard_map` whose `axis_names`
-        omit an Auto axis. `"mosaic_gpu"` is GEMM kernels that compute the activation in their
-        epilogues. They run on Hopper, for an `x` of 16 bits, and for D and F that are multiples of
-        64. `"xla"` is the same algorithm in plain JAX. `"reference"` is the formula, differentiated
-        by JAX. JAX keeps all arrays for the backward, so `save` and `chunk_size` have no effect.
-        With `None` and `"require"` the backward kernel runs from 2048 tokens on. `"mosaic_gpu"`
-        raises where it cannot run, with two exceptions. `"xla"` computes an empty `x`. If F is
-        split and the kernels do not take a device's part, XLA computes it, and a warning is logged.
-        `"require"` runs the kernels that `None` would run, and raises where XLA would run in their
-        place, also for a device's part.
+      implementation: Name of the program.
+
+        - `None`, the default: the kernels where they take the arguments, and `"xla"` elsewhere, for
+          example inside of a `jax.shard_map` whose `axis_names` omit an Auto axis. Below 2048
+          tokens the backward is `"xla"`, which is then faster.
+        - `"mosaic_gpu"`: GEMM kernels that compute the activation in their epilogues. They run on
+          Hopper, for an `x` of 16 bits, and for D and F that are multiples of 64. Elsewhere the
+          call raises, with two exceptions. `"xla"` computes an empty `x`. If F is split and the
+          kernels do not take a device's part, XLA computes the part, and a warning is logged.
+        - `"require"`: the same as `None`, but the call raises where `"xla"` would run in place of
+          the kernels, also for a device's part. A backward below 2048 tokens does not raise.
+        - `"xla"`: the algorithm of the kernels in plain JAX.
+        - `"reference"`: the formula, differentiated by JAX. JAX keeps all arrays for the backward,
+          so `save` and `chunk_size` have no effect.
       config: Launch parameters of the kernels. They need `implementation="mosaic_gpu"`.
 
     Raises:
