@@ -1,14 +1,18 @@
 """The documents of rows of tokens, in buckets of their lengths.
 
-`packed_attention.py` computes documents of a bucket in one call. A call needs memory for the
-product of its number of documents and their largest length, L. In the first bucket L is the length
-of a row, S. In each further bucket L is a quarter of that before. A call has room for 3 S / L
-documents of each row, which is 3, 12, 48 and so on.
+`packed_attention.py` computes the documents of a bucket in one call. Every document of a call has
+room for the same number of tokens, L, and a call has room for 3 S / L documents of a row of S
+tokens. So all calls need the same memory:
 
-The three longest documents of a row are in the first bucket, the next twelve are in the second, and
-so on. The last bucket has all that are left, and a loop makes its calls. The document with `i - 1`
-longer ones has at most S / i tokens. The longest document of the second bucket is the fourth, that
-of the third bucket is the sixteenth. So no document is too long for its bucket.
+- The first bucket has the 3 longest documents of each row; L is S.
+- The second bucket has the next 12; L is S / 4.
+- The third bucket has the next 48; L is S / 16.
+
+The last bucket has all documents that are left, and a loop makes its calls.
+
+No document is too long for its bucket. The i longest documents of a row have at most S tokens
+together, so the i-th longest has at most S / i. The second bucket begins with the 4th longest, the
+third with the 16th, and so on.
 """
 
 from typing import Any, NamedTuple
@@ -18,16 +22,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
 _RATIO = 4
-# Documents that a call of cuDNN has for each L tokens.
+# Documents for which a call has room, for each L tokens of a row.
 ROOM = _RATIO - 1
-# There is no further bucket after one whose documents have at most so many tokens.
+# Largest L of the last bucket, where L can be divided so often.
 _LAST = 1024
 
 
 def buckets(sequence_length: int) -> tuple[int, ...]:
-    """The largest length of the documents of each bucket, L, in falling order.
+    """L of each bucket, the largest first. A row is a multiple of each L.
 
-    A row is a multiple of each L. cuDNN takes even lengths, so only a multiple of 8 is divided.
+    The last L is at most 1024, and at most a quarter of a row. But an L that is no multiple of 8 is
+    not divided further, because cuDNN takes even lengths.
     """
     lengths = [sequence_length]
     while lengths[-1] > min(_LAST, sequence_length // _RATIO) and lengths[-1] % (2 * _RATIO) == 0:
@@ -36,7 +41,7 @@ def buckets(sequence_length: int) -> tuple[int, ...]:
 
 
 def documents_in_a_call(bucket: int) -> int:
-    """The number of documents of a row that one call computes, M."""
+    """The number of documents of a row for which one call has room, M."""
     return ROOM * _RATIO**bucket
 
 
@@ -49,8 +54,9 @@ class Documents(NamedTuple):
     Attributes:
       positions: Position of each token in its document, from 0.
       places: Place of each token's document.
-      begins: Where the document of each place begins, S if there is none. It rises within a bucket.
-      lengths: Length of the document of each place, 0 if there is none.
+      begins: Where the document of each place begins, in ascending order within a bucket; S for a
+        place without a document.
+      lengths: Length of the document of each place; 0 for a place without a document.
     """
 
     positions: Int32[Array, "B S"]

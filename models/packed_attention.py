@@ -3,13 +3,12 @@
 cuDNN gets the beginning and the length of each document, and computes each by itself. So it skips
 the pairs of tokens of two documents, and needs no mask of S² elements. But a call has room for a
 constant number of documents, and needs memory for that number times the largest length. So there is
-a call for each bucket of documents (`documents.py`), and a call needs memory for three times the
-tokens.
+a call for each bucket of documents (`documents.py`). Its memory is that of three times the tokens.
 
 JAX has no public function for this attention. The gradient rule of its private function keeps
-statistics for all documents for which there is room. This module keeps those of each token once. It
-makes an `Operation` of the primitives below that function. So each device of a mesh computes its
-own rows.
+softmax statistics for every document for which there is room, at the largest length. This module
+binds the primitives below that function, in an `Operation` of its own. It keeps one statistic for
+each token and head, and each device of a mesh computes its own rows.
 """
 
 import dataclasses
@@ -28,9 +27,10 @@ from pallas_kernels.operation import call
 from pallas_kernels.partition import partitioned
 from pallas_kernels.protocol import Arrays, Cotangents, Operation, with_members
 
-# cuDNN finds the float32 sums of `dq` of a document by an index of 32 bits. If a call has more
-# sums, `dq` is wrong (docs/lab/2026-11-30-buckets-of-documents.md). The sums of a document fill
-# whole tiles of tokens.
+# cuDNN adds up `dq` in float32, in one array for all documents of a call, and finds a sum in it by
+# an index of 32 bits. If there are more sums, `dq` is wrong
+# (docs/lab/2026-11-30-buckets-of-documents.md). Each document takes L tokens of this array, rounded
+# up to a whole tile.
 _MOST_SUMS, _TILE = 2**32, 128
 
 
@@ -42,9 +42,8 @@ def packed_attention(
 ) -> Float[Array, "B S N H"]:
     """The causal attention of each document by itself; logits are divided by √H.
 
-    cuDNN takes a device's queries if they have at most about 1.4 · 10⁹ elements. If they have more,
-    an error is raised. If it is not known which part of the queries a device has, the output is NaN
-    instead.
+    cuDNN takes at most about 1.4 · 10⁹ elements of `q` on a device. With more the call raises, or,
+    where a trace cannot know the part of a device, the output is NaN.
 
     Raises:
       NotImplementedError: A device's queries are too large, or the result is differentiated in
@@ -139,8 +138,9 @@ def _of_all_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 def _fits(q: Array, place: Place) -> bool:
     """Whether cuDNN's indices reach all sums of the gradient of `q`.
 
-    The answer is False if they do not, and `q` may be an array of all devices. JAX also traces such
-    arrays to find the shapes, and then nothing reads the results. Otherwise a device has NaN.
+    JAX also traces with the arrays of all devices, to find shapes. Nothing reads the results of
+    such a trace, so it must not raise. If `q` may be an array of all devices, the answer is False
+    in place of an error, and the caller returns NaN.
 
     Raises:
       NotImplementedError: The indices do not reach all sums, and `q` is a device's part.
@@ -212,9 +212,9 @@ def _bind(
 ) -> Any:
     """cuDNN's forward or backward of the documents of a call.
 
-    Here the tokens of all rows are rows of L tokens, where L is the largest length of a document.
-    cuDNN finds a document by its offset among all tokens. So a document may go on after the end of
-    such a row.
+    cuDNN takes rows as long as the largest document, L, so the tokens of all rows are reshaped to
+    rows of L tokens. It finds a document by its offset among all tokens. So a document may go on
+    after the end of such a row.
     """
     in_rows = lambda a: a.reshape(-1, largest, *a.shape[2:]) if a.ndim == 4 else a
     q, k, v, *rest = map(in_rows, (q, k, v, *of_backward))
