@@ -185,13 +185,16 @@ def linear_cross_entropy(
       check_labels: Whether a label out of range raises an error with its value, whatever its
         weight: at once outside of `jax.jit`, through `jax.experimental.checkify.checkify` inside.
       return_metrics: Whether `LossMetrics` are returned, too.
-      implementation: Name of the program. `None`, the default, runs the kernels where they take the
-        arguments, `"reference"` for symbolic sizes (`jax.export.symbolic_shape`), and `"xla"`
-        elsewhere, for example inside of a `jax.shard_map` whose `axis_names` omit an Auto axis.
-        `"mosaic_gpu"` uses kernels for Hopper and later and a 16-bit `x`, and raises where they do
-        not run. `"xla"` runs the same algorithms with float32 logits. `"reference"` keeps all
-        logits, in float32, and ignores chunks and `accum_dtype`. `"require"` runs the kernels, and
-        raises where they do not run.
+      implementation: Name of the program.
+
+        - `None`, the default: the kernels where they take the arguments, `"reference"` for symbolic
+          sizes (`jax.export.symbolic_shape`), and `"xla"` elsewhere, for example inside of a
+          `jax.shard_map` whose `axis_names` omit an Auto axis.
+        - `"mosaic_gpu"`: kernels for Hopper and later and a 16-bit `x`. It raises where they do not
+          run.
+        - `"require"`: the same as `None`, but it raises where the kernels do not run.
+        - `"xla"`: the same algorithms with float32 logits.
+        - `"reference"`: all logits, in float32. It ignores chunks and `accum_dtype`.
       config: Launch parameters of the kernels, where they run. `None` takes the defaults that
         `Config` describes.
 
