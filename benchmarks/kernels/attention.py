@@ -1,7 +1,7 @@
 """Times causal attention with grouped queries: cuDNN, XLA, others' Mosaic GPU kernels, PyTorch.
 
     python -m benchmarks.kernels.attention --peers
-    python -m benchmarks.kernels.attention --documents 8
+    python -m benchmarks.kernels.attention --documents 8 --peers
 
 A shape is sequences x length x query heads x key heads x head size. Data is random and bfloat16;
 times are kernel times (`benchmarks/timing.py`), medians over interleaved rounds. cuDNN and XLA run
@@ -14,13 +14,15 @@ timed.
 JAX's `attention_mgpu` takes float16 alone, scales no logits, so that its queries are scaled before,
 and has a backward without a mask only. The rows "no mask" compare that backward with cuDNN's.
 
-`--documents N` times cuDNN alone, on rows of N documents of random lengths. "Mask" gives cuDNN a
-mask of S² elements. "Packed" is the call of the model, which tells cuDNN where each document begins
+`--documents N` times cuDNN on rows of N documents of random lengths. "Mask" gives cuDNN a mask of
+S² elements. "Packed" tells cuDNN where each document begins, as the model does
 (`models/packed_attention.py`). The rates of all rows count the causal attention of a whole row, so
 they compare times.
 
-`--peers` adds tokamax and the PyTorch libraries of `benchmarks/peers.py`. All programs are compiled
-first, in threads. The benchmark writes a table and all numbers into the folder of results.
+`--peers` adds tokamax and the PyTorch libraries of `benchmarks/peers.py`; with `--documents` it
+adds TransformerEngine alone. Its packed attention first fills the results with zeros, by the
+driver, which kernel times leave out. All programs are compiled first, in threads. The benchmark
+writes a table and all numbers into the folder of results.
 """
 
 import argparse
@@ -134,9 +136,13 @@ def variants(*, with_tokamax: bool) -> list[Variant]:
     ]
 
 
-def of_documents(num_documents: int) -> list[Variant]:
-    """cuDNN on rows of so many documents, and on whole rows."""
+def of_documents(num_documents: int, *, with_transformer_engine: bool) -> list[Variant]:
+    """The contenders on rows of so many documents, and cuDNN on whole rows."""
     attends = {"cuDNN, mask": documents.masked, "cuDNN, packed": documents.packed}
+    if with_transformer_engine:
+        attends["TransformerEngine, packed"] = functools.partial(
+            documents.by_transformer_engine, num_documents=num_documents
+        )
     cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=True)
     return [
         Variant("cuDNN, whole rows", "", cudnn),
@@ -384,8 +390,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
-    parser.add_argument("--peers", action="store_true", help="add tokamax and PyTorch libraries")
-    parser.add_argument("--documents", type=int, help="documents of a row, for cuDNN alone")
+    parser.add_argument("--peers", action="store_true", help="add other libraries' kernels")
+    parser.add_argument("--documents", type=int, help="documents of a row")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(argv)
@@ -393,15 +399,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         if len(shape) != len(SHAPES[0]):
             parser.error(f"a shape is such as {shapes.label(SHAPES[0])}, not {shapes.label(shape)}")
 
-    if args.documents is not None:
-        if args.peers:
-            parser.error("--documents is for cuDNN alone; leave --peers out")
-        if args.documents < 1 or any(s[1] < args.documents for s in args.shapes):
-            parser.error(f"a row of S tokens has 1 to S documents, not {args.documents}")
+    of_whole_rows = args.documents is None
+    if not of_whole_rows and not all(1 <= args.documents <= s[1] for s in args.shapes):
+        parser.error(f"a row of S tokens has 1 to S documents, not {args.documents}")
 
     device_kind = timing.require_gpu()
     absent = peers.missing()
-    if args.peers and "torch" in absent:
+    with_torch = args.peers and of_whole_rows
+    if with_torch and "torch" in absent:
         sys.exit("--peers needs torch, which is not installed")
     packages = ("jax", "jaxlib", *(peers.PACKAGES if args.peers else ()))
     found = [f"{p} {importlib.metadata.version(p)}" for p in packages if p not in absent]
@@ -411,10 +416,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{', '.join(found)}. Kernel time, median of {args.rounds} interleaved rounds; "
         f"{ceilings.measure()} by wall time.\n\n    {command}\n\n"
     )
-    if args.documents is None:
+    if of_whole_rows:
         contenders = variants(with_tokamax=args.peers and "tokamax" not in absent)
     else:
-        contenders = of_documents(args.documents)
+        with_te = args.peers and "transformer-engine" not in absent
+        contenders = of_documents(args.documents, with_transformer_engine=with_te)
     programs: list[Program] = [
         (s, v, d) for s in args.shapes for v in contenders for d in v.directions
     ]
@@ -430,12 +436,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         records += measure(
             shape,
             compiled,
-            with_peers=args.peers,
+            with_peers=with_torch,
             rounds=args.rounds,
             num_documents=args.documents or 1,
         )
         gc.collect()  # PyTorch's graphs hold their inputs in reference cycles
-        name = "attention" if args.documents is None else f"attention_documents_{args.documents}"
+        name = "attention" if of_whole_rows else f"attention_documents_{args.documents}"
         write_results(args.output_dir, name, device, contents, title + table(records))
     print(table(records))
 

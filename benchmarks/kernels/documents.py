@@ -1,8 +1,10 @@
-"""Inputs of `benchmarks/kernels/attention.py`, and cuDNN's attention of rows of several documents.
+"""Inputs of `benchmarks/kernels/attention.py`, and attention of rows of several documents.
 
 A token attends to earlier tokens of its own document. `segment_ids` `[B, S]` are the numbers of the
 documents, which count from 0 in every row.
 """
+
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +47,32 @@ def masked(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> 
 def packed(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
     """The attention of `models/llama.py`: cuDNN computes some documents of each row at a time."""
     return packed_attention(q, k, v, documents_of(segment_ids))
+
+
+def by_transformer_engine(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, num_documents: int
+) -> jax.Array:
+    """TransformerEngine's attention: cuDNN computes all documents of all rows in one call.
+
+    A row has at most `num_documents` documents.
+    """
+    te = importlib.import_module("transformer_engine.jax.attention")
+    numbers = segment_ids + 1  # 0 would be padding
+    positions = documents_of(segment_ids).positions
+    return te.fused_attn(
+        (q, k, v),
+        bias=None,
+        sequence_descriptor=te.SequenceDescriptor.from_segment_ids_and_pos(numbers, positions),
+        seed=None,
+        attn_bias_type=te.AttnBiasType.NO_BIAS,
+        attn_mask_type=te.AttnMaskType.PADDING_CAUSAL_MASK,
+        qkv_layout=te.QKVLayout.THD_THD_THD,
+        softmax_type=te.AttnSoftmaxType.VANILLA_SOFTMAX,
+        scaling_factor=q.shape[-1] ** -0.5,
+        dropout_probability=0.0,
+        is_training=True,
+        max_segments_per_seq=num_documents,
+    )
 
 
 def random_segment_ids(

@@ -2,6 +2,8 @@
 
 import functools
 import json
+import sys
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from benchmarks.kernels.attention import DIRECTIONS, Variant
 from models.documents import documents_of
 
 SHAPE = (2, 32, 6, 2, 16)
+SHAPE_LABEL = "2x32x6x2x16"
 
 
 def attend(q, k, v, *, is_causal=True, scale=1.0):
@@ -124,10 +127,43 @@ def test_the_formula_of_documents_is_that_of_each_alone():
             np.testing.assert_allclose(got[row, part], alone[0], rtol=1e-5, atol=1e-6)
 
 
-def test_documents_are_for_cudnn_alone():
-    for flags in (["--documents", "2", "--peers"], ["--documents", "0"]):
-        with pytest.raises(SystemExit):
-            attention.main(flags)
+def test_a_row_has_at_most_a_document_for_each_token():
+    for number in ("0", "33"):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            attention.main(["--documents", number, "--shapes", SHAPE_LABEL])
+
+
+def fused_attn(qkv, *, sequence_descriptor, scaling_factor, max_segments_per_seq, **_):
+    """The attention of TransformerEngine, whose documents count from 1."""
+    numbers, positions = sequence_descriptor
+    is_token = (numbers > 0) & (numbers <= max_segments_per_seq)
+    mask = (numbers[:, :, None] == numbers[:, None]) & is_token[:, None]
+    mask &= positions[:, :, None] >= positions[:, None]
+    q, k, v = (a.astype(jnp.float32) for a in qkv)
+    out = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], scale=scaling_factor)
+    return jnp.where(is_token[:, :, None, None], out, 0).astype(qkv[0].dtype)
+
+
+@pytest.mark.usefixtures("two_ms_a_call")
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_transformer_engine_is_a_peer_on_rows_of_documents(tmp_path, monkeypatch, is_installed):
+    """The formula of its attention replaces its module. 4 s."""
+    module = MagicMock(fused_attn=fused_attn)
+    module.SequenceDescriptor.from_segment_ids_and_pos = lambda *arrays: arrays
+    monkeypatch.setitem(sys.modules, "transformer_engine.jax.attention", module)
+    installed = ["transformer-engine"] if is_installed else []
+    monkeypatch.setattr(peers, "missing", lambda: sorted({*peers.PACKAGES} - {*installed}))
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "1.0")
+    monkeypatch.setattr(timing, "require_gpu", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(ceilings, "measure", lambda: "no ceilings")
+    # Both directions count as 2 ms, so the table would divide by a backward of 0 ms.
+    monkeypatch.setattr(attention, "table", str)
+    flags = ["--documents", "3", "--peers", "--shapes", SHAPE_LABEL, "--rounds", "2"]
+    attention.main([*flags, "--output-dir", str(tmp_path)])
+    (path,) = tmp_path.glob("attention_documents_3_h100_*.json")
+    records = json.loads(path.read_text())["records"]
+    found = [r["median_ms"] for r in records if r["contender"] == "TransformerEngine, packed"]
+    assert found == ([2.0, 2.0] if is_installed else [])
 
 
 @pytest.mark.full
@@ -147,8 +183,7 @@ def test_the_program_writes_a_table(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(ceilings, "measure", lambda: "no ceilings")
     variant = Variant("formula", "", attend, DIRECTIONS[:1])
     monkeypatch.setattr(attention, "variants", lambda **_: [variant])
-    shape = "x".join(map(str, SHAPE))
-    attention.main(["--shapes", shape, "--rounds", "2", "--output-dir", str(tmp_path)])
+    attention.main(["--shapes", SHAPE_LABEL, "--rounds", "2", "--output-dir", str(tmp_path)])
     (path,) = tmp_path.glob("attention_h100_*.json")
     assert len(json.loads(path.read_text())["records"]) == 1
     assert "| formula | 2.000 (0) |  |  |  |" in capsys.readouterr().out
@@ -163,5 +198,5 @@ def test_the_tiles_of_jax_exist():
     """JAX's own kernels take the tiles that the benchmark asks for, and cuDNN the documents."""
     assert {v.name for v in attention.variants(with_tokamax=False)} >= {"cuDNN", "JAX, float16"}
     assert {p.name for p in peers._PEERS if p.op == "attention"} >= {"PyTorch, cuDNN"}
-    found = [v.name for v in attention.of_documents(8)]
+    found = [v.name for v in attention.of_documents(8, with_transformer_engine=False)]
     assert found == ["cuDNN, whole rows", "cuDNN, mask", "cuDNN, packed"]
