@@ -55,7 +55,8 @@ from train.data.prefetch import prefetch
 from train.data.progress import TokenizingProgress
 from train.data.tokenizer import Tokenizer
 
-FORMAT_VERSION = 2  # 1 had no checksums
+# Version 1 had no checksums. The hash of version 2 did not tell where a prompt ends.
+FORMAT_VERSION = 3
 
 # Size of a batch of documents. One call tokenizes a batch while the next is read. A kill loses at
 # most one batch and the seconds since the last commit.
@@ -210,8 +211,8 @@ def _tell_of_older(fingerprint: dict[str, Any], cache_dir: Path, name: str) -> N
         older = cache_dir / _key(fingerprint | {"version": version})
         if older.is_dir():
             print(
-                f"{name}: tokenizing again, because {older} is of an earlier version, without "
-                "checksums; that folder may be removed",
+                f"{name}: tokenizing again, because {older} is of version {version} of the cache, "
+                f"and this is version {FORMAT_VERSION}; that folder may be removed",
                 flush=True,
             )
 
@@ -278,7 +279,7 @@ class _Writing:
         self.counts: dict[str, dict[str, int]] = {split: index[split] for split in SPLITS}
         self.checksums: dict[str, int] = index["checksums"]
         self.content_hash: str = index["content_hash"]
-        self.num_left_out: int = index.get("left_out", 0)  # which older entries do not count
+        self.num_left_out: int = index["left_out"]
         self._parts = _parts(tokenizer)
 
     @property
@@ -357,6 +358,8 @@ class _Writing:
             digest = digest_of(document)
             # A chain of hashes, because progress.json cannot hold the state of one hash.
             chain = bytes.fromhex(self.content_hash) + digest
+            if document.prompt is not None:  # the digest does not tell where it ends
+                chain += repr([len(text) for text in document.texts]).encode()
             self.content_hash = hashlib.blake2b(chain, digest_size=16).hexdigest()
             split = SPLITS[is_held_out(digest, self.held_out_fraction)]
             counts = self.counts[split]

@@ -1,6 +1,7 @@
 """Which documents are held out: those whose hash, as a fraction of 1, is below the share.
 
-So the same document is on the same side in every file, source and run. A text of a few hundred KiB
+So the same document is on the same side in every file, source and run. A prompt with its completion
+has the hash of the joined text, and is on the same side as that text. A text of a few hundred KiB
 has few pieces of 64 KiB, and most often all of them are on one side. Such a text gets smaller
 pieces.
 """

@@ -258,7 +258,7 @@ def _entry(
         f"{held_out['tokens']:,} in {held_out['documents']:,} held out; in {entry.folder}",
         flush=True,
     )
-    if number := entry.index.get("left_out", 0):
+    if number := entry.index["left_out"]:
         records = "record without text is" if number == 1 else "records without text are"
         print(f"{path}: {number:,} {records} left out", flush=True)
     return entry

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 
 from support import tiny_run
 from support.tokenizer_files import write_byte_level, write_sentence_piece
-from train.data import HuggingFaceTokenizer, decode_after
+from train.data import BYTES, HuggingFaceTokenizer, decode_after
 from train.data.cache import tokenized
 from train.data.files import Reader
 from train.setup import open_datasets
@@ -63,6 +64,27 @@ def test_the_cache_has_their_tokens(tokenizer, tmp_path):
     texts = [tokenizer.decode(tokens) for tokens in np.split(pairs.tokens, pairs.offsets[1:])]
     assert [text.removeprefix(" ") for text in texts] == ["thehe", "he"]
     assert tokenizer.decode(stream_of("long.txt").tokens).removeprefix(" ") == "one two"
+
+
+def test_the_place_where_a_prompt_ends_is_a_part_of_the_identity(tmp_path):
+    """Without it a run would resume with other labels. All are held out, or none is."""
+    records = [
+        {"text": "abc"},
+        {"prompt": "a", "completion": "bc"},
+        {"prompt": "ab", "completion": "c"},
+    ]
+    identities = []
+    for number, record in enumerate(records):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(json.dumps(record))
+        reader = Reader(
+            files=(path,), text_field="text", token_dtype="uint16", vocab_size=258, end_of_text=257
+        )
+        options: Any = {"cache_dir": tmp_path / "cache", "name": path.name}
+        identities.append(tokenized(reader, BYTES, held_out_fraction=0.5, **options).identity())
+    sides = [identity["train"]["documents"] for identity in identities]
+    assert sides in ([0, 0, 0], [1, 1, 1])
+    assert len({identity["content_hash"] for identity in identities}) == 3
 
 
 def test_the_first_space_of_a_sample_stays(tmp_path):

@@ -200,18 +200,19 @@ def test_malformed_indexes_are_named(name, config, monkeypatch):
     opened(config)
 
 
-def test_an_entry_without_checksums_is_made_again(config, entry, capsys):
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_entry_of_an_earlier_version_is_made_again(version, config, entry, capsys):
     """The key has the version of the format, so the old entry is not opened. A line names it."""
     reader = Reader(
         files=config.path, text_field="text", token_dtype="uint16", vocab_size=258, end_of_text=257
     )
     fingerprint = cache._fingerprint(reader, data.BYTES, config.held_out_fraction)
     assert entry.name == cache._key(fingerprint)
-    old = config.cache_dir / cache._key(fingerprint | {"version": 1})
+    old = config.cache_dir / cache._key(fingerprint | {"version": version})
     entry.rename(old)
     capsys.readouterr()
     opened(config)
-    line = f"{config.path[0]}: tokenizing again, because {old} is of an earlier version, without "
+    line = f"{config.path[0]}: tokenizing again, because {old} is of version {version} of the "
     assert capsys.readouterr().out.startswith(line)
     assert contents(entry) == contents(old)
     opened(config)
