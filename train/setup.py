@@ -125,7 +125,15 @@ def open_datasets(config: TrainConfig) -> Datasets:
         )
     corpus = data.stdlib_corpus()
     train_data = data.PackedDataset.from_documents(corpus.train, sequence_length=length)
-    held_out = data.PackedDataset.from_documents(corpus.held_out, sequence_length=length)
+    held_out = None
+    try:
+        if config.eval_every:
+            held_out = data.PackedDataset.from_documents(corpus.held_out, sequence_length=length)
+    except data.DataError as error:
+        raise data.DataError(
+            f"the standard library, held out: {error}; --data.path names other text, and "
+            "--eval-every 0 turns evaluations off"
+        ) from error
     return Datasets(train_data, held_out, corpus.fingerprint())
 
 

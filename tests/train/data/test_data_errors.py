@@ -1,5 +1,6 @@
 """Errors in the data: one line names the file, the line in it, and the remedy."""
 
+import dataclasses
 import json
 import os
 import re
@@ -9,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support import tiny_run
 from support.tokenizer_files import write_byte_level
 from train import data
 from train.__main__ import main
 from train.config import DataConfig
 from train.data import files
+from train.setup import open_datasets
 
 TEXT = b"a text that is long enough to make a few rows of sixteen tokens; " * 20
 
@@ -398,6 +401,23 @@ def test_settings_that_no_file_needs_are_refused(flag, value, name, needed, tmp_
         **{flag.replace("-", "_"): value},
     )
     data.check_effects(config)
+
+
+def test_a_row_longer_than_the_held_out_part_of_the_library(monkeypatch):
+    """The error names the remedies, and a run without evaluations needs no such part."""
+    corpus = data.Corpus({f"{i}.py": b"x = 1\n" * 9 for i in range(40)})
+    monkeypatch.setattr(data, "stdlib_corpus", lambda: corpus)
+    length = 1 + sum(map(len, corpus.held_out))
+    of_library = dataclasses.replace(tiny_run.ON_LIBRARY.data, sequence_length=length)
+    model = dataclasses.replace(tiny_run.MODEL, max_position_embeddings=length)
+    config = dataclasses.replace(tiny_run.ON_LIBRARY, data=of_library, model=model, eval_every=1)
+    message = (
+        rf"^the standard library, held out: {length - 1} .*--data\.path .*--eval-every 0 turns"
+    )
+    with pytest.raises(data.DataError, match=message):
+        open_datasets(config)
+    datasets = open_datasets(dataclasses.replace(config, eval_every=0))
+    assert datasets.held_out is None and datasets.train.num_rows > 1
 
 
 def test_the_command_prints_one_line_and_exits_with_2(tmp_path, capsys):
