@@ -2,8 +2,8 @@
 
 So the same document is on the same side in every file, source and run. A prompt with its completion
 has the hash of the joined text, and is on the same side as that text. A text of a few hundred KiB
-has few pieces of 64 KiB, and most often all of them are on one side. Such a text gets smaller
-pieces.
+has few pieces of 64 KiB. Most often none of them is held out, or far more than the share. Such a
+text gets smaller pieces.
 """
 
 import dataclasses
@@ -11,8 +11,9 @@ import hashlib
 
 from train.data.files import PIECE_BYTES, TEXT_SUFFIXES, Document, Reader
 
-_LEAST_PIECE_BYTES = 1 << 10  # a page of a book; a smaller piece teaches little
-_SMALL_BYTES = 1 << 24  # 256 pieces, which are on one side once in 500,000 texts if 5% is held out
+# Down to 1 KiB, a page of a book; a smaller piece teaches little.
+_SIZES = tuple(PIECE_BYTES >> halvings for halvings in range(7))
+_SMALL_BYTES = 1 << 24  # 256 pieces; for a share of 5%, above 10% are held out once in 1,800 texts
 
 
 def digest_of(document: Document) -> bytes:
@@ -26,11 +27,12 @@ def is_held_out(digest: bytes, fraction: float) -> bool:
 
 
 def with_both_sides(reader: Reader, fraction: float, name: str) -> Reader:
-    """The reader, with pieces that are halved until one is held out and another is not.
+    """The reader, with pieces that are halved until some are held out, but at most twice the share.
 
-    Pieces stay as they are if none of 1 KiB or more do, and in files of more than 16 MiB. A line
-    tells of smaller pieces. They depend on the text and `fraction` alone, so a run that resumes has
-    the same ones.
+    If no size down to 1 KiB does that, the pieces have the size that comes nearest to the share,
+    among those with pieces on both sides. They stay as they are if there is no such size, or if the
+    files have more than 16 MiB. A line tells of smaller pieces. They depend on the text and
+    `fraction` alone, so a run that resumes has the same ones.
 
     Args:
       reader: Reader with pieces of the usual size.
@@ -42,20 +44,22 @@ def with_both_sides(reader: Reader, fraction: float, name: str) -> Reader:
     """
     if not 0 < fraction < 1 or not _is_small_text(reader):
         return reader
-    size = PIECE_BYTES
-    while size >= _LEAST_PIECE_BYTES:
-        smaller = dataclasses.replace(reader, piece_bytes=size)
-        if _has_both_sides(smaller, fraction):
-            if size < PIECE_BYTES:
-                print(
-                    f"{name}: read in pieces of {size >> 10} KiB, because all pieces of "
-                    f"{2 * size >> 10} KiB are held out, or none; --data.held-out-path names "
-                    "other text to hold out",
-                    flush=True,
-                )
-            return smaller
-        size //= 2
-    return reader
+    shares: dict[int, float] = {}
+    for size in _SIZES:
+        share = _share(dataclasses.replace(reader, piece_bytes=size), fraction)
+        if 0 < share < 1:
+            shares[size] = share
+            if share <= 2 * fraction:
+                break
+    size = min(shares, key=lambda size: abs(shares[size] - fraction), default=PIECE_BYTES)
+    if size < PIECE_BYTES:
+        print(
+            f"{name}: read in pieces of {size >> 10} KiB, because larger ones hold out all of the "
+            f"text, none, or more than {2 * fraction:.0%}; --data.held-out-path names other text "
+            "to hold out",
+            flush=True,
+        )
+    return dataclasses.replace(reader, piece_bytes=size)
 
 
 def _is_small_text(reader: Reader) -> bool:
@@ -66,11 +70,10 @@ def _is_small_text(reader: Reader) -> bool:
         return False  # the error of reading the files names the one
 
 
-def _has_both_sides(reader: Reader, fraction: float) -> bool:
-    sides = set[bool]()
+def _share(reader: Reader, fraction: float) -> float:
+    """The share of the bytes that is held out, without documents that are left out."""
+    sizes = [0, 0]
     for document in reader.documents():
         if not document.is_empty:
-            sides.add(is_held_out(digest_of(document), fraction))
-        if len(sides) == 2:
-            return True
-    return False
+            sizes[is_held_out(digest_of(document), fraction)] += document.num_bytes
+    return sizes[True] / max(sum(sizes), 1)

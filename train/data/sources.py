@@ -253,9 +253,11 @@ def _entry(
         name=str(path),
     )
     train, held_out = entry.index["train"], entry.index["held_out"]
+    share = held_out["tokens"] / max(train["tokens"] + held_out["tokens"], 1)
     print(
         f"{path}: {train['tokens']:,} tokens in {train['documents']:,} documents, "
-        f"{held_out['tokens']:,} in {held_out['documents']:,} held out; in {entry.folder}",
+        f"{held_out['tokens']:,} ({share:.1%}) in {held_out['documents']:,} held out; in "
+        f"{entry.folder}",
         flush=True,
     )
     if number := entry.index["left_out"]:

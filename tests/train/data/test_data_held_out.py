@@ -1,0 +1,35 @@
+"""How much of a text is held out, and what a run says of it."""
+
+import pytest
+
+from train import data
+from train.config import DataConfig
+
+
+@pytest.mark.parametrize(
+    ("num_lines", "size", "lowest", "highest"),
+    [
+        (4000, 8, 0.05, 0.07),  # 84 KiB, of which pieces of 16 KiB hold out 44%
+        (350, 1, 0.13, 0.15),  # pieces of 4 KiB hold out 44%, those of 2 KiB none
+        (250, 4, 0.19, 0.21),  # larger pieces are all held out, and none of the smaller ones
+    ],
+)
+def test_a_small_text_holds_out_at_most_twice_the_share(
+    num_lines, size, lowest, highest, tmp_path, capsys
+):
+    """If no size of pieces does, it is the one that comes nearest to the share."""
+    book = tmp_path / "book.txt"
+    book.write_bytes(b"".join(b"line %d of the book\n" % line for line in range(num_lines)))
+    config = DataConfig(
+        source="stdlib",
+        path=(book,),
+        cache_dir=tmp_path / "cache",
+        sequence_length=16,
+        batch_size=2,
+    )
+    train, held_out, _ = data.open_files(config, vocab_size=258, evaluates=True)
+    share = len(held_out.tokens) / (len(train.tokens) + len(held_out.tokens))
+    assert lowest < share < highest
+    printed = capsys.readouterr().out
+    assert f"{book}: read in pieces of {size} KiB, because larger ones hold out all" in printed
+    assert f" {len(held_out.tokens):,} ({share:.1%}) in " in printed
