@@ -192,7 +192,15 @@ def _entries(
         )
         if evaluates and not preferences:
             reader = with_both_sides(reader, fraction, str(path))
-        return _entry(config, tokenizer, path, reader, fraction)
+        found = _entry(config, tokenizer, path, reader, fraction)
+        number = found.index["held_out"]["tokens"]
+        if number and not evaluates and fraction < 1:
+            print(
+                f"{path}: no evaluation reads the {number:,} held-out tokens, because of "
+                "--eval-every 0; --data.held-out-fraction 0 trains on them, too",
+                flush=True,
+            )
+        return found
 
     files = [_files(path) for path in config.path]
     held_out_files = [_files(path) for path in config.held_out_path]

@@ -1,9 +1,18 @@
 """How much of a text is held out, and what a run says of it."""
 
+import json
+
 import pytest
 
 from train import data
 from train.config import DataConfig
+
+
+def config_of(path, **changes):
+    sizes = {"sequence_length": 16, "batch_size": 2}
+    return DataConfig(
+        source="stdlib", path=(path,), cache_dir=path.parent / "cache", **sizes, **changes
+    )
 
 
 @pytest.mark.parametrize(
@@ -20,16 +29,28 @@ def test_a_small_text_holds_out_at_most_twice_the_share(
     """If no size of pieces does, it is the one that comes nearest to the share."""
     book = tmp_path / "book.txt"
     book.write_bytes(b"".join(b"line %d of the book\n" % line for line in range(num_lines)))
-    config = DataConfig(
-        source="stdlib",
-        path=(book,),
-        cache_dir=tmp_path / "cache",
-        sequence_length=16,
-        batch_size=2,
-    )
+    config = config_of(book)
     train, held_out, _ = data.open_files(config, vocab_size=258, evaluates=True)
     share = len(held_out.tokens) / (len(train.tokens) + len(held_out.tokens))
     assert lowest < share < highest
     printed = capsys.readouterr().out
     assert f"{book}: read in pieces of {size} KiB, because larger ones hold out all" in printed
     assert f" {len(held_out.tokens):,} ({share:.1%}) in " in printed
+
+
+@pytest.mark.parametrize(
+    ("fraction", "evaluates"), [(0.2, False), (0.2, True), (0.0, False), (1e-6, False)]
+)
+def test_text_that_is_held_out_in_vain_is_told(fraction, evaluates, tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(100)))
+    config = config_of(path, held_out_fraction=fraction)
+    _, _, fingerprint = data.open_files(config, vocab_size=258, evaluates=evaluates)
+    number = fingerprint["path"][0]["held_out"]["tokens"]
+    assert bool(number) == (fraction == 0.2)
+    line = (
+        f"{path}: no evaluation reads the {number:,} held-out tokens, because of --eval-every 0; "
+    )
+    line += "--data.held-out-fraction 0 trains on them, too\n"
+    printed = capsys.readouterr().out
+    assert (line in printed) == ("no evaluation" in printed) == (number > 0 and not evaluates)
