@@ -12,7 +12,8 @@ user, and no link in it is followed. It has three files for each split, `train` 
 
 A preference is two documents in a row, the chosen one and the rejected one, of the same split.
 
-Empty documents, and prompts without a completion, are left out. The index has their number.
+Empty documents, and prompts without a completion, are left out. The index has their number, and
+that of the records whose text is in the field that the reader names.
 
 While a process makes an entry, `progress.json` holds the sizes of the files that are valid so far,
 their checksums, and the place in the text to continue from. It is replaced by a rename, after the
@@ -44,7 +45,7 @@ from jaxtyping import Integer
 
 from train.data import index as index_file
 from train.data.errors import DataError
-from train.data.files import PIECE_BYTES, Document, Position, Reader
+from train.data.files import PIECE_BYTES, Document, Position, Reader, has_records
 from train.data.folder import OwnFolder
 from train.data.held_out import digest_of, is_held_out
 from train.data.index import PARTS, SPLITS
@@ -280,6 +281,7 @@ class _Writing:
         self.checksums: dict[str, int] = index["checksums"]
         self.content_hash: str = index["content_hash"]
         self.num_left_out: int = index["left_out"]
+        self.num_of_text_field: int = index["of_text_field"]
         self._parts = _parts(tokenizer)
 
     @property
@@ -348,6 +350,7 @@ class _Writing:
                 "content_hash": self.content_hash,
                 "checksums": self.checksums,
                 "left_out": self.num_left_out,
+                "of_text_field": self.num_of_text_field,
                 **self.counts,
             },
         )
@@ -360,6 +363,8 @@ class _Writing:
             chain = bytes.fromhex(self.content_hash) + digest
             if document.prompt is not None:  # the digest does not tell where it ends
                 chain += repr([len(text) for text in document.texts]).encode()
+            elif has_records((document.path,)):
+                self.num_of_text_field += 1
             self.content_hash = hashlib.blake2b(chain, digest_size=16).hexdigest()
             split = SPLITS[is_held_out(digest, self.held_out_fraction)]
             counts = self.counts[split]

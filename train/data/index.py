@@ -29,6 +29,7 @@ def beginning() -> dict[str, Any]:
         "position": {"file": 0, "offset": 0, "line": 0, "num_bytes": 0},
         "content_hash": "",
         "left_out": 0,
+        "of_text_field": 0,
         "checksums": {f"{split}.{part}": 0 for split in SPLITS for part in PARTS},
         **{split: {"tokens": 0, "documents": 0, "prompts": 0} for split in SPLITS},
     }

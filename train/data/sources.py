@@ -271,6 +271,13 @@ def _entry(
     if number := entry.index["left_out"]:
         records = "record without text is" if number == 1 else "records without text are"
         print(f"{path}: {number:,} {records} left out", flush=True)
+    is_set = config.text_field != DataConfig.text_field
+    if is_set and has_records(reader.files) and not entry.index["of_text_field"]:
+        print(
+            f"{path}: --data.text-field {config.text_field} has no effect, because no record has "
+            "this field with text in it; leave the flag out, or name another field",
+            flush=True,
+        )
     return entry
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from support import tiny_run
 from support.tokenizer_files import write_byte_level, write_sentence_piece
-from train.data import BYTES, HuggingFaceTokenizer, decode_after
+from train.data import BYTES, HuggingFaceTokenizer, decode_after, open_files
 from train.data.cache import tokenized
 from train.data.files import Reader
 from train.setup import open_datasets
@@ -85,6 +85,27 @@ def test_the_place_where_a_prompt_ends_is_a_part_of_the_identity(tmp_path):
     sides = [identity["train"]["documents"] for identity in identities]
     assert sides in ([0, 0, 0], [1, 1, 1])
     assert len({identity["content_hash"] for identity in identities}) == 3
+
+
+def test_a_text_field_that_no_record_has_is_told(tmp_path, capsys):
+    """A record with a prompt needs none. The second time the text is in the cache."""
+    records = [{"prompt": f"p{i}", "completion": "c" * 9} for i in range(30)]
+    paths = [tmp_path / f"{name}.jsonl" for name in "ab"]
+    for path, more in zip(paths, ([], [{"body": "a text"}]), strict=True):
+        path.write_text("".join(json.dumps(record) + "\n" for record in records + more))
+    (tmp_path / "c.md").write_text("a text without records " * 9)
+    of_text = dataclasses.replace(
+        tiny_run.ON_LIBRARY.data,
+        path=(*paths, tmp_path / "c.md"),
+        text_field="body",
+        held_out_fraction=0.0,
+        cache_dir=tmp_path / "cache",
+    )
+    for _ in range(2):
+        open_files(of_text, vocab_size=258, evaluates=False)
+        lines = [line for line in capsys.readouterr().out.splitlines() if "text-field" in line]
+        start = f"{paths[0]}: --data.text-field body has no effect, because no record has this "
+        assert len(lines) == 1 and lines[0].startswith(start)
 
 
 def test_the_first_space_of_a_sample_stays(tmp_path):
