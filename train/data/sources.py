@@ -49,6 +49,8 @@ def load_tokenizer(config: DataConfig) -> Tokenizer:
 def check_effects(config: DataConfig, given: Collection[str] = ()) -> None:
     """Refuses settings that none of the files in the paths of a configuration needs.
 
+    It lists folders only if there is such a setting.
+
     Args:
       config: Configuration with a path.
       given: Flags on the command line, which may give the default.
@@ -56,14 +58,15 @@ def check_effects(config: DataConfig, given: Collection[str] = ()) -> None:
     Raises:
       DataError: A setting that is given, or is not the default, has no effect.
     """
-    try:
-        found = frozenset().union(*map(suffixes_in, config.path + config.held_out_path))
-    except OSError:
-        return  # the error of opening the files names the folder
     for name, suffixes in (("token_dtype", {".bin"}), ("text_field", RECORD_SUFFIXES)):
         value, flag = getattr(config, name), f"--data.{name.replace('_', '-')}"
-        is_set = flag in given or value != getattr(DataConfig, name)
-        if is_set and found and not found & suffixes:
+        if flag not in given and value == getattr(DataConfig, name):
+            continue
+        try:
+            found = frozenset().union(*map(suffixes_in, config.path + config.held_out_path))
+        except OSError:
+            return  # the error of opening the files names the folder
+        if found and not found & suffixes:
             raise DataError(
                 f"{flag} {value} has no effect, because no file is a "
                 f"{' or '.join(sorted(suffixes))} (there are {' '.join(sorted(found))}); leave it "

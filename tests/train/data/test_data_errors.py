@@ -15,7 +15,7 @@ from support.tokenizer_files import write_byte_level
 from train import data
 from train.__main__ import main
 from train.config import DataConfig
-from train.data import files
+from train.data import files, sources
 from train.setup import open_datasets
 
 TEXT = b"a text that is long enough to make a few rows of sixteen tokens; " * 20
@@ -401,6 +401,17 @@ def test_settings_that_no_file_needs_are_refused(flag, value, name, needed, tmp_
         **{flag.replace("-", "_"): value},
     )
     data.check_effects(config)
+
+
+def test_folders_are_not_listed_without_such_settings(tmp_path, monkeypatch):
+    """Every run checks its settings twice: at the command line, and before it opens the text."""
+    listed = []
+    monkeypatch.setattr(sources, "suffixes_in", lambda path: listed.append(path) or {".bin"})
+    config = dataclasses.replace(tiny_run.ON_LIBRARY.data, path=(tmp_path,))
+    data.check_effects(config, {"--data.path"})
+    assert not listed
+    data.check_effects(config, {"--data.path", "--data.token-dtype"})
+    assert listed == [tmp_path]
 
 
 def test_a_row_longer_than_the_held_out_part_of_the_library(monkeypatch):
