@@ -113,14 +113,16 @@ def run(config: TrainConfig) -> Path:
             with open_writer(config, run_dir, step, written) as writer:
                 if config.dump_hlo and is_first():
                     write_hlo(run_dir / "hlo", steps.program, memory_report(steps.program))
-                loop = _Loop(config, mesh, datasets, steps, writer, checkpoints, watchdog)
+                loop = _Loop(
+                    config, tokenizer, mesh, datasets, steps, writer, checkpoints, watchdog
+                )
                 state, step = loop.run(step, state)
             if step < config.steps:
                 _print_stopped(config, step)
                 if checkpoints:
                     return run_dir
         watchdog.begin_other("the model and the report")
-        finish(config, run_dir, state)
+        finish(config, run_dir, state, tokenizer)
     return run_dir
 
 
@@ -192,6 +194,7 @@ class _Loop:
     def __init__(
         self,
         config: TrainConfig,
+        tokenizer: data.Tokenizer,
         mesh: Mesh,
         datasets: Datasets,
         steps: CompiledSteps,
@@ -201,6 +204,7 @@ class _Loop:
     ):
         self._config, self._mesh, self._datasets, self._steps = config, mesh, datasets, steps
         self._writer, self._checkpoints, self._watchdog = writer, checkpoints, watchdog
+        self._tokenizer = tokenizer
         self._start = time.perf_counter() - writer.elapsed_s
         self._throughput = metrics.Throughput()
         self._progress = Progress(config.steps, every=config.log_every)
@@ -389,7 +393,7 @@ class _Loop:
             losses = _held_out_loss(self._config, self._mesh, eval_step, params, held_out)
             row = {"step": step, **losses}
             if self._config.sample_tokens:
-                text = sample(self._config, params, TEMPERATURE)
+                text = sample(self._config, self._tokenizer, params, TEMPERATURE)
                 self._writer.write_sample(step, f"temperature {TEMPERATURE}", text)
             row["elapsed_s"] = self._elapsed_s()
         self._writer.write(row)

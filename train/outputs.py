@@ -88,7 +88,9 @@ def keep_tokenizer(config: TrainConfig, folder: Path) -> None:
         copy_tokenizer(config.data.tokenizer, folder, bos_token=bos_token, eos_token=eos_token)
 
 
-def finish(config: TrainConfig, run_dir: Path, state: TrainState) -> None:
+def finish(
+    config: TrainConfig, run_dir: Path, state: TrainState, tokenizer: data.Tokenizer
+) -> None:
     """Writes the model, the text samples, the plot and the report.
 
     Raises:
@@ -103,7 +105,7 @@ def finish(config: TrainConfig, run_dir: Path, state: TrainState) -> None:
     samples = []
     if config.sample_tokens:
         for temperature in (0.0, TEMPERATURE):
-            text = sample(config, state.params, temperature)
+            text = sample(config, tokenizer, state.params, temperature)
             samples.append((f"temperature {temperature}", text))
             print(f"\n--- sample at temperature {temperature} ---\n{text}")
     if not is_first():
@@ -132,9 +134,10 @@ def sample_key(seed: int) -> Key[Array, ""]:
     return jax.random.fold_in(jax.random.key(seed), 2**31)
 
 
-def sample(config: TrainConfig, params: nnx.State, temperature: float) -> str:
+def sample(
+    config: TrainConfig, tokenizer: data.Tokenizer, params: nnx.State, temperature: float
+) -> str:
     """The prompt of a configuration, and the text that the model continues it with."""
-    tokenizer = data.load_tokenizer(config.data)
     prompt = data.start_of_document(config.sample_prompt, tokenizer)
     tokens = generate(
         nnx.merge(model_graph(config.model), params),

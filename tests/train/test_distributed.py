@@ -32,6 +32,7 @@ from models.sharding import make_mesh
 from support.faults import process_flags, timeless
 from train.checkpoints.checkpoint import Checkpoints
 from train.cli.command_line import parse_command_line
+from train.data import BYTES
 from train.loop import run
 from train.step import abstract_state
 
@@ -246,7 +247,7 @@ def test_model_and_sample(story, alone):
     config = dataclasses.replace(alone[0], sample_tokens=4)
     with jax.set_mesh(mesh):
         params = state_of(config, story[0], mesh)[1].params
-        sample = train.outputs.sample(config, params, 0.0)
+        sample = train.outputs.sample(config, BYTES, params, 0.0)
     model = load_pretrained(story[0] / "model")
     saved = jax.device_get(nnx.state(model, nnx.Param))
     chex.assert_trees_all_equal(saved, jax.device_get(params))

@@ -68,6 +68,9 @@ def finished(tmp_path_factory, compiled):
         patch.setattr(train.reporting.report, "loss_png", drawn)
         patch.setattr(train.reporting.report, "details_png", lambda *args: b"")
         patch.setattr(train.loop, "compile_steps", keep)
+        load = data.load_tokenizer
+        told = lambda config: printed.append("the tokenizer is read") or load(config)
+        patch.setattr(data, "load_tokenizer", told)
         patch.setattr("builtins.print", lambda *args: printed.append(" ".join(map(str, args))))
         patch.setattr(train.loop.Progress, "print", lambda self, text: printed.append(text))
         folder = run(config)
@@ -229,6 +232,12 @@ def test_saved_model_has_the_final_parameters(finished, by_hand):
     assert model.config == CONFIG.model
     got = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
     chex.assert_trees_all_equal(got, jax.tree.map(np.asarray, by_hand[1][5]))
+
+
+def test_the_tokenizer_is_read_once(finished):
+    """A large one takes a second, and every evaluation writes a sample."""
+    _, printed = finished
+    assert printed.count("the tokenizer is read") == 1
 
 
 def test_report_shows_the_samples(finished, by_hand):
