@@ -94,9 +94,11 @@ class _WandB:
             raise RunError(
                 f"--wandb: {text_of(error)}; repair this, or leave the flag out"
             ) from error
+        # Steps of its own would have to rise, and a run that resumes repeats some.
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, row: Metrics) -> None:
-        self._run.log(_numbers(row), step=row["step"])
+        self._run.log({"step": row["step"], **_numbers(row)})
 
     def close(self) -> None:
         self._run.finish()
