@@ -12,16 +12,19 @@ each token and head, and each device of a mesh computes its own rows.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.documents import ROOM, Documents, Part, buckets, num_calls_of_last, part_of
-from pallas_kernels.layout import Place, Roles, Tokens
+from pallas_kernels.choices import log_once
+from pallas_kernels.layout import Place, Roles, Tokens, to_spec, to_splits
 from pallas_kernels.mapping import Mask
 from pallas_kernels.operation import call
 from pallas_kernels.partition import partitioned
@@ -51,10 +54,29 @@ def packed_attention(
       RuntimeError: There is no cuDNN.
     """
     cudnn.check_cudnn_version()
-    return call(_PackedAttention(), q, k, v, *documents)[0]
+    # With an axis of the heads of keys, a mesh axis may split all arrays alike.
+    groups = q.shape[2] // k.shape[2]
+    by_keys = _splittable(q, k.shape[2]).reshape(*q.shape[:2], k.shape[2], groups, q.shape[3])
+    return call(_PackedAttention(), by_keys, k, v, *documents)[0].reshape(q.shape)
 
 
-_Q, _K, _LOGSUMEXP = Tokens(("s", "n", "h")), Tokens(("s", "k", "h")), Tokens(("s", "n"))
+def _splittable(q: Float[Array, "B S N H"], num_kv_heads: int) -> Float[Array, "B S N H"]:
+    """The queries, with whole heads if the Explicit axes that split them cannot split the keys."""
+    mesh, spec = jax.typeof(q).sharding.mesh, jax.typeof(q).sharding.spec
+    splits = to_splits(spec, q.ndim)
+    num_devices = math.prod(mesh.shape[name] for name in splits[2])
+    if num_kv_heads % num_devices == 0:
+        return q
+    log_once(
+        f"packed attention: every device gathers the queries' {q.shape[2]} heads and computes all "
+        f"of them, because the mesh axes {splits[2]} split them over {num_devices} devices, which "
+        f"do not divide the {num_kv_heads} heads of keys; split the rows over these axes"
+    )
+    return jax.sharding.reshard(q, NamedSharding(mesh, to_spec((*splits[:2], (), splits[3]))))
+
+
+_Q, _K = Tokens(("s", "kv_heads", "g", "h")), Tokens(("s", "kv_heads", "h"))
+_LOGSUMEXP = Tokens(("s", "kv_heads", "g"))
 _DOCUMENTS = (Tokens(("s",)), Tokens(("s",)), Tokens(("p",)), Tokens(("p",)))
 
 
@@ -62,14 +84,14 @@ _DOCUMENTS = (Tokens(("s",)), Tokens(("s",)), Tokens(("p",)), Tokens(("p",)))
 class _PackedAttention:
     """The output of `(q, k, v, *arrays of the documents)`.
 
-    The residual is the logsumexp of each token's logits, `[B, S, N]`. The members of `jax.vmap` are
-    an axis before the rows.
+    Queries and output are `[B, S, K, G, H]`, with G = N / K. The residual is the logsumexp of each
+    token's logits, `[B, S, K, G]`. The members of `jax.vmap` are an axis before the rows.
     """
 
     name = "packed_attention"
 
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
-        roles = Roles((_Q, _K, _K, *_DOCUMENTS), (_Q, _LOGSUMEXP))
+        roles = Roles((_Q, _K, _K, *_DOCUMENTS), (_Q, _LOGSUMEXP), ("kv_heads",))
         out, logsumexp = partitioned(_forward_of, None, roles, *args)
         return (out,) if wanted is None else (out, logsumexp)
 
@@ -85,7 +107,7 @@ class _PackedAttention:
     def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
         (dout,) = cotangents
         assert dout is not None  # JAX asks for no gradient of a result without one
-        roles = Roles((_Q, _Q, _K, _K, _Q, _LOGSUMEXP, *_DOCUMENTS), (_Q, _K, _K))
+        roles = Roles((_Q, _Q, _K, _K, _Q, _LOGSUMEXP, *_DOCUMENTS), (_Q, _K, _K), ("kv_heads",))
         gradients = partitioned(_backward_of, None, roles, dout, *saved)
         return [g for g, is_wanted in zip(gradients, wanted[:3], strict=True) if is_wanted]
 
@@ -97,12 +119,13 @@ def _forward_of(_: None, place: Place) -> Callable[..., tuple[Array, Array]]:
     def forward(q: Array, k: Array, v: Array, *arrays: Array) -> tuple[Array, Array]:
         documents = Documents(*arrays)
         if not _fits(q, place):
-            return jnp.full_like(q, jnp.nan), jnp.full(q.shape[:3], jnp.nan, jnp.float32)
+            return jnp.full_like(q, jnp.nan), jnp.full(q.shape[:-1], jnp.nan, jnp.float32)
 
         def attend(part: Part, largest: int) -> tuple[Array, Array]:
             primitive = cudnn._dot_product_attention_fwd_p
             out, stats = _bind(primitive, part, largest, q, k, v)
-            return out.reshape(q.shape), _of_tokens(stats, part, documents)
+            of_tokens = _of_tokens(stats, part, documents)
+            return out.reshape(q.shape), of_tokens.reshape(q.shape[:-1])
 
         return _over_all(attend, documents)
 
@@ -114,7 +137,8 @@ def _backward_of(_: None, place: Place) -> Callable[..., tuple[Array, Array, Arr
         dout: Array, q: Array, k: Array, v: Array, out: Array, logsumexp: Array, *arrays: Array
     ) -> tuple[Array, ...]:
         def gradients(part: Part, largest: int) -> tuple[Array, ...]:
-            stats = _of_documents(logsumexp, part, largest)
+            of_tokens = logsumexp.reshape(*logsumexp.shape[:2], -1)
+            stats = _of_documents(of_tokens, part, largest)
             primitive = cudnn._dot_product_attention_bwd_p
             found = _bind(primitive, part, largest, q, k, v, stats, out, dout)
             return tuple(g.reshape(a.shape) for g, a in zip(found, (q, k, v), strict=True))
@@ -128,7 +152,7 @@ def _of_all_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of rows, for arrays that also have axes of members before the axis of rows."""
 
     def run(q: Array, *others: Array) -> Any:
-        leading = q.shape[:-3]
+        leading = q.shape[:-4]
         rows = (jax.lax.collapse(a, 0, len(leading)) for a in (q, *others))
         return tuple(a.reshape(*leading, *a.shape[1:]) for a in function(*rows))
 
@@ -216,8 +240,8 @@ def _bind(
     rows of L tokens. It finds a document by its offset among all tokens. So a document may go on
     after the end of such a row.
     """
-    in_rows = lambda a: a.reshape(-1, largest, *a.shape[2:]) if a.ndim == 4 else a
-    q, k, v, *rest = map(in_rows, (q, k, v, *of_backward))
+    in_rows = lambda a: a.reshape(-1, largest, math.prod(a.shape[2:-1]), a.shape[-1])
+    q, k, v, *rest = (a if a.ndim == 3 else in_rows(a) for a in (q, k, v, *of_backward))
     lengths = part.lengths.reshape(-1, ROOM)
     unused = jnp.zeros(0, q.dtype)
     options: dict[str, Any] = {} if of_backward else {"is_training": True}

@@ -11,6 +11,7 @@ members. A mesh axis that splits members splits neither tokens nor weights of th
 """
 
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -63,11 +64,17 @@ def over_auto_axes(
         return tuple(loop(local(key, whole), levels)(*args))
 
     def partition(mesh: Any, args: Any, results: Any) -> Any:
+        has_mesh = not mesh.empty
         mesh, splits = mesh_and_splits(mesh, [a.sharding for a in args], [a.ndim for a in args])
         splits = [_even(split, a.shape, mesh) for split, a in zip(splits, args, strict=True)]
         members, splits = _members_apart(levels, splits)
         layout = Layout.make(roles, whole, splits)
         layout.warn_of_repeated_work()
+        if has_mesh and roles.parts and not any(isinstance(role, Weight) for role in roles.args):
+            # Nothing else can use a mesh axis. With weights, `Layout` knows what is gathered.
+            used = {*layout.place.tokens, *itertools.chain(*members, *layout.place.parts)}
+            if idle := tuple(n for n in mesh.axis_names if mesh.shape[n] > 1 and n not in used):
+                _warn_of_idle_axes(idle, roles.parts)
         of_args = [
             (*(split for split, level in zip(members, levels, strict=True) if level[i]), *rest)
             for i, rest in enumerate(layout.args)
@@ -117,6 +124,19 @@ def _members_apart(levels: Levels, splits: Sequence[Splits]) -> tuple[Splits, li
     nums = num_levels(levels, len(splits))
     rest = [tuple(map(without, s[num:])) for s, num in zip(splits, nums, strict=True)]
     return tuple(found), rest
+
+
+@functools.cache
+def _warn_of_idle_axes(idle: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    names = ", ".join(parts)
+    _logger.warning(
+        "the devices along the mesh axes %s gather the arrays of a call and compute the same, "
+        "because these axes split neither its tokens nor its %s; split the tokens over them, or "
+        "take a number of devices that divides the number of %s",
+        idle,
+        names,
+        names,
+    )
 
 
 def _even(splits: Splits, shape: Sequence[int], mesh: Mesh) -> Splits:

@@ -7,8 +7,8 @@
   is a weight that every token reads (`Weight`), it is the gradient of a weight (`GradientOf`), or
   it is the same on all devices (`Replicated`).
 - The *splits* of an array name, for each of its axes, the mesh axes that split it.
-- The *parts* are named axes of weights that may stay split while a device computes: the columns of
-  an MLP, or the vocabulary.
+- The *parts* are named axes that may stay split while a device computes: the columns of an MLP, the
+  vocabulary, or the heads of attention.
 - The *place* tells the local function which mesh axes split the tokens and the parts. With it the
   function exchanges between devices what is missing.
 
@@ -296,12 +296,20 @@ def _leading(roles: Roles, splits: Sequence[Splits]) -> Splits:
 
 
 def _part(name: str, roles: Roles, splits: Sequence[Splits], tokens: Split) -> Split:
-    """The mesh axes over which a named axis stays split: those of a weight that split no tokens."""
-    for role, split in zip(roles.args, splits, strict=True):
-        if isinstance(role, Weight) and name in role.axes:
-            found = tuple(n for n in split[role.axes.index(name)] if n not in tokens)
-            if found:
-                return found
+    """The mesh axes over which a named axis stays split: those of an array that split no tokens.
+
+    The array is a weight, or has tokens if no weight has the axis.
+    """
+    pairs = list(zip(roles.args, splits, strict=True))
+    of_weights = [(r.axes, split) for r, split in pairs if isinstance(r, Weight) and name in r.axes]
+    of_tokens = [
+        (r.features, split[len(split) - len(r.features) :])
+        for r, split in pairs
+        if isinstance(r, Tokens) and name in r.features
+    ]
+    for names, split in of_weights or of_tokens:
+        if found := tuple(n for n in split[names.index(name)] if n not in tokens):
+            return found
     return ()
 
 

@@ -38,18 +38,21 @@ def of_each_device(*args):
 
 MESH = {"data": 2, "fsdp": 4}
 ROWS = P(("data", "fsdp"))
+HEADS = P("fsdp", None, "data")
 CASES = {
     "one": Case(value_and_gradients, ARGS),
     "rows": Case(value_and_gradients, ARGS, mesh=MESH, specs=(ROWS,) * 5),
     # XLA splits the documents as the queries.
     "whole ids": Case(value_and_gradients, ARGS, mesh=MESH, specs=(*(ROWS,) * 4, P())),
+    "heads": Case(value_and_gradients, ARGS, mesh=MESH, specs=(*(HEADS,) * 4, P("fsdp"))),
     "shard_map": Case(of_each_device, ARGS, mesh=MESH, specs=(ROWS,) * 5),
     "members": Case(
         functools.partial(value_and_gradients, fn=jax.vmap(attention)),
         tuple(array((MEMBERS, *a.shape), a.dtype) for a in ARGS),
     ),
 }
-ROWS_OF_A_DEVICE = {"one": B, "members": MEMBERS * B}  # 1 in the others
+ROWS_OF_A_DEVICE = {"one": B, "heads": 2, "members": MEMBERS * B}  # 1 in the others
+HEADS_OF_A_DEVICE = {"heads": (N // 2, K // 2)}  # N and K in the others
 
 
 def calls(hlo: str) -> list[tuple[bool, str, str]]:
@@ -72,6 +75,7 @@ def test_cudnn_computes_each_bucket_and_more_documents_in_a_loop(compiled, chip,
         in_entry = [where for where, name, _ in found if name == target]
         assert sorted(in_entry) == [False, *[True] * len(buckets(S))]
     num_tokens = ROWS_OF_A_DEVICE.get(case, 1) * S
+    num_heads, num_kv_heads = HEADS_OF_A_DEVICE.get(case, (N, K))
     all_shapes = []
     for _, target, line in found:
         assert re.search(r'"mask_type":\s*"PADDING_CAUSAL"', line)
@@ -81,9 +85,9 @@ def test_cudnn_computes_each_bucket_and_more_documents_in_a_loop(compiled, chip,
     expected = []
     for largest in (*buckets(S), buckets(S)[-1]):
         rows = num_tokens // largest
-        q, k = (f"bf16[{rows},{largest},{heads},{H}]" for heads in (N, K))
+        q, k = (f"bf16[{rows},{largest},{heads},{H}]" for heads in (num_heads, num_kv_heads))
         of_documents = [f"s32[{rows},{ROOM}]"] * 2 + [f"s32[{rows},{ROOM + 1}]"] * 2
-        stats = f"f32[{rows * ROOM},{N},{largest}]"
+        stats = f"f32[{rows * ROOM},{num_heads},{largest}]"
         expected.append(("fmhaSoftmax", [q, k, k, *of_documents]))
         expected.append(("fmhaSoftmaxBackward", [q, k, k, stats, q, q, *of_documents]))
     assert sorted(all_shapes) == sorted(expected)

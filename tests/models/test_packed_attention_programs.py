@@ -5,6 +5,7 @@ A CPU has no cuDNN, so an emulation takes its place.
 
 import contextlib
 import functools
+import re
 from collections import Counter
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.kernels.documents import packed
 from benchmarks.kernels.formulas import attention as masked
@@ -20,6 +21,7 @@ from models import packed_attention
 from models.documents import buckets, documents_in_a_call, documents_of
 from models.llama import Llama
 from models.sharding import make_mesh
+from pallas_kernels import auto_axes, choices
 from support.emulated_cudnn import emulate
 from support.numerics import assert_as_accurate, quick_jit, value_and_grads
 from support.split_llama import changed, loss_and_gradients, packed_batch
@@ -74,6 +76,54 @@ def test_each_device_reads_the_documents_of_its_own_rows(axes):
     *qkv, dout = arrays()
     expected = float64_of(of_mask, qkv, dout)
     assert_as_accurate(got, value_and_grads(of_mask, qkv, dout), expected, names=NAMES)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_each_device_computes_its_own_heads(kind):
+    """5 s each."""
+    mesh = jax.make_mesh((2, 2), ("data", "heads"), (kind,) * 2, devices=jax.devices()[:4])
+    ids = segment_ids()
+    of_ids = lambda fn: lambda q, k, v: fn(q, k, v, jnp.asarray(ids))
+    split = NamedSharding(mesh, PartitionSpec("data", None, "heads"))
+    with jax.set_mesh(mesh):
+        *qkv, dout = jax.device_put(arrays(), split)
+        compiled = quick_jit(functools.partial(value_and_grads, of_ids(packed))).lower(qkv, dout)
+        compiled = compiled.compile()
+        got = compiled(qkv, dout)
+    assert "all-gather" not in compiled.as_text() and "all-to-all" not in compiled.as_text()
+    assert all(a.sharding.is_equivalent_to(split, 4) for a in got)
+    *qkv, dout = arrays()
+    of_mask = of_ids(masked)
+    expected = float64_of(of_mask, qkv, dout)
+    assert_as_accurate(got, value_and_grads(of_mask, qkv, dout), expected, names=NAMES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            AxisType.Auto,
+            r"along the mesh axes \('heads.1',\) gather .* divides the number of kv_heads",
+        ),
+        (
+            AxisType.Explicit,
+            r"axes \('heads',\) split them over 4 devices, .* the 2 heads of keys;",
+        ),
+    ],
+)
+def test_heads_that_are_gathered_are_told_once(kind, message, caplog, monkeypatch):
+    """Four devices split four heads of queries and two heads of keys. 2 s each."""
+    monkeypatch.setattr(choices, "_logged", set())
+    auto_axes._warn_of_idle_axes.cache_clear()
+    mesh = jax.make_mesh((4,), ("heads",), (kind,), devices=jax.devices()[:4])
+    heads = NamedSharding(mesh, PartitionSpec(None, None, "heads"))
+    with jax.set_mesh(mesh):
+        q, k, v, _ = (a[:1, :8] for a in arrays())
+        q = jax.device_put(q, heads)
+        attend = lambda q: packed(q, k, v, jnp.zeros((1, 8), jnp.int32))
+        quick_jit(lambda q: attend(attend(q)))(q)
+    (told,) = [record.message for record in caplog.records if "heads" in record.message]
+    assert re.search(message, told)
 
 
 IDS_OF_MEMBERS = np.stack(
