@@ -90,7 +90,7 @@ def test_each_device_computes_its_own_heads(kind):
         compiled = quick_jit(functools.partial(value_and_grads, of_ids(packed))).lower(qkv, dout)
         compiled = compiled.compile()
         got = compiled(qkv, dout)
-    assert "all-gather" not in compiled.as_text() and "all-to-all" not in compiled.as_text()
+    assert not re.search("all-gather|all-to-all", str(compiled.as_text()))
     assert all(a.sharding.is_equivalent_to(split, 4) for a in got)
     *qkv, dout = arrays()
     of_mask = of_ids(masked)

@@ -30,12 +30,13 @@ def test_a_small_text_holds_out_at_most_twice_the_share(
     book = tmp_path / "book.txt"
     book.write_bytes(b"".join(b"line %d of the book\n" % line for line in range(num_lines)))
     config = config_of(book)
-    train, held_out, _ = data.open_files(config, vocab_size=258, evaluates=True)
-    share = len(held_out.tokens) / (len(train.tokens) + len(held_out.tokens))
+    _, _, fingerprint = data.open_files(config, vocab_size=258, evaluates=True)
+    train, held_out = (fingerprint["path"][0][split]["tokens"] for split in ("train", "held_out"))
+    share = held_out / (train + held_out)
     assert lowest < share < highest
     printed = capsys.readouterr().out
     assert f"{book}: read in pieces of {size} KiB, because larger ones hold out all" in printed
-    assert f" {len(held_out.tokens):,} ({share:.1%}) in " in printed
+    assert f" {held_out:,} ({share:.1%}) in " in printed
 
 
 @pytest.mark.parametrize(
