@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.gpu.kernel import vary, varying_axes
 from pallas_kernels.layout import Place
 from pallas_kernels.log_probs.differentiable import BIAS
 from pallas_kernels.loss import low_rank
@@ -85,16 +86,16 @@ class TokenFunction:
         return data[:num_leaves], data[num_leaves:]
 
     def differentiated(
-        self,
-        of_tokens: Arrays,
-        data: Arrays,
-        wanted: Mask,
-        counts: jax.Array | None = None,
+        self, of_tokens: Arrays, data: Arrays, wanted: Mask, counts: jax.Array | None = None
     ) -> tuple[list[jax.Array], Arrays, Arrays]:
         """`([loss, *other results], cotangents of of_tokens, gradients of the wanted data)`.
 
         The gradients are those of the loss, or of the sum of the losses of tokens that count.
+        Inside of `jax.shard_map` they are those of a device's own loss, and only the backward adds
+        up those of an array that is the same on several devices. So `jax.grad` must not.
         """
+        varying = frozenset().union(*map(varying_axes, (*of_tokens, *data)))
+        own = lambda arrays: [vary(a, varying) for a in arrays]
 
         def run(of_tokens: Arrays, data: Arrays, counts: jax.Array | None) -> Any:
             def of_wanted(of_tokens: Any, some: Any) -> Any:
@@ -104,8 +105,8 @@ class TokenFunction:
                 total = loss if counts is None else jnp.sum(where_counted(counts, loss))
                 return total, [loss, *aux]
 
-            some = [a for a, w in zip(data, wanted, strict=True) if w]
-            return jax.grad(of_wanted, argnums=(0, 1), has_aux=True)(list(of_tokens), some)
+            some = own(a for a, w in zip(data, wanted, strict=True) if w)
+            return jax.grad(of_wanted, argnums=(0, 1), has_aux=True)(own(of_tokens), some)
 
         # A function that partitions itself may hold no arrays. `jax.jit` holds those of a rule.
         run = jax.jit(run) if self.rules_read_arrays else run

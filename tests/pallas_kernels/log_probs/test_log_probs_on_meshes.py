@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import linear_log_probs
+from pallas_kernels import linear_log_probs, linear_token_loss
 from support.log_prob_formulas import (
     arrays_of,
     arrays_with_ties,
@@ -21,7 +21,7 @@ from support.log_prob_formulas import (
     with_gradients,
 )
 from support.loss_formulas import F32, in_turn
-from support.numerics import quick_jit
+from support.numerics import assert_trees_as_accurate, quick_jit
 
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
 SHAPE, D, V = (4, 6), 24, 56
@@ -128,3 +128,55 @@ def test_a_vocabulary_that_the_caller_splits(check_vma):
     args = jax.tree.map(jnp.asarray, (arrays, cotangents))
     got = quick_jit(lambda *args: with_gradients(fn, *args))(*args)
     check_against_formula(got, arrays, labels, cotangents, floor=12.0, **OF_FORMULA)
+
+
+def loss_of_tokens(log_probs, entropy, data):
+    return data["same"] * (entropy - data["of_fsdp"] * log_probs)
+
+
+def loss_of_all_devices(arrays, labels, data):
+    """The sum over the devices of `data`, which split tokens, and of `fsdp`, which split data."""
+    logits = jnp.einsum("bsd,vd->bsv", arrays["x"], arrays["weight"])
+    log_p = jax.nn.log_softmax(logits)
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    log_probs = jnp.take_along_axis(log_p, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    of_data = lambda a: jnp.where(labels < 0, 0, a).reshape(2, 1, 2, 6)
+    data = {"same": data["same"], "of_fsdp": data["of_fsdp"].reshape(2, 2, 6)}
+    return jnp.sum(loss_of_tokens(of_data(log_probs), of_data(entropy), data))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_data_that_are_the_same_on_devices_with_other_tokens(per_token):
+    """Inside of `jax.shard_map` their gradient is the sum over these devices. 2 s each."""
+    arrays, labels = arrays_of(SHAPE, D, V, F32, bias=False)
+    rng = np.random.default_rng(0)
+    data = {"same": rng.normal(size=(2, 6)), "of_fsdp": rng.normal(size=SHAPE)}
+    args = jax.tree.map(lambda a: jnp.asarray(a, F32), (arrays, data))
+
+    def local(arrays, data, labels):
+        whole = lambda *args: jnp.sum(loss_of_tokens(*args))
+        loss = linear_token_loss(
+            **arrays,
+            labels=labels,
+            token_fn=loss_of_tokens if per_token else whole,
+            token_data=data,
+            with_entropy=True,
+            per_token=per_token,
+            implementation="xla",
+        )
+        return jax.lax.psum(loss, ("data", "fsdp"))
+
+    tokens = P("data")
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=({"x": tokens, "weight": P()}, {"same": P(), "of_fsdp": P("fsdp")}, tokens),
+        out_specs=P(),
+    )
+    plain = lambda arrays, data, labels: loss_of_all_devices(arrays, labels, data)
+    graded = lambda fn: quick_jit(jax.value_and_grad(fn, argnums=(0, 1)))
+    got, low_precision = (graded(fn)(*args, labels) for fn in (mapped, plain))
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), args)
+        exact = graded(plain)(*wide, labels)
+    assert_trees_as_accurate(got, low_precision, exact)
