@@ -47,8 +47,8 @@ def unsupported_reason() -> str | None:
         return None
     return (
         f"the mesh axes {auto} are left to XLA inside of jax.shard_map, where XLA cannot partition "
-        "a kernel, and gathers tokens for a loop over chunks of them; name them in axis_names of "
-        "jax.shard_map too, or make them Explicit"
+        "a kernel, and gathers the tokens of a loss; name the axes in axis_names of jax.shard_map "
+        "too, or make them Explicit"
     )
 
 
