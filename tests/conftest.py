@@ -19,6 +19,9 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+# By default Python looks for cycles after every 700 new objects, and tracing makes millions. This
+# took 5.8 of 28 s of tests/models/test_remat.py, and takes 2.1 now.
+gc.set_threshold(20_000, 20, 20)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
