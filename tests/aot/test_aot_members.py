@@ -1,7 +1,7 @@
 """Members of `jax.vmap` with weights or gradients of their own, compiled for eight H100s.
 
 Each device has a loop over its own members, and devices exchange only gradients of weights that
-they share. The six programs take 40 s of one core.
+they share. The six programs take 40 s of one core, and JAX 0.12 compiles two.
 """
 
 import dataclasses
@@ -104,8 +104,17 @@ COLLECTIVES = {
 }
 
 
+# On both versions of JAX, "norms" has the loop and a collective, and "fp8" the products whose rows
+# have scales. Other modules have the kernels of the other cases there, and
+# tests/pallas_kernels/test_members.py has their numbers on the newest JAX.
+BOTH_VERSIONS = ("norms", "fp8")
+
+
 @pytest.mark.parametrize("chip", ["h100"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=() if c in BOTH_VERSIONS else pytest.mark.oldest) for c in CASES],
+)
 def test_each_device_computes_its_own_members(compiled, chip, case):
     program = compiled(chip, case)
     assert KERNELS[case] <= program.calls.keys(), program.calls
