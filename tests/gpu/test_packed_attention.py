@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from benchmarks.kernels import documents, formulas
 from benchmarks.kernels.documents import packed
@@ -129,3 +131,17 @@ def test_members_of_vmap():
         of_member, ids = [a[i] for a in members], all_ids[i]
         plain, exact = computed(packed, of_member, ids), exact_of(of_member, ids)
         assert_as_accurate([a[i] for a in got], plain, exact, names=NAMES)
+
+
+@pytest.mark.gpus
+@pytest.mark.parametrize("spec", [P("data"), P(None, None, "data")], ids=["rows", "heads"])
+def test_two_gpus(spec):
+    if jax.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    arrays, ids = inputs((4, 1000, 8, 2, 64), 20, "bfloat16")
+    split = [jax.device_put(a, NamedSharding(mesh, spec)) for a in arrays]
+    of_ids = jax.device_put(ids, NamedSharding(mesh, P(spec[0])))
+    got = computed(packed, split, of_ids)
+    masked, exact = computed(documents.masked, arrays, ids), exact_of(arrays, ids)
+    assert_as_accurate(got, masked, exact, names=NAMES)
