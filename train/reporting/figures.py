@@ -203,7 +203,7 @@ def _draw_loss(axes: Any, metrics: RunMetrics, theme: Theme) -> None:
 def _draw_speed(axes: Any, metrics: RunMetrics, theme: Theme) -> list[Any]:
     """Draws tokens/s. Returns the axes of MFU, a second scale of the same curve, if any.
 
-    The scale is that of the median FLOPs of a token. Those of a step depend on its documents.
+    The scale is that of the median FLOPs of a token. The FLOPs of a step depend on its documents.
     """
     from matplotlib.ticker import FuncFormatter
 
