@@ -212,7 +212,7 @@ def run(config):
     """All that the loop does and writes, except for times, with steps that compute nothing."""
     seen = []
 
-    metrics_of_a_step = ("loss", "nll", "accuracy", "lr", "grad_norm")
+    metrics_of_a_step = ("loss", "nll", "accuracy", "lr", "grad_norm", "mean_context")
 
     def compile_nothing(config, mesh, state, datasets):
         def train_step(state, batch):

@@ -95,6 +95,7 @@ def fake_steps(monkeypatch):
             "skipped_steps": np.int32(0),
             "skipped_in_a_row": np.int32(0),
             "num_tokens": np.int32(num_tokens),
+            "mean_context": np.float32(1),
         }
 
         def compile_nothing(*args):

@@ -35,7 +35,7 @@ def counting_step(monkeypatch):
 
     def step(state, batch):
         loss = state.step.astype(jnp.float32)
-        floats = dict.fromkeys(("loss", "nll", "accuracy", "lr", "grad_norm"), loss)
+        floats = dict.fromkeys(("loss", "nll", "accuracy", "lr", "grad_norm", "mean_context"), loss)
         counts = dict.fromkeys(("skipped_steps", "skipped_in_a_row"), jnp.int32(0))
         num_tokens = jnp.int32(batch["tokens"].size)
         metrics = floats | counts | {"num_tokens": num_tokens}
