@@ -13,6 +13,7 @@ from benchmarks.kernels.formulas import Arrays
 from benchmarks.kernels.shapes import Shape
 from models.documents import documents_of
 from models.packed_attention import packed_attention
+from pallas_kernels.attention.api import bounds_of, document_attention
 
 
 def specs_of(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
@@ -47,6 +48,14 @@ def masked(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> 
 def packed(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
     """The attention of `models/llama.py`: cuDNN computes some documents of each row at a time."""
     return packed_attention(q, k, v, documents_of(segment_ids))
+
+
+def by_kernels(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Our kernels, which skip tiles of other documents."""
+    return document_attention(q, k, v, bounds_of(segment_ids))
+
+
+CONTENDERS = {"cuDNN, mask": masked, "cuDNN, packed": packed, "ours": by_kernels}
 
 
 def by_transformer_engine(

@@ -12,7 +12,7 @@ type Compiled = Callable[[str, str], Program]
 type Programs = dict[tuple[str, str, str], Future[dict[tuple[str, str], Program | Failure]]]
 
 # Modules with kernels in common, and short ones. One process compiles them all. It takes 1.4 s to
-# start, and the last two groups have seven such starts less on each JAX.
+# start, and the last two groups have eight such starts less on each JAX.
 TOGETHER = (
     ("test_aot_linear_cross_entropy", "test_aot_log_probs", "test_aot_loss_kernels"),
     ("test_aot_log_probs_on_meshes", "test_aot_meshes", "test_aot_x64"),
@@ -20,12 +20,14 @@ TOGETHER = (
     ("test_aot_fp8", "test_aot_fp8_quantize"),
     ("test_aot_fp8_llama", "test_aot_llama"),
     (
+        "test_aot_attention",
         "test_aot_members",
         "test_aot_packed_attention",
         "test_aot_sharded_add_rms_norm",
         "test_aot_slices",
     ),
     ("test_aot_rms_norm", "test_aot_swiglu"),
+    ("test_aot_attention", "test_aot_attention_backward", "test_aot_document_attention"),
 )
 
 

@@ -1,0 +1,1 @@
+"""Causal attention of each token to its own document, in rows that hold several documents."""

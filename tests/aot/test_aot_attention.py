@@ -1,0 +1,44 @@
+"""The kernels of attention within documents compile well for an H100."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from aot.harness import ARCHS, CHIPS, Case, Program
+from pallas_kernels.attention.config import default_config
+from pallas_kernels.attention.forward import attention_forward
+
+
+def _case(head_size: int, heads: int, dtype: Any) -> Case:
+    q, kv = ((4, 4096, n, head_size) for n in (heads, 8))
+    config = default_config(head_size)
+    return Case(
+        functools.partial(attention_forward, scale=head_size**-0.5, config=config),
+        (
+            *(jax.ShapeDtypeStruct(shape, dtype) for shape in (q, kv, kv)),
+            jax.ShapeDtypeStruct((4, 4096), jnp.int32),
+        ),
+    )
+
+
+CASES = {"64": _case(64, 32, jnp.bfloat16), "128": _case(128, 32, jnp.bfloat16)}
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("chip", ["h100"])
+@pytest.mark.parametrize("case", CASES)
+def test_forward(compiled, chip, case):
+    program: Program = compiled(chip, case)
+    print(f"{program.seconds:.1f} s", *program.kernels, sep="\n")
+    (kernel,) = program.kernels
+    assert kernel.arch == ARCHS[chip]
+    assert (kernel.spill_bytes, kernel.stack_bytes, kernel.warnings) == (0, 0, ()), kernel
+    assert kernel.early_conversions == 0
+    assert kernel.smem_bytes <= CHIPS[chip].limits.smem_bytes
+    # XLA copies nothing, and the kernel needs no memory but its results.
+    moves = {"parameter", "bitcast", "get-tuple-element", "tuple", "custom-call"}
+    assert {part.opcode for part in program.instructions.values()} <= moves
+    assert program.temp_bytes <= 64 * 1024
