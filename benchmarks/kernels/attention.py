@@ -138,15 +138,14 @@ def variants(*, with_tokamax: bool) -> list[Variant]:
 
 def of_documents(num_documents: int, *, with_transformer_engine: bool) -> list[Variant]:
     """The contenders on rows of so many documents, and cuDNN on whole rows."""
-    attends = dict(documents.CONTENDERS)
-    if with_transformer_engine:
-        attends["TransformerEngine, packed"] = functools.partial(
-            documents.by_transformer_engine, num_documents=num_documents
-        )
     cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=True)
+    found = documents.contenders(num_documents, with_transformer_engine=with_transformer_engine)
     return [
         Variant("cuDNN, whole rows", "", cudnn),
-        *(Variant(name, "", fn, formula=DOCUMENT_ATTENTION) for name, fn in attends.items()),
+        *(
+            Variant(name, tiles, fn, DIRECTIONS[which], DOCUMENT_ATTENTION)
+            for name, tiles, fn, which in found
+        ),
     ]
 
 

@@ -4,16 +4,22 @@ A token attends to earlier tokens of its own document. `segment_ids` `[B, S]` ar
 documents, which count from 0 in every row.
 """
 
+import functools
 import importlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.kernels import shapes
 from benchmarks.kernels.formulas import Arrays
 from benchmarks.kernels.shapes import Shape
 from models.documents import documents_of
 from models.packed_attention import packed_attention
-from pallas_kernels.attention.api import bounds_of, document_attention
+from pallas_kernels.attention.api import AttentionConfig, bounds_of, document_attention
+from pallas_kernels.attention.backward import BackwardConfig
+from pallas_kernels.attention.backward_steps import PassConfig
+from pallas_kernels.attention.config import Config
 
 
 def specs_of(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
@@ -50,12 +56,17 @@ def packed(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> 
     return packed_attention(q, k, v, documents_of(segment_ids))
 
 
-def by_kernels(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+def by_kernels(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    config: AttentionConfig | None = None,
+) -> jax.Array:
     """Our kernels, which skip tiles of other documents."""
-    return document_attention(q, k, v, bounds_of(segment_ids))
-
-
-CONTENDERS = {"cuDNN, mask": masked, "cuDNN, packed": packed, "ours": by_kernels}
+    bounds = bounds_of(segment_ids)
+    return document_attention(q, k, v, bounds, config=config or AttentionConfig())
 
 
 def by_transformer_engine(
@@ -82,6 +93,54 @@ def by_transformer_engine(
         is_training=True,
         max_segments_per_seq=num_documents,
     )
+
+
+# Name, tiles, function, and which of the directions forward and forward with backward to time.
+type Contender = tuple[str, str, Callable[..., jax.Array], slice]
+
+
+def contenders(num_documents: int, *, with_transformer_engine: bool) -> list[Contender]:
+    """The contenders on rows of so many documents, ours with all of its tiles.
+
+    Some of the tiles spill registers where heads have 128 channels.
+    """
+    both = slice(None)
+    found: list[Contender] = [
+        ("cuDNN, mask", "", masked, both),
+        ("cuDNN, packed", "", packed, both),
+        ("ours", "", by_kernels, both),
+    ]
+    for warpgroups, block_kv, stages, overlap in (
+        *((2, 128, stages, overlap) for stages in (2, 3, 4) for overlap in (False, True)),
+        *((2, 64, 4, overlap) for overlap in (False, True)),
+        (2, 192, 2, False),
+        (3, 128, 2, False),
+        (3, 64, 4, True),
+    ):
+        forward = Config(
+            warpgroups=warpgroups, block_kv=block_kv, max_stages=stages, overlap=overlap
+        )
+        run = functools.partial(by_kernels, config=AttentionConfig(forward=forward))
+        label = f"{warpgroups} x 64x{block_kv}x{stages}{', overlapped' if overlap else ''}"
+        found.append(("ours", label, run, slice(1)))
+    for of_dq, of_dkdv in (
+        ((64, 64, 3), (64, 64, 3)),
+        ((64, 128, 2), (64, 64, 3)),
+        ((64, 64, 3), (64, 128, 2)),
+        ((64, 128, 3), (64, 128, 2)),
+        ((128, 64, 2), (64, 64, 4)),
+    ):
+        dq, dkdv = (
+            PassConfig(rows=rows, tile=tile, stages=stages, warpgroups=2)
+            for rows, tile, stages in (of_dq, of_dkdv)
+        )
+        config = AttentionConfig(backward=BackwardConfig(dq=dq, dkdv=dkdv))
+        label = f"dq {shapes.label(of_dq)}, dk and dv {shapes.label(of_dkdv)}"
+        found.append(("ours", label, functools.partial(by_kernels, config=config), slice(1, 2)))
+    if with_transformer_engine:
+        run = functools.partial(by_transformer_engine, num_documents=num_documents)
+        found.append(("TransformerEngine, packed", "", run, both))
+    return found
 
 
 def random_segment_ids(
