@@ -18,7 +18,7 @@ _TILE = plgpu.Layout.WGMMA
 _LANES = 128  # lanes of a warpgroup
 # Registers of a lane of the warpgroup that loads. They leave 240 to each lane of two others. With
 # 40 and 232 the kernel of `dk` and `dv` spilled, where heads have 128 numbers.
-_MEMORY_REGISTERS = 32
+_MEMORY_REGISTERS = 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +55,14 @@ class PassConfig:
 
     @property
     def registers(self) -> int:
-        """Registers of a computing lane: what the loading warpgroup leaves, in eights."""
-        free = REGISTERS_PER_SM // _LANES - _MEMORY_REGISTERS
+        """Registers of a computing lane: what the loading warpgroup leaves, in eights.
+
+        A block has only the registers that it is launched with, which are equally many for each
+        lane: 168 of three warpgroups, 504 together and not 512. To ask for more waits forever.
+        """
+        warpgroups = self.warpgroups + 1
+        launched = REGISTERS_PER_SM // (warpgroups * _LANES) // 8 * 8
+        free = launched * warpgroups - _MEMORY_REGISTERS
         return min(free // self.warpgroups, MAX_REGISTERS_PER_LANE) // 8 * 8
 
 

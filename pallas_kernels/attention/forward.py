@@ -24,6 +24,7 @@ all queries. Queries past the end compute finite numbers from zeros, and are not
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -89,6 +90,7 @@ def attention_forward(
     stages = min(config.max_stages, pl.cdiv(length, block_kv))
     num_tiles = pl.cdiv(length, rows)
     loader = config.warpgroups
+    piece = math.gcd(length, block_q)  # tokens whose logsumexp is stored at a time
     scores_acc = plgpu.WGMMAAccumulatorRef((block_q, block_kv), jnp.float32)
     values_acc = plgpu.WGMMAAccumulatorRef((block_q, head_size), jnp.float32)
 
@@ -278,7 +280,16 @@ def attention_forward(
                 lse_smem[own] = (largest + jnp.log2(total)) * LN_2
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(q_smem.at[own], out_gmem.at[row, own_tokens, head])
-                plgpu.copy_smem_to_gmem(lse_smem.at[own], lse_gmem.at[row, head, own_tokens])
+
+                # Mosaic stores consecutive numbers without a tensor map. Such a copy ends at the
+                # end of the array, and not at that of a row.
+                def store_piece(i, _):
+                    of_own, token = warpgroup * block_q + i * piece, own_first + i * piece
+                    to = lse_gmem.at[row, head, pl.ds(token, piece)]
+                    plgpu.copy_smem_to_gmem(lse_smem.at[pl.ds(of_own, piece)], to)
+
+                in_row = jnp.minimum(block_q, length - own_first)
+                jax.lax.fori_loop(0, jax.lax.div(in_row, piece), store_piece, None)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     barrier_of_slots = functools.partial(plgpu.Barrier, num_barriers=stages)

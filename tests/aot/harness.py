@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -87,6 +87,10 @@ class Kernel:
         of them a clock, and 64 that round two.
       peer_signals: Number of atomic additions that other devices see.
       multicasts: Number of instructions for NVLink multicast.
+      set_registers: Registers that warpgroups give themselves by `setmaxnreg`: the one that has the
+        fewest, then each of the others. None if they keep those of the launch.
+      linear_stores: Most bytes of each bulk store that has no tensor map. It ends at the end of the
+        array, not at that of a row.
     """
 
     name: str
@@ -105,6 +109,17 @@ class Kernel:
     lone_roundings: int
     peer_signals: int
     multicasts: int
+    set_registers: tuple[int, int] | None
+    linear_stores: tuple[int, ...]
+
+    @property
+    def lacks_registers(self) -> bool:
+        """Whether warpgroups ask for more registers than the block is launched with, and hang."""
+        if self.set_registers is None:
+            return False
+        fewest, others = self.set_registers
+        warpgroups = self.threads // 128
+        return fewest + (warpgroups - 1) * others > warpgroups * self.registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +263,21 @@ def parse_kernel(ptx: str, ptxas: str, resources: str) -> Kernel:
         lone_roundings=ptx.count("cvt.rn.bf16.f32"),
         peer_signals=ptx.count("red.release.sys"),
         multicasts=ptx.count("multimem"),
+        set_registers=_set_registers(ptx),
+        linear_stores=tuple(_linear_stores(ptx)),
     )
+
+
+def _set_registers(ptx: str) -> tuple[int, int] | None:
+    changes = dict(re.findall(r"setmaxnreg\.(dec|inc)\.sync\.aligned\.u32 (\d+)", ptx))
+    return (int(changes["dec"]), int(changes["inc"])) if changes else None
+
+
+def _linear_stores(ptx: str) -> Iterator[int]:
+    for size in re.findall(r"cp\.async\.bulk\.global\.shared::cta\.\S+ .*, (%r\d+);", ptx):
+        (wide,) = _find(rf"cvt\.u32\.u64\s+{size}, (%rd\d+);", ptx)
+        (most,) = _find(rf"min\.u64\s+{wide}, %rd\d+, (\d+);", ptx)
+        yield int(most)
 
 
 def _find(pattern: str, text: str) -> tuple[str, ...]:

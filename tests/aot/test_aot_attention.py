@@ -12,24 +12,26 @@ from pallas_kernels.attention.config import default_config
 from pallas_kernels.attention.forward import attention_forward
 
 
-def _case(head_size: int, heads: int, dtype: Any) -> Case:
-    q, kv = ((4, 4096, n, head_size) for n in (heads, 8))
+def _case(head_size: int, heads: int, dtype: Any, length: int = 4096) -> Case:
+    q, kv = ((4, length, n, head_size) for n in (heads, 8))
     config = default_config(head_size)
     return Case(
         functools.partial(attention_forward, scale=head_size**-0.5, config=config),
         (
             *(jax.ShapeDtypeStruct(shape, dtype) for shape in (q, kv, kv)),
-            jax.ShapeDtypeStruct((4, 4096), jnp.int32),
+            jax.ShapeDtypeStruct((4, length), jnp.int32),
         ),
     )
 
 
 CASES = {"64": _case(64, 32, jnp.bfloat16), "128": _case(128, 32, jnp.bfloat16)}
+EVEN_CASES = tuple(CASES)
+CASES["uneven"] = _case(64, 32, jnp.bfloat16, 4096 + 8)
 
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("chip", ["h100"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EVEN_CASES)
 def test_forward(compiled, chip, case):
     program: Program = compiled(chip, case)
     print(f"{program.seconds:.1f} s", *program.kernels, sep="\n")
@@ -37,8 +39,19 @@ def test_forward(compiled, chip, case):
     assert kernel.arch == ARCHS[chip]
     assert (kernel.spill_bytes, kernel.stack_bytes, kernel.warnings) == (0, 0, ()), kernel
     assert kernel.early_conversions == 0
+    assert not kernel.lacks_registers
+    assert set(kernel.linear_stores) == {256}  # the logsumexp of a warpgroup's 64 tokens
     assert kernel.smem_bytes <= CHIPS[chip].limits.smem_bytes
     # XLA copies nothing, and the kernel needs no memory but its results.
     moves = {"parameter", "bitcast", "get-tuple-element", "tuple", "custom-call"}
     assert {part.opcode for part in program.instructions.values()} <= moves
     assert program.temp_bytes <= 64 * 1024
+
+
+@pytest.mark.parametrize("chip", ["h100"])
+@pytest.mark.parametrize("case", ["uneven"])
+def test_a_store_keeps_to_its_row(compiled, chip, case):
+    """The last warpgroup of a row has 8 tokens; the next head's logsumexp follows theirs."""
+    program: Program = compiled(chip, case)
+    (kernel,) = program.kernels
+    assert kernel.linear_stores and set(kernel.linear_stores) == {8 * 4}

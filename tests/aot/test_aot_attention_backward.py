@@ -44,4 +44,5 @@ def test_kernels_compile(compiled, chip, case):
         assert kernel.spill_bytes <= most and kernel.stack_bytes <= most, kernel
         assert all(most and "Registers are spilled" in w for w in kernel.warnings), kernel
         assert not kernel.early_conversions and not kernel.lone_roundings, kernel
+        assert not kernel.lacks_registers and not kernel.linear_stores, kernel
         assert kernel.smem_bytes <= CHIPS[chip].limits.smem_bytes

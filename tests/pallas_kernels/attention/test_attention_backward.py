@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.attention import backward_steps
 from pallas_kernels.attention.backward import BackwardConfig, attention_backward
 from pallas_kernels.attention.backward_steps import PassConfig
 from pallas_kernels.attention.reference import attention_reference
@@ -126,3 +127,12 @@ def test_unsupported_arguments(unchecked_shapes):
 def test_unsupported_configs(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         config_of(**options)
+
+
+@pytest.mark.parametrize("warpgroups", [1, 2, 3, 4])
+def test_a_block_has_the_registers_of_its_launch(warpgroups):
+    """A warpgroup that asks for more waits forever."""
+    config = config_of(warpgroups=warpgroups).dq
+    launched = 65536 // (128 * (warpgroups + 1)) // 8 * 8
+    wanted = backward_steps._MEMORY_REGISTERS + warpgroups * config.registers
+    assert wanted <= launched * (warpgroups + 1)
