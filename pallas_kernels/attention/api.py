@@ -39,8 +39,8 @@ class AttentionConfig:
     """Launch parameters of the kernels. `None` takes the defaults for the head size.
 
     Attributes:
-      forward: Those of the forward.
-      backward: Those of the backward.
+      forward: Parameters of the forward.
+      backward: Parameters of the backward.
     """
 
     forward: Config | None = None

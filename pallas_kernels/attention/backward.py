@@ -48,8 +48,8 @@ class BackwardConfig:
     """Launch parameters.
 
     Attributes:
-      dq: Those of the kernel for `dq`; its rows are queries, its tiles are of keys and values.
-      dkdv: Those of the kernel for `dk` and `dv`; its rows are keys, its tiles are of queries.
+      dq: Parameters of the kernel for `dq`; its rows are queries, its tiles are of keys and values.
+      dkdv: Parameters of the kernel for `dk` and `dv`; its rows are keys, its tiles are of queries.
     """
 
     dq: PassConfig

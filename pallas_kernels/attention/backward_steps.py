@@ -1,4 +1,4 @@
-"""What the kernels of the gradients of attention share: their launch, steps and tiles of pairs."""
+"""Parts of both kernels of attention's gradients: the launch, the steps, and tiles of pairs."""
 
 import dataclasses
 from collections.abc import Callable
