@@ -208,6 +208,7 @@ class _Loop:
         self._start = time.perf_counter() - writer.elapsed_s
         self._throughput = metrics.Throughput()
         self._progress = Progress(config.steps, every=config.log_every)
+        self._flops = metrics.flops_of_run(config)
         self._device = hardware.lookup(jax.devices()[0].device_kind)
         self._last_early = 0  # the last step that JAX profiles or compiles for `pgle`
         # The step that has no row yet: its number, values, and seconds of waiting for its batch.
@@ -319,8 +320,7 @@ class _Loop:
         # one would seem up to a step shorter.
         if step < self._config.steps or self._throughput.tokens_per_s is None:
             tokens = self._config.data.tokens_per_step
-            flops = tokens * metrics.flops_of_run(self._config, values["mean_context"])
-            self._throughput.update(tokens, flops)
+            self._throughput.update(tokens, tokens * self._flops(values["mean_context"]))
         row = self._row(step, values, wait_s)
         self._writer.write(row)
         self._progress.update(step, row)

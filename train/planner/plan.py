@@ -352,7 +352,7 @@ def table(chosen: Plan) -> str:
         f"  {'remat':<12} {'mesh':>6} {'batch':>6} {'GiB':>7} {'fits':>5} {'ms/step':>8} "
         f"{'tokens/s':>9} {'MFU':>6}  policy",
     ]
-    flops = metrics.flops_of_run(config, config.data.sequence_length / 2)
+    flops = metrics.flops_of_run(config)(config.data.sequence_length / 2)
     if of_objective := _memory_of_objective(config, target):
         lines.insert(1, of_objective)
     peak = hardware.lookup(target.device_kind)

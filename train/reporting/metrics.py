@@ -67,11 +67,17 @@ def flops_per_token(config: Any, mean_context: float) -> float:
     return 3.0 * (2 * matmul_parameters + scores)
 
 
-def flops_of_run(config: TrainConfig, mean_context: float) -> float:
-    """Model FLOPs of a training token of a run, with the forward of a teacher if there is one."""
-    flops = flops_per_token(config.model, mean_context)
-    if config.objective == "distill":
-        flops += flops_per_token(teacher_model(config), mean_context) / 3
+def flops_of_run(config: TrainConfig) -> Callable[[float], float]:
+    """A function from the mean context to the model FLOPs of a training token of a run.
+
+    They include the forward of a teacher if there is one. Its folder is read here, once.
+    """
+    teacher = teacher_model(config) if config.objective == "distill" else None
+
+    def flops(mean_context: float) -> float:
+        of_teacher = flops_per_token(teacher, mean_context) / 3 if teacher else 0.0
+        return flops_per_token(config.model, mean_context) + of_teacher
+
     return flops
 
 
