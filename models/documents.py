@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
+from pallas_kernels.attention.bounds import bounds_of
+
 _RATIO = 4
 # Documents for which a call has room, for each L tokens of a row.
 ROOM = _RATIO - 1
@@ -86,11 +88,8 @@ def documents_of(segment_ids: Int[Array, "B S"]) -> Documents:
     """The documents of rows. A document begins wherever `segment_ids` changes along a row."""
     length = segment_ids.shape[1]
     tokens = jnp.arange(length, dtype=jnp.int32)
-    is_first = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1] - 1) != 0
-    starts = jax.lax.cummax(jnp.where(is_first, tokens, 0), axis=1)
-    is_last = jnp.pad(is_first[:, 1:], ((0, 0), (0, 1)), constant_values=True)
-    ends = jax.lax.cummin(jnp.where(is_last, tokens + 1, length), axis=1, reverse=True)
-    lengths = ends - starts
+    starts, ends = bounds_of(segment_ids)
+    is_first, lengths = starts == tokens, ends - starts
     # The beginnings, those of the longest documents first.
     keys = jnp.where(is_first, -lengths, 0)
     begins = jnp.where(is_first, tokens, length)

@@ -23,12 +23,9 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Float32, Int32
 
 from models.documents import ROOM, Documents, Part, buckets, num_calls_of_last, part_of
+from pallas_kernels.attention.by_heads import AttentionByHeads
 from pallas_kernels.choices import log_once
-from pallas_kernels.layout import Place, Roles, Tokens, to_spec, to_splits
-from pallas_kernels.mapping import Mask
-from pallas_kernels.operation import call
-from pallas_kernels.partition import partitioned
-from pallas_kernels.protocol import Arrays, Cotangents, Operation, with_members
+from pallas_kernels.layout import Place, Tokens, to_spec, to_splits
 
 # cuDNN adds up `dq` in float32, in one array for all documents of a call, and finds a sum in it by
 # an index of 32 bits. If there are more sums, `dq` is wrong
@@ -54,10 +51,7 @@ def packed_attention(
       RuntimeError: There is no cuDNN.
     """
     cudnn.check_cudnn_version()
-    # With an axis of the heads of keys, a mesh axis may split all arrays alike.
-    groups = q.shape[2] // k.shape[2]
-    by_keys = _splittable(q, k.shape[2]).reshape(*q.shape[:2], k.shape[2], groups, q.shape[3])
-    return call(_PackedAttention(), by_keys, k, v, *documents)[0].reshape(q.shape)
+    return _PackedAttention()(_splittable(q, k.shape[2]), k, v, *documents)
 
 
 def _splittable(q: Float[Array, "B S N H"], num_kv_heads: int) -> Float[Array, "B S N H"]:
@@ -75,88 +69,42 @@ def _splittable(q: Float[Array, "B S N H"], num_kv_heads: int) -> Float[Array, "
     return jax.sharding.reshard(q, NamedSharding(mesh, to_spec((*splits[:2], (), splits[3]))))
 
 
-_Q, _K = Tokens(("s", "kv_heads", "g", "h")), Tokens(("s", "kv_heads", "h"))
-_LOGSUMEXP = Tokens(("s", "kv_heads", "g"))
-_DOCUMENTS = (Tokens(("s",)), Tokens(("s",)), Tokens(("p",)), Tokens(("p",)))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _PackedAttention:
-    """The output of `(q, k, v, *arrays of the documents)`.
-
-    Queries and output are `[B, S, K, G, H]`, with G = N / K. The residual is the logsumexp of each
-    token's logits, `[B, S, K, G]`. The members of `jax.vmap` are an axis before the rows.
-    """
-
+@dataclasses.dataclass(frozen=True)
+class _PackedAttention(AttentionByHeads):
     name = "packed_attention"
+    logsumexp = Tokens(("s", "kv_heads", "g"))
+    of_documents = (Tokens(("s",)), Tokens(("s",)), Tokens(("p",)), Tokens(("p",)))
 
-    def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
-        roles = Roles((_Q, _K, _K, *_DOCUMENTS), (_Q, _LOGSUMEXP), ("kv_heads",))
-        out, logsumexp = partitioned(_forward_of, None, roles, *args)
-        return (out,) if wanted is None else (out, logsumexp)
+    def local_forward(self, place: Place) -> Callable[..., tuple[Array, Array]]:
+        def forward(q: Array, k: Array, v: Array, *arrays: Array) -> tuple[Array, Array]:
+            documents = Documents(*arrays)
+            if not _fits(q, place):
+                return jnp.full_like(q, jnp.nan), jnp.full(q.shape[:-1], jnp.nan, jnp.float32)
 
-    def num_residuals(self, wanted: Mask) -> int:
-        return 1
+            def attend(part: Part, largest: int) -> tuple[Array, Array]:
+                primitive = cudnn._dot_product_attention_fwd_p
+                out, stats = _bind(primitive, part, largest, q, k, v)
+                of_tokens = _of_tokens(stats, part, documents)
+                return out.reshape(q.shape), of_tokens.reshape(q.shape[:-1])
 
-    def saved(
-        self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
-    ) -> tuple[Arrays, Arrays]:
-        q, k, v, *of_documents = args
-        return results, (q, k, v, *results, *residuals, *of_documents)
+            return _over_all(attend, documents)
 
-    def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
-        (dout,) = cotangents
-        assert dout is not None  # JAX asks for no gradient of a result without one
-        roles = Roles((_Q, _Q, _K, _K, _Q, _LOGSUMEXP, *_DOCUMENTS), (_Q, _K, _K), ("kv_heads",))
-        gradients = partitioned(_backward_of, None, roles, dout, *saved)
-        return [g for g, is_wanted in zip(gradients, wanted[:3], strict=True) if is_wanted]
+        return forward
 
-    def fold(self, wanted: Mask | None, args: Arrays, is_batched: Mask) -> tuple[Operation, Arrays]:
-        return self, with_members(args, is_batched)
+    def local_backward(self, place: Place) -> Callable[..., tuple[Array, ...]]:
+        def backward(
+            dout: Array, q: Array, k: Array, v: Array, out: Array, logsumexp: Array, *arrays: Array
+        ) -> tuple[Array, ...]:
+            def gradients(part: Part, largest: int) -> tuple[Array, ...]:
+                of_tokens = logsumexp.reshape(*logsumexp.shape[:2], -1)
+                stats = _of_documents(of_tokens, part, largest)
+                primitive = cudnn._dot_product_attention_bwd_p
+                found = _bind(primitive, part, largest, q, k, v, stats, out, dout)
+                return tuple(g.reshape(a.shape) for g, a in zip(found, (q, k, v), strict=True))
 
+            return _over_all(gradients, Documents(*arrays))
 
-def _forward_of(_: None, place: Place) -> Callable[..., tuple[Array, Array]]:
-    def forward(q: Array, k: Array, v: Array, *arrays: Array) -> tuple[Array, Array]:
-        documents = Documents(*arrays)
-        if not _fits(q, place):
-            return jnp.full_like(q, jnp.nan), jnp.full(q.shape[:-1], jnp.nan, jnp.float32)
-
-        def attend(part: Part, largest: int) -> tuple[Array, Array]:
-            primitive = cudnn._dot_product_attention_fwd_p
-            out, stats = _bind(primitive, part, largest, q, k, v)
-            of_tokens = _of_tokens(stats, part, documents)
-            return out.reshape(q.shape), of_tokens.reshape(q.shape[:-1])
-
-        return _over_all(attend, documents)
-
-    return _of_all_rows(forward)
-
-
-def _backward_of(_: None, place: Place) -> Callable[..., tuple[Array, Array, Array]]:
-    def backward(
-        dout: Array, q: Array, k: Array, v: Array, out: Array, logsumexp: Array, *arrays: Array
-    ) -> tuple[Array, ...]:
-        def gradients(part: Part, largest: int) -> tuple[Array, ...]:
-            of_tokens = logsumexp.reshape(*logsumexp.shape[:2], -1)
-            stats = _of_documents(of_tokens, part, largest)
-            primitive = cudnn._dot_product_attention_bwd_p
-            found = _bind(primitive, part, largest, q, k, v, stats, out, dout)
-            return tuple(g.reshape(a.shape) for g, a in zip(found, (q, k, v), strict=True))
-
-        return _over_all(gradients, Documents(*arrays))
-
-    return _of_all_rows(backward)
-
-
-def _of_all_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of rows, for arrays that also have axes of members before the axis of rows."""
-
-    def run(q: Array, *others: Array) -> Any:
-        leading = q.shape[:-4]
-        rows = (jax.lax.collapse(a, 0, len(leading)) for a in (q, *others))
-        return tuple(a.reshape(*leading, *a.shape[1:]) for a in function(*rows))
-
-    return run
+        return backward
 
 
 def _fits(q: Array, place: Place) -> bool:

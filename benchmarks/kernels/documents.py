@@ -16,9 +16,10 @@ from benchmarks.kernels.formulas import Arrays
 from benchmarks.kernels.shapes import Shape
 from models.documents import documents_of
 from models.packed_attention import packed_attention
-from pallas_kernels.attention.api import AttentionConfig, bounds_of, document_attention
+from pallas_kernels.attention.api import AttentionConfig, document_attention
 from pallas_kernels.attention.backward import BackwardConfig
 from pallas_kernels.attention.backward_steps import PassConfig
+from pallas_kernels.attention.bounds import bounds_of
 from pallas_kernels.attention.config import Config
 
 

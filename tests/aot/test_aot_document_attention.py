@@ -7,7 +7,8 @@ from jax.sharding import PartitionSpec as P
 
 from aot.harness import Case, Program
 from benchmarks.training.schedule import Schedule
-from pallas_kernels.attention.api import bounds_of, document_attention
+from pallas_kernels.attention.api import document_attention
+from pallas_kernels.attention.bounds import bounds_of
 
 B, S, N, K, H = 8, 1024, 8, 4, 64
 ARGS = (

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention.api import bounds_of, document_attention
+from pallas_kernels.attention.api import document_attention
 from pallas_kernels.attention.backward import attention_backward
+from pallas_kernels.attention.bounds import bounds_of
 from pallas_kernels.attention.config import default_config
 from pallas_kernels.attention.forward import attention_forward
 from pallas_kernels.attention.reference import attention_reference

@@ -1,0 +1,31 @@
+"""Where the documents of rows of tokens begin and end."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Int32
+
+
+class Bounds(NamedTuple):
+    """Where the document of each token begins and ends.
+
+    Attributes:
+      begins: Index in its row of the first token of the document.
+      ends: Index of the token after the last one.
+    """
+
+    begins: Int32[Array, "B S"]
+    ends: Int32[Array, "B S"]
+
+
+def bounds_of(segment_ids: Int[Array, "B S"]) -> Bounds:
+    """The bounds of documents. A document begins wherever `segment_ids` changes along a row."""
+    length = segment_ids.shape[1]
+    tokens = jnp.arange(length, dtype=jnp.int32)
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    is_first = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
+    is_last = jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True)
+    begins = jax.lax.cummax(jnp.where(is_first, tokens, 0), axis=1)
+    ends = jax.lax.cummin(jnp.where(is_last, tokens + 1, length), axis=1, reverse=True)
+    return Bounds(begins, ends)
