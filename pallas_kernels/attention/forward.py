@@ -281,7 +281,7 @@ def attention_forward(
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(q_smem.at[own], out_gmem.at[row, own_tokens, head])
 
-                # Mosaic stores consecutive numbers without a tensor map. Such a copy ends at the
+                # Mosaic stores consecutive numbers without a tensor map. The copy ends at the
                 # end of the array, and not at that of a row.
                 def store_piece(i, _):
                     of_own, token = warpgroup * block_q + i * piece, own_first + i * piece
