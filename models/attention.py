@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from models.documents import Documents
-from models.packed_attention import packed_attention
 from models.sharding import tensor_axis
+from pallas_kernels.attention import Bounds, document_attention
+from pallas_kernels.attention.api import choose_attention
 from pallas_kernels.choices import log_once
 from pallas_kernels.gpu.device import reason_not_here, target_device
 
@@ -18,8 +18,8 @@ def causal_attention(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
-    documents: Documents | None,
-    implementation: Literal["xla", "cudnn"] | None,
+    documents: Bounds | None,
+    implementation: Literal["xla", "cudnn", "mosaic_gpu"] | None,
 ) -> Float[Array, "B S N H"]:
     """The attention of each token to itself and to the earlier tokens of its document.
 
@@ -31,24 +31,20 @@ def causal_attention(
       implementation: `LlamaConfig.attention_implementation`.
 
     Raises:
-      NotImplementedError: There is no cuDNN on a GPU, or `implementation` is "cudnn" and cuDNN does
-        not take the arguments, or there are documents and a device's queries have more elements
-        than `packed_attention` takes.
+      NotImplementedError: There is no cuDNN on a GPU, or `implementation` names a library that does
+        not take the arguments.
     """
+    if implementation == "mosaic_gpu" or _has_kernels(q, k, v, documents, implementation):
+        bounds = _whole_rows(q) if documents is None else documents
+        return document_attention(q, k, v, bounds, implementation="mosaic_gpu")
     if implementation is None:
         reason = _why_no_cudnn(q)
         implementation = "cudnn" if reason is None else "xla"
         if reason is not None and reason_not_here() is None:
             log_once(f"attention: XLA computes it and keeps all S² scores, because {reason}")
+    begins = None if documents is None else documents.begins
+    mask = None if begins is None else (begins[:, :, None] == begins[:, None, :])[:, None]
     try:
-        if documents is None:
-            return _of_jax(q, k, v, None, implementation)
-        if implementation == "cudnn" and _has_packed_attention():
-            if (reason := _why_refused(q)) is not None:
-                raise RuntimeError(f"{reason}.")
-            return packed_attention(q, k, v, documents)
-        begins = jnp.arange(q.shape[1], dtype=jnp.int32) - documents.positions
-        mask = (begins[:, :, None] == begins[:, None, :])[:, None]
         return _of_jax(q, k, v, mask, implementation)
     except RuntimeError as error:
         # XLA's errors are of other classes. This one says why cuDNN cannot compute it.
@@ -58,6 +54,31 @@ def causal_attention(
             f"attention_implementation='cudnn': {error} Set it to 'xla', or leave it None, which "
             "takes what runs here."
         ) from error
+
+
+def _has_kernels(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    documents: Bounds | None,
+    implementation: Literal["xla", "cudnn"] | None,
+) -> bool:
+    """Whether our kernels compute the attention of documents. If not, the log says so."""
+    if documents is None or implementation is not None:
+        return False
+    chosen, reason = choose_attention(q, k, v)
+    if reason is not None and reason_not_here() is None:
+        log_once(
+            "attention: a mask of S² elements for each row of documents is read, because no kernel "
+            f"of document_attention runs: {reason}"
+        )
+    return chosen == "mosaic_gpu"
+
+
+def _whole_rows(q: Float[Array, "B S N H"]) -> Bounds:
+    """The bounds of rows of one document."""
+    begins = jnp.zeros(q.shape[:2], jnp.int32)
+    return Bounds(begins, begins + q.shape[1])
 
 
 def _of_jax(
@@ -74,8 +95,7 @@ def _of_jax(
     if tensor_axis():
         # cuDNN's gradient rule keeps an empty array. If an empty array leaves a scan inside of a
         # `shard_map`, the compiler of JAX 0.11.2 ends with a segmentation fault. So the backward
-        # recomputes arrays that are filled with one value. `packed_attention` keeps no empty array,
-        # and inside of this checkpoint the backward would repeat its loop.
+        # recomputes arrays that are filled with one value.
         attend = jax.checkpoint(attend, policy=_keep_all_but_fills, prevent_cse=False)
     return attend(q, k, v, mask=mask)
 
@@ -90,11 +110,8 @@ def _why_no_cudnn(q: Float[Array, "B S N H"]) -> str | None:
 
     As for the kernels, the default device decides. It may be a GPU that is only compiled for.
     """
-    return reason_not_here() or _why_refused(q)
-
-
-def _why_refused(q: Float[Array, "B S N H"]) -> str | None:
-    """Why cuDNN's attention takes no queries of this shape and dtype, or None if it does."""
+    if (reason := reason_not_here()) is not None:
+        return reason
     _, num_positions, _, head_dim = q.shape
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN takes bfloat16 and float16, not {q.dtype}; set dtype='bfloat16'"
@@ -106,16 +123,3 @@ def _why_refused(q: Float[Array, "B S N H"]) -> str | None:
     if num_positions % 2:  # JAX's gradient refuses them
         return f"cuDNN takes an even number of positions, not {num_positions}; pad the sequences"
     return None
-
-
-def _has_packed_attention() -> bool:
-    """Whether cuDNN can compute each document of a row by itself. If not, the log says so."""
-    capability = target_device().capability
-    if capability is not None and capability < (9, 0):
-        log_once(
-            "attention: cuDNN reads a mask of S² elements for each row of documents, because it "
-            "computes each document by itself only from compute capability (9, 0) on, not "
-            f"{capability}"
-        )
-        return False
-    return True

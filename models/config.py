@@ -92,7 +92,8 @@ class LlamaConfig:
       attention_implementation: Library that computes the attention. `None` takes cuDNN where it
         runs: in 16 bits, with heads of 8, 16, ... or 128 channels (on Hopper up to 256) and an even
         number of positions. Elsewhere XLA computes the attention and keeps all scores in memory; on
-        a GPU the log says why.
+        a GPU the log says why. With `segment_ids`, `None` takes `document_attention` where its
+        kernels run. "mosaic_gpu" takes it for all rows, and raises where they do not run.
     """
 
     vocab_size: int
@@ -123,7 +124,7 @@ class LlamaConfig:
     mlp_chunk_size: int = 0
     implementation: Literal["reference", "xla", "mosaic_gpu", "require"] | None = None
     fp8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    attention_implementation: Literal["xla", "cudnn"] | None = None
+    attention_implementation: Literal["xla", "cudnn", "mosaic_gpu"] | None = None
 
     def __post_init__(self):
         for name in ("dtype", "param_dtype"):

@@ -31,7 +31,6 @@ from jaxtyping import Array, Float, Int
 
 from models.attention import causal_attention
 from models.config import AUTO_REMAT, LlamaConfig
-from models.documents import documents_of
 from models.fp8 import check_fp8, quantize_weights
 from models.layer_scan import layer_scan
 from models.layers import MLP, Attention, Norm, OutputEmbedding
@@ -52,6 +51,7 @@ from models.sharding import (
     whole_weight,
     whole_weights,
 )
+from pallas_kernels.attention import document_bounds
 from pallas_kernels.fp8 import RecipeName
 
 # `(q, k, v, layer_input) -> (attn_out, layer_output)`
@@ -161,7 +161,7 @@ class Llama(nnx.Module):
 
     def _attention(self, segment_ids: Int[Array, "B S"] | None) -> Attend:
         """The causal attention of whole sequences."""
-        documents = None if segment_ids is None else documents_of(segment_ids)
+        documents = None if segment_ids is None else document_bounds(segment_ids)
 
         def attend(q, k, v, _):
             implementation = self.config.attention_implementation

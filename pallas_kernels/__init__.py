@@ -12,6 +12,8 @@
 - `linear_distillation_loss_top_k`: the same for `k` stored log-probabilities of the teacher a
   token.
 - `LoRA`: a low-rank update of a frozen output embedding, for the losses and log-probabilities.
+- `document_attention`: causal attention of each document by itself, in rows of several documents.
+- `document_bounds`: the documents of rows, for `document_attention`, from `segment_ids`.
 - `sharded_add_rms_norm`: `add_rms_norm` of sums over devices, for tensor parallelism.
 - `explain`: which implementation each operation in a function runs, and why, as an `Explanation`.
 - `patch`: puts the norms and the MLP into an existing Flax NNX model, and returns a `Patched`.
@@ -31,6 +33,7 @@ size, F intermediate size, V vocabulary, N query heads, K key/value heads, H hea
 import typing as _typing
 
 from pallas_kernels._version import __version__  # first, because it checks JAX's version
+from pallas_kernels.attention import document_attention, document_bounds
 from pallas_kernels.choices import Explanation, explain, require_kernels
 from pallas_kernels.distillation import (
     linear_distillation_loss,
@@ -58,6 +61,8 @@ __all__ = [
     "LossPlan",
     "__version__",
     "add_rms_norm",
+    "document_attention",
+    "document_bounds",
     "explain",
     "linear_cross_entropy",
     "linear_cross_entropy_plan",

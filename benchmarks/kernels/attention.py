@@ -15,9 +15,8 @@ JAX's `attention_mgpu` takes float16 alone, scales no logits, so that its querie
 and has a backward without a mask only. The rows "no mask" compare that backward with cuDNN's.
 
 `--documents N` times cuDNN on rows of N documents of random lengths. "Mask" gives cuDNN a mask of
-S² elements. "Packed" tells cuDNN where each document begins, as the model does. "Ours" are kernels
-of our own (`pallas_kernels/attention`). The rates of all rows count the causal attention of a whole
-row, so they compare times.
+S² elements. "Ours" is `document_attention`, which the model calls. The rates of all rows count the
+causal attention of a whole row, so they compare times.
 
 `--peers` adds tokamax and the PyTorch libraries of `benchmarks/peers.py`; with `--documents` it
 adds TransformerEngine alone. Its packed attention first fills the results with zeros, by the

@@ -14,12 +14,9 @@ import jax.numpy as jnp
 from benchmarks.kernels import shapes
 from benchmarks.kernels.formulas import Arrays
 from benchmarks.kernels.shapes import Shape
-from models.documents import documents_of
-from models.packed_attention import packed_attention
-from pallas_kernels.attention.api import AttentionConfig, document_attention
+from pallas_kernels.attention import AttentionConfig, document_attention, document_bounds
 from pallas_kernels.attention.backward import BackwardConfig
 from pallas_kernels.attention.backward_steps import PassConfig
-from pallas_kernels.attention.bounds import bounds_of
 from pallas_kernels.attention.config import Config
 
 
@@ -52,11 +49,6 @@ def masked(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> 
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
 
 
-def packed(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """The attention of `models/llama.py`: cuDNN computes some documents of each row at a time."""
-    return packed_attention(q, k, v, documents_of(segment_ids))
-
-
 def by_kernels(
     q: jax.Array,
     k: jax.Array,
@@ -66,8 +58,8 @@ def by_kernels(
     config: AttentionConfig | None = None,
 ) -> jax.Array:
     """Our kernels, which skip tiles of other documents."""
-    bounds = bounds_of(segment_ids)
-    return document_attention(q, k, v, bounds, config=config or AttentionConfig())
+    bounds = document_bounds(segment_ids)
+    return document_attention(q, k, v, bounds, implementation="mosaic_gpu", config=config)
 
 
 def by_transformer_engine(
@@ -79,7 +71,7 @@ def by_transformer_engine(
     """
     te = importlib.import_module("transformer_engine.jax.attention")
     numbers = segment_ids + 1  # 0 would be padding
-    positions = documents_of(segment_ids).positions
+    positions = positions_of(segment_ids)
     return te.fused_attn(
         (q, k, v),
         bias=None,
@@ -96,6 +88,11 @@ def by_transformer_engine(
     )
 
 
+def positions_of(segment_ids: jax.Array) -> jax.Array:
+    """The position of each token in its document, from 0."""
+    return jnp.arange(segment_ids.shape[1], dtype=jnp.int32) - document_bounds(segment_ids).begins
+
+
 # Name, tiles, function, and which of the directions forward and forward with backward to time.
 type Contender = tuple[str, str, Callable[..., jax.Array], slice]
 
@@ -108,7 +105,6 @@ def contenders(num_documents: int, *, with_transformer_engine: bool) -> list[Con
     both = slice(None)
     found: list[Contender] = [
         ("cuDNN, mask", "", masked, both),
-        ("cuDNN, packed", "", packed, both),
         ("ours", "", by_kernels, both),
     ]
     for warpgroups, block_kv, stages, overlap in (

@@ -40,8 +40,7 @@ import jax
 
 import train.step
 from benchmarks import ceilings
-from benchmarks.kernels.documents import random_segment_ids
-from models.documents import documents_of
+from benchmarks.kernels.documents import positions_of, random_segment_ids
 from models.sharding import batch_sharding, make_mesh
 from pallas_kernels import hardware, linear_cross_entropy
 from train.config import PRESET_NAMES, TrainConfig, preset
@@ -162,7 +161,7 @@ class Way:
         if self.documents is not None:
             sizes = data.batch_size, data.sequence_length
             ids = random_segment_ids(jax.random.key(0), *sizes, self.documents)
-            batch |= {"segment_ids": ids, "positions": documents_of(ids).positions}
+            batch |= {"segment_ids": ids, "positions": positions_of(ids)}
         return batch
 
     def compile(self, *args: Any) -> tuple[Any, Callable[..., Any]]:

@@ -1,34 +1,24 @@
-"""Attention of rows that hold several documents, by our own kernels.
+"""The public attention of rows that hold several documents."""
 
-It is not the Llama's attention yet, and it has not run on a GPU: the model calls cuDNN
-(`models/attention.py`).
-"""
+from typing import Any
 
-import dataclasses
-from collections.abc import Callable
-
-import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.attention.backward import BackwardConfig, attention_backward
+from pallas_kernels.arguments import check_config, floating_arrays, positive_number
+from pallas_kernels.attention import mosaic_gpu
 from pallas_kernels.attention.bounds import Bounds
-from pallas_kernels.attention.by_heads import AttentionByHeads
-from pallas_kernels.attention.config import Config, default_config
-from pallas_kernels.attention.forward import attention_forward
-from pallas_kernels.layout import Place, Tokens
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionConfig:
-    """Launch parameters of the kernels. `None` takes the defaults for the head size.
-
-    Attributes:
-      forward: Parameters of the forward.
-      backward: Parameters of the backward.
-    """
-
-    forward: Config | None = None
-    backward: BackwardConfig | None = None
+from pallas_kernels.attention.mosaic_gpu import AttentionConfig
+from pallas_kernels.attention.reference import attention_reference
+from pallas_kernels.choices import record
+from pallas_kernels.implementation import (
+    Chosen,
+    Implementation,
+    check_config_has_kernel,
+    check_implementation,
+    choose_implementation,
+    symbolic_reason,
+)
 
 
 def document_attention(
@@ -37,64 +27,99 @@ def document_attention(
     v: Float[Array, "B S K H"],
     bounds: Bounds,
     *,
-    config: AttentionConfig = AttentionConfig(),
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+    config: AttentionConfig | None = None,
 ) -> Float[Array, "B S N H"]:
-    """The causal attention of each document by itself; logits are divided by √H.
+    """The causal attention of each document by itself (https://arxiv.org/abs/1706.03762).
 
-    The kernels take bfloat16 and float16, H of 64 and 128, and S that is a multiple of 8. The
-    softmax is computed in float32. Its weights are rounded to the dtype of `v` before the product
-    with `v`. The backward takes two kernels and no workspace. The gradients of `k` and `v` are
-    added up over heads in float32.
+    `softmax(scale · q·k) · v`, over the tokens from the beginning of a token's document to the
+    token itself. The kernels read no tile of keys that lies wholly in other documents, and need no
+    mask and no limit of the number of documents. Logits, softmax and sums are float32. The weights
+    of the softmax are rounded to the dtype of `v` before their product with `v`, and the result is
+    rounded once, to the dtype of `q`. Each gradient has the dtype of its argument; those of `k` and
+    `v` are added up over heads in float32. Equal calls have equal gradients, bit by bit.
+
+    The backward keeps one float32 number for each token and head, beside `q`, `k`, `v` and the
+    result. It needs no workspace. The algorithm is that of https://arxiv.org/abs/2407.08608, with
+    two kernels for the gradients.
+
+        bounds = document_bounds(segment_ids)
+        out = document_attention(q, k, v, bounds)
 
     Args:
       q: Queries.
       k: Keys; N is a multiple of K, and head n of the queries reads head `n // (N // K)`.
       v: Values.
-      bounds: Documents of the rows.
-      config: Launch parameters.
+      bounds: Documents of the rows, by `document_bounds`.
+      scale: Positive factor of the products of queries and keys. `None` is `1 / √H`.
+      implementation: Name of the program. `None`, the default, runs the kernels if JAX's default
+        device and the arguments allow it, and plain JAX otherwise. `"mosaic_gpu"` is kernels for
+        Hopper. They take bfloat16 and float16, up to 128 numbers a head, and rows of a multiple of
+        8 tokens. They compute heads of other sizes than 64 and 128 with zeros up to the next of the
+        two. `"reference"` is plain JAX, which keeps all scores in float32, and reads a mask; `"xla"`
+        is the same. `"require"` runs the kernels, or raises. On a mesh each device computes its own
+        rows and heads.
+      config: Launch parameters of the kernels. `None` takes measured parameters.
+
+    Returns:
+      The attention, of the shape and dtype of `q`.
 
     Raises:
-      NotImplementedError: There is no GPU from Hopper on, or the result is differentiated in
-        forward mode, or twice.
-      ValueError: The kernels do not take the shapes or dtypes.
+      ValueError: The shapes disagree, a name is unknown, the scale is not positive, or there are
+        launch parameters for plain JAX.
+      TypeError: An array is not of a floating dtype, or `config` is no `AttentionConfig`.
+      NotImplementedError: The caller asked for the kernels or requires them, and they do not run;
+        or their result is differentiated twice or in forward mode (`jax.jvp`).
     """
-    return _DocumentAttention(config)(q, k, v, *bounds)
+    q, k, v = floating_arrays(q=q, k=k, v=v)
+    _check_shapes(q, k, v, bounds)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    scale = positive_number("scale", scale, remedy="None is 1 / √H")
+    chosen, reason = choose_attention(q, k, v, implementation, config)
+    record("document_attention", (q, k, v), implementation, chosen, reason)
+    if chosen == "mosaic_gpu" and q.size:
+        return mosaic_gpu.attention(q, k, v, bounds, scale=scale, config=config)
+    return attention_reference(q, k, v, bounds.begins, scale=scale)[0].astype(q.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class _DocumentAttention(AttentionByHeads):
-    config: AttentionConfig
-    name = "document_attention"
-    logsumexp = Tokens(("kv_heads", "g", "s"))
-    of_documents = (Tokens(("s",)), Tokens(("s",)))
+def choose_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    implementation: Implementation | None = None,
+    config: AttentionConfig | None = None,
+) -> tuple[Chosen, str | None]:
+    """The implementation that `document_attention` runs, and why it is not the kernels.
 
-    def local_forward(self, place: Place) -> Callable[..., tuple[Array, Array]]:
-        def forward(q: Array, k: Array, v: Array, begins: Array, _: Array) -> tuple[Array, Array]:
-            options = {
-                "scale": _scale(q),
-                "config": self.config.forward or default_config(q.shape[-1]),
-            }
-            out, logsumexp = attention_forward(_heads(q), k, v, begins, **options)
-            return out.reshape(q.shape), logsumexp.reshape(len(q), *q.shape[2:4], -1)
-
-        return forward
-
-    def local_backward(self, place: Place) -> Callable[..., tuple[Array, Array, Array]]:
-        def backward(
-            dout: Array, q: Array, k: Array, v: Array, out: Array, logsumexp: Array, *bounds: Array
-        ) -> tuple[Array, Array, Array]:
-            of_heads = logsumexp.reshape(len(q), -1, q.shape[1])
-            args = _heads(q), k, v, _heads(out), of_heads, _heads(dout), *bounds
-            options = {"scale": _scale(q), "config": self.config.backward}
-            dq, dk, dv = attention_backward(*args, **options)
-            return dq.reshape(q.shape), dk, dv
-
-        return backward
+    Raises:
+      ValueError: The name is unknown, or there are launch parameters for plain JAX.
+      TypeError: `config` is no `AttentionConfig`.
+      NotImplementedError: The caller asked for the kernels, which do not take the arguments.
+    """
+    check_implementation(implementation)
+    check_config(config, AttentionConfig)
+    unsupported = symbolic_reason(q, k, v) or mosaic_gpu.unsupported_reason(q, k, v)
+    chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
+    check_config_has_kernel(config, implementation, chosen, reason)
+    return chosen, reason
 
 
-def _heads(a: Float[Array, "B S K G H"]) -> Float[Array, "B S _ H"]:
-    return jax.lax.collapse(a, 2, 4)
-
-
-def _scale(q: Float[Array, "... H"]) -> float:
-    return q.shape[-1] ** -0.5
+def _check_shapes(q: Array, k: Array, v: Array, bounds: Any) -> None:
+    """Raises ValueError or TypeError if the arguments do not fit together."""
+    if not isinstance(bounds, Bounds):
+        raise TypeError(f"bounds must be what document_bounds returns, got {type(bounds).__name__}")
+    if q.ndim != 4 or not 0 < q.shape[3]:
+        raise ValueError(f"q must be [B, S, N, H], got {q.shape}")
+    of_keys = (*q.shape[:2], *k.shape[2:3], q.shape[3])
+    if k.shape != of_keys or v.shape != of_keys or not k.shape[2] or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"k and v must be [B, S, K, H] for q {q.shape}, where K divides N = {q.shape[2]}, got "
+            f"{k.shape} and {v.shape}"
+        )
+    for name, bound in bounds._asdict().items():
+        if bound.shape != q.shape[:2] or bound.dtype != jnp.int32:
+            raise ValueError(
+                f"bounds.{name} must be int32 {q.shape[:2]}, got {bound.dtype} {bound.shape}"
+            )

@@ -19,7 +19,7 @@ class Bounds(NamedTuple):
     ends: Int32[Array, "B S"]
 
 
-def bounds_of(segment_ids: Int[Array, "B S"]) -> Bounds:
+def document_bounds(segment_ids: Int[Array, "B S"]) -> Bounds:
     """The bounds of documents. A document begins wherever `segment_ids` changes along a row."""
     length = segment_ids.shape[1]
     tokens = jnp.arange(length, dtype=jnp.int32)

@@ -13,7 +13,6 @@ import pytest
 from benchmarks import ceilings, peers, timing
 from benchmarks.kernels import attention, documents, formulas
 from benchmarks.kernels.attention import DIRECTIONS, Variant
-from models.documents import documents_of
 
 SHAPE = (2, 32, 6, 2, 16)
 SHAPE_LABEL = "2x32x6x2x16"
@@ -108,7 +107,7 @@ def test_rows_have_as_many_documents_as_asked_for():
     ids = np.asarray(documents.random_segment_ids(key, batch_size, length, num_documents))
     assert all(set(row) == set(range(num_documents)) for row in ids)
     assert (np.diff(ids, axis=1) >= 0).all() and len({tuple(row) for row in ids}) > 1
-    positions = documents_of(jnp.asarray(ids)).positions
+    positions = documents.positions_of(jnp.asarray(ids))
     for row, of_tokens in zip(ids, positions, strict=True):
         expected = np.concatenate([*map(np.arange, np.bincount(row))])
         np.testing.assert_array_equal(of_tokens, expected)

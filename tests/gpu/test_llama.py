@@ -15,7 +15,6 @@ import pytest
 from flax import nnx
 
 from benchmarks.kernels import documents
-from models.documents import documents_of
 from models.llama import Llama
 from models.presets import PRESETS
 from models.remat import POLICIES
@@ -170,7 +169,7 @@ def test_cudnn_attention_is_the_default_and_as_accurate_as_xla(
     batch = SyntheticDataset(config.vocab_size, 1024).batch(0, batch_size=2, seed=0)
     if num_documents > 1:
         ids = documents.random_segment_ids(jax.random.key(2), 2, 1024, num_documents)
-        batch |= {"segment_ids": 1 + ids, "positions": documents_of(ids).positions}
+        batch |= {"segment_ids": 1 + ids, "positions": documents.positions_of(ids)}
     batch = jax.tree.map(jnp.asarray, batch)
     params = nnx.state(Llama(config, rngs=nnx.Rngs(0)), nnx.Param)
     direction = jax.random.normal(jax.random.key(1), (2, 1024, config.hidden_size))

@@ -1,0 +1,194 @@
+"""Attention of documents as an operation: each device computes its own rows and heads."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float
+
+from pallas_kernels.attention.backward import BackwardConfig, attention_backward
+from pallas_kernels.attention.bounds import Bounds
+from pallas_kernels.attention.config import Config, default_config
+from pallas_kernels.attention.forward import DTYPES, HEAD_SIZES, attention_forward
+from pallas_kernels.choices import log_once
+from pallas_kernels.gpu import hopper_gemm
+from pallas_kernels.gpu.device import target_device
+from pallas_kernels.layout import Place, Roles, Tokens, to_spec, to_splits
+from pallas_kernels.mapping import Mask
+from pallas_kernels.operation import call
+from pallas_kernels.partition import partitioned
+from pallas_kernels.protocol import Arrays, Cotangents, Operation, with_members
+
+_MOST_ROWS = 65535  # blocks of an axis of the grid
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionConfig:
+    """Launch parameters of the kernels. `None` takes the defaults for the head size.
+
+    Attributes:
+      forward: Parameters of the forward.
+      backward: Parameters of the backward.
+    """
+
+    forward: Config | None = None
+    backward: BackwardConfig | None = None
+
+
+def unsupported_reason(
+    q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]
+) -> str | None:
+    """Why the kernels do not take these arguments, or None if they do."""
+    dtypes = [a.dtype for a in (q, k, v)]
+    if q.dtype not in DTYPES or len(set(dtypes)) > 1:
+        return (
+            f"q, k and v are {', '.join(map(str, dtypes))}; the kernels take bfloat16 or float16, "
+            "the same for all three"
+        )
+    num_rows, length, _, head_size = q.shape
+    if head_size > HEAD_SIZES[-1]:
+        return f"heads have {head_size} numbers; the kernels take up to {HEAD_SIZES[-1]}"
+    if length % 8:
+        return f"rows have {length} tokens; pad them to a multiple of 8"
+    if num_rows > _MOST_ROWS:
+        return f"there are {num_rows} rows; the kernels take up to {_MOST_ROWS}"
+    return hopper_gemm.unsupported_device(target_device())
+
+
+def attention(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    bounds: Bounds,
+    *,
+    scale: float,
+    config: AttentionConfig | None,
+) -> Float[Array, "B S N H"]:
+    """The attention by the kernels; `unsupported_reason` must be None for the arguments."""
+    num_kv_heads = k.shape[2]
+    q = _splittable(q, num_kv_heads)
+    by_keys = q.reshape(*q.shape[:2], num_kv_heads, q.shape[2] // num_kv_heads, q.shape[3])
+    operation = _Attention(scale, config or AttentionConfig())
+    return call(operation, by_keys, k, v, *bounds)[0].reshape(q.shape)
+
+
+def _splittable(q: Float[Array, "B S N H"], num_kv_heads: int) -> Float[Array, "B S N H"]:
+    """The queries, split by Explicit axes over rows, and over heads of keys if these divide."""
+    mesh, spec = jax.typeof(q).sharding.mesh, jax.typeof(q).sharding.spec
+    splits = to_splits(spec, q.ndim)
+    num_devices = math.prod(mesh.shape[name] for name in splits[2])
+    heads = splits[2] if num_kv_heads % num_devices == 0 else ()
+    wanted = (splits[0], (), heads, ())
+    if wanted == splits:
+        return q
+    lost = sorted({name for split in splits for name in split} - {*splits[0], *heads})
+    log_once(
+        f"document_attention: every device gathers queries {q.shape} along the mesh axes {lost} "
+        "and repeats their work, because the kernels need all tokens of a row, all numbers of a "
+        f"head, and a number of devices that divides the {num_kv_heads} heads of keys; split the "
+        "rows over these axes"
+    )
+    return jax.sharding.reshard(q, NamedSharding(mesh, to_spec(wanted)))
+
+
+_Q, _K = Tokens(("s", "kv_heads", "g", "h")), Tokens(("s", "kv_heads", "h"))
+_LOGSUMEXP, _BOUND = Tokens(("kv_heads", "g", "s")), Tokens(("s",))
+_PARTS = ("kv_heads",)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attention:
+    """The output of `(q, k, v, begins, ends)`.
+
+    Queries and output are `[B, S, K, G, H]`, with G = N / K: with an axis of the heads of keys, a
+    mesh axis may split all arrays alike. The residual is the logsumexp of each token's logits. The
+    members of `jax.vmap` are an axis before the rows.
+    """
+
+    scale: float
+    config: AttentionConfig
+
+    name = "document_attention"
+
+    def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
+        """The output, followed by the logsumexp unless `wanted` is None."""
+        roles = Roles((_Q, _K, _K, _BOUND, _BOUND), (_Q, _LOGSUMEXP), _PARTS)
+        out, logsumexp = partitioned(_forward_of, self, roles, *args)
+        return (out,) if wanted is None else (out, logsumexp)
+
+    def num_residuals(self, wanted: Mask) -> int:
+        """One, the logsumexp."""
+        return 1
+
+    def saved(
+        self, wanted: Mask, args: Arrays, results: Arrays, residuals: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        """`(results, what the backward reads)`."""
+        q, k, v, *bounds = args
+        return results, (q, k, v, *results, *residuals, *bounds)
+
+    def backward(self, wanted: Mask, saved: Arrays, cotangents: Cotangents) -> Arrays:
+        """The wanted gradients of `q`, `k` and `v`."""
+        (dout,) = cotangents
+        assert dout is not None  # JAX asks for no gradient of a result without one
+        args = (_Q, _Q, _K, _K, _Q, _LOGSUMEXP, _BOUND, _BOUND)
+        gradients = partitioned(_backward_of, self, Roles(args, (_Q, _K, _K), _PARTS), dout, *saved)
+        return [g for g, is_wanted in zip(gradients, wanted[:3], strict=True) if is_wanted]
+
+    def fold(self, wanted: Mask | None, args: Arrays, is_batched: Mask) -> tuple[Operation, Arrays]:
+        """The same operation, with the members before the rows."""
+        return self, with_members(args, is_batched)
+
+
+def _forward_of(operation: _Attention, place: Place) -> Callable[..., Any]:
+    def forward(q: Array, k: Array, v: Array, begins: Array, _: Array) -> tuple[Array, Array]:
+        by_heads, k, v = map(_as_wide_as_the_kernels, (_heads(q), k, v))
+        config = operation.config.forward or default_config(k.shape[-1])
+        out, logsumexp = attention_forward(
+            by_heads, k, v, begins, scale=operation.scale, config=config
+        )
+        out = out[..., : q.shape[-1]]
+        return out.reshape(q.shape), logsumexp.reshape(len(q), *q.shape[2:4], -1)
+
+    return _of_all_rows(forward)
+
+
+def _backward_of(operation: _Attention, place: Place) -> Callable[..., Any]:
+    def backward(
+        dout: Array, q: Array, k: Array, v: Array, out: Array, logsumexp: Array, *bounds: Array
+    ) -> tuple[Array, ...]:
+        of_heads = logsumexp.reshape(len(q), -1, q.shape[1])
+        arrays = map(_as_wide_as_the_kernels, (_heads(q), k, v, _heads(out), _heads(dout)))
+        by_heads, k, v, out, dout = arrays
+        args = by_heads, k, v, out, of_heads, dout, *bounds
+        options = {"scale": operation.scale, "config": operation.config.backward}
+        gradients = (g[..., : q.shape[-1]] for g in attention_backward(*args, **options))
+        dq, dk, dv = gradients
+        return dq.reshape(q.shape), dk, dv
+
+    return _of_all_rows(backward)
+
+
+def _as_wide_as_the_kernels(a: Float[Array, "B S _ H"]) -> Float[Array, "B S _ _"]:
+    """The array with zeros after the numbers of each head. They change no product and no sum."""
+    size = next(size for size in HEAD_SIZES if size >= a.shape[-1])
+    return a if size == a.shape[-1] else jnp.pad(a, [(0, 0)] * 3 + [(0, size - a.shape[-1])])
+
+
+def _heads(a: Float[Array, "B S K G H"]) -> Float[Array, "B S _ H"]:
+    return jax.lax.collapse(a, 2, 4)
+
+
+def _of_all_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of rows, for arrays that also have axes of members before the axis of rows."""
+
+    def run(q: Array, *others: Array) -> Any:
+        leading = q.shape[:-4]
+        rows = (jax.lax.collapse(a, 0, len(leading)) for a in (q, *others))
+        return tuple(a.reshape(*leading, *a.shape[1:]) for a in function(*rows))
+
+    return run
