@@ -153,10 +153,8 @@ def skip_without_cudnn_for(head_dim):
     [(1, True), (2, True), (20, True), (20, False)],
     ids=["causal", "packed", "several calls", "several calls, unrolled"],
 )
-def test_cudnn_attention_is_the_default_and_as_accurate_as_xla(
-    num_documents, scan_layers, head_dim
-):
-    """From Hopper on cuDNN takes 8 documents of a row at a time."""
+def test_default_attention_is_as_accurate_as_xla(num_documents, scan_layers, head_dim):
+    """With several documents in a row, our kernels take the place of cuDNN on Hopper."""
     config = dataclasses.replace(
         PRESETS["llama3.2-1b"],
         num_hidden_layers=2,

@@ -1,9 +1,11 @@
-"""FLOPs and memory of cuDNN's attention, from its shapes."""
+"""FLOPs and memory of cuDNN's attention and of our kernels, from the shapes."""
 
 import math
 
 from train.planner.dataflow import Op
 
+# Number of products over the pairs of a query and a key, by the kernel's name.
+_PRODUCTS = {"attention_forward": 2, "attention_backward_dq": 3, "attention_backward_dkdv": 4}
 # Position of the statistics, one for each softmax, among the operands of the backward.
 _STATISTICS = 10
 
@@ -14,6 +16,18 @@ def forward_flops(op: Op) -> float:
     keys = op.shapes[1][1]
     causal = "CAUSAL" in str(op.params.get("mask_type", ""))
     return 4.0 * batch * heads * length * keys * head_dim * (0.5 if causal else 1.0)
+
+
+def kernel_flops(op: Op) -> float:
+    """FLOPs of one of our kernels as if each row were one document; 0 for other operations.
+
+    The documents are not known here. Kernels of rows of several documents take less time.
+    """
+    number = _PRODUCTS.get(op.params.get("name", ""), 0)
+    if not number:
+        return 0.0
+    batch, length, heads, head_dim = op.shapes[0]
+    return 1.0 * number * batch * heads * length**2 * head_dim
 
 
 def workspace_bytes(op: Op) -> int:

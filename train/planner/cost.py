@@ -265,11 +265,9 @@ class _Program:
             body = self.cost(op.params["jaxpr"].jaxpr)
             copied = self._scan_copies(op)
             return body.times(op.params["length"]) + Cost(seconds=self._copy(copied))
-        if op.name == "while":
-            # The number of steps is not known here. `models.packed_attention` has a loop for rows
-            # of very many short documents, and its time is left out.
-            inside = self.cost(op.params["body_jaxpr"].jaxpr)
-            return Cost(temp_bytes=inside.temp_bytes)
+        if flops := attention.kernel_flops(op) / self.num_devices:
+            seconds = flops / (self.rates.flops * ATTENTION_EFFICIENCY)
+            return Cost(seconds=seconds, flops=flops)
         if op.name == "cond":
             branches = [self.cost(branch.jaxpr) for branch in op.params["branches"]]
             return max(branches, key=lambda cost: cost.seconds)
