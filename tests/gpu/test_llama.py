@@ -151,7 +151,7 @@ def skip_without_cudnn_for(head_dim):
 @pytest.mark.parametrize(
     "num_documents, scan_layers",
     [(1, True), (2, True), (20, True), (20, False)],
-    ids=["causal", "packed", "several calls", "several calls, unrolled"],
+    ids=["one document", "2 documents", "20 documents", "20 documents, unrolled"],
 )
 def test_default_attention_is_as_accurate_as_xla(num_documents, scan_layers, head_dim):
     """With several documents in a row, our kernels take the place of cuDNN on Hopper."""
