@@ -13,14 +13,15 @@
   token.
 - `LoRA`: a low-rank update of a frozen output embedding, for the losses and log-probabilities.
 - `document_attention`: causal attention of each document by itself, in rows of several documents.
-- `document_bounds`: the documents of rows, for `document_attention`, from `segment_ids`.
+- `document_bounds`: where the documents of rows begin and end, for `document_attention`.
 - `sharded_add_rms_norm`: `add_rms_norm` of sums over devices, for tensor parallelism.
 - `explain`: which implementation each operation in a function runs, and why, as an `Explanation`.
 - `patch`: puts the norms and the MLP into an existing Flax NNX model, and returns a `Patched`.
 - `require_kernels`: a context in which an operation that would not run its kernel raises.
 
-The operations run on any mesh, and each device computes its own tokens (`docs/meshes.md`). Only
-`sharded_add_rms_norm` must be called inside of `jax.shard_map`.
+The operations run on any mesh, and each device computes its own tokens (`docs/meshes.md`). In
+`document_attention` a device computes its own rows and heads. Only `sharded_add_rms_norm` must be
+called inside of `jax.shard_map`.
 
 With `return_metrics=True`, `linear_cross_entropy` returns `LossMetrics` as its second result.
 Layers that call the operations are in `pallas_kernels.layers` (Flax NNX), `pallas_kernels.linen`
