@@ -1,8 +1,11 @@
 """The public attention of rows that hold several documents."""
 
+import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import check_config, floating_arrays, positive_number
@@ -10,7 +13,7 @@ from pallas_kernels.attention import mosaic_gpu
 from pallas_kernels.attention.bounds import Bounds
 from pallas_kernels.attention.mosaic_gpu import AttentionConfig
 from pallas_kernels.attention.reference import attention_reference
-from pallas_kernels.choices import record
+from pallas_kernels.choices import log_once, record
 from pallas_kernels.implementation import (
     Chosen,
     Implementation,
@@ -19,6 +22,7 @@ from pallas_kernels.implementation import (
     choose_implementation,
     symbolic_reason,
 )
+from pallas_kernels.layout import to_spec, to_splits
 
 
 def document_attention(
@@ -77,6 +81,8 @@ def document_attention(
     if scale is None:
         scale = q.shape[-1] ** -0.5
     scale = positive_number("scale", scale, remedy="None is 1 / √H")
+    num_kv_heads = k.shape[2]
+    q, k, v = (_with_whole_rows(a, num_kv_heads) for a in (q, k, v))
     chosen, reason = choose_attention(q, k, v, implementation, config)
     record("document_attention", (q, k, v), implementation, chosen, reason)
     if chosen == "mosaic_gpu" and q.size:
@@ -104,6 +110,24 @@ def choose_attention(
     chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
     check_config_has_kernel(config, implementation, chosen, reason)
     return chosen, reason
+
+
+def _with_whole_rows(a: Float[Array, "B S _ H"], num_kv_heads: int) -> Float[Array, "B S _ H"]:
+    """The array, split by Explicit axes over rows alone, and over heads if the keys' allow it."""
+    mesh, spec = jax.typeof(a).sharding.mesh, jax.typeof(a).sharding.spec
+    splits = to_splits(spec, a.ndim)
+    num_devices = math.prod(mesh.shape[name] for name in splits[2])
+    heads = splits[2] if num_kv_heads % num_devices == 0 else ()
+    wanted = (splits[0], (), heads, ())
+    if wanted == splits:
+        return a
+    axes = sorted({name for split in splits for name in split} - {*splits[0], *heads})
+    log_once(
+        f"document_attention: every device gathers arrays along the mesh axes {axes} and repeats "
+        "work, because it needs all tokens of a row, all numbers of a head, and a number of "
+        f"devices that divides the {num_kv_heads} heads of keys; split the rows over these axes"
+    )
+    return jax.sharding.reshard(a, NamedSharding(mesh, to_spec(wanted)))
 
 
 def _check_shapes(q: Array, k: Array, v: Array, bounds: Any) -> None:

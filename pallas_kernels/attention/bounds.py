@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Int32
 
 
@@ -21,6 +22,13 @@ class Bounds(NamedTuple):
 
 def document_bounds(segment_ids: Int[Array, "B S"]) -> Bounds:
     """The bounds of documents. A document begins wherever `segment_ids` changes along a row."""
+    mesh, (rows, tokens) = (
+        jax.typeof(segment_ids).sharding.mesh,
+        jax.typeof(segment_ids).sharding.spec,
+    )
+    if tokens is not None:  # Explicit axes split the tokens, and a sum along them needs all
+        whole = NamedSharding(mesh, PartitionSpec(rows))
+        segment_ids = jax.sharding.reshard(segment_ids, whole)
     length = segment_ids.shape[1]
     tokens = jnp.arange(length, dtype=jnp.int32)
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]

@@ -1,23 +1,20 @@
 """Attention of documents as an operation: each device computes its own rows and heads."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention.backward import BackwardConfig, attention_backward
 from pallas_kernels.attention.bounds import Bounds
 from pallas_kernels.attention.config import Config, default_config
 from pallas_kernels.attention.forward import DTYPES, HEAD_SIZES, attention_forward
-from pallas_kernels.choices import log_once
 from pallas_kernels.gpu import hopper_gemm
 from pallas_kernels.gpu.device import target_device
-from pallas_kernels.layout import Place, Roles, Tokens, to_spec, to_splits
+from pallas_kernels.layout import Place, Roles, Tokens
 from pallas_kernels.mapping import Mask
 from pallas_kernels.operation import call
 from pallas_kernels.partition import partitioned
@@ -70,29 +67,9 @@ def attention(
 ) -> Float[Array, "B S N H"]:
     """The attention by the kernels; `unsupported_reason` must be None for the arguments."""
     num_kv_heads = k.shape[2]
-    q = _splittable(q, num_kv_heads)
     by_keys = q.reshape(*q.shape[:2], num_kv_heads, q.shape[2] // num_kv_heads, q.shape[3])
     operation = _Attention(scale, config or AttentionConfig())
     return call(operation, by_keys, k, v, *bounds)[0].reshape(q.shape)
-
-
-def _splittable(q: Float[Array, "B S N H"], num_kv_heads: int) -> Float[Array, "B S N H"]:
-    """The queries, split by Explicit axes over rows, and over heads of keys if these divide."""
-    mesh, spec = jax.typeof(q).sharding.mesh, jax.typeof(q).sharding.spec
-    splits = to_splits(spec, q.ndim)
-    num_devices = math.prod(mesh.shape[name] for name in splits[2])
-    heads = splits[2] if num_kv_heads % num_devices == 0 else ()
-    wanted = (splits[0], (), heads, ())
-    if wanted == splits:
-        return q
-    lost = sorted({name for split in splits for name in split} - {*splits[0], *heads})
-    log_once(
-        f"document_attention: every device gathers queries {q.shape} along the mesh axes {lost} "
-        "and repeats their work, because the kernels need all tokens of a row, all numbers of a "
-        f"head, and a number of devices that divides the {num_kv_heads} heads of keys; split the "
-        "rows over these axes"
-    )
-    return jax.sharding.reshard(q, NamedSharding(mesh, to_spec(wanted)))
 
 
 _Q, _K = Tokens(("s", "kv_heads", "g", "h")), Tokens(("s", "kv_heads", "h"))

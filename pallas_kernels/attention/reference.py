@@ -25,12 +25,14 @@ def attention_reference(
       scale: Factor of the products of queries and keys.
     """
     dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    group = q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(a.astype(dtype), group, axis=2) for a in (k, v))
-    scores = scale * jnp.einsum("bsnh,btnh->bnst", q.astype(dtype), k)
+    q, k, v = (a.astype(dtype) for a in (q, k, v))
+    # With an axis of the heads of keys, an Explicit axis may split all heads alike.
+    queries = q.reshape(*q.shape[:2], k.shape[2], q.shape[2] // k.shape[2], q.shape[3])
+    scores = scale * jnp.einsum("bskgh,btkh->bkgst", queries, k)
     token = jnp.arange(q.shape[1], dtype=begins.dtype)
     seen = (begins[:, :, None] <= token) & (token <= token[:, None])
-    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     logsumexp = jax.nn.logsumexp(scores, axis=-1)
     p = jnp.exp(scores - logsumexp[..., None])
-    return jnp.einsum("bnst,btnh->bsnh", p, v), logsumexp
+    out = jnp.einsum("bkgst,btkh->bskgh", p, v).reshape(q.shape)
+    return out, logsumexp.reshape(len(q), q.shape[2], q.shape[1])
