@@ -57,9 +57,9 @@ def document_attention(
         device and the arguments allow it, and plain JAX otherwise. `"mosaic_gpu"` is kernels for
         Hopper. They take bfloat16 and float16, up to 128 numbers a head, and rows of a multiple of
         8 tokens. They compute heads of other sizes than 64 and 128 with zeros up to the next of the
-        two. `"reference"` is plain JAX, which keeps all scores in float32, and reads a mask; `"xla"`
-        is the same. `"require"` runs the kernels, or raises. On a mesh each device computes its own
-        rows and heads.
+        two. `"reference"` is plain JAX, which keeps all scores in float32, and reads a mask;
+        `"xla"` is the same. `"require"` runs the kernels, or raises. On a mesh each device computes
+        its own rows and heads.
       config: Launch parameters of the kernels. `None` takes measured parameters.
 
     Returns:
