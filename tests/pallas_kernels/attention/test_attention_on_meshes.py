@@ -1,4 +1,7 @@
-"""Attention of documents on meshes and under `jax.vmap`, with plain JAX in the kernels' place."""
+"""Attention of documents on meshes and under `jax.vmap`, with plain JAX in the kernels' place.
+
+The tests take 15 s together.
+"""
 
 import functools
 import re
@@ -12,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import auto_axes, choices, document_attention, document_bounds
 from pallas_kernels.attention.reference import attention_reference
+from pallas_kernels.implementation import Implementation
 from support.attention_formulas import emulate, exact_value_and_gradients
 from support.numerics import assert_as_accurate, quick_jit, value_and_grads
 
@@ -44,8 +48,8 @@ def arrays(*leading: int) -> list[jax.Array]:
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
-def attend(q, k, v, ids):
-    return document_attention(q, k, v, document_bounds(ids), implementation="mosaic_gpu")
+def attend(q, k, v, ids, implementation: Implementation = "mosaic_gpu"):
+    return document_attention(q, k, v, document_bounds(ids), implementation=implementation)
 
 
 def reference(q, k, v, ids):
@@ -105,7 +109,7 @@ def exchanged(program: str) -> set[str]:
 @KINDS
 @pytest.mark.parametrize("axes", [("data", "fsdp"), ("data",), ("fsdp",), ()], ids=str)
 def test_each_device_reads_the_documents_of_its_own_rows(kind, axes):
-    """1 s each. The documents may be split otherwise than the rows, or not at all."""
+    """The documents may be split otherwise than the rows, or not at all."""
     mesh = mesh_of(kind, data=2, fsdp=2)
     ids = jax.device_put(segment_ids(), NamedSharding(mesh, P(axes)))
     rows = P(("data", "fsdp"))
@@ -118,8 +122,17 @@ def test_each_device_reads_the_documents_of_its_own_rows(kind, axes):
 
 
 @KINDS
+def test_the_reference_is_split_by_rows(kind):
+    mesh, rows = mesh_of(kind, data=4), P("data")
+    fn = functools.partial(gradients, fn=functools.partial(attend, implementation="reference"))
+    got, program = on_mesh(mesh, rows, segment_ids(), fn)
+    assert not exchanged(program)
+    assert_split(got, mesh, rows)
+    assert_as_expected(got)
+
+
+@KINDS
 def test_each_device_computes_its_own_heads(kind):
-    """1 s each."""
     mesh = mesh_of(kind, data=2, heads=2)
     ids = jax.device_put(segment_ids(), NamedSharding(mesh, P("data")))
     heads = P("data", None, "heads")
@@ -145,7 +158,7 @@ def test_each_device_computes_its_own_heads(kind):
     ids=["auto heads", "auto tokens", "explicit heads", "explicit tokens", "explicit numbers"],
 )
 def test_queries_that_are_gathered_are_told_once(kind, spec, message, caplog):
-    """Four devices split four heads of queries and two heads of keys. 1 s each."""
+    """Four devices split four heads of queries and two heads of keys."""
     mesh = mesh_of(kind, x=4)
     q, k, v, _ = arrays()
     ids = jnp.asarray(segment_ids())
@@ -162,19 +175,19 @@ of_members = functools.partial(gradients, fn=jax.vmap(attend))
 
 
 def test_members_of_vmap():
-    """1 s."""
+    """2 s."""
     assert_as_expected(quick_jit(of_members)(*arrays(MEMBERS), IDS_OF_MEMBERS), MEMBERS)
 
 
 def test_gradients_of_members():
-    """`jax.vmap` of the gradients. 1 s."""
+    """`jax.vmap` of the gradients."""
     got = quick_jit(jax.vmap(gradients))(*arrays(MEMBERS), IDS_OF_MEMBERS)
     assert_as_expected(got, MEMBERS)
 
 
 @KINDS
 def test_members_on_a_mesh(kind):
-    """Some axes split the members, and some the rows. 2 s each."""
+    """Some axes split the members, and some the rows."""
     mesh = mesh_of(kind, member=2, data=2)
     ids = jax.device_put(IDS_OF_MEMBERS, NamedSharding(mesh, P("member", "data")))
     spec = P("member", "data")
@@ -185,7 +198,6 @@ def test_members_on_a_mesh(kind):
 
 
 def test_members_inside_of_shard_map():
-    """1 s."""
     rows = P(None, "data")
     local = jax.shard_map(of_members, in_specs=rows, out_specs=rows)
     mesh = mesh_of(AUTO, data=2)
@@ -197,7 +209,7 @@ def test_members_inside_of_shard_map():
 
 
 def test_members_that_share_documents_and_keys():
-    """Members of members. A shared array has the sum of the members' gradients. 2 s."""
+    """Members of members. A shared array has the sum of the members' gradients. 3 s."""
     q, _, _, dout = (a.reshape(MEMBERS, 1, *a.shape[1:]) for a in arrays(MEMBERS))
     _, k, v, _ = arrays()
     ids = jnp.asarray(segment_ids())
@@ -212,7 +224,7 @@ def test_members_that_share_documents_and_keys():
 
 
 def test_with_x64():
-    """Bounds keep 32 bits, and gradients the dtypes of their arguments. 1 s."""
+    """Bounds keep 32 bits, and gradients the dtypes of their arguments."""
     with jax.enable_x64(True):
         got = quick_jit(gradients)(*arrays(), jnp.asarray(segment_ids(), jnp.int64))
         assert [a.dtype for a in got] == [jnp.float32] * 4
