@@ -19,13 +19,7 @@ TOGETHER = (
     ("test_aot_frameworks", "test_aot_patching"),
     ("test_aot_fp8", "test_aot_fp8_quantize"),
     ("test_aot_fp8_llama", "test_aot_llama"),
-    (
-        "test_aot_attention",
-        "test_aot_members",
-        "test_aot_packed_attention",
-        "test_aot_sharded_add_rms_norm",
-        "test_aot_slices",
-    ),
+    ("test_aot_members", "test_aot_sharded_add_rms_norm", "test_aot_slices"),
     ("test_aot_rms_norm", "test_aot_swiglu"),
     ("test_aot_attention", "test_aot_attention_backward", "test_aot_document_attention"),
 )

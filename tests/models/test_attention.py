@@ -9,13 +9,14 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from models import attention
 from models.attention import causal_attention
-from models.documents import documents_of
-from pallas_kernels import choices
+from pallas_kernels import choices, document_bounds, implementation
+from pallas_kernels.attention import mosaic_gpu
 from pallas_kernels.gpu.device import Device
 from support.small_llama import changed, hidden_of, random_tokens
 
-A100, H100 = (8, 0), (9, 0)
+A100, H100, B200 = (8, 0), (9, 0), (10, 0)
 TEN_OF_TWO = jnp.asarray([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1]], jnp.int32)
+EIGHT_OF_TWO = TEN_OF_TWO[:, :8]
 
 
 @pytest.fixture
@@ -24,9 +25,11 @@ def on_gpu(monkeypatch):
 
     def use(capability):
         monkeypatch.setattr(choices, "_logged", set())
-        monkeypatch.setattr(attention, "reason_not_here", lambda: None)
         device = Device("a GPU", capability, 132)
-        monkeypatch.setattr(attention, "target_device", lambda: device)
+        for module in (attention, mosaic_gpu):
+            monkeypatch.setattr(module, "target_device", lambda: device)
+        for module in (attention, implementation):
+            monkeypatch.setattr(module, "reason_not_here", lambda: None)
 
     return use
 
@@ -39,26 +42,27 @@ def without_cudnn(monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The attention that was called: the mask and the implementation, or "packed"."""
+    """The attention that was called: the mask and the implementation, or the kernels' bounds."""
     made = []
 
-    def whole(q, k, v, *, mask=None, is_causal, implementation):
+    def by_jax(q, k, v, *, mask=None, is_causal, implementation):
         assert is_causal
         made.append((None if mask is None else np.asarray(mask), implementation))
         return q
 
-    def packed(q, k, v, documents):
-        made.append("packed")
+    def by_kernels(q, k, v, bounds, *, implementation):
+        made.append((np.asarray(bounds), implementation))
         return q
 
-    monkeypatch.setattr(attention.jax.nn, "dot_product_attention", whole)
-    monkeypatch.setattr(attention, "packed_attention", packed)
+    monkeypatch.setattr(attention.jax.nn, "dot_product_attention", by_jax)
+    monkeypatch.setattr(attention, "document_attention", by_kernels)
     return made
 
 
-def attend(ids=None, *, implementation=None, shape=(1, 10, 2, 16), dtype=jnp.bfloat16):
-    q = jnp.ones(shape, dtype)
-    documents = None if ids is None else documents_of(ids)
+def attend(ids=None, *, implementation=None, head_dim=16, dtype=jnp.bfloat16):
+    length = 8 if ids is None else ids.shape[1]
+    q = jnp.ones((1, length, 2, head_dim), dtype)
+    documents = None if ids is None else document_bounds(ids)
     return causal_attention(q, q, q, documents, implementation)
 
 
@@ -81,47 +85,90 @@ def test_what_the_attention_of_cudnn_takes(on_gpu, capability, shape, dtype, rea
     assert found is None if reason is None else found is not None and reason in found
 
 
-@pytest.mark.parametrize("implementation", [None, "cudnn"])
-@pytest.mark.parametrize("capability", [H100, (10, 0)], ids=str)
-def test_each_document_by_itself_from_hopper_on(on_gpu, calls, caplog, capability, implementation):
-    on_gpu(capability)
-    attend(TEN_OF_TWO, implementation=implementation)
-    attend(implementation=implementation)
-    assert calls == ["packed", (None, "cudnn")] and not caplog.records
+def assert_called(call, ids, by):
+    """That `by` computed these documents; None is a row of one document."""
+    arrays, implementation = call
+    assert implementation == by
+    if by == "mosaic_gpu":
+        ids = jnp.zeros((1, 8), jnp.int32) if ids is None else ids
+        np.testing.assert_array_equal(arrays, document_bounds(ids))
+    elif ids is None:
+        assert arrays is None
+    else:
+        (row,) = np.asarray(ids)
+        np.testing.assert_array_equal(arrays, (row[:, None] == row)[None, None])
 
 
-@pytest.mark.parametrize("implementation", [None, "cudnn"])
-def test_before_hopper_cudnn_reads_a_mask_and_the_log_says_so(
-    on_gpu, calls, caplog, implementation
+@pytest.mark.parametrize(
+    ("asked_for", "of_documents", "of_whole_rows"),
+    [
+        (None, "mosaic_gpu", "cudnn"),
+        ("mosaic_gpu", "mosaic_gpu", "mosaic_gpu"),
+        ("cudnn", "cudnn", "cudnn"),
+        ("xla", "xla", "xla"),
+    ],
+)
+def test_on_hopper_kernels_compute_documents(
+    on_gpu, calls, caplog, asked_for, of_documents, of_whole_rows
 ):
-    on_gpu(A100)
+    on_gpu(H100)
     with caplog.at_level(logging.WARNING):
-        attend(implementation=implementation)
+        attend(EIGHT_OF_TWO, implementation=asked_for)
+        attend(implementation=asked_for)
+    assert_called(calls[0], EIGHT_OF_TWO, of_documents)
+    assert_called(calls[1], None, of_whole_rows)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("capability", "ids", "head_dim", "reason"),
+    [
+        (A100, EIGHT_OF_TWO, 16, "wgmma needs compute capability (9, x), a GPU has (8, 0)"),
+        (B200, EIGHT_OF_TWO, 16, "wgmma needs compute capability (9, x), a GPU has (10, 0)"),
+        (H100, EIGHT_OF_TWO, 256, "heads have 256 numbers; the kernels take up to 128"),
+        (H100, TEN_OF_TWO, 16, "rows have 10 tokens; pad them to a multiple of 8"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_elsewhere_cudnn_reads_a_mask_and_the_log_says_so(
+    on_gpu, calls, caplog, capability, ids, head_dim, reason
+):
+    on_gpu(capability)
+    with caplog.at_level(logging.WARNING):
+        attend(head_dim=head_dim)
         assert not caplog.records
         for _ in range(2):
-            attend(TEN_OF_TWO, implementation=implementation)
+            attend(ids, head_dim=head_dim)
     (message,) = caplog.messages
-    assert "mask of S² elements" in message and "from compute capability (9, 0) on" in message
-    assert len(calls) == 3
-    for mask, by in calls[1:]:
-        row = np.asarray(TEN_OF_TWO[0])
-        np.testing.assert_array_equal(mask, (row[:, None] == row)[None, None])
-        assert by == "cudnn"
+    assert "mask of S² elements" in message and message.endswith(reason)
+    assert_called(calls[0], None, "cudnn")
+    for call in calls[1:]:
+        assert_called(call, ids, "cudnn")
 
 
 def test_xla_keeps_all_scores_and_the_log_says_so(on_gpu, calls, caplog):
+    """Float32, which neither the kernels nor cuDNN take."""
     on_gpu(H100)
     with caplog.at_level(logging.WARNING):
-        attend(TEN_OF_TWO, dtype=jnp.float32)
+        attend(EIGHT_OF_TWO, dtype=jnp.float32)
         attend(dtype=jnp.float32)
-    (message,) = caplog.messages
-    assert "keeps all S² scores, because cuDNN takes bfloat16 and float16" in message
-    assert [by for _, by in calls] == ["xla", "xla"]
+    of_kernels, of_cudnn = caplog.messages
+    assert "mask of S² elements" in of_kernels and "q, k and v are float32" in of_kernels
+    assert "keeps all S² scores, because cuDNN takes bfloat16 and float16" in of_cudnn
+    assert_called(calls[0], EIGHT_OF_TWO, "xla")
+    assert_called(calls[1], None, "xla")
 
 
 def test_without_a_gpu_xla_computes_it_and_nothing_is_logged(calls, caplog):
-    attend(TEN_OF_TWO)
-    assert [by for _, by in calls] == ["xla"] and not caplog.records
+    attend(EIGHT_OF_TWO)
+    assert_called(calls[0], EIGHT_OF_TWO, "xla")
+    assert not caplog.records
+
+
+def test_kernels_that_do_not_take_the_arrays():
+    message = "'mosaic_gpu': rows have 10 tokens; pad them to a multiple of 8"
+    with pytest.raises(NotImplementedError, match=message):
+        attend(TEN_OF_TWO, implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize("packing", [{}, {"segment_ids": TEN_OF_TWO}], ids=["whole", "packed"])

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import attention
 from models.config import LlamaConfig
 from models.llama import Llama
-from support.emulated_cudnn import emulate
+from support.attention_formulas import emulate
 from support.numerics import assert_trees_as_accurate, quick_jit
 from support.small_llama import (
     CONFIG,
@@ -110,13 +109,11 @@ def test_equals_the_textbook_in_values_and_gradients(changes, dtype):
         pytest.param({"remat": "full"}, id="scanned"),
     ],
 )
-def test_documents_one_by_one_equal_the_textbook(monkeypatch, changes):
-    """An emulation of cuDNN computes the documents. 4 s."""
+def test_documents_one_by_one_equal_the_textbook(monkeypatch, fresh_operations, changes):
+    """An emulation of the kernels computes the documents. 4 s."""
     emulate(monkeypatch)
-    for name in ("_why_no_cudnn", "_why_refused"):
-        monkeypatch.setattr(attention, name, lambda q: None)
-    monkeypatch.setattr(attention.jax.nn, "dot_product_attention", None)  # the one with a mask
-    assert_equals_the_textbook(changed(**changes), "float32")
+    config = changed(attention_implementation="mosaic_gpu", **changes)
+    assert_equals_the_textbook(config, "float32")
 
 
 def assert_equals_the_textbook(config, dtype):

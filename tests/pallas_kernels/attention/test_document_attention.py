@@ -1,82 +1,225 @@
-"""Attention of documents as an operation: its bounds, its gradients, and members of vmap."""
+"""Attention of documents as an operation on one device, and what it refuses."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention.api import document_attention
-from pallas_kernels.attention.backward import attention_backward
-from pallas_kernels.attention.bounds import bounds_of
-from pallas_kernels.attention.config import default_config
-from pallas_kernels.attention.forward import attention_forward
-from pallas_kernels.attention.reference import attention_reference
-from support.numerics import assert_as_accurate, value_and_grads
+import pallas_kernels
+from pallas_kernels import document_attention, document_bounds
+from pallas_kernels.attention import AttentionConfig, Bounds, mosaic_gpu
+from pallas_kernels.attention.api import choose_attention
+from pallas_kernels.choices import Choice
+from pallas_kernels.gpu.device import Device
+from support.attention_formulas import (
+    emulate,
+    exact_value_and_gradients,
+    rounded_value_and_gradients,
+)
+from support.numerics import assert_as_accurate, quick_jit, rounded, value_and_grads
 
-pytestmark = pytest.mark.usefixtures("interpreted")
-B, S, N, K, H = 2, 72, 2, 1, 64
-IDS = np.array([[3] * 5 + [1] + [7] * 60 + [3] * 6, [0] * S], np.int32)
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+B, S, N, K, H = 1, 24, 2, 1, 64
+IDS = jnp.asarray([[3] * 5 + [1] + [7] * 12 + [3] * 6], jnp.int32)
+BOUNDS = document_bounds(IDS)
 NAMES = ["out", "dq", "dk", "dv"]
+of_kernels = functools.partial(document_attention, implementation="mosaic_gpu")
 
 
 def test_bounds():
-    begins, ends = bounds_of(jnp.asarray([[4, 4, 9, 4, 4, 4], [0, 1, 1, 1, 1, 2]], jnp.int32))
+    begins, ends = document_bounds(jnp.asarray([[4, 4, 9, 4, 4, 4], [0, 1, 1, 1, 1, 2]], jnp.int32))
     np.testing.assert_array_equal(begins, [[0, 0, 2, 3, 3, 3], [0, 1, 1, 1, 1, 5]])
     np.testing.assert_array_equal(ends, [[2, 2, 3, 6, 6, 6], [1, 5, 5, 5, 5, 6]])
+    assert begins.dtype == ends.dtype == jnp.int32
 
 
-def arrays(*leading: int) -> list[jax.Array]:
+def arrays(*leading: int, dtypes=(BF16,) * 4, head_size=H, heads=(N, K)) -> list[jax.Array]:
+    """Queries, keys, values and a cotangent."""
     rng = np.random.default_rng(0)
-    shapes = [(*leading, B, S, heads, H) for heads in (N, K, K, N)]
-    return [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
+    num_heads = (heads[i] for i in (0, 1, 1, 0))
+    shapes = [(*leading, B, S, n, head_size) for n in num_heads]
+    normal = lambda shape, dtype: jnp.asarray(rng.normal(size=shape), dtype)
+    return [normal(*each) for each in zip(shapes, dtypes, strict=True)]
 
 
-def reference(q, k, v):
-    bounds = bounds_of(jnp.asarray(IDS))
-    return attention_reference(q, k, v, bounds.begins, scale=H**-0.5)[0]
+def assert_equals_the_formula(got, args, *, scale, names=NAMES):
+    plain = quick_jit(functools.partial(rounded_value_and_gradients, scale=scale))(args, BOUNDS)
+    exact = exact_value_and_gradients(args, BOUNDS, scale=scale)
+    which = [NAMES.index(name) for name in names]
+    assert [a.dtype for a in got] == [plain[i].dtype for i in which]
+    assert_as_accurate(got, [plain[i] for i in which], [exact[i] for i in which], names=names)
 
 
-def by_kernels(args, cotangent):
-    """Output and gradients by the kernels themselves, which have tests of their own."""
-    begins, ends = bounds_of(jnp.asarray(IDS))
-    config = default_config(H)
-    q, k, v = args
-    out, sums = attention_forward(q, k, v, begins, scale=H**-0.5, config=config)
-    gradients = attention_backward(q, k, v, out, sums, cotangent, begins, ends, scale=H**-0.5)
-    return out, *gradients
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("head_size", "dtype", "heads", "scale"), [(40, F16, (4, 2), 0.3), (96, BF16, (2, 1), None)]
+)
+def test_heads_of_any_size(head_size, dtype, heads, scale):
+    """The kernels compute them with zeros up to 64 or 128. 3 s each."""
+    *args, dout = arrays(dtypes=(dtype,) * 4, head_size=head_size, heads=heads)
+    attend = lambda q, k, v: of_kernels(q, k, v, BOUNDS, scale=scale)
+    got = value_and_grads(attend, args, dout)
+    assert_equals_the_formula(got, (*args, dout), scale=scale or head_size**-0.5)
 
 
-def in_float64(args, cotangent):
-    with jax.enable_x64(True):
-        args, cotangent = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (args, cotangent))
-        return [np.asarray(a) for a in value_and_grads(reference, args, cotangent)]
-
-
+@pytest.mark.usefixtures("interpreted")
 def test_members_of_vmap():
-    """Two members, each with gradients of its own, in one call. 6 s."""
-    *args, cotangent = arrays(2)
-    bounds = bounds_of(jnp.asarray(IDS))
-    attend = jax.vmap(lambda q, k, v: document_attention(q, k, v, bounds))
-    got = value_and_grads(attend, args, cotangent)
+    """Two members, each with gradients of its own, in one call. 4 s."""
+    *args, dout = arrays(2)
+    attend = jax.vmap(lambda q, k, v: of_kernels(q, k, v, BOUNDS))
+    got = value_and_grads(attend, args, dout)
     for i in range(2):
-        of_member, of_output = [a[i] for a in args], cotangent[i]
-        plain = by_kernels(of_member, of_output)
-        exact = in_float64(of_member, of_output)
-        assert_as_accurate([a[i] for a in got], plain, exact, names=NAMES)
+        of_member = [a[i] for a in (*args, dout)]
+        assert_equals_the_formula([a[i] for a in got], of_member, scale=H**-0.5)
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_a_gradient_of_keys_alone():
-    """5 s."""
-    *args, cotangent = arrays()
-    bounds = bounds_of(jnp.asarray(IDS))
-    q, k, v = args
-    _, vjp = jax.vjp(lambda k: document_attention(q, k, v, bounds), k)
-    plain, exact = by_kernels(args, cotangent), in_float64(args, cotangent)
-    assert_as_accurate(vjp(cotangent), plain[2:3], exact[2:3], names=["dk"])
+    """2 s."""
+    q, k, v, dout = arrays()
+    _, vjp = jax.vjp(lambda k: of_kernels(q, k, v, BOUNDS), k)
+    assert_equals_the_formula(vjp(dout), (q, k, v, dout), scale=H**-0.5, names=["dk"])
 
 
-def test_forward_mode_is_an_error():
-    q, k, v, dq = arrays()
-    attend = lambda q: document_attention(q, k, v, bounds_of(jnp.asarray(IDS)))
-    with pytest.raises(NotImplementedError, match="document_attention"):
-        jax.jvp(attend, (q,), (dq,))
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("dtypes", [(F32,) * 4, (BF16, F32, F16, BF16)], ids=["float32", "mixed"])
+def test_the_reference_rounds_its_results_once(implementation, dtypes):
+    """In float32 inside, whatever the dtypes are."""
+    *args, dout = arrays(dtypes=dtypes, head_size=12)
+    options = {"implementation": implementation, "scale": 0.4}
+    attend = lambda q, k, v: document_attention(q, k, v, BOUNDS, **options)
+    got = quick_jit(functools.partial(value_and_grads, attend))(args, dout)
+    assert [a.dtype for a in got] == [dtypes[0], *dtypes[:3]]
+    exact = exact_value_and_gradients((*args, dout), BOUNDS, scale=0.4)
+    assert_as_accurate(got, rounded(exact, got), exact, names=NAMES)
+
+
+@pytest.mark.parametrize("implementation", [None, "mosaic_gpu"])
+@pytest.mark.parametrize("shape", [(0, 8, 2, 1), (1, 0, 2, 1), (1, 8, 0, 1)], ids=str)
+def test_empty_arrays(implementation, shape):
+    batch_size, length, num_heads, num_kv_heads = shape
+    q = jnp.zeros((batch_size, length, num_heads, H), BF16)
+    k = jnp.ones((batch_size, length, num_kv_heads, H), BF16)
+    bounds = document_bounds(jnp.zeros((batch_size, length), jnp.int32))
+    attend = lambda q, k, v: document_attention(q, k, v, bounds, implementation=implementation)
+    out, *gradients = jax.jit(functools.partial(value_and_grads, attend))((q, k, k), q)
+    assert out.shape == q.shape and out.dtype == BF16
+    assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]
+    assert not any(np.any(g) for g in gradients)
+
+
+# What it refuses, and what it chooses.
+
+KEYS, QUERIES = jnp.zeros((1, 8, 2, 16), BF16), jnp.zeros((1, 8, 4, 16), BF16)
+ROW = Bounds(jnp.zeros((1, 8), jnp.int32), jnp.full((1, 8), 8, jnp.int32))
+WITHOUT_NUMBERS = {"q": QUERIES[..., :0], "k": KEYS[..., :0], "v": KEYS[..., :0]}
+IN_FLOAT32 = {"q": QUERIES.astype(F32), "k": KEYS.astype(F32), "v": KEYS.astype(F32)}
+OF_KEYS = r"k and v must be \[B, S, K, H\] for q \(1, 8, 4, 16\), where K divides N = 4, got "
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": QUERIES[0]}, ValueError, r"q must be \[B, S, N, H\], got \(8, 4, 16\)"),
+        (WITHOUT_NUMBERS, ValueError, r"q must be \[B, S, N, H\], got \(1, 8, 4, 0\)"),
+        ({"k": KEYS[:, :7]}, ValueError, OF_KEYS + r"\(1, 7, 2, 16\) and \(1, 8, 2, 16\)"),
+        ({"v": KEYS[..., :8]}, ValueError, OF_KEYS + r"\(1, 8, 2, 16\) and \(1, 8, 2, 8\)"),
+        ({"k": QUERIES[:, :, :3], "v": QUERIES[:, :, :3]}, ValueError, OF_KEYS),
+        ({"k": KEYS[:, :, :0], "v": KEYS[:, :, :0]}, ValueError, OF_KEYS),
+        ({"bounds": tuple(ROW)}, TypeError, "what document_bounds returns, got tuple"),
+        (
+            {"bounds": ROW._replace(begins=ROW.begins[0])},
+            ValueError,
+            r"bounds.begins must be int32 \(1, 8\), got int32 \(8,\)",
+        ),
+        (
+            {"bounds": ROW._replace(ends=ROW.ends.astype(F32))},
+            ValueError,
+            r"bounds.ends must be int32 \(1, 8\), got float32",
+        ),
+        ({"q": QUERIES.astype(jnp.int32)}, TypeError, "q is int32, not a floating dtype"),
+        ({"v": [1.0]}, TypeError, "v must be an array, got a list"),
+        ({"scale": 0}, ValueError, "scale=0 must be above 0; None is 1 / √H"),
+        ({"scale": np.inf}, ValueError, "scale=inf must be a finite number"),
+        ({"scale": "1"}, TypeError, "scale must be a number, got '1'"),
+        ({"implementation": "cudnn"}, ValueError, "'cudnn' must be None or one of"),
+        ({"config": {}}, TypeError, r"must be a pallas_kernels\S+\.AttentionConfig, or None"),
+        ({"config": AttentionConfig()}, ValueError, "it runs because the device is 'cpu'"),
+        (
+            {"config": AttentionConfig(), "implementation": "reference"},
+            ValueError,
+            "'reference' has no launch parameters; leave config=None",
+        ),
+        (
+            IN_FLOAT32 | {"implementation": "mosaic_gpu"},
+            NotImplementedError,
+            "'mosaic_gpu': q, k and v are float32, float32, float32; the kernels take bfloat16",
+        ),
+        ({"implementation": "require"}, NotImplementedError, "required by .* device is 'cpu'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refuses(unchecked_shapes, change, error, message):
+    args = {"q": QUERIES, "k": KEYS, "v": KEYS, "bounds": ROW} | change
+    positional = [args.pop(name) for name in ("q", "k", "v", "bounds")]
+    with pytest.raises(error, match=message):
+        document_attention(*positional, **args)
+
+
+def test_no_forward_mode_and_no_second_derivative(monkeypatch, fresh_operations):
+    emulate(monkeypatch)
+    attend = lambda q: of_kernels(q, KEYS, KEYS, ROW)
+    loss = lambda q: jnp.sum(attend(q).astype(F32))
+    message = "document_attention has a gradient rule of its own, so it has no forward mode"
+    with pytest.raises(NotImplementedError, match=message):
+        jax.jvp(attend, (QUERIES,), (QUERIES,))
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(jax.grad(lambda q: loss(jax.grad(loss)(q))), QUERIES)
+
+
+def chosen(shape=(1, 8, 4, 128), dtype=BF16, keys=None):
+    def choose(q, k):
+        found.append(choose_attention(q, k, k))
+        return q
+
+    found = []
+    k = jax.ShapeDtypeStruct((*shape[:2], 2, shape[3]), keys or dtype)
+    jax.eval_shape(choose, jax.ShapeDtypeStruct(shape, dtype), k)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "reason"),
+    [
+        ({}, None),
+        ({"dtype": F16, "shape": (65535, 8, 2, 1)}, None),
+        ({"dtype": F32}, "q, k and v are float32, float32, float32; the kernels take bfloat16 or"),
+        ({"keys": F16}, "q, k and v are bfloat16, float16, float16; the kernels take bfloat16 or"),
+        ({"shape": (1, 8, 4, 129)}, "heads have 129 numbers; the kernels take up to 128"),
+        ({"shape": (1, 12, 4, 64)}, "rows have 12 tokens; pad them to a multiple of 8"),
+        ({"shape": (65536, 8, 2, 8)}, "there are 65536 rows; the kernels take up to 65535"),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_take(on_h100, arrays, reason):
+    implementation, found = chosen(**arrays)
+    assert implementation == ("mosaic_gpu" if reason is None else "reference")
+    assert found is None if reason is None else found is not None and found.startswith(reason)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)], ids=str)
+def test_kernels_are_for_hopper(on_h100, monkeypatch, capability):
+    monkeypatch.setattr(mosaic_gpu, "target_device", lambda: Device("a GPU", capability, 132))
+    reason = f"wgmma needs compute capability (9, x), a GPU has {capability}"
+    assert chosen() == ("reference", reason)
+
+
+def test_explain_lists_it(on_h100):
+    attend = lambda q, k, ids: document_attention(q, k, k, document_bounds(ids))
+    (choice,) = pallas_kernels.explain(attend, QUERIES, KEYS, ROW.begins).choices
+    arrays = ("bfloat16[1,8,4,16]", "bfloat16[1,8,2,16]", "bfloat16[1,8,2,16]")
+    assert choice == Choice("document_attention", arrays, "mosaic_gpu", None)
+    text = str(pallas_kernels.explain(attend, *(a[:, :7] for a in (QUERIES, KEYS, ROW.begins))))
+    assert "reference; rows have 7 tokens; pad them to a multiple of 8" in text
