@@ -67,7 +67,7 @@ def document_attention(
       config: Launch parameters of the kernels. `None` takes measured parameters.
 
     Returns:
-      The attention, of the shape and dtype of `q`.
+      The attention, of the shape and dtype of `q`, and split by Explicit axes as `q` is.
 
     Raises:
       ValueError: The shapes disagree, a name is unknown, the scale is not positive, or there are
@@ -81,13 +81,15 @@ def document_attention(
     if scale is None:
         scale = q.shape[-1] ** -0.5
     scale = positive_number("scale", scale, remedy="None is 1 / √H")
-    num_kv_heads = k.shape[2]
+    sharding, num_kv_heads = jax.typeof(q).sharding, k.shape[2]
     q, k, v = (_with_whole_rows(a, num_kv_heads) for a in (q, k, v))
     chosen, reason = choose_attention(q, k, v, implementation, config)
     record("document_attention", (q, k, v), implementation, chosen, reason)
     if chosen == "mosaic_gpu" and q.size:
-        return mosaic_gpu.attention(q, k, v, bounds, scale=scale, config=config)
-    return attention_reference(q, k, v, bounds.begins, scale=scale)[0].astype(q.dtype)
+        out = mosaic_gpu.attention(q, k, v, bounds, scale=scale, config=config)
+    else:
+        out = attention_reference(q, k, v, bounds.begins, scale=scale)[0].astype(q.dtype)
+    return out if jax.typeof(out).sharding == sharding else jax.sharding.reshard(out, sharding)
 
 
 def choose_attention(

@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 @pytest.fixture
@@ -41,5 +43,19 @@ def interpreted(monkeypatch, interpreted):
         is_value = arguments["a_allocation_key_as_array"].ndim > 1
         return (of_values if is_value else of_references)(**arguments)
 
+    # The interpreter has no `run_state` either. A sum from zero stands for one that goes on.
+    def run_state(compute):
+        def run(acc):
+            def from_zero(ref):
+                compute(ref)
+                return plgpu.wgmma_accumulator_load(ref, wait_n=0)
+
+            return acc._init + pl.run_scoped(
+                from_zero, plgpu.WGMMAAccumulatorRef(acc.shape, acc.dtype)
+            )
+
+        return run
+
     monkeypatch.setattr(callbacks, "wgmma", wgmma)
+    monkeypatch.setattr(pl, "run_state", run_state)
     return interpreted

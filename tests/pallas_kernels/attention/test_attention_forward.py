@@ -1,7 +1,5 @@
 """The forward kernel of attention within documents, interpreted."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +11,6 @@ from pallas_kernels.attention.reference import attention_reference
 from support.numerics import assert_as_accurate
 
 BF16, F16 = jnp.bfloat16, jnp.float16
-SMALL = Config(block_kv=64)
-OVERLAPPED = dataclasses.replace(SMALL, overlap=True)
 
 interpreted = pytest.mark.usefixtures("interpreted")
 
@@ -65,15 +61,14 @@ def check(args, config, scale=0.125):
 @pytest.mark.parametrize(
     ("rows", "heads", "head_size", "dtype", "config"),
     [
-        # Two blocks of 128 queries and tiles of 64 keys. The last warpgroup of a row has 8 tokens,
-        # and the second row's first one sees no key of the block's last tile.
-        ([[200], [1, 63, 70, 1, 65]], (4, 2), 64, BF16, SMALL),
-        ([[200], [1, 63, 70, 1, 65]], (2, 1), 64, F16, OVERLAPPED),
-        # One block of three warpgroups. The last one sees no key of the first two tiles.
-        ([[130, 38]], (1, 1), 64, BF16, dataclasses.replace(OVERLAPPED, warpgroups=3)),
-        # The second warpgroup has no tokens.
+        # A block has two heads of 64 queries. The last block of a row has 8 tokens, and in the
+        # second row it begins after the block's first tile.
+        ([[200], [1, 63, 70, 1, 65]], (4, 2), 64, BF16, Config(heads=2)),
+        ([[200], [1, 63, 70, 1, 65]], (2, 1), 64, F16, Config(heads=4, block_kv=128, max_stages=1)),
+        # Slots are filled again.
+        ([[328]], (2, 1), 64, F16, Config(heads=2, max_stages=2)),
         ([[7, 1, 56]], (2, 1), 128, F16, default_config(128)),
-        ([[8]], (1, 1), 64, BF16, Config(warpgroups=1, in_turns=False)),
+        ([[8]], (1, 1), 64, BF16, default_config(64)),
     ],
     ids=str,
 )
@@ -83,37 +78,15 @@ def test_values(rows, heads, head_size, dtype, config):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"q": jnp.zeros((1, 12, 2, 64), BF16)}, "multiple of 8"),
-        ({"q": jnp.zeros((1, 8, 2, 32), BF16)}, "64 or 128 numbers"),
-        ({"k": jnp.zeros((1, 8, 1, 64), F16)}, "all bfloat16 or all float16"),
-        ({"begins": jnp.zeros((1, 8), jnp.float32)}, "int32"),
-        ({"v": jnp.zeros((1, 8, 1, 64), BF16)}, "k and v have shapes"),
-        ({"q": jnp.zeros((1, 8, 3, 64), BF16)}, "no multiple"),
-        ({"begins": jnp.zeros((2, 8), jnp.int32)}, "begins has shape"),
-        ({"scale": 0.0}, "must be positive"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_refuses(unchecked_shapes, change, message):
-    q, kv = jnp.zeros((1, 8, 4, 64), BF16), jnp.zeros((1, 8, 2, 64), BF16)
-    args = {"q": q, "k": kv, "v": kv, "begins": jnp.zeros((1, 8), jnp.int32), "scale": 1.0}
-    with pytest.raises(ValueError, match=message):
-        attention_forward(**args | change, config=SMALL)
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"warpgroups": 4}, "warpgroups"),
-        ({"block_q": 96}, "block_q"),
-        ({"warpgroups": 3, "block_q": 128}, "block_q"),
-        ({"block_kv": 320}, "block_kv"),
-        ({"max_stages": 0}, "max_stages"),
+        ({"heads": 5}, "heads=5 must be from 1 to 4"),
+        ({"block_kv": 96}, "block_kv=96"),
+        ({"block_kv": 320}, "block_kv=320"),
+        ({"max_stages": 0}, "max_stages=0"),
     ],
     ids=str,
 )
 def test_config_refuses(options, message):
     with pytest.raises(ValueError, match=message):
-        Config(**options)
+        Config(**{"heads": 2, **options})

@@ -133,11 +133,13 @@ def test_the_reference_is_split_by_rows_and_heads(kind, spec):
 
 
 def test_sequences_that_explicit_axes_split():
-    """The reference and the bounds gather them."""
+    """The reference and the bounds gather them, and the results are split as before."""
     mesh, spec = mesh_of(EXPLICIT, x=2), P(None, "x")
     fn = functools.partial(gradients, fn=functools.partial(attend, implementation="reference"))
     ids = jax.device_put(segment_ids(), NamedSharding(mesh, spec))
-    assert_as_expected(on_mesh(mesh, spec, ids, fn)[0])
+    got, _ = on_mesh(mesh, spec, ids, fn)
+    assert_split(got, mesh, spec)
+    assert_as_expected(got)
 
 
 @KINDS
