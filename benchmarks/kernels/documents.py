@@ -107,18 +107,14 @@ def contenders(num_documents: int, *, with_transformer_engine: bool) -> list[Con
         ("cuDNN, mask", "", masked, both),
         ("ours", "", by_kernels, both),
     ]
-    for warpgroups, block_kv, stages, overlap in (
-        *((2, 128, stages, overlap) for stages in (2, 3, 4) for overlap in (False, True)),
-        *((2, 64, 4, overlap) for overlap in (False, True)),
-        (2, 192, 2, False),
-        (3, 128, 2, False),
-        (3, 64, 4, True),
+    for heads, block_kv, stages in (
+        *((heads, 64, stages) for heads in (1, 2, 4) for stages in (2, 4)),
+        (2, 128, 2),
+        (4, 128, 2),
     ):
-        forward = Config(
-            warpgroups=warpgroups, block_kv=block_kv, max_stages=stages, overlap=overlap
-        )
+        forward = Config(heads=heads, block_kv=block_kv, max_stages=stages)
         run = functools.partial(by_kernels, config=AttentionConfig(forward=forward))
-        label = f"{warpgroups} x 64x{block_kv}x{stages}{', overlapped' if overlap else ''}"
+        label = f"{heads} heads, 64x{block_kv}x{stages}"
         found.append(("ours", label, run, slice(1)))
     for of_dq, of_dkdv in (
         ((64, 64, 3), (64, 64, 3)),

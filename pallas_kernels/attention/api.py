@@ -8,7 +8,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
-from pallas_kernels.arguments import check_config, floating_arrays, positive_number
+from pallas_kernels.arguments import (
+    BITS_OF_PRODUCTS,
+    check_config,
+    floating_arrays,
+    positive_number,
+)
 from pallas_kernels.attention import mosaic_gpu
 from pallas_kernels.attention.bounds import Bounds
 from pallas_kernels.attention.mosaic_gpu import AttentionConfig
@@ -23,6 +28,7 @@ from pallas_kernels.implementation import (
     symbolic_reason,
 )
 from pallas_kernels.layout import to_spec, to_splits
+from pallas_kernels.partition import mesh_of
 
 
 def document_attention(
@@ -52,7 +58,7 @@ def document_attention(
         out = document_attention(q, k, v, bounds)
 
     Args:
-      q: Queries.
+      q: Queries. All three arrays may have any floating dtype of 16 bits or more.
       k: Keys; N is a multiple of K, and head n of the queries reads head `n // (N // K)`.
       v: Values.
       bounds: Documents of the rows, by `document_bounds`.
@@ -72,11 +78,11 @@ def document_attention(
     Raises:
       ValueError: The shapes disagree, a name is unknown, the scale is not positive, or there are
         launch parameters for plain JAX.
-      TypeError: An array is not of a floating dtype, or `config` is no `AttentionConfig`.
+      TypeError: An array is of another dtype, or an option is of a wrong type.
       NotImplementedError: The caller asked for the kernels or requires them, and they do not run;
         or their result is differentiated twice or in forward mode (`jax.jvp`).
     """
-    q, k, v = floating_arrays(q=q, k=k, v=v)
+    q, k, v = floating_arrays(q=q, k=k, v=v, least_bits=BITS_OF_PRODUCTS)
     _check_shapes(q, k, v, bounds)
     if scale is None:
         scale = q.shape[-1] ** -0.5
@@ -88,7 +94,8 @@ def document_attention(
     if chosen == "mosaic_gpu" and q.size:
         out = mosaic_gpu.attention(q, k, v, bounds, scale=scale, config=config)
     else:
-        out = attention_reference(q, k, v, bounds.begins, scale=scale)[0].astype(q.dtype)
+        arrays = q, *_split_as_queries(q, k, v, bounds.begins)
+        out = attention_reference(*arrays, scale=scale)[0].astype(q.dtype)
     return out if jax.typeof(out).sharding == sharding else jax.sharding.reshard(out, sharding)
 
 
@@ -130,6 +137,22 @@ def _with_whole_rows(a: Float[Array, "B S _ H"], num_kv_heads: int) -> Float[Arr
         f"devices that divides the {num_kv_heads} heads of keys; split the rows over these axes"
     )
     return jax.sharding.reshard(a, NamedSharding(mesh, to_spec(wanted)))
+
+
+def _split_as_queries(q: Array, k: Array, v: Array, begins: Array) -> list[Array]:
+    """Keys, values and bounds, split by Explicit axes over rows and heads as the queries are.
+
+    JAX refuses to combine arrays that are split in other ways.
+    """
+    mesh = mesh_of((q, k, v, begins))
+    rows, _, heads, _ = to_splits(jax.typeof(q).sharding.spec, q.ndim)
+    of_keys = rows, (), heads, ()
+    return [
+        a
+        if to_splits(jax.typeof(a).sharding.spec, a.ndim) == wanted
+        else jax.sharding.reshard(a, NamedSharding(mesh, to_spec(wanted)))
+        for a, wanted in ((k, of_keys), (v, of_keys), (begins, (rows, ())))
+    ]
 
 
 def _check_shapes(q: Array, k: Array, v: Array, bounds: Any) -> None:

@@ -1,6 +1,6 @@
 """Where the documents of rows of tokens begin and end."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,13 @@ class Bounds(NamedTuple):
 
 
 def document_bounds(segment_ids: Int[Array, "B S"]) -> Bounds:
-    """The bounds of documents. A document begins wherever `segment_ids` changes along a row."""
+    """The bounds of documents. A document begins wherever `segment_ids` changes along a row.
+
+    Raises:
+      ValueError: `segment_ids` does not have two axes.
+      TypeError: It is no array, or its dtype is not of integers or bool.
+    """
+    _check(segment_ids)
     mesh, (rows, tokens) = (
         jax.typeof(segment_ids).sharding.mesh,
         jax.typeof(segment_ids).sharding.spec,
@@ -37,3 +43,15 @@ def document_bounds(segment_ids: Int[Array, "B S"]) -> Bounds:
     begins = jax.lax.cummax(jnp.where(is_first, tokens, 0), axis=1)
     ends = jax.lax.cummin(jnp.where(is_last, tokens + 1, length), axis=1, reverse=True)
     return Bounds(begins, ends)
+
+
+def _check(segment_ids: Any) -> None:
+    if not (hasattr(segment_ids, "shape") and hasattr(segment_ids, "dtype")):
+        kind = type(segment_ids).__name__
+        raise TypeError(f"segment_ids must be an array, got a {kind}; make it a jax.Array")
+    dtype = segment_ids.dtype
+    # NaN differs from NaN, and large numbers in floating dtypes are equal to their neighbours.
+    if not (jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_):
+        raise TypeError(f"segment_ids is {dtype}, not of integers; cast it to int32")
+    if len(segment_ids.shape) != 2:
+        raise ValueError(f"segment_ids must be [B, S], got {segment_ids.shape}")

@@ -66,10 +66,7 @@ def attention(
     config: AttentionConfig | None,
 ) -> Float[Array, "B S N H"]:
     """The attention by the kernels; `unsupported_reason` must be None for the arguments."""
-    num_kv_heads = k.shape[2]
-    by_keys = q.reshape(*q.shape[:2], num_kv_heads, q.shape[2] // num_kv_heads, q.shape[3])
-    operation = _Attention(scale, config or AttentionConfig())
-    return call(operation, by_keys, k, v, *bounds)[0].reshape(q.shape)
+    return call(_Attention(scale, config or AttentionConfig()), q, k, v, *bounds)[0]
 
 
 _Q, _K = Tokens(("s", "kv_heads", "g", "h")), Tokens(("s", "kv_heads", "h"))
@@ -81,9 +78,11 @@ _PARTS = ("kv_heads",)
 class _Attention:
     """The output of `(q, k, v, begins, ends)`.
 
-    Queries and output are `[B, S, K, G, H]`, with G = N / K: with an axis of the heads of keys, a
-    mesh axis may split all arrays alike. The residual is the logsumexp of each token's logits. The
-    members of `jax.vmap` are an axis before the rows.
+    Its functions of a device have queries and output as `[B, S, K, G, H]`, with G = N / K: with an
+    axis of the heads of keys, a mesh axis may split all arrays alike. The operation itself has them
+    as the caller does. So the caller and the backward keep one array, and not one of each shape.
+    The residual is the logsumexp of each token's logits. The members of `jax.vmap` are an axis
+    before the rows.
     """
 
     scale: float
@@ -94,7 +93,9 @@ class _Attention:
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
         """The output, followed by the logsumexp unless `wanted` is None."""
         roles = Roles((_Q, _K, _K, _BOUND, _BOUND), (_Q, _LOGSUMEXP), _PARTS)
-        out, logsumexp = partitioned(_forward_of, self, roles, *args)
+        q, k, *others = args
+        out, logsumexp = partitioned(_forward_of, self, roles, _by_keys(q, k), k, *others)
+        out = out.reshape(q.shape)
         return (out,) if wanted is None else (out, logsumexp)
 
     def num_residuals(self, wanted: Mask) -> int:
@@ -112,8 +113,12 @@ class _Attention:
         """The wanted gradients of `q`, `k` and `v`."""
         (dout,) = cotangents
         assert dout is not None  # JAX asks for no gradient of a result without one
-        args = (_Q, _Q, _K, _K, _Q, _LOGSUMEXP, _BOUND, _BOUND)
-        gradients = partitioned(_backward_of, self, Roles(args, (_Q, _K, _K), _PARTS), dout, *saved)
+        q, k, v, out, *others = saved
+        dout, by_keys, out = (_by_keys(a, k) for a in (dout, q, out))
+        roles = Roles((_Q, _Q, _K, _K, _Q, _LOGSUMEXP, _BOUND, _BOUND), (_Q, _K, _K), _PARTS)
+        args = dout, by_keys, k, v, out, *others
+        dq, dk, dv = partitioned(_backward_of, self, roles, *args)
+        gradients = dq.reshape(q.shape), dk, dv
         return [g for g, is_wanted in zip(gradients, wanted[:3], strict=True) if is_wanted]
 
     def fold(self, wanted: Mask | None, args: Arrays, is_batched: Mask) -> tuple[Operation, Arrays]:
@@ -148,6 +153,11 @@ def _backward_of(operation: _Attention, place: Place) -> Callable[..., Any]:
         return dq.reshape(q.shape), dk, dv
 
     return _of_all_rows(backward)
+
+
+def _by_keys(a: Float[Array, "*B S N H"], k: Float[Array, "*B S K H"]) -> Array:
+    """The array as `[*B, S, K, G, H]`."""
+    return a.reshape(*a.shape[:-2], k.shape[-2], a.shape[-2] // k.shape[-2], a.shape[-1])
 
 
 def _as_wide_as_the_kernels(a: Float[Array, "B S _ H"]) -> Float[Array, "B S _ _"]:

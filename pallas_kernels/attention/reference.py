@@ -35,4 +35,4 @@ def attention_reference(
     logsumexp = jax.nn.logsumexp(scores, axis=-1)
     p = jnp.exp(scores - logsumexp[..., None])
     out = jnp.einsum("bkgst,btkh->bskgh", p, v).reshape(q.shape)
-    return out, logsumexp.reshape(len(q), q.shape[2], q.shape[1])
+    return out, logsumexp.reshape(q.shape[0], q.shape[2], q.shape[1])

@@ -132,6 +132,22 @@ def test_the_reference_is_split_by_rows_and_heads(kind, spec):
     assert_as_expected(got)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "mosaic_gpu"])
+def test_keys_and_documents_that_explicit_axes_split_otherwise(implementation):
+    """Each gradient is split as its argument. 2 s."""
+    mesh = mesh_of(EXPLICIT, x=2, y=2)
+    specs = P("x"), P(), P(None, None, "y"), P(), P("y")
+    fn = functools.partial(attend, implementation=implementation)
+    with jax.set_mesh(mesh):
+        shardings = [NamedSharding(mesh, spec) for spec in specs]
+        args = jax.device_put([*arrays(), jnp.asarray(segment_ids())], shardings)
+        out, vjp = jax.vjp(lambda *qkv: quick_jit(fn)(*qkv, args[4]), *args[:3])
+        got = [out, *vjp(jax.device_put(args[3], shardings[0]))]
+    for a, spec in zip(got, (specs[0], *specs[:3]), strict=True):
+        assert_split([a], mesh, spec)
+    assert_as_expected(got)
+
+
 def test_sequences_that_explicit_axes_split():
     """The reference and the bounds gather them, and the results are split as before."""
     mesh, spec = mesh_of(EXPLICIT, x=2), P(None, "x")

@@ -35,6 +35,28 @@ def test_bounds():
     assert begins.dtype == ends.dtype == jnp.int32
 
 
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        ([[1, 2]], TypeError, "segment_ids must be an array, got a list; make it a jax.Array"),
+        (np.full((1, 4), np.nan), TypeError, "segment_ids is float64, not of integers; cast it"),
+        (np.zeros(4, np.int32), ValueError, r"segment_ids must be \[B, S\], got \(4,\)"),
+    ],
+    ids=["list", "float64", "one axis"],
+)
+def test_bounds_refuse(unchecked_shapes, ids, error, message):
+    with pytest.raises(error, match=message):
+        document_bounds(ids)
+
+
+@pytest.mark.parametrize("dtype", [bool, np.uint8, np.int64])
+def test_bounds_of_any_integers(unchecked_shapes, dtype):
+    """Numbers of 64 bits in NumPy, which differ in their upper half alone, are two documents."""
+    ids = np.asarray([[0, 0, 1, 1]], dtype)
+    ids = ids << 32 if dtype == np.int64 else ids
+    np.testing.assert_array_equal(document_bounds(ids).begins, [[0, 0, 2, 2]])
+
+
 def arrays(*leading: int, dtypes=(BF16,) * 4, head_size=H, heads=(N, K)) -> list[jax.Array]:
     """Queries, keys, values and a cotangent."""
     rng = np.random.default_rng(0)
@@ -96,6 +118,28 @@ def test_the_reference_rounds_its_results_once(implementation, dtypes):
     assert_as_accurate(got, rounded(exact, got), exact, names=NAMES)
 
 
+def test_a_caller_and_the_backward_keep_one_output(monkeypatch, fresh_operations):
+    """The caller multiplies the output by a matrix, whose gradient reads the output, too."""
+    emulate(monkeypatch)
+    *args, _ = arrays()
+    weight = jnp.zeros((N, H, 3), BF16)
+    project = lambda w, q, k, v: jnp.einsum("bsnh,nhd->bsd", of_kernels(q, k, v, BOUNDS), w)
+    kept = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(project, *a)[1], weight, *args))
+    of_queries = [a for a in kept if a.size == args[0].size and a.dtype == BF16]
+    assert len(of_queries) == 2  # the queries and the output
+
+
+def test_export_with_symbolic_sizes():
+    """Plain JAX takes any number of rows and tokens."""
+    *args, _ = arrays(heads=(4, 2), head_size=16)
+    sizes = [f"b, s, {', '.join(map(str, a.shape[2:]))}" for a in args]
+    specs = jax.export.symbolic_args_specs([*args, IDS], [*sizes, "b, s"])
+    attend = jax.jit(lambda q, k, v, ids: document_attention(q, k, v, document_bounds(ids)))
+    got = jax.export.export(attend)(*specs).call(*args, IDS)
+    exact = exact_value_and_gradients((*args, args[0]), BOUNDS, scale=0.25)
+    assert_as_accurate([got], rounded(exact[:1], [got]), exact[:1], names=["out"])
+
+
 @pytest.mark.parametrize("implementation", [None, "mosaic_gpu"])
 @pytest.mark.parametrize("shape", [(0, 8, 2, 1), (1, 0, 2, 1), (1, 8, 0, 1)], ids=str)
 def test_empty_arrays(implementation, shape):
@@ -140,6 +184,7 @@ OF_KEYS = r"k and v must be \[B, S, K, H\] for q \(1, 8, 4, 16\), where K divide
             r"bounds.ends must be int32 \(1, 8\), got float32",
         ),
         ({"q": QUERIES.astype(jnp.int32)}, TypeError, "q is int32, not a floating dtype"),
+        ({"k": KEYS.astype(jnp.float8_e4m3fn)}, TypeError, "of less than 16 bits; cast k to bf"),
         ({"v": [1.0]}, TypeError, "v must be an array, got a list"),
         ({"scale": 0}, ValueError, "scale=0 must be above 0; None is 1 / √H"),
         ({"scale": np.inf}, ValueError, "scale=inf must be a finite number"),
