@@ -14,10 +14,14 @@ import jax.numpy as jnp
 from benchmarks.kernels import shapes
 from benchmarks.kernels.formulas import Arrays
 from benchmarks.kernels.shapes import Shape
-from pallas_kernels.attention import AttentionConfig, document_attention, document_bounds
-from pallas_kernels.attention.backward import BackwardConfig
-from pallas_kernels.attention.backward_steps import PassConfig
-from pallas_kernels.attention.config import Config
+from pallas_kernels.attention import (
+    AttentionConfig,
+    ForwardConfig,
+    KeysConfig,
+    QueriesConfig,
+    document_attention,
+    document_bounds,
+)
 
 
 def specs_of(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
@@ -112,23 +116,21 @@ def contenders(num_documents: int, *, with_transformer_engine: bool) -> list[Con
         (2, 128, 2),
         (4, 128, 2),
     ):
-        forward = Config(heads=heads, block_kv=block_kv, max_stages=stages)
+        forward = ForwardConfig(heads=heads, block_kv=block_kv, max_stages=stages)
         run = functools.partial(by_kernels, config=AttentionConfig(forward=forward))
         label = f"{heads} heads, 64x{block_kv}x{stages}"
         found.append(("ours", label, run, slice(1)))
-    for of_dq, of_dkdv in (
-        ((64, 64, 3), (64, 64, 3)),
-        ((64, 128, 2), (64, 64, 3)),
-        ((64, 64, 3), (64, 128, 2)),
-        ((64, 128, 3), (64, 128, 2)),
-        ((128, 64, 2), (64, 64, 4)),
+    for (warpgroups, stages), of_dkdv in (
+        ((2, 4), (64, 3)),
+        ((4, 4), (64, 3)),
+        ((2, 4), (128, 2)),
+        ((3, 3), (64, 3)),
+        ((2, 3), (64, 3)),
     ):
-        dq, dkdv = (
-            PassConfig(rows=rows, tile=tile, stages=stages, warpgroups=2)
-            for rows, tile, stages in (of_dq, of_dkdv)
-        )
-        config = AttentionConfig(backward=BackwardConfig(dq=dq, dkdv=dkdv))
-        label = f"dq {shapes.label(of_dq)}, dk and dv {shapes.label(of_dkdv)}"
+        dq = QueriesConfig(warpgroups=warpgroups, stages=stages)
+        dkdv = KeysConfig(tile=of_dkdv[0], stages=of_dkdv[1])
+        config = AttentionConfig(dq=dq, dkdv=dkdv)
+        label = f"dq {warpgroups} x 64x64x{stages}, dk and dv 2 x 64x{shapes.label(of_dkdv)}"
         found.append(("ours", label, functools.partial(by_kernels, config=config), slice(1, 2)))
     if with_transformer_engine:
         run = functools.partial(by_transformer_engine, num_documents=num_documents)

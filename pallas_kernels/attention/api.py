@@ -16,7 +16,7 @@ from pallas_kernels.arguments import (
 )
 from pallas_kernels.attention import mosaic_gpu
 from pallas_kernels.attention.bounds import Bounds
-from pallas_kernels.attention.mosaic_gpu import AttentionConfig
+from pallas_kernels.attention.config import AttentionConfig
 from pallas_kernels.attention.reference import attention_reference
 from pallas_kernels.choices import log_once, record
 from pallas_kernels.implementation import (

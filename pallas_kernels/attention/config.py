@@ -1,11 +1,22 @@
-"""Launch parameters of the forward kernel."""
+"""Launch parameters of the kernels.
+
+The defaults were the fastest on an H200 for rows of documents, and few of them spill registers
+(docs/lab/2026-11-30-attention-kernels-on-h200.md).
+"""
 
 import dataclasses
 
+from pallas_kernels.gpu.device import MAX_REGISTERS_PER_LANE, REGISTERS_PER_SM
+
+_LANES = 128  # lanes of a warpgroup
+# Registers of a lane of the warpgroup that loads. They leave 240 to each lane of two others. With
+# 40 and 232 the kernel of `dk` and `dv` spilled, where heads have 128 numbers.
+LOADER_REGISTERS = 24
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """How many heads a block computes, and how many keys it holds.
+class ForwardConfig:
+    """Launch parameters of the forward.
 
     Attributes:
       heads: Number of heads of a block, up to 4. The kernel takes the greatest common divisor of
@@ -27,8 +38,84 @@ class Config:
             raise ValueError(f"max_stages={self.max_stages} must be at least 1")
 
 
-def default_config(head_size: int) -> Config:
-    """Launch parameters to use for heads of this size."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class QueriesConfig:
+    """Launch parameters of the gradient of the queries.
+
+    Attributes:
+      warpgroups: Number of warpgroups of a block, 1 to 4.
+      stages: Number of tiles of keys, and of values, that shared memory holds; at least 2.
+    """
+
+    warpgroups: int
+    stages: int
+
+    def __post_init__(self):
+        if not 1 <= self.warpgroups <= 4:
+            raise ValueError(f"warpgroups={self.warpgroups} must be from 1 to 4")
+        if self.stages < 2:
+            raise ValueError(f"stages={self.stages} must be at least 2")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KeysConfig:
+    """Launch parameters of the gradients of the keys and values.
+
+    Attributes:
+      tile: Number of queries of a tile, a multiple of 64 up to 256.
+      stages: Number of tiles that shared memory holds; at least 2.
+      warpgroups: Number of warpgroups that compute, 1 to 4.
+    """
+
+    tile: int = 64
+    stages: int = 3
+    warpgroups: int = 2
+
+    def __post_init__(self):
+        if not 1 <= self.warpgroups <= 4:
+            raise ValueError(f"warpgroups={self.warpgroups} must be from 1 to 4")
+        if self.tile % 64 or not 64 <= self.tile <= 256:
+            raise ValueError(f"tile={self.tile} must be a multiple of 64 from 64 to 256")
+        if self.stages < 2:
+            raise ValueError(f"stages={self.stages} must be at least 2")
+
+    @property
+    def registers(self) -> int:
+        """Registers of a computing lane: what the loading warpgroup leaves, in eights.
+
+        A block has only the registers that it is launched with, which are equally many for each
+        lane: 168 of three warpgroups, 504 together and not 512. To ask for more waits forever.
+        """
+        warpgroups = self.warpgroups + 1
+        launched = REGISTERS_PER_SM // (warpgroups * _LANES) // 8 * 8
+        free = launched * warpgroups - LOADER_REGISTERS
+        return min(free // self.warpgroups, MAX_REGISTERS_PER_LANE) // 8 * 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionConfig:
+    """Launch parameters of all kernels. `None` takes the defaults for the head size.
+
+    Attributes:
+      forward: Parameters of the forward.
+      dq: Parameters of the gradient of the queries.
+      dkdv: Parameters of the gradients of the keys and values.
+    """
+
+    forward: ForwardConfig | None = None
+    dq: QueriesConfig | None = None
+    dkdv: KeysConfig | None = None
+
+
+def forward_config(head_size: int) -> ForwardConfig:
+    """Launch parameters of the forward for heads of this size."""
     # With heads of 64 a multiprocessor has two blocks. With heads of 128 it has one, because two
     # warpgroups of twice the registers would share their keys with no others.
-    return Config(heads=2 if head_size == 64 else 4)
+    return ForwardConfig(heads=2 if head_size == 64 else 4)
+
+
+def queries_config(head_size: int) -> QueriesConfig:
+    """Launch parameters of the gradient of the queries for heads of this size."""
+    if head_size == 64:
+        return QueriesConfig(warpgroups=2, stages=4)
+    return QueriesConfig(warpgroups=3, stages=3)

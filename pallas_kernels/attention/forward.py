@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.config import Config
+from pallas_kernels.attention.config import AttentionConfig, forward_config
 from pallas_kernels.gpu.arrays import at_aligned_addresses
 from pallas_kernels.gpu.kernel import gpu_kernel, shared
 from pallas_kernels.gpu.math import LN_2, LOG2_E
@@ -63,7 +63,7 @@ def attention_forward(
     begins: Int[Array, "B S"],
     *,
     scale: float,
-    config: Config,
+    config: AttentionConfig,
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B N S"]]:
     """Attention of token t to the tokens from `begins[t]` to t, and its logsumexp in float32.
 
@@ -77,12 +77,13 @@ def attention_forward(
       begins: Index in its row of the first token of each token's document, int32. It does not fall
         along a row, and is no larger than the token's own index.
       scale: Positive factor of the products of queries and keys.
-      config: Launch parameters.
+      config: Launch parameters of all kernels.
     """
     batch, length, num_heads, head_size = q.shape
     group = num_heads // k.shape[2]
-    heads, block_kv = math.gcd(group, config.heads), config.block_kv
-    stages = min(config.max_stages, pl.cdiv(length, block_kv))
+    of_forward = config.forward or forward_config(head_size)
+    heads, block_kv = math.gcd(group, of_forward.heads), of_forward.block_kv
+    stages = min(of_forward.max_stages, pl.cdiv(length, block_kv))
     num_tiles = pl.cdiv(length, _TOKENS)
     piece = math.gcd(length, _TOKENS)  # tokens whose logsumexp is stored at a time
     scores_acc = plgpu.WGMMAAccumulatorRef((_TOKENS, block_kv), jnp.float32)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.attention.backward import BackwardConfig, attention_backward
+from pallas_kernels.attention.backward import attention_backward
 from pallas_kernels.attention.bounds import Bounds
-from pallas_kernels.attention.config import Config, default_config
+from pallas_kernels.attention.config import AttentionConfig
 from pallas_kernels.attention.forward import DTYPES, HEAD_SIZES, attention_forward
 from pallas_kernels.gpu import hopper_gemm
 from pallas_kernels.gpu.device import target_device
@@ -21,19 +21,6 @@ from pallas_kernels.partition import partitioned
 from pallas_kernels.protocol import Arrays, Cotangents, Operation, with_members
 
 _MOST_ROWS = 65535  # blocks of an axis of the grid
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionConfig:
-    """Launch parameters of the kernels. `None` takes the defaults for the head size.
-
-    Attributes:
-      forward: Parameters of the forward.
-      backward: Parameters of the backward.
-    """
-
-    forward: Config | None = None
-    backward: BackwardConfig | None = None
 
 
 def unsupported_reason(
@@ -129,10 +116,7 @@ class _Attention:
 def _forward_of(operation: _Attention, place: Place) -> Callable[..., Any]:
     def forward(q: Array, k: Array, v: Array, begins: Array, _: Array) -> tuple[Array, Array]:
         by_heads, k, v = map(_as_wide_as_the_kernels, (_heads(q), k, v))
-        config = operation.config.forward or default_config(k.shape[-1])
-        out, logsumexp = attention_forward(
-            by_heads, k, v, begins, scale=operation.scale, config=config
-        )
+        out, logsumexp = attention_forward(by_heads, k, v, begins, **_options(operation))
         out = out[..., : q.shape[-1]]
         return out.reshape(q.shape), logsumexp.reshape(len(q), *q.shape[2:4], -1)
 
@@ -147,9 +131,8 @@ def _backward_of(operation: _Attention, place: Place) -> Callable[..., Any]:
         arrays = map(_as_wide_as_the_kernels, (_heads(q), k, v, _heads(out), _heads(dout)))
         by_heads, k, v, out, dout = arrays
         args = by_heads, k, v, out, of_heads, dout, *bounds
-        options = {"scale": operation.scale, "config": operation.config.backward}
-        gradients = (g[..., : q.shape[-1]] for g in attention_backward(*args, **options))
-        dq, dk, dv = gradients
+        gradients = attention_backward(*args, **_options(operation))
+        dq, dk, dv = (g[..., : q.shape[-1]] for g in gradients)
         return dq.reshape(q.shape), dk, dv
 
     return _of_all_rows(backward)
@@ -158,6 +141,10 @@ def _backward_of(operation: _Attention, place: Place) -> Callable[..., Any]:
 def _by_keys(a: Float[Array, "*B S N H"], k: Float[Array, "*B S K H"]) -> Array:
     """The array as `[*B, S, K, G, H]`."""
     return a.reshape(*a.shape[:-2], k.shape[-2], a.shape[-2] // k.shape[-2], a.shape[-1])
+
+
+def _options(operation: _Attention) -> dict[str, Any]:
+    return {"scale": operation.scale, "config": operation.config}
 
 
 def _as_wide_as_the_kernels(a: Float[Array, "B S _ H"]) -> Float[Array, "B S _ _"]:

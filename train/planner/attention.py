@@ -4,8 +4,14 @@ import math
 
 from train.planner.dataflow import Op
 
-# Number of products over the pairs of a query and a key, by the kernel's name.
-_PRODUCTS = {"attention_forward": 2, "attention_backward_dq": 3, "attention_backward_dkdv": 4}
+# Our kernels by name: number of products over the pairs of a query and a key, and the share of the
+# peak that they reach. Measured on an H200 with 64 channels a head and rows of one document
+# (docs/lab/2026-11-30-attention-kernels-on-h200.md).
+_KERNELS = {
+    "attention_forward": (2, 0.41),
+    "attention_backward_dq": (3, 0.64),
+    "attention_backward_dkdv": (4, 0.55),
+}
 # Position of the statistics, one for each softmax, among the operands of the backward.
 _STATISTICS = 10
 
@@ -18,16 +24,17 @@ def forward_flops(op: Op) -> float:
     return 4.0 * batch * heads * length * keys * head_dim * (0.5 if causal else 1.0)
 
 
-def kernel_flops(op: Op) -> float:
-    """FLOPs of one of our kernels as if each row were one document; 0 for other operations.
+def kernel_flops(op: Op) -> tuple[float, float]:
+    """FLOPs of one of our kernels, and the share of the peak that it reaches; 0 FLOPs for others.
 
-    The documents are not known here. Kernels of rows of several documents take less time.
+    They are those of rows of one document, because the documents are not known here. Rows of
+    several documents take less time.
     """
-    number = _PRODUCTS.get(op.params.get("name", ""), 0)
+    number, efficiency = _KERNELS.get(op.params.get("name", ""), (0, 1.0))
     if not number:
-        return 0.0
+        return 0.0, efficiency
     batch, length, heads, head_dim = op.shapes[0]
-    return 1.0 * number * batch * heads * length**2 * head_dim
+    return 1.0 * number * batch * heads * length**2 * head_dim, efficiency
 
 
 def workspace_bytes(op: Op) -> int:

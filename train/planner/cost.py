@@ -265,9 +265,9 @@ class _Program:
             body = self.cost(op.params["jaxpr"].jaxpr)
             copied = self._scan_copies(op)
             return body.times(op.params["length"]) + Cost(seconds=self._copy(copied))
-        if flops := attention.kernel_flops(op) / self.num_devices:
-            seconds = flops / (self.rates.flops * ATTENTION_EFFICIENCY)
-            return Cost(seconds=seconds, flops=flops)
+        flops, efficiency = attention.kernel_flops(op)
+        if flops := flops / self.num_devices:
+            return Cost(seconds=flops / (self.rates.flops * efficiency), flops=flops)
         if op.name == "cond":
             branches = [self.cost(branch.jaxpr) for branch in op.params["branches"]]
             return max(branches, key=lambda cost: cost.seconds)

@@ -29,7 +29,7 @@ UPDATES = frozenset("dynamic_update_slice scatter scatter-add scatter_add".split
 _BODIES = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
 # The losses of a step, each of which `cost` reads as a program of its own.
 LOSSES = frozenset(("linear_cross_entropy", "linear_token_loss", "linear_distillation_loss"))
-_CONTROL = frozenset(("scan", "while", "cond", "shard_map", *LOSSES))
+_CONTROL = frozenset(("scan", "cond", "shard_map", *LOSSES))
 # The primitives of `pallas_kernels.operation`.
 _OPERATIONS = frozenset(("operation", "operation_backward"))
 # Exchanges between the devices of an axis, in a `jax.shard_map`.

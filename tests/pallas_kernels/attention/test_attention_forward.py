@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention.config import Config, default_config
+from pallas_kernels.attention.config import AttentionConfig, ForwardConfig
 from pallas_kernels.attention.forward import attention_forward
 from pallas_kernels.attention.reference import attention_reference
+from support.attention_formulas import forward
 from support.numerics import assert_as_accurate
 
 BF16, F16 = jnp.bfloat16, jnp.float16
@@ -30,26 +31,11 @@ def make_args(rows, heads, head_size, dtype):
     return *arrays, begins
 
 
-def rounded_formula(q, k, v, begins, scale):
-    """The formula with the roundings of the kernel's dtype: of the exponentials, and of out."""
-    group = q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(a, group, axis=2) for a in (k, v))
-    scores = scale * jnp.einsum("bsnh,btnh->bnst", q, k, preferred_element_type=jnp.float32)
-    token = jnp.arange(q.shape[1])
-    seen = (begins[:, :, None] <= token) & (token <= token[:, None])
-    scores = jnp.where(seen[:, None], scores, -jnp.inf)
-    largest = jnp.max(scores, axis=-1, keepdims=True)
-    p = jnp.exp(scores - largest)
-    total = jnp.sum(p, axis=-1)
-    out = jnp.einsum("bnst,btnh->bsnh", p.astype(q.dtype), v, preferred_element_type=jnp.float32)
-    out /= total.swapaxes(1, 2)[..., None]
-    return out.astype(q.dtype), largest[..., 0] + jnp.log(total)
-
-
 def check(args, config, scale=0.125):
     q, k, v, begins = args
+    config = AttentionConfig(forward=config)
     got = attention_forward(q, k, v, begins, scale=scale, config=config)
-    low_precision = rounded_formula(q, k, v, begins, scale)
+    low_precision = forward(q, k, v, begins, scale=scale)
     with jax.enable_x64(True):
         q, k, v = (jnp.asarray(np.asarray(a, np.float64)) for a in (q, k, v))
         exact = attention_reference(q, k, v, begins, scale=scale)
@@ -63,12 +49,18 @@ def check(args, config, scale=0.125):
     [
         # A block has two heads of 64 queries. The last block of a row has 8 tokens, and in the
         # second row it begins after the block's first tile.
-        ([[200], [1, 63, 70, 1, 65]], (4, 2), 64, BF16, Config(heads=2)),
-        ([[200], [1, 63, 70, 1, 65]], (2, 1), 64, F16, Config(heads=4, block_kv=128, max_stages=1)),
+        ([[200], [1, 63, 70, 1, 65]], (4, 2), 64, BF16, ForwardConfig(heads=2)),
+        (
+            [[200], [1, 63, 70, 1, 65]],
+            (2, 1),
+            64,
+            F16,
+            ForwardConfig(heads=4, block_kv=128, max_stages=1),
+        ),
         # Slots are filled again.
-        ([[328]], (2, 1), 64, F16, Config(heads=2, max_stages=2)),
-        ([[7, 1, 56]], (2, 1), 128, F16, default_config(128)),
-        ([[8]], (1, 1), 64, BF16, default_config(64)),
+        ([[328]], (2, 1), 64, F16, ForwardConfig(heads=2, max_stages=2)),
+        ([[7, 1, 56]], (2, 1), 128, F16, None),
+        ([[8]], (1, 1), 64, BF16, None),
     ],
     ids=str,
 )
@@ -89,4 +81,4 @@ def test_values(rows, heads, head_size, dtype, config):
 )
 def test_config_refuses(options, message):
     with pytest.raises(ValueError, match=message):
-        Config(**{"heads": 2, **options})
+        ForwardConfig(**{"heads": 2, **options})

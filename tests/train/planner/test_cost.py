@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.sharding import BATCH_AXES, make_mesh
-from pallas_kernels import linear_cross_entropy
+from pallas_kernels import document_attention, document_bounds, linear_cross_entropy
 from pallas_kernels.fp8 import Quantized, gated_kernel, product_kernel
 from pallas_kernels.gpu.device import Device
 from pallas_kernels.loss.mosaic_gpu import exponentials, products
@@ -40,6 +40,25 @@ def test_workspace_of_the_attention(monkeypatch, kv_heads, bytes_each):
     ]
     # The memory is fullest in the backward, whose dq, dk and dv are the only other results.
     assert both[0] - both[1] == pytest.approx(2 * 4096 * 4 * bytes_each, rel=0.1)
+
+
+def test_flops_of_the_kernels_of_attention():
+    """Two products of the forward and seven of the backward, of half of the pairs."""
+    B, S, N, K, H = 2, 256, 4, 2, 64
+    q, k = (jax.ShapeDtypeStruct((B, S, heads, H), jnp.bfloat16) for heads in (N, K))
+
+    def gradients(q, k, v, segment_ids):
+        bounds = document_bounds(segment_ids)
+        attend = functools.partial(document_attention, implementation="mosaic_gpu")
+        return jax.vjp(lambda q, k, v: attend(q, k, v, bounds), q, k, v)[1](q)
+
+    traced = jax.jit(gradients).trace(q, k, k, jax.ShapeDtypeStruct((B, S), jnp.int32))
+    rates = cost.Rates(flops=1e12, bandwidth=1e18, host_bandwidth=1e9)
+    found = cost.estimate(traced.jaxpr, rates, bytes_per_device=cost.nbytes, num_devices=1)
+    product = B * N * S**2 * H
+    assert found.flops == 9 * product
+    seconds = product * (2 / 0.41 + 3 / 0.64 + 4 / 0.55) / 1e12
+    assert found.seconds == pytest.approx(seconds, rel=1e-3)
 
 
 def test_cost_of_products_and_loops():

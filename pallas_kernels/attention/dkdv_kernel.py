@@ -1,0 +1,180 @@
+"""Gradients of the keys and values of attention within documents: a kernel for Hopper.
+
+`backward.py` has the formulas. A block has 64 keys of a head for each of its computing warpgroups.
+Another warpgroup loads the block's keys and values once, and streams tiles of queries by TMA,
+`stages` tiles ahead.
+
+- Keys are the M of each wgmma. So `p` and `ds` come out of registers and go as registers into the
+  next wgmma, and the sums `dk` and `dv` stay in registers.
+- The queries of all heads of a group follow each other in the stream of a head of keys. So `dk` and
+  `dv` are sums over the group without a sum in memory.
+- The queries of a key go from it to the end of its document. The first key of a block and the end
+  of its last key's document give the range of tiles. Only tiles with queries before a key, or after
+  a key's document, need a mask.
+- Three warpgroups without a loading one, or blocks of one warpgroup, were not faster: see
+  docs/lab/2026-11-30-attention-kernels-on-h200.md.
+
+TMA fills in zeros for tokens past the end of a row. Zeros make `p` a finite number: 1. The ends of
+documents are zeros there, too. So a key past the end has no query, and it is not stored.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.config import LOADER_REGISTERS, KeysConfig
+from pallas_kernels.gpu.kernel import gpu_kernel
+from pallas_kernels.gpu.math import APPROXIMATE, LOG2_E
+
+_KEYS = 64  # of a warpgroup, the rows of a wgmma
+_TILE = plgpu.Layout.WGMMA
+_ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each row of a tile
+_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+
+def gradients_of_keys_and_values(
+    q, k, v, dout, log2_sum, delta, ends, *, scale: float, config: KeysConfig
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of the keys and values; `attention_backward` describes the arguments."""
+    batch, length, num_heads, head_size = q.shape
+    group = num_heads // k.shape[2]
+    size, stages = config.tile, config.stages
+    block = _KEYS * config.warpgroups
+    sums = lambda columns: plgpu.WGMMAAccumulatorRef((_KEYS, columns), jnp.float32)
+    after = lambda number, end, first: jnp.where(number + 1 < end, number + 1, first)
+    over = lambda vector, tile, axis: jax.lax.broadcast_in_dim(vector, tile.shape, (axis,))
+
+    def kernel(q_gmem, k_gmem, v_gmem, dout_gmem, log2_gmem, delta_gmem, ends_gmem, *refs):
+        dk_gmem, dv_gmem, k_smem, v_smem, ends_smem = refs[:5]
+        q_smem, dout_smem, log2_smem, delta_smem, ready, filled, freed = refs[5:]
+        row, head, warpgroup = map(jax.lax.axis_index, ("row", "head", "warpgroup"))
+        first = jax.lax.axis_index("block") * block
+        end_of = lambda token: ends_gmem[row, jnp.minimum(token, length - 1)]
+        tiles_of = lambda first, number: (
+            jax.lax.div(first, size),
+            pl.cdiv(end_of(first + number - 1), size),
+        )
+        begin, end = tiles_of(first, block)
+
+        @pl.when(warpgroup == config.warpgroups)
+        def _load():
+            plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+            keys = pl.ds(first, block)
+            plgpu.copy_gmem_to_smem(k_gmem.at[row, keys, head], k_smem, ready)
+            plgpu.copy_gmem_to_smem(v_gmem.at[row, keys, head], v_smem, ready)
+            plgpu.copy_gmem_to_smem(ends_gmem.at[row, keys], ends_smem, ready)
+            wait_until_freed = lambda step: plgpu.barrier_wait(freed.at[jax.lax.rem(step, stages)])
+
+            def bring_head(member, step):
+                of_query = head * group + member
+
+                def bring(tile, step):
+                    slot = jax.lax.rem(step, stages)
+                    pl.when(step >= stages)(lambda: wait_until_freed(step))
+                    queries = pl.ds(tile * size, size)
+                    for gmem, smem in (
+                        (q_gmem.at[row, queries, of_query], q_smem),
+                        (dout_gmem.at[row, queries, of_query], dout_smem),
+                        (log2_gmem.at[row, of_query, queries], log2_smem),
+                        (delta_gmem.at[row, of_query, queries], delta_smem),
+                    ):
+                        plgpu.copy_gmem_to_smem(gmem, smem.at[slot], filled.at[slot])
+                    return step + 1
+
+                return jax.lax.fori_loop(begin, end, bring, step)
+
+            steps = jax.lax.fori_loop(0, group, bring_head, 0)
+            # JAX's interpreter wants every phase of a barrier to be waited for (JAX 0.11.2, 0.12).
+            last_steps = jnp.maximum(steps - stages, 0)
+            jax.lax.fori_loop(last_steps, steps, lambda step, _: wait_until_freed(step), None)
+
+        @pl.when(warpgroup < config.warpgroups)
+        def _compute():
+            plgpu.set_max_registers(config.registers, action="increase")
+            own = pl.ds(warpgroup * _KEYS, _KEYS)
+            key = first + warpgroup * _KEYS
+            own_begin, own_end = tiles_of(key, _KEYS)
+            first_end = end_of(key)
+            plgpu.barrier_wait(ready)
+            ends_row = plgpu.load(ends_smem.at[own], layout=_ROW)
+
+            def masked(s, query):
+                own_key = plgpu.broadcasted_iota(jnp.int32, (_KEYS,), 0, layout=_ROW)
+                column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=_TILE)
+                is_seen = over(own_key + (key - query), s, 0) <= column
+                is_seen &= column < over(ends_row - query, s, 0)
+                lowest = plgpu.layout_cast(jnp.full(s.shape, -jnp.inf, jnp.float32), _TILE)
+                return jnp.where(is_seen, s, lowest)
+
+            def p_and_dp(slot, query, s_sum, dp_sum):
+                plgpu.wgmma(s_sum, k_smem.at[own], q_smem.at[slot].transpose((1, 0)))
+                plgpu.wgmma(dp_sum, v_smem.at[own], dout_smem.at[slot].transpose((1, 0)))
+                # LLVM may otherwise compute with the sums before the waits.
+                s = jax.lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_sum, wait_n=1))
+                is_whole = (key + _KEYS - 1 <= query) & (query + size <= first_end)
+                s = jax.lax.cond(is_whole, lambda s: s, lambda s: masked(s, query), s)
+                log2 = plgpu.load(log2_smem.at[slot], layout=_COLUMN)
+                p = jnp.exp2(s * (scale * LOG2_E) - over(log2, s, 1))
+                p = jax.lax.optimization_barrier(p)
+                return p, jax.lax.optimization_barrier(dp_sum[...])
+
+            def add(dk_sum, dv_sum, tile, slot):
+                of_tile = lambda *accs: p_and_dp(slot, tile * size, *accs)
+                p, dp = pl.run_scoped(of_tile, sums(size), sums(size))
+                delta = plgpu.load(delta_smem.at[slot], layout=_COLUMN)
+                ds = p * (dp - over(delta, p, 1))
+                # Both are rounded before the first wgmma, which frees registers.
+                p, ds = jax.lax.optimization_barrier((p.astype(q.dtype), ds.astype(q.dtype)))
+                plgpu.wgmma(dv_sum, p, dout_smem.at[slot])
+                plgpu.wgmma(dk_sum, ds, q_smem.at[slot])
+                # The columns are read, and TMA may overwrite them.
+                plgpu.commit_smem()
+                plgpu.wgmma_wait(0)
+
+            def run(dk_sum, dv_sum):
+                def step(_, place):
+                    tile, slot = place
+                    plgpu.barrier_wait(filled.at[slot])
+                    is_own = (own_begin <= tile) & (tile < own_end)
+                    pl.when(is_own)(lambda: add(dk_sum, dv_sum, tile, slot))
+                    plgpu.barrier_arrive(freed.at[slot])
+                    return after(tile, end, begin), after(slot, stages, 0)
+
+                jax.lax.fori_loop(0, group * (end - begin), step, (begin, 0))
+                return jax.lax.optimization_barrier((dk_sum[...], dv_sum[...]))
+
+            dk_sum, dv_sum = pl.run_scoped(run, sums(head_size), sums(head_size))
+
+            @pl.when(key < length)
+            def _store():
+                k_smem.at[own][...] = (dk_sum * scale).astype(q.dtype)
+                v_smem.at[own][...] = dv_sum.astype(q.dtype)
+                plgpu.commit_smem()
+                to = row, pl.ds(key, _KEYS), head
+                plgpu.copy_smem_to_gmem(k_smem.at[own], dk_gmem.at[to])
+                plgpu.copy_smem_to_gmem(v_smem.at[own], dv_gmem.at[to])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    of_block = plgpu.SMEM((block, head_size), q.dtype)
+    of_step = plgpu.SMEM((stages, size, head_size), q.dtype)
+    dk, dv = gpu_kernel(
+        kernel,
+        out_type=[jax.ShapeDtypeStruct(k.shape, k.dtype)] * 2,
+        grid=(batch, pl.cdiv(length, block), k.shape[2]),
+        grid_names=("row", "block", "head"),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=[
+            *[of_block] * 2,
+            plgpu.SMEM((block,), jnp.int32),
+            *[of_step] * 2,
+            *[plgpu.SMEM((stages, size), jnp.float32)] * 2,
+            plgpu.Barrier(num_arrivals=3),
+            plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
+        ],
+        kernel_name="attention_backward_dkdv",
+        compiler_params=APPROXIMATE,
+    )(q, k, v, dout, log2_sum, delta, ends)
+    return dk, dv
