@@ -106,8 +106,8 @@ def attention_forward(
             token = jnp.minimum(token, length - 1)
             return jnp.minimum(begins_gmem[row, token], token)
 
-        # The tiles of keys from the first to the one after the last. Those before `first_whole`
-        # have keys of earlier documents, those from `end_whole` on have keys after a token.
+        # The tiles of keys from the first to the one after the last. Tiles before `first_whole`
+        # have keys of earlier documents. Tiles from `end_whole` on have keys after a token.
         first_tile = jax.lax.div(begin_of(first), block_kv)
         end_tile = pl.cdiv(jnp.minimum(first + _TOKENS, length), block_kv)
         first_whole = pl.cdiv(begin_of(first + _TOKENS - 1), block_kv)
