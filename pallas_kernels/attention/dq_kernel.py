@@ -28,15 +28,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.config import QueriesConfig
+from pallas_kernels.attention.key_tiles import (
+    KEYS,
+    QUERIES,
+    ROW,
+    VALUES,
+    Documents,
+    KeyTiles,
+    masked,
+    over,
+)
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.math import APPROXIMATE, LOG2_E
 
-_PIECE = 8  # columns that are masked at a time
 _PART = 16  # columns whose p or ds is computed at a time
-_QUERIES = 64  # of a unit, the rows of a wgmma
 _KEYS = 64  # of a tile; a wgmma with `ds` takes 64 at a time
-_TILE = plgpu.Layout.WGMMA
-_ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each row of a tile
 
 
 def gradient_of_queries(
@@ -45,14 +51,12 @@ def gradient_of_queries(
     """The gradient of the queries; `backward.py` has the formula."""
     batch, length, num_heads, head_size = q.shape
     group = num_heads // k.shape[2]
-    num_units = pl.cdiv(length, _QUERIES) * group  # of a head of keys
+    num_units = pl.cdiv(length, QUERIES) * group  # of a head of keys
     units, stages = config.warpgroups, config.stages
-    sums = lambda columns: plgpu.WGMMAAccumulatorRef((_QUERIES, columns), jnp.float32)
+    sums = lambda columns: plgpu.WGMMAAccumulatorRef((QUERIES, columns), jnp.float32)
 
     def kernel(q_gmem, k_gmem, v_gmem, dout_gmem, log2_gmem, delta_gmem, begins_gmem, dq_gmem, *s):
         q_smem, dout_smem, *of_rows, k_smem, v_smem, own_filled, filled, freed = s
-        # References, and the number of the first barrier. A group of barriers takes a register.
-        keys, values = (k_gmem, k_smem, 0), (v_gmem, v_smem, stages)
         row, kv_head, warpgroup = map(jax.lax.axis_index, ("row", "head", "warpgroup"))
 
         def unit_of(warpgroup):
@@ -60,13 +64,13 @@ def gradient_of_queries(
 
         def first_of(warpgroup):
             """The first query of a warpgroup."""
-            return jax.lax.div(jnp.maximum(unit_of(warpgroup), 0), group) * _QUERIES
+            return jax.lax.div(jnp.maximum(unit_of(warpgroup), 0), group) * QUERIES
 
         # If all warpgroups have the same queries, fewer numbers are in registers.
         have_same = group % units == 0
         first = first_of(0 if have_same else warpgroup)
         head = kv_head * group + jax.lax.rem(jnp.maximum(unit_of(warpgroup), 0), group)
-        queries = pl.ds(first, _QUERIES)
+        queries = pl.ds(first, QUERIES)
         own_q, own_dout = (a.at[warpgroup] for a in (q_smem, dout_smem))
         own_log2, own_delta, own_begins = (a.at[warpgroup] for a in of_rows)
         for gmem, smem in (
@@ -78,76 +82,31 @@ def gradient_of_queries(
         ):
             plgpu.copy_gmem_to_smem(gmem, smem, own_filled.at[warpgroup])
 
-        def begin_of(token):
-            # A beginning after its token would be wrong; with it the warpgroups would wait forever.
-            token = jnp.minimum(token, length - 1)
-            return jnp.minimum(begins_gmem[row, token], token)
-
-        begin_tile_of = lambda first: jax.lax.div(begin_of(first), _KEYS)
-        end_tile_of = lambda first: pl.cdiv(jnp.minimum(first + _QUERIES, length), _KEYS)
-        # Tiles before `first_whole` have keys of earlier documents, those from `end_whole` on have
-        # keys after a query.
-        first_whole = pl.cdiv(begin_of(first + _QUERIES - 1), _KEYS)
-        end_whole = jax.lax.div(first + 1, _KEYS)
-        # The tiles of the block, from the first to the one after the last, and those of the unit.
-        own_begin, own_end = begin_tile_of(first), end_tile_of(first)
+        documents = Documents(begins_gmem, row, length)
+        whole_tiles = documents.whole_tiles(first, _KEYS)
+        # The tiles of the unit, and those of the block, from the first to the one after the last.
+        own_begin, own_end = documents.tiles(first, _KEYS)
         first_tile, end_tile = own_begin, own_end
         if not have_same:
-            first_tile, end_tile = begin_tile_of(first_of(units - 1)), end_tile_of(first_of(0))
-        slot_of = lambda tile: jax.lax.rem(tile - first_tile, stages)
-
-        def bring(tile, gmem, smem, first_barrier):
-            part = (row, pl.ds(tile * _KEYS, _KEYS), kv_head)
-            slot = slot_of(tile)
-            barrier = filled.at[first_barrier + slot]
-            plgpu.copy_gmem_to_smem(gmem.at[part], smem.at[slot], barrier)
-
-        @pl.when(warpgroup == 0)
-        def _bring_first():
-            def bring_both(tile, _):
-                bring(tile, *keys)
-                bring(tile, *values)
-
-            first_tiles = jnp.minimum(first_tile + stages, end_tile)
-            jax.lax.fori_loop(first_tile, first_tiles, bring_both, None)
-
-        def free(tile, gmem, smem, first_barrier):
-            # Only a slot that is filled again has someone who waits for it.
-            @pl.when(tile + stages < end_tile)
-            def _arrive():
-                plgpu.barrier_arrive(freed.at[first_barrier + slot_of(tile)])
-
-        def refill(tile, gmem, smem, first_barrier):
-            """Fills the slot of a tile again, once all warpgroups have freed it."""
-
-            @pl.when((warpgroup == 0) & (first_tile <= tile) & (tile + stages < end_tile))
-            def _bring():
-                plgpu.barrier_wait(freed.at[first_barrier + slot_of(tile)])
-                bring(tile + stages, gmem, smem, first_barrier)
-
+            first_tile, _ = documents.tiles(first_of(units - 1), _KEYS)
+            _, end_tile = documents.tiles(first_of(0), _KEYS)
+        tiles = KeyTiles(
+            gmem=(k_gmem, v_gmem),
+            smem=(k_smem, v_smem),
+            filled=filled,
+            freed=freed,
+            row=row,
+            head=head,
+            group=group,
+            size=_KEYS,
+            stages=stages,
+            first=first_tile,
+            end=end_tile,
+            loads=warpgroup == 0,
+        )
+        tiles.bring_first()
         plgpu.barrier_wait(own_filled.at[warpgroup])
-        of_row = lambda smem: plgpu.load(smem, layout=_ROW, optimized=False)
-        over = lambda vector, tile: jax.lax.broadcast_in_dim(vector, tile.shape, (0,))
-
-        def masked(scores, tile, is_seen):
-            # By pieces, so that few columns' numbers are in registers at a time. The barrier keeps
-            # LLVM from carrying the numbers through the loop.
-            pieces = []
-            for i in range(0, _KEYS, _PIECE):
-                piece = scores[:, i : i + _PIECE]
-                first_column = jax.lax.optimization_barrier(tile * _KEYS + i)
-                column = plgpu.broadcasted_iota(jnp.int32, piece.shape, 1, layout=_TILE)
-                lowest = plgpu.layout_cast(jnp.full(piece.shape, -jnp.inf, jnp.float32), _TILE)
-                pieces.append(jnp.where(is_seen(first_column, column), piece, lowest))
-            return jnp.concatenate(pieces, axis=1)
-
-        def from_begin(first_column, column):
-            # Few tiles need it, so it is in no register meanwhile.
-            return over(of_row(own_begins) - first_column, column) <= column
-
-        def up_to_query(first_column, column):
-            query = plgpu.broadcasted_iota(jnp.int32, column.shape, 0, layout=_TILE)
-            return column <= query + (first - first_column)
+        of_row = lambda smem: plgpu.load(smem, layout=ROW, optimized=False)
 
         def by_parts(compute, *tiles):
             # So that few numbers are in registers both before and after.
@@ -166,16 +125,13 @@ def gradient_of_queries(
                 own = jax.lax.optimization_barrier(warpgroup + tile) - tile
                 plgpu.wgmma(s_sum, q_smem.at[own], k_smem.at[slot].transpose((1, 0)))
                 plgpu.wgmma(dp_sum, dout_smem.at[own], v_smem.at[slot].transpose((1, 0)))
-                refill(tile - 1, *keys)
+                tiles.refill(KEYS, tile - 1)
                 # LLVM may otherwise compute with the sums before the waits.
                 scores = plgpu.wgmma_accumulator_load(s_sum, wait_n=1)
                 scores = jax.lax.optimization_barrier(scores)
-                for is_whole, is_seen in (
-                    (first_whole <= tile, from_begin),
-                    (tile < end_whole, up_to_query),
-                ):
-                    mask = functools.partial(masked, tile=tile, is_seen=is_seen)
-                    scores = jax.lax.cond(is_whole, lambda s: s, mask, scores)
+                scores = masked(
+                    scores, tile, first=first, begins=own_begins, whole_tiles=whole_tiles
+                )
                 p = by_parts(lambda s: jnp.exp2(s * (scale * LOG2_E) - over(log2, s)), scores)
                 dp = jax.lax.optimization_barrier(dp_sum[...])
                 ds = lambda p, dp: (p * (dp - over(delta, dp))).astype(q.dtype)
@@ -184,22 +140,22 @@ def gradient_of_queries(
             def add(tile, slot):
                 run = functools.partial(gradient_of_scores, tile, slot)
                 ds = pl.run_scoped(run, sums(_KEYS), sums(_KEYS))
-                free(tile, *values)
+                tiles.free(VALUES, tile)
                 plgpu.wgmma(dq_sum, ds, k_smem.at[slot])
-                refill(tile, *values)
+                tiles.refill(VALUES, tile)
                 plgpu.wgmma_wait(0)
-                free(tile, *keys)
+                tiles.free(KEYS, tile)
 
             def skip(tile, slot):
-                refill(tile - 1, *keys)
-                free(tile, *values)
-                refill(tile, *values)
-                free(tile, *keys)
+                tiles.refill(KEYS, tile - 1)
+                tiles.free(VALUES, tile)
+                tiles.refill(VALUES, tile)
+                tiles.free(KEYS, tile)
 
             def step(tile, _):
-                slot = slot_of(tile)
-                plgpu.barrier_wait(filled.at[slot])
-                plgpu.barrier_wait(filled.at[stages + slot])
+                slot = tiles.slot(tile)
+                tiles.wait(KEYS, tile)
+                tiles.wait(VALUES, tile)
                 if have_same:
                     return add(tile, slot)
                 is_own = (own_begin <= tile) & (tile < own_end)
@@ -216,7 +172,7 @@ def gradient_of_queries(
             plgpu.copy_smem_to_gmem(own_q, dq_gmem.at[row, queries, head])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    of_queries = plgpu.SMEM((units, _QUERIES, head_size), q.dtype)
+    of_queries = plgpu.SMEM((units, QUERIES, head_size), q.dtype)
     of_keys = plgpu.SMEM((stages, _KEYS, head_size), q.dtype)
     return gpu_kernel(
         kernel,
@@ -227,8 +183,8 @@ def gradient_of_queries(
         thread_name="warpgroup",
         scratch_types=[
             *[of_queries] * 2,
-            *[plgpu.SMEM((units, _QUERIES), jnp.float32)] * 2,
-            plgpu.SMEM((units, _QUERIES), jnp.int32),
+            *[plgpu.SMEM((units, QUERIES), jnp.float32)] * 2,
+            plgpu.SMEM((units, QUERIES), jnp.int32),
             *[of_keys] * 2,
             plgpu.Barrier(num_arrivals=5, num_barriers=units),
             plgpu.Barrier(num_barriers=2 * stages),

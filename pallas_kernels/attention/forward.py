@@ -34,6 +34,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.config import AttentionConfig, forward_config
+from pallas_kernels.attention.key_tiles import (
+    KEYS,
+    QUERIES,
+    ROW,
+    TILE,
+    VALUES,
+    Documents,
+    KeyTiles,
+    filled,
+    masked,
+    over,
+)
 from pallas_kernels.gpu.arrays import at_aligned_addresses
 from pallas_kernels.gpu.kernel import gpu_kernel, shared
 from pallas_kernels.gpu.math import LN_2, LOG2_E
@@ -47,11 +59,7 @@ _LOWEST = -1e30
 # With approx_math exp2 is one instruction. Sums and maxima of a row stay in a warp, so they need no
 # shared memory.
 _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
-_TILE = plgpu.Layout.WGMMA
-_ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each row of a tile
-_PIECE = 8  # columns that are masked at a time
 _PART = 32  # columns whose exponentials are computed at a time
-_TOKENS = 64  # of a block, the rows of a wgmma
 _COLUMNS = 8  # of the partial maxima and sums of a row; a lane has two of them
 
 
@@ -84,87 +92,40 @@ def attention_forward(
     of_forward = config.forward or forward_config(head_size)
     heads, block_kv = math.gcd(group, of_forward.heads), of_forward.block_kv
     stages = min(of_forward.max_stages, pl.cdiv(length, block_kv))
-    num_tiles = pl.cdiv(length, _TOKENS)
-    piece = math.gcd(length, _TOKENS)  # tokens whose logsumexp is stored at a time
-    scores_acc = plgpu.WGMMAAccumulatorRef((_TOKENS, block_kv), jnp.float32)
+    num_tiles = pl.cdiv(length, QUERIES)
+    piece = math.gcd(length, QUERIES)  # tokens whose logsumexp is stored at a time
+    scores_acc = plgpu.WGMMAAccumulatorRef((QUERIES, block_kv), jnp.float32)
 
     def kernel(q_gmem, k_gmem, v_gmem, begins_gmem, out_gmem, lse_gmem, *scratch):
-        q_smem, k_smem, v_smem, begins_smem, lse_smem, q_filled, filled, freed = scratch
-        # References, and the number of the first barrier. A group of barriers takes a register.
-        keys, values_ = (k_gmem, k_smem, 0), (v_gmem, v_smem, stages)
+        q_smem, k_smem, v_smem, begins_smem, lse_smem, q_filled, kv_filled, kv_freed = scratch
         row, warpgroup = jax.lax.axis_index("row"), jax.lax.axis_index("warpgroup")
         head = jax.lax.axis_index("heads") * heads + warpgroup
-        first = (num_tiles - 1 - jax.lax.axis_index("tile")) * _TOKENS
-        tokens = pl.ds(first, _TOKENS)
+        first = (num_tiles - 1 - jax.lax.axis_index("tile")) * QUERIES
+        tokens = pl.ds(first, QUERIES)
         own_q, own_begins, own_lse = (a.at[warpgroup] for a in (q_smem, begins_smem, lse_smem))
         own_filled = q_filled.at[warpgroup]
         plgpu.copy_gmem_to_smem(q_gmem.at[row, tokens, head], own_q, own_filled)
         plgpu.copy_gmem_to_smem(begins_gmem.at[row, tokens], own_begins, own_filled)
 
-        def begin_of(token):
-            # A beginning after its token would be wrong; with it the warpgroups would wait forever.
-            token = jnp.minimum(token, length - 1)
-            return jnp.minimum(begins_gmem[row, token], token)
-
-        # The tiles of keys from the first to the one after the last. Tiles before `first_whole`
-        # have keys of earlier documents. Tiles from `end_whole` on have keys after a token.
-        first_tile = jax.lax.div(begin_of(first), block_kv)
-        end_tile = pl.cdiv(jnp.minimum(first + _TOKENS, length), block_kv)
-        first_whole = pl.cdiv(begin_of(first + _TOKENS - 1), block_kv)
-        end_whole = jax.lax.div(first + 1, block_kv)
-        slot_of = lambda tile: jax.lax.rem(tile - first_tile, stages)
-
-        def bring(tile, gmem, smem, first_barrier):
-            part = (row, pl.ds(tile * block_kv, block_kv), jax.lax.div(head, group))
-            slot = slot_of(tile)
-            barrier = filled.at[first_barrier + slot]
-            plgpu.copy_gmem_to_smem(gmem.at[part], smem.at[slot], barrier)
-
-        @pl.when(warpgroup == 0)
-        def _bring_first():
-            def bring_both(tile, _):
-                bring(tile, *keys)
-                bring(tile, *values_)
-
-            first_tiles = jnp.minimum(first_tile + stages, end_tile)
-            jax.lax.fori_loop(first_tile, first_tiles, bring_both, None)
-
-        def free(tile, gmem, smem, first_barrier):
-            # Only a slot that is filled again has someone who waits for it.
-            @pl.when(tile + stages < end_tile)
-            def _arrive():
-                plgpu.barrier_arrive(freed.at[first_barrier + slot_of(tile)])
-
-        def refill(tile, gmem, smem, first_barrier):
-            """Fills the slot of a tile again, once all warpgroups have freed it."""
-
-            @pl.when((warpgroup == 0) & (first_tile <= tile) & (tile + stages < end_tile))
-            def _bring():
-                plgpu.barrier_wait(freed.at[first_barrier + slot_of(tile)])
-                bring(tile + stages, gmem, smem, first_barrier)
-
+        documents = Documents(begins_gmem, row, length)
+        first_tile, end_tile = documents.tiles(first, block_kv)
+        whole_tiles = documents.whole_tiles(first, block_kv)
+        tiles = KeyTiles(
+            gmem=(k_gmem, v_gmem),
+            smem=(k_smem, v_smem),
+            filled=kv_filled,
+            freed=kv_freed,
+            row=row,
+            head=head,
+            group=group,
+            size=block_kv,
+            stages=stages,
+            first=first_tile,
+            end=end_tile,
+            loads=warpgroup == 0,
+        )
+        tiles.bring_first()
         plgpu.barrier_wait(own_filled)
-
-        def masked(scores, tile, is_seen):
-            # By pieces, so that few columns' numbers are in registers at a time. The barrier keeps
-            # LLVM from carrying the numbers through the loop.
-            pieces = []
-            for i in range(0, block_kv, _PIECE):
-                piece = scores[:, i : i + _PIECE]
-                first_column = jax.lax.optimization_barrier(tile * block_kv + i)
-                column = plgpu.broadcasted_iota(jnp.int32, piece.shape, 1, layout=_TILE)
-                seen = is_seen(first_column, column)
-                pieces.append(jnp.where(seen, piece, _filled(-jnp.inf, piece.shape, _TILE)))
-            return jnp.concatenate(pieces, axis=1)
-
-        def from_begin(first_column, column):
-            # Few tiles need it, so it is in no register meanwhile.
-            begin = plgpu.load(own_begins, layout=_ROW, optimized=False)
-            return _over(begin - first_column, column) <= column
-
-        def up_to_token(first_column, column):
-            token = plgpu.broadcasted_iota(jnp.int32, column.shape, 0, layout=_TILE)
-            return column <= token + (first - first_column)
 
         def by_columns(combine, tile):
             # Without shuffles of lanes, and with four chains of instructions in a lane.
@@ -173,21 +134,16 @@ def attention_forward(
 
         def softmax(scores, tile, largest, total):
             """The new maximum and sum of a row, what the old sum shrinks by, and p."""
-            for is_whole, is_seen in (
-                (first_whole <= tile, from_begin),
-                (tile < end_whole, up_to_token),
-            ):
-                mask = functools.partial(masked, tile=tile, is_seen=is_seen)
-                scores = jax.lax.cond(is_whole, lambda s: s, mask, scores)
+            scores = masked(scores, tile, first=first, begins=own_begins, whole_tiles=whole_tiles)
             of_tile = jnp.max(by_columns(jnp.maximum, scores), axis=1) * (scale * LOG2_E)
             new_largest = jnp.maximum(largest, of_tile)
             shrink = jnp.exp2(largest - new_largest)
             # By halves, so that few exponentials are in registers in float32. A barrier also keeps
             # all of it before the wgmmas that follow.
-            added, rounded_parts = _filled(0.0, (_TOKENS, _COLUMNS), _TILE), []
+            added, rounded_parts = filled(0.0, (QUERIES, _COLUMNS), TILE), []
             for i in range(0, block_kv, _PART):
                 part = scores[:, i : i + _PART]
-                p = jnp.exp2(part * (scale * LOG2_E) - _over(new_largest, part))
+                p = jnp.exp2(part * (scale * LOG2_E) - over(new_largest, part))
                 added, p = jax.lax.optimization_barrier(
                     (added + by_columns(operator.add, p), p.astype(q.dtype))
                 )
@@ -198,37 +154,37 @@ def attention_forward(
 
         def step(tile, running):
             values, largest, total = running
-            slot = slot_of(tile)
+            slot = tiles.slot(tile)
 
             def multiply_keys(acc):
-                plgpu.barrier_wait(filled.at[slot])
+                tiles.wait(KEYS, tile)
                 plgpu.wgmma(acc, own_q, k_smem.at[slot].transpose((1, 0)))
-                refill(tile - 1, *values_)
+                tiles.refill(VALUES, tile - 1)
                 return _completed(acc)
 
             scores = pl.run_scoped(multiply_keys, scores_acc)
-            free(tile, *keys)
+            tiles.free(KEYS, tile)
             largest, total, shrink, p = softmax(scores, tile, largest, total)
 
             def multiply_values(acc):
-                plgpu.barrier_wait(filled.at[stages + slot])
+                tiles.wait(VALUES, tile)
                 plgpu.wgmma(acc, p, v_smem.at[slot])
-                refill(tile, *keys)
+                tiles.refill(KEYS, tile)
                 plgpu.wgmma_wait(0)
 
-            values = jax.lax.optimization_barrier(values * _over(shrink, values))
+            values = jax.lax.optimization_barrier(values * over(shrink, values))
             values = pl.run_state(multiply_values)(plgpu.WGMMAAccumulatorRef.init(values))
             values = jax.lax.optimization_barrier(values)
-            free(tile, *values_)
+            tiles.free(VALUES, tile)
             return values, largest, total
 
-        values = _filled(0.0, (_TOKENS, head_size), _TILE)
-        largest = _filled(_LOWEST, (_TOKENS,), _ROW)
-        total = _filled(0.0, (_TOKENS,), _ROW)
+        values = filled(0.0, (QUERIES, head_size), TILE)
+        largest = filled(_LOWEST, (QUERIES,), ROW)
+        total = filled(0.0, (QUERIES,), ROW)
         values, largest, total = jax.lax.fori_loop(
             first_tile, end_tile, step, (values, largest, total)
         )
-        own_q[...] = (values * _over(1 / total, values)).astype(q.dtype)
+        own_q[...] = (values * over(1 / total, values)).astype(q.dtype)
         own_lse[...] = (largest + jnp.log2(total)) * LN_2
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(own_q, out_gmem.at[row, tokens, head])
@@ -239,7 +195,7 @@ def attention_forward(
             to = lse_gmem.at[row, head, pl.ds(first + i * piece, piece)]
             plgpu.copy_smem_to_gmem(own_lse.at[pl.ds(i * piece, piece)], to)
 
-        in_row = jnp.minimum(_TOKENS, length - first)
+        in_row = jnp.minimum(QUERIES, length - first)
         jax.lax.fori_loop(0, jax.lax.div(in_row, piece), store_piece, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -251,11 +207,11 @@ def attention_forward(
         num_threads=heads,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((heads, _TOKENS, head_size), q.dtype),
+            plgpu.SMEM((heads, QUERIES, head_size), q.dtype),
             plgpu.SMEM((stages, block_kv, head_size), q.dtype),
             plgpu.SMEM((stages, block_kv, head_size), q.dtype),
-            plgpu.SMEM((heads, _TOKENS), jnp.int32),
-            plgpu.SMEM((heads, _TOKENS), jnp.float32),
+            plgpu.SMEM((heads, QUERIES), jnp.int32),
+            plgpu.SMEM((heads, QUERIES), jnp.float32),
             plgpu.Barrier(num_arrivals=2, num_barriers=heads),
             plgpu.Barrier(num_barriers=2 * stages),
             plgpu.Barrier(num_barriers=2 * stages, num_arrivals=heads),
@@ -273,12 +229,3 @@ def _completed(acc: Any) -> jax.Array:
     with them before the wait.
     """
     return jax.lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc, wait_n=0))
-
-
-def _over(row: jax.Array, tile: jax.Array) -> jax.Array:
-    """A value for each row, repeated over the columns of a tile."""
-    return jax.lax.broadcast_in_dim(row, tile.shape, (0,))
-
-
-def _filled(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

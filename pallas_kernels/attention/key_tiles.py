@@ -1,0 +1,190 @@
+"""Tiles of keys and values for the kernels whose blocks have queries.
+
+A warpgroup has `QUERIES` neighbouring queries of a head. The warpgroups of a block share tiles of
+keys and values, and the first warpgroup loads them by TMA.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+QUERIES = 64  # of a warpgroup, the rows of a wgmma
+KEYS, VALUES = 0, 1
+TILE = plgpu.Layout.WGMMA
+ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each row of a tile
+_PIECE = 8  # columns that are masked at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """The beginnings of the documents of a row.
+
+    Attributes:
+      begins: Index of the first token of each token's document, in global memory `[B, S]`.
+      row: Number of the row.
+      length: Number of tokens of a row, S.
+    """
+
+    begins: Any
+    row: Any
+    length: int
+
+    def tiles(self, first: Any, size: int) -> tuple[Any, Any]:
+        """The first tile of `size` keys that a warpgroup needs, and the one after the last.
+
+        Args:
+          first: First query of the warpgroup.
+          size: Number of keys of a tile.
+        """
+        last = jnp.minimum(first + QUERIES, self.length)
+        return jax.lax.div(self._begin_of(first), size), pl.cdiv(last, size)
+
+    def whole_tiles(self, first: Any, size: int) -> tuple[Any, Any]:
+        """The first tile without keys of earlier documents, and the first with keys after a query.
+
+        The arguments are those of `tiles`. The beginnings rise along a row, so that of the last
+        query tells where the keys of earlier documents end.
+        """
+        begin = self._begin_of(first + QUERIES - 1)
+        return pl.cdiv(begin, size), jax.lax.div(first + 1, size)
+
+    def _begin_of(self, token: Any) -> Any:
+        # A beginning after its token would be wrong; with it the warpgroups would wait forever.
+        token = jnp.minimum(token, self.length - 1)
+        return jnp.minimum(self.begins[self.row, token], token)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeyTiles:
+    """The tiles of a block, in slots of shared memory. Keys and values have slots of their own.
+
+    Attributes:
+      gmem: Keys and values in global memory.
+      smem: Their slots.
+      filled: Barriers of the slots that TMA has filled, first those of the keys.
+      freed: Barriers of the slots that all warpgroups have read.
+      row: Number of the row.
+      head: A head of queries that reads the keys.
+      group: Number of heads of queries that read them.
+      size: Number of keys of a tile.
+      stages: Number of slots of the keys, and of the values.
+      first: First tile of the block.
+      end: Tile after the last one of the block.
+      loads: Whether this warpgroup loads the tiles.
+    """
+
+    gmem: tuple[Any, Any]
+    smem: tuple[Any, Any]
+    filled: Any
+    freed: Any
+    row: Any
+    head: Any
+    group: int
+    size: int
+    stages: int
+    first: Any
+    end: Any
+    loads: Any
+
+    def slot(self, tile: Any) -> Any:
+        """The slot of a tile."""
+        return jax.lax.rem(tile - self.first, self.stages)
+
+    def bring_first(self) -> None:
+        """Loads the first tiles, as many as there are slots."""
+
+        @pl.when(self.loads)
+        def _bring_first():
+            def bring_both(tile, _):
+                self._bring(KEYS, tile)
+                self._bring(VALUES, tile)
+
+            first_tiles = jnp.minimum(self.first + self.stages, self.end)
+            jax.lax.fori_loop(self.first, first_tiles, bring_both, None)
+
+    def wait(self, which: int, tile: Any) -> None:
+        """Waits for the keys or the values of a tile."""
+        plgpu.barrier_wait(self.filled.at[which * self.stages + self.slot(tile)])
+
+    def free(self, which: int, tile: Any) -> None:
+        """Says that this warpgroup has read the keys or the values of a tile."""
+
+        # Only a slot that is filled again has someone who waits for it.
+        @pl.when(tile + self.stages < self.end)
+        def _arrive():
+            plgpu.barrier_arrive(self.freed.at[which * self.stages + self.slot(tile)])
+
+    def refill(self, which: int, tile: Any) -> None:
+        """Fills the slot of a tile again, once all warpgroups have freed it."""
+
+        @pl.when(self.loads & (self.first <= tile) & (tile + self.stages < self.end))
+        def _bring():
+            plgpu.barrier_wait(self.freed.at[which * self.stages + self.slot(tile)])
+            self._bring(which, tile + self.stages)
+
+    def _bring(self, which: int, tile: Any) -> None:
+        # Divided here, and not before: one register less, and fewer spills with heads of 128.
+        head = jax.lax.div(self.head, self.group)
+        part = (self.row, pl.ds(tile * self.size, self.size), head)
+        slot = self.slot(tile)
+        barrier = self.filled.at[which * self.stages + slot]
+        plgpu.copy_gmem_to_smem(self.gmem[which].at[part], self.smem[which].at[slot], barrier)
+
+
+def masked(
+    scores: jax.Array, tile: Any, *, first: Any, begins: Any, whole_tiles: tuple[Any, Any]
+) -> jax.Array:
+    """The scores of a tile, with -inf for keys that a query does not see.
+
+    A tile needs a mask only if it has keys before a document's beginning or after a query. Each of
+    the two masks takes two instructions a score.
+
+    Args:
+      scores: Products of queries and keys.
+      tile: Number of the tile.
+      first: First query of the warpgroup.
+      begins: Beginnings of the queries' documents, in shared memory.
+      whole_tiles: Bounds by `Documents.whole_tiles`.
+    """
+    size = scores.shape[1]
+
+    def from_begin(first_column, column):
+        # Few tiles need it, so it is in no register meanwhile.
+        begin = plgpu.load(begins, layout=ROW, optimized=False)
+        return over(begin - first_column, column) <= column
+
+    def up_to_query(first_column, column):
+        query = plgpu.broadcasted_iota(jnp.int32, column.shape, 0, layout=TILE)
+        return column <= query + (first - first_column)
+
+    def with_mask(scores, is_seen):
+        # By pieces, so that few columns' numbers are in registers at a time. The barrier keeps LLVM
+        # from carrying the numbers through the loop.
+        pieces = []
+        for i in range(0, size, _PIECE):
+            piece = scores[:, i : i + _PIECE]
+            first_column = jax.lax.optimization_barrier(tile * size + i)
+            column = plgpu.broadcasted_iota(jnp.int32, piece.shape, 1, layout=TILE)
+            seen = is_seen(first_column, column)
+            pieces.append(jnp.where(seen, piece, filled(-jnp.inf, piece.shape, TILE)))
+        return jnp.concatenate(pieces, axis=1)
+
+    first_whole, end_whole = whole_tiles
+    scores = jax.lax.cond(
+        first_whole <= tile, lambda s: s, lambda s: with_mask(s, from_begin), scores
+    )
+    return jax.lax.cond(tile < end_whole, lambda s: s, lambda s: with_mask(s, up_to_query), scores)
+
+
+def over(row: jax.Array, tile: jax.Array) -> jax.Array:
+    """A value for each row, repeated over the columns of a tile."""
+    return jax.lax.broadcast_in_dim(row, tile.shape, (0,))
+
+
+def filled(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
+    """An array of one value in a layout."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
