@@ -1,6 +1,7 @@
 """Attention of documents as an operation: each device computes its own rows and heads."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -162,6 +163,11 @@ def _of_all_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(q: Array, *others: Array) -> Any:
         leading = q.shape[:-4]
+        if (num_rows := math.prod(leading)) > _MOST_ROWS:
+            raise NotImplementedError(
+                f"document_attention: the members of jax.vmap have {num_rows} rows together, and "
+                f"the kernels take up to {_MOST_ROWS}; map over fewer members at a time"
+            )
         rows = (jax.lax.collapse(a, 0, len(leading)) for a in (q, *others))
         return tuple(a.reshape(*leading, *a.shape[1:]) for a in function(*rows))
 

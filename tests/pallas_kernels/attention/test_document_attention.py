@@ -98,6 +98,16 @@ def test_members_of_vmap():
 
 
 @pytest.mark.usefixtures("interpreted")
+def test_members_with_too_many_rows_are_an_error():
+    """The blocks of an axis of the grid have numbers of 16 bits."""
+    of = lambda heads: jax.ShapeDtypeStruct((70000, 1, 8, heads, H), jnp.bfloat16)
+    bounds = document_bounds(jnp.zeros((1, 8), jnp.int32))
+    attend = functools.partial(document_attention, implementation="mosaic_gpu")
+    of_member = jax.vmap(lambda q, k, v: attend(q, k, v, bounds))
+    with pytest.raises(NotImplementedError, match="have 70000 rows together"):
+        jax.eval_shape(of_member, of(N), of(K), of(K))
+
+
 def test_a_gradient_of_keys_alone():
     """2 s."""
     q, k, v, dout = arrays()
