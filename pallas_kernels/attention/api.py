@@ -43,44 +43,45 @@ def document_attention(
 ) -> Float[Array, "B S N H"]:
     """The causal attention of each document by itself (https://arxiv.org/abs/1706.03762).
 
-    `softmax(scale · q·k) · v`, over the tokens from the beginning of a token's document to the
-    token itself. The kernels read no tile of keys that lies wholly in other documents, and need no
-    mask and no limit of the number of documents. Logits, softmax and sums are float32. The weights
-    of the softmax are rounded to the dtype of `v` before their product with `v`, and the result is
-    rounded once, to the dtype of `q`. Each gradient has the dtype of its argument; those of `k` and
-    `v` are added up over heads in float32. Equal calls have equal gradients, bit by bit.
+    The result of a token is `softmax(scale · q·k) · v`, over the tokens from the beginning of its
+    document to the token itself. The kernels read no tile of keys that lies wholly in other
+    documents. They need no mask, and a row may have any number of documents. Logits, softmax and
+    sums are float32. The kernels round the exponentials of the softmax to the dtype of `v` before
+    their product with `v`. The result is rounded once, to the dtype of `q`. Each gradient has the
+    dtype of its argument. The gradients of `k` and `v` are added up over heads in float32. Two
+    calls of the kernels with equal arguments have equal results and gradients, bit by bit.
 
-    The backward keeps one float32 number for each token and head, beside `q`, `k`, `v` and the
-    result. It needs no workspace. The algorithm is that of https://arxiv.org/abs/2407.08608, with
-    two kernels for the gradients.
+    The forward keeps `q`, `k`, `v`, the bounds, the result, and one float32 number for each token
+    and head for the backward. The kernels need no workspace. They use the algorithm of
+    https://arxiv.org/abs/2407.08608, with two kernels for the gradients.
 
         bounds = document_bounds(segment_ids)
         out = document_attention(q, k, v, bounds)
 
     Args:
-      q: Queries. All three arrays may have any floating dtype of 16 bits or more.
+      q: Queries. Queries, keys and values may have any floating dtype of 16 bits or more.
       k: Keys; N is a multiple of K, and head n of the queries reads head `n // (N // K)`.
       v: Values.
-      bounds: Documents of the rows, by `document_bounds`.
+      bounds: Beginnings and ends of the documents, from `document_bounds`.
       scale: Positive factor of the products of queries and keys. `None` is `1 / √H`.
       implementation: Name of the program. `None`, the default, runs the kernels if JAX's default
-        device and the arguments allow it, and plain JAX otherwise. `"mosaic_gpu"` is kernels for
-        Hopper. They take bfloat16 and float16, up to 128 numbers a head, and rows of a multiple of
-        8 tokens. Heads of other sizes than 64 and 128 get zeros up to the next of the two sizes.
-        `"reference"` is plain JAX, which keeps all scores in float32; `"xla"` is the same.
-        `"require"` runs the kernels, or raises. On a mesh each device computes its own rows and
-        heads.
+        device and the arguments allow it, and plain JAX otherwise. `"mosaic_gpu"` is the kernels,
+        for Hopper GPUs. They take bfloat16 and float16, and heads of up to 128 numbers. S must be a
+        multiple of 8. Heads are padded with zeros to 64 or 128 numbers. `"reference"` is plain JAX,
+        which keeps the scores of all pairs of tokens in float32; `"xla"` is the same. `"require"`
+        runs the kernels, or raises. On a mesh each device computes its own rows and heads.
       config: Launch parameters of the kernels. `None` takes measured parameters.
 
     Returns:
       The attention, of the shape and dtype of `q`, and split by Explicit axes as `q` is.
 
     Raises:
-      ValueError: The shapes disagree, a name is unknown, the scale is not positive, or there are
-        launch parameters for plain JAX.
-      TypeError: An array is of another dtype, or an option is of a wrong type.
+      ValueError: The shapes disagree, a name is unknown, the scale is not positive, or `config` is
+        given and plain JAX runs.
+      TypeError: An array has a dtype that is not allowed, or an option has a wrong type.
       NotImplementedError: The caller asked for the kernels or requires them, and they do not run;
-        or their result is differentiated twice or in forward mode (`jax.jvp`).
+        or the kernels are differentiated twice or in forward mode (`jax.jvp`); or the members of
+        `jax.vmap` have more than 65535 rows together.
     """
     q, k, v = floating_arrays(q=q, k=k, v=v, least_bits=BITS_OF_PRODUCTS)
     _check_shapes(q, k, v, bounds)
@@ -106,10 +107,10 @@ def choose_attention(
     implementation: Implementation | None = None,
     config: AttentionConfig | None = None,
 ) -> tuple[Chosen, str | None]:
-    """The implementation that `document_attention` runs, and why it is not the kernels.
+    """The implementation that `document_attention` runs, and the reason if it is not the kernels.
 
     Raises:
-      ValueError: The name is unknown, or there are launch parameters for plain JAX.
+      ValueError: The name is unknown, or `config` is given and plain JAX runs.
       TypeError: `config` is no `AttentionConfig`.
       NotImplementedError: The caller asked for the kernels, which do not take the arguments.
     """
@@ -122,7 +123,10 @@ def choose_attention(
 
 
 def _with_whole_rows(a: Float[Array, "B S _ H"], num_kv_heads: int) -> Float[Array, "B S _ H"]:
-    """The array, split by Explicit axes over rows alone, and over heads if the keys' allow it."""
+    """The array, split by Explicit axes over rows, and over heads if the devices divide the keys'.
+
+    No Explicit axis splits the tokens of a row or the numbers of a head.
+    """
     mesh, spec = jax.typeof(a).sharding.mesh, jax.typeof(a).sharding.spec
     splits = to_splits(spec, a.ndim)
     num_devices = math.prod(mesh.shape[name] for name in splits[2])
@@ -142,7 +146,7 @@ def _with_whole_rows(a: Float[Array, "B S _ H"], num_kv_heads: int) -> Float[Arr
 def _split_as_queries(q: Array, k: Array, v: Array, begins: Array) -> list[Array]:
     """Keys, values and bounds, split by Explicit axes over rows and heads as the queries are.
 
-    JAX refuses to combine arrays that are split in other ways.
+    JAX does not combine arrays that Explicit axes split in different ways.
     """
     mesh = mesh_of((q, k, v, begins))
     rows, _, heads, _ = to_splits(jax.typeof(q).sharding.spec, q.ndim)

@@ -6,12 +6,14 @@ sums over pairs of a query and a key:
 - `dv = Σ p · dout` and `dk = scale · Σ ds · q`, over the queries that attend to the key;
 - `dq = scale · Σ ds · k`, over the keys that the query attends to.
 
-One kernel computes `dk` and `dv`, the other one `dq`, and both compute `p` and `ds`. That is 7
-products of a pair instead of 5. But each sum stays in the registers of one warpgroup. There are no
-atomic additions, no workspace, and equal calls have equal results.
+One kernel computes `dk` and `dv`, the other computes `dq`, and both compute `p` and `ds`. Together
+they take 7 products for a query and a key, where one kernel for all would take 5. But each sum
+stays in the registers of one warpgroup. So there are no atomic additions and no workspace, and two
+calls with equal arguments have equal results.
 
-A document is consecutive, so each sum is over one range of tiles of the other side. `dq_kernel.py`
-and `dkdv_kernel.py` describe the kernels.
+The tokens of a document are adjacent. So the sums of a key go over one range of tiles of queries,
+and the sum of a query goes over one range of tiles of keys. `dq_kernel.py` and `dkdv_kernel.py`
+describe the kernels.
 """
 
 import jax.numpy as jnp
@@ -49,13 +51,14 @@ def attention_backward(
       v: Values.
       out: Output of the attention.
       logsumexp: Natural logarithm of the sum of `exp(scale · q·k)` over the keys of a query.
-      dout: Gradient of `out`.
+      dout: Cotangent of `out`.
       begins: Index in its row of the first token of each token's document.
-      ends: Index in its row after the last token of each token's document.
+      ends: Index in its row of the token after the last token of each token's document.
       scale: Positive factor of the products of queries and keys.
       config: Launch parameters of all kernels.
     """
-    # exp2 is one instruction, and an fma multiplies its argument by log2(e) and subtracts.
+    # exp2 is one instruction. One fma computes its argument from a score: it multiplies by
+    # `scale · log2(e)` and subtracts `log2_sum`.
     log2_sum = logsumexp * LOG2_E
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     operands = (q, k, v, dout, log2_sum, delta)

@@ -12,8 +12,8 @@ class Bounds(NamedTuple):
     """Where the document of each token begins and ends.
 
     Attributes:
-      begins: Index in its row of the first token of the document.
-      ends: Index of the token after the last one.
+      begins: Index in the row of the first token of the document.
+      ends: Index in the row of the token after the last token of the document.
     """
 
     begins: Int32[Array, "B S"]
@@ -21,18 +21,23 @@ class Bounds(NamedTuple):
 
 
 def document_bounds(segment_ids: Int[Array, "B S"]) -> Bounds:
-    """The bounds of documents. A document begins wherever `segment_ids` changes along a row.
+    """Where the document of each token begins and ends.
+
+    A document begins wherever `segment_ids` changes along a row.
+
+    Args:
+      segment_ids: Number of each token's document. Neighbouring documents have different numbers.
 
     Raises:
       ValueError: `segment_ids` does not have two axes.
-      TypeError: It is no array, or its dtype is not of integers or bool.
+      TypeError: `segment_ids` is no array, or its dtype is not of integers or bool.
     """
     _check(segment_ids)
     mesh, (rows, tokens) = (
         jax.typeof(segment_ids).sharding.mesh,
         jax.typeof(segment_ids).sharding.spec,
     )
-    if tokens is not None:  # Explicit axes split the tokens, and a sum along them needs all
+    if tokens is not None:  # Explicit axes split the tokens, and cummax along them needs all
         whole = NamedSharding(mesh, PartitionSpec(rows))
         segment_ids = jax.sharding.reshard(segment_ids, whole)
     length = segment_ids.shape[1]

@@ -1,7 +1,8 @@
 """Launch parameters of the kernels.
 
-The defaults were the fastest on an H200 for rows of documents, and few of them spill registers
-(docs/lab/2026-11-30-attention-kernels-on-h200.md).
+The defaults were the fastest on an H200 for rows of documents. With the defaults few kernels spill
+registers (docs/lab/2026-11-30-attention-kernels-on-h200.md). A lane is a thread of the GPU, and a
+warpgroup is 128 lanes.
 """
 
 import dataclasses
@@ -9,8 +10,8 @@ import dataclasses
 from pallas_kernels.gpu.device import MAX_REGISTERS_PER_LANE, REGISTERS_PER_SM
 
 _LANES = 128  # lanes of a warpgroup
-# Registers of a lane of the warpgroup that loads. They leave 240 to each lane of two others. With
-# 40 and 232 the kernel of `dk` and `dv` spilled, where heads have 128 numbers.
+# Registers of a lane of the warpgroup that loads. They leave 240 to each lane of two computing
+# warpgroups. With 40 and 232, the kernel of `dk` and `dv` spilled for heads of 128 numbers.
 LOADER_REGISTERS = 24
 
 
@@ -19,10 +20,11 @@ class ForwardConfig:
     """Launch parameters of the forward.
 
     Attributes:
-      heads: Number of heads of a block, up to 4. The kernel takes the greatest common divisor of
-        this number and the number of heads that share keys.
-      block_kv: Number of keys of a tile, a multiple of 64 up to 256.
-      max_stages: Most tiles of keys, and of values, that shared memory holds; at least 1.
+      heads: Number of heads of queries that a block computes, up to 4. The kernel takes the
+        greatest common divisor of this number and the number of heads that share keys.
+      block_kv: Number of keys in a tile, a multiple of 64 up to 256.
+      max_stages: Largest number of tiles of keys that shared memory holds, and as many tiles of
+        values; at least 1.
     """
 
     heads: int
@@ -43,8 +45,9 @@ class QueriesConfig:
     """Launch parameters of the gradient of the queries.
 
     Attributes:
-      warpgroups: Number of warpgroups of a block, 1 to 4.
-      stages: Number of tiles of keys, and of values, that shared memory holds; at least 2.
+      warpgroups: Number of warpgroups in a block, 1 to 4.
+      stages: Number of tiles of keys that shared memory holds, and as many tiles of values; at
+        least 2.
     """
 
     warpgroups: int
@@ -62,9 +65,9 @@ class KeysConfig:
     """Launch parameters of the gradients of the keys and values.
 
     Attributes:
-      tile: Number of queries of a tile, a multiple of 64 up to 256.
+      tile: Number of queries in a tile, a multiple of 64 up to 256.
       stages: Number of tiles that shared memory holds; at least 2.
-      warpgroups: Number of warpgroups that compute, 1 to 4.
+      warpgroups: Number of computing warpgroups in a block, 1 to 4. One more loads the tiles.
     """
 
     tile: int = 64
@@ -81,10 +84,11 @@ class KeysConfig:
 
     @property
     def registers(self) -> int:
-        """Registers of a computing lane: what the loading warpgroup leaves, in eights.
+        """Registers of a computing lane: its share of what the loading warpgroup leaves.
 
-        A block has only the registers that it is launched with, which are equally many for each
-        lane: 168 of three warpgroups, 504 together and not 512. To ask for more waits forever.
+        The number is a multiple of 8. A block keeps the registers that it is launched with, the
+        same number for each lane. With three warpgroups that is 168, so one lane of each warpgroup
+        has 504 together and not 512. A lane that asks for more than is left waits forever.
         """
         warpgroups = self.warpgroups + 1
         launched = REGISTERS_PER_SM // (warpgroups * _LANES) // 8 * 8
@@ -109,8 +113,8 @@ class AttentionConfig:
 
 def forward_config(head_size: int) -> ForwardConfig:
     """Launch parameters of the forward for heads of this size."""
-    # With heads of 64 a multiprocessor has two blocks. With heads of 128 it has one, because two
-    # warpgroups of twice the registers would share their keys with no others.
+    # A head takes a warpgroup. With heads of 64 a multiprocessor has two blocks of two warpgroups.
+    # With heads of 128 it has one block of four warpgroups, which share their tiles of keys.
     return ForwardConfig(heads=2 if head_size == 64 else 4)
 
 

@@ -1,21 +1,22 @@
 """Gradients of the keys and values of attention within documents: a kernel for Hopper.
 
 `backward.py` has the formulas. A block has 64 keys of a head for each of its computing warpgroups.
-Another warpgroup loads the block's keys and values once, and streams tiles of queries by TMA,
+Another warpgroup loads the block's keys and values once, and then tiles of queries by TMA, up to
 `stages` tiles ahead.
 
-- Keys are the M of each wgmma. So `p` and `ds` come out of registers and go as registers into the
-  next wgmma, and the sums `dk` and `dv` stay in registers.
-- The queries of all heads of a group follow each other in the stream of a head of keys. So `dk` and
-  `dv` are sums over the group without a sum in memory.
-- The queries of a key go from it to the end of its document. The first key of a block and the end
-  of its last key's document give the range of tiles. Only tiles with queries before a key, or after
-  a key's document, need a mask.
-- Three warpgroups without a loading one, or blocks of one warpgroup, were not faster: see
-  docs/lab/2026-11-30-attention-kernels-on-h200.md.
+- Keys are the rows (M) of each wgmma. So a wgmma leaves its result in registers, and `p` and `ds`
+  go into the next wgmma from registers. The sums `dk` and `dv` also stay in registers.
+- A group is the heads of queries that share a head of keys. A block goes over the queries of one
+  head of the group after the other. So `dk` and `dv` become sums over the group in registers.
+- The queries that see a key go from the key's own token to the end of its document. The first key
+  of a block and the end of its last key's document give the range of tiles. Only tiles with queries
+  before a key, or after a key's document, need a mask.
+- Three computing warpgroups without a loading one were not faster. Blocks of one computing
+  warpgroup were not faster, either: see docs/lab/2026-11-30-attention-kernels-on-h200.md.
 
-TMA fills in zeros for tokens past the end of a row. Zeros make `p` a finite number: 1. The ends of
-documents are zeros there, too. So a key past the end has no query, and it is not stored.
+TMA fills in zeros for tokens past the end of a row. A query past the end comes after all documents,
+so the mask hides it. The ends of documents past the end of a row are zeros, too. So the mask hides
+all queries from a key past the end, and the sums of this key are not stored.
 """
 
 import jax
@@ -27,10 +28,10 @@ from pallas_kernels.attention.config import LOADER_REGISTERS, KeysConfig
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.math import APPROXIMATE, LOG2_E
 
-_KEYS = 64  # of a warpgroup, the rows of a wgmma
+_KEYS = 64  # keys of a warpgroup: the rows of a wgmma
 _TILE = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each row of a tile
-_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # a value for each column of a tile
 
 
 def gradients_of_keys_and_values(
@@ -128,7 +129,7 @@ def gradients_of_keys_and_values(
                 p, ds = jax.lax.optimization_barrier((p.astype(q.dtype), ds.astype(q.dtype)))
                 plgpu.wgmma(dv_sum, p, dout_smem.at[slot])
                 plgpu.wgmma(dk_sum, ds, q_smem.at[slot])
-                # The columns are read, and TMA may overwrite them.
+                # `log2` and `delta` of the slot are read, and TMA may overwrite them.
                 plgpu.commit_smem()
                 plgpu.wgmma_wait(0)
 

@@ -1,23 +1,25 @@
 """Gradient of the queries of attention within documents: the kernel, for Hopper.
 
 A warpgroup computes a unit: 64 neighbouring queries of a head. It computes `s = q · k` and
-`dp = dout · v` by wgmma, `p` and `ds` in registers, and by wgmma the sum of `ds · k`. A block has
-consecutive units of one group, first by the queries and then by the head. So its warpgroups share
-tiles of keys and values. The first warpgroup loads them by TMA.
+`dp = dout · v` by wgmma, `p` and `ds` in registers, and the sum of `ds · k` by wgmma. `backward.py`
+has the formulas. A group is the heads of queries that share a head of keys. Unit u of a group has
+the queries of number `u // group` and the head `u % group`. A block has consecutive units, so its
+warpgroups share tiles of keys and values. The first warpgroup loads the tiles by TMA.
 
-- No warpgroup only loads. So a multiprocessor has four computing warpgroups if a lane needs at most
-  128 registers, and three if it needs at most 168. While one waits for its first tiles, for a
-  product or for its results to leave, the others compute.
-- The products `s` and `dp` are in flight together, and exponentials are computed beside `dp`.
+- All warpgroups compute, also the one that loads. So a multiprocessor has four computing warpgroups
+  if a lane needs at most 128 registers, and three if it needs at most 168. While one warpgroup
+  waits for its first tiles, for a product or for its results to leave, the others compute.
+- The products `s` and `dp` run at the same time. The exponentials of `s` are computed while `dp`
+  still runs.
 - The first query of a block sees the earliest key of the block. The block begins with the tile of
   this key, and ends with the tile of its own last query.
-- A tile needs a mask only if it has keys before a document's beginning or after a query. Both are
-  known from two scalars, since the beginnings rise along the row.
-- The last queries of a row come first, because they have the most keys.
+- A tile needs a mask only if it has keys before the beginning of a query's document, or keys after
+  a query. Two scalars tell which tiles these are, since the beginnings rise along the row.
+- The last queries of a row come first, because they may have the most keys.
 
 TMA fills in zeros for tokens past the end of a row. No query sees such a key. Queries past the end
-compute numbers that are not stored. If the units do not divide by the warpgroups, the last block
-computes the first unit several times and stores it once.
+compute numbers that are not stored. If the number of units is no multiple of a block's warpgroups,
+several warpgroups of the last block compute unit 0, and one of them stores it.
 """
 
 import functools
@@ -42,7 +44,7 @@ from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.math import APPROXIMATE, LOG2_E
 
 _PART = 16  # columns whose p or ds is computed at a time
-_KEYS = 64  # of a tile; a wgmma with `ds` takes 64 at a time
+_KEYS = 64  # keys of a tile; a wgmma with `ds` takes 64 at a time
 
 
 def gradient_of_queries(
@@ -51,7 +53,7 @@ def gradient_of_queries(
     """The gradient of the queries; `backward.py` has the formula."""
     batch, length, num_heads, head_size = q.shape
     group = num_heads // k.shape[2]
-    num_units = pl.cdiv(length, QUERIES) * group  # of a head of keys
+    num_units = pl.cdiv(length, QUERIES) * group  # units of a head of keys
     units, stages = config.warpgroups, config.stages
     sums = lambda columns: plgpu.WGMMAAccumulatorRef((QUERIES, columns), jnp.float32)
 
@@ -66,7 +68,7 @@ def gradient_of_queries(
             """The first query of a warpgroup."""
             return jax.lax.div(jnp.maximum(unit_of(warpgroup), 0), group) * QUERIES
 
-        # If all warpgroups have the same queries, fewer numbers are in registers.
+        # If all warpgroups of a block have the same queries, fewer numbers are in registers.
         have_same = group % units == 0
         first = first_of(0 if have_same else warpgroup)
         head = kv_head * group + jax.lax.rem(jnp.maximum(unit_of(warpgroup), 0), group)
@@ -84,7 +86,7 @@ def gradient_of_queries(
 
         documents = Documents(begins_gmem, row, length)
         whole_tiles = documents.whole_tiles(first, _KEYS)
-        # The tiles of the unit, and those of the block, from the first to the one after the last.
+        # The tiles of the unit, and the tiles of the block: the first, and the one after the last.
         own_begin, own_end = documents.tiles(first, _KEYS)
         first_tile, end_tile = own_begin, own_end
         if not have_same:
@@ -109,7 +111,7 @@ def gradient_of_queries(
         of_row = lambda smem: plgpu.load(smem, layout=ROW, optimized=False)
 
         def by_parts(compute, *tiles):
-            # So that few numbers are in registers both before and after.
+            # In parts, so that few numbers are in registers both as argument and as result.
             parts = [
                 jax.lax.optimization_barrier(compute(*(a[:, i : i + _PART] for a in tiles)))
                 for i in range(0, _KEYS, _PART)

@@ -1,22 +1,26 @@
 """Attention of each token to its own document: the forward kernel, for Hopper.
 
-A block computes `heads` heads of one group, of 64 neighbouring tokens. A warpgroup computes a head:
-scores by wgmma, the softmax in registers, and by wgmma the sum of values. The heads share the tiles
-of keys and values, and need the same ones. The first warpgroup loads them by TMA.
+A group is the heads of queries that share a head of keys. A block computes 64 neighbouring tokens
+of `heads` heads of one group. Each warpgroup computes one head. It multiplies queries and keys by
+wgmma (Hopper's matrix product), computes the softmax in registers, and multiplies by the values
+with wgmma. The heads of a block share the tiles of keys and values. The first warpgroup loads the
+tiles by TMA (the tensor memory accelerator, which copies while the warpgroups compute).
 
-- A multiprocessor has two blocks, if a lane needs at most 128 registers. While one waits for its
-  first tiles, for a product or for its results to leave, the other computes. A document of 512
-  tokens has 4.5 tiles of 128 keys for 64 queries on average, so a block is short.
-- The scores never leave the registers. The softmax is online: a row has a running maximum, a
-  running sum and a sum of values, and both sums shrink whenever the maximum grows.
+- With heads of 64 a multiprocessor has two blocks, since a lane needs at most 128 registers. While
+  one block waits for its first tiles, for a product or for its results to leave, the other
+  computes. In a document of 512 tokens, 64 queries see 4.5 tiles of 64 keys on average, so a block
+  is short.
+- The scores never leave the registers. The softmax is online: a query has a running maximum of its
+  scores, a running sum of exponentials and a running sum of values. Whenever the maximum grows,
+  both sums are scaled down.
 - Documents are contiguous, so the first token of a block sees the earliest key of the block. The
   block begins with the tile of this key, and ends with the tile of its own last token. It visits no
   tile that lies wholly in earlier documents.
-- A tile needs a mask only if it has keys before a document's beginning or after a token. Both are
-  known from two scalars, since the beginnings rise along the row. Each of the two masks takes two
-  instructions a score, beside the 5.6 of the softmax.
-- Blocks that run together have the heads of the same tokens. The last tokens of a row come first,
-  because they have the most keys.
+- A tile needs a mask only if it has keys before the beginning of a query's document, or keys after
+  a query. Two scalars tell which tiles these are, since the beginnings rise along the row. Each of
+  the two masks takes two instructions a score. The softmax takes 5.6.
+- Blocks that run at the same time compute heads of the same tokens. The last tokens of a row come
+  first, because they may have the most keys.
 
 TMA fills in zeros for tokens past the end of a row. No query sees such a key, since it comes after
 all queries. Queries past the end compute numbers that are not stored.
@@ -52,15 +56,15 @@ from pallas_kernels.gpu.math import LN_2, LOG2_E
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 HEAD_SIZES = (64, 128)
-# The running maximum begins here and not at -inf, because -inf minus itself is NaN. A row may see
-# no key of its first tiles.
+# The running maximum begins here and not at -inf, because -inf minus itself is NaN. A query may see
+# no key of the first tiles of its block.
 _LOWEST = -1e30
 
 # With approx_math exp2 is one instruction. Sums and maxima of a row stay in a warp, so they need no
 # shared memory.
 _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
 _PART = 32  # columns whose exponentials are computed at a time
-_COLUMNS = 8  # of the partial maxima and sums of a row; a lane has two of them
+_COLUMNS = 8  # columns of the partial maxima and sums of a row; a lane has two of them
 
 
 @shared("scale", "config")
@@ -79,7 +83,7 @@ def attention_forward(
     kernel takes every `scale · q·k · log2(e)` to be above -1e30.
 
     Args:
-      q: Queries of one of `DTYPES`; H is one of `HEAD_SIZES`, and S a multiple of 8.
+      q: Queries in one of `DTYPES`; H is one of `HEAD_SIZES`, and S is a multiple of 8.
       k: Keys in the dtype of `q`; head n of the queries reads head `n // (N // K)`.
       v: Values in the dtype of `q`.
       begins: Index in its row of the first token of each token's document, int32. It does not fall
@@ -128,7 +132,8 @@ def attention_forward(
         plgpu.barrier_wait(own_filled)
 
         def by_columns(combine, tile):
-            # Without shuffles of lanes, and with four chains of instructions in a lane.
+            # It combines only numbers of the same lane, so lanes exchange nothing. A lane has four
+            # independent chains of instructions: two rows of two columns.
             parts = [tile[:, i : i + _COLUMNS] for i in range(0, tile.shape[1], _COLUMNS)]
             return functools.reduce(combine, parts)
 
@@ -138,8 +143,8 @@ def attention_forward(
             of_tile = jnp.max(by_columns(jnp.maximum, scores), axis=1) * (scale * LOG2_E)
             new_largest = jnp.maximum(largest, of_tile)
             shrink = jnp.exp2(largest - new_largest)
-            # By halves, so that few exponentials are in registers in float32. A barrier also keeps
-            # all of it before the wgmmas that follow.
+            # In parts, so that few exponentials are in registers in float32. The barriers also keep
+            # the exponentials before the wgmmas that follow.
             added, rounded_parts = filled(0.0, (QUERIES, _COLUMNS), TILE), []
             for i in range(0, block_kv, _PART):
                 part = scores[:, i : i + _PART]
@@ -189,8 +194,8 @@ def attention_forward(
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(own_q, out_gmem.at[row, tokens, head])
 
-        # Mosaic stores consecutive numbers without a tensor map. The copy ends at the end of the
-        # array, and not at that of a row.
+        # Mosaic stores consecutive numbers without a tensor map. Such a copy stops at the end of
+        # the array, and not at the end of a row. So it may only have numbers of this row.
         def store_piece(i, _):
             to = lse_gmem.at[row, head, pl.ds(first + i * piece, piece)]
             plgpu.copy_smem_to_gmem(own_lse.at[pl.ds(i * piece, piece)], to)

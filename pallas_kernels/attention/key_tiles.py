@@ -1,7 +1,7 @@
-"""Tiles of keys and values for the kernels whose blocks have queries.
+"""Tiles of keys and values for the kernels whose blocks compute queries: the forward and `dq`.
 
 A warpgroup has `QUERIES` neighbouring queries of a head. The warpgroups of a block share tiles of
-keys and values, and the first warpgroup loads them by TMA.
+keys and values, and the first warpgroup loads the tiles by TMA.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-QUERIES = 64  # of a warpgroup, the rows of a wgmma
+QUERIES = 64  # queries of a warpgroup: the rows of a wgmma
 KEYS, VALUES = 0, 1
 TILE = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each row of a tile
@@ -34,7 +34,7 @@ class Documents:
     length: int
 
     def tiles(self, first: Any, size: int) -> tuple[Any, Any]:
-        """The first tile of `size` keys that a warpgroup needs, and the one after the last.
+        """The first tile of `size` keys that a warpgroup needs, and the tile after the last one.
 
         Args:
           first: First query of the warpgroup.
@@ -44,32 +44,36 @@ class Documents:
         return jax.lax.div(self._begin_of(first), size), pl.cdiv(last, size)
 
     def whole_tiles(self, first: Any, size: int) -> tuple[Any, Any]:
-        """The first tile without keys of earlier documents, and the first with keys after a query.
+        """The tiles that need no mask, from the first number up to the second without it.
 
-        The arguments are those of `tiles`. The beginnings rise along a row, so that of the last
-        query tells where the keys of earlier documents end.
+        Tiles before the first number have keys that come before the document of some query. Tiles
+        from the second number on have keys after some query. `tiles` describes the arguments. The
+        beginnings rise along a row, so the beginning of the last query's document is the latest.
         """
         begin = self._begin_of(first + QUERIES - 1)
         return pl.cdiv(begin, size), jax.lax.div(first + 1, size)
 
     def _begin_of(self, token: Any) -> Any:
-        # A beginning after its token would be wrong; with it the warpgroups would wait forever.
+        # If a caller's beginning is after its token, which is wrong, the warpgroups would wait
+        # forever. The second minimum prevents that.
         token = jnp.minimum(token, self.length - 1)
         return jnp.minimum(self.begins[self.row, token], token)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyTiles:
-    """The tiles of a block, in slots of shared memory. Keys and values have slots of their own.
+    """The tiles of a block, in slots of shared memory. Keys and values have separate slots.
 
     Attributes:
       gmem: Keys and values in global memory.
-      smem: Their slots.
-      filled: Barriers of the slots that TMA has filled, first those of the keys.
-      freed: Barriers of the slots that all warpgroups have read.
+      smem: Slots of the keys, and slots of the values.
+      filled: Barriers that TMA completes when it has filled a slot. The barriers of the keys come
+        first.
+      freed: Barriers that the warpgroups complete when all of them have read a slot, in the same
+        order.
       row: Number of the row.
       head: A head of queries that reads the keys.
-      group: Number of heads of queries that read them.
+      group: Number of heads of queries that read the same keys.
       size: Number of keys of a tile.
       stages: Number of slots of the keys, and of the values.
       first: First tile of the block.
@@ -113,7 +117,7 @@ class KeyTiles:
     def free(self, which: int, tile: Any) -> None:
         """Says that this warpgroup has read the keys or the values of a tile."""
 
-        # Only a slot that is filled again has someone who waits for it.
+        # Nobody waits for a slot that is not filled again.
         @pl.when(tile + self.stages < self.end)
         def _arrive():
             plgpu.barrier_arrive(self.freed.at[which * self.stages + self.slot(tile)])
@@ -127,7 +131,8 @@ class KeyTiles:
             self._bring(which, tile + self.stages)
 
     def _bring(self, which: int, tile: Any) -> None:
-        # Divided here, and not before: one register less, and fewer spills with heads of 128.
+        # The division is here and not before the loop. This takes one register less, with fewer
+        # spills for heads of 128.
         head = jax.lax.div(self.head, self.group)
         part = (self.row, pl.ds(tile * self.size, self.size), head)
         slot = self.slot(tile)
@@ -140,20 +145,20 @@ def masked(
 ) -> jax.Array:
     """The scores of a tile, with -inf for keys that a query does not see.
 
-    A tile needs a mask only if it has keys before a document's beginning or after a query. Each of
-    the two masks takes two instructions a score.
+    A tile needs a mask only if it has keys before the beginning of a query's document, or keys
+    after a query. Each of the two masks takes two instructions a score.
 
     Args:
       scores: Products of queries and keys.
       tile: Number of the tile.
       first: First query of the warpgroup.
       begins: Beginnings of the queries' documents, in shared memory.
-      whole_tiles: Bounds by `Documents.whole_tiles`.
+      whole_tiles: Numbers from `Documents.whole_tiles`.
     """
     size = scores.shape[1]
 
     def from_begin(first_column, column):
-        # Few tiles need it, so it is in no register meanwhile.
+        # Few tiles need the beginnings. They are loaded here, and take no registers elsewhere.
         begin = plgpu.load(begins, layout=ROW, optimized=False)
         return over(begin - first_column, column) <= column
 
@@ -162,8 +167,8 @@ def masked(
         return column <= query + (first - first_column)
 
     def with_mask(scores, is_seen):
-        # By pieces, so that few columns' numbers are in registers at a time. The barrier keeps LLVM
-        # from carrying the numbers through the loop.
+        # In pieces, so that the numbers of few columns are in registers at a time. The barrier
+        # keeps LLVM from holding the numbers in registers throughout the loop.
         pieces = []
         for i in range(0, size, _PIECE):
             piece = scores[:, i : i + _PIECE]
