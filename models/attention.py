@@ -36,7 +36,14 @@ def causal_attention(
     """
     if implementation == "mosaic_gpu" or _has_kernels(q, k, v, documents, implementation):
         bounds = _whole_rows(q) if documents is None else documents
-        return document_attention(q, k, v, bounds, implementation="mosaic_gpu")
+        try:
+            return document_attention(q, k, v, bounds, implementation="mosaic_gpu")
+        except NotImplementedError as error:
+            reason = str(error).removeprefix("implementation='mosaic_gpu': ")
+            raise NotImplementedError(
+                f"attention_implementation='mosaic_gpu': {reason}. Leave it None, which takes what "
+                "runs here."
+            ) from error
     if implementation is None:
         reason = _why_no_cudnn(q)
         implementation = "cudnn" if reason is None else "xla"

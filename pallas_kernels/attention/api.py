@@ -97,7 +97,10 @@ def document_attention(
     else:
         arrays = q, *_split_as_queries(q, k, v, bounds.begins)
         out = attention_reference(*arrays, scale=scale)[0].astype(q.dtype)
-    return out if jax.typeof(out).sharding == sharding else jax.sharding.reshard(out, sharding)
+    # In jax.set_mesh an array that was made outside of it has an empty mesh, and no split.
+    if sharding.mesh.empty or jax.typeof(out).sharding == sharding:
+        return out
+    return jax.sharding.reshard(out, sharding)
 
 
 def choose_attention(
@@ -172,7 +175,6 @@ def _check_shapes(q: Array, k: Array, v: Array, bounds: Any) -> None:
             f"{k.shape} and {v.shape}"
         )
     for name, bound in bounds._asdict().items():
-        if bound.shape != q.shape[:2] or bound.dtype != jnp.int32:
-            raise ValueError(
-                f"bounds.{name} must be int32 {q.shape[:2]}, got {bound.dtype} {bound.shape}"
-            )
+        shape, dtype = (getattr(bound, of, None) for of in ("shape", "dtype"))
+        if shape != q.shape[:2] or dtype != jnp.int32:
+            raise ValueError(f"bounds.{name} must be int32 {q.shape[:2]}, got {dtype} {shape}")

@@ -198,6 +198,16 @@ def test_queries_that_are_gathered_are_told_once(kind, spec, message, caplog):
     assert_as_accurate(got[:1], plain[:1], exact[:1], names=["out"])
 
 
+@KINDS
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "reference"])
+def test_arrays_that_were_made_outside_of_the_mesh(kind, implementation):
+    args, ids = arrays(), jnp.asarray(segment_ids())
+    fn = functools.partial(gradients, fn=functools.partial(attend, implementation=implementation))
+    with jax.set_mesh(mesh_of(kind, data=2)):
+        got = quick_jit(fn)(*args, ids)
+    assert_as_expected(got)
+
+
 of_members = functools.partial(gradients, fn=jax.vmap(attend))
 
 

@@ -97,7 +97,6 @@ def test_members_of_vmap():
         assert_equals_the_formula([a[i] for a in got], of_member, scale=H**-0.5)
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_members_with_too_many_rows_are_an_error():
     """The blocks of an axis of the grid have numbers of 16 bits."""
     of = lambda heads: jax.ShapeDtypeStruct((70000, 1, 8, heads, H), jnp.bfloat16)
@@ -108,6 +107,7 @@ def test_members_with_too_many_rows_are_an_error():
         jax.eval_shape(of_member, of(N), of(K), of(K))
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_a_gradient_of_keys_alone():
     """2 s."""
     q, k, v, dout = arrays()
