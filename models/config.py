@@ -135,9 +135,6 @@ class LlamaConfig:
                 raise ValueError(f"{name}={value!r} is not a dtype such as bfloat16") from error
             if getattr(self, name) not in _DTYPES:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(_DTYPES)}")
-        names = (None, "xla", "cudnn", "mosaic_gpu")
-        if (value := self.attention_implementation) not in names:
-            raise ValueError(f"attention_implementation={value!r} must be one of {names}")
         for name in _SIZES:
             _check_whole(name, getattr(self, name), 1)
         _check_whole("head_dim", self.head_dim, 0)

@@ -247,7 +247,6 @@ def test_every_rotary_field_belongs_to_a_type():
             r"hidden_act='swish' must be one of \['gelu'",
         ),
         ({"remat": "everything"}, r"remat='everything': \['everything'\] unknown"),
-        ({"attention_implementation": "flash"}, r"attention_implementation='flash' must be one"),
     ],
 )
 def test_wrong_configurations_raise(changes, message):
