@@ -25,13 +25,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.config import LOADER_REGISTERS, KeysConfig
+from pallas_kernels.attention.wgmma import COLUMN, ROW, TILE, completed, over, splat
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.math import APPROXIMATE, LOG2_E
 
 _KEYS = 64  # keys of a warpgroup: the rows of a wgmma
-_TILE = plgpu.Layout.WGMMA
-_ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each row of a tile
-_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # a value for each column of a tile
 
 
 def gradients_of_keys_and_values(
@@ -44,7 +42,6 @@ def gradients_of_keys_and_values(
     block = _KEYS * config.warpgroups
     sums = lambda columns: plgpu.WGMMAAccumulatorRef((_KEYS, columns), jnp.float32)
     after = lambda number, end, first: jnp.where(number + 1 < end, number + 1, first)
-    over = lambda vector, tile, axis: jax.lax.broadcast_in_dim(vector, tile.shape, (axis,))
 
     def kernel(q_gmem, k_gmem, v_gmem, dout_gmem, log2_gmem, delta_gmem, ends_gmem, *refs):
         dk_gmem, dv_gmem, k_smem, v_smem, ends_smem = refs[:5]
@@ -98,33 +95,31 @@ def gradients_of_keys_and_values(
             own_begin, own_end = tiles_of(key, _KEYS)
             first_end = end_of(key)
             plgpu.barrier_wait(ready)
-            ends_row = plgpu.load(ends_smem.at[own], layout=_ROW)
+            ends_row = plgpu.load(ends_smem.at[own], layout=ROW)
 
             def masked(s, query):
-                own_key = plgpu.broadcasted_iota(jnp.int32, (_KEYS,), 0, layout=_ROW)
-                column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=_TILE)
-                is_seen = over(own_key + (key - query), s, 0) <= column
-                is_seen &= column < over(ends_row - query, s, 0)
-                lowest = plgpu.layout_cast(jnp.full(s.shape, -jnp.inf, jnp.float32), _TILE)
-                return jnp.where(is_seen, s, lowest)
+                own_key = plgpu.broadcasted_iota(jnp.int32, (_KEYS,), 0, layout=ROW)
+                column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=TILE)
+                is_seen = over(own_key + (key - query), s) <= column
+                is_seen &= column < over(ends_row - query, s)
+                return jnp.where(is_seen, s, splat(-jnp.inf, s.shape))
 
             def p_and_dp(slot, query, s_sum, dp_sum):
                 plgpu.wgmma(s_sum, k_smem.at[own], q_smem.at[slot].transpose((1, 0)))
                 plgpu.wgmma(dp_sum, v_smem.at[own], dout_smem.at[slot].transpose((1, 0)))
-                # LLVM may otherwise compute with the sums before the waits.
-                s = jax.lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_sum, wait_n=1))
+                s = completed(s_sum, in_flight=1)
                 is_whole = (key + _KEYS - 1 <= query) & (query + size <= first_end)
                 s = jax.lax.cond(is_whole, lambda s: s, lambda s: masked(s, query), s)
-                log2 = plgpu.load(log2_smem.at[slot], layout=_COLUMN)
-                p = jnp.exp2(s * (scale * LOG2_E) - over(log2, s, 1))
+                log2 = plgpu.load(log2_smem.at[slot], layout=COLUMN)
+                p = jnp.exp2(s * (scale * LOG2_E) - over(log2, s, axis=1))
                 p = jax.lax.optimization_barrier(p)
-                return p, jax.lax.optimization_barrier(dp_sum[...])
+                return p, completed(dp_sum)
 
             def add(dk_sum, dv_sum, tile, slot):
                 of_tile = lambda *accs: p_and_dp(slot, tile * size, *accs)
                 p, dp = pl.run_scoped(of_tile, sums(size), sums(size))
-                delta = plgpu.load(delta_smem.at[slot], layout=_COLUMN)
-                ds = p * (dp - over(delta, p, 1))
+                delta = plgpu.load(delta_smem.at[slot], layout=COLUMN)
+                ds = p * (dp - over(delta, p, axis=1))
                 # Both are rounded before the first wgmma, which frees registers.
                 p, ds = jax.lax.optimization_barrier((p.astype(q.dtype), ds.astype(q.dtype)))
                 plgpu.wgmma(dv_sum, p, dout_smem.at[slot])
@@ -143,7 +138,7 @@ def gradients_of_keys_and_values(
                     return after(tile, end, begin), after(slot, stages, 0)
 
                 jax.lax.fori_loop(0, group * (end - begin), step, (begin, 0))
-                return jax.lax.optimization_barrier((dk_sum[...], dv_sum[...]))
+                return completed(dk_sum), completed(dv_sum)
 
             dk_sum, dv_sum = pl.run_scoped(run, sums(head_size), sums(head_size))
 

@@ -30,16 +30,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.config import QueriesConfig
-from pallas_kernels.attention.key_tiles import (
-    KEYS,
-    QUERIES,
-    ROW,
-    VALUES,
-    Documents,
-    KeyTiles,
-    masked,
-    over,
-)
+from pallas_kernels.attention.key_tiles import KEYS, QUERIES, VALUES, Documents, KeyTiles, masked
+from pallas_kernels.attention.wgmma import ROW, completed, over
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.math import APPROXIMATE, LOG2_E
 
@@ -100,8 +92,6 @@ def gradient_of_queries(
             row=row,
             head=head,
             group=group,
-            size=_KEYS,
-            stages=stages,
             first=first_tile,
             end=end_tile,
             loads=warpgroup == 0,
@@ -128,14 +118,12 @@ def gradient_of_queries(
                 plgpu.wgmma(s_sum, q_smem.at[own], k_smem.at[slot].transpose((1, 0)))
                 plgpu.wgmma(dp_sum, dout_smem.at[own], v_smem.at[slot].transpose((1, 0)))
                 tiles.refill(KEYS, tile - 1)
-                # LLVM may otherwise compute with the sums before the waits.
-                scores = plgpu.wgmma_accumulator_load(s_sum, wait_n=1)
-                scores = jax.lax.optimization_barrier(scores)
+                scores = completed(s_sum, in_flight=1)
                 scores = masked(
                     scores, tile, first=first, begins=own_begins, whole_tiles=whole_tiles
                 )
                 p = by_parts(lambda s: jnp.exp2(s * (scale * LOG2_E) - over(log2, s)), scores)
-                dp = jax.lax.optimization_barrier(dp_sum[...])
+                dp = completed(dp_sum)
                 ds = lambda p, dp: (p * (dp - over(delta, dp))).astype(q.dtype)
                 return by_parts(ds, p, dp)
 
@@ -164,7 +152,7 @@ def gradient_of_queries(
                 jax.lax.cond(is_own, add, skip, tile, slot)
 
             jax.lax.fori_loop(first_tile, end_tile, step, None)
-            return jax.lax.optimization_barrier(dq_sum[...])
+            return completed(dq_sum)
 
         own_q[...] = (pl.run_scoped(compute, sums(head_size)) * scale).astype(q.dtype)
         plgpu.commit_smem()

@@ -29,7 +29,6 @@ all queries. Queries past the end compute numbers that are not stored.
 import functools
 import math
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,18 +37,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.config import AttentionConfig, forward_config
-from pallas_kernels.attention.key_tiles import (
-    KEYS,
-    QUERIES,
-    ROW,
-    TILE,
-    VALUES,
-    Documents,
-    KeyTiles,
-    filled,
-    masked,
-    over,
-)
+from pallas_kernels.attention.key_tiles import KEYS, QUERIES, VALUES, Documents, KeyTiles, masked
+from pallas_kernels.attention.wgmma import ROW, completed, over, splat
 from pallas_kernels.gpu.arrays import at_aligned_addresses
 from pallas_kernels.gpu.kernel import gpu_kernel, shared
 from pallas_kernels.gpu.math import LN_2, LOG2_E
@@ -122,8 +111,6 @@ def attention_forward(
             row=row,
             head=head,
             group=group,
-            size=block_kv,
-            stages=stages,
             first=first_tile,
             end=end_tile,
             loads=warpgroup == 0,
@@ -145,7 +132,7 @@ def attention_forward(
             shrink = jnp.exp2(largest - new_largest)
             # In parts, so that few exponentials are in registers in float32. The barriers also keep
             # the exponentials before the wgmmas that follow.
-            added, rounded_parts = filled(0.0, (QUERIES, _COLUMNS), TILE), []
+            added, rounded_parts = splat(0.0, (QUERIES, _COLUMNS)), []
             for i in range(0, block_kv, _PART):
                 part = scores[:, i : i + _PART]
                 p = jnp.exp2(part * (scale * LOG2_E) - over(new_largest, part))
@@ -165,7 +152,7 @@ def attention_forward(
                 tiles.wait(KEYS, tile)
                 plgpu.wgmma(acc, own_q, k_smem.at[slot].transpose((1, 0)))
                 tiles.refill(VALUES, tile - 1)
-                return _completed(acc)
+                return completed(acc)
 
             scores = pl.run_scoped(multiply_keys, scores_acc)
             tiles.free(KEYS, tile)
@@ -183,9 +170,9 @@ def attention_forward(
             tiles.free(VALUES, tile)
             return values, largest, total
 
-        values = filled(0.0, (QUERIES, head_size), TILE)
-        largest = filled(_LOWEST, (QUERIES,), ROW)
-        total = filled(0.0, (QUERIES,), ROW)
+        values = splat(0.0, (QUERIES, head_size))
+        largest = splat(_LOWEST, (QUERIES,), ROW)
+        total = splat(0.0, (QUERIES,), ROW)
         values, largest, total = jax.lax.fori_loop(
             first_tile, end_tile, step, (values, largest, total)
         )
@@ -225,12 +212,3 @@ def attention_forward(
         compiler_params=_COMPILER_PARAMS,
     )(*at_aligned_addresses((q, k, v, begins)))
     return at_aligned_addresses((out, logsumexp))
-
-
-def _completed(acc: Any) -> jax.Array:
-    """The sums of a wgmma, after it has ended.
-
-    LLVM takes the sums for complete once the wgmma is issued. Without the barrier it may compute
-    with them before the wait.
-    """
-    return jax.lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc, wait_n=0))

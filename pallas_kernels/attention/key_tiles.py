@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.attention.wgmma import ROW, TILE, over, splat
+
 QUERIES = 64  # queries of a warpgroup: the rows of a wgmma
 KEYS, VALUES = 0, 1
-TILE = plgpu.Layout.WGMMA
-ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each row of a tile
 _PIECE = 8  # columns that are masked at a time
 
 
@@ -66,7 +66,7 @@ class KeyTiles:
 
     Attributes:
       gmem: Keys and values in global memory.
-      smem: Slots of the keys, and slots of the values.
+      smem: Slots of the keys, and slots of the values, each `[stages, size, H]`.
       filled: Barriers that TMA completes when it has filled a slot. The barriers of the keys come
         first.
       freed: Barriers that the warpgroups complete when all of them have read a slot, in the same
@@ -74,8 +74,6 @@ class KeyTiles:
       row: Number of the row.
       head: A head of queries that reads the keys.
       group: Number of heads of queries that read the same keys.
-      size: Number of keys of a tile.
-      stages: Number of slots of the keys, and of the values.
       first: First tile of the block.
       end: Tile after the last one of the block.
       loads: Whether this warpgroup loads the tiles.
@@ -88,11 +86,19 @@ class KeyTiles:
     row: Any
     head: Any
     group: int
-    size: int
-    stages: int
     first: Any
     end: Any
     loads: Any
+
+    @property
+    def size(self) -> int:
+        """Number of keys of a tile."""
+        return self.smem[KEYS].shape[1]
+
+    @property
+    def stages(self) -> int:
+        """Number of slots of the keys, and of the values."""
+        return self.smem[KEYS].shape[0]
 
     def slot(self, tile: Any) -> Any:
         """The slot of a tile."""
@@ -175,7 +181,7 @@ def masked(
             first_column = jax.lax.optimization_barrier(tile * size + i)
             column = plgpu.broadcasted_iota(jnp.int32, piece.shape, 1, layout=TILE)
             seen = is_seen(first_column, column)
-            pieces.append(jnp.where(seen, piece, filled(-jnp.inf, piece.shape, TILE)))
+            pieces.append(jnp.where(seen, piece, splat(-jnp.inf, piece.shape)))
         return jnp.concatenate(pieces, axis=1)
 
     first_whole, end_whole = whole_tiles
@@ -183,13 +189,3 @@ def masked(
         first_whole <= tile, lambda s: s, lambda s: with_mask(s, from_begin), scores
     )
     return jax.lax.cond(tile < end_whole, lambda s: s, lambda s: with_mask(s, up_to_query), scores)
-
-
-def over(row: jax.Array, tile: jax.Array) -> jax.Array:
-    """A value for each row, repeated over the columns of a tile."""
-    return jax.lax.broadcast_in_dim(row, tile.shape, (0,))
-
-
-def filled(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
-    """An array of one value in a layout."""
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
