@@ -29,7 +29,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 
 from pallas_kernels.auto_axes import over_auto_axes
 from pallas_kernels.gpu.device import reason_not_here
@@ -200,22 +200,34 @@ def split_alike(x: jax.Array, *numbers: jax.Array) -> list[jax.Array]:
     mesh = mesh_of((x, *numbers))
     if not axes_of_kind(mesh, AxisType.Explicit):
         return list(numbers)
-    specs = [to_splits(jax.typeof(a).sharding.spec, a.ndim) for a in (x, *numbers)]
+    specs = [explicit_splits(a) for a in (x, *numbers)]
     specs[0] = specs[0][:-1]
     wanted = next(filter(any, specs), specs[0])
-    sharding = NamedSharding(mesh, to_spec(wanted))
-    return [
-        a if own == wanted else jax.sharding.reshard(a, sharding)
-        for a, own in zip(numbers, specs[1:], strict=True)
-    ]
+    return [split_as(wanted, a, mesh) for a in numbers]
 
 
 def gathered(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """The arrays, whole on each device of Explicit axes."""
-    whole = lambda a: jax.sharding.reshard(
-        a, NamedSharding(jax.typeof(a).sharding.mesh, PartitionSpec())
-    )
-    return [whole(a) if any(jax.typeof(a).sharding.spec) else a for a in arrays]
+    return [split_as(((),) * a.ndim, a) for a in arrays]
+
+
+def explicit_splits(a: jax.Array) -> Splits:
+    """The Explicit axes that split each axis of an array."""
+    return to_splits(jax.typeof(a).sharding.spec, a.ndim)
+
+
+def split_as(wanted: Splits, a: jax.Array, mesh: Any = None) -> jax.Array:
+    """The array, split by Explicit axes as wanted; the array itself if it is split so already.
+
+    Args:
+      wanted: The Explicit axes that shall split each axis of the array.
+      a: Array.
+      mesh: Mesh of the axes; None takes that of the array's type.
+    """
+    if explicit_splits(a) == wanted:
+        return a
+    mesh = jax.typeof(a).sharding.mesh if mesh is None else mesh
+    return jax.sharding.reshard(a, NamedSharding(mesh, to_spec(wanted)))
 
 
 def _over_explicit_axes(

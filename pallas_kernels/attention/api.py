@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from pallas_kernels.arguments import (
@@ -27,8 +26,7 @@ from pallas_kernels.implementation import (
     choose_implementation,
     symbolic_reason,
 )
-from pallas_kernels.layout import to_spec, to_splits
-from pallas_kernels.partition import mesh_of
+from pallas_kernels.partition import explicit_splits, mesh_of, split_as
 
 
 def document_attention(
@@ -130,8 +128,7 @@ def _with_whole_rows(a: Float[Array, "B S _ H"], num_kv_heads: int) -> Float[Arr
 
     No Explicit axis splits the tokens of a row or the numbers of a head.
     """
-    mesh, spec = jax.typeof(a).sharding.mesh, jax.typeof(a).sharding.spec
-    splits = to_splits(spec, a.ndim)
+    mesh, splits = jax.typeof(a).sharding.mesh, explicit_splits(a)
     num_devices = math.prod(mesh.shape[name] for name in splits[2])
     heads = splits[2] if num_kv_heads % num_devices == 0 else ()
     wanted = (splits[0], (), heads, ())
@@ -143,7 +140,7 @@ def _with_whole_rows(a: Float[Array, "B S _ H"], num_kv_heads: int) -> Float[Arr
         "work, because it needs all tokens of a row, all numbers of a head, and a number of "
         f"devices that divides the {num_kv_heads} heads of keys; split the rows over these axes"
     )
-    return jax.sharding.reshard(a, NamedSharding(mesh, to_spec(wanted)))
+    return split_as(wanted, a)
 
 
 def _split_as_queries(q: Array, k: Array, v: Array, begins: Array) -> list[Array]:
@@ -152,13 +149,12 @@ def _split_as_queries(q: Array, k: Array, v: Array, begins: Array) -> list[Array
     JAX does not combine arrays that Explicit axes split in different ways.
     """
     mesh = mesh_of((q, k, v, begins))
-    rows, _, heads, _ = to_splits(jax.typeof(q).sharding.spec, q.ndim)
+    rows, _, heads, _ = explicit_splits(q)
     of_keys = rows, (), heads, ()
     return [
-        a
-        if to_splits(jax.typeof(a).sharding.spec, a.ndim) == wanted
-        else jax.sharding.reshard(a, NamedSharding(mesh, to_spec(wanted)))
-        for a, wanted in ((k, of_keys), (v, of_keys), (begins, (rows, ())))
+        split_as(of_keys, k, mesh),
+        split_as(of_keys, v, mesh),
+        split_as((rows, ()), begins, mesh),
     ]
 
 

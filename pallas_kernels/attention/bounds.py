@@ -4,8 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Int32
+
+from pallas_kernels.partition import explicit_splits, split_as
 
 
 class Bounds(NamedTuple):
@@ -33,13 +34,8 @@ def document_bounds(segment_ids: Int[Array, "B S"]) -> Bounds:
       TypeError: `segment_ids` is no array, or its dtype is not of integers or bool.
     """
     _check(segment_ids)
-    mesh, (rows, tokens) = (
-        jax.typeof(segment_ids).sharding.mesh,
-        jax.typeof(segment_ids).sharding.spec,
-    )
-    if tokens is not None:  # Explicit axes split the tokens, and cummax along them needs all
-        whole = NamedSharding(mesh, PartitionSpec(rows))
-        segment_ids = jax.sharding.reshard(segment_ids, whole)
+    rows, _ = explicit_splits(segment_ids)
+    segment_ids = split_as((rows, ()), segment_ids)  # cummax along a row needs all of its tokens
     length = segment_ids.shape[1]
     tokens = jnp.arange(length, dtype=jnp.int32)
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
