@@ -39,6 +39,8 @@ def causal_attention(
         try:
             return document_attention(q, k, v, bounds, implementation="mosaic_gpu")
         except NotImplementedError as error:
+            if implementation is None:
+                raise
             reason = str(error).removeprefix("implementation='mosaic_gpu': ")
             raise NotImplementedError(
                 f"attention_implementation='mosaic_gpu': {reason}. Leave it None, which takes what "
@@ -49,8 +51,10 @@ def causal_attention(
         implementation = "cudnn" if reason is None else "xla"
         if reason is not None and reason_not_here() is None:
             log_once(f"attention: XLA computes it and keeps all S² scores, because {reason}")
-    begins = None if documents is None else documents.begins
-    mask = None if begins is None else (begins[:, :, None] == begins[:, None, :])[:, None]
+    mask = None
+    if documents is not None:
+        begins = documents.begins
+        mask = (begins[:, :, None] == begins[:, None, :])[:, None]
     try:
         return _of_jax(q, k, v, mask, implementation)
     except RuntimeError as error:

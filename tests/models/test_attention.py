@@ -171,6 +171,16 @@ def test_kernels_that_do_not_take_the_arrays():
         attend(TEN_OF_TWO, implementation="mosaic_gpu")
 
 
+def test_an_error_of_kernels_that_none_takes_names_no_option(on_gpu, monkeypatch):
+    def refuses(*_, **__):
+        raise NotImplementedError("no second derivative")
+
+    on_gpu(H100)
+    monkeypatch.setattr(attention, "document_attention", refuses)
+    with pytest.raises(NotImplementedError, match=r"^no second derivative$"):
+        attend(EIGHT_OF_TWO)
+
+
 @pytest.mark.parametrize("packing", [{}, {"segment_ids": TEN_OF_TWO}], ids=["whole", "packed"])
 def test_attention_of_cudnn_where_there_is_none(without_cudnn, packing):
     config = changed(attention_implementation="cudnn", dtype="bfloat16")
