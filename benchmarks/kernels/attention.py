@@ -142,8 +142,8 @@ def of_documents(num_documents: int, *, with_transformer_engine: bool) -> list[V
     return [
         Variant("cuDNN, whole rows", "", cudnn),
         *(
-            Variant(name, tiles, fn, DIRECTIONS[which], DOCUMENT_ATTENTION)
-            for name, tiles, fn, which in found
+            Variant(name, tiles, fn, directions, DOCUMENT_ATTENTION)
+            for name, tiles, fn, directions in found
         ),
     ]
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from benchmarks.kernels import shapes
 from benchmarks.kernels.formulas import Arrays
+from benchmarks.kernels.ops import Direction
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels.attention import (
     AttentionConfig,
@@ -97,8 +98,8 @@ def positions_of(segment_ids: jax.Array) -> jax.Array:
     return jnp.arange(segment_ids.shape[1], dtype=jnp.int32) - document_bounds(segment_ids).begins
 
 
-# Name, tiles, function, and which of the directions forward and forward with backward to time.
-type Contender = tuple[str, str, Callable[..., jax.Array], slice]
+# Name, tiles, function, and the directions to time.
+type Contender = tuple[str, str, Callable[..., jax.Array], tuple[Direction, ...]]
 
 
 def contenders(num_documents: int, *, with_transformer_engine: bool) -> list[Contender]:
@@ -106,7 +107,7 @@ def contenders(num_documents: int, *, with_transformer_engine: bool) -> list[Con
 
     Some of the tiles spill registers where heads have 128 channels.
     """
-    both = slice(None)
+    both: tuple[Direction, ...] = ("forward", "forward+backward")
     found: list[Contender] = [
         ("cuDNN, mask", "", masked, both),
         ("ours", "", by_kernels, both),
@@ -119,7 +120,7 @@ def contenders(num_documents: int, *, with_transformer_engine: bool) -> list[Con
         forward = ForwardConfig(heads=heads, block_kv=block_kv, max_stages=stages)
         run = functools.partial(by_kernels, config=AttentionConfig(forward=forward))
         label = f"{heads} heads, 64x{block_kv}x{stages}"
-        found.append(("ours", label, run, slice(1)))
+        found.append(("ours", label, run, both[:1]))
     for (warpgroups, stages), of_dkdv in (
         ((2, 4), (64, 3)),
         ((4, 4), (64, 3)),
@@ -131,7 +132,7 @@ def contenders(num_documents: int, *, with_transformer_engine: bool) -> list[Con
         dkdv = KeysConfig(tile=of_dkdv[0], stages=of_dkdv[1])
         config = AttentionConfig(dq=dq, dkdv=dkdv)
         label = f"dq {warpgroups} x 64x64x{stages}, dk and dv 2 x 64x{shapes.label(of_dkdv)}"
-        found.append(("ours", label, functools.partial(by_kernels, config=config), slice(1, 2)))
+        found.append(("ours", label, functools.partial(by_kernels, config=config), both[1:]))
     if with_transformer_engine:
         run = functools.partial(by_transformer_engine, num_documents=num_documents)
         found.append(("TransformerEngine, packed", "", run, both))

@@ -245,6 +245,9 @@ class _Program:
             if op.params.get("name", "").startswith("fp8_"):
                 rate *= _FP8_RATE
             return Cost(seconds=max(flops / rate, self._copy(sizes)), flops=flops)
+        flops, efficiency = attention.kernel_flops(op)
+        if flops := flops / self.num_devices:
+            return Cost(seconds=flops / (self.rates.flops * efficiency), flops=flops)
         if "dot_product_attention" in op.name:
             backward = "bwd" in op.name
             flops = attention.forward_flops(op) / self.num_devices * (2.5 if backward else 1)
@@ -265,9 +268,6 @@ class _Program:
             body = self.cost(op.params["jaxpr"].jaxpr)
             copied = self._scan_copies(op)
             return body.times(op.params["length"]) + Cost(seconds=self._copy(copied))
-        flops, efficiency = attention.kernel_flops(op)
-        if flops := flops / self.num_devices:
-            return Cost(seconds=flops / (self.rates.flops * efficiency), flops=flops)
         if op.name == "cond":
             branches = [self.cost(branch.jaxpr) for branch in op.params["branches"]]
             return max(branches, key=lambda cost: cost.seconds)
