@@ -83,13 +83,14 @@ def check_choice(name: str, value: Any, choices: TypeAliasType) -> None:
 
 
 def number(name: str, value: Any, *, remedy: str) -> float:
-    """The value as a float.
+    """The value, a number or an array without axes, as a float.
 
     Raises:
       TypeError: The value is no number, or JAX traces it.
     """
     try:
-        if not isinstance(value, str):
+        # NumPy makes a float of an array of one element, whatever its axes are.
+        if not isinstance(value, str) and not getattr(value, "ndim", 0):
             return float(value)
     except TypeError:  # a tracer's error is one
         pass
@@ -117,16 +118,23 @@ def check_number(name: str, value: Any, *, least: float = -math.inf, remedy: str
 
 
 def positive_number(name: str, value: Any, *, remedy: str) -> float:
-    """The value as a float.
+    """The value, with which operations compute in float32, as a float.
 
     Raises:
       TypeError: The value is no number, or JAX traces it.
-      ValueError: The value is not finite and above 0.
+      ValueError: The value is not finite and above 0, or is so only with more bits than float32.
     """
     found = number(name, value, remedy=remedy)
     if not found > 0:
         raise ValueError(f"{name}={value!r} must be above 0; {remedy}")
     check_number(name, value, remedy=remedy)
+    limits = jnp.finfo(jnp.float32)
+    least, most = float(limits.tiny), float(limits.max)
+    if not least <= found <= most:
+        raise ValueError(
+            f"{name}={value!r} must be from {least:.3g} to {most:.3g}, because it becomes a "
+            f"float32; {remedy}"
+        )
     return found
 
 
@@ -160,8 +168,8 @@ def common_dtype(a: DTypeLike, b: DTypeLike) -> Any:
         return jnp.promote_types(a, b)
 
 
-def check_config(config: Any, *classes: type) -> None:
+def check_config(config: Any, *classes: type, name: str = "config") -> None:
     """Raises a TypeError unless the launch parameters are None or of one of the classes."""
     if config is not None and not isinstance(config, classes):
         names = " or ".join(f"{c.__module__}.{c.__qualname__}" for c in classes)
-        raise TypeError(f"{config=} must be a {names}, or None for the default")
+        raise TypeError(f"{name}={config!r} must be a {names}, or None for the default")

@@ -142,6 +142,7 @@ OPTIONS = [
     (LOSS, "z_loss", None, TypeError, "z_loss must be a number, got None; 0.0 is none"),
     (LOSS, "label_smoothing", "a", TypeError, "label_smoothing must be a number, got 'a'"),
     (LOSS, "logit_softcap", INF, ValueError, "logit_softcap=inf .*; None turns the cap off"),
+    (LOSS, "logit_softcap", 1e39, ValueError, r"logit_softcap=1e\+39 must be .* float32; None"),
     (LOSS, "logit_softcap", "30", TypeError, "logit_softcap must be a number, got '30'; None"),
     (LOSS, "accum_dtype", jnp.int32, TypeError, "accum_dtype=int32, not a floating dtype;"),
     (LOSS, "accum_dtype", jnp.bool, TypeError, "accum_dtype=bool, not a floating dtype;"),
