@@ -24,17 +24,25 @@ def forward_flops(op: Op) -> float:
     return 4.0 * batch * heads * length * keys * head_dim * (0.5 if causal else 1.0)
 
 
-def kernel_flops(op: Op) -> tuple[float, float]:
-    """FLOPs of one of our kernels, and the share of the peak that it reaches; 0 FLOPs for others.
+def is_kernel(op: Op) -> bool:
+    """Whether the operation is one of our kernels."""
+    return op.params.get("name") in _KERNELS
 
-    They are those of rows of one document, because the documents are not known here. Rows of
-    several documents take less time.
+
+def kernel_flops(op: Op) -> float:
+    """FLOPs of one of our kernels, for rows of one document.
+
+    The documents are not known here. Rows of several documents take less time.
     """
-    number, efficiency = _KERNELS.get(op.params.get("name", ""), (0, 1.0))
-    if not number:
-        return 0.0, efficiency
+    num_products, _ = _KERNELS[op.params["name"]]
     batch, length, heads, head_dim = op.shapes[0]
-    return 1.0 * number * batch * heads * length**2 * head_dim, efficiency
+    return 1.0 * num_products * batch * heads * length**2 * head_dim
+
+
+def kernel_efficiency(op: Op) -> float:
+    """The share of the peak that one of our kernels reaches."""
+    _, efficiency = _KERNELS[op.params["name"]]
+    return efficiency
 
 
 def workspace_bytes(op: Op) -> int:

@@ -245,9 +245,10 @@ class _Program:
             if op.params.get("name", "").startswith("fp8_"):
                 rate *= _FP8_RATE
             return Cost(seconds=max(flops / rate, self._copy(sizes)), flops=flops)
-        flops, efficiency = attention.kernel_flops(op)
-        if flops := flops / self.num_devices:
-            return Cost(seconds=flops / (self.rates.flops * efficiency), flops=flops)
+        if attention.is_kernel(op):
+            flops = attention.kernel_flops(op) / self.num_devices
+            rate = self.rates.flops * attention.kernel_efficiency(op)
+            return Cost(seconds=flops / rate, flops=flops)
         if "dot_product_attention" in op.name:
             backward = "bwd" in op.name
             flops = attention.forward_flops(op) / self.num_devices * (2.5 if backward else 1)
