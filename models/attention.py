@@ -34,7 +34,8 @@ def causal_attention(
       NotImplementedError: There is no cuDNN on a GPU, or `implementation` names a library that does
         not take the arguments.
     """
-    if implementation == "mosaic_gpu" or _has_kernels(q, k, v, documents, implementation):
+    chosen = implementation or _choose(q, k, v, documents)
+    if chosen == "mosaic_gpu":
         bounds = _whole_rows(q) if documents is None else documents
         try:
             return document_attention(q, k, v, bounds, implementation="mosaic_gpu")
@@ -46,20 +47,15 @@ def causal_attention(
                 f"attention_implementation='mosaic_gpu': {reason}. Leave it None, which takes what "
                 "runs here."
             ) from error
-    if implementation is None:
-        reason = _why_no_cudnn(q)
-        implementation = "cudnn" if reason is None else "xla"
-        if reason is not None and reason_not_here() is None:
-            log_once(f"attention: XLA computes it and keeps all S² scores, because {reason}")
     mask = None
     if documents is not None:
         begins = documents.begins
         mask = (begins[:, :, None] == begins[:, None, :])[:, None]
     try:
-        return _of_jax(q, k, v, mask, implementation)
+        return _of_jax(q, k, v, mask, chosen)
     except RuntimeError as error:
         # XLA's errors are of other classes. This one says why cuDNN cannot compute it.
-        if type(error) is not RuntimeError or implementation != "cudnn":
+        if type(error) is not RuntimeError or chosen != "cudnn":
             raise
         raise NotImplementedError(
             f"attention_implementation='cudnn': {error} Set it to 'xla', or leave it None, which "
@@ -67,23 +63,30 @@ def causal_attention(
         ) from error
 
 
-def _has_kernels(
+def _choose(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
     documents: Bounds | None,
-    implementation: Literal["xla", "cudnn"] | None,
-) -> bool:
-    """Whether our kernels compute the attention of documents. If not, the log says so."""
-    if documents is None or implementation is not None:
-        return False
-    chosen, reason = choose_attention(q, k, v)
-    if reason is not None and reason_not_here() is None:
-        log_once(
-            "attention: a mask of S² elements for each row of documents is read, because no kernel "
-            f"of document_attention runs: {reason}"
-        )
-    return chosen == "mosaic_gpu"
+) -> Literal["xla", "cudnn", "mosaic_gpu"]:
+    """The library that computes the attention if the configuration names none.
+
+    On a GPU the log says why a mask is read, or why all scores are kept in memory.
+    """
+    reasons = []
+    if documents is not None:
+        chosen, reason = choose_attention(q, k, v)
+        if chosen == "mosaic_gpu":
+            return chosen
+        reasons.append(f"no kernel of document_attention runs: {reason}")
+    if (reason := _why_no_cudnn(q)) is None:
+        library, work = "cudnn", "cuDNN reads a mask of S² elements for each row of documents"
+    else:
+        library, work = "xla", "XLA computes it and keeps all S² scores"
+        reasons.append(reason)
+    if reasons and reason_not_here() is None:
+        log_once(f"attention: {work}, because {'; and '.join(reasons)}")
+    return library
 
 
 def _whole_rows(q: Float[Array, "B S N H"]) -> Bounds:

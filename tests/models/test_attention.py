@@ -147,14 +147,15 @@ def test_elsewhere_cudnn_reads_a_mask_and_the_log_says_so(
 
 
 def test_xla_keeps_all_scores_and_the_log_says_so(on_gpu, calls, caplog):
-    """Float32, which neither the kernels nor cuDNN take."""
+    """Float32, which neither the kernels nor cuDNN take. A choice has one line."""
     on_gpu(H100)
     with caplog.at_level(logging.WARNING):
         attend(EIGHT_OF_TWO, dtype=jnp.float32)
         attend(dtype=jnp.float32)
-    of_kernels, of_cudnn = caplog.messages
-    assert "mask of S² elements" in of_kernels and "q, k and v are float32" in of_kernels
-    assert "keeps all S² scores, because cuDNN takes bfloat16 and float16" in of_cudnn
+    of_documents, of_whole_rows = caplog.messages
+    assert "keeps all S² scores, because no kernel of document_attention runs: q, k" in of_documents
+    assert "; and cuDNN takes bfloat16 and float16, not float32; set dtype" in of_documents
+    assert "keeps all S² scores, because cuDNN takes bfloat16 and float16" in of_whole_rows
     assert_called(calls[0], EIGHT_OF_TWO, "xla")
     assert_called(calls[1], None, "xla")
 
