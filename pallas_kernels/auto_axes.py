@@ -33,6 +33,7 @@ from pallas_kernels.layout import (
     TokensLast,
     Weight,
     to_spec,
+    warn_of_idle_axes,
 )
 from pallas_kernels.mapping import Levels, loop, num_levels
 from pallas_kernels.shardings import mesh_and_splits
@@ -74,7 +75,7 @@ def over_auto_axes(
             # Nothing else can use a mesh axis. With weights, `Layout` knows what is gathered.
             used = {*layout.place.tokens, *itertools.chain(*members, *layout.place.parts)}
             if idle := tuple(n for n in mesh.axis_names if mesh.shape[n] > 1 and n not in used):
-                _warn_of_idle_axes(idle, roles.parts)
+                warn_of_idle_axes(idle, roles.parts)
         of_args = [
             (*(split for split, level in zip(members, levels, strict=True) if level[i]), *rest)
             for i, rest in enumerate(layout.args)
@@ -124,19 +125,6 @@ def _members_apart(levels: Levels, splits: Sequence[Splits]) -> tuple[Splits, li
     nums = num_levels(levels, len(splits))
     rest = [tuple(map(without, s[num:])) for s, num in zip(splits, nums, strict=True)]
     return tuple(found), rest
-
-
-@functools.cache
-def _warn_of_idle_axes(idle: tuple[str, ...], parts: tuple[str, ...]) -> None:
-    names = ", ".join(parts)
-    _logger.warning(
-        "the devices along the mesh axes %s gather the arrays of a call and compute the same, "
-        "because these axes split neither its tokens nor its %s; split the tokens over them, or "
-        "take a number of devices that divides the number of %s",
-        idle,
-        names,
-        names,
-    )
 
 
 def _even(splits: Splits, shape: Sequence[int], mesh: Mesh) -> Splits:

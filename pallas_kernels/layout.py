@@ -285,6 +285,25 @@ def _warn_of_repeated_work(axes: Split, of_tokens: Split) -> None:
     )
 
 
+@functools.cache
+def warn_of_idle_axes(idle: Split, parts: tuple[str, ...]) -> None:
+    """Logs mesh axes that split neither the rows nor the parts of a call without weights.
+
+    Args:
+      idle: The mesh axes.
+      parts: Names of the parts.
+    """
+    names = ", ".join(parts)
+    _logger.warning(
+        "the devices along the mesh axes %s gather the arrays of a call and compute the same, "
+        "because these axes split neither its rows nor its %s; split the rows over them, or take "
+        "a number of devices that divides the number of %s",
+        idle,
+        names,
+        names,
+    )
+
+
 def _leading(roles: Roles, splits: Sequence[Splits]) -> Splits:
     """How tokens are split: as in the first array that is split, or not at all."""
     of_tokens = [

@@ -17,7 +17,7 @@ from pallas_kernels.attention import mosaic_gpu
 from pallas_kernels.attention.bounds import Bounds
 from pallas_kernels.attention.config import AttentionConfig
 from pallas_kernels.attention.reference import attention_reference
-from pallas_kernels.choices import log_once, record
+from pallas_kernels.choices import record
 from pallas_kernels.implementation import (
     Chosen,
     Implementation,
@@ -26,6 +26,7 @@ from pallas_kernels.implementation import (
     choose_implementation,
     symbolic_reason,
 )
+from pallas_kernels.layout import warn_of_idle_axes
 from pallas_kernels.partition import explicit_splits, mesh_of, split_as
 
 
@@ -60,8 +61,11 @@ def document_attention(
       q: Queries. Queries, keys and values may have any floating dtype of 16 bits or more.
       k: Keys; N is a multiple of K, and head n of the queries reads head `n // (N // K)`.
       v: Values.
-      bounds: Beginnings and ends of the documents, from `document_bounds`.
-      scale: Positive factor of the products of queries and keys. `None` is `1 / √H`.
+      bounds: Beginnings and ends of the documents, from `document_bounds`. On Auto axes split the
+        rows of the bounds over the mesh axes of the rows of `q`, or over the first of these axes,
+        or not at all. With another split, XLA gathers the results without a warning.
+      scale: Positive factor of the products of queries and keys: a number, or an array without
+        axes that JAX does not trace. `None` is `1 / √H`.
       implementation: Name of the program. `None`, the default, runs the kernels if JAX's default
         device and the arguments allow it, and plain JAX otherwise. `"mosaic_gpu"` is the kernels,
         for Hopper GPUs. They take bfloat16 and float16, and heads of up to 128 numbers. S must be a
@@ -74,12 +78,14 @@ def document_attention(
       The attention, of the shape and dtype of `q`, and split by Explicit axes as `q` is.
 
     Raises:
-      ValueError: The shapes disagree, a name is unknown, the scale is not positive, or `config` is
-        given and plain JAX runs.
+      ValueError: The shapes disagree, a name is unknown, the scale is no positive number of
+        float32, or `config` is given and plain JAX runs, or it takes more shared memory or
+        registers than a block has.
       TypeError: An array has a dtype that is not allowed, or an option has a wrong type.
       NotImplementedError: The caller asked for the kernels or requires them, and they do not run;
         or the kernels are differentiated twice or in forward mode (`jax.jvp`); or the members of
-        `jax.vmap` have more than 65535 rows together.
+        `jax.vmap` have more than 65535 rows together; or N, K or H is symbolic
+        (`jax.export.symbolic_shape`).
     """
     q, k, v = floating_arrays(q=q, k=k, v=v, least_bits=BITS_OF_PRODUCTS)
     _check_shapes(q, k, v, bounds)
@@ -111,7 +117,8 @@ def choose_attention(
     """The implementation that `document_attention` runs, and the reason if it is not the kernels.
 
     Raises:
-      ValueError: The name is unknown, or `config` is given and plain JAX runs.
+      ValueError: The name is unknown, or `config` is given and plain JAX runs, or it takes more
+        shared memory or registers than a block has.
       TypeError: `config` is no `AttentionConfig`.
       NotImplementedError: The caller asked for the kernels, which do not take the arguments.
     """
@@ -120,6 +127,8 @@ def choose_attention(
     unsupported = symbolic_reason(q, k, v) or mosaic_gpu.unsupported_reason(q, k, v)
     chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
     check_config_has_kernel(config, implementation, chosen, reason)
+    if config is not None and q.size:
+        mosaic_gpu.check_launch(config, q, k)
     return chosen, reason
 
 
@@ -134,12 +143,8 @@ def _with_whole_rows(a: Float[Array, "B S _ H"], num_kv_heads: int) -> Float[Arr
     wanted = (splits[0], (), heads, ())
     if wanted == splits:
         return a
-    axes = sorted({name for split in splits for name in split} - {*splits[0], *heads})
-    log_once(
-        f"document_attention: every device gathers arrays along the mesh axes {axes} and repeats "
-        "work, because it needs all tokens of a row, all numbers of a head, and a number of "
-        f"devices that divides the {num_kv_heads} heads of keys; split the rows over these axes"
-    )
+    idle = sorted({name for split in splits for name in split} - {*splits[0], *heads})
+    warn_of_idle_axes(tuple(idle), mosaic_gpu.PARTS)
     return split_as(wanted, a)
 
 
@@ -159,10 +164,17 @@ def _split_as_queries(q: Array, k: Array, v: Array, begins: Array) -> list[Array
 
 
 def _check_shapes(q: Array, k: Array, v: Array, bounds: Any) -> None:
-    """Raises ValueError or TypeError if the arguments do not fit together."""
+    """Raises an error if the arguments do not fit together, or sizes of heads are symbols."""
     if not isinstance(bounds, Bounds):
         raise TypeError(f"bounds must be what document_bounds returns, got {type(bounds).__name__}")
-    if q.ndim != 4 or not 0 < q.shape[3]:
+    for name, a, dims in (("q", q, "NH"), ("k", k, "KH"), ("v", v, "KH")):
+        for dim, size in zip(dims, a.shape[2:], strict=False):
+            if not isinstance(size, int):
+                raise NotImplementedError(
+                    f"{name} {a.shape} has a symbolic size, {dim} = {size}; only B and S may be "
+                    "symbols, so export with a number for it"
+                )
+    if q.ndim != 4 or not q.shape[3]:
         raise ValueError(f"q must be [B, S, N, H], got {q.shape}")
     of_keys = (*q.shape[:2], *k.shape[2:3], q.shape[3])
     if k.shape != of_keys or v.shape != of_keys or not k.shape[2] or q.shape[2] % k.shape[2]:

@@ -6,7 +6,9 @@ warpgroup is 128 lanes.
 """
 
 import dataclasses
+from typing import Any
 
+from pallas_kernels.arguments import check_config, check_integer
 from pallas_kernels.gpu.device import MAX_REGISTERS_PER_LANE, REGISTERS_PER_SM
 
 _LANES = 128  # lanes of a warpgroup
@@ -32,6 +34,7 @@ class ForwardConfig:
     max_stages: int = 4
 
     def __post_init__(self):
+        _make_integers(self)
         if not 1 <= self.heads <= 4:
             raise ValueError(f"heads={self.heads} must be from 1 to 4")
         if self.block_kv % 64 or not 64 <= self.block_kv <= 256:
@@ -54,6 +57,7 @@ class QueriesConfig:
     stages: int
 
     def __post_init__(self):
+        _make_integers(self)
         if not 1 <= self.warpgroups <= 4:
             raise ValueError(f"warpgroups={self.warpgroups} must be from 1 to 4")
         if self.stages < 2:
@@ -75,6 +79,7 @@ class KeysConfig:
     warpgroups: int = 2
 
     def __post_init__(self):
+        _make_integers(self)
         if not 1 <= self.warpgroups <= 4:
             raise ValueError(f"warpgroups={self.warpgroups} must be from 1 to 4")
         if self.tile % 64 or not 64 <= self.tile <= 256:
@@ -109,6 +114,21 @@ class AttentionConfig:
     forward: ForwardConfig | None = None
     dq: QueriesConfig | None = None
     dkdv: KeysConfig | None = None
+
+    def __post_init__(self):
+        check_config(self.forward, ForwardConfig, name="forward")
+        check_config(self.dq, QueriesConfig, name="dq")
+        check_config(self.dkdv, KeysConfig, name="dkdv")
+
+
+def _make_integers(config: Any) -> None:
+    """Makes all parameters Python's integers; a TypeError if one is no integer."""
+    remedy = f"the docstring of {type(config).__name__} says which integers it may be"
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        check_integer(field.name, value, remedy=remedy)
+        # An integer of JAX has no hash, which static arguments need.
+        object.__setattr__(config, field.name, int(value))
 
 
 def forward_config(head_size: int) -> ForwardConfig:

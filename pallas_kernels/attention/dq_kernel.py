@@ -23,20 +23,45 @@ several warpgroups of the last block compute unit 0, and one of them stores it.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.attention.config import QueriesConfig
 from pallas_kernels.attention.key_tiles import KEYS, QUERIES, VALUES, Documents, KeyTiles, masked
 from pallas_kernels.attention.wgmma import ROW, completed, over
-from pallas_kernels.gpu.kernel import gpu_kernel
+from pallas_kernels.gpu.kernel import check_fits, gpu_kernel
 from pallas_kernels.gpu.math import APPROXIMATE, LOG2_E
 
 _PART = 16  # columns whose p or ds is computed at a time
 _KEYS = 64  # keys of a tile; a wgmma with `ds` takes 64 at a time
+
+
+def queries_scratch(config: QueriesConfig, head_size: int, dtype: DTypeLike) -> list[Any]:
+    """The types of a block's scratch memory."""
+    units, stages = config.warpgroups, config.stages
+    of_queries = plgpu.SMEM((units, QUERIES, head_size), dtype)
+    of_keys = plgpu.SMEM((stages, _KEYS, head_size), dtype)
+    return [
+        *[of_queries] * 2,
+        *[plgpu.SMEM((units, QUERIES), jnp.float32)] * 2,
+        plgpu.SMEM((units, QUERIES), jnp.int32),
+        *[of_keys] * 2,
+        plgpu.Barrier(num_arrivals=5, num_barriers=units),
+        plgpu.Barrier(num_barriers=2 * stages),
+        plgpu.Barrier(num_arrivals=units, num_barriers=2 * stages),
+    ]
+
+
+def check_queries(config: QueriesConfig, q: Any, head_size: int) -> None:
+    """Raises ValueError if the scratch memory does not fit the shared memory of a block."""
+    scratch = queries_scratch(config, head_size, q.dtype)
+    what = f"{config} with heads of {head_size} numbers"
+    check_fits(what, scratch, remedy="take fewer stages or warpgroups")
 
 
 def gradient_of_queries(
@@ -46,7 +71,7 @@ def gradient_of_queries(
     batch, length, num_heads, head_size = q.shape
     group = num_heads // k.shape[2]
     num_units = pl.cdiv(length, QUERIES) * group  # units of a head of keys
-    units, stages = config.warpgroups, config.stages
+    units = config.warpgroups
     sums = lambda columns: plgpu.WGMMAAccumulatorRef((QUERIES, columns), jnp.float32)
 
     def kernel(q_gmem, k_gmem, v_gmem, dout_gmem, log2_gmem, delta_gmem, begins_gmem, dq_gmem, *s):
@@ -162,8 +187,6 @@ def gradient_of_queries(
             plgpu.copy_smem_to_gmem(own_q, dq_gmem.at[row, queries, head])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    of_queries = plgpu.SMEM((units, QUERIES, head_size), q.dtype)
-    of_keys = plgpu.SMEM((stages, _KEYS, head_size), q.dtype)
     return gpu_kernel(
         kernel,
         out_type=q,
@@ -171,15 +194,7 @@ def gradient_of_queries(
         grid_names=("row", "block", "head"),
         num_threads=units,
         thread_name="warpgroup",
-        scratch_types=[
-            *[of_queries] * 2,
-            *[plgpu.SMEM((units, QUERIES), jnp.float32)] * 2,
-            plgpu.SMEM((units, QUERIES), jnp.int32),
-            *[of_keys] * 2,
-            plgpu.Barrier(num_arrivals=5, num_barriers=units),
-            plgpu.Barrier(num_barriers=2 * stages),
-            plgpu.Barrier(num_arrivals=units, num_barriers=2 * stages),
-        ],
+        scratch_types=queries_scratch(config, head_size, q.dtype),
         kernel_name="attention_backward_dq",
         compiler_params=APPROXIMATE,
     )(q, k, v, dout, log2_sum, delta, begins)

@@ -26,21 +26,30 @@ TMA fills in zeros for tokens past the end of a row. No query sees such a key, s
 all queries. Queries past the end compute numbers that are not stored.
 """
 
+import dataclasses
 import functools
 import math
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.config import AttentionConfig, forward_config
+from pallas_kernels.attention.config import AttentionConfig, ForwardConfig, forward_config
 from pallas_kernels.attention.key_tiles import KEYS, QUERIES, VALUES, Documents, KeyTiles, masked
 from pallas_kernels.attention.wgmma import ROW, completed, over, splat
 from pallas_kernels.gpu.arrays import at_aligned_addresses
-from pallas_kernels.gpu.kernel import gpu_kernel, shared
+from pallas_kernels.gpu.device import (
+    LANES,
+    MAX_REGISTERS_PER_LANE,
+    REGISTERS_PER_SM,
+    WARPS_PER_WARPGROUP,
+)
+from pallas_kernels.gpu.kernel import check_fits, gpu_kernel, shared
 from pallas_kernels.gpu.math import LN_2, LOG2_E
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -54,6 +63,55 @@ _LOWEST = -1e30
 _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
 _PART = 32  # columns whose exponentials are computed at a time
 _COLUMNS = 8  # columns of the partial maxima and sums of a row; a lane has two of them
+
+
+def launched(config: ForwardConfig, q: Any, k: Any) -> ForwardConfig:
+    """The parameters for these arrays: no more heads than share keys, no more stages than tiles."""
+    _, length, num_heads, _ = q.shape
+    return dataclasses.replace(
+        config,
+        heads=math.gcd(num_heads // k.shape[2], config.heads),
+        max_stages=min(config.max_stages, pl.cdiv(length, config.block_kv)),
+    )
+
+
+def forward_scratch(config: ForwardConfig, head_size: int, dtype: DTypeLike) -> list[Any]:
+    """The types of a block's scratch memory, for parameters from `launched`."""
+    heads, stages = config.heads, config.max_stages
+    of_keys = plgpu.SMEM((stages, config.block_kv, head_size), dtype)
+    return [
+        plgpu.SMEM((heads, QUERIES, head_size), dtype),
+        *[of_keys] * 2,
+        plgpu.SMEM((heads, QUERIES), jnp.int32),
+        plgpu.SMEM((heads, QUERIES), jnp.float32),
+        plgpu.Barrier(num_arrivals=2, num_barriers=heads),
+        plgpu.Barrier(num_barriers=2 * stages),
+        plgpu.Barrier(num_barriers=2 * stages, num_arrivals=heads),
+    ]
+
+
+def check_forward(config: ForwardConfig, q: Any, k: Any, head_size: int) -> None:
+    """Raises ValueError if a block has too little memory or too few registers for the parameters.
+
+    Args:
+      config: Launch parameters, as the caller gave them.
+      q: Queries.
+      k: Keys.
+      head_size: Numbers of a head in the kernel.
+    """
+    launch, what = launched(config, q, k), f"{config} with heads of {head_size} numbers"
+    remedy = "take a smaller block_kv, fewer max_stages or fewer heads"
+    check_fits(what, forward_scratch(launch, head_size, q.dtype), remedy=remedy)
+    # The sums of scores and of values. Where they do not fit, ptxas fails, or spills 4912 bytes of
+    # a lane (3 heads of 128 numbers, 256 keys).
+    lanes = WARPS_PER_WARPGROUP * LANES
+    sums = QUERIES * (launch.block_kv + head_size) // lanes
+    registers = min(REGISTERS_PER_SM // (launch.heads * lanes), MAX_REGISTERS_PER_LANE)
+    if sums > registers:
+        raise ValueError(
+            f"{what} has {sums} sums in each lane, and a lane of {launch.heads} warpgroups has "
+            f"{registers} registers; take a smaller block_kv or fewer heads"
+        )
 
 
 @shared("scale", "config")
@@ -82,9 +140,8 @@ def attention_forward(
     """
     batch, length, num_heads, head_size = q.shape
     group = num_heads // k.shape[2]
-    of_forward = config.forward or forward_config(head_size)
-    heads, block_kv = math.gcd(group, of_forward.heads), of_forward.block_kv
-    stages = min(of_forward.max_stages, pl.cdiv(length, block_kv))
+    of_forward = launched(config.forward or forward_config(head_size), q, k)
+    heads, block_kv = of_forward.heads, of_forward.block_kv
     num_tiles = pl.cdiv(length, QUERIES)
     piece = math.gcd(length, QUERIES)  # tokens whose logsumexp is stored at a time
     scores_acc = plgpu.WGMMAAccumulatorRef((QUERIES, block_kv), jnp.float32)
@@ -198,16 +255,7 @@ def attention_forward(
         grid_names=("row", "tile", "heads"),
         num_threads=heads,
         thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((heads, QUERIES, head_size), q.dtype),
-            plgpu.SMEM((stages, block_kv, head_size), q.dtype),
-            plgpu.SMEM((stages, block_kv, head_size), q.dtype),
-            plgpu.SMEM((heads, QUERIES), jnp.int32),
-            plgpu.SMEM((heads, QUERIES), jnp.float32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=heads),
-            plgpu.Barrier(num_barriers=2 * stages),
-            plgpu.Barrier(num_barriers=2 * stages, num_arrivals=heads),
-        ],
+        scratch_types=forward_scratch(of_forward, head_size, q.dtype),
         kernel_name="attention_forward",
         compiler_params=_COMPILER_PARAMS,
     )(*at_aligned_addresses((q, k, v, begins)))

@@ -12,7 +12,13 @@ from jaxtyping import Array, Float
 from pallas_kernels.attention.backward import attention_backward
 from pallas_kernels.attention.bounds import Bounds
 from pallas_kernels.attention.config import AttentionConfig
-from pallas_kernels.attention.forward import DTYPES, HEAD_SIZES, attention_forward
+from pallas_kernels.attention.dq_kernel import check_queries
+from pallas_kernels.attention.forward import (
+    DTYPES,
+    HEAD_SIZES,
+    attention_forward,
+    check_forward,
+)
 from pallas_kernels.gpu import hopper_gemm
 from pallas_kernels.gpu.device import target_device
 from pallas_kernels.layout import Place, Roles, Tokens
@@ -44,6 +50,20 @@ def unsupported_reason(
     return hopper_gemm.unsupported_device(target_device())
 
 
+def check_launch(
+    config: AttentionConfig, q: Float[Array, "B S N H"], k: Float[Array, "B S K H"]
+) -> None:
+    """Raises ValueError if launch parameters take more memory or registers than a block has.
+
+    The parameters are those of the forward and of the gradient of the queries.
+    """
+    head_size = _head_size_of_kernels(q)
+    if config.forward is not None:
+        check_forward(config.forward, q, k, head_size)
+    if config.dq is not None:
+        check_queries(config.dq, q, head_size)
+
+
 def attention(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B S K H"],
@@ -59,7 +79,7 @@ def attention(
 
 _Q, _K = Tokens(("s", "kv_heads", "g", "h")), Tokens(("s", "kv_heads", "h"))
 _LOGSUMEXP, _BOUND = Tokens(("kv_heads", "g", "s")), Tokens(("s",))
-_PARTS = ("kv_heads",)
+PARTS = ("kv_heads",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +100,7 @@ class _Attention:
 
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
         """The output, followed by the logsumexp unless `wanted` is None."""
-        roles = Roles((_Q, _K, _K, _BOUND, _BOUND), (_Q, _LOGSUMEXP), _PARTS)
+        roles = Roles((_Q, _K, _K, _BOUND, _BOUND), (_Q, _LOGSUMEXP), PARTS)
         q, k, *others = args
         out, logsumexp = partitioned(_forward_of, self, roles, _by_keys(q, k), k, *others)
         out = out.reshape(q.shape)
@@ -103,7 +123,7 @@ class _Attention:
         assert dout is not None  # JAX asks for no gradient of a result without one
         q, k, v, out, *others = saved
         dout, by_keys, out = (_by_keys(a, k) for a in (dout, q, out))
-        roles = Roles((_Q, _Q, _K, _K, _Q, _LOGSUMEXP, _BOUND, _BOUND), (_Q, _K, _K), _PARTS)
+        roles = Roles((_Q, _Q, _K, _K, _Q, _LOGSUMEXP, _BOUND, _BOUND), (_Q, _K, _K), PARTS)
         args = dout, by_keys, k, v, out, *others
         dq, dk, dv = partitioned(_backward_of, self, roles, *args)
         gradients = dq.reshape(q.shape), dk, dv
@@ -150,8 +170,12 @@ def _options(operation: _Attention) -> dict[str, Any]:
 
 def _as_wide_as_the_kernels(a: Float[Array, "B S _ H"]) -> Float[Array, "B S _ _"]:
     """The array with zeros after the numbers of each head. They change no product and no sum."""
-    size = next(size for size in HEAD_SIZES if size >= a.shape[-1])
+    size = _head_size_of_kernels(a)
     return a if size == a.shape[-1] else jnp.pad(a, [(0, 0)] * 3 + [(0, size - a.shape[-1])])
+
+
+def _head_size_of_kernels(a: Float[Array, "B S _ H"]) -> int:
+    return next(size for size in HEAD_SIZES if size >= a.shape[-1])
 
 
 def _heads(a: Float[Array, "B S K G H"]) -> Float[Array, "B S _ H"]:

@@ -1,11 +1,13 @@
 """The launch of a kernel, and the error where it cannot run."""
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src import config as jax_config
 from jax._src.state.discharge import discharge_state
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -67,6 +69,38 @@ def gpu_kernel(
         return jax.tree.map(lambda a: vary(a, varying), results)
 
     return checked
+
+
+_SMEM_ALIGNMENT = 1024  # Mosaic GPU begins each array in shared memory at a multiple of it
+_BARRIER_BYTES = 8
+
+
+def check_fits(what: str, scratch_types: Sequence[Any], *, remedy: str) -> None:
+    """Raises ValueError if scratch memory does not fit the shared memory of a block.
+
+    Args:
+      what: Launch parameters, for the message.
+      scratch_types: Types that `gpu_kernel` takes: arrays of shared memory, and barriers.
+      remedy: Change of the parameters that takes less memory, for the message.
+    """
+    device, num_bytes = target_device(), smem_bytes(scratch_types)
+    if num_bytes > device.smem_bytes:
+        raise ValueError(
+            f"{what} takes {num_bytes} bytes of shared memory, a block of {device.kind} can have "
+            f"{device.smem_bytes}; {remedy}"
+        )
+
+
+def smem_bytes(scratch_types: Sequence[Any]) -> int:
+    """Bytes of shared memory that a block has for arrays and barriers of these types."""
+    num_bytes = 0
+    for a in scratch_types:
+        if isinstance(a, plgpu.Barrier):
+            num_bytes += _BARRIER_BYTES * int(np.prod(a.num_barriers))
+        else:
+            size = math.prod(a.shape) * jnp.dtype(a.dtype).itemsize
+            num_bytes += -(-size // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
+    return num_bytes
 
 
 def _writing(run: Callable[..., Any], in_place: int) -> Callable[..., Any]:

@@ -8,14 +8,23 @@ import jax.numpy as jnp
 import pytest
 
 from aot.harness import ARCHS, CHIPS, Case, Program
-from pallas_kernels.attention import AttentionConfig
+from pallas_kernels.attention import AttentionConfig, ForwardConfig
 from pallas_kernels.attention.forward import attention_forward
+from pallas_kernels.gpu.device import REGISTERS_PER_SM
 
 
-def _case(head_size: int, heads: int, dtype: Any, length: int = 4096) -> Case:
+def _case(
+    head_size: int,
+    heads: int,
+    dtype: Any,
+    length: int = 4096,
+    config: ForwardConfig | None = None,
+) -> Case:
     q, kv = ((4, length, n, head_size) for n in (heads, 8))
     return Case(
-        functools.partial(attention_forward, scale=head_size**-0.5, config=AttentionConfig()),
+        functools.partial(
+            attention_forward, scale=head_size**-0.5, config=AttentionConfig(forward=config)
+        ),
         (
             *(jax.ShapeDtypeStruct(shape, dtype) for shape in (q, kv, kv)),
             jax.ShapeDtypeStruct((4, length), jnp.int32),
@@ -26,6 +35,8 @@ def _case(head_size: int, heads: int, dtype: Any, length: int = 4096) -> Case:
 CASES = {"64": _case(64, 32, jnp.bfloat16), "128": _case(128, 32, jnp.bfloat16)}
 EVEN_CASES = tuple(CASES)
 CASES["uneven"] = _case(64, 32, jnp.bfloat16, 4096 + 8)
+# The most shared memory and the most sums that a block may have.
+CASES["most"] = _case(64, 32, jnp.bfloat16, config=ForwardConfig(heads=4, block_kv=192))
 
 
 @pytest.mark.oldest
@@ -50,6 +61,17 @@ def test_forward(compiled, chip, case):
     moves = {"parameter", "bitcast", "get-tuple-element", "tuple", "custom-call"}
     assert {part.opcode for part in program.instructions.values()} <= moves
     assert program.temp_bytes <= 64 * 1024
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("chip", ["h100"])
+@pytest.mark.parametrize("case", ["most"])
+def test_the_largest_tiles_compile(compiled, chip, case):
+    """7 s. One stage or 64 keys more are an error of the operation."""
+    program: Program = compiled(chip, case)
+    (kernel,) = program.kernels
+    assert kernel.registers * kernel.threads == REGISTERS_PER_SM
+    assert 0 <= CHIPS[chip].limits.smem_bytes - kernel.smem_bytes <= 1024
 
 
 @pytest.mark.parametrize("chip", ["h100"])

@@ -197,8 +197,17 @@ OF_KEYS = r"k and v must be \[B, S, K, H\] for q \(1, 8, 4, 16\), where K divide
         ({"k": KEYS.astype(jnp.float8_e4m3fn)}, TypeError, "of less than 16 bits; cast k to bf"),
         ({"v": [1.0]}, TypeError, "v must be an array, got a list"),
         ({"scale": 0}, ValueError, "scale=0 must be above 0; None is 1 / √H"),
+        ({"scale": -0.5}, ValueError, "scale=-0.5 must be above 0; None is 1 / √H"),
+        ({"scale": np.nan}, ValueError, "scale=nan must be above 0; None is 1 / √H"),
         ({"scale": np.inf}, ValueError, "scale=inf must be a finite number"),
+        (
+            {"scale": 1e39},
+            ValueError,
+            r"scale=1e\+39 must be .* to 3.4e\+38, because .* float32; N",
+        ),
+        ({"scale": 1e-46}, ValueError, "scale=1e-46 must be from 1.18e-38 to"),
         ({"scale": "1"}, TypeError, "scale must be a number, got '1'"),
+        ({"scale": np.ones(1)}, TypeError, r"scale must be a number, got array\(\[1.\]\); None"),
         ({"implementation": "cudnn"}, ValueError, "'cudnn' must be None or one of"),
         ({"config": {}}, TypeError, r"must be a pallas_kernels\S+\.AttentionConfig, or None"),
         ({"config": AttentionConfig()}, ValueError, "it runs because the device is 'cpu'"),
@@ -221,6 +230,47 @@ def test_refuses(unchecked_shapes, change, error, message):
     positional = [args.pop(name) for name in ("q", "k", "v", "bounds")]
     with pytest.raises(error, match=message):
         document_attention(*positional, **args)
+
+
+@pytest.mark.parametrize("as_type", [np.float32, np.asarray, jnp.asarray])
+def test_a_scale_is_a_number_or_an_array_without_axes(unchecked_shapes, as_type):
+    q, k, v, _ = arrays()
+    got = document_attention(q, k, v, BOUNDS, scale=as_type(0.25))
+    np.testing.assert_array_equal(got, document_attention(q, k, v, BOUNDS, scale=0.25))
+
+
+def test_a_traced_scale_is_refused(unchecked_shapes):
+    attend = lambda scale: document_attention(QUERIES, KEYS, KEYS, ROW, scale=scale)
+    with pytest.raises(TypeError, match=r"got a traced array, .* static .*; None is 1 / √H"):
+        jax.eval_shape(attend, 0.25)
+
+
+def symbolic(names: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Queries, keys, values and ids with the sizes B, S, N, K, H, some of which are symbols."""
+    b, s, n, k, h = jax.export.symbolic_shape(names)
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, F32)
+    of_keys = array(b, s, k, h)
+    return array(b, s, n, h), of_keys, of_keys, jax.ShapeDtypeStruct((b, s), jnp.int32)
+
+
+def of_ids(q, k, v, ids):
+    return document_attention(q, k, v, document_bounds(ids))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("1, 8, n, 2, 16", r"q \(1, 8, n, 16\) has a symbolic size, N = n; only B and S may be"),
+        (
+            "1, 8, 4, k, 16",
+            r"k \(1, 8, k, 16\) has a symbolic size, K = k; .* export with a number",
+        ),
+        ("b, 8, 4, 2, h", r"q \(b, 8, 4, h\) has a symbolic size, H = h"),
+    ],
+)
+def test_sizes_of_heads_are_no_symbols(names, message):
+    with pytest.raises(NotImplementedError, match=message):
+        jax.export.export(jax.jit(of_ids))(*symbolic(names))
 
 
 def test_no_forward_mode_and_no_second_derivative(monkeypatch, fresh_operations):

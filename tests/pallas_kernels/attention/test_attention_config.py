@@ -1,0 +1,116 @@
+"""Launch parameters of the attention's kernels: what they refuse, and what a block can have."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import document_attention, document_bounds
+from pallas_kernels.attention import AttentionConfig, ForwardConfig, KeysConfig, QueriesConfig
+from pallas_kernels.attention.dq_kernel import gradient_of_queries
+from pallas_kernels.attention.forward import attention_forward
+
+array = jax.ShapeDtypeStruct
+
+
+@pytest.mark.parametrize("value", [2.5, 2.0, True, np.float32(2), "2", None], ids=repr)
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (ForwardConfig, "heads"),
+        (functools.partial(ForwardConfig, heads=2), "block_kv"),
+        (functools.partial(QueriesConfig, warpgroups=2), "stages"),
+        (KeysConfig, "tile"),
+    ],
+    ids=["forward heads", "forward block_kv", "dq stages", "dkdv tile"],
+)
+def test_launch_parameters_are_integers(unchecked_shapes, make, field, value):
+    message = rf"{field} must be an integer, got {re.escape(repr(value))}; the docstring of \w+Conf"
+    with pytest.raises(TypeError, match=message):
+        make(**{field: value})
+
+
+@pytest.mark.parametrize("as_type", [np.int64, jnp.asarray])
+def test_integers_of_other_libraries(unchecked_shapes, as_type):
+    """They become Python's, so that the parameters can be static."""
+    config = QueriesConfig(warpgroups=as_type(2), stages=as_type(3))
+    assert hash(config) == hash(QueriesConfig(warpgroups=2, stages=3))
+    assert repr(config) == "QueriesConfig(warpgroups=2, stages=3)"
+
+
+@pytest.mark.parametrize("field", ["forward", "dq", "dkdv"])
+@pytest.mark.parametrize("value", [{}, AttentionConfig()], ids=["dict", "AttentionConfig"])
+def test_launch_parameters_are_of_their_class(unchecked_shapes, field, value):
+    class_name = {"forward": "ForwardConfig", "dq": "QueriesConfig", "dkdv": "KeysConfig"}[field]
+    message = (
+        rf"{field}={re.escape(repr(value))} must be a pallas_kernels\S+\.{class_name}, or None"
+    )
+    with pytest.raises(TypeError, match=message):
+        AttentionConfig(**{field: value})
+
+
+def with_config(config: ForwardConfig | QueriesConfig, length=1024, head_size=64):
+    """Shapes of the attention by kernels with these launch parameters, for four heads a group."""
+    is_forward = isinstance(config, ForwardConfig)
+    of_all = AttentionConfig(forward=config) if is_forward else AttentionConfig(dq=config)
+    of = lambda num_heads: array((1, length, num_heads, head_size), jnp.bfloat16)
+    bounds = document_bounds(jnp.zeros((1, length), jnp.int32))
+    options = {"implementation": "mosaic_gpu", "config": of_all}
+    attend = lambda q, k, v: document_attention(q, k, v, bounds, **options)
+    return jax.eval_shape(attend, of(4), of(1), of(1))
+
+
+# The most that a block has, and one stage more. In the second and the fourth pair, the arrays of
+# the larger configuration fill the memory, and its barriers do not fit.
+LIMITS = [
+    (64, ForwardConfig(heads=4, max_stages=12), ForwardConfig(heads=4, max_stages=13)),
+    (64, QueriesConfig(warpgroups=2, stages=11), QueriesConfig(warpgroups=2, stages=12)),
+    (128, ForwardConfig(heads=4, max_stages=5), ForwardConfig(heads=4, max_stages=6)),
+    (128, QueriesConfig(warpgroups=3, stages=3), QueriesConfig(warpgroups=3, stages=4)),
+]
+
+
+def lowered(config, head_size):
+    """Lowers the kernel alone for a GPU, where Mosaic counts the shared memory."""
+    q, k = (array((1, 1024, heads, head_size), jnp.bfloat16) for heads in (4, 1))
+    bounds, sums = array((1, 1024), jnp.int32), array((1, 4, 1024), jnp.float32)
+    if isinstance(config, ForwardConfig):
+        run = functools.partial(attention_forward, config=AttentionConfig(forward=config))
+        args = q, k, k, bounds
+    else:
+        run = functools.partial(gradient_of_queries, config=config)
+        args = q, k, k, q, sums, sums, bounds
+    return jax.export.export(jax.jit(functools.partial(run, scale=1.0)), platforms=["cuda"])(*args)
+
+
+@pytest.mark.parametrize(("head_size", "largest", "larger"), LIMITS, ids=str)
+def test_shared_memory_is_counted_as_mosaic_counts_it(head_size, largest, larger):
+    with_config(largest, head_size=head_size)
+    lowered(largest, head_size)
+    with pytest.raises(ValueError, match="exceeds available shared memory") as of_mosaic:
+        lowered(larger, head_size)
+    found = re.search(r"smem_bytes=(\d+) > max_smem_bytes=(\d+)", str(of_mosaic.value))
+    assert found is not None
+    message = (
+        rf"{re.escape(str(larger))} with heads of {head_size} numbers takes {found[1]} bytes of "
+        rf"shared memory, a block of cpu can have {found[2]}; take .*fewer"
+    )
+    with pytest.raises(ValueError, match=message):
+        with_config(larger, head_size=head_size)
+
+
+def test_a_short_row_has_fewer_stages():
+    with_config(ForwardConfig(heads=4, max_stages=99), length=768)
+
+
+@pytest.mark.parametrize(("head_size", "largest"), [(64, 192), (128, 128)], ids=str)
+def test_sums_fit_the_registers(head_size, largest):
+    """tests/aot/test_aot_attention.py compiles the largest tiles of heads of 64 numbers."""
+    config = lambda size: ForwardConfig(heads=4, block_kv=size, max_stages=1)
+    with_config(config(largest), head_size=head_size)
+    message = rf"block_kv={largest + 64}.* has 160 sums .* of 4 warpgroups has 128 registers"
+    with pytest.raises(ValueError, match=message):
+        with_config(config(largest + 64), head_size=head_size)
