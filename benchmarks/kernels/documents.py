@@ -112,14 +112,14 @@ def contenders(num_documents: int, *, with_transformer_engine: bool) -> list[Con
         ("cuDNN, mask", "", masked, both),
         ("ours", "", by_kernels, both),
     ]
-    for heads, block_kv, stages in (
-        *((heads, 64, stages) for heads in (1, 2, 4) for stages in (2, 4)),
+    for warpgroups, block_kv, stages in (
+        *((warpgroups, 64, stages) for warpgroups in (1, 2, 4) for stages in (2, 4)),
         (2, 128, 2),
         (4, 128, 2),
     ):
-        forward = ForwardConfig(heads=heads, block_kv=block_kv, max_stages=stages)
+        forward = ForwardConfig(warpgroups=warpgroups, block_kv=block_kv, max_stages=stages)
         run = functools.partial(by_kernels, config=AttentionConfig(forward=forward))
-        label = f"{heads} heads, 64x{block_kv}x{stages}"
+        label = f"{warpgroups} x 64x{block_kv}x{stages}"
         found.append(("ours", label, run, both[:1]))
     for (warpgroups, stages), of_dkdv in (
         ((2, 4), (64, 3)),

@@ -8,6 +8,7 @@ A variant is `layers:remat`. Suffixes change it:
 - `:xla` runs none of our kernels in products of 16 bits and in norms.
 - `:loss=xla` leaves the loss to XLA, in chunks.
 - `:loss=logits` leaves the loss to XLA, with all logits in memory.
+- `:attention=LIBRARY` is the model's `attention_implementation`, such as `mosaic_gpu`.
 - `:documents=N` has rows of N documents of random lengths, whose tokens do not attend to others'.
 - `:pgle` compiles again after three steps, with the times that the kernels took in them. The
   memory of that program is not known.
@@ -61,6 +62,7 @@ _KINDS = {
     "quantization to FP8 (ours)": r"fp8_|amax",
     "GEMM with SwiGLU (ours)": r"gated_matmul",
     "loss (ours)": r"loss_of_logits|linear_statistics|linear_exponentials|(weight|input)_gradient",
+    "attention (ours)": r"attention_(forward|backward)",
     "attention (cuDNN)": r"cudnn|flash|sdpa|fmha",
     "GEMM (XLA's Triton)": r"gemm_fusion",
     "GEMM (cuBLAS)": r"nvjet|gemm|cutlass|xmma",
@@ -127,19 +129,21 @@ class Way:
         loss = next((_LOSSES[word] for word in rest if word in _LOSSES), None)
         options = [word for word in rest if word.startswith("xla_")]
         recipes = [word.removeprefix("fp8=") for word in rest if word.startswith("fp8=")]
+        libraries = [w.removeprefix("attention=") for w in rest if w.startswith("attention=")]
         prefix = "documents="
         documents = [int(w.removeprefix(prefix)) for w in rest if w.startswith(prefix)]
         if layers not in ("scanned", "unrolled") or len(rest) != (
             len(options)
             + len(recipes[:1])
+            + len(libraries[:1])
             + len(documents[:1])
             + sum(word in rest for word in ("xla", "pgle"))
             + (loss is not None)
         ):
             raise ValueError(
                 f"variant {name!r} must be (scanned|unrolled):REMAT, with ':fp8=RECIPE', ':xla', "
-                "':loss=xla', ':loss=logits', ':documents=N', ':pgle' or ':xla_OPTION=VALUE' after "
-                "it"
+                "':loss=xla', ':loss=logits', ':attention=LIBRARY', ':documents=N', ':pgle' or "
+                "':xla_OPTION=VALUE' after it"
             )
         model = dataclasses.replace(
             base.model,
@@ -147,6 +151,7 @@ class Way:
             remat=remat,
             implementation="xla" if "xla" in rest else None,
             fp8=next(iter(recipes), None),
+            attention_implementation=next(iter(libraries), None),
         )
         config = dataclasses.replace(base, model=model)
         number = next(iter(documents), None)

@@ -22,21 +22,20 @@ class ForwardConfig:
     """Launch parameters of the forward.
 
     Attributes:
-      heads: Number of heads of queries that a block computes, up to 4. The kernel takes the
-        greatest common divisor of this number and the number of heads that share keys.
+      warpgroups: Number of warpgroups in a block, 1 to 4.
       block_kv: Number of keys in a tile, a multiple of 64 up to 256.
       max_stages: Largest number of tiles of keys that shared memory holds, and as many tiles of
         values; at least 1.
     """
 
-    heads: int
+    warpgroups: int
     block_kv: int = 64
     max_stages: int = 4
 
     def __post_init__(self):
         _make_integers(self)
-        if not 1 <= self.heads <= 4:
-            raise ValueError(f"heads={self.heads} must be from 1 to 4")
+        if not 1 <= self.warpgroups <= 4:
+            raise ValueError(f"warpgroups={self.warpgroups} must be from 1 to 4")
         if self.block_kv % 64 or not 64 <= self.block_kv <= 256:
             raise ValueError(f"block_kv={self.block_kv} must be a multiple of 64 up to 256")
         if self.max_stages < 1:
@@ -133,9 +132,9 @@ def _make_integers(config: Any) -> None:
 
 def forward_config(head_size: int) -> ForwardConfig:
     """Launch parameters of the forward for heads of this size."""
-    # A head takes a warpgroup. With heads of 64 a multiprocessor has two blocks of two warpgroups.
+    # With heads of 64 a multiprocessor has two blocks of two warpgroups.
     # With heads of 128 it has one block of four warpgroups, which share their tiles of keys.
-    return ForwardConfig(heads=2 if head_size == 64 else 4)
+    return ForwardConfig(warpgroups=2 if head_size == 64 else 4)
 
 
 def queries_config(head_size: int) -> QueriesConfig:

@@ -104,24 +104,29 @@ def gradients_of_keys_and_values(
                 is_seen &= column < over(ends_row - query, s)
                 return jnp.where(is_seen, s, splat(-jnp.inf, s.shape))
 
-            def p_and_dp(slot, query, s_sum, dp_sum):
+            def p_and_ds(tile, slot, s_sum, dp_sum):
+                query = tile * size
+                of_tile = lambda smem: plgpu.load(smem.at[slot], layout=COLUMN)
+                # The products keep shared memory busy, so a load among them takes 200 clocks. Heads
+                # of 128 numbers leave no registers for `delta` here.
+                log2 = of_tile(log2_smem)
+                delta = of_tile(delta_smem) if head_size == 64 else None
                 plgpu.wgmma(s_sum, k_smem.at[own], q_smem.at[slot].transpose((1, 0)))
                 plgpu.wgmma(dp_sum, v_smem.at[own], dout_smem.at[slot].transpose((1, 0)))
                 s = completed(s_sum, in_flight=1)
                 is_whole = (key + _KEYS - 1 <= query) & (query + size <= first_end)
                 s = jax.lax.cond(is_whole, lambda s: s, lambda s: masked(s, query), s)
-                log2 = plgpu.load(log2_smem.at[slot], layout=COLUMN)
                 p = jnp.exp2(s * (scale * LOG2_E) - over(log2, s, axis=1))
                 p = jax.lax.optimization_barrier(p)
-                return p, completed(dp_sum)
+                dp = completed(dp_sum)
+                delta = of_tile(delta_smem) if delta is None else delta
+                ds = p * (dp - over(delta, dp, axis=1))
+                # Both are rounded before the first wgmma, which frees registers.
+                return jax.lax.optimization_barrier((p.astype(q.dtype), ds.astype(q.dtype)))
 
             def add(dk_sum, dv_sum, tile, slot):
-                of_tile = lambda *accs: p_and_dp(slot, tile * size, *accs)
-                p, dp = pl.run_scoped(of_tile, sums(size), sums(size))
-                delta = plgpu.load(delta_smem.at[slot], layout=COLUMN)
-                ds = p * (dp - over(delta, p, axis=1))
-                # Both are rounded before the first wgmma, which frees registers.
-                p, ds = jax.lax.optimization_barrier((p.astype(q.dtype), ds.astype(q.dtype)))
+                of_tile = lambda *accs: p_and_ds(tile, slot, *accs)
+                p, ds = pl.run_scoped(of_tile, sums(size), sums(size))
                 plgpu.wgmma(dv_sum, p, dout_smem.at[slot])
                 plgpu.wgmma(dk_sum, ds, q_smem.at[slot])
                 # `log2` and `delta` of the slot are read, and TMA may overwrite them.

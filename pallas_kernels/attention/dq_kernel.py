@@ -1,10 +1,9 @@
 """Gradient of the queries of attention within documents: the kernel, for Hopper.
 
-A warpgroup computes a unit: 64 neighbouring queries of a head. It computes `s = q · k` and
-`dp = dout · v` by wgmma, `p` and `ds` in registers, and the sum of `ds · k` by wgmma. `backward.py`
-has the formulas. A group is the heads of queries that share a head of keys. Unit u of a group has
-the queries of number `u // group` and the head `u % group`. A block has consecutive units, so its
-warpgroups share tiles of keys and values. The first warpgroup loads the tiles by TMA.
+A warpgroup computes a unit, which is 64 neighbouring queries of a head (`key_tiles.py`). The
+warpgroup computes `s = q · k` and `dp = dout · v` by wgmma, `p` and `ds` in registers, and the sum
+of `ds · k` by wgmma. `backward.py` has the formulas. The warpgroups of a block share tiles of keys
+and values.
 
 - All warpgroups compute, also the one that loads. So a multiprocessor has four computing warpgroups
   if a lane needs at most 128 registers, and three if it needs at most 168. While one warpgroup
@@ -15,11 +14,9 @@ warpgroups share tiles of keys and values. The first warpgroup loads the tiles b
   this key, and ends with the tile of its own last query.
 - A tile needs a mask only if it has keys before the beginning of a query's document, or keys after
   a query. Two scalars tell which tiles these are, since the beginnings rise along the row.
-- The last queries of a row come first, because they may have the most keys.
 
 TMA fills in zeros for tokens past the end of a row. No query sees such a key. Queries past the end
-compute numbers that are not stored. If the number of units is no multiple of a block's warpgroups,
-several warpgroups of the last block compute unit 0, and one of them stores it.
+compute numbers that are not stored.
 """
 
 import functools
@@ -32,7 +29,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.attention.config import QueriesConfig
-from pallas_kernels.attention.key_tiles import KEYS, QUERIES, VALUES, Documents, KeyTiles, masked
+from pallas_kernels.attention.key_tiles import (
+    KEYS,
+    QUERIES,
+    VALUES,
+    Documents,
+    KeyTiles,
+    Unit,
+    masked,
+)
 from pallas_kernels.attention.wgmma import ROW, completed, over
 from pallas_kernels.gpu.kernel import check_fits, gpu_kernel
 from pallas_kernels.gpu.math import APPROXIMATE, LOG2_E
@@ -69,26 +74,13 @@ def gradient_of_queries(
 ) -> jax.Array:
     """The gradient of the queries; `backward.py` has the formula."""
     batch, length, num_heads, head_size = q.shape
-    group = num_heads // k.shape[2]
-    num_units = pl.cdiv(length, QUERIES) * group  # units of a head of keys
-    units = config.warpgroups
+    unit = Unit(length=length, group=num_heads // k.shape[2], warpgroups=config.warpgroups)
     sums = lambda columns: plgpu.WGMMAAccumulatorRef((QUERIES, columns), jnp.float32)
 
     def kernel(q_gmem, k_gmem, v_gmem, dout_gmem, log2_gmem, delta_gmem, begins_gmem, dq_gmem, *s):
         q_smem, dout_smem, *of_rows, k_smem, v_smem, own_filled, filled, freed = s
-        row, kv_head, warpgroup = map(jax.lax.axis_index, ("row", "head", "warpgroup"))
-
-        def unit_of(warpgroup):
-            return num_units - 1 - jax.lax.axis_index("block") * units - warpgroup
-
-        def first_of(warpgroup):
-            """The first query of a warpgroup."""
-            return jax.lax.div(jnp.maximum(unit_of(warpgroup), 0), group) * QUERIES
-
-        # If all warpgroups of a block have the same queries, fewer numbers are in registers.
-        have_same = group % units == 0
-        first = first_of(0 if have_same else warpgroup)
-        head = kv_head * group + jax.lax.rem(jnp.maximum(unit_of(warpgroup), 0), group)
+        row, warpgroup = jax.lax.axis_index("row"), jax.lax.axis_index("warpgroup")
+        first, head = unit.first, unit.head
         queries = pl.ds(first, QUERIES)
         own_q, own_dout = (a.at[warpgroup] for a in (q_smem, dout_smem))
         own_log2, own_delta, own_begins = (a.at[warpgroup] for a in of_rows)
@@ -106,9 +98,8 @@ def gradient_of_queries(
         # The tiles of the unit, and the tiles of the block: the first, and the one after the last.
         own_begin, own_end = documents.tiles(first, _KEYS)
         first_tile, end_tile = own_begin, own_end
-        if not have_same:
-            first_tile, _ = documents.tiles(first_of(units - 1), _KEYS)
-            _, end_tile = documents.tiles(first_of(0), _KEYS)
+        if not unit.have_same_queries:
+            first_tile, end_tile = unit.tiles_of_block(documents, _KEYS)
         tiles = KeyTiles(
             gmem=(k_gmem, v_gmem),
             smem=(k_smem, v_smem),
@@ -116,7 +107,7 @@ def gradient_of_queries(
             freed=freed,
             row=row,
             head=head,
-            group=group,
+            group=unit.group,
             first=first_tile,
             end=end_tile,
             loads=warpgroup == 0,
@@ -171,7 +162,7 @@ def gradient_of_queries(
                 slot = tiles.slot(tile)
                 tiles.wait(KEYS, tile)
                 tiles.wait(VALUES, tile)
-                if have_same:
+                if unit.have_same_queries:
                     return add(tile, slot)
                 is_own = (own_begin <= tile) & (tile < own_end)
                 jax.lax.cond(is_own, add, skip, tile, slot)
@@ -182,7 +173,7 @@ def gradient_of_queries(
         own_q[...] = (pl.run_scoped(compute, sums(head_size)) * scale).astype(q.dtype)
         plgpu.commit_smem()
 
-        @pl.when(unit_of(warpgroup) >= 0)
+        @pl.when(unit.stores)
         def _store():
             plgpu.copy_smem_to_gmem(own_q, dq_gmem.at[row, queries, head])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -190,9 +181,9 @@ def gradient_of_queries(
     return gpu_kernel(
         kernel,
         out_type=q,
-        grid=(batch, pl.cdiv(num_units, units), k.shape[2]),
+        grid=(batch, pl.cdiv(unit.num_units, unit.warpgroups), k.shape[2]),
         grid_names=("row", "block", "head"),
-        num_threads=units,
+        num_threads=unit.warpgroups,
         thread_name="warpgroup",
         scratch_types=queries_scratch(config, head_size, q.dtype),
         kernel_name="attention_backward_dq",

@@ -1,10 +1,10 @@
 """Attention of each token to its own document: the forward kernel, for Hopper.
 
-A group is the heads of queries that share a head of keys. A block computes 64 neighbouring tokens
-of `heads` heads of one group. Each warpgroup computes one head. It multiplies queries and keys by
-wgmma (Hopper's matrix product), computes the softmax in registers, and multiplies by the values
-with wgmma. The heads of a block share the tiles of keys and values. The first warpgroup loads the
-tiles by TMA (the tensor memory accelerator, which copies while the warpgroups compute).
+A warpgroup computes a unit, which is 64 neighbouring queries of a head (`key_tiles.py`). It
+multiplies queries and keys by wgmma (Hopper's matrix product), computes the softmax in registers,
+and multiplies by the values with wgmma. The warpgroups of a block share tiles of keys and values,
+which the first of them loads by TMA (the tensor memory accelerator, which copies while the
+warpgroups compute).
 
 - With heads of 64 a multiprocessor has two blocks, since a lane needs at most 128 registers. While
   one block waits for its first tiles, for a product or for its results to leave, the other
@@ -12,15 +12,14 @@ tiles by TMA (the tensor memory accelerator, which copies while the warpgroups c
   is short.
 - The scores never leave the registers. The softmax is online: a query has a running maximum of its
   scores, a running sum of exponentials and a running sum of values. Whenever the maximum grows,
-  both sums are scaled down.
+  both sums are scaled down. The four lanes of a row add their exponentials apart, and exchange
+  their sums once, after the last tile.
 - Documents are contiguous, so the first token of a block sees the earliest key of the block. The
   block begins with the tile of this key, and ends with the tile of its own last token. It visits no
   tile that lies wholly in earlier documents.
 - A tile needs a mask only if it has keys before the beginning of a query's document, or keys after
   a query. Two scalars tell which tiles these are, since the beginnings rise along the row. Each of
   the two masks takes two instructions a score. The softmax takes 5.6.
-- Blocks that run at the same time compute heads of the same tokens. The last tokens of a row come
-  first, because they may have the most keys.
 
 TMA fills in zeros for tokens past the end of a row. No query sees such a key, since it comes after
 all queries. Queries past the end compute numbers that are not stored.
@@ -40,7 +39,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.config import AttentionConfig, ForwardConfig, forward_config
-from pallas_kernels.attention.key_tiles import KEYS, QUERIES, VALUES, Documents, KeyTiles, masked
+from pallas_kernels.attention.key_tiles import (
+    KEYS,
+    QUERIES,
+    VALUES,
+    Documents,
+    KeyTiles,
+    Unit,
+    masked,
+)
 from pallas_kernels.attention.wgmma import ROW, completed, over, splat
 from pallas_kernels.gpu.arrays import at_aligned_addresses
 from pallas_kernels.gpu.device import (
@@ -65,52 +72,47 @@ _PART = 32  # columns whose exponentials are computed at a time
 _COLUMNS = 8  # columns of the partial maxima and sums of a row; a lane has two of them
 
 
-def launched(config: ForwardConfig, q: Any, k: Any) -> ForwardConfig:
-    """The parameters for these arrays: no more heads than share keys, no more stages than tiles."""
-    _, length, num_heads, _ = q.shape
-    return dataclasses.replace(
-        config,
-        heads=math.gcd(num_heads // k.shape[2], config.heads),
-        max_stages=min(config.max_stages, pl.cdiv(length, config.block_kv)),
-    )
+def launched(config: ForwardConfig, q: Any) -> ForwardConfig:
+    """The parameters for these arrays: no more stages than a row has tiles."""
+    stages = min(config.max_stages, pl.cdiv(q.shape[1], config.block_kv))
+    return dataclasses.replace(config, max_stages=stages)
 
 
 def forward_scratch(config: ForwardConfig, head_size: int, dtype: DTypeLike) -> list[Any]:
     """The types of a block's scratch memory, for parameters from `launched`."""
-    heads, stages = config.heads, config.max_stages
+    warpgroups, stages = config.warpgroups, config.max_stages
     of_keys = plgpu.SMEM((stages, config.block_kv, head_size), dtype)
     return [
-        plgpu.SMEM((heads, QUERIES, head_size), dtype),
+        plgpu.SMEM((warpgroups, QUERIES, head_size), dtype),
         *[of_keys] * 2,
-        plgpu.SMEM((heads, QUERIES), jnp.int32),
-        plgpu.SMEM((heads, QUERIES), jnp.float32),
-        plgpu.Barrier(num_arrivals=2, num_barriers=heads),
+        plgpu.SMEM((warpgroups, QUERIES), jnp.int32),
+        plgpu.SMEM((warpgroups, QUERIES), jnp.float32),
+        plgpu.Barrier(num_arrivals=2, num_barriers=warpgroups),
         plgpu.Barrier(num_barriers=2 * stages),
-        plgpu.Barrier(num_barriers=2 * stages, num_arrivals=heads),
+        plgpu.Barrier(num_barriers=2 * stages, num_arrivals=warpgroups),
     ]
 
 
-def check_forward(config: ForwardConfig, q: Any, k: Any, head_size: int) -> None:
+def check_forward(config: ForwardConfig, q: Any, head_size: int) -> None:
     """Raises ValueError if a block has too little memory or too few registers for the parameters.
 
     Args:
       config: Launch parameters, as the caller gave them.
       q: Queries.
-      k: Keys.
       head_size: Numbers of a head in the kernel.
     """
-    launch, what = launched(config, q, k), f"{config} with heads of {head_size} numbers"
-    remedy = "take a smaller block_kv, fewer max_stages or fewer heads"
+    launch, what = launched(config, q), f"{config} with heads of {head_size} numbers"
+    remedy = "take a smaller block_kv, fewer max_stages or fewer warpgroups"
     check_fits(what, forward_scratch(launch, head_size, q.dtype), remedy=remedy)
     # The sums of scores and of values. Where they do not fit, ptxas fails, or spills 4912 bytes of
-    # a lane (3 heads of 128 numbers, 256 keys).
+    # a lane (3 warpgroups, heads of 128 numbers, 256 keys).
     lanes = WARPS_PER_WARPGROUP * LANES
     sums = QUERIES * (launch.block_kv + head_size) // lanes
-    registers = min(REGISTERS_PER_SM // (launch.heads * lanes), MAX_REGISTERS_PER_LANE)
+    registers = min(REGISTERS_PER_SM // (launch.warpgroups * lanes), MAX_REGISTERS_PER_LANE)
     if sums > registers:
         raise ValueError(
-            f"{what} has {sums} sums in each lane, and a lane of {launch.heads} warpgroups has "
-            f"{registers} registers; take a smaller block_kv or fewer heads"
+            f"{what} has {sums} sums in each lane, and each lane of {launch.warpgroups} warpgroups "
+            f"has {registers} registers; take a smaller block_kv or fewer warpgroups"
         )
 
 
@@ -139,18 +141,16 @@ def attention_forward(
       config: Launch parameters of all kernels.
     """
     batch, length, num_heads, head_size = q.shape
-    group = num_heads // k.shape[2]
-    of_forward = launched(config.forward or forward_config(head_size), q, k)
-    heads, block_kv = of_forward.heads, of_forward.block_kv
-    num_tiles = pl.cdiv(length, QUERIES)
+    of_forward = launched(config.forward or forward_config(head_size), q)
+    warpgroups, block_kv = of_forward.warpgroups, of_forward.block_kv
+    unit = Unit(length=length, group=num_heads // k.shape[2], warpgroups=warpgroups)
     piece = math.gcd(length, QUERIES)  # tokens whose logsumexp is stored at a time
     scores_acc = plgpu.WGMMAAccumulatorRef((QUERIES, block_kv), jnp.float32)
 
     def kernel(q_gmem, k_gmem, v_gmem, begins_gmem, out_gmem, lse_gmem, *scratch):
         q_smem, k_smem, v_smem, begins_smem, lse_smem, q_filled, kv_filled, kv_freed = scratch
         row, warpgroup = jax.lax.axis_index("row"), jax.lax.axis_index("warpgroup")
-        head = jax.lax.axis_index("heads") * heads + warpgroup
-        first = (num_tiles - 1 - jax.lax.axis_index("tile")) * QUERIES
+        first, head = unit.first, unit.head
         tokens = pl.ds(first, QUERIES)
         own_q, own_begins, own_lse = (a.at[warpgroup] for a in (q_smem, begins_smem, lse_smem))
         own_filled = q_filled.at[warpgroup]
@@ -158,7 +158,11 @@ def attention_forward(
         plgpu.copy_gmem_to_smem(begins_gmem.at[row, tokens], own_begins, own_filled)
 
         documents = Documents(begins_gmem, row, length)
-        first_tile, end_tile = documents.tiles(first, block_kv)
+        # The tiles of the unit, and the tiles of the block: the first, and the one after the last.
+        own_begin, own_end = documents.tiles(first, block_kv)
+        first_tile, end_tile = own_begin, own_end
+        if not unit.have_same_queries:
+            first_tile, end_tile = unit.tiles_of_block(documents, block_kv)
         whole_tiles = documents.whole_tiles(first, block_kv)
         tiles = KeyTiles(
             gmem=(k_gmem, v_gmem),
@@ -167,7 +171,7 @@ def attention_forward(
             freed=kv_freed,
             row=row,
             head=head,
-            group=group,
+            group=unit.group,
             first=first_tile,
             end=end_tile,
             loads=warpgroup == 0,
@@ -189,20 +193,18 @@ def attention_forward(
             shrink = jnp.exp2(largest - new_largest)
             # In parts, so that few exponentials are in registers in float32. The barriers also keep
             # the exponentials before the wgmmas that follow.
-            added, rounded_parts = splat(0.0, (QUERIES, _COLUMNS)), []
+            total, rounded_parts = total * over(shrink, total), []
             for i in range(0, block_kv, _PART):
                 part = scores[:, i : i + _PART]
                 p = jnp.exp2(part * (scale * LOG2_E) - over(new_largest, part))
-                added, p = jax.lax.optimization_barrier(
-                    (added + by_columns(operator.add, p), p.astype(q.dtype))
+                total, p = jax.lax.optimization_barrier(
+                    (total + by_columns(operator.add, p), p.astype(q.dtype))
                 )
                 rounded_parts.append(p)
-            total = total * shrink + jnp.sum(added, axis=1)
             p = jnp.concatenate(rounded_parts, axis=1)
             return jax.lax.optimization_barrier((new_largest, total, shrink, p))
 
-        def step(tile, running):
-            values, largest, total = running
+        def add(tile, values, largest, total):
             slot = tiles.slot(tile)
 
             def multiply_keys(acc):
@@ -227,16 +229,31 @@ def attention_forward(
             tiles.free(VALUES, tile)
             return values, largest, total
 
+        def skip(tile, *running):
+            tiles.wait(KEYS, tile)
+            tiles.refill(VALUES, tile - 1)
+            tiles.free(KEYS, tile)
+            tiles.wait(VALUES, tile)
+            tiles.refill(KEYS, tile)
+            tiles.free(VALUES, tile)
+            return running
+
+        def step(tile, running):
+            if unit.have_same_queries:
+                return add(tile, *running)
+            is_own = (own_begin <= tile) & (tile < own_end)
+            return jax.lax.cond(is_own, add, skip, tile, *running)
+
         values = splat(0.0, (QUERIES, head_size))
         largest = splat(_LOWEST, (QUERIES,), ROW)
-        total = splat(0.0, (QUERIES,), ROW)
+        total = splat(0.0, (QUERIES, _COLUMNS))
         values, largest, total = jax.lax.fori_loop(
             first_tile, end_tile, step, (values, largest, total)
         )
+        total = jnp.sum(total, axis=1)
         own_q[...] = (values * over(1 / total, values)).astype(q.dtype)
         own_lse[...] = (largest + jnp.log2(total)) * LN_2
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(own_q, out_gmem.at[row, tokens, head])
 
         # Mosaic stores consecutive numbers without a tensor map. Such a copy stops at the end of
         # the array, and not at the end of a row. So it may only have numbers of this row.
@@ -244,16 +261,19 @@ def attention_forward(
             to = lse_gmem.at[row, head, pl.ds(first + i * piece, piece)]
             plgpu.copy_smem_to_gmem(own_lse.at[pl.ds(i * piece, piece)], to)
 
-        in_row = jnp.minimum(QUERIES, length - first)
-        jax.lax.fori_loop(0, jax.lax.div(in_row, piece), store_piece, None)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        @pl.when(unit.stores)
+        def _store():
+            plgpu.copy_smem_to_gmem(own_q, out_gmem.at[row, tokens, head])
+            in_row = jnp.minimum(QUERIES, length - first)
+            jax.lax.fori_loop(0, jax.lax.div(in_row, piece), store_piece, None)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     out, logsumexp = gpu_kernel(
         kernel,
         out_type=[q, jax.ShapeDtypeStruct((batch, num_heads, length), jnp.float32)],
-        grid=(batch, num_tiles, num_heads // heads),
-        grid_names=("row", "tile", "heads"),
-        num_threads=heads,
+        grid=(batch, pl.cdiv(unit.num_units, warpgroups), k.shape[2]),
+        grid_names=("row", "block", "head"),
+        num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=forward_scratch(of_forward, head_size, q.dtype),
         kernel_name="attention_forward",

@@ -1,7 +1,13 @@
 """Tiles of keys and values for the kernels whose blocks compute queries: the forward and `dq`.
 
-A warpgroup has `QUERIES` neighbouring queries of a head. The warpgroups of a block share tiles of
-keys and values, and the first warpgroup loads the tiles by TMA.
+A group is the heads of queries that share a head of keys. A warpgroup computes a unit: `QUERIES`
+neighbouring queries of a head. Unit u of a group has the queries of number `u // group`, and the
+head `u % group`. A block has consecutive units, so its warpgroups share tiles of keys and values.
+The first warpgroup loads the tiles by TMA. The last queries of a row come first, because they may
+have the most keys.
+
+If the number of units is no multiple of a block's warpgroups, several warpgroups of the last block
+compute unit 0, and one of them stores it.
 """
 
 import dataclasses
@@ -58,6 +64,60 @@ class Documents:
         # forever. The second minimum prevents that.
         token = jnp.minimum(token, self.length - 1)
         return jnp.minimum(self.begins[self.row, token], token)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unit:
+    """The unit of this warpgroup, in a grid with the axes "row", "block" and "head" (of keys).
+
+    Attributes:
+      length: Number of tokens of a row, S.
+      group: Number of heads of queries that read the same keys.
+      warpgroups: Number of warpgroups of a block.
+    """
+
+    length: int
+    group: int
+    warpgroups: int
+
+    @property
+    def num_units(self) -> int:
+        """Number of units of a head of keys."""
+        return pl.cdiv(self.length, QUERIES) * self.group
+
+    @property
+    def have_same_queries(self) -> bool:
+        """Whether all warpgroups of a block have the same queries, of different heads."""
+        return self.group % self.warpgroups == 0
+
+    @property
+    def stores(self) -> Any:
+        """Whether this warpgroup stores its results. If not, another one stores the same unit."""
+        return self._number(jax.lax.axis_index("warpgroup")) >= 0
+
+    @property
+    def head(self) -> Any:
+        """The head of queries."""
+        number = jnp.maximum(self._number(jax.lax.axis_index("warpgroup")), 0)
+        return jax.lax.axis_index("head") * self.group + jax.lax.rem(number, self.group)
+
+    @property
+    def first(self) -> Any:
+        """The first query."""
+        # With one number for the block, fewer numbers are in registers.
+        return self._first(0 if self.have_same_queries else jax.lax.axis_index("warpgroup"))
+
+    def tiles_of_block(self, documents: Documents, size: int) -> tuple[Any, Any]:
+        """The first tile of `size` keys that the block needs, and the tile after the last one."""
+        first_tile, _ = documents.tiles(self._first(self.warpgroups - 1), size)
+        _, end_tile = documents.tiles(self._first(0), size)
+        return first_tile, end_tile
+
+    def _number(self, warpgroup: Any) -> Any:
+        return self.num_units - 1 - jax.lax.axis_index("block") * self.warpgroups - warpgroup
+
+    def _first(self, warpgroup: Any) -> Any:
+        return jax.lax.div(jnp.maximum(self._number(warpgroup), 0), self.group) * QUERIES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,7 @@ def check_launch(
     """
     head_size = _head_size_of_kernels(q)
     if config.forward is not None:
-        check_forward(config.forward, q, k, head_size)
+        check_forward(config.forward, q, head_size)
     if config.dq is not None:
         check_queries(config.dq, q, head_size)
 

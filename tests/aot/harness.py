@@ -275,9 +275,12 @@ def _set_registers(ptx: str) -> tuple[int, int] | None:
 
 def _linear_stores(ptx: str) -> Iterator[int]:
     for size in re.findall(r"cp\.async\.bulk\.global\.shared::cta\.\S+ .*, (%r\d+);", ptx):
-        (wide,) = _find(rf"cvt\.u32\.u64\s+{size}, (%rd\d+);", ptx)
-        (most,) = _find(rf"min\.u64\s+{wide}, %rd\d+, (\d+);", ptx)
-        yield int(most)
+        constant = re.search(rf"mov\.b32\s+{size}, (\d+);", ptx)
+        if constant is None:
+            (wide,) = _find(rf"cvt\.u32\.u64\s+{size}, (%rd\d+);", ptx)
+            constant = re.search(rf"min\.u64\s+{wide}, %rd\d+, (\d+);", ptx)
+            assert constant is not None, f"no bound of {wide} in:\n{ptx}"
+        yield int(constant[1])
 
 
 def _find(pattern: str, text: str) -> tuple[str, ...]:

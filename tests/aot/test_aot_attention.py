@@ -33,10 +33,14 @@ def _case(
 
 
 CASES = {"64": _case(64, 32, jnp.bfloat16), "128": _case(128, 32, jnp.bfloat16)}
+CASES["128, each head with keys"] = _case(128, 8, jnp.bfloat16)
 EVEN_CASES = tuple(CASES)
 CASES["uneven"] = _case(64, 32, jnp.bfloat16, 4096 + 8)
+# Four warpgroups have all registers, so a few scalars wait outside of the loop in local memory: bytes
+# of their stores and loads, and of the stack.
+MOST_SPILLED = {"128": (80, 32), "128, each head with keys": (96, 40)}
 # The most shared memory and the most sums that a block may have.
-CASES["most"] = _case(64, 32, jnp.bfloat16, config=ForwardConfig(heads=4, block_kv=192))
+CASES["most"] = _case(64, 32, jnp.bfloat16, config=ForwardConfig(warpgroups=4, block_kv=192))
 
 
 @pytest.mark.oldest
@@ -47,12 +51,9 @@ def test_forward(compiled, chip, case):
     print(f"{program.seconds:.1f} s", *program.kernels, sep="\n")
     (kernel,) = program.kernels
     assert kernel.arch == ARCHS[chip]
-    if case == "128":
-        # Four warpgroups have all registers. A few scalars of the epilogue wait outside of the loop
-        # in local memory.
-        assert kernel.spill_bytes <= 80 and kernel.stack_bytes <= 32, kernel
-    else:
-        assert (kernel.spill_bytes, kernel.stack_bytes, kernel.warnings) == (0, 0, ()), kernel
+    most_spilled, most_stack = MOST_SPILLED.get(case, (0, 0))
+    assert kernel.spill_bytes <= most_spilled and kernel.stack_bytes <= most_stack, kernel
+    assert most_spilled or not kernel.warnings, kernel
     assert kernel.early_conversions == 0
     assert not kernel.lacks_registers
     assert set(kernel.linear_stores) == {256}  # the logsumexp of a warpgroup's 64 tokens

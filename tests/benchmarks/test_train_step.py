@@ -27,7 +27,9 @@ def test_a_variant_has_rows_of_documents(base):
     assert (np.asarray(batch["positions"]) == 0).sum(axis=1).tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("word", ["document=3", "documents=1:documents=2", "fp9=rowwise"])
+@pytest.mark.parametrize(
+    "word", ["document=3", "documents=1:documents=2", "fp9=rowwise", "attention"]
+)
 def test_an_unknown_word_raises(base, word):
     with pytest.raises(ValueError, match=r"must be \(scanned\|unrolled\):REMAT"):
         Way.parse(base, f"scanned:minimal:{word}")

@@ -20,12 +20,12 @@ array = jax.ShapeDtypeStruct
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (ForwardConfig, "heads"),
-        (functools.partial(ForwardConfig, heads=2), "block_kv"),
+        (ForwardConfig, "warpgroups"),
+        (functools.partial(ForwardConfig, warpgroups=2), "block_kv"),
         (functools.partial(QueriesConfig, warpgroups=2), "stages"),
         (KeysConfig, "tile"),
     ],
-    ids=["forward heads", "forward block_kv", "dq stages", "dkdv tile"],
+    ids=["forward warpgroups", "forward block_kv", "dq stages", "dkdv tile"],
 )
 def test_launch_parameters_are_integers(unchecked_shapes, make, field, value):
     message = rf"{field} must be an integer, got {re.escape(repr(value))}; the docstring of \w+Conf"
@@ -66,9 +66,9 @@ def with_config(config: ForwardConfig | QueriesConfig, length=1024, head_size=64
 # The most that a block has, and one stage more. In the second and the fourth pair, the arrays of
 # the larger configuration fill the memory, and its barriers do not fit.
 LIMITS = [
-    (64, ForwardConfig(heads=4, max_stages=12), ForwardConfig(heads=4, max_stages=13)),
+    (64, ForwardConfig(warpgroups=4, max_stages=12), ForwardConfig(warpgroups=4, max_stages=13)),
     (64, QueriesConfig(warpgroups=2, stages=11), QueriesConfig(warpgroups=2, stages=12)),
-    (128, ForwardConfig(heads=4, max_stages=5), ForwardConfig(heads=4, max_stages=6)),
+    (128, ForwardConfig(warpgroups=4, max_stages=5), ForwardConfig(warpgroups=4, max_stages=6)),
     (128, QueriesConfig(warpgroups=3, stages=3), QueriesConfig(warpgroups=3, stages=4)),
 ]
 
@@ -103,13 +103,13 @@ def test_shared_memory_is_counted_as_mosaic_counts_it(head_size, largest, larger
 
 
 def test_a_short_row_has_fewer_stages():
-    with_config(ForwardConfig(heads=4, max_stages=99), length=768)
+    with_config(ForwardConfig(warpgroups=4, max_stages=99), length=768)
 
 
 @pytest.mark.parametrize(("head_size", "largest"), [(64, 192), (128, 128)], ids=str)
 def test_sums_fit_the_registers(head_size, largest):
     """tests/aot/test_aot_attention.py compiles the largest tiles of heads of 64 numbers."""
-    config = lambda size: ForwardConfig(heads=4, block_kv=size, max_stages=1)
+    config = lambda size: ForwardConfig(warpgroups=4, block_kv=size, max_stages=1)
     with_config(config(largest), head_size=head_size)
     message = rf"block_kv={largest + 64}.* has 160 sums .* of 4 warpgroups has 128 registers"
     with pytest.raises(ValueError, match=message):

@@ -47,32 +47,35 @@ def check(args, config, scale=0.125):
 @pytest.mark.parametrize(
     ("rows", "heads", "head_size", "dtype", "config"),
     [
-        # A block has two heads of 64 queries. The last block of a row has 8 tokens, and in the
+        # A block has 64 queries of two heads. The last block of a row has 8 tokens, and in the
         # second row it begins after the block's first tile.
-        ([[200], [1, 63, 70, 1, 65]], (4, 2), 64, BF16, ForwardConfig(heads=2)),
+        ([[200], [1, 63, 70, 1, 65]], (4, 2), 64, BF16, ForwardConfig(warpgroups=2)),
+        # A block has 128 queries of two heads.
         (
             [[200], [1, 63, 70, 1, 65]],
             (2, 1),
             64,
             F16,
-            ForwardConfig(heads=4, block_kv=128, max_stages=1),
+            ForwardConfig(warpgroups=4, block_kv=128, max_stages=1),
         ),
+        # Three heads share keys. A slot is filled again by a tile that some warpgroups skip.
+        ([[100, 236]], (3, 1), 64, BF16, ForwardConfig(warpgroups=4, max_stages=2)),
         # Slots are filled again.
-        ([[328]], (2, 1), 64, F16, ForwardConfig(heads=2, max_stages=2)),
+        ([[328]], (2, 1), 64, F16, ForwardConfig(warpgroups=2, max_stages=2)),
         ([[7, 1, 56]], (2, 1), 128, F16, None),
         ([[8]], (1, 1), 64, BF16, None),
     ],
     ids=str,
 )
 def test_values(rows, heads, head_size, dtype, config):
-    """10 s for all."""
+    """12 s for all."""
     check(make_args(rows, heads, head_size, dtype), config)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"heads": 5}, "heads=5 must be from 1 to 4"),
+        ({"warpgroups": 5}, "warpgroups=5 must be from 1 to 4"),
         ({"block_kv": 96}, "block_kv=96"),
         ({"block_kv": 320}, "block_kv=320"),
         ({"max_stages": 0}, "max_stages=0"),
@@ -81,4 +84,4 @@ def test_values(rows, heads, head_size, dtype, config):
 )
 def test_config_refuses(options, message):
     with pytest.raises(ValueError, match=message):
-        ForwardConfig(**{"heads": 2, **options})
+        ForwardConfig(**{"warpgroups": 2, **options})
