@@ -1,9 +1,11 @@
 """The public functions that quantize a tensor to FP8."""
 
+import functools
 import math
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -18,6 +20,7 @@ from pallas_kernels.implementation import (
     choose_implementation,
     symbolic_reason,
 )
+from pallas_kernels.layout import Split
 
 type Scaling = Literal["tensor", "row"]
 
@@ -154,31 +157,69 @@ def _quantize(
     record(name, (x,), implementation, chosen, reason or why)
     if scaling == "row" and chosen == "mosaic_gpu" and not transposed and row_kernel.fits(x):
         return Quantized(*row_kernel.quantize_rows(x, dtype)), None
-    if scaling == "tensor":
-        largest = reference.amax_of(x, axis=None)
-        maxima = (largest if row_major else None, largest if transposed else None)
-    else:
-        maxima = maxima_of(
-            x, row_major=row_major, transposed=transposed, in_kernel=chosen == "mosaic_gpu"
-        )
-    scales = jax.tree.map(lambda m: reference.scale_of(m, dtype), maxima)  # None is no leaf
-    run = mosaic_gpu.quantize if chosen == "mosaic_gpu" else reference.values_of_both
-    return jax.tree.map(Quantized, run(x, *scales, dtype=dtype), scales)
-
-
-def maxima_of(
-    x: Float[Array, "M K"], *, row_major: bool, transposed: bool, in_kernel: bool
-) -> tuple[Float[Array, "M 1"] | None, Float[Array, "K 1"] | None]:
-    """The largest magnitudes of the rows and of the columns; None for those that are not wanted.
-
-    One kernel finds both. XLA would read `x` twice.
-    """
-    if in_kernel and row_major and transposed:
-        return amax.amax_of_both(x)
-    return (
-        reference.amax_of(x, axis=1) if row_major else None,
-        reference.amax_of(x, axis=0).reshape(-1, 1) if transposed else None,
+    return quantized_part(
+        x,
+        dtype,
+        scaling,
+        in_kernel=chosen == "mosaic_gpu",
+        row_major=row_major,
+        transposed=transposed,
     )
+
+
+def quantized_part(
+    x: Float[Array, "M K"],
+    dtype: DTypeLike,
+    scaling: Scaling,
+    *,
+    in_kernel: bool,
+    row_axes: Split = (),
+    column_axes: Split = (),
+    row_major: bool = True,
+    transposed: bool = True,
+    maxima: Array | None = None,
+) -> tuple[Any, Any]:
+    """`(row-major copy, transposed copy)` of a device's part, with the scales of the whole array.
+
+    A copy that is not wanted is None.
+
+    Args:
+      x: Part of this device.
+      dtype: Dtype of the values.
+      scaling: Scaling, as in `quantize`.
+      in_kernel: Whether a kernel makes the copies; it must take `x`.
+      row_axes: Mesh axes over whose devices a row extends.
+      column_axes: Mesh axes over whose devices a column extends.
+      row_major: Whether to make the copy `[M, K]`.
+      transposed: Whether to make the copy `[K, M]`.
+      maxima: Largest magnitudes of parts of `x`, if they are known. They save a pass over `x` if it
+        has one scale.
+    """
+    if scaling == "tensor":
+        largest = reference.amax_of(x if maxima is None else maxima, axis=None)
+        largest = over_devices(largest, (*row_axes, *column_axes))
+        by_row, by_column = (largest if row_major else None, largest if transposed else None)
+    else:
+        if in_kernel and row_major and transposed:
+            by_row, by_column = amax.amax_of_both(x)  # XLA would read `x` twice
+        else:
+            by_row = reference.amax_of(x, axis=1) if row_major else None
+            by_column = reference.amax_of(x, axis=0).reshape(-1, 1) if transposed else None
+        by_row, by_column = over_devices(by_row, row_axes), over_devices(by_column, column_axes)
+    scale_of = functools.partial(reference.scale_of, dtype=dtype)
+    scales = jax.tree.map(scale_of, (by_row, by_column))  # None is no leaf
+    values_of = mosaic_gpu.quantize if in_kernel else reference.values_of_both
+    return jax.tree.map(Quantized, values_of(x, *scales, dtype=dtype), scales)
+
+
+def over_devices(maxima: Array | None, axes: Split) -> Array | None:
+    """The maxima over all devices of mesh axes; NaN where one of them is, None for None."""
+    if maxima is None or not axes:
+        return maxima
+    # `pmax` of floats may lose a NaN. Without signs, the bits of floats as integers are in the
+    # order of the numbers, and those of a NaN are the largest. So one `pmax` of integers keeps it.
+    bits = jax.lax.bitcast_convert_type(jnp.abs(maxima), jnp.int32)
+    return jax.lax.bitcast_convert_type(jax.lax.pmax(bits, axes), jnp.float32)
 
 
 def _split_reason(x: Array) -> str | None:
