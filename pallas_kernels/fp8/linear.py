@@ -349,8 +349,7 @@ class _Linears:
             (*results, *(roles_of_kept(self.recipe, "k") if keep else ())),
         )
         arrays = jax.tree.leaves(copies)
-        key = self.recipe, keep, self.required_by
-        return partitioned(_forward_of, key, roles, args[0], *arrays)
+        return partitioned(_forward_of, (self, keep), roles, args[0], *arrays)
 
     def num_residuals(self, wanted: Mask) -> int:
         needs_x = any(wanted[1 : 1 + self.number])
@@ -376,10 +375,9 @@ class _Linears:
         gradients = Tokens(("k",)), *(GradientOf(len(of_tokens) + 2 * i) for i in range(n))
         asked_for = tuple(g for g, w in zip(gradients, wanted[: 1 + n], strict=True) if w)
         of_copies = roles_of_copies(copies, [("k", f"n{i}") for i in range(n)])
-        key = self.recipe, wanted[: 1 + n], self.dtypes, self.required_by
         arrays = *dys, *kept, *jax.tree.leaves(copies)
         roles = Roles((*of_tokens, *of_copies), asked_for)
-        gradients = partitioned(_backward_of, key, roles, *arrays)
+        gradients = partitioned(_backward_of, (self, wanted[: 1 + n]), roles, *arrays)
         return [*gradients, *zeros_of_copies(copies, wanted[1 + n :])]
 
     def fold(self, wanted: Mask | None, args: Arrays, is_batched: Mask) -> None:
@@ -387,11 +385,10 @@ class _Linears:
         return None
 
 
-def _forward_of(
-    key: tuple[Recipe, bool, str | None], place: Place
-) -> Callable[..., tuple[jax.Array, ...]]:
+def _forward_of(key: tuple[_Linears, bool], place: Place) -> Callable[..., tuple[jax.Array, ...]]:
     """The forward of a device's tokens: `(*ys, *kept)`."""
-    recipe, keep, _ = key
+    operation, keep = key
+    recipe = operation.recipe
 
     @inside_of("fp8_linear")
     def run(x: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -409,12 +406,10 @@ def _forward_of(
     return run
 
 
-def _backward_of(
-    key: tuple[Recipe, Mask, tuple[Any, ...], str | None], place: Place
-) -> Callable[..., Arrays]:
+def _backward_of(key: tuple[_Linears, Mask], place: Place) -> Callable[..., Arrays]:
     """The backward of a device's tokens: the wanted of `(dx, *dweights)`."""
-    recipe, wanted, dtypes, _ = key
-    n = len(dtypes)
+    operation, wanted = key
+    recipe, n = operation.recipe, operation.number
 
     @inside_of("fp8_linear")
     def run(*arrays: jax.Array) -> Arrays:
@@ -425,7 +420,7 @@ def _backward_of(
             operands_of_gradient(dy, recipe, w, place)
             for dy, w in zip(dys, wanted[1:], strict=True)
         ]
-        return gradients(operands, copies, kept, recipe, wanted, dtypes, like=dys[0])
+        return gradients(operands, copies, kept, recipe, wanted, operation.dtypes, like=dys[0])
 
     return run
 

@@ -150,7 +150,7 @@ class _MLP:
             *(roles_of_kept(self.recipe, "d") if keep_transposed else ()),
         )
         roles = Roles((_X, *roles_of_copies(copies, _FORWARD_AXES)), (_X, *kept))
-        key = self.recipe, keep, keep_transposed, self.required_by
+        key = self, keep, keep_transposed
         return partitioned(_forward_of, key, roles, args[0], *jax.tree.leaves(copies))
 
     def _keeps_transposed(self, wanted: Mask) -> bool:
@@ -176,9 +176,8 @@ class _MLP:
         gradients = _X, *(GradientOf(len(of_tokens) + 2 * i) for i in range(3))
         asked_for = tuple(g for g, w in zip(gradients, wanted[:4], strict=True) if w)
         roles = Roles((*of_tokens, *roles_of_copies(copies, _DGRAD_AXES)), asked_for)
-        key = self.recipe, wanted[:4], self.dtypes, self.required_by
         arrays = dy, *kept, *jax.tree.leaves(copies)
-        found = partitioned(_backward_of, key, roles, *arrays)
+        found = partitioned(_backward_of, (self, wanted[:4]), roles, *arrays)
         return [*found, *zeros_of_copies(copies, wanted[4:])]
 
     def fold(self, wanted: Mask | None, args: Arrays, is_batched: Mask) -> None:
@@ -186,11 +185,10 @@ class _MLP:
         return None
 
 
-def _forward_of(
-    key: tuple[Recipe, bool, bool, str | None], place: Place
-) -> Callable[..., tuple[jax.Array, ...]]:
+def _forward_of(key: tuple[_MLP, bool, bool], place: Place) -> Callable[..., tuple[jax.Array, ...]]:
     """The forward of a device's tokens: `y`, then values and scales of what is kept."""
-    recipe, keep, keep_transposed, _ = key
+    operation, keep, keep_transposed = key
+    recipe = operation.recipe
 
     @inside_of("fp8_swiglu_mlp")
     def run(x: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -227,11 +225,10 @@ def _forward_of(
     return run
 
 
-def _backward_of(
-    key: tuple[Recipe, Mask, tuple[Any, ...], str | None], place: Place
-) -> Callable[..., Arrays]:
+def _backward_of(key: tuple[_MLP, Mask], place: Place) -> Callable[..., Arrays]:
     """The backward of a device's tokens: the wanted of `(dx, dw_gate, dw_up, dw_down)`."""
-    recipe, wanted, dtypes, _ = key
+    operation, wanted = key
+    recipe, dtypes = operation.recipe, operation.dtypes
 
     @inside_of("fp8_swiglu_mlp")
     def run(dy: jax.Array, *rest: jax.Array) -> Any:
