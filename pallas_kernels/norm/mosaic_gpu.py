@@ -174,8 +174,8 @@ class _Norm:
             given = (dy,) if dresidual_out is None else (dy, dresidual_out)
             of_args = *(_TOKENS,) * (len(given) + 1), _WEIGHT, _ROWS
             roles = Roles(of_args, (_TOKENS, GradientOf(len(given) + 1)))
-            key = self.options, dresidual_out is not None
-            dx, dweight = partitioned(_backward_of, key, roles, *given, source, weight, rstd)
+            arrays = *given, source, weight, rstd
+            dx, dweight = partitioned(_backward_of, self.options, roles, *arrays)
         gradients = (dx, dx, dweight) if self.has_residual else (dx, dweight)
         return [g for g, is_wanted in zip(gradients, wanted, strict=True) if is_wanted]
 
@@ -228,17 +228,14 @@ def _forward_of(key: _Norm, place: Place) -> Callable[..., tuple[jax.Array, ...]
     return run
 
 
-def _backward_of(
-    key: tuple[Options, bool], place: Place
-) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _backward_of(options: Options, place: Place) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """The backward of a device's arrays: `(dx, dweight)`."""
-    options, has_dresidual_out = key
 
     def run(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
         *given, source, weight, rstd = args
         rows = _Rows.of(source, options.config)
         dy, *rest = (rows.join(a, fill=0) for a in given)
-        dresidual_out = rest[0] if has_dresidual_out else None
+        dresidual_out = rest[0] if rest else None
         joined = rows.join(rstd[..., None])[:, 0]
         dx, dweight = backward(options, dy, dresidual_out, rows.join(source), weight, joined)
         return rows.split(dx), dweight
