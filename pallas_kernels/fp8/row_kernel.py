@@ -42,9 +42,7 @@ def quantize_rows(x: Float[Array, "M K"], dtype: DTypeLike) -> tuple[Array, Floa
     split = split_row(num_columns, config_of(x, None).fwd_warps, x.dtype.itemsize)
     assert split is not None  # `fits` is true
     rows = Rows(split, num_rows)
-    # Narrow rows: a lane has some 16 elements on their way.
-    most = max(1, min(8, 16 // split.elements_per_lane)) if split.warps == 1 else 1
-    tiles_per_block = math.gcd(rows.num_tiles, most)
+    tiles_per_block = math.gcd(rows.num_tiles, split.most_tiles)
     values, scale = gpu_kernel(
         functools.partial(_kernel, rows, tiles_per_block),
         kernel_name="fp8_quantize_rows",

@@ -55,9 +55,7 @@ def forward(
     assert split is not None  # `check_config` has refused other sizes
     rows = Rows(split, num_tokens)
     has_residual = residual is not None
-    # With narrow rows a block has up to 8 tiles, so that a lane has about 16 elements on their way.
-    tiles_per_block = max(1, min(8, 16 // split.elements_per_lane)) if split.warps == 1 else 1
-    tiles_per_block = min(tiles_per_block, rows.num_full_tiles)
+    tiles_per_block = min(split.most_tiles, rows.num_full_tiles)
     num_blocks = rows.num_full_tiles // tiles_per_block
     row_shape = jax.ShapeDtypeStruct(rows.shape, x.dtype)
     of_y = (row_shape,) if epilogue is None else epilogue.out_types(rows, num_tokens)

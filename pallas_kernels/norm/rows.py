@@ -95,6 +95,11 @@ class RowSplit:
     @property
     def warpgroups(self) -> int:
         """Warpgroups in a block."""
+    @property
+    def most_tiles(self) -> int:
+        """Tiles whose loads a block has on their way together: about 16 elements of a lane."""
+        return max(1, min(8, 16 // self.elements_per_lane)) if self.warps == 1 else 1
+
         return max(1, self.warps // WARPS_PER_WARPGROUP)
 
     @property
