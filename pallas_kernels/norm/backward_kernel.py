@@ -66,21 +66,20 @@ def backward(
     plan = _plan(options, num_tokens, hidden_size, *dtypes, num_operands=len(arrays))
     rows, split = plan.rows, plan.rows.split
     scratch: list[Any] = list(rows.exchange)
+    in_smem = lambda shapes, dtype: {v: plgpu.SMEM(shape, dtype) for v, shape in shapes.items()}
     if split.warps == 1:
-        shapes = sums_shapes(split)
-        scratch.append({v: plgpu.SMEM(shape, jnp.float32) for v, shape in shapes.items()})
+        scratch.append(in_smem(sums_shapes(split), jnp.float32))
     if plan.stages:
         shapes = ring_shapes(split, plan.stages, len(arrays), rows.rows_per_step)
         num_copies = len(arrays) * len(split.chunks)
         scratch += [
-            {vector: plgpu.SMEM(shape, source.dtype) for vector, shape in shapes.items()},
+            in_smem(shapes, source.dtype),
             plgpu.Barrier(num_arrivals=num_copies, num_barriers=plan.stages),
             plgpu.Barrier(num_arrivals=split.warpgroups),
         ]
     if plan.weight_in_smem:
-        shapes = weight_shapes(split)
         scratch += [
-            {vector: plgpu.SMEM(shape, weight.dtype) for vector, shape in shapes.items()},
+            in_smem(weight_shapes(split), weight.dtype),
             plgpu.Barrier(num_arrivals=len(split.chunks)),
         ]
     dx, dweight = gpu_kernel(

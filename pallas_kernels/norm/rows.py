@@ -1,11 +1,9 @@
-"""How warps share the rows of `[T, D]` arrays, and sums over a row.
-
-Above 450 lines, because the kernels' loads, sums and stores of a row all follow its split.
-"""
+"""How warps share the rows of `[T, D]` arrays, and sums over a row."""
 
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -83,6 +81,11 @@ class RowSplit:
         return _chunks(self.segment, self.vector)
 
     @property
+    def widths(self) -> dict[int, int]:
+        """The number of chunks of each width of access, in the order of the chunks."""
+        return Counter(chunk.vector for chunk in self.chunks)
+
+    @property
     def overlap(self) -> int:
         """Elements at the start of the last chunk that are also in the chunks before it."""
         return sum(chunk.size for chunk in self.chunks) - self.segment
@@ -93,13 +96,13 @@ class RowSplit:
         return sum(chunk.vector for chunk in self.chunks)
 
     @property
-    def warpgroups(self) -> int:
-        """Warpgroups in a block."""
-    @property
     def most_tiles(self) -> int:
         """Tiles whose loads a block has on their way together: about 16 elements of a lane."""
         return max(1, min(8, 16 // self.elements_per_lane)) if self.warps == 1 else 1
 
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups in a block."""
         return max(1, self.warps // WARPS_PER_WARPGROUP)
 
     @property
@@ -184,15 +187,11 @@ def ring_shapes(
 
     For each width of access there is an array of the chunks that have it.
     """
-    vectors = [chunk.vector for chunk in split.chunks]
     if split.warps == 1:
         shape: tuple[int, ...] = (WARPS_PER_WARPGROUP * rows_per_step,)
     else:
         shape = rows_per_step, split.warps
-    return {
-        v: (stages, num_operands, vectors.count(v), *shape, LANES * v)
-        for v in dict.fromkeys(vectors)
-    }
+    return {v: (stages, num_operands, n, *shape, LANES * v) for v, n in split.widths.items()}
 
 
 def ring_bytes(
@@ -209,14 +208,12 @@ def sums_shapes(split: RowSplit) -> dict[int, tuple[int, ...]]:
     As in `ring_shapes`, each chunk has a place of its own: Mosaic GPU reads the places of narrow
     accesses with instructions for whole 16 bytes.
     """
-    vectors = [chunk.vector for chunk in split.chunks]
-    return {v: (vectors.count(v), WARPS_PER_WARPGROUP, LANES * v) for v in dict.fromkeys(vectors)}
+    return {v: (n, WARPS_PER_WARPGROUP, LANES * v) for v, n in split.widths.items()}
 
 
 def weight_shapes(split: RowSplit) -> dict[int, tuple[int, ...]]:
     """Shapes of the weight in shared memory, as in `ring_shapes`, with several warps a row."""
-    vectors = [chunk.vector for chunk in split.chunks]
-    return {v: (vectors.count(v), split.warps, LANES * v) for v in dict.fromkeys(vectors)}
+    return {v: (n, split.warps, LANES * v) for v, n in split.widths.items()}
 
 
 def weight_bytes(split: RowSplit, itemsize: int) -> int:
@@ -257,13 +254,9 @@ class Rows:
         self.split, self.rows_per_step = split, rows_per_step
         self._row_is_one_warp = split.warps == 1
         self._num_tokens = num_tokens
-        self.shape: tuple[int, ...]
-        self.weight_shape: tuple[int, ...]
-        if self._row_is_one_warp:
-            self.shape, self.weight_shape = (num_tokens, split.segment), (split.segment,)
-        else:
-            self.shape = (num_tokens, split.warps, split.segment)
-            self.weight_shape = self.shape[1:]
+        warps = () if self._row_is_one_warp else (split.warps,)
+        self.weight_shape = (*warps, split.segment)
+        self.shape = (num_tokens, *self.weight_shape)
         self._rows_at_once = WARPS_PER_WARPGROUP if self._row_is_one_warp else 1
         self._height = rows_per_step * self._rows_at_once
         self.num_full_tiles = num_tokens // self._height
@@ -335,12 +328,7 @@ class Rows:
     ) -> jax.Array:
         """The sum of a row: a scalar or, with one warp a row, the four sums of four rows.
 
-        Args:
-          values: Float32 values of the chunks.
-          warpgroup: Number of this warpgroup.
-          partial_smem: First scratch of `exchange`.
-          barrier: Second scratch of `exchange`.
-          step: Number of sums that this block took before.
+        `values` are those of the chunks, in float32. The other arguments are as in `sums`.
         """
         (total,) = self.sums([values], warpgroup, partial_smem, barrier, step)
         return total
