@@ -200,7 +200,7 @@ def linear_log_probs(
             chunk_size=chunk_size,
             max_logits_bytes=max_logits_bytes,
         )
-    request, temperature, labels = checked_options(
+    request, temperature, labels, vocab_size = _checked_options(
         "linear_log_probs",
         x,
         weight,
@@ -220,7 +220,6 @@ def linear_log_probs(
         implementation=implementation,
         config=config,
     )
-    vocab_size = num_parts(vocab_axis, "linear_log_probs", weight) * request.sizes[0]
     if return_argmax and vocab_size > _MOST_COLUMNS:
         raise ValueError(
             f"return_argmax=True takes a vocabulary of at most {_MOST_COLUMNS} entries, got "
@@ -372,12 +371,13 @@ def linear_token_loss(
     """
     # Above 80 lines, because most of them are documentation.
     x, weight, bias = check_arrays(x, weight, labels, bias, None, weight_layout)
-    request, temperature, labels = checked_options(
+    request, temperature, labels, _ = _checked_options(
         "linear_token_loss",
         x,
         weight,
         bias,
         labels,
+        token_data=token_data,
         per_token=bool(per_token),
         temperature=temperature,
         ignore_index=ignore_index,
@@ -392,7 +392,6 @@ def linear_token_loss(
         implementation=implementation,
         config=config,
     )
-    num_parts(vocab_axis, "linear_token_loss", weight, token_data=token_data)
     function, data, aux_tree = token_function(
         token_fn,
         labels.shape,
@@ -427,7 +426,7 @@ def linear_token_loss(
     return loss, jax.lax.stop_gradient(jax.tree.unflatten(aux_tree, aux))
 
 
-def checked_options(
+def _checked_options(
     name: str,
     x: Array,
     weight: Embedding,
@@ -440,11 +439,14 @@ def checked_options(
     check_labels: bool,
     implementation: Implementation | None,
     weight_layout: WeightLayout,
+    token_data: Any = None,
     keep_exponentials: bool = False,
     per_token: bool | None = None,
     **options: Any,
-) -> tuple[Request, float, Int[Array, "*T"]]:
-    """`(request, temperature, labels)` of a call, which is noted for `choices.explain`.
+) -> tuple[Request, float, Int[Array, "*T"], int]:
+    """`(request, temperature, labels, V of all devices)` of a call.
+
+    The call is noted for `choices.explain`.
 
     Args:
       name: Name of the public function.
@@ -458,6 +460,7 @@ def checked_options(
       check_labels: Whether a label out of range raises an error.
       implementation: Name that the caller gave.
       weight_layout: Layout of the weight.
+      token_data: Data of the tokens, as for `linear_token_loss`.
       keep_exponentials: Whether exponentials are saved for the backward, where they can be.
       per_token: As for `linear_token_loss`; None for other functions.
       **options: Options that `checked_request` checks.
@@ -498,15 +501,16 @@ def checked_options(
         why_no_kernel,
         plan=describe_plan if symbolic_reason(x) is None else None,
     )
-    vocab_size = num_parts(vocab_axis, name, weight, x=x, labels=labels) * request.sizes[0]
+    of_tokens = {"x": x, "labels": labels, "token_data": token_data}
+    vocab_size = num_parts(vocab_axis, name, weight, **of_tokens) * request.sizes[0]
     labels, _, _ = labels_and_weights(x, labels, None, vocab_size, ignore_index, check_labels, name)
-    return request, temperature, labels
+    return request, temperature, labels, vocab_size
 
 
 def _described(
     request: Request, why_no_kernel: str | None, is_kept: bool, per_token: bool | None
 ) -> str:
-    """The plan in words, for `checked_options`, which has these values."""
+    """The plan in words, for `_checked_options`, which has these values."""
     # With three products the logits exist once, as those of a loss with a reduction.
     is_three = is_kept
     if per_token is not None and request.settings.implementation == "mosaic_gpu":
