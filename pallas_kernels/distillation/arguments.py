@@ -9,10 +9,10 @@ from pallas_kernels.arguments import check_choice, checked_dtype, number
 from pallas_kernels.distillation.divergence import Divergence, DivergenceName
 from pallas_kernels.distillation.settings import Settings, Tail
 from pallas_kernels.loss.arguments import (
-    check_softcap,
     check_token_weights,
     checked_chunks,
     checked_fraction,
+    checked_softcap,
     checked_temperature,
 )
 from pallas_kernels.loss.layout import WeightLayout
@@ -45,8 +45,8 @@ def checked_settings(
     return Settings(
         divergence=_divergence(divergence, beta),
         temperature=checked_temperature(temperature),
-        logit_softcap=check_softcap("logit_softcap", logit_softcap),
-        teacher_logit_softcap=check_softcap("teacher_logit_softcap", teacher_logit_softcap),
+        logit_softcap=checked_softcap("logit_softcap", logit_softcap),
+        teacher_logit_softcap=checked_softcap("teacher_logit_softcap", teacher_logit_softcap),
         weight_layout=weight_layout,
         teacher_weight_layout=teacher_weight_layout,
         tail=tail,

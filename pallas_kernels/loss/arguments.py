@@ -190,7 +190,9 @@ def checked_request(
     if open_sizes is not None and chosen == "xla":
         raise NotImplementedError(f"implementation='xla': {open_sizes}, or with 'reference'")
     check_config_has_kernel(config, implementation, chosen, why_no_kernel)
-    _check_options(reduction, ignore_index, label_smoothing, z_loss, logit_softcap)
+    check_choice("reduction", reduction, Reduction)
+    check_integer("ignore_index", ignore_index, remedy="a label that no token has ignores none")
+    options = _checked_options(label_smoothing, z_loss, logit_softcap)
     sizes = checked_chunks(
         chunk_size=chunk_size,
         vocab_chunk_size=vocab_chunk_size,
@@ -202,11 +204,7 @@ def checked_request(
     accum_dtype = checked_dtype("accum_dtype", accum_dtype)
     check_may_be_split(vocab_axis, chosen, open_sizes)
     settings = Settings(
-        options=LossOptions(
-            label_smoothing=float(label_smoothing),
-            z_loss=float(z_loss),
-            logit_softcap=None if logit_softcap is None else float(logit_softcap),
-        ),
+        options=options,
         implementation=chosen,
         accum_dtype=accum_dtype,
         weight_layout=weight_layout,
@@ -225,25 +223,25 @@ def checked_request(
     return request, why_no_kernel
 
 
-def _check_options(reduction, ignore_index, label_smoothing, z_loss, logit_softcap) -> None:
-    check_choice("reduction", reduction, Reduction)
-    check_integer("ignore_index", ignore_index, remedy="a label that no token has ignores none")
-    if not 0 <= number("label_smoothing", label_smoothing, remedy="0.0 is none") <= 1:
+def _checked_options(label_smoothing: Any, z_loss: Any, logit_softcap: Any) -> LossOptions:
+    smoothing = number("label_smoothing", label_smoothing, remedy="0.0 is none")
+    if not 0 <= smoothing <= 1:
         raise ValueError(f"{label_smoothing=} must lie in [0, 1]; 0.0 is none")
     check_number("z_loss", z_loss, least=0.0, remedy="0.0 is none")
-    check_softcap("logit_softcap", logit_softcap)
+    softcap = checked_softcap("logit_softcap", logit_softcap)
+    return LossOptions(label_smoothing=smoothing, z_loss=float(z_loss), logit_softcap=softcap)
 
 
-def check_softcap(name: str, softcap: Any) -> float | None:
+def checked_softcap(name: str, softcap: Any) -> float | None:
     """The bound of logits as a float, if there is one.
 
     Raises:
       ValueError: It is not finite and above 0.
       TypeError: It is no number.
     """
-    return (
-        None if softcap is None else positive_number(name, softcap, remedy="None turns the cap off")
-    )
+    if softcap is None:
+        return None
+    return positive_number(name, softcap, remedy="None turns the cap off")
 
 
 def checked_temperature(temperature: Any) -> float:
