@@ -49,6 +49,7 @@ _LINE_BYTES = 1 << 26  # ten times the longest book; a longer line is a file wit
 _PIECE_TOKENS = 1 << 20  # of a document in a token file
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _COMPLETION: tuple[str, ...] = ("prompt", "completion")
+_MESSAGES: tuple[str, ...] = ("messages",)
 _PREFERENCE: tuple[str, ...] = ("prompt", "chosen", "rejected")
 
 
@@ -237,21 +238,17 @@ class Reader:
     def _document(
         self, path: Path, after: Position, number: int, record: dict[str, Any], where: str
     ) -> Document:
-        if self.preferences:
-            if missing := [name for name in _PREFERENCE if name not in record]:
-                raise DataError(
-                    f"{where}: no field {', '.join(map(repr, missing))}; a preference has "
-                    f"'prompt', 'chosen' and 'rejected', but it has {shortened(list(record))}"
-                )
-            fields = _PREFERENCE
-        elif self.text_field in record:
+        fields = self._fields(list(record), where)
+        if self.preferences and fields != _PREFERENCE:
+            missing = [name for name in _PREFERENCE if name not in fields]
+            raise DataError(
+                f"{where}: no field {', '.join(map(repr, missing))}; a preference has "
+                f"'prompt', 'chosen' and 'rejected', but it has {shortened(list(record))}"
+            )
+        if fields == (self.text_field,):
             return Document(path, after, number, utf8(record, self.text_field, where))
-        elif record.keys() >= set(_COMPLETION):
-            fields = _COMPLETION
-        elif "messages" in record:
+        if fields == _MESSAGES:
             record, fields = record | _last_message_apart(record["messages"], where), _COMPLETION
-        else:
-            raise self._no_text(list(record), where)
         from_messages = any(is_messages(record[name]) for name in fields)
         if from_messages:
             prompt, text, *rejected = self._from_messages(record, fields, where)
@@ -267,6 +264,24 @@ class Reader:
             # The template writes the tokens that begin and end a text, if the model has them.
             begins=not from_messages,
             ends=not from_messages,
+        )
+
+    def _fields(self, names: list[str], where: str) -> tuple[str, ...]:
+        """The fields that hold the texts, of the fields or columns that there are."""
+        if self.preferences:
+            return tuple(name for name in _PREFERENCE if name in names)
+        for fields in ((self.text_field,), _COMPLETION, _MESSAGES):
+            if set(fields) <= set(names):
+                return fields
+        remedy = "name one with --data.text-field"
+        if set(_PREFERENCE) <= set(names):
+            remedy += (
+                "; only training with --objective dpo reads preferences, so elsewhere write the "
+                "chosen text as 'completion'"
+            )
+        raise DataError(
+            f"{where}: no field {self.text_field!r} or 'messages', and not both of 'prompt' and "
+            f"'completion'; it has {shortened(names)}; {remedy}"
         )
 
     def _from_messages(
@@ -293,34 +308,13 @@ class Reader:
         tools = _tools(record.get("tools"), where)
         return self.chat_template.texts(record[fields[0]], answers, where, tools=tools)
 
-    def _no_text(self, names: list[str], where: str) -> DataError:
-        remedy = "name one with --data.text-field"
-        if set(_PREFERENCE) <= set(names):
-            remedy += (
-                "; only training with --objective dpo reads preferences, so elsewhere write the "
-                "chosen text as 'completion'"
-            )
-        return DataError(
-            f"{where}: no field {self.text_field!r} or 'messages', and not both of 'prompt' and "
-            f"'completion'; it has {shortened(names)}; {remedy}"
-        )
-
     def _parquet(self, path: Path, begin: Position) -> Iterator[Document]:
         pyarrow, parquet = pyarrow_modules(path)
         size = path.stat().st_size
         try:
             with parquet.ParquetFile(path) as file:
                 names = file.schema_arrow.names
-                if self.preferences:
-                    columns = [name for name in _PREFERENCE if name in names]
-                elif self.text_field in names:
-                    columns = [self.text_field]
-                elif set(_COMPLETION) <= set(names):
-                    columns = list(_COMPLETION)
-                elif "messages" in names:
-                    columns = ["messages"]
-                else:
-                    raise self._no_text(names, str(path))
+                columns = list(self._fields(names, str(path)))
                 if columns != [self.text_field] and "tools" in names:
                     columns.append("tools")
                 for number, record in parquet_rows(file, columns, begin.offset):
