@@ -66,24 +66,30 @@ class PackedDataset:
         prompts = self.prompt_sizes
         if prompts is not None and len(prompts) != len(offsets):
             raise ValueError(f"{len(prompts)} prompt_sizes for {len(offsets)} documents")
-        for first in range(0, len(offsets), _OFFSETS_AT_ONCE):
-            ends = offsets[first + 1 : first + _OFFSETS_AT_ONCE + 1]
-            if first + _OFFSETS_AT_ONCE >= len(offsets):
-                ends = np.append(ends, len(self.tokens))
-            sizes = ends - offsets[first : first + _OFFSETS_AT_ONCE]
+        for first, starts, ends in self._some_documents():
+            sizes = ends - starts
             if len(empty := np.flatnonzero(sizes <= 0)):
                 raise ValueError(
                     "document_offsets must be strictly increasing: document "
                     f"{first + empty[0]} has {sizes[empty[0]]} tokens; leave out empty documents"
                 )
             if prompts is not None:
-                some = prompts[first : first + _OFFSETS_AT_ONCE]
+                some = prompts[first : first + len(sizes)]
                 if len(wrong := np.flatnonzero((some < 0) | (some > sizes))):
                     i = wrong[0]
                     raise ValueError(
                         f"prompt_sizes[{first + i}]={some[i]} must lie between 0 and the "
                         f"document's {sizes[i]} tokens"
                     )
+
+    def _some_documents(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Parts of the table of offsets: the first document, then the starts and ends of all."""
+        for first in range(0, len(self.document_offsets), _OFFSETS_AT_ONCE):
+            starts = self.document_offsets[first : first + _OFFSETS_AT_ONCE]
+            ends = self.document_offsets[first + 1 : first + _OFFSETS_AT_ONCE + 1]
+            if len(ends) < len(starts):
+                ends = np.append(ends, len(self.tokens))
+            yield first, starts, ends
 
     @classmethod
     def from_documents(
@@ -117,13 +123,8 @@ class PackedDataset:
         total = cut = longer = 0
         if self.prompt_sizes is None:
             return total, cut, longer
-        for first in range(0, len(self.document_offsets), _OFFSETS_AT_ONCE):
-            some = slice(first, first + _OFFSETS_AT_ONCE)
-            starts = self.document_offsets[some]
-            ends = self.document_offsets[first + 1 : first + _OFFSETS_AT_ONCE + 1]
-            if len(ends) < len(starts):
-                ends = np.append(ends, len(self.tokens))
-            of_record = self.prompt_sizes[some] > 0
+        for first, starts, ends in self._some_documents():
+            of_record = self.prompt_sizes[first : first + len(starts)] > 0
             # The last prediction is made at the token before the last.
             last_rows = (ends - 2) // self.sequence_length
             total += int(np.sum(of_record))
