@@ -122,12 +122,8 @@ def _quantized(
     record(name, (x, residual, weight), implementation, chosen, reason)
     if chosen == "mosaic_gpu":
         return _kernel(x, residual, weight, dtype, options)
-    if residual is None:
-        source, total = x, None
-        y = norm_reference.rms_norm(x, weight, **options)
-    else:
-        y, total = norm_reference.add_rms_norm(x, residual, weight, **options)
-        source = total
+    y, total = norm_reference.norm(x, residual, weight, **options)
+    source = x if total is None else total
     squares = jnp.mean(jnp.square(source.astype(jnp.float32)), axis=-1)
     scale = reference.scale_of(reference.amax_of(y, axis=-1), dtype)
     values = reference.values_of(y, scale, dtype)

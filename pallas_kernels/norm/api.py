@@ -76,22 +76,8 @@ def rms_norm(
         the kernel or requires kernels.
     """
     x, weight = floating_arrays(x=x, weight=weight)
-    check_norm_options(eps, weight_offset, casting)
-    check_shapes(x, None, weight)
-    chosen, reason = choose_norm(x, None, weight, implementation, config)
-    record("rms_norm", (x, weight), implementation, chosen, reason)
-    if chosen == "mosaic_gpu":
-        return mosaic_gpu.norm(
-            x,
-            None,
-            weight,
-            eps=eps,
-            weight_offset=weight_offset,
-            casting=casting,
-            config=config,
-            has_tangent=_has_tangent(implementation),
-        )[0]
-    return reference.rms_norm(x, weight, eps=eps, weight_offset=weight_offset, casting=casting)
+    options = {"eps": eps, "weight_offset": weight_offset, "casting": casting}
+    return _norm("rms_norm", x, None, weight, options, implementation, config)[0]
 
 
 def add_rms_norm(
@@ -131,26 +117,31 @@ def add_rms_norm(
       NotImplementedError: The same as in `rms_norm`.
     """
     x, residual, weight = floating_arrays(x=x, residual=residual, weight=weight)
-    check_norm_options(eps, weight_offset, casting)
-    check_shapes(x, residual, weight)
-    chosen, reason = choose_norm(x, residual, weight, implementation, config)
-    record("add_rms_norm", (x, residual, weight), implementation, chosen, reason)
-    if chosen != "mosaic_gpu":
-        return reference.add_rms_norm(
-            x, residual, weight, eps=eps, weight_offset=weight_offset, casting=casting
-        )
-    y, residual_out = mosaic_gpu.norm(
-        x,
-        residual,
-        weight,
-        eps=eps,
-        weight_offset=weight_offset,
-        casting=casting,
-        config=config,
-        has_tangent=_has_tangent(implementation),
-    )
+    options = {"eps": eps, "weight_offset": weight_offset, "casting": casting}
+    y, residual_out = _norm("add_rms_norm", x, residual, weight, options, implementation, config)
     assert residual_out is not None
     return y, residual_out
+
+
+def _norm(
+    name: str,
+    x: Array,
+    residual: Array | None,
+    weight: Array,
+    options: dict[str, Any],
+    implementation: Implementation | None,
+    config: Config | None,
+) -> tuple[Array, Array | None]:
+    """`(y, residual_out)` of arrays, by the implementation that the caller asks for."""
+    check_norm_options(**options)
+    check_shapes(x, residual, weight)
+    chosen, reason = choose_norm(x, residual, weight, implementation, config)
+    record(name, (x, residual, weight), implementation, chosen, reason)
+    if chosen != "mosaic_gpu":
+        return reference.norm(x, residual, weight, **options)
+    # Plain JAX may compute what has no kernel if the caller has not asked for kernels.
+    has_tangent = implementation is None and required_by(implementation) is None
+    return mosaic_gpu.norm(x, residual, weight, **options, config=config, has_tangent=has_tangent)
 
 
 def choose_norm(
@@ -173,11 +164,6 @@ def choose_norm(
     chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
     check_config_has_kernel(config, implementation, chosen, reason)
     return chosen, reason
-
-
-def _has_tangent(implementation: Implementation | None) -> bool:
-    """Whether plain JAX may compute what has no kernel: the caller has not asked for kernels."""
-    return implementation is None and required_by(implementation) is None
 
 
 def check_norm_options(eps: float, weight_offset: float, casting: Casting) -> None:

@@ -25,7 +25,6 @@ Arithmetic is float32. Rounded: `residual_out` and `y` to the dtype of `x`, with
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -103,9 +102,7 @@ def norm(
     if x.size == 0:
         # There is nothing to launch. The gradients of these results are zeros.
         how = {"eps": eps, "weight_offset": weight_offset, "casting": casting}
-        if residual is None:
-            return reference.rms_norm(x, weight, **how), None
-        return reference.add_rms_norm(x, residual, weight, **how)
+        return reference.norm(x, residual, weight, **how)
     kind = _NormWithTangent if has_tangent else _Norm
     operation = kind(options, residual is not None)
     if residual is None:
@@ -204,12 +201,14 @@ class _NormWithTangent(_Norm):
         # devices, each device has a gradient of its own, and JAX adds them up later.
         source = vary(source, varying_axes(dsource))
         weight = vary(weight, varying_axes(dweight))
-        norm = functools.partial(
-            reference.rms_norm,
+        norm = lambda source, weight: reference.norm(
+            source,
+            None,
+            weight,
             eps=self.options.eps,
             weight_offset=self.options.weight_offset,
             casting=self.options.casting,
-        )
+        )[0]
         _, dy = jax.jvp(norm, (source, weight), (dsource, dweight))
         return (dy, dsource) if self.has_residual else (dy,)
 

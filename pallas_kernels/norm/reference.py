@@ -15,31 +15,20 @@ from pallas_kernels.partition import split_over_explicit_axes
 _TOKENS, _WEIGHT = Tokens(("d",)), Weight(("d",))
 
 
-def rms_norm(
+def norm(
     x: Float[Array, "*T D"],
+    residual: Float[Array, "*T D"] | None,
     weight: Float[Array, " D"],
     *,
     eps: float,
     weight_offset: float,
     casting: str,
-) -> Float[Array, "*T D"]:
-    """`x / sqrt(mean(x²) + eps) * (weight + weight_offset)`; see `pallas_kernels.rms_norm`."""
+) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"] | None]:
+    """`(y, residual_out)` of `pallas_kernels.add_rms_norm`, or `(y, None)` without a residual."""
     key = float(eps), float(weight_offset), casting
-    roles = Roles((_TOKENS, _WEIGHT), (_TOKENS,))
-    return split_over_explicit_axes(_norm_of, key, roles, x, weight)[0]
-
-
-def add_rms_norm(
-    x: Float[Array, "*T D"],
-    residual: Float[Array, "*T D"],
-    weight: Float[Array, " D"],
-    *,
-    eps: float,
-    weight_offset: float,
-    casting: str,
-) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
-    """`rms_norm` of the rounded sum `x + residual`, and that sum."""
-    key = float(eps), float(weight_offset), casting
+    if residual is None:
+        roles = Roles((_TOKENS, _WEIGHT), (_TOKENS,))
+        return split_over_explicit_axes(_norm_of, key, roles, x, weight)[0], None
     roles = Roles((_TOKENS, _TOKENS, _WEIGHT), (_TOKENS, _TOKENS))
     y, residual_out = split_over_explicit_axes(_add_norm_of, key, roles, x, residual, weight)
     return y, residual_out
