@@ -220,4 +220,4 @@ def _kernel(
             largest = largest.astype(output.dtype).astype(jnp.float32)
             store(maxima_gmem.at[column_tile, rows], largest)
 
-    loop.run([x_gmem], [gate_gmem, up_gmem], list(rest), tile=tile, end=wait_for_pieces)
+    loop.run([x_gmem], [[gate_gmem], [up_gmem]], list(rest), tile=tile, end=wait_for_pieces)

@@ -190,4 +190,4 @@ def _kernel(
             to = output.at[rows, columns]
             store_piece(i, piece.astype(output.dtype), slots, to)
 
-    loop.run([a_gmem], [b_gmem], scratch, tile=tile, end=wait_for_pieces)
+    loop.run([a_gmem], [[b_gmem]], scratch, tile=tile, end=wait_for_pieces)

@@ -327,10 +327,6 @@ class MainLoop:
             "thread_name": "warpgroup",
         }
 
-    def parts_of_b(self, b_gmems: Sequence[Any], column: Any, k: Any) -> Parts:
-        """`parts_of_b` of `run` for a `b` in arrays that follow each other in K."""
-        return self._parts_in_k(b_gmems, self.b_layout, pl.ds(column, self.config.tile_n), k)
-
     def _parts_in_k(self, gmems: Sequence[Any], layout: str, others: Any, k: Any) -> Parts:
         """This step of K in each array, and whether that array has it."""
         end, parts = 0, []
@@ -345,7 +341,7 @@ class MainLoop:
     def run(
         self,
         a_gmems: Sequence[Any],
-        b_gmems: Sequence[Any],
+        b_gmems: Sequence[Sequence[Any]],
         scratch: Sequence[Any],
         *,
         tile: Callable[[Any, Any, Callable[[], tuple[jax.Array, ...]]], None],
@@ -363,7 +359,7 @@ class MainLoop:
         Args:
           a_gmems: One `[M, K]` or `[K, M]`, or several that follow each other in K. The depth of
             each except the last is a multiple of a step.
-          b_gmems: Arrays `[N, K]` or `[K, N]`.
+          b_gmems: The same for each `b`: `[N, K]` or `[K, N]`.
           scratch: Scratch memory of `scratch_types`.
           tile: Function that each computing warpgroup calls once a tile, with its first row, the
             first column, and a function that returns its accumulators: `[64, tile_n]` for each `b`,
@@ -406,14 +402,15 @@ class MainLoop:
             first = jax.lax.rem(i, WARPGROUPS) * stages if self.in_turns else 0
             return filled.at[first + slot_of(step)]
 
-        def parts_in_k(row, k):
+        def rows_of_a(row, k):
             return self._parts_in_k(a_gmems, self.a_layout, pl.ds(row, BLOCK_M), k)
 
-        def columns_of(b_gmem, column, k):
+        def columns_of_each_b(column, k):
+            if parts_of_b is not None:
+                return [parts_of_b(column, k)]
             of_b = jax.lax.rem(k + first_step_of_b, k_steps) if first_step_of_b else k
-            columns, depth = pl.ds(column, tile_n), pl.ds(of_b * self.step, self.step)
-            part = (columns, depth) if self.b_layout == "NK" else (depth, columns)
-            return [(None, b_gmem.at[part])]
+            columns = pl.ds(column, tile_n)
+            return [self._parts_in_k(gmems, self.b_layout, columns, of_b) for gmems in b_gmems]
 
         def bring_part(parts, smem, barrier, collective_axes=None):
             for condition, part in parts:
@@ -441,13 +438,8 @@ class MainLoop:
                         plgpu.barrier_wait(freed.at[slot])
 
                     barrier = filled_of(i, step)
-                    bring_part((parts_of_a or parts_in_k)(row, k), a_smem.at[slot], barrier)
-                    parts = (
-                        [columns_of(b_gmem, column, k) for b_gmem in b_gmems]
-                        if parts_of_b is None
-                        else [parts_of_b(column, k)]
-                    )
-                    for of_b, b_smem in zip(parts, b_smems, strict=True):
+                    bring_part((parts_of_a or rows_of_a)(row, k), a_smem.at[slot], barrier)
+                    for of_b, b_smem in zip(columns_of_each_b(column, k), b_smems, strict=True):
                         shared = "member" if cluster > 1 else None
                         bring_part(of_b, b_smem.at[slot], barrier, collective_axes=shared)
                     return step + 1

@@ -191,7 +191,7 @@ def _forward_kernel(
                 to = output.at[pl.ds(row, TILE_M), pl.ds(column + i * _PIECE, _PIECE)]
                 store_piece(i * num_outputs + j, value, piece_smem.at[warpgroup], to)
 
-    loop.run([x_gmem], [w_gate_gmem, w_up_gmem], scratch, tile=tile, end=wait_for_pieces)
+    loop.run([x_gmem], [[w_gate_gmem], [w_up_gmem]], scratch, tile=tile, end=wait_for_pieces)
 
 
 def gated_matmul_backward(
@@ -312,4 +312,4 @@ def _backward_kernel(
                 if following < num_pieces:
                     where_columns(following)(lambda: fetch(following))
 
-    loop.run([dy_gmem], [w_down_gmem], scratch, tile=tile, end=wait_for_pieces)
+    loop.run([dy_gmem], [[w_down_gmem]], scratch, tile=tile, end=wait_for_pieces)

@@ -237,7 +237,7 @@ def product(
 
         loop.run(
             a_gmems,
-            [b_gmem],
+            [[b_gmem]],
             scratch,
             tile=tile,
             end=wait_for_pieces,

@@ -647,9 +647,8 @@ def _running_statistics(
         weights = [of[name] for name in ("weight", "low_rank") if name in of]
         loop.run(
             [of["x"]],
-            weights[:1],
+            [weights],
             scratch,
-            parts_of_b=functools.partial(loop.parts_of_b, weights) if weights[1:] else None,
             tile=tile,
             start=start,
             end=wait_for_pieces if stores else None,
