@@ -37,24 +37,26 @@ from pallas_kernels.fp8.casts import (
     why_no_kernel,
 )
 from pallas_kernels.fp8.linear import (
-    QuantizedWeight,
-    arguments,
-    as_quantized,
     gradient_of_weight,
     gradients,
-    log_too_small,
-    operand,
     operands_of_gradient,
-    pairs,
-    roles_of_copies,
     roles_of_kept,
     roles_of_x,
     rows,
-    zeros_of_copies,
 )
 from pallas_kernels.fp8.products import fp8_matmul
 from pallas_kernels.fp8.recipes import Recipe, RecipeName, find_recipe
 from pallas_kernels.fp8.types import BlockwiseInt8, Quantized
+from pallas_kernels.fp8.weights import (
+    QuantizedWeight,
+    arguments,
+    as_quantized,
+    log_too_small,
+    operand,
+    pairs,
+    roles_of_copies,
+    zeros_of_copies,
+)
 from pallas_kernels.gpu.math import logistic
 from pallas_kernels.layout import GradientOf, Place, Roles, Tokens, TokensLast
 from pallas_kernels.mapping import Mask
