@@ -36,8 +36,8 @@ CASES = {"64": _case(64, 32, jnp.bfloat16), "128": _case(128, 32, jnp.bfloat16)}
 CASES["128, each head with keys"] = _case(128, 8, jnp.bfloat16)
 EVEN_CASES = tuple(CASES)
 CASES["uneven"] = _case(64, 32, jnp.bfloat16, 4096 + 8)
-# Four warpgroups have all registers, so a few scalars wait outside of the loop in local memory: bytes
-# of their stores and loads, and of the stack.
+# Four warpgroups have all registers, and a few scalars wait outside of the loop in local memory.
+# Bytes of their stores and loads, and of the stack:
 MOST_SPILLED = {"128": (80, 32), "128, each head with keys": (96, 40)}
 # The most shared memory and the most sums that a block may have.
 CASES["most"] = _case(64, 32, jnp.bfloat16, config=ForwardConfig(warpgroups=4, block_kv=192))
