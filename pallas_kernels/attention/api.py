@@ -128,7 +128,7 @@ def choose_attention(
     chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
     check_config_has_kernel(config, implementation, chosen, reason)
     if config is not None and q.size:
-        mosaic_gpu.check_launch(config, q, k)
+        mosaic_gpu.check_launch(config, q)
     return chosen, reason
 
 

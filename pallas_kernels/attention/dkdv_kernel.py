@@ -19,17 +19,41 @@ so the mask hides it. The ends of documents past the end of a row are zeros, too
 all queries from a key past the end, and the sums of this key are not stored.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.attention.config import LOADER_REGISTERS, KeysConfig
 from pallas_kernels.attention.wgmma import COLUMN, ROW, TILE, completed, over, splat
-from pallas_kernels.gpu.kernel import gpu_kernel
+from pallas_kernels.gpu.kernel import check_fits, gpu_kernel
 from pallas_kernels.gpu.math import APPROXIMATE, LOG2_E
 
 _KEYS = 64  # keys of a warpgroup: the rows of a wgmma
+
+
+def keys_scratch(config: KeysConfig, head_size: int, dtype: DTypeLike) -> list[Any]:
+    """The types of a block's scratch memory."""
+    keys, size, stages = _KEYS * config.warpgroups, config.tile, config.stages
+    return [
+        *[plgpu.SMEM((keys, head_size), dtype)] * 2,
+        plgpu.SMEM((keys,), jnp.int32),
+        *[plgpu.SMEM((stages, size, head_size), dtype)] * 2,
+        *[plgpu.SMEM((stages, size), jnp.float32)] * 2,
+        plgpu.Barrier(num_arrivals=3),
+        plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
+    ]
+
+
+def check_keys(config: KeysConfig, q: Any, head_size: int) -> None:
+    """Raises ValueError if the scratch memory does not fit the shared memory of a block."""
+    scratch = keys_scratch(config, head_size, q.dtype)
+    what = f"{config} with heads of {head_size} numbers"
+    check_fits(what, scratch, remedy="take a smaller tile, fewer stages or fewer warpgroups")
 
 
 def gradients_of_keys_and_values(
@@ -157,8 +181,6 @@ def gradients_of_keys_and_values(
                 plgpu.copy_smem_to_gmem(v_smem.at[own], dv_gmem.at[to])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    of_block = plgpu.SMEM((block, head_size), q.dtype)
-    of_step = plgpu.SMEM((stages, size, head_size), q.dtype)
     dk, dv = gpu_kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct(k.shape, k.dtype)] * 2,
@@ -166,15 +188,7 @@ def gradients_of_keys_and_values(
         grid_names=("row", "block", "head"),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
-        scratch_types=[
-            *[of_block] * 2,
-            plgpu.SMEM((block,), jnp.int32),
-            *[of_step] * 2,
-            *[plgpu.SMEM((stages, size), jnp.float32)] * 2,
-            plgpu.Barrier(num_arrivals=3),
-            plgpu.Barrier(num_arrivals=4, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
-        ],
+        scratch_types=keys_scratch(config, head_size, q.dtype),
         kernel_name="attention_backward_dkdv",
         compiler_params=APPROXIMATE,
     )(q, k, v, dout, log2_sum, delta, ends)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.attention.backward import attention_backward
 from pallas_kernels.attention.bounds import Bounds
 from pallas_kernels.attention.config import AttentionConfig
+from pallas_kernels.attention.dkdv_kernel import check_keys
 from pallas_kernels.attention.dq_kernel import check_queries
 from pallas_kernels.attention.forward import (
     DTYPES,
@@ -50,18 +51,15 @@ def unsupported_reason(
     return hopper_gemm.unsupported_device(target_device())
 
 
-def check_launch(
-    config: AttentionConfig, q: Float[Array, "B S N H"], k: Float[Array, "B S K H"]
-) -> None:
-    """Raises ValueError if launch parameters take more memory or registers than a block has.
-
-    The parameters are those of the forward and of the gradient of the queries.
-    """
+def check_launch(config: AttentionConfig, q: Float[Array, "B S N H"]) -> None:
+    """Raises ValueError if launch parameters take more memory or registers than a block has."""
     head_size = _head_size_of_kernels(q)
     if config.forward is not None:
         check_forward(config.forward, q, head_size)
     if config.dq is not None:
         check_queries(config.dq, q, head_size)
+    if config.dkdv is not None:
+        check_keys(config.dkdv, q, head_size)
 
 
 def attention(

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from pallas_kernels import document_attention, document_bounds
 from pallas_kernels.attention import AttentionConfig, ForwardConfig, KeysConfig, QueriesConfig
+from pallas_kernels.attention.dkdv_kernel import gradients_of_keys_and_values
 from pallas_kernels.attention.dq_kernel import gradient_of_queries
 from pallas_kernels.attention.forward import attention_forward
 
@@ -52,13 +54,16 @@ def test_launch_parameters_are_of_their_class(unchecked_shapes, field, value):
         AttentionConfig(**{field: value})
 
 
-def with_config(config: ForwardConfig | QueriesConfig, length=1024, head_size=64):
+type Config = ForwardConfig | QueriesConfig | KeysConfig
+FIELDS = {ForwardConfig: "forward", QueriesConfig: "dq", KeysConfig: "dkdv"}
+
+
+def with_config(config: Config, length=1024, head_size=64):
     """Shapes of the attention by kernels with these launch parameters, for four heads a group."""
-    is_forward = isinstance(config, ForwardConfig)
-    of_all = AttentionConfig(forward=config) if is_forward else AttentionConfig(dq=config)
+    field: dict[str, Any] = {FIELDS[type(config)]: config}
     of = lambda num_heads: array((1, length, num_heads, head_size), jnp.bfloat16)
     bounds = document_bounds(jnp.zeros((1, length), jnp.int32))
-    options = {"implementation": "mosaic_gpu", "config": of_all}
+    options = {"implementation": "mosaic_gpu", "config": AttentionConfig(**field)}
     attend = lambda q, k, v: document_attention(q, k, v, bounds, **options)
     return jax.eval_shape(attend, of(4), of(1), of(1))
 
@@ -70,6 +75,8 @@ LIMITS = [
     (64, QueriesConfig(warpgroups=2, stages=11), QueriesConfig(warpgroups=2, stages=12)),
     (128, ForwardConfig(warpgroups=4, max_stages=5), ForwardConfig(warpgroups=4, max_stages=6)),
     (128, QueriesConfig(warpgroups=3, stages=3), QueriesConfig(warpgroups=3, stages=4)),
+    (64, KeysConfig(stages=11), KeysConfig(stages=12)),
+    (128, KeysConfig(stages=4), KeysConfig(stages=5)),
 ]
 
 
@@ -81,7 +88,9 @@ def lowered(config, head_size):
         run = functools.partial(attention_forward, config=AttentionConfig(forward=config))
         args = q, k, k, bounds
     else:
-        run = functools.partial(gradient_of_queries, config=config)
+        of_queries = isinstance(config, QueriesConfig)
+        run = gradient_of_queries if of_queries else gradients_of_keys_and_values
+        run = functools.partial(run, config=config)
         args = q, k, k, q, sums, sums, bounds
     return jax.export.export(jax.jit(functools.partial(run, scale=1.0)), platforms=["cuda"])(*args)
 
