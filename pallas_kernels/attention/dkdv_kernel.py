@@ -29,6 +29,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.attention.config import LOADER_REGISTERS, KeysConfig
 from pallas_kernels.attention.wgmma import COLUMN, ROW, TILE, completed, over, splat
+from pallas_kernels.gpu.device import LANES, WARPS_PER_WARPGROUP
 from pallas_kernels.gpu.kernel import check_fits, gpu_kernel
 from pallas_kernels.gpu.math import APPROXIMATE, LOG2_E
 
@@ -50,10 +51,24 @@ def keys_scratch(config: KeysConfig, head_size: int, dtype: DTypeLike) -> list[A
 
 
 def check_keys(config: KeysConfig, q: Any, head_size: int) -> None:
-    """Raises ValueError if the scratch memory does not fit the shared memory of a block."""
+    """Raises ValueError if a block has too little memory or too few registers for the parameters.
+
+    Args:
+      config: Launch parameters, as the caller gave them.
+      q: Queries.
+      head_size: Numbers of a head in the kernel.
+    """
     scratch = keys_scratch(config, head_size, q.dtype)
     what = f"{config} with heads of {head_size} numbers"
     check_fits(what, scratch, remedy="take a smaller tile, fewer stages or fewer warpgroups")
+    # The sums of `s`, `dp`, `dk` and `dv`. Where they do not fit, ptxas fails (4 warpgroups, heads
+    # of 64 numbers, 256 queries), or spills at least 1680 bytes of a lane.
+    sums = 2 * _KEYS * (config.tile + head_size) // (WARPS_PER_WARPGROUP * LANES)
+    if sums > config.registers:
+        raise ValueError(
+            f"{what} has {sums} sums in each lane, and each lane of {config.warpgroups} computing "
+            f"warpgroups has {config.registers} registers; take a smaller tile or fewer warpgroups"
+        )
 
 
 def gradients_of_keys_and_values(

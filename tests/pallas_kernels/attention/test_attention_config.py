@@ -123,3 +123,20 @@ def test_sums_fit_the_registers(head_size, largest):
     message = rf"block_kv={largest + 64}.* has 160 sums .* of 4 warpgroups has 128 registers"
     with pytest.raises(ValueError, match=message):
         with_config(config(largest + 64), head_size=head_size)
+
+
+@pytest.mark.parametrize(
+    ("head_size", "largest", "larger", "registers"),
+    [
+        (64, KeysConfig(tile=128, stages=2), KeysConfig(tile=192, stages=2), 240),
+        (64, KeysConfig(warpgroups=3), KeysConfig(warpgroups=4), 112),
+        (128, KeysConfig(), KeysConfig(warpgroups=3), 160),
+    ],
+    ids=str,
+)
+def test_sums_of_keys_fit_the_registers(head_size, largest, larger, registers):
+    with_config(largest, head_size=head_size)
+    sums = larger.tile + head_size
+    message = rf"has {sums} sums .* of {larger.warpgroups} computing .* has {registers} registers"
+    with pytest.raises(ValueError, match=message):
+        with_config(larger, head_size=head_size)
