@@ -34,7 +34,7 @@ def causal_attention(
       NotImplementedError: There is no cuDNN on a GPU, or `implementation` names a library that does
         not take the arguments.
     """
-    chosen = implementation or _choose(q, k, v, documents)
+    chosen = _choose(q, k, v, documents) if implementation is None else implementation
     if chosen == "mosaic_gpu":
         bounds = _whole_rows(q) if documents is None else documents
         try:

@@ -13,6 +13,8 @@ from pallas_kernels.fp8 import RECIPES
 
 AUTO_REMAT = "auto"
 
+_ATTENTION_LIBRARIES = ("xla", "cudnn", "mosaic_gpu")
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -152,6 +154,12 @@ class LlamaConfig:
             raise ValueError(
                 f"implementation={self.implementation!r}: no kernel computes an MLP with "
                 f"hidden_act={self.hidden_act!r}; take implementation=None"
+            )
+        library = self.attention_implementation
+        if library is not None and library not in _ATTENTION_LIBRARIES:
+            raise ValueError(
+                f"attention_implementation={library!r} must be None or one of "
+                f"{', '.join(_ATTENTION_LIBRARIES)}"
             )
         self._check_tokens()
         if self.num_attention_heads % self.num_key_value_heads:

@@ -254,6 +254,13 @@ def test_wrong_configurations_raise(changes, message):
         changed(**changes)
 
 
+@pytest.mark.parametrize("library", ["", "flash"])
+def test_an_unknown_library_of_attention_raises(unchecked_shapes, library):
+    message = f"attention_implementation='{library}' must be None or one of xla, cudnn, mosaic_gpu"
+    with pytest.raises(ValueError, match=message):
+        changed(attention_implementation=library)
+
+
 def test_attention_dropout_raises():
     with pytest.raises(NotImplementedError, match=r"attention_dropout=0\.1.* set it to 0\.0"):
         changed(attention_dropout=0.1)
