@@ -105,7 +105,7 @@ type Contender = tuple[str, str, Callable[..., jax.Array], tuple[Direction, ...]
 def contenders(num_documents: int, *, with_transformer_engine: bool) -> list[Contender]:
     """The contenders on rows of so many documents, ours with all of its tiles.
 
-    Some of the tiles spill registers where heads have 128 channels.
+    Where heads have 128 channels, some of the tiles spill registers, and others are refused.
     """
     both: tuple[Direction, ...] = ("forward", "forward+backward")
     found: list[Contender] = [
