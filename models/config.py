@@ -81,12 +81,12 @@ class LlamaConfig:
         is for long sequences, in which gate and up are the largest arrays. It needs a `remat` that
         keeps neither gate nor up, and an MLP without biases.
       implementation: Implementation of every operation of `pallas_kernels`, except for those of
-        FP8. `None` runs the kernels where they take the arguments, and XLA elsewhere. "xla" is
-        plain JAX, for comparison. "reference" is the formula of each operation. "mosaic_gpu" runs
-        the kernels, and raises where one cannot run. "require" runs the kernels that `None` would
-        run, and raises where no kernel runs. If devices share sequences, as `mesh.tensor` says, the
-        function `sharded_add_rms_norm` replaces `add_rms_norm`. The docstrings of this function and
-        of `linear_cross_entropy` say which values they take.
+        FP8 and the attention. `None` runs the kernels where they take the arguments, and XLA
+        elsewhere. "xla" is plain JAX, for comparison. "reference" is the formula of each operation.
+        "mosaic_gpu" runs the kernels, and raises where one cannot run. "require" runs the kernels
+        that `None` would run, and raises where no kernel runs. If devices share sequences, as
+        `mesh.tensor` says, the function `sharded_add_rms_norm` replaces `add_rms_norm`. The
+        docstrings of this function and of `linear_cross_entropy` say which values they take.
       fp8: Recipe by which training multiplies in FP8 in the projections and MLPs of the layers:
         tensorwise, rowwise or rowwise_with_gw_hp. None multiplies in `dtype`. FP8 needs the
         activation "silu", and an MLP without biases and chunks. The dtype of the parameters stays
