@@ -236,7 +236,7 @@ def checked_softcap(name: str, softcap: Any) -> float | None:
     """The bound of logits as a float, if there is one.
 
     Raises:
-      ValueError: It is not finite and above 0.
+      ValueError: It is no positive number of float32.
       TypeError: It is no number.
     """
     if softcap is None:
@@ -248,7 +248,7 @@ def checked_temperature(temperature: Any) -> float:
     """The divisor of the logits as a float.
 
     Raises:
-      ValueError: It is not finite and above 0.
+      ValueError: It is no positive number of float32.
       TypeError: It is no number.
     """
     return positive_number("temperature", temperature, remedy="1.0 leaves the logits as they are")
