@@ -129,7 +129,7 @@ POLICIES = {
     "attention": RematPolicy(
         tensors=(),
         attention=True,
-        description="keeps the attention; projections, norms and MLP run again",
+        description="keeps the attention; output projection, norms and MLP run again",
     ),
     # `fp8_x` names the inputs of products in FP8, which are then not quantized again. In FP8,
     # `normed` is kept only where the backward reads it as it is. Without `normed` in the list, the
@@ -144,7 +144,7 @@ POLICIES = {
     "minimal": RematPolicy(
         tensors=("residual", "rstd", "normed", "fp8_x", "q_proj", "k_proj", "gate", "up"),
         attention=True,
-        description="keeps GEMMs, attention and norms; rotations and the activation run again",
+        description="keeps GEMMs, attention and norms; the activation runs again",
     ),
     # `rstd` is 4 bytes a token and stays.
     "offload": RematPolicy(

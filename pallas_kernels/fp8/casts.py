@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.choices import fall_back_on_a_part
 from pallas_kernels.fp8 import amax, mosaic_gpu, reference
 from pallas_kernels.fp8.quantize import (
     over_devices,
@@ -53,8 +54,10 @@ def cast_transposed(a: jax.Array, cast: Cast, place: Place) -> Quantized:
 
 def cast_part(a: jax.Array, cast: Cast, **options: Any) -> tuple[Any, Any]:
     """`quantized_part` with these options, by the kernels if they take the device's part."""
-    in_kernel = why_no_kernel(a) is None
-    return quantized_part(a, cast.dtype, cast.scaling, in_kernel=in_kernel, **options)
+    reason = why_no_kernel(a)
+    if reason is not None and reason_not_here() is None:
+        fall_back_on_a_part("quantize", None, reason, "XLA quantizes a device's part")
+    return quantized_part(a, cast.dtype, cast.scaling, in_kernel=reason is None, **options)
 
 
 def why_no_kernel(a: jax.Array) -> str | None:

@@ -1,6 +1,7 @@
 """Quantization to FP8, each implementation, against the formula in NumPy and `ml_dtypes`."""
 
 import functools
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +118,17 @@ def test_a_part_of_an_array_on_a_mesh(interpreted, monkeypatch, scaling, row_maj
             assert_same(got, of_x, E4M3, scaling)
         else:
             assert got is None
+
+
+def test_a_part_without_a_kernel_is_told(monkeypatch, caplog):
+    """Rows of a device that are no multiple of 64, as on a GPU."""
+    monkeypatch.setattr(casts, "reason_not_here", lambda: None)
+    x, cast = normal((100, 64)), Cast(dtype=E4M3, scaling="row")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            casts.cast_part(x, cast)
+    (message,) = caplog.messages
+    assert message.startswith("quantize: XLA quantizes a device's part: x has shape (100, 64); ")
 
 
 @pytest.mark.parametrize("width, dtype", [(33088, BF16), (151936, BF16), (128256, F32)])
