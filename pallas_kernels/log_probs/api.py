@@ -31,7 +31,7 @@ from pallas_kernels.loss.config import Config
 from pallas_kernels.loss.description import describe
 from pallas_kernels.loss.layout import Embedding, WeightLayout
 from pallas_kernels.loss.low_rank import LoRA
-from pallas_kernels.loss.mosaic_gpu import statistics
+from pallas_kernels.loss.mosaic_gpu import linear_launch
 from pallas_kernels.loss.plan import InPlace, Request, TokenChunks, choose
 from pallas_kernels.partition import gathered
 
@@ -469,7 +469,7 @@ def _checked_options(
     unsupported = None
     if symbolic_reason(x) is None and x.size:
         operand = jax.ShapeDtypeStruct(weight.shape, x.dtype)
-        unsupported = statistics.unsupported_reason(x, operand, weight_layout)
+        unsupported = linear_launch.unsupported_reason(x, operand, weight_layout)
     request, why_no_kernel = checked_request(
         x,
         weight,

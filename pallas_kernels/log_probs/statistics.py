@@ -10,7 +10,8 @@ from pallas_kernels.folding import fold_chunks
 from pallas_kernels.loss.columns import Columns, of_all_parts, place_in_vocabulary
 from pallas_kernels.loss.gradient_terms import LEAST
 from pallas_kernels.loss.layout import Embedding
-from pallas_kernels.loss.mosaic_gpu import statistics as kernels
+from pallas_kernels.loss.mosaic_gpu import linear_launch
+from pallas_kernels.loss.mosaic_gpu.statistics import linear_statistics, lowest_of_largest
 from pallas_kernels.loss.plan import Settings
 from pallas_kernels.loss.token_loss import IGNORED, at_labels, is_column, softcapped, with_bias
 
@@ -66,8 +67,8 @@ def distribution_of_linear(
     softcap = settings.options.logit_softcap
     columns = Columns.make(settings, weight, bias)
     if settings.implementation == "mosaic_gpu":
-        is_readable = kernels.unsupported_reason(x, weight, columns.layout) is None
-        found, entropy, argmax = kernels.linear_statistics(
+        is_readable = linear_launch.unsupported_reason(x, weight, columns.layout) is None
+        found, entropy, argmax = linear_statistics(
             x,
             weight if is_readable else columns.weight,
             bias,
@@ -136,7 +137,7 @@ def combine(parts: Distribution) -> Distribution:
         entropy = jnp.sum(jnp.exp(log_p) * (parts.entropy - log_p), axis=0)
     argmax = largest = None
     if parts.argmax is not None and parts.largest is not None:
-        argmax = kernels.lowest_of_largest(parts.largest, parts.argmax)
+        argmax = lowest_of_largest(parts.largest, parts.argmax)
         largest = jnp.max(parts.largest, axis=0)
     return Distribution(lse, jnp.max(parts.label_logit, axis=0), entropy, argmax, largest)
 

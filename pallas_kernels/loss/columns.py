@@ -19,8 +19,8 @@ from pallas_kernels.loss.layout import (
     sizes,
 )
 from pallas_kernels.loss.low_rank import TwoParts
+from pallas_kernels.loss.mosaic_gpu import linear_launch, statistics
 from pallas_kernels.loss.mosaic_gpu import logits as logits_kernel
-from pallas_kernels.loss.mosaic_gpu import statistics
 from pallas_kernels.loss.plan import Settings
 from pallas_kernels.loss.token_loss import IGNORED, LogitStatistics, combine
 
@@ -117,7 +117,7 @@ def statistics_of_linear(
     """
     layout = settings.weight_layout
     is_kernel = settings.implementation == "mosaic_gpu"
-    if is_kernel and statistics.unsupported_reason(x, weight, layout) is None:
+    if is_kernel and linear_launch.unsupported_reason(x, weight, layout) is None:
         found, _, _ = statistics.linear_statistics(
             x,
             weight,

@@ -7,7 +7,7 @@ from pallas_kernels.folding import even_chunk_size
 from pallas_kernels.gpu.hopper_gemm import BLOCK_M
 from pallas_kernels.implementation import Chosen
 from pallas_kernels.loss.layout import padding
-from pallas_kernels.loss.mosaic_gpu import in_place, statistics
+from pallas_kernels.loss.mosaic_gpu import in_place, linear_launch
 from pallas_kernels.loss.plan import (
     AllLogits,
     ColumnChunks,
@@ -115,7 +115,7 @@ def describe(request: Request, reduction: str, why_no_kernel: str | None) -> Los
             in_dweight, num_bytes = _bytes_in_place(extent, padded(vocab_size), hidden_size)
             num_bytes = max(num_bytes, tokens * padded(vocab_size) * itemsize if size else 0)
     operands = request.x, request.operand
-    if is_kernel and statistics.unsupported_reason(*operands, settings.weight_layout) is None:
+    if is_kernel and linear_launch.unsupported_reason(*operands, settings.weight_layout) is None:
         alone = 0
     return LossPlan(
         name=name,

@@ -9,7 +9,7 @@ from benchmarks import ceilings, timing
 from benchmarks.kernels import loss_plans
 from pallas_kernels.gpu.device import Device
 from pallas_kernels.loss import cost, plan
-from pallas_kernels.loss.mosaic_gpu import logits, products, statistics
+from pallas_kernels.loss.mosaic_gpu import linear_launch, logits, products
 
 SHAPE = 600, 64, 256
 
@@ -26,7 +26,7 @@ def without_gpu(monkeypatch, two_ms_a_call):
 @pytest.fixture
 def h100(monkeypatch):
     device = Device("NVIDIA H100 80GB HBM3", (9, 0), 132)
-    for module in (plan, logits, products, statistics):
+    for module in (plan, logits, products, linear_launch):
         monkeypatch.setattr(module, "target_device", lambda: device)
 
 

@@ -1,9 +1,9 @@
 """Columns of a `dweight [D, V]`, made from exponentials that lay in its own memory; for Hopper.
 
-A column of `[D, V]` is no contiguous memory. But the layout `Interleaved` (`statistics.py`) keeps
-the exponentials of each 256 columns in the memory of 256 columns of `dweight`. So `dweight` is made
-a band of columns at a time: XLA copies the exponentials of the band, and a kernel writes the band
-over them.
+A column of `[D, V]` is no contiguous memory. But the layout `Interleaved` (`stored_layouts.py`)
+keeps the exponentials of each 256 columns in the memory of 256 columns of `dweight`. So `dweight`
+is made a band of columns at a time: XLA copies the exponentials of the band, and a kernel writes
+the band over them.
 
 `in_place.py` makes bands of rows without these copies. XLA then has one kernel read and write
 parts of one array, which must be contiguous. Here the kernel gets the whole `dweight` to write in
@@ -34,7 +34,7 @@ from pallas_kernels.gpu.hopper_gemm import (
 )
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.loss.mosaic_gpu import products
-from pallas_kernels.loss.mosaic_gpu.statistics import Interleaved
+from pallas_kernels.loss.mosaic_gpu.stored_layouts import Interleaved
 
 TILE = 256  # columns of a tile of `Interleaved`, and of the kernel's widest tile
 

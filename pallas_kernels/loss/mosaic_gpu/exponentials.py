@@ -39,19 +39,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.gpu.hopper_gemm import TILE_K, Operand
+from pallas_kernels.gpu.hopper_gemm import TILE_K, Config, Operand
 from pallas_kernels.gpu.math import LOG2_E
 from pallas_kernels.loss.gradient_terms import GradientTerms
 from pallas_kernels.loss.layout import Embedding, WeightLayout, entries
-from pallas_kernels.loss.mosaic_gpu import statistics as linear_statistics
-from pallas_kernels.loss.mosaic_gpu.statistics import (
-    Config,
+from pallas_kernels.loss.mosaic_gpu import linear_launch
+from pallas_kernels.loss.mosaic_gpu.linear_exponentials import (
     Exponentials,
-    Interleaved,
     Repetition,
-    Stored,
     linear_exponentials,
 )
+from pallas_kernels.loss.mosaic_gpu.stored_layouts import Interleaved, Stored
 from pallas_kernels.loss.token_loss import IGNORED, LogitStatistics, LossOptions, is_column
 
 _LARGEST = 64  # log2 of the largest exponential that needs no second GEMM
@@ -80,7 +78,7 @@ def unsupported_reason(
             "way; None allows stored exponentials"
         )
     assert options == known
-    return linear_statistics.unsupported_reason(x, weight, weight_layout)
+    return linear_launch.unsupported_reason(x, weight, weight_layout)
 
 
 _STATIC = "num_columns", "z_loss", "stored", "weight_layout", "config"

@@ -46,7 +46,7 @@ from pallas_kernels.loss.layout import Embedding, OneArray, WeightLayout, paddin
 from pallas_kernels.loss.low_rank import TwoParts
 from pallas_kernels.loss.mosaic_gpu import columns_in_place, exponentials, products
 from pallas_kernels.loss.mosaic_gpu.columns_in_place import Part
-from pallas_kernels.loss.mosaic_gpu.statistics import Interleaved, Stored, Transposed
+from pallas_kernels.loss.mosaic_gpu.stored_layouts import Interleaved, Stored, Transposed
 from pallas_kernels.loss.token_loss import LogitStatistics
 
 

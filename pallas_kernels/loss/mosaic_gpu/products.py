@@ -45,7 +45,7 @@ from pallas_kernels.gpu.hopper_gemm import (
 )
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load
-from pallas_kernels.loss.mosaic_gpu.statistics import Interleaved
+from pallas_kernels.loss.mosaic_gpu.stored_layouts import Interleaved
 
 _LINE_BYTES = 128  # bytes of a row that go through shared memory at a time
 _TILES = (256, 192, 128)  # columns

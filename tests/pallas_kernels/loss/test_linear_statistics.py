@@ -10,16 +10,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gpu.device import Device
-from pallas_kernels.loss.mosaic_gpu import statistics as module
-from pallas_kernels.loss.mosaic_gpu.statistics import (
-    Config,
-    LogitStatistics,
-    Repetition,
-    default_config,
-    linear_exponentials,
-    linear_statistics,
-    unsupported_reason,
-)
+from pallas_kernels.gpu.hopper_gemm import Config
+from pallas_kernels.loss.mosaic_gpu import linear_launch
+from pallas_kernels.loss.mosaic_gpu.linear_exponentials import Repetition, linear_exponentials
+from pallas_kernels.loss.mosaic_gpu.linear_launch import default_config, unsupported_reason
+from pallas_kernels.loss.mosaic_gpu.statistics import linear_statistics
+from pallas_kernels.loss.token_loss import LogitStatistics
 from support.numerics import quick_jit
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -380,7 +376,7 @@ def test_unsupported_arguments(monkeypatch):
         assert name in str(unsupported_reason(*arguments))
     for capability in ((8, 0), (10, 0)):
         device = Device("another", capability, 100)
-        monkeypatch.setattr(module, "target_device", lambda device=device: device)
+        monkeypatch.setattr(linear_launch, "target_device", lambda device=device: device)
         assert "(9, x)" in str(unsupported_reason(x, weight))
         with pytest.raises(NotImplementedError, match="wgmma"):
             linear_statistics(x, weight, None, jnp.zeros(8, jnp.int32), softcap=None)
@@ -404,7 +400,7 @@ def test_wrong_configurations(changes):
 
 
 def test_more_stages_than_shared_memory_has(monkeypatch):
-    monkeypatch.setattr(module, "target_device", lambda: H100)
+    monkeypatch.setattr(linear_launch, "target_device", lambda: H100)
     x, weight, bias, labels = make_args(8, 64, 16)
     config = dataclasses.replace(BASE, tile_n=192, stages=6)
     with pytest.raises(ValueError, match="245760 bytes of shared memory"):

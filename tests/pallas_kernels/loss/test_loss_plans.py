@@ -9,7 +9,7 @@ import pytest
 from pallas_kernels import implementation, linear_cross_entropy_plan
 from pallas_kernels.gpu.device import Device
 from pallas_kernels.loss import plan as plan_module
-from pallas_kernels.loss.mosaic_gpu import in_place, logits, products, statistics
+from pallas_kernels.loss.mosaic_gpu import in_place, linear_launch, logits, products
 from pallas_kernels.loss.plan import InPlace, TokenChunks
 from support.loss_formulas import BF16, F16, F32
 
@@ -20,7 +20,7 @@ MIB = 2**20
 @pytest.fixture
 def h100(monkeypatch):
     """The planner's device."""
-    for module in (plan_module, logits, products, statistics):
+    for module in (plan_module, logits, products, linear_launch):
         monkeypatch.setattr(module, "target_device", lambda: H100)
     monkeypatch.setattr(implementation, "reason_not_here", lambda: None)
 

@@ -13,8 +13,8 @@ from models.sharding import BATCH_AXES, make_mesh
 from pallas_kernels import document_attention, document_bounds, linear_cross_entropy
 from pallas_kernels.fp8 import Quantized, gated_kernel, product_kernel
 from pallas_kernels.gpu.device import Device
-from pallas_kernels.loss.mosaic_gpu import exponentials, products
-from pallas_kernels.loss.mosaic_gpu import statistics as linear_statistics
+from pallas_kernels.loss.mosaic_gpu import exponentials, linear_launch, products
+from pallas_kernels.loss.mosaic_gpu.statistics import linear_statistics
 from pallas_kernels.mlp import gated_matmul
 from train.planner import aot, cost
 from train.planner.splits import Splits
@@ -125,7 +125,7 @@ def test_cost_of_tensors_that_go_to_the_host_and_back():
 def test_cost_of_kernels_with_products(monkeypatch):
     device = Device(H100.device_kind, (9, 0), 132)
     monkeypatch.setattr(gated_matmul, "target_device", lambda: device)
-    monkeypatch.setattr(linear_statistics, "target_device", lambda: device)
+    monkeypatch.setattr(linear_launch, "target_device", lambda: device)
     monkeypatch.setattr(products, "target_device", lambda: device)
     rates = cost.Rates(flops=1e12, bandwidth=1e12, host_bandwidth=1e9)
     tokens, hidden_size, width = 2048, 256, 1024
@@ -134,7 +134,7 @@ def test_cost_of_kernels_with_products(monkeypatch):
     down, across = array(width, hidden_size), array(hidden_size, width)
     labels = jax.ShapeDtypeStruct((tokens,), jnp.int32)
     forward = functools.partial(gated_matmul.gated_matmul, keep=True)
-    loss = functools.partial(linear_statistics.linear_statistics, softcap=None)
+    loss = functools.partial(linear_statistics, softcap=None)
     loss_and_dlogits = functools.partial(exponentials.loss_of_linear, num_columns=width)
     coefficients = jax.ShapeDtypeStruct((tokens,), jnp.float32)
     transposed = array(width, tokens)
