@@ -342,7 +342,7 @@ class _Body:
         rows = _Rows(row, *(of_rows(name) if name in self.refs else None for name in names))
         half, tile = jax.lax.div(row, TILE_M), jax.lax.div(column, self.loop.config.tile_n)
         label_here = self.refs["has_label"][half, tile]
-        # Number of columns of the vocabulary from a piece on; None if all tiles are full.
+        # If the last tile is full, no piece has columns after the vocabulary.
         all_full = self.loop.column_tiles * self.loop.config.tile_n == self.num_columns
         for i in range(self.loop.config.tile_n // PIECE):
             first = column + i * PIECE
