@@ -233,7 +233,7 @@ class LlamaConfig:
             raise ValueError(
                 f"fp8={self.fp8!r} is for hidden_act='silu' without biases and chunks of the MLP, "
                 f"got hidden_act={self.hidden_act!r}, mlp_bias={self.mlp_bias} and "
-                f"mlp_chunk_size={self.mlp_chunk_size}; set fp8=None"
+                f"mlp_chunk_size={self.mlp_chunk_size}; set fp8=None or change these"
             )
 
     def _check_tokens(self) -> None:

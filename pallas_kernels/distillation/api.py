@@ -140,11 +140,11 @@ def linear_distillation_loss(
       divergence: `"forward_kl"`, `"reverse_kl"` or `"jensen_shannon"`.
       beta: Share of the teacher in the mixture, in [0, 1]. Only `"jensen_shannon"` takes it, and
         `None` is 0.5 there.
-      temperature: Divisor of both logits after the softcap, finite and above 0.
+      temperature: Divisor of both logits after the softcap, a positive number of float32.
       bias: Bias of the student's logits, of a floating dtype of 16 bits or more.
       teacher_bias: Bias of the teacher's logits.
       logit_softcap: Bound `c` of the student's logits (Gemma 2, https://arxiv.org/abs/2408.00118),
-        finite and above 0. `None` sets no bound.
+        a positive number of float32. `None` sets no bound.
       teacher_logit_softcap: Bound of the teacher's logits.
       token_weights: Factor for each token's loss, taken as float32. A mask of integers or bools
         will do. If their sum is 0, the mean and its gradients are 0. For weights of both signs,

@@ -131,7 +131,7 @@ def linear_log_probs(
       weight: Output embedding of the layout `weight_layout`, of a floating dtype of 16 bits or
         more; or a `LoRA`, whose `weight` has this layout and no gradient.
       labels: Token whose log-probability is wanted at each position, of any integer dtype.
-      temperature: Divisor of the logits after the softcap, finite and above 0.
+      temperature: Divisor of the logits after the softcap, a positive number of float32.
       bias: Bias of the logits, of a floating dtype of 16 bits or more. With a bias the backward
         computes chunks of tokens.
       ignore_index: Label of the tokens that do not count. It may lie inside `[0, V)`.
