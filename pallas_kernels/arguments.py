@@ -41,6 +41,8 @@ def as_array(name: str, a: Any) -> jax.Array:
     Raises:
       TypeError: The argument is no array.
     """
+    if isinstance(a, jax.ShapeDtypeStruct):
+        raise TypeError(f"{name} is a ShapeDtypeStruct, without values; pass it to jax.eval_shape")
     if not (hasattr(a, "shape") and hasattr(a, "dtype")):
         raise TypeError(f"{name} must be an array, got a {type(a).__name__}; make it a jax.Array")
     return jnp.asarray(a)

@@ -28,6 +28,7 @@ from typing import Literal
 
 from jax.typing import DTypeLike
 
+from pallas_kernels.arguments import check_choice, check_integer
 from pallas_kernels.fp8.products import Accumulation
 from pallas_kernels.fp8.quantize import Scaling
 from pallas_kernels.fp8.types import E4M3, E5M2
@@ -69,6 +70,13 @@ class Recipe:
     dgrad: Accumulation
     wgrad: Accumulation | None
     least_size: int
+
+    def __post_init__(self):
+        check_choice("forward", self.forward, Accumulation)
+        check_choice("dgrad", self.dgrad, Accumulation)
+        if self.wgrad is not None:
+            check_choice("wgrad", self.wgrad, Accumulation)
+        check_integer("least_size", self.least_size, remedy="0 takes FP8 for every weight")
 
     def gains(self, shape: tuple[int, ...]) -> bool:
         """Whether products with a weight of this shape, `[K, N]`, run in FP8."""

@@ -181,8 +181,9 @@ def swiglu_mlp(
     weights = w_gate, w_up, w_down
     _check_shapes(x, weights)
     _check_options(x, save, chunk_size)
-    if chunk_size is not None and chunk_size >= x.shape[-2]:
-        chunk_size = None
+    if chunk_size is not None:
+        # An integer of JAX has no hash, which the plan needs.
+        chunk_size = int(chunk_size) if chunk_size < x.shape[-2] else None
     chosen, reason = choose_swiglu_mlp(x, weights, chunk_size, implementation, config)
     record("swiglu_mlp", (x, *weights), implementation, chosen, reason)
     if chosen == "reference":

@@ -1,5 +1,6 @@
 """Arguments that the operations refuse, and values of tokens that do not count."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -21,6 +22,7 @@ from pallas_kernels import (
     swiglu,
     swiglu_mlp,
 )
+from pallas_kernels.fp8 import RECIPES
 from pallas_kernels.gpu import device as gpu_device
 from pallas_kernels.gpu import kernel as gpu_kernel_module
 from pallas_kernels.gpu.device import Device
@@ -93,6 +95,9 @@ def test_what_is_no_array(unchecked_shapes, operation, name):
     for value in ([[1.0] * 128] * 4, 1.0, "x"):
         with pytest.raises(TypeError, match=rf"^{name} must be an array, got a \w+; make it"):
             call(operation, {name: value})
+    shape = jax.ShapeDtypeStruct(OPERATIONS[operation][1][name], F32)
+    with pytest.raises(TypeError, match=rf"^{name} is a ShapeDtypeStruct, .* jax.eval_shape"):
+        call(operation, {name: shape})
 
 
 @pytest.mark.parametrize("operation", ["rms_norm", "add_rms_norm", "swiglu"])
@@ -173,9 +178,29 @@ def test_launch_parameters_of_another_type(unchecked_shapes, operation):
         call(operation, dtype=BF16, implementation="mosaic_gpu", config={})
 
 
+@pytest.mark.parametrize(
+    "name, value, error",
+    [
+        ("forward", "slow", ValueError),
+        ("dgrad", None, ValueError),
+        ("wgrad", "slow", ValueError),
+        ("least_size", "0", TypeError),
+        ("least_size", 1.5, TypeError),
+    ],
+)
+def test_recipes_that_are_refused_when_they_are_made(unchecked_shapes, name, value, error):
+    with pytest.raises(error, match=rf"^{name}.* must be "):
+        dataclasses.replace(RECIPES["rowwise"], **{name: value})
+
+
 def test_an_option_that_is_traced(unchecked_shapes):
     with pytest.raises(TypeError, match=r"eps must be a number, got a traced .* static argument"):
         jax.jit(lambda eps: call("rms_norm", eps=eps))(1e-5)
+
+
+def test_an_integer_of_jax_as_the_chunk_size(unchecked_shapes):
+    outs = [call("swiglu_mlp", save="x", chunk_size=size) for size in (jnp.int32(3), 3)]
+    chex.assert_trees_all_equal(*outs)
 
 
 def test_integers_and_bools_as_token_weights():
