@@ -131,7 +131,7 @@ def check_config(run_dir: Path, config: TrainConfig, data: Mapping[str, Any]) ->
         raise RunError(
             f"{run_dir} was started with {'; '.join(differences.values())}. Go on with the "
             "old values, or choose another --name; to go on with the new values, write them into "
-            f"{path}"
+            f"{path} (corpus is its field 'data')"
         )
     if moved and is_first():
         print(f"{run_dir}: {'; '.join(moved)}, with the same content, so the run goes on")

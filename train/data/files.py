@@ -424,8 +424,8 @@ def find_files(path: Path) -> tuple[Path, ...]:
         ) from None
     if path.suffix.lower() not in SUFFIXES:
         raise DataError(
-            f"{path}: the format of a file with the suffix {path.suffix!r} is not known; rename "
-            f"it to one of {_known_suffixes()}"
+            f"{path}: the format of a file with the suffix {path.suffix!r} is not known; "
+            f"decompress, convert or rename it to one of {_known_suffixes()}"
         )
     return (path,)
 

@@ -248,7 +248,7 @@ def test_settings_that_may_change(whole):
 
 
 def test_other_text_and_runs_without_checkpoints_are_refused(whole, tmp_path):
-    with pytest.raises(RunError, match=r"with corpus.sha256 None, now 'abc'"):
+    with pytest.raises(RunError, match=r"with corpus.sha256 None, now 'abc'.* is its field 'data'"):
         check_config(whole, CONFIG, {"sha256": "abc"})
     plain = dataclasses.replace(CONFIG, checkpoint=CheckpointConfig(), runs_dir=tmp_path)
     with MetricsWriter(tmp_path / "tiny") as writer:

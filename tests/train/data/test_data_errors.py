@@ -86,6 +86,11 @@ CASES = {
         {"path": "a.doc"},
         r"/a\.doc: .*suffix '\.doc' .* rename .*\.txt",
     ),
+    "compressed": (
+        text("a.jsonl.gz"),
+        {"path": "a.jsonl.gz"},
+        r"suffix '\.gz' is not known; decompress, convert or rename it to one of .*\.jsonl",
+    ),
     "no suffix": (text("README"), {"path": "README"}, r"/README: .* rename .*\.md"),
     "empty file": (text(content=b""), {}, r"folder is empty: it has no text; name other"),
     "mark only": (

@@ -75,6 +75,14 @@ def test_reading_goes_on_after_any_document(folder):
         assert document.after.num_bytes <= document.path.stat().st_size
 
 
+def test_fields_of_several_kinds(tmp_path):
+    path = tmp_path / "a.jsonl"
+    fields = {"messages": [], "prompt": "p", "completion": "c", "text": "t"}
+    without_text = {name: value for name, value in fields.items() if name != "text"}
+    path.write_text(f"{json.dumps(fields)}\n{json.dumps(without_text)}\n")
+    assert contents(list(reader(path).documents())) == [(None, b"t"), (b"p", b"c")]
+
+
 def test_a_file_alone(folder):
     assert find_files(folder / "a.txt") == (folder / "a.txt",)
     assert find_files(folder / ".hidden.txt") == (folder / ".hidden.txt",)  # it was asked for
