@@ -28,10 +28,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.attention.config import LOADER_REGISTERS, KeysConfig
-from pallas_kernels.attention.wgmma import COLUMN, ROW, TILE, completed, over, splat
 from pallas_kernels.gpu.device import LANES, WARPS_PER_WARPGROUP
 from pallas_kernels.gpu.kernel import check_fits, gpu_kernel
 from pallas_kernels.gpu.math import APPROXIMATE, LOG2_E
+from pallas_kernels.gpu.wgmma import COLUMN, ROW, TILE, completed, over, splat
 
 _KEYS = 64  # keys of a warpgroup: the rows of a wgmma
 

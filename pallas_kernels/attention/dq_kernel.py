@@ -38,9 +38,9 @@ from pallas_kernels.attention.key_tiles import (
     Unit,
     masked,
 )
-from pallas_kernels.attention.wgmma import ROW, completed, over
 from pallas_kernels.gpu.kernel import check_fits, gpu_kernel
 from pallas_kernels.gpu.math import APPROXIMATE, LOG2_E
+from pallas_kernels.gpu.wgmma import ROW, completed, over
 
 _PART = 16  # columns whose p or ds is computed at a time
 _KEYS = 64  # keys of a tile; a wgmma with `ds` takes 64 at a time

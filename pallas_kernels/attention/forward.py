@@ -48,7 +48,6 @@ from pallas_kernels.attention.key_tiles import (
     Unit,
     masked,
 )
-from pallas_kernels.attention.wgmma import ROW, completed, over, splat
 from pallas_kernels.gpu.arrays import at_aligned_addresses
 from pallas_kernels.gpu.device import (
     LANES,
@@ -58,6 +57,7 @@ from pallas_kernels.gpu.device import (
 )
 from pallas_kernels.gpu.kernel import check_fits, gpu_kernel, shared
 from pallas_kernels.gpu.math import LN_2, LOG2_E
+from pallas_kernels.gpu.wgmma import ROW, completed, over, splat
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 HEAD_SIZES = (64, 128)

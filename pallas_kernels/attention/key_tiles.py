@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.wgmma import ROW, TILE, over, splat
+from pallas_kernels.gpu.wgmma import ROW, TILE, over, splat
 
 QUERIES = 64  # queries of a warpgroup: the rows of a wgmma
 KEYS, VALUES = 0, 1

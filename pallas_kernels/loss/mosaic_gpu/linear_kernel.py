@@ -3,8 +3,8 @@
 The loss of a token and its gradient need only a few numbers from each row of the `[T, V]` logits:
 the logsumexp, the label's logit, and maxima for the accuracy. Here the logits exist only as wgmma
 accumulators. `linear_statistics` runs the kernel for the statistics alone. `linear_exponentials`
-runs it for a loss with gradients: through shared memory the kernel then stores the exponentials of
-the logits relative to an offset of each row, times a factor of the row.
+runs it for a loss with gradients. Then the kernel also stores, through shared memory, the
+exponentials of the logits relative to an offset of each row, times a factor of the row.
 
 At T=8192, D=4096, V=128256 in bfloat16 the GEMM has `2·T·D·V` = 8.6 Tflop, which take 10.9 ms at
 the 791 TF/s that cuBLAS reaches on an H100. `weight` has 1.05 GB and `x` 67 MB, and each read once
@@ -61,21 +61,17 @@ from pallas_kernels.gpu.hopper_gemm import (
 from pallas_kernels.gpu.kernel import gpu_kernel
 from pallas_kernels.gpu.layouts import load, store
 from pallas_kernels.gpu.math import LOG2_E
+from pallas_kernels.gpu.wgmma import COLUMN, ROW, over, splat
 from pallas_kernels.loss.low_rank import TwoParts
 from pallas_kernels.loss.mosaic_gpu.linear_launch import PaddedEmbedding
 from pallas_kernels.loss.mosaic_gpu.running_statistics import (
     LEAST_EXPONENT,
-    ROW,
-    TILE,
     Running,
-    filled,
-    spread,
     with_piece,
 )
 from pallas_kernels.loss.mosaic_gpu.stored_layouts import PIECE, Stored
 
 _PIECES = (WARPGROUPS, 2, TILE_M, PIECE)  # one of two is filled while the other is stored
-_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 class Storing(NamedTuple):
@@ -138,7 +134,7 @@ def run(
       bias: Bias of the logits without padding, added in float32.
       softcap: Bound c of `c · tanh(z / c)`, applied before the temperature.
       temperature: Divisor of the logits.
-      storing: What the kernel stores; None for statistics alone.
+      storing: Exponentials to store; None for statistics alone.
     """
     arguments = _arguments(loop, x, weight, labels, bias, storing)
     num_labels = arguments["labels"].size
@@ -246,7 +242,7 @@ def _has_label(
 
 
 class _Rows(NamedTuple):
-    """What the kernel knows of 64 rows; None for what it has not.
+    """Numbers of 64 rows; None for those that the kernel does not read.
 
     Attributes:
       first: Number of the first row.
@@ -322,7 +318,7 @@ class _Body:
             first = block * BLOCK_M
             for row in range(0, BLOCK_M, TILE_M):
                 for i, value in enumerate(jax.tree.leaves(self.start)):
-                    store(self._running_at(i, first + row), filled(value, (TILE_M,), ROW))
+                    store(self._running_at(i, first + row), splat(value, (TILE_M,), ROW))
 
         jax.lax.fori_loop(0, self.loop.groups, start_group, None)
 
@@ -366,8 +362,8 @@ class _Body:
     def _logits(self, piece: Any, first_column: Any) -> jax.Array:
         """The logits of a piece, from its accumulators: with bias, softcap and temperature."""
         if "bias" in self.refs:
-            bias = load(self.refs["bias"].at[pl.ds(first_column, PIECE)], _COLUMN)
-            piece += jax.lax.broadcast_in_dim(bias, piece.shape, (1,))
+            bias = load(self.refs["bias"].at[pl.ds(first_column, PIECE)], COLUMN)
+            piece += over(bias, piece, axis=1)
         if self.softcap is not None:
             piece = self.softcap * _tanh(piece * (1 / self.softcap))
         if self.temperature != 1:
@@ -393,16 +389,16 @@ class _Body:
 
     def _scaled(self, rows: _Rows, exp: Any, exponent: Any, logits: Any) -> jax.Array:
         """The exponentials times the factors of their rows and the slope of the softcap."""
-        factor, counts = spread(rows.scale, logits.shape), rows.scale
+        factor, counts = over(rows.scale, logits), rows.scale
         if rows.slope is not None:
-            factor += spread(rows.slope, logits.shape) * jnp.maximum(exponent, LEAST_EXPONENT)
+            factor += over(rows.slope, logits) * jnp.maximum(exponent, LEAST_EXPONENT)
             counts = jnp.where(rows.scale != 0, rows.scale, rows.slope)
         exp *= factor
         if self.softcap is not None:
             # Columns after the vocabulary are -inf, and their exponential is 0.
             bounded = logits * (self.temperature / self.softcap)
             exp *= 1 - jnp.minimum(jnp.square(bounded), 1.0)
-        return jnp.where(spread(counts != 0, logits.shape), exp, filled(0.0, exp.shape, TILE))
+        return jnp.where(over(counts != 0, logits), exp, splat(0.0, exp.shape))
 
     def _store_values(self, row: Any, i: int, column: Any, values: Any) -> None:
         """Stores `[64, 64]` values, of these first row and column, where the layout says."""

@@ -1,4 +1,4 @@
-"""What the GEMM of statistics and exponentials runs on: supported operands, and its main loop."""
+"""Operands and main loop of the GEMM of statistics and exponentials."""
 
 import jax
 import jax.numpy as jnp

@@ -19,13 +19,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.math import LOG2_E
+from pallas_kernels.gpu.wgmma import ROW, TILE, over, splat
 from pallas_kernels.loss.mosaic_gpu.stored_layouts import PIECE
 
 LEAST_EXPONENT = -1e4  # finite exponent whose power of 2 is 0, as that of -inf
 _LOWEST = -1e30
-
-TILE = plgpu.Layout.WGMMA
-ROW = plgpu.Layout.WGMMA.reduce(1)  # a value for each row of a tile
 
 
 class Running(NamedTuple):
@@ -125,7 +123,7 @@ def with_piece(
             weighted = (weighted + sum_exp * change) * jnp.exp2(change)
         sum_exp *= jnp.exp2(change)
         offset = largest * LOG2_E
-    exponent = logits * LOG2_E - spread(offset, logits.shape)
+    exponent = logits * LOG2_E - over(offset, logits)
     exp = jnp.exp2(exponent)
     sum_exp += jnp.sum(exp, axis=1)
     if weighted is not None:
@@ -144,16 +142,14 @@ def _without_padding(logits: Any, num_columns: Any, fill: float) -> Any:
         return logits
     return jax.lax.cond(
         num_columns < PIECE,
-        lambda: jnp.where(
-            _columns(logits.shape) < num_columns, logits, filled(fill, logits.shape, TILE)
-        ),
+        lambda: jnp.where(_columns(logits.shape) < num_columns, logits, splat(fill, logits.shape)),
         lambda: logits,
     )
 
 
 def _argmax(before: Any, largest: Any, logits: Any, piece_largest: Any, first_column: Any) -> Any:
     """The lowest column with the largest logit, from the one before this piece and this piece."""
-    is_largest = logits == spread(piece_largest, logits.shape)
+    is_largest = logits == over(piece_largest, logits)
     none = plgpu.layout_cast(jnp.full(logits.shape, PIECE, jnp.int32), TILE)
     here = first_column + jnp.min(jnp.where(is_largest, _columns(logits.shape), none), axis=1)
     here = here.astype(jnp.float32)
@@ -169,15 +165,15 @@ def _around_label(
     """Each row's logit in the label's column, and the largest before it; -1e30 for none."""
 
     def with_label():
-        lowest = lambda: filled(_LOWEST, logits.shape, TILE)
+        lowest = lambda: splat(_LOWEST, logits.shape)
         columns = lambda: _columns(logits.shape)
-        labels = lambda: spread(label, logits.shape)
+        labels = lambda: over(label, logits)
         at_label = jnp.where(columns() == labels(), logits, lowest())
         before = jnp.where(columns() < labels(), logits, lowest())
         return jnp.max(at_label, axis=1), jnp.max(before, axis=1)
 
     def without_label():
-        none = filled(_LOWEST, label.shape, ROW)
+        none = splat(_LOWEST, label.shape, ROW)
         return none, jnp.where(label >= PIECE, piece_largest, none)
 
     return jax.lax.cond(label_here, with_label, without_label)
@@ -186,13 +182,3 @@ def _around_label(
 def _columns(shape: tuple[int, ...]) -> jax.Array:
     """The number of each column of a piece."""
     return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
-
-
-def spread(of_rows: Any, shape: tuple[int, ...]) -> jax.Array:
-    """A value of each row in all columns of a piece."""
-    return jax.lax.broadcast_in_dim(of_rows, shape, (0,))
-
-
-def filled(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
-    """The same number everywhere, float32, in a layout."""
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
