@@ -36,9 +36,8 @@ def causal_attention(
     """
     chosen = _choose(q, k, v, documents) if implementation is None else implementation
     if chosen == "mosaic_gpu":
-        bounds = _whole_rows(q) if documents is None else documents
         try:
-            return document_attention(q, k, v, bounds, implementation="mosaic_gpu")
+            return document_attention(q, k, v, documents, implementation="mosaic_gpu")
         except NotImplementedError as error:
             if implementation is None:
                 raise
@@ -71,28 +70,29 @@ def _choose(
 ) -> Literal["xla", "cudnn", "mosaic_gpu"]:
     """The library that computes the attention if the configuration names none.
 
-    On a GPU the log says why a mask is read, or why all scores are kept in memory.
+    Our kernels come first, except in long rows of one document, where cuDNN is faster. On a GPU the
+    log says why a mask is read, or why all scores are kept in memory.
     """
-    reasons = []
-    if documents is not None:
-        chosen, reason = choose_attention(q, k, v)
-        if chosen == "mosaic_gpu":
-            return chosen
-        reasons.append(f"no kernel of document_attention runs: {reason}")
-    if (reason := _why_no_cudnn(q)) is None:
+    why_no_cudnn = _why_no_cudnn(q)
+    # For a query and a key, the gradients of cuDNN take 5 products, and those of our kernels take
+    # 7. In long rows with heads of 128 the products take most of the time. There cuDNN takes 0.94
+    # to 0.97 of the time of our kernels (docs/lab/2026-11-30-attention-of-whole-rows.md).
+    is_long = documents is None and q.shape[1] > 8192 and q.shape[3] > 64
+    if is_long and why_no_cudnn is None:
+        return "cudnn"
+    chosen, reason = choose_attention(q, k, v)
+    if chosen == "mosaic_gpu":
+        return chosen
+    reasons = [f"no kernel of document_attention runs: {reason}"]
+    if why_no_cudnn is None:
         library, work = "cudnn", "cuDNN reads a mask of S² elements for each row of documents"
     else:
         library, work = "xla", "XLA computes it and keeps all S² scores"
-        reasons.append(reason)
-    if reasons and reason_not_here() is None:
+        reasons.append(why_no_cudnn)
+    needs_memory = documents is not None or library == "xla"
+    if needs_memory and reason_not_here() is None:
         log_once(f"attention: {work}, because {'; and '.join(reasons)}")
     return library
-
-
-def _whole_rows(q: Float[Array, "B S N H"]) -> Bounds:
-    """The bounds of rows of one document."""
-    begins = jnp.zeros(q.shape[:2], jnp.int32)
-    return Bounds(begins, begins + q.shape[1])
 
 
 def _of_jax(

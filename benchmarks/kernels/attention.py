@@ -2,11 +2,12 @@
 
     python -m benchmarks.kernels.attention --peers
     python -m benchmarks.kernels.attention --documents 8 --peers
+    python -m benchmarks.kernels.attention --contenders cuDNN ours --shapes 1x8192x32x8x128
 
 A shape is sequences x length x query heads x key heads x head size. Data is random and bfloat16;
 times are kernel times (`benchmarks/timing.py`), medians over interleaved rounds. cuDNN and XLA run
-as `models/llama.py` calls them. The other kernels in JAX have several tiles each; all of them are
-timed, and the table has the fastest. The backward is the forward with the backward less the
+as `models/llama.py` calls them, and so does "ours", `document_attention`. The other kernels in JAX
+have several tiles each; all of them are timed, and the table has the fastest. The backward is the forward with the backward less the
 forward. A forward counts 4 B N S² H floating-point operations, half of them if it is causal, and a
 backward 2.5 times as many. A result that differs from the formula in float32 by over 2 % is not
 timed.
@@ -15,7 +16,7 @@ JAX's `attention_mgpu` takes float16 alone, scales no logits, so that its querie
 and has a backward without a mask only. The rows "no mask" compare that backward with cuDNN's.
 
 `--documents N` times cuDNN on rows of N documents of random lengths. "Mask" gives cuDNN a mask of
-S² elements. "Ours" is `document_attention`, which the model calls. The rates of all rows count the
+S² elements. "Ours" has several tiles. The rates of all rows count the
 causal attention of a whole row, so they compare times.
 
 `--peers` adds tokamax and the PyTorch libraries of `benchmarks/peers.py`; with `--documents` it
@@ -128,6 +129,7 @@ def variants(*, with_tokamax: bool) -> list[Variant]:
     xla = functools.partial(jax.nn.dot_product_attention, implementation="xla")
     return [
         Variant("cuDNN", "", functools.partial(cudnn, is_causal=True)),
+        Variant("ours", "", documents.by_kernels),
         Variant("XLA", "", functools.partial(xla, is_causal=True)),
         Variant("cuDNN, no mask", "", cudnn, formula=FULL_ATTENTION),
         *_of_jax(),
@@ -390,6 +392,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", type=shapes.parse, default=list(SHAPES))
     parser.add_argument("--peers", action="store_true", help="add other libraries' kernels")
     parser.add_argument("--documents", type=int, help="documents of a row")
+    parser.add_argument("--contenders", nargs="+", metavar="NAME", help="time these in JAX alone")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output-dir", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args(argv)
@@ -419,6 +422,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         with_te = args.peers and "transformer-engine" not in absent
         contenders = of_documents(args.documents, with_transformer_engine=with_te)
+    if names := args.contenders:
+        known = dict.fromkeys(v.name for v in contenders)
+        if unknown := set(names) - set(known):
+            parser.error(f"--contenders: {sorted(unknown)} must be among {list(known)}")
+        contenders = [v for v in contenders if v.name in names]
     programs: list[Program] = [
         (s, v, d) for s in args.shapes for v in contenders for d in v.directions
     ]

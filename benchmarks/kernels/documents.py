@@ -58,12 +58,12 @@ def by_kernels(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segment_ids: jax.Array,
+    segment_ids: jax.Array | None = None,
     *,
     config: AttentionConfig | None = None,
 ) -> jax.Array:
-    """Our kernels, which skip tiles of other documents."""
-    bounds = document_bounds(segment_ids)
+    """Our kernels, which skip tiles of other documents; None is for rows of one document."""
+    bounds = None if segment_ids is None else document_bounds(segment_ids)
     return document_attention(q, k, v, bounds, implementation="mosaic_gpu", config=config)
 
 

@@ -14,7 +14,7 @@ from pallas_kernels.arguments import (
     positive_number,
 )
 from pallas_kernels.attention import mosaic_gpu
-from pallas_kernels.attention.bounds import Bounds
+from pallas_kernels.attention.bounds import Bounds, whole_rows
 from pallas_kernels.attention.config import AttentionConfig
 from pallas_kernels.attention.reference import attention_reference
 from pallas_kernels.choices import record
@@ -34,7 +34,7 @@ def document_attention(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
-    bounds: Bounds,
+    bounds: Bounds | None,
     *,
     scale: float | None = None,
     implementation: Implementation | None = None,
@@ -51,8 +51,10 @@ def document_attention(
     calls of the kernels with equal arguments have equal results and gradients, bit by bit.
 
     The forward keeps `q`, `k`, `v`, the bounds, the result, and one float32 number for each token
-    and head for the backward. The kernels need no workspace. They use the algorithm of
-    https://arxiv.org/abs/2407.08608, with two kernels for the gradients.
+    and head for the backward. The kernels use the algorithm of https://arxiv.org/abs/2407.08608,
+    with two kernels for the gradients. They need no workspace, unless the keys are few: if a device
+    has less than one block of 128 keys for each of its multiprocessors, counted over rows and heads
+    of keys, the backward has several float32 arrays of the size of `k` and of `v`.
 
         bounds = document_bounds(segment_ids)
         out = document_attention(q, k, v, bounds)
@@ -61,9 +63,10 @@ def document_attention(
       q: Queries. Queries, keys and values may have any floating dtype of 16 bits or more.
       k: Keys; N is a multiple of K, and head n of the queries reads head `n // (N // K)`.
       v: Values.
-      bounds: Beginnings and ends of the documents, from `document_bounds`. On Auto axes split the
-        rows of the bounds over the mesh axes of the rows of `q`, or over the first of these axes,
-        or not at all. With another split, XLA gathers the results without a warning.
+      bounds: Beginnings and ends of the documents, from `document_bounds`. `None` is for rows of
+        one document. On Auto axes split the rows of the bounds over the mesh axes of the rows of
+        `q`, or over the first of these axes, or not at all. With another split, XLA gathers the
+        results without a warning.
       scale: Positive factor of the products of queries and keys: a number, or an array without
         axes that JAX does not trace. `None` is `1 / √H`.
       implementation: Name of the program. `None`, the default, runs the kernels if JAX's default
@@ -79,8 +82,7 @@ def document_attention(
 
     Raises:
       ValueError: The shapes disagree, a name is unknown, the scale is no positive number of
-        float32, or `config` is given and plain JAX runs, or it takes more shared memory or
-        registers than a block has.
+        float32, or `config` is given and plain JAX runs, or a kernel cannot be launched with it.
       TypeError: An array has a dtype that is not allowed, or an option has a wrong type.
       NotImplementedError: The caller asked for the kernels or requires them, and they do not run;
         or the kernels are differentiated twice or in forward mode (`jax.jvp`); or the members of
@@ -99,7 +101,8 @@ def document_attention(
     if chosen == "mosaic_gpu" and q.size:
         out = mosaic_gpu.attention(q, k, v, bounds, scale=scale, config=config)
     else:
-        arrays = q, *_split_as_queries(q, k, v, bounds.begins)
+        begins = (bounds or whole_rows(*q.shape[:2])).begins
+        arrays = q, *_split_as_queries(q, k, v, begins)
         out = attention_reference(*arrays, scale=scale)[0].astype(q.dtype)
     # In jax.set_mesh an array that was made outside of it has an empty mesh, and no split.
     if sharding.mesh.empty or jax.typeof(out).sharding == sharding:
@@ -117,8 +120,8 @@ def choose_attention(
     """The implementation that `document_attention` runs, and the reason if it is not the kernels.
 
     Raises:
-      ValueError: The name is unknown, or `config` is given and plain JAX runs, or it takes more
-        shared memory or registers than a block has.
+      ValueError: The name is unknown, or `config` is given and plain JAX runs, or a kernel cannot
+        be launched with it.
       TypeError: `config` is no `AttentionConfig`.
       NotImplementedError: The caller asked for the kernels, which do not take the arguments.
     """
@@ -128,7 +131,7 @@ def choose_attention(
     chosen, reason = choose_implementation(implementation, unsupported, fallback="reference")
     check_config_has_kernel(config, implementation, chosen, reason)
     if config is not None and q.size:
-        mosaic_gpu.check_launch(config, q)
+        mosaic_gpu.check_launch(config, q, k)
     return chosen, reason
 
 
@@ -165,8 +168,11 @@ def _split_as_queries(q: Array, k: Array, v: Array, begins: Array) -> list[Array
 
 def _check_shapes(q: Array, k: Array, v: Array, bounds: Any) -> None:
     """Raises an error if the arguments do not fit together, or sizes of heads are symbols."""
-    if not isinstance(bounds, Bounds):
-        raise TypeError(f"bounds must be what document_bounds returns, got {type(bounds).__name__}")
+    if not (bounds is None or isinstance(bounds, Bounds)):
+        raise TypeError(
+            "bounds must be what document_bounds returns, or None for rows of one document, got "
+            f"{type(bounds).__name__}"
+        )
     for name, a, dims in (("q", q, "NH"), ("k", k, "KH"), ("v", v, "KH")):
         for dim, size in zip(dims, a.shape[2:], strict=False):
             if not isinstance(size, int):
@@ -182,7 +188,7 @@ def _check_shapes(q: Array, k: Array, v: Array, bounds: Any) -> None:
             f"k and v must be [B, S, K, H] for q {q.shape}, where K divides N = {q.shape[2]}, got "
             f"{k.shape} and {v.shape}"
         )
-    for name, bound in bounds._asdict().items():
+    for name, bound in ({} if bounds is None else bounds._asdict()).items():
         shape, dtype = (getattr(bound, of, None) for of in ("shape", "dtype"))
         if shape != q.shape[:2] or dtype != jnp.int32:
             raise ValueError(f"bounds.{name} must be int32 {q.shape[:2]}, got {dtype} {shape}")

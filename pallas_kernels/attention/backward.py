@@ -8,8 +8,8 @@ sums over pairs of a query and a key:
 
 One kernel computes `dk` and `dv`, the other computes `dq`, and both compute `p` and `ds`. Together
 they take 7 products for a query and a key, where one kernel for all would take 5. But each sum
-stays in the registers of one warpgroup. So there are no atomic additions and no workspace, and two
-calls with equal arguments have equal results.
+stays in the registers of one warpgroup. So there are no atomic additions, and two calls with equal
+arguments have equal results.
 
 The tokens of a document are adjacent. So the sums of a key go over one range of tiles of queries,
 and the sum of a query goes over one range of tiles of keys. `dq_kernel.py` and `dkdv_kernel.py`
@@ -19,7 +19,7 @@ describe the kernels.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.attention.config import AttentionConfig, KeysConfig, queries_config
+from pallas_kernels.attention.config import KeysConfig, QueriesConfig
 from pallas_kernels.attention.dkdv_kernel import gradients_of_keys_and_values
 from pallas_kernels.attention.dq_kernel import gradient_of_queries
 from pallas_kernels.gpu.arrays import at_aligned_addresses
@@ -27,7 +27,7 @@ from pallas_kernels.gpu.kernel import shared
 from pallas_kernels.gpu.math import LOG2_E
 
 
-@shared("scale", "config")
+@shared("scale", "of_queries", "of_keys")
 def attention_backward(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B S K H"],
@@ -39,7 +39,8 @@ def attention_backward(
     ends: Int32[Array, "B S"],
     *,
     scale: float,
-    config: AttentionConfig,
+    of_queries: QueriesConfig,
+    of_keys: KeysConfig,
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """The gradients `(dq, dk, dv)` of causal attention within documents.
 
@@ -55,7 +56,8 @@ def attention_backward(
       begins: Index in its row of the first token of each token's document.
       ends: Index in its row of the token after the last token of each token's document.
       scale: Positive factor of the products of queries and keys.
-      config: Launch parameters of all kernels.
+      of_queries: Launch parameters of the kernel of `dq`.
+      of_keys: Launch parameters of the kernel of `dk` and `dv`.
     """
     # exp2 is one instruction. One fma computes its argument from a score: it multiplies by
     # `scale · log2(e)` and subtracts `log2_sum`.
@@ -63,7 +65,6 @@ def attention_backward(
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     operands = (q, k, v, dout, log2_sum, delta)
     of_dq, of_dkdv = (at_aligned_addresses((*operands, bounds)) for bounds in (begins, ends))
-    of_queries, of_keys = config.dq or queries_config(q.shape[-1]), config.dkdv or KeysConfig()
     dq = gradient_of_queries(*of_dq, scale=scale, config=of_queries)
     dk, dv = gradients_of_keys_and_values(*of_dkdv, scale=scale, config=of_keys)
     return at_aligned_addresses((dq, dk, dv))

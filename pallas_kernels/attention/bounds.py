@@ -46,6 +46,12 @@ def document_bounds(segment_ids: Int[Array, "B S"]) -> Bounds:
     return Bounds(begins, ends)
 
 
+def whole_rows(batch_size: int, length: int) -> Bounds:
+    """The bounds of rows of one document."""
+    begins = jnp.zeros((batch_size, length), jnp.int32)
+    return Bounds(begins, jnp.full_like(begins, length))
+
+
 def _check(segment_ids: Any) -> None:
     if not (hasattr(segment_ids, "shape") and hasattr(segment_ids, "dtype")):
         kind = type(segment_ids).__name__

@@ -7,12 +7,15 @@ Another warpgroup loads the block's keys and values once, and then tiles of quer
 - Keys are the rows (M) of each wgmma. So a wgmma leaves its result in registers, and `p` and `ds`
   go into the next wgmma from registers. The sums `dk` and `dv` also stay in registers.
 - A group is the heads of queries that share a head of keys. A block goes over the queries of one
-  head of the group after the other. So `dk` and `dv` become sums over the group in registers.
+  head of the group after the other. So `dk` and `dv` become sums over the group in registers. If
+  the keys are too few to give each multiprocessor a block, blocks share the heads of a group. Then
+  each block writes its sums in float32, and XLA adds them up and rounds them.
 - The queries that see a key go from the key's own token to the end of its document. The first key
   of a block and the end of its last key's document give the range of tiles. Only tiles with queries
   before a key, or after a key's document, need a mask.
 - Three computing warpgroups without a loading one were not faster. Blocks of one computing
-  warpgroup were not faster, either: see docs/lab/2026-11-30-attention-kernels-on-h200.md.
+  warpgroup were not faster, either: see docs/lab/2026-11-30-attention-kernels-on-h200.md. They
+  were slower than parts of a group, too.
 
 TMA fills in zeros for tokens past the end of a row. A query past the end comes after all documents,
 so the mask hides it. The ends of documents past the end of a row are zeros, too. So the mask hides
@@ -27,21 +30,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from pallas_kernels.attention.config import KEYS_OF_A_WARPGROUP as _KEYS
 from pallas_kernels.attention.config import LOADER_REGISTERS, KeysConfig
 from pallas_kernels.gpu.device import LANES, WARPS_PER_WARPGROUP
 from pallas_kernels.gpu.kernel import check_fits, gpu_kernel
 from pallas_kernels.gpu.math import APPROXIMATE, LOG2_E
 from pallas_kernels.gpu.wgmma import COLUMN, ROW, TILE, completed, over, splat
 
-_KEYS = 64  # keys of a warpgroup: the rows of a wgmma
-
 
 def keys_scratch(config: KeysConfig, head_size: int, dtype: DTypeLike) -> list[Any]:
     """The types of a block's scratch memory."""
-    keys, size, stages = _KEYS * config.warpgroups, config.tile, config.stages
+    size, stages = config.tile, config.stages
     return [
-        *[plgpu.SMEM((keys, head_size), dtype)] * 2,
-        plgpu.SMEM((keys,), jnp.int32),
+        *[plgpu.SMEM((config.keys, head_size), dtype)] * 2,
+        plgpu.SMEM((config.keys,), jnp.int32),
         *[plgpu.SMEM((stages, size, head_size), dtype)] * 2,
         *[plgpu.SMEM((stages, size), jnp.float32)] * 2,
         plgpu.Barrier(num_arrivals=3),
@@ -50,14 +52,20 @@ def keys_scratch(config: KeysConfig, head_size: int, dtype: DTypeLike) -> list[A
     ]
 
 
-def check_keys(config: KeysConfig, q: Any, head_size: int) -> None:
-    """Raises ValueError if a block has too little memory or too few registers for the parameters.
+def check_keys(config: KeysConfig, q: Any, head_size: int, group: int) -> None:
+    """Raises ValueError if the kernel cannot be launched with the parameters.
 
     Args:
       config: Launch parameters, as the caller gave them.
       q: Queries.
       head_size: Numbers of a head in the kernel.
+      group: Number of heads of queries that share a head of keys.
     """
+    if config.parts > group:
+        raise ValueError(
+            f"{config} divides {group} heads of queries that share a head of keys into "
+            f"{config.parts} parts; take up to {group}"
+        )
     scratch = keys_scratch(config, head_size, q.dtype)
     what = f"{config} with heads of {head_size} numbers"
     check_fits(what, scratch, remedy="take a smaller tile, fewer stages or fewer warpgroups")
@@ -76,16 +84,16 @@ def gradients_of_keys_and_values(
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients of the keys and values; `attention_backward` describes the arguments."""
     batch, length, num_heads, head_size = q.shape
-    group = num_heads // k.shape[2]
-    size, stages = config.tile, config.stages
-    block = _KEYS * config.warpgroups
+    group, parts = num_heads // k.shape[2], config.parts
+    size, stages, block = config.tile, config.stages, config.keys
     sums = lambda columns: plgpu.WGMMAAccumulatorRef((_KEYS, columns), jnp.float32)
     after = lambda number, end, first: jnp.where(number + 1 < end, number + 1, first)
 
     def kernel(q_gmem, k_gmem, v_gmem, dout_gmem, log2_gmem, delta_gmem, ends_gmem, *refs):
         dk_gmem, dv_gmem, k_smem, v_smem, ends_smem = refs[:5]
         q_smem, dout_smem, log2_smem, delta_smem, ready, filled, freed = refs[5:]
-        row, head, warpgroup = map(jax.lax.axis_index, ("row", "head", "warpgroup"))
+        row, head, part, warpgroup = map(jax.lax.axis_index, ("row", "head", "part", "warpgroup"))
+        begin_member, end_member = (jax.lax.div(p * group, parts) for p in (part, part + 1))
         first = jax.lax.axis_index("block") * block
         end_of = lambda token: ends_gmem[row, jnp.minimum(token, length - 1)]
         tiles_of = lambda first, number: (
@@ -121,7 +129,7 @@ def gradients_of_keys_and_values(
 
                 return jax.lax.fori_loop(begin, end, bring, step)
 
-            steps = jax.lax.fori_loop(0, group, bring_head, 0)
+            steps = jax.lax.fori_loop(begin_member, end_member, bring_head, 0)
             # JAX's interpreter wants every phase of a barrier to be waited for (JAX 0.11.2, 0.12).
             last_steps = jnp.maximum(steps - stages, 0)
             jax.lax.fori_loop(last_steps, steps, lambda step, _: wait_until_freed(step), None)
@@ -181,30 +189,41 @@ def gradients_of_keys_and_values(
                     plgpu.barrier_arrive(freed.at[slot])
                     return after(tile, end, begin), after(slot, stages, 0)
 
-                jax.lax.fori_loop(0, group * (end - begin), step, (begin, 0))
+                num_steps = (end_member - begin_member) * (end - begin)
+                jax.lax.fori_loop(0, num_steps, step, (begin, 0))
                 return completed(dk_sum), completed(dv_sum)
 
             dk_sum, dv_sum = pl.run_scoped(run, sums(head_size), sums(head_size))
 
             @pl.when(key < length)
             def _store():
+                to = row, pl.ds(key, _KEYS), head
+                if parts > 1:
+                    dk_gmem.at[part][to] = dk_sum * scale
+                    dv_gmem.at[part][to] = dv_sum
+                    return
                 k_smem.at[own][...] = (dk_sum * scale).astype(q.dtype)
                 v_smem.at[own][...] = dv_sum.astype(q.dtype)
                 plgpu.commit_smem()
-                to = row, pl.ds(key, _KEYS), head
                 plgpu.copy_smem_to_gmem(k_smem.at[own], dk_gmem.at[to])
                 plgpu.copy_smem_to_gmem(v_smem.at[own], dv_gmem.at[to])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    out_type = jax.ShapeDtypeStruct(k.shape, k.dtype)
+    if parts > 1:  # with room for the keys of a warpgroup past the end of a row
+        whole = pl.cdiv(length, _KEYS) * _KEYS
+        out_type = jax.ShapeDtypeStruct((parts, batch, whole, *k.shape[2:]), jnp.float32)
     dk, dv = gpu_kernel(
         kernel,
-        out_type=[jax.ShapeDtypeStruct(k.shape, k.dtype)] * 2,
-        grid=(batch, pl.cdiv(length, block), k.shape[2]),
-        grid_names=("row", "block", "head"),
+        out_type=[out_type] * 2,
+        grid=(batch, pl.cdiv(length, block), k.shape[2], parts),
+        grid_names=("row", "block", "head", "part"),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=keys_scratch(config, head_size, q.dtype),
         kernel_name="attention_backward_dkdv",
         compiler_params=APPROXIMATE,
     )(q, k, v, dout, log2_sum, delta, ends)
+    if parts > 1:
+        dk, dv = (jnp.sum(a[:, :, :length], axis=0).astype(k.dtype) for a in (dk, dv))
     return dk, dv

@@ -38,7 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention.config import AttentionConfig, ForwardConfig, forward_config
+from pallas_kernels.attention.config import ForwardConfig
 from pallas_kernels.attention.key_tiles import (
     KEYS,
     QUERIES,
@@ -124,7 +124,7 @@ def attention_forward(
     begins: Int[Array, "B S"],
     *,
     scale: float,
-    config: AttentionConfig,
+    config: ForwardConfig,
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B N S"]]:
     """Attention of token t to the tokens from `begins[t]` to t, and its logsumexp in float32.
 
@@ -138,11 +138,11 @@ def attention_forward(
       begins: Index in its row of the first token of each token's document, int32. It does not fall
         along a row, and is no larger than the token's own index.
       scale: Positive factor of the products of queries and keys.
-      config: Launch parameters of all kernels.
+      config: Launch parameters.
     """
     batch, length, num_heads, head_size = q.shape
-    of_forward = launched(config.forward or forward_config(head_size), q)
-    warpgroups, block_kv = of_forward.warpgroups, of_forward.block_kv
+    config = launched(config, q)
+    warpgroups, block_kv = config.warpgroups, config.block_kv
     unit = Unit(length=length, group=num_heads // k.shape[2], warpgroups=warpgroups)
     piece = math.gcd(length, QUERIES)  # tokens whose logsumexp is stored at a time
     scores_acc = plgpu.WGMMAAccumulatorRef((QUERIES, block_kv), jnp.float32)
@@ -275,7 +275,7 @@ def attention_forward(
         grid_names=("row", "block", "head"),
         num_threads=warpgroups,
         thread_name="warpgroup",
-        scratch_types=forward_scratch(of_forward, head_size, q.dtype),
+        scratch_types=forward_scratch(config, head_size, q.dtype),
         kernel_name="attention_forward",
         compiler_params=_COMPILER_PARAMS,
     )(*at_aligned_addresses((q, k, v, begins)))

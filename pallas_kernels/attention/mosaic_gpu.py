@@ -10,8 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention.backward import attention_backward
-from pallas_kernels.attention.bounds import Bounds
-from pallas_kernels.attention.config import AttentionConfig
+from pallas_kernels.attention.bounds import Bounds, whole_rows
+from pallas_kernels.attention.config import (
+    AttentionConfig,
+    forward_config,
+    keys_config,
+    queries_config,
+)
 from pallas_kernels.attention.dkdv_kernel import check_keys
 from pallas_kernels.attention.dq_kernel import check_queries
 from pallas_kernels.attention.forward import (
@@ -51,28 +56,30 @@ def unsupported_reason(
     return hopper_gemm.unsupported_device(target_device())
 
 
-def check_launch(config: AttentionConfig, q: Float[Array, "B S N H"]) -> None:
-    """Raises ValueError if launch parameters take more memory or registers than a block has."""
+def check_launch(
+    config: AttentionConfig, q: Float[Array, "B S N H"], k: Float[Array, "B S K H"]
+) -> None:
+    """Raises ValueError if a kernel cannot be launched with its parameters."""
     head_size = _head_size_of_kernels(q)
     if config.forward is not None:
         check_forward(config.forward, q, head_size)
     if config.dq is not None:
         check_queries(config.dq, q, head_size)
     if config.dkdv is not None:
-        check_keys(config.dkdv, q, head_size)
+        check_keys(config.dkdv, q, head_size, q.shape[2] // k.shape[2])
 
 
 def attention(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
-    bounds: Bounds,
+    bounds: Bounds | None,
     *,
     scale: float,
     config: AttentionConfig | None,
 ) -> Float[Array, "B S N H"]:
     """The attention by the kernels; `unsupported_reason` must be None for the arguments."""
-    return call(_Attention(scale, config or AttentionConfig()), q, k, v, *bounds)[0]
+    return call(_Attention(scale, config or AttentionConfig()), q, k, v, *(bounds or ()))[0]
 
 
 _Q, _K = Tokens(("s", "kv_heads", "g", "h")), Tokens(("s", "kv_heads", "h"))
@@ -82,7 +89,7 @@ PARTS = ("kv_heads",)
 
 @dataclasses.dataclass(frozen=True)
 class _Attention:
-    """The output of `(q, k, v, begins, ends)`.
+    """The output of `(q, k, v, begins, ends)`, or of `(q, k, v)` if each row is one document.
 
     Its functions of a device have queries and output as `[B, S, K, G, H]`, with G = N / K: with an
     axis of the heads of keys, a mesh axis may split all arrays alike. The operation itself has them
@@ -98,9 +105,9 @@ class _Attention:
 
     def forward(self, wanted: Mask | None, *args: jax.Array) -> tuple[jax.Array, ...]:
         """The output, followed by the logsumexp unless `wanted` is None."""
-        roles = Roles((_Q, _K, _K, _BOUND, _BOUND), (_Q, _LOGSUMEXP), PARTS)
-        q, k, *others = args
-        out, logsumexp = partitioned(_forward_of, self, roles, _by_keys(q, k), k, *others)
+        q, k, v, *bounds = args
+        roles = Roles((_Q, _K, _K, *[_BOUND] * len(bounds)), (_Q, _LOGSUMEXP), PARTS)
+        out, logsumexp = partitioned(_forward_of, self, roles, _by_keys(q, k), k, v, *bounds)
         out = out.reshape(q.shape)
         return (out,) if wanted is None else (out, logsumexp)
 
@@ -119,10 +126,11 @@ class _Attention:
         """The wanted gradients of `q`, `k` and `v`."""
         (dout,) = cotangents
         assert dout is not None  # JAX asks for no gradient of a result without one
-        q, k, v, out, *others = saved
+        q, k, v, out, logsumexp, *bounds = saved
         dout, by_keys, out = (_by_keys(a, k) for a in (dout, q, out))
-        roles = Roles((_Q, _Q, _K, _K, _Q, _LOGSUMEXP, _BOUND, _BOUND), (_Q, _K, _K), PARTS)
-        args = dout, by_keys, k, v, out, *others
+        of_bounds = [_BOUND] * len(bounds)
+        roles = Roles((_Q, _Q, _K, _K, _Q, _LOGSUMEXP, *of_bounds), (_Q, _K, _K), PARTS)
+        args = dout, by_keys, k, v, out, logsumexp, *bounds
         dq, dk, dv = partitioned(_backward_of, self, roles, *args)
         gradients = dq.reshape(q.shape), dk, dv
         return [g for g, is_wanted in zip(gradients, wanted[:3], strict=True) if is_wanted]
@@ -133,9 +141,15 @@ class _Attention:
 
 
 def _forward_of(operation: _Attention, place: Place) -> Callable[..., Any]:
-    def forward(q: Array, k: Array, v: Array, begins: Array, _: Array) -> tuple[Array, Array]:
+    def forward(q: Array, k: Array, v: Array, *bounds: Array) -> tuple[Array, Array]:
         by_heads, k, v = map(_as_wide_as_the_kernels, (_heads(q), k, v))
-        out, logsumexp = attention_forward(by_heads, k, v, begins, **_options(operation))
+        config = operation.config.forward or forward_config(
+            q.shape[1], k.shape[-1], whole_rows=not bounds
+        )
+        begins, _ = bounds or whole_rows(*q.shape[:2])
+        out, logsumexp = attention_forward(
+            by_heads, k, v, begins, scale=operation.scale, config=config
+        )
         out = out[..., : q.shape[-1]]
         return out.reshape(q.shape), logsumexp.reshape(len(q), *q.shape[2:4], -1)
 
@@ -149,8 +163,13 @@ def _backward_of(operation: _Attention, place: Place) -> Callable[..., Any]:
         of_heads = logsumexp.reshape(len(q), -1, q.shape[1])
         arrays = map(_as_wide_as_the_kernels, (_heads(q), k, v, _heads(out), _heads(dout)))
         by_heads, k, v, out, dout = arrays
-        args = by_heads, k, v, out, of_heads, dout, *bounds
-        gradients = attention_backward(*args, **_options(operation))
+        args = by_heads, k, v, out, of_heads, dout, *(bounds or whole_rows(*q.shape[:2]))
+        gradients = attention_backward(
+            *args,
+            scale=operation.scale,
+            of_queries=operation.config.dq or queries_config(k.shape[-1]),
+            of_keys=operation.config.dkdv or keys_config(k.shape, q.shape[3]),
+        )
         dq, dk, dv = (g[..., : q.shape[-1]] for g in gradients)
         return dq.reshape(q.shape), dk, dv
 
@@ -160,10 +179,6 @@ def _backward_of(operation: _Attention, place: Place) -> Callable[..., Any]:
 def _by_keys(a: Float[Array, "*B S N H"], k: Float[Array, "*B S K H"]) -> Array:
     """The array as `[*B, S, K, G, H]`."""
     return a.reshape(*a.shape[:-2], k.shape[-2], a.shape[-2] // k.shape[-2], a.shape[-1])
-
-
-def _options(operation: _Attention) -> dict[str, Any]:
-    return {"scale": operation.scale, "config": operation.config}
 
 
 def _as_wide_as_the_kernels(a: Float[Array, "B S _ H"]) -> Float[Array, "B S _ _"]:

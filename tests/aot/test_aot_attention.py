@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from aot.harness import ARCHS, CHIPS, Case, Program
-from pallas_kernels.attention import AttentionConfig, ForwardConfig
+from pallas_kernels.attention import ForwardConfig
+from pallas_kernels.attention.config import forward_config
 from pallas_kernels.attention.forward import attention_forward
 from pallas_kernels.gpu.device import REGISTERS_PER_SM
 
@@ -19,12 +20,13 @@ def _case(
     dtype: Any,
     length: int = 4096,
     config: ForwardConfig | None = None,
+    *,
+    whole_rows: bool = False,
 ) -> Case:
+    config = config or forward_config(length, head_size, whole_rows=whole_rows)
     q, kv = ((4, length, n, head_size) for n in (heads, 8))
     return Case(
-        functools.partial(
-            attention_forward, scale=head_size**-0.5, config=AttentionConfig(forward=config)
-        ),
+        functools.partial(attention_forward, scale=head_size**-0.5, config=config),
         (
             *(jax.ShapeDtypeStruct(shape, dtype) for shape in (q, kv, kv)),
             jax.ShapeDtypeStruct((4, length), jnp.int32),
@@ -33,6 +35,7 @@ def _case(
 
 
 CASES = {"64": _case(64, 32, jnp.bfloat16), "128": _case(128, 32, jnp.bfloat16)}
+CASES["64, rows of one document"] = _case(64, 32, jnp.bfloat16, whole_rows=True)
 CASES["128, each head with keys"] = _case(128, 8, jnp.bfloat16)
 EVEN_CASES = tuple(CASES)
 CASES["uneven"] = _case(64, 32, jnp.bfloat16, 4096 + 8)

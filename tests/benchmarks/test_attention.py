@@ -188,6 +188,14 @@ def test_the_program_writes_a_table(tmp_path, capsys, monkeypatch):
     assert "| formula | 2.000 (0) |  |  |  |" in capsys.readouterr().out
 
 
+def test_contenders_are_named_as_they_are(monkeypatch, capsys):
+    monkeypatch.setattr(timing, "require_gpu", lambda: "NVIDIA H100")
+    monkeypatch.setattr(ceilings, "measure", lambda: "ceilings")
+    with pytest.raises(SystemExit):
+        attention.main(["--contenders", "ours", "cuDNNN"])
+    assert "['cuDNNN'] must be among ['cuDNN', 'ours'," in capsys.readouterr().err
+
+
 def test_a_shape_has_five_sizes():
     with pytest.raises(SystemExit):
         attention.main(["--shapes", "4x4096x32x64"])

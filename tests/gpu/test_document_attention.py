@@ -66,6 +66,20 @@ def test_as_accurate_as_with_a_mask(shape, num_documents, dtype):
     assert_as_accurate(got, masked, exact_of(arrays, ids), names=NAMES)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [UNEVEN, (2, 4104, 14, 2, 64), (1, 4096, 16, 2, 128), (2, 2048, 16, 16, 128), PADDED],
+    ids=str,
+)
+def test_rows_of_one_document(shape):
+    """Without bounds. In some shapes blocks share the heads that have the same keys."""
+    arrays, ids = inputs(shape, 1, "bfloat16")
+    without_bounds = lambda *qkv: value_and_grads(by_kernels, qkv, arrays[3])
+    got = as_float64(jax.jit(without_bounds)(*arrays[:3]))
+    masked = computed(documents.masked, arrays, ids)
+    assert_as_accurate(got, masked, exact_of(arrays, ids), names=NAMES)
+
+
 @pytest.mark.parametrize("length", [136, 4104])
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_equal_calls_have_equal_results(length, head_size):

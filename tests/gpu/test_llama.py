@@ -154,7 +154,7 @@ def skip_without_cudnn_for(head_dim):
     ids=["one document", "2 documents", "20 documents", "20 documents, unrolled"],
 )
 def test_default_attention_is_as_accurate_as_xla(num_documents, scan_layers, head_dim):
-    """With several documents in a row, our kernels take the place of cuDNN on Hopper."""
+    """On Hopper our kernels compute heads of 64, and cuDNN those of 192 and 256."""
     config = dataclasses.replace(
         PRESETS["llama3.2-1b"],
         num_hidden_layers=2,
@@ -203,10 +203,11 @@ def test_default_attention_is_as_accurate_as_xla(num_documents, scan_layers, hea
     )
 
 
-def test_default_attention_runs_cudnn():
+def test_default_attention_runs_our_kernels_on_hopper():
     config = dataclasses.replace(PRESETS["llama3.2-1b"], num_hidden_layers=1, vocab_size=1024)
     model = Llama(config, rngs=nnx.Rngs(0))
     tokens = jnp.zeros((1, 256), jnp.int32)
     graphdef, state = nnx.split(model)
     program = jax.jit(lambda state: nnx.merge(graphdef, state)(tokens)).lower(state).as_text()
-    assert "cudnn" in program
+    is_hopper = target_device().capability == (9, 0)
+    assert ("attention_forward" in program, "cudnn" in program) == (is_hopper, not is_hopper)

@@ -51,7 +51,7 @@ def calls(monkeypatch):
         return q
 
     def by_kernels(q, k, v, bounds, *, implementation):
-        made.append((np.asarray(bounds), implementation))
+        made.append((None if bounds is None else np.asarray(bounds), implementation))
         return q
 
     monkeypatch.setattr(attention.jax.nn, "dot_product_attention", by_jax)
@@ -59,8 +59,8 @@ def calls(monkeypatch):
     return made
 
 
-def attend(ids=None, *, implementation=None, head_dim=16, dtype=jnp.bfloat16):
-    length = 8 if ids is None else ids.shape[1]
+def attend(ids=None, *, implementation=None, head_dim=16, dtype=jnp.bfloat16, length=8):
+    length = length if ids is None else ids.shape[1]
     q = jnp.ones((1, length, 2, head_dim), dtype)
     documents = None if ids is None else document_bounds(ids)
     return causal_attention(q, q, q, documents, implementation)
@@ -89,35 +89,50 @@ def assert_called(call, ids, by):
     """That `by` computed these documents; None is a row of one document."""
     arrays, implementation = call
     assert implementation == by
-    if by == "mosaic_gpu":
-        ids = jnp.zeros((1, 8), jnp.int32) if ids is None else ids
-        np.testing.assert_array_equal(arrays, document_bounds(ids))
-    elif ids is None:
+    if ids is None:
         assert arrays is None
+    elif by == "mosaic_gpu":
+        np.testing.assert_array_equal(arrays, document_bounds(ids))
     else:
         (row,) = np.asarray(ids)
         np.testing.assert_array_equal(arrays, (row[:, None] == row)[None, None])
 
 
 @pytest.mark.parametrize(
-    ("asked_for", "of_documents", "of_whole_rows"),
-    [
-        (None, "mosaic_gpu", "cudnn"),
-        ("mosaic_gpu", "mosaic_gpu", "mosaic_gpu"),
-        ("cudnn", "cudnn", "cudnn"),
-        ("xla", "xla", "xla"),
-    ],
+    ("asked_for", "chosen"),
+    [(None, "mosaic_gpu"), ("mosaic_gpu", "mosaic_gpu"), ("cudnn", "cudnn"), ("xla", "xla")],
 )
-def test_on_hopper_kernels_compute_documents(
-    on_gpu, calls, caplog, asked_for, of_documents, of_whole_rows
-):
+def test_on_hopper_kernels_compute_it(on_gpu, calls, caplog, asked_for, chosen):
     on_gpu(H100)
     with caplog.at_level(logging.WARNING):
         attend(EIGHT_OF_TWO, implementation=asked_for)
         attend(implementation=asked_for)
-    assert_called(calls[0], EIGHT_OF_TWO, of_documents)
-    assert_called(calls[1], None, of_whole_rows)
+    assert_called(calls[0], EIGHT_OF_TWO, chosen)
+    assert_called(calls[1], None, chosen)
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("ids", "length", "head_dim", "chosen"),
+    [
+        (None, 8192, 128, "mosaic_gpu"),
+        (None, 8200, 128, "cudnn"),
+        (None, 8200, 64, "mosaic_gpu"),
+        (jnp.zeros((1, 8200), jnp.int32), 8200, 128, "mosaic_gpu"),
+    ],
+    ids=["8192", "8200", "heads of 64", "documents"],
+)
+def test_cudnn_computes_long_rows_of_one_document(on_gpu, calls, ids, length, head_dim, chosen):
+    on_gpu(H100)
+    attend(ids, length=length, head_dim=head_dim)
+    assert_called(calls[0], ids, chosen)
+
+
+def test_kernels_compute_long_rows_where_cudnn_does_not(on_gpu, calls, monkeypatch):
+    on_gpu(H100)
+    monkeypatch.setattr(attention, "_why_no_cudnn", lambda _: "it is not here")
+    attend(length=8200, head_dim=128)
+    assert_called(calls[0], None, "mosaic_gpu")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +150,7 @@ def test_elsewhere_cudnn_reads_a_mask_and_the_log_says_so(
 ):
     on_gpu(capability)
     with caplog.at_level(logging.WARNING):
-        attend(head_dim=head_dim)
+        attend(head_dim=head_dim, length=ids.shape[1])
         assert not caplog.records
         for _ in range(2):
             attend(ids, head_dim=head_dim)
@@ -152,10 +167,9 @@ def test_xla_keeps_all_scores_and_the_log_says_so(on_gpu, calls, caplog):
     with caplog.at_level(logging.WARNING):
         attend(EIGHT_OF_TWO, dtype=jnp.float32)
         attend(dtype=jnp.float32)
-    of_documents, of_whole_rows = caplog.messages
-    assert "keeps all S² scores, because no kernel of document_attention runs: q, k" in of_documents
-    assert "; and cuDNN takes bfloat16 and float16, not float32; set dtype" in of_documents
-    assert "keeps all S² scores, because cuDNN takes bfloat16 and float16" in of_whole_rows
+    (message,) = caplog.messages
+    assert "keeps all S² scores, because no kernel of document_attention runs: q, k" in message
+    assert "; and cuDNN takes bfloat16 and float16, not float32; set dtype" in message
     assert_called(calls[0], EIGHT_OF_TWO, "xla")
     assert_called(calls[1], None, "xla")
 

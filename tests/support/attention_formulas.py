@@ -21,7 +21,7 @@ def emulate(monkeypatch: Any) -> None:
     """Replaces the kernels, for any dtype and length. The test needs `fresh_operations`, too."""
 
     def in_place_of(kernel):
-        def run(q, *args, scale, config):
+        def run(q, *args, scale, **_):
             assert q.ndim == 4 and q.shape[-1] in HEAD_SIZES
             return kernel(q, *args, scale=scale)
 

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.attention import config as configs
 from pallas_kernels.attention.backward import attention_backward
-from pallas_kernels.attention.config import AttentionConfig, KeysConfig, QueriesConfig
+from pallas_kernels.attention.config import KeysConfig, QueriesConfig, queries_config
 from pallas_kernels.attention.reference import attention_reference
 from support.attention_formulas import backward
 from support.numerics import assert_as_accurate, quick_jit
@@ -45,9 +45,11 @@ def formula(q, k, v, out, logsumexp, dout, begins, ends, *, scale):
     return jax.vjp(attend, q, k, v)[1](dout)
 
 
-def check(args, config):
-    scale = 2 * args[0].shape[-1] ** -0.5
-    got = quick_jit(functools.partial(attention_backward, scale=scale, config=config))(*args)
+def check(args, options):
+    head_size = args[0].shape[-1]
+    scale = 2 * head_size**-0.5
+    options = {"of_queries": queries_config(head_size), "of_keys": KeysConfig()} | options
+    got = quick_jit(functools.partial(attention_backward, scale=scale, **options))(*args)
     assert [a.dtype for a in got] == [args[0].dtype] * 3
     low = quick_jit(functools.partial(backward, scale=scale))(*args)
     with jax.enable_x64(True):
@@ -57,47 +59,50 @@ def check(args, config):
     assert_as_accurate(got, low, exact, names=NAMES)
 
 
-def config_of(of_dq=3, stages=2, tile=64, warpgroups=1):
+def options_of(of_dq=3, stages=2, tile=64, warpgroups=1, parts=1):
     """Launch parameters; the kernel of `dq` has `of_dq` warpgroups."""
-    return AttentionConfig(
-        dq=QueriesConfig(warpgroups=of_dq, stages=stages),
-        dkdv=KeysConfig(tile=tile, stages=stages, warpgroups=warpgroups),
-    )
+    return {
+        "of_queries": QueriesConfig(warpgroups=of_dq, stages=stages),
+        "of_keys": KeysConfig(tile=tile, stages=stages, warpgroups=warpgroups, parts=parts),
+    }
 
 
 @interpreted
 @pytest.mark.parametrize(
-    ("lengths", "heads", "head_size", "dtype", "config"),
+    ("lengths", "heads", "head_size", "dtype", "options"),
     [
         # Two queries' heads a head of keys. The second row has one document. A block of 128 rows
         # has 8 tokens, and its second warpgroup none.
-        ([[1, 70, 1, 60, 4], [136]], (4, 2), 64, BF16, AttentionConfig()),
+        ([[1, 70, 1, 60, 4], [136]], (4, 2), 64, BF16, {}),
         # Documents begin inside of tiles. More tiles than slots.
-        ([[40, 100, 60]], (2, 2), 64, F16, config_of()),
+        ([[40, 100, 60]], (2, 2), 64, F16, options_of()),
         # The last block of the kernel of `dq` has more warpgroups than units are left.
-        ([[200], [30, 170]], (4, 1), 64, BF16, config_of()),
-        ([[40, 288]], (4, 2), 64, BF16, config_of(of_dq=2)),
+        ([[200], [30, 170]], (4, 1), 64, BF16, options_of()),
+        ([[40, 288]], (4, 2), 64, BF16, options_of(of_dq=2)),
         # All queries share a head of keys. The last document has one token.
-        ([[71, 1], [8, 64]], (4, 1), 64, F16, config_of(tile=128, of_dq=4)),
-        ([[57, 80, 63]], (2, 1), 64, BF16, config_of(warpgroups=3)),
-        ([[100, 28, 8]], (2, 1), 128, BF16, AttentionConfig()),
+        ([[71, 1], [8, 64]], (4, 1), 64, F16, options_of(tile=128, of_dq=4)),
+        ([[57, 80, 63]], (2, 1), 64, BF16, options_of(warpgroups=3)),
+        ([[100, 28, 8]], (2, 1), 128, BF16, {}),
+        # Each head of queries has a block of its own, and so have one head and two of a group.
+        ([[100, 28, 8], [136]], (2, 1), 64, BF16, {"of_keys": KeysConfig(parts=2)}),
+        ([[57, 80, 63]], (3, 1), 128, F16, options_of(parts=2)),
         # Fewer tokens than a warpgroup has rows.
-        ([[3, 5], [8]], (1, 1), 64, BF16, AttentionConfig()),
+        ([[3, 5], [8]], (1, 1), 64, BF16, {}),
     ],
     ids=str,
 )
-def test_gradients(lengths, heads, head_size, dtype, config):
+def test_gradients(lengths, heads, head_size, dtype, options):
     """2 s."""
-    check(make_args(lengths, dtype, heads=heads, head_size=head_size), config)
+    check(make_args(lengths, dtype, heads=heads, head_size=head_size), options)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"warpgroups": 5}, {"tile": 96}, {"tile": 320}, {"stages": 1}, {"of_dq": 5}],
+    [{"warpgroups": 5}, {"tile": 96}, {"tile": 320}, {"stages": 1}, {"of_dq": 5}, {"parts": 0}],
 )
 def test_unsupported_configs(options):
     with pytest.raises(ValueError, match=next(iter(options)).replace("of_dq", "warpgroups")):
-        config_of(**options)
+        options_of(**options)
 
 
 @pytest.mark.parametrize("warpgroups", [1, 2, 3, 4])

@@ -11,9 +11,11 @@ import pytest
 
 from pallas_kernels import document_attention, document_bounds
 from pallas_kernels.attention import AttentionConfig, ForwardConfig, KeysConfig, QueriesConfig
+from pallas_kernels.attention import config as configs
 from pallas_kernels.attention.dkdv_kernel import gradients_of_keys_and_values
 from pallas_kernels.attention.dq_kernel import gradient_of_queries
 from pallas_kernels.attention.forward import attention_forward
+from pallas_kernels.gpu.device import Device
 
 array = jax.ShapeDtypeStruct
 
@@ -85,7 +87,7 @@ def lowered(config, head_size):
     q, k = (array((1, 1024, heads, head_size), jnp.bfloat16) for heads in (4, 1))
     bounds, sums = array((1, 1024), jnp.int32), array((1, 4, 1024), jnp.float32)
     if isinstance(config, ForwardConfig):
-        run = functools.partial(attention_forward, config=AttentionConfig(forward=config))
+        run = functools.partial(attention_forward, config=config)
         args = q, k, k, bounds
     else:
         of_queries = isinstance(config, QueriesConfig)
@@ -140,3 +142,32 @@ def test_sums_of_keys_fit_the_registers(head_size, largest, larger, registers):
     message = rf"has {sums} sums .* of {larger.warpgroups} computing .* has {registers} registers"
     with pytest.raises(ValueError, match=message):
         with_config(larger, head_size=head_size)
+
+
+@pytest.mark.parametrize(
+    ("shape", "group", "parts"),
+    [
+        ((4, 4096, 8, 64), 4, 1),  # 1024 blocks for 132 multiprocessors
+        ((1, 4096, 8, 128), 4, 1),  # 256
+        ((2, 4096, 2, 64), 7, 2),  # 128
+        ((1, 4096, 2, 128), 8, 4),  # 64
+        ((1, 1000, 2, 64), 4, 4),  # 16, and no more parts than heads
+        ((1, 8, 1, 64), 1, 1),
+    ],
+)
+def test_few_keys_have_parts(monkeypatch, shape, group, parts):
+    monkeypatch.setattr(configs, "target_device", lambda: Device("a GPU", (9, 0), 132))
+    assert configs.keys_config(shape, group) == KeysConfig(parts=parts)
+
+
+def test_more_parts_than_heads_are_an_error():
+    with_config(KeysConfig(parts=4))
+    message = r"parts=5\) divides 4 heads of queries .* into 5 parts; take up to 4"
+    with pytest.raises(ValueError, match=message):
+        with_config(KeysConfig(parts=5))
+
+
+def test_tiles_of_rows_of_one_document():
+    of = functools.partial(configs.forward_config, head_size=64)
+    assert of(2048, whole_rows=True).block_kv == 128
+    assert of(2040, whole_rows=True) == of(2048, whole_rows=False) == ForwardConfig(warpgroups=2)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention.config import AttentionConfig, ForwardConfig
+from pallas_kernels.attention.config import ForwardConfig, forward_config
 from pallas_kernels.attention.forward import attention_forward
 from pallas_kernels.attention.reference import attention_reference
 from support.attention_formulas import forward
@@ -33,7 +33,7 @@ def make_args(rows, heads, head_size, dtype):
 
 def check(args, config, scale=0.125):
     q, k, v, begins = args
-    config = AttentionConfig(forward=config)
+    config = config or forward_config(*q.shape[1::2], whole_rows=False)
     got = attention_forward(q, k, v, begins, scale=scale, config=config)
     low_precision = forward(q, k, v, begins, scale=scale)
     with jax.enable_x64(True):

@@ -121,6 +121,25 @@ def test_each_device_reads_the_documents_of_its_own_rows(kind, axes):
 
 
 @KINDS
+@pytest.mark.parametrize("implementation", ["reference", "mosaic_gpu"])
+def test_rows_of_one_document_need_no_bounds(kind, implementation):
+    """Devices exchange nothing."""
+
+    def whole_rows(q, k, v, dout, ids):
+        attend = lambda *qkv: document_attention(*qkv, None, implementation=implementation)
+        return value_and_grads(attend, (q, k, v), dout)
+
+    mesh, spec = mesh_of(kind, data=2, heads=2), P("data", None, "heads")
+    got, program = on_mesh(mesh, spec, segment_ids(), whole_rows)
+    assert not exchanged(program)
+    assert_split(got, mesh, spec)
+    ids, args = np.zeros((B, S), np.int32), arrays()
+    plain = quick_jit(functools.partial(gradients, fn=reference))(*args, ids)
+    exact = exact_value_and_gradients(args, document_bounds(jnp.asarray(ids)), scale=SCALE)
+    assert_as_accurate(got, plain, exact, names=NAMES)
+
+
+@KINDS
 @pytest.mark.parametrize("spec", [P("data"), P(None, None, "data")], ids=str)
 def test_the_reference_is_split_by_rows_and_heads(kind, spec):
     mesh = mesh_of(kind, data=2)

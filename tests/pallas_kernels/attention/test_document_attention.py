@@ -66,9 +66,9 @@ def arrays(*leading: int, dtypes=(BF16,) * 4, head_size=H, heads=(N, K)) -> list
     return [normal(*each) for each in zip(shapes, dtypes, strict=True)]
 
 
-def assert_equals_the_formula(got, args, *, scale, names=NAMES):
-    plain = quick_jit(functools.partial(rounded_value_and_gradients, scale=scale))(args, BOUNDS)
-    exact = exact_value_and_gradients(args, BOUNDS, scale=scale)
+def assert_equals_the_formula(got, args, *, scale, names=NAMES, bounds=BOUNDS):
+    plain = quick_jit(functools.partial(rounded_value_and_gradients, scale=scale))(args, bounds)
+    exact = exact_value_and_gradients(args, bounds, scale=scale)
     which = [NAMES.index(name) for name in names]
     assert [a.dtype for a in got] == [plain[i].dtype for i in which]
     assert_as_accurate(got, [plain[i] for i in which], [exact[i] for i in which], names=names)
@@ -84,6 +84,17 @@ def test_heads_of_any_size(head_size, dtype, heads, scale):
     attend = lambda q, k, v: of_kernels(q, k, v, BOUNDS, scale=scale)
     got = value_and_grads(attend, args, dout)
     assert_equals_the_formula(got, (*args, dout), scale=scale or head_size**-0.5)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "reference"])
+def test_rows_of_one_document_have_no_bounds(implementation):
+    """3 s."""
+    *args, dout = arrays(heads=(4, 2))
+    attend = lambda *a: document_attention(*a, None, implementation=implementation)
+    got = value_and_grads(attend, args, dout)
+    bounds = document_bounds(jnp.zeros((B, S), jnp.int32))
+    assert_equals_the_formula(got, (*args, dout), scale=H**-0.5, bounds=bounds)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -182,7 +193,7 @@ OF_KEYS = r"k and v must be \[B, S, K, H\] for q \(1, 8, 4, 16\), where K divide
         ({"v": KEYS[..., :8]}, ValueError, OF_KEYS + r"\(1, 8, 2, 16\) and \(1, 8, 2, 8\)"),
         ({"k": QUERIES[:, :, :3], "v": QUERIES[:, :, :3]}, ValueError, OF_KEYS),
         ({"k": KEYS[:, :, :0], "v": KEYS[:, :, :0]}, ValueError, OF_KEYS),
-        ({"bounds": tuple(ROW)}, TypeError, "what document_bounds returns, got tuple"),
+        ({"bounds": tuple(ROW)}, TypeError, "returns, or None for rows of one document, got tuple"),
         (
             {"bounds": ROW._replace(begins=ROW.begins[0])},
             ValueError,
