@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
+from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Shaped, UInt32
 from orbax.checkpoint import checkpoint_managers
 
@@ -114,8 +115,8 @@ def check_config(run_dir: Path, config: TrainConfig, data: Mapping[str, Any]) ->
         raise RunError(f"{run_dir} is a run without checkpoints; choose another --name")
     if not has_checkpoints:
         return
-    old = _flat(content["config"] | {"corpus": corpus})
-    new = _flat(jsonable(config) | {"corpus": jsonable(data)})
+    old = flatten_dict(content["config"] | {"corpus": corpus}, sep=".")
+    new = flatten_dict(jsonable(config) | {"corpus": jsonable(data)}, sep=".")
     differences = {
         name: f"{name} {old.get(name)!r}, now {new.get(name)!r}"
         for name in sorted(old | new)
@@ -135,15 +136,6 @@ def check_config(run_dir: Path, config: TrainConfig, data: Mapping[str, Any]) ->
         )
     if moved and is_first():
         print(f"{run_dir}: {'; '.join(moved)}, with the same content, so the run goes on")
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for name, value in tree.items():
-        flat |= (
-            _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-        )
-    return flat
 
 
 class Checkpoints:
@@ -385,7 +377,10 @@ def read_params(folder: Path, step: int, like: nnx.State) -> nnx.State:
     arrays = dict(zip(names, jax.tree.leaves(like), strict=True))
     arrays["step"] = jax.ShapeDtypeStruct((), jnp.int32)
     try:
-        with _reader(folder) as manager:
+        # Orbax warns that the folder is open for reading only, and about parts that are not read.
+        absl.logging.set_verbosity(absl.logging.FATAL)
+        options = ocp.CheckpointManagerOptions(read_only=True, lightweight_initialize=True)
+        with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
             state = ocp.args.PyTreeRestore(
                 arrays,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(arrays),
@@ -402,15 +397,6 @@ def read_params(folder: Path, step: int, like: nnx.State) -> nnx.State:
         ) from error
     check_step(folder / str(step), read["state"])
     return jax.tree.unflatten(jax.tree.structure(like), [read["state"][name] for name in names])
-
-
-@contextlib.contextmanager
-def _reader(folder: Path) -> Iterator[ocp.CheckpointManager]:
-    # Orbax warns that the folder is open for reading only, and about the parts that are not read.
-    absl.logging.set_verbosity(absl.logging.FATAL)
-    options = ocp.CheckpointManagerOptions(read_only=True, lightweight_initialize=True)
-    with contextlib.closing(ocp.CheckpointManager(folder.absolute(), options=options)) as manager:
-        yield manager
 
 
 def _compare(arrays: dict[str, Any], checksums: Mapping[str, int]) -> None:

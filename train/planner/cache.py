@@ -9,7 +9,6 @@ the same files. A file that cannot be read or written counts as missing.
 """
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -22,6 +21,7 @@ from typing import Any
 from train.config import TrainConfig
 from train.planner.plan import Measures
 from train.planner.target import Target
+from train.reporting.metrics import jsonable
 from train.teacher import teacher_model
 
 VARIABLE = "TRAIN_PLAN_CACHE"
@@ -102,17 +102,13 @@ def _key(config: TrainConfig, target: Target) -> str:
         "teacher": teacher_model(config) if config.objective == "distill" else None,
         "mesh": dict(target.mesh.shape),
         "target": target.description,
-        "rates": dataclasses.asdict(target.rates),
+        "rates": target.rates,
         "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
         "versions": _versions(),
         "source": _source_hash(),
     }
-    text = json.dumps(content, sort_keys=True, default=_as_json)
+    text = json.dumps(jsonable(content), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _as_json(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else str(value)  # pyright: ignore[reportArgumentType]
 
 
 @functools.cache

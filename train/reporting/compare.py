@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flax.traverse_util import flatten_dict
+
 from train.errors import FolderError
 from train.formats import format_count
 from train.reporting.figures import (
@@ -82,18 +84,8 @@ def _settings(run_dir: Path) -> dict[str, Any]:
     """The entries of config.json by dotted path."""
     path = run_dir / "config.json"
     content = json.loads(path.read_text()) if path.exists() else {}
-    flat: dict[str, Any] = {}
-
-    def collect(prefix: str, entries: dict[str, Any]) -> None:
-        for name, value in entries.items():
-            if isinstance(value, dict):
-                collect(f"{prefix}{name}.", value)
-            else:
-                flat[prefix + name] = value
-
-    collect("", content.pop("config", {}))
-    collect("", content)
-    return flat
+    config = content.pop("config", {})
+    return flatten_dict(config, sep=".") | flatten_dict(content, sep=".")
 
 
 def _table(names: Sequence[str], labels: Sequence[str], columns: Sequence[dict[str, Any]]) -> str:
