@@ -35,15 +35,6 @@ from models.hf_files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Checkpoint, n
 from models.llama import Llama
 from models.sharding import parameter_path, parameter_shardings
 
-__all__ = [
-    "check_pretrained",
-    "config_from_hf",
-    "config_to_hf",
-    "load_pretrained",
-    "read_config",
-    "save_pretrained",
-]
-
 _OUTPUT_EMBEDDING = "lm_head.weight"
 _INPUT_EMBEDDING = "model.embed_tokens.weight"
 

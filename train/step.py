@@ -38,23 +38,6 @@ from train.optimizers import learning_rate_schedule, make_optimizer
 from train.teacher import teacher_model
 from train.xla_flags import compiler_options
 
-__all__ = [
-    "Batch",
-    "Metrics",
-    "TrainState",
-    "abstract_state",
-    "init_state",
-    "jit_train_step",
-    "loss_and_sums",
-    "make_eval_step",
-    "make_gradients",
-    "make_train_step",
-    "memory_in_bytes",
-    "model_graph",
-    "state_shardings",
-    "state_with",
-]
-
 type Metrics = dict[str, Float[Array, ""]]
 
 
@@ -84,37 +67,37 @@ def model_graph(config: LlamaConfig) -> nnx.GraphDef:
 
 def init_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     """The state before the first step. Each device makes its own part of an array."""
-    init = _initializer(config)
-    shardings = jax.tree.map(lambda a: a.sharding, abstract_state(config, mesh))
+    init = functools.partial(_random_state, config)
+    shardings = _shardings_of(abstract_state(config, mesh))
     return jax.jit(init, out_shardings=shardings)(jax.random.key(config.seed))
 
 
 def state_with(config: TrainConfig, mesh: Mesh, params: nnx.State) -> TrainState:
     """The state before the first step, with `params` on the mesh; it takes over their memory."""
-    begin = lambda params: _state_of(config, params)
-    shardings = jax.tree.map(lambda a: a.sharding, abstract_state(config, mesh))
+    begin = functools.partial(_state_of, config)
+    shardings = _shardings_of(abstract_state(config, mesh))
     return jax.jit(begin, donate_argnums=0, out_shardings=shardings)(params)
 
 
 def abstract_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state. The mesh's devices need not be in this machine."""
-    init = _initializer(config)
-    shapes = jax.eval_shape(lambda: init(jax.random.key(config.seed)))
+    shapes = jax.eval_shape(lambda: _random_state(config, jax.random.key(config.seed)))
     shardings = state_shardings(shapes, mesh)
     place = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
     return jax.tree.map(place, shapes, shardings)
 
 
-def _initializer(config: TrainConfig) -> Callable[[Key[Array, ""]], TrainState]:
-    def init(key: Key[Array, ""]) -> TrainState:
-        return _state_of(config, nnx.state(Llama(config.model, rngs=nnx.Rngs(key)), nnx.Param))
-
-    return init
+def _random_state(config: TrainConfig, key: Key[Array, ""]) -> TrainState:
+    return _state_of(config, nnx.state(Llama(config.model, rngs=nnx.Rngs(key)), nnx.Param))
 
 
 def _state_of(config: TrainConfig, params: nnx.State) -> TrainState:
     opt_state = make_optimizer(config.optimizer, config.steps).init(params)
     return TrainState(jnp.zeros((), jnp.int32), params, opt_state, initial_guard())
+
+
+def _shardings_of(state: TrainState) -> TrainState:
+    return jax.tree.map(lambda a: a.sharding, state)
 
 
 def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
@@ -328,14 +311,11 @@ def make_train_step(config: TrainConfig) -> Callable[..., tuple[TrainState, Metr
 
 def jit_train_step(config: TrainConfig, state: TrainState) -> Any:
     """The jitted step for a state, or for its shapes and shardings. It donates the state."""
-    shardings = jax.tree.map(lambda a: a.sharding, state)
-    devices = jax.tree.leaves(shardings)[0].device_set
-    options = compiler_options(devices, config.xla_options)
     return jax.jit(
         make_train_step(config),
         donate_argnums=0,
-        out_shardings=(shardings, None),
-        compiler_options=options,
+        out_shardings=(_shardings_of(state), None),
+        compiler_options=compiler_options(state.step.sharding.device_set, config.xla_options),
     )
 
 
