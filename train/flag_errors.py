@@ -1,14 +1,19 @@
-"""Turns a mistake in a flag into one line that names the flag."""
+"""The flags of a command line; a mistake in one becomes one line that names the flag."""
 
 import contextlib
 import io
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 class FlagError(ValueError):
     """A mistake in a flag, in one line that needs no traceback."""
+
+
+def flags_in(arguments: Iterable[str]) -> set[str]:
+    """The names of the flags of a command line, such as "--steps" for "--steps=3"."""
+    return {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
 
 
 @contextlib.contextmanager

@@ -76,20 +76,29 @@ def mesh_of(config: TrainConfig) -> Mesh:
     if data_axis == -1:
         data_axis = max(1, jax.device_count() // (fsdp * tensor))
     mesh = make_mesh(data=data_axis, fsdp=fsdp, tensor=tensor)
-    rows, num_parts = config.data.batch_size, data_axis * fsdp
-    of_example = config.rows_of_example
-    if rows % (of_example * num_parts):
-        pairs = f", times the {of_example} rows of a preference" if of_example > 1 else ""
-        raise ValueError(
-            f"batch_size={rows} must be a multiple of data * fsdp, the {num_parts} devices that "
-            f"share its rows{pairs}"
-        )
+    num_parts = data_axis * fsdp
+    check_batch_size(config, num_parts)
     check_tensor_parallel(
         tensor,
         num_key_value_heads=config.model.num_key_value_heads,
-        num_tokens=rows // num_parts * config.data.sequence_length,
+        num_tokens=config.data.batch_size // num_parts * config.data.sequence_length,
     )
     return mesh
+
+
+def check_batch_size(config: TrainConfig, num_parts: int) -> None:
+    """Checks that a batch can be split over `num_parts` devices, data * fsdp.
+
+    Raises:
+      ValueError: A device would have a part of an example.
+    """
+    rows, of_example = config.data.batch_size, config.rows_of_example
+    if rows % (of_example * num_parts):
+        pairs = f", times the {of_example} rows of a preference" if of_example > 1 else ""
+        raise ValueError(
+            f"batch_size={rows} must be a multiple of the {num_parts} devices that share its rows, "
+            f"data * fsdp{pairs}"
+        )
 
 
 def open_datasets(config: TrainConfig) -> Datasets:

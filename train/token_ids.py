@@ -9,6 +9,7 @@ from jaxtyping import Int
 from models.config import LlamaConfig
 from train import data
 from train.config import TrainConfig
+from train.flag_errors import flags_in
 
 _FIELDS = ("bos_token_id", "eos_token_id")
 
@@ -45,7 +46,7 @@ def with_ids_of_text(config: TrainConfig, arguments: Sequence[str]) -> TrainConf
     """
     if config.init_from or not config.data.is_packed:
         return config
-    flags = {argument.partition("=")[0] for argument in arguments}
+    flags = flags_in(arguments)
     tokenizer = data.load_tokenizer(config.data)
     found = with_tokenizer_ids(config.model, tokenizer)
     changes = {

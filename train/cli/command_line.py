@@ -14,7 +14,7 @@ import tyro
 from train.config import PRESET_NAMES, TrainConfig, preset
 from train.data import check_effects
 from train.errors import FolderError
-from train.flag_errors import FlagError, tyro_errors
+from train.flag_errors import FlagError, flags_in, tyro_errors
 from train.hf_folder import has_tokenizer, read_model_config
 from train.ranges import Range
 
@@ -82,7 +82,7 @@ def parse_command_line(arguments: Sequence[str]) -> TrainConfig:
             )
     except NotImplementedError as error:  # which tyro does not expect
         raise FlagError(str(error)) from error
-    _check_effects(config, {argument.partition("=")[0] for argument in rest})
+    _check_effects(config, flags_in(rest))
     return _with_tokenizer(config)
 
 

@@ -15,7 +15,7 @@ from models.config import AUTO_REMAT
 from models.sharding import make_mesh
 from train.cli.command_line import Parser, number, parse_command_line
 from train.config import PRESET_NAMES, MeshConfig, TrainConfig
-from train.flag_errors import FlagError
+from train.flag_errors import FlagError, flags_in
 from train.planner import aot
 from train.planner.cache import VARIABLE, cached
 from train.planner.plan import (
@@ -36,6 +36,7 @@ from train.planner.target import (
     target_here,
 )
 from train.ranges import POSITIVE, SIZE
+from train.setup import check_batch_size
 
 # The largest batch that is tried. Larger ones are hardly faster: a 1B model computes for seconds on
 # 64 rows of 4096 tokens.
@@ -56,7 +57,8 @@ def run(arguments: Sequence[str]) -> None:
     try:
         config, targets = _config_and_targets(flags, rest)
         measures = _OnMeshes(targets)
-        configs = list(_configs(config, targets, measures, fixed_batch=_fixes_batch(flags, rest)))
+        is_fixed = flags.batch_size is not None or "--data.batch-size" in flags_in(rest)
+        configs = list(_configs(config, targets, measures, fixed_batch=is_fixed))
         chosen = plan(configs, targets[config.mesh], measures)
     except RuntimeError as error:  # compilers are missing, or cannot compile the step
         raise FlagError(str(error)) from error
@@ -143,6 +145,7 @@ def _config_and_targets(
 
     The configuration has the first of the meshes, and the policy "auto" unless the flags name one.
     """
+    given = flags_in(rest)
     chip = aot.chip(flags.device) if flags.device else None
     if chip:
         jax.config.update("jax_platforms", "cpu")  # aot.devices stand for the GPUs
@@ -159,15 +162,15 @@ def _config_and_targets(
                 f"this machine has only {len(devices)} of {flags.num_devices} devices; name the "
                 "GPU with --device"
             )
-    if not _given(rest, "--model.remat"):
+    if "--model.remat" not in given:
         config = with_remat(config, AUTO_REMAT)
     memory_bytes = int(flags.memory_gib * 2**30) if flags.memory_gib else None
-    if flags.tensor and _given(rest, "--mesh.tensor"):
+    if flags.tensor and "--mesh.tensor" in given:
         raise ValueError("--tensor and --mesh.tensor mean the same; leave out one")
     targets = {}
     for tensor in flags.tensor or [config.mesh.tensor]:
         sizes = dataclasses.replace(config.mesh, tensor=tensor)
-        sizes = _all_sizes(sizes, len(devices), fixed_fsdp=_given(rest, "--mesh.fsdp"))
+        sizes = _all_sizes(sizes, len(devices), fixed_fsdp="--mesh.fsdp" in given)
         mesh = make_mesh(**dataclasses.asdict(sizes), devices=devices)
         targets[sizes] = (
             target_elsewhere(chip, mesh, memory_bytes) if chip else target_here(mesh, memory_bytes)
@@ -195,14 +198,6 @@ def _train_arguments(flags: argparse.Namespace, rest: list[str]) -> list[str]:
     return arguments
 
 
-def _given(rest: list[str], flag: str) -> bool:
-    return any(part == flag or part.startswith(f"{flag}=") for part in rest)
-
-
-def _fixes_batch(flags: argparse.Namespace, rest: list[str]) -> bool:
-    return flags.batch_size is not None or _given(rest, "--data.batch-size")
-
-
 def _configs(
     config: TrainConfig,
     targets: Mapping[MeshConfig, Target],
@@ -215,12 +210,7 @@ def _configs(
         on_mesh = dataclasses.replace(config, mesh=mesh)
         num_parts = mesh.data * mesh.fsdp
         if fixed_batch:
-            if config.data.batch_size % (num_parts * config.rows_of_example):
-                pairs = ", times the 2 rows of a preference" if config.rows_of_example > 1 else ""
-                raise ValueError(
-                    f"a batch of {config.data.batch_size} must be a multiple of the {num_parts} "
-                    f"devices that share its rows, data * fsdp{pairs}"
-                )
+            check_batch_size(config, num_parts)
             yield from with_policies(on_mesh)
             continue
         for with_policy in with_policies(on_mesh):
@@ -236,17 +226,17 @@ def _configs(
 
 def _command(flags: argparse.Namespace, rest: list[str], chosen: Plan) -> str:
     """The command line that trains as planned."""
-    config = chosen.best.config
+    config, given = chosen.best.config, flags_in(rest)
     arguments = ["--preset", flags.preset, *rest]
-    if not _given(rest, "--model.remat"):
+    if "--model.remat" not in given:
         arguments += ["--model.remat", config.model.remat]
-    if not _given(rest, "--data.batch-size"):
+    if "--data.batch-size" not in given:
         arguments += ["--data.batch-size", str(config.data.batch_size)]
     if flags.sequence_length is not None:
         arguments += ["--data.sequence-length", str(config.data.sequence_length)]
-    if config.mesh.fsdp > 1 and not _given(rest, "--mesh.fsdp"):
+    if config.mesh.fsdp > 1 and "--mesh.fsdp" not in given:
         arguments += ["--mesh.fsdp", str(config.mesh.fsdp)]
-    if config.mesh.tensor > 1 and not _given(rest, "--mesh.tensor"):
+    if config.mesh.tensor > 1 and "--mesh.tensor" not in given:
         arguments += ["--mesh.tensor", str(config.mesh.tensor)]
     command = f"python -m train {shlex.join(arguments)}"
     if memory_fraction() != DEFAULT_FRACTION:
